@@ -1,0 +1,421 @@
+//! The engine of an arena: untyped blocks, marks, and the chunks they lie in.
+#![expect(unsafe_code, reason = "moves a pointer through memory of the allocator below")]
+
+use super::{
+    ArenaSettings, ArenaStats, Mark,
+    chunks::{Chunk, Chunks},
+};
+use allocator_api2::alloc::Allocator;
+use aquifer_core::{DeferReuse, Gate, MemoryError, Result};
+use std::{
+    alloc::Layout,
+    cell::{Cell, RefCell},
+    num::NonZero,
+    ptr::{self, NonNull},
+    sync::Arc,
+    time::Instant,
+};
+
+/// What every chunk is aligned to, at least: most requests then fit from its first byte on.
+const CHUNK_ALIGN: usize = 16;
+
+/// Bump allocation over `A`.
+///
+/// Everything takes `&self` and one thread: the type is not `Sync`. Nothing here unwinds, unless a gate of the user's
+/// does. The allocator below and gates are foreign code that could call back in, so no borrow of `chunks` outlives a
+/// call of the allocator below, and one that cannot be had (a gate that allocates from the arena that polls it) counts
+/// as a refusal.
+pub(super) struct Bump<A: Allocator> {
+    upstream: A,
+    settings: ArenaSettings,
+    /// The first free byte of the current chunk, with the provenance of the whole chunk; dangling if there is none.
+    next: Cell<NonNull<u8>>,
+    /// The address one past the current chunk; that of `next` if there is none, so that nothing fits.
+    end: Cell<usize>,
+    /// The address below which `next` is not to fall: the current chunk's base plus what is held for gates.
+    floor: Cell<usize>,
+    /// The current chunk's base address.
+    base: Cell<usize>,
+    chunks: RefCell<Chunks>,
+}
+
+// SAFETY: the chunks are `A`'s blocks and go where `A` goes; the gates are `Send`; the rest is numbers.
+unsafe impl<A: Allocator + Send> Send for Bump<A> {}
+
+impl<A: Allocator> Bump<A> {
+    pub(super) const fn new(settings: ArenaSettings, upstream: A) -> Self {
+        let next = NonNull::<u128>::dangling().cast::<u8>();
+        Self {
+            upstream,
+            settings,
+            next: Cell::new(next),
+            // The address of `next`, which a const function cannot ask for.
+            end: Cell::new(align_of::<u128>()),
+            floor: Cell::new(align_of::<u128>()),
+            base: Cell::new(align_of::<u128>()),
+            chunks: RefCell::new(Chunks::new()),
+        }
+    }
+
+    pub(super) fn upstream(&self) -> &A {
+        &self.upstream
+    }
+
+    /// Bytes of the current chunk that are handed out.
+    fn offset(&self) -> usize {
+        self.next.get().addr().get() - self.base.get()
+    }
+
+    /// A block of this layout; its bytes are whatever they were. Constant time while the current chunk lasts.
+    #[inline]
+    pub(super) fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
+        if layout.size() == 0 {
+            return Some(nowhere(layout));
+        }
+        self.advance(layout).or_else(|| self.allocate_in_next_chunk(layout))
+    }
+
+    #[inline]
+    fn advance(&self, layout: Layout) -> Option<NonNull<u8>> {
+        let next = self.next.get();
+        let at = next.addr().get();
+        let start = at.checked_add(layout.align() - 1)? & !(layout.align() - 1);
+        let stop = start.checked_add(layout.size())?;
+        if stop > self.end.get() {
+            return None;
+        }
+        // SAFETY: 1. `at <= start <= stop <= end`, so both offsets stay inside the current chunk, whose provenance
+        // `next` has; without a chunk nothing of at least one byte passes the comparison. 2. A chunk has at most
+        // `isize::MAX` bytes.
+        let block = unsafe { next.add(start - at) };
+        // SAFETY: as above: `start + size == stop <= end`.
+        self.next.set(unsafe { block.add(layout.size()) });
+        Some(block)
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn allocate_in_next_chunk(&self, layout: Layout) -> Option<NonNull<u8>> {
+        let mut chunks = self.chunks.try_borrow_mut().ok()?;
+        if !chunks.spare_for(layout) {
+            drop(chunks);
+            let chunk = self.take_chunk(layout)?;
+            let Ok(now) = self.chunks.try_borrow_mut() else {
+                self.return_chunk(chunk);
+                return None;
+            };
+            chunks = now;
+            chunks.taken += chunk.layout.size();
+            chunks.grown = chunk.layout.size().min(self.settings.max_chunk);
+            // `take_chunk` made room, so this does not allocate.
+            let at = chunks.entered;
+            chunks.list.insert(at, chunk);
+        }
+        self.enter_next(&mut chunks);
+        drop(chunks);
+        self.advance(layout)
+    }
+
+    /// Makes the first spare the current chunk.
+    fn enter_next(&self, chunks: &mut Chunks) {
+        let offset = self.offset();
+        if let Some(current) = chunks.current() {
+            current.filled = offset;
+            chunks.filled += offset;
+        }
+        chunks.entered += 1;
+        if let Some(chunk) = chunks.current() {
+            let floor = chunk.held;
+            self.point_at(chunk, floor);
+        }
+    }
+
+    /// Lets the next block start at `offset` of this chunk.
+    fn point_at(&self, chunk: &Chunk, offset: usize) {
+        let base = chunk.base.addr().get();
+        self.base.set(base);
+        self.end.set(chunk.end());
+        self.floor.set(base + chunk.held);
+        // SAFETY: `offset` was an offset of this chunk when it was noted, so it is at most `bytes`.
+        self.next.set(unsafe { chunk.base.add(offset) });
+    }
+
+    fn point_nowhere(&self) {
+        let next = NonNull::<u128>::dangling().cast::<u8>();
+        self.next.set(next);
+        self.end.set(next.addr().get());
+        self.floor.set(next.addr().get());
+        self.base.set(next.addr().get());
+    }
+
+    /// Asks the allocator below for a chunk that holds at least this layout: twice the last one's size if it can be
+    /// had, less if the limit or the allocator says so.
+    fn take_chunk(&self, layout: Layout) -> Option<Chunk> {
+        let align = layout.align().max(CHUNK_ALIGN);
+        let need = layout.size().checked_next_multiple_of(CHUNK_ALIGN)?;
+        let settings = &self.settings;
+        let (mut room, wish) = {
+            let mut chunks = self.chunks.try_borrow_mut().ok()?;
+            chunks.list.try_reserve(1).ok()?;
+            let doubled = chunks.grown.saturating_mul(2).min(settings.max_chunk);
+            (settings.limit.saturating_sub(chunks.taken), doubled.max(settings.first_chunk))
+        };
+        // A limit that is no multiple of the chunk alignment can still be used to its last byte.
+        let need = if need > room { layout.size() } else { need };
+        while room < need {
+            // Spares are too small for this one. What is held in them stays held: the allocator below knows of it.
+            let spare = self.chunks.try_borrow_mut().ok()?.pop_spare()?;
+            room = room.saturating_add(spare.layout.size());
+            self.return_chunk(spare);
+        }
+        let mut size = wish.clamp(need, room.max(need));
+        loop {
+            let asked = Layout::from_size_align(size, align).ok()?;
+            if let Ok(block) = self.upstream.allocate(asked) {
+                return Some(Chunk::new(block.cast(), asked, block.len()));
+            }
+            if size > need {
+                size = (size / 2).max(need);
+                continue;
+            }
+            let spare = self.chunks.try_borrow_mut().ok()?.pop_spare()?;
+            self.return_chunk(spare);
+        }
+    }
+
+    fn return_chunk(&self, chunk: Chunk) {
+        // SAFETY: 1. The block is one of `upstream`'s and nobody else gives it back: it has left the list. 2. The
+        // layout is the one that it was asked for with. 3. Nobody uses it: it was never entered, or it is spare, or
+        // the arena is borrowed exclusively. Where a device still may, `upstream` was told by `defer`.
+        unsafe { self.upstream.deallocate(chunk.base, chunk.layout) };
+    }
+
+    /// Whether this is the block of the current chunk that ends where the next one starts.
+    fn is_last(&self, block: NonNull<u8>, size: usize) -> bool {
+        let start = block.addr().get();
+        // The block before a chunk's first byte may end there as well: that of a neighbouring chunk.
+        size > 0 && start >= self.base.get() && start + size == self.next.get().addr().get()
+    }
+
+    /// Lets the next block start `bytes` earlier, though not among bytes that are held.
+    ///
+    /// # Safety
+    /// The last `bytes` handed out lie in one block, and nobody uses them any more.
+    unsafe fn retreat(&self, bytes: usize) {
+        self.note_high_water();
+        let next = self.next.get();
+        let back = bytes.min(next.addr().get() - self.floor.get());
+        // SAFETY: the target is at or above the floor, which lies in the current chunk like `next` itself.
+        self.next.set(unsafe { next.sub(back) });
+    }
+
+    fn note_high_water(&self) {
+        if let Ok(mut chunks) = self.chunks.try_borrow_mut() {
+            chunks.high_water = chunks.high_water.max(chunks.filled + self.offset());
+        }
+    }
+
+    /// Takes a block back. Only the last one makes room.
+    ///
+    /// # Safety
+    /// The block is one of this arena's, of this size, and is not used any more.
+    pub(super) unsafe fn deallocate(&self, block: NonNull<u8>, size: usize) {
+        if self.is_last(block, size) {
+            // SAFETY: the block is the last one and the caller is done with it.
+            unsafe { self.retreat(size) };
+        }
+    }
+
+    /// Makes a block larger: in place if it is the last one and the chunk has room, else by a move.
+    ///
+    /// # Safety
+    /// As for [`Allocator::grow`].
+    pub(super) unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<u8>> {
+        let start = block.addr().get();
+        if self.is_last(block, old.size()) && start.is_multiple_of(new.align()) {
+            let stop = start.checked_add(new.size())?;
+            if stop <= self.end.get() {
+                let next = self.next.get();
+                // SAFETY: the block lies in the current chunk and ends at `next`.
+                let block = unsafe { next.sub(old.size()) };
+                // SAFETY: `stop` lies in the current chunk.
+                self.next.set(unsafe { block.add(new.size()) });
+                // From `next`, whose provenance is the whole chunk: the caller's pointer may reach no further than
+                // the old block.
+                return Some(block);
+            }
+        }
+        // SAFETY: the caller's promise; `old` is the smaller one.
+        unsafe { self.relocate(block, old, new, old.size()) }
+    }
+
+    /// Makes a block smaller; what the last one gives up is handed out again.
+    ///
+    /// # Safety
+    /// As for [`Allocator::shrink`].
+    pub(super) unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<u8>> {
+        if new.size() == 0 {
+            // SAFETY: the caller hands the block over.
+            unsafe { self.deallocate(block, old.size()) };
+            return Some(nowhere(new));
+        }
+        if !block.addr().get().is_multiple_of(new.align()) {
+            // SAFETY: the caller's promise; `new` is the smaller one.
+            return unsafe { self.relocate(block, old, new, new.size()) };
+        }
+        if self.is_last(block, old.size()) {
+            // SAFETY: the tail belongs to the last block and its owner gives it up.
+            unsafe { self.retreat(old.size() - new.size()) };
+        }
+        Some(block)
+    }
+
+    /// # Safety
+    /// `block` is a block of layout `old`, readable for `keep` bytes; `new` has at least as many.
+    unsafe fn relocate(
+        &self,
+        block: NonNull<u8>,
+        old: Layout,
+        new: Layout,
+        keep: usize,
+    ) -> Option<NonNull<u8>> {
+        let moved = self.allocate(new)?;
+        // SAFETY: 1. `block` is readable for `keep` bytes, by the caller's promise. 2. `moved` is writable for as
+        // many, since `new` has them. 3. Bytes need no alignment. 4. The blocks are both live, so they do not overlap.
+        unsafe { ptr::copy_nonoverlapping(block.as_ptr(), moved.as_ptr(), keep) };
+        // SAFETY: the caller hands the block over, and nothing reads it after the copy.
+        unsafe { self.deallocate(block, old.size()) };
+        Some(moved)
+    }
+
+    /// Where the arena stands. `None` from inside a gate that this arena is asking.
+    pub(super) fn mark(&self) -> Mark {
+        // A refused borrow means that chunk bookkeeping is on the stack; the current chunk is then not reliable, and
+        // the furthest mark possible makes a later rewind do nothing.
+        let entered = self.chunks.try_borrow().map_or(usize::MAX, |chunks| chunks.entered);
+        Mark { entered, offset: self.offset() }
+    }
+
+    /// Goes back to a mark. Chunks entered since are spare from then on.
+    ///
+    /// # Safety
+    /// Nobody uses what was handed out since the mark, and the arena has not gone further back meanwhile.
+    pub(super) unsafe fn rewind(&self, mark: Mark) {
+        let Ok(mut chunks) = self.chunks.try_borrow_mut() else { return };
+        if mark.entered > chunks.entered {
+            return;
+        }
+        chunks.high_water = chunks.high_water.max(chunks.filled + self.offset());
+        if mark.entered == chunks.entered && mark.offset >= self.offset() {
+            return;
+        }
+        chunks.entered = mark.entered;
+        chunks.filled = chunks.list[..mark.entered.saturating_sub(1)].iter().map(|chunk| chunk.filled).sum();
+        match chunks.current() {
+            None => self.point_nowhere(),
+            Some(chunk) => {
+                let offset = mark.offset.max(chunk.floor());
+                self.point_at(chunk, offset);
+            }
+        }
+    }
+
+    /// Waits for every gate, then takes everything back, keeps the largest chunk and returns the others.
+    pub(super) fn reset(&mut self, deadline: Option<Instant>) -> Result<()> {
+        for chunk in &self.chunks.get_mut().list {
+            for gate in &chunk.gates {
+                if !gate.is_open() && !gate.wait(deadline)? {
+                    return Err(MemoryError::TimedOut);
+                }
+            }
+        }
+        let offset = self.offset();
+        let chunks = self.chunks.get_mut();
+        chunks.high_water = chunks.high_water.max(chunks.filled + offset);
+        for chunk in &mut chunks.list {
+            chunk.gates.clear();
+            chunk.held = 0;
+        }
+        (chunks.entered, chunks.filled) = (0, 0);
+        // The largest one first, and every other one is popped.
+        if let Some((largest, _)) = chunks.list.iter().enumerate().max_by_key(|(_, chunk)| chunk.bytes) {
+            chunks.list.swap(0, largest);
+        }
+        self.point_nowhere();
+        while self.chunks.get_mut().list.len() > 1 {
+            let Some(chunk) = self.chunks.get_mut().pop_spare() else { break };
+            self.return_chunk(chunk);
+        }
+        Ok(())
+    }
+
+    pub(super) fn stats(&self) -> ArenaStats {
+        let Ok(chunks) = self.chunks.try_borrow() else { return ArenaStats::default() };
+        let allocated = chunks.filled + self.offset();
+        ArenaStats {
+            allocated,
+            capacity: chunks.list.iter().map(|chunk| chunk.bytes).sum(),
+            high_water: chunks.high_water.max(allocated),
+            chunks: chunks.list.len(),
+        }
+    }
+
+    /// Whether a chunk in use holds this address. In time linear in the chunks.
+    pub(super) fn owns(&self, address: usize) -> bool {
+        self.chunks
+            .try_borrow()
+            .is_ok_and(|chunks| chunks.list[..chunks.entered].iter().any(|chunk| chunk.holds(address)))
+    }
+}
+
+impl<A: DeferReuse> Bump<A> {
+    /// Holds back what lies in the address's chunk now, and the chunk itself, until the gate is open.
+    ///
+    /// An arena does not know where its blocks begin and end, so it holds all that precedes the next block.
+    pub(super) fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()> {
+        let address = address.addr().get();
+        let foreign = MemoryError::ForeignBlock { address: address as u64 };
+        let busy = MemoryError::Busy { address: address as u64 };
+        let (place, base) = {
+            let chunks = self.chunks.try_borrow().map_err(|_| busy.clone())?;
+            let used = &chunks.list[..chunks.entered];
+            let place = used.iter().position(|chunk| chunk.holds(address)).ok_or_else(|| foreign.clone())?;
+            let filled = if place + 1 == used.len() { self.offset() } else { used[place].filled };
+            if address >= used[place].base.addr().get() + filled {
+                return Err(foreign);
+            }
+            (place, used[place].base)
+        };
+        // The allocator below first: from here on the bytes are safe even if this arena is forgotten.
+        self.upstream.defer(base, until.clone())?;
+        let mut chunks = self.chunks.try_borrow_mut().map_err(|_| busy)?;
+        let last = place + 1 == chunks.entered;
+        let Some(chunk) = chunks.list.get_mut(place).filter(|chunk| chunk.base == base) else {
+            return Err(foreign);
+        };
+        // Gates that are open already need no place: a step after step of copies must not make the list longer.
+        chunk.gates.retain(|gate| !gate.is_open());
+        chunk.gates.push(until);
+        if last {
+            chunk.held = self.offset();
+            self.floor.set(self.next.get().addr().get());
+        } else {
+            chunk.held = chunk.filled;
+        }
+        Ok(())
+    }
+}
+
+impl<A: Allocator> Drop for Bump<A> {
+    fn drop(&mut self) {
+        while let Some(chunk) = self.chunks.get_mut().list.pop() {
+            self.return_chunk(chunk);
+        }
+    }
+}
+
+/// An aligned address for a block of no bytes.
+fn nowhere(layout: Layout) -> NonNull<u8> {
+    // An alignment is never zero.
+    NonNull::without_provenance(NonZero::new(layout.align()).unwrap_or(NonZero::<usize>::MIN))
+}

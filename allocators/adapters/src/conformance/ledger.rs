@@ -1,0 +1,169 @@
+//! The blocks that a run holds, and what must stand in them.
+#![expect(unsafe_code, reason = "reads and writes blocks of the allocator under test")]
+
+use super::{Call, Fault};
+use allocator_api2::vec::Vec;
+use bumpalo::Bump;
+use std::{alloc::Layout, ptr::NonNull};
+
+/// A live block, full of its own pattern.
+#[derive(Clone, Copy)]
+pub(super) struct Block {
+    pub(super) start: NonNull<u8>,
+    /// As it was asked for last.
+    pub(super) layout: Layout,
+    /// Bytes that were returned; never fewer than `layout.size()`.
+    pub(super) bytes: usize,
+    /// Whose pattern stands in it.
+    pattern: u64,
+}
+
+impl Block {
+    pub(super) fn address(&self) -> usize {
+        self.start.addr().get()
+    }
+
+    fn overlaps(&self, address: usize, bytes: usize) -> bool {
+        self.bytes > 0
+            && bytes > 0
+            && self.address() < address + bytes
+            && address < self.address() + self.bytes
+    }
+
+    /// The layout with another size between the one asked for and the one returned: it fits the block as well.
+    pub(super) fn fitting(&self, extra: usize) -> Layout {
+        let size = self.layout.size() + extra.min(self.bytes - self.layout.size());
+        Layout::from_size_align(size, self.layout.align()).unwrap_or(self.layout)
+    }
+
+    fn expected(&self, offset: usize) -> u8 {
+        pattern(self.pattern, offset)
+    }
+
+    /// The first byte below `bytes` that is not the pattern's.
+    pub(super) fn first_change(&self, bytes: usize) -> Option<usize> {
+        // SAFETY: the block is live and was checked to have at least `self.bytes` when it came; the ledger has
+        // initialised them all.
+        let held = unsafe { NonNull::slice_from_raw_parts(self.start, bytes.min(self.bytes)).as_ref() };
+        held.iter()
+            .enumerate()
+            .find(|&(offset, &byte)| byte != self.expected(offset))
+            .map(|(offset, _)| offset)
+    }
+
+    /// Writes its pattern from `offset` on.
+    fn fill(&self, from: usize) {
+        for offset in from..self.bytes {
+            // SAFETY: the block is live and has `self.bytes` bytes.
+            unsafe { self.start.add(offset).write(self.expected(offset)) };
+        }
+    }
+}
+
+/// Never zero, so that a forgotten zeroing shows, and different from block to block at almost every offset.
+fn pattern(of: u64, offset: usize) -> u8 {
+    let mixed = (of ^ (offset as u64)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    1 + ((mixed >> 56) % 255) as u8
+}
+
+/// All live blocks of a run. What it holds lies in a scratch arena of its own, never in the allocator under test.
+pub(super) struct Ledger<'s> {
+    pub(super) live: Vec<Block, &'s Bump>,
+    patterns: u64,
+    pub(super) served: usize,
+}
+
+impl<'s> Ledger<'s> {
+    pub(super) fn new(scratch: &'s Bump) -> Self {
+        Self { live: Vec::new_in(scratch), patterns: 0, served: 0 }
+    }
+
+    /// Checks where a block lies that `call` answered with, before a byte of it is touched.
+    pub(super) fn placed(&self, call: Call, answer: NonNull<[u8]>, layout: Layout) -> Result<(), Fault> {
+        let (address, bytes) = (answer.addr().get(), answer.len());
+        if bytes < layout.size() {
+            return Err(Fault::Short { call, requested: layout.size(), returned: bytes });
+        }
+        if !address.is_multiple_of(layout.align()) {
+            return Err(Fault::Misaligned { call, address, align: layout.align() });
+        }
+        match self.overlapped(address, bytes) {
+            None => Ok(()),
+            Some(live) => Err(Fault::Overlap {
+                call,
+                address,
+                bytes,
+                live_address: live.address(),
+                live_bytes: live.bytes,
+            }),
+        }
+    }
+
+    pub(super) fn overlapped(&self, address: usize, bytes: usize) -> Option<&Block> {
+        self.live.iter().find(|block| block.overlaps(address, bytes))
+    }
+
+    /// Checks a fresh block, fills it and keeps it.
+    pub(super) fn admit(&mut self, call: Call, answer: NonNull<[u8]>, layout: Layout) -> Result<(), Fault> {
+        self.placed(call, answer, layout)?;
+        if call == Call::AllocateZeroed {
+            check_zero(call, answer, 0)?;
+        }
+        self.served += 1;
+        self.keep(answer, layout, 0);
+        Ok(())
+    }
+
+    /// Checks a block that another one became, of which `kept` bytes must be the old one's, and keeps it.
+    pub(super) fn readmit(
+        &mut self,
+        call: Call,
+        old: &Block,
+        kept: usize,
+        answer: NonNull<[u8]>,
+        layout: Layout,
+    ) -> Result<(), Fault> {
+        self.placed(call, answer, layout)?;
+        let moved = Block { start: answer.cast(), layout, bytes: answer.len(), pattern: old.pattern };
+        if let Some(offset) = moved.first_change(kept) {
+            return Err(Fault::PrefixLost { call, offset });
+        }
+        if call == Call::GrowZeroed {
+            check_zero(call, answer, kept)?;
+        }
+        self.keep(answer, layout, 0);
+        Ok(())
+    }
+
+    fn keep(&mut self, answer: NonNull<[u8]>, layout: Layout, from: usize) {
+        self.patterns += 1;
+        // Far apart, so that patterns do not run in parallel.
+        let pattern = self.patterns.wrapping_mul(0xD134_2543_DE82_EF95);
+        let block = Block { start: answer.cast(), layout, bytes: answer.len(), pattern };
+        block.fill(from);
+        self.live.push(block);
+    }
+
+    /// Checks that every live block is as it was left.
+    pub(super) fn verify(&self, call: Call) -> Result<(), Fault> {
+        self.live.iter().try_for_each(|block| verify(call, block))
+    }
+}
+
+/// Checks that a block is as it was left.
+pub(super) fn verify(call: Call, block: &Block) -> Result<(), Fault> {
+    match block.first_change(block.bytes) {
+        None => Ok(()),
+        Some(offset) => Err(Fault::Changed { call, address: block.address(), offset }),
+    }
+}
+
+fn check_zero(call: Call, answer: NonNull<[u8]>, from: usize) -> Result<(), Fault> {
+    // SAFETY: the block is live, its length has been checked, and a call that answers with zeroed memory has
+    // initialised it.
+    let bytes = unsafe { answer.as_ref() };
+    match bytes.iter().enumerate().skip(from).find(|&(_, &byte)| byte != 0) {
+        None => Ok(()),
+        Some((offset, &value)) => Err(Fault::NotZero { call, offset, value }),
+    }
+}

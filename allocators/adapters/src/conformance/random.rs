@@ -1,0 +1,34 @@
+//! The order of a run, from a seed.
+
+/// `SplitMix64`: a run must be the same everywhere, and nothing here needs better.
+pub(super) struct Random(u64);
+
+impl Random {
+    pub(super) fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    pub(super) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        z ^ (z >> 31)
+    }
+
+    /// A number in `0..=most`.
+    pub(super) fn up_to(&mut self, most: usize) -> usize {
+        let most = most as u64;
+        // Slightly uneven for a huge `most`, which does no harm.
+        let drawn = if most == u64::MAX { self.next() } else { self.next() % (most + 1) };
+        // Not above `most`, which was a `usize`.
+        usize::try_from(drawn).unwrap_or(usize::MAX)
+    }
+
+    /// A size in `1..=most` that is small as often as large.
+    pub(super) fn size(&mut self, most: usize) -> usize {
+        let bits = usize::BITS - most.leading_zeros();
+        let shift = self.up_to(bits.saturating_sub(1) as usize);
+        (1 + self.up_to(most.saturating_sub(1))).min((2usize << shift) - 1).max(1)
+    }
+}

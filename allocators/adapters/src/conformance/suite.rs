@@ -1,0 +1,415 @@
+//! The battery.
+#![expect(unsafe_code, reason = "calls the unsafe methods of the allocator under test")]
+
+use super::{
+    Call, Fault, Violation,
+    ledger::{Block, Ledger, verify},
+    random::Random,
+};
+use allocator_api2::alloc::{AllocError, Allocator};
+use bumpalo::Bump;
+use std::{
+    alloc::Layout,
+    panic::{AssertUnwindSafe, catch_unwind},
+    ptr::NonNull,
+};
+
+/// Blocks held at once, so that a run both fills and drains an allocator.
+const HELD: usize = 48;
+
+/// A battery of operations in a seeded random order.
+///
+/// ```
+/// use aquifer_adapters::conformance::Suite;
+/// use allocator_api2::alloc::Global;
+/// Suite::new().seed(3).operations(500).largest(1 << 16).check_clone(&Global)?;
+/// # Ok::<(), aquifer_adapters::conformance::Violation>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Suite {
+    seed: u64,
+    operations: usize,
+    largest: usize,
+    alignment: usize,
+    impossible: Option<usize>,
+}
+
+impl Suite {
+    /// 2,000 operations on blocks of up to 8 KiB, aligned to up to 1 KiB, and growths to half the address space.
+    ///
+    /// Under Miri there are 100 on up to 64 bytes, and no growth to an impossible size, which Miri takes for an error
+    /// of its own.
+    #[must_use]
+    pub const fn new() -> Self {
+        if cfg!(miri) {
+            return Self { seed: 0, operations: 100, largest: 64, alignment: 64, impossible: None };
+        }
+        Self {
+            seed: 0,
+            operations: 2000,
+            largest: 8 << 10,
+            alignment: 1 << 10,
+            impossible: Some(isize::MAX as usize),
+        }
+    }
+
+    /// Another order.
+    #[must_use]
+    pub const fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// How many operations.
+    #[must_use]
+    pub const fn operations(mut self, operations: usize) -> Self {
+        self.operations = operations;
+        self
+    }
+
+    /// The most bytes asked for at once, but for growths that must fail. At least 1.
+    #[must_use]
+    pub const fn largest(mut self, bytes: usize) -> Self {
+        self.largest = if bytes == 0 { 1 } else { bytes };
+        self
+    }
+
+    /// The largest alignment asked for, in bytes; rounded down to a power of two.
+    #[must_use]
+    pub const fn alignment(mut self, bytes: usize) -> Self {
+        self.alignment = if bytes == 0 { 1 } else { 1 << bytes.ilog2() };
+        self
+    }
+
+    /// A size that the allocator has to refuse, in bytes; `None` leaves out what needs a refusal.
+    #[must_use]
+    pub const fn impossible(mut self, bytes: Option<usize>) -> Self {
+        self.impossible = bytes;
+        self
+    }
+
+    /// Runs the battery against an allocator. On success everything has been given back.
+    ///
+    /// # Errors
+    /// The first [`Violation`]. The blocks of that moment are not given back: to an allocator that has broken the
+    /// contract nothing more is said.
+    pub fn check<A: Allocator>(&self, allocator: &A) -> Result<(), Violation> {
+        self.run(&mut Single(allocator))
+    }
+
+    /// Runs the battery against an allocator and clones of it, which come and go: each call goes to any of them.
+    ///
+    /// # Errors
+    /// As [`check`](Suite::check).
+    pub fn check_clone<A: Allocator + Clone>(&self, allocator: &A) -> Result<(), Violation> {
+        self.run(&mut Cloning { original: allocator, clone: None })
+    }
+
+    fn run<A: Allocator>(&self, source: &mut impl Source<A>) -> Result<(), Violation> {
+        let scratch = Bump::new();
+        let mut run = Run {
+            suite: self,
+            random: Random::new(self.seed),
+            ledger: Ledger::new(&scratch),
+            last: Call::Allocate,
+        };
+        let mut operation = 0;
+        let mut outcome = run.nothing(source);
+        while outcome.is_ok() && operation < self.operations {
+            outcome = run.step(source);
+            operation += 1;
+        }
+        outcome.and_then(|()| run.drain(source)).map_err(|fault| Violation {
+            seed: self.seed,
+            operation,
+            fault,
+        })
+    }
+}
+
+impl Default for Suite {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// Where the next call goes.
+trait Source<A> {
+    fn pick(&mut self, random: &mut Random) -> Result<&A, Fault>;
+}
+
+struct Single<'a, A>(&'a A);
+
+impl<A> Source<A> for Single<'_, A> {
+    fn pick(&mut self, _: &mut Random) -> Result<&A, Fault> {
+        Ok(self.0)
+    }
+}
+
+struct Cloning<'a, A> {
+    original: &'a A,
+    clone: Option<A>,
+}
+
+impl<A: Clone> Source<A> for Cloning<'_, A> {
+    fn pick(&mut self, random: &mut Random) -> Result<&A, Fault> {
+        if random.up_to(7) == 0 {
+            // A clone of the clone as often as not; the old clone goes, and its blocks must not.
+            let next = contained(Call::Clone, 0, 0, || self.clone.as_ref().unwrap_or(self.original).clone())?;
+            let old = self.clone.replace(next);
+            contained(Call::Clone, 0, 0, || drop(old))?;
+        }
+        let original = random.up_to(1) == 0;
+        Ok(if original { self.original } else { self.clone.as_ref().unwrap_or(self.original) })
+    }
+}
+
+/// Runs a call of the allocator under test, which must not unwind.
+fn contained<R>(call: Call, size: usize, returned: usize, work: impl FnOnce() -> R) -> Result<R, Fault> {
+    // Nothing of the run is changed inside, so it cannot be left half changed.
+    catch_unwind(AssertUnwindSafe(work)).map_err(|_| Fault::Unwound { call, size, returned })
+}
+
+struct Run<'r> {
+    suite: &'r Suite,
+    random: Random,
+    ledger: Ledger<'r>,
+    last: Call,
+}
+
+impl Run<'_> {
+    fn layout(&mut self) -> Layout {
+        let size = self.random.size(self.suite.largest);
+        self.aligned(size)
+    }
+
+    /// A layout of this size, aligned to little more often than to much.
+    fn aligned(&mut self, size: usize) -> Layout {
+        let most = self.suite.alignment.ilog2() as usize;
+        let drawn = self.random.up_to(most).min(self.random.up_to(most));
+        Layout::from_size_align(size, 1 << drawn).unwrap_or(Layout::new::<u8>())
+    }
+
+    /// Blocks of no bytes.
+    fn nothing<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+        for shift in 0..=self.suite.alignment.ilog2() {
+            for call in [Call::Allocate, Call::AllocateZeroed] {
+                let empty = Layout::from_size_align(0, 1 << shift).unwrap_or(Layout::new::<()>());
+                let Ok(answer) = self.allocated(source, call, empty)? else {
+                    return Err(Fault::ZeroSizeRefused { call, align: empty.align() });
+                };
+                self.ledger.admit(call, answer, empty)?;
+                let grown = self.layout();
+                self.grow(source, Call::Grow, grown)?;
+                let Some(block) = self.ledger.live.last().copied() else { continue };
+                let none = Layout::from_size_align(0, block.layout.align()).unwrap_or(Layout::new::<()>());
+                self.shrink(source, none)?;
+                self.deallocate(source)?;
+            }
+        }
+        // Those were no allocations that show anything.
+        self.ledger.served = 0;
+        Ok(())
+    }
+
+    fn step<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+        if !self.ledger.live.is_empty() {
+            // The block that the operation is about becomes the last one.
+            let at = self.random.up_to(self.ledger.live.len() - 1);
+            let last = self.ledger.live.len() - 1;
+            // The newest as it stands, half of the time: arenas treat it apart.
+            if self.random.up_to(1) == 0 {
+                self.ledger.live.swap(at, last);
+            }
+        }
+        let full = self.ledger.live.len() >= HELD;
+        match self.random.up_to(99) {
+            0..36 if !full => self.allocate(source, Call::Allocate),
+            36..48 if !full => self.allocate(source, Call::AllocateZeroed),
+            0..66 => self.deallocate(source),
+            66..76 => {
+                let layout = self.larger();
+                self.grow(source, Call::Grow, layout)
+            }
+            76..84 => {
+                let layout = self.larger();
+                self.grow(source, Call::GrowZeroed, layout)
+            }
+            84..94 => self.shrink_some(source),
+            94..97 => self.grow_too_far(source),
+            _ => self.ledger.verify(self.last),
+        }
+    }
+
+    fn allocate<A: Allocator>(&mut self, source: &mut impl Source<A>, call: Call) -> Result<(), Fault> {
+        let layout = self.layout();
+        match self.allocated(source, call, layout)? {
+            // A full allocator may refuse.
+            Err(AllocError) => Ok(()),
+            Ok(answer) => self.ledger.admit(call, answer, layout),
+        }
+    }
+
+    fn allocated<A: Allocator>(
+        &mut self,
+        source: &mut impl Source<A>,
+        call: Call,
+        layout: Layout,
+    ) -> Result<Result<NonNull<[u8]>, AllocError>, Fault> {
+        self.last = call;
+        let allocator = source.pick(&mut self.random)?;
+        contained(call, layout.size(), 0, || match call {
+            Call::AllocateZeroed => allocator.allocate_zeroed(layout),
+            _ => allocator.allocate(layout),
+        })
+    }
+
+    fn deallocate<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+        let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
+        verify(self.last, &block)?;
+        self.last = Call::Deallocate;
+        let layout = self.fitting(&block);
+        let allocator = source.pick(&mut self.random)?;
+        self.ledger.live.pop();
+        contained(Call::Deallocate, layout.size(), block.bytes, || {
+            // SAFETY: 1. The block is live in this allocator or a clone of it, and is forgotten here. 2. The layout
+            // fits it.
+            unsafe { allocator.deallocate(block.start, layout) };
+        })
+    }
+
+    /// A layout that fits the block.
+    fn fitting(&mut self, block: &Block) -> Layout {
+        let spare = block.bytes - block.layout.size();
+        // Both ends more often than the middle.
+        let extra = match self.random.up_to(2) {
+            0 => 0,
+            1 => spare,
+            _ => self.random.up_to(spare),
+        };
+        block.fitting(extra)
+    }
+
+    /// A layout at least as large as the last block.
+    fn larger(&mut self) -> Layout {
+        let least = self.ledger.live.last().map_or(0, |block| block.bytes);
+        let more = self.random.up_to(self.suite.largest);
+        self.aligned(least.saturating_add(more).max(1))
+    }
+
+    fn grow<A: Allocator>(
+        &mut self,
+        source: &mut impl Source<A>,
+        call: Call,
+        new: Layout,
+    ) -> Result<(), Fault> {
+        let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
+        // A run that only grows would end with blocks of any size.
+        if new.size() > self.suite.largest.saturating_mul(2) || new.size() < block.bytes {
+            return Ok(());
+        }
+        verify(self.last, &block)?;
+        self.last = call;
+        let old = self.fitting(&block);
+        let allocator = source.pick(&mut self.random)?;
+        // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3. `new` is no smaller.
+        let answer = contained(call, old.size(), block.bytes, || unsafe {
+            match call {
+                Call::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
+                _ => allocator.grow(block.start, old, new),
+            }
+        })?;
+        match answer {
+            Err(AllocError) => verify(call, &block),
+            Ok(answer) => {
+                self.ledger.live.pop();
+                self.ledger.readmit(call, &block, old.size(), answer, new)
+            }
+        }
+    }
+
+    fn shrink_some<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+        let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
+        let size = self.random.up_to(block.layout.size());
+        let new = self.aligned(size);
+        self.shrink(source, new)
+    }
+
+    fn shrink<A: Allocator>(&mut self, source: &mut impl Source<A>, new: Layout) -> Result<(), Fault> {
+        let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
+        verify(self.last, &block)?;
+        self.last = Call::Shrink;
+        let old = self.fitting(&block);
+        let allocator = source.pick(&mut self.random)?;
+        // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3. `new` is no larger.
+        let answer = contained(Call::Shrink, old.size(), block.bytes, || unsafe {
+            allocator.shrink(block.start, old, new)
+        })?;
+        match answer {
+            Ok(answer) => {
+                self.ledger.live.pop();
+                self.ledger.readmit(Call::Shrink, &block, new.size(), answer, new)
+            }
+            Err(AllocError) if new.size() == 0 => {
+                Err(Fault::ZeroSizeRefused { call: Call::Shrink, align: new.align() })
+            }
+            Err(AllocError) => verify(Call::Shrink, &block),
+        }
+    }
+
+    /// A growth that must be refused, and must leave the block as it is.
+    fn grow_too_far<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+        let (Some(block), Some(impossible)) = (self.ledger.live.last().copied(), self.suite.impossible)
+        else {
+            return Ok(());
+        };
+        // The largest layout there is: a size that rounded up to its alignment is still at most `isize::MAX`.
+        let size = impossible.min(isize::MAX as usize - (block.layout.align() - 1));
+        let Ok(new) = Layout::from_size_align(size, block.layout.align()) else { return Ok(()) };
+        if block.bytes == 0 || new.size() < block.bytes {
+            return Ok(());
+        }
+        let call = if self.random.up_to(1) == 0 { Call::Grow } else { Call::GrowZeroed };
+        self.last = call;
+        let old = self.fitting(&block);
+        let allocator = source.pick(&mut self.random)?;
+        // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3. `new` is no smaller.
+        let answer = contained(call, old.size(), block.bytes, || unsafe {
+            match call {
+                Call::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
+                _ => allocator.grow(block.start, old, new),
+            }
+        })?;
+        if let Ok(answer) = answer {
+            // It can be had after all. Writing so much would take too long, so it is only checked and given back.
+            self.ledger.live.pop();
+            self.ledger.placed(call, answer, new)?;
+            let allocator = source.pick(&mut self.random)?;
+            return contained(Call::Deallocate, new.size(), answer.len(), || {
+                // SAFETY: the block is live and has this layout.
+                unsafe { allocator.deallocate(answer.cast(), new) };
+            });
+        }
+        verify(call, &block)?;
+        // If the block was freed nonetheless, the next one of its layout is likely to be the same.
+        let Ok(probe) = self.allocated(source, Call::Allocate, block.layout)? else { return Ok(()) };
+        if block_overlaps(&block, probe) {
+            return Err(Fault::FailedGrowFreed { address: block.address(), bytes: block.bytes });
+        }
+        self.ledger.admit(Call::Allocate, probe, block.layout)
+    }
+
+    /// Gives everything back.
+    fn drain<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
+        self.ledger.verify(self.last)?;
+        while !self.ledger.live.is_empty() {
+            self.deallocate(source)?;
+        }
+        if self.ledger.served == 0 { Err(Fault::NothingServed) } else { Ok(()) }
+    }
+}
+
+fn block_overlaps(block: &Block, answer: NonNull<[u8]>) -> bool {
+    let (start, end) = (answer.addr().get(), answer.addr().get() + answer.len());
+    block.address() < end && start < block.address() + block.bytes
+}

@@ -1,0 +1,155 @@
+//! Statistics of what passes.
+#![expect(unsafe_code, reason = "implements the allocator traits")]
+
+use super::Owns;
+use aquifer_core::{DeferReuse, Gate, PoolStats, Result as MemoryResult, impl_allocator};
+use std::{
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+/// An allocator that counts what passes through it.
+///
+/// Clones count together. The figures are exact whenever no call is under way, and the peak always is: each change of
+/// the live bytes is seen by exactly one thread.
+///
+/// ```
+/// use aquifer_adapters::Counted;
+/// use allocator_api2::{alloc::Global, boxed::Box};
+/// let counted = Counted::new(Global);
+/// let first = Box::new_in([0u8; 100], &counted);
+/// drop(Box::new_in([0u8; 50], &counted));
+/// let stats = counted.stats();
+/// assert_eq!((stats.live, stats.peak_live, stats.allocations, stats.frees), (100, 150, 2, 1));
+/// # drop(first);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Counted<A> {
+    inner: A,
+    counters: Arc<Counters>,
+}
+
+// Relaxed throughout: counters guard no other memory, and each is in one order of its own.
+#[derive(Default, Debug)]
+struct Counters {
+    live: AtomicU64,
+    peak: AtomicU64,
+    allocations: AtomicU64,
+    frees: AtomicU64,
+    failures: AtomicU64,
+}
+
+impl<A> Counted<A> {
+    /// Counts what is allocated from `inner` from now on.
+    pub fn new(inner: A) -> Self {
+        Self { inner, counters: Arc::default() }
+    }
+
+    /// Live bytes (`live` and `requested`), their peak, live blocks, and counts of allocations, frees and failures.
+    /// Growing and shrinking count as neither allocation nor free. The other fields are 0.
+    #[must_use]
+    pub fn stats(&self) -> PoolStats {
+        let counters = &*self.counters;
+        let mut stats = PoolStats::default();
+        stats.live = counters.live.load(Ordering::Relaxed);
+        stats.requested = stats.live;
+        stats.peak_live = counters.peak.load(Ordering::Relaxed);
+        stats.peak_requested = stats.peak_live;
+        // In this order, so that frees never seem to outnumber allocations.
+        stats.frees = counters.frees.load(Ordering::Relaxed);
+        stats.allocations = counters.allocations.load(Ordering::Relaxed);
+        stats.blocks = stats.allocations.saturating_sub(stats.frees);
+        stats.failures = counters.failures.load(Ordering::Relaxed);
+        stats
+    }
+
+    /// The allocator below.
+    pub fn inner(&self) -> &A {
+        &self.inner
+    }
+}
+
+impl Counters {
+    fn add(&self, bytes: usize) {
+        let live = self.live.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+        self.peak.fetch_max(live, Ordering::Relaxed);
+    }
+
+    fn allocated(&self, bytes: usize) {
+        self.add(bytes);
+        self.allocations.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn take(&self, bytes: usize) {
+        self.live.fetch_sub(bytes as u64, Ordering::Relaxed);
+    }
+
+    /// Counts a refusal, and passes it on.
+    fn failed<E>(&self, refusal: E) -> E {
+        self.failures.fetch_add(1, Ordering::Relaxed);
+        refusal
+    }
+}
+
+impl_allocator! {
+    // SAFETY: 1. Every block is one of the allocator below, cut to the size that was asked for, which fits it. 2. A
+    // clone has a clone of that allocator.
+    impl [A: Allocator] for Counted<A> {
+        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            let block = self.inner.allocate(layout).map_err(|e| self.counters.failed(e))?;
+            self.counters.allocated(layout.size());
+            Ok(NonNull::slice_from_raw_parts(block.cast(), layout.size()))
+        }
+
+        fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            let block = self.inner.allocate_zeroed(layout).map_err(|e| self.counters.failed(e))?;
+            self.counters.allocated(layout.size());
+            Ok(NonNull::slice_from_raw_parts(block.cast(), layout.size()))
+        }
+
+        unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+            // SAFETY: the caller's promise; the block is one of the allocator below.
+            unsafe { self.inner.deallocate(block, layout) };
+            self.counters.take(layout.size());
+            self.counters.frees.fetch_add(1, Ordering::Relaxed);
+        }
+
+        unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            // SAFETY: the caller's promise.
+            let block = unsafe { self.inner.grow(block, old, new) }.map_err(|e| self.counters.failed(e))?;
+            self.counters.add(new.size() - old.size());
+            Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
+        }
+
+        unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            // SAFETY: the caller's promise. `old` is exact, so everything after it becomes zero.
+            let block = unsafe { self.inner.grow_zeroed(block, old, new) }.map_err(|e| self.counters.failed(e))?;
+            self.counters.add(new.size() - old.size());
+            Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
+        }
+
+        unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            // SAFETY: the caller's promise.
+            let block = unsafe { self.inner.shrink(block, old, new) }.map_err(|e| self.counters.failed(e))?;
+            self.counters.take(old.size() - new.size());
+            Ok(NonNull::slice_from_raw_parts(block.cast(), new.size()))
+        }
+    }
+}
+
+// SAFETY: blocks are those of the allocator below, whose promise this is.
+unsafe impl<A: DeferReuse> DeferReuse for Counted<A> {
+    fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
+        self.inner.defer(address, until)
+    }
+}
+
+// SAFETY: blocks are those of the allocator below.
+unsafe impl<A: Owns> Owns for Counted<A> {
+    fn owns(&self, block: NonNull<u8>) -> bool {
+        self.inner.owns(block)
+    }
+}

@@ -1,0 +1,89 @@
+//! Whose the allocations are.
+#![expect(unsafe_code, reason = "implements the allocator traits")]
+
+use super::Owns;
+use aquifer_core::{DeferReuse, Gate, Result as MemoryResult, Tag, impl_allocator, tagged};
+use std::{ptr::NonNull, sync::Arc};
+
+/// An allocator whose allocations belong to one [`Tag`], whatever scope they are made in.
+///
+/// The pools below see it as [`Tag::current`] and count under it.
+///
+/// ```
+/// use aquifer_adapters::Tagged;
+/// use aquifer_core::Tag;
+/// use allocator_api2::{alloc::Global, vec::Vec};
+/// let kv = Tagged::new(Global, Tag::named("kv-cache"));
+/// let pages: Vec<u8, _> = Vec::with_capacity_in(4096, &kv);
+/// # drop(pages);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Tagged<A> {
+    inner: A,
+    tag: Tag,
+}
+
+impl<A> Tagged<A> {
+    /// Allocates from `inner` under `tag`.
+    pub fn new(inner: A, tag: Tag) -> Self {
+        Self { inner, tag }
+    }
+
+    /// The tag.
+    #[must_use]
+    pub fn tag(&self) -> Tag {
+        self.tag
+    }
+
+    /// The allocator below.
+    pub fn inner(&self) -> &A {
+        &self.inner
+    }
+}
+
+impl_allocator! {
+    // SAFETY: every call is one of the allocator below, whose promise this is.
+    impl [A: Allocator] for Tagged<A> {
+        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            tagged(self.tag, || self.inner.allocate(layout))
+        }
+
+        fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            tagged(self.tag, || self.inner.allocate_zeroed(layout))
+        }
+
+        unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+            // SAFETY: the caller's promise.
+            unsafe { self.inner.deallocate(block, layout) };
+        }
+
+        unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            // SAFETY: the caller's promise.
+            tagged(self.tag, || unsafe { self.inner.grow(block, old, new) })
+        }
+
+        unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            // SAFETY: the caller's promise.
+            tagged(self.tag, || unsafe { self.inner.grow_zeroed(block, old, new) })
+        }
+
+        unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            // SAFETY: the caller's promise.
+            tagged(self.tag, || unsafe { self.inner.shrink(block, old, new) })
+        }
+    }
+}
+
+// SAFETY: blocks are those of the allocator below, whose promise this is.
+unsafe impl<A: DeferReuse> DeferReuse for Tagged<A> {
+    fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
+        self.inner.defer(address, until)
+    }
+}
+
+// SAFETY: blocks are those of the allocator below.
+unsafe impl<A: Owns> Owns for Tagged<A> {
+    fn owns(&self, block: NonNull<u8>) -> bool {
+        self.inner.owns(block)
+    }
+}

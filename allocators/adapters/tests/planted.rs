@@ -1,0 +1,275 @@
+//! The conformance suite finds what is wrong with allocators that break one rule each.
+//!
+//! Each lays its blocks in a buffer that outlives them all, so that what is a broken promise stays defined: no block is ever
+//! really freed, and two that overlap are two pointers into one buffer.
+
+#![expect(unsafe_code, reason = "allocators, broken on purpose")]
+
+use allocator_api2::alloc::{AllocError, Allocator};
+use aquifer_adapters::conformance::{Call, Fault, Suite};
+use std::{
+    alloc::Layout,
+    cell::{Cell, RefCell},
+    ptr::NonNull,
+    rc::Rc,
+};
+
+/// The rule that an allocator breaks.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Bug {
+    None,
+    Overlap,
+    Misaligned,
+    ShortBlock,
+    GrowLosesPrefix,
+    ShrinkLosesPrefix,
+    DirtyZeroed,
+    DirtyGrowZeroed,
+    LayoutInRangeRefused,
+    FailedGrowFrees,
+    CloneCannotFree,
+    ZeroSizeRefused,
+    ZeroSizeMisaligned,
+    FreeWritesNeighbour,
+}
+
+const ROOM: usize = if cfg!(miri) { 1 << 16 } else { 1 << 20 };
+/// Blocks are this much longer than asked, so that there is a range of sizes that fit them.
+const SLACK: usize = 8;
+
+/// First fit over a buffer, right but for its bug.
+struct Planted {
+    bug: Bug,
+    heap: Rc<Heap>,
+    /// Blocks that this very clone handed out.
+    mine: RefCell<Vec<usize>>,
+    is_clone: bool,
+}
+
+struct Heap {
+    base: NonNull<u8>,
+    /// Live blocks by offset: start, bytes reserved, size asked for.
+    live: RefCell<Vec<(usize, usize, usize)>>,
+    calls: Cell<u32>,
+}
+
+impl Drop for Heap {
+    fn drop(&mut self) {
+        // SAFETY: the buffer came from a box of this type, and all that pointed into it has gone before.
+        drop(unsafe { Box::from_raw(self.base.cast::<[u8; ROOM]>().as_ptr()) });
+    }
+}
+
+impl Planted {
+    fn new(bug: Bug) -> Self {
+        let base = NonNull::from(Box::leak(Box::new([0xA5u8; ROOM]))).cast();
+        let heap = Heap { base, live: RefCell::default(), calls: Cell::new(0) };
+        Self { bug, heap: Rc::new(heap), mine: RefCell::default(), is_clone: false }
+    }
+
+    /// Now and then: a bug that shows at once would be found by anything.
+    fn now_and_then(&self) -> bool {
+        self.heap.calls.set(self.heap.calls.get() + 1);
+        self.heap.calls.get().is_multiple_of(5)
+    }
+
+    fn place(&self, layout: Layout) -> Option<usize> {
+        let bytes = layout.size() + SLACK;
+        let base = self.heap.base.addr().get();
+        let mut live = self.heap.live.borrow_mut();
+        live.sort_unstable();
+        let mut start = base.next_multiple_of(layout.align()) - base;
+        for &(other, other_bytes, _) in live.iter() {
+            if start + bytes <= other {
+                break;
+            }
+            start = start.max((base + other + other_bytes).next_multiple_of(layout.align()) - base);
+        }
+        if start + bytes > ROOM {
+            return None;
+        }
+        live.push((start, bytes, layout.size()));
+        self.mine.borrow_mut().push(start);
+        Some(start)
+    }
+
+    fn answer(&self, start: usize, bytes: usize) -> NonNull<[u8]> {
+        // SAFETY: `start` is an offset in the buffer.
+        NonNull::slice_from_raw_parts(unsafe { self.heap.base.add(start) }, bytes)
+    }
+
+    fn forget(&self, block: NonNull<u8>) {
+        // A block of no bytes lies nowhere in the buffer.
+        let start = block.addr().get().wrapping_sub(self.heap.base.addr().get());
+        self.heap.live.borrow_mut().retain(|&(live, ..)| live != start);
+    }
+}
+
+impl Clone for Planted {
+    fn clone(&self) -> Self {
+        Self { bug: self.bug, heap: self.heap.clone(), mine: RefCell::default(), is_clone: true }
+    }
+}
+
+// SAFETY: none: all but one of these break the promise, which is what they are for. No reference is made to a block
+// here, and the buffer outlives its blocks, so the worst that follows is a wrong byte.
+unsafe impl Allocator for Planted {
+    fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        if layout.size() == 0 {
+            return match self.bug {
+                Bug::ZeroSizeRefused => Err(AllocError),
+                Bug::ZeroSizeMisaligned => Ok(self.answer(1, 0)),
+                _ => Ok(NonNull::slice_from_raw_parts(
+                    NonNull::without_provenance(layout.align().try_into().map_err(|_| AllocError)?),
+                    0,
+                )),
+            };
+        }
+        let start = self.place(layout).ok_or(AllocError)?;
+        let bytes = layout.size() + SLACK;
+        let here = self.now_and_then();
+        match self.bug {
+            Bug::Overlap if here => {
+                let other = self.heap.live.borrow()[0].0;
+                let base = self.heap.base.addr().get();
+                if (base + other).is_multiple_of(layout.align()) {
+                    return Ok(self.answer(other, bytes));
+                }
+                Ok(self.answer(start, bytes))
+            }
+            Bug::Misaligned if here && layout.align() > 1 => {
+                Ok(self.answer(start + layout.align() / 2, layout.size()))
+            }
+            Bug::ShortBlock if here => Ok(self.answer(start, layout.size() - 1)),
+            _ => Ok(self.answer(start, bytes)),
+        }
+    }
+
+    fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        let block = self.allocate(layout)?;
+        let dirty = usize::from(self.bug == Bug::DirtyZeroed && block.len() > 1);
+        // SAFETY: the block has as many bytes.
+        unsafe { block.cast::<u8>().write_bytes(0, block.len() - dirty) };
+        Ok(block)
+    }
+
+    unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+        if layout.size() == 0 {
+            return;
+        }
+        let start = block.addr().get() - self.heap.base.addr().get();
+        if self.bug == Bug::CloneCannotFree && self.is_clone {
+            assert!(self.mine.borrow().contains(&start), "no block of this clone");
+        }
+        if self.bug == Bug::LayoutInRangeRefused {
+            let asked = self.heap.live.borrow().iter().find(|live| live.0 == start).map(|live| live.2);
+            assert_eq!(asked, Some(layout.size()), "not the size it was asked for with");
+        }
+        if self.bug == Bug::FreeWritesNeighbour {
+            let after = start + layout.size() + SLACK;
+            if after < ROOM {
+                // SAFETY: an offset in the buffer, of whomever.
+                unsafe { self.heap.base.add(after).write(0) };
+            }
+        }
+        self.forget(block);
+    }
+
+    unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+        let grown = self.allocate(new);
+        if grown.is_err() && self.bug == Bug::FailedGrowFrees {
+            self.forget(block);
+        }
+        let grown = grown?;
+        let lost = usize::from(self.bug == Bug::GrowLosesPrefix && old.size() > 16 && self.now_and_then());
+        // SAFETY: both are blocks of the buffer with as many bytes; `copy` allows those that overlap.
+        unsafe { block.copy_to(grown.cast(), old.size() - lost) };
+        self.forget(block);
+        Ok(grown)
+    }
+
+    unsafe fn grow_zeroed(
+        &self,
+        block: NonNull<u8>,
+        old: Layout,
+        new: Layout,
+    ) -> Result<NonNull<[u8]>, AllocError> {
+        // SAFETY: the caller's promise.
+        let grown = unsafe { self.grow(block, old, new) }?;
+        let clean = if self.bug == Bug::DirtyGrowZeroed { old.size() + 1 } else { old.size() };
+        if clean < grown.len() {
+            // SAFETY: the block has as many bytes.
+            unsafe { grown.cast::<u8>().add(clean).write_bytes(0, grown.len() - clean) };
+        }
+        Ok(grown)
+    }
+
+    unsafe fn shrink(
+        &self,
+        block: NonNull<u8>,
+        old: Layout,
+        new: Layout,
+    ) -> Result<NonNull<[u8]>, AllocError> {
+        let shrunk = self.allocate(new)?;
+        let lost = usize::from(self.bug == Bug::ShrinkLosesPrefix && new.size() > 16 && self.now_and_then());
+        // SAFETY: both are blocks of the buffer with as many bytes.
+        unsafe { block.copy_to(shrunk.cast(), new.size() - lost) };
+        if old.size() > 0 {
+            self.forget(block);
+        }
+        Ok(shrunk)
+    }
+}
+
+/// What the suite says about an allocator with this bug, at the first seed at which it says anything.
+fn found(bug: Bug) -> Option<Fault> {
+    let suite = Suite::new().alignment(64).impossible(Some(ROOM * 2));
+    let mut found = (0..8).filter_map(|seed| {
+        let suite = suite.seed(seed);
+        suite.check(&Planted::new(bug)).and_then(|()| suite.check_clone(&Planted::new(bug))).err()
+    });
+    found.next().map(|violation| violation.fault)
+}
+
+#[test]
+fn one_without_a_bug_passes() {
+    let suite = Suite::new().alignment(64).impossible(Some(ROOM * 2));
+    for seed in 0..if cfg!(miri) { 1 } else { 4 } {
+        assert_eq!(suite.seed(seed).check(&Planted::new(Bug::None)), Ok(()));
+        assert_eq!(suite.seed(seed).check_clone(&Planted::new(Bug::None)), Ok(()));
+    }
+}
+
+macro_rules! finds {
+    ($($name:ident: $bug:ident => $fault:pat,)*) => {$(
+        #[test]
+        fn $name() {
+            let fault = found(Bug::$bug);
+            assert!(matches!(fault, Some($fault)), "{fault:?}");
+        }
+    )*};
+}
+
+finds! {
+    blocks_that_overlap: Overlap => Fault::Overlap { ..  },
+    blocks_that_are_misaligned: Misaligned => Fault::Misaligned { ..  },
+    blocks_that_are_short: ShortBlock => Fault::Short { ..  },
+    a_growth_that_loses_its_prefix: GrowLosesPrefix => Fault::PrefixLost { call: Call::Grow | Call::GrowZeroed, ..  },
+    a_shrinkage_that_loses_its_prefix: ShrinkLosesPrefix => Fault::PrefixLost { call: Call::Shrink, ..  },
+    zeroed_memory_that_is_not: DirtyZeroed => Fault::NotZero { call: Call::AllocateZeroed, ..  },
+    a_zeroed_growth_that_is_not: DirtyGrowZeroed => Fault::NotZero { call: Call::GrowZeroed, ..  },
+    a_size_in_range_that_is_refused: LayoutInRangeRefused => Fault::Unwound { call: Call::Deallocate, ..  },
+    a_failed_growth_that_frees: FailedGrowFrees => Fault::FailedGrowFreed { ..  },
+    a_clone_that_cannot_free: CloneCannotFree => Fault::Unwound { call: Call::Deallocate, ..  },
+    a_refused_block_of_no_bytes: ZeroSizeRefused => Fault::ZeroSizeRefused { ..  },
+    a_misaligned_block_of_no_bytes: ZeroSizeMisaligned => Fault::Misaligned { ..  },
+    a_free_that_writes_its_neighbour: FreeWritesNeighbour => Fault::Changed { .. },
+}
+
+#[test]
+fn the_same_seed_finds_the_same_thing_at_the_same_operation() {
+    let suite = Suite::new().alignment(64).seed(3);
+    let first = suite.check(&Planted::new(Bug::DirtyZeroed)).map_err(|v| v.operation);
+    assert!(first.is_err());
+    assert_eq!(suite.check(&Planted::new(Bug::DirtyZeroed)).map_err(|v| v.operation), first);
+}

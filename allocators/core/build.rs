@@ -1,0 +1,18 @@
+//! Sets `cfg(std_allocator)` where the compiler has `std::alloc::Allocator` without a feature gate (1.100 and later).
+use std::{env, process::Command};
+
+fn main() {
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rustc-check-cfg=cfg(std_allocator)");
+    let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
+    let Ok(output) = Command::new(rustc).arg("--version").output() else { return };
+    let version = String::from_utf8_lossy(&output.stdout);
+    // "rustc 1.95.0 (…)": anything else, and a nightly before the release, counts as a compiler without the trait.
+    let minor = version
+        .strip_prefix("rustc 1.")
+        .and_then(|rest| rest.split('.').next())
+        .and_then(|minor| minor.parse::<u32>().ok());
+    if minor.is_some_and(|minor| minor >= 100) && !version.contains("nightly") {
+        println!("cargo::rustc-cfg=std_allocator");
+    }
+}

@@ -1,0 +1,21 @@
+//! The one unsafe *declaration* of this crate: a promise about blocks that a device may still read.
+#![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
+
+use crate::{__api::api2::alloc::Allocator, Gate, Result};
+use std::{ptr::NonNull, sync::Arc};
+
+/// An allocator that can hold a freed block back until a gate opens.
+///
+/// This is what makes asynchronous copies of a `Vec` safe: the vector may be dropped, or forgotten, while the copy is
+/// on its way, and its bytes stay what they are until the copy is done.
+///
+/// # Safety
+/// After `defer` has answered `Ok`, the bytes of the block that holds `address` are neither given out again, nor
+/// written by the allocator, nor unmapped before `until` is open, whatever is dropped, freed or forgotten meanwhile.
+pub unsafe trait DeferReuse: Allocator {
+    /// Notes `until` on the live block of this allocator that holds `address`.
+    ///
+    /// # Errors
+    /// [`ForeignBlock`](crate::MemoryError::ForeignBlock) for an address that this allocator has not given out.
+    fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()>;
+}

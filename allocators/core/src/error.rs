@@ -1,0 +1,412 @@
+//! What can go wrong, with the figures a person needs to act on it.
+
+use crate::{Bytes, DeviceId, OutOfBudget, budget::Holding};
+use std::{error, fmt};
+
+/// A result with a [`MemoryError`].
+pub type Result<T, E = MemoryError> = std::result::Result<T, E>;
+
+/// A call of the GPU driver that answered with an error code.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct DriverError {
+    /// The call, as the driver's documentation spells it: `cuMemCreate`.
+    pub call: &'static str,
+    /// The driver's code, also where this build has no name for it.
+    pub code: u32,
+    /// The code's name, `CUDA_ERROR_…`, or `unknown`.
+    pub name: &'static str,
+}
+
+impl DriverError {
+    /// Whether the code says that the device itself is gone: a sticky error, after which every call fails.
+    #[must_use]
+    pub fn is_device_lost(&self) -> bool {
+        // ECC uncorrectable, illegal address, launch timeout, illegal instruction, misaligned address, invalid
+        // address space, invalid pc, hardware stack error, launch failed, system not ready/driver mismatch are not.
+        matches!(self.code, 214 | 700 | 702 | 714..=719 | 721 | 804)
+    }
+
+    /// Whether the code is the driver's out of memory.
+    #[must_use]
+    pub fn is_out_of_memory(&self) -> bool {
+        self.code == 2
+    }
+}
+
+impl fmt::Display for DriverError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {} ({})", self.call, self.name, self.code)
+    }
+}
+
+impl error::Error for DriverError {}
+
+/// A system call that failed.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct SystemError {
+    /// The call: `mmap`.
+    pub call: &'static str,
+    /// Its `errno`.
+    pub errno: i32,
+}
+
+impl fmt::Display for SystemError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.call, std::io::Error::from_raw_os_error(self.errno))
+    }
+}
+
+impl error::Error for SystemError {}
+
+/// Why a request for memory, or about memory, was refused. Nothing has changed.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum MemoryError {
+    /// A request for no bytes.
+    ZeroSize,
+    /// A request that no device or host could hold, or whose arithmetic overflows.
+    TooLarge {
+        /// Bytes asked for.
+        requested: u64,
+        /// The most that could ever be asked for here.
+        limit: u64,
+    },
+    /// An alignment that is not a power of two, or beyond what the memory has.
+    BadAlignment {
+        /// The alignment asked for, in bytes.
+        align: u64,
+    },
+    /// A budget refused, and nothing was tried to make room.
+    OutOfBudget(OutOfBudget),
+    /// Nothing that was tried made room.
+    OutOfMemory(Box<OutOfMemory>),
+    /// The driver refused.
+    Driver(DriverError),
+    /// The kernel refused.
+    System(SystemError),
+    /// The device had a sticky error; only the application may reset it.
+    DeviceLost {
+        /// Which device.
+        device: DeviceId,
+    },
+    /// A device that is not there.
+    NoDevice {
+        /// Which was asked for, by its index.
+        asked: u32,
+        /// How many there are.
+        count: u32,
+    },
+    /// A block or stream of one device was used on another.
+    WrongDevice {
+        /// The device of the pool or stream.
+        expected: DeviceId,
+        /// The device of what was handed in.
+        actual: DeviceId,
+    },
+    /// An address that this pool has not given out.
+    ForeignBlock {
+        /// The address.
+        address: u64,
+    },
+    /// An address whose block has been freed already.
+    DoubleFree {
+        /// The address.
+        address: u64,
+    },
+    /// A part of a block that reaches past its end.
+    OutOfBounds {
+        /// First byte asked for, counted from the block's start.
+        offset: u64,
+        /// Bytes asked for.
+        len: u64,
+        /// Bytes there are.
+        bytes: u64,
+    },
+    /// Two sides of a copy that differ in length.
+    LengthMismatch {
+        /// Bytes of the source.
+        from: u64,
+        /// Bytes of the destination.
+        to: u64,
+    },
+    /// A use that conflicts with one which has been prepared and not finished.
+    Busy {
+        /// The block.
+        address: u64,
+    },
+    /// The pool that would have to answer has been shut down.
+    Closed,
+    /// As many as the pool may have are leased already.
+    Capacity {
+        /// The pool's cap.
+        max: u32,
+    },
+    /// An id of another pool, or of something that is no longer there.
+    UnknownId,
+    /// One of the driver's default streams where a stream of one's own is needed.
+    DefaultStream {
+        /// The handle: 0 or 1 is the legacy default stream, 2 the per-thread one.
+        handle: u64,
+    },
+    /// The driver or device lacks what was asked for.
+    Unsupported {
+        /// What is missing, in the driver's words.
+        feature: &'static str,
+    },
+    /// A wait that ended at its deadline.
+    TimedOut,
+    /// Something that exists once was set twice.
+    AlreadySet {
+        /// What.
+        what: &'static str,
+        /// Where it was set first.
+        by: &'static std::panic::Location<'static>,
+    },
+    /// A setting that cannot be followed.
+    BadSetting {
+        /// The setting, as its environment variable or field is called.
+        name: &'static str,
+        /// What it was set to.
+        value: String,
+        /// What it may be set to.
+        expected: &'static str,
+    },
+}
+
+impl fmt::Display for MemoryError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ZeroSize => f.write_str("a request for zero bytes"),
+            Self::TooLarge { requested, limit } => {
+                write!(f, "{} asked, {} is the most there can be", Bytes(*requested), Bytes(*limit))
+            }
+            Self::BadAlignment { align } => write!(f, "an alignment of {align} bytes cannot be had"),
+            Self::OutOfBudget(e) => e.fmt(f),
+            Self::OutOfMemory(e) => e.fmt(f),
+            Self::Driver(e) => e.fmt(f),
+            Self::System(e) => e.fmt(f),
+            Self::DeviceLost { device } => write!(f, "{device} is lost; only the application may reset it"),
+            Self::NoDevice { asked, count: 0 } => write!(f, "device {asked} asked, and there is none"),
+            Self::NoDevice { asked, count } => {
+                write!(f, "device {asked} asked, there are {count}, counted from 0")
+            }
+            Self::WrongDevice { expected, actual } => write!(f, "{actual} where {expected} is needed"),
+            Self::ForeignBlock { address } => write!(f, "{address:#x} is no block of this pool"),
+            Self::DoubleFree { address } => write!(f, "the block at {address:#x} has been freed already"),
+            Self::OutOfBounds { offset, len, bytes } => {
+                write!(f, "{len} bytes from {offset} on reach past the end of a block of {bytes}")
+            }
+            Self::LengthMismatch { from, to } => write!(f, "a copy of {from} bytes into {to}"),
+            Self::Busy { address } => {
+                write!(f, "the block at {address:#x} has a use prepared that excludes this one")
+            }
+            Self::Closed => f.write_str("the pool has been shut down"),
+            Self::Capacity { max } => write!(f, "all {max} streams are leased"),
+            Self::UnknownId => f.write_str("an id of another pool, or of something that is gone"),
+            Self::DefaultStream { handle } => {
+                write!(
+                    f,
+                    "stream handle {handle} is a default stream of the driver; pass a stream of your own"
+                )
+            }
+            Self::Unsupported { feature } => write!(f, "not supported here: {feature}"),
+            Self::TimedOut => f.write_str("the deadline passed"),
+            Self::AlreadySet { what, by } => write!(f, "{what} was set before, at {by}"),
+            Self::BadSetting { name, value, expected } => {
+                write!(f, "{name} is {value:?}; it can be {expected}")
+            }
+        }
+    }
+}
+
+impl error::Error for MemoryError {
+    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
+        match self {
+            Self::OutOfBudget(e) => Some(e),
+            Self::OutOfMemory(e) => Some(e),
+            Self::Driver(e) => Some(e),
+            Self::System(e) => Some(e),
+            _ => None,
+        }
+    }
+}
+
+impl MemoryError {
+    /// The driver's answer for a call on `device`: a sticky error becomes [`MemoryError::DeviceLost`].
+    #[must_use]
+    pub fn driver(device: DeviceId, error: DriverError) -> Self {
+        if error.is_device_lost() { Self::DeviceLost { device } } else { Self::Driver(error) }
+    }
+}
+
+impl From<OutOfBudget> for MemoryError {
+    fn from(e: OutOfBudget) -> Self {
+        Self::OutOfBudget(e)
+    }
+}
+impl From<DriverError> for MemoryError {
+    fn from(e: DriverError) -> Self {
+        Self::Driver(e)
+    }
+}
+impl From<SystemError> for MemoryError {
+    fn from(e: SystemError) -> Self {
+        Self::System(e)
+    }
+}
+
+/// One step that was tried before giving up, and what it gave.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Tried {
+    /// The step, as the allocation chain calls it.
+    pub step: &'static str,
+    /// Bytes it made usable for the request, though not enough.
+    pub gave: u64,
+}
+
+/// Memory that a stream's cache holds.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Stranded {
+    /// The stream's number in its pool.
+    pub stream: u32,
+    /// Free bytes in its cache.
+    pub cached: u64,
+    /// Bytes that wait for uses on other streams.
+    pub pending: u64,
+}
+
+/// Out of memory, with everything needed to see why. Its text ends in one action a person can take.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct OutOfMemory {
+    /// Where: `device 0`, `node 1`.
+    pub place: String,
+    /// Bytes asked for.
+    pub requested: u64,
+    /// The budget's refusal, if one stood in the way.
+    pub refused: Option<OutOfBudget>,
+    /// The driver's refusal, if one stood in the way.
+    pub driver: Option<DriverError>,
+    /// Bytes in live blocks.
+    pub live: u64,
+    /// Free bytes in caches.
+    pub cached: u64,
+    /// Bytes that wait for uses on other streams.
+    pub pending: u64,
+    /// Bytes held from the driver or the kernel.
+    pub physical: u64,
+    /// The largest free range, in bytes.
+    pub largest_free: u64,
+    /// What each other stream's cache holds, largest first.
+    pub stranded: Vec<Stranded>,
+    /// Who holds most, largest first.
+    pub holders: Vec<Holding>,
+    /// The steps of the chain, in order.
+    pub tried: Vec<Tried>,
+}
+
+impl OutOfMemory {
+    /// An error with no figures but the request's; fill in what is known.
+    #[must_use]
+    pub fn new(place: String, requested: u64) -> Self {
+        Self {
+            place,
+            requested,
+            refused: None,
+            driver: None,
+            live: 0,
+            cached: 0,
+            pending: 0,
+            physical: 0,
+            largest_free: 0,
+            stranded: Vec::new(),
+            holders: Vec::new(),
+            tried: Vec::new(),
+        }
+    }
+
+    /// The one thing to do about it.
+    fn action(&self) -> String {
+        let missing = match &self.refused {
+            Some(refused) => self.requested.saturating_sub(refused.remaining),
+            None => self.requested,
+        };
+        let held_back = self.pending + self.stranded.iter().map(|s| s.cached).sum::<u64>();
+        if let Some(refused) = self.refused.filter(|r| r.limit < self.requested) {
+            return format!(
+                "raise the limit of {} above {}, or ask for less at a time",
+                refused.budget,
+                Bytes(self.requested)
+            );
+        }
+        if held_back >= missing && self.pending > 0 {
+            return format!(
+                "finish or synchronise the streams that still use {} of freed blocks",
+                Bytes(self.pending)
+            );
+        }
+        match (self.holders.first(), self.refused) {
+            (Some(top), Some(refused)) => format!(
+                "free some of the {} that \"{}\" holds, or raise the limit of {} by {}",
+                Bytes(top.bytes),
+                top.tag,
+                refused.budget,
+                Bytes(missing)
+            ),
+            (Some(top), None) => {
+                format!(
+                    "free some of the {} that \"{}\" holds: the device itself is full",
+                    Bytes(top.bytes),
+                    top.tag
+                )
+            }
+            (None, Some(refused)) => format!("raise the limit of {} by {}", refused.budget, Bytes(missing)),
+            (None, None) => "free memory that other programs hold on the device".into(),
+        }
+    }
+}
+
+impl fmt::Display for OutOfMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "out of memory on {}: {} requested", self.place, Bytes(self.requested))?;
+        if let Some(refused) = &self.refused {
+            writeln!(f, "  refused by  {refused}")?;
+        }
+        if let Some(driver) = &self.driver {
+            writeln!(f, "  refused by  {driver}")?;
+        }
+        writeln!(
+            f,
+            "  held        {} live, {} cached, {} pending, {} physical",
+            Bytes(self.live),
+            Bytes(self.cached),
+            Bytes(self.pending),
+            Bytes(self.physical)
+        )?;
+        writeln!(f, "  largest     {} free in one range", Bytes(self.largest_free))?;
+        for holder in self.holders.iter().take(3) {
+            let unit = if holder.blocks == 1 { "block" } else { "blocks" };
+            writeln!(
+                f,
+                "  holder      {} in {} {unit}: \"{}\"",
+                Bytes(holder.bytes),
+                holder.blocks,
+                holder.tag
+            )?;
+        }
+        for s in self.stranded.iter().take(3) {
+            writeln!(f, "  stream {:<4} {} cached, {} pending", s.stream, Bytes(s.cached), Bytes(s.pending))?;
+        }
+        if !self.tried.is_empty() {
+            f.write_str("  tried       ")?;
+            for (i, tried) in self.tried.iter().enumerate() {
+                let comma = if i == 0 { "" } else { "; " };
+                write!(f, "{comma}{}: {}", tried.step, Bytes(tried.gave))?;
+            }
+            writeln!(f)?;
+        }
+        write!(f, "  do          {}", self.action())
+    }
+}
+
+impl error::Error for OutOfMemory {}

@@ -1,0 +1,113 @@
+//! Names for things that a pool hands out.
+//!
+//! An id that anyone can make up is an id that any pool must believe. Here an [`IdSpace`] mints ids that carry the
+//! space's own number, so a pool tells its own from another's, and a generation, so it tells today's from yesterday's.
+
+use std::{fmt, hash, marker::PhantomData, sync::atomic::AtomicU64, sync::atomic::Ordering};
+
+/// A device by the ordinal that the driver gives it.
+///
+/// Ordinals are the driver's to give, so anyone may name one; a driver answers with an error for one it lacks.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct DeviceId(pub u32);
+
+impl fmt::Display for DeviceId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "device {}", self.0)
+    }
+}
+
+/// A name for one `K`, good in the space that minted it and nowhere else.
+pub struct Id<K> {
+    space: u64,
+    index: u32,
+    generation: u32,
+    kind: PhantomData<fn() -> K>,
+}
+
+/// The only source of [`Id`]s that its owner will believe.
+///
+/// ```
+/// use aquifer_core::IdSpace;
+/// struct Stream;
+/// let (ours, theirs) = (IdSpace::<Stream>::new(), IdSpace::<Stream>::new());
+/// let id = ours.mint(3, 1);
+/// assert_eq!(ours.resolve(id), Some((3, 1)));
+/// assert_eq!(theirs.resolve(id), None);
+/// ```
+pub struct IdSpace<K> {
+    space: u64,
+    kind: PhantomData<fn() -> K>,
+}
+
+/// Spaces made so far in this process. 2^64 of them do not run out.
+static SPACES: AtomicU64 = AtomicU64::new(1);
+
+impl<K> IdSpace<K> {
+    /// A space that no other shares.
+    #[must_use]
+    pub fn new() -> Self {
+        Self { space: SPACES.fetch_add(1, Ordering::Relaxed), kind: PhantomData }
+    }
+
+    /// The id of slot `index` in its `generation`.
+    #[must_use]
+    pub fn mint(&self, index: u32, generation: u32) -> Id<K> {
+        Id { space: self.space, index, generation, kind: PhantomData }
+    }
+
+    /// Slot and generation of an id of this space; `None` for one that another space minted.
+    #[must_use]
+    pub fn resolve(&self, id: Id<K>) -> Option<(u32, u32)> {
+        (id.space == self.space).then_some((id.index, id.generation))
+    }
+}
+
+impl<K> Default for IdSpace<K> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl<K> fmt::Debug for IdSpace<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("IdSpace").field(&self.space).finish()
+    }
+}
+
+impl<K> Id<K> {
+    /// The slot, for display: pools resolve an id, they never trust this.
+    #[must_use]
+    pub fn index(self) -> u32 {
+        self.index
+    }
+}
+
+// By hand, since a derive would ask the same of `K`.
+impl<K> Clone for Id<K> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<K> Copy for Id<K> {}
+impl<K> PartialEq for Id<K> {
+    fn eq(&self, other: &Self) -> bool {
+        (self.space, self.index, self.generation) == (other.space, other.index, other.generation)
+    }
+}
+impl<K> Eq for Id<K> {}
+impl<K> hash::Hash for Id<K> {
+    fn hash<H: hash::Hasher>(&self, state: &mut H) {
+        (self.space, self.index, self.generation).hash(state);
+    }
+}
+impl<K> fmt::Debug for Id<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Id({}.{}.{})", self.space, self.index, self.generation)
+    }
+}
+impl<K> fmt::Display for Id<K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.index)
+    }
+}

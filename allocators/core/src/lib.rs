@@ -1,0 +1,45 @@
+//! The vocabulary of aquifer: what every pool, arena and driver of it speaks.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`ids`] | names for devices, streams and pools that only their maker can make |
+//! | [`tag`] | who an allocation belongs to, by scope |
+//! | [`error`] | what can go wrong, with the figures a person needs |
+//! | [`budget`] | limits on bytes, exact to the byte, by RAII |
+//! | [`gate`] | something that opens when queued work is done |
+//! | [`stats`] | what a pool holds |
+//! | [`event`] | one record for everything that happens to memory, and where records go |
+//! | [`adapter`] | one macro for every `Allocator` trait |
+//! | [`defer`] | the promise of an allocator whose blocks a device may still read |
+//!
+//! Nothing here touches memory, a device or the operating system's memory calls.
+
+pub mod adapter;
+pub mod budget;
+pub mod bytes;
+pub mod defer;
+pub mod error;
+pub mod event;
+pub mod gate;
+pub mod ids;
+pub mod stats;
+mod sync;
+pub mod tag;
+
+pub use budget::{Budget, Charge, OutOfBudget, Reservation};
+pub use bytes::Bytes;
+pub use defer::DeferReuse;
+pub use error::{DriverError, MemoryError, OutOfMemory, Result, SystemError};
+pub use event::{Action, Event, Recorder, Sink};
+pub use gate::Gate;
+pub use ids::{DeviceId, Id, IdSpace};
+pub use stats::PoolStats;
+pub use tag::{Tag, tagged};
+
+/// What [`impl_allocator!`] expands to names; not for use by hand.
+#[doc(hidden)]
+pub mod __api {
+    pub use allocator_api2 as api2;
+    #[cfg(feature = "allocator-api2-04")]
+    pub use allocator_api2_04 as api4;
+}

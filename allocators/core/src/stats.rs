@@ -1,0 +1,48 @@
+//! What a pool holds.
+
+/// A pool's account at one moment. All fields are bytes unless their name says otherwise.
+///
+/// `live + cached + pending` is what the pool's blocks and caches span; `physical` is what it holds from the driver or
+/// the kernel, and what its budget is charged for.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[non_exhaustive]
+pub struct PoolStats {
+    /// In blocks that are allocated now, as their sizes were rounded.
+    pub live: u64,
+    /// As `live`, in the sizes that were asked for.
+    pub requested: u64,
+    /// Free and backed by memory: can be given out again.
+    pub cached: u64,
+    /// Freed, but held back until a use on another stream is done.
+    pub pending: u64,
+    /// Held from the driver or the kernel.
+    pub physical: u64,
+    /// The most that `requested` has been.
+    pub peak_requested: u64,
+    /// The most that `live` has been.
+    pub peak_live: u64,
+    /// The most that `physical` has been.
+    pub peak_physical: u64,
+    /// Blocks allocated now (a count).
+    pub blocks: u64,
+    /// Allocations that succeeded (a count).
+    pub allocations: u64,
+    /// Blocks freed (a count).
+    pub frees: u64,
+    /// Allocations that failed (a count).
+    pub failures: u64,
+    /// Times the pool took memory from the driver or the kernel (a count).
+    pub growths: u64,
+    /// Given back to the driver or the kernel so far.
+    pub reaped: u64,
+    /// Physical handles moved from one address to another (a count).
+    pub moves: u64,
+    /// Ranges that one stream took over from another (a count).
+    pub adoptions: u64,
+    /// Events recorded to fence a stream (a count).
+    pub fences: u64,
+    /// GPU-side waits that one stream was made to do for another (a count).
+    pub stream_waits: u64,
+    /// Times the host had to wait for queued work (a count).
+    pub host_waits: u64,
+}

@@ -1,0 +1,239 @@
+//! Blocks that come straight from the driver's own allocators.
+//!
+//! Such a block costs half a microsecond or much more anyway, so it carries an `Arc` of where it came from. What differs
+//! between the driver's allocators is a [`Source`]; accounting, open uses and failed frees are the same for all.
+
+use crate::{
+    Block, Request,
+    block::{Owner, UntilFree},
+    home::note,
+};
+use aquifer_core::{Charge, DeviceId, MemoryError, PoolStats, Result};
+use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
+use aquifer_stream::{Noted, Stream, StreamPool, Timeline, UseList};
+use std::{
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+/// One of the driver's allocators.
+pub(crate) trait Source: fmt::Debug + Send + Sync + 'static {
+    /// Memory that work on `stream` may use, and what is charged for it alone.
+    fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)>;
+
+    /// Gives a block back behind its uses, all of which are stamped: by a wait of the host or of the device.
+    fn give(&self, home: &Timeline, address: u64, uses: &[Noted]) -> Result<()>;
+
+    /// Bytes held from the device, if they are more than those in blocks.
+    fn reserved(&self) -> Option<u64> {
+        None
+    }
+
+    /// Lets go of what is reserved and not used, down to `keep` bytes; answers with the bytes.
+    fn trim(&self, _keep: u64) -> Result<u64> {
+        Ok(0)
+    }
+}
+
+/// A source with its account.
+pub(crate) struct Ledger<S> {
+    pub(crate) source: S,
+    driver: Arc<dyn Driver>,
+    streams: StreamPool,
+    observed: bool,
+    generations: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    stats: PoolStats,
+    /// Freed blocks with open uses, and those whose free failed. They stay charged.
+    deferred: Vec<Deferred>,
+}
+
+/// A block that has been freed by its owner.
+struct Deferred {
+    address: u64,
+    bytes: u64,
+    generation: u64,
+    timeline: Arc<Timeline>,
+    uses: Vec<Noted>,
+    /// Charges, among others.
+    until_free: UntilFree,
+}
+
+/// The part of a block's token that knows the way home.
+pub(crate) struct Backed {
+    ledger: Arc<dyn Release>,
+    pub(crate) timeline: Arc<Timeline>,
+    pub(crate) streams: StreamPool,
+    pub(crate) bytes: u64,
+}
+
+/// Takes blocks back.
+trait Release: Send + Sync {
+    fn release(&self, block: Deferred);
+}
+
+impl Backed {
+    /// The block is freed; `uses` are those that are not known to be done.
+    pub(crate) fn release(&self, address: u64, generation: u64, uses: Vec<Noted>, until_free: UntilFree) {
+        let (bytes, timeline) = (self.bytes, self.timeline.clone());
+        self.ledger.release(Deferred { address, bytes, generation, timeline, uses, until_free });
+    }
+}
+
+impl<S: Source> Ledger<S> {
+    pub(crate) fn new(source: S, driver: Arc<dyn Driver>, streams: StreamPool) -> Arc<Self> {
+        let observed = driver.observer().is_some();
+        let state = Mutex::default();
+        Arc::new(Self { source, driver, streams, observed, generations: AtomicU64::new(1), state })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn device(&self) -> DeviceId {
+        self.streams.device()
+    }
+
+    pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
+        let request = request.checked()?;
+        let (expected, actual) = (self.device(), stream.device());
+        if expected != actual {
+            return Err(MemoryError::WrongDevice { expected, actual });
+        }
+        // The driver aligns to 256 bytes or more, and promises no more than that.
+        if request.alignment() > crate::BLOCK_ALIGN {
+            return Err(MemoryError::BadAlignment { align: request.alignment() });
+        }
+        self.retry_deferred();
+        let taken = self.source.take(stream, request.size());
+        let (address, charge) = match taken {
+            Ok(taken) => taken,
+            Err(error) => {
+                self.state().stats.failures += 1;
+                return Err(error);
+            }
+        };
+        let timeline = stream.timeline().clone();
+        let generation = if self.observed {
+            let generation = self.generations.fetch_add(1, Ordering::Relaxed);
+            let range = DeviceRange { device: self.device(), address, bytes: request.size() };
+            note(&self.driver, generation, range, Ownership::Live { stream: stream.raw(), generation });
+            generation
+        } else {
+            0
+        };
+        {
+            let stats = &mut self.state().stats;
+            stats.live += request.size();
+            stats.requested += request.size();
+            stats.blocks += 1;
+            stats.allocations += 1;
+            stats.peak_live = stats.peak_live.max(stats.live);
+            stats.peak_requested = stats.peak_requested.max(stats.requested);
+            if self.source.reserved().is_none() {
+                stats.physical += request.size();
+                stats.peak_physical = stats.peak_physical.max(stats.physical);
+            }
+        }
+        let backed =
+            Backed { ledger: self.clone(), timeline, streams: self.streams.clone(), bytes: request.size() };
+        let mut block = Block {
+            address,
+            requested: request.size(),
+            tag: request.owner(),
+            owner: Owner::Backend(Box::new(backed)),
+            uses: UseList::new(),
+            generation,
+            until_free: None,
+        };
+        if let Some(charge) = charge {
+            block.keep_until_free(Box::new(charge));
+        }
+        Ok(block)
+    }
+
+    /// Tries to give back what could not be given back before.
+    fn retry_deferred(&self) {
+        let deferred = std::mem::take(&mut self.state().deferred);
+        for block in deferred {
+            self.give(block);
+        }
+    }
+
+    /// Gives a block back, or keeps it for later.
+    fn give(&self, mut block: Deferred) {
+        block.uses.retain(|u| !u.is_done());
+        if block.uses.iter().any(|u| u.epoch().is_none()) {
+            self.state().deferred.push(block);
+            return;
+        }
+        if self.source.give(&block.timeline, block.address, &block.uses).is_err() {
+            self.state().deferred.push(block);
+            return;
+        }
+        drop(block.until_free);
+        let stats = &mut self.state().stats;
+        stats.pending -= block.bytes;
+        if self.source.reserved().is_none() {
+            stats.physical -= block.bytes;
+        }
+    }
+
+    pub(crate) fn stats(&self) -> PoolStats {
+        let mut stats = self.state().stats;
+        if let Some(reserved) = self.source.reserved() {
+            stats.physical = reserved;
+            stats.peak_physical = stats.peak_physical.max(reserved);
+            stats.cached = reserved.saturating_sub(stats.live + stats.pending);
+        }
+        stats
+    }
+
+    pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
+        self.retry_deferred();
+        self.source.trim(keep)
+    }
+}
+
+impl<S: Source> Release for Ledger<S> {
+    fn release(&self, block: Deferred) {
+        {
+            let stats = &mut self.state().stats;
+            stats.live -= block.bytes;
+            stats.requested -= block.bytes;
+            stats.blocks -= 1;
+            stats.frees += 1;
+            stats.pending += block.bytes;
+        }
+        let range = DeviceRange { device: self.device(), address: block.address, bytes: block.bytes };
+        let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
+        let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        note(&self.driver, block.generation, range, owner);
+        self.give(block);
+    }
+}
+
+impl<S> Drop for Ledger<S> {
+    fn drop(&mut self) {
+        // What is left here has open uses that nobody can finish any more, or was refused by the driver: it stays
+        // charged, as the device still holds it.
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for block in state.deferred.drain(..) {
+            let _still_charged = std::mem::ManuallyDrop::new(block.until_free);
+        }
+    }
+}
+
+impl<S: fmt::Debug> fmt::Debug for Ledger<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ledger").field("source", &self.source).finish_non_exhaustive()
+    }
+}

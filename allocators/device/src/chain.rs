@@ -1,0 +1,392 @@
+//! What is tried, and in which order, when a stream's own cache has no room.
+//!
+//! Each step is followed by another look, and the cheapest come first. Only the last two can block, and no lock is held
+//! over any of them:
+//!
+//! 1. what other streams have finished with of this stream's own freed blocks;
+//! 2. an event behind each stream that has freed since its last, and a look which have passed;
+//! 3. ranges in other caches that the host has seen done;
+//! 4. new physical memory within the budget, and free handles from elsewhere that are done, to where they are missing;
+//! 5. the same with what is not done yet, for which this stream waits on the device;
+//! 6. handlers that were asked to give something back, other pools among them;
+//! 7. the oldest work that frees something, waited for on the host, up to a deadline;
+//! 8. an error that says what stood in the way.
+
+use crate::{
+    Adoption, Block, Request,
+    home::{Home, Settle},
+    physical::{
+        Physical,
+        handle::NoHandle,
+        mapped::{Effort, Reach},
+    },
+    pool::{Inner, deadline},
+    request::BLOCK_ALIGN,
+};
+use aquifer_core::{
+    Action, MemoryError, OutOfMemory, PoolStats, Reservation, Result, Tag,
+    budget::Holding,
+    error::{Stranded, Tried},
+};
+use aquifer_heap::Range;
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+/// What slow paths count.
+#[derive(Default, Debug)]
+pub(crate) struct Counters {
+    pub(crate) reaped: AtomicU64,
+    failures: AtomicU64,
+    growths: AtomicU64,
+    moves: AtomicU64,
+    adoptions: AtomicU64,
+    fences: AtomicU64,
+    stream_waits: AtomicU64,
+    host_waits: AtomicU64,
+}
+
+impl Counters {
+    pub(crate) fn add_to(&self, stats: &mut PoolStats) {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        stats.reaped += read(&self.reaped);
+        stats.failures += read(&self.failures);
+        stats.growths += read(&self.growths);
+        stats.moves += read(&self.moves);
+        stats.adoptions += read(&self.adoptions);
+        stats.fences += read(&self.fences);
+        stats.stream_waits += read(&self.stream_waits);
+        stats.host_waits += read(&self.host_waits);
+    }
+}
+
+fn count(counter: &AtomicU64, by: u64) {
+    if by > 0 {
+        counter.fetch_add(by, Ordering::Relaxed);
+    }
+}
+
+/// How a chain has gone so far.
+#[derive(Default)]
+struct Progress<'a> {
+    reserved: Option<&'a Mutex<Reservation>>,
+    tried: Vec<Tried>,
+    refused: Option<NoHandle>,
+}
+
+impl Progress<'_> {
+    fn note(&mut self, step: &'static str, gave: u64) {
+        match self.tried.iter_mut().find(|t| t.step == step) {
+            Some(tried) => tried.gave += gave,
+            None => self.tried.push(Tried { step, gave }),
+        }
+    }
+}
+
+impl Inner {
+    #[cold]
+    pub(crate) fn allocate_slowly(
+        self: &Arc<Self>,
+        home: &'static Home,
+        request: &Request,
+        reserved: Option<&Mutex<Reservation>>,
+    ) -> Result<Block> {
+        let mut progress = Progress { reserved, ..Progress::default() };
+        let block = self.run_chain(home, request, &mut progress);
+        match block {
+            Ok(Some(block)) => Ok(block),
+            Ok(None) => {
+                count(&self.counters.failures, 1);
+                self.report_pool(Action::Fail, request.size(), request.owner());
+                // What the chain took aside for this request goes back before it is refused.
+                self.drop_spare();
+                Err(MemoryError::OutOfMemory(Box::new(self.explain(home, request, progress))))
+            }
+            Err(error) => {
+                count(&self.counters.failures, 1);
+                self.report_pool(Action::Fail, request.size(), request.owner());
+                Err(error)
+            }
+        }
+    }
+
+    fn run_chain(
+        self: &Arc<Self>,
+        home: &'static Home,
+        request: &Request,
+        progress: &mut Progress<'_>,
+    ) -> Result<Option<Block>> {
+        let (settled, _) = home.settle(Settle::Done)?;
+        progress.note("settle own frees", settled);
+        if let Some(block) = self.try_again(home, request, settled) {
+            return Ok(Some(block));
+        }
+        if let Some(block) = self.make_room(home, request, progress)? {
+            return Ok(Some(block));
+        }
+        for handler in &self.config.reclaim {
+            loop {
+                let offered = handler.reclaim(request.size());
+                progress.note("pressure handlers", offered);
+                if offered == 0 {
+                    break;
+                }
+                if let Some(block) = self.make_room(home, request, progress)? {
+                    return Ok(Some(block));
+                }
+            }
+        }
+        let until = deadline(self.config.wait);
+        while until.is_none_or(|until| Instant::now() < until) && self.wait_for_oldest(home, until)? {
+            count(&self.counters.host_waits, 1);
+            progress.note("wait for queued work", 0);
+            if let Some(block) = self.make_room(home, request, progress)? {
+                return Ok(Some(block));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The steps that never block.
+    fn make_room(
+        self: &Arc<Self>,
+        home: &'static Home,
+        request: &Request,
+        progress: &mut Progress<'_>,
+    ) -> Result<Option<Block>> {
+        let homes = self.homes();
+        let settled = self.look(&homes)?;
+        progress.note("fence and poll", settled);
+        if let Some(block) = self.try_again(home, request, settled) {
+            return Ok(Some(block));
+        }
+        let sharing = self.config.adoption != Adoption::Never;
+        let own = [home];
+        let givers: &[&'static Home] = if sharing { &homes } else { &own };
+        if let Some(block) = self.adopt(home, givers, request, Reach::Done)? {
+            return Ok(Some(block));
+        }
+        if let Some(block) = self.place(home, givers, request, Reach::Done, progress)? {
+            return Ok(Some(block));
+        }
+        if self.config.adoption != Adoption::Wait {
+            return Ok(None);
+        }
+        let mut settled = 0;
+        for &home in &homes {
+            let (bytes, waits) = home.settle(Settle::Wait)?;
+            count(&self.counters.stream_waits, waits);
+            settled += bytes;
+        }
+        progress.note("wait on the device", settled);
+        if let Some(block) = self.try_again(home, request, settled) {
+            return Ok(Some(block));
+        }
+        if let Some(block) = self.adopt(home, givers, request, Reach::Wait)? {
+            return Ok(Some(block));
+        }
+        self.place(home, givers, request, Reach::Wait, progress)
+    }
+
+    fn try_again(&self, home: &'static Home, request: &Request, settled: u64) -> Option<Block> {
+        if settled == 0 { None } else { home.try_alloc(self, request) }
+    }
+
+    /// Records an event behind every stream that has freed since its last, looks which have passed, and settles what
+    /// they let go of. Answers with those bytes. Never blocks.
+    pub(crate) fn look(&self, homes: &[&'static Home]) -> Result<u64> {
+        for &home in homes {
+            let (timeline, last_free, users) = home.with(|s| {
+                let users: Vec<_> = s
+                    .pending
+                    .iter()
+                    .flat_map(|p| p.uses.iter())
+                    .filter_map(|u| Some((u.on().clone(), u.epoch()?)))
+                    .collect();
+                (s.timeline().cloned(), s.last_free, users)
+            });
+            let Some(timeline) = timeline else { continue };
+            count(&self.counters.fences, u64::from(last_free > 0 && timeline.fence(last_free)?));
+            timeline.poll()?;
+            for (user, epoch) in users {
+                if !user.is_done(epoch) {
+                    count(&self.counters.fences, u64::from(user.fence(epoch)?));
+                    user.poll()?;
+                }
+            }
+        }
+        if let Physical::Mapped(mapped) = &self.physical {
+            for (timeline, epoch) in mapped.zombie_fences() {
+                count(&self.counters.fences, u64::from(timeline.fence(epoch)?));
+                timeline.poll()?;
+            }
+        }
+        let mut settled = 0;
+        for &home in homes {
+            settled += home.settle(Settle::Done)?.0;
+        }
+        Ok(settled)
+    }
+
+    /// Takes over a range of another cache that holds the request, whole slots at a time: the one that fits best.
+    fn adopt(
+        &self,
+        home: &'static Home,
+        givers: &[&'static Home],
+        request: &Request,
+        reach: Reach,
+    ) -> Result<Option<Block>> {
+        // Without mappings any unit can change hands; pages of this size keep small ones together.
+        let grain = match &self.physical {
+            Physical::Mapped(mapped) => mapped.slot_bytes(),
+            Physical::Plain(_) => 64 << 10,
+        };
+        let align = grain.max(request.alignment());
+        let bytes = request.size().div_ceil(BLOCK_ALIGN) * BLOCK_ALIGN;
+        let bytes = bytes.div_ceil(grain) * grain;
+        // Other threads take and give meanwhile; a few tries are enough, since later steps find what is left.
+        for _ in 0..4 {
+            let mut best: Option<(bool, u64, u64, &'static Home)> = None;
+            for &giver in givers.iter().filter(|giver| !std::ptr::eq(**giver, home)) {
+                giver.with(|s| {
+                    let Some(timeline) = s.timeline() else { return };
+                    for extent in s.heap.free_extents() {
+                        let start = extent.range.start.div_ceil(align) * align;
+                        let end = (extent.range.start + extent.range.len) / grain * grain;
+                        let busy = !timeline.is_done(extent.stamp);
+                        if end < start + bytes || (busy && reach == Reach::Done) {
+                            continue;
+                        }
+                        if best.is_none_or(|(b, len, at, _)| (busy, end - start, start) < (b, len, at)) {
+                            best = Some((busy, end - start, start, giver));
+                        }
+                    }
+                });
+            }
+            let Some((_, _, start, giver)) = best else { return Ok(None) };
+            let range = Range { start, len: bytes };
+            let Ok(stamp) = giver.with(|s| s.heap.remove(range)) else { continue };
+            // From here on the range is nobody's.
+            let (from, to) = (giver.timeline(), home.timeline());
+            match to.wait_for(&from, stamp) {
+                Ok(waited) => count(&self.counters.stream_waits, u64::from(waited)),
+                Err(error) => {
+                    giver.with(|s| s.add(range, stamp));
+                    return Err(error);
+                }
+            }
+            count(&self.counters.adoptions, 1);
+            let place = home.with(|s| {
+                // Covers the wait that was just queued.
+                s.add(range, to.open());
+                let place = s.heap.alloc(request.size(), request.alignment())?;
+                s.account.allocated(place.bytes, request);
+                Some((place, self.ticket()))
+            });
+            self.report_pool(Action::Adopt, bytes, Tag::NONE);
+            return Ok(place.map(|(place, ticket)| self.hand_out(home, place, request, ticket)));
+        }
+        Ok(None)
+    }
+
+    /// Backs addresses for the request.
+    fn place(
+        &self,
+        home: &'static Home,
+        givers: &[&'static Home],
+        request: &Request,
+        reach: Reach,
+        progress: &mut Progress<'_>,
+    ) -> Result<Option<Block>> {
+        let mut effort = Effort { reserved: progress.reserved, ..Effort::default() };
+        let place = match &self.physical {
+            Physical::Mapped(mapped) => mapped.place(home, givers, request, reach, &mut effort)?,
+            Physical::Plain(_) if reach == Reach::Wait => None,
+            Physical::Plain(plain) => plain.place(home, request, &mut effort)?,
+        };
+        progress
+            .note(if reach == Reach::Done { "grow and move" } else { "move what is in use" }, effort.grown);
+        if effort.refused.is_some() {
+            progress.refused = effort.refused;
+        }
+        count(&self.counters.growths, u64::from(effort.grown > 0));
+        count(&self.counters.moves, effort.moves);
+        count(&self.counters.stream_waits, effort.waits);
+        if effort.grown > 0 {
+            self.report_pool(Action::Grow, effort.grown, Tag::NONE);
+        }
+        if effort.moves > 0 {
+            self.report_pool(Action::Move, effort.moves, Tag::NONE);
+        }
+        Ok(place.map(|place| self.hand_out(home, place, request, self.ticket())))
+    }
+
+    /// Waits for the oldest work that keeps something from being free. Says whether there was any.
+    fn wait_for_oldest(&self, home: &'static Home, until: Option<Instant>) -> Result<bool> {
+        let homes = self.homes();
+        for candidate in std::iter::once(home).chain(homes.iter().copied()) {
+            if candidate.wait_for_pending(until)? {
+                return Ok(true);
+            }
+        }
+        for &candidate in &homes {
+            let (timeline, last_free) = candidate.with(|s| (s.timeline().cloned(), s.last_free));
+            if let Some(timeline) = timeline
+                && !timeline.is_done(last_free)
+            {
+                return timeline.wait(last_free, until);
+            }
+        }
+        Ok(false)
+    }
+
+    fn drop_spare(&self) {
+        if let Physical::Mapped(mapped) = &self.physical {
+            mapped.drop_spare();
+        }
+    }
+
+    fn explain(&self, home: &'static Home, request: &Request, progress: Progress<'_>) -> OutOfMemory {
+        let stats = self.stats();
+        let mut error = OutOfMemory::new(self.info.device.to_string(), request.size());
+        match progress.refused {
+            Some(NoHandle::Budget(refused)) => error.refused = Some(refused),
+            Some(NoHandle::Driver(refused)) => error.driver = Some(refused),
+            None => {}
+        }
+        error.live = stats.live;
+        error.cached = stats.cached;
+        error.pending = stats.pending;
+        error.physical = stats.physical;
+        error.tried = progress.tried;
+        let mut holders: Vec<Holding> = Vec::new();
+        for other in self.homes() {
+            other.with(|s| {
+                error.largest_free = error.largest_free.max(s.heap.largest_free());
+                for holding in s.account.holdings.iter().filter(|h| h.bytes > 0) {
+                    match holders.iter_mut().find(|h| h.tag == holding.tag) {
+                        Some(sum) => {
+                            sum.bytes += holding.bytes;
+                            sum.blocks += holding.blocks;
+                        }
+                        None => holders.push(*holding),
+                    }
+                }
+                let cached = s.heap.stats().free_bytes;
+                let pending = s.account.pending;
+                if !std::ptr::eq(other, home) && cached + pending > 0 {
+                    let stream = s.timeline().map_or(0, |t| t.number());
+                    error.stranded.push(Stranded { stream, cached, pending });
+                }
+            });
+        }
+        holders.sort_by_key(|h| std::cmp::Reverse(h.bytes));
+        error.stranded.sort_by_key(|s| std::cmp::Reverse(s.cached + s.pending));
+        error.holders = holders;
+        error
+    }
+}

@@ -1,0 +1,62 @@
+//! How a pool behaves.
+
+use crate::Reclaim;
+use aquifer_core::{Budget, Recorder};
+use std::{sync::Arc, time::Duration};
+
+/// How far one stream may take over what another's cache holds, when its own has no room.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub enum Adoption {
+    /// Never. Streams that must not be ordered with each other, such as those of collectives, need this.
+    Never,
+    /// What the host has seen done. No stream waits for another.
+    DoneOnly,
+    /// Also what is still in use: the taker waits for the giver, on the device.
+    #[default]
+    Wait,
+}
+
+/// A pool's settings.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct PoolConfig {
+    /// What physical memory is charged to. `None`: 80 % of what the device has free when the pool is opened.
+    pub budget: Option<Budget>,
+    /// How far streams share.
+    pub adoption: Adoption,
+    /// How long an allocation that finds no room waits for queued work, at most.
+    pub wait: Duration,
+    /// Bytes of one physical handle; rounded up to the device's granularity. 0: the granularity, 2 MiB as a rule.
+    pub handle_bytes: u64,
+    /// How many streams can be leased at once.
+    pub streams: u32,
+    /// Each block an allocation of its own from the driver: slow, and what memory checkers can see through.
+    pub bypass: bool,
+    /// Where every event goes.
+    pub recorder: Option<Arc<Recorder>>,
+    /// Asked in turn for memory when nothing in the pool makes room.
+    pub reclaim: Vec<Arc<dyn Reclaim>>,
+}
+
+impl Default for PoolConfig {
+    fn default() -> Self {
+        Self {
+            budget: None,
+            adoption: Adoption::default(),
+            wait: Duration::from_secs(10),
+            handle_bytes: 0,
+            streams: aquifer_stream::DEFAULT_CAP,
+            bypass: false,
+            recorder: None,
+            reclaim: Vec::new(),
+        }
+    }
+}
+
+impl PoolConfig {
+    /// The defaults under this budget.
+    #[must_use]
+    pub fn with_budget(budget: Budget) -> Self {
+        Self { budget: Some(budget), ..Self::default() }
+    }
+}

@@ -1,0 +1,51 @@
+//! Device memory: a cache for each stream, over physical memory that goes where the need is.
+//!
+//! | type | is |
+//! |---|---|
+//! | [`DevicePool`] | the caching pool of one device |
+//! | [`Block`] | memory that goes home when it is dropped |
+//! | [`DeviceBuffer`] | a block with elements of one type |
+//! | [`Resource`] | what all sources of device memory have in common |
+//! | [`Direct`], [`StreamOrdered`] | the driver's own allocators as resources |
+//! | [`Limit`], [`Log`], [`FailureCallback`] | resources that wrap another |
+//!
+//! # When an allocation does not fit
+//!
+//! A stream's cache serves it without a driver call. When it has no room the pool tries, in this order and with a new
+//! look after each step:
+//!
+//! 1. the stream's own frees whose other users are done;
+//! 2. an event behind every stream that has freed something, and a look which have passed;
+//! 3. ranges in other streams' caches that are seen done;
+//! 4. new physical memory within the budget; where that is refused, handles from under free ranges that are done, moved
+//!    to where they are missing;
+//! 5. the same with ranges that are not done: the stream waits for them *on the device*, the host does not;
+//! 6. [`Reclaim`] handlers, other pools among them;
+//! 7. the oldest work that keeps something from being free, waited for on the host up to a deadline;
+//! 8. [`OutOfMemory`](aquifer_core::OutOfMemory), which says what stood in the way and what to do.
+//!
+//! No lock is held over a driver call or a wait, so one thread's shortage never stops another's hot path.
+
+mod backend;
+mod block;
+mod buffer;
+mod chain;
+mod config;
+mod decorators;
+mod direct;
+mod home;
+mod physical;
+mod pool;
+mod request;
+mod resource;
+mod stream_ordered;
+
+pub use block::Block;
+pub use buffer::{DeviceBuffer, DeviceSlice, DeviceSliceMut};
+pub use config::{Adoption, PoolConfig};
+pub use decorators::{FailureCallback, Limit, Log, OnFailure};
+pub use direct::Direct;
+pub use pool::DevicePool;
+pub use request::{BLOCK_ALIGN, MAX_ALIGN, Request};
+pub use resource::{Reclaim, Resource};
+pub use stream_ordered::StreamOrdered;

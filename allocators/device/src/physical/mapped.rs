@@ -1,0 +1,619 @@
+//! One range of addresses, and handles that go where the need is.
+//!
+//! A slot's life:
+//!
+//! ```text
+//!   nobody's ──claim──▶ being backed ──map, set access──▶ in a stream's cache ──┐
+//!      ▲                                                     │ free, whole       │ live blocks keep it
+//!      │                                                     ▼                   │
+//!      ├───────────── unmap ◀── taken out of the cache, its work known done      │
+//!      └── unmap, later ◀── zombie: handle mapped elsewhere, its work not done ◀─┘
+//! ```
+//!
+//! **A move** takes a handle from under a free slot and maps it where it is missing. If the work that last used the slot
+//! is known to be done, the old mapping goes first. If not, the new mapping comes first, the stream that gets it waits
+//! for that work on the device, and the old mapping becomes a *zombie* that goes when the host has seen the work done:
+//! unmapping is not ordered with streams. Nobody waits on the host.
+//!
+//! The table is under a mutex that is never held over a driver call. While calls are made, the slots they concern are
+//! in nobody's cache, so no other thread can reach them.
+#![expect(unsafe_code, reason = "maps and unmaps")]
+
+use super::{
+    handle::{Funds, Handle, Held, NoHandle},
+    slots::{Slots, Zombie, runs},
+    window,
+};
+use crate::{Request, home::Home};
+use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result};
+use aquifer_driver::Driver;
+use aquifer_heap::{Config, Range};
+use aquifer_stream::Timeline;
+use std::{
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+/// The sizes that caches work in.
+const UNITS: Config = Config::device();
+
+/// How far to go for a handle.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Reach {
+    /// New ones, and those under free slots whose work is known to be done.
+    Done,
+    /// Also those whose work is not: the taker waits for it, on the device.
+    Wait,
+}
+
+/// What an attempt to place a block did.
+#[derive(Default, Debug)]
+pub(crate) struct Effort<'a> {
+    /// What new memory is drawn from before the budget is asked.
+    pub(crate) reserved: Option<&'a Mutex<Reservation>>,
+    /// Bytes taken from the driver.
+    pub(crate) grown: u64,
+    /// Handles moved.
+    pub(crate) moves: u64,
+    /// Waits queued on the device.
+    pub(crate) waits: u64,
+    /// Why no more could be taken from the driver.
+    pub(crate) refused: Option<NoHandle>,
+}
+
+/// Physical memory behind one range of addresses.
+pub(crate) struct Mapped {
+    driver: Arc<dyn Driver>,
+    device: DeviceId,
+    /// Start of the reserved range.
+    base: u64,
+    /// Its length in bytes.
+    bytes: u64,
+    /// Bytes of a slot, which is a handle's.
+    slot: u64,
+    budget: Budget,
+    held: Arc<Held>,
+    slots: Mutex<Slots>,
+}
+
+/// A window whose slots are claimed and whose backed parts are out of the cache.
+struct Claim {
+    window: window::Window,
+    /// Ranges taken out of the cache, with their stamps.
+    taken: Vec<(Range, u64)>,
+}
+
+/// A slot taken out of a cache, with its handle.
+struct Stolen {
+    slot: u64,
+    handle: Arc<Handle>,
+    from: &'static Home,
+    timeline: Arc<Timeline>,
+    stamp: u64,
+    done: bool,
+}
+
+impl Mapped {
+    /// Reserves addresses: sixteen times the device's memory, since addresses cost nothing and a block needs them in one
+    /// piece. Less where the process has not that many left.
+    pub(crate) fn open(
+        driver: &Arc<dyn Driver>,
+        device: DeviceId,
+        memory: u64,
+        slot: u64,
+        budget: Budget,
+    ) -> Result<Self> {
+        let mut bytes = memory.saturating_mul(16).div_ceil(slot) * slot;
+        let base = loop {
+            match driver.address_reserve(device, bytes, slot) {
+                Ok(base) => break base,
+                Err(e) if e.is_out_of_memory() && bytes / 2 >= memory.max(slot) => {
+                    bytes = (bytes / 2).div_ceil(slot) * slot;
+                }
+                Err(e) => return Err(MemoryError::driver(device, e)),
+            }
+        };
+        Ok(Self {
+            driver: driver.clone(),
+            device,
+            base,
+            bytes,
+            slot,
+            budget,
+            held: Arc::default(),
+            slots: Mutex::new(Slots::new(bytes / slot)),
+        })
+    }
+
+    pub(crate) fn slot_bytes(&self) -> u64 {
+        self.slot
+    }
+
+    pub(crate) fn held(&self) -> &Held {
+        &self.held
+    }
+
+    /// Bytes that nobody could be given now without a new handle: spare handles and zombies count as cached.
+    pub(crate) fn spare_bytes(&self) -> u64 {
+        let slots = self.slots();
+        slots.spare.len() as u64 * self.slot
+    }
+
+    fn slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn address(&self, slot: u64) -> u64 {
+        self.base + slot * self.slot
+    }
+
+    fn range(&self, first: u64, count: u64) -> Range {
+        Range { start: self.address(first), len: count * self.slot }
+    }
+
+    /// The whole slots inside a range: first and count.
+    pub(crate) fn whole_slots(&self, range: Range) -> (u64, u64) {
+        let first = (range.start - self.base).div_ceil(self.slot);
+        let end = (range.start + range.len - self.base) / self.slot;
+        (first, end.saturating_sub(first))
+    }
+
+    fn lost(&self, error: aquifer_core::DriverError) -> MemoryError {
+        MemoryError::driver(self.device, error)
+    }
+
+    /// Finds room for `request` in the cache of `home`, backing what is missing with new handles and, where those are
+    /// refused, with handles from under free slots of `givers`. `None` if there are not enough; nothing has changed then.
+    pub(crate) fn place(
+        &self,
+        home: &'static Home,
+        givers: &[&'static Home],
+        request: &Request,
+        reach: Reach,
+        effort: &mut Effort<'_>,
+    ) -> Result<Option<aquifer_heap::Block>> {
+        self.reap_zombies()?;
+        let Some(claim) = self.claim(home, request) else { return Ok(None) };
+        let needed = claim.window.missing.len();
+        let (mut stock, grown) = match self.stock(needed, effort) {
+            Ok(stock) => stock,
+            Err(error) => {
+                self.unclaim(home, claim);
+                return Err(error);
+            }
+        };
+        let Some(stolen) = self.steal(givers, needed - stock.len(), reach) else {
+            self.unclaim(home, claim);
+            // New handles that cannot help go back where they came from; those that were spare stay spare.
+            self.put_aside(stock, grown);
+            return Ok(None);
+        };
+        let moved = stolen.len() as u64;
+        let (done, busy): (Vec<_>, Vec<_>) = stolen.into_iter().partition(|s| s.done);
+        let outcome = self.back(home, &claim.window.missing, &mut stock, done, &busy, effort);
+        if let Err(error) = outcome {
+            // Handles whose work is not done are still mapped where they were, and belong there.
+            stock.retain(|handle| !busy.iter().any(|s| Arc::ptr_eq(&s.handle, handle)));
+            self.give_back(busy);
+            self.slots().spare.append(&mut stock);
+            self.unclaim(home, claim);
+            return Err(error);
+        }
+        let zombies =
+            busy.into_iter().map(|s| Zombie { slot: s.slot, handle: s.handle, until: (s.timeline, s.stamp) });
+        self.slots().zombies.extend(zombies);
+        effort.grown += grown as u64 * self.slot;
+        effort.moves += moved;
+        Ok(self.settle_in(home, claim, request))
+    }
+
+    /// Maps handles at the missing slots: the stock, those that come loose from `done` slots, and a second mapping of
+    /// those that are `busy`, for which the taker waits on the device. If it fails, what came loose is in the stock and
+    /// nothing new is mapped.
+    fn back(
+        &self,
+        home: &'static Home,
+        missing: &[u64],
+        stock: &mut Vec<Arc<Handle>>,
+        done: Vec<Stolen>,
+        busy: &[Stolen],
+        effort: &mut Effort<'_>,
+    ) -> Result<()> {
+        let (mut loose, outcome) = self.unmap_known_done(done);
+        stock.append(&mut loose);
+        outcome?;
+        let taker = home.timeline();
+        for s in busy {
+            effort.waits += u64::from(taker.wait_for(&s.timeline, s.stamp)?);
+        }
+        stock.extend(busy.iter().map(|s| s.handle.clone()));
+        self.map_all(missing, stock)
+    }
+
+    /// Picks the window and takes it: its slots from nobody, its backed parts out of the cache.
+    fn claim(&self, home: &'static Home, request: &Request) -> Option<Claim> {
+        let mut slots = self.slots();
+        let claim = home.with(|s| {
+            let small = request.size() <= UNITS.small_max;
+            let window = if small {
+                // Small blocks come from pages of the heap's own; one more slot anywhere gives it room for many.
+                let (first, _) = slots.free_runs().next()?;
+                window::Window { block: self.range(first, 1), missing: vec![first] }
+            } else {
+                let backed = s.heap.free_extents().map(|e| e.range);
+                let bytes = request.size().checked_next_multiple_of(UNITS.unit)?;
+                window::best(backed, slots.free_runs(), self.base, self.slot, bytes, request.alignment())?
+            };
+            let mut taken = Vec::new();
+            let wanted: Vec<Range> =
+                s.heap.free_extents().filter_map(|e| intersection(e.range, window.block)).collect();
+            for range in wanted {
+                // Free under this lock a moment ago, so this does not fail.
+                if let Ok(stamp) = s.heap.remove(range) {
+                    taken.push((range, stamp));
+                }
+            }
+            Some(Claim { window, taken })
+        })?;
+        for (first, count) in runs(&claim.window.missing) {
+            slots.claim(first, count);
+        }
+        Some(claim)
+    }
+
+    /// Takes a claim back.
+    fn unclaim(&self, home: &'static Home, claim: Claim) {
+        home.with(|s| {
+            for (range, stamp) in claim.taken {
+                s.add(range, stamp);
+            }
+        });
+        let mut slots = self.slots();
+        for (first, count) in runs(&claim.window.missing) {
+            slots.release(first, count);
+        }
+    }
+
+    /// Up to `needed` handles that are mapped nowhere, spare ones first, then new ones; how many are new.
+    fn stock(&self, needed: usize, effort: &mut Effort<'_>) -> Result<(Vec<Arc<Handle>>, usize)> {
+        let mut stock = {
+            let mut slots = self.slots();
+            let keep = slots.spare.len().saturating_sub(needed);
+            slots.spare.split_off(keep)
+        };
+        let mut grown = 0;
+        let funds = Funds { budget: &self.budget, reserved: effort.reserved };
+        while stock.len() < needed {
+            match Handle::create(&self.driver, self.device, self.slot, funds, &self.held) {
+                Ok(handle) => {
+                    stock.push(handle);
+                    grown += 1;
+                }
+                Err(refused) if refused.is_out_of_memory() => {
+                    effort.refused = Some(refused);
+                    break;
+                }
+                Err(refused) => {
+                    self.put_aside(stock, grown);
+                    return Err(refused.into_error(self.device));
+                }
+            }
+        }
+        Ok((stock, grown))
+    }
+
+    /// Spare handles stay; the last `grown` of them, which are new, go back to the driver.
+    fn put_aside(&self, mut stock: Vec<Arc<Handle>>, grown: usize) {
+        let new = stock.split_off(stock.len() - grown);
+        self.slots().spare.append(&mut stock);
+        drop(new);
+    }
+
+    /// Takes `needed` whole free slots with their handles out of the caches of `givers`, or none. Those whose work is
+    /// done come first, and among them the shortest stretches, so that long ones stay whole.
+    fn steal(&self, givers: &[&'static Home], needed: usize, reach: Reach) -> Option<Vec<Stolen>> {
+        if needed == 0 {
+            return Some(Vec::new());
+        }
+        let mut offers = Vec::new();
+        for &home in givers {
+            home.with(|s| {
+                let Some(timeline) = s.timeline().cloned() else { return };
+                for extent in s.heap.free_extents() {
+                    let (first, count) = self.whole_slots(extent.range);
+                    let done = timeline.is_done(extent.stamp);
+                    if count > 0 && (done || reach == Reach::Wait) {
+                        offers.push((!done, count, first, home, timeline.clone()));
+                    }
+                }
+            });
+        }
+        if offers.iter().map(|o| o.1 as usize).sum::<usize>() < needed {
+            return None;
+        }
+        offers.sort_unstable_by_key(|&(busy, count, first, ..)| (busy, count, first));
+        let mut stolen = Vec::with_capacity(needed);
+        for (_, count, first, home, timeline) in offers {
+            if stolen.len() == needed {
+                break;
+            }
+            let count = count.min((needed - stolen.len()) as u64);
+            let range = self.range(first, count);
+            // Another thread of that stream may have been faster.
+            let Ok(stamp) = home.with(|s| s.heap.remove(range)) else { continue };
+            let done = timeline.is_done(stamp);
+            let mut slots = self.slots();
+            for slot in first..first + count {
+                if let Some(handle) = slots.unmap(slot) {
+                    stolen.push(Stolen { slot, handle, from: home, timeline: timeline.clone(), stamp, done });
+                }
+            }
+        }
+        if stolen.len() < needed || (reach == Reach::Done && stolen.iter().any(|s| !s.done)) {
+            self.give_back(stolen);
+            return None;
+        }
+        Some(stolen)
+    }
+
+    /// Puts stolen slots back as they were.
+    fn give_back(&self, stolen: impl IntoIterator<Item = Stolen>) {
+        for Stolen { slot, handle, from, stamp, .. } in stolen {
+            self.slots().map(slot, handle);
+            from.with(|s| s.add(self.range(slot, 1), stamp));
+        }
+    }
+
+    /// Unmaps slots that are in nobody's cache and whose work the host has seen done, makes them nobody's, and answers
+    /// with their handles. If a call fails, the slots not unmapped by then are back in their caches.
+    fn unmap_known_done(&self, mut stolen: Vec<Stolen>) -> (Vec<Arc<Handle>>, Result<()>) {
+        stolen.sort_unstable_by_key(|s| s.slot);
+        let slots: Vec<u64> = stolen.iter().map(|s| s.slot).collect();
+        let mut stolen = stolen.into_iter();
+        let mut loose = Vec::with_capacity(slots.len());
+        for (first, count) in runs(&slots) {
+            if let Err(error) = self.unmap_run(first, count) {
+                self.give_back(stolen);
+                return (loose, Err(error));
+            }
+            loose.extend(stolen.by_ref().take(count as usize).map(|s| s.handle));
+        }
+        (loose, Ok(()))
+    }
+
+    /// Unmaps a run of slots for which nothing is queued any more, and makes it nobody's.
+    fn unmap_run(&self, first: u64, count: u64) -> Result<()> {
+        // SAFETY: 1. the callers' slots are in no cache, so nothing is queued for them any more, and the host has seen
+        // the epoch done that covers their last use.
+        let unmapped = unsafe { self.driver.unmap(self.device, self.address(first), count * self.slot) };
+        unmapped.map_err(|e| self.lost(e))?;
+        self.slots().release(first, count);
+        Ok(())
+    }
+
+    /// Maps a handle of `stock` at each of `missing` and lets the device at it. If that fails, nothing is mapped and
+    /// the stock is whole.
+    fn map_all(&self, missing: &[u64], stock: &mut Vec<Arc<Handle>>) -> Result<()> {
+        let mut mapped: Vec<(u64, Arc<Handle>)> = Vec::with_capacity(missing.len());
+        let mut map = || -> Result<()> {
+            for (first, count) in runs(missing) {
+                for slot in first..first + count {
+                    let Some(handle) = stock.pop() else { break };
+                    // SAFETY: 1. the slot is claimed by this call: nothing is mapped there and nobody knows it.
+                    let done = unsafe { self.driver.map(self.address(slot), self.slot, handle.raw()) };
+                    if let Err(error) = done {
+                        stock.push(handle);
+                        return Err(self.lost(error));
+                    }
+                    mapped.push((slot, handle));
+                }
+                self.driver
+                    .set_access(self.address(first), count * self.slot, &[self.device])
+                    .map_err(|e| self.lost(e))?;
+            }
+            Ok(())
+        };
+        let outcome = map();
+        if outcome.is_err() {
+            for (slot, handle) in mapped {
+                // SAFETY: 1. mapped above, and handed to nobody.
+                // A second refusal leaves the mapping: the slot is lost for the pool, its handle is not used elsewhere.
+                if unsafe { self.driver.unmap(self.device, self.address(slot), self.slot) }.is_ok() {
+                    stock.push(handle);
+                }
+            }
+            return outcome;
+        }
+        let mut slots = self.slots();
+        for (slot, handle) in mapped {
+            slots.map(slot, handle);
+        }
+        Ok(())
+    }
+
+    /// Gives a claimed and backed window to the cache and allocates from it.
+    fn settle_in(&self, home: &'static Home, claim: Claim, request: &Request) -> Option<aquifer_heap::Block> {
+        home.with(|s| {
+            let epoch = s.timeline().map_or(0, |t| t.open());
+            for (first, count) in runs(&claim.window.missing) {
+                // The stream has waited for whoever used the handles before, in its open epoch.
+                s.add(self.range(first, count), epoch);
+            }
+            for (range, stamp) in claim.taken {
+                s.add(range, stamp);
+            }
+            let small = request.size() <= UNITS.small_max;
+            let place = if small {
+                s.heap.alloc(request.size(), request.alignment())
+            } else {
+                s.heap.alloc_at(claim.window.block).ok()
+            }?;
+            s.account.allocated(place.bytes, request);
+            Some(place)
+        })
+    }
+
+    /// Unmaps zombies whose streams are done with them. Never blocks.
+    pub(crate) fn reap_zombies(&self) -> Result<()> {
+        let (over, rest): (Vec<_>, Vec<_>) = {
+            let mut slots = self.slots();
+            if slots.zombies.is_empty() {
+                return Ok(());
+            }
+            std::mem::take(&mut slots.zombies).into_iter().partition(|z| {
+                let (timeline, epoch) = &z.until;
+                timeline.is_done(*epoch)
+            })
+        };
+        self.slots().zombies.extend(rest);
+        let mut over = over.into_iter();
+        while let Some(zombie) = over.next() {
+            if let Err(error) = self.unmap_run(zombie.slot, 1) {
+                self.slots().zombies.push(zombie);
+                self.slots().zombies.extend(over);
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives handles that are mapped nowhere back to the driver.
+    pub(crate) fn drop_spare(&self) {
+        let spare = std::mem::take(&mut self.slots().spare);
+        drop(spare);
+    }
+
+    /// The streams and epochs that zombies wait for.
+    pub(crate) fn zombie_fences(&self) -> Vec<(Arc<Timeline>, u64)> {
+        self.slots().zombies.iter().map(|z| z.until.clone()).collect()
+    }
+
+    /// Gives handles back to the driver until no more than `keep` bytes are held, as far as free slots whose work is
+    /// known to be done allow. Long stretches first. Answers with the bytes.
+    pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
+        self.reap_zombies()?;
+        let before = self.held.now();
+        loop {
+            let over = self.held.now().saturating_sub(keep).div_ceil(self.slot) as usize;
+            if over == 0 {
+                break;
+            }
+            let spare = {
+                let mut slots = self.slots();
+                let at = slots.spare.len().saturating_sub(over);
+                slots.spare.split_off(at)
+            };
+            if !spare.is_empty() {
+                drop(spare);
+                continue;
+            }
+            let Some((home, first, count)) = self.longest_done(givers) else { break };
+            let count = count.min(over as u64);
+            let range = self.range(first, count);
+            let Ok(stamp) = home.with(|s| s.heap.remove(range)) else { continue };
+            let timeline = home.timeline();
+            let handles: Vec<Stolen> = {
+                let mut slots = self.slots();
+                let done = timeline.is_done(stamp);
+                (first..first + count)
+                    .filter_map(|slot| {
+                        let (from, timeline) = (home, timeline.clone());
+                        slots.unmap(slot).map(|handle| Stolen { slot, handle, from, timeline, stamp, done })
+                    })
+                    .collect()
+            };
+            if handles.iter().any(|s| !s.done) {
+                self.give_back(handles);
+                continue;
+            }
+            let (loose, outcome) = self.unmap_known_done(handles);
+            drop(loose);
+            outcome?;
+        }
+        Ok(before.saturating_sub(self.held.now()))
+    }
+
+    fn longest_done(&self, givers: &[&'static Home]) -> Option<(&'static Home, u64, u64)> {
+        let mut longest: Option<(&'static Home, u64, u64)> = None;
+        for &home in givers {
+            home.with(|s| {
+                let Some(timeline) = s.timeline() else { return };
+                for extent in s.heap.free_extents().filter(|e| timeline.is_done(e.stamp)) {
+                    let (first, count) = self.whole_slots(extent.range);
+                    if count > longest.map_or(0, |(_, _, most)| most) {
+                        longest = Some((home, first, count));
+                    }
+                }
+            });
+        }
+        longest
+    }
+
+    /// Unmaps what a retired cache held. All of its stream's work has been waited for.
+    pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>) {
+        for range in ranges {
+            let (first, count) = self.whole_slots(range);
+            let mapped: Vec<u64> = {
+                let slots = self.slots();
+                (first..first + count).filter(|&slot| slots.at(slot).is_some()).collect()
+            };
+            for (first, count) in runs(&mapped) {
+                let handles: Vec<_> = {
+                    let mut slots = self.slots();
+                    (first..first + count).filter_map(|slot| slots.unmap(slot)).collect()
+                };
+                if self.unmap_run(first, count).is_err() {
+                    // Still mapped, so still taken: the handles stay charged.
+                    let _kept = std::mem::ManuallyDrop::new(handles);
+                }
+            }
+        }
+    }
+}
+
+fn intersection(a: Range, b: Range) -> Option<Range> {
+    let start = a.start.max(b.start);
+    let end = (a.start + a.len).min(b.start + b.len);
+    (start < end).then(|| Range { start, len: end - start })
+}
+
+impl Drop for Mapped {
+    fn drop(&mut self) {
+        let slots = self.slots.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for zombie in std::mem::take(&mut slots.zombies) {
+            let (timeline, epoch) = &zombie.until;
+            // All caches are retired, so all streams have been waited for; this only notes it.
+            if timeline.wait(*epoch, None).is_ok() {
+                slots.release(zombie.slot, 1);
+                // SAFETY: 1. the wait above.
+                let _ =
+                    unsafe { self.driver.unmap(self.device, self.base + zombie.slot * self.slot, self.slot) };
+            }
+        }
+        let left: Vec<u64> = slots.mapped().collect();
+        for (first, count) in runs(&left) {
+            // SAFETY: 1. every cache has been retired and its stream waited for.
+            let _ =
+                unsafe { self.driver.unmap(self.device, self.base + first * self.slot, count * self.slot) };
+        }
+        for slot in left {
+            drop(slots.unmap(slot));
+        }
+        slots.spare.clear();
+        // SAFETY: 1. reserved in `open`, and everything in it has been unmapped; a refusal above makes this one refuse.
+        let _ = unsafe { self.driver.address_free(self.device, self.base, self.bytes) };
+    }
+}
+
+impl fmt::Debug for Mapped {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let slots = self.slots();
+        f.debug_struct("Mapped")
+            .field("base", &format_args!("{:#x}", self.base))
+            .field("slot", &self.slot)
+            .field("mapped", &slots.mapped_count())
+            .field("spare", &slots.spare.len())
+            .field("zombies", &slots.zombies.len())
+            .finish_non_exhaustive()
+    }
+}

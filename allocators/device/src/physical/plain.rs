@@ -1,0 +1,160 @@
+//! Whole allocations of the driver's, on devices that cannot map.
+//!
+//! A segment is one `cuMemAlloc`. Blocks never cross from one to the next, also where two happen to touch. A segment
+//! goes back whole, and only when asked, since `cuMemFree` waits for the device.
+#![expect(unsafe_code, reason = "frees device memory")]
+
+use super::{
+    handle::{Funds, Held, NoHandle},
+    mapped::Effort,
+};
+use crate::{Request, home::Home};
+use aquifer_core::{Budget, Charge, DeviceId, MemoryError, Result};
+use aquifer_driver::Driver;
+use aquifer_heap::Range;
+use std::{
+    collections::BTreeMap,
+    fmt,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+/// Segments are at least this long where the budget allows, in bytes.
+const SEGMENT: u64 = 32 << 20;
+/// What segments are rounded up to, as the driver does.
+const GRAIN: u64 = 2 << 20;
+
+/// Physical memory in segments.
+pub(crate) struct Plain {
+    driver: Arc<dyn Driver>,
+    device: DeviceId,
+    budget: Budget,
+    held: Arc<Held>,
+    /// By address.
+    segments: Mutex<BTreeMap<u64, Segment>>,
+}
+
+struct Segment {
+    bytes: u64,
+    charge: Charge,
+}
+
+impl Plain {
+    pub(crate) fn new(driver: &Arc<dyn Driver>, device: DeviceId, budget: Budget) -> Self {
+        Self { driver: driver.clone(), device, budget, held: Arc::default(), segments: Mutex::default() }
+    }
+
+    pub(crate) fn held(&self) -> &Held {
+        &self.held
+    }
+
+    fn segments(&self) -> MutexGuard<'_, BTreeMap<u64, Segment>> {
+        self.segments.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a segment that `request` fits in, gives it to the cache of `home` and allocates from it. `None` if neither
+    /// a large nor an exact one can be had.
+    pub(crate) fn place(
+        &self,
+        home: &'static Home,
+        request: &Request,
+        effort: &mut Effort<'_>,
+    ) -> Result<Option<aquifer_heap::Block>> {
+        let exact = (request.size() + request.alignment()).div_ceil(GRAIN) * GRAIN;
+        let funds = Funds { budget: &self.budget, reserved: effort.reserved };
+        for bytes in [exact.max(SEGMENT), exact] {
+            let charge = match funds.charge(bytes) {
+                Ok(charge) => charge,
+                Err(refused) => {
+                    effort.refused = Some(NoHandle::Budget(refused));
+                    continue;
+                }
+            };
+            let address = match self.driver.mem_alloc(self.device, bytes) {
+                Ok(address) => address,
+                Err(e) if e.is_out_of_memory() => {
+                    effort.refused = Some(NoHandle::Driver(e));
+                    continue;
+                }
+                Err(e) => return Err(MemoryError::driver(self.device, e)),
+            };
+            self.held.add(bytes);
+            effort.grown += bytes;
+            let segment = Segment { bytes, charge };
+            let whole = Range::new(address, bytes);
+            self.segments().insert(address, segment);
+            return Ok(home.with(|s| {
+                let epoch = s.timeline().map_or(0, |t| t.open());
+                s.add_segment(whole, epoch);
+                let place = s.heap.alloc(request.size(), request.alignment())?;
+                s.account.allocated(place.bytes, request);
+                Some(place)
+            }));
+        }
+        Ok(None)
+    }
+
+    /// Gives whole free segments back whose work is known to be done, largest first, until no more than `keep` bytes
+    /// are held. Blocks until the device is idle if it gives any back. Answers with the bytes.
+    pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
+        let before = self.held.now();
+        let mut whole: Vec<(u64, u64)> =
+            self.segments().iter().map(|(&address, segment)| (segment.bytes, address)).collect();
+        whole.sort_unstable_by(|a, b| b.cmp(a));
+        for (bytes, address) in whole {
+            if self.held.now() <= keep {
+                break;
+            }
+            let usable = Range::new(address, bytes);
+            let taken = givers.iter().find_map(|&home| {
+                home.with(|s| {
+                    let timeline = s.timeline()?.clone();
+                    let free = s.heap.free_extents().find(|e| e.range.covers(&usable))?;
+                    if !timeline.is_done(free.stamp) {
+                        return None;
+                    }
+                    s.heap.remove(usable).ok().map(|stamp| (home, stamp))
+                })
+            });
+            let Some((home, stamp)) = taken else { continue };
+            if let Err(error) = self.free(address) {
+                home.with(|s| s.add_segment(usable, stamp));
+                return Err(error);
+            }
+        }
+        Ok(before.saturating_sub(self.held.now()))
+    }
+
+    /// Gives one segment back, in which nothing is in use.
+    fn free(&self, address: u64) -> Result<()> {
+        let Some(segment) = self.segments().remove(&address) else { return Ok(()) };
+        // SAFETY: 1. it came from `mem_alloc`, and leaves the table before it is freed. 2. it is in no cache, and the
+        // epoch that covers its last use was seen done by the host.
+        match unsafe { self.driver.mem_free(self.device, address) } {
+            Ok(()) => {
+                self.held.sub(segment.bytes);
+                drop(segment.charge);
+                Ok(())
+            }
+            Err(error) => {
+                self.segments().insert(address, segment);
+                Err(MemoryError::driver(self.device, error))
+            }
+        }
+    }
+}
+
+impl Drop for Plain {
+    fn drop(&mut self) {
+        let left: Vec<u64> = self.segments().keys().copied().collect();
+        for address in left {
+            // Every cache has been retired and its stream waited for. A refusal leaves the segment to the process's end.
+            let _ = self.free(address);
+        }
+    }
+}
+
+impl fmt::Debug for Plain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Plain").field("held", &self.held.now()).finish_non_exhaustive()
+    }
+}

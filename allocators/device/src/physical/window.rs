@@ -1,0 +1,180 @@
+//! Where to put a block that no backed range can hold.
+//!
+//! A window is a stretch of addresses as long as the block in which everything is either free and backed, in the cache
+//! of the stream that asks, or nobody's and not backed. What is not backed costs a handle a slot, so the best window is
+//! the one that needs the fewest; among equals the lowest.
+//!
+//! ```text
+//!   cache     ▓▓▓▓▓░░░░▓▓▓▓▓▓▓▓░░░░░░░░▓▓       ▓ live   ░ free, backed
+//!   nobody's           …       ········          · free, not backed
+//!   window             ├───────────────┤         8 backed, 8 to be backed
+//! ```
+//!
+//! The number of missing slots changes only where the window's end or start passes a border, so it is enough to try the
+//! windows that start or end at one.
+
+use aquifer_heap::Range;
+
+/// A place for a block.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Window {
+    /// Where the block will lie.
+    pub(crate) block: Range,
+    /// Slots that have to be backed, sorted.
+    pub(crate) missing: Vec<u64>,
+}
+
+/// A stretch of one kind.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Piece {
+    start: u64,
+    end: u64,
+    backed: bool,
+}
+
+/// The window of `bytes` at `align` that needs the fewest slots. `backed` are the cache's free ranges and `bare` the
+/// runs of slots that are nobody's, each by address; slots are `slot` bytes and counted from `base`.
+pub(crate) fn best(
+    backed: impl Iterator<Item = Range>,
+    bare: impl Iterator<Item = (u64, u64)>,
+    base: u64,
+    slot: u64,
+    bytes: u64,
+    align: u64,
+) -> Option<Window> {
+    let backed = backed.map(|r| Piece { start: r.start, end: r.start + r.len, backed: true });
+    let bare = bare.map(|(first, count)| {
+        let start = base + first * slot;
+        Piece { start, end: start + count * slot, backed: false }
+    });
+    let mut pieces: Vec<Piece> = backed.chain(bare).collect();
+    pieces.sort_unstable_by_key(|p| p.start);
+    let mut best: Option<(u64, u64)> = None;
+    let mut from = 0;
+    while from < pieces.len() {
+        let mut to = from + 1;
+        while to < pieces.len() && pieces[to].start == pieces[to - 1].end {
+            to += 1;
+        }
+        best_in_run(&pieces[from..to], slot, bytes, align, &mut best);
+        from = to;
+    }
+    let (_, start) = best?;
+    Some(Window { block: Range { start, len: bytes }, missing: missing(&pieces, base, slot, start, bytes) })
+}
+
+/// Tries the windows of one run of touching pieces against the best so far, which is (missing slots, start).
+fn best_in_run(run: &[Piece], slot: u64, bytes: u64, align: u64, best: &mut Option<(u64, u64)>) {
+    let (Some(first), Some(last)) = (run.first(), run.last()) else { return };
+    if last.end - first.start < bytes {
+        return;
+    }
+    // Bare bytes before each piece, so that a window's need is a difference of two sums.
+    let mut bare_before = Vec::with_capacity(run.len() + 1);
+    let mut sum = 0;
+    for piece in run {
+        bare_before.push(sum);
+        if !piece.backed {
+            sum += (piece.end - piece.start) / slot;
+        }
+    }
+    bare_before.push(sum);
+    let slots_below = |address: u64, round_up: bool| {
+        let at = run.partition_point(|p| p.end <= address);
+        match run.get(at) {
+            Some(piece) if !piece.backed && address > piece.start => {
+                let into = address - piece.start;
+                bare_before[at] + if round_up { into.div_ceil(slot) } else { into / slot }
+            }
+            _ => bare_before[at.min(run.len())],
+        }
+    };
+    let mut consider = |start: u64| {
+        let Some(start) = start.checked_next_multiple_of(align) else { return };
+        let Some(end) = start.checked_add(bytes) else { return };
+        if start < first.start || end > last.end {
+            return;
+        }
+        let need = slots_below(end, true) - slots_below(start, false);
+        if best.is_none_or(|(least, lowest)| (need, start) < (least, lowest)) {
+            *best = Some((need, start));
+        }
+    };
+    for piece in run {
+        consider(piece.start);
+        if let Some(start) = piece.end.checked_sub(bytes) {
+            consider(start / align * align);
+        }
+    }
+}
+
+/// The slots of a window that are bare.
+fn missing(pieces: &[Piece], base: u64, slot: u64, start: u64, bytes: u64) -> Vec<u64> {
+    let end = start + bytes;
+    let mut slots = Vec::new();
+    for piece in pieces.iter().filter(|p| !p.backed && p.start < end && p.end > start) {
+        let first = (piece.start.max(start) - base) / slot;
+        let last = (piece.end.min(end) - base).div_ceil(slot);
+        slots.extend(first..last);
+    }
+    slots
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SLOT: u64 = 100;
+
+    fn find(backed: &[(u64, u64)], bare: &[(u64, u64)], bytes: u64) -> Option<(u64, Vec<u64>)> {
+        let backed = backed.iter().map(|&(start, len)| Range { start, len });
+        best(backed, bare.iter().copied(), 0, SLOT, bytes, 1).map(|w| (w.block.start, w.missing))
+    }
+
+    #[test]
+    fn a_window_uses_what_is_backed_on_either_side() {
+        // Backed 50–100 and 300–360, bare between them.
+        assert_eq!(find(&[(50, 50), (300, 60)], &[(1, 2)], 150), Some((50, vec![1])));
+        assert_eq!(find(&[(50, 50), (300, 60)], &[(1, 2)], 310), Some((50, vec![1, 2])));
+        assert_eq!(find(&[(50, 50), (300, 60)], &[(1, 2)], 311), None);
+    }
+
+    #[test]
+    fn the_fewest_missing_slots_win_over_the_lowest_address() {
+        // At 0 everything is bare; at 1000 half is there.
+        assert_eq!(find(&[(1000, 100)], &[(0, 4), (11, 4)], 200), Some((1000, vec![11])));
+    }
+
+    #[test]
+    fn a_bare_slot_that_is_only_touched_counts_whole() {
+        assert_eq!(find(&[(0, 100)], &[(1, 3)], 101), Some((0, vec![1])));
+        assert_eq!(
+            find(&[(400, 50)], &[(1, 3)], 60),
+            Some((100, vec![1])),
+            "the lowest of those that need one"
+        );
+    }
+
+    #[test]
+    fn every_window_is_no_better_than_the_one_found() {
+        // All layouts of eight slots, each live, backed or bare, against trying every start.
+        for layout in 0..3u32.pow(6) {
+            let kind = |slot: u32| layout / 3u32.pow(slot) % 3;
+            let backed: Vec<(u64, u64)> =
+                (0..6).filter(|&s| kind(s) == 1).map(|s| (u64::from(s) * SLOT, SLOT)).collect();
+            let bare: Vec<(u64, u64)> = (0..6).filter(|&s| kind(s) == 2).map(|s| (u64::from(s), 1)).collect();
+            for bytes in [30, 100, 130, 250] {
+                let need = |start: u64| {
+                    let slots = start / SLOT..(start + bytes).div_ceil(SLOT);
+                    if slots.end > 6 || slots.clone().any(|s| kind(s as u32) == 0) {
+                        return None;
+                    }
+                    Some(slots.filter(|&s| kind(s as u32) == 2).count())
+                };
+                let least = (0..600).step_by(10).filter_map(need).min();
+                let found = find(&backed, &bare, bytes).map(|(_, missing)| missing.len());
+                assert_eq!(found, least, "layout {layout}, {bytes} bytes");
+            }
+        }
+    }
+}

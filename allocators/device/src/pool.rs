@@ -1,0 +1,471 @@
+//! The caching pool of one device.
+
+use crate::{
+    Block, DeviceBuffer, PoolConfig, Request, Resource,
+    chain::Counters,
+    direct::Direct,
+    home::{Home, note},
+    physical::{Physical, mapped::Mapped, plain::Plain},
+};
+use aquifer_core::{
+    Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, Tag,
+    event::{Place, Ticket},
+};
+use aquifer_driver::{DeviceInfo, DeviceRange, Driver, Ownership, site};
+use aquifer_heap::Heap;
+use aquifer_stream::{Stream, StreamPool, Timeline, UseList};
+use bytemuck::Pod;
+use std::{
+    fmt,
+    sync::{
+        Arc, Mutex, PoisonError, RwLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+/// Keys under which pools attach their caches to streams. Never used twice.
+static KEYS: AtomicU64 = AtomicU64::new(1);
+
+/// Device memory in per-stream caches over physical memory that goes where the need is.
+///
+/// Clones share the pool. It closes with the last of them; blocks may outlive it and are still right, and the last of
+/// them takes what is left down.
+///
+/// ```
+/// use aquifer_device::{DevicePool, PoolConfig, Request};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// let sim = Sim::h200(1);
+/// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
+/// let stream = pool.stream()?;
+/// let block = pool.alloc(&stream, Request::bytes(1 << 20))?;
+/// assert_eq!(pool.stats().requested, 1 << 20);
+/// drop(block);                                             // no driver call, no wait
+/// assert_eq!(pool.stats().requested, 0);
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
+#[derive(Clone)]
+pub struct DevicePool {
+    handle: Arc<Closer>,
+}
+
+/// Closes the pool with the last handle to it.
+struct Closer(Arc<Inner>);
+
+/// What caches and handles share.
+pub(crate) struct Inner {
+    key: u64,
+    pub(crate) driver: Arc<dyn Driver>,
+    pub(crate) info: DeviceInfo,
+    streams: StreamPool,
+    pub(crate) physical: Physical,
+    budget: Budget,
+    pub(crate) config: PoolConfig,
+    homes: RwLock<Vec<&'static Home>>,
+    /// Somebody wants to know whose each block is.
+    observed: bool,
+    generations: AtomicU64,
+    pub(crate) counters: Counters,
+    /// Where blocks come from when each is to be an allocation of its own.
+    direct: Option<Direct>,
+}
+
+impl DevicePool {
+    /// Opens a pool on `device`. Reserves addresses where the device can map, and takes no memory.
+    ///
+    /// # Errors
+    /// [`MemoryError::BadSetting`] for a budget of nothing or a handle that is not a power of two; the driver's.
+    pub fn open(driver: Arc<dyn Driver>, device: DeviceId, config: PoolConfig) -> Result<Self> {
+        let lost = |e| MemoryError::driver(device, e);
+        let info = driver.device_info(device).map_err(lost)?;
+        let budget = match &config.budget {
+            Some(budget) => budget.clone(),
+            None => Budget::new("the device", driver.memory_info(device).map_err(lost)?.free / 5 * 4),
+        };
+        if budget.limit() == 0 {
+            let (name, value) = ("budget", "0".to_owned());
+            return Err(MemoryError::BadSetting { name, value, expected: "a number of bytes above zero" });
+        }
+        let physical = if info.virtual_memory && info.granularity > 0 {
+            let slot = config.handle_bytes.max(1).div_ceil(info.granularity) * info.granularity;
+            if !slot.is_power_of_two() {
+                let (name, value) = ("handle_bytes", config.handle_bytes.to_string());
+                return Err(MemoryError::BadSetting { name, value, expected: "0 or a power of two" });
+            }
+            Physical::Mapped(Mapped::open(&driver, device, info.memory, slot, budget.clone())?)
+        } else {
+            Physical::Plain(Plain::new(&driver, device, budget.clone()))
+        };
+        let streams = StreamPool::new(driver.clone(), device, config.streams);
+        let direct =
+            config.bypass.then(|| Direct::new(driver.clone(), streams.clone(), Some(budget.clone())));
+        let observed = driver.observer().is_some();
+        let inner = Arc::new(Inner {
+            key: KEYS.fetch_add(1, Ordering::Relaxed),
+            driver,
+            info,
+            streams,
+            physical,
+            budget,
+            config,
+            homes: RwLock::default(),
+            observed,
+            generations: AtomicU64::new(1),
+            counters: Counters::default(),
+            direct,
+        });
+        Ok(Self { handle: Arc::new(Closer(inner)) })
+    }
+
+    fn inner(&self) -> &Arc<Inner> {
+        &self.handle.0
+    }
+
+    /// Leases a stream of this device.
+    ///
+    /// # Errors
+    /// As [`StreamPool::lease`].
+    pub fn stream(&self) -> Result<Stream> {
+        self.inner().streams.lease()
+    }
+
+    /// The streams of this device.
+    #[must_use]
+    pub fn streams(&self) -> &StreamPool {
+        &self.inner().streams
+    }
+
+    /// A block that work queued on `stream` from now on may use.
+    ///
+    /// From the stream's own cache it makes no driver call. When that has no room, a chain of steps makes some, and
+    /// only its last ones block: see the crate's text.
+    ///
+    /// # Errors
+    /// [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`], [`MemoryError::BadAlignment`];
+    /// [`MemoryError::WrongDevice`]; [`MemoryError::OutOfMemory`] when the whole chain made no room; the driver's.
+    #[track_caller]
+    #[inline]
+    pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
+        let request = request.checked()?;
+        let inner = self.inner();
+        if let Some(direct) = &inner.direct {
+            return direct.allocate(stream, request);
+        }
+        let home = inner.home(stream)?;
+        match home.try_alloc(inner, &request) {
+            Some(block) => Ok(block),
+            None => {
+                let _site = site::enter();
+                inner.allocate_slowly(home, &request, None)
+            }
+        }
+    }
+
+    /// As [`DevicePool::alloc`], with new memory drawn from `held` before the budget is asked. What the request needs
+    /// less than its size, since the cache had some, is given back to the budget, so that `held` goes down by the size
+    /// in any case.
+    ///
+    /// # Errors
+    /// As [`DevicePool::alloc`]; `held` is then as it was, but for what others drew.
+    #[track_caller]
+    pub fn alloc_reserved(
+        &self,
+        stream: &Stream,
+        request: Request,
+        held: &Mutex<Reservation>,
+    ) -> Result<Block> {
+        let request = request.checked()?;
+        let inner = self.inner();
+        let remaining = || held.lock().unwrap_or_else(PoisonError::into_inner).remaining();
+        let before = remaining();
+        let home = inner.home(stream)?;
+        let block = match home.try_alloc(inner, &request) {
+            Some(block) => block,
+            None => {
+                let _site = site::enter();
+                inner.allocate_slowly(home, &request, Some(held))?
+            }
+        };
+        let drawn = before.saturating_sub(remaining());
+        let unused = request.size().saturating_sub(drawn).min(remaining());
+        drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(unused));
+        Ok(block)
+    }
+
+    /// A buffer of `len` elements for work that is queued on `stream` from now on.
+    ///
+    /// # Errors
+    /// As [`DevicePool::alloc`].
+    #[track_caller]
+    pub fn buffer<T: Pod>(&self, stream: &Stream, len: usize) -> Result<DeviceBuffer<T>> {
+        DeviceBuffer::new_in(self, stream, len)
+    }
+
+    /// Free memory back to the driver until no more than `keep` bytes are held, as far as that needs no waiting.
+    /// Answers with the bytes given back.
+    ///
+    /// # Errors
+    /// The driver's; what was given back before stays given back.
+    #[track_caller]
+    pub fn trim(&self, keep: u64) -> Result<u64> {
+        let _site = site::enter();
+        self.inner().trim(keep)
+    }
+
+    /// What the pool holds.
+    #[must_use]
+    pub fn stats(&self) -> PoolStats {
+        self.inner().stats()
+    }
+
+    /// What physical memory is charged to.
+    #[must_use]
+    pub fn budget(&self) -> &Budget {
+        &self.inner().budget
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> DeviceId {
+        self.inner().info.device
+    }
+
+    /// What the device is and can do.
+    #[must_use]
+    pub fn info(&self) -> &DeviceInfo {
+        &self.inner().info
+    }
+
+    /// The driver.
+    #[must_use]
+    pub fn driver(&self) -> &Arc<dyn Driver> {
+        &self.inner().driver
+    }
+}
+
+impl Resource for DevicePool {
+    fn device(&self) -> DeviceId {
+        self.device()
+    }
+    fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
+        self.alloc(stream, request)
+    }
+    fn stats(&self) -> PoolStats {
+        self.stats()
+    }
+    fn trim(&self, keep: u64) -> Result<u64> {
+        self.trim(keep)
+    }
+}
+
+impl crate::Reclaim for DevicePool {
+    /// Gives back what is free here, for another pool under the same budget.
+    fn reclaim(&self, bytes: u64) -> u64 {
+        let inner = self.inner();
+        let keep = inner.held().saturating_sub(bytes);
+        inner.trim(keep).unwrap_or(0)
+    }
+}
+
+impl Inner {
+    /// The streams of the device.
+    pub(crate) fn streams(&self) -> &StreamPool {
+        &self.streams
+    }
+
+    /// The cache of a stream, made at its first use.
+    #[inline]
+    fn home(self: &Arc<Self>, stream: &Stream) -> Result<&'static Home> {
+        match stream.timeline().attachment(self.key).and_then(|a| a.downcast_ref::<Home>()) {
+            Some(home) => Ok(home),
+            None => self.new_home(stream),
+        }
+    }
+
+    #[cold]
+    fn new_home(self: &Arc<Self>, stream: &Stream) -> Result<&'static Home> {
+        let (expected, actual) = (self.info.device, stream.device());
+        if expected != actual {
+            return Err(MemoryError::WrongDevice { expected, actual });
+        }
+        // Under the list's lock, so that two threads do not make two. No driver call in here.
+        let mut homes = self.homes.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(home) = stream.timeline().attachment(self.key).and_then(|a| a.downcast_ref::<Home>()) {
+            return Ok(home);
+        }
+        let home = Home::open(self.clone(), stream.timeline().clone());
+        stream.timeline().attach(self.key, home);
+        homes.push(home);
+        Ok(home)
+    }
+
+    /// Every cache of the pool.
+    pub(crate) fn homes(&self) -> Vec<&'static Home> {
+        self.homes.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Makes the block's token.
+    #[inline]
+    pub(crate) fn hand_out(
+        &self,
+        home: &'static Home,
+        place: aquifer_heap::Block,
+        request: &Request,
+        ticket: Option<Ticket>,
+    ) -> Block {
+        let generation = if self.observed { self.note_live(home, &place) } else { 0 };
+        self.report(ticket, Action::Allocate, home, place.address, request.size(), request.owner());
+        Block {
+            address: place.address,
+            requested: request.size(),
+            tag: request.owner(),
+            owner: crate::block::Owner::Pool(home, place),
+            uses: UseList::new(),
+            generation,
+            until_free: None,
+        }
+    }
+
+    #[cold]
+    fn note_live(&self, home: &'static Home, place: &aquifer_heap::Block) -> u64 {
+        let generation = self.generations.fetch_add(1, Ordering::Relaxed);
+        let stream = home.timeline().raw();
+        let range = DeviceRange { device: self.info.device, address: place.address, bytes: place.bytes };
+        note(&self.driver, generation, range, Ownership::Live { stream, generation });
+        generation
+    }
+
+    /// A place in the order of events, if anybody listens.
+    #[inline]
+    pub(crate) fn ticket(&self) -> Option<Ticket> {
+        self.config.recorder.as_deref().map(Recorder::ticket)
+    }
+
+    /// Reports an event in the place that its ticket holds.
+    #[inline]
+    pub(crate) fn report(
+        &self,
+        ticket: Option<Ticket>,
+        action: Action,
+        home: &'static Home,
+        address: u64,
+        bytes: u64,
+        tag: Tag,
+    ) {
+        if let (Some(ticket), Some(recorder)) = (ticket, &self.config.recorder) {
+            let event = recorder.event(
+                action,
+                Place::Device(self.info.device),
+                home.timeline().number(),
+                address,
+                bytes,
+                tag,
+            );
+            recorder.record(ticket, event);
+        }
+    }
+
+    /// Reports something that no block is concerned by.
+    pub(crate) fn report_pool(&self, action: Action, bytes: u64, tag: Tag) {
+        if let Some(recorder) = &self.config.recorder {
+            let event = recorder.event(action, Place::Device(self.info.device), 0, 0, bytes, tag);
+            recorder.record(recorder.ticket(), event);
+        }
+    }
+
+    /// Bytes held from the driver.
+    pub(crate) fn held(&self) -> u64 {
+        match &self.physical {
+            Physical::Mapped(mapped) => mapped.held().now(),
+            Physical::Plain(plain) => plain.held().now(),
+        }
+    }
+
+    pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
+        let homes = self.homes();
+        self.look(&homes)?;
+        let given = match &self.physical {
+            Physical::Mapped(mapped) => mapped.trim(&homes, keep)?,
+            Physical::Plain(plain) => plain.trim(&homes, keep)?,
+        };
+        if given > 0 {
+            self.counters.reaped.fetch_add(given, Ordering::Relaxed);
+            self.report_pool(Action::Reap, given, Tag::NONE);
+        }
+        Ok(given)
+    }
+
+    pub(crate) fn stats(&self) -> PoolStats {
+        let mut stats = match &self.direct {
+            Some(direct) => Resource::stats(direct),
+            None => PoolStats::default(),
+        };
+        for home in self.homes() {
+            home.with(|s| {
+                let a = &s.account;
+                stats.live += a.live;
+                stats.requested += a.requested;
+                stats.pending += a.pending;
+                stats.blocks += a.blocks;
+                stats.allocations += a.allocations;
+                stats.frees += a.frees;
+                stats.peak_live += a.peak_live;
+                stats.peak_requested += a.peak_requested;
+                let heap = s.heap.stats();
+                stats.cached += heap.free_bytes + heap.slab_free_bytes;
+            });
+        }
+        let held = match &self.physical {
+            Physical::Mapped(mapped) => {
+                stats.cached += mapped.spare_bytes();
+                mapped.held()
+            }
+            Physical::Plain(plain) => plain.held(),
+        };
+        stats.physical += held.now();
+        stats.peak_physical += held.peak();
+        self.counters.add_to(&mut stats);
+        stats
+    }
+
+    /// What a retired cache held.
+    pub(crate) fn take_home_back(&self, home: &'static Home, timeline: &Timeline, heap: &Heap) {
+        timeline.detach(self.key);
+        self.homes
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|other| !std::ptr::eq(*other, home));
+        if let Physical::Mapped(mapped) = &self.physical {
+            mapped.take_back(heap.free_extents().map(|e| e.range));
+        }
+    }
+}
+
+impl Drop for Closer {
+    fn drop(&mut self) {
+        for home in self.0.homes() {
+            home.close();
+        }
+    }
+}
+
+/// How long an allocation waits at most, as a person would write it.
+pub(crate) fn deadline(wait: Duration) -> Option<std::time::Instant> {
+    std::time::Instant::now().checked_add(wait)
+}
+
+impl fmt::Debug for DevicePool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DevicePool")
+            .field("device", &self.device())
+            .field("budget", self.budget())
+            .field("physical", &self.inner().physical)
+            .finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Inner").field("device", &self.info.device).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,427 @@
+//! What happens when memory is short, in which order, and what an allocation costs the others meanwhile.
+
+mod support;
+
+use aquifer_core::{Action, Budget, MemoryError, Recorder, Tag, event::RingSink};
+use aquifer_device::{
+    Adoption, DevicePool, Direct, FailureCallback, Limit, OnFailure, PoolConfig, Reclaim, Request, Resource,
+    StreamOrdered,
+};
+use aquifer_driver::{
+    Access, Call, DeviceId,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, AtomicUsize, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+use support::{MIB, Rig, range};
+
+#[test]
+fn a_fragmented_cache_serves_a_large_block_by_moving_handles_and_not_by_growing() {
+    let rig = Rig::new(32);
+    let s = rig.stream();
+    let blocks: Vec<_> = (0..8).map(|_| rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap()).collect();
+    assert_eq!(rig.budget.used(), 32 * MIB);
+    let (kept, freed): (Vec<_>, Vec<_>) = blocks.into_iter().enumerate().partition(|(i, _)| i % 2 == 0);
+    drop(freed);
+    s.synchronize().unwrap();
+    // Sixteen MiB are free, in four pieces of four.
+    let large = rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap();
+    let stats = rig.pool.stats();
+    assert!(stats.moves > 0 && stats.physical == 32 * MIB, "{stats:?}");
+    assert_eq!(large.capacity(), 16 * MIB);
+    drop(kept);
+    rig.assert_silent();
+}
+
+#[test]
+fn memory_that_is_still_in_use_is_moved_behind_a_wait_of_the_device_and_never_of_the_host() {
+    let rig = Rig::stepped(32);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut a = rig.bytes(&s, 20 * MIB);
+    let mut keep = rig.bytes(&s, 8 * MIB);
+    s.fill(&mut a, 1).unwrap();
+    s.fill(&mut keep, 2).unwrap();
+    drop(a);
+    // `s` has run nothing yet: all that is free may still be written.
+    let mut b = rig.bytes(&u, 24 * MIB);
+    u.fill(&mut b, 3).unwrap();
+    let stats = rig.pool.stats();
+    assert_eq!(stats.host_waits, 0);
+    assert!(stats.stream_waits > 0, "{stats:?}");
+    assert!(support::read(&u, &b).iter().all(|&byte| byte == 3));
+    assert!(support::read(&s, &keep).iter().all(|&byte| byte == 2));
+    rig.assert_silent();
+}
+
+#[test]
+fn one_stream_takes_over_what_another_has_finished_with() {
+    let rig = Rig::new(32);
+    let (s, u) = (rig.stream(), rig.stream());
+    drop(rig.pool.alloc(&s, Request::bytes(24 * MIB)).unwrap());
+    let before = rig.sim.driver().calls().get(Call::HandleCreate);
+    let taken = rig.pool.alloc(&u, Request::bytes(24 * MIB)).unwrap();
+    assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), before);
+    assert_eq!(rig.pool.stats().adoptions, 1);
+    assert_eq!(taken.home().number(), u.number());
+    rig.assert_silent();
+}
+
+#[test]
+fn streams_that_do_not_share_never_wait_for_each_other_and_never_take() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 32, |c| {
+        c.adoption = Adoption::Never;
+        c.wait = Duration::ZERO;
+    });
+    let (s, u) = (rig.stream(), rig.stream());
+    drop(rig.pool.alloc(&s, Request::bytes(24 * MIB)).unwrap());
+    assert!(matches!(rig.pool.alloc(&u, Request::bytes(24 * MIB)), Err(MemoryError::OutOfMemory(_))));
+    assert_eq!(rig.sim.driver().calls().get(Call::StreamWaitEvent), 0);
+    assert!(rig.pool.alloc(&s, Request::bytes(24 * MIB)).is_ok(), "its own it may have");
+}
+
+#[test]
+fn done_only_takes_what_is_done_and_nothing_else() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 32, |c| {
+        c.adoption = Adoption::DoneOnly;
+        c.wait = Duration::ZERO;
+    });
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut a = rig.bytes(&s, 24 * MIB);
+    s.fill(&mut a, 1).unwrap();
+    drop(a);
+    assert!(rig.pool.alloc(&u, Request::bytes(24 * MIB)).is_err());
+    rig.sim.run_all();
+    assert!(rig.pool.alloc(&u, Request::bytes(24 * MIB)).is_ok());
+    assert_eq!(rig.sim.driver().calls().get(Call::StreamWaitEvent), 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn an_allocation_that_finds_no_room_says_who_holds_it_and_what_to_do() {
+    let rig = Rig::on(Sim::h200(1), 16, |c| c.wait = Duration::ZERO);
+    let s = rig.stream();
+    let _kv = rig.pool.alloc(&s, Request::bytes(9 * MIB).tag(Tag::named("kv-cache"))).unwrap();
+    let _step = rig.pool.alloc(&s, Request::bytes(3 * MIB).tag(Tag::named("step"))).unwrap();
+    let error = rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap_err();
+    let expected = "\
+out of memory on device 0: 10.00 MiB requested
+  refused by  2.00 MiB asked of the budget of the device, 16.00 MiB of 16.00 MiB used, 0 B left
+  held        12.00 MiB live, 0 B cached, 0 B pending, 12.00 MiB physical
+  largest     0 B free in one range
+  holder      9.00 MiB in 1 block: \"kv-cache\"
+  holder      3.00 MiB in 1 block: \"step\"
+  tried       settle own frees: 0 B; fence and poll: 0 B; grow and move: 0 B; wait on the device: 0 B; move what is in use: 0 B
+  do          free some of the 9.00 MiB that \"kv-cache\" holds, or raise the limit of the device by 10.00 MiB";
+    assert_eq!(error.to_string(), expected);
+    assert_eq!(rig.budget.used(), 12 * MIB, "a failed request has taken nothing");
+}
+
+#[test]
+fn requests_that_make_no_sense_are_told_apart_and_change_nothing() {
+    let rig = Rig::new(16);
+    let s = rig.stream();
+    let ask = |request: Request| rig.pool.alloc(&s, request).map(drop);
+    assert_eq!(ask(Request::bytes(0)), Err(MemoryError::ZeroSize));
+    assert!(matches!(ask(Request::bytes(u64::MAX)), Err(MemoryError::TooLarge { requested: u64::MAX, .. })));
+    assert_eq!(ask(Request::bytes(1).align(3)), Err(MemoryError::BadAlignment { align: 3 }));
+    assert_eq!(ask(Request::bytes(1).align(0)), Err(MemoryError::BadAlignment { align: 0 }));
+    assert_eq!(ask(Request::bytes(1).align(4 << 20)), Err(MemoryError::BadAlignment { align: 4 << 20 }));
+    assert!(matches!(ask(Request::bytes(1 << 40)), Err(MemoryError::OutOfMemory(_))));
+    assert!(matches!(rig.pool.buffer::<u64>(&s, usize::MAX), Err(MemoryError::TooLarge { .. })));
+    assert_eq!(rig.budget.used(), 0);
+
+    let two = Sim::h200(2).symbolic();
+    let pools = [0, 1].map(|d| DevicePool::open(two.driver(), DeviceId(d), PoolConfig::default()).unwrap());
+    let wrong = pools[0].alloc(&pools[1].stream().unwrap(), Request::bytes(1)).map(drop);
+    assert_eq!(wrong, Err(MemoryError::WrongDevice { expected: DeviceId(0), actual: DeviceId(1) }));
+    let none = PoolConfig::with_budget(Budget::new("nothing", 0));
+    assert!(matches!(
+        DevicePool::open(two.driver(), DeviceId(0), none),
+        Err(MemoryError::BadSetting { name: "budget", .. })
+    ));
+}
+
+/// Gives one block back at each call.
+#[derive(Debug)]
+struct Evict(Mutex<Vec<aquifer_device::Block>>, AtomicUsize);
+
+impl Reclaim for Evict {
+    fn reclaim(&self, _bytes: u64) -> u64 {
+        self.1.fetch_add(1, Ordering::Relaxed);
+        let block = self.0.lock().unwrap().pop();
+        block.map_or(0, |block| block.bytes())
+    }
+}
+
+#[test]
+fn a_handler_is_asked_until_there_is_room_and_no_longer() {
+    let evict = Arc::new(Evict(Mutex::default(), AtomicUsize::new(0)));
+    let rig = Rig::on(Sim::h200(1), 16, |c| c.reclaim.push(evict.clone()));
+    let s = rig.stream();
+    for _ in 0..4 {
+        evict.0.lock().unwrap().push(rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap());
+    }
+    assert!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).is_ok());
+    assert_eq!(evict.1.load(Ordering::Relaxed), 2);
+    assert_eq!(evict.0.lock().unwrap().len(), 2);
+}
+
+#[test]
+fn a_pool_that_shares_a_budget_gives_up_its_cache_for_another() {
+    let sim = Sim::h200(1);
+    let budget = Budget::new("both", 16 * MIB);
+    let first = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone())).unwrap();
+    let mut config = PoolConfig::with_budget(budget.clone());
+    config.reclaim.push(Arc::new(first.clone()));
+    let second = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
+    drop(first.alloc(&first.stream().unwrap(), Request::bytes(12 * MIB)).unwrap());
+    assert_eq!(budget.used(), 12 * MIB);
+    assert!(second.alloc(&second.stream().unwrap(), Request::bytes(12 * MIB)).is_ok());
+    assert!(budget.peak() <= 16 * MIB);
+}
+
+#[test]
+fn an_allocation_waits_for_queued_work_only_when_nothing_else_is_left() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 16, |c| c.adoption = Adoption::DoneOnly);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut a = rig.bytes(&s, 12 * MIB);
+    s.fill(&mut a, 1).unwrap();
+    drop(a);
+    let b = rig.pool.alloc(&u, Request::bytes(12 * MIB)).unwrap();
+    assert_eq!(rig.pool.stats().host_waits, 1);
+    drop(b);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_thread_that_waits_for_the_device_stops_no_other_from_allocating() {
+    for call in [Call::HandleCreate, Call::EventRecord, Call::SetAccess] {
+        let rig = Rig::new(64);
+        let (s, u) = (rig.stream(), rig.stream());
+        drop(rig.pool.alloc(&u, Request::bytes(MIB)).unwrap());
+        drop(rig.pool.alloc(&s, Request::bytes(MIB)).unwrap());
+        let stalled = rig.sim.stall(call);
+        thread::scope(|scope| {
+            let slow = scope.spawn(|| rig.pool.alloc(&s, Request::bytes(32 * MIB)).map(drop));
+            assert!(stalled.wait_for(1, Duration::from_secs(10)), "the slow path calls {call:?}");
+            drop(rig.pool.alloc(&u, Request::bytes(MIB)).unwrap());
+            assert!(rig.pool.stats().physical > 0);
+            drop(stalled);
+            slow.join().unwrap().unwrap();
+        });
+    }
+}
+
+#[test]
+fn threads_that_free_against_a_reaper_lose_no_byte() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 512, |_| ());
+    let freed = AtomicU32::new(0);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let s = rig.stream();
+                for i in 0..200u64 {
+                    drop(rig.pool.alloc(&s, Request::bytes(1 + i * 10_007)).unwrap());
+                    freed.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+        scope.spawn(|| {
+            while freed.load(Ordering::Relaxed) < 800 {
+                rig.pool.trim(0).unwrap();
+                assert!(rig.budget.used() <= 512 * MIB);
+            }
+        });
+    });
+    rig.pool.trim(0).unwrap();
+    let stats = rig.pool.stats();
+    assert_eq!((stats.live, stats.cached, stats.pending, stats.physical), (0, 0, 0, 0));
+    assert_eq!(rig.budget.used(), 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_trim_returns_what_is_done_down_to_what_is_to_be_kept_and_finds_nothing_the_second_time() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let live = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
+    drop(rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap());
+    assert_eq!(rig.pool.trim(20 * MIB), Ok(24 * MIB));
+    assert_eq!(rig.pool.stats().physical, 20 * MIB);
+    assert_eq!(rig.pool.trim(0), Ok(16 * MIB));
+    assert_eq!(rig.pool.trim(0), Ok(0));
+    assert_eq!(rig.budget.used(), 4 * MIB);
+    drop(live);
+}
+
+#[test]
+fn a_trim_that_fails_keeps_the_rest_charged_and_the_next_one_drains_it() {
+    let rig = Rig::new(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    drop(rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap());
+    drop(rig.pool.alloc(&u, Request::bytes(20 * MIB)).unwrap());
+    rig.sim.fail(Call::Unmap, 2, 999);
+    assert!(rig.pool.trim(0).is_err());
+    let stats = rig.pool.stats();
+    assert!(
+        stats.physical > 0 && stats.physical == rig.budget.used() && stats.cached == stats.physical,
+        "{stats:?}"
+    );
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.budget.used(), 0);
+}
+
+#[test]
+fn a_device_without_mappings_grows_by_segments_and_gives_them_back_whole() {
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    let rig = Rig::on(Sim::new(config), 128, |_| ());
+    let s = rig.stream();
+    let small = rig.bytes(&s, 1000);
+    let large = rig.pool.alloc(&s, Request::bytes(50 * MIB)).unwrap();
+    assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), 0);
+    assert_eq!(rig.pool.stats().physical, rig.budget.used());
+    drop(large);
+    rig.pool.trim(0).unwrap();
+    assert!(rig.budget.used() > 0 && rig.budget.used() < 50 * MIB, "the segment with a live block stays");
+    drop(small);
+    s.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.budget.used(), 0);
+    rig.assert_silent();
+}
+
+/// Refuses everything, and counts.
+#[derive(Debug)]
+struct Refuses(AtomicUsize);
+
+impl Resource for Refuses {
+    fn device(&self) -> DeviceId {
+        DeviceId(0)
+    }
+    fn allocate(
+        &self,
+        _stream: &aquifer_stream::Stream,
+        _request: Request,
+    ) -> aquifer_core::Result<aquifer_device::Block> {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        Err(MemoryError::Closed)
+    }
+    fn stats(&self) -> aquifer_core::PoolStats {
+        aquifer_core::PoolStats::default()
+    }
+    fn trim(&self, _keep: u64) -> aquifer_core::Result<u64> {
+        Ok(0)
+    }
+}
+
+#[test]
+fn a_limit_rolls_back_when_the_layer_below_fails_and_never_asks_it_for_what_it_refuses() {
+    let rig = Rig::new(16);
+    let s = rig.stream();
+    let below = Arc::new(Refuses(AtomicUsize::new(0)));
+    let limit = Limit::new(below.clone() as Arc<dyn Resource>, Budget::new("tenant", 100));
+    assert_eq!(limit.allocate(&s, Request::bytes(60)).unwrap_err(), MemoryError::Closed);
+    assert_eq!(limit.budget().used(), 0);
+    assert!(matches!(limit.allocate(&s, Request::bytes(101)), Err(MemoryError::OutOfBudget(_))));
+    assert_eq!(below.0.load(Ordering::Relaxed), 1);
+}
+
+#[test]
+fn a_limit_is_released_when_the_memory_is_really_free_and_not_before() {
+    let rig = Rig::stepped(16);
+    let (s, u) = (rig.stream(), rig.stream());
+    let limit = Limit::new(rig.pool.clone(), Budget::new("tenant", MIB));
+    let block = limit.allocate(&s, Request::bytes(MIB)).unwrap();
+    let used = block.prepare(&u, Access::Read).unwrap();
+    rig.sim.access(u.raw(), range(&block), Access::Read, Some(block.generation())).unwrap();
+    used.finish().unwrap();
+    drop(block);
+    assert_eq!(limit.budget().used(), MIB, "its use on the other stream is not done");
+    rig.pool.trim(u64::MAX).unwrap();
+    assert_eq!(limit.budget().used(), MIB, "a look does not make it done");
+    u.synchronize().unwrap();
+    rig.pool.trim(u64::MAX).unwrap();
+    assert_eq!(limit.budget().used(), 0);
+}
+
+#[test]
+fn a_failure_callback_decides_how_often_to_try() {
+    let rig = Rig::new(16);
+    let s = rig.stream();
+    let below = Arc::new(Refuses(AtomicUsize::new(0)));
+    let asked = AtomicUsize::new(0);
+    let patient = FailureCallback::new(below.clone(), 3, |_: &Request, _: &MemoryError| {
+        asked.fetch_add(1, Ordering::Relaxed);
+        OnFailure::Retry
+    });
+    assert!(patient.allocate(&s, Request::bytes(1)).is_err());
+    assert_eq!((below.0.load(Ordering::Relaxed), asked.load(Ordering::Relaxed)), (4, 3));
+}
+
+#[test]
+fn every_event_of_a_pool_is_recorded_in_order() {
+    let ring = Arc::new(RingSink::new(64));
+    let recorder = Arc::new(Recorder::new(ring.clone()));
+    let rig = Rig::on(Sim::h200(1), 4, |c| {
+        c.recorder = Some(recorder);
+        c.wait = Duration::ZERO;
+    });
+    let s = rig.stream();
+    drop(rig.pool.alloc(&s, Request::bytes(100)).unwrap());
+    assert!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).is_err());
+    rig.pool.trim(0).unwrap();
+    let actions: Vec<Action> = ring.take().iter().map(|e| e.action).collect();
+    let expected =
+        [Action::Grow, Action::Allocate, Action::Free, Action::Complete, Action::Fail, Action::Reap];
+    assert_eq!(actions, expected);
+}
+
+#[test]
+fn the_drivers_own_allocators_keep_account_and_give_back_everything() {
+    let sim = Sim::h200(1).stepped();
+    let budget = Budget::new("the device", 64 * MIB);
+    let streams = aquifer_stream::StreamPool::new(sim.driver(), DeviceId(0), 8);
+    let resources: [Arc<dyn Resource>; 2] = [
+        Arc::new(Direct::new(sim.driver(), streams.clone(), Some(budget.clone()))),
+        Arc::new(StreamOrdered::new(sim.driver(), streams.clone(), budget.clone()).unwrap()),
+    ];
+    let (s, u) = (streams.lease().unwrap(), streams.lease().unwrap());
+    for resource in &resources {
+        let block = resource.allocate(&s, Request::bytes(5 * MIB)).unwrap();
+        sim.access(s.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+        let used = block.prepare(&u, Access::Read).unwrap();
+        sim.access(u.raw(), range(&block), Access::Read, Some(block.generation())).unwrap();
+        used.finish().unwrap();
+        assert!(budget.used() >= 5 * MIB);
+        drop(block);
+        s.synchronize().unwrap();
+        u.synchronize().unwrap();
+        resource.trim(0).unwrap();
+        let stats = resource.stats();
+        assert_eq!((stats.live, stats.pending, stats.physical), (0, 0, 0), "{resource:?}");
+        assert_eq!(budget.used(), 0, "{resource:?}");
+    }
+    let violations = sim.violations();
+    assert!(violations.is_empty(), "{}", violations[0]);
+}
+
+#[test]
+fn a_free_that_the_driver_refuses_stays_charged_and_is_tried_again() {
+    let sim = Sim::h200(1);
+    let budget = Budget::new("the device", 64 * MIB);
+    let streams = aquifer_stream::StreamPool::new(sim.driver(), DeviceId(0), 8);
+    let direct = Direct::new(sim.driver(), streams.clone(), Some(budget.clone()));
+    let s = streams.lease().unwrap();
+    sim.fail(Call::MemFree, 1, 999);
+    drop(direct.allocate(&s, Request::bytes(MIB)).unwrap());
+    assert_eq!(budget.used(), MIB);
+    direct.trim(0).unwrap();
+    assert_eq!(budget.used(), 0);
+}

@@ -1,0 +1,62 @@
+//! What the tests of this crate share.
+#![allow(dead_code, reason = "each test binary uses some of it")]
+
+use aquifer_core::Budget;
+use aquifer_device::{Block, DeviceBuffer, DevicePool, PoolConfig};
+use aquifer_driver::{DeviceId, DeviceRange, sim::Sim};
+use aquifer_stream::Stream;
+
+pub(crate) const MIB: u64 = 1 << 20;
+
+/// A pool on a simulated device, under a limit in MiB.
+pub(crate) struct Rig {
+    pub(crate) sim: Sim,
+    pub(crate) pool: DevicePool,
+    pub(crate) budget: Budget,
+}
+
+impl Rig {
+    /// With bytes, work running as it is queued.
+    pub(crate) fn new(limit_mib: u64) -> Self {
+        Self::on(Sim::h200(1), limit_mib, |_| ())
+    }
+
+    /// With work that runs only when somebody waits for it.
+    pub(crate) fn stepped(limit_mib: u64) -> Self {
+        Self::on(Sim::h200(1).stepped(), limit_mib, |_| ())
+    }
+
+    pub(crate) fn on(sim: Sim, limit_mib: u64, set: impl FnOnce(&mut PoolConfig)) -> Self {
+        let budget = Budget::new("the device", limit_mib * MIB);
+        let mut config = PoolConfig::with_budget(budget.clone());
+        set(&mut config);
+        let pool = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
+        Self { sim, pool, budget }
+    }
+
+    pub(crate) fn stream(&self) -> Stream {
+        self.pool.stream().unwrap()
+    }
+
+    pub(crate) fn bytes(&self, stream: &Stream, bytes: u64) -> DeviceBuffer<u8> {
+        self.pool.buffer(stream, bytes as usize).unwrap()
+    }
+
+    /// The oracle has seen nothing wrong.
+    #[track_caller]
+    pub(crate) fn assert_silent(&self) {
+        let violations = self.sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+    }
+}
+
+pub(crate) fn range(block: &Block) -> DeviceRange {
+    DeviceRange { device: block.device(), address: block.address(), bytes: block.bytes() }
+}
+
+/// What is on the device, by way of a copy.
+pub(crate) fn read(stream: &Stream, buffer: &DeviceBuffer<u8>) -> Vec<u8> {
+    let mut back = vec![0; buffer.len()];
+    stream.scope(|c| c.download(buffer, &mut back)).unwrap().unwrap();
+    back
+}

@@ -1,0 +1,114 @@
+//! How often each driver call is made.
+
+use std::{
+    fmt,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+macro_rules! calls {
+    ($($variant:ident = $name:literal),+ $(,)?) => {
+        /// A driver call that is counted, by the name that CUDA gives it.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+        #[non_exhaustive]
+        pub enum Call {
+            $(#[doc = concat!("`", $name, "`")] $variant),+
+        }
+
+        impl Call {
+            /// Every call.
+            pub const ALL: &'static [Call] = &[$(Call::$variant),+];
+
+            /// The name that CUDA gives it.
+            #[must_use]
+            pub fn name(self) -> &'static str {
+                match self { $(Call::$variant => $name),+ }
+            }
+        }
+    };
+}
+
+calls! {
+    DeviceCount = "cuDeviceGetCount",
+    DeviceInfo = "cuDeviceGetAttribute",
+    MemoryInfo = "cuMemGetInfo",
+    DriverVersion = "cuDriverGetVersion",
+    DeviceSynchronize = "cuCtxSynchronize",
+    StreamCreate = "cuStreamCreateWithPriority",
+    StreamDestroy = "cuStreamDestroy",
+    StreamPriorities = "cuCtxGetStreamPriorityRange",
+    StreamId = "cuStreamGetId",
+    StreamQuery = "cuStreamQuery",
+    StreamSynchronize = "cuStreamSynchronize",
+    StreamWaitEvent = "cuStreamWaitEvent",
+    ExchangeCaptureMode = "cuThreadExchangeStreamCaptureMode",
+    EventCreate = "cuEventCreate",
+    EventDestroy = "cuEventDestroy",
+    EventRecord = "cuEventRecord",
+    EventQuery = "cuEventQuery",
+    EventSynchronize = "cuEventSynchronize",
+    MemAlloc = "cuMemAlloc",
+    MemFree = "cuMemFree",
+    PoolCreate = "cuMemPoolCreate",
+    PoolDestroy = "cuMemPoolDestroy",
+    PoolAlloc = "cuMemAllocFromPoolAsync",
+    PoolFree = "cuMemFreeAsync",
+    PoolTrim = "cuMemPoolTrimTo",
+    PoolUsage = "cuMemPoolGetAttribute",
+    AddressReserve = "cuMemAddressReserve",
+    AddressFree = "cuMemAddressFree",
+    HandleCreate = "cuMemCreate",
+    HandleRelease = "cuMemRelease",
+    Map = "cuMemMap",
+    Unmap = "cuMemUnmap",
+    SetAccess = "cuMemSetAccess",
+    HostAlloc = "cuMemHostAlloc",
+    HostFree = "cuMemFreeHost",
+    HostRegister = "cuMemHostRegister",
+    HostUnregister = "cuMemHostUnregister",
+    CopyToDevice = "cuMemcpyHtoDAsync",
+    CopyToHost = "cuMemcpyDtoHAsync",
+    CopyOnDevice = "cuMemcpyDtoDAsync",
+    Fill = "cuMemsetD8Async",
+}
+
+/// A counter for each call.
+pub struct CallCounts {
+    counts: [AtomicU64; Call::ALL.len()],
+}
+
+impl CallCounts {
+    /// All zero.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { counts: [const { AtomicU64::new(0) }; Call::ALL.len()] }
+    }
+
+    /// Counts one call.
+    pub fn add(&self, call: Call) {
+        self.counts[call as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How often a call has been made.
+    #[must_use]
+    pub fn get(&self, call: Call) -> u64 {
+        self.counts[call as usize].load(Ordering::Relaxed)
+    }
+
+    /// Every call that has been made, with its count, in the order of [`Call::ALL`].
+    #[must_use]
+    pub fn made(&self) -> Vec<(Call, u64)> {
+        Call::ALL.iter().map(|&call| (call, self.get(call))).filter(|&(_, count)| count > 0).collect()
+    }
+}
+
+impl Default for CallCounts {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for CallCounts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.made().into_iter().map(|(call, count)| (call.name(), count))).finish()
+    }
+}

@@ -1,0 +1,219 @@
+//! What crosses the driver's C interface: handles, constants and structures.
+//!
+//! The structures are our own, since the bindings spell their fields differently from one CUDA version to the next while
+//! the bytes have stayed the same (fields were only ever carved out of reserved ones). The assertions below hold them,
+//! and the constants, against the bindings of whichever version is compiled in.
+
+use crate::DeviceId;
+use cudarc::driver::sys;
+use std::ffi::{c_int, c_uchar, c_uint, c_ushort, c_void};
+
+/// An object of the driver: a context, stream, event or pool. Never followed by us.
+pub(super) type Object = *mut c_void;
+
+/// A handle of ours as the driver's pointer.
+pub(super) fn object(handle: u64) -> Object {
+    std::ptr::with_exposed_provenance_mut(handle as usize)
+}
+
+/// The driver's pointer as a handle of ours.
+pub(super) fn handle(object: Object) -> u64 {
+    object.expose_provenance() as u64
+}
+
+/// `CU_DEVICE_ATTRIBUTE_…`: what a device can be asked.
+#[derive(Clone, Copy, Debug)]
+#[repr(u32)]
+pub(super) enum Attribute {
+    Integrated = 18,
+    CapabilityMajor = 75,
+    CapabilityMinor = 76,
+    VirtualMemory = 102,
+    MemoryPools = 115,
+    /// Came with CUDA 12.2; an older driver answers with invalid value.
+    HostNumaId = 134,
+}
+
+/// `CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL`
+pub(super) const POINTER_DEVICE: u32 = 9;
+
+/// `CU_STREAM_NON_BLOCKING`
+pub(super) const STREAM_NON_BLOCKING: c_uint = 1;
+/// `CU_EVENT_DISABLE_TIMING`
+pub(super) const EVENT_DISABLE_TIMING: c_uint = 2;
+
+/// `CU_STREAM_CAPTURE_MODE_…`
+pub(super) const CAPTURE_GLOBAL: c_uint = 0;
+pub(super) const CAPTURE_THREAD_LOCAL: c_uint = 1;
+pub(super) const CAPTURE_RELAXED: c_uint = 2;
+
+/// `CU_MEMHOSTALLOC_…`
+pub(super) const HOST_ALLOC_PORTABLE: c_uint = 1;
+pub(super) const HOST_ALLOC_WRITE_COMBINED: c_uint = 4;
+/// `CU_MEMHOSTREGISTER_…`
+pub(super) const HOST_REGISTER_PORTABLE: c_uint = 1;
+pub(super) const HOST_REGISTER_READ_ONLY: c_uint = 8;
+
+/// `CU_MEMPOOL_ATTR_…`, whose values are 64-bit numbers.
+pub(super) const POOL_RELEASE_THRESHOLD: c_uint = 4;
+pub(super) const POOL_RESERVED: c_uint = 5;
+pub(super) const POOL_RESERVED_HIGH: c_uint = 6;
+pub(super) const POOL_USED: c_uint = 7;
+
+/// `CU_MEM_ALLOC_GRANULARITY_MINIMUM`
+pub(super) const GRANULARITY_MINIMUM: c_uint = 0;
+
+const LOCATION_DEVICE: c_uint = 1;
+const ALLOCATION_PINNED: c_uint = 1;
+const HANDLE_NONE: c_uint = 0;
+const ACCESS_READ_WRITE: c_uint = 3;
+
+/// `CUmemLocation`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Location {
+    kind: c_uint,
+    id: c_int,
+}
+
+impl Location {
+    fn device(device: DeviceId) -> Self {
+        // An ordinal that does not fit is one that no driver has given out, and -1 is refused as such.
+        Self { kind: LOCATION_DEVICE, id: c_int::try_from(device.0).unwrap_or(-1) }
+    }
+}
+
+/// `CUmemAllocationProp`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct AllocationProperties {
+    kind: c_uint,
+    handle_types: c_uint,
+    location: Location,
+    windows_metadata: *mut c_void,
+    compression: c_uchar,
+    rdma_capable: c_uchar,
+    usage: c_ushort,
+    reserved: [c_uchar; 4],
+}
+
+impl AllocationProperties {
+    /// Memory of a device that nobody outside the process can be given.
+    pub(super) fn pinned_on(device: DeviceId) -> Self {
+        Self {
+            kind: ALLOCATION_PINNED,
+            handle_types: HANDLE_NONE,
+            location: Location::device(device),
+            windows_metadata: std::ptr::null_mut(),
+            compression: 0,
+            rdma_capable: 0,
+            usage: 0,
+            reserved: [0; 4],
+        }
+    }
+}
+
+/// `CUmemPoolProps`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct PoolProperties {
+    kind: c_uint,
+    handle_types: c_uint,
+    location: Location,
+    windows_security: *mut c_void,
+    /// Reserved before CUDA 12.2, whose driver refuses anything but 0 here.
+    max_size: usize,
+    usage: c_ushort,
+    reserved: [c_uchar; 54],
+}
+
+impl PoolProperties {
+    /// A pool on a device that never holds more than `max_size` bytes; 0 for no limit.
+    pub(super) fn pinned_on(device: DeviceId, max_size: usize) -> Self {
+        Self {
+            kind: ALLOCATION_PINNED,
+            handle_types: HANDLE_NONE,
+            location: Location::device(device),
+            windows_security: std::ptr::null_mut(),
+            max_size,
+            usage: 0,
+            reserved: [0; 54],
+        }
+    }
+}
+
+/// `CUmemAccessDesc`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct AccessDescription {
+    location: Location,
+    access: c_uint,
+}
+
+impl AccessDescription {
+    /// A device may read and write.
+    pub(super) fn read_write(device: DeviceId) -> Self {
+        Self { location: Location::device(device), access: ACCESS_READ_WRITE }
+    }
+}
+
+macro_rules! same_layout {
+    ($($ours:ty = $theirs:ty),+ $(,)?) => {$(
+        const _: () = assert!(size_of::<$ours>() == size_of::<$theirs>());
+        const _: () = assert!(align_of::<$ours>() == align_of::<$theirs>());
+    )+};
+}
+same_layout! {
+    Location = sys::CUmemLocation,
+    AllocationProperties = sys::CUmemAllocationProp,
+    PoolProperties = sys::CUmemPoolProps,
+    AccessDescription = sys::CUmemAccessDesc,
+    Object = sys::CUcontext,
+    Object = sys::CUstream,
+    u64 = sys::CUdeviceptr,
+    u64 = sys::CUmemGenericAllocationHandle,
+    u64 = usize,
+}
+
+macro_rules! same_field {
+    ($($ours:ty, $our:ident = $theirs:ty, $their:ident);+ $(;)?) => {$(
+        const _: () = assert!(std::mem::offset_of!($ours, $our) == std::mem::offset_of!($theirs, $their));
+    )+};
+}
+same_field! {
+    Location, kind = sys::CUmemLocation, type_;
+    AllocationProperties, kind = sys::CUmemAllocationProp, type_;
+    AllocationProperties, handle_types = sys::CUmemAllocationProp, requestedHandleTypes;
+    AllocationProperties, location = sys::CUmemAllocationProp, location;
+    AllocationProperties, windows_metadata = sys::CUmemAllocationProp, win32HandleMetaData;
+    PoolProperties, kind = sys::CUmemPoolProps, allocType;
+    PoolProperties, handle_types = sys::CUmemPoolProps, handleTypes;
+    PoolProperties, location = sys::CUmemPoolProps, location;
+    PoolProperties, windows_security = sys::CUmemPoolProps, win32SecurityAttributes;
+    AccessDescription, location = sys::CUmemAccessDesc, location;
+    AccessDescription, access = sys::CUmemAccessDesc, flags;
+}
+
+macro_rules! same_value {
+    ($($ours:expr => $theirs:expr),+ $(,)?) => {$( const _: () = assert!($ours as u32 == $theirs as u32); )+};
+}
+same_value! {
+    Attribute::Integrated => sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED,
+    Attribute::CapabilityMajor => sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+    Attribute::CapabilityMinor => sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+    Attribute::MemoryPools => sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED,
+    POINTER_DEVICE => sys::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+    STREAM_NON_BLOCKING => sys::CUstream_flags::CU_STREAM_NON_BLOCKING,
+    EVENT_DISABLE_TIMING => sys::CUevent_flags::CU_EVENT_DISABLE_TIMING,
+    CAPTURE_GLOBAL => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+    CAPTURE_THREAD_LOCAL => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+    CAPTURE_RELAXED => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+    POOL_RELEASE_THRESHOLD => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
+    POOL_RESERVED => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
+    POOL_RESERVED_HIGH => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH,
+    POOL_USED => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT,
+    GRANULARITY_MINIMUM => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
+    LOCATION_DEVICE => sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+    ALLOCATION_PINNED => sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+    ACCESS_READ_WRITE => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+}

@@ -1,0 +1,125 @@
+//! [`Devices`] of CUDA.
+#![expect(unsafe_code, reason = "calls the CUDA driver")]
+
+use super::{
+    CudaDriver,
+    abi::{AllocationProperties, Attribute, GRANULARITY_MINIMUM},
+    codes::answer,
+};
+use crate::{Call, DeviceId, DeviceInfo, Devices, MemoryInfo, Result};
+use std::ffi::{CStr, c_char, c_int};
+
+/// Room for any name or address that the driver gives.
+const TEXT: usize = 256;
+
+/// What the driver wrote into a buffer that was zero before; it may have filled it without an end.
+fn text(buffer: &[u8; TEXT]) -> String {
+    CStr::from_bytes_until_nul(buffer).map_or_else(
+        |_| String::from_utf8_lossy(buffer).into_owned(),
+        |text| text.to_string_lossy().into_owned(),
+    )
+}
+
+impl CudaDriver {
+    fn attribute(&self, device: i32, attribute: Attribute) -> Result<i32> {
+        let mut value = 0;
+        // SAFETY: 1. `value` is writable. 2. the device is one that the driver counted. An attribute it does not know
+        // is refused.
+        let code = unsafe { (self.table.device_attribute)(&raw mut value, attribute as u32, device) };
+        answer("cuDeviceGetAttribute", code).map(|()| value)
+    }
+
+    /// What a device does not have is 0 to the driver; what the driver is too old to know is the same to us.
+    fn has(&self, device: i32, attribute: Attribute) -> bool {
+        self.attribute(device, attribute).is_ok_and(|value| value > 0)
+    }
+
+    fn name_of(&self, device: i32) -> Result<String> {
+        let mut buffer = [0u8; TEXT];
+        // SAFETY: 1. the buffer is writable for the length that is given. 2. the device is one that the driver counted.
+        let code = unsafe {
+            (self.table.device_name)(buffer.as_mut_ptr().cast::<c_char>(), buffer.len() as c_int, device)
+        };
+        answer("cuDeviceGetName", code).map(|()| text(&buffer))
+    }
+
+    fn pci_address(&self, device: i32) -> Option<String> {
+        let mut buffer = [0u8; TEXT];
+        // SAFETY: 1. the buffer is writable for the length that is given. 2. the device is one that the driver counted.
+        let code = unsafe {
+            (self.table.device_pci_address)(
+                buffer.as_mut_ptr().cast::<c_char>(),
+                buffer.len() as c_int,
+                device,
+            )
+        };
+        answer("cuDeviceGetPCIBusId", code).ok()?;
+        // sysfs spells it in lower case.
+        Some(text(&buffer).to_ascii_lowercase()).filter(|address| !address.is_empty())
+    }
+
+    fn granularity(&self, device: DeviceId) -> Result<u64> {
+        let properties = AllocationProperties::pinned_on(device);
+        let mut granularity = 0;
+        // SAFETY: 1. `granularity` is writable. 2. `properties` are laid out as the driver expects, and only read.
+        let code = unsafe {
+            (self.table.granularity)(&raw mut granularity, &raw const properties, GRANULARITY_MINIMUM)
+        };
+        answer("cuMemGetAllocationGranularity", code).map(|()| granularity as u64)
+    }
+}
+
+impl Devices for CudaDriver {
+    fn device_count(&self) -> Result<u32> {
+        self.calls.add(Call::DeviceCount);
+        // The driver counts once, when it starts; so have we.
+        Ok(u32::try_from(self.devices.len()).unwrap_or(u32::MAX))
+    }
+
+    fn device_info(&self, device: DeviceId) -> Result<DeviceInfo> {
+        self.calls.add(Call::DeviceInfo);
+        let number = self.primary(device)?.device();
+        let mut memory = 0usize;
+        // SAFETY: 1. `memory` is writable. 2. the device is one that the driver counted.
+        answer("cuDeviceTotalMem", unsafe { (self.table.device_memory)(&raw mut memory, number) })?;
+
+        let mut info = DeviceInfo::new(device, self.name_of(number)?, memory as u64);
+        let capability = |attribute| self.attribute(number, attribute).map(i32::unsigned_abs);
+        info.compute_capability =
+            (capability(Attribute::CapabilityMajor)?, capability(Attribute::CapabilityMinor)?);
+        info.pci_address = self.pci_address(number);
+        info.host_node =
+            self.attribute(number, Attribute::HostNumaId).ok().and_then(|node| u32::try_from(node).ok());
+        info.virtual_memory = self.has(number, Attribute::VirtualMemory);
+        if info.virtual_memory {
+            info.granularity = self.granularity(device)?;
+        }
+        info.async_pools = self.has(number, Attribute::MemoryPools);
+        info.integrated = self.has(number, Attribute::Integrated);
+        Ok(info)
+    }
+
+    fn memory_info(&self, device: DeviceId) -> Result<MemoryInfo> {
+        let (mut free, mut total) = (0usize, 0usize);
+        self.call(Call::MemoryInfo, device, |table| {
+            // SAFETY: 1. both are writable.
+            unsafe { (table.memory_info)(&raw mut free, &raw mut total) }
+        })?;
+        Ok(MemoryInfo { free: free as u64, total: total as u64 })
+    }
+
+    fn driver_version(&self) -> Result<u32> {
+        self.calls.add(Call::DriverVersion);
+        let mut version = 0;
+        // SAFETY: 1. `version` is writable.
+        answer(Call::DriverVersion.name(), unsafe { (self.table.driver_version)(&raw mut version) })?;
+        Ok(version.unsigned_abs())
+    }
+
+    fn device_synchronize(&self, device: DeviceId) -> Result<()> {
+        self.call(Call::DeviceSynchronize, device, |table| {
+            // SAFETY: 1. takes nothing; waits for the context that is current.
+            unsafe { (table.context_synchronize)() }
+        })
+    }
+}

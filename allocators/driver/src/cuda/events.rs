@@ -1,0 +1,48 @@
+//! [`Events`] of CUDA.
+#![expect(unsafe_code, reason = "calls the CUDA driver")]
+
+use super::{
+    CudaDriver,
+    abi::{self, EVENT_DISABLE_TIMING, object},
+};
+use crate::{Call, DeviceId, Events, RawEvent, RawStream, Result};
+
+impl Events for CudaDriver {
+    fn event_create(&self, device: DeviceId) -> Result<RawEvent> {
+        let mut event = std::ptr::null_mut();
+        self.call(Call::EventCreate, device, |table| {
+            // SAFETY: 1. `event` is writable.
+            unsafe { (table.event_create)(&raw mut event, EVENT_DISABLE_TIMING) }
+        })?;
+        // SAFETY: 1. the driver has just given it out for this device.
+        Ok(unsafe { RawEvent::from_raw(device, abi::handle(event)) })
+    }
+
+    unsafe fn event_destroy(&self, event: RawEvent) -> Result<()> {
+        self.end(Call::EventDestroy, event.device(), |table| {
+            // SAFETY: 1. the handle is alive, and the caller lets go of it.
+            unsafe { (table.event_destroy)(object(event.handle())) }
+        })
+    }
+
+    fn event_record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
+        self.call(Call::EventRecord, stream.device(), |table| {
+            // SAFETY: 1. both handles are alive.
+            unsafe { (table.event_record)(object(event.handle()), object(stream.handle())) }
+        })
+    }
+
+    fn event_query(&self, event: RawEvent) -> Result<bool> {
+        self.ask(Call::EventQuery, event.device(), |table| {
+            // SAFETY: 1. the handle is alive.
+            unsafe { (table.event_query)(object(event.handle())) }
+        })
+    }
+
+    fn event_synchronize(&self, event: RawEvent) -> Result<()> {
+        self.call(Call::EventSynchronize, event.device(), |table| {
+            // SAFETY: 1. the handle is alive.
+            unsafe { (table.event_synchronize)(object(event.handle())) }
+        })
+    }
+}

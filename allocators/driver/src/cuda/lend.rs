@@ -1,0 +1,278 @@
+//! Lending our memory to programs written against cudarc.
+//!
+//! cudarc's own slices free their memory through the driver, so memory of a pool must not become one. It is *lent*: a
+//! [`Lent`] or [`LentMut`] borrows a buffer for one of the program's streams and passes wherever cudarc takes a
+//! [`DevicePtr`], a [`DevicePtrMut`] or a kernel's argument.
+//!
+//! ```no_run
+//! use aquifer_driver::{Typed, cuda::Lend};
+//! use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig, PushKernelArg};
+//! use std::sync::Arc;
+//!
+//! fn scale<B: Typed<Item = f32>>(x: &mut B, by: f32, f: &CudaFunction, cu: &Arc<CudaStream>) -> Result<(), Error> {
+//!     let n = x.len() as u32;
+//!     let mut lent = x.on_mut(cu)?; // `cu` waits for whatever used `x` before
+//!     // SAFETY: 1. the kernel takes a float pointer, a float and a count, and touches `n` elements.
+//!     unsafe { cu.launch_builder(f).arg(&mut lent).arg(&by).arg(&n).launch(LaunchConfig::for_num_elems(n)) }?;
+//!     Ok(()) // and what uses `x` next waits for the kernel
+//! }
+//! # #[derive(Debug)]
+//! # enum Error { Memory(aquifer_core::MemoryError), Cudarc(cudarc::driver::DriverError) }
+//! # impl From<aquifer_core::MemoryError> for Error { fn from(e: aquifer_core::MemoryError) -> Self { Self::Memory(e) } }
+//! # impl From<cudarc::driver::DriverError> for Error { fn from(e: cudarc::driver::DriverError) -> Self { Self::Cudarc(e) } }
+//! ```
+//!
+//! # When is what ordered
+//! ```text
+//! host    x.on_mut(&cu)      launch              drop(lent)        s.copy(&x, …)
+//!            │                  │                                      │
+//! cu      ───┴─ waits for s ────┴─ kernel ────────────●                │
+//!                                                     └─ event ─┐      │
+//! s       ── work on x ──●                                      └ waits┴─ copy ──
+//! ```
+//! cudarc's launch tells an argument neither its stream nor when the launch is queued. So the stream is named when the
+//! argument is made, and whoever comes next waits for *all* that is queued on it by then. The launch, which is `unsafe` in
+//! cudarc already, must be on that stream.
+//!
+//! cudarc's copies do name their stream, at a point where its signature has no room for an error. If the order cannot be
+//! made there (the stream is not known to the buffer's pool, say), the error is recorded in cudarc's context, which tells
+//! it at its next safe call, and the copy is given address 0, which the driver refuses: what cannot be ordered is not done.
+
+use super::codes;
+use crate::{Access, DeviceId, KeepAlive, Typed};
+use aquifer_core::{MemoryError, Result};
+use cudarc::driver::{
+    CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, LaunchArgs, PushKernelArg, SyncOnDrop,
+    sys::{CUdeviceptr, CUresult},
+};
+use std::{fmt, sync::Arc};
+
+mod host;
+mod stream;
+
+pub use host::LentHost;
+use stream::name;
+pub use stream::{keep_alive, raw_stream};
+
+/// Memory that cudarc's kernels and copies may read, for as long as it is borrowed. Made by [`Lend::on`].
+pub struct Lent<'a, B: Typed + ?Sized> {
+    what: &'a B,
+    /// Kernels are given a pointer to this, and read it when they are launched.
+    address: CUdeviceptr,
+    home: Arc<CudaStream>,
+}
+
+/// Memory that cudarc's kernels and copies may read and write, for as long as it is borrowed. Made by [`Lend::on_mut`].
+pub struct LentMut<'a, B: Typed + ?Sized> {
+    what: &'a mut B,
+    /// As in [`Lent`].
+    address: CUdeviceptr,
+    home: Arc<CudaStream>,
+}
+
+/// Lends any typed memory to cudarc, on one of cudarc's streams.
+pub trait Lend: Typed {
+    /// Lends it to be read on `stream`, which waits for what wrote it. The host does not wait.
+    ///
+    /// # Errors
+    /// Those of [`Operand::order`](crate::Operand::order).
+    fn on(&self, stream: &Arc<CudaStream>) -> Result<Lent<'_, Self>> {
+        order(self, stream, Some(keep_alive(stream)), Access::Read)?;
+        Ok(Lent { address: self.range().address, what: self, home: stream.clone() })
+    }
+
+    /// Lends it to be read and written on `stream`, which waits for whatever used it. The host does not wait.
+    ///
+    /// # Errors
+    /// Those of [`Operand::order`](crate::Operand::order).
+    fn on_mut(&mut self, stream: &Arc<CudaStream>) -> Result<LentMut<'_, Self>> {
+        order(self, stream, Some(keep_alive(stream)), Access::ReadWrite)?;
+        Ok(LentMut { address: self.range().address, what: self, home: stream.clone() })
+    }
+}
+
+impl<B: Typed + ?Sized> Lend for B {}
+
+fn order<B: Typed + ?Sized>(
+    what: &B,
+    stream: &CudaStream,
+    alive: Option<KeepAlive>,
+    access: Access,
+) -> Result<()> {
+    what.order(name(stream), alive, access)
+}
+
+/// The address for a copy on `stream`, or 0 if its order cannot be made.
+fn address_on<B: Typed + ?Sized>(
+    what: &B,
+    home: &Arc<CudaStream>,
+    stream: &CudaStream,
+    access: Access,
+) -> CUdeviceptr {
+    let ordered = order(what, stream, alive_if_home(home, stream), access);
+    recorded(stream, ordered).map_or(0, |()| what.range().address)
+}
+
+/// cudarc passes a stream without its `Arc`; only the one that was lent to can be kept alive.
+fn alive_if_home(home: &Arc<CudaStream>, stream: &CudaStream) -> Option<KeepAlive> {
+    (**home == *stream).then(|| keep_alive(home))
+}
+
+/// Leaves an error where cudarc tells it at its next safe call.
+fn recorded<T>(stream: &CudaStream, result: Result<T>) -> Option<T> {
+    result.map_err(|e| stream.context().record_err::<()>(Err(DriverError(code_of(&e))))).ok()
+}
+
+/// The nearest of the driver's codes: cudarc's context has room for nothing else.
+fn code_of(error: &MemoryError) -> CUresult {
+    match error {
+        MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+        MemoryError::WrongDevice { .. } => CUresult::CUDA_ERROR_INVALID_DEVICE,
+        MemoryError::UnknownId | MemoryError::DefaultStream { .. } => CUresult::CUDA_ERROR_INVALID_HANDLE,
+        MemoryError::Busy { .. } => CUresult::CUDA_ERROR_NOT_PERMITTED,
+        MemoryError::Unsupported { .. } => CUresult::CUDA_ERROR_NOT_SUPPORTED,
+        MemoryError::TimedOut => CUresult::CUDA_ERROR_TIMEOUT,
+        MemoryError::Driver(e) => match e.code {
+            codes::INVALID_VALUE => CUresult::CUDA_ERROR_INVALID_VALUE,
+            codes::OUT_OF_MEMORY => CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+            codes::DEINITIALIZED => CUresult::CUDA_ERROR_DEINITIALIZED,
+            codes::INVALID_DEVICE => CUresult::CUDA_ERROR_INVALID_DEVICE,
+            _ => CUresult::CUDA_ERROR_UNKNOWN,
+        },
+        _ => CUresult::CUDA_ERROR_UNKNOWN,
+    }
+}
+
+/// How many elements cudarc may touch: never more than the range holds, whatever a [`Typed::len`] says, since cudarc
+/// copies as many without asking again.
+fn elements<B: Typed + ?Sized>(what: &B) -> usize {
+    let held = (what.range().bytes as usize).checked_div(size_of::<B::Item>());
+    held.map_or(0, |held| held.min(what.len()))
+}
+
+/// The device that a stream's context is on.
+fn device_of(stream: &CudaStream) -> DeviceId {
+    DeviceId(u32::try_from(stream.context().ordinal()).unwrap_or(u32::MAX))
+}
+
+impl<B: Typed + ?Sized> DeviceSlice<B::Item> for Lent<'_, B> {
+    fn len(&self) -> usize {
+        elements(self.what)
+    }
+    fn stream(&self) -> &Arc<CudaStream> {
+        &self.home
+    }
+}
+
+impl<B: Typed + ?Sized> DevicePtr<B::Item> for Lent<'_, B> {
+    fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        (address_on(self.what, &self.home, stream, Access::Read), SyncOnDrop::Record(None))
+    }
+}
+
+impl<B: Typed + ?Sized> DeviceSlice<B::Item> for LentMut<'_, B> {
+    fn len(&self) -> usize {
+        elements(self.what)
+    }
+    fn stream(&self) -> &Arc<CudaStream> {
+        &self.home
+    }
+}
+
+impl<B: Typed + ?Sized> DevicePtr<B::Item> for LentMut<'_, B> {
+    fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        (address_on(self.what, &self.home, stream, Access::Read), SyncOnDrop::Record(None))
+    }
+}
+
+impl<B: Typed + ?Sized> DevicePtrMut<B::Item> for LentMut<'_, B> {
+    fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        (address_on(self.what, &self.home, stream, Access::ReadWrite), SyncOnDrop::Record(None))
+    }
+}
+
+#[expect(unsafe_code, reason = "cudarc's trait is unsafe to implement")]
+// SAFETY: 1. a kernel's argument is a pointer to its value; this one is a u64 that lives as long as the borrow, which is
+// as long as the launch is being built.
+unsafe impl<'a, 'b: 'a, 'c: 'b, B: Typed + ?Sized> PushKernelArg<&'b Lent<'c, B>> for LaunchArgs<'a> {
+    #[inline(always)]
+    fn arg(&mut self, lent: &'b Lent<'c, B>) -> &mut Self {
+        self.arg(&lent.address)
+    }
+}
+
+#[expect(unsafe_code, reason = "cudarc's trait is unsafe to implement")]
+// SAFETY: 1. as for `Lent`.
+unsafe impl<'a, 'b: 'a, 'c: 'b, B: Typed + ?Sized> PushKernelArg<&'b mut LentMut<'c, B>> for LaunchArgs<'a> {
+    #[inline(always)]
+    fn arg(&mut self, lent: &'b mut LentMut<'c, B>) -> &mut Self {
+        self.arg(&lent.address)
+    }
+}
+
+impl<B: Typed + ?Sized> fmt::Debug for Lent<'_, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        shown("Lent", self.what, &self.home, f)
+    }
+}
+
+impl<B: Typed + ?Sized> fmt::Debug for LentMut<'_, B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        shown("LentMut", self.what, &self.home, f)
+    }
+}
+
+fn shown<B: Typed + ?Sized>(
+    name: &str,
+    what: &B,
+    home: &CudaStream,
+    f: &mut fmt::Formatter<'_>,
+) -> fmt::Result {
+    f.debug_struct(name).field("range", &what.range()).field("stream", &home.cu_stream()).finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{DeviceRange, Operand, RawStream};
+
+    /// An operand whose `len` is a lie.
+    struct Boastful {
+        bytes: u64,
+        says: usize,
+    }
+
+    #[expect(unsafe_code, reason = "implements an unsafe trait for a range that nobody touches")]
+    // SAFETY: 1. and 2. no work is ever queued with it.
+    unsafe impl Operand for Boastful {
+        fn range(&self) -> DeviceRange {
+            DeviceRange { device: DeviceId(0), address: 0x1000, bytes: self.bytes }
+        }
+        fn order(&self, _: RawStream, _: Option<KeepAlive>, _: Access) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    impl Typed for Boastful {
+        type Item = f32;
+        fn len(&self) -> usize {
+            self.says
+        }
+    }
+
+    #[test]
+    fn a_lent_slice_is_never_longer_than_its_memory() {
+        assert_eq!(elements(&Boastful { bytes: 4096, says: usize::MAX }), 1024);
+        assert_eq!(elements(&Boastful { bytes: 4096, says: 10 }), 10);
+        assert_eq!(elements(&Boastful { bytes: 3, says: 1 }), 0);
+    }
+
+    #[test]
+    fn errors_become_the_nearest_code() {
+        let driver = |code| MemoryError::Driver(codes::error("cuEventRecord", code));
+        assert_eq!(code_of(&driver(2)), CUresult::CUDA_ERROR_OUT_OF_MEMORY);
+        assert_eq!(code_of(&driver(31_337)), CUresult::CUDA_ERROR_UNKNOWN);
+        assert_eq!(code_of(&MemoryError::UnknownId), CUresult::CUDA_ERROR_INVALID_HANDLE);
+        assert_eq!(code_of(&MemoryError::Busy { address: 1 }), CUresult::CUDA_ERROR_NOT_PERMITTED);
+    }
+}

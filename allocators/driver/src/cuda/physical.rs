@@ -1,0 +1,71 @@
+//! [`Physical`] of CUDA.
+#![expect(unsafe_code, reason = "calls the CUDA driver")]
+
+use super::{
+    CudaDriver,
+    abi::{AccessDescription, AllocationProperties},
+    codes,
+};
+use crate::{Call, DeviceId, Physical, PhysicalHandle, Result};
+
+impl Physical for CudaDriver {
+    fn address_reserve(&self, device: DeviceId, bytes: u64, align: u64) -> Result<u64> {
+        let mut address = 0;
+        self.call(Call::AddressReserve, device, |table| {
+            // SAFETY: 1. `address` is writable.
+            unsafe { (table.address_reserve)(&raw mut address, bytes as usize, align as usize, 0, 0) }
+        })?;
+        Ok(address)
+    }
+
+    unsafe fn address_free(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()> {
+        self.end(Call::AddressFree, device, |table| {
+            // SAFETY: 1. the caller gives back a range that it reserved, with nothing mapped in it.
+            unsafe { (table.address_free)(address, bytes as usize) }
+        })
+    }
+
+    fn handle_create(&self, device: DeviceId, bytes: u64) -> Result<PhysicalHandle> {
+        let properties = AllocationProperties::pinned_on(device);
+        let mut handle = 0;
+        self.call(Call::HandleCreate, device, |table| {
+            // SAFETY: 1. `handle` is writable. 2. `properties` are laid out as the driver expects, and only read.
+            unsafe { (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0) }
+        })?;
+        // SAFETY: 1. the driver has just given it out for this device.
+        Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
+    }
+
+    unsafe fn handle_release(&self, handle: PhysicalHandle) -> Result<()> {
+        self.end(Call::HandleRelease, handle.device(), |table| {
+            // SAFETY: 1. the handle is alive, and the caller lets go of it.
+            unsafe { (table.handle_release)(handle.handle()) }
+        })
+    }
+
+    unsafe fn map(&self, address: u64, bytes: u64, handle: PhysicalHandle) -> Result<()> {
+        self.call(Call::Map, handle.device(), |table| {
+            // SAFETY: 1. the handle is alive. 2. the caller knows that no queued work touches the range.
+            unsafe { (table.map)(address, bytes as usize, 0, handle.handle(), 0) }
+        })
+    }
+
+    unsafe fn unmap(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()> {
+        self.end(Call::Unmap, device, |table| {
+            // SAFETY: 1. the caller knows that no queued work touches the range through these addresses.
+            unsafe { (table.unmap)(address, bytes as usize) }
+        })
+    }
+
+    fn set_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()> {
+        let Some(&first) = devices.first() else {
+            self.calls.add(Call::SetAccess);
+            return Err(codes::error(Call::SetAccess.name(), codes::INVALID_VALUE));
+        };
+        let access: Vec<_> = devices.iter().map(|&device| AccessDescription::read_write(device)).collect();
+        self.call(Call::SetAccess, first, |table| {
+            // SAFETY: 1. `access` is readable for its length, and laid out as the driver expects.
+            unsafe { (table.set_access)(address, bytes as usize, access.as_ptr(), access.len()) }
+        })
+    }
+}

@@ -1,0 +1,88 @@
+//! Opening the driver, and letting go of it.
+#![expect(unsafe_code, reason = "calls the CUDA driver")]
+
+use super::{
+    OpenError,
+    codes::{self, answer},
+    context::Primary,
+    table::Table,
+};
+use crate::{CallCounts, DeviceId, Driver, Result};
+use std::{fmt, sync::Arc};
+
+/// The CUDA driver of this process. See the [module](super) for what it promises.
+///
+/// Several may be open at once; they share the devices' primary contexts, and each counts its own calls. Dropping the
+/// last holder of a device's primary context ends the context, and with it everything that was made in it.
+pub struct CudaDriver {
+    pub(super) table: Table,
+    /// By ordinal.
+    pub(super) devices: Box<[Primary]>,
+    pub(super) calls: CallCounts,
+}
+
+impl CudaDriver {
+    /// Loads the driver and starts it (`cuInit`), which takes a good part of a second the first time in a process. No
+    /// context is made and no device memory taken.
+    ///
+    /// # Errors
+    /// [`OpenError`], by the step that failed.
+    pub fn open() -> Result<Arc<Self>, OpenError> {
+        let table = Table::load()?;
+        // SAFETY: 1. takes flags, which must be 0. May be called any number of times.
+        answer("cuInit", unsafe { (table.init)(0) }).map_err(OpenError::Start)?;
+        let devices = Self::devices_of(&table).map_err(OpenError::Start)?;
+        Ok(Arc::new(Self { table, devices, calls: CallCounts::new() }))
+    }
+
+    fn devices_of(table: &Table) -> Result<Box<[Primary]>> {
+        let mut count = 0;
+        // SAFETY: 1. `count` is writable.
+        answer("cuDeviceGetCount", unsafe { (table.device_count)(&raw mut count) })?;
+        let primary = |ordinal| {
+            let mut device = 0;
+            // SAFETY: 1. `device` is writable.
+            answer("cuDeviceGet", unsafe { (table.device_get)(&raw mut device, ordinal) })?;
+            Ok(Primary::new(device))
+        };
+        let devices: Box<[_]> = (0..count).map(primary).collect::<Result<_>>()?;
+        if devices.is_empty() {
+            // `cuInit` says so itself; should it not, the outcome is the same.
+            return Err(codes::error("cuDeviceGetCount", codes::NO_DEVICE));
+        }
+        Ok(devices)
+    }
+
+    /// Whether a call has needed the device, so that its primary context is held. Makes no driver call.
+    #[must_use]
+    pub fn holds_context(&self, device: DeviceId) -> bool {
+        self.primary(device).is_ok_and(Primary::is_retained)
+    }
+}
+
+impl Driver for CudaDriver {
+    fn name(&self) -> &'static str {
+        "cuda"
+    }
+
+    fn calls(&self) -> &CallCounts {
+        &self.calls
+    }
+}
+
+impl Drop for CudaDriver {
+    fn drop(&mut self) {
+        for device in &mut self.devices {
+            device.release(&self.table);
+        }
+    }
+}
+
+impl fmt::Debug for CudaDriver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CudaDriver")
+            .field("devices", &self.devices.len())
+            .field("calls", &self.calls)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,86 @@
+//! [`Streams`] of CUDA.
+#![expect(unsafe_code, reason = "calls the CUDA driver")]
+
+use super::{
+    CudaDriver,
+    abi::{self, STREAM_NON_BLOCKING, object},
+    codes::answer,
+};
+use crate::{Call, CaptureMode, DeviceId, RawEvent, RawStream, Result, Streams};
+use std::ops::RangeInclusive;
+
+impl Streams for CudaDriver {
+    fn stream_create(&self, device: DeviceId, priority: i32) -> Result<RawStream> {
+        let mut stream = std::ptr::null_mut();
+        self.call(Call::StreamCreate, device, |table| {
+            // SAFETY: 1. `stream` is writable.
+            unsafe { (table.stream_create)(&raw mut stream, STREAM_NON_BLOCKING, priority) }
+        })?;
+        // SAFETY: 1. the driver has just given it out for this device.
+        Ok(unsafe { RawStream::from_raw(device, abi::handle(stream)) })
+    }
+
+    unsafe fn stream_destroy(&self, stream: RawStream) -> Result<()> {
+        self.end(Call::StreamDestroy, stream.device(), |table| {
+            // SAFETY: 1. the handle is alive, and the caller lets go of it.
+            unsafe { (table.stream_destroy)(object(stream.handle())) }
+        })
+    }
+
+    fn stream_priorities(&self, device: DeviceId) -> Result<RangeInclusive<i32>> {
+        let (mut least, mut greatest) = (0, 0);
+        self.call(Call::StreamPriorities, device, |table| {
+            // SAFETY: 1. both are writable.
+            unsafe { (table.stream_priorities)(&raw mut least, &raw mut greatest) }
+        })?;
+        Ok(greatest..=least)
+    }
+
+    fn stream_id(&self, stream: RawStream) -> Result<u64> {
+        let mut id = 0;
+        self.call(Call::StreamId, stream.device(), |table| {
+            // SAFETY: 1. the handle is alive. 2. `id` is writable.
+            unsafe { (table.stream_id)(object(stream.handle()), &raw mut id) }
+        })?;
+        Ok(id)
+    }
+
+    fn stream_query(&self, stream: RawStream) -> Result<bool> {
+        self.ask(Call::StreamQuery, stream.device(), |table| {
+            // SAFETY: 1. the handle is alive.
+            unsafe { (table.stream_query)(object(stream.handle())) }
+        })
+    }
+
+    fn stream_synchronize(&self, stream: RawStream) -> Result<()> {
+        self.call(Call::StreamSynchronize, stream.device(), |table| {
+            // SAFETY: 1. the handle is alive.
+            unsafe { (table.stream_synchronize)(object(stream.handle())) }
+        })
+    }
+
+    fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
+        self.call(Call::StreamWaitEvent, stream.device(), |table| {
+            // SAFETY: 1. both handles are alive.
+            unsafe { (table.stream_wait_event)(object(stream.handle()), object(event.handle()), 0) }
+        })
+    }
+
+    fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
+        self.calls.add(Call::ExchangeCaptureMode);
+        let mut exchanged = match mode {
+            CaptureMode::Global => abi::CAPTURE_GLOBAL,
+            CaptureMode::ThreadLocal => abi::CAPTURE_THREAD_LOCAL,
+            CaptureMode::Relaxed => abi::CAPTURE_RELAXED,
+        };
+        // SAFETY: 1. `exchanged` is readable and writable, and holds a mode. The call needs no context.
+        let code = unsafe { (self.table.exchange_capture_mode)(&raw mut exchanged) };
+        answer(Call::ExchangeCaptureMode.name(), code)?;
+        Ok(match exchanged {
+            abi::CAPTURE_RELAXED => CaptureMode::Relaxed,
+            abi::CAPTURE_THREAD_LOCAL => CaptureMode::ThreadLocal,
+            // The mode that every thread starts in, and the strictest.
+            _ => CaptureMode::Global,
+        })
+    }
+}

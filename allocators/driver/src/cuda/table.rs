@@ -1,0 +1,116 @@
+//! The driver's functions, found by name once.
+//!
+//! The bindings look a symbol up at its first call and panic if it is missing, and they return an enum, which an unknown
+//! code from a later driver would make undefined behaviour. So the library that they have loaded is asked for each
+//! function at the start, and codes are plain numbers.
+#![expect(unsafe_code, reason = "gives symbols of the CUDA driver their types")]
+
+use super::{
+    OpenError,
+    abi::{AccessDescription, AllocationProperties, Object, PoolProperties},
+};
+use cudarc::driver::sys;
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
+
+macro_rules! table {
+    ($( $field:ident = $symbol:literal ( $($argument:ident: $kind:ty),* $(,)? ); )+) => {
+        /// Every function of the driver that is used, by the name its family file calls it.
+        pub(super) struct Table {
+            $( pub(super) $field: unsafe extern "C" fn($($argument: $kind),*) -> c_uint, )+
+        }
+
+        impl Table {
+            /// Loads the driver's library and finds every function in it.
+            pub(super) fn load() -> Result<Self, OpenError> {
+                // SAFETY: 1. loading a library runs its start-up code; the CUDA driver's is made to be run by anyone.
+                if !unsafe { sys::is_culib_present() } {
+                    return Err(OpenError::NoLibrary);
+                }
+                // SAFETY: 1. as above. It was there a moment ago, so that this finds it and does not panic.
+                let library = unsafe { sys::culib() };
+                Ok(Self {
+                    $( $field: {
+                        // SAFETY: 1. the type is the one that cuda.h declares for this symbol.
+                        let found = unsafe {
+                            library.get::<unsafe extern "C" fn($($kind),*) -> c_uint>(concat!($symbol, "\0").as_bytes())
+                        };
+                        // The library is never unloaded: the bindings keep it in a static.
+                        *found.map_err(|_| OpenError::MissingSymbol { symbol: $symbol })?
+                    }, )+
+                })
+            }
+        }
+    };
+}
+
+// A function that changed its types over the years is found under its newest name: the plain one is the oldest.
+table! {
+    init = "cuInit"(flags: c_uint);
+    driver_version = "cuDriverGetVersion"(version: *mut c_int);
+    device_count = "cuDeviceGetCount"(count: *mut c_int);
+    device_get = "cuDeviceGet"(device: *mut c_int, ordinal: c_int);
+    device_name = "cuDeviceGetName"(name: *mut c_char, len: c_int, device: c_int);
+    device_memory = "cuDeviceTotalMem_v2"(bytes: *mut usize, device: c_int);
+    device_attribute = "cuDeviceGetAttribute"(value: *mut c_int, attribute: c_uint, device: c_int);
+    device_pci_address = "cuDeviceGetPCIBusId"(address: *mut c_char, len: c_int, device: c_int);
+    context_retain = "cuDevicePrimaryCtxRetain"(context: *mut Object, device: c_int);
+    context_release = "cuDevicePrimaryCtxRelease_v2"(device: c_int);
+    context_current = "cuCtxGetCurrent"(context: *mut Object);
+    context_set_current = "cuCtxSetCurrent"(context: Object);
+    context_synchronize = "cuCtxSynchronize"();
+    stream_priorities = "cuCtxGetStreamPriorityRange"(least: *mut c_int, greatest: *mut c_int);
+    memory_info = "cuMemGetInfo_v2"(free: *mut usize, total: *mut usize);
+
+    stream_create = "cuStreamCreateWithPriority"(stream: *mut Object, flags: c_uint, priority: c_int);
+    stream_destroy = "cuStreamDestroy_v2"(stream: Object);
+    stream_id = "cuStreamGetId"(stream: Object, id: *mut c_ulonglong);
+    stream_query = "cuStreamQuery"(stream: Object);
+    stream_synchronize = "cuStreamSynchronize"(stream: Object);
+    stream_wait_event = "cuStreamWaitEvent"(stream: Object, event: Object, flags: c_uint);
+    exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(mode: *mut c_uint);
+
+    event_create = "cuEventCreate"(event: *mut Object, flags: c_uint);
+    event_destroy = "cuEventDestroy_v2"(event: Object);
+    event_record = "cuEventRecord"(event: Object, stream: Object);
+    event_query = "cuEventQuery"(event: Object);
+    event_synchronize = "cuEventSynchronize"(event: Object);
+
+    mem_alloc = "cuMemAlloc_v2"(address: *mut u64, bytes: usize);
+    mem_free = "cuMemFree_v2"(address: u64);
+    pool_create = "cuMemPoolCreate"(pool: *mut Object, properties: *const PoolProperties);
+    pool_destroy = "cuMemPoolDestroy"(pool: Object);
+    pool_trim = "cuMemPoolTrimTo"(pool: Object, keep: usize);
+    pool_set = "cuMemPoolSetAttribute"(pool: Object, attribute: c_uint, value: *mut c_void);
+    pool_get = "cuMemPoolGetAttribute"(pool: Object, attribute: c_uint, value: *mut c_void);
+    pool_alloc = "cuMemAllocFromPoolAsync"(address: *mut u64, bytes: usize, pool: Object, stream: Object);
+    pool_free = "cuMemFreeAsync"(address: u64, stream: Object);
+
+    granularity = "cuMemGetAllocationGranularity"(
+        granularity: *mut usize, properties: *const AllocationProperties, option: c_uint,
+    );
+    address_reserve = "cuMemAddressReserve"(
+        address: *mut u64, bytes: usize, align: usize, wish: u64, flags: c_ulonglong,
+    );
+    address_free = "cuMemAddressFree"(address: u64, bytes: usize);
+    handle_create = "cuMemCreate"(
+        handle: *mut u64, bytes: usize, properties: *const AllocationProperties, flags: c_ulonglong,
+    );
+    handle_release = "cuMemRelease"(handle: u64);
+    map = "cuMemMap"(address: u64, bytes: usize, offset: usize, handle: u64, flags: c_ulonglong);
+    unmap = "cuMemUnmap"(address: u64, bytes: usize);
+    set_access = "cuMemSetAccess"(address: u64, bytes: usize, access: *const AccessDescription, count: usize);
+
+    host_alloc = "cuMemHostAlloc"(address: *mut *mut c_void, bytes: usize, flags: c_uint);
+    host_free = "cuMemFreeHost"(address: *mut c_void);
+    host_register = "cuMemHostRegister_v2"(address: *mut c_void, bytes: usize, flags: c_uint);
+    host_unregister = "cuMemHostUnregister"(address: *mut c_void);
+
+    copy_to_device = "cuMemcpyHtoDAsync_v2"(to: u64, from: *const c_void, bytes: usize, stream: Object);
+    copy_to_host = "cuMemcpyDtoHAsync_v2"(to: *mut c_void, from: u64, bytes: usize, stream: Object);
+    copy_on_device = "cuMemcpyDtoDAsync_v2"(to: u64, from: u64, bytes: usize, stream: Object);
+    copy_between = "cuMemcpyPeerAsync"(
+        to: u64, to_context: Object, from: u64, from_context: Object, bytes: usize, stream: Object,
+    );
+    fill = "cuMemsetD8Async"(to: u64, byte: c_uchar, bytes: usize, stream: Object);
+    pointer_attribute = "cuPointerGetAttribute"(value: *mut c_void, attribute: c_uint, address: u64);
+}

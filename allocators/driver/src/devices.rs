@@ -1,0 +1,92 @@
+//! What devices there are and what they can do.
+
+use crate::{DeviceId, Result};
+use std::fmt::Debug;
+
+/// What a device is and can do. Read once, at the driver's word.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct DeviceInfo {
+    /// Which.
+    pub device: DeviceId,
+    /// The model, as the driver calls it.
+    pub name: String,
+    /// Memory, in bytes.
+    pub memory: u64,
+    /// Compute capability, major and minor.
+    pub compute_capability: (u32, u32),
+    /// Domain, bus, device and function, lower case: `0000:1b:00.0`. `None` where the driver does not tell.
+    pub pci_address: Option<String>,
+    /// The NUMA node of the host that the driver names as nearest. `None` where it does not tell.
+    pub host_node: Option<u32>,
+    /// Whether address ranges and physical handles can be had apart (virtual memory management).
+    pub virtual_memory: bool,
+    /// Size and alignment of physical handles, in bytes; 0 without virtual memory management.
+    pub granularity: u64,
+    /// Whether the driver's stream-ordered pools are there.
+    pub async_pools: bool,
+    /// Whether the device shares the host's memory instead of having its own.
+    pub integrated: bool,
+}
+
+impl DeviceInfo {
+    /// A device about which only this is known; fill in the rest.
+    #[must_use]
+    pub fn new(device: DeviceId, name: String, memory: u64) -> Self {
+        Self {
+            device,
+            name,
+            memory,
+            compute_capability: (0, 0),
+            pci_address: None,
+            host_node: None,
+            virtual_memory: false,
+            granularity: 0,
+            async_pools: false,
+            integrated: false,
+        }
+    }
+}
+
+/// The driver's own count of a device's memory: advice, since other programs take and give meanwhile.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct MemoryInfo {
+    /// Bytes that nobody holds.
+    pub free: u64,
+    /// Bytes there are.
+    pub total: u64,
+}
+
+/// Devices.
+pub trait Devices: Debug + Send + Sync {
+    /// How many devices the driver shows to this process (`cuDeviceGetCount`).
+    ///
+    /// # Errors
+    /// The driver's.
+    fn device_count(&self) -> Result<u32>;
+
+    /// What a device is and can do (`cuDeviceGetAttribute` and others). The first call for a device may take its
+    /// primary context, which takes hundreds of megabytes on the device and a fraction of a second.
+    ///
+    /// # Errors
+    /// Invalid device for an ordinal that is not there.
+    fn device_info(&self, device: DeviceId) -> Result<DeviceInfo>;
+
+    /// Free and total memory (`cuMemGetInfo`, about 3.6 µs).
+    ///
+    /// # Errors
+    /// The driver's.
+    fn memory_info(&self, device: DeviceId) -> Result<MemoryInfo>;
+
+    /// The version of the driver's interface: 13000 for CUDA 13.0 (`cuDriverGetVersion`).
+    ///
+    /// # Errors
+    /// The driver's.
+    fn driver_version(&self) -> Result<u32>;
+
+    /// Waits for everything queued on the device (`cuCtxSynchronize`). Blocks.
+    ///
+    /// # Errors
+    /// The driver's, and those of work queued before.
+    fn device_synchronize(&self, device: DeviceId) -> Result<()>;
+}

@@ -1,0 +1,42 @@
+//! Points in a queue that others can wait for.
+#![expect(unsafe_code, reason = "declares a call that ends a handle's life; holds no unsafe block")]
+
+use crate::{DeviceId, RawEvent, RawStream, Result};
+use std::fmt::Debug;
+
+/// Events.
+pub trait Events: Debug + Send + Sync {
+    /// An event without timing, in the primary context of `device` (`cuEventCreate`, about 0.1 µs).
+    ///
+    /// # Errors
+    /// The driver's.
+    fn event_create(&self, device: DeviceId) -> Result<RawEvent>;
+
+    /// Ends an event (`cuEventDestroy`). Streams that wait for it go on waiting.
+    ///
+    /// # Safety
+    /// 1. No copy of the handle is used afterwards.
+    ///
+    /// # Errors
+    /// The driver's.
+    unsafe fn event_destroy(&self, event: RawEvent) -> Result<()>;
+
+    /// Puts the event behind all that is queued on `stream` (`cuEventRecord`, about 0.17 µs). A record made before is
+    /// forgotten.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn event_record(&self, event: RawEvent, stream: RawStream) -> Result<()>;
+
+    /// Whether the last record has been reached; true for an event never recorded (`cuEventQuery`). Never blocks.
+    ///
+    /// # Errors
+    /// Those of work queued before.
+    fn event_query(&self, event: RawEvent) -> Result<bool>;
+
+    /// Waits until the last record has been reached (`cuEventSynchronize`). Blocks.
+    ///
+    /// # Errors
+    /// Those of work queued before.
+    fn event_synchronize(&self, event: RawEvent) -> Result<()>;
+}

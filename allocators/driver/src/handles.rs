@@ -1,0 +1,56 @@
+//! The driver's numbers, with the device each belongs to.
+#![expect(unsafe_code, reason = "declares the unsafe constructors of handles; holds no unsafe block")]
+
+use aquifer_core::DeviceId;
+
+macro_rules! handle {
+    ($(#[$doc:meta])* $name:ident) => {
+        $(#[$doc])*
+        #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+        pub struct $name {
+            device: DeviceId,
+            handle: u64,
+        }
+
+        impl $name {
+            /// Names a handle that the driver gave out.
+            ///
+            /// # Safety
+            /// 1. `handle` is one that the driver this is used with gave out for `device`, and it is alive whenever the
+            ///    result is used in a call.
+            #[must_use]
+            pub unsafe fn from_raw(device: DeviceId, handle: u64) -> Self {
+                Self { device, handle }
+            }
+
+            /// The device that it belongs to.
+            #[must_use]
+            pub fn device(self) -> DeviceId {
+                self.device
+            }
+
+            /// The driver's number.
+            #[must_use]
+            pub fn handle(self) -> u64 {
+                self.handle
+            }
+        }
+    };
+}
+
+handle! {
+    /// A stream (`CUstream`).
+    RawStream
+}
+handle! {
+    /// An event (`CUevent`).
+    RawEvent
+}
+handle! {
+    /// Physical memory without an address (`CUmemGenericAllocationHandle`).
+    PhysicalHandle
+}
+handle! {
+    /// A stream-ordered pool of the driver (`CUmemoryPool`).
+    PoolHandle
+}

@@ -1,0 +1,71 @@
+//! The boundary to the GPU: one trait per family of driver calls, behind which stands CUDA or a simulated GPU.
+//!
+//! | family | calls |
+//! |---|---|
+//! | [`Devices`] | what there is and what it can do |
+//! | [`Streams`] | queues of work, and the thread's capture mode |
+//! | [`Events`] | points in a queue that others can wait for |
+//! | [`Memory`] | whole allocations, and the driver's own stream-ordered pools |
+//! | [`Physical`] | address ranges, physical handles, and which is mapped where |
+//! | [`HostMemory`] | pinned memory |
+//! | [`Copies`] | moving and filling bytes, in stream order |
+//!
+//! A [`Driver`] is all of them and is used as `Arc<dyn Driver>`: it stands on slow paths only. A call that fails
+//! answers with a [`DriverError`] and has changed nothing, unless its own text says otherwise.
+//!
+//! # Handles
+//! Streams, events, physical handles and pools are plain numbers to the driver, which crashes on a wrong one. Here they
+//! can only be made by `unsafe fn from_raw`, so whoever holds one may believe that it was valid once; calls that end its
+//! life are `unsafe` too, since copies of it may be about.
+//!
+//! # What may touch what
+//! Calls that give addresses to the device, or take them away, are `unsafe`: the caller answers for what queued work
+//! still does with them. The simulated GPU checks exactly that and reports it, with the source lines of both parties;
+//! see [`sim`].
+
+mod calls;
+mod copies;
+mod devices;
+mod events;
+mod handles;
+mod host_memory;
+mod memory;
+mod observe;
+mod operand;
+mod physical;
+pub mod site;
+mod streams;
+
+#[cfg(feature = "cuda")]
+pub mod cuda;
+pub mod sim;
+
+pub use aquifer_core::{DeviceId, DriverError};
+pub use calls::{Call, CallCounts};
+pub use copies::Copies;
+pub use devices::{DeviceInfo, Devices, MemoryInfo};
+pub use events::Events;
+pub use handles::{PhysicalHandle, PoolHandle, RawEvent, RawStream};
+pub use host_memory::{HostFlags, HostMemory};
+pub use memory::{Memory, PoolUsage};
+pub use observe::{BlockNote, HostAccess, Observer, Ownership};
+pub use operand::{Access, DeviceRange, KeepAlive, Operand, Typed};
+pub use physical::Physical;
+pub use streams::{CaptureMode, Relaxed, Streams};
+
+/// The answer of a driver call.
+pub type Result<T, E = DriverError> = std::result::Result<T, E>;
+
+/// A GPU driver: every family, and what it tells about itself.
+pub trait Driver: Devices + Streams + Events + Memory + Physical + HostMemory + Copies {
+    /// `cuda`, `sim`.
+    fn name(&self) -> &'static str;
+
+    /// How often each call has been made since the driver was opened.
+    fn calls(&self) -> &CallCounts;
+
+    /// Whoever wants to know which block belongs to whom. The simulated GPU does; a real one does not.
+    fn observer(&self) -> Option<&dyn Observer> {
+        None
+    }
+}

@@ -1,0 +1,53 @@
+//! What pools tell a driver that checks them.
+
+use crate::{DeviceRange, RawStream};
+use std::fmt::Debug;
+
+/// Whose a range of device memory is from now on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Ownership<'a> {
+    /// A block's, in stream order on `stream`. `generation` tells it from every other block that has ever been or will
+    /// be at these addresses.
+    Live {
+        /// The stream that may use it without further ado.
+        stream: RawStream,
+        /// The block's number.
+        generation: u64,
+    },
+    /// Freed by its owner, while uses on `users` have not ended: those may still touch it, and nobody else.
+    Pending {
+        /// The streams whose uses are open.
+        users: &'a [RawStream],
+    },
+    /// Nobody's: in a cache, or not in use at all. Whoever touches it touches freed memory.
+    Free,
+}
+
+/// A pool's word on whose a range is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct BlockNote<'a> {
+    /// The block, whole.
+    pub range: DeviceRange,
+    /// Whose it is.
+    pub owner: Ownership<'a>,
+}
+
+/// What the host does with memory that devices can reach.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HostAccess {
+    /// The CPU reads it.
+    Read,
+    /// The CPU writes it, or its owner gives it to somebody who will.
+    Write,
+    /// Its owner frees it: nothing queued may touch it any more.
+    Free,
+}
+
+/// Somebody who checks that nothing is touched out of turn. See [`Driver::observer`](crate::Driver::observer).
+pub trait Observer: Debug + Send + Sync {
+    /// A range of device memory changes hands.
+    fn block(&self, note: BlockNote<'_>);
+
+    /// The host touches memory that devices can reach.
+    fn host(&self, address: u64, bytes: u64, access: HostAccess);
+}

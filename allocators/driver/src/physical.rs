@@ -1,0 +1,67 @@
+//! Address ranges, physical handles, and which is mapped where.
+#![expect(unsafe_code, reason = "declares calls that take memory away; holds no unsafe block")]
+
+use crate::{DeviceId, PhysicalHandle, Result};
+use std::fmt::Debug;
+
+/// Virtual memory management. Sizes and addresses are multiples of the device's granularity (2 MiB as a rule).
+///
+/// None of these calls waits for the device, and none is ordered with streams: mapping and unmapping happen when the
+/// call is made, whatever is queued. They run one after another inside the driver, about 40 µs for a move.
+pub trait Physical: Debug + Send + Sync {
+    /// Reserves a range of addresses with nothing behind it (`cuMemAddressReserve`). `align` 0 leaves it to the driver.
+    ///
+    /// # Errors
+    /// Out of memory when the process's address space is used up; not supported on devices without it.
+    fn address_reserve(&self, device: DeviceId, bytes: u64, align: u64) -> Result<u64>;
+
+    /// Gives a reserved range back whole (`cuMemAddressFree`).
+    ///
+    /// # Safety
+    /// 1. The range came from [`Physical::address_reserve`], nothing is mapped in it, nobody uses its addresses.
+    ///
+    /// # Errors
+    /// The driver's; the range stays reserved.
+    unsafe fn address_free(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()>;
+
+    /// Takes physical memory from the device (`cuMemCreate`).
+    ///
+    /// # Errors
+    /// Out of memory (code 2).
+    fn handle_create(&self, device: DeviceId, bytes: u64) -> Result<PhysicalHandle>;
+
+    /// Lets go of it (`cuMemRelease`). The device has the memory back when the last mapping is gone as well.
+    ///
+    /// # Safety
+    /// 1. No copy of the handle is used afterwards.
+    ///
+    /// # Errors
+    /// The driver's; the handle stays.
+    unsafe fn handle_release(&self, handle: PhysicalHandle) -> Result<()>;
+
+    /// Maps a whole handle at an address inside a reserved range (`cuMemMap`). It can be touched after
+    /// [`Physical::set_access`]. One handle may be mapped at several addresses at once.
+    ///
+    /// # Safety
+    /// 1. Nothing is mapped there, and no queued work touches the range.
+    ///
+    /// # Errors
+    /// The driver's; nothing is mapped.
+    unsafe fn map(&self, address: u64, bytes: u64, handle: PhysicalHandle) -> Result<()>;
+
+    /// Takes whole mappings away (`cuMemUnmap`), at once.
+    ///
+    /// # Safety
+    /// 1. The host knows that no queued work touches the range through these addresses: an event it has seen done, or a
+    ///    stream it has synchronised. A wait between streams is not enough.
+    ///
+    /// # Errors
+    /// The driver's; the mappings stay.
+    unsafe fn unmap(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()>;
+
+    /// Lets `devices` read and write a range in which everything is mapped (`cuMemSetAccess`).
+    ///
+    /// # Errors
+    /// The driver's; access is as it was.
+    fn set_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()>;
+}

@@ -1,0 +1,169 @@
+//! What a test does to the machine: lets work run, makes calls fail, loses devices, opens captures, and looks.
+
+use super::{
+    Sim, agents::ActingAs, codes, inside, outstanding::Outstanding, space::Use, violation::Violation,
+};
+use crate::{Call, CaptureMode, DeviceId, DeviceRange, RawStream, Result};
+use std::sync::{Arc, atomic::Ordering};
+
+pub use super::faults::StallGuard;
+
+impl Sim {
+    /// What the oracle has found so far, in the order of finding.
+    #[must_use]
+    pub fn violations(&self) -> Vec<Violation> {
+        self.shared.lock().reports.list().to_vec()
+    }
+
+    /// The same, and forgets it.
+    #[must_use]
+    pub fn take_violations(&self) -> Vec<Violation> {
+        self.shared.lock().reports.take()
+    }
+
+    /// Switches the oracle off, so that nothing is checked and pools are not asked whose is what, or on again, knowing
+    /// nothing of what went before: as if the host had just waited for every device, and no pool had spoken.
+    pub fn oracle(&self, on: bool) {
+        let mut state = self.shared.lock();
+        if on && !state.oracle {
+            state.forget();
+        }
+        state.oracle = on;
+        self.shared.watched.store(on, Ordering::Relaxed);
+    }
+
+    /// How many accesses have been checked: one for each range that work or the host touches.
+    #[must_use]
+    pub fn accesses_checked(&self) -> u64 {
+        self.shared.lock().checked
+    }
+
+    /// What the driver's calls so far would have cost, in nanoseconds, by the [cost table](super::Costs).
+    #[must_use]
+    pub fn modelled_ns(&self) -> u64 {
+        self.shared.modelled()
+    }
+
+    /// Runs the next item of a stream, if it waits for nothing. Whether one ran.
+    pub fn step(&self, stream: RawStream) -> bool {
+        if inside::any() {
+            return false;
+        }
+        let mut state = self.shared.lock();
+        match state.stream(stream) {
+            Ok(place) => self.shared.step(state, place).1,
+            Err(_) => false,
+        }
+    }
+
+    /// Runs everything that can run.
+    pub fn run_all(&self) {
+        if !inside::any() {
+            drop(self.shared.drain(self.shared.lock()));
+        }
+    }
+
+    /// How many items of a stream have not run yet.
+    #[must_use]
+    pub fn pending(&self, stream: RawStream) -> usize {
+        let mut state = self.shared.lock();
+        state.stream(stream).map_or(0, |place| {
+            let stream = &state.streams[place];
+            (stream.enqueued - stream.executed) as usize
+        })
+    }
+
+    /// The bytes of a range as they are now, whatever is queued; a look that the oracle does not count. `None` where
+    /// something cannot be reached, in [`Mode::Symbolic`](super::Mode::Symbolic), and inside kernels and callbacks.
+    #[must_use]
+    pub fn read_back(&self, range: DeviceRange) -> Option<Vec<u8>> {
+        if inside::any() {
+            return None;
+        }
+        let state = self.shared.idle(self.shared.lock());
+        let u = Use { range, writes: false, generation: None, reach: u64::MAX };
+        state.space.read(&u)
+    }
+
+    /// Makes the `nth` call from now on fail with a code, once; 1 is the next. Nothing else happens in that call.
+    pub fn fail(&self, call: Call, nth: u64, code: u32) {
+        self.shared.lock().faults.add(call, nth, 0, code);
+    }
+
+    /// Makes every `n`th call fail with a code; 1 is every call.
+    pub fn fail_every(&self, call: Call, n: u64, code: u32) {
+        self.shared.lock().faults.add(call, n, n.max(1), code);
+    }
+
+    /// Ends all failures to come. Lost devices stay lost.
+    pub fn clear_failures(&self) {
+        self.shared.lock().faults.clear();
+    }
+
+    /// Holds up a call: whoever makes it stays in it, holding whatever he holds, until the guard is dropped.
+    pub fn stall(&self, call: Call) -> StallGuard {
+        Arc::clone(&self.shared.stalls).hold(call)
+    }
+
+    /// The device has a sticky error: what is queued on it never runs, and every call for it fails with illegal address
+    /// (700) from now on.
+    pub fn lose_device(&self, device: DeviceId) {
+        let mut state = self.shared.lock();
+        let Some(there) = state.devices.get_mut(device.0 as usize) else { return };
+        there.lost = Some(codes::ILLEGAL_ADDRESS);
+        let mut dropped = Vec::new();
+        for stream in state.streams.iter_mut().filter(|stream| stream.device == device) {
+            stream.executed = stream.enqueued;
+            dropped.append(&mut stream.queue.drain(..).collect());
+        }
+        state.queued -= dropped.len();
+        drop(state);
+        // Closures of the program's end here, without the lock.
+        drop::<Vec<_>>(dropped);
+        self.shared.changed.notify_all();
+    }
+
+    /// Opens a capture on a stream (`cuStreamBeginCapture`): what is queued on it becomes part of a graph, and does not
+    /// run. The graph itself is not simulated; which calls fail meanwhile, and break the capture, is.
+    ///
+    /// # Errors
+    /// Unsupported on a default stream, invalid value where one is open.
+    pub fn begin_capture(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
+        const CALL: &str = "cuStreamBeginCapture";
+        let mut state = self.shared.enter_named(CALL, stream.device())?;
+        state.begin_capture(stream, mode).map_err(|code| codes::error(CALL, code))
+    }
+
+    /// Ends a capture (`cuStreamEndCapture`). How much work it holds.
+    ///
+    /// # Errors
+    /// Invalidated (901) if some call has broken it; unmatched (903) where none was opened, wrong thread (908).
+    pub fn end_capture(&self, stream: RawStream) -> Result<u64> {
+        const CALL: &str = "cuStreamEndCapture";
+        let mut state = self.shared.enter_named(CALL, stream.device())?;
+        state.end_capture(stream).map_err(|code| codes::error(CALL, code))
+    }
+
+    /// Makes this thread act as one of several [host agents](Sim::host_agents) while the answer lives. A number beyond
+    /// the last means the last.
+    pub fn act_as(&self, agent: u32) -> ActingAs {
+        ActingAs::enter(agent)
+    }
+
+    /// One host agent has told another, by a channel, a lock or a join: what `to` does from now on comes after what
+    /// `from` has done and knows.
+    pub fn host_edge(&self, from: u32, to: u32) {
+        let mut state = self.shared.lock();
+        let last = state.hosts.len() - 1;
+        let clock = state.hosts[(from as usize).min(last)].clock.clone();
+        state.hosts[(to as usize).min(last)].learn(&clock);
+    }
+
+    /// What the program has not given back to the driver.
+    #[must_use]
+    pub fn outstanding(&self) -> Outstanding {
+        let mut state = self.shared.lock();
+        state.sweep_pools();
+        Outstanding::of(&state)
+    }
+}

@@ -1,0 +1,153 @@
+//! What calls cost: a model of driver time, so that a program that calls less is seen to be better without a GPU.
+
+use crate::Call;
+
+/// Measured cost of one call by the size it works on: bytes and nanoseconds, ascending.
+type Curve = &'static [(u64, u64)];
+
+/// A table of what each call costs.
+///
+/// Between two sizes of the table costs are interpolated, beyond its ends they go on as at the end. Waiting for work is
+/// not in it.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct Costs {
+    create: Curve,
+    release: Curve,
+    map: Curve,
+    unmap: Curve,
+    set_access: Curve,
+    reserve: Curve,
+    alloc: Curve,
+    host_alloc: Curve,
+    host_free: Curve,
+    register: Curve,
+    unregister: Curve,
+    free_calls: bool,
+}
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+impl Costs {
+    /// As measured on an H200 with driver 580.
+    #[must_use]
+    pub const fn h200() -> Self {
+        Self {
+            create: &[(2 * MIB, 6_000), (32 * MIB, 11_600), (512 * MIB, 12_000), (8 * GIB, 53_000)],
+            release: &[(2 * MIB, 7_900), (32 * MIB, 14_500), (512 * MIB, 115_000), (8 * GIB, 1_861_000)],
+            map: &[(2 * MIB, 500), (512 * MIB, 600), (8 * GIB, 800)],
+            unmap: &[(2 * MIB, 12_000), (32 * MIB, 19_400), (512 * MIB, 23_300), (8 * GIB, 85_000)],
+            set_access: &[(2 * MIB, 17_300), (32 * MIB, 37_200), (512 * MIB, 47_900), (8 * GIB, 221_000)],
+            reserve: &[(2 * MIB, 800), (32 * MIB, 1_600), (8 * GIB, 2_100)],
+            // Half of an alloc and free pair.
+            alloc: &[(256, 27_000), (MIB, 27_000), (64 * MIB, 40_000), (GIB, 205_000)],
+            host_alloc: &[
+                (4 * KIB, 450_000),
+                (MIB, 470_000),
+                (64 * MIB, 19_500_000),
+                (GIB, 311_000_000),
+                (8 * GIB, 4_397_000_000),
+            ],
+            host_free: &[(MIB, 200_000), (64 * MIB, 5_000_000), (GIB, 80_000_000), (8 * GIB, 729_000_000)],
+            register: &[(4 * KIB, 20_000), (256 * MIB, 5_000_000), (GIB, 20_000_000), (8 * GIB, 160_000_000)],
+            unregister: &[(4 * KIB, 15_000), (GIB, 16_000_000), (8 * GIB, 130_000_000)],
+            free_calls: false,
+        }
+    }
+
+    /// As told of an A100, where physical memory costs much more to take.
+    #[must_use]
+    pub const fn a100() -> Self {
+        Self {
+            create: &[(2 * MIB, 193_000), (32 * MIB, 370_000), (8 * GIB, 1_700_000)],
+            map: &[(2 * MIB, 1_450), (8 * GIB, 2_300)],
+            set_access: &[(2 * MIB, 36_000), (32 * MIB, 77_000), (8 * GIB, 460_000)],
+            unmap: &[(2 * MIB, 25_600), (32 * MIB, 41_000), (8 * GIB, 180_000)],
+            ..Self::h200()
+        }
+    }
+
+    /// A driver whose calls cost nothing.
+    #[must_use]
+    pub const fn nothing() -> Self {
+        Self { free_calls: true, ..Self::h200() }
+    }
+
+    /// What a call on `bytes` costs, in nanoseconds. For calls on several mappings: of each, by its size.
+    #[must_use]
+    pub fn of(&self, call: Call, bytes: u64) -> u64 {
+        if self.free_calls {
+            return 0;
+        }
+        match call {
+            Call::HandleCreate => at(self.create, bytes),
+            Call::HandleRelease => at(self.release, bytes),
+            Call::Map => at(self.map, bytes),
+            Call::Unmap => at(self.unmap, bytes),
+            Call::SetAccess => at(self.set_access, bytes),
+            Call::AddressReserve | Call::AddressFree => at(self.reserve, bytes),
+            Call::MemAlloc | Call::MemFree => at(self.alloc, bytes),
+            Call::HostAlloc => at(self.host_alloc, bytes),
+            Call::HostFree => at(self.host_free, bytes),
+            Call::HostRegister => at(self.register, bytes),
+            Call::HostUnregister => at(self.unregister, bytes),
+            Call::PoolAlloc | Call::PoolFree => 280,
+            Call::EventCreate | Call::EventDestroy => 73,
+            Call::EventRecord => 174,
+            Call::EventQuery => 121,
+            Call::StreamWaitEvent => 178,
+            Call::StreamQuery => 130,
+            Call::StreamId | Call::ExchangeCaptureMode => 15,
+            Call::MemoryInfo => 3_560,
+            Call::CopyToDevice | Call::CopyToHost | Call::CopyOnDevice | Call::Fill => 1_800,
+            Call::StreamCreate
+            | Call::StreamDestroy
+            | Call::PoolCreate
+            | Call::PoolDestroy
+            | Call::PoolTrim => 10_000,
+            Call::DeviceCount
+            | Call::DeviceInfo
+            | Call::DriverVersion
+            | Call::StreamPriorities
+            | Call::PoolUsage
+            | Call::DeviceSynchronize
+            | Call::StreamSynchronize
+            | Call::EventSynchronize => 100,
+        }
+    }
+}
+
+/// The curve's value at a size.
+fn at(curve: Curve, bytes: u64) -> u64 {
+    let after = curve.partition_point(|&(size, _)| size < bytes);
+    let (Some(&(low, cheap)), Some(&(high, dear))) = (curve.get(after.saturating_sub(1)), curve.get(after))
+    else {
+        // Beyond the last: as much per byte as there.
+        return curve.last().map_or(0, |&(size, cost)| {
+            if bytes > size { (u128::from(cost) * u128::from(bytes) / u128::from(size)) as u64 } else { cost }
+        });
+    };
+    if after == 0 || high == low {
+        return dear;
+    }
+    let share = u128::from(bytes - low) * u128::from(dear - cheap) / u128::from(high - low);
+    cheap + share as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn costs_are_those_measured_and_grow_in_between() {
+        let costs = Costs::h200();
+        assert_eq!(costs.of(Call::SetAccess, 2 * MIB), 17_300);
+        assert_eq!(costs.of(Call::SetAccess, 8 * GIB), 221_000);
+        assert_eq!(costs.of(Call::MemAlloc, 1), 27_000);
+        let between = costs.of(Call::Unmap, 64 * MIB);
+        assert!((19_400..23_300).contains(&between));
+        assert_eq!(costs.of(Call::HandleRelease, 16 * GIB), 2 * 1_861_000);
+        assert_eq!(Costs::nothing().of(Call::HostAlloc, GIB), 0);
+    }
+}

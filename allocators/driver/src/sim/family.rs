@@ -1,0 +1,10 @@
+//! The driver's families over the simulated machine, a file for each.
+
+mod copies;
+mod devices;
+mod events;
+mod host_memory;
+mod memory;
+mod observe;
+mod physical;
+mod streams;

@@ -1,0 +1,221 @@
+//! Moving and filling bytes.
+#![expect(unsafe_code, reason = "implements copies between raw addresses")]
+
+use crate::{
+    Call, Copies, DeviceId, DeviceRange, RawStream, Result,
+    sim::{
+        codes,
+        ledger::{Act, Mark},
+        pinned::Side,
+        queue::Work,
+        shared::{Guard, Shared, at, here},
+        space::Use,
+        state::State,
+        violation::{Finding, ViolationKind},
+    },
+};
+use std::{panic::Location, ptr::NonNull};
+
+type Site = &'static Location<'static>;
+
+/// A copy's device side. Copies go by whoever has access, so any access will do.
+fn side(device: DeviceId, address: u64, bytes: u64, writes: bool) -> Use {
+    Use { range: DeviceRange { device, address, bytes }, writes, generation: None, reach: u64::MAX }
+}
+
+impl State {
+    /// How a copy sees its host side; a copy across the end of a registration is refused.
+    fn host_side(&mut self, address: u64, bytes: u64, name: &'static str, site: Site) -> Result<Side, u32> {
+        let side = self.pinned.side(address, bytes);
+        if let Side::Across(start) = side {
+            if self.oracle {
+                let mark = self.host_name(Act::Read, name, site);
+                let mut found = std::mem::take(&mut self.found);
+                let earlier = self.pinned.get(start).map(|pinned| pinned.by);
+                found.push(Finding { kind: ViolationKind::AcrossRegistrations, earlier, address, bytes });
+                self.report(found, mark, None);
+            }
+            return Err(codes::INVALID_VALUE);
+        }
+        Ok(side)
+    }
+
+    /// Whether every use can be reached, after all have been checked.
+    fn check_all(&mut self, stream: usize, uses: &[Use], mark: Mark) -> bool {
+        let mut reached = true;
+        for u in uses {
+            reached &= self.check(stream, u, mark);
+        }
+        reached
+    }
+}
+
+impl Shared {
+    /// Queues a copy to the device. Whether its host side is pinned.
+    ///
+    /// # Safety
+    /// As of [`Copies::copy_to_device`].
+    pub(crate) unsafe fn queue_to_device<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: usize,
+        to: u64,
+        from: NonNull<u8>,
+        bytes: usize,
+        site: Site,
+    ) -> Result<(Guard<'a>, bool), u32> {
+        let name = "copy to the device";
+        let address = from.as_ptr() as u64;
+        let pinned = state.host_side(address, bytes as u64, name, site)? == Side::Pinned;
+        let device = state.streams[stream].device;
+        let to = side(device, to, bytes as u64, true);
+        let Some(mark) = state.begin(stream, name, site)? else { return Ok((state, pinned)) };
+        let reached = state.check_all(stream, &[to], mark);
+        let work = if !reached {
+            Work::Refused
+        } else if !state.space.store.has_bytes() {
+            Work::Touch(to)
+        } else if pinned {
+            Work::FromHost { to, from: address }
+        } else {
+            // SAFETY: 1. `from` is readable for `bytes`, and nobody writes it, by the caller's word.
+            let staged = unsafe { std::slice::from_raw_parts(from.as_ptr(), bytes) };
+            Work::FromStaging { to, from: staged.into() }
+        };
+        if pinned {
+            state.check_host(stream, address, bytes as u64, Act::Read, mark);
+        } else {
+            // Staged before the call returns: it is the host that reads.
+            state.host_touch(address, bytes as u64, crate::HostAccess::Read, site);
+        }
+        Ok((self.put(state, stream, work, mark), pinned))
+    }
+
+    /// Queues a copy to the host. Whether its host side is pinned.
+    ///
+    /// # Safety
+    /// As of [`Copies::copy_to_host`].
+    pub(crate) unsafe fn queue_to_host<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: usize,
+        to: NonNull<u8>,
+        from: u64,
+        bytes: usize,
+        site: Site,
+    ) -> Result<(Guard<'a>, bool), u32> {
+        let name = "copy to the host";
+        let address = to.as_ptr() as u64;
+        let pinned = state.host_side(address, bytes as u64, name, site)? == Side::Pinned;
+        let device = state.streams[stream].device;
+        let from = side(device, from, bytes as u64, false);
+        let Some(mark) = state.begin(stream, name, site)? else { return Ok((state, pinned)) };
+        let reached = state.check_all(stream, &[from], mark);
+        if pinned {
+            state.check_host(stream, address, bytes as u64, Act::Write, mark);
+        }
+        let work = match (reached, state.space.store.has_bytes()) {
+            (false, _) => Work::Refused,
+            (true, false) => Work::Touch(from),
+            (true, true) => Work::ToHost { to: address, from },
+        };
+        Ok((self.put(state, stream, work, mark), pinned))
+    }
+
+    /// Queues a copy on the device.
+    pub(crate) fn queue_on_device<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: usize,
+        to: u64,
+        from: u64,
+        bytes: u64,
+        site: Site,
+    ) -> Result<Guard<'a>, u32> {
+        let home = state.streams[stream].device;
+        let device = |address| state.space.device_of(address).unwrap_or(home);
+        let (to, from) = (side(device(to), to, bytes, true), side(device(from), from, bytes, false));
+        let Some(mark) = state.begin(stream, "copy on the device", site)? else { return Ok(state) };
+        let work = if state.check_all(stream, &[from, to], mark) {
+            Work::OnDevice { to, from }
+        } else {
+            Work::Refused
+        };
+        Ok(self.put(state, stream, work, mark))
+    }
+
+    /// Queues a fill.
+    pub(crate) fn queue_fill<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: usize,
+        to: u64,
+        byte: u8,
+        bytes: u64,
+        site: Site,
+    ) -> Result<Guard<'a>, u32> {
+        let to = side(state.streams[stream].device, to, bytes, true);
+        let Some(mark) = state.begin(stream, "fill", site)? else { return Ok(state) };
+        let work = if state.check_all(stream, &[to], mark) { Work::Fill { to, byte } } else { Work::Refused };
+        Ok(self.put(state, stream, work, mark))
+    }
+}
+
+impl Copies for Shared {
+    unsafe fn copy_to_device(
+        &self,
+        stream: RawStream,
+        to: u64,
+        from: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<()> {
+        let site = here();
+        let call = Call::CopyToDevice;
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        // SAFETY: 1. and 2. are the caller's.
+        let queued = unsafe { self.queue_to_device(state, place, to, from, bytes, site) };
+        drop(queued.map_err(at(call))?);
+        self.cost(call, bytes as u64);
+        Ok(())
+    }
+
+    unsafe fn copy_to_host(&self, stream: RawStream, to: NonNull<u8>, from: u64, bytes: usize) -> Result<()> {
+        let site = here();
+        let call = Call::CopyToHost;
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        // SAFETY: 1. and 2. are the caller's.
+        let queued = unsafe { self.queue_to_host(state, place, to, from, bytes, site) };
+        let (state, pinned) = queued.map_err(at(call))?;
+        self.cost(call, bytes as u64);
+        if !pinned && state.streams[place].capture.is_none() {
+            // Into pageable memory the driver returns when the bytes are there.
+            let point = state.point(place);
+            let mut state = self.run_until(state, point.stream, point.count);
+            state.device(stream.device()).map_err(at(call))?;
+            state.host_learns(&point.clock);
+        }
+        Ok(())
+    }
+
+    unsafe fn copy_on_device(&self, stream: RawStream, to: u64, from: u64, bytes: u64) -> Result<()> {
+        let site = here();
+        let call = Call::CopyOnDevice;
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        drop(self.queue_on_device(state, place, to, from, bytes, site).map_err(at(call))?);
+        self.cost(call, bytes);
+        Ok(())
+    }
+
+    unsafe fn fill(&self, stream: RawStream, to: u64, byte: u8, bytes: u64) -> Result<()> {
+        let site = here();
+        let call = Call::Fill;
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        drop(self.queue_fill(state, place, to, byte, bytes, site).map_err(at(call))?);
+        self.cost(call, bytes);
+        Ok(())
+    }
+}

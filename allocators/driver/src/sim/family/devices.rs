@@ -1,0 +1,45 @@
+//! What devices there are.
+
+use crate::{
+    Call, DeviceId, DeviceInfo, Devices, MemoryInfo, Result,
+    sim::shared::{Shared, at},
+};
+
+impl Devices for Shared {
+    fn device_count(&self) -> Result<u32> {
+        let state = self.enter(Call::DeviceCount, None)?;
+        self.cost(Call::DeviceCount, 0);
+        Ok(state.devices.len() as u32)
+    }
+
+    fn device_info(&self, device: DeviceId) -> Result<DeviceInfo> {
+        let mut state = self.enter(Call::DeviceInfo, Some(device))?;
+        self.cost(Call::DeviceInfo, 0);
+        Ok(state.device(device).map_err(at(Call::DeviceInfo))?.info.clone())
+    }
+
+    fn memory_info(&self, device: DeviceId) -> Result<MemoryInfo> {
+        let mut state = self.enter(Call::MemoryInfo, Some(device))?;
+        self.cost(Call::MemoryInfo, 0);
+        state.sweep_pools();
+        let device = state.device(device).map_err(at(Call::MemoryInfo))?;
+        Ok(MemoryInfo { free: device.info.memory - device.taken, total: device.info.memory })
+    }
+
+    fn driver_version(&self) -> Result<u32> {
+        let state = self.enter(Call::DriverVersion, None)?;
+        self.cost(Call::DriverVersion, 0);
+        Ok(state.config.driver_version)
+    }
+
+    fn device_synchronize(&self, device: DeviceId) -> Result<()> {
+        let call = Call::DeviceSynchronize;
+        let mut state = self.enter(call, Some(device))?;
+        state.captures.disturb().map_err(at(call))?;
+        self.cost(call, 0);
+        let mut state = self.run_device(state, device);
+        state.device(device).map_err(at(call))?;
+        state.host_learns_device(device);
+        Ok(())
+    }
+}

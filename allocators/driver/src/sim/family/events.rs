@@ -1,0 +1,98 @@
+//! Points in a queue that others can wait for.
+#![expect(unsafe_code, reason = "makes handles, and implements the call that ends one")]
+
+use crate::{
+    Call, DeviceId, Events, RawEvent, RawStream, Result,
+    sim::{
+        codes,
+        queue::Event,
+        shared::{Shared, at, here},
+        state::{Refused, State},
+    },
+};
+
+impl State {
+    /// The event that a handle means.
+    pub(crate) fn event(&mut self, event: RawEvent) -> Result<&mut Event, Refused> {
+        match self.events.get_mut(event.handle()) {
+            Some(there) if there.device == event.device() => Ok(there),
+            _ => Err(codes::INVALID_HANDLE),
+        }
+    }
+}
+
+impl Events for Shared {
+    fn event_create(&self, device: DeviceId) -> Result<RawEvent> {
+        let mut state = self.enter(Call::EventCreate, Some(device))?;
+        self.cost(Call::EventCreate, 0);
+        let handle = state.events.insert(Event { device, point: None, capture: None });
+        // SAFETY: 1. The handle is that of the event just made.
+        Ok(unsafe { RawEvent::from_raw(device, handle) })
+    }
+
+    unsafe fn event_destroy(&self, event: RawEvent) -> Result<()> {
+        let call = Call::EventDestroy;
+        let mut state = self.enter(call, Some(event.device()))?;
+        state.event(event).map_err(at(call))?;
+        self.cost(call, 0);
+        state.events.remove(event.handle());
+        Ok(())
+    }
+
+    fn event_record(&self, event: RawEvent, stream: RawStream) -> Result<()> {
+        let site = here();
+        let call = Call::EventRecord;
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        if state.event(event).map_err(at(call))?.device != stream.device() {
+            return Err(at(call)(codes::INVALID_HANDLE));
+        }
+        let capture = state.streams[place].capture;
+        state.captured(place).map_err(at(call))?;
+        self.cost(call, 0);
+        let point = capture.is_none().then(|| {
+            // The event also stands behind what the host knows now, and what the legacy rule implies.
+            state.after_implied(place, "event", site);
+            state.settle(place);
+            state.point(place)
+        });
+        let event = state.event(event).map_err(at(call))?;
+        (event.point, event.capture) = (point, capture);
+        Ok(())
+    }
+
+    fn event_query(&self, event: RawEvent) -> Result<bool> {
+        let call = Call::EventQuery;
+        let mut state = self.enter(call, Some(event.device()))?;
+        state.captures.disturb().map_err(at(call))?;
+        let there = state.event(event).map_err(at(call))?;
+        if there.capture.is_some() {
+            return Err(at(call)(codes::CAPTURED_EVENT));
+        }
+        self.cost(call, 0);
+        // Taken out and put back, since a clock is not worth a copy at every poll.
+        let Some(point) = there.point.take() else { return Ok(true) };
+        let done = state.reached(point.stream, point.count);
+        if done {
+            state.host_learns(&point.clock);
+        }
+        state.event(event).map_err(at(call))?.point = Some(point);
+        Ok(done)
+    }
+
+    fn event_synchronize(&self, event: RawEvent) -> Result<()> {
+        let call = Call::EventSynchronize;
+        let mut state = self.enter(call, Some(event.device()))?;
+        state.captures.disturb().map_err(at(call))?;
+        let there = state.event(event).map_err(at(call))?;
+        if there.capture.is_some() {
+            return Err(at(call)(codes::CAPTURED_EVENT));
+        }
+        self.cost(call, 0);
+        let Some(point) = there.point.clone() else { return Ok(()) };
+        let mut state = self.run_until(state, point.stream, point.count);
+        state.device(event.device()).map_err(at(call))?;
+        state.host_learns(&point.clock);
+        Ok(())
+    }
+}

@@ -1,0 +1,107 @@
+//! Pinned memory.
+#![expect(unsafe_code, reason = "implements calls that take memory away")]
+
+use crate::{
+    Call, DeviceId, HostAccess, HostFlags, HostMemory, Result,
+    sim::{
+        codes,
+        ledger::Act,
+        pinned::Origin,
+        shared::{Guard, Shared, at, here},
+        store,
+    },
+};
+use std::{panic::Location, ptr::NonNull};
+
+/// The driver refuses to register so much at once.
+const TOO_MUCH: usize = 512 << 30;
+
+impl Shared {
+    /// What a free and the end of a registration have in common: whoever works on the memory is looked for, and the
+    /// driver waits for the device, from which the host learns nothing. The bytes that it had.
+    fn unpin<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        device: DeviceId,
+        address: u64,
+        origin: Origin,
+        site: &'static Location<'static>,
+    ) -> Result<(Guard<'a>, u64), u32> {
+        let wrong = match origin {
+            Origin::Allocated => codes::INVALID_VALUE,
+            Origin::Registered => codes::HOST_MEMORY_NOT_REGISTERED,
+        };
+        let pinned = state.pinned.get(address).filter(|pinned| pinned.origin == origin).ok_or(wrong)?;
+        let bytes = pinned.bytes;
+        state.host_touch(address, bytes, HostAccess::Free, site);
+        let mut state = self.run_device(state, device);
+        state.device(device)?;
+        // Another thread may have done the same meanwhile.
+        state.pinned.get(address).filter(|pinned| pinned.origin == origin).ok_or(wrong)?;
+        state.pinned.remove(address);
+        Ok((state, bytes))
+    }
+}
+
+impl HostMemory for Shared {
+    fn host_alloc(&self, device: DeviceId, bytes: usize, flags: HostFlags) -> Result<NonNull<u8>> {
+        let site = here();
+        let call = Call::HostAlloc;
+        let mut state = self.enter(call, Some(device))?;
+        if bytes == 0 || flags.read_only {
+            return Err(at(call)(codes::INVALID_VALUE));
+        }
+        let address = store::host_pages(bytes as u64).ok_or_else(|| at(call)(codes::OUT_OF_MEMORY))?;
+        self.cost(call, bytes as u64);
+        let by = state.host_name(Act::Write, "allocation of host memory", site);
+        // Fresh pages of the system overlap nothing that is registered and still there.
+        state.pinned.add(address, bytes as u64, device, Origin::Allocated, by);
+        NonNull::new(address as *mut u8).ok_or_else(|| at(call)(codes::OUT_OF_MEMORY))
+    }
+
+    unsafe fn host_free(&self, device: DeviceId, address: NonNull<u8>) -> Result<()> {
+        let site = here();
+        let call = Call::HostFree;
+        let state = self.enter(call, Some(device))?;
+        let address = address.as_ptr() as u64;
+        let (_state, bytes) =
+            self.unpin(state, device, address, Origin::Allocated, site).map_err(at(call))?;
+        self.cost(call, bytes);
+        // SAFETY: 1. `host_alloc` got these pages for as many bytes, and nobody uses them any more, by the caller's word;
+        // what was queued on the device has run.
+        unsafe { store::free_host_pages(address, bytes) };
+        Ok(())
+    }
+
+    unsafe fn host_register(
+        &self,
+        device: DeviceId,
+        address: NonNull<u8>,
+        bytes: usize,
+        flags: HostFlags,
+    ) -> Result<()> {
+        let site = here();
+        let call = Call::HostRegister;
+        let mut state = self.enter(call, Some(device))?;
+        state.captures.disturb().map_err(at(call))?;
+        if bytes == 0 || bytes >= TOO_MUCH || flags.write_combined {
+            return Err(at(call)(codes::INVALID_VALUE));
+        }
+        let by = state.host_name(Act::Write, "registration", site);
+        if !state.pinned.add(address.as_ptr() as u64, bytes as u64, device, Origin::Registered, by) {
+            return Err(at(call)(codes::HOST_MEMORY_ALREADY_REGISTERED));
+        }
+        self.cost(call, bytes as u64);
+        Ok(())
+    }
+
+    unsafe fn host_unregister(&self, device: DeviceId, address: NonNull<u8>) -> Result<()> {
+        let site = here();
+        let call = Call::HostUnregister;
+        let state = self.enter(call, Some(device))?;
+        let (_state, bytes) =
+            self.unpin(state, device, address.as_ptr() as u64, Origin::Registered, site).map_err(at(call))?;
+        self.cost(call, bytes);
+        Ok(())
+    }
+}

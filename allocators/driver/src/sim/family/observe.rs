@@ -1,0 +1,33 @@
+//! The sum of the families, and what pools tell it.
+
+use crate::{
+    BlockNote, CallCounts, Driver, HostAccess, Observer,
+    sim::shared::{Shared, here},
+};
+use std::sync::atomic::Ordering;
+
+impl Driver for Shared {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    fn calls(&self) -> &CallCounts {
+        &self.calls
+    }
+
+    fn observer(&self) -> Option<&dyn Observer> {
+        if self.watched.load(Ordering::Relaxed) { Some(self) } else { None }
+    }
+}
+
+impl Observer for Shared {
+    fn block(&self, note: BlockNote<'_>) {
+        let site = here();
+        self.lock().note(note, site);
+    }
+
+    fn host(&self, address: u64, bytes: u64, access: HostAccess) {
+        let site = here();
+        self.lock().host_touch(address, bytes, access, site);
+    }
+}

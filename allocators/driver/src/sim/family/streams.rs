@@ -1,0 +1,106 @@
+//! Queues of work.
+#![expect(unsafe_code, reason = "makes handles, and implements the call that ends one")]
+
+use crate::{
+    Call, CaptureMode, DeviceId, RawEvent, RawStream, Result, Streams,
+    sim::{
+        codes,
+        queue::{self, Kind},
+        shared::{Shared, at, here},
+    },
+};
+use std::ops::RangeInclusive;
+
+/// The priorities of an H200.
+const PRIORITIES: RangeInclusive<i32> = -5..=0;
+
+impl Streams for Shared {
+    fn stream_create(&self, device: DeviceId, _priority: i32) -> Result<RawStream> {
+        let mut state = self.enter(Call::StreamCreate, Some(device))?;
+        self.cost(Call::StreamCreate, 0);
+        let place = state.make_stream(device, Kind::NonBlocking);
+        // SAFETY: 1. The handle is that of the stream just made.
+        Ok(unsafe { RawStream::from_raw(device, queue::handle(place)) })
+    }
+
+    unsafe fn stream_destroy(&self, stream: RawStream) -> Result<()> {
+        let call = Call::StreamDestroy;
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        if !state.is_made(place) {
+            return Err(at(call)(codes::INVALID_HANDLE));
+        }
+        // A capture that it took part in is broken.
+        let _ = state.refuse_capturing(place);
+        self.cost(call, 0);
+        state.streams[place].alive = false;
+        state.streams[place].capture = None;
+        state.retire(place);
+        Ok(())
+    }
+
+    fn stream_priorities(&self, device: DeviceId) -> Result<RangeInclusive<i32>> {
+        let _state = self.enter(Call::StreamPriorities, Some(device))?;
+        self.cost(Call::StreamPriorities, 0);
+        Ok(PRIORITIES)
+    }
+
+    fn stream_id(&self, stream: RawStream) -> Result<u64> {
+        let mut state = self.enter(Call::StreamId, Some(stream.device()))?;
+        self.cost(Call::StreamId, 0);
+        let place = state.stream(stream).map_err(at(Call::StreamId))?;
+        Ok(state.streams[place].id)
+    }
+
+    fn stream_query(&self, stream: RawStream) -> Result<bool> {
+        let call = Call::StreamQuery;
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        state.refuse_capturing(place).map_err(at(call))?;
+        state.captures.disturb().map_err(at(call))?;
+        self.cost(call, 0);
+        let point = state.point(place);
+        let done = state.reached(point.stream, point.count);
+        if done {
+            state.host_learns(&point.clock);
+        }
+        Ok(done)
+    }
+
+    fn stream_synchronize(&self, stream: RawStream) -> Result<()> {
+        let call = Call::StreamSynchronize;
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        state.refuse_capturing(place).map_err(at(call))?;
+        state.captures.disturb().map_err(at(call))?;
+        self.cost(call, 0);
+        let point = state.point(place);
+        let mut state = self.run_until(state, point.stream, point.count);
+        state.device(stream.device()).map_err(at(call))?;
+        state.host_learns(&point.clock);
+        Ok(())
+    }
+
+    fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
+        let site = here();
+        let call = Call::StreamWaitEvent;
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        let (point, capture) = {
+            let event = state.event(event).map_err(at(call))?;
+            (event.point.clone(), event.capture)
+        };
+        let captured = state.captured_wait(place, capture).map_err(at(call))?;
+        self.cost(call, 0);
+        if let Some(point) = point.filter(|_| !captured) {
+            state.after(place, &point, "wait for an event", site);
+        }
+        Ok(())
+    }
+
+    fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
+        let mut state = self.enter(Call::ExchangeCaptureMode, None)?;
+        self.cost(Call::ExchangeCaptureMode, 0);
+        Ok(state.captures.exchange(mode))
+    }
+}

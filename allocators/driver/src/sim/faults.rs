@@ -1,0 +1,164 @@
+//! Calls that fail when told to, and calls that do not come back until told to.
+
+use crate::Call;
+use std::{
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// Failures to come.
+#[derive(Default, Debug)]
+pub(crate) struct Faults {
+    rules: Vec<Rule>,
+}
+
+#[derive(Debug)]
+struct Rule {
+    call: Call,
+    /// Calls of this kind until the next failure, that one included.
+    until: u64,
+    /// Calls from one failure to the next; 0 fails once.
+    every: u64,
+    code: u32,
+}
+
+impl Faults {
+    pub(crate) fn add(&mut self, call: Call, nth: u64, every: u64, code: u32) {
+        self.rules.push(Rule { call, until: nth.max(1), every, code });
+    }
+
+    pub(crate) fn clear(&mut self) {
+        self.rules.clear();
+    }
+
+    /// Counts one call, and answers with the code that it is to fail with.
+    pub(crate) fn meet(&mut self, call: Call) -> Option<u32> {
+        let mut code = None;
+        self.rules.retain_mut(|rule| {
+            if rule.call != call {
+                return true;
+            }
+            rule.until -= 1;
+            if rule.until == 0 {
+                code = code.or(Some(rule.code));
+                rule.until = rule.every;
+            }
+            rule.until > 0
+        });
+        code
+    }
+}
+
+/// Calls that are held up.
+#[derive(Default, Debug)]
+pub(crate) struct Stalls {
+    active: AtomicUsize,
+    held: Mutex<Vec<Held>>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct Held {
+    key: u64,
+    call: Call,
+    waiting: usize,
+}
+
+impl Stalls {
+    fn lock(&self) -> MutexGuard<'_, Vec<Held>> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits while the call is held up. No other lock may be held.
+    pub(crate) fn pass(&self, call: Call) {
+        if self.active.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        let mut held = self.lock();
+        while let Some(mine) = held.iter_mut().find(|held| held.call == call) {
+            mine.waiting += 1;
+            let key = mine.key;
+            self.changed.notify_all();
+            held = self.changed.wait(held).unwrap_or_else(PoisonError::into_inner);
+            if let Some(mine) = held.iter_mut().find(|held| held.key == key) {
+                mine.waiting -= 1;
+            }
+        }
+    }
+
+    pub(crate) fn hold(self: Arc<Self>, call: Call) -> StallGuard {
+        let mut held = self.lock();
+        let key = held.last().map_or(0, |last| last.key + 1);
+        held.push(Held { key, call, waiting: 0 });
+        self.active.fetch_add(1, Ordering::Release);
+        drop(held);
+        StallGuard { stalls: self, key }
+    }
+}
+
+/// While it lives, threads that make the call stay in it: what they hold meanwhile, others can be shown to need.
+#[derive(Debug)]
+#[must_use = "the call is held up until this is dropped"]
+pub struct StallGuard {
+    stalls: Arc<Stalls>,
+    key: u64,
+}
+
+impl StallGuard {
+    /// How many threads are in the call now.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.stalls.lock().iter().find(|held| held.key == self.key).map_or(0, |held| held.waiting)
+    }
+
+    /// Blocks until so many threads are in the call, or for at most `timeout`. Whether they are.
+    #[must_use]
+    pub fn wait_for(&self, threads: usize, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut held = self.stalls.lock();
+        loop {
+            if held.iter().any(|held| held.key == self.key && held.waiting >= threads) {
+                return true;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            held = self.stalls.changed.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}
+
+impl Drop for StallGuard {
+    fn drop(&mut self) {
+        self.stalls.lock().retain(|held| held.key != self.key);
+        self.stalls.active.fetch_sub(1, Ordering::Release);
+        self.stalls.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_fails_the_call_it_counts_to_and_no_other() {
+        let mut faults = Faults::default();
+        faults.add(Call::Map, 3, 0, 2);
+        let met: Vec<_> = (0..5).map(|_| (faults.meet(Call::Unmap), faults.meet(Call::Map))).collect();
+        assert_eq!(met, [(None, None), (None, None), (None, Some(2)), (None, None), (None, None)]);
+    }
+
+    #[test]
+    fn a_recurring_rule_fails_every_nth() {
+        let mut faults = Faults::default();
+        faults.add(Call::Map, 2, 2, 1);
+        let met: Vec<_> = (0..6).map(|_| faults.meet(Call::Map).is_some()).collect();
+        assert_eq!(met, [false, true, false, true, false, true]);
+        faults.clear();
+        assert_eq!((faults.meet(Call::Map), faults.meet(Call::Map)), (None, None));
+    }
+}

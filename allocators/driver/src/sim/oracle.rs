@@ -1,0 +1,188 @@
+//! The checks: every use of memory is held against the order, the mappings and the owners that it has when queued.
+
+use super::{
+    clock::Clock,
+    inside,
+    ledger::{Act, Mark},
+    ownership::{Owner, Ownership as Owners},
+    queue::Kind,
+    space::Use,
+    state::State,
+    violation::Finding,
+};
+use crate::{BlockNote, DeviceId, HostAccess, Ownership};
+use std::panic::Location;
+
+type Site = &'static Location<'static>;
+
+impl State {
+    /// Gives the next action of a stream its place: after all that its host agent knows, and after everything in the
+    /// stream. The stamp is the stream's own count.
+    pub(crate) fn tail(&mut self, stream: usize, act: Act, work: &'static str, site: Site) -> Mark {
+        self.settle(stream);
+        let s = &mut self.streams[stream];
+        if !self.oracle {
+            return Mark { count: 0, slot: s.slot, act, work, site };
+        }
+        Mark { count: s.clock.tick(s.slot), slot: s.slot, act, work, site }
+    }
+
+    /// Checks one use of device memory by work with this mark at its stream's tail. Whether the bytes can be reached.
+    pub(crate) fn check(&mut self, stream: usize, u: &Use, mark: Mark) -> bool {
+        if !self.oracle {
+            return !self.space.store.has_bytes() || self.space.unreachable(u).is_none();
+        }
+        if u.range.bytes == 0 {
+            return true;
+        }
+        self.checked += 1;
+        let mark = Mark { act: u.act(), ..mark };
+        let mut found = std::mem::take(&mut self.found);
+        self.owners.check(u.range.address, u.range.bytes, u.generation, stream, &mut found);
+        // Work on another's memory is told once. It leaves no record, or everybody who is right would race with it.
+        let reached = if found.is_empty() {
+            self.space.touch(u, &mark, &self.streams[stream].clock, &mut found)
+        } else {
+            self.space.unreachable(u).is_none()
+        };
+        self.report(found, mark, Some(u.range.device));
+        reached
+    }
+
+    /// Checks a copy's host side.
+    pub(crate) fn check_host(&mut self, stream: usize, address: u64, bytes: u64, act: Act, mark: Mark) {
+        if self.oracle && bytes > 0 {
+            self.checked += 1;
+            let mark = Mark { act, ..mark };
+            let mut found = std::mem::take(&mut self.found);
+            self.pinned.act(address, bytes, &mark, &self.streams[stream].clock, &mut found);
+            self.report(found, mark, None);
+        }
+    }
+
+    /// Names the parties of what was found, and takes the scratch back.
+    pub(crate) fn report(&mut self, mut found: Vec<Finding>, later: Mark, on: Option<DeviceId>) {
+        // One action that meets the same earlier one in several intervals is one fault.
+        found.dedup_by_key(|finding| {
+            (finding.kind, finding.earlier.map(|mark| (mark.slot, mark.count, std::ptr::from_ref(mark.site))))
+        });
+        for finding in found.drain(..) {
+            self.reports.add(&self.components, finding, later, on);
+        }
+        self.found = found;
+    }
+
+    /// The host touches memory that devices can reach. What a callback touches has been checked when it was queued.
+    pub(crate) fn host_touch(&mut self, address: u64, bytes: u64, access: HostAccess, site: Site) {
+        if !self.oracle || bytes == 0 || inside::any() {
+            return;
+        }
+        self.checked += 1;
+        let (act, work) = match access {
+            HostAccess::Read => (Act::Read, "CPU read"),
+            HostAccess::Write => (Act::Write, "CPU write"),
+            HostAccess::Free => (Act::Free, "free of host memory"),
+        };
+        let mark = self.host_mark(act, work, site);
+        let mut found = std::mem::take(&mut self.found);
+        let host = &self.hosts[self.agent()];
+        self.pinned.act(address, bytes, &mark, &host.clock, &mut found);
+        self.report(found, mark, None);
+    }
+
+    /// A pool tells whose a range is.
+    pub(crate) fn note(&mut self, note: BlockNote<'_>, site: Site) {
+        let range = note.range;
+        if !self.oracle || range.bytes == 0 {
+            return;
+        }
+        let (owner, by) = match note.owner {
+            Ownership::Live { stream, generation } => {
+                let by = match self.stream(stream) {
+                    Ok(place) => self.hand_over(place, range.address, range.bytes, generation, site),
+                    // Somebody else's stream: nothing is known of its order.
+                    Err(_) => self.host_name(Act::Allocate, "allocation", site),
+                };
+                (Owner::Live { generation: Some(generation) }, by)
+            }
+            Ownership::Pending { users } => {
+                let users = users.iter().filter_map(|&user| self.stream(user).ok()).collect();
+                (Owner::Pending { users }, self.host_name(Act::Free, "free", site))
+            }
+            Ownership::Free => (Owner::Free, self.host_name(Act::Free, "free", site)),
+        };
+        self.owners.set(range.address, range.bytes, owner, by);
+    }
+
+    /// A block comes to be at a stream's tail, as a write of its bytes by that stream. What is this block's already
+    /// stays as it is.
+    fn hand_over(&mut self, stream: usize, address: u64, bytes: u64, generation: u64, site: Site) -> Mark {
+        let mark = self.tail(stream, Act::Allocate, "allocation", site);
+        let mut found = std::mem::take(&mut self.found);
+        let (space, clock) = (&mut self.space, &self.streams[stream].clock);
+        self.owners.not_yet(address, bytes, generation, |address, bytes| {
+            space.hand_over(address, bytes, &mark, clock, &mut found);
+        });
+        let device = self.streams[stream].device;
+        self.report(found, mark, Some(device));
+        mark
+    }
+
+    /// Brings a stream's clock up to what comes before the next item, without queueing one.
+    pub(crate) fn settle(&mut self, stream: usize) {
+        if !self.oracle {
+            return;
+        }
+        let agent = self.agent();
+        let host = &self.hosts[agent];
+        let seen = (agent as u32, host.version);
+        if self.streams[stream].seen != seen {
+            self.streams[stream].clock.join(&host.clock);
+            self.streams[stream].seen = seen;
+        }
+    }
+
+    /// The host has seen a stream, or an event, reach this point.
+    pub(crate) fn host_learns(&mut self, clock: &Clock) {
+        if self.oracle {
+            let agent = self.agent();
+            self.hosts[agent].learn(clock);
+        }
+    }
+
+    /// Everything that a synchronisation with the device teaches the host.
+    pub(crate) fn host_learns_device(&mut self, device: DeviceId) {
+        if self.oracle {
+            let agent = self.agent();
+            let host = &mut self.hosts[agent];
+            self.streams
+                .iter()
+                .filter(|stream| stream.device == device)
+                .for_each(|stream| host.learn(&stream.clock));
+            self.components.gone(device).for_each(|clock| host.learn(clock));
+        }
+    }
+
+    /// The streams whose work a stream's next item comes after without being told: those of the legacy rule.
+    pub(crate) fn implied(&self, stream: usize) -> Vec<usize> {
+        let s = &self.streams[stream];
+        match s.kind {
+            Kind::NonBlocking => Vec::new(),
+            Kind::Blocking => self.devices[s.device.0 as usize].legacy.into_iter().collect(),
+            Kind::Legacy => {
+                let blocking = |&other: &usize| {
+                    let other = &self.streams[other];
+                    other.kind == Kind::Blocking && other.device == s.device
+                };
+                (0..self.streams.len()).filter(blocking).collect()
+            }
+        }
+    }
+
+    /// Forgets everything that was known of accesses and owners, as if the host had just waited for every device.
+    pub(crate) fn forget(&mut self) {
+        self.space.forget();
+        self.pinned.forget();
+        self.owners = Owners::default();
+    }
+}

@@ -1,0 +1,93 @@
+//! What the driver has given out and not got back.
+
+use super::{pinned::Origin, state::State};
+use std::fmt;
+
+/// Counts of everything that a program holds from the driver. Of a device that is lost nothing counts: it is gone with
+/// the device's context.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[non_exhaustive]
+pub struct Outstanding {
+    /// Streams, default streams apart.
+    pub streams: u64,
+    /// Events.
+    pub events: u64,
+    /// Physical handles that have not been released.
+    pub handles: u64,
+    /// Mappings.
+    pub mappings: u64,
+    /// Reserved address ranges.
+    pub reservations: u64,
+    /// Stream-ordered pools.
+    pub pools: u64,
+    /// Blocks of stream-ordered pools.
+    pub pool_blocks: u64,
+    /// Allocations.
+    pub allocations: u64,
+    /// Allocations of host memory.
+    pub host_allocations: u64,
+    /// Registrations of host memory.
+    pub registrations: u64,
+}
+
+impl Outstanding {
+    fn each(&self) -> [(&'static str, u64); 10] {
+        [
+            ("streams", self.streams),
+            ("events", self.events),
+            ("handles", self.handles),
+            ("mappings", self.mappings),
+            ("reservations", self.reservations),
+            ("pools", self.pools),
+            ("pool blocks", self.pool_blocks),
+            ("allocations", self.allocations),
+            ("host allocations", self.host_allocations),
+            ("registrations", self.registrations),
+        ]
+    }
+
+    /// Whether everything has been given back.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.each().iter().all(|&(_, count)| count == 0)
+    }
+
+    pub(crate) fn of(state: &State) -> Self {
+        let mut all = Self::default();
+        let there = |device: crate::DeviceId| {
+            state.devices.get(device.0 as usize).is_some_and(|device| device.lost.is_none())
+        };
+        let streams = (0..state.streams.len()).filter(|&place| {
+            state.streams[place].alive && there(state.streams[place].device) && state.is_made(place)
+        });
+        all.streams = streams.count() as u64;
+        all.events = state.events.iter().filter(|event| there(event.device)).count() as u64;
+        for device in
+            state.devices.iter().filter(|device| device.lost.is_none()).map(|device| device.info.device)
+        {
+            let held = state.space.held(device);
+            all.handles += held.handles;
+            all.mappings += held.mappings;
+            all.reservations += held.reservations;
+            all.allocations += held.allocations;
+            let (pools, blocks) = state.pools_held(device);
+            all.pools += pools;
+            all.pool_blocks += blocks;
+            all.host_allocations += state.pinned.count(device, Origin::Allocated);
+            all.registrations += state.pinned.count(device, Origin::Registered);
+        }
+        all
+    }
+}
+
+impl fmt::Display for Outstanding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.is_empty() {
+            return f.write_str("nothing outstanding");
+        }
+        for (i, (name, count)) in self.each().iter().filter(|&&(_, count)| count > 0).enumerate() {
+            write!(f, "{}{count} {name}", if i == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}

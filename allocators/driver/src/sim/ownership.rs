@@ -1,0 +1,199 @@
+//! Whose which addresses are, by the word of their pool.
+//!
+//! Order says that two accesses do not meet. It does not say that either of them was right: a kernel made for a block
+//! that has been freed since may run long after everybody else and still destroy the block that lives there now. So
+//! pools tell whose a range is, and work tells which block it means.
+
+use super::{
+    ledger::Mark,
+    violation::{Finding, ViolationKind},
+};
+use std::collections::{BTreeMap, VecDeque};
+
+/// The state of an interval of addresses.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) enum Owner {
+    /// A block's. The driver's own allocations have no generation until a pool gives them one.
+    Live { generation: Option<u64> },
+    /// Freed, while uses by these streams, by index, may be open.
+    Pending { users: Box<[usize]> },
+    /// Nobody's.
+    Free,
+}
+
+#[derive(Clone, Debug)]
+struct Owned {
+    end: u64,
+    owner: Owner,
+    /// Who made it so.
+    by: Mark,
+}
+
+/// Owners by address. Addresses that nobody has spoken of are not checked.
+#[derive(Default, Debug)]
+pub(crate) struct Ownership {
+    /// By first address; they do not overlap.
+    owned: BTreeMap<u64, Owned>,
+    /// Ranges that the driver has taken back, oldest first: what touches them is told who freed them, for a while.
+    retired: VecDeque<(u64, u64)>,
+}
+
+/// So many freed allocations are remembered.
+const REMEMBERED: usize = 1 << 16;
+
+impl Ownership {
+    /// From now on `bytes` from `address` on are `owner`'s.
+    pub(crate) fn set(&mut self, address: u64, bytes: u64, owner: Owner, by: Mark) {
+        let end = address.saturating_add(bytes);
+        // The same bytes change hands again and again.
+        if let Some(owned) = self.owned.get_mut(&address)
+            && owned.end == end
+        {
+            *owned = Owned { end, owner, by };
+            return;
+        }
+        self.clear(address, bytes);
+        self.owned.insert(address, Owned { end, owner, by });
+    }
+
+    /// Forgets whose a range is.
+    pub(crate) fn clear(&mut self, address: u64, bytes: u64) {
+        let end = address.saturating_add(bytes);
+        if let Some((_, before)) = self.owned.range_mut(..address).next_back()
+            && before.end > address
+        {
+            let after = Owned { end: before.end, ..before.clone() };
+            before.end = address;
+            if after.end > end {
+                self.owned.insert(end, after);
+                return;
+            }
+        }
+        while let Some((&start, owned)) = self.owned.range(address..end).next() {
+            let rest = (owned.end > end).then(|| owned.clone());
+            self.owned.remove(&start);
+            if let Some(rest) = rest {
+                self.owned.insert(end, rest);
+            }
+        }
+    }
+
+    /// The driver has taken a range back: it is nobody's, until the addresses are given out again.
+    pub(crate) fn retire(&mut self, address: u64, bytes: u64, by: Mark) {
+        self.set(address, bytes, Owner::Free, by);
+        self.retired.push_back((address, bytes));
+        if self.retired.len() > REMEMBERED
+            && let Some((address, bytes)) = self.retired.pop_front()
+            && self.owned.get(&address).is_some_and(|o| o.end == address + bytes && o.owner == Owner::Free)
+        {
+            self.owned.remove(&address);
+        }
+    }
+
+    /// Calls `each` with the parts of a range that are not this block's already.
+    pub(crate) fn not_yet(&self, address: u64, bytes: u64, generation: u64, mut each: impl FnMut(u64, u64)) {
+        let end = address.saturating_add(bytes);
+        let mut cursor = address;
+        for (start, owned) in self.overlapping(address, end) {
+            if (owned.owner == Owner::Live { generation: Some(generation) }) {
+                if start > cursor {
+                    each(cursor, start - cursor);
+                }
+                cursor = owned.end.min(end);
+            }
+        }
+        if cursor < end {
+            each(cursor, end - cursor);
+        }
+    }
+
+    fn overlapping(&self, address: u64, end: u64) -> impl Iterator<Item = (u64, &Owned)> {
+        let first = match self.owned.range(..=address).next_back() {
+            Some((&start, owned)) if owned.end > address => start,
+            _ => address,
+        };
+        self.owned.range(first..end.max(first)).map(|(&start, owned)| (start, owned))
+    }
+
+    /// What is wrong with a use by a stream, by index, of a range that it means to be block `generation`.
+    pub(crate) fn check(
+        &self,
+        address: u64,
+        bytes: u64,
+        generation: Option<u64>,
+        stream: usize,
+        found: &mut Vec<Finding>,
+    ) {
+        let end = address.saturating_add(bytes);
+        for (start, owned) in self.overlapping(address, end) {
+            let kind = match (&owned.owner, generation) {
+                (Owner::Live { generation: Some(live) }, Some(declared)) if *live != declared => {
+                    ViolationKind::StaleBlock { declared, live: *live }
+                }
+                (Owner::Live { .. }, _) => continue,
+                (Owner::Pending { users }, _) if users.contains(&stream) => continue,
+                (Owner::Pending { .. } | Owner::Free, _) => ViolationKind::UseAfterFree,
+            };
+            let from = start.max(address);
+            found.push(Finding {
+                kind,
+                earlier: Some(owned.by),
+                address: from,
+                bytes: owned.end.min(end) - from,
+            });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::ledger::Act, *};
+    use std::panic::Location;
+
+    fn by() -> Mark {
+        Mark { count: 1, slot: 0, act: Act::Allocate, work: "test", site: Location::caller() }
+    }
+
+    fn faults(ownership: &Ownership, address: u64, bytes: u64, generation: Option<u64>) -> usize {
+        let mut found = Vec::new();
+        ownership.check(address, bytes, generation, 0, &mut found);
+        found.len()
+    }
+
+    #[test]
+    fn a_note_cuts_what_it_overlaps() {
+        let mut o = Ownership::default();
+        o.set(0, 100, Owner::Free, by());
+        o.set(40, 20, Owner::Live { generation: Some(7) }, by());
+        assert_eq!(faults(&o, 40, 20, Some(7)), 0);
+        assert_eq!(faults(&o, 40, 20, Some(8)), 1);
+        assert_eq!(faults(&o, 0, 100, Some(7)), 2);
+        o.set(30, 40, Owner::Live { generation: Some(9) }, by());
+        assert_eq!(faults(&o, 30, 40, Some(9)), 0);
+        assert_eq!((faults(&o, 29, 1, None), faults(&o, 70, 1, None)), (1, 1));
+        assert_eq!(faults(&o, 100, 50, None), 0, "nobody has spoken of these");
+    }
+
+    #[test]
+    fn only_new_parts_of_a_block_change_hands() {
+        let mut o = Ownership::default();
+        o.set(10, 10, Owner::Live { generation: Some(1) }, by());
+        let parts = |address, bytes, generation| {
+            let mut parts = Vec::new();
+            o.not_yet(address, bytes, generation, |address, bytes| parts.push((address, bytes)));
+            parts
+        };
+        assert_eq!(parts(10, 20, 1), [(20, 10)]);
+        assert_eq!(parts(0, 30, 1), [(0, 10), (20, 10)]);
+        assert_eq!(parts(10, 10, 2), [(10, 10)]);
+    }
+
+    #[test]
+    fn freed_allocations_are_forgotten_in_the_end() {
+        let mut o = Ownership::default();
+        for n in 0..REMEMBERED as u64 + 10 {
+            o.retire(n * 100, 50, by());
+        }
+        assert_eq!(o.owned.len(), REMEMBERED);
+    }
+}

@@ -1,0 +1,311 @@
+//! Device memory by the driver's own allocators: allocations, and stream-ordered pools.
+//!
+//! A pool cuts segments of 2 MiB and more into blocks. A free block remembers the points of the streams that it was
+//! freed on; whoever gets it next waits for them on the device, and that is an order that the driver itself knows of.
+
+use super::{
+    clock::Clock,
+    codes,
+    ledger::Mark,
+    queue::Point,
+    space::Purpose,
+    state::{Refused, State, bit},
+    table::Table,
+};
+use crate::{DeviceId, PoolUsage};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+/// Blocks are multiples of this.
+const UNIT: u64 = 512;
+/// Segments are, and large allocations.
+const SEGMENT: u64 = 2 << 20;
+
+/// Every pool, and every block of theirs that is given out.
+#[derive(Default, Debug)]
+pub(crate) struct Pools {
+    pub(crate) pools: Table<Pool>,
+    blocks: HashMap<u64, Block>,
+}
+
+#[derive(Debug)]
+struct Block {
+    pool: u64,
+    bytes: u64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Pool {
+    pub(crate) device: DeviceId,
+    /// The most that it may hold.
+    max: u64,
+    usage: PoolUsage,
+    /// By address, with their bytes.
+    segments: BTreeMap<u64, u64>,
+    free: BTreeMap<u64, Free>,
+    by_size: BTreeSet<(u64, u64)>,
+    /// Whether its handle is good. Its memory lives on while blocks do.
+    pub(crate) alive: bool,
+}
+
+/// A free block.
+#[derive(Debug)]
+struct Free {
+    bytes: u64,
+    /// Where it was freed: one point for each stream.
+    after: Vec<Point>,
+}
+
+impl Pool {
+    pub(crate) fn new(device: DeviceId, max: u64) -> Self {
+        Self {
+            device,
+            max: if max == 0 { u64::MAX } else { max },
+            usage: PoolUsage::default(),
+            segments: BTreeMap::new(),
+            free: BTreeMap::new(),
+            by_size: BTreeSet::new(),
+            alive: true,
+        }
+    }
+
+    pub(crate) fn usage(&self) -> PoolUsage {
+        self.usage
+    }
+
+    fn remove(&mut self, address: u64) -> Option<Free> {
+        let free = self.free.remove(&address)?;
+        self.by_size.remove(&(free.bytes, address));
+        Some(free)
+    }
+
+    fn insert(&mut self, address: u64, free: Free) {
+        self.by_size.insert((free.bytes, address));
+        self.free.insert(address, free);
+    }
+
+    /// Adds a free block, merged with its free neighbours in the segment.
+    fn give(&mut self, mut address: u64, mut free: Free) {
+        let segment = self.segments.range(..=address).next_back();
+        let (start, end) = segment.map_or((address, address), |(&start, &bytes)| (start, start + bytes));
+        if address + free.bytes < end
+            && let Some(next) = self.remove(address + free.bytes)
+        {
+            free.merge(next);
+        }
+        let before = self.free.range(start..address).next_back();
+        if let Some((&before, _)) = before.filter(|(before, other)| **before + other.bytes == address)
+            && let Some(other) = self.remove(before)
+        {
+            free.merge(other);
+            address = before;
+        }
+        self.insert(address, free);
+    }
+}
+
+impl Free {
+    fn merge(&mut self, other: Free) {
+        self.bytes += other.bytes;
+        for point in other.after {
+            match self.after.iter_mut().find(|mine| mine.stream == point.stream) {
+                Some(mine) => {
+                    mine.count = mine.count.max(point.count);
+                    mine.clock.join(&point.clock);
+                }
+                None => self.after.push(point),
+            }
+        }
+    }
+}
+
+impl State {
+    /// Memory with addresses of its own, mapped and open, and what of it there is.
+    pub(crate) fn allocate(
+        &mut self,
+        device: DeviceId,
+        bytes: u64,
+        pool: bool,
+    ) -> Result<(u64, u64), Refused> {
+        let unit = if bytes >= SEGMENT { SEGMENT } else { UNIT };
+        let bytes = bytes.checked_next_multiple_of(unit).ok_or(codes::OUT_OF_MEMORY)?;
+        self.take(device, bytes)?;
+        let placed = self.place(device, bytes, unit, pool);
+        if placed.is_err() {
+            self.give(device, bytes);
+        }
+        placed.map(|address| (address, bytes))
+    }
+
+    fn place(&mut self, device: DeviceId, bytes: u64, align: u64, pool: bool) -> Result<u64, Refused> {
+        let object = self.space.create(device, bytes)?;
+        let purpose = Purpose::Allocation { object, pool };
+        let address = match self.space.reserve(device, bytes, align, align, purpose) {
+            Ok(address) => address,
+            Err(code) => {
+                self.space.release(object);
+                return Err(code);
+            }
+        };
+        let mut nobody = Vec::new();
+        let reach = self.reach(device) | bit(device);
+        let mapped = self
+            .space
+            .map(address, bytes, object, &Clock::default(), &mut nobody)
+            .and_then(|()| self.space.set_access(address, bytes, reach).map(drop));
+        if let Err(code) = mapped {
+            self.vacate(address, object, bytes, None);
+            return Err(code);
+        }
+        Ok(address)
+    }
+
+    /// Takes an allocation's memory back from its addresses. With nobody to blame, nothing is remembered.
+    fn vacate(&mut self, address: u64, object: u64, bytes: u64, by: Option<Mark>) -> u64 {
+        let site = std::panic::Location::caller();
+        let mark = by.unwrap_or_else(|| self.host_name(super::ledger::Act::Free, "free", site));
+        let agent = self.agent();
+        let clock = &self.hosts[agent].clock;
+        // What cannot be unmapped was not mapped.
+        let _ = self.space.unmap(address, bytes, mark, clock);
+        let back = self.space.release(object);
+        self.space.unreserve(address, mark);
+        back
+    }
+
+    /// Gives an allocation back to its device.
+    pub(crate) fn deallocate(&mut self, address: u64, by: Mark) {
+        let Some(reservation) = self.space.reservation(address) else { return };
+        let (device, bytes) = (reservation.device, reservation.bytes);
+        let Purpose::Allocation { object, .. } = reservation.purpose else { return };
+        let back = self.vacate(address, object, bytes, Some(by));
+        self.give(device, back);
+        self.owners.retire(address, bytes, by);
+    }
+
+    /// A block of a pool, its bytes, and what its first use comes after.
+    pub(crate) fn pool_alloc(
+        &mut self,
+        pool: u64,
+        stream: usize,
+        bytes: u64,
+    ) -> Result<(u64, u64, Vec<Point>), Refused> {
+        let bytes = bytes.checked_next_multiple_of(UNIT).ok_or(codes::OUT_OF_MEMORY)?;
+        let there = self.pools.pools.get(pool).filter(|pool| pool.alive).ok_or(codes::INVALID_HANDLE)?;
+        let fitting = there.by_size.range((bytes, 0)..);
+        // Rather one of this stream's, or one that nobody has to wait for, if it is among the tightest.
+        let at_once = |&&(_, address): &&(u64, u64)| {
+            let after = &there.free[&address].after;
+            after.iter().all(|point| point.stream == stream || self.reached(point.stream, point.count))
+        };
+        let best = fitting.clone().take(16).find(at_once).or_else(|| fitting.clone().next()).copied();
+        let (size, address) = match best {
+            Some(best) => best,
+            None => self.grow(pool, bytes)?,
+        };
+        let there = self.pools.pools.get_mut(pool).ok_or(codes::INVALID_HANDLE)?;
+        let free = there.remove(address).ok_or(codes::OUT_OF_MEMORY)?;
+        if size > bytes {
+            there.insert(address + bytes, Free { bytes: size - bytes, after: free.after.clone() });
+        }
+        there.usage.used += bytes;
+        self.pools.blocks.insert(address, Block { pool, bytes });
+        Ok((address, bytes, free.after))
+    }
+
+    /// Adds a segment to a pool: its bytes and address.
+    fn grow(&mut self, pool: u64, bytes: u64) -> Result<(u64, u64), Refused> {
+        let segment = bytes.checked_next_multiple_of(SEGMENT).ok_or(codes::OUT_OF_MEMORY)?;
+        let there = self.pools.pools.get(pool).ok_or(codes::INVALID_HANDLE)?;
+        let (device, max) = (there.device, there.max);
+        let fits =
+            |pool: &Pool| pool.usage.reserved.checked_add(segment).is_some_and(|reserved| reserved <= max);
+        if !fits(there) {
+            self.pool_trim(pool, max.saturating_sub(segment));
+        }
+        if !self.pools.pools.get(pool).is_some_and(fits) {
+            return Err(codes::OUT_OF_MEMORY);
+        }
+        let allocated = self.allocate(device, segment, true).or_else(|_| {
+            self.pool_trim(pool, 0);
+            self.allocate(device, segment, true)
+        });
+        let (address, segment) = allocated?;
+        let there = self.pools.pools.get_mut(pool).ok_or(codes::INVALID_HANDLE)?;
+        there.usage.reserved += segment;
+        there.usage.reserved_high = there.usage.reserved_high.max(there.usage.reserved);
+        there.segments.insert(address, segment);
+        there.insert(address, Free { bytes: segment, after: Vec::new() });
+        Ok((segment, address))
+    }
+
+    /// The bytes of a block that a pool has given out, and the pool's device.
+    pub(crate) fn pool_block(&self, address: u64) -> Option<(u64, DeviceId)> {
+        let block = self.pools.blocks.get(&address)?;
+        Some((block.bytes, self.pools.pools.get(block.pool)?.device))
+    }
+
+    /// Takes a block back, free when `point` is reached.
+    pub(crate) fn pool_free(&mut self, address: u64, point: Point) {
+        let Some(block) = self.pools.blocks.remove(&address) else { return };
+        if let Some(pool) = self.pools.pools.get_mut(block.pool) {
+            pool.usage.used -= block.bytes;
+            pool.give(address, Free { bytes: block.bytes, after: vec![point] });
+            if !pool.alive {
+                self.pool_end(block.pool);
+            }
+        }
+    }
+
+    /// Gives segments that are free, and done with, back to the device.
+    pub(crate) fn pool_trim(&mut self, pool: u64, keep: u64) {
+        let Some(there) = self.pools.pools.get(pool) else { return };
+        let whole: Vec<_> = there
+            .segments
+            .iter()
+            .filter(|(address, bytes)| there.free.get(address).is_some_and(|free| free.bytes == **bytes))
+            .map(|(&address, &bytes)| (address, bytes))
+            .collect();
+        for (address, bytes) in whole.into_iter().rev() {
+            let Some(there) = self.pools.pools.get(pool) else { return };
+            let done = there.free[&address].after.iter().all(|point| self.reached(point.stream, point.count));
+            if there.usage.reserved <= keep || !done {
+                continue;
+            }
+            let by = self.host_name(super::ledger::Act::Free, "pool trim", super::shared::here());
+            if let Some(there) = self.pools.pools.get_mut(pool) {
+                there.remove(address);
+                there.segments.remove(&address);
+                there.usage.reserved -= bytes;
+            }
+            self.deallocate(address, by);
+        }
+    }
+
+    /// Ends what can be ended of a pool whose handle is gone.
+    pub(crate) fn pool_end(&mut self, pool: u64) {
+        self.pool_trim(pool, 0);
+        if self.pools.pools.get(pool).is_some_and(|pool| pool.usage.used == 0) {
+            // What is free but not done with: its work has been queued, and ends in memory that stays until then.
+            let rest: Vec<_> =
+                self.pools.pools.get(pool).map_or(Vec::new(), |p| p.segments.keys().copied().collect());
+            if rest.is_empty() {
+                self.pools.pools.remove(pool);
+            }
+        }
+    }
+
+    /// Ends pools whose handles are gone and whose last work has run.
+    pub(crate) fn sweep_pools(&mut self) {
+        for pool in self.pools.pools.handles_where(|pool| !pool.alive) {
+            self.pool_end(pool);
+        }
+    }
+
+    /// How many pools of a device have handles, and how many blocks of its pools are given out.
+    pub(crate) fn pools_held(&self, device: DeviceId) -> (u64, u64) {
+        let pools = self.pools.pools.iter().filter(|pool| pool.device == device && pool.alive).count();
+        let of_device =
+            |block: &&Block| self.pools.pools.get(block.pool).is_some_and(|pool| pool.device == device);
+        (pools as u64, self.pools.blocks.values().filter(of_device).count() as u64)
+    }
+}

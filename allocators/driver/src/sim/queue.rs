@@ -1,0 +1,144 @@
+//! Streams as queues of work.
+
+use super::{clock::Clock, kernel::Body, space::Use};
+use crate::{DeviceId, RawStream};
+use std::{collections::VecDeque, fmt, panic::Location};
+
+/// Which implicit order a stream is part of.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Kind {
+    /// None.
+    NonBlocking,
+    /// Before and after the work of the device's legacy stream.
+    Blocking,
+    /// The device's legacy stream: before and after the work of every blocking stream.
+    Legacy,
+}
+
+/// A stream. Its place in the table is used again when it is destroyed and all its work is done, as a driver's handles
+/// are; the counts go on, so that a place in a queue is never meant twice.
+#[derive(Debug)]
+pub(crate) struct Stream {
+    pub(crate) device: DeviceId,
+    /// The number that no other stream ever has.
+    pub(crate) id: u64,
+    pub(crate) kind: Kind,
+    /// Whether the handle is good.
+    pub(crate) alive: bool,
+    /// Its component of the clocks.
+    pub(crate) slot: u32,
+    /// What comes before the work that will be queued next.
+    pub(crate) clock: Clock,
+    /// The host agent whose clock was joined last, and that clock's version then.
+    pub(crate) seen: (u32, u64),
+    /// How many items have ever been queued here, and how many of them have run.
+    pub(crate) enqueued: u64,
+    pub(crate) executed: u64,
+    pub(crate) queue: VecDeque<Item>,
+    /// The capture that it takes part in.
+    pub(crate) capture: Option<u64>,
+}
+
+/// Handles 0 and 1 are the legacy stream, 2 the thread's own default stream.
+pub(crate) const FIRST_HANDLE: u64 = 0x100;
+const HANDLE_STEP: u64 = 0x40;
+
+/// The handle of the stream at a place in the table.
+pub(crate) fn handle(index: usize) -> u64 {
+    FIRST_HANDLE + index as u64 * HANDLE_STEP
+}
+
+/// The place in the table that a handle means, if it could be one.
+pub(crate) fn place(stream: RawStream) -> Option<usize> {
+    let offset = stream.handle().checked_sub(FIRST_HANDLE)?;
+    offset.is_multiple_of(HANDLE_STEP).then_some((offset / HANDLE_STEP) as usize)
+}
+
+/// A point in a stream.
+#[derive(Clone, Debug)]
+pub(crate) struct Point {
+    /// The stream's place in the table.
+    pub(crate) stream: usize,
+    /// Reached when so many items have run.
+    pub(crate) count: u64,
+    /// What comes before it.
+    pub(crate) clock: Clock,
+}
+
+/// An event: where it was recorded last.
+#[derive(Debug)]
+pub(crate) struct Event {
+    pub(crate) device: DeviceId,
+    pub(crate) point: Option<Point>,
+    /// The capture that it was recorded in, if its last record was part of one.
+    pub(crate) capture: Option<u64>,
+}
+
+/// One item of a queue.
+#[derive(Debug)]
+pub(crate) struct Item {
+    pub(crate) work: Work,
+    pub(crate) name: &'static str,
+    pub(crate) site: &'static Location<'static>,
+    /// Its stamp.
+    pub(crate) slot: u32,
+    pub(crate) count: u64,
+}
+
+/// What an item does when it runs.
+pub(crate) enum Work {
+    /// Nothing: what it was to touch cannot be touched, as has been reported.
+    Refused,
+    /// One declared access, without bytes.
+    Touch(Use),
+    /// A user's kernel.
+    Kernel { uses: Vec<Use>, body: Option<Body> },
+    /// From pinned host memory, by address.
+    FromHost { to: Use, from: u64 },
+    /// From pageable memory, as it was when the copy was queued.
+    FromStaging { to: Use, from: Box<[u8]> },
+    /// To host memory, by address.
+    ToHost { to: u64, from: Use },
+    /// Device to device.
+    OnDevice { to: Use, from: Use },
+    /// A fill with one byte.
+    Fill { to: Use, byte: u8 },
+    /// Waits until another stream, by place, has run so many items.
+    Wait { stream: usize, count: u64 },
+    /// Writes a value that others may wait for.
+    WriteValue { address: u64, value: u64 },
+    /// Waits until the value there is at least this.
+    WaitValue { address: u64, value: u64 },
+    /// Calls the host.
+    Callback(Box<dyn FnOnce() + Send>),
+}
+
+impl Work {
+    /// Whether it calls code of the program's, which must not happen under the simulator's lock.
+    pub(crate) fn calls_out(&self) -> bool {
+        matches!(self, Self::Kernel { body: Some(_), .. } | Self::Callback(_))
+    }
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused => f.write_str("Refused"),
+            Self::Touch(u) => f.debug_tuple("Touch").field(u).finish(),
+            Self::Kernel { uses, .. } => f.debug_tuple("Kernel").field(uses).finish(),
+            Self::FromHost { to, from } => f.debug_tuple("FromHost").field(to).field(from).finish(),
+            Self::FromStaging { to, .. } => f.debug_tuple("FromStaging").field(to).finish(),
+            Self::ToHost { to, from } => f.debug_tuple("ToHost").field(to).field(from).finish(),
+            Self::OnDevice { to, from } => f.debug_tuple("OnDevice").field(to).field(from).finish(),
+            Self::Fill { to, byte } => f.debug_tuple("Fill").field(to).field(byte).finish(),
+            Self::Wait { stream, count } => f.debug_tuple("Wait").field(stream).field(count).finish(),
+            Self::WriteValue { address, value } => {
+                f.debug_tuple("WriteValue").field(address).field(value).finish()
+            }
+            Self::WaitValue { address, value } => {
+                f.debug_tuple("WaitValue").field(address).field(value).finish()
+            }
+            Self::Callback(_) => f.write_str("Callback"),
+        }
+    }
+}

@@ -1,0 +1,371 @@
+//! When queued work runs, and how.
+//!
+//! One item runs at a time, whichever thread runs it: what the simulated GPU does never races in the host's own terms.
+//! Items that call the program run without the simulator's lock; meanwhile nothing else runs and nothing is unmapped.
+#![expect(unsafe_code, reason = "touches the memory that queued work names by address")]
+
+use super::{
+    clock::Clock,
+    config::Schedule,
+    inside,
+    kernel::KernelMemory,
+    ledger::{Act, Mark},
+    queue::{Item, Point, Work},
+    shared::{Guard, Shared},
+    space::Use,
+    state::{Refused, State},
+};
+use crate::DeviceId;
+use std::panic::Location;
+
+impl State {
+    /// Gives new work of a stream its place in the order. `None` if it goes into a capture instead.
+    pub(crate) fn begin(
+        &mut self,
+        stream: usize,
+        name: &'static str,
+        site: &'static Location<'static>,
+    ) -> Result<Option<Mark>, Refused> {
+        if self.captured(stream)? {
+            return Ok(None);
+        }
+        self.after_implied(stream, name, site);
+        Ok(Some(self.tail(stream, Act::Read, name, site)))
+    }
+
+    /// Makes what is queued on a stream from now on come after what the legacy rule puts before it.
+    pub(crate) fn after_implied(
+        &mut self,
+        stream: usize,
+        name: &'static str,
+        site: &'static Location<'static>,
+    ) {
+        for other in self.implied(stream) {
+            let point = self.point(other);
+            self.after(stream, &point, name, site);
+        }
+    }
+
+    /// Makes what is queued on a stream from now on come after a point of another.
+    pub(crate) fn after(
+        &mut self,
+        stream: usize,
+        point: &Point,
+        name: &'static str,
+        site: &'static Location<'static>,
+    ) {
+        if self.oracle {
+            self.streams[stream].clock.join(&point.clock);
+        }
+        if self.streams[point.stream].executed < point.count {
+            let (slot, count) = (self.streams[stream].slot, 0);
+            let work = Work::Wait { stream: point.stream, count: point.count };
+            self.push(stream, Item { work, name, site, slot, count });
+        }
+    }
+
+    fn push(&mut self, stream: usize, item: Item) {
+        let s = &mut self.streams[stream];
+        s.enqueued += 1;
+        s.queue.push_back(item);
+        self.queued += 1;
+    }
+
+    /// The point that a stream has been filled to.
+    pub(crate) fn point(&self, stream: usize) -> Point {
+        let s = &self.streams[stream];
+        Point {
+            stream,
+            count: s.enqueued,
+            clock: if self.oracle { s.clock.clone() } else { Clock::default() },
+        }
+    }
+
+    /// Whether a point has been reached.
+    pub(crate) fn reached(&self, stream: usize, count: u64) -> bool {
+        self.streams[stream].executed >= count
+    }
+
+    fn can_run(&self, work: &Work) -> bool {
+        match *work {
+            Work::Wait { stream, count } => self.reached(stream, count),
+            Work::WaitValue { address, value } => self.values.reached(address, value),
+            _ => true,
+        }
+    }
+
+    fn front_can_run(&self, stream: usize) -> bool {
+        self.streams[stream].queue.front().is_some_and(|item| self.can_run(&item.work))
+    }
+
+    /// Whether everything that work touches can be reached still. What cannot is reported.
+    fn reachable(&mut self, uses: &[Use], item: &Item) -> bool {
+        let lost = uses.iter().find_map(|u| self.space.unreachable(u).map(|finding| (u, finding)));
+        let Some((u, finding)) = lost else { return true };
+        if self.oracle {
+            let mark =
+                Mark { count: item.count, slot: item.slot, act: u.act(), work: item.name, site: item.site };
+            let mut found = std::mem::take(&mut self.found);
+            found.push(finding);
+            self.report(found, mark, Some(u.range.device));
+        }
+        false
+    }
+
+    /// Runs an item that does not call the program. `fresh`: its uses have just been seen to be reachable.
+    fn perform(&mut self, item: &Item, fresh: bool) {
+        let reachable = match &item.work {
+            _ if fresh => true,
+            Work::Touch(u) | Work::FromHost { to: u, .. } | Work::FromStaging { to: u, .. } => {
+                self.reachable(&[*u], item)
+            }
+            Work::ToHost { from: u, .. } | Work::Fill { to: u, .. } => self.reachable(&[*u], item),
+            Work::OnDevice { to, from } => self.reachable(&[*to, *from], item),
+            Work::Kernel { uses, .. } => self.reachable(uses, item),
+            _ => true,
+        };
+        if !reachable {
+            return;
+        }
+        let store = &self.space.store;
+        match &item.work {
+            Work::WriteValue { address, value } => self.values.write(*address, *value),
+            Work::Fill { to, byte } => {
+                // SAFETY: 1. The range is mapped and open, as was checked, and the one item that runs touches it.
+                unsafe { store.fill(to.range.address, *byte, to.range.bytes) }
+            }
+            Work::FromHost { to, from } => {
+                // SAFETY: 1. `to` is mapped and open, as was checked; `from` is readable until the copy is done, by the
+                // word of the copy's caller. 2. Nobody else touches either, likewise.
+                unsafe { store.copy(to.range.address, *from, to.range.bytes) }
+            }
+            Work::FromStaging { to, from } => {
+                // SAFETY: 1. `to` is mapped and open, as was checked, and as long as `from`, which was made for it.
+                // 2. `from` is this item's own; one item runs at a time.
+                unsafe { store.copy(to.range.address, from.as_ptr() as u64, from.len() as u64) }
+            }
+            Work::ToHost { to, from } => {
+                // SAFETY: 1. `from` is mapped and open, as was checked; `to` is writable until the copy is done, by the
+                // word of the copy's caller. 2. Nobody else touches either, likewise.
+                unsafe { store.copy(*to, from.range.address, from.range.bytes) }
+            }
+            Work::OnDevice { to, from } => {
+                // SAFETY: 1. Both are mapped and open, as was checked. 2. One item runs at a time.
+                unsafe { store.copy(to.range.address, from.range.address, from.range.bytes) }
+            }
+            Work::Refused
+            | Work::Touch(_)
+            | Work::Kernel { .. }
+            | Work::Wait { .. }
+            | Work::WaitValue { .. }
+            | Work::Callback(_) => {}
+        }
+    }
+
+    fn ran(&mut self, stream: usize) {
+        let s = &mut self.streams[stream];
+        s.executed = (s.executed + 1).min(s.enqueued);
+        if !s.alive {
+            self.retire(stream);
+        }
+    }
+
+    /// What has to run next for `stream` to come to have run `count` items: a stream by place.
+    fn in_the_way(&self, stream: usize) -> Obstacle {
+        let mut stream = stream;
+        loop {
+            match self.streams[stream].queue.front().map(|item| &item.work) {
+                None => return Obstacle::Running,
+                Some(&Work::Wait { stream: other, count }) if !self.reached(other, count) => stream = other,
+                Some(work) if self.can_run(work) => return Obstacle::Front(stream),
+                Some(_) => return Obstacle::Value,
+            }
+        }
+    }
+
+    fn next_random(&mut self) -> u64 {
+        // SplitMix64.
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+/// What keeps a point from being reached.
+enum Obstacle {
+    /// The front item of this stream, which can run.
+    Front(usize),
+    /// A value that nobody has written yet.
+    Value,
+    /// An item that another thread runs.
+    Running,
+}
+
+impl Shared {
+    /// Queues work whose place and checks have been made, and runs what the schedule says.
+    pub(crate) fn put<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: usize,
+        work: Work,
+        mark: Mark,
+    ) -> Guard<'a> {
+        let item = Item { work, name: mark.work, site: mark.site, slot: mark.slot, count: mark.count };
+        let eager = self.config.schedule == Schedule::Eager;
+        let at_once = eager
+            && !state.running
+            && state.streams[stream].queue.is_empty()
+            && !item.work.calls_out()
+            && state.can_run(&item.work);
+        if at_once {
+            state.streams[stream].enqueued += 1;
+            state.perform(&item, true);
+            state.ran(stream);
+        } else {
+            state.push(stream, item);
+        }
+        self.tell(&state);
+        if eager && state.queued > 0 { self.drain(state) } else { state }
+    }
+
+    /// Wakes who waits for work to run, or for work that can run.
+    fn tell(&self, state: &State) {
+        if state.waiting > 0 {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits until no closure runs.
+    pub(crate) fn idle<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+        while state.running {
+            state = self.wait(state);
+        }
+        state
+    }
+
+    /// Runs everything that can run.
+    pub(crate) fn drain<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+        loop {
+            state = self.idle(state);
+            let next = (0..state.streams.len()).find(|&stream| state.front_can_run(stream));
+            match next {
+                Some(stream) => state = self.run_front(state, stream),
+                None => return state,
+            }
+        }
+    }
+
+    /// Runs the front item of a stream, if it can run. Whether it did.
+    pub(crate) fn step<'a>(&'a self, state: Guard<'a>, stream: usize) -> (Guard<'a>, bool) {
+        let state = self.idle(state);
+        if state.front_can_run(stream) { (self.run_front(state, stream), true) } else { (state, false) }
+    }
+
+    /// Runs the front item of a stream. Nothing runs now, and it can run.
+    fn run_front<'a>(&'a self, mut state: Guard<'a>, stream: usize) -> Guard<'a> {
+        let Some(mut item) = state.streams[stream].queue.pop_front() else { return state };
+        state.queued -= 1;
+        if !item.work.calls_out() {
+            state.perform(&item, false);
+            state.ran(stream);
+            self.tell(&state);
+            return state;
+        }
+        let uses = match &mut item.work {
+            Work::Kernel { uses, .. } => std::mem::take(uses),
+            _ => Vec::new(),
+        };
+        if !state.reachable(&uses, &item) {
+            state.ran(stream);
+            self.tell(&state);
+            return state;
+        }
+        let running = self.leave(state, stream);
+        match item.work {
+            // SAFETY: 1. Every range has just been seen to be mapped and open, and stays so while `running` lives. Work
+            // with a body is queued only where there are bytes. 2. One item runs at a time, and this is it.
+            Work::Kernel { body: Some(body), .. } => body(&mut unsafe { KernelMemory::new(&uses) }),
+            Work::Callback(call) => call(),
+            _ => {}
+        }
+        drop(running);
+        self.lock()
+    }
+
+    /// Lets go of the lock to run the program's code as an item of `stream`.
+    fn leave<'a>(&'a self, mut state: Guard<'a>, stream: usize) -> Running<'a> {
+        state.running = true;
+        drop(state);
+        Running { shared: self, stream, inside: Some(inside::enter()) }
+    }
+
+    /// Runs what has to run until `stream` has run `count` items; nothing else, unless a value is waited for. Blocks
+    /// while such a value is still to be written by another thread.
+    pub(crate) fn run_until<'a>(&'a self, mut state: Guard<'a>, stream: usize, count: u64) -> Guard<'a> {
+        while !state.reached(stream, count) {
+            state = self.idle(state);
+            match state.in_the_way(stream) {
+                Obstacle::Front(next) => state = self.run_front(state, next),
+                Obstacle::Running if state.reached(stream, count) => {}
+                Obstacle::Running => state = self.wait(state),
+                Obstacle::Value => {
+                    let other = (0..state.streams.len()).find(|&other| state.front_can_run(other));
+                    state = match other {
+                        Some(other) => self.run_front(state, other),
+                        None => self.wait(state),
+                    };
+                }
+            }
+        }
+        state
+    }
+
+    /// Runs all that has been queued on a device.
+    pub(crate) fn run_device<'a>(&'a self, mut state: Guard<'a>, device: DeviceId) -> Guard<'a> {
+        let until: Vec<_> = state.streams.iter().map(|stream| (stream.device, stream.enqueued)).collect();
+        for (stream, (_, count)) in until.into_iter().enumerate().filter(|(_, (on, _))| *on == device) {
+            state = self.run_until(state, stream, count);
+        }
+        state
+    }
+
+    /// Lets some time pass: a random share of random queues runs.
+    pub(crate) fn drift<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
+        for _ in 0..state.next_random() % 4 {
+            let filled: Vec<_> =
+                (0..state.streams.len()).filter(|&s| !state.streams[s].queue.is_empty()).collect();
+            if filled.is_empty() {
+                break;
+            }
+            let stream = filled[(state.next_random() % filled.len() as u64) as usize];
+            let most = state.next_random() % (state.streams[stream].queue.len() as u64 + 1);
+            for _ in 0..most {
+                let (after, ran) = self.step(state, stream);
+                state = after;
+                if !ran {
+                    break;
+                }
+            }
+        }
+        state
+    }
+}
+
+/// Code of the program runs as an item; when this is dropped, also by a panic, the item has run.
+struct Running<'a> {
+    shared: &'a Shared,
+    stream: usize,
+    inside: Option<inside::Inside>,
+}
+
+impl Drop for Running<'_> {
+    fn drop(&mut self) {
+        drop(self.inside.take());
+        let mut state = self.shared.lock();
+        state.running = false;
+        state.ran(self.stream);
+        self.shared.tell(&state);
+    }
+}

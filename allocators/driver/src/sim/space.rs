@@ -1,0 +1,465 @@
+//! Addresses of devices: what is reserved, what is mapped where, and who works through which mapping.
+//!
+//! Two records answer two questions. The *ledger* of a physical object says who touched its bytes, wherever they were
+//! mapped, so that aliases conflict. The *uses* of a mapping say who worked through these addresses, so that a host that
+//! takes the mapping away is asked whether it knows that work to be done.
+#![expect(unsafe_code, reason = "tells the store which addresses are whose")]
+
+use super::{
+    clock::Clock,
+    codes,
+    ledger::{Act, Ledger, Mark},
+    store::Store,
+    table::Table,
+    violation::{Finding, ViolationKind},
+};
+use crate::{DeviceId, DeviceRange};
+use std::collections::BTreeMap;
+
+/// What addresses were reserved for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Purpose {
+    /// For whoever asked; to map in.
+    Range,
+    /// For one allocation of the driver's, or a segment of one of its pools, with what lies behind it.
+    Allocation { object: u64, pool: bool },
+}
+
+#[derive(Debug)]
+pub(crate) struct Reservation {
+    pub(crate) bytes: u64,
+    pub(crate) device: DeviceId,
+    pub(crate) purpose: Purpose,
+    /// Bytes taken from the store, guard included.
+    span: u64,
+}
+
+/// Physical memory.
+#[derive(Debug)]
+pub(crate) struct Object {
+    pub(crate) device: DeviceId,
+    pub(crate) bytes: u64,
+    extent: u64,
+    ledger: Ledger,
+    mappings: u32,
+    pub(crate) released: bool,
+}
+
+/// A physical object at an address, whole.
+#[derive(Debug)]
+struct Mapping {
+    bytes: u64,
+    object: u64,
+    /// A bit for each device that may touch it.
+    access: u64,
+    /// The last use through it by each stream.
+    uses: Vec<Mark>,
+}
+
+/// Where a mapping was.
+#[derive(Debug)]
+struct Ghost {
+    bytes: u64,
+    by: Mark,
+    /// The uses through it that its end did not wait for.
+    uses: Vec<Mark>,
+}
+
+/// What one access is.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Use {
+    pub(crate) range: DeviceRange,
+    pub(crate) writes: bool,
+    pub(crate) generation: Option<u64>,
+    /// Any of these devices must have access: the stream's for a kernel; copies go by whoever has it.
+    pub(crate) reach: u64,
+}
+
+impl Use {
+    pub(crate) fn act(&self) -> Act {
+        if self.writes { Act::Write } else { Act::Read }
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct Space {
+    pub(crate) store: Store,
+    reservations: BTreeMap<u64, Reservation>,
+    mappings: BTreeMap<u64, Mapping>,
+    ghosts: BTreeMap<u64, Ghost>,
+    objects: Table<Object>,
+}
+
+/// Beyond so many the lowest addresses are forgotten: they only say who unmapped what.
+const GHOSTS: usize = 1 << 17;
+
+type Refused = u32;
+
+impl Space {
+    pub(crate) fn new(store: Store) -> Self {
+        Self {
+            store,
+            reservations: BTreeMap::new(),
+            mappings: BTreeMap::new(),
+            ghosts: BTreeMap::new(),
+            objects: Table::default(),
+        }
+    }
+
+    /// Reserves `bytes`, and as much as `guard` behind them that stays empty.
+    pub(crate) fn reserve(
+        &mut self,
+        device: DeviceId,
+        bytes: u64,
+        align: u64,
+        guard: u64,
+        purpose: Purpose,
+    ) -> Result<u64, Refused> {
+        let span = bytes.checked_add(guard).ok_or(codes::OUT_OF_MEMORY)?;
+        let address = self.store.reserve(span, align)?;
+        self.bury(address, span);
+        self.reservations.insert(address, Reservation { bytes, device, purpose, span });
+        Ok(address)
+    }
+
+    /// The reservation that starts here.
+    pub(crate) fn reservation(&self, address: u64) -> Option<&Reservation> {
+        self.reservations.get(&address)
+    }
+
+    fn around(&self, address: u64) -> Option<&Reservation> {
+        let (start, there) = self.reservations.range(..=address).next_back()?;
+        (address < start + there.bytes).then_some(there)
+    }
+
+    /// The device whose reservation an address lies in.
+    pub(crate) fn device_of(&self, address: u64) -> Option<DeviceId> {
+        self.around(address).map(|there| there.device)
+    }
+
+    /// What an address was reserved for.
+    pub(crate) fn purpose(&self, address: u64) -> Option<Purpose> {
+        self.around(address).map(|there| there.purpose)
+    }
+
+    /// Whether anything is mapped in a range.
+    pub(crate) fn is_empty(&self, address: u64, bytes: u64) -> bool {
+        self.overlapping(address, address + bytes).next().is_none()
+    }
+
+    /// Ends a reservation in which nothing is mapped.
+    pub(crate) fn unreserve(&mut self, address: u64, by: Mark) {
+        if let Some(reservation) = self.reservations.remove(&address) {
+            self.bury(address, reservation.bytes);
+            self.haunt(address, Ghost { bytes: reservation.bytes, by, uses: Vec::new() });
+            // SAFETY: 1. `reserve` got this span from the store; nothing is mapped in it, so nobody can use it.
+            unsafe { self.store.release(address, reservation.span) };
+        }
+    }
+
+    /// Physical memory. The caller has seen that the device has it.
+    pub(crate) fn create(&mut self, device: DeviceId, bytes: u64) -> Result<u64, Refused> {
+        let extent = self.store.extent(bytes)?;
+        let ledger = Ledger::new(bytes);
+        Ok(self.objects.insert(Object { device, bytes, extent, ledger, mappings: 0, released: false }))
+    }
+
+    pub(crate) fn object(&self, handle: u64) -> Option<&Object> {
+        self.objects.get(handle)
+    }
+
+    /// Lets go of an object; what the device has back at once.
+    pub(crate) fn release(&mut self, handle: u64) -> u64 {
+        if let Some(object) = self.objects.get_mut(handle) {
+            object.released = true;
+        }
+        self.collect(handle)
+    }
+
+    /// Ends an object that nobody holds and that is mapped nowhere.
+    fn collect(&mut self, handle: u64) -> u64 {
+        if self.objects.get(handle).is_some_and(|object| object.released && object.mappings == 0)
+            && let Some(object) = self.objects.remove(handle)
+        {
+            self.store.drop_extent(object.extent, object.bytes);
+            return object.bytes;
+        }
+        0
+    }
+
+    /// Maps an object whole. `host` is the clock of whoever asks: uses through an earlier mapping that it does not know
+    /// to be done are found.
+    pub(crate) fn map(
+        &mut self,
+        address: u64,
+        bytes: u64,
+        handle: u64,
+        host: &Clock,
+        found: &mut Vec<Finding>,
+    ) -> Result<(), Refused> {
+        let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
+        let inside = self.reservations.range(..=address).next_back().is_some_and(|(start, reservation)| {
+            end <= start + reservation.bytes
+                && (bytes == reservation.bytes || reservation.purpose == Purpose::Range)
+        });
+        if !inside || !self.is_empty(address, bytes) {
+            return Err(codes::INVALID_VALUE);
+        }
+        let object = self.objects.get_mut(handle).ok_or(codes::INVALID_HANDLE)?;
+        if object.bytes != bytes {
+            return Err(codes::INVALID_VALUE);
+        }
+        // SAFETY: 1. The range lies in a reservation, and nothing is mapped in it: both were checked above.
+        unsafe { self.store.map(address, bytes, object.extent) }?;
+        object.mappings += 1;
+        for (start, ghost) in
+            self.ghosts.range(..end).rev().take_while(|(start, g)| **start + g.bytes > address)
+        {
+            for earlier in ghost.uses.iter().filter(|mark| !mark.before(host)) {
+                let kind = ViolationKind::MapInFlight;
+                found.push(Finding { kind, earlier: Some(*earlier), address: *start, bytes: ghost.bytes });
+            }
+        }
+        self.bury(address, bytes);
+        self.mappings.insert(address, Mapping { bytes, object: handle, access: 0, uses: Vec::new() });
+        Ok(())
+    }
+
+    /// Lets devices touch a range in which everything is mapped. The sizes of the mappings.
+    pub(crate) fn set_access(&mut self, address: u64, bytes: u64, devices: u64) -> Result<Vec<u64>, Refused> {
+        let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
+        self.tiled(address, end)?;
+        // SAFETY: 1. Mappings that `map` made fill the range.
+        unsafe { self.store.open(address, bytes) }?;
+        let mappings = self.mappings.range_mut(address..end).map(|(_, mapping)| {
+            mapping.access |= devices;
+            mapping.bytes
+        });
+        Ok(mappings.collect())
+    }
+
+    /// Whether whole mappings fill a range.
+    fn tiled(&self, address: u64, end: u64) -> Result<(), Refused> {
+        let mut cursor = address;
+        for (&start, mapping) in self.mappings.range(address..end) {
+            if start != cursor {
+                return Err(codes::INVALID_VALUE);
+            }
+            cursor += mapping.bytes;
+        }
+        if cursor == end && cursor > address { Ok(()) } else { Err(codes::INVALID_VALUE) }
+    }
+
+    /// Finds uses in a range that `host` does not know to be done.
+    pub(crate) fn in_flight(
+        &self,
+        address: u64,
+        bytes: u64,
+        kind: ViolationKind,
+        host: &Clock,
+        found: &mut Vec<Finding>,
+    ) {
+        for (&start, mapping) in self.overlapping(address, address.saturating_add(bytes)) {
+            for earlier in mapping.uses.iter().filter(|mark| !mark.before(host)) {
+                found.push(Finding { kind, earlier: Some(*earlier), address: start, bytes: mapping.bytes });
+            }
+        }
+    }
+
+    /// Takes whole mappings away. The sizes of the mappings, and what each device has back.
+    pub(crate) fn unmap(
+        &mut self,
+        address: u64,
+        bytes: u64,
+        by: Mark,
+        host: &Clock,
+    ) -> Result<Vec<(u64, DeviceId, u64)>, Refused> {
+        let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
+        self.tiled(address, end)?;
+        // SAFETY: 1. Whole mappings fill the range, and the caller has waited until no work runs.
+        unsafe { self.store.unmap(address, bytes) }?;
+        let mut gone = Vec::new();
+        while let Some((&start, _)) = self.mappings.range(address..end).next() {
+            let Some(Mapping { bytes, object, mut uses, .. }) = self.mappings.remove(&start) else { break };
+            uses.retain(|mark| !mark.before(host));
+            self.haunt(start, Ghost { bytes, by, uses });
+            let device = self.objects.get_mut(object).map(|object| {
+                object.mappings -= 1;
+                object.device
+            });
+            if let Some(device) = device {
+                gone.push((bytes, device, self.collect(object)));
+            }
+        }
+        Ok(gone)
+    }
+
+    fn haunt(&mut self, address: u64, ghost: Ghost) {
+        self.ghosts.insert(address, ghost);
+        if self.ghosts.len() > GHOSTS {
+            self.ghosts.pop_first();
+        }
+    }
+
+    /// Forgets who unmapped what in a range.
+    fn bury(&mut self, address: u64, bytes: u64) {
+        let first = match self.ghosts.range(..=address).next_back() {
+            Some((&start, ghost)) if start + ghost.bytes > address => start,
+            _ => address,
+        };
+        while let Some((&start, _)) = self.ghosts.range(first..address + bytes).next() {
+            self.ghosts.remove(&start);
+        }
+    }
+
+    fn overlapping(&self, address: u64, end: u64) -> impl Iterator<Item = (&u64, &Mapping)> {
+        self.mappings.range(self.first(address)..end.max(address))
+    }
+
+    /// Where the mapping begins that `address` lies in, or else `address`.
+    fn first(&self, address: u64) -> u64 {
+        match self.mappings.range(..=address).next_back() {
+            Some((&start, mapping)) if start + mapping.bytes > address => start,
+            _ => address,
+        }
+    }
+
+    /// Notes a use of a range by `mark`, whose stream has `clock`. Whether all of it can be reached.
+    pub(crate) fn touch(&mut self, u: &Use, mark: &Mark, clock: &Clock, found: &mut Vec<Finding>) -> bool {
+        let DeviceRange { device, address, bytes } = u.range;
+        let end = address.saturating_add(bytes);
+        let mut cursor = address;
+        let mut reached = true;
+        for (&start, mapping) in self.mappings.range_mut(self.first(address)..end) {
+            if start > cursor {
+                found.push(nobody(&self.ghosts, cursor, start - cursor));
+                reached = false;
+            }
+            let from = start.max(address);
+            let to = end.min(start + mapping.bytes);
+            cursor = to;
+            if mapping.access & u.reach == 0 {
+                let kind = ViolationKind::NoAccess { device };
+                found.push(Finding { kind, earlier: None, address: from, bytes: to - from });
+                reached = false;
+                continue;
+            }
+            match mapping.uses.iter_mut().find(|earlier| earlier.slot == mark.slot) {
+                Some(earlier) => *earlier = *mark,
+                None => mapping.uses.push(*mark),
+            }
+            if let Some(object) = self.objects.get_mut(mapping.object) {
+                object.ledger.act(start, from - start, to - from, mark, clock, found);
+            }
+        }
+        if cursor < end {
+            found.push(nobody(&self.ghosts, cursor, end - cursor));
+            reached = false;
+        }
+        reached
+    }
+
+    /// Notes that a block changes hands: an action on its bytes, not a use of its addresses. Parts with nothing behind
+    /// them are passed over.
+    pub(crate) fn hand_over(
+        &mut self,
+        address: u64,
+        bytes: u64,
+        mark: &Mark,
+        clock: &Clock,
+        found: &mut Vec<Finding>,
+    ) {
+        let end = address.saturating_add(bytes);
+        for (&start, mapping) in self.mappings.range(self.first(address)..end) {
+            let from = start.max(address);
+            let to = end.min(start + mapping.bytes);
+            if let Some(object) = self.objects.get_mut(mapping.object) {
+                object.ledger.act(start, from - start, to - from, mark, clock, found);
+            }
+        }
+    }
+
+    /// The first part of a range that cannot be reached, if any.
+    pub(crate) fn unreachable(&self, u: &Use) -> Option<Finding> {
+        let DeviceRange { device, address, bytes } = u.range;
+        let end = address.saturating_add(bytes);
+        let mut cursor = address;
+        for (&start, mapping) in self.overlapping(address, end) {
+            if start > cursor {
+                return Some(nobody(&self.ghosts, cursor, start - cursor));
+            }
+            if mapping.access & u.reach == 0 {
+                let kind = ViolationKind::NoAccess { device };
+                return Some(Finding { kind, earlier: None, address: start, bytes: mapping.bytes });
+            }
+            cursor = start + mapping.bytes;
+        }
+        (cursor < end).then(|| nobody(&self.ghosts, cursor, end - cursor))
+    }
+
+    /// The bytes of a range that can be reached, if there are any. No work may run.
+    pub(crate) fn read(&self, u: &Use) -> Option<Vec<u8>> {
+        if !self.store.has_bytes() || self.unreachable(u).is_some() {
+            return None;
+        }
+        // SAFETY: 1. The range is mapped and open, as was just checked, and no work runs that could write it.
+        Some(unsafe { self.store.read(u.range.address, u.range.bytes) })
+    }
+
+    /// Forgets who touched what.
+    pub(crate) fn forget(&mut self) {
+        self.ghosts.clear();
+        self.mappings.values_mut().for_each(|mapping| mapping.uses.clear());
+        self.objects.iter_mut().for_each(|object| object.ledger = Ledger::new(object.bytes));
+    }
+
+    /// Physical objects, mappings and reservations of devices that are still there, with what each was made for.
+    pub(crate) fn held(&self, device: DeviceId) -> Held {
+        let of_device = self.reservations.values().filter(|reservation| reservation.device == device);
+        let mut held = Held::default();
+        let mut internal = 0;
+        for reservation in of_device {
+            match reservation.purpose {
+                Purpose::Range => held.reservations += 1,
+                Purpose::Allocation { pool, .. } => {
+                    internal += 1;
+                    held.allocations += u64::from(!pool);
+                }
+            }
+        }
+        let objects = self.objects.iter().filter(|object| object.device == device);
+        for object in objects {
+            held.handles += u64::from(!object.released);
+            held.mappings += u64::from(object.mappings);
+        }
+        held.handles -= internal;
+        held.mappings -= internal;
+        held
+    }
+}
+
+/// How much of each there is.
+#[derive(Clone, Copy, Default, Debug)]
+pub(crate) struct Held {
+    pub(crate) reservations: u64,
+    pub(crate) allocations: u64,
+    pub(crate) handles: u64,
+    pub(crate) mappings: u64,
+}
+
+/// A use of addresses with nothing behind them, with whoever took it away.
+fn nobody(ghosts: &BTreeMap<u64, Ghost>, address: u64, bytes: u64) -> Finding {
+    let ghost = ghosts.range(..address + bytes).next_back();
+    let earlier = ghost.filter(|(start, ghost)| **start + ghost.bytes > address).map(|(_, ghost)| ghost.by);
+    Finding { kind: ViolationKind::Unmapped, earlier, address, bytes }
+}
+
+impl Drop for Space {
+    fn drop(&mut self) {
+        for (&address, reservation) in &self.reservations {
+            // SAFETY: 1. The span came from the store. No work is left to use it: queues go with the space, and no
+            // kernel runs, since one that runs holds the simulator.
+            unsafe { self.store.release(address, reservation.span) };
+        }
+    }
+}

@@ -1,0 +1,270 @@
+//! Everything the simulated machine remembers, and who may look at it.
+
+use super::{
+    agents::{Agent, Components, Host, acting},
+    capture::Captures,
+    clock::Clock,
+    codes,
+    config::{Schedule, SimConfig},
+    faults::Faults,
+    ledger::{Act, Mark},
+    ownership::Ownership,
+    pinned::PinnedMemory,
+    pool::Pools,
+    queue::{self, Event, Kind, Stream},
+    space::Space,
+    store::Store,
+    table::Table,
+    values::Values,
+    violation::{Finding, Reports},
+};
+use crate::{DeviceId, DeviceInfo, RawStream};
+use std::{
+    collections::{HashMap, VecDeque},
+    panic::Location,
+    thread::ThreadId,
+};
+
+/// An error code of the driver.
+pub(crate) type Refused = u32;
+
+/// A device.
+#[derive(Debug)]
+pub(crate) struct Device {
+    pub(crate) info: DeviceInfo,
+    /// Bytes of its memory that are held.
+    pub(crate) taken: u64,
+    /// The code that every call answers with, once the device is lost.
+    pub(crate) lost: Option<u32>,
+    /// The place of its legacy stream, once used.
+    pub(crate) legacy: Option<usize>,
+}
+
+/// The machine. One lock guards it; no call waits while it holds that.
+#[derive(Debug)]
+pub(crate) struct State {
+    pub(crate) config: SimConfig,
+    pub(crate) devices: Vec<Device>,
+    pub(crate) space: Space,
+    pub(crate) pinned: PinnedMemory,
+    pub(crate) pools: Pools,
+    pub(crate) values: Values,
+
+    pub(crate) streams: Vec<Stream>,
+    vacant_streams: Vec<usize>,
+    next_stream_id: u64,
+    /// The default stream of each thread on each device, by place.
+    thread_streams: HashMap<(DeviceId, ThreadId), usize>,
+    pub(crate) events: Table<Event>,
+    /// Items in all queues.
+    pub(crate) queued: usize,
+    /// Whether an item that calls the program runs right now: nothing else may run or be unmapped meanwhile.
+    pub(crate) running: bool,
+    pub(crate) random: u64,
+    /// Threads that wait for something to run.
+    pub(crate) waiting: usize,
+
+    pub(crate) oracle: bool,
+    pub(crate) components: Components,
+    pub(crate) hosts: Vec<Host>,
+    pub(crate) owners: Ownership,
+    pub(crate) reports: Reports,
+    pub(crate) checked: u64,
+    /// Scratch for the checks.
+    pub(crate) found: Vec<Finding>,
+
+    pub(crate) captures: Captures,
+    pub(crate) faults: Faults,
+}
+
+impl State {
+    pub(crate) fn new(config: SimConfig, store: Store) -> Self {
+        let devices =
+            config.infos().into_iter().map(|info| Device { info, taken: 0, lost: None, legacy: None });
+        let mut components = Components::default();
+        let hosts = (0..config.host_agents.max(1)).map(|agent| {
+            let (slot, clock) = components.lease(Agent::Host { agent }, &Clock::default());
+            Host { slot, clock, version: 1 }
+        });
+        let hosts = hosts.collect();
+        let random = match config.schedule {
+            Schedule::Seeded(seed) => seed,
+            Schedule::Eager | Schedule::Stepped => 0,
+        };
+        Self {
+            devices: devices.collect(),
+            space: Space::new(store),
+            pinned: PinnedMemory::default(),
+            pools: Pools::default(),
+            values: Values::default(),
+            streams: Vec::new(),
+            vacant_streams: Vec::new(),
+            next_stream_id: 1,
+            thread_streams: HashMap::new(),
+            events: Table::default(),
+            queued: 0,
+            running: false,
+            random,
+            waiting: 0,
+            oracle: true,
+            components,
+            hosts,
+            owners: Ownership::default(),
+            reports: Reports::default(),
+            checked: 0,
+            found: Vec::new(),
+            captures: Captures::default(),
+            faults: Faults::default(),
+            config,
+        }
+    }
+
+    /// A device that is there and not lost.
+    pub(crate) fn device(&mut self, device: DeviceId) -> Result<&mut Device, Refused> {
+        let device = self.devices.get_mut(device.0 as usize).ok_or(codes::INVALID_DEVICE)?;
+        match device.lost {
+            Some(code) => Err(code),
+            None => Ok(device),
+        }
+    }
+
+    /// The same with virtual memory management, and its granularity.
+    pub(crate) fn virtual_memory(&mut self, device: DeviceId) -> Result<u64, Refused> {
+        let info = &self.device(device)?.info;
+        if info.virtual_memory { Ok(info.granularity.max(1)) } else { Err(codes::NOT_SUPPORTED) }
+    }
+
+    /// Takes bytes of a device's memory.
+    pub(crate) fn take(&mut self, device: DeviceId, bytes: u64) -> Result<(), Refused> {
+        let device = self.device(device)?;
+        match device.taken.checked_add(bytes) {
+            Some(taken) if taken <= device.info.memory => {
+                device.taken = taken;
+                Ok(())
+            }
+            _ => Err(codes::OUT_OF_MEMORY),
+        }
+    }
+
+    /// Gives them back.
+    pub(crate) fn give(&mut self, device: DeviceId, bytes: u64) {
+        if let Some(device) = self.devices.get_mut(device.0 as usize) {
+            device.taken = device.taken.saturating_sub(bytes);
+        }
+    }
+
+    /// The bits of every device that `device` shares its own memory with, itself included.
+    pub(crate) fn reach(&self, device: DeviceId) -> u64 {
+        if self.config.peers { u64::MAX } else { bit(device) }
+    }
+
+    /// Makes a stream, and answers with its place.
+    pub(crate) fn make_stream(&mut self, device: DeviceId, kind: Kind) -> usize {
+        let id = self.next_stream_id;
+        self.next_stream_id += 1;
+        let creator = &self.hosts[self.agent()].clock;
+        let (slot, clock) = self.components.lease(Agent::Stream { device, id }, creator);
+        let mut stream = Stream {
+            device,
+            id,
+            kind,
+            alive: true,
+            slot,
+            clock,
+            seen: (u32::MAX, 0),
+            enqueued: 0,
+            executed: 0,
+            queue: VecDeque::new(),
+            capture: None,
+        };
+        match self.vacant_streams.pop() {
+            Some(place) => {
+                let before = &self.streams[place];
+                (stream.enqueued, stream.executed) = (before.enqueued, before.executed);
+                self.streams[place] = stream;
+                place
+            }
+            None => {
+                self.streams.push(stream);
+                self.streams.len() - 1
+            }
+        }
+    }
+
+    /// The place of a stream that a handle means. Default streams are made when first meant.
+    pub(crate) fn stream(&mut self, stream: RawStream) -> Result<usize, Refused> {
+        let device = stream.device();
+        match stream.handle() {
+            0 | 1 => Ok(self.legacy(device)?),
+            2 => {
+                self.device(device)?;
+                let key = (device, std::thread::current().id());
+                if let Some(&place) = self.thread_streams.get(&key) {
+                    return Ok(place);
+                }
+                let place = self.make_stream(device, Kind::Blocking);
+                self.thread_streams.insert(key, place);
+                Ok(place)
+            }
+            _ => {
+                let place = queue::place(stream).ok_or(codes::INVALID_HANDLE)?;
+                match self.streams.get(place) {
+                    Some(s) if s.alive && s.device == device => Ok(place),
+                    _ => Err(codes::INVALID_HANDLE),
+                }
+            }
+        }
+    }
+
+    /// The place of a device's legacy stream.
+    pub(crate) fn legacy(&mut self, device: DeviceId) -> Result<usize, Refused> {
+        if let Some(place) = self.device(device)?.legacy {
+            return Ok(place);
+        }
+        let place = self.make_stream(device, Kind::Legacy);
+        self.device(device)?.legacy = Some(place);
+        Ok(place)
+    }
+
+    /// Whether a stream is one that a program made: not one of the default streams.
+    pub(crate) fn is_made(&self, place: usize) -> bool {
+        self.streams[place].kind != Kind::Legacy && !self.thread_streams.values().any(|&other| other == place)
+    }
+
+    /// Frees the place of a stream that is destroyed, once all its work is done.
+    pub(crate) fn retire(&mut self, place: usize) {
+        let stream = &mut self.streams[place];
+        if !stream.alive && stream.executed == stream.enqueued {
+            self.components.vacate(stream.slot, stream.device, std::mem::take(&mut stream.clock));
+            self.vacant_streams.push(place);
+        }
+    }
+
+    /// The host agent that this thread acts as.
+    pub(crate) fn agent(&self) -> usize {
+        (acting() as usize).min(self.hosts.len() - 1)
+    }
+
+    /// Counts an action of the host's.
+    pub(crate) fn host_mark(
+        &mut self,
+        act: Act,
+        work: &'static str,
+        site: &'static Location<'static>,
+    ) -> Mark {
+        let agent = self.agent();
+        let host = &mut self.hosts[agent];
+        Mark { count: host.tick(), slot: host.slot, act, work, site }
+    }
+
+    /// Names the host without counting: for what needs no place of its own in the order.
+    pub(crate) fn host_name(&self, act: Act, work: &'static str, site: &'static Location<'static>) -> Mark {
+        let host = &self.hosts[self.agent()];
+        Mark { count: host.clock.get(host.slot), slot: host.slot, act, work, site }
+    }
+}
+
+/// A device's bit in a set of devices.
+pub(crate) fn bit(device: DeviceId) -> u64 {
+    1_u64.checked_shl(device.0).unwrap_or(0)
+}

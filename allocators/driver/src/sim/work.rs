@@ -1,0 +1,268 @@
+//! Work that a test queues: kernels, declared accesses, values, callbacks, and copies that the host waits for.
+#![expect(unsafe_code, reason = "declares copies between raw addresses")]
+
+use super::{
+    Sim,
+    callback::{Callback, CallbackToken},
+    codes,
+    kernel::{Declared, Kernel},
+    ledger::Act,
+    queue::{Kind, Work, handle},
+    shared::{Guard, here},
+    space::Use,
+    state::{State, bit},
+};
+use crate::{Access, DeviceId, DeviceRange, DriverError, HostAccess, RawStream, Result};
+use std::ptr::NonNull;
+
+const LAUNCH: &str = "cuLaunchKernel";
+const WRITE_VALUE: &str = "cuStreamWriteValue64";
+const WAIT_VALUE: &str = "cuStreamWaitValue64";
+const CALLBACK: &str = "cuLaunchHostFunc";
+const COPY_TO_DEVICE: &str = "cuMemcpyHtoD";
+const COPY_TO_HOST: &str = "cuMemcpyDtoH";
+const COPY_ON_DEVICE: &str = "cuMemcpyDtoD";
+const FILL: &str = "cuMemsetD8";
+
+fn named(call: &'static str) -> impl Fn(u32) -> DriverError {
+    move |code| codes::error(call, code)
+}
+
+/// A use by a kernel: the stream's device itself must have access.
+fn by_kernel(device: DeviceId, declared: &Declared) -> Use {
+    Use {
+        range: declared.range,
+        writes: declared.access.writes(),
+        generation: declared.generation,
+        reach: bit(device),
+    }
+}
+
+impl Sim {
+    /// Queues a kernel (`cuLaunchKernel`). What it declares is checked now; its closure runs when its turn comes. Where
+    /// something that it declares cannot be reached, that is reported and the closure does not run.
+    ///
+    /// # Errors
+    /// Invalid handle for a stream that is not there; those of a capture, or of a lost device.
+    #[track_caller]
+    pub fn launch(&self, stream: RawStream, kernel: Kernel) -> Result<()> {
+        let site = here();
+        let (mut state, place) = self.enter_stream(LAUNCH, stream)?;
+        let Kernel { name, declared, body } = kernel;
+        let Some(mark) = state.begin(place, name, site).map_err(named(LAUNCH))? else { return Ok(()) };
+        let uses: Vec<_> = declared.iter().map(|declared| by_kernel(stream.device(), declared)).collect();
+        let mut reached = true;
+        for u in &uses {
+            reached &= state.check(place, u, mark);
+        }
+        let body = body.filter(|_| state.space.store.has_bytes());
+        let work = if reached { Work::Kernel { uses, body } } else { Work::Refused };
+        drop(self.shared.put(state, place, work, mark));
+        Ok(())
+    }
+
+    /// Queues a kernel that touches one range and does nothing: the lightest way to say that a stream uses a block.
+    ///
+    /// # Errors
+    /// As [`Sim::launch`].
+    #[track_caller]
+    pub fn access(
+        &self,
+        stream: RawStream,
+        range: DeviceRange,
+        access: Access,
+        generation: Option<u64>,
+    ) -> Result<()> {
+        let site = here();
+        let (mut state, place) = self.enter_stream(LAUNCH, stream)?;
+        let name = if access.writes() { "write" } else { "read" };
+        let Some(mark) = state.begin(place, name, site).map_err(named(LAUNCH))? else { return Ok(()) };
+        let u = by_kernel(stream.device(), &Declared { range, access, generation });
+        let work = if state.check(place, &u, mark) { Work::Touch(u) } else { Work::Refused };
+        drop(self.shared.put(state, place, work, mark));
+        Ok(())
+    }
+
+    /// Declares that the CPU reads pinned memory, as the agent that this thread acts as.
+    #[track_caller]
+    pub fn host_read(&self, address: u64, bytes: u64) {
+        self.shared.lock().host_touch(address, bytes, HostAccess::Read, here());
+    }
+
+    /// Declares that the CPU writes pinned memory, as the agent that this thread acts as.
+    #[track_caller]
+    pub fn host_write(&self, address: u64, bytes: u64) {
+        self.shared.lock().host_touch(address, bytes, HostAccess::Write, here());
+    }
+
+    /// Queues a write of a value that other streams may wait for (`cuStreamWriteValue64`).
+    ///
+    /// # Errors
+    /// As [`Sim::launch`].
+    #[track_caller]
+    pub fn write_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
+        let site = here();
+        let (mut state, place) = self.enter_stream(WRITE_VALUE, stream)?;
+        let Some(mark) = state.begin(place, "write of a value", site).map_err(named(WRITE_VALUE))? else {
+            return Ok(());
+        };
+        let clock = state.point(place).clock;
+        state.values.queue_write(address, value, clock);
+        drop(self.shared.put(state, place, Work::WriteValue { address, value }, mark));
+        Ok(())
+    }
+
+    /// Makes a stream wait until the value at an address is `value` or more (`cuStreamWaitValue64`). The order that this
+    /// gives is with the write that ends it, provided that this has been queued before: a wait for a value that nobody
+    /// has promised yet orders nothing that the oracle believes.
+    ///
+    /// # Errors
+    /// As [`Sim::launch`].
+    #[track_caller]
+    pub fn wait_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
+        let site = here();
+        let (mut state, place) = self.enter_stream(WAIT_VALUE, stream)?;
+        let Some(mark) = state.begin(place, "wait for a value", site).map_err(named(WAIT_VALUE))? else {
+            return Ok(());
+        };
+        if state.oracle {
+            let State { values, streams, .. } = &mut *state;
+            if let Some(clock) = values.comes_after(address, value) {
+                streams[place].clock.join(clock);
+            }
+        }
+        drop(self.shared.put(state, place, Work::WaitValue { address, value }, mark));
+        Ok(())
+    }
+
+    /// Queues a call of the host (`cuLaunchHostFunc`). What it declares is checked now; it runs when its turn comes.
+    ///
+    /// # Errors
+    /// As [`Sim::launch`].
+    #[track_caller]
+    pub fn host_callback(&self, stream: RawStream, callback: Callback) -> Result<CallbackToken> {
+        let site = here();
+        let (mut state, place) = self.enter_stream(CALLBACK, stream)?;
+        let mut token = CallbackToken::new(self.clone());
+        let Callback { name, touches, call } = callback;
+        let Some(mark) = state.begin(place, name, site).map_err(named(CALLBACK))? else { return Ok(token) };
+        for (address, bytes, access) in touches {
+            let act = if access.writes() { Act::Write } else { Act::Read };
+            state.check_host(place, address, bytes, act, mark);
+        }
+        let clock = state.point(place).clock;
+        drop(self.shared.put(state, place, Work::Callback(token.tells(call, clock)), mark));
+        Ok(token)
+    }
+
+    /// A stream that is ordered with the device's legacy default stream, both ways (`cuStreamCreate`, default flags).
+    /// The stream handle 0 means that default stream.
+    ///
+    /// # Errors
+    /// Invalid device, or a lost one.
+    pub fn blocking_stream(&self, device: DeviceId) -> Result<RawStream> {
+        let mut state = self.shared.enter_named("cuStreamCreate", device)?;
+        let place = state.make_stream(device, Kind::Blocking);
+        // SAFETY: 1. The handle is that of the stream just made.
+        Ok(unsafe { RawStream::from_raw(device, handle(place)) })
+    }
+
+    /// The device's legacy default stream.
+    #[must_use]
+    pub fn legacy_stream(&self, device: DeviceId) -> RawStream {
+        // SAFETY: 1. Every device has its default stream, under this number, as long as it is there.
+        unsafe { RawStream::from_raw(device, 0) }
+    }
+
+    /// Copies to the device on its legacy stream (`cuMemcpyHtoD`). From pinned memory the host waits until the bytes are
+    /// there; from pageable memory only until they are staged.
+    ///
+    /// # Safety
+    /// 1. `from` is readable for `bytes`, and nobody writes it meanwhile.
+    ///
+    /// # Errors
+    /// Invalid value for a host range that spans two registrations.
+    #[track_caller]
+    pub unsafe fn copy_to_device_now(
+        &self,
+        device: DeviceId,
+        to: u64,
+        from: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<()> {
+        let site = here();
+        let (state, place) = self.enter_legacy(COPY_TO_DEVICE, device)?;
+        // SAFETY: 1. is the caller's; the copy is done, or staged, when this returns.
+        let queued = unsafe { self.shared.queue_to_device(state, place, to, from, bytes, site) };
+        let (state, pinned) = queued.map_err(named(COPY_TO_DEVICE))?;
+        if pinned { self.finish(state, place, COPY_TO_DEVICE) } else { Ok(()) }
+    }
+
+    /// Copies to the host on the legacy stream (`cuMemcpyDtoH`). The host waits until the bytes are there.
+    ///
+    /// # Safety
+    /// 1. `to` is writable for `bytes`, and nobody touches it meanwhile.
+    ///
+    /// # Errors
+    /// Invalid value for a host range that spans two registrations.
+    #[track_caller]
+    pub unsafe fn copy_to_host_now(
+        &self,
+        device: DeviceId,
+        to: NonNull<u8>,
+        from: u64,
+        bytes: usize,
+    ) -> Result<()> {
+        let site = here();
+        let (state, place) = self.enter_legacy(COPY_TO_HOST, device)?;
+        // SAFETY: 1. is the caller's; the copy is done when this returns.
+        let queued = unsafe { self.shared.queue_to_host(state, place, to, from, bytes, site) };
+        let (state, _) = queued.map_err(named(COPY_TO_HOST))?;
+        self.finish(state, place, COPY_TO_HOST)
+    }
+
+    /// Copies on the device on its legacy stream (`cuMemcpyDtoD`). Called synchronous, and the host learns nothing.
+    ///
+    /// # Errors
+    /// Those of a lost device.
+    #[track_caller]
+    pub fn copy_on_device_now(&self, device: DeviceId, to: u64, from: u64, bytes: u64) -> Result<()> {
+        let site = here();
+        let (state, place) = self.enter_legacy(COPY_ON_DEVICE, device)?;
+        let queued = self.shared.queue_on_device(state, place, to, from, bytes, site);
+        queued.map(drop).map_err(named(COPY_ON_DEVICE))
+    }
+
+    /// Fills on the device's legacy stream (`cuMemsetD8`). The host learns nothing.
+    ///
+    /// # Errors
+    /// Those of a lost device.
+    #[track_caller]
+    pub fn fill_now(&self, device: DeviceId, to: u64, byte: u8, bytes: u64) -> Result<()> {
+        let site = here();
+        let (state, place) = self.enter_legacy(FILL, device)?;
+        self.shared.queue_fill(state, place, to, byte, bytes, site).map(drop).map_err(named(FILL))
+    }
+
+    fn enter_stream(&self, call: &'static str, stream: RawStream) -> Result<(Guard<'_>, usize)> {
+        let mut state = self.shared.enter_named(call, stream.device())?;
+        let place = state.stream(stream).map_err(named(call))?;
+        Ok((state, place))
+    }
+
+    fn enter_legacy(&self, call: &'static str, device: DeviceId) -> Result<(Guard<'_>, usize)> {
+        let mut state = self.shared.enter_named(call, device)?;
+        let place = state.legacy(device).map_err(named(call))?;
+        Ok((state, place))
+    }
+
+    /// Waits for all that is queued on a stream, and lets the host learn that.
+    fn finish(&self, state: Guard<'_>, place: usize, call: &'static str) -> Result<()> {
+        let device = state.streams[place].device;
+        let point = state.point(place);
+        let mut state = self.shared.run_until(state, point.stream, point.count);
+        state.device(device).map_err(named(call))?;
+        state.host_learns(&point.clock);
+        Ok(())
+    }
+}

@@ -1,0 +1,42 @@
+//! Which line of the user's program a driver call is made for.
+//!
+//! The simulated GPU names both parties of a race by their source lines. A driver call is made deep inside a pool,
+//! through a trait object, where `#[track_caller]` ends; so public functions of the upper crates [`enter`] their
+//! caller's line, and it holds for what they call on this thread.
+
+use std::{cell::Cell, panic::Location};
+
+thread_local! {
+    static SITE: Cell<Option<&'static Location<'static>>> = const { Cell::new(None) };
+}
+
+/// Restores what stood before, when dropped.
+#[derive(Debug)]
+#[must_use = "the site holds until this is dropped"]
+pub struct Entered {
+    before: Option<&'static Location<'static>>,
+}
+
+/// Makes the caller's line the site of driver calls on this thread, unless an outer function has entered one already:
+/// the outermost is the user's.
+#[track_caller]
+pub fn enter() -> Entered {
+    let before = SITE.get();
+    if before.is_none() {
+        SITE.set(Some(Location::caller()));
+    }
+    Entered { before }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        SITE.set(self.before);
+    }
+}
+
+/// The line entered, or the caller's own.
+#[track_caller]
+#[must_use]
+pub fn current() -> &'static Location<'static> {
+    SITE.get().unwrap_or_else(Location::caller)
+}

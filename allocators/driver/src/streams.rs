@@ -1,0 +1,99 @@
+//! Queues of work.
+#![expect(unsafe_code, reason = "declares calls that end a handle's life; holds no unsafe block")]
+
+use crate::{DeviceId, Driver, RawEvent, RawStream, Result};
+use std::{fmt::Debug, ops::RangeInclusive};
+
+/// How strictly a thread treats calls that could disturb a capture which is open somewhere
+/// (`CUstreamCaptureMode`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum CaptureMode {
+    /// Unsafe calls fail while any thread captures in this mode, and break that capture.
+    Global,
+    /// Unsafe calls fail while this thread captures.
+    ThreadLocal,
+    /// Nothing is refused.
+    Relaxed,
+}
+
+/// Streams.
+pub trait Streams: Debug + Send + Sync {
+    /// A stream that does not wait for the legacy default stream (`cuStreamCreateWithPriority`, non-blocking). A lower
+    /// number is a higher priority; the driver clamps it to [`Streams::stream_priorities`].
+    ///
+    /// # Errors
+    /// The driver's.
+    fn stream_create(&self, device: DeviceId, priority: i32) -> Result<RawStream>;
+
+    /// Ends a stream; work queued on it still runs (`cuStreamDestroy`). Does not block.
+    ///
+    /// # Safety
+    /// 1. No copy of the handle is used afterwards.
+    ///
+    /// # Errors
+    /// The driver's.
+    unsafe fn stream_destroy(&self, stream: RawStream) -> Result<()>;
+
+    /// Highest to lowest priority, so the start is the smaller number (`cuCtxGetStreamPriorityRange`).
+    ///
+    /// # Errors
+    /// The driver's.
+    fn stream_priorities(&self, device: DeviceId) -> Result<RangeInclusive<i32>>;
+
+    /// A number that no other stream of the process ever has (`cuStreamGetId`), unlike the handle, which comes back.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn stream_id(&self, stream: RawStream) -> Result<u64>;
+
+    /// Whether all that was queued is done (`cuStreamQuery`). Never blocks.
+    ///
+    /// # Errors
+    /// Those of work queued before.
+    fn stream_query(&self, stream: RawStream) -> Result<bool>;
+
+    /// Waits until all that was queued is done (`cuStreamSynchronize`). Blocks.
+    ///
+    /// # Errors
+    /// Those of work queued before.
+    fn stream_synchronize(&self, stream: RawStream) -> Result<()>;
+
+    /// Makes work queued on `stream` from now on wait for the event's last record (`cuStreamWaitEvent`). The host does
+    /// not wait.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()>;
+
+    /// Sets this thread's capture mode and answers with the one before (`cuThreadExchangeStreamCaptureMode`).
+    ///
+    /// # Errors
+    /// The driver's.
+    fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode>;
+}
+
+/// While it lives, this thread's calls neither fail for nor break a capture that somebody has open.
+///
+/// An event query from *any* thread breaks a capture in global mode; the slow paths of pools make such calls.
+#[derive(Debug)]
+pub struct Relaxed<'a> {
+    driver: &'a dyn Driver,
+    before: Option<CaptureMode>,
+}
+
+impl<'a> Relaxed<'a> {
+    /// Relaxes this thread's capture mode. Where the driver refuses, nothing is changed and later calls will tell.
+    #[must_use = "the mode is restored when this is dropped"]
+    pub fn enter(driver: &'a dyn Driver) -> Self {
+        Self { driver, before: driver.exchange_capture_mode(CaptureMode::Relaxed).ok() }
+    }
+}
+
+impl Drop for Relaxed<'_> {
+    fn drop(&mut self) {
+        if let Some(mode) = self.before {
+            // A refusal leaves the thread relaxed, which refuses less and breaks nothing.
+            let _ = self.driver.exchange_capture_mode(mode);
+        }
+    }
+}

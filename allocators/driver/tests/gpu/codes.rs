@@ -1,0 +1,202 @@
+//! What the driver answers to calls that cannot be, and whether the simulated one answers the same.
+
+use super::{
+    host::Pages,
+    support::{DEVICE, OwnStream, driver},
+};
+use aquifer_driver::{DeviceId, Driver, HostFlags, Result, sim::Sim};
+use std::sync::Arc;
+
+/// More than any device or host has.
+const ABSURD: u64 = 1 << 46;
+
+/// Every answer, by what was asked.
+struct Answers(Vec<(&'static str, u32)>);
+
+impl Answers {
+    fn note<T>(&mut self, what: &'static str, result: Result<T>) {
+        self.0.push((what, result.map_or_else(|e| e.code, |_| 0)));
+    }
+
+    fn of(&self, what: &str) -> Option<u32> {
+        self.0.iter().find(|(asked, _)| *asked == what).map(|&(_, code)| code)
+    }
+}
+
+/// Asks for what cannot be had. What should be refused and is not is undone, as far as it can be.
+fn ask(driver: &Arc<dyn Driver>) -> Answers {
+    let mut answers = Answers(Vec::new());
+    devices_and_memory(driver, &mut answers);
+    pools(driver, &mut answers);
+    virtual_memory(driver, &mut answers);
+    pinned(driver, &mut answers);
+    answers
+}
+
+fn devices_and_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
+    let nowhere = DeviceId(9999);
+    answers.note("info of a device that is not there", driver.device_info(nowhere));
+    answers.note("stream on a device that is not there", driver.stream_create(nowhere, 0));
+    answers.note("memory on a device that is not there", driver.mem_alloc(nowhere, 4096));
+    answers.note("allocate nothing", driver.mem_alloc(DEVICE, 0));
+    answers.note("allocate too much", driver.mem_alloc(DEVICE, ABSURD));
+    let block = driver.mem_alloc(DEVICE, 4096).unwrap();
+    // SAFETY: 1. broken on purpose: the address starts no allocation. 2. nothing is queued.
+    answers.note("free the middle of a block", unsafe { driver.mem_free(DEVICE, block + 256) });
+    // SAFETY: 1. the block came from the driver. 2. nothing is queued.
+    answers.note("free a block", unsafe { driver.mem_free(DEVICE, block) });
+    // SAFETY: 1. broken on purpose: it has been freed.
+    answers.note("free a block again", unsafe { driver.mem_free(DEVICE, block) });
+}
+
+fn pools(driver: &Arc<dyn Driver>, answers: &mut Answers) {
+    let stream = OwnStream::new(driver);
+    let pool = driver.pool_create(DEVICE, 64 << 20).unwrap();
+    answers.note("pool: allocate nothing", driver.pool_alloc(pool, stream.raw, 0));
+    answers.note("pool: allocate too much", driver.pool_alloc(pool, stream.raw, ABSURD));
+    answers.note("pool: allocate beyond its maximum", driver.pool_alloc(pool, stream.raw, 128 << 20));
+    let block = driver.pool_alloc(pool, stream.raw, 4096).unwrap();
+    // SAFETY: 1. broken on purpose: the address starts no allocation. 2. nothing uses it.
+    answers.note("pool: free the middle of a block", unsafe { driver.pool_free(stream.raw, block + 256) });
+    // SAFETY: 1. it came from the pool. 2. nothing uses it.
+    answers.note("pool: free a block", unsafe { driver.pool_free(stream.raw, block) });
+    // SAFETY: 1. broken on purpose: it has been freed.
+    answers.note("pool: free a block again", unsafe { driver.pool_free(stream.raw, block) });
+    stream.synchronize();
+    // SAFETY: 1. the pool is this function's own.
+    answers.note("pool: destroy", unsafe { driver.pool_destroy(pool) });
+}
+
+fn virtual_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
+    let granule = driver.device_info(DEVICE).unwrap().granularity;
+    if granule == 0 {
+        println!("skipped: no virtual memory management to ask");
+        return;
+    }
+    answers.note("reserve nothing", driver.address_reserve(DEVICE, 0, 0));
+    answers.note("reserve half a granule", driver.address_reserve(DEVICE, granule / 2, 0));
+    answers.note("reserve by an odd alignment", driver.address_reserve(DEVICE, granule, 3 * granule));
+    answers.note("reserve more than there is", driver.address_reserve(DEVICE, 1 << 48, 0));
+    answers.note("create nothing", driver.handle_create(DEVICE, 0));
+    answers.note("create half a granule", driver.handle_create(DEVICE, granule / 2));
+    answers.note("create too much", driver.handle_create(DEVICE, ABSURD));
+
+    let bytes = 8 * granule;
+    let range = driver.address_reserve(DEVICE, bytes, 0).unwrap();
+    let (one, two) =
+        (driver.handle_create(DEVICE, granule).unwrap(), driver.handle_create(DEVICE, 2 * granule).unwrap());
+    // SAFETY: throughout: 1. nothing is queued on any stream. What a call's other conditions forbid is done on purpose.
+    unsafe {
+        answers.note("map off the granule", driver.map(range + granule / 2, granule, one));
+        answers.note("map nothing", driver.map(range, 0, one));
+        answers.note("map more than the handle", driver.map(range, 2 * granule, one));
+        answers.note("map half a granule", driver.map(range, granule / 2, one));
+        answers.note("map across the end of the range", driver.map(range + 7 * granule, 2 * granule, two));
+        answers.note("unmap nothing there", driver.unmap(DEVICE, range, granule));
+        answers.note("access to nothing mapped", driver.set_access(range, granule, &[DEVICE]));
+        answers.note("access for nobody", driver.set_access(range, granule, &[]));
+
+        answers.note("map", driver.map(range, granule, one));
+        answers.note("map where something is", driver.map(range, granule, one));
+        answers.note("map over the end of something", driver.map(range, 2 * granule, two));
+        answers.note("map two granules", driver.map(range + 2 * granule, 2 * granule, two));
+        answers.note("access", driver.set_access(range, granule, &[DEVICE]));
+        answers.note("access across a hole", driver.set_access(range, 4 * granule, &[DEVICE]));
+        answers.note("free a range in use", driver.address_free(DEVICE, range, bytes));
+        answers.note("unmap with a hole", driver.unmap(DEVICE, range, 4 * granule));
+        answers.note("unmap half a mapping", driver.unmap(DEVICE, range + 2 * granule, granule));
+        // Where the driver let the calls above through, these find less to do.
+        let _ = driver.unmap(DEVICE, range, granule);
+        let _ = driver.unmap(DEVICE, range + 2 * granule, 2 * granule);
+        answers.note("unmap again", driver.unmap(DEVICE, range, granule));
+        answers.note("release", driver.handle_release(one));
+        answers.note("release two", driver.handle_release(two));
+        answers.note("free half a range", driver.address_free(DEVICE, range, bytes / 2));
+        answers.note("free a range", driver.address_free(DEVICE, range, bytes));
+        answers.note("free a range again", driver.address_free(DEVICE, range, bytes));
+    }
+}
+
+fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
+    const BYTES: usize = 64 << 10;
+    let stream = OwnStream::new(driver);
+    let block = driver.mem_alloc(DEVICE, BYTES as u64).unwrap();
+    let flags = HostFlags::default();
+    let pages = Pages::new(BYTES);
+    answers.note("pin nothing", driver.host_alloc(DEVICE, 0, flags));
+    // SAFETY: throughout: 1. the pages and the block live until the stream has been synchronised. 2. nobody else touches
+    // them. What a call's other conditions forbid is done on purpose.
+    unsafe {
+        answers.note("register nothing", driver.host_register(DEVICE, pages.at, 0, flags));
+        answers.note("unregister what is not", driver.host_unregister(DEVICE, pages.at));
+        answers.note("register", driver.host_register(DEVICE, pages.at, BYTES / 2, flags));
+        answers.note("register again", driver.host_register(DEVICE, pages.at, BYTES / 2, flags));
+        answers.note("register what overlaps", driver.host_register(DEVICE, pages.at, BYTES, flags));
+        answers.note("register beside", driver.host_register(DEVICE, pages.half(), BYTES / 2, flags));
+        answers
+            .note("copy up across registrations", driver.copy_to_device(stream.raw, block, pages.at, BYTES));
+        answers
+            .note("copy down across registrations", driver.copy_to_host(stream.raw, pages.at, block, BYTES));
+        answers.note("copy nothing up", driver.copy_to_device(stream.raw, block, pages.at, 0));
+        answers.note("copy nothing down", driver.copy_to_host(stream.raw, pages.at, block, 0));
+        answers.note("copy nothing on the device", driver.copy_on_device(stream.raw, block, block, 0));
+        answers.note("fill nothing", driver.fill(stream.raw, block, 0, 0));
+        stream.synchronize();
+        answers.note("free as if the driver's", driver.host_free(DEVICE, pages.at));
+        answers.note("unregister in the middle", driver.host_unregister(DEVICE, pages.at.add(4096)));
+        answers.note("unregister", driver.host_unregister(DEVICE, pages.at));
+        answers.note("unregister beside", driver.host_unregister(DEVICE, pages.half()));
+        answers.note("unregister again", driver.host_unregister(DEVICE, pages.at));
+        driver.mem_free(DEVICE, block).unwrap();
+    }
+    let own = driver.host_alloc(DEVICE, BYTES, flags).unwrap();
+    // SAFETY: 1. it came from the driver, but for the second time, which is on purpose. 2. nothing is queued.
+    unsafe {
+        answers.note("unregister the driver's own", driver.host_unregister(DEVICE, own));
+        answers.note("register the driver's own", driver.host_register(DEVICE, own, BYTES, flags));
+        answers.note("free pinned", driver.host_free(DEVICE, own));
+        answers.note("free pinned again", driver.host_free(DEVICE, own));
+    }
+}
+
+#[test]
+fn what_callers_rely_on_is_refused_by_its_code() {
+    let Some(driver) = driver() else { return };
+    let answers = ask(&driver);
+    for (what, code) in &answers.0 {
+        println!("{code:>4}  {what}");
+    }
+    for (what, code) in [
+        ("info of a device that is not there", 101),
+        ("allocate nothing", 1),
+        ("allocate too much", 2),
+        ("pool: allocate too much", 2),
+        ("pool: allocate beyond its maximum", 2),
+        ("create half a granule", 1),
+        ("create too much", 2),
+        ("register again", 712),
+        ("unregister again", 713),
+        ("copy up across registrations", 1),
+        ("copy down across registrations", 1),
+    ] {
+        assert_eq!(answers.of(what), Some(code), "{what}");
+    }
+    driver.device_synchronize(DEVICE).unwrap();
+}
+
+#[test]
+fn the_simulated_driver_answers_with_the_same_codes() {
+    let simulated = ask(&Sim::h200(1).driver());
+    let Some(driver) = driver() else { return };
+    let real = ask(&driver);
+    let mut differ = 0;
+    println!("{:>6} {:>6}  asked", "cuda", "sim");
+    for ((what, real), (also, simulated)) in real.0.iter().zip(&simulated.0) {
+        assert_eq!(what, also);
+        let mark = if real == simulated { ' ' } else { '*' };
+        println!("{mark}{real:>5} {simulated:>6}  {what}");
+        differ += usize::from(real != simulated);
+    }
+    assert_eq!(real.0.len(), simulated.0.len());
+    assert_eq!(differ, 0, "see the table");
+}

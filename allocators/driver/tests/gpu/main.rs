@@ -1,0 +1,33 @@
+//! The CUDA driver on a real GPU, every call of it, through `Arc<dyn Driver>`.
+//!
+//! Without a GPU each test says `skipped: …`; with `AQUIFER_REQUIRE_GPU=1` that is a failure.
+#![cfg_attr(
+    feature = "cuda",
+    expect(unsafe_code, reason = "makes driver calls whose conditions the tests meet, or break on purpose")
+)]
+#![cfg_attr(
+    feature = "cuda",
+    expect(clippy::unwrap_used, clippy::print_stdout, reason = "what the tests share is a test too")
+)]
+
+#[cfg(feature = "cuda")]
+mod codes;
+#[cfg(feature = "cuda")]
+mod host;
+#[cfg(feature = "cuda")]
+mod lend;
+#[cfg(feature = "cuda")]
+mod order;
+#[cfg(feature = "cuda")]
+mod pools;
+#[cfg(feature = "cuda")]
+mod support;
+#[cfg(feature = "cuda")]
+mod virtual_memory;
+
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn the_gpu_is_tested() {
+    assert_ne!(std::env::var("AQUIFER_REQUIRE_GPU").as_deref(), Ok("1"), "built without the feature `cuda`");
+    println!("skipped: built without the feature `cuda`");
+}

@@ -1,0 +1,84 @@
+//! Whole allocations, and the driver's own pools.
+
+use super::support::{DEVICE, OwnStream, driver, read_back};
+
+#[test]
+fn an_allocation_is_aligned_and_its_own() {
+    let Some(driver) = driver() else { return };
+    let stream = OwnStream::new(&driver);
+    let sizes = [1u64, 511, 4096, (1 << 20) + 1];
+    let blocks: Vec<_> = sizes.iter().map(|&bytes| driver.mem_alloc(DEVICE, bytes).unwrap()).collect();
+    for (i, (&at, &bytes)) in blocks.iter().zip(&sizes).enumerate() {
+        assert_eq!(at % 256, 0);
+        // SAFETY: 1. the block lives until the stream is synchronised. 2. one stream only.
+        unsafe { driver.fill(stream.raw, at, i as u8 + 1, bytes) }.unwrap();
+    }
+    for (i, (&at, &bytes)) in blocks.iter().zip(&sizes).enumerate() {
+        assert!(read_back(&driver, stream.raw, at, bytes as usize).iter().all(|&byte| byte == i as u8 + 1));
+        // SAFETY: 1. the block is this test's own. 2. the stream has been synchronised.
+        unsafe { driver.mem_free(DEVICE, at) }.unwrap();
+    }
+}
+
+#[test]
+fn a_pool_keeps_what_is_freed_until_it_is_trimmed() {
+    const BYTES: u64 = 64 << 20;
+    let Some(driver) = driver() else { return };
+    let (s, u) = (OwnStream::new(&driver), OwnStream::new(&driver));
+    let pool = driver.pool_create(DEVICE, 0).unwrap();
+    assert_eq!(driver.pool_usage(pool).unwrap().used, 0);
+
+    let block = driver.pool_alloc(pool, s.raw, BYTES).unwrap();
+    // SAFETY: 1. allocated on this stream before. 2. one stream only.
+    unsafe { driver.fill(s.raw, block, 7, BYTES) }.unwrap();
+    let event = driver.event_create(DEVICE).unwrap();
+    driver.event_record(event, s.raw).unwrap();
+    driver.stream_wait_event(u.raw, event).unwrap();
+    assert!(read_back(&driver, u.raw, block, BYTES as usize).iter().all(|&byte| byte == 7));
+    let usage = driver.pool_usage(pool).unwrap();
+    assert!(usage.used >= BYTES && usage.reserved >= usage.used && usage.reserved_high >= usage.reserved);
+
+    // SAFETY: 1. the block came from the pool. 2. `u`, which used it, waited for `s`.
+    unsafe { driver.pool_free(u.raw, block) }.unwrap();
+    u.synchronize();
+    s.synchronize();
+    let usage = driver.pool_usage(pool).unwrap();
+    assert!(
+        usage.used == 0 && usage.reserved >= BYTES,
+        "kept, though the stream was synchronised: {usage:?}"
+    );
+    driver.pool_trim(pool, 0).unwrap();
+    let usage = driver.pool_usage(pool).unwrap();
+    assert!(usage.reserved == 0 && usage.reserved_high >= BYTES, "{usage:?}");
+    // SAFETY: 1. both are this test's own.
+    unsafe {
+        driver.event_destroy(event).unwrap();
+        driver.pool_destroy(pool).unwrap();
+    }
+}
+
+#[test]
+fn a_pool_never_holds_more_than_its_maximum() {
+    const MAX: u64 = 128 << 20;
+    let Some(driver) = driver() else { return };
+    let stream = OwnStream::new(&driver);
+    let pool = driver.pool_create(DEVICE, MAX).unwrap();
+    let mut blocks = Vec::new();
+    let refused = loop {
+        match driver.pool_alloc(pool, stream.raw, 16 << 20) {
+            Ok(block) => blocks.push(block),
+            Err(e) => break e,
+        }
+        assert!(blocks.len() <= 64, "the maximum is not kept");
+    };
+    assert!(refused.is_out_of_memory(), "{refused}");
+    assert!(blocks.len() >= 4, "{}", blocks.len());
+    assert!(driver.pool_usage(pool).unwrap().reserved_high <= MAX);
+    for block in blocks {
+        // SAFETY: 1. the block came from the pool. 2. nothing used it.
+        unsafe { driver.pool_free(stream.raw, block) }.unwrap();
+    }
+    stream.synchronize();
+    // SAFETY: 1. the pool is this test's own.
+    unsafe { driver.pool_destroy(pool) }.unwrap();
+}

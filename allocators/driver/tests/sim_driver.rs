@@ -1,0 +1,496 @@
+//! The simulated driver answers as the driver does: codes, capacity, pools, captures, failures, and what is held.
+#![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
+#![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
+
+#[macro_use]
+mod sim_fixtures;
+
+use aquifer_driver::{
+    Call, CaptureMode, DeviceId, DeviceRange, HostFlags, PoolUsage, RawEvent, RawStream, Relaxed,
+    sim::{Costs, DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
+};
+use sim_fixtures::{GPU, GRANULE, Machine, everywhere};
+use std::{ptr::NonNull, time::Duration};
+
+const SECOND: DeviceId = DeviceId(1);
+
+fn symbolic() -> Machine {
+    Machine::new(Sim::h200(1).symbolic())
+}
+
+fn code<T: std::fmt::Debug>(answer: Result<T, aquifer_driver::DriverError>) -> u32 {
+    answer.unwrap_err().code
+}
+
+#[test]
+fn wrong_arguments_are_refused_with_the_drivers_codes_and_change_nothing() {
+    everywhere(|m| {
+        let d = &m.driver;
+        let (a, nowhere) = (m.stream(), DeviceId(7));
+        let error = d.mem_alloc(nowhere, 1).unwrap_err();
+        assert_eq!((error.call, error.code, error.name), ("cuMemAlloc", 101, "CUDA_ERROR_INVALID_DEVICE"));
+        assert_eq!(code(d.device_info(nowhere)), 101);
+        assert_eq!(code(d.mem_alloc(GPU, 0)), 1);
+        assert_eq!(code(d.host_alloc(GPU, 0, HostFlags::default())), 1);
+        assert_eq!(code(d.address_reserve(GPU, GRANULE + 1, 0)), 1);
+        assert_eq!(code(d.address_reserve(GPU, 0, 0)), 1);
+        assert_eq!(code(d.address_reserve(GPU, GRANULE, 3)), 1);
+        assert_eq!(code(d.handle_create(GPU, GRANULE / 2)), 1);
+        // SAFETY: none of these means anything; the simulator must refuse, not crash.
+        unsafe {
+            assert_eq!(code(d.mem_free(GPU, 0x1000)), 1);
+            assert_eq!(code(d.pool_free(a, 0x1000)), 1);
+            assert_eq!(code(d.stream_query(RawStream::from_raw(GPU, 0x777))), 400);
+            assert_eq!(code(d.event_query(RawEvent::from_raw(GPU, 12))), 400);
+            assert_eq!(code(d.stream_destroy(m.sim.legacy_stream(GPU))), 400);
+            let mut own = [0_u8; 16];
+            let own = NonNull::from(&mut own).cast();
+            assert_eq!(code(d.host_unregister(GPU, own)), 713);
+            assert_eq!(code(d.host_free(GPU, own)), 1);
+            d.host_register(GPU, own, 16, HostFlags::default()).unwrap();
+            assert_eq!(code(d.host_register(GPU, own.add(8), 16, HostFlags::default())), 712);
+            d.host_unregister(GPU, own).unwrap();
+            // SAFETY: as above.
+            d.stream_destroy(a).unwrap();
+            assert_eq!(code(d.stream_destroy(a)), 400);
+        }
+        assert!(m.sim.outstanding().is_empty(), "{}", m.sim.outstanding());
+        m.silent();
+    });
+}
+
+#[test]
+fn mapping_follows_the_rules_of_the_driver() {
+    everywhere(|m| {
+        let d = &m.driver;
+        let (range, small, large) = (m.reserve(4 * GRANULE), m.handle(GRANULE), m.handle(2 * GRANULE));
+        // SAFETY: what is wrong is refused; what is right is not touched by any work.
+        unsafe {
+            assert_eq!(code(d.map(range, GRANULE, large)), 1, "a handle is mapped whole");
+            assert_eq!(code(d.map(range + 512, GRANULE, small)), 1, "at a multiple of the granularity");
+            assert_eq!(code(d.map(range + 3 * GRANULE, 2 * GRANULE, large)), 1, "inside its range");
+            d.map(range, GRANULE, small).unwrap();
+            assert_eq!(code(d.map(range, GRANULE, small)), 1, "where nothing is");
+            d.map(range + GRANULE, 2 * GRANULE, large).unwrap();
+            assert_eq!(code(d.set_access(range, 4 * GRANULE, &[GPU])), 1, "where everything is mapped");
+            assert_eq!(code(d.set_access(range, 2 * GRANULE, &[GPU])), 1, "of whole mappings");
+            d.set_access(range, 3 * GRANULE, &[GPU]).unwrap();
+            assert_eq!(code(d.unmap(GPU, range + GRANULE, GRANULE)), 1, "and unmapped whole");
+            assert_eq!(
+                code(d.address_free(GPU, range, 4 * GRANULE)),
+                1,
+                "an empty range is freed, and no other"
+            );
+            d.unmap(GPU, range, 3 * GRANULE).unwrap();
+            assert_eq!(code(d.address_free(GPU, range, GRANULE)), 1, "whole");
+            d.address_free(GPU, range, 4 * GRANULE).unwrap();
+            d.handle_release(small).unwrap();
+            assert_eq!(code(d.handle_release(small)), 400);
+            assert_eq!(code(d.map(range, GRANULE, small)), 400);
+            d.handle_release(large).unwrap();
+        }
+        assert!(m.sim.outstanding().is_empty(), "{}", m.sim.outstanding());
+        m.silent();
+    });
+}
+
+#[test]
+fn capacity_is_exact_and_comes_back_with_the_last_of_handle_and_mapping() {
+    everywhere(|m| {
+        let m = Machine::new(Sim::new({
+            let mut config = m.sim.config().clone();
+            config.capacity = Some(4 * GRANULE);
+            config
+        }));
+        let free = || m.driver.memory_info(GPU).unwrap().free;
+        let (x, handle) = m.granule();
+        let y = m.driver.mem_alloc(GPU, GRANULE + 1).unwrap();
+        assert_eq!(free(), GRANULE);
+        assert_eq!(code(m.driver.handle_create(GPU, 2 * GRANULE)), 2);
+        let z = m.driver.mem_alloc(GPU, 1).unwrap();
+        assert_eq!(free(), GRANULE - 512);
+        assert_eq!(code(m.driver.handle_create(GPU, GRANULE)), 2);
+        // SAFETY: nothing uses any of it.
+        unsafe {
+            m.driver.mem_free(GPU, z).unwrap();
+            m.driver.handle_release(handle).unwrap();
+            assert_eq!(free(), GRANULE, "it is mapped still");
+            m.driver.unmap(GPU, x.address, GRANULE).unwrap();
+            assert_eq!(free(), 2 * GRANULE);
+            m.driver.mem_free(GPU, y).unwrap();
+            assert_eq!(free(), 4 * GRANULE);
+        }
+    });
+}
+
+#[test]
+fn an_h200_has_its_memory_and_more_is_refused() {
+    let m = symbolic();
+    let total = m.driver.memory_info(GPU).unwrap().total;
+    assert!(total > 140 << 30);
+    assert_eq!(code(m.driver.mem_alloc(GPU, total + 1)), 2);
+    m.driver.mem_alloc(GPU, total / GRANULE * GRANULE).unwrap();
+    assert_eq!(code(m.driver.mem_alloc(GPU, GRANULE)), 2);
+}
+
+#[test]
+fn a_device_without_virtual_memory_says_so() {
+    let mut config = SimConfig::h200(0);
+    config.devices = vec![DeviceConfig::without_virtual_memory(), DeviceConfig::integrated()];
+    let m = Machine::new(Sim::new(config));
+    let info = m.driver.device_info(GPU).unwrap();
+    assert_eq!((info.virtual_memory, info.granularity), (false, 0));
+    assert_eq!(code(m.driver.address_reserve(GPU, GRANULE, 0)), 801);
+    assert_eq!(code(m.driver.handle_create(GPU, GRANULE)), 801);
+    m.driver.mem_alloc(GPU, 1).unwrap();
+    assert!(m.driver.device_info(SECOND).unwrap().integrated);
+}
+
+#[test]
+fn a_machine_without_devices_answers() {
+    let m = Machine::new(Sim::h200(0));
+    assert_eq!(m.driver.device_count(), Ok(0));
+    assert_eq!(code(m.driver.device_info(GPU)), 101);
+}
+
+#[test]
+fn devices_reach_each_other_where_they_are_peers_and_were_given_access() {
+    for peers in [true, false] {
+        let mut config = SimConfig::h200(2);
+        (config.peers, config.capacity) = (peers, Some(64 << 20));
+        let m = Machine::new(Sim::new(config));
+        let a = m.driver.stream_create(SECOND, 0).unwrap();
+        let (x, _) = m.granule();
+        m.sim.launch(a, Kernel::new("reach").writes(x, None)).unwrap();
+        assert_eq!(m.sim.take_violations()[0].kind, ViolationKind::NoAccess { device: GPU }, "not given yet");
+        let given = m.driver.set_access(x.address, GRANULE, &[GPU, SECOND]);
+        assert_eq!(given.map_err(|error| error.code), if peers { Ok(()) } else { Err(217) });
+        m.sim.launch(a, Kernel::new("reach").writes(x, None)).unwrap();
+        assert_eq!(m.sim.take_violations().is_empty(), peers);
+        // A copy between devices goes either way: the driver stages it where it must.
+        let far = m.driver.mem_alloc(SECOND, GRANULE).unwrap();
+        m.driver.device_synchronize(SECOND).unwrap();
+        // SAFETY: 1. Both are there. 2. One stream.
+        unsafe {
+            m.driver.fill(a, far, 3, GRANULE).unwrap();
+            m.driver.copy_on_device(a, x.address, far, GRANULE).unwrap();
+        }
+        m.driver.stream_synchronize(a).unwrap();
+        assert_eq!(m.sim.read_back(DeviceRange { bytes: 1, ..x }), Some(vec![3]));
+        m.silent();
+    }
+}
+
+#[test]
+fn an_event_belongs_to_its_device() {
+    let m = Machine::new(Sim::h200(2).symbolic());
+    let (a, event) = (m.stream(), m.driver.event_create(SECOND).unwrap());
+    assert_eq!(code(m.driver.event_record(event, a)), 400);
+    // But any stream may wait for it.
+    let b = m.driver.stream_create(SECOND, 0).unwrap();
+    m.driver.event_record(event, b).unwrap();
+    m.driver.stream_wait_event(a, event).unwrap();
+}
+
+#[test]
+fn a_pool_keeps_counts_and_trims_what_is_done() {
+    everywhere(|m| {
+        let (d, a, b) = (&m.driver, m.stream(), m.stream());
+        let pool = d.pool_create(GPU, 4 * GRANULE).unwrap();
+        let x = d.pool_alloc(pool, a, 1000).unwrap();
+        let usage = |reserved, used, high| PoolUsage { reserved, used, reserved_high: high };
+        assert_eq!(d.pool_usage(pool), Ok(usage(GRANULE, 1024, GRANULE)));
+        let y = d.pool_alloc(pool, a, 3 * GRANULE).unwrap();
+        assert_eq!(d.pool_usage(pool), Ok(usage(4 * GRANULE, 3 * GRANULE + 1024, 4 * GRANULE)));
+        assert_eq!(code(d.pool_alloc(pool, a, GRANULE)), 2, "never more than its maximum");
+        m.write(a, DeviceRange { device: GPU, address: y, bytes: GRANULE });
+        // SAFETY: allocated above; all work is on `a`.
+        unsafe { d.pool_free(a, y) }.unwrap();
+        assert_eq!(d.pool_usage(pool), Ok(usage(4 * GRANULE, 1024, 4 * GRANULE)), "what is freed is kept");
+        let again = d.pool_alloc(pool, b, 3 * GRANULE).unwrap();
+        assert_eq!(again, y, "and used again");
+        // SAFETY: as above.
+        unsafe { d.pool_free(b, again) }.unwrap();
+        d.device_synchronize(GPU).unwrap();
+        d.pool_trim(pool, 0).unwrap();
+        assert_eq!(d.pool_usage(pool), Ok(usage(GRANULE, 1024, 4 * GRANULE)));
+        // SAFETY: the handle is not used any more; the block lives on.
+        unsafe {
+            d.pool_destroy(pool).unwrap();
+            assert_eq!(code(d.pool_usage(pool)), 400);
+            m.write(a, DeviceRange { device: GPU, address: x, bytes: 1000 });
+            d.pool_free(a, x).unwrap();
+        }
+        d.stream_synchronize(a).unwrap();
+        let held = m.sim.outstanding();
+        assert_eq!((held.pools, held.pool_blocks, held.allocations), (0, 0, 0));
+        let memory = d.memory_info(GPU).unwrap();
+        assert_eq!(memory.free, memory.total);
+        m.silent();
+    });
+}
+
+#[test]
+fn a_pool_does_not_trim_what_queued_work_uses() {
+    let m = Machine::new(Sim::h200(1).symbolic().stepped());
+    let (a, pool) = (m.stream(), m.driver.pool_create(GPU, 0).unwrap());
+    let address = m.driver.pool_alloc(pool, a, GRANULE).unwrap();
+    m.write(a, DeviceRange { device: GPU, address, bytes: GRANULE });
+    // SAFETY: allocated above; all work is on `a`.
+    unsafe { m.driver.pool_free(a, address) }.unwrap();
+    m.driver.pool_trim(pool, 0).unwrap();
+    assert_eq!(m.driver.pool_usage(pool).unwrap().reserved, GRANULE);
+    m.sim.run_all();
+    m.driver.pool_trim(pool, 0).unwrap();
+    assert_eq!(m.driver.pool_usage(pool).unwrap().reserved, 0);
+}
+
+#[test]
+fn what_is_held_is_counted_and_nothing_is_when_all_is_back() {
+    everywhere(|m| {
+        let d = &m.driver;
+        let (stream, event, pool) =
+            (m.stream(), d.event_create(GPU).unwrap(), d.pool_create(GPU, 0).unwrap());
+        let (x, handle) = m.granule();
+        let (y, z) = (m.alloc(1), d.pool_alloc(pool, stream, 1).unwrap());
+        let host = m.pinned(1);
+        let own = NonNull::from(Box::leak(Box::new(0_u8)));
+        // SAFETY: `own` is never freed; the rest is given back below, used by nobody.
+        unsafe {
+            d.host_register(GPU, own, 1, HostFlags::default()).unwrap();
+            let held = m.sim.outstanding();
+            assert_eq!(
+                held.to_string(),
+                "1 streams, 1 events, 1 handles, 1 mappings, 1 reservations, 1 pools, 1 pool blocks, 1 allocations, \
+                 1 host allocations, 1 registrations"
+            );
+            d.pool_free(stream, z).unwrap();
+            d.stream_synchronize(stream).unwrap();
+            d.pool_destroy(pool).unwrap();
+            d.mem_free(GPU, y.address).unwrap();
+            d.unmap(GPU, x.address, GRANULE).unwrap();
+            d.handle_release(handle).unwrap();
+            d.address_free(GPU, x.address, GRANULE).unwrap();
+            d.host_free(GPU, host).unwrap();
+            d.host_unregister(GPU, own).unwrap();
+            d.event_destroy(event).unwrap();
+            d.stream_destroy(stream).unwrap();
+        }
+        assert!(m.sim.outstanding().is_empty(), "{}", m.sim.outstanding());
+        m.silent();
+    });
+}
+
+#[test]
+fn a_call_fails_when_told_and_has_changed_nothing() {
+    everywhere(|m| {
+        let before = m.sim.outstanding();
+        m.sim.fail(Call::HandleCreate, 2, 2);
+        m.sim.fail_every(Call::MemAlloc, 2, 2);
+        let handle = m.handle(GRANULE);
+        assert_eq!(code(m.driver.handle_create(GPU, GRANULE)), 2);
+        let other = m.handle(GRANULE);
+        let answers: Vec<_> = (0..4).map(|_| m.driver.mem_alloc(GPU, 1)).collect();
+        assert_eq!(answers.iter().map(Result::is_ok).collect::<Vec<_>>(), [true, false, true, false]);
+        assert_eq!(m.driver.calls().get(Call::MemAlloc), 4, "calls that fail are counted");
+        m.sim.clear_failures();
+        for address in answers.into_iter().flatten().chain([m.alloc(1).address]) {
+            // SAFETY: allocated, and never used.
+            unsafe { m.driver.mem_free(GPU, address) }.unwrap();
+        }
+        for handle in [handle, other] {
+            // SAFETY: created above, not used again.
+            unsafe { m.driver.handle_release(handle) }.unwrap();
+        }
+        assert_eq!(m.sim.outstanding(), before);
+    });
+}
+
+#[test]
+fn a_lost_device_answers_with_its_code_and_runs_nothing_more() {
+    let m = Machine::new(Sim::h200(2).stepped());
+    let (a, x) = (m.stream(), m.alloc(1));
+    let event = m.fence(a);
+    m.sim.launch(a, Kernel::new("never").writes(x, None).run(|_| panic!("runs on a lost device"))).unwrap();
+    m.sim.lose_device(GPU);
+    let error = m.driver.stream_synchronize(a).unwrap_err();
+    assert_eq!(error.code, 700);
+    assert!(error.is_device_lost());
+    assert_eq!(code(m.driver.mem_alloc(GPU, 1)), 700);
+    assert_eq!(code(m.driver.event_query(event)), 700);
+    assert_eq!(code(m.sim.launch(a, Kernel::new("never"))), 700);
+    m.driver.mem_alloc(SECOND, 1).unwrap();
+    assert_eq!(m.driver.device_count(), Ok(2));
+    let held = m.sim.outstanding();
+    assert_eq!(
+        (held.streams, held.events, held.allocations),
+        (0, 0, 1),
+        "what the lost device held is gone with it"
+    );
+}
+
+#[test]
+fn a_waiting_thread_learns_that_its_device_is_lost() {
+    let m = symbolic();
+    let a = m.stream();
+    m.sim.wait_value(a, 0x1000, 1).unwrap();
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| m.driver.stream_synchronize(a));
+        std::thread::sleep(Duration::from_millis(5));
+        m.sim.lose_device(GPU);
+        assert_eq!(code(waiter.join().unwrap()), 700);
+    });
+}
+
+#[test]
+fn a_stalled_call_holds_its_thread_and_nothing_else() {
+    let m = symbolic();
+    let a = m.stream();
+    let stall = m.sim.stall(Call::StreamSynchronize);
+    std::thread::scope(|scope| {
+        let waiter = scope.spawn(|| m.driver.stream_synchronize(a));
+        assert!(stall.wait_for(1, Duration::from_secs(10)));
+        m.write(a, m.alloc(64));
+        assert_eq!(m.driver.stream_query(a), Ok(true), "other calls go on");
+        assert!(!waiter.is_finished());
+        drop(stall);
+        waiter.join().unwrap().unwrap();
+    });
+}
+
+#[test]
+fn an_unsafe_call_breaks_a_global_capture_from_any_thread() {
+    type Attempt = fn(&Machine, RawStream) -> Result<(), aquifer_driver::DriverError>;
+    let attempts: [Attempt; 4] = [
+        |m, other| m.driver.event_query(m.fence(other)).map(drop),
+        |m, _| m.driver.mem_alloc(GPU, 1).map(drop),
+        |m, other| {
+            m.driver.pool_create(GPU, 0).and_then(|pool| m.driver.pool_alloc(pool, other, 1)).map(drop)
+        },
+        |m, _| {
+            let own = NonNull::from(Box::leak(Box::new(0_u8)));
+            // SAFETY: 1. It is never freed.
+            unsafe { m.driver.host_register(GPU, own, 1, HostFlags::default()) }
+        },
+    ];
+    for attempt in attempts {
+        for (mode, elsewhere, relaxed, breaks) in [
+            (CaptureMode::Global, true, false, true),
+            (CaptureMode::Global, false, false, true),
+            (CaptureMode::Global, true, true, false),
+            (CaptureMode::Global, false, true, false),
+            (CaptureMode::ThreadLocal, true, false, false),
+            (CaptureMode::ThreadLocal, false, false, true),
+            (CaptureMode::Relaxed, false, false, false),
+        ] {
+            let m = symbolic();
+            let (a, other) = (m.stream(), m.stream());
+            m.sim.begin_capture(a, mode).unwrap();
+            let make = || {
+                let _relaxed = relaxed.then(|| Relaxed::enter(&*m.driver));
+                attempt(&m, other)
+            };
+            let answer = if elsewhere {
+                std::thread::scope(|scope| scope.spawn(make).join().unwrap())
+            } else {
+                make()
+            };
+            assert_eq!(answer.map_err(|error| error.code), if breaks { Err(900) } else { Ok(()) });
+            assert_eq!(
+                m.sim.end_capture(a).map_err(|error| error.code),
+                if breaks { Err(901) } else { Ok(0) }
+            );
+        }
+    }
+}
+
+#[test]
+fn mapping_and_fencing_leave_a_capture_alone() {
+    let m = symbolic();
+    let (a, b, c) = (m.stream(), m.stream(), m.stream());
+    m.sim.begin_capture(a, CaptureMode::Global).unwrap();
+    let (x, handle) = m.granule();
+    m.order(b, c);
+    m.write(a, x);
+    m.unmap(x.address);
+    // SAFETY: 1. It is not used any more.
+    unsafe { m.driver.handle_release(handle) }.unwrap();
+    assert_eq!(m.sim.end_capture(a), Ok(1));
+    m.silent();
+}
+
+#[test]
+fn captured_work_does_not_run_and_an_event_in_it_advances_nothing() {
+    let m = Machine::new(Sim::h200(1).capacity(64 << 20));
+    let (a, b, x) = (m.stream(), m.stream(), m.alloc(1));
+    m.sim.begin_capture(a, CaptureMode::ThreadLocal).unwrap();
+    m.sim.launch(a, Kernel::new("captured").writes(x, None).run(|_| panic!("runs"))).unwrap();
+    let event = m.fence(a);
+    m.driver.stream_wait_event(b, event).unwrap();
+    m.sim.launch(b, Kernel::new("forked").writes(x, None).run(|_| panic!("runs"))).unwrap();
+    assert_eq!(m.sim.end_capture(b).map_err(|error| error.code), Err(903), "it began on another");
+    assert_eq!(m.sim.end_capture(a), Ok(4), "two kernels, a record and a wait");
+    assert_eq!(code(m.driver.event_query(event)), 907);
+    assert_eq!(m.driver.stream_query(b), Ok(true), "its capture is over with the other");
+}
+
+#[test]
+fn waiting_for_a_capturing_stream_breaks_its_capture() {
+    let m = symbolic();
+    let a = m.stream();
+    m.sim.begin_capture(a, CaptureMode::Relaxed).unwrap();
+    assert_eq!(code(m.driver.stream_query(a)), 900);
+    assert_eq!(code(m.sim.end_capture(a)), 901);
+    let blocking = m.sim.blocking_stream(GPU).unwrap();
+    m.sim.begin_capture(blocking, CaptureMode::Relaxed).unwrap();
+    assert_eq!(code(m.sim.fill_now(GPU, m.alloc(1).address, 0, 1)), 906);
+    assert_eq!(code(m.sim.end_capture(blocking)), 901);
+}
+
+#[test]
+fn each_thread_has_its_own_default_stream() {
+    let m = symbolic();
+    // SAFETY: 1. The per-thread default stream is always there.
+    let own = unsafe { RawStream::from_raw(GPU, 2) };
+    let here = m.driver.stream_id(own).unwrap();
+    let there = std::thread::scope(|scope| scope.spawn(|| m.driver.stream_id(own).unwrap()).join().unwrap());
+    assert_ne!(here, there);
+    assert_eq!(m.driver.stream_id(own), Ok(here));
+    assert!(m.sim.outstanding().is_empty());
+}
+
+#[test]
+fn driver_time_is_modelled_by_the_table() {
+    let m = symbolic();
+    let (range, handle) = (m.reserve(GRANULE), m.handle(GRANULE));
+    let before = m.sim.modelled_ns();
+    m.map(range, handle);
+    m.unmap(range);
+    assert_eq!(m.sim.modelled_ns() - before, 500 + 17_300 + 12_000);
+    let before = m.sim.modelled_ns();
+    m.sim.fail(Call::Map, 1, 1);
+    // SAFETY: 1. Nothing is there.
+    assert_eq!(code(unsafe { m.driver.map(range, GRANULE, handle) }), 1);
+    assert_eq!(m.sim.modelled_ns(), before, "a call that fails costs nothing");
+    let mut config = SimConfig::h200(1);
+    config.costs = Costs::nothing();
+    let free = Machine::new(Sim::new(config));
+    free.granule();
+    assert_eq!(free.sim.modelled_ns(), 0);
+}
+
+#[test]
+fn reserved_ranges_are_aligned_as_asked_and_apart() {
+    everywhere(|m| {
+        let mut ranges: Vec<_> = [0, GRANULE, 1 << 30, 1 << 25]
+            .into_iter()
+            .map(|align| {
+                let address = m.driver.address_reserve(GPU, 3 * GRANULE, align).unwrap();
+                assert!(address.is_multiple_of(align.max(GRANULE)));
+                address
+            })
+            .collect();
+        ranges.sort_unstable();
+        assert!(ranges.windows(2).all(|pair| pair[0] + 3 * GRANULE <= pair[1]));
+    });
+}

@@ -1,0 +1,152 @@
+//! Machines and small programs that the simulator's tests share.
+#![allow(dead_code, unsafe_code, unused_macros, unreachable_pub, reason = "each test binary uses its share")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a fixture that fails fails its test"
+)]
+
+use aquifer_driver::{
+    Access, DeviceId, DeviceRange, Driver, PhysicalHandle, RawEvent, RawStream,
+    sim::{Sim, Violation, ViolationKind},
+};
+use std::{ptr::NonNull, sync::Arc};
+
+pub const GPU: DeviceId = DeviceId(0);
+pub const GRANULE: u64 = 2 << 20;
+
+/// Runs an expression as this line's doing, and answers with its value and the line.
+macro_rules! at {
+    ($work:expr) => {{
+        let _site = aquifer_driver::site::enter();
+        ($work, line!())
+    }};
+}
+
+/// A machine and its driver.
+pub struct Machine {
+    pub sim: Sim,
+    pub driver: Arc<dyn Driver>,
+}
+
+impl Machine {
+    pub fn new(sim: Sim) -> Self {
+        let driver = sim.driver();
+        Self { sim, driver }
+    }
+
+    pub fn stream(&self) -> RawStream {
+        self.driver.stream_create(GPU, 0).unwrap()
+    }
+
+    pub fn alloc(&self, bytes: u64) -> DeviceRange {
+        DeviceRange { device: GPU, address: self.driver.mem_alloc(GPU, bytes).unwrap(), bytes }
+    }
+
+    /// An event behind all that is queued on a stream.
+    pub fn fence(&self, stream: RawStream) -> RawEvent {
+        let event = self.driver.event_create(stream.device()).unwrap();
+        self.driver.event_record(event, stream).unwrap();
+        event
+    }
+
+    /// Makes one stream wait for all that is queued on another.
+    pub fn order(&self, first: RawStream, then: RawStream) {
+        self.driver.stream_wait_event(then, self.fence(first)).unwrap();
+    }
+
+    pub fn reserve(&self, bytes: u64) -> u64 {
+        self.driver.address_reserve(GPU, bytes, 0).unwrap()
+    }
+
+    pub fn handle(&self, bytes: u64) -> PhysicalHandle {
+        self.driver.handle_create(GPU, bytes).unwrap()
+    }
+
+    /// One granule, mapped in a range of its own and open.
+    pub fn granule(&self) -> (DeviceRange, PhysicalHandle) {
+        let handle = self.handle(GRANULE);
+        let address = self.reserve(GRANULE);
+        self.map(address, handle);
+        (DeviceRange { device: GPU, address, bytes: GRANULE }, handle)
+    }
+
+    pub fn map(&self, address: u64, handle: PhysicalHandle) {
+        // SAFETY: 1. The simulator checks what this asks for.
+        unsafe { self.driver.map(address, GRANULE, handle) }.unwrap();
+        self.driver.set_access(address, GRANULE, &[GPU]).unwrap();
+    }
+
+    pub fn unmap(&self, address: u64) {
+        // SAFETY: 1. The simulator checks what this asks for.
+        unsafe { self.driver.unmap(GPU, address, GRANULE) }.unwrap();
+    }
+
+    /// Pinned memory of the driver's.
+    pub fn pinned(&self, bytes: usize) -> NonNull<u8> {
+        self.driver.host_alloc(GPU, bytes, aquifer_driver::HostFlags::default()).unwrap()
+    }
+
+    pub fn write(&self, stream: RawStream, range: DeviceRange) {
+        self.sim.access(stream, range, Access::Write, None).unwrap();
+    }
+
+    pub fn read(&self, stream: RawStream, range: DeviceRange) {
+        self.sim.access(stream, range, Access::Read, None).unwrap();
+    }
+
+    #[track_caller]
+    pub fn silent(&self) {
+        let found = self.sim.violations();
+        assert!(found.is_empty(), "{:?}: {}", self.sim.config(), found[0]);
+    }
+
+    /// Takes what was found, which must be one fault of this kind between these two lines of `file`.
+    #[track_caller]
+    pub fn only(&self, kind: ViolationKind, file: &str, earlier: u32, later: u32) -> Violation {
+        let mut found = self.sim.take_violations();
+        assert_eq!(found.len(), 1, "{:?}: {found:#?}", self.sim.config());
+        let fault = found.remove(0);
+        check(&fault, kind, file, Some(earlier), later);
+        fault
+    }
+
+    /// Takes what was found, the first of which must be of this kind between these two lines.
+    #[track_caller]
+    pub fn first(&self, kind: ViolationKind, file: &str, earlier: Option<u32>, later: u32) -> Violation {
+        let found = self.sim.take_violations();
+        let fault = found.first().expect("nothing was found").clone();
+        check(&fault, kind, file, earlier, later);
+        fault
+    }
+}
+
+#[track_caller]
+fn check(fault: &Violation, kind: ViolationKind, file: &str, earlier: Option<u32>, later: u32) {
+    assert_eq!(fault.kind, kind, "{fault}");
+    let lines = (fault.earlier.map(|party| party.site.line()), fault.later.site.line());
+    assert_eq!(lines, (earlier, later), "{fault}");
+    assert!(fault.later.site.file().ends_with(file), "{fault}");
+    let text = fault.to_string();
+    assert!(text.contains(&format!("{file}:{later}")), "{text}");
+    if let Some(earlier) = earlier {
+        assert!(text.contains(&format!("{file}:{earlier}")), "{text}");
+    }
+}
+
+/// Both modes with every schedule: what the oracle says depends on neither.
+pub fn everywhere(test: impl Fn(&Machine)) {
+    let bytes = || Sim::h200(1).capacity(256 << 20);
+    let symbolic = || Sim::h200(1).symbolic();
+    for sim in [
+        symbolic(),
+        bytes(),
+        symbolic().stepped(),
+        bytes().stepped(),
+        symbolic().seeded(7),
+        bytes().seeded(8),
+    ] {
+        test(&Machine::new(sim));
+    }
+}

@@ -1,0 +1,384 @@
+//! Where each thread counts.
+//!
+//! A slot is written by one thread at a time with plain loads and stores, and read by whoever asks for totals. It belongs
+//! to a thread from its first allocation to its end and then waits for another; it never goes away, so a total is a walk
+//! over slots without a lock. A thread that cannot have one (it is ending, or there is no memory for more) counts in the
+//! shared slot by atomic additions.
+#![expect(
+    unsafe_code,
+    reason = "leaks blocks of slots that come from the system; probes the global allocator"
+)]
+
+use super::{BATCH, MOST_CHANGE, put_back, refused, take};
+use crate::here::{HERE, Here};
+use crossbeam_utils::CachePadded;
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    ptr,
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering},
+};
+
+/// A thread's part of the account.
+pub(crate) struct Slot {
+    /// Whether a thread counts here. Acquired and released, so that the next owner sees what the last one wrote.
+    taken: AtomicBool,
+    /// Bytes that are charged and in no live block. Written by the owner alone; 0 while nobody owns it.
+    change: AtomicU64,
+    /// Whether the change has to go back before the next payment: the cap was set, or has refused, since the last one,
+    /// or the owner is new. Set by anybody, cleared by the owner.
+    recalled: AtomicBool,
+    /// Allocations of all owners. Written by the owner alone.
+    allocations: AtomicU64,
+    /// Frees of all owners. Written by the owner alone.
+    frees: AtomicU64,
+}
+
+impl Slot {
+    const fn new() -> Self {
+        Self {
+            taken: AtomicBool::new(false),
+            change: AtomicU64::new(0),
+            recalled: AtomicBool::new(false),
+            allocations: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn calls(&self) -> u64 {
+        self.allocations.load(Ordering::Relaxed).wrapping_add(self.frees.load(Ordering::Relaxed))
+    }
+
+    /// Counts one more, as its only writer.
+    #[inline]
+    fn bump(counter: &AtomicU64) {
+        counter.store(counter.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    }
+
+    /// Pays `bytes` out of the change, or by taking more.
+    #[inline]
+    fn pay(&self, bytes: u64) -> bool {
+        let change = self.change.load(Ordering::Relaxed);
+        match change.checked_sub(bytes) {
+            Some(rest) if !self.recalled.load(Ordering::Relaxed) => {
+                self.change.store(rest, Ordering::Relaxed);
+                true
+            }
+            _ => self.pay_by_taking(bytes),
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn pay_by_taking(&self, bytes: u64) -> bool {
+        // The change may have been taken under an earlier cap, or freed while the cap was exceeded. Acquire: the new
+        // cap, if this reads what its setter wrote.
+        if self.recalled.swap(false, Ordering::Acquire) {
+            put_back(self.change.swap(0, Ordering::Relaxed));
+        }
+        let need = bytes.saturating_sub(self.change.load(Ordering::Relaxed));
+        match take(need, BATCH) {
+            Some(taken) => {
+                self.change.store(self.change.load(Ordering::Relaxed) + taken - bytes, Ordering::Relaxed);
+                true
+            }
+            None => {
+                // What is freed from here on is not to be had before it has been compared with the cap.
+                self.recalled.store(true, Ordering::Relaxed);
+                refused();
+                false
+            }
+        }
+    }
+
+    /// Takes `bytes` back into the change.
+    #[inline]
+    fn receive(&self, bytes: u64) {
+        let change = self.change.load(Ordering::Relaxed) + bytes;
+        self.change.store(change, Ordering::Relaxed);
+        if change > MOST_CHANGE {
+            self.lower();
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn lower(&self) {
+        let change = self.change.load(Ordering::Relaxed);
+        self.change.store(BATCH, Ordering::Relaxed);
+        put_back(change - BATCH);
+    }
+
+    /// Leaves the slot to another thread.
+    fn retire(&self) {
+        put_back(self.change.swap(0, Ordering::Relaxed));
+        self.taken.store(false, Ordering::Release);
+    }
+}
+
+/// Slots in one block.
+const SLOTS: usize = 64;
+
+/// Slots that are made at once. The first block is there from the start, further ones are leaked.
+struct Block {
+    slots: [CachePadded<Slot>; SLOTS],
+    next: AtomicPtr<Block>,
+}
+
+impl Block {
+    const fn new() -> Self {
+        Self {
+            slots: [const { CachePadded::new(Slot::new()) }; SLOTS],
+            next: AtomicPtr::new(ptr::null_mut()),
+        }
+    }
+
+    fn next(&self) -> Option<&'static Block> {
+        let next = self.next.load(Ordering::Acquire);
+        // SAFETY: 1. A pointer that is not null came from `extend`, which leaked a block and initialised it before this
+        // pointer was published (Acquire here, Release there). 2. Nobody makes a `&mut` of it.
+        unsafe { next.as_ref() }
+    }
+
+    /// Adds a block behind this one, the last. `None` if the system has no memory.
+    fn extend(&self) -> Option<&'static Block> {
+        let layout = Layout::new::<Block>();
+        // SAFETY: the layout has a size. From the system and not from the allocator that is being wrapped: this runs
+        // inside a call of it.
+        let fresh = unsafe { System.alloc(layout) }.cast::<Block>();
+        if fresh.is_null() {
+            return None;
+        }
+        // SAFETY: 1. `fresh` is a block of the layout of `Block`. 2. Nobody else has it yet.
+        unsafe { fresh.write(Block::new()) };
+        match self.next.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
+            // Ours, or that of a thread that was faster.
+            Ok(_) => {}
+            // SAFETY: 1. `fresh` came from the system with this layout. 2. It was not published, so nobody has it.
+            Err(_) => unsafe { System.dealloc(fresh.cast(), layout) },
+        }
+        self.next()
+    }
+}
+
+static FIRST: Block = Block::new();
+/// Where threads count that have no slot of their own: by atomic additions, and without change.
+static SHARED: CachePadded<Slot> = CachePadded::new(Slot::new());
+
+/// Finds a slot that nobody owns, and takes it.
+fn claim() -> Option<&'static Slot> {
+    let mut block = Some(&FIRST);
+    while let Some(here) = block {
+        for slot in &here.slots {
+            if !slot.taken.load(Ordering::Relaxed)
+                && slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+            {
+                slot.recalled.store(true, Ordering::Relaxed);
+                return Some(slot);
+            }
+        }
+        block = here.next().or_else(|| here.extend());
+    }
+    None
+}
+
+/// Ends a thread's part when the thread ends.
+struct Leave;
+
+impl Drop for Leave {
+    fn drop(&mut self) {
+        HERE.with(|here| {
+            here.ending.set(true);
+            if let Some(slot) = here.slot.take() {
+                slot.retire();
+            }
+        });
+    }
+}
+
+thread_local! {
+    static LEAVE: Leave = const { Leave };
+}
+
+/// Gives this thread a slot, if it can have one.
+#[cold]
+#[inline(never)]
+fn arrive(here: &Here) -> Option<&'static Slot> {
+    if here.ending.get() {
+        return None;
+    }
+    let slot = claim()?;
+    // First, so that an allocation from within the next line finds it.
+    here.slot.set(Some(slot));
+    // Asks for the destructor. It is refused only if it has run.
+    if LEAVE.try_with(|_| ()).is_err() {
+        here.ending.set(true);
+        here.slot.set(None);
+        slot.retire();
+        return None;
+    }
+    Some(slot)
+}
+
+#[inline]
+fn mine(here: &Here) -> Option<&'static Slot> {
+    here.slot.get().or_else(|| arrive(here))
+}
+
+/// Pays for `bytes` and counts an allocation. False, and nothing has changed, if the cap refuses.
+#[inline]
+pub(crate) fn charge(bytes: usize) -> bool {
+    let bytes = bytes as u64;
+    HERE.with(|here| match mine(here) {
+        Some(slot) => {
+            let paid = slot.pay(bytes);
+            if paid {
+                Slot::bump(&slot.allocations);
+            }
+            paid
+        }
+        None => charge_shared(bytes, 1),
+    })
+}
+
+/// Pays for `bytes` by which a block grows.
+#[inline]
+pub(crate) fn charge_growth(bytes: usize) -> bool {
+    let bytes = bytes as u64;
+    HERE.with(|here| match mine(here) {
+        Some(slot) => slot.pay(bytes),
+        None => charge_shared(bytes, 0),
+    })
+}
+
+#[cold]
+fn charge_shared(bytes: u64, allocations: u64) -> bool {
+    let paid = take(bytes, 0).is_some();
+    if paid {
+        SHARED.allocations.fetch_add(allocations, Ordering::Relaxed);
+    } else {
+        refused();
+    }
+    paid
+}
+
+/// Undoes [`charge`]: the allocator below had no memory.
+#[cold]
+pub(crate) fn refund(bytes: usize) {
+    let bytes = bytes as u64;
+    HERE.with(|here| match mine(here) {
+        Some(slot) => {
+            slot.receive(bytes);
+            slot.allocations
+                .store(slot.allocations.load(Ordering::Relaxed).wrapping_sub(1), Ordering::Relaxed);
+        }
+        None => {
+            put_back(bytes);
+            SHARED.allocations.fetch_sub(1, Ordering::Relaxed);
+        }
+    });
+}
+
+/// Takes back `bytes` of a block that was freed, and counts the free.
+#[inline]
+pub(crate) fn freed(bytes: usize) {
+    let bytes = bytes as u64;
+    HERE.with(|here| match mine(here) {
+        Some(slot) => {
+            Slot::bump(&slot.frees);
+            slot.receive(bytes);
+        }
+        None => {
+            SHARED.frees.fetch_add(1, Ordering::Relaxed);
+            put_back(bytes);
+        }
+    });
+}
+
+/// Takes back `bytes` by which a block shrank, or did not grow after all.
+#[inline]
+pub(crate) fn release(bytes: usize) {
+    let bytes = bytes as u64;
+    HERE.with(|here| match mine(here) {
+        Some(slot) => slot.receive(bytes),
+        None => put_back(bytes),
+    });
+}
+
+/// Sums over all slots.
+#[derive(Default)]
+pub(super) struct Totals {
+    pub(super) change: u64,
+    pub(super) allocations: u64,
+    pub(super) frees: u64,
+}
+
+fn slots() -> impl Iterator<Item = &'static Slot> {
+    std::iter::successors(Some(&FIRST), |block| block.next())
+        .flat_map(|block| block.slots.iter().map(|slot| &**slot))
+}
+
+pub(super) fn totals() -> Totals {
+    let mut totals = Totals::default();
+    for slot in slots().chain([&*SHARED]) {
+        totals.change = totals.change.wrapping_add(slot.change.load(Ordering::Relaxed));
+        totals.allocations = totals.allocations.wrapping_add(slot.allocations.load(Ordering::Relaxed));
+        totals.frees = totals.frees.wrapping_add(slot.frees.load(Ordering::Relaxed));
+    }
+    totals
+}
+
+/// Has every thread return its change before it pays the next time.
+pub(super) fn recall() {
+    // Release: whoever sees it sees the cap that was set before.
+    slots().for_each(|slot| slot.recalled.store(true, Ordering::Release));
+}
+
+pub(super) fn shared_calls() -> u64 {
+    SHARED.calls()
+}
+
+/// Allocates and frees a block of the program's global allocator.
+pub(super) fn probe(layout: Layout) {
+    // SAFETY: the caller's layout is that of a byte, which is not none.
+    let block = unsafe { std::alloc::alloc(layout) };
+    if !std::hint::black_box(block).is_null() {
+        // SAFETY: the block was allocated just now with this layout.
+        unsafe { std::alloc::dealloc(block, layout) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{collections::BTreeSet, thread};
+
+    /// One after another: slots are the process's.
+    #[test]
+    fn slots_are_given_to_one_thread_at_a_time_extended_when_all_are_taken_and_given_again() {
+        let address = |slot: &'static Slot| ptr::from_ref(slot).addr();
+        let first: Vec<_> = (0..3 * SLOTS).map_while(|_| claim()).collect();
+        let distinct: BTreeSet<_> = first.iter().map(|slot| address(slot)).collect();
+        assert_eq!(distinct.len(), 3 * SLOTS);
+        first.iter().for_each(|slot| slot.retire());
+        let again: BTreeSet<_> = (0..3 * SLOTS).filter_map(|_| claim()).map(address).collect();
+        assert_eq!(again, distinct);
+        slots().for_each(|slot| {
+            if distinct.contains(&address(slot)) {
+                slot.retire();
+            }
+        });
+
+        // A thread that ends leaves its slot and its change.
+        let used = move || HERE.with(|here| mine(here).map(address));
+        let (one, charged) = (thread::spawn(used).join().unwrap(), crate::stats().live);
+        let other = thread::spawn(move || {
+            assert!(charge(1000));
+            freed(1000);
+            used()
+        });
+        other.join().unwrap();
+        assert!(one.is_some());
+        assert_eq!(crate::stats().live, charged);
+        assert_eq!(totals().change, 0);
+    }
+}

@@ -1,0 +1,180 @@
+//! The way of one call to a route, and back.
+#![expect(unsafe_code, reason = "calls routes with blocks of theirs")]
+
+use super::{Route, deferred, table};
+use crate::{
+    account,
+    here::{HERE, Here},
+};
+use std::{
+    alloc::Layout,
+    ptr::NonNull,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+// Relaxed: figures, which guard no other memory. A routed call is no hot path, so they are shared.
+static LIVE: AtomicU64 = AtomicU64::new(0);
+static SERVED: AtomicU64 = AtomicU64::new(0);
+static REFUSED: AtomicU64 = AtomicU64::new(0);
+
+/// Live bytes, blocks served, requests refused.
+pub(crate) fn figures() -> (u64, u64, u64) {
+    (LIVE.load(Ordering::Relaxed), SERVED.load(Ordering::Relaxed), REFUSED.load(Ordering::Relaxed))
+}
+
+/// Calls a route. Scopes are off meanwhile on this thread; frees of routed blocks wait for the end.
+fn visit<R>(here: &Here, call: impl FnOnce() -> R) -> R {
+    here.inside.set(true);
+    let answer = call();
+    deferred::settle();
+    here.inside.set(false);
+    answer
+}
+
+/// The route that an allocation of this size on this thread goes to.
+#[inline]
+fn bound_for(here: &Here, bytes: usize) -> Option<&'static dyn Route> {
+    // SAFETY: 1. The pointer is null or that of a `Scope` on this thread's stack, whose function has not returned: it
+    // takes the pointer out before. 2. Nobody writes a scope.
+    let scope = unsafe { here.scope.get().as_ref() }?;
+    (bytes >= scope.at_least && !here.inside.get()).then_some(scope.route)
+}
+
+/// A block from this thread's route, if it is in a scope and the route serves it.
+#[inline]
+pub(crate) fn allocate(layout: Layout) -> Option<NonNull<u8>> {
+    HERE.with(|here| {
+        let route = bound_for(here, layout.size())?;
+        served(here, layout, || route.allocate(layout))
+    })
+}
+
+/// As [`allocate`], zeroed.
+#[inline]
+pub(crate) fn allocate_zeroed(layout: Layout) -> Option<NonNull<u8>> {
+    HERE.with(|here| {
+        let route = bound_for(here, layout.size())?;
+        served(here, layout, || route.allocate_zeroed(layout))
+    })
+}
+
+#[cold]
+#[inline(never)]
+fn served(here: &Here, layout: Layout, ask: impl FnOnce() -> Option<NonNull<u8>>) -> Option<NonNull<u8>> {
+    let block = visit(here, ask);
+    if block.is_none() {
+        REFUSED.fetch_add(1, Ordering::Relaxed);
+        return None;
+    }
+    SERVED.fetch_add(1, Ordering::Relaxed);
+    LIVE.fetch_add(layout.size() as u64, Ordering::Relaxed);
+    account::note(layout.size(), 1);
+    block
+}
+
+/// Takes a block back if it is a route's. Says whether it was.
+///
+/// # Safety
+/// As for `GlobalAlloc::dealloc`.
+#[inline]
+pub(crate) unsafe fn deallocate(block: *mut u8, layout: Layout) -> bool {
+    if !table::may_own(block) {
+        return false;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { deallocate_in_window(block, layout) }
+}
+
+/// # Safety
+/// As for `GlobalAlloc::dealloc`.
+#[cold]
+#[inline(never)]
+unsafe fn deallocate_in_window(block: *mut u8, layout: Layout) -> bool {
+    let Some(block) = NonNull::new(block) else { return false };
+    let Some(route) = table::owner(block) else { return false };
+    LIVE.fetch_sub(layout.size() as u64, Ordering::Relaxed);
+    HERE.with(|here| {
+        if here.inside.get() {
+            deferred::put_off(route, block, layout);
+        } else {
+            // SAFETY: 1. The route owns the block. 2. The caller hands it over with its layout.
+            visit(here, || unsafe { route.deallocate(block, layout) });
+        }
+    });
+    true
+}
+
+/// What became of a reallocation.
+pub(crate) enum Reallocation {
+    /// No route has to do with it.
+    Plain,
+    /// The block is a route's and has been resized.
+    Done(NonNull<u8>),
+    /// The block is a route's, which cannot resize it: it has to move to the wrapped allocator.
+    Leave {
+        /// The layout it shall have.
+        new: Layout,
+    },
+    /// The block is the wrapped allocator's and has to move here.
+    Enter {
+        /// A block of the new size.
+        moved: NonNull<u8>,
+    },
+}
+
+/// Resizes a block of a route, or finds a place in one for a block that has grown into it.
+///
+/// # Safety
+/// As for `GlobalAlloc::realloc`.
+#[inline]
+pub(crate) unsafe fn reallocate(block: *mut u8, old: Layout, new_size: usize) -> Reallocation {
+    // SAFETY: 1. The alignment is that of a layout. 2. The caller promises that the size, rounded up to it, is at most
+    // `isize::MAX`.
+    let new = unsafe { Layout::from_size_align_unchecked(new_size, old.align()) };
+    if table::may_own(block) {
+        // SAFETY: the caller's promise.
+        let found = unsafe { reallocate_in_window(block, old, new) };
+        if !matches!(found, Reallocation::Plain) {
+            return found;
+        }
+    }
+    // Only growth enters: a block that shrinks in place is cheaper where it is.
+    if new_size <= old.size() {
+        return Reallocation::Plain;
+    }
+    match allocate(new) {
+        Some(moved) => Reallocation::Enter { moved },
+        None => Reallocation::Plain,
+    }
+}
+
+/// # Safety
+/// As for `GlobalAlloc::realloc`.
+#[cold]
+#[inline(never)]
+unsafe fn reallocate_in_window(block: *mut u8, old: Layout, new: Layout) -> Reallocation {
+    let Some(block) = NonNull::new(block) else { return Reallocation::Plain };
+    let Some(route) = table::owner(block) else { return Reallocation::Plain };
+    HERE.with(|here| {
+        if here.inside.get() {
+            return Reallocation::Leave { new };
+        }
+        // SAFETY: 1. The route owns the block. 2. The caller hands it over, if it is answered with another, with its
+        // layout. 3. `new` has the same alignment, and the caller promises a size.
+        match visit(here, || unsafe { route.resize(block, old, new) }) {
+            None => {
+                REFUSED.fetch_add(1, Ordering::Relaxed);
+                Reallocation::Leave { new }
+            }
+            Some(moved) => {
+                // Two steps of one counter: the sum is what matters.
+                LIVE.fetch_add(new.size() as u64, Ordering::Relaxed);
+                LIVE.fetch_sub(old.size() as u64, Ordering::Relaxed);
+                if new.size() > old.size() {
+                    account::note(new.size() - old.size(), 0);
+                }
+                Reallocation::Done(moved)
+            }
+        }
+    })
+}

@@ -1,0 +1,452 @@
+//! Free extents by size: the best fit in a bounded number of steps.
+//!
+//! Each doubling of sizes is cut into 32 bins, and two levels of bitmaps say which bins hold
+//! anything (Masmano, Ripoll, Crespo and Real, "TLSF", 2004). Inside a bin the extents form a
+//! bitwise tree keyed by the bits that the bin leaves open, equal sizes in a list at their fork
+//! (as in Lea's dlmalloc, "treebins"). So the smallest extent that fits is found in at most one
+//! walk down a tree and one down its neighbour: at most twice the number of open bits, which is
+//! 6 for 1 MiB and 16 for 1 GiB in units of 512 bytes, whatever the number of holes.
+//!
+//! ```text
+//! doublings   …  [1 2 3 …|…|…]   ← bit set: some bin of it holds something
+//! bins             0 1 1 0 … 0   ← bit set: the bin holds something
+//!                    │
+//!                    ▼
+//!                  A (fork) ── A' ── A''    equal sizes, a low address in front
+//!                 ╱ ╲
+//!                B   C                      left: next open bit 0, right: 1
+//! ```
+
+use crate::records::{NIL, Records};
+
+/// Bins per doubling, as a power of two.
+const SUB_BITS: u32 = 5;
+/// Bins per doubling.
+const SUBS: usize = 1 << SUB_BITS;
+/// Doublings: the first holds the sizes below 32 units, one each.
+const LEVELS: usize = u64::BITS as usize - SUB_BITS as usize + 1;
+
+/// The free extents of a heap, found by size.
+#[derive(Debug)]
+pub(crate) struct Bins {
+    /// A unit is `1 << shift` bytes.
+    shift: u32,
+    /// Bit n: some bin of `levels[n]` holds something.
+    used_levels: u64,
+    /// Bit n of `levels[l]`: `roots[l * SUBS + n]` is set.
+    levels: [u32; LEVELS],
+    /// The root of each bin's tree.
+    roots: Box<[u32]>,
+    /// How often a record was looked at, for the tests that count.
+    #[cfg(test)]
+    pub(crate) steps: core::cell::Cell<u64>,
+}
+
+/// The bin of a size and how many bits of the size it leaves open.
+const fn bin_of(units: u64) -> (usize, u32) {
+    if units < SUBS as u64 {
+        return (units as usize, 0);
+    }
+    let open = units.ilog2() - SUB_BITS;
+    let level = open as usize + 1;
+    let sub = (units >> open) as usize & (SUBS - 1);
+    (level * SUBS + sub, open)
+}
+
+impl Bins {
+    pub(crate) fn new(shift: u32) -> Self {
+        Self {
+            shift,
+            used_levels: 0,
+            levels: [0; LEVELS],
+            roots: vec![NIL; LEVELS * SUBS].into_boxed_slice(),
+            #[cfg(test)]
+            steps: core::cell::Cell::new(0),
+        }
+    }
+
+    #[inline]
+    fn step(&self) {
+        #[cfg(test)]
+        self.steps.set(self.steps.get() + 1);
+    }
+
+    /// Files the free extent `id` under its size.
+    pub(crate) fn insert(&mut self, records: &mut Records, id: u32) {
+        let record = &mut records[id];
+        record.up = NIL;
+        record.child = [NIL; 2];
+        record.before = NIL;
+        record.after = NIL;
+        let (start, len) = (record.start, record.len);
+        let units = len >> self.shift;
+        let (bin, mut open) = bin_of(units);
+        let mut at = self.roots[bin];
+        if at == NIL {
+            self.roots[bin] = id;
+            self.levels[bin / SUBS] |= 1 << (bin % SUBS);
+            self.used_levels |= 1 << (bin / SUBS);
+            return;
+        }
+        loop {
+            self.step();
+            let fork = &mut records[at];
+            if fork.len == len {
+                return self.insert_equal(records, bin, at, id, start);
+            }
+            // Two sizes of one bin differ in an open bit, so the bits last as long as the walk.
+            open -= 1;
+            let side = (units >> open) as usize & 1;
+            let down = fork.child[side];
+            if down == NIL {
+                fork.child[side] = id;
+                records[id].up = at;
+                return;
+            }
+            at = down;
+        }
+    }
+
+    /// Joins the list of equal sizes at `fork`: in front when it lies lower than the fork, else
+    /// right behind it, so that low addresses are found first at no further cost.
+    fn insert_equal(&mut self, records: &mut Records, bin: usize, fork: u32, id: u32, start: u64) {
+        if start < records[fork].start {
+            self.replace(records, bin, fork, id);
+            records[id].after = fork;
+            records[fork].before = id;
+        } else {
+            let after = records[fork].after;
+            records[id].before = fork;
+            records[id].after = after;
+            records[fork].after = id;
+            if after != NIL {
+                records[after].before = id;
+            }
+        }
+    }
+
+    /// Takes the free extent `id` out.
+    pub(crate) fn remove(&mut self, records: &mut Records, id: u32) {
+        let record = &records[id];
+        let (before, after, child, up) = (record.before, record.after, record.child, record.up);
+        if before != NIL {
+            records[before].after = after;
+            if after != NIL {
+                records[after].before = before;
+            }
+            return;
+        }
+        let (bin, _) = bin_of(record.len >> self.shift);
+        if after != NIL {
+            records[after].before = NIL;
+            self.replace(records, bin, id, after);
+            return;
+        }
+        if child == [NIL; 2] {
+            if up == NIL {
+                self.roots[bin] = NIL;
+                let level = &mut self.levels[bin / SUBS];
+                *level &= !(1 << (bin % SUBS));
+                if *level == 0 {
+                    self.used_levels &= !(1 << (bin / SUBS));
+                }
+            } else {
+                self.set_child(records, up, id, NIL);
+            }
+            return;
+        }
+        // Any leaf below may stand at the fork, since it shares all bits that lead there.
+        let mut leaf = id;
+        loop {
+            self.step();
+            let [low, high] = records[leaf].child;
+            let down = if high == NIL { low } else { high };
+            if down == NIL {
+                break;
+            }
+            leaf = down;
+        }
+        let above = records[leaf].up;
+        self.set_child(records, above, leaf, NIL);
+        self.replace(records, bin, id, leaf);
+    }
+
+    /// Puts `id` where `old` stands in the tree.
+    fn replace(&mut self, records: &mut Records, bin: usize, old: u32, id: u32) {
+        let (up, child) = (records[old].up, records[old].child);
+        records[old].up = NIL;
+        records[old].child = [NIL; 2];
+        records[id].up = up;
+        records[id].child = child;
+        for below in child {
+            if below != NIL {
+                records[below].up = id;
+            }
+        }
+        if up == NIL {
+            self.roots[bin] = id;
+        } else {
+            self.set_child(records, up, old, id);
+        }
+    }
+
+    #[expect(clippy::unused_self, reason = "reads as one of the tree's operations")]
+    fn set_child(&self, records: &mut Records, above: u32, old: u32, id: u32) {
+        let side = usize::from(records[above].child[1] == old);
+        records[above].child[side] = id;
+    }
+
+    /// The smallest extent of at least `units`, the lowest of equal ones as far as that is known.
+    pub(crate) fn best_fit(&self, records: &Records, units: u64) -> Option<u32> {
+        let (bin, open) = bin_of(units);
+        let root = self.roots[bin];
+        if root != NIL
+            && let Some(fit) = self.fit_in_tree(records, root, units, open)
+        {
+            return Some(fit);
+        }
+        let next = self.next_used(bin + 1)?;
+        Some(self.smallest(records, self.roots[next]))
+    }
+
+    /// The smallest extent below `root` of at least `units`.
+    fn fit_in_tree(&self, records: &Records, root: u32, units: u64, mut open: u32) -> Option<u32> {
+        let wanted = units << self.shift;
+        let (mut best, mut best_len) = (NIL, u64::MAX);
+        // The last branch to the right that the walk passed: all of it is larger than wanted,
+        // and all of it is smaller than what hangs to the right further up.
+        let mut larger = NIL;
+        let mut at = root;
+        while at != NIL {
+            self.step();
+            let fork = &records[at];
+            if fork.len == wanted {
+                return Some(at);
+            }
+            if fork.len > wanted && fork.len < best_len {
+                (best, best_len) = (at, fork.len);
+            }
+            if open == 0 {
+                break;
+            }
+            open -= 1;
+            let side = (units >> open) as usize & 1;
+            if side == 0 && fork.child[1] != NIL {
+                larger = fork.child[1];
+            }
+            at = fork.child[side];
+        }
+        if larger != NIL {
+            let candidate = self.smallest(records, larger);
+            if records[candidate].len < best_len {
+                best = candidate;
+            }
+        }
+        (best != NIL).then_some(best)
+    }
+
+    /// The smallest extent below `root`: on the way that turns left wherever it can.
+    fn smallest(&self, records: &Records, root: u32) -> u32 {
+        let mut best = root;
+        let mut at = root;
+        loop {
+            self.step();
+            let fork = &records[at];
+            if fork.len < records[best].len {
+                best = at;
+            }
+            let [low, high] = fork.child;
+            at = if low == NIL { high } else { low };
+            if at == NIL {
+                return best;
+            }
+        }
+    }
+
+    /// The longest extent of all.
+    pub(crate) fn longest(&self, records: &Records) -> Option<u32> {
+        let level = self.used_levels.checked_ilog2()? as usize;
+        let sub = self.levels[level].ilog2() as usize;
+        let mut at = self.roots[level * SUBS + sub];
+        let mut best = at;
+        while at != NIL {
+            let fork = &records[at];
+            if fork.len > records[best].len {
+                best = at;
+            }
+            let [low, high] = fork.child;
+            at = if high == NIL { low } else { high };
+        }
+        Some(best)
+    }
+
+    /// The first bin from `bin` on that holds something.
+    fn next_used(&self, bin: usize) -> Option<usize> {
+        let level = bin / SUBS;
+        if level >= LEVELS {
+            return None;
+        }
+        let here = self.levels[level] & (u32::MAX << (bin % SUBS));
+        if here != 0 {
+            return Some(level * SUBS + here.trailing_zeros() as usize);
+        }
+        let above = self.used_levels & u64::MAX.checked_shl(level as u32 + 1).unwrap_or(0);
+        if above == 0 {
+            return None;
+        }
+        let level = above.trailing_zeros() as usize;
+        Some(level * SUBS + self.levels[level].trailing_zeros() as usize)
+    }
+
+    /// Walks every bin: calls `visit` with each filed record, its bin's range of sizes in units
+    /// and whether its links are as they must be. For the self-check.
+    pub(crate) fn audit(&self, records: &Records, mut visit: impl FnMut(u32, bool)) {
+        for bin in 0..self.roots.len() {
+            let root = self.roots[bin];
+            let flagged = self.levels[bin / SUBS] >> (bin % SUBS) & 1 == 1;
+            let level_flagged = self.used_levels >> (bin / SUBS) & 1 == 1;
+            if root == NIL {
+                if flagged {
+                    visit(NIL, false);
+                }
+                continue;
+            }
+            let mut todo = vec![(root, NIL, 0u32, 0u64)];
+            while let Some((at, up, depth, path)) = todo.pop() {
+                let fork = &records[at];
+                let units = fork.len >> self.shift;
+                let (own_bin, open) = bin_of(units);
+                let on_path =
+                    depth <= open && (units & ((1u64 << open) - 1)) >> (open - depth.min(open)) == path;
+                let sound = own_bin == bin
+                    && flagged
+                    && level_flagged
+                    && fork.up == up
+                    && fork.before == NIL
+                    && on_path;
+                visit(at, sound);
+                let (mut before, mut equal) = (at, fork.after);
+                while equal != NIL {
+                    let record = &records[equal];
+                    visit(equal, record.before == before && record.len == fork.len);
+                    (before, equal) = (equal, record.after);
+                }
+                for (side, &down) in fork.child.iter().enumerate() {
+                    if down != NIL {
+                        todo.push((down, at, depth + 1, path << 1 | side as u64));
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::records::Record;
+
+    /// A fixed sequence that looks random.
+    struct Sequence(u64);
+
+    impl Sequence {
+        fn below(&mut self, n: u64) -> u64 {
+            self.0 ^= self.0 << 13;
+            self.0 ^= self.0 >> 7;
+            self.0 ^= self.0 << 17;
+            self.0 % n
+        }
+    }
+
+    fn filed(sizes: impl IntoIterator<Item = u64>) -> (Records, Bins) {
+        let (mut records, mut bins) = (Records::new(), Bins::new(0));
+        let (mut last, mut start) = (NIL, 0);
+        for len in sizes {
+            last = records.insert_after(last, Record::new(start, len, 0, 0));
+            start += len + 1;
+            bins.insert(&mut records, last);
+        }
+        (records, bins)
+    }
+
+    #[test]
+    fn bins_keep_the_order_of_sizes() {
+        let mut last = 0;
+        for units in 1..if cfg!(miri) { 2000 } else { 100_000u64 } {
+            let (bin, open) = bin_of(units);
+            assert!(bin == last || bin == last + 1, "{units}");
+            assert_eq!(bin_of(units >> open << open).0, bin);
+            last = bin;
+        }
+        assert!(bin_of(u64::MAX).0 < LEVELS * SUBS);
+    }
+
+    #[test]
+    fn the_fit_is_the_best_of_all() {
+        let rounds = if cfg!(miri) { 1 } else { 200 };
+        let mut next = Sequence(88_172_645_463_325_252);
+        for round in 0..rounds {
+            let sizes: Vec<u64> = (0..60).map(|_| 1 + next.below(1 << (1 + round % 20))).collect();
+            let (mut records, mut bins) = filed(sizes.iter().copied());
+            let mut left: Vec<(u64, u32)> = sizes.iter().copied().zip(0..).collect();
+            while !left.is_empty() {
+                let wanted = 1 + next.below(1 << (1 + round % 20));
+                let best = left.iter().map(|&(len, _)| len).filter(|&len| len >= wanted).min();
+                let found = bins.best_fit(&records, wanted);
+                assert_eq!(found.map(|id| records[id].len), best);
+                assert_eq!(bins.longest(&records).map(|id| records[id].len), left.iter().map(|l| l.0).max());
+                let mut filed = 0;
+                bins.audit(&records, |id, sound| {
+                    assert!(sound, "{id}");
+                    filed += 1;
+                });
+                assert_eq!(filed, left.len());
+                let gone = found.unwrap_or(left[0].1);
+                bins.remove(&mut records, gone);
+                left.retain(|&(_, id)| id != gone);
+            }
+            assert_eq!(bins.used_levels, 0);
+        }
+    }
+
+    #[test]
+    fn equal_sizes_are_found_lowest_first() {
+        let (mut records, mut bins) = filed([100; 3]);
+        for id in [1, 0, 2] {
+            bins.remove(&mut records, id);
+        }
+        for id in [1, 2, 0] {
+            bins.insert(&mut records, id);
+        }
+        assert_eq!(bins.best_fit(&records, 90), Some(0));
+    }
+
+    #[test]
+    fn a_search_takes_few_steps_among_a_hundred_thousand_holes() {
+        let holes = if cfg!(miri) { 300 } else { 100_000 };
+        let mut next = Sequence(1_234_567);
+        let (mut records, mut bins) = filed((0..holes).map(|_| 1 + next.below(1 << 21)));
+        for _ in 0..holes / 100 {
+            let wanted = 1 + next.below(1 << 21);
+            bins.steps.set(0);
+            let Some(id) = bins.best_fit(&records, wanted) else { continue };
+            // 2²¹ units leave at most 16 bits open: 17 forks down, and as many down a neighbour.
+            assert!(bins.steps.get() <= 34, "{} steps", bins.steps.get());
+            bins.steps.set(0);
+            bins.remove(&mut records, id);
+            bins.insert(&mut records, id);
+            assert!(bins.steps.get() <= 34, "{} steps", bins.steps.get());
+        }
+    }
+
+    #[test]
+    fn a_bin_full_of_holes_that_are_too_small_costs_no_more() {
+        let holes = if cfg!(miri) { 300 } else { 100_000 };
+        // All in the bin of 2²⁰ units, none large enough, and one beyond it.
+        let (records, bins) = filed((0..holes).map(|n| (1 << 20) + n % 1000).chain([1 << 24]));
+        bins.steps.set(0);
+        let fit = bins.best_fit(&records, (1 << 20) + 1000);
+        assert_eq!(fit.map(|id| records[id].len), Some(1 << 24));
+        assert!(bins.steps.get() <= 34, "{} steps", bins.steps.get());
+    }
+}

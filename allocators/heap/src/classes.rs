@@ -1,0 +1,97 @@
+//! Which size a small request is rounded to.
+//!
+//! Sizes count in units here. Up to sixteen units every size is a class of its own; above, each
+//! doubling is cut into eight steps, so that a slot is never more than an eighth longer than
+//! what was asked for.
+//!
+//! ```text
+//! units   1  2  3 … 16 | 18 20 22 24 26 28 30 32 | 36 40 44 … 64 | 72 …
+//! class   0  1  2 … 15 | 16 17 18 19 20 21 22 23 | 24 25 26 … 31 | 32 …
+//! ```
+//!
+//! A request that is a multiple of a power of two falls into a class that is one as well: below
+//! eight times that power every multiple is a class, above it every class is a multiple. So
+//! alignment needs no classes of its own.
+
+/// The class of a request of `units` units, which is at least one.
+pub(crate) const fn class_of(units: u64) -> usize {
+    let below = units - 1;
+    if below < 8 {
+        return below as usize;
+    }
+    let step = below.ilog2() - 3;
+    (step as u64 * 8 + (below >> step)) as usize
+}
+
+/// How many units a slot of `class` has.
+pub(crate) const fn units_of(class: usize) -> u64 {
+    if class < 8 {
+        return class as u64 + 1;
+    }
+    let step = class / 8 - 1;
+    (class as u64 % 8 + 9) << step
+}
+
+/// How far a product with [`reciprocal`] is shifted right.
+const SHIFT: u32 = 40;
+
+/// What to multiply by in place of a division by `units`.
+pub(crate) const fn reciprocal(units: u64) -> u64 {
+    (1 << SHIFT) / units + 1
+}
+
+/// `offset / units`, for the `reciprocal` of `units`.
+///
+/// Exact while `offset * units` is below 2⁴⁰, and a slab is at most 2¹⁷ units long, its slots at
+/// most 2¹⁵: the product of an offset and the reciprocal is too large by at most one `offset`.
+pub(crate) const fn divide(offset: u64, reciprocal: u64) -> u64 {
+    (offset * reciprocal) >> SHIFT
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LARGEST: u64 = if cfg!(miri) { 1 << 8 } else { 1 << 12 };
+
+    #[test]
+    fn every_size_falls_into_the_smallest_class_that_holds_it() {
+        for units in 1..=LARGEST {
+            let class = class_of(units);
+            assert!(units_of(class) >= units, "{units}");
+            assert!(class == 0 || units_of(class - 1) < units, "{units}");
+        }
+    }
+
+    #[test]
+    fn a_slot_is_at_most_an_eighth_too_long_and_exact_up_to_sixteen_units() {
+        for units in 1..=LARGEST {
+            let slot = units_of(class_of(units));
+            assert!((slot - units) * 8 <= units, "{units} got {slot}");
+            assert!(units > 16 || slot == units);
+        }
+    }
+
+    #[test]
+    fn a_multiple_of_a_power_of_two_gets_a_class_that_is_one() {
+        for power in 0..10 {
+            for times in 1..=200 {
+                let units = times << power;
+                assert_eq!(units_of(class_of(units)) % (1 << power), 0, "{units}");
+            }
+        }
+    }
+
+    #[test]
+    fn multiplying_by_the_reciprocal_divides() {
+        let step = if cfg!(miri) { 997 } else { 1 };
+        for class in 0..=class_of(1 << 15) {
+            let units = units_of(class);
+            for slot in (0..(1u64 << 17) / units).step_by(step) {
+                for offset in [slot * units, slot * units + units - 1] {
+                    assert_eq!(divide(offset, reciprocal(units)), offset / units);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,330 @@
+//! The engine: free ranges go in, blocks come out, a bare address frees.
+
+use core::fmt;
+
+use crate::bins::Bins;
+use crate::pages::PageMap;
+use crate::records::{NIL, Record, Records, State};
+use crate::slab::Slabs;
+use crate::{Config, ConfigError, Extent, HeapError, Range};
+
+mod check;
+mod free;
+mod observe;
+mod place;
+mod ranges;
+mod resize;
+
+pub use observe::FreeExtents;
+
+/// Places blocks in address ranges that it never touches.
+///
+/// It begins empty. [`add`](Self::add) gives it ranges, [`remove`](Self::remove) takes free ones
+/// out again; [`alloc`](Self::alloc) and [`alloc_at`](Self::alloc_at) make blocks,
+/// [`free`](Self::free) and [`free_block`](Self::free_block) end them.
+///
+/// What surprises:
+///
+/// * `None` from [`alloc`](Self::alloc) is the whole truth: no free extent holds the request.
+/// * A block of at most [`Config::small_max`] may share its slab with others, and the free slots
+///   of a slab are not in [`free_extents`](Self::free_extents) while a block of it lives.
+/// * Nothing ties a block to its heap but its address. Dropping a heap forgets its blocks.
+///
+/// ```
+/// use aquifer_heap::{Config, Heap, HeapError, Range};
+///
+/// let mut heap = Heap::new(Config::device());
+/// heap.add(Range::new(1 << 30, 1 << 20), 0)?;
+/// let a = heap.alloc(100, 1).ok_or("no room")?;
+/// assert_eq!(a.bytes, 512);
+///
+/// heap.free_block(&a, 1)?;
+/// assert_eq!(heap.free_block(&a, 2), Err(HeapError::DoubleFree { address: a.address }));
+/// assert_eq!(heap.free(7, 2), Err(HeapError::Foreign { address: 7 }));
+///
+/// // Everything is free again, so the whole range can leave.
+/// assert_eq!(heap.remove(Range::new(1 << 30, 1 << 20))?, 1);
+/// assert_eq!(heap.managed_bytes(), 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Heap {
+    config: Config,
+    /// A unit is `1 << unit_shift` bytes.
+    unit_shift: u32,
+    /// A page is `1 << page_shift` bytes.
+    page_shift: u32,
+    records: Records,
+    bins: Bins,
+    pages: PageMap,
+    slabs: Slabs,
+    /// Bytes that were added and not removed: `live + free + slab_free`.
+    managed_bytes: u64,
+    /// Real sizes of the live blocks.
+    live_bytes: u64,
+    live_blocks: u64,
+    /// Bytes of the records that are free. The spares of the slabs are free beside these.
+    free_bytes: u64,
+}
+
+impl Heap {
+    /// An empty heap.
+    ///
+    /// # Panics
+    ///
+    /// When `config` is not valid, which [`try_new`](Self::try_new) answers instead.
+    #[must_use]
+    pub fn new(config: Config) -> Self {
+        let valid = config.validate();
+        assert!(valid.is_ok(), "a heap cannot work with {config:?}: {valid:?}");
+        Self::with_valid(config)
+    }
+
+    /// An empty heap.
+    ///
+    /// # Errors
+    ///
+    /// What is wrong with `config`.
+    pub fn try_new(config: Config) -> Result<Self, ConfigError> {
+        config.validate()?;
+        Ok(Self::with_valid(config))
+    }
+
+    fn with_valid(config: Config) -> Self {
+        let unit_shift = config.unit.trailing_zeros();
+        Self {
+            config,
+            unit_shift,
+            page_shift: config.page.trailing_zeros(),
+            records: Records::new(),
+            bins: Bins::new(unit_shift),
+            pages: PageMap::new(),
+            slabs: Slabs::new(&config),
+            managed_bytes: 0,
+            live_bytes: 0,
+            live_blocks: 0,
+            free_bytes: 0,
+        }
+    }
+
+    /// What it was made with.
+    #[must_use]
+    pub const fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// Refuses a range that is empty, wraps around, or is not made of whole units.
+    fn validate(&self, range: Range) -> Result<(), HeapError> {
+        let mask = self.config.unit - 1;
+        let whole = range.start & mask == 0 && range.len & mask == 0;
+        if range.len == 0 || !whole || range.start.checked_add(range.len).is_none() {
+            return Err(HeapError::BadRange { range, unit: self.config.unit });
+        }
+        Ok(())
+    }
+
+    const fn page_of(&self, address: u64) -> u64 {
+        address >> self.page_shift
+    }
+
+    /// The last record that starts at or below `address`.
+    ///
+    /// Bounded: blocks above the small sizes and slabs take a good part of a page each, so few
+    /// records start in one. Only many small blocks from `alloc_at` can make it longer, up to one
+    /// for each unit of a page.
+    fn last_from(&self, address: u64) -> Option<u32> {
+        let page = self.page_of(address);
+        let mut at = match self.pages.get(page) {
+            Some(first) if self.records[first].start > address => {
+                let below = self.records[first].prev;
+                return (below != NIL).then_some(below);
+            }
+            Some(first) => first,
+            None => self.pages.last_before(page)?,
+        };
+        loop {
+            let next = self.records[at].next;
+            if next == NIL || self.records[next].start > address {
+                return Some(at);
+            }
+            at = next;
+        }
+    }
+
+    /// The record that `address` lies in.
+    fn owner(&self, address: u64) -> Option<u32> {
+        let id = self.last_from(address)?;
+        (address < self.records[id].end()).then_some(id)
+    }
+
+    /// Whether all of the record's bytes are free: an extent, or a slab with no live block.
+    fn is_wholly_free(&self, id: u32) -> bool {
+        let record = &self.records[id];
+        match record.state {
+            State::Free => true,
+            State::Slab => self.slabs.slab(record.slab).used == 0,
+            State::Live | State::Vacant => false,
+        }
+    }
+
+    /// The record's stamp, with that of its slab.
+    fn stamp_of(&self, id: u32) -> u64 {
+        let record = &self.records[id];
+        if record.state == State::Slab {
+            record.stamp.max(self.slabs.slab(record.slab).stamp)
+        } else {
+            record.stamp
+        }
+    }
+
+    /// Links a new record in after `prev` and puts it on the map.
+    fn insert_after(&mut self, prev: u32, record: Record) -> u32 {
+        let page = self.page_of(record.start);
+        let id = self.records.insert_after(prev, record);
+        // Where the one below starts in the same page, that one or one before it is on the map.
+        if prev == NIL || self.page_of(self.records[prev].start) != page {
+            self.pages.set(page, id);
+        }
+        id
+    }
+
+    /// Takes a record off the map and out of the list.
+    fn retire(&mut self, id: u32) {
+        let Record { start, prev, next, .. } = self.records[id];
+        let page = self.page_of(start);
+        if prev == NIL || self.page_of(self.records[prev].start) != page {
+            if next != NIL && self.page_of(self.records[next].start) == page {
+                self.pages.set(page, next);
+            } else {
+                self.pages.remove(page);
+            }
+        }
+        self.records.retire(id);
+    }
+
+    /// Cuts `[start, start + len)` out of the free record `id`. What is left on either side
+    /// stays free. Answers the record of the piece, which is free and in no bin.
+    fn carve(&mut self, id: u32, start: u64, len: u64) -> u32 {
+        use crate::records::{CUT_AFTER, CUT_BEFORE};
+        self.bins.remove(&mut self.records, id);
+        self.free_bytes -= len;
+        let whole = &mut self.records[id];
+        let (lead, tail) = (start - whole.start, whole.end() - (start + len));
+        let (stamp, cuts) = (whole.stamp, whole.cuts);
+        let mut piece = id;
+        if lead > 0 {
+            whole.len = lead;
+            whole.cuts = cuts & CUT_BEFORE;
+            piece = self.insert_after(id, Record::new(start, len, stamp, cuts & CUT_AFTER));
+            self.bins.insert(&mut self.records, id);
+        } else {
+            whole.len = len;
+        }
+        if tail > 0 {
+            self.records[piece].cuts &= CUT_BEFORE;
+            let rest = self.insert_after(piece, Record::new(start + len, tail, stamp, cuts & CUT_AFTER));
+            self.bins.insert(&mut self.records, rest);
+        }
+        piece
+    }
+
+    /// Makes the record `id`, which is in no bin, a free extent, merged with those it touches.
+    /// Answers the record of all of it.
+    fn release(&mut self, id: u32) -> u32 {
+        self.free_bytes += self.records[id].len;
+        self.records[id].state = State::Free;
+        let mut id = id;
+        let Record { prev, next, .. } = self.records[id];
+        if next != NIL && self.records[next].state == State::Free && self.records.joined(id, next) {
+            self.bins.remove(&mut self.records, next);
+            self.absorb(id, next);
+        }
+        if prev != NIL && self.records[prev].state == State::Free && self.records.joined(prev, id) {
+            self.bins.remove(&mut self.records, prev);
+            self.absorb(prev, id);
+            id = prev;
+        }
+        self.bins.insert(&mut self.records, id);
+        id
+    }
+
+    /// Makes `upper` part of `lower`, which it joins. Neither is in a bin.
+    fn absorb(&mut self, lower: u32, upper: u32) {
+        use crate::records::{CUT_AFTER, CUT_BEFORE};
+        let Record { len, stamp, cuts, .. } = self.records[upper];
+        let record = &mut self.records[lower];
+        record.len += len;
+        record.stamp = record.stamp.max(stamp);
+        record.cuts = record.cuts & CUT_BEFORE | cuts & CUT_AFTER;
+        self.retire(upper);
+    }
+
+    /// Gives the memory of an empty slab back to the extents. Answers the record of what it
+    /// merged into.
+    fn dissolve(&mut self, slab: u32) -> u32 {
+        let record = self.slabs.slab(slab).record;
+        let stamp = self.stamp_of(record);
+        self.slabs.dissolve(slab);
+        self.records[record].stamp = stamp;
+        self.records[record].slab = NIL;
+        self.release(record)
+    }
+
+    /// Gives the memory of every spare slab back. Answers whether there was one.
+    fn dissolve_spares(&mut self) -> bool {
+        let mut any = false;
+        while let Some(spare) = self.slabs.first_spare() {
+            self.dissolve(spare);
+            any = true;
+        }
+        any
+    }
+
+    /// The free run that the wholly free record `id` is part of: what it would be once every
+    /// spare slab in it was dissolved.
+    fn run_around(&self, id: u32) -> Extent {
+        let mut low = id;
+        loop {
+            let prev = self.records[low].prev;
+            if prev == NIL || !self.is_wholly_free(prev) || !self.records.joined(prev, low) {
+                break;
+            }
+            low = prev;
+        }
+        self.run_from(low).0
+    }
+
+    /// The free run that begins with the wholly free record `low`, and the record after it.
+    fn run_from(&self, low: u32) -> (Extent, u32) {
+        let mut range = self.records[low].range();
+        let mut stamp = self.stamp_of(low);
+        let mut at = low;
+        loop {
+            let next = self.records[at].next;
+            if next == NIL || !self.is_wholly_free(next) || !self.records.joined(at, next) {
+                return (Extent { range, stamp }, next);
+            }
+            range.len += self.records[next].len;
+            stamp = stamp.max(self.stamp_of(next));
+            at = next;
+        }
+    }
+}
+
+impl Default for Heap {
+    /// An empty heap for device memory.
+    fn default() -> Self {
+        Self::with_valid(Config::device())
+    }
+}
+
+impl fmt::Debug for Heap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Heap")
+            .field("config", &self.config)
+            .field("managed_bytes", &self.managed_bytes)
+            .field("live_bytes", &self.live_bytes)
+            .field("live_blocks", &self.live_blocks)
+            .field("free_bytes", &self.free_bytes())
+            .finish_non_exhaustive()
+    }
+}

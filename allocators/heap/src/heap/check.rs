@@ -1,0 +1,168 @@
+//! The heap's rules, checked one by one.
+
+use super::Heap;
+use crate::Broken;
+use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
+
+impl Heap {
+    /// Checks every rule of the bookkeeping, in time proportional to the number of records. For
+    /// tests and fuzzing.
+    ///
+    /// # Errors
+    ///
+    /// The first rule found broken, which is a defect of this crate.
+    pub fn check(&self) -> Result<(), Broken> {
+        self.check_records()?;
+        self.check_bins()?;
+        self.check_slabs()
+    }
+
+    /// Shape, order, merging, the page map and the counters.
+    fn check_records(&self) -> Result<(), Broken> {
+        let (mut prev, mut at) = (NIL, self.records.first());
+        let (mut records, mut pages) = (0, 0);
+        let mut found = Sums::default();
+        while at != NIL {
+            let record = &self.records[at];
+            self.check_shape(record)?;
+            if record.prev != prev || (prev != NIL && self.records[prev].end() > record.start) {
+                return Err(Broken::Order { at: record.start });
+            }
+            if prev != NIL
+                && record.state == State::Free
+                && self.records[prev].state == State::Free
+                && self.records.joined(prev, at)
+            {
+                return Err(Broken::Unmerged { at: record.start });
+            }
+            if prev == NIL || self.page_of(self.records[prev].start) != self.page_of(record.start) {
+                pages += 1;
+                if self.pages.get(self.page_of(record.start)) != Some(at) {
+                    return Err(Broken::PageMap { at: record.start });
+                }
+            }
+            found.managed += record.len;
+            match record.state {
+                State::Free => found.free += record.len,
+                State::Live => {
+                    found.live += record.len;
+                    found.blocks += 1;
+                }
+                State::Slab => {
+                    let slab = self.slabs.get(record.slab).ok_or(Broken::Slab { at: record.start })?;
+                    found.live += slab.slot * u64::from(slab.used);
+                    found.blocks += u64::from(slab.used);
+                }
+                State::Vacant => return Err(Broken::Order { at: record.start }),
+            }
+            records += 1;
+            (prev, at) = (at, record.next);
+        }
+        if self.pages.count() != pages {
+            return Err(Broken::PageCount { expected: pages, found: self.pages.count() });
+        }
+        let vacant = self.records.count_vacant();
+        let expected = self.records.numbered() - records;
+        if vacant != expected || self.records.vacancies() != expected {
+            return Err(Broken::Vacancies { expected, found: vacant });
+        }
+        for (name, expected, found) in [
+            ("managed_bytes", found.managed, self.managed_bytes),
+            ("live_bytes", found.live, self.live_bytes),
+            ("live_blocks", found.blocks, self.live_blocks),
+            ("free_bytes", found.free, self.free_bytes),
+        ] {
+            if expected != found {
+                return Err(Broken::Count { name, expected, found });
+            }
+        }
+        Ok(())
+    }
+
+    fn check_shape(&self, record: &Record) -> Result<(), Broken> {
+        let broken = Err(Broken::Shape { at: record.start });
+        if self.validate(record.range()).is_err() {
+            return broken;
+        }
+        let border = self.config.border;
+        if border != 0 {
+            let last = record.end() - 1;
+            let before = record.start.is_multiple_of(border);
+            let after = record.end().is_multiple_of(border);
+            if record.start / border != last / border
+                || before && record.cuts & CUT_BEFORE == 0
+                || after && record.cuts & CUT_AFTER == 0
+            {
+                return broken;
+            }
+        }
+        Ok(())
+    }
+
+    /// The bins hold each free record once, in its place, and nothing else.
+    fn check_bins(&self) -> Result<(), Broken> {
+        let mut bytes = 0;
+        let mut broken = Ok(());
+        self.bins.audit(&self.records, |id, sound| {
+            let record = self.records.get(id);
+            bytes += record.map_or(0, |record| record.len);
+            if !sound || record.is_none_or(|record| record.state != State::Free) {
+                broken = Err(Broken::Bins { at: record.map_or(0, |record| record.start) });
+            }
+        });
+        broken?;
+        if bytes != self.free_bytes {
+            return Err(Broken::Count { name: "bytes in bins", expected: self.free_bytes, found: bytes });
+        }
+        Ok(())
+    }
+
+    /// Slabs agree with their records, their bits and their classes' lists.
+    fn check_slabs(&self) -> Result<(), Broken> {
+        let mut with_room = 0;
+        let mut live: Vec<u64> = self.slabs.live().map(|_| 0).collect();
+        let mut at = self.records.first();
+        while at != NIL {
+            let record = &self.records[at];
+            if record.state == State::Slab {
+                let slab = self.slabs.slab(record.slab);
+                let agrees = slab.record == at && slab.start == record.start && slab.bytes() == record.len;
+                if !agrees || slab.free_slots() != u32::from(slab.slots - slab.used) {
+                    return Err(Broken::Slab { at: record.start });
+                }
+                with_room += usize::from(slab.used < slab.slots);
+                live[usize::from(slab.class)] += u64::from(slab.used);
+            }
+            at = record.next;
+        }
+        for (expected, found) in live.into_iter().zip(self.slabs.live()) {
+            if expected != found {
+                return Err(Broken::Count { name: "live blocks of a class", expected, found });
+            }
+        }
+        let mut broken = Ok(());
+        let mut listed = 0;
+        self.slabs.audit(|id, sound| {
+            listed += 1;
+            let slab = self.slabs.get(id);
+            if !sound || slab.is_none_or(|slab| slab.is_vacant()) {
+                broken = Err(Broken::Slab { at: slab.map_or(0, |slab| slab.start) });
+            }
+        });
+        broken?;
+        if listed != with_room {
+            let (expected, found) = (with_room as u64, listed as u64);
+            return Err(Broken::Count { name: "slabs with room", expected, found });
+        }
+        Ok(())
+    }
+}
+
+/// What the records add up to.
+#[derive(Default)]
+struct Sums {
+    managed: u64,
+    live: u64,
+    blocks: u64,
+    free: u64,
+}

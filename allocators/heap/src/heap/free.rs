@@ -1,0 +1,129 @@
+//! Ending blocks.
+
+use super::Heap;
+use crate::range::SLOT;
+use crate::records::State;
+use crate::{Block, Extent, Freed, HeapError, Range};
+
+impl Heap {
+    /// Frees the block that starts at `address`.
+    ///
+    /// `stamp` is the caller's word on until when the bytes may still be in use. The extent they
+    /// join carries the largest of its own, of this one and of what the bytes carried before.
+    ///
+    /// # Errors
+    ///
+    /// [`HeapError::Foreign`] for an address that the heap does not have,
+    /// [`HeapError::DoubleFree`] for one that is free, [`HeapError::Interior`] for one that lies
+    /// inside a live block. A block that was freed and whose address has been given out again
+    /// since is not to be told from the new one by address alone: that is what
+    /// [`free_block`](Self::free_block) is for.
+    pub fn free(&mut self, address: u64, stamp: u64) -> Result<Freed, HeapError> {
+        match self.live_at(address)? {
+            Live::Record(id) => Ok(self.free_record(id, stamp)),
+            Live::Slot { slab, slot } => Ok(self.free_slot(slab, slot, stamp)),
+        }
+    }
+
+    /// Frees `block`, without a search, and only if it is the very block that was handed out.
+    ///
+    /// [`Block::bytes`] is not looked at, so a block that was resized in place may be freed by
+    /// the note from before.
+    ///
+    /// # Errors
+    ///
+    /// As [`free`](Self::free), and [`HeapError::Stale`] when the address belongs to a later
+    /// block.
+    pub fn free_block(&mut self, block: &Block, stamp: u64) -> Result<Freed, HeapError> {
+        if block.index & SLOT == 0 {
+            if let Some(record) = self.records.get(block.index)
+                && record.state == State::Live
+                && record.start == block.address
+                && record.generation == block.generation
+            {
+                return Ok(self.free_record(block.index, stamp));
+            }
+        } else if let Some(slot) = self.slot_of(block) {
+            return Ok(self.free_slot(block.index & !SLOT, slot, stamp));
+        }
+        match self.live_at(block.address) {
+            Ok(_) => Err(HeapError::Stale { address: block.address }),
+            Err(why) => Err(why),
+        }
+    }
+
+    /// The slot that `block` is, if it is still that block.
+    fn slot_of(&self, block: &Block) -> Option<usize> {
+        let id = block.index & !SLOT;
+        let slab = self.slabs.get(id)?;
+        if slab.is_vacant() || !Range::new(slab.start, slab.bytes()).contains(block.address) {
+            return None;
+        }
+        let (slot, inside) = self.slabs.slot_at(id, block.address);
+        let same = inside == 0 && !slab.is_free(slot) && slab.generation(slot) == block.generation;
+        same.then_some(slot)
+    }
+
+    /// The real size of the live block that starts at `address`, in bytes.
+    #[must_use]
+    pub fn size_of(&self, address: u64) -> Option<u64> {
+        match self.live_at(address).ok()? {
+            Live::Record(id) => Some(self.records[id].len),
+            Live::Slot { slab, .. } => Some(self.slabs.slab(slab).slot),
+        }
+    }
+
+    /// The live block that starts at `address`, or why there is none.
+    pub(super) fn live_at(&self, address: u64) -> Result<Live, HeapError> {
+        let id = self.owner(address).ok_or(HeapError::Foreign { address })?;
+        let record = &self.records[id];
+        match record.state {
+            State::Live if record.start == address => Ok(Live::Record(id)),
+            State::Live => Err(HeapError::Interior { address, block: record.range() }),
+            State::Slab => {
+                let (slot, inside) = self.slabs.slot_at(record.slab, address);
+                let slab = self.slabs.slab(record.slab);
+                if slab.is_free(slot) {
+                    Err(HeapError::DoubleFree { address })
+                } else if inside > 0 {
+                    Err(HeapError::Interior { address, block: Range::new(slab.address(slot), slab.slot) })
+                } else {
+                    Ok(Live::Slot { slab: record.slab, slot })
+                }
+            }
+            State::Free | State::Vacant => Err(HeapError::DoubleFree { address }),
+        }
+    }
+
+    fn free_record(&mut self, id: u32, stamp: u64) -> Freed {
+        let record = &mut self.records[id];
+        let bytes = record.len;
+        record.generation = record.generation.wrapping_add(1);
+        record.stamp = record.stamp.max(stamp);
+        self.live_bytes -= bytes;
+        self.live_blocks -= 1;
+        let extent = self.release(id);
+        Freed { bytes, extent: Some(self.extent(extent)) }
+    }
+
+    fn free_slot(&mut self, slab: u32, slot: usize, stamp: u64) -> Freed {
+        let bytes = self.slabs.slab(slab).slot;
+        self.live_bytes -= bytes;
+        self.live_blocks -= 1;
+        let done = self.slabs.give(slab, slot, stamp);
+        let extent = done.then(|| self.dissolve(slab));
+        Freed { bytes, extent: extent.map(|id| self.extent(id)) }
+    }
+
+    fn extent(&self, id: u32) -> Extent {
+        Extent { range: self.records[id].range(), stamp: self.records[id].stamp }
+    }
+}
+
+/// Where a live block is kept.
+pub(super) enum Live {
+    /// It has a record to itself.
+    Record(u32),
+    /// It is a slot of a slab.
+    Slot { slab: u32, slot: usize },
+}

@@ -1,0 +1,160 @@
+//! Ranges that come and go.
+
+use super::Heap;
+use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
+use crate::{HeapError, Range};
+
+impl Heap {
+    /// Adds `range` as free memory that carries `stamp`. Start and length are multiples of the
+    /// unit.
+    ///
+    /// It merges with free memory that it touches, and is cut at every multiple of
+    /// [`Config::border`](crate::Config::border), one extent for each piece.
+    ///
+    /// # Errors
+    ///
+    /// [`HeapError::BadRange`], [`HeapError::Overlap`] or [`HeapError::TooManyRecords`].
+    pub fn add(&mut self, range: Range, stamp: u64) -> Result<(), HeapError> {
+        self.insert(range, stamp, 0)
+    }
+
+    /// As [`add`](Self::add), and no block or free extent will ever reach across the ends of
+    /// `range`, whatever lies beside it: for memory that was got from a driver by one call and
+    /// may only be used, or must be given back, by itself.
+    ///
+    /// The ends stop being borders when the memory at them is [removed](Self::remove).
+    ///
+    /// # Errors
+    ///
+    /// As [`add`](Self::add).
+    ///
+    /// ```
+    /// use aquifer_heap::{Config, Heap, Range};
+    ///
+    /// let mut heap = Heap::new(Config::device());
+    /// heap.add_segment(Range::new(0, 1 << 20), 0)?;
+    /// heap.add_segment(Range::new(1 << 20, 1 << 20), 0)?;
+    /// assert!(heap.alloc(2 << 20, 512).is_none());
+    /// # Ok::<(), aquifer_heap::HeapError>(())
+    /// ```
+    pub fn add_segment(&mut self, range: Range, stamp: u64) -> Result<(), HeapError> {
+        self.insert(range, stamp, CUT_BEFORE | CUT_AFTER)
+    }
+
+    fn insert(&mut self, range: Range, stamp: u64, cuts: u8) -> Result<(), HeapError> {
+        self.validate(range)?;
+        let below = self.last_from(range.start);
+        if let Some(below) = below
+            && self.records[below].end() > range.start
+        {
+            return Err(HeapError::Overlap { range, with: self.records[below].range() });
+        }
+        let above = below.map_or(self.records.first(), |below| self.records[below].next);
+        if above != NIL && self.records[above].start < range.end() {
+            return Err(HeapError::Overlap { range, with: self.records[above].range() });
+        }
+        let border = self.config.border;
+        let pieces = range.len.checked_div(border).map_or(0, |whole| whole + 2);
+        if !usize::try_from(pieces + 1).is_ok_and(|more| self.records.room(more)) {
+            return Err(HeapError::TooManyRecords);
+        }
+
+        let mut prev = below.unwrap_or(NIL);
+        let mut start = range.start;
+        while start < range.end() {
+            let end = match border {
+                0 => range.end(),
+                _ => (start / border + 1).saturating_mul(border).min(range.end()),
+            };
+            let mut own = 0;
+            if start == range.start && cuts & CUT_BEFORE != 0 || border != 0 && start.is_multiple_of(border) {
+                own |= CUT_BEFORE;
+            }
+            if end == range.end() && cuts & CUT_AFTER != 0 || border != 0 && end.is_multiple_of(border) {
+                own |= CUT_AFTER;
+            }
+            let id = self.insert_after(prev, Record::new(start, end - start, stamp, own));
+            prev = self.release(id);
+            start = end;
+        }
+        self.managed_bytes += range.len;
+        Ok(())
+    }
+
+    /// Takes the free range `range` out of the heap. What is left on either side stays.
+    ///
+    /// The range may span borders, and slabs with no live block in them.
+    ///
+    /// Returns the largest stamp of what it took.
+    ///
+    /// # Errors
+    ///
+    /// [`HeapError::BadRange`], [`HeapError::NotFree`] with the first address that is in use or
+    /// not in the heap, or [`HeapError::TooManyRecords`].
+    pub fn remove(&mut self, range: Range) -> Result<u64, HeapError> {
+        let first = self.find_free(range)?;
+        if !self.records.room(2) {
+            return Err(HeapError::TooManyRecords);
+        }
+        let mut stamp = 0;
+        let mut at = self.dissolve_spares_in(range, first);
+        loop {
+            let record = &self.records[at];
+            let (end, next) = (record.end(), record.next);
+            stamp = stamp.max(record.stamp);
+            let from = record.start.max(range.start);
+            let piece = self.carve(at, from, end.min(range.end()) - from);
+            self.retire(piece);
+            if end >= range.end() {
+                break;
+            }
+            at = next;
+        }
+        self.managed_bytes -= range.len;
+        Ok(stamp)
+    }
+
+    /// The first record of `range`, all of which must be free.
+    pub(super) fn find_free(&self, range: Range) -> Result<u32, HeapError> {
+        self.validate(range)?;
+        let not_free = |at| HeapError::NotFree { range, at };
+        let first = self.owner(range.start).ok_or(not_free(range.start))?;
+        let mut at = first;
+        loop {
+            let record = &self.records[at];
+            if !self.is_wholly_free(at) {
+                return Err(not_free(record.start.max(range.start)));
+            }
+            if record.end() >= range.end() {
+                return Ok(first);
+            }
+            if record.next == NIL || self.records[record.next].start != record.end() {
+                return Err(not_free(record.end()));
+            }
+            at = record.next;
+        }
+    }
+
+    /// Dissolves the spare slabs that lie in `range`, whose first record is `first` and all of
+    /// which is free. Answers the first record then.
+    pub(super) fn dissolve_spares_in(&mut self, range: Range, first: u32) -> u32 {
+        let mut first = first;
+        let mut at = first;
+        loop {
+            let Record { state, slab, .. } = self.records[at];
+            if state == State::Slab {
+                // What it merges into begins no later, so this stays in the range or covers its
+                // start.
+                at = self.dissolve(slab);
+                if self.records[at].start <= range.start {
+                    first = at;
+                }
+            }
+            let record = &self.records[at];
+            if record.end() >= range.end() {
+                return first;
+            }
+            at = record.next;
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! Changing a block's size where it lies.
+
+use super::Heap;
+use super::free::Live;
+use crate::range::SLOT;
+use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
+use crate::{Block, HeapError};
+
+impl Heap {
+    /// Gives the live block at `address` a size of at least `new_bytes`, without moving it.
+    ///
+    /// A slot of a slab keeps its real size, and grows up to that. Another block gives its tail
+    /// back, which becomes free with `stamp`, or takes what it needs from the free memory right
+    /// above it, if no border lies between.
+    ///
+    /// Returns the block as it is now; its earlier note stays good for
+    /// [`free_block`](Self::free_block).
+    ///
+    /// # Errors
+    ///
+    /// [`HeapError::NoRoom`] with what could be had, [`HeapError::ZeroSize`],
+    /// [`HeapError::TooManyRecords`], and those of [`free`](Self::free) where no live block
+    /// starts at `address`.
+    pub fn resize_in_place(&mut self, address: u64, new_bytes: u64, stamp: u64) -> Result<Block, HeapError> {
+        let live = self.live_at(address)?;
+        if new_bytes == 0 {
+            return Err(HeapError::ZeroSize);
+        }
+        match live {
+            Live::Slot { slab, slot } => {
+                let of = self.slabs.slab(slab);
+                let index = slab | SLOT;
+                let block = Block { address, bytes: of.slot, index, generation: of.generation(slot) };
+                if new_bytes > of.slot {
+                    let range = block.range();
+                    return Err(HeapError::NoRoom { block: range, wanted: new_bytes, available: of.slot });
+                }
+                Ok(block)
+            }
+            Live::Record(id) => {
+                let len = self.records[id].len;
+                let wanted = self.whole_units(new_bytes).unwrap_or(u64::MAX);
+                if wanted < len {
+                    self.cut_tail(id, len - wanted, stamp)?;
+                } else if wanted > len {
+                    self.extend(id, wanted - len)?;
+                }
+                let Record { start, len, generation, .. } = self.records[id];
+                Ok(Block { address: start, bytes: len, index: id, generation })
+            }
+        }
+    }
+
+    /// Frees the last `tail` bytes of the live record `id`.
+    fn cut_tail(&mut self, id: u32, tail: u64, stamp: u64) -> Result<(), HeapError> {
+        if !self.records.room(1) {
+            return Err(HeapError::TooManyRecords);
+        }
+        let record = &mut self.records[id];
+        let rest = Record::new(record.end() - tail, tail, record.stamp.max(stamp), record.cuts & CUT_AFTER);
+        record.len -= tail;
+        record.cuts &= CUT_BEFORE;
+        self.live_bytes -= tail;
+        let rest = self.insert_after(id, rest);
+        self.release(rest);
+        Ok(())
+    }
+
+    /// Adds the `more` bytes above it to the live record `id`.
+    fn extend(&mut self, id: u32, more: u64) -> Result<(), HeapError> {
+        let block = self.records[id].range();
+        let next = self.records[id].next;
+        let open = next != NIL && self.is_wholly_free(next) && self.records.joined(id, next);
+        let room = if open { self.run_from(next).0.range.len } else { 0 };
+        if room < more {
+            let wanted = block.len.saturating_add(more);
+            return Err(HeapError::NoRoom { block, wanted, available: block.len + room });
+        }
+        if !self.records.room(1) {
+            return Err(HeapError::TooManyRecords);
+        }
+        let piece = self.dissolve_spares_in(crate::Range::new(block.end(), more), next);
+        let piece = self.carve(piece, block.end(), more);
+        debug_assert_ne!(self.records[piece].state, State::Slab);
+        self.absorb(id, piece);
+        self.live_bytes += more;
+        Ok(())
+    }
+}

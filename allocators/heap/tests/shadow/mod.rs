@@ -1,0 +1,454 @@
+//! A naive model of the heap, and the heap's promises stated over it.
+//!
+//! [`Shadow`] runs each operation on a real heap and on a model that keeps a cell for every unit
+//! of four small windows of the address space: one among real device addresses, one right
+//! below a border of the page map's largest nodes, the lowest addresses and the highest ones.
+//! After every operation it asserts:
+//!
+//! * live blocks never overlap, lie in added memory, are aligned and as long as asked, and cross
+//!   no border;
+//! * live, free and slab-kept bytes add up to what was added, and nothing is kept by slabs
+//!   when no small block lives;
+//! * free extents are in order, hold no live byte, and are merged as far as borders allow;
+//! * the stamp of a free byte is at least every stamp it was added or freed with;
+//! * `None` and errors say what is true, and a refused call changes nothing;
+//! * the heap's own self-check passes.
+//!
+//! The property tests of this crate and its fuzz target drive it with the same [`Op`]s.
+#![expect(clippy::panic, reason = "a model says what is wrong by panicking")]
+
+use std::collections::BTreeMap;
+
+use aquifer_heap::{Block, Config, Extent, Heap, HeapError, HeapStats, Range};
+
+/// Units of a window.
+pub(crate) const WINDOW: u64 = 512;
+/// How many windows there are.
+pub(crate) const WINDOWS: usize = 4;
+
+/// One step of a program. Numbers that are out of bounds wrap around.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Op {
+    /// `add` or `add_segment`.
+    Add { window: u8, at: u16, units: u16, stamp: u16, segment: bool },
+    /// `remove`.
+    Remove { window: u8, at: u16, units: u16 },
+    /// `alloc` of `units` units less `short` bytes, aligned to `1 << align` bytes.
+    Alloc { units: u16, short: u8, align: u8 },
+    /// `alloc_at`.
+    AllocAt { window: u8, at: u16, units: u16 },
+    /// `free` or `free_block` of a live block.
+    Free { which: u16, stamp: u16, by_note: bool },
+    /// `free` of any address.
+    FreeAnywhere { window: u8, at: u16, inside: u8 },
+    /// `free_block` with the note of a block that was freed.
+    FreeStale { which: u16 },
+    /// `resize_in_place` of a live block.
+    Resize { which: u16, units: u16, short: u8, stamp: u16 },
+}
+
+/// What the model knows of one unit.
+#[derive(Clone, Copy, Default)]
+struct Cell {
+    managed: bool,
+    /// The start of the live block.
+    owner: Option<u64>,
+    /// The largest stamp since the unit was added.
+    stamp: u64,
+    cut_before: bool,
+    cut_after: bool,
+}
+
+/// A heap and its model.
+pub(crate) struct Shadow {
+    pub(crate) heap: Heap,
+    windows: Vec<(u64, Vec<Cell>)>,
+    live: BTreeMap<u64, Block>,
+    freed: Vec<Block>,
+    largest_stamp: u64,
+    /// Where each block went: equal for equal programs.
+    pub(crate) transcript: Vec<u64>,
+}
+
+/// All that a caller can see of a heap.
+#[derive(Debug, PartialEq)]
+struct Sight {
+    stats: HeapStats,
+    extents: Vec<Extent>,
+}
+
+impl Shadow {
+    /// The configurations that programs choose from.
+    pub(crate) fn configs() -> [Config; 6] {
+        let small = Config { unit: 16, page: 1024, small_max: 512, border: 0 };
+        [
+            Config::device(),
+            Config::host(),
+            small,
+            Config { border: 16 * 128, ..small },
+            Config { border: 16 * 75, ..small },
+            Config { small_max: 0, ..small },
+        ]
+    }
+
+    pub(crate) fn new(config: Config) -> Self {
+        let bytes = WINDOW * config.unit;
+        let bases = [
+            0x7f12_3440_0000,
+            (config.page << 18) * 3 - bytes / 2,
+            0,
+            0u64.wrapping_sub(bytes + config.unit),
+        ];
+        let cells = vec![Cell::default(); WINDOW as usize];
+        Self {
+            heap: Heap::new(config),
+            windows: bases.into_iter().map(|base| (base, cells.clone())).collect(),
+            live: BTreeMap::new(),
+            freed: Vec::new(),
+            largest_stamp: 0,
+            transcript: Vec::new(),
+        }
+    }
+
+    /// Runs `op` and checks everything.
+    pub(crate) fn apply(&mut self, op: Op) {
+        let before = self.sight();
+        let changed = match op {
+            Op::Add { window, at, units, stamp, segment } => {
+                self.add(self.range(window, at, units), stamp.into(), segment)
+            }
+            Op::Remove { window, at, units } => self.remove(self.range(window, at, units), &before),
+            Op::Alloc { units, short, align } => {
+                self.alloc(self.bytes(units, short), 1 << (align % 17), &before)
+            }
+            Op::AllocAt { window, at, units } => self.alloc_at(self.range(window, at, units), &before),
+            Op::Free { which, stamp, by_note } => self.free(which, stamp.into(), by_note),
+            Op::FreeAnywhere { window, at, inside } => {
+                let address = self.range(window, at, 1).start + u64::from(inside) % self.unit();
+                self.free_anywhere(address, self.largest_stamp)
+            }
+            Op::FreeStale { which } => self.free_stale(which),
+            Op::Resize { which, units, short, stamp } => {
+                self.resize(which, self.bytes(units, short), stamp.into(), &before)
+            }
+        };
+        let after = self.sight();
+        assert!(changed || before == after, "a refused call changed something: {before:?}, {after:?}");
+        self.verify(&after);
+    }
+
+    /// Frees every block and takes everything out: nothing may be left.
+    pub(crate) fn finish(mut self) {
+        for address in self.live.keys().copied().collect::<Vec<_>>() {
+            assert!(self.free_anywhere(address, 0));
+        }
+        let sight = self.sight();
+        self.verify(&sight);
+        assert_eq!(sight.stats.free_bytes, sight.stats.managed_bytes);
+        for extent in sight.extents {
+            assert_eq!(self.heap.remove(extent.range), Ok(extent.stamp));
+        }
+        assert_eq!(self.heap.managed_bytes(), 0);
+        assert_eq!(self.heap.check(), Ok(()));
+    }
+
+    fn unit(&self) -> u64 {
+        self.heap.config().unit
+    }
+
+    /// A range inside a window.
+    fn range(&self, window: u8, at: u16, units: u16) -> Range {
+        let at = u64::from(at) % WINDOW;
+        let units = 1 + (u64::from(units).max(1) - 1) % (WINDOW - at);
+        let (base, _) = self.windows[usize::from(window) % WINDOWS];
+        Range::new(base + at * self.unit(), units * self.unit())
+    }
+
+    fn bytes(&self, units: u16, short: u8) -> u64 {
+        let units = 1 + u64::from(units) % WINDOW;
+        units * self.unit() - u64::from(short) % self.unit()
+    }
+
+    /// The cells of a range, lowest first. It lies in one window.
+    fn cells(&mut self, range: Range) -> &mut [Cell] {
+        let unit = self.unit();
+        for (base, cells) in &mut self.windows {
+            if Range::new(*base, WINDOW * unit).covers(&range) {
+                let from = ((range.start - *base) / unit) as usize;
+                return &mut cells[from..from + (range.len / unit) as usize];
+            }
+        }
+        panic!("{range} is in no window");
+    }
+
+    fn cell(&mut self, address: u64) -> Cell {
+        let unit = self.unit();
+        self.cells(Range::new(address & !(unit - 1), unit))[0]
+    }
+
+    fn sight(&self) -> Sight {
+        Sight { stats: self.heap.stats(), extents: self.heap.free_extents().collect() }
+    }
+
+    fn add(&mut self, range: Range, stamp: u64, segment: bool) -> bool {
+        let clash = self.cells(range).iter().any(|cell| cell.managed);
+        let added = if segment { self.heap.add_segment(range, stamp) } else { self.heap.add(range, stamp) };
+        if clash {
+            let Err(HeapError::Overlap { range: given, with }) = added else {
+                panic!("{added:?} for a clash")
+            };
+            assert!(given == range && with.overlaps(&range));
+            return false;
+        }
+        assert_eq!(added, Ok(()));
+        self.largest_stamp = self.largest_stamp.max(stamp);
+        let cells = self.cells(range);
+        let last = cells.len() - 1;
+        for (n, cell) in cells.iter_mut().enumerate() {
+            let (cut_before, cut_after) = (segment && n == 0, segment && n == last);
+            *cell = Cell { managed: true, owner: None, stamp, cut_before, cut_after };
+        }
+        true
+    }
+
+    fn remove(&mut self, range: Range, before: &Sight) -> bool {
+        let free = before.first_not_free(range);
+        match self.heap.remove(range) {
+            Ok(stamp) => {
+                assert_eq!(free, None, "removed what is not free");
+                let needed = self.cells(range).iter().map(|cell| cell.stamp).max();
+                assert!(Some(stamp) >= needed && stamp <= self.largest_stamp);
+                self.cells(range).fill(Cell::default());
+                true
+            }
+            Err(why) => {
+                assert!(
+                    matches!(why, HeapError::NotFree { range: given, at } if given == range && Some(at) == free)
+                );
+                false
+            }
+        }
+    }
+
+    fn alloc(&mut self, bytes: u64, align: u64, before: &Sight) -> bool {
+        let unit = self.unit();
+        let len = bytes.next_multiple_of(unit);
+        let Some(block) = self.heap.alloc(bytes, align) else {
+            let fits = before.extents.iter().find(|extent| {
+                let start = extent.range.start.checked_next_multiple_of(align.max(unit));
+                start.is_some_and(|start| start < extent.range.end() && extent.range.end() - start >= len)
+            });
+            assert_eq!(fits, None, "None for {bytes} bytes aligned to {align}");
+            return false;
+        };
+        assert_eq!(block.address % align, 0, "{block:?} is not aligned to {align}");
+        assert!(block.bytes >= len);
+        if bytes > self.heap.config().small_max {
+            assert_eq!(block.bytes, len, "large blocks are exact");
+        }
+        self.adopt(block);
+        true
+    }
+
+    fn alloc_at(&mut self, range: Range, before: &Sight) -> bool {
+        match self.heap.alloc_at(range) {
+            Ok(block) => {
+                assert_eq!(block.range(), range);
+                assert!(before.extents.iter().any(|extent| extent.range.covers(&range)));
+                self.adopt(block);
+                true
+            }
+            Err(HeapError::NotFree { range: given, at }) => {
+                assert_eq!((given, Some(at)), (range, before.first_not_free(range)));
+                false
+            }
+            Err(HeapError::Border { range: given, at }) => {
+                assert!(given == range && before.first_not_free(range).is_none());
+                assert!(before.extents.iter().any(|extent| extent.range.start == at));
+                false
+            }
+            Err(why) => panic!("{why}"),
+        }
+    }
+
+    /// Takes up a new block.
+    fn adopt(&mut self, block: Block) {
+        self.transcript.push(block.address);
+        for cell in self.cells(block.range()) {
+            assert!(cell.managed && cell.owner.is_none(), "{block:?} overlaps");
+            cell.owner = Some(block.address);
+        }
+        let inner = self.cells(block.range()).to_vec();
+        assert!(inner[1..].iter().all(|cell| !cell.cut_before), "{block:?} crosses a border");
+        assert!(inner[..inner.len() - 1].iter().all(|cell| !cell.cut_after), "{block:?} crosses a border");
+        let border = self.heap.config().border;
+        assert!(border == 0 || block.address / border == (block.range().end() - 1) / border);
+        assert_eq!(self.heap.size_of(block.address), Some(block.bytes));
+        self.live.insert(block.address, block);
+    }
+
+    fn pick(&self, which: u16) -> Option<Block> {
+        let nth = usize::from(which).checked_rem(self.live.len())?;
+        self.live.values().nth(nth).copied()
+    }
+
+    fn free(&mut self, which: u16, stamp: u64, by_note: bool) -> bool {
+        let Some(block) = self.pick(which) else { return false };
+        if !by_note {
+            return self.free_anywhere(block.address, stamp);
+        }
+        let Ok(freed) = self.heap.free_block(&block, stamp) else { panic!("{block:?} was live") };
+        self.forget(block, stamp, freed.bytes, freed.extent);
+        true
+    }
+
+    fn free_anywhere(&mut self, address: u64, stamp: u64) -> bool {
+        let cell = self.cell(address);
+        let answer = self.heap.free(address, stamp);
+        let expected = match cell.owner {
+            _ if !cell.managed => HeapError::Foreign { address },
+            None => HeapError::DoubleFree { address },
+            Some(owner) if owner != address => {
+                HeapError::Interior { address, block: self.live[&owner].range() }
+            }
+            Some(_) => {
+                let Ok(freed) = answer else { panic!("{address:#x} was live: {answer:?}") };
+                self.forget(self.live[&address], stamp, freed.bytes, freed.extent);
+                return true;
+            }
+        };
+        assert_eq!(answer, Err(expected));
+        assert_eq!(self.heap.size_of(address), None);
+        false
+    }
+
+    fn forget(&mut self, block: Block, stamp: u64, bytes: u64, extent: Option<Extent>) {
+        assert_eq!(bytes, block.bytes);
+        if let Some(extent) = extent {
+            assert!(extent.range.covers(&block.range()) && extent.stamp >= stamp);
+        }
+        self.release(block.range(), stamp);
+        self.live.remove(&block.address);
+        self.freed.push(block);
+    }
+
+    fn release(&mut self, range: Range, stamp: u64) {
+        self.largest_stamp = self.largest_stamp.max(stamp);
+        for cell in self.cells(range) {
+            cell.owner = None;
+            cell.stamp = cell.stamp.max(stamp);
+        }
+    }
+
+    fn free_stale(&mut self, which: u16) -> bool {
+        let Some(nth) = usize::from(which).checked_rem(self.freed.len()) else { return false };
+        let block = self.freed[nth];
+        let address = block.address;
+        let cell = self.cell(address);
+        let expected = match cell.owner {
+            _ if !cell.managed => HeapError::Foreign { address },
+            None => HeapError::DoubleFree { address },
+            Some(owner) if owner != address => {
+                HeapError::Interior { address, block: self.live[&owner].range() }
+            }
+            Some(_) => HeapError::Stale { address },
+        };
+        assert_eq!(self.heap.free_block(&block, 0), Err(expected));
+        false
+    }
+
+    fn resize(&mut self, which: u16, bytes: u64, stamp: u64, before: &Sight) -> bool {
+        let Some(block) = self.pick(which) else { return false };
+        let old = block.range();
+        // A border between the two would be seen as an extent that the block may not take.
+        let above = before.extents.iter().find(|extent| extent.range.start == old.end());
+        match self.heap.resize_in_place(block.address, bytes, stamp) {
+            Ok(new) => {
+                assert!(new.address == block.address && new.bytes >= bytes);
+                if new.bytes > old.len {
+                    let more = new.bytes - old.len;
+                    assert!(above.is_some_and(|extent| extent.range.len >= more));
+                    for cell in self.cells(Range::new(old.end(), more)) {
+                        assert!(cell.owner.is_none());
+                        cell.owner = Some(block.address);
+                    }
+                    self.live.remove(&block.address);
+                    let cells = Range::new(new.address, new.bytes);
+                    self.cells(cells).iter_mut().for_each(|cell| cell.owner = None);
+                    self.adopt(new);
+                } else if new.bytes < old.len {
+                    self.release(Range::new(new.range().end(), old.len - new.bytes), stamp);
+                    self.live.insert(new.address, new);
+                }
+                assert_eq!(self.heap.size_of(new.address), Some(new.bytes));
+                true
+            }
+            Err(HeapError::NoRoom { block: given, wanted, available }) => {
+                assert_eq!(given, old);
+                assert!(available < wanted && wanted >= bytes);
+                let most = old.len + above.map_or(0, |extent| extent.range.len);
+                assert!(available == most || available == old.len);
+                false
+            }
+            Err(why) => panic!("{why}"),
+        }
+    }
+
+    /// Every promise about the heap as it stands.
+    fn verify(&mut self, sight: &Sight) {
+        assert_eq!(self.heap.check(), Ok(()));
+        let unit = self.unit();
+        let Sight { stats, extents } = sight;
+
+        let live: u64 = self.live.values().map(|block| block.bytes).sum();
+        assert_eq!((stats.live_bytes, stats.live_blocks), (live, self.live.len() as u64));
+        let managed = self.windows.iter().flat_map(|(_, cells)| cells).filter(|cell| cell.managed).count();
+        assert_eq!(stats.managed_bytes, managed as u64 * unit);
+        assert_eq!(stats.live_bytes + stats.free_bytes + stats.slab_free_bytes, stats.managed_bytes);
+        assert_eq!(stats.free_bytes, extents.iter().map(|extent| extent.range.len).sum::<u64>());
+        let largest = extents.iter().map(|extent| extent.range.len).max().unwrap_or(0);
+        assert_eq!((stats.largest_free, self.heap.largest_free()), (largest, largest));
+        let small_max = self.heap.config().small_max;
+        if self.live.values().all(|block| block.bytes > small_max) {
+            assert_eq!(stats.slab_free_bytes, 0, "slabs keep memory without a block in them");
+        }
+
+        let border = self.heap.config().border;
+        let mut below: Option<(Range, Cell)> = None;
+        for &Extent { range, stamp } in extents {
+            let largest_stamp = self.largest_stamp;
+            let cells = self.cells(range);
+            for (n, cell) in cells.iter().enumerate() {
+                assert!(cell.managed && cell.owner.is_none(), "{range} is not free");
+                assert!(stamp >= cell.stamp, "{range} lost a stamp: {stamp} < {}", cell.stamp);
+                assert!(n == 0 || !cell.cut_before, "{range} crosses a border");
+                assert!(n == cells.len() - 1 || !cell.cut_after, "{range} crosses a border");
+            }
+            assert!(stamp <= largest_stamp);
+            let (first, last) = (cells[0], cells[cells.len() - 1]);
+            assert!(border == 0 || range.start / border == (range.end() - 1) / border);
+            if let Some((lower, lower_last)) = below {
+                assert!(lower.end() <= range.start);
+                let at_border = border != 0 && range.start.is_multiple_of(border);
+                let cut = lower_last.cut_after || first.cut_before || at_border;
+                assert!(lower.end() < range.start || cut, "{lower} and {range} are not merged");
+            }
+            below = Some((range, last));
+        }
+    }
+}
+
+impl Sight {
+    /// The first address of `range` that no free extent covers.
+    fn first_not_free(&self, range: Range) -> Option<u64> {
+        let mut at = range.start;
+        while at < range.end() {
+            let covering = self.extents.iter().find(|extent| extent.range.contains(at));
+            match covering {
+                Some(extent) => at = extent.range.end(),
+                None => return Some(at),
+            }
+        }
+        None
+    }
+}

@@ -1,0 +1,341 @@
+//! The system calls that regions and workers are made of, and a plan of failures for them.
+//!
+//! Everything here that changes mappings is `unsafe`: the caller answers for who else uses the addresses. A [`Kernel`]
+//! made by [`Kernel::with_faults`] asks its [`Faults`] before each call, so that every step of making and ending a
+//! region can be seen to fail without a machine that is broken in just that way.
+#![expect(unsafe_code, reason = "makes system calls")]
+
+mod faults;
+
+pub use faults::{Faults, SystemCall};
+
+use crate::topology::{Bitmap, NodeId};
+use aquifer_core::SystemError;
+use nix::{
+    errno::Errno,
+    libc::{self, c_int, c_void},
+};
+use std::{io, num::NonZeroUsize, ptr, ptr::NonNull, sync::Arc, thread};
+
+/// A range of this process's addresses.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub struct Span {
+    /// The first address.
+    pub start: usize,
+    /// Bytes.
+    pub len: usize,
+}
+
+impl Span {
+    /// The first address after it.
+    #[must_use]
+    pub fn end(self) -> usize {
+        // No span is made that wraps: the kernel maps nothing at the last address.
+        self.start.wrapping_add(self.len)
+    }
+
+    fn pointer(self) -> *mut c_void {
+        ptr::with_exposed_provenance_mut(self.start)
+    }
+}
+
+/// How a mapping gets its pages.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum MapPages {
+    /// Base pages, or transparent huge ones by the system's mode.
+    Ordinary,
+    /// Huge pages of 2 MiB from the reserved pool (`MAP_HUGETLB`).
+    Huge2M,
+}
+
+/// Advice on a mapping (`madvise`).
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Advice {
+    /// A child process does not get it: a fork would copy pinned pages, and the device would go on with the parent's.
+    DontFork,
+    /// A core dump leaves it out.
+    DontDump,
+    /// Transparent huge pages are wanted.
+    HugePage,
+}
+
+/// The memory-policy mode that takes memory from one node while it has some, and from others when it has none
+/// (`MPOL_PREFERRED`). The strict mode ends in an out-of-memory kill.
+const MPOL_PREFERRED: c_int = 1;
+
+/// The system calls of this machine. Cheap to clone.
+#[derive(Clone, Default, Debug)]
+pub struct Kernel {
+    faults: Option<Arc<Faults>>,
+}
+
+type Result<T> = std::result::Result<T, SystemError>;
+
+impl Kernel {
+    /// The kernel as it is.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The kernel with failures by plan.
+    #[must_use]
+    pub fn with_faults(faults: Arc<Faults>) -> Self {
+        Self { faults: Some(faults) }
+    }
+
+    /// Counts the call, and refuses it where the plan says so.
+    fn ask(&self, call: SystemCall) -> Result<()> {
+        match &self.faults {
+            Some(faults) => faults.ask(call),
+            None => Ok(()),
+        }
+    }
+
+    /// Reserves addresses without memory (`mmap`, `PROT_NONE`).
+    ///
+    /// # Errors
+    /// `ENOMEM` where the address space is limited.
+    pub fn reserve(&self, len: NonZeroUsize) -> Result<Span> {
+        self.ask(SystemCall::Reserve)?;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // SAFETY: 1. no address is asked for, so no mapping is replaced.
+        let address = unsafe { libc::mmap(ptr::null_mut(), len.get(), libc::PROT_NONE, flags, -1, 0) };
+        if address == libc::MAP_FAILED {
+            return Err(last("mmap"));
+        }
+        Ok(Span { start: address.expose_provenance(), len: len.get() })
+    }
+
+    /// Maps fresh zeroed memory over a reserved range (`mmap`, `MAP_FIXED`). Huge pages are promised by the pool now.
+    ///
+    /// # Safety
+    /// 1. The range is reserved or mapped by the caller, and nobody uses it.
+    ///
+    /// # Errors
+    /// `ENOMEM` where the pool of huge pages, or the number of mappings, is exhausted; the range is as it was.
+    pub unsafe fn map(&self, span: Span, pages: MapPages) -> Result<()> {
+        self.ask(match pages {
+            MapPages::Ordinary => SystemCall::Map,
+            MapPages::Huge2M => SystemCall::MapHuge,
+        })?;
+        let huge = match pages {
+            MapPages::Ordinary => 0,
+            MapPages::Huge2M => libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
+        };
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | huge;
+        // SAFETY: 1. the caller's first condition.
+        let address = unsafe { libc::mmap(span.pointer(), span.len, access, flags, -1, 0) };
+        if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
+    }
+
+    /// Gives a range's memory back and keeps its addresses reserved (`mmap` over it, `PROT_NONE`).
+    ///
+    /// # Safety
+    /// 1. The range is mapped by the caller, and nobody uses it any more.
+    ///
+    /// # Errors
+    /// `ENOMEM` where the number of mappings is exhausted; the memory stays.
+    pub unsafe fn unmap(&self, span: Span) -> Result<()> {
+        self.ask(SystemCall::Unmap)?;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
+        // SAFETY: 1. the caller's first condition.
+        let address = unsafe { libc::mmap(span.pointer(), span.len, libc::PROT_NONE, flags, -1, 0) };
+        if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
+    }
+
+    /// Advises the kernel on a mapping (`madvise`).
+    ///
+    /// # Safety
+    /// 1. The range is mapped by the caller.
+    ///
+    /// # Errors
+    /// `EINVAL` where the kernel lacks the advice.
+    pub unsafe fn advise(&self, span: Span, advice: Advice) -> Result<()> {
+        let (call, advice) = match advice {
+            Advice::DontFork => (SystemCall::DontFork, libc::MADV_DONTFORK),
+            Advice::DontDump => (SystemCall::DontDump, libc::MADV_DONTDUMP),
+            Advice::HugePage => (SystemCall::HugePage, libc::MADV_HUGEPAGE),
+        };
+        self.ask(call)?;
+        // SAFETY: 1. none of the three changes what the memory holds. 2. the range is the caller's.
+        check("madvise", unsafe { libc::madvise(span.pointer(), span.len, advice) })
+    }
+
+    /// Wants a mapping's pages on a node (`mbind`, `MPOL_PREFERRED`), where they are not there yet.
+    ///
+    /// # Errors
+    /// `EPERM` or `ENOSYS` where a sandbox refuses, `EINVAL` for a node that the process may not use.
+    pub fn prefer(&self, span: Span, node: NodeId) -> Result<()> {
+        self.ask(SystemCall::Prefer)?;
+        let mask: Bitmap = [node.0].into_iter().collect();
+        // The kernel takes one bit less than it is told.
+        let bits = mask.words().len() * 64 + 1;
+        // SAFETY: 1. the mask has that many bits less one. 2. a policy changes no memory.
+        let answer = unsafe {
+            libc::syscall(
+                libc::SYS_mbind,
+                span.start,
+                span.len,
+                MPOL_PREFERRED,
+                mask.words().as_ptr(),
+                bits,
+                0,
+            )
+        };
+        if answer == 0 { Ok(()) } else { Err(last("mbind")) }
+    }
+
+    /// Takes a mapping's pages now, as a write would (`madvise`, `MADV_POPULATE_WRITE`). Keeps what they hold.
+    ///
+    /// # Errors
+    /// `EINVAL` on kernels before 5.14; `EFAULT` where the pool of huge pages is exhausted; `ENOMEM`.
+    pub fn populate(&self, span: Span) -> Result<()> {
+        self.ask(SystemCall::Populate)?;
+        loop {
+            // SAFETY: 1. populating changes nothing that can be seen in memory, whoever's it is.
+            let answer = unsafe { libc::madvise(span.pointer(), span.len, libc::MADV_POPULATE_WRITE) };
+            match check("madvise", answer) {
+                Err(e) if e.errno == libc::EINTR || e.errno == libc::EAGAIN => {}
+                answer => return answer,
+            }
+        }
+    }
+
+    /// Writes one zero to each page: what [`Kernel::populate`] does on kernels that lack it.
+    ///
+    /// # Safety
+    /// 1. The range is mapped by the caller with pages of at least `page` bytes, fresh, and nobody else uses it.
+    /// 2. It is not backed by reserved huge pages, where a page that is not there is a signal.
+    pub unsafe fn touch(&self, span: Span, page: usize) {
+        let first = span.pointer().cast::<u8>();
+        for offset in (0..span.len).step_by(page.max(1)) {
+            // SAFETY: 1. inside the range, which is mapped for writing and nobody else's.
+            unsafe { first.add(offset).write_volatile(0) };
+        }
+    }
+
+    /// Which node each page lies on (`move_pages` without nodes). A negative answer is an error number: `-ENOENT` for
+    /// a page that is not there.
+    ///
+    /// # Errors
+    /// `EPERM` or `ENOSYS` where a sandbox refuses.
+    pub fn nodes_of(&self, pages: &[usize]) -> Result<Vec<c_int>> {
+        self.ask(SystemCall::Query)?;
+        let mut nodes = vec![-libc::ENOENT; pages.len()];
+        // SAFETY: 1. both arrays have as many elements as are told. 2. without nodes nothing is moved. 3. the pages are
+        // looked up by address and not read.
+        let answer = unsafe {
+            libc::syscall(
+                libc::SYS_move_pages,
+                0,
+                pages.len(),
+                pages.as_ptr(),
+                ptr::null::<c_int>(),
+                nodes.as_mut_ptr(),
+                0,
+            )
+        };
+        if answer >= 0 { Ok(nodes) } else { Err(last("move_pages")) }
+    }
+
+    /// Binds the calling thread to CPUs (`sched_setaffinity`), however many the machine has.
+    ///
+    /// # Errors
+    /// `EINVAL` where the process may use none of them.
+    pub fn bind_thread(&self, cpus: &Bitmap) -> Result<()> {
+        self.ask(SystemCall::Bind)?;
+        let words = cpus.words();
+        // SAFETY: 1. the kernel reads as many bytes as are told; the C type's size does not matter to it.
+        check("sched_setaffinity", unsafe {
+            libc::sched_setaffinity(0, size_of_val(words), words.as_ptr().cast())
+        })
+    }
+
+    /// Starts a thread.
+    ///
+    /// # Errors
+    /// `EAGAIN` where there may be no more threads.
+    pub fn spawn(
+        &self,
+        name: String,
+        work: impl FnOnce() + Send + 'static,
+    ) -> Result<thread::JoinHandle<()>> {
+        self.ask(SystemCall::Spawn)?;
+        let started: io::Result<_> = thread::Builder::new().name(name).spawn(work);
+        started.map_err(|e| SystemError { call: "clone", errno: e.raw_os_error().unwrap_or(libc::EAGAIN) })
+    }
+}
+
+/// A pointer to an address of a mapping that this crate made, or that the driver handed to it.
+pub(crate) fn pointer(address: usize) -> Option<NonNull<u8>> {
+    NonNull::new(ptr::with_exposed_provenance_mut(address))
+}
+
+fn check(call: &'static str, answer: c_int) -> Result<()> {
+    if answer == 0 { Ok(()) } else { Err(last(call)) }
+}
+
+fn last(call: &'static str) -> SystemError {
+    SystemError { call, errno: Errno::last_raw() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: usize = 4096;
+
+    #[test]
+    fn a_reserved_range_is_mapped_written_and_given_back() {
+        let kernel = Kernel::new();
+        let span = kernel.reserve(NonZeroUsize::new(16 * PAGE).unwrap()).unwrap();
+        // SAFETY: 1. reserved above; nobody else knows of it.
+        unsafe {
+            kernel.map(span, MapPages::Ordinary).unwrap();
+            kernel.advise(span, Advice::DontFork).unwrap();
+            kernel.advise(span, Advice::DontDump).unwrap();
+        }
+        kernel.populate(span).unwrap();
+        let pages: Vec<usize> = (0..16).map(|i| span.start + i * PAGE).collect();
+        assert!(kernel.nodes_of(&pages).unwrap().iter().all(|&node| node >= 0));
+        // SAFETY: as above.
+        unsafe {
+            kernel.touch(span, PAGE);
+            kernel.unmap(span).unwrap();
+        }
+        assert!(kernel.nodes_of(&pages).unwrap().iter().all(|&node| node < 0), "the memory is gone");
+    }
+
+    #[test]
+    fn a_planned_fault_hits_the_call_it_names_and_no_other() {
+        let faults = Arc::new(Faults::new());
+        let kernel = Kernel::with_faults(faults.clone());
+        faults.fail(SystemCall::Reserve, 2, libc::ENOMEM);
+        let len = NonZeroUsize::new(PAGE).unwrap();
+        kernel.reserve(len).unwrap();
+        assert_eq!(kernel.reserve(len), Err(SystemError { call: "mmap", errno: libc::ENOMEM }));
+        kernel.reserve(len).unwrap();
+        assert_eq!(faults.made(SystemCall::Reserve), 3);
+        faults.fail_from(SystemCall::Query, 1, libc::EPERM);
+        assert!(kernel.nodes_of(&[0]).is_err() && kernel.nodes_of(&[0]).is_err());
+        faults.clear();
+        assert!(kernel.nodes_of(&[0]).is_ok());
+    }
+
+    #[test]
+    fn a_thread_is_bound_with_a_mask_of_any_length() {
+        let topology = crate::topology::Topology::read_under(std::path::Path::new("/")).unwrap();
+        let allowed = topology.cpus_allowed().value.clone().unwrap();
+        let one = allowed.iter().next().unwrap();
+        let mut mask: Bitmap = [one].into_iter().collect();
+        mask.insert(4000);
+        thread::spawn(move || {
+            Kernel::new().bind_thread(&mask).unwrap();
+            assert!(Kernel::new().bind_thread(&Bitmap::new()).is_err());
+        })
+        .join()
+        .unwrap();
+    }
+}

@@ -1,0 +1,137 @@
+//! A pool as an `Allocator`.
+#![expect(unsafe_code, reason = "implements the allocator traits, which copy between blocks")]
+
+use super::home::Home;
+use aquifer_core::{DeferReuse, Gate, Result, impl_allocator};
+use std::{fmt, ptr::NonNull, sync::Arc};
+
+/// A [`PinnedPool`](super::PinnedPool) as an allocator for collections: `Copy`, as large as a slice, and good for ever.
+///
+/// Once its pool is closed it answers with an error, while blocks that it gave out stay good and can be freed. Any copy
+/// frees the blocks of any other. Blocks are exactly as long as asked; growing and shrinking happen in place where there
+/// is room.
+///
+/// A pointer that is no live block, or a layout that is longer than the block, is ignored by `deallocate` and counted.
+///
+/// ```
+/// use aquifer_core::Budget;
+/// use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
+/// use hashbrown::HashMap;
+/// let host = Host::new(Topology::read()?, Kernel::new());
+/// let pool = PinnedPool::new(&host, &Budget::unlimited("pinned"), PinnedConfig::default())?;
+/// let mut index = HashMap::<u64, [f32; 4], std::hash::RandomState, _>::with_hasher_in(Default::default(), pool.allocator());
+/// index.insert(7, [1.0; 4]);
+/// assert_eq!(index[&7], [1.0; 4]);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone, Copy)]
+pub struct PinnedAllocator {
+    home: &'static Home,
+    /// The life of the shell that its blocks are of. A shell with live blocks keeps its generation.
+    generation: u32,
+}
+
+impl PinnedAllocator {
+    pub(super) fn new(home: &'static Home, generation: u32) -> Self {
+        Self { home, generation }
+    }
+
+    /// Whether the pool still serves allocations.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.home.with(|state| state.open_as(self.generation).is_ok())
+    }
+
+    /// Whether `address` lies in memory of this process's regions, of whichever pool. Never blocks: for those who free
+    /// by address.
+    #[must_use]
+    pub fn owns(&self, address: NonNull<u8>) -> bool {
+        crate::region::window::contains(address.addr().get())
+    }
+}
+
+impl_allocator! {
+    // SAFETY (of the trait): 1. a block is mapped, aligned and nobody else's until it is freed: the heap gives out free
+    // ranges of regions that live as long as a block of theirs does. 2. copies of the allocator share the shell, which is
+    // never freed, so any of them frees any block, and moving one moves no memory. 3. no method unwinds: nothing that users
+    // wrote runs but gates, whose panics are caught.
+    impl [] for PinnedAllocator {
+        fn allocate(&self, layout: Layout) -> std::result::Result<NonNull<[u8]>, AllocError> {
+            self.home.allocate(self.generation, layout).map_err(|_| AllocError)
+        }
+
+        unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+            self.home.deallocate(self.generation, block, layout);
+        }
+
+        unsafe fn grow(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> std::result::Result<NonNull<[u8]>, AllocError> {
+            if self.stays(block, old, new) {
+                return Ok(NonNull::slice_from_raw_parts(block, new.size()));
+            }
+            let moved = self.allocate(new)?;
+            // SAFETY: 1. `block` has `old.size()` bytes by the caller's word, and `moved` at least as many. 2. both are
+            // blocks, so they do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), old.size()) };
+            self.home.deallocate(self.generation, block, old);
+            Ok(moved)
+        }
+
+        unsafe fn grow_zeroed(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> std::result::Result<NonNull<[u8]>, AllocError> {
+            // SAFETY: 1. the caller's conditions, passed on.
+            let grown = unsafe { self.grow(block, old, new)? };
+            // SAFETY: 1. `new.size()` is at least `old.size()` and the length of what was answered.
+            unsafe { grown.cast::<u8>().add(old.size()).write_bytes(0, new.size() - old.size()) };
+            Ok(grown)
+        }
+
+        unsafe fn shrink(
+            &self,
+            block: NonNull<u8>,
+            old: Layout,
+            new: Layout,
+        ) -> std::result::Result<NonNull<[u8]>, AllocError> {
+            if self.stays(block, old, new) {
+                return Ok(NonNull::slice_from_raw_parts(block, new.size()));
+            }
+            let moved = self.allocate(new)?;
+            // SAFETY: 1. both have `new.size()` bytes. 2. both are blocks, so they do not overlap.
+            unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), new.size()) };
+            self.home.deallocate(self.generation, block, old);
+            Ok(moved)
+        }
+    }
+}
+
+impl PinnedAllocator {
+    /// Resizes in place if the address suits the new layout and there is room.
+    fn stays(&self, block: NonNull<u8>, old: std::alloc::Layout, new: std::alloc::Layout) -> bool {
+        old.size() > 0
+            && new.size() > 0
+            && block.addr().get().is_multiple_of(new.align())
+            && self.home.resize(self.generation, block, old.size(), new.size())
+    }
+}
+
+// SAFETY: 1. a block with a gate that is shut is kept out of the heap when it is freed, its region lives as long as it is
+// kept, and the shell that holds both is never freed. 2. the tail of such a block is not given away when it shrinks.
+unsafe impl DeferReuse for PinnedAllocator {
+    fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()> {
+        self.home.defer(self.generation, address, until)
+    }
+}
+
+impl fmt::Debug for PinnedAllocator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PinnedAllocator").field("generation", &self.generation).finish_non_exhaustive()
+    }
+}

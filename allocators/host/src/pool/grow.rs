@@ -1,0 +1,272 @@
+//! Taking regions and giving them back.
+
+use super::{
+    Shared,
+    home::{AtWork, Home, Taken},
+};
+use crate::region::{Cause, Region, RegionError, RegionRequest, window::GRANULE};
+use aquifer_core::{Action, MemoryError, OutOfMemory, Result, error::Tried};
+use std::{
+    alloc::Layout,
+    sync::{Arc, PoisonError},
+    time::Instant,
+};
+
+/// The right to grow a pool, which one thread has at a time.
+struct Growing {
+    home: &'static Home,
+}
+
+impl Drop for Growing {
+    fn drop(&mut self) {
+        *self.home.growing.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.home.grown.notify_all();
+    }
+}
+
+impl Home {
+    /// A block where nothing free held it at first: the chain of the module's documentation.
+    #[cold]
+    pub(super) fn take_by_chain(&'static self, generation: u32, layout: Layout) -> Result<Taken> {
+        let (bytes, align) = (layout.size() as u64, layout.align() as u64);
+        super::sweep();
+        let shared = loop {
+            self.poll_all();
+            if let Some(taken) = self.try_take(generation, bytes, align)? {
+                return Ok(taken);
+            }
+            let growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
+            if *growing {
+                // What they bring may be enough; if not, it is our turn.
+                let _turn = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            let mut growing = growing;
+            *growing = true;
+            break self.with(|state| state.open_as(generation).cloned());
+        };
+        let _turn = Growing { home: self };
+        // Gates that are waited for may allocate: not from here, where they would wait for this thread.
+        let _at_work = AtWork::begin();
+        let shared = shared?;
+        // Between the look and the turn somebody may have grown, or freed.
+        if let Some(taken) = self.try_take(generation, bytes, align)? {
+            return Ok(taken);
+        }
+        let mut tried = Vec::new();
+        let mut refused = None;
+        // Others may be faster with what was brought, and the driver's own memory begins at any page.
+        for roomy in [false, true, true] {
+            if let Err(error) = self.grow_for(&shared, generation, layout, roomy, &mut tried) {
+                refused = Some(error);
+                break;
+            }
+            if let Some(taken) = self.try_take(generation, bytes, align)? {
+                return Ok(taken);
+            }
+        }
+        if let Some(taken) = self.wait_for_pending(&shared, generation, layout, &mut tried)? {
+            return Ok(taken);
+        }
+        self.fail(&shared, layout, refused, tried)
+    }
+
+    /// A region that holds the request: of the chunk's size, else of its own, else the same with room made.
+    fn grow_for(
+        &'static self,
+        shared: &Arc<Shared>,
+        generation: u32,
+        layout: Layout,
+        roomy: bool,
+        tried: &mut Vec<Tried>,
+    ) -> Result<(), RegionError> {
+        let own = Self::own_size(layout, roomy)?;
+        let chunk = shared.config.chunk.max(own);
+        let first = self.grow(shared, generation, chunk, chunk);
+        tried.push(Tried { step: "grow", gave: if first.is_ok() { chunk as u64 } else { 0 } });
+        let Err(error) = first else { return Ok(()) };
+        if matches!(error.cause, Cause::TimedOut | Cause::UnknownNode(_)) {
+            return Err(error);
+        }
+        let mut error = error;
+        if own < chunk {
+            let answer = self.grow(shared, generation, own, own);
+            tried.push(Tried { step: "grow less", gave: if answer.is_ok() { own as u64 } else { 0 } });
+            match answer {
+                Ok(()) => return Ok(()),
+                Err(e) => error = e,
+            }
+        }
+        let given = self.reap(shared, 0, None);
+        tried.push(Tried { step: "give back free regions", gave: given });
+        if given == 0 { Err(error) } else { self.grow(shared, generation, own, own) }
+    }
+
+    /// Bytes of a region for one request, with room to move to its alignment if that is asked for.
+    fn own_size(layout: Layout, roomy: bool) -> Result<usize, RegionError> {
+        let too_large = || RegionError::too_large(layout.size());
+        // A region of ours begins at a huge page; what is aligned beyond that needs room anyway.
+        let slack = if roomy || layout.align() > GRANULE { layout.align() } else { 0 };
+        let bytes = layout.size().checked_add(slack).ok_or_else(too_large)?;
+        let huge = bytes.checked_next_multiple_of(GRANULE).ok_or_else(too_large)?;
+        // Whole huge pages where that adds little, since only they can come from the pool of those.
+        Ok(if huge - bytes <= bytes / 32 { huge } else { bytes })
+    }
+
+    /// Makes one region and puts it in.
+    fn grow(
+        &'static self,
+        shared: &Arc<Shared>,
+        generation: u32,
+        bytes: usize,
+        registration: usize,
+    ) -> Result<(), RegionError> {
+        // Its description must not be allocated from a pool either.
+        let _at_work = AtWork::begin();
+        let config = &shared.config;
+        let mut request = RegionRequest::bytes(bytes);
+        request.node = config.node;
+        request.strict = config.strict;
+        request.pinning = config.pinning;
+        request.pages = config.pages;
+        request.flags = config.flags;
+        request.registration = registration.next_multiple_of(GRANULE);
+        request.verify = config.verify;
+        request.deadline = config.deadline.map(|limit| Instant::now() + limit);
+        let region = Region::new(&shared.host, &shared.budget, &request)?;
+        let (start, len) = (region.span().start as u64, region.span().len as u64);
+        let mut region = Some(region);
+        let ticket = self.with(|state| {
+            state.open_as(generation).ok()?;
+            region = region.take().and_then(|region| state.add(region));
+            if region.is_some() {
+                return None;
+            }
+            config.recorder.as_ref().map(|recorder| recorder.ticket())
+        });
+        self.tell(&Some(shared.clone()), ticket, Action::Grow, start, len);
+        match region {
+            None => Ok(()),
+            // The pool was closed meanwhile, or its books are full; the region goes its way back.
+            Some(region) => {
+                drop(region);
+                Err(RegionError::not_kept())
+            }
+        }
+    }
+
+    /// Waits for pending blocks, one after the other, until the request fits or patience ends.
+    fn wait_for_pending(
+        &'static self,
+        shared: &Arc<Shared>,
+        generation: u32,
+        layout: Layout,
+        tried: &mut Vec<Tried>,
+    ) -> Result<Option<Taken>> {
+        let end = Instant::now() + shared.config.patience;
+        if shared.config.patience.is_zero() {
+            return Ok(None);
+        }
+        let mut waited = false;
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            if left.is_zero() || !self.wait_oldest(left) {
+                break;
+            }
+            waited = true;
+            if let Some(taken) = self.try_take(generation, layout.size() as u64, layout.align() as u64)? {
+                return Ok(Some(taken));
+            }
+        }
+        if waited {
+            tried.push(Tried { step: "wait for pending blocks", gave: 0 });
+        }
+        Ok(None)
+    }
+
+    fn fail(
+        &'static self,
+        shared: &Arc<Shared>,
+        layout: Layout,
+        error: Option<RegionError>,
+        tried: Vec<Tried>,
+    ) -> Result<Taken> {
+        let place = shared.config.node.map_or_else(|| "the host".to_owned(), |node| node.to_string());
+        let mut full = Box::new(OutOfMemory::new(place, layout.size() as u64));
+        full.tried = tried;
+        let mut other = None;
+        if let Some(error) = error {
+            match error.cause {
+                Cause::NotKept => other = Some(MemoryError::Closed),
+                Cause::Budget(refused) => full.refused = Some(refused),
+                Cause::Driver(refused) => full.driver = Some(refused),
+                _ => other = Some(MemoryError::from(error)),
+            }
+        }
+        let (error, ticket) = self.with(|state| {
+            state.failed();
+            let ticket = shared.config.recorder.as_ref().map(|recorder| recorder.ticket());
+            (other.unwrap_or_else(|| state.explain(full)), ticket)
+        });
+        self.tell(&Some(shared.clone()), ticket, Action::Fail, 0, layout.size() as u64);
+        Err(error)
+    }
+
+    /// Grows until the pool holds `bytes`.
+    pub(super) fn warm(&'static self, generation: u32, bytes: usize) -> Result<()> {
+        let held = |home: &Self| home.with(|state| state.open_as(generation).map(|_| state.physical()));
+        let mut growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
+        while *growing {
+            growing = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
+        }
+        *growing = true;
+        drop(growing);
+        let _turn = Growing { home: self };
+        let shared = self.with(|state| state.open_as(generation).cloned())?;
+        let missing = (bytes as u64).saturating_sub(held(self)?);
+        if missing == 0 {
+            return Ok(());
+        }
+        let missing = usize::try_from(missing).unwrap_or(usize::MAX);
+        let wanted = missing.max(shared.config.chunk);
+        self.grow(&shared, generation, wanted, shared.config.registration).map_err(MemoryError::from)
+    }
+
+    /// Gives back wholly free regions, largest first, while `keep` free bytes stay. Answers with the bytes given back;
+    /// the first error, if some would not go, is put into `failed`.
+    pub(super) fn reap(
+        &'static self,
+        shared: &Arc<Shared>,
+        keep: u64,
+        mut failed: Option<&mut Option<RegionError>>,
+    ) -> u64 {
+        let mut given = 0;
+        while let Some(region) = self.with(|state| state.remove(keep)) {
+            let (start, len) = (region.span().start as u64, region.span().len as u64);
+            if let Err(error) = region.close() {
+                if let Some(failed) = failed.as_deref_mut() {
+                    failed.get_or_insert(error);
+                }
+                continue;
+            }
+            given += len;
+            let ticket = self.with(|state| {
+                // The last region of a closed pool: the shell may be another pool's by now.
+                if state.shared.as_ref().is_some_and(|now| Arc::ptr_eq(now, shared)) {
+                    state.reaped(len);
+                }
+                shared.config.recorder.as_ref().map(|recorder| recorder.ticket())
+            });
+            self.tell(&Some(shared.clone()), ticket, Action::Reap, start, len);
+        }
+        given
+    }
+
+    /// Gives back wholly free regions at a quiet point.
+    pub(super) fn trim(&'static self, generation: u32, keep: u64) -> Result<u64> {
+        let shared = self.with(|state| state.open_as(generation).cloned())?;
+        let mut failed = None;
+        let given = self.reap(&shared, keep, Some(&mut failed));
+        failed.map_or(Ok(given), |error| Err(MemoryError::from(error)))
+    }
+}

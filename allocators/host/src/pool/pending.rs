@@ -1,0 +1,91 @@
+//! Blocks that were freed with a gate shut, and pools that were closed with such blocks.
+
+use super::{
+    home::Home,
+    state::{Asked, Freed},
+};
+use aquifer_core::{Action, Gate};
+use aquifer_driver::HostAccess;
+use std::{
+    mem,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Mutex, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// Shells of closed pools with pending blocks: nobody else would ask after those.
+static LINGERING: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
+
+pub(super) fn linger(home: &'static Home) {
+    let mut lingering = LINGERING.lock().unwrap_or_else(PoisonError::into_inner);
+    if !lingering.iter().any(|other| std::ptr::eq(*other, home)) {
+        lingering.push(home);
+    }
+}
+
+/// Gives back what pools that were closed with copies still on their way have left, as far as those are done now.
+/// Making or closing a pool does it too. Blocks until devices are idle, if there is something to give back.
+pub fn sweep() {
+    let homes = mem::take(&mut *LINGERING.lock().unwrap_or_else(PoisonError::into_inner));
+    for home in homes {
+        home.poll_all();
+        if let Some(shared) = home.with(|state| state.shared.clone().filter(|_| !state.open)) {
+            home.reap(&shared, 0, None);
+            home.retire_or_linger();
+        }
+    }
+}
+
+/// Whether a gate is open. Allocators must not unwind, so a gate that panics counts as shut.
+pub(super) fn is_open(gate: &dyn Gate) -> bool {
+    catch_unwind(AssertUnwindSafe(|| gate.is_open())).unwrap_or(false)
+}
+
+impl Home {
+    /// Asks all pending blocks' gates.
+    pub(super) fn poll_all(&'static self) {
+        let asked = self.with(|state| state.ask(usize::MAX));
+        self.settle(asked);
+    }
+
+    /// Asks the gates of blocks that were taken out for that, and takes the answers in.
+    pub(super) fn settle(&'static self, mut asked: Vec<Asked>) {
+        if asked.is_empty() {
+            return;
+        }
+        for one in &mut asked {
+            // Open ones are dropped here, without the lock: that may run anything. In place, since what goes back into
+            // the books must not have been allocated meanwhile, when allocations may be routed to this very pool.
+            one.gates.retain(|gate| !is_open(&**gate));
+        }
+        let done: Vec<Freed> = asked.iter().filter(|one| one.gates.is_empty()).map(|one| one.block).collect();
+        let shared = self.with(|state| state.shared.clone());
+        if let Some(shared) = shared.as_ref().filter(|shared| shared.observed) {
+            done.iter().for_each(|&block| shared.observe(block, HostAccess::Free));
+        }
+        let tickets: Vec<_> = self.with(|state| {
+            state.answer(asked);
+            let recorder = shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
+            recorder.map(|recorder| done.iter().map(|_| recorder.ticket()).collect()).unwrap_or_default()
+        });
+        for (block, ticket) in done.iter().zip(tickets) {
+            self.tell(&shared, Some(ticket), Action::Complete, block.address, block.requested);
+        }
+    }
+
+    /// Waits for the oldest pending block, at most so long; says whether there was one to wait for.
+    pub(super) fn wait_oldest(&'static self, patience: Duration) -> bool {
+        let asked = self.with(|state| state.ask(1));
+        if asked.is_empty() {
+            return false;
+        }
+        self.with(|state| state.waited());
+        let deadline = Instant::now() + patience;
+        for gate in asked.iter().flat_map(|one| &one.gates) {
+            // Whatever it answers, it is asked again below; a gate that panics is one that stays shut.
+            let _answer = catch_unwind(AssertUnwindSafe(|| gate.wait(Some(deadline))));
+        }
+        self.settle(asked);
+        true
+    }
+}

@@ -1,0 +1,206 @@
+//! The range of addresses that all our mappings lie in.
+//!
+//! "Is it ours" is asked on the way of every free of a routed allocation, from any thread, so it must cost a compare and
+//! no lock. The first region reserves a range of addresses for the process, which takes no memory, and regions are
+//! mapped inside it with a gap between any two, so that they never touch. A range that is given back stays reserved:
+//! nobody else's mapping ever lies in the window, but in a child process after a fork, which inherits neither regions
+//! nor pools.
+//!
+//! Memory that the driver allocated lies wherever the driver put it. There are few such regions, and a table of them
+//! stands beside the window.
+
+use crate::kernel::{Kernel, Span};
+use aquifer_core::SystemError;
+use nix::libc;
+use std::{
+    collections::BTreeMap,
+    num::NonZeroUsize,
+    ops::Range,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+/// What regions are aligned to, and the least gap between two: a huge page, in bytes.
+pub const GRANULE: usize = 2 << 20;
+
+/// The most addresses that are reserved; half as many, and again half, where the address space is limited.
+const LARGEST: usize = 1 << 42;
+const SMALLEST: usize = 1 << 30;
+
+/// The window, once it is reserved. `LEN` is written last and read first.
+static START: AtomicUsize = AtomicUsize::new(0);
+static LEN: AtomicUsize = AtomicUsize::new(0);
+
+/// The parts of the window that are free, by start. `None` before it is reserved.
+static FREE: Mutex<Option<BTreeMap<usize, usize>>> = Mutex::new(None);
+
+/// Memory of the driver's: the first page's number in the upper 36 bits, how many pages in the lower 28, so that one
+/// load sees both. Zero is no entry.
+static OUTSIDE: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
+/// How many entries there are.
+static OUTSIDE_USED: AtomicUsize = AtomicUsize::new(0);
+
+const PAGE: u64 = 4096;
+
+/// Whether an address lies in a region of this process, or in the gaps between. Never blocks; one compare as long as no
+/// region was allocated by the driver itself.
+///
+/// For an address of a live region the answer is always yes, and for any other mapping of the process always no.
+#[must_use]
+pub fn contains(address: usize) -> bool {
+    let len = LEN.load(Ordering::Acquire);
+    // Wraps for addresses below, and is then beyond any length.
+    address.wrapping_sub(START.load(Ordering::Relaxed)) < len
+        || (OUTSIDE_USED.load(Ordering::Acquire) > 0 && is_outside(address))
+}
+
+/// Where the window lies, once a region has been made. It never changes; memory of the driver's own lies elsewhere.
+#[must_use]
+pub fn bounds() -> Option<Range<usize>> {
+    let len = LEN.load(Ordering::Acquire);
+    let start = START.load(Ordering::Relaxed);
+    (len > 0).then(|| start..start + len)
+}
+
+#[cold]
+fn is_outside(address: usize) -> bool {
+    let page = address as u64 / PAGE;
+    OUTSIDE.iter().any(|entry| {
+        let entry = entry.load(Ordering::Acquire);
+        page.wrapping_sub(entry >> 28) < entry & ((1 << 28) - 1)
+    })
+}
+
+fn lock() -> MutexGuard<'static, Option<BTreeMap<usize, usize>>> {
+    FREE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+const fn out_of_addresses() -> SystemError {
+    SystemError { call: "mmap", errno: libc::ENOMEM }
+}
+
+/// Takes addresses for a region of `bytes`; the first time, reserves the window.
+pub(super) fn carve(kernel: &Kernel, bytes: usize) -> Result<Span, SystemError> {
+    let padded = bytes.checked_next_multiple_of(GRANULE).and_then(|n| n.checked_add(GRANULE));
+    let padded = padded.ok_or(out_of_addresses())?;
+    let mut free = lock();
+    if free.is_none() {
+        // Under the lock, so that it happens once; it takes microseconds.
+        let whole = reserve(kernel)?;
+        START.store(whole.start, Ordering::Relaxed);
+        LEN.store(whole.len, Ordering::Release);
+        *free = Some(BTreeMap::from([(whole.start, whole.len)]));
+    }
+    let Some(free) = free.as_mut() else { return Err(out_of_addresses()) };
+    // The lowest that fits: addresses are plenty, and low ones keep page tables dense.
+    let found = free.iter().find(|&(_, &len)| len >= padded).map(|(&start, &len)| (start, len));
+    let (start, len) = found.ok_or(out_of_addresses())?;
+    free.remove(&start);
+    if len > padded {
+        free.insert(start + padded, len - padded);
+    }
+    Ok(Span { start, len: bytes })
+}
+
+fn reserve(kernel: &Kernel) -> Result<Span, SystemError> {
+    let mut len = LARGEST;
+    loop {
+        let wanted = NonZeroUsize::MIN.saturating_add(len - 1);
+        match kernel.reserve(wanted) {
+            Ok(span) => {
+                let start = span.start.next_multiple_of(GRANULE);
+                let lost = start - span.start;
+                return Ok(Span { start, len: (span.len - lost) / GRANULE * GRANULE });
+            }
+            Err(error) if len <= SMALLEST => return Err(error),
+            Err(_) => len /= 2,
+        }
+    }
+}
+
+/// Takes the addresses of a region back. Nothing is mapped there any more but the reservation.
+pub(super) fn give_back(span: Span) {
+    let padded = span.len.next_multiple_of(GRANULE) + GRANULE;
+    let mut free = lock();
+    let Some(free) = free.as_mut() else { return };
+    let (mut start, mut len) = (span.start, padded);
+    if let Some((&before, &bytes)) = free.range(..start).next_back()
+        && before + bytes == start
+    {
+        free.remove(&before);
+        (start, len) = (before, bytes + len);
+    }
+    if let Some(bytes) = free.remove(&(start + len)) {
+        len += bytes;
+    }
+    free.insert(start, len);
+}
+
+/// Notes memory of the driver's; `false` if it does not begin at a page, or there are too many.
+pub(super) fn note_outside(span: Span) -> bool {
+    let (start, pages) = (span.start as u64, (span.len as u64).div_ceil(PAGE));
+    if !start.is_multiple_of(PAGE) || start / PAGE >= 1 << 36 || pages >= 1 << 28 {
+        return false;
+    }
+    let entry = ((start / PAGE) << 28) | pages;
+    let noted = OUTSIDE
+        .iter()
+        .any(|slot| slot.compare_exchange(0, entry, Ordering::AcqRel, Ordering::Relaxed).is_ok());
+    if noted {
+        OUTSIDE_USED.fetch_add(1, Ordering::AcqRel);
+    }
+    noted
+}
+
+/// Forgets memory of the driver's, before it is freed.
+pub(super) fn forget_outside(span: Span) {
+    let entry = ((span.start as u64 / PAGE) << 28) | (span.len as u64).div_ceil(PAGE);
+    if OUTSIDE.iter().any(|slot| slot.compare_exchange(entry, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok())
+    {
+        OUTSIDE_USED.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn regions_get_addresses_of_their_own_with_a_gap_and_give_them_back() {
+        let kernel = Kernel::new();
+        let spans: Vec<Span> = [1, GRANULE, GRANULE + 1].map(|n| carve(&kernel, n).unwrap()).into();
+        for (i, a) in spans.iter().enumerate() {
+            assert!(contains(a.start) && contains(a.end() - 1));
+            assert!(a.start.is_multiple_of(GRANULE));
+            for b in &spans[i + 1..] {
+                assert!(a.end() + GRANULE <= b.start || b.end() + GRANULE <= a.start);
+            }
+        }
+        let stack = 0u8;
+        assert!(!contains(&raw const stack as usize) && !contains(0) && !contains(usize::MAX));
+        spans.into_iter().for_each(give_back);
+    }
+
+    #[test]
+    fn more_addresses_than_there_are_is_an_error() {
+        let kernel = Kernel::new();
+        for bytes in [usize::MAX, usize::MAX / 2, LARGEST + 1] {
+            assert_eq!(carve(&kernel, bytes).unwrap_err().errno, libc::ENOMEM);
+        }
+    }
+
+    #[test]
+    fn memory_of_the_driver_is_ours_while_it_is_noted() {
+        let page = Box::leak(vec![0u8; 8 * 4096].into_boxed_slice()).as_ptr() as usize;
+        let span = Span { start: page.next_multiple_of(4096), len: 2 * 4096 };
+        assert!(!contains(span.start));
+        assert!(note_outside(span));
+        assert!(contains(span.start) && contains(span.end() - 1) && !contains(span.end()));
+        assert!(!contains(span.start - 1));
+        forget_outside(span);
+        assert!(!contains(span.start));
+        assert!(!note_outside(Span { start: span.start + 1, len: 1 }), "not at a page");
+    }
+}

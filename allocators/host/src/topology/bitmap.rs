@@ -1,0 +1,267 @@
+//! Sets of CPUs and nodes, as large as they need to be, and the kernel's list format for them.
+
+use std::{error, fmt};
+
+/// A set of small numbers: CPUs, or nodes.
+///
+/// It grows with its largest member, so it has no limit of 64 nodes or 1024 CPUs. The kernel writes such sets as
+/// lists (`0-3,8,10-11`), which [`Bitmap::parse_list`] reads and `Display` writes; an empty text is the empty set, as
+/// for a node without CPUs.
+///
+/// ```
+/// use aquifer_host::topology::Bitmap;
+/// let cpus = Bitmap::parse_list("0-2,64\n")?;
+/// assert_eq!(cpus.iter().collect::<Vec<_>>(), [0, 1, 2, 64]);
+/// assert_eq!(cpus.to_string(), "0-2,64");
+/// assert!(Bitmap::parse_list("")?.is_empty());
+/// # Ok::<(), aquifer_host::topology::ListError>(())
+/// ```
+#[derive(Clone, Default)]
+pub struct Bitmap {
+    /// Bit `n % 64` of word `n / 64` is set where `n` is a member.
+    words: Vec<u64>,
+}
+
+/// Why a text is no list of numbers.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum ListError {
+    /// A part that is neither a number nor two numbers with a dash between.
+    NotANumber {
+        /// The part.
+        part: String,
+    },
+    /// A range whose end is before its start.
+    Backwards {
+        /// The first number.
+        start: u32,
+        /// The last number.
+        end: u32,
+    },
+    /// A number beyond any machine there is.
+    TooLarge {
+        /// The number.
+        number: u32,
+        /// The largest that is taken.
+        max: u32,
+    },
+}
+
+impl fmt::Display for ListError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotANumber { part } => write!(f, "{part:?} is neither a number nor a range"),
+            Self::Backwards { start, end } => write!(f, "the range {start}-{end} runs backwards"),
+            Self::TooLarge { number, max } => {
+                write!(f, "{number} is beyond {max}, the largest that is taken")
+            }
+        }
+    }
+}
+
+impl error::Error for ListError {}
+
+impl Bitmap {
+    /// The largest member. A text that asks for more is taken for garbage rather than for a reason to allocate.
+    pub const MAX: u32 = (1 << 16) - 1;
+
+    /// The empty set.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { words: Vec::new() }
+    }
+
+    /// Reads the kernel's list format. White space around parts is ignored, and so is an empty text.
+    ///
+    /// # Errors
+    /// [`ListError`] with the part at fault.
+    pub fn parse_list(text: &str) -> Result<Self, ListError> {
+        let mut set = Self::new();
+        let text = text.trim();
+        if text.is_empty() {
+            return Ok(set);
+        }
+        for part in text.split(',').map(str::trim) {
+            let number = |text: &str| {
+                // `str::parse` would take a sign.
+                let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
+                let wrong = || ListError::NotANumber { part: part.into() };
+                let number =
+                    if digits { text.parse::<u32>().map_err(|_| wrong())? } else { return Err(wrong()) };
+                if number > Self::MAX {
+                    return Err(ListError::TooLarge { number, max: Self::MAX });
+                }
+                Ok(number)
+            };
+            let (start, end) = match part.split_once('-') {
+                Some((start, end)) => (number(start.trim())?, number(end.trim())?),
+                None => number(part).map(|n| (n, n))?,
+            };
+            if end < start {
+                return Err(ListError::Backwards { start, end });
+            }
+            set.extend(start..=end);
+        }
+        Ok(set)
+    }
+
+    /// Adds one member; says whether it was not there. Numbers above [`Bitmap::MAX`] are not added.
+    pub fn insert(&mut self, member: u32) -> bool {
+        if member > Self::MAX {
+            return false;
+        }
+        let (word, bit) = Self::position(member);
+        if self.words.len() <= word {
+            self.words.resize(word + 1, 0);
+        }
+        let fresh = self.words[word] & bit == 0;
+        self.words[word] |= bit;
+        fresh
+    }
+
+    /// Whether `member` is in it.
+    #[must_use]
+    pub fn contains(&self, member: u32) -> bool {
+        let (word, bit) = Self::position(member);
+        self.words.get(word).is_some_and(|w| w & bit != 0)
+    }
+
+    /// The members, smallest first.
+    pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
+        self.words.iter().zip(0u32..).flat_map(|(&word, index)| {
+            (0..64u32).filter(move |bit| word & (1 << bit) != 0).map(move |bit| index * 64 + bit)
+        })
+    }
+
+    /// How many members there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.words.iter().map(|w| w.count_ones() as usize).sum()
+    }
+
+    /// Whether it has none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.words.iter().all(|&w| w == 0)
+    }
+
+    /// The members of both.
+    #[must_use]
+    pub fn intersection(&self, other: &Self) -> Self {
+        Self { words: self.words.iter().zip(&other.words).map(|(a, b)| a & b).collect() }
+    }
+
+    /// The words of the set as system calls take it: bit `n % 64` of word `n / 64` for member `n`.
+    #[must_use]
+    pub fn words(&self) -> &[u64] {
+        &self.words
+    }
+
+    fn position(member: u32) -> (usize, u64) {
+        (member as usize / 64, 1 << (member % 64))
+    }
+}
+
+impl Extend<u32> for Bitmap {
+    fn extend<I: IntoIterator<Item = u32>>(&mut self, members: I) {
+        for member in members {
+            self.insert(member);
+        }
+    }
+}
+
+impl FromIterator<u32> for Bitmap {
+    fn from_iter<I: IntoIterator<Item = u32>>(members: I) -> Self {
+        let mut set = Self::new();
+        set.extend(members);
+        set
+    }
+}
+
+// By hand: two sets with the same members are equal, however many empty words follow.
+impl PartialEq for Bitmap {
+    fn eq(&self, other: &Self) -> bool {
+        let (short, long) = if self.words.len() < other.words.len() { (self, other) } else { (other, self) };
+        let (head, tail) = long.words.split_at(short.words.len());
+        head == short.words && tail.iter().all(|&w| w == 0)
+    }
+}
+
+impl Eq for Bitmap {}
+
+impl fmt::Display for Bitmap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut members = self.iter().peekable();
+        let mut comma = "";
+        while let Some(start) = members.next() {
+            let mut end = start;
+            while members.next_if_eq(&(end + 1)).is_some() {
+                end += 1;
+            }
+            if start == end {
+                write!(f, "{comma}{start}")?;
+            } else {
+                write!(f, "{comma}{start}-{end}")?;
+            }
+            comma = ",";
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Bitmap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{{{self}}}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_list_the_kernel_writes_is_read_and_written_back() {
+        for (text, members, canonical) in [
+            ("", vec![], ""),
+            ("\n", vec![], ""),
+            ("0\n", vec![0], "0"),
+            ("0-3", vec![0, 1, 2, 3], "0-3"),
+            ("0-1,8-9\n", vec![0, 1, 8, 9], "0-1,8-9"),
+            (" 5 , 7 - 8 ", vec![5, 7, 8], "5,7-8"),
+            ("63-65", vec![63, 64, 65], "63-65"),
+            ("1,0", vec![0, 1], "0-1"),
+            ("1500", vec![1500], "1500"),
+        ] {
+            let set = Bitmap::parse_list(text).unwrap();
+            assert_eq!(set.iter().collect::<Vec<_>>(), members, "{text:?}");
+            assert_eq!(set.to_string(), canonical);
+            assert_eq!(set.len(), members.len());
+            assert_eq!(set, members.into_iter().collect());
+        }
+    }
+
+    #[test]
+    fn what_is_no_list_is_an_error_with_the_part_at_fault() {
+        for text in ["a", "1-", "-1", "1,,2", "0x1", "+1", "1-2-3", ",", "99999999999"] {
+            assert!(matches!(Bitmap::parse_list(text), Err(ListError::NotANumber { .. })), "{text:?}");
+        }
+        assert_eq!(Bitmap::parse_list("0,5-3"), Err(ListError::Backwards { start: 5, end: 3 }));
+        assert_eq!(
+            Bitmap::parse_list("0-4294967295"),
+            Err(ListError::TooLarge { number: u32::MAX, max: Bitmap::MAX })
+        );
+    }
+
+    #[test]
+    fn sets_of_other_lengths_are_compared_and_intersected_by_members() {
+        let wide: Bitmap = (0..2000).collect();
+        let narrow: Bitmap = [3, 70].into_iter().collect();
+        assert_eq!(wide.intersection(&narrow), narrow);
+        assert_eq!(narrow.intersection(&wide), narrow);
+        assert_eq!(wide.len(), 2000);
+        assert!(wide.contains(1999) && !wide.contains(2000) && !narrow.contains(u32::MAX));
+        let none = narrow.intersection(&[4].into_iter().collect());
+        assert!(none.is_empty());
+        assert_eq!(none, Bitmap::new());
+    }
+}

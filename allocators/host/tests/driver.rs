@@ -1,0 +1,422 @@
+//! Regions and pools over a simulated GPU: who pins, in which pieces, what happens when that fails, and copies that are on
+//! their way while their blocks are freed.
+#![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
+#![expect(unsafe_code, reason = "queues copies by hand, and implements an operand")]
+
+mod support;
+
+use allocator_api2::vec::Vec as AllocVec;
+use aquifer_core::{Budget, MemoryError};
+use aquifer_driver::{
+    Access, Call, CaptureMode, DeviceId, DeviceRange, Driver, HostFlags, Operand, RawStream, Typed,
+    sim::{Sim, ViolationKind},
+};
+use aquifer_host::{
+    PinnedBuf, PinnedConfig, PinnedPool,
+    kernel::SystemCall,
+    region::{Cause, Host, PageTier, PinnedBy, Pinning, Region, RegionRequest, Step, retry_stranded, window},
+};
+use aquifer_stream::{Stream, StreamPool};
+use std::{
+    alloc::Layout,
+    ptr::NonNull,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+use support::MIB;
+
+const GPU: DeviceId = DeviceId(0);
+const OUT_OF_MEMORY: u32 = 2;
+
+fn machine() -> (Sim, Host) {
+    let sim = Sim::h200(1).stepped();
+    let host = support::host().with_driver(sim.driver(), GPU);
+    (sim, host)
+}
+
+fn budget() -> Budget {
+    Budget::new("pinned", 64 * MIB as u64)
+}
+
+/// 8 MiB in registrations of 2.
+fn request() -> RegionRequest {
+    let mut request = RegionRequest::bytes(8 * MIB);
+    request.registration = 2 * MIB;
+    request.pages = PageTier::Transparent;
+    request
+}
+
+fn config() -> PinnedConfig {
+    let mut config = PinnedConfig::default();
+    config.chunk = 4 * MIB;
+    config.patience = Duration::ZERO;
+    config
+}
+
+fn eventually(what: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !what() {
+        assert!(Instant::now() < deadline, "this should have come true by now");
+        retry_stranded();
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_region_is_registered_in_pieces_and_each_is_ended() {
+    let (sim, host) = machine();
+    let budget = budget();
+    let region = Region::new(&host, &budget, &request()).unwrap();
+    assert!(region.is_pinned());
+    assert_eq!(region.report().pinned_by, PinnedBy::Registration(4));
+    assert_eq!(sim.outstanding().registrations, 4);
+    let mut next = region.span().start;
+    for part in region.registrations() {
+        assert_eq!((part.start, part.len), (next, 2 * MIB));
+        next = part.end();
+    }
+    assert_eq!(next, region.span().end());
+    let one = Region::new(&host, &budget, &RegionRequest::bytes(3 * MIB)).unwrap();
+    assert_eq!(one.report().pinned_by, PinnedBy::Registration(1));
+    region.close().unwrap();
+    drop(one);
+    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn a_registration_that_fails_takes_back_those_before_and_leaves_the_driver_to_allocate() {
+    for nth in 1..=4 {
+        let (sim, host) = machine();
+        let budget = budget();
+        sim.fail(Call::HostRegister, nth, OUT_OF_MEMORY);
+        let region = Region::new(&host, &budget, &request()).unwrap();
+        let report = region.report();
+        assert_eq!((report.pinned_by, report.pages), (PinnedBy::Driver, PageTier::DriverChosen));
+        assert!(
+            report.shortfalls.iter().any(|s| s.step == Step::Register && matches!(s.cause, Cause::Driver(_)))
+        );
+        assert_eq!((sim.outstanding().registrations, sim.outstanding().host_allocations), (0, 1));
+        assert_eq!(budget.used(), 8 * MIB as u64, "charged once, however it was had");
+        assert!(window::contains(region.span().start) && window::contains(region.span().end() - 1));
+        let start = region.span().start;
+        drop(region);
+        assert!(!window::contains(start));
+        assert!(sim.outstanding().is_empty(), "torn down by the call that fits: {}", sim.outstanding());
+        assert_eq!((sim.driver().calls().get(Call::HostFree), budget.used()), (1, 0));
+    }
+}
+
+#[test]
+fn with_no_way_to_pin_it_is_pageable_and_says_so_or_an_error_if_that_was_required() {
+    let (sim, host) = machine();
+    let budget = budget();
+    sim.fail_every(Call::HostRegister, 1, OUT_OF_MEMORY);
+    sim.fail_every(Call::HostAlloc, 1, OUT_OF_MEMORY);
+    let mut request = request();
+    let region = Region::new(&host, &budget, &request).unwrap();
+    assert!(!region.is_pinned());
+    let steps: Vec<_> = region.report().shortfalls.iter().map(|s| s.step).collect();
+    assert_eq!(steps, [Step::Register, Step::DriverAlloc]);
+    drop(region);
+    request.pinning = Pinning::Required;
+    let refused = Region::new(&host, &budget, &request).unwrap_err();
+    assert_eq!((refused.step, refused.before.len()), (Step::DriverAlloc, 1));
+    assert!(matches!(MemoryError::from(refused), MemoryError::Driver(e) if e.is_out_of_memory()));
+    assert!(sim.outstanding().is_empty() && budget.used() == 0);
+    request.pinning = Pinning::Off;
+    let made = sim.driver().calls().get(Call::HostRegister);
+    drop(Region::new(&host, &budget, &request).unwrap());
+    assert_eq!(sim.driver().calls().get(Call::HostRegister), made, "the driver was not even asked");
+}
+
+#[test]
+fn write_combined_memory_comes_from_the_driver() {
+    let (sim, host) = machine();
+    let mut request = request();
+    let mut flags = HostFlags::default();
+    flags.write_combined = true;
+    request.flags = flags;
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!((region.report().pinned_by, sim.outstanding().registrations), (PinnedBy::Driver, 0));
+}
+
+#[test]
+fn each_system_call_that_fails_on_the_way_leaves_no_registration_and_no_charge() {
+    for call in SystemCall::ALL {
+        for nth in 1..4 {
+            let sim = Sim::h200(1);
+            let (host, faults) = support::faulty_host();
+            let host = host.with_driver(sim.driver(), GPU);
+            let budget = budget();
+            faults.fail(call, nth, nix::libc::ENOMEM);
+            let region = Region::new(&host, &budget, &request());
+            if let Ok(region) = &region {
+                assert!(region.is_pinned());
+            }
+            drop(region);
+            faults.clear();
+            eventually(|| budget.used() == 0);
+            assert!(sim.outstanding().is_empty(), "{call:?} {nth}: {}", sim.outstanding());
+        }
+    }
+}
+
+#[test]
+fn what_the_driver_will_not_end_stays_mapped_and_charged_until_it_does() {
+    let (sim, host) = machine();
+    let budget = budget();
+    let mut region = Region::new(&host, &budget, &request()).unwrap();
+    region.bytes_mut().fill(7);
+    let span = region.span();
+    sim.fail_every(Call::HostUnregister, 1, 999);
+    let error = region.close().unwrap_err();
+    assert!(matches!((error.step, error.cause), (Step::Register, Cause::Driver(e)) if e.code == 999));
+    retry_stranded();
+    assert_eq!((budget.used(), support::present(span)), (span.len as u64, 2048));
+    sim.clear_failures();
+    eventually(|| budget.used() == 0);
+    assert!(sim.outstanding().is_empty());
+}
+
+#[test]
+fn a_driver_that_has_gone_at_exit_is_no_error() {
+    let (sim, host) = machine();
+    let budget = budget();
+    let region = Region::new(&host, &budget, &request()).unwrap();
+    sim.fail_every(Call::HostUnregister, 1, 4);
+    region.close().unwrap();
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn growing_and_trimming_do_not_break_somebodys_capture() {
+    let (sim, host) = machine();
+    let driver = sim.driver();
+    let stream = driver.stream_create(GPU, 0).unwrap();
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    sim.begin_capture(stream, CaptureMode::Global).unwrap();
+    drop(pool.buffer::<u8>(MIB).unwrap());
+    pool.trim(0).unwrap();
+    assert!(sim.end_capture(stream).is_ok(), "the capture was broken");
+}
+
+#[test]
+fn no_lock_is_held_while_the_driver_registers() {
+    let (sim, host) = machine();
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    pool.warm(4 * MIB).unwrap();
+    let stalled = sim.stall(Call::HostRegister);
+    thread::scope(|scope| {
+        let grower = scope.spawn(|| pool.buffer::<u8>(5 * MIB).map(drop));
+        assert!(stalled.wait_for(1, Duration::from_secs(10)));
+        // While it hangs there, others allocate and free what the pool has, and look at it.
+        for _ in 0..100 {
+            drop(pool.buffer::<u8>(MIB).unwrap());
+        }
+        assert_eq!(pool.stats().regions, 1);
+        drop(stalled);
+        grower.join().unwrap().unwrap();
+    });
+    assert_eq!(pool.stats().regions, 2);
+}
+
+/// Device memory that one stream uses.
+struct OnDevice {
+    driver: Arc<dyn Driver>,
+    range: DeviceRange,
+}
+
+impl OnDevice {
+    fn new(driver: Arc<dyn Driver>, bytes: u64) -> Self {
+        let address = driver.mem_alloc(GPU, bytes).unwrap();
+        Self { driver, range: DeviceRange { device: GPU, address, bytes } }
+    }
+}
+
+impl Drop for OnDevice {
+    fn drop(&mut self) {
+        // The driver waits for the device, but the oracle wants the host to have waited.
+        self.driver.device_synchronize(GPU).unwrap();
+        // SAFETY: 1. from this driver, once. 2. nothing is queued any more.
+        unsafe { self.driver.mem_free(GPU, self.range.address).unwrap() };
+    }
+}
+
+// SAFETY: 1. an allocation of its own. 2. the test uses it from one stream, whose order is enough, and keeps it until the
+// device is idle.
+unsafe impl Operand for OnDevice {
+    fn range(&self) -> DeviceRange {
+        self.range
+    }
+    fn order(
+        &self,
+        _stream: RawStream,
+        _alive: Option<aquifer_driver::KeepAlive>,
+        _access: Access,
+    ) -> aquifer_core::Result<()> {
+        Ok(())
+    }
+}
+
+impl Typed for OnDevice {
+    type Item = u8;
+    fn len(&self) -> usize {
+        self.range.bytes as usize
+    }
+}
+
+fn stream(sim: &Sim) -> (StreamPool, Stream) {
+    let streams = StreamPool::new(sim.driver(), GPU, 4);
+    let stream = streams.lease().unwrap();
+    (streams, stream)
+}
+
+#[test]
+fn a_flight_that_is_dropped_keeps_its_bytes_until_it_has_landed() {
+    let (sim, host) = machine();
+    let (_streams, stream) = stream(&sim);
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    let mut target = OnDevice::new(sim.driver(), 3 * MIB as u64);
+    let mut from = AllocVec::new_in(pool.allocator());
+    from.resize(3 * MIB, 0xab_u8);
+    drop(stream.upload(from, &mut target).unwrap());
+    assert_eq!(pool.stats().memory.pending, 3 * MIB as u64);
+    // A block that would not fit beside it grows the pool instead.
+    let mut other = pool.buffer::<u8>(3 * MIB).unwrap();
+    other.fill(0xcd);
+    assert_eq!(pool.stats().regions, 2);
+    stream.synchronize().unwrap();
+    assert_eq!(sim.read_back(target.range).unwrap(), vec![0xab; 3 * MIB]);
+    pool.trim(0).unwrap();
+    assert_eq!(pool.stats().memory.pending, 0);
+    assert_eq!(sim.violations(), []);
+}
+
+#[test]
+fn a_pinned_buffer_flies_and_comes_back() {
+    let (sim, host) = machine();
+    let (_streams, stream) = stream(&sim);
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    let mut target = OnDevice::new(sim.driver(), 4096);
+    let from = PinnedBuf::copy_in(&pool, &[7u8; 4096]).unwrap();
+    assert!(from.is_pinned());
+    let from = stream.upload(from, &mut target).unwrap().wait().unwrap();
+    let into = pool.buffer::<u8>(4096).unwrap();
+    let into = stream.download(&target, into).unwrap().wait().unwrap();
+    assert_eq!(into[..], from[..]);
+    drop((from, into, pool));
+    drop(target);
+    assert_eq!(sim.violations(), []);
+    eventually(|| {
+        aquifer_host::pool::sweep();
+        sim.outstanding().registrations == 0
+    });
+}
+
+#[test]
+fn a_pool_closed_under_a_copy_keeps_the_region_until_the_copy_is_done() {
+    let (sim, host) = machine();
+    let (_streams, stream) = stream(&sim);
+    let budget = budget();
+    let pool = PinnedPool::new(&host, &budget, config()).unwrap();
+    let mut target = OnDevice::new(sim.driver(), MIB as u64);
+    let from = PinnedBuf::copy_in(&pool, &vec![9u8; MIB]).unwrap();
+    drop(stream.upload(from, &mut target).unwrap());
+    drop(pool);
+    assert_eq!(sim.outstanding().registrations, 1);
+    stream.synchronize().unwrap();
+    assert_eq!(sim.read_back(target.range).unwrap(), vec![9; MIB]);
+    eventually(|| {
+        aquifer_host::pool::sweep();
+        budget.used() == 0
+    });
+    assert_eq!(sim.violations(), []);
+}
+
+#[test]
+fn the_oracle_sees_a_block_that_is_freed_under_a_copy_nobody_told_the_pool_of() {
+    let (sim, host) = machine();
+    let driver = sim.driver();
+    let stream = driver.stream_create(GPU, 0).unwrap();
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    let target = driver.mem_alloc(GPU, 4096).unwrap();
+    let mut block = pool.buffer::<u8>(4096).unwrap();
+    let address = NonNull::from(&mut block[..]).cast();
+    // SAFETY: 1. both sides are there. 2. broken on purpose: the block is freed while the copy is queued, and the
+    // simulator's bytes are the pool's still.
+    unsafe { driver.copy_to_device(stream, target, address, 4096).unwrap() };
+    drop(block);
+    let found = sim.violations();
+    assert_eq!(found.len(), 1);
+    assert!(matches!(found[0].kind, ViolationKind::FreeInFlight | ViolationKind::ReadWrite), "{}", found[0]);
+    sim.run_all();
+}
+
+#[test]
+fn no_block_crosses_from_one_registration_to_the_next() {
+    let (sim, host) = machine();
+    let driver = sim.driver();
+    let stream = driver.stream_create(GPU, 0).unwrap();
+    let mut config = config();
+    config.registration = 2 * MIB;
+    let pool = PinnedPool::new(&host, &budget(), config).unwrap();
+    pool.warm(8 * MIB).unwrap();
+    assert_eq!(sim.outstanding().registrations, 4);
+    let target = driver.mem_alloc(GPU, 8 * MIB as u64).unwrap();
+    let mut blocks = Vec::new();
+    for size in [1_500_000, 700_000, 1 << 20, 2 << 20, 300_000, 5 << 20] {
+        let block = pool.allocate(Layout::from_size_align(size, 16).unwrap()).unwrap();
+        // SAFETY: 1. both sides stay until the device is idle, below. 2. nothing else touches them.
+        let copied = unsafe { driver.copy_to_device(stream, target, block.cast(), size) };
+        assert!(copied.is_ok(), "a block of {size} bytes lies in two registrations: {copied:?}");
+        blocks.push(block);
+    }
+    driver.stream_synchronize(stream).unwrap();
+    drop(blocks);
+    assert_eq!(sim.violations(), []);
+}
+
+#[test]
+fn an_alignment_beyond_pages_is_kept_in_the_drivers_own_memory_too() {
+    let (sim, host) = machine();
+    sim.fail_every(Call::HostRegister, 1, OUT_OF_MEMORY);
+    let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+    let allocator = pool.allocator();
+    for _ in 0..2 {
+        let layout = Layout::from_size_align(4 * MIB, MIB).unwrap();
+        let block = pool.allocate(layout).unwrap().cast::<u8>();
+        assert!(block.addr().get().is_multiple_of(MIB));
+        assert!(allocator.owns(block));
+    }
+    assert!(pool.stats().regions <= 4 && pool.is_consistent());
+}
+
+#[test]
+fn growth_that_fails_in_the_driver_changes_nothing_and_the_next_one_works() {
+    for (call, nth) in
+        [(Call::HostRegister, 1), (Call::HostAlloc, 1), (Call::HostUnregister, 1), (Call::HostFree, 1)]
+    {
+        for pinning in [Pinning::Required, Pinning::Preferred] {
+            let (sim, host) = machine();
+            let budget = budget();
+            let mut config = config();
+            config.pinning = pinning;
+            let pool = PinnedPool::new(&host, &budget, config).unwrap();
+            sim.fail_every(Call::HostRegister, 1, OUT_OF_MEMORY);
+            sim.fail(call, nth, OUT_OF_MEMORY);
+            let first = pool.buffer::<u8>(MIB);
+            assert!(pool.is_consistent());
+            if let Ok(first) = &first {
+                assert_eq!(first.is_pinned(), pool.stats().pinned > 0);
+            }
+            drop(first);
+            sim.clear_failures();
+            let second = pool.buffer::<u8>(3 * MIB).unwrap();
+            drop((second, pool));
+            eventually(|| budget.used() == 0);
+            assert!(sim.outstanding().is_empty(), "{call:?}: {}", sim.outstanding());
+        }
+    }
+}

@@ -1,0 +1,320 @@
+//! Regions: each step, its failure and its fall-back, and the way back.
+
+mod support;
+
+use aquifer_core::{Budget, MemoryError};
+use aquifer_host::{
+    kernel::SystemCall,
+    region::{
+        Cause, Host, PageTier, PinnedBy, Pinning, PlacedBy, Region, RegionReport, RegionRequest, Step,
+        Verify, retry_stranded, window,
+    },
+    topology::NodeId,
+};
+use nix::libc;
+use std::{
+    num::NonZeroUsize,
+    time::{Duration, Instant},
+};
+use support::MIB;
+
+fn request(bytes: usize) -> RegionRequest {
+    let mut request = RegionRequest::bytes(bytes);
+    request.piece = 2 * MIB;
+    request
+}
+
+fn budget() -> Budget {
+    Budget::new("pinned", 64 * MIB as u64)
+}
+
+fn fell_short(report: &RegionReport, step: Step, errno: i32) -> bool {
+    report
+        .shortfalls
+        .iter()
+        .any(|s| s.step == step && matches!(s.cause, Cause::System(e) if e.errno == errno))
+}
+
+#[test]
+fn a_region_is_charged_populated_zeroed_ours_and_goes_without_trace() {
+    let (host, budget) = (support::host(), budget());
+    let mut region = Region::new(&host, &budget, &request(5 * MIB + 1)).unwrap();
+    let span = region.span();
+    assert_eq!(span.len, 5 * MIB + 4096, "whole base pages");
+    assert_eq!((budget.used(), region.report().bytes), (span.len as u64, span.len as u64));
+    assert_eq!(support::present(span), span.len / 4096, "every page is there before anybody touches it");
+    assert!(window::contains(span.start) && window::contains(span.end() - 1));
+    assert!(region.bytes().iter().all(|&b| b == 0));
+    region.bytes_mut().fill(7);
+    let report = region.report().clone();
+    assert_eq!(report.pinned_by, PinnedBy::Nobody);
+    assert_eq!(report.shortfalls.iter().filter(|s| s.cause == Cause::NoDriver).count(), 1);
+    assert!(!region.is_pinned() && region.registrations().is_empty());
+    region.close().unwrap();
+    assert_eq!((budget.used(), support::present(span)), (0, 0));
+}
+
+#[test]
+fn every_page_of_a_strict_region_is_on_its_node() {
+    let (topology, budget) = (support::topology(), budget());
+    let nodes: Vec<_> = topology.nodes().iter().filter(|node| node.memory_allowed).cloned().collect();
+    let host = support::host();
+    for node in &nodes {
+        let mut request = request(8 * MIB).on(node.id);
+        request.strict = true;
+        let region = Region::new(&host, &budget, &request).unwrap();
+        let placement = &region.report().placement;
+        assert_eq!((placement.wanted, placement.elsewhere(), placement.unknown), (Some(node.id), 0, 0));
+        assert_eq!(placement.on_node(), 8 * MIB as u64 / 4096);
+        // The report equals what the kernel says when it is asked again.
+        let pages: Vec<usize> = (region.span().start..region.span().end()).step_by(4096).collect();
+        let placed = host.kernel.nodes_of(&pages).unwrap();
+        assert!(placed.iter().all(|&n| n == node.id.0 as i32), "{}: {placed:?}", node.id);
+        println!("placed: {} pages on {}, by {:?}", placement.on_node(), node.id, placement.by);
+    }
+    if nodes.len() < 2 {
+        println!("skipped: one NUMA node");
+    }
+}
+
+#[test]
+fn without_a_policy_first_touch_by_the_nodes_own_workers_places_the_pages() {
+    let topology = support::topology();
+    for node in topology.nodes().iter().filter(|n| n.memory_allowed && !n.allowed_cpus.is_empty()) {
+        let (host, faults) = support::faulty_host();
+        for errno in [libc::EPERM, libc::ENOSYS] {
+            faults.fail(SystemCall::Prefer, 1, errno);
+            let mut request = request(4 * MIB).on(node.id);
+            request.strict = true;
+            let region = Region::new(&host, &budget(), &request).unwrap();
+            assert_eq!(region.report().placement.by, PlacedBy::FirstTouch);
+            assert!(fell_short(region.report(), Step::Policy, errno));
+        }
+    }
+}
+
+#[test]
+fn a_strict_region_whose_pages_cannot_be_verified_is_refused_and_a_lax_one_says_so() {
+    let topology = support::topology();
+    let Some(node) = support::some_node(&topology) else {
+        println!("skipped: a kernel without NUMA");
+        return;
+    };
+    let (host, faults) = support::faulty_host();
+    let budget = budget();
+    faults.fail_from(SystemCall::Query, 1, libc::EPERM);
+    let mut request = request(4 * MIB).on(node);
+    let region = Region::new(&host, &budget, &request).unwrap();
+    let placement = &region.report().placement;
+    assert_eq!((placement.unknown, placement.pages.len()), (1024, 0));
+    drop(region);
+    request.strict = true;
+    let refused = Region::new(&host, &budget, &request).unwrap_err();
+    assert_eq!(
+        (refused.step, refused.cause),
+        (Step::Verify, Cause::Misplaced { elsewhere: 0, unknown: 1024 })
+    );
+    assert_eq!(budget.used(), 0);
+    faults.clear();
+    request.strict = false;
+    request.verify = Verify::Sample(NonZeroUsize::new(10).unwrap());
+    let sampled = Region::new(&host, &budget, &request).unwrap();
+    let asked: u64 = sampled.report().placement.pages.iter().map(|(_, n)| n).sum();
+    assert!((8..=10).contains(&asked), "{asked} pages asked");
+}
+
+#[test]
+fn each_step_that_has_a_fall_back_falls_back_and_says_so() {
+    for (call, errno, step) in [
+        (SystemCall::DontDump, libc::EINVAL, Step::Protect),
+        (SystemCall::HugePage, libc::EINVAL, Step::Pages),
+        (SystemCall::Prefer, libc::EPERM, Step::Policy),
+        (SystemCall::Query, libc::ENOSYS, Step::Verify),
+    ] {
+        let (host, faults) = support::faulty_host();
+        let node = support::some_node(&host.topology);
+        let offered = host.topology.thp().value.is_some_and(|mode| mode.is_offered());
+        if (call == SystemCall::Prefer && node.is_none()) || (call == SystemCall::HugePage && !offered) {
+            println!("skipped: {call:?} has no part in a region here");
+            continue;
+        }
+        faults.fail(call, 1, errno);
+        let budget = budget();
+        let mut request = request(4 * MIB);
+        request.node = node;
+        request.pages = PageTier::Transparent;
+        let mut region = Region::new(&host, &budget, &request).unwrap();
+        assert!(fell_short(region.report(), step, errno), "{call:?}: {:?}", region.report());
+        if call == SystemCall::HugePage {
+            assert_eq!(region.report().pages, PageTier::Base);
+        }
+        region.bytes_mut().fill(1);
+        drop(region);
+        assert_eq!(budget.used(), 0);
+    }
+}
+
+#[test]
+fn a_kernel_that_cannot_populate_has_each_page_written_instead() {
+    let (host, faults) = support::faulty_host();
+    faults.fail_from(SystemCall::Populate, 1, libc::EINVAL);
+    let region = Region::new(&host, &budget(), &request(8 * MIB)).unwrap();
+    assert!(region.report().shortfalls.iter().any(|s| s.cause == Cause::Touched));
+    assert_eq!(support::present(region.span()), 2048);
+}
+
+#[test]
+fn without_workers_the_calling_thread_populates() {
+    let (host, faults) = support::faulty_host();
+    faults.fail_from(SystemCall::Spawn, 1, libc::EAGAIN);
+    let region = Region::new(&host, &budget(), &request(8 * MIB)).unwrap();
+    assert!(region.report().shortfalls.iter().any(|s| matches!(s.cause, Cause::Workers(_))));
+    assert_eq!(support::present(region.span()), 2048);
+}
+
+#[test]
+fn each_step_without_a_fall_back_is_an_error_that_names_it_and_leaves_nothing() {
+    for (call, errno, step) in [
+        (SystemCall::Map, libc::ENOMEM, Step::Map),
+        (SystemCall::DontFork, libc::EINVAL, Step::Protect),
+        (SystemCall::Populate, libc::ENOMEM, Step::Populate),
+        (SystemCall::Populate, libc::EFAULT, Step::Populate),
+    ] {
+        for nth in [1, 3] {
+            let (host, faults) = support::faulty_host();
+            faults.fail(call, nth, errno);
+            let budget = budget();
+            let mut request = request(8 * MIB);
+            // Huge pages from the pool would fall back to ordinary ones.
+            request.pages = PageTier::Transparent;
+            match Region::new(&host, &budget, &request) {
+                Ok(_) => assert!(nth > 1 && call != SystemCall::Populate, "{call:?} {nth}"),
+                Err(error) => {
+                    assert_eq!(error.step, step);
+                    assert!(matches!(error.cause, Cause::System(e) if e.errno == errno), "{error}");
+                }
+            }
+            assert_eq!(budget.used(), 0, "{call:?} {nth}");
+        }
+    }
+}
+
+#[test]
+fn a_mapping_that_the_kernel_keeps_is_stranded_with_its_charge_and_tried_again() {
+    let (host, faults) = support::faulty_host();
+    let budget = budget();
+    let region = Region::new(&host, &budget, &request(4 * MIB)).unwrap();
+    faults.fail_from(SystemCall::Unmap, 1, libc::ENOMEM);
+    let error = region.close().unwrap_err();
+    assert_eq!(error.step, Step::Map);
+    assert_eq!(budget.used(), 4 * MIB as u64, "what was not given back stays charged");
+    retry_stranded();
+    assert_eq!(budget.used(), 4 * MIB as u64);
+    faults.clear();
+    // Another test's region may have it in hand to try.
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while budget.used() > 0 && Instant::now() < deadline {
+        retry_stranded();
+    }
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn the_budget_is_asked_first_and_senseless_requests_are_refused() {
+    let (host, faults) = support::faulty_host();
+    let budget = Budget::new("pinned", MIB as u64);
+    let refused = Region::new(&host, &budget, &request(2 * MIB)).unwrap_err();
+    assert_eq!(refused.step, Step::Charge);
+    assert!(matches!(MemoryError::from(refused), MemoryError::OutOfBudget(e) if e.remaining == MIB as u64));
+    assert_eq!(faults.made(SystemCall::Map), 0, "nothing was touched");
+    let none = Region::new(&host, &budget, &request(0)).unwrap_err();
+    assert_eq!(MemoryError::from(none), MemoryError::ZeroSize);
+    let huge = Region::new(&host, &Budget::unlimited("pinned"), &request(usize::MAX)).unwrap_err();
+    assert!(matches!(MemoryError::from(huge), MemoryError::TooLarge { .. }));
+    let nowhere = Region::new(&host, &budget, &request(4096).on(NodeId(4000))).unwrap_err();
+    assert_eq!(nowhere.cause, Cause::UnknownNode(NodeId(4000)));
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn a_required_pin_without_a_driver_is_an_error_and_an_unwanted_one_is_not_missed() {
+    let (host, budget) = (support::host(), budget());
+    let mut request = request(MIB);
+    request.pinning = Pinning::Required;
+    assert_eq!(Region::new(&host, &budget, &request).unwrap_err().cause, Cause::NoDriver);
+    assert_eq!(budget.used(), 0);
+    request.pinning = Pinning::Off;
+    let region = Region::new(&host, &budget, &request).unwrap();
+    assert!(!region.report().shortfalls.iter().any(|s| s.cause == Cause::NoDriver));
+}
+
+#[test]
+fn a_deadline_ends_it_and_memory_and_charge_follow() {
+    let (host, budget) = (support::host(), budget());
+    let mut request = request(32 * MIB);
+    request.deadline = Some(Instant::now());
+    let late = Region::new(&host, &budget, &request).unwrap_err();
+    assert_eq!((late.step, late.cause), (Step::Populate, Cause::TimedOut));
+    // A worker may be at a piece still; the memory goes with its last reference.
+    let patience = Instant::now() + Duration::from_secs(10);
+    while budget.used() > 0 && Instant::now() < patience {
+        std::thread::yield_now();
+    }
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn with_numa_switched_off_nothing_is_bound_and_the_report_says_so() {
+    let host = Host::new(support::topology().without_nodes(), aquifer_host::kernel::Kernel::new());
+    let mut request = request(MIB).on(NodeId(0));
+    request.strict = true;
+    let region = Region::new(&host, &budget(), &request);
+    let refused = region.unwrap_err();
+    assert_eq!(refused.step, Step::Verify, "strict cannot be kept");
+    request.strict = false;
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert!(region.report().shortfalls.iter().any(|s| s.cause == Cause::NumaOff));
+    assert_eq!(region.report().placement.by, PlacedBy::Nobody);
+}
+
+#[test]
+fn huge_pages_come_from_the_pool_where_it_has_enough_and_else_the_report_says_why_not() {
+    let (host, budget) = (support::host(), budget());
+    let region = Region::new(&host, &budget, &request(4 * MIB)).unwrap();
+    let free = host.topology.free_huge_pages(None, 2 << 20).unwrap().value;
+    let report = region.report();
+    println!("pages: {}", report.pages);
+    match report.pages {
+        PageTier::HugeTlb => assert!(report.shortfalls.iter().all(|s| s.step != Step::Pages)),
+        _ => assert!(
+            report.shortfalls.iter().any(|s| matches!(s.cause, Cause::HugePages { needed: 2, .. })),
+            "{free:?} free: {report:?}"
+        ),
+    }
+    let odd = Region::new(&host, &budget, &request(3 * MIB)).unwrap();
+    assert!(odd.report().shortfalls.iter().any(|s| s.cause == Cause::NotHuge));
+    let mut base = request(4 * MIB);
+    base.pages = PageTier::Base;
+    assert_eq!(Region::new(&host, &budget, &base).unwrap().report().pages, PageTier::Base);
+}
+
+#[test]
+fn a_pool_of_huge_pages_that_breaks_its_promise_is_left_for_ordinary_pages() {
+    // A machine that claims a pool: the first mapping of huge pages fails on one without.
+    let root = std::env::temp_dir().join(format!("aquifer-huge-{}", std::process::id()));
+    let pool = root.join("sys/kernel/mm/hugepages/hugepages-2048kB");
+    std::fs::create_dir_all(&pool).unwrap();
+    std::fs::write(pool.join("free_hugepages"), "1000\n").unwrap();
+    std::fs::write(pool.join("nr_hugepages"), "1000\n").unwrap();
+    let topology = aquifer_host::topology::Topology::read_under(&root).unwrap();
+    let faults = std::sync::Arc::new(aquifer_host::kernel::Faults::new());
+    let host = Host::new(topology, aquifer_host::kernel::Kernel::with_faults(faults.clone()));
+    faults.fail(SystemCall::MapHuge, 1, libc::ENOMEM);
+    let region = Region::new(&host, &budget(), &request(4 * MIB));
+    std::fs::remove_dir_all(&root).unwrap();
+    let region = region.unwrap();
+    assert_eq!(faults.made(SystemCall::MapHuge), 1);
+    assert!(region.report().pages < PageTier::HugeTlb);
+    assert!(fell_short(region.report(), Step::Map, libc::ENOMEM));
+    assert_eq!(support::present(region.span()), 1024);
+}

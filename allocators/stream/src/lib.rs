@@ -1,0 +1,26 @@
+//! Leased streams, what is known of their past, who uses which block, and copies in safe code.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`StreamPool`], [`Stream`] | streams that are leased and come back; adoption of other libraries' streams |
+//! | [`Timeline`], [`epochs`] | a stream's past in epochs, proved by events that are recorded only when somebody asks |
+//! | [`UseList`], [`Use`] | which other streams use a block |
+//! | [`Stream::upload`], [`Stream::scope`] and their kin | asynchronous copies that safe code cannot race with |
+//! | [`Spin`] | the lock in front of a stream's cache |
+
+mod copy;
+pub mod epochs;
+mod lock;
+mod pool;
+mod stream;
+mod sync;
+mod timeline;
+mod uses;
+
+pub use copy::{HostOwned, InFlight, Refused, Scope};
+pub use epochs::Epochs;
+pub use lock::Spin;
+pub use pool::{DEFAULT_CAP, StreamPool};
+pub use stream::{Point, Stream};
+pub use timeline::{Life, Timeline};
+pub use uses::{Noted, Use, UseList};

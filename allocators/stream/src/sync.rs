@@ -1,0 +1,30 @@
+//! The atomics of this crate: the standard ones, or loom's when every interleaving is tried.
+
+#[cfg(not(loom))]
+pub(crate) use std::sync::atomic;
+
+#[cfg(loom)]
+pub(crate) use loom::sync::atomic;
+
+/// A cell that a lock guards, under the interface that loom checks.
+#[cfg(not(loom))]
+#[derive(Debug)]
+pub(crate) struct UnsafeCell<T>(std::cell::UnsafeCell<T>);
+
+#[cfg(not(loom))]
+impl<T> UnsafeCell<T> {
+    pub(crate) const fn new(value: T) -> Self {
+        Self(std::cell::UnsafeCell::new(value))
+    }
+
+    pub(crate) fn with_mut<R>(&self, work: impl FnOnce(*mut T) -> R) -> R {
+        work(self.0.get())
+    }
+
+    pub(crate) fn get_mut(&mut self) -> &mut T {
+        self.0.get_mut()
+    }
+}
+
+#[cfg(loom)]
+pub(crate) use loom::cell::UnsafeCell;

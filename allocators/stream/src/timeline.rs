@@ -1,0 +1,380 @@
+//! One stream's past and what may be known of it.
+
+use crate::{Epochs, Spin};
+use aquifer_core::{MemoryError, Result};
+use aquifer_driver::{Driver, KeepAlive, RawEvent, RawStream, Relaxed};
+use std::{
+    any::Any,
+    fmt,
+    sync::{
+        Arc, OnceLock, PoisonError, RwLock,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// How a stream's handle is kept valid for events that are recorded later.
+#[derive(Clone)]
+pub enum Life {
+    /// It is ours, and is destroyed when the last who notes it lets go.
+    Owned,
+    /// It is another library's, and lives as long as this.
+    KeptAlive(KeepAlive),
+    /// It is another library's. Its owner calls [`Stream::retire`](crate::Stream::retire) before destroying it.
+    Retired,
+    /// It is another library's and may be destroyed at any time that no call is in progress: every free and every use
+    /// is fenced at once, with an event recorded there and then.
+    Fenced,
+}
+
+impl fmt::Debug for Life {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Owned => "Owned",
+            Self::KeptAlive(_) => "KeptAlive",
+            Self::Retired => "Retired",
+            Self::Fenced => "Fenced",
+        })
+    }
+}
+
+/// An event that is destroyed with its last owner.
+struct OwnedEvent {
+    driver: Arc<dyn Driver>,
+    raw: RawEvent,
+}
+
+impl Drop for OwnedEvent {
+    #[expect(unsafe_code, reason = "ends a handle")]
+    fn drop(&mut self) {
+        // SAFETY: 1. the handle is private to this value, which made it and is going.
+        // A refusal leaks an event, which is all that can be done about it here.
+        let _ = unsafe { self.driver.event_destroy(self.raw) };
+    }
+}
+
+/// Events kept for the next fences of one stream; more than that are destroyed.
+const SPARE_EVENTS: usize = 64;
+/// The longest pause between two looks when a wait has a deadline.
+const LONGEST_PAUSE: Duration = Duration::from_micros(200);
+
+/// A stream with the epochs of its past: what pools note beside a freed block instead of an event.
+///
+/// Stamping costs a load. [`Timeline::fence`] costs an event record, and is asked for by whoever needs to know.
+pub struct Timeline {
+    driver: Arc<dyn Driver>,
+    raw: RawStream,
+    /// Its number among the streams of its pool, for people.
+    number: u32,
+    /// The driver's own number, which never comes back.
+    id: u64,
+    life: Life,
+    epochs: Epochs<OwnedEvent>,
+    /// Events that were seen done and that nobody holds.
+    spare: Spin<Vec<Arc<OwnedEvent>>>,
+    /// What this stream has been made to wait for: (other's id, epoch), so that it need not wait twice.
+    waited: Spin<Vec<(u64, u64)>>,
+    /// The owner of a foreign stream has destroyed it, or is about to.
+    retired: AtomicBool,
+    /// What pools keep for this stream, by pool.
+    attached: OnceLock<Attached>,
+    attached_more: RwLock<Vec<Attached>>,
+}
+
+/// What a pool keeps for a stream.
+type Attached = (u64, &'static (dyn Any + Send + Sync));
+
+impl Timeline {
+    pub(crate) fn new(driver: Arc<dyn Driver>, raw: RawStream, number: u32, id: u64, life: Life) -> Self {
+        Self {
+            driver,
+            raw,
+            number,
+            id,
+            life,
+            epochs: Epochs::new(),
+            spare: Spin::new(Vec::new()),
+            waited: Spin::new(Vec::new()),
+            retired: AtomicBool::new(false),
+            attached: OnceLock::new(),
+            attached_more: RwLock::new(Vec::new()),
+        }
+    }
+
+    /// The stream.
+    #[must_use]
+    pub fn raw(&self) -> RawStream {
+        self.raw
+    }
+
+    /// The driver it belongs to.
+    #[must_use]
+    pub fn driver(&self) -> &Arc<dyn Driver> {
+        &self.driver
+    }
+
+    /// Its number among the streams of its pool.
+    #[must_use]
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// The driver's number for the stream, which never comes back, unlike the handle.
+    #[must_use]
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    pub(crate) fn life(&self) -> &Life {
+        &self.life
+    }
+
+    /// Whether frees and uses must be fenced as they happen, since the handle may be gone later.
+    #[must_use]
+    pub fn fences_at_once(&self) -> bool {
+        matches!(self.life, Life::Fenced)
+    }
+
+    /// The epoch of all that has been queued by now.
+    #[inline]
+    #[must_use]
+    pub fn open(&self) -> u64 {
+        self.epochs.open()
+    }
+
+    /// Whether all of an epoch is known to be done. Makes no driver call.
+    #[inline]
+    #[must_use]
+    pub fn is_done(&self, epoch: u64) -> bool {
+        self.epochs.is_done(epoch)
+    }
+
+    /// Whether an event has been recorded that proves `epoch`, or it is done.
+    #[must_use]
+    pub fn is_fenced(&self, epoch: u64) -> bool {
+        epoch <= self.epochs.proved()
+    }
+
+    /// Records an event that will prove `epoch`, unless there is one. Says whether it had to. Does not block.
+    ///
+    /// # Errors
+    /// The driver's; the next fence covers the epoch.
+    pub fn fence(&self, epoch: u64) -> Result<bool> {
+        if self.is_fenced(epoch) {
+            return Ok(false);
+        }
+        let _relaxed = Relaxed::enter(&*self.driver);
+        let event = self.take_event()?;
+        let closed = self.epochs.close();
+        // The order of these three is what the module of epochs is about.
+        self.driver.event_record(event.raw, self.raw).map_err(|e| self.lost(e))?;
+        self.epochs.publish(closed, event);
+        Ok(true)
+    }
+
+    fn take_event(&self) -> Result<Arc<OwnedEvent>> {
+        if let Some(event) = self.spare.with(Vec::pop) {
+            return Ok(event);
+        }
+        let raw = self.driver.event_create(self.raw.device()).map_err(|e| self.lost(e))?;
+        Ok(Arc::new(OwnedEvent { driver: self.driver.clone(), raw }))
+    }
+
+    fn lost(&self, error: aquifer_core::DriverError) -> MemoryError {
+        MemoryError::driver(self.raw.device(), error)
+    }
+
+    /// Looks which recorded events have passed, oldest first, and stops at the first that has not. Never blocks.
+    ///
+    /// # Errors
+    /// The driver's, or those of work queued before.
+    pub fn poll(&self) -> Result<()> {
+        while let Some((epoch, event)) = self.epochs.oldest() {
+            let _relaxed = Relaxed::enter(&*self.driver);
+            if !self.driver.event_query(event.raw).map_err(|e| self.lost(e))? {
+                break;
+            }
+            drop(event);
+            self.finish(epoch);
+        }
+        Ok(())
+    }
+
+    fn finish(&self, epoch: u64) {
+        let over = self.epochs.finish(epoch);
+        // An event that somebody still holds may be waited for: it is not recorded again, it goes with its last holder.
+        let free: Vec<_> = over.into_iter().filter(|event| Arc::strong_count(event) == 1).collect();
+        let too_many = self.spare.with(|spare| {
+            let room = SPARE_EVENTS.saturating_sub(spare.len());
+            let mut free = free.into_iter();
+            spare.extend(free.by_ref().take(room));
+            free
+        });
+        drop(too_many);
+    }
+
+    /// Makes this stream wait for `epoch` of another, on the device; the host does not wait. Says whether a wait had to
+    /// be queued.
+    ///
+    /// # Errors
+    /// The driver's; what was queued before is as it was.
+    pub fn wait_for(&self, other: &Timeline, epoch: u64) -> Result<bool> {
+        let same = std::ptr::eq(self, other);
+        if same || other.is_done(epoch) || self.has_waited(other, epoch) {
+            return Ok(false);
+        }
+        other.fence(epoch)?;
+        let Some((proved, event)) = other.epochs.proof(epoch) else {
+            // It was seen done between the two looks.
+            return Ok(false);
+        };
+        self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))?;
+        drop(event);
+        self.waited.with(|waited| match waited.iter_mut().find(|(id, _)| *id == other.id) {
+            Some((_, newest)) => *newest = (*newest).max(proved),
+            None => waited.push((other.id, proved)),
+        });
+        Ok(true)
+    }
+
+    fn has_waited(&self, other: &Timeline, epoch: u64) -> bool {
+        self.waited.with(|waited| waited.iter().any(|&(id, newest)| id == other.id && epoch <= newest))
+    }
+
+    /// Blocks until `epoch` is done or the deadline has passed; says whether it is done.
+    ///
+    /// # Errors
+    /// The driver's, or those of work queued before.
+    pub fn wait(&self, epoch: u64, deadline: Option<Instant>) -> Result<bool> {
+        if self.is_done(epoch) {
+            return Ok(true);
+        }
+        self.fence(epoch)?;
+        let Some((proved, event)) = self.epochs.proof(epoch) else { return Ok(self.is_done(epoch)) };
+        let Some(deadline) = deadline else {
+            self.driver.event_synchronize(event.raw).map_err(|e| self.lost(e))?;
+            drop(event);
+            self.finish(proved);
+            return Ok(true);
+        };
+        // The driver has no wait with a deadline.
+        let mut pause = Duration::from_micros(1);
+        loop {
+            let done = {
+                let _relaxed = Relaxed::enter(&*self.driver);
+                self.driver.event_query(event.raw).map_err(|e| self.lost(e))?
+            };
+            if done {
+                drop(event);
+                self.finish(proved);
+                return Ok(true);
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Ok(false);
+            }
+            std::thread::sleep(pause.min(deadline - now));
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+
+    /// Waits for all that is queued, and notes that it is done.
+    ///
+    /// # Errors
+    /// The driver's, or those of work queued before.
+    pub fn synchronize(&self) -> Result<()> {
+        if self.retired.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let closed = self.epochs.close();
+        self.driver.stream_synchronize(self.raw).map_err(|e| self.lost(e))?;
+        self.finish(closed);
+        Ok(())
+    }
+
+    /// Synchronises, and never calls the driver for this stream again: its handle is about to be destroyed.
+    ///
+    /// # Errors
+    /// The driver's; the stream is not retired.
+    pub fn retire(&self) -> Result<()> {
+        self.synchronize()?;
+        self.retired.store(true, Ordering::Release);
+        self.finish(u64::MAX);
+        Ok(())
+    }
+
+    /// Whether the stream's handle is gone or about to go.
+    #[must_use]
+    pub fn is_retired(&self) -> bool {
+        self.retired.load(Ordering::Acquire)
+    }
+
+    /// Forgets that anything was queued: the device is lost, and nothing runs on it any more.
+    pub fn abandon(&self) {
+        self.retired.store(true, Ordering::Release);
+        self.finish(u64::MAX);
+    }
+
+    /// What the pool called `key` keeps for this stream.
+    #[inline]
+    #[must_use]
+    pub fn attachment(&self, key: u64) -> Option<&'static (dyn Any + Send + Sync)> {
+        match self.attached.get() {
+            Some(&(first, value)) if first == key => Some(value),
+            Some(_) => self.further_attachment(key),
+            None => None,
+        }
+    }
+
+    #[cold]
+    fn further_attachment(&self, key: u64) -> Option<&'static (dyn Any + Send + Sync)> {
+        let more = self.attached_more.read().unwrap_or_else(PoisonError::into_inner);
+        more.iter().find(|(other, _)| *other == key).map(|&(_, value)| value)
+    }
+
+    /// Keeps `value` for the pool called `key`, unless it keeps one already; answers with the one that is kept.
+    /// `key` must never have another meaning.
+    pub fn attach(
+        &self,
+        key: u64,
+        value: &'static (dyn Any + Send + Sync),
+    ) -> &'static (dyn Any + Send + Sync) {
+        let mut more = self.attached_more.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kept) =
+            self.attached.get().into_iter().chain(more.iter()).find(|(other, _)| *other == key)
+        {
+            return kept.1;
+        }
+        if self.attached.set((key, value)).is_err() {
+            more.push((key, value));
+        }
+        value
+    }
+
+    /// Lets go of what was kept for `key`, where it can; the first pool's stays and is never asked for again.
+    pub fn detach(&self, key: u64) {
+        self.attached_more.write().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != key);
+    }
+}
+
+impl Drop for Timeline {
+    #[expect(unsafe_code, reason = "ends a handle")]
+    fn drop(&mut self) {
+        if matches!(self.life, Life::Owned) {
+            // SAFETY: 1. the stream was made for this timeline, and who copies its handle out keeps the timeline.
+            // Work that is still queued runs on; a refusal leaks a stream, which is all that can be done about it here.
+            let _ = unsafe { self.driver.stream_destroy(self.raw) };
+        }
+    }
+}
+
+impl fmt::Debug for Timeline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Timeline")
+            .field("number", &self.number)
+            .field("raw", &self.raw)
+            .field("life", &self.life)
+            .field("epochs", &self.epochs)
+            .finish_non_exhaustive()
+    }
+}

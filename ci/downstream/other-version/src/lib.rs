@@ -1,0 +1,3 @@
+//! Nothing but the library.
+
+pub use aquifer;

@@ -1,0 +1,25 @@
+//! A global allocator that knows who holds what, and a route that puts a library's buffers into pinned memory.
+
+use aquifer::{Runtime, staging};
+use std::error::Error;
+
+#[global_allocator]
+static GLOBAL: aquifer::Global = aquifer::Global::new();
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let rt = Runtime::builder().or_sim().build()?;
+    staging::install(rt.pinned_near(0).clone())?;
+
+    // The reader knows nothing of pinned memory; what it allocates in this scope lies there all the same.
+    let path = std::env::current_exe()?;
+    let bytes: Vec<u8> = staging::route(|| std::fs::read(&path))?;
+
+    let pinned = rt.pinned_near(0).stats().memory.live;
+    assert!(pinned >= bytes.len() as u64, "{pinned} bytes are pinned, {} were read", bytes.len());
+    println!(
+        "{} bytes read into pinned memory; the program holds {}",
+        bytes.len(),
+        aquifer::global::stats().live
+    );
+    Ok(())
+}

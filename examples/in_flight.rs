@@ -1,0 +1,26 @@
+//! An asynchronous copy in safe code: the flight owns the vector, and gives it back.
+
+use aquifer::{DeviceBuffer, Runtime, Vec};
+use std::error::Error;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let rt = Runtime::builder().or_sim().build()?;
+    let pool = rt.device(0)?;
+    let s = pool.stream()?;
+
+    let mut v = Vec::new_in(rt.pinned_near(0).allocator());
+    v.extend((0..1u64 << 16).rev());
+    let mut x: DeviceBuffer<u64> = pool.buffer(&s, v.len())?;
+
+    let flight = s.upload(v, &mut x)?; // queued; the host goes on
+    let mut v = flight.wait()?; // the vector again
+
+    v.fill(0);
+    let v = s.download(&x, v)?.wait()?;
+    assert_eq!((v[0], v[v.len() - 1]), ((1 << 16) - 1, 0));
+
+    // Dropped instead of waited for, the vector's memory goes home when the copy is done, and no earlier.
+    drop(s.upload(v, &mut x)?);
+    println!("copied {} bytes up and down", 2 * x.len() * size_of::<u64>());
+    Ok(())
+}

@@ -1,0 +1,19 @@
+//! A request goes to the device with the most free memory, which holds the bytes until they are used.
+
+use aquifer::{Bytes, DeviceBuffer, Place, Policy, Runtime, sim::Sim};
+use std::error::Error;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    // Four simulated devices, so that there is something to choose from.
+    let rt = Runtime::on(Sim::h200(4).symbolic().driver())?;
+    let placer = rt.placer(Policy::MostFree);
+
+    let lease = placer.place(&Place::bytes(6 << 30))?;
+    let w: DeviceBuffer<u8> = lease.buffer(&lease.stream()?, 1 << 30)?;
+    println!("{} of {} drawn on {}", Bytes(w.len() as u64), Bytes(6 << 30), lease.device());
+
+    // The first device now has less left than the others, so the next request goes elsewhere.
+    let next = placer.place(&Place::bytes(6 << 30))?;
+    assert_ne!(lease.device(), next.device());
+    Ok(())
+}

@@ -1,0 +1,4 @@
+//! One heap against its model.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::heap::run(bytes));

@@ -1,0 +1,4 @@
+//! Pinned pools against their owners.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::pinned::run(bytes));

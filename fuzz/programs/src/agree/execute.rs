@@ -1,0 +1,295 @@
+//! Running a program on a driver.
+#![expect(unsafe_code, reason = "makes driver calls whose conditions the generator has met")]
+
+use super::{
+    EVENTS, GRANULE, HOSTS, Made, Operation, Outcome, Part, Place, Program, RANGE,
+    host::{Hosts, digest},
+};
+use aquifer_driver::{DeviceId, Driver, HostFlags, PhysicalHandle, PoolHandle, RawEvent, RawStream, Result};
+use std::{collections::BTreeMap, ptr::NonNull, sync::Arc};
+
+/// Polls before the host loses its patience and waits.
+const POLLS: u32 = 1 << 20;
+/// The driver's pool never holds more than this.
+const POOL: u64 = 256 << 20;
+
+/// A program under way.
+pub(super) struct Run {
+    pub(super) driver: Arc<dyn Driver>,
+    pub(super) device: DeviceId,
+    pub(super) streams: Vec<RawStream>,
+    events: Vec<RawEvent>,
+    pub(super) pool: PoolHandle,
+    pub(super) range: u64,
+    pub(super) hosts: Hosts,
+    /// Address, size, and whether it is the pool's.
+    pub(super) blocks: BTreeMap<usize, (u64, u64, bool)>,
+    pub(super) handles: BTreeMap<usize, PhysicalHandle>,
+    /// Granules, by where they start.
+    mappings: BTreeMap<u64, u64>,
+    operation: usize,
+    outcome: Outcome,
+}
+
+impl Program {
+    /// Runs it, in the given device's context, and waits for its end. Everything that it took is given back.
+    ///
+    /// # Errors
+    /// A refusal of the set-up: streams, events, a pool, an address range and host buffers. What the operations meet is
+    /// part of the outcome.
+    pub fn run(&self, driver: &Arc<dyn Driver>, device: DeviceId) -> Result<Outcome> {
+        let mut run = Run {
+            driver: driver.clone(),
+            device,
+            hosts: Hosts::new(driver, device)?,
+            streams: (0..self.streams).map(|_| driver.stream_create(device, 0)).collect::<Result<_>>()?,
+            events: (0..EVENTS).map(|_| driver.event_create(device)).collect::<Result<_>>()?,
+            pool: driver.pool_create(device, POOL)?,
+            range: driver.address_reserve(device, RANGE * GRANULE, GRANULE)?,
+            blocks: BTreeMap::new(),
+            handles: BTreeMap::new(),
+            mappings: BTreeMap::new(),
+            operation: 0,
+            outcome: Outcome { bytes: Vec::new(), codes: Vec::new(), made: Vec::new() },
+        };
+        for (index, operation) in self.operations.iter().enumerate() {
+            run.operation = index;
+            run.execute(*operation);
+        }
+        run.operation = self.operations.len();
+        run.finish()
+    }
+}
+
+impl Run {
+    /// Notes the code of a call, and what it gave.
+    pub(super) fn note<T>(&mut self, call: &'static str, result: Result<T>) -> Option<T> {
+        self.outcome.made.push(Made { operation: self.operation, call });
+        self.outcome.codes.push(result.as_ref().map_or_else(|e| e.code, |_| 0));
+        result.ok()
+    }
+
+    /// Notes a call that cannot be made, since what it is about was refused before.
+    pub(super) fn skip(&mut self, call: &'static str) {
+        self.outcome.made.push(Made { operation: self.operation, call });
+        self.outcome.codes.push(Outcome::SKIPPED);
+    }
+
+    fn address(&self, part: Part) -> Option<u64> {
+        let start = match part.place {
+            Place::Block(slot) => self.blocks.get(&slot)?.0,
+            Place::Mapping(at) => self.mappings.contains_key(&at).then(|| self.range + at * GRANULE)?,
+        };
+        Some(start + part.offset)
+    }
+
+    fn execute(&mut self, operation: Operation) {
+        match operation {
+            Operation::Allocate { slot, bytes } => {
+                let result = self.driver.mem_alloc(self.device, bytes);
+                if let Some(address) = self.note("mem_alloc", result) {
+                    self.blocks.insert(slot, (address, bytes, false));
+                }
+            }
+            Operation::PoolAllocate { slot, stream, bytes } => {
+                let result = self.driver.pool_alloc(self.pool, self.streams[stream], bytes);
+                if let Some(address) = self.note("pool_alloc", result) {
+                    self.blocks.insert(slot, (address, bytes, true));
+                }
+            }
+            Operation::Free { slot } => self.free(slot, None),
+            Operation::PoolFree { slot, stream } => self.free(slot, Some(stream)),
+            Operation::Create { handle, granules } => {
+                let result = self.driver.handle_create(self.device, granules * GRANULE);
+                if let Some(raw) = self.note("handle_create", result) {
+                    self.handles.insert(handle, raw);
+                }
+            }
+            Operation::Release { handle } => self.release(handle),
+            Operation::Map { handle, at, granules } => self.map(handle, at, granules),
+            Operation::Unmap { at, .. } => self.unmap(at),
+            Operation::Fill { stream, to, byte } => {
+                let Some(address) = self.address(to) else { return self.skip("fill") };
+                // SAFETY: 1. the place is mapped until the host has waited for the stream. 2. the program has no races.
+                let result = unsafe { self.driver.fill(self.streams[stream], address, byte, to.bytes) };
+                self.note("fill", result);
+            }
+            Operation::Upload { stream, from, to } => {
+                let Some(address) = self.address(to) else { return self.skip("copy_to_device") };
+                let host = self.hosts.address(from);
+                // SAFETY: 1. both sides live until the host has waited for the stream. 2. the program has no races.
+                let result =
+                    unsafe { self.driver.copy_to_device(self.streams[stream], address, host, from.bytes) };
+                self.note("copy_to_device", result);
+            }
+            Operation::Download { stream, from, to } => {
+                let Some(address) = self.address(from) else { return self.skip("copy_to_host") };
+                let host = self.hosts.address(to);
+                // SAFETY: 1. and 2. as above.
+                let result =
+                    unsafe { self.driver.copy_to_host(self.streams[stream], host, address, to.bytes) };
+                self.note("copy_to_host", result);
+            }
+            Operation::Copy { stream, from, to } => {
+                let (Some(source), Some(address)) = (self.address(from), self.address(to)) else {
+                    return self.skip("copy_on_device");
+                };
+                // SAFETY: 1. both are mapped until the host has waited for the stream. 2. the program has no races.
+                let result =
+                    unsafe { self.driver.copy_on_device(self.streams[stream], address, source, to.bytes) };
+                self.note("copy_on_device", result);
+            }
+            Operation::Write { to, seed } => self.hosts.write(to, seed),
+            Operation::Record { event, stream } => {
+                let result = self.driver.event_record(self.events[event], self.streams[stream]);
+                self.note("event_record", result);
+            }
+            Operation::Wait { stream, event } => {
+                let result = self.driver.stream_wait_event(self.streams[stream], self.events[event]);
+                self.note("stream_wait_event", result);
+            }
+            Operation::Synchronize { stream } => {
+                let result = self.driver.stream_synchronize(self.streams[stream]);
+                self.note("stream_synchronize", result);
+            }
+            Operation::SynchronizeEvent { event } => {
+                let result = self.driver.event_synchronize(self.events[event]);
+                self.note("event_synchronize", result);
+            }
+            Operation::Poll { stream } => {
+                let (driver, stream) = (&self.driver, self.streams[stream]);
+                let result = poll(|| driver.stream_query(stream), || driver.stream_synchronize(stream));
+                self.note("stream_query", result);
+            }
+            Operation::PollEvent { event } => {
+                let (driver, event) = (&self.driver, self.events[event]);
+                let result = poll(|| driver.event_query(event), || driver.event_synchronize(event));
+                self.note("event_query", result);
+            }
+            Operation::Mistake(fault) => self.mistake(fault),
+        }
+    }
+
+    fn map(&mut self, handle: usize, at: u64, granules: u64) {
+        let Some(&raw) = self.handles.get(&handle) else { return self.skip("map") };
+        let (address, bytes) = (self.range + at * GRANULE, granules * GRANULE);
+        // SAFETY: 1. nothing is mapped there, and what used the addresses before has been waited for.
+        let result = unsafe { self.driver.map(address, bytes, raw) };
+        if self.note("map", result).is_none() {
+            return self.skip("set_access");
+        }
+        let result = self.driver.set_access(address, bytes, &[self.device]);
+        self.note("set_access", result);
+        self.mappings.insert(at, granules);
+    }
+
+    fn unmap(&mut self, at: u64) {
+        let Some(granules) = self.mappings.remove(&at) else { return self.skip("unmap") };
+        // SAFETY: 1. the host has waited for everything that goes through these addresses.
+        let result = unsafe { self.driver.unmap(self.device, self.range + at * GRANULE, granules * GRANULE) };
+        self.note("unmap", result);
+    }
+
+    fn free(&mut self, slot: usize, stream: Option<usize>) {
+        let call = if stream.is_some() { "pool_free" } else { "mem_free" };
+        let Some((address, ..)) = self.blocks.remove(&slot) else { return self.skip(call) };
+        // SAFETY: 1. the block came from the allocator it goes back to. 2. every use is ordered before, for the stream or
+        // for the host.
+        let result = unsafe {
+            match stream {
+                Some(stream) => self.driver.pool_free(self.streams[stream], address),
+                None => self.driver.mem_free(self.device, address),
+            }
+        };
+        self.note(call, result);
+    }
+
+    fn release(&mut self, handle: usize) {
+        let Some(raw) = self.handles.remove(&handle) else { return self.skip("handle_release") };
+        // SAFETY: 1. the only copy has just been taken out.
+        let result = unsafe { self.driver.handle_release(raw) };
+        self.note("handle_release", result);
+    }
+
+    /// Waits for everything, reads it all, and gives it back.
+    fn finish(mut self) -> Result<Outcome> {
+        for stream in self.streams.clone() {
+            let result = self.driver.stream_synchronize(stream);
+            self.note("stream_synchronize", result);
+        }
+        self.read_all()?;
+
+        let blocks: Vec<_> =
+            self.blocks.iter().map(|(&slot, &(.., pooled))| (slot, pooled.then_some(0))).collect();
+        for (slot, stream) in blocks {
+            self.free(slot, stream);
+        }
+        for at in self.mappings.keys().copied().collect::<Vec<_>>() {
+            self.unmap(at);
+        }
+        for handle in self.handles.keys().copied().collect::<Vec<_>>() {
+            self.release(handle);
+        }
+        let result = self.driver.stream_synchronize(self.streams[0]);
+        self.note("stream_synchronize", result);
+        // SAFETY: throughout: 1. each is the program's own, nothing uses it any more, and no copy of the handle is kept.
+        unsafe {
+            let result = self.driver.address_free(self.device, self.range, RANGE * GRANULE);
+            self.note("address_free", result);
+            let result = self.driver.pool_destroy(self.pool);
+            self.note("pool_destroy", result);
+            for event in std::mem::take(&mut self.events) {
+                let result = self.driver.event_destroy(event);
+                self.note("event_destroy", result);
+            }
+            for stream in std::mem::take(&mut self.streams) {
+                let result = self.driver.stream_destroy(stream);
+                self.note("stream_destroy", result);
+            }
+        }
+        let mut ended = Vec::new();
+        self.hosts.end(|call, result| ended.push((call, result)));
+        for (call, result) in ended {
+            self.note(call, result);
+        }
+        Ok(self.outcome)
+    }
+
+    /// Takes the digest of every block, every mapping and every host buffer.
+    fn read_all(&mut self) -> Result<()> {
+        let blocks = self.blocks.values().map(|&(address, bytes, _)| (address, bytes));
+        let mappings =
+            self.mappings.iter().map(|(&at, &granules)| (self.range + at * GRANULE, granules * GRANULE));
+        let parts: Vec<_> = blocks.chain(mappings).collect();
+        let largest = parts.iter().map(|&(_, bytes)| bytes).max().unwrap_or(1) as usize;
+        let scratch = self.driver.host_alloc(self.device, largest, HostFlags::default())?;
+        let digests = parts.into_iter().map(|(address, bytes)| self.read(scratch, address, bytes as usize));
+        let digests: Result<Vec<_>> = digests.collect();
+        // SAFETY: 1. it came from the driver. 2. every copy into it has been waited for.
+        unsafe { self.driver.host_free(self.device, scratch) }?;
+        let hosts = (0..HOSTS.len()).map(|host| self.hosts.digest(host));
+        self.outcome.bytes = digests?.into_iter().chain(hosts).flat_map(u64::to_le_bytes).collect();
+        Ok(())
+    }
+
+    fn read(&self, scratch: NonNull<u8>, address: u64, bytes: usize) -> Result<u64> {
+        let stream = self.streams[0];
+        // SAFETY: 1. `scratch` has room, the range is mapped, and the stream is waited for below. 2. every stream has been
+        // waited for before.
+        unsafe { self.driver.copy_to_host(stream, scratch, address, bytes) }?;
+        self.driver.stream_synchronize(stream)?;
+        // SAFETY: 1. the copy has written so many bytes, and is over.
+        Ok(digest(unsafe { std::slice::from_raw_parts(scratch.as_ptr(), bytes) }))
+    }
+}
+
+/// Asks until the answer is yes; waits after too many noes.
+fn poll(mut ask: impl FnMut() -> Result<bool>, wait: impl FnOnce() -> Result<()>) -> Result<()> {
+    for _ in 0..POLLS {
+        if ask()? {
+            return Ok(());
+        }
+        std::thread::yield_now();
+    }
+    wait()
+}

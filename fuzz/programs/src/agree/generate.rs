@@ -1,0 +1,516 @@
+//! From bytes to a program without races.
+
+use super::{
+    EVENTS, FIRST_HALF, Fault, GRANULE, HOSTS, HostPart, Operation, PAGEABLE, Part, Place, Program, RANGE,
+};
+use crate::program::Bytes;
+
+/// Steps of a program; each is an operation and whatever must come before it.
+const STEPS: usize = 60;
+/// Blocks that may live at once.
+const BLOCKS: usize = 8;
+/// Handles that may live at once.
+const HANDLES: usize = 3;
+/// The largest block, in bytes.
+const LARGEST: u64 = 96 << 10;
+
+/// Choices, read from bytes; the first of everything once they have run out.
+struct Choices<'a>(Bytes<'a>);
+
+impl Choices<'_> {
+    fn byte(&mut self) -> u8 {
+        self.0.u8()
+    }
+
+    /// Below `bound`, which is neither 0 nor beyond 32 bits.
+    fn below(&mut self, bound: u64) -> u64 {
+        u64::from(self.0.u32()) % bound
+    }
+
+    fn index(&mut self, bound: usize) -> usize {
+        self.below(bound as u64) as usize
+    }
+
+    /// One of those that there are.
+    fn pick<T: Copy>(&mut self, of: &[T]) -> Option<T> {
+        (!of.is_empty()).then(|| of[self.index(of.len())])
+    }
+
+    /// An offset and a length of at least 1, within `size`.
+    fn range(&mut self, size: u64) -> (u64, u64) {
+        let offset = self.below(size);
+        (offset, 1 + self.below(size - offset))
+    }
+}
+
+/// What each agent, the streams and then the host, knows of every other: its clock's count.
+type Clock = Vec<u32>;
+
+fn join(into: &mut Clock, from: &Clock) {
+    for (mine, theirs) in into.iter_mut().zip(from) {
+        *mine = (*mine).max(*theirs);
+    }
+}
+
+/// Who has touched a piece of memory last: the agent, and its count then.
+#[derive(Clone, Default)]
+struct Touched {
+    write: Option<(usize, u32)>,
+    reads: Vec<(usize, u32)>,
+}
+
+/// A live block.
+#[derive(Clone, Copy)]
+struct Block {
+    bytes: u64,
+    pooled: bool,
+}
+
+/// Physical memory and where it is mapped.
+#[derive(Clone)]
+struct Handle {
+    granules: u64,
+    at: Vec<u64>,
+    released: bool,
+}
+
+/// Memory that is touched as one: a block, a handle (through whichever mapping), a host buffer.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Memory {
+    Block(usize),
+    Handle(usize),
+    Host(usize),
+}
+
+struct Generator<'a> {
+    choices: Choices<'a>,
+    streams: usize,
+    operations: Vec<Operation>,
+    clocks: Vec<Clock>,
+    /// What each event's last record covers.
+    events: Vec<Clock>,
+    blocks: [Option<Block>; BLOCKS],
+    handles: [Option<Handle>; HANDLES],
+    touched: Vec<(Memory, Touched)>,
+}
+
+/// The program that `bytes` choose.
+pub(super) fn generate(bytes: &[u8]) -> Program {
+    let mut choices = Choices(Bytes::new(bytes));
+    let streams = 2 + choices.index(2);
+    let zero = vec![0; streams + 1];
+    let mut generator = Generator {
+        choices,
+        streams,
+        operations: Vec::new(),
+        clocks: vec![zero.clone(); streams + 1],
+        events: vec![zero; EVENTS],
+        blocks: [None; BLOCKS],
+        handles: [const { None }; HANDLES],
+        touched: Vec::new(),
+    };
+    for (host, bytes) in HOSTS.into_iter().enumerate() {
+        generator.write(HostPart { host, offset: 0, bytes });
+    }
+    generator.allocate();
+    generator.create();
+    for _ in 0..STEPS {
+        generator.step();
+    }
+    Program { streams, operations: generator.operations }
+}
+
+impl Generator<'_> {
+    fn step(&mut self) {
+        match self.choices.below(100) {
+            0..8 => self.allocate(),
+            8..13 => self.free(),
+            13..17 => self.create(),
+            17..22 => self.alias(),
+            22..27 => self.unmap(),
+            27..29 => self.release(),
+            29..41 => self.fill(),
+            41..52 => self.upload(),
+            52..60 => self.download(),
+            60..72 => self.copy(),
+            72..78 => {
+                let to = self.host_part();
+                self.write(to);
+            }
+            78..84 => self.idle_order(),
+            _ => self.mistake(),
+        }
+    }
+
+    // --- order -------------------------------------------------------------------------------------------------
+
+    fn host_agent(&self) -> usize {
+        self.streams
+    }
+
+    fn touched(&mut self, memory: Memory) -> &mut Touched {
+        let at = self.touched.iter().position(|(of, _)| *of == memory).unwrap_or_else(|| {
+            self.touched.push((memory, Touched::default()));
+            self.touched.len() - 1
+        });
+        &mut self.touched[at].1
+    }
+
+    fn forget(&mut self, memory: Memory) {
+        self.touched.retain(|(of, _)| *of != memory);
+    }
+
+    /// What is queued on a stream comes after all that the host knew when it queued it.
+    fn enqueue(&mut self, stream: usize) {
+        let host = self.clocks[self.host_agent()].clone();
+        join(&mut self.clocks[stream], &host);
+    }
+
+    fn record(&mut self, event: usize, stream: usize) {
+        self.enqueue(stream);
+        self.operations.push(Operation::Record { event, stream });
+        self.events[event] = self.clocks[stream].clone();
+    }
+
+    fn wait(&mut self, stream: usize, event: usize) {
+        self.enqueue(stream);
+        self.operations.push(Operation::Wait { stream, event });
+        let seen = self.events[event].clone();
+        join(&mut self.clocks[stream], &seen);
+    }
+
+    /// The host waits for all of a stream, in one of four ways.
+    fn host_waits(&mut self, stream: usize) {
+        let event = self.choices.index(EVENTS);
+        match self.choices.below(4) {
+            0 => self.operations.push(Operation::Synchronize { stream }),
+            1 => self.operations.push(Operation::Poll { stream }),
+            2 => {
+                self.record(event, stream);
+                self.operations.push(Operation::SynchronizeEvent { event });
+            }
+            _ => {
+                self.record(event, stream);
+                self.operations.push(Operation::PollEvent { event });
+            }
+        }
+        let (seen, host) = (self.clocks[stream].clone(), self.host_agent());
+        join(&mut self.clocks[host], &seen);
+    }
+
+    /// Puts an access of `agent` behind all that conflicts with it, and notes it.
+    fn order(&mut self, agent: usize, memory: Memory, writes: bool) {
+        let host = self.host_agent();
+        if agent != host {
+            self.enqueue(agent);
+        }
+        let earlier = self.touched(memory);
+        let mut before: Vec<_> = earlier.write.into_iter().collect();
+        if writes {
+            before.extend(&earlier.reads);
+        }
+        for (other, count) in before {
+            if other == agent || self.clocks[agent][other] >= count {
+                continue;
+            }
+            if agent == host {
+                self.host_waits(other);
+            } else {
+                let event = self.choices.index(EVENTS);
+                self.record(event, other);
+                self.wait(agent, event);
+            }
+        }
+        self.clocks[agent][agent] += 1;
+        let now = (agent, self.clocks[agent][agent]);
+        let touched = self.touched(memory);
+        if writes {
+            *touched = Touched { write: Some(now), reads: Vec::new() };
+        } else {
+            touched.reads.push(now);
+        }
+    }
+
+    /// Order that nobody asked for: it must do no harm.
+    fn idle_order(&mut self) {
+        let (stream, event) = (self.choices.index(self.streams), self.choices.index(EVENTS));
+        match self.choices.below(3) {
+            0 => self.record(event, stream),
+            1 => self.wait(stream, event),
+            _ => self.host_waits(stream),
+        }
+    }
+
+    // --- what there is -----------------------------------------------------------------------------------------
+
+    fn stream(&mut self) -> usize {
+        self.choices.index(self.streams)
+    }
+
+    fn free_ranges(&self, granules: u64) -> Vec<u64> {
+        let taken = |granule: u64| {
+            let covers =
+                |handle: &Handle| handle.at.iter().any(|&at| (at..at + handle.granules).contains(&granule));
+            self.handles.iter().flatten().any(covers)
+        };
+        (0..=RANGE - granules).filter(|&at| (at..at + granules).all(|granule| !taken(granule))).collect()
+    }
+
+    /// Every place with memory behind it: the memory, the place, its size.
+    fn places(&self) -> Vec<(Memory, Place, u64)> {
+        let blocks = self.blocks.iter().enumerate().filter_map(|(slot, block)| {
+            block.map(|block| (Memory::Block(slot), Place::Block(slot), block.bytes))
+        });
+        let mappings = self.handles.iter().enumerate().flat_map(|(index, handle)| {
+            handle.iter().flat_map(move |handle| {
+                let bytes = handle.granules * GRANULE;
+                handle.at.iter().map(move |&at| (Memory::Handle(index), Place::Mapping(at), bytes))
+            })
+        });
+        blocks.chain(mappings).collect()
+    }
+
+    fn place(&mut self) -> Option<(Memory, Place, u64)> {
+        let places = self.places();
+        self.choices.pick(&places)
+    }
+
+    fn host_part(&mut self) -> HostPart {
+        let host = self.choices.index(HOSTS.len());
+        let (offset, bytes) = self.choices.range(HOSTS[host] as u64);
+        HostPart { host, offset: offset as usize, bytes: bytes as usize }
+    }
+
+    /// Handles that can still be mapped: index and size.
+    fn open_handles(&self) -> Vec<(usize, u64)> {
+        let open = |(index, handle): (usize, &Option<Handle>)| {
+            handle.as_ref().filter(|handle| !handle.released).map(|handle| (index, handle.granules))
+        };
+        self.handles.iter().enumerate().filter_map(open).collect()
+    }
+
+    // --- steps -------------------------------------------------------------------------------------------------
+
+    fn allocate(&mut self) {
+        let Some(slot) = self.blocks.iter().position(Option::is_none) else { return };
+        let (bytes, pooled, stream) =
+            (1 + self.choices.below(LARGEST), self.choices.below(2) == 0, self.stream());
+        let agent = if pooled {
+            self.operations.push(Operation::PoolAllocate { slot, stream, bytes });
+            stream
+        } else {
+            self.operations.push(Operation::Allocate { slot, bytes });
+            self.host_agent()
+        };
+        self.blocks[slot] = Some(Block { bytes, pooled });
+        // Whoever uses it first comes after the allocation.
+        self.order(agent, Memory::Block(slot), true);
+        self.fill_whole(Memory::Block(slot), Place::Block(slot), bytes);
+    }
+
+    /// Fresh memory holds anything; from here on it holds what the program says.
+    fn fill_whole(&mut self, memory: Memory, place: Place, bytes: u64) {
+        let (stream, byte) = (self.stream(), self.choices.byte());
+        self.order(stream, memory, true);
+        self.operations.push(Operation::Fill { stream, to: Part { place, offset: 0, bytes }, byte });
+    }
+
+    fn free(&mut self) {
+        let live: Vec<_> = (0..BLOCKS).filter(|&slot| self.blocks[slot].is_some()).collect();
+        let Some(slot) = self.choices.pick(&live) else { return };
+        let Some(block) = self.blocks[slot].take() else { return };
+        if block.pooled {
+            let stream = self.stream();
+            self.order(stream, Memory::Block(slot), true);
+            self.operations.push(Operation::PoolFree { slot, stream });
+        } else {
+            let host = self.host_agent();
+            self.order(host, Memory::Block(slot), true);
+            self.operations.push(Operation::Free { slot });
+        }
+        self.forget(Memory::Block(slot));
+    }
+
+    fn create(&mut self) {
+        let Some(handle) = self.handles.iter().position(Option::is_none) else { return };
+        let granules = 1 + u64::from(self.choices.below(4) == 0);
+        let free = self.free_ranges(granules);
+        let Some(at) = self.choices.pick(&free) else { return };
+        self.operations.push(Operation::Create { handle, granules });
+        self.operations.push(Operation::Map { handle, at, granules });
+        self.handles[handle] = Some(Handle { granules, at: vec![at], released: false });
+        let host = self.host_agent();
+        self.order(host, Memory::Handle(handle), true);
+        self.fill_whole(Memory::Handle(handle), Place::Mapping(at), granules * GRANULE);
+    }
+
+    fn alias(&mut self) {
+        let open = self.open_handles();
+        let Some((index, granules)) = self.choices.pick(&open) else { return };
+        let free = self.free_ranges(granules);
+        let Some(at) = self.choices.pick(&free) else { return };
+        if let Some(handle) = &mut self.handles[index] {
+            handle.at.push(at);
+        }
+        self.operations.push(Operation::Map { handle: index, at, granules });
+    }
+
+    fn unmap(&mut self) {
+        let mapped: Vec<_> =
+            (0..HANDLES).filter(|&i| self.handles[i].as_ref().is_some_and(|h| !h.at.is_empty())).collect();
+        let Some(index) = self.choices.pick(&mapped) else { return };
+        let last = self.handles[index].as_ref().is_some_and(|handle| handle.at.len() == 1);
+        if last && self.choices.below(2) == 0 {
+            // Most mappings stay, or there would be little to work on.
+            return;
+        }
+        let host = self.host_agent();
+        self.order(host, Memory::Handle(index), true);
+        let Some(handle) = &mut self.handles[index] else { return };
+        let at = handle.at.swap_remove(self.choices.index(handle.at.len()));
+        self.operations.push(Operation::Unmap { at, granules: handle.granules });
+        self.bury(index);
+    }
+
+    fn release(&mut self) {
+        let open = self.open_handles();
+        let Some((index, _)) = self.choices.pick(&open) else { return };
+        self.operations.push(Operation::Release { handle: index });
+        if let Some(handle) = &mut self.handles[index] {
+            handle.released = true;
+        }
+        self.bury(index);
+    }
+
+    /// A handle that is released and mapped nowhere is gone.
+    fn bury(&mut self, index: usize) {
+        if self.handles[index].as_ref().is_some_and(|handle| handle.released && handle.at.is_empty()) {
+            self.handles[index] = None;
+            self.forget(Memory::Handle(index));
+        }
+    }
+
+    fn fill(&mut self) {
+        let Some((memory, place, size)) = self.place() else { return };
+        let (stream, byte, (offset, bytes)) = (self.stream(), self.choices.byte(), self.choices.range(size));
+        self.order(stream, memory, true);
+        self.operations.push(Operation::Fill { stream, to: Part { place, offset, bytes }, byte });
+    }
+
+    fn upload(&mut self) {
+        let Some((memory, place, size)) = self.place() else { return };
+        let (stream, mut from) = (self.stream(), self.host_part());
+        from.bytes = from.bytes.min(size as usize);
+        let offset = self.choices.below(size - from.bytes as u64 + 1);
+        self.order(stream, Memory::Host(from.host), false);
+        self.order(stream, memory, true);
+        let to = Part { place, offset, bytes: from.bytes as u64 };
+        self.operations.push(Operation::Upload { stream, from, to });
+    }
+
+    fn download(&mut self) {
+        let Some((memory, place, size)) = self.place() else { return };
+        let (stream, mut to) = (self.stream(), self.host_part());
+        to.bytes = to.bytes.min(size as usize);
+        let offset = self.choices.below(size - to.bytes as u64 + 1);
+        self.order(stream, memory, false);
+        self.order(stream, Memory::Host(to.host), true);
+        let from = Part { place, offset, bytes: to.bytes as u64 };
+        self.operations.push(Operation::Download { stream, from, to });
+    }
+
+    fn copy(&mut self) {
+        let (Some((memory, place, size)), Some((other, to_place, to_size))) = (self.place(), self.place())
+        else {
+            return;
+        };
+        let stream = self.stream();
+        let (from_part, to_part) = if memory == other {
+            // From the one half to the other, be it through another mapping.
+            let half = size / 2;
+            if half == 0 {
+                return;
+            }
+            let (offset, bytes) = self.choices.range(half);
+            (Part { place, offset, bytes }, Part { place: to_place, offset: half + offset, bytes })
+        } else {
+            let (_, bytes) = self.choices.range(size.min(to_size));
+            let (from, to) = (self.choices.below(size - bytes + 1), self.choices.below(to_size - bytes + 1));
+            (Part { place, offset: from, bytes }, Part { place: to_place, offset: to, bytes })
+        };
+        self.order(stream, memory, false);
+        self.order(stream, other, true);
+        self.operations.push(Operation::Copy { stream, from: from_part, to: to_part });
+    }
+
+    fn write(&mut self, to: HostPart) {
+        let (host, seed) = (self.host_agent(), u64::from(self.choices.0.u32()));
+        self.order(host, Memory::Host(to.host), true);
+        self.operations.push(Operation::Write { to, seed });
+    }
+
+    fn mistake(&mut self) {
+        if let Some(fault) = self.fault() {
+            self.operations.push(Operation::Mistake(fault));
+        }
+    }
+
+    fn fault(&mut self) -> Option<Fault> {
+        let open = self.open_handles();
+        let stream = self.stream();
+        Some(match self.choices.below(19) {
+            0 => Fault::ReserveNothing,
+            1 => Fault::ReserveOffGranule,
+            2 => Fault::CreateNothing,
+            3 => Fault::CreateOffGranule,
+            4 => Fault::CreateTooMuch,
+            5 => {
+                let (handle, granules) = self.choices.pick(&open)?;
+                let taken: Vec<_> =
+                    self.handles.iter().flatten().flat_map(|h| h.at.iter().copied()).collect();
+                let at = self.choices.pick(&taken)?.min(RANGE - granules);
+                Fault::MapTwice { handle, at, granules }
+            }
+            6 => self
+                .choices
+                .pick(&open)
+                .map(|(handle, granules)| Fault::MapUnreserved { handle, granules })?,
+            7 | 8 => {
+                let free = self.free_ranges(1);
+                let at = self.choices.pick(&free)?;
+                if self.choices.below(2) == 0 {
+                    Fault::UnmapNothing { at }
+                } else {
+                    Fault::AccessNothing { at }
+                }
+            }
+            9 => Fault::AllocateNothing,
+            10 => Fault::AllocateTooMuch,
+            11 => {
+                let inside =
+                    |slot: &usize| self.blocks[*slot].is_some_and(|block| !block.pooled && block.bytes > 512);
+                let direct: Vec<_> = (0..BLOCKS).filter(inside).collect();
+                Fault::FreeInside { slot: self.choices.pick(&direct)? }
+            }
+            12 => Fault::PoolAllocateNothing { stream },
+            13 => Fault::PoolAllocateTooMuch { stream },
+            14 => Fault::RegisterTwice,
+            15 => Fault::UnregisterNothing,
+            side @ (16 | 17) => {
+                let room = (HOSTS[FIRST_HALF] + HOSTS[FIRST_HALF + 1]) as u64;
+                let large = |slot: &usize| self.blocks[*slot].is_some_and(|block| block.bytes >= room);
+                let slots: Vec<_> = (0..BLOCKS).filter(large).collect();
+                let slot = self.choices.pick(&slots)?;
+                let up = side == 16;
+                // It would be in order, were it not for its two registrations.
+                self.order(stream, Memory::Host(FIRST_HALF), !up);
+                self.order(stream, Memory::Host(FIRST_HALF + 1), !up);
+                self.order(stream, Memory::Block(slot), up);
+                if up { Fault::UploadAcross { stream, slot } } else { Fault::DownloadAcross { stream, slot } }
+            }
+            _ => Fault::NoSuchDevice,
+        })
+    }
+}
+
+const _: () = assert!(PAGEABLE < HOSTS.len() && FIRST_HALF + 1 < HOSTS.len());

@@ -1,0 +1,60 @@
+//! Programs over one heap, checked against a naive model after every operation.
+//!
+//! The model and the promises are those of the heap's own property tests; here bytes say what to
+//! do, so that a coverage-guided fuzzer can look for programs that nobody thought of.
+
+#[path = "../../../allocators/heap/tests/shadow/mod.rs"]
+mod shadow;
+
+use crate::program::Bytes;
+use shadow::{Op, Shadow};
+
+/// Operations of one program at most: the model looks at everything after each.
+const MAX_OPS: usize = 400;
+
+/// Runs the program that `bytes` spell.
+///
+/// # Panics
+///
+/// When the heap breaks a promise.
+pub fn run(bytes: &[u8]) {
+    let mut bytes = Bytes::new(bytes);
+    let configs = Shadow::configs();
+    let config = configs[usize::from(bytes.choice(configs.len() as u8))];
+    let mut shadow = Shadow::new(config);
+    shadow.apply(Op::Add { window: bytes.u8(), at: 0, units: u16::MAX, stamp: 0, segment: bytes.flag() });
+    for _ in 0..MAX_OPS {
+        if bytes.is_empty() {
+            break;
+        }
+        shadow.apply(op(&mut bytes));
+    }
+    shadow.finish();
+}
+
+fn op(bytes: &mut Bytes<'_>) -> Op {
+    match bytes.choice(16) {
+        0 => {
+            let (window, at, units) = place(bytes);
+            Op::Add { window, at, units, stamp: bytes.u16(), segment: bytes.flag() }
+        }
+        1 => {
+            let (window, at, units) = place(bytes);
+            Op::Remove { window, at, units }
+        }
+        2..=6 => Op::Alloc { units: bytes.small(), short: bytes.u8(), align: 0 },
+        7 => Op::Alloc { units: bytes.small(), short: bytes.u8(), align: bytes.u8() },
+        8 => {
+            let (window, at, units) = place(bytes);
+            Op::AllocAt { window, at, units }
+        }
+        9..=12 => Op::Free { which: bytes.u16(), stamp: bytes.u16(), by_note: bytes.flag() },
+        13 => Op::FreeAnywhere { window: bytes.u8(), at: bytes.u16(), inside: bytes.u8() },
+        14 => Op::FreeStale { which: bytes.u16() },
+        _ => Op::Resize { which: bytes.u16(), units: bytes.small(), short: bytes.u8(), stamp: bytes.u16() },
+    }
+}
+
+fn place(bytes: &mut Bytes<'_>) -> (u8, u16, u16) {
+    (bytes.u8(), bytes.u16(), bytes.small())
+}

@@ -1,0 +1,11 @@
+//! The fuzz targets as ordinary programs.
+//!
+//! Each module has a `run` that reads its input as a program of structured operations, executes
+//! it beside a model and panics when a promise is broken. The targets in `fuzz/fuzz_targets` call
+//! these and nothing else, and the tests of this crate run them from seeds and from the committed
+//! corpus, with no fuzzer and no nightly compiler.
+
+pub mod agree;
+pub mod heap;
+pub mod pinned;
+pub mod program;

@@ -1,0 +1,504 @@
+//! Programs over pinned pools: several owners at a time, gates that open late, copies on their way, system and driver
+//! calls that fail, pools that are closed under their blocks.
+//!
+//! The blocks are real memory, the GPU is simulated and runs work only when the program says so. After every operation:
+//! no two blocks overlap, pending ones included; every block holds what its owner wrote; the pool's books agree with each
+//! other and with the owners'; the budget holds what the pools hold, and more only while something is stranded or closed.
+//! In the end everything is given back.
+#![expect(unsafe_code, reason = "calls the allocator trait, queues copies, and looks into blocks")]
+
+use crate::program::Bytes;
+use allocator_api2::alloc::Allocator;
+use aquifer_core::{Budget, DeferReuse, Gate, Result};
+use aquifer_driver::{Call, DeviceId, Driver, RawEvent, RawStream, sim::Sim};
+use aquifer_host::{
+    PinnedAllocator, PinnedConfig, PinnedPool,
+    kernel::{Faults, Kernel, SystemCall},
+    pool,
+    region::{Host, PageTier, Pinning, Verify, retry_stranded},
+    topology::Topology,
+};
+use std::{
+    alloc::Layout,
+    fmt,
+    num::NonZeroUsize,
+    ptr::NonNull,
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+/// Operations of one program at most.
+const MAX_OPS: usize = 200;
+/// Live blocks at most, so that looking at all of them after each operation stays cheap.
+const MAX_BLOCKS: usize = 48;
+/// Owners, each with a pool of its own at a time, all under one budget.
+const OWNERS: usize = 3;
+const LIMIT: u64 = 24 << 20;
+const GPU: DeviceId = DeviceId(0);
+
+/// What is stranded, and which closed pools linger, is known to the process: one program at a time.
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// Runs the program that `bytes` spell.
+///
+/// # Panics
+///
+/// When the pool breaks a promise.
+pub fn run(bytes: &[u8]) {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut bytes = Bytes::new(bytes);
+    let Some(mut machine) = Machine::new(&mut bytes) else { return };
+    for _ in 0..MAX_OPS {
+        if bytes.is_empty() {
+            break;
+        }
+        machine.step(&mut bytes);
+        machine.check();
+    }
+    machine.finish();
+}
+
+/// The parts of a machine that programs may share: reading it and starting its workers is most of a short program.
+fn shared_host() -> Option<&'static Host> {
+    static HOST: OnceLock<Option<Host>> = OnceLock::new();
+    let read = || Some(Host::new(Topology::read_under("/".as_ref()).ok()?, Kernel::new()));
+    HOST.get_or_init(read).as_ref()
+}
+
+struct Machine {
+    sim: Sim,
+    driver: Arc<dyn Driver>,
+    stream: RawStream,
+    /// Device memory that copies go to.
+    target: u64,
+    faults: Arc<Faults>,
+    /// Whether a fault has been planned and not been cleared: books may be short of the budget then.
+    faulty: bool,
+    host: Host,
+    budget: Budget,
+    pools: Vec<Owner>,
+    /// Allocators of pools that are closed.
+    closed: Vec<PinnedAllocator>,
+    blocks: Vec<Block>,
+    /// Freed, with gates that were shut then.
+    pending: Vec<Block>,
+    latches: Vec<Arc<Latch>>,
+    next: u8,
+}
+
+struct Owner {
+    pool: PinnedPool,
+    /// Frees that the pool has to have refused.
+    refused: u64,
+}
+
+struct Block {
+    at: NonNull<u8>,
+    layout: Layout,
+    stamp: u8,
+    allocator: PinnedAllocator,
+    /// Whose; the pool is the owner's present one if the allocator is open.
+    owner: usize,
+    gates: Vec<Arc<dyn Gate>>,
+}
+
+/// A gate that the program opens.
+#[derive(Debug, Default)]
+struct Latch(AtomicBool);
+
+impl Gate for Latch {
+    fn is_open(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+    fn wait(&self, _deadline: Option<Instant>) -> Result<bool> {
+        Ok(self.is_open())
+    }
+}
+
+/// A gate that opens when a copy is done.
+struct Landed {
+    driver: Arc<dyn Driver>,
+    event: RawEvent,
+}
+
+impl Gate for Landed {
+    fn is_open(&self) -> bool {
+        self.driver.event_query(self.event) == Ok(true)
+    }
+    fn wait(&self, _deadline: Option<Instant>) -> Result<bool> {
+        Ok(self.is_open())
+    }
+}
+
+impl Drop for Landed {
+    fn drop(&mut self) {
+        // SAFETY: 1. made for this gate alone.
+        let _destroyed = unsafe { self.driver.event_destroy(self.event) };
+    }
+}
+
+impl fmt::Debug for Landed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Landed").field(&self.event).finish()
+    }
+}
+
+impl Block {
+    /// The parts that are written and looked at: both ends, and the middle.
+    fn parts(&self) -> [std::ops::Range<usize>; 3] {
+        let len = self.layout.size();
+        [0..len.min(48), len / 2..(len / 2 + 16).min(len), len.saturating_sub(48)..len]
+    }
+
+    fn write(&self) {
+        for at in self.parts().into_iter().flatten() {
+            // SAFETY: 1. inside the block, which is alive and its owner's alone.
+            unsafe { self.at.add(at).write(self.stamp) };
+        }
+    }
+
+    fn check(&self) {
+        for at in self.parts().into_iter().flatten() {
+            // SAFETY: 1. inside the block, which is alive, or pending and so still mapped.
+            let byte = unsafe { self.at.add(at).read() };
+            assert_eq!(byte, self.stamp, "byte {at} of {:?} at {:p} was overwritten", self.layout, self.at);
+        }
+    }
+
+    fn is_held_back(&self) -> bool {
+        self.gates.iter().any(|gate| !gate.is_open())
+    }
+
+    fn span(&self) -> (usize, usize) {
+        let start = self.at.addr().get();
+        (start, start + self.layout.size())
+    }
+}
+
+impl Machine {
+    fn new(bytes: &mut Bytes<'_>) -> Option<Self> {
+        let shared = shared_host()?;
+        let sim = Sim::h200(1).symbolic().stepped();
+        let driver = sim.driver();
+        let stream = driver.stream_create(GPU, 0).ok()?;
+        let target = driver.mem_alloc(GPU, LIMIT).ok()?;
+        let faults = Arc::new(Faults::new());
+        let mut host = shared.clone().with_driver(driver.clone(), GPU);
+        host.kernel = Kernel::with_faults(faults.clone());
+        let budget = Budget::new("fuzz", LIMIT);
+        let mut machine = Self {
+            sim,
+            driver,
+            stream,
+            target,
+            faults,
+            faulty: false,
+            host,
+            budget,
+            pools: Vec::new(),
+            closed: Vec::new(),
+            blocks: Vec::new(),
+            pending: Vec::new(),
+            latches: Vec::new(),
+            next: 1,
+        };
+        for _ in 0..OWNERS {
+            let owner = machine.open(bytes.u8())?;
+            machine.pools.push(owner);
+        }
+        Some(machine)
+    }
+
+    fn open(&self, settings: u8) -> Option<Owner> {
+        let mut config = PinnedConfig::default();
+        config.chunk = (2 << 20) << (settings & 1);
+        config.registration = 2 << 20;
+        config.patience = Duration::ZERO;
+        config.pages = PageTier::Base;
+        config.verify = Verify::Sample(NonZeroUsize::MIN);
+        config.pinning = match settings >> 1 & 3 {
+            0 => Pinning::Off,
+            1 => Pinning::Required,
+            _ => Pinning::Preferred,
+        };
+        let pool = PinnedPool::new(&self.host, &self.budget, config).ok()?;
+        Some(Owner { pool, refused: 0 })
+    }
+
+    fn step(&mut self, bytes: &mut Bytes<'_>) {
+        match bytes.choice(20) {
+            0..=5 => self.allocate(bytes),
+            6..=8 => self.free(bytes),
+            9 | 10 => self.resize(bytes),
+            11 | 12 => self.copy(bytes),
+            13 => self.latch(bytes),
+            14 => self.open_gates(bytes),
+            15 => self.plan_fault(bytes),
+            16 => self.trim(bytes),
+            17 => self.free_wrongly(bytes),
+            18 => self.replace_pool(bytes),
+            _ => {
+                let owner = usize::from(bytes.choice(OWNERS as u8));
+                let _warmed = self.pools[owner].pool.warm(usize::from(bytes.choice(8)) << 20);
+            }
+        }
+    }
+
+    /// Small most of the time, up to 4 MiB.
+    fn layout(bytes: &mut Bytes<'_>) -> Layout {
+        let size = (usize::from(bytes.small()) << bytes.choice(7)).max(1);
+        Layout::from_size_align(size, 1 << bytes.choice(14)).unwrap_or(Layout::new::<u64>())
+    }
+
+    fn pick(&self, bytes: &mut Bytes<'_>) -> Option<usize> {
+        usize::from(bytes.u8()).checked_rem(self.blocks.len())
+    }
+
+    fn allocate(&mut self, bytes: &mut Bytes<'_>) {
+        let (owner, layout) = (usize::from(bytes.choice(OWNERS as u8)), Self::layout(bytes));
+        if self.blocks.len() >= MAX_BLOCKS {
+            return;
+        }
+        let allocator = self.pools[owner].pool.allocator();
+        let Ok(block) = allocator.allocate(layout) else { return };
+        assert_eq!(block.len(), layout.size());
+        assert!(block.cast::<u8>().addr().get().is_multiple_of(layout.align()), "not aligned to {layout:?}");
+        let stamp = self.next;
+        self.next = self.next.wrapping_add(1);
+        let block = Block { at: block.cast(), layout, stamp, allocator, owner, gates: Vec::new() };
+        let (start, end) = block.span();
+        for other in self.blocks.iter().chain(self.pending.iter().filter(|block| block.is_held_back())) {
+            let (from, to) = other.span();
+            assert!(to <= start || end <= from, "two blocks overlap");
+        }
+        block.write();
+        self.blocks.push(block);
+    }
+
+    fn free(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(which) = self.pick(bytes) else { return };
+        let block = self.blocks.swap_remove(which);
+        block.check();
+        // SAFETY: 1. alive, with its own layout, by a copy of its own allocator.
+        unsafe { block.allocator.deallocate(block.at, block.layout) };
+        if !block.gates.is_empty() {
+            self.pending.push(block);
+        }
+    }
+
+    fn resize(&mut self, bytes: &mut Bytes<'_>) {
+        let (which, new) = (self.pick(bytes), Self::layout(bytes));
+        let Some(block) = which.map(|which| &mut self.blocks[which]) else { return };
+        let old = block.layout;
+        let kept = block.parts()[0].end.min(new.size());
+        // SAFETY: 1. alive, with its own layout; the new size is on the right side of the old.
+        let answer = unsafe {
+            if new.size() >= old.size() {
+                block.allocator.grow(block.at, old, new)
+            } else {
+                block.allocator.shrink(block.at, old, new)
+            }
+        };
+        let Ok(resized) = answer else { return };
+        let moved = resized.cast::<u8>() != block.at;
+        let before = Block {
+            at: block.at,
+            layout: old,
+            stamp: block.stamp,
+            allocator: block.allocator,
+            owner: block.owner,
+            gates: if moved { std::mem::take(&mut block.gates) } else { Vec::new() },
+        };
+        (block.at, block.layout) = (resized.cast(), new);
+        for at in 0..kept {
+            // SAFETY: 1. inside the block as it is now.
+            assert_eq!(unsafe { block.at.add(at).read() }, block.stamp, "the common part was not kept");
+        }
+        if block.gates.is_empty() {
+            block.stamp = block.stamp.wrapping_add(101);
+        }
+        // With a copy on its way the bytes must stay; new ones are the same.
+        block.write();
+        if before.is_held_back() {
+            self.pending.push(before);
+        }
+    }
+
+    /// Queues a copy of a block to the device and notes its end on the block.
+    fn copy(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(which) = self.pick(bytes) else { return };
+        let block = &mut self.blocks[which];
+        let Ok(event) = self.driver.event_create(GPU) else { return };
+        // SAFETY: 1. the block stays until the gate opens, which is what is tested; the target until the end. 2. nobody
+        // writes the block meanwhile, and copies to the target come one after the other on one stream.
+        let copied =
+            unsafe { self.driver.copy_to_device(self.stream, self.target, block.at, block.layout.size()) };
+        let recorded = self.driver.event_record(event, self.stream);
+        assert!(copied.is_ok() && recorded.is_ok(), "{copied:?} {recorded:?}");
+        let gate: Arc<dyn Gate> = Arc::new(Landed { driver: self.driver.clone(), event });
+        // Any address inside the block will do.
+        // SAFETY: 1. inside the block.
+        let inside = unsafe { block.at.add(usize::from(bytes.u16()) % block.layout.size()) };
+        let noted = block.allocator.defer(inside, gate.clone());
+        assert!(noted.is_ok(), "{noted:?}");
+        block.gates.push(gate);
+    }
+
+    fn latch(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(which) = self.pick(bytes) else { return };
+        let block = &mut self.blocks[which];
+        let latch = Arc::new(Latch::default());
+        let noted = block.allocator.defer(block.at, latch.clone());
+        assert!(noted.is_ok(), "{noted:?}");
+        block.gates.push(latch.clone());
+        self.latches.push(latch);
+    }
+
+    fn open_gates(&mut self, bytes: &mut Bytes<'_>) {
+        for _ in 0..bytes.choice(4) {
+            self.sim.step(self.stream);
+        }
+        if let Some(which) = usize::from(bytes.u8()).checked_rem(self.latches.len()) {
+            self.latches.swap_remove(which).0.store(true, Ordering::Relaxed);
+        }
+    }
+
+    fn plan_fault(&mut self, bytes: &mut Bytes<'_>) {
+        const CALLS: [Call; 4] = [Call::HostRegister, Call::HostAlloc, Call::HostUnregister, Call::HostFree];
+        let nth = 1 + u64::from(bytes.choice(4));
+        match bytes.choice(20) {
+            0..=2 => {
+                self.faults.clear();
+                self.sim.clear_failures();
+                return;
+            }
+            which @ 3..=14 => {
+                let errno = [12, 22, 1, 14][usize::from(bytes.choice(4))];
+                let call = SystemCall::ALL[usize::from(which) - 3];
+                if bytes.flag() {
+                    self.faults.fail(call, nth, errno);
+                } else {
+                    self.faults.fail_from(call, nth, errno);
+                }
+            }
+            which => self.sim.fail(CALLS[usize::from(which) % CALLS.len()], nth, 2),
+        }
+        self.faulty = true;
+    }
+
+    fn trim(&mut self, bytes: &mut Bytes<'_>) {
+        let owner = usize::from(bytes.choice(OWNERS as u8));
+        let pool = &self.pools[owner].pool;
+        let keep = usize::from(bytes.choice(4)) << 20;
+        let before = pool.stats().memory;
+        if let Ok(given) = pool.trim(keep) {
+            let after = pool.stats().memory;
+            assert_eq!(before.physical - given, after.physical);
+            assert!(given == 0 || after.cached >= keep as u64, "less is left than was to be kept");
+        }
+    }
+
+    /// Frees what is no live block with that layout; nothing may come of it.
+    fn free_wrongly(&mut self, bytes: &mut Bytes<'_>) {
+        let owner = usize::from(bytes.choice(OWNERS as u8));
+        let allocator = self.pools[owner].pool.allocator();
+        let mut stack = [0u8; 16];
+        let (choice, which) = (bytes.choice(5), self.pick(bytes));
+        let small = Layout::new::<[u64; 2]>();
+        let (wrong, layout) = match (choice, which.map(|which| &self.blocks[which]), self.pending.last()) {
+            // Inside a block.
+            (0, Some(block), _) if block.layout.size() > 32 => {
+                // SAFETY: 1. inside the block.
+                (unsafe { block.at.add(16) }, small)
+            }
+            // Freed already, by whichever pool.
+            (1, _, Some(pending)) if pending.is_held_back() => (pending.at, small),
+            // A block of another pool.
+            (2, Some(block), _) if block.allocator.is_open() && block.owner != owner => (block.at, small),
+            // A block, but longer than it is.
+            (3, Some(block), _) if block.owner == owner && block.allocator.is_open() => {
+                (block.at, Layout::new::<[u64; 1 << 20]>())
+            }
+            // Nobody's.
+            _ => (NonNull::from(&mut stack).cast(), small),
+        };
+        // SAFETY: 1. it is none of the allocator's live blocks, or not with that layout, and refusing it is what is tested:
+        // nothing is touched.
+        unsafe { allocator.deallocate(wrong, layout) };
+        self.pools[owner].refused += 1;
+        // A pool that is gone refuses to serve.
+        if let Some(stale) = usize::from(bytes.u8()).checked_rem(self.closed.len()) {
+            let stale = self.closed[stale];
+            assert!(stale.allocate(Layout::new::<u64>()).is_err());
+            // Its shell may be a later pool's by now, whose block this is.
+            if let Some(block) =
+                which.map(|which| &self.blocks[which]).filter(|block| block.allocator.is_open())
+            {
+                // SAFETY: 1. of an open pool, so not the closed allocator's: refusing it is what is tested.
+                unsafe { stale.deallocate(block.at, block.layout) };
+            }
+        }
+    }
+
+    fn replace_pool(&mut self, bytes: &mut Bytes<'_>) {
+        let owner = usize::from(bytes.choice(OWNERS as u8));
+        let Some(fresh) = self.open(bytes.u8()) else { return };
+        let old = std::mem::replace(&mut self.pools[owner], fresh);
+        self.closed.push(old.pool.allocator());
+    }
+
+    fn check(&mut self) {
+        self.pending.retain(Block::is_held_back);
+        self.blocks.iter().chain(&self.pending).for_each(Block::check);
+        let mut physical = 0;
+        for (owner, Owner { pool, refused }) in self.pools.iter().enumerate() {
+            assert!(pool.is_consistent(), "the books of owner {owner} disagree");
+            let stats = pool.stats();
+            let mine = || self.blocks.iter().filter(|b| b.owner == owner && b.allocator.is_open());
+            assert_eq!(stats.memory.blocks, mine().count() as u64);
+            assert_eq!(stats.memory.requested, mine().map(|block| block.layout.size() as u64).sum());
+            assert_eq!(stats.memory.live + stats.memory.cached + stats.memory.pending, stats.memory.physical);
+            assert_eq!(stats.refused_frees, *refused);
+            physical += stats.memory.physical;
+        }
+        let used = self.budget.used();
+        assert!(used <= LIMIT && physical <= used, "{physical} held, {used} charged");
+        let lingers = self.blocks.iter().chain(&self.pending).any(|block| !block.allocator.is_open());
+        if !self.faulty && !lingers {
+            pool::sweep();
+            assert_eq!(self.budget.used(), physical, "charged is not held");
+        }
+        let found = self.sim.violations();
+        assert!(found.is_empty(), "{}", found[0]);
+    }
+
+    fn finish(mut self) {
+        self.faults.clear();
+        self.sim.clear_failures();
+        for block in std::mem::take(&mut self.blocks) {
+            block.check();
+            // SAFETY: 1. alive, with its own layout, by a copy of its own allocator.
+            unsafe { block.allocator.deallocate(block.at, block.layout) };
+            if block.is_held_back() {
+                self.pending.push(block);
+            }
+        }
+        self.check();
+        self.sim.run_all();
+        self.latches.iter().for_each(|latch| latch.0.store(true, Ordering::Relaxed));
+        self.pending.clear();
+        let waited = self.driver.device_synchronize(GPU);
+        assert!(waited.is_ok(), "{waited:?}");
+        self.pools.clear();
+        pool::sweep();
+        assert_eq!(retry_stranded(), 0, "something would not be given back");
+        assert_eq!(self.budget.used(), 0, "something is charged that nobody holds");
+        let left = self.sim.outstanding();
+        assert_eq!((left.registrations, left.host_allocations, left.events), (0, 0, 0), "{left}");
+        let found = self.sim.violations();
+        assert!(found.is_empty(), "{}", found[0]);
+    }
+}

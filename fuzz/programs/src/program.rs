@@ -1,0 +1,95 @@
+//! Bytes as a program: how a fuzz target reads what to do next.
+
+/// Reads numbers from bytes, and zeros once they have run out, so that every input is a program.
+///
+/// ```
+/// use aquifer_programs::program::Bytes;
+///
+/// let mut bytes = Bytes::new(&[7, 1, 2, 9]);
+/// assert_eq!(bytes.choice(5), 2);
+/// assert_eq!(bytes.u16(), 0x0201);
+/// assert_eq!(bytes.remaining(), 1);
+/// ```
+#[derive(Clone, Debug)]
+pub struct Bytes<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Bytes<'a> {
+    /// A reader at the start of `bytes`.
+    #[must_use]
+    pub const fn new(bytes: &'a [u8]) -> Self {
+        Self { rest: bytes }
+    }
+
+    /// How many bytes are left.
+    #[must_use]
+    pub const fn remaining(&self) -> usize {
+        self.rest.len()
+    }
+
+    /// Whether none are left.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.rest.is_empty()
+    }
+
+    /// The next byte.
+    pub fn u8(&mut self) -> u8 {
+        match self.rest.split_first() {
+            Some((&byte, rest)) => {
+                self.rest = rest;
+                byte
+            }
+            None => 0,
+        }
+    }
+
+    /// The next two bytes, low one first.
+    pub fn u16(&mut self) -> u16 {
+        u16::from_le_bytes([self.u8(), self.u8()])
+    }
+
+    /// The next four bytes, low one first.
+    pub fn u32(&mut self) -> u32 {
+        u32::from(self.u16()) | u32::from(self.u16()) << 16
+    }
+
+    /// The next eight bytes, low one first.
+    pub fn u64(&mut self) -> u64 {
+        u64::from(self.u32()) | u64::from(self.u32()) << 32
+    }
+
+    /// The low bit of the next byte.
+    pub fn flag(&mut self) -> bool {
+        self.u8() & 1 == 1
+    }
+
+    /// One of `of` possibilities, counted from zero, by the next byte. Zero when there are none.
+    pub fn choice(&mut self, of: u8) -> u8 {
+        self.u8().checked_rem(of).unwrap_or(0)
+    }
+
+    /// A number of 16 bits that is small most of the time: the first byte says how many bits of
+    /// the next two count.
+    pub fn small(&mut self) -> u16 {
+        let bits = u32::from(self.choice(17));
+        let mask = (1u32 << bits) - 1;
+        self.u16() & mask as u16
+    }
+}
+
+/// `len` bytes that look random and are the same for the same `seed`: the input of a test that
+/// has no corpus (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
+#[must_use]
+pub fn seeded(seed: u64, len: usize) -> Vec<u8> {
+    let mut state = seed;
+    let words = std::iter::repeat_with(move || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut word = state;
+        word = (word ^ word >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        word = (word ^ word >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        word ^ word >> 31
+    });
+    words.flat_map(u64::to_le_bytes).take(len).collect()
+}

@@ -1,0 +1,22 @@
+//! The device program, from seeds and from the committed corpus.
+
+use aquifer_programs::{device, program::seeded};
+use std::{fs, path::Path};
+
+#[test]
+fn no_seeded_program_breaks_a_promise_of_the_device_pool() {
+    for seed in 0..400 {
+        device::run(&seeded(seed, 600));
+    }
+}
+
+#[test]
+fn no_program_of_the_corpus_breaks_a_promise_of_the_device_pool() {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/device");
+    let mut programs = 0;
+    for entry in fs::read_dir(corpus).expect("the corpus is committed") {
+        device::run(&fs::read(entry.expect("a readable corpus").path()).expect("a readable program"));
+        programs += 1;
+    }
+    assert!(programs > 0, "the corpus is empty");
+}

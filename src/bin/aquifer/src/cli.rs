@@ -1,0 +1,231 @@
+//! What can be asked for, and how a wrong request is told.
+
+use crate::amount::{Amount, AmountError};
+use clap::{Args, Parser, Subcommand, ValueEnum, error::ErrorKind};
+use std::{error, fmt, path::PathBuf, str::FromStr};
+
+/// The command line.
+#[derive(Parser, Debug)]
+#[command(
+    name = "aquifer",
+    version,
+    about,
+    max_term_width = 80,
+    after_help = "\
+Exit status: 0 all is well; 1 the trace does not fit, or a check failed;
+2 the request or the trace makes no sense (one line on stderr says why)."
+)]
+pub(crate) struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// What to do.
+#[derive(Subcommand, Debug)]
+pub(crate) enum Command {
+    /// Live through a recorded allocation trace again, and check every access
+    #[command(after_help = "\
+The trace is CSV with the header `t_us,op,id,bytes,stream`, as AQUIFER_TRACE=FILE
+makes any program that uses the library write it, or the log of RAPIDS' memory
+manager; plain or xz-compressed. Without a GPU a simulated one is used.")]
+    Replay(Replay),
+    /// Say what this machine offers, what a program would get, and what to mend
+    Doctor(Doctor),
+}
+
+/// Flags of `replay`.
+#[derive(Args, Debug)]
+pub(crate) struct Replay {
+    /// The trace
+    pub(crate) trace: PathBuf,
+    /// Where to run it: auto, sim, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub(crate) device: DeviceChoice,
+    /// Who places the blocks
+    #[arg(long, value_enum, default_value_t = Allocator::Pool)]
+    pub(crate) allocator: Allocator,
+    /// The most memory it may take: bytes (4076911904, 4GiB, 500M) or a multiple of the trace's peak (1.05x)
+    #[arg(long, value_name = "BYTES|1.05x", conflicts_with = "fit")]
+    pub(crate) budget: Option<Amount>,
+    /// Search the smallest budget that the trace completes with, and verify it
+    #[arg(long)]
+    pub(crate) fit: bool,
+    /// Rounds that are timed, one after another with the same allocator; the first fills it
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub(crate) repeat: u32,
+    /// Do not tell the allocator which streams use a block: the checks must object
+    #[arg(long, conflicts_with = "fit")]
+    pub(crate) ignore_order: bool,
+    /// Answer in JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Flags of `doctor`.
+#[derive(Args, Debug)]
+pub(crate) struct Doctor {
+    /// Answer in JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Exit with status 1 if a warning stands
+    #[arg(long)]
+    pub(crate) strict: bool,
+}
+
+/// Who places the blocks.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Allocator {
+    /// This library's caching pool
+    Pool,
+    /// The driver's stream-ordered allocator
+    Async,
+    /// A driver allocation for each block
+    Direct,
+}
+
+impl Allocator {
+    /// As on the command line.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Pool => "pool",
+            Self::Async => "async",
+            Self::Direct => "direct",
+        }
+    }
+}
+
+/// Where to run.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum DeviceChoice {
+    /// The first GPU, or the simulated one.
+    Auto,
+    /// The simulated one.
+    Sim,
+    /// A GPU by its ordinal.
+    Cuda(u32),
+}
+
+/// A device that cannot be named so.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct BadDevice;
+
+impl fmt::Display for BadDevice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a device is auto, sim, cuda or cuda:N")
+    }
+}
+
+impl error::Error for BadDevice {}
+
+impl FromStr for DeviceChoice {
+    type Err = BadDevice;
+
+    fn from_str(text: &str) -> Result<Self, BadDevice> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "sim" => Ok(Self::Sim),
+            "cuda" => Ok(Self::Cuda(0)),
+            _ => {
+                let ordinal = text.strip_prefix("cuda:").filter(|n| n.bytes().all(|b| b.is_ascii_digit()));
+                ordinal.and_then(|n| n.parse().ok()).map(Self::Cuda).ok_or(BadDevice)
+            }
+        }
+    }
+}
+
+/// A command line that cannot be followed, or one that asked for words only.
+#[derive(Debug)]
+pub(crate) enum Refused {
+    /// Help or version: text for stdout.
+    Words(String),
+    /// A mistake, in one line.
+    Mistake(String),
+}
+
+/// Reads the command line.
+///
+/// # Errors
+/// [`Refused`] for a mistake, and for `--help` and `--version`.
+pub(crate) fn parse<I>(arguments: I) -> Result<Cli, Refused>
+where
+    I: IntoIterator<Item = std::ffi::OsString>,
+{
+    Cli::try_parse_from(arguments).map_err(|e| match e.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Refused::Words(e.to_string()),
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            Refused::Mistake("a command is needed: replay or doctor; aquifer --help says more".to_owned())
+        }
+        _ => Refused::Mistake(one_line(&e.to_string())),
+    })
+}
+
+/// The parser's message without its usage, in one line.
+fn one_line(message: &str) -> String {
+    let mut line = String::new();
+    for part in message.lines().map(str::trim).take_while(|part| !part.starts_with("Usage:")) {
+        if part.is_empty() || part.starts_with("For more information") {
+            continue;
+        }
+        if !line.is_empty() {
+            line.push_str(if line.ends_with(':') { " " } else { "; " });
+        }
+        line.push_str(part.strip_prefix("error: ").unwrap_or(part));
+    }
+    line
+}
+
+impl FromStr for Amount {
+    type Err = AmountError;
+
+    fn from_str(text: &str) -> Result<Self, AmountError> {
+        Amount::parse(text)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    fn mistake(line: &str) -> String {
+        let arguments = line.split(' ').map(Into::into);
+        match parse(arguments) {
+            Err(Refused::Mistake(said)) => said,
+            other => panic!("{line}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn a_mistake_is_told_in_one_line() {
+        let table = [
+            ("aquifer", "a command is needed: replay or doctor"),
+            ("aquifer drink", "unrecognized subcommand 'drink'"),
+            ("aquifer replay", "the following required arguments were not provided: <TRACE>"),
+            (
+                "aquifer replay t.csv --bugdet 1",
+                "unexpected argument '--bugdet' found; tip: a similar argument exists",
+            ),
+            (
+                "aquifer replay t.csv --budget 0",
+                "invalid value '0' for '--budget <BYTES|1.05x>': a budget of zero",
+            ),
+            ("aquifer replay t.csv --device gpu", "invalid value 'gpu' for '--device <DEVICE>': a device is"),
+            ("aquifer replay t.csv --device cuda:-1", "invalid value 'cuda:-1'"),
+            ("aquifer replay t.csv --allocator best", "invalid value 'best' for '--allocator"),
+            ("aquifer replay t.csv --repeat 0", "invalid value '0' for '--repeat <N>'"),
+            ("aquifer replay t.csv --fit --budget 1G", "the argument '--fit' cannot be used with '--budget"),
+            ("aquifer doctor now", "unexpected argument 'now' found"),
+        ];
+        for (line, expected) in table {
+            let said = mistake(line);
+            assert!(said.starts_with(expected), "{line}: {said}");
+            assert!(!said.contains('\n'), "{said:?}");
+        }
+    }
+}

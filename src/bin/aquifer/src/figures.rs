@@ -1,0 +1,89 @@
+//! Figures as a person reads them.
+
+use std::fmt;
+
+/// A count with its thousands apart: `63,608`.
+pub(crate) struct Count(pub(crate) u64);
+
+impl fmt::Display for Count {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let digits = self.0.to_string();
+        let mut text = String::with_capacity(digits.len() * 4 / 3 + 1);
+        for (place, digit) in digits.chars().enumerate() {
+            if place > 0 && (digits.len() - place).is_multiple_of(3) {
+                text.push(',');
+            }
+            text.push(digit);
+        }
+        f.pad(&text)
+    }
+}
+
+/// A count and what is counted, in the singular or the plural: `1 stream`, `2 streams`.
+pub(crate) struct Of(pub(crate) u64, pub(crate) &'static str);
+
+impl fmt::Display for Of {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(count, noun) = self;
+        f.pad(&format!("{} {noun}{}", Count(*count), if *count == 1 { "" } else { "s" }))
+    }
+}
+
+/// A time in nanoseconds, in the unit that suits it, with three digits that count.
+pub(crate) struct Nanoseconds(pub(crate) f64);
+
+impl fmt::Display for Nanoseconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (mut value, mut unit) = (self.0, "ns");
+        for next in ["µs", "ms", "s"] {
+            // 999.5 would be written as 1000.
+            if value < 999.5 {
+                break;
+            }
+            (value, unit) = (value / 1000.0, next);
+        }
+        let digits = if value < 9.995 {
+            2
+        } else if value < 99.95 {
+            1
+        } else {
+            0
+        };
+        f.pad(&format!("{value:.digits$} {unit}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thousands_stand_apart() {
+        for (n, text) in
+            [(0, "0"), (999, "999"), (1000, "1,000"), (63_608, "63,608"), (4_076_911_904, "4,076,911,904")]
+        {
+            assert_eq!(Count(n).to_string(), text);
+        }
+        assert_eq!(format!("[{:>8}]", Count(1234)), "[   1,234]");
+        assert_eq!(
+            (Of(1, "stream").to_string(), Of(2000, "stream").to_string()),
+            ("1 stream".into(), "2,000 streams".into())
+        );
+    }
+
+    #[test]
+    fn times_have_three_digits_and_their_unit() {
+        let table = [
+            (0.0, "0.00 ns"),
+            (9.994, "9.99 ns"),
+            (41.26, "41.3 ns"),
+            (999.4, "999 ns"),
+            (999.6, "1.00 µs"),
+            (40_000.0, "40.0 µs"),
+            (2.1e9, "2.10 s"),
+        ];
+        for (ns, text) in table {
+            assert_eq!(Nanoseconds(ns).to_string(), text);
+        }
+    }
+}

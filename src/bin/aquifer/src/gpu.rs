@@ -1,0 +1,69 @@
+//! The driver of this machine's GPUs, if it has one.
+
+use aquifer_driver::{DeviceInfo, Driver};
+use std::{fmt, sync::Arc};
+
+/// Why there is no GPU to talk to.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum NoGpu {
+    /// The driver cannot be opened.
+    #[cfg(feature = "cuda")]
+    Open(aquifer_driver::cuda::OpenError),
+    /// The driver does not answer.
+    Driver(aquifer_driver::DriverError),
+    /// This program was built without the feature.
+    #[cfg(not(feature = "cuda"))]
+    NotBuilt,
+}
+
+impl fmt::Display for NoGpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            #[cfg(feature = "cuda")]
+            Self::Open(e) => e.fmt(f),
+            Self::Driver(e) => e.fmt(f),
+            #[cfg(not(feature = "cuda"))]
+            Self::NotBuilt => {
+                f.write_str("this program was built without the CUDA driver (feature cuda-13000)")
+            }
+        }
+    }
+}
+
+impl std::error::Error for NoGpu {}
+
+/// The driver and what devices it shows, of which there is at least one.
+#[derive(Clone, Debug)]
+pub(crate) struct Gpus {
+    /// The driver.
+    pub(crate) driver: Arc<dyn Driver>,
+    /// The devices, by ordinal.
+    pub(crate) devices: Vec<DeviceInfo>,
+}
+
+impl Gpus {
+    /// Opens the driver and asks for its devices. Takes part of a second where there is one.
+    ///
+    /// # Errors
+    /// [`NoGpu`].
+    pub(crate) fn open() -> Result<Self, NoGpu> {
+        let driver = open_driver()?;
+        let count = driver.device_count().map_err(NoGpu::Driver)?;
+        let devices = (0..count).map(|ordinal| driver.device_info(aquifer_driver::DeviceId(ordinal)));
+        let devices = devices.collect::<aquifer_driver::Result<_>>().map_err(NoGpu::Driver)?;
+        Ok(Self { driver, devices })
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn open_driver() -> Result<Arc<dyn Driver>, NoGpu> {
+    match aquifer_driver::cuda::CudaDriver::open() {
+        Ok(driver) => Ok(driver),
+        Err(e) => Err(NoGpu::Open(e)),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn open_driver() -> Result<Arc<dyn Driver>, NoGpu> {
+    Err(NoGpu::NotBuilt)
+}

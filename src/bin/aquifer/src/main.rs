@@ -1,0 +1,73 @@
+//! The command line of aquifer: replay a recorded allocation trace, or see what a machine offers.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `cli` | what can be asked for |
+//! | `trace` | recorded traces, read and checked |
+//! | `replay` | living through one again |
+//! | `doctor` | what this machine offers |
+//! | `gpu` | the driver, if there is one |
+//! | `amount`, `figures`, `layout`, `json`, `progress` | reading and writing for people |
+//!
+//! Results go to stdout. A request that makes no sense is told in one line on stderr, with nothing on stdout and exit
+//! status 2.
+
+mod amount;
+mod cli;
+mod doctor;
+mod figures;
+mod gpu;
+mod json;
+mod layout;
+mod progress;
+mod replay;
+mod trace;
+
+use cli::{Command, Refused};
+use std::{
+    env,
+    io::{self, Write},
+    process::ExitCode,
+};
+
+/// All is well.
+const WELL: u8 = 0;
+/// The request makes sense, the answer is no.
+const NO: u8 = 1;
+/// The request makes no sense.
+const MISTAKE: u8 = 2;
+
+fn main() -> ExitCode {
+    let (text, status) = match cli::parse(env::args_os()) {
+        Ok(cli) => match cli.command {
+            Command::Replay(args) => match replay::run(&args) {
+                Ok(report) => {
+                    let text = if args.json { report.to_json() } else { report.to_screen() };
+                    (text, if report.is_clean() { WELL } else { NO })
+                }
+                Err(mistake) => return refuse(&mistake.to_string()),
+            },
+            Command::Doctor(args) => {
+                let diagnosis = doctor::Diagnosis::make();
+                let refused = args.strict && diagnosis.has_warnings();
+                (diagnosis.text(&args), if refused { NO } else { WELL })
+            }
+        },
+        Err(Refused::Words(text)) => (text.trim_end().to_owned(), WELL),
+        Err(Refused::Mistake(line)) => return refuse(&line),
+    };
+    match writeln!(io::stdout().lock(), "{text}") {
+        Ok(()) => ExitCode::from(status),
+        // Whoever reads has seen enough.
+        Err(e) if e.kind() == io::ErrorKind::BrokenPipe => ExitCode::from(status),
+        Err(e) => refuse(&format!("the result cannot be written: {e}")),
+    }
+}
+
+/// One line on stderr, whatever it was.
+fn refuse(line: &str) -> ExitCode {
+    let line = line.split_whitespace().collect::<Vec<_>>().join(" ");
+    // If not even that can be written there is nobody to tell.
+    let _ = writeln!(io::stderr().lock(), "aquifer: {line}");
+    ExitCode::from(MISTAKE)
+}

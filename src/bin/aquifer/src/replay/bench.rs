@@ -1,0 +1,302 @@
+//! One pass over a trace.
+
+use super::{
+    engine::{Engine, Order, Played, streams_needed},
+    place::{Place, Session},
+    report::{Failure, Timing},
+    stamp::Stamped,
+    uses::{EndOldest, OpenUses},
+    work::{Declared, Idle, Verdict, Work},
+};
+use crate::{cli::Allocator, progress::Progress, trace::Trace};
+use aquifer_core::{Budget, MemoryError, PoolStats, Result};
+use aquifer_device::{
+    DevicePool, Direct, FailureCallback, OnFailure, PoolConfig, Reclaim, Request, Resource, StreamOrdered,
+};
+use aquifer_stream::{Stream, StreamPool};
+use std::sync::Arc;
+
+/// What is played, where, and by whom its blocks are placed.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Bench<'a> {
+    /// What.
+    pub(crate) trace: &'a Trace,
+    /// Where.
+    pub(crate) place: &'a Place,
+    /// By whom.
+    pub(crate) allocator: Allocator,
+    /// Whether it is told who uses what.
+    pub(crate) order: Order,
+}
+
+/// What a pass with checks found.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Checked {
+    /// The most bytes held from the driver.
+    pub(crate) peak_physical: u64,
+    /// Why it stopped, if it did.
+    pub(crate) failure: Option<Failure>,
+    /// Driver calls from the first row to the last, without the checks' own.
+    pub(crate) driver_calls: Vec<(&'static str, u64)>,
+    /// What the simulator says they cost.
+    pub(crate) modelled_driver_ns: Option<u64>,
+    /// What the checks say.
+    pub(crate) verdict: Verdict,
+    /// Blocks that another stream used.
+    pub(crate) crossings: u64,
+    /// Uses that ended early.
+    pub(crate) early: u64,
+    /// Bytes held after everything was freed and trimmed.
+    pub(crate) leaked: u64,
+}
+
+/// What a pass for time found.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct Timed {
+    /// What the allocator's calls took.
+    pub(crate) timing: Timing,
+    /// Physical handles that moved in the first round.
+    pub(crate) moves: u64,
+}
+
+/// What any pass leaves behind.
+struct Pass {
+    rounds: Vec<Played>,
+    /// After the first round.
+    first: PoolStats,
+    driver_calls: Vec<(&'static str, u64)>,
+    modelled_driver_ns: Option<u64>,
+    verdict: Verdict,
+    early: u64,
+    leaked: u64,
+}
+
+/// The allocator of a pass.
+#[derive(Debug)]
+enum Placer {
+    Pool(DevicePool),
+    Backend(Arc<dyn Resource>),
+}
+
+impl Placer {
+    fn resource(&self) -> &dyn Resource {
+        match self {
+            Self::Pool(pool) => pool,
+            Self::Backend(backend) => &**backend,
+        }
+    }
+}
+
+impl Bench<'_> {
+    /// Plays the trace once from empty, with everything checked.
+    ///
+    /// # Errors
+    /// If the allocator or its streams cannot be had. A trace that does not fit is no error.
+    pub(crate) fn check(&self, budget: Option<u64>, progress: &mut Progress) -> Result<Checked> {
+        let session = self.place.begin(true);
+        let pass = match &session.sim {
+            Some(sim) => self.pass(&session, budget, Arc::new(Declared::new(sim)), 1, progress)?,
+            None => {
+                let stamps = Stamped::new(&session.driver, session.device, self.trace)?;
+                self.pass(&session, budget, Arc::new(stamps), 1, progress)?
+            }
+        };
+        let Pass { rounds, first, driver_calls, modelled_driver_ns, verdict, early, leaked } = pass;
+        let failure = rounds.iter().find_map(|played| {
+            let error = played.failure.as_ref()?;
+            Some(Failure { operations: played.operations, said: error.to_string() })
+        });
+        let crossings = rounds.iter().map(|played| played.crossings).sum();
+        Ok(Checked {
+            peak_physical: first.peak_physical,
+            failure,
+            driver_calls,
+            modelled_driver_ns,
+            verdict,
+            crossings,
+            early,
+            leaked,
+        })
+    }
+
+    /// Plays the trace `rounds` times with one allocator, for the time it takes. `None` if it did not fit.
+    ///
+    /// # Errors
+    /// If the allocator or its streams cannot be had.
+    pub(crate) fn time(
+        &self,
+        budget: Option<u64>,
+        rounds: u32,
+        progress: &mut Progress,
+    ) -> Result<Option<Timed>> {
+        let session = self.place.begin(false);
+        let pass = self.pass(&session, budget, Arc::new(Idle), rounds, progress)?;
+        if pass.rounds.iter().any(|played| played.failure.is_some()) {
+            return Ok(None);
+        }
+        let per_operation = |played: &Played| played.took.as_nanos() as f64 / played.operations.max(1) as f64;
+        let Some((first, rest)) = pass.rounds.split_first() else { return Ok(None) };
+        let first = per_operation(first);
+        let warm = median(rest.iter().map(per_operation).collect()).unwrap_or(first);
+        Ok(Some(Timed { timing: Timing { first, warm, rounds }, moves: pass.first.moves }))
+    }
+
+    fn pass<W: Work>(
+        &self,
+        session: &Session,
+        budget: Option<u64>,
+        work: Arc<W>,
+        rounds: u32,
+        progress: &mut Progress,
+    ) -> Result<Pass> {
+        let uses = Arc::new(OpenUses::new());
+        let relief = Arc::new(EndOldest { uses: uses.clone(), work: work.clone() });
+        let (placer, streams) = self.open(session, budget, relief)?;
+        let pass = match &placer {
+            // Called directly, as a program would.
+            Placer::Pool(pool) => self.rounds(session, pool, &streams, &*work, &uses, rounds, progress),
+            Placer::Backend(backend) => {
+                self.rounds(session, &**backend, &streams, &*work, &uses, rounds, progress)
+            }
+        };
+        let mut pass = pass?;
+        let left = at_rest(placer.resource(), &streams)?;
+        pass.leaked = left.physical.max(left.live + left.pending);
+        // The allocator's own end is part of what is checked.
+        drop(streams);
+        drop(placer);
+        pass.verdict = work.verdict()?;
+        Ok(pass)
+    }
+
+    /// The allocator, and as many streams as the trace needs.
+    fn open<W: Work>(
+        &self,
+        session: &Session,
+        budget: Option<u64>,
+        relief: Arc<EndOldest<W>>,
+    ) -> Result<(Placer, Vec<Stream>)> {
+        let Session { driver, device, .. } = session;
+        let count = streams_needed(self.trace);
+        let budget = budget.map(|bytes| Budget::new("the replay", bytes));
+        let (placer, streams) = match self.allocator {
+            Allocator::Pool => {
+                let mut config = PoolConfig::default();
+                config.budget = budget;
+                config.streams = config.streams.max(count);
+                config.reclaim.push(relief);
+                let pool = DevicePool::open(driver.clone(), *device, config)?;
+                let streams = pool.streams().clone();
+                (Placer::Pool(pool), streams)
+            }
+            Allocator::Async => {
+                let budget = match budget {
+                    Some(budget) => budget,
+                    // The pool's own default, so that the two are asked for the same.
+                    None => {
+                        let free =
+                            driver.memory_info(*device).map_err(|e| MemoryError::driver(*device, e))?.free;
+                        Budget::new("the device", free / 5 * 4)
+                    }
+                };
+                let streams = StreamPool::new(driver.clone(), *device, count);
+                let backend = StreamOrdered::new(driver.clone(), streams.clone(), budget)?;
+                (Placer::Backend(Arc::new(relieved(backend, relief))), streams)
+            }
+            Allocator::Direct => {
+                let streams = StreamPool::new(driver.clone(), *device, count);
+                let backend = Direct::new(driver.clone(), streams.clone(), budget);
+                (Placer::Backend(Arc::new(relieved(backend, relief))), streams)
+            }
+        };
+        let streams = (0..count).map(|_| streams.lease()).collect::<Result<_>>()?;
+        Ok((placer, streams))
+    }
+
+    #[expect(clippy::too_many_arguments, reason = "everything that a pass has, once, and nothing else")]
+    fn rounds<R: Resource + ?Sized, W: Work>(
+        &self,
+        session: &Session,
+        allocator: &R,
+        streams: &[Stream],
+        work: &W,
+        uses: &OpenUses,
+        rounds: u32,
+        progress: &mut Progress,
+    ) -> Result<Pass> {
+        let calls = || session.driver.calls().made();
+        let modelled = || session.sim.as_ref().map(|sim| sim.modelled_ns());
+        let (calls_before, modelled_before) = (calls(), modelled());
+        let mut engine = Engine::new(self.trace, streams, allocator, work, uses, self.order);
+        let mut played = vec![engine.play(progress)];
+        let own = work.driver_calls();
+        let driver_calls = calls().into_iter().filter_map(|(call, count)| {
+            let before = calls_before.iter().chain(&own).filter(|(other, _)| *other == call);
+            let made = count - before.map(|(_, count)| count).sum::<u64>().min(count);
+            (made > 0).then_some((call.name(), made))
+        });
+        let driver_calls = driver_calls.collect();
+        let modelled_driver_ns = modelled().zip(modelled_before).map(|(now, before)| now - before);
+        let (first, early) = (allocator.stats(), uses.early());
+        engine.clear()?;
+        for _ in 1..rounds {
+            if played.iter().any(|p| p.failure.is_some()) {
+                break;
+            }
+            played.push(engine.play(progress));
+            engine.clear()?;
+        }
+        Ok(Pass {
+            rounds: played,
+            first,
+            driver_calls,
+            modelled_driver_ns,
+            verdict: Verdict::default(),
+            early,
+            leaked: 0,
+        })
+    }
+}
+
+/// The middle, or the mean of the two middle ones.
+fn median(mut all: Vec<f64>) -> Option<f64> {
+    all.sort_by(f64::total_cmp);
+    let (upper, lower) = (all.get(all.len() / 2)?, all.get((all.len() - 1) / 2)?);
+    Some((upper + lower) / 2.0)
+}
+
+/// Waits until everything is done, gives back what is free, and answers with what is left.
+///
+/// Blocks with uses join their streams' free memory when the allocator looks, and are done when the streams are seen to
+/// be: it takes a look, a wait, and another look.
+pub(super) fn at_rest(allocator: &dyn Resource, streams: &[Stream]) -> Result<PoolStats> {
+    for _ in 0..2 {
+        for stream in streams {
+            stream.synchronize()?;
+        }
+        allocator.trim(0)?;
+    }
+    Ok(allocator.stats())
+}
+
+/// The driver's allocators know no handlers for a lack of memory; a wrapper gives them one.
+fn relieved<R: Resource, W: Work>(backend: R, relief: Arc<EndOldest<W>>) -> impl Resource {
+    FailureCallback::new(backend, u32::MAX, move |request: &Request, _: &MemoryError| {
+        match relief.reclaim(request.size()) {
+            0 => OnFailure::GiveUp,
+            _ => OnFailure::Retry,
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        assert_eq!(median(vec![]), None);
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(vec![4.0, 1.0]), Some(2.5));
+    }
+}

@@ -1,0 +1,232 @@
+//! The search for the smallest budget that a trace completes with.
+//!
+//! Whether a trace fits is found by playing it, checks and all, as without a search. Between a budget that fails and one
+//! that holds the search halves until they are one physical handle apart. A larger budget does not always hold where a
+//! smaller one does: blocks fall into other places. So the answer must also hold with 0.5 % and 2 % more, and for every
+//! round that is timed; if it does not, the search goes on above what failed.
+
+use super::{
+    bench::{Bench, Timed},
+    report::{Fit, Report, Violations},
+    work::TOLD,
+};
+use crate::progress::Progress;
+use aquifer_core::Result;
+
+/// How often an answer may fail to hold before the search gives up.
+const PATIENCE: u32 = 16;
+
+/// What a search found.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Found {
+    /// The smallest budget; none if no budget holds.
+    pub(crate) fit: Option<Fit>,
+    /// What the checks of all passes found, whether they completed or not.
+    pub(crate) violations: Violations,
+}
+
+/// Searches. `whole` is what a pass without a limit reported.
+///
+/// # Errors
+/// If the allocator or its streams cannot be had.
+pub(crate) fn search(
+    bench: &Bench<'_>,
+    whole: &Report,
+    repeat: u32,
+    progress: &mut Progress,
+) -> Result<Found> {
+    let step = bench.place.granularity();
+    let sizes = Sizes {
+        step,
+        least: bench.trace.peak_live.div_ceil(step) * step,
+        likely: whole.peak_physical.div_ceil(step) * step,
+        most: bench.place.memory() / step * step,
+    };
+    let mut passes = Passes { bench, repeat, progress, violations: Violations::default() };
+    let found = smallest(sizes, &mut passes)?;
+    let fit = found.map(|(bytes, timed)| Fit { bytes, timing: timed.timing, moves: timed.moves });
+    Ok(Found { fit, violations: passes.violations })
+}
+
+/// Where to look, in bytes; all are multiples of `step`.
+#[derive(Clone, Copy, Debug)]
+struct Sizes {
+    step: u64,
+    /// Nothing below can hold.
+    least: u64,
+    /// Has held, or nearly.
+    likely: u64,
+    /// Nothing above can be had.
+    most: u64,
+}
+
+/// How a size is tried.
+trait Trial {
+    /// What a size that holds is measured by.
+    type Measure;
+
+    /// Whether the trace completes with it. `left` sizes may still be the answer.
+    fn holds(&mut self, bytes: u64, left: u64) -> Result<bool>;
+
+    /// Measures it; `None` if it does not hold for as long as that takes.
+    fn measure(&mut self, bytes: u64) -> Result<Option<Self::Measure>>;
+}
+
+/// The smallest size that holds, and 0.5 % and 2 % above which it holds as well.
+fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Measure)>> {
+    let Sizes { step, least, likely, most } = sizes;
+    let up = |bytes: u64| bytes.div_ceil(step) * step;
+    if least > most {
+        return Ok(None);
+    }
+    let mut fails = least.saturating_sub(step);
+    let Some(mut holds) = first_that_holds(sizes, likely.max(least).min(most), trial)? else {
+        return Ok(None);
+    };
+    for _ in 0..PATIENCE {
+        // Both are multiples of `step`, and `fails` is below `holds`.
+        while holds - fails > step {
+            let left = (holds - fails) / step;
+            let middle = fails + left / 2 * step;
+            if trial.holds(middle, left)? {
+                holds = middle;
+            } else {
+                fails = middle;
+            }
+        }
+        let mut failed = None;
+        for above in [holds + holds / 200, holds + holds / 50] {
+            let above = up(above).min(most);
+            if !trial.holds(above, 1)? {
+                failed = Some(above);
+            }
+        }
+        fails = match failed {
+            Some(above) => above,
+            None => match trial.measure(holds)? {
+                Some(measure) => return Ok(Some((holds, measure))),
+                None => holds,
+            },
+        };
+        if fails >= most {
+            break;
+        }
+        match first_that_holds(sizes, fails + step, trial)? {
+            Some(bytes) => holds = bytes,
+            None => break,
+        }
+    }
+    Ok(None)
+}
+
+/// A size from `bytes` up that holds. Each try is an eighth larger, and the last has everything.
+fn first_that_holds<T: Trial>(sizes: Sizes, mut bytes: u64, trial: &mut T) -> Result<Option<u64>> {
+    let Sizes { step, most, .. } = sizes;
+    loop {
+        if trial.holds(bytes, (most - bytes) / step + 1)? {
+            return Ok(Some(bytes));
+        }
+        if bytes >= most {
+            return Ok(None);
+        }
+        bytes = (bytes + (bytes / 8 / step).max(1) * step).min(most);
+    }
+}
+
+/// Passes over the trace.
+struct Passes<'a, 'b> {
+    bench: &'a Bench<'b>,
+    repeat: u32,
+    progress: &'a mut Progress,
+    violations: Violations,
+}
+
+impl Trial for Passes<'_, '_> {
+    type Measure = Timed;
+
+    fn holds(&mut self, bytes: u64, left: u64) -> Result<bool> {
+        if left > 1 {
+            self.progress.phase(format_args!("searching, {left} sizes left:"));
+        } else {
+            self.progress.phase("verifying:");
+        }
+        let checked = self.bench.check(Some(bytes), self.progress)?;
+        let found = checked.verdict.violations;
+        self.violations.count += found.count;
+        let room = TOLD.saturating_sub(self.violations.first.len());
+        self.violations.first.extend(found.first.into_iter().take(room));
+        Ok(checked.failure.is_none())
+    }
+
+    fn measure(&mut self, bytes: u64) -> Result<Option<Timed>> {
+        self.progress.phase("timing:");
+        self.bench.time(Some(bytes), self.repeat, self.progress)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Sizes that hold by a rule, and those that cannot be measured.
+    struct Ruled<F> {
+        rule: F,
+        unmeasurable: Vec<u64>,
+        tries: u32,
+    }
+
+    impl<F: Fn(u64) -> bool> Trial for Ruled<F> {
+        type Measure = ();
+        fn holds(&mut self, bytes: u64, _left: u64) -> Result<bool> {
+            self.tries += 1;
+            Ok((self.rule)(bytes))
+        }
+        fn measure(&mut self, bytes: u64) -> Result<Option<()>> {
+            Ok((!self.unmeasurable.contains(&bytes)).then_some(()))
+        }
+    }
+
+    const SIZES: Sizes = Sizes { step: 2, least: 1000, likely: 2000, most: 4000 };
+
+    fn found(rule: impl Fn(u64) -> bool, unmeasurable: &[u64]) -> (Option<u64>, u32) {
+        let mut trial = Ruled { rule, unmeasurable: unmeasurable.to_vec(), tries: 0 };
+        let found = smallest(SIZES, &mut trial).unwrap().map(|(bytes, ())| bytes);
+        (found, trial.tries)
+    }
+
+    #[test]
+    fn the_smallest_size_is_found_in_few_tries() {
+        for border in [1, 1000, 1002, 1234, 1999, 2000, 3998, 4000] {
+            let (bytes, tries) = found(|bytes| bytes >= border, &[]);
+            assert_eq!(bytes, Some(border.max(1000).next_multiple_of(2)), "{border}");
+            assert!(tries <= 24, "{border}: {tries}");
+        }
+    }
+
+    #[test]
+    fn no_size_is_an_answer_where_none_holds() {
+        assert_eq!(found(|_| false, &[]).0, None);
+        let sizes = Sizes { least: 4002, ..SIZES };
+        let mut trial = Ruled { rule: |_| true, unmeasurable: Vec::new(), tries: 0 };
+        assert_eq!(smallest(sizes, &mut trial).unwrap(), None, "more than there is");
+    }
+
+    #[test]
+    fn a_size_with_a_failure_just_above_it_is_no_answer() {
+        // 1500 holds, but what is 2 % above it does not.
+        let (bytes, _) = found(|bytes| bytes >= 1500 && !(1520..=1600).contains(&bytes), &[]);
+        assert_eq!(bytes, Some(1602));
+    }
+
+    #[test]
+    fn a_size_that_does_not_last_is_no_answer() {
+        assert_eq!(found(|bytes| bytes >= 1500, &[1500, 1502]).0, Some(1504));
+    }
+
+    #[test]
+    fn a_search_that_never_settles_ends() {
+        let (bytes, tries) = found(|bytes| bytes % 4 == 0, &(0..=4000).collect::<Vec<_>>());
+        assert_eq!(bytes, None);
+        assert!(tries < 400, "{tries}");
+    }
+}

@@ -1,0 +1,155 @@
+//! What a replay found, and how it is said in JSON.
+
+use crate::{cli::Allocator, json};
+use serde_json::{Value, json};
+
+/// Everything a replay found.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Report {
+    /// The trace, as it was named.
+    pub(crate) trace: String,
+    /// The device, as on the command line: `sim`, `cuda:0`.
+    pub(crate) device: String,
+    /// Whether it was asked for by that name.
+    pub(crate) device_named: bool,
+    /// The device in words: `simulated NVIDIA H200`.
+    pub(crate) device_title: String,
+    /// Who placed the blocks.
+    pub(crate) allocator: Allocator,
+    /// The budget as it was asked for, in bytes; none for the allocator's own default.
+    pub(crate) budget: Option<u64>,
+    /// Whether the allocator was kept from knowing who uses what.
+    pub(crate) ignore_order: bool,
+    /// Allocations and frees in the trace.
+    pub(crate) operations: u64,
+    /// Allocations in the trace.
+    pub(crate) allocations: u64,
+    /// Frees in the trace.
+    pub(crate) frees: u64,
+    /// Streams in the trace.
+    pub(crate) streams: u32,
+    /// The trace's peak of live bytes, as asked for.
+    pub(crate) peak_live: u64,
+    /// Bytes that the trace never frees.
+    pub(crate) live_at_end: u64,
+    /// The most that the allocator held from the driver, in bytes.
+    pub(crate) peak_physical: u64,
+    /// Why the trace did not complete, if it did not.
+    pub(crate) failure: Option<Failure>,
+    /// What the allocator's calls took; none if the trace did not complete.
+    pub(crate) timing: Option<Timing>,
+    /// The driver calls of one round from empty, by name.
+    pub(crate) driver_calls: Vec<(&'static str, u64)>,
+    /// What the simulator says they would take on its model, in nanoseconds; none on a real device.
+    pub(crate) modelled_driver_ns: Option<u64>,
+    /// Reads and writes that were checked.
+    pub(crate) accesses_checked: u64,
+    /// Blocks that another stream used.
+    pub(crate) cross_stream_uses: u64,
+    /// Uses that ended early since the allocator had to wait for memory.
+    pub(crate) early_completions: u64,
+    /// Accesses that were out of order, or found another's bytes.
+    pub(crate) violations: Violations,
+    /// Bytes that the allocator still held after everything was freed and trimmed.
+    pub(crate) leaked: u64,
+    /// What the search found, if there was one.
+    pub(crate) fit: Option<Search>,
+}
+
+/// Where and why a trace stopped.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Failure {
+    /// Allocations and frees that went well.
+    pub(crate) operations: u64,
+    /// What the allocator said; it may have several lines.
+    pub(crate) said: String,
+}
+
+/// What the allocator's calls took, in nanoseconds per allocation or free.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct Timing {
+    /// The first round, from empty.
+    pub(crate) first: f64,
+    /// The median of the rounds after it; the first itself if there was only one.
+    pub(crate) warm: f64,
+    /// How many rounds there were.
+    pub(crate) rounds: u32,
+}
+
+/// What was found wrong.
+#[derive(Clone, PartialEq, Eq, Default, Debug)]
+pub(crate) struct Violations {
+    /// How many accesses.
+    pub(crate) count: u64,
+    /// The first few, in words.
+    pub(crate) first: Vec<String>,
+}
+
+/// What the search for the smallest budget found.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) enum Search {
+    /// A budget that holds, and so do those 0.5 % and 2 % above it.
+    Found(Fit),
+    /// None does.
+    Nothing,
+}
+
+/// The smallest budget that a trace completes with.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct Fit {
+    /// The budget, in bytes.
+    pub(crate) bytes: u64,
+    /// What the allocator's calls took with it.
+    pub(crate) timing: Timing,
+    /// Physical handles that moved in one round from empty.
+    pub(crate) moves: u64,
+}
+
+impl Report {
+    /// Whether the trace ran to its end.
+    pub(crate) fn completed(&self) -> bool {
+        self.failure.is_none() && self.fit != Some(Search::Nothing)
+    }
+
+    /// Whether nothing is to be objected to.
+    pub(crate) fn is_clean(&self) -> bool {
+        self.completed() && self.violations.count == 0 && self.leaked == 0
+    }
+
+    /// As one JSON object.
+    pub(crate) fn to_json(&self) -> String {
+        let ns =
+            |timing: Option<Timing>| timing.map_or(Value::Null, |t| json!((t.warm * 10.0).round() / 10.0));
+        let calls = self.driver_calls.iter().map(|&(name, count)| (name.to_owned(), json!(count))).collect();
+        let mut fields = vec![
+            ("trace", json!(self.trace)),
+            ("device", json!(self.device)),
+            ("allocator", json!(self.allocator.name())),
+            ("ops", json!(self.operations)),
+            ("allocs", json!(self.allocations)),
+            ("frees", json!(self.frees)),
+            ("streams", json!(self.streams)),
+            ("peak_live_bytes", json!(self.peak_live)),
+            ("peak_physical_bytes", json!(self.peak_physical)),
+            ("completed", json!(self.completed())),
+            ("ns_per_op", ns(self.timing)),
+            ("driver_calls", Value::Object(calls)),
+            ("modelled_driver_ns", json!(self.modelled_driver_ns)),
+            ("accesses_checked", json!(self.accesses_checked)),
+            ("cross_stream_uses", json!(self.cross_stream_uses)),
+            ("early_completions", json!(self.early_completions)),
+            ("violations", json!(self.violations.count)),
+            ("leaked_bytes", json!(self.leaked)),
+        ];
+        if let Some(search) = self.fit {
+            let fit = match search {
+                Search::Found(fit) => Some(fit),
+                Search::Nothing => None,
+            };
+            fields.push(("fit_bytes", json!(fit.map(|f| f.bytes))));
+            fields.push(("ns_per_op_at_fit", ns(fit.map(|f| f.timing))));
+            fields.push(("moves_at_fit", json!(fit.map(|f| f.moves))));
+        }
+        json::object(&fields)
+    }
+}

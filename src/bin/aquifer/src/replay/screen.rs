@@ -1,0 +1,272 @@
+//! What a replay found, on one screen: at most 24 lines of 80 columns, the last of them the next command to try.
+
+use super::report::{Failure, Report, Search, Timing};
+use crate::{
+    cli::Allocator,
+    figures::{Count, Nanoseconds, Of},
+    layout::{clip, clip_middle, shell_word, wrap},
+};
+use aquifer_core::Bytes;
+
+/// Columns of the screen.
+const WIDTH: usize = 80;
+/// Lines of the screen.
+#[cfg(test)]
+const HEIGHT: usize = 24;
+/// Columns before a row's remark.
+const REMARK: usize = 32;
+/// The most lines that the reason of a failure may take.
+const REASON: usize = 5;
+/// The most lines that the first violations may take.
+const EXAMPLES: usize = 3;
+/// Columns before either of them.
+const INDENT: usize = 4;
+
+impl Report {
+    /// The screen, without a line end behind its last line.
+    pub(crate) fn to_screen(&self) -> String {
+        let mut lines = vec![self.title(), self.subtitle(), String::new()];
+        if let Some(failure) = &self.failure {
+            self.failed(failure, &mut lines);
+        }
+        self.memory(&mut lines);
+        self.cost(&mut lines);
+        self.checks(&mut lines);
+        lines.push(String::new());
+        self.next(&mut lines);
+        lines.join("\n")
+    }
+
+    fn title(&self) -> String {
+        let label = "aquifer replay  ";
+        format!("{label}{}", clip_middle(&self.trace, WIDTH - label.len()))
+    }
+
+    fn subtitle(&self) -> String {
+        let budget = match self.budget {
+            Some(bytes) => format!(", budget {}", Bytes(bytes)),
+            None => String::new(),
+        };
+        let order = if self.ignore_order { ", use tracking off" } else { "" };
+        clip(&format!("on the {}, {}{budget}{order}", self.device_title, named(self.allocator)), WIDTH)
+    }
+
+    fn failed(&self, failure: &Failure, lines: &mut Vec<String>) {
+        let done = format!("{} operations went well, then:", Count(failure.operations));
+        row(lines, "completed", "no", &done);
+        lines.extend(reason(&failure.said));
+    }
+
+    fn memory(&self, lines: &mut Vec<String>) {
+        row(
+            lines,
+            "operations",
+            &Count(self.operations).to_string(),
+            &format!(
+                "{}, {}, {}",
+                Of(self.allocations, "allocation"),
+                Of(self.frees, "free"),
+                Of(self.streams.into(), "stream")
+            ),
+        );
+        row(
+            lines,
+            "peak live",
+            &Bytes(self.peak_live).to_string(),
+            &format!("{} bytes", Count(self.peak_live)),
+        );
+        let ratio = match self.failure {
+            // The trace's peak may lie in what was never played.
+            Some(_) => "until then".to_owned(),
+            None => format!("{:.4} x live", self.peak_physical as f64 / self.peak_live.max(1) as f64),
+        };
+        row(lines, "peak physical", &Bytes(self.peak_physical).to_string(), &ratio);
+        match self.fit {
+            Some(Search::Found(fit)) => {
+                let ratio = fit.bytes as f64 / self.peak_live.max(1) as f64;
+                row(
+                    lines,
+                    "fits in",
+                    &Bytes(fit.bytes).to_string(),
+                    &format!("{ratio:.4} x live; holds at +0.5 % and +2 % as well"),
+                );
+                row(
+                    lines,
+                    "  at that size",
+                    &per_operation(fit.timing.warm),
+                    &format!(
+                        "warm; first round {}, {}",
+                        Nanoseconds(fit.timing.first),
+                        Of(fit.moves, "move")
+                    ),
+                );
+            }
+            Some(Search::Nothing) => row(lines, "fits in", "nothing", "not even the whole device is enough"),
+            None => {}
+        }
+    }
+
+    fn cost(&self, lines: &mut Vec<String>) {
+        match self.timing {
+            Some(Timing { first, warm, rounds: 1 }) => {
+                debug_assert!(first == warm);
+                row(lines, "time", &per_operation(first), "from empty, inside the allocator's calls");
+            }
+            Some(Timing { first, warm, .. }) => {
+                let remark = format!("warm, inside the allocator; first round {}", Nanoseconds(first));
+                row(lines, "time", &per_operation(warm), &remark);
+            }
+            None => {}
+        }
+        let total = self.driver_calls.iter().map(|(_, count)| count).sum();
+        row(lines, "driver calls", &Count(total).to_string(), &self.calls());
+        if let Some(ns) = self.modelled_driver_ns {
+            row(
+                lines,
+                "driver time",
+                &Nanoseconds(ns as f64).to_string(),
+                "what these calls would take on an H200",
+            );
+        }
+    }
+
+    /// The kinds that were made most, as many as fit into two lines of remarks.
+    fn calls(&self) -> String {
+        let mut kinds = self.driver_calls.clone();
+        kinds.sort_by_key(|&(name, count)| (std::cmp::Reverse(count), name));
+        let (shown, more) = kinds.split_at(kinds.len().min(3));
+        let mut text =
+            shown.iter().map(|(name, count)| format!("{name}\u{a0}{}", Count(*count))).collect::<Vec<_>>();
+        let rest: u64 = more.iter().map(|(_, count)| count).sum();
+        if rest > 0 {
+            text.push(format!("others\u{a0}{}", Count(rest)));
+        }
+        text.join(", ")
+    }
+
+    fn checks(&self, lines: &mut Vec<String>) {
+        let early = match self.early_completions {
+            0 => String::new(),
+            early => format!(", {} ended early", Count(early)),
+        };
+        let remark = format!("checked; {} across streams{early}", Of(self.cross_stream_uses, "use"));
+        row(lines, "accesses", &Count(self.accesses_checked).to_string(), &remark);
+        let told = self.failure.is_none() && !self.violations.first.is_empty();
+        let found = if told { "for example:" } else { "" };
+        row(lines, "violations", &Count(self.violations.count).to_string(), found);
+        let examples = self.violations.first.iter().flat_map(|violation| {
+            // Its lines are broken for a wider page than this.
+            indented(&violation.split_whitespace().collect::<Vec<_>>().join(" "), INDENT)
+        });
+        // The reason of a failure comes first, and there is no room for both.
+        lines.extend(examples.take(if self.failure.is_some() { 0 } else { EXAMPLES }));
+        let kept = match self.live_at_end {
+            0 => String::new(),
+            _ if self.failure.is_some() => String::new(),
+            bytes => format!("after the replay freed the trace's last {}", Bytes(bytes)),
+        };
+        row(lines, "left at the end", &Bytes(self.leaked).to_string(), &kept);
+    }
+
+    fn next(&self, lines: &mut Vec<String>) {
+        let mut words = vec!["aquifer replay".to_owned(), shell_word(&self.trace)];
+        if self.device_named {
+            words.push(format!("--device {}", self.device));
+        }
+        match self.fit {
+            Some(Search::Found(fit)) => words.push(format!("--budget {}", fit.bytes)),
+            _ if self.ignore_order => {}
+            _ if self.allocator != Allocator::Pool && self.is_clean() => {
+                words.push("--allocator pool".to_owned());
+            }
+            Some(Search::Nothing) => words = vec!["aquifer doctor".to_owned()],
+            None => {
+                if self.allocator != Allocator::Pool {
+                    words.push(format!("--allocator {}", self.allocator.name()));
+                }
+                words.push(if self.violations.count > 0 { "--json" } else { "--fit" }.to_owned());
+            }
+        }
+        lines.extend(folded(&words));
+    }
+}
+
+/// A command in lines that fit: the shell joins a line that ends in a backslash with the one behind it. A word is never
+/// cut, however long it is.
+fn folded(words: &[String]) -> Vec<String> {
+    let mut lines = vec![String::from("next ")];
+    for (place, word) in words.iter().enumerate() {
+        // Behind every word but the last there may have to be a backslash.
+        let room = WIDTH - if place + 1 == words.len() { 0 } else { 2 };
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 1 + word.chars().count() <= room || place == 0 => {
+                line.push(' ');
+                line.push_str(word);
+            }
+            Some(line) => {
+                line.push_str(" \\");
+                lines.push(format!("  {word}"));
+            }
+            None => {}
+        }
+    }
+    lines
+}
+
+/// The allocator in words.
+fn named(allocator: Allocator) -> &'static str {
+    match allocator {
+        Allocator::Pool => "caching pool",
+        Allocator::Async => "the driver's stream-ordered allocator",
+        Allocator::Direct => "a driver allocation for each block",
+    }
+}
+
+fn per_operation(ns: f64) -> String {
+    format!("{}/op", Nanoseconds(ns))
+}
+
+/// The reason of a failure: its first lines and its last, which says what to do.
+fn reason(said: &str) -> Vec<String> {
+    let mut said: Vec<_> = said.lines().filter(|line| !line.trim().is_empty()).map(labelled).collect();
+    let last = said.pop().map_or(Vec::new(), |line| indented(&line, INDENT));
+    let room = REASON.saturating_sub(last.len());
+    let mut lines = Vec::new();
+    for line in said {
+        let more = indented(&line, INDENT);
+        if lines.len() + more.len() > room {
+            break;
+        }
+        lines.extend(more);
+    }
+    lines.extend(last);
+    lines.truncate(REASON);
+    lines
+}
+
+/// A line of an error, whose label stands in a column of its own: `  do          free some` becomes `  do: free some`.
+fn labelled(line: &str) -> String {
+    let text = line.trim_start();
+    match text.split_once("  ") {
+        Some((label, rest)) => format!("{}{label}: {}", &line[..line.len() - text.len()], rest.trim_start()),
+        None => line.to_owned(),
+    }
+}
+
+/// `text` in lines that begin `by` columns in, and two more where one goes on.
+fn indented(text: &str, by: usize) -> Vec<String> {
+    let own = text.len() - text.trim_start().len();
+    let lines = wrap(text, WIDTH - by - own - 2).into_iter().enumerate();
+    lines.map(|(at, line)| format!("{:1$}{line}", "", by + own + if at == 0 { 0 } else { 2 })).collect()
+}
+
+/// A label, a figure and a remark, which may go on in the line below. It is not broken at a no-break space.
+fn row(lines: &mut Vec<String>, label: &str, figure: &str, remark: &str) {
+    let mut remarks = wrap(remark, WIDTH - REMARK).into_iter().map(|line| line.replace('\u{a0}', " "));
+    let first = remarks.next().unwrap_or_default();
+    lines.push(format!("  {label:<15} {figure:>12}  {first}").trim_end().to_owned());
+    lines.extend(remarks.map(|more| format!("{:REMARK$}{more}", "")));
+}
+
+#[cfg(test)]
+mod tests;

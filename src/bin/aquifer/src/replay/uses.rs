@@ -1,0 +1,101 @@
+//! Uses by other streams that outlive the free of their block.
+
+use super::work::{Spot, Work};
+use aquifer_core::Result;
+use aquifer_device::Reclaim;
+use aquifer_stream::{Stream, Use};
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+/// A use that is still to end.
+#[derive(Debug)]
+pub(crate) struct Held {
+    /// The block.
+    pub(crate) block: u32,
+    /// Where it was.
+    pub(crate) spot: Spot,
+    /// The stream that uses it.
+    pub(crate) stream: Stream,
+    /// What keeps its bytes; none where the allocator is not told.
+    pub(crate) open: Option<Use>,
+}
+
+impl Held {
+    /// Reads once more, and ends.
+    pub(crate) fn end<W: Work>(self, work: &W) -> Result<()> {
+        let read = work.read(self.block, self.spot, &self.stream);
+        let finished = self.open.map_or(Ok(()), Use::finish);
+        read.and(finished)
+    }
+}
+
+/// All of them, in order of their frees. Shared with the allocator's cry for memory, which may come in the middle of an
+/// allocation; so the lock is held for moving an entry only.
+#[derive(Debug)]
+pub(crate) struct OpenUses {
+    queue: Mutex<BTreeMap<u64, Held>>,
+    early: AtomicU64,
+}
+
+impl OpenUses {
+    /// None.
+    pub(crate) fn new() -> Self {
+        Self { queue: Mutex::new(BTreeMap::new()), early: AtomicU64::new(0) }
+    }
+
+    fn queue(&self) -> MutexGuard<'_, BTreeMap<u64, Held>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds one under a number that is higher than all before.
+    pub(crate) fn hold(&self, number: u64, held: Held) {
+        self.queue().insert(number, held);
+    }
+
+    /// Takes one out by its number; none if it has ended early.
+    pub(crate) fn take(&self, number: u64) -> Option<Held> {
+        self.queue().remove(&number)
+    }
+
+    /// Takes the oldest out.
+    pub(crate) fn take_oldest(&self) -> Option<Held> {
+        self.queue().pop_first().map(|(_, held)| held)
+    }
+
+    /// Takes out the oldest that keeps bytes, and counts it as ended early.
+    pub(crate) fn take_early(&self) -> Option<Held> {
+        let mut queue = self.queue();
+        let number = *queue.iter().find(|(_, held)| held.open.is_some())?.0;
+        let held = queue.remove(&number);
+        self.early.fetch_add(1, Ordering::Relaxed);
+        held
+    }
+
+    /// How many have ended early.
+    pub(crate) fn early(&self) -> u64 {
+        self.early.load(Ordering::Relaxed)
+    }
+}
+
+/// The allocator's cry for memory: ends the use that has been open longest, ahead of its time.
+#[derive(Debug)]
+pub(crate) struct EndOldest<W> {
+    /// What there is to end.
+    pub(crate) uses: Arc<OpenUses>,
+    /// What its stream does before.
+    pub(crate) work: Arc<W>,
+}
+
+impl<W: Work> Reclaim for EndOldest<W> {
+    fn reclaim(&self, _bytes: u64) -> u64 {
+        let Some(held) = self.uses.take_early() else { return 0 };
+        let bytes = held.spot.bytes;
+        // An error cannot be answered here; what it means for the block will show in the checks.
+        if held.end(&*self.work).is_ok() { bytes } else { 0 }
+    }
+}

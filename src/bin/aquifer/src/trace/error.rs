@@ -1,0 +1,231 @@
+//! Why a file is not a trace.
+
+use super::{MAX_BLOCK, MAX_STREAMS};
+use std::{error, fmt, io};
+
+/// What is wrong with a trace, and in which row. Row 1 is the header.
+#[derive(Debug)]
+pub(crate) struct TraceError {
+    /// The row at fault; none where the file as a whole is.
+    pub(crate) row: Option<u64>,
+    /// What is wrong.
+    pub(crate) fault: Fault,
+}
+
+impl TraceError {
+    /// A fault that no single row has.
+    pub(crate) fn whole(fault: Fault) -> Self {
+        Self { row: None, fault }
+    }
+}
+
+/// What can be wrong with a trace.
+#[derive(Debug)]
+pub(crate) enum Fault {
+    /// The file cannot be opened or read.
+    Io(io::Error),
+    /// There is nothing in it.
+    Empty,
+    /// The compressed stream ends before its end.
+    CutXz,
+    /// The compressed stream contradicts itself.
+    BadXz(String),
+    /// The last row has no line end.
+    CutRow,
+    /// A row that is no text, or longer than any row of a trace.
+    NoText,
+    /// A first row that is neither header.
+    Header {
+        /// The row.
+        found: String,
+    },
+    /// A header without an allocation behind it.
+    NoAllocation,
+    /// Too few or too many fields.
+    Fields {
+        /// How many there are.
+        found: usize,
+        /// How many there should be.
+        expected: usize,
+    },
+    /// A field that is not what it should be.
+    Field {
+        /// The field's name.
+        name: &'static str,
+        /// What stands there.
+        found: String,
+        /// What should.
+        expected: &'static str,
+    },
+    /// A size below one byte.
+    NoBytes {
+        /// What stands there.
+        found: String,
+    },
+    /// A size beyond [`MAX_BLOCK`], or a sum of sizes beyond counting.
+    AbsurdSize {
+        /// What stands there.
+        found: String,
+    },
+    /// A row about a block that was never allocated.
+    Unknown {
+        /// Its name.
+        id: Name,
+        /// What is done to it.
+        done: &'static str,
+    },
+    /// An allocation under a name that is taken.
+    TwiceAllocated {
+        /// The name.
+        id: Name,
+        /// The row of the first.
+        first: u64,
+    },
+    /// An allocation under the name of a block whose completion is still to come.
+    StillInUse {
+        /// The name.
+        id: Name,
+        /// The row of its free.
+        freed: u64,
+    },
+    /// A second free.
+    TwiceFreed {
+        /// The block.
+        id: Name,
+        /// The row of the first.
+        first: u64,
+    },
+    /// A completion of a block that is allocated.
+    CompleteBeforeFree {
+        /// The block.
+        id: Name,
+    },
+    /// A second completion.
+    TwiceCompleted {
+        /// The block.
+        id: Name,
+    },
+    /// A size that differs from the allocation's.
+    SizeChanged {
+        /// The block.
+        id: Name,
+        /// Bytes allocated, and in which row.
+        allocated: (u64, u64),
+        /// Bytes in this row.
+        now: u64,
+    },
+    /// More streams than [`MAX_STREAMS`].
+    TooManyStreams,
+    /// More blocks than can be numbered.
+    TooManyBlocks,
+}
+
+/// How a trace names a block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Name {
+    /// By a number.
+    Id(u64),
+    /// By its address.
+    Pointer(u64),
+}
+
+impl fmt::Display for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Id(id) => write!(f, "block {id}"),
+            Self::Pointer(address) => write!(f, "the block at {address:#x}"),
+        }
+    }
+}
+
+impl fmt::Display for TraceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.row {
+            Some(row) => write!(f, "row {row}: {}", self.fault),
+            None => self.fault.fmt(f),
+        }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Io(e) => e.fmt(f),
+            Self::Empty => f.write_str("the file is empty"),
+            Self::CutXz => f.write_str("cut off: the compressed stream ends before its end"),
+            Self::BadXz(what) => write!(f, "the compressed stream is damaged: {what}"),
+            Self::CutRow => f.write_str("cut off: the row has no line end"),
+            Self::NoText => f.write_str("not a row of text"),
+            Self::Header { found } => write!(
+                f,
+                "not a trace: the first row is {:?}, not {:?} or {:?}",
+                Clipped(found),
+                super::events::HEADER,
+                super::rmm::HEADER
+            ),
+            Self::NoAllocation => f.write_str("nothing is allocated in it"),
+            Self::Fields { found, expected } => write!(f, "{found} fields where {expected} belong"),
+            Self::Field { name, found, expected } => {
+                write!(f, "{name} is {:?}, not {expected}", Clipped(found))
+            }
+            Self::NoBytes { found } => write!(f, "a block of {} bytes; at least 1 is needed", Clipped(found)),
+            Self::AbsurdSize { found } => {
+                write!(
+                    f,
+                    "a block of {} bytes; {MAX_BLOCK} are all that a process can address",
+                    Clipped(found)
+                )
+            }
+            Self::Unknown { id, done } => write!(f, "{id} is {done} but was never allocated"),
+            Self::TwiceAllocated { id, first } => write!(f, "{id} is allocated twice, first in row {first}"),
+            Self::StillInUse { id, freed } => {
+                write!(f, "{id} is allocated again, but its free in row {freed} has had no completion yet")
+            }
+            Self::TwiceFreed { id, first } => write!(f, "{id} is freed twice, first in row {first}"),
+            Self::CompleteBeforeFree { id } => write!(f, "{id} is completed before it is freed"),
+            Self::TwiceCompleted { id } => write!(f, "{id} is completed twice"),
+            Self::SizeChanged { id, allocated: (bytes, row), now } => {
+                write!(f, "{id} has {now} bytes here and {bytes} in row {row}")
+            }
+            Self::TooManyStreams => write!(f, "more than {MAX_STREAMS} streams"),
+            Self::TooManyBlocks => write!(f, "more than {} blocks", u32::MAX),
+        }
+    }
+}
+
+impl error::Error for TraceError {
+    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
+        match &self.fault {
+            Fault::Io(e) => Some(e),
+            _ => None,
+        }
+    }
+}
+
+/// What stands in a file, as much of it as belongs in one line of an error.
+struct Clipped<'a>(&'a str);
+
+impl Clipped<'_> {
+    const MOST: usize = 48;
+
+    fn parts(&self) -> (&str, &str) {
+        match self.0.char_indices().nth(Self::MOST) {
+            Some((end, _)) => (&self.0[..end], "…"),
+            None => (self.0, ""),
+        }
+    }
+}
+
+impl fmt::Display for Clipped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (head, more) = self.parts();
+        write!(f, "{head}{more}")
+    }
+}
+
+impl fmt::Debug for Clipped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (head, more) = self.parts();
+        write!(f, "{head:?}{more}")
+    }
+}

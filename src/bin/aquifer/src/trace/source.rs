@@ -1,0 +1,93 @@
+//! From a file to rows of fields.
+
+use super::{Fault, TraceError};
+use lzma_rust2::XzReader;
+use std::{
+    fs::File,
+    io::{self, BufRead, BufReader, Cursor, Read},
+    path::Path,
+};
+
+/// How every xz file begins.
+const XZ_MAGIC: &[u8] = &[0xFD, b'7', b'z', b'X', b'Z', 0];
+/// No row of a trace is longer; a file that is no text would otherwise be read into one.
+const MAX_ROW: u64 = 4096;
+
+/// Rows of a file, one at a time: memory does not grow with the file.
+pub(super) struct Source<'a> {
+    reader: Box<dyn BufRead + 'a>,
+    /// The row in `line`, counted from 1.
+    row: u64,
+    line: Vec<u8>,
+}
+
+impl<'a> Source<'a> {
+    /// Opens the file at `path`, and looks inside whether it is compressed.
+    pub(super) fn open(path: &Path) -> Result<Self, TraceError> {
+        let file = File::open(path).map_err(|e| TraceError::whole(Fault::Io(e)))?;
+        Self::new(BufReader::with_capacity(1 << 16, file))
+    }
+
+    /// Reads from anything.
+    pub(super) fn new(mut raw: impl BufRead + 'a) -> Result<Self, TraceError> {
+        let mut first = Vec::with_capacity(XZ_MAGIC.len());
+        raw.by_ref()
+            .take(XZ_MAGIC.len() as u64)
+            .read_to_end(&mut first)
+            .map_err(|e| TraceError::whole(Fault::Io(e)))?;
+        let compressed = first == XZ_MAGIC;
+        let whole = Cursor::new(first).chain(raw);
+        let reader: Box<dyn BufRead + 'a> = if compressed {
+            Box::new(BufReader::with_capacity(1 << 16, XzReader::new(whole, true)))
+        } else {
+            Box::new(whole)
+        };
+        Ok(Self { reader, row: 0, line: Vec::with_capacity(128) })
+    }
+
+    /// The next row and its number, counted from 1; none at the end.
+    pub(super) fn next_row(&mut self) -> Result<Option<(u64, &str)>, TraceError> {
+        self.line.clear();
+        self.row += 1;
+        let row = Some(self.row);
+        let read = self.reader.by_ref().take(MAX_ROW).read_until(b'\n', &mut self.line);
+        match read {
+            Ok(0) => return Ok(None),
+            Ok(_) => {}
+            Err(e) => return Err(TraceError { row, fault: reading(e) }),
+        }
+        if self.line.pop_if(|byte| *byte == b'\n').is_none() {
+            let fault = if self.line.len() as u64 == MAX_ROW { Fault::NoText } else { Fault::CutRow };
+            return Err(TraceError { row, fault });
+        }
+        self.line.pop_if(|byte| *byte == b'\r');
+        match std::str::from_utf8(&self.line) {
+            Ok(line) if !line.contains('\0') => Ok(Some((self.row, line))),
+            _ => Err(TraceError { row, fault: Fault::NoText }),
+        }
+    }
+}
+
+/// What a failed read means. The decompressor tells a file that ends too soon and one that makes no sense by the kind.
+fn reading(e: io::Error) -> Fault {
+    match e.kind() {
+        io::ErrorKind::UnexpectedEof => Fault::CutXz,
+        io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported => {
+            Fault::BadXz(e.to_string())
+        }
+        _ => Fault::Io(e),
+    }
+}
+
+/// The fields of a row that must have `N` of them.
+pub(super) fn fields<const N: usize>(row: &str) -> Result<[&str; N], Fault> {
+    let mut fields = [""; N];
+    let mut found = 0;
+    for field in row.split(',') {
+        if let Some(place) = fields.get_mut(found) {
+            *place = field;
+        }
+        found += 1;
+    }
+    if found == N { Ok(fields) } else { Err(Fault::Fields { found, expected: N }) }
+}

@@ -1,0 +1,226 @@
+//! What the reader takes, and what it refuses.
+
+use super::*;
+use std::io::Cursor;
+
+const HEADER: &str = "t_us,op,id,bytes,stream\n";
+
+fn parse(text: &str) -> Result<Trace, TraceError> {
+    Trace::parse(Source::new(Cursor::new(text.as_bytes().to_vec()))?)
+}
+
+fn file(name: &str) -> std::path::PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data").join(name)
+}
+
+#[test]
+fn blocks_that_outlive_their_free_are_told_by_a_completion_further_on() {
+    let trace = Trace::from_rows(
+        "0,a,7,100,0\n1,a,8,50,1\n2,f,7,100,0\n2,c,7,100,0\n3,f,8,50,1\n4,a,9,10,0\n5,c,8,50,1\n",
+    );
+    assert_eq!(trace.blocks.iter().map(|b| b.lingers).collect::<Vec<_>>(), [false, true, false]);
+    // The completion right behind a free says nothing and is no step.
+    let actions: Vec<_> = trace.steps.iter().map(|s| s.action).collect();
+    use Action::{Allocate, Complete, Free};
+    assert_eq!(actions, [Allocate, Allocate, Free, Free, Allocate, Complete]);
+    assert_eq!((trace.peak_live, trace.live_at_end, trace.frees, trace.operations()), (150, 10, 2, 5));
+}
+
+#[test]
+fn a_free_without_a_completion_lingers_to_the_end() {
+    let trace = Trace::from_rows("0,a,1,5,0\n1,f,1,5,0\n");
+    assert!(trace.blocks[0].lingers);
+    assert_eq!(trace.crossings(), 1);
+}
+
+#[test]
+fn streams_are_numbered_without_gaps_in_their_own_order() {
+    let trace = Trace::from_rows("0,a,1,5,9\n0,a,2,5,3\n0,a,3,5,9\n");
+    assert_eq!(trace.streams, 2);
+    assert_eq!(trace.blocks.iter().map(|b| b.stream).collect::<Vec<_>>(), [1, 0, 1]);
+}
+
+#[test]
+fn an_id_may_name_another_block_once_the_first_is_done() {
+    let trace = Trace::from_rows("0,a,1,5,0\n0,f,1,5,0\n0,c,1,5,0\n0,a,1,6,0\n");
+    assert_eq!(trace.blocks.len(), 2);
+}
+
+#[test]
+fn line_ends_may_be_those_of_windows() {
+    let rows = "t_us,op,id,bytes,stream\r\n0,a,1,5,0\r\n";
+    assert_eq!(parse(rows).unwrap().blocks.len(), 1);
+}
+
+#[test]
+fn the_log_of_rmm_becomes_the_same_trace() {
+    let log = "Thread,Time,Action,Pointer,Size,Stream\n\
+               4711,09:00:00.000001,allocate,0x7f0000000200,1024,0x0\n\
+               4711,09:00:00:000002,allocate,7f0000000600,4096,55d0c0ffee00\n\
+               4711,09:00:00.000003,allocate,(nil),0,0x0\n\
+               4711,09:00:00.000004,allocate failure,(nil),99999999999999999999,0x0\n\
+               4711,09:00:00.000005,free,(nil),0,0x0\n\
+               4711,09:00:00.000006,free,0x7f0000000200,1024,0x55d0c0ffee00\n\
+               4711,09:00:00.000007,allocate,0x7f0000000200,2048,0x0\n\
+               4711,09:00:00.000008,free,7f0000000600,4096,0x55d0c0ffee00\n";
+    let trace = parse(log).unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!((trace.format, trace.streams, trace.skipped), (Format::Rmm, 2, 3));
+    assert_eq!((trace.allocations(), trace.frees, trace.peak_live), (3, 2, 1024 + 4096 + 1024));
+    // The first block is freed on another stream than its own: that stream uses it, until then.
+    assert_eq!(trace.blocks[0], Block { bytes: 1024, stream: 0, freed_on: Some(1), lingers: false });
+    assert!(trace.blocks[0].crosses() && !trace.blocks[1].crosses());
+}
+
+#[test]
+fn what_cannot_have_happened_is_refused_with_its_row() {
+    let rmm = "Thread,Time,Action,Pointer,Size,Stream\n";
+    let table = [
+        ("", "the file is empty"),
+        ("hello\n", "row 1: not a trace"),
+        (HEADER, "nothing is allocated"),
+        ("t_us,op,id,bytes,stream\n0,a,1,5,0", "row 2: cut off"),
+        ("t_us,op,id,bytes,stream", "row 1: cut off"),
+        ("t_us,op,id,bytes,stream\n0,a,1,5\n", "row 2: 4 fields where 5 belong"),
+        ("t_us,op,id,bytes,stream\n0,a,1,5,0,0\n", "row 2: 6 fields where 5 belong"),
+        ("t_us,op,id,bytes,stream\n\n", "row 2: 1 fields where 5 belong"),
+        ("t_us,op,id,bytes,stream\nx,a,1,5,0\n", "row 2: t_us is \"x\""),
+        ("t_us,op,id,bytes,stream\n0,z,1,5,0\n", "row 2: op is \"z\", not a, f or c"),
+        ("t_us,op,id,bytes,stream\n0,a,one,5,0\n", "row 2: id is \"one\""),
+        ("t_us,op,id,bytes,stream\n0,a,1,5,-1\n", "row 2: stream is \"-1\""),
+        ("t_us,op,id,bytes,stream\n0,a,1,5,+1\n", "row 2: stream is \"+1\""),
+        ("t_us,op,id,bytes,stream\n0,a,1,-5,0\n", "row 2: a block of -5 bytes"),
+        ("t_us,op,id,bytes,stream\n0,a,1,0,0\n", "row 2: a block of 0 bytes"),
+        ("t_us,op,id,bytes,stream\n0,a,1,5.5,0\n", "row 2: bytes is \"5.5\""),
+        ("t_us,op,id,bytes,stream\n0,a,1,140737488355329,0\n", "row 2: a block of 140737488355329 bytes"),
+        ("t_us,op,id,bytes,stream\n0,a,1,99999999999999999999,0\n", "row 2: a block of 99999999999999999999"),
+        (
+            "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,a,1,5,0\n",
+            "row 3: block 1 is allocated twice, first in row 2",
+        ),
+        ("t_us,op,id,bytes,stream\n0,f,1,5,0\n", "row 2: block 1 is freed but was never allocated"),
+        ("t_us,op,id,bytes,stream\n0,c,1,5,0\n", "row 2: block 1 is completed but was never allocated"),
+        ("t_us,op,id,bytes,stream\n0,a,1,5,0\n0,c,1,5,0\n", "row 3: block 1 is completed before it is freed"),
+        (
+            "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,f,1,5,0\n0,f,1,5,0\n",
+            "row 4: block 1 is freed twice, first in row 3",
+        ),
+        (
+            "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,f,1,5,0\n0,c,1,5,0\n0,f,1,5,0\n",
+            "row 5: block 1 is freed twice, first in row 3",
+        ),
+        (
+            "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,f,1,5,0\n0,c,1,5,0\n0,c,1,5,0\n",
+            "row 5: block 1 is completed twice",
+        ),
+        ("t_us,op,id,bytes,stream\n0,a,1,5,0\n0,f,1,6,0\n", "row 3: block 1 has 6 bytes here and 5 in row 2"),
+        (
+            "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,f,1,5,0\n0,a,1,5,0\n",
+            "row 4: block 1 is allocated again, but its free in row 3",
+        ),
+        ("t_us,op,id,bytes,stream\n0,a,1,5,0\0\n", "row 2: not a row of text"),
+    ];
+    for (text, expected) in table {
+        let said = parse(text).expect_err(text).to_string();
+        assert!(said.starts_with(expected), "{text:?}: {said}");
+        assert!(!said.contains('\n'), "one line: {said:?}");
+    }
+    let table = [
+        ("1,09:00:00.000001,allocate,0x10,5\n", "row 2: 5 fields where 6 belong"),
+        ("1,9 o'clock,allocate,0x10,5,0\n", "row 2: Time is"),
+        ("1,09:00:00.000001,alloc,0x10,5,0\n", "row 2: Action is"),
+        ("1,09:00:00.000001,allocate,zz,5,0\n", "row 2: Pointer is"),
+        ("1,09:00:00.000001,allocate,(nil),5,0\n", "row 2: Pointer is"),
+        ("1,09:00:00.000001,allocate,0x10,-5,0\n", "row 2: a block of -5 bytes"),
+        ("1,09:00:00.000001,allocate,0x10,5,mine\n", "row 2: Stream is"),
+        ("1,09:00:00.000001,free,0x10,5,0\n", "row 2: the block at 0x10 is freed but was never allocated"),
+    ];
+    for (row, expected) in table {
+        let said = parse(&format!("{rmm}{row}")).expect_err(row).to_string();
+        assert!(said.starts_with(expected), "{row:?}: {said}");
+    }
+}
+
+#[test]
+fn a_file_that_is_no_text_is_refused_without_reading_it_all() {
+    let endless = std::io::BufReader::new(std::io::repeat(b'x'));
+    let said = Trace::parse(Source::new(endless).unwrap()).expect_err("no end").to_string();
+    assert_eq!(said, "row 1: not a row of text");
+}
+
+#[test]
+fn the_three_recorded_programs_are_read_as_they_were() {
+    // streams, allocations, frees, operations, peak, completions that are late or missing
+    let table = [
+        ("llama_train.csv.xz", 1, 31_805, 31_803, 63_608, 4_076_911_904, 0),
+        ("resnet_train.csv.xz", 2, 12_813, 12_810, 25_623, 2_450_380_816, 16),
+        ("serve_mixed.csv.xz", 4, 12_000, 12_000, 24_000, 13_758_172_979, 1375),
+    ];
+    for (name, streams, allocations, frees, operations, peak, crossings) in table {
+        let trace = Trace::read(&file(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        assert_eq!(
+            (
+                trace.streams,
+                trace.allocations(),
+                trace.frees,
+                trace.operations(),
+                trace.peak_live,
+                trace.crossings()
+            ),
+            (streams, allocations, frees, operations, peak, crossings),
+            "{name}"
+        );
+    }
+}
+
+#[test]
+fn a_compressed_file_cut_anywhere_is_an_error() {
+    let whole = std::fs::read(file("resnet_train.csv.xz")).unwrap();
+    let cuts = (0..whole.len()).step_by(whole.len() / 24).chain(whole.len() - 40..whole.len());
+    for cut in cuts {
+        let part = Cursor::new(whole[..cut].to_vec());
+        let said = Source::new(part).and_then(Trace::parse).map(|_| ()).expect_err("cut").to_string();
+        assert!(!said.is_empty() && !said.contains('\n'), "{cut}: {said}");
+    }
+}
+
+#[test]
+fn a_damaged_compressed_file_is_an_error_and_no_crash() {
+    let whole = std::fs::read(file("resnet_train.csv.xz")).unwrap();
+    for at in (0..whole.len()).step_by(whole.len() / 24).chain(6..40).chain(whole.len() - 40..whole.len()) {
+        let mut damaged = whole.clone();
+        damaged[at] ^= 0x55;
+        let read = Source::new(Cursor::new(damaged)).and_then(Trace::parse);
+        assert!(read.is_err(), "byte {at}");
+    }
+}
+
+#[test]
+fn what_the_library_writes_is_read_again() {
+    use aquifer_core::{Recorder, event::TraceFile};
+    use aquifer_device::{DevicePool, PoolConfig, Request};
+    use aquifer_driver::{Access, DeviceId, sim::Sim};
+    use std::sync::Arc;
+
+    let path = std::env::temp_dir().join(format!("aquifer-{}-written.csv", std::process::id()));
+    let sim = Sim::h200(1).symbolic();
+    let mut config = PoolConfig::default();
+    config.recorder = Some(Arc::new(Recorder::new(Arc::new(TraceFile::create(&path).unwrap()))));
+    let pool = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
+    let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
+    let [first, second, third] = [100, 200, 300].map(|bytes| pool.alloc(&s, Request::bytes(bytes)).unwrap());
+    let used = second.prepare(&u, Access::Read).unwrap();
+    drop(first);
+    drop(second);
+    let fourth = pool.alloc(&u, Request::bytes(400)).unwrap();
+    used.finish().unwrap();
+    u.synchronize().unwrap();
+    pool.trim(0).unwrap();
+    drop((third, fourth));
+    drop((pool, s, u));
+    let read = Trace::read(&path);
+    let _ = std::fs::remove_file(&path);
+    let trace = read.unwrap_or_else(|e| panic!("{e}"));
+    assert_eq!((trace.allocations(), trace.frees, trace.streams, trace.peak_live), (4, 4, 2, 700));
+    assert_eq!(trace.blocks.iter().map(|b| b.lingers).collect::<Vec<_>>(), [false, true, false, false]);
+    assert_eq!(trace.live_at_end, 0);
+}

@@ -1,0 +1,426 @@
+//! The program as a person runs it: what it prints where, and how it exits.
+
+#![expect(clippy::expect_used, clippy::panic, reason = "a test that cannot go on fails, wherever it is")]
+
+use serde_json::Value;
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+/// The program: the one that was built with these tests, or one that was brought along.
+fn program() -> Command {
+    let path = env::var_os("AQUIFER_BIN")
+        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
+    Command::new(path)
+}
+
+/// A recorded trace: where the repository has it, or where `AQUIFER_DATA` says.
+fn data(name: &str) -> PathBuf {
+    let folder = env::var_os("AQUIFER_DATA")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data"), PathBuf::from);
+    folder.join(name)
+}
+
+fn run<S: AsRef<std::ffi::OsStr>>(arguments: impl IntoIterator<Item = S>) -> Output {
+    program().args(arguments).output().expect("the program starts")
+}
+
+fn replay(trace: &Path, flags: &str) -> Output {
+    let mut command = program();
+    command.arg("replay").arg(trace).args(flags.split_whitespace());
+    command.output().expect("the program starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("text")
+}
+
+fn json(output: &Output) -> Value {
+    serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|e| panic!("{e}: {}{}", text(&output.stdout), text(&output.stderr)))
+}
+
+/// A file with this text, gone when the test is.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(name: &str, bytes: impl AsRef<[u8]>) -> Self {
+        let path = env::temp_dir().join(format!("aquifer-{}-{name}", std::process::id()));
+        fs::write(&path, bytes).expect("a temporary file");
+        Self(path)
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+const HEADER: &str = "t_us,op,id,bytes,stream\n";
+
+/// Blocks of two streams, one of which another stream uses beyond its free.
+const SMALL: &str = "t_us,op,id,bytes,stream\n\
+    0,a,1,1000,0\n\
+    1,a,2,3000000,1\n\
+    2,f,1,1000,0\n\
+    2,a,3,500,0\n\
+    3,c,1,1000,0\n\
+    4,f,2,3000000,1\n\
+    4,c,2,3000000,1\n\
+    5,a,4,77,1\n";
+
+#[test]
+fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
+    let whole = fs::read(data("resnet_train.csv.xz")).expect("a trace");
+    let log = "Thread,Time,Action,Pointer,Size,Stream\n";
+    let traces: [(&str, Vec<u8>, &str); 14] = [
+        ("empty", Vec::new(), "the file is empty"),
+        ("words", b"Dear diary,\n".to_vec(), "row 1: not a trace"),
+        ("cut", format!("{HEADER}0,a,1,5,0\n1,f,1,").into(), "row 3: cut off"),
+        ("cut.xz", whole[..whole.len() / 2].to_vec(), "cut off"),
+        ("fields", format!("{HEADER}0,a,1,5\n").into(), "row 2: 4 fields"),
+        ("op", format!("{HEADER}0,x,1,5,0\n").into(), "row 2: op"),
+        (
+            "unknown",
+            format!("{HEADER}0,a,1,5,0\n1,f,2,5,0\n").into(),
+            "row 3: block 2 is freed but was never allocated",
+        ),
+        (
+            "free",
+            format!("{HEADER}0,a,1,5,0\n1,f,1,5,0\n2,f,1,5,0\n").into(),
+            "row 4: block 1 is freed twice",
+        ),
+        ("twice", format!("{HEADER}0,a,1,5,0\n1,a,1,5,0\n").into(), "row 3: block 1 is allocated twice"),
+        (
+            "early",
+            format!("{HEADER}0,a,1,5,0\n1,c,1,5,0\n").into(),
+            "row 3: block 1 is completed before it is freed",
+        ),
+        ("negative", format!("{HEADER}0,a,1,-5,0\n").into(), "row 2: a block of -5 bytes"),
+        (
+            "absurd",
+            format!("{HEADER}0,a,1,9223372036854775807,0\n").into(),
+            "row 2: a block of 9223372036854775807 bytes",
+        ),
+        ("stream", format!("{HEADER}0,a,1,5,-1\n").into(), "row 2: stream"),
+        (
+            "rmm",
+            format!("{log}1,10:00:00.000001,free,0x10,5,0\n").into(),
+            "row 2: the block at 0x10 is freed",
+        ),
+    ];
+    for (name, bytes, expected) in traces {
+        let file = Scratch::new(name, bytes);
+        refused(&replay(&file.0, "--device sim"), expected, name);
+    }
+    refused(&replay(Path::new("/nowhere/at/all.csv"), ""), "/nowhere/at/all.csv: No such file", "missing");
+    refused(&replay(Path::new("/tmp"), ""), "/tmp", "a folder");
+    let small = Scratch::new("small-refused", SMALL);
+    for (flags, expected) in [
+        ("--device sim --budget 0", "a budget of zero bytes"),
+        ("--device sim --budget 0x", "a budget of zero bytes"),
+        ("--device sim --budget 1EB", "an amount is bytes"),
+        ("--device sim --budget 900T", "is more than the"),
+        ("--device sim --budget 99999999x", "is more than the"),
+        ("--device sim --budget 1G --fit", "cannot be used with"),
+        ("--device gpu", "a device is auto, sim, cuda or cuda:N"),
+        ("--device cuda:99", ""),
+        ("--allocator fast", "invalid value 'fast'"),
+        ("--repeat 0", "invalid value '0'"),
+        ("--repeat often", "invalid value 'often'"),
+        ("--jsno", "unexpected argument '--jsno'"),
+    ] {
+        refused(&replay(&small.0, flags), expected, flags);
+    }
+    refused(&run::<&str>([]), "a command is needed", "no command");
+    refused(&run(["replay"]), "<TRACE>", "no trace");
+    refused(&run(["doctor", "--now"]), "unexpected argument '--now'", "doctor");
+}
+
+fn refused(output: &Output, expected: &str, what: &str) {
+    let said = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{what}: {said}");
+    assert!(output.stdout.is_empty(), "{what}: {}", text(&output.stdout));
+    assert!(
+        said.starts_with("aquifer: ") && said.ends_with('\n') && said.lines().count() == 1,
+        "{what}: {said:?}"
+    );
+    assert!(said.contains(expected), "{what}: {said}");
+}
+
+#[test]
+fn help_and_version_are_no_mistakes() {
+    for arguments in [["--help"], ["--version"], ["help"]] {
+        let output = run(arguments);
+        assert_eq!(output.status.code(), Some(0));
+        assert!(!output.stdout.is_empty() && output.stderr.is_empty());
+    }
+    assert!(text(&run(["replay", "--help"]).stdout).contains("--ignore-order"));
+}
+
+/// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object.
+const FIELDS: [(&str, char); 18] = [
+    ("trace", 's'),
+    ("device", 's'),
+    ("allocator", 's'),
+    ("ops", 'n'),
+    ("allocs", 'n'),
+    ("frees", 'n'),
+    ("streams", 'n'),
+    ("peak_live_bytes", 'n'),
+    ("peak_physical_bytes", 'n'),
+    ("completed", 'b'),
+    ("ns_per_op", 'n'),
+    ("driver_calls", 'o'),
+    ("modelled_driver_ns", 'n'),
+    ("accesses_checked", 'n'),
+    ("cross_stream_uses", 'n'),
+    ("early_completions", 'n'),
+    ("violations", 'n'),
+    ("leaked_bytes", 'n'),
+];
+
+fn has_fields(value: &Value, further: &[&str]) {
+    let object = value.as_object().expect("an object");
+    for (name, kind) in FIELDS {
+        let field = object.get(name).unwrap_or_else(|| panic!("no {name}: {value}"));
+        let right = match kind {
+            's' => field.is_string(),
+            'b' => field.is_boolean(),
+            'o' => field.as_object().is_some_and(|calls| calls.values().all(Value::is_u64)),
+            _ => field.is_number() || (field.is_null() && matches!(name, "ns_per_op" | "modelled_driver_ns")),
+        };
+        assert!(right, "{name}: {field}");
+    }
+    let all = FIELDS.iter().map(|(name, _)| *name).chain(further.iter().copied());
+    let mut unexpected: Vec<_> = object.keys().map(String::as_str).collect();
+    unexpected.retain(|name| !all.clone().any(|expected| expected == *name));
+    assert!(unexpected.is_empty() && object.len() == FIELDS.len() + further.len(), "{unexpected:?}");
+}
+
+#[test]
+fn json_has_the_promised_fields_and_no_others() {
+    let small = Scratch::new("small-json", SMALL);
+    let output = replay(&small.0, "--device sim --json");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    has_fields(&json(&output), &[]);
+    let output = replay(&small.0, "--device sim --json --fit");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    has_fields(&json(&output), &["fit_bytes", "ns_per_op_at_fit", "moves_at_fit"]);
+}
+
+#[test]
+fn a_trace_that_does_not_fit_says_so_and_exits_with_one() {
+    let output = replay(&data("resnet_train.csv.xz"), "--device sim --json --budget 0.5x");
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let value = json(&output);
+    has_fields(&value, &[]);
+    assert_eq!((&value["completed"], &value["ns_per_op"]), (&Value::Bool(false), &Value::Null));
+    assert_eq!((&value["violations"], &value["leaked_bytes"]), (&0.into(), &0.into()));
+    let output = replay(&data("resnet_train.csv.xz"), "--device sim --budget 0.5x");
+    assert_eq!(output.status.code(), Some(1));
+    let screen = text(&output.stdout);
+    assert!(screen.contains("completed") && screen.contains("out of memory"), "{screen}");
+    on_one_screen(&screen);
+}
+
+#[test]
+fn a_trace_beyond_the_device_fits_into_no_budget() {
+    let rows = format!("{HEADER}0,a,1,{0},0\n0,a,2,{0},0\n", 100_u64 << 30);
+    let file = Scratch::new("beyond", rows);
+    let output = replay(&file.0, "--device sim --fit --json");
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let value = json(&output);
+    has_fields(&value, &["fit_bytes", "ns_per_op_at_fit", "moves_at_fit"]);
+    assert_eq!((&value["completed"], &value["fit_bytes"]), (&Value::Bool(false), &Value::Null));
+    on_one_screen(&text(&replay(&file.0, "--device sim --fit").stdout));
+    assert_eq!(replay(&file.0, "--device sim --budget 1").status.code(), Some(1));
+}
+
+fn on_one_screen(screen: &str) {
+    assert!(screen.lines().count() <= 24, "{screen}");
+    assert!(screen.lines().all(|line| line.chars().count() <= 80), "{screen}");
+}
+
+/// What must hold of each recorded trace, on any device and under any allocator.
+fn recorded(name: &str, flags: &str) -> Value {
+    let output = replay(&data(name), &format!("{flags} --json"));
+    assert_eq!(
+        output.status.code(),
+        Some(0),
+        "{name} {flags}: {}{}",
+        text(&output.stdout),
+        text(&output.stderr)
+    );
+    assert!(output.stderr.is_empty(), "{}", text(&output.stderr));
+    let value = json(&output);
+    has_fields(&value, &[]);
+    // Operations, streams, peak, uses across streams.
+    let (ops, streams, peak, crossings) = match name {
+        "llama_train.csv.xz" => (63_608, 1, 4_076_911_904_u64, 0),
+        "resnet_train.csv.xz" => (25_623, 2, 2_450_380_816, 16),
+        _ => (24_000, 4, 13_758_172_979, 1375),
+    };
+    assert_eq!(value["completed"], true);
+    assert_eq!(value["ops"], ops);
+    assert_eq!(value["streams"], streams);
+    assert_eq!(value["peak_live_bytes"], peak);
+    assert!(value["peak_physical_bytes"].as_u64() >= Some(peak));
+    assert_eq!(value["cross_stream_uses"], crossings);
+    assert_eq!(value["violations"], 0);
+    assert_eq!(value["leaked_bytes"], 0);
+    assert!(value["accesses_checked"].as_u64() >= Some(ops / 2));
+    value
+}
+
+#[test]
+fn llama_train_completes_on_the_simulator() {
+    recorded("llama_train.csv.xz", "--device sim");
+}
+
+#[test]
+fn resnet_train_completes_on_the_simulator() {
+    recorded("resnet_train.csv.xz", "--device sim");
+}
+
+#[test]
+fn serve_mixed_completes_on_the_simulator() {
+    recorded("serve_mixed.csv.xz", "--device sim");
+}
+
+#[test]
+fn the_drivers_own_allocators_replay_beside_the_pool() {
+    for allocator in ["async", "direct"] {
+        let value =
+            recorded("resnet_train.csv.xz", &format!("--device sim --repeat 1 --allocator {allocator}"));
+        assert_eq!(value["allocator"], allocator);
+    }
+}
+
+#[test]
+fn the_oracle_objects_when_the_pool_is_not_told_who_uses_what() {
+    let output = replay(&data("serve_mixed.csv.xz"), "--device sim --repeat 1 --ignore-order --json");
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    let value = json(&output);
+    assert!(value["violations"].as_u64() > Some(0), "{value}");
+    assert_eq!(value["completed"], true);
+}
+
+/// A screen with its figures replaced: what a person always sees.
+fn masked(screen: &str) -> String {
+    let mut lines = Vec::new();
+    for line in screen.lines() {
+        let words = line.split_whitespace().map(|word| {
+            let bare = word.trim_matches(|c| ",;".contains(c));
+            let figure = bare.trim_start_matches('+').starts_with(|c: char| c.is_ascii_digit());
+            match bare {
+                _ if figure => word.replace(bare, "#"),
+                // A faster machine has other units.
+                "ns" | "µs" | "ms" | "s" => word.replace(bare, "time"),
+                "ns/op" | "µs/op" | "ms/op" | "s/op" => word.replace(bare, "time/op"),
+                _ => word.to_owned(),
+            }
+        });
+        lines.push(words.collect::<Vec<_>>().join(" "));
+    }
+    lines.join("\n") + "\n"
+}
+
+#[test]
+fn the_screen_is_as_it_was_approved() {
+    let small = Scratch::new("small-screen", SMALL);
+    let output = replay(&small.0, "--device sim");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let screen = text(&output.stdout).replace(&small.0.display().to_string(), "small.csv");
+    on_one_screen(&screen);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/small.txt");
+    if env::var_os("AQUIFER_BLESS").is_some() {
+        fs::write(&path, masked(&screen)).expect("the golden file");
+    }
+    assert_eq!(
+        masked(&screen),
+        fs::read_to_string(&path).unwrap_or_default(),
+        "AQUIFER_BLESS=1 accepts:\n{screen}"
+    );
+}
+
+#[test]
+fn the_log_of_rmm_is_replayed() {
+    let log = "Thread,Time,Action,Pointer,Size,Stream\n\
+        7,10:00:00.000001,allocate,0x7f0000000000,1048576,0x0\n\
+        7,10:00:00.000002,allocate,(nil),0,0x0\n\
+        7,10:00:00:000003,allocate,0x7f0000200000,4096,0x5581e2a0\n\
+        7,10:00:00.000004,allocate failure,(nil),99999999999,0x0\n\
+        7,10:00:00.000005,free,0x7f0000000000,1048576,0x5581e2a0\n\
+        7,10:00:00.000006,free,0x7f0000200000,4096,0x5581e2a0\n";
+    let file = Scratch::new("rmm-log", log);
+    let output = replay(&file.0, "--device sim --json");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let value = json(&output);
+    let expected =
+        [("ops", 4), ("streams", 2), ("cross_stream_uses", 1), ("violations", 0), ("leaked_bytes", 0)];
+    for (name, count) in expected {
+        assert_eq!(value[name], count, "{name}");
+    }
+}
+
+#[test]
+fn the_smallest_budget_holds_when_it_is_asked_for() {
+    let output = replay(&data("resnet_train.csv.xz"), "--device sim --repeat 1 --fit --json");
+    assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
+    let value = json(&output);
+    let fit = value["fit_bytes"].as_u64().expect("a fit");
+    let peak = value["peak_live_bytes"].as_u64().expect("a peak");
+    assert!(fit >= peak && fit as f64 <= 1.05 * peak as f64, "{fit} for {peak}");
+    let output =
+        replay(&data("resnet_train.csv.xz"), &format!("--device sim --repeat 1 --json --budget {fit}"));
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
+    assert!(json(&output)["peak_physical_bytes"].as_u64() <= Some(fit));
+}
+
+#[test]
+fn doctor_answers_with_or_without_a_gpu() {
+    let output = run(["doctor"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let page = text(&output.stdout);
+    for section in ["driver", "nodes", "pages", "limits", "probe", "you get", "warning"] {
+        assert!(page.lines().any(|line| line.starts_with(section)), "{section}: {page}");
+    }
+    assert!(page.lines().all(|line| line.chars().count() <= 80), "{page}");
+    let output = run(["doctor", "--json"]);
+    assert_eq!(output.status.code(), Some(0));
+    let value = json(&output);
+    for field in ["driver", "devices", "host", "probe", "gets", "not_more", "warnings"] {
+        assert!(!value[field].is_null(), "{field}: {value}");
+    }
+    let warnings = value["warnings"].as_array().expect("a list");
+    assert!(
+        warnings
+            .iter()
+            .all(|w| w["says"].is_string() && w["fix"].as_str().is_some_and(|fix| !fix.is_empty()))
+    );
+    let strict = run(["doctor", "--strict"]);
+    assert_eq!(strict.status.code(), Some(i32::from(!warnings.is_empty())));
+}
+
+#[test]
+fn every_trace_completes_on_a_gpu() {
+    let value = json(&run(["doctor", "--json"]));
+    if value["driver"]["present"] != true {
+        assert!(
+            env::var("AQUIFER_REQUIRE_GPU").as_deref() != Ok("1"),
+            "AQUIFER_REQUIRE_GPU=1 and no GPU: {value}"
+        );
+        println!("skipped: {}", value["driver"]["reason"]);
+        return;
+    }
+    for name in ["llama_train.csv.xz", "resnet_train.csv.xz", "serve_mixed.csv.xz"] {
+        for allocator in ["pool", "async"] {
+            let value = recorded(name, &format!("--device cuda --allocator {allocator}"));
+            assert_eq!(value["device"], "cuda:0");
+        }
+    }
+}

@@ -1,0 +1,35 @@
+#![doc = include_str!("../README.md")]
+
+pub mod placement;
+mod runtime;
+mod settings;
+pub mod staging;
+
+pub use placement::{Lease, Place, Placer, Policy};
+pub use runtime::{Runtime, RuntimeBuilder};
+
+pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames};
+pub use aquifer_core::{
+    self as core, Action, Budget, Bytes, Charge, DeferReuse, DeviceId, DriverError, Event, Gate, MemoryError,
+    OutOfBudget, OutOfMemory, PoolStats, Recorder, Reservation, Result, Sink, Tag, event, impl_allocator,
+    tagged,
+};
+pub use aquifer_device::{
+    self as device, Adoption, Block, DeviceBuffer, DevicePool, DeviceSlice, DeviceSliceMut, Direct,
+    FailureCallback, Limit, Log, OnFailure, PoolConfig, Reclaim, Request, Resource, StreamOrdered,
+};
+#[cfg(feature = "cuda")]
+pub use aquifer_driver::cuda;
+pub use aquifer_driver::{self as driver, Access, DeviceRange, Driver, Operand, RawStream, Typed, sim};
+pub use aquifer_global::{self as global, Global};
+pub use aquifer_heap as heap;
+pub use aquifer_host::{self as host, PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool};
+pub use aquifer_stream::{
+    self as stream, HostOwned, InFlight, Life, Point, Refused, Scope, Stream, StreamPool, Use,
+};
+
+/// Vectors over any allocator: allocator-api2's, which our allocators serve.
+pub use allocator_api2::vec::{self, Vec};
+
+/// Boxes over any allocator.
+pub use allocator_api2::boxed;
