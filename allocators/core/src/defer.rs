@@ -1,5 +1,5 @@
 //! The one unsafe *declaration* of this crate: a promise about blocks that a device may still read.
-#![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
+#![expect(unsafe_code, reason = "declares an unsafe trait and passes its promise on; holds no unsafe block")]
 
 use crate::{__api::api2::alloc::Allocator, Gate, Result};
 use std::{ptr::NonNull, sync::Arc};
@@ -18,4 +18,11 @@ pub unsafe trait DeferReuse: Allocator {
     /// # Errors
     /// [`ForeignBlock`](crate::MemoryError::ForeignBlock) for an address that this allocator has not given out.
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()>;
+}
+
+// SAFETY: 1. the promise of the allocator behind the reference, which serves the same blocks.
+unsafe impl<A: DeferReuse + ?Sized> DeferReuse for &A {
+    fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()> {
+        (**self).defer(address, until)
+    }
 }

@@ -21,9 +21,9 @@ impl DriverError {
     /// Whether the code says that the device itself is gone: a sticky error, after which every call fails.
     #[must_use]
     pub fn is_device_lost(&self) -> bool {
-        // ECC uncorrectable, illegal address, launch timeout, illegal instruction, misaligned address, invalid
-        // address space, invalid pc, hardware stack error, launch failed, system not ready/driver mismatch are not.
-        matches!(self.code, 214 | 700 | 702 | 714..=719 | 721 | 804)
+        // ECC uncorrectable; illegal address; launch timeout; assert; hardware stack error, illegal instruction,
+        // misaligned address, invalid address space, invalid pc, launch failed; tensor memory leak.
+        matches!(self.code, 214 | 700 | 702 | 710 | 714..=719 | 721)
     }
 
     /// Whether the code is the driver's out of memory.

@@ -21,7 +21,6 @@ use crate::{
         mapped::{Effort, Reach},
     },
     pool::{Inner, deadline},
-    request::BLOCK_ALIGN,
 };
 use aquifer_core::{
     Action, MemoryError, OutOfMemory, PoolStats, Reservation, Result, Tag,
@@ -84,6 +83,22 @@ impl Progress<'_> {
             Some(tried) => tried.gave += gave,
             None => self.tried.push(Tried { step, gave }),
         }
+    }
+}
+
+/// A part of another cache that holds a request.
+#[derive(Clone, Copy)]
+struct Offer {
+    /// Its last use is not known to be done.
+    busy: bool,
+    /// Bytes of the stretch that it is cut from: short ones first, so that long ones stay whole.
+    spans: u64,
+    range: Range,
+}
+
+impl Offer {
+    fn key(&self) -> (bool, u64, u64) {
+        (self.busy, self.spans, self.range.start)
     }
 }
 
@@ -232,7 +247,8 @@ impl Inner {
         Ok(settled)
     }
 
-    /// Takes over a range of another cache that holds the request, whole slots at a time: the one that fits best.
+    /// Takes over a range of another cache that holds the request, the one that fits best: whole slots, or a whole
+    /// segment where there are no slots.
     fn adopt(
         &self,
         home: &'static Home,
@@ -240,54 +256,45 @@ impl Inner {
         request: &Request,
         reach: Reach,
     ) -> Result<Option<Block>> {
-        // Without mappings any unit can change hands; pages of this size keep small ones together.
-        let grain = match &self.physical {
-            Physical::Mapped(mapped) => mapped.slot_bytes(),
-            Physical::Plain(_) => 64 << 10,
-        };
-        let align = grain.max(request.alignment());
-        let bytes = request.size().div_ceil(BLOCK_ALIGN) * BLOCK_ALIGN;
-        let bytes = bytes.div_ceil(grain) * grain;
         // Other threads take and give meanwhile; a few tries are enough, since later steps find what is left.
         for _ in 0..4 {
-            let mut best: Option<(bool, u64, u64, &'static Home)> = None;
+            let mut best: Option<(Offer, &'static Home)> = None;
             for &giver in givers.iter().filter(|giver| !std::ptr::eq(**giver, home)) {
                 giver.with(|s| {
                     let Some(timeline) = s.timeline() else { return };
                     for extent in s.heap.free_extents() {
-                        let start = extent.range.start.div_ceil(align) * align;
-                        let end = (extent.range.start + extent.range.len) / grain * grain;
                         let busy = !timeline.is_done(extent.stamp);
-                        if end < start + bytes || (busy && reach == Reach::Done) {
+                        let Some((spans, range)) = self.physical.part_for(extent.range, request) else {
                             continue;
-                        }
-                        if best.is_none_or(|(b, len, at, _)| (busy, end - start, start) < (b, len, at)) {
-                            best = Some((busy, end - start, start, giver));
+                        };
+                        let offer = Offer { busy, spans, range };
+                        if (!busy || reach == Reach::Wait) && best.is_none_or(|(b, _)| offer.key() < b.key())
+                        {
+                            best = Some((offer, giver));
                         }
                     }
                 });
             }
-            let Some((_, _, start, giver)) = best else { return Ok(None) };
-            let range = Range { start, len: bytes };
+            let Some((Offer { range, .. }, giver)) = best else { return Ok(None) };
             let Ok(stamp) = giver.with(|s| s.heap.remove(range)) else { continue };
             // From here on the range is nobody's.
             let (from, to) = (giver.timeline(), home.timeline());
             match to.wait_for(&from, stamp) {
                 Ok(waited) => count(&self.counters.stream_waits, u64::from(waited)),
                 Err(error) => {
-                    giver.with(|s| s.add(range, stamp));
+                    giver.with(|s| self.physical.give_to(s, range, stamp));
                     return Err(error);
                 }
             }
             count(&self.counters.adoptions, 1);
             let place = home.with(|s| {
                 // Covers the wait that was just queued.
-                s.add(range, to.open());
+                self.physical.give_to(s, range, to.open());
                 let place = s.heap.alloc(request.size(), request.alignment())?;
                 s.account.allocated(place.bytes, request);
                 Some((place, self.ticket()))
             });
-            self.report_pool(Action::Adopt, bytes, Tag::NONE);
+            self.report_pool(Action::Adopt, range.len, Tag::NONE);
             return Ok(place.map(|(place, ticket)| self.hand_out(home, place, request, ticket)));
         }
         Ok(None)

@@ -429,14 +429,14 @@ impl Inner {
     }
 
     /// What a retired cache held.
-    pub(crate) fn take_home_back(&self, home: &'static Home, timeline: &Timeline, heap: &Heap) {
+    pub(crate) fn take_home_back(&self, home: &'static Home, timeline: &Arc<Timeline>, heap: &Heap) {
         timeline.detach(self.key);
         self.homes
             .write()
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|other| !std::ptr::eq(*other, home));
         if let Physical::Mapped(mapped) = &self.physical {
-            mapped.take_back(heap.free_extents().map(|e| e.range));
+            mapped.take_back(heap.free_extents().map(|e| e.range), timeline);
         }
     }
 }

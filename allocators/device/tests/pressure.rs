@@ -188,7 +188,10 @@ fn a_pool_that_shares_a_budget_gives_up_its_cache_for_another() {
 
 #[test]
 fn an_allocation_waits_for_queued_work_only_when_nothing_else_is_left() {
-    let rig = Rig::on(Sim::h200(1).stepped(), 16, |c| c.adoption = Adoption::DoneOnly);
+    let rig = Rig::on(Sim::h200(1).stepped(), 16, |c| {
+        c.adoption = Adoption::DoneOnly;
+        c.wait = Duration::MAX;
+    });
     let (s, u) = (rig.stream(), rig.stream());
     let mut a = rig.bytes(&s, 12 * MIB);
     s.fill(&mut a, 1).unwrap();
@@ -204,10 +207,12 @@ fn a_thread_that_waits_for_the_device_stops_no_other_from_allocating() {
     for call in [Call::HandleCreate, Call::EventRecord, Call::SetAccess] {
         let rig = Rig::new(64);
         let (s, u) = (rig.stream(), rig.stream());
+        // A live block keeps the rest of its handle with its stream.
+        let _kept = rig.pool.alloc(&u, Request::bytes(64)).unwrap();
         drop(rig.pool.alloc(&u, Request::bytes(MIB)).unwrap());
         drop(rig.pool.alloc(&s, Request::bytes(MIB)).unwrap());
-        let stalled = rig.sim.stall(call);
         thread::scope(|scope| {
+            let stalled = rig.sim.stall(call);
             let slow = scope.spawn(|| rig.pool.alloc(&s, Request::bytes(32 * MIB)).map(drop));
             assert!(stalled.wait_for(1, Duration::from_secs(10)), "the slow path calls {call:?}");
             drop(rig.pool.alloc(&u, Request::bytes(MIB)).unwrap());

@@ -38,5 +38,9 @@ impl Drop for Entered {
 #[track_caller]
 #[must_use]
 pub fn current() -> &'static Location<'static> {
-    SITE.get().unwrap_or_else(Location::caller)
+    // Not by a closure, whose own caller would be named.
+    match SITE.get() {
+        Some(site) => site,
+        None => Location::caller(),
+    }
 }

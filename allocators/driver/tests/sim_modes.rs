@@ -16,7 +16,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 fn bytes() -> Machine {
@@ -282,16 +282,23 @@ fn a_wait_for_a_value_holds_its_stream_until_the_value_is_there() {
 
 #[test]
 fn a_thread_that_waits_is_woken_by_the_work_of_another() {
-    let m = bytes();
-    let (a, b, flag) = (m.stream(), m.stream(), m.alloc(8));
-    m.sim.wait_value(b, flag.address, 1).unwrap();
-    std::thread::scope(|scope| {
-        let waiter = scope.spawn(|| m.driver.stream_synchronize(b));
-        std::thread::sleep(Duration::from_millis(5));
-        assert!(!waiter.is_finished());
-        m.sim.write_value(a, flag.address, 1).unwrap();
-        waiter.join().unwrap().unwrap();
-    });
+    for m in [bytes(), stepped()] {
+        let (a, b, flag) = (m.stream(), m.stream(), m.alloc(8));
+        m.sim.wait_value(b, flag.address, 1).unwrap();
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| m.driver.stream_synchronize(b));
+            std::thread::sleep(Duration::from_millis(5));
+            assert!(!waiter.is_finished());
+            // Where nothing runs by itself, the thread that waits runs this.
+            m.sim.write_value(a, flag.address, 1).unwrap();
+            let deadline = Instant::now() + Duration::from_secs(10);
+            while !waiter.is_finished() && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            assert!(waiter.is_finished(), "{:?}", m.sim);
+            waiter.join().unwrap().unwrap();
+        });
+    }
 }
 
 #[test]

@@ -8,6 +8,7 @@ use aquifer_core::{Tag, tagged};
 use aquifer_global::{Global, set_cap};
 use std::{
     alloc::{GlobalAlloc, Layout, System},
+    env,
     hint::black_box,
     sync::Barrier,
     thread,
@@ -16,7 +17,11 @@ use std::{
 
 static WRAPPED: Global = Global::new();
 const PAIRS: u32 = 200_000;
-const ROUNDS: usize = 30;
+
+/// Rounds of each; one where the bench is only to be seen to run, without `cargo bench`'s flag.
+fn rounds() -> usize {
+    if env::args().any(|arg| arg == "--bench") { 30 } else { 1 }
+}
 
 fn pairs(allocator: &impl GlobalAlloc, layout: Layout) -> f64 {
     let start = Instant::now();
@@ -40,7 +45,7 @@ fn compare(threads: usize, layout: Layout) -> (f64, f64) {
             .map(|_| {
                 scope.spawn(|| {
                     let mut best = (f64::MAX, f64::MAX);
-                    for _ in 0..ROUNDS {
+                    for _ in 0..rounds() {
                         barrier.wait();
                         best.0 = best.0.min(pairs(&System, layout));
                         barrier.wait();
@@ -76,6 +81,6 @@ fn main() {
     set_cap(u64::MAX);
     let bench = Tag::named("bench");
     let tagged_pairs =
-        (0..ROUNDS).map(|_| tagged(bench, || pairs(&WRAPPED, layout))).fold(f64::MAX, f64::min);
+        (0..rounds()).map(|_| tagged(bench, || pairs(&WRAPPED, layout))).fold(f64::MAX, f64::min);
     println!("64 B under a tag             1 thread: {tagged_pairs:6.2} wrapped");
 }

@@ -1,6 +1,6 @@
 //! What the process holds, and how much it may.
 //!
-//! `charged` is one shared atomic; each thread has a [`Slot`] with the part of it that it has not used, its change.
+//! `charged` is one shared atomic; each thread has a slot with the part of it that it has not used, its change.
 //! The crate's documentation draws it.
 
 mod slot;
@@ -35,6 +35,8 @@ static PEAK: AtomicU64 = AtomicU64::new(0);
 static REFUSALS: AtomicU64 = AtomicU64::new(0);
 
 /// What the process has allocated through [`Global`](crate::Global).
+///
+/// A block that moves between the wrapped allocator and a route is freed by the one and allocated by the other.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Stats {
@@ -79,7 +81,7 @@ pub fn stats() -> Stats {
 }
 
 /// Sets the most bytes that may be live, for allocations from now on; `u64::MAX` lifts it. Answers with the bytes by
-/// which it is exceeded already: until those are freed every allocation is refused.
+/// which it is exceeded already, or 0: until those are freed every allocation is refused.
 ///
 /// An allocation beyond the cap answers with null, which a `Vec` turns into an abort and `try_reserve` into an error. No
 /// allocation exceeds the cap that begins after it was set. It may refuse early by what other threads hold as change,

@@ -104,6 +104,7 @@ fn a_strict_region_whose_pages_cannot_be_verified_is_refused_and_a_lax_one_says_
     let budget = budget();
     faults.fail_from(SystemCall::Query, 1, libc::EPERM);
     let mut request = request(4 * MIB).on(node);
+    request.pages = PageTier::Transparent;
     let region = Region::new(&host, &budget, &request).unwrap();
     let placement = &region.report().placement;
     assert_eq!((placement.unknown, placement.pages.len()), (1024, 0));

@@ -8,7 +8,7 @@ use std::{
     fmt,
     sync::{
         Arc, OnceLock, PoisonError, RwLock,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -55,8 +55,13 @@ impl Drop for OwnedEvent {
 
 /// Events kept for the next fences of one stream; more than that are destroyed.
 const SPARE_EVENTS: usize = 64;
+/// How many other streams a stream remembers having waited for.
+const REMEMBERED_WAITS: usize = 64;
 /// The longest pause between two looks when a wait has a deadline.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
+
+/// Serials given out. 2^64 of them do not run out.
+static SERIALS: AtomicU64 = AtomicU64::new(0);
 
 /// A stream with the epochs of its past: what pools note beside a freed block instead of an event.
 ///
@@ -68,11 +73,13 @@ pub struct Timeline {
     number: u32,
     /// The driver's own number, which never comes back.
     id: u64,
+    /// This account's own number. A stream that is let go of and taken in again has another, and its epochs start anew.
+    serial: u64,
     life: Life,
     epochs: Epochs<OwnedEvent>,
     /// Events that were seen done and that nobody holds.
     spare: Spin<Vec<Arc<OwnedEvent>>>,
-    /// What this stream has been made to wait for: (other's id, epoch), so that it need not wait twice.
+    /// What this stream has been made to wait for: (other's serial, epoch), so that it need not wait twice.
     waited: Spin<Vec<(u64, u64)>>,
     /// The owner of a foreign stream has destroyed it, or is about to.
     retired: AtomicBool,
@@ -91,6 +98,7 @@ impl Timeline {
             raw,
             number,
             id,
+            serial: SERIALS.fetch_add(1, Ordering::Relaxed),
             life,
             epochs: Epochs::new(),
             spare: Spin::new(Vec::new()),
@@ -230,15 +238,22 @@ impl Timeline {
         };
         self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))?;
         drop(event);
-        self.waited.with(|waited| match waited.iter_mut().find(|(id, _)| *id == other.id) {
+        self.waited.with(|waited| match waited.iter_mut().find(|(serial, _)| *serial == other.serial) {
             Some((_, newest)) => *newest = (*newest).max(proved),
-            None => waited.push((other.id, proved)),
+            None => {
+                if waited.len() == REMEMBERED_WAITS {
+                    // Forgetting one costs a wait that was not needed.
+                    waited.remove(0);
+                }
+                waited.push((other.serial, proved));
+            }
         });
         Ok(true)
     }
 
     fn has_waited(&self, other: &Timeline, epoch: u64) -> bool {
-        self.waited.with(|waited| waited.iter().any(|&(id, newest)| id == other.id && epoch <= newest))
+        self.waited
+            .with(|waited| waited.iter().any(|&(serial, newest)| serial == other.serial && epoch <= newest))
     }
 
     /// Blocks until `epoch` is done or the deadline has passed; says whether it is done.

@@ -3,6 +3,7 @@
 //! Bytes say how the pool is set up, what several streams do with it, which driver calls fail and when queued work runs.
 //! After every operation the pool's account is compared with a model, and the oracle must have nothing to report: work
 //! that is not ordered, a block given out before its last use is done, a mapping taken away under queued work.
+#![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::Bytes;
 use aquifer_core::{Budget, MemoryError};
@@ -16,6 +17,8 @@ use std::time::Duration;
 
 /// Operations of one program at most.
 const MAX_OPS: usize = 300;
+/// Accesses are declared for blocks that the program holds, on streams of an idle device.
+const OURS: &str = "an access to a block of ours";
 /// The device's memory.
 const CAPACITY: u64 = 96 << 20;
 /// Calls that may fail in the middle of a program. Those that end an object are left out: what they leave behind is
@@ -76,18 +79,19 @@ pub fn run(bytes: &[u8]) {
 
 impl World {
     fn new(bytes: &mut Bytes<'_>) -> Self {
-        let mut device = if bytes.choice(4) == 0 { DeviceConfig::without_virtual_memory() } else { DeviceConfig::h200() };
-        device.memory = CAPACITY;
+        let device =
+            if bytes.choice(4) == 0 { DeviceConfig::without_virtual_memory() } else { DeviceConfig::h200() };
         let mut config = SimConfig::h200(1);
         config.devices = vec![device];
-        let sim = Sim::new(config).symbolic();
+        let sim = Sim::new(config).symbolic().capacity(CAPACITY);
         let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
         let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(40)) + 2) << 20);
         let mut config = PoolConfig::with_budget(budget.clone());
         config.adoption = [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
         config.wait = Duration::from_millis(1);
         config.handle_bytes = [0, 4 << 20][usize::from(bytes.choice(2))];
-        let pool = DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
+        let pool =
+            DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
         let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();
         Self { sim, budget, pool, streams, live: Vec::new(), open: Vec::new() }
     }
@@ -106,7 +110,7 @@ impl World {
                 if self.pool.trim(keep).is_ok() {
                     let after = self.pool.stats();
                     assert_eq!(before.live, after.live, "a trim took live memory");
-                    assert_eq!(self.pool.trim(keep), Ok(0), "a second trim found something");
+                    assert!(after.physical <= before.physical, "a trim took memory");
                 }
             }
             15 => {
@@ -157,7 +161,14 @@ impl World {
                     );
                 }
                 // A block is for use at once.
-                self.sim.access(self.streams[stream].raw(), range_of(&block), Access::Write, Some(block.generation()));
+                self.sim
+                    .access(
+                        self.streams[stream].raw(),
+                        range_of(&block),
+                        Access::Write,
+                        Some(block.generation()),
+                    )
+                    .expect(OURS);
                 self.live.push(Live { block, stream });
             }
             Err(MemoryError::ZeroSize) => assert_eq!(size, 0),
@@ -172,8 +183,8 @@ impl World {
             return;
         }
         let at = usize::from(bytes.u8()) % self.live.len();
-        let Live { block, stream } = self.live.swap_remove(at);
-        self.sim.access(self.streams[stream].raw(), range_of(&block), Access::Read, Some(block.generation()));
+        self.touch_at(at, Access::Read);
+        let Live { block, .. } = self.live.swap_remove(at);
         let calls = self.sim.driver().calls().made();
         drop(block);
         assert_eq!(calls, self.sim.driver().calls().made(), "a free called the driver");
@@ -185,13 +196,15 @@ impl World {
             return;
         }
         let at = usize::from(bytes.u8()) % self.live.len();
-        let range = range_of(&self.live[at].block);
-        // A use that others have open or have made is in the way of a write on the home stream, until it is prepared.
-        let stream = self.live[at].stream;
-        let used = self.live[at].block.prepare(&self.streams[stream], Access::ReadWrite);
-        if let Ok(used) = used {
-            let generation = self.live[at].block.generation();
-            self.sim.access(self.streams[stream].raw(), range, Access::ReadWrite, Some(generation));
+        self.touch_at(at, Access::ReadWrite);
+    }
+
+    /// As a program does that knows of other streams' uses: a use that conflicts with an open one is not made.
+    fn touch_at(&self, at: usize, access: Access) {
+        let Live { block, stream } = &self.live[at];
+        let stream = &self.streams[*stream];
+        if let Ok(used) = block.prepare(stream, access) {
+            self.sim.access(stream.raw(), range_of(block), access, Some(block.generation())).expect(OURS);
             drop(used);
         }
     }
@@ -225,7 +238,7 @@ impl World {
         let at = usize::from(bytes.u8()) % self.open.len();
         let Open { used, stream, range, generation, access } = self.open.swap_remove(at);
         if bytes.flag() {
-            self.sim.access(self.streams[stream].raw(), range, access, Some(generation));
+            self.sim.access(self.streams[stream].raw(), range, access, Some(generation)).expect(OURS);
             let _ = used.finish();
         } else {
             used.abort();
@@ -246,7 +259,9 @@ impl World {
         }
         // Reads may go side by side with other reads; earlier writes of others are what a prepare would wait for.
         if let Ok(used) = block.prepare(&self.streams[stream], Access::Read) {
-            self.sim.access(self.streams[stream].raw(), range_of(block), Access::Read, Some(block.generation()));
+            self.sim
+                .access(self.streams[stream].raw(), range_of(block), Access::Read, Some(block.generation()))
+                .expect(OURS);
             used.abort();
             let _ = block.record_use(&self.streams[stream], Access::Read);
         }
@@ -262,17 +277,18 @@ impl World {
         assert_eq!(stats.blocks, self.live.len() as u64);
         assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
         assert!(
-            stats.live + stats.pending <= stats.physical && stats.live + stats.cached + stats.pending <= stats.physical,
+            stats.live + stats.pending <= stats.physical
+                && stats.live + stats.cached + stats.pending <= stats.physical,
             "more is spanned than is held: {stats:?}"
         );
     }
 
     fn finish(self) {
         let Self { sim, budget, pool, streams, live, open } = self;
-        sim.clear_faults();
+        sim.clear_failures();
         drop(live);
         for Open { used, stream, range, generation, access } in open {
-            sim.access(streams[stream].raw(), range, access, Some(generation));
+            sim.access(streams[stream].raw(), range, access, Some(generation)).expect(OURS);
             used.finish().expect("no fault is left");
         }
         for stream in &streams {

@@ -5,7 +5,7 @@ use std::{fs, path::Path};
 
 #[test]
 fn no_seeded_program_breaks_a_promise_of_the_device_pool() {
-    for seed in 0..400 {
+    for seed in 0..4_000 {
         device::run(&seeded(seed, 600));
     }
 }

@@ -147,7 +147,7 @@ impl Mapped {
         self.base + slot * self.slot
     }
 
-    fn range(&self, first: u64, count: u64) -> Range {
+    pub(crate) fn range(&self, first: u64, count: u64) -> Range {
         Range { start: self.address(first), len: count * self.slot }
     }
 
@@ -173,7 +173,7 @@ impl Mapped {
         effort: &mut Effort<'_>,
     ) -> Result<Option<aquifer_heap::Block>> {
         self.reap_zombies()?;
-        let Some(claim) = self.claim(home, request) else { return Ok(None) };
+        let Some(mut claim) = self.claim(home, request) else { return Ok(None) };
         let needed = claim.window.missing.len();
         let (mut stock, grown) = match self.stock(needed, effort) {
             Ok(stock) => stock,
@@ -190,8 +190,11 @@ impl Mapped {
         };
         let moved = stolen.len() as u64;
         let (done, busy): (Vec<_>, Vec<_>) = stolen.into_iter().partition(|s| s.done);
-        let outcome = self.back(home, &claim.window.missing, &mut stock, done, &busy, effort);
+        let mut stuck = Vec::new();
+        let outcome = self.back(home, &claim.window.missing, &mut stock, done, &busy, effort, &mut stuck);
         if let Err(error) = outcome {
+            claim.window.missing.retain(|slot| !stuck.iter().any(|(at, _)| at == slot));
+            self.unmap_later(stuck, &home.timeline());
             // Handles whose work is not done are still mapped where they were, and belong there.
             stock.retain(|handle| !busy.iter().any(|s| Arc::ptr_eq(&s.handle, handle)));
             self.give_back(busy);
@@ -209,7 +212,11 @@ impl Mapped {
 
     /// Maps handles at the missing slots: the stock, those that come loose from `done` slots, and a second mapping of
     /// those that are `busy`, for which the taker waits on the device. If it fails, what came loose is in the stock and
-    /// nothing new is mapped.
+    /// nothing new is mapped, but for what is `stuck`.
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one step of `place`, apart so that its failures have one way out"
+    )]
     fn back(
         &self,
         home: &'static Home,
@@ -218,6 +225,7 @@ impl Mapped {
         done: Vec<Stolen>,
         busy: &[Stolen],
         effort: &mut Effort<'_>,
+        stuck: &mut Vec<(u64, Arc<Handle>)>,
     ) -> Result<()> {
         let (mut loose, outcome) = self.unmap_known_done(done);
         stock.append(&mut loose);
@@ -227,7 +235,7 @@ impl Mapped {
             effort.waits += u64::from(taker.wait_for(&s.timeline, s.stamp)?);
         }
         stock.extend(busy.iter().map(|s| s.handle.clone()));
-        self.map_all(missing, stock)
+        self.map_all(missing, stock, stuck)
     }
 
     /// Picks the window and takes it: its slots from nobody, its backed parts out of the cache.
@@ -392,8 +400,13 @@ impl Mapped {
     }
 
     /// Maps a handle of `stock` at each of `missing` and lets the device at it. If that fails, nothing is mapped and
-    /// the stock is whole.
-    fn map_all(&self, missing: &[u64], stock: &mut Vec<Arc<Handle>>) -> Result<()> {
+    /// the stock is whole, but for what the driver would not unmap again, which is `stuck`.
+    fn map_all(
+        &self,
+        missing: &[u64],
+        stock: &mut Vec<Arc<Handle>>,
+        stuck: &mut Vec<(u64, Arc<Handle>)>,
+    ) -> Result<()> {
         let mut mapped: Vec<(u64, Arc<Handle>)> = Vec::with_capacity(missing.len());
         let mut map = || -> Result<()> {
             for (first, count) in runs(missing) {
@@ -417,9 +430,9 @@ impl Mapped {
         if outcome.is_err() {
             for (slot, handle) in mapped {
                 // SAFETY: 1. mapped above, and handed to nobody.
-                // A second refusal leaves the mapping: the slot is lost for the pool, its handle is not used elsewhere.
-                if unsafe { self.driver.unmap(self.device, self.address(slot), self.slot) }.is_ok() {
-                    stock.push(handle);
+                match unsafe { self.driver.unmap(self.device, self.address(slot), self.slot) } {
+                    Ok(()) => stock.push(handle),
+                    Err(_) => stuck.push((slot, handle)),
                 }
             }
             return outcome;
@@ -451,6 +464,15 @@ impl Mapped {
             s.account.allocated(place.bytes, request);
             Some(place)
         })
+    }
+
+    /// Keeps mappings that nothing uses and that the driver would not take away, to be tried again. Their memory stays
+    /// charged.
+    fn unmap_later(&self, stuck: Vec<(u64, Arc<Handle>)>, timeline: &Arc<Timeline>) {
+        // No work is behind epoch 0.
+        let zombies =
+            stuck.into_iter().map(|(slot, handle)| Zombie { slot, handle, until: (timeline.clone(), 0) });
+        self.slots().zombies.extend(zombies);
     }
 
     /// Unmaps zombies whose streams are done with them. Never blocks.
@@ -550,7 +572,7 @@ impl Mapped {
     }
 
     /// Unmaps what a retired cache held. All of its stream's work has been waited for.
-    pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>) {
+    pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>, timeline: &Arc<Timeline>) {
         for range in ranges {
             let (first, count) = self.whole_slots(range);
             let mapped: Vec<u64> = {
@@ -563,8 +585,7 @@ impl Mapped {
                     (first..first + count).filter_map(|slot| slots.unmap(slot)).collect()
                 };
                 if self.unmap_run(first, count).is_err() {
-                    // Still mapped, so still taken: the handles stay charged.
-                    let _kept = std::mem::ManuallyDrop::new(handles);
+                    self.unmap_later((first..first + count).zip(handles).collect(), timeline);
                 }
             }
         }

@@ -51,6 +51,11 @@ impl Plain {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether a range is a segment, whole.
+    pub(crate) fn is_segment(&self, range: Range) -> bool {
+        self.segments().get(&range.start).is_some_and(|segment| segment.bytes == range.len)
+    }
+
     /// Takes a segment that `request` fits in, gives it to the cache of `home` and allocates from it. `None` if neither
     /// a large nor an exact one can be had.
     pub(crate) fn place(

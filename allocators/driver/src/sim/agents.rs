@@ -121,6 +121,19 @@ pub(crate) fn acting() -> u32 {
 }
 
 /// While it lives, this thread acts as one of several host agents. See [`Sim::act_as`](super::Sim::act_as).
+///
+/// ```
+/// use aquifer_driver::{DeviceId, HostFlags, sim::{Sim, ViolationKind}};
+/// let sim = Sim::h200(1).host_agents(2);
+/// let pinned = sim.driver().host_alloc(DeviceId(0), 64, HostFlags::default())?.as_ptr() as u64;
+/// sim.host_write(pinned, 64);
+/// {
+///     let _second = sim.act_as(1);
+///     sim.host_read(pinned, 64); // and nobody has told it that the bytes are there
+/// }
+/// assert_eq!(sim.violations()[0].kind, ViolationKind::WriteRead);
+/// # Ok::<(), aquifer_driver::DriverError>(())
+/// ```
 #[derive(Debug)]
 #[must_use = "the thread acts as the agent until this is dropped"]
 pub struct ActingAs {

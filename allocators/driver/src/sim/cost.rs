@@ -1,6 +1,7 @@
 //! What calls cost: a model of driver time, so that a program that calls less is seen to be better without a GPU.
 
 use crate::Call;
+use std::fmt;
 
 /// Measured cost of one call by the size it works on: bytes and nanoseconds, ascending.
 type Curve = &'static [(u64, u64)];
@@ -9,7 +10,14 @@ type Curve = &'static [(u64, u64)];
 ///
 /// Between two sizes of the table costs are interpolated, beyond its ends they go on as at the end. Waiting for work is
 /// not in it.
-#[derive(Clone, Copy, PartialEq, Debug)]
+///
+/// ```
+/// use aquifer_driver::{Call, sim::Costs};
+/// let (h200, a100) = (Costs::h200(), Costs::a100());
+/// assert_eq!(h200.of(Call::HandleCreate, 2 << 20), 6_000);
+/// assert!(a100.of(Call::HandleCreate, 2 << 20) > 30 * h200.of(Call::HandleCreate, 2 << 20));
+/// ```
+#[derive(Clone, Copy, PartialEq)]
 pub struct Costs {
     create: Curve,
     release: Curve,
@@ -23,6 +31,13 @@ pub struct Costs {
     register: Curve,
     unregister: Curve,
     free_calls: bool,
+}
+
+impl fmt::Debug for Costs {
+    /// One figure of the table, to tell tables apart.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Costs").field("create", &self.of(Call::HandleCreate, 2 * MIB)).finish_non_exhaustive()
+    }
 }
 
 const KIB: u64 = 1 << 10;

@@ -99,7 +99,19 @@ impl Stalls {
     }
 }
 
-/// While it lives, threads that make the call stay in it: what they hold meanwhile, others can be shown to need.
+/// While it lives, threads that make the call stay in it. What they hold meanwhile others can be shown not to need.
+///
+/// ```
+/// use aquifer_driver::{Call, DeviceId, sim::Sim};
+/// use std::{thread, time::Duration};
+/// let sim = Sim::h200(1).symbolic();
+/// let (driver, slow) = (sim.driver(), sim.stall(Call::MemAlloc));
+/// let waiter = thread::spawn(move || driver.mem_alloc(DeviceId(0), 4096));
+/// assert!(slow.wait_for(1, Duration::from_secs(10)));
+/// assert!(sim.driver().memory_info(DeviceId(0)).is_ok()); // not held up by the other
+/// drop(slow);
+/// assert!(waiter.join().is_ok_and(|address| address.is_ok()));
+/// ```
 #[derive(Debug)]
 #[must_use = "the call is held up until this is dropped"]
 pub struct StallGuard {
