@@ -1,4 +1,5 @@
 //! Plain Rust collections in pinned memory, on the node next to the first device.
+#![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Runtime, Vec};
 use hashbrown::HashMap;

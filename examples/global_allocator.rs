@@ -1,4 +1,5 @@
 //! A global allocator that knows who holds what, and a route that puts a library's buffers into pinned memory.
+#![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Runtime, staging};
 use std::error::Error;

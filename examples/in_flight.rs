@@ -1,4 +1,5 @@
 //! An asynchronous copy in safe code: the flight owns the vector, and gives it back.
+#![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{DeviceBuffer, Runtime, Vec};
 use std::error::Error;

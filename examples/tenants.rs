@@ -1,4 +1,5 @@
 //! Two tenants of one pool, each under a limit of its own, and who holds what by tag.
+#![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Budget, Bytes, Limit, Request, Resource, Runtime, Tag};
 use std::error::Error;

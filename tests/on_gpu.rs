@@ -5,6 +5,7 @@
 //! allocation of its own (`AQUIFER_BYPASS=1`).
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "launches kernels")]
+#![expect(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, reason = "helpers of tests")]
 
 use aquifer::{
     Access, Block, Budget, DeviceBuffer, DevicePool, MemoryError, PinnedBuf, PoolConfig, Request, Resource,

@@ -160,7 +160,7 @@ proptest! {
                 }
                 Op::Drop(at) if !held.is_empty() => {
                     let at = at % held.len();
-                    held.swap_remove(at);
+                    drop(held.swap_remove(at));
                 }
                 Op::Split(at, bytes) if !held.is_empty() => {
                     let at = at % held.len();

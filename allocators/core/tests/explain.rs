@@ -6,6 +6,7 @@ use aquifer_core::{
     error::{Stranded, Tried},
 };
 
+#[expect(clippy::unwrap_used, reason = "a helper of tests")]
 fn full() -> OutOfMemory {
     let mut error = OutOfMemory::new("device 0".into(), 6 << 30);
     error.live = 70 << 30;

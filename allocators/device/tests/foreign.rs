@@ -1,4 +1,5 @@
 //! Streams of other libraries, which come and go without the pool.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
 

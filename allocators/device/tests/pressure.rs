@@ -1,4 +1,5 @@
 //! What happens when memory is short, in which order, and what an allocation costs the others meanwhile.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
 

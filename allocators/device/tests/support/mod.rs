@@ -1,5 +1,5 @@
 //! What the tests of this crate share.
-#![allow(dead_code, reason = "each test binary uses some of it")]
+#![allow(dead_code, clippy::unwrap_used, reason = "each test binary uses some of it, and in tests")]
 
 use aquifer_core::Budget;
 use aquifer_device::{Block, DeviceBuffer, DevicePool, PoolConfig};
