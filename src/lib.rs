@@ -2,7 +2,6 @@
 
 pub mod placement;
 mod runtime;
-mod settings;
 pub mod staging;
 
 pub use placement::{Lease, Place, Placer, Policy};

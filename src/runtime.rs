@@ -1,7 +1,7 @@
 //! Everything wired together.
 
-use crate::{Placer, Policy, settings::Settings};
-use aquifer_core::{Budget, DeviceId, MemoryError, Recorder, Result};
+use crate::{Placer, Policy};
+use aquifer_core::{Budget, DeviceId, MemoryError, Result};
 use aquifer_device::{DevicePool, PoolConfig};
 use aquifer_driver::{Driver, sim::Sim};
 use aquifer_host::{
@@ -37,7 +37,6 @@ struct Inner {
     pinned: Vec<PinnedPool>,
     /// Which of `pinned` each device is near.
     near: Vec<usize>,
-    recorder: Option<Arc<Recorder>>,
 }
 
 /// How a [`Runtime`] is to be built.
@@ -118,14 +117,10 @@ impl RuntimeBuilder {
     /// [`MemoryError::BadSetting`] for a variable of the environment, or a machine, that cannot be read;
     /// [`MemoryError::NoDevice`] for a device that is not there; the driver's. That there is no GPU is no error.
     pub fn build(self) -> Result<Runtime> {
-        let settings = Settings::from_environment()?;
-        let mut config = self.pool;
-        config.bypass |= settings.bypass;
-        config.recorder = config.recorder.or(settings.recorder);
         let driver =
             self.driver.or_else(machine_driver).or_else(|| self.or_sim.then(|| Sim::h200(1).driver()));
         let pools = match &driver {
-            Some(driver) => open_pools(driver, self.devices, self.device_budget, &config)?,
+            Some(driver) => open_pools(driver, self.devices, self.device_budget, &self.pool)?,
             None => Vec::new(),
         };
         let topology = match self.topology {
@@ -137,7 +132,7 @@ impl RuntimeBuilder {
             })?,
         };
         let (pinned, near) = pinned_pools(&driver, &pools, topology, self.pinned_budget, &self.pinned)?;
-        let inner = Inner { driver, pools: pools.into(), pinned, near, recorder: config.recorder };
+        let inner = Inner { driver, pools: pools.into(), pinned, near };
         Ok(Runtime { inner: Arc::new(inner) })
     }
 }
@@ -276,14 +271,6 @@ impl Runtime {
     #[must_use]
     pub fn driver(&self) -> Option<&Arc<dyn Driver>> {
         self.inner.driver.as_ref()
-    }
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        if let Some(recorder) = &self.recorder {
-            recorder.sink().flush();
-        }
     }
 }
 

@@ -25,6 +25,11 @@
 //! 8. [`OutOfMemory`](aquifer_core::OutOfMemory), which says what stood in the way and what to do.
 //!
 //! No lock is held over a driver call or a wait, so one thread's shortage never stops another's hot path.
+//!
+//! # What the environment can set
+//! `AQUIFER_TRACE=FILE` writes the life of every block of every pool, for `aquifer replay`; `AQUIFER_BYPASS=1` makes each
+//! block an allocation of its own from the driver, so that memory checkers see it. A value that cannot be followed is an
+//! error of [`DevicePool::open`].
 
 mod backend;
 mod block;
@@ -33,6 +38,7 @@ mod chain;
 mod config;
 mod decorators;
 mod direct;
+mod environment;
 mod home;
 mod physical;
 mod pool;

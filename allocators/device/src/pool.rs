@@ -1,9 +1,10 @@
 //! The caching pool of one device.
 
 use crate::{
-    Block, DeviceBuffer, PoolConfig, Request, Resource,
+    Block, DeviceBuffer, Log, PoolConfig, Request, Resource,
     chain::Counters,
     direct::Direct,
+    environment::Environment,
     home::{Home, note},
     physical::{Physical, mapped::Mapped, plain::Plain},
 };
@@ -67,15 +68,19 @@ pub(crate) struct Inner {
     generations: AtomicU64,
     pub(crate) counters: Counters,
     /// Where blocks come from when each is to be an allocation of its own.
-    direct: Option<Direct>,
+    direct: Option<Arc<dyn Resource>>,
 }
 
 impl DevicePool {
     /// Opens a pool on `device`. Reserves addresses where the device can map, and takes no memory.
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a budget of nothing or a handle that is not a power of two; the driver's.
-    pub fn open(driver: Arc<dyn Driver>, device: DeviceId, config: PoolConfig) -> Result<Self> {
+    /// [`MemoryError::BadSetting`] for a budget of nothing, a handle that is not a power of two, or a variable of the
+    /// environment; the driver's.
+    pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
+        let environment = Environment::read()?;
+        config.bypass |= environment.bypass;
+        config.recorder = config.recorder.or(environment.recorder);
         let lost = |e| MemoryError::driver(device, e);
         let info = driver.device_info(device).map_err(lost)?;
         let budget = match &config.budget {
@@ -97,8 +102,13 @@ impl DevicePool {
             Physical::Plain(Plain::new(&driver, device, budget.clone()))
         };
         let streams = StreamPool::new(driver.clone(), device, config.streams);
-        let direct =
-            config.bypass.then(|| Direct::new(driver.clone(), streams.clone(), Some(budget.clone())));
+        let direct = config.bypass.then(|| {
+            let direct = Direct::new(driver.clone(), streams.clone(), Some(budget.clone()));
+            match &config.recorder {
+                Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
+                None => Arc::new(direct),
+            }
+        });
         let observed = driver.observer().is_some();
         let inner = Arc::new(Inner {
             key: KEYS.fetch_add(1, Ordering::Relaxed),
@@ -397,7 +407,7 @@ impl Inner {
 
     pub(crate) fn stats(&self) -> PoolStats {
         let mut stats = match &self.direct {
-            Some(direct) => Resource::stats(direct),
+            Some(direct) => direct.stats(),
             None => PoolStats::default(),
         };
         for home in self.homes() {
@@ -445,6 +455,9 @@ impl Drop for Closer {
     fn drop(&mut self) {
         for home in self.0.homes() {
             home.close();
+        }
+        if let Some(recorder) = &self.0.config.recorder {
+            recorder.sink().flush();
         }
     }
 }

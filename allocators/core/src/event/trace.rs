@@ -7,12 +7,13 @@ use super::{Action, Event, Place, Sink};
 use std::{
     collections::HashMap,
     fs::File,
-    io::{self, BufWriter, Write},
+    io::{self, LineWriter, Write},
     path::Path,
     sync::{Mutex, PoisonError},
 };
 
-/// A sink that writes a trace file. The file is complete when the sink is dropped or flushed.
+/// A sink that writes a trace file, a line at a time, so that the trace of a program that is killed is whole as far as it
+/// goes. A line costs a system call.
 #[derive(Debug)]
 pub struct TraceFile {
     state: Mutex<State>,
@@ -20,7 +21,7 @@ pub struct TraceFile {
 
 #[derive(Debug)]
 struct State {
-    file: BufWriter<File>,
+    file: LineWriter<File>,
     /// Ids of blocks that are not complete, by place and address. A freed block whose bytes are held back cannot share
     /// its address with another, so the address tells blocks apart until they are complete.
     ids: HashMap<(Place, u64), (u64, u64)>,
@@ -35,7 +36,7 @@ impl TraceFile {
     /// # Errors
     /// The operating system's, if the file cannot be created or its first line not written.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let mut file = BufWriter::new(File::create(path)?);
+        let mut file = LineWriter::new(File::create(path)?);
         writeln!(file, "t_us,op,id,bytes,stream")?;
         file.flush()?;
         Ok(Self { state: Mutex::new(State { file, ids: HashMap::new(), next: 1, dropped: 0 }) })

@@ -1,25 +1,31 @@
-//! What the environment says.
+//! What the environment says to every pool of the process.
 //!
 //! | variable | is | default |
 //! |---|---|---|
 //! | `AQUIFER_TRACE` | a file that the life of every device block is written to, for `aquifer replay` | none |
 //! | `AQUIFER_BYPASS` | `1`: each block an allocation of its own from the driver, which memory checkers can see | `0` |
-//! | `AQUIFER_NUMA` | `off`: the machine is taken as one node | `on` |
 //!
-//! A value that cannot be followed is an error of [`RuntimeBuilder::build`](crate::RuntimeBuilder::build), never ignored.
+//! A value that cannot be followed is an error of whoever opens a pool, never ignored.
 
 use aquifer_core::{MemoryError, Recorder, Result, event::TraceFile};
-use std::{env, path::Path, sync::Arc};
+use std::{
+    env,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 /// The variables of this process.
 #[derive(Debug, Default)]
-pub(crate) struct Settings {
+pub(crate) struct Environment {
     pub(crate) recorder: Option<Arc<Recorder>>,
     pub(crate) bypass: bool,
 }
 
-impl Settings {
-    pub(crate) fn from_environment() -> Result<Self> {
+/// The trace of this process. All pools write to one, or each would start the file anew.
+static TRACE: Mutex<Option<Arc<Recorder>>> = Mutex::new(None);
+
+impl Environment {
+    pub(crate) fn read() -> Result<Self> {
         let recorder = match env::var_os("AQUIFER_TRACE").filter(|path| !path.is_empty()) {
             Some(path) => Some(trace(Path::new(&path))?),
             None => None,
@@ -29,12 +35,18 @@ impl Settings {
 }
 
 fn trace(path: &Path) -> Result<Arc<Recorder>> {
+    let mut trace = TRACE.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(recorder) = &*trace {
+        return Ok(recorder.clone());
+    }
     let file = TraceFile::create(path).map_err(|_| MemoryError::BadSetting {
         name: "AQUIFER_TRACE",
         value: path.display().to_string(),
         expected: "the path of a file that can be written",
     })?;
-    Ok(Arc::new(Recorder::new(Arc::new(file))))
+    let recorder = Arc::new(Recorder::new(Arc::new(file)));
+    *trace = Some(recorder.clone());
+    Ok(recorder)
 }
 
 fn switch(name: &'static str) -> Result<bool> {
