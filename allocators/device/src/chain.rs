@@ -5,8 +5,9 @@
 //!
 //! 1. what other streams have finished with of this stream's own freed blocks;
 //! 2. an event behind each stream that has freed since its last, and a look which have passed;
-//! 3. ranges in other caches that the host has seen done;
-//! 4. new physical memory within the budget, and free handles from elsewhere that are done, to where they are missing;
+//! 3. what is free and backed in this cache and in others, pieced together, as far as the host has seen it done;
+//! 4. the same with gaps, which are backed by new physical memory within the budget, and where that is refused by handles
+//!    from under free ranges that are done;
 //! 5. the same with what is not done yet, for which this stream waits on the device;
 //! 6. handlers that were asked to give something back, other pools among them;
 //! 7. the oldest work that frees something, waited for on the host, up to a deadline;
@@ -27,7 +28,6 @@ use aquifer_core::{
     budget::Holding,
     error::{Stranded, Tried},
 };
-use aquifer_heap::Range;
 use std::{
     sync::{
         Arc, Mutex,
@@ -83,22 +83,6 @@ impl Progress<'_> {
             Some(tried) => tried.gave += gave,
             None => self.tried.push(Tried { step, gave }),
         }
-    }
-}
-
-/// A part of another cache that holds a request.
-#[derive(Clone, Copy)]
-struct Offer {
-    /// Its last use is not known to be done.
-    busy: bool,
-    /// Bytes of the stretch that it is cut from: short ones first, so that long ones stay whole.
-    spans: u64,
-    range: Range,
-}
-
-impl Offer {
-    fn key(&self) -> (bool, u64, u64) {
-        (self.busy, self.spans, self.range.start)
     }
 }
 
@@ -182,7 +166,7 @@ impl Inner {
         let sharing = self.config.adoption != Adoption::Never;
         let own = [home];
         let givers: &[&'static Home] = if sharing { &homes } else { &own };
-        if let Some(block) = self.adopt(home, givers, request, Reach::Done)? {
+        if let Some(block) = self.place(home, givers, request, Reach::Ready, progress)? {
             return Ok(Some(block));
         }
         if let Some(block) = self.place(home, givers, request, Reach::Done, progress)? {
@@ -199,9 +183,6 @@ impl Inner {
         }
         progress.note("wait on the device", settled);
         if let Some(block) = self.try_again(home, request, settled) {
-            return Ok(Some(block));
-        }
-        if let Some(block) = self.adopt(home, givers, request, Reach::Wait)? {
             return Ok(Some(block));
         }
         self.place(home, givers, request, Reach::Wait, progress)
@@ -247,60 +228,7 @@ impl Inner {
         Ok(settled)
     }
 
-    /// Takes over a range of another cache that holds the request, the one that fits best: whole slots, or a whole
-    /// segment where there are no slots.
-    fn adopt(
-        &self,
-        home: &'static Home,
-        givers: &[&'static Home],
-        request: &Request,
-        reach: Reach,
-    ) -> Result<Option<Block>> {
-        // Other threads take and give meanwhile; a few tries are enough, since later steps find what is left.
-        for _ in 0..4 {
-            let mut best: Option<(Offer, &'static Home)> = None;
-            for &giver in givers.iter().filter(|giver| !std::ptr::eq(**giver, home)) {
-                giver.with(|s| {
-                    let Some(timeline) = s.timeline() else { return };
-                    for extent in s.heap.free_extents() {
-                        let busy = !timeline.is_done(extent.stamp);
-                        let Some((spans, range)) = self.physical.part_for(extent.range, request) else {
-                            continue;
-                        };
-                        let offer = Offer { busy, spans, range };
-                        if (!busy || reach == Reach::Wait) && best.is_none_or(|(b, _)| offer.key() < b.key())
-                        {
-                            best = Some((offer, giver));
-                        }
-                    }
-                });
-            }
-            let Some((Offer { range, .. }, giver)) = best else { return Ok(None) };
-            let Ok(stamp) = giver.with(|s| s.heap.remove(range)) else { continue };
-            // From here on the range is nobody's.
-            let (from, to) = (giver.timeline(), home.timeline());
-            match to.wait_for(&from, stamp) {
-                Ok(waited) => count(&self.counters.stream_waits, u64::from(waited)),
-                Err(error) => {
-                    giver.with(|s| self.physical.give_to(s, range, stamp));
-                    return Err(error);
-                }
-            }
-            count(&self.counters.adoptions, 1);
-            let place = home.with(|s| {
-                // Covers the wait that was just queued.
-                self.physical.give_to(s, range, to.open());
-                let place = s.heap.alloc(request.size(), request.alignment())?;
-                s.account.allocated(place.bytes, request);
-                Some((place, self.ticket()))
-            });
-            self.report_pool(Action::Adopt, range.len, Tag::NONE);
-            return Ok(place.map(|(place, ticket)| self.hand_out(home, place, request, ticket)));
-        }
-        Ok(None)
-    }
-
-    /// Backs addresses for the request.
+    /// Takes over what other caches have, and backs addresses, for the request.
     fn place(
         &self,
         home: &'static Home,
@@ -312,19 +240,27 @@ impl Inner {
         let mut effort = Effort { reserved: progress.reserved, ..Effort::default() };
         let place = match &self.physical {
             Physical::Mapped(mapped) => mapped.place(home, givers, request, reach, &mut effort)?,
-            Physical::Plain(_) if reach == Reach::Wait => None,
-            Physical::Plain(plain) => plain.place(home, request, &mut effort)?,
+            Physical::Plain(plain) if reach == Reach::Done => plain.place(home, request, &mut effort)?,
+            Physical::Plain(plain) => plain.adopt(home, givers, request, reach, &mut effort)?,
         };
-        progress
-            .note(if reach == Reach::Done { "grow and move" } else { "move what is in use" }, effort.grown);
+        let (step, gave) = match reach {
+            Reach::Ready => ("take over what is done", effort.adopted),
+            Reach::Done => ("grow and move", effort.grown),
+            Reach::Wait => ("take over and move what is in use", effort.adopted),
+        };
+        progress.note(step, gave);
         if effort.refused.is_some() {
             progress.refused = effort.refused;
         }
         count(&self.counters.growths, u64::from(effort.grown > 0));
+        count(&self.counters.adoptions, u64::from(effort.adopted > 0));
         count(&self.counters.moves, effort.moves);
         count(&self.counters.stream_waits, effort.waits);
         if effort.grown > 0 {
             self.report_pool(Action::Grow, effort.grown, Tag::NONE);
+        }
+        if effort.adopted > 0 {
+            self.report_pool(Action::Adopt, effort.adopted, Tag::NONE);
         }
         if effort.moves > 0 {
             self.report_pool(Action::Move, effort.moves, Tag::NONE);

@@ -16,9 +16,9 @@
 //!
 //! 1. the stream's own frees whose other users are done;
 //! 2. an event behind every stream that has freed something, and a look which have passed;
-//! 3. ranges in other streams' caches that are seen done;
-//! 4. new physical memory within the budget; where that is refused, handles from under free ranges that are done, moved
-//!    to where they are missing;
+//! 3. what is free and backed in its own cache and in others', pieced together, as far as it is seen done;
+//! 4. the same with gaps: new physical memory within the budget, and where that is refused, handles from under free
+//!    ranges that are done, moved to where they are missing;
 //! 5. the same with ranges that are not done: the stream waits for them *on the device*, the host does not;
 //! 6. [`Reclaim`] handlers, other pools among them;
 //! 7. the oldest work that keeps something from being free, waited for on the host up to a deadline;

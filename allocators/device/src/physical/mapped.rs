@@ -37,12 +37,14 @@ use std::{
 /// The sizes that caches work in.
 const UNITS: Config = Config::device();
 
-/// How far to go for a handle.
+/// How far to go for room.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Reach {
-    /// New ones, and those under free slots whose work is known to be done.
+    /// What is backed already, in any cache, and whose work is known to be done.
+    Ready,
+    /// Also new handles, and those under free slots whose work is known to be done.
     Done,
-    /// Also those whose work is not: the taker waits for it, on the device.
+    /// Also what is still in use: the taker waits for it, on the device.
     Wait,
 }
 
@@ -53,6 +55,8 @@ pub(crate) struct Effort<'a> {
     pub(crate) reserved: Option<&'a Mutex<Reservation>>,
     /// Bytes taken from the driver.
     pub(crate) grown: u64,
+    /// Bytes taken over from other caches.
+    pub(crate) adopted: u64,
     /// Handles moved.
     pub(crate) moves: u64,
     /// Waits queued on the device.
@@ -76,11 +80,18 @@ pub(crate) struct Mapped {
     slots: Mutex<Slots>,
 }
 
-/// A window whose slots are claimed and whose backed parts are out of the cache.
+/// A window whose slots are claimed and whose backed parts are out of their caches.
 struct Claim {
     window: window::Window,
-    /// Ranges taken out of the cache, with their stamps.
-    taken: Vec<(Range, u64)>,
+    taken: Vec<Taken>,
+}
+
+/// A free range taken out of a cache.
+struct Taken {
+    range: Range,
+    from: &'static Home,
+    timeline: Arc<Timeline>,
+    stamp: u64,
 }
 
 /// A slot taken out of a cache, with its handle.
@@ -125,10 +136,6 @@ impl Mapped {
         })
     }
 
-    pub(crate) fn slot_bytes(&self) -> u64 {
-        self.slot
-    }
-
     pub(crate) fn held(&self) -> &Held {
         &self.held
     }
@@ -147,12 +154,12 @@ impl Mapped {
         self.base + slot * self.slot
     }
 
-    pub(crate) fn range(&self, first: u64, count: u64) -> Range {
+    fn range(&self, first: u64, count: u64) -> Range {
         Range { start: self.address(first), len: count * self.slot }
     }
 
     /// The whole slots inside a range: first and count.
-    pub(crate) fn whole_slots(&self, range: Range) -> (u64, u64) {
+    fn whole_slots(&self, range: Range) -> (u64, u64) {
         let first = (range.start - self.base).div_ceil(self.slot);
         let end = (range.start + range.len - self.base) / self.slot;
         (first, end.saturating_sub(first))
@@ -162,8 +169,9 @@ impl Mapped {
         MemoryError::driver(self.device, error)
     }
 
-    /// Finds room for `request` in the cache of `home`, backing what is missing with new handles and, where those are
-    /// refused, with handles from under free slots of `givers`. `None` if there are not enough; nothing has changed then.
+    /// Finds room for `request` among what is free in the cache of `home`, whole slots that are free in those of
+    /// `givers`, and slots that are nobody's. What is missing is backed with new handles and, where those are refused,
+    /// with handles from under free slots elsewhere. `None` if there are not enough; nothing has changed then.
     pub(crate) fn place(
         &self,
         home: &'static Home,
@@ -173,17 +181,17 @@ impl Mapped {
         effort: &mut Effort<'_>,
     ) -> Result<Option<aquifer_heap::Block>> {
         self.reap_zombies()?;
-        let Some(mut claim) = self.claim(home, request) else { return Ok(None) };
+        let Some(mut claim) = self.claim(home, givers, request, reach) else { return Ok(None) };
         let needed = claim.window.missing.len();
         let (mut stock, grown) = match self.stock(needed, effort) {
             Ok(stock) => stock,
             Err(error) => {
-                self.unclaim(home, claim);
+                self.unclaim(claim);
                 return Err(error);
             }
         };
         let Some(stolen) = self.steal(givers, needed - stock.len(), reach) else {
-            self.unclaim(home, claim);
+            self.unclaim(claim);
             // New handles that cannot help go back where they came from; those that were spare stay spare.
             self.put_aside(stock, grown);
             return Ok(None);
@@ -191,7 +199,7 @@ impl Mapped {
         let moved = stolen.len() as u64;
         let (done, busy): (Vec<_>, Vec<_>) = stolen.into_iter().partition(|s| s.done);
         let mut stuck = Vec::new();
-        let outcome = self.back(home, &claim.window.missing, &mut stock, done, &busy, effort, &mut stuck);
+        let outcome = self.back(home, &claim, &mut stock, done, &busy, effort, &mut stuck);
         if let Err(error) = outcome {
             claim.window.missing.retain(|slot| !stuck.iter().any(|(at, _)| at == slot));
             self.unmap_later(stuck, &home.timeline());
@@ -199,7 +207,7 @@ impl Mapped {
             stock.retain(|handle| !busy.iter().any(|s| Arc::ptr_eq(&s.handle, handle)));
             self.give_back(busy);
             self.slots().spare.append(&mut stock);
-            self.unclaim(home, claim);
+            self.unclaim(claim);
             return Err(error);
         }
         let zombies =
@@ -207,11 +215,13 @@ impl Mapped {
         self.slots().zombies.extend(zombies);
         effort.grown += grown as u64 * self.slot;
         effort.moves += moved;
+        let foreign = claim.taken.iter().filter(|t| !std::ptr::eq(t.from, home));
+        effort.adopted += foreign.map(|t| t.range.len).sum::<u64>();
         Ok(self.settle_in(home, claim, request))
     }
 
     /// Maps handles at the missing slots: the stock, those that come loose from `done` slots, and a second mapping of
-    /// those that are `busy`, for which the taker waits on the device. If it fails, what came loose is in the stock and
+    /// those that are `busy`. The taker waits for these on the device, and for whoever used what it takes over. If it fails, what came loose is in the stock and
     /// nothing new is mapped, but for what is `stuck`.
     #[expect(
         clippy::too_many_arguments,
@@ -220,7 +230,7 @@ impl Mapped {
     fn back(
         &self,
         home: &'static Home,
-        missing: &[u64],
+        claim: &Claim,
         stock: &mut Vec<Arc<Handle>>,
         done: Vec<Stolen>,
         busy: &[Stolen],
@@ -231,51 +241,98 @@ impl Mapped {
         stock.append(&mut loose);
         outcome?;
         let taker = home.timeline();
-        for s in busy {
-            effort.waits += u64::from(taker.wait_for(&s.timeline, s.stamp)?);
+        let in_use = busy.iter().map(|s| (&s.timeline, s.stamp));
+        for (timeline, stamp) in in_use.chain(claim.taken.iter().map(|t| (&t.timeline, t.stamp))) {
+            effort.waits += u64::from(taker.wait_for(timeline, stamp)?);
         }
         stock.extend(busy.iter().map(|s| s.handle.clone()));
-        self.map_all(missing, stock, stuck)
+        self.map_all(&claim.window.missing, stock, stuck)
     }
 
-    /// Picks the window and takes it: its slots from nobody, its backed parts out of the cache.
-    fn claim(&self, home: &'static Home, request: &Request) -> Option<Claim> {
-        let mut slots = self.slots();
-        let claim = home.with(|s| {
-            let small = request.size() <= UNITS.small_max;
-            let window = if small {
-                // Small blocks come from pages of the heap's own; one more slot anywhere gives it room for many.
-                let (first, _) = slots.free_runs().next()?;
-                window::Window { block: self.range(first, 1), missing: vec![first] }
-            } else {
-                let backed = s.heap.free_extents().map(|e| e.range);
-                let bytes = request.size().checked_next_multiple_of(UNITS.unit)?;
-                window::best(backed, slots.free_runs(), self.base, self.slot, bytes, request.alignment())?
+    /// Picks the window and takes it: its slots from nobody, its backed parts out of their caches. `None` if there is
+    /// none within reach, or if another thread was faster.
+    fn claim(
+        &self,
+        home: &'static Home,
+        givers: &[&'static Home],
+        request: &Request,
+        reach: Reach,
+    ) -> Option<Claim> {
+        // Small blocks come from pages of the heap's own; one more slot gives it room for many.
+        let small = request.size() <= UNITS.small_max;
+        let bytes = if small { self.slot } else { request.size().checked_next_multiple_of(UNITS.unit)? };
+        let align = if small { self.slot } else { request.alignment() };
+        let mut backed = Vec::new();
+        for &giver in givers {
+            let own = std::ptr::eq(giver, home);
+            giver.with(|s| {
+                let Some(timeline) = s.timeline() else { return };
+                for extent in s.heap.free_extents() {
+                    // A slot has one owner, so of another's only whole ones can be had.
+                    let range = if own { extent.range } else { self.whole_range(extent.range) };
+                    if range.len > 0 && (own || reach == Reach::Wait || timeline.is_done(extent.stamp)) {
+                        backed.push((range, giver));
+                    }
+                }
+            });
+        }
+        let window = {
+            let mut slots = self.slots();
+            let ranges = backed.iter().map(|&(range, _)| range);
+            let window = window::best(ranges, slots.free_runs(), self.base, self.slot, bytes, align)?;
+            if reach == Reach::Ready && !window.missing.is_empty() {
+                return None;
+            }
+            for (first, count) in runs(&window.missing) {
+                slots.claim(first, count);
+            }
+            window
+        };
+        let mut claim = Claim { window, taken: Vec::new() };
+        let around = self.slots_around(claim.window.block);
+        for (range, from) in backed {
+            let own = std::ptr::eq(from, home);
+            let Some(range) = intersection(range, if own { claim.window.block } else { around }) else {
+                continue;
             };
-            let mut taken = Vec::new();
-            let wanted: Vec<Range> =
-                s.heap.free_extents().filter_map(|e| intersection(e.range, window.block)).collect();
-            for range in wanted {
-                // Free under this lock a moment ago, so this does not fail.
-                if let Ok(stamp) = s.heap.remove(range) {
-                    taken.push((range, stamp));
+            let timeline = from.timeline();
+            let taken = from.with(|s| s.heap.remove(range));
+            match taken {
+                Ok(stamp) if own || reach == Reach::Wait || timeline.is_done(stamp) => {
+                    claim.taken.push(Taken { range, from, timeline, stamp });
+                }
+                Ok(stamp) => {
+                    claim.taken.push(Taken { range, from, timeline, stamp });
+                    self.unclaim(claim);
+                    return None;
+                }
+                Err(_) => {
+                    self.unclaim(claim);
+                    return None;
                 }
             }
-            Some(Claim { window, taken })
-        })?;
-        for (first, count) in runs(&claim.window.missing) {
-            slots.claim(first, count);
         }
         Some(claim)
     }
 
+    /// The whole slots inside a range.
+    fn whole_range(&self, range: Range) -> Range {
+        let (first, count) = self.whole_slots(range);
+        self.range(first, count)
+    }
+
+    /// The slots that a range touches.
+    fn slots_around(&self, range: Range) -> Range {
+        let first = (range.start - self.base) / self.slot;
+        let end = (range.start + range.len - self.base).div_ceil(self.slot);
+        self.range(first, end - first)
+    }
+
     /// Takes a claim back.
-    fn unclaim(&self, home: &'static Home, claim: Claim) {
-        home.with(|s| {
-            for (range, stamp) in claim.taken {
-                s.add(range, stamp);
-            }
-        });
+    fn unclaim(&self, claim: Claim) {
+        for Taken { range, from, stamp, .. } in claim.taken {
+            from.with(|s| s.add(range, stamp));
+        }
         let mut slots = self.slots();
         for (first, count) in runs(&claim.window.missing) {
             slots.release(first, count);
@@ -447,13 +504,13 @@ impl Mapped {
     /// Gives a claimed and backed window to the cache and allocates from it.
     fn settle_in(&self, home: &'static Home, claim: Claim, request: &Request) -> Option<aquifer_heap::Block> {
         home.with(|s| {
+            // The stream has waited for whoever used this memory before, in its open epoch.
             let epoch = s.timeline().map_or(0, |t| t.open());
             for (first, count) in runs(&claim.window.missing) {
-                // The stream has waited for whoever used the handles before, in its open epoch.
                 s.add(self.range(first, count), epoch);
             }
-            for (range, stamp) in claim.taken {
-                s.add(range, stamp);
+            for Taken { range, from, stamp, .. } in claim.taken {
+                s.add(range, if std::ptr::eq(from, home) { stamp } else { epoch });
             }
             let small = request.size() <= UNITS.small_max;
             let place = if small {

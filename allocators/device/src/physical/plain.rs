@@ -6,7 +6,7 @@
 
 use super::{
     handle::{Funds, Held, NoHandle},
-    mapped::Effort,
+    mapped::{Effort, Reach},
 };
 use crate::{Request, home::Home};
 use aquifer_core::{Budget, Charge, DeviceId, MemoryError, Result};
@@ -52,8 +52,70 @@ impl Plain {
     }
 
     /// Whether a range is a segment, whole.
-    pub(crate) fn is_segment(&self, range: Range) -> bool {
+    fn is_segment(&self, range: Range) -> bool {
         self.segments().get(&range.start).is_some_and(|segment| segment.bytes == range.len)
+    }
+
+    /// A free segment in another cache than `home`'s that holds the request, the smallest: whole, or its pieces would be
+    /// scattered over caches and never go back. Takes it out; answers with whose it was and its stamp.
+    fn take_over(
+        &self,
+        home: &'static Home,
+        givers: &[&'static Home],
+        request: &Request,
+        reach: Reach,
+    ) -> Option<(Range, &'static Home, u64)> {
+        let mut best: Option<(bool, Range, &'static Home)> = None;
+        for &giver in givers.iter().filter(|giver| !std::ptr::eq(**giver, home)) {
+            giver.with(|s| {
+                let Some(timeline) = s.timeline() else { return };
+                for extent in s.heap.free_extents() {
+                    let busy = !timeline.is_done(extent.stamp);
+                    let fits = extent.range.len >= request.size() + request.alignment();
+                    if fits && (!busy || reach == Reach::Wait) && self.is_segment(extent.range) {
+                        let offer = (busy, extent.range, giver);
+                        if best.is_none_or(|(b, r, _)| (busy, extent.range.len) < (b, r.len)) {
+                            best = Some(offer);
+                        }
+                    }
+                }
+            });
+        }
+        let (_, range, giver) = best?;
+        // Another thread of that stream may have been faster.
+        let stamp = giver.with(|s| s.heap.remove(range)).ok()?;
+        Some((range, giver, stamp))
+    }
+
+    /// Gives the cache of `home` a free segment of another, for which it waits on the device if it has to, and allocates
+    /// from it.
+    pub(crate) fn adopt(
+        &self,
+        home: &'static Home,
+        givers: &[&'static Home],
+        request: &Request,
+        reach: Reach,
+        effort: &mut Effort<'_>,
+    ) -> Result<Option<aquifer_heap::Block>> {
+        let Some((range, giver, stamp)) = self.take_over(home, givers, request, reach) else {
+            return Ok(None);
+        };
+        let taker = home.timeline();
+        match taker.wait_for(&giver.timeline(), stamp) {
+            Ok(waited) => effort.waits += u64::from(waited),
+            Err(error) => {
+                giver.with(|s| s.add_segment(range, stamp));
+                return Err(error);
+            }
+        }
+        effort.adopted += range.len;
+        Ok(home.with(|s| {
+            // Covers the wait that was just queued.
+            s.add_segment(range, taker.open());
+            let place = s.heap.alloc(request.size(), request.alignment())?;
+            s.account.allocated(place.bytes, request);
+            Some(place)
+        }))
     }
 
     /// Takes a segment that `request` fits in, gives it to the cache of `home` and allocates from it. `None` if neither
