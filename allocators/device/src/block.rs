@@ -27,7 +27,7 @@ pub struct Block {
 }
 
 /// What ends when a block's memory is really free.
-pub(crate) type UntilFree = Option<Box<Vec<Box<dyn Any + Send>>>>;
+pub(crate) type UntilFree = Option<Box<Vec<Box<dyn Any + Send + Sync>>>>;
 
 /// The way home.
 pub(crate) enum Owner {
@@ -120,7 +120,7 @@ impl Block {
     }
 
     /// Keeps `thing` until the block's memory is really free.
-    pub(crate) fn keep_until_free(&mut self, thing: Box<dyn Any + Send>) {
+    pub(crate) fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {
         self.until_free.get_or_insert_default().push(thing);
     }
 }

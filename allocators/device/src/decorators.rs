@@ -95,7 +95,7 @@ impl<R: Resource> Resource for Log<R> {
                 let (stream, address) = (stream.number(), block.address());
                 self.report(Action::Allocate, stream, address, &request);
                 let place = Place::Device(self.inner.device());
-                let ends: Box<dyn Any + Send> =
+                let ends: Box<dyn Any + Send + Sync> =
                     Box::new(Ends { recorder: self.recorder.clone(), place, stream, address, request });
                 block.keep_until_free(ends);
                 Ok(block)

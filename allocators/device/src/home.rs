@@ -21,7 +21,7 @@ use crate::{
     block::{Freed, UntilFree},
     pool::Inner,
 };
-use aquifer_core::{Action, Tag, budget::Holding, event::Ticket};
+use aquifer_core::{Action, MemoryError, Tag, budget::Holding, event::Ticket};
 use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream};
 use aquifer_heap::{Config, Heap, Range};
 use aquifer_stream::{Noted, Spin, StreamPool, Timeline, UseList};
@@ -279,8 +279,23 @@ impl Home {
 
     /// The pool is closed: the shell retires when its last block has come home, perhaps now.
     pub(crate) fn close(&'static self) {
-        // Whoever still uses a pending block must be waited for, or its memory could not go.
-        let _ = self.wait_for_pending(None);
+        // Whoever still uses a pending block must be waited for, or its memory could not go. Uses that nobody has
+        // finished cannot be: their blocks, and this shell, stay.
+        loop {
+            match self.wait_for_pending(None) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(MemoryError::DeviceLost { .. }) => {
+                    // Nothing runs there any more.
+                    let users: Vec<Arc<Timeline>> = self
+                        .with(|s| s.pending.iter().flat_map(|p| &p.uses).map(|u| u.on().clone()).collect());
+                    users.iter().for_each(|user| user.abandon());
+                    let _ = self.settle(Settle::Done);
+                    break;
+                }
+                Err(_) => break,
+            }
+        }
         let retired = self.with(|s| {
             if let Some(serving) = &mut s.serving {
                 serving.open = false;
@@ -317,11 +332,16 @@ impl Home {
     #[cold]
     pub(crate) fn finish(&'static self, retired: Retired) {
         if let Some(Serving { pool, timeline, .. }) = retired.serving {
-            // A stream that cannot be waited for belongs to a lost device, on which nothing runs.
-            if timeline.synchronize().is_err() {
-                timeline.abandon();
+            match timeline.synchronize() {
+                Ok(()) => pool.take_home_back(self, &timeline, &retired.heap),
+                Err(MemoryError::DeviceLost { .. }) => {
+                    // Nothing runs there any more.
+                    timeline.abandon();
+                    pool.take_home_back(self, &timeline, &retired.heap);
+                }
+                // Work may still run on this memory, so it stays mapped and charged.
+                Err(_) => pool.keep_home(self, &timeline),
             }
-            pool.take_home_back(self, &timeline, &retired.heap);
             drop(timeline);
             drop(pool);
         }

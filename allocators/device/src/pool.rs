@@ -438,6 +438,22 @@ impl Inner {
         stats
     }
 
+    /// A cache has retired whose stream could not be waited for: work may still run on what it held.
+    pub(crate) fn keep_home(&self, home: &'static Home, timeline: &Timeline) {
+        if let Physical::Mapped(mapped) = &self.physical {
+            mapped.keep();
+        }
+        self.forget_home(home, timeline);
+    }
+
+    fn forget_home(&self, home: &'static Home, timeline: &Timeline) {
+        timeline.detach(self.key);
+        self.homes
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|other| !std::ptr::eq(*other, home));
+    }
+
     /// What a retired cache held.
     pub(crate) fn take_home_back(&self, home: &'static Home, timeline: &Arc<Timeline>, heap: &Heap) {
         timeline.detach(self.key);

@@ -74,6 +74,14 @@
 //! * After its first violation on some bytes the oracle goes on, but it keeps only the last accesses: later reports about
 //!   the same bytes may be echoes of the first. Mend the first, and look again.
 //!
+//! # Where it is stricter than a GPU
+//! Codes are those of a real driver (580 on an H200), for calls that make no sense too, as long as that driver's answer
+//! means anything. It is lenient where nothing is lost: holes in a range to unmap, or to open, are passed over, and no bytes
+//! of a pool lie at address 0. What it lets through to its caller's harm is refused here, with `CUDA_ERROR_INVALID_VALUE`:
+//! * a mapping across the end of its range, which a GPU takes if the addresses behind happen to be reserved;
+//! * an unmap or access whose end lies inside a mapping, or beyond the range, which leaves a GPU's tables in no state that
+//!   anybody documents.
+//!
 //! # Which line is named
 //! Methods of [`Sim`] name their caller. A driver call is made through a trait object, where that ends: it names the line
 //! that was [entered](crate::site::enter) on its thread, which the public functions of this library's other crates do for

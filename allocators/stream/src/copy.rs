@@ -247,6 +247,7 @@ impl Stream {
             return Ok(());
         }
         let address = device.range().address;
+        let _calling = self.timeline().calling()?;
         let copied = match way {
             // SAFETY: 1. and 2. the caller's.
             Direction::Up => unsafe { self.driver().copy_to_device(self.raw(), address, host, bytes) },
@@ -277,6 +278,7 @@ impl Stream {
         if source.bytes == 0 {
             return Ok(());
         }
+        let _calling = self.timeline().calling()?;
         // SAFETY: 1. and 2. the operands keep their ranges, and have been ordered for this access on this stream.
         let copied =
             unsafe { self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes) };
@@ -301,6 +303,7 @@ impl Stream {
         if range.bytes == 0 {
             return Ok(());
         }
+        let _calling = self.timeline().calling()?;
         // SAFETY: 1. and 2. the operand keeps its range, and has been ordered for this access on this stream.
         let filled = unsafe { self.driver().fill(self.raw(), range.address, byte, range.bytes) };
         filled.map_err(|e| MemoryError::driver(self.device(), e))
@@ -321,14 +324,15 @@ impl Stream {
         impl Drop for Settle<'_> {
             fn drop(&mut self) {
                 // On unwind only. A refusal means a lost device, on which nothing runs any more.
-                let _ = self.0.timeline().synchronize();
+                let _ = self.0.timeline().settle();
             }
         }
         let _site = site::enter();
         let unwound = Settle(self);
         let result = work(&Scope { stream: self, scope: PhantomData, env: PhantomData });
         let _returned = ManuallyDrop::new(unwound);
-        self.timeline().synchronize()?;
+        // By every means: what is borrowed must not be left to a copy because one wait was refused.
+        self.timeline().settle()?;
         Ok(result)
     }
 }

@@ -239,9 +239,22 @@ impl Inner {
     /// A new stream of the driver's; its number is known only under the lock.
     fn make(&self, priority: i32) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
         let raw = self.driver.stream_create(self.device, priority).map_err(|e| self.lost(e))?;
-        let id = self.driver.stream_id(raw).map_err(|e| self.lost(e))?;
+        let id = match self.driver.stream_id(raw) {
+            Ok(id) => id,
+            Err(error) => {
+                self.unmake(raw);
+                return Err(self.lost(error));
+            }
+        };
         let driver = self.driver.clone();
         Ok(move |number| Timeline::new(driver, raw, number, id, Life::Owned))
+    }
+
+    #[expect(unsafe_code, reason = "ends a handle")]
+    fn unmake(&self, raw: RawStream) {
+        // SAFETY: 1. the stream has just been made, and nobody else has its handle.
+        // A refusal leaks a stream, which is all that can be done about it here.
+        let _ = unsafe { self.driver.stream_destroy(raw) };
     }
 
     fn lease_slot(self: &Arc<Self>, slots: &mut Slots, slot: u32) -> Stream {
@@ -284,22 +297,24 @@ impl Inner {
             return Ok(known);
         }
         let id = self.driver.stream_id(raw).map_err(|e| self.lost(e))?;
-        let mut known = self.known();
-        known.retain(|_, timeline| timeline.strong_count() > 0);
-        if let Some(timeline) = known.get(&raw).and_then(Weak::upgrade)
-            && timeline.id() == id
-            && !timeline.is_retired()
-        {
-            return Ok(timeline);
-        }
+        // Before the other lock is taken: whoever leases takes the two in the other order.
         let number = {
             let mut slots = self.slots();
             slots.adopted += 1;
             self.cap + slots.adopted - 1
         };
         let timeline = Arc::new(Timeline::new(self.driver.clone(), raw, number, id, life));
-        known.insert(raw, Arc::downgrade(&timeline));
-        Ok(timeline)
+        let mut known = self.known();
+        known.retain(|_, timeline| timeline.strong_count() > 0);
+        // Another thread may have taken it in meanwhile.
+        let other = known.get(&raw).and_then(Weak::upgrade);
+        let same = other.as_ref().is_some_and(|other| other.id() == id && !other.is_retired());
+        if !same {
+            known.insert(raw, Arc::downgrade(&timeline));
+        }
+        drop(known);
+        // What is not the answer goes only now: it may be the last to hold somebody else's stream.
+        Ok(if same { other.unwrap_or(timeline) } else { timeline })
     }
 }
 

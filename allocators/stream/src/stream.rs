@@ -40,7 +40,7 @@ impl Stream {
         self.lease.timeline.raw().device()
     }
 
-    /// The driver's handle, valid while this lease lasts.
+    /// The driver's handle, valid while this lease lasts; of an adopted stream, as long as its [`Life`](crate::Life) says.
     #[must_use]
     pub fn raw(&self) -> RawStream {
         self.lease.timeline.raw()
@@ -69,20 +69,25 @@ impl Stream {
         self.timeline().synchronize()
     }
 
-    /// Whether all that was queued is done. Never blocks.
+    /// Whether all that was queued is done; it is in a stream that has been retired. Never blocks.
     ///
     /// # Errors
     /// The driver's, and those of the work itself.
     #[track_caller]
     pub fn is_idle(&self) -> Result<bool> {
         let _site = site::enter();
+        let _calling = match self.timeline().calling() {
+            Ok(calling) => calling,
+            Err(MemoryError::UnknownId) => return Ok(true),
+            Err(error) => return Err(error),
+        };
         self.driver().stream_query(self.raw()).map_err(|e| MemoryError::driver(self.device(), e))
     }
 
     /// Makes work queued here from now on wait for all that is queued on `other` now. The host does not wait.
     ///
     /// # Errors
-    /// The driver's.
+    /// [`MemoryError::UnknownId`] if this stream has been retired; the driver's.
     #[track_caller]
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         let _site = site::enter();
@@ -97,7 +102,10 @@ impl Stream {
         point
     }
 
-    /// Ends the account of an adopted stream, which its owner is about to destroy. Blocks until its work is done.
+    /// Ends the account of an adopted stream, which its owner is about to destroy. Blocks until its work is done. What
+    /// other clones queue from then on is refused with [`MemoryError::UnknownId`].
+    ///
+    /// A leased stream is its pool's: it is synchronised, and comes back to the pool.
     ///
     /// # Errors
     /// The driver's; the stream is not retired.

@@ -8,7 +8,7 @@ use std::{
     fmt,
     sync::{
         Arc, OnceLock, PoisonError, RwLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -60,6 +60,15 @@ const REMEMBERED_WAITS: usize = 64;
 /// The longest pause between two looks when a wait has a deadline.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
+/// The handle is good.
+const LIVE: u8 = 0;
+/// Somebody waits for the last of the stream's work; the handle is still good.
+const ENDING: u8 = 1;
+/// All work is done, and the handle is gone or about to go.
+const RETIRED: u8 = 2;
+/// The device is lost, and with it all that was queued.
+const LOST: u8 = 3;
+
 /// Serials given out. 2^64 of them do not run out.
 static SERIALS: AtomicU64 = AtomicU64::new(0);
 
@@ -81,8 +90,10 @@ pub struct Timeline {
     spare: Spin<Vec<Arc<OwnedEvent>>>,
     /// What this stream has been made to wait for: (other's serial, epoch), so that it need not wait twice.
     waited: Spin<Vec<(u64, u64)>>,
-    /// The owner of a foreign stream has destroyed it, or is about to.
-    retired: AtomicBool,
+    /// One of the four above. Does not go back, but for a retirement that fails.
+    state: AtomicU8,
+    /// Threads in a driver call for the handle. Whoever retires the stream waits for them.
+    calling: AtomicU32,
     /// What pools keep for this stream, by pool.
     attached: OnceLock<Attached>,
     attached_more: RwLock<Vec<Attached>>,
@@ -103,7 +114,8 @@ impl Timeline {
             epochs: Epochs::new(),
             spare: Spin::new(Vec::new()),
             waited: Spin::new(Vec::new()),
-            retired: AtomicBool::new(false),
+            state: AtomicU8::new(LIVE),
+            calling: AtomicU32::new(0),
             attached: OnceLock::new(),
             attached_more: RwLock::new(Vec::new()),
         }
@@ -171,13 +183,41 @@ impl Timeline {
         if self.is_fenced(epoch) {
             return Ok(false);
         }
+        // A stream that has ended has nothing left to prove.
+        let Ok(_calling) = self.calling() else { return Ok(false) };
         let _relaxed = Relaxed::enter(&*self.driver);
         let event = self.take_event()?;
         let closed = self.epochs.close();
         // The order of these three is what the module of epochs is about.
-        self.driver.event_record(event.raw, self.raw).map_err(|e| self.lost(e))?;
+        if let Err(error) = self.driver.event_record(event.raw, self.raw) {
+            self.keep([event]);
+            return Err(self.lost(error));
+        }
         self.epochs.publish(closed, event);
         Ok(true)
+    }
+
+    /// Announces driver calls for the handle, which stays good while the answer lives. Not to be held while another
+    /// stream's is asked for.
+    ///
+    /// # Errors
+    /// [`MemoryError::UnknownId`] for a stream that has been retired, [`MemoryError::DeviceLost`].
+    pub(crate) fn calling(&self) -> Result<Calling<'_>> {
+        loop {
+            // Counted first and looked after, while whoever retires sets first and counts after: one of the two sees the
+            // other, as both are in the one order of sequential consistency.
+            self.calling.fetch_add(1, Ordering::SeqCst);
+            let calling = Calling(self);
+            match self.state.load(Ordering::SeqCst) {
+                LIVE => return Ok(calling),
+                ENDING => {
+                    drop(calling);
+                    std::thread::yield_now();
+                }
+                LOST => return Err(MemoryError::DeviceLost { device: self.raw.device() }),
+                _ => return Err(MemoryError::UnknownId),
+            }
+        }
     }
 
     fn take_event(&self) -> Result<Arc<OwnedEvent>> {
@@ -211,7 +251,12 @@ impl Timeline {
     fn finish(&self, epoch: u64) {
         let over = self.epochs.finish(epoch);
         // An event that somebody still holds may be waited for: it is not recorded again, it goes with its last holder.
-        let free: Vec<_> = over.into_iter().filter(|event| Arc::strong_count(event) == 1).collect();
+        self.keep(over.into_iter().filter(|event| Arc::strong_count(event) == 1));
+    }
+
+    /// Keeps events that nobody else holds for the next fences, as many as there is room for.
+    fn keep(&self, free: impl IntoIterator<Item = Arc<OwnedEvent>>) {
+        let free: Vec<_> = free.into_iter().collect();
         let too_many = self.spare.with(|spare| {
             let room = SPARE_EVENTS.saturating_sub(spare.len());
             let mut free = free.into_iter();
@@ -225,7 +270,7 @@ impl Timeline {
     /// be queued.
     ///
     /// # Errors
-    /// The driver's; what was queued before is as it was.
+    /// [`MemoryError::UnknownId`] if this stream has been retired; the driver's. What was queued before is as it was.
     pub fn wait_for(&self, other: &Timeline, epoch: u64) -> Result<bool> {
         let same = std::ptr::eq(self, other);
         if same || other.is_done(epoch) || self.has_waited(other, epoch) {
@@ -236,7 +281,10 @@ impl Timeline {
             // It was seen done between the two looks.
             return Ok(false);
         };
-        self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))?;
+        {
+            let _calling = self.calling()?;
+            self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))?;
+        }
         drop(event);
         self.waited.with(|waited| match waited.iter_mut().find(|(serial, _)| *serial == other.serial) {
             Some((_, newest)) => *newest = (*newest).max(proved),
@@ -267,6 +315,7 @@ impl Timeline {
         self.fence(epoch)?;
         let Some((proved, event)) = self.epochs.proof(epoch) else { return Ok(self.is_done(epoch)) };
         let Some(deadline) = deadline else {
+            let _relaxed = Relaxed::enter(&*self.driver);
             self.driver.event_synchronize(event.raw).map_err(|e| self.lost(e))?;
             drop(event);
             self.finish(proved);
@@ -293,41 +342,92 @@ impl Timeline {
         }
     }
 
-    /// Waits for all that is queued, and notes that it is done.
+    /// Waits for all that is queued, and notes that it is done. There is nothing to wait for in a stream that has been
+    /// retired.
     ///
     /// # Errors
     /// The driver's, or those of work queued before.
     pub fn synchronize(&self) -> Result<()> {
-        if self.retired.load(Ordering::Acquire) {
-            return Ok(());
-        }
+        let _calling = match self.calling() {
+            Ok(calling) => calling,
+            Err(MemoryError::UnknownId) => return Ok(()),
+            Err(error) => return Err(error),
+        };
+        self.synchronize_now()
+    }
+
+    /// The handle must be good.
+    fn synchronize_now(&self) -> Result<()> {
+        let _relaxed = Relaxed::enter(&*self.driver);
         let closed = self.epochs.close();
         self.driver.stream_synchronize(self.raw).map_err(|e| self.lost(e))?;
         self.finish(closed);
         Ok(())
     }
 
-    /// Synchronises, and never calls the driver for this stream again: its handle is about to be destroyed.
+    /// As [`Timeline::synchronize`], by every means that the driver has: for those who cannot go on while work is queued.
+    ///
+    /// # Errors
+    /// The first refusal, if all means were refused: the device is lost, or the driver is gone.
+    pub(crate) fn settle(&self) -> Result<()> {
+        let Err(refused) = self.synchronize() else { return Ok(()) };
+        if self.wait(self.open(), None).is_ok() {
+            return Ok(());
+        }
+        let _relaxed = Relaxed::enter(&*self.driver);
+        let closed = self.epochs.close();
+        if self.driver.device_synchronize(self.raw.device()).is_err() {
+            return Err(refused);
+        }
+        self.finish(closed);
+        Ok(())
+    }
+
+    /// Synchronises, and never calls the driver for this stream again: its handle is about to be destroyed. Whoever goes
+    /// on using the stream gets errors. Blocks, also until other threads' calls for it are over.
+    ///
+    /// A stream of a pool's own is synchronised and lives on: its handle is the pool's to destroy.
     ///
     /// # Errors
     /// The driver's; the stream is not retired.
     pub fn retire(&self) -> Result<()> {
-        self.synchronize()?;
-        self.retired.store(true, Ordering::Release);
-        self.finish(u64::MAX);
-        Ok(())
+        if matches!(self.life, Life::Owned) {
+            return self.synchronize();
+        }
+        while let Err(state) =
+            self.state.compare_exchange(LIVE, ENDING, Ordering::SeqCst, Ordering::SeqCst)
+        {
+            if state != ENDING {
+                return Ok(());
+            }
+            std::thread::yield_now();
+        }
+        while self.calling.load(Ordering::SeqCst) > 0 {
+            std::thread::yield_now();
+        }
+        let synchronized = self.synchronize_now();
+        if synchronized.is_ok() {
+            self.finish(u64::MAX);
+        }
+        self.state.store(if synchronized.is_ok() { RETIRED } else { LIVE }, Ordering::SeqCst);
+        synchronized
     }
 
     /// Whether the stream's handle is gone or about to go.
     #[must_use]
     pub fn is_retired(&self) -> bool {
-        self.retired.load(Ordering::Acquire)
+        self.state.load(Ordering::Acquire) >= RETIRED
     }
 
-    /// Forgets that anything was queued: the device is lost, and nothing runs on it any more.
+    /// Ends the account of a stream whose device is lost: what was queued never runs. A stream that can be waited for
+    /// after all is waited for instead, and lives on. Blocks.
     pub fn abandon(&self) {
-        self.retired.store(true, Ordering::Release);
+        if self.settle().is_ok() {
+            return;
+        }
         self.finish(u64::MAX);
+        // One that is being retired, or has been, is left to that.
+        let _ = self.state.compare_exchange(LIVE, LOST, Ordering::SeqCst, Ordering::SeqCst);
     }
 
     /// What the pool called `key` keeps for this stream.
@@ -369,6 +469,16 @@ impl Timeline {
     /// Lets go of what was kept for `key`, where it can; the first pool's stays and is never asked for again.
     pub fn detach(&self, key: u64) {
         self.attached_more.write().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != key);
+    }
+}
+
+/// A thread in a driver call for a stream's handle.
+#[derive(Debug)]
+pub(crate) struct Calling<'a>(&'a Timeline);
+
+impl Drop for Calling<'_> {
+    fn drop(&mut self) {
+        self.0.calling.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

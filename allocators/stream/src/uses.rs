@@ -104,9 +104,18 @@ impl Use {
     /// # Errors
     /// The driver's, if the stream has to be fenced at once; the use is ended all the same.
     pub fn finish(self) -> Result<()> {
-        let on = self.noted.0.on.clone();
-        drop(self);
-        if on.fences_at_once() { on.fence(on.open()).map(drop) } else { Ok(()) }
+        self.end()
+    }
+
+    /// Stamps the use, unless it has been called off, and fences its stream where that cannot be done later.
+    fn end(&self) -> Result<()> {
+        let state = &self.noted.0;
+        if state.stamp.load(Ordering::Acquire) != OPEN {
+            return Ok(());
+        }
+        let epoch = state.on.open();
+        state.stamp.store(epoch, Ordering::Release);
+        if state.on.fences_at_once() { state.on.fence(epoch).map(drop) } else { Ok(()) }
     }
 
     /// Ends the use without any work of it having been queued.
@@ -123,10 +132,8 @@ impl Use {
 
 impl Drop for Use {
     fn drop(&mut self) {
-        let state = &self.noted.0;
-        if state.stamp.load(Ordering::Acquire) == OPEN {
-            state.stamp.store(state.on.open(), Ordering::Release);
-        }
+        // A refusal leaves the use without a proof, so the block is held back until the stream is retired.
+        let _ = self.end();
     }
 }
 

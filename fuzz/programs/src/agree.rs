@@ -2,7 +2,7 @@
 //!
 //! The simulated GPU is only as good as its likeness to a real one. A [`Program`] is made from a seed, or from any bytes: some sixty
 //! operations on two or three streams (fills, copies in all directions, events, mappings of one handle at several
-//! addresses, pool allocations) with mistakes in between that a driver must refuse ([`Fault`]). It is *free of races by
+//! addresses, pool allocations) with mistakes in between that a driver refuses or passes over ([`Fault`]). It is *free of races by
 //! construction*: the generator keeps a vector clock for each stream and the host, and puts an event, a synchronisation or
 //! a poll in front of whatever needs one. So what it leaves in memory is determined, on any driver and in any timing, and
 //! so is the code of each call: an [`Outcome`].
@@ -113,11 +113,14 @@ pub enum Operation {
     Poll { stream: usize },
     /// The host asks until an event has passed.
     PollEvent { event: usize },
-    /// Something that a driver must refuse, at no cost to anything else.
+    /// Something that a driver refuses or passes over, at no cost to anything else.
     Mistake(Fault),
 }
 
-/// What a driver must refuse.
+/// What makes no sense, and is refused, or passed over where no harm comes of it.
+///
+/// Not among them is what a GPU answers by what lies next door, or mangles: a mapping across the end of the range, and an
+/// unmap that ends inside a mapping.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[expect(missing_docs, reason = "the fields are what the driver's calls take, by the same names")]
 #[non_exhaustive]
@@ -136,7 +139,7 @@ pub enum Fault {
     MapTwice { handle: usize, at: u64, granules: u64 },
     /// A handle at addresses that nobody has reserved.
     MapUnreserved { handle: usize, granules: u64 },
-    /// Nothing is mapped there.
+    /// Nothing is mapped there, and that is no error.
     UnmapNothing { at: u64 },
     /// Access to where nothing is mapped.
     AccessNothing { at: u64 },
@@ -146,7 +149,7 @@ pub enum Fault {
     AllocateTooMuch,
     /// A free of an address inside a block.
     FreeInside { slot: usize },
-    /// No bytes from the pool.
+    /// No bytes from the pool, which it has to give.
     PoolAllocateNothing { stream: usize },
     /// More from the pool than any device has.
     PoolAllocateTooMuch { stream: usize },

@@ -31,7 +31,11 @@ use aquifer_heap::{Config, Range};
 use aquifer_stream::Timeline;
 use std::{
     fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    mem::ManuallyDrop,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 /// The sizes that caches work in.
@@ -78,6 +82,8 @@ pub(crate) struct Mapped {
     budget: Budget,
     held: Arc<Held>,
     slots: Mutex<Slots>,
+    /// Work that nobody could wait for may still run on what is mapped, so it stays for good.
+    kept: AtomicBool,
 }
 
 /// A window whose slots are claimed and whose backed parts are out of their caches.
@@ -133,6 +139,7 @@ impl Mapped {
             budget,
             held: Arc::default(),
             slots: Mutex::new(Slots::new(bytes / slot)),
+            kept: AtomicBool::new(false),
         })
     }
 
@@ -556,6 +563,11 @@ impl Mapped {
         Ok(())
     }
 
+    /// Work may still run on what a cache held, and nobody can wait for it: what is mapped stays for good.
+    pub(crate) fn keep(&self) {
+        self.kept.store(true, Ordering::Relaxed);
+    }
+
     /// Gives handles that are mapped nowhere back to the driver.
     pub(crate) fn drop_spare(&self) {
         let spare = std::mem::take(&mut self.slots().spare);
@@ -658,24 +670,26 @@ fn intersection(a: Range, b: Range) -> Option<Range> {
 impl Drop for Mapped {
     fn drop(&mut self) {
         let slots = self.slots.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let kept = self.kept.load(Ordering::Relaxed);
+        // What the driver will not unmap is still taken, so its handles stay, and stay charged.
         for zombie in std::mem::take(&mut slots.zombies) {
             let (timeline, epoch) = &zombie.until;
-            // All caches are retired, so all streams have been waited for; this only notes it.
-            if timeline.wait(*epoch, None).is_ok() {
-                slots.release(zombie.slot, 1);
-                // SAFETY: 1. the wait above.
-                let _ =
-                    unsafe { self.driver.unmap(self.device, self.base + zombie.slot * self.slot, self.slot) };
+            let address = self.base + zombie.slot * self.slot;
+            // SAFETY: 1. the wait just before it.
+            let gone = timeline.wait(*epoch, None).is_ok()
+                && unsafe { self.driver.unmap(self.device, address, self.slot) }.is_ok();
+            if !gone && !timeline.is_retired() {
+                let _kept = ManuallyDrop::new(zombie);
             }
         }
         let left: Vec<u64> = slots.mapped().collect();
         for (first, count) in runs(&left) {
-            // SAFETY: 1. every cache has been retired and its stream waited for.
-            let _ =
-                unsafe { self.driver.unmap(self.device, self.base + first * self.slot, count * self.slot) };
-        }
-        for slot in left {
-            drop(slots.unmap(slot));
+            let handles: Vec<_> = (first..first + count).filter_map(|slot| slots.unmap(slot)).collect();
+            let address = self.base + first * self.slot;
+            // SAFETY: 1. every cache has been retired and its stream waited for, or `kept` says otherwise.
+            if kept || unsafe { self.driver.unmap(self.device, address, count * self.slot) }.is_err() {
+                let _kept = ManuallyDrop::new(handles);
+            }
         }
         slots.spare.clear();
         // SAFETY: 1. reserved in `open`, and everything in it has been unmapped; a refusal above makes this one refuse.

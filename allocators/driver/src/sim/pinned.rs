@@ -94,6 +94,11 @@ impl PinnedMemory {
         self.ranges.range(self.first(address)..address.saturating_add(bytes))
     }
 
+    /// Whether any of a range is pinned this way.
+    pub(crate) fn overlaps(&self, address: u64, bytes: u64, origin: Origin) -> bool {
+        self.overlapping(address, bytes).any(|(_, pinned)| pinned.origin == origin)
+    }
+
     /// Notes an action on the pinned parts of a range.
     pub(crate) fn act(
         &mut self,

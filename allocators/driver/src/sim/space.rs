@@ -137,9 +137,11 @@ impl Space {
         self.around(address).map(|there| there.device)
     }
 
-    /// What an address was reserved for.
-    pub(crate) fn purpose(&self, address: u64) -> Option<Purpose> {
-        self.around(address).map(|there| there.purpose)
+    /// Whether a range lies in one reservation that its owner maps in.
+    pub(crate) fn is_range(&self, address: u64, bytes: u64) -> bool {
+        let Some(end) = address.checked_add(bytes) else { return false };
+        let before = self.reservations.range(..=address).next_back();
+        before.is_some_and(|(start, there)| end <= start + there.bytes && there.purpose == Purpose::Range)
     }
 
     /// Whether anything is mapped in a range.
@@ -198,6 +200,9 @@ impl Space {
         found: &mut Vec<Finding>,
     ) -> Result<(), Refused> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
+        if self.object(handle).ok_or(codes::INVALID_HANDLE)?.bytes != bytes {
+            return Err(codes::NOT_SUPPORTED);
+        }
         let inside = self.reservations.range(..=address).next_back().is_some_and(|(start, reservation)| {
             end <= start + reservation.bytes
                 && (bytes == reservation.bytes || reservation.purpose == Purpose::Range)
@@ -206,9 +211,6 @@ impl Space {
             return Err(codes::INVALID_VALUE);
         }
         let object = self.objects.get_mut(handle).ok_or(codes::INVALID_HANDLE)?;
-        if object.bytes != bytes {
-            return Err(codes::INVALID_VALUE);
-        }
         // SAFETY: 1. The range lies in a reservation, and nothing is mapped in it: both were checked above.
         unsafe { self.store.map(address, bytes, object.extent) }?;
         object.mappings += 1;
@@ -225,12 +227,17 @@ impl Space {
         Ok(())
     }
 
-    /// Lets devices touch a range in which everything is mapped. The sizes of the mappings.
+    /// Lets devices touch what is mapped in a range, which is something. The sizes of the mappings.
     pub(crate) fn set_access(&mut self, address: u64, bytes: u64, devices: u64) -> Result<Vec<u64>, Refused> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
-        self.tiled(address, end)?;
-        // SAFETY: 1. Mappings that `map` made fill the range.
-        unsafe { self.store.open(address, bytes) }?;
+        self.cuts_nothing(address, end)?;
+        if self.is_empty(address, bytes) {
+            return Err(codes::INVALID_VALUE);
+        }
+        for (&start, mapping) in self.mappings.range(address..end) {
+            // SAFETY: 1. `map` made this mapping.
+            unsafe { self.store.open(start, mapping.bytes) }?;
+        }
         let mappings = self.mappings.range_mut(address..end).map(|(_, mapping)| {
             mapping.access |= devices;
             mapping.bytes
@@ -238,16 +245,13 @@ impl Space {
         Ok(mappings.collect())
     }
 
-    /// Whether whole mappings fill a range.
-    fn tiled(&self, address: u64, end: u64) -> Result<(), Refused> {
-        let mut cursor = address;
-        for (&start, mapping) in self.mappings.range(address..end) {
-            if start != cursor {
-                return Err(codes::INVALID_VALUE);
-            }
-            cursor += mapping.bytes;
-        }
-        if cursor == end && cursor > address { Ok(()) } else { Err(codes::INVALID_VALUE) }
+    /// Refuses a range with an end inside a mapping.
+    fn cuts_nothing(&self, address: u64, end: u64) -> Result<(), Refused> {
+        let whole = |edge| {
+            let before = self.mappings.range(..edge).next_back();
+            before.is_none_or(|(start, mapping)| start + mapping.bytes <= edge)
+        };
+        if whole(address) && whole(end) { Ok(()) } else { Err(codes::INVALID_VALUE) }
     }
 
     /// Finds uses in a range that `host` does not know to be done.
@@ -266,7 +270,8 @@ impl Space {
         }
     }
 
-    /// Takes whole mappings away. The sizes of the mappings, and what each device has back.
+    /// Takes the mappings in a range away, if there are any. The caller has seen that it lies in one reservation. The
+    /// sizes of the mappings, and what each device has back.
     pub(crate) fn unmap(
         &mut self,
         address: u64,
@@ -275,10 +280,13 @@ impl Space {
         host: &Clock,
     ) -> Result<Vec<(u64, DeviceId, u64)>, Refused> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
-        self.tiled(address, end)?;
-        // SAFETY: 1. Whole mappings fill the range, and the caller has waited until no work runs.
-        unsafe { self.store.unmap(address, bytes) }?;
+        self.cuts_nothing(address, end)?;
         let mut gone = Vec::new();
+        if self.is_empty(address, bytes) {
+            return Ok(gone);
+        }
+        // SAFETY: 1. The range lies in one reservation, and the caller has waited until no work runs.
+        unsafe { self.store.unmap(address, bytes) }?;
         while let Some((&start, _)) = self.mappings.range(address..end).next() {
             let Some(Mapping { bytes, object, mut uses, .. }) = self.mappings.remove(&start) else { break };
             uses.retain(|mark| !mark.before(host));

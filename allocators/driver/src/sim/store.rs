@@ -150,10 +150,11 @@ impl Store {
         opened.map_err(|_| codes::OUT_OF_MEMORY)
     }
 
-    /// Takes what lies behind addresses away; they stay reserved.
+    /// Takes what lies behind addresses away, wherever something does; they stay reserved.
     ///
     /// # Safety
-    /// 1. The range has been mapped by [`Store::map`], and no work of the simulated GPU holds a reference into it.
+    /// 1. The range lies in one that [`Store::reserve`] answered with, and no work of the simulated GPU holds a reference
+    ///    into it.
     pub(crate) unsafe fn unmap(&mut self, address: u64, bytes: u64) -> Result<(), Refused> {
         if !self.has_bytes() {
             return Ok(());
@@ -164,8 +165,8 @@ impl Store {
             return Err(codes::INVALID_VALUE);
         };
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED | MapFlags::MAP_NORESERVE;
-        // SAFETY: 1. The range is a mapping inside a reservation of this store's, by the caller's word, so MAP_FIXED
-        // replaces only that. 2. Nobody holds a reference into it, likewise.
+        // SAFETY: 1. The range lies inside a reservation of this store's, by the caller's word, so MAP_FIXED replaces
+        // only that. 2. Nobody holds a reference into it, likewise.
         let covered = unsafe { mmap_anonymous(Some(address), length, ProtFlags::PROT_NONE, flags) };
         covered.map(drop).map_err(|_| codes::OUT_OF_MEMORY)
     }

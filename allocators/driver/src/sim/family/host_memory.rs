@@ -6,7 +6,7 @@ use crate::{
     sim::{
         codes,
         ledger::Act,
-        pinned::Origin,
+        pinned::{Origin, Side},
         shared::{Guard, Shared, at, here},
         store,
     },
@@ -27,9 +27,10 @@ impl Shared {
         origin: Origin,
         site: &'static Location<'static>,
     ) -> Result<(Guard<'a>, u64), u32> {
-        let wrong = match origin {
-            Origin::Allocated => codes::INVALID_VALUE,
-            Origin::Registered => codes::HOST_MEMORY_NOT_REGISTERED,
+        // The end of a registration is refused by one code inside pinned memory and by another where there is none.
+        let wrong = match (origin, state.pinned.side(address, 1)) {
+            (Origin::Registered, Side::Pageable) => codes::HOST_MEMORY_NOT_REGISTERED,
+            _ => codes::INVALID_VALUE,
         };
         let pinned = state.pinned.get(address).filter(|pinned| pinned.origin == origin).ok_or(wrong)?;
         let bytes = pinned.bytes;
@@ -48,8 +49,12 @@ impl HostMemory for Shared {
         let site = here();
         let call = Call::HostAlloc;
         let mut state = self.enter(call, Some(device))?;
-        if bytes == 0 || flags.read_only {
+        if flags.read_only {
             return Err(at(call)(codes::INVALID_VALUE));
+        }
+        if bytes == 0 {
+            // Of all codes the driver answers with this one.
+            return Err(at(call)(codes::OUT_OF_MEMORY));
         }
         let address = store::host_pages(bytes as u64).ok_or_else(|| at(call)(codes::OUT_OF_MEMORY))?;
         self.cost(call, bytes as u64);
@@ -87,8 +92,12 @@ impl HostMemory for Shared {
         if bytes == 0 || bytes >= TOO_MUCH || flags.write_combined {
             return Err(at(call)(codes::INVALID_VALUE));
         }
+        let (address, length) = (address.as_ptr() as u64, bytes as u64);
+        if state.pinned.overlaps(address, length, Origin::Allocated) {
+            return Err(at(call)(codes::INVALID_VALUE));
+        }
         let by = state.host_name(Act::Write, "registration", site);
-        if !state.pinned.add(address.as_ptr() as u64, bytes as u64, device, Origin::Registered, by) {
+        if !state.pinned.add(address, length, device, Origin::Registered, by) {
             return Err(at(call)(codes::HOST_MEMORY_ALREADY_REGISTERED));
         }
         self.cost(call, bytes as u64);

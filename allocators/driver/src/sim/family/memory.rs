@@ -15,6 +15,9 @@ use crate::{
     },
 };
 
+/// Where a pool's blocks of no bytes lie. To free it does nothing.
+const NOTHING: u64 = 0;
+
 impl State {
     fn pool(&mut self, pool: PoolHandle) -> Result<&mut Pool, Refused> {
         match self.pools.pools.get_mut(pool.handle()) {
@@ -105,11 +108,14 @@ impl Memory for Shared {
             return Err(at(call)(codes::NOT_SUPPORTED));
         }
         state.captures.disturb().map_err(at(call))?;
-        if bytes == 0 || pool.device() != stream.device() {
+        if pool.device() != stream.device() {
             return Err(at(call)(codes::INVALID_VALUE));
         }
         state = self.idle(state);
         state.pool(pool).map_err(at(call))?;
+        if bytes == 0 {
+            return Ok(NOTHING);
+        }
         let (address, held, after) = state.pool_alloc(pool.handle(), place, bytes).map_err(at(call))?;
         self.cost(call, bytes);
         for point in after.iter().filter(|point| point.stream != place) {
@@ -133,6 +139,9 @@ impl Memory for Shared {
         let place = state.stream(stream).map_err(at(call))?;
         if state.streams[place].capture.is_some() {
             return Err(at(call)(codes::NOT_SUPPORTED));
+        }
+        if address == NOTHING {
+            return Ok(());
         }
         let (held, device) = state.pool_block(address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
         state = self.idle(state);

@@ -101,7 +101,9 @@ impl Physical for Shared {
         let call = Call::Map;
         let mut state = self.enter(call, Some(handle.device()))?;
         let granularity = state.virtual_memory(handle.device()).map_err(at(call))?;
-        granules(bytes, address, granularity).map_err(at(call))?;
+        if bytes == 0 || !address.is_multiple_of(granularity) {
+            return Err(at(call)(codes::INVALID_VALUE));
+        }
         state.handle(handle).map_err(at(call))?;
         state = self.idle(state);
         let mut found = std::mem::take(&mut state.found);
@@ -125,10 +127,10 @@ impl Physical for Shared {
         let mut state = self.enter(call, Some(device))?;
         let granularity = state.virtual_memory(device).map_err(at(call))?;
         granules(bytes, address, granularity).map_err(at(call))?;
-        if state.space.purpose(address) != Some(Purpose::Range) {
+        state = self.idle(state);
+        if !state.space.is_range(address, bytes) {
             return Err(at(call)(codes::INVALID_VALUE));
         }
-        state = self.idle(state);
         let mark = state.host_name(Act::Free, "unmap", site);
         let mut found = std::mem::take(&mut state.found);
         let agent = state.agent();
@@ -152,10 +154,11 @@ impl Physical for Shared {
     fn set_access(&self, address: u64, bytes: u64, devices: &[DeviceId]) -> Result<()> {
         let call = Call::SetAccess;
         let mut state = self.enter(call, None)?;
+        state = self.idle(state);
         let home = device_of(&state.space, address).map_err(at(call))?;
         let granularity = state.virtual_memory(home).map_err(at(call))?;
         granules(bytes, address, granularity).map_err(at(call))?;
-        if state.space.purpose(address) != Some(Purpose::Range) {
+        if !state.space.is_range(address, bytes) {
             return Err(at(call)(codes::INVALID_VALUE));
         }
         let mut set = 0;
@@ -166,7 +169,6 @@ impl Physical for Shared {
             }
             set |= bit(device);
         }
-        state = self.idle(state);
         let sizes = state.space.set_access(address, bytes, set).map_err(at(call))?;
         sizes.into_iter().for_each(|size| self.cost(call, size));
         Ok(())

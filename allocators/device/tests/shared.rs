@@ -1,0 +1,59 @@
+//! What may be sent to another thread and shared with one, and what a lost device does to everybody.
+
+mod support;
+
+use aquifer_core::{MemoryError, Result};
+use aquifer_device::{Block, DeviceBuffer, DevicePool, Direct, Request, Resource, StreamOrdered};
+use aquifer_driver::{Access, DeviceId, sim::Sim};
+use aquifer_stream::{Stream, StreamPool, Timeline, Use};
+use std::thread;
+use support::{MIB, Rig};
+
+#[test]
+fn blocks_streams_and_pools_can_be_sent_and_shared() {
+    fn both<T: Send + Sync + ?Sized>() {}
+    both::<Block>();
+    both::<DeviceBuffer<f32>>();
+    both::<DevicePool>();
+    both::<Direct>();
+    both::<StreamOrdered>();
+    both::<dyn Resource>();
+    both::<Stream>();
+    both::<StreamPool>();
+    both::<Timeline>();
+    both::<Use>();
+}
+
+#[test]
+fn a_block_may_be_freed_by_another_thread_than_asked_for_it() {
+    let rig = Rig::new(16);
+    let s = rig.stream();
+    for _ in 0..4 {
+        let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+        thread::scope(|scope| scope.spawn(move || drop(block)).join().unwrap());
+    }
+    assert_eq!((rig.pool.stats().blocks, rig.pool.stats().frees), (0, 4));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_lost_device_is_told_and_everything_can_still_be_dropped() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 16, |_| ());
+    let (s, u) = (rig.stream(), rig.stream());
+    let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
+    let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
+    let used = block.prepare(&u, Access::Read).unwrap();
+    sim.lose_device(DeviceId(0));
+    let lost = MemoryError::DeviceLost { device: DeviceId(0) };
+    assert_eq!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).map(drop), Err(lost.clone()));
+    assert_eq!(s.synchronize(), Err(lost.clone()));
+    let copy: Result<()> = block.prepare(&s, Access::Read).map(drop);
+    assert_eq!(copy, Ok(()), "which stream uses what is known without the device");
+    assert_eq!(rig.pool.trim(0).map(drop), Err(lost));
+    drop(used);
+    drop(block);
+    drop((s, u));
+    drop(rig);
+    assert_eq!(budget.used(), 0, "the memory of a lost device is nobody's");
+    assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
+}

@@ -1,0 +1,193 @@
+//! The simulated driver refuses, and lets through, what the driver does, by the same codes.
+#![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
+#![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
+
+#[macro_use]
+mod sim_fixtures;
+
+use aquifer_driver::{DeviceId, DeviceRange, HostFlags, PoolUsage, RawEvent, RawStream, sim::ViolationKind};
+use sim_fixtures::{GPU, GRANULE, everywhere};
+use std::ptr::NonNull;
+
+const FILE: &str = "sim_codes.rs";
+
+fn code<T: std::fmt::Debug>(answer: Result<T, aquifer_driver::DriverError>) -> u32 {
+    answer.unwrap_err().code
+}
+
+#[test]
+fn wrong_arguments_are_refused_with_the_drivers_codes_and_change_nothing() {
+    everywhere(|m| {
+        let d = &m.driver;
+        let (a, nowhere) = (m.stream(), DeviceId(7));
+        let error = d.mem_alloc(nowhere, 1).unwrap_err();
+        assert_eq!((error.call, error.code, error.name), ("cuMemAlloc", 101, "CUDA_ERROR_INVALID_DEVICE"));
+        assert_eq!(code(d.device_info(nowhere)), 101);
+        assert_eq!(code(d.mem_alloc(GPU, 0)), 1);
+        assert_eq!(code(d.host_alloc(GPU, 0, HostFlags::default())), 2);
+        assert_eq!(code(d.address_reserve(GPU, GRANULE + 1, 0)), 1);
+        assert_eq!(code(d.address_reserve(GPU, 0, 0)), 1);
+        assert_eq!(code(d.address_reserve(GPU, GRANULE, 3)), 1);
+        assert_eq!(code(d.handle_create(GPU, GRANULE / 2)), 1);
+        // SAFETY: none of these means anything; the simulator must refuse, not crash.
+        unsafe {
+            assert_eq!(code(d.mem_free(GPU, 0x1000)), 1);
+            assert_eq!(code(d.pool_free(a, 0x1000)), 1);
+            assert_eq!(code(d.stream_query(RawStream::from_raw(GPU, 0x777))), 400);
+            assert_eq!(code(d.event_query(RawEvent::from_raw(GPU, 12))), 400);
+            assert_eq!(code(d.stream_destroy(m.sim.legacy_stream(GPU))), 400);
+            let mut own = [0_u8; 16];
+            let own = NonNull::from(&mut own).cast();
+            assert_eq!(code(d.host_unregister(GPU, own)), 713);
+            assert_eq!(code(d.host_free(GPU, own)), 1);
+            d.host_register(GPU, own, 16, HostFlags::default()).unwrap();
+            assert_eq!(code(d.host_register(GPU, own.add(8), 16, HostFlags::default())), 712);
+            d.host_unregister(GPU, own).unwrap();
+            // SAFETY: as above.
+            d.stream_destroy(a).unwrap();
+            assert_eq!(code(d.stream_destroy(a)), 400);
+        }
+        assert!(m.sim.outstanding().is_empty(), "{}", m.sim.outstanding());
+        m.silent();
+    });
+}
+
+#[test]
+fn mapping_follows_the_rules_of_the_driver() {
+    everywhere(|m| {
+        let d = &m.driver;
+        let (range, small, large) = (m.reserve(4 * GRANULE), m.handle(GRANULE), m.handle(2 * GRANULE));
+        // SAFETY: what is wrong is refused; what is right is not touched by any work.
+        unsafe {
+            assert_eq!(code(d.map(range, GRANULE, large)), 801, "a handle is mapped whole");
+            assert_eq!(code(d.map(range, 2 * GRANULE, small)), 801, "and no more than it");
+            assert_eq!(code(d.map(range, GRANULE / 2, small)), 801, "nor half a granule");
+            assert_eq!(code(d.map(range, 0, small)), 1, "nor nothing");
+            assert_eq!(code(d.map(range + 512, GRANULE, small)), 1, "at a multiple of the granularity");
+            assert_eq!(code(d.map(range + 3 * GRANULE, 2 * GRANULE, large)), 1, "inside its range");
+            d.map(range, GRANULE, small).unwrap();
+            assert_eq!(code(d.map(range, GRANULE, small)), 1, "where nothing is");
+            d.map(range + GRANULE, 2 * GRANULE, large).unwrap();
+            assert_eq!(
+                code(d.set_access(range + 3 * GRANULE, GRANULE, &[GPU])),
+                1,
+                "where something is mapped"
+            );
+            assert_eq!(code(d.set_access(range, 2 * GRANULE, &[GPU])), 1, "of whole mappings");
+            assert_eq!(code(d.set_access(range, 5 * GRANULE, &[GPU])), 1, "inside the range");
+            d.set_access(range, 3 * GRANULE, &[GPU]).unwrap();
+            assert_eq!(code(d.unmap(GPU, range + GRANULE, GRANULE)), 1, "and unmapped whole");
+            assert_eq!(code(d.unmap(GPU, range + 2 * GRANULE, 2 * GRANULE)), 1, "at either end");
+            assert_eq!(code(d.unmap(GPU, range, 5 * GRANULE)), 1, "inside the range");
+            assert_eq!(
+                code(d.address_free(GPU, range, 4 * GRANULE)),
+                1,
+                "an empty range is freed, and no other"
+            );
+            d.unmap(GPU, range, 3 * GRANULE).unwrap();
+            assert_eq!(code(d.address_free(GPU, range, GRANULE)), 1, "whole");
+            d.address_free(GPU, range, 4 * GRANULE).unwrap();
+            d.handle_release(small).unwrap();
+            assert_eq!(code(d.handle_release(small)), 400);
+            assert_eq!(code(d.map(range, GRANULE, small)), 400);
+            d.handle_release(large).unwrap();
+        }
+        assert!(m.sim.outstanding().is_empty(), "{}", m.sim.outstanding());
+        m.silent();
+    });
+}
+
+#[test]
+fn holes_are_passed_over_by_unmap_and_access() {
+    everywhere(|m| {
+        let (d, a) = (&m.driver, m.stream());
+        let (range, one, two) = (m.reserve(6 * GRANULE), m.handle(GRANULE), m.handle(2 * GRANULE));
+        let at = |granule, granules| DeviceRange {
+            device: GPU,
+            address: range + granule * GRANULE,
+            bytes: granules * GRANULE,
+        };
+        // SAFETY: what is unmapped has been waited for.
+        unsafe {
+            d.unmap(GPU, range, 6 * GRANULE).unwrap();
+            d.map(at(1, 1).address, GRANULE, one).unwrap();
+            d.map(at(3, 2).address, 2 * GRANULE, two).unwrap();
+            d.set_access(range, 6 * GRANULE, &[GPU]).unwrap();
+            m.write(a, at(1, 1));
+            m.write(a, at(3, 2));
+            d.stream_synchronize(a).unwrap();
+            m.silent();
+            m.write(a, at(2, 1));
+            assert_eq!(m.sim.take_violations()[0].kind, ViolationKind::Unmapped, "a hole stays one");
+            d.unmap(GPU, range, 3 * GRANULE).unwrap();
+            assert_eq!(m.sim.outstanding().mappings, 1, "what lies behind stays");
+            m.write(a, at(3, 2));
+            d.stream_synchronize(a).unwrap();
+            d.unmap(GPU, range, 6 * GRANULE).unwrap();
+            d.unmap(GPU, range, 6 * GRANULE).unwrap();
+            d.address_free(GPU, range, 6 * GRANULE).unwrap();
+            d.handle_release(one).unwrap();
+            d.handle_release(two).unwrap();
+            assert_eq!(code(d.unmap(GPU, range, GRANULE)), 1, "nobody's addresses");
+            d.stream_destroy(a).unwrap();
+        }
+        assert!(m.sim.outstanding().is_empty(), "{}", m.sim.outstanding());
+        m.silent();
+    });
+}
+
+#[test]
+fn an_unmap_across_a_hole_finds_the_work_behind_it() {
+    everywhere(|m| {
+        let (a, range, handle) = (m.stream(), m.reserve(3 * GRANULE), m.handle(GRANULE));
+        m.map(range + 2 * GRANULE, handle);
+        let (_, earlier) =
+            at!(m.write(a, DeviceRange { device: GPU, address: range + 2 * GRANULE, bytes: 1 }));
+        // SAFETY: 1. Broken on purpose; the simulator reports it.
+        let (_, later) = at!(unsafe { m.driver.unmap(GPU, range, 3 * GRANULE) }.unwrap());
+        m.first(ViolationKind::UnmapInFlight, FILE, Some(earlier), later);
+    });
+}
+
+#[test]
+fn a_pool_gives_no_bytes_at_address_0() {
+    everywhere(|m| {
+        let (d, a) = (&m.driver, m.stream());
+        let pool = d.pool_create(GPU, GRANULE).unwrap();
+        assert_eq!(d.pool_alloc(pool, a, 0), Ok(0));
+        assert_eq!(d.pool_usage(pool), Ok(PoolUsage::default()));
+        // SAFETY: 1. It came from the pool, twice. 2. It has no bytes.
+        unsafe {
+            d.pool_free(a, 0).unwrap();
+            d.pool_free(a, 0).unwrap();
+            d.pool_destroy(pool).unwrap();
+        }
+        assert_eq!(code(d.pool_alloc(pool, a, 0)), 400, "but only from a pool that is there");
+        m.silent();
+    });
+}
+
+#[test]
+fn pinned_memory_ends_as_it_began_and_where_it_began() {
+    everywhere(|m| {
+        let (d, flags) = (&m.driver, HostFlags::default());
+        let mut own = [0_u8; 64];
+        let own = NonNull::from(&mut own).cast::<u8>();
+        let pinned = m.pinned(4096);
+        // SAFETY: none of it is touched; what is wrong is refused.
+        unsafe {
+            d.host_register(GPU, own, 32, flags).unwrap();
+            assert_eq!(code(d.host_unregister(GPU, own.add(8))), 1, "inside a registration");
+            assert_eq!(code(d.host_unregister(GPU, own.add(32))), 713, "behind it");
+            d.host_unregister(GPU, own).unwrap();
+            assert_eq!(code(d.host_unregister(GPU, pinned)), 1, "the driver's own");
+            assert_eq!(code(d.host_unregister(GPU, pinned.add(64))), 1);
+            assert_eq!(code(d.host_register(GPU, pinned, 4096, flags)), 1);
+            assert_eq!(code(d.host_register(GPU, pinned.add(64), 8, flags)), 1);
+            d.host_free(GPU, pinned).unwrap();
+            assert_eq!(code(d.host_unregister(GPU, pinned)), 713);
+        }
+        assert!(m.sim.outstanding().is_empty(), "{}", m.sim.outstanding());
+        m.silent();
+    });
+}
