@@ -74,13 +74,16 @@
 //! * After its first violation on some bytes the oracle goes on, but it keeps only the last accesses: later reports about
 //!   the same bytes may be echoes of the first. Mend the first, and look again.
 //!
-//! # Where it is stricter than a GPU
-//! Codes are those of a real driver (580 on an H200), for calls that make no sense too, as long as that driver's answer
-//! means anything. It is lenient where nothing is lost: holes in a range to unmap, or to open, are passed over, and no bytes
-//! of a pool lie at address 0. What it lets through to its caller's harm is refused here, with `CUDA_ERROR_INVALID_VALUE`:
-//! * a mapping across the end of its range, which a GPU takes if the addresses behind happen to be reserved;
-//! * an unmap or access whose end lies inside a mapping, or beyond the range, which leaves a GPU's tables in no state that
-//!   anybody documents.
+//! # Where it answers otherwise
+//! Codes are those of a real driver (580 on an H200), for calls that make no sense too. An unmap passes over holes. Access
+//! to a range that begins and ends with whole mappings is given up to the first hole, without a word about the rest: who
+//! works behind the hole is told of it then. No bytes of a pool lie at address 0, where a free does nothing.
+//!
+//! It is *stricter* in one thing: what is mapped, unmapped or opened must not reach past the end of its reservation. A GPU
+//! allows it by what happens to lie behind.
+//!
+//! It is *milder* in another: a copy or fill by addresses that cannot be reached is reported as a [`Violation`], and
+//! queued as work that does nothing; the driver refuses it with `CUDA_ERROR_INVALID_VALUE`.
 //!
 //! # Which line is named
 //! Methods of [`Sim`] name their caller. A driver call is made through a trait object, where that ends: it names the line

@@ -189,10 +189,7 @@ impl Timeline {
         let event = self.take_event()?;
         let closed = self.epochs.close();
         // The order of these three is what the module of epochs is about.
-        if let Err(error) = self.driver.event_record(event.raw, self.raw) {
-            self.keep([event]);
-            return Err(self.lost(error));
-        }
+        self.driver.event_record(event.raw, self.raw).map_err(|e| self.lost(e))?;
         self.epochs.publish(closed, event);
         Ok(true)
     }
@@ -251,12 +248,7 @@ impl Timeline {
     fn finish(&self, epoch: u64) {
         let over = self.epochs.finish(epoch);
         // An event that somebody still holds may be waited for: it is not recorded again, it goes with its last holder.
-        self.keep(over.into_iter().filter(|event| Arc::strong_count(event) == 1));
-    }
-
-    /// Keeps events that nobody else holds for the next fences, as many as there is room for.
-    fn keep(&self, free: impl IntoIterator<Item = Arc<OwnedEvent>>) {
-        let free: Vec<_> = free.into_iter().collect();
+        let free: Vec<_> = over.into_iter().filter(|event| Arc::strong_count(event) == 1).collect();
         let too_many = self.spare.with(|spare| {
             let room = SPARE_EVENTS.saturating_sub(spare.len());
             let mut free = free.into_iter();
@@ -370,7 +362,11 @@ impl Timeline {
     /// # Errors
     /// The first refusal, if all means were refused: the device is lost, or the driver is gone.
     pub(crate) fn settle(&self) -> Result<()> {
-        let Err(refused) = self.synchronize() else { return Ok(()) };
+        let refused = match self.synchronize() {
+            Ok(()) => return Ok(()),
+            Err(lost @ MemoryError::DeviceLost { .. }) => return Err(lost),
+            Err(refused) => refused,
+        };
         if self.wait(self.open(), None).is_ok() {
             return Ok(());
         }
@@ -394,9 +390,7 @@ impl Timeline {
         if matches!(self.life, Life::Owned) {
             return self.synchronize();
         }
-        while let Err(state) =
-            self.state.compare_exchange(LIVE, ENDING, Ordering::SeqCst, Ordering::SeqCst)
-        {
+        while let Err(state) = self.state.compare_exchange(LIVE, ENDING, Ordering::SeqCst, Ordering::SeqCst) {
             if state != ENDING {
                 return Ok(());
             }

@@ -119,8 +119,7 @@ pub enum Operation {
 
 /// What makes no sense, and is refused, or passed over where no harm comes of it.
 ///
-/// Not among them is what a GPU answers by what lies next door, or mangles: a mapping across the end of the range, and an
-/// unmap that ends inside a mapping.
+/// Not among them is what a GPU answers by what happens to lie next door: to map, or unmap, across the end of the range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[expect(missing_docs, reason = "the fields are what the driver's calls take, by the same names")]
 #[non_exhaustive]

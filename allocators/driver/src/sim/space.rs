@@ -227,22 +227,33 @@ impl Space {
         Ok(())
     }
 
-    /// Lets devices touch what is mapped in a range, which is something. The sizes of the mappings.
+    /// Lets devices touch a range that begins and ends with whole mappings, as far as the first hole in between. The sizes
+    /// of the mappings.
     pub(crate) fn set_access(&mut self, address: u64, bytes: u64, devices: u64) -> Result<Vec<u64>, Refused> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
         self.cuts_nothing(address, end)?;
-        if self.is_empty(address, bytes) {
+        let last = self.mappings.range(address..end).next_back();
+        if last.is_none_or(|(start, mapping)| start + mapping.bytes != end) {
             return Err(codes::INVALID_VALUE);
         }
-        for (&start, mapping) in self.mappings.range(address..end) {
-            // SAFETY: 1. `map` made this mapping.
-            unsafe { self.store.open(start, mapping.bytes) }?;
+        let hole = self.run_from(address, end);
+        if hole == address {
+            return Err(codes::INVALID_VALUE);
         }
-        let mappings = self.mappings.range_mut(address..end).map(|(_, mapping)| {
+        // SAFETY: 1. Mappings that `map` made fill the range up to the hole.
+        unsafe { self.store.open(address, hole - address) }?;
+        let mappings = self.mappings.range_mut(address..hole).map(|(_, mapping)| {
             mapping.access |= devices;
             mapping.bytes
         });
         Ok(mappings.collect())
+    }
+
+    /// Where the mappings that begin at `address` and lie side by side end, before or at `end`.
+    fn run_from(&self, address: u64, end: u64) -> u64 {
+        self.mappings.range(address..end).fold(address, |cursor, (&start, mapping)| {
+            if start == cursor { cursor + mapping.bytes } else { cursor }
+        })
     }
 
     /// Refuses a range with an end inside a mapping.

@@ -1,7 +1,7 @@
 //! What the driver answers to calls that make no sense, and whether the simulated one answers the same.
 //!
-//! Not asked is what the driver lets through and then mangles, or lets through by what happens to lie next door: a mapping
-//! across the end of a range, and an unmap or access that ends inside a mapping. The simulated driver refuses those.
+//! Not asked is what the driver answers by what happens to lie next door: to map, unmap or open across the end of a
+//! range. The simulated driver refuses that.
 
 use super::{
     host::Pages,
@@ -42,6 +42,8 @@ fn devices_and_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     answers.note("stream on a device that is not there", driver.stream_create(nowhere, 0));
     answers.note("memory on a device that is not there", driver.mem_alloc(nowhere, 4096));
     answers.note("allocate nothing", driver.mem_alloc(DEVICE, 0));
+    // SAFETY: 1. broken on purpose: nothing lies at address 0. 2. so nothing uses it.
+    answers.note("free nothing", unsafe { driver.mem_free(DEVICE, 0) });
     answers.note("allocate too much", driver.mem_alloc(DEVICE, ABSURD));
     let block = driver.mem_alloc(DEVICE, 4096).unwrap();
     // SAFETY: 1. broken on purpose: the address starts no allocation. 2. nothing is queued.
@@ -110,6 +112,12 @@ fn virtual_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         answers.note("map two granules", driver.map(range + 2 * granule, 2 * granule, two));
         answers.note("access", driver.set_access(range, granule, &[DEVICE]));
         answers.note("access across a hole", driver.set_access(range, 4 * granule, &[DEVICE]));
+        answers.note("access into a hole", driver.set_access(range, 2 * granule, &[DEVICE]));
+        answers.note("access out of a hole", driver.set_access(range + granule, 3 * granule, &[DEVICE]));
+        answers.note("access to half a mapping", driver.set_access(range + 2 * granule, granule, &[DEVICE]));
+        answers.note("access to the other half", driver.set_access(range + 3 * granule, granule, &[DEVICE]));
+        answers.note("unmap half a mapping", driver.unmap(DEVICE, range + 2 * granule, granule));
+        answers.note("unmap the other half", driver.unmap(DEVICE, range + 3 * granule, 2 * granule));
         answers.note("free a range in use", driver.address_free(DEVICE, range, bytes));
         answers.note("unmap with a hole", driver.unmap(DEVICE, range, 4 * granule));
         answers.note("unmap again", driver.unmap(DEVICE, range, granule));
@@ -182,6 +190,7 @@ fn what_callers_rely_on_is_refused_by_its_code() {
         ("create too much", 2),
         ("map more than the handle", 801),
         ("unmap nothing there", 0),
+        ("unmap half a mapping", 1),
         ("unmap with a hole", 0),
         ("access across a hole", 0),
         ("free a range", 0),

@@ -15,7 +15,7 @@ use crate::{
     },
 };
 
-/// Where a pool's blocks of no bytes lie. To free it does nothing.
+/// Where a pool's blocks of no bytes lie. To free that address does nothing, whichever way.
 const NOTHING: u64 = 0;
 
 impl State {
@@ -55,6 +55,9 @@ impl Memory for Shared {
         let call = Call::MemFree;
         let mut state = self.enter(call, Some(device))?;
         state.captures.disturb().map_err(at(call))?;
+        if address == NOTHING {
+            return Ok(());
+        }
         let held = state.is_allocation(device, address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
         self.cost(call, held);
         // The driver waits for the device. That it does is no promise, so the host has learned nothing.
