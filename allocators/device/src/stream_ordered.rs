@@ -116,13 +116,20 @@ impl Drop for Calls {
     }
 }
 
+impl crate::Reclaim for StreamOrdered {
+    /// Gives back what the driver's pool has reserved and not used, for another pool under the same budget.
+    fn reclaim(&self, bytes: u64) -> u64 {
+        let keep = self.ledger.source.reserved().unwrap_or(0).saturating_sub(bytes);
+        self.ledger.trim(keep).unwrap_or(0)
+    }
+}
+
 impl Resource for StreamOrdered {
     fn device(&self) -> DeviceId {
         self.ledger.device()
     }
     fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
-        let block = self.ledger.allocate(stream, request)?;
-        Ok(block)
+        self.ledger.allocate(stream, request)
     }
     fn stats(&self) -> PoolStats {
         let mut stats = self.ledger.stats();

@@ -188,6 +188,23 @@ fn a_pool_that_shares_a_budget_gives_up_its_cache_for_another() {
 }
 
 #[test]
+fn the_drivers_own_pool_gives_up_its_reserve_for_ours() {
+    let sim = Sim::h200(1);
+    let budget = Budget::new("both", 64 * MIB);
+    let streams = aquifer_stream::StreamPool::new(sim.driver(), DeviceId(0), 8);
+    let theirs = StreamOrdered::new(sim.driver(), streams.clone(), budget.clone()).unwrap();
+    let mut config = PoolConfig::with_budget(budget.clone());
+    config.reclaim.push(Arc::new(theirs.clone()));
+    let ours = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
+    let s = streams.lease().unwrap();
+    drop(theirs.allocate(&s, Request::bytes(60 * MIB)).unwrap());
+    s.synchronize().unwrap();
+    assert!(budget.used() >= 60 * MIB, "the driver's pool keeps what is freed");
+    assert!(ours.alloc(&ours.stream().unwrap(), Request::bytes(40 * MIB)).is_ok());
+    assert!(budget.peak() <= 64 * MIB);
+}
+
+#[test]
 fn an_allocation_waits_for_queued_work_only_when_nothing_else_is_left() {
     let rig = Rig::on(Sim::h200(1).stepped(), 16, |c| {
         c.adoption = Adoption::DoneOnly;

@@ -17,10 +17,12 @@
 //!
 //! The table is under a mutex that is never held over a driver call. While calls are made, the slots they concern are
 //! in nobody's cache, so no other thread can reach them.
-#![expect(unsafe_code, reason = "maps and unmaps")]
+
+mod handles;
+mod release;
 
 use super::{
-    handle::{Funds, Handle, Held, NoHandle},
+    handle::{Handle, Held, NoHandle},
     slots::{Slots, Zombie, runs},
     window,
 };
@@ -29,13 +31,10 @@ use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result};
 use aquifer_driver::Driver;
 use aquifer_heap::{Config, Range};
 use aquifer_stream::Timeline;
+use handles::Stolen;
 use std::{
     fmt,
-    mem::ManuallyDrop,
-    sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicBool},
 };
 
 /// The sizes that caches work in.
@@ -98,16 +97,6 @@ struct Taken {
     from: &'static Home,
     timeline: Arc<Timeline>,
     stamp: u64,
-}
-
-/// A slot taken out of a cache, with its handle.
-struct Stolen {
-    slot: u64,
-    handle: Arc<Handle>,
-    from: &'static Home,
-    timeline: Arc<Timeline>,
-    stamp: u64,
-    done: bool,
 }
 
 impl Mapped {
@@ -346,168 +335,6 @@ impl Mapped {
         }
     }
 
-    /// Up to `needed` handles that are mapped nowhere, spare ones first, then new ones; how many are new.
-    fn stock(&self, needed: usize, effort: &mut Effort<'_>) -> Result<(Vec<Arc<Handle>>, usize)> {
-        let mut stock = {
-            let mut slots = self.slots();
-            let keep = slots.spare.len().saturating_sub(needed);
-            slots.spare.split_off(keep)
-        };
-        let mut grown = 0;
-        let funds = Funds { budget: &self.budget, reserved: effort.reserved };
-        while stock.len() < needed {
-            match Handle::create(&self.driver, self.device, self.slot, funds, &self.held) {
-                Ok(handle) => {
-                    stock.push(handle);
-                    grown += 1;
-                }
-                Err(refused) if refused.is_out_of_memory() => {
-                    effort.refused = Some(refused);
-                    break;
-                }
-                Err(refused) => {
-                    self.put_aside(stock, grown);
-                    return Err(refused.into_error(self.device));
-                }
-            }
-        }
-        Ok((stock, grown))
-    }
-
-    /// Spare handles stay; the last `grown` of them, which are new, go back to the driver.
-    fn put_aside(&self, mut stock: Vec<Arc<Handle>>, grown: usize) {
-        let new = stock.split_off(stock.len() - grown);
-        self.slots().spare.append(&mut stock);
-        drop(new);
-    }
-
-    /// Takes `needed` whole free slots with their handles out of the caches of `givers`, or none. Those whose work is
-    /// done come first, and among them the shortest stretches, so that long ones stay whole.
-    fn steal(&self, givers: &[&'static Home], needed: usize, reach: Reach) -> Option<Vec<Stolen>> {
-        if needed == 0 {
-            return Some(Vec::new());
-        }
-        let mut offers = Vec::new();
-        for &home in givers {
-            home.with(|s| {
-                let Some(timeline) = s.timeline().cloned() else { return };
-                for extent in s.heap.free_extents() {
-                    let (first, count) = self.whole_slots(extent.range);
-                    let done = timeline.is_done(extent.stamp);
-                    if count > 0 && (done || reach == Reach::Wait) {
-                        offers.push((!done, count, first, home, timeline.clone()));
-                    }
-                }
-            });
-        }
-        if offers.iter().map(|o| o.1 as usize).sum::<usize>() < needed {
-            return None;
-        }
-        offers.sort_unstable_by_key(|&(busy, count, first, ..)| (busy, count, first));
-        let mut stolen = Vec::with_capacity(needed);
-        for (_, count, first, home, timeline) in offers {
-            if stolen.len() == needed {
-                break;
-            }
-            let count = count.min((needed - stolen.len()) as u64);
-            let range = self.range(first, count);
-            // Another thread of that stream may have been faster.
-            let Ok(stamp) = home.with(|s| s.heap.remove(range)) else { continue };
-            let done = timeline.is_done(stamp);
-            let mut slots = self.slots();
-            for slot in first..first + count {
-                if let Some(handle) = slots.unmap(slot) {
-                    stolen.push(Stolen { slot, handle, from: home, timeline: timeline.clone(), stamp, done });
-                }
-            }
-        }
-        if stolen.len() < needed || (reach == Reach::Done && stolen.iter().any(|s| !s.done)) {
-            self.give_back(stolen);
-            return None;
-        }
-        Some(stolen)
-    }
-
-    /// Puts stolen slots back as they were.
-    fn give_back(&self, stolen: impl IntoIterator<Item = Stolen>) {
-        for Stolen { slot, handle, from, stamp, .. } in stolen {
-            self.slots().map(slot, handle);
-            from.with(|s| s.add(self.range(slot, 1), stamp));
-        }
-    }
-
-    /// Unmaps slots that are in nobody's cache and whose work the host has seen done, makes them nobody's, and answers
-    /// with their handles. If a call fails, the slots not unmapped by then are back in their caches.
-    fn unmap_known_done(&self, mut stolen: Vec<Stolen>) -> (Vec<Arc<Handle>>, Result<()>) {
-        stolen.sort_unstable_by_key(|s| s.slot);
-        let slots: Vec<u64> = stolen.iter().map(|s| s.slot).collect();
-        let mut stolen = stolen.into_iter();
-        let mut loose = Vec::with_capacity(slots.len());
-        for (first, count) in runs(&slots) {
-            if let Err(error) = self.unmap_run(first, count) {
-                self.give_back(stolen);
-                return (loose, Err(error));
-            }
-            loose.extend(stolen.by_ref().take(count as usize).map(|s| s.handle));
-        }
-        (loose, Ok(()))
-    }
-
-    /// Unmaps a run of slots for which nothing is queued any more, and makes it nobody's.
-    fn unmap_run(&self, first: u64, count: u64) -> Result<()> {
-        // SAFETY: 1. the callers' slots are in no cache, so nothing is queued for them any more, and the host has seen
-        // the epoch done that covers their last use.
-        let unmapped = unsafe { self.driver.unmap(self.device, self.address(first), count * self.slot) };
-        unmapped.map_err(|e| self.lost(e))?;
-        self.slots().release(first, count);
-        Ok(())
-    }
-
-    /// Maps a handle of `stock` at each of `missing` and lets the device at it. If that fails, nothing is mapped and
-    /// the stock is whole, but for what the driver would not unmap again, which is `stuck`.
-    fn map_all(
-        &self,
-        missing: &[u64],
-        stock: &mut Vec<Arc<Handle>>,
-        stuck: &mut Vec<(u64, Arc<Handle>)>,
-    ) -> Result<()> {
-        let mut mapped: Vec<(u64, Arc<Handle>)> = Vec::with_capacity(missing.len());
-        let mut map = || -> Result<()> {
-            for (first, count) in runs(missing) {
-                for slot in first..first + count {
-                    let Some(handle) = stock.pop() else { break };
-                    // SAFETY: 1. the slot is claimed by this call: nothing is mapped there and nobody knows it.
-                    let done = unsafe { self.driver.map(self.address(slot), self.slot, handle.raw()) };
-                    if let Err(error) = done {
-                        stock.push(handle);
-                        return Err(self.lost(error));
-                    }
-                    mapped.push((slot, handle));
-                }
-                self.driver
-                    .set_access(self.address(first), count * self.slot, &[self.device])
-                    .map_err(|e| self.lost(e))?;
-            }
-            Ok(())
-        };
-        let outcome = map();
-        if outcome.is_err() {
-            for (slot, handle) in mapped {
-                // SAFETY: 1. mapped above, and handed to nobody.
-                match unsafe { self.driver.unmap(self.device, self.address(slot), self.slot) } {
-                    Ok(()) => stock.push(handle),
-                    Err(_) => stuck.push((slot, handle)),
-                }
-            }
-            return outcome;
-        }
-        let mut slots = self.slots();
-        for (slot, handle) in mapped {
-            slots.map(slot, handle);
-        }
-        Ok(())
-    }
-
     /// Gives a claimed and backed window to the cache and allocates from it.
     fn settle_in(&self, home: &'static Home, claim: Claim, request: &Request) -> Option<aquifer_heap::Block> {
         home.with(|s| {
@@ -529,172 +356,12 @@ impl Mapped {
             Some(place)
         })
     }
-
-    /// Keeps mappings that nothing uses and that the driver would not take away, to be tried again. Their memory stays
-    /// charged.
-    fn unmap_later(&self, stuck: Vec<(u64, Arc<Handle>)>, timeline: &Arc<Timeline>) {
-        // No work is behind epoch 0.
-        let zombies =
-            stuck.into_iter().map(|(slot, handle)| Zombie { slot, handle, until: (timeline.clone(), 0) });
-        self.slots().zombies.extend(zombies);
-    }
-
-    /// Unmaps zombies whose streams are done with them. Never blocks.
-    pub(crate) fn reap_zombies(&self) -> Result<()> {
-        let (over, rest): (Vec<_>, Vec<_>) = {
-            let mut slots = self.slots();
-            if slots.zombies.is_empty() {
-                return Ok(());
-            }
-            std::mem::take(&mut slots.zombies).into_iter().partition(|z| {
-                let (timeline, epoch) = &z.until;
-                timeline.is_done(*epoch)
-            })
-        };
-        self.slots().zombies.extend(rest);
-        let mut over = over.into_iter();
-        while let Some(zombie) = over.next() {
-            if let Err(error) = self.unmap_run(zombie.slot, 1) {
-                self.slots().zombies.push(zombie);
-                self.slots().zombies.extend(over);
-                return Err(error);
-            }
-        }
-        Ok(())
-    }
-
-    /// Work may still run on what a cache held, and nobody can wait for it: what is mapped stays for good.
-    pub(crate) fn keep(&self) {
-        self.kept.store(true, Ordering::Relaxed);
-    }
-
-    /// Gives handles that are mapped nowhere back to the driver.
-    pub(crate) fn drop_spare(&self) {
-        let spare = std::mem::take(&mut self.slots().spare);
-        drop(spare);
-    }
-
-    /// The streams and epochs that zombies wait for.
-    pub(crate) fn zombie_fences(&self) -> Vec<(Arc<Timeline>, u64)> {
-        self.slots().zombies.iter().map(|z| z.until.clone()).collect()
-    }
-
-    /// Gives handles back to the driver until no more than `keep` bytes are held, as far as free slots whose work is
-    /// known to be done allow. Long stretches first. Answers with the bytes.
-    pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
-        self.reap_zombies()?;
-        let before = self.held.now();
-        loop {
-            let over = self.held.now().saturating_sub(keep).div_ceil(self.slot) as usize;
-            if over == 0 {
-                break;
-            }
-            let spare = {
-                let mut slots = self.slots();
-                let at = slots.spare.len().saturating_sub(over);
-                slots.spare.split_off(at)
-            };
-            if !spare.is_empty() {
-                drop(spare);
-                continue;
-            }
-            let Some((home, first, count)) = self.longest_done(givers) else { break };
-            let count = count.min(over as u64);
-            let range = self.range(first, count);
-            let Ok(stamp) = home.with(|s| s.heap.remove(range)) else { continue };
-            let timeline = home.timeline();
-            let handles: Vec<Stolen> = {
-                let mut slots = self.slots();
-                let done = timeline.is_done(stamp);
-                (first..first + count)
-                    .filter_map(|slot| {
-                        let (from, timeline) = (home, timeline.clone());
-                        slots.unmap(slot).map(|handle| Stolen { slot, handle, from, timeline, stamp, done })
-                    })
-                    .collect()
-            };
-            if handles.iter().any(|s| !s.done) {
-                self.give_back(handles);
-                continue;
-            }
-            let (loose, outcome) = self.unmap_known_done(handles);
-            drop(loose);
-            outcome?;
-        }
-        Ok(before.saturating_sub(self.held.now()))
-    }
-
-    fn longest_done(&self, givers: &[&'static Home]) -> Option<(&'static Home, u64, u64)> {
-        let mut longest: Option<(&'static Home, u64, u64)> = None;
-        for &home in givers {
-            home.with(|s| {
-                let Some(timeline) = s.timeline() else { return };
-                for extent in s.heap.free_extents().filter(|e| timeline.is_done(e.stamp)) {
-                    let (first, count) = self.whole_slots(extent.range);
-                    if count > longest.map_or(0, |(_, _, most)| most) {
-                        longest = Some((home, first, count));
-                    }
-                }
-            });
-        }
-        longest
-    }
-
-    /// Unmaps what a retired cache held. All of its stream's work has been waited for.
-    pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>, timeline: &Arc<Timeline>) {
-        for range in ranges {
-            let (first, count) = self.whole_slots(range);
-            let mapped: Vec<u64> = {
-                let slots = self.slots();
-                (first..first + count).filter(|&slot| slots.at(slot).is_some()).collect()
-            };
-            for (first, count) in runs(&mapped) {
-                let handles: Vec<_> = {
-                    let mut slots = self.slots();
-                    (first..first + count).filter_map(|slot| slots.unmap(slot)).collect()
-                };
-                if self.unmap_run(first, count).is_err() {
-                    self.unmap_later((first..first + count).zip(handles).collect(), timeline);
-                }
-            }
-        }
-    }
 }
 
 fn intersection(a: Range, b: Range) -> Option<Range> {
     let start = a.start.max(b.start);
     let end = (a.start + a.len).min(b.start + b.len);
     (start < end).then(|| Range { start, len: end - start })
-}
-
-impl Drop for Mapped {
-    fn drop(&mut self) {
-        let slots = self.slots.get_mut().unwrap_or_else(PoisonError::into_inner);
-        let kept = self.kept.load(Ordering::Relaxed);
-        // What the driver will not unmap is still taken, so its handles stay, and stay charged.
-        for zombie in std::mem::take(&mut slots.zombies) {
-            let (timeline, epoch) = &zombie.until;
-            let address = self.base + zombie.slot * self.slot;
-            // SAFETY: 1. the wait just before it.
-            let gone = timeline.wait(*epoch, None).is_ok()
-                && unsafe { self.driver.unmap(self.device, address, self.slot) }.is_ok();
-            if !gone && !timeline.is_retired() {
-                let _kept = ManuallyDrop::new(zombie);
-            }
-        }
-        let left: Vec<u64> = slots.mapped().collect();
-        for (first, count) in runs(&left) {
-            let handles: Vec<_> = (first..first + count).filter_map(|slot| slots.unmap(slot)).collect();
-            let address = self.base + first * self.slot;
-            // SAFETY: 1. every cache has been retired and its stream waited for, or `kept` says otherwise.
-            if kept || unsafe { self.driver.unmap(self.device, address, count * self.slot) }.is_err() {
-                let _kept = ManuallyDrop::new(handles);
-            }
-        }
-        slots.spare.clear();
-        // SAFETY: 1. reserved in `open`, and everything in it has been unmapped; a refusal above makes this one refuse.
-        let _ = unsafe { self.driver.address_free(self.device, self.base, self.bytes) };
-    }
 }
 
 impl fmt::Debug for Mapped {

@@ -1,0 +1,328 @@
+//! Streams of other libraries: believed as far as their owner's promise goes, and no further.
+
+mod support;
+
+use aquifer_core::{DeviceId, MemoryError};
+use aquifer_driver::{
+    Access, Call, RawStream,
+    sim::{Kernel, Sim},
+};
+use aquifer_stream::{Life, UseList};
+use std::{
+    sync::{Arc, Weak},
+    thread,
+    time::Duration,
+};
+use support::{GPU, PATIENCE, Plain, Rig, within};
+
+fn lives() -> [Life; 3] {
+    [Life::KeptAlive(Arc::new(())), Life::Retired, Life::Fenced]
+}
+
+#[test]
+#[expect(unsafe_code, reason = "names handles that must be refused")]
+fn the_default_streams_are_refused_by_their_handles() {
+    let rig = Rig::new(4);
+    for handle in [0, 1, 2] {
+        // SAFETY: 1. the driver's own default streams, which are always there.
+        let default = unsafe { RawStream::from_raw(GPU, handle) };
+        for life in lives() {
+            assert_eq!(rig.adopt(default, life), Err(MemoryError::DefaultStream { handle }));
+        }
+        let taken_in = rig.pool.timeline(default, Some(Arc::new(()))).map(drop);
+        assert_eq!(taken_in, Err(MemoryError::DefaultStream { handle }));
+    }
+    assert_eq!(rig.sim.driver().calls().made(), [], "no call is needed to know that");
+}
+
+#[test]
+fn a_stream_of_another_device_is_refused() {
+    let rig = Rig::on(Sim::h200(2), 4);
+    let there = rig.sim.driver().stream_create(DeviceId(1), 0).unwrap();
+    let wrong = MemoryError::WrongDevice { expected: GPU, actual: DeviceId(1) };
+    for life in lives() {
+        assert_eq!(rig.adopt(there, life), Err(wrong.clone()));
+    }
+    assert_eq!(rig.pool.timeline(there, None).map(drop), Err(wrong));
+}
+
+#[test]
+fn a_stream_adopted_twice_is_one_timeline() {
+    for life in lives() {
+        let rig = Rig::new(4);
+        let foreign = rig.foreign();
+        let first = rig.adopt(foreign, life).unwrap();
+        for again in lives() {
+            let second = rig.adopt(foreign, again).unwrap();
+            assert!(Arc::ptr_eq(first.timeline(), second.timeline()));
+            assert_eq!(first, second);
+        }
+        assert!(Arc::ptr_eq(&rig.pool.timeline(foreign, None).unwrap(), first.timeline()));
+        assert!(first.number() >= rig.pool.cap(), "numbers of adopted streams begin at the cap");
+    }
+}
+
+#[test]
+fn threads_that_adopt_one_stream_at_once_get_one_timeline() {
+    let rig = Rig::new(4);
+    for _ in 0..50 {
+        let foreign = rig.foreign();
+        let adopted: Vec<_> = thread::scope(|scope| {
+            let each: Vec<_> =
+                (0..4).map(|_| scope.spawn(|| rig.adopt(foreign, Life::Retired).unwrap())).collect();
+            each.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        assert!(adopted.iter().all(|one| Arc::ptr_eq(one.timeline(), adopted[0].timeline())));
+    }
+}
+
+#[test]
+fn a_leased_stream_that_is_adopted_is_itself() {
+    let rig = Rig::new(4);
+    let leased = rig.lease();
+    let adopted = rig.adopt(leased.raw(), Life::Retired).unwrap();
+    assert_eq!(adopted, leased);
+    drop((adopted, leased));
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_handle_that_comes_back_is_not_taken_for_the_stream_that_had_it() {
+    for life in [Life::Retired, Life::Fenced] {
+        let rig = Rig::new(4);
+        let foreign = rig.foreign();
+        let before = rig.adopt(foreign, life.clone()).unwrap();
+        rig.destroy(foreign);
+        let again = rig.foreign();
+        assert_eq!(again, foreign, "the driver uses handles again");
+        assert_eq!(
+            rig.pool.timeline(again, None).map(drop),
+            Err(MemoryError::UnknownId),
+            "this one has not been adopted"
+        );
+        let after = rig.adopt(again, life).unwrap();
+        assert_ne!(after, before);
+        assert_ne!(after.timeline().id(), before.timeline().id());
+        assert!(Arc::ptr_eq(&rig.pool.timeline(again, None).unwrap(), after.timeline()));
+    }
+}
+
+#[test]
+fn a_stream_that_nobody_notes_any_more_is_forgotten() {
+    let rig = Rig::new(4);
+    let foreign = rig.foreign();
+    drop(rig.adopt(foreign, Life::Retired).unwrap());
+    assert_eq!(rig.pool.timeline(foreign, None).map(drop), Err(MemoryError::UnknownId));
+    assert_eq!(rig.made(Call::StreamDestroy), 0, "it is not ours to destroy");
+}
+
+#[test]
+fn a_retired_stream_is_waited_for_and_never_called_for_again() {
+    let rig = Rig::stepped(4);
+    let home = rig.lease();
+    let mut memory = Plain::new(&rig, &home, 4096);
+    let foreign = rig.foreign();
+    let adopted = rig.adopt(foreign, Life::Retired).unwrap();
+    let (clone, behind) = (adopted.clone(), adopted.point());
+    rig.launch(&adopted);
+    let epoch = clone.timeline().open();
+    adopted.retire().unwrap();
+    assert_eq!(rig.sim.pending(foreign), 0, "its work is done");
+    assert!(clone.timeline().is_retired());
+    rig.destroy(foreign);
+
+    let before = rig.sim.driver().calls().made();
+    clone.synchronize().unwrap();
+    assert_eq!(clone.is_idle(), Ok(true));
+    assert!(clone.timeline().is_done(epoch));
+    assert_eq!(clone.timeline().fence(clone.timeline().open()), Ok(false));
+    clone.timeline().poll().unwrap();
+    assert_eq!(home.wait_for(&clone), Ok(()), "there is nothing to wait for");
+    assert!(aquifer_core::Gate::is_open(&behind));
+    clone.clone().retire().unwrap();
+    assert_eq!(clone.fill(&mut memory, 1), Err(MemoryError::UnknownId));
+    drop(clone);
+    assert_eq!(rig.sim.driver().calls().made(), before);
+}
+
+#[test]
+fn a_retired_stream_that_would_have_to_wait_says_that_it_is_gone() {
+    let rig = Rig::stepped(4);
+    let home = rig.lease();
+    let foreign = rig.foreign();
+    let adopted = rig.adopt(foreign, Life::Retired).unwrap();
+    adopted.clone().retire().unwrap();
+    rig.destroy(foreign);
+    rig.launch(&home);
+    assert_eq!(adopted.wait_for(&home), Err(MemoryError::UnknownId));
+    assert_eq!(rig.made(Call::StreamWaitEvent), 0);
+}
+
+#[test]
+fn retirement_waits_for_what_other_threads_are_queueing() {
+    let rig = Rig::stepped(4);
+    let home = rig.lease();
+    let mut memory = Plain::new(&rig, &home, 4096);
+    let foreign = rig.foreign();
+    let adopted = rig.adopt(foreign, Life::Retired).unwrap();
+    let clone = adopted.clone();
+    let slow = rig.sim.stall(Call::Fill);
+    thread::scope(|scope| {
+        let filling = scope.spawn(move || clone.fill(&mut memory, 1).map(|()| memory));
+        assert!(slow.wait_for(1, PATIENCE));
+        let retiring = scope.spawn(move || adopted.retire());
+        thread::sleep(Duration::from_millis(30));
+        assert!(!retiring.is_finished(), "the handle is in use");
+        drop(slow);
+        drop(filling.join().unwrap().unwrap());
+        retiring.join().unwrap().unwrap();
+    });
+    assert_eq!(rig.sim.pending(foreign), 0, "what was queued at the last moment is done too");
+    rig.destroy(foreign);
+    assert!(rig.sim.violations().is_empty());
+}
+
+#[test]
+fn a_retirement_that_fails_leaves_the_stream_as_it_was() {
+    let rig = Rig::stepped(4);
+    let foreign = rig.foreign();
+    let adopted = rig.adopt(foreign, Life::Retired).unwrap();
+    rig.launch(&adopted);
+    rig.sim.fail(Call::StreamSynchronize, 1, 999);
+    assert!(matches!(adopted.clone().retire(), Err(MemoryError::Driver(_))));
+    assert!(!adopted.timeline().is_retired());
+    assert_eq!(adopted.is_idle(), Ok(false));
+    assert!(!adopted.timeline().is_done(adopted.timeline().open()));
+    adopted.clone().retire().unwrap();
+    assert_eq!(adopted.is_idle(), Ok(true));
+}
+
+/// Were it retired, the next who leases it would have a stream that nobody waits for.
+#[test]
+fn a_leased_stream_is_synchronised_when_retired_and_lives_on() {
+    let rig = Rig::stepped(1);
+    let stream = rig.lease();
+    rig.launch(&stream);
+    stream.retire().unwrap();
+    let next = rig.lease();
+    assert_eq!(rig.sim.pending(next.raw()), 0);
+    assert!(!next.timeline().is_retired());
+    rig.launch(&next);
+    assert_eq!(next.is_idle(), Ok(false));
+    next.synchronize().unwrap();
+    assert_eq!(rig.sim.pending(next.raw()), 0, "it is really waited for");
+}
+
+#[test]
+fn a_fenced_stream_has_an_event_recorded_at_the_end_of_each_use() {
+    let rig = Rig::stepped(4);
+    let (home, foreign) = (rig.lease(), rig.foreign());
+    let adopted = rig.adopt(foreign, Life::Fenced).unwrap();
+    let (home, on) = (home.timeline(), adopted.timeline());
+    let mut uses = UseList::new();
+    let recorded = || rig.made(Call::EventRecord);
+
+    uses.record(home, on, Access::Read).unwrap();
+    assert_eq!(recorded(), 1);
+    uses.record(home, on, Access::Read).unwrap();
+    assert_eq!(recorded(), 2);
+    let (one, two) =
+        (uses.prepare(1, home, on, Access::Read).unwrap(), uses.prepare(1, home, on, Access::Read).unwrap());
+    let three = uses.prepare(1, home, on, Access::Read).unwrap();
+    let before = recorded();
+    one.finish().unwrap();
+    assert_eq!(recorded(), before + 1, "of the use that was finished");
+    drop(two);
+    assert_eq!(recorded(), before + 2, "of the use that was dropped");
+    three.abort();
+    assert_eq!(recorded(), before + 2, "what was called off has no work");
+    uses.lend(1, home, on, Access::Read).unwrap();
+    let before = recorded();
+    let noted = uses.take(home);
+    assert_eq!(recorded(), before + 1, "the borrow ends with the block");
+
+    // Its owner destroys it, and everything can be known all the same.
+    rig.destroy(foreign);
+    rig.sim.run_all();
+    on.poll().unwrap();
+    assert!(noted.iter().all(aquifer_stream::Noted::is_done));
+    assert_eq!(rig.made(Call::EventRecord), before + 1);
+}
+
+#[test]
+fn other_streams_have_no_event_recorded_for_a_use() {
+    let rig = Rig::stepped(4);
+    let (home, foreign) = (rig.lease(), rig.foreign());
+    for on in [rig.lease(), rig.adopt(foreign, Life::Retired).unwrap()] {
+        let uses = UseList::new();
+        uses.record(home.timeline(), on.timeline(), Access::Write).unwrap();
+        drop(uses);
+    }
+    assert_eq!(rig.made(Call::EventRecord), 0);
+}
+
+#[test]
+fn what_keeps_a_stream_alive_is_kept_until_its_last_use_is_let_go_of() {
+    let rig = Rig::stepped(4);
+    let (home, foreign) = (rig.lease(), rig.foreign());
+    let alive = Arc::new("the other library's stream");
+    let watch: Weak<_> = Arc::downgrade(&alive);
+    let timeline = rig.pool.timeline(foreign, Some(alive)).unwrap();
+    let mut uses = UseList::new();
+    uses.record(home.timeline(), &timeline, Access::Read).unwrap();
+    drop(timeline);
+    assert!(watch.upgrade().is_some(), "an event may have to be recorded on it yet");
+    let noted = uses.take(home.timeline());
+    drop(uses);
+    assert!(watch.upgrade().is_some());
+    drop(noted);
+    assert!(watch.upgrade().is_none());
+    assert_eq!(rig.made(Call::StreamDestroy), 0);
+}
+
+/// The last owner of another library's stream may do anything when it goes.
+#[test]
+fn no_lock_is_held_while_what_kept_a_stream_alive_is_dropped() {
+    struct Asks(Rig);
+    impl Drop for Asks {
+        fn drop(&mut self) {
+            // Would wait for ever behind a lock that its dropper holds.
+            drop(self.0.pool.lease());
+            let foreign = self.0.foreign();
+            drop(self.0.adopt(foreign, Life::Retired));
+        }
+    }
+    let rig = Rig::new(4);
+    let other = Rig { sim: rig.sim.clone(), pool: rig.pool.clone() };
+    within(move || {
+        for _ in 0..2 {
+            let foreign = rig.foreign();
+            let asks = Asks(Rig { sim: rig.sim.clone(), pool: rig.pool.clone() });
+            let adopted = rig.adopt(foreign, Life::KeptAlive(Arc::new(asks))).unwrap();
+            adopted.clone().retire().unwrap();
+            // Another account of the same stream, made while the first one is still held.
+            let again = rig.adopt(foreign, Life::Retired).unwrap();
+            assert_ne!(again, adopted);
+            drop(adopted);
+            drop(again);
+        }
+    });
+    assert!(other.pool.lease().is_ok());
+}
+
+#[test]
+fn work_of_an_adopted_stream_is_ordered_like_any_other() {
+    let rig = Rig::stepped(4);
+    let (home, foreign) = (rig.lease(), rig.foreign());
+    let mut memory = Plain::new(&rig, &home, 4096);
+    let adopted = rig.adopt(foreign, Life::Retired).unwrap();
+    home.fill(&mut memory, 1).unwrap();
+    adopted.fill(&mut memory, 2).unwrap();
+    rig.sim.launch(foreign, Kernel::new("work")).unwrap();
+    home.fill(&mut memory, 3).unwrap();
+    drop(memory);
+    adopted.retire().unwrap();
+    rig.destroy(foreign);
+    drop(home);
+    rig.assert_all_given_back();
+}

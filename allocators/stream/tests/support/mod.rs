@@ -1,0 +1,135 @@
+//! What the tests of this crate share.
+#![allow(dead_code, reason = "each test binary uses some of it")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a support function that fails is a failed test")]
+#![allow(unsafe_code, reason = "adopts streams, ends handles, and implements an operand")]
+
+use aquifer_core::Result;
+use aquifer_driver::{
+    Access, Call, DeviceId, DeviceRange, KeepAlive, Operand, RawStream, Typed,
+    sim::{Kernel, Sim},
+};
+use aquifer_stream::{Life, Stream, StreamPool, UseList};
+use std::{sync::mpsc, thread, time::Duration};
+
+pub(crate) const GPU: DeviceId = DeviceId(0);
+/// Longer than anything takes that does not hang.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A pool of streams on a simulated device.
+pub(crate) struct Rig {
+    pub(crate) sim: Sim,
+    pub(crate) pool: StreamPool,
+}
+
+impl Rig {
+    /// With work that runs as it is queued.
+    pub(crate) fn new(cap: u32) -> Self {
+        Self::on(Sim::h200(1).symbolic(), cap)
+    }
+
+    /// With work that runs only when somebody waits for it, or the test says so.
+    pub(crate) fn stepped(cap: u32) -> Self {
+        Self::on(Sim::h200(1).symbolic().stepped(), cap)
+    }
+
+    pub(crate) fn on(sim: Sim, cap: u32) -> Self {
+        let pool = StreamPool::new(sim.driver(), GPU, cap);
+        Self { sim, pool }
+    }
+
+    pub(crate) fn lease(&self) -> Stream {
+        self.pool.lease().unwrap()
+    }
+
+    /// A stream that some other library made.
+    pub(crate) fn foreign(&self) -> RawStream {
+        self.sim.driver().stream_create(GPU, 0).unwrap()
+    }
+
+    /// That library destroys it.
+    pub(crate) fn destroy(&self, stream: RawStream) {
+        // SAFETY: 1. the test's own stream, which nothing names from here on but tests for exactly that.
+        unsafe { self.sim.driver().stream_destroy(stream) }.unwrap();
+    }
+
+    pub(crate) fn adopt(&self, stream: RawStream, life: Life) -> Result<Stream> {
+        // SAFETY: 1. a stream of the pool's driver, or a handle that must be refused. 2. the test keeps `life`.
+        unsafe { self.pool.adopt(stream, life) }
+    }
+
+    /// Queues work that touches nothing.
+    pub(crate) fn launch(&self, stream: &Stream) {
+        self.sim.launch(stream.raw(), Kernel::new("work")).unwrap();
+    }
+
+    /// Tries to queue work on a device that is lost.
+    pub(crate) fn launch_refused(&self, stream: &Stream) {
+        self.sim.launch(stream.raw(), Kernel::new("work")).unwrap_err();
+    }
+
+    /// How often a call has been made.
+    pub(crate) fn made(&self, call: Call) -> u64 {
+        self.sim.driver().calls().get(call)
+    }
+
+    #[track_caller]
+    pub(crate) fn assert_all_given_back(self) {
+        let Self { sim, pool } = self;
+        drop(pool);
+        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+    }
+}
+
+/// Runs `work` on a thread of its own, and fails the test instead of hanging with it.
+#[track_caller]
+pub(crate) fn within<R: Send + 'static>(work: impl FnOnce() -> R + Send + 'static) -> R {
+    let (tell, told) = mpsc::channel();
+    thread::spawn(move || tell.send(work()));
+    told.recv_timeout(PATIENCE).expect("this should have come back by now, with an answer")
+}
+
+/// Device memory outside any pool, whose uses are noted.
+pub(crate) struct Plain {
+    range: DeviceRange,
+    streams: StreamPool,
+    home: Stream,
+    uses: UseList,
+}
+
+impl Plain {
+    pub(crate) fn new(rig: &Rig, home: &Stream, bytes: u64) -> Self {
+        let address = rig.sim.driver().mem_alloc(GPU, bytes).unwrap();
+        let range = DeviceRange { device: GPU, address, bytes };
+        Self { range, streams: rig.pool.clone(), home: home.clone(), uses: UseList::new() }
+    }
+}
+
+impl Drop for Plain {
+    fn drop(&mut self) {
+        let driver = self.home.driver();
+        driver.device_synchronize(GPU).unwrap();
+        // SAFETY: 1. allocated by `new`. 2. nothing uses it: the device is idle.
+        unsafe { driver.mem_free(GPU, self.range.address) }.unwrap();
+    }
+}
+
+// SAFETY: 1. an allocation of its own until the drop, which waits for the device. 2. the list orders uses, and the memory
+// is given to nobody else.
+unsafe impl Operand for Plain {
+    fn range(&self) -> DeviceRange {
+        self.range
+    }
+
+    fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+        let on = self.streams.timeline(stream, alive)?;
+        self.uses.lend(self.range.address, self.home.timeline(), &on, access)
+    }
+}
+
+impl Typed for Plain {
+    type Item = u8;
+    fn len(&self) -> usize {
+        self.range.bytes as usize
+    }
+}
