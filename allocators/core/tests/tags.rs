@@ -70,10 +70,13 @@ fn a_scope_tags_its_own_thread_and_no_other() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "65,536 names take minutes there, and no unsafe code is near")]
 fn names_beyond_the_last_tag_share_one_and_the_others_keep_theirs() {
     let before = tag(7);
-    let last = (0..Tag::MAX).map(|i| Tag::named(&format!("filler {i}"))).last();
-    assert_eq!(last, Some(Tag::OTHER));
+    for i in 0..Tag::MAX {
+        let filler = Tag::named(&format!("filler {i}"));
+        assert!(filler == Tag::OTHER || filler.name() == format!("filler {i}"));
+    }
     assert_eq!(Tag::named("one more"), Tag::OTHER);
     assert_eq!(Tag::named("thing 7"), before);
     assert_eq!(Tag::named("filler 0").name(), "filler 0");
