@@ -311,6 +311,35 @@ fn a_stream_that_its_owner_has_retired_takes_no_copies() {
     assert_silent(&rig.sim);
 }
 
+/// Nobody need be asked whether a block may be used on its own stream, so the stream itself must know that it is gone.
+#[test]
+#[expect(unsafe_code, reason = "plays another library")]
+fn a_stream_that_its_owner_has_retired_takes_no_copies_for_its_own_blocks_either() {
+    let rig = Rig::stepped();
+    let pool = rig.rt.device(0).unwrap();
+    let foreign = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
+    // SAFETY: 1. a stream of this device, 2. retired below before it is destroyed.
+    let adopted = unsafe { pool.streams().adopt(foreign, Life::Retired) }.unwrap();
+    let [mut x, mut y]: [DeviceBuffer<u8>; 2] = [0, 1].map(|_| pool.buffer(&adopted, MIB).unwrap());
+    adopted.clone().retire().unwrap();
+    // SAFETY: 1. it has been retired, and nobody uses it from here on.
+    unsafe { rig.sim.driver().stream_destroy(foreign) }.unwrap();
+
+    let v = rig.bytes(4);
+    let back = refused(adopted.upload(v, &mut x));
+    assert_eq!(back.error, MemoryError::UnknownId);
+    let back = refused(adopted.download(&x, back.host));
+    assert_eq!(back.error, MemoryError::UnknownId);
+    assert_eq!(adopted.copy(&x, &mut y), Err(MemoryError::UnknownId));
+    assert_eq!(adopted.fill(&mut x, 1), Err(MemoryError::UnknownId));
+    let mut host = back.host;
+    assert_eq!(adopted.scope(|c| c.download(&x, &mut host)), Ok(Err(MemoryError::UnknownId)));
+    // Others can still use the blocks.
+    rig.s.fill(&mut x, 5).unwrap();
+    assert!(read(&rig.s, &x).iter().all(|&byte| byte == 5));
+    assert_silent(&rig.sim);
+}
+
 /// What the oracle would say, did a scope not wait: a queued copy, and the host writes its memory.
 fn touch(rig: &Rig, bytes: &mut [u8]) {
     rig.sim.host_write(bytes.as_ptr().addr() as u64, bytes.len() as u64);

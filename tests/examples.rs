@@ -1,29 +1,72 @@
-//! Every example runs to its end, with a GPU or without.
-#![cfg(not(miri))]
+//! Every example runs to its end, on a machine with a GPU or without one. `cargo test` builds them beside this test.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
-use std::{env, fs, path::Path, process::Command};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
 
-/// `cargo test` builds the examples beside its tests: `target/PROFILE/deps/THIS` and `target/PROFILE/examples/NAME`.
+const LONGEST: Duration = Duration::from_secs(60);
+
+/// The names of the files under `examples/`.
+fn listed() -> Vec<String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
+    let paths = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut names: Vec<String> = paths
+        .filter(|path| path.extension().is_some_and(|extension| extension == "rs"))
+        .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
+        .collect();
+    names.sort();
+    names
+}
+
+/// `target/PROFILE/examples`; this test lies in `target/PROFILE/deps`.
+fn built() -> PathBuf {
+    let test = env::current_exe().unwrap();
+    test.parent().and_then(Path::parent).unwrap().join("examples")
+}
+
+/// Runs a program to its end, and answers with what it said if that was not what it should.
+fn run(program: &Path) -> Result<(), String> {
+    let mut command = Command::new(program);
+    for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_NUMA"] {
+        command.env_remove(variable);
+    }
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|e| format!("{e}; `cargo test` builds examples, `cargo test --test` does not"))?;
+    let deadline = Instant::now() + LONGEST;
+    // They say a line or two, which fit into a pipe.
+    while child.try_wait().map_err(|e| e.to_string())?.is_none() {
+        if Instant::now() > deadline {
+            child.kill().map_err(|e| e.to_string())?;
+            return Err(format!("still running after {} s", LONGEST.as_secs()));
+        }
+        thread::sleep(Duration::from_millis(5));
+    }
+    let output = child.wait_with_output().map_err(|e| e.to_string())?;
+    let said = String::from_utf8_lossy(&output.stdout);
+    if !output.status.success() {
+        return Err(format!("{}\n{said}{}", output.status, String::from_utf8_lossy(&output.stderr)));
+    }
+    if said.trim().is_empty() { Err("it shows nothing".into()) } else { Ok(()) }
+}
+
 #[test]
 fn every_example_runs_to_its_end() {
-    let this = env::current_exe().expect("a test has a file");
-    let built = this.parent().and_then(Path::parent).expect("in a folder of cargo's").join("examples");
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples");
-    let mut ran = 0;
-    for entry in fs::read_dir(sources).expect("examples beside the manifest") {
-        let source = entry.expect("a readable folder").path();
-        let name = source.file_stem().expect("a file with a name");
-        let example = built.join(name);
-        assert!(example.exists(), "{} is not built: run all of `cargo test`", example.display());
-        let output = Command::new(&example).output().expect("a program");
-        assert!(
-            output.status.success(),
-            "{}: {}\n{}",
-            example.display(),
-            output.status,
-            String::from_utf8_lossy(&output.stderr)
-        );
-        ran += 1;
-    }
-    assert!(ran >= 9, "only {ran} examples");
+    let names = listed();
+    assert!(names.len() >= 9, "where have the examples gone? {names:?}");
+    let failed: Vec<String> = thread::scope(|scope| {
+        let runs: Vec<_> =
+            names.iter().map(|name| (name, scope.spawn(move || run(&built().join(name))))).collect();
+        let ended = runs.into_iter().map(|(name, run)| (name, run.join().unwrap()));
+        ended.filter_map(|(name, run)| Some(format!("{name}: {}", run.err()?))).collect()
+    });
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
 }

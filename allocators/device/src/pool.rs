@@ -45,6 +45,15 @@ static KEYS: AtomicU64 = AtomicU64::new(1);
 /// assert_eq!(pool.stats().requested, 0);
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
+///
+/// It is no allocator for collections, whose elements the host reads and writes:
+///
+/// ```compile_fail,E0277
+/// # use aquifer_device::DevicePool;
+/// fn on_the_device(pool: DevicePool) -> allocator_api2::vec::Vec<u8, DevicePool> {
+///     allocator_api2::vec::Vec::new_in(pool)
+/// }
+/// ```
 #[derive(Clone)]
 pub struct DevicePool {
     handle: Arc<Closer>,

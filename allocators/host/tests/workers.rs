@@ -60,27 +60,35 @@ fn each_piece_runs_once_and_results_come_in_order() {
     assert_eq!(none.wait(soon()).unwrap(), [0; 0]);
 }
 
+/// A plain first touch is a preference: a kernel that holds some of a node back gives pages of the next, and says
+/// nothing. So nearly all pages must be there, of more than it could hold back; regions ask where theirs really are.
 #[test]
 fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
+    const SPANS: usize = 8;
     let topology = support::topology();
     let workers = workers();
     for node in topology.nodes().iter().filter(|node| node.memory_allowed && !node.allowed_cpus.is_empty()) {
         let kernel = Kernel::new();
-        let fresh = kernel.reserve(NonZeroUsize::new(4 * support::MIB).unwrap()).unwrap();
-        // SAFETY: 1. reserved above; nobody else knows of it.
-        unsafe { kernel.map(fresh, MapPages::Ordinary).unwrap() };
-        let toucher = kernel.clone();
-        let bound = workers.run(Some(node.id), soon(), move || {
-            // SAFETY: 1. mapped above, and untouched. 2. ordinary pages.
-            unsafe { toucher.touch(fresh, 4096) };
-            let status = fs::read_to_string("/proc/thread-self/status").unwrap();
-            let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
-            Bitmap::parse_list(list).unwrap()
-        });
-        assert_eq!(bound, Ok(node.allowed_cpus.clone()));
-        let pages: Vec<usize> = (fresh.start..fresh.end()).step_by(4096).collect();
-        let placed = kernel.nodes_of(&pages).unwrap();
-        assert_eq!(placed.iter().filter(|&&n| n == node.id.0 as i32).count(), pages.len(), "{}", node.id);
+        let (mut there, mut all) = (0, 0);
+        for _ in 0..SPANS {
+            let fresh = kernel.reserve(NonZeroUsize::new(4 * support::MIB).unwrap()).unwrap();
+            // SAFETY: 1. reserved above; nobody else knows of it.
+            unsafe { kernel.map(fresh, MapPages::Ordinary).unwrap() };
+            let toucher = kernel.clone();
+            let bound = workers.run(Some(node.id), soon(), move || {
+                // SAFETY: 1. mapped above, and untouched. 2. ordinary pages.
+                unsafe { toucher.touch(fresh, 4096) };
+                let status = fs::read_to_string("/proc/thread-self/status").unwrap();
+                let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
+                Bitmap::parse_list(list).unwrap()
+            });
+            assert_eq!(bound, Ok(node.allowed_cpus.clone()));
+            let pages: Vec<usize> = (fresh.start..fresh.end()).step_by(4096).collect();
+            let placed = kernel.nodes_of(&pages).unwrap();
+            there += placed.iter().filter(|&&n| n == node.id.0 as i32).count();
+            all += pages.len();
+        }
+        assert!(there * 10 >= all * 9, "{there} of {all} pages lie on {}", node.id);
     }
 }
 

@@ -101,6 +101,45 @@ impl<H> From<Refused<H>> for MemoryError {
 ///
 /// Dropped early, the host side is dropped too, and its allocator keeps the block until the copy is done. Forgotten, it
 /// is leaked.
+///
+/// ```
+/// use allocator_api2::vec::Vec;
+/// use aquifer_core::{DeferReuse, Result};
+/// use aquifer_driver::Typed;
+/// use aquifer_stream::Stream;
+///
+/// fn sum<A: DeferReuse>(s: &Stream, v: Vec<u8, A>, to: &mut impl Typed<Item = u8>) -> Result<u32> {
+///     let flight = s.upload(v, to)?; // queued; the host goes on
+///     let v = flight.wait()?; // the vector again
+///     Ok(v.iter().map(|&byte| u32::from(byte)).sum())
+/// }
+/// ```
+///
+/// While it is on its way the vector cannot be looked at, since it is not there:
+///
+/// ```compile_fail,E0382
+/// # use allocator_api2::vec::Vec;
+/// # use aquifer_core::{DeferReuse, Result};
+/// # use aquifer_driver::Typed;
+/// # use aquifer_stream::Stream;
+/// fn sum<A: DeferReuse>(s: &Stream, v: Vec<u8, A>, to: &mut impl Typed<Item = u8>) -> Result<u32> {
+///     let flight = s.upload(v, to)?;
+///     Ok(v.iter().map(|&byte| u32::from(byte)).sum()) // moved into the flight
+/// }
+/// ```
+///
+/// And a vector whose allocator could not hold its block back does not fly:
+///
+/// ```compile_fail,E0277
+/// # use allocator_api2::{alloc::Global, vec::Vec};
+/// # use aquifer_core::Result;
+/// # use aquifer_driver::Typed;
+/// # use aquifer_stream::Stream;
+/// fn send(s: &Stream, v: Vec<u8, Global>, to: &mut impl Typed<Item = u8>) -> Result<()> {
+///     drop(s.upload(v, to)?); // `Global: DeferReuse` does not hold
+///     Ok(())
+/// }
+/// ```
 #[must_use = "wait for it, or drop it on purpose"]
 pub struct InFlight<H> {
     /// The device may be reading or writing it: not to be looked at before the point is reached.
@@ -338,6 +377,61 @@ impl Stream {
 }
 
 /// Inside [`Stream::scope`]: copies here may borrow whatever outlives the scope.
+///
+/// ```
+/// use aquifer_core::Result;
+/// use aquifer_driver::Typed;
+/// use aquifer_stream::Stream;
+///
+/// fn there_and_back(s: &Stream, x: &mut impl Typed<Item = u8>) -> Result<u8> {
+///     let (up, mut down) = (vec![1; x.len()], vec![0; x.len()]);
+///     s.scope(|c| {
+///         c.upload(&up, x)?;
+///         c.download(x, &mut down)
+///     })??;
+///     Ok(down[0])
+/// }
+/// ```
+///
+/// What is borrowed must outlive the scope:
+///
+/// ```compile_fail,E0597
+/// # use aquifer_core::Result;
+/// # use aquifer_driver::Typed;
+/// # use aquifer_stream::Stream;
+/// fn too_short(s: &Stream, x: &mut impl Typed<Item = u8>) -> Result<()> {
+///     s.scope(|c| {
+///         let up = vec![1; x.len()];
+///         c.upload(&up, x) // `up` ends before the copy may have
+///     })?
+/// }
+/// ```
+///
+/// What a download writes is the download's until the scope has ended:
+///
+/// ```compile_fail,E0502
+/// # use aquifer_core::Result;
+/// # use aquifer_driver::Typed;
+/// # use aquifer_stream::Stream;
+/// fn too_early(s: &Stream, x: &impl Typed<Item = u8>) -> Result<u8> {
+///     let mut down = vec![0; x.len()];
+///     s.scope(|c| {
+///         c.download(x, &mut down)?;
+///         Ok(down[0]) // not there yet
+///     })?
+/// }
+/// ```
+///
+/// And the scope itself stays inside:
+///
+/// ```compile_fail,E0521
+/// # use aquifer_core::Result;
+/// # use aquifer_stream::Stream;
+/// fn smuggled(s: &Stream) -> Result<()> {
+///     let mut out = None;
+///     s.scope(|c| out = Some(c))
+/// }
+/// ```
 pub struct Scope<'scope, 'env: 'scope> {
     stream: &'env Stream,
     // Invariant in both, so that neither can be shortened to let a borrow out.

@@ -231,14 +231,16 @@ fn eight_threads_never_exceed_the_cap_and_never_share_a_stream() {
 #[test]
 fn leasing_and_adopting_at_once_do_not_wait_for_each_other_for_ever() {
     let rig = Rig::new(4);
+    // So that taking one more in is not over in no time.
+    let known: Vec<_> = (0..300).map(|_| rig.adopt(rig.foreign(), Life::Retired).unwrap()).collect();
     let leasing = {
         let pool = rig.pool.clone();
-        move || (0..3000).for_each(|_| drop(pool.lease().unwrap()))
+        move || (0..2000).for_each(|_| drop(pool.lease().unwrap()))
     };
     let adopting = {
         let rig = Rig { sim: rig.sim.clone(), pool: rig.pool.clone() };
         move || {
-            for _ in 0..3000 {
+            for _ in 0..2000 {
                 let foreign = rig.foreign();
                 let adopted = rig.adopt(foreign, Life::Retired).unwrap();
                 adopted.retire().unwrap();
@@ -252,6 +254,11 @@ fn leasing_and_adopting_at_once_do_not_wait_for_each_other_for_ever() {
             scope.spawn(adopting);
         });
     });
+    for stream in known {
+        let raw = stream.raw();
+        stream.retire().unwrap();
+        rig.destroy(raw);
+    }
     rig.assert_all_given_back();
 }
 

@@ -27,10 +27,12 @@ use super::{
     window,
 };
 use crate::{Request, home::Home};
+use allocator_api2::vec::Vec as ScratchVec;
 use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result};
 use aquifer_driver::Driver;
 use aquifer_heap::{Config, Range};
 use aquifer_stream::Timeline;
+use bumpalo::Bump;
 use handles::Stolen;
 use std::{
     fmt,
@@ -258,7 +260,8 @@ impl Mapped {
         let small = request.size() <= UNITS.small_max;
         let bytes = if small { self.slot } else { request.size().checked_next_multiple_of(UNITS.unit)? };
         let align = if small { self.slot } else { request.alignment() };
-        let mut backed = Vec::new();
+        let scratch = Bump::new();
+        let mut backed = ScratchVec::new_in(&scratch);
         for &giver in givers {
             let own = std::ptr::eq(giver, home);
             giver.with(|s| {

@@ -9,8 +9,10 @@ use crate::{
         slots::{Zombie, runs},
     },
 };
+use allocator_api2::vec::Vec as ScratchVec;
 use aquifer_core::Result;
 use aquifer_stream::Timeline;
+use bumpalo::Bump;
 use std::sync::Arc;
 
 /// A slot taken out of a cache, with its handle.
@@ -65,7 +67,9 @@ impl Mapped {
         if needed == 0 {
             return Some(Vec::new());
         }
-        let mut offers = Vec::new();
+        // Collected, sorted and thrown away: one chunk instead of a list that grows.
+        let scratch = Bump::new();
+        let mut offers = ScratchVec::new_in(&scratch);
         for &home in givers {
             home.with(|s| {
                 let Some(timeline) = s.timeline().cloned() else { return };

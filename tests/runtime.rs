@@ -1,0 +1,380 @@
+//! What a runtime is wired of, what it takes, what the environment tells it, and that everything goes, in any order.
+//!
+//! Tests marked as ignored are halves of others, which run them in processes of their own: what the environment says, and
+//! how many threads there are, is the whole process's.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer::{
+    Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, PinnedAllocator, PinnedPool, PoolConfig,
+    Request, Runtime, Stream, Vec as PinnedVec,
+    driver::Call,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::{self, Command},
+    thread,
+    time::Instant,
+};
+use support::{MIB, assert_silent, runtime, small};
+
+#[test]
+fn every_device_has_a_pool_and_one_that_is_not_there_is_an_error() {
+    let rt = runtime(&Sim::h200(3));
+    let ordinals: Vec<u32> = rt.devices().iter().map(|pool| pool.device().0).collect();
+    assert_eq!(ordinals, [0, 1, 2]);
+    for index in 0..3 {
+        assert_eq!(rt.device(index).unwrap().device(), DeviceId(index as u32));
+        assert_eq!(rt.by_ordinal(DeviceId(index as u32)).unwrap().device(), DeviceId(index as u32));
+    }
+    assert_eq!(rt.device(3).unwrap_err(), MemoryError::NoDevice { asked: 3, count: 3 });
+    assert_eq!(rt.by_ordinal(DeviceId(7)).unwrap_err(), MemoryError::NoDevice { asked: 7, count: 3 });
+}
+
+#[test]
+fn chosen_devices_come_in_the_order_in_which_they_were_chosen() {
+    let sim = Sim::h200(4);
+    let rt = Runtime::builder().driver(sim.driver()).devices([DeviceId(2), DeviceId(0)]).build().unwrap();
+    let ordinals: Vec<u32> = rt.devices().iter().map(|pool| pool.device().0).collect();
+    assert_eq!(ordinals, [2, 0]);
+    assert_eq!(rt.device(0).unwrap().device(), DeviceId(2));
+    assert_eq!(rt.by_ordinal(DeviceId(0)).unwrap().device(), DeviceId(0));
+    assert_eq!(rt.by_ordinal(DeviceId(1)).unwrap_err(), MemoryError::NoDevice { asked: 1, count: 2 });
+    let block = rt.device(0).unwrap().alloc(&rt.device(0).unwrap().stream().unwrap(), Request::bytes(1));
+    assert_eq!(block.unwrap().device(), DeviceId(2));
+
+    let absent = Runtime::builder().driver(sim.driver()).devices([DeviceId(1), DeviceId(9)]).build();
+    assert_eq!(absent.unwrap_err(), MemoryError::NoDevice { asked: 9, count: 4 });
+    let none = Runtime::builder().driver(sim.driver()).devices([]).build().unwrap();
+    assert_eq!(none.device(0).unwrap_err(), MemoryError::NoDevice { asked: 0, count: 0 });
+}
+
+#[test]
+fn without_a_device_host_memory_serves_all_the_same_and_says_that_it_is_not_pinned() {
+    let sim = Sim::h200(0);
+    let rt = Runtime::builder().driver(sim.driver()).pinned(small()).build().unwrap();
+    assert!(rt.devices().is_empty());
+    assert_eq!(rt.device(0).unwrap_err(), MemoryError::NoDevice { asked: 0, count: 0 });
+    let buffer = rt.pinned_near(0).buffer::<u8>(100).unwrap();
+    assert!(!buffer.is_pinned());
+}
+
+#[test]
+fn without_a_gpu_a_simulated_one_is_there_for_those_who_ask() {
+    let rt = Runtime::builder().or_sim().pinned(small()).build().unwrap();
+    assert!(!rt.devices().is_empty(), "a real one or a simulated one");
+    assert!(rt.driver().is_some());
+    assert!(Runtime::builder().pinned(small()).build().is_ok(), "that there is none is no error");
+}
+
+#[test]
+fn each_device_has_a_budget_of_its_own_unless_one_is_shared() {
+    let sim = Sim::h200(2);
+    let fill = |pool: &DevicePool, bytes| pool.alloc(&pool.stream()?, Request::bytes(bytes));
+    let rt = Runtime::builder().driver(sim.driver()).device_budget(8 << 20).build().unwrap();
+    let [one, two] = rt.devices() else { panic!("two devices") };
+    assert!(!one.budget().is(two.budget()));
+    let _held = [fill(one, 8 << 20).unwrap(), fill(two, 8 << 20).unwrap()];
+    assert!(matches!(fill(one, 1), Err(MemoryError::OutOfMemory(_))));
+
+    let shared = Budget::new("both", 8 << 20);
+    let config = PoolConfig::with_budget(shared.clone());
+    let rt = Runtime::builder().driver(sim.driver()).pools(config).build().unwrap();
+    let [one, two] = rt.devices() else { panic!("two devices") };
+    assert!(one.budget().is(two.budget()));
+    let _held = fill(one, 6 << 20).unwrap();
+    assert_eq!(shared.used(), 6 << 20);
+    assert!(matches!(fill(two, 6 << 20), Err(MemoryError::OutOfMemory(_))));
+    assert!(fill(two, 2 << 20).is_ok());
+
+    let rt = Runtime::on(Sim::h200(1).capacity(10 << 30).driver()).unwrap();
+    assert_eq!(rt.device(0).unwrap().budget().limit(), 8 << 30, "four fifths of what is free");
+    let nothing = Runtime::builder().driver(sim.driver()).device_budget(0).build();
+    assert!(matches!(nothing, Err(MemoryError::BadSetting { name: "budget", .. })), "{nothing:?}");
+}
+
+#[test]
+fn pinned_memory_is_limited_in_all() {
+    let sim = Sim::h200(1);
+    let rt = Runtime::builder().driver(sim.driver()).pinned(small()).pinned_budget(4 << 20).build().unwrap();
+    let pinned = rt.pinned_near(0);
+    let held = pinned.buffer::<u8>(4 * MIB).unwrap();
+    assert_eq!(pinned.budget().used(), 4 << 20);
+    assert!(matches!(pinned.buffer::<u8>(1), Err(MemoryError::OutOfMemory(_))));
+    drop(held);
+    assert!(pinned.buffer::<u8>(1).is_ok());
+    let unlimited = Runtime::builder().driver(sim.driver()).build().unwrap();
+    let limit = unlimited.pinned_near(0).budget().limit();
+    assert!(limit > 0 && limit < 1 << 50, "half of what the machine has: {limit}");
+}
+
+#[test]
+fn a_device_without_virtual_memory_serves_like_any_other() {
+    let mut config = SimConfig::h200(1);
+    config.devices.push(DeviceConfig::without_virtual_memory());
+    let sim = Sim::new(config);
+    let rt = runtime(&sim);
+    for pool in rt.devices() {
+        let s = pool.stream().unwrap();
+        let mut x: DeviceBuffer<u8> = pool.buffer(&s, 1000).unwrap();
+        s.fill(&mut x, 7).unwrap();
+        assert!(support::read(&s, &x).iter().all(|&byte| byte == 7));
+    }
+    drop(rt);
+    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    assert_silent(&sim);
+}
+
+/// One of everything that a runtime gives out.
+struct Everything {
+    rt: Option<Runtime>,
+    pool: Option<DevicePool>,
+    stream: Option<Stream>,
+    block: Option<Block>,
+    pinned: Option<PinnedPool>,
+    vector: Option<PinnedVec<u8, PinnedAllocator>>,
+}
+
+impl Everything {
+    fn new(sim: &Sim) -> Self {
+        let rt = runtime(sim);
+        let pool = rt.device(0).unwrap().clone();
+        let stream = pool.stream().unwrap();
+        let mut x: DeviceBuffer<u8> = pool.buffer(&stream, MIB).unwrap();
+        let pinned = rt.pinned_near(0).clone();
+        let mut vector = PinnedVec::new_in(pinned.allocator());
+        vector.resize(MIB, 1);
+        // The vector has been to the device and back, and another is on its way.
+        let vector = stream.upload(vector, &mut x).unwrap().wait().unwrap();
+        drop(stream.upload(vector.clone(), &mut x).unwrap());
+        let block = Some(x.into_block());
+        Self {
+            rt: Some(rt),
+            pool: Some(pool),
+            stream: Some(stream),
+            block,
+            pinned: Some(pinned),
+            vector: Some(vector),
+        }
+    }
+
+    fn drop_one(&mut self, which: usize) {
+        match which {
+            0 => drop(self.rt.take()),
+            1 => drop(self.pool.take()),
+            2 => drop(self.stream.take()),
+            3 => drop(self.block.take()),
+            4 => drop(self.pinned.take()),
+            _ => drop(self.vector.take()),
+        }
+    }
+}
+
+/// Every order of `rest` behind `order`.
+fn orders(order: &mut Vec<usize>, rest: &[usize], each: &mut impl FnMut(&[usize])) {
+    if rest.is_empty() {
+        each(order);
+    }
+    for &next in rest {
+        order.push(next);
+        let others: Vec<usize> = rest.iter().copied().filter(|&other| other != next).collect();
+        orders(order, &others, each);
+        order.pop();
+    }
+}
+
+#[test]
+fn everything_may_be_dropped_in_any_order_and_nothing_is_left() {
+    orders(&mut Vec::new(), &[0, 1, 2, 3, 4, 5], &mut |order| {
+        let sim = Sim::h200(1).stepped();
+        let mut all = Everything::new(&sim);
+        order.iter().for_each(|&which| all.drop_one(which));
+        // The copy that was on its way may have ended after the pool of its block.
+        sim.run_all();
+        let deadline = Instant::now() + support::PATIENCE;
+        while !sim.outstanding().is_empty() {
+            assert!(Instant::now() < deadline, "{order:?}: {}", sim.outstanding());
+            // Again, since another test's may be at it just now.
+            aquifer::host::pool::sweep();
+            thread::yield_now();
+        }
+        assert_silent(&sim);
+    });
+}
+
+// ---- in processes of their own
+
+/// Runs one of the ignored tests below in a process of its own; answers with what it wrote, if it went well.
+#[track_caller]
+fn child(name: &str, environment: &[(&str, &str)]) -> String {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"]);
+    for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_NUMA"] {
+        command.env_remove(variable);
+    }
+    let output = command.envs(environment.iter().copied()).output().unwrap();
+    let told = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success(), "{told}{}", String::from_utf8_lossy(&output.stderr));
+    assert!(told.contains("1 passed"), "there is no test {name}: {told}");
+    told
+}
+
+#[test]
+#[ignore = "half of another test"]
+fn child_builds() {
+    match Runtime::builder().driver(Sim::h200(1).driver()).build() {
+        Ok(rt) => println!("built: {}", rt.devices().len()),
+        Err(error) => println!("refused: {error:?}\n{error}"),
+    }
+}
+
+#[test]
+fn a_variable_that_cannot_be_followed_is_an_error_with_its_name_and_value() {
+    for (name, value, expected) in [
+        ("AQUIFER_BYPASS", "banana", "0 or 1"),
+        ("AQUIFER_BYPASS", " 1", "0 or 1"),
+        ("AQUIFER_TRACE", "/nonexistent/x", "the path of a file that can be written"),
+        ("AQUIFER_TRACE", "/", "the path of a file that can be written"),
+    ] {
+        let told = child("child_builds", &[(name, value)]);
+        let refused = MemoryError::BadSetting { name, value: value.to_owned(), expected };
+        assert!(told.contains(&format!("refused: {refused:?}\n{refused}\n")), "{told}");
+    }
+    let told = child("child_builds", &[("AQUIFER_NUMA", "banana")]);
+    assert!(told.contains("refused: BadSetting") && told.contains("banana"), "{told}");
+    for (name, value) in
+        [("AQUIFER_BYPASS", ""), ("AQUIFER_BYPASS", "0"), ("AQUIFER_BYPASS", "on"), ("AQUIFER_TRACE", "")]
+    {
+        assert!(child("child_builds", &[(name, value)]).contains("built: 1\n"), "{name}={value:?}");
+    }
+}
+
+#[test]
+#[ignore = "half of another test"]
+fn child_allocates() {
+    let sim = Sim::h200(2);
+    let (one, other) = (runtime(&sim), runtime(&sim));
+    let pool = one.device(0).unwrap();
+    let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
+    let a = pool.alloc(&s, Request::bytes(1000)).unwrap();
+    let b = pool.alloc(&u, Request::bytes(3 << 20)).unwrap();
+    let addresses = [a.address(), b.address()];
+    drop(a);
+    // Another runtime of the process, and another device.
+    let there = other.device(1).unwrap();
+    let c = there.alloc(&there.stream().unwrap(), Request::bytes(77)).unwrap();
+    // Used elsewhere when it is freed: complete only when that use is.
+    let used = b.prepare(&s, aquifer::Access::Read).unwrap();
+    drop(b);
+    drop(c);
+    used.finish().unwrap();
+    drop(pool.alloc(&s, Request::bytes(2 << 20)).unwrap());
+    pool.trim(0).unwrap();
+    let calls = sim.driver();
+    let made = |call| calls.calls().get(call);
+    println!(
+        "allocations {} frees {} handles {} apart {}",
+        made(Call::MemAlloc),
+        made(Call::MemFree),
+        made(Call::HandleCreate),
+        addresses[0] != addresses[1]
+    );
+    drop((s, u, one, other));
+    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    assert_silent(&sim);
+}
+
+#[test]
+fn with_bypass_each_block_is_an_allocation_of_its_own() {
+    let told = child("child_allocates", &[("AQUIFER_BYPASS", "1")]);
+    assert!(told.contains("allocations 4 frees 4 handles 0 apart true"), "{told}");
+    let told = child("child_allocates", &[]);
+    assert!(told.contains("allocations 0 frees 0 handles"), "{told}");
+}
+
+/// A file name that no other test has.
+fn scratch(name: &str) -> PathBuf {
+    env::temp_dir().join(format!("aquifer-{}-{name}", process::id()))
+}
+
+struct Row {
+    op: char,
+    id: u64,
+    bytes: u64,
+    stream: u64,
+}
+
+/// A trace as it was promised to look.
+fn rows(path: &Path) -> Vec<Row> {
+    let text = fs::read_to_string(path).unwrap();
+    fs::remove_file(path).unwrap();
+    assert!(text.ends_with('\n'), "the last row is whole");
+    let mut lines = text.lines();
+    assert_eq!(lines.next(), Some("t_us,op,id,bytes,stream"));
+    let mut last = 0;
+    lines
+        .map(|line| {
+            let cells: Vec<&str> = line.split(',').collect();
+            let [t_us, op, id, bytes, stream] = cells[..] else { panic!("five cells: {line}") };
+            let t_us: u64 = t_us.parse().unwrap();
+            assert!(t_us >= last, "time goes on: {line}");
+            last = t_us;
+            let number = |cell: &str| cell.parse().unwrap();
+            Row { op: op.parse().unwrap(), id: number(id), bytes: number(bytes), stream: number(stream) }
+        })
+        .collect()
+}
+
+#[test]
+fn a_trace_tells_the_life_of_every_block_of_the_process_in_order() {
+    for bypass in ["0", "1"] {
+        let path = scratch(&format!("trace-{bypass}.csv"));
+        child("child_allocates", &[("AQUIFER_TRACE", path.to_str().unwrap()), ("AQUIFER_BYPASS", bypass)]);
+        let rows = rows(&path);
+        let of = |op| rows.iter().filter(move |row| row.op == op);
+        let asked: Vec<(u64, u64, u64)> = of('a').map(|row| (row.id, row.bytes, row.stream)).collect();
+        let expected = [(1, 1000, 0), (2, 3 << 20, 1), (3, 77, 0), (4, 2 << 20, 0)];
+        assert_eq!(asked, expected, "ids in order, bytes as asked, streams");
+        if bypass == "0" {
+            assert_eq!(
+                of('f').map(|row| row.id).collect::<Vec<_>>(),
+                [1, 2, 3, 4],
+                "as their owners freed them"
+            );
+        }
+        assert_eq!(rows.len(), 12, "and nothing else");
+        for id in 1..=4 {
+            let life: String = rows.iter().filter(|row| row.id == id).map(|row| row.op).collect();
+            assert_eq!(life, "afc");
+        }
+        let at = |op, id| rows.iter().position(|row| row.op == op && row.id == id);
+        assert!(at('c', 2) > at('f', 3), "the use on the other stream ended later: bypass {bypass}");
+    }
+}
+
+#[test]
+#[ignore = "half of another test"]
+fn child_counts() {
+    let threads = || fs::read_dir("/proc/self/task").unwrap().count();
+    let sim = Sim::h200(4);
+    let free = || (0..4).map(|d| sim.driver().memory_info(DeviceId(d)).unwrap().free).sum::<u64>();
+    let before = (threads(), free(), sim.outstanding());
+    let rt = Runtime::on(sim.driver()).unwrap();
+    let after = sim.outstanding();
+    assert_eq!((threads(), free()), (before.0, before.1), "threads, and bytes that are free");
+    let taken = [after.streams, after.events, after.handles, after.mappings, after.allocations, after.pools];
+    assert_eq!(taken, [0; 6], "{after}");
+    assert_eq!((after.host_allocations, after.registrations), (0, 0));
+    assert_eq!(rt.pinned_near(0).budget().used(), 0);
+    assert!(rt.devices().iter().all(|pool| pool.budget().used() == 0));
+    drop(rt);
+    assert_eq!(sim.outstanding(), before.2);
+}
+
+#[test]
+fn building_takes_no_memory_and_starts_no_thread() {
+    child("child_counts", &[]);
+}
