@@ -13,7 +13,7 @@ use std::{
     collections::HashSet,
     sync::{
         Mutex,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     thread,
 };
@@ -233,25 +233,22 @@ fn leasing_and_adopting_at_once_do_not_wait_for_each_other_for_ever() {
     let rig = Rig::new(4);
     // So that taking one more in is not over in no time.
     let known: Vec<_> = (0..300).map(|_| rig.adopt(rig.foreign(), Life::Retired).unwrap()).collect();
-    let leasing = {
-        let pool = rig.pool.clone();
-        move || (0..2000).for_each(|_| drop(pool.lease().unwrap()))
-    };
-    let adopting = {
-        let rig = Rig { sim: rig.sim.clone(), pool: rig.pool.clone() };
-        move || {
-            for _ in 0..2000 {
-                let foreign = rig.foreign();
-                let adopted = rig.adopt(foreign, Life::Retired).unwrap();
-                adopted.retire().unwrap();
-                rig.destroy(foreign);
-            }
-        }
-    };
+    let (pool, other) = (rig.pool.clone(), Rig { sim: rig.sim.clone(), pool: rig.pool.clone() });
     within(move || {
+        let over = AtomicBool::new(false);
         thread::scope(|scope| {
-            scope.spawn(leasing);
-            scope.spawn(adopting);
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    drop(pool.lease().unwrap());
+                }
+            });
+            for _ in 0..2000 {
+                let foreign = other.foreign();
+                let adopted = other.adopt(foreign, Life::Retired).unwrap();
+                adopted.retire().unwrap();
+                other.destroy(foreign);
+            }
+            over.store(true, Ordering::Relaxed);
         });
     });
     for stream in known {
