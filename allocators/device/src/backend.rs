@@ -39,7 +39,7 @@ pub(crate) trait Source: fmt::Debug + Send + Sync + 'static {
 }
 
 /// A source with its account.
-pub(crate) struct Ledger<S> {
+pub(crate) struct Ledger<S: Source> {
     pub(crate) source: S,
     driver: Arc<dyn Driver>,
     streams: StreamPool,
@@ -221,8 +221,9 @@ impl<S: Source> Release for Ledger<S> {
     }
 }
 
-impl<S> Drop for Ledger<S> {
+impl<S: Source> Drop for Ledger<S> {
     fn drop(&mut self) {
+        self.retry_deferred();
         // What is left here has open uses that nobody can finish any more, or was refused by the driver: it stays
         // charged, as the device still holds it.
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -232,7 +233,7 @@ impl<S> Drop for Ledger<S> {
     }
 }
 
-impl<S: fmt::Debug> fmt::Debug for Ledger<S> {
+impl<S: Source> fmt::Debug for Ledger<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Ledger").field("source", &self.source).finish_non_exhaustive()
     }

@@ -195,6 +195,11 @@ impl DevicePool {
     ) -> Result<Block> {
         let request = request.checked()?;
         let inner = self.inner();
+        if let Some(direct) = &inner.direct {
+            // The driver's allocations are charged whole: the lease makes room for this one and no more.
+            drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(request.size()));
+            return direct.allocate(stream, request);
+        }
         let remaining = || held.lock().unwrap_or_else(PoisonError::into_inner).remaining();
         let before = remaining();
         let home = inner.home(stream)?;
@@ -401,6 +406,9 @@ impl Inner {
     }
 
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
+        if let Some(direct) = &self.direct {
+            return direct.trim(keep);
+        }
         let homes = self.homes();
         self.look(&homes)?;
         let given = match &self.physical {

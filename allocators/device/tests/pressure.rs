@@ -112,13 +112,13 @@ fn an_allocation_that_finds_no_room_says_who_holds_it_and_what_to_do() {
     let error = rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap_err();
     let expected = "\
 out of memory on device 0: 10.00 MiB requested
-  refused by  2.00 MiB asked of the budget of the device, 16.00 MiB of 16.00 MiB used, 0 B left
+  refused by  10.00 MiB asked of the budget of the device, 12.00 MiB of 16.00 MiB used, 4.00 MiB left
   held        12.00 MiB live, 0 B cached, 0 B pending, 12.00 MiB physical
   largest     0 B free in one range
   holder      9.00 MiB in 1 block: \"kv-cache\"
   holder      3.00 MiB in 1 block: \"step\"
   tried       settle own frees: 0 B; fence and poll: 0 B; take over what is done: 0 B; grow and move: 0 B; wait on the device: 0 B; take over and move what is in use: 0 B
-  do          free some of the 9.00 MiB that \"kv-cache\" holds, or raise the limit of the device by 10.00 MiB";
+  do          free some of the 9.00 MiB that \"kv-cache\" holds, or raise the limit of the device by 6.00 MiB";
     assert_eq!(error.to_string(), expected);
     assert_eq!(rig.budget.used(), 12 * MIB, "a failed request has taken nothing");
 }
@@ -433,6 +433,29 @@ fn the_drivers_own_allocators_keep_account_and_give_back_everything() {
     }
     let violations = sim.violations();
     assert!(violations.is_empty(), "{}", violations[0]);
+}
+
+#[test]
+fn with_blocks_apart_a_trim_and_a_drop_give_back_what_a_use_had_held() {
+    let sim = Sim::h200(1);
+    let rig = Rig::on(sim.clone(), 16, |c| c.bypass = true);
+    let (s, u) = (rig.stream(), rig.stream());
+    for trimmed in [true, false] {
+        let block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+        let used = block.prepare(&u, Access::Read).unwrap();
+        drop(block);
+        assert_eq!((rig.budget.used(), rig.pool.stats().pending), (MIB, MIB));
+        used.finish().unwrap();
+        if trimmed {
+            rig.pool.trim(0).unwrap();
+            assert_eq!(rig.budget.used(), 0);
+        }
+    }
+    let budget = rig.budget.clone();
+    drop((s, u));
+    drop(rig);
+    assert_eq!(budget.used(), 0);
+    assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
 }
 
 #[test]

@@ -84,6 +84,19 @@ impl NoHandle {
         }
     }
 
+    /// The refusal of `wanted` bytes, of which `taken` had been granted one by one and go back.
+    pub(crate) fn of(self, wanted: u64, taken: u64) -> Self {
+        match self {
+            Self::Budget(refused) => Self::Budget(OutOfBudget {
+                requested: wanted,
+                current: refused.current.saturating_sub(taken),
+                remaining: refused.remaining + taken,
+                ..refused
+            }),
+            Self::Driver(_) => self,
+        }
+    }
+
     pub(crate) fn into_error(self, device: DeviceId) -> MemoryError {
         match self {
             Self::Budget(e) => MemoryError::OutOfBudget(e),

@@ -42,7 +42,10 @@ impl Mapped {
                     grown += 1;
                 }
                 Err(refused) if refused.is_out_of_memory() => {
-                    effort.refused = Some(refused);
+                    // In figures of the whole need, before this call took its part.
+                    let taken = grown as u64 * self.slot;
+                    let wanted = (needed - stock.len()) as u64 * self.slot + taken;
+                    effort.refused = Some(refused.of(wanted, taken));
                     break;
                 }
                 Err(refused) => {
