@@ -17,9 +17,9 @@ pub struct PoolStats {
     pub pending: u64,
     /// Held from the driver or the kernel.
     pub physical: u64,
-    /// The most that `requested` has been.
+    /// The most that `requested` has been. Where each stream counts for itself, the sum of their peaks, which is no less.
     pub peak_requested: u64,
-    /// The most that `live` has been.
+    /// The most that `live` has been, counted as `peak_requested` is.
     pub peak_live: u64,
     /// The most that `physical` has been.
     pub peak_physical: u64,
