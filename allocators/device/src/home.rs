@@ -143,8 +143,7 @@ impl Home {
     #[inline]
     pub(crate) fn try_alloc(&'static self, pool: &Inner, request: &Request) -> Option<crate::Block> {
         let (place, ticket) = self.with(|s| {
-            let place = s.heap.alloc(request.size(), request.alignment())?;
-            s.account.allocated(place.bytes, request);
+            let place = s.allocate(request)?;
             Some((place, pool.ticket()))
         })?;
         Some(pool.hand_out(self, place, request, ticket))
@@ -351,6 +350,21 @@ impl Home {
 }
 
 impl State {
+    /// A range for `request` out of the heap, and counted.
+    #[inline]
+    pub(crate) fn allocate(&mut self, request: &Request) -> Option<aquifer_heap::Block> {
+        let place = self.heap.alloc(request.size(), request.alignment())?;
+        self.account.allocated(place.bytes, request);
+        Some(place)
+    }
+
+    /// As [`State::allocate`], in exactly this free range.
+    pub(crate) fn allocate_at(&mut self, range: Range, request: &Request) -> Option<aquifer_heap::Block> {
+        let place = self.heap.alloc_at(range).ok()?;
+        self.account.allocated(place.bytes, request);
+        Some(place)
+    }
+
     #[inline]
     fn give_to_heap(&mut self, place: &aquifer_heap::Block, epoch: u64) {
         self.last_free = self.last_free.max(epoch);
@@ -406,7 +420,7 @@ impl State {
 
 impl Account {
     #[inline]
-    pub(crate) fn allocated(&mut self, bytes: u64, request: &Request) {
+    fn allocated(&mut self, bytes: u64, request: &Request) {
         self.live += bytes;
         self.requested += request.size();
         self.peak_live = self.peak_live.max(self.live);

@@ -349,14 +349,11 @@ impl Mapped {
             for Taken { range, from, stamp, .. } in claim.taken {
                 s.add(range, if std::ptr::eq(from, home) { stamp } else { epoch });
             }
-            let small = request.size() <= UNITS.small_max;
-            let place = if small {
-                s.heap.alloc(request.size(), request.alignment())
+            if request.size() <= UNITS.small_max {
+                s.allocate(request)
             } else {
-                s.heap.alloc_at(claim.window.block).ok()
-            }?;
-            s.account.allocated(place.bytes, request);
-            Some(place)
+                s.allocate_at(claim.window.block, request)
+            }
         })
     }
 }

@@ -51,11 +51,6 @@ impl Plain {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether a range is a segment, whole.
-    fn is_segment(&self, range: Range) -> bool {
-        self.segments().get(&range.start).is_some_and(|segment| segment.bytes == range.len)
-    }
-
     /// A free segment in another cache than `home`'s that holds the request, the smallest: whole, or its pieces would be
     /// scattered over caches and never go back. Takes it out; answers with whose it was and its stamp.
     fn take_over(
@@ -65,6 +60,10 @@ impl Plain {
         request: &Request,
         reach: Reach,
     ) -> Option<(Range, &'static Home, u64)> {
+        // Read before any cache is locked: the table's lock may sleep.
+        let lengths: BTreeMap<u64, u64> =
+            self.segments().iter().map(|(&at, segment)| (at, segment.bytes)).collect();
+        let is_segment = |range: Range| lengths.get(&range.start) == Some(&range.len);
         let mut best: Option<(bool, Range, &'static Home)> = None;
         for &giver in givers.iter().filter(|giver| !std::ptr::eq(**giver, home)) {
             giver.with(|s| {
@@ -72,7 +71,7 @@ impl Plain {
                 for extent in s.heap.free_extents() {
                     let busy = !timeline.is_done(extent.stamp);
                     let fits = extent.range.len >= request.size() + request.alignment();
-                    if fits && (!busy || reach == Reach::Wait) && self.is_segment(extent.range) {
+                    if fits && (!busy || reach == Reach::Wait) && is_segment(extent.range) {
                         let offer = (busy, extent.range, giver);
                         if best.is_none_or(|(b, r, _)| (busy, extent.range.len) < (b, r.len)) {
                             best = Some(offer);
@@ -112,9 +111,7 @@ impl Plain {
         Ok(home.with(|s| {
             // Covers the wait that was just queued.
             s.add_segment(range, taker.open());
-            let place = s.heap.alloc(request.size(), request.alignment())?;
-            s.account.allocated(place.bytes, request);
-            Some(place)
+            s.allocate(request)
         }))
     }
 
@@ -152,9 +149,7 @@ impl Plain {
             return Ok(home.with(|s| {
                 let epoch = s.timeline().map_or(0, |t| t.open());
                 s.add_segment(whole, epoch);
-                let place = s.heap.alloc(request.size(), request.alignment())?;
-                s.account.allocated(place.bytes, request);
-                Some(place)
+                s.allocate(request)
             }));
         }
         Ok(None)
