@@ -16,10 +16,11 @@
 use crate::{
     Adoption, Block, Request,
     home::{Home, Settle},
+    leasing::Holds,
     physical::{
         Physical,
         handle::NoHandle,
-        mapped::{Effort, Reach},
+        mapped::{Attempt, Effort, Grain, Reach},
     },
     pool::{Inner, deadline},
 };
@@ -63,16 +64,37 @@ impl Counters {
     }
 }
 
+/// What is tried while memory is ample: caches keep apart, and nothing moves.
+const APART: [Attempt; 2] = [
+    Attempt { reach: Reach::Done, grain: Grain::Slots, grow: false, steal: false },
+    Attempt { reach: Reach::Done, grain: Grain::Slots, grow: true, steal: false },
+];
+/// What is tried when it is short: caches share every unit, and handles move.
+const TOGETHER: [Attempt; 2] = [
+    Attempt { reach: Reach::Done, grain: Grain::Units, grow: false, steal: false },
+    Attempt { reach: Reach::Done, grain: Grain::Units, grow: true, steal: true },
+];
+/// And last what is still in use.
+const WAITING: Attempt = Attempt { reach: Reach::Wait, grain: Grain::Units, grow: true, steal: true };
+
 fn count(counter: &AtomicU64, by: u64) {
     if by > 0 {
         counter.fetch_add(by, Ordering::Relaxed);
     }
 }
 
+/// How many times others' memory in hand is waited for before a request is refused.
+const OTHERS_TURNS: u32 = 64;
+
+/// Attempts that have taken memory in hand, and those of them that are over.
+type Traffic = (u64, u64);
+
 /// How a chain has gone so far.
 #[derive(Default)]
 struct Progress<'a> {
     reserved: Option<&'a Mutex<Reservation>>,
+    /// When the last search began.
+    traffic: Traffic,
     tried: Vec<Tried>,
     refused: Option<NoHandle>,
 }
@@ -95,7 +117,16 @@ impl Inner {
         reserved: Option<&Mutex<Reservation>>,
     ) -> Result<Block> {
         let mut progress = Progress { reserved, ..Progress::default() };
-        let block = self.run_chain(home, request, &mut progress);
+        let mut block = self.run_chain(home, request, &mut progress);
+        // Memory that others had in hand meanwhile was nobody's, and may be there now.
+        for _ in 0..OTHERS_TURNS {
+            let before = progress.traffic;
+            if !matches!(block, Ok(None)) || !self.had_traffic(before) {
+                break;
+            }
+            std::thread::yield_now();
+            block = self.run_chain(home, request, &mut progress);
+        }
         match block {
             Ok(Some(block)) => Ok(block),
             Ok(None) => {
@@ -110,6 +141,19 @@ impl Inner {
                 self.report_pool(Action::Fail, request.size(), request.owner());
                 Err(error)
             }
+        }
+    }
+
+    /// Whether another thread had memory in hand since the traffic was noted.
+    fn had_traffic(&self, before: Traffic) -> bool {
+        let (departed, arrived) = before;
+        departed != arrived || self.traffic() != before
+    }
+
+    fn traffic(&self) -> Traffic {
+        match &self.physical {
+            Physical::Mapped(mapped) => mapped.traffic(),
+            Physical::Plain(_) => (0, 0),
         }
     }
 
@@ -157,20 +201,35 @@ impl Inner {
         request: &Request,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
+        progress.traffic = self.traffic();
         let homes = self.homes();
         let settled = self.look(&homes)?;
         progress.note("fence and poll", settled);
-        if let Some(block) = self.try_again(home, request, settled) {
-            return Ok(Some(block));
-        }
         let sharing = self.config.adoption != Adoption::Never;
         let own = [home];
         let givers: &[&'static Home] = if sharing { &homes } else { &own };
-        if let Some(block) = self.place(home, givers, request, Reach::Ready, progress)? {
+        let together = sharing && self.leasing.is_together();
+        if let (true, Physical::Mapped(mapped)) = (together, &self.physical) {
+            mapped.pool_together(givers);
+            if let Some(place) = mapped.lowest(home, request) {
+                count(&self.counters.adoptions, 1);
+                return Ok(Some(self.hand_out(home, place, request, self.ticket())));
+            }
+        } else if let Some(block) = self.try_again(home, request, settled) {
             return Ok(Some(block));
         }
-        if let Some(block) = self.place(home, givers, request, Reach::Done, progress)? {
-            return Ok(Some(block));
+        if !together && self.leasing.is_ample() && !self.config.compact {
+            // New memory before anybody else's.
+            if let Some(block) = self.place(home, &own, request, APART[1], progress)? {
+                return Ok(Some(block));
+            }
+        }
+        let apart = if together { &APART[..0] } else { &APART[..] };
+        for how in apart.iter().chain(&TOGETHER).filter(|how| !self.config.compact || !how.grow || how.steal)
+        {
+            if let Some(block) = self.place(home, givers, request, *how, progress)? {
+                return Ok(Some(block));
+            }
         }
         if self.config.adoption != Adoption::Wait {
             return Ok(None);
@@ -185,7 +244,7 @@ impl Inner {
         if let Some(block) = self.try_again(home, request, settled) {
             return Ok(Some(block));
         }
-        self.place(home, givers, request, Reach::Wait, progress)
+        self.place(home, givers, request, WAITING, progress)
     }
 
     fn try_again(&self, home: &'static Home, request: &Request, settled: u64) -> Option<Block> {
@@ -195,8 +254,11 @@ impl Inner {
     /// Records an event behind every stream that has freed since its last, looks which have passed, and settles what
     /// they let go of. Answers with those bytes. Never blocks.
     pub(crate) fn look(&self, homes: &[&'static Home]) -> Result<u64> {
+        let mut held = Vec::with_capacity(homes.len());
         for &home in homes {
             let (timeline, last_free, users) = home.with(|s| {
+                let live = s.account.live + s.account.pending;
+                held.push(Holds { live, free: s.heap.free_bytes() });
                 let users: Vec<_> = s
                     .pending
                     .iter()
@@ -215,6 +277,7 @@ impl Inner {
                 }
             }
         }
+        self.leasing.decide(&self.budget, &held);
         if let Physical::Mapped(mapped) = &self.physical {
             for (timeline, epoch) in mapped.zombie_fences() {
                 count(&self.counters.fences, u64::from(timeline.fence(epoch)?));
@@ -234,19 +297,22 @@ impl Inner {
         home: &'static Home,
         givers: &[&'static Home],
         request: &Request,
-        reach: Reach,
+        how: Attempt,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
         let mut effort = Effort { reserved: progress.reserved, ..Effort::default() };
         let place = match &self.physical {
-            Physical::Mapped(mapped) => mapped.place(home, givers, request, reach, &mut effort)?,
-            Physical::Plain(plain) if reach == Reach::Done => plain.place(home, request, &mut effort)?,
-            Physical::Plain(plain) => plain.adopt(home, givers, request, reach, &mut effort)?,
+            Physical::Mapped(mapped) => mapped.place(home, givers, request, how, &mut effort)?,
+            Physical::Plain(plain) if how.steal && how.reach == Reach::Done => {
+                plain.place(home, request, &mut effort)?
+            }
+            Physical::Plain(plain) => plain.adopt(home, givers, request, how.reach, &mut effort)?,
         };
-        let (step, gave) = match reach {
-            Reach::Ready => ("take over what is done", effort.adopted),
-            Reach::Done => ("grow and move", effort.grown),
-            Reach::Wait => ("take over and move what is in use", effort.adopted),
+        let (step, gave) = match how {
+            Attempt { reach: Reach::Wait, .. } => ("take over and move what is in use", effort.adopted),
+            Attempt { steal: true, .. } => ("move what is done", effort.adopted),
+            Attempt { grow: true, .. } => ("grow", effort.grown),
+            _ => ("take over what is done", effort.adopted),
         };
         progress.note(step, gave);
         if effort.refused.is_some() {

@@ -19,6 +19,7 @@
 use crate::{
     Request,
     block::{Freed, UntilFree},
+    leasing::ALWAYS_OWN,
     pool::Inner,
 };
 use aquifer_core::{Action, MemoryError, Tag, budget::Holding, event::Ticket};
@@ -142,6 +143,9 @@ impl Home {
     /// A block out of the cache, if it has room. The hot path.
     #[inline]
     pub(crate) fn try_alloc(&'static self, pool: &Inner, request: &Request) -> Option<crate::Block> {
+        if request.size() > ALWAYS_OWN && pool.leasing.is_together() {
+            return None;
+        }
         let (place, ticket) = self.with(|s| {
             let place = s.allocate(request)?;
             Some((place, pool.ticket()))

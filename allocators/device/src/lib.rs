@@ -40,6 +40,7 @@ mod decorators;
 mod direct;
 mod environment;
 mod home;
+mod leasing;
 mod physical;
 mod pool;
 mod request;

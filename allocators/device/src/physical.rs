@@ -5,6 +5,7 @@
 //! under free ranges may be taken away and mapped elsewhere. Without it ([`plain`]) a pool has whole allocations of the
 //! driver's, each a segment that no block crosses.
 
+pub(crate) mod commons;
 pub(crate) mod handle;
 pub(crate) mod mapped;
 pub(crate) mod plain;

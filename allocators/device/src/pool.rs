@@ -6,6 +6,7 @@ use crate::{
     direct::Direct,
     environment::Environment,
     home::{Home, note},
+    leasing::Leasing,
     physical::{Physical, mapped::Mapped, plain::Plain},
 };
 use aquifer_core::{
@@ -69,13 +70,14 @@ pub(crate) struct Inner {
     pub(crate) info: DeviceInfo,
     streams: StreamPool,
     pub(crate) physical: Physical,
-    budget: Budget,
+    pub(crate) budget: Budget,
     pub(crate) config: PoolConfig,
     homes: RwLock<Vec<&'static Home>>,
     /// Somebody wants to know whose each block is.
     observed: bool,
     generations: AtomicU64,
     pub(crate) counters: Counters,
+    pub(crate) leasing: Leasing,
     /// Where blocks come from when each is to be an allocation of its own.
     direct: Option<Arc<dyn Resource>>,
 }
@@ -106,7 +108,16 @@ impl DevicePool {
                 let (name, value) = ("handle_bytes", config.handle_bytes.to_string());
                 return Err(MemoryError::BadSetting { name, value, expected: "0 or a power of two" });
             }
-            Physical::Mapped(Mapped::open(&driver, device, info.memory, slot, budget.clone())?)
+            let fixed = config.handle_bytes > 0;
+            Physical::Mapped(Mapped::open(
+                &driver,
+                device,
+                info.memory,
+                slot,
+                fixed,
+                config.compact,
+                budget.clone(),
+            )?)
         } else {
             Physical::Plain(Plain::new(&driver, device, budget.clone()))
         };
@@ -131,6 +142,7 @@ impl DevicePool {
             observed,
             generations: AtomicU64::new(1),
             counters: Counters::default(),
+            leasing: Leasing::default(),
             direct,
         });
         Ok(Self { handle: Arc::new(Closer(inner)) })
@@ -479,7 +491,7 @@ impl Inner {
             .unwrap_or_else(PoisonError::into_inner)
             .retain(|other| !std::ptr::eq(*other, home));
         if let Physical::Mapped(mapped) = &self.physical {
-            mapped.take_back(heap.free_extents().map(|e| e.range), timeline);
+            mapped.take_back(heap.free_extents().map(|e| e.range));
         }
     }
 }

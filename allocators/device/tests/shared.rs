@@ -6,7 +6,7 @@ use aquifer_core::{MemoryError, Result};
 use aquifer_device::{Block, DeviceBuffer, DevicePool, Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{Access, DeviceId, sim::Sim};
 use aquifer_stream::{Stream, StreamPool, Timeline, Use};
-use std::thread;
+use std::{sync::Barrier, thread};
 use support::{MIB, Rig};
 
 #[test]
@@ -34,6 +34,45 @@ fn a_block_may_be_freed_by_another_thread_than_asked_for_it() {
     }
     assert_eq!((rig.pool.stats().blocks, rig.pool.stats().frees), (0, 4));
     rig.assert_silent();
+}
+
+#[test]
+fn threads_that_take_from_each_other_are_not_told_that_memory_is_out() {
+    const THREADS: u64 = 16;
+    let sim = Sim::h200(1).symbolic();
+    sim.oracle(false);
+    let rig = Rig::on(sim, 64 << 10, |_| ());
+    let together = Barrier::new(THREADS as usize);
+    // Each stream frees what others are looking at, over and over.
+    let live_and_let_go = |number: u64, stream: &Stream| -> Result<()> {
+        let mut live = Vec::new();
+        for step in 0..100 {
+            if step % 3 == 2 {
+                live.swap_remove(step as usize * 7 % live.len());
+            } else {
+                let bytes = 100_000 + (step * 777_777 + number * 123_456) % (8 * MIB);
+                live.push(rig.pool.alloc(stream, Request::bytes(bytes))?);
+            }
+        }
+        Ok(())
+    };
+    let refused: Vec<_> = thread::scope(|scope| {
+        let threads = (0..THREADS).map(|number| {
+            let (rig, together, live_and_let_go) = (&rig, &together, &live_and_let_go);
+            let stream = rig.stream();
+            scope.spawn(move || {
+                together.wait();
+                (0..400).try_for_each(|_| {
+                    live_and_let_go(number, &stream)?;
+                    // Everybody has to look for memory again.
+                    rig.pool.trim(0).map(drop)
+                })
+            })
+        });
+        let threads: Vec<_> = threads.collect();
+        threads.into_iter().filter_map(|thread| thread.join().unwrap().err()).collect()
+    });
+    assert!(refused.is_empty(), "{}", refused[0]);
 }
 
 #[test]

@@ -90,6 +90,7 @@ impl World {
         config.adoption = [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
         config.wait = Duration::from_millis(1);
         config.handle_bytes = [0, 4 << 20][usize::from(bytes.choice(2))];
+        config.compact = bytes.choice(4) == 0;
         let pool =
             DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
         let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();

@@ -29,6 +29,21 @@ impl Funds<'_> {
         }
         self.budget.charge(bytes)
     }
+
+    /// Bytes that could be charged now.
+    pub(crate) fn remaining(&self) -> u64 {
+        let reserved =
+            self.reserved.map_or(0, |held| held.lock().unwrap_or_else(PoisonError::into_inner).remaining());
+        self.budget.remaining().saturating_add(reserved)
+    }
+
+    /// How `bytes` would be refused now, if they would.
+    pub(crate) fn refusal(&self, bytes: u64) -> Option<NoHandle> {
+        let (current, limit, remaining) = (self.budget.used(), self.budget.limit(), self.remaining());
+        let budget = self.budget.name();
+        let refused = OutOfBudget { budget, requested: bytes, current, remaining, limit };
+        (bytes > remaining).then_some(NoHandle::Budget(refused))
+    }
 }
 
 /// Bytes held from the driver, now and at most.
@@ -66,6 +81,7 @@ pub(crate) struct Handle {
     raw: PhysicalHandle,
     bytes: u64,
     held: Arc<Held>,
+    /// `None` when the memory has gone back, or when the driver will not have it back.
     charge: Option<Charge>,
 }
 
@@ -84,19 +100,6 @@ impl NoHandle {
         }
     }
 
-    /// The refusal of `wanted` bytes, of which `taken` had been granted one by one and go back.
-    pub(crate) fn of(self, wanted: u64, taken: u64) -> Self {
-        match self {
-            Self::Budget(refused) => Self::Budget(OutOfBudget {
-                requested: wanted,
-                current: refused.current.saturating_sub(taken),
-                remaining: refused.remaining + taken,
-                ..refused
-            }),
-            Self::Driver(_) => self,
-        }
-    }
-
     pub(crate) fn into_error(self, device: DeviceId) -> MemoryError {
         match self {
             Self::Budget(e) => MemoryError::OutOfBudget(e),
@@ -106,37 +109,59 @@ impl NoHandle {
 }
 
 impl Handle {
-    /// Charges first, then takes the memory.
+    /// Takes as much memory from the driver as `charge` pays for. If it is refused the charge is handed back.
     pub(crate) fn create(
         driver: &Arc<dyn Driver>,
         device: DeviceId,
-        bytes: u64,
-        funds: Funds<'_>,
+        charge: Charge,
         held: &Arc<Held>,
-    ) -> Result<Arc<Handle>, NoHandle> {
-        let charge = funds.charge(bytes).map_err(NoHandle::Budget)?;
-        let raw = driver.handle_create(device, bytes).map_err(NoHandle::Driver)?;
-        held.add(bytes);
-        Ok(Arc::new(Handle { driver: driver.clone(), raw, bytes, held: held.clone(), charge: Some(charge) }))
+    ) -> Result<Arc<Handle>, (DriverError, Charge)> {
+        let bytes = charge.bytes();
+        match driver.handle_create(device, bytes) {
+            Ok(raw) => {
+                held.add(bytes);
+                let (driver, held) = (driver.clone(), held.clone());
+                Ok(Arc::new(Handle { driver, raw, bytes, held, charge: Some(charge) }))
+            }
+            Err(error) => Err((error, charge)),
+        }
+    }
+
+    /// Gives the memory back and keeps what paid for it; `None` if somebody else has the handle, or if the driver will
+    /// not have it back, and then all stays as it is.
+    pub(crate) fn melt(handle: Arc<Handle>) -> Option<Charge> {
+        Arc::into_inner(handle)?.release()
     }
 
     pub(crate) fn raw(&self) -> PhysicalHandle {
         self.raw
     }
+
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Ends the handle, once.
+    fn release(&mut self) -> Option<Charge> {
+        let charge = self.charge.take()?;
+        // SAFETY: 1. the handle is private to this value, whose charge is there until this call.
+        match unsafe { self.driver.handle_release(self.raw) } {
+            Err(e) if !e.is_device_lost() => {
+                // The memory is still taken, so it stays charged: the charge is forgotten on purpose.
+                let _still_charged = std::mem::ManuallyDrop::new(charge);
+                None
+            }
+            _ => {
+                self.held.sub(self.bytes);
+                Some(charge)
+            }
+        }
+    }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: 1. the handle is private to this value, which is going.
-        let released = unsafe { self.driver.handle_release(self.raw) };
-        match released {
-            Ok(()) => self.held.sub(self.bytes),
-            Err(e) if e.is_device_lost() => self.held.sub(self.bytes),
-            // The memory is still taken, so it stays charged: the charge is forgotten on purpose.
-            Err(_) => {
-                let _still_charged = self.charge.take().map(std::mem::ManuallyDrop::new);
-            }
-        }
+        drop(self.release());
     }
 }
 

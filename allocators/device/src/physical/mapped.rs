@@ -1,56 +1,88 @@
 //! One range of addresses, and handles that go where the need is.
 //!
-//! A slot's life:
+//! The range is shared by all streams of the pool: any free part of it can go from one stream's cache to another's, a
+//! unit at a time. Physical memory comes and goes in handles, and a handle is mapped and unmapped whole:
 //!
 //! ```text
-//!   nobody's ──claim──▶ being backed ──map, set access──▶ in a stream's cache ──┐
-//!      ▲                                                     │ free, whole       │ live blocks keep it
-//!      │                                                     ▼                   │
-//!      ├───────────── unmap ◀── taken out of the cache, its work known done      │
-//!      └── unmap, later ◀── zombie: handle mapped elsewhere, its work not done ◀─┘
+//!   nobody's ──claim──▶ being backed ──map, set access──▶ in the streams' caches ──┐
+//!      ▲                                                     │ wholly free          │ live blocks keep it
+//!      │                                                     ▼                      │
+//!      ├───────────── unmap ◀── taken out of the caches, all work there known done  │
+//!      └── unmap, later ◀── zombie: handle mapped elsewhere, some work not done ◀───┘
 //! ```
 //!
-//! **A move** takes a handle from under a free slot and maps it where it is missing. If the work that last used the slot
-//! is known to be done, the old mapping goes first. If not, the new mapping comes first, the stream that gets it waits
-//! for that work on the device, and the old mapping becomes a *zombie* that goes when the host has seen the work done:
-//! unmapping is not ordered with streams. Nobody waits on the host.
+//! **A move** takes a handle from under free memory and maps it where it is missing. If the work that last used the
+//! memory is known to be done, the old mapping goes first. If not, the new mapping comes first, the stream that gets it
+//! waits for that work on the device, and the old mapping becomes a *zombie* that goes when the host has seen the work
+//! done: unmapping is not ordered with streams. Nobody waits on the host.
 //!
-//! The table is under a mutex that is never held over a driver call. While calls are made, the slots they concern are
-//! in nobody's cache, so no other thread can reach them.
+//! **How large a handle is.** A mapping costs by the handle and hardly by the byte, so a block of 512 MiB is backed by a
+//! few large handles where one handle is far smaller than what is left to give, and by small ones near the limit: see
+//! [`Mapped::largest_handle`]. A large handle that is free but does not fit where memory is missing is *melted*: it
+//! goes back to the driver, what was charged for it stays, and new handles of the right size are made of that.
+//!
+//! The table is under a mutex that is never held over a driver call. While calls are made, the memory they concern is
+//! in nobody's cache, so no other thread can reach it.
 
-mod handles;
+mod mapping;
+mod offers;
 mod release;
+mod stock;
 
 use super::{
-    handle::{Handle, Held, NoHandle},
-    slots::{Slots, Zombie, runs},
-    window,
+    commons::Commons,
+    handle::{Held, NoHandle},
+    slots::{Mapping, Slots},
+    window::{self, Window},
 };
 use crate::{Request, home::Home};
-use allocator_api2::vec::Vec as ScratchVec;
 use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result};
 use aquifer_driver::Driver;
 use aquifer_heap::{Config, Range};
-use aquifer_stream::Timeline;
-use bumpalo::Bump;
-use handles::Stolen;
+use offers::Piece;
 use std::{
     fmt,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicBool},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
 };
+use stock::Stock;
 
 /// The sizes that caches work in.
 const UNITS: Config = Config::device();
+/// No handle is larger: what one costs hardly falls beyond it, and what one pins grows. In bytes.
+const LARGEST_HANDLE: u64 = 64 << 20;
+/// A handle is at most this part of what the pool could still give.
+const HEADROOM_PARTS: u64 = 4096;
 
-/// How far to go for room.
+/// How far to go for memory that is free in some cache.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Reach {
-    /// What is backed already, in any cache, and whose work is known to be done.
-    Ready,
-    /// Also new handles, and those under free slots whose work is known to be done.
+    /// What the host has seen done.
     Done,
     /// Also what is still in use: the taker waits for it, on the device.
     Wait,
+}
+
+/// In which pieces memory goes from one cache to another.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Grain {
+    /// Whole slots: caches stay apart.
+    Slots,
+    /// Single units.
+    Units,
+}
+
+/// What an attempt to place a block may do.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Attempt {
+    pub(crate) reach: Reach,
+    pub(crate) grain: Grain,
+    /// Take new memory from the driver.
+    pub(crate) grow: bool,
+    /// Take handles from under free memory elsewhere.
+    pub(crate) steal: bool,
 }
 
 /// What an attempt to place a block did.
@@ -62,7 +94,7 @@ pub(crate) struct Effort<'a> {
     pub(crate) grown: u64,
     /// Bytes taken over from other caches.
     pub(crate) adopted: u64,
-    /// Handles moved.
+    /// Handles moved, or melted and made anew.
     pub(crate) moves: u64,
     /// Waits queued on the device.
     pub(crate) waits: u64,
@@ -78,37 +110,60 @@ pub(crate) struct Mapped {
     base: u64,
     /// Its length in bytes.
     bytes: u64,
-    /// Bytes of a slot, which is a handle's.
+    /// Bytes of a slot, which is the smallest handle.
     slot: u64,
+    /// The most slots that one handle covers.
+    most: u64,
+    /// Steal before growing.
+    compact: bool,
     budget: Budget,
     held: Arc<Held>,
     slots: Mutex<Slots>,
+    /// What is free and in no cache.
+    commons: Mutex<Commons>,
+    /// Attempts that have taken something, and those of them that are over.
+    departed: AtomicU64,
+    arrived: AtomicU64,
     /// Work that nobody could wait for may still run on what is mapped, so it stays for good.
     kept: AtomicBool,
 }
 
 /// A window whose slots are claimed and whose backed parts are out of their caches.
 struct Claim {
-    window: window::Window,
-    taken: Vec<Taken>,
+    window: Window,
+    taken: Vec<Piece>,
+    /// Slots that one handle may cover, at most.
+    largest: u64,
 }
 
-/// A free range taken out of a cache.
-struct Taken {
-    range: Range,
-    from: &'static Home,
-    timeline: Arc<Timeline>,
-    stamp: u64,
+/// How an attempt to take a window ended.
+enum Picked {
+    Claimed(Claim),
+    /// Nothing within reach is large enough.
+    Nothing,
+    /// Another thread has changed a cache since it was looked at: a new look decides.
+    Outrun,
+}
+
+/// Memory on its way from one place to another, which nobody else can see meanwhile.
+struct Transit<'a>(&'a Mapped);
+
+impl Drop for Transit<'_> {
+    fn drop(&mut self) {
+        self.0.arrived.fetch_add(1, Ordering::SeqCst);
+    }
 }
 
 impl Mapped {
     /// Reserves addresses: sixteen times the device's memory, since addresses cost nothing and a block needs them in one
-    /// piece. Less where the process has not that many left.
+    /// piece. Less where the process has not that many left. `fixed` says that all handles are of the size of a slot.
     pub(crate) fn open(
         driver: &Arc<dyn Driver>,
         device: DeviceId,
         memory: u64,
         slot: u64,
+        fixed: bool,
+        compact: bool,
         budget: Budget,
     ) -> Result<Self> {
         let mut bytes = memory.saturating_mul(16).div_ceil(slot) * slot;
@@ -127,9 +182,14 @@ impl Mapped {
             base,
             bytes,
             slot,
+            most: if fixed { 1 } else { (LARGEST_HANDLE / slot).max(1) },
+            compact,
             budget,
             held: Arc::default(),
             slots: Mutex::new(Slots::new(bytes / slot)),
+            commons: Mutex::default(),
+            departed: AtomicU64::new(0),
+            arrived: AtomicU64::new(0),
             kept: AtomicBool::new(false),
         })
     }
@@ -138,14 +198,18 @@ impl Mapped {
         &self.held
     }
 
-    /// Bytes that nobody could be given now without a new handle: spare handles and zombies count as cached.
+    /// Bytes that no cache has and that are not in use: handles that are mapped nowhere, and the commons.
     pub(crate) fn spare_bytes(&self) -> u64 {
-        let slots = self.slots();
-        slots.spare.len() as u64 * self.slot
+        let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
+        spare + self.commons().bytes()
     }
 
     fn slots(&self) -> MutexGuard<'_, Slots> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn commons(&self) -> MutexGuard<'_, Commons> {
+        self.commons.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn address(&self, slot: u64) -> u64 {
@@ -167,151 +231,180 @@ impl Mapped {
         MemoryError::driver(self.device, error)
     }
 
-    /// Finds room for `request` among what is free in the cache of `home`, whole slots that are free in those of
-    /// `givers`, and slots that are nobody's. What is missing is backed with new handles and, where those are refused,
-    /// with handles from under free slots elsewhere. `None` if there are not enough; nothing has changed then.
+    fn transit(&self) -> Transit<'_> {
+        self.departed.fetch_add(1, Ordering::SeqCst);
+        Transit(self)
+    }
+
+    /// What tells, compared with a later answer, whether memory was on its way between: (departed, arrived).
+    pub(crate) fn traffic(&self) -> (u64, u64) {
+        // Arrivals first: one that departs and arrives between the two readings must not look as if it were on its way.
+        let arrived = self.arrived.load(Ordering::SeqCst);
+        (self.departed.load(Ordering::SeqCst), arrived)
+    }
+
+    /// How many slots a new handle may cover, while `live` bytes of what is held are in use: a fixed part of what could
+    /// still be given. So what one survivor can keep from being moved is small against what there is, and handles get
+    /// small as the limit comes near.
+    fn largest_handle(&self, live: u64) -> u64 {
+        let left = self.budget.remaining() + self.held.now().saturating_sub(live);
+        let slots = (left / HEADROOM_PARTS / self.slot).clamp(1, self.most);
+        1 << slots.ilog2()
+    }
+
+    /// Finds room for `request` among what is free in the caches of `home` and of `givers` and slots that are nobody's,
+    /// and backs what is missing, as far as the attempt goes. `None` if there is not enough; nothing has changed then but
+    /// where handles are that nobody uses.
     pub(crate) fn place(
         &self,
         home: &'static Home,
         givers: &[&'static Home],
         request: &Request,
-        reach: Reach,
+        how: Attempt,
         effort: &mut Effort<'_>,
     ) -> Result<Option<aquifer_heap::Block>> {
         self.reap_zombies()?;
-        let Some(mut claim) = self.claim(home, givers, request, reach) else { return Ok(None) };
-        let needed = claim.window.missing.len();
-        let (mut stock, grown) = match self.stock(needed, effort) {
-            Ok(stock) => stock,
-            Err(error) => {
-                self.unclaim(claim);
-                return Err(error);
+        // Whoever is outrun looks again: another thread got somewhere meanwhile, so this ends.
+        let claim = loop {
+            match self.claim(home, givers, request, how) {
+                Picked::Claimed(claim) => break claim,
+                Picked::Nothing => return Ok(None),
+                Picked::Outrun => std::thread::yield_now(),
             }
         };
-        let Some(stolen) = self.steal(givers, needed - stock.len(), reach) else {
-            self.unclaim(claim);
-            // New handles that cannot help go back where they came from; those that were spare stay spare.
-            self.put_aside(stock, grown);
-            return Ok(None);
-        };
-        let moved = stolen.len() as u64;
-        let (done, busy): (Vec<_>, Vec<_>) = stolen.into_iter().partition(|s| s.done);
-        let mut stuck = Vec::new();
-        let outcome = self.back(home, &claim, &mut stock, done, &busy, effort, &mut stuck);
-        if let Err(error) = outcome {
-            claim.window.missing.retain(|slot| !stuck.iter().any(|(at, _)| at == slot));
-            self.unmap_later(stuck, &home.timeline());
-            // Handles whose work is not done are still mapped where they were, and belong there.
-            stock.retain(|handle| !busy.iter().any(|s| Arc::ptr_eq(&s.handle, handle)));
-            self.give_back(busy);
-            self.slots().spare.append(&mut stock);
-            self.unclaim(claim);
-            return Err(error);
+        let _transit = self.transit();
+        let mut stock = Stock::default();
+        match self.back(home, givers, &claim, how, &mut stock, effort) {
+            Ok(true) => {
+                let (used, unused) = stock.take_busy();
+                self.zombify(used);
+                self.give_back(unused);
+                self.put_aside(stock);
+                let foreign = claim.taken.iter().filter(|piece| !piece.is_from(home));
+                effort.adopted += foreign.map(|piece| piece.range.len).sum::<u64>();
+                Ok(self.settle_in(home, claim, request))
+            }
+            Ok(false) => {
+                self.give_back(std::mem::take(&mut stock.busy));
+                self.put_aside(stock);
+                self.unclaim(claim);
+                Ok(None)
+            }
+            Err(error) => {
+                self.give_back(std::mem::take(&mut stock.busy));
+                stock.forget_fresh();
+                let stuck = std::mem::take(&mut stock.stuck);
+                self.put_aside(stock);
+                self.unclaim_but(claim, &stuck);
+                self.zombify_mappings(stuck);
+                Err(error)
+            }
         }
-        let zombies =
-            busy.into_iter().map(|s| Zombie { slot: s.slot, handle: s.handle, until: (s.timeline, s.stamp) });
-        self.slots().zombies.extend(zombies);
-        effort.grown += grown as u64 * self.slot;
-        effort.moves += moved;
-        let foreign = claim.taken.iter().filter(|t| !std::ptr::eq(t.from, home));
-        effort.adopted += foreign.map(|t| t.range.len).sum::<u64>();
-        Ok(self.settle_in(home, claim, request))
     }
 
-    /// Maps handles at the missing slots: the stock, those that come loose from `done` slots, and a second mapping of
-    /// those that are `busy`. The taker waits for these on the device, and for whoever used what it takes over. If it fails, what came loose is in the stock and
-    /// nothing new is mapped, but for what is `stuck`.
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "one step of `place`, apart so that its failures have one way out"
-    )]
+    /// A block out of the commons, at the lowest address that is ready for its stream. No driver call.
+    pub(crate) fn lowest(&self, home: &'static Home, request: &Request) -> Option<aquifer_heap::Block> {
+        let bytes = request.size().checked_next_multiple_of(UNITS.unit)?;
+        let small = bytes <= UNITS.small_max;
+        let (taken, align) = if small { (UNITS.page, UNITS.unit) } else { (bytes, request.alignment()) };
+        let own = home.timeline();
+        let (range, past) = {
+            let mut commons = self.commons();
+            let ready = |past: &super::commons::Past| {
+                past.iter().all(|(t, epoch)| Arc::ptr_eq(t, &own) || t.is_done(*epoch))
+            };
+            let range = commons.lowest(taken, align, ready)?;
+            (range, commons.take(range)?)
+        };
+        // What is not done is its own stream's.
+        let stamp = past.iter().map(|(_, epoch)| *epoch).max().unwrap_or(0).min(own.open());
+        home.with(|s| {
+            s.add(range, stamp);
+            if small { s.allocate(request) } else { s.allocate_at(range, request) }
+        })
+    }
+
+    /// Backs what is missing in a claim, and makes the taker wait for whoever used what it takes over. Says whether there
+    /// was enough.
     fn back(
         &self,
         home: &'static Home,
+        givers: &[&'static Home],
         claim: &Claim,
-        stock: &mut Vec<Arc<Handle>>,
-        done: Vec<Stolen>,
-        busy: &[Stolen],
+        how: Attempt,
+        stock: &mut Stock,
         effort: &mut Effort<'_>,
-        stuck: &mut Vec<(u64, Arc<Handle>)>,
-    ) -> Result<()> {
-        let (mut loose, outcome) = self.unmap_known_done(done);
-        stock.append(&mut loose);
-        outcome?;
-        let taker = home.timeline();
-        let in_use = busy.iter().map(|s| (&s.timeline, s.stamp));
-        for (timeline, stamp) in in_use.chain(claim.taken.iter().map(|t| (&t.timeline, t.stamp))) {
-            effort.waits += u64::from(taker.wait_for(timeline, stamp)?);
+    ) -> Result<bool> {
+        if !self.gather(givers, claim, how, stock, effort)? {
+            return Ok(false);
         }
-        stock.extend(busy.iter().map(|s| s.handle.clone()));
-        self.map_all(&claim.window.missing, stock, stuck)
+        let taker = home.timeline();
+        let in_use = stock.busy.iter().flat_map(|stolen| &stolen.pieces).chain(&claim.taken);
+        for (stream, epoch) in in_use.flat_map(|piece| &piece.past) {
+            effort.waits += u64::from(taker.wait_for(stream, *epoch)?);
+        }
+        self.map_all(stock)?;
+        Ok(true)
     }
 
-    /// Picks the window and takes it: its slots from nobody, its backed parts out of their caches. `None` if there is
-    /// none within reach, or if another thread was faster.
+    /// Picks the window and takes it: its slots from nobody, its backed parts from who has them. What is not claimed is
+    /// as it was.
     fn claim(
         &self,
         home: &'static Home,
         givers: &[&'static Home],
         request: &Request,
-        reach: Reach,
-    ) -> Option<Claim> {
-        // Small blocks come from pages of the heap's own; one more slot gives it room for many.
+        how: Attempt,
+    ) -> Picked {
+        let offers = self.offers(givers, Some(home), how.reach);
         let small = request.size() <= UNITS.small_max;
-        let bytes = if small { self.slot } else { request.size().checked_next_multiple_of(UNITS.unit)? };
-        let align = if small { self.slot } else { request.alignment() };
-        let scratch = Bump::new();
-        let mut backed = ScratchVec::new_in(&scratch);
-        for &giver in givers {
-            let own = std::ptr::eq(giver, home);
-            giver.with(|s| {
-                let Some(timeline) = s.timeline() else { return };
-                for extent in s.heap.free_extents() {
-                    // A slot has one owner, so of another's only whole ones can be had.
-                    let range = if own { extent.range } else { self.whole_range(extent.range) };
-                    if range.len > 0 && (own || reach == Reach::Wait || timeline.is_done(extent.stamp)) {
-                        backed.push((range, giver));
-                    }
-                }
+        let Some(exact) = request.size().checked_next_multiple_of(UNITS.unit) else { return Picked::Nothing };
+        let mut claim = None;
+        // Small blocks come from slabs of the heap's own: one more slot gives it room for many, and a unit for one.
+        let several = if how.grain == Grain::Slots { self.slot } else { UNITS.page };
+        let sizes = [(several, several), (exact, request.alignment())];
+        for (bytes, align) in if small { &sizes[..] } else { &sizes[1..] } {
+            let ranges = offers.all.iter().filter_map(|offer| {
+                let own = offers.home(offer).is_some_and(|from| std::ptr::eq(from, home));
+                let range = if own || how.grain == Grain::Units {
+                    offer.range
+                } else {
+                    self.whole_range(offer.range)
+                };
+                (range.len > 0).then_some(range)
             });
-        }
-        let window = {
             let mut slots = self.slots();
-            let ranges = backed.iter().map(|&(range, _)| range);
-            let window = window::best(ranges, slots.free_runs(), self.base, self.slot, bytes, align)?;
-            if reach == Reach::Ready && !window.missing.is_empty() {
-                return None;
-            }
-            for (first, count) in runs(&window.missing) {
+            let window = window::best(ranges, slots.free_runs(), self.base, self.slot, *bytes, *align);
+            let allowed = |window: &Window| window.missing.is_empty() || how.grow || how.steal;
+            let Some(window) = window.filter(allowed) else { continue };
+            for &(first, count) in &window.missing {
                 slots.claim(first, count);
             }
-            window
-        };
-        let mut claim = Claim { window, taken: Vec::new() };
-        let around = self.slots_around(claim.window.block);
-        for (range, from) in backed {
-            let own = std::ptr::eq(from, home);
-            let Some(range) = intersection(range, if own { claim.window.block } else { around }) else {
-                continue;
+            drop(slots);
+            claim = Some(Claim { window, taken: Vec::new(), largest: self.largest_handle(offers.live) });
+            break;
+        }
+        let Some(mut claim) = claim else { return Picked::Nothing };
+        let block = claim.window.block;
+        let (around, taker) = (self.slots_around(block), home.timeline());
+        for offer in offers.touching(around) {
+            let own = offers.home(offer).is_some_and(|from| std::ptr::eq(from, home));
+            let (range, within) = match how.grain {
+                Grain::Slots if !own => (self.whole_range(offer.range), around),
+                _ => (offer.range, block),
             };
-            let timeline = from.timeline();
-            let taken = from.with(|s| s.heap.remove(range));
-            match taken {
-                Ok(stamp) if own || reach == Reach::Wait || timeline.is_done(stamp) => {
-                    claim.taken.push(Taken { range, from, timeline, stamp });
-                }
-                Ok(stamp) => {
-                    claim.taken.push(Taken { range, from, timeline, stamp });
-                    self.unclaim(claim);
-                    return None;
-                }
-                Err(_) => {
-                    self.unclaim(claim);
-                    return None;
-                }
+            let Some(range) = intersection(range, within) else { continue };
+            // Another thread may have been faster, or have used it again.
+            let piece = self.take_piece(&offers, offer, range);
+            let ready = |piece: &Piece| how.reach == Reach::Wait || piece.is_done_but_for(Some(&taker));
+            let ready = piece.as_ref().is_some_and(ready);
+            claim.taken.extend(piece);
+            if !ready {
+                self.unclaim(claim);
+                return Picked::Outrun;
             }
         }
-        Some(claim)
+        Picked::Claimed(claim)
     }
 
     /// The whole slots inside a range.
@@ -329,12 +422,18 @@ impl Mapped {
 
     /// Takes a claim back.
     fn unclaim(&self, claim: Claim) {
-        for Taken { range, from, stamp, .. } in claim.taken {
-            from.with(|s| s.add(range, stamp));
-        }
+        self.unclaim_but(claim, &[]);
+    }
+
+    /// Takes a claim back, but for the slots under `stuck`.
+    fn unclaim_but(&self, claim: Claim, stuck: &[Mapping]) {
+        self.put_back(claim.taken);
         let mut slots = self.slots();
-        for (first, count) in runs(&claim.window.missing) {
+        for (first, count) in claim.window.missing {
             slots.release(first, count);
+            for mapping in stuck.iter().filter(|m| first <= m.first && m.first < first + count) {
+                slots.claim(mapping.first, mapping.count);
+            }
         }
     }
 
@@ -343,11 +442,13 @@ impl Mapped {
         home.with(|s| {
             // The stream has waited for whoever used this memory before, in its open epoch.
             let epoch = s.timeline().map_or(0, |t| t.open());
-            for (first, count) in runs(&claim.window.missing) {
+            for &(first, count) in &claim.window.missing {
                 s.add(self.range(first, count), epoch);
             }
-            for Taken { range, from, stamp, .. } in claim.taken {
-                s.add(range, if std::ptr::eq(from, home) { stamp } else { epoch });
+            for piece in claim.taken {
+                let stamp =
+                    if piece.is_from(home) { piece.past.iter().map(|(_, epoch)| *epoch).max() } else { None };
+                s.add(piece.range, stamp.unwrap_or(epoch));
             }
             if request.size() <= UNITS.small_max {
                 s.allocate(request)
@@ -370,7 +471,7 @@ impl fmt::Debug for Mapped {
         f.debug_struct("Mapped")
             .field("base", &format_args!("{:#x}", self.base))
             .field("slot", &self.slot)
-            .field("mapped", &slots.mapped_count())
+            .field("mapped", &slots.mapped().count())
             .field("spare", &slots.spare.len())
             .field("zombies", &slots.zombies.len())
             .finish_non_exhaustive()

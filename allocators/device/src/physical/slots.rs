@@ -1,7 +1,7 @@
-//! Which slot of a pool's address range has which handle, and which is nobody's.
+//! Which slot of a pool's address range is under which handle, and which is nobody's.
 //!
-//! A slot is as large as a handle. It is *owned* by some stream's cache and mapped, or nobody's and not mapped. All of
-//! this is bookkeeping: nothing here calls the driver.
+//! A slot is the smallest handle; a handle covers one or more, in one piece. What is not covered is nobody's: no cache
+//! has a byte of it. All of this is bookkeeping: nothing here calls the driver.
 
 use super::handle::Handle;
 use aquifer_stream::Timeline;
@@ -12,22 +12,42 @@ use std::{collections::BTreeMap, sync::Arc};
 pub(crate) struct Slots {
     /// Runs of slots that are nobody's: first slot and count. Neighbours are merged.
     free: BTreeMap<u64, u64>,
-    /// The handle that is mapped at a slot.
-    mapped: BTreeMap<u64, Arc<Handle>>,
+    /// What is mapped, by its first slot.
+    mapped: BTreeMap<u64, Mapping>,
     /// Handles that are mapped nowhere.
     pub(crate) spare: Vec<Arc<Handle>>,
     /// Mappings that are to go when their stream is done with them.
     pub(crate) zombies: Vec<Zombie>,
 }
 
-/// A slot whose handle has been mapped elsewhere while work queued before may still use it here.
+/// A handle at an address.
+#[derive(Clone, Debug)]
+pub(crate) struct Mapping {
+    pub(crate) first: u64,
+    /// How many slots it covers.
+    pub(crate) count: u64,
+    pub(crate) handle: Arc<Handle>,
+}
+
+/// A mapping that nobody uses any more, while work queued before may.
 #[derive(Debug)]
 pub(crate) struct Zombie {
-    pub(crate) slot: u64,
-    #[expect(dead_code, reason = "keeps the memory charged while this mapping holds it")]
-    pub(crate) handle: Arc<Handle>,
-    /// Unmapped when this epoch of this stream is done.
-    pub(crate) until: (Arc<Timeline>, u64),
+    /// Keeps the memory charged while it is mapped here.
+    pub(crate) mapping: Mapping,
+    /// Unmapped when these epochs of these streams are done.
+    pub(crate) until: Vec<(Arc<Timeline>, u64)>,
+}
+
+impl Mapping {
+    pub(crate) fn end(&self) -> u64 {
+        self.first + self.count
+    }
+}
+
+impl Zombie {
+    pub(crate) fn is_over(&self) -> bool {
+        self.until.iter().all(|(timeline, epoch)| timeline.is_done(*epoch))
+    }
 }
 
 impl Slots {
@@ -72,40 +92,36 @@ impl Slots {
         self.free.insert(start, len);
     }
 
-    /// Notes that `handle` is mapped at `slot`.
-    pub(crate) fn map(&mut self, slot: u64, handle: Arc<Handle>) {
-        let before = self.mapped.insert(slot, handle);
+    /// Notes what is mapped.
+    pub(crate) fn map(&mut self, mapping: Mapping) {
+        let before = self.mapped.insert(mapping.first, mapping);
         debug_assert!(before.is_none(), "two handles at one slot");
     }
 
-    /// Takes the handle off a slot.
-    pub(crate) fn unmap(&mut self, slot: u64) -> Option<Arc<Handle>> {
-        self.mapped.remove(&slot)
+    /// Takes the mapping off that begins at a slot.
+    pub(crate) fn unmap(&mut self, first: u64) -> Option<Mapping> {
+        self.mapped.remove(&first)
     }
 
-    /// The handle at a slot.
-    pub(crate) fn at(&self, slot: u64) -> Option<&Arc<Handle>> {
-        self.mapped.get(&slot)
+    /// Mappings that lie wholly in a run of slots, by address.
+    pub(crate) fn inside(&self, first: u64, count: u64) -> impl Iterator<Item = &Mapping> + '_ {
+        let end = first + count;
+        self.mapped.range(first..end).map(|(_, mapping)| mapping).filter(move |m| m.end() <= end)
     }
 
-    /// Slots that are mapped.
-    pub(crate) fn mapped(&self) -> impl Iterator<Item = u64> + '_ {
-        self.mapped.keys().copied()
-    }
-
-    /// How many slots are mapped.
-    pub(crate) fn mapped_count(&self) -> u64 {
-        self.mapped.len() as u64
+    /// All that is mapped, by address.
+    pub(crate) fn mapped(&self) -> impl Iterator<Item = &Mapping> + '_ {
+        self.mapped.values()
     }
 }
 
-/// Merges slots, sorted, into runs of first slot and count.
-pub(crate) fn runs(slots: &[u64]) -> Vec<(u64, u64)> {
+/// Merges pieces of slots (first and count), sorted, into runs.
+pub(crate) fn runs(pieces: impl IntoIterator<Item = (u64, u64)>) -> Vec<(u64, u64)> {
     let mut runs: Vec<(u64, u64)> = Vec::new();
-    for &slot in slots {
+    for (first, count) in pieces {
         match runs.last_mut() {
-            Some((first, count)) if *first + *count == slot => *count += 1,
-            _ => runs.push((slot, 1)),
+            Some((start, len)) if *start + *len == first => *len += count,
+            _ => runs.push((first, count)),
         }
     }
     runs
@@ -134,7 +150,7 @@ mod tests {
 
     #[test]
     fn runs_of_neighbouring_slots_are_merged() {
-        assert_eq!(runs(&[1, 2, 3, 7, 9, 10]), [(1, 3), (7, 1), (9, 2)]);
-        assert_eq!(runs(&[]), []);
+        assert_eq!(runs([(1, 2), (3, 1), (7, 1), (9, 1), (10, 1)]), [(1, 3), (7, 1), (9, 2)]);
+        assert_eq!(runs([]), []);
     }
 }

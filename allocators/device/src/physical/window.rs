@@ -1,11 +1,11 @@
 //! Where to put a block that no backed range can hold.
 //!
-//! A window is a stretch of addresses as long as the block in which everything is either free and backed, in the cache
-//! of the stream that asks, or nobody's and not backed. What is not backed costs a handle a slot, so the best window is
-//! the one that needs the fewest; among equals the lowest.
+//! A window is a stretch of addresses as long as the block in which everything is either free and backed, in whatever
+//! cache, or nobody's and not backed. What is not backed costs memory a slot, so the best window is the one that needs
+//! the fewest slots; among equals the lowest.
 //!
 //! ```text
-//!   cache     ▓▓▓▓▓░░░░▓▓▓▓▓▓▓▓░░░░░░░░▓▓       ▓ live   ░ free, backed
+//!   caches    ▓▓▓▓▓░░░░▓▓▓▓▓▓▓▓░░░░░░░░▓▓       ▓ live   ░ free, backed
 //!   nobody's           …       ········          · free, not backed
 //!   window             ├───────────────┤         8 backed, 8 to be backed
 //! ```
@@ -20,8 +20,15 @@ use aquifer_heap::Range;
 pub(crate) struct Window {
     /// Where the block will lie.
     pub(crate) block: Range,
-    /// Slots that have to be backed, sorted.
-    pub(crate) missing: Vec<u64>,
+    /// Runs of slots that have to be backed, first and count, by address.
+    pub(crate) missing: Vec<(u64, u64)>,
+}
+
+impl Window {
+    /// How many slots have to be backed.
+    pub(crate) fn need(&self) -> u64 {
+        self.missing.iter().map(|&(_, count)| count).sum()
+    }
 }
 
 /// A stretch of one kind.
@@ -32,7 +39,7 @@ struct Piece {
     backed: bool,
 }
 
-/// The window of `bytes` at `align` that needs the fewest slots. `backed` are the cache's free ranges and `bare` the
+/// The window of `bytes` at `align` that needs the fewest slots. `backed` are free ranges and `bare` the
 /// runs of slots that are nobody's, each by address; slots are `slot` bytes and counted from `base`.
 pub(crate) fn best(
     backed: impl Iterator<Item = Range>,
@@ -109,15 +116,14 @@ fn best_in_run(run: &[Piece], slot: u64, bytes: u64, align: u64, best: &mut Opti
 }
 
 /// The slots of a window that are bare.
-fn missing(pieces: &[Piece], base: u64, slot: u64, start: u64, bytes: u64) -> Vec<u64> {
+fn missing(pieces: &[Piece], base: u64, slot: u64, start: u64, bytes: u64) -> Vec<(u64, u64)> {
     let end = start + bytes;
-    let mut slots = Vec::new();
-    for piece in pieces.iter().filter(|p| !p.backed && p.start < end && p.end > start) {
+    let bare = pieces.iter().filter(|p| !p.backed && p.start < end && p.end > start);
+    let slots = bare.map(|piece| {
         let first = (piece.start.max(start) - base) / slot;
-        let last = (piece.end.min(end) - base).div_ceil(slot);
-        slots.extend(first..last);
-    }
-    slots
+        (first, (piece.end.min(end) - base).div_ceil(slot) - first)
+    });
+    slots.collect()
 }
 
 #[cfg(test)]
@@ -126,7 +132,7 @@ mod tests {
 
     const SLOT: u64 = 100;
 
-    fn find(backed: &[(u64, u64)], bare: &[(u64, u64)], bytes: u64) -> Option<(u64, Vec<u64>)> {
+    fn find(backed: &[(u64, u64)], bare: &[(u64, u64)], bytes: u64) -> Option<(u64, Vec<(u64, u64)>)> {
         let backed = backed.iter().map(|&(start, len)| Range { start, len });
         best(backed, bare.iter().copied(), 0, SLOT, bytes, 1).map(|w| (w.block.start, w.missing))
     }
@@ -134,23 +140,23 @@ mod tests {
     #[test]
     fn a_window_uses_what_is_backed_on_either_side() {
         // Backed 50–100 and 300–360, bare between them.
-        assert_eq!(find(&[(50, 50), (300, 60)], &[(1, 2)], 150), Some((50, vec![1])));
-        assert_eq!(find(&[(50, 50), (300, 60)], &[(1, 2)], 310), Some((50, vec![1, 2])));
+        assert_eq!(find(&[(50, 50), (300, 60)], &[(1, 2)], 150), Some((50, vec![(1, 1)])));
+        assert_eq!(find(&[(50, 50), (300, 60)], &[(1, 2)], 310), Some((50, vec![(1, 2)])));
         assert_eq!(find(&[(50, 50), (300, 60)], &[(1, 2)], 311), None);
     }
 
     #[test]
     fn the_fewest_missing_slots_win_over_the_lowest_address() {
         // At 0 everything is bare; at 1000 half is there.
-        assert_eq!(find(&[(1000, 100)], &[(0, 4), (11, 4)], 200), Some((1000, vec![11])));
+        assert_eq!(find(&[(1000, 100)], &[(0, 4), (11, 4)], 200), Some((1000, vec![(11, 1)])));
     }
 
     #[test]
     fn a_bare_slot_that_is_only_touched_counts_whole() {
-        assert_eq!(find(&[(0, 100)], &[(1, 3)], 101), Some((0, vec![1])));
+        assert_eq!(find(&[(0, 100)], &[(1, 3)], 101), Some((0, vec![(1, 1)])));
         assert_eq!(
             find(&[(400, 50)], &[(1, 3)], 60),
-            Some((100, vec![1])),
+            Some((100, vec![(1, 1)])),
             "the lowest of those that need one"
         );
     }
@@ -172,7 +178,8 @@ mod tests {
                     Some(slots.filter(|&s| kind(s as u32) == 2).count())
                 };
                 let least = (0..600).step_by(10).filter_map(need).min();
-                let found = find(&backed, &bare, bytes).map(|(_, missing)| missing.len());
+                let found = find(&backed, &bare, bytes)
+                    .map(|(_, missing)| missing.iter().map(|m| m.1 as usize).sum());
                 assert_eq!(found, least, "layout {layout}, {bytes} bytes");
             }
         }

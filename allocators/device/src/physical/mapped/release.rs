@@ -1,14 +1,17 @@
 //! Giving handles back to the driver: on request, and at the end.
 #![expect(unsafe_code, reason = "unmaps")]
 
-use super::{Mapped, handles::Stolen};
-use crate::{home::Home, physical::slots::runs};
-use aquifer_core::Result;
+use super::{Mapped, Reach};
+use crate::{
+    home::Home,
+    physical::{commons::is_done, slots::runs},
+};
+use aquifer_core::{DriverError, Result};
 use aquifer_heap::Range;
-use aquifer_stream::Timeline;
 use std::{
+    cmp::Reverse,
     mem::ManuallyDrop,
-    sync::{Arc, PoisonError, atomic::Ordering},
+    sync::{PoisonError, atomic::Ordering},
 };
 
 impl Mapped {
@@ -23,86 +26,67 @@ impl Mapped {
         drop(spare);
     }
 
-    /// Gives handles back to the driver until no more than `keep` bytes are held, as far as free slots whose work is
-    /// known to be done allow. Long stretches first. Answers with the bytes.
+    /// Gives handles back to the driver until no more than `keep` bytes are held, as far as free memory whose work is
+    /// known to be done allows. Long stretches first, and of each the high end. Answers with the bytes.
     pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
         self.reap_zombies()?;
         let before = self.held.now();
-        loop {
-            let over = self.held.now().saturating_sub(keep).div_ceil(self.slot) as usize;
-            if over == 0 {
+        let over = || self.held.now().saturating_sub(keep);
+        while over() > 0 {
+            let spare = self.slots().spare.pop();
+            if spare.is_none() {
                 break;
             }
-            let spare = {
-                let mut slots = self.slots();
-                let at = slots.spare.len().saturating_sub(over);
-                slots.spare.split_off(at)
-            };
-            if !spare.is_empty() {
-                drop(spare);
-                continue;
+        }
+        if over() > 0 {
+            let offers = self.offers(givers, None, Reach::Done);
+            let mut candidates = self.candidates(&offers);
+            candidates.sort_unstable_by_key(|c| Reverse((c.stretch, c.first)));
+            let (mut left, mut taken) = (over(), Vec::new());
+            for candidate in &candidates {
+                if left == 0 {
+                    break;
+                }
+                let Some(stolen) = self.take(candidate, &offers, Reach::Done) else { continue };
+                left = left.saturating_sub(stolen.mapping.handle.bytes());
+                taken.push(stolen);
             }
-            let Some((home, first, count)) = self.longest_done(givers) else { break };
-            let count = count.min(over as u64);
-            let range = self.range(first, count);
-            let Ok(stamp) = home.with(|s| s.heap.remove(range)) else { continue };
-            let timeline = home.timeline();
-            let handles: Vec<Stolen> = {
-                let mut slots = self.slots();
-                let done = timeline.is_done(stamp);
-                (first..first + count)
-                    .filter_map(|slot| {
-                        let (from, timeline) = (home, timeline.clone());
-                        slots.unmap(slot).map(|handle| Stolen { slot, handle, from, timeline, stamp, done })
-                    })
-                    .collect()
-            };
-            if handles.iter().any(|s| !s.done) {
-                self.give_back(handles);
-                continue;
-            }
-            let (loose, outcome) = self.unmap_known_done(handles);
+            let (loose, outcome) = self.unmap_done(taken);
             drop(loose);
             outcome?;
         }
         Ok(before.saturating_sub(self.held.now()))
     }
 
-    pub(super) fn longest_done(&self, givers: &[&'static Home]) -> Option<(&'static Home, u64, u64)> {
-        let mut longest: Option<(&'static Home, u64, u64)> = None;
-        for &home in givers {
-            home.with(|s| {
-                let Some(timeline) = s.timeline() else { return };
-                for extent in s.heap.free_extents().filter(|e| timeline.is_done(e.stamp)) {
-                    let (first, count) = self.whole_slots(extent.range);
-                    if count > longest.map_or(0, |(_, _, most)| most) {
-                        longest = Some((home, first, count));
-                    }
-                }
-            });
-        }
-        longest
-    }
-
-    /// Unmaps what a retired cache held. All of its stream's work has been waited for.
-    pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>, timeline: &Arc<Timeline>) {
-        for range in ranges {
+    /// What a retired cache held. All of its stream's work has been waited for.
+    pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>) {
+        let whole: Vec<Range> = {
+            let mut commons = self.commons();
+            ranges.for_each(|range| commons.add(range, Vec::new()));
+            commons.iter().filter(|(_, past)| is_done(past)).map(|(range, _)| range).collect()
+        };
+        // A handle goes when the last of the caches that shared it has left its part.
+        for range in whole {
             let (first, count) = self.whole_slots(range);
-            let mapped: Vec<u64> = {
-                let slots = self.slots();
-                (first..first + count).filter(|&slot| slots.at(slot).is_some()).collect()
+            let mappings: Vec<_> = {
+                let mut slots = self.slots();
+                let inside: Vec<u64> = slots.inside(first, count).map(|mapping| mapping.first).collect();
+                inside.into_iter().filter_map(|first| slots.unmap(first)).collect()
             };
-            for (first, count) in runs(&mapped) {
-                let handles: Vec<_> = {
-                    let mut slots = self.slots();
-                    (first..first + count).filter_map(|slot| slots.unmap(slot)).collect()
-                };
-                if self.unmap_run(first, count).is_err() {
-                    self.unmap_later((first..first + count).zip(handles).collect(), timeline);
+            for mapping in mappings {
+                // Nobody else is there to take it: the pool is closed.
+                let _over = self.commons().take(self.range(mapping.first, mapping.count));
+                if self.unmap_run(mapping.first, mapping.count).is_err() {
+                    self.zombify_mappings([mapping]);
                 }
             }
         }
     }
+}
+
+/// Whether a mapping is no more: taken away, or lost with its device.
+fn is_gone(unmapped: Result<(), DriverError>) -> bool {
+    unmapped.map_or_else(|error| error.is_device_lost(), |()| true)
 }
 
 impl Drop for Mapped {
@@ -111,22 +95,25 @@ impl Drop for Mapped {
         let kept = self.kept.load(Ordering::Relaxed);
         // What the driver will not unmap is still taken, so its handles stay, and stay charged.
         for zombie in std::mem::take(&mut slots.zombies) {
-            let (timeline, epoch) = &zombie.until;
-            let address = self.base + zombie.slot * self.slot;
-            // SAFETY: 1. the wait just before it.
-            let gone = timeline.wait(*epoch, None).is_ok()
-                && unsafe { self.driver.unmap(self.device, address, self.slot) }.is_ok();
-            if !gone && !timeline.is_retired() {
+            let over = zombie
+                .until
+                .iter()
+                .all(|(timeline, epoch)| timeline.wait(*epoch, None).is_ok() || timeline.is_retired());
+            let address = self.base + zombie.mapping.first * self.slot;
+            let bytes = zombie.mapping.count * self.slot;
+            // SAFETY: 1. the waits just before it.
+            if !over || !is_gone(unsafe { self.driver.unmap(self.device, address, bytes) }) {
                 let _kept = ManuallyDrop::new(zombie);
             }
         }
-        let left: Vec<u64> = slots.mapped().collect();
-        for (first, count) in runs(&left) {
-            let handles: Vec<_> = (first..first + count).filter_map(|slot| slots.unmap(slot)).collect();
+        let left = runs(slots.mapped().map(|mapping| (mapping.first, mapping.count)));
+        for (first, count) in left {
+            let firsts: Vec<u64> = slots.inside(first, count).map(|mapping| mapping.first).collect();
+            let mappings: Vec<_> = firsts.into_iter().filter_map(|first| slots.unmap(first)).collect();
             let address = self.base + first * self.slot;
             // SAFETY: 1. every cache has been retired and its stream waited for, or `kept` says otherwise.
-            if kept || unsafe { self.driver.unmap(self.device, address, count * self.slot) }.is_err() {
-                let _kept = ManuallyDrop::new(handles);
+            if kept || !is_gone(unsafe { self.driver.unmap(self.device, address, count * self.slot) }) {
+                let _kept = ManuallyDrop::new(mappings);
             }
         }
         slots.spare.clear();

@@ -1,0 +1,125 @@
+//! Mapping and unmapping.
+#![expect(unsafe_code, reason = "maps and unmaps")]
+
+use super::{Mapped, Stock, offers::Stolen};
+use crate::physical::{
+    handle::Handle,
+    slots::{Mapping, Zombie, runs},
+};
+use aquifer_core::Result;
+use aquifer_stream::Timeline;
+use std::sync::Arc;
+
+impl Mapped {
+    /// Maps what is planned and lets the device at it. If that fails, nothing new is mapped and the stock is whole, but
+    /// for what the driver would not unmap again, which is stuck.
+    pub(super) fn map_all(&self, stock: &mut Stock) -> Result<()> {
+        let mut mapped = 0;
+        let outcome = self.map_planned(stock, &mut mapped);
+        if outcome.is_err() {
+            for planned in &stock.planned[..mapped] {
+                let (address, bytes) = (self.address(planned.first), planned.count * self.slot);
+                // SAFETY: 1. mapped above, and handed to nobody.
+                if unsafe { self.driver.unmap(self.device, address, bytes) }.is_err() {
+                    stock.stuck.push(planned.mapping());
+                }
+            }
+            let stuck = &stock.stuck;
+            stock.planned.retain(|planned| stuck.iter().all(|mapping| mapping.first != planned.first));
+            return outcome;
+        }
+        let mut slots = self.slots();
+        for planned in stock.planned.drain(..) {
+            slots.map(planned.mapping());
+        }
+        Ok(())
+    }
+
+    fn map_planned(&self, stock: &Stock, mapped: &mut usize) -> Result<()> {
+        for planned in &stock.planned {
+            let mapping = planned.mapping();
+            let (address, bytes) = (self.address(planned.first), planned.count * self.slot);
+            // SAFETY: 1. the slots are claimed by this attempt: nothing is mapped there and nobody knows them.
+            let done = unsafe { self.driver.map(address, bytes, mapping.handle.raw()) };
+            done.map_err(|e| self.lost(e))?;
+            *mapped += 1;
+        }
+        for (first, count) in runs(stock.planned.iter().map(|planned| (planned.first, planned.count))) {
+            self.driver
+                .set_access(self.address(first), count * self.slot, &[self.device])
+                .map_err(|e| self.lost(e))?;
+        }
+        Ok(())
+    }
+
+    /// Unmaps stolen memory whose work the host has seen done, makes its slots nobody's, and answers with the handles. If
+    /// a call fails, what was not unmapped by then is back in its caches.
+    pub(super) fn unmap_done(&self, mut stolen: Vec<Stolen>) -> (Vec<Arc<Handle>>, Result<()>) {
+        stolen.sort_unstable_by_key(|s| s.mapping.first);
+        let pieces = stolen.iter().map(|s| (s.mapping.first, s.mapping.count));
+        let together = runs(pieces);
+        let mut stolen = stolen.into_iter().peekable();
+        let mut loose = Vec::with_capacity(stolen.len());
+        for (first, count) in together {
+            if let Err(error) = self.unmap_run(first, count) {
+                self.give_back(stolen);
+                return (loose, Err(error));
+            }
+            while let Some(s) = stolen.next_if(|s| s.mapping.first < first + count) {
+                loose.push(s.mapping.handle);
+            }
+        }
+        (loose, Ok(()))
+    }
+
+    /// Unmaps a run of slots for which nothing is queued any more, and makes it nobody's.
+    pub(super) fn unmap_run(&self, first: u64, count: u64) -> Result<()> {
+        // SAFETY: 1. the callers' slots are in no cache, so nothing is queued for them any more, and the host has seen
+        // the epochs done that cover their last use.
+        let unmapped = unsafe { self.driver.unmap(self.device, self.address(first), count * self.slot) };
+        unmapped.map_err(|e| self.lost(e))?;
+        self.slots().release(first, count);
+        Ok(())
+    }
+
+    /// Keeps the old mappings of what has been mapped a second time, until their work is done.
+    pub(super) fn zombify(&self, busy: Vec<Stolen>) {
+        let zombies = busy.into_iter().map(|Stolen { mapping, pieces }| {
+            let until = pieces.into_iter().flat_map(|piece| piece.past).collect();
+            Zombie { mapping, until }
+        });
+        self.slots().zombies.extend(zombies);
+    }
+
+    /// Keeps mappings that nothing uses and that the driver would not take away, to be tried again. Their memory stays
+    /// charged.
+    pub(super) fn zombify_mappings(&self, stuck: impl IntoIterator<Item = Mapping>) {
+        let zombies = stuck.into_iter().map(|mapping| Zombie { mapping, until: Vec::new() });
+        self.slots().zombies.extend(zombies);
+    }
+
+    /// Unmaps zombies whose streams are done with them. Never blocks.
+    pub(crate) fn reap_zombies(&self) -> Result<()> {
+        let (over, rest): (Vec<_>, Vec<_>) = {
+            let mut slots = self.slots();
+            if slots.zombies.is_empty() {
+                return Ok(());
+            }
+            std::mem::take(&mut slots.zombies).into_iter().partition(Zombie::is_over)
+        };
+        self.slots().zombies.extend(rest);
+        let mut over = over.into_iter();
+        while let Some(zombie) = over.next() {
+            if let Err(error) = self.unmap_run(zombie.mapping.first, zombie.mapping.count) {
+                self.slots().zombies.extend(std::iter::once(zombie).chain(over));
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// The streams and epochs that zombies wait for.
+    pub(crate) fn zombie_fences(&self) -> Vec<(Arc<Timeline>, u64)> {
+        self.slots().zombies.iter().flat_map(|zombie| zombie.until.iter().cloned()).collect()
+    }
+}

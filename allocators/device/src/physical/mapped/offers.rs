@@ -1,0 +1,232 @@
+//! What could be had: free ranges of caches and of the commons in one list, by address, and the handles that lie wholly
+//! in them.
+
+use super::{Mapped, Reach, intersection};
+use crate::{
+    home::Home,
+    physical::{
+        commons::{Past, is_done},
+        slots::Mapping,
+    },
+};
+use aquifer_heap::Range;
+use aquifer_stream::Timeline;
+use std::sync::Arc;
+
+/// Who has a free range.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Owner {
+    /// The cache at this place in [`Offers::homes`].
+    Cache(usize),
+    Commons,
+}
+
+/// A free range.
+pub(super) struct Offer {
+    pub(super) range: Range,
+    owner: Owner,
+    done: bool,
+}
+
+/// Free ranges, by address. Seen, not taken: another thread may be faster.
+pub(super) struct Offers {
+    homes: Vec<(&'static Home, Arc<Timeline>)>,
+    pub(super) all: Vec<Offer>,
+    /// Bytes of these caches that are in use, or wait for it to end.
+    pub(super) live: u64,
+}
+
+/// A range taken from who had it.
+pub(super) struct Piece {
+    pub(super) range: Range,
+    /// `None` for the commons.
+    pub(super) from: Option<&'static Home>,
+    pub(super) past: Past,
+}
+
+/// A handle under memory that is wholly free.
+pub(super) struct Candidate {
+    pub(super) first: u64,
+    pub(super) count: u64,
+    /// Bytes of the free stretch around it.
+    pub(super) stretch: u64,
+    /// Some of its work is not known to be done.
+    pub(super) busy: bool,
+}
+
+/// A mapping taken out of the table, with the memory over it, which is nobody's.
+pub(super) struct Stolen {
+    pub(super) mapping: Mapping,
+    pub(super) pieces: Vec<Piece>,
+}
+
+impl Piece {
+    pub(super) fn is_from(&self, home: &'static Home) -> bool {
+        self.from.is_some_and(|from| std::ptr::eq(from, home))
+    }
+
+    /// Whether the host has seen all work there done, but for that of `own`.
+    pub(super) fn is_done_but_for(&self, own: Option<&Arc<Timeline>>) -> bool {
+        self.past.iter().all(|(timeline, epoch)| {
+            own.is_some_and(|own| Arc::ptr_eq(own, timeline)) || timeline.is_done(*epoch)
+        })
+    }
+}
+
+impl Stolen {
+    pub(super) fn is_done(&self) -> bool {
+        self.pieces.iter().all(|piece| is_done(&piece.past))
+    }
+}
+
+impl Offers {
+    pub(super) fn home(&self, offer: &Offer) -> Option<&'static Home> {
+        match offer.owner {
+            Owner::Cache(at) => Some(self.homes[at].0),
+            Owner::Commons => None,
+        }
+    }
+
+    /// Those that share a byte with `range`.
+    pub(super) fn touching(&self, range: Range) -> &[Offer] {
+        let from = self.all.partition_point(|o| o.range.start + o.range.len <= range.start);
+        let to = self.all.partition_point(|o| o.range.start < range.start + range.len);
+        &self.all[from..to.max(from)]
+    }
+
+    /// Stretches without a gap: the ranges of each.
+    fn stretches(&self) -> impl Iterator<Item = &[Offer]> {
+        self.all.chunk_by(|a, b| a.range.start + a.range.len == b.range.start)
+    }
+}
+
+impl Mapped {
+    /// What is free in `givers` and in the commons: what is done, what only `home` itself waits for, and within reach of
+    /// a wait all of it.
+    pub(super) fn offers(
+        &self,
+        givers: &[&'static Home],
+        home: Option<&'static Home>,
+        reach: Reach,
+    ) -> Offers {
+        let mut offers = Offers { homes: Vec::with_capacity(givers.len()), all: Vec::new(), live: 0 };
+        let Offers { homes, all, live } = &mut offers;
+        for &giver in givers {
+            let owner = Owner::Cache(homes.len());
+            let own = home.is_some_and(|home| std::ptr::eq(home, giver));
+            giver.with(|s| {
+                let Some(timeline) = s.timeline().cloned() else { return };
+                *live += s.account.live + s.account.pending;
+                for extent in s.heap.free_extents() {
+                    let done = timeline.is_done(extent.stamp);
+                    if done || own || reach == Reach::Wait {
+                        all.push(Offer { range: extent.range, owner, done });
+                    }
+                }
+                homes.push((giver, timeline));
+            });
+        }
+        let own = home.map(Home::timeline);
+        for (range, past) in self.commons().iter() {
+            let done = is_done(past);
+            let ours = |own: &Arc<Timeline>| past.iter().all(|(t, e)| Arc::ptr_eq(t, own) || t.is_done(*e));
+            if done || reach == Reach::Wait || own.as_ref().is_some_and(ours) {
+                all.push(Offer { range, owner: Owner::Commons, done });
+            }
+        }
+        all.sort_unstable_by_key(|offer| offer.range.start);
+        offers
+    }
+
+    /// Brings what is free in the caches of `givers` to the commons.
+    pub(crate) fn pool_together(&self, givers: &[&'static Home]) {
+        for &giver in givers {
+            let (taken, timeline) = giver.with(|s| {
+                let free: Vec<Range> = s.heap.free_extents().map(|extent| extent.range).collect();
+                let taken = free.into_iter().filter_map(|range| Some((range, s.heap.remove(range).ok()?)));
+                (taken.collect::<Vec<_>>(), s.timeline().cloned())
+            });
+            let Some(timeline) = timeline else { continue };
+            let mut commons = self.commons();
+            for (range, stamp) in taken {
+                commons.add(range, vec![(timeline.clone(), stamp)]);
+            }
+        }
+    }
+
+    /// Takes the part of an offer that lies in `within`. `None` if another thread was faster.
+    pub(super) fn take_piece(&self, offers: &Offers, offer: &Offer, range: Range) -> Option<Piece> {
+        let (from, past) = match offer.owner {
+            Owner::Cache(at) => {
+                let (home, timeline) = &offers.homes[at];
+                let stamp = home.with(|s| s.heap.remove(range)).ok()?;
+                (Some(*home), vec![(timeline.clone(), stamp)])
+            }
+            Owner::Commons => (None, self.commons().take(range)?),
+        };
+        Some(Piece { range, from, past })
+    }
+
+    /// The handles that lie wholly in what is offered.
+    pub(super) fn candidates(&self, offers: &Offers) -> Vec<Candidate> {
+        let slots = self.slots();
+        let mut found = Vec::new();
+        for stretch in offers.stretches() {
+            let (Some(lowest), Some(highest)) = (stretch.first(), stretch.last()) else { continue };
+            let start = lowest.range.start;
+            let whole = Range { start, len: highest.range.start + highest.range.len - start };
+            let (first, count) = self.whole_slots(whole);
+            for mapping in slots.inside(first, count) {
+                let range = self.range(mapping.first, mapping.count);
+                let busy = offers.touching(range).iter().any(|offer| !offer.done);
+                let (first, count) = (mapping.first, mapping.count);
+                found.push(Candidate { first, count, stretch: whole.len, busy });
+            }
+        }
+        found
+    }
+
+    /// Takes a candidate: the memory over it from who has it, the mapping out of the table. `None` if another thread was
+    /// faster.
+    pub(super) fn take(&self, candidate: &Candidate, offers: &Offers, reach: Reach) -> Option<Stolen> {
+        let whole = self.range(candidate.first, candidate.count);
+        let mut pieces: Vec<Piece> = Vec::new();
+        for offer in offers.touching(whole) {
+            let Some(range) = intersection(offer.range, whole) else { continue };
+            let Some(piece) = self.take_piece(offers, offer, range) else { break };
+            pieces.push(piece);
+        }
+        let all = pieces.iter().map(|piece| piece.range.len).sum::<u64>() == whole.len;
+        let mapping = if all { self.slots().unmap(candidate.first) } else { None };
+        let Some(mapping) = mapping else {
+            self.put_back(pieces);
+            return None;
+        };
+        let stolen = Stolen { mapping, pieces };
+        if reach == Reach::Done && !stolen.is_done() {
+            self.give_back([stolen]);
+            return None;
+        }
+        Some(stolen)
+    }
+
+    /// Puts stolen memory back as it was.
+    pub(super) fn give_back(&self, stolen: impl IntoIterator<Item = Stolen>) {
+        for Stolen { mapping, pieces } in stolen {
+            self.slots().map(mapping);
+            self.put_back(pieces);
+        }
+    }
+
+    pub(super) fn put_back(&self, pieces: Vec<Piece>) {
+        for Piece { range, from, past } in pieces {
+            match from {
+                Some(home) => {
+                    let stamp = past.iter().map(|(_, epoch)| *epoch).max().unwrap_or(0);
+                    home.with(|s| s.add(range, stamp));
+                }
+                None => self.commons().add(range, past),
+            }
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! Where handles come from: spare ones, the driver, from under free memory, and out of other handles.
+
+use super::{Attempt, Claim, Effort, Mapped, Reach, offers::Stolen};
+use crate::{
+    home::Home,
+    physical::{
+        handle::{Funds, Handle, NoHandle},
+        slots::Mapping,
+    },
+};
+use aquifer_core::{Charge, Result};
+use std::{cmp::Reverse, sync::Arc};
+
+/// What an attempt has in hand. None of it is in a cache.
+#[derive(Default)]
+pub(super) struct Stock {
+    /// Handles that are mapped nowhere.
+    loose: Vec<Loose>,
+    /// Paid for, and not made into a handle: what melted ones were charged.
+    pot: Option<Charge>,
+    /// What goes where.
+    pub(super) planned: Vec<Planned>,
+    /// Mappings whose work is not done. Their handles are mapped a second time.
+    pub(super) busy: Vec<Stolen>,
+    /// Mapped by this attempt, and the driver would not unmap it again.
+    pub(super) stuck: Vec<Mapping>,
+}
+
+pub(super) struct Loose {
+    handle: Arc<Handle>,
+    /// Made by this attempt.
+    fresh: bool,
+    /// Mapped elsewhere as well, so it cannot be melted.
+    busy: bool,
+}
+
+/// A handle and the slots that it is to be mapped at.
+pub(super) struct Planned {
+    pub(super) first: u64,
+    pub(super) count: u64,
+    pub(super) loose: Loose,
+}
+
+impl Planned {
+    pub(super) fn mapping(&self) -> Mapping {
+        Mapping { first: self.first, count: self.count, handle: self.loose.handle.clone() }
+    }
+}
+
+impl Stock {
+    fn bytes(&self) -> u64 {
+        let pot = self.pot.as_ref().map_or(0, Charge::bytes);
+        pot + self.loose.iter().map(|loose| loose.handle.bytes()).sum::<u64>()
+    }
+
+    /// Takes the plan apart.
+    fn unplan(&mut self) {
+        self.loose.extend(self.planned.drain(..).map(|planned| planned.loose));
+    }
+
+    /// Gives handles back to the driver that this attempt has made.
+    pub(super) fn forget_fresh(&mut self) {
+        self.unplan();
+        self.loose.retain(|loose| !loose.fresh);
+    }
+
+    /// The mappings whose work is not done: those whose handles were mapped a second time, and the others.
+    pub(super) fn take_busy(&mut self) -> (Vec<Stolen>, Vec<Stolen>) {
+        let loose = &self.loose;
+        let is_loose = |s: &Stolen| loose.iter().any(|l| l.busy && Arc::ptr_eq(&l.handle, &s.mapping.handle));
+        std::mem::take(&mut self.busy).into_iter().partition(|stolen| !is_loose(stolen))
+    }
+
+    /// The largest loose handle of at most `bytes`.
+    fn largest_within(&self, bytes: u64) -> Option<usize> {
+        let fitting = self.loose.iter().enumerate().filter(|(_, loose)| loose.handle.bytes() <= bytes);
+        fitting.max_by_key(|(_, loose)| (loose.busy, loose.handle.bytes())).map(|(at, _)| at)
+    }
+
+    /// Melts loose handles, the smallest first, until `bytes` are paid for. Says whether they are.
+    fn melt(&mut self, bytes: u64) -> bool {
+        self.loose.sort_unstable_by_key(|loose| Reverse(loose.handle.bytes()));
+        loop {
+            if self.pot.as_ref().map_or(0, Charge::bytes) >= bytes {
+                return true;
+            }
+            let Some(at) = self.loose.iter().rposition(|loose| !loose.busy) else { return false };
+            let Loose { handle, .. } = self.loose.remove(at);
+            let Some(charge) = Handle::melt(handle) else { continue };
+            match &mut self.pot {
+                // One pool, one budget: they always merge.
+                Some(pot) => drop(pot.merge(charge)),
+                None => self.pot = Some(charge),
+            }
+        }
+    }
+}
+
+impl Mapped {
+    /// Brings together what the claim misses, as a plan in `stock`. Says whether there was enough.
+    pub(super) fn gather(
+        &self,
+        givers: &[&'static Home],
+        claim: &Claim,
+        how: Attempt,
+        stock: &mut Stock,
+        effort: &mut Effort<'_>,
+    ) -> Result<bool> {
+        let need = claim.window.need() * self.slot;
+        if need == 0 {
+            return Ok(true);
+        }
+        let spare = std::mem::take(&mut self.slots().spare);
+        stock.loose.extend(spare.into_iter().map(|handle| Loose { handle, fresh: false, busy: false }));
+        let funds = Funds { budget: &self.budget, reserved: effort.reserved };
+        let mut room = if how.grow { funds.remaining() } else { 0 };
+        let mut grows = how.grow;
+        if self.compact && how.steal {
+            // As much as there is: what is still missing then is new.
+            let short = need.saturating_sub(stock.bytes());
+            effort.moves += self.steal(givers, claim, short, Reach::Done, stock)?;
+        }
+        loop {
+            let short = need.saturating_sub(stock.bytes() + room);
+            if short > 0 {
+                if how.grow {
+                    effort.refused = effort.refused.or(funds.refusal(need - stock.bytes().min(need)));
+                }
+                if !how.steal {
+                    return Ok(false);
+                }
+                effort.moves += self.steal(givers, claim, short, how.reach, stock)?;
+                if stock.bytes() + room < need {
+                    return Ok(false);
+                }
+            }
+            match self.cut(claim, stock, if grows { Some(funds) } else { None }, effort) {
+                Ok(()) => return Ok(true),
+                Err(Some(refused)) if refused.is_out_of_memory() => effort.refused = Some(refused),
+                Err(Some(refused)) => return Err(refused.into_error(self.device)),
+                Err(None) => {}
+            }
+            stock.unplan();
+            if !grows {
+                return Ok(false);
+            }
+            (grows, room) = (false, 0);
+        }
+    }
+
+    /// Plans a handle for every missing slot: those in stock where they are not too small, else new ones, as large as
+    /// the claim allows. `Err(None)` if what is in stock fits nowhere.
+    fn cut(
+        &self,
+        claim: &Claim,
+        stock: &mut Stock,
+        funds: Option<Funds<'_>>,
+        effort: &mut Effort<'_>,
+    ) -> Result<(), Option<NoHandle>> {
+        for &(mut first, mut left) in &claim.window.missing {
+            while left > 0 {
+                let mut wanted = left.min(claim.largest);
+                let fitting = stock.largest_within(left * self.slot);
+                let good = |at: &usize| {
+                    let loose = &stock.loose[*at];
+                    // Made anew it would be a mapping instead of four or more.
+                    loose.busy || loose.handle.bytes() * 4 > wanted * self.slot
+                };
+                let loose = match fitting.filter(good) {
+                    Some(at) => stock.loose.swap_remove(at),
+                    None => loop {
+                        match self.make(wanted, stock, funds, effort) {
+                            Ok(handle) => break Loose { handle, fresh: true, busy: false },
+                            // What there is may still do in smaller parts, or as it is.
+                            Err(refused) if refused.is_none_or(|r| r.is_out_of_memory()) => {
+                                if let Some(at) = stock.largest_within(left * self.slot) {
+                                    break stock.loose.swap_remove(at);
+                                }
+                                if wanted == 1 {
+                                    return Err(refused);
+                                }
+                                wanted /= 2;
+                            }
+                            Err(refused) => return Err(refused),
+                        }
+                    },
+                };
+                let count = loose.handle.bytes() / self.slot;
+                stock.planned.push(Planned { first, count, loose });
+                (first, left) = (first + count, left - count);
+            }
+        }
+        Ok(())
+    }
+
+    /// A new handle over `slots`: of what is paid for, of the budget, of what loose handles free when they are melted.
+    fn make(
+        &self,
+        slots: u64,
+        stock: &mut Stock,
+        funds: Option<Funds<'_>>,
+        effort: &mut Effort<'_>,
+    ) -> Result<Arc<Handle>, Option<NoHandle>> {
+        let bytes = slots * self.slot;
+        let mut refused = None;
+        let paid = match stock.pot.as_mut().and_then(|pot| pot.split(bytes)) {
+            Some(charge) => Some((charge, 0)),
+            None => match funds.map(|funds| funds.charge(bytes)) {
+                Some(Ok(charge)) => Some((charge, bytes)),
+                other => {
+                    refused = other.and_then(Result::err).map(NoHandle::Budget);
+                    let melted = stock.melt(bytes);
+                    let pot = if melted { stock.pot.as_mut() } else { None };
+                    pot.and_then(|pot| pot.split(bytes)).map(|charge| (charge, 0))
+                }
+            },
+        };
+        let Some((charge, grown)) = paid else { return Err(refused) };
+        match Handle::create(&self.driver, self.device, charge, &self.held) {
+            Ok(handle) => {
+                effort.grown += grown;
+                Ok(handle)
+            }
+            Err((error, charge)) => {
+                if grown == 0 {
+                    match &mut stock.pot {
+                        Some(pot) => drop(pot.merge(charge)),
+                        None => stock.pot = Some(charge),
+                    }
+                }
+                Err(Some(NoHandle::Driver(error)))
+            }
+        }
+    }
+
+    /// Takes handles of `bytes` and more from under free memory, and unmaps those whose work is done. Answers with how
+    /// many. Done ones come first, and among them those at high addresses: blocks go to low ones.
+    fn steal(
+        &self,
+        givers: &[&'static Home],
+        claim: &Claim,
+        bytes: u64,
+        reach: Reach,
+        stock: &mut Stock,
+    ) -> Result<u64> {
+        let offers = self.offers(givers, None, reach);
+        let mut candidates = self.candidates(&offers);
+        let longest = claim.window.missing.iter().map(|&(_, count)| count).max().unwrap_or(0);
+        // What is busy cannot be melted, so it has to fit.
+        candidates.retain(|c| !c.busy || c.count <= longest);
+        candidates.sort_unstable_by_key(|c| (c.busy, Reverse(c.first)));
+        let (mut got, mut moved, mut done) = (0, 0, Vec::new());
+        for candidate in &candidates {
+            if got >= bytes {
+                break;
+            }
+            let Some(stolen) = self.take(candidate, &offers, reach) else { continue };
+            got += stolen.mapping.handle.bytes();
+            moved += 1;
+            if stolen.is_done() {
+                done.push(stolen);
+            } else {
+                let handle = stolen.mapping.handle.clone();
+                stock.loose.push(Loose { handle, fresh: false, busy: true });
+                stock.busy.push(stolen);
+            }
+        }
+        let (loose, outcome) = self.unmap_done(done);
+        stock.loose.extend(loose.into_iter().map(|handle| Loose { handle, fresh: false, busy: false }));
+        outcome.map(|()| moved)
+    }
+
+    /// What was not needed: handles become spare, what is only paid for goes back to the budget. Those that are mapped
+    /// elsewhere as well belong there.
+    pub(super) fn put_aside(&self, mut stock: Stock) {
+        stock.unplan();
+        let spare = stock.loose.into_iter().filter(|loose| !loose.busy).map(|loose| loose.handle);
+        self.slots().spare.extend(spare);
+        drop(stock.pot);
+    }
+}
