@@ -1,4 +1,4 @@
-//! Figures as a person reads them.
+//! Figures as a person reads them, and the one that stands for many.
 
 use std::fmt;
 
@@ -53,9 +53,23 @@ impl fmt::Display for Nanoseconds {
     }
 }
 
+/// The middle, or the mean of the two middle ones.
+pub(crate) fn median(mut all: Vec<f64>) -> Option<f64> {
+    all.sort_by(f64::total_cmp);
+    let (upper, lower) = (all.get(all.len() / 2)?, all.get((all.len() - 1) / 2)?);
+    Some((upper + lower) / 2.0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_median_is_in_the_middle() {
+        assert_eq!(median(vec![]), None);
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(vec![4.0, 1.0]), Some(2.5));
+    }
 
     #[test]
     fn thousands_stand_apart() {

@@ -6,7 +6,7 @@
 //! | `trace` | recorded traces, read and checked |
 //! | `replay` | living through one again |
 //! | `doctor` | what this machine offers |
-//! | `gpu` | the driver, if there is one |
+//! | `gpu`, `place` | the driver, if there is one, and the device that was asked for |
 //! | `amount`, `figures`, `layout`, `json`, `progress` | reading and writing for people |
 //!
 //! Results go to stdout. A request that makes no sense is told in one line on stderr, with nothing on stdout and exit
@@ -19,6 +19,7 @@ mod figures;
 mod gpu;
 mod json;
 mod layout;
+mod place;
 mod progress;
 mod replay;
 mod trace;

@@ -2,7 +2,6 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `place` | where it runs: a GPU or the simulated one |
 //! | `engine` | what each row of a trace means |
 //! | `uses` | uses by other streams that outlive the free of their block |
 //! | `work` | what is done with memory: declared to the simulator's oracle, or nothing |
@@ -21,7 +20,6 @@
 mod bench;
 mod engine;
 mod fit;
-mod place;
 mod report;
 mod screen;
 mod stamp;
@@ -32,13 +30,13 @@ pub(crate) use report::Report;
 
 use crate::{
     cli,
+    place::{NoPlace, Place},
     progress::Progress,
     trace::{Trace, TraceError},
 };
 use aquifer_core::{Bytes, MemoryError};
 use bench::{Bench, Checked};
 use engine::Order;
-use place::{NoPlace, Place};
 use report::Search;
 use std::{fmt, path::PathBuf};
 

@@ -2,13 +2,18 @@
 
 use super::{
     engine::{Engine, Order, Played, streams_needed},
-    place::{Place, Session},
     report::{Failure, Timing},
     stamp::Stamped,
     uses::{EndOldest, OpenUses},
     work::{Declared, Idle, Verdict, Work},
 };
-use crate::{cli::Allocator, progress::Progress, trace::Trace};
+use crate::{
+    cli::Allocator,
+    figures::median,
+    place::{Place, Session},
+    progress::Progress,
+    trace::Trace,
+};
 use aquifer_core::{Budget, MemoryError, PoolStats, Result};
 use aquifer_device::{
     DevicePool, Direct, FailureCallback, OnFailure, PoolConfig, Reclaim, Request, Resource, StreamOrdered,
@@ -258,13 +263,6 @@ impl Bench<'_> {
     }
 }
 
-/// The middle, or the mean of the two middle ones.
-fn median(mut all: Vec<f64>) -> Option<f64> {
-    all.sort_by(f64::total_cmp);
-    let (upper, lower) = (all.get(all.len() / 2)?, all.get((all.len() - 1) / 2)?);
-    Some((upper + lower) / 2.0)
-}
-
 /// Waits until everything is done, gives back what is free, and answers with what is left.
 ///
 /// Blocks with uses join their streams' free memory when the allocator looks, and are done when the streams are seen to
@@ -287,16 +285,4 @@ fn relieved<R: Resource, W: Work>(backend: R, relief: Arc<EndOldest<W>>) -> impl
             _ => OnFailure::Retry,
         }
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_median_is_in_the_middle() {
-        assert_eq!(median(vec![]), None);
-        assert_eq!(median(vec![3.0, 1.0, 2.0]), Some(2.0));
-        assert_eq!(median(vec![4.0, 1.0]), Some(2.5));
-    }
 }

@@ -1,4 +1,4 @@
-//! Where a trace is replayed.
+//! Where a command runs: a GPU, or the simulated one.
 
 use crate::{
     cli::DeviceChoice,
@@ -10,7 +10,7 @@ use std::{error, fmt, sync::Arc};
 /// The seed by which the simulated GPU runs its queues: work lags behind the host by some of it, the same each time.
 const SEED: u64 = 1;
 
-/// A device to replay on.
+/// A device to run on.
 #[derive(Debug)]
 pub(crate) enum Place {
     /// The simulated one, made anew for each pass.
@@ -43,7 +43,7 @@ pub(crate) enum NoPlace {
 impl fmt::Display for NoPlace {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoGpu(e) => write!(f, "{e} (--device sim replays without a GPU)"),
+            Self::NoGpu(e) => write!(f, "{e} (--device sim needs no GPU)"),
             Self::NoDevice { asked, count } => {
                 write!(f, "there is no cuda:{asked}: the driver shows {count}, counted from 0")
             }
@@ -108,7 +108,8 @@ impl Place {
         }
     }
 
-    fn info(&self) -> &DeviceInfo {
+    /// What the device is and can do.
+    pub(crate) fn info(&self) -> &DeviceInfo {
         match self {
             Self::Sim(info) | Self::Cuda { info, .. } => info,
         }
