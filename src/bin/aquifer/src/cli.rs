@@ -30,6 +30,9 @@ The trace is CSV with the header `t_us,op,id,bytes,stream`, as AQUIFER_TRACE=FIL
 makes any program that uses the library write it, or the log of RAPIDS' memory
 manager; plain or xz-compressed. Without a GPU a simulated one is used.")]
     Replay(Replay),
+    /// Measure what calls cost here, beside their peers
+    #[command(arg_required_else_help = false)]
+    Bench(Bench),
     /// Say what this machine offers, what a program would get, and what to mend
     Doctor(Doctor),
 }
@@ -57,6 +60,44 @@ pub(crate) struct Replay {
     /// Do not tell the allocator which streams use a block: the checks must object
     #[arg(long, conflicts_with = "fit")]
     pub(crate) ignore_order: bool,
+    /// Answer in JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What to measure.
+#[derive(Args, Debug)]
+pub(crate) struct Bench {
+    /// What.
+    #[command(subcommand)]
+    pub(crate) what: Benched,
+}
+
+/// What can be measured.
+#[derive(Subcommand, Debug)]
+pub(crate) enum Benched {
+    /// The caching pool of a device, beside the driver's own allocator and the host's malloc
+    #[command(after_help = "\
+A ratio is the pool's time over the peer's in the same run: below 1 is faster. On a
+GPU the peer is the driver's stream-ordered allocator. Takes most of a minute.")]
+    Device(BenchDevice),
+}
+
+/// Flags of `bench device`.
+#[derive(Args, Debug)]
+pub(crate) struct BenchDevice {
+    /// Where to run it: auto, sim, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub(crate) device: DeviceChoice,
+    /// Only rows whose name contains this, in either case
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) only: Option<String>,
+    /// Also time the driver's own calls, on a GPU
+    #[arg(long)]
+    pub(crate) driver: bool,
+    /// A look whether all of it runs, within seconds; figures are rough
+    #[arg(long)]
+    pub(crate) quick: bool,
     /// Answer in JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -153,9 +194,9 @@ where
 {
     Cli::try_parse_from(arguments).map_err(|e| match e.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Refused::Words(e.to_string()),
-        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
-            Refused::Mistake("a command is needed: replay or doctor; aquifer --help says more".to_owned())
-        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Refused::Mistake(
+            "a command is needed: replay, bench or doctor; aquifer --help says more".to_owned(),
+        ),
         _ => Refused::Mistake(one_line(&e.to_string())),
     })
 }
@@ -204,7 +245,7 @@ mod tests {
     #[test]
     fn a_mistake_is_told_in_one_line() {
         let table = [
-            ("aquifer", "a command is needed: replay or doctor"),
+            ("aquifer", "a command is needed: replay, bench or doctor"),
             ("aquifer drink", "unrecognized subcommand 'drink'"),
             ("aquifer replay", "the following required arguments were not provided: <TRACE>"),
             (
@@ -220,6 +261,14 @@ mod tests {
             ("aquifer replay t.csv --allocator best", "invalid value 'best' for '--allocator"),
             ("aquifer replay t.csv --repeat 0", "invalid value '0' for '--repeat <N>'"),
             ("aquifer replay t.csv --fit --budget 1G", "the argument '--fit' cannot be used with '--budget"),
+            ("aquifer bench", "'aquifer bench' requires a subcommand but one was not provided"),
+            ("aquifer bench sewer", "unrecognized subcommand 'sewer'"),
+            ("aquifer bench device --device gpu", "invalid value 'gpu' for '--device <DEVICE>': a device is"),
+            (
+                "aquifer bench device --only",
+                "a value is required for '--only <PATTERN>' but none was supplied",
+            ),
+            ("aquifer bench device --fast", "unexpected argument '--fast' found"),
             ("aquifer doctor now", "unexpected argument 'now' found"),
         ];
         for (line, expected) in table {

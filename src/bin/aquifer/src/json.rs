@@ -1,10 +1,10 @@
 //! JSON in an order that a person would choose.
 
 use serde_json::Value;
-use std::fmt::Write;
+use std::fmt::{Display, Write};
 
-/// An object with a field a line, in the order given.
-pub(crate) fn object(fields: &[(&str, Value)]) -> String {
+/// An object with a field a line, in the order given. A field's value is JSON as it displays itself.
+pub(crate) fn object<V: Display>(fields: &[(&str, V)]) -> String {
     let mut text = String::from("{\n");
     for (place, (name, value)) in fields.iter().enumerate() {
         let comma = if place + 1 == fields.len() { "" } else { "," };
@@ -13,6 +13,16 @@ pub(crate) fn object(fields: &[(&str, Value)]) -> String {
     }
     text.push('}');
     text
+}
+
+/// A list of objects, one a line, their fields in the order given, to stand in a field of an [`object`].
+pub(crate) fn table<const N: usize>(rows: impl IntoIterator<Item = [(&'static str, Value); N]>) -> String {
+    let rows = rows.into_iter().map(|row| {
+        let fields = row.iter().map(|(name, value)| format!("{}: {value}", Value::from(*name)));
+        format!("\n    {{{}}}", fields.collect::<Vec<_>>().join(", "))
+    });
+    let rows = rows.collect::<Vec<_>>().join(",");
+    if rows.is_empty() { "[]".to_owned() } else { format!("[{rows}\n  ]") }
 }
 
 #[cfg(test)]
@@ -28,5 +38,17 @@ mod tests {
             serde_json::from_str::<Value>(&text).unwrap(),
             json!({"a": "x\n\"y\"", "b": 1, "c": null})
         );
+    }
+
+    #[test]
+    fn a_table_is_a_field_of_an_object() {
+        let rows = table([
+            [("name", json!("p\"")), ("also", json!(1))],
+            [("name", json!("q")), ("also", json!(null))],
+        ]);
+        let text = object(&[("rows", rows), ("none", table::<1>([]))]);
+        assert!(text.find("name") < text.find("also"));
+        let expected = json!({"rows": [{"name": "p\"", "also": 1}, {"name": "q", "also": null}], "none": []});
+        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), expected);
     }
 }

@@ -1,10 +1,12 @@
-//! The command line of aquifer: replay a recorded allocation trace, or see what a machine offers.
+//! The command line of aquifer: replay a recorded allocation trace, measure what calls cost, or
+//! see what a machine offers.
 //!
 //! | module | holds |
 //! |---|---|
 //! | `cli` | what can be asked for |
 //! | `trace` | recorded traces, read and checked |
 //! | `replay` | living through one again |
+//! | `bench` | what calls cost here |
 //! | `doctor` | what this machine offers |
 //! | `gpu`, `place` | the driver, if there is one, and the device that was asked for |
 //! | `amount`, `figures`, `layout`, `json`, `progress` | reading and writing for people |
@@ -13,6 +15,7 @@
 //! status 2.
 
 mod amount;
+mod bench;
 mod cli;
 mod doctor;
 mod figures;
@@ -24,7 +27,7 @@ mod progress;
 mod replay;
 mod trace;
 
-use cli::{Command, Refused};
+use cli::{Benched, Command, Refused};
 use std::{
     env,
     io::{self, Write},
@@ -48,6 +51,16 @@ fn main() -> ExitCode {
                 }
                 Err(mistake) => return refuse(&mistake.to_string()),
             },
+            Command::Bench(args) => {
+                let Benched::Device(args) = args.what;
+                match bench::device::run(&args) {
+                    Ok(report) => {
+                        let text = if args.json { report.to_json() } else { report.to_screen() };
+                        (text, if report.is_clean() { WELL } else { NO })
+                    }
+                    Err(mistake) => return refuse(&mistake.to_string()),
+                }
+            }
             Command::Doctor(args) => {
                 let diagnosis = doctor::Diagnosis::make();
                 let refused = args.strict && diagnosis.has_warnings();

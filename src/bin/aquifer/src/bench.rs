@@ -1,0 +1,18 @@
+//! `aquifer bench`: what calls cost here, beside their peers, in one run.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `device` | what is measured of device memory |
+//! | `lap` | how time is taken |
+//! | `row` | one figure and its peer's |
+//! | `host` | what the figures were taken on, and when |
+//! | `report` | the page, and JSON |
+//!
+//! A figure alone says little: the machine, its clock and its neighbours are in it. So what is compared takes turns, lap
+//! by lap, within one run, and the ratio is what can be carried elsewhere.
+
+pub(crate) mod device;
+mod host;
+mod lap;
+mod report;
+mod row;

@@ -1,0 +1,289 @@
+//! The driver's own calls: what there is to save.
+//!
+//! A GiB is taken as handles of one size and mapped side by side. Handles are created, mapped and released one by one;
+//! access is set, and mappings are taken away, in one call over all. Each row of a handle has a row of the GiB.
+#![expect(unsafe_code, reason = "maps and unmaps, as a pool does")]
+
+use super::{Bench, size};
+use crate::{
+    bench::{
+        lap::{Contender, Failed, Lap, contest, repeat},
+        row::Unit,
+    },
+    place::Session,
+};
+use aquifer_core::{DeviceId, MemoryError, Result};
+use aquifer_driver::{Driver, DriverError, PhysicalHandle, RawEvent, RawStream};
+use aquifer_stream::StreamPool;
+use std::time::Instant;
+
+/// Sizes of handles, in bytes.
+const HANDLES: [u64; 4] = [2 << 20, 8 << 20, 32 << 20, 128 << 20];
+/// What is taken as handles of each size, in bytes.
+const WHOLE: u64 = 1 << 30;
+/// What is done with them, in the order in which it is timed.
+const STEPS: [&str; 5] = ["create", "map", "set access", "unmap", "release"];
+const EVENTS: [&str; 4] = [
+    "driver event create and destroy",
+    "driver event record",
+    "driver event query",
+    "driver stream wait event",
+];
+
+fn step_name(step: &str, bytes: u64) -> String {
+    format!("driver {step}, a handle of {}", size(bytes))
+}
+
+fn whole_name(step: &str, bytes: u64) -> String {
+    format!("driver {step}, 1 GiB of {}", size(bytes))
+}
+
+fn move_name(bytes: u64) -> String {
+    format!("driver move, a handle of {}", size(bytes))
+}
+
+fn access_name(devices: usize) -> String {
+    format!("driver set access, 2 MiB to {devices} device{}", if devices == 1 { "" } else { "s" })
+}
+
+pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
+    if !bench.driver {
+        return Vec::new();
+    }
+    let of_size = |bytes| {
+        let steps = STEPS.into_iter().flat_map(move |s| [step_name(s, bytes), whole_name(s, bytes)]);
+        steps.chain([move_name(bytes)])
+    };
+    let accesses = (1..=bench.devices as usize).map(access_name);
+    let events = EVENTS.map(str::to_owned);
+    HANDLES.into_iter().flat_map(of_size).chain(accesses).chain(events).collect()
+}
+
+pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
+    let session = bench.session();
+    let lost = |e| MemoryError::driver(session.device, e);
+    if bench.place.info().virtual_memory {
+        for bytes in HANDLES {
+            handles(bench, &session, bytes).map_err(lost)?;
+        }
+        accesses(bench, &session)?;
+    } else {
+        let rows = names(bench);
+        for row in rows.iter().filter(|row| !EVENTS.contains(&row.as_str())) {
+            bench.leave_out(row, "the device has no virtual memory management".to_owned());
+        }
+    }
+    events(bench, &session)
+}
+
+/// A reserved range, what is mapped in it and the handles; all of it is given back when it is dropped.
+struct Range<'a> {
+    session: &'a Session,
+    address: u64,
+    bytes: u64,
+    /// Bytes mapped from the start.
+    mapped: u64,
+    handles: Vec<PhysicalHandle>,
+}
+
+impl<'a> Range<'a> {
+    fn reserve(session: &'a Session, bytes: u64) -> Result<Self, DriverError> {
+        let address = session.driver.address_reserve(session.device, bytes, 0)?;
+        Ok(Self { session, address, bytes, mapped: 0, handles: Vec::new() })
+    }
+
+    fn driver(&self) -> &dyn Driver {
+        &*self.session.driver
+    }
+
+    /// Takes handles of `each` bytes until they are `bytes`.
+    fn create(&mut self, bytes: u64, each: u64) -> Result<(), DriverError> {
+        for _ in 0..bytes / each {
+            self.handles.push(self.driver().handle_create(self.session.device, each)?);
+        }
+        Ok(())
+    }
+
+    /// Maps all handles, of `each` bytes, side by side.
+    fn map(&mut self, each: u64) -> Result<(), DriverError> {
+        for place in 0..self.handles.len() {
+            // SAFETY: 1. the range is reserved for this value, nothing is mapped beyond `mapped`, and no work is queued.
+            unsafe { self.driver().map(self.address + self.mapped, each, self.handles[place])? };
+            self.mapped += each;
+        }
+        Ok(())
+    }
+
+    fn set_access(&self, devices: &[DeviceId]) -> Result<(), DriverError> {
+        self.driver().set_access(self.address, self.mapped, devices)
+    }
+
+    fn unmap(&mut self) -> Result<(), DriverError> {
+        if self.mapped > 0 {
+            // SAFETY: 1. no work was ever queued on the range.
+            unsafe { self.driver().unmap(self.session.device, self.address, self.mapped)? };
+            self.mapped = 0;
+        }
+        Ok(())
+    }
+
+    fn release(&mut self) -> Result<(), DriverError> {
+        while let Some(handle) = self.handles.pop() {
+            // SAFETY: 1. its only copy was in the list.
+            unsafe { self.driver().handle_release(handle)? };
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Range<'_> {
+    fn drop(&mut self) {
+        // What the driver will not take back goes with the process.
+        if self.unmap().is_ok() {
+            // SAFETY: 1. the range was reserved for this value, nothing is mapped in it, and nobody else knows it.
+            let _ = unsafe { self.driver().address_free(self.session.device, self.address, self.bytes) };
+        }
+        let _ = self.release();
+    }
+}
+
+/// The life of a GiB of handles of `bytes` each, and a move of one.
+fn handles(bench: &mut Bench<'_>, session: &Session, bytes: u64) -> Result<(), DriverError> {
+    let moves = bench.wants(&move_name(bytes));
+    let wanted = |step: &str| bench.wants(&step_name(step, bytes)) || bench.wants(&whole_name(step, bytes));
+    if STEPS.iter().any(|step| wanted(step)) && bench.has_room(&step_name(STEPS[0], bytes), WHOLE, false) {
+        let here = [session.device];
+        let figures = repeat(bench.pace, || {
+            let mut range = Range::reserve(session, WHOLE)?;
+            Ok::<_, DriverError>([
+                timed(|| range.create(WHOLE, bytes))?,
+                timed(|| range.map(bytes))?,
+                timed(|| range.set_access(&here))?,
+                timed(|| range.unmap())?,
+                timed(|| range.release())?,
+            ])
+        })?;
+        for (step, ns) in STEPS.into_iter().zip(figures) {
+            bench.add(&step_name(step, bytes), Unit::UsPerHandle, ns / (WHOLE / bytes) as f64, None);
+            bench.add(&whole_name(step, bytes), Unit::UsPerGib, ns, None);
+        }
+    }
+    if moves {
+        let mut range = Range::reserve(session, bytes)?;
+        range.create(bytes, bytes)?;
+        range.map(bytes)?;
+        range.set_access(&[session.device])?;
+        let [ns] = repeat(bench.pace, || {
+            timed(|| {
+                range.unmap()?;
+                range.map(bytes)?;
+                range.set_access(&[session.device])
+            })
+            .map(|ns| [ns])
+        })?;
+        bench.add(&move_name(bytes), Unit::UsPerHandle, ns, None);
+    }
+    Ok(())
+}
+
+fn timed(work: impl FnOnce() -> Result<(), DriverError>) -> Result<f64, DriverError> {
+    let begun = Instant::now();
+    work()?;
+    Ok(begun.elapsed().as_nanos() as f64)
+}
+
+/// Access to one mapping for ever more devices, the mapping's own first. Those that cannot reach it are left out.
+fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
+    let lost = |e| MemoryError::driver(session.device, e);
+    let all = (0..bench.devices as usize).map(|more| access_name(more + 1)).collect::<Vec<_>>();
+    if !all.iter().any(|name| bench.wants(name)) {
+        return Ok(());
+    }
+    let others = (0..bench.devices).map(DeviceId).filter(|&other| other != session.device);
+    let devices: Vec<_> = [session.device].into_iter().chain(others).collect();
+    // A device's context is made at the first call that needs it, which is not to be timed.
+    for &device in &devices {
+        session.driver.memory_info(device).map_err(lost)?;
+    }
+    let bytes = bench.place.granularity();
+    for (name, count) in all.iter().zip(1..) {
+        let figure = repeat(bench.pace, || {
+            // Anew each time: access that is set already may cost less to set.
+            let mut range = Range::reserve(session, bytes)?;
+            range.create(bytes, bytes)?;
+            range.map(bytes)?;
+            timed(|| range.set_access(&devices[..count])).map(|ns| [ns])
+        });
+        match figure {
+            Ok([ns]) => bench.add(name, Unit::UsPerHandle, ns, None),
+            // With one device it is no question of peers.
+            Err(refused) if count > 1 => bench.leave_out(name, format!("not granted: {refused}")),
+            Err(refused) => return Err(lost(refused)),
+        }
+    }
+    Ok(())
+}
+
+/// An event that is destroyed when it is dropped.
+struct Event<'a>(&'a dyn Driver, RawEvent);
+
+impl Drop for Event<'_> {
+    fn drop(&mut self) {
+        // SAFETY: 1. the handle was made for this value, and copies of it lived no longer.
+        // An event that the driver will not take back goes with the process.
+        let _ = unsafe { self.0.event_destroy(self.1) };
+    }
+}
+
+/// Calls on an event that is done and a stream that is idle.
+fn events(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
+    if !EVENTS.iter().any(|name| bench.wants(name)) {
+        return Ok(());
+    }
+    let lost = |e| MemoryError::driver(session.device, e);
+    let driver = &*session.driver;
+    let streams = StreamPool::new(session.driver.clone(), session.device, 2);
+    let (stream, other) = (streams.lease()?, streams.lease()?);
+    let (stream, other): (RawStream, RawStream) = (stream.raw(), other.raw());
+    let event = Event(driver, driver.event_create(session.device).map_err(lost)?);
+    let raw = event.1;
+    let outcomes = contest(
+        bench.pace,
+        vec![
+            calling(driver, stream, || {
+                driver.event_create(session.device).map(|made| drop(Event(driver, made)))
+            }),
+            calling(driver, stream, || driver.event_record(raw, stream)),
+            calling(driver, stream, || driver.event_query(raw).map(drop)),
+            calling(driver, other, || driver.stream_wait_event(other, raw)),
+        ],
+    );
+    for (name, outcome) in EVENTS.into_iter().zip(outcomes) {
+        bench.note(name, outcome.failed);
+        bench.add(name, Unit::NsPerCall, outcome.each, None);
+    }
+    Ok(())
+}
+
+/// One call over and over; `stream` is idle again before the next lap.
+fn calling<'a>(
+    driver: &'a dyn Driver,
+    stream: RawStream,
+    call: impl Fn() -> Result<(), DriverError> + 'a,
+) -> Contender<'a> {
+    Box::new(move |count| {
+        let mut failed = Failed::default();
+        let begun = Instant::now();
+        for _ in 0..count {
+            if let Err(refused) = call() {
+                failed.note(&refused);
+            }
+        }
+        let took = begun.elapsed();
+        if let Err(refused) = driver.stream_synchronize(stream) {
+            failed.note(&refused);
+        }
+        let each = took.as_nanos() as f64 / count.max(1) as f64;
+        Lap { took, over_all: each, each, failed }
+    })
+}

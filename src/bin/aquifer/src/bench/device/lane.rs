@@ -1,0 +1,224 @@
+//! Threads at work, each with a source of its own.
+
+use super::{source::Source, work::Work};
+use crate::bench::lap::{Failed, Lap};
+use std::{
+    hint::black_box,
+    mem,
+    sync::atomic::{AtomicUsize, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// One thread's source and what it holds.
+#[derive(Debug)]
+pub(super) struct Lane<S: Source> {
+    source: S,
+    slots: Vec<Option<S::Held>>,
+    failed: Failed,
+}
+
+impl<S: Source> Lane<S> {
+    /// Holds nothing.
+    pub(super) fn new(source: S) -> Self {
+        Self { source, slots: Vec::new(), failed: Failed::default() }
+    }
+
+    /// A block, or none and a failure counted.
+    #[inline]
+    pub(super) fn take(&mut self, bytes: u64) -> Option<S::Held> {
+        match self.source.take(bytes) {
+            Ok(held) => Some(held),
+            Err(refused) => {
+                self.failed.note(&refused);
+                None
+            }
+        }
+    }
+
+    /// Frees a block.
+    #[inline]
+    pub(super) fn give(&mut self, held: S::Held) {
+        if let Err(refused) = self.source.give(held) {
+            self.failed.note(&refused);
+        }
+    }
+
+    /// Allocates and frees.
+    pub(super) fn pairs(&mut self, bytes: u64, count: u64) {
+        for _ in 0..count {
+            if let Some(held) = self.take(black_box(bytes)) {
+                black_box(&held);
+                self.give(held);
+            }
+        }
+    }
+
+    /// Does what `work` says, so many times.
+    pub(super) fn play(&mut self, work: &Work, times: u64) {
+        if self.slots.len() < work.slots {
+            self.slots.resize_with(work.slots, || None);
+        }
+        for _ in 0..times {
+            for step in &work.operations {
+                let slot = step.slot as usize;
+                if step.allocates {
+                    self.slots[slot] = self.take(step.bytes);
+                } else if let Some(held) = self.slots[slot].take() {
+                    self.give(held);
+                }
+            }
+        }
+    }
+
+    /// Waits until nothing is queued.
+    pub(super) fn rest(&mut self) {
+        if let Err(refused) = self.source.rest() {
+            self.failed.note(&refused);
+        }
+    }
+
+    /// What was refused since the last question.
+    pub(super) fn failed(&mut self) -> Failed {
+        mem::take(&mut self.failed)
+    }
+
+    /// A lap of this thread's: `job`, which is so many operations.
+    pub(super) fn lap(&mut self, operations: u64, job: impl FnOnce(&mut Self)) -> Lap {
+        let begun = Instant::now();
+        job(self);
+        let took = begun.elapsed();
+        self.rest();
+        let each = took.as_nanos() as f64 / operations.max(1) as f64;
+        Lap { took, over_all: each, each, failed: self.failed() }
+    }
+}
+
+/// A lap of several threads, which begin together: `job` with the number of each, so many operations for each. A single
+/// one is done by the thread that asks.
+pub(super) fn crew<S, J>(lanes: &mut [Lane<S>], operations: u64, job: J) -> Lap
+where
+    S: Source + Send,
+    S::Held: Send,
+    J: Fn(usize, &mut Lane<S>) + Sync,
+{
+    if let [only] = lanes {
+        return only.lap(operations, |lane| job(0, lane));
+    }
+    let (gate, count) = (Gate::new(lanes.len()), lanes.len());
+    let mut failed = Failed::default();
+    let spans = thread::scope(|scope| {
+        let mut threads = Vec::new();
+        for (number, lane) in lanes.iter_mut().enumerate() {
+            let (gate, job) = (&gate, &job);
+            let body = move || {
+                // A thread's first call of a driver does what no later one does.
+                lane.rest();
+                gate.pass();
+                let begun = Instant::now();
+                job(number, lane);
+                (begun, Instant::now())
+            };
+            match thread::Builder::new().spawn_scoped(scope, body) {
+                Ok(thread) => threads.push(thread),
+                Err(refused) => {
+                    failed.note(&format!("thread {number} of {count} cannot begin: {refused}"));
+                    // Those that wait for it go on without.
+                    gate.open();
+                    break;
+                }
+            }
+        }
+        threads.into_iter().filter_map(|thread| thread.join().ok()).collect::<Vec<_>>()
+    });
+    if spans.len() < count && failed.count == 0 {
+        failed.note(&"a thread ended early");
+    }
+    for lane in lanes {
+        lane.rest();
+        failed.add(lane.failed());
+    }
+    let first = spans.iter().map(|span| span.0).min();
+    let last = spans.iter().map(|span| span.1).max();
+    let took = first.zip(last).map_or(Duration::ZERO, |(first, last)| last.duration_since(first));
+    let own: f64 = spans.iter().map(|(begun, ended)| ended.duration_since(*begun).as_nanos() as f64).sum();
+    let all = (operations * count as u64).max(1) as f64;
+    Lap { took, over_all: took.as_nanos() as f64 / all, each: own / all, failed }
+}
+
+/// Where threads wait for each other, once. They spin, giving way, since waking sleepers takes longer than some laps.
+struct Gate {
+    parties: usize,
+    there: AtomicUsize,
+}
+
+impl Gate {
+    fn new(parties: usize) -> Self {
+        Self { parties, there: AtomicUsize::new(0) }
+    }
+
+    fn pass(&self) {
+        self.there.fetch_add(1, Ordering::AcqRel);
+        while self.there.load(Ordering::Acquire) < self.parties {
+            thread::yield_now();
+        }
+    }
+
+    fn open(&self) {
+        self.there.fetch_add(self.parties, Ordering::AcqRel);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::cell::Cell;
+
+    /// Gives out numbers, refuses every third, and knows how many are out.
+    #[derive(Debug, Default)]
+    struct Numbers {
+        asked: Cell<u64>,
+        out: Cell<i64>,
+        most: Cell<i64>,
+    }
+
+    impl Source for Numbers {
+        type Held = u64;
+        type Refused = &'static str;
+        fn take(&self, bytes: u64) -> Result<u64, &'static str> {
+            self.asked.set(self.asked.get() + 1);
+            if self.asked.get().is_multiple_of(3) {
+                return Err("the third");
+            }
+            self.out.set(self.out.get() + 1);
+            self.most.set(self.most.get().max(self.out.get()));
+            Ok(bytes)
+        }
+        fn give(&self, _: u64) -> Result<(), &'static str> {
+            self.out.set(self.out.get() - 1);
+            Ok(())
+        }
+        fn rest(&self) -> Result<(), &'static str> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_refused_block_is_counted_and_not_freed() {
+        let mut lane = Lane::new(Numbers::default());
+        lane.play(&Work::batch(6, 1), 1);
+        assert_eq!((lane.source.out.get(), lane.source.most.get()), (0, 4));
+        assert_eq!(lane.failed(), Failed { count: 2, first: Some("the third".into()) });
+        assert_eq!(lane.failed(), Failed::default());
+    }
+
+    #[test]
+    fn every_thread_of_a_crew_does_its_part_and_its_failures_count() {
+        let mut lanes: Vec<_> = (0..4).map(|_| Lane::new(Numbers::default())).collect();
+        let lap = crew(&mut lanes, 14, |number, lane| lane.pairs(1, 4 + number as u64));
+        let asked: Vec<_> = lanes.iter().map(|lane| lane.source.asked.get()).collect();
+        assert_eq!(asked, [4, 5, 6, 7]);
+        assert_eq!(lap.failed.count, 1 + 1 + 2 + 2);
+        assert!(lap.each > 0.0 && lap.over_all > 0.0 && lap.took > Duration::ZERO);
+    }
+}

@@ -1,0 +1,70 @@
+//! What figures were taken on, and when.
+
+use std::{
+    fs, thread,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+/// The processor's model, as the kernel tells it; none where it does not.
+pub(crate) fn processor() -> Option<String> {
+    fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| model(&text))
+}
+
+fn model(text: &str) -> Option<String> {
+    let line = text.lines().find(|line| line.starts_with("model name"))?;
+    Some(line.split_once(':')?.1.trim().to_owned()).filter(|name| !name.is_empty())
+}
+
+/// How many threads may run at once here; 0 if that is unknown.
+pub(crate) fn processors() -> u64 {
+    thread::available_parallelism().map_or(0, |count| count.get() as u64)
+}
+
+/// Now, as `2026-11-21T12:16:43Z`.
+pub(crate) fn date() -> String {
+    // A clock before 1970 is told as 1970.
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    written(now.as_secs())
+}
+
+/// Seconds since 1970 as a date, by the calendar whose years begin in March: a leap day is the last of its year then.
+fn written(seconds: u64) -> String {
+    const ERA: u64 = 146_097; // days in 400 years
+    let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400); // since the first of March of the year 0
+    let (era, day) = (days / ERA, days % ERA);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153; // from March
+    let (date, month) = (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
+    let year = era * 400 + year + u64::from(month <= 2);
+    let (hour, minute) = (second / 3_600, second / 60 % 60);
+    format!("{year:04}-{month:02}-{date:02}T{hour:02}:{minute:02}:{:02}Z", second % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn dates_are_those_of_the_calendar() {
+        let table = [
+            (0, "1970-01-01T00:00:00Z"),
+            (951_782_399, "2000-02-28T23:59:59Z"),
+            (951_782_400, "2000-02-29T00:00:00Z"),
+            (951_868_800, "2000-03-01T00:00:00Z"),
+            (1_795_263_403, "2026-11-21T12:16:43Z"),
+            (4_107_542_400, "2100-03-01T00:00:00Z"),
+        ];
+        for (seconds, text) in table {
+            assert_eq!(written(seconds), text);
+        }
+    }
+
+    #[test]
+    fn the_model_is_read_where_the_kernel_tells_it() {
+        let text = "processor\t: 0\nmodel name\t: AMD EPYC\nmodel name\t: other\n";
+        assert_eq!(model(text).as_deref(), Some("AMD EPYC"));
+        assert_eq!(model("CPU implementer\t: 0x41\n"), None);
+        assert_eq!(model("model name\t:\n"), None);
+    }
+}

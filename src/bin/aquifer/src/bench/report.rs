@@ -1,0 +1,245 @@
+//! What a bench found, on a page and in JSON.
+
+use super::row::Row;
+use crate::{
+    json,
+    layout::{clip, wrap},
+};
+use serde_json::{Value, json};
+
+/// Columns of the page.
+const WIDTH: usize = 80;
+/// Columns of a row's name, of its figure and the peer's, and of the ratio.
+const NAME: usize = 41;
+const FIGURE: usize = 15;
+const RATIO: usize = WIDTH - NAME - 2 * FIGURE;
+
+/// Everything a bench found.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Report {
+    /// What was measured: `device`.
+    pub(crate) what: &'static str,
+    /// The device, as on the command line.
+    pub(crate) device: String,
+    /// The device in words.
+    pub(crate) device_title: String,
+    /// The driver and its version.
+    pub(crate) driver: String,
+    /// The host's processor; none where the kernel does not tell.
+    pub(crate) processor: Option<String>,
+    /// How many threads may run at once.
+    pub(crate) processors: u64,
+    /// When, in UTC.
+    pub(crate) date: String,
+    /// Whether it was a quick run, whose figures are rough.
+    pub(crate) quick: bool,
+    /// The figures.
+    pub(crate) rows: Vec<Row>,
+    /// What was refused.
+    pub(crate) failures: Vec<Failure>,
+    /// What was not measured.
+    pub(crate) left_out: Vec<LeftOut>,
+}
+
+/// Calls that were refused while a row was measured.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Failure {
+    /// The row.
+    pub(crate) row: String,
+    /// How many.
+    pub(crate) count: u64,
+    /// What the first was told; it may have several lines.
+    pub(crate) said: String,
+}
+
+/// A row that could not be measured here.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct LeftOut {
+    /// Its name.
+    pub(crate) row: String,
+    /// Why.
+    pub(crate) why: String,
+}
+
+/// Three decimals are more than any of the figures has.
+fn rounded(figure: f64) -> Value {
+    json!((figure * 1000.0).round() / 1000.0)
+}
+
+impl Report {
+    /// Whether nothing was refused.
+    pub(crate) fn is_clean(&self) -> bool {
+        self.failures.is_empty()
+    }
+
+    /// Calls that were refused.
+    fn failed(&self) -> u64 {
+        self.failures.iter().map(|failure| failure.count).sum()
+    }
+
+    /// One JSON object: what the figures were taken on, what was refused, and the rows, one a line.
+    pub(crate) fn to_json(&self) -> String {
+        let text = |value: Value| value.to_string();
+        let rows = self.rows.iter().map(|row| {
+            [
+                ("name", json!(row.name)),
+                ("value", rounded(row.value())),
+                ("unit", json!(row.unit.name())),
+                ("peer", json!(row.peer.as_ref().map(|peer| &peer.name))),
+                ("peer_value", json!(row.peer_value().map(rounded))),
+                ("ratio", json!(row.ratio().map(rounded))),
+            ]
+        });
+        let errors = self.failures.iter().map(|failure| {
+            [("row", json!(failure.row)), ("count", json!(failure.count)), ("says", json!(failure.said))]
+        });
+        let left_out = self.left_out.iter().map(|left| [("row", json!(left.row)), ("why", json!(left.why))]);
+        json::object(&[
+            ("bench", text(json!(self.what))),
+            ("device", text(json!(self.device))),
+            ("device_name", text(json!(self.device_title))),
+            ("driver", text(json!(self.driver))),
+            ("host_cpu", text(json!(self.processor))),
+            ("host_cpus", text(json!(self.processors))),
+            ("date", text(json!(self.date))),
+            ("version", text(json!(env!("CARGO_PKG_VERSION")))),
+            ("quick", text(json!(self.quick))),
+            ("failures", text(json!(self.failed()))),
+            ("errors", json::table(errors)),
+            ("left_out", json::table(left_out)),
+            ("rows", json::table(rows)),
+        ])
+    }
+
+    /// The page, without a line end behind its last line.
+    pub(crate) fn to_screen(&self) -> String {
+        let mut lines = vec![format!("aquifer bench {}: {}", self.what, self.device_title)];
+        let processor = self.processor.as_deref().unwrap_or("an unknown processor");
+        let host = format!(
+            "{}, {} of {processor}, {}, aquifer {}{}",
+            self.driver,
+            self.processors,
+            self.date,
+            env!("CARGO_PKG_VERSION"),
+            if self.quick { ", a quick look: figures are rough" } else { "" },
+        );
+        lines.extend(wrap(&host, WIDTH));
+        lines.push(String::new());
+        // Names of peers are few, so they stand once, where they begin.
+        let mut peer = None;
+        for row in &self.rows {
+            let against = row.peer.as_ref().map(|peer| peer.name.as_str());
+            if against != peer {
+                if let Some(name) = against {
+                    lines.push(format!("{:>1$}", format!("beside {name}"), WIDTH));
+                }
+                peer = against;
+            }
+            let other = row.peer.as_ref().map_or(String::new(), |peer| row.unit.of(peer.ns));
+            let ratio = row.ratio().map_or(String::new(), times);
+            let name = clip(&row.name, NAME);
+            let figure = row.unit.of(row.ns);
+            let line = format!("{name:<NAME$}{figure:>FIGURE$}{other:>FIGURE$}{ratio:>RATIO$}");
+            lines.push(line.trim_end().to_owned());
+        }
+        for left in &self.left_out {
+            lines.extend(wrap(&format!("left out: {}: {}", left.row, left.why), WIDTH));
+        }
+        for failure in &self.failures {
+            let said = failure.said.split_whitespace().collect::<Vec<_>>().join(" ");
+            lines.extend(wrap(&format!("FAILED {} × {}: {said}", failure.count, failure.row), WIDTH));
+        }
+        lines.join("\n")
+    }
+}
+
+/// A ratio with three digits that count: `0.062×`, `4.21×`, `131×`.
+fn times(ratio: f64) -> String {
+    let digits = if ratio < 0.9995 {
+        3
+    } else if ratio < 9.995 {
+        2
+    } else if ratio < 99.95 {
+        1
+    } else {
+        0
+    };
+    format!("{ratio:.digits$}×")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        super::row::{Peer, Unit},
+        *,
+    };
+
+    fn report() -> Report {
+        let row = |name: &str, ns, peer: Option<(&str, f64)>| Row {
+            name: name.into(),
+            ns,
+            unit: Unit::NsPerPair,
+            peer: peer.map(|(name, ns)| Peer { name: name.into(), ns }),
+        };
+        Report {
+            what: "device",
+            device: "sim".into(),
+            device_title: "a simulated device".into(),
+            driver: "simulated, CUDA 13.0".into(),
+            processor: Some("a processor".into()),
+            processors: 2,
+            date: "2026-11-21T12:16:43Z".into(),
+            quick: false,
+            rows: vec![
+                row("malloc pair 64 B", 8.0, None),
+                row("pair 256 B", 24.123_456, Some(("malloc 64 B", 8.0))),
+                row("pair 4 KiB", 2.0, Some(("malloc 64 B", 8.0))),
+            ],
+            failures: Vec::new(),
+            left_out: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn a_row_in_json_has_its_fields_in_their_order() {
+        let text = report().to_json();
+        let value: Value = serde_json::from_str(&text).unwrap();
+        let expected = json!({
+            "name": "pair 256 B", "value": 24.123, "unit": "ns/pair",
+            "peer": "malloc 64 B", "peer_value": 8.0, "ratio": 3.015,
+        });
+        assert_eq!(value["rows"][1], expected);
+        assert_eq!(value["rows"][0]["ratio"], Value::Null);
+        let line = text.lines().find(|line| line.contains("pair 256 B")).unwrap();
+        let places = ["name", "value", "unit", "\"peer\"", "peer_value", "ratio"].map(|name| line.find(name));
+        assert!(places.is_sorted() && places[0].is_some(), "{line}");
+        assert_eq!((&value["failures"], &value["left_out"]), (&json!(0), &json!([])));
+    }
+
+    #[test]
+    fn what_was_refused_is_told_in_both() {
+        let mut report = report();
+        assert!(report.is_clean());
+        let said = "out of memory:\n  asked  many bytes".to_owned();
+        report.failures.push(Failure { row: "pair 256 B".into(), count: 3, said });
+        report.left_out.push(LeftOut { row: "past holes".into(), why: "no room".into() });
+        assert!(!report.is_clean());
+        let value: Value = serde_json::from_str(&report.to_json()).unwrap();
+        assert_eq!((&value["failures"], &value["errors"][0]["row"]), (&json!(3), &json!("pair 256 B")));
+        assert_eq!(value["left_out"][0]["why"], "no room");
+        let screen = report.to_screen();
+        assert!(screen.contains("FAILED 3 × pair 256 B: out of memory: asked many bytes"), "{screen}");
+        assert!(screen.contains("left out: past holes: no room"), "{screen}");
+    }
+
+    #[test]
+    fn the_page_is_eighty_columns_wide_and_names_a_peer_once() {
+        let screen = report().to_screen();
+        assert!(screen.lines().all(|line| line.chars().count() <= 80), "{screen}");
+        assert_eq!(screen.matches("beside malloc 64 B").count(), 1, "{screen}");
+        assert!(
+            screen.contains("24.1 ns/pair") && screen.contains("3.02×") && screen.contains("0.250×"),
+            "{screen}"
+        );
+    }
+}

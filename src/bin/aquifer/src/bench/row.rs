@@ -1,0 +1,124 @@
+//! One figure, and the peer's beside it.
+
+use crate::figures::Nanoseconds;
+
+/// What a figure counts, and per what.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Unit {
+    /// Nanoseconds for an allocation and its free.
+    NsPerPair,
+    /// Nanoseconds for an allocation or a free.
+    NsPerOperation,
+    /// Nanoseconds for a call of the driver.
+    NsPerCall,
+    /// Microseconds for something done once.
+    Us,
+    /// Microseconds for a physical handle.
+    UsPerHandle,
+    /// Microseconds for 2³⁰ bytes.
+    UsPerGib,
+    /// Milliseconds for 2³⁰ bytes.
+    MsPerGib,
+}
+
+impl Unit {
+    /// As in JSON.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::NsPerPair => "ns/pair",
+            Self::NsPerOperation => "ns/op",
+            Self::NsPerCall => "ns/call",
+            Self::Us => "µs",
+            Self::UsPerHandle => "µs/handle",
+            Self::UsPerGib => "µs/GiB",
+            Self::MsPerGib => "ms/GiB",
+        }
+    }
+
+    /// How many nanoseconds it counts by.
+    fn nanoseconds(self) -> f64 {
+        match self {
+            Self::NsPerPair | Self::NsPerOperation | Self::NsPerCall => 1.0,
+            Self::Us | Self::UsPerHandle | Self::UsPerGib => 1e3,
+            Self::MsPerGib => 1e6,
+        }
+    }
+
+    /// A time per what this unit is per, in whichever unit of time suits it.
+    pub(crate) fn of(self, ns: f64) -> String {
+        let per = self.name().find('/').map_or("", |at| &self.name()[at..]);
+        format!("{}{per}", Nanoseconds(ns))
+    }
+}
+
+/// What a figure is held against.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Peer {
+    /// Who.
+    pub(crate) name: String,
+    /// In nanoseconds, per what the row's unit is per.
+    pub(crate) ns: f64,
+}
+
+/// One figure.
+#[derive(Clone, PartialEq, Debug)]
+pub(crate) struct Row {
+    /// What was measured.
+    pub(crate) name: String,
+    /// In nanoseconds, per what the unit is per.
+    pub(crate) ns: f64,
+    /// What it is told in.
+    pub(crate) unit: Unit,
+    /// Who did the same in the same run.
+    pub(crate) peer: Option<Peer>,
+}
+
+impl Row {
+    /// The figure in its unit.
+    pub(crate) fn value(&self) -> f64 {
+        self.ns / self.unit.nanoseconds()
+    }
+
+    /// The peer's in the same unit.
+    pub(crate) fn peer_value(&self) -> Option<f64> {
+        self.peer.as_ref().map(|peer| peer.ns / self.unit.nanoseconds())
+    }
+
+    /// How many times the peer's figure this one is: below 1 is faster.
+    pub(crate) fn ratio(&self) -> Option<f64> {
+        let peer = self.peer.as_ref().filter(|peer| peer.ns > 0.0)?;
+        Some(self.ns / peer.ns)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(ns: f64, unit: Unit, peer: Option<f64>) -> Row {
+        let peer = peer.map(|ns| Peer { name: "peer".into(), ns });
+        Row { name: "row".into(), ns, unit, peer }
+    }
+
+    #[test]
+    fn a_value_is_in_its_unit_and_the_ratio_in_none() {
+        let row = row(2_500_000.0, Unit::MsPerGib, Some(500_000.0));
+        assert_eq!((row.value(), row.peer_value(), row.ratio()), (2.5, Some(0.5), Some(5.0)));
+        assert_eq!(Row { unit: Unit::UsPerHandle, ..row.clone() }.value(), 2500.0);
+        assert_eq!(Row { unit: Unit::NsPerPair, ..row }.ratio(), Some(5.0));
+    }
+
+    #[test]
+    fn a_ratio_needs_a_peer_that_took_time() {
+        assert_eq!(row(1.0, Unit::NsPerPair, None).ratio(), None);
+        assert_eq!(row(1.0, Unit::NsPerPair, Some(0.0)).ratio(), None);
+        assert_eq!(row(1.0, Unit::NsPerPair, None).peer_value(), None);
+    }
+
+    #[test]
+    fn a_person_reads_it_in_the_unit_that_suits() {
+        assert_eq!(Unit::NsPerPair.of(29.14), "29.1 ns/pair");
+        assert_eq!(Unit::NsPerOperation.of(228_000.0), "228 µs/op");
+        assert_eq!(Unit::Us.of(5_120.0), "5.12 µs");
+    }
+}

@@ -1,0 +1,153 @@
+//! `aquifer bench device` as a person runs it.
+
+#![expect(clippy::expect_used, clippy::panic, reason = "a test that cannot go on fails, wherever it is")]
+
+use serde_json::Value;
+use std::{
+    env,
+    path::PathBuf,
+    process::{Command, Output},
+};
+
+/// The program: the one that was built with these tests, or one that was brought along.
+fn bench(flags: &str) -> Output {
+    let path = env::var_os("AQUIFER_BIN")
+        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
+    let mut command = Command::new(path);
+    command.arg("bench").args(flags.split_whitespace());
+    command.output().expect("the program starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("text")
+}
+
+/// What was measured, with the exit status that goes with it.
+fn measured(flags: &str) -> Value {
+    let output = bench(flags);
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{flags}: {out}{err}");
+    assert!(err.is_empty(), "{err}");
+    serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}"))
+}
+
+/// Every row that a run without `--driver` has.
+fn promised() -> Vec<String> {
+    let mut names = vec!["malloc pair 64 B".to_owned()];
+    let named =
+        |what: &str, sizes: &[&str]| sizes.iter().map(|size| format!("{what}{size}")).collect::<Vec<_>>();
+    names.extend(named("pair ", &["256 B", "4 KiB", "64 KiB", "1 MiB", "64 MiB", "1 GiB"]));
+    names.extend(named("batch of 64, ", &["256 B", "4 KiB", "64 KiB", "1 MiB", "64 MiB"]));
+    names.extend(named("random up to ", &["1 MiB", "64 MiB", "4 GiB"]));
+    for (job, scaling) in [("4 KiB", "each"), ("random up to 1 MiB", "random, each")] {
+        for threads in ["1 thread", "2 threads", "4 threads", "8 threads", "16 threads"] {
+            names.extend(named(&format!("{threads}, {job}, "), &["over all", "each"]));
+        }
+        names.push(format!("16 threads, {scaling}, over one thread"));
+    }
+    names.extend(named(
+        "",
+        &["open a pool", "first allocation, 1 MiB", "grow by 1 GiB", "trim 1 GiB", "move a handle"],
+    ));
+    names.extend(named(
+        "past ",
+        &["100 holes", "1,000 holes", "10,000 holes", "100,000 holes", "1,000,000 holes"],
+    ));
+    names.push("past 1,000,000 holes, over 100".to_owned());
+    names
+}
+
+#[test]
+fn a_quick_run_has_every_promised_row_and_no_failure() {
+    let value = measured("device --device sim --quick --json");
+    let said = |name: &str| value[name].as_str().unwrap_or_else(|| panic!("no {name}: {value}")).to_owned();
+    assert_eq!((said("bench"), said("device")), ("device".into(), "sim".into()));
+    assert_eq!(said("version"), env!("CARGO_PKG_VERSION"));
+    assert!(said("device_name").contains("H200") && said("driver").starts_with("simulated, CUDA "));
+    let date = said("date");
+    assert!(date.len() == 20 && date.ends_with('Z') && date.starts_with("20"), "{date}");
+    assert!(value["host_cpus"].as_u64() >= Some(1));
+    assert!(value["host_cpu"].is_string() || value["host_cpu"].is_null());
+    assert_eq!(value["quick"], true);
+    assert_eq!((&value["failures"], value["errors"].as_array()), (&0.into(), Some(&Vec::new())));
+    assert_eq!(value["left_out"].as_array(), Some(&Vec::new()));
+
+    let rows = value["rows"].as_array().expect("rows");
+    let names: Vec<_> = rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
+    assert_eq!(names, promised());
+    for row in rows {
+        let name = row["name"].as_str().expect("a name");
+        let number = |field: &str| row[field].as_f64().filter(|&figure| figure > 0.0);
+        assert!(number("value").is_some(), "{row}");
+        assert_eq!(row.as_object().map(|row| row.len()), Some(6), "{row}");
+        let peer = match name {
+            _ if name.starts_with("pair ") => Some("malloc 64 B"),
+            _ if name.ends_with("over one thread") => Some("1 thread"),
+            _ if name.ends_with("over 100") => Some("100 holes"),
+            _ => None,
+        };
+        assert_eq!(row["peer"].as_str(), peer, "{row}");
+        assert_eq!(row["peer_value"].is_null(), peer.is_none(), "{row}");
+        assert_eq!(row["ratio"].is_null(), peer.is_none(), "{row}");
+        if let (Some(value), Some(peer)) = (number("value"), number("peer_value")) {
+            let ratio = number("ratio").expect("a ratio");
+            assert!((ratio - value / peer).abs() <= 0.001 + ratio * 0.01, "{row}");
+        }
+        let unit = match name {
+            _ if name.contains("pair") || name.starts_with("past") => "ns/pair",
+            "open a pool" | "first allocation, 1 MiB" => "µs",
+            "grow by 1 GiB" | "trim 1 GiB" => "ms/GiB",
+            "move a handle" => "µs/handle",
+            _ => "ns/op",
+        };
+        assert_eq!(row["unit"], unit, "{row}");
+    }
+    // One yardstick for all.
+    let malloc = &rows[0]["value"];
+    assert!(rows[1..7].iter().all(|row| row["peer_value"] == *malloc), "{value}");
+}
+
+#[test]
+fn a_page_is_for_people() {
+    let output = bench("device --device sim --quick --only pair");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let page = text(&output.stdout);
+    assert!(page.starts_with("aquifer bench device: NVIDIA H200 (simulated)\n"), "{page}");
+    assert!(page.contains("beside malloc 64 B") && page.contains("pair 1 GiB"), "{page}");
+    assert!(!page.contains("random"), "{page}");
+    assert!(page.lines().all(|line| line.chars().count() <= 80), "{page}");
+}
+
+#[test]
+fn only_what_is_asked_for_is_measured() {
+    let value = measured("device --device sim --quick --json --only 1,000");
+    let rows: Vec<_> =
+        value["rows"].as_array().expect("rows").iter().map(|row| row["name"].clone()).collect();
+    assert_eq!(rows, ["past 1,000 holes", "past 1,000,000 holes", "past 1,000,000 holes, over 100"]);
+}
+
+#[test]
+fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
+    for (flags, expected) in [
+        ("", "'aquifer bench' requires a subcommand"),
+        ("memory", "unrecognized subcommand 'memory'"),
+        ("device --device gpu", "a device is auto, sim, cuda or cuda:N"),
+        ("device --device cuda:99", ""),
+        ("device --device sim --driver", "--driver times the calls of a GPU's driver"),
+        ("device --device sim --only", "a value is required for '--only <PATTERN>'"),
+        (
+            "device --device sim --only pear",
+            "no row's name contains 'pear'; there are pair 1 GiB; batch of 64,",
+        ),
+        ("device --device sim --only driver", "no row's name contains 'driver'"),
+        ("device --quikc", "unexpected argument '--quikc' found; tip: a similar argument exists: '--quick'"),
+        ("device now", "unexpected argument 'now'"),
+    ] {
+        let output = bench(flags);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{flags}: {said}");
+        assert!(output.stdout.is_empty(), "{flags}");
+        assert!(said.starts_with("aquifer: ") && said.lines().count() == 1, "{flags}: {said:?}");
+        assert!(said.contains(expected), "{flags}: {said}");
+    }
+}
