@@ -61,6 +61,8 @@ calls! {
     Map = "cuMemMap",
     Unmap = "cuMemUnmap",
     SetAccess = "cuMemSetAccess",
+    HandleExport = "cuMemExportToShareableHandle",
+    HandleImport = "cuMemImportFromShareableHandle",
     HostAlloc = "cuMemHostAlloc",
     HostFree = "cuMemFreeHost",
     HostRegister = "cuMemHostRegister",

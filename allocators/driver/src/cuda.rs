@@ -40,6 +40,7 @@ mod copies;
 mod devices;
 mod events;
 mod host_memory;
+mod ipc;
 pub mod lend;
 mod memory;
 mod open;

@@ -1,6 +1,6 @@
 //! What devices there are and what they can do.
 
-use crate::{DeviceId, Result};
+use crate::{DeviceId, ExportTypes, Result};
 use std::fmt::Debug;
 
 /// What a device is and can do. Read once, at the driver's word.
@@ -23,6 +23,8 @@ pub struct DeviceInfo {
     pub virtual_memory: bool,
     /// Size and alignment of physical handles, in bytes; 0 without virtual memory management.
     pub granularity: u64,
+    /// For whom its physical memory can be made, as the device tells; the system may forbid some of it all the same.
+    pub export_types: ExportTypes,
     /// Whether the driver's stream-ordered pools are there.
     pub async_pools: bool,
     /// Whether the device shares the host's memory instead of having its own.
@@ -42,6 +44,7 @@ impl DeviceInfo {
             host_node: None,
             virtual_memory: false,
             granularity: 0,
+            export_types: ExportTypes::NONE,
             async_pools: false,
             integrated: false,
         }

@@ -7,6 +7,7 @@
 //! | [`Events`] | points in a queue that others can wait for |
 //! | [`Memory`] | whole allocations, and the driver's own stream-ordered pools |
 //! | [`Physical`] | address ranges, physical handles, and which is mapped where |
+//! | [`Ipc`] | physical memory that other processes can be given |
 //! | [`HostMemory`] | pinned memory |
 //! | [`Copies`] | moving and filling bytes, in stream order |
 //!
@@ -29,6 +30,7 @@ mod devices;
 mod events;
 mod handles;
 mod host_memory;
+mod ipc;
 mod memory;
 mod observe;
 mod operand;
@@ -47,6 +49,7 @@ pub use devices::{DeviceInfo, Devices, MemoryInfo};
 pub use events::Events;
 pub use handles::{PhysicalHandle, PoolHandle, RawEvent, RawStream};
 pub use host_memory::{HostFlags, HostMemory};
+pub use ipc::{ExportTypes, FabricHandle, Ipc};
 pub use memory::{Memory, PoolUsage};
 pub use observe::{BlockNote, HostAccess, Observer, Ownership};
 pub use operand::{Access, DeviceRange, KeepAlive, Operand, Typed};
@@ -57,7 +60,7 @@ pub use streams::{CaptureMode, Relaxed, Streams};
 pub type Result<T, E = DriverError> = std::result::Result<T, E>;
 
 /// A GPU driver: every family, and what it tells about itself.
-pub trait Driver: Devices + Streams + Events + Memory + Physical + HostMemory + Copies {
+pub trait Driver: Devices + Streams + Events + Memory + Physical + Ipc + HostMemory + Copies {
     /// `cuda`, `sim`.
     fn name(&self) -> &'static str;
 

@@ -48,6 +48,13 @@ pub trait Observer: Debug + Send + Sync {
     /// A range of device memory changes hands.
     fn block(&self, note: BlockNote<'_>);
 
+    /// Somebody has been told these addresses and keeps them: a network card, another process, a graph. From here on
+    /// they must lead to the memory that they lead to now.
+    fn registered(&self, range: DeviceRange);
+
+    /// One who was told, by [`Observer::registered`] with the same range, has forgotten them.
+    fn unregistered(&self, range: DeviceRange);
+
     /// The host touches memory that devices can reach.
     fn host(&self, address: u64, bytes: u64, access: HostAccess);
 }

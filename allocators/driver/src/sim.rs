@@ -58,6 +58,8 @@
 //!   [`observer`](crate::Driver::observer), and work names the block that it means by its generation. A block that is given
 //!   out on a stream counts as a write by that stream, at its tail: that is how reuse before the last use is done is found
 //!   at the reuse, and how a use on another stream before the block is ready is found at all.
+//! * **Registrations.** A range that a pool has told to be [`registered`](crate::Observer::registered) keeps its mappings:
+//!   a map, an unmap or a free of any part of it is reported until the last registration ends.
 //! * **Host memory.** A CPU access, a free or an unregistration under a queued copy; a copy across two registrations.
 //!
 //! Memory that no pool has spoken of is checked for order and mapping only.
@@ -114,6 +116,7 @@ mod ownership;
 mod pinned;
 mod pool;
 mod queue;
+mod registered;
 mod schedule;
 mod shared;
 mod space;

@@ -4,7 +4,7 @@
 //! the bytes have stayed the same (fields were only ever carved out of reserved ones). The assertions below hold them,
 //! and the constants, against the bindings of whichever version is compiled in.
 
-use crate::DeviceId;
+use crate::{DeviceId, ExportTypes};
 use cudarc::driver::sys;
 use std::ffi::{c_int, c_uchar, c_uint, c_ushort, c_void};
 
@@ -29,7 +29,11 @@ pub(super) enum Attribute {
     CapabilityMajor = 75,
     CapabilityMinor = 76,
     VirtualMemory = 102,
+    ExportPosixFd = 103,
+    RdmaCapable = 110,
     MemoryPools = 115,
+    /// Came with CUDA 12.3; an older driver answers with invalid value.
+    ExportFabric = 128,
     /// Came with CUDA 12.2; an older driver answers with invalid value.
     HostNumaId = 134,
 }
@@ -66,6 +70,10 @@ pub(super) const GRANULARITY_MINIMUM: c_uint = 0;
 const LOCATION_DEVICE: c_uint = 1;
 const ALLOCATION_PINNED: c_uint = 1;
 const HANDLE_NONE: c_uint = 0;
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
+pub(super) const HANDLE_POSIX_FD: c_uint = 1;
+/// `CU_MEM_HANDLE_TYPE_FABRIC`
+pub(super) const HANDLE_FABRIC: c_uint = 8;
 const ACCESS_READ_WRITE: c_uint = 3;
 
 /// `CUmemLocation`
@@ -110,6 +118,13 @@ impl AllocationProperties {
             usage: 0,
             reserved: [0; 4],
         }
+    }
+
+    /// Memory of a device that others can be given in these ways.
+    pub(super) fn exportable_on(device: DeviceId, types: ExportTypes) -> Self {
+        let fd = if types.posix_fd { HANDLE_POSIX_FD } else { HANDLE_NONE };
+        let fabric = if types.fabric { HANDLE_FABRIC } else { HANDLE_NONE };
+        Self { handle_types: fd | fabric, rdma_capable: c_uchar::from(types.rdma), ..Self::pinned_on(device) }
     }
 }
 
@@ -214,6 +229,9 @@ same_value! {
     POOL_USED => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT,
     GRANULARITY_MINIMUM => sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM,
     LOCATION_DEVICE => sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+    Attribute::ExportPosixFd => sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+    Attribute::RdmaCapable => sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED,
+    HANDLE_POSIX_FD => sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0,
     ALLOCATION_PINNED => sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
     ACCESS_READ_WRITE => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
 }

@@ -93,6 +93,9 @@ impl Devices for CudaDriver {
         info.virtual_memory = self.has(number, Attribute::VirtualMemory);
         if info.virtual_memory {
             info.granularity = self.granularity(device)?;
+            info.export_types.posix_fd = self.has(number, Attribute::ExportPosixFd);
+            info.export_types.fabric = self.has(number, Attribute::ExportFabric);
+            info.export_types.rdma = self.has(number, Attribute::RdmaCapable);
         }
         info.async_pools = self.has(number, Attribute::MemoryPools);
         info.integrated = self.has(number, Attribute::Integrated);

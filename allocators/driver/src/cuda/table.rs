@@ -100,6 +100,11 @@ table! {
     unmap = "cuMemUnmap"(address: u64, bytes: usize);
     set_access = "cuMemSetAccess"(address: u64, bytes: usize, access: *const AccessDescription, count: usize);
 
+    handle_export = "cuMemExportToShareableHandle"(
+        shareable: *mut c_void, handle: u64, kind: c_uint, flags: c_ulonglong,
+    );
+    handle_import = "cuMemImportFromShareableHandle"(handle: *mut u64, shareable: *mut c_void, kind: c_uint);
+
     host_alloc = "cuMemHostAlloc"(address: *mut *mut c_void, bytes: usize, flags: c_uint);
     host_free = "cuMemFreeHost"(address: *mut c_void);
     host_register = "cuMemHostRegister_v2"(address: *mut c_void, bytes: usize, flags: c_uint);

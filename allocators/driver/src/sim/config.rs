@@ -1,7 +1,7 @@
 //! What is simulated, and how.
 
 use super::cost::Costs;
-use crate::{DeviceId, DeviceInfo};
+use crate::{DeviceId, DeviceInfo, ExportTypes};
 
 /// What lies behind device addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -51,6 +51,7 @@ impl DeviceConfig {
         info.virtual_memory = true;
         info.granularity = GRANULARITY;
         info.async_pools = true;
+        info.export_types = ExportTypes::POSIX_FD.with_rdma();
         Self { info }
     }
 
@@ -61,6 +62,7 @@ impl DeviceConfig {
         device.info.name = "GPU without virtual memory management (simulated)".into();
         device.info.virtual_memory = false;
         device.info.granularity = 0;
+        device.info.export_types = ExportTypes::NONE;
         device
     }
 

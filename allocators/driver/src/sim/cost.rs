@@ -97,6 +97,7 @@ impl Costs {
         }
         match call {
             Call::HandleCreate => at(self.create, bytes),
+            Call::HandleExport | Call::HandleImport => 10_000,
             Call::HandleRelease => at(self.release, bytes),
             Call::Map => at(self.map, bytes),
             Call::Unmap => at(self.unmap, bytes),

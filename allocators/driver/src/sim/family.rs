@@ -4,6 +4,7 @@ mod copies;
 mod devices;
 mod events;
 mod host_memory;
+mod ipc;
 mod memory;
 mod observe;
 mod physical;

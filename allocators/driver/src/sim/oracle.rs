@@ -6,11 +6,12 @@ use super::{
     ledger::{Act, Mark},
     ownership::{Owner, Ownership as Owners},
     queue::Kind,
+    registered::Registered,
     space::Use,
     state::State,
     violation::Finding,
 };
-use crate::{BlockNote, DeviceId, HostAccess, Ownership};
+use crate::{BlockNote, DeviceId, DeviceRange, HostAccess, Ownership};
 use std::panic::Location;
 
 type Site = &'static Location<'static>;
@@ -114,6 +115,19 @@ impl State {
         self.owners.set(range.address, range.bytes, owner, by);
     }
 
+    /// Somebody keeps the addresses of a range from now on, or does so no longer.
+    pub(crate) fn note_registered(&mut self, range: DeviceRange, keeps: bool, site: Site) {
+        if !self.oracle || range.bytes == 0 {
+            return;
+        }
+        if keeps {
+            let by = self.host_name(Act::Read, "registration", site);
+            self.registered.add(range.address, range.bytes, by);
+        } else {
+            self.registered.remove(range.address, range.bytes);
+        }
+    }
+
     /// A block comes to be at a stream's tail, as a write of its bytes by that stream. What is this block's already
     /// stays as it is.
     fn hand_over(&mut self, stream: usize, address: u64, bytes: u64, generation: u64, site: Site) -> Mark {
@@ -184,5 +198,6 @@ impl State {
         self.space.forget();
         self.pinned.forget();
         self.owners = Owners::default();
+        self.registered = Registered::default();
     }
 }

@@ -12,7 +12,7 @@ use super::{
     state::{Refused, State, bit},
     table::Table,
 };
-use crate::{DeviceId, PoolUsage};
+use crate::{DeviceId, ExportTypes, PoolUsage};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 /// Blocks are multiples of this.
@@ -137,7 +137,7 @@ impl State {
     }
 
     fn place(&mut self, device: DeviceId, bytes: u64, align: u64, pool: bool) -> Result<u64, Refused> {
-        let object = self.space.create(device, bytes)?;
+        let object = self.space.create(device, bytes, ExportTypes::NONE)?;
         let purpose = Purpose::Allocation { object, pool };
         let address = match self.space.reserve(device, bytes, align, align, purpose) {
             Ok(address) => address,

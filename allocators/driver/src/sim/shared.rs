@@ -21,6 +21,8 @@ use std::{fmt, panic::Location};
 pub(crate) struct Shared {
     pub(crate) config: SimConfig,
     pub(crate) calls: CallCounts,
+    /// Tells it from every other machine of the process.
+    pub(crate) machine: u64,
     pub(crate) stalls: Arc<Stalls>,
     /// Whether the oracle looks. The state's own flag is the same; this one is read without the lock.
     pub(crate) watched: AtomicBool,
@@ -42,6 +44,9 @@ impl fmt::Debug for Shared {
     }
 }
 
+/// Machines made so far.
+static MACHINES: AtomicU64 = AtomicU64::new(0);
+
 /// The machine, locked.
 pub(crate) type Guard<'a> = MutexGuard<'a, State>;
 
@@ -62,6 +67,7 @@ impl Shared {
         };
         Self {
             calls: CallCounts::new(),
+            machine: MACHINES.fetch_add(1, Ordering::Relaxed),
             stalls: Arc::new(Stalls::default()),
             watched: AtomicBool::new(true),
             modelled: AtomicU64::new(0),

@@ -13,7 +13,7 @@ use super::{
     table::Table,
     violation::{Finding, ViolationKind},
 };
-use crate::{DeviceId, DeviceRange};
+use crate::{DeviceId, DeviceRange, ExportTypes};
 use std::collections::BTreeMap;
 
 /// What addresses were reserved for.
@@ -42,7 +42,10 @@ pub(crate) struct Object {
     extent: u64,
     ledger: Ledger,
     mappings: u32,
-    pub(crate) released: bool,
+    /// Handles that name it: one when it is made, one more for each import.
+    pub(crate) handles: u32,
+    /// In which ways it can be exported.
+    pub(crate) types: ExportTypes,
 }
 
 /// A physical object at an address, whole.
@@ -160,27 +163,43 @@ impl Space {
     }
 
     /// Physical memory. The caller has seen that the device has it.
-    pub(crate) fn create(&mut self, device: DeviceId, bytes: u64) -> Result<u64, Refused> {
+    pub(crate) fn create(
+        &mut self,
+        device: DeviceId,
+        bytes: u64,
+        types: ExportTypes,
+    ) -> Result<u64, Refused> {
         let extent = self.store.extent(bytes)?;
         let ledger = Ledger::new(bytes);
-        Ok(self.objects.insert(Object { device, bytes, extent, ledger, mappings: 0, released: false }))
+        Ok(self.objects.insert(Object { device, bytes, extent, ledger, mappings: 0, handles: 1, types }))
+    }
+
+    /// One more handle of an object that has been exported.
+    pub(crate) fn import(&mut self, device: DeviceId, handle: u64) -> Result<(), Refused> {
+        match self.objects.get_mut(handle) {
+            Some(object) if object.device == device && object.handles > 0 => {
+                object.handles += 1;
+                Ok(())
+            }
+            _ => Err(codes::INVALID_VALUE),
+        }
     }
 
     pub(crate) fn object(&self, handle: u64) -> Option<&Object> {
         self.objects.get(handle)
     }
 
-    /// Lets go of an object; what the device has back at once.
+    /// Lets go of one handle of an object; what the device has back at once.
     pub(crate) fn release(&mut self, handle: u64) -> u64 {
         if let Some(object) = self.objects.get_mut(handle) {
-            object.released = true;
+            object.handles = object.handles.saturating_sub(1);
         }
         self.collect(handle)
     }
 
     /// Ends an object that nobody holds and that is mapped nowhere.
     fn collect(&mut self, handle: u64) -> u64 {
-        if self.objects.get(handle).is_some_and(|object| object.released && object.mappings == 0)
+        if self.objects.get(handle).is_some_and(|object| object.handles == 0 && object.mappings == 0)
             && let Some(object) = self.objects.remove(handle)
         {
             self.store.drop_extent(object.extent, object.bytes);
@@ -448,7 +467,7 @@ impl Space {
         }
         let objects = self.objects.iter().filter(|object| object.device == device);
         for object in objects {
-            held.handles += u64::from(!object.released);
+            held.handles += u64::from(object.handles);
             held.mappings += u64::from(object.mappings);
         }
         held.handles -= internal;

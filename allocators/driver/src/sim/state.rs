@@ -12,6 +12,7 @@ use super::{
     pinned::PinnedMemory,
     pool::Pools,
     queue::{self, Event, Kind, Stream},
+    registered::Registered,
     space::Space,
     store::Store,
     table::Table,
@@ -68,6 +69,7 @@ pub(crate) struct State {
     pub(crate) components: Components,
     pub(crate) hosts: Vec<Host>,
     pub(crate) owners: Ownership,
+    pub(crate) registered: Registered,
     pub(crate) reports: Reports,
     pub(crate) checked: u64,
     /// Scratch for the checks.
@@ -110,6 +112,7 @@ impl State {
             components,
             hosts,
             owners: Ownership::default(),
+            registered: Registered::default(),
             reports: Reports::default(),
             checked: 0,
             found: Vec::new(),

@@ -41,6 +41,8 @@ pub enum ViolationKind {
     UnmapInFlight,
     /// A mapping made where the host does not know that work on the mapping before it is done.
     MapInFlight,
+    /// A mapping made or taken away, or memory freed, while somebody outside keeps its addresses.
+    MovedWhileRegistered,
     /// Memory freed, or its registration ended, while nothing orders that after queued work on it.
     FreeInFlight,
     /// A copy whose host side does not lie in one registration.
@@ -63,6 +65,7 @@ impl fmt::Display for ViolationKind {
             Self::NoAccess { device } => return write!(f, "use without access by {device}"),
             Self::UnmapInFlight => "unmapped under queued work",
             Self::MapInFlight => "mapped under queued work",
+            Self::MovedWhileRegistered => "moved under a registration",
             Self::FreeInFlight => "freed under queued work",
             Self::AcrossRegistrations => "a copy across the border of a registration",
         })
@@ -144,6 +147,7 @@ impl fmt::Display for Violation {
                 | ViolationKind::StaleBlock { .. }
                 | ViolationKind::Unmapped
                 | ViolationKind::NoAccess { .. }
+                | ViolationKind::MovedWhileRegistered
                 | ViolationKind::AcrossRegistrations => "after",
                 _ => "not ordered after",
             };

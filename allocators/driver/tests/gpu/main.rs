@@ -15,6 +15,8 @@ mod codes;
 #[cfg(feature = "cuda")]
 mod host;
 #[cfg(feature = "cuda")]
+mod ipc;
+#[cfg(feature = "cuda")]
 mod lend;
 #[cfg(feature = "cuda")]
 mod order;

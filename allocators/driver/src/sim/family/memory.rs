@@ -66,6 +66,7 @@ impl Memory for Shared {
             let mut found = std::mem::take(&mut state.found);
             let host = &state.hosts[state.agent()].clock;
             state.space.in_flight(address, held, ViolationKind::FreeInFlight, host, &mut found);
+            state.registered.check(address, held, &mut found);
             state.report(found, mark, Some(device));
         }
         let mut state = self.run_device(state, device);
@@ -154,6 +155,7 @@ impl Memory for Shared {
             let mut found = std::mem::take(&mut state.found);
             let state = &mut *state;
             state.space.hand_over(address, held, &mark, &state.streams[place].clock, &mut found);
+            state.registered.check(address, held, &mut found);
             state.report(found, mark, Some(device));
             state.owners.set(address, held, Owner::Free, mark);
         }

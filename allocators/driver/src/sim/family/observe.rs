@@ -1,7 +1,7 @@
 //! The sum of the families, and what pools tell it.
 
 use crate::{
-    BlockNote, CallCounts, Driver, HostAccess, Observer,
+    BlockNote, CallCounts, DeviceRange, Driver, HostAccess, Observer,
     sim::shared::{Shared, here},
 };
 use std::sync::atomic::Ordering;
@@ -24,6 +24,16 @@ impl Observer for Shared {
     fn block(&self, note: BlockNote<'_>) {
         let site = here();
         self.lock().note(note, site);
+    }
+
+    fn registered(&self, range: DeviceRange) {
+        let site = here();
+        self.lock().note_registered(range, true, site);
+    }
+
+    fn unregistered(&self, range: DeviceRange) {
+        let site = here();
+        self.lock().note_registered(range, false, site);
     }
 
     fn host(&self, address: u64, bytes: u64, access: HostAccess) {

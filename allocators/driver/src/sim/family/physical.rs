@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "makes handles, and implements calls that take memory away")]
 
 use crate::{
-    Call, DeviceId, Physical, PhysicalHandle, Result,
+    Call, DeviceId, ExportTypes, Physical, PhysicalHandle, Result,
     sim::{
         codes,
         ledger::Act,
@@ -25,10 +25,23 @@ fn granules(bytes: u64, address: u64, granularity: u64) -> Result<(), Refused> {
 }
 
 impl State {
+    /// Takes memory of a device's, and answers with its handle.
+    pub(crate) fn create(
+        &mut self,
+        device: DeviceId,
+        bytes: u64,
+        types: ExportTypes,
+    ) -> Result<u64, Refused> {
+        let granularity = self.virtual_memory(device)?;
+        granules(bytes, 0, granularity)?;
+        self.take(device, bytes)?;
+        self.space.create(device, bytes, types).inspect_err(|_| self.give(device, bytes))
+    }
+
     /// A handle's size, if it is good.
-    fn handle(&self, handle: PhysicalHandle) -> Result<u64, Refused> {
+    pub(crate) fn handle(&self, handle: PhysicalHandle) -> Result<u64, Refused> {
         match self.space.object(handle.handle()) {
-            Some(object) if object.device == handle.device() && !object.released => Ok(object.bytes),
+            Some(object) if object.device == handle.device() && object.handles > 0 => Ok(object.bytes),
             _ => Err(codes::INVALID_HANDLE),
         }
     }
@@ -71,16 +84,7 @@ impl Physical for Shared {
     fn handle_create(&self, device: DeviceId, bytes: u64) -> Result<PhysicalHandle> {
         let call = Call::HandleCreate;
         let mut state = self.enter(call, Some(device))?;
-        let granularity = state.virtual_memory(device).map_err(at(call))?;
-        granules(bytes, 0, granularity).map_err(at(call))?;
-        state.take(device, bytes).map_err(at(call))?;
-        let handle = match state.space.create(device, bytes) {
-            Ok(handle) => handle,
-            Err(code) => {
-                state.give(device, bytes);
-                return Err(at(call)(code));
-            }
-        };
+        let handle = state.create(device, bytes, ExportTypes::NONE).map_err(at(call))?;
         self.cost(call, bytes);
         // SAFETY: 1. The handle is that of the memory just taken.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
@@ -111,7 +115,9 @@ impl Physical for Shared {
         let machine = &mut *state;
         let host = &machine.hosts[agent].clock;
         let mapped = machine.space.map(address, bytes, handle.handle(), host, &mut found);
-        if !machine.oracle {
+        if machine.oracle && mapped.is_ok() {
+            machine.registered.check(address, bytes, &mut found);
+        } else if !machine.oracle {
             found.clear();
         }
         let mark = machine.host_name(Act::Write, "map", site);
@@ -138,6 +144,9 @@ impl Physical for Shared {
         let host = &machine.hosts[agent].clock;
         if machine.oracle {
             machine.space.in_flight(address, bytes, ViolationKind::UnmapInFlight, host, &mut found);
+            if !machine.space.is_empty(address, bytes) {
+                machine.registered.check(address, bytes, &mut found);
+            }
         }
         let gone = machine.space.unmap(address, bytes, mark, host);
         if gone.is_err() {

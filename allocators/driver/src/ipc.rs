@@ -1,0 +1,127 @@
+//! Physical memory that others can be given: other libraries, other processes, other machines of a fabric.
+#![expect(
+    unsafe_code,
+    reason = "declares a call whose answer is memory that others write; holds no unsafe block"
+)]
+
+use crate::{DeviceId, PhysicalHandle, Result};
+use std::{
+    fmt::{self, Debug},
+    os::fd::{BorrowedFd, OwnedFd},
+};
+
+/// What memory is made for, besides the use by its own process. It cannot be changed once the memory is there.
+///
+/// ```
+/// use aquifer_driver::ExportTypes;
+/// let both = ExportTypes::POSIX_FD.and(ExportTypes::FABRIC);
+/// assert!(both.covers(ExportTypes::FABRIC));
+/// assert_eq!(ExportTypes::POSIX_FD.missing(both), Some("CU_MEM_HANDLE_TYPE_FABRIC"));
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+#[non_exhaustive]
+pub struct ExportTypes {
+    /// Other processes of this machine, by a file descriptor (`CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`).
+    pub posix_fd: bool,
+    /// Other machines of a fabric (`NVLink` over switches), by 64 bytes (`CU_MEM_HANDLE_TYPE_FABRIC`).
+    pub fabric: bool,
+    /// Network cards, which read and write it by themselves (`gpuDirectRDMACapable`).
+    pub rdma: bool,
+}
+
+impl ExportTypes {
+    /// For nobody else.
+    pub const NONE: Self = Self { posix_fd: false, fabric: false, rdma: false };
+    /// By a file descriptor.
+    pub const POSIX_FD: Self = Self { posix_fd: true, ..Self::NONE };
+    /// By a handle of the fabric.
+    pub const FABRIC: Self = Self { fabric: true, ..Self::NONE };
+
+    /// Both.
+    #[must_use]
+    pub const fn and(self, other: Self) -> Self {
+        Self {
+            posix_fd: self.posix_fd || other.posix_fd,
+            fabric: self.fabric || other.fabric,
+            rdma: self.rdma || other.rdma,
+        }
+    }
+
+    /// The same, open to network cards.
+    #[must_use]
+    pub const fn with_rdma(self) -> Self {
+        Self { rdma: true, ..self }
+    }
+
+    /// Whether all that `wanted` names is here.
+    #[must_use]
+    pub fn covers(self, wanted: Self) -> bool {
+        self.missing(wanted).is_none()
+    }
+
+    /// The first of what `wanted` names that is not here, in the driver's words.
+    #[must_use]
+    pub fn missing(self, wanted: Self) -> Option<&'static str> {
+        let lacks = [
+            (wanted.posix_fd && !self.posix_fd, "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"),
+            (wanted.fabric && !self.fabric, "CU_MEM_HANDLE_TYPE_FABRIC"),
+            (wanted.rdma && !self.rdma, "gpuDirectRDMACapable"),
+        ];
+        lacks.into_iter().find_map(|(lacks, name)| lacks.then_some(name))
+    }
+}
+
+/// Memory's name on a fabric (`CUmemFabricHandle`): bytes to send to whoever is to import it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct FabricHandle(pub [u8; 64]);
+
+impl Debug for FabricHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("FabricHandle(..)")
+    }
+}
+
+/// Giving physical memory to others, and taking theirs. None of these calls waits for the device.
+pub trait Ipc: Debug + Send + Sync {
+    /// Takes physical memory from the device that can be exported in the ways of `types` (`cuMemCreate`).
+    ///
+    /// # Errors
+    /// Out of memory (code 2); not supported or not permitted (800, 801) where the device or the system cannot.
+    fn handle_create_exportable(
+        &self,
+        device: DeviceId,
+        bytes: u64,
+        types: ExportTypes,
+    ) -> Result<PhysicalHandle>;
+
+    /// A file descriptor of the memory, whole (`cuMemExportToShareableHandle`). It keeps the memory as a handle does.
+    ///
+    /// # Errors
+    /// Invalid value for memory that was not made for it.
+    fn handle_export(&self, handle: PhysicalHandle) -> Result<OwnedFd>;
+
+    /// The memory's name on the fabric (`cuMemExportToShareableHandle`).
+    ///
+    /// # Errors
+    /// Invalid value for memory that was not made for it.
+    fn handle_export_fabric(&self, handle: PhysicalHandle) -> Result<FabricHandle>;
+
+    /// A handle of the memory behind a file descriptor (`cuMemImportFromShareableHandle`), which is released like one
+    /// that was created. The descriptor stays the caller's.
+    ///
+    /// # Safety
+    /// 1. Whoever works with the memory through this handle orders that work with everybody else's who has it.
+    ///
+    /// # Errors
+    /// Invalid value, or the driver's choice, for a descriptor of something else.
+    unsafe fn handle_import(&self, device: DeviceId, fd: BorrowedFd<'_>) -> Result<PhysicalHandle>;
+
+    /// The same for a name on the fabric.
+    ///
+    /// # Safety
+    /// As [`Ipc::handle_import`].
+    ///
+    /// # Errors
+    /// As [`Ipc::handle_import`].
+    unsafe fn handle_import_fabric(&self, device: DeviceId, name: &FabricHandle) -> Result<PhysicalHandle>;
+}

@@ -1,0 +1,133 @@
+//! Memory that others are given, and addresses that others keep.
+#![expect(unsafe_code, reason = "makes driver calls whose conditions the tests meet, or break on purpose")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+use aquifer_driver::{
+    DeviceId, DeviceRange, Driver, ExportTypes, PhysicalHandle,
+    sim::{Sim, SimConfig, ViolationKind},
+};
+use std::{fs::File, os::fd::AsFd, sync::Arc};
+
+const DEVICE: DeviceId = DeviceId(0);
+const GRANULE: u64 = 2 << 20;
+
+/// An address with the memory of `handle` behind it.
+fn map(driver: &Arc<dyn Driver>, handle: PhysicalHandle) -> u64 {
+    let address = driver.address_reserve(DEVICE, GRANULE, 0).unwrap();
+    // SAFETY: 1. nothing is mapped in a range that has just been reserved.
+    unsafe { driver.map(address, GRANULE, handle) }.unwrap();
+    driver.set_access(address, GRANULE, &[DEVICE]).unwrap();
+    address
+}
+
+#[test]
+fn exported_memory_is_the_same_bytes_where_it_is_imported_and_stays_until_both_handles_go() {
+    let sim = Sim::h200(1);
+    let driver = sim.driver();
+    let handle = driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::POSIX_FD).unwrap();
+    let fd = driver.handle_export(handle).unwrap();
+    // A duplicate, as another process would have it.
+    let sent = fd.try_clone().unwrap();
+    drop(fd);
+    // SAFETY: 1. one stream orders all work.
+    let imported = unsafe { driver.handle_import(DEVICE, sent.as_fd()) }.unwrap();
+    let (here, there) = (map(&driver, handle), map(&driver, imported));
+    let stream = driver.stream_create(DEVICE, 0).unwrap();
+    // SAFETY: 1. mapped above. 2. one stream only.
+    unsafe { driver.fill(stream, here, 0x5a, GRANULE) }.unwrap();
+    driver.stream_synchronize(stream).unwrap();
+    // SAFETY: 1. the stream is idle. 2. the handle is not used again.
+    unsafe {
+        driver.unmap(DEVICE, here, GRANULE).unwrap();
+        driver.handle_release(handle).unwrap();
+    }
+    let left = driver.memory_info(DEVICE).unwrap();
+    assert_eq!(left.total - left.free, GRANULE, "the importer still holds it");
+    let bytes = sim.read_back(DeviceRange { device: DEVICE, address: there, bytes: GRANULE }).unwrap();
+    assert!(bytes.iter().all(|&byte| byte == 0x5a));
+    // SAFETY: 1. the stream is idle. 2. the handle is not used again.
+    unsafe {
+        driver.unmap(DEVICE, there, GRANULE).unwrap();
+        driver.handle_release(imported).unwrap();
+    }
+    let left = driver.memory_info(DEVICE).unwrap();
+    assert_eq!(left.total, left.free);
+    assert!(sim.violations().is_empty());
+}
+
+#[test]
+fn memory_is_exported_only_as_it_was_made_to_be() {
+    let sim = Sim::h200(1);
+    let driver = sim.driver();
+    let plain = driver.handle_create(DEVICE, GRANULE).unwrap();
+    assert_eq!(driver.handle_export(plain).unwrap_err().code, 1);
+    assert_eq!(
+        driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::FABRIC).unwrap_err().code,
+        801,
+        "this machine has no fabric"
+    );
+    let mut config = SimConfig::h200(1);
+    config.devices[0].info.export_types.fabric = true;
+    let driver = Sim::new(config).driver();
+    let handle = driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::FABRIC).unwrap();
+    assert_eq!(driver.handle_export(handle).unwrap_err().code, 1, "made for the fabric alone");
+    let name = driver.handle_export_fabric(handle).unwrap();
+    // SAFETY: 1. nobody works with the memory.
+    assert!(unsafe { driver.handle_import_fabric(DEVICE, &name) }.is_ok());
+}
+
+#[test]
+fn files_and_names_of_others_are_refused() {
+    let driver = Sim::h200(1).driver();
+    let handle = driver.handle_create_exportable(DEVICE, GRANULE, ExportTypes::POSIX_FD).unwrap();
+    let elsewhere = driver.handle_export(handle).unwrap();
+    let other = Sim::h200(1).driver();
+    let file = File::open("/dev/zero").unwrap();
+    for fd in [file.as_fd(), elsewhere.as_fd()] {
+        // SAFETY: 1. nobody works with the memory.
+        assert_eq!(unsafe { other.handle_import(DEVICE, fd) }.unwrap_err().code, 1);
+    }
+}
+
+#[test]
+fn a_mapping_that_goes_or_comes_under_a_registration_is_reported_with_both_lines() {
+    let sim = Sim::h200(1).symbolic();
+    let driver = sim.driver();
+    let handle = driver.handle_create(DEVICE, GRANULE).unwrap();
+    let address = map(&driver, handle);
+    let range = DeviceRange { device: DEVICE, address: address + 4096, bytes: 4096 };
+    let observer = driver.observer().unwrap();
+    let entered = aquifer_driver::site::enter();
+    let registered = line!() - 1;
+    observer.registered(range);
+    drop(entered);
+    let entered = aquifer_driver::site::enter();
+    let moved = line!() - 1;
+    // SAFETY: 1. nothing is queued; the registration is broken on purpose.
+    unsafe {
+        driver.unmap(DEVICE, address, GRANULE).unwrap();
+        driver.map(address, GRANULE, handle).unwrap();
+    }
+    drop(entered);
+    let found = sim.take_violations();
+    assert_eq!(found.len(), 1, "one fault for one pair of lines: {found:?}");
+    assert_eq!((found[0].kind, found[0].count), (ViolationKind::MovedWhileRegistered, 2));
+    assert_eq!(found[0].earlier.unwrap().site.line(), registered);
+    assert_eq!((found[0].later.site.line(), found[0].later.work), (moved, "unmap"));
+    observer.unregistered(range);
+    // SAFETY: 1. nothing is queued.
+    unsafe { driver.unmap(DEVICE, address, GRANULE) }.unwrap();
+    assert!(sim.violations().is_empty());
+}
+
+#[test]
+fn an_allocation_freed_under_a_registration_is_reported() {
+    let sim = Sim::h200(1).symbolic();
+    let driver = sim.driver();
+    let address = driver.mem_alloc(DEVICE, 4096).unwrap();
+    let range = DeviceRange { device: DEVICE, address, bytes: 4096 };
+    driver.observer().unwrap().registered(range);
+    // SAFETY: 1. from `mem_alloc`, and freed once. 2. nothing is queued; the registration is broken on purpose.
+    unsafe { driver.mem_free(DEVICE, address) }.unwrap();
+    assert_eq!(sim.violations()[0].kind, ViolationKind::MovedWhileRegistered);
+}
