@@ -122,6 +122,13 @@ pub enum MemoryError {
         /// Bytes there are.
         bytes: u64,
     },
+    /// A part of reserved addresses that has no memory behind it.
+    Uncommitted {
+        /// First byte without memory, counted from the start of the addresses.
+        offset: u64,
+        /// How many bytes from there on have none.
+        len: u64,
+    },
     /// Two sides of a copy that differ in length.
     LengthMismatch {
         /// Bytes of the source.
@@ -195,6 +202,9 @@ impl fmt::Display for MemoryError {
             Self::DoubleFree { address } => write!(f, "the block at {address:#x} has been freed already"),
             Self::OutOfBounds { offset, len, bytes } => {
                 write!(f, "{len} bytes from {offset} on reach past the end of a block of {bytes}")
+            }
+            Self::Uncommitted { offset, len } => {
+                write!(f, "{len} bytes from {offset} on are not committed: no memory is behind them")
             }
             Self::LengthMismatch { from, to } => write!(f, "a copy of {from} bytes into {to}"),
             Self::Busy { address } => {

@@ -56,26 +56,26 @@ struct State {
 }
 
 /// A block that has been freed by its owner.
-struct Deferred {
-    address: u64,
-    bytes: u64,
-    generation: u64,
-    timeline: Arc<Timeline>,
-    uses: Vec<Noted>,
+pub(crate) struct Deferred {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    pub(crate) generation: u64,
+    pub(crate) timeline: Arc<Timeline>,
+    pub(crate) uses: Vec<Noted>,
     /// Charges, among others.
-    until_free: UntilFree,
+    pub(crate) until_free: UntilFree,
 }
 
 /// The part of a block's token that knows the way home.
 pub(crate) struct Backed {
-    ledger: Arc<dyn Release>,
+    pub(crate) ledger: Arc<dyn Release>,
     pub(crate) timeline: Arc<Timeline>,
     pub(crate) streams: StreamPool,
     pub(crate) bytes: u64,
 }
 
 /// Takes blocks back.
-trait Release: Send + Sync {
+pub(crate) trait Release: Send + Sync {
     fn release(&self, block: Deferred);
 }
 

@@ -116,6 +116,13 @@ pub struct DeviceSlice<'a, T> {
     elements: PhantomData<&'a [T]>,
 }
 
+impl<'a, T> DeviceSlice<'a, T> {
+    /// `len` elements from byte `offset` of a block on, which are within its bounds.
+    pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
+        Self { block, offset, len, elements: PhantomData }
+    }
+}
+
 /// A part of a [`DeviceBuffer`], to be written.
 #[derive(Debug)]
 pub struct DeviceSliceMut<'a, T> {
@@ -125,6 +132,13 @@ pub struct DeviceSliceMut<'a, T> {
     offset: u64,
     len: usize,
     elements: PhantomData<&'a mut [T]>,
+}
+
+impl<'a, T> DeviceSliceMut<'a, T> {
+    /// `len` elements from byte `offset` of a block on, which are within its bounds and which nobody else borrows.
+    pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
+        Self { block, offset, len, elements: PhantomData }
+    }
 }
 
 /// How each of the three reaches its block.

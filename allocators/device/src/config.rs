@@ -2,6 +2,7 @@
 
 use crate::Reclaim;
 use aquifer_core::{Budget, Recorder};
+use aquifer_driver::ExportTypes;
 use std::{sync::Arc, time::Duration};
 
 /// How far one stream may take over what another's cache holds, when its own has no room.
@@ -32,6 +33,9 @@ pub struct PoolConfig {
     /// Move free memory to where it is missing before taking more from the driver: the least memory, at the cost of
     /// about 40 µs for each handle moved.
     pub compact: bool,
+    /// For whom stable blocks are made, besides this process. Set before there is memory, since no memory can be made
+    /// exportable later; all others of the pool's are not.
+    pub export: ExportTypes,
     /// How many streams can be leased at once.
     pub streams: u32,
     /// Each block an allocation of its own from the driver: slow, and what memory checkers can see through.
@@ -50,6 +54,7 @@ impl Default for PoolConfig {
             wait: Duration::from_secs(10),
             handle_bytes: 0,
             compact: false,
+            export: ExportTypes::NONE,
             streams: aquifer_stream::DEFAULT_CAP,
             bypass: false,
             recorder: None,

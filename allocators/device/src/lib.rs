@@ -5,6 +5,8 @@
 //! | [`DevicePool`] | the caching pool of one device |
 //! | [`Block`] | memory that goes home when it is dropped |
 //! | [`DeviceBuffer`] | a block with elements of one type |
+//! | [`StableBlock`] | a block whose memory never moves, for whoever keeps its address; can be exported |
+//! | [`Reserved`] | elements at addresses that stay while memory behind them comes and goes |
 //! | [`Resource`] | what all sources of device memory have in common |
 //! | [`Direct`], [`StreamOrdered`] | the driver's own allocators as resources |
 //! | [`Limit`], [`Log`], [`FailureCallback`] | resources that wrap another |
@@ -31,6 +33,7 @@
 //! block an allocation of its own from the driver, so that memory checkers see it. A value that cannot be followed is an
 //! error of [`DevicePool::open`].
 
+mod apart;
 mod backend;
 mod block;
 mod buffer;
@@ -44,7 +47,9 @@ mod leasing;
 mod physical;
 mod pool;
 mod request;
+mod reserved;
 mod resource;
+mod stable;
 mod stream_ordered;
 
 pub use block::Block;
@@ -54,5 +59,7 @@ pub use decorators::{FailureCallback, Limit, Log, OnFailure};
 pub use direct::Direct;
 pub use pool::DevicePool;
 pub use request::{BLOCK_ALIGN, MAX_ALIGN, Request};
+pub use reserved::Reserved;
 pub use resource::{Reclaim, Resource};
+pub use stable::{Exported, Registration, StableBlock};
 pub use stream_ordered::StreamOrdered;

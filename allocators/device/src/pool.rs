@@ -2,6 +2,7 @@
 
 use crate::{
     Block, DeviceBuffer, Log, PoolConfig, Request, Resource,
+    apart::Apart,
     chain::Counters,
     direct::Direct,
     environment::Environment,
@@ -71,6 +72,8 @@ pub(crate) struct Inner {
     streams: StreamPool,
     pub(crate) physical: Physical,
     pub(crate) budget: Budget,
+    /// What has addresses of its own.
+    pub(crate) apart: Arc<Apart>,
     pub(crate) config: PoolConfig,
     homes: RwLock<Vec<&'static Home>>,
     /// Somebody wants to know whose each block is.
@@ -87,13 +90,16 @@ impl DevicePool {
     ///
     /// # Errors
     /// [`MemoryError::BadSetting`] for a budget of nothing, a handle that is not a power of two, or a variable of the
-    /// environment; the driver's.
+    /// environment; [`MemoryError::Unsupported`] for an export that the device cannot; the driver's.
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
         let environment = Environment::read()?;
         config.bypass |= environment.bypass;
         config.recorder = config.recorder.or(environment.recorder);
         let lost = |e| MemoryError::driver(device, e);
         let info = driver.device_info(device).map_err(lost)?;
+        if let Some(feature) = info.export_types.missing(config.export) {
+            return Err(MemoryError::Unsupported { feature });
+        }
         let budget = match &config.budget {
             Some(budget) => budget.clone(),
             None => Budget::new("the device", driver.memory_info(device).map_err(lost)?.free / 5 * 4),
@@ -129,6 +135,7 @@ impl DevicePool {
                 None => Arc::new(direct),
             }
         });
+        let apart = Apart::new(&driver, &info, &config);
         let observed = driver.observer().is_some();
         let inner = Arc::new(Inner {
             key: KEYS.fetch_add(1, Ordering::Relaxed),
@@ -136,6 +143,7 @@ impl DevicePool {
             info,
             streams,
             physical,
+            apart,
             budget,
             config,
             homes: RwLock::default(),
@@ -148,7 +156,7 @@ impl DevicePool {
         Ok(Self { handle: Arc::new(Closer(inner)) })
     }
 
-    fn inner(&self) -> &Arc<Inner> {
+    pub(crate) fn inner(&self) -> &Arc<Inner> {
         &self.handle.0
     }
 
@@ -187,7 +195,7 @@ impl DevicePool {
             Some(block) => Ok(block),
             None => {
                 let _site = site::enter();
-                inner.allocate_slowly(home, &request, None)
+                inner.allocate_after_leaving(home, &request, None)
             }
         }
     }
@@ -219,7 +227,7 @@ impl DevicePool {
             Some(block) => block,
             None => {
                 let _site = site::enter();
-                inner.allocate_slowly(home, &request, Some(held))?
+                inner.allocate_after_leaving(home, &request, Some(held))?
             }
         };
         let drawn = before.saturating_sub(remaining());
@@ -307,6 +315,11 @@ impl Inner {
     /// The streams of the device.
     pub(crate) fn streams(&self) -> &StreamPool {
         &self.streams
+    }
+
+    /// What physical memory is charged to.
+    pub(crate) fn budget(&self) -> &Budget {
+        &self.budget
     }
 
     /// The cache of a stream, made at its first use.
@@ -411,13 +424,20 @@ impl Inner {
 
     /// Bytes held from the driver.
     pub(crate) fn held(&self) -> u64 {
-        match &self.physical {
+        let cached = match &self.physical {
             Physical::Mapped(mapped) => mapped.held().now(),
             Physical::Plain(plain) => plain.held().now(),
-        }
+        };
+        cached + self.apart.held().now()
     }
 
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
+        let gone = self.apart.reap()?;
+        let keep = keep.saturating_sub(self.apart.held().now());
+        self.trim_caches(keep).map(|given| gone + given)
+    }
+
+    fn trim_caches(&self, keep: u64) -> Result<u64> {
         if let Some(direct) = &self.direct {
             return direct.trim(keep);
         }
@@ -463,6 +483,7 @@ impl Inner {
         };
         stats.physical += held.now();
         stats.peak_physical += held.peak();
+        self.apart.add_to(&mut stats);
         self.counters.add_to(&mut stats);
         stats
     }
@@ -501,6 +522,7 @@ impl Drop for Closer {
         for home in self.0.homes() {
             home.close();
         }
+        self.0.apart.reap_quietly();
         if let Some(recorder) = &self.0.config.recorder {
             recorder.sink().flush();
         }

@@ -264,6 +264,17 @@ impl UseList {
         self.list.get_mut().is_none()
     }
 
+    /// The uses that are not known to be done, as [`UseList::take`] would answer with them; they stay noted. For a part
+    /// of a block that is given back while the rest stays: all borrows are over then as well.
+    #[must_use]
+    pub fn current(&mut self, home: &Arc<Timeline>) -> Vec<Noted> {
+        let still = self.take(home);
+        if !still.is_empty() {
+            *self.list.get_mut() = Some(Box::new(still.clone()));
+        }
+        still
+    }
+
     /// Takes the uses that are not known to be done, when the block is freed. All borrows are over then. Uses of the
     /// home stream itself are left out unless they are open: it is in order with itself.
     #[must_use]

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "ends a handle's life")]
 
 use aquifer_core::{Budget, Charge, DeviceId, MemoryError, OutOfBudget, Reservation};
-use aquifer_driver::{Driver, DriverError, PhysicalHandle};
+use aquifer_driver::{Driver, DriverError, ExportTypes, PhysicalHandle};
 use std::{
     fmt,
     sync::{
@@ -81,8 +81,10 @@ pub(crate) struct Handle {
     raw: PhysicalHandle,
     bytes: u64,
     held: Arc<Held>,
-    /// `None` when the memory has gone back, or when the driver will not have it back.
+    /// `None` for memory that somebody else pays for, and after the end.
     charge: Option<Charge>,
+    /// Not released yet.
+    live: bool,
 }
 
 /// Why there is no handle.
@@ -97,6 +99,19 @@ impl NoHandle {
         match self {
             Self::Budget(_) => true,
             Self::Driver(e) => e.is_out_of_memory(),
+        }
+    }
+
+    /// The refusal of `wanted` bytes, of which `taken` had been granted one by one and go back.
+    pub(crate) fn of(self, wanted: u64, taken: u64) -> Self {
+        match self {
+            Self::Budget(refused) => Self::Budget(OutOfBudget {
+                requested: wanted,
+                current: refused.current.saturating_sub(taken),
+                remaining: refused.remaining + taken,
+                ..refused
+            }),
+            Self::Driver(_) => self,
         }
     }
 
@@ -116,12 +131,28 @@ impl Handle {
         charge: Charge,
         held: &Arc<Held>,
     ) -> Result<Arc<Handle>, (DriverError, Charge)> {
+        Self::create_exportable(driver, device, ExportTypes::NONE, charge, held)
+    }
+
+    /// As [`Handle::create`], for memory that can be exported in the ways of `types`.
+    pub(crate) fn create_exportable(
+        driver: &Arc<dyn Driver>,
+        device: DeviceId,
+        types: ExportTypes,
+        charge: Charge,
+        held: &Arc<Held>,
+    ) -> Result<Arc<Handle>, (DriverError, Charge)> {
         let bytes = charge.bytes();
-        match driver.handle_create(device, bytes) {
+        let made = if types == ExportTypes::NONE {
+            driver.handle_create(device, bytes)
+        } else {
+            driver.handle_create_exportable(device, bytes, types)
+        };
+        match made {
             Ok(raw) => {
                 held.add(bytes);
                 let (driver, held) = (driver.clone(), held.clone());
-                Ok(Arc::new(Handle { driver, raw, bytes, held, charge: Some(charge) }))
+                Ok(Arc::new(Handle { driver, raw, bytes, held, charge: Some(charge), live: true }))
             }
             Err(error) => Err((error, charge)),
         }
@@ -133,18 +164,27 @@ impl Handle {
         Arc::into_inner(handle)?.release()
     }
 
+    /// A handle of memory that somebody else has taken from the device, and is charged for.
+    pub(crate) fn imported(driver: &Arc<dyn Driver>, raw: PhysicalHandle) -> Arc<Handle> {
+        Arc::new(Handle { driver: driver.clone(), raw, bytes: 0, held: Arc::default(), charge: None, live: true })
+    }
+
     pub(crate) fn raw(&self) -> PhysicalHandle {
         self.raw
     }
 
+    /// Bytes that the pool is charged for: none for memory that somebody else has taken.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
     /// Ends the handle, once.
     fn release(&mut self) -> Option<Charge> {
-        let charge = self.charge.take()?;
-        // SAFETY: 1. the handle is private to this value, whose charge is there until this call.
+        if !std::mem::take(&mut self.live) {
+            return None;
+        }
+        let charge = self.charge.take();
+        // SAFETY: 1. the handle is private to this value, which has not released it before.
         match unsafe { self.driver.handle_release(self.raw) } {
             Err(e) if !e.is_device_lost() => {
                 // The memory is still taken, so it stays charged: the charge is forgotten on purpose.
@@ -153,7 +193,7 @@ impl Handle {
             }
             _ => {
                 self.held.sub(self.bytes);
-                Some(charge)
+                charge
             }
         }
     }

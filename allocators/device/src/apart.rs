@@ -1,0 +1,430 @@
+//! Memory at addresses of its own, which takes no part in the caches: stable blocks and reserved elements.
+//!
+//! Each such thing is a [`Span`]: addresses that nobody else is given, and what is mapped there. Nothing in it is handed
+//! to another stream, moved or recycled. What its owner lets go of *leaves*: it stays mapped and charged until the host
+//! has seen the work done that used it and nobody keeps its address, and is unmapped by whoever comes next through a slow
+//! path of the pool, a trim or the end of the pool. So no drop calls the driver, and nobody waits.
+//!
+//! ```text
+//!   address_reserve ──▶ nothing ──create, map, set access──▶ mapped ──owner lets go──▶ leaving
+//!                          ▲                                   ▲                        │   │
+//!                          │                                   └──── committed again ───┘   │
+//!                          └──────── unmap, release ◀── its work done, no registration ─────┘
+//! ```
+
+mod room;
+mod span;
+
+pub(crate) use span::{Leaving, Span};
+
+use crate::{
+    PoolConfig,
+    backend::{Deferred, Release},
+    home::note,
+    physical::handle::{Funds, Handle, Held, NoHandle},
+};
+use aquifer_core::{Action, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag, event::Place};
+use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, RawStream};
+use aquifer_stream::Timeline;
+use std::{
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
+
+/// Everything of one pool's that has addresses of its own.
+///
+/// Owners hold it, and it holds what has left its owner: so it ends with the last of the pool, the blocks and the
+/// registrations, and takes down then what is left.
+pub(crate) struct Apart {
+    pub(crate) driver: Arc<dyn Driver>,
+    pub(crate) device: DeviceId,
+    /// Size and alignment of physical handles; 0 on devices that cannot map.
+    granularity: u64,
+    /// Bytes that reserved elements are committed by.
+    step: u64,
+    /// Blocks by `cuMemAlloc`: on devices that cannot map, and in bypass mode, where memory checkers are to see them.
+    plain: bool,
+    pub(crate) export: ExportTypes,
+    held: Arc<Held>,
+    recorder: Option<Arc<Recorder>>,
+    observed: bool,
+    generations: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    account: Account,
+    /// Spans of which something is to go.
+    leaving: Vec<Arc<Span>>,
+}
+
+/// What the pool's account has of it, in bytes and counts.
+#[derive(Clone, Copy, Default)]
+pub(crate) struct Account {
+    pub(crate) live: u64,
+    pub(crate) requested: u64,
+    pub(crate) pending: u64,
+    pub(crate) blocks: u64,
+    allocations: u64,
+    frees: u64,
+    failures: u64,
+    growths: u64,
+    reaped: u64,
+    peak_live: u64,
+    peak_requested: u64,
+}
+
+impl Account {
+    /// Memory comes to be somebody's.
+    pub(crate) fn took(&mut self, live: u64, requested: u64) {
+        self.live += live;
+        self.requested += requested;
+        self.peak_live = self.peak_live.max(self.live);
+        self.peak_requested = self.peak_requested.max(self.requested);
+    }
+
+    /// Its owner lets go of it.
+    pub(crate) fn let_go(&mut self, live: u64, requested: u64) {
+        self.live -= live;
+        self.requested -= requested;
+        self.pending += live;
+    }
+}
+
+impl Apart {
+    pub(crate) fn new(driver: &Arc<dyn Driver>, info: &DeviceInfo, config: &PoolConfig) -> Arc<Self> {
+        let granularity = if info.virtual_memory { info.granularity } else { 0 };
+        let step = if granularity > 0 { config.handle_bytes.max(1).next_multiple_of(granularity) } else { 0 };
+        Arc::new(Self {
+            driver: driver.clone(),
+            device: info.device,
+            granularity,
+            step,
+            plain: granularity == 0 || (config.bypass && config.export == ExportTypes::NONE),
+            export: config.export,
+            held: Arc::default(),
+            recorder: config.recorder.clone(),
+            observed: driver.observer().is_some(),
+            generations: AtomicU64::new(1),
+            state: Mutex::default(),
+        })
+    }
+
+    /// Bytes held from the driver.
+    pub(crate) fn held(&self) -> &Held {
+        &self.held
+    }
+
+    /// Bytes that reserved elements are committed by; 0 on devices that cannot map.
+    pub(crate) fn step(&self) -> u64 {
+        self.step
+    }
+
+    pub(crate) fn is_plain(&self) -> bool {
+        self.plain
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Changes the account.
+    pub(crate) fn count(&self, change: impl FnOnce(&mut Account)) {
+        change(&mut self.state().account);
+    }
+
+    pub(crate) fn add_to(&self, stats: &mut PoolStats) {
+        let a = self.state().account;
+        stats.live += a.live;
+        stats.requested += a.requested;
+        stats.pending += a.pending;
+        stats.blocks += a.blocks;
+        stats.allocations += a.allocations;
+        stats.frees += a.frees;
+        stats.failures += a.failures;
+        stats.growths += a.growths;
+        stats.reaped += a.reaped;
+        stats.peak_live += a.peak_live;
+        stats.peak_requested += a.peak_requested;
+        stats.physical += self.held.now();
+        stats.peak_physical += self.held.peak();
+    }
+
+    /// A driver's answer as an error of this device.
+    pub(crate) fn lost(&self, error: aquifer_core::DriverError) -> MemoryError {
+        MemoryError::driver(self.device, error)
+    }
+
+    /// The size of a block of its own for `bytes`.
+    pub(crate) fn rounded(&self, bytes: u64) -> u64 {
+        bytes.next_multiple_of(if self.plain { crate::BLOCK_ALIGN } else { self.granularity })
+    }
+
+    /// Addresses for `bytes`, in slots of `slot` bytes, with nothing behind them.
+    pub(crate) fn reserve(&self, bytes: u64, slot: u64, align: u64) -> Result<Arc<Span>> {
+        let align = align.max(self.granularity);
+        let address = self.driver.address_reserve(self.device, bytes, align).map_err(|e| self.lost(e))?;
+        Ok(Arc::new(Span::mapped(self, address, bytes, slot)))
+    }
+
+    /// Physical memory for one slot of a span.
+    pub(crate) fn handle(
+        &self,
+        bytes: u64,
+        types: ExportTypes,
+        funds: Funds<'_>,
+    ) -> Result<Arc<Handle>, NoHandle> {
+        let charge = funds.charge(bytes).map_err(NoHandle::Budget)?;
+        Handle::create_exportable(&self.driver, self.device, types, charge, &self.held)
+            .map_err(|(error, _)| NoHandle::Driver(error))
+    }
+
+    /// Memory for a block of `bytes`, rounded: one handle at addresses of its own, or one allocation of the driver's.
+    pub(crate) fn whole(&self, bytes: u64, align: u64, funds: Funds<'_>) -> Result<Arc<Span>, NoHandle> {
+        if self.plain {
+            let charge = funds.charge(bytes).map_err(NoHandle::Budget)?;
+            let address = self.driver.mem_alloc(self.device, bytes).map_err(NoHandle::Driver)?;
+            self.held.add(bytes);
+            return Ok(Arc::new(Span::whole(self, address, bytes, charge, &self.held)));
+        }
+        let handle = self.handle(bytes, self.export, funds)?;
+        self.around(handle, bytes, align).map_err(NoHandle::Driver)
+    }
+
+    /// Maps one handle, whole, at addresses of its own. If that fails, nothing is mapped, or it leaves.
+    pub(crate) fn around(
+        &self,
+        handle: Arc<Handle>,
+        bytes: u64,
+        align: u64,
+    ) -> Result<Arc<Span>, aquifer_core::DriverError> {
+        let align = align.max(self.granularity);
+        let address = self.driver.address_reserve(self.device, bytes, align)?;
+        let span = Arc::new(Span::mapped(self, address, bytes, bytes));
+        match self.map(&span, vec![(0, handle)]) {
+            Ok(()) => Ok(span),
+            Err(error) => {
+                span.close();
+                self.leave(&span);
+                self.reap_quietly();
+                Err(error)
+            }
+        }
+    }
+
+    /// Maps handles at slots of a span that have none. If that fails, none is mapped; what the driver would not unmap
+    /// again leaves.
+    pub(crate) fn map(
+        &self,
+        span: &Arc<Span>,
+        parts: Vec<(u64, Arc<Handle>)>,
+    ) -> Result<(), aquifer_core::DriverError> {
+        span.map(parts).map_err(|(error, stuck)| {
+            if stuck > 0 {
+                self.count(|a| a.pending += stuck);
+                self.leave(span);
+            }
+            error
+        })
+    }
+
+    /// Something of this span is to go.
+    pub(crate) fn leave(&self, span: &Arc<Span>) {
+        let mut state = self.state();
+        if !state.leaving.iter().any(|other| Arc::ptr_eq(other, span)) {
+            state.leaving.push(span.clone());
+        }
+    }
+
+    /// Takes down what has left and whose work is done. Blocks where the driver's own allocations go, until the device
+    /// is idle. Answers with the bytes.
+    ///
+    /// # Errors
+    /// The driver's first refusal; all others have been tried.
+    pub(crate) fn reap(&self) -> Result<u64> {
+        self.reap_some(|_| true)
+    }
+
+    /// The same for what needs no waiting. A refusal is met again by whoever asks next.
+    pub(crate) fn reap_quietly(&self) {
+        let _ = self.reap_some(Span::goes_quietly);
+    }
+
+    fn reap_some(&self, which: impl Fn(&Span) -> bool) -> Result<u64> {
+        let (spans, rest): (Vec<_>, Vec<_>) = {
+            let mut state = self.state();
+            if state.leaving.is_empty() {
+                return Ok(0);
+            }
+            std::mem::take(&mut state.leaving).into_iter().partition(|span| which(span))
+        };
+        for span in &rest {
+            self.leave(span);
+        }
+        let (mut gone, mut outcome) = (0, Ok(()));
+        for span in spans {
+            let (bytes, reaped) = span.reap();
+            gone += bytes;
+            if let (Err(error), Ok(())) = (reaped, &outcome) {
+                outcome = Err(error);
+            }
+            if !span.is_over() {
+                self.leave(&span);
+            }
+        }
+        if gone > 0 {
+            self.count(|a| {
+                a.pending -= gone;
+                a.reaped += gone;
+            });
+            self.report(Action::Reap, 0, 0, gone, Tag::NONE);
+        }
+        outcome.map(|()| gone)
+    }
+
+    /// Waits for the work of something that has left, until `until`. Says whether there was any. Blocks.
+    pub(crate) fn wait_for_oldest(&self, until: Option<Instant>) -> Result<bool> {
+        let spans = self.state().leaving.clone();
+        for span in spans {
+            if span.wait(until)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// A number for a block, where somebody watches; 0 where not.
+    pub(crate) fn generation(&self) -> u64 {
+        if self.observed { self.generations.fetch_add(1, Ordering::Relaxed) } else { 0 }
+    }
+
+    /// Tells a driver that checks whose a range is.
+    pub(crate) fn note(&self, generation: u64, address: u64, bytes: u64, owner: Ownership<'_>) {
+        note(&self.driver, generation, DeviceRange { device: self.device, address, bytes }, owner);
+    }
+
+    pub(crate) fn report(&self, action: Action, stream: u32, address: u64, bytes: u64, tag: Tag) {
+        if let Some(recorder) = &self.recorder {
+            let place = Place::Device(self.device);
+            let event = recorder.event(action, place, stream, address, bytes, tag);
+            recorder.record(recorder.ticket(), event);
+        }
+    }
+
+    /// A block has been given out.
+    pub(crate) fn took_block(&self, live: u64, requested: u64) {
+        self.count(|a| {
+            a.took(live, requested);
+            a.blocks += 1;
+            a.allocations += 1;
+            a.growths += u64::from(live > 0);
+        });
+    }
+
+    pub(crate) fn failed(&self, bytes: u64, tag: Tag) {
+        self.count(|a| a.failures += 1);
+        self.report(Action::Fail, 0, 0, bytes, tag);
+    }
+
+    /// Elements have been committed.
+    pub(crate) fn committed(&self, new: u64, again: u64) {
+        self.count(|a| {
+            a.pending -= again;
+            a.took(new + again, new + again);
+            a.growths += u64::from(new > 0);
+        });
+        if new > 0 {
+            self.report(Action::Grow, 0, 0, new, Tag::NONE);
+        }
+    }
+}
+
+impl Drop for Apart {
+    fn drop(&mut self) {
+        let left = std::mem::take(&mut self.state.get_mut().unwrap_or_else(PoisonError::into_inner).leaving);
+        for span in left {
+            // Work that cannot be waited for is seen not to be done just below, and keeps its memory.
+            let _ = span.wait(None);
+            // What the driver would not take, and what somebody still has open uses of, stays mapped and charged.
+            let _ = span.reap();
+        }
+    }
+}
+
+impl fmt::Debug for Apart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Apart").field("held", &self.held.now()).finish_non_exhaustive()
+    }
+}
+
+/// The way home of a block that has a span of its own.
+pub(crate) struct Owned {
+    pub(crate) apart: Arc<Apart>,
+    pub(crate) span: Arc<Span>,
+    /// Bytes that were asked for, and for whom; `None` where as much counts as is mapped at the end.
+    pub(crate) asked: Option<(u64, Tag)>,
+}
+
+/// Says that a block's last use is over, when it is dropped.
+struct Completes {
+    apart: std::sync::Weak<Apart>,
+    stream: u32,
+    address: u64,
+    bytes: u64,
+    tag: Tag,
+}
+
+impl Drop for Completes {
+    fn drop(&mut self) {
+        if let Some(apart) = self.apart.upgrade() {
+            apart.report(Action::Complete, self.stream, self.address, self.bytes, self.tag);
+        }
+    }
+}
+
+impl Owned {
+    /// A block's work and its other uses, as they stand now.
+    pub(crate) fn ends(timeline: &Arc<Timeline>) -> (Arc<Timeline>, u64) {
+        let epoch = timeline.open();
+        if timeline.fences_at_once() {
+            // A refusal leaves the epoch without a proof: the memory stays until the stream is retired.
+            let _ = timeline.fence(epoch);
+        }
+        (timeline.clone(), epoch)
+    }
+}
+
+impl Release for Owned {
+    fn release(&self, block: Deferred) {
+        let Self { apart, span, asked } = self;
+        let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
+        let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        for (address, bytes) in span.ranges() {
+            apart.note(block.generation, address, bytes, owner);
+        }
+        let live = span.charged_bytes();
+        let requested = asked.map_or(live, |(bytes, _)| bytes);
+        apart.count(|a| {
+            a.let_go(live, requested);
+            a.blocks -= u64::from(asked.is_some());
+            a.frees += u64::from(asked.is_some());
+        });
+        let mut until_free = block.until_free;
+        if let Some((bytes, tag)) = *asked {
+            let stream = block.timeline.number();
+            apart.report(Action::Free, stream, block.address, bytes, tag);
+            if apart.recorder.is_some() {
+                let apart = Arc::downgrade(apart);
+                let completes = Completes { apart, stream, address: block.address, bytes, tag };
+                until_free.get_or_insert_default().push(Box::new(completes));
+            }
+        }
+        span.leave_whole(Self::ends(&block.timeline), block.uses, until_free);
+        apart.leave(span);
+    }
+}

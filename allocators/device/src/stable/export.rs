@@ -1,0 +1,179 @@
+//! Stable blocks for other processes, and theirs for us.
+#![expect(unsafe_code, reason = "imports memory that others work with")]
+
+use crate::{DevicePool, Request, StableBlock, physical::handle::Handle};
+use aquifer_core::{DeviceId, MemoryError, Result};
+use aquifer_driver::{ExportTypes, FabricHandle, site};
+use aquifer_stream::Stream;
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::Arc,
+};
+
+/// What a block is exported by: a file descriptor to send over a Unix socket, or a name on the fabric to send anywhere.
+///
+/// It is the block's whole handle, and nobody else's memory is in it. While this lives the memory stays taken from the
+/// device, and charged, even if the block is freed; a descriptor that has been taken out of it, or sent, keeps the memory
+/// too, beyond what the budget can know.
+///
+/// ```
+/// use aquifer_device::{DevicePool, PoolConfig, Request};
+/// use aquifer_driver::{DeviceId, ExportTypes, sim::Sim};
+/// let sim = Sim::h200(1);
+/// let mut config = PoolConfig::default();
+/// config.export = ExportTypes::POSIX_FD;          // before there is any memory
+/// let pool = DevicePool::open(sim.driver(), DeviceId(0), config)?;
+/// let stream = pool.stream()?;
+/// let mut ours = pool.alloc_stable(&stream, Request::bytes(1 << 20))?;
+/// stream.fill(&mut ours.slice_mut::<u8>(0..1 << 20)?, 7)?;
+/// let exported = ours.export()?;
+/// // SAFETY: 1. all work is on one stream.
+/// let theirs = unsafe { pool.import(&stream, &exported)? };
+/// let mut back = vec![0_u8; 1 << 20];
+/// stream.scope(|c| c.download(&theirs.slice(0..1 << 20)?, &mut back))??;
+/// assert!(back.iter().all(|&byte| byte == 7) && theirs.address() != ours.address());
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
+#[derive(Debug)]
+pub struct Exported {
+    by: By,
+    /// Of the whole handle.
+    bytes: u64,
+    /// Where it lies, if this process has exported it.
+    device: Option<DeviceId>,
+    #[expect(dead_code, reason = "keeps the memory charged while it can be imported")]
+    keeps: Option<Arc<Handle>>,
+}
+
+#[derive(Debug)]
+enum By {
+    Fd(OwnedFd),
+    Fabric(FabricHandle),
+}
+
+impl Exported {
+    /// What another process has sent: a descriptor of memory of `bytes`, as its [`Exported::bytes`] said.
+    #[must_use]
+    pub fn from_fd(fd: OwnedFd, bytes: u64) -> Self {
+        Self { by: By::Fd(fd), bytes, device: None, keeps: None }
+    }
+
+    /// What another machine has sent: a name on the fabric, of memory of `bytes`.
+    #[must_use]
+    pub fn from_fabric(name: FabricHandle, bytes: u64) -> Self {
+        Self { by: By::Fabric(name), bytes, device: None, keeps: None }
+    }
+
+    /// Bytes of the whole handle, which whoever imports it has to be told.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The file descriptor, if that is what it is.
+    #[must_use]
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        match &self.by {
+            By::Fd(fd) => Some(fd.as_fd()),
+            By::Fabric(_) => None,
+        }
+    }
+
+    /// The name on the fabric, if that is what it is.
+    #[must_use]
+    pub fn fabric(&self) -> Option<&FabricHandle> {
+        match &self.by {
+            By::Fd(_) => None,
+            By::Fabric(name) => Some(name),
+        }
+    }
+
+    /// The file descriptor alone, which keeps the memory taken though nobody is charged for it once the block is gone.
+    #[must_use]
+    pub fn into_fd(self) -> Option<OwnedFd> {
+        match self.by {
+            By::Fd(fd) => Some(fd),
+            By::Fabric(_) => None,
+        }
+    }
+}
+
+impl StableBlock {
+    /// A file descriptor of its memory (`cuMemExportToShareableHandle`). Does not block.
+    ///
+    /// # Errors
+    /// [`MemoryError::Unsupported`] for memory that was not made for it: [`PoolConfig::export`](crate::PoolConfig::export)
+    /// says for what it is made; imported memory is its maker's to export. The driver's.
+    #[track_caller]
+    pub fn export(&self) -> Result<Exported> {
+        let _site = site::enter();
+        let handle = self.exportable(ExportTypes::POSIX_FD)?;
+        let fd = self.apart.driver.handle_export(handle.raw()).map_err(|e| self.apart.lost(e))?;
+        Ok(self.exported(By::Fd(fd), handle))
+    }
+
+    /// Its memory's name on the fabric (`cuMemExportToShareableHandle`). Does not block.
+    ///
+    /// # Errors
+    /// As [`StableBlock::export`].
+    #[track_caller]
+    pub fn export_fabric(&self) -> Result<Exported> {
+        let _site = site::enter();
+        let handle = self.exportable(ExportTypes::FABRIC)?;
+        let name = self.apart.driver.handle_export_fabric(handle.raw()).map_err(|e| self.apart.lost(e))?;
+        Ok(self.exported(By::Fabric(name), handle))
+    }
+
+    fn exportable(&self, way: ExportTypes) -> Result<Arc<Handle>> {
+        if self.imported {
+            return Err(MemoryError::Unsupported { feature: "export of imported memory" });
+        }
+        if let Some(feature) = self.apart.export.missing(way) {
+            return Err(MemoryError::Unsupported { feature });
+        }
+        self.span.handle().ok_or(MemoryError::Unsupported { feature: "virtual memory management" })
+    }
+
+    fn exported(&self, by: By, handle: Arc<Handle>) -> Exported {
+        Exported { by, bytes: self.span.bytes, device: Some(self.device()), keeps: Some(handle) }
+    }
+}
+
+impl DevicePool {
+    /// Maps memory that another pool or process has exported, for work on `stream` from now on
+    /// (`cuMemImportFromShareableHandle`). It is a stable block like one of ours, whole handles, of as many bytes as were
+    /// exported; it is charged where it was made, and not here. Does not block.
+    ///
+    /// # Safety
+    /// 1. Work on the memory through this block is ordered with everybody else's work on it: what other blocks over the
+    ///    same memory note is not known to this one, nor to other processes.
+    ///
+    /// # Errors
+    /// [`MemoryError::Unsupported`] where memory cannot be mapped; [`MemoryError::WrongDevice`] for another device's
+    /// memory or stream; [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`]; the driver's, also for a descriptor of
+    /// something else or a wrong number of bytes.
+    #[track_caller]
+    pub unsafe fn import(&self, stream: &Stream, exported: &Exported) -> Result<StableBlock> {
+        let _site = site::enter();
+        self.check_stream(stream)?;
+        let (expected, actual) = (self.device(), exported.device.unwrap_or(self.device()));
+        if expected != actual {
+            return Err(MemoryError::WrongDevice { expected, actual });
+        }
+        let request = Request::bytes(exported.bytes).checked()?;
+        let apart = &self.inner().apart;
+        if apart.step() == 0 {
+            return Err(MemoryError::Unsupported { feature: "virtual memory management" });
+        }
+        apart.reap_quietly();
+        let raw = match &exported.by {
+            // SAFETY: 1. is the caller's.
+            By::Fd(fd) => unsafe { apart.driver.handle_import(apart.device, fd.as_fd()) },
+            // SAFETY: 1. is the caller's.
+            By::Fabric(name) => unsafe { apart.driver.handle_import_fabric(apart.device, name) },
+        };
+        let handle = Handle::imported(&apart.driver, raw.map_err(|e| apart.lost(e))?);
+        let span = apart.around(handle, exported.bytes, request.alignment()).map_err(|e| apart.lost(e))?;
+        Ok(self.stable(stream, span, request, true))
+    }
+}
