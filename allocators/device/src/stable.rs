@@ -113,13 +113,13 @@ impl DevicePool {
         let asked = Some((requested, request.owner()));
         let number = stream.number();
         apart.report(Action::Allocate, number, span.address, requested, request.owner());
-        let block = self.apart_block(stream, &span, request.size(), request.owner(), asked);
-        apart.note(
-            block.generation,
-            span.address,
-            span.bytes,
-            Ownership::Live { stream: stream.raw(), generation: block.generation },
-        );
+        let mut block = self.apart_block(stream, &span, request.size(), request.owner(), asked);
+        if imported {
+            // It is others' memory in others' order: to a driver that checks, nobody gives it out here.
+            block.generation = 0;
+        }
+        let live = Ownership::Live { stream: stream.raw(), generation: block.generation };
+        apart.note(block.generation, span.address, span.bytes, live);
         StableBlock { block, span, apart, imported }
     }
 

@@ -10,3 +10,4 @@ pub mod device;
 pub mod heap;
 pub mod pinned;
 pub mod program;
+pub mod stable;

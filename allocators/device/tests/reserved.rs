@@ -1,0 +1,361 @@
+//! Addresses that stay, memory that comes and goes behind them, and a charge for exactly what is there.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer_core::MemoryError;
+use aquifer_device::{DevicePool, Request, Reserved};
+use aquifer_driver::{
+    Access, Call, DeviceId, DeviceRange,
+    sim::{DeviceConfig, Sim, SimConfig, ViolationKind},
+};
+use aquifer_stream::Stream;
+use std::{ops::Range, time::Duration};
+use support::{MIB, Rig};
+
+const STEP: usize = 2 << 20;
+
+fn fill(stream: &Stream, reserved: &mut Reserved<u8>, range: Range<usize>, byte: u8) {
+    stream.fill(&mut reserved.slice_mut(range).unwrap(), byte).unwrap();
+}
+
+fn read(stream: &Stream, reserved: &Reserved<u8>, range: Range<usize>) -> Vec<u8> {
+    let mut back = vec![0; range.len()];
+    stream.scope(|c| c.download(&reserved.slice(range).unwrap(), &mut back)).unwrap().unwrap();
+    back
+}
+
+fn range_of(reserved: &Reserved<u8>, range: Range<usize>) -> DeviceRange {
+    let address = reserved.address() + range.start as u64;
+    DeviceRange { device: DeviceId(0), address, bytes: range.len() as u64 }
+}
+
+#[test]
+fn addresses_cost_nothing_and_commits_exactly_their_steps() {
+    let rig = Rig::new(32);
+    let s = rig.stream();
+    let mut r = rig.pool.reserve::<u8>(&s, 1 << 36).unwrap();
+    let address = r.address();
+    assert_eq!((rig.budget.used(), r.committed()), (0, vec![]));
+    for (range, used) in [
+        (0..1, 1),
+        (0..STEP, 1),
+        (STEP - 1..STEP + 1, 2),
+        (10 * STEP..11 * STEP, 3),
+        (0..0, 3),
+        (2 * STEP..10 * STEP, 11),
+    ] {
+        r.commit(range.clone()).unwrap();
+        assert_eq!(
+            (rig.budget.used(), rig.pool.stats().physical),
+            (used * 2 * MIB, used * 2 * MIB),
+            "{range:?}"
+        );
+        assert_eq!((rig.pool.stats().live, r.committed_bytes()), (used * 2 * MIB, used * 2 * MIB));
+    }
+    assert_eq!(r.committed(), [0..11 * STEP]);
+    fill(&s, &mut r, 0..11 * STEP, 7);
+    assert!(read(&s, &r, 0..11 * STEP).iter().all(|&byte| byte == 7));
+    assert_eq!(r.address(), address);
+    rig.assert_silent();
+}
+
+#[test]
+fn steps_are_the_pools_handles_or_those_asked_for() {
+    let rig = Rig::on(Sim::h200(1), 64, |config| config.handle_bytes = 4 * MIB);
+    let s = rig.stream();
+    let mut r = rig.pool.reserve::<u8>(&s, 100).unwrap();
+    r.commit_to(1).unwrap();
+    assert_eq!((r.step(), rig.budget.used()), (4 * MIB, 4 * MIB));
+    assert_eq!(r.committed(), [0..100], "no further than there are elements");
+    let creates = rig.sim.driver().calls().get(Call::HandleCreate);
+    let mut r = rig.pool.reserve_in_steps::<u8>(&s, 64 << 20, 31 * MIB).unwrap();
+    r.commit_to(1).unwrap();
+    assert_eq!((r.step(), rig.budget.used()), (32 * MIB, 36 * MIB));
+    assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), creates + 1);
+}
+
+#[test]
+fn a_slice_names_the_first_part_that_has_no_memory() {
+    let rig = Rig::new(32);
+    let s = rig.stream();
+    let mut r = rig.pool.reserve::<u32>(&s, 8 * STEP).unwrap();
+    r.commit(0..STEP / 4).unwrap();
+    r.commit(STEP..STEP + 1).unwrap();
+    assert_eq!(r.committed(), [0..STEP / 4, STEP..STEP / 4 * 5]);
+    let step = STEP as u64;
+    let missing = |range: Range<usize>| match r.slice(range) {
+        Err(MemoryError::Uncommitted { offset, len }) => (offset, len),
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(missing(0..STEP + 1), (step, 3 * step));
+    assert_eq!(missing(STEP / 2..STEP), (2 * step, 2 * step));
+    assert_eq!(missing(STEP..2 * STEP), (5 * step, 3 * step));
+    assert!(r.slice(0..STEP / 4).is_ok() && r.slice(5..5).is_ok());
+    assert!(matches!(r.slice(0..8 * STEP + 1), Err(MemoryError::OutOfBounds { .. })));
+    assert!(matches!(r.commit(0..8 * STEP + 1), Err(MemoryError::OutOfBounds { .. })));
+    assert!(matches!(r.slice_mut(STEP..2 * STEP), Err(MemoryError::Uncommitted { .. })));
+}
+
+#[test]
+fn only_whole_steps_inside_the_range_go_and_the_rest_keeps_its_bytes() {
+    let rig = Rig::new(32);
+    let s = rig.stream();
+    let mut r = rig.pool.reserve::<u8>(&s, 8 * STEP + 5).unwrap();
+    r.commit_to(8 * STEP + 5).unwrap();
+    fill(&s, &mut r, 0..8 * STEP + 5, 1);
+    assert_eq!(r.decommit(1..STEP), Ok(0));
+    assert_eq!(r.decommit(STEP - 1..3 * STEP + 1), Ok(4 * MIB));
+    assert_eq!(r.committed(), [0..STEP, 3 * STEP..8 * STEP + 5]);
+    assert_eq!(r.decommit(8 * STEP..8 * STEP + 5), Ok(2 * MIB), "the last step ends with the elements");
+    assert_eq!(r.decommit(0..0), Ok(0));
+    assert_eq!(rig.budget.used(), 18 * MIB, "charged until it is gone");
+    s.synchronize().unwrap();
+    assert_eq!(rig.pool.trim(u64::MAX), Ok(6 * MIB));
+    assert_eq!(rig.budget.used(), 12 * MIB);
+    assert!(read(&s, &r, 0..STEP).iter().all(|&byte| byte == 1));
+    assert!(read(&s, &r, 3 * STEP..8 * STEP).iter().all(|&byte| byte == 1));
+    rig.assert_silent();
+}
+
+#[test]
+fn decommit_waits_for_no_one_and_unmaps_nothing_before_its_work_is_done() {
+    let rig = Rig::stepped(32);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut r = rig.pool.reserve::<u8>(&s, 4 * STEP).unwrap();
+    r.commit_to(4 * STEP).unwrap();
+    fill(&s, &mut r, 0..4 * STEP, 1);
+    let mut to = rig.bytes(&u, STEP as u64);
+    u.copy(&r.slice(2 * STEP..3 * STEP).unwrap(), &mut to).unwrap();
+    let calls = rig.sim.driver().calls().made();
+    assert_eq!(r.decommit(STEP..4 * STEP), Ok(6 * MIB));
+    assert_eq!(rig.sim.driver().calls().made(), calls);
+    rig.pool.trim(u64::MAX).unwrap();
+    assert_eq!(r.committed_bytes(), 2 * MIB);
+    assert_eq!(rig.pool.stats().pending, 6 * MIB, "queued work may still use it");
+    s.synchronize().unwrap();
+    rig.pool.trim(u64::MAX).unwrap();
+    assert_eq!(rig.pool.stats().pending, 6 * MIB, "the copy of the other stream has not run");
+    u.synchronize().unwrap();
+    rig.pool.trim(u64::MAX).unwrap();
+    assert_eq!(rig.pool.stats().pending, 0);
+    assert!(support::read(&u, &to).iter().all(|&byte| byte == 1));
+    rig.assert_silent();
+}
+
+/// What the test above would look like without the wait.
+#[test]
+#[expect(unsafe_code, reason = "breaks the promise on purpose")]
+fn an_unmap_under_queued_work_is_reported() {
+    let rig = Rig::stepped(32);
+    let s = rig.stream();
+    let mut r = rig.pool.reserve::<u8>(&s, STEP).unwrap();
+    r.commit_to(STEP).unwrap();
+    fill(&s, &mut r, 0..STEP, 1);
+    // SAFETY: 1. broken on purpose: the simulated machine reports it.
+    unsafe { rig.sim.driver().unmap(DeviceId(0), r.address(), STEP as u64) }.unwrap();
+    assert_eq!(rig.sim.violations()[0].kind, ViolationKind::UnmapInFlight);
+}
+
+#[test]
+fn what_is_committed_again_before_it_went_is_the_same_memory_in_order() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 4, |config| config.wait = Duration::ZERO);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut r = rig.pool.reserve::<u8>(&s, 2 * STEP).unwrap();
+    r.commit_to(2 * STEP).unwrap();
+    fill(&s, &mut r, 0..2 * STEP, 1);
+    u.fill(&mut r.slice_mut(STEP..2 * STEP).unwrap(), 2).unwrap();
+    r.decommit(0..2 * STEP).unwrap();
+    let driver = rig.sim.driver();
+    let calls = driver.calls();
+    let creates = (calls.get(Call::HandleCreate), calls.get(Call::Map), calls.get(Call::Unmap));
+    r.commit_to(2 * STEP).unwrap();
+    assert_eq!(creates, (calls.get(Call::HandleCreate), calls.get(Call::Map), calls.get(Call::Unmap)));
+    assert_eq!((rig.budget.used(), rig.pool.stats().pending), (4 * MIB, 0));
+    fill(&s, &mut r, 0..2 * STEP, 3);
+    u.synchronize().unwrap();
+    assert!(read(&s, &r, 0..2 * STEP).iter().all(|&byte| byte == 3), "the other stream's fill came first");
+    rig.assert_silent();
+}
+
+#[test]
+fn memory_with_an_open_use_is_busy_until_the_use_is_finished() {
+    let rig = Rig::new(16);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut r = rig.pool.reserve::<u8>(&s, 2 * STEP).unwrap();
+    r.commit_to(2 * STEP).unwrap();
+    let used = r.prepare(&u, Access::Write).unwrap();
+    r.decommit(STEP..2 * STEP).unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.budget.used(), 4 * MIB);
+    assert_eq!(r.commit_to(2 * STEP), Err(MemoryError::Busy { address: r.address() }));
+    assert_eq!((r.committed(), rig.pool.stats().pending), (vec![0..STEP], 2 * MIB));
+    rig.sim.access(u.raw(), range_of(&r, STEP..2 * STEP), Access::Write, Some(r.generation())).unwrap();
+    used.finish().unwrap();
+    r.commit_to(2 * STEP).unwrap();
+    fill(&s, &mut r, 0..2 * STEP, 1);
+    rig.assert_silent();
+}
+
+#[test]
+fn use_after_decommit_is_reported() {
+    let rig = Rig::new(16);
+    let s = rig.stream();
+    let mut r = rig.pool.reserve::<u8>(&s, 2 * STEP).unwrap();
+    r.commit_to(2 * STEP).unwrap();
+    let stale = range_of(&r, STEP..2 * STEP);
+    r.decommit(STEP..2 * STEP).unwrap();
+    rig.sim.access(s.raw(), stale, Access::Read, Some(r.generation())).unwrap();
+    assert_eq!(rig.sim.violations()[0].kind, ViolationKind::UseAfterFree);
+}
+
+#[test]
+fn a_commit_that_fails_halfway_changes_nothing() {
+    for call in [Call::HandleCreate, Call::Map, Call::SetAccess] {
+        for nth in 1..=4 {
+            let rig = Rig::on(Sim::h200(1), 32, |config| config.wait = Duration::ZERO);
+            let s = rig.stream();
+            let mut r = rig.pool.reserve::<u8>(&s, 8 * STEP).unwrap();
+            r.commit(2 * STEP..3 * STEP).unwrap();
+            r.commit(5 * STEP..6 * STEP).unwrap();
+            fill(&s, &mut r, 5 * STEP..6 * STEP, 5);
+            r.decommit(2 * STEP..3 * STEP).unwrap();
+            let (stats, outstanding) = (rig.pool.stats(), rig.sim.outstanding());
+            rig.sim.fail(call, nth, 999);
+            match r.commit_to(8 * STEP) {
+                Ok(()) => assert!(call == Call::SetAccess && nth > 3, "{call:?} {nth} was not met"),
+                Err(error) => {
+                    assert!(matches!(error, MemoryError::Driver(e) if e.code == 999), "{error:?}");
+                    assert_eq!(r.committed(), [5 * STEP..6 * STEP]);
+                    let after = rig.pool.stats();
+                    assert_eq!((stats.live, stats.pending), (after.live, after.pending), "{call:?} {nth}");
+                    assert_eq!((stats.physical, rig.budget.used()), (after.physical, after.physical));
+                    assert_eq!(outstanding, rig.sim.outstanding(), "{call:?} {nth}");
+                    assert_eq!(r.commit_to(8 * STEP), Ok(()), "{call:?} {nth}");
+                }
+            }
+            assert!(read(&s, &r, 5 * STEP..6 * STEP).iter().all(|&byte| byte == 5));
+            fill(&s, &mut r, 0..8 * STEP, 1);
+            rig.assert_silent();
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_undone_stays_charged_and_comes_back() {
+    let rig = Rig::on(Sim::h200(1), 32, |config| config.wait = Duration::ZERO);
+    let s = rig.stream();
+    let mut r = rig.pool.reserve::<u8>(&s, 4 * STEP).unwrap();
+    rig.sim.fail(Call::SetAccess, 1, 999);
+    rig.sim.fail(Call::Unmap, 1, 999);
+    assert!(r.commit_to(4 * STEP).is_err());
+    assert_eq!(r.committed(), []);
+    let stats = rig.pool.stats();
+    assert_eq!((stats.pending, stats.physical, rig.budget.used()), (8 * MIB, 8 * MIB, 8 * MIB));
+    r.commit_to(2 * STEP).unwrap();
+    fill(&s, &mut r, 0..2 * STEP, 1);
+    rig.pool.trim(u64::MAX).unwrap();
+    assert_eq!((rig.pool.stats().pending, rig.budget.used()), (0, 4 * MIB));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_commit_beyond_the_budget_is_refused_whole_after_everything_was_tried() {
+    let rig = Rig::new(8);
+    let s = rig.stream();
+    drop(rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap());
+    let mut r = rig.pool.reserve::<u8>(&s, 8 * STEP).unwrap();
+    r.commit_to(3 * STEP).unwrap();
+    assert_eq!(rig.budget.used(), 8 * MIB, "the cache gave what it had free, and no more than that");
+    let refused = r.commit_to(5 * STEP).unwrap_err();
+    let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused:?}") };
+    assert_eq!((refused.requested, refused.live), (4 * MIB, 6 * MIB));
+    assert_eq!(r.committed(), [0..3 * STEP]);
+    r.commit_to(4 * STEP).unwrap();
+    r.decommit(0..2 * STEP).unwrap();
+    let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
+    assert_eq!(block.capacity(), 4 * MIB, "an allocation takes what was decommitted");
+    rig.assert_silent();
+}
+
+#[test]
+fn it_grows_while_other_streams_work_on_what_is_committed() {
+    let rig = Rig::stepped(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut r = rig.pool.reserve::<u8>(&s, 16 * STEP).unwrap();
+    r.commit_to(STEP).unwrap();
+    for step in 1..16 {
+        fill(&u, &mut r, (step - 1) * STEP..step * STEP, step as u8);
+        r.commit_to((step + 1) * STEP).unwrap();
+    }
+    assert_eq!(rig.sim.driver().calls().get(Call::StreamSynchronize), 0);
+    for step in 1..16 {
+        assert!(read(&s, &r, (step - 1) * STEP..step * STEP).iter().all(|&byte| byte == step as u8));
+    }
+    rig.assert_silent();
+}
+
+#[test]
+fn it_may_outlive_its_pool_and_takes_everything_down() {
+    let rig = Rig::new(32);
+    let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
+    let s = rig.stream();
+    let mut r = rig.pool.reserve::<u8>(&s, 8 * STEP).unwrap();
+    r.commit_to(3 * STEP).unwrap();
+    drop(rig);
+    assert_eq!(r.commit_to(8 * STEP), Err(MemoryError::Closed));
+    fill(&s, &mut r, 0..3 * STEP, 1);
+    r.decommit(0..STEP).unwrap();
+    drop(s);
+    drop(r);
+    assert_eq!(budget.used(), 0);
+    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    assert!(sim.violations().is_empty());
+}
+
+#[test]
+fn what_makes_no_sense_or_cannot_be_had_is_refused() {
+    let rig = Rig::on(Sim::h200(2), 8, |_| ());
+    let s = rig.stream();
+    assert_eq!(rig.pool.reserve::<u8>(&s, 0).unwrap_err(), MemoryError::ZeroSize);
+    assert_eq!(rig.pool.reserve::<()>(&s, 5).unwrap_err(), MemoryError::ZeroSize);
+    assert!(matches!(rig.pool.reserve::<u64>(&s, usize::MAX), Err(MemoryError::TooLarge { .. })));
+    let other = DevicePool::open(rig.sim.driver(), DeviceId(1), Default::default()).unwrap();
+    assert!(matches!(other.reserve::<u8>(&s, 5), Err(MemoryError::WrongDevice { .. })));
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    let without = Rig::on(Sim::new(config), 16, |_| ());
+    let s = without.stream();
+    assert!(matches!(without.pool.reserve::<u8>(&s, 5), Err(MemoryError::Unsupported { .. })));
+}
+
+#[test]
+fn a_commit_in_one_thread_and_a_trim_in_another_never_lose_memory() {
+    for seed in 0..16 {
+        let rig = Rig::on(Sim::h200(1).seeded(seed).symbolic(), 64, |_| ());
+        let s = rig.stream();
+        let mut r = rig.pool.reserve::<u8>(&s, 8 * STEP).unwrap();
+        std::thread::scope(|scope| {
+            let pool = rig.pool.clone();
+            let done = std::sync::Arc::new(());
+            let running = std::sync::Arc::downgrade(&done);
+            scope.spawn(move || {
+                while running.strong_count() > 0 {
+                    pool.trim(u64::MAX).unwrap();
+                }
+            });
+            for round in 0..200 {
+                r.commit(round % 5 * STEP..(round % 5 + 3) * STEP).unwrap();
+                fill(&s, &mut r, round % 5 * STEP..(round % 5 + 3) * STEP, 1);
+                r.decommit((round + 2) % 7 * STEP..8 * STEP).unwrap();
+            }
+            drop(done);
+        });
+        r.decommit(0..8 * STEP).unwrap();
+        s.synchronize().unwrap();
+        rig.pool.trim(0).unwrap();
+        let stats = rig.pool.stats();
+        assert_eq!((stats.live, stats.pending, stats.physical, rig.budget.used()), (0, 0, 0, 0));
+        rig.assert_silent();
+    }
+}

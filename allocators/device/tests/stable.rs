@@ -1,0 +1,430 @@
+//! A stable block's memory stays where it is until the last who keeps its address is gone, and then goes wholly.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer_core::{Action, MemoryError, Recorder, event::RingSink};
+use aquifer_device::{DeviceBuffer, DevicePool, Exported, PoolConfig, Request, StableBlock};
+use aquifer_driver::{
+    Access, Call, DeviceId, DeviceRange, ExportTypes,
+    sim::{DeviceConfig, Sim, SimConfig, ViolationKind},
+};
+use aquifer_stream::Stream;
+use std::{fs::File, sync::Arc, time::Duration};
+use support::{MIB, Rig};
+
+fn exporting(limit_mib: u64) -> Rig {
+    Rig::on(Sim::h200(1), limit_mib, |config| config.export = ExportTypes::POSIX_FD)
+}
+
+fn fill(stream: &Stream, block: &mut StableBlock, byte: u8) {
+    let len = block.bytes() as usize;
+    stream.fill(&mut block.slice_mut::<u8>(0..len).unwrap(), byte).unwrap();
+}
+
+fn read(stream: &Stream, block: &StableBlock) -> Vec<u8> {
+    let len = block.bytes() as usize;
+    let mut back = vec![0; len];
+    stream.scope(|c| c.download(&block.slice::<u8>(0..len).unwrap(), &mut back)).unwrap().unwrap();
+    back
+}
+
+fn bytes_at(rig: &Rig, range: DeviceRange) -> Option<Vec<u8>> {
+    rig.sim.read_back(range)
+}
+
+#[test]
+fn a_stable_block_is_one_handle_charged_whole_and_goes_at_the_next_trim() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let before = rig.sim.driver().calls().get(Call::HandleCreate);
+    let block = rig.pool.alloc_stable(&s, Request::bytes(9 * MIB + 1)).unwrap();
+    assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), before + 1);
+    assert_eq!((block.bytes(), block.capacity()), (9 * MIB + 1, 10 * MIB));
+    let stats = rig.pool.stats();
+    assert_eq!((stats.live, stats.requested, stats.blocks), (10 * MIB, 9 * MIB + 1, 1));
+    assert_eq!((stats.physical, rig.budget.used()), (10 * MIB, 10 * MIB));
+    let calls = rig.sim.driver().calls().made();
+    drop(block);
+    assert_eq!(rig.sim.driver().calls().made(), calls, "a drop calls no driver");
+    let stats = rig.pool.stats();
+    assert_eq!((stats.live, stats.pending, stats.blocks), (0, 10 * MIB, 0));
+    assert_eq!(rig.budget.used(), 10 * MIB, "still held, still charged");
+    s.synchronize().unwrap();
+    assert_eq!(rig.pool.trim(0), Ok(10 * MIB));
+    let stats = rig.pool.stats();
+    assert_eq!((stats.pending, stats.physical, rig.budget.used()), (0, 0, 0));
+    rig.assert_silent();
+}
+
+#[test]
+fn while_a_token_lives_nothing_is_unmapped_recycled_or_uncharged() {
+    let rig = Rig::new(32);
+    let s = rig.stream();
+    let mut block = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
+    fill(&s, &mut block, 0x5a);
+    let token = block.register();
+    let second = token.clone();
+    assert_eq!(block.registrations(), 2);
+    let range = token.range();
+    drop(block);
+    drop(token);
+    s.synchronize().unwrap();
+    for round in 0..3 {
+        rig.pool.trim(0).unwrap();
+        assert_eq!(rig.budget.used(), 4 * MIB, "round {round}");
+        let other = rig.pool.alloc(&s, Request::bytes(24 * MIB)).unwrap();
+        let apart = other.address() + 24 * MIB <= range.address || range.address + 4 * MIB <= other.address();
+        assert!(apart, "the bytes of a block that is kept were given out");
+        s.synchronize().unwrap();
+    }
+    assert!(rig.pool.alloc(&s, Request::bytes(30 * MIB)).is_err(), "its charge is still there");
+    assert!(bytes_at(&rig, range).unwrap().iter().all(|&byte| byte == 0x5a));
+    drop(second);
+    assert!(rig.pool.alloc(&s, Request::bytes(30 * MIB)).is_ok(), "a slow path takes it down");
+    assert!(bytes_at(&rig, range).is_none(), "and it is unmapped");
+    rig.assert_silent();
+}
+
+/// What the tests above would look like to a pool that did not wait: both lines are named.
+#[test]
+#[expect(unsafe_code, reason = "breaks the promise on purpose")]
+fn an_unmap_under_a_token_is_reported_with_both_lines() {
+    let rig = Rig::new(32);
+    let s = rig.stream();
+    let block = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
+    let token = block.register();
+    let registered = line!() - 1;
+    let entered = aquifer_driver::site::enter();
+    let unmapped = line!() - 1;
+    // SAFETY: 1. nothing is queued, so that only the registration is broken, on purpose.
+    unsafe { rig.sim.driver().unmap(DeviceId(0), block.address(), 4 * MIB) }.unwrap();
+    drop(entered);
+    let found = rig.sim.take_violations();
+    let [found] = &found[..] else { panic!("{found:?}") };
+    assert_eq!(found.kind, ViolationKind::MovedWhileRegistered);
+    let earlier = found.earlier.unwrap().site;
+    assert_eq!((earlier.file(), earlier.line()), (file!(), registered));
+    assert_eq!((found.later.site.file(), found.later.site.line()), (file!(), unmapped));
+    drop(token);
+}
+
+#[test]
+fn freed_memory_waits_for_the_uses_of_other_streams_and_nobody_waits_for_it() {
+    let rig = Rig::stepped(32);
+    let (s, u) = (rig.stream(), rig.stream());
+    let block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    let used = block.block().prepare(&u, Access::Write).unwrap();
+    let range = DeviceRange { device: DeviceId(0), address: block.address(), bytes: block.bytes() };
+    rig.sim.access(u.raw(), range, Access::Write, Some(block.block().generation())).unwrap();
+    drop(block);
+    assert_eq!(rig.pool.trim(0), Ok(0), "a use is open");
+    used.finish().unwrap();
+    assert_eq!(rig.pool.trim(0), Ok(0), "its work is not done");
+    assert_eq!(rig.budget.used(), 2 * MIB);
+    u.synchronize().unwrap();
+    s.synchronize().unwrap();
+    assert_eq!(rig.pool.trim(0), Ok(2 * MIB));
+    rig.assert_silent();
+}
+
+#[test]
+fn memory_that_left_is_waited_for_before_an_allocation_is_refused() {
+    // Work runs while somebody looks.
+    let rig = Rig::on(Sim::h200(1).seeded(1), 8, |_| ());
+    let s = rig.stream();
+    let mut block = rig.pool.alloc_stable(&s, Request::bytes(8 * MIB)).unwrap();
+    fill(&s, &mut block, 1);
+    drop(block);
+    let mut next = rig.pool.alloc_stable(&s, Request::bytes(8 * MIB)).unwrap();
+    fill(&s, &mut next, 2);
+    drop(next);
+    assert!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).is_ok());
+    rig.assert_silent();
+}
+
+#[test]
+fn a_stable_block_takes_what_caches_hold_free() {
+    let rig = Rig::new(16);
+    let s = rig.stream();
+    drop(rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
+    s.synchronize().unwrap();
+    assert_eq!(rig.budget.used(), 16 * MIB);
+    let block = rig.pool.alloc_stable(&s, Request::bytes(12 * MIB)).unwrap();
+    assert_eq!(rig.budget.used(), 16 * MIB);
+    let refused = rig.pool.alloc_stable(&s, Request::bytes(12 * MIB)).unwrap_err();
+    let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused:?}") };
+    assert_eq!((refused.requested, refused.live), (12 * MIB, 12 * MIB));
+    drop(block);
+    rig.assert_silent();
+}
+
+#[test]
+fn exported_memory_is_the_same_bytes_elsewhere_and_stays_with_whoever_has_it() {
+    let rig = exporting(32);
+    let other = DevicePool::open(rig.sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
+    let s = rig.stream();
+    let mut ours = rig.pool.alloc_stable(&s, Request::bytes(3 * MIB)).unwrap();
+    fill(&s, &mut ours, 0x33);
+    let exported = ours.export().unwrap();
+    assert_eq!(exported.bytes(), 4 * MIB);
+    // As it comes out of a socket.
+    let sent = Exported::from_fd(exported.fd().unwrap().try_clone_to_owned().unwrap(), exported.bytes());
+    #[expect(unsafe_code, reason = "imports")]
+    // SAFETY: 1. all work is on one stream.
+    let theirs = unsafe { other.import(&s, &sent) }.unwrap();
+    assert_ne!(theirs.address(), ours.address());
+    assert!(read(&s, &theirs)[..3 << 20].iter().all(|&byte| byte == 0x33));
+    assert_eq!(other.stats().physical, 0, "charged where it was made");
+    assert_eq!(rig.budget.used(), 4 * MIB);
+    assert_eq!(
+        theirs.export().unwrap_err(),
+        MemoryError::Unsupported { feature: "export of imported memory" }
+    );
+    drop(ours);
+    s.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.budget.used(), 4 * MIB, "what can be imported is held");
+    drop(exported);
+    assert_eq!(rig.budget.used(), 0);
+    assert!(read(&s, &theirs)[..3 << 20].iter().all(|&byte| byte == 0x33), "and the importer holds it");
+    drop(theirs);
+    s.synchronize().unwrap();
+    other.trim(0).unwrap();
+    assert_eq!(rig.sim.outstanding().handles, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn an_import_is_no_use_of_the_memory_and_orders_nothing() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 32, |config| config.export = ExportTypes::POSIX_FD);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut ours = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    fill(&s, &mut ours, 1);
+    let exported = ours.export().unwrap();
+    #[expect(unsafe_code, reason = "imports")]
+    // SAFETY: 1. the work through it waits for `s`, or breaks that on purpose.
+    let mut theirs = unsafe { rig.pool.import(&u, &exported) }.unwrap();
+    rig.assert_silent();
+    u.wait_for(&s).unwrap();
+    fill(&u, &mut theirs, 2);
+    rig.assert_silent();
+    fill(&s, &mut ours, 3);
+    assert_eq!(rig.sim.violations()[0].kind, ViolationKind::WriteWrite, "aliases are told by their bytes");
+}
+
+#[test]
+fn export_is_refused_where_the_device_or_the_pool_cannot() {
+    let mut config = PoolConfig::default();
+    config.export = ExportTypes::FABRIC;
+    let refused = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config).unwrap_err();
+    assert_eq!(refused, MemoryError::Unsupported { feature: "CU_MEM_HANDLE_TYPE_FABRIC" });
+    let rig = Rig::new(8);
+    let s = rig.stream();
+    let block = rig.pool.alloc_stable(&s, Request::bytes(MIB)).unwrap();
+    let feature = "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR";
+    assert_eq!(block.export().unwrap_err(), MemoryError::Unsupported { feature });
+    let sent = Exported::from_fd(File::open("/dev/zero").unwrap().into(), 2 * MIB);
+    #[expect(unsafe_code, reason = "imports")]
+    // SAFETY: 1. nobody works with it.
+    let refused = unsafe { rig.pool.import(&s, &sent) }.unwrap_err();
+    assert!(matches!(refused, MemoryError::Driver(e) if e.call == Call::HandleImport.name()));
+    let before = rig.sim.outstanding();
+    let rig = exporting(8);
+    let s = rig.stream();
+    let block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    let fd = block.export().unwrap().into_fd().unwrap();
+    #[expect(unsafe_code, reason = "imports")]
+    // SAFETY: 1. nobody works with it.
+    let refused = unsafe { rig.pool.import(&s, &Exported::from_fd(fd, 4 * MIB)) }.unwrap_err();
+    assert!(matches!(refused, MemoryError::Driver(_)), "a wrong number of bytes: {refused:?}");
+    assert_eq!(rig.sim.outstanding(), before, "nothing of a refused import is left");
+}
+
+#[test]
+fn a_fabric_takes_names_where_the_device_has_one() {
+    let mut config = SimConfig::h200(1);
+    config.devices[0].info.export_types.fabric = true;
+    let rig = Rig::on(Sim::new(config), 16, |config| config.export = ExportTypes::FABRIC);
+    let s = rig.stream();
+    let mut ours = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    fill(&s, &mut ours, 9);
+    let exported = ours.export_fabric().unwrap();
+    let sent = Exported::from_fabric(*exported.fabric().unwrap(), exported.bytes());
+    #[expect(unsafe_code, reason = "imports")]
+    // SAFETY: 1. all work is on one stream.
+    let theirs = unsafe { rig.pool.import(&s, &sent) }.unwrap();
+    assert!(read(&s, &theirs).iter().all(|&byte| byte == 9));
+    assert!(ours.export().is_err(), "made for the fabric alone");
+}
+
+#[test]
+fn devices_without_virtual_memory_and_bypass_have_stable_allocations_of_the_drivers() {
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    let without = Rig::on(Sim::new(config), 16, |_| ());
+    let bypass = Rig::on(Sim::h200(1), 16, |config| config.bypass = true);
+    for rig in [without, bypass] {
+        let s = rig.stream();
+        let mut block = rig.pool.alloc_stable(&s, Request::bytes(MIB + 1)).unwrap();
+        fill(&s, &mut block, 3);
+        assert!(read(&s, &block).iter().all(|&byte| byte == 3));
+        assert_eq!((rig.budget.used(), rig.pool.stats().physical), (MIB + 512, MIB + 512));
+        assert_eq!(rig.sim.outstanding().allocations, 1);
+        assert!(block.export().is_err());
+        assert!(matches!(
+            rig.pool.alloc_stable(&s, Request::bytes(MIB).align(4096)),
+            Err(MemoryError::BadAlignment { align: 4096 })
+        ));
+        let token = block.register();
+        drop(block);
+        s.synchronize().unwrap();
+        assert_eq!(rig.pool.trim(0), Ok(0));
+        drop(token);
+        // Not on the way of an allocation, since the free waits for the device.
+        drop(rig.pool.alloc(&s, Request::bytes(MIB)).unwrap());
+        assert!(rig.pool.trim(0).unwrap() >= MIB + 512);
+        assert_eq!(rig.budget.used(), 0);
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn with_exports_bypass_maps_handles_all_the_same() {
+    let rig = Rig::on(Sim::h200(1), 16, |config| {
+        config.bypass = true;
+        config.export = ExportTypes::POSIX_FD.with_rdma();
+    });
+    let s = rig.stream();
+    assert!(rig.pool.alloc_stable(&s, Request::bytes(MIB)).unwrap().export().is_ok());
+}
+
+#[test]
+fn the_last_of_pool_block_and_token_takes_everything_down() {
+    for order in 0..3 {
+        let rig = exporting(32);
+        let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
+        let s = rig.stream();
+        let mut block = Some(rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap());
+        fill(&s, block.as_mut().unwrap(), 1);
+        let mut token = Some(block.as_ref().unwrap().register());
+        let mut rig = Some(rig);
+        drop(s);
+        for step in 0..3 {
+            assert_eq!(budget.used(), 2 * MIB, "order {order}, step {step}");
+            match (order + step) % 3 {
+                0 => drop(rig.take()),
+                1 => drop(block.take()),
+                _ => drop(token.take()),
+            }
+        }
+        if let Some(rig) = rig.take() {
+            drop(rig);
+        }
+        assert_eq!(budget.used(), 0, "order {order}");
+        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+        assert!(sim.violations().is_empty());
+    }
+}
+
+#[test]
+fn a_forgotten_token_keeps_the_memory_for_good() {
+    let rig = Rig::new(8);
+    let s = rig.stream();
+    let block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    let _forgotten = std::mem::ManuallyDrop::new(block.register());
+    drop(block);
+    s.synchronize().unwrap();
+    assert_eq!(rig.pool.trim(0), Ok(0));
+    assert_eq!(rig.budget.used(), 2 * MIB);
+    rig.assert_silent();
+}
+
+#[test]
+fn each_call_that_fails_leaves_everything_as_it_was() {
+    for call in [Call::AddressReserve, Call::HandleCreate, Call::Map, Call::SetAccess] {
+        let rig = Rig::on(Sim::h200(1), 16, |config| config.wait = Duration::ZERO);
+        let s = rig.stream();
+        let before = rig.sim.outstanding();
+        rig.sim.fail(call, 1, 999);
+        let refused = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap_err();
+        assert!(matches!(refused, MemoryError::Driver(e) if e.code == 999), "{call:?}: {refused:?}");
+        assert_eq!((rig.budget.used(), rig.sim.outstanding()), (0, before), "{call:?}");
+        assert_eq!(rig.pool.stats().failures, 1);
+        assert!(rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).is_ok());
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn what_the_driver_does_not_take_back_stays_charged_and_is_tried_again() {
+    for call in [Call::Unmap, Call::AddressFree] {
+        let rig = Rig::new(16);
+        let s = rig.stream();
+        drop(rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap());
+        s.synchronize().unwrap();
+        rig.sim.fail(call, 1, 999);
+        assert!(rig.pool.trim(0).is_err(), "{call:?}");
+        assert_eq!(rig.budget.used(), rig.pool.stats().physical);
+        rig.pool.trim(0).unwrap();
+        assert_eq!(rig.budget.used(), 0);
+        let sim = rig.sim.clone();
+        drop((s, rig));
+        assert!(sim.outstanding().is_empty(), "{call:?}: {}", sim.outstanding());
+    }
+    // Memory is held until its release, and not only until its unmap.
+    let rig = Rig::new(16);
+    let s = rig.stream();
+    drop(rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap());
+    s.synchronize().unwrap();
+    rig.sim.fail(Call::HandleRelease, 1, 999);
+    rig.pool.trim(0).unwrap();
+    assert_eq!((rig.budget.used(), rig.pool.stats().physical), (2 * MIB, 2 * MIB));
+}
+
+#[test]
+fn a_lost_device_takes_stable_memory_with_it() {
+    let rig = Rig::stepped(16);
+    let s = rig.stream();
+    let mut block = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap();
+    fill(&s, &mut block, 1);
+    let token = block.register();
+    rig.sim.lose_device(DeviceId(0));
+    assert!(matches!(rig.pool.alloc_stable(&s, Request::bytes(MIB)), Err(MemoryError::DeviceLost { .. })));
+    drop(block);
+    drop(token);
+    let _ = rig.pool.trim(0);
+    assert_eq!(rig.budget.used(), 0);
+}
+
+#[test]
+fn a_stable_block_becomes_a_buffer_and_is_reported_like_any_other() {
+    let ring = Arc::new(RingSink::new(16));
+    let rig =
+        Rig::on(Sim::h200(1), 16, |config| config.recorder = Some(Arc::new(Recorder::new(ring.clone()))));
+    let s = rig.stream();
+    let block = rig.pool.alloc_stable(&s, Request::bytes(1024)).unwrap();
+    let address = block.address();
+    let mut buffer: DeviceBuffer<f32> = DeviceBuffer::from_alloc(256, |_| Ok(block.into_block())).unwrap();
+    s.scope(|c| c.upload(&[1.5; 256], &mut buffer)).unwrap().unwrap();
+    drop(buffer);
+    rig.pool.trim(0).unwrap();
+    let events: Vec<_> =
+        ring.take().iter().filter(|e| e.address == address).map(|e| (e.action, e.bytes)).collect();
+    assert_eq!(events, [(Action::Allocate, 1024), (Action::Free, 1024), (Action::Complete, 1024)]);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_stream_or_a_block_of_another_device_is_refused() {
+    let rig = Rig::on(Sim::h200(2), 16, |config| config.export = ExportTypes::POSIX_FD);
+    let other = DevicePool::open(rig.sim.driver(), DeviceId(1), PoolConfig::default()).unwrap();
+    let (s, t) = (rig.stream(), other.stream().unwrap());
+    let wrong = MemoryError::WrongDevice { expected: DeviceId(0), actual: DeviceId(1) };
+    assert_eq!(rig.pool.alloc_stable(&t, Request::bytes(MIB)).unwrap_err(), wrong);
+    let exported = rig.pool.alloc_stable(&s, Request::bytes(MIB)).unwrap().export().unwrap();
+    #[expect(unsafe_code, reason = "imports")]
+    // SAFETY: 1. nobody works with it.
+    let refused = unsafe { other.import(&t, &exported) }.unwrap_err();
+    assert_eq!(refused, MemoryError::WrongDevice { expected: DeviceId(1), actual: DeviceId(0) });
+}

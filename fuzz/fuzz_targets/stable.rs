@@ -1,0 +1,4 @@
+//! Memory that keeps its address against its model.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::stable::run(bytes));

@@ -1,0 +1,502 @@
+//! Programs over memory that keeps its address: stable blocks with their registrations, exports and imports, and reserved
+//! elements that are committed and given back, beside ordinary blocks under one budget.
+//!
+//! After every operation the pool's account is compared with a model, what is held with what is charged, contents with
+//! what was last written, and the oracle must have nothing to report: a mapping that goes under queued work or under a
+//! registration, work that is not ordered.
+#![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
+
+use crate::program::Bytes;
+use aquifer_core::{Budget, MemoryError, Result};
+use aquifer_device::{Block, DevicePool, Exported, PoolConfig, Registration, Request, Reserved, StableBlock};
+use aquifer_driver::{
+    Access, Call, DeviceId, DeviceRange, ExportTypes,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_stream::{Stream, Use};
+use std::{collections::BTreeSet, time::Duration};
+
+/// Operations of one program at most.
+const MAX_OPS: usize = 200;
+/// Accesses are declared for memory that the program holds, on streams of an idle device.
+const OURS: &str = "an access to memory of ours";
+/// The device's memory.
+const CAPACITY: u64 = 64 << 20;
+/// What elements are committed by.
+const STEP: usize = 2 << 20;
+/// Elements that there are addresses for, a little more than whole steps.
+const MAX_LEN: usize = 9 * STEP + 77;
+/// Calls that may fail in the middle of a program, of those that can be tried again.
+const FAULTS: [Call; 14] = [
+    Call::AddressReserve,
+    Call::AddressFree,
+    Call::HandleCreate,
+    Call::Map,
+    Call::SetAccess,
+    Call::Unmap,
+    Call::HandleExport,
+    Call::HandleImport,
+    Call::EventCreate,
+    Call::EventRecord,
+    Call::EventQuery,
+    Call::StreamWaitEvent,
+    Call::MemAlloc,
+    Call::MemFree,
+];
+
+struct Stable {
+    block: StableBlock,
+    stream: usize,
+    address: u64,
+    content: Option<u8>,
+}
+
+/// One who keeps an address, with what was there when its block was freed.
+struct Kept {
+    token: Registration,
+    content: Option<u8>,
+}
+
+struct Room {
+    reserved: Reserved<u8>,
+    stream: usize,
+    address: u64,
+    /// Steps that have memory.
+    committed: BTreeSet<usize>,
+}
+
+/// A use that has been prepared, with what its work will touch.
+struct Open {
+    used: Use,
+    stream: usize,
+    ranges: Vec<DeviceRange>,
+    generation: u64,
+    access: Access,
+}
+
+struct World {
+    sim: Sim,
+    budget: Budget,
+    pool: DevicePool,
+    streams: Vec<Stream>,
+    stable: Vec<Stable>,
+    kept: Vec<Kept>,
+    rooms: Vec<Room>,
+    blocks: Vec<Block>,
+    exported: Vec<Exported>,
+    imported: Vec<StableBlock>,
+    open: Vec<Open>,
+}
+
+/// Runs the program that `bytes` spell.
+///
+/// # Panics
+/// When a promise is broken.
+pub fn run(bytes: &[u8]) {
+    let mut bytes = Bytes::new(bytes);
+    let mut world = World::new(&mut bytes);
+    for _ in 0..MAX_OPS {
+        if bytes.is_empty() {
+            break;
+        }
+        world.step(&mut bytes);
+        world.check();
+    }
+    world.finish();
+}
+
+fn range(address: u64, bytes: usize) -> DeviceRange {
+    DeviceRange { device: DeviceId(0), address, bytes: bytes as u64 }
+}
+
+/// Whether an operation that may be refused went through. What a failing driver or a full device may answer is passed
+/// over.
+fn went<T>(answer: Result<T>) -> Option<T> {
+    match answer {
+        Ok(value) => Some(value),
+        Err(MemoryError::Driver(_) | MemoryError::OutOfMemory(_)) => None,
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+impl World {
+    fn new(bytes: &mut Bytes<'_>) -> Self {
+        let mapping = bytes.choice(8) != 0;
+        let mut config = SimConfig::h200(1);
+        config.devices =
+            vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
+        let sim = Sim::new(config).capacity(CAPACITY);
+        let sim = if bytes.choice(4) == 0 { sim } else { sim.symbolic() };
+        let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
+        let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(30)) + 4) << 20);
+        let mut config = PoolConfig::with_budget(budget.clone());
+        config.wait = Duration::from_micros(300);
+        config.bypass = bytes.choice(8) == 1;
+        config.export = if mapping && bytes.flag() { ExportTypes::POSIX_FD } else { ExportTypes::NONE };
+        let pool =
+            DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
+        let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();
+        Self {
+            sim,
+            budget,
+            pool,
+            streams,
+            stable: Vec::new(),
+            kept: Vec::new(),
+            rooms: Vec::new(),
+            blocks: Vec::new(),
+            exported: Vec::new(),
+            imported: Vec::new(),
+            open: Vec::new(),
+        }
+    }
+
+    fn step(&mut self, bytes: &mut Bytes<'_>) {
+        match bytes.choice(22) {
+            0 | 1 => self.alloc(bytes),
+            2 => self.free(bytes),
+            3 => self.write(bytes),
+            4 => self.register(bytes),
+            5 => self.forget(bytes),
+            6 => self.export(bytes),
+            7 => self.import(bytes),
+            8 | 9 => self.reserve_or_drop(bytes),
+            10..=12 => self.commit(bytes),
+            13 | 14 => self.decommit(bytes),
+            15 => self.prepare(bytes),
+            16 => self.finish_one(bytes),
+            17 => self.ordinary(bytes),
+            18 => {
+                let before = self.pool.stats();
+                if self.pool.trim(u64::from(bytes.u8()) << 18).is_ok() {
+                    let after = self.pool.stats();
+                    assert_eq!(before.live, after.live, "a trim took live memory");
+                    assert!(after.physical <= before.physical, "a trim took memory");
+                }
+            }
+            19 => {
+                let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
+                // Out of memory, which leads through everything that makes room, or something else, which does not.
+                let code = if bytes.flag() { 2 } else { 999 };
+                self.sim.fail(call, u64::from(bytes.choice(5)) + 1, code);
+            }
+            20 => {
+                let stream = &self.streams[self.pick_stream(bytes)];
+                if bytes.flag() {
+                    self.sim.step(stream.raw());
+                } else {
+                    // A fault may be waiting for it.
+                    let _ = stream.synchronize();
+                }
+            }
+            _ => {
+                self.budget.set_limit((u64::from(bytes.choice(40)) + 1) << 20);
+            }
+        }
+    }
+
+    fn pick_stream(&self, bytes: &mut Bytes<'_>) -> usize {
+        usize::from(bytes.choice(self.streams.len() as u8))
+    }
+
+    /// Runs something that must not call the driver.
+    fn quietly<T>(&mut self, what: &str, work: impl FnOnce(&mut Self) -> T) -> T {
+        let before = self.sim.driver().calls().made();
+        let answer = work(self);
+        assert_eq!(before, self.sim.driver().calls().made(), "{what} called the driver");
+        answer
+    }
+
+    fn alloc(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick_stream(bytes);
+        let size = u64::from(bytes.u16()) << 7 | 1;
+        let failures = self.pool.stats().failures;
+        match went(self.pool.alloc_stable(&self.streams[stream], Request::bytes(size))) {
+            Some(block) => {
+                assert!(block.bytes() == size && block.capacity() >= size, "a short block");
+                let address = block.address();
+                self.stable.push(Stable { block, stream, address, content: None });
+            }
+            None => assert_eq!(self.pool.stats().failures, failures + 1),
+        }
+    }
+
+    fn free(&mut self, bytes: &mut Bytes<'_>) {
+        if self.stable.is_empty() {
+            return;
+        }
+        let at = usize::from(bytes.u8()) % self.stable.len();
+        let Stable { block, address, content, .. } = self.stable.swap_remove(at);
+        for kept in self.kept.iter_mut().filter(|kept| kept.token.range().address == address) {
+            kept.content = content;
+        }
+        self.quietly("a free", |_| drop(block));
+    }
+
+    /// Writes a stable block, and waits until it is written.
+    fn write(&mut self, bytes: &mut Bytes<'_>) {
+        if self.stable.is_empty() {
+            return;
+        }
+        let at = usize::from(bytes.u8()) % self.stable.len();
+        let byte = bytes.u8();
+        let Stable { block, stream, content, .. } = &mut self.stable[at];
+        let stream = &self.streams[*stream];
+        let len = block.bytes() as usize;
+        let mut all = block.slice_mut::<u8>(0..len).expect("within its bounds");
+        match stream.fill(&mut all, byte) {
+            Ok(()) => *content = stream.synchronize().ok().map(|()| byte),
+            Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {}
+            Err(other) => panic!("{other:?}"),
+        }
+        // A fill that was queued and not waited for leaves the content unknown.
+        if content.is_none() {
+            let _ = stream.synchronize();
+        }
+    }
+
+    fn register(&mut self, bytes: &mut Bytes<'_>) {
+        let at = usize::from(bytes.u8());
+        if bytes.flag() && !self.kept.is_empty() {
+            let Kept { token, content } = &self.kept[at % self.kept.len()];
+            let (token, content) = (token.clone(), *content);
+            self.kept.push(Kept { token, content });
+        } else if !self.stable.is_empty() {
+            let stable = &self.stable[at % self.stable.len()];
+            let before = stable.block.registrations();
+            let token = stable.block.register();
+            assert_eq!(stable.block.registrations(), before + 1);
+            self.kept.push(Kept { token, content: None });
+        }
+    }
+
+    fn forget(&mut self, bytes: &mut Bytes<'_>) {
+        if !self.kept.is_empty() {
+            let at = usize::from(bytes.u8()) % self.kept.len();
+            let kept = self.kept.swap_remove(at);
+            self.quietly("the end of a registration", |_| drop(kept));
+        }
+    }
+
+    fn export(&mut self, bytes: &mut Bytes<'_>) {
+        if bytes.flag() && !self.exported.is_empty() {
+            // The last who holds the memory lets go of it.
+            self.exported.swap_remove(usize::from(bytes.u8()) % self.exported.len());
+        } else if !self.stable.is_empty() {
+            let stable = &self.stable[usize::from(bytes.u8()) % self.stable.len()];
+            match stable.block.export() {
+                Ok(exported) => self.exported.push(exported),
+                Err(MemoryError::Driver(_) | MemoryError::Unsupported { .. }) => {}
+                Err(other) => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn import(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick_stream(bytes);
+        if bytes.flag() && !self.imported.is_empty() {
+            let at = usize::from(bytes.u8()) % self.imported.len();
+            let imported = self.imported.swap_remove(at);
+            self.quietly("a free", |_| drop(imported));
+        } else if !self.exported.is_empty() {
+            let exported = &self.exported[usize::from(bytes.u8()) % self.exported.len()];
+            #[expect(unsafe_code, reason = "imports")]
+            // SAFETY: 1. no work is queued through the import.
+            let imported = unsafe { self.pool.import(&self.streams[stream], exported) };
+            self.imported.extend(went(imported));
+        }
+    }
+
+    fn reserve_or_drop(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick_stream(bytes);
+        if self.rooms.len() == 3 || (bytes.flag() && !self.rooms.is_empty()) {
+            let at = usize::from(bytes.u8()) % self.rooms.len();
+            let room = self.rooms.swap_remove(at);
+            self.quietly("a drop", |_| drop(room));
+            return;
+        }
+        match self.pool.reserve(&self.streams[stream], MAX_LEN) {
+            Ok(reserved) => {
+                let address = reserved.address();
+                self.rooms.push(Room { reserved, stream, address, committed: BTreeSet::new() });
+            }
+            Err(MemoryError::Driver(_)) => {}
+            Err(MemoryError::Unsupported { .. }) => assert!(!self.pool.info().virtual_memory),
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+
+    fn elements(bytes: &mut Bytes<'_>) -> std::ops::Range<usize> {
+        let (a, b) =
+            (usize::from(bytes.u16()) * MAX_LEN / 65_535, usize::from(bytes.u16()) * MAX_LEN / 65_535);
+        a.min(b)..a.max(b)
+    }
+
+    fn commit(&mut self, bytes: &mut Bytes<'_>) {
+        if self.rooms.is_empty() {
+            return;
+        }
+        let at = usize::from(bytes.u8()) % self.rooms.len();
+        let range = Self::elements(bytes);
+        let Room { reserved, stream, committed, address } = &mut self.rooms[at];
+        match reserved.commit(range.clone()) {
+            Ok(()) => {
+                if !range.is_empty() {
+                    committed.extend(range.start / STEP..range.end.div_ceil(STEP));
+                }
+                let raw = self.streams[*stream].raw();
+                let part = DeviceRange {
+                    device: DeviceId(0),
+                    address: *address + range.start as u64,
+                    bytes: range.len() as u64,
+                };
+                // It is for use at once, by its own stream, unless somebody has a use open.
+                if let Ok(used) = reserved.prepare(&self.streams[*stream], Access::Write) {
+                    self.sim.access(raw, part, Access::Write, Some(reserved.generation())).expect(OURS);
+                    drop(used);
+                }
+                assert!(reserved.slice(range).is_ok());
+            }
+            Err(MemoryError::Busy { address: busy }) => {
+                assert!(
+                    busy == *address && self.open.iter().any(|o| o.generation == reserved.generation()),
+                    "busy with nothing open"
+                );
+            }
+            Err(other) => {
+                let _ = went::<()>(Err(other));
+            }
+        }
+    }
+
+    fn decommit(&mut self, bytes: &mut Bytes<'_>) {
+        if self.rooms.is_empty() {
+            return;
+        }
+        let at = usize::from(bytes.u8()) % self.rooms.len();
+        let range = Self::elements(bytes);
+        self.quietly("a decommit", |world| {
+            let Room { reserved, committed, .. } = &mut world.rooms[at];
+            let bytes = reserved.decommit(range.clone()).expect("within its bounds");
+            let before = committed.len();
+            let last = if range.end == MAX_LEN { MAX_LEN.div_ceil(STEP) } else { range.end / STEP };
+            committed.retain(|step| !(range.start.div_ceil(STEP)..last).contains(step));
+            assert_eq!(bytes, ((before - committed.len()) * STEP) as u64);
+        });
+    }
+
+    /// Opens a use of all that a reserved range has committed, or of a stable block.
+    fn prepare(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick_stream(bytes);
+        let access = [Access::Read, Access::Write][usize::from(bytes.choice(2))];
+        let at = usize::from(bytes.u8());
+        let (answer, ranges, generation) = if bytes.flag() && !self.rooms.is_empty() {
+            let room = &self.rooms[at % self.rooms.len()];
+            let ranges = room.committed.iter().map(|step| range(room.address + (step * STEP) as u64, STEP));
+            let answer = room.reserved.prepare(&self.streams[stream], access);
+            (answer, ranges.collect(), room.reserved.generation())
+        } else if !self.stable.is_empty() {
+            let block = self.stable[at % self.stable.len()].block.block();
+            let ranges = vec![range(block.address(), block.bytes() as usize)];
+            (block.prepare(&self.streams[stream], access), ranges, block.generation())
+        } else {
+            return;
+        };
+        match answer {
+            Ok(used) => self.open.push(Open { used, stream, ranges, generation, access }),
+            Err(MemoryError::Driver(_) | MemoryError::Busy { .. }) => {}
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+
+    fn finish_one(&mut self, bytes: &mut Bytes<'_>) {
+        if self.open.is_empty() {
+            return;
+        }
+        let at = usize::from(bytes.u8()) % self.open.len();
+        let open = self.open.swap_remove(at);
+        if bytes.flag() { self.work(open) } else { open.used.abort() }
+    }
+
+    fn work(&self, open: Open) {
+        for range in open.ranges {
+            let raw = self.streams[open.stream].raw();
+            self.sim.access(raw, range, open.access, Some(open.generation)).expect(OURS);
+        }
+        let _ = open.used.finish();
+    }
+
+    /// An ordinary block comes or goes, which takes room and makes some.
+    fn ordinary(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick_stream(bytes);
+        if bytes.flag() && !self.blocks.is_empty() {
+            self.blocks.swap_remove(usize::from(bytes.u8()) % self.blocks.len());
+        } else {
+            let size = u64::from(bytes.u16()) << 7 | 1;
+            match self.pool.alloc(&self.streams[stream], Request::bytes(size)) {
+                // An allocation of the driver's own, in bypass mode, makes no room.
+                Err(MemoryError::OutOfBudget(_)) => {}
+                answer => self.blocks.extend(went(answer)),
+            }
+        }
+    }
+
+    fn check(&self) {
+        let violations = self.sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+        let stats = self.pool.stats();
+        assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
+        let committed: u64 = self.rooms.iter().map(|room| (room.committed.len() * STEP) as u64).sum();
+        let blocks: u64 = self.blocks.iter().map(Block::capacity).sum();
+        let stable: u64 = self.stable.iter().map(|s| s.block.capacity()).sum();
+        assert_eq!(stats.live, committed + blocks + stable, "live bytes");
+        assert!(stats.live + stats.cached + stats.pending <= stats.physical, "more than is held: {stats:?}");
+        for room in &self.rooms {
+            assert_eq!(room.reserved.address(), room.address, "an address has changed");
+            let steps: BTreeSet<usize> = room
+                .reserved
+                .committed()
+                .into_iter()
+                .flat_map(|r| r.start / STEP..r.end.div_ceil(STEP))
+                .collect();
+            assert_eq!(steps, room.committed);
+        }
+        for Stable { block, address, content, .. } in &self.stable {
+            assert_eq!(block.address(), *address, "an address has changed");
+            self.check_content(range(*address, block.bytes() as usize), *content);
+        }
+        for Kept { token, content } in &self.kept {
+            self.check_content(token.range(), *content);
+        }
+    }
+
+    fn check_content(&self, range: DeviceRange, content: Option<u8>) {
+        // Without bytes there is nothing to read.
+        let ends = [range.address, range.address + range.bytes - 1]
+            .map(|address| self.sim.read_back(DeviceRange { address, bytes: 1, ..range }));
+        for end in ends.into_iter().flatten() {
+            assert!(content.is_none_or(|byte| end == [byte]), "contents have changed");
+        }
+    }
+
+    fn finish(mut self) {
+        self.sim.clear_failures();
+        while let Some(open) = self.open.pop() {
+            self.work(open);
+        }
+        let Self { sim, budget, pool, streams, .. } = self;
+        drop((self.stable, self.kept, self.rooms, self.blocks, self.exported, self.imported));
+        for stream in &streams {
+            stream.synchronize().expect("no fault is left");
+        }
+        pool.trim(0).expect("no fault is left");
+        let stats = pool.stats();
+        assert_eq!((stats.live, stats.pending, stats.cached, stats.physical), (0, 0, 0, 0), "{stats:?}");
+        assert_eq!(budget.used(), 0, "a charge was lost");
+        drop(pool);
+        drop(streams);
+        let violations = sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    }
+}
