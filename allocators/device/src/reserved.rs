@@ -26,7 +26,7 @@ use std::{
 /// what is committed is charged, exactly, by the steps it comes in: the pool's
 /// [`handle_bytes`](crate::PoolConfig::handle_bytes), 2 MiB as a rule, or what [`DevicePool::reserve_in_steps`] was told.
 ///
-/// Committing calls the driver, about 25 µs a step on an H200 (7 of which are the memory's), and waits for no device.
+/// Committing calls the driver, about 30 µs a step on an H200 whatever its size, and waits for no device.
 /// [`Reserved::decommit`] and dropping make no driver call and never block: the memory stays mapped and charged until the
 /// pool's next slow path or trim finds that the work which used it is done; what is committed again before then is the
 /// same memory. Elements are not initialised.

@@ -1,5 +1,6 @@
 //! Addresses that stay, memory that comes and goes behind them, and a charge for exactly what is there.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::single_range_in_vec_init, reason = "one range is what is meant")]
 
 mod support;
 
@@ -175,6 +176,20 @@ fn what_is_committed_again_before_it_went_is_the_same_memory_in_order() {
     fill(&s, &mut r, 0..2 * STEP, 3);
     u.synchronize().unwrap();
     assert!(read(&s, &r, 0..2 * STEP).iter().all(|&byte| byte == 3), "the other stream's fill came first");
+    rig.assert_silent();
+}
+
+#[test]
+fn uses_of_what_stays_are_known_after_a_part_has_gone() {
+    let rig = Rig::stepped(8);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut r = rig.pool.reserve::<u8>(&s, 2 * STEP).unwrap();
+    r.commit_to(2 * STEP).unwrap();
+    u.fill(&mut r.slice_mut(0..STEP).unwrap(), 2).unwrap();
+    r.decommit(STEP..2 * STEP).unwrap();
+    fill(&s, &mut r, 0..STEP, 3);
+    u.synchronize().unwrap();
+    assert!(read(&s, &r, 0..STEP).iter().all(|&byte| byte == 3));
     rig.assert_silent();
 }
 
