@@ -141,6 +141,13 @@ pub enum MemoryError {
         /// The block.
         address: u64,
     },
+    /// A block was to be given out over one that is held: a bug of whatever gave it. The memory is kept from use.
+    Overlap {
+        /// Where the block begins.
+        address: u64,
+        /// Where the one that it overlaps begins.
+        held: u64,
+    },
     /// The pool that would have to answer has been shut down.
     Closed,
     /// As many as the pool may have are leased already.
@@ -209,6 +216,9 @@ impl fmt::Display for MemoryError {
             Self::LengthMismatch { from, to } => write!(f, "a copy of {from} bytes into {to}"),
             Self::Busy { address } => {
                 write!(f, "the block at {address:#x} has a use prepared that excludes this one")
+            }
+            Self::Overlap { address, held } => {
+                write!(f, "a block at {address:#x} would overlap the one at {held:#x}; it is kept from use")
             }
             Self::Closed => f.write_str("the pool has been shut down"),
             Self::Capacity { max } => write!(f, "all {max} streams are leased"),

@@ -42,6 +42,8 @@ pub enum Action {
     Adopt,
     /// An allocation failed.
     Fail,
+    /// A pool that debugs has found something wrong with a block: its bytes, its place or its owner.
+    Finding,
 }
 
 /// Where something happened.

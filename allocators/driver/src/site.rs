@@ -34,6 +34,12 @@ impl Drop for Entered {
     }
 }
 
+/// The line entered, if one has been.
+#[must_use]
+pub fn entered() -> Option<&'static Location<'static>> {
+    SITE.get()
+}
+
 /// The line entered, or the caller's own.
 #[track_caller]
 #[must_use]

@@ -199,7 +199,7 @@ impl Timeline {
     ///
     /// # Errors
     /// [`MemoryError::UnknownId`] for a stream that has been retired, [`MemoryError::DeviceLost`].
-    pub(crate) fn calling(&self) -> Result<Calling<'_>> {
+    pub fn calling(&self) -> Result<Calling<'_>> {
         loop {
             // Counted first and looked after, while whoever retires sets first and counts after: one of the two sees the
             // other, as both are in the one order of sequential consistency.
@@ -466,9 +466,10 @@ impl Timeline {
     }
 }
 
-/// A thread in a driver call for a stream's handle.
+/// A thread in a driver call for a stream's handle: whoever retires the stream waits for it.
 #[derive(Debug)]
-pub(crate) struct Calling<'a>(&'a Timeline);
+#[must_use = "the handle may go as soon as this is dropped"]
+pub struct Calling<'a>(&'a Timeline);
 
 impl Drop for Calling<'_> {
     fn drop(&mut self) {

@@ -275,6 +275,14 @@ impl UseList {
         still
     }
 
+    /// Takes over uses that were noted elsewhere and taken from there: of memory that this block's holder had lent on, and
+    /// that comes back under them.
+    pub fn take_over(&self, uses: Vec<Noted>) {
+        if !uses.is_empty() {
+            self.list.with(|list| list.get_or_insert_default().extend(uses));
+        }
+    }
+
     /// Takes the uses that are not known to be done, when the block is freed. All borrows are over then. Uses of the
     /// home stream itself are left out unless they are open: it is in order with itself.
     #[must_use]

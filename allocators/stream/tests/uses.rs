@@ -222,3 +222,22 @@ fn what_is_done_or_the_home_streams_own_holds_nothing_back() {
     assert_eq!(block.take().len(), 1, "an open one does: nobody knows what its holder will queue");
     drop(held);
 }
+
+#[test]
+fn uses_that_are_taken_over_are_taken_with_the_block_again() {
+    let rig = Rig::stepped(4);
+    let (mut lent_on, mut lender) = (Block::new(&rig), Block::new(&rig));
+    let (other, third) = (rig.lease(), rig.lease());
+    let open = lent_on.prepare(&other, Access::Read).unwrap();
+    lender.record(&third, Access::Read);
+    let taken = lent_on.take();
+    lender.uses.take_over(taken);
+    lender.uses.take_over(Vec::new());
+    let mut uses = lender.take();
+    assert_eq!(uses.len(), 2);
+    uses.retain(Noted::is_open);
+    assert_eq!(uses.len(), 1, "the other one's holder has not finished it");
+    open.finish().unwrap();
+    assert!(!uses[0].is_open());
+    assert!(lent_on.take().is_empty());
+}

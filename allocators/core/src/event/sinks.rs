@@ -58,15 +58,15 @@ impl Sink for NullSink {
     fn record(&self, _event: &Event) {}
 }
 
-/// Passes each event to `tracing` at debug level under the target `aquifer`, failures as warnings.
+/// Passes each event to `tracing` at debug level under the target `aquifer`, failures and findings as warnings.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct TracingSink;
 
 impl Sink for TracingSink {
     fn record(&self, event: &Event) {
         let Event { at_ns, action, place, stream, address, bytes, tag } = *event;
-        if action == super::Action::Fail {
-            tracing::warn!(target: "aquifer", at_ns, ?action, ?place, stream, bytes, tag = tag.name());
+        if matches!(action, super::Action::Fail | super::Action::Finding) {
+            tracing::warn!(target: "aquifer", at_ns, ?action, ?place, stream, address, bytes, tag = tag.name());
         } else {
             tracing::debug!(target: "aquifer", at_ns, ?action, ?place, stream, address, bytes, tag = tag.name());
         }
