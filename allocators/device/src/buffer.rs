@@ -24,7 +24,9 @@ impl<T: Pod> DeviceBuffer<T> {
     /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`]; the resource's.
     #[track_caller]
     pub fn new_in(resource: &(impl Resource + ?Sized), stream: &Stream, len: usize) -> Result<Self> {
-        Self::from_alloc(len, |request| resource.allocate(stream, request))
+        // Not by a closure, whose own line would be named as the caller's.
+        let request = Self::request(len)?;
+        Self::in_block(len, resource.allocate(stream, request)?, request)
     }
 
     /// `len` elements in the block that `alloc` gives for them.
@@ -33,12 +35,20 @@ impl<T: Pod> DeviceBuffer<T> {
     /// As [`DeviceBuffer::new_in`]; [`MemoryError::OutOfBounds`] for a block that is too short.
     #[track_caller]
     pub fn from_alloc(len: usize, alloc: impl FnOnce(Request) -> Result<Block>) -> Result<Self> {
+        let request = Self::request(len)?;
+        Self::in_block(len, alloc(request)?, request)
+    }
+
+    fn request(len: usize) -> Result<Request> {
         let bytes = (len as u64).checked_mul(size_of::<T>() as u64);
-        let bytes =
-            bytes.ok_or(MemoryError::TooLarge { requested: u64::MAX, limit: crate::request::MAX_BYTES })?;
-        let block = alloc(Request::bytes(bytes))?;
-        if block.bytes() < bytes {
-            return Err(MemoryError::OutOfBounds { offset: 0, len: bytes, bytes: block.bytes() });
+        bytes
+            .map(Request::bytes)
+            .ok_or(MemoryError::TooLarge { requested: u64::MAX, limit: crate::request::MAX_BYTES })
+    }
+
+    fn in_block(len: usize, block: Block, request: Request) -> Result<Self> {
+        if block.bytes() < request.size() {
+            return Err(MemoryError::OutOfBounds { offset: 0, len: request.size(), bytes: block.bytes() });
         }
         Ok(Self { block, len, elements: PhantomData })
     }
@@ -91,6 +101,10 @@ impl<T> DeviceBuffer<T> {
     #[must_use]
     pub fn block(&self) -> &Block {
         &self.block
+    }
+
+    pub(crate) fn block_mut(&mut self) -> &mut Block {
+        &mut self.block
     }
 
     /// The block underneath, without the type.

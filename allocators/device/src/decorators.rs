@@ -31,6 +31,7 @@ impl<R: Resource> Resource for Limit<R> {
     fn device(&self) -> DeviceId {
         self.inner.device()
     }
+    #[track_caller]
     fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
         // Before the inner resource is asked: a request that is refused never reaches it.
         let charge = self.budget.charge(request.size())?;
@@ -89,6 +90,7 @@ impl<R: Resource> Resource for Log<R> {
     fn device(&self) -> DeviceId {
         self.inner.device()
     }
+    #[track_caller]
     fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
         match self.inner.allocate(stream, request) {
             Ok(mut block) => {
@@ -150,6 +152,7 @@ where
     fn device(&self) -> DeviceId {
         self.inner.device()
     }
+    #[track_caller]
     fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
         let mut left = self.tries;
         loop {
@@ -181,6 +184,7 @@ impl<R: Resource + ?Sized> Resource for Arc<R> {
     fn device(&self) -> DeviceId {
         (**self).device()
     }
+    #[track_caller]
     fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
         (**self).allocate(stream, request)
     }
