@@ -14,8 +14,9 @@ pub use aquifer_core::{
     tagged,
 };
 pub use aquifer_device::{
-    self as device, Adoption, Block, DeviceBuffer, DevicePool, DeviceSlice, DeviceSliceMut, Direct,
-    FailureCallback, Limit, Log, OnFailure, PoolConfig, Reclaim, Request, Resource, StreamOrdered,
+    self as device, Adoption, Block, Debugging, DeviceBuffer, DevicePool, DeviceSlice, DeviceSliceMut,
+    Direct, FailureCallback, Finding, Limit, Log, OnFailure, PoolConfig, Reclaim, Request, Resource,
+    StreamOrdered,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;

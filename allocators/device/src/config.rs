@@ -1,6 +1,6 @@
 //! How a pool behaves.
 
-use crate::Reclaim;
+use crate::{Debugging, Reclaim};
 use aquifer_core::{Budget, Recorder};
 use aquifer_driver::ExportTypes;
 use std::{sync::Arc, time::Duration};
@@ -40,6 +40,8 @@ pub struct PoolConfig {
     pub streams: u32,
     /// Each block an allocation of its own from the driver: slow, and what memory checkers can see through.
     pub bypass: bool,
+    /// What is checked about blocks. Nothing, which costs nothing, unless told otherwise here or by the environment.
+    pub debug: Debugging,
     /// Where every event goes.
     pub recorder: Option<Arc<Recorder>>,
     /// Asked in turn for memory when nothing in the pool makes room.
@@ -57,6 +59,7 @@ impl Default for PoolConfig {
             export: ExportTypes::NONE,
             streams: aquifer_stream::DEFAULT_CAP,
             bypass: false,
+            debug: Debugging::default(),
             recorder: None,
             reclaim: Vec::new(),
         }

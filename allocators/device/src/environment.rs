@@ -4,12 +4,17 @@
 //! |---|---|---|
 //! | `AQUIFER_TRACE` | a file that the life of every device block is written to, for `aquifer replay` | none |
 //! | `AQUIFER_BYPASS` | `1`: each block an allocation of its own from the driver, which memory checkers can see | `0` |
+//! | `AQUIFER_DEBUG` | what every pool checks: any of `poison`, `canaries`, `quarantine`, `overlap`, `leaks` and `backtraces` with commas between them, or `all` for the first five; `quarantine=AMOUNT` with an amount like `64MiB`, which is what it is without one | nothing |
+//!
+//! What is found where `AQUIFER_DEBUG` is set goes to the standard error stream as well, unless the program has a hook.
 //!
 //! A value that cannot be followed is an error of whoever opens a pool, never ignored.
 
+use crate::{Debugging, Finding};
 use aquifer_core::{MemoryError, Recorder, Result, event::TraceFile};
 use std::{
     env,
+    io::{self, Write},
     path::Path,
     sync::{Arc, Mutex, PoisonError},
 };
@@ -19,6 +24,7 @@ use std::{
 pub(crate) struct Environment {
     pub(crate) recorder: Option<Arc<Recorder>>,
     pub(crate) bypass: bool,
+    pub(crate) debug: Debugging,
 }
 
 /// The trace of this process. All pools write to one, or each would start the file anew.
@@ -30,7 +36,7 @@ impl Environment {
             Some(path) => Some(trace(Path::new(&path))?),
             None => None,
         };
-        Ok(Self { recorder, bypass: switch("AQUIFER_BYPASS")? })
+        Ok(Self { recorder, bypass: switch("AQUIFER_BYPASS")?, debug: debug()? })
     }
 }
 
@@ -59,4 +65,26 @@ fn switch(name: &'static str) -> Result<bool> {
             Err(MemoryError::BadSetting { name, value, expected: "0 or 1" })
         }
     }
+}
+
+fn debug() -> Result<Debugging> {
+    const NAME: &str = "AQUIFER_DEBUG";
+    let refuse = |value: String| {
+        let expected = "poison, canaries, quarantine, quarantine=64MiB, overlap, leaks, backtraces or all, or several with commas between them";
+        Err(MemoryError::BadSetting { name: NAME, value, expected })
+    };
+    match env::var(NAME).as_deref() {
+        Err(env::VarError::NotPresent) | Ok("" | "0" | "off") => Ok(Debugging::default()),
+        Ok(list) => match Debugging::parse(list) {
+            Some(debug) => Ok(debug.on_finding(tell)),
+            None => refuse(list.to_owned()),
+        },
+        Err(env::VarError::NotUnicode(other)) => refuse(other.to_string_lossy().into_owned()),
+    }
+}
+
+/// Who switches debugging on from outside listens from outside.
+fn tell(finding: &Finding) {
+    // Nobody is there to hear of a refusal.
+    let _ = writeln!(io::stderr().lock(), "aquifer: {finding}");
 }

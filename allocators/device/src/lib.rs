@@ -32,12 +32,33 @@
 //! `AQUIFER_TRACE=FILE` writes the life of every block of every pool, for `aquifer replay`; `AQUIFER_BYPASS=1` makes each
 //! block an allocation of its own from the driver, so that memory checkers see it. A value that cannot be followed is an
 //! error of [`DevicePool::open`].
+//!
+//! `AQUIFER_DEBUG` makes every pool check its blocks, as [`PoolConfig::debug`] does for one:
+//! `AQUIFER_DEBUG=poison,canaries,quarantine=64MiB,overlap,leaks`, or any part of this list, or `all`. What is found is
+//! written to the standard error stream too, unless the program has set [`Debugging::hook`]. An item that says nothing,
+//! and canaries or a quarantine beside bypass, are errors of [`DevicePool::open`].
+//!
+//! # What debugging finds
+//! | check | finds | costs |
+//! |---|---|---|
+//! | `poison` | reads of what was never written: [`POISON_ALLOCATED`], and of what was freed: [`POISON_FREED`] | a fill at the allocation, one at the free |
+//! | `canaries` | writes right before and right behind a block | two fills of [`GUARD_BYTES`]; two reads that wait for the block's stream |
+//! | `quarantine` | writes to a block after its free; keeps it from use meanwhile | a fill at the free; a read of the block that waits for its stream |
+//! | `overlap` | a block that lies over another that is held | a look into a tree |
+//! | `leaks` | blocks that are live when their pool closes, or now | a note for each block |
+//! | `backtraces` | nothing by itself: it adds call stacks to all that is found | microseconds for each block |
+//!
+//! A free never blocks for any of them. Reading happens inside a later [`DevicePool::alloc`] that finds the quarantine
+//! over its bound (with canaries alone: any freed block), when memory is short, in [`DevicePool::trim`] and
+//! [`DevicePool::check`], and when the pool closes; those block until the work queued on the blocks' streams is done.
+//! A use after the free that reaches another's live block is found by none of them; the simulated GPU finds it.
 
 mod apart;
 mod backend;
 mod block;
 mod buffer;
 mod chain;
+mod checked;
 mod config;
 mod decorators;
 mod direct;
@@ -54,6 +75,10 @@ mod stream_ordered;
 
 pub use block::Block;
 pub use buffer::{DeviceBuffer, DeviceSlice, DeviceSliceMut};
+pub use checked::{
+    BlockRecord, CANARY, Debugging, Fault, Finding, FindingHook, GUARD_BYTES, LeakGroup, LeakReport,
+    POISON_ALLOCATED, POISON_FREED,
+};
 pub use config::{Adoption, PoolConfig};
 pub use decorators::{FailureCallback, Limit, Log, OnFailure};
 pub use direct::Direct;

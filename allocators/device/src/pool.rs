@@ -1,9 +1,10 @@
 //! The caching pool of one device.
 
 use crate::{
-    Block, DeviceBuffer, Log, PoolConfig, Request, Resource,
+    Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
     apart::Apart,
     chain::Counters,
+    checked::{Checked, GiveWay, Under},
     direct::Direct,
     environment::Environment,
     home::{Home, note},
@@ -62,7 +63,19 @@ pub struct DevicePool {
 }
 
 /// Closes the pool with the last handle to it.
-struct Closer(Arc<Inner>);
+struct Closer {
+    inner: Arc<Inner>,
+    /// What blocks come through instead, if anything. It may hold the pool, which therefore must not hold it.
+    detour: Option<Detour>,
+}
+
+/// Where blocks come from, other than from the streams' caches alone.
+enum Detour {
+    /// Each is an allocation of its own.
+    Direct(Arc<dyn Resource>),
+    /// They are checked.
+    Checked(Arc<Checked>),
+}
 
 /// What caches and handles share.
 pub(crate) struct Inner {
@@ -81,8 +94,6 @@ pub(crate) struct Inner {
     generations: AtomicU64,
     pub(crate) counters: Counters,
     pub(crate) leasing: Leasing,
-    /// Where blocks come from when each is to be an allocation of its own.
-    direct: Option<Arc<dyn Resource>>,
 }
 
 impl DevicePool {
@@ -90,11 +101,21 @@ impl DevicePool {
     ///
     /// # Errors
     /// [`MemoryError::BadSetting`] for a budget of nothing, a handle that is not a power of two, or a variable of the
-    /// environment; [`MemoryError::Unsupported`] for an export that the device cannot; the driver's.
+    /// environment, or for debugging that cannot be had beside bypass; [`MemoryError::Unsupported`] for an export that
+    /// the device cannot; the driver's.
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
         let environment = Environment::read()?;
         config.bypass |= environment.bypass;
         config.recorder = config.recorder.or(environment.recorder);
+        config.debug = config.debug.or(environment.debug);
+        if config.bypass {
+            config.debug.beside_bypass()?;
+        }
+        let debug = config.debug.clone();
+        let gives_way = Arc::new(GiveWay::default());
+        if debug.is_on() {
+            config.reclaim.insert(0, gives_way.clone());
+        }
         let lost = |e| MemoryError::driver(device, e);
         let info = driver.device_info(device).map_err(lost)?;
         if let Some(feature) = info.export_types.missing(config.export) {
@@ -151,13 +172,30 @@ impl DevicePool {
             generations: AtomicU64::new(1),
             counters: Counters::default(),
             leasing: Leasing::default(),
-            direct,
         });
-        Ok(Self { handle: Arc::new(Closer(inner)) })
+        let detour = if debug.is_on() {
+            let Inner { driver, streams, config, .. } = &*inner;
+            let (driver, streams, recorder) = (driver.clone(), streams.clone(), config.recorder.clone());
+            let wait = config.wait;
+            let under = direct.map_or_else(|| Under::Pool(inner.clone()), Under::Direct);
+            let checked = Checked::new(under, debug, driver, streams, recorder, wait)?;
+            gives_way.ask(&checked);
+            Some(Detour::Checked(checked))
+        } else {
+            direct.map(Detour::Direct)
+        };
+        Ok(Self { handle: Arc::new(Closer { inner, detour }) })
     }
 
     pub(crate) fn inner(&self) -> &Arc<Inner> {
-        &self.handle.0
+        &self.handle.inner
+    }
+
+    fn checked(&self) -> Option<&Arc<Checked>> {
+        match &self.handle.detour {
+            Some(Detour::Checked(checked)) => Some(checked),
+            _ => None,
+        }
     }
 
     /// Leases a stream of this device.
@@ -186,18 +224,11 @@ impl DevicePool {
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
-        let inner = self.inner();
-        if let Some(direct) = &inner.direct {
-            return direct.allocate(stream, request);
+        if let Some(detour) = &self.handle.detour {
+            let _site = site::enter();
+            return detour.allocate(stream, request, None);
         }
-        let home = inner.home(stream)?;
-        match home.try_alloc(inner, &request) {
-            Some(block) => Ok(block),
-            None => {
-                let _site = site::enter();
-                inner.allocate_after_leaving(home, &request, None)
-            }
-        }
+        self.inner().allocate(stream, request)
     }
 
     /// As [`DevicePool::alloc`], with new memory drawn from `held` before the budget is asked. What the request needs
@@ -214,26 +245,45 @@ impl DevicePool {
         held: &Mutex<Reservation>,
     ) -> Result<Block> {
         let request = request.checked()?;
-        let inner = self.inner();
-        if let Some(direct) = &inner.direct {
-            // The driver's allocations are charged whole: the lease makes room for this one and no more.
-            drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(request.size()));
-            return direct.allocate(stream, request);
+        if let Some(detour) = &self.handle.detour {
+            let _site = site::enter();
+            return detour.allocate(stream, request, Some(held));
         }
-        let remaining = || held.lock().unwrap_or_else(PoisonError::into_inner).remaining();
-        let before = remaining();
-        let home = inner.home(stream)?;
-        let block = match home.try_alloc(inner, &request) {
-            Some(block) => block,
-            None => {
-                let _site = site::enter();
-                inner.allocate_after_leaving(home, &request, Some(held))?
-            }
-        };
-        let drawn = before.saturating_sub(remaining());
-        let unused = request.size().saturating_sub(drawn).min(remaining());
-        drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(unused));
-        Ok(block)
+        self.inner().allocate_drawing(stream, request, held, request.size())
+    }
+
+    /// Drops a block, or what holds one, and names the caller's line in what [debugging](crate::Debugging) reports of it
+    /// from now on. A plain drop is as good, but for that.
+    #[track_caller]
+    pub fn free<T>(&self, held: T) {
+        let _site = site::enter();
+        drop(held);
+    }
+
+    /// What [debugging](crate::Debugging) has found so far: the first 1,024 findings, in the order of finding. Never
+    /// blocks.
+    #[must_use]
+    pub fn findings(&self) -> Vec<Finding> {
+        self.checked().map(|checked| checked.findings()).unwrap_or_default()
+    }
+
+    /// Looks at the guards of all live blocks and at all that is in quarantine, and answers with what is wrong and was
+    /// not reported before; nothing where neither is switched on. Blocks until the work that is queued on the blocks'
+    /// own streams is done; what other streams do to a live block meanwhile is seen when it comes back.
+    ///
+    /// # Errors
+    /// The driver's, when blocks cannot be read back; what was found before is in [`DevicePool::findings`].
+    #[track_caller]
+    pub fn check(&self) -> Result<Vec<Finding>> {
+        let _site = site::enter();
+        self.checked().map_or_else(|| Ok(Vec::new()), |checked| checked.check())
+    }
+
+    /// The blocks that are live, by the lines that asked for them; `None` unless [`leaks`](crate::Debugging::leaks) is
+    /// switched on. Never blocks.
+    #[must_use]
+    pub fn leaks(&self) -> Option<LeakReport> {
+        self.checked()?.leaks()
     }
 
     /// A buffer of `len` elements for work that is queued on `stream` from now on.
@@ -246,20 +296,28 @@ impl DevicePool {
     }
 
     /// Free memory back to the driver until no more than `keep` bytes are held, as far as that needs no waiting.
-    /// Answers with the bytes given back.
+    /// Answers with the bytes given back. With [debugging](crate::Debugging) it waits for blocks that are to be looked at.
     ///
     /// # Errors
     /// The driver's; what was given back before stays given back.
     #[track_caller]
     pub fn trim(&self, keep: u64) -> Result<u64> {
         let _site = site::enter();
-        self.inner().trim(keep)
+        match &self.handle.detour {
+            None => self.inner().trim(keep),
+            Some(Detour::Direct(direct)) => direct.trim(keep),
+            Some(Detour::Checked(checked)) => checked.trim(keep),
+        }
     }
 
     /// What the pool holds.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
-        self.inner().stats()
+        match &self.handle.detour {
+            None => self.inner().stats(),
+            Some(Detour::Direct(direct)) => direct.stats(),
+            Some(Detour::Checked(checked)) => checked.stats(),
+        }
     }
 
     /// What physical memory is charged to.
@@ -291,6 +349,7 @@ impl Resource for DevicePool {
     fn device(&self) -> DeviceId {
         self.device()
     }
+    #[track_caller]
     fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
         self.alloc(stream, request)
     }
@@ -305,9 +364,8 @@ impl Resource for DevicePool {
 impl crate::Reclaim for DevicePool {
     /// Gives back what is free here, for another pool under the same budget.
     fn reclaim(&self, bytes: u64) -> u64 {
-        let inner = self.inner();
-        let keep = inner.held().saturating_sub(bytes);
-        inner.trim(keep).unwrap_or(0)
+        let keep = self.stats().physical.saturating_sub(bytes);
+        self.trim(keep).unwrap_or(0)
     }
 }
 
@@ -320,6 +378,45 @@ impl Inner {
     /// What physical memory is charged to.
     pub(crate) fn budget(&self) -> &Budget {
         &self.budget
+    }
+
+    /// A block from the stream's cache. The request has been checked.
+    #[track_caller]
+    #[inline]
+    pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
+        let home = self.home(stream)?;
+        match home.try_alloc(self, &request) {
+            Some(block) => Ok(block),
+            None => {
+                let _site = site::enter();
+                self.allocate_after_leaving(home, &request, None)
+            }
+        }
+    }
+
+    /// The same, with new memory drawn from `held` first, which goes down by `bytes` or more.
+    #[track_caller]
+    pub(crate) fn allocate_drawing(
+        self: &Arc<Self>,
+        stream: &Stream,
+        request: Request,
+        held: &Mutex<Reservation>,
+        bytes: u64,
+    ) -> Result<Block> {
+        let remaining = || held.lock().unwrap_or_else(PoisonError::into_inner).remaining();
+        let before = remaining();
+        let home = self.home(stream)?;
+        let block = match home.try_alloc(self, &request) {
+            Some(block) => block,
+            None => {
+                let _site = site::enter();
+                self.allocate_after_leaving(home, &request, Some(held))?
+            }
+        };
+        let drawn = before.saturating_sub(remaining());
+        let unused = bytes.saturating_sub(drawn).min(remaining());
+        drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(unused));
+        Ok(block)
     }
 
     /// The cache of a stream, made at its first use.
@@ -438,9 +535,6 @@ impl Inner {
     }
 
     fn trim_caches(&self, keep: u64) -> Result<u64> {
-        if let Some(direct) = &self.direct {
-            return direct.trim(keep);
-        }
         let homes = self.homes();
         self.look(&homes)?;
         let given = match &self.physical {
@@ -455,10 +549,7 @@ impl Inner {
     }
 
     pub(crate) fn stats(&self) -> PoolStats {
-        let mut stats = match &self.direct {
-            Some(direct) => direct.stats(),
-            None => PoolStats::default(),
-        };
+        let mut stats = PoolStats::default();
         for home in self.homes() {
             home.with(|s| {
                 let a = &s.account;
@@ -517,13 +608,31 @@ impl Inner {
     }
 }
 
+impl Detour {
+    #[track_caller]
+    fn allocate(
+        &self,
+        stream: &Stream,
+        request: Request,
+        drawn: Option<&Mutex<Reservation>>,
+    ) -> Result<Block> {
+        match self {
+            Self::Direct(direct) => Under::draw_and_allocate(direct, stream, request, drawn, request.size()),
+            Self::Checked(checked) => checked.allocate(stream, request, drawn),
+        }
+    }
+}
+
 impl Drop for Closer {
     fn drop(&mut self) {
-        for home in self.0.homes() {
+        if let Some(Detour::Checked(checked)) = &self.detour {
+            checked.close();
+        }
+        for home in self.inner.homes() {
             home.close();
         }
-        self.0.apart.reap_quietly();
-        if let Some(recorder) = &self.0.config.recorder {
+        self.inner.apart.reap_quietly();
+        if let Some(recorder) = &self.inner.config.recorder {
             recorder.sink().flush();
         }
     }

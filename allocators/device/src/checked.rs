@@ -1,0 +1,558 @@
+//! Blocks that are checked: where they lie, what is written around them, in them and after them, and who keeps them.
+//!
+//! With any of [`Debugging`]'s checks on, a pool's blocks take a detour. What the pool hands out is held here, with
+//! guards around it; the user has the middle of it. A freed block comes here first, and goes home when it has been
+//! looked at:
+//!
+//! ```text
+//!   drop ──▶ other uses done? ──yes──▶ filled with POISON_FREED ──▶ quarantine ──▶ looked at ──▶ home
+//!                  │ no                                              ▲ (oldest out first)
+//!                  ▼                                                 │
+//!               waiting ──── at the next look, when they are ────────┘
+//! ```
+//!
+//! **A drop never blocks**: it queues a fill at most. Looking means to read bytes back, so it blocks until the work
+//! queued on the block's stream is done, and happens inside an allocation that finds the quarantine over its bound,
+//! under memory pressure, at a trim, a check or the end of the pool.
+//!
+//! **What the quarantine holds is the pool's own waste**: it gives way, oldest first, before the pool asks anybody else
+//! for memory or refuses, and limits of wrappers are no longer charged for it.
+//!
+//! **Guards cost room**: [`GUARD_BYTES`] behind each block, and before it as many or the block's
+//! alignment. A recorder sees the blocks as the pool does: guards included, and freed when they go home.
+//!
+//! # What is not seen
+//! A write of the very byte that is there; one into another live block; reads, but by what they get. A block of a stream
+//! that has been retired, or whose handle may be gone at any time, is not filled at the free, so late writes to it are
+//! not seen. A block that outlives its pool goes home unseen.
+
+mod finding;
+mod guards;
+mod leaks;
+mod look;
+mod ranges;
+mod settings;
+#[cfg(test)]
+mod twice;
+
+pub use finding::{BlockRecord, Fault, Finding};
+pub use guards::{CANARY, GUARD_BYTES, POISON_ALLOCATED, POISON_FREED};
+pub use leaks::{LeakGroup, LeakReport};
+pub use settings::{Debugging, FindingHook};
+
+use crate::{
+    Block, DeviceBuffer, Reclaim, Request, Resource,
+    backend::{Backed, Deferred, Release},
+    block::{Owner, UntilFree},
+    home::note,
+    pool::Inner,
+};
+use aquifer_core::{Action, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, event::Place};
+use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
+use aquifer_stream::{Noted, Stream, StreamPool, Timeline, UseList};
+use guards::Layout;
+use ranges::Ranges;
+use std::{
+    backtrace::Backtrace,
+    collections::{BTreeMap, VecDeque},
+    fmt,
+    mem::ManuallyDrop,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
+    time::{Duration, Instant},
+};
+
+/// Findings that are kept for [`DevicePool::findings`](crate::DevicePool::findings): the first say most.
+const KEPT_FINDINGS: usize = 1024;
+
+/// Where the memory comes from.
+#[derive(Debug)]
+pub(crate) enum Under {
+    /// The caching pool's streams.
+    Pool(Arc<Inner>),
+    /// An allocation of the driver's for each block.
+    Direct(Arc<dyn Resource>),
+}
+
+/// The detour of a pool whose blocks are checked.
+pub(crate) struct Checked {
+    under: Under,
+    settings: Debugging,
+    driver: Arc<dyn Driver>,
+    device: DeviceId,
+    streams: StreamPool,
+    recorder: Option<Arc<Recorder>>,
+    /// How long memory pressure waits for other streams' uses.
+    patience: Duration,
+    /// What blocks are read back on, while the pool is open.
+    reader: Mutex<Option<Reader>>,
+    findings: Mutex<Vec<Finding>>,
+    state: Mutex<State>,
+}
+
+/// A stream of its own, which takes none of the pool's.
+#[derive(Clone)]
+struct Reader {
+    stream: Stream,
+    /// The stream's account among the pool's, which blocks are asked to be in order with.
+    _known: Arc<Timeline>,
+}
+
+struct State {
+    /// By the address that the user has.
+    live: BTreeMap<u64, Live>,
+    /// All that is held, with [`Debugging::overlap`].
+    ranges: Ranges<BlockRecord>,
+    /// Freed blocks with uses that are not known to be done.
+    waiting: Vec<Freed>,
+    /// Freed blocks, oldest first.
+    quarantine: VecDeque<Freed>,
+    /// Bytes in the quarantine, as they are held.
+    quarantined: u64,
+    /// Threads that have taken freed blocks out to look at them.
+    looking: u32,
+    /// Bytes that have gone home so far.
+    gone: u64,
+    /// The number of the last block.
+    number: u64,
+    closed: bool,
+    /// What the users of the pool hold and have held.
+    own: PoolStats,
+}
+
+/// A block that its user has.
+struct Live {
+    record: BlockRecord,
+    capacity: u64,
+    /// `None` while somebody looks at its guards.
+    held: Option<Held>,
+    /// It was freed meanwhile.
+    freed: Option<Deferred>,
+}
+
+/// The memory of a block with its guards.
+struct Held {
+    memory: DeviceBuffer<u8>,
+    layout: Layout,
+    home: Arc<Timeline>,
+    told: Told,
+}
+
+/// What has been reported of a block, and is not again.
+#[derive(Clone, Copy, Default)]
+struct Told {
+    before: bool,
+    body: bool,
+    behind: bool,
+}
+
+/// A block that its user has freed.
+struct Freed {
+    record: BlockRecord,
+    capacity: u64,
+    held: Held,
+    uses: Vec<Noted>,
+    until_free: UntilFree,
+    /// It has been filled with [`POISON_FREED`].
+    filled: bool,
+}
+
+impl Under {
+    fn allocate(
+        &self,
+        stream: &Stream,
+        held: Request,
+        drawn: Option<&Mutex<Reservation>>,
+        bytes: u64,
+    ) -> Result<Block> {
+        match (self, drawn) {
+            (Self::Pool(inner), None) => inner.allocate(stream, held),
+            (Self::Pool(inner), Some(drawn)) => inner.allocate_drawing(stream, held, drawn, bytes),
+            (Self::Direct(direct), drawn) => Self::draw_and_allocate(direct, stream, held, drawn, bytes),
+        }
+    }
+
+    /// An allocation of the driver's, for which a reservation makes room.
+    pub(crate) fn draw_and_allocate(
+        direct: &Arc<dyn Resource>,
+        stream: &Stream,
+        request: Request,
+        drawn: Option<&Mutex<Reservation>>,
+        bytes: u64,
+    ) -> Result<Block> {
+        if let Some(drawn) = drawn {
+            // The driver's allocations are charged whole: the lease makes room for this one and no more.
+            drop(drawn.lock().unwrap_or_else(PoisonError::into_inner).draw(bytes));
+        }
+        direct.allocate(stream, request)
+    }
+
+    fn stats(&self) -> PoolStats {
+        match self {
+            Self::Pool(inner) => inner.stats(),
+            Self::Direct(direct) => direct.stats(),
+        }
+    }
+
+    fn trim(&self, keep: u64) -> Result<u64> {
+        match self {
+            Self::Pool(inner) => inner.trim(keep),
+            Self::Direct(direct) => direct.trim(keep),
+        }
+    }
+}
+
+/// Asks the quarantine to give way, first of all that a pool asks when nothing of its own makes room.
+///
+/// The pool is there before what is put in front of it, and must not keep that alive.
+#[derive(Default, Debug)]
+pub(crate) struct GiveWay(OnceLock<Weak<Checked>>);
+
+impl GiveWay {
+    pub(crate) fn ask(&self, checked: &Arc<Checked>) {
+        let _only_once = self.0.set(Arc::downgrade(checked));
+    }
+}
+
+impl Reclaim for GiveWay {
+    fn reclaim(&self, bytes: u64) -> u64 {
+        self.0.get().and_then(Weak::upgrade).map_or(0, |checked| checked.give_way(bytes))
+    }
+}
+
+impl Checked {
+    /// # Errors
+    /// The driver's, for the stream that blocks are read back on.
+    pub(crate) fn new(
+        under: Under,
+        settings: Debugging,
+        driver: Arc<dyn Driver>,
+        streams: StreamPool,
+        recorder: Option<Arc<Recorder>>,
+        patience: Duration,
+    ) -> Result<Arc<Self>> {
+        let device = streams.device();
+        let reader = if settings.looks_at_freed() {
+            let stream = StreamPool::new(driver.clone(), device, 1).lease()?;
+            let alive: KeepAlive = Arc::new(stream.clone());
+            let known = streams.timeline(stream.raw(), Some(alive))?;
+            Some(Reader { stream, _known: known })
+        } else {
+            None
+        };
+        Ok(Arc::new(Self {
+            under,
+            settings,
+            driver,
+            device,
+            streams,
+            recorder,
+            patience,
+            reader: Mutex::new(reader),
+            findings: Mutex::default(),
+            state: Mutex::new(State {
+                live: BTreeMap::new(),
+                ranges: Ranges::new(),
+                waiting: Vec::new(),
+                quarantine: VecDeque::new(),
+                quarantined: 0,
+                looking: 0,
+                gone: 0,
+                number: 0,
+                closed: false,
+                own: PoolStats::default(),
+            }),
+        }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A block with all that is asked for around it. The request has been checked.
+    #[track_caller]
+    pub(crate) fn allocate(
+        self: &Arc<Self>,
+        stream: &Stream,
+        request: Request,
+        drawn: Option<&Mutex<Reservation>>,
+    ) -> Result<Block> {
+        let allocated_at = site::current();
+        let layout = Layout::new(&request, self.settings.canaries);
+        let around = layout.around(&request)?;
+        self.settle();
+        self.keep_bound();
+        let held = loop {
+            match self.under.allocate(stream, around, drawn, request.size()) {
+                Ok(held) => break held,
+                Err(error) if is_shortage(&error) && self.give_way(around.size()) > 0 => {}
+                // In the user's figures.
+                Err(MemoryError::OutOfMemory(mut error)) => {
+                    error.requested = request.size();
+                    return Err(MemoryError::OutOfMemory(error));
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        let (start, capacity, generation, home) =
+            (held.address(), held.capacity(), held.generation(), held.home());
+        let mut record = BlockRecord {
+            address: start + layout.front,
+            bytes: request.size(),
+            tag: request.owner(),
+            number: 0,
+            stream: home.number(),
+            born: Instant::now(),
+            allocated_at,
+            freed_at: None,
+            allocated_by: self.backtrace(),
+            freed_by: None,
+        };
+        if let Err(other) = self.number(start, start + capacity, &mut record) {
+            // It cannot go home: what it lies over is somebody's.
+            let _kept = ManuallyDrop::new(held);
+            let (address, held) = (record.address, other.address);
+            self.report(Fault::Overlap { held: Box::new(other) }, record);
+            return Err(MemoryError::Overlap { address, held });
+        }
+        let filled = self.fill_new(&held, &home, &layout);
+        let held = filled.and_then(|()| DeviceBuffer::from_alloc(around.size() as usize, |_| Ok(held)));
+        let memory = match held {
+            Ok(memory) => memory,
+            Err(error) => {
+                self.forget_range(start);
+                return Err(error);
+            }
+        };
+        let address = record.address;
+        let bytes = if self.settings.canaries { request.size() } else { capacity };
+        let held = Some(Held { memory, layout, home: home.clone(), told: Told::default() });
+        {
+            let mut state = self.state();
+            let own = &mut state.own;
+            own.live += capacity;
+            own.requested += request.size();
+            own.blocks += 1;
+            own.allocations += 1;
+            own.peak_live = own.peak_live.max(own.live);
+            own.peak_requested = own.peak_requested.max(own.requested);
+            state.live.insert(address, Live { record, capacity, held, freed: None });
+        }
+        let backed = Backed { ledger: self.clone(), timeline: home, streams: self.streams.clone(), bytes };
+        Ok(Block {
+            address,
+            requested: request.size(),
+            tag: request.owner(),
+            owner: Owner::Backend(Box::new(backed)),
+            uses: UseList::new(),
+            generation,
+            until_free: None,
+        })
+    }
+
+    /// Gives a block its number and its place among what is held, or answers with what is there already.
+    fn number(&self, start: u64, end: u64, record: &mut BlockRecord) -> Result<(), BlockRecord> {
+        let mut state = self.state();
+        state.number += 1;
+        record.number = state.number;
+        if self.settings.overlap {
+            state.ranges.enter(start, end, record.clone()).map_err(|held| held.clone())
+        } else {
+            Ok(())
+        }
+    }
+
+    fn forget_range(&self, start: u64) {
+        if self.settings.overlap {
+            self.state().ranges.leave(start);
+        }
+    }
+
+    fn fill_new(&self, held: &Block, home: &Timeline, layout: &Layout) -> Result<()> {
+        for guard in [layout.before(), layout.behind()].into_iter().flatten() {
+            guards::fill(held, home, guard, CANARY)?;
+        }
+        if self.settings.poison {
+            guards::fill(held, home, layout.body(), POISON_ALLOCATED)?;
+        }
+        Ok(())
+    }
+
+    fn backtrace(&self) -> Option<Arc<Backtrace>> {
+        self.settings.backtraces.then(|| Arc::new(Backtrace::force_capture()))
+    }
+
+    /// A block that its user has freed. Never blocks.
+    fn freed(&self, live: Live, deferred: Deferred) {
+        let Live { record, capacity, held: Some(held), .. } = live else { return };
+        let Deferred { uses, until_free, generation, .. } = deferred;
+        let mut freed = Freed { record, capacity, held, uses, until_free, filled: false };
+        let waits = !freed.uses.is_empty();
+        let kept = self.settings.looks_at_freed() || (waits && self.settings.fills_freed());
+        if kept && !self.state().closed {
+            self.note_kept(&freed, generation);
+        }
+        if !waits {
+            self.fill_freed(&mut freed);
+        }
+        // Without debugging the memory would be free now; limits of wrappers are not to notice the difference.
+        let over = if kept && !waits { freed.until_free.take() } else { None };
+        drop(over);
+        let goes = {
+            let mut state = self.state();
+            if !kept || state.closed {
+                Some(freed)
+            } else if waits {
+                state.waiting.push(freed);
+                None
+            } else {
+                state.keep(freed);
+                None
+            }
+        };
+        if let Some(freed) = goes {
+            self.go_home(freed);
+        }
+    }
+
+    /// Tells a driver that checks who may still touch a freed block.
+    fn note_kept(&self, freed: &Freed, generation: u64) {
+        let mut users: Vec<RawStream> = freed.uses.iter().map(|u| u.on().raw()).collect();
+        users.push(freed.held.home.raw());
+        users.extend(self.reader().map(|reader| reader.stream.raw()));
+        let address = freed.held.memory.block().address();
+        let range = DeviceRange { device: self.device, address, bytes: freed.capacity };
+        note(&self.driver, generation, range, Ownership::Pending { users: &users });
+    }
+
+    /// Fills a freed block whose uses are done. A refusal leaves it as it is: late writes to it are not seen then.
+    fn fill_freed(&self, freed: &mut Freed) {
+        let Held { memory, layout, home, .. } = &freed.held;
+        // A handle that its owner may have destroyed is not touched, nor one that is gone.
+        if self.settings.fills_freed() && !home.fences_at_once() && !home.is_retired() {
+            freed.filled = guards::fill(memory.block(), home, layout.body(), POISON_FREED).is_ok();
+        }
+    }
+
+    /// Gives the memory back to the pool, with the uses that are not over and what is to end when they are.
+    fn go_home(&self, freed: Freed) {
+        let Freed { held, uses, until_free, capacity, .. } = freed;
+        let mut block = held.memory.into_block();
+        self.forget_range(block.address());
+        block.uses.take_over(uses);
+        for thing in until_free.into_iter().flat_map(|things| *things) {
+            block.keep_until_free(thing);
+        }
+        drop(block);
+        self.state().gone += capacity;
+    }
+
+    /// What the users hold, over what the pool holds.
+    pub(crate) fn stats(&self) -> PoolStats {
+        let own = self.state().own;
+        let mut stats = self.under.stats();
+        // What is held and nobody's is held back.
+        stats.pending += stats.live.saturating_sub(own.live);
+        stats.live = own.live;
+        stats.requested = own.requested;
+        stats.peak_requested = own.peak_requested;
+        stats.peak_live = own.peak_live;
+        stats.blocks = own.blocks;
+        stats.allocations = own.allocations;
+        stats.frees = own.frees;
+        stats
+    }
+
+    /// Everything found so far, as far as it is kept.
+    pub(crate) fn findings(&self) -> Vec<Finding> {
+        self.findings.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The live blocks, if they are to be reported.
+    pub(crate) fn leaks(&self) -> Option<LeakReport> {
+        let live = |live: &Live| live.freed.is_none().then(|| live.record.clone());
+        self.settings.leaks.then(|| LeakReport::of(self.state().live.values().filter_map(live)))
+    }
+
+    fn report(&self, fault: Fault, block: BlockRecord) -> Finding {
+        let finding = Finding { fault, block };
+        {
+            let mut findings = self.findings.lock().unwrap_or_else(PoisonError::into_inner);
+            if findings.len() < KEPT_FINDINGS {
+                findings.push(finding.clone());
+            }
+        }
+        if let Some(recorder) = &self.recorder {
+            let BlockRecord { address, bytes, tag, stream, .. } = finding.block;
+            let place = Place::Device(self.device);
+            let event = recorder.event(Action::Finding, place, stream, address, bytes, tag);
+            recorder.record(recorder.ticket(), event);
+        }
+        if let Some(hook) = &self.settings.hook {
+            // It may be called from a drop, which must not unwind. Whoever panics has been told so by the panic's own
+            // message.
+            let _panicked = catch_unwind(AssertUnwindSafe(|| hook(&finding)));
+        }
+        finding
+    }
+
+    fn reader(&self) -> Option<Reader> {
+        self.reader.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Whether memory that is given back could help.
+fn is_shortage(error: &MemoryError) -> bool {
+    match error {
+        MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => true,
+        MemoryError::Driver(error) => error.is_out_of_memory(),
+        _ => false,
+    }
+}
+
+impl State {
+    fn keep(&mut self, freed: Freed) {
+        self.quarantined += freed.capacity;
+        self.quarantine.push_back(freed);
+    }
+}
+
+impl Release for Checked {
+    fn release(&self, deferred: Deferred) {
+        let (freed_at, freed_by) = (site::entered(), self.backtrace());
+        let goes = {
+            let mut state = self.state();
+            let address = deferred.address;
+            let Some(live) = state.live.get_mut(&address) else { return };
+            live.record.freed_at = freed_at;
+            live.record.freed_by = freed_by;
+            let (capacity, bytes, looked_at) = (live.capacity, live.record.bytes, live.held.is_none());
+            let own = &mut state.own;
+            own.live -= capacity;
+            own.requested -= bytes;
+            own.blocks -= 1;
+            own.frees += 1;
+            if looked_at {
+                // Whoever looks at it goes on with this.
+                if let Some(live) = state.live.get_mut(&address) {
+                    live.freed = Some(deferred);
+                }
+                None
+            } else {
+                state.live.remove(&address).map(|live| (live, deferred))
+            }
+        };
+        if let Some((live, deferred)) = goes {
+            self.freed(live, deferred);
+        }
+    }
+}
+
+impl fmt::Debug for Checked {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Checked")
+            .field("settings", &self.settings)
+            .field("under", &self.under)
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,99 @@
+//! Blocks that are live, by the lines that asked for them.
+
+use super::BlockRecord;
+use aquifer_core::Bytes;
+use std::{collections::HashMap, fmt, panic::Location};
+
+/// The blocks of a pool that are live, grouped by the lines that asked for them, most bytes first.
+///
+/// ```
+/// use aquifer_device::{Debugging, DevicePool, PoolConfig};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// let mut config = PoolConfig::default();
+/// config.debug.leaks = true;
+/// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config)?;
+/// let stream = pool.stream()?;
+/// let kept = pool.buffer::<u8>(&stream, 1000)?;
+/// let leaks = pool.leaks().unwrap_or_default();
+/// assert_eq!((leaks.bytes(), leaks.groups()[0].at.file()), (1000, file!()));
+/// println!("{leaks}");
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
+#[derive(Clone, Default, Debug)]
+pub struct LeakReport {
+    groups: Vec<LeakGroup>,
+}
+
+/// The live blocks that one line has asked for.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub struct LeakGroup {
+    /// The line.
+    pub at: &'static Location<'static>,
+    /// Bytes that were asked for, all blocks together.
+    pub bytes: u64,
+    /// The blocks, largest first, older ones first among equals.
+    pub blocks: Vec<BlockRecord>,
+}
+
+impl LeakReport {
+    pub(super) fn of(live: impl Iterator<Item = BlockRecord>) -> Self {
+        let mut by_line: HashMap<&'static Location<'static>, Vec<BlockRecord>> = HashMap::new();
+        for block in live {
+            by_line.entry(block.allocated_at).or_default().push(block);
+        }
+        let mut groups: Vec<LeakGroup> = by_line
+            .into_iter()
+            .map(|(at, mut blocks)| {
+                blocks.sort_by_key(|b| (std::cmp::Reverse(b.bytes), b.number));
+                LeakGroup { at, bytes: blocks.iter().map(|b| b.bytes).sum(), blocks }
+            })
+            .collect();
+        // The line breaks ties, so that the same program is told the same.
+        groups.sort_by_key(|g| (std::cmp::Reverse(g.bytes), g.at.file(), g.at.line(), g.at.column()));
+        Self { groups }
+    }
+
+    /// The groups, most bytes first.
+    #[must_use]
+    pub fn groups(&self) -> &[LeakGroup] {
+        &self.groups
+    }
+
+    /// Whether nothing is live.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.groups.is_empty()
+    }
+
+    /// Bytes that were asked for, all blocks together.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.groups.iter().map(|g| g.bytes).sum()
+    }
+
+    /// How many blocks are live.
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        self.groups.iter().map(|g| g.blocks.len()).sum()
+    }
+}
+
+/// Blocks of one group that are told one by one.
+const TOLD: usize = 3;
+
+impl fmt::Display for LeakReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} live in {} blocks", Bytes(self.bytes()), self.blocks())?;
+        for group in &self.groups {
+            write!(f, "\n  {} in {} blocks from {}", Bytes(group.bytes), group.blocks.len(), group.at)?;
+            for block in group.blocks.iter().take(TOLD) {
+                write!(f, "\n    {block}, {:.1?} old", block.born.elapsed())?;
+            }
+            if group.blocks.len() > TOLD {
+                write!(f, "\n    and {} more", group.blocks.len() - TOLD)?;
+            }
+        }
+        Ok(())
+    }
+}

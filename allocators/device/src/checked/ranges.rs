@@ -1,0 +1,57 @@
+//! What is held, by address: whether something new would lie over it.
+
+use std::collections::BTreeMap;
+
+/// Ranges that do not overlap, each with what it is for.
+#[derive(Debug)]
+pub(super) struct Ranges<T> {
+    /// By first address: the address behind the last.
+    by_start: BTreeMap<u64, (u64, T)>,
+}
+
+impl<T> Ranges<T> {
+    pub(super) fn new() -> Self {
+        Self { by_start: BTreeMap::new() }
+    }
+
+    /// Takes a range in, or answers with the lowest one that it overlaps.
+    pub(super) fn enter(&mut self, start: u64, end: u64, what: T) -> Result<(), &T> {
+        // Only the last range that begins before the end can reach in, since none of them overlaps another: but the
+        // lowest is the more telling one.
+        let first = self.by_start.range(..=start).next_back().filter(|(_, held)| held.0 > start);
+        let lowest = first.or_else(|| self.by_start.range(start..end).next()).map(|(&held, _)| held);
+        match lowest {
+            Some(held) => Err(&self.by_start[&held].1),
+            None => {
+                self.by_start.insert(start, (end, what));
+                Ok(())
+            }
+        }
+    }
+
+    /// Lets go of the range that begins here.
+    pub(super) fn leave(&mut self, start: u64) {
+        self.by_start.remove(&start);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_range_over_another_is_refused_and_neighbours_are_not() {
+        let mut ranges = Ranges::new();
+        assert_eq!(ranges.enter(100, 200, 'a'), Ok(()));
+        assert_eq!(ranges.enter(200, 300, 'b'), Ok(()));
+        assert_eq!(ranges.enter(50, 100, 'c'), Ok(()));
+        for (start, end, held) in
+            [(100, 200, 'a'), (199, 201, 'a'), (150, 160, 'a'), (0, 51, 'c'), (0, 1000, 'c'), (299, 300, 'b')]
+        {
+            assert_eq!(ranges.enter(start, end, 'x'), Err(&held), "{start}..{end}");
+        }
+        assert_eq!(ranges.enter(300, 301, 'd'), Ok(()), "a refusal leaves nothing behind");
+        ranges.leave(100);
+        assert_eq!(ranges.enter(100, 200, 'e'), Ok(()));
+    }
+}
