@@ -23,8 +23,8 @@
 //!
 //! # What is not seen
 //! A write of the very byte that is there; one into another live block; reads, but by what they get. A block of a stream
-//! that has been retired, or whose handle may be gone at any time, is not filled at the free, so late writes to it are
-//! not seen. A block that outlives its pool goes home unseen.
+//! that has been retired is not filled at the free, so late writes to it are not seen. A block of a stream whose handle
+//! may be gone at any time goes home unseen, and so does one that outlives its pool.
 
 mod finding;
 mod guards;
@@ -155,6 +155,8 @@ struct Freed {
     until_free: UntilFree,
     /// It has been filled with [`POISON_FREED`].
     filled: bool,
+    /// It could not be read back once.
+    refused: bool,
 }
 
 impl Under {
@@ -386,9 +388,10 @@ impl Checked {
     fn freed(&self, live: Live, deferred: Deferred) {
         let Live { record, capacity, held: Some(held), .. } = live else { return };
         let Deferred { uses, until_free, generation, .. } = deferred;
-        let mut freed = Freed { record, capacity, held, uses, until_free, filled: false };
+        let mut freed = Freed { record, capacity, held, uses, until_free, filled: false, refused: false };
         let waits = !freed.uses.is_empty();
         let kept = self.settings.looks_at_freed() || (waits && self.settings.fills_freed());
+        let kept = kept && can_be_used(&freed.held.home);
         if kept && !self.state().closed {
             self.note_kept(&freed, generation);
         }
@@ -428,8 +431,7 @@ impl Checked {
     /// Fills a freed block whose uses are done. A refusal leaves it as it is: late writes to it are not seen then.
     fn fill_freed(&self, freed: &mut Freed) {
         let Held { memory, layout, home, .. } = &freed.held;
-        // A handle that its owner may have destroyed is not touched, nor one that is gone.
-        if self.settings.fills_freed() && !home.fences_at_once() && !home.is_retired() {
+        if self.settings.fills_freed() && can_be_used(home) {
             freed.filled = guards::fill(memory.block(), home, layout.body(), POISON_FREED).is_ok();
         }
     }
@@ -499,6 +501,12 @@ impl Checked {
     fn reader(&self) -> Option<Reader> {
         self.reader.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
+}
+
+/// Whether work may be queued on the stream later, when no call of its owner's is in progress. One that has been retired
+/// refuses it by itself.
+fn can_be_used(home: &Timeline) -> bool {
+    !home.fences_at_once()
 }
 
 /// Whether memory that is given back could help.

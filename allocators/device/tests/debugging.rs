@@ -348,6 +348,53 @@ fn a_stream_that_was_retired_gets_no_work_from_a_later_free() {
     rig.assert_silent();
 }
 
+#[test]
+fn a_stream_whose_handle_may_be_gone_gets_no_work_from_a_later_free_or_check() {
+    let rig = rig(Sim::h200(1), 64, Debugging::all());
+    let driver = rig.sim.driver();
+    let raw = driver.stream_create(DeviceId(0), 0).unwrap();
+    #[expect(unsafe_code, reason = "adopts a stream and destroys it")]
+    let adopted = {
+        // SAFETY: 1. a stream of this device. 2. it is destroyed while no call is in progress.
+        let adopted = unsafe { rig.pool.streams().adopt(raw, Life::Fenced) }.unwrap();
+        let block = rig.pool.alloc(&adopted, Request::bytes(1000)).unwrap();
+        adopted.synchronize().unwrap();
+        // SAFETY: 1. nothing is queued on it.
+        unsafe { driver.stream_destroy(raw) }.unwrap();
+        let before = driver.calls().made();
+        assert!(rig.pool.check().unwrap().is_empty());
+        drop(block);
+        assert_eq!(driver.calls().made(), before);
+        adopted
+    };
+    assert_eq!((rig.pool.stats().live, rig.pool.stats().pending), (0, 0));
+    assert!(rig.pool.findings().is_empty());
+    rig.assert_silent();
+    drop(adopted);
+}
+
+#[test]
+fn a_block_that_cannot_be_read_back_gets_one_more_try_and_then_keeps_nobody_up() {
+    let rig = rig(Sim::h200(1), 64, only(|d| d.canaries = true));
+    let s = rig.stream();
+    rig.sim.fail_every(Call::CopyToHost, 1, 2);
+    drop(rig.bytes(&s, 1000));
+    let held = rig.pool.stats().pending;
+    let next = rig.bytes(&s, 1000);
+    assert_eq!(rig.pool.stats().pending, held, "it stays");
+    assert!(rig.pool.findings().is_empty());
+    drop(rig.bytes(&s, 1000));
+    let finding = one(rig.pool.findings());
+    assert!(matches!(finding.fault, Fault::Unchecked { error: MemoryError::Driver(_) }), "{finding:?}");
+    assert_eq!(finding.block.number, 1);
+    rig.sim.clear_failures();
+    drop((next, s));
+    rig.pool.trim(0).unwrap();
+    assert_eq!((rig.pool.stats().pending, rig.pool.stats().physical), (0, 0));
+    assert_eq!(rig.pool.findings().len(), 1);
+    close(rig);
+}
+
 // ---- leaks
 
 #[test]

@@ -1,6 +1,8 @@
 //! When freed blocks are looked at and go home, and what live ones' guards look like.
 
-use super::{CANARY, Checked, Fault, Finding, Freed, Held, Live, POISON_FREED, guards::first_wrong};
+use super::{
+    CANARY, Checked, Fault, Finding, Freed, Held, Live, POISON_FREED, can_be_used, guards::first_wrong,
+};
 use aquifer_core::{MemoryError, Result};
 use aquifer_stream::{Noted, Stream};
 use std::{
@@ -15,7 +17,7 @@ const PAUSE: Duration = Duration::from_micros(50);
 /// What to do with a freed block that cannot be looked at.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Unseen {
-    /// It stays, for another try.
+    /// It stays for one more try, and goes after that, or one that cannot be read would keep all behind it.
     Stays,
     /// It goes home, and that is reported.
     Goes,
@@ -66,7 +68,7 @@ impl Checked {
     }
 
     /// Lets the oldest blocks out of the quarantine until it is within its bound. Blocks until the work before their
-    /// frees is done. Blocks that cannot be read back stay until another time.
+    /// frees is done. A block that cannot be read back stays until another time.
     pub(super) fn keep_bound(&self) {
         while let Some(freed) = self.take_oldest(self.settings.quarantine) {
             if !self.let_out(freed, Unseen::Stays) {
@@ -132,7 +134,7 @@ impl Checked {
             Ok(_) => true,
             // Nothing can be learned from a device that is gone.
             Err(MemoryError::DeviceLost { .. }) => unseen == Unseen::Goes,
-            Err(_) if unseen == Unseen::Stays => false,
+            Err(_) if unseen == Unseen::Stays && !freed.refused => false,
             Err(error) => {
                 self.report(Fault::Unchecked { error }, freed.record.clone());
                 true
@@ -142,6 +144,7 @@ impl Checked {
             self.go_home(freed);
             self.state().looking -= 1;
         } else {
+            freed.refused = true;
             let mut state = self.state();
             state.quarantined += freed.capacity;
             state.quarantine.push_front(freed);
@@ -209,6 +212,7 @@ impl Checked {
         let taken = {
             let mut state = self.state();
             let live = state.live.get_mut(&address).filter(|live| live.record.number == number);
+            let live = live.filter(|l| l.held.as_ref().is_some_and(|held| can_be_used(&held.home)));
             live.and_then(|live| Some((live.held.take()?, live.record.clone())))
         };
         // Gone, or another thread looks at it.
