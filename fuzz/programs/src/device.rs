@@ -7,7 +7,7 @@
 
 use crate::program::Bytes;
 use aquifer_core::{Budget, MemoryError};
-use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Request};
+use aquifer_device::{Adoption, Block, Debugging, DevicePool, Fault, PoolConfig, Request};
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange,
     sim::{DeviceConfig, Sim, SimConfig},
@@ -58,6 +58,8 @@ struct World {
     streams: Vec<Stream>,
     live: Vec<Live>,
     open: Vec<Open>,
+    /// Blocks are checked: they have guards, and what is freed is kept for a while.
+    checked: bool,
 }
 
 /// Runs the program that `bytes` spell.
@@ -65,8 +67,20 @@ struct World {
 /// # Panics
 /// When the pool breaks a promise.
 pub fn run(bytes: &[u8]) {
+    run_on(bytes, false);
+}
+
+/// Runs the program that `bytes` spell on a pool that checks its blocks in every way, and must find nothing.
+///
+/// # Panics
+/// When the pool breaks a promise.
+pub fn run_checked(bytes: &[u8]) {
+    run_on(bytes, true);
+}
+
+fn run_on(bytes: &[u8], checked: bool) {
     let mut bytes = Bytes::new(bytes);
-    let mut world = World::new(&mut bytes);
+    let mut world = World::new(&mut bytes, checked);
     for _ in 0..MAX_OPS {
         if bytes.is_empty() {
             break;
@@ -78,7 +92,7 @@ pub fn run(bytes: &[u8]) {
 }
 
 impl World {
-    fn new(bytes: &mut Bytes<'_>) -> Self {
+    fn new(bytes: &mut Bytes<'_>, checked: bool) -> Self {
         let device =
             if bytes.choice(4) == 0 { DeviceConfig::without_virtual_memory() } else { DeviceConfig::h200() };
         let mut config = SimConfig::h200(1);
@@ -91,10 +105,14 @@ impl World {
         config.wait = Duration::from_millis(1);
         config.handle_bytes = [0, 4 << 20][usize::from(bytes.choice(2))];
         config.compact = bytes.choice(4) == 0;
+        if checked {
+            config.debug = Debugging::all();
+            config.debug.quarantine = u64::from(bytes.choice(8)) << 19;
+        }
         let pool =
             DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
         let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();
-        Self { sim, budget, pool, streams, live: Vec::new(), open: Vec::new() }
+        Self { sim, budget, pool, streams, live: Vec::new(), open: Vec::new(), checked }
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -188,7 +206,9 @@ impl World {
         let Live { block, .. } = self.live.swap_remove(at);
         let calls = self.sim.driver().calls().made();
         drop(block);
-        assert_eq!(calls, self.sim.driver().calls().made(), "a free called the driver");
+        if !self.checked {
+            assert_eq!(calls, self.sim.driver().calls().made(), "a free called the driver");
+        }
     }
 
     /// Work on a block's own stream.
@@ -274,7 +294,15 @@ impl World {
         let stats = self.pool.stats();
         let requested: u64 = self.live.iter().map(|l| l.block.bytes()).sum();
         let live: u64 = self.live.iter().map(|l| l.block.capacity()).sum();
-        assert_eq!((stats.requested, stats.live), (requested, live), "live bytes");
+        assert_eq!(stats.requested, requested, "live bytes");
+        if self.checked {
+            assert!(stats.live >= live, "guards are less than nothing");
+            for finding in self.pool.findings() {
+                assert!(matches!(finding.fault, Fault::Unchecked { .. }), "{finding}");
+            }
+        } else {
+            assert_eq!(stats.live, live, "live bytes");
+        }
         assert_eq!(stats.blocks, self.live.len() as u64);
         assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
         assert!(
@@ -285,7 +313,7 @@ impl World {
     }
 
     fn finish(self) {
-        let Self { sim, budget, pool, streams, live, open } = self;
+        let Self { sim, budget, pool, streams, live, open, .. } = self;
         sim.clear_failures();
         drop(live);
         for Open { used, stream, range, generation, access } in open {

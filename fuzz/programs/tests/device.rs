@@ -11,6 +11,13 @@ fn no_seeded_program_breaks_a_promise_of_the_device_pool() {
 }
 
 #[test]
+fn a_pool_that_checks_its_blocks_keeps_its_promises_and_finds_nothing_in_seeded_programs() {
+    for seed in 0..400 {
+        device::run_checked(&seeded(seed, 600));
+    }
+}
+
+#[test]
 fn no_program_of_the_corpus_breaks_a_promise_of_the_device_pool() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/device");
     let mut programs = 0;
