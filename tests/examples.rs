@@ -32,7 +32,7 @@ fn built() -> PathBuf {
 /// Runs a program to its end, and answers with what it said if that was not what it should.
 fn run(program: &Path) -> Result<(), String> {
     let mut command = Command::new(program);
-    for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_NUMA"] {
+    for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_DEBUG", "AQUIFER_NUMA"] {
         command.env_remove(variable);
     }
     let mut child = command

@@ -8,10 +8,10 @@
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, reason = "helpers of tests")]
 
 use aquifer::{
-    Access, Block, Budget, DeviceBuffer, DevicePool, MemoryError, PinnedBuf, PoolConfig, Request, Resource,
-    Runtime, Stream, Vec as PinnedVec,
+    Access, Block, Budget, Debugging, DeviceBuffer, DevicePool, MemoryError, PinnedBuf, PoolConfig, Request,
+    Resource, Runtime, Stream, Vec as PinnedVec,
     cuda::{Lend, keep_alive, raw_stream},
-    device::{Adoption, Direct, StreamOrdered},
+    device::{Adoption, Direct, Fault, POISON_ALLOCATED, StreamOrdered},
     driver::Call,
     stream::Life,
 };
@@ -377,6 +377,67 @@ fn streams_that_do_not_share_make_no_wait_for_each_other() {
     // Other tests share the driver's counters, so this pool's own are asked as well.
     assert_eq!(pool.stats().stream_waits, 0);
     assert!(pool.driver().calls().get(Call::StreamWaitEvent) >= before);
+}
+
+/// What debugging finds on a real device: a kernel past the end of its block, a fill before its start, a kernel after the
+/// free, and nothing in what is right.
+#[test]
+fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
+    let Some(gpu) = gpu() else { return };
+    if env::var_os("AQUIFER_BYPASS").is_some() {
+        return;
+    }
+    let mut config = PoolConfig::with_budget(Budget::new("the device", 256 << 20));
+    config.debug = Debugging::all();
+    let pool = DevicePool::open(gpu.rt.driver().unwrap().clone(), gpu.pool().device(), config).unwrap();
+    let s = pool.stream().unwrap();
+    let cu = gpu.cu();
+    for round in 0..64u32 {
+        let mut x: DeviceBuffer<u32> = pool.buffer(&s, 1000 + 4000 * round as usize).unwrap();
+        assert!(download(&s, &x).iter().all(|&v| v == u32::from_ne_bytes([POISON_ALLOCATED; 4])));
+        gpu.fill(&cu, &mut x, round, SPIN / 20);
+        // Freed under its kernel: what debugging writes comes after.
+        drop(x);
+    }
+    let mut kept: DeviceBuffer<u32> = pool.buffer(&s, 1000).unwrap();
+    gpu.fill(&cu, &mut kept, 7, 0);
+    cu.synchronize().unwrap();
+    assert!(pool.check().unwrap().is_empty());
+
+    let launch = |address: u64, to: u32| {
+        let mut launch = cu.launch_builder(&gpu.fill);
+        launch.arg(&address).arg(&0x0102_0304u32).arg(&0u32).arg(&to).arg(&0u64);
+        // SAFETY: 1. the kernel's arguments. 2. deliberately not: it writes where nobody else has anything, in memory
+        // that stays mapped.
+        unsafe { launch.launch(LaunchConfig::for_num_elems(to)) }.unwrap();
+        cu.synchronize().unwrap();
+    };
+    s.synchronize().unwrap();
+    launch(kept.block().address(), 1001);
+    let found = pool.check().unwrap();
+    assert_eq!(found.len(), 1, "{found:?}");
+    assert!(matches!(found[0].fault, Fault::Overrun { offset: 4000, found: 4 }), "{}", found[0]);
+    assert_eq!(found[0].block.allocated_at.file(), file!());
+
+    let before = kept.block().address() - 3;
+    // SAFETY: deliberately not: it writes to a guard, in order on the block's own stream.
+    unsafe { pool.driver().fill(s.raw(), before, 0x55, 3) }.unwrap();
+    let found = pool.check().unwrap();
+    assert!(matches!(found[0].fault, Fault::Underrun { offset: -3, found: 0x55 }), "{}", found[0]);
+
+    let late: DeviceBuffer<u32> = pool.buffer(&s, 1000).unwrap();
+    let address = late.block().address();
+    let line = line!() + 1;
+    pool.free(late);
+    s.synchronize().unwrap();
+    launch(address + 400, 1);
+    drop(kept);
+    pool.trim(0).unwrap();
+    let found = pool.findings();
+    assert_eq!(found.len(), 3, "{found:?}");
+    assert!(matches!(found[2].fault, Fault::LateWrite { offset: 400, found: 4 }), "{}", found[2]);
+    assert_eq!(found[2].block.freed_at.unwrap().line(), line);
+    assert_eq!((pool.stats().pending, pool.budget().used()), (0, 0));
 }
 
 /// A kernel that writes past the end of its block, for the sanitizer to find.

@@ -212,7 +212,7 @@ fn everything_may_be_dropped_in_any_order_and_nothing_is_left() {
 fn child(name: &str, environment: &[(&str, &str)]) -> String {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"]);
-    for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_NUMA"] {
+    for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_DEBUG", "AQUIFER_NUMA"] {
         command.env_remove(variable);
     }
     let output = command.envs(environment.iter().copied()).output().unwrap();
