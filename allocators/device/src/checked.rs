@@ -82,7 +82,9 @@ pub(crate) struct Checked {
     device: DeviceId,
     streams: StreamPool,
     recorder: Option<Arc<Recorder>>,
-    /// How long memory pressure waits for other streams' uses.
+    /// Whether a stream may be made to wait for another on the device, when memory is short.
+    waits: bool,
+    /// How long the host waits for other streams' uses then.
     patience: Duration,
     /// What blocks are read back on, while the pool is open.
     reader: Mutex<Option<Reader>>,
@@ -231,6 +233,7 @@ impl Checked {
         driver: Arc<dyn Driver>,
         streams: StreamPool,
         recorder: Option<Arc<Recorder>>,
+        waits: bool,
         patience: Duration,
     ) -> Result<Arc<Self>> {
         let device = streams.device();
@@ -249,6 +252,7 @@ impl Checked {
             device,
             streams,
             recorder,
+            waits,
             patience,
             reader: Mutex::new(reader),
             findings: Mutex::default(),
@@ -291,6 +295,9 @@ impl Checked {
                 // In the user's figures.
                 Err(MemoryError::OutOfMemory(mut error)) => {
                     error.requested = request.size();
+                    let held_back = error.live.saturating_sub(self.state().own.live);
+                    error.live -= held_back;
+                    error.pending += held_back;
                     return Err(MemoryError::OutOfMemory(error));
                 }
                 Err(error) => return Err(error),

@@ -176,9 +176,9 @@ impl DevicePool {
         let detour = if debug.is_on() {
             let Inner { driver, streams, config, .. } = &*inner;
             let (driver, streams, recorder) = (driver.clone(), streams.clone(), config.recorder.clone());
-            let wait = config.wait;
+            let (waits, wait) = (config.adoption == crate::Adoption::Wait, config.wait);
             let under = direct.map_or_else(|| Under::Pool(inner.clone()), Under::Direct);
-            let checked = Checked::new(under, debug, driver, streams, recorder, wait)?;
+            let checked = Checked::new(under, debug, driver, streams, recorder, waits, wait)?;
             gives_way.ask(&checked);
             Some(Detour::Checked(checked))
         } else {

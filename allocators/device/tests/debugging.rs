@@ -7,8 +7,8 @@ mod support;
 
 use aquifer_core::{Action, Budget, MemoryError, Recorder, Tag, event::RingSink};
 use aquifer_device::{
-    CANARY, Debugging, DeviceBuffer, DevicePool, Fault, Finding, GUARD_BYTES, Limit, POISON_ALLOCATED,
-    POISON_FREED, PoolConfig, Request, Resource,
+    Adoption, CANARY, Debugging, DeviceBuffer, DevicePool, Fault, Finding, GUARD_BYTES, Limit,
+    POISON_ALLOCATED, POISON_FREED, PoolConfig, Request, Resource,
 };
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange,
@@ -252,6 +252,40 @@ fn a_quarantine_gives_way_before_the_pool_refuses_or_asks_the_application() {
     assert!(rig.budget.used() <= 16 * MIB);
     assert_eq!(rig.pool.stats().failures, 0);
     rig.assert_silent();
+}
+
+#[test]
+fn under_pressure_other_streams_are_waited_for_and_a_refusal_says_what_is_held_back() {
+    for adoption in [Adoption::Wait, Adoption::Never] {
+        // Work runs when somebody waits for it, or as time passes where the host only looks.
+        let sim = if adoption == Adoption::Wait { Sim::h200(1).stepped() } else { Sim::h200(1).seeded(1) };
+        let rig = Rig::on(sim, 16, |config| {
+            config.debug = Debugging::all();
+            config.debug.quarantine = 1 << 30;
+            config.adoption = adoption;
+        });
+        let (s, u) = (rig.stream(), rig.stream());
+        for _ in 0..4 {
+            let block = rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap();
+            let used = block.prepare(&u, Access::Write).unwrap();
+            rig.sim.access(u.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+            used.finish().unwrap();
+        }
+        let block = rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap();
+        let open = block.prepare(&u, Access::Write).unwrap();
+        drop(block);
+        match rig.pool.alloc(&s, Request::bytes(10 * MIB)) {
+            Err(MemoryError::OutOfMemory(error)) => {
+                assert_eq!((error.requested, error.live), (10 * MIB, 0));
+                assert!(error.pending > 10 * MIB);
+            }
+            other => panic!("{other:?}"),
+        }
+        drop(open);
+        drop(rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap());
+        assert!(rig.pool.findings().is_empty(), "{:?}", rig.pool.findings());
+        rig.assert_silent();
+    }
 }
 
 #[test]

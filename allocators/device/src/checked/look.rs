@@ -27,6 +27,11 @@ impl Checked {
     /// Moves blocks whose other uses are done by now from waiting into the quarantine. Records events behind the other
     /// streams where there are none, and looks which have passed; never blocks.
     pub(super) fn settle(&self) {
+        self.settle_by(false);
+    }
+
+    /// The same; where streams `wait` for each other, uses that are stamped are waited for on the device, and over.
+    fn settle_by(&self, wait: bool) {
         let waiting = {
             let mut state = self.state();
             if state.waiting.is_empty() {
@@ -44,6 +49,13 @@ impl Checked {
                 }
             }
             freed.uses.retain(|noted| !noted.is_done());
+            if wait {
+                let home = &freed.held.home;
+                // A refusal leaves a use as it is.
+                freed
+                    .uses
+                    .retain(|noted| noted.epoch().is_none_or(|e| home.wait_for(noted.on(), e).is_err()));
+            }
             if freed.uses.is_empty() {
                 self.unused(freed);
             } else {
@@ -78,7 +90,8 @@ impl Checked {
     }
 
     /// Lets blocks out until so many bytes have gone home, or nothing is left that can; answers with how many have.
-    /// Blocks, also for other streams' uses of freed blocks, up to the pool's deadline.
+    /// Blocks. Other streams' uses of freed blocks are waited for on the device, or up to the pool's deadline on the host
+    /// where streams are not to wait for each other.
     pub(super) fn give_way(&self, bytes: u64) -> u64 {
         let before = self.state().gone;
         let enough = || self.state().gone - before >= bytes;
@@ -89,8 +102,10 @@ impl Checked {
             self.let_out(freed, Unseen::Goes);
         }
         if !enough() {
-            self.wait_for_uses(Instant::now().checked_add(self.patience));
-            self.settle();
+            if !self.waits {
+                self.wait_for_uses(Instant::now().checked_add(self.patience));
+            }
+            self.settle_by(self.waits);
             while !enough()
                 && let Some(freed) = self.take_oldest(0)
             {

@@ -75,7 +75,8 @@ fn a_block_over_another_is_refused_before_a_byte_of_the_other_is_touched_and_kep
     let (streams, s) = (pool.streams().clone(), pool.stream().unwrap());
     let settings = Debugging { overlap: true, poison: true, ..Debugging::default() };
     let under = Under::Direct(twice);
-    let checked = Checked::new(under, settings, sim.driver(), streams, None, Duration::from_secs(1)).unwrap();
+    let checked =
+        Checked::new(under, settings, sim.driver(), streams, None, true, Duration::from_secs(1)).unwrap();
     let first = checked.allocate(&s, Request::bytes(4096), None).unwrap();
     s.synchronize().unwrap();
     let whole = DeviceRange { device: DeviceId(0), address: first.address(), bytes: 4096 };
