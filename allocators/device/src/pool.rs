@@ -305,7 +305,12 @@ impl DevicePool {
         let _site = site::enter();
         match &self.handle.detour {
             None => self.inner().trim(keep),
-            Some(Detour::Direct(direct)) => direct.trim(keep),
+            Some(Detour::Direct(direct)) => {
+                // What has addresses of its own comes from the pool itself in any case.
+                let gone = self.inner().trim(keep)?;
+                let keep = keep.saturating_sub(self.inner().apart.held().now());
+                Ok(gone + direct.trim(keep)?)
+            }
             Some(Detour::Checked(checked)) => checked.trim(keep),
         }
     }
@@ -315,7 +320,7 @@ impl DevicePool {
     pub fn stats(&self) -> PoolStats {
         match &self.handle.detour {
             None => self.inner().stats(),
-            Some(Detour::Direct(direct)) => direct.stats(),
+            Some(Detour::Direct(direct)) => self.inner().stats_over(direct.stats()),
             Some(Detour::Checked(checked)) => checked.stats(),
         }
     }
@@ -549,7 +554,11 @@ impl Inner {
     }
 
     pub(crate) fn stats(&self) -> PoolStats {
-        let mut stats = PoolStats::default();
+        self.stats_over(PoolStats::default())
+    }
+
+    /// What the pool holds besides what `stats` says.
+    fn stats_over(&self, mut stats: PoolStats) -> PoolStats {
         for home in self.homes() {
             home.with(|s| {
                 let a = &s.account;

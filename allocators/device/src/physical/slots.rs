@@ -103,6 +103,11 @@ impl Slots {
         self.mapped.remove(&first)
     }
 
+    /// Takes the mapping off that covers exactly these slots.
+    pub(crate) fn unmap_exactly(&mut self, first: u64, count: u64) -> Option<Mapping> {
+        if self.mapped.get(&first)?.count == count { self.mapped.remove(&first) } else { None }
+    }
+
     /// Mappings that lie wholly in a run of slots, by address.
     pub(crate) fn inside(&self, first: u64, count: u64) -> impl Iterator<Item = &Mapping> + '_ {
         let end = first + count;

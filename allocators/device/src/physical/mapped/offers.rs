@@ -197,7 +197,8 @@ impl Mapped {
             pieces.push(piece);
         }
         let all = pieces.iter().map(|piece| piece.range.len).sum::<u64>() == whole.len;
-        let mapping = if all { self.slots().unmap(candidate.first) } else { None };
+        // With all of the memory in hand nobody else can unmap it, but before that another handle may have come here.
+        let mapping = if all { self.slots().unmap_exactly(candidate.first, candidate.count) } else { None };
         let Some(mapping) = mapping else {
             self.put_back(pieces);
             return None;
