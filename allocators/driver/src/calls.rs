@@ -1,5 +1,6 @@
 //! How often each driver call is made.
 
+use crate::Pattern;
 use std::{
     fmt,
     sync::atomic::{AtomicU64, Ordering},
@@ -70,7 +71,24 @@ calls! {
     CopyToDevice = "cuMemcpyHtoDAsync",
     CopyToHost = "cuMemcpyDtoHAsync",
     CopyOnDevice = "cuMemcpyDtoDAsync",
+    Copy2d = "cuMemcpy2DAsync",
     Fill = "cuMemsetD8Async",
+    Fill16 = "cuMemsetD16Async",
+    Fill32 = "cuMemsetD32Async",
+    Fill2d = "cuMemsetD2D8Async",
+    Fill2d16 = "cuMemsetD2D16Async",
+    Fill2d32 = "cuMemsetD2D32Async",
+}
+
+impl Call {
+    /// The fill with elements of this size, and the one that goes row by row.
+    pub(crate) fn fills(pattern: Pattern) -> (Call, Call) {
+        match pattern {
+            Pattern::Byte(_) => (Self::Fill, Self::Fill2d),
+            Pattern::Half(_) => (Self::Fill16, Self::Fill2d16),
+            Pattern::Word(_) => (Self::Fill32, Self::Fill2d32),
+        }
+    }
 }
 
 /// A counter for each call.

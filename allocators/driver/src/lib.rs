@@ -44,7 +44,7 @@ pub mod sim;
 
 pub use aquifer_core::{DeviceId, DriverError};
 pub use calls::{Call, CallCounts};
-pub use copies::Copies;
+pub use copies::{Copies, Pattern, Pitched, Rows};
 pub use devices::{DeviceInfo, Devices, MemoryInfo};
 pub use events::Events;
 pub use handles::{PhysicalHandle, PoolHandle, RawEvent, RawStream};

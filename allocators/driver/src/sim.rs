@@ -87,6 +87,9 @@
 //! It is *milder* in another: a copy or fill by addresses that cannot be reached is reported as a [`Violation`], and
 //! queued as work that does nothing; the driver refuses it with `CUDA_ERROR_INVALID_VALUE`.
 //!
+//! What goes row by row is held against the order row by row: two streams may work on the two halves of every row. It costs
+//! as many accesses as there are rows.
+//!
 //! # Which line is named
 //! Methods of [`Sim`] name their caller. A driver call is made through a trait object, where that ends: it names the line
 //! that was [entered](crate::site::enter) on its thread, which the public functions of this library's other crates do for
@@ -117,6 +120,7 @@ mod pinned;
 mod pool;
 mod queue;
 mod registered;
+mod rows;
 mod schedule;
 mod shared;
 mod space;

@@ -1,7 +1,7 @@
 //! The same program on two drivers: do they agree?
 //!
 //! The simulated GPU is only as good as its likeness to a real one. A [`Program`] is made from a seed, or from any bytes: some sixty
-//! operations on two or three streams (fills, copies in all directions, events, mappings of one handle at several
+//! operations on two or three streams (fills, copies in all directions, whole and row by row, events, mappings of one handle at several
 //! addresses, pool allocations) with mistakes in between that a driver refuses or passes over ([`Fault`]). It is *free of races by
 //! construction*: the generator keeps a vector clock for each stream and the host, and puts an event, a synchronisation or
 //! a poll in front of whatever needs one. So what it leaves in memory is determined, on any driver and in any timing, and
@@ -24,6 +24,7 @@ mod generate;
 mod host;
 
 use crate::program::seeded;
+use aquifer_driver::{Pattern, Rows};
 use std::fmt;
 
 /// The unit of physical memory and of mappings, in bytes. A device's own granularity must divide it.
@@ -99,6 +100,16 @@ pub enum Operation {
     Download { stream: usize, from: Part, to: HostPart },
     /// Device to device; the two never overlap.
     Copy { stream: usize, from: Part, to: Part },
+    /// Fills device memory with elements, aligned to their size.
+    FillWith { stream: usize, to: Part, pattern: Pattern },
+    /// Fills rows, each `rows.width` elements, that lie in a part of device memory.
+    FillRows { stream: usize, to: Part, pattern: Pattern, pitch: u64, rows: Rows },
+    /// Rows in a host buffer to rows on the device.
+    UploadRows { stream: usize, from: HostPart, from_pitch: u64, to: Part, to_pitch: u64, rows: Rows },
+    /// Rows on the device to rows in a host buffer.
+    DownloadRows { stream: usize, from: Part, from_pitch: u64, to: HostPart, to_pitch: u64, rows: Rows },
+    /// Rows on the device to others; the two parts never overlap.
+    CopyRows { stream: usize, from: Part, from_pitch: u64, to: Part, to_pitch: u64, rows: Rows },
     /// The CPU writes a host buffer, with bytes that follow from the seed.
     Write { to: HostPart, seed: u64 },
     /// Puts an event behind what is queued.

@@ -38,7 +38,7 @@ fn programs_do_everything_that_there_is_to_do() {
             }
         }
     }
-    assert_eq!(operations.len(), 20, "{operations:?}");
+    assert_eq!(operations.len(), 25, "{operations:?}");
     assert_eq!(mistakes.len(), 19, "{mistakes:?}");
 }
 

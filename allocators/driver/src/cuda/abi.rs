@@ -4,9 +4,12 @@
 //! the bytes have stayed the same (fields were only ever carved out of reserved ones). The assertions below hold them,
 //! and the constants, against the bindings of whichever version is compiled in.
 
-use crate::{DeviceId, ExportTypes};
+use crate::{DeviceId, ExportTypes, Pitched, Rows};
 use cudarc::driver::sys;
-use std::ffi::{c_int, c_uchar, c_uint, c_ushort, c_void};
+use std::{
+    ffi::{c_int, c_uchar, c_uint, c_ushort, c_void},
+    ptr::NonNull,
+};
 
 /// An object of the driver: a context, stream, event or pool. Never followed by us.
 pub(super) type Object = *mut c_void;
@@ -75,6 +78,10 @@ pub(super) const HANDLE_POSIX_FD: c_uint = 1;
 /// `CU_MEM_HANDLE_TYPE_FABRIC`
 pub(super) const HANDLE_FABRIC: c_uint = 8;
 const ACCESS_READ_WRITE: c_uint = 3;
+
+/// `CU_MEMORYTYPE_…`
+const MEMORY_HOST: c_uint = 1;
+const MEMORY_DEVICE: c_uint = 2;
 
 /// `CUmemLocation`
 #[derive(Clone, Copy, Debug)]
@@ -172,6 +179,57 @@ impl AccessDescription {
     }
 }
 
+/// `CUDA_MEMCPY2D`
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Copy2d {
+    from: Side,
+    to: Side,
+    width: usize,
+    height: usize,
+}
+
+/// One side of a [`Copy2d`].
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub(super) struct Side {
+    x: usize,
+    y: usize,
+    kind: c_uint,
+    host: *mut c_void,
+    device: u64,
+    array: Object,
+    pitch: usize,
+}
+
+impl Side {
+    /// Memory of the host.
+    pub(super) fn host(at: Pitched<NonNull<u8>>) -> Self {
+        let host = at.start.as_ptr().cast();
+        Self { kind: MEMORY_HOST, host, ..Self::device(Pitched { start: 0, pitch: at.pitch }) }
+    }
+
+    /// Memory of a device.
+    pub(super) fn device(at: Pitched<u64>) -> Self {
+        Self {
+            x: 0,
+            y: 0,
+            kind: MEMORY_DEVICE,
+            host: std::ptr::null_mut(),
+            device: at.start,
+            array: std::ptr::null_mut(),
+            pitch: at.pitch as usize,
+        }
+    }
+}
+
+impl Copy2d {
+    /// A copy of rows from one side to the other.
+    pub(super) fn new(to: Side, from: Side, rows: Rows) -> Self {
+        Self { from, to, width: rows.width as usize, height: rows.height as usize }
+    }
+}
+
 macro_rules! same_layout {
     ($($ours:ty = $theirs:ty),+ $(,)?) => {$(
         const _: () = assert!(size_of::<$ours>() == size_of::<$theirs>());
@@ -183,6 +241,7 @@ same_layout! {
     AllocationProperties = sys::CUmemAllocationProp,
     PoolProperties = sys::CUmemPoolProps,
     AccessDescription = sys::CUmemAccessDesc,
+    Copy2d = sys::CUDA_MEMCPY2D,
     Object = sys::CUcontext,
     Object = sys::CUstream,
     u64 = sys::CUdeviceptr,
@@ -207,6 +266,14 @@ same_field! {
     PoolProperties, windows_security = sys::CUmemPoolProps, win32SecurityAttributes;
     AccessDescription, location = sys::CUmemAccessDesc, location;
     AccessDescription, access = sys::CUmemAccessDesc, flags;
+    Copy2d, from = sys::CUDA_MEMCPY2D, srcXInBytes;
+    Side, kind = sys::CUDA_MEMCPY2D, srcMemoryType;
+    Side, host = sys::CUDA_MEMCPY2D, srcHost;
+    Side, device = sys::CUDA_MEMCPY2D, srcDevice;
+    Side, pitch = sys::CUDA_MEMCPY2D, srcPitch;
+    Copy2d, to = sys::CUDA_MEMCPY2D, dstXInBytes;
+    Copy2d, width = sys::CUDA_MEMCPY2D, WidthInBytes;
+    Copy2d, height = sys::CUDA_MEMCPY2D, Height;
 }
 
 macro_rules! same_value {
@@ -234,4 +301,6 @@ same_value! {
     HANDLE_POSIX_FD => sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR.0,
     ALLOCATION_PINNED => sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
     ACCESS_READ_WRITE => sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+    MEMORY_HOST => sys::CUmemorytype::CU_MEMORYTYPE_HOST,
+    MEMORY_DEVICE => sys::CUmemorytype::CU_MEMORYTYPE_DEVICE,
 }

@@ -3,10 +3,10 @@
 
 use super::{
     CudaDriver,
-    abi::{POINTER_DEVICE, object},
+    abi::{Copy2d, POINTER_DEVICE, Side, object},
     codes::answer,
 };
-use crate::{Call, Copies, DeviceId, RawStream, Result};
+use crate::{Call, Copies, DeviceId, Pattern, Pitched, RawStream, Result, Rows};
 use std::ptr::NonNull;
 
 impl CudaDriver {
@@ -27,6 +27,18 @@ impl CudaDriver {
         }
         let pair = (self.device_at(from)?, self.device_at(to)?);
         (pair.0 != pair.1).then_some(pair)
+    }
+}
+
+impl CudaDriver {
+    /// # Safety
+    /// 1. Every row of both sides is there until the copy is done. 2. Nothing touches them out of order with it.
+    unsafe fn copy_rows(&self, stream: RawStream, copy: &Copy2d) -> Result<()> {
+        self.call(Call::Copy2d, stream.device(), |table| {
+            // SAFETY: 1. the description is readable, and read before the call returns. 2. the caller keeps both sides
+            // until the copy is done, in order with all else that touches them. 3. the handle is alive.
+            unsafe { (table.copy_2d)(std::ptr::from_ref(copy), object(stream.handle())) }
+        })
     }
 }
 
@@ -72,11 +84,79 @@ impl Copies for CudaDriver {
         })
     }
 
-    unsafe fn fill(&self, stream: RawStream, to: u64, byte: u8, bytes: u64) -> Result<()> {
-        self.call(Call::Fill, stream.device(), |table| {
+    unsafe fn copy_2d_to_device(
+        &self,
+        stream: RawStream,
+        to: Pitched<u64>,
+        from: Pitched<NonNull<u8>>,
+        rows: Rows,
+    ) -> Result<()> {
+        let copy = Copy2d::new(Side::device(to), Side::host(from), rows);
+        // SAFETY: 1. and 2. are the caller's.
+        unsafe { self.copy_rows(stream, &copy) }
+    }
+
+    unsafe fn copy_2d_to_host(
+        &self,
+        stream: RawStream,
+        to: Pitched<NonNull<u8>>,
+        from: Pitched<u64>,
+        rows: Rows,
+    ) -> Result<()> {
+        let copy = Copy2d::new(Side::host(to), Side::device(from), rows);
+        // SAFETY: 1. and 2. are the caller's.
+        unsafe { self.copy_rows(stream, &copy) }
+    }
+
+    unsafe fn copy_2d_on_device(
+        &self,
+        stream: RawStream,
+        to: Pitched<u64>,
+        from: Pitched<u64>,
+        rows: Rows,
+    ) -> Result<()> {
+        let copy = Copy2d::new(Side::device(to), Side::device(from), rows);
+        // SAFETY: 1. and 2. are the caller's.
+        unsafe { self.copy_rows(stream, &copy) }
+    }
+
+    unsafe fn fill_with(&self, stream: RawStream, to: u64, pattern: Pattern, count: u64) -> Result<()> {
+        let (call, _) = Call::fills(pattern);
+        self.call(call, stream.device(), |table| {
+            let (count, stream) = (count as usize, object(stream.handle()));
             // SAFETY: 1. the caller keeps the range until the fill is done, in order with all else that touches it.
             // 2. the handle is alive.
-            unsafe { (table.fill)(to, byte, bytes as usize, object(stream.handle())) }
+            unsafe {
+                match pattern {
+                    Pattern::Byte(byte) => (table.fill)(to, byte, count, stream),
+                    Pattern::Half(half) => (table.fill_16)(to, half, count, stream),
+                    Pattern::Word(word) => (table.fill_32)(to, word, count, stream),
+                }
+            }
+        })
+    }
+
+    unsafe fn fill_2d(
+        &self,
+        stream: RawStream,
+        to: Pitched<u64>,
+        pattern: Pattern,
+        rows: Rows,
+    ) -> Result<()> {
+        let (_, call) = Call::fills(pattern);
+        self.call(call, stream.device(), |table| {
+            let (width, height, stream) =
+                (rows.width as usize, rows.height as usize, object(stream.handle()));
+            let (to, pitch) = (to.start, to.pitch as usize);
+            // SAFETY: 1. the caller keeps the rows until the fill is done, in order with all else that touches them.
+            // 2. the handle is alive.
+            unsafe {
+                match pattern {
+                    Pattern::Byte(byte) => (table.fill_2d)(to, pitch, byte, width, height, stream),
+                    Pattern::Half(half) => (table.fill_2d_16)(to, pitch, half, width, height, stream),
+                    Pattern::Word(word) => (table.fill_2d_32)(to, pitch, word, width, height, stream),
+                }
+            }
         })
     }
 }

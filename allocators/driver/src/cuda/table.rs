@@ -7,10 +7,10 @@
 
 use super::{
     OpenError,
-    abi::{AccessDescription, AllocationProperties, Object, PoolProperties},
+    abi::{AccessDescription, AllocationProperties, Copy2d, Object, PoolProperties},
 };
 use cudarc::driver::sys;
-use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_void};
+use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_ushort, c_void};
 
 macro_rules! table {
     ($( $field:ident = $symbol:literal ( $($argument:ident: $kind:ty),* $(,)? ); )+) => {
@@ -116,6 +116,18 @@ table! {
     copy_between = "cuMemcpyPeerAsync"(
         to: u64, to_context: Object, from: u64, from_context: Object, bytes: usize, stream: Object,
     );
+    copy_2d = "cuMemcpy2DAsync_v2"(copy: *const Copy2d, stream: Object);
     fill = "cuMemsetD8Async"(to: u64, byte: c_uchar, bytes: usize, stream: Object);
+    fill_16 = "cuMemsetD16Async"(to: u64, half: c_ushort, count: usize, stream: Object);
+    fill_32 = "cuMemsetD32Async"(to: u64, word: c_uint, count: usize, stream: Object);
+    fill_2d = "cuMemsetD2D8Async"(
+        to: u64, pitch: usize, byte: c_uchar, width: usize, height: usize, stream: Object,
+    );
+    fill_2d_16 = "cuMemsetD2D16Async"(
+        to: u64, pitch: usize, half: c_ushort, width: usize, height: usize, stream: Object,
+    );
+    fill_2d_32 = "cuMemsetD2D32Async"(
+        to: u64, pitch: usize, word: c_uint, width: usize, height: usize, stream: Object,
+    );
     pointer_attribute = "cuPointerGetAttribute"(value: *mut c_void, attribute: c_uint, address: u64);
 }

@@ -116,7 +116,16 @@ impl Costs {
             Call::StreamQuery => 130,
             Call::StreamId | Call::ExchangeCaptureMode => 15,
             Call::MemoryInfo => 3_560,
-            Call::CopyToDevice | Call::CopyToHost | Call::CopyOnDevice | Call::Fill => 1_800,
+            Call::CopyToDevice
+            | Call::CopyToHost
+            | Call::CopyOnDevice
+            | Call::Copy2d
+            | Call::Fill
+            | Call::Fill16
+            | Call::Fill32
+            | Call::Fill2d
+            | Call::Fill2d16
+            | Call::Fill2d32 => 1_800,
             Call::StreamCreate
             | Call::StreamDestroy
             | Call::PoolCreate

@@ -1,6 +1,6 @@
 //! The driver's families over the simulated machine, a file for each.
 
-mod copies;
+pub(super) mod copies;
 mod devices;
 mod events;
 mod host_memory;

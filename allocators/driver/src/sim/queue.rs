@@ -1,7 +1,7 @@
 //! Streams as queues of work.
 
-use super::{clock::Clock, kernel::Body, space::Use};
-use crate::{DeviceId, RawStream};
+use super::{clock::Clock, kernel::Body, rows::RowWork, space::Use};
+use crate::{DeviceId, Pattern, RawStream};
 use std::{collections::VecDeque, fmt, panic::Location};
 
 /// Which implicit order a stream is part of.
@@ -101,8 +101,10 @@ pub(crate) enum Work {
     ToHost { to: u64, from: Use },
     /// Device to device.
     OnDevice { to: Use, from: Use },
-    /// A fill with one byte.
-    Fill { to: Use, byte: u8 },
+    /// A fill.
+    Fill { to: Use, pattern: Pattern },
+    /// A copy or fill that goes row by row.
+    Rows(Box<RowWork>),
     /// Waits until another stream, by place, has run so many items.
     Wait { stream: usize, count: u64 },
     /// Writes a value that others may wait for.
@@ -130,7 +132,8 @@ impl fmt::Debug for Work {
             Self::FromStaging { to, .. } => f.debug_tuple("FromStaging").field(to).finish(),
             Self::ToHost { to, from } => f.debug_tuple("ToHost").field(to).field(from).finish(),
             Self::OnDevice { to, from } => f.debug_tuple("OnDevice").field(to).field(from).finish(),
-            Self::Fill { to, byte } => f.debug_tuple("Fill").field(to).field(byte).finish(),
+            Self::Fill { to, pattern } => f.debug_tuple("Fill").field(to).field(pattern).finish(),
+            Self::Rows(work) => f.debug_tuple("Rows").field(&work.uses).finish(),
             Self::Wait { stream, count } => f.debug_tuple("Wait").field(stream).field(count).finish(),
             Self::WriteValue { address, value } => {
                 f.debug_tuple("WriteValue").field(address).field(value).finish()

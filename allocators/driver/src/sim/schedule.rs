@@ -122,6 +122,7 @@ impl State {
             Work::ToHost { from: u, .. } | Work::Fill { to: u, .. } => self.reachable(&[*u], item),
             Work::OnDevice { to, from } => self.reachable(&[*to, *from], item),
             Work::Kernel { uses, .. } => self.reachable(uses, item),
+            Work::Rows(work) => self.reachable(&work.uses, item),
             _ => true,
         };
         if !reachable {
@@ -130,10 +131,14 @@ impl State {
         let store = &self.space.store;
         match &item.work {
             Work::WriteValue { address, value } => self.values.write(*address, *value),
-            Work::Fill { to, byte } => {
-                // SAFETY: 1. The range is mapped and open, as was checked, and the one item that runs touches it.
-                unsafe { store.fill(to.range.address, *byte, to.range.bytes) }
+            Work::Fill { to, pattern } => {
+                // SAFETY: 1. The range is mapped, open and aligned, as was checked, and the one item that runs touches
+                // it.
+                unsafe { store.fill(to.range.address, *pattern, to.range.bytes) }
             }
+            // SAFETY: 1. Every row of a device is mapped and open, as was checked; rows of the host are there until the
+            // work is done, by the word of the caller. 2. Nobody else touches them, likewise.
+            Work::Rows(work) => unsafe { work.perform(store) },
             Work::FromHost { to, from } => {
                 // SAFETY: 1. `to` is mapped and open, as was checked; `from` is readable until the copy is done, by the
                 // word of the copy's caller. 2. Nobody else touches either, likewise.

@@ -6,6 +6,7 @@
 #![expect(unsafe_code, reason = "maps memory, and copies what work in the queues names by address")]
 
 use super::codes;
+use crate::Pattern;
 use nix::{
     fcntl::{FallocateFlags, fallocate},
     sys::{
@@ -195,14 +196,22 @@ impl Store {
         unsafe { std::slice::from_raw_parts(from as *const u8, bytes as usize) }.to_vec()
     }
 
-    /// Fills with one byte; nothing without bytes.
+    /// Fills whole elements; nothing without bytes.
     ///
     /// # Safety
-    /// 1. With bytes, `to` is writable for `bytes`, and nobody else touches it meanwhile.
-    pub(crate) unsafe fn fill(&self, to: u64, byte: u8, bytes: u64) {
-        if self.has_bytes() && bytes > 0 {
-            // SAFETY: 1. is the caller's.
-            unsafe { ptr::write_bytes(to as *mut u8, byte, bytes as usize) }
+    /// 1. With bytes, `to` is writable for `bytes` and aligned for the element, and nobody else touches it meanwhile.
+    pub(crate) unsafe fn fill(&self, to: u64, pattern: Pattern, bytes: u64) {
+        if !self.has_bytes() || bytes == 0 {
+            return;
+        }
+        let count = (bytes / pattern.bytes()) as usize;
+        // SAFETY: 1. is the caller's: so many elements lie in the range.
+        unsafe {
+            match pattern {
+                Pattern::Byte(byte) => ptr::write_bytes(to as *mut u8, byte, count),
+                Pattern::Half(half) => std::slice::from_raw_parts_mut(to as *mut u16, count).fill(half),
+                Pattern::Word(word) => std::slice::from_raw_parts_mut(to as *mut u32, count).fill(word),
+            }
         }
     }
 }
@@ -304,7 +313,7 @@ mod tests {
         let mut back = [0_u8; 8];
         // SAFETY: 1. Both ranges are mapped and open, and `back` is 8 bytes. 2. Nobody else is here.
         unsafe {
-            store.fill(a, 0x5a, size);
+            store.fill(a, Pattern::Byte(0x5a), size);
             store.copy(back.as_mut_ptr() as u64, b + size - 8, 8);
         }
         assert_eq!(back, [0x5a; 8]);

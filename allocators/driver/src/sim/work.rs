@@ -12,7 +12,7 @@ use super::{
     space::Use,
     state::{State, bit},
 };
-use crate::{Access, DeviceId, DeviceRange, DriverError, HostAccess, RawStream, Result};
+use crate::{Access, DeviceId, DeviceRange, DriverError, HostAccess, Pattern, RawStream, Result};
 use std::ptr::NonNull;
 
 const LAUNCH: &str = "cuLaunchKernel";
@@ -241,7 +241,10 @@ impl Sim {
     pub fn fill_now(&self, device: DeviceId, to: u64, byte: u8, bytes: u64) -> Result<()> {
         let site = here();
         let (state, place) = self.enter_legacy(FILL, device)?;
-        self.shared.queue_fill(state, place, to, byte, bytes, site).map(drop).map_err(named(FILL))
+        self.shared
+            .queue_fill(state, place, to, Pattern::Byte(byte), bytes, site)
+            .map(drop)
+            .map_err(named(FILL))
     }
 
     fn enter_stream(&self, call: &'static str, stream: RawStream) -> Result<(Guard<'_>, usize)> {

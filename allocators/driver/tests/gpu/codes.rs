@@ -7,7 +7,7 @@ use super::{
     host::Pages,
     support::{DEVICE, OwnStream, driver},
 };
-use aquifer_driver::{DeviceId, Driver, HostFlags, Result, sim::Sim};
+use aquifer_driver::{DeviceId, Driver, HostFlags, Pattern, Pitched, Result, Rows, sim::Sim};
 use std::sync::Arc;
 
 /// More than any device or host has.
@@ -33,7 +33,40 @@ fn ask(driver: &Arc<dyn Driver>) -> Answers {
     pools(driver, &mut answers);
     virtual_memory(driver, &mut answers);
     pinned(driver, &mut answers);
+    rows(driver, &mut answers);
     answers
+}
+
+fn rows(driver: &Arc<dyn Driver>, answers: &mut Answers) {
+    let stream = OwnStream::new(driver);
+    let block = driver.mem_alloc(DEVICE, 64 << 10).unwrap();
+    let at = |start, pitch| Pitched { start, pitch };
+    let rows = Rows { width: 64, height: 4 };
+    let (no_width, no_height) = (Rows { width: 0, height: 4 }, Rows { width: 64, height: 0 });
+    // SAFETY: throughout: 1. every row lies in the block. 2. one stream. What a call's other conditions forbid is done on
+    // purpose.
+    unsafe {
+        let copy = |to, from, rows| driver.copy_2d_on_device(stream.raw, to, from, rows);
+        answers.note("rows: copy", copy(at(block + 4096, 100), at(block, 64), rows));
+        answers.note("rows: copy to a pitch too short", copy(at(block + 4096, 63), at(block, 64), rows));
+        answers.note("rows: copy from a pitch too short", copy(at(block + 4096, 64), at(block, 63), rows));
+        answers.note("rows: copy by a pitch too long", copy(at(block + 4096, 1 << 31), at(block, 64), rows));
+        answers.note("rows: copy no width", copy(at(block + 4096, 64), at(block, 64), no_width));
+        answers.note("rows: copy no rows", copy(at(block + 4096, 64), at(block, 64), no_height));
+        let fill = |to, pattern, rows| driver.fill_2d(stream.raw, to, pattern, rows);
+        answers.note("rows: fill", fill(at(block, 100), Pattern::Byte(1), rows));
+        answers.note("rows: fill by a pitch too short", fill(at(block, 63), Pattern::Byte(1), rows));
+        answers.note("rows: fill halves off their pitch", fill(at(block, 129), Pattern::Half(1), rows));
+        answers.note("rows: fill words off their address", fill(at(block + 2, 256), Pattern::Word(1), rows));
+        answers.note("rows: fill no width", fill(at(block, 64), Pattern::Byte(1), no_width));
+        answers.note("rows: fill no rows", fill(at(block, 64), Pattern::Byte(1), no_height));
+        let with = |to, pattern| driver.fill_with(stream.raw, to, pattern, 4);
+        answers.note("fill halves", with(block + 2, Pattern::Half(1)));
+        answers.note("fill halves off their address", with(block + 1, Pattern::Half(1)));
+        answers.note("fill words off their address", with(block + 2, Pattern::Word(1)));
+        stream.synchronize();
+        driver.mem_free(DEVICE, block).unwrap();
+    }
 }
 
 fn devices_and_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
@@ -199,6 +232,10 @@ fn what_callers_rely_on_is_refused_by_its_code() {
         ("unregister again", 713),
         ("copy up across registrations", 1),
         ("copy down across registrations", 1),
+        ("rows: copy", 0),
+        ("rows: fill", 0),
+        ("fill halves off their address", 1),
+        ("fill words off their address", 1),
     ] {
         assert_eq!(answers.of(what), Some(code), "{what}");
     }

@@ -23,6 +23,8 @@ mod order;
 #[cfg(feature = "cuda")]
 mod pools;
 #[cfg(feature = "cuda")]
+mod rows;
+#[cfg(feature = "cuda")]
 mod support;
 #[cfg(feature = "cuda")]
 mod virtual_memory;

@@ -5,7 +5,9 @@ use super::{
     EVENTS, GRANULE, HOSTS, Made, Operation, Outcome, Part, Place, Program, RANGE,
     host::{Hosts, digest},
 };
-use aquifer_driver::{DeviceId, Driver, HostFlags, PhysicalHandle, PoolHandle, RawEvent, RawStream, Result};
+use aquifer_driver::{
+    DeviceId, Driver, HostFlags, PhysicalHandle, Pitched, PoolHandle, RawEvent, RawStream, Result,
+};
 use std::{collections::BTreeMap, ptr::NonNull, sync::Arc};
 
 /// Polls before the host loses its patience and waits.
@@ -138,6 +140,46 @@ impl Run {
                 let result =
                     unsafe { self.driver.copy_on_device(self.streams[stream], address, source, to.bytes) };
                 self.note("copy_on_device", result);
+            }
+            Operation::FillWith { stream, to, pattern } => {
+                let Some(address) = self.address(to) else { return self.skip("fill_with") };
+                let count = to.bytes / pattern.bytes();
+                // SAFETY: 1. and 2. as above.
+                let result = unsafe { self.driver.fill_with(self.streams[stream], address, pattern, count) };
+                self.note("fill_with", result);
+            }
+            Operation::FillRows { stream, to, pattern, pitch, rows } => {
+                let Some(start) = self.address(to) else { return self.skip("fill_2d") };
+                let to = Pitched { start, pitch };
+                // SAFETY: 1. and 2. as above: the rows lie in the part.
+                let result = unsafe { self.driver.fill_2d(self.streams[stream], to, pattern, rows) };
+                self.note("fill_2d", result);
+            }
+            Operation::UploadRows { stream, from, from_pitch, to, to_pitch, rows } => {
+                let Some(start) = self.address(to) else { return self.skip("copy_2d_to_device") };
+                let to = Pitched { start, pitch: to_pitch };
+                let from = Pitched { start: self.hosts.address(from), pitch: from_pitch };
+                // SAFETY: 1. and 2. as above: the rows lie in their parts.
+                let result = unsafe { self.driver.copy_2d_to_device(self.streams[stream], to, from, rows) };
+                self.note("copy_2d_to_device", result);
+            }
+            Operation::DownloadRows { stream, from, from_pitch, to, to_pitch, rows } => {
+                let Some(start) = self.address(from) else { return self.skip("copy_2d_to_host") };
+                let from = Pitched { start, pitch: from_pitch };
+                let to = Pitched { start: self.hosts.address(to), pitch: to_pitch };
+                // SAFETY: 1. and 2. as above: the rows lie in their parts.
+                let result = unsafe { self.driver.copy_2d_to_host(self.streams[stream], to, from, rows) };
+                self.note("copy_2d_to_host", result);
+            }
+            Operation::CopyRows { stream, from, from_pitch, to, to_pitch, rows } => {
+                let (Some(source), Some(start)) = (self.address(from), self.address(to)) else {
+                    return self.skip("copy_2d_on_device");
+                };
+                let from = Pitched { start: source, pitch: from_pitch };
+                let to = Pitched { start, pitch: to_pitch };
+                // SAFETY: 1. and 2. as above: the rows lie in their parts, which do not overlap.
+                let result = unsafe { self.driver.copy_2d_on_device(self.streams[stream], to, from, rows) };
+                self.note("copy_2d_on_device", result);
             }
             Operation::Write { to, seed } => self.hosts.write(to, seed),
             Operation::Record { event, stream } => {

@@ -4,6 +4,7 @@ use super::{
     EVENTS, FIRST_HALF, Fault, GRANULE, HOSTS, HostPart, Operation, PAGEABLE, Part, Place, Program, RANGE,
 };
 use crate::program::Bytes;
+use aquifer_driver::{Pattern, Rows};
 
 /// Steps of a program; each is an operation and whatever must come before it.
 const STEPS: usize = 60;
@@ -394,7 +395,49 @@ impl Generator<'_> {
         let Some((memory, place, size)) = self.place() else { return };
         let (stream, byte, (offset, bytes)) = (self.stream(), self.choices.byte(), self.choices.range(size));
         self.order(stream, memory, true);
-        self.operations.push(Operation::Fill { stream, to: Part { place, offset, bytes }, byte });
+        let to = Part { place, offset, bytes };
+        let operation = match self.choices.below(3) {
+            0 => self.fill_with(stream, to, byte),
+            1 => {
+                let (pitch, _, rows) = self.rows(bytes);
+                Operation::FillRows { stream, to, pattern: Pattern::Byte(byte), pitch, rows }
+            }
+            _ => Operation::Fill { stream, to, byte },
+        };
+        self.operations.push(operation);
+    }
+
+    /// A fill with elements of 2 or 4 bytes, in rows or not, in the aligned middle of a part.
+    fn fill_with(&mut self, stream: usize, to: Part, byte: u8) -> Operation {
+        let pattern = match self.choices.below(2) {
+            0 => Pattern::Half(u16::from_ne_bytes([byte, !byte])),
+            _ => Pattern::Word(u32::from_ne_bytes([byte, !byte, 1, 2])),
+        };
+        let element = pattern.bytes();
+        let offset = to.offset.next_multiple_of(element);
+        let count = (to.offset + to.bytes).saturating_sub(offset) / element;
+        let part = Part { offset, bytes: count * element, ..to };
+        if count == 0 {
+            return Operation::Fill { stream, to, byte };
+        }
+        if self.choices.below(2) == 0 {
+            return Operation::FillWith { stream, to: part, pattern };
+        }
+        let (pitch, _, rows) = self.rows(count);
+        Operation::FillRows { stream, to: part, pattern, pitch: pitch * element, rows }
+    }
+
+    /// Rows that fit twice into `room`, by two pitches of their own.
+    fn rows(&mut self, room: u64) -> (u64, u64, Rows) {
+        let width = 1 + self.choices.below(room.min(300));
+        let height = 1 + self.choices.below((room / width).min(9));
+        let most = if height == 1 { width } else { (room - width) / (height - 1) };
+        let pitches = [0, 1].map(|_| width + self.choices.below(most - width + 1));
+        (pitches[0], pitches[1], Rows { width, height })
+    }
+
+    fn in_rows(&mut self) -> bool {
+        self.choices.below(3) == 0
     }
 
     fn upload(&mut self) {
@@ -405,7 +448,13 @@ impl Generator<'_> {
         self.order(stream, Memory::Host(from.host), false);
         self.order(stream, memory, true);
         let to = Part { place, offset, bytes: from.bytes as u64 };
-        self.operations.push(Operation::Upload { stream, from, to });
+        let operation = if self.in_rows() {
+            let (from_pitch, to_pitch, rows) = self.rows(to.bytes);
+            Operation::UploadRows { stream, from, from_pitch, to, to_pitch, rows }
+        } else {
+            Operation::Upload { stream, from, to }
+        };
+        self.operations.push(operation);
     }
 
     fn download(&mut self) {
@@ -416,7 +465,13 @@ impl Generator<'_> {
         self.order(stream, memory, false);
         self.order(stream, Memory::Host(to.host), true);
         let from = Part { place, offset, bytes: to.bytes as u64 };
-        self.operations.push(Operation::Download { stream, from, to });
+        let operation = if self.in_rows() {
+            let (from_pitch, to_pitch, rows) = self.rows(from.bytes);
+            Operation::DownloadRows { stream, from, from_pitch, to, to_pitch, rows }
+        } else {
+            Operation::Download { stream, from, to }
+        };
+        self.operations.push(operation);
     }
 
     fn copy(&mut self) {
@@ -440,7 +495,14 @@ impl Generator<'_> {
         };
         self.order(stream, memory, false);
         self.order(stream, other, true);
-        self.operations.push(Operation::Copy { stream, from: from_part, to: to_part });
+        let (from, to) = (from_part, to_part);
+        let operation = if self.in_rows() {
+            let (from_pitch, to_pitch, rows) = self.rows(to.bytes);
+            Operation::CopyRows { stream, from, from_pitch, to, to_pitch, rows }
+        } else {
+            Operation::Copy { stream, from, to }
+        };
+        self.operations.push(operation);
     }
 
     fn write(&mut self, to: HostPart) {

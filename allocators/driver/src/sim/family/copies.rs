@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "implements copies between raw addresses")]
 
 use crate::{
-    Call, Copies, DeviceId, DeviceRange, RawStream, Result,
+    Call, Copies, DeviceId, DeviceRange, Pattern, Pitched, RawStream, Result, Rows,
     sim::{
         codes,
         ledger::{Act, Mark},
@@ -19,13 +19,19 @@ use std::{panic::Location, ptr::NonNull};
 type Site = &'static Location<'static>;
 
 /// A copy's device side. Copies go by whoever has access, so any access will do.
-fn side(device: DeviceId, address: u64, bytes: u64, writes: bool) -> Use {
+pub(crate) fn side(device: DeviceId, address: u64, bytes: u64, writes: bool) -> Use {
     Use { range: DeviceRange { device, address, bytes }, writes, generation: None, reach: u64::MAX }
 }
 
 impl State {
     /// How a copy sees its host side; a copy across the end of a registration is refused.
-    fn host_side(&mut self, address: u64, bytes: u64, name: &'static str, site: Site) -> Result<Side, u32> {
+    pub(crate) fn host_side(
+        &mut self,
+        address: u64,
+        bytes: u64,
+        name: &'static str,
+        site: Site,
+    ) -> Result<Side, u32> {
         let side = self.pinned.side(address, bytes);
         if let Side::Across(start) = side {
             if self.oracle {
@@ -41,7 +47,7 @@ impl State {
     }
 
     /// Whether every use can be reached, after all have been checked.
-    fn check_all(&mut self, stream: usize, uses: &[Use], mark: Mark) -> bool {
+    pub(crate) fn check_all(&mut self, stream: usize, uses: &[Use], mark: Mark) -> bool {
         let mut reached = true;
         for u in uses {
             reached &= self.check(stream, u, mark);
@@ -150,13 +156,18 @@ impl Shared {
         mut state: Guard<'a>,
         stream: usize,
         to: u64,
-        byte: u8,
-        bytes: u64,
+        pattern: Pattern,
+        count: u64,
         site: Site,
     ) -> Result<Guard<'a>, u32> {
+        let bytes = count.checked_mul(pattern.bytes()).ok_or(codes::INVALID_VALUE)?;
+        if !to.is_multiple_of(pattern.bytes()) {
+            return Err(codes::INVALID_VALUE);
+        }
         let to = side(state.streams[stream].device, to, bytes, true);
         let Some(mark) = state.begin(stream, "fill", site)? else { return Ok(state) };
-        let work = if state.check_all(stream, &[to], mark) { Work::Fill { to, byte } } else { Work::Refused };
+        let work =
+            if state.check_all(stream, &[to], mark) { Work::Fill { to, pattern } } else { Work::Refused };
         Ok(self.put(state, stream, work, mark))
     }
 }
@@ -171,13 +182,10 @@ impl Copies for Shared {
     ) -> Result<()> {
         let site = here();
         let call = Call::CopyToDevice;
-        let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
-        // SAFETY: 1. and 2. are the caller's.
-        let queued = unsafe { self.queue_to_device(state, place, to, from, bytes, site) };
-        drop(queued.map_err(at(call))?);
-        self.cost(call, bytes as u64);
-        Ok(())
+        self.queueing(call, stream, bytes as u64, |state, place| {
+            // SAFETY: 1. and 2. are the caller's.
+            unsafe { self.queue_to_device(state, place, to, from, bytes, site) }.map(|(state, _)| state)
+        })
     }
 
     unsafe fn copy_to_host(&self, stream: RawStream, to: NonNull<u8>, from: u64, bytes: usize) -> Result<()> {
@@ -189,33 +197,115 @@ impl Copies for Shared {
         let queued = unsafe { self.queue_to_host(state, place, to, from, bytes, site) };
         let (state, pinned) = queued.map_err(at(call))?;
         self.cost(call, bytes as u64);
-        if !pinned && state.streams[place].capture.is_none() {
-            // Into pageable memory the driver returns when the bytes are there.
-            let point = state.point(place);
-            let mut state = self.run_until(state, point.stream, point.count);
-            state.device(stream.device()).map_err(at(call))?;
-            state.host_learns(&point.clock);
-        }
-        Ok(())
+        self.back_to_host(state, place, pinned, stream.device()).map_err(at(call))
     }
 
     unsafe fn copy_on_device(&self, stream: RawStream, to: u64, from: u64, bytes: u64) -> Result<()> {
         let site = here();
         let call = Call::CopyOnDevice;
+        self.queueing(call, stream, bytes, |state, place| {
+            self.queue_on_device(state, place, to, from, bytes, site)
+        })
+    }
+
+    unsafe fn copy_2d_to_device(
+        &self,
+        stream: RawStream,
+        to: Pitched<u64>,
+        from: Pitched<NonNull<u8>>,
+        rows: Rows,
+    ) -> Result<()> {
+        let site = here();
+        self.queueing(Call::Copy2d, stream, rows.width.saturating_mul(rows.height), |state, place| {
+            // SAFETY: 1. and 2. are the caller's.
+            unsafe { self.queue_rows_to_device(state, place, to, from, rows, site) }
+        })
+    }
+
+    unsafe fn copy_2d_to_host(
+        &self,
+        stream: RawStream,
+        to: Pitched<NonNull<u8>>,
+        from: Pitched<u64>,
+        rows: Rows,
+    ) -> Result<()> {
+        let site = here();
+        let call = Call::Copy2d;
         let mut state = self.enter(call, Some(stream.device()))?;
         let place = state.stream(stream).map_err(at(call))?;
-        drop(self.queue_on_device(state, place, to, from, bytes, site).map_err(at(call))?);
+        // SAFETY: 1. and 2. are the caller's.
+        let queued = unsafe { self.queue_rows_to_host(state, place, to, from, rows, site) };
+        let (state, pinned) = queued.map_err(at(call))?;
+        self.cost(call, rows.width.saturating_mul(rows.height));
+        self.back_to_host(state, place, pinned, stream.device()).map_err(at(call))
+    }
+
+    unsafe fn copy_2d_on_device(
+        &self,
+        stream: RawStream,
+        to: Pitched<u64>,
+        from: Pitched<u64>,
+        rows: Rows,
+    ) -> Result<()> {
+        let site = here();
+        self.queueing(Call::Copy2d, stream, rows.width.saturating_mul(rows.height), |state, place| {
+            self.queue_rows_on_device(state, place, to, from, rows, site)
+        })
+    }
+
+    unsafe fn fill_with(&self, stream: RawStream, to: u64, pattern: Pattern, count: u64) -> Result<()> {
+        let site = here();
+        let (call, _) = Call::fills(pattern);
+        self.queueing(call, stream, count.saturating_mul(pattern.bytes()), |state, place| {
+            self.queue_fill(state, place, to, pattern, count, site)
+        })
+    }
+
+    unsafe fn fill_2d(
+        &self,
+        stream: RawStream,
+        to: Pitched<u64>,
+        pattern: Pattern,
+        rows: Rows,
+    ) -> Result<()> {
+        let site = here();
+        let (_, call) = Call::fills(pattern);
+        self.queueing(call, stream, rows.width.saturating_mul(rows.height), |state, place| {
+            self.queue_row_fill(state, place, to, pattern, rows, site)
+        })
+    }
+}
+
+impl Shared {
+    /// A call that queues and returns.
+    fn queueing<'a>(
+        &'a self,
+        call: Call,
+        stream: RawStream,
+        bytes: u64,
+        queue: impl FnOnce(Guard<'a>, usize) -> Result<Guard<'a>, u32>,
+    ) -> Result<()> {
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        drop(queue(state, place).map_err(at(call))?);
         self.cost(call, bytes);
         Ok(())
     }
 
-    unsafe fn fill(&self, stream: RawStream, to: u64, byte: u8, bytes: u64) -> Result<()> {
-        let site = here();
-        let call = Call::Fill;
-        let mut state = self.enter(call, Some(stream.device()))?;
-        let place = state.stream(stream).map_err(at(call))?;
-        drop(self.queue_fill(state, place, to, byte, bytes, site).map_err(at(call))?);
-        self.cost(call, bytes);
+    /// The end of a copy to the host: into pageable memory the driver returns when the bytes are there.
+    fn back_to_host(
+        &self,
+        state: Guard<'_>,
+        place: usize,
+        pinned: bool,
+        device: DeviceId,
+    ) -> Result<(), u32> {
+        if !pinned && state.streams[place].capture.is_none() {
+            let point = state.point(place);
+            let mut state = self.run_until(state, point.stream, point.count);
+            state.device(device)?;
+            state.host_learns(&point.clock);
+        }
         Ok(())
     }
 }

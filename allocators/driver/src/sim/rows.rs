@@ -1,0 +1,221 @@
+//! Copies and fills that go row by row.
+#![expect(unsafe_code, reason = "implements copies between raw addresses")]
+
+use super::{
+    codes,
+    family::copies::side,
+    ledger::Act,
+    pinned::Side,
+    queue::Work,
+    shared::{Guard, Shared},
+    space::Use,
+    store::Store,
+};
+use crate::{DeviceId, HostAccess, Pattern, Pitched, Result, Rows};
+use std::{panic::Location, ptr::NonNull};
+
+type Site = &'static Location<'static>;
+
+/// The largest pitch of an H200 (`CU_DEVICE_ATTRIBUTE_MAX_PITCH`), in bytes.
+const LARGEST_PITCH: u64 = 0x7fff_ffff;
+
+/// What goes row by row.
+pub(crate) struct RowWork {
+    /// Every row on a device.
+    pub(crate) uses: Vec<Use>,
+    to: Pitched<u64>,
+    from: Source,
+    /// In bytes.
+    rows: Rows,
+}
+
+/// What rows are filled with.
+enum Source {
+    /// Other rows, of a device or of pinned memory, by address.
+    Rows(Pitched<u64>),
+    /// Rows of pageable memory side by side, as they were when the copy was queued.
+    Staged(Box<[u8]>),
+    /// A pattern.
+    Pattern(Pattern),
+}
+
+impl RowWork {
+    /// # Safety
+    /// 1. With bytes, the source's rows are readable and the destination's writable.
+    /// 2. Nobody else touches the destination's, or writes the source's, meanwhile.
+    pub(crate) unsafe fn perform(&self, store: &Store) {
+        if !store.has_bytes() {
+            return;
+        }
+        let width = self.rows.width;
+        for row in 0..self.rows.height {
+            let to = self.to.start + row * self.to.pitch;
+            match &self.from {
+                // SAFETY: 1. and 2. are the caller's.
+                Source::Rows(from) => unsafe { store.copy(to, from.start + row * from.pitch, width) },
+                // SAFETY: 1. `bytes` holds as many rows of this width; the rest is the caller's, as is 2.
+                Source::Staged(bytes) => unsafe {
+                    store.copy(to, bytes.as_ptr() as u64 + row * width, width);
+                },
+                // SAFETY: 1. and 2. are the caller's, and the address has been seen to be aligned.
+                Source::Pattern(pattern) => unsafe { store.fill(to, *pattern, width) },
+            }
+        }
+    }
+}
+
+impl Rows {
+    fn is_empty(self) -> bool {
+        self.width == 0 || self.height == 0
+    }
+}
+
+/// Bytes from the first row's start to the last one's end.
+fn span(start: u64, pitch: u64, rows: Rows) -> Result<u64, u32> {
+    if rows.is_empty() {
+        return Ok(0);
+    }
+    if pitch < rows.width || pitch > LARGEST_PITCH {
+        return Err(codes::INVALID_VALUE);
+    }
+    let span = pitch.checked_mul(rows.height - 1).and_then(|before| before.checked_add(rows.width));
+    span.filter(|&span| start.checked_add(span).is_some()).ok_or(codes::INVALID_VALUE)
+}
+
+/// Each row, or all of them as one where nothing lies between: first byte and length.
+fn each(start: u64, pitch: u64, rows: Rows) -> impl Iterator<Item = (u64, u64)> {
+    let (count, width) = match rows {
+        _ if rows.is_empty() => (0, 0),
+        Rows { width, height } if width == pitch => (1, width * height),
+        Rows { width, height } => (height, width),
+    };
+    (0..count).map(move |row| (start + row * pitch, width))
+}
+
+fn uses(device: DeviceId, at: Pitched<u64>, rows: Rows, writes: bool) -> impl Iterator<Item = Use> {
+    each(at.start, at.pitch, rows).map(move |(address, bytes)| side(device, address, bytes, writes))
+}
+
+impl Shared {
+    /// Queues a copy of rows to the device.
+    ///
+    /// # Safety
+    /// As of [`Copies::copy_2d_to_device`](crate::Copies::copy_2d_to_device).
+    pub(crate) unsafe fn queue_rows_to_device<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: usize,
+        to: Pitched<u64>,
+        from: Pitched<NonNull<u8>>,
+        rows: Rows,
+        site: Site,
+    ) -> Result<Guard<'a>, u32> {
+        let name = "2D copy to the device";
+        let start = from.start.as_ptr() as u64;
+        span(to.start, to.pitch, rows)?;
+        let pinned = state.host_side(start, span(start, from.pitch, rows)?, name, site)? == Side::Pinned;
+        let uses: Vec<_> = uses(state.streams[stream].device, to, rows, true).collect();
+        let Some(mark) = state.begin(stream, name, site)? else { return Ok(state) };
+        let reached = state.check_all(stream, &uses, mark);
+        let source = if pinned || !state.space.store.has_bytes() {
+            Source::Rows(Pitched { start, pitch: from.pitch })
+        } else {
+            let mut staged = Vec::new();
+            for (address, bytes) in each(start, from.pitch, rows) {
+                // SAFETY: 1. each row is readable, and nobody writes it, by the caller's word.
+                staged.extend_from_slice(unsafe {
+                    std::slice::from_raw_parts(address as *const u8, bytes as usize)
+                });
+            }
+            Source::Staged(staged.into())
+        };
+        for (address, bytes) in each(start, from.pitch, rows) {
+            if pinned {
+                state.check_host(stream, address, bytes, Act::Read, mark);
+            } else {
+                // Staged before the call returns: it is the host that reads.
+                state.host_touch(address, bytes, HostAccess::Read, site);
+            }
+        }
+        let work = row_work(reached, RowWork { uses, to, from: source, rows });
+        Ok(self.put(state, stream, work, mark))
+    }
+
+    /// Queues a copy of rows to the host. Whether its host side is pinned.
+    ///
+    /// # Safety
+    /// As of [`Copies::copy_2d_to_host`](crate::Copies::copy_2d_to_host).
+    pub(crate) unsafe fn queue_rows_to_host<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: usize,
+        to: Pitched<NonNull<u8>>,
+        from: Pitched<u64>,
+        rows: Rows,
+        site: Site,
+    ) -> Result<(Guard<'a>, bool), u32> {
+        let name = "2D copy to the host";
+        let start = to.start.as_ptr() as u64;
+        span(from.start, from.pitch, rows)?;
+        let pinned = state.host_side(start, span(start, to.pitch, rows)?, name, site)? == Side::Pinned;
+        let uses: Vec<_> = uses(state.streams[stream].device, from, rows, false).collect();
+        let Some(mark) = state.begin(stream, name, site)? else { return Ok((state, pinned)) };
+        let reached = state.check_all(stream, &uses, mark);
+        if pinned {
+            for (address, bytes) in each(start, to.pitch, rows) {
+                state.check_host(stream, address, bytes, Act::Write, mark);
+            }
+        }
+        let to = Pitched { start, pitch: to.pitch };
+        let work = row_work(reached, RowWork { uses, to, from: Source::Rows(from), rows });
+        Ok((self.put(state, stream, work, mark), pinned))
+    }
+
+    /// Queues a copy of rows on the device.
+    pub(crate) fn queue_rows_on_device<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: usize,
+        to: Pitched<u64>,
+        from: Pitched<u64>,
+        rows: Rows,
+        site: Site,
+    ) -> Result<Guard<'a>, u32> {
+        span(to.start, to.pitch, rows)?;
+        span(from.start, from.pitch, rows)?;
+        let device = state.streams[stream].device;
+        let uses: Vec<_> = uses(device, from, rows, false).chain(uses(device, to, rows, true)).collect();
+        let Some(mark) = state.begin(stream, "2D copy on the device", site)? else { return Ok(state) };
+        let reached = state.check_all(stream, &uses, mark);
+        let work = row_work(reached, RowWork { uses, to, from: Source::Rows(from), rows });
+        Ok(self.put(state, stream, work, mark))
+    }
+
+    /// Queues a fill of rows, whose width is in elements.
+    pub(crate) fn queue_row_fill<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: usize,
+        to: Pitched<u64>,
+        pattern: Pattern,
+        rows: Rows,
+        site: Site,
+    ) -> Result<Guard<'a>, u32> {
+        let element = pattern.bytes();
+        let width = rows.width.checked_mul(element).ok_or(codes::INVALID_VALUE)?;
+        let rows = Rows { width, ..rows };
+        if !to.start.is_multiple_of(element) || (rows.height > 1 && !to.pitch.is_multiple_of(element)) {
+            return Err(codes::INVALID_VALUE);
+        }
+        span(to.start, to.pitch, rows)?;
+        let uses: Vec<_> = uses(state.streams[stream].device, to, rows, true).collect();
+        let Some(mark) = state.begin(stream, "2D fill", site)? else { return Ok(state) };
+        let reached = state.check_all(stream, &uses, mark);
+        let work = row_work(reached, RowWork { uses, to, from: Source::Pattern(pattern), rows });
+        Ok(self.put(state, stream, work, mark))
+    }
+}
+
+fn row_work(reached: bool, work: RowWork) -> Work {
+    if reached { Work::Rows(Box::new(work)) } else { Work::Refused }
+}
