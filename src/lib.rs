@@ -20,12 +20,14 @@ pub use aquifer_device::{
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;
-pub use aquifer_driver::{self as driver, Access, DeviceRange, Driver, Operand, RawStream, Typed, sim};
+pub use aquifer_driver::{
+    self as driver, Access, DeviceRange, Driver, Operand, OperandMut, RawStream, Typed, sim,
+};
 pub use aquifer_global::{self as global, Global};
 pub use aquifer_heap as heap;
 pub use aquifer_host::{self as host, PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool};
 pub use aquifer_stream::{
-    self as stream, HostOwned, InFlight, Life, Point, Refused, Scope, Stream, StreamPool, Use,
+    self as stream, Grid, HostOwned, InFlight, Life, Point, Refused, Scope, Stream, StreamPool, Use,
 };
 
 /// Vectors over any allocator: allocator-api2's, which our allocators serve.

@@ -136,6 +136,22 @@ pub enum MemoryError {
         /// Bytes of the destination.
         to: u64,
     },
+    /// Rows that lie closer together than they are long.
+    BadPitch {
+        /// Bytes from the start of one row to that of the next.
+        pitch: u64,
+        /// Bytes of a row.
+        width: u64,
+    },
+    /// Two sides of a copy that share bytes.
+    Overlap {
+        /// Address of the source.
+        from: u64,
+        /// Address of the destination.
+        to: u64,
+        /// Bytes of the larger side.
+        bytes: u64,
+    },
     /// A use that conflicts with one which has been prepared and not finished.
     Busy {
         /// The block.
@@ -214,6 +230,12 @@ impl fmt::Display for MemoryError {
                 write!(f, "{len} bytes from {offset} on are not committed: no memory is behind them")
             }
             Self::LengthMismatch { from, to } => write!(f, "a copy of {from} bytes into {to}"),
+            Self::BadPitch { pitch, width } => {
+                write!(f, "rows of {width} bytes cannot lie {pitch} bytes apart")
+            }
+            Self::Overlap { from, to, bytes } => {
+                write!(f, "a copy of {bytes} bytes from {from:#x} to {to:#x} overlaps itself")
+            }
             Self::Busy { address } => {
                 write!(f, "the block at {address:#x} has a use prepared that excludes this one")
             }

@@ -2,7 +2,7 @@
 
 use crate::{backend::Backed, home::Home};
 use aquifer_core::{DeviceId, MemoryError, Result, Tag};
-use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, RawStream, site};
+use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, site};
 use aquifer_stream::{Stream, StreamPool, Timeline, Use, UseList};
 use std::{any::Any, fmt, sync::Arc};
 
@@ -119,6 +119,25 @@ impl Block {
         if device == expected { Ok(()) } else { Err(MemoryError::WrongDevice { expected, actual: device }) }
     }
 
+    /// Orders a use whose end is the end of a borrow. `alone`: every borrow that it conflicts with is over.
+    pub(crate) fn order_as(
+        &self,
+        stream: RawStream,
+        alive: Option<KeepAlive>,
+        access: Access,
+        alone: bool,
+    ) -> Result<()> {
+        let home = self.home();
+        self.check_device(&home, stream.device())?;
+        let on = if stream == home.raw() {
+            home.clone()
+        } else {
+            self.owner.streams()?.timeline(stream, alive)?
+        };
+        let lend = if alone { UseList::lend } else { UseList::lend_beside };
+        lend(&self.uses, self.address(), &home, &on, access)
+    }
+
     /// Keeps `thing` until the block's memory is really free.
     pub(crate) fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {
         self.until_free.get_or_insert_default().push(thing);
@@ -135,14 +154,16 @@ unsafe impl Operand for Block {
     }
 
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
-        let home = self.home();
-        self.check_device(&home, stream.device())?;
-        let on = if stream == home.raw() {
-            home.clone()
-        } else {
-            self.owner.streams()?.timeline(stream, alive)?
-        };
-        self.uses.lend(self.address(), &home, &on, access)
+        // Whoever may read knows that no borrow to be written lives; whoever says that he writes proves nothing by it.
+        self.order_as(stream, alive, access, !access.writes())
+    }
+}
+
+#[expect(unsafe_code, reason = "makes the promises of an operand")]
+// SAFETY: 1. a block is its owner's alone, and its parts borrow it.
+unsafe impl OperandMut for Block {
+    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+        self.order_as(stream, alive, access, true)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::{Block, Request, Resource};
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, RawStream, Typed};
+use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
 use aquifer_stream::Stream;
 use bytemuck::Pod;
 use std::{fmt, marker::PhantomData, ops::Range};
@@ -209,6 +209,22 @@ macro_rules! operand {
             }
         }
     };
+}
+
+#[expect(unsafe_code, reason = "makes the promises of an operand")]
+// SAFETY: 1. a buffer is its owner's alone, and its parts borrow it.
+unsafe impl<T> OperandMut for DeviceBuffer<T> {
+    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+        self.block.order_mut(stream, alive, access)
+    }
+}
+
+#[expect(unsafe_code, reason = "makes the promises of an operand")]
+// SAFETY: 1. it borrows its buffer by `&mut`.
+unsafe impl<T> OperandMut for DeviceSliceMut<'_, T> {
+    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+        self.block.order_as(stream, alive, access, true)
+    }
 }
 
 operand!(DeviceBuffer<T>);

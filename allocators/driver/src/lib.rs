@@ -52,7 +52,7 @@ pub use host_memory::{HostFlags, HostMemory};
 pub use ipc::{ExportTypes, FabricHandle, Ipc};
 pub use memory::{Memory, PoolUsage};
 pub use observe::{BlockNote, HostAccess, Observer, Ownership};
-pub use operand::{Access, DeviceRange, KeepAlive, Operand, Typed};
+pub use operand::{Access, DeviceRange, KeepAlive, Operand, OperandMut, Typed};
 pub use physical::Physical;
 pub use streams::{CaptureMode, Relaxed, Streams};
 

@@ -1,5 +1,5 @@
 //! Something on a device that work may read or write.
-#![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
+#![expect(unsafe_code, reason = "declares unsafe traits; holds no unsafe block")]
 
 use crate::{DeviceId, RawStream};
 use aquifer_core::Result;
@@ -59,7 +59,9 @@ pub unsafe trait Operand {
     /// Makes `stream` wait for what must come before `access`, and notes that `stream` uses it. The host does not wait.
     ///
     /// The note names the stream only: the work itself is queued after this call has returned, so its place in the
-    /// stream is taken when the borrow has ended, at the free or at the next conflicting use.
+    /// stream is taken when the borrow has ended, at the free or at the next conflicting use. Who writes holds `&mut` and
+    /// calls [`OperandMut::order_mut`], which proves that borrows before have ended; a write that is ordered here is
+    /// ordered with them and proves nothing.
     ///
     /// A stream of another library is known from its first use here on, and `alive` is kept until the last use is done:
     /// events are recorded on it later, when its handle must still be valid.
@@ -69,6 +71,21 @@ pub unsafe trait Operand {
     /// [`UnknownId`](aquifer_core::MemoryError::UnknownId) for a stream that has not been leased or adopted, without
     /// `alive`; the driver's.
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()>;
+}
+
+/// An [`Operand`] that work may write. What is only borrowed to be read is none, or two of its borrowers could write at
+/// once.
+///
+/// # Safety
+/// 1. While somebody holds `&mut` of it, no other operand that safe code can reach overlaps its range.
+pub unsafe trait OperandMut: Operand {
+    /// As [`Operand::order`], by somebody who has the range to himself: what was lent of it before has come back.
+    ///
+    /// # Errors
+    /// As [`Operand::order`].
+    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+        self.order(stream, alive, access)
+    }
 }
 
 /// An [`Operand`] with elements of one type.

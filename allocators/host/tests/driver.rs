@@ -260,6 +260,9 @@ unsafe impl Operand for OnDevice {
     }
 }
 
+// SAFETY: 1. nobody else has the allocation.
+unsafe impl aquifer_driver::OperandMut for OnDevice {}
+
 impl Typed for OnDevice {
     type Item = u8;
     fn len(&self) -> usize {

@@ -17,7 +17,7 @@ mod sync;
 mod timeline;
 mod uses;
 
-pub use copy::{HostOwned, InFlight, Refused, Scope};
+pub use copy::{Grid, HostOwned, InFlight, Refused, Scope};
 pub use epochs::Epochs;
 pub use lock::Spin;
 pub use pool::{DEFAULT_CAP, StreamPool};

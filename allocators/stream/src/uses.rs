@@ -70,9 +70,14 @@ impl Noted {
         self.epoch().is_some_and(|epoch| self.0.on.is_done(epoch))
     }
 
+    /// Whether it ends with a borrow, which has not been seen to be over.
+    fn is_lent(&self) -> bool {
+        self.0.stamp.load(Ordering::Acquire) == LENT
+    }
+
     /// Ends a lent use, whose borrow is over.
     fn end_borrow(&self) {
-        if self.0.stamp.load(Ordering::Acquire) == LENT {
+        if self.is_lent() {
             self.0.stamp.store(self.0.on.open(), Ordering::Release);
         }
     }
@@ -170,7 +175,7 @@ impl UseList {
         on: &Arc<Timeline>,
         access: Access,
     ) -> Result<Use> {
-        let noted = self.enter(address, home, on, access, OPEN)?;
+        let noted = self.enter(address, home, on, access, OPEN, true)?;
         Ok(Use { noted })
     }
 
@@ -179,7 +184,22 @@ impl UseList {
     /// # Errors
     /// As [`UseList::prepare`].
     pub fn lend(&self, address: u64, home: &Arc<Timeline>, on: &Arc<Timeline>, access: Access) -> Result<()> {
-        self.enter(address, home, on, access, LENT).map(drop)
+        self.enter(address, home, on, access, LENT, true).map(drop)
+    }
+
+    /// As [`UseList::lend`], where borrows that this one conflicts with need not be over: those of other parts of the
+    /// block. What is queued for them by now is waited for, and they go on to be used.
+    ///
+    /// # Errors
+    /// As [`UseList::prepare`].
+    pub fn lend_beside(
+        &self,
+        address: u64,
+        home: &Arc<Timeline>,
+        on: &Arc<Timeline>,
+        access: Access,
+    ) -> Result<()> {
+        self.enter(address, home, on, access, LENT, false).map(drop)
     }
 
     /// Notes a use whose work has been queued on `on`, in order with what came before it.
@@ -204,6 +224,7 @@ impl UseList {
         on: &Arc<Timeline>,
         access: Access,
         stamp: u64,
+        ends_borrows: bool,
     ) -> Result<Noted> {
         let noted = Noted(Arc::new(State { on: on.clone(), access, stamp: AtomicU64::new(stamp) }));
         let at_home = Arc::ptr_eq(home, on);
@@ -214,14 +235,20 @@ impl UseList {
                 return Err(MemoryError::Busy { address });
             }
             for other in uses.iter().filter(|u| u.0.access.conflicts(access)) {
+                if other.is_lent() && !ends_borrows {
+                    before.push((other.0.on.clone(), other.0.on.open()));
+                    continue;
+                }
                 other.end_borrow();
                 if let Some(epoch) = other.epoch() {
                     before.push((other.0.on.clone(), epoch));
                 }
             }
             uses.retain(|u| !u.is_done());
-            // The home stream's own borrows need no note: the block goes back to that stream.
-            if !(at_home && stamp == LENT) {
+            // The home stream's own borrows need no note: the block goes back to that stream. Nor does one that is
+            // noted already and has not ended: its end will cover both.
+            let covered = |u: &Noted| Arc::ptr_eq(&u.0.on, on) && u.0.access == access && u.is_lent();
+            if !(stamp == LENT && (at_home || uses.iter().any(covered))) {
                 uses.push(noted.clone());
             }
             Ok(before)

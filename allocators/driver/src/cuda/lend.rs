@@ -5,11 +5,11 @@
 //! [`DevicePtr`], a [`DevicePtrMut`] or a kernel's argument.
 //!
 //! ```no_run
-//! use aquifer_driver::{Typed, cuda::Lend};
+//! use aquifer_driver::{OperandMut, Typed, cuda::Lend};
 //! use cudarc::driver::{CudaFunction, CudaStream, LaunchConfig, PushKernelArg};
 //! use std::sync::Arc;
 //!
-//! fn scale<B: Typed<Item = f32>>(x: &mut B, by: f32, f: &CudaFunction, cu: &Arc<CudaStream>) -> Result<(), Error> {
+//! fn scale<B: Typed<Item = f32> + OperandMut>(x: &mut B, by: f32, f: &CudaFunction, cu: &Arc<CudaStream>) -> Result<(), Error> {
 //!     let n = x.len() as u32;
 //!     let mut lent = x.on_mut(cu)?; // `cu` waits for whatever used `x` before
 //!     // SAFETY: 1. the kernel takes a float pointer, a float and a count, and touches `n` elements.
@@ -39,7 +39,7 @@
 //! it at its next safe call, and the copy is given address 0, which the driver refuses: what cannot be ordered is not done.
 
 use super::codes;
-use crate::{Access, DeviceId, KeepAlive, Typed};
+use crate::{Access, DeviceId, KeepAlive, OperandMut, Typed};
 use aquifer_core::{MemoryError, Result};
 use cudarc::driver::{
     CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, LaunchArgs, PushKernelArg, SyncOnDrop,
@@ -85,8 +85,11 @@ pub trait Lend: Typed {
     ///
     /// # Errors
     /// Those of [`Operand::order`](crate::Operand::order).
-    fn on_mut(&mut self, stream: &Arc<CudaStream>) -> Result<LentMut<'_, Self>> {
-        order(self, stream, Some(keep_alive(stream)), Access::ReadWrite)?;
+    fn on_mut(&mut self, stream: &Arc<CudaStream>) -> Result<LentMut<'_, Self>>
+    where
+        Self: OperandMut,
+    {
+        self.order_mut(name(stream), Some(keep_alive(stream)), Access::ReadWrite)?;
         Ok(LentMut { address: self.range().address, what: self, home: stream.clone() })
     }
 }
@@ -185,9 +188,12 @@ impl<B: Typed + ?Sized> DevicePtr<B::Item> for LentMut<'_, B> {
     }
 }
 
-impl<B: Typed + ?Sized> DevicePtrMut<B::Item> for LentMut<'_, B> {
+impl<B: Typed + OperandMut + ?Sized> DevicePtrMut<B::Item> for LentMut<'_, B> {
     fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
-        (address_on(self.what, &self.home, stream, Access::ReadWrite), SyncOnDrop::Record(None))
+        let alive = alive_if_home(&self.home, stream);
+        let ordered = self.what.order_mut(name(stream), alive, Access::ReadWrite);
+        let address = recorded(stream, ordered).map_or(0, |()| self.what.range().address);
+        (address, SyncOnDrop::Record(None))
     }
 }
 

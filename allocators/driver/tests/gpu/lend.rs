@@ -3,7 +3,7 @@
 use super::support::{DEVICE, OwnStream, cuda, read_back};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{
-    Access, DeviceRange, Driver, KeepAlive, Operand, RawStream, Typed,
+    Access, DeviceRange, Driver, KeepAlive, Operand, OperandMut, RawStream, Typed,
     cuda::{Lend, LentHost, raw_stream},
 };
 use cudarc::{
@@ -82,6 +82,9 @@ unsafe impl Operand for Floats {
         Ok(())
     }
 }
+
+// SAFETY: 1. nobody else has the allocation.
+unsafe impl OperandMut for Floats {}
 
 impl Typed for Floats {
     type Item = f32;

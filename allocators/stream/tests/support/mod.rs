@@ -5,7 +5,7 @@
 
 use aquifer_core::Result;
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange, KeepAlive, Operand, RawStream, Typed,
+    Access, Call, DeviceId, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed,
     sim::{Kernel, Sim},
 };
 use aquifer_stream::{Life, Stream, StreamPool, UseList};
@@ -126,6 +126,9 @@ unsafe impl Operand for Plain {
         self.uses.lend(self.range.address, self.home.timeline(), &on, access)
     }
 }
+
+// SAFETY: 1. nobody else has the allocation.
+unsafe impl OperandMut for Plain {}
 
 impl Typed for Plain {
     type Item = u8;

@@ -1,0 +1,150 @@
+//! Copies that stay on devices.
+#![expect(unsafe_code, reason = "calls the driver's asynchronous copies")]
+
+use super::Grid;
+use crate::Stream;
+use aquifer_core::{MemoryError, Result};
+use aquifer_driver::{Access, DeviceRange, OperandMut, Pitched, Typed, site};
+use bytemuck::Pod;
+
+impl Stream {
+    /// Copies between two operands of this device, in order on this stream (`cuMemcpyDtoDAsync`), whichever streams they
+    /// were used on before.
+    ///
+    /// # Errors
+    /// Lengths that differ, ranges that overlap, a conflicting use, the driver's. Nothing is queued.
+    #[track_caller]
+    pub fn copy<T, S, D>(&self, from: &S, to: &mut D) -> Result<()>
+    where
+        T: Pod,
+        S: Typed<Item = T>,
+        D: Typed<Item = T> + OperandMut,
+    {
+        let _site = site::enter();
+        let (source, target) = (from.range(), to.range());
+        self.check_device(source)?;
+        self.check_device(target)?;
+        same_length(source, target)?;
+        apart(source, target)?;
+        from.order(self.raw(), None, Access::Read)?;
+        to.order_mut(self.raw(), None, Access::Write)?;
+        if source.bytes == 0 {
+            return Ok(());
+        }
+        let _calling = self.timeline().calling()?;
+        // SAFETY: 1. and 2. the operands keep their ranges, and have been ordered for this access on this stream.
+        let copied =
+            unsafe { self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes) };
+        copied.map_err(|e| MemoryError::driver(self.device(), e))
+    }
+
+    /// Copies the rows of `grid` between two operands of this device, in order on this stream (`cuMemcpy2DAsync`).
+    ///
+    /// ```
+    /// use aquifer_core::Result;
+    /// use aquifer_driver::{OperandMut, Typed};
+    /// use aquifer_stream::{Grid, Stream};
+    ///
+    /// /// Takes a tile of 64 × 16 out of the left upper corner of an image that is 1920 wide.
+    /// fn tile<T: Typed<Item = f32> + OperandMut>(s: &Stream, image: &T, tile: &mut T) -> Result<()> {
+    ///     s.copy_2d(image, tile, Grid::new(64, 16).source_pitch(1920))
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// Rows that do not lie in one of the sides, rows closer together than they are long, sides that overlap, a
+    /// conflicting use, the driver's. Nothing is queued.
+    #[track_caller]
+    pub fn copy_2d<T, S, D>(&self, from: &S, to: &mut D, grid: Grid) -> Result<()>
+    where
+        T: Pod,
+        S: Typed<Item = T>,
+        D: Typed<Item = T> + OperandMut,
+    {
+        let _site = site::enter();
+        let (source, target) = (from.range(), to.range());
+        self.check_device(source)?;
+        self.check_device(target)?;
+        let grid = grid.in_bytes(size_of::<T>() as u64, source.bytes, target.bytes)?;
+        apart(
+            DeviceRange { bytes: grid.source_span(source.bytes)?, ..source },
+            DeviceRange { bytes: grid.target_span(target.bytes)?, ..target },
+        )?;
+        from.order(self.raw(), None, Access::Read)?;
+        to.order_mut(self.raw(), None, Access::Write)?;
+        if grid.bytes() == 0 {
+            return Ok(());
+        }
+        let to = Pitched { start: target.address, pitch: grid.to_pitch };
+        let from = Pitched { start: source.address, pitch: grid.from_pitch };
+        let _calling = self.timeline().calling()?;
+        // SAFETY: 1. the operands keep their ranges, in which the rows lie, apart. 2. both have been ordered for this
+        // access on this stream.
+        let copied = unsafe { self.driver().copy_2d_on_device(self.raw(), to, from, grid.rows) };
+        copied.map_err(|e| MemoryError::driver(self.device(), e))
+    }
+
+    /// Copies to an operand of another device, in order on this stream and on `there`, a stream of that device
+    /// (`cuMemcpyPeerAsync`; the driver goes through the host where the devices cannot reach each other).
+    ///
+    /// The copy runs here, behind what is queued on `there` by now, and `there` goes on behind it. The host does not wait.
+    ///
+    /// # Errors
+    /// Lengths that differ, an operand that is not on its stream's device, a conflicting use, the driver's. Nothing is
+    /// queued, but for one case: if the driver refuses to make `there` wait, the copy is waited for here, and done.
+    #[track_caller]
+    pub fn copy_to_peer<T, S, D>(&self, from: &S, to: &mut D, there: &Stream) -> Result<()>
+    where
+        T: Pod,
+        S: Typed<Item = T>,
+        D: Typed<Item = T> + OperandMut,
+    {
+        let _site = site::enter();
+        let (source, target) = (from.range(), to.range());
+        self.check_device(source)?;
+        there.check_device(target)?;
+        same_length(source, target)?;
+        apart(source, target)?;
+        from.order(self.raw(), None, Access::Read)?;
+        to.order_mut(there.raw(), None, Access::Write)?;
+        if source.bytes == 0 {
+            return Ok(());
+        }
+        self.timeline().wait_for(there.timeline(), there.timeline().open())?;
+        {
+            let _calling = self.timeline().calling()?;
+            // SAFETY: 1. the operands keep their ranges. 2. the source has been ordered for this stream, and the
+            // destination for `there`, which this stream has waited for and which waits for this stream below: the copy
+            // comes where work on `there` would.
+            let copied = unsafe {
+                self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes)
+            };
+            copied.map_err(|e| MemoryError::driver(self.device(), e))?;
+        }
+        let waits = there.timeline().wait_for(self.timeline(), self.timeline().open());
+        if waits.is_err() {
+            // Nothing on `there` would come after the copy. A lost device, where this fails too, runs nothing any more.
+            self.timeline().settle()?;
+        }
+        waits.map(drop)
+    }
+}
+
+fn same_length(from: DeviceRange, to: DeviceRange) -> Result<()> {
+    if from.bytes == to.bytes {
+        Ok(())
+    } else {
+        Err(MemoryError::LengthMismatch { from: from.bytes, to: to.bytes })
+    }
+}
+
+/// Refuses ranges that share bytes: what such a copy leaves depends on how the device goes about it.
+fn apart(from: DeviceRange, to: DeviceRange) -> Result<()> {
+    let before = |a: DeviceRange, b: DeviceRange| a.address.saturating_add(a.bytes) <= b.address;
+    if from.bytes == 0 || to.bytes == 0 || before(from, to) || before(to, from) {
+        return Ok(());
+    }
+    // One address space serves all devices of a process.
+    let bytes = from.bytes.max(to.bytes);
+    Err(MemoryError::Overlap { from: from.address, to: to.address, bytes })
+}

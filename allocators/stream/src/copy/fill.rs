@@ -1,0 +1,204 @@
+//! Fills.
+//!
+//! The driver fills with elements of 1, 2 and 4 bytes. A value whose bytes repeat after as many is filled in one call.
+//! Any other is written once, piece by piece, and then copied: what is there onto what follows it, so that each copy is
+//! twice as long as the one before. That takes some `log2(n)` calls and no memory of the host, reads and writes each byte
+//! about once, and may be captured like any other work.
+#![expect(unsafe_code, reason = "calls the driver's fills and copies")]
+
+use super::grid::span;
+use crate::Stream;
+use aquifer_core::{MemoryError, Result};
+use aquifer_driver::{Access, DeviceRange, OperandMut, Pattern, Pitched, Rows, Typed, site};
+use bytemuck::Pod;
+
+impl Stream {
+    /// Fills `to` with copies of `value`, in order on this stream.
+    ///
+    /// One call (`cuMemsetD8Async`, `…D16Async`, `…D32Async`) where the value's bytes repeat after 1, 2 or 4: every value
+    /// of a type that small, and zeros of any type. Otherwise the value's words and then about `log2(len)` copies on the
+    /// device, as the module says.
+    ///
+    /// # Errors
+    /// A conflicting use, the driver's. Nothing is queued; should the driver refuse a later one of several calls, a first
+    /// part of `to` is filled.
+    #[track_caller]
+    pub fn fill<T, D>(&self, to: &mut D, value: T) -> Result<()>
+    where
+        T: Pod,
+        D: Typed<Item = T> + OperandMut + ?Sized,
+    {
+        let _site = site::enter();
+        self.fill_all(to, bytemuck::bytes_of(&value))
+    }
+
+    /// Fills `to` with one byte, in order on this stream (`cuMemsetD8Async`), whatever its elements are.
+    ///
+    /// # Errors
+    /// A conflicting use, the driver's. Nothing is queued.
+    #[track_caller]
+    pub fn fill_bytes<D>(&self, to: &mut D, byte: u8) -> Result<()>
+    where
+        D: Typed + OperandMut + ?Sized,
+        D::Item: Pod,
+    {
+        let _site = site::enter();
+        self.fill_all(to, &[byte])
+    }
+
+    fn fill_all<D: OperandMut + ?Sized>(&self, to: &mut D, element: &[u8]) -> Result<()> {
+        let range = to.range();
+        self.check_device(range)?;
+        to.order_mut(self.raw(), None, Access::Write)?;
+        if range.bytes == 0 {
+            return Ok(());
+        }
+        let _calling = self.timeline().calling()?;
+        // SAFETY: 1. and 2. the operand keeps its range, and has been ordered for this access on this stream.
+        unsafe { self.fill_range(range, element) }
+    }
+
+    /// Fills `height` rows of `width` elements, `pitch` elements apart, in order on this stream (`cuMemsetD2D8Async`,
+    /// `…D2D16Async`, `…D2D32Async`). What lies between the rows stays as it is.
+    ///
+    /// One call or several, as [`Stream::fill`].
+    ///
+    /// # Errors
+    /// Rows that do not lie in `to`, rows closer together than they are long, a conflicting use, the driver's. Nothing is
+    /// queued, but as [`Stream::fill`] says.
+    #[track_caller]
+    pub fn fill_2d<T, D>(&self, to: &mut D, value: T, pitch: usize, width: usize, height: usize) -> Result<()>
+    where
+        T: Pod,
+        D: Typed<Item = T> + OperandMut + ?Sized,
+    {
+        let _site = site::enter();
+        let range = to.range();
+        self.check_device(range)?;
+        let element = bytemuck::bytes_of(&value);
+        let bytes = |elements: usize| {
+            let bytes = (elements as u64).checked_mul(element.len() as u64);
+            bytes.ok_or(MemoryError::TooLarge { requested: u64::MAX, limit: range.bytes })
+        };
+        let rows = Rows { width: bytes(width)?, height: height as u64 };
+        let pitch = bytes(pitch)?;
+        let spanned = span(rows, pitch, range.bytes)?;
+        to.order_mut(self.raw(), None, Access::Write)?;
+        if spanned == 0 {
+            return Ok(());
+        }
+        let _calling = self.timeline().calling()?;
+        // SAFETY: 1. the operand keeps its range, in which the rows lie. 2. it has been ordered for this access on this
+        // stream.
+        unsafe { self.fill_rows(Pitched { start: range.address, pitch }, element, rows) }
+    }
+
+    /// # Safety
+    /// 1. The range is mapped until the fill is done. 2. It has been ordered for this stream to write it.
+    unsafe fn fill_range(&self, range: DeviceRange, element: &[u8]) -> Result<()> {
+        let DeviceRange { address, bytes, .. } = range;
+        if let Some(pattern) = pattern(element, address) {
+            // SAFETY: 1. and 2. the caller's.
+            return unsafe { self.fill_with(address, pattern, bytes / pattern.bytes()) };
+        }
+        // The first element, by runs of equal pieces.
+        let piece = pieces(element.len() as u64, address);
+        let mut at = address;
+        for run in element.chunks(piece).collect::<Vec<_>>().chunk_by(|a, b| a == b) {
+            let bytes = (run.len() * piece) as u64;
+            if let Some(pattern) = pattern(run[0], at) {
+                // SAFETY: 1. and 2. the caller's: the first element lies in the range.
+                unsafe { self.fill_with(at, pattern, bytes / pattern.bytes()) }?;
+            }
+            at += bytes;
+        }
+        let mut done = element.len() as u64;
+        while done < bytes {
+            let more = done.min(bytes - done);
+            // SAFETY: 1. and 2. the caller's: what is written already, and as much after it or less, lie in the range.
+            let copied = unsafe { self.driver().copy_on_device(self.raw(), address + done, address, more) };
+            copied.map_err(|e| MemoryError::driver(self.device(), e))?;
+            done += more;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// 1. Every row is mapped until the fill is done. 2. They have been ordered for this stream to write them.
+    unsafe fn fill_rows(&self, to: Pitched<u64>, element: &[u8], rows: Rows) -> Result<()> {
+        let lost = |e| MemoryError::driver(self.device(), e);
+        if let Some(pattern) = pattern(element, to.start | to.pitch) {
+            let rows = Rows { width: rows.width / pattern.bytes(), ..rows };
+            // SAFETY: 1. and 2. the caller's.
+            return unsafe { self.driver().fill_2d(self.raw(), to, pattern, rows) }.map_err(lost);
+        }
+        let first = DeviceRange { device: self.device(), address: to.start, bytes: rows.width };
+        // SAFETY: 1. and 2. the caller's: it is the first row.
+        unsafe { self.fill_range(first, element) }?;
+        let mut done = 1;
+        while done < rows.height {
+            let more = Rows { width: rows.width, height: done.min(rows.height - done) };
+            let next = Pitched { start: to.start + done * to.pitch, ..to };
+            // SAFETY: 1. and 2. the caller's: rows that are written already, and as many after them or fewer.
+            unsafe { self.driver().copy_2d_on_device(self.raw(), next, to, more) }.map_err(lost)?;
+            done += more.height;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// As of [`fill_with`](aquifer_driver::Copies::fill_with).
+    unsafe fn fill_with(&self, to: u64, pattern: Pattern, count: u64) -> Result<()> {
+        // SAFETY: 1. and 2. the caller's.
+        let filled = unsafe { self.driver().fill_with(self.raw(), to, pattern, count) };
+        filled.map_err(|e| MemoryError::driver(self.device(), e))
+    }
+}
+
+/// The largest piece that the driver fills with, of 1, 2 or 4 bytes, that cuts an element at `address` evenly.
+fn pieces(element: u64, address: u64) -> usize {
+    match element | address {
+        both if both.is_multiple_of(4) => 4,
+        both if both.is_multiple_of(2) => 2,
+        _ => 1,
+    }
+}
+
+/// What the driver can fill with to write this element again and again from `address` on.
+fn pattern(element: &[u8], address: u64) -> Option<Pattern> {
+    let repeats = |after: usize| {
+        element.len().is_multiple_of(after)
+            && address.is_multiple_of(after as u64)
+            && element.chunks_exact(after).all(|piece| piece == &element[..after])
+    };
+    match *element {
+        [byte, ..] if repeats(1) => Some(Pattern::Byte(byte)),
+        [a, b, ..] if repeats(2) => Some(Pattern::Half(u16::from_ne_bytes([a, b]))),
+        [a, b, c, d, ..] if repeats(4) => Some(Pattern::Word(u32::from_ne_bytes([a, b, c, d]))),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_is_filled_in_one_call_where_its_bytes_repeat() {
+        assert_eq!(pattern(&[0; 32], 1), Some(Pattern::Byte(0)));
+        assert_eq!(pattern(&[1, 2], 2), Some(Pattern::Half(u16::from_ne_bytes([1, 2]))));
+        assert_eq!(pattern(&[1, 2, 1, 2, 1, 2], 4), Some(Pattern::Half(u16::from_ne_bytes([1, 2]))));
+        assert_eq!(pattern(&[1, 2, 3, 4], 8), Some(Pattern::Word(u32::from_ne_bytes([1, 2, 3, 4]))));
+        assert_eq!(pattern(&[1, 2, 3, 4, 1, 2, 3, 4], 8).map(Pattern::bytes), Some(4));
+        assert_eq!(pattern(&[1, 2, 3], 4), None);
+        assert_eq!(pattern(&[1, 2, 3, 4, 5, 6, 7, 8], 8), None);
+        assert_eq!(pattern(&[1, 2], 1), None, "off its alignment");
+        assert_eq!(pattern(&[1, 2, 3, 4], 2), None);
+        assert_eq!(pattern(&[], 0), None);
+    }
+
+    #[test]
+    fn pieces_are_as_large_as_size_and_address_allow() {
+        assert_eq!((pieces(16, 512), pieces(6, 512), pieces(16, 2), pieces(3, 0)), (4, 2, 2, 1));
+    }
+}

@@ -1,0 +1,287 @@
+//! Copies that own their host side.
+#![expect(unsafe_code, reason = "declares an unsafe trait, and queues copies of what it owns")]
+
+use super::{Direction, Grid, Plan};
+use crate::{Point, Stream};
+use allocator_api2::{boxed::Box as AllocBox, vec::Vec as AllocVec};
+use aquifer_core::{DeferReuse, Gate, MemoryError, Result};
+use aquifer_driver::{Access, DeviceRange, OperandMut, Typed, site};
+use bytemuck::Pod;
+use std::{error, fmt, mem::ManuallyDrop, ptr::NonNull, sync::Arc, time::Instant};
+
+/// Host bytes with an owner that can be moved while a device reads or writes them.
+///
+/// # Safety
+/// 1. [`HostOwned::bytes`] answers with initialised memory that stays where it is when `self` is moved.
+/// 2. After [`HostOwned::defer`] has answered `Ok`, the memory is neither given out again, nor written, nor unmapped
+///    before the gate is open, however `self` is dropped, freed or forgotten.
+pub unsafe trait HostOwned {
+    /// The elements' type.
+    type Item: Pod;
+
+    /// The elements.
+    fn bytes(&mut self) -> NonNull<[Self::Item]>;
+
+    /// Holds the memory back until `until` is open.
+    ///
+    /// # Errors
+    /// The allocator's, when the memory is not its own.
+    fn defer(&mut self, until: Arc<dyn Gate>) -> Result<()>;
+}
+
+// The orphan rule forbids the crate of an allocator to do this for a foreign `Vec`, so it is done here for all of them.
+// SAFETY: 1. a vector's buffer does not move with the vector, and its elements are initialised.
+// 2. `DeferReuse` promises it.
+unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocVec<T, A> {
+    type Item = T;
+    fn bytes(&mut self) -> NonNull<[T]> {
+        NonNull::from(&mut self[..])
+    }
+    fn defer(&mut self, until: Arc<dyn Gate>) -> Result<()> {
+        if self.capacity() == 0 || size_of::<T>() == 0 {
+            return Ok(());
+        }
+        let block = NonNull::from(&mut self[..]).cast();
+        self.allocator().defer(block, until)
+    }
+}
+
+// SAFETY: 1. a boxed slice does not move with its box, and its elements are initialised.
+// 2. `DeferReuse` promises it.
+unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocBox<[T], A> {
+    type Item = T;
+    fn bytes(&mut self) -> NonNull<[T]> {
+        NonNull::from(&mut self[..])
+    }
+    fn defer(&mut self, until: Arc<dyn Gate>) -> Result<()> {
+        if size_of_val(&self[..]) == 0 {
+            return Ok(());
+        }
+        let block = NonNull::from(&mut self[..]).cast();
+        AllocBox::allocator(self).defer(block, until)
+    }
+}
+
+/// A copy that was not queued, with the host side it would have used.
+pub struct Refused<H> {
+    /// What was handed in, untouched.
+    pub host: H,
+    /// Why.
+    pub error: MemoryError,
+}
+
+impl<H> fmt::Debug for Refused<H> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Refused").field("error", &self.error).finish_non_exhaustive()
+    }
+}
+impl<H> fmt::Display for Refused<H> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+impl<H> error::Error for Refused<H> {}
+impl<H> From<Refused<H>> for MemoryError {
+    fn from(refused: Refused<H>) -> Self {
+        refused.error
+    }
+}
+
+/// A copy on its way, which owns its host side until [`InFlight::wait`].
+///
+/// Dropped early, the host side is dropped too, and its allocator keeps the block until the copy is done. Forgotten, it
+/// is leaked.
+///
+/// ```
+/// use allocator_api2::vec::Vec;
+/// use aquifer_core::{DeferReuse, Result};
+/// use aquifer_driver::{OperandMut, Typed};
+/// use aquifer_stream::Stream;
+///
+/// fn sum<A: DeferReuse>(s: &Stream, v: Vec<u8, A>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<u32> {
+///     let flight = s.upload(v, to)?; // queued; the host goes on
+///     let v = flight.wait()?; // the vector again
+///     Ok(v.iter().map(|&byte| u32::from(byte)).sum())
+/// }
+/// ```
+///
+/// While it is on its way the vector cannot be looked at, since it is not there:
+///
+/// ```compile_fail,E0382
+/// # use allocator_api2::vec::Vec;
+/// # use aquifer_core::{DeferReuse, Result};
+/// # use aquifer_driver::{OperandMut, Typed};
+/// # use aquifer_stream::Stream;
+/// fn sum<A: DeferReuse>(s: &Stream, v: Vec<u8, A>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<u32> {
+///     let flight = s.upload(v, to)?;
+///     Ok(v.iter().map(|&byte| u32::from(byte)).sum()) // moved into the flight
+/// }
+/// ```
+///
+/// And a vector whose allocator could not hold its block back does not fly:
+///
+/// ```compile_fail,E0277
+/// # use allocator_api2::{alloc::Global, vec::Vec};
+/// # use aquifer_core::Result;
+/// # use aquifer_driver::{OperandMut, Typed};
+/// # use aquifer_stream::Stream;
+/// fn send(s: &Stream, v: Vec<u8, Global>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<()> {
+///     drop(s.upload(v, to)?); // `Global: DeferReuse` does not hold
+///     Ok(())
+/// }
+/// ```
+#[must_use = "wait for it, or drop it on purpose"]
+pub struct InFlight<H> {
+    /// The device may be reading or writing it: not to be looked at before the point is reached.
+    host: ManuallyDrop<H>,
+    landed: Point,
+}
+
+impl<H> InFlight<H> {
+    /// Whether the copy is done. Never blocks.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.landed.is_open()
+    }
+
+    /// Waits for the copy and gives the host side back. Blocks.
+    ///
+    /// # Errors
+    /// The driver's: what the bytes are is not known then, and the host side is dropped.
+    #[track_caller]
+    pub fn wait(self) -> Result<H> {
+        let _site = site::enter();
+        self.landed.wait(None)?;
+        Ok(self.into_host())
+    }
+
+    /// Waits until `deadline`.
+    ///
+    /// # Errors
+    /// This flight again, if the copy is not done by then; the driver's as [`InFlight::wait`].
+    #[track_caller]
+    pub fn wait_until(self, deadline: Instant) -> Result<Result<H, Self>> {
+        let _site = site::enter();
+        if self.landed.wait(Some(deadline))? { Ok(Ok(self.into_host())) } else { Ok(Err(self)) }
+    }
+
+    fn into_host(self) -> H {
+        let mut this = ManuallyDrop::new(self);
+        // SAFETY: 1. `this` is never touched again, so the point and the host side are each moved or dropped once.
+        unsafe {
+            std::ptr::drop_in_place(&raw mut this.landed);
+            ManuallyDrop::take(&mut this.host)
+        }
+    }
+}
+
+impl<H> Drop for InFlight<H> {
+    fn drop(&mut self) {
+        // SAFETY: 1. dropped here and nowhere else: `into_host` does not run this. Its memory is held back by its
+        // allocator, and `H`'s elements are `Pod`, so dropping it reads none of them.
+        unsafe { ManuallyDrop::drop(&mut self.host) }
+    }
+}
+
+impl<H> fmt::Debug for InFlight<H> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("InFlight").field("landed", &self.landed).finish_non_exhaustive()
+    }
+}
+
+impl Stream {
+    /// Copies `from` to the device, in order on this stream (`cuMemcpyHtoDAsync`). Owns `from` until the copy is done.
+    ///
+    /// # Errors
+    /// [`Refused`] with `from` in it: lengths that differ, a conflicting use of `to`, the driver's. Nothing is queued.
+    #[track_caller]
+    pub fn upload<H, D>(&self, from: H, to: &mut D) -> Result<InFlight<H>, Refused<H>>
+    where
+        H: HostOwned,
+        D: Typed<Item = H::Item> + OperandMut,
+    {
+        let _site = site::enter();
+        let range = to.range();
+        let order = || to.order_mut(self.raw(), None, Access::Write);
+        self.fly(from, Direction::Up, None, range, order)
+    }
+
+    /// Copies `from` into `to`, in order on this stream (`cuMemcpyDtoHAsync`). Owns `to` until the copy is done.
+    ///
+    /// # Errors
+    /// [`Refused`] with `to` in it: lengths that differ, a conflicting use of `from`, the driver's. Nothing is queued.
+    #[track_caller]
+    pub fn download<H, D>(&self, from: &D, to: H) -> Result<InFlight<H>, Refused<H>>
+    where
+        H: HostOwned,
+        D: Typed<Item = H::Item>,
+    {
+        let _site = site::enter();
+        let order = || from.order(self.raw(), None, Access::Read);
+        self.fly(to, Direction::Down, None, from.range(), order)
+    }
+
+    /// Copies the rows of `grid` from `from` to the device, in order on this stream (`cuMemcpy2DAsync`). Owns `from` until
+    /// the copy is done.
+    ///
+    /// # Errors
+    /// [`Refused`] with `from` in it: rows that do not lie in one of the sides, a conflicting use of `to`, the driver's.
+    /// Nothing is queued.
+    #[track_caller]
+    pub fn upload_2d<H, D>(&self, from: H, to: &mut D, grid: Grid) -> Result<InFlight<H>, Refused<H>>
+    where
+        H: HostOwned,
+        D: Typed<Item = H::Item> + OperandMut,
+    {
+        let _site = site::enter();
+        let range = to.range();
+        let order = || to.order_mut(self.raw(), None, Access::Write);
+        self.fly(from, Direction::Up, Some(grid), range, order)
+    }
+
+    /// Copies the rows of `grid` from `from` into `to`, in order on this stream (`cuMemcpy2DAsync`). Owns `to` until the
+    /// copy is done. What lies between the rows of `to` stays as it is.
+    ///
+    /// # Errors
+    /// [`Refused`] with `to` in it: rows that do not lie in one of the sides, a conflicting use of `from`, the driver's.
+    /// Nothing is queued.
+    #[track_caller]
+    pub fn download_2d<H, D>(&self, from: &D, to: H, grid: Grid) -> Result<InFlight<H>, Refused<H>>
+    where
+        H: HostOwned,
+        D: Typed<Item = H::Item>,
+    {
+        let _site = site::enter();
+        let order = || from.order(self.raw(), None, Access::Read);
+        self.fly(to, Direction::Down, Some(grid), from.range(), order)
+    }
+
+    fn fly<H: HostOwned>(
+        &self,
+        mut host: H,
+        way: Direction,
+        grid: Option<Grid>,
+        range: DeviceRange,
+        order: impl FnOnce() -> Result<()>,
+    ) -> Result<InFlight<H>, Refused<H>> {
+        let landed = Point::ahead(self.timeline());
+        let queue = |host: &mut H| -> Result<()> {
+            let bytes = host.bytes();
+            let plan = Plan::new::<H::Item>(self, way, bytes.len(), range, grid)?;
+            order()?;
+            // The gate is given before the copy is queued, and stays shut until it is: a gate made after would leave a
+            // copy on its way with nobody to wait for it, should the allocator refuse.
+            host.defer(Arc::new(landed.clone()))?;
+            // SAFETY: 1. `bytes` is the flight's, and held back until `landed` opens; the operand keeps its range for as
+            // long, both by the promises of their traits. 2. `order` has put this stream behind every other use.
+            unsafe { plan.queue(self, bytes.cast(), range.address) }
+        };
+        let queued = queue(&mut host);
+        // Also where nothing was queued: the gate must not stay shut.
+        landed.reached();
+        match queued {
+            Ok(()) => Ok(InFlight { host: ManuallyDrop::new(host), landed }),
+            Err(error) => Err(Refused { host, error }),
+        }
+    }
+}

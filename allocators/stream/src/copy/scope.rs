@@ -1,0 +1,184 @@
+//! Copies that borrow their host side.
+#![expect(unsafe_code, reason = "queues copies of what is borrowed")]
+
+use super::{Direction, Grid, Plan};
+use crate::Stream;
+use aquifer_core::Result;
+use aquifer_driver::{Access, OperandMut, Typed, site};
+use bytemuck::Pod;
+use std::{fmt, marker::PhantomData, mem::ManuallyDrop, ptr::NonNull};
+
+impl Stream {
+    /// Runs `work`, in which copies may borrow host memory, and returns when all of them are done, also on unwind.
+    ///
+    /// Blocks at its end. The host side may be pageable; the driver then stages it, at a fraction of the link's speed.
+    ///
+    /// # Errors
+    /// The driver's, when the stream cannot be waited for: the device is lost.
+    #[track_caller]
+    pub fn scope<'env, R>(
+        &'env self,
+        work: impl for<'scope> FnOnce(&'scope Scope<'scope, 'env>) -> R,
+    ) -> Result<R> {
+        struct Settle<'a>(&'a Stream);
+        impl Drop for Settle<'_> {
+            fn drop(&mut self) {
+                // On unwind only. A refusal means a lost device, on which nothing runs any more.
+                let _ = self.0.timeline().settle();
+            }
+        }
+        let _site = site::enter();
+        let unwound = Settle(self);
+        let result = work(&Scope { stream: self, scope: PhantomData, env: PhantomData });
+        let _returned = ManuallyDrop::new(unwound);
+        // By every means: what is borrowed must not be left to a copy because one wait was refused.
+        self.timeline().settle()?;
+        Ok(result)
+    }
+}
+
+/// Inside [`Stream::scope`]: copies here may borrow whatever outlives the scope.
+///
+/// ```
+/// use aquifer_core::Result;
+/// use aquifer_driver::{OperandMut, Typed};
+/// use aquifer_stream::Stream;
+///
+/// fn there_and_back(s: &Stream, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<u8> {
+///     let (up, mut down) = (vec![1; x.len()], vec![0; x.len()]);
+///     s.scope(|c| {
+///         c.upload(&up, x)?;
+///         c.download(x, &mut down)
+///     })??;
+///     Ok(down[0])
+/// }
+/// ```
+///
+/// What is borrowed must outlive the scope:
+///
+/// ```compile_fail,E0597
+/// # use aquifer_core::Result;
+/// # use aquifer_driver::{OperandMut, Typed};
+/// # use aquifer_stream::Stream;
+/// fn too_short(s: &Stream, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<()> {
+///     s.scope(|c| {
+///         let up = vec![1; x.len()];
+///         c.upload(&up, x) // `up` ends before the copy may have
+///     })?
+/// }
+/// ```
+///
+/// What a download writes is the download's until the scope has ended:
+///
+/// ```compile_fail,E0502
+/// # use aquifer_core::Result;
+/// # use aquifer_driver::Typed;
+/// # use aquifer_stream::Stream;
+/// fn too_early(s: &Stream, x: &impl Typed<Item = u8>) -> Result<u8> {
+///     let mut down = vec![0; x.len()];
+///     s.scope(|c| {
+///         c.download(x, &mut down)?;
+///         Ok(down[0]) // not there yet
+///     })?
+/// }
+/// ```
+///
+/// And the scope itself stays inside:
+///
+/// ```compile_fail,E0521
+/// # use aquifer_core::Result;
+/// # use aquifer_stream::Stream;
+/// fn smuggled(s: &Stream) -> Result<()> {
+///     let mut out = None;
+///     s.scope(|c| out = Some(c))
+/// }
+/// ```
+pub struct Scope<'scope, 'env: 'scope> {
+    stream: &'env Stream,
+    // Invariant in both, so that neither can be shortened to let a borrow out.
+    scope: PhantomData<&'scope mut &'scope ()>,
+    env: PhantomData<&'env mut &'env ()>,
+}
+
+impl<'scope, 'env> Scope<'scope, 'env> {
+    /// Copies `from` to the device, in order on the scope's stream (`cuMemcpyHtoDAsync`).
+    ///
+    /// # Errors
+    /// Lengths that differ, a conflicting use of `to`, the driver's. Nothing is queued.
+    pub fn upload<T, D>(&'scope self, from: &'env [T], to: &mut D) -> Result<()>
+    where
+        T: Pod,
+        D: Typed<Item = T> + OperandMut,
+    {
+        self.up(from, to, None)
+    }
+
+    /// Copies `from` into `to`, in order on the scope's stream (`cuMemcpyDtoHAsync`). `to` is the scope's until it ends.
+    ///
+    /// # Errors
+    /// Lengths that differ, a conflicting use of `from`, the driver's. Nothing is queued.
+    pub fn download<T: Pod, D: Typed<Item = T>>(&'scope self, from: &D, to: &'env mut [T]) -> Result<()> {
+        self.down(from, to, None)
+    }
+
+    /// Copies the rows of `grid` from `from` to the device, in order on the scope's stream (`cuMemcpy2DAsync`).
+    ///
+    /// # Errors
+    /// Rows that do not lie in one of the sides, a conflicting use of `to`, the driver's. Nothing is queued.
+    pub fn upload_2d<T, D>(&'scope self, from: &'env [T], to: &mut D, grid: Grid) -> Result<()>
+    where
+        T: Pod,
+        D: Typed<Item = T> + OperandMut,
+    {
+        self.up(from, to, Some(grid))
+    }
+
+    /// Copies the rows of `grid` from `from` into `to`, in order on the scope's stream (`cuMemcpy2DAsync`). `to` is the
+    /// scope's until it ends; what lies between its rows stays as it is.
+    ///
+    /// # Errors
+    /// Rows that do not lie in one of the sides, a conflicting use of `from`, the driver's. Nothing is queued.
+    pub fn download_2d<T, D>(&'scope self, from: &D, to: &'env mut [T], grid: Grid) -> Result<()>
+    where
+        T: Pod,
+        D: Typed<Item = T>,
+    {
+        self.down(from, to, Some(grid))
+    }
+
+    fn up<T, D>(&self, from: &'env [T], to: &mut D, grid: Option<Grid>) -> Result<()>
+    where
+        T: Pod,
+        D: Typed<Item = T> + OperandMut,
+    {
+        let plan = Plan::new::<T>(self.stream, Direction::Up, from.len(), to.range(), grid)?;
+        to.order_mut(self.stream.raw(), None, Access::Write)?;
+        // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy; `to` keeps its range.
+        // 2. it has just been ordered.
+        unsafe { plan.queue(self.stream, NonNull::from(from).cast(), to.range().address) }
+    }
+
+    fn down<T, D>(&self, from: &D, to: &'env mut [T], grid: Option<Grid>) -> Result<()>
+    where
+        T: Pod,
+        D: Typed<Item = T>,
+    {
+        let plan = Plan::new::<T>(self.stream, Direction::Down, to.len(), from.range(), grid)?;
+        from.order(self.stream.raw(), None, Access::Read)?;
+        // SAFETY: 1. `to` is borrowed for longer than the scope, which waits for the copy; `from` keeps its range.
+        // 2. it has just been ordered.
+        unsafe { plan.queue(self.stream, NonNull::from(to).cast(), from.range().address) }
+    }
+
+    /// The stream that copies are queued on.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
+        self.stream
+    }
+}
+
+impl fmt::Debug for Scope<'_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scope").field("stream", self.stream).finish_non_exhaustive()
+    }
+}

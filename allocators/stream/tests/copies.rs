@@ -1,0 +1,105 @@
+//! Copies between operands that a program makes itself, and what is noted of their uses.
+#![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
+#![allow(unsafe_code, reason = "implements an operand")]
+
+mod support;
+
+use aquifer_core::{MemoryError, Result};
+use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
+use aquifer_stream::{Grid, UseList};
+use support::{GPU, Rig};
+
+/// A window on device memory that others may lie over, as no operand should.
+struct Window(DeviceRange);
+
+// SAFETY: 1. broken on purpose, for what is refused; 2. one stream only.
+unsafe impl Operand for Window {
+    fn range(&self) -> DeviceRange {
+        self.0
+    }
+    fn order(&self, _: RawStream, _: Option<KeepAlive>, _: Access) -> Result<()> {
+        Ok(())
+    }
+}
+
+// SAFETY: 1. broken on purpose.
+unsafe impl OperandMut for Window {}
+
+impl Typed for Window {
+    type Item = u8;
+    fn len(&self) -> usize {
+        self.0.bytes as usize
+    }
+}
+
+#[test]
+fn a_copy_within_itself_is_refused_and_one_beside_it_is_not() {
+    let rig = Rig::new(1);
+    let s = rig.lease();
+    let address = rig.sim.driver().mem_alloc(GPU, 100).unwrap();
+    let window = |from: u64, bytes: u64| Window(DeviceRange { device: GPU, address: address + from, bytes });
+    let overlap =
+        |from, to, bytes| Err(MemoryError::Overlap { from: address + from, to: address + to, bytes });
+    assert_eq!(s.copy(&window(0, 50), &mut window(49, 50)), overlap(0, 49, 50));
+    assert_eq!(s.copy(&window(49, 50), &mut window(0, 50)), overlap(49, 0, 50));
+    assert_eq!(s.copy(&window(10, 50), &mut window(10, 50)), overlap(10, 10, 50));
+    assert_eq!(s.copy_to_peer(&window(0, 50), &mut window(49, 50), &s), overlap(0, 49, 50));
+    s.copy(&window(0, 50), &mut window(50, 50)).unwrap();
+    s.copy(&window(50, 50), &mut window(0, 50)).unwrap();
+
+    // Rows span from the first one's start to the last one's end, which may be less than their side.
+    let grid = Grid::new(5, 5).source_pitch(10).target_pitch(10);
+    assert_eq!(s.copy_2d(&window(0, 100), &mut window(44, 56), grid), overlap(0, 44, 45));
+    s.copy_2d(&window(0, 100), &mut window(45, 55), grid).unwrap();
+    s.synchronize().unwrap();
+    // SAFETY: 1. allocated above. 2. the stream is idle.
+    unsafe { rig.sim.driver().mem_free(GPU, address) }.unwrap();
+    drop(s);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_borrow_beside_others_waits_for_them_and_ends_none() {
+    let rig = Rig::stepped(3);
+    let (home, u, v) = (rig.lease(), rig.lease(), rig.lease());
+    let mut uses = UseList::new();
+    let lend = |uses: &UseList, on: &aquifer_stream::Stream| {
+        uses.lend_beside(1, home.timeline(), on.timeline(), Access::Write).unwrap();
+    };
+    lend(&uses, &u);
+    rig.launch(&u);
+    lend(&uses, &v);
+    // What `u` queues now is a use still: its borrow has not ended.
+    let before = u.timeline().open();
+    u.timeline().fence(before).unwrap();
+    rig.launch(&u);
+    let left = uses.take(home.timeline());
+    assert_eq!(left.len(), 2);
+    let of_u = left.iter().find(|noted| noted.on().raw() == u.raw()).unwrap();
+    assert!(of_u.epoch().unwrap() > before, "stamped when all borrows were over");
+    // Whoever is alone ends them, as the control.
+    lend(&uses, &u);
+    uses.lend(1, home.timeline(), v.timeline(), Access::Write).unwrap();
+    let after = u.timeline().open();
+    rig.launch(&u);
+    let left = uses.take(home.timeline());
+    let of_u = left.iter().find(|noted| noted.on().raw() == u.raw()).unwrap();
+    assert!(of_u.epoch().unwrap() < after);
+    rig.sim.run_all();
+}
+
+#[test]
+fn borrows_of_one_kind_by_one_stream_are_noted_once_however_many_they_are() {
+    let rig = Rig::stepped(2);
+    let (home, u) = (rig.lease(), rig.lease());
+    let mut uses = UseList::new();
+    for _ in 0..1000 {
+        uses.lend(1, home.timeline(), u.timeline(), Access::Read).unwrap();
+        rig.launch(&u);
+    }
+    let left = uses.take(home.timeline());
+    assert_eq!(left.len(), 1);
+    assert!(!left[0].is_done());
+    assert_eq!(left[0].epoch(), Some(u.timeline().open()), "and by the last of them");
+    rig.sim.run_all();
+}
