@@ -130,6 +130,15 @@ impl<H> From<Refused<H>> for MemoryError {
 ///     Ok(())
 /// }
 /// ```
+///
+/// Nor does it go to another thread if its host side could not:
+///
+/// ```compile_fail,E0277
+/// # use aquifer_stream::{HostOwned, InFlight};
+/// fn wait_elsewhere<H: HostOwned + 'static>(flight: InFlight<H>) {
+///     std::thread::spawn(move || flight.wait().map(drop)); // `H: Send` is not known
+/// }
+/// ```
 #[must_use = "wait for it, or drop it on purpose"]
 pub struct InFlight<H> {
     /// The device may be reading or writing it: not to be looked at before the point is reached.

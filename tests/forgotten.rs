@@ -1,0 +1,272 @@
+//! Whatever is forgotten leaks, and never races.
+//!
+//! Each test makes one guard, forgets it where its end would have mattered, and lets both pools hand their memory round
+//! under random timing. The oracle holds every access against what the program has told the driver; two controls show that
+//! the round would be objected to, were a use or a copy not noted.
+
+mod support;
+
+use aquifer::{
+    Access, DeviceBuffer, DeviceRange, Gate, Operand, OperandMut, PinnedAllocator, PinnedBuf, Place, Policy,
+    Request, Runtime, Stream, Vec as PinnedVec, sim::Sim,
+};
+use std::mem::forget;
+use support::{MIB, assert_silent, runtime};
+
+const SEEDS: std::ops::Range<u64> = 0..12;
+
+struct Rig {
+    sim: Sim,
+    rt: Runtime,
+    s: Stream,
+    u: Stream,
+}
+
+impl Rig {
+    fn new(seed: u64) -> Self {
+        let sim = Sim::h200(1).seeded(seed);
+        let rt = runtime(&sim);
+        let pool = rt.devices()[0].clone();
+        let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
+        Self { sim, rt, s, u }
+    }
+
+    fn buffer(&self, stream: &Stream) -> DeviceBuffer<u8> {
+        let mut x = self.rt.devices()[0].buffer(stream, MIB).unwrap();
+        stream.fill(&mut x, 1).unwrap();
+        x
+    }
+
+    fn pinned(&self) -> PinnedVec<u8, PinnedAllocator> {
+        let mut bytes = PinnedVec::with_capacity_in(MIB, self.rt.pinned_near(0).allocator());
+        bytes.resize(MIB, 1);
+        bytes
+    }
+
+    /// Work of a kernel on a range.
+    fn kernel(&self, stream: &Stream, range: DeviceRange, access: Access) {
+        self.sim.access(stream.raw(), range, access, None).unwrap();
+    }
+
+    /// Both pools hand out what they have, on every stream, and it is written at once.
+    fn churn(&self) {
+        for _ in 0..6 {
+            for stream in [&self.s, &self.u] {
+                let mut held: Vec<_> = (0..3).map(|_| self.buffer(stream)).collect();
+                let host: Vec<_> = (0..3).map(|_| self.pinned()).collect();
+                for (x, v) in held.iter_mut().zip(host) {
+                    drop(stream.upload(v, x).unwrap());
+                }
+            }
+        }
+    }
+}
+
+/// Runs `work`, which forgets something, and lets the memory go round after it.
+#[track_caller]
+fn forgetting(work: impl Fn(&Rig)) {
+    for seed in SEEDS {
+        let rig = Rig::new(seed);
+        work(&rig);
+        rig.churn();
+        assert_silent(&rig.sim);
+    }
+}
+
+/// How many of the seeds the oracle objects to.
+fn objected(work: impl Fn(&Rig)) -> usize {
+    let objects = |seed: &u64| {
+        let rig = Rig::new(*seed);
+        work(&rig);
+        rig.churn();
+        !rig.sim.take_violations().is_empty()
+    };
+    SEEDS.filter(objects).count()
+}
+
+#[test]
+fn control_a_use_that_nobody_noted_is_objected_to() {
+    let unnoted = |rig: &Rig| {
+        let x = rig.buffer(&rig.s);
+        rig.u.wait_for(&rig.s).unwrap();
+        rig.kernel(&rig.u, x.range(), Access::Read);
+        drop(x);
+    };
+    assert_eq!(objected(unnoted), SEEDS.count());
+}
+
+#[test]
+#[expect(unsafe_code, reason = "copies without a flight")]
+fn control_a_copy_without_a_flight_is_objected_to() {
+    let bare = |rig: &Rig| {
+        let (x, mut v) = (rig.buffer(&rig.s), rig.pinned());
+        let from = std::ptr::NonNull::from(&mut v[0]);
+        // SAFETY: 1. the chunk that it lies in stays mapped. 2. broken on purpose: the vector is freed.
+        unsafe { rig.sim.driver().copy_to_device(rig.s.raw(), x.range().address, from, MIB) }.unwrap();
+        drop(v);
+    };
+    assert_eq!(objected(bare), SEEDS.count());
+}
+
+#[test]
+fn a_flight() {
+    forgetting(|rig| {
+        let mut x = rig.buffer(&rig.s);
+        forget(rig.s.upload(rig.pinned(), &mut x).unwrap());
+        forget(rig.u.download(&x, rig.pinned()).unwrap());
+        let grid = aquifer::Grid::new(10, 20).source_pitch(50).target_pitch(30);
+        forget(rig.s.upload_2d(rig.pinned(), &mut x, grid).unwrap());
+    });
+}
+
+#[test]
+fn a_refused_flight() {
+    forgetting(|rig| {
+        let (mut x, mut v) = (rig.buffer(&rig.s), rig.pinned());
+        v.truncate(10);
+        forget(rig.s.upload(v, &mut x).map(drop).unwrap_err());
+    });
+}
+
+#[test]
+fn a_prepared_use() {
+    forgetting(|rig| {
+        for access in [Access::Read, Access::Write] {
+            let x = rig.buffer(&rig.s);
+            let used = x.block().prepare(&rig.u, access).unwrap();
+            rig.kernel(&rig.u, x.range(), access);
+            forget(used);
+            drop(x);
+        }
+    });
+}
+
+#[test]
+fn a_part_that_is_lent() {
+    forgetting(|rig| {
+        let mut x = rig.buffer(&rig.s);
+        let mut part = x.slice_mut(0..1000).unwrap();
+        part.order_mut(rig.u.raw(), None, Access::Write).unwrap();
+        rig.kernel(&rig.u, part.range(), Access::Write);
+        forget(part);
+        let part = x.slice(500..2000).unwrap();
+        part.order(rig.s.raw(), None, Access::Read).unwrap();
+        rig.kernel(&rig.s, part.range(), Access::Read);
+        forget(part);
+    });
+}
+
+#[test]
+fn a_block_or_a_buffer() {
+    forgetting(|rig| {
+        let x = rig.buffer(&rig.s);
+        let mut y = rig.buffer(&rig.u);
+        rig.u.copy(&x, &mut y).unwrap();
+        forget(x);
+        let block = rig.rt.devices()[0].alloc(&rig.s, Request::bytes(MIB as u64)).unwrap();
+        rig.kernel(&rig.s, block.range(), Access::Write);
+        forget(block);
+        let live = rig.rt.devices()[0].stats().requested;
+        assert_eq!(live, 3 * MIB as u64, "leaked, and counted");
+    });
+}
+
+#[test]
+fn a_stream() {
+    forgetting(|rig| {
+        let t = rig.rt.devices()[0].stream().unwrap();
+        let (x, mut y) = (rig.buffer(&rig.s), rig.buffer(&t));
+        t.copy(&x, &mut y).unwrap();
+        forget(t);
+    });
+}
+
+#[test]
+fn a_point_and_a_gate_of_it() {
+    forgetting(|rig| {
+        let x = rig.buffer(&rig.s);
+        let point = rig.s.point();
+        let _ = point.is_open();
+        forget((point.clone(), point));
+        drop(x);
+        // A gate that opens for nobody holds its memory for good.
+        let ahead = aquifer::Point::ahead(rig.s.timeline());
+        let mut v = rig.pinned();
+        aquifer::HostOwned::defer(&mut v, std::sync::Arc::new(ahead.clone())).unwrap();
+        forget(ahead);
+        drop(v);
+    });
+}
+
+#[test]
+fn a_scope_inside_out() {
+    forgetting(|rig| {
+        let (mut x, mut up) = (rig.buffer(&rig.s), rig.pinned());
+        // Only a reference to a scope is ever had; forgetting what its work returns forgets no wait.
+        let returned = rig.s.scope(|c| {
+            c.upload(&up, &mut x).unwrap();
+            Box::new(7)
+        });
+        forget(returned);
+        rig.sim.host_write(up.as_ptr().addr() as u64, MIB as u64);
+        up.fill(2);
+    });
+}
+
+#[test]
+fn a_lease_of_a_device_and_what_is_drawn_from_it() {
+    forgetting(|rig| {
+        let lease = rig.rt.placer(Policy::MostFree).place(&Place::bytes(4 * MIB as u64)).unwrap();
+        let mut x: DeviceBuffer<u8> = lease.buffer(&rig.s, MIB).unwrap();
+        rig.u.fill(&mut x, 3).unwrap();
+        drop(x);
+        let budget = rig.rt.devices()[0].budget().remaining();
+        forget(lease);
+        assert_eq!(rig.rt.devices()[0].budget().remaining(), budget, "it is held for good");
+    });
+}
+
+#[test]
+fn a_charge_and_a_reservation() {
+    forgetting(|rig| {
+        let budget = rig.rt.devices()[0].budget();
+        forget(budget.charge(1000).unwrap());
+        forget(budget.reserve(1000).unwrap());
+    });
+}
+
+#[test]
+fn a_pinned_buffer_under_a_copy() {
+    forgetting(|rig| {
+        let mut x = rig.buffer(&rig.s);
+        let buffer = PinnedBuf::<u8>::new_in(rig.rt.pinned_near(0), MIB).unwrap();
+        let flight = rig.s.upload(buffer, &mut x).unwrap();
+        forget(flight);
+        forget(rig.pinned());
+    });
+}
+
+#[test]
+fn a_frame_whose_memory_a_copy_reads() {
+    forgetting(|rig| {
+        let mut x = rig.buffer(&rig.s);
+        let mut frames = aquifer::Frames::new_in(2.try_into().unwrap(), rig.rt.pinned_near(0).allocator());
+        for _ in 0..5 {
+            let frame = frames.next().unwrap();
+            let mut batch = PinnedVec::new_in(frame.arena());
+            batch.resize(MIB, 4u8);
+            forget(rig.s.upload(batch, &mut x).unwrap());
+            forget(frame);
+        }
+    });
+}
+
+#[test]
+fn a_pool() {
+    forgetting(|rig| {
+        let x = rig.buffer(&rig.s);
+        forget(rig.rt.devices()[0].clone());
+        forget(rig.rt.pinned_near(0).clone());
+        drop(x);
+    });
+}
