@@ -14,14 +14,16 @@ pub use aquifer_core::{
     tagged,
 };
 pub use aquifer_device::{
-    self as device, Adoption, Block, Debugging, DeviceBuffer, DevicePool, DeviceSlice, DeviceSliceMut,
-    Direct, FailureCallback, Finding, Limit, Log, OnFailure, PoolConfig, Reclaim, Request, Resource,
+    self as device, Adopted, Adoption, Block, Debugging, Declined, DeviceBuffer, DevicePool, DeviceSlice,
+    DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Limit, Log, OnFailure, PoolConfig, Reclaim,
+    Registration, Request, Reserved, Resource, StableBlock,
     StreamOrdered,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;
 pub use aquifer_driver::{
-    self as driver, Access, DeviceRange, Driver, Operand, OperandMut, RawStream, Typed, sim,
+    self as driver, Access, DeviceRange, Driver, External, Foreign, Operand, OperandMut, RawStream, Typed,
+    sim,
 };
 pub use aquifer_global::{self as global, Global};
 pub use aquifer_heap as heap;

@@ -3,6 +3,8 @@
 //! - What lies between the rows of a destination stays.
 //! - What does not lie in both sides is refused before anything is queued, and the host side comes back.
 
+#![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
+
 mod support;
 
 use aquifer::{

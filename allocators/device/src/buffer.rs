@@ -1,5 +1,9 @@
 //! Device memory with elements of one type.
 
+mod adopted;
+
+pub use adopted::{Adopted, Declined};
+
 use crate::{Block, Request, Resource};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};

@@ -37,6 +37,10 @@
 //! cudarc's copies do name their stream, at a point where its signature has no room for an error. If the order cannot be
 //! made there (the stream is not known to the buffer's pool, say), the error is recorded in cudarc's context, which tells
 //! it at its next safe call, and the copy is given address 0, which the driver refuses: what cannot be ordered is not done.
+//!
+//! # The other way round
+//! A `CudaSlice` is [`Foreign`](crate::Foreign): handed over by value, it is memory like any other here, in stream order
+//! with what cudarc has done with it, until it goes back or is dropped.
 
 use super::codes;
 use crate::{Access, DeviceId, KeepAlive, OperandMut, Typed};
@@ -49,6 +53,7 @@ use std::{fmt, sync::Arc};
 
 mod host;
 mod stream;
+mod taken;
 
 pub use host::LentHost;
 use stream::name;
@@ -144,6 +149,11 @@ fn code_of(error: &MemoryError) -> CUresult {
         },
         _ => CUresult::CUDA_ERROR_UNKNOWN,
     }
+}
+
+/// An error of cudarc's as ours.
+fn code_error(error: &DriverError, device: DeviceId) -> MemoryError {
+    MemoryError::driver(device, codes::error("cudarc", error.0 as u32))
 }
 
 /// How many elements cudarc may touch: never more than the range holds, whatever a [`Typed::len`] says, since cudarc

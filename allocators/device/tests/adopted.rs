@@ -1,0 +1,311 @@
+//! Another library's memory in our hands: in order with what that library does, on the way in and on the way out.
+#![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
+#![allow(unsafe_code, reason = "plays another library")]
+
+mod support;
+
+use aquifer_core::{DriverError, MemoryError, Result};
+use aquifer_device::{Adopted, Declined};
+use aquifer_driver::{
+    Access, Call, DeviceId, DeviceRange, External, Foreign, KeepAlive, Operand, RawStream, Typed, sim::Sim,
+};
+use aquifer_stream::Stream;
+use std::{
+    mem::forget,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+use support::Rig;
+
+const GPU: DeviceId = DeviceId(0);
+const BYTES: u64 = 4096;
+
+/// A library of its own: a stream, and memory that it frees in that stream's order.
+struct Library {
+    sim: Sim,
+    stream: RawStream,
+    freed: Arc<AtomicU32>,
+}
+
+/// The library's own handle of a piece of memory.
+struct Tensor {
+    sim: Sim,
+    stream: RawStream,
+    range: DeviceRange,
+    freed: Arc<AtomicU32>,
+    /// By an unmap or the like, or in stream order.
+    at_once: bool,
+}
+
+impl Library {
+    fn new(sim: &Sim) -> Self {
+        let stream = sim.driver().stream_create(GPU, 0).unwrap();
+        Self { sim: sim.clone(), stream, freed: Arc::default() }
+    }
+
+    fn tensor(&self, at_once: bool) -> Tensor {
+        let address = self.sim.driver().mem_alloc(GPU, BYTES).unwrap();
+        let range = DeviceRange { device: GPU, address, bytes: BYTES };
+        let (sim, freed) = (self.sim.clone(), self.freed.clone());
+        Tensor { sim, stream: self.stream, range, freed, at_once }
+    }
+
+    /// A kernel of the library's.
+    fn works_on(&self, range: DeviceRange) {
+        self.sim.access(self.stream, range, Access::ReadWrite, None).unwrap();
+    }
+
+    /// Handed over, as a library that is not known here would be.
+    fn external(&self, tensor: Tensor) -> External<u32, Tensor> {
+        let (range, at_once) = (tensor.range, tensor.at_once);
+        let alive: KeepAlive = Arc::new(());
+        // SAFETY: 1. the tensor owns its range. 2. the library uses one stream. 3. it is freed in that stream's order, or
+        // says otherwise below. 4. the stream lives as long as the machine.
+        let external = unsafe { External::new(range, self.stream, Some(alive), tensor) };
+        if at_once { external.ending_at_once() } else { external }
+    }
+
+    fn freed(&self) -> u32 {
+        self.freed.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        self.freed.fetch_add(1, Ordering::Relaxed);
+        if self.at_once {
+            // SAFETY: 1. allocated for this tensor. 2. by the promise of who drops it; the oracle looks.
+            unsafe { self.sim.driver().mem_free(GPU, self.range.address) }.unwrap();
+        } else {
+            // A stream-ordered pool gives it to the next kernel of the stream.
+            self.sim.access(self.stream, self.range, Access::Write, None).unwrap();
+        }
+    }
+}
+
+fn rigs() -> impl Iterator<Item = Rig> {
+    (0..24).map(|seed| Rig::on(Sim::h200(1).seeded(seed), 64, |_| ()))
+}
+
+/// Takes a tensor that its library has just written, and uses it on two streams of ours.
+fn used(rig: &Rig, library: &Library, at_once: bool) -> (Adopted<External<u32, Tensor>>, [Stream; 2]) {
+    let (s, u) = (rig.stream(), rig.stream());
+    let tensor = library.tensor(at_once);
+    library.works_on(tensor.range);
+    let mut x = Adopted::new(rig.pool.streams(), library.external(tensor)).unwrap();
+    s.fill(&mut x, 7).unwrap();
+    let mut back = rig.pool.buffer::<u32>(&u, 1024).unwrap();
+    u.copy(&x, &mut back).unwrap();
+    u.fill(&mut x.slice_mut(0..10).unwrap(), 8).unwrap();
+    (x, [s, u])
+}
+
+#[test]
+fn memory_is_in_order_with_its_library_on_the_way_in_and_out() {
+    for rig in rigs() {
+        let library = Library::new(&rig.sim);
+        let (x, [s, _u]) = used(&rig, &library, false);
+        assert_eq!((x.len(), x.range().bytes), (1024, BYTES));
+        let mut back = vec![0; 1024];
+        s.scope(|c| c.download(&x, &mut back)).unwrap().unwrap();
+        assert!(back[..10].iter().all(|&n| n == 8) && back[10..].iter().all(|&n| n == 7));
+        let tensor = x.into_inner().unwrap().into_guard();
+        library.works_on(tensor.range);
+        assert_eq!(library.freed(), 0);
+        drop(tensor);
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn dropped_it_is_freed_behind_every_use() {
+    for rig in rigs() {
+        let library = Library::new(&rig.sim);
+        let (x, _streams) = used(&rig, &library, false);
+        drop(x);
+        assert_eq!(library.freed(), 1);
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn what_ends_at_once_is_freed_when_every_use_is_done() {
+    for rig in rigs() {
+        let library = Library::new(&rig.sim);
+        let (x, _streams) = used(&rig, &library, true);
+        drop(x);
+        let (y, _streams) = used(&rig, &library, true);
+        drop(y.into_inner().unwrap().into_guard());
+        assert_eq!(library.freed(), 2);
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn controls_without_the_waits_either_way_is_objected_to() {
+    for rig in rigs() {
+        let library = Library::new(&rig.sim);
+        let tensor = library.tensor(false);
+        library.works_on(tensor.range);
+        rig.sim.access(rig.stream().raw(), tensor.range, Access::Write, None).unwrap();
+        assert!(!rig.sim.take_violations().is_empty(), "on the way in");
+
+        // The library drops its tensor itself, since it was handed no promise.
+        let (x, _streams) = used(&rig, &library, false);
+        library.works_on(x.range());
+        assert!(!rig.sim.take_violations().is_empty(), "under way");
+        drop(x);
+
+        // Memory that ends at once, and does not say so.
+        let (x, _streams) = used(&rig, &library, false);
+        let _so_far = rig.sim.take_violations();
+        let mut tensor = x.into_inner().unwrap().into_guard();
+        tensor.at_once = true;
+        drop(tensor);
+        assert!(!rig.sim.take_violations().is_empty(), "on the way out");
+    }
+}
+
+#[test]
+fn forgotten_it_is_leaked_and_never_races() {
+    for rig in rigs() {
+        let library = Library::new(&rig.sim);
+        let (x, _streams) = used(&rig, &library, false);
+        forget(x);
+        let (x, _streams) = used(&rig, &library, false);
+        drop(x);
+        assert_eq!(library.freed(), 1);
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn an_open_use_keeps_it_until_it_ends() {
+    let rig = Rig::stepped(64);
+    let library = Library::new(&rig.sim);
+    let (x, [_, u]) = used(&rig, &library, false);
+    let held = x.buffer().block().prepare(&u, Access::Write).unwrap();
+    let declined = x.into_inner().unwrap_err();
+    assert!(matches!(declined.error, MemoryError::Busy { .. }), "{declined}");
+    drop(declined.value);
+    let (y, _streams) = used(&rig, &library, false);
+    assert_eq!(library.freed(), 0, "kept");
+    held.finish().unwrap();
+    drop(y);
+    looked_at_again(&rig, &library);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_wait_that_the_driver_refuses_keeps_it_too() {
+    let rig = Rig::stepped(64);
+    let library = Library::new(&rig.sim);
+    let (x, _streams) = used(&rig, &library, false);
+    rig.sim.fail(Call::StreamWaitEvent, 1, 999);
+    let x = x.into_inner().unwrap_err().value;
+    rig.sim.fail(Call::StreamWaitEvent, 1, 999);
+    drop(x);
+    assert_eq!(library.freed(), 0);
+    drop(used(&rig, &library, false));
+    looked_at_again(&rig, &library);
+    rig.assert_silent();
+}
+
+/// What was kept is freed, and what was dropped beside it: by this thread, or by one that had the list in hand.
+#[track_caller]
+fn looked_at_again(rig: &Rig, library: &Library) {
+    let other = Library::new(&rig.sim);
+    for _ in 0..10_000 {
+        if library.freed() == 2 {
+            return;
+        }
+        drop(used(rig, &other, false));
+        std::thread::yield_now();
+    }
+    assert_eq!(library.freed(), 2);
+}
+
+#[test]
+fn on_a_lost_device_it_goes_at_once() {
+    let rig = Rig::stepped(64);
+    let library = Library::new(&rig.sim);
+    let tensor = Arc::new(());
+    let range = DeviceRange { device: GPU, address: rig.sim.driver().mem_alloc(GPU, 4).unwrap(), bytes: 4 };
+    // SAFETY: 1. to 4. nobody else knows the address; nothing frees it.
+    let external =
+        unsafe { External::<u32, _>::new(range, library.stream, Some(Arc::new(())), tensor.clone()) };
+    let mut x = Adopted::new(rig.pool.streams(), external).unwrap();
+    rig.stream().fill(&mut x, 1).unwrap();
+    rig.sim.lose_device(GPU);
+    drop(x);
+    assert_eq!(Arc::strong_count(&tensor), 1);
+}
+
+/// A library whose calls can fail.
+struct Failing {
+    range: DeviceRange,
+    stream: RawStream,
+    enters: Result<()>,
+    leaves: Result<()>,
+}
+
+// SAFETY: 1. to 3. no work is ever queued with it.
+unsafe impl Foreign for Failing {
+    type Item = u32;
+    fn range(&self) -> DeviceRange {
+        self.range
+    }
+    fn stream(&self) -> (RawStream, Option<KeepAlive>) {
+        (self.stream, None)
+    }
+    fn enter(&mut self) -> Result<()> {
+        self.enters.clone()
+    }
+    fn leave(&mut self) -> Result<()> {
+        self.leaves.clone()
+    }
+}
+
+#[test]
+fn what_cannot_be_taken_in_or_given_back_is_handed_back_with_the_reason() {
+    let rig = Rig::on(Sim::h200(2).stepped(), 64, |_| ());
+    let s = rig.stream();
+    let range = DeviceRange { device: GPU, address: 1 << 40, bytes: 64 };
+    let failing = |range, stream| Failing { range, stream, enters: Ok(()), leaves: Ok(()) };
+    let declined = |failing: Failing| -> MemoryError {
+        let range = failing.range;
+        let Declined { value, error } = Adopted::new(rig.pool.streams(), failing).map(drop).unwrap_err();
+        assert_eq!(value.range, range);
+        error
+    };
+    let elsewhere = DeviceRange { device: DeviceId(1), ..range };
+    let wrong = MemoryError::WrongDevice { expected: GPU, actual: DeviceId(1) };
+    assert_eq!(declined(failing(elsewhere, s.raw())), wrong);
+    assert_eq!(declined(failing(DeviceRange { bytes: 3, ..range }, s.raw())), MemoryError::ZeroSize);
+    let legacy = rig.sim.legacy_stream(GPU);
+    let mut by_default = failing(range, legacy);
+    assert_eq!(declined(by_default), MemoryError::UnknownId, "nobody keeps it");
+    // SAFETY: 1. only its name is used.
+    by_default = failing(range, unsafe { RawStream::from_raw(GPU, 0) });
+    // SAFETY: 1. to 4. refused.
+    let external =
+        unsafe { External::<u32, _>::new(range, by_default.stream, Some(Arc::new(())), by_default) };
+    let refused = Adopted::new(rig.pool.streams(), external).map(drop).unwrap_err();
+    assert_eq!(refused.error, MemoryError::DefaultStream { handle: 0 });
+    assert_eq!(refused.value.into_guard().range, range);
+    let unknown = rig.sim.driver().stream_create(GPU, 0).unwrap();
+    assert_eq!(declined(failing(range, unknown)), MemoryError::UnknownId);
+
+    let error = MemoryError::Driver(DriverError { call: "theirs", code: 1, name: "theirs" });
+    let mut bad = failing(range, s.raw());
+    bad.enters = Err(error.clone());
+    assert_eq!(declined(bad), error);
+    let mut bad = failing(range, s.raw());
+    bad.leaves = Err(error.clone());
+    let x = Adopted::new(rig.pool.streams(), bad).unwrap();
+    let back = x.into_inner().map(drop).unwrap_err();
+    assert_eq!(back.to_string(), error.to_string());
+    assert_eq!(back.value.range(), range, "it is ours still");
+}
