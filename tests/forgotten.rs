@@ -5,6 +5,7 @@
 //! the round would be objected to, were a use or a copy not noted.
 
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
+#![allow(clippy::mem_forget, clippy::forget_non_drop, reason = "that is what is tested")]
 
 mod support;
 

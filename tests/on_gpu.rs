@@ -148,7 +148,7 @@ fn a_slow_kernel_on_another_stream_keeps_its_block_after_the_free() {
         gpu.fill(&cu, &mut x, 0xdead_0000 | round, SPIN);
         drop(x);
         let mut y: DeviceBuffer<u32> = pool.buffer(&s, MIB).unwrap();
-        s.fill(&mut y, 0x11).unwrap();
+        s.fill(&mut y, 0x1111_1111).unwrap();
         assert!(download(&s, &y).iter().all(|&v| v == 0x1111_1111), "round {round}");
         cu.synchronize().unwrap();
         assert!(download(&s, &y).iter().all(|&v| v == 0x1111_1111), "the kernel wrote late, round {round}");
@@ -177,7 +177,7 @@ fn without_a_noted_use_the_slow_kernel_clobbers_the_next_block() {
     drop(x);
     let mut y: DeviceBuffer<u32> = pool.buffer(&s, n as usize).unwrap();
     assert_eq!(y.block().address(), address);
-    s.fill(&mut y, 0x11).unwrap();
+    s.fill(&mut y, 0x1111_1111).unwrap();
     s.synchronize().unwrap();
     cu.synchronize().unwrap();
     assert!(download(&s, &y).iter().all(|&v| v == 7), "the kernel came first: make it slower");
@@ -221,7 +221,7 @@ fn handles_that_move_under_queued_work_lose_no_byte_and_no_host_wait_is_needed()
         let kept: Vec<(usize, DeviceBuffer<u32>)> =
             busy.drain(..).enumerate().filter(|(i, _)| i % 2 == 1).collect();
         let mut large: DeviceBuffer<u32> = pool.buffer(&u, 15 * MIB).unwrap();
-        u.fill(&mut large, 0x22).unwrap();
+        u.fill(&mut large, 0x2222_2222).unwrap();
         assert!(download(&u, &large).iter().all(|&v| v == 0x2222_2222), "round {round}");
         for (i, x) in &kept {
             assert!(
@@ -336,7 +336,7 @@ fn the_drivers_own_allocators_serve_the_same_trait() {
     let s = streams.lease().unwrap();
     for resource in resources {
         let mut x: DeviceBuffer<u32> = DeviceBuffer::new_in(&resource, &s, MIB).unwrap();
-        s.fill(&mut x, 0x33).unwrap();
+        s.fill(&mut x, 0x3333_3333).unwrap();
         assert!(download(&s, &x).iter().all(|&v| v == 0x3333_3333));
         assert!(budget.used() >= 4 << 20);
         drop(x);

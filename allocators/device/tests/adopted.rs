@@ -1,5 +1,6 @@
 //! Another library's memory in our hands: in order with what that library does, on the way in and on the way out.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
+#![allow(clippy::mem_forget, clippy::forget_non_drop, reason = "that is what is tested")]
 #![allow(unsafe_code, reason = "plays another library")]
 
 mod support;

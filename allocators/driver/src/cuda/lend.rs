@@ -22,6 +22,33 @@
 //! # impl From<cudarc::driver::DriverError> for Error { fn from(e: cudarc::driver::DriverError) -> Self { Self::Cudarc(e) } }
 //! ```
 //!
+//! While it is lent to be written, nobody else has it:
+//!
+//! ```compile_fail,E0502
+//! # use aquifer_driver::{OperandMut, Typed, cuda::Lend};
+//! # use aquifer_core::Result;
+//! # use cudarc::driver::CudaStream;
+//! # use std::sync::Arc;
+//! fn twice<B: Typed<Item = f32> + OperandMut>(x: &mut B, cu: &Arc<CudaStream>) -> Result<usize> {
+//!     let lent = x.on_mut(cu)?;
+//!     let len = x.len(); // it is lent
+//!     drop(lent);
+//!     Ok(len)
+//! }
+//! ```
+//!
+//! And what is borrowed to be read cannot be lent to be written:
+//!
+//! ```compile_fail,E0277
+//! # use aquifer_driver::{Typed, cuda::Lend};
+//! # use aquifer_core::Result;
+//! # use cudarc::driver::CudaStream;
+//! # use std::sync::Arc;
+//! fn written<B: Typed<Item = f32>>(x: &mut B, cu: &Arc<CudaStream>) -> Result<()> {
+//!     x.on_mut(cu).map(drop) // `B: OperandMut` is not known
+//! }
+//! ```
+//!
 //! # When is what ordered
 //! ```text
 //! host    x.on_mut(&cu)      launch              drop(lent)        s.copy(&x, …)
@@ -49,7 +76,13 @@ use cudarc::driver::{
     CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, LaunchArgs, PushKernelArg, SyncOnDrop,
     sys::{CUdeviceptr, CUresult},
 };
-use std::{fmt, sync::Arc};
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
 
 mod host;
 mod stream;
@@ -73,6 +106,8 @@ pub struct LentMut<'a, B: Typed + ?Sized> {
     /// As in [`Lent`].
     address: CUdeviceptr,
     home: Arc<CudaStream>,
+    /// A copy has used it on another stream: `home` must wait for that before it launches.
+    strayed: AtomicBool,
 }
 
 /// Lends any typed memory to cudarc, on one of cudarc's streams.
@@ -95,7 +130,8 @@ pub trait Lend: Typed {
         Self: OperandMut,
     {
         self.order_mut(name(stream), Some(keep_alive(stream)), Access::ReadWrite)?;
-        Ok(LentMut { address: self.range().address, what: self, home: stream.clone() })
+        let address = self.range().address;
+        Ok(LentMut { address, what: self, home: stream.clone(), strayed: AtomicBool::new(false) })
     }
 }
 
@@ -192,14 +228,24 @@ impl<B: Typed + ?Sized> DeviceSlice<B::Item> for LentMut<'_, B> {
     }
 }
 
+impl<B: Typed + ?Sized> LentMut<'_, B> {
+    fn used_on(&self, stream: &CudaStream) {
+        if *self.home != *stream {
+            self.strayed.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
 impl<B: Typed + ?Sized> DevicePtr<B::Item> for LentMut<'_, B> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        self.used_on(stream);
         (address_on(self.what, &self.home, stream, Access::Read), SyncOnDrop::Record(None))
     }
 }
 
 impl<B: Typed + OperandMut + ?Sized> DevicePtrMut<B::Item> for LentMut<'_, B> {
     fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (CUdeviceptr, SyncOnDrop<'a>) {
+        self.used_on(stream);
         let alive = alive_if_home(&self.home, stream);
         let ordered = self.what.order_mut(name(stream), alive, Access::ReadWrite);
         let address = recorded(stream, ordered).map_or(0, |()| self.what.range().address);
@@ -219,9 +265,21 @@ unsafe impl<'a, 'b: 'a, 'c: 'b, B: Typed + ?Sized> PushKernelArg<&'b Lent<'c, B>
 
 #[expect(unsafe_code, reason = "cudarc's trait is unsafe to implement")]
 // SAFETY: 1. as for `Lent`.
-unsafe impl<'a, 'b: 'a, 'c: 'b, B: Typed + ?Sized> PushKernelArg<&'b mut LentMut<'c, B>> for LaunchArgs<'a> {
+unsafe impl<'a, 'b: 'a, 'c: 'b, B> PushKernelArg<&'b mut LentMut<'c, B>> for LaunchArgs<'a>
+where
+    B: Typed + OperandMut + ?Sized,
+{
     #[inline(always)]
     fn arg(&mut self, lent: &'b mut LentMut<'c, B>) -> &mut Self {
+        if std::mem::take(lent.strayed.get_mut()) {
+            // A copy on another stream has been noted since, and the kernel must come behind it. Where that cannot be,
+            // the device is as good as lost; the kernel gets no address.
+            let (home, alive) = (lent.home.clone(), keep_alive(&lent.home));
+            let ordered = lent.what.order_mut(name(&home), Some(alive), Access::ReadWrite);
+            if recorded(&home, ordered).is_none() {
+                lent.address = 0;
+            }
+        }
         self.arg(&lent.address)
     }
 }

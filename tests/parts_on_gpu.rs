@@ -1,0 +1,272 @@
+//! Parts, rows, peers and adopted memory on a real GPU: what the simulator proves of order, shown on bytes.
+//!
+//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+#![cfg(feature = "cuda")]
+#![expect(unsafe_code, reason = "launches kernels, and names memory by its address")]
+#![expect(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, reason = "helpers of tests")]
+
+use aquifer::{
+    Adopted, DeviceBuffer, DevicePool, DeviceRange, External, Grid, MemoryError, Operand, Runtime, Stream,
+    Typed,
+    cuda::{Lend, keep_alive, raw_stream},
+};
+use cudarc::{
+    driver::{CudaContext, CudaFunction, CudaSlice, CudaStream, DevicePtr, LaunchConfig, PushKernelArg},
+    nvrtc::Ptx,
+};
+use std::{env, sync::Arc};
+
+const LEN: usize = 1 << 20;
+
+/// `to[i] = from[i] + more` below `n`, after spinning for `spin` clock cycles. The pointers come second and last.
+const ADD: &str = "
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry add(.param .u64 spin, .param .u64 from, .param .u32 n, .param .u32 more, .param .u64 to)
+{
+    .reg .pred %p<3>;
+    .reg .b32 %r<8>;
+    .reg .b64 %a<7>;
+    .reg .b64 %t<5>;
+    ld.param.u64 %t1, [spin];
+    mov.u64 %t2, %clock64;
+AGAIN:
+    mov.u64 %t3, %clock64;
+    sub.s64 %t4, %t3, %t2;
+    setp.lt.u64 %p1, %t4, %t1;
+    @%p1 bra AGAIN;
+    ld.param.u64 %a1, [from];
+    ld.param.u64 %a2, [to];
+    ld.param.u32 %r1, [more];
+    ld.param.u32 %r2, [n];
+    mov.u32 %r3, %ctaid.x;
+    mov.u32 %r4, %ntid.x;
+    mov.u32 %r5, %tid.x;
+    mad.lo.s32 %r3, %r3, %r4, %r5;
+    setp.ge.u32 %p2, %r3, %r2;
+    @%p2 bra DONE;
+    cvta.to.global.u64 %a3, %a1;
+    cvta.to.global.u64 %a4, %a2;
+    mul.wide.u32 %a5, %r3, 4;
+    add.s64 %a3, %a3, %a5;
+    add.s64 %a4, %a4, %a5;
+    ld.global.u32 %r6, [%a3];
+    add.u32 %r6, %r6, %r1;
+    st.global.u32 [%a4], %r6;
+DONE:
+    ret;
+}
+";
+
+/// Long enough that the host is far ahead: about ten milliseconds.
+const SPIN: u64 = 20_000_000;
+
+struct Gpu {
+    rt: Runtime,
+    add: CudaFunction,
+    context: Arc<CudaContext>,
+}
+
+/// The first GPU, or a word on why not.
+fn gpu() -> Option<Gpu> {
+    let rt = Runtime::builder().build().expect("a runtime, with or without a GPU");
+    if rt.devices().is_empty() {
+        assert!(
+            env::var_os("AQUIFER_REQUIRE_GPU").is_none_or(|v| v != "1"),
+            "a GPU is required and there is none"
+        );
+        println!("skipped: no GPU");
+        return None;
+    }
+    let context = CudaContext::new(rt.devices()[0].device().0 as usize).unwrap();
+    let add = context.load_module(Ptx::from_src(ADD)).unwrap().load_function("add").unwrap();
+    Some(Gpu { rt, add, context })
+}
+
+impl Gpu {
+    fn pool(&self) -> &DevicePool {
+        self.rt.device(0).unwrap()
+    }
+
+    /// Adds on a stream of cudarc's, from one operand to another.
+    fn add<A: Typed<Item = u32>, B: Typed<Item = u32> + aquifer::OperandMut>(
+        &self,
+        cu: &Arc<CudaStream>,
+        from: &A,
+        more: u32,
+        to: &mut B,
+    ) {
+        let n = u32::try_from(from.len().min(to.len())).unwrap();
+        let lent_from = from.on(cu).unwrap();
+        let mut lent_to = to.on_mut(cu).unwrap();
+        let mut launch = cu.launch_builder(&self.add);
+        launch.arg(&SPIN).arg(&lent_from).arg(&n).arg(&more).arg(&mut lent_to);
+        // SAFETY: 1. the kernel's five arguments, in order. 2. it touches `n` elements of either, lent to this stream.
+        unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }.unwrap();
+    }
+}
+
+fn download<D: Typed<Item = u32>>(s: &Stream, x: &D) -> Vec<u32> {
+    let mut back = vec![0; x.len()];
+    s.scope(|c| c.download(x, &mut back)).unwrap().unwrap();
+    back
+}
+
+#[test]
+fn kernels_take_parts_at_any_position_and_what_follows_waits_for_them() {
+    let Some(gpu) = gpu() else { return };
+    let s = gpu.pool().stream().unwrap();
+    let cu = gpu.context.new_stream().unwrap();
+    for round in 0..8u32 {
+        let mut x: DeviceBuffer<u32> = gpu.pool().buffer(&s, LEN).unwrap();
+        let mut y: DeviceBuffer<u32> = gpu.pool().buffer(&s, LEN).unwrap();
+        s.fill(&mut x, round).unwrap();
+        s.fill(&mut y, 100).unwrap();
+        gpu.add(&cu, &x.slice(10..1010).unwrap(), 1, &mut y.slice_mut(500..1500).unwrap());
+        drop(x);
+        let back = download(&s, &y);
+        assert!(back[500..1500].iter().all(|&n| n == round + 1), "round {round}");
+        assert!(back[..500].iter().chain(&back[1500..]).all(|&n| n == 100), "round {round}");
+    }
+}
+
+#[test]
+fn a_lent_buffer_that_a_copy_reads_elsewhere_is_not_written_before_it() {
+    let Some(gpu) = gpu() else { return };
+    let s = gpu.pool().stream().unwrap();
+    let (cu, other) = (gpu.context.new_stream().unwrap(), gpu.context.new_stream().unwrap());
+    let ones: DeviceBuffer<u32> = {
+        let mut ones = gpu.pool().buffer(&s, LEN).unwrap();
+        s.fill(&mut ones, 1).unwrap();
+        ones
+    };
+    let mut slow: DeviceBuffer<u32> = gpu.pool().buffer(&s, LEN).unwrap();
+    let mut x: DeviceBuffer<u32> = gpu.pool().buffer(&s, LEN).unwrap();
+    s.fill(&mut x, 7).unwrap();
+    let mut copied: CudaSlice<u32> = other.alloc_zeros(LEN).unwrap();
+    // Keeps the other stream busy, so that its copy runs late.
+    gpu.add(&other, &ones, 0, &mut slow);
+    {
+        let lent_ones = ones.on(&cu).unwrap();
+        let mut lent = x.on_mut(&cu).unwrap();
+        other.memcpy_dtod(&lent, &mut copied).unwrap();
+        let mut launch = cu.launch_builder(&gpu.add);
+        launch.arg(&0u64).arg(&lent_ones).arg(&(LEN as u32)).arg(&1u32).arg(&mut lent);
+        // SAFETY: 1. the kernel's arguments. 2. both are lent to this stream.
+        unsafe { launch.launch(LaunchConfig::for_num_elems(LEN as u32)) }.unwrap();
+    }
+    assert!(other.clone_dtoh(&copied).unwrap().iter().all(|&n| n == 7));
+    assert!(download(&s, &x).iter().all(|&n| n == 2));
+}
+
+#[test]
+fn a_slice_of_cudarc_is_adopted_used_and_given_back_in_order() {
+    let Some(gpu) = gpu() else { return };
+    let (s, u) = (gpu.pool().stream().unwrap(), gpu.pool().stream().unwrap());
+    let (cu, other) = (gpu.context.new_stream().unwrap(), gpu.context.new_stream().unwrap());
+    let counted: Vec<u32> = (0..LEN as u32).collect();
+    for round in 0..8u32 {
+        let mut theirs: CudaSlice<u32> = cu.clone_htod(&counted).unwrap();
+        // Read and written on another of cudarc's streams before it is handed over.
+        other.memset_zeros(&mut theirs.slice_mut(0..100)).unwrap();
+        let address = {
+            let (address, _done) = theirs.device_ptr(&cu);
+            address
+        };
+        let mut x = Adopted::new(gpu.pool().streams(), theirs).unwrap();
+        assert_eq!((x.range().address, x.len()), (address, LEN));
+        let mut y: DeviceBuffer<u32> = gpu.pool().buffer(&s, LEN).unwrap();
+        s.copy(&x, &mut y).unwrap();
+        u.fill(&mut x.slice_mut(0..1000).unwrap(), round).unwrap();
+        // A kernel of cudarc's on it, in our order.
+        gpu.add(&other, &x.slice(0..500).unwrap(), 1, &mut y.slice_mut(0..500).unwrap());
+        let theirs = x.into_inner().unwrap();
+        // On a third stream, which knows of ours by cudarc's own events only.
+        let third = gpu.context.new_stream().unwrap();
+        let back = third.clone_dtoh(&theirs).unwrap();
+        assert!(back[..1000].iter().all(|&n| n == round) && back[1000..] == counted[1000..], "{round}");
+        let y = download(&s, &y);
+        assert!(y[..500].iter().all(|&n| n == round + 1) && y[500..] == counted[500..], "{round}");
+    }
+    // Dropped, it is freed behind its uses: what cudarc gives the bytes to next is not written late.
+    for round in 0..8u32 {
+        let theirs: CudaSlice<u32> = cu.alloc_zeros(LEN).unwrap();
+        let mut x = Adopted::new(gpu.pool().streams(), theirs).unwrap();
+        let mut ones: DeviceBuffer<u32> = gpu.pool().buffer(&s, LEN).unwrap();
+        s.fill(&mut ones, 1).unwrap();
+        gpu.add(&other, &ones, round, &mut x);
+        drop(x);
+        let next: CudaSlice<u32> = cu.alloc_zeros(LEN).unwrap();
+        other.synchronize().unwrap();
+        assert!(cu.clone_dtoh(&next).unwrap().iter().all(|&n| n == 0), "round {round}");
+    }
+}
+
+#[test]
+fn memory_of_an_unknown_library_is_adopted_by_its_address() {
+    let Some(gpu) = gpu() else { return };
+    let s = gpu.pool().stream().unwrap();
+    let cu = gpu.context.new_stream().unwrap();
+    let theirs: CudaSlice<u32> = cu.alloc_zeros(LEN).unwrap();
+    let (address, done) = theirs.device_ptr(&cu);
+    drop(done);
+    let range = DeviceRange { device: gpu.pool().device(), address, bytes: 4 * LEN as u64 };
+    // SAFETY: 1. the slice owns the range. 2. it was zeroed on `cu`. 3. it is freed there. 4. the stream is kept alive.
+    let external = unsafe { External::<u32, _>::new(range, raw_stream(&cu), Some(keep_alive(&cu)), theirs) };
+    let mut x = Adopted::new(gpu.pool().streams(), external).unwrap();
+    s.fill(&mut x, 5).unwrap();
+    let theirs = x.into_inner().unwrap().into_guard();
+    assert!(cu.clone_dtoh(&theirs).unwrap().iter().all(|&n| n == 5));
+
+    let legacy: CudaSlice<u32> = gpu.context.default_stream().alloc_zeros(16).unwrap();
+    let declined = Adopted::new(gpu.pool().streams(), legacy).map(drop).unwrap_err();
+    assert!(matches!(declined.error, MemoryError::DefaultStream { .. }), "{declined}");
+    assert_eq!(gpu.context.default_stream().clone_dtoh(&declined.value).unwrap(), vec![0; 16]);
+}
+
+#[test]
+fn rows_and_values_of_every_size_reach_the_gpu() {
+    let Some(gpu) = gpu() else { return };
+    let s = gpu.pool().stream().unwrap();
+    let image: Vec<u32> = (0..1920 * 100).collect();
+    let mut x: DeviceBuffer<u32> = gpu.pool().buffer(&s, image.len()).unwrap();
+    let mut tile: DeviceBuffer<u32> = gpu.pool().buffer(&s, 64 * 16).unwrap();
+    let grid = Grid::new(64, 16).source_pitch(1920);
+    s.scope(|c| c.upload(&image, &mut x)).unwrap().unwrap();
+    s.copy_2d(&x.slice(1920 * 7 + 30..image.len()).unwrap(), &mut tile, grid).unwrap();
+    let expected: Vec<u32> =
+        (0..16).flat_map(|row| (0..64).map(move |i| (7 + row) * 1920 + 30 + i)).collect();
+    assert_eq!(download(&s, &tile), expected);
+
+    let mut y: DeviceBuffer<[f64; 3]> = gpu.pool().buffer(&s, 100_003).unwrap();
+    s.fill(&mut y, [1.0, -2.5, 1e300]).unwrap();
+    s.fill_2d(&mut y, [0.5; 3], 1000, 10, 100).unwrap();
+    let mut back = vec![[0.0; 3]; y.len()];
+    s.scope(|c| c.download(&y, &mut back)).unwrap().unwrap();
+    for (i, value) in back.iter().enumerate() {
+        let filled = if i % 1000 < 10 && i < 100_000 { [0.5; 3] } else { [1.0, -2.5, 1e300] };
+        assert_eq!(*value, filled, "{i}");
+    }
+}
+
+#[test]
+fn buffers_go_from_one_gpu_to_another_in_order_on_both() {
+    let Some(gpu) = gpu() else { return };
+    if gpu.rt.devices().len() < 2 {
+        println!("skipped: one GPU only");
+        return;
+    }
+    let there = gpu.rt.device(1).unwrap();
+    let (s, t) = (gpu.pool().stream().unwrap(), there.stream().unwrap());
+    for round in 0..16u32 {
+        let mut x: DeviceBuffer<u32> = gpu.pool().buffer(&s, LEN).unwrap();
+        let mut y: DeviceBuffer<u32> = there.buffer(&t, LEN).unwrap();
+        s.fill(&mut x, round).unwrap();
+        t.fill(&mut y, 99).unwrap();
+        s.copy_to_peer(&x, &mut y, &t).unwrap();
+        s.fill(&mut x, 77).unwrap();
+        drop(x);
+        assert!(download(&t, &y).iter().all(|&n| n == round), "round {round}");
+    }
+}
