@@ -1,20 +1,107 @@
 //! Device memory with elements of one type.
 
 mod adopted;
+mod slice;
 
 pub use adopted::{Adopted, Declined};
+pub use slice::{Chunks, ChunksMut, DeviceSlice, DeviceSliceMut};
 
 use crate::{Block, Request, Resource};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
 use aquifer_stream::Stream;
 use bytemuck::Pod;
+use slice::Part;
 use std::{fmt, marker::PhantomData, ops::Range};
 
 /// A block of `len` elements of `T`, which go home with it.
 ///
-/// The elements are not initialised, and safe code cannot read them on the host: they come down by a copy. Work of
-/// [`Stream`] takes a buffer as it is; kernels of other libraries take what it lends.
+/// **The elements are not initialised**: what the bytes held before is still there. That is no danger to Rust, since the
+/// host cannot read them but by a copy, and every pattern of bits is a `T: Pod`; it is a danger to results.
+/// [`Stream::fill`] and the copies give them a value.
+///
+/// Work of [`Stream`] takes a buffer or a part of it as it is; kernels of other libraries take what it lends.
+///
+/// ```
+/// use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+///
+/// let sim = Sim::h200(1);
+/// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
+/// let s = pool.stream()?;
+/// let mut x: DeviceBuffer<f32> = pool.buffer(&s, 1000)?;
+/// s.fill(&mut x, 1.5)?;
+/// let (left, mut right) = x.split_at_mut(500)?;
+/// s.copy(&left.slice(0..100)?, &mut right.slice_mut(0..100)?)?;
+/// for (i, mut chunk) in x.chunks_mut(250)?.enumerate() {
+///     s.fill(&mut chunk, i as f32)?;
+/// }
+/// let bits: DeviceBuffer<u32> = x.cast()?;
+/// let mut back = vec![0; 1000];
+/// s.scope(|c| c.download(&bits, &mut back))??;
+/// assert_eq!(back[750], 3.0f32.to_bits());
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
+///
+/// The types refuse what would race. One buffer on both sides of a copy:
+///
+/// ```compile_fail,E0502
+/// # use aquifer_core::Result;
+/// # use aquifer_device::DeviceBuffer;
+/// # use aquifer_stream::Stream;
+/// fn onto_itself(s: &Stream, x: &mut DeviceBuffer<f32>) -> Result<()> {
+///     s.copy(&x.slice(0..10)?, &mut x.slice_mut(5..15)?)
+/// }
+/// ```
+///
+/// A part that is borrowed to be read, as the destination:
+///
+/// ```compile_fail,E0277
+/// # use aquifer_core::Result;
+/// # use aquifer_device::DeviceBuffer;
+/// # use aquifer_stream::Stream;
+/// fn through_a_shared_part(s: &Stream, x: &DeviceBuffer<f32>) -> Result<()> {
+///     s.fill(&mut x.slice(0..10)?, 0.0)
+/// }
+/// ```
+///
+/// Two parts to be written that might overlap:
+///
+/// ```compile_fail,E0499
+/// # use aquifer_core::Result;
+/// # use aquifer_device::DeviceBuffer;
+/// # use aquifer_stream::Stream;
+/// fn twice(s: &Stream, x: &mut DeviceBuffer<f32>) -> Result<()> {
+///     let mut first = x.slice_mut(0..10)?;
+///     let mut second = x.slice_mut(5..15)?;
+///     s.fill(&mut first, 0.0)?;
+///     s.fill(&mut second, 1.0)
+/// }
+/// ```
+///
+/// A part that outlives its buffer:
+///
+/// ```compile_fail,E0505
+/// # use aquifer_core::Result;
+/// # use aquifer_device::DeviceBuffer;
+/// # use aquifer_stream::Stream;
+/// fn too_long(s: &Stream, x: DeviceBuffer<f32>, y: &mut DeviceBuffer<f32>) -> Result<()> {
+///     let part = x.as_slice();
+///     drop(x);
+///     s.copy(&part, y)
+/// }
+/// ```
+///
+/// Elements that are more than their bytes:
+///
+/// ```compile_fail,E0277
+/// # use aquifer_core::Result;
+/// # use aquifer_device::{DeviceBuffer, DevicePool};
+/// # use aquifer_stream::Stream;
+/// fn of_strings(pool: &DevicePool, s: &Stream) -> Result<DeviceBuffer<String>> {
+///     pool.buffer(s, 10) // `String: Pod` does not hold
+/// }
+/// ```
 pub struct DeviceBuffer<T> {
     block: Block,
     len: usize,
@@ -57,13 +144,50 @@ impl<T: Pod> DeviceBuffer<T> {
         Ok(Self { block, len, elements: PhantomData })
     }
 
+    /// `block` as elements of `T`, as many as its bytes hold.
+    ///
+    /// # Errors
+    /// [`Declined`] with the block in it: [`MemoryError::LengthMismatch`] if that leaves bytes over;
+    /// [`MemoryError::BadAlignment`]; [`MemoryError::ZeroSize`] for elements of no size.
+    #[expect(clippy::result_large_err, reason = "a refusal gives back what was handed in")]
+    pub fn from_block(block: Block) -> Result<Self, Declined<Block>> {
+        match slice::counted::<T>(block.address(), block.bytes()) {
+            Ok(len) => Ok(Self { block, len, elements: PhantomData }),
+            Err(error) => Err(Declined { value: block, error }),
+        }
+    }
+
+    /// The same bytes as elements of another type.
+    ///
+    /// # Errors
+    /// [`Declined`] with the buffer in it: [`MemoryError::LengthMismatch`] if bytes are left over;
+    /// [`MemoryError::BadAlignment`]; [`MemoryError::ZeroSize`] for elements of no size.
+    #[expect(clippy::result_large_err, reason = "a refusal gives back what was handed in")]
+    pub fn cast<U: Pod>(self) -> Result<DeviceBuffer<U>, Declined<Self>> {
+        match slice::counted::<U>(self.block.address(), (self.len * size_of::<T>()) as u64) {
+            Ok(len) => Ok(DeviceBuffer { block: self.block, len, elements: PhantomData }),
+            Err(error) => Err(Declined { value: self, error }),
+        }
+    }
+
+    /// All elements, to be read.
+    #[must_use]
+    pub fn as_slice(&self) -> DeviceSlice<'_, T> {
+        DeviceSlice { part: Part::whole(&self.block, self.len), elements: PhantomData }
+    }
+
+    /// All elements, to be written.
+    #[must_use]
+    pub fn as_mut_slice(&mut self) -> DeviceSliceMut<'_, T> {
+        DeviceSliceMut { part: Part::whole(&self.block, self.len), elements: PhantomData }
+    }
+
     /// The elements in `range`, to be read.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
-        let (offset, len) = self.bounds(range)?;
-        Ok(DeviceSlice { block: &self.block, offset, len, elements: PhantomData })
+        self.as_slice().slice(range)
     }
 
     /// The elements in `range`, to be written.
@@ -71,20 +195,39 @@ impl<T: Pod> DeviceBuffer<T> {
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
     pub fn slice_mut(&mut self, range: Range<usize>) -> Result<DeviceSliceMut<'_, T>> {
-        let (offset, len) = self.bounds(range)?;
-        Ok(DeviceSliceMut { block: &self.block, offset, len, elements: PhantomData })
+        self.as_mut_slice().into_slice(range)
     }
 
-    fn bounds(&self, range: Range<usize>) -> Result<(u64, usize)> {
-        if range.start > range.end || range.end > self.len {
-            let size = size_of::<T>() as u64;
-            return Err(MemoryError::OutOfBounds {
-                offset: range.start as u64 * size,
-                len: (range.end.saturating_sub(range.start)) as u64 * size,
-                bytes: self.len as u64 * size,
-            });
-        }
-        Ok(((range.start * size_of::<T>()) as u64, range.end - range.start))
+    /// The elements before `mid` and those from there on, to be read.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn split_at(&self, mid: usize) -> Result<(DeviceSlice<'_, T>, DeviceSlice<'_, T>)> {
+        self.as_slice().split_at(mid)
+    }
+
+    /// The elements before `mid` and those from there on, to be written. See [`DeviceSliceMut`] on their order.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn split_at_mut(&mut self, mid: usize) -> Result<(DeviceSliceMut<'_, T>, DeviceSliceMut<'_, T>)> {
+        self.as_mut_slice().into_split(mid)
+    }
+
+    /// Parts of `len` elements, to be read; the last may be shorter.
+    ///
+    /// # Errors
+    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    pub fn chunks(&self, len: usize) -> Result<Chunks<'_, T>> {
+        self.as_slice().chunks(len)
+    }
+
+    /// Parts of `len` elements, to be written; the last may be shorter. See [`DeviceSliceMut`] on their order.
+    ///
+    /// # Errors
+    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    pub fn chunks_mut(&mut self, len: usize) -> Result<ChunksMut<'_, T>> {
+        self.as_mut_slice().into_chunks(len)
     }
 }
 
@@ -124,95 +267,15 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
     }
 }
 
-/// A part of a [`DeviceBuffer`], to be read.
-#[derive(Debug)]
-pub struct DeviceSlice<'a, T> {
-    block: &'a Block,
-    /// In bytes.
-    offset: u64,
-    len: usize,
-    elements: PhantomData<&'a [T]>,
-}
-
-impl<'a, T> DeviceSlice<'a, T> {
-    /// `len` elements from byte `offset` of a block on, which are within its bounds.
-    pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
-        Self { block, offset, len, elements: PhantomData }
+#[expect(unsafe_code, reason = "makes the promises of an operand")]
+// SAFETY: 1. its elements lie in a block that it owns. 2. the block's own promise.
+unsafe impl<T> Operand for DeviceBuffer<T> {
+    fn range(&self) -> DeviceRange {
+        DeviceRange { bytes: (self.len * size_of::<T>()) as u64, ..self.block.range() }
     }
-}
-
-/// A part of a [`DeviceBuffer`], to be written.
-#[derive(Debug)]
-pub struct DeviceSliceMut<'a, T> {
-    // Exclusive by the marker below.
-    block: &'a Block,
-    /// In bytes.
-    offset: u64,
-    len: usize,
-    elements: PhantomData<&'a mut [T]>,
-}
-
-impl<'a, T> DeviceSliceMut<'a, T> {
-    /// `len` elements from byte `offset` of a block on, which are within its bounds and which nobody else borrows.
-    pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
-        Self { block, offset, len, elements: PhantomData }
+    fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+        self.block.order(stream, alive, access)
     }
-}
-
-/// How each of the three reaches its block.
-trait Part {
-    fn whole(&self) -> &Block;
-    /// In bytes.
-    fn offset(&self) -> u64;
-}
-
-impl<T> Part for DeviceBuffer<T> {
-    fn whole(&self) -> &Block {
-        &self.block
-    }
-    fn offset(&self) -> u64 {
-        0
-    }
-}
-impl<T> Part for DeviceSlice<'_, T> {
-    fn whole(&self) -> &Block {
-        self.block
-    }
-    fn offset(&self) -> u64 {
-        self.offset
-    }
-}
-impl<T> Part for DeviceSliceMut<'_, T> {
-    fn whole(&self) -> &Block {
-        self.block
-    }
-    fn offset(&self) -> u64 {
-        self.offset
-    }
-}
-
-macro_rules! operand {
-    ($t:ty) => {
-        #[expect(unsafe_code, reason = "makes the promises of an operand")]
-        // SAFETY: 1. a part, within its bounds, of a block that the operand owns or borrows as Rust's rules say.
-        // 2. the block's own promise; a use of a part is noted as one of the whole, which is stricter.
-        unsafe impl<T> Operand for $t {
-            fn range(&self) -> DeviceRange {
-                let whole = self.whole().range();
-                let bytes = (self.len * size_of::<T>()) as u64;
-                DeviceRange { address: whole.address + self.offset(), bytes, ..whole }
-            }
-            fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
-                self.whole().order(stream, alive, access)
-            }
-        }
-        impl<T> Typed for $t {
-            type Item = T;
-            fn len(&self) -> usize {
-                self.len
-            }
-        }
-    };
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
@@ -223,14 +286,9 @@ unsafe impl<T> OperandMut for DeviceBuffer<T> {
     }
 }
 
-#[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. it borrows its buffer by `&mut`.
-unsafe impl<T> OperandMut for DeviceSliceMut<'_, T> {
-    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
-        self.block.order_as(stream, alive, access, true)
+impl<T> Typed for DeviceBuffer<T> {
+    type Item = T;
+    fn len(&self) -> usize {
+        self.len
     }
 }
-
-operand!(DeviceBuffer<T>);
-operand!(DeviceSlice<'_, T>);
-operand!(DeviceSliceMut<'_, T>);

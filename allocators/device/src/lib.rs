@@ -74,7 +74,7 @@ mod stable;
 mod stream_ordered;
 
 pub use block::Block;
-pub use buffer::{Adopted, Declined, DeviceBuffer, DeviceSlice, DeviceSliceMut};
+pub use buffer::{Adopted, Chunks, ChunksMut, Declined, DeviceBuffer, DeviceSlice, DeviceSliceMut};
 pub use checked::{
     BlockRecord, CANARY, Debugging, Fault, Finding, FindingHook, GUARD_BYTES, LeakGroup, LeakReport,
     POISON_ALLOCATED, POISON_FREED,

@@ -1,0 +1,319 @@
+//! Parts of buffers.
+
+use crate::Block;
+use aquifer_core::{MemoryError, Result};
+use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
+use bytemuck::Pod;
+use std::{fmt, iter::FusedIterator, marker::PhantomData, ops::Range};
+
+/// Where a part lies.
+#[derive(Clone, Copy)]
+pub(super) struct Part<'a> {
+    block: &'a Block,
+    /// In bytes, from the block's start.
+    offset: u64,
+    /// Elements.
+    len: usize,
+    /// Whether no other part of the block can be written, or this one written while another is used: then borrows that a
+    /// use of it conflicts with are over.
+    alone: bool,
+}
+
+/// A part of a [`DeviceBuffer`](crate::DeviceBuffer), to be read. Copies of it are the same part.
+///
+/// A use of a part is one of its whole block: another stream that writes any of the block waits for it.
+pub struct DeviceSlice<'a, T> {
+    pub(super) part: Part<'a>,
+    pub(super) elements: PhantomData<&'a [T]>,
+}
+
+/// A part of a [`DeviceBuffer`](crate::DeviceBuffer), to be written.
+///
+/// A use of a part is one of its whole block. So two parts of one buffer may be written on two streams, and nothing races,
+/// but nothing runs at once either: each stream waits for what has been queued on the other. Where that matters, take two
+/// buffers.
+pub struct DeviceSliceMut<'a, T> {
+    // Nobody else has these elements, by the marker below.
+    pub(super) part: Part<'a>,
+    pub(super) elements: PhantomData<&'a mut [T]>,
+}
+
+/// How many elements of `T` so many bytes at an address hold, with none left over.
+pub(super) fn counted<T>(address: u64, bytes: u64) -> Result<usize> {
+    let size = size_of::<T>() as u64;
+    if size == 0 {
+        return Err(MemoryError::ZeroSize);
+    }
+    if !bytes.is_multiple_of(size) {
+        return Err(MemoryError::LengthMismatch { from: bytes, to: bytes / size * size });
+    }
+    let align = align_of::<T>() as u64;
+    if !address.is_multiple_of(align) {
+        return Err(MemoryError::BadAlignment { align });
+    }
+    Ok((bytes / size) as usize)
+}
+
+impl<'a> Part<'a> {
+    /// The first `len` elements, by whoever has the block to himself, or shares it with readers.
+    pub(super) fn whole(block: &'a Block, len: usize) -> Self {
+        Self { block, offset: 0, len, alone: true }
+    }
+
+    fn address(&self) -> u64 {
+        self.block.address() + self.offset
+    }
+
+    fn slice<T>(self, range: Range<usize>) -> Result<Self> {
+        let size = size_of::<T>() as u64;
+        if range.start > range.end || range.end > self.len {
+            return Err(MemoryError::OutOfBounds {
+                offset: (range.start as u64).saturating_mul(size),
+                len: (range.end.saturating_sub(range.start) as u64).saturating_mul(size),
+                bytes: self.len as u64 * size,
+            });
+        }
+        Ok(Self { offset: self.offset + range.start as u64 * size, len: range.end - range.start, ..self })
+    }
+
+    fn split<T>(self, mid: usize) -> Result<(Self, Self)> {
+        Ok((self.slice::<T>(0..mid.min(self.len))?, self.slice::<T>(mid..self.len)?))
+    }
+
+    fn cast<T, U>(self) -> Result<Self> {
+        let bytes = (self.len * size_of::<T>()) as u64;
+        Ok(Self { len: counted::<U>(self.address(), bytes)?, ..self })
+    }
+
+    /// As one of several that are written.
+    fn beside(self) -> Self {
+        Self { alone: false, ..self }
+    }
+
+    fn range<T>(&self) -> DeviceRange {
+        let bytes = (self.len * size_of::<T>()) as u64;
+        DeviceRange { address: self.address(), bytes, ..self.block.range() }
+    }
+
+    fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access, alone: bool) -> Result<()> {
+        self.block.order_as(stream, alive, access, self.alone && alone)
+    }
+}
+
+impl<'a, T: Pod> DeviceSlice<'a, T> {
+    /// The elements in `range` of it.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'a, T>> {
+        Ok(Self { part: self.part.slice::<T>(range)?, elements: PhantomData })
+    }
+
+    /// The elements before `mid` and those from there on.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn split_at(&self, mid: usize) -> Result<(DeviceSlice<'a, T>, DeviceSlice<'a, T>)> {
+        let (left, right) = self.part.split::<T>(mid)?;
+        Ok((Self { part: left, elements: PhantomData }, Self { part: right, elements: PhantomData }))
+    }
+
+    /// Parts of `len` elements; the last may be shorter.
+    ///
+    /// # Errors
+    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    pub fn chunks(&self, len: usize) -> Result<Chunks<'a, T>> {
+        Ok(Chunks { rest: *self, len: at_least_one(len)? })
+    }
+
+    /// The same bytes as elements of another type.
+    ///
+    /// # Errors
+    /// [`MemoryError::LengthMismatch`] if bytes are left over; [`MemoryError::BadAlignment`]; [`MemoryError::ZeroSize`] for
+    /// elements of no size.
+    pub fn cast<U: Pod>(&self) -> Result<DeviceSlice<'a, U>> {
+        Ok(DeviceSlice { part: self.part.cast::<T, U>()?, elements: PhantomData })
+    }
+}
+
+impl<'a, T: Pod> DeviceSliceMut<'a, T> {
+    /// The same elements, to be read while this is borrowed.
+    #[must_use]
+    pub fn as_slice(&self) -> DeviceSlice<'_, T> {
+        DeviceSlice { part: self.part, elements: PhantomData }
+    }
+
+    /// The same elements, for as long as this is borrowed.
+    #[must_use]
+    pub fn reborrow(&mut self) -> DeviceSliceMut<'_, T> {
+        DeviceSliceMut { part: self.part, elements: PhantomData }
+    }
+
+    /// The elements in `range` of it, to be read.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
+        self.as_slice().slice(range)
+    }
+
+    /// The elements in `range` of it, to be written.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn slice_mut(&mut self, range: Range<usize>) -> Result<DeviceSliceMut<'_, T>> {
+        self.reborrow().into_slice(range)
+    }
+
+    /// As [`DeviceSliceMut::slice_mut`], for as long as the buffer is borrowed.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn into_slice(self, range: Range<usize>) -> Result<DeviceSliceMut<'a, T>> {
+        Ok(Self { part: self.part.slice::<T>(range)?, elements: PhantomData })
+    }
+
+    /// The elements before `mid` and those from there on, to be written.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn split_at_mut(&mut self, mid: usize) -> Result<(DeviceSliceMut<'_, T>, DeviceSliceMut<'_, T>)> {
+        self.reborrow().into_split(mid)
+    }
+
+    /// As [`DeviceSliceMut::split_at_mut`], for as long as the buffer is borrowed.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfBounds`].
+    pub fn into_split(self, mid: usize) -> Result<(DeviceSliceMut<'a, T>, DeviceSliceMut<'a, T>)> {
+        let (left, right) = self.part.beside().split::<T>(mid)?;
+        Ok((Self { part: left, elements: PhantomData }, Self { part: right, elements: PhantomData }))
+    }
+
+    /// Parts of `len` elements, to be read; the last may be shorter.
+    ///
+    /// # Errors
+    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    pub fn chunks(&self, len: usize) -> Result<Chunks<'_, T>> {
+        self.as_slice().chunks(len)
+    }
+
+    /// Parts of `len` elements, to be written; the last may be shorter.
+    ///
+    /// # Errors
+    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    pub fn chunks_mut(&mut self, len: usize) -> Result<ChunksMut<'_, T>> {
+        self.reborrow().into_chunks(len)
+    }
+
+    /// As [`DeviceSliceMut::chunks_mut`], for as long as the buffer is borrowed.
+    ///
+    /// # Errors
+    /// [`MemoryError::ZeroSize`] for parts of no elements.
+    pub fn into_chunks(self, len: usize) -> Result<ChunksMut<'a, T>> {
+        let rest = Self { part: self.part.beside(), elements: PhantomData };
+        Ok(ChunksMut { rest, len: at_least_one(len)? })
+    }
+
+    /// The same bytes as elements of another type.
+    ///
+    /// # Errors
+    /// As [`DeviceSlice::cast`].
+    pub fn cast<U: Pod>(self) -> Result<DeviceSliceMut<'a, U>> {
+        Ok(DeviceSliceMut { part: self.part.cast::<T, U>()?, elements: PhantomData })
+    }
+}
+
+fn at_least_one(len: usize) -> Result<usize> {
+    if len == 0 { Err(MemoryError::ZeroSize) } else { Ok(len) }
+}
+
+/// Parts of a buffer one after the other, to be read. Made by [`DeviceSlice::chunks`].
+#[derive(Debug)]
+pub struct Chunks<'a, T> {
+    rest: DeviceSlice<'a, T>,
+    len: usize,
+}
+
+/// Parts of a buffer one after the other, to be written. Made by [`DeviceSliceMut::chunks_mut`].
+#[derive(Debug)]
+pub struct ChunksMut<'a, T> {
+    rest: DeviceSliceMut<'a, T>,
+    len: usize,
+}
+
+macro_rules! chunks {
+    ($chunks:ident, $slice:ident) => {
+        impl<'a, T: Pod> Iterator for $chunks<'a, T> {
+            type Item = $slice<'a, T>;
+            fn next(&mut self) -> Option<Self::Item> {
+                if self.rest.part.len == 0 {
+                    return None;
+                }
+                let (chunk, rest) = self.rest.part.split::<T>(self.len.min(self.rest.part.len)).ok()?;
+                self.rest.part = rest;
+                Some($slice { part: chunk, elements: PhantomData })
+            }
+            fn size_hint(&self) -> (usize, Option<usize>) {
+                let left = self.rest.part.len.div_ceil(self.len);
+                (left, Some(left))
+            }
+        }
+        impl<T: Pod> ExactSizeIterator for $chunks<'_, T> {}
+        impl<T: Pod> FusedIterator for $chunks<'_, T> {}
+    };
+}
+
+chunks!(Chunks, DeviceSlice);
+chunks!(ChunksMut, DeviceSliceMut);
+
+macro_rules! part {
+    ($slice:ident) => {
+        #[expect(unsafe_code, reason = "makes the promises of an operand")]
+        // SAFETY: 1. a part, within its bounds, of a block that is borrowed as Rust's rules say: to be read, with others
+        // who read, or to be written, and then no other part has these elements. 2. the block's own promise; a use of a
+        // part is noted as one of the whole, which is stricter, and ends no borrow of another part.
+        unsafe impl<T> Operand for $slice<'_, T> {
+            fn range(&self) -> DeviceRange {
+                self.part.range::<T>()
+            }
+            fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+                self.part.order(stream, alive, access, !access.writes())
+            }
+        }
+        impl<T> Typed for $slice<'_, T> {
+            type Item = T;
+            fn len(&self) -> usize {
+                self.part.len
+            }
+        }
+        impl<T> fmt::Debug for $slice<'_, T> {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.debug_struct(stringify!($slice))
+                    .field("block", self.part.block)
+                    .field("offset", &self.part.offset)
+                    .field("len", &self.part.len)
+                    .finish()
+            }
+        }
+    };
+}
+
+part!(DeviceSlice);
+part!(DeviceSliceMut);
+
+impl<T> Clone for DeviceSlice<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for DeviceSlice<'_, T> {}
+
+#[expect(unsafe_code, reason = "makes the promises of an operand")]
+// SAFETY: 1. nobody else has its elements while it is held by `&mut`: it borrows its buffer by `&mut`, and is split from
+// others whole.
+unsafe impl<T> OperandMut for DeviceSliceMut<'_, T> {
+    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+        self.part.order(stream, alive, access, true)
+    }
+}

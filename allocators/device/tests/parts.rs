@@ -1,0 +1,186 @@
+//! Parts of buffers.
+//!
+//! - A part lies where its elements do, whatever it is a part of.
+//! - A use of a part is one of its whole block, and lasts as long as the part is borrowed, whatever is done with others.
+#![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
+
+mod support;
+
+use aquifer_core::MemoryError;
+use aquifer_device::{Declined, DeviceBuffer, Request};
+use aquifer_driver::{Access, Operand, OperandMut, Typed, sim::Sim};
+use support::{MIB, Rig, read};
+
+fn out_of_bounds(offset: u64, len: u64, bytes: u64) -> MemoryError {
+    MemoryError::OutOfBounds { offset, len, bytes }
+}
+
+#[test]
+fn parts_of_parts_lie_where_their_elements_do() {
+    let rig = Rig::new(8);
+    let s = rig.stream();
+    let mut x: DeviceBuffer<u32> = rig.pool.buffer(&s, 1000).unwrap();
+    let start = x.block().address();
+    let at = |part: &dyn Operand| (part.range().address - start, part.range().bytes);
+    let outer = x.slice(100..900).unwrap();
+    let inner = outer.slice(50..60).unwrap();
+    assert_eq!((at(&outer), at(&inner), inner.len()), ((400, 3200), (600, 40), 10));
+    let (left, right) = inner.split_at(4).unwrap();
+    assert_eq!((at(&left), at(&right)), ((600, 16), (616, 24)));
+    let (all, none) = inner.split_at(10).unwrap();
+    assert_eq!((all.len(), none.len(), none.is_empty(), at(&none)), (10, 0, true, (640, 0)));
+    let bytes = left.cast::<u8>().unwrap();
+    assert_eq!((bytes.len(), at(&bytes.slice(3..5).unwrap())), (16, (603, 2)));
+    {
+        let mut whole = x.as_mut_slice();
+        let mut part = whole.slice_mut(10..110).unwrap();
+        let (mut a, b) = part.split_at_mut(30).unwrap();
+        assert_eq!((at(&a), at(&b), at(&b.slice(5..6).unwrap())), ((40, 120), (160, 280), (180, 4)));
+        assert_eq!(at(&a.reborrow().into_slice(29..30).unwrap()), (156, 4));
+        let wide = b.cast::<[u32; 2]>().unwrap();
+        assert_eq!((at(&wide), wide.len()), ((160, 280), 35));
+    }
+    assert_eq!(at(&x.as_slice()), (0, 4000));
+    rig.assert_silent();
+}
+
+#[test]
+#[expect(clippy::reversed_empty_ranges, reason = "a range that is refused")]
+fn what_reaches_past_a_part_is_refused_with_its_figures() {
+    let rig = Rig::new(8);
+    let s = rig.stream();
+    let mut x: DeviceBuffer<u32> = rig.pool.buffer(&s, 100).unwrap();
+    assert_eq!(x.slice(90..101).unwrap_err(), out_of_bounds(360, 44, 400));
+    assert_eq!(x.slice(20..10).unwrap_err(), out_of_bounds(80, 0, 400));
+    assert_eq!(x.slice(0..usize::MAX).unwrap_err(), out_of_bounds(0, u64::MAX, 400));
+    assert_eq!(x.split_at(101).unwrap_err(), out_of_bounds(404, 0, 400));
+    assert_eq!(x.split_at_mut(101).map(drop).unwrap_err(), out_of_bounds(404, 0, 400));
+    let part = x.slice(50..60).unwrap();
+    assert_eq!(
+        part.slice(5..11).unwrap_err(),
+        out_of_bounds(20, 24, 40),
+        "what it is a part of does not count"
+    );
+    assert_eq!(x.chunks(0).map(drop).unwrap_err(), MemoryError::ZeroSize);
+    assert_eq!(x.chunks_mut(0).map(drop).unwrap_err(), MemoryError::ZeroSize);
+}
+
+#[test]
+fn chunks_go_over_every_element_once() {
+    let rig = Rig::new(8);
+    let s = rig.stream();
+    for (len, chunk) in [(10usize, 3usize), (9, 3), (1, 5), (7, 1), (7, usize::MAX)] {
+        let mut x: DeviceBuffer<u8> = rig.pool.buffer(&s, len).unwrap();
+        let lengths: Vec<_> = x.chunks(chunk).unwrap().map(|part| part.len()).collect();
+        let expected: Vec<_> = vec![0; len].chunks(chunk).map(<[i32]>::len).collect();
+        assert_eq!(lengths, expected);
+        let chunks = x.chunks_mut(chunk).unwrap();
+        assert_eq!(chunks.len(), expected.len());
+        for (i, mut part) in chunks.enumerate() {
+            s.fill(&mut part, i as u8).unwrap();
+        }
+        assert_eq!(read(&s, &x), (0..len).map(|i| (i / chunk) as u8).collect::<Vec<_>>());
+        let mut parts = x.chunks(chunk).unwrap();
+        parts.by_ref().for_each(drop);
+        assert!(parts.next().is_none() && parts.len() == 0);
+    }
+    rig.assert_silent();
+}
+
+#[test]
+fn a_type_that_does_not_fit_the_bytes_is_refused_and_the_buffer_handed_back() {
+    let rig = Rig::new(8);
+    let s = rig.stream();
+    let x: DeviceBuffer<u8> = rig.pool.buffer(&s, 1002).unwrap();
+    let address = x.block().address();
+    let short = MemoryError::LengthMismatch { from: 1002, to: 1000 };
+    assert_eq!(x.as_slice().cast::<u32>().unwrap_err(), short);
+    let off = x.slice(1..9).unwrap();
+    assert_eq!(off.cast::<u64>().unwrap_err(), MemoryError::BadAlignment { align: 8 });
+    assert_eq!(off.cast::<[u8; 4]>().unwrap().len(), 2, "bytes lie anywhere");
+    assert_eq!(x.as_slice().cast::<()>().unwrap_err(), MemoryError::ZeroSize);
+    let Declined { value: x, error } = x.cast::<u32>().map(drop).unwrap_err();
+    assert_eq!((x.len(), x.block().address(), error), (1002, address, short.clone()));
+    let x = x.cast::<u16>().unwrap();
+    assert_eq!((x.len(), x.range().bytes), (501, 1002));
+
+    let block = x.into_block();
+    assert_eq!((block.address(), block.bytes()), (address, 1002));
+    let Declined { value: block, error } = DeviceBuffer::<u32>::from_block(block).map(drop).unwrap_err();
+    assert_eq!(error, short);
+    assert_eq!(DeviceBuffer::<[u16; 3]>::from_block(block).unwrap().len(), 167);
+    assert_eq!(rig.pool.stats().blocks, 0);
+    let block = rig.pool.alloc(&s, Request::bytes(64)).unwrap();
+    assert_eq!(DeviceBuffer::<f64>::from_block(block).unwrap().len(), 8);
+}
+
+/// Both parts are lent, each to a stream of its own, and used in turns; then the buffer is dropped, and its bytes go round.
+#[test]
+fn parts_that_are_lent_to_two_streams_are_noted_until_both_are_back() {
+    for seed in 0..60 {
+        let rig = Rig::on(Sim::h200(1).seeded(seed), 16, |_| ());
+        let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
+        for _ in 0..3 {
+            let mut x = rig.bytes(&s, MIB);
+            s.fill(&mut x, 1).unwrap();
+            {
+                let (mut a, mut b) = x.split_at_mut(1000).unwrap();
+                a.order_mut(u.raw(), None, Access::ReadWrite).unwrap();
+                // Waits for `u`, as a use of the whole; the borrow of `a` goes on.
+                b.order_mut(v.raw(), None, Access::ReadWrite).unwrap();
+                for _ in 0..2 {
+                    rig.sim.access(u.raw(), a.range(), Access::Write, None).unwrap();
+                    rig.sim.access(v.raw(), b.range(), Access::Write, None).unwrap();
+                }
+            }
+            drop(x);
+            let mut y = rig.bytes(&s, MIB);
+            s.fill(&mut y, 2).unwrap();
+        }
+        rig.assert_silent();
+    }
+}
+
+/// The same by threads, each with its own part and stream.
+#[test]
+fn threads_fill_their_parts_of_one_buffer_and_all_of_it_is_there() {
+    for seed in 0..8 {
+        let rig = Rig::on(Sim::h200(1).seeded(seed), 16, |_| ());
+        let s = rig.stream();
+        for round in 0..4u8 {
+            let mut x = rig.bytes(&s, MIB);
+            std::thread::scope(|scope| {
+                for (i, mut part) in x.chunks_mut(MIB as usize / 4).unwrap().enumerate() {
+                    let stream = rig.stream();
+                    scope.spawn(move || {
+                        stream.fill(&mut part, round + i as u8).unwrap();
+                        let value = vec![i as u8; 100];
+                        stream.scope(|c| c.upload(&value, &mut part.slice_mut(0..100)?)).unwrap().unwrap();
+                    });
+                }
+            });
+            let back = read(&s, &x);
+            for (i, part) in back.chunks(MIB as usize / 4).enumerate() {
+                assert!(part[..100].iter().all(|&byte| byte == i as u8), "seed {seed}");
+                assert!(part[100..].iter().all(|&byte| byte == round + i as u8), "seed {seed}");
+            }
+        }
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_write_of_a_part_waits_for_readers_of_the_whole_and_the_other_way_round() {
+    let rig = Rig::stepped(16);
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut x = rig.bytes(&s, MIB);
+    let mut y = rig.bytes(&u, MIB);
+    s.fill(&mut x, 1).unwrap();
+    u.copy(&x, &mut y).unwrap();
+    s.fill(&mut x.slice_mut(0..10).unwrap(), 2).unwrap();
+    u.copy(&x.slice(5..15).unwrap(), &mut y.slice_mut(0..10).unwrap()).unwrap();
+    let back = read(&u, &y);
+    assert_eq!(back[..10], [2, 2, 2, 2, 2, 1, 1, 1, 1, 1]);
+    assert!(back[10..].iter().all(|&byte| byte == 1));
+    rig.assert_silent();
+}
