@@ -155,7 +155,20 @@ fn a_part_that_is_lent() {
         let part = x.slice(500..2000).unwrap();
         part.order(rig.s.raw(), None, Access::Read).unwrap();
         rig.kernel(&rig.s, part.range(), Access::Read);
-        forget(part);
+    });
+}
+
+#[test]
+fn parts_beside_each_other_that_are_lent() {
+    forgetting(|rig| {
+        let mut x = rig.buffer(&rig.s);
+        let mut chunks = x.chunks_mut(MIB / 4).unwrap();
+        let (mut a, mut b) = (chunks.next().unwrap(), chunks.next().unwrap());
+        a.order_mut(rig.u.raw(), None, Access::Write).unwrap();
+        b.order_mut(rig.s.raw(), None, Access::Write).unwrap();
+        rig.kernel(&rig.u, a.range(), Access::Write);
+        rig.kernel(&rig.s, b.range(), Access::Write);
+        forget((a, b, chunks));
     });
 }
 
