@@ -15,8 +15,8 @@ pub use aquifer_core::{
 };
 pub use aquifer_device::{
     self as device, Adopted, Adoption, Block, Chunks, ChunksMut, Debugging, Declined, DeviceBuffer,
-    DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Limit, Log, OnFailure,
-    PoolConfig, Reclaim, Registration, Request, Reserved, Resource, StableBlock, StreamOrdered,
+    DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Limit, Log,
+    OnFailure, PoolConfig, Reclaim, Registration, Request, Reserved, Resource, StableBlock, StreamOrdered,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;

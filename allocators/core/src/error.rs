@@ -158,7 +158,7 @@ pub enum MemoryError {
         address: u64,
     },
     /// A block was to be given out over one that is held: a bug of whatever gave it. The memory is kept from use.
-    Overlap {
+    BlockOverlap {
         /// Where the block begins.
         address: u64,
         /// Where the one that it overlaps begins.
@@ -239,7 +239,7 @@ impl fmt::Display for MemoryError {
             Self::Busy { address } => {
                 write!(f, "the block at {address:#x} has a use prepared that excludes this one")
             }
-            Self::Overlap { address, held } => {
+            Self::BlockOverlap { address, held } => {
                 write!(f, "a block at {address:#x} would overlap the one at {held:#x}; it is kept from use")
             }
             Self::Closed => f.write_str("the pool has been shut down"),

@@ -322,7 +322,7 @@ impl Checked {
             let _kept = ManuallyDrop::new(held);
             let (address, held) = (record.address, other.address);
             self.report(Fault::Overlap { held: Box::new(other) }, record);
-            return Err(MemoryError::Overlap { address, held });
+            return Err(MemoryError::BlockOverlap { address, held });
         }
         let filled = self.fill_new(&held, &home, &layout);
         let held = filled.and_then(|()| DeviceBuffer::from_alloc(around.size() as usize, |_| Ok(held)));

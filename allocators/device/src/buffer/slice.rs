@@ -100,6 +100,20 @@ impl<'a> Part<'a> {
     }
 }
 
+impl<'a, T> DeviceSlice<'a, T> {
+    /// `len` elements from byte `offset` of a block on, which are within its bounds.
+    pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
+        Self { part: Part { block, offset, len, alone: true }, elements: PhantomData }
+    }
+}
+
+impl<'a, T> DeviceSliceMut<'a, T> {
+    /// `len` elements from byte `offset` of a block on, which are within its bounds and which nobody else borrows.
+    pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
+        Self { part: Part { block, offset, len, alone: true }, elements: PhantomData }
+    }
+}
+
 impl<'a, T: Pod> DeviceSlice<'a, T> {
     /// The elements in `range` of it.
     ///

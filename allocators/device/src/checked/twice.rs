@@ -84,7 +84,7 @@ fn a_block_over_another_is_refused_before_a_byte_of_the_other_is_touched_and_kep
     let fills = sim.driver().calls().get(aquifer_driver::Call::Fill);
 
     let refused = checked.allocate(&s, Request::bytes(64), None).unwrap_err();
-    assert_eq!(refused, MemoryError::Overlap { address: first.address() + 512, held: first.address() });
+    assert_eq!(refused, MemoryError::BlockOverlap { address: first.address() + 512, held: first.address() });
     let findings = checked.findings();
     assert_eq!(findings.len(), 1);
     let Fault::Overlap { held } = &findings[0].fault else { panic!("{:?}", findings[0]) };

@@ -166,7 +166,14 @@ impl Handle {
 
     /// A handle of memory that somebody else has taken from the device, and is charged for.
     pub(crate) fn imported(driver: &Arc<dyn Driver>, raw: PhysicalHandle) -> Arc<Handle> {
-        Arc::new(Handle { driver: driver.clone(), raw, bytes: 0, held: Arc::default(), charge: None, live: true })
+        Arc::new(Handle {
+            driver: driver.clone(),
+            raw,
+            bytes: 0,
+            held: Arc::default(),
+            charge: None,
+            live: true,
+        })
     }
 
     pub(crate) fn raw(&self) -> PhysicalHandle {
