@@ -171,6 +171,12 @@ pub enum MemoryError {
         /// The pool's cap.
         max: u32,
     },
+    /// A stream captures a graph: what is queued there runs later, if ever, so nobody can wait for it now, and it may wait
+    /// for nothing outside of its capture. No call was made, and the capture is whole.
+    Capturing {
+        /// The stream's handle.
+        stream: u64,
+    },
     /// An id of another pool, or of something that is no longer there.
     UnknownId,
     /// One of the driver's default streams where a stream of one's own is needed.
@@ -244,6 +250,9 @@ impl fmt::Display for MemoryError {
             }
             Self::Closed => f.write_str("the pool has been shut down"),
             Self::Capacity { max } => write!(f, "all {max} streams are leased"),
+            Self::Capturing { stream } => {
+                write!(f, "stream {stream:#x} captures a graph; end the capture, or wait inside of it")
+            }
             Self::UnknownId => f.write_str("an id of another pool, or of something that is gone"),
             Self::DefaultStream { handle } => {
                 write!(

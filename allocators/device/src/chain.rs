@@ -268,11 +268,11 @@ impl Inner {
                 (s.timeline().cloned(), s.last_free, users)
             });
             let Some(timeline) = timeline else { continue };
-            count(&self.counters.fences, u64::from(last_free > 0 && timeline.fence(last_free)?));
+            count(&self.counters.fences, u64::from(last_free > 0 && timeline.fence(last_free)?.is_new()));
             timeline.poll()?;
             for (user, epoch) in users {
                 if !user.is_done(epoch) {
-                    count(&self.counters.fences, u64::from(user.fence(epoch)?));
+                    count(&self.counters.fences, u64::from(user.fence(epoch)?.is_new()));
                     user.poll()?;
                 }
             }
@@ -280,7 +280,7 @@ impl Inner {
         self.leasing.decide(&self.budget, &held);
         if let Physical::Mapped(mapped) = &self.physical {
             for (timeline, epoch) in mapped.zombie_fences() {
-                count(&self.counters.fences, u64::from(timeline.fence(epoch)?));
+                count(&self.counters.fences, u64::from(timeline.fence(epoch)?.is_new()));
                 timeline.poll()?;
             }
         }
@@ -338,8 +338,11 @@ impl Inner {
     fn wait_for_oldest(&self, home: &'static Home, until: Option<Instant>) -> Result<bool> {
         let homes = self.homes();
         for candidate in std::iter::once(home).chain(homes.iter().copied()) {
-            if candidate.wait_for_pending(until)? {
-                return Ok(true);
+            match candidate.wait_for_pending(until) {
+                Ok(true) => return Ok(true),
+                // Nobody can wait for a stream that captures, so what it holds is not to be had.
+                Ok(false) | Err(MemoryError::Capturing { .. }) => {}
+                Err(error) => return Err(error),
             }
         }
         for &candidate in &homes {
@@ -347,7 +350,10 @@ impl Inner {
             if let Some(timeline) = timeline
                 && !timeline.is_done(last_free)
             {
-                return timeline.wait(last_free, until);
+                match timeline.wait(last_free, until) {
+                    Err(MemoryError::Capturing { .. }) => {}
+                    waited => return waited,
+                }
             }
         }
         Ok(false)

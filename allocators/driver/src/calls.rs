@@ -41,6 +41,7 @@ calls! {
     StreamQuery = "cuStreamQuery",
     StreamSynchronize = "cuStreamSynchronize",
     StreamWaitEvent = "cuStreamWaitEvent",
+    StreamIsCapturing = "cuStreamIsCapturing",
     ExchangeCaptureMode = "cuThreadExchangeStreamCaptureMode",
     EventCreate = "cuEventCreate",
     EventDestroy = "cuEventDestroy",

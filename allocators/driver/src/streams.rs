@@ -65,6 +65,14 @@ pub trait Streams: Debug + Send + Sync {
     /// The driver's.
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()>;
 
+    /// Whether what is queued on `stream` now becomes part of a graph instead of running (`cuStreamIsCapturing`, 14 ns).
+    /// Also true after something has broken the capture, until it is ended, and for the legacy default stream while a
+    /// stream that is ordered with it captures: nothing can be queued there then. Breaks no capture, and never blocks.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn stream_is_capturing(&self, stream: RawStream) -> Result<bool>;
+
     /// Sets this thread's capture mode and answers with the one before (`cuThreadExchangeStreamCaptureMode`).
     ///
     /// # Errors

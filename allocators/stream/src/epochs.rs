@@ -18,6 +18,10 @@
 //! the close visible to whoever queued it. A model of both orders is in `tests/loom.rs`.
 //!
 //! If recording fails the epoch is closed and has no event. The next event covers it.
+//!
+//! **An event recorded in a capture proves nothing**: it becomes part of a graph, and the driver answers questions about it
+//! with an error. So the stream is asked whether it captures before the record, and nothing is closed if it does; and after
+//! the record, since a capture may have begun between, and nothing is published if it has.
 
 use crate::{
     Spin,
@@ -71,6 +75,15 @@ impl<E> Epochs<E> {
             let at = recorded.iter().rposition(|&(other, _)| other < epoch).map_or(0, |before| before + 1);
             recorded.insert(at, (epoch, event));
         });
+    }
+
+    /// Takes back what was published for `epoch`, which proves nothing after all: the next event covers it.
+    #[must_use]
+    pub fn withdraw(&self, epoch: u64) -> Option<Arc<E>> {
+        self.recorded.with(|recorded| {
+            let at = recorded.iter().position(|&(other, _)| other == epoch)?;
+            recorded.remove(at).map(|(_, event)| event)
+        })
     }
 
     /// The first published event that proves `epoch`, with the epoch it was published for.

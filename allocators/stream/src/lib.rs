@@ -22,5 +22,5 @@ pub use epochs::Epochs;
 pub use lock::Spin;
 pub use pool::{DEFAULT_CAP, StreamPool};
 pub use stream::{Point, Stream};
-pub use timeline::{Calling, Life, Timeline};
+pub use timeline::{Calling, Fence, Life, Timeline};
 pub use uses::{Noted, Use, UseList};

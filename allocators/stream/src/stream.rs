@@ -62,7 +62,7 @@ impl Stream {
     /// Waits until all that was queued is done. Blocks.
     ///
     /// # Errors
-    /// The driver's, and those of the work itself.
+    /// [`MemoryError::Capturing`]; the driver's, and those of the work itself.
     #[track_caller]
     pub fn synchronize(&self) -> Result<()> {
         let _site = site::enter();
@@ -72,7 +72,7 @@ impl Stream {
     /// Whether all that was queued is done; it is in a stream that has been retired. Never blocks.
     ///
     /// # Errors
-    /// The driver's, and those of the work itself.
+    /// [`MemoryError::Capturing`]; the driver's, and those of the work itself.
     #[track_caller]
     pub fn is_idle(&self) -> Result<bool> {
         let _site = site::enter();
@@ -81,17 +81,26 @@ impl Stream {
             Err(MemoryError::UnknownId) => return Ok(true),
             Err(error) => return Err(error),
         };
+        self.timeline().refuse_capturing()?;
         self.driver().stream_query(self.raw()).map_err(|e| MemoryError::driver(self.device(), e))
     }
 
     /// Makes work queued here from now on wait for all that is queued on `other` now. The host does not wait.
     ///
+    /// If `other` captures a graph this stream joins the capture, and is part of it until that ends: the driver's way to
+    /// fork a capture, and, with the two changed over, to join it again.
+    ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] if this stream has been retired; the driver's.
+    /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if this stream captures and
+    /// `other` does not; the driver's.
     #[track_caller]
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         let _site = site::enter();
-        self.timeline().wait_for(other.timeline(), other.timeline().open()).map(drop)
+        let (mine, theirs) = (self.timeline(), other.timeline());
+        if !Arc::ptr_eq(mine, theirs) && theirs.is_capturing()? {
+            return mine.join_capture(theirs);
+        }
+        mine.wait_for(theirs, theirs.open()).map(drop)
     }
 
     /// A gate that opens when all that is queued now is done.

@@ -38,6 +38,26 @@ impl fmt::Debug for Life {
     }
 }
 
+/// What [`Timeline::fence`] came to.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Fence {
+    /// The epoch is done or has an event already: no call was made.
+    Standing,
+    /// An event has been recorded.
+    Recorded,
+    /// The stream captures a graph, and an event would become part of that: the epoch stays without one, and the next fence
+    /// after the capture covers it.
+    Capturing,
+}
+
+impl Fence {
+    /// Whether a new event has been recorded.
+    #[must_use]
+    pub fn is_new(self) -> bool {
+        self == Self::Recorded
+    }
+}
+
 /// An event that is destroyed with its last owner.
 struct OwnedEvent {
     driver: Arc<dyn Driver>,
@@ -59,6 +79,9 @@ const SPARE_EVENTS: usize = 64;
 const REMEMBERED_WAITS: usize = 64;
 /// The longest pause between two looks when a wait has a deadline.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
+
+/// The driver's code for questions about an event that was recorded in a capture.
+const CAPTURED_EVENT: u32 = 907;
 
 /// The handle is good.
 const LIVE: u8 = 0;
@@ -175,23 +198,54 @@ impl Timeline {
         epoch <= self.epochs.proved()
     }
 
-    /// Records an event that will prove `epoch`, unless there is one. Says whether it had to. Does not block.
+    /// Records an event that will prove `epoch` (`cuEventRecord`), unless there is one, or the stream captures. Does not
+    /// block.
     ///
     /// # Errors
     /// The driver's; the next fence covers the epoch.
-    pub fn fence(&self, epoch: u64) -> Result<bool> {
+    pub fn fence(&self, epoch: u64) -> Result<Fence> {
         if self.is_fenced(epoch) {
-            return Ok(false);
+            return Ok(Fence::Standing);
         }
         // A stream that has ended has nothing left to prove.
-        let Ok(_calling) = self.calling() else { return Ok(false) };
+        let Ok(_calling) = self.calling() else { return Ok(Fence::Standing) };
         let _relaxed = Relaxed::enter(&*self.driver);
+        if self.captures()? {
+            return Ok(Fence::Capturing);
+        }
         let event = self.take_event()?;
         let closed = self.epochs.close();
         // The order of these three is what the module of epochs is about.
         self.driver.event_record(event.raw, self.raw).map_err(|e| self.lost(e))?;
+        if self.captures()? {
+            return Ok(Fence::Capturing);
+        }
         self.epochs.publish(closed, event);
-        Ok(true)
+        Ok(Fence::Recorded)
+    }
+
+    /// Whether what is queued on the stream becomes part of a graph now (`cuStreamIsCapturing`). Not in a stream that has
+    /// been retired. Never blocks.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn is_capturing(&self) -> Result<bool> {
+        let Ok(_calling) = self.calling() else { return Ok(false) };
+        self.captures()
+    }
+
+    /// The handle must be good.
+    fn captures(&self) -> Result<bool> {
+        self.driver.stream_is_capturing(self.raw).map_err(|e| self.lost(e))
+    }
+
+    /// An error if the stream captures; waits for it, and by it, would break the capture. The handle must be good.
+    pub(crate) fn refuse_capturing(&self) -> Result<()> {
+        if self.captures()? { Err(self.capturing()) } else { Ok(()) }
+    }
+
+    fn capturing(&self) -> MemoryError {
+        MemoryError::Capturing { stream: self.raw.handle() }
     }
 
     /// Announces driver calls for the handle, which stays good while the answer lives. Not to be held while another
@@ -236,13 +290,26 @@ impl Timeline {
     pub fn poll(&self) -> Result<()> {
         while let Some((epoch, event)) = self.epochs.oldest() {
             let _relaxed = Relaxed::enter(&*self.driver);
-            if !self.driver.event_query(event.raw).map_err(|e| self.lost(e))? {
-                break;
+            match self.driver.event_query(event.raw) {
+                Ok(true) => {
+                    drop(event);
+                    self.finish(epoch);
+                }
+                Ok(false) => break,
+                Err(refused) if refused.code == CAPTURED_EVENT => drop(self.disproved(epoch, refused)),
+                Err(refused) => return Err(self.lost(refused)),
             }
-            drop(event);
-            self.finish(epoch);
         }
         Ok(())
+    }
+
+    /// The error of a question about the event that was published for `epoch`. Where a capture began and ended around the
+    /// record, unseen by both looks, the event is part of a graph and is taken back.
+    fn disproved(&self, epoch: u64, error: aquifer_core::DriverError) -> MemoryError {
+        if error.code == CAPTURED_EVENT {
+            drop(self.epochs.withdraw(epoch));
+        }
+        self.lost(error)
     }
 
     fn finish(&self, epoch: u64) {
@@ -262,19 +329,23 @@ impl Timeline {
     /// be queued.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] if this stream has been retired; the driver's. What was queued before is as it was.
+    /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if one of the two captures a
+    /// graph, whose capture stays whole; the driver's. What was queued before is as it was.
     pub fn wait_for(&self, other: &Timeline, epoch: u64) -> Result<bool> {
         let same = std::ptr::eq(self, other);
         if same || other.is_done(epoch) || self.has_waited(other, epoch) {
             return Ok(false);
         }
-        other.fence(epoch)?;
+        if other.fence(epoch)? == Fence::Capturing {
+            return Err(other.capturing());
+        }
         let Some((proved, event)) = other.epochs.proof(epoch) else {
             // It was seen done between the two looks.
             return Ok(false);
         };
         {
             let _calling = self.calling()?;
+            self.refuse_capturing()?;
             self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))?;
         }
         drop(event);
@@ -291,6 +362,23 @@ impl Timeline {
         Ok(true)
     }
 
+    /// Makes this stream wait for all that `other` has captured so far, and so join its capture or, if it is part of that
+    /// already, rejoin it (`cuEventRecord`, `cuStreamWaitEvent`). The event advances no epoch: what it stands for runs when
+    /// the graph is launched.
+    ///
+    /// # Errors
+    /// [`MemoryError::UnknownId`] if one of the two has been retired; the driver's.
+    pub(crate) fn join_capture(&self, other: &Timeline) -> Result<()> {
+        let event = {
+            let _calling = other.calling()?;
+            let event = other.take_event()?;
+            other.driver.event_record(event.raw, other.raw).map_err(|e| other.lost(e))?;
+            event
+        };
+        let _calling = self.calling()?;
+        self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))
+    }
+
     fn has_waited(&self, other: &Timeline, epoch: u64) -> bool {
         self.waited
             .with(|waited| waited.iter().any(|&(serial, newest)| serial == other.serial && epoch <= newest))
@@ -299,16 +387,19 @@ impl Timeline {
     /// Blocks until `epoch` is done or the deadline has passed; says whether it is done.
     ///
     /// # Errors
-    /// The driver's, or those of work queued before.
+    /// [`MemoryError::Capturing`] at once if the epoch has no event and the stream captures; the driver's, or those of work
+    /// queued before.
     pub fn wait(&self, epoch: u64, deadline: Option<Instant>) -> Result<bool> {
         if self.is_done(epoch) {
             return Ok(true);
         }
-        self.fence(epoch)?;
+        if self.fence(epoch)? == Fence::Capturing {
+            return Err(self.capturing());
+        }
         let Some((proved, event)) = self.epochs.proof(epoch) else { return Ok(self.is_done(epoch)) };
         let Some(deadline) = deadline else {
             let _relaxed = Relaxed::enter(&*self.driver);
-            self.driver.event_synchronize(event.raw).map_err(|e| self.lost(e))?;
+            self.driver.event_synchronize(event.raw).map_err(|e| self.disproved(proved, e))?;
             drop(event);
             self.finish(proved);
             return Ok(true);
@@ -318,7 +409,7 @@ impl Timeline {
         loop {
             let done = {
                 let _relaxed = Relaxed::enter(&*self.driver);
-                self.driver.event_query(event.raw).map_err(|e| self.lost(e))?
+                self.driver.event_query(event.raw).map_err(|e| self.disproved(proved, e))?
             };
             if done {
                 drop(event);
@@ -338,7 +429,7 @@ impl Timeline {
     /// retired.
     ///
     /// # Errors
-    /// The driver's, or those of work queued before.
+    /// [`MemoryError::Capturing`]; the driver's, or those of work queued before.
     pub fn synchronize(&self) -> Result<()> {
         let _calling = match self.calling() {
             Ok(calling) => calling,
@@ -351,6 +442,7 @@ impl Timeline {
     /// The handle must be good.
     fn synchronize_now(&self) -> Result<()> {
         let _relaxed = Relaxed::enter(&*self.driver);
+        self.refuse_capturing()?;
         let closed = self.epochs.close();
         self.driver.stream_synchronize(self.raw).map_err(|e| self.lost(e))?;
         self.finish(closed);
@@ -364,7 +456,7 @@ impl Timeline {
     pub(crate) fn settle(&self) -> Result<()> {
         let refused = match self.synchronize() {
             Ok(()) => return Ok(()),
-            Err(lost @ MemoryError::DeviceLost { .. }) => return Err(lost),
+            Err(lost @ (MemoryError::DeviceLost { .. } | MemoryError::Capturing { .. })) => return Err(lost),
             Err(refused) => refused,
         };
         if self.wait(self.open(), None).is_ok() {

@@ -7,7 +7,7 @@ use aquifer_driver::{
     Access, Call, RawStream,
     sim::{Kernel, Sim},
 };
-use aquifer_stream::{Life, UseList};
+use aquifer_stream::{Fence, Life, UseList};
 use std::{
     sync::{Arc, Weak},
     thread,
@@ -135,7 +135,7 @@ fn a_retired_stream_is_waited_for_and_never_called_for_again() {
     clone.synchronize().unwrap();
     assert_eq!(clone.is_idle(), Ok(true));
     assert!(clone.timeline().is_done(epoch));
-    assert_eq!(clone.timeline().fence(clone.timeline().open()), Ok(false));
+    assert_eq!(clone.timeline().fence(clone.timeline().open()), Ok(Fence::Standing));
     clone.timeline().poll().unwrap();
     assert_eq!(home.wait_for(&clone), Ok(()), "there is nothing to wait for");
     assert!(aquifer_core::Gate::is_open(&behind));

@@ -8,7 +8,7 @@ mod support;
 
 use aquifer_core::{Gate, MemoryError};
 use aquifer_driver::{Call, CaptureMode, sim::Sim};
-use aquifer_stream::{Point, Stream};
+use aquifer_stream::{Fence, Point, Stream};
 use std::{
     sync::atomic::{AtomicBool, Ordering},
     thread,
@@ -31,8 +31,8 @@ fn stamping_asks_nothing_of_the_driver_and_fencing_twice_records_once() {
     let (early, late) = (work(&rig, &s), work(&rig, &s));
     assert_eq!(early, late, "nobody has asked in between");
     assert_eq!(rig.made(Call::EventRecord), 0);
-    assert_eq!(s.timeline().fence(late), Ok(true));
-    assert_eq!(s.timeline().fence(early), Ok(false));
+    assert_eq!(s.timeline().fence(late), Ok(Fence::Recorded));
+    assert_eq!(s.timeline().fence(early), Ok(Fence::Standing));
     assert!(s.timeline().is_fenced(late) && !s.timeline().is_done(late));
     assert_eq!(rig.made(Call::EventRecord), 1);
     assert!(work(&rig, &s) > late, "what is queued behind the event belongs to the next epoch");

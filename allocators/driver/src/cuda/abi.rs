@@ -54,6 +54,9 @@ pub(super) const CAPTURE_GLOBAL: c_uint = 0;
 pub(super) const CAPTURE_THREAD_LOCAL: c_uint = 1;
 pub(super) const CAPTURE_RELAXED: c_uint = 2;
 
+/// `CU_STREAM_CAPTURE_STATUS_NONE`; the others say that a capture is active, or broken.
+pub(super) const CAPTURE_STATUS_NONE: c_uint = 0;
+
 /// `CU_MEMHOSTALLOC_…`
 pub(super) const HOST_ALLOC_PORTABLE: c_uint = 1;
 pub(super) const HOST_ALLOC_WRITE_COMBINED: c_uint = 4;
@@ -290,6 +293,7 @@ same_value! {
     CAPTURE_GLOBAL => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
     CAPTURE_THREAD_LOCAL => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
     CAPTURE_RELAXED => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+    CAPTURE_STATUS_NONE => sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE,
     POOL_RELEASE_THRESHOLD => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
     POOL_RESERVED => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,
     POOL_RESERVED_HIGH => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH,

@@ -20,6 +20,9 @@ pub(super) const INVALID_DEVICE: u32 = 101;
 /// Queued work is not done yet: an answer, not an error.
 pub(super) const NOT_READY: u32 = 600;
 
+/// What was asked of the legacy default stream concerns a stream that captures.
+pub(super) const CAPTURE_IMPLICIT: u32 = 906;
+
 /// A call's code as a result.
 pub(super) fn answer(call: &'static str, code: u32) -> Result<()> {
     if code == SUCCESS { Ok(()) } else { Err(error(call, code)) }

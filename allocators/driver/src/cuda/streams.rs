@@ -4,7 +4,7 @@
 use super::{
     CudaDriver,
     abi::{self, STREAM_NON_BLOCKING, object},
-    codes::answer,
+    codes::{self, answer},
 };
 use crate::{Call, CaptureMode, DeviceId, RawEvent, RawStream, Result, Streams};
 use std::ops::RangeInclusive;
@@ -64,6 +64,19 @@ impl Streams for CudaDriver {
             // SAFETY: 1. both handles are alive.
             unsafe { (table.stream_wait_event)(object(stream.handle()), object(event.handle()), 0) }
         })
+    }
+
+    fn stream_is_capturing(&self, stream: RawStream) -> Result<bool> {
+        let mut status = abi::CAPTURE_STATUS_NONE;
+        let asked = self.call(Call::StreamIsCapturing, stream.device(), |table| {
+            // SAFETY: 1. the handle is alive. 2. `status` is writable.
+            unsafe { (table.stream_is_capturing)(object(stream.handle()), &raw mut status) }
+        });
+        match asked {
+            // The legacy stream, while one that is ordered with it captures: the driver has no status to give.
+            Err(refused) if refused.code == codes::CAPTURE_IMPLICIT => Ok(true),
+            asked => asked.map(|()| status != abi::CAPTURE_STATUS_NONE),
+        }
     }
 
     fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {

@@ -67,6 +67,7 @@ table! {
     stream_query = "cuStreamQuery"(stream: Object);
     stream_synchronize = "cuStreamSynchronize"(stream: Object);
     stream_wait_event = "cuStreamWaitEvent"(stream: Object, event: Object, flags: c_uint);
+    stream_is_capturing = "cuStreamIsCapturing"(stream: Object, status: *mut c_uint);
     exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(mode: *mut c_uint);
 
     event_create = "cuEventCreate"(event: *mut Object, flags: c_uint);

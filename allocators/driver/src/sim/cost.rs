@@ -114,7 +114,7 @@ impl Costs {
             Call::EventQuery => 121,
             Call::StreamWaitEvent => 178,
             Call::StreamQuery => 130,
-            Call::StreamId | Call::ExchangeCaptureMode => 15,
+            Call::StreamId | Call::StreamIsCapturing | Call::ExchangeCaptureMode => 15,
             Call::MemoryInfo => 3_560,
             Call::CopyToDevice
             | Call::CopyToHost

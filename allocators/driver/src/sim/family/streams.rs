@@ -98,6 +98,16 @@ impl Streams for Shared {
         Ok(())
     }
 
+    fn stream_is_capturing(&self, stream: RawStream) -> Result<bool> {
+        let call = Call::StreamIsCapturing;
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        self.cost(call, 0);
+        let captures = |other: usize| state.streams[other].capture.is_some();
+        let legacy = state.streams[place].kind == Kind::Legacy;
+        Ok(captures(place) || legacy && state.implied(place).into_iter().any(captures))
+    }
+
     fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
         let mut state = self.enter(Call::ExchangeCaptureMode, None)?;
         self.cost(Call::ExchangeCaptureMode, 0);

@@ -1,0 +1,158 @@
+//! A graph that is being captured is neither broken by what is asked of its streams, nor taken for work that runs.
+//!
+//! - An event recorded in a capture advances no epoch: its epoch stays without a proof until the stream is fenced after.
+//! - Who asks for a wait that cannot be is told so, and no call is made that would break the capture.
+
+mod support;
+
+use aquifer_core::{DeviceId, MemoryError};
+use aquifer_driver::{Access, Call, CaptureMode, sim::Sim};
+use aquifer_stream::{Fence, Stream, UseList};
+use std::time::Instant;
+use support::{PATIENCE, Rig};
+
+const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
+
+fn capturing(stream: &Stream) -> MemoryError {
+    MemoryError::Capturing { stream: stream.raw().handle() }
+}
+
+#[test]
+fn a_fence_during_a_capture_proves_nothing_and_the_next_one_after_it_covers_the_epoch() {
+    for mode in MODES {
+        let rig = Rig::stepped(2);
+        let s = rig.lease();
+        let t = s.timeline();
+        rig.launch(&s);
+        let before = t.open();
+        rig.sim.begin_capture(s.raw(), mode).unwrap();
+        rig.launch(&s);
+        assert_eq!(t.fence(before), Ok(Fence::Capturing));
+        assert!(!t.is_fenced(before) && !t.is_done(before));
+        assert_eq!(t.open(), before, "the epoch stays open");
+        assert_eq!(rig.made(Call::EventRecord), 0);
+        t.poll().unwrap();
+        assert_eq!(rig.sim.end_capture(s.raw()), Ok(1), "nothing but the kernel is in the graph");
+        assert_eq!(t.fence(before), Ok(Fence::Recorded));
+        t.poll().unwrap();
+        assert!(!t.is_done(before), "what was queued before the capture has not run");
+        rig.sim.run_all();
+        t.poll().unwrap();
+        assert!(t.is_done(before));
+    }
+}
+
+/// Whoever takes a block as free because of a captured event takes it while its kernel is queued.
+#[test]
+fn a_capture_that_begins_under_a_fence_is_seen_after_the_record() {
+    let rig = Rig::stepped(2);
+    let s = rig.lease();
+    rig.launch(&s);
+    let epoch = s.timeline().open();
+    let slow = rig.sim.stall(Call::EventRecord);
+    let fence = std::thread::scope(|scope| {
+        let fencing = scope.spawn(|| s.timeline().fence(epoch));
+        assert!(slow.wait_for(1, PATIENCE));
+        rig.sim.begin_capture(s.raw(), CaptureMode::Relaxed).unwrap();
+        drop(slow);
+        fencing.join().unwrap()
+    });
+    assert_eq!(fence, Ok(Fence::Capturing));
+    assert!(!s.timeline().is_fenced(epoch));
+    assert_eq!(rig.sim.end_capture(s.raw()), Ok(1), "the event became part of the graph");
+    assert_eq!(s.timeline().wait(epoch, None), Ok(true));
+    assert_eq!(rig.sim.pending(s.raw()), 0, "and what was queued before it has really run");
+}
+
+#[test]
+fn an_event_that_turns_out_to_be_captured_is_taken_back() {
+    let rig = Rig::stepped(2);
+    let s = rig.lease();
+    rig.launch(&s);
+    let epoch = s.timeline().open();
+    assert_eq!(s.timeline().fence(epoch), Ok(Fence::Recorded));
+    // As if a capture had begun and ended around the record, between the two looks.
+    rig.sim.fail(Call::EventQuery, 1, 907);
+    s.timeline().poll().unwrap();
+    assert!(!s.timeline().is_fenced(epoch));
+    assert_eq!(s.timeline().fence(epoch), Ok(Fence::Recorded), "the next event covers it");
+    rig.sim.fail(Call::EventSynchronize, 1, 907);
+    assert!(s.timeline().wait(epoch, None).is_err());
+    assert_eq!(s.timeline().wait(epoch, None), Ok(true));
+}
+
+#[test]
+fn waits_that_a_capture_forbids_are_refused_before_they_break_it() {
+    for mode in MODES {
+        let rig = Rig::stepped(3);
+        let (s, u) = (rig.lease(), rig.lease());
+        rig.launch(&s);
+        rig.launch(&u);
+        let epoch = s.timeline().open();
+        rig.sim.begin_capture(s.raw(), mode).unwrap();
+        let refused = Err(capturing(&s));
+        assert_eq!(s.timeline().wait(epoch, None).map(drop), refused);
+        assert_eq!(s.timeline().wait(epoch, Some(Instant::now())).map(drop), refused);
+        assert_eq!(s.synchronize(), refused);
+        assert_eq!(s.is_idle().map(drop), refused);
+        assert_eq!(s.wait_for(&u), refused, "from outside of the capture");
+        assert_eq!(u.timeline().wait_for(s.timeline(), epoch).map(drop), refused);
+        assert!(!aquifer_core::Gate::is_open(&s.point()));
+        assert_eq!(rig.sim.end_capture(s.raw()), Ok(0), "the capture is whole");
+        assert_eq!(u.timeline().wait_for(s.timeline(), epoch), Ok(true));
+        s.synchronize().unwrap();
+    }
+}
+
+#[test]
+fn a_capture_forks_and_joins_by_waits_between_its_streams() {
+    let rig = Rig::stepped(3);
+    let (s, u) = (rig.lease(), rig.lease());
+    rig.launch(&u);
+    rig.sim.begin_capture(s.raw(), CaptureMode::Global).unwrap();
+    rig.launch(&s);
+    u.wait_for(&s).unwrap();
+    assert_eq!(u.timeline().is_capturing(), Ok(true));
+    rig.launch(&u);
+    s.wait_for(&u).unwrap();
+    assert_eq!(rig.sim.end_capture(s.raw()), Ok(6), "two kernels, and an event and a wait each way");
+    assert_eq!(u.timeline().is_capturing(), Ok(false));
+    let epoch = u.timeline().open();
+    assert!(!u.timeline().is_fenced(epoch), "the events were the graph's");
+    u.synchronize().unwrap();
+    drop((s, u));
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_use_that_ends_in_a_capture_is_held_back_until_the_stream_is_fenced_after_it() {
+    let rig = Rig::stepped(3);
+    let (home, u) = (rig.lease(), rig.lease());
+    rig.sim.begin_capture(u.raw(), CaptureMode::Relaxed).unwrap();
+    let mut uses = UseList::new();
+    uses.record(home.timeline(), u.timeline(), Access::Read).unwrap();
+    let noted = uses.take(home.timeline());
+    let (on, epoch) = noted.iter().map(|n| (n.on().clone(), n.epoch().unwrap())).next().unwrap();
+    on.fence(epoch).unwrap();
+    on.poll().unwrap();
+    assert!(!on.is_done(epoch));
+    rig.sim.end_capture(u.raw()).unwrap();
+    on.fence(epoch).unwrap();
+    rig.sim.run_all();
+    on.poll().unwrap();
+    assert!(noted.iter().all(|n| n.is_done()));
+}
+
+#[test]
+fn nobody_can_fence_the_legacy_stream_while_one_that_is_ordered_with_it_captures() {
+    let sim = Sim::h200(1).symbolic();
+    let blocking = sim.blocking_stream(DeviceId(0)).unwrap();
+    let legacy = sim.legacy_stream(DeviceId(0));
+    let driver = sim.driver();
+    assert_eq!(driver.stream_is_capturing(legacy), Ok(false));
+    sim.begin_capture(blocking, CaptureMode::Relaxed).unwrap();
+    assert_eq!(driver.stream_is_capturing(blocking), Ok(true));
+    assert_eq!(driver.stream_is_capturing(legacy), Ok(true));
+    assert_eq!(sim.end_capture(blocking), Ok(0), "asking breaks nothing");
+    assert_eq!(driver.stream_is_capturing(legacy), Ok(false));
+}
