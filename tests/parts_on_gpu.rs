@@ -220,9 +220,10 @@ fn memory_of_an_unknown_library_is_adopted_by_its_address() {
     assert!(cu.clone_dtoh(&theirs).unwrap().iter().all(|&n| n == 5));
 
     let legacy: CudaSlice<u32> = gpu.context.default_stream().alloc_zeros(16).unwrap();
-    let declined = Adopted::new(gpu.pool().streams(), legacy).map(drop).unwrap_err();
-    assert!(matches!(declined.error, MemoryError::DefaultStream { .. }), "{declined}");
-    assert_eq!(gpu.context.default_stream().clone_dtoh(&declined.value).unwrap(), vec![0; 16]);
+    let mut x = Adopted::new(gpu.pool().streams(), legacy).map_err(|d| d.error).unwrap();
+    s.fill(&mut x, 7).unwrap();
+    let back = x.into_inner().unwrap();
+    assert_eq!(gpu.context.default_stream().clone_dtoh(&back).unwrap(), vec![7; 16]);
 }
 
 #[test]

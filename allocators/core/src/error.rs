@@ -179,10 +179,10 @@ pub enum MemoryError {
     },
     /// An id of another pool, or of something that is no longer there.
     UnknownId,
-    /// One of the driver's default streams where a stream of one's own is needed.
-    DefaultStream {
-        /// The handle: 0 or 1 is the legacy default stream, 2 the per-thread one.
-        handle: u64,
+    /// The per-thread default stream of another thread. Its handle means a different stream here, so no call was made.
+    OtherThread {
+        /// The handle, 2.
+        stream: u64,
     },
     /// The driver or device lacks what was asked for.
     Unsupported {
@@ -254,10 +254,10 @@ impl fmt::Display for MemoryError {
                 write!(f, "stream {stream:#x} captures a graph; end the capture, or wait inside of it")
             }
             Self::UnknownId => f.write_str("an id of another pool, or of something that is gone"),
-            Self::DefaultStream { handle } => {
+            Self::OtherThread { stream } => {
                 write!(
                     f,
-                    "stream handle {handle} is a default stream of the driver; pass a stream of your own"
+                    "stream handle {stream} is the default stream of each thread, and this one another thread's"
                 )
             }
             Self::Unsupported { feature } => write!(f, "not supported here: {feature}"),

@@ -231,7 +231,7 @@ impl Inner {
                 return Ok(Some(block));
             }
         }
-        if self.config.adoption != Adoption::Wait {
+        if self.config.adoption != Adoption::Wait || !home.timeline().waits_unasked() {
             return Ok(None);
         }
         let mut settled = 0;
@@ -244,7 +244,8 @@ impl Inner {
         if let Some(block) = self.try_again(home, request, settled) {
             return Ok(Some(block));
         }
-        self.place(home, givers, request, WAITING, progress)
+        let waited_for: Vec<_> = givers.iter().copied().filter(|giver| giver.is_waited_for()).collect();
+        self.place(home, &waited_for, request, WAITING, progress)
     }
 
     fn try_again(&self, home: &'static Home, request: &Request, settled: u64) -> Option<Block> {
@@ -340,8 +341,9 @@ impl Inner {
         for candidate in std::iter::once(home).chain(homes.iter().copied()) {
             match candidate.wait_for_pending(until) {
                 Ok(true) => return Ok(true),
-                // Nobody can wait for a stream that captures, so what it holds is not to be had.
-                Ok(false) | Err(MemoryError::Capturing { .. }) => {}
+                // Nobody can wait for a stream that captures, or fence another thread's, so what those hold is not
+                // to be had.
+                Ok(false) | Err(MemoryError::Capturing { .. } | MemoryError::OtherThread { .. }) => {}
                 Err(error) => return Err(error),
             }
         }
@@ -351,7 +353,7 @@ impl Inner {
                 && !timeline.is_done(last_free)
             {
                 match timeline.wait(last_free, until) {
-                    Err(MemoryError::Capturing { .. }) => {}
+                    Err(MemoryError::Capturing { .. } | MemoryError::OtherThread { .. }) => {}
                     waited => return waited,
                 }
             }

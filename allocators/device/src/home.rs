@@ -165,13 +165,18 @@ impl Home {
     /// A block that nobody else uses: straight into the heap.
     #[inline]
     fn put_back(&'static self, freed: Freed) {
-        let (retired, reports) = self.with(|s| {
+        let (retired, reports, fence) = self.with(|s| {
             s.account.freed(&freed);
             let reports = s.reports();
             let epoch = s.timeline().map_or(0, |t| t.open());
+            let fence = s.timeline().filter(|t| t.fences_at_once()).cloned().map(|t| (t, epoch));
             s.give_to_heap(&freed.place, epoch);
-            (s.retire_if_done(), reports)
+            (s.retire_if_done(), reports, fence)
         });
+        if let Some((timeline, epoch)) = fence {
+            // A refusal leaves the range without a proof, so nobody else gets it before a later event covers it.
+            let _ = timeline.fence_at_once(epoch);
+        }
         if let Some((pool, free, complete)) = reports {
             self.report(&pool, free, Action::Free, &freed);
             self.report(&pool, complete, Action::Complete, &freed);
@@ -193,10 +198,13 @@ impl Home {
         }
         let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
         freed.note(&timeline, Ownership::Pending { users: &users });
+        let epoch = timeline.open();
+        // As above.
+        let _ = timeline.fence_at_once(epoch);
         let reports = self.with(|s| {
             s.account.freed(&freed);
             s.account.pending += freed.place.bytes;
-            s.pending.push(Pending { freed, epoch: timeline.open(), uses, until_free });
+            s.pending.push(Pending { freed, epoch, uses, until_free });
             s.report_one()
         });
         if let Some((pool, ticket)) = reports {
@@ -224,13 +232,16 @@ impl Home {
             let Some(taken) = taken else { return Ok((0, 0)) };
             taken
         };
+        // A stream that is fenced at once may be gone by now, and is not called for.
+        let may_wait = how == Settle::Wait && !timeline.fences_at_once() && timeline.waits_unasked();
         // Meanwhile these blocks are nobody's: no other thread can settle them twice.
         let (mut waits, mut bytes) = (0, 0);
         let mut outcome = Ok(());
         let mut rest = Vec::new();
         for mut entry in pending.drain(..) {
             entry.uses.retain(|u| !u.is_done());
-            if how == Settle::Wait && outcome.is_ok() && entry.uses.iter().all(|u| u.epoch().is_some()) {
+            let waited_for = |u: &Noted| u.epoch().is_some_and(|epoch| u.on().is_waited_for_unasked(epoch));
+            if may_wait && outcome.is_ok() && entry.uses.iter().all(waited_for) {
                 for noted in &entry.uses {
                     match noted.epoch().map_or(Ok(false), |epoch| timeline.wait_for(noted.on(), epoch)) {
                         Ok(waited) => waits += u64::from(waited),
@@ -262,6 +273,12 @@ impl Home {
             self.finish(retired);
         }
         outcome.map(|()| (bytes, waits))
+    }
+
+    /// Whether another stream may be made to wait for what is free here: see [`Timeline::is_waited_for_unasked`].
+    pub(crate) fn is_waited_for(&self) -> bool {
+        let (timeline, last_free) = self.with(|s| (s.timeline().cloned(), s.last_free));
+        timeline.is_some_and(|timeline| timeline.is_waited_for_unasked(last_free))
     }
 
     /// A pending block's last use is over.
@@ -335,7 +352,7 @@ impl Home {
     #[cold]
     pub(crate) fn finish(&'static self, retired: Retired) {
         if let Some(Serving { pool, timeline, .. }) = retired.serving {
-            match timeline.synchronize() {
+            match timeline.quiesce() {
                 Ok(()) => pool.take_home_back(self, &timeline, &retired.heap),
                 Err(MemoryError::DeviceLost { .. }) => {
                     // Nothing runs there any more.

@@ -285,17 +285,13 @@ fn what_cannot_be_taken_in_or_given_back_is_handed_back_with_the_reason() {
     let wrong = MemoryError::WrongDevice { expected: GPU, actual: DeviceId(1) };
     assert_eq!(declined(failing(elsewhere, s.raw())), wrong);
     assert_eq!(declined(failing(DeviceRange { bytes: 3, ..range }, s.raw())), MemoryError::ZeroSize);
-    let legacy = rig.sim.legacy_stream(GPU);
-    let mut by_default = failing(range, legacy);
-    assert_eq!(declined(by_default), MemoryError::UnknownId, "nobody keeps it");
-    // SAFETY: 1. only its name is used.
-    by_default = failing(range, unsafe { RawStream::from_raw(GPU, 0) });
-    // SAFETY: 1. to 4. refused.
-    let external =
-        unsafe { External::<u32, _>::new(range, by_default.stream, Some(Arc::new(())), by_default) };
-    let refused = Adopted::new(rig.pool.streams(), external).map(drop).unwrap_err();
-    assert_eq!(refused.error, MemoryError::DefaultStream { handle: 0 });
-    assert_eq!(refused.value.into_guard().range, range);
+    // Nobody has to keep a default stream alive.
+    for default in [RawStream::legacy(GPU), RawStream::per_thread(GPU)] {
+        // SAFETY: 1. to 4. nothing touches the range.
+        let external = unsafe { External::<u32, _>::new(range, default, None, failing(range, default)) };
+        let adopted = Adopted::new(rig.pool.streams(), external).map_err(|d| d.error).unwrap();
+        assert_eq!(adopted.into_inner().unwrap().into_guard().range, range);
+    }
     let unknown = rig.sim.driver().stream_create(GPU, 0).unwrap();
     assert_eq!(declined(failing(range, unknown)), MemoryError::UnknownId);
 

@@ -11,7 +11,7 @@ use aquifer_device::{
     POISON_ALLOCATED, POISON_FREED, PoolConfig, Request, Resource,
 };
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange,
+    Access, Call, CallCounts, DeviceId, DeviceRange,
     sim::{DeviceConfig, Kernel, Sim, SimConfig},
 };
 use aquifer_stream::{Life, Stream};
@@ -383,7 +383,7 @@ fn a_stream_that_was_retired_gets_no_work_from_a_later_free() {
 }
 
 #[test]
-fn a_stream_whose_handle_may_be_gone_gets_no_work_from_a_later_free_or_check() {
+fn a_stream_whose_handle_may_be_gone_gets_no_work_but_the_event_of_the_free() {
     let rig = rig(Sim::h200(1), 64, Debugging::all());
     let driver = rig.sim.driver();
     let raw = driver.stream_create(DeviceId(0), 0).unwrap();
@@ -393,11 +393,16 @@ fn a_stream_whose_handle_may_be_gone_gets_no_work_from_a_later_free_or_check() {
         let adopted = unsafe { rig.pool.streams().adopt(raw, Life::Fenced) }.unwrap();
         let block = rig.pool.alloc(&adopted, Request::bytes(1000)).unwrap();
         adopted.synchronize().unwrap();
-        // SAFETY: 1. nothing is queued on it.
+        let before = driver.calls().made();
+        assert!(rig.pool.check().unwrap().is_empty());
+        assert_eq!(driver.calls().made(), before);
+        drop(block);
+        let fills = |calls: &CallCounts| calls.get(Call::Fill);
+        assert_eq!(fills(driver.calls()), before.iter().find(|(call, _)| *call == Call::Fill).map_or(0, |c| c.1));
+        // SAFETY: 1. the free was the last to need it.
         unsafe { driver.stream_destroy(raw) }.unwrap();
         let before = driver.calls().made();
         assert!(rig.pool.check().unwrap().is_empty());
-        drop(block);
         assert_eq!(driver.calls().made(), before);
         adopted
     };

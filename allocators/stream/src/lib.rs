@@ -10,6 +10,7 @@
 
 mod copy;
 pub mod epochs;
+mod life;
 mod lock;
 mod pool;
 mod stream;
@@ -19,8 +20,9 @@ mod uses;
 
 pub use copy::{Grid, HostOwned, InFlight, Refused, Scope};
 pub use epochs::Epochs;
+pub use life::Life;
 pub use lock::Spin;
-pub use pool::{DEFAULT_CAP, StreamPool};
+pub use pool::{DEFAULT_CAP, Lease, StreamPool};
 pub use stream::{Point, Stream};
-pub use timeline::{Calling, Fence, Life, Timeline};
+pub use timeline::{Calling, Fence, Timeline};
 pub use uses::{Noted, Use, UseList};

@@ -8,6 +8,7 @@ use std::{
     fmt,
     ops::RangeInclusive,
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
+    thread::{self, ThreadId},
 };
 
 /// How many streams a pool has at most, unless told otherwise.
@@ -28,9 +29,71 @@ pub(crate) struct Inner {
     cap: u32,
     ids: IdSpace<Stream>,
     slots: Mutex<Slots>,
-    /// Streams that are known here, leased or adopted, by handle. A handle comes back after its stream is destroyed, so
-    /// an adopted one is believed only while its id is the same.
-    known: Mutex<HashMap<RawStream, Weak<Timeline>>>,
+    /// Streams that are known here, leased or adopted. A handle comes back after its stream is destroyed, so an adopted one
+    /// is believed only while its id is the same.
+    known: Mutex<HashMap<Key, Weak<Timeline>>>,
+}
+
+/// What tells streams apart: the context, of which a device has one here, and the handle; of a per-thread default stream also
+/// the thread that means it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+struct Key {
+    raw: RawStream,
+    thread: Option<ThreadId>,
+}
+
+impl Key {
+    /// What a handle means on the thread that asks.
+    fn of(raw: RawStream) -> Self {
+        let device = raw.device();
+        match raw.handle() {
+            0 | 1 => Self { raw: RawStream::legacy(device), thread: None },
+            2 => Self { raw, thread: Some(thread::current().id()) },
+            _ => Self { raw, thread: None },
+        }
+    }
+
+    /// How long a default stream lives; `None` for any other, whose owner must say.
+    fn default_life(self) -> Option<Life> {
+        match self.thread {
+            Some(thread) => Some(Life::Thread(thread)),
+            None if self.raw == RawStream::legacy(self.raw.device()) => Some(Life::Legacy),
+            None => None,
+        }
+    }
+}
+
+/// What a leased stream is to be like.
+///
+/// ```
+/// use aquifer_core::DeviceId;
+/// use aquifer_driver::sim::Sim;
+/// use aquifer_stream::{Lease, StreamPool};
+/// let pool = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
+/// let collectives = pool.lease_as(Lease::default().isolated().priority(-1))?;
+/// assert!(collectives.timeline().is_isolated());
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub struct Lease {
+    priority: i32,
+    isolated: bool,
+}
+
+impl Lease {
+    /// Served before others of a higher number. 0 unless set.
+    #[must_use]
+    pub fn priority(mut self, priority: i32) -> Self {
+        self.priority = priority;
+        self
+    }
+
+    /// Never made to wait for another stream, nor another for it, by a pool: see [`Timeline::is_isolated`].
+    #[must_use]
+    pub fn isolated(mut self) -> Self {
+        self.isolated = true;
+        self
+    }
 }
 
 #[derive(Default)]
@@ -46,14 +109,14 @@ struct Slots {
 
 struct Slot {
     timeline: Arc<Timeline>,
-    priority: i32,
+    kind: Lease,
     /// Grows with each lease, so that an id of an earlier one is told apart.
     generation: u32,
-    leased: Weak<Lease>,
+    leased: Weak<Leased>,
 }
 
 /// One lease; the stream goes back to the pool when the last clone of it is dropped.
-pub(crate) struct Lease {
+pub(crate) struct Leased {
     pub(crate) pool: Arc<Inner>,
     pub(crate) timeline: Arc<Timeline>,
     pub(crate) id: Id<Stream>,
@@ -61,7 +124,7 @@ pub(crate) struct Lease {
     slot: Option<u32>,
 }
 
-impl Drop for Lease {
+impl Drop for Leased {
     fn drop(&mut self) {
         if let Some(slot) = self.slot {
             self.pool.slots().idle.push(slot);
@@ -90,7 +153,7 @@ impl StreamPool {
     /// # Errors
     /// [`MemoryError::Capacity`] when `cap` streams are leased; the driver's.
     pub fn lease(&self) -> Result<Stream> {
-        self.lease_with_priority(0)
+        self.lease_as(Lease::default())
     }
 
     /// Leases a stream of this priority (a lower number is served first): one that came back, or a new one.
@@ -98,10 +161,27 @@ impl StreamPool {
     /// # Errors
     /// [`MemoryError::Capacity`] when `cap` streams are leased; the driver's.
     pub fn lease_with_priority(&self, priority: i32) -> Result<Stream> {
+        self.lease_as(Lease::default().priority(priority))
+    }
+
+    /// Leases a stream for work that must be ordered with other streams only where its user says so: collectives. See
+    /// [`Timeline::is_isolated`].
+    ///
+    /// # Errors
+    /// As [`StreamPool::lease`].
+    pub fn lease_isolated(&self) -> Result<Stream> {
+        self.lease_as(Lease::default().isolated())
+    }
+
+    /// Leases a stream of this kind: one that came back, or a new one.
+    ///
+    /// # Errors
+    /// As [`StreamPool::lease`].
+    pub fn lease_as(&self, kind: Lease) -> Result<Stream> {
         let inner = &self.inner;
         let found = {
             let mut slots = inner.slots();
-            let at = slots.idle.iter().position(|&slot| slots.slots[slot as usize].priority == priority);
+            let at = slots.idle.iter().position(|&slot| slots.slots[slot as usize].kind == kind);
             match at {
                 Some(at) => {
                     let slot = slots.idle.swap_remove(at);
@@ -111,23 +191,23 @@ impl StreamPool {
                     slots.coming += 1;
                     None
                 }
-                // All streams exist; one that is idle under another priority gives way.
+                // All streams exist; one of another kind that is idle gives way.
                 None => Some(slots.idle.pop().ok_or(MemoryError::Capacity { max: inner.cap })?),
             }
         };
-        let made = inner.make(priority);
+        let made = inner.make(kind);
         let mut slots = inner.slots();
         match (made, found) {
             (Ok(make), None) => {
                 slots.coming -= 1;
                 let slot = slots.slots.len() as u32;
                 let timeline = Arc::new(make(slot));
-                slots.slots.push(Slot { timeline, priority, generation: 0, leased: Weak::new() });
+                slots.slots.push(Slot { timeline, kind, generation: 0, leased: Weak::new() });
                 Ok(inner.lease_slot(&mut slots, slot))
             }
             (Ok(make), Some(slot)) => {
                 let old = std::mem::replace(&mut slots.slots[slot as usize].timeline, Arc::new(make(slot)));
-                slots.slots[slot as usize].priority = priority;
+                slots.slots[slot as usize].kind = kind;
                 let stream = inner.lease_slot(&mut slots, slot);
                 drop(slots);
                 // Destroys the stream, a driver call, unless a cache still notes it.
@@ -148,32 +228,75 @@ impl StreamPool {
     /// Takes in a stream of another library, so that it can be used with pools of this device. The same stream adopted
     /// twice is one and the same here.
     ///
+    /// The handles 0, 1 and 2 are the driver's default streams, whose life is known, whatever `life` says: see
+    /// [`StreamPool::legacy_default`] and [`StreamPool::thread_default`].
+    ///
     /// # Safety
     /// 1. `raw` is a valid stream of this pool's device and driver.
     /// 2. It is kept valid as `life` says.
     ///
     /// # Errors
-    /// [`MemoryError::DefaultStream`] for the handles 0, 1 and 2; [`MemoryError::WrongDevice`]; the driver's.
+    /// [`MemoryError::WrongDevice`]; the driver's.
     #[expect(unsafe_code, reason = "declares an unsafe function; holds no unsafe block")]
     pub unsafe fn adopt(&self, raw: RawStream, life: Life) -> Result<Stream> {
         self.adopt_known(raw, life)
     }
 
+    /// As [`StreamPool::adopt`], for a stream that must be ordered with others only where its user says so: collectives of
+    /// another library. See [`Timeline::is_isolated`]. A stream that is known already is isolated from now on.
+    ///
+    /// # Safety
+    /// As [`StreamPool::adopt`].
+    ///
+    /// # Errors
+    /// As [`StreamPool::adopt`].
+    #[expect(unsafe_code, reason = "declares an unsafe function; holds no unsafe block")]
+    pub unsafe fn adopt_isolated(&self, raw: RawStream, life: Life) -> Result<Stream> {
+        let stream = self.adopt_known(raw, life)?;
+        stream.timeline().isolate();
+        Ok(stream)
+    }
+
+    /// The legacy default stream of the device's primary context, which the handles 0 and 1 both mean. The driver orders
+    /// it with every blocking stream of the context, both ways; leased streams are not blocking.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn legacy_default(&self) -> Result<Stream> {
+        self.adopt_known(RawStream::legacy(self.device()), Life::Legacy)
+    }
+
+    /// The default stream that the calling thread has to itself (handle 2). Each thread gets an account of its own.
+    ///
+    /// Frees and uses on it are fenced at once, with an event recorded by this thread; so blocks allocated for it are
+    /// freed, and uses on it ended, here. What another thread frees or ends is held back until this thread frees, ends
+    /// or waits for something again, or the whole device is waited for. Calls for the stream from another thread are
+    /// refused with [`MemoryError::OtherThread`].
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn thread_default(&self) -> Result<Stream> {
+        self.adopt_known(RawStream::per_thread(self.device()), Life::Fenced)
+    }
+
     fn adopt_known(&self, raw: RawStream, life: Life) -> Result<Stream> {
         let timeline = self.inner.adopted(raw, life)?;
         let id = self.inner.ids.mint(timeline.number(), 0);
-        Ok(Stream { lease: Arc::new(Lease { pool: self.inner.clone(), timeline, id, slot: None }) })
+        Ok(Stream { lease: Arc::new(Leased { pool: self.inner.clone(), timeline, id, slot: None }) })
     }
 
-    /// The timeline of a stream by its handle: one that is leased here or adopted, or one that `alive` keeps valid,
-    /// which is adopted now.
+    /// The timeline of a stream by its handle: one that is leased here or adopted, or one that `alive` keeps valid, or a
+    /// default stream, which is adopted now.
     ///
     /// # Errors
     /// [`MemoryError::UnknownId`] for a stream that is not known without `alive`; those of adoption.
     pub fn timeline(&self, raw: RawStream, alive: Option<KeepAlive>) -> Result<Arc<Timeline>> {
         match alive {
             Some(alive) => self.inner.adopted(raw, Life::KeptAlive(alive)),
-            None => self.inner.lookup(raw)?.ok_or(MemoryError::UnknownId),
+            None => match Key::of(raw).default_life() {
+                Some(life) => self.inner.adopted(raw, life),
+                None => self.inner.lookup(raw)?.ok_or(MemoryError::UnknownId),
+            },
         }
     }
 
@@ -228,7 +351,7 @@ impl Inner {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn known(&self) -> MutexGuard<'_, HashMap<RawStream, Weak<Timeline>>> {
+    fn known(&self) -> MutexGuard<'_, HashMap<Key, Weak<Timeline>>> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -237,8 +360,8 @@ impl Inner {
     }
 
     /// A new stream of the driver's; its number is known only under the lock.
-    fn make(&self, priority: i32) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
-        let raw = self.driver.stream_create(self.device, priority).map_err(|e| self.lost(e))?;
+    fn make(&self, kind: Lease) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
+        let raw = self.driver.stream_create(self.device, kind.priority).map_err(|e| self.lost(e))?;
         let id = match self.driver.stream_id(raw) {
             Ok(id) => id,
             Err(error) => {
@@ -247,7 +370,7 @@ impl Inner {
             }
         };
         let driver = self.driver.clone();
-        Ok(move |number| Timeline::new(driver, raw, number, id, Life::Owned))
+        Ok(move |number| Timeline::new(driver, raw, number, id, Life::Owned, kind.isolated))
     }
 
     #[expect(unsafe_code, reason = "ends a handle")]
@@ -260,14 +383,14 @@ impl Inner {
     fn lease_slot(self: &Arc<Self>, slots: &mut Slots, slot: u32) -> Stream {
         let entry = &mut slots.slots[slot as usize];
         entry.generation += 1;
-        let lease = Arc::new(Lease {
+        let lease = Arc::new(Leased {
             pool: self.clone(),
             timeline: entry.timeline.clone(),
             id: self.ids.mint(slot, entry.generation),
             slot: Some(slot),
         });
         entry.leased = Arc::downgrade(&lease);
-        self.known().insert(entry.timeline.raw(), Arc::downgrade(&entry.timeline));
+        self.known().insert(Key::of(entry.timeline.raw()), Arc::downgrade(&entry.timeline));
         Stream { lease }
     }
 
@@ -276,12 +399,12 @@ impl Inner {
         if raw.device() != self.device {
             return Err(MemoryError::WrongDevice { expected: self.device, actual: raw.device() });
         }
-        let Some(known) = self.known().get(&raw).and_then(Weak::upgrade) else { return Ok(None) };
+        let Some(known) = self.known().get(&Key::of(raw)).and_then(Weak::upgrade) else { return Ok(None) };
         if known.is_retired() {
             return Ok(None);
         }
         let same = match known.life() {
-            Life::Owned | Life::KeptAlive(_) => true,
+            Life::Owned | Life::KeptAlive(_) | Life::Legacy | Life::Thread(_) => true,
             Life::Retired | Life::Fenced => {
                 self.driver.stream_id(raw).map_err(|e| self.lost(e))? == known.id()
             }
@@ -290,9 +413,8 @@ impl Inner {
     }
 
     fn adopted(&self, raw: RawStream, life: Life) -> Result<Arc<Timeline>> {
-        if raw.handle() <= 2 {
-            return Err(MemoryError::DefaultStream { handle: raw.handle() });
-        }
+        let key = Key::of(raw);
+        let (raw, life) = (key.raw, key.default_life().unwrap_or(life));
         if let Some(known) = self.lookup(raw)? {
             return Ok(known);
         }
@@ -303,14 +425,14 @@ impl Inner {
             slots.adopted += 1;
             self.cap + slots.adopted - 1
         };
-        let timeline = Arc::new(Timeline::new(self.driver.clone(), raw, number, id, life));
+        let timeline = Arc::new(Timeline::new(self.driver.clone(), raw, number, id, life, false));
         let mut known = self.known();
         known.retain(|_, timeline| timeline.strong_count() > 0);
         // Another thread may have taken it in meanwhile.
-        let other = known.get(&raw).and_then(Weak::upgrade);
+        let other = known.get(&key).and_then(Weak::upgrade);
         let same = other.as_ref().is_some_and(|other| other.id() == id && !other.is_retired());
         if !same {
-            known.insert(raw, Arc::downgrade(&timeline));
+            known.insert(key, Arc::downgrade(&timeline));
         }
         drop(known);
         // What is not the answer goes only now: it may be the last to hold somebody else's stream.

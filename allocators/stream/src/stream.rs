@@ -1,6 +1,6 @@
 //! A leased stream, as its user holds it.
 
-use crate::{Timeline, pool::Lease};
+use crate::{Timeline, pool::Leased};
 use aquifer_core::{DeviceId, Gate, Id, MemoryError, Result};
 use aquifer_driver::{Driver, RawStream, site};
 use std::{
@@ -18,7 +18,7 @@ use std::{
 /// stream queues behind it.
 #[derive(Clone)]
 pub struct Stream {
-    pub(crate) lease: Arc<Lease>,
+    pub(crate) lease: Arc<Leased>,
 }
 
 impl Stream {

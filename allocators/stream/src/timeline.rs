@@ -1,42 +1,17 @@
 //! One stream's past and what may be known of it.
 
-use crate::{Epochs, Spin};
+use crate::{Epochs, Life, Spin};
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{Driver, KeepAlive, RawEvent, RawStream, Relaxed};
+use aquifer_driver::{Driver, RawEvent, RawStream, Relaxed};
 use std::{
     any::Any,
     fmt,
     sync::{
         Arc, OnceLock, PoisonError, RwLock,
-        atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
-
-/// How a stream's handle is kept valid for events that are recorded later.
-#[derive(Clone)]
-pub enum Life {
-    /// It is ours, and is destroyed when the last who notes it lets go.
-    Owned,
-    /// It is another library's, and lives as long as this.
-    KeptAlive(KeepAlive),
-    /// It is another library's. Its owner calls [`Stream::retire`](crate::Stream::retire) before destroying it.
-    Retired,
-    /// It is another library's and may be destroyed at any time that no call is in progress: every free and every use
-    /// is fenced at once, with an event recorded there and then.
-    Fenced,
-}
-
-impl fmt::Debug for Life {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Owned => "Owned",
-            Self::KeptAlive(_) => "KeptAlive",
-            Self::Retired => "Retired",
-            Self::Fenced => "Fenced",
-        })
-    }
-}
 
 /// What [`Timeline::fence`] came to.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -48,6 +23,10 @@ pub enum Fence {
     /// The stream captures a graph, and an event would become part of that: the epoch stays without one, and the next fence
     /// after the capture covers it.
     Capturing,
+    /// The handle does not mean this stream here or now, and no call was made: it is the default stream of another thread,
+    /// or one that may be gone by now and could not be fenced when it had to be. The next fence by whoever may call for
+    /// the stream covers the epoch.
+    OutOfReach,
 }
 
 impl Fence {
@@ -108,6 +87,8 @@ pub struct Timeline {
     /// This account's own number. A stream that is let go of and taken in again has another, and its epochs start anew.
     serial: u64,
     life: Life,
+    /// Whether its waits are its users' alone. Once set it stays.
+    isolated: AtomicBool,
     epochs: Epochs<OwnedEvent>,
     /// Events that were seen done and that nobody holds.
     spare: Spin<Vec<Arc<OwnedEvent>>>,
@@ -126,7 +107,14 @@ pub struct Timeline {
 type Attached = (u64, &'static (dyn Any + Send + Sync));
 
 impl Timeline {
-    pub(crate) fn new(driver: Arc<dyn Driver>, raw: RawStream, number: u32, id: u64, life: Life) -> Self {
+    pub(crate) fn new(
+        driver: Arc<dyn Driver>,
+        raw: RawStream,
+        number: u32,
+        id: u64,
+        life: Life,
+        isolated: bool,
+    ) -> Self {
         Self {
             driver,
             raw,
@@ -134,6 +122,7 @@ impl Timeline {
             id,
             serial: SERIALS.fetch_add(1, Ordering::Relaxed),
             life,
+            isolated: AtomicBool::new(isolated),
             epochs: Epochs::new(),
             spare: Spin::new(Vec::new()),
             waited: Spin::new(Vec::new()),
@@ -172,10 +161,44 @@ impl Timeline {
         &self.life
     }
 
-    /// Whether frees and uses must be fenced as they happen, since the handle may be gone later.
+    /// Whether frees and uses must be fenced as they happen, since the handle may be gone later, or out of reach.
+    #[inline]
     #[must_use]
     pub fn fences_at_once(&self) -> bool {
-        matches!(self.life, Life::Fenced)
+        self.life.fences_at_once()
+    }
+
+    /// Whether the stream waits for others, and others for it, only where its user says so.
+    ///
+    /// Pools order streams behind their users' backs: memory that is still in use passes from one stream to another with a
+    /// wait on the device. Where work waits for work of *another process*, as collectives do, two ranks that take
+    /// different memory from different streams could so wait for each other for ever. Isolated streams neither give nor
+    /// take memory that way; what the host has seen done passes to and from them like any other.
+    #[must_use]
+    pub fn is_isolated(&self) -> bool {
+        self.isolated.load(Ordering::Relaxed)
+    }
+
+    /// Marks the stream, for good.
+    pub(crate) fn isolate(&self) {
+        self.isolated.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a pool may make this stream wait for another without its user's asking: not if it is isolated, nor while it
+    /// captures a graph, nor where its handle means another stream. One driver call, so the handle must be good.
+    #[must_use]
+    pub fn waits_unasked(&self) -> bool {
+        !self.is_isolated() && !self.is_capturing().unwrap_or(true)
+    }
+
+    /// Whether a pool may make other streams wait for `epoch` of this one without its user's asking: not if it is isolated,
+    /// nor where the wait could only be refused, since the stream captures or could not be fenced when it had to be. At
+    /// most one driver call.
+    #[must_use]
+    pub fn is_waited_for_unasked(&self, epoch: u64) -> bool {
+        let provable =
+            if self.fences_at_once() { self.is_fenced(epoch) } else { !self.is_capturing().unwrap_or(true) };
+        provable && !self.is_isolated()
     }
 
     /// The epoch of all that has been queued by now.
@@ -207,14 +230,25 @@ impl Timeline {
         if self.is_fenced(epoch) {
             return Ok(Fence::Standing);
         }
-        // A stream that has ended has nothing left to prove.
-        let Ok(_calling) = self.calling() else { return Ok(Fence::Standing) };
+        let _calling = match self.calling() {
+            Ok(calling) => calling,
+            Err(MemoryError::OtherThread { .. }) => return Ok(Fence::OutOfReach),
+            // A stream that has ended has nothing left to prove.
+            Err(_) => return Ok(Fence::Standing),
+        };
+        let fleeting = matches!(self.life, Life::Fenced);
+        if fleeting && epoch < self.open() {
+            // Its own moment has passed without an event.
+            return Ok(Fence::OutOfReach);
+        }
+        // Closed whatever comes of it, so that nobody calls for a stream that is gone in order to try again.
+        let closed = fleeting.then(|| self.epochs.close());
         let _relaxed = Relaxed::enter(&*self.driver);
         if self.captures()? {
             return Ok(Fence::Capturing);
         }
         let event = self.take_event()?;
-        let closed = self.epochs.close();
+        let closed = closed.unwrap_or_else(|| self.epochs.close());
         // The order of these three is what the module of epochs is about.
         self.driver.event_record(event.raw, self.raw).map_err(|e| self.lost(e))?;
         if self.captures()? {
@@ -230,7 +264,11 @@ impl Timeline {
     /// # Errors
     /// The driver's.
     pub fn is_capturing(&self) -> Result<bool> {
-        let Ok(_calling) = self.calling() else { return Ok(false) };
+        let _calling = match self.calling() {
+            Ok(calling) => calling,
+            Err(MemoryError::UnknownId) => return Ok(false),
+            Err(error) => return Err(error),
+        };
         self.captures()
     }
 
@@ -248,12 +286,38 @@ impl Timeline {
         MemoryError::Capturing { stream: self.raw.handle() }
     }
 
+    /// The error for an epoch that could not be fenced.
+    fn unfenced(&self, fence: Fence) -> Result<()> {
+        match fence {
+            Fence::Standing | Fence::Recorded => Ok(()),
+            Fence::Capturing => Err(self.capturing()),
+            Fence::OutOfReach if self.life.is_meant_here() => Err(MemoryError::UnknownId),
+            Fence::OutOfReach => Err(self.of_another_thread()),
+        }
+    }
+
+    /// Fences `epoch` of a stream that cannot be fenced later; nothing is to be done for others.
+    ///
+    /// # Errors
+    /// Those that kept the event from being recorded. What ends in `epoch` is held back until a later event covers it.
+    pub fn fence_at_once(&self, epoch: u64) -> Result<()> {
+        if self.fences_at_once() { self.unfenced(self.fence(epoch)?) } else { Ok(()) }
+    }
+
+    fn of_another_thread(&self) -> MemoryError {
+        MemoryError::OtherThread { stream: self.raw.handle() }
+    }
+
     /// Announces driver calls for the handle, which stays good while the answer lives. Not to be held while another
     /// stream's is asked for.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] for a stream that has been retired, [`MemoryError::DeviceLost`].
+    /// [`MemoryError::UnknownId`] for a stream that has been retired, [`MemoryError::OtherThread`] for another thread's
+    /// default stream, [`MemoryError::DeviceLost`].
     pub fn calling(&self) -> Result<Calling<'_>> {
+        if !self.life.is_meant_here() {
+            return Err(self.of_another_thread());
+        }
         loop {
             // Counted first and looked after, while whoever retires sets first and counts after: one of the two sees the
             // other, as both are in the one order of sequential consistency.
@@ -330,15 +394,14 @@ impl Timeline {
     ///
     /// # Errors
     /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if one of the two captures a
-    /// graph, whose capture stays whole; the driver's. What was queued before is as it was.
+    /// graph, whose capture stays whole; [`MemoryError::OtherThread`] if one is the default stream of another thread, which
+    /// has not been fenced there; the driver's. What was queued before is as it was.
     pub fn wait_for(&self, other: &Timeline, epoch: u64) -> Result<bool> {
         let same = std::ptr::eq(self, other);
         if same || other.is_done(epoch) || self.has_waited(other, epoch) {
             return Ok(false);
         }
-        if other.fence(epoch)? == Fence::Capturing {
-            return Err(other.capturing());
-        }
+        other.unfenced(other.fence(epoch)?)?;
         let Some((proved, event)) = other.epochs.proof(epoch) else {
             // It was seen done between the two looks.
             return Ok(false);
@@ -387,14 +450,16 @@ impl Timeline {
     /// Blocks until `epoch` is done or the deadline has passed; says whether it is done.
     ///
     /// # Errors
-    /// [`MemoryError::Capturing`] at once if the epoch has no event and the stream captures; the driver's, or those of work
-    /// queued before.
+    /// Where the epoch has no event and none can be recorded: [`MemoryError::Capturing`] at once; without a deadline
+    /// the whole device is waited for if the stream is out of reach, with one that is [`MemoryError::OtherThread`] or
+    /// [`MemoryError::UnknownId`]. The driver's, or those of work queued before.
     pub fn wait(&self, epoch: u64, deadline: Option<Instant>) -> Result<bool> {
         if self.is_done(epoch) {
             return Ok(true);
         }
-        if self.fence(epoch)? == Fence::Capturing {
-            return Err(self.capturing());
+        match self.fence(epoch)? {
+            Fence::OutOfReach if deadline.is_none() => return self.synchronize_device().map(|()| true),
+            fence => self.unfenced(fence)?,
         }
         let Some((proved, event)) = self.epochs.proof(epoch) else { return Ok(self.is_done(epoch)) };
         let Some(deadline) = deadline else {
@@ -434,9 +499,36 @@ impl Timeline {
         let _calling = match self.calling() {
             Ok(calling) => calling,
             Err(MemoryError::UnknownId) => return Ok(()),
+            Err(MemoryError::OtherThread { .. }) => return self.synchronize_device(),
             Err(error) => return Err(error),
         };
         self.synchronize_now()
+    }
+
+    /// Waits until what was noted of the stream is done, for those who may call when its handle is gone: what was fenced at
+    /// once is waited for by its events, everything else by [`Timeline::synchronize`]. Blocks.
+    ///
+    /// # Errors
+    /// [`MemoryError::UnknownId`] if something could not be fenced when it had to be; as [`Timeline::synchronize`].
+    pub fn quiesce(&self) -> Result<()> {
+        if !matches!(self.life, Life::Fenced) {
+            return self.synchronize();
+        }
+        // Nothing is noted in an epoch without closing it.
+        let last = self.open() - 1;
+        if !self.is_fenced(last) && !self.is_retired() {
+            return Err(MemoryError::UnknownId);
+        }
+        self.wait(last, None).map(drop)
+    }
+
+    /// Waits for all that is queued on the device, and notes that this stream's part is done (`cuCtxSynchronize`).
+    fn synchronize_device(&self) -> Result<()> {
+        let _relaxed = Relaxed::enter(&*self.driver);
+        let closed = self.epochs.close();
+        self.driver.device_synchronize(self.raw.device()).map_err(|e| self.lost(e))?;
+        self.finish(closed);
+        Ok(())
     }
 
     /// The handle must be good.
@@ -462,25 +554,23 @@ impl Timeline {
         if self.wait(self.open(), None).is_ok() {
             return Ok(());
         }
-        let _relaxed = Relaxed::enter(&*self.driver);
-        let closed = self.epochs.close();
-        if self.driver.device_synchronize(self.raw.device()).is_err() {
-            return Err(refused);
-        }
-        self.finish(closed);
-        Ok(())
+        self.synchronize_device().map_err(|_| refused)
     }
 
     /// Synchronises, and never calls the driver for this stream again: its handle is about to be destroyed. Whoever goes
     /// on using the stream gets errors. Blocks, also until other threads' calls for it are over.
     ///
-    /// A stream of a pool's own is synchronised and lives on: its handle is the pool's to destroy.
+    /// A stream of a pool's own is synchronised and lives on: its handle is the pool's to destroy. So does the legacy default
+    /// stream. A thread's default stream is retired by its thread, before that ends.
     ///
     /// # Errors
-    /// The driver's; the stream is not retired.
+    /// [`MemoryError::OtherThread`]; the driver's; the stream is not retired.
     pub fn retire(&self) -> Result<()> {
-        if matches!(self.life, Life::Owned) {
+        if self.life.outlives_retirement() {
             return self.synchronize();
+        }
+        if !self.life.is_meant_here() {
+            return Err(self.of_another_thread());
         }
         while let Err(state) = self.state.compare_exchange(LIVE, ENDING, Ordering::SeqCst, Ordering::SeqCst) {
             if state != ENDING {

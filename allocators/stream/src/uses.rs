@@ -120,7 +120,7 @@ impl Use {
         }
         let epoch = state.on.open();
         state.stamp.store(epoch, Ordering::Release);
-        if state.on.fences_at_once() { state.on.fence(epoch).map(drop) } else { Ok(()) }
+        state.on.fence_at_once(epoch)
     }
 
     /// Ends the use without any work of it having been queued.
@@ -213,7 +213,7 @@ impl UseList {
         let epoch = on.open();
         let noted = Noted(Arc::new(State { on: on.clone(), access, stamp: AtomicU64::new(epoch) }));
         self.list.with(|list| Self::push(list, noted));
-        if on.fences_at_once() { on.fence(epoch).map(drop) } else { Ok(()) }
+        on.fence_at_once(epoch)
     }
 
     /// Notes the use first, so that of two conflicting ones only one can pass, and takes it back if a wait fails.
@@ -317,9 +317,9 @@ impl UseList {
         let Some(mut uses) = self.list.get_mut().take() else { return Vec::new() };
         for noted in uses.iter() {
             noted.end_borrow();
-            if let (true, Some(epoch)) = (noted.0.on.fences_at_once(), noted.epoch()) {
+            if let Some(epoch) = noted.epoch() {
                 // A refusal leaves the use without a proof, so the block is held back until the stream is retired.
-                let _ = noted.0.on.fence(epoch);
+                let _ = noted.0.on.fence_at_once(epoch);
             }
         }
         uses.retain(|u| u.is_open() || !(Arc::ptr_eq(&u.0.on, home) || u.is_done()));

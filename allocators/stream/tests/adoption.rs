@@ -20,19 +20,80 @@ fn lives() -> [Life; 3] {
 }
 
 #[test]
-#[expect(unsafe_code, reason = "names handles that must be refused")]
-fn the_default_streams_are_refused_by_their_handles() {
+#[expect(unsafe_code, reason = "names the driver's default streams")]
+fn the_legacy_default_stream_is_one_under_both_its_handles_and_on_every_thread() {
     let rig = Rig::new(4);
-    for handle in [0, 1, 2] {
-        // SAFETY: 1. the driver's own default streams, which are always there.
-        let default = unsafe { RawStream::from_raw(GPU, handle) };
+    let legacy = rig.pool.legacy_default().unwrap();
+    for handle in [0, 1] {
+        // SAFETY: 1. the driver's own default stream, which is always there.
+        let raw = unsafe { RawStream::from_raw(GPU, handle) };
         for life in lives() {
-            assert_eq!(rig.adopt(default, life), Err(MemoryError::DefaultStream { handle }));
+            assert_eq!(rig.adopt(raw, life).unwrap(), legacy);
         }
-        let taken_in = rig.pool.timeline(default, Some(Arc::new(()))).map(drop);
-        assert_eq!(taken_in, Err(MemoryError::DefaultStream { handle }));
+        let here = rig.pool.timeline(raw, None).unwrap();
+        let there = thread::scope(|scope| scope.spawn(|| rig.pool.timeline(raw, None)).join().unwrap());
+        assert!(Arc::ptr_eq(&here, legacy.timeline()) && Arc::ptr_eq(&there.unwrap(), &here));
     }
-    assert_eq!(rig.sim.driver().calls().made(), [], "no call is needed to know that");
+    // Nobody can destroy it, so it is never out of use.
+    rig.launch(&legacy);
+    legacy.clone().retire().unwrap();
+    assert!(!legacy.timeline().is_retired());
+    rig.launch(&legacy);
+    legacy.synchronize().unwrap();
+}
+
+#[test]
+fn each_thread_has_a_default_stream_of_its_own_which_no_other_may_call_for() {
+    let rig = Rig::stepped(4);
+    let (home, mine) = (rig.lease(), rig.pool.thread_default().unwrap());
+    assert_eq!(rig.pool.thread_default().unwrap(), mine);
+    assert!(Arc::ptr_eq(&rig.pool.timeline(RawStream::per_thread(GPU), None).unwrap(), mine.timeline()));
+    rig.launch(&mine);
+    let epoch = mine.timeline().open();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let theirs = rig.pool.thread_default().unwrap();
+            assert_ne!(theirs, mine);
+            assert_ne!(theirs.timeline().id(), mine.timeline().id());
+            let refused = MemoryError::OtherThread { stream: 2 };
+            assert_eq!(mine.timeline().fence(epoch), Ok(Fence::OutOfReach));
+            assert_eq!(mine.wait_for(&home), Err(refused.clone()));
+            assert_eq!(home.wait_for(&mine), Err(refused.clone()));
+            assert_eq!(mine.is_idle(), Err(refused.clone()));
+            assert_eq!(mine.clone().retire(), Err(refused.clone()));
+            let soon = std::time::Instant::now();
+            assert_eq!(mine.timeline().wait(epoch, Some(soon)), Err(refused));
+            assert_eq!(rig.sim.pending(RawStream::per_thread(GPU)), 0, "that of this thread");
+            // The device can be waited for by anybody.
+            assert_eq!(mine.timeline().wait(epoch, None), Ok(true));
+            theirs.retire().unwrap();
+        });
+    });
+    assert_eq!(rig.sim.pending(mine.raw()), 0);
+    rig.launch(&mine);
+    mine.synchronize().unwrap();
+    assert_eq!(rig.sim.pending(mine.raw()), 0);
+}
+
+#[test]
+fn a_use_on_a_threads_default_stream_is_fenced_where_it_ends_if_that_is_its_thread() {
+    let rig = Rig::stepped(4);
+    let (home, mine) = (rig.lease(), rig.pool.thread_default().unwrap());
+    let uses = UseList::new();
+    let prepare = || uses.prepare(1, home.timeline(), mine.timeline(), Access::Read).unwrap();
+    let held = prepare();
+    let before = rig.made(Call::EventRecord);
+    held.finish().unwrap();
+    assert_eq!(rig.made(Call::EventRecord), before + 1);
+    let (held, again) = (prepare(), prepare());
+    let before = rig.made(Call::EventRecord);
+    thread::scope(|scope| {
+        let ended = scope.spawn(|| held.finish()).join().unwrap();
+        assert_eq!(ended, Err(MemoryError::OtherThread { stream: 2 }), "ended, and not proved");
+    });
+    assert_eq!(rig.made(Call::EventRecord), before);
+    again.finish().unwrap();
+    assert_eq!(rig.made(Call::EventRecord), before + 1, "which covers the other");
 }
 
 #[test]

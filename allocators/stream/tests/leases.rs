@@ -8,7 +8,7 @@ mod support;
 
 use aquifer_core::MemoryError;
 use aquifer_driver::{Call, RawStream, sim::Sim};
-use aquifer_stream::{Life, StreamPool};
+use aquifer_stream::{Lease, Life, StreamPool};
 use std::{
     collections::HashSet,
     sync::{
@@ -276,4 +276,35 @@ fn streams_are_destroyed_with_the_last_of_pool_and_leases_in_either_order() {
         }
         assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
     }
+}
+
+#[test]
+fn an_isolated_lease_gets_an_isolated_stream_and_no_other_lease_does() {
+    let rig = Rig::new(3);
+    let isolated = rig.pool.lease_isolated().unwrap();
+    let raw = isolated.raw();
+    assert!(isolated.timeline().is_isolated() && !isolated.timeline().waits_unasked());
+    assert!(!isolated.timeline().is_waited_for_unasked(isolated.timeline().open()));
+    drop(isolated);
+    let other = rig.lease();
+    assert!(!other.timeline().is_isolated() && other.timeline().waits_unasked());
+    assert_ne!(other.raw(), raw, "the one that came back is of another kind");
+    assert_eq!(rig.pool.lease_isolated().unwrap().raw(), raw);
+    let urgent = rig.pool.lease_as(Lease::default().isolated().priority(-1)).unwrap();
+    assert!(urgent.timeline().is_isolated());
+}
+
+#[test]
+#[expect(unsafe_code, reason = "adopts a stream")]
+fn an_adopted_stream_is_isolated_from_the_moment_that_somebody_says_so() {
+    let rig = Rig::new(1);
+    let foreign = rig.foreign();
+    let before = rig.adopt(foreign, Life::Retired).unwrap();
+    assert!(!before.timeline().is_isolated());
+    // SAFETY: 1. a stream of this driver. 2. never destroyed.
+    let isolated = unsafe { rig.pool.adopt_isolated(foreign, Life::Retired) }.unwrap();
+    assert_eq!(isolated, before);
+    assert!(before.timeline().is_isolated());
+    drop(rig.adopt(foreign, Life::Retired).unwrap());
+    assert!(before.timeline().is_isolated());
 }

@@ -154,7 +154,6 @@ impl<F: Foreign> Adopted<F> {
     ///
     /// # Errors
     /// [`Declined`] with `foreign` in it: [`MemoryError::WrongDevice`]; [`MemoryError::ZeroSize`];
-    /// [`MemoryError::DefaultStream`] for memory that is used in the order of a default stream of the driver;
     /// [`MemoryError::UnknownId`] for a stream that nobody keeps alive and that has not been adopted; the library's.
     #[track_caller]
     pub fn new(streams: &StreamPool, mut foreign: F) -> Result<Self, Declined<F>> {

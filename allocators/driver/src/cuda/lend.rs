@@ -172,7 +172,7 @@ fn code_of(error: &MemoryError) -> CUresult {
     match error {
         MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => CUresult::CUDA_ERROR_OUT_OF_MEMORY,
         MemoryError::WrongDevice { .. } => CUresult::CUDA_ERROR_INVALID_DEVICE,
-        MemoryError::UnknownId | MemoryError::DefaultStream { .. } => CUresult::CUDA_ERROR_INVALID_HANDLE,
+        MemoryError::UnknownId | MemoryError::OtherThread { .. } => CUresult::CUDA_ERROR_INVALID_HANDLE,
         MemoryError::Busy { .. } => CUresult::CUDA_ERROR_NOT_PERMITTED,
         MemoryError::Unsupported { .. } => CUresult::CUDA_ERROR_NOT_SUPPORTED,
         MemoryError::TimedOut => CUresult::CUDA_ERROR_TIMEOUT,

@@ -2,7 +2,7 @@
 //!
 //! Work queued on a capturing stream becomes part of a graph and does not run; the graph itself is not simulated.
 
-use super::{codes, state::State};
+use super::{codes, queue::Kind, state::State};
 use crate::{CaptureMode, RawStream};
 use std::{
     collections::HashMap,
@@ -76,7 +76,7 @@ impl State {
     /// Opens a capture on a stream.
     pub(crate) fn begin_capture(&mut self, stream: RawStream, mode: CaptureMode) -> Result<(), Refused> {
         let place = self.stream(stream)?;
-        if !self.is_made(place) {
+        if self.streams[place].kind == Kind::Legacy {
             return Err(codes::CAPTURE_UNSUPPORTED);
         }
         if self.streams[place].capture.is_some() {

@@ -127,7 +127,7 @@ impl Sim {
     /// run. The graph itself is not simulated; which calls fail meanwhile, and break the capture, is.
     ///
     /// # Errors
-    /// Unsupported on a default stream, invalid value where one is open.
+    /// Unsupported on the legacy default stream, invalid value where one is open.
     pub fn begin_capture(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
         const CALL: &str = "cuStreamBeginCapture";
         let mut state = self.shared.enter_named(CALL, stream.device())?;

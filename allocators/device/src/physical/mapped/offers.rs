@@ -127,12 +127,22 @@ impl Mapped {
             });
         }
         let own = home.map(Home::timeline);
+        let ours = |past: &Past| {
+            own.as_ref().is_some_and(|own| past.iter().all(|(t, e)| Arc::ptr_eq(t, own) || t.is_done(*e)))
+        };
+        let mut in_use = Vec::new();
         for (range, past) in self.commons().iter() {
             let done = is_done(past);
-            let ours = |own: &Arc<Timeline>| past.iter().all(|(t, e)| Arc::ptr_eq(t, own) || t.is_done(*e));
-            if done || reach == Reach::Wait || own.as_ref().is_some_and(ours) {
+            if done || ours(past) {
                 all.push(Offer { range, owner: Owner::Commons, done });
+            } else if reach == Reach::Wait {
+                in_use.push((range, past.clone()));
             }
+        }
+        // Asks the driver, so not under the lock. The work of an isolated stream is waited for by nobody.
+        let waited_for = |past: &Past| past.iter().all(|(t, e)| t.is_done(*e) || t.is_waited_for_unasked(*e));
+        for (range, _) in in_use.into_iter().filter(|(_, past)| waited_for(past)) {
+            all.push(Offer { range, owner: Owner::Commons, done: false });
         }
         all.sort_unstable_by_key(|offer| offer.range.start);
         offers
