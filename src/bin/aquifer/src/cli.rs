@@ -28,7 +28,8 @@ pub(crate) enum Command {
     #[command(after_help = "\
 The trace is CSV with the header `t_us,op,id,bytes,stream`, as AQUIFER_TRACE=FILE
 makes any program that uses the library write it, or the log of RAPIDS' memory
-manager; plain or xz-compressed. Without a GPU a simulated one is used.")]
+manager; plain or xz-compressed. `made:NAME` is a workload made to break a
+policy, `made:` lists them. Without a GPU a simulated one is used.")]
     Replay(Replay),
     /// Measure what calls cost here, beside their peers
     #[command(arg_required_else_help = false)]
@@ -40,7 +41,7 @@ manager; plain or xz-compressed. Without a GPU a simulated one is used.")]
 /// Flags of `replay`.
 #[derive(Args, Debug)]
 pub(crate) struct Replay {
-    /// The trace
+    /// The trace: a file, or made:NAME
     pub(crate) trace: PathBuf,
     /// Where to run it: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]

@@ -4,7 +4,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `cli` | what can be asked for |
-//! | `trace` | recorded traces, read and checked |
+//! | `trace` | recorded and made traces, read and checked |
 //! | `replay` | living through one again |
 //! | `bench` | what calls cost here |
 //! | `doctor` | what this machine offers |
@@ -33,6 +33,7 @@ use std::{
     io::{self, Write},
     process::ExitCode,
 };
+use trace::made;
 
 /// All is well.
 const WELL: u8 = 0;
@@ -44,6 +45,7 @@ const MISTAKE: u8 = 2;
 fn main() -> ExitCode {
     let (text, status) = match cli::parse(env::args_os()) {
         Ok(cli) => match cli.command {
+            Command::Replay(args) if made::asks_for_list(&args.trace) => (made::list(args.json), WELL),
             Command::Replay(args) => match replay::run(&args) {
                 Ok(report) => {
                     let text = if args.json { report.to_json() } else { report.to_screen() };

@@ -10,12 +10,14 @@
 //! | `source` | bytes to rows: files, xz, cut ends |
 //! | `events` | the form with `a`, `f` and `c`, which this library and the recorder for PyTorch write |
 //! | `rmm` | the log of RAPIDS' memory manager |
+//! | `made` | workloads that are made from a seed, with no file behind them |
 //! | `builder` | rows to steps, and what cannot have happened |
 //! | `error` | how that is said |
 
 mod builder;
 mod error;
 mod events;
+pub(crate) mod made;
 mod rmm;
 mod source;
 
@@ -37,6 +39,8 @@ pub(crate) enum Format {
     Events,
     /// `Thread,Time,Action,Pointer,Size,Stream`
     Rmm,
+    /// No file: made from a seed.
+    Made,
 }
 
 /// One block from its allocation to its last use.
@@ -101,12 +105,15 @@ pub(crate) struct Trace {
 }
 
 impl Trace {
-    /// Reads and checks the file at `path`.
+    /// Reads and checks the file at `path`, or makes the trace that it [asks for](made).
     ///
     /// # Errors
     /// [`TraceError`] with the first row that is at fault.
     pub(crate) fn read(path: &Path) -> Result<Self, TraceError> {
-        Self::parse(Source::open(path)?)
+        match made::trace(path) {
+            Some(made) => made,
+            None => Self::parse(Source::open(path)?),
+        }
     }
 
     /// A trace that a test has written down.
@@ -118,21 +125,18 @@ impl Trace {
     }
 
     fn parse(mut source: Source<'_>) -> Result<Self, TraceError> {
-        let format = match source.next_row()? {
+        type Take = fn(&str, u64, &mut Builder) -> Result<(), Fault>;
+        let (format, take): (Format, Take) = match source.next_row()? {
             None => return Err(TraceError::whole(Fault::Empty)),
-            Some((_, events::HEADER)) => Format::Events,
-            Some((_, rmm::HEADER)) => Format::Rmm,
+            Some((_, events::HEADER)) => (Format::Events, events::take),
+            Some((_, rmm::HEADER)) => (Format::Rmm, rmm::take),
             Some((row, other)) => {
                 return Err(TraceError { row: Some(row), fault: Fault::Header { found: other.to_owned() } });
             }
         };
         let mut builder = Builder::new();
         while let Some((row, text)) = source.next_row()? {
-            match format {
-                Format::Events => events::take(text, row, &mut builder),
-                Format::Rmm => rmm::take(text, row, &mut builder),
-            }
-            .map_err(|fault| TraceError { row: Some(row), fault })?;
+            take(text, row, &mut builder).map_err(|fault| TraceError { row: Some(row), fault })?;
         }
         builder.finish(format).map_err(TraceError::whole)
     }

@@ -348,6 +348,24 @@ fn the_screen_is_as_it_was_approved() {
 }
 
 #[test]
+fn made_traces_are_listed_and_replayed_like_a_file() {
+    let output = run(["replay", "made:"]);
+    assert_eq!((output.status.code(), output.stderr.len()), (Some(0), 0));
+    assert!(text(&output.stdout).contains("growing-kv"));
+    let rows = json(&run(["replay", "made:", "--json"]));
+    for row in rows.as_array().expect("a list") {
+        let name = format!("made:{},length=0.1", row["name"].as_str().expect("a name"));
+        let output = replay(Path::new(&name), "--device sim --json --repeat 1");
+        assert_eq!(output.status.code(), Some(0), "{name}: {}", text(&output.stdout));
+        let value = json(&output);
+        has_fields(&value, &[]);
+        assert_eq!((&value["violations"], &value["leaked_bytes"]), (&0.into(), &0.into()), "{name}");
+    }
+    refused(&replay(Path::new("made:fast"), ""), "made:fast: no workload is called", "an unknown workload");
+    refused(&replay(Path::new("made:edge,scale=0"), ""), "scale is \"0\"", "a wrong option");
+}
+
+#[test]
 fn the_log_of_rmm_is_replayed() {
     let log = "Thread,Time,Action,Pointer,Size,Stream\n\
         7,10:00:00.000001,allocate,0x7f0000000000,1048576,0x0\n\

@@ -1,6 +1,6 @@
 //! Why a file is not a trace.
 
-use super::{MAX_BLOCK, MAX_STREAMS};
+use super::{MAX_BLOCK, MAX_STREAMS, made::MadeError};
 use std::{error, fmt, io};
 
 /// What is wrong with a trace, and in which row. Row 1 is the header.
@@ -118,6 +118,8 @@ pub(crate) enum Fault {
     TooManyStreams,
     /// More blocks than can be numbered.
     TooManyBlocks,
+    /// A made trace that cannot be made.
+    Made(MadeError),
 }
 
 /// How a trace names a block.
@@ -189,6 +191,7 @@ impl fmt::Display for Fault {
             }
             Self::TooManyStreams => write!(f, "more than {MAX_STREAMS} streams"),
             Self::TooManyBlocks => write!(f, "more than {} blocks", u32::MAX),
+            Self::Made(e) => e.fmt(f),
         }
     }
 }
@@ -197,6 +200,7 @@ impl error::Error for TraceError {
     fn source(&self) -> Option<&(dyn error::Error + 'static)> {
         match &self.fault {
             Fault::Io(e) => Some(e),
+            Fault::Made(e) => Some(e),
             _ => None,
         }
     }

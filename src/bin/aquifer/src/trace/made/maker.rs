@@ -1,0 +1,115 @@
+//! What the workloads are written with: chance that is the same everywhere, and blocks with their rows.
+
+use super::super::{Fault, Format, Trace, builder::Builder, error::Name};
+
+/// A block that a workload holds.
+#[derive(Debug)]
+pub(super) struct Held {
+    id: u64,
+    /// As the trace has them, after scaling.
+    bytes: u64,
+    stream: u64,
+}
+
+/// Writes the rows of a workload.
+pub(super) struct Maker {
+    builder: Builder,
+    random: u64,
+    scale: f64,
+    length: f64,
+    next: u64,
+    row: u64,
+    /// Bytes that are allocated and not freed.
+    pub(super) live: u64,
+}
+
+impl Maker {
+    pub(super) fn new(seed: u64, scale: f64, length: f64) -> Self {
+        Self { builder: Builder::new(), random: seed, scale, length, next: 1, row: 1, live: 0 }
+    }
+
+    /// `steps` of a loop, times the length that was asked for.
+    pub(super) fn steps(&self, steps: u64) -> u64 {
+        ((steps as f64 * self.length) as u64).max(1)
+    }
+
+    /// `bytes`, times the scale that was asked for.
+    pub(super) fn scaled(&self, bytes: u64) -> u64 {
+        ((bytes as f64 * self.scale) as u64).max(1)
+    }
+
+    fn random(&mut self) -> u64 {
+        // SplitMix64, by Sebastiano Vigna.
+        self.random = self.random.wrapping_add(0x9E37_79B9_7F4A_7C15);
+        let mut mixed = self.random;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+        mixed ^ (mixed >> 31)
+    }
+
+    /// A number below `most`, which is not zero.
+    pub(super) fn below(&mut self, most: u64) -> u64 {
+        self.random() % most.max(1)
+    }
+
+    /// A number from `low` to `high`.
+    pub(super) fn between(&mut self, low: u64, high: u64) -> u64 {
+        low + self.below(high - low + 1)
+    }
+
+    /// A size from `low` up to nearly `low << doublings`, each doubling as likely as the others. Without logarithms,
+    /// whose last bits differ between machines.
+    pub(super) fn spread(&mut self, low: u64, doublings: u64) -> u64 {
+        let base = low << self.below(doublings);
+        base + self.below(base)
+    }
+
+    /// Allocates `bytes`, before scaling.
+    pub(super) fn allocate(&mut self, bytes: u64, stream: u64) -> Result<Held, Fault> {
+        let bytes = self.scaled(bytes);
+        self.row += 1;
+        let id = self.next;
+        self.next += 1;
+        self.builder.allocate(self.row, Name::Id(id), bytes, stream)?;
+        self.live += bytes;
+        Ok(Held { id, bytes, stream })
+    }
+
+    /// Frees a block that no other stream uses.
+    pub(super) fn free(&mut self, held: Held) -> Result<(), Fault> {
+        let stream = held.stream;
+        self.free_on(held, stream)
+    }
+
+    /// Frees a block on a stream, its own or one that has used it until now.
+    pub(super) fn free_on(&mut self, held: Held, stream: u64) -> Result<(), Fault> {
+        self.row += 2;
+        let id = Name::Id(held.id);
+        self.builder.free(self.row - 1, id, held.bytes, stream)?;
+        self.builder.complete(id, held.bytes, stream)?;
+        self.live -= held.bytes;
+        Ok(())
+    }
+
+    /// Frees all of them, the last first.
+    pub(super) fn free_all(
+        &mut self,
+        held: impl IntoIterator<Item = Held, IntoIter: DoubleEndedIterator>,
+    ) -> Result<(), Fault> {
+        held.into_iter().rev().try_for_each(|held| self.free(held))
+    }
+
+    /// Frees one of them, whichever chance picks.
+    pub(super) fn free_any(&mut self, held: &mut Vec<Held>) -> Result<(), Fault> {
+        if held.is_empty() {
+            return Ok(());
+        }
+        let pick = self.below(held.len() as u64) as usize;
+        let held = held.swap_remove(pick);
+        self.free(held)
+    }
+
+    pub(super) fn finish(self, format: Format) -> Result<Trace, Fault> {
+        self.builder.finish(format)
+    }
+}
