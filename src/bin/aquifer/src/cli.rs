@@ -46,6 +46,9 @@ pub(crate) struct Replay {
     /// Where to run it: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
+    /// Spread the blocks over N streams, in turn as they are allocated; what crossed streams still does
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub(crate) streams: Option<u32>,
     /// Who places the blocks
     #[arg(long, value_enum, default_value_t = Allocator::Pool)]
     pub(crate) allocator: Allocator,
@@ -260,6 +263,7 @@ mod tests {
             ("aquifer replay t.csv --device gpu", "invalid value 'gpu' for '--device <DEVICE>': a device is"),
             ("aquifer replay t.csv --device cuda:-1", "invalid value 'cuda:-1'"),
             ("aquifer replay t.csv --allocator best", "invalid value 'best' for '--allocator"),
+            ("aquifer replay t.csv --streams 0", "invalid value '0' for '--streams <N>'"),
             ("aquifer replay t.csv --repeat 0", "invalid value '0' for '--repeat <N>'"),
             ("aquifer replay t.csv --fit --budget 1G", "the argument '--fit' cannot be used with '--budget"),
             ("aquifer bench", "'aquifer bench' requires a subcommand but one was not provided"),

@@ -38,7 +38,7 @@ use aquifer_core::{Bytes, MemoryError};
 use bench::{Bench, Checked};
 use engine::Order;
 use report::Search;
-use std::{fmt, path::PathBuf};
+use std::{fmt, num::NonZeroU32, path::PathBuf};
 
 /// Why there is nothing to report.
 #[derive(Debug)]
@@ -104,6 +104,10 @@ impl std::error::Error for Mistake {
 pub(crate) fn run(args: &cli::Replay) -> Result<Report, Mistake> {
     let trace =
         Trace::read(&args.trace).map_err(|error| Mistake::Trace { path: args.trace.clone(), error })?;
+    let trace = match args.streams.and_then(NonZeroU32::new) {
+        Some(streams) => trace.split(streams),
+        None => trace,
+    };
     let place = Place::choose(args.device).map_err(Mistake::Place)?;
     let budget = args.budget.map(|amount| amount.bytes(trace.peak_live));
     if let Some(asked) = budget.filter(|&asked| asked > place.memory()) {
@@ -144,6 +148,7 @@ fn describe(args: &cli::Replay, bench: &Bench<'_>, budget: Option<u64>, checked:
         allocations: trace.allocations(),
         frees: trace.frees,
         streams: trace.streams,
+        split: args.streams,
         peak_live: trace.peak_live,
         live_at_end: trace.live_at_end,
         peak_physical: checked.peak_physical,

@@ -12,6 +12,7 @@
 //! | `rmm` | the log of RAPIDS' memory manager |
 //! | `made` | workloads that are made from a seed, with no file behind them |
 //! | `builder` | rows to steps, and what cannot have happened |
+//! | `split` | the same over another number of streams |
 //! | `error` | how that is said |
 
 mod builder;
@@ -20,6 +21,7 @@ mod events;
 pub(crate) mod made;
 mod rmm;
 mod source;
+mod split;
 
 pub(crate) use error::{Fault, TraceError};
 

@@ -162,7 +162,7 @@ fn help_and_version_are_no_mistakes() {
 }
 
 /// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object.
-const FIELDS: [(&str, char); 18] = [
+const FIELDS: [(&str, char); 19] = [
     ("trace", 's'),
     ("device", 's'),
     ("allocator", 's'),
@@ -170,6 +170,7 @@ const FIELDS: [(&str, char); 18] = [
     ("allocs", 'n'),
     ("frees", 'n'),
     ("streams", 'n'),
+    ("split", 'n'),
     ("peak_live_bytes", 'n'),
     ("peak_physical_bytes", 'n'),
     ("completed", 'b'),
@@ -191,7 +192,10 @@ fn has_fields(value: &Value, further: &[&str]) {
             's' => field.is_string(),
             'b' => field.is_boolean(),
             'o' => field.as_object().is_some_and(|calls| calls.values().all(Value::is_u64)),
-            _ => field.is_number() || (field.is_null() && matches!(name, "ns_per_op" | "modelled_driver_ns")),
+            _ => {
+                field.is_number()
+                    || (field.is_null() && matches!(name, "ns_per_op" | "modelled_driver_ns" | "split"))
+            }
         };
         assert!(right, "{name}: {field}");
     }
@@ -345,6 +349,43 @@ fn the_screen_is_as_it_was_approved() {
         fs::read_to_string(&path).unwrap_or_default(),
         "AQUIFER_BLESS=1 accepts:\n{screen}"
     );
+}
+
+#[test]
+fn every_recorded_trace_is_clean_over_any_number_of_streams() {
+    for name in ["llama_train.csv.xz", "resnet_train.csv.xz", "serve_mixed.csv.xz"] {
+        for streams in [1, 2, 4, 8] {
+            let output = replay(&data(name), &format!("--device sim --json --repeat 1 --streams {streams}"));
+            assert_eq!(output.status.code(), Some(0), "{name} {streams}: {}", text(&output.stdout));
+            let value = json(&output);
+            has_fields(&value, &[]);
+            assert_eq!((&value["streams"], &value["split"]), (&streams.into(), &streams.into()), "{name}");
+            assert_eq!((&value["violations"], &value["leaked_bytes"]), (&0.into(), &0.into()), "{name}");
+            // What crossed still does, but for one stream.
+            let crossings = match name {
+                _ if streams == 1 => 0,
+                "llama_train.csv.xz" => 0,
+                "resnet_train.csv.xz" => 16,
+                _ => 1375,
+            };
+            assert_eq!(value["cross_stream_uses"], crossings, "{name} {streams}");
+        }
+    }
+}
+
+#[test]
+fn a_split_trace_has_a_fit_that_holds() {
+    let output =
+        replay(Path::new("made:steady,length=0.1"), "--device sim --repeat 1 --fit --json --streams 4");
+    assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
+    let value = json(&output);
+    let (fit, peak) = (value["fit_bytes"].as_u64().expect("a fit"), value["peak_live_bytes"].as_u64());
+    assert!(Some(fit) >= peak, "{value}");
+    let again = replay(
+        Path::new("made:steady,length=0.1"),
+        &format!("--device sim --repeat 1 --json --streams 4 --budget {fit}"),
+    );
+    assert_eq!(again.status.code(), Some(0), "{}", text(&again.stdout));
 }
 
 #[test]

@@ -28,6 +28,8 @@ pub(crate) struct Report {
     pub(crate) frees: u64,
     /// Streams in the trace.
     pub(crate) streams: u32,
+    /// How many streams the trace was spread over; none if it was played as it is.
+    pub(crate) split: Option<u32>,
     /// The trace's peak of live bytes, as asked for.
     pub(crate) peak_live: u64,
     /// Bytes that the trace never frees.
@@ -129,6 +131,7 @@ impl Report {
             ("allocs", json!(self.allocations)),
             ("frees", json!(self.frees)),
             ("streams", json!(self.streams)),
+            ("split", json!(self.split)),
             ("peak_live_bytes", json!(self.peak_live)),
             ("peak_physical_bytes", json!(self.peak_physical)),
             ("completed", json!(self.completed())),

@@ -48,7 +48,10 @@ impl Report {
             None => String::new(),
         };
         let order = if self.ignore_order { ", use tracking off" } else { "" };
-        clip(&format!("on the {}, {}{budget}{order}", self.device_title, named(self.allocator)), WIDTH)
+        let split = self
+            .split
+            .map_or(String::new(), |streams| format!(", split over {}", Of(streams.into(), "stream")));
+        clip(&format!("on the {}, {}{split}{budget}{order}", self.device_title, named(self.allocator)), WIDTH)
     }
 
     fn failed(&self, failure: &Failure, lines: &mut Vec<String>) {
@@ -172,6 +175,9 @@ impl Report {
         let mut words = vec!["aquifer replay".to_owned(), shell_word(&self.trace)];
         if self.device_named {
             words.push(format!("--device {}", self.device));
+        }
+        if let Some(streams) = self.split {
+            words.push(format!("--streams {streams}"));
         }
         match self.fit {
             Some(Search::Found(fit)) => words.push(format!("--budget {}", fit.bytes)),

@@ -16,6 +16,7 @@ fn clean() -> Report {
         allocations: 12_000,
         frees: 12_000,
         streams: 4,
+        split: None,
         peak_live: 13_758_172_979,
         live_at_end: 0,
         peak_physical: 14_029_946_880,
@@ -127,6 +128,8 @@ fn the_last_line_is_the_next_useful_command() {
     assert_eq!(last(&objected()), format!("next  aquifer replay {trace}"));
     let other = Report { allocator: Allocator::Async, device_named: true, ..clean() };
     assert_eq!(last(&other), format!("next  aquifer replay {trace} --device sim --allocator pool"));
+    let split = Report { split: Some(8), ..clean() };
+    assert_eq!(last(&split), format!("next  aquifer replay {trace} --streams 8 --fit"));
     let none = Report { fit: Some(Search::Nothing), ..refused() };
     assert_eq!(last(&none), "next  aquifer doctor");
 }
