@@ -3,7 +3,9 @@
 //! Whether a trace fits is found by playing it, checks and all, as without a search. Between a budget that fails and one
 //! that holds the search halves until they are one physical handle apart. A larger budget does not always hold where a
 //! smaller one does: blocks fall into other places. So the answer must also hold with 0.5 % and 2 % more, and for every
-//! round that is timed; if it does not, the search goes on above what failed.
+//! round that is timed; if it does not, the search goes on above what failed. Once a budget has held for one round and
+//! not for all, every further one is tried for all of them: a trace that needs a little more each round would be missed
+//! by so much that going up in single steps never ends.
 
 use super::{
     bench::{Bench, Timed},
@@ -65,11 +67,20 @@ trait Trial {
     /// What a size that holds is measured by.
     type Measure;
 
-    /// Whether the trace completes with it. `left` sizes may still be the answer.
-    fn holds(&mut self, bytes: u64, left: u64) -> Result<bool>;
+    /// Whether the trace completes with it, once or for all rounds. `left` sizes may still be the answer.
+    fn holds(&mut self, bytes: u64, left: u64, rounds: Rounds) -> Result<bool>;
 
     /// Measures it; `None` if it does not hold for as long as that takes.
     fn measure(&mut self, bytes: u64) -> Result<Option<Self::Measure>>;
+}
+
+/// How long a size has to hold.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Rounds {
+    /// From empty to the end of the trace.
+    One,
+    /// As often as the trace is timed.
+    All,
 }
 
 /// The smallest size that holds, and 0.5 % and 2 % above which it holds as well.
@@ -80,7 +91,8 @@ fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Mea
         return Ok(None);
     }
     let mut fails = least.saturating_sub(step);
-    let Some(mut holds) = first_that_holds(sizes, likely.max(least).min(most), trial)? else {
+    let mut rounds = Rounds::One;
+    let Some(mut holds) = first_that_holds(sizes, likely.max(least).min(most), rounds, trial)? else {
         return Ok(None);
     };
     for _ in 0..PATIENCE {
@@ -88,7 +100,7 @@ fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Mea
         while holds - fails > step {
             let left = (holds - fails) / step;
             let middle = fails + left / 2 * step;
-            if trial.holds(middle, left)? {
+            if trial.holds(middle, left, rounds)? {
                 holds = middle;
             } else {
                 fails = middle;
@@ -97,7 +109,7 @@ fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Mea
         let mut failed = None;
         for above in [holds + holds / 200, holds + holds / 50] {
             let above = up(above).min(most);
-            if !trial.holds(above, 1)? {
+            if !trial.holds(above, 1, Rounds::One)? {
                 failed = Some(above);
             }
         }
@@ -105,13 +117,16 @@ fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Mea
             Some(above) => above,
             None => match trial.measure(holds)? {
                 Some(measure) => return Ok(Some((holds, measure))),
-                None => holds,
+                None => {
+                    rounds = Rounds::All;
+                    holds
+                }
             },
         };
         if fails >= most {
             break;
         }
-        match first_that_holds(sizes, fails + step, trial)? {
+        match first_that_holds(sizes, fails + step, rounds, trial)? {
             Some(bytes) => holds = bytes,
             None => break,
         }
@@ -120,10 +135,15 @@ fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Mea
 }
 
 /// A size from `bytes` up that holds. Each try is an eighth larger, and the last has everything.
-fn first_that_holds<T: Trial>(sizes: Sizes, mut bytes: u64, trial: &mut T) -> Result<Option<u64>> {
+fn first_that_holds<T: Trial>(
+    sizes: Sizes,
+    mut bytes: u64,
+    rounds: Rounds,
+    trial: &mut T,
+) -> Result<Option<u64>> {
     let Sizes { step, most, .. } = sizes;
     loop {
-        if trial.holds(bytes, (most - bytes) / step + 1)? {
+        if trial.holds(bytes, (most - bytes) / step + 1, rounds)? {
             return Ok(Some(bytes));
         }
         if bytes >= most {
@@ -144,7 +164,7 @@ struct Passes<'a, 'b> {
 impl Trial for Passes<'_, '_> {
     type Measure = Timed;
 
-    fn holds(&mut self, bytes: u64, left: u64) -> Result<bool> {
+    fn holds(&mut self, bytes: u64, left: u64, rounds: Rounds) -> Result<bool> {
         if left > 1 {
             self.progress.phase(format_args!("searching, {left} sizes left:"));
         } else {
@@ -155,7 +175,10 @@ impl Trial for Passes<'_, '_> {
         self.violations.count += found.count;
         let room = TOLD.saturating_sub(self.violations.first.len());
         self.violations.first.extend(found.first.into_iter().take(room));
-        Ok(checked.failure.is_none())
+        if checked.failure.is_some() {
+            return Ok(false);
+        }
+        Ok(rounds == Rounds::One || self.bench.time(Some(bytes), self.repeat, self.progress)?.is_some())
     }
 
     fn measure(&mut self, bytes: u64) -> Result<Option<Timed>> {
@@ -177,9 +200,10 @@ mod tests {
 
     impl<F: Fn(u64) -> bool> Trial for Ruled<F> {
         type Measure = ();
-        fn holds(&mut self, bytes: u64, _left: u64) -> Result<bool> {
+        fn holds(&mut self, bytes: u64, _left: u64, rounds: Rounds) -> Result<bool> {
             self.tries += 1;
-            Ok((self.rule)(bytes))
+            let lasts = rounds == Rounds::One || !self.unmeasurable.contains(&bytes);
+            Ok((self.rule)(bytes) && lasts)
         }
         fn measure(&mut self, bytes: u64) -> Result<Option<()>> {
             Ok((!self.unmeasurable.contains(&bytes)).then_some(()))
@@ -221,6 +245,13 @@ mod tests {
     #[test]
     fn a_size_that_does_not_last_is_no_answer() {
         assert_eq!(found(|bytes| bytes >= 1500, &[1500, 1502]).0, Some(1504));
+    }
+
+    #[test]
+    fn a_size_that_lasts_is_found_far_above_one_that_does_not() {
+        let (bytes, tries) = found(|bytes| bytes >= 1500, &(1500..1700).collect::<Vec<_>>());
+        assert_eq!(bytes, Some(1700));
+        assert!(tries <= 48, "{tries}");
     }
 
     #[test]
