@@ -94,6 +94,8 @@ pub(crate) struct Host {
     pub(crate) clock: Clock,
     /// Changes whenever the clock does, so that streams need not join a clock that they have joined.
     pub(crate) version: u64,
+    /// The longest path whose end it has waited for.
+    pub(crate) path: u64,
 }
 
 impl Host {

@@ -44,6 +44,37 @@ impl Sim {
         self.shared.modelled()
     }
 
+    /// How many items of work follow one another on the longest chain that has been queued so far: what all of it would
+    /// take if each item took one unit of time and the device ran whatever nothing holds back.
+    ///
+    /// An item comes after what its stream was given before, after what its stream was made to wait for by an event, and
+    /// after what the host waited for before it queued the item. A wait for something that has run already holds nothing
+    /// up and does not count; nor does what a query saw, since nobody waited, nor the order that a value gives.
+    ///
+    /// ```
+    /// use aquifer_driver::{Access, DeviceId, DeviceRange, sim::Sim};
+    /// # fn main() -> aquifer_driver::Result<()> {
+    /// let sim = Sim::h200(1).stepped();
+    /// let driver = sim.driver();
+    /// let [s, u] = [driver.stream_create(DeviceId(0), 0)?, driver.stream_create(DeviceId(0), 0)?];
+    /// let address = driver.mem_alloc(DeviceId(0), 512)?;
+    /// let range = DeviceRange { device: DeviceId(0), address, bytes: 512 };
+    /// sim.access(s, range, Access::Read, None)?;
+    /// sim.access(u, range, Access::Read, None)?;
+    /// assert_eq!(sim.longest_path(), 1); // side by side
+    /// let event = driver.event_create(DeviceId(0))?;
+    /// driver.event_record(event, s)?;
+    /// driver.stream_wait_event(u, event)?;
+    /// sim.access(u, range, Access::Read, None)?;
+    /// assert_eq!(sim.longest_path(), 2);
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn longest_path(&self) -> u64 {
+        self.shared.lock().longest_path
+    }
+
     /// Runs the next item of a stream, if it waits for nothing. Whether one ran.
     pub fn step(&self, stream: RawStream) -> bool {
         if inside::any() {

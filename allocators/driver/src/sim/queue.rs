@@ -37,6 +37,8 @@ pub(crate) struct Stream {
     pub(crate) queue: VecDeque<Item>,
     /// The capture that it takes part in.
     pub(crate) capture: Option<u64>,
+    /// Items on the longest chain that ends with what was queued here last: see `Sim::longest_path`.
+    pub(crate) path: u64,
 }
 
 /// Handles 0 and 1 are the legacy stream, 2 the thread's own default stream.
@@ -63,6 +65,8 @@ pub(crate) struct Point {
     pub(crate) count: u64,
     /// What comes before it.
     pub(crate) clock: Clock,
+    /// The stream's path there.
+    pub(crate) path: u64,
 }
 
 /// An event: where it was recorded last.

@@ -59,6 +59,7 @@ impl State {
         }
         if self.streams[point.stream].executed < point.count {
             let (slot, count) = (self.streams[stream].slot, 0);
+            self.streams[stream].path = self.streams[stream].path.max(point.path);
             let work = Work::Wait { stream: point.stream, count: point.count };
             self.push(stream, Item { work, name, site, slot, count });
         }
@@ -78,7 +79,22 @@ impl State {
             stream,
             count: s.enqueued,
             clock: if self.oracle { s.clock.clone() } else { Clock::default() },
+            path: s.path,
         }
+    }
+
+    /// The host had to wait until a path had come to its end.
+    pub(crate) fn host_waited(&mut self, path: u64) {
+        let agent = self.agent();
+        self.hosts[agent].path = self.hosts[agent].path.max(path);
+    }
+
+    /// Puts one more item on a stream's path.
+    fn lengthen(&mut self, stream: usize) {
+        let host = self.hosts[self.agent()].path;
+        let path = &mut self.streams[stream].path;
+        *path = (*path).max(host) + 1;
+        self.longest_path = self.longest_path.max(*path);
     }
 
     /// Whether a point has been reached.
@@ -217,6 +233,7 @@ impl Shared {
         work: Work,
         mark: Mark,
     ) -> Guard<'a> {
+        state.lengthen(stream);
         let item = Item { work, name: mark.work, site: mark.site, slot: mark.slot, count: mark.count };
         let eager = self.config.schedule == Schedule::Eager;
         let at_once = eager

@@ -72,6 +72,8 @@ pub(crate) struct State {
     pub(crate) registered: Registered,
     pub(crate) reports: Reports,
     pub(crate) checked: u64,
+    /// The longest of all paths.
+    pub(crate) longest_path: u64,
     /// Scratch for the checks.
     pub(crate) found: Vec<Finding>,
 
@@ -86,7 +88,7 @@ impl State {
         let mut components = Components::default();
         let hosts = (0..config.host_agents.max(1)).map(|agent| {
             let (slot, clock) = components.lease(Agent::Host { agent }, &Clock::default());
-            Host { slot, clock, version: 1 }
+            Host { slot, clock, version: 1, path: 0 }
         });
         let hosts = hosts.collect();
         let random = match config.schedule {
@@ -115,6 +117,7 @@ impl State {
             registered: Registered::default(),
             reports: Reports::default(),
             checked: 0,
+            longest_path: 0,
             found: Vec::new(),
             captures: Captures::default(),
             faults: Faults::default(),
@@ -179,6 +182,7 @@ impl State {
             executed: 0,
             queue: VecDeque::new(),
             capture: None,
+            path: 0,
         };
         match self.vacant_streams.pop() {
             Some(place) => {

@@ -2,7 +2,10 @@
 
 use crate::{
     Call, DeviceId, DeviceInfo, Devices, MemoryInfo, Result,
-    sim::shared::{Shared, at},
+    sim::{
+        queue::Stream,
+        shared::{Shared, at},
+    },
 };
 
 impl Devices for Shared {
@@ -37,8 +40,11 @@ impl Devices for Shared {
         let mut state = self.enter(call, Some(device))?;
         state.captures.disturb().map_err(at(call))?;
         self.cost(call, 0);
+        let busy = |stream: &&Stream| stream.device == device && stream.executed < stream.enqueued;
+        let path = state.streams.iter().filter(busy).map(|stream| stream.path).max();
         let mut state = self.run_device(state, device);
         state.device(device).map_err(at(call))?;
+        state.host_waited(path.unwrap_or(0));
         state.host_learns_device(device);
         Ok(())
     }

@@ -90,8 +90,12 @@ impl Events for Shared {
         }
         self.cost(call, 0);
         let Some(point) = there.point.clone() else { return Ok(()) };
+        let waits = !state.reached(point.stream, point.count);
         let mut state = self.run_until(state, point.stream, point.count);
         state.device(event.device()).map_err(at(call))?;
+        if waits {
+            state.host_waited(point.path);
+        }
         state.host_learns(&point.clock);
         Ok(())
     }

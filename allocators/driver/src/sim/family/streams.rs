@@ -75,8 +75,12 @@ impl Streams for Shared {
         state.captures.disturb().map_err(at(call))?;
         self.cost(call, 0);
         let point = state.point(place);
+        let waits = !state.reached(point.stream, point.count);
         let mut state = self.run_until(state, point.stream, point.count);
         state.device(stream.device()).map_err(at(call))?;
+        if waits {
+            state.host_waited(point.path);
+        }
         state.host_learns(&point.clock);
         Ok(())
     }
