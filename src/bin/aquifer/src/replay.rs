@@ -6,7 +6,8 @@
 //! | `uses` | uses by other streams that outlive the free of their block |
 //! | `work` | what is done with memory: declared to the simulator's oracle, or nothing |
 //! | `stamp` | the same on real bytes |
-//! | `bench` | one pass over a trace: with checks, or for time |
+//! | `tally` | what a round cost in calls, waits and concurrency |
+//! | `bench` | one pass over a trace: with checks, for time, or for what it costs besides |
 //! | `fit` | the search for the smallest budget |
 //! | `report`, `screen` | what was found, in JSON and for a person |
 //!
@@ -16,6 +17,13 @@
 //! cost as much as the call. So the figure holds the replay's own loop too, two to four nanoseconds an operation, and
 //! uses across streams, which are not counted as operations. On the simulator it also holds the simulator's work in each
 //! driver call, which has nothing to do with what a driver would need: that is what the modelled driver time is for.
+//!
+//! # How calls and waits are counted
+//! A third pass plays as many rounds as are timed and counts, for each of them, what the driver was asked and who had to
+//! wait. On the simulator its streams have the reads and writes of the checked pass to do, by the same seed, so that a
+//! free block's last use is often still to come and reuse has to be ordered; on a GPU they have nothing to do, so waits
+//! are as few as they can be. A round ends when its last blocks are freed and its last uses are over. What the waits cost
+//! the streams is said in `tally`.
 
 mod bench;
 mod engine;
@@ -23,6 +31,7 @@ mod fit;
 mod report;
 mod screen;
 mod stamp;
+mod tally;
 mod uses;
 mod work;
 
@@ -37,7 +46,7 @@ use crate::{
 use aquifer_core::{Bytes, MemoryError};
 use bench::{Bench, Checked};
 use engine::Order;
-use report::Search;
+use report::{Round, Search};
 use std::{fmt, num::NonZeroU32, path::PathBuf};
 
 /// Why there is nothing to report.
@@ -124,7 +133,12 @@ pub(crate) fn run(args: &cli::Replay) -> Result<Report, Mistake> {
         Some(_) => None,
     };
     let mut report = describe(args, &bench, budget, checked);
-    report.timing = timed.map(|timed| timed.timing);
+    if let Some(timed) = timed {
+        progress.phase("counting:");
+        let tallies = bench.count(budget, args.repeat, &mut progress).map_err(Mistake::Setup)?;
+        report.rounds = Round::all(&timed.each, &tallies.unwrap_or_default());
+        report.timing = Some(timed.timing);
+    }
     if args.fit {
         let found = fit::search(&bench, &report, args.repeat, &mut progress).map_err(Mistake::Setup)?;
         report.violations.count += found.violations.count;
@@ -154,6 +168,7 @@ fn describe(args: &cli::Replay, bench: &Bench<'_>, budget: Option<u64>, checked:
         peak_physical: checked.peak_physical,
         failure: checked.failure,
         timing: None,
+        rounds: Vec::new(),
         driver_calls: checked.driver_calls,
         modelled_driver_ns: checked.modelled_driver_ns,
         accesses_checked: checked.verdict.checked,

@@ -161,8 +161,8 @@ fn help_and_version_are_no_mistakes() {
     assert!(text(&run(["replay", "--help"]).stdout).contains("--ignore-order"));
 }
 
-/// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object.
-const FIELDS: [(&str, char); 19] = [
+/// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array.
+const FIELDS: [(&str, char); 24] = [
     ("trace", 's'),
     ("device", 's'),
     ("allocator", 's'),
@@ -182,6 +182,34 @@ const FIELDS: [(&str, char); 19] = [
     ("early_completions", 'n'),
     ("violations", 'n'),
     ("leaked_bytes", 'n'),
+    ("fences_per_op", 'n'),
+    ("stream_waits_per_op", 'n'),
+    ("host_waits_per_op", 'n'),
+    ("concurrency_cost", 'n'),
+    ("rounds", 'a'),
+];
+
+/// What a search adds.
+const FIT: [&str; 8] = [
+    "fit_bytes",
+    "ns_per_op_at_fit",
+    "moves_at_fit",
+    "fences_per_op_at_fit",
+    "stream_waits_per_op_at_fit",
+    "host_waits_per_op_at_fit",
+    "concurrency_cost_at_fit",
+    "rounds_at_fit",
+];
+
+/// Fields that may be null.
+const NULL: [&str; 7] = [
+    "ns_per_op",
+    "modelled_driver_ns",
+    "split",
+    "fences_per_op",
+    "stream_waits_per_op",
+    "host_waits_per_op",
+    "concurrency_cost",
 ];
 
 fn has_fields(value: &Value, further: &[&str]) {
@@ -192,10 +220,8 @@ fn has_fields(value: &Value, further: &[&str]) {
             's' => field.is_string(),
             'b' => field.is_boolean(),
             'o' => field.as_object().is_some_and(|calls| calls.values().all(Value::is_u64)),
-            _ => {
-                field.is_number()
-                    || (field.is_null() && matches!(name, "ns_per_op" | "modelled_driver_ns" | "split"))
-            }
+            'a' => field.is_array(),
+            _ => field.is_number() || (field.is_null() && NULL.contains(&name)),
         };
         assert!(right, "{name}: {field}");
     }
@@ -213,7 +239,7 @@ fn json_has_the_promised_fields_and_no_others() {
     has_fields(&json(&output), &[]);
     let output = replay(&small.0, "--device sim --json --fit");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
-    has_fields(&json(&output), &["fit_bytes", "ns_per_op_at_fit", "moves_at_fit"]);
+    has_fields(&json(&output), &FIT);
 }
 
 #[test]
@@ -238,7 +264,7 @@ fn a_trace_beyond_the_device_fits_into_no_budget() {
     let output = replay(&file.0, "--device sim --fit --json");
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     let value = json(&output);
-    has_fields(&value, &["fit_bytes", "ns_per_op_at_fit", "moves_at_fit"]);
+    has_fields(&value, &FIT);
     assert_eq!((&value["completed"], &value["fit_bytes"]), (&Value::Bool(false), &Value::Null));
     on_one_screen(&text(&replay(&file.0, "--device sim --fit").stdout));
     assert_eq!(replay(&file.0, "--device sim --budget 1").status.code(), Some(1));
@@ -386,6 +412,41 @@ fn a_split_trace_has_a_fit_that_holds() {
         &format!("--device sim --repeat 1 --json --streams 4 --budget {fit}"),
     );
     assert_eq!(again.status.code(), Some(0), "{}", text(&again.stdout));
+}
+
+#[test]
+fn every_round_says_what_it_asked_of_the_driver() {
+    let file = "made:steady,length=0.1";
+    let value = json(&replay(Path::new(file), "--device sim --json --repeat 20"));
+    let rounds = value["rounds"].as_array().expect("rounds");
+    assert_eq!(rounds.len(), 20);
+    let fields = [
+        "ns_per_op",
+        "driver_calls",
+        "memory_calls",
+        "event_calls",
+        "fences",
+        "stream_waits",
+        "host_waits",
+        "moves",
+        "longest_stream",
+        "needed_path",
+        "taken_path",
+    ];
+    for (number, round) in rounds.iter().enumerate() {
+        assert!(fields.iter().all(|field| round[field].is_number()), "{round}");
+        let [all, memory, event] = ["driver_calls", "memory_calls", "event_calls"].map(|f| round[f].as_u64());
+        assert!(memory.zip(event).map(|(memory, event)| memory + event) <= all, "{round}");
+        // On one stream, after the first two rounds: nothing new is asked.
+        assert!(number < 2 || all == Some(0), "round {number}: {round}");
+        // One line of work takes as long as it takes.
+        assert_eq!(round["longest_stream"], round["taken_path"], "{round}");
+    }
+    assert!(rounds[0]["memory_calls"].as_u64() > Some(0));
+    assert_eq!(value["concurrency_cost"], 1.0);
+    let screen = text(&replay(Path::new(file), "--device sim --repeat 20").stdout);
+    assert!(screen.contains("in round 20: 0 memory, 0 event calls"), "{screen}");
+    on_one_screen(&screen);
 }
 
 #[test]

@@ -4,6 +4,7 @@ use super::{
     engine::{Engine, Order, Played, streams_needed},
     report::{Failure, Timing},
     stamp::Stamped,
+    tally::Tally,
     uses::{EndOldest, OpenUses},
     work::{Declared, Idle, Verdict, Work},
 };
@@ -56,17 +57,19 @@ pub(crate) struct Checked {
 }
 
 /// What a pass for time found.
-#[derive(Clone, Copy, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Timed {
     /// What the allocator's calls took.
     pub(crate) timing: Timing,
-    /// Physical handles that moved in the first round.
-    pub(crate) moves: u64,
+    /// The same for each round, in nanoseconds an operation.
+    pub(crate) each: Vec<f64>,
 }
 
 /// What any pass leaves behind.
 struct Pass {
     rounds: Vec<Played>,
+    /// What each round cost, its end included: as many as `rounds`.
+    tallies: Vec<Tally>,
     /// After the first round.
     first: PoolStats,
     driver_calls: Vec<(&'static str, u64)>,
@@ -106,7 +109,7 @@ impl Bench<'_> {
                 self.pass(&session, budget, Arc::new(stamps), 1, progress)?
             }
         };
-        let Pass { rounds, first, driver_calls, modelled_driver_ns, verdict, early, leaked } = pass;
+        let Pass { rounds, first, driver_calls, modelled_driver_ns, verdict, early, leaked, .. } = pass;
         let failure = rounds.iter().find_map(|played| {
             let error = played.failure.as_ref()?;
             Some(Failure { operations: played.operations, said: error.to_string() })
@@ -140,10 +143,30 @@ impl Bench<'_> {
             return Ok(None);
         }
         let per_operation = |played: &Played| played.took.as_nanos() as f64 / played.operations.max(1) as f64;
-        let Some((first, rest)) = pass.rounds.split_first() else { return Ok(None) };
-        let first = per_operation(first);
-        let warm = median(rest.iter().map(per_operation).collect()).unwrap_or(first);
-        Ok(Some(Timed { timing: Timing { first, warm, rounds }, moves: pass.first.moves }))
+        let each: Vec<_> = pass.rounds.iter().map(per_operation).collect();
+        let Some((&first, rest)) = each.split_first() else { return Ok(None) };
+        let warm = median(rest.to_vec()).unwrap_or(first);
+        Ok(Some(Timed { timing: Timing { first, warm, rounds }, each }))
+    }
+
+    /// Plays the trace `rounds` times with one allocator, for what each round costs besides time. On the simulator the
+    /// streams have work to do meanwhile; on a GPU they have none. `None` if it did not fit.
+    ///
+    /// # Errors
+    /// If the allocator or its streams cannot be had.
+    pub(crate) fn count(
+        &self,
+        budget: Option<u64>,
+        rounds: u32,
+        progress: &mut Progress,
+    ) -> Result<Option<Vec<Tally>>> {
+        let session = self.place.begin(false);
+        let pass = match &session.sim {
+            Some(sim) => self.pass(&session, budget, Arc::new(Declared::new(sim)), rounds, progress)?,
+            None => self.pass(&session, budget, Arc::new(Idle), rounds, progress)?,
+        };
+        let failed = pass.rounds.iter().any(|played| played.failure.is_some());
+        Ok((!failed).then_some(pass.tallies))
     }
 
     fn pass<W: Work>(
@@ -232,6 +255,12 @@ impl Bench<'_> {
         let calls = || session.driver.calls().made();
         let modelled = || session.sim.as_ref().map(|sim| sim.modelled_ns());
         let (calls_before, modelled_before) = (calls(), modelled());
+        let mut operations = 0;
+        let mut tally = |done: u64| {
+            operations += done;
+            Tally::now(operations, session.driver.calls(), &allocator.stats(), work)
+        };
+        let mut last = tally(0);
         let mut engine = Engine::new(self.trace, streams, allocator, work, uses, self.order);
         let mut played = vec![engine.play(progress)];
         let own = work.driver_calls();
@@ -244,15 +273,22 @@ impl Bench<'_> {
         let modelled_driver_ns = modelled().zip(modelled_before).map(|(now, before)| now - before);
         let (first, early) = (allocator.stats(), uses.early());
         engine.clear()?;
+        let mut tallies = Vec::with_capacity(rounds as usize);
+        let now = tally(played[0].operations);
+        tallies.push(now - std::mem::replace(&mut last, now));
         for _ in 1..rounds {
             if played.iter().any(|p| p.failure.is_some()) {
                 break;
             }
-            played.push(engine.play(progress));
+            let again = engine.play(progress);
             engine.clear()?;
+            let now = tally(again.operations);
+            tallies.push(now - std::mem::replace(&mut last, now));
+            played.push(again);
         }
         Ok(Pass {
             rounds: played,
+            tallies,
             first,
             driver_calls,
             modelled_driver_ns,

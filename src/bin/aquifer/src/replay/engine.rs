@@ -164,7 +164,11 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
         let spot = Spot::of(block);
         let begin = |stream: &Stream| -> Result<Option<Use>> {
             let open = match self.order {
-                Order::Told => Some(block.prepare(stream, Access::Read)?),
+                Order::Told => {
+                    let open = block.prepare(stream, Access::Read)?;
+                    self.work.follows(stream, &self.streams[facts.stream as usize]);
+                    Some(open)
+                }
                 Order::Ignored => None,
             };
             self.work.read(index, spot, stream)?;

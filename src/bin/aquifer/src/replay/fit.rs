@@ -3,13 +3,13 @@
 //! Whether a trace fits is found by playing it, checks and all, as without a search. Between a budget that fails and one
 //! that holds the search halves until they are one physical handle apart. A larger budget does not always hold where a
 //! smaller one does: blocks fall into other places. So the answer must also hold with 0.5 % and 2 % more, and for every
-//! round that is timed; if it does not, the search goes on above what failed. Once a budget has held for one round and
+//! round that is timed, and counted with work on the streams; if it does not, the search goes on above what failed. Once a budget has held for one round and
 //! not for all, every further one is tried for all of them: a trace that needs a little more each round would be missed
 //! by so much that going up in single steps never ends.
 
 use super::{
-    bench::{Bench, Timed},
-    report::{Fit, Report, Violations},
+    bench::Bench,
+    report::{Fit, Report, Round, Timing, Violations},
     work::TOLD,
 };
 use crate::progress::Progress;
@@ -46,7 +46,7 @@ pub(crate) fn search(
     };
     let mut passes = Passes { bench, repeat, progress, violations: Violations::default() };
     let found = smallest(sizes, &mut passes)?;
-    let fit = found.map(|(bytes, timed)| Fit { bytes, timing: timed.timing, moves: timed.moves });
+    let fit = found.map(|(bytes, (timing, rounds))| Fit { bytes, timing, rounds });
     Ok(Found { fit, violations: passes.violations })
 }
 
@@ -162,7 +162,7 @@ struct Passes<'a, 'b> {
 }
 
 impl Trial for Passes<'_, '_> {
-    type Measure = Timed;
+    type Measure = (Timing, Vec<Round>);
 
     fn holds(&mut self, bytes: u64, left: u64, rounds: Rounds) -> Result<bool> {
         if left > 1 {
@@ -178,12 +178,15 @@ impl Trial for Passes<'_, '_> {
         if checked.failure.is_some() {
             return Ok(false);
         }
-        Ok(rounds == Rounds::One || self.bench.time(Some(bytes), self.repeat, self.progress)?.is_some())
+        Ok(rounds == Rounds::One || self.measure(bytes)?.is_some())
     }
 
-    fn measure(&mut self, bytes: u64) -> Result<Option<Timed>> {
+    fn measure(&mut self, bytes: u64) -> Result<Option<Self::Measure>> {
         self.progress.phase("timing:");
-        self.bench.time(Some(bytes), self.repeat, self.progress)
+        let Some(timed) = self.bench.time(Some(bytes), self.repeat, self.progress)? else { return Ok(None) };
+        self.progress.phase("counting:");
+        let tallies = self.bench.count(Some(bytes), self.repeat, self.progress)?;
+        Ok(tallies.map(|tallies| (timed.timing, Round::all(&timed.each, &tallies))))
     }
 }
 

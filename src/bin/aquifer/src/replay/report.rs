@@ -1,5 +1,6 @@
 //! What a replay found, and how it is said in JSON.
 
+use super::tally::{Paths, Tally};
 use crate::{cli::Allocator, json};
 use serde_json::{Value, json};
 
@@ -40,6 +41,8 @@ pub(crate) struct Report {
     pub(crate) failure: Option<Failure>,
     /// What the allocator's calls took; none if the trace did not complete.
     pub(crate) timing: Option<Timing>,
+    /// What each round cost besides memory; none if the trace did not complete.
+    pub(crate) rounds: Vec<Round>,
     /// The driver calls of one round from empty, by name.
     pub(crate) driver_calls: Vec<(&'static str, u64)>,
     /// What the simulator says they would take on its model, in nanoseconds; none on a real device.
@@ -78,6 +81,102 @@ pub(crate) struct Timing {
     pub(crate) rounds: u32,
 }
 
+/// What one round cost.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct Round {
+    /// Nanoseconds for each allocation or free, with no work on the streams.
+    pub(crate) ns: f64,
+    /// Calls, waits and moves, with work on them where that can be.
+    pub(crate) tally: Tally,
+}
+
+impl Round {
+    /// Rounds as they were timed and as they were counted.
+    pub(crate) fn all(ns: &[f64], tallies: &[Tally]) -> Vec<Self> {
+        ns.iter().zip(tallies).map(|(&ns, &tally)| Self { ns, tally }).collect()
+    }
+
+    fn to_json(self) -> Value {
+        let Self { ns, tally } = self;
+        let mut value = json!({
+            "ns_per_op": rounded(ns, 1),
+            "driver_calls": tally.driver_calls,
+            "memory_calls": tally.memory_calls,
+            "event_calls": tally.event_calls,
+            "fences": tally.fences,
+            "stream_waits": tally.stream_waits,
+            "host_waits": tally.host_waits,
+            "moves": tally.moves,
+        });
+        if let (Some(Paths { longest_stream, needed, taken }), Some(fields)) =
+            (tally.paths, value.as_object_mut())
+        {
+            let lengths =
+                [("longest_stream", longest_stream), ("needed_path", needed), ("taken_path", taken)];
+            fields.extend(lengths.map(|(name, length)| (name.to_owned(), json!(length))));
+        }
+        value
+    }
+}
+
+/// What several rounds cost together.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) struct Waits {
+    /// For each allocation or free.
+    pub(crate) fences: f64,
+    /// For each allocation or free.
+    pub(crate) stream_waits: f64,
+    /// For each allocation or free.
+    pub(crate) host_waits: f64,
+    /// [`Paths::cost`] over all of them; none where nobody can tell.
+    pub(crate) concurrency: Option<f64>,
+}
+
+impl Waits {
+    /// Of these; none of none.
+    pub(crate) fn of(rounds: &[Round]) -> Option<Self> {
+        let mut all = Tally::default();
+        let mut paths = Some(Paths::default());
+        for Round { tally, .. } in rounds {
+            all.operations += tally.operations;
+            all.fences += tally.fences;
+            all.stream_waits += tally.stream_waits;
+            all.host_waits += tally.host_waits;
+            paths = paths.zip(tally.paths).map(|(sum, more)| Paths {
+                longest_stream: sum.longest_stream + more.longest_stream,
+                needed: sum.needed + more.needed,
+                taken: sum.taken + more.taken,
+            });
+        }
+        (!rounds.is_empty()).then(|| Self {
+            fences: all.per_operation(all.fences),
+            stream_waits: all.per_operation(all.stream_waits),
+            host_waits: all.per_operation(all.host_waits),
+            concurrency: paths.map(|paths| paths.cost()),
+        })
+    }
+
+    /// Fields of JSON under these names; null where nothing completed.
+    fn fields(rounds: &[Round], names: [&'static str; 5]) -> [(&'static str, Value); 5] {
+        let waits = Self::of(rounds);
+        let figure = |value: Option<f64>| value.map_or(Value::Null, |value| json!(rounded(value, 6)));
+        let [fences, stream_waits, host_waits, cost, each] = names;
+        [
+            (fences, figure(waits.map(|waits| waits.fences))),
+            (stream_waits, figure(waits.map(|waits| waits.stream_waits))),
+            (host_waits, figure(waits.map(|waits| waits.host_waits))),
+            (cost, figure(waits.and_then(|waits| waits.concurrency))),
+            (each, rounds.iter().map(|round| round.to_json()).collect()),
+        ]
+    }
+}
+
+/// `value` with so many digits behind its point.
+fn rounded(value: f64, digits: i32) -> f64 {
+    let scale = 10_f64.powi(digits);
+    (value * scale).round() / scale
+}
+
 /// What was found wrong.
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub(crate) struct Violations {
@@ -88,7 +187,7 @@ pub(crate) struct Violations {
 }
 
 /// What the search for the smallest budget found.
-#[derive(Clone, Copy, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub(crate) enum Search {
     /// A budget that holds, and so do those 0.5 % and 2 % above it.
     Found(Fit),
@@ -97,14 +196,21 @@ pub(crate) enum Search {
 }
 
 /// The smallest budget that a trace completes with.
-#[derive(Clone, Copy, PartialEq, Debug)]
+#[derive(Clone, PartialEq, Debug)]
 pub(crate) struct Fit {
     /// The budget, in bytes.
     pub(crate) bytes: u64,
     /// What the allocator's calls took with it.
     pub(crate) timing: Timing,
-    /// Physical handles that moved in one round from empty.
-    pub(crate) moves: u64,
+    /// What each round cost with it; at least one.
+    pub(crate) rounds: Vec<Round>,
+}
+
+impl Fit {
+    /// Physical handles that moved in the first round, from empty.
+    pub(crate) fn moves(&self) -> u64 {
+        self.rounds.first().map_or(0, |round| round.tally.moves)
+    }
 }
 
 impl Report {
@@ -120,8 +226,7 @@ impl Report {
 
     /// As one JSON object.
     pub(crate) fn to_json(&self) -> String {
-        let ns =
-            |timing: Option<Timing>| timing.map_or(Value::Null, |t| json!((t.warm * 10.0).round() / 10.0));
+        let ns = |timing: Option<Timing>| timing.map_or(Value::Null, |t| json!(rounded(t.warm, 1)));
         let calls = self.driver_calls.iter().map(|&(name, count)| (name.to_owned(), json!(count))).collect();
         let mut fields = vec![
             ("trace", json!(self.trace)),
@@ -144,14 +249,25 @@ impl Report {
             ("violations", json!(self.violations.count)),
             ("leaked_bytes", json!(self.leaked)),
         ];
-        if let Some(search) = self.fit {
+        let names =
+            ["fences_per_op", "stream_waits_per_op", "host_waits_per_op", "concurrency_cost", "rounds"];
+        fields.extend(Waits::fields(&self.rounds, names));
+        if let Some(search) = &self.fit {
             let fit = match search {
                 Search::Found(fit) => Some(fit),
                 Search::Nothing => None,
             };
             fields.push(("fit_bytes", json!(fit.map(|f| f.bytes))));
             fields.push(("ns_per_op_at_fit", ns(fit.map(|f| f.timing))));
-            fields.push(("moves_at_fit", json!(fit.map(|f| f.moves))));
+            fields.push(("moves_at_fit", json!(fit.map(Fit::moves))));
+            let names = [
+                "fences_per_op_at_fit",
+                "stream_waits_per_op_at_fit",
+                "host_waits_per_op_at_fit",
+                "concurrency_cost_at_fit",
+                "rounds_at_fit",
+            ];
+            fields.extend(Waits::fields(fit.map_or(&[], |f| &f.rounds), names));
         }
         json::object(&fields)
     }

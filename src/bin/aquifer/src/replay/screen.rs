@@ -1,6 +1,6 @@
 //! What a replay found, on one screen: at most 24 lines of 80 columns, the last of them the next command to try.
 
-use super::report::{Failure, Report, Search, Timing};
+use super::report::{Failure, Report, Round, Search, Timing, Waits};
 use crate::{
     cli::Allocator,
     figures::{Count, Nanoseconds, Of},
@@ -84,7 +84,7 @@ impl Report {
             None => format!("{:.4} x live", self.peak_physical as f64 / self.peak_live.max(1) as f64),
         };
         row(lines, "peak physical", &Bytes(self.peak_physical).to_string(), &ratio);
-        match self.fit {
+        match &self.fit {
             Some(Search::Found(fit)) => {
                 let ratio = fit.bytes as f64 / self.peak_live.max(1) as f64;
                 row(
@@ -97,12 +97,9 @@ impl Report {
                     lines,
                     "  at that size",
                     &per_operation(fit.timing.warm),
-                    &format!(
-                        "warm; first round {}, {}",
-                        Nanoseconds(fit.timing.first),
-                        Of(fit.moves, "move")
-                    ),
+                    &format!("warm; first round {}, {}", Nanoseconds(fit.timing.first), moves(&fit.rounds)),
                 );
+                order(lines, &fit.rounds);
             }
             Some(Search::Nothing) => row(lines, "fits in", "nothing", "not even the whole device is enough"),
             None => {}
@@ -121,6 +118,9 @@ impl Report {
             }
             None => {}
         }
+        if self.fit.is_none() {
+            order(lines, &self.rounds);
+        }
         let total = self.driver_calls.iter().map(|(_, count)| count).sum();
         row(lines, "driver calls", &Count(total).to_string(), &self.calls());
         if let Some(ns) = self.modelled_driver_ns {
@@ -130,6 +130,16 @@ impl Report {
                 &Nanoseconds(ns as f64).to_string(),
                 "what these calls would take on an H200",
             );
+        }
+        // The last round is as settled as they get.
+        if let (Some(last), None) = (self.rounds.get(1..).and_then(<[_]>::last), &self.fit) {
+            let (round, tally) = (self.rounds.len(), last.tally);
+            let remark = format!(
+                "in round {round}: {} memory, {} event calls",
+                Count(tally.memory_calls),
+                Count(tally.event_calls)
+            );
+            row(lines, "  settled", &Count(tally.driver_calls).to_string(), &remark);
         }
     }
 
@@ -161,8 +171,13 @@ impl Report {
             // Its lines are broken for a wider page than this.
             indented(&violation.split_whitespace().collect::<Vec<_>>().join(" "), INDENT)
         });
-        // The reason of a failure comes first, and there is no room for both.
-        lines.extend(examples.take(if self.failure.is_some() { 0 } else { EXAMPLES }));
+        // The reason of a failure comes first, and so does what a search found: there is no room for all.
+        let room = match (&self.failure, &self.fit) {
+            (Some(_), _) => 0,
+            (None, Some(_)) => EXAMPLES - 1,
+            (None, None) => EXAMPLES,
+        };
+        lines.extend(examples.take(room));
         let kept = match self.live_at_end {
             0 => String::new(),
             _ if self.failure.is_some() => String::new(),
@@ -179,7 +194,7 @@ impl Report {
         if let Some(streams) = self.split {
             words.push(format!("--streams {streams}"));
         }
-        match self.fit {
+        match &self.fit {
             Some(Search::Found(fit)) => words.push(format!("--budget {}", fit.bytes)),
             _ if self.ignore_order => {}
             _ if self.allocator != Allocator::Pool && self.is_clean() => {
@@ -217,6 +232,39 @@ fn folded(words: &[String]) -> Vec<String> {
         }
     }
     lines
+}
+
+/// Moves of the first round, and of each later one.
+fn moves(rounds: &[Round]) -> String {
+    let Some((first, later)) = rounds.split_first() else { return "no move".to_owned() };
+    let first = Of(first.tally.moves, "move");
+    match later.len() as u64 {
+        0 => first.to_string(),
+        count => {
+            let sum: u64 = later.iter().map(|round| round.tally.moves).sum();
+            format!("{first}, then {}", Count(sum / count))
+        }
+    }
+}
+
+/// Who waited for whom, and what that cost the streams.
+fn order(lines: &mut Vec<String>, rounds: &[Round]) {
+    let Some(waits) = Waits::of(rounds) else { return };
+    let cost = match waits.concurrency {
+        Some(cost) => format!("{cost:.3} x"),
+        None => "not known".to_owned(),
+    };
+    let per_thousand = |count: f64| match count * 1000.0 {
+        few if few < 9.95 => format!("{few:.1}"),
+        many => format!("{many:.0}"),
+    };
+    let remark = format!(
+        "{} fences, {} stream, {} host waits per 1,000",
+        per_thousand(waits.fences),
+        per_thousand(waits.stream_waits),
+        per_thousand(waits.host_waits)
+    );
+    row(lines, "waits cost", &cost, &remark);
 }
 
 /// The allocator in words.

@@ -1,11 +1,14 @@
 //! What a replay does with the memory it is given.
 
-use super::report::Violations;
+use super::{report::Violations, tally::Paths};
 use aquifer_core::{MemoryError, Result};
 use aquifer_device::Block;
 use aquifer_driver::{Access, Call, DeviceRange, sim::Sim};
 use aquifer_stream::Stream;
-use std::fmt::Debug;
+use std::{
+    fmt::Debug,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 /// Violations that are put into words.
 pub(crate) const TOLD: usize = 4;
@@ -36,6 +39,14 @@ pub(crate) trait Work: Debug + Send + Sync + 'static {
 
     /// A stream reads all of it.
     fn read(&self, block: u32, spot: Spot, stream: &Stream) -> Result<()>;
+
+    /// From now on `stream` comes after all that `home` has been given so far: the order is the trace's own.
+    fn follows(&self, _stream: &Stream, _home: &Stream) {}
+
+    /// What the order of the work has come to so far, if anybody can tell.
+    fn paths(&self) -> Option<Paths> {
+        None
+    }
 
     /// Driver calls that it has made itself.
     fn driver_calls(&self) -> Vec<(Call, u64)> {
@@ -79,21 +90,41 @@ impl Work for Idle {
 }
 
 /// Reads and writes that the simulator's oracle is told of.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Declared {
     sim: Sim,
+    lanes: Mutex<Vec<Lane>>,
+}
+
+/// The reads and writes of one stream.
+#[derive(Clone, Copy, Default, Debug)]
+struct Lane {
+    own: u64,
+    /// The longest chain that ends with the last of them, by the order that the trace needs.
+    needed: u64,
 }
 
 impl Declared {
     /// Tells `sim`.
     pub(crate) fn new(sim: &Sim) -> Self {
-        Self { sim: sim.clone() }
+        Self { sim: sim.clone(), lanes: Mutex::default() }
+    }
+
+    fn lanes(&self, streams: &[&Stream]) -> MutexGuard<'_, Vec<Lane>> {
+        let mut lanes = self.lanes.lock().unwrap_or_else(PoisonError::into_inner);
+        let most = streams.iter().map(|stream| stream.number() as usize + 1).max().unwrap_or(0);
+        if lanes.len() < most {
+            lanes.resize(most, Lane::default());
+        }
+        lanes
     }
 
     #[track_caller]
     fn tell(&self, spot: Spot, stream: &Stream, access: Access) -> Result<()> {
         let device = stream.device();
         let range = DeviceRange { device, address: spot.address, bytes: spot.bytes };
+        let lane = &mut self.lanes(&[stream])[stream.number() as usize];
+        (lane.own, lane.needed) = (lane.own + 1, lane.needed + 1);
         let told = self.sim.access(stream.raw(), range, access, Some(spot.generation));
         told.map_err(|e| MemoryError::driver(device, e))
     }
@@ -108,10 +139,65 @@ impl Work for Declared {
         self.tell(spot, stream, Access::Read)
     }
 
+    fn follows(&self, stream: &Stream, home: &Stream) {
+        // What has run holds nobody up.
+        if self.sim.pending(home.raw()) > 0 {
+            let mut lanes = self.lanes(&[stream, home]);
+            let before = lanes[home.number() as usize].needed;
+            let lane = &mut lanes[stream.number() as usize];
+            lane.needed = lane.needed.max(before);
+        }
+    }
+
+    fn paths(&self) -> Option<Paths> {
+        let lanes = self.lanes(&[]);
+        Some(Paths {
+            longest_stream: lanes.iter().map(|lane| lane.own).max().unwrap_or(0),
+            needed: lanes.iter().map(|lane| lane.needed).max().unwrap_or(0),
+            taken: self.sim.longest_path(),
+        })
+    }
+
     fn verdict(&self) -> Result<Verdict> {
         let found = self.sim.violations();
         let count = found.iter().map(|violation| violation.count).sum();
         let first = found.iter().take(TOLD).map(ToString::to_string).collect();
         Ok(Verdict { checked: self.sim.accesses_checked(), violations: Violations { count, first } })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aquifer_device::{DevicePool, PoolConfig, Request};
+    use aquifer_driver::DeviceId;
+
+    #[test]
+    fn the_paths_tell_the_order_of_the_trace_from_that_of_the_allocator() {
+        let sim = Sim::h200(1).symbolic().stepped();
+        let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
+        let streams = [(); 3].map(|()| pool.stream().unwrap());
+        let [s, u, v] = &streams;
+        let work = Declared::new(&sim);
+        let block = pool.alloc(s, Request::bytes(512)).unwrap();
+        let spot = Spot::of(&block);
+        for _ in 0..4 {
+            work.write(0, spot, s).unwrap();
+        }
+        assert_eq!(work.paths(), Some(Paths { longest_stream: 4, needed: 4, taken: 4 }));
+        // The trace wants u behind s, and says so.
+        let used = block.prepare(u, Access::Read).unwrap();
+        work.follows(u, s);
+        work.read(0, spot, u).unwrap();
+        assert_eq!(work.paths(), Some(Paths { longest_stream: 4, needed: 5, taken: 5 }));
+        // Nobody but an allocator wants v behind u.
+        let event = pool.driver().event_create(DeviceId(0)).unwrap();
+        pool.driver().event_record(event, u.raw()).unwrap();
+        pool.driver().stream_wait_event(v.raw(), event).unwrap();
+        work.read(0, spot, v).unwrap();
+        let paths = work.paths().unwrap();
+        assert_eq!(paths, Paths { longest_stream: 4, needed: 5, taken: 6 });
+        assert_eq!(paths.cost(), 1.2);
+        used.finish().unwrap();
     }
 }

@@ -1,7 +1,28 @@
 //! The screen, line by line.
 
 use super::*;
-use crate::replay::report::{Fit, Violations};
+use crate::replay::{
+    report::{Fit, Violations},
+    tally::{Paths, Tally},
+};
+
+fn rounds() -> Vec<Round> {
+    let paths = Paths { longest_stream: 9_000, needed: 10_000, taken: 12_345 };
+    let first = Tally {
+        operations: 24_000,
+        driver_calls: 23_192,
+        memory_calls: 20_072,
+        event_calls: 3_120,
+        fences: 1_200,
+        stream_waits: 480,
+        host_waits: 3,
+        moves: 2_980,
+        paths: Some(paths),
+    };
+    let later = Tally { driver_calls: 2_400, memory_calls: 0, event_calls: 2_400, moves: 12, ..first };
+    let rounds = [(1234.0, first), (41.25, later), (41.5, later)];
+    rounds.map(|(ns, tally)| Round { ns, tally }).to_vec()
+}
 
 fn clean() -> Report {
     Report {
@@ -22,6 +43,7 @@ fn clean() -> Report {
         peak_physical: 14_029_946_880,
         failure: None,
         timing: Some(Timing { first: 1234.0, warm: 41.25, rounds: 3 }),
+        rounds: rounds(),
         driver_calls: vec![
             ("cuMemCreate", 6690),
             ("cuMemMap", 6690),
@@ -40,8 +62,8 @@ fn clean() -> Report {
 }
 
 fn fitted() -> Report {
-    let fit =
-        Fit { bytes: 13_891_534_848, timing: Timing { first: 8120.0, warm: 5284.0, rounds: 3 }, moves: 2980 };
+    let timing = Timing { first: 8120.0, warm: 5284.0, rounds: 3 };
+    let fit = Fit { bytes: 13_891_534_848, timing, rounds: rounds() };
     Report { fit: Some(Search::Found(fit)), ..clean() }
 }
 
@@ -57,6 +79,7 @@ fn refused() -> Report {
         peak_physical: 12_784_238_592,
         failure: Some(Failure { operations: 9_120, said: said.into() }),
         timing: None,
+        rounds: Vec::new(),
         ..clean()
     }
 }
