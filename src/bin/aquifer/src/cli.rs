@@ -27,8 +27,9 @@ pub(crate) enum Command {
     /// Live through a recorded allocation trace again, and check every access
     #[command(after_help = "\
 The trace is CSV with the header `t_us,op,id,bytes,stream`, as AQUIFER_TRACE=FILE
-makes any program that uses the library write it, or the log of RAPIDS' memory
-manager; plain or xz-compressed. `made:NAME` is a workload made to break a
+makes any program that uses the library write it, the log of RAPIDS' memory
+manager, or what torch.cuda.memory._dump_snapshot() writes; plain or
+xz-compressed. `made:NAME` is a workload made to break a
 policy, `made:` lists them. Without a GPU a simulated one is used.")]
     Replay(Replay),
     /// Measure what calls cost here, beside their peers
@@ -49,6 +50,9 @@ pub(crate) struct Replay {
     /// Spread the blocks over N streams, in turn as they are allocated; what crossed streams still does
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) streams: Option<u32>,
+    /// Which device of a PyTorch snapshot, from 0; by default the one with most events
+    #[arg(long, value_name = "N")]
+    pub(crate) device_index: Option<u32>,
     /// Who places the blocks
     #[arg(long, value_enum, default_value_t = Allocator::Pool)]
     pub(crate) allocator: Allocator,

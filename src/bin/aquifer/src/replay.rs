@@ -111,8 +111,8 @@ impl std::error::Error for Mistake {
 /// # Errors
 /// [`Mistake`], before anything is played.
 pub(crate) fn run(args: &cli::Replay) -> Result<Report, Mistake> {
-    let trace =
-        Trace::read(&args.trace).map_err(|error| Mistake::Trace { path: args.trace.clone(), error })?;
+    let trace = Trace::read(&args.trace, args.device_index)
+        .map_err(|error| Mistake::Trace { path: args.trace.clone(), error })?;
     let trace = match args.streams.and_then(NonZeroU32::new) {
         Some(streams) => trace.split(streams),
         None => trace,
@@ -163,6 +163,8 @@ fn describe(args: &cli::Replay, bench: &Bench<'_>, budget: Option<u64>, checked:
         frees: trace.frees,
         streams: trace.streams,
         split: args.streams,
+        snapshot: trace.snapshot,
+        device_index: args.device_index,
         peak_live: trace.peak_live,
         live_at_end: trace.live_at_end,
         peak_physical: checked.peak_physical,

@@ -1,7 +1,7 @@
 //! A recorded life of device memory, ready to be lived again.
 //!
-//! A trace comes as CSV in one of two forms, plain or xz-compressed; [`Trace::read`] tells them apart by their first
-//! bytes. Both become the same [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps, and a
+//! A trace comes as CSV in one of two forms or as a memory snapshot of PyTorch's, plain or xz-compressed;
+//! [`Trace::read`] tells them apart by their first bytes. All become the same [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps, and a
 //! list of steps. Whatever cannot have happened is refused with the row at fault, so that a replay never has to ask
 //! whether a step makes sense.
 //!
@@ -10,6 +10,7 @@
 //! | `source` | bytes to rows: files, xz, cut ends |
 //! | `events` | the form with `a`, `f` and `c`, which this library and the recorder for PyTorch write |
 //! | `rmm` | the log of RAPIDS' memory manager |
+//! | `pickle`, `snapshot` | memory snapshots of PyTorch's |
 //! | `made` | workloads that are made from a seed, with no file behind them |
 //! | `builder` | rows to steps, and what cannot have happened |
 //! | `split` | the same over another number of streams |
@@ -19,11 +20,14 @@ mod builder;
 mod error;
 mod events;
 pub(crate) mod made;
+mod pickle;
 mod rmm;
+mod snapshot;
 mod source;
 mod split;
 
 pub(crate) use error::{Fault, TraceError};
+pub(crate) use snapshot::Facts;
 
 use builder::Builder;
 use source::Source;
@@ -43,6 +47,8 @@ pub(crate) enum Format {
     Rmm,
     /// No file: made from a seed.
     Made,
+    /// A memory snapshot of PyTorch's.
+    Snapshot,
 }
 
 /// One block from its allocation to its last use.
@@ -104,17 +110,21 @@ pub(crate) struct Trace {
     pub(crate) live_at_end: u64,
     /// Rows that tell of something a replay cannot repeat: requests that failed, requests for nothing.
     pub(crate) skipped: u64,
+    /// More about a snapshot, if it was one.
+    pub(crate) snapshot: Option<Facts>,
 }
 
 impl Trace {
-    /// Reads and checks the file at `path`, or makes the trace that it [asks for](made).
+    /// Reads and checks the file at `path`, or makes the trace that it [asks for](made). `device`: which of a snapshot's
+    /// devices; the one with most events by default.
     ///
     /// # Errors
-    /// [`TraceError`] with the first row that is at fault.
-    pub(crate) fn read(path: &Path) -> Result<Self, TraceError> {
+    /// [`TraceError`] with the first row that is at fault; also where a device is asked for and there are none.
+    pub(crate) fn read(path: &Path, device: Option<u32>) -> Result<Self, TraceError> {
         match made::trace(path) {
+            Some(_) if device.is_some() => Err(TraceError::whole(Fault::NoDevices)),
             Some(made) => made,
-            None => Self::parse(Source::open(path)?),
+            None => Self::parse(Source::open(path)?, device),
         }
     }
 
@@ -122,11 +132,17 @@ impl Trace {
     #[cfg(test)]
     pub(crate) fn from_rows(rows: &str) -> Self {
         let text = format!("{}\n{rows}", events::HEADER).into_bytes();
-        let source = Source::new(std::io::Cursor::new(text)).and_then(Self::parse);
+        let source = Source::new(std::io::Cursor::new(text)).and_then(|source| Self::parse(source, None));
         source.unwrap_or_else(|e| panic!("{e}"))
     }
 
-    fn parse(mut source: Source<'_>) -> Result<Self, TraceError> {
+    fn parse(mut source: Source<'_>, device: Option<u32>) -> Result<Self, TraceError> {
+        if source.begins_with(pickle::MAGIC)? {
+            return snapshot::read(source.bytes(), device);
+        }
+        if device.is_some() {
+            return Err(TraceError::whole(Fault::NoDevices));
+        }
         type Take = fn(&str, u64, &mut Builder) -> Result<(), Fault>;
         let (format, take): (Format, Take) = match source.next_row()? {
             None => return Err(TraceError::whole(Fault::Empty)),

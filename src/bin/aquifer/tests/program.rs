@@ -161,8 +161,8 @@ fn help_and_version_are_no_mistakes() {
     assert!(text(&run(["replay", "--help"]).stdout).contains("--ignore-order"));
 }
 
-/// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array.
-const FIELDS: [(&str, char); 24] = [
+/// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array, `?` object or null.
+const FIELDS: [(&str, char); 25] = [
     ("trace", 's'),
     ("device", 's'),
     ("allocator", 's'),
@@ -171,6 +171,7 @@ const FIELDS: [(&str, char); 24] = [
     ("frees", 'n'),
     ("streams", 'n'),
     ("split", 'n'),
+    ("snapshot", '?'),
     ("peak_live_bytes", 'n'),
     ("peak_physical_bytes", 'n'),
     ("completed", 'b'),
@@ -221,6 +222,7 @@ fn has_fields(value: &Value, further: &[&str]) {
             'b' => field.is_boolean(),
             'o' => field.as_object().is_some_and(|calls| calls.values().all(Value::is_u64)),
             'a' => field.is_array(),
+            '?' => field.is_object() || field.is_null(),
             _ => field.is_number() || (field.is_null() && NULL.contains(&name)),
         };
         assert!(right, "{name}: {field}");
@@ -412,6 +414,44 @@ fn a_split_trace_has_a_fit_that_holds() {
         &format!("--device sim --repeat 1 --json --streams 4 --budget {fit}"),
     );
     assert_eq!(again.status.code(), Some(0), "{}", text(&again.stdout));
+}
+
+#[test]
+fn a_snapshot_of_pytorch_is_replayed_by_device() {
+    let snapshots = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/snapshots");
+    let value = json(&replay(&snapshots.join("ring.pickle"), "--device sim --json --fit"));
+    has_fields(&value, &FIT);
+    let expected =
+        [("ops", 9), ("allocs", 5), ("streams", 2), ("peak_live_bytes", 705_000), ("violations", 0)];
+    for (name, count) in expected {
+        assert_eq!(value[name], count, "{name}");
+    }
+    assert_eq!(value["snapshot"]["blocks_at_start"], 4);
+    for (flags, device, ops) in [("", 1, 3), ("--device-index 0", 0, 1)] {
+        let file = snapshots.join("devices.pickle");
+        let value = json(&replay(&file, &format!("--device sim --json {flags}")));
+        assert_eq!((&value["snapshot"]["device_index"], &value["ops"]), (&device.into(), &ops.into()));
+        let screen = text(&replay(&file, &format!("--device sim {flags}")).stdout);
+        assert!(screen.contains(&format!("device {device}  of 3; 0 blocks live at its start")), "{screen}");
+        let next = screen.lines().skip_while(|line| !line.starts_with("next")).collect::<String>();
+        assert_eq!(next.contains("--device-index 0"), !flags.is_empty(), "{next}");
+        on_one_screen(&screen);
+    }
+    refused(
+        &replay(&snapshots.join("devices.pickle"), "--device-index 9"),
+        "no device of index 9",
+        "no device",
+    );
+    refused(
+        &replay(&snapshots.join("broken.twice.pickle"), ""),
+        "device_traces[0][2]: the block",
+        "an order",
+    );
+    refused(&replay(&data("resnet_train.csv.xz"), "--device-index 0"), "only a snapshot", "no snapshot");
+    refused(&replay(Path::new("made:edge"), "--device-index 0"), "only a snapshot", "made");
+    let whole = fs::read(snapshots.join("start.pickle")).expect("a snapshot");
+    let cut = Scratch::new("cut.pickle", &whole[..whole.len() / 2]);
+    refused(&replay(&cut.0, ""), "cut off: the pickle ends before its end", "cut");
 }
 
 #[test]

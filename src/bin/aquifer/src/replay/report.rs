@@ -1,7 +1,7 @@
 //! What a replay found, and how it is said in JSON.
 
 use super::tally::{Paths, Tally};
-use crate::{cli::Allocator, json};
+use crate::{cli::Allocator, json, trace::Facts};
 use serde_json::{Value, json};
 
 /// Everything a replay found.
@@ -31,6 +31,10 @@ pub(crate) struct Report {
     pub(crate) streams: u32,
     /// How many streams the trace was spread over; none if it was played as it is.
     pub(crate) split: Option<u32>,
+    /// More about the trace, if it is a snapshot of PyTorch's.
+    pub(crate) snapshot: Option<Facts>,
+    /// The snapshot's device as it was asked for; none for the one with most events.
+    pub(crate) device_index: Option<u32>,
     /// The trace's peak of live bytes, as asked for.
     pub(crate) peak_live: u64,
     /// Bytes that the trace never frees.
@@ -171,6 +175,15 @@ impl Waits {
     }
 }
 
+fn of_snapshot(facts: Facts) -> Value {
+    json!({
+        "device_index": facts.device,
+        "devices": facts.devices,
+        "blocks_at_start": facts.blocks_at_start,
+        "bytes_at_start": facts.bytes_at_start,
+    })
+}
+
 /// `value` with so many digits behind its point.
 fn rounded(value: f64, digits: i32) -> f64 {
     let scale = 10_f64.powi(digits);
@@ -237,6 +250,7 @@ impl Report {
             ("frees", json!(self.frees)),
             ("streams", json!(self.streams)),
             ("split", json!(self.split)),
+            ("snapshot", self.snapshot.map_or(Value::Null, of_snapshot)),
             ("peak_live_bytes", json!(self.peak_live)),
             ("peak_physical_bytes", json!(self.peak_physical)),
             ("completed", json!(self.completed())),

@@ -72,6 +72,20 @@ impl Report {
                 Of(self.streams.into(), "stream")
             ),
         );
+        // Where there is more to tell than a screen holds, this is the first to go.
+        if let (Some(facts), None, 0) = (self.snapshot, &self.failure, self.violations.count) {
+            row(
+                lines,
+                "snapshot",
+                &format!("device {}", facts.device),
+                &format!(
+                    "of {}; {} live at its start, {}",
+                    Count(facts.devices as u64),
+                    Of(facts.blocks_at_start, "block"),
+                    Bytes(facts.bytes_at_start)
+                ),
+            );
+        }
         row(
             lines,
             "peak live",
@@ -190,6 +204,9 @@ impl Report {
         let mut words = vec!["aquifer replay".to_owned(), shell_word(&self.trace)];
         if self.device_named {
             words.push(format!("--device {}", self.device));
+        }
+        if let Some(index) = self.device_index {
+            words.push(format!("--device-index {index}"));
         }
         if let Some(streams) = self.split {
             words.push(format!("--streams {streams}"));

@@ -138,7 +138,7 @@ impl Builder {
         if self.blocks.is_empty() {
             return Err(Fault::NoAllocation);
         }
-        if format != Format::Rmm {
+        if matches!(format, Format::Events | Format::Made) {
             // Small numbers mean something to whoever wrote them: stream 0 stays the first.
             let mut rank = vec![0_u32; self.streams.len()];
             for (place, appeared) in (0_u32..).zip(self.streams.values()) {
@@ -159,6 +159,7 @@ impl Builder {
             frees: self.frees,
             live_at_end: self.live,
             skipped: self.skipped,
+            snapshot: None,
         })
     }
 }

@@ -1,6 +1,6 @@
 //! Why a file is not a trace.
 
-use super::{MAX_BLOCK, MAX_STREAMS, made::MadeError};
+use super::{MAX_BLOCK, MAX_STREAMS, made::MadeError, snapshot::SnapshotError};
 use std::{error, fmt, io};
 
 /// What is wrong with a trace, and in which row. Row 1 is the header.
@@ -120,6 +120,10 @@ pub(crate) enum Fault {
     TooManyBlocks,
     /// A made trace that cannot be made.
     Made(MadeError),
+    /// A memory snapshot that cannot be played.
+    Snapshot(Box<SnapshotError>),
+    /// A device of what has none.
+    NoDevices,
 }
 
 /// How a trace names a block.
@@ -192,6 +196,8 @@ impl fmt::Display for Fault {
             Self::TooManyStreams => write!(f, "more than {MAX_STREAMS} streams"),
             Self::TooManyBlocks => write!(f, "more than {} blocks", u32::MAX),
             Self::Made(e) => e.fmt(f),
+            Self::Snapshot(e) => e.fmt(f),
+            Self::NoDevices => f.write_str("only a snapshot of PyTorch's has devices to choose from"),
         }
     }
 }
@@ -201,6 +207,7 @@ impl error::Error for TraceError {
         match &self.fault {
             Fault::Io(e) => Some(e),
             Fault::Made(e) => Some(e),
+            Fault::Snapshot(e) => Some(e),
             _ => None,
         }
     }

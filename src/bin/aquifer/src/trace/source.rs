@@ -45,6 +45,17 @@ impl<'a> Source<'a> {
         Ok(Self { reader, row: 0, line: Vec::with_capacity(128) })
     }
 
+    /// Whether the first byte, before compression, is this one.
+    pub(super) fn begins_with(&mut self, byte: u8) -> Result<bool, TraceError> {
+        let first = self.reader.fill_buf().map_err(|e| TraceError::whole(reading(e)))?;
+        Ok(first.first() == Some(&byte))
+    }
+
+    /// All bytes that have not been read as rows, before compression.
+    pub(super) fn bytes(&mut self) -> &mut (dyn BufRead + 'a) {
+        &mut *self.reader
+    }
+
     /// The next row and its number, counted from 1; none at the end.
     pub(super) fn next_row(&mut self) -> Result<Option<(u64, &str)>, TraceError> {
         self.line.clear();

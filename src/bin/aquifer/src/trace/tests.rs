@@ -6,7 +6,7 @@ use std::io::Cursor;
 const HEADER: &str = "t_us,op,id,bytes,stream\n";
 
 fn parse(text: &str) -> Result<Trace, TraceError> {
-    Trace::parse(Source::new(Cursor::new(text.as_bytes().to_vec()))?)
+    Trace::parse(Source::new(Cursor::new(text.as_bytes().to_vec()))?, None)
 }
 
 fn file(name: &str) -> std::path::PathBuf {
@@ -143,7 +143,7 @@ fn what_cannot_have_happened_is_refused_with_its_row() {
 #[test]
 fn a_file_that_is_no_text_is_refused_without_reading_it_all() {
     let endless = std::io::BufReader::new(std::io::repeat(b'x'));
-    let said = Trace::parse(Source::new(endless).unwrap()).expect_err("no end").to_string();
+    let said = Trace::parse(Source::new(endless).unwrap(), None).expect_err("no end").to_string();
     assert_eq!(said, "row 1: not a row of text");
 }
 
@@ -156,7 +156,7 @@ fn the_three_recorded_programs_are_read_as_they_were() {
         ("serve_mixed.csv.xz", 4, 12_000, 12_000, 24_000, 13_758_172_979, 1375),
     ];
     for (name, streams, allocations, frees, operations, peak, crossings) in table {
-        let trace = Trace::read(&file(name)).unwrap_or_else(|e| panic!("{name}: {e}"));
+        let trace = Trace::read(&file(name), None).unwrap_or_else(|e| panic!("{name}: {e}"));
         assert_eq!(
             (
                 trace.streams,
@@ -178,7 +178,11 @@ fn a_compressed_file_cut_anywhere_is_an_error() {
     let cuts = (0..whole.len()).step_by(whole.len() / 24).chain(whole.len() - 40..whole.len());
     for cut in cuts {
         let part = Cursor::new(whole[..cut].to_vec());
-        let said = Source::new(part).and_then(Trace::parse).map(|_| ()).expect_err("cut").to_string();
+        let said = Source::new(part)
+            .and_then(|source| Trace::parse(source, None))
+            .map(|_| ())
+            .expect_err("cut")
+            .to_string();
         assert!(!said.is_empty() && !said.contains('\n'), "{cut}: {said}");
     }
 }
@@ -189,7 +193,7 @@ fn a_damaged_compressed_file_is_an_error_and_no_crash() {
     for at in (0..whole.len()).step_by(whole.len() / 24).chain(6..40).chain(whole.len() - 40..whole.len()) {
         let mut damaged = whole.clone();
         damaged[at] ^= 0x55;
-        let read = Source::new(Cursor::new(damaged)).and_then(Trace::parse);
+        let read = Source::new(Cursor::new(damaged)).and_then(|source| Trace::parse(source, None));
         assert!(read.is_err(), "byte {at}");
     }
 }
@@ -217,7 +221,7 @@ fn what_the_library_writes_is_read_again() {
     pool.trim(0).unwrap();
     drop((third, fourth));
     drop((pool, s, u));
-    let read = Trace::read(&path);
+    let read = Trace::read(&path, None);
     let _ = std::fs::remove_file(&path);
     let trace = read.unwrap_or_else(|e| panic!("{e}"));
     assert_eq!((trace.allocations(), trace.frees, trace.streams, trace.peak_live), (4, 4, 2, 700));

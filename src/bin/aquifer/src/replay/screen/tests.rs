@@ -38,6 +38,8 @@ fn clean() -> Report {
         frees: 12_000,
         streams: 4,
         split: None,
+        snapshot: None,
+        device_index: None,
         peak_live: 13_758_172_979,
         live_at_end: 0,
         peak_physical: 14_029_946_880,

@@ -1,0 +1,434 @@
+//! What `torch.cuda.memory._dump_snapshot()` writes.
+//!
+//! | key | what is taken from it |
+//! |---|---|
+//! | `device_traces` | a list of events for each device, the oldest first. `alloc`, `free_requested` and `free_completed` become `a`, `f` and `c`; events of segments, `oom`, `snapshot` and a user's own are passed over |
+//! | `segments` | the blocks that are live when the snapshot is taken |
+//!
+//! The events come from a ring, so the first are those of a program that had been running for a while. What was live
+//! then is put together from what happens to it later:
+//!
+//! | what is seen | what it was at the start |
+//! |---|---|
+//! | `free_requested` of an address that nothing was allocated at | live, with the event's size and stream |
+//! | `free_completed` of such an address | freed, with a use still open |
+//! | an active block of the device in `segments` at an address that no event names | live, or freed with a use open, all the time |
+//!
+//! All of it is allocated before the first event: what was freed already first, what was live behind it. An active block
+//! at an address whose last event is its completion was allocated after recording stopped, and is left out.
+//!
+//! Addresses are used again, so each allocation gets a name of its own. Streams are numbered as they appear.
+
+use super::{
+    Fault, Format, MAX_BLOCK, Trace, TraceError,
+    builder::Builder,
+    error::Name,
+    pickle::{self, Objects, PickleError, Value, Word},
+};
+use std::{
+    collections::{BTreeMap, HashMap},
+    error, fmt,
+    io::BufRead,
+};
+
+/// What a snapshot was besides a trace.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Facts {
+    /// The device whose events are played, by its place.
+    pub(crate) device: usize,
+    /// How many devices there are.
+    pub(crate) devices: usize,
+    /// Blocks that were live before the first event, those with a use still open included.
+    pub(crate) blocks_at_start: u64,
+    /// Their bytes.
+    pub(crate) bytes_at_start: u64,
+}
+
+/// Why a pickle is no snapshot that can be played.
+#[derive(Debug)]
+pub(crate) enum SnapshotError {
+    /// It is no pickle, or a broken one.
+    Pickle(PickleError),
+    /// A part of a snapshot that is not there, or not what it should be.
+    Missing {
+        /// Where.
+        place: Place,
+        /// Which.
+        part: &'static str,
+        /// What it should be.
+        expected: &'static str,
+    },
+    /// No device has an event.
+    NoTrace,
+    /// There are fewer devices.
+    NoDevice {
+        /// The one asked for.
+        asked: u32,
+        /// How many there are.
+        count: usize,
+    },
+    /// An event that cannot follow those before it.
+    Order {
+        /// Where.
+        place: Place,
+        /// The block's address.
+        address: u64,
+        /// What is done to it.
+        done: &'static str,
+        /// What it was, and since which event of the trace.
+        was: &'static str,
+        /// That event.
+        since: usize,
+    },
+    /// A size that differs from the one before.
+    Size {
+        /// Where.
+        place: Place,
+        /// The block's address.
+        address: u64,
+        /// Bytes before, and in this event.
+        bytes: (u64, u64),
+    },
+}
+
+/// A place in a snapshot.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Place {
+    /// The whole.
+    Root,
+    /// A device's trace.
+    Trace(usize),
+    /// An event of a device's trace.
+    Event(usize, usize),
+    /// A segment.
+    Segment(usize),
+    /// A block of a segment.
+    Block(usize, usize),
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Root => f.write_str("the snapshot"),
+            Self::Trace(device) => write!(f, "device_traces[{device}]"),
+            Self::Event(device, event) => write!(f, "device_traces[{device}][{event}]"),
+            Self::Segment(segment) => write!(f, "segments[{segment}]"),
+            Self::Block(segment, block) => write!(f, "segments[{segment}].blocks[{block}]"),
+        }
+    }
+}
+
+impl fmt::Display for SnapshotError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Pickle(e) => e.fmt(f),
+            Self::Missing { place: Place::Root, part: "", expected } => {
+                write!(f, "not a memory snapshot: the pickle holds no {expected}")
+            }
+            Self::Missing { place: Place::Root, part, expected } => {
+                write!(f, "not a memory snapshot: {part} is not {expected}")
+            }
+            Self::Missing { place, part: "", expected } => write!(f, "{place}: not {expected}"),
+            Self::Missing { place, part, expected } => write!(f, "{place}: {part} is not {expected}"),
+            Self::NoTrace => f.write_str(
+                "no device trace: torch.cuda.memory._record_memory_history() has to be called before the work",
+            ),
+            Self::NoDevice { asked, count } => {
+                write!(f, "no device of index {asked}: the snapshot has {count}, counted from 0")
+            }
+            Self::Order { place, address, done, was, since } => {
+                write!(f, "{place}: the block at {address:#x} is {done}, but was {was} by event {since}")
+            }
+            Self::Size { place, address, bytes: (before, now) } => {
+                write!(f, "{place}: the block at {address:#x} has {now} bytes here and {before} before")
+            }
+        }
+    }
+}
+
+impl error::Error for SnapshotError {
+    fn source(&self) -> Option<&(dyn error::Error + 'static)> {
+        match self {
+            Self::Pickle(e) => Some(e),
+            _ => None,
+        }
+    }
+}
+
+fn missing(place: Place, part: &'static str, expected: &'static str) -> SnapshotError {
+    SnapshotError::Missing { place, part, expected }
+}
+
+/// Reads a snapshot. `device`: whose trace; the one with most events by default.
+///
+/// # Errors
+/// [`Fault::Snapshot`] with the first thing that is wrong; those of any trace.
+pub(super) fn read(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trace, TraceError> {
+    parse(reader, device).map_err(TraceError::whole)
+}
+
+fn parse(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trace, Fault> {
+    let (objects, root) =
+        pickle::read(reader).map_err(|e| Fault::Snapshot(Box::new(SnapshotError::Pickle(e))))?;
+    let snapshot = Snapshot::of(&objects, root, device).map_err(|e| Fault::Snapshot(Box::new(e)))?;
+    let history = snapshot.history().map_err(|e| Fault::Snapshot(Box::new(e)))?;
+    history.build(snapshot.device, snapshot.traces.len())
+}
+
+/// One device's share of a snapshot.
+struct Snapshot<'a> {
+    objects: &'a Objects,
+    segments: &'a [Value],
+    traces: &'a [Value],
+    device: usize,
+    events: &'a [Value],
+}
+
+/// What is done to a block.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Deed {
+    Allocate,
+    Free,
+    Complete,
+}
+
+/// A block's life, from what is known of it.
+#[derive(Clone, Copy, Debug)]
+struct Life {
+    /// Minted: addresses come back.
+    id: u64,
+    bytes: u64,
+    state: Lived,
+    /// The event that made it so.
+    since: usize,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Lived {
+    Live,
+    Freed,
+    Done,
+}
+
+/// A block that was there before the first event.
+#[derive(Clone, Copy, Debug)]
+struct Early {
+    id: u64,
+    bytes: u64,
+    stream: u64,
+    /// Whether it had been freed already.
+    freed: bool,
+}
+
+/// Everything that is played.
+struct History {
+    early: Vec<Early>,
+    events: Vec<(Deed, u64, u64, u64)>,
+    skipped: u64,
+}
+
+impl<'a> Snapshot<'a> {
+    fn of(objects: &'a Objects, root: Value, device: Option<u32>) -> Result<Self, SnapshotError> {
+        if !objects.is_dict(root) {
+            return Err(missing(Place::Root, "", "dictionary"));
+        }
+        let part = |word: Word| {
+            let list = objects.get(root, word).and_then(|value| objects.list(value));
+            list.ok_or_else(|| missing(Place::Root, word.text(), "a list"))
+        };
+        let (segments, traces) = (part(Word::Segments)?, part(Word::DeviceTraces)?);
+        let events = |device: usize| {
+            let list = traces.get(device).and_then(|value| objects.list(*value));
+            list.ok_or_else(|| missing(Place::Trace(device), "", "a list of events"))
+        };
+        let mut most = (0, 0);
+        for device in 0..traces.len() {
+            let count = events(device)?.len();
+            if count > most.1 {
+                most = (device, count);
+            }
+        }
+        let device = match device {
+            Some(asked) if (asked as usize) < traces.len() => asked as usize,
+            Some(asked) => return Err(SnapshotError::NoDevice { asked, count: traces.len() }),
+            None => most.0,
+        };
+        if most.1 == 0 {
+            return Err(SnapshotError::NoTrace);
+        }
+        Ok(Self { objects, segments, traces, device, events: events(device)? })
+    }
+
+    /// A whole number of a dictionary.
+    fn number(&self, value: Value, word: Word, place: Place) -> Result<u64, SnapshotError> {
+        match self.objects.get(value, word) {
+            // Handles of streams and addresses are written with a sign and mean their bits.
+            Some(Value::Int(number)) => Ok(number as u64),
+            _ => Err(missing(place, word.text(), "a whole number")),
+        }
+    }
+
+    fn bytes(&self, value: Value, word: Word, place: Place) -> Result<u64, SnapshotError> {
+        let bytes = self.number(value, word, place)?;
+        match bytes {
+            1..=MAX_BLOCK => Ok(bytes),
+            _ => Err(missing(place, word.text(), "the size of a block")),
+        }
+    }
+
+    fn history(&self) -> Result<History, SnapshotError> {
+        let mut lives: HashMap<u64, Life> = HashMap::new();
+        let mut history = History { early: Vec::new(), events: Vec::new(), skipped: 0 };
+        let mut next = 0;
+        let mut mint = || {
+            next += 1;
+            next
+        };
+        for (at, &event) in self.events.iter().enumerate() {
+            let place = Place::Event(self.device, at);
+            let action = match self.objects.get(event, Word::Action) {
+                Some(Value::Word(action)) => action,
+                _ => return Err(missing(place, "action", "one that is known")),
+            };
+            let deed = match action {
+                Word::Alloc => Deed::Allocate,
+                Word::FreeRequested => Deed::Free,
+                Word::FreeCompleted => Deed::Complete,
+                Word::Oom => {
+                    history.skipped += 1;
+                    continue;
+                }
+                Word::SegmentAlloc
+                | Word::SegmentFree
+                | Word::SegmentMap
+                | Word::SegmentUnmap
+                | Word::Snapshot
+                | Word::UserDefined
+                | Word::WorkspaceSnapshot => continue,
+                _ => return Err(missing(place, "action", "one that is known")),
+            };
+            let address = self.number(event, Word::Addr, place)?;
+            let bytes = self.bytes(event, Word::Size, place)?;
+            let stream = self.number(event, Word::Stream, place)?;
+            let order = |done, was, since| SnapshotError::Order { place, address, done, was, since };
+            let known = lives.get(&address).copied().filter(|life| life.state != Lived::Done);
+            if let (Some(life), true) = (known, deed != Deed::Allocate)
+                && life.bytes != bytes
+            {
+                return Err(SnapshotError::Size { place, address, bytes: (life.bytes, bytes) });
+            }
+            let (id, state) = match (deed, known.map(|life| (life, life.state))) {
+                (Deed::Allocate, None) => (mint(), Lived::Live),
+                (Deed::Allocate, Some((life, Lived::Live))) => {
+                    return Err(order("allocated", "live", life.since));
+                }
+                (Deed::Allocate, Some((life, _))) => {
+                    return Err(order("allocated", "waiting for its last use", life.since));
+                }
+                (Deed::Free, Some((life, Lived::Live))) => (life.id, Lived::Freed),
+                (Deed::Free, Some((life, _))) => return Err(order("freed", "freed", life.since)),
+                (Deed::Complete, Some((life, Lived::Freed))) => (life.id, Lived::Done),
+                (Deed::Complete, Some((life, _))) => return Err(order("completed", "live", life.since)),
+                (Deed::Free | Deed::Complete, None) => {
+                    // A second free of a block that the trace has seen is no life from before.
+                    if let Some(done) = lives.get(&address) {
+                        let what = if deed == Deed::Free { "freed" } else { "completed" };
+                        return Err(order(what, "done", done.since));
+                    }
+                    let id = mint();
+                    let freed = deed == Deed::Complete;
+                    history.early.push(Early { id, bytes, stream, freed });
+                    (id, if freed { Lived::Done } else { Lived::Freed })
+                }
+            };
+            lives.insert(address, Life { id, bytes, state, since: at });
+            history.events.push((deed, id, bytes, stream));
+        }
+        for (_, (bytes, stream, freed)) in self.untold(&lives)? {
+            history.early.push(Early { id: mint(), bytes, stream, freed });
+        }
+        Ok(history)
+    }
+
+    /// Active blocks of the device that no event names, by address: size, stream, and whether they are freed.
+    fn untold(&self, lives: &HashMap<u64, Life>) -> Result<BTreeMap<u64, (u64, u64, bool)>, SnapshotError> {
+        let mut untold = BTreeMap::new();
+        for (at, &segment) in self.segments.iter().enumerate() {
+            let place = Place::Segment(at);
+            // Snapshots of one device name none.
+            let device = match self.objects.get(segment, Word::Device) {
+                Some(_) => self.number(segment, Word::Device, place)?,
+                None => self.device as u64,
+            };
+            if device != self.device as u64 {
+                continue;
+            }
+            let blocks = self.objects.get(segment, Word::Blocks).and_then(|value| self.objects.list(value));
+            let blocks = blocks.ok_or_else(|| missing(place, "blocks", "a list"))?;
+            let stream = self.number(segment, Word::Stream, place)?;
+            // Older snapshots leave the addresses to be counted.
+            let mut next = self.number(segment, Word::Address, place)?;
+            for (which, &block) in blocks.iter().enumerate() {
+                let place = Place::Block(at, which);
+                let bytes = self.bytes(block, Word::Size, place)?;
+                let address = match self.objects.get(block, Word::Address) {
+                    Some(_) => self.number(block, Word::Address, place)?,
+                    None => next,
+                };
+                next = address.wrapping_add(bytes);
+                let freed = match self.objects.get(block, Word::State) {
+                    Some(Value::Word(Word::ActiveAllocated)) => false,
+                    Some(Value::Word(Word::ActivePendingFree | Word::ActiveAwaitingFree)) => true,
+                    Some(Value::Word(Word::Inactive)) => continue,
+                    _ => return Err(missing(place, "state", "one that is known")),
+                };
+                if lives.contains_key(&address) {
+                    continue;
+                }
+                let asked = match self.objects.get(block, Word::RequestedSize) {
+                    Some(_) => self.bytes(block, Word::RequestedSize, place)?,
+                    None => bytes,
+                };
+                if untold.insert(address, (asked, stream, freed)).is_some() {
+                    return Err(missing(place, "address", "that of one block"));
+                }
+            }
+        }
+        Ok(untold)
+    }
+}
+
+impl History {
+    fn build(self, device: usize, devices: usize) -> Result<Trace, Fault> {
+        let mut builder = Builder::new();
+        // Freed ones first, so that what is live at once is never more than it was.
+        for freed in [true, false] {
+            for early in self.early.iter().filter(|early| early.freed == freed) {
+                let Early { id, bytes, stream, .. } = *early;
+                builder.allocate(0, Name::Id(id), bytes, stream)?;
+                if freed {
+                    builder.free(0, Name::Id(id), bytes, stream)?;
+                }
+            }
+        }
+        for (row, (deed, id, bytes, stream)) in (1..).zip(self.events) {
+            match deed {
+                Deed::Allocate => builder.allocate(row, Name::Id(id), bytes, stream)?,
+                Deed::Free => builder.free(row, Name::Id(id), bytes, stream)?,
+                Deed::Complete => builder.complete(Name::Id(id), bytes, stream)?,
+            }
+        }
+        (0..self.skipped).for_each(|_| builder.skip());
+        let mut trace = builder.finish(Format::Snapshot)?;
+        trace.snapshot = Some(Facts {
+            device,
+            devices,
+            blocks_at_start: self.early.len() as u64,
+            bytes_at_start: self.early.iter().fold(0, |sum, early| sum.saturating_add(early.bytes)),
+        });
+        Ok(trace)
+    }
+}
+
+#[cfg(test)]
+mod tests;
