@@ -191,6 +191,13 @@ impl Sim {
         self.with(|config| config.schedule = Schedule::Seeded(seed))
     }
 
+    /// A new machine that, with a [seed](Sim::seeded), lets work run at one in `calls` of the driver's calls: a device
+    /// that falls behind a host that asks much.
+    #[must_use]
+    pub fn paced(self, calls: u32) -> Self {
+        self.with(|config| config.pace = calls)
+    }
+
     /// A new machine that runs work only when told to, or when the host waits for it.
     #[must_use]
     pub fn stepped(self) -> Self {

@@ -432,3 +432,23 @@ fn what_the_host_waited_for_comes_before_all_that_it_queues() {
         assert_eq!(m.sim.longest_path(), 3);
     }
 }
+
+#[test]
+fn a_paced_device_falls_behind_and_catches_up_when_asked() {
+    let behind = |pace| {
+        let m = Machine::new(Sim::h200(1).symbolic().seeded(7).paced(pace));
+        let (a, x) = (m.stream(), m.alloc(1));
+        let mut sum = 0;
+        for _ in 0..2000 {
+            m.read(a, x);
+            sum += m.sim.pending(a);
+        }
+        // Whoever asks again and again lets time pass.
+        let event = m.fence(a);
+        assert!((0..10_000).any(|_| m.driver.event_query(event).unwrap()), "{pace}");
+        sum / 2000
+    };
+    assert_eq!(behind(0), behind(1));
+    assert!(behind(1) < 10, "{}", behind(1));
+    assert!((40..200).contains(&behind(64)), "{}", behind(64));
+}

@@ -96,6 +96,9 @@ pub struct SimConfig {
     pub mode: Mode,
     /// When work runs.
     pub schedule: Schedule,
+    /// With a seed: work runs at one in so many of the driver's calls, so that a device falls behind a host that asks
+    /// much. 0 and 1: at each.
+    pub pace: u32,
     /// How many host agents there are; at least one.
     pub host_agents: u32,
     /// Whether devices can reach each other's memory.
@@ -121,6 +124,7 @@ impl SimConfig {
             devices: devices.collect(),
             mode: Mode::Bytes,
             schedule: Schedule::Eager,
+            pace: 1,
             host_agents: 1,
             peers: true,
             capacity: None,

@@ -119,9 +119,16 @@ impl Shared {
         Ok(self.come_in(state))
     }
 
-    fn come_in<'a>(&'a self, state: Guard<'a>) -> Guard<'a> {
+    fn come_in<'a>(&'a self, mut state: Guard<'a>) -> Guard<'a> {
         match self.config.schedule {
-            Schedule::Seeded(_) if state.queued > 0 => self.drift(state),
+            Schedule::Seeded(_) if state.queued > 0 => {
+                state.since_pace += 1;
+                if state.since_pace < self.config.pace {
+                    return state;
+                }
+                state.since_pace = 0;
+                self.drift(state)
+            }
             _ => state,
         }
     }

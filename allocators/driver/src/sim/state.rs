@@ -62,6 +62,8 @@ pub(crate) struct State {
     /// Whether an item that calls the program runs right now: nothing else may run or be unmapped meanwhile.
     pub(crate) running: bool,
     pub(crate) random: u64,
+    /// Calls since work was last let run, by [`SimConfig::pace`].
+    pub(crate) since_pace: u32,
     /// Threads that wait for something to run.
     pub(crate) waiting: usize,
 
@@ -109,6 +111,7 @@ impl State {
             queued: 0,
             running: false,
             random,
+            since_pace: 0,
             waiting: 0,
             oracle: true,
             components,
