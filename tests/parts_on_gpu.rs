@@ -6,8 +6,7 @@
 #![expect(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, reason = "helpers of tests")]
 
 use aquifer::{
-    Adopted, DeviceBuffer, DevicePool, DeviceRange, External, Grid, MemoryError, Operand, Runtime, Stream,
-    Typed,
+    Adopted, DeviceBuffer, DevicePool, DeviceRange, External, Grid, Operand, Runtime, Stream, Typed,
     cuda::{Lend, keep_alive, raw_stream},
 };
 use cudarc::{

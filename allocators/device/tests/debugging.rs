@@ -398,7 +398,10 @@ fn a_stream_whose_handle_may_be_gone_gets_no_work_but_the_event_of_the_free() {
         assert_eq!(driver.calls().made(), before);
         drop(block);
         let fills = |calls: &CallCounts| calls.get(Call::Fill);
-        assert_eq!(fills(driver.calls()), before.iter().find(|(call, _)| *call == Call::Fill).map_or(0, |c| c.1));
+        assert_eq!(
+            fills(driver.calls()),
+            before.iter().find(|(call, _)| *call == Call::Fill).map_or(0, |c| c.1)
+        );
         // SAFETY: 1. the free was the last to need it.
         unsafe { driver.stream_destroy(raw) }.unwrap();
         let before = driver.calls().made();

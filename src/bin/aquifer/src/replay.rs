@@ -20,9 +20,10 @@
 //!
 //! # How calls and waits are counted
 //! A third pass plays as many rounds as are timed and counts, for each of them, what the driver was asked and who had to
-//! wait. On the simulator its streams have the reads and writes of the checked pass to do, by the same seed, so that a
-//! free block's last use is often still to come and reuse has to be ordered; on a GPU they have nothing to do, so waits
-//! are as few as they can be. A round ends when its last blocks are freed and its last uses are over. What the waits cost
+//! wait. On the simulator its streams have the reads and writes of the checked pass to do, and its device falls behind
+//! by some tens of them, so that the last use of a free block is often still to come and reuse has to be ordered, as
+//! under a program that its GPU bounds. On a GPU the streams have nothing to do, so waits are as
+//! few as they can be. A round ends when its last blocks are freed and its last uses are over. What the waits cost
 //! the streams is said in `tally`.
 
 mod bench;

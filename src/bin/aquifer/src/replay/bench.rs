@@ -160,7 +160,7 @@ impl Bench<'_> {
         rounds: u32,
         progress: &mut Progress,
     ) -> Result<Option<Vec<Tally>>> {
-        let session = self.place.begin(false);
+        let session = self.place.begin_behind();
         let pass = match &session.sim {
             Some(sim) => self.pass(&session, budget, Arc::new(Declared::new(sim)), rounds, progress)?,
             None => self.pass(&session, budget, Arc::new(Idle), rounds, progress)?,

@@ -12,7 +12,8 @@
 //! | `taken_path` | the longest chain as it was queued: with each wait that the allocator inserted, on the device or on the host |
 //!
 //! The *concurrency cost* is `taken_path / needed_path`, at least 1: how many times longer the streams' work takes through
-//! the allocator's waits. N streams of equal work that were put into one line have a cost of N. A wait for something
+//! the allocator's waits. N streams of equal work that were put into one line have a cost of N, be it that the memory never
+//! holds more than one of them. A wait for something
 //! that had already run when it was queued counts in neither path. A host that waits by asking again and again, as it
 //! does under a deadline, is not seen in `taken_path` but counted in the host waits.
 //!
