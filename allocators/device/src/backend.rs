@@ -5,13 +5,14 @@
 
 use crate::{
     Block, Request,
-    block::{Owner, UntilFree},
+    block::{Asked, UntilFree},
     home::note,
 };
 use aquifer_core::{Charge, DeviceId, MemoryError, PoolStats, Result};
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
-use aquifer_stream::{Noted, Stream, StreamPool, Timeline, UseList};
+use aquifer_stream::{Noted, Stream, StreamPool, Timeline};
 use std::{
+    collections::BTreeMap,
     fmt,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
@@ -53,6 +54,8 @@ struct State {
     stats: PoolStats,
     /// Freed blocks with open uses, and those whose free failed. They stay charged.
     deferred: Vec<Deferred>,
+    /// Blocks that are out as bare addresses.
+    raw: BTreeMap<u64, Block>,
 }
 
 /// A block that has been freed by its owner.
@@ -77,9 +80,19 @@ pub(crate) struct Backed {
 /// Takes blocks back.
 pub(crate) trait Release: Send + Sync {
     fn release(&self, block: Deferred);
+
+    /// Keeps a block while its address is out.
+    fn keep_raw(&self, block: Block) {
+        crate::raw::keep_backed(block);
+    }
 }
 
 impl Backed {
+    /// Where its block can be left.
+    pub(crate) fn keeper(&self) -> Arc<dyn Release> {
+        self.ledger.clone()
+    }
+
     /// The block is freed; `uses` are those that are not known to be done.
     pub(crate) fn release(&self, address: u64, generation: u64, uses: Vec<Noted>, until_free: UntilFree) {
         let (bytes, timeline) = (self.bytes, self.timeline.clone());
@@ -145,19 +158,17 @@ impl<S: Source> Ledger<S> {
         }
         let backed =
             Backed { ledger: self.clone(), timeline, streams: self.streams.clone(), bytes: request.size() };
-        let mut block = Block {
-            address,
-            requested: request.size(),
-            tag: request.owner(),
-            owner: Owner::Backend(Box::new(backed)),
-            uses: UseList::new(),
-            generation,
-            until_free: None,
-        };
+        let asked = Asked::new(request.size(), request.owner());
+        let mut block = Block::backed(address, asked, backed, generation);
         if let Some(charge) = charge {
             block.keep_until_free(Box::new(charge));
         }
         Ok(block)
+    }
+
+    /// The block that is out as this address.
+    pub(crate) fn take_raw(&self, address: u64) -> Result<Block> {
+        self.state().raw.remove(&address).ok_or(MemoryError::ForeignBlock { address })
     }
 
     /// Tries to give back what could not be given back before.
@@ -204,6 +215,10 @@ impl<S: Source> Ledger<S> {
 }
 
 impl<S: Source> Release for Ledger<S> {
+    fn keep_raw(&self, block: Block) {
+        self.state().raw.insert(block.address, block);
+    }
+
     fn release(&self, block: Deferred) {
         {
             let stats = &mut self.state().stats;

@@ -1,10 +1,15 @@
 //! A block of device memory, as its owner holds it.
 
-use crate::{backend::Backed, home::Home};
+use crate::{Request, backend::Backed, home::Home};
 use aquifer_core::{DeviceId, MemoryError, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, site};
+use aquifer_heap::Key;
 use aquifer_stream::{Stream, StreamPool, Timeline, Use, UseList};
-use std::{any::Any, fmt, sync::Arc};
+use std::{
+    any::Any,
+    fmt,
+    sync::{Arc, OnceLock},
+};
 
 /// A block of device memory that goes home when it is dropped.
 ///
@@ -16,9 +21,41 @@ use std::{any::Any, fmt, sync::Arc};
 /// Forgetting it leaks the memory. The bytes are not initialised.
 pub struct Block {
     pub(crate) address: u64,
-    pub(crate) requested: u64,
-    pub(crate) tag: Tag,
+    pub(crate) asked: Asked,
     pub(crate) owner: Owner,
+    /// Made when a block first needs it: most never do, and their tokens are six words.
+    pub(crate) extras: OnceLock<Box<Extras>>,
+}
+
+/// How many bytes were asked for, and for whom, in eight bytes: no request reaches 2⁴⁸.
+#[derive(Clone, Copy)]
+pub(crate) struct Asked {
+    low: u32,
+    high: u16,
+    tag: Tag,
+}
+
+impl Asked {
+    #[inline]
+    pub(crate) fn new(bytes: u64, tag: Tag) -> Self {
+        debug_assert!(bytes < 1 << 48, "a request was not checked");
+        Self { low: bytes as u32, high: (bytes >> 32) as u16, tag }
+    }
+
+    #[inline]
+    pub(crate) fn bytes(self) -> u64 {
+        u64::from(self.high) << 32 | u64::from(self.low)
+    }
+
+    #[inline]
+    pub(crate) fn tag(self) -> Tag {
+        self.tag
+    }
+}
+
+/// What few blocks have.
+#[derive(Default)]
+pub(crate) struct Extras {
     pub(crate) uses: UseList,
     /// Tells it from every other block that will be or has been at its address, where somebody watches; 0 where not.
     pub(crate) generation: u64,
@@ -31,13 +68,42 @@ pub(crate) type UntilFree = Option<Box<Vec<Box<dyn Any + Send + Sync>>>>;
 
 /// The way home.
 pub(crate) enum Owner {
-    /// A stream's cache in a caching pool.
-    Pool(&'static Home, aquifer_heap::Block),
+    /// A stream's cache in a caching pool, and where that keeps the block's record.
+    Pool(&'static Home, Key),
     /// The driver's own allocators.
     Backend(Box<Backed>),
 }
 
 impl Block {
+    /// The token of a block that nobody watches.
+    #[inline]
+    pub(crate) fn at_home(home: &'static Home, place: &aquifer_heap::Block, request: &Request) -> Self {
+        Self {
+            address: place.address,
+            asked: Asked::new(request.size(), request.owner()),
+            owner: Owner::Pool(home, place.key),
+            extras: OnceLock::new(),
+        }
+    }
+
+    /// The token of a block that goes home another way than a cache's.
+    pub(crate) fn backed(address: u64, asked: Asked, backed: Backed, generation: u64) -> Self {
+        let extras = match generation {
+            0 => OnceLock::new(),
+            _ => OnceLock::from(Box::new(Extras { generation, ..Extras::default() })),
+        };
+        Self { address, asked, owner: Owner::Backend(Box::new(backed)), extras }
+    }
+
+    /// What is noted of it beside its address.
+    pub(crate) fn extras_mut(&mut self) -> &mut Extras {
+        self.extras();
+        match self.extras.get_mut() {
+            Some(extras) => extras,
+            None => unreachable!("made in the line above"),
+        }
+    }
+
     /// Its first address on the device.
     #[inline]
     #[must_use]
@@ -49,14 +115,14 @@ impl Block {
     #[inline]
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.requested
+        self.asked.bytes()
     }
 
-    /// Bytes that it holds, at least as many.
+    /// Bytes that it holds, at least as many. Looked up under the lock of the stream's cache.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         match &self.owner {
-            Owner::Pool(_, place) => place.bytes,
+            Owner::Pool(home, key) => home.size_of(self.address, *key),
             Owner::Backend(backed) => backed.bytes,
         }
     }
@@ -64,7 +130,7 @@ impl Block {
     /// Who it is for.
     #[must_use]
     pub fn tag(&self) -> Tag {
-        self.tag
+        self.asked.tag()
     }
 
     /// The device.
@@ -85,7 +151,7 @@ impl Block {
     /// A number that no other block at this address has, on a driver that checks; 0 on others.
     #[must_use]
     pub fn generation(&self) -> u64 {
-        self.generation
+        self.extras.get().map_or(0, |extras| extras.generation)
     }
 
     /// Makes `stream` wait for what must come before `access`, and keeps the block's bytes its own until the answer is
@@ -98,7 +164,7 @@ impl Block {
         let _site = site::enter();
         let home = self.home();
         self.check_device(&home, stream.device())?;
-        self.uses.prepare(self.address(), &home, stream.timeline(), access)
+        self.extras().uses.prepare(self.address(), &home, stream.timeline(), access)
     }
 
     /// Notes that work queued on `stream` uses the block. That work must have been ordered with the block's other uses:
@@ -111,7 +177,15 @@ impl Block {
         let _site = site::enter();
         let home = self.home();
         self.check_device(&home, stream.device())?;
-        self.uses.record(&home, stream.timeline(), access)
+        if Arc::ptr_eq(&home, stream.timeline()) {
+            // In order with itself.
+            return Ok(());
+        }
+        self.extras().uses.record(&home, stream.timeline(), access)
+    }
+
+    fn extras(&self) -> &Extras {
+        self.extras.get_or_init(Box::default)
     }
 
     fn check_device(&self, home: &Timeline, device: DeviceId) -> Result<()> {
@@ -134,13 +208,19 @@ impl Block {
         } else {
             self.owner.streams()?.timeline(stream, alive)?
         };
+        if self.extras.get().is_none() && Arc::ptr_eq(&home, &on) {
+            // The stream it belongs to, and nothing has been noted that it could conflict with.
+            return Ok(());
+        }
         let lend = if alone { UseList::lend } else { UseList::lend_beside };
-        lend(&self.uses, self.address(), &home, &on, access)
+        lend(&self.extras().uses, self.address(), &home, &on, access)
     }
 
     /// Keeps `thing` until the block's memory is really free.
     pub(crate) fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {
-        self.until_free.get_or_insert_default().push(thing);
+        let mut extras = self.extras.take().unwrap_or_default();
+        extras.until_free.get_or_insert_default().push(thing);
+        self.extras = OnceLock::from(extras);
     }
 }
 
@@ -150,7 +230,7 @@ impl Block {
 // back until every noted use is done.
 unsafe impl Operand for Block {
     fn range(&self) -> DeviceRange {
-        DeviceRange { device: self.device(), address: self.address(), bytes: self.requested }
+        DeviceRange { device: self.device(), address: self.address(), bytes: self.bytes() }
     }
 
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
@@ -181,18 +261,22 @@ impl Drop for Block {
     #[inline]
     fn drop(&mut self) {
         match &self.owner {
-            Owner::Pool(home, place) => {
-                let freed = Freed {
-                    place: *place,
-                    requested: self.requested,
-                    tag: self.tag,
-                    generation: self.generation,
-                };
-                home.take_back(freed, &mut self.uses, &mut self.until_free);
+            Owner::Pool(home, key) => {
+                let freed = Freed { address: self.address, key: *key, asked: self.asked };
+                if self.extras.get().is_none() {
+                    home.put_back(freed);
+                } else {
+                    home.put_back_with_extras(
+                        freed,
+                        self.extras.take().map_or_else(Extras::default, |extras| *extras),
+                    );
+                }
             }
             Owner::Backend(backed) => {
-                let uses = if self.uses.is_empty() { Vec::new() } else { self.uses.take(&backed.timeline) };
-                backed.release(self.address, self.generation, uses, self.until_free.take());
+                let mut extras = self.extras.take().unwrap_or_default();
+                let uses =
+                    if extras.uses.is_empty() { Vec::new() } else { extras.uses.take(&backed.timeline) };
+                backed.release(self.address, extras.generation, uses, extras.until_free.take());
             }
         }
     }
@@ -201,18 +285,36 @@ impl Drop for Block {
 /// What comes home.
 #[derive(Clone, Copy)]
 pub(crate) struct Freed {
-    pub(crate) place: aquifer_heap::Block,
-    pub(crate) requested: u64,
-    pub(crate) tag: Tag,
-    pub(crate) generation: u64,
+    pub(crate) address: u64,
+    pub(crate) key: Key,
+    pub(crate) asked: Asked,
 }
 
 impl fmt::Debug for Block {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Block")
             .field("address", &format_args!("{:#x}", self.address()))
-            .field("bytes", &self.requested)
-            .field("tag", &self.tag)
+            .field("bytes", &self.bytes())
+            .field("tag", &self.tag())
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_six_words() {
+        assert_eq!(size_of::<Block>(), 48);
+    }
+
+    #[test]
+    fn what_was_asked_for_comes_back_from_eight_bytes() {
+        assert_eq!(size_of::<Asked>(), 8);
+        for bytes in [0, 1, 511, u64::from(u32::MAX), 1 << 32, crate::request::MAX_BYTES] {
+            let asked = Asked::new(bytes, Tag::OTHER);
+            assert_eq!((asked.bytes(), asked.tag()), (bytes, Tag::OTHER));
+        }
     }
 }

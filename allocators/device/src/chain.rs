@@ -16,7 +16,6 @@
 use crate::{
     Adoption, Block, Request,
     home::{Home, Settle},
-    leasing::Holds,
     physical::{
         Physical,
         handle::NoHandle,
@@ -258,8 +257,7 @@ impl Inner {
         let mut held = Vec::with_capacity(homes.len());
         for &home in homes {
             let (timeline, last_free, users) = home.with(|s| {
-                let live = s.account.live + s.account.pending;
-                held.push(Holds { live, free: s.heap.free_bytes() });
+                held.push(s.holds());
                 let users: Vec<_> = s
                     .pending
                     .iter()
@@ -384,13 +382,13 @@ impl Inner {
         for other in self.homes() {
             other.with(|s| {
                 error.largest_free = error.largest_free.max(s.heap.largest_free());
-                for holding in s.account.holdings.iter().filter(|h| h.bytes > 0) {
+                for holding in s.holdings().filter(|h| h.bytes > 0) {
                     match holders.iter_mut().find(|h| h.tag == holding.tag) {
                         Some(sum) => {
                             sum.bytes += holding.bytes;
                             sum.blocks += holding.blocks;
                         }
-                        None => holders.push(*holding),
+                        None => holders.push(holding),
                     }
                 }
                 let cached = s.heap.stats().free_bytes;

@@ -43,13 +43,13 @@ pub use settings::{Debugging, FindingHook};
 use crate::{
     Block, DeviceBuffer, Reclaim, Request, Resource,
     backend::{Backed, Deferred, Release},
-    block::{Owner, UntilFree},
+    block::{Asked, UntilFree},
     home::note,
     pool::Inner,
 };
 use aquifer_core::{Action, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, event::Place};
 use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
-use aquifer_stream::{Noted, Stream, StreamPool, Timeline, UseList};
+use aquifer_stream::{Noted, Stream, StreamPool, Timeline};
 use guards::Layout;
 use ranges::Ranges;
 use std::{
@@ -348,15 +348,7 @@ impl Checked {
             state.live.insert(address, Live { record, capacity, held, freed: None });
         }
         let backed = Backed { ledger: self.clone(), timeline: home, streams: self.streams.clone(), bytes };
-        Ok(Block {
-            address,
-            requested: request.size(),
-            tag: request.owner(),
-            owner: Owner::Backend(Box::new(backed)),
-            uses: UseList::new(),
-            generation,
-            until_free: None,
-        })
+        Ok(Block::backed(address, Asked::new(request.size(), request.owner()), backed, generation))
     }
 
     /// Gives a block its number and its place among what is held, or answers with what is there already.
@@ -448,7 +440,9 @@ impl Checked {
         let Freed { held, uses, until_free, capacity, .. } = freed;
         let mut block = held.memory.into_block();
         self.forget_range(block.address());
-        block.uses.take_over(uses);
+        if !uses.is_empty() {
+            block.extras_mut().uses.take_over(uses);
+        }
         for thing in until_free.into_iter().flat_map(|things| *things) {
             block.keep_until_free(thing);
         }

@@ -35,6 +35,16 @@ impl Direct {
     }
 }
 
+impl Direct {
+    /// The block of these that was [turned into](Block::into_raw) this address.
+    ///
+    /// # Errors
+    /// [`MemoryError::ForeignBlock`] if there is none.
+    pub fn from_raw(&self, address: u64) -> Result<Block> {
+        self.ledger.take_raw(address)
+    }
+}
+
 impl Source for Calls {
     fn take(&self, _stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
         let charge = self.budget.as_ref().map(|b| b.charge(bytes)).transpose()?;

@@ -15,17 +15,38 @@
 //!                        ▼                      │ all done, or this stream waits for them
 //!                     pending ──────────────────┘
 //! ```
+//!
+//! # What a pair costs
+//!
+//! Instructions of one allocation and one free, counted by callgrind over `benches/hot_path.rs`, which says how:
+//!
+//! | part | 256 B | 1 MiB | random ≤ 1 MiB, an operation |
+//! |---|---|---|---|
+//! | request, pool, finding the stream's cache, lock, account, token | 130 | 130 | 65 |
+//! | the heap finds a place | 160 | 98 | 340 |
+//! | the heap takes it back | 168 | 87 | 205 |
+//! | lock, account, epoch, the token's end | 86 | 86 | 43 |
+//! | the loop itself | 30 | 30 | 49 |
+//! | all | 574 | 431 | 702 |
+//!
+//! Two of these are locked, one for each time the cache is taken. On a 2-core virtual machine the pairs take 52 and 44 ns,
+//! where a `malloc` pair of 64 bytes takes 10; before tokens were six words and the last freed block was kept, they took
+//! 885 and 1,564 instructions, 91 and 126 ns. Of a random operation most is the heap's splitting and merging: taking
+//! extents out of their bins and filing them again (117), finding the best fit (42), and the map from pages to records
+//! (93). A leaf of that map remembered from call to call changed it by less than 1 %, and is not worth its rules.
+//! Keeping more than one freed block whole makes loops over several sizes quicker, and costs fit: see
+//! [`aquifer_heap`].
 
 use crate::{
-    Request,
-    block::{Freed, UntilFree},
-    leasing::ALWAYS_OWN,
+    Block, Request,
+    block::{Asked, Extras, Freed, UntilFree},
+    leasing::Holds,
     pool::Inner,
 };
-use aquifer_core::{Action, MemoryError, Tag, budget::Holding, event::Ticket};
+use aquifer_core::{Action, MemoryError, PoolStats, Tag, budget::Holding, event::Ticket};
 use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream};
-use aquifer_heap::{Config, Heap, Range};
-use aquifer_stream::{Noted, Spin, StreamPool, Timeline, UseList};
+use aquifer_heap::{Config, Heap, Key, Range};
+use aquifer_stream::{Noted, Spin, StreamPool, Timeline};
 use crossbeam_utils::CachePadded;
 use std::{
     fmt,
@@ -49,34 +70,50 @@ pub(crate) struct State {
     pub(crate) last_free: u64,
     /// `None` in a shell that waits for a stream.
     serving: Option<Serving>,
+    /// A free has more to do than to give its bytes back: somebody listens, the pool is closed, or the stream has to be
+    /// fenced at once.
+    attention: bool,
+    /// Blocks that are out as bare addresses.
+    pub(crate) raw: crate::raw::Table,
 }
 
 /// What a shell serves.
 struct Serving {
     pool: Arc<Inner>,
+    /// Its number among the caches of the pool.
+    number: usize,
     timeline: Arc<Timeline>,
     /// Whether the pool is open: a closed pool's shell is retired with its last block.
     open: bool,
 }
 
-/// What a cache counts. Plain numbers: they change under its lock.
-#[derive(Default, Clone)]
+/// What a cache counts beside what its heap counts anyway. Plain numbers: they change under its lock.
+///
+/// A block is an addition or two: what follows from other numbers is not counted, and peaks are looked at where a number
+/// grows.
+#[derive(Default)]
 pub(crate) struct Account {
-    pub(crate) live: u64,
+    /// Bytes that were asked for, of the live blocks.
     pub(crate) requested: u64,
-    pub(crate) peak_live: u64,
-    pub(crate) peak_requested: u64,
+    peak_live: u64,
+    peak_requested: u64,
+    allocations: u64,
+    /// Bytes of pending blocks: the heap still has them as live.
     pub(crate) pending: u64,
-    pub(crate) blocks: u64,
-    pub(crate) allocations: u64,
-    pub(crate) frees: u64,
-    /// By tag; few tags, so a search from the front.
-    pub(crate) holdings: Vec<Holding>,
+    pending_blocks: u64,
+    /// Of every tag but [`Tag::NONE`], whose share is what is left.
+    tagged: Vec<Holding>,
+    /// Where in `tagged` the last block was counted: the next one is of the same tag as a rule.
+    last: usize,
 }
 
 /// A freed block that is held back for its other users.
 pub(crate) struct Pending {
     pub(crate) freed: Freed,
+    /// Bytes that it holds.
+    bytes: u64,
+    /// As [`Extras::generation`].
+    generation: u64,
     /// The epoch of the home stream that covers the block's own work.
     epoch: u64,
     /// Uses that were not known to be done at the last look.
@@ -96,6 +133,14 @@ pub(crate) enum Settle {
 /// Shells without a stream.
 static RETIRED: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
 
+/// What is to be done once the lock is open again.
+pub(crate) struct AfterFree {
+    /// An event that cannot be recorded later.
+    fence: Option<(Arc<Timeline>, u64)>,
+    reports: Option<(Arc<Inner>, Ticket, Ticket)>,
+    retired: Option<Retired>,
+}
+
 /// What is left of a shell's service when its last block has come home: to be dropped outside the lock.
 pub(crate) struct Retired {
     heap: Heap,
@@ -104,7 +149,7 @@ pub(crate) struct Retired {
 
 impl Home {
     /// A shell that serves `timeline` for `pool`.
-    pub(crate) fn open(pool: Arc<Inner>, timeline: Arc<Timeline>) -> &'static Home {
+    pub(crate) fn open(pool: Arc<Inner>, timeline: Arc<Timeline>, number: usize) -> &'static Home {
         let old = RETIRED.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let home = old.unwrap_or_else(|| {
             Box::leak(Box::new(Home {
@@ -115,10 +160,15 @@ impl Home {
                     account: Account::default(),
                     last_free: 0,
                     serving: None,
+                    attention: false,
+                    raw: crate::raw::Table::default(),
                 })),
             }))
         });
-        home.state.with(|s| s.serving = Some(Serving { pool, timeline, open: true }));
+        home.state.with(|s| {
+            s.attention = pool.is_recorded() || timeline.fences_at_once();
+            s.serving = Some(Serving { pool, number, timeline, open: true });
+        });
         home
     }
 
@@ -140,10 +190,16 @@ impl Home {
         self.with(|s| s.serving.as_ref().map(|serving| serving.pool.streams().clone()))
     }
 
-    /// A block out of the cache, if it has room. The hot path.
+    /// A block out of the cache, if it has room. The hot path where nobody listens.
     #[inline]
-    pub(crate) fn try_alloc(&'static self, pool: &Inner, request: &Request) -> Option<crate::Block> {
-        if request.size() > ALWAYS_OWN && pool.leasing.is_together() {
+    pub(crate) fn quick_alloc(&'static self, request: &Request) -> Option<Block> {
+        let place = self.with(|s| s.allocate(request))?;
+        Some(Block::at_home(self, &place, request))
+    }
+
+    /// As [`Home::quick_alloc`], and whoever wants to know of it is told. Not for what comes from the commons.
+    pub(crate) fn try_alloc(&'static self, pool: &Inner, request: &Request) -> Option<Block> {
+        if pool.leasing.takes_over(request.size()) {
             return None;
         }
         let (place, ticket) = self.with(|s| {
@@ -153,58 +209,68 @@ impl Home {
         Some(pool.hand_out(self, place, request, ticket))
     }
 
-    /// Takes a freed block back.
-    #[inline]
-    pub(crate) fn take_back(&'static self, freed: Freed, uses: &mut UseList, until_free: &mut UntilFree) {
-        if !uses.is_empty() || until_free.is_some() || freed.generation != 0 {
-            return self.take_back_with_ends(freed, uses, until_free);
-        }
-        self.put_back(freed);
+    /// Bytes that a block of this cache holds.
+    pub(crate) fn size_of(&self, address: u64, key: Key) -> u64 {
+        self.with(|s| s.heap.size_of_keyed(address, key)).unwrap_or(0)
     }
 
-    /// A block that nobody else uses: straight into the heap.
+    /// Takes a block back that nobody else uses: straight into the heap. The hot path.
     #[inline]
-    fn put_back(&'static self, freed: Freed) {
-        let (retired, reports, fence) = self.with(|s| {
-            s.account.freed(&freed);
-            let reports = s.reports();
-            let epoch = s.timeline().map_or(0, |t| t.open());
-            let fence = s.timeline().filter(|t| t.fences_at_once()).cloned().map(|t| (t, epoch));
-            s.give_to_heap(&freed.place, epoch);
-            (s.retire_if_done(), reports, fence)
-        });
-        if let Some((timeline, epoch)) = fence {
-            // A refusal leaves the range without a proof, so nobody else gets it before a later event covers it.
-            let _ = timeline.fence_at_once(epoch);
-        }
-        if let Some((pool, free, complete)) = reports {
-            self.report(&pool, free, Action::Free, &freed);
-            self.report(&pool, complete, Action::Complete, &freed);
-        }
-        if let Some(retired) = retired {
-            self.finish(retired);
+    pub(crate) fn put_back(&'static self, freed: Freed) {
+        let after = self.with(|s| s.put_back(&freed));
+        self.attend(after, &freed);
+    }
+
+    /// Does what a free has left to do.
+    #[inline]
+    pub(crate) fn attend(&'static self, after: Option<Box<AfterFree>>, freed: &Freed) {
+        if let Some(after) = after {
+            self.attend_to(*after, freed);
         }
     }
 
     #[cold]
-    fn take_back_with_ends(&'static self, freed: Freed, uses: &mut UseList, until_free: &mut UntilFree) {
+    fn attend_to(&'static self, after: AfterFree, freed: &Freed) {
+        if let Some((timeline, epoch)) = after.fence {
+            // A refusal leaves the range without a proof, so nobody else gets it before a later event covers it.
+            let _ = timeline.fence_at_once(epoch);
+        }
+        if let Some((pool, free, complete)) = after.reports {
+            self.report(&pool, free, Action::Free, freed);
+            self.report(&pool, complete, Action::Complete, freed);
+        }
+        if let Some(retired) = after.retired {
+            self.finish(retired);
+        }
+    }
+
+    /// Takes a block back that others may use, or that somebody wants to know of.
+    #[cold]
+    pub(crate) fn put_back_with_extras(&'static self, freed: Freed, mut extras: Extras) {
         let timeline = self.timeline();
-        let uses = uses.take(&timeline);
-        let until_free = until_free.take();
+        let uses = if extras.uses.is_empty() { Vec::new() } else { extras.uses.take(&timeline) };
+        let (until_free, generation) = (extras.until_free.take(), extras.generation);
+        let range = DeviceRange {
+            device: timeline.raw().device(),
+            address: freed.address,
+            bytes: if generation == 0 { 0 } else { self.size_of(freed.address, freed.key) },
+        };
         if uses.is_empty() {
-            freed.note(&timeline, Ownership::Free);
+            note(timeline.driver(), generation, range, Ownership::Free);
             drop(until_free);
             return self.put_back(freed);
         }
         let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
-        freed.note(&timeline, Ownership::Pending { users: &users });
+        note(timeline.driver(), generation, range, Ownership::Pending { users: &users });
         let epoch = timeline.open();
-        // As above.
+        // A refusal leaves the range without a proof, so nobody else gets it before a later event covers it.
         let _ = timeline.fence_at_once(epoch);
         let reports = self.with(|s| {
-            s.account.freed(&freed);
-            s.account.pending += freed.place.bytes;
-            s.pending.push(Pending { freed, epoch, uses, until_free });
+            let bytes = s.heap.size_of_keyed(freed.address, freed.key).unwrap_or(0);
+            s.account.freed(freed.asked);
+            s.account.pending += bytes;
+            s.account.pending_blocks += 1;
+            s.pending.push(Pending { freed, bytes, generation, epoch, uses, until_free });
             s.report_one()
         });
         if let Some((pool, ticket)) = reports {
@@ -213,7 +279,8 @@ impl Home {
     }
 
     fn report(&'static self, pool: &Inner, ticket: Ticket, action: Action, freed: &Freed) {
-        pool.report(Some(ticket), action, self, freed.place.address, freed.requested, freed.tag);
+        let Freed { address, asked, .. } = *freed;
+        pool.report(Some(ticket), action, self, address, asked.bytes(), asked.tag());
     }
 
     /// Puts pending blocks into the heap whose other uses are over. Answers with the bytes, and with the waits it had
@@ -258,7 +325,7 @@ impl Home {
                 }
             }
             if entry.uses.is_empty() {
-                bytes += entry.freed.place.bytes;
+                bytes += entry.bytes;
                 self.complete(&timeline, entry);
             } else {
                 rest.push(entry);
@@ -283,13 +350,15 @@ impl Home {
 
     /// A pending block's last use is over.
     fn complete(&'static self, timeline: &Arc<Timeline>, entry: Pending) {
-        let Pending { freed, epoch, until_free, .. } = entry;
-        freed.note(timeline, Ownership::Free);
+        let Pending { freed, bytes, generation, epoch, until_free, .. } = entry;
+        let range = DeviceRange { device: timeline.raw().device(), address: freed.address, bytes };
+        note(timeline.driver(), generation, range, Ownership::Free);
         drop(until_free);
         let reports = self.with(|s| {
-            s.account.pending -= freed.place.bytes;
+            s.account.pending -= bytes;
+            s.account.pending_blocks -= 1;
             let reports = s.report_one();
-            s.give_to_heap(&freed.place, epoch);
+            s.give_to_heap(&freed, epoch);
             reports
         });
         if let Some((pool, ticket)) = reports {
@@ -320,6 +389,7 @@ impl Home {
             if let Some(serving) = &mut s.serving {
                 serving.open = false;
             }
+            s.attention = true;
             s.retire_if_done()
         });
         if let Some(retired) = retired {
@@ -375,28 +445,115 @@ impl State {
     #[inline]
     pub(crate) fn allocate(&mut self, request: &Request) -> Option<aquifer_heap::Block> {
         let place = self.heap.alloc(request.size(), request.alignment())?;
-        self.account.allocated(place.bytes, request);
+        self.count(request);
         Some(place)
     }
 
     /// As [`State::allocate`], in exactly this free range.
     pub(crate) fn allocate_at(&mut self, range: Range, request: &Request) -> Option<aquifer_heap::Block> {
         let place = self.heap.alloc_at(range).ok()?;
-        self.account.allocated(place.bytes, request);
+        self.count(request);
         Some(place)
     }
 
+    /// Counts a block that the heap has just made.
     #[inline]
-    fn give_to_heap(&mut self, place: &aquifer_heap::Block, epoch: u64) {
+    fn count(&mut self, request: &Request) {
+        let live = self.live();
+        let account = &mut self.account;
+        account.peak_live = account.peak_live.max(live);
+        account.allocations += 1;
+        account.requested += request.size();
+        account.peak_requested = account.peak_requested.max(account.requested);
+        if request.owner() != Tag::NONE {
+            let holding = account.holding(request.owner());
+            holding.bytes += request.size();
+            holding.blocks += 1;
+        }
+    }
+
+    /// Bytes in use, or waiting for it to end; and bytes in the cache.
+    pub(crate) fn holds(&self) -> Holds {
+        let live = self.heap.live_bytes();
+        Holds { live, free: self.heap.managed_bytes() - live }
+    }
+
+    /// Bytes of the blocks that have an owner.
+    #[inline]
+    fn live(&self) -> u64 {
+        self.heap.live_bytes() - self.account.pending
+    }
+
+    /// Blocks that have an owner.
+    fn blocks(&self) -> u64 {
+        self.heap.live_blocks() - self.account.pending_blocks
+    }
+
+    /// Adds what is counted here.
+    pub(crate) fn add_to(&self, stats: &mut PoolStats) {
+        let blocks = self.blocks();
+        stats.live += self.live();
+        stats.requested += self.account.requested;
+        stats.pending += self.account.pending;
+        stats.blocks += blocks;
+        stats.allocations += self.account.allocations;
+        stats.frees += self.account.allocations - blocks;
+        stats.peak_live += self.account.peak_live;
+        stats.peak_requested += self.account.peak_requested;
+        stats.cached += self.heap.managed_bytes() - self.heap.live_bytes();
+    }
+
+    /// What each tag holds.
+    pub(crate) fn holdings(&self) -> impl Iterator<Item = Holding> {
+        let tagged = &self.account.tagged;
+        let untagged = Holding {
+            tag: Tag::NONE,
+            bytes: self.account.requested - tagged.iter().map(|h| h.bytes).sum::<u64>(),
+            blocks: self.blocks() - tagged.iter().map(|h| h.blocks).sum::<u64>(),
+        };
+        std::iter::once(untagged).chain(tagged.iter().copied())
+    }
+
+    /// The open epoch of the stream.
+    #[inline]
+    fn open_epoch(&self) -> u64 {
+        self.serving.as_ref().map_or(0, |serving| serving.timeline.open())
+    }
+
+    /// Counts a block as freed and gives it to the heap. What is answered is to be attended to.
+    #[inline]
+    pub(crate) fn put_back(&mut self, freed: &Freed) -> Option<Box<AfterFree>> {
+        self.account.freed(freed.asked);
+        let epoch = self.open_epoch();
+        self.give_to_heap(freed, epoch);
+        if self.attention { Some(self.after_free(epoch)) } else { None }
+    }
+
+    /// Remembers for the pool that an address of this cache is out.
+    pub(crate) fn note_raw(&self, address: u64) {
+        if let Some(serving) = &self.serving {
+            serving.pool.directory.note(address, serving.number);
+        }
+    }
+
+    #[inline]
+    fn give_to_heap(&mut self, freed: &Freed, epoch: u64) {
         self.last_free = self.last_free.max(epoch);
         // A block is freed once, by the token that owns it; should the heap refuse all the same, the bytes stay out of
         // use, which is the one outcome that corrupts nothing.
-        let freed = self.heap.free_block(place, epoch);
+        let freed = self.heap.free_keyed(freed.address, freed.key, epoch);
         debug_assert!(freed.is_ok(), "the heap refused a block's only token: {freed:?}");
     }
 
+    /// What a free has to do where something else depends on it. Boxed, since hardly any has.
+    #[cold]
+    fn after_free(&mut self, epoch: u64) -> Box<AfterFree> {
+        let reports = self.reports();
+        let fence = self.timeline().filter(|t| t.fences_at_once()).map(|t| (t.clone(), epoch));
+        Box::new(AfterFree { fence, reports, retired: self.retire_if_done() })
+    }
+
     /// Places in the order of events for a free and its completion, if anybody listens.
-    #[inline]
     fn reports(&self) -> Option<(Arc<Inner>, Ticket, Ticket)> {
         let pool = &self.serving.as_ref()?.pool;
         let (free, complete) = (pool.ticket()?, pool.ticket()?);
@@ -429,11 +586,12 @@ impl State {
 
     fn retire_if_done(&mut self) -> Option<Retired> {
         let over = self.serving.as_ref().is_some_and(|v| !v.open);
-        if !over || self.account.blocks > 0 || !self.pending.is_empty() || self.settling > 0 {
+        if !over || self.blocks() > 0 || !self.pending.is_empty() || self.settling > 0 {
             return None;
         }
         self.account = Account::default();
         self.last_free = 0;
+        self.attention = false;
         let heap = std::mem::replace(&mut self.heap, Heap::new(Config::device()));
         Some(Retired { heap, serving: self.serving.take() })
     }
@@ -441,36 +599,30 @@ impl State {
 
 impl Account {
     #[inline]
-    fn allocated(&mut self, bytes: u64, request: &Request) {
-        self.live += bytes;
-        self.requested += request.size();
-        self.peak_live = self.peak_live.max(self.live);
-        self.peak_requested = self.peak_requested.max(self.requested);
-        self.blocks += 1;
-        self.allocations += 1;
-        let holding = self.holding(request.owner());
-        holding.bytes += request.size();
-        holding.blocks += 1;
-    }
-
-    #[inline]
-    fn freed(&mut self, freed: &Freed) {
-        self.live -= freed.place.bytes;
-        self.requested -= freed.requested;
-        self.blocks -= 1;
-        self.frees += 1;
-        let holding = self.holding(freed.tag);
-        holding.bytes -= freed.requested;
-        holding.blocks -= 1;
+    fn freed(&mut self, asked: Asked) {
+        self.requested -= asked.bytes();
+        if asked.tag() != Tag::NONE {
+            let holding = self.holding(asked.tag());
+            holding.bytes -= asked.bytes();
+            holding.blocks -= 1;
+        }
     }
 
     #[inline]
     fn holding(&mut self, tag: Tag) -> &mut Holding {
-        let at = self.holdings.iter().position(|h| h.tag == tag).unwrap_or_else(|| {
-            self.holdings.push(Holding { tag, bytes: 0, blocks: 0 });
-            self.holdings.len() - 1
-        });
-        &mut self.holdings[at]
+        if self.tagged.get(self.last).is_none_or(|h| h.tag != tag) {
+            self.last = self.find(tag);
+        }
+        &mut self.tagged[self.last]
+    }
+
+    /// Few tags, so a search from the front.
+    #[inline(never)]
+    fn find(&mut self, tag: Tag) -> usize {
+        self.tagged.iter().position(|h| h.tag == tag).unwrap_or_else(|| {
+            self.tagged.push(Holding { tag, bytes: 0, blocks: 0 });
+            self.tagged.len() - 1
+        })
     }
 }
 
@@ -483,19 +635,11 @@ pub(crate) fn note(driver: &Arc<dyn Driver>, generation: u64, range: DeviceRange
     }
 }
 
-impl Freed {
-    fn note(&self, timeline: &Timeline, owner: Ownership<'_>) {
-        let (address, bytes) = (self.place.address, self.place.bytes);
-        let range = DeviceRange { device: timeline.raw().device(), address, bytes };
-        note(timeline.driver(), self.generation, range, owner);
-    }
-}
-
 impl fmt::Debug for Home {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.with(|s| {
             f.debug_struct("Home")
-                .field("live", &s.account.live)
+                .field("live", &s.live())
                 .field("pending", &s.account.pending)
                 .field("stream", &s.timeline().map(|t| t.number()))
                 .finish_non_exhaustive()

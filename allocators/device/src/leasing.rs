@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 /// Blocks up to this size, in bytes, come from the stream's own cache in either case: many of them fit in what is taken
 /// at once.
-pub(crate) const ALWAYS_OWN: u64 = 64 << 10;
+const ALWAYS_OWN: u64 = 64 << 10;
 /// A stream counts as one of several that share when it holds this part of all memory.
 const HOLDERS_PART: u64 = 8;
 
@@ -45,6 +45,12 @@ impl Leasing {
     pub(crate) fn is_together(&self) -> bool {
         // Relaxed: a stream that learns of it late takes one block out of its own cache.
         self.together.load(Ordering::Relaxed)
+    }
+
+    /// Whether a block of `bytes` comes from what streams share, though its own stream's cache may have room.
+    #[inline]
+    pub(crate) fn takes_over(&self, bytes: u64) -> bool {
+        bytes > ALWAYS_OWN && self.is_together()
     }
 
     /// Whether new memory comes before what others have freed.

@@ -67,6 +67,7 @@ mod home;
 mod leasing;
 mod physical;
 mod pool;
+mod raw;
 mod request;
 mod reserved;
 mod resource;

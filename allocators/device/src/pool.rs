@@ -3,6 +3,7 @@
 use crate::{
     Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
     apart::Apart,
+    block::Extras,
     chain::Counters,
     checked::{Checked, GiveWay, Under},
     direct::Direct,
@@ -10,6 +11,7 @@ use crate::{
     home::{Home, note},
     leasing::Leasing,
     physical::{Physical, mapped::Mapped, plain::Plain},
+    raw::Directory,
 };
 use aquifer_core::{
     Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, Tag,
@@ -17,12 +19,12 @@ use aquifer_core::{
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, Ownership, site};
 use aquifer_heap::Heap;
-use aquifer_stream::{Stream, StreamPool, Timeline, UseList};
+use aquifer_stream::{Stream, StreamPool, Timeline};
 use bytemuck::Pod;
 use std::{
     fmt,
     sync::{
-        Arc, Mutex, PoisonError, RwLock,
+        Arc, Mutex, OnceLock, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -89,11 +91,17 @@ pub(crate) struct Inner {
     pub(crate) apart: Arc<Apart>,
     pub(crate) config: PoolConfig,
     homes: RwLock<Vec<&'static Home>>,
+    /// Where addresses are out.
+    pub(crate) directory: Directory,
     /// Somebody wants to know whose each block is.
     observed: bool,
+    /// Blocks come out of caches, and nobody wants to know of each.
+    quick: bool,
     generations: AtomicU64,
     pub(crate) counters: Counters,
     pub(crate) leasing: Leasing,
+    /// What blocks come from when each is to be an allocation of its own, without what is around it.
+    bypass: Option<Direct>,
 }
 
 impl DevicePool {
@@ -149,15 +157,15 @@ impl DevicePool {
             Physical::Plain(Plain::new(&driver, device, budget.clone()))
         };
         let streams = StreamPool::new(driver.clone(), device, config.streams);
-        let direct = config.bypass.then(|| {
-            let direct = Direct::new(driver.clone(), streams.clone(), Some(budget.clone()));
-            match &config.recorder {
-                Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
-                None => Arc::new(direct),
-            }
+        let bypass =
+            config.bypass.then(|| Direct::new(driver.clone(), streams.clone(), Some(budget.clone())));
+        let direct = bypass.clone().map(|direct| match &config.recorder {
+            Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
+            None => Arc::new(direct),
         });
         let apart = Apart::new(&driver, &info, &config);
         let observed = driver.observer().is_some();
+        let quick = direct.is_none() && !debug.is_on() && !observed && config.recorder.is_none();
         let inner = Arc::new(Inner {
             key: KEYS.fetch_add(1, Ordering::Relaxed),
             driver,
@@ -168,10 +176,13 @@ impl DevicePool {
             budget,
             config,
             homes: RwLock::default(),
+            directory: Directory::new(),
             observed,
+            quick,
             generations: AtomicU64::new(1),
             counters: Counters::default(),
             leasing: Leasing::default(),
+            bypass,
         });
         let detour = if debug.is_on() {
             let Inner { driver, streams, config, .. } = &*inner;
@@ -187,6 +198,7 @@ impl DevicePool {
         Ok(Self { handle: Arc::new(Closer { inner, detour }) })
     }
 
+    #[inline]
     pub(crate) fn inner(&self) -> &Arc<Inner> {
         &self.handle.inner
     }
@@ -224,6 +236,21 @@ impl DevicePool {
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
+        let inner = self.inner();
+        if inner.quick
+            && !inner.leasing.takes_over(request.size())
+            && let Some(home) = inner.known_home(stream)
+            && let Some(block) = home.quick_alloc(&request)
+        {
+            return Ok(block);
+        }
+        self.alloc_fully(stream, request)
+    }
+
+    /// As [`DevicePool::alloc`], with everything that the common case has no need of. `request` has been checked.
+    #[track_caller]
+    #[inline(never)]
+    fn alloc_fully(&self, stream: &Stream, request: Request) -> Result<Block> {
         if let Some(detour) = &self.handle.detour {
             let _site = site::enter();
             return detour.allocate(stream, request, None);
@@ -425,12 +452,27 @@ impl Inner {
     }
 
     /// The cache of a stream, made at its first use.
-    #[inline]
     fn home(self: &Arc<Self>, stream: &Stream) -> Result<&'static Home> {
-        match stream.timeline().attachment(self.key).and_then(|a| a.downcast_ref::<Home>()) {
+        match self.known_home(stream) {
             Some(home) => Ok(home),
             None => self.new_home(stream),
         }
+    }
+
+    /// The cache of a stream that has had a block.
+    #[inline]
+    fn known_home(&self, stream: &Stream) -> Option<&'static Home> {
+        stream.timeline().attachment(self.key)?.downcast_ref()
+    }
+
+    /// Where each block is an allocation of its own.
+    pub(crate) fn bypass(&self) -> Option<&Direct> {
+        self.bypass.as_ref()
+    }
+
+    /// Whether every event is reported.
+    pub(crate) fn is_recorded(&self) -> bool {
+        self.config.recorder.is_some()
     }
 
     #[cold]
@@ -441,10 +483,12 @@ impl Inner {
         }
         // Under the list's lock, so that two threads do not make two. No driver call in here.
         let mut homes = self.homes.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(home) = stream.timeline().attachment(self.key).and_then(|a| a.downcast_ref::<Home>()) {
+        if let Some(home) = self.known_home(stream) {
             return Ok(home);
         }
-        let home = Home::open(self.clone(), stream.timeline().clone());
+        // Caches leave the list when the pool closes, and none is made then: numbers are not given twice.
+        let home = Home::open(self.clone(), stream.timeline().clone(), homes.len());
+        self.directory.name(homes.len(), home);
         stream.timeline().attach(self.key, home);
         homes.push(home);
         Ok(home)
@@ -455,8 +499,7 @@ impl Inner {
         self.homes.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Makes the block's token.
-    #[inline]
+    /// Makes the block's token, and tells whoever wants to know.
     pub(crate) fn hand_out(
         &self,
         home: &'static Home,
@@ -464,17 +507,13 @@ impl Inner {
         request: &Request,
         ticket: Option<Ticket>,
     ) -> Block {
-        let generation = if self.observed { self.note_live(home, &place) } else { 0 };
-        self.report(ticket, Action::Allocate, home, place.address, request.size(), request.owner());
-        Block {
-            address: place.address,
-            requested: request.size(),
-            tag: request.owner(),
-            owner: crate::block::Owner::Pool(home, place),
-            uses: UseList::new(),
-            generation,
-            until_free: None,
+        let mut block = Block::at_home(home, &place, request);
+        if self.observed {
+            let generation = self.note_live(home, &place);
+            block.extras = OnceLock::from(Box::new(Extras { generation, ..Extras::default() }));
         }
+        self.report(ticket, Action::Allocate, home, place.address, request.size(), request.owner());
+        block
     }
 
     #[cold]
@@ -560,19 +599,7 @@ impl Inner {
     /// What the pool holds besides what `stats` says.
     fn stats_over(&self, mut stats: PoolStats) -> PoolStats {
         for home in self.homes() {
-            home.with(|s| {
-                let a = &s.account;
-                stats.live += a.live;
-                stats.requested += a.requested;
-                stats.pending += a.pending;
-                stats.blocks += a.blocks;
-                stats.allocations += a.allocations;
-                stats.frees += a.frees;
-                stats.peak_live += a.peak_live;
-                stats.peak_requested += a.peak_requested;
-                let heap = s.heap.stats();
-                stats.cached += heap.free_bytes + heap.slab_free_bytes;
-            });
+            home.with(|s| s.add_to(&mut stats));
         }
         let held = match &self.physical {
             Physical::Mapped(mapped) => {

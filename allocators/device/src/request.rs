@@ -33,30 +33,35 @@ impl Request {
     }
 
     /// Aligned to `align` bytes, a power of two up to [`MAX_ALIGN`].
+    #[inline]
     #[must_use]
     pub fn align(self, align: u64) -> Self {
         Self { align, ..self }
     }
 
     /// Counted under `tag`.
+    #[inline]
     #[must_use]
     pub fn tag(self, tag: Tag) -> Self {
         Self { tag, ..self }
     }
 
     /// Bytes asked for.
+    #[inline]
     #[must_use]
     pub fn size(&self) -> u64 {
         self.bytes
     }
 
     /// The alignment asked for, in bytes.
+    #[inline]
     #[must_use]
     pub fn alignment(&self) -> u64 {
         self.align
     }
 
     /// Who it is for.
+    #[inline]
     #[must_use]
     pub fn owner(&self) -> Tag {
         self.tag
@@ -65,6 +70,14 @@ impl Request {
     /// The request, if it makes sense: not empty, not beyond any device, an alignment that can be had.
     #[inline]
     pub(crate) fn checked(self) -> Result<Self> {
+        if self.bytes.wrapping_sub(1) < MAX_BYTES && self.align == BLOCK_ALIGN {
+            return Ok(self);
+        }
+        self.checked_fully()
+    }
+
+    #[cold]
+    fn checked_fully(self) -> Result<Self> {
         if self.bytes == 0 {
             return Err(MemoryError::ZeroSize);
         }

@@ -157,7 +157,7 @@ impl<T: Pod> Reserved<T> {
         self.span.restore(again);
         let total = missing.len() as u64 * step;
         apart.committed(new, total - new);
-        let (stream, generation) = (self.block.home().raw(), self.block.generation);
+        let (stream, generation) = (self.block.home().raw(), self.block.generation());
         for &slot in &missing {
             let address = self.span.address + slot * step;
             apart.note(generation, address, step, Ownership::Live { stream, generation });
@@ -223,14 +223,14 @@ impl<T: Pod> Reserved<T> {
             return Ok(0);
         }
         let home = self.block.home();
-        let uses = self.block.uses.current(&home);
+        let uses = self.block.extras.get_mut().map_or_else(Vec::new, |extras| extras.uses.current(&home));
         let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
         let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         let apart = &self.apart;
         apart.count(|a| a.let_go(bytes, bytes));
         for run in runs {
             apart.note(
-                self.block.generation,
+                self.block.generation(),
                 self.span.address + run.start * step,
                 (run.end - run.start) * step,
                 owner,

@@ -19,11 +19,11 @@ use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
     apart::{Apart, Owned, Span},
     backend::Backed,
-    block::Owner,
+    block::Asked,
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, Ownership, RawStream, site};
-use aquifer_stream::{Stream, UseList};
+use aquifer_stream::Stream;
 use bytemuck::Pod;
 use std::{fmt, ops::Range, sync::Arc};
 
@@ -116,10 +116,10 @@ impl DevicePool {
         let mut block = self.apart_block(stream, &span, request.size(), request.owner(), asked);
         if imported {
             // It is others' memory in others' order: to a driver that checks, nobody gives it out here.
-            block.generation = 0;
+            block.extras_mut().generation = 0;
         }
-        let live = Ownership::Live { stream: stream.raw(), generation: block.generation };
-        apart.note(block.generation, span.address, span.bytes, live);
+        let live = Ownership::Live { stream: stream.raw(), generation: block.generation() };
+        apart.note(block.generation(), span.address, span.bytes, live);
         StableBlock { block, span, apart, imported }
     }
 
@@ -140,15 +140,7 @@ impl DevicePool {
             streams: self.streams().clone(),
             bytes: span.bytes,
         };
-        Block {
-            address: span.address,
-            requested,
-            tag,
-            owner: Owner::Backend(Box::new(backed)),
-            uses: UseList::new(),
-            generation,
-            until_free: None,
-        }
+        Block::backed(span.address, Asked::new(requested, tag), backed, generation)
     }
 }
 

@@ -75,6 +75,16 @@ impl Calls {
     }
 }
 
+impl StreamOrdered {
+    /// The block of these that was [turned into](Block::into_raw) this address.
+    ///
+    /// # Errors
+    /// [`MemoryError::ForeignBlock`] if there is none.
+    pub fn from_raw(&self, address: u64) -> Result<Block> {
+        self.ledger.take_raw(address)
+    }
+}
+
 impl Source for Calls {
     fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
         let address = self.driver.pool_alloc(self.pool, stream.raw(), bytes).map_err(|e| self.lost(e))?;

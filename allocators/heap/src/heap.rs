@@ -57,12 +57,18 @@ pub struct Heap {
     bins: Bins,
     pages: PageMap,
     slabs: Slabs,
+    /// The block that was freed last, if it is kept whole, or `NIL`.
+    kept: u32,
+    kept_bytes: u64,
+    /// The block that was last found to lie where a search for its length would end, and the
+    /// bins' count of changes then: the same until they change.
+    proved: (u32, u64),
     /// Bytes that were added and not removed: `live + free + slab_free`.
     managed_bytes: u64,
     /// Real sizes of the live blocks.
     live_bytes: u64,
     live_blocks: u64,
-    /// Bytes of the records that are free. The spares of the slabs are free beside these.
+    /// Bytes of the extents in the bins. The spares of the slabs and the kept block are free beside these.
     free_bytes: u64,
 }
 
@@ -99,6 +105,9 @@ impl Heap {
             bins: Bins::new(unit_shift),
             pages: PageMap::new(),
             slabs: Slabs::new(&config),
+            kept: NIL,
+            kept_bytes: 0,
+            proved: (NIL, 0),
             managed_bytes: 0,
             live_bytes: 0,
             live_blocks: 0,
@@ -156,11 +165,11 @@ impl Heap {
         (address < self.records[id].end()).then_some(id)
     }
 
-    /// Whether all of the record's bytes are free: an extent, or a slab with no live block.
+    /// Whether all of the record's bytes are free: an extent, a kept block, or a slab with no live block.
     fn is_wholly_free(&self, id: u32) -> bool {
         let record = &self.records[id];
         match record.state {
-            State::Free => true,
+            State::Free | State::Kept => true,
             State::Slab => self.slabs.slab(record.slab).used == 0,
             State::Live | State::Vacant => false,
         }
@@ -279,8 +288,40 @@ impl Heap {
         any
     }
 
-    /// The free run that the wholly free record `id` is part of: what it would be once every
-    /// spare slab in it was dissolved.
+    /// Ends the block of the record `id`, which is in no bin. It is merged, or kept whole if it
+    /// lies where the next block of its size would be cut out again.
+    ///
+    /// A loop that allocates and frees one block would merge and cut it each time. So the last
+    /// block that was freed waits for the next call: an allocation of its length takes it as it
+    /// is where it would land there anyway, and any other first makes it part of the extents. A
+    /// kept block counts as free memory wherever that is asked about.
+    #[inline]
+    fn end(&mut self, id: u32) {
+        self.merge_kept();
+        let Record { prev, len, .. } = self.records[id];
+        if prev != NIL && self.records[prev].state == State::Free && self.records.joined(prev, id) {
+            self.release(id);
+        } else {
+            self.records[id].state = State::Kept;
+            self.kept = id;
+            self.kept_bytes = len;
+        }
+    }
+
+    /// Merges the kept block, if there is one. Answers the record of what it is part of then.
+    #[inline]
+    fn merge_kept(&mut self) -> Option<u32> {
+        let id = self.kept;
+        if id == NIL {
+            return None;
+        }
+        self.kept = NIL;
+        self.kept_bytes = 0;
+        Some(self.release(id))
+    }
+
+    /// The free run that the wholly free record `id` is part of: what it would be once all of
+    /// it was merged.
     fn run_around(&self, id: u32) -> Extent {
         let mut low = id;
         loop {

@@ -1,6 +1,7 @@
 //! The values that go in and out: ranges, extents, blocks.
 
 use core::fmt;
+use core::num::NonZeroU32;
 
 /// `len` bytes from `start`.
 ///
@@ -81,8 +82,8 @@ pub struct Extent {
 
 /// A live block: where it lies, how long it really is, and where its record is kept.
 ///
-/// It is a note, not an owner: copying it copies nothing and dropping it frees nothing. The two
-/// private fields let [`Heap::free_block`] go straight to the record, and refuse a copy that has
+/// It is a note, not an owner: copying it copies nothing and dropping it frees nothing. Its
+/// [`Key`] lets [`Heap::free_block`] go straight to the record, and refuse a copy that has
 /// outlived its block even when the address is in use again.
 ///
 /// [`Heap::free_block`]: crate::Heap::free_block
@@ -92,14 +93,49 @@ pub struct Block {
     pub address: u64,
     /// How many bytes it really has: at least what was asked for.
     pub bytes: u64,
-    /// The record, or with [`SLOT`] set the slab.
-    pub(crate) index: u32,
+    /// Where its record is kept.
+    pub key: Key,
+}
+
+/// Where a block's record is kept, and which life of that record it is: eight bytes that make
+/// freeing a matter of one look, for those who keep an address anyway.
+///
+/// Never all zero bits, so that an `Option` or an enum around it is no larger.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Key {
+    /// The record, or with [`SLOT`] set the slab, shifted up by one, and a one below it.
+    place: NonZeroU32,
     /// Which life of that record or slot this is.
     pub(crate) generation: u32,
 }
 
-/// Set in [`Block::index`] when the rest of it numbers a slab.
-pub(crate) const SLOT: u32 = 1 << 31;
+/// Set in [`Key::index`] when the rest of it numbers a slab.
+pub(crate) const SLOT: u32 = 1 << 30;
+
+impl Key {
+    /// `index` is below `2 * SLOT`.
+    #[inline]
+    pub(crate) const fn new(index: u32, generation: u32) -> Self {
+        // The one below makes this never `None`, which the compiler sees.
+        let place = match NonZeroU32::new(index << 1 | 1) {
+            Some(place) => place,
+            None => NonZeroU32::MIN,
+        };
+        Self { place, generation }
+    }
+
+    /// The record's number, or with [`SLOT`] set the slab's.
+    #[inline]
+    pub(crate) const fn index(self) -> u32 {
+        self.place.get() >> 1
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Key(..)")
+    }
+}
 
 impl Block {
     /// The bytes it covers.
@@ -121,6 +157,6 @@ pub struct Freed {
     /// The block's real size.
     pub bytes: u64,
     /// The extent it is now part of, with what it merged with on both sides; `None` when it
-    /// went back to a slab that stays.
+    /// went back to a slab that stays, or is kept whole for the next of its size.
     pub extent: Option<Extent>,
 }

@@ -13,7 +13,7 @@ use crate::Range;
 pub(crate) const NIL: u32 = u32::MAX;
 
 /// Numbers stay below this, so that [`SLOT`](crate::range::SLOT) can mark those of slabs.
-const MAX_RECORDS: usize = 1 << 31;
+const MAX_RECORDS: usize = 1 << 30;
 
 /// A border lies at the record's start: it never merges downwards.
 pub(crate) const CUT_BEFORE: u8 = 1;
@@ -29,6 +29,8 @@ pub(crate) enum State {
     Free,
     /// One live block.
     Live,
+    /// A freed block that is kept whole for the next of its size; it is in no bin.
+    Kept,
     /// A slab, numbered by [`Record::slab`].
     Slab,
 }

@@ -232,7 +232,8 @@ mod stamps {
     use super::*;
 
     fn freed(heap: &mut Heap, block: &Block, stamp: u64) -> Option<Extent> {
-        heap.free_block(block, stamp).unwrap().extent
+        heap.free_block(block, stamp).unwrap();
+        heap.free_extent_at(block.address)
     }
 
     #[test]
@@ -286,7 +287,7 @@ mod ranges {
         donor.free_block(&block, 5).unwrap();
         let lease = Range::new(BASE + MIB, 2 * MIB);
         let stamp = donor.remove(lease).unwrap();
-        assert_eq!(stamp, 5);
+        assert_eq!(stamp, 0, "none of it was ever in use");
         taker.add(lease, stamp).unwrap();
         assert_eq!((donor.managed_bytes(), taker.managed_bytes()), (2 * MIB, 2 * MIB));
         assert_eq!(donor.alloc(2 * MIB, 512), None, "the middle is gone");
@@ -418,4 +419,43 @@ fn a_configuration_that_cannot_work_is_refused_by_its_field() {
         assert_eq!(Heap::try_new(config).err(), Some(why));
     }
     assert!(std::panic::catch_unwind(|| Heap::new(Config { unit: 3, ..good })).is_err());
+}
+
+mod kept {
+    use super::*;
+
+    #[test]
+    fn a_freed_block_is_not_taken_again_where_another_hole_fits_more_tightly() {
+        let mut heap = device(MIB);
+        let [a, _apart, c] = [0; 3].map(|_| heap.alloc(64 * KIB, 512).unwrap());
+        heap.free_block(&a, 0).unwrap();
+        heap.free_block(&c, 0).unwrap();
+        assert_eq!(
+            heap.alloc(64 * KIB, 512).map(|b| b.address),
+            Some(a.address),
+            "c is part of a larger one"
+        );
+        assert_eq!(heap.alloc(64 * KIB, 512).map(|b| b.address), Some(c.address));
+    }
+
+    #[test]
+    fn a_freed_block_is_part_of_its_extent_for_a_larger_one() {
+        let mut heap = device(MIB);
+        let block = heap.alloc(512 * KIB, 512).unwrap();
+        heap.free_block(&block, 0).unwrap();
+        assert_eq!(heap.largest_free(), MIB);
+        assert_eq!(heap.alloc(MIB, 512).map(|b| b.address), Some(BASE));
+    }
+
+    #[test]
+    fn a_note_of_an_earlier_life_is_refused_when_the_block_is_taken_again_as_it_was() {
+        let mut heap = device(MIB);
+        let block = heap.alloc(64 * KIB, 512).unwrap();
+        heap.free_block(&block, 0).unwrap();
+        assert_eq!(heap.free_block(&block, 0), Err(HeapError::DoubleFree { address: block.address }));
+        let again = heap.alloc(64 * KIB, 512).unwrap();
+        assert_eq!(again.address, block.address);
+        assert_eq!(heap.free_block(&block, 0), Err(HeapError::Stale { address: block.address }));
+        assert_eq!(heap.check(), Ok(()));
+    }
 }

@@ -331,6 +331,12 @@ impl StreamPool {
         self.inner.device
     }
 
+    /// Whether both are handles to one pool.
+    #[must_use]
+    pub fn is(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
     /// The driver.
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {

@@ -7,11 +7,11 @@
 use crate::{
     Block, DeviceBuffer, DeviceSlice, DeviceSliceMut,
     backend::{Backed, Deferred, Release},
-    block::Owner,
+    block::Asked,
 };
 use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, Foreign, KeepAlive, Operand, OperandMut, RawStream, Typed, site};
-use aquifer_stream::{Noted, StreamPool, Timeline, UseList};
+use aquifer_stream::{Noted, StreamPool, Timeline};
 use bytemuck::Pod;
 use std::{
     any::Any,
@@ -182,15 +182,7 @@ impl<F: Foreign> Adopted<F> {
             Arc::new(Theirs { timeline: timeline.clone(), ends_at_once, foreign: Mutex::new(Some(foreign)) });
         let backed =
             Backed { ledger: theirs.clone(), timeline, streams: streams.clone(), bytes: range.bytes };
-        let block = Block {
-            address: range.address,
-            requested: range.bytes,
-            tag: Tag::NONE,
-            owner: Owner::Backend(Box::new(backed)),
-            uses: UseList::new(),
-            generation: 0,
-            until_free: None,
-        };
+        let block = Block::backed(range.address, Asked::new(range.bytes, Tag::NONE), backed, 0);
         let buffer = DeviceBuffer { block, len, elements: std::marker::PhantomData };
         Ok(Self { buffer, theirs })
     }

@@ -294,7 +294,9 @@ impl Held {
         if looked.is_ok() {
             // The reader has been waited for, and nobody else has used what is held.
             let home = self.home.clone();
-            let _over = self.memory.block_mut().uses.take(&home);
+            if let Some(extras) = self.memory.block_mut().extras.get_mut() {
+                let _over = extras.uses.take(&home);
+            }
         }
         looked
     }

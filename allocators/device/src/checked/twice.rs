@@ -4,11 +4,11 @@ use super::{Checked, Debugging, Fault, POISON_ALLOCATED, Under};
 use crate::{
     Block, DevicePool, PoolConfig, Request, Resource,
     backend::{Backed, Deferred, Release},
-    block::Owner,
+    block::Asked,
 };
 use aquifer_core::{DeviceId, MemoryError, PoolStats, Result};
 use aquifer_driver::{DeviceRange, sim::Sim};
-use aquifer_stream::{Stream, UseList};
+use aquifer_stream::Stream;
 use std::{
     sync::{
         Arc,
@@ -48,15 +48,7 @@ impl Resource for Twice {
         };
         let (timeline, streams) = (stream.timeline().clone(), self.pool.streams().clone());
         let backed = Backed { ledger: self.home.clone(), timeline, streams, bytes: request.size() };
-        Ok(Block {
-            address: address + 512,
-            requested: request.size(),
-            tag: request.owner(),
-            owner: Owner::Backend(Box::new(backed)),
-            uses: UseList::new(),
-            generation: 0,
-            until_free: None,
-        })
+        Ok(Block::backed(address + 512, Asked::new(request.size(), request.owner()), backed, 0))
     }
     fn stats(&self) -> PoolStats {
         self.pool.stats()

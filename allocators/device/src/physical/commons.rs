@@ -49,6 +49,12 @@ impl Commons {
         self.ranges.iter().map(|(&start, (len, past))| (Range { start, len: *len }, past))
     }
 
+    /// Whether an address is in it.
+    pub(crate) fn covers(&self, address: u64) -> bool {
+        let below = self.ranges.range(..=address).next_back();
+        below.is_some_and(|(start, (len, _))| address < start + len)
+    }
+
     /// Adds a range that is nobody else's.
     pub(crate) fn add(&mut self, range: Range, past: Past) {
         self.bytes += range.len;

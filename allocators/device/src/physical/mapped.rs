@@ -204,6 +204,11 @@ impl Mapped {
         spare + self.commons().bytes()
     }
 
+    /// Whether an address is free and in no cache.
+    pub(crate) fn is_in_commons(&self, address: u64) -> bool {
+        self.commons().covers(address)
+    }
+
     fn slots(&self) -> MutexGuard<'_, Slots> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -44,6 +44,12 @@ impl Heap {
             found.managed += record.len;
             match record.state {
                 State::Free => found.free += record.len,
+                State::Kept => {
+                    if self.kept != at {
+                        return Err(Broken::Kept { at: record.start });
+                    }
+                    found.kept += record.len;
+                }
                 State::Live => {
                     found.live += record.len;
                     found.blocks += 1;
@@ -71,6 +77,7 @@ impl Heap {
             ("live_bytes", found.live, self.live_bytes),
             ("live_blocks", found.blocks, self.live_blocks),
             ("free_bytes", found.free, self.free_bytes),
+            ("bytes of the kept block", found.kept, self.kept_bytes),
         ] {
             if expected != found {
                 return Err(Broken::Count { name, expected, found });
@@ -165,4 +172,5 @@ struct Sums {
     live: u64,
     blocks: u64,
     free: u64,
+    kept: u64,
 }

@@ -1,7 +1,7 @@
 //! Ending blocks.
 
 use super::Heap;
-use crate::range::SLOT;
+use crate::range::{Key, SLOT};
 use crate::records::State;
 use crate::{Block, Extent, Freed, HeapError, Range};
 
@@ -34,33 +34,65 @@ impl Heap {
     ///
     /// As [`free`](Self::free), and [`HeapError::Stale`] when the address belongs to a later
     /// block.
+    #[inline]
     pub fn free_block(&mut self, block: &Block, stamp: u64) -> Result<Freed, HeapError> {
-        if block.index & SLOT == 0 {
-            if let Some(record) = self.records.get(block.index)
-                && record.state == State::Live
-                && record.start == block.address
-                && record.generation == block.generation
-            {
-                return Ok(self.free_record(block.index, stamp));
+        self.free_keyed(block.address, block.key, stamp)
+    }
+
+    /// As [`free_block`](Self::free_block), for those who keep the address and the key alone.
+    ///
+    /// # Errors
+    ///
+    /// As [`free_block`](Self::free_block).
+    pub fn free_keyed(&mut self, address: u64, key: Key, stamp: u64) -> Result<Freed, HeapError> {
+        let index = key.index();
+        if index & SLOT == 0 {
+            if self.is_live(address, key) {
+                return Ok(self.free_record(index, stamp));
             }
-        } else if let Some(slot) = self.slot_of(block) {
-            return Ok(self.free_slot(block.index & !SLOT, slot, stamp));
+        } else if let Some(slot) = self.slot_of(address, key) {
+            return Ok(self.free_slot(index & !SLOT, slot, stamp));
         }
-        match self.live_at(block.address) {
-            Ok(_) => Err(HeapError::Stale { address: block.address }),
+        self.refuse(address)
+    }
+
+    /// The real size of the block of this address and key in bytes, if it lives.
+    #[must_use]
+    pub fn size_of_keyed(&self, address: u64, key: Key) -> Option<u64> {
+        let index = key.index();
+        if index & SLOT == 0 {
+            return self.is_live(address, key).then(|| self.records[index].len);
+        }
+        self.slot_of(address, key).map(|_| self.slabs.slab(index & !SLOT).slot)
+    }
+
+    /// Why what a key says is not so.
+    #[cold]
+    fn refuse(&self, address: u64) -> Result<Freed, HeapError> {
+        match self.live_at(address) {
+            Ok(_) => Err(HeapError::Stale { address }),
             Err(why) => Err(why),
         }
     }
 
-    /// The slot that `block` is, if it is still that block.
-    fn slot_of(&self, block: &Block) -> Option<usize> {
-        let id = block.index & !SLOT;
+    /// Whether the record of `key`, which is none of a slab, is still that block.
+    #[inline]
+    fn is_live(&self, address: u64, key: Key) -> bool {
+        self.records.get(key.index()).is_some_and(|record| {
+            record.state == State::Live && record.start == address && record.generation == key.generation
+        })
+    }
+
+    /// The slot that `key` means, if it is still that block.
+    #[inline]
+    fn slot_of(&self, address: u64, key: Key) -> Option<usize> {
+        let id = key.index() & !SLOT;
         let slab = self.slabs.get(id)?;
-        if slab.is_vacant() || !Range::new(slab.start, slab.bytes()).contains(block.address) {
+        if slab.is_vacant() || !Range::new(slab.start, slab.bytes()).contains(address) {
             return None;
         }
-        let (slot, inside) = self.slabs.slot_at(id, block.address);
-        let same = inside == 0 && !slab.is_free(slot) && slab.generation(slot) == block.generation;
+        let (slot, inside) = self.slabs.slot_at(id, address);
+        let same = inside == 0 && !slab.is_free(slot) && slab.generation(slot) == key.generation;
         same.then_some(slot)
     }
 
@@ -71,6 +103,24 @@ impl Heap {
             Live::Record(id) => Some(self.records[id].len),
             Live::Slot { slab, .. } => Some(self.slabs.slab(slab).slot),
         }
+    }
+
+    /// The live block that starts at `address`.
+    ///
+    /// # Errors
+    ///
+    /// As [`free`](Self::free), and nothing is freed.
+    pub fn block_at(&self, address: u64) -> Result<Block, HeapError> {
+        Ok(match self.live_at(address)? {
+            Live::Record(id) => {
+                let record = &self.records[id];
+                Block { address, bytes: record.len, key: Key::new(id, record.generation) }
+            }
+            Live::Slot { slab, slot } => {
+                let of = self.slabs.slab(slab);
+                Block { address, bytes: of.slot, key: Key::new(slab | SLOT, of.generation(slot)) }
+            }
+        })
     }
 
     /// The live block that starts at `address`, or why there is none.
@@ -91,7 +141,7 @@ impl Heap {
                     Ok(Live::Slot { slab: record.slab, slot })
                 }
             }
-            State::Free | State::Vacant => Err(HeapError::DoubleFree { address }),
+            State::Free | State::Kept | State::Vacant => Err(HeapError::DoubleFree { address }),
         }
     }
 
@@ -102,8 +152,8 @@ impl Heap {
         record.stamp = record.stamp.max(stamp);
         self.live_bytes -= bytes;
         self.live_blocks -= 1;
-        let extent = self.release(id);
-        Freed { bytes, extent: Some(self.extent(extent)) }
+        self.end(id);
+        Freed { bytes, extent: None }
     }
 
     fn free_slot(&mut self, slab: u32, slot: usize, stamp: u64) -> Freed {

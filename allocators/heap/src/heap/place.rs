@@ -2,8 +2,8 @@
 
 use super::Heap;
 use crate::classes::class_of;
-use crate::range::SLOT;
-use crate::records::{NIL, State};
+use crate::range::{Key, SLOT};
+use crate::records::{NIL, Record, State};
 use crate::{Block, HeapError, Range};
 
 /// How many extents a request with a large alignment tries in order of size before it takes one
@@ -11,6 +11,16 @@ use crate::{Block, HeapError, Range};
 const ALIGNED_TRIES: usize = 8;
 /// How many slabs with room such a request looks at.
 const ALIGNED_SLABS: usize = 8;
+
+/// `bytes` rounded up to a multiple of `align`, a power of two, which saves the division that a
+/// multiple of any number takes.
+#[inline]
+const fn round_up(bytes: u64, align: u64) -> Option<u64> {
+    match bytes.checked_add(align - 1) {
+        Some(beyond) => Some(beyond & !(align - 1)),
+        None => None,
+    }
+}
 
 impl Heap {
     /// A block of at least `bytes` bytes at a multiple of `align`, or `None` when nothing free
@@ -32,8 +42,7 @@ impl Heap {
         let align = align.max(self.config.unit);
         if bytes <= self.config.small_max
             && align <= self.config.page
-            && let Some(small) =
-                bytes.checked_next_multiple_of(align).filter(|&small| small <= self.config.small_max)
+            && let Some(small) = round_up(bytes, align).filter(|&small| small <= self.config.small_max)
         {
             return self.alloc_small(small, bytes, align);
         }
@@ -61,14 +70,14 @@ impl Heap {
         if !self.records.room(2) {
             return Err(HeapError::TooManyRecords);
         }
-        let extent = self.dissolve_spares_in(range, first);
+        let extent = self.merge_in(range, first);
         let record = self.carve(extent, range.start, range.len);
         Ok(self.make_live(record))
     }
 
     /// `bytes` rounded up to whole units.
     pub(super) const fn whole_units(&self, bytes: u64) -> Option<u64> {
-        bytes.checked_next_multiple_of(self.config.unit)
+        round_up(bytes, self.config.unit)
     }
 
     /// A slot for `rounded` bytes, which is a multiple of `align` as well as of the unit, or an
@@ -122,6 +131,7 @@ impl Heap {
         if !self.records.room(2) {
             return None;
         }
+        self.merge_kept();
         let slot = self.slabs.slot_bytes(class);
         let (wanted, shortest) = self.slabs.next_slots(class);
         let (slots, extent, start) = match self.fit(wanted * slot, align) {
@@ -148,13 +158,18 @@ impl Heap {
         Block {
             address: slab.address(slot),
             bytes: slab.slot,
-            index: id | SLOT,
-            generation: slab.generation(slot),
+            key: Key::new(id | SLOT, slab.generation(slot)),
         }
     }
 
     /// An exact block of `len` bytes, a multiple of the unit.
     fn alloc_exact(&mut self, len: u64, align: u64) -> Option<Block> {
+        if self.kept != NIL {
+            if let Some(record) = self.take_kept(len, align) {
+                return Some(self.make_live(record));
+            }
+            self.merge_kept();
+        }
         if !self.records.room(2) {
             return None;
         }
@@ -172,13 +187,50 @@ impl Heap {
         Some(self.make_live(record))
     }
 
+    /// The kept block, if it has exactly `len` bytes at a multiple of `align` and a search after
+    /// merging it would end there: no other extent fits more tightly than the one that it would
+    /// be the low end of.
+    fn take_kept(&mut self, len: u64, align: u64) -> Option<u32> {
+        let id = self.kept;
+        let Record { start, len: bytes, next, .. } = self.records[id];
+        if bytes != len || start & (align - 1) != 0 {
+            return None;
+        }
+        if self.proved != (id, self.bins.changes) {
+            if !self.fits_most_tightly(id, next, len) {
+                return None;
+            }
+            self.proved = (id, self.bins.changes);
+        }
+        self.kept = NIL;
+        self.kept_bytes = 0;
+        Some(id)
+    }
+
+    /// Whether no extent fits `len` more tightly than the one that the kept block `id` is the
+    /// low end of, or is by itself.
+    #[inline(never)]
+    fn fits_most_tightly(&self, id: u32, next: u32, len: u64) -> bool {
+        let mut best = self.bins.best_fit(&self.records, len >> self.unit_shift);
+        let mut whole = len;
+        if next != NIL && self.records[next].state == State::Free && self.records.joined(id, next) {
+            let above = self.records[next].len;
+            whole += above;
+            if best == Some(next) && self.records[next].after == NIL {
+                // Without the one that it would be part of.
+                best = self.bins.best_fit(&self.records, (above >> self.unit_shift) + 1);
+            }
+        }
+        best.is_none_or(|best| self.records[best].len > whole)
+    }
+
     /// Makes a carved record a live block.
     fn make_live(&mut self, id: u32) -> Block {
         let record = &mut self.records[id];
         record.state = State::Live;
         self.live_bytes += record.len;
         self.live_blocks += 1;
-        Block { address: record.start, bytes: record.len, index: id, generation: record.generation }
+        Block { address: record.start, bytes: record.len, key: Key::new(id, record.generation) }
     }
 
     /// The extent to cut `len` bytes from, and where.
@@ -223,7 +275,7 @@ impl Heap {
     /// The lowest multiple of `align` where `len` bytes lie inside the extent `id`.
     fn fits_at(&self, id: u32, len: u64, align: u64) -> Option<u64> {
         let extent = &self.records[id];
-        let start = extent.start.checked_next_multiple_of(align)?;
+        let start = round_up(extent.start, align)?;
         (start < extent.end() && extent.end() - start >= len).then_some(start)
     }
 }

@@ -97,7 +97,7 @@ impl Heap {
             return Err(HeapError::TooManyRecords);
         }
         let mut stamp = 0;
-        let mut at = self.dissolve_spares_in(range, first);
+        let mut at = self.merge_in(range, first);
         loop {
             let record = &self.records[at];
             let (end, next) = (record.end(), record.next);
@@ -135,17 +135,17 @@ impl Heap {
         }
     }
 
-    /// Dissolves the spare slabs that lie in `range`, whose first record is `first` and all of
-    /// which is free. Answers the first record then.
-    pub(super) fn dissolve_spares_in(&mut self, range: Range, first: u32) -> u32 {
+    /// Dissolves the spare slabs and merges the kept blocks that lie in `range`, whose first
+    /// record is `first` and all of which is free. Answers the first record then.
+    pub(super) fn merge_in(&mut self, range: Range, first: u32) -> u32 {
         let mut first = first;
         let mut at = first;
         loop {
             let Record { state, slab, .. } = self.records[at];
-            if state == State::Slab {
+            if state == State::Slab || state == State::Kept {
                 // What it merges into begins no later, so this stays in the range or covers its
                 // start.
-                at = self.dissolve(slab);
+                at = if state == State::Slab { self.dissolve(slab) } else { self.merge_kept().unwrap_or(at) };
                 if self.records[at].start <= range.start {
                     first = at;
                 }

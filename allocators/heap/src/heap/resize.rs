@@ -2,7 +2,7 @@
 
 use super::Heap;
 use super::free::Live;
-use crate::range::SLOT;
+use crate::range::{Key, SLOT};
 use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
 use crate::{Block, HeapError};
 
@@ -29,8 +29,8 @@ impl Heap {
         match live {
             Live::Slot { slab, slot } => {
                 let of = self.slabs.slab(slab);
-                let index = slab | SLOT;
-                let block = Block { address, bytes: of.slot, index, generation: of.generation(slot) };
+                let key = Key::new(slab | SLOT, of.generation(slot));
+                let block = Block { address, bytes: of.slot, key };
                 if new_bytes > of.slot {
                     let range = block.range();
                     return Err(HeapError::NoRoom { block: range, wanted: new_bytes, available: of.slot });
@@ -46,7 +46,7 @@ impl Heap {
                     self.extend(id, wanted - len)?;
                 }
                 let Record { start, len, generation, .. } = self.records[id];
-                Ok(Block { address: start, bytes: len, index: id, generation })
+                Ok(Block { address: start, bytes: len, key: Key::new(id, generation) })
             }
         }
     }
@@ -79,7 +79,7 @@ impl Heap {
         if !self.records.room(1) {
             return Err(HeapError::TooManyRecords);
         }
-        let piece = self.dissolve_spares_in(crate::Range::new(block.end(), more), next);
+        let piece = self.merge_in(crate::Range::new(block.end(), more), next);
         let piece = self.carve(piece, block.end(), more);
         debug_assert_ne!(self.records[piece].state, State::Slab);
         self.absorb(id, piece);

@@ -116,7 +116,7 @@ impl Mapped {
             let own = home.is_some_and(|home| std::ptr::eq(home, giver));
             giver.with(|s| {
                 let Some(timeline) = s.timeline().cloned() else { return };
-                *live += s.account.live + s.account.pending;
+                *live += s.holds().live;
                 for extent in s.heap.free_extents() {
                     let done = timeline.is_done(extent.stamp);
                     if done || own || reach == Reach::Wait {

@@ -1,0 +1,259 @@
+//! Blocks as bare addresses, for interfaces that carry nothing else.
+//!
+//! A block that is [turned into its address](Block::into_raw) leaves what its token held in a table of its own stream's
+//! cache, under that cache's lock. So streams share nothing here either, and a table that has reached its size allocates
+//! nothing.
+//!
+//! Which cache an address belongs to is a question of its own, since caches share the pool's range. A [`Directory`]
+//! remembers for each 2 MiB which caches have turned blocks there into addresses, up to four. In a steady state it is
+//! read and not written. It is a hint: a cache that it has forgotten is found by asking all of them, and a cache that
+//! it names by mistake knows nothing of the address.
+
+use crate::{
+    Block, DevicePool,
+    block::{Asked, Extras, Freed, Owner},
+    home::Home,
+    physical::Physical,
+};
+use aquifer_core::{MemoryError, Result};
+use aquifer_heap::{HeapError, Key};
+use std::{
+    collections::{BTreeMap, HashMap},
+    hash::{BuildHasherDefault, Hasher},
+    mem::ManuallyDrop,
+    sync::{
+        Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+/// What a block's token held beside its address and its way home.
+pub(crate) struct Raw {
+    pub(crate) key: Key,
+    pub(crate) asked: Asked,
+    pub(crate) extras: Option<Box<Extras>>,
+}
+
+/// The blocks of one cache that are out as bare addresses.
+pub(crate) type Table = HashMap<u64, Raw, BuildHasherDefault<Spread>>;
+
+/// Spreads addresses, whose low bits are all alike. The same ones each time, as all that a pool does.
+#[derive(Default)]
+pub(crate) struct Spread(u64);
+
+impl Hasher for Spread {
+    fn write(&mut self, bytes: &[u8]) {
+        for &byte in bytes {
+            self.write_u64(u64::from(byte));
+        }
+    }
+    fn write_u64(&mut self, address: u64) {
+        let mixed = (self.0 ^ address).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        self.0 = mixed ^ mixed >> 32;
+    }
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+/// Bytes that share an entry, as a power of two.
+const GRAIN_BITS: u32 = 21;
+/// Entries: 128 GiB in a row have one each.
+const ENTRIES: usize = 1 << 16;
+/// Caches of an entry, two bytes each: one more than the cache's number, the one noted last lowest.
+const LANES: u32 = 4;
+/// Caches that can be named.
+const NAMED: usize = 1024;
+
+/// Which caches have had addresses out, by where these lie.
+pub(crate) struct Directory {
+    /// Made when the first address goes out: half a MiB, of which the kernel backs what is used.
+    entries: OnceLock<Box<[AtomicU64]>>,
+    /// The caches of the pool in the order they were made. They stay until the pool closes, and nobody asks then.
+    homes: Box<[OnceLock<&'static Home>]>,
+}
+
+impl Directory {
+    pub(crate) fn new() -> Self {
+        Self { entries: OnceLock::new(), homes: std::iter::repeat_with(OnceLock::new).take(NAMED).collect() }
+    }
+
+    /// Names a cache. One too many is found by asking all.
+    pub(crate) fn name(&self, number: usize, home: &'static Home) {
+        if let Some(place) = self.homes.get(number) {
+            let _ = place.set(home);
+        }
+    }
+
+    fn entry(address: u64) -> usize {
+        (address >> GRAIN_BITS) as usize % ENTRIES
+    }
+
+    /// Notes that the cache of this number has an address out here.
+    pub(crate) fn note(&self, address: u64, number: usize) {
+        if number >= NAMED {
+            return;
+        }
+        let entries =
+            self.entries.get_or_init(|| std::iter::repeat_with(AtomicU64::default).take(ENTRIES).collect());
+        let lane = number as u64 + 1;
+        let entry = &entries[Self::entry(address)];
+        let noted = entry.load(Ordering::Relaxed);
+        if !(0..LANES).any(|n| noted >> (16 * n) & 0xffff == lane) {
+            // Two at once may lose one of the two, which costs a search.
+            entry.store(noted << 16 | lane, Ordering::Relaxed);
+        }
+    }
+
+    /// The caches that may have `address` out, the likeliest first.
+    fn likely(&self, address: u64) -> impl Iterator<Item = &'static Home> {
+        let entry = self.entries.get().map(|entries| &entries[Self::entry(address)]);
+        let noted = entry.map_or(0, |entry| entry.load(Ordering::Relaxed));
+        (0..LANES).filter_map(move |n| {
+            let number = (noted >> (16 * n) & 0xffff).checked_sub(1)?;
+            self.homes.get(number as usize)?.get().copied()
+        })
+    }
+}
+
+impl Block {
+    /// The block as its bare address. It lives on, with all that was noted of it, until
+    /// [`DevicePool::from_raw`] makes it a block again or [`DevicePool::free_raw`] frees it. What never comes back leaks,
+    /// and keeps its pool's memory.
+    ///
+    /// Takes the lock of its stream's cache, and makes no driver call.
+    #[must_use = "the address is the only way back to the block"]
+    pub fn into_raw(self) -> u64 {
+        let address = self.address;
+        if let Owner::Backend(backed) = &self.owner {
+            let keeper = backed.keeper();
+            keeper.keep_raw(self);
+            return address;
+        }
+        // Its drop would free it.
+        let mut block = ManuallyDrop::new(self);
+        let extras = block.extras.take();
+        if let Owner::Pool(home, key) = block.owner {
+            home.keep_raw(address, Raw { key, asked: block.asked, extras });
+        }
+        address
+    }
+}
+
+/// Blocks that are out as bare addresses and belong to no cache: by address, which no two live blocks of a process share.
+static BACKED: Mutex<BTreeMap<u64, Block>> = Mutex::new(BTreeMap::new());
+
+fn backed() -> MutexGuard<'static, BTreeMap<u64, Block>> {
+    BACKED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Keeps a block of no cache while its address is out.
+pub(crate) fn keep_backed(block: Block) {
+    let before = backed().insert(block.address, block);
+    debug_assert!(before.is_none(), "two live blocks at one address");
+}
+
+impl DevicePool {
+    /// The block of this pool that was [turned into](Block::into_raw) this address.
+    ///
+    /// ```
+    /// use aquifer_device::{DevicePool, PoolConfig, Request};
+    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+    /// let stream = pool.stream()?;
+    /// let address = pool.alloc(&stream, Request::bytes(4096))?.into_raw();
+    /// let block = pool.from_raw(address)?;
+    /// assert_eq!((block.address(), block.bytes()), (address, 4096));
+    /// assert!(pool.from_raw(address).is_err(), "it has an owner again");
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MemoryError::DoubleFree`] if the block at this address has been freed, as long as memory is there;
+    /// [`MemoryError::ForeignBlock`] for any other address that is not out. Nothing changes then.
+    pub fn from_raw(&self, address: u64) -> Result<Block> {
+        if let Some(direct) = self.inner().bypass() {
+            return direct.from_raw(address);
+        }
+        let block = self.find(address, |home| {
+            let Raw { key, asked, extras } = home.with(|s| s.raw.remove(&address))?;
+            let extras = extras.map_or_else(OnceLock::new, OnceLock::from);
+            Some(Block { address, asked, owner: Owner::Pool(home, key), extras })
+        });
+        block.or_else(|| self.take_backed(address)).ok_or_else(|| self.refuse(address))
+    }
+
+    /// A block of this pool that belongs to no cache.
+    fn take_backed(&self, address: u64) -> Option<Block> {
+        let mut backed = backed();
+        let block = backed.get(&address)?;
+        let ours = matches!(&block.owner, Owner::Backend(home) if home.streams.is(self.streams()));
+        if ours { backed.remove(&address) } else { None }
+    }
+
+    /// Frees the block that was [turned into](Block::into_raw) this address, as dropping it would have.
+    ///
+    /// # Errors
+    /// As [`DevicePool::from_raw`].
+    pub fn free_raw(&self, address: u64) -> Result<()> {
+        if let Some(direct) = self.inner().bypass() {
+            return direct.from_raw(address).map(drop);
+        }
+        let freed = self.find(address, |home| home.free_raw(address));
+        freed.or_else(|| self.take_backed(address).map(drop)).ok_or_else(|| self.refuse(address))
+    }
+
+    /// Asks the likely caches, then all.
+    fn find<T>(&self, address: u64, mut ask: impl FnMut(&'static Home) -> Option<T>) -> Option<T> {
+        let inner = self.inner();
+        let likely = inner.directory.likely(address).find_map(&mut ask);
+        likely.or_else(|| inner.homes().into_iter().find_map(ask))
+    }
+
+    /// Why there is no such address out.
+    #[cold]
+    fn refuse(&self, address: u64) -> MemoryError {
+        let freed = self.inner().homes().into_iter().any(|home| {
+            home.with(|s| {
+                let pending = || s.pending.iter().any(|pending| pending.freed.address == address);
+                match s.heap.block_at(address) {
+                    Ok(_) => pending(),
+                    Err(why) => matches!(why, HeapError::DoubleFree { .. }),
+                }
+            })
+        });
+        let shared = || match &self.inner().physical {
+            Physical::Mapped(mapped) => mapped.is_in_commons(address),
+            Physical::Plain(_) => false,
+        };
+        if freed || shared() {
+            MemoryError::DoubleFree { address }
+        } else {
+            MemoryError::ForeignBlock { address }
+        }
+    }
+}
+
+impl Home {
+    /// Keeps what a token held while its address is out.
+    fn keep_raw(&self, address: u64, raw: Raw) {
+        self.with(|s| {
+            s.raw.insert(address, raw);
+            s.note_raw(address);
+        });
+    }
+
+    /// Frees the block of this cache that is out as `address`; `None` if there is none.
+    fn free_raw(&'static self, address: u64) -> Option<()> {
+        let (freed, rest) = self.with(|s| {
+            let Raw { key, asked, extras } = s.raw.remove(&address)?;
+            let freed = Freed { address, key, asked };
+            Some((freed, extras.ok_or_else(|| s.put_back(&freed))))
+        })?;
+        match rest {
+            Ok(extras) => self.put_back_with_extras(freed, *extras),
+            Err(after) => self.attend(after, &freed),
+        }
+        Some(())
+    }
+}

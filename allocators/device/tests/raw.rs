@@ -1,0 +1,160 @@
+//! Blocks that are out as bare addresses.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer_core::{MemoryError, Tag};
+use aquifer_device::{Block, Request};
+use aquifer_driver::{Access, sim::Sim};
+use std::collections::BTreeMap;
+use support::{MIB, Rig, range};
+
+/// splitmix64.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % end
+    }
+}
+
+/// More streams than an entry of the directory names, whose small blocks come from all over.
+fn random_mix(seed: u64, streams: usize) {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 256, |_| ());
+    let streams: Vec<_> = (0..streams).map(|_| rig.stream()).collect();
+    let mut random = Random(seed);
+    let mut held: Vec<Block> = Vec::new();
+    let mut out: BTreeMap<u64, u64> = BTreeMap::new();
+    let mut freed: Vec<u64> = Vec::new();
+    for _ in 0..600 {
+        let before = rig.pool.stats();
+        match random.below(10) {
+            0..4 => {
+                let stream = &streams[random.below(streams.len() as u64) as usize];
+                let most = [4 * MIB, 20_000, 20_000, 20_000][random.below(4) as usize];
+                let bytes = 1 + random.below(most);
+                let tag = [Tag::NONE, Tag::OTHER][random.below(2) as usize];
+                held.push(rig.pool.alloc(stream, Request::bytes(bytes).tag(tag)).unwrap());
+            }
+            4..6 if !held.is_empty() => {
+                let block = held.swap_remove(random.below(held.len() as u64) as usize);
+                let (address, bytes) = (block.address(), block.bytes());
+                assert_eq!(block.into_raw(), address);
+                assert_eq!(out.insert(address, bytes), None, "an address is out twice");
+                assert_eq!(rig.pool.stats().live, before.live, "it lives on");
+            }
+            6 if !held.is_empty() => {
+                drop(held.swap_remove(random.below(held.len() as u64) as usize));
+            }
+            7 if !out.is_empty() => {
+                let nth = random.below(out.len() as u64) as usize;
+                let (&address, &bytes) = out.iter().nth(nth).unwrap();
+                out.remove(&address);
+                if random.below(2) == 0 {
+                    rig.pool.free_raw(address).unwrap();
+                    assert_eq!(rig.pool.stats().requested, before.requested - bytes);
+                    freed.push(address);
+                } else {
+                    let block = rig.pool.from_raw(address).unwrap();
+                    assert_eq!((block.address(), block.bytes()), (address, bytes));
+                    held.push(block);
+                }
+            }
+            8 => {
+                // Owned by a token, inside a block, or nobody's at all.
+                let owned = held.first().map_or(0x1000, |block| block.address());
+                for address in [owned, owned + 512, owned + 1, 0, u64::MAX, random.below(1 << 47)] {
+                    if !out.contains_key(&address) {
+                        assert!(rig.pool.free_raw(address).is_err(), "{address:#x} was not out");
+                    }
+                }
+                assert_eq!(rig.pool.stats(), before, "a refusal changes nothing");
+            }
+            _ => {
+                for &address in freed.iter().rev().take(4).filter(|address| !out.contains_key(address)) {
+                    let refused = rig.pool.from_raw(address).unwrap_err();
+                    let again = held.iter().any(|block| {
+                        (block.address()..block.address() + block.capacity()).contains(&address)
+                    }) || out.range(..=address).next_back().is_some()
+                        || before.moves > 0;
+                    let twice = matches!(refused, MemoryError::DoubleFree { address: at } if at == address);
+                    assert!(
+                        twice || again && matches!(refused, MemoryError::ForeignBlock { .. }),
+                        "{refused:?}"
+                    );
+                }
+                assert_eq!(rig.pool.stats(), before, "a refusal changes nothing");
+            }
+        }
+    }
+    for address in out.into_keys() {
+        rig.pool.free_raw(address).unwrap();
+    }
+    drop(held);
+    let stats = rig.pool.stats();
+    assert_eq!((stats.live, stats.requested, stats.blocks), (0, 0, 0));
+    assert_eq!(stats.allocations, stats.frees);
+    rig.assert_silent();
+}
+
+#[test]
+fn addresses_come_back_once_and_nothing_else_is_taken_for_one() {
+    for seed in 0..40 {
+        random_mix(seed, 1 + seed as usize % 7);
+    }
+}
+
+#[test]
+fn an_address_keeps_what_was_noted_of_its_block() {
+    let rig = Rig::stepped(64);
+    let (s, other) = (rig.stream(), rig.stream());
+    let block = rig.pool.alloc(&s, Request::bytes(MIB).tag(Tag::OTHER)).unwrap();
+    let generation = block.generation();
+    let used = block.prepare(&other, Access::Write).unwrap();
+    rig.sim.access(other.raw(), range(&block), Access::Write, Some(generation)).unwrap();
+    let address = block.into_raw();
+    used.finish().unwrap();
+    let block = rig.pool.from_raw(address).unwrap();
+    assert_eq!((block.tag(), block.generation()), (Tag::OTHER, generation));
+    let address = block.into_raw();
+    rig.pool.free_raw(address).unwrap();
+    assert_eq!(rig.pool.stats().pending, MIB, "the other stream has not finished with it");
+    assert_eq!(rig.pool.free_raw(address), Err(MemoryError::DoubleFree { address }));
+    other.synchronize().unwrap();
+    rig.assert_silent();
+}
+
+#[test]
+fn an_address_of_another_pool_is_foreign() {
+    let (one, two) = (Rig::new(64), Rig::new(64));
+    let (s, t) = (one.stream(), two.stream());
+    let _first = two.pool.alloc(&t, Request::bytes(512)).unwrap();
+    let address = one.pool.alloc(&s, Request::bytes(9 * MIB)).unwrap().into_raw();
+    assert_eq!(two.pool.from_raw(address).map(drop), Err(MemoryError::ForeignBlock { address }));
+    one.pool.free_raw(address).unwrap();
+}
+
+#[test]
+fn a_bypassed_block_comes_back_from_its_address_too() {
+    let rig = Rig::on(Sim::h200(1), 64, |config| config.bypass = true);
+    let s = rig.stream();
+    let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
+    assert_eq!(rig.pool.from_raw(address).unwrap().into_raw(), address);
+    rig.pool.free_raw(address).unwrap();
+    assert_eq!(rig.pool.free_raw(address), Err(MemoryError::ForeignBlock { address }));
+    assert_eq!(rig.pool.stats().live, 0);
+}
+
+#[test]
+fn an_address_outlives_its_stream() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
+    drop(s);
+    rig.pool.free_raw(address).unwrap();
+    rig.assert_silent();
+}

@@ -1,0 +1,226 @@
+//! What the device pool's hot path costs on this machine, beside `malloc`.
+//!
+//! ```text
+//! cargo bench --bench hot_path                          every row, with a malloc pair of the same run beside it
+//! cargo bench --bench hot_path -- --count pair 1048576  one row, briefly, to be counted by callgrind:
+//! valgrind --tool=callgrind --toggle-collect='*::measured' target/release/deps/hot_path-* --count pair 1048576
+//! ```
+//!
+//! The driver is the simulator without its checks, so that what is left is the pool. A *pair* is one allocation and one
+//! free; a *batch* is 64 allocations, then their frees in the same order; *random* draws sizes up to a bound and frees
+//! in any order, by the rules of RMM's own benchmark.
+#![expect(clippy::print_stdout, reason = "a benchmark shows what it found")]
+
+use aquifer::{Block, DeviceId, DevicePool, PoolConfig, Request, Stream, driver::Driver, sim::Sim};
+use std::{error::Error, hint::black_box, sync::Arc, time::Instant};
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+/// Rounds of each row, of which the middle one counts.
+const ROUNDS: usize = 15;
+/// Blocks of a batch.
+const BATCH: usize = 64;
+/// What may be live at once in a random row: what RMM's benchmark allows.
+const LIVE: u64 = 16_000 * MIB;
+
+/// One thing that is measured.
+#[derive(Clone, Copy)]
+enum Row {
+    Pair(u64),
+    Batch(u64),
+    Random(u64),
+}
+
+impl Row {
+    fn name(self) -> String {
+        let size = |bytes: u64| match bytes {
+            GIB.. => format!("{} GiB", bytes / GIB),
+            MIB.. => format!("{} MiB", bytes / MIB),
+            KIB.. => format!("{} KiB", bytes / KIB),
+            _ => format!("{bytes} B"),
+        };
+        match self {
+            Self::Pair(bytes) => format!("pair {}", size(bytes)),
+            Self::Batch(bytes) => format!("batch of {BATCH} of {}, a pair of it", size(bytes)),
+            Self::Random(most) => format!("random up to {}, one operation", size(most)),
+        }
+    }
+}
+
+/// One step of a random row.
+enum Step {
+    /// Of so many bytes.
+    Allocate(u64),
+    /// The block at this place; the last one takes its place.
+    Free(usize),
+}
+
+/// `2 * count` steps: a size is drawn each time, and allocated in 73 of 100 cases while that is allowed.
+fn steps(count: usize, most: u64) -> Vec<Step> {
+    let mut state = 1_u64;
+    let mut next = move || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    };
+    let (mut live, mut bytes, mut allocated) = (Vec::<u64>::new(), 0, 0);
+    let mut steps = Vec::new();
+    for _ in 0..2 * count {
+        let size = 1 + next() % most;
+        let wanted = live.is_empty() || next() % 100 < 73 && bytes + size < LIVE;
+        if wanted && allocated < count {
+            live.push(size);
+            bytes += size;
+            allocated += 1;
+            steps.push(Step::Allocate(size));
+        } else if !live.is_empty() {
+            let at = (next() % count as u64) as usize % live.len();
+            bytes -= live.swap_remove(at);
+            steps.push(Step::Free(at));
+        }
+    }
+    steps.extend((0..live.len()).rev().map(Step::Free));
+    steps
+}
+
+/// A pool with one stream.
+struct Bench {
+    pool: DevicePool,
+    stream: Stream,
+    held: Vec<Block>,
+}
+
+impl Bench {
+    fn new() -> Outcome<Self> {
+        let sim = Sim::h200(1).symbolic();
+        sim.oracle(false);
+        let driver: Arc<dyn Driver> = sim.driver();
+        let pool = DevicePool::open(driver, DeviceId(0), PoolConfig::default())?;
+        let stream = pool.stream()?;
+        Ok(Self { pool, stream, held: Vec::new() })
+    }
+
+    /// Runs `row` for about `operations` operations; answers with ns for one of what it counts.
+    fn run(&mut self, row: Row, operations: usize) -> Outcome<f64> {
+        match row {
+            Row::Pair(bytes) => {
+                let begun = Instant::now();
+                self.pairs(bytes, operations / 2)?;
+                Ok(per(begun, operations / 2))
+            }
+            Row::Batch(bytes) => {
+                self.held.reserve(BATCH);
+                let batches = operations / (2 * BATCH);
+                let begun = Instant::now();
+                self.batches(bytes, batches)?;
+                Ok(per(begun, batches * BATCH))
+            }
+            Row::Random(most) => {
+                let steps = steps(1000, most);
+                self.held.reserve(steps.len());
+                let times = (operations / steps.len()).max(1);
+                let begun = Instant::now();
+                for _ in 0..times {
+                    self.play(&steps)?;
+                }
+                Ok(per(begun, times * steps.len()))
+            }
+        }
+    }
+
+    #[inline(never)]
+    fn pairs(&mut self, bytes: u64, count: usize) -> Outcome<()> {
+        for _ in 0..count {
+            drop(black_box(self.pool.alloc(&self.stream, Request::bytes(black_box(bytes)))?));
+        }
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn batches(&mut self, bytes: u64, count: usize) -> Outcome<()> {
+        for _ in 0..count {
+            for _ in 0..BATCH {
+                self.held.push(self.pool.alloc(&self.stream, Request::bytes(black_box(bytes)))?);
+            }
+            self.held.drain(..).for_each(drop);
+        }
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn play(&mut self, steps: &[Step]) -> Outcome<()> {
+        for step in steps {
+            match *step {
+                Step::Allocate(bytes) => {
+                    self.held.push(self.pool.alloc(&self.stream, Request::bytes(bytes))?);
+                }
+                Step::Free(at) => drop(self.held.swap_remove(at)),
+            }
+        }
+        Ok(())
+    }
+
+    /// What callgrind is told to count.
+    #[inline(never)]
+    fn measured(&mut self, row: Row, operations: usize) -> Outcome<f64> {
+        self.run(row, operations)
+    }
+}
+
+fn per(begun: Instant, count: usize) -> f64 {
+    begun.elapsed().as_nanos() as f64 / count.max(1) as f64
+}
+
+/// The yardstick: the process's own allocator, 64 bytes.
+#[inline(never)]
+fn malloc_pairs(count: usize) -> f64 {
+    let begun = Instant::now();
+    for _ in 0..count {
+        drop(black_box(Vec::<u8>::with_capacity(black_box(64))));
+    }
+    per(begun, count)
+}
+
+fn middle(mut all: Vec<f64>) -> f64 {
+    all.sort_by(f64::total_cmp);
+    all.get(all.len() / 2).copied().unwrap_or(f64::NAN)
+}
+
+fn main() -> Outcome<()> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    if let Some(at) = arguments.iter().position(|argument| argument == "--count") {
+        let bytes = arguments.get(at + 2).ok_or("a size in bytes is missing")?.parse()?;
+        let row = match arguments.get(at + 1).map(String::as_str) {
+            Some("pair") => Row::Pair(bytes),
+            Some("batch") => Row::Batch(bytes),
+            Some("random") => Row::Random(bytes),
+            _ => return Err("what to count: pair, batch or random".into()),
+        };
+        let mut bench = Bench::new()?;
+        bench.run(row, 20_000)?;
+        bench.measured(row, 20_000)?;
+        return Ok(());
+    }
+    let mut rows: Vec<Row> = Vec::new();
+    rows.extend([256, 4 * KIB, 64 * KIB, MIB, 64 * MIB, GIB].map(Row::Pair));
+    rows.extend([256, 64 * KIB, MIB, 64 * MIB].map(Row::Batch));
+    rows.extend([MIB, 64 * MIB, 4 * GIB].map(Row::Random));
+    println!("{:<40} {:>8} {:>12} {:>7}", "ns", "pool", "malloc pair", "ratio");
+    for row in rows {
+        let mut bench = Bench::new()?;
+        bench.run(row, 100_000)?;
+        let (mut pool, mut malloc) = (Vec::new(), Vec::new());
+        for _ in 0..ROUNDS {
+            pool.push(bench.run(row, 100_000)?);
+            malloc.push(malloc_pairs(50_000));
+        }
+        let (pool, malloc) = (middle(pool), middle(malloc));
+        println!("{:<40} {pool:>8.1} {malloc:>12.1} {:>7.2}", row.name(), pool / malloc);
+    }
+    Ok(())
+}
