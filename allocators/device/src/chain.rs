@@ -16,6 +16,7 @@
 use crate::{
     Adoption, Block, Request,
     home::{Home, Settle},
+    leasing::First,
     physical::{
         Physical,
         handle::NoHandle,
@@ -63,18 +64,69 @@ impl Counters {
     }
 }
 
-/// What is tried while memory is ample: caches keep apart, and nothing moves.
-const APART: [Attempt; 2] = [
-    Attempt { reach: Reach::Done, grain: Grain::Slots, grow: false, steal: false },
-    Attempt { reach: Reach::Done, grain: Grain::Slots, grow: true, steal: false },
+/// One step towards room.
+#[derive(Clone, Copy)]
+enum Step {
+    /// Look in all caches that share.
+    In(Attempt),
+    /// Look in the stream's own cache only.
+    InOwn(Attempt),
+    /// Make each stream wait, on the device, for the other users of what it has freed.
+    Wait,
+}
+
+const fn attempt(reach: Reach, grain: Grain, grow: bool, steal: bool) -> Attempt {
+    Attempt { reach, grain, grow, steal }
+}
+
+/// Whole slots that are free and done, in whatever cache.
+const TAKE: Attempt = attempt(Reach::Done, Grain::Slots, false, false);
+/// The same by the unit.
+const TAKE_UNITS: Attempt = attempt(Reach::Done, Grain::Units, false, false);
+/// The same, and what is still in use: the stream waits for it on the device.
+const TAKE_IN_USE: Attempt = attempt(Reach::Wait, Grain::Units, false, false);
+/// New memory where it is missing.
+const GROW: Attempt = attempt(Reach::Done, Grain::Slots, true, false);
+/// Handles from under free memory where it is missing.
+const MOVE: Attempt = attempt(Reach::Done, Grain::Units, false, true);
+/// The same, under what is still in use.
+const MOVE_IN_USE: Attempt = attempt(Reach::Wait, Grain::Units, false, true);
+/// New memory, and handles where that is refused.
+const GROW_AND_MOVE: Attempt = attempt(Reach::Done, Grain::Units, true, true);
+/// Everything.
+const ALL: Attempt = attempt(Reach::Wait, Grain::Units, true, true);
+
+/// While memory is ample streams keep apart: a stream takes new memory before anybody else's.
+const AMPLE: &[Step] = &[
+    Step::InOwn(GROW),
+    Step::In(TAKE),
+    Step::In(GROW),
+    Step::In(TAKE_UNITS),
+    Step::In(GROW_AND_MOVE),
+    Step::Wait,
+    Step::In(ALL),
 ];
-/// What is tried when it is short: caches share every unit, and handles move.
-const TOGETHER: [Attempt; 2] = [
-    Attempt { reach: Reach::Done, grain: Grain::Units, grow: false, steal: false },
-    Attempt { reach: Reach::Done, grain: Grain::Units, grow: true, steal: true },
+/// Where much lies idle it is used before there is more of it, if the stream has to wait for another.
+const IDLE: &[Step] = &[
+    Step::In(TAKE_UNITS),
+    Step::Wait,
+    Step::In(TAKE_IN_USE),
+    Step::In(GROW),
+    Step::In(GROW_AND_MOVE),
+    Step::In(ALL),
 ];
-/// And last what is still in use.
-const WAITING: Attempt = Attempt { reach: Reach::Wait, grain: Grain::Units, grow: true, steal: true };
+/// And where very much does, or on demand, handles move as well.
+const COMPACT: &[Step] = &[
+    Step::In(TAKE_UNITS),
+    Step::Wait,
+    Step::In(TAKE_IN_USE),
+    Step::In(MOVE),
+    Step::In(MOVE_IN_USE),
+    Step::In(GROW_AND_MOVE),
+    Step::In(ALL),
+];
+/// What is free has been brought together, and looked through.
+const TOGETHER: &[Step] = &[Step::In(GROW_AND_MOVE), Step::Wait, Step::In(ALL)];
 
 fn count(counter: &AtomicU64, by: u64) {
     if by > 0 {
@@ -217,34 +269,51 @@ impl Inner {
         } else if let Some(block) = self.try_again(home, request, settled) {
             return Ok(Some(block));
         }
-        if !together && self.leasing.is_ample() && !self.config.compact {
-            // New memory before anybody else's.
-            if let Some(block) = self.place(home, &own, request, APART[1], progress)? {
-                return Ok(Some(block));
+        let steps = match together {
+            true => TOGETHER,
+            false if self.config.compact => COMPACT,
+            false => match self.leasing.first(request.size()) {
+                First::New => AMPLE,
+                First::Idle => IDLE,
+                First::Moves => COMPACT,
+            },
+        };
+        // An isolated stream waits for nobody, nor does one that captures.
+        let waits = self.config.adoption == Adoption::Wait && home.timeline().waits_unasked();
+        for step in steps {
+            let block = match *step {
+                Step::InOwn(how) => self.place(home, &own, request, how, progress)?,
+                Step::In(how) if how.reach == Reach::Done => {
+                    self.place(home, givers, request, how, progress)?
+                }
+                Step::In(how) if waits => {
+                    let waited_for: Vec<_> =
+                        givers.iter().copied().filter(|giver| giver.is_waited_for()).collect();
+                    self.place(home, &waited_for, request, how, progress)?
+                }
+                Step::Wait if waits => {
+                    let settled = self.wait_on_device(&homes)?;
+                    progress.note("wait on the device", settled);
+                    self.try_again(home, request, settled)
+                }
+                Step::In(_) | Step::Wait => None,
+            };
+            if block.is_some() {
+                return Ok(block);
             }
         }
-        let apart = if together { &APART[..0] } else { &APART[..] };
-        for how in apart.iter().chain(&TOGETHER).filter(|how| !self.config.compact || !how.grow || how.steal)
-        {
-            if let Some(block) = self.place(home, givers, request, *how, progress)? {
-                return Ok(Some(block));
-            }
-        }
-        if self.config.adoption != Adoption::Wait || !home.timeline().waits_unasked() {
-            return Ok(None);
-        }
+        Ok(None)
+    }
+
+    /// Makes each stream wait for the other users of what it has freed. Answers with the bytes that are free by that.
+    fn wait_on_device(&self, homes: &[&'static Home]) -> Result<u64> {
         let mut settled = 0;
-        for &home in &homes {
+        for &home in homes {
             let (bytes, waits) = home.settle(Settle::Wait)?;
             count(&self.counters.stream_waits, waits);
             settled += bytes;
         }
-        progress.note("wait on the device", settled);
-        if let Some(block) = self.try_again(home, request, settled) {
-            return Ok(Some(block));
-        }
-        let waited_for: Vec<_> = givers.iter().copied().filter(|giver| giver.is_waited_for()).collect();
-        self.place(home, &waited_for, request, WAITING, progress)
+        Ok(settled)
     }
 
     fn try_again(&self, home: &'static Home, request: &Request, settled: u64) -> Option<Block> {
@@ -276,7 +345,11 @@ impl Inner {
                 }
             }
         }
-        self.leasing.decide(&self.budget, &held);
+        let shared = match &self.physical {
+            Physical::Mapped(mapped) => mapped.spare_bytes(),
+            Physical::Plain(_) => 0,
+        };
+        self.leasing.decide(&self.budget, &held, shared);
         if let Physical::Mapped(mapped) = &self.physical {
             for (timeline, epoch) in mapped.zombie_fences() {
                 count(&self.counters.fences, u64::from(timeline.fence(epoch)?.is_new()));
@@ -302,13 +375,15 @@ impl Inner {
         let mut effort = Effort { reserved: progress.reserved, ..Effort::default() };
         let place = match &self.physical {
             Physical::Mapped(mapped) => mapped.place(home, givers, request, how, &mut effort)?,
-            Physical::Plain(plain) if how.steal && how.reach == Reach::Done => {
-                plain.place(home, request, &mut effort)?
+            Physical::Plain(plain) if !how.grow && !how.steal || how.reach == Reach::Wait => {
+                plain.adopt(home, givers, request, how.reach, &mut effort)?
             }
-            Physical::Plain(plain) => plain.adopt(home, givers, request, how.reach, &mut effort)?,
+            Physical::Plain(plain) if how.grow => plain.place(home, request, &mut effort)?,
+            // Segments stay where they are.
+            Physical::Plain(_) => None,
         };
         let (step, gave) = match how {
-            Attempt { reach: Reach::Wait, .. } => ("take over and move what is in use", effort.adopted),
+            Attempt { reach: Reach::Wait, .. } => ("take over what is in use", effort.adopted),
             Attempt { steal: true, .. } => ("move what is done", effort.adopted),
             Attempt { grow: true, .. } => ("grow", effort.grown),
             _ => ("take over what is done", effort.adopted),

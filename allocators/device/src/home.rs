@@ -472,9 +472,9 @@ impl State {
         }
     }
 
-    /// Bytes in use, or waiting for it to end; and bytes in the cache.
+    /// Bytes that have an owner, and bytes in the cache or on their way there.
     pub(crate) fn holds(&self) -> Holds {
-        let live = self.heap.live_bytes();
+        let live = self.live();
         Holds { live, free: self.heap.managed_bytes() - live }
     }
 

@@ -10,33 +10,58 @@
 //! is a slow path for nearly each block above the small sizes, and waits between streams.
 //!
 //! So streams keep apart while memory is ample, and come together once more than half of the budget is taken. Before
-//! that a stream takes what others have freed only where a third of all memory lies idle: if it took whenever it could,
-//! streams that allocate at the same time would take the same ranges from each other for ever.
+//! that a stream takes what others have freed only for a large block, and where a third of all memory lies idle: when
+//! every block did so, sixteen threads with random sizes up to 1 MiB took ranges from each other for ever, at 68 µs an
+//! operation instead of 47 ns. And where a third lies idle a large block takes it before there is new memory, even if its
+//! stream has to wait for the others' work: on a device that lags behind, rounds of the serving program would take more
+//! and more, six times the live bytes after twenty.
 
 use aquifer_core::Budget;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// Blocks up to this size, in bytes, come from the stream's own cache in either case: many of them fit in what is taken
 /// at once.
 const ALWAYS_OWN: u64 = 64 << 10;
+/// Blocks from this size on, in bytes, are worth a look at what other streams have: for a smaller one that costs more
+/// than it saves, and streams that allocate at the same time would take the same ranges from each other for ever.
+const LARGE: u64 = 16 << 20;
 /// A stream counts as one of several that share when it holds this part of all memory.
 const HOLDERS_PART: u64 = 8;
 
 /// What one stream holds, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Holds {
-    /// In use, or waiting for it to end.
+    /// Blocks that have an owner.
     pub(crate) live: u64,
-    /// In its cache.
+    /// In its cache, or freed and still in use elsewhere.
     pub(crate) free: u64,
+}
+
+/// Where a stream that has no room looks first.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum First {
+    /// New memory: half of the budget is left, and no more than a third of what is held lies idle, or the block is not
+    /// large and no more than half does.
+    New,
+    /// What lies idle elsewhere, if the stream has to wait for it; then new memory.
+    Idle,
+    /// The same, and before new memory handles that lie idle move: what is held is seven fourths of what has ever been in
+    /// use.
+    Moves,
 }
 
 /// Which of the two it is.
 #[derive(Default, Debug)]
 pub(crate) struct Leasing {
     together: AtomicBool,
-    /// A stream that needs memory takes new one before it looks what others have freed.
+    /// Half of the budget is left.
+    spacious: AtomicBool,
+    /// No more than a third of what is held lies idle.
     ample: AtomicBool,
+    /// Bytes held at the last decision.
+    held: AtomicU64,
+    /// Bytes in use, at most.
+    high_water: AtomicU64,
 }
 
 impl Leasing {
@@ -53,22 +78,33 @@ impl Leasing {
         bytes > ALWAYS_OWN && self.is_together()
     }
 
-    /// Whether new memory comes before what others have freed.
-    pub(crate) fn is_ample(&self) -> bool {
-        self.ample.load(Ordering::Relaxed)
+    /// What comes first for a stream that has no room for `bytes`.
+    pub(crate) fn first(&self, bytes: u64) -> First {
+        let (held, high) = (self.held.load(Ordering::Relaxed), self.high_water.load(Ordering::Relaxed));
+        let much = held >= high.saturating_mul(2);
+        match (self.spacious.load(Ordering::Relaxed), self.ample.load(Ordering::Relaxed)) {
+            (true, true) => First::New,
+            (true, false) if bytes < LARGE && !much => First::New,
+            _ if held < high / 4 * 7 => First::Idle,
+            _ => First::Moves,
+        }
     }
 
-    /// Decides anew, by what is left in the budget and what each stream holds. Once together, streams stay so until less
+    /// Decides anew, by what is left in the budget, what each stream holds and the bytes that lie free beside
+    /// them. Once together, streams stay so until less
     /// than three eighths are taken, so that a loop at the border does not go back and forth.
-    pub(crate) fn decide(&self, budget: &Budget, streams: &[Holds]) {
+    pub(crate) fn decide(&self, budget: &Budget, streams: &[Holds], shared: u64) {
         let (used, limit) = (budget.used(), budget.limit());
         let border = if self.is_together() { limit / 8 * 3 } else { limit / 2 };
         let holders = streams.iter().filter(|stream| stream.live + stream.free > used / HOLDERS_PART);
         let together = used > border && holders.count() > 1;
-        let (live, free) = streams.iter().fold((0, 0), |(live, free), s| (live + s.live, free + s.free));
-        let ample = used <= limit / 2 && free <= live / 2;
+        let (live, free) = streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
+        let (spacious, ample) = (used <= limit / 2, free <= live / 2);
+        self.held.store(live + free, Ordering::Relaxed);
+        self.high_water.fetch_max(live, Ordering::Relaxed);
         // Read far more often than it changes: the line stays shared.
-        for (flag, value) in [(&self.together, together), (&self.ample, ample)] {
+        let flags = [(&self.together, together), (&self.spacious, spacious), (&self.ample, ample)];
+        for (flag, value) in flags {
             if flag.load(Ordering::Relaxed) != value {
                 flag.store(value, Ordering::Relaxed);
             }
@@ -85,7 +121,7 @@ mod tests {
         let (leasing, budget) = (Leasing::default(), Budget::new("a test", 800));
         let mut step = |used: u64| {
             let charge = budget.charge(used);
-            leasing.decide(&budget, &[Holds { live: used / 2, free: 0 }; 2]);
+            leasing.decide(&budget, &[Holds { live: used / 2, free: 0 }; 2], 0);
             drop(charge);
             leasing.is_together()
         };
@@ -100,6 +136,7 @@ mod tests {
             leasing.decide(
                 &budget,
                 &[Holds { live: first, free: 0 }, Holds { live: second / 2, free: second / 2 }],
+                0,
             );
             leasing.is_together()
         };
@@ -113,9 +150,9 @@ mod tests {
         let (leasing, budget) = (Leasing::default(), Budget::new("a test", 800));
         let step = |live: u64, free: u64| {
             let charge = budget.charge(live + free);
-            leasing.decide(&budget, &[Holds { live, free }]);
+            leasing.decide(&budget, &[Holds { live, free: 0 }], free);
             drop(charge);
-            leasing.is_ample()
+            leasing.first(LARGE) == First::New
         };
         assert_eq!(
             [(200, 100), (200, 101), (300, 101)].map(|(live, free)| step(live, free)),

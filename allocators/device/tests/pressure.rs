@@ -117,7 +117,7 @@ out of memory on device 0: 10.00 MiB requested
   largest     0 B free in one range
   holder      9.00 MiB in 1 block: \"kv-cache\"
   holder      3.00 MiB in 1 block: \"step\"
-  tried       settle own frees: 0 B; fence and poll: 0 B; take over what is done: 0 B; grow: 0 B; move what is done: 0 B; wait on the device: 0 B; take over and move what is in use: 0 B
+  tried       settle own frees: 0 B; fence and poll: 0 B; take over what is done: 0 B; wait on the device: 0 B; take over what is in use: 0 B; grow: 0 B; move what is done: 0 B
   do          free some of the 9.00 MiB that \"kv-cache\" holds, or raise the limit of the device by 6.00 MiB";
     assert_eq!(error.to_string(), expected);
     assert_eq!(rig.budget.used(), 12 * MIB, "a failed request has taken nothing");
@@ -225,15 +225,16 @@ fn a_thread_that_waits_for_the_device_stops_no_other_from_allocating() {
     for call in [Call::HandleCreate, Call::EventRecord, Call::SetAccess] {
         let rig = Rig::new(64);
         let (s, u) = (rig.stream(), rig.stream());
-        // A live block keeps the rest of its handle with its stream.
-        let _kept = rig.pool.alloc(&u, Request::bytes(64)).unwrap();
-        drop(rig.pool.alloc(&u, Request::bytes(MIB)).unwrap());
+        // Between two that live, so that nothing larger can have it.
+        let mut blocks: Vec<_> =
+            (0..3).map(|_| rig.pool.alloc(&u, Request::bytes(MIB / 2)).unwrap()).collect();
+        drop(blocks.remove(1));
         drop(rig.pool.alloc(&s, Request::bytes(MIB)).unwrap());
         thread::scope(|scope| {
             let stalled = rig.sim.stall(call);
             let slow = scope.spawn(|| rig.pool.alloc(&s, Request::bytes(32 * MIB)).map(drop));
             assert!(stalled.wait_for(1, Duration::from_secs(10)), "the slow path calls {call:?}");
-            drop(rig.pool.alloc(&u, Request::bytes(MIB)).unwrap());
+            drop(rig.pool.alloc(&u, Request::bytes(MIB / 2)).unwrap());
             assert!(rig.pool.stats().physical > 0);
             drop(stalled);
             slow.join().unwrap().unwrap();

@@ -179,6 +179,12 @@ impl Slabs {
         (self.with_spare != 0).then(|| self.classes[self.with_spare.trailing_zeros() as usize].spare)
     }
 
+    /// Whether more than one class has a spare.
+    #[inline]
+    pub(crate) fn has_several_spares(&self) -> bool {
+        self.with_spare & self.with_spare.wrapping_sub(1) != 0
+    }
+
     /// The spares, by class.
     pub(crate) fn spares(&self) -> impl Iterator<Item = u32> {
         let mut left = self.with_spare;

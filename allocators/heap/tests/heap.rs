@@ -459,3 +459,20 @@ mod kept {
         assert_eq!(heap.check(), Ok(()));
     }
 }
+
+#[test]
+fn a_program_that_frees_all_and_begins_again_takes_the_same_places() {
+    let mut heap = device(64 << 20);
+    let mut round = |order: &[usize]| {
+        let sizes = [100, 5_000, 700, 3 << 20, 12_000, 9_000, 1 << 20, 2_000];
+        let blocks: Vec<_> = sizes.iter().map(|&bytes| heap.alloc(bytes, 1).unwrap()).collect();
+        for &at in order {
+            heap.free_block(&blocks[at], 1).unwrap();
+        }
+        blocks.iter().map(|block| block.address).collect::<Vec<_>>()
+    };
+    let first = round(&[3, 1, 0, 2, 7, 5, 4, 6]);
+    // Empty slabs of several sizes are kept where the first round left them, and given up before the second begins.
+    assert_eq!(round(&[0, 7, 1, 6, 2, 5, 3, 4]), first);
+    assert_eq!(round(&[0, 1, 2, 3, 4, 5, 6, 7]), first);
+}

@@ -111,6 +111,7 @@ impl Round {
             "stream_waits": tally.stream_waits,
             "host_waits": tally.host_waits,
             "moves": tally.moves,
+            "peak_physical_bytes": tally.peak_physical,
         });
         if let (Some(Paths { longest_stream, needed, taken }), Some(fields)) =
             (tally.paths, value.as_object_mut())

@@ -61,6 +61,8 @@ pub(crate) struct Tally {
     pub(crate) host_waits: u64,
     /// Physical handles that moved.
     pub(crate) moves: u64,
+    /// The most bytes that have been held from the driver by the end of it. Of a difference, the later one.
+    pub(crate) peak_physical: u64,
     /// What the order of the work came to; none where nobody can tell.
     pub(crate) paths: Option<Paths>,
 }
@@ -75,6 +77,7 @@ impl Tally {
             stream_waits: stats.stream_waits,
             host_waits: stats.host_waits,
             moves: stats.moves,
+            peak_physical: stats.peak_physical,
             paths: work.paths(),
             ..Self::default()
         };
@@ -113,6 +116,7 @@ impl Sub for Tally {
             stream_waits: self.stream_waits - earlier.stream_waits,
             host_waits: self.host_waits - earlier.host_waits,
             moves: self.moves - earlier.moves,
+            peak_physical: self.peak_physical,
             paths,
         }
     }

@@ -17,6 +17,7 @@ fn rounds() -> Vec<Round> {
         stream_waits: 480,
         host_waits: 3,
         moves: 2_980,
+        peak_physical: 14 << 30,
         paths: Some(paths),
     };
     let later = Tally { driver_calls: 2_400, memory_calls: 0, event_calls: 2_400, moves: 12, ..first };
