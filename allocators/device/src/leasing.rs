@@ -51,8 +51,10 @@ pub(crate) enum First {
 }
 
 /// Which of the two it is.
-#[derive(Default, Debug)]
+#[derive(Debug)]
 pub(crate) struct Leasing {
+    /// Caches that cannot share are each served from for good.
+    sharing: bool,
     together: AtomicBool,
     /// Half of the budget is left.
     spacious: AtomicBool,
@@ -65,6 +67,11 @@ pub(crate) struct Leasing {
 }
 
 impl Leasing {
+    /// Apart; for good unless there is `sharing`.
+    pub(crate) fn new(sharing: bool) -> Self {
+        Self { sharing, together: AtomicBool::new(false), ample: AtomicBool::new(false) }
+    }
+
     /// Whether streams share what is free.
     #[inline]
     pub(crate) fn is_together(&self) -> bool {
@@ -97,7 +104,7 @@ impl Leasing {
         let (used, limit) = (budget.used(), budget.limit());
         let border = if self.is_together() { limit / 8 * 3 } else { limit / 2 };
         let holders = streams.iter().filter(|stream| stream.live + stream.free > used / HOLDERS_PART);
-        let together = used > border && holders.count() > 1;
+        let together = self.sharing && used > border && holders.count() > 1;
         let (live, free) = streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let (spacious, ample) = (used <= limit / 2, free <= live / 2);
         self.held.store(live + free, Ordering::Relaxed);
@@ -118,7 +125,7 @@ mod tests {
 
     #[test]
     fn streams_come_together_above_half_of_the_budget_and_part_below_three_eighths() {
-        let (leasing, budget) = (Leasing::default(), Budget::new("a test", 800));
+        let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 800));
         let mut step = |used: u64| {
             let charge = budget.charge(used);
             leasing.decide(&budget, &[Holds { live: used / 2, free: 0 }; 2], 0);
@@ -130,7 +137,7 @@ mod tests {
 
     #[test]
     fn a_stream_that_holds_nearly_all_of_it_shares_with_nobody() {
-        let (leasing, budget) = (Leasing::default(), Budget::new("a test", 800));
+        let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 800));
         let charge = budget.charge(800);
         let step = |first: u64, second: u64| {
             leasing.decide(
@@ -147,7 +154,7 @@ mod tests {
 
     #[test]
     fn memory_is_ample_while_half_of_the_budget_is_left_and_a_third_of_it_lies_idle_at_most() {
-        let (leasing, budget) = (Leasing::default(), Budget::new("a test", 800));
+        let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 800));
         let step = |live: u64, free: u64| {
             let charge = budget.charge(live + free);
             leasing.decide(&budget, &[Holds { live, free: 0 }], free);

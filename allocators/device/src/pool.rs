@@ -1,7 +1,7 @@
 //! The caching pool of one device.
 
 use crate::{
-    Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
+    Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
     apart::Apart,
     block::Extras,
     chain::Counters,
@@ -166,6 +166,8 @@ impl DevicePool {
         let apart = Apart::new(&driver, &info, &config);
         let observed = driver.observer().is_some();
         let quick = direct.is_none() && !debug.is_on() && !observed && config.recorder.is_none();
+        let sharing = matches!(physical, Physical::Mapped(_)) && config.adoption != Adoption::Never;
+        let leasing = Leasing::new(sharing);
         let inner = Arc::new(Inner {
             key: KEYS.fetch_add(1, Ordering::Relaxed),
             driver,
@@ -181,13 +183,13 @@ impl DevicePool {
             quick,
             generations: AtomicU64::new(1),
             counters: Counters::default(),
-            leasing: Leasing::default(),
+            leasing,
             bypass,
         });
         let detour = if debug.is_on() {
             let Inner { driver, streams, config, .. } = &*inner;
             let (driver, streams, recorder) = (driver.clone(), streams.clone(), config.recorder.clone());
-            let (waits, wait) = (config.adoption == crate::Adoption::Wait, config.wait);
+            let (waits, wait) = (config.adoption == Adoption::Wait, config.wait);
             let under = direct.map_or_else(|| Under::Pool(inner.clone()), Under::Direct);
             let checked = Checked::new(under, debug, driver, streams, recorder, waits, wait)?;
             gives_way.ask(&checked);

@@ -1,0 +1,272 @@
+//! What streams share of what is free, when they do, and whom they wait for then.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer_core::MemoryError;
+use aquifer_device::{Adoption, Block, Request};
+use aquifer_driver::{
+    Access, Call,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_stream::Stream;
+use std::time::Duration;
+use support::{MIB, Rig, range};
+
+/// A pool on a device that runs nothing by itself, and that gives up at once.
+fn still(limit_mib: u64) -> Rig {
+    Rig::on(Sim::h200(1).symbolic().stepped(), limit_mib, |config| config.wait = Duration::ZERO)
+}
+
+fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
+    rig.pool.alloc(stream, Request::bytes(mib * MIB)).unwrap()
+}
+
+/// Queues a kernel that writes the whole block, on the block's stream.
+fn write(rig: &Rig, stream: &Stream, block: &Block) {
+    rig.sim.access(stream.raw(), range(block), Access::Write, Some(block.generation())).unwrap();
+}
+
+fn calls(rig: &Rig, which: &[Call]) -> u64 {
+    which.iter().map(|&call| rig.sim.driver().calls().get(call)).sum()
+}
+
+/// Every call that the driver has got.
+fn all_calls(rig: &Rig) -> u64 {
+    calls(rig, Call::ALL)
+}
+
+/// Two streams that each hold twenty blocks of 1 MiB, of which the first has freed every other one. So ten handles of the
+/// first are half free, and no handle is wholly free.
+fn half_free(limit_mib: u64) -> (Rig, Stream, Stream, [Vec<Block>; 2], Vec<u64>) {
+    let rig = Rig::on(Sim::h200(1).symbolic(), limit_mib, |_| ());
+    let (s, u) = (rig.stream(), rig.stream());
+    let mut kept = Vec::new();
+    let mut freed = Vec::new();
+    for at in 0..20 {
+        let block = take(&rig, &s, 1);
+        if at % 2 == 0 { kept.push(block) } else { freed.push(block) }
+    }
+    let others = (0..20).map(|_| take(&rig, &u, 1)).collect();
+    let holes = freed.iter().map(Block::address).collect();
+    drop(freed);
+    (rig, s, u, [kept, others], holes)
+}
+
+#[test]
+fn streams_share_by_the_unit_above_half_of_the_budget_and_part_below() {
+    let (rig, _s, u, _blocks, holes) = half_free(64);
+    let held = rig.budget.used();
+    let shared = take(&rig, &u, 1);
+    assert!(holes.contains(&shared.address()), "above half a hole of another stream is as good as one's own");
+    assert_eq!(rig.budget.used(), held);
+    // Forty MiB are less than three eighths of this.
+    rig.budget.set_limit(512 * MIB);
+    let apart: Vec<_> = (0..3).map(|_| take(&rig, &u, 1)).collect();
+    let last = apart.last().unwrap();
+    assert!(!holes.contains(&last.address()) && rig.budget.used() > held, "parted again, and it grows");
+    rig.budget.set_limit(64 * MIB);
+    let joined: Vec<_> = (0..3).map(|_| take(&rig, &u, 1)).collect();
+    assert!(holes.contains(&joined.last().unwrap().address()), "and together again");
+    rig.assert_silent();
+
+    let (rig, _s, u, _blocks, holes) = half_free(128);
+    let held = rig.budget.used();
+    let apart = take(&rig, &u, 1);
+    assert!(!holes.contains(&apart.address()), "below half a hole is its stream's");
+    assert!(rig.budget.used() > held);
+}
+
+#[test]
+fn while_memory_is_ample_a_stream_takes_nothing_from_another_that_allocates() {
+    for (freed, taken_over) in [(1, false), (2, true)] {
+        let rig = Rig::on(Sim::h200(1).symbolic(), 256, |_| ());
+        let (s, u) = (rig.stream(), rig.stream());
+        // Free of each other's reach, and done: of 16 MiB 4 are free, or 8.
+        let mut blocks: Vec<_> = (0..4).map(|_| take(&rig, &s, 4)).collect();
+        let free: Vec<_> = blocks.drain(..freed).map(|block| block.address()).collect();
+        let block = take(&rig, &u, 4);
+        assert_eq!(free.contains(&block.address()), taken_over, "{freed} of 4 are free");
+        assert_eq!(rig.pool.stats().adoptions > 0, taken_over);
+        assert_eq!(rig.budget.used(), if taken_over { 16 * MIB } else { 20 * MIB });
+    }
+}
+
+#[test]
+fn a_block_of_one_stream_on_bytes_of_another_waits_for_it_on_the_device() {
+    let rig = still(8);
+    let (s, u) = (rig.stream(), rig.stream());
+    let (a, kept) = (take(&rig, &s, 4), take(&rig, &u, 4));
+    write(&rig, &s, &a);
+    let address = a.address();
+    drop(a);
+    let b = take(&rig, &u, 4);
+    assert_eq!(b.address(), address, "there is nothing else");
+    write(&rig, &u, &b);
+    let stats = rig.pool.stats();
+    assert_eq!((stats.host_waits, stats.stream_waits), (0, 1));
+    while rig.sim.step(u.raw()) {}
+    assert!(rig.sim.pending(u.raw()) > 0, "nothing of `s` has run");
+    rig.sim.run_all();
+    assert_eq!(rig.sim.pending(u.raw()), 0);
+    drop(kept);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_range_of_the_commons_waits_for_everybody_who_used_it() {
+    // Whose part comes last must not matter.
+    for late in [0, 1] {
+        let rig = still(4);
+        let streams = [rig.stream(), rig.stream()];
+        let taker = rig.stream();
+        let blocks = [0, 1].map(|at| take(&rig, &streams[at], 2));
+        for (stream, block) in streams.iter().zip(&blocks) {
+            write(&rig, stream, block);
+        }
+        drop(blocks);
+        let both = take(&rig, &taker, 4);
+        write(&rig, &taker, &both);
+        let first = streams[1 - late].raw();
+        while rig.sim.step(first) {}
+        while rig.sim.step(taker.raw()) {}
+        assert!(rig.sim.pending(taker.raw()) > 0, "one of the two has not run");
+        rig.sim.run_all();
+        assert_eq!(rig.sim.pending(taker.raw()), 0);
+        let stats = rig.pool.stats();
+        assert_eq!((stats.stream_waits, stats.host_waits, stats.physical), (2, 0, 4 * MIB));
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_part_taken_out_of_the_commons_leaves_the_rest_waiting_for_everybody_as_before() {
+    let rig = still(8);
+    let streams = [rig.stream(), rig.stream()];
+    let takers = [rig.stream(), rig.stream(), rig.stream()];
+    let blocks = [0, 1].map(|at| take(&rig, &streams[at], 4));
+    for (stream, block) in streams.iter().zip(&blocks) {
+        write(&rig, stream, block);
+    }
+    drop(blocks);
+    for (taker, mib) in takers.iter().zip([3, 2, 3]) {
+        let part = take(&rig, taker, mib);
+        write(&rig, taker, &part);
+        // The next comes while this is live.
+        std::mem::forget(part);
+    }
+    assert_eq!(rig.pool.stats().host_waits, 0);
+    rig.sim.run_all();
+    rig.assert_silent();
+}
+
+#[test]
+fn what_is_ready_is_taken_before_anything_that_has_to_be_waited_for() {
+    let rig = still(8);
+    let (s, u) = (rig.stream(), rig.stream());
+    let (low, high) = (take(&rig, &s, 4), take(&rig, &u, 4));
+    assert!(low.address() < high.address());
+    write(&rig, &s, &low);
+    let done = high.address();
+    drop((low, high));
+    let taken = take(&rig, &u, 4);
+    assert_eq!(taken.address(), done, "lower is the other's, which is in use");
+    write(&rig, &u, &taken);
+    assert_eq!(rig.pool.stats().stream_waits, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn nobody_waits_for_what_an_isolated_stream_has_freed_before_it_is_done() {
+    let rig = still(8);
+    let isolated = rig.pool.streams().lease_isolated().unwrap();
+    let (s, u) = (rig.stream(), rig.stream());
+    let (a, b) = (take(&rig, &isolated, 4), take(&rig, &s, 4));
+    write(&rig, &isolated, &a);
+    let address = a.address();
+    drop(a);
+    let waits = calls(&rig, &[Call::StreamWaitEvent]);
+    for asking in [&s, &u, &isolated] {
+        let asked = rig.pool.alloc(asking, Request::bytes(4 * MIB));
+        if asking.raw() == isolated.raw() {
+            // In order with itself it may have it again.
+            assert_eq!(asked.unwrap().address(), address);
+        } else {
+            assert!(matches!(asked, Err(MemoryError::OutOfMemory(_))));
+        }
+    }
+    assert_eq!(calls(&rig, &[Call::StreamWaitEvent]), waits);
+    rig.sim.run_all();
+    assert_eq!(take(&rig, &u, 4).address(), address);
+    drop(b);
+    rig.assert_silent();
+}
+
+#[test]
+fn what_streams_bring_together_is_all_there() {
+    let (rig, s, u, [kept, others], _) = half_free(64);
+    let spanned = |rig: &Rig| {
+        let stats = rig.pool.stats();
+        assert_eq!(stats.live + stats.cached + stats.pending, stats.physical, "{stats:?}");
+        stats.physical
+    };
+    let before = spanned(&rig);
+    drop(take(&rig, &u, 1));
+    drop(take(&rig, &s, 1));
+    assert_eq!(spanned(&rig), before);
+    drop((kept, others));
+    // All of it in one piece, wherever it was.
+    let whole = take(&rig, &u, before / MIB);
+    assert_eq!((whole.capacity(), spanned(&rig)), (before, before));
+    assert_eq!(rig.pool.stats().moves, 0);
+    drop(whole);
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.budget.used(), 0);
+}
+
+#[test]
+fn a_trim_leaves_what_is_not_done_in_the_commons_too() {
+    let rig = still(8);
+    let (s, u) = (rig.stream(), rig.stream());
+    let (a, b) = (take(&rig, &s, 4), take(&rig, &u, 4));
+    write(&rig, &s, &a);
+    drop(a);
+    // Brings it to the commons, and is refused.
+    assert!(rig.pool.alloc(&u, Request::bytes(6 * MIB)).is_err());
+    assert_eq!(rig.pool.trim(0), Ok(0));
+    assert_eq!(rig.budget.used(), 8 * MIB);
+    rig.sim.run_all();
+    assert_eq!(rig.pool.trim(0), Ok(4 * MIB));
+    drop(b);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_stream_that_shares_with_nobody_is_served_by_its_cache_however_little_is_left() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 16, |config| config.adoption = Adoption::Never);
+    let (s, u) = (rig.stream(), rig.stream());
+    let _others = take(&rig, &u, 6);
+    drop(take(&rig, &s, 6));
+    // A look that fails, so that all that is decided has been.
+    assert!(rig.pool.alloc(&s, Request::bytes(12 * MIB)).is_err());
+    let before = all_calls(&rig);
+    for mib in [1, 2, 6] {
+        drop(take(&rig, &s, mib));
+    }
+    assert_eq!(all_calls(&rig), before);
+}
+
+#[test]
+fn a_device_without_mappings_serves_a_stream_out_of_its_own_cache_however_little_is_left() {
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    let rig = Rig::on(Sim::new(config).symbolic(), 128, |config| config.wait = Duration::ZERO);
+    let (s, u) = (rig.stream(), rig.stream());
+    let _others = take(&rig, &u, 50);
+    drop(take(&rig, &s, 50));
+    assert!(rig.pool.alloc(&s, Request::bytes(100 * MIB)).is_err(), "no segment is so long");
+    let held = rig.budget.used();
+    let again = take(&rig, &s, 40);
+    assert_eq!((again.capacity(), rig.budget.used()), (40 * MIB, held));
+    rig.assert_silent();
+}
