@@ -146,6 +146,8 @@ struct Progress<'a> {
     reserved: Option<&'a Mutex<Reservation>>,
     /// When the last search began.
     traffic: Traffic,
+    /// How often this chain has itself taken memory in hand since.
+    own: u64,
     tried: Vec<Tried>,
     refused: Option<NoHandle>,
 }
@@ -171,8 +173,7 @@ impl Inner {
         let mut block = self.run_chain(home, request, &mut progress);
         // Memory that others had in hand meanwhile was nobody's, and may be there now.
         for _ in 0..OTHERS_TURNS {
-            let before = progress.traffic;
-            if !matches!(block, Ok(None)) || !self.had_traffic(before) {
+            if !matches!(block, Ok(None)) || !self.had_traffic(&progress) {
                 break;
             }
             std::thread::yield_now();
@@ -196,9 +197,9 @@ impl Inner {
     }
 
     /// Whether another thread had memory in hand since the traffic was noted.
-    fn had_traffic(&self, before: Traffic) -> bool {
-        let (departed, arrived) = before;
-        departed != arrived || self.traffic() != before
+    fn had_traffic(&self, progress: &Progress<'_>) -> bool {
+        let Progress { traffic: (departed, arrived), own, .. } = progress;
+        departed != arrived || self.traffic() != (departed + own, arrived + own)
     }
 
     fn traffic(&self) -> Traffic {
@@ -252,7 +253,7 @@ impl Inner {
         request: &Request,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
-        progress.traffic = self.traffic();
+        (progress.traffic, progress.own) = (self.traffic(), 0);
         let homes = self.homes();
         let settled = self.look(&homes)?;
         progress.note("fence and poll", settled);
@@ -262,6 +263,7 @@ impl Inner {
         let together = sharing && self.leasing.is_together();
         if let (true, Physical::Mapped(mapped)) = (together, &self.physical) {
             mapped.pool_together(givers);
+            progress.own += 1;
             if let Some(place) = mapped.lowest(home, request) {
                 count(&self.counters.adoptions, 1);
                 return Ok(Some(self.hand_out(home, place, request, self.ticket())));
@@ -389,6 +391,7 @@ impl Inner {
             _ => ("take over what is done", effort.adopted),
         };
         progress.note(step, gave);
+        progress.own += effort.transits;
         if effort.refused.is_some() {
             progress.refused = effort.refused;
         }

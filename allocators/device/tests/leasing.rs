@@ -4,13 +4,19 @@
 mod support;
 
 use aquifer_core::MemoryError;
-use aquifer_device::{Adoption, Block, Request};
+use aquifer_device::{Adoption, Block, Reclaim, Request};
 use aquifer_driver::{
     Access, Call,
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::Stream;
-use std::time::Duration;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
 use support::{MIB, Rig, range};
 
 /// A pool on a device that runs nothing by itself, and that gives up at once.
@@ -269,4 +275,28 @@ fn a_device_without_mappings_serves_a_stream_out_of_its_own_cache_however_little
     let again = take(&rig, &s, 40);
     assert_eq!((again.capacity(), rig.budget.used()), (40 * MIB, held));
     rig.assert_silent();
+}
+
+/// Offers nothing, and counts how often it was asked.
+#[derive(Debug, Default)]
+struct Nothing(AtomicU64);
+
+impl Reclaim for Nothing {
+    fn reclaim(&self, _bytes: u64) -> u64 {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        0
+    }
+}
+
+#[test]
+fn a_request_that_nobody_else_is_in_the_way_of_is_refused_after_one_run_of_the_chain() {
+    let handler = Arc::new(Nothing::default());
+    let rig = Rig::on(Sim::h200(1).symbolic(), 16, |config| {
+        config.wait = Duration::ZERO;
+        config.reclaim.push(handler.clone());
+    });
+    let (s, u) = (rig.stream(), rig.stream());
+    let _kept = (take(&rig, &s, 7), take(&rig, &u, 7));
+    assert!(rig.pool.alloc(&s, Request::bytes(6 * MIB)).is_err());
+    assert_eq!(handler.0.load(Ordering::Relaxed), 1);
 }

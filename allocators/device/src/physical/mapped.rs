@@ -98,6 +98,8 @@ pub(crate) struct Effort<'a> {
     pub(crate) moves: u64,
     /// Waits queued on the device.
     pub(crate) waits: u64,
+    /// How often memory was taken in hand, and let go of again.
+    pub(crate) transits: u64,
     /// Why no more could be taken from the driver.
     pub(crate) refused: Option<NoHandle>,
 }
@@ -278,6 +280,7 @@ impl Mapped {
             }
         };
         let _transit = self.transit();
+        effort.transits += 1;
         let mut stock = Stock::default();
         match self.back(home, givers, &claim, how, &mut stock, effort) {
             Ok(true) => {

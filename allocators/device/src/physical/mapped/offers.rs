@@ -150,6 +150,7 @@ impl Mapped {
 
     /// Brings what is free in the caches of `givers` to the commons.
     pub(crate) fn pool_together(&self, givers: &[&'static Home]) {
+        let _transit = self.transit();
         for &giver in givers {
             let (taken, timeline) = giver.with(|s| {
                 let free: Vec<Range> = s.heap.free_extents().map(|extent| extent.range).collect();
