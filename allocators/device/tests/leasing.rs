@@ -19,6 +19,10 @@ use std::{
 };
 use support::{MIB, Rig, range};
 
+/// Calls that have to do with memory. Those for events are not among them.
+const MEMORY: [Call; 6] =
+    [Call::HandleCreate, Call::HandleRelease, Call::Map, Call::Unmap, Call::SetAccess, Call::MemAlloc];
+
 /// A pool on a device that runs nothing by itself, and that gives up at once.
 fn still(limit_mib: u64) -> Rig {
     Rig::on(Sim::h200(1).symbolic().stepped(), limit_mib, |config| config.wait = Duration::ZERO)
@@ -299,4 +303,111 @@ fn a_request_that_nobody_else_is_in_the_way_of_is_refused_after_one_run_of_the_c
     let _kept = (take(&rig, &s, 7), take(&rig, &u, 7));
     assert!(rig.pool.alloc(&s, Request::bytes(6 * MIB)).is_err());
     assert_eq!(handler.0.load(Ordering::Relaxed), 1);
+}
+
+/// A program that repeats itself: which of so many places a step allocates or frees, and how much.
+struct Loop {
+    places: usize,
+    /// Places in turn, each with its stream and its bytes.
+    steps: Vec<(usize, usize, u64)>,
+    peak: u64,
+}
+
+impl Loop {
+    /// A training step of random sizes: each layer leaves what the way back needs, in reverse order, and has something
+    /// of its own meanwhile on each stream.
+    fn training(mut seed: u64, streams: usize) -> Self {
+        const LAYERS: usize = 24;
+        let mut random = move |below: u64| {
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            1 + (seed >> 33) % below
+        };
+        let mut steps = Vec::new();
+        let layers = || (0..LAYERS).chain((0..LAYERS).rev()).enumerate();
+        for (at, layer) in layers() {
+            // What streams other than the first do is short.
+            for stream in 0..streams {
+                steps.push((LAYERS + stream, stream, random(8 * MIB)));
+            }
+            let bytes = if at < LAYERS { random(4 * MIB) } else { 0 };
+            steps.push((layer, 0, bytes));
+            steps.push((LAYERS + streams, 0, random(100_000)));
+            steps.push((LAYERS + streams, 0, 0));
+            for stream in 0..streams {
+                steps.push((LAYERS + stream, stream, 0));
+            }
+        }
+        let places = LAYERS + streams + 1;
+        let mut sizes = vec![0; places];
+        let lives = steps.iter().map(|&(place, _, bytes)| {
+            sizes[place] = bytes;
+            sizes.iter().sum::<u64>()
+        });
+        let peak = lives.max().unwrap();
+        Self { places, steps, peak }
+    }
+
+    /// One round: in the end nothing is live.
+    fn run(&self, rig: &Rig, streams: &[Stream]) -> Result<(), MemoryError> {
+        let mut live: Vec<_> = (0..self.places).map(|_| None).collect();
+        for &(place, stream, bytes) in &self.steps {
+            live[place] = None;
+            if bytes > 0 {
+                let block = rig.pool.alloc(&streams[stream], Request::bytes(bytes))?;
+                write(rig, &streams[stream], &block);
+                live[place] = Some(block);
+            }
+        }
+        Ok(())
+    }
+
+    /// Twenty rounds under a limit, by what each has added to `counted`.
+    fn rounds(&self, streams: usize, limit: u64, counted: &[Call]) -> Result<Vec<u64>, MemoryError> {
+        let rig = Rig::on(Sim::h200(1).symbolic(), limit / MIB, |_| ());
+        let streams: Vec<_> = (0..streams).map(|_| rig.stream()).collect();
+        let rounds = (0..20).map(|_| {
+            let before = calls(&rig, counted);
+            self.run(&rig, &streams)?;
+            Ok(calls(&rig, counted) - before)
+        });
+        let rounds = rounds.collect();
+        rig.assert_silent();
+        rounds
+    }
+
+    /// The smallest limit that all rounds complete under: the edge.
+    fn edge(&self, streams: usize) -> u64 {
+        let from = self.peak.div_ceil(2 * MIB);
+        (from..).map(|slots| slots * 2 * MIB).find(|&limit| self.rounds(streams, limit, &[]).is_ok()).unwrap()
+    }
+}
+
+#[test]
+fn a_training_step_on_one_stream_comes_to_make_no_driver_call_at_the_edge_of_the_budget_or_far_from_it() {
+    for seed in 0..20 {
+        let step = Loop::training(seed, 1);
+        let edge = step.edge(1);
+        for hundredths in [100, 105, 120, 200, 1100] {
+            let rounds = step.rounds(1, edge * hundredths / 100, Call::ALL).unwrap();
+            let quiet = rounds[8..].iter().all(|&made| made == 0);
+            assert!(quiet, "seed {seed}, {hundredths} % of the edge: {rounds:?}");
+        }
+    }
+}
+
+#[test]
+fn blocks_of_one_size_go_round_several_streams_with_no_memory_call_after_the_second_round() {
+    for streams in 1..5 {
+        for places in [1, 3, 8] {
+            // Each place is of another stream every time, so memory goes from stream to stream.
+            let steps = (0..streams * places).map(|at| (at % places, at % streams, 4 * MIB));
+            let peak = places as u64 * 4 * MIB;
+            let round = Loop { places, steps: steps.collect(), peak };
+            for hundredths in [100, 150, 200, 1000] {
+                let rounds = round.rounds(streams, peak * hundredths / 100, &MEMORY).unwrap();
+                let what = format!("{streams} streams, {places} places, {hundredths} %: {rounds:?}");
+                assert!(rounds[2..].iter().all(|&made| made == 0), "{what}");
+            }
+        }
+    }
 }

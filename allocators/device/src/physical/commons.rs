@@ -101,3 +101,85 @@ impl Commons {
         Some(past)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aquifer_driver::{DeviceId, sim::Sim};
+    use aquifer_stream::{Stream, StreamPool};
+
+    fn streams(count: usize) -> Vec<Stream> {
+        let pool = StreamPool::new(Sim::h200(1).stepped().driver(), DeviceId(0), 8);
+        (0..count).filter_map(|_| pool.lease().ok()).collect()
+    }
+
+    fn past(stream: &Stream) -> Past {
+        vec![(stream.timeline().clone(), stream.timeline().open())]
+    }
+
+    /// Whether the past of a range names a stream, for each.
+    fn named(streams: &[Stream], past: &Past) -> Vec<bool> {
+        streams.iter().map(|s| past.iter().any(|(t, _)| Arc::ptr_eq(t, s.timeline()))).collect()
+    }
+
+    #[test]
+    fn where_ranges_join_the_pasts_of_all_of_them_are_remembered() {
+        let all = streams(3);
+        // In whatever order they come.
+        for order in [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]] {
+            let mut commons = Commons::default();
+            for at in order {
+                commons.add(Range { start: 100 * at as u64, len: 100 }, past(&all[at]));
+            }
+            let joined: Vec<_> = commons.iter().map(|(range, past)| (range, named(&all, past))).collect();
+            assert_eq!(joined, [(Range { start: 0, len: 300 }, vec![true; 3])]);
+            // What is taken out of the middle, and what is left of it, remembers as much.
+            let taken = commons.take(Range { start: 150, len: 20 });
+            assert_eq!(taken.map(|past| named(&all, &past)), Some(vec![true; 3]));
+            assert!(commons.iter().all(|(_, past)| named(&all, past) == [true; 3]));
+            assert_eq!((commons.bytes(), commons.iter().count()), (280, 2));
+        }
+    }
+
+    #[test]
+    fn the_later_of_two_epochs_of_one_stream_is_remembered() {
+        let all = streams(1);
+        let timeline = all[0].timeline();
+        for epochs in [[5, 9], [9, 5]] {
+            let mut commons = Commons::default();
+            for (at, epoch) in (0..).zip(epochs) {
+                commons.add(Range { start: 10 * at, len: 10 }, vec![(timeline.clone(), epoch)]);
+            }
+            let latest: Vec<_> = commons.iter().flat_map(|(_, past)| past).map(|(_, epoch)| *epoch).collect();
+            assert_eq!(latest, [9]);
+        }
+    }
+
+    #[test]
+    fn the_lowest_place_is_the_first_that_is_ready_aligned_and_long_enough() {
+        let all = streams(2);
+        let mut commons = Commons::default();
+        // In use, too short, too short when aligned, right, right.
+        for (start, len, stream) in [(64, 64, 1), (192, 32, 0), (264, 66, 0), (384, 64, 0), (512, 64, 0)] {
+            commons.add(Range { start, len }, past(&all[stream]));
+        }
+        let ready = |past: &Past| past.iter().all(|(t, _)| Arc::ptr_eq(t, all[0].timeline()));
+        assert_eq!(commons.lowest(64, 64, ready), Some(Range { start: 384, len: 64 }));
+        assert_eq!(commons.lowest(64, 64, |_| true), Some(Range { start: 64, len: 64 }));
+        assert_eq!(commons.lowest(67, 1, ready), None);
+    }
+
+    #[test]
+    fn what_is_not_wholly_there_is_not_taken_and_stays_as_it_is() {
+        let all = streams(1);
+        let mut commons = Commons::default();
+        commons.add(Range { start: 100, len: 100 }, past(&all[0]));
+        for (start, len) in [(0, 50), (50, 100), (150, 51), (200, 1), (100, 101)] {
+            assert!(commons.take(Range { start, len }).is_none(), "{start}, {len}");
+        }
+        assert_eq!(commons.bytes(), 100);
+        assert_eq!([99, 100, 199, 200].map(|at| commons.covers(at)), [false, true, true, false]);
+        assert!(commons.take(Range { start: 100, len: 100 }).is_some());
+        assert_eq!((commons.bytes(), commons.iter().count()), (0, 0));
+    }
+}

@@ -135,6 +135,8 @@ pub(crate) fn runs(pieces: impl IntoIterator<Item = (u64, u64)>) -> Vec<(u64, u6
 #[cfg(test)]
 mod tests {
     use super::*;
+    use aquifer_core::{Budget, DeviceId};
+    use aquifer_driver::{Driver, sim::Sim};
 
     #[test]
     fn released_slots_merge_with_both_neighbours() {
@@ -157,5 +159,25 @@ mod tests {
     fn runs_of_neighbouring_slots_are_merged() {
         assert_eq!(runs([(1, 2), (3, 1), (7, 1), (9, 1), (10, 1)]), [(1, 3), (7, 1), (9, 2)]);
         assert_eq!(runs([]), []);
+    }
+
+    #[test]
+    fn a_mapping_of_another_length_at_the_same_slot_is_not_taken() {
+        let driver: Arc<dyn Driver> = Sim::h200(1).driver();
+        let budget = Budget::new("a test", 8 << 20);
+        let charge = budget.charge(4 << 20).expect("as much as there is");
+        let handle =
+            Handle::create(&driver, DeviceId(0), charge, &Arc::default()).expect("as much as there is");
+        let mut slots = Slots::new(10);
+        slots.claim(2, 2);
+        slots.map(Mapping { first: 2, count: 2, handle });
+        for (first, count) in [(2, 1), (2, 3), (3, 1), (1, 3)] {
+            assert!(slots.unmap_exactly(first, count).is_none(), "{first}, {count}");
+        }
+        // One that only begins in a run is not in it.
+        assert_eq!(slots.inside(0, 3).count(), 0);
+        assert_eq!(slots.inside(0, 4).count(), 1);
+        assert!(slots.unmap_exactly(2, 2).is_some());
+        assert_eq!(slots.mapped().count(), 0);
     }
 }
