@@ -281,6 +281,26 @@ fn a_device_without_mappings_serves_a_stream_out_of_its_own_cache_however_little
     rig.assert_silent();
 }
 
+#[test]
+fn a_small_block_is_placed_where_its_alignment_is_wherever_that_is_free() {
+    for pooled in [false, true] {
+        let rig = Rig::on(Sim::h200(1).symbolic(), 4, |config| config.wait = Duration::ZERO);
+        let (s, u) = (rig.stream(), rig.stream());
+        let half = |stream: &Stream, part: u64| {
+            rig.pool.alloc(stream, Request::bytes(part * MIB / 16).align(512)).unwrap()
+        };
+        // What is free begins an eighth of a MiB after a whole one, and is one long.
+        let (_first, free, _rest) = (half(&s, 2), half(&s, 16), half(&s, 14));
+        let _others = half(&u, 32);
+        drop(free);
+        if pooled {
+            drop(half(&u, 2));
+        }
+        let block = rig.pool.alloc(&u, Request::bytes(10_000).align(MIB / 2)).unwrap();
+        assert_eq!(block.address() % (MIB / 2), 0);
+    }
+}
+
 /// Offers nothing, and counts how often it was asked.
 #[derive(Debug, Default)]
 struct Nothing(AtomicU64);

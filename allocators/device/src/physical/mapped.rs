@@ -314,7 +314,7 @@ impl Mapped {
     pub(crate) fn lowest(&self, home: &'static Home, request: &Request) -> Option<aquifer_heap::Block> {
         let bytes = request.size().checked_next_multiple_of(UNITS.unit)?;
         let small = bytes <= UNITS.small_max;
-        let (taken, align) = if small { (UNITS.page, UNITS.unit) } else { (bytes, request.alignment()) };
+        let (taken, align) = (if small { UNITS.page } else { bytes }, request.alignment());
         let own = home.timeline();
         let (range, past) = {
             let mut commons = self.commons();
@@ -370,7 +370,7 @@ impl Mapped {
         let mut claim = None;
         // Small blocks come from slabs of the heap's own: one more slot gives it room for many, and a unit for one.
         let several = if how.grain == Grain::Slots { self.slot } else { UNITS.page };
-        let sizes = [(several, several), (exact, request.alignment())];
+        let sizes = [(several, several.max(request.alignment())), (exact, request.alignment())];
         for (bytes, align) in if small { &sizes[..] } else { &sizes[1..] } {
             let ranges = offers.all.iter().filter_map(|offer| {
                 let own = offers.home(offer).is_some_and(|from| std::ptr::eq(from, home));
