@@ -424,7 +424,7 @@ impl Release for Owned {
                 until_free.get_or_insert_default().push(Box::new(completes));
             }
         }
-        span.leave_whole(Self::ends(&block.timeline), block.uses, until_free);
+        span.leave_whole(Self::ends(&block.timeline), block.uses.follow(), until_free);
         apart.leave(span);
     }
 }

@@ -10,12 +10,12 @@ use crate::{
 };
 use aquifer_core::{Charge, DeviceId, MemoryError, PoolStats, Result};
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
-use aquifer_stream::{Noted, Stream, StreamPool, Timeline};
+use aquifer_stream::{LastUse, Stream, StreamPool, Timeline, Uses};
 use std::{
     collections::BTreeMap,
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -26,7 +26,7 @@ pub(crate) trait Source: fmt::Debug + Send + Sync + 'static {
     fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)>;
 
     /// Gives a block back behind its uses, all of which are stamped: by a wait of the host or of the device.
-    fn give(&self, home: &Timeline, address: u64, uses: &[Noted]) -> Result<()>;
+    fn give(&self, home: &Timeline, address: u64, uses: &Uses) -> Result<()>;
 
     /// Bytes held from the device, if they are more than those in blocks.
     fn reserved(&self) -> Option<u64> {
@@ -47,6 +47,17 @@ pub(crate) struct Ledger<S: Source> {
     observed: bool,
     generations: AtomicU64,
     state: Mutex<State>,
+    /// Itself, for whoever ends a use.
+    me: Weak<Self>,
+}
+
+/// Told when the last open use of a freed block has ended. Keeps the ledger until then.
+struct Awaiting<S: Source>(Arc<Ledger<S>>);
+
+impl<S: Source> LastUse for Awaiting<S> {
+    fn ended(&self) {
+        self.0.retry_deferred();
+    }
 }
 
 #[derive(Default)]
@@ -64,7 +75,7 @@ pub(crate) struct Deferred {
     pub(crate) bytes: u64,
     pub(crate) generation: u64,
     pub(crate) timeline: Arc<Timeline>,
-    pub(crate) uses: Vec<Noted>,
+    pub(crate) uses: Uses,
     /// Charges, among others.
     pub(crate) until_free: UntilFree,
 }
@@ -94,7 +105,7 @@ impl Backed {
     }
 
     /// The block is freed; `uses` are those that are not known to be done.
-    pub(crate) fn release(&self, address: u64, generation: u64, uses: Vec<Noted>, until_free: UntilFree) {
+    pub(crate) fn release(&self, address: u64, generation: u64, uses: Uses, until_free: UntilFree) {
         let (bytes, timeline) = (self.bytes, self.timeline.clone());
         self.ledger.release(Deferred { address, bytes, generation, timeline, uses, until_free });
     }
@@ -104,7 +115,8 @@ impl<S: Source> Ledger<S> {
     pub(crate) fn new(source: S, driver: Arc<dyn Driver>, streams: StreamPool) -> Arc<Self> {
         let observed = driver.observer().is_some();
         let state = Mutex::default();
-        Arc::new(Self { source, driver, streams, observed, generations: AtomicU64::new(1), state })
+        let generations = AtomicU64::new(1);
+        Arc::new_cyclic(|me| Self { source, driver, streams, observed, generations, state, me: me.clone() })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -181,10 +193,12 @@ impl<S: Source> Ledger<S> {
 
     /// Gives a block back, or keeps it for later.
     fn give(&self, mut block: Deferred) {
-        block.uses.retain(|u| !u.is_done());
-        if block.uses.iter().any(|u| u.epoch().is_none()) {
-            self.state().deferred.push(block);
-            return;
+        block.uses.forget_done();
+        if block.uses.is_open() {
+            match self.keep_open(block) {
+                Some(over) => block = over,
+                None => return,
+            }
         }
         if self.source.give(&block.timeline, block.address, &block.uses).is_err() {
             self.state().deferred.push(block);
@@ -196,6 +210,18 @@ impl<S: Source> Ledger<S> {
         if self.source.reserved().is_none() {
             stats.physical -= block.bytes;
         }
+    }
+
+    /// Keeps a block until its uses have ended; gives it back if they have by now.
+    fn keep_open(&self, block: Deferred) -> Option<Deferred> {
+        let whom: Option<Arc<dyn LastUse>> = self.me.upgrade().map(|me| Arc::new(Awaiting(me)) as _);
+        // Whoever ends the use looks for the block under this lock.
+        let mut state = self.state();
+        if whom.is_some_and(|whom| !block.uses.tell(&whom)) {
+            return Some(block);
+        }
+        state.deferred.push(block);
+        None
     }
 
     pub(crate) fn stats(&self) -> PoolStats {

@@ -5,11 +5,7 @@ use aquifer_core::{DeviceId, MemoryError, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, site};
 use aquifer_heap::Key;
 use aquifer_stream::{Stream, StreamPool, Timeline, Use, UseList};
-use std::{
-    any::Any,
-    fmt,
-    sync::{Arc, OnceLock},
-};
+use std::{any::Any, fmt, sync::Arc};
 
 /// A block of device memory that goes home when it is dropped.
 ///
@@ -17,14 +13,16 @@ use std::{
 /// other stream goes through [`Block::prepare`], or is noted by [`Block::record_use`]; the pool gives the bytes to
 /// somebody else only after it.
 ///
-/// Dropping it never calls the driver and never blocks, except for the last block of a pool that has been closed.
+/// Dropping it never calls the driver and never blocks, except once its pool has been closed: then for the last block, and
+/// for one that other streams use.
 /// Forgetting it leaks the memory. The bytes are not initialised.
 pub struct Block {
     pub(crate) address: u64,
     pub(crate) asked: Asked,
     pub(crate) owner: Owner,
-    /// Made when a block first needs it: most never do, and their tokens are six words.
-    pub(crate) extras: OnceLock<Box<Extras>>,
+    pub(crate) uses: UseList,
+    /// Made when a block first needs it: most never do.
+    pub(crate) extras: Option<Box<Extras>>,
 }
 
 /// How many bytes were asked for, and for whom, in eight bytes: no request reaches 2⁴⁸.
@@ -56,7 +54,6 @@ impl Asked {
 /// What few blocks have.
 #[derive(Default)]
 pub(crate) struct Extras {
-    pub(crate) uses: UseList,
     /// Tells it from every other block that will be or has been at its address, where somebody watches; 0 where not.
     pub(crate) generation: u64,
     /// What ends when the memory is really free: charges of wrappers.
@@ -82,26 +79,20 @@ impl Block {
             address: place.address,
             asked: Asked::new(request.size(), request.owner()),
             owner: Owner::Pool(home, place.key),
-            extras: OnceLock::new(),
+            uses: UseList::new(),
+            extras: None,
         }
     }
 
     /// The token of a block that goes home another way than a cache's.
     pub(crate) fn backed(address: u64, asked: Asked, backed: Backed, generation: u64) -> Self {
-        let extras = match generation {
-            0 => OnceLock::new(),
-            _ => OnceLock::from(Box::new(Extras { generation, ..Extras::default() })),
-        };
-        Self { address, asked, owner: Owner::Backend(Box::new(backed)), extras }
+        let extras = (generation != 0).then(|| Box::new(Extras { generation, until_free: None }));
+        Self { address, asked, owner: Owner::Backend(Box::new(backed)), uses: UseList::new(), extras }
     }
 
     /// What is noted of it beside its address.
     pub(crate) fn extras_mut(&mut self) -> &mut Extras {
-        self.extras();
-        match self.extras.get_mut() {
-            Some(extras) => extras,
-            None => unreachable!("made in the line above"),
-        }
+        self.extras.get_or_insert_default()
     }
 
     /// Its first address on the device.
@@ -151,7 +142,7 @@ impl Block {
     /// A number that no other block at this address has, on a driver that checks; 0 on others.
     #[must_use]
     pub fn generation(&self) -> u64 {
-        self.extras.get().map_or(0, |extras| extras.generation)
+        self.extras.as_ref().map_or(0, |extras| extras.generation)
     }
 
     /// Makes `stream` wait for what must come before `access`, and keeps the block's bytes its own until the answer is
@@ -164,7 +155,7 @@ impl Block {
         let _site = site::enter();
         let home = self.home();
         self.check_device(&home, stream.device())?;
-        self.extras().uses.prepare(self.address(), &home, stream.timeline(), access)
+        self.uses.prepare(self.address(), &home, stream.timeline(), access)
     }
 
     /// Notes that work queued on `stream` uses the block. That work must have been ordered with the block's other uses:
@@ -177,15 +168,7 @@ impl Block {
         let _site = site::enter();
         let home = self.home();
         self.check_device(&home, stream.device())?;
-        if Arc::ptr_eq(&home, stream.timeline()) {
-            // In order with itself.
-            return Ok(());
-        }
-        self.extras().uses.record(&home, stream.timeline(), access)
-    }
-
-    fn extras(&self) -> &Extras {
-        self.extras.get_or_init(Box::default)
+        self.uses.record(&home, stream.timeline(), access)
     }
 
     fn check_device(&self, home: &Timeline, device: DeviceId) -> Result<()> {
@@ -208,19 +191,13 @@ impl Block {
         } else {
             self.owner.streams()?.timeline(stream, alive)?
         };
-        if self.extras.get().is_none() && Arc::ptr_eq(&home, &on) {
-            // The stream it belongs to, and nothing has been noted that it could conflict with.
-            return Ok(());
-        }
         let lend = if alone { UseList::lend } else { UseList::lend_beside };
-        lend(&self.extras().uses, self.address(), &home, &on, access)
+        lend(&self.uses, self.address(), &home, &on, access)
     }
 
     /// Keeps `thing` until the block's memory is really free.
     pub(crate) fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {
-        let mut extras = self.extras.take().unwrap_or_default();
-        extras.until_free.get_or_insert_default().push(thing);
-        self.extras = OnceLock::from(extras);
+        self.extras_mut().until_free.get_or_insert_default().push(thing);
     }
 }
 
@@ -263,20 +240,16 @@ impl Drop for Block {
         match &self.owner {
             Owner::Pool(home, key) => {
                 let freed = Freed { address: self.address, key: *key, asked: self.asked };
-                if self.extras.get().is_none() {
+                if self.uses.is_empty() && self.extras.is_none() {
                     home.put_back(freed);
                 } else {
-                    home.put_back_with_extras(
-                        freed,
-                        self.extras.take().map_or_else(Extras::default, |extras| *extras),
-                    );
+                    home.put_back_with_extras(freed, &mut self.uses, self.extras.take());
                 }
             }
             Owner::Backend(backed) => {
-                let mut extras = self.extras.take().unwrap_or_default();
-                let uses =
-                    if extras.uses.is_empty() { Vec::new() } else { extras.uses.take(&backed.timeline) };
-                backed.release(self.address, extras.generation, uses, extras.until_free.take());
+                let uses = self.uses.take(&backed.timeline);
+                let extras = self.extras.take().map_or_else(Extras::default, |extras| *extras);
+                backed.release(self.address, extras.generation, uses, extras.until_free);
             }
         }
     }

@@ -149,7 +149,6 @@ impl<T: Pod> DeviceBuffer<T> {
     /// # Errors
     /// [`Declined`] with the block in it: [`MemoryError::LengthMismatch`] if that leaves bytes over;
     /// [`MemoryError::BadAlignment`]; [`MemoryError::ZeroSize`] for elements of no size.
-    #[expect(clippy::result_large_err, reason = "a refusal gives back what was handed in")]
     pub fn from_block(block: Block) -> Result<Self, Declined<Block>> {
         match slice::counted::<T>(block.address(), block.bytes()) {
             Ok(len) => Ok(Self { block, len, elements: PhantomData }),
@@ -162,7 +161,6 @@ impl<T: Pod> DeviceBuffer<T> {
     /// # Errors
     /// [`Declined`] with the buffer in it: [`MemoryError::LengthMismatch`] if bytes are left over;
     /// [`MemoryError::BadAlignment`]; [`MemoryError::ZeroSize`] for elements of no size.
-    #[expect(clippy::result_large_err, reason = "a refusal gives back what was handed in")]
     pub fn cast<U: Pod>(self) -> Result<DeviceBuffer<U>, Declined<Self>> {
         match slice::counted::<U>(self.block.address(), (self.len * size_of::<T>()) as u64) {
             Ok(len) => Ok(DeviceBuffer { block: self.block, len, elements: PhantomData }),

@@ -329,12 +329,7 @@ impl Inner {
         for &home in homes {
             let (timeline, last_free, users) = home.with(|s| {
                 held.push(s.holds());
-                let users: Vec<_> = s
-                    .pending
-                    .iter()
-                    .flat_map(|p| p.uses.iter())
-                    .filter_map(|u| Some((u.on().clone(), u.epoch()?)))
-                    .collect();
+                let users: Vec<_> = s.pending.iter().flat_map(|p| p.uses.stamped()).collect();
                 (s.timeline().cloned(), s.last_free, users)
             });
             let Some(timeline) = timeline else { continue };

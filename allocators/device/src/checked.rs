@@ -49,7 +49,7 @@ use crate::{
 };
 use aquifer_core::{Action, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, event::Place};
 use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
-use aquifer_stream::{Noted, Stream, StreamPool, Timeline};
+use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use guards::Layout;
 use ranges::Ranges;
 use std::{
@@ -153,7 +153,7 @@ struct Freed {
     record: BlockRecord,
     capacity: u64,
     held: Held,
-    uses: Vec<Noted>,
+    uses: Uses,
     until_free: UntilFree,
     /// It has been filled with [`POISON_FREED`].
     filled: bool,
@@ -440,9 +440,7 @@ impl Checked {
         let Freed { held, uses, until_free, capacity, .. } = freed;
         let mut block = held.memory.into_block();
         self.forget_range(block.address());
-        if !uses.is_empty() {
-            block.extras_mut().uses.take_over(uses);
-        }
+        block.uses.take_over(&held.home, uses);
         for thing in until_free.into_iter().flat_map(|things| *things) {
             block.keep_until_free(thing);
         }

@@ -7,7 +7,7 @@ use crate::{
 };
 use aquifer_core::{Budget, Charge, DeviceId, MemoryError, PoolStats, Result};
 use aquifer_driver::Driver;
-use aquifer_stream::{Noted, Stream, StreamPool, Timeline};
+use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use std::sync::Arc;
 
 /// Memory by `cuMemAlloc`, 50 µs and more a block, and a free that waits for the whole device.
@@ -53,10 +53,10 @@ impl Source for Calls {
         Ok((address, charge))
     }
 
-    fn give(&self, home: &Timeline, address: u64, uses: &[Noted]) -> Result<()> {
+    fn give(&self, home: &Timeline, address: u64, uses: &Uses) -> Result<()> {
         // `cuMemFree` stalls the device, but that it does is no promise; these waits are one.
         let waited = (|| {
-            for noted in uses {
+            for noted in uses.iter() {
                 noted.on().wait(noted.epoch().unwrap_or(0), None)?;
             }
             home.wait(home.open(), None)

@@ -46,7 +46,7 @@ use crate::{
 use aquifer_core::{Action, MemoryError, PoolStats, Tag, budget::Holding, event::Ticket};
 use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream};
 use aquifer_heap::{Config, Heap, Key, Range};
-use aquifer_stream::{Noted, Spin, StreamPool, Timeline};
+use aquifer_stream::{LastUse, Noted, Spin, StreamPool, Timeline, UseList, Uses};
 use crossbeam_utils::CachePadded;
 use std::{
     fmt,
@@ -117,7 +117,7 @@ pub(crate) struct Pending {
     /// The epoch of the home stream that covers the block's own work.
     epoch: u64,
     /// Uses that were not known to be done at the last look.
-    pub(crate) uses: Vec<Noted>,
+    pub(crate) uses: Uses,
     until_free: UntilFree,
 }
 
@@ -139,6 +139,15 @@ pub(crate) struct AfterFree {
     fence: Option<(Arc<Timeline>, u64)>,
     reports: Option<(Arc<Inner>, Ticket, Ticket)>,
     retired: Option<Retired>,
+}
+
+/// A shell of a closed pool, which is told when a use of a pending block has ended.
+struct Closed(&'static Home, Arc<Inner>);
+
+impl LastUse for Closed {
+    fn ended(&self) {
+        self.0.close(&self.1);
+    }
 }
 
 /// What is left of a shell's service when its last block has come home: to be dropped outside the lock.
@@ -246,10 +255,15 @@ impl Home {
 
     /// Takes a block back that others may use, or that somebody wants to know of.
     #[cold]
-    pub(crate) fn put_back_with_extras(&'static self, freed: Freed, mut extras: Extras) {
+    pub(crate) fn put_back_with_extras(
+        &'static self,
+        freed: Freed,
+        uses: &mut UseList,
+        extras: Option<Box<Extras>>,
+    ) {
         let timeline = self.timeline();
-        let uses = if extras.uses.is_empty() { Vec::new() } else { extras.uses.take(&timeline) };
-        let (until_free, generation) = (extras.until_free.take(), extras.generation);
+        let uses = uses.take(&timeline);
+        let Extras { generation, until_free } = extras.map_or_else(Extras::default, |extras| *extras);
         let range = DeviceRange {
             device: timeline.raw().device(),
             address: freed.address,
@@ -260,21 +274,28 @@ impl Home {
             drop(until_free);
             return self.put_back(freed);
         }
-        let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
-        note(timeline.driver(), generation, range, Ownership::Pending { users: &users });
+        if generation != 0 {
+            let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
+            note(timeline.driver(), generation, range, Ownership::Pending { users: &users });
+        }
         let epoch = timeline.open();
         // A refusal leaves the range without a proof, so nobody else gets it before a later event covers it.
         let _ = timeline.fence_at_once(epoch);
-        let reports = self.with(|s| {
+        let (reports, closed) = self.with(|s| {
             let bytes = s.heap.size_of_keyed(freed.address, freed.key).unwrap_or(0);
             s.account.freed(freed.asked);
             s.account.pending += bytes;
             s.account.pending_blocks += 1;
             s.pending.push(Pending { freed, bytes, generation, epoch, uses, until_free });
-            s.report_one()
+            let closed = s.serving.as_ref().filter(|serving| !serving.open);
+            (s.report_one(), closed.map(|serving| serving.pool.clone()))
         });
         if let Some((pool, ticket)) = reports {
             self.report(&pool, ticket, Action::Free, &freed);
+        }
+        if let Some(pool) = closed {
+            // Nobody else looks at it again.
+            self.close(&pool);
         }
     }
 
@@ -304,12 +325,11 @@ impl Home {
         // Meanwhile these blocks are nobody's: no other thread can settle them twice.
         let (mut waits, mut bytes) = (0, 0);
         let mut outcome = Ok(());
-        let mut rest = Vec::new();
-        for mut entry in pending.drain(..) {
-            entry.uses.retain(|u| !u.is_done());
-            let waited_for = |u: &Noted| u.epoch().is_some_and(|epoch| u.on().is_waited_for_unasked(epoch));
+        let over = pending.extract_if(.., |entry| {
+            entry.uses.forget_done();
+            let waited_for = |u: Noted| u.epoch().is_some_and(|epoch| u.on().is_waited_for_unasked(epoch));
             if may_wait && outcome.is_ok() && entry.uses.iter().all(waited_for) {
-                for noted in &entry.uses {
+                for noted in entry.uses.iter() {
                     match noted.epoch().map_or(Ok(false), |epoch| timeline.wait_for(noted.on(), epoch)) {
                         Ok(waited) => waits += u64::from(waited),
                         Err(error) => {
@@ -324,15 +344,19 @@ impl Home {
                     entry.epoch = timeline.open();
                 }
             }
-            if entry.uses.is_empty() {
-                bytes += entry.bytes;
-                self.complete(&timeline, entry);
-            } else {
-                rest.push(entry);
-            }
+            entry.uses.is_empty()
+        });
+        for entry in over {
+            bytes += entry.bytes;
+            self.complete(&timeline, entry);
         }
         let retired = self.with(|s| {
-            s.pending.append(&mut rest);
+            if s.pending.is_empty() {
+                // With its room, so that the next block that is held back makes none.
+                std::mem::swap(&mut s.pending, &mut pending);
+            } else {
+                s.pending.append(&mut pending);
+            }
             s.settling -= 1;
             s.retire_if_done()
         });
@@ -366,18 +390,31 @@ impl Home {
         }
     }
 
-    /// The pool is closed: the shell retires when its last block has come home, perhaps now.
-    pub(crate) fn close(&'static self) {
-        // Whoever still uses a pending block must be waited for, or its memory could not go. Uses that nobody has
-        // finished cannot be: their blocks, and this shell, stay.
+    /// `pool` is closed: if the shell serves it still, it retires when its last block has come home, perhaps now.
+    pub(crate) fn close(&'static self, pool: &Arc<Inner>) {
+        // Uses that nobody has finished cannot be waited for: their blocks, and this shell, stay until the last of them
+        // ends, and says so. By then another use's end may have let the shell go, to serve another pool.
+        let whom: Arc<dyn LastUse> = Arc::new(Closed(self, pool.clone()));
+        let serves = self.with(|s| {
+            let serves = s.serves(pool);
+            for pending in s.pending.iter().filter(|_| serves) {
+                let _open = pending.uses.tell(&whom);
+            }
+            serves
+        });
+        if !serves {
+            return;
+        }
+        // Whoever else uses a pending block must be waited for, or its memory could not go.
         loop {
             match self.wait_for_pending(None) {
                 Ok(true) => {}
                 Ok(false) => break,
                 Err(MemoryError::DeviceLost { .. }) => {
                     // Nothing runs there any more.
-                    let users: Vec<Arc<Timeline>> = self
-                        .with(|s| s.pending.iter().flat_map(|p| &p.uses).map(|u| u.on().clone()).collect());
+                    let users: Vec<Arc<Timeline>> = self.with(|s| {
+                        s.pending.iter().flat_map(|p| p.uses.iter()).map(|u| u.on().clone()).collect()
+                    });
                     users.iter().for_each(|user| user.abandon());
                     let _ = self.settle(Settle::Done);
                     break;
@@ -386,6 +423,9 @@ impl Home {
             }
         }
         let retired = self.with(|s| {
+            if !s.serves(pool) {
+                return None;
+            }
             if let Some(serving) = &mut s.serving {
                 serving.open = false;
             }
@@ -403,11 +443,8 @@ impl Home {
         deadline: Option<std::time::Instant>,
     ) -> aquifer_core::Result<bool> {
         let oldest: Vec<(Arc<Timeline>, u64)> = self.with(|s| {
-            let stamped = |p: &&Pending| p.uses.iter().all(|u| u.epoch().is_some());
-            let first = s.pending.iter().find(stamped);
-            first.map_or_else(Vec::new, |p| {
-                p.uses.iter().filter_map(|u| Some((u.on().clone(), u.epoch()?))).collect()
-            })
+            let first = s.pending.iter().find(|p| !p.uses.is_open());
+            first.map_or_else(Vec::new, |p| p.uses.stamped().collect())
         });
         for (timeline, epoch) in &oldest {
             timeline.wait(*epoch, deadline)?;
@@ -565,6 +602,10 @@ impl State {
         let pool = &self.serving.as_ref()?.pool;
         let ticket = pool.ticket()?;
         Some((pool.clone(), ticket))
+    }
+
+    fn serves(&self, pool: &Arc<Inner>) -> bool {
+        self.serving.as_ref().is_some_and(|serving| Arc::ptr_eq(&serving.pool, pool))
     }
 
     /// The stream it serves, if any.

@@ -3,7 +3,6 @@
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
     apart::Apart,
-    block::Extras,
     chain::Counters,
     checked::{Checked, GiveWay, Under},
     direct::Direct,
@@ -24,7 +23,7 @@ use bytemuck::Pod;
 use std::{
     fmt,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError, RwLock,
+        Arc, Mutex, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -512,7 +511,7 @@ impl Inner {
         let mut block = Block::at_home(home, &place, request);
         if self.observed {
             let generation = self.note_live(home, &place);
-            block.extras = OnceLock::from(Box::new(Extras { generation, ..Extras::default() }));
+            block.extras_mut().generation = generation;
         }
         self.report(ticket, Action::Allocate, home, place.address, request.size(), request.owner());
         block
@@ -667,7 +666,7 @@ impl Drop for Closer {
             checked.close();
         }
         for home in self.inner.homes() {
-            home.close();
+            home.close(&self.inner);
         }
         self.inner.apart.reap_quietly();
         if let Some(recorder) = &self.inner.config.recorder {

@@ -17,10 +17,11 @@ use crate::{
 };
 use aquifer_core::{MemoryError, Result};
 use aquifer_heap::{HeapError, Key};
+use aquifer_stream::UseList;
 use std::{
     collections::{BTreeMap, HashMap},
     hash::{BuildHasherDefault, Hasher},
-    mem::ManuallyDrop,
+    mem::{self, ManuallyDrop},
     sync::{
         Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -31,6 +32,7 @@ use std::{
 pub(crate) struct Raw {
     pub(crate) key: Key,
     pub(crate) asked: Asked,
+    pub(crate) uses: UseList,
     pub(crate) extras: Option<Box<Extras>>,
 }
 
@@ -132,9 +134,9 @@ impl Block {
         }
         // Its drop would free it.
         let mut block = ManuallyDrop::new(self);
-        let extras = block.extras.take();
+        let (uses, extras) = (mem::take(&mut block.uses), block.extras.take());
         if let Owner::Pool(home, key) = block.owner {
-            home.keep_raw(address, Raw { key, asked: block.asked, extras });
+            home.keep_raw(address, Raw { key, asked: block.asked, uses, extras });
         }
         address
     }
@@ -176,9 +178,8 @@ impl DevicePool {
             return direct.from_raw(address);
         }
         let block = self.find(address, |home| {
-            let Raw { key, asked, extras } = home.with(|s| s.raw.remove(&address))?;
-            let extras = extras.map_or_else(OnceLock::new, OnceLock::from);
-            Some(Block { address, asked, owner: Owner::Pool(home, key), extras })
+            let Raw { key, asked, uses, extras } = home.with(|s| s.raw.remove(&address))?;
+            Some(Block { address, asked, owner: Owner::Pool(home, key), uses, extras })
         });
         block.or_else(|| self.take_backed(address)).ok_or_else(|| self.refuse(address))
     }
@@ -246,12 +247,13 @@ impl Home {
     /// Frees the block of this cache that is out as `address`; `None` if there is none.
     fn free_raw(&'static self, address: u64) -> Option<()> {
         let (freed, rest) = self.with(|s| {
-            let Raw { key, asked, extras } = s.raw.remove(&address)?;
+            let Raw { key, asked, mut uses, extras } = s.raw.remove(&address)?;
             let freed = Freed { address, key, asked };
-            Some((freed, extras.ok_or_else(|| s.put_back(&freed))))
+            let quiet = uses.is_empty() && extras.is_none();
+            Some((freed, if quiet { Err(s.put_back(&freed)) } else { Ok((uses, extras)) }))
         })?;
         match rest {
-            Ok(extras) => self.put_back_with_extras(freed, *extras),
+            Ok((mut uses, extras)) => self.put_back_with_extras(freed, &mut uses, extras),
             Err(after) => self.attend(after, &freed),
         }
         Some(())

@@ -223,7 +223,7 @@ impl<T: Pod> Reserved<T> {
             return Ok(0);
         }
         let home = self.block.home();
-        let uses = self.block.extras.get_mut().map_or_else(Vec::new, |extras| extras.uses.current(&home));
+        let uses = self.block.uses.current(&home);
         let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
         let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         let apart = &self.apart;

@@ -7,7 +7,7 @@ use crate::{
 };
 use aquifer_core::{Budget, Charge, DeviceId, MemoryError, PoolStats, Result};
 use aquifer_driver::{Driver, PoolHandle};
-use aquifer_stream::{Noted, Stream, StreamPool, Timeline};
+use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Memory from a pool of the driver's, some 0.3 µs a call on one thread.
@@ -98,8 +98,8 @@ impl Source for Calls {
         Ok((address, None))
     }
 
-    fn give(&self, home: &Timeline, address: u64, uses: &[Noted]) -> Result<()> {
-        for noted in uses {
+    fn give(&self, home: &Timeline, address: u64, uses: &Uses) -> Result<()> {
+        for noted in uses.iter() {
             home.wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
         }
         // SAFETY: 1. from `pool_alloc`; each block is given back once, and kept whole if this fails.

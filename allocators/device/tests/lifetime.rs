@@ -2,9 +2,10 @@
 
 mod support;
 
-use aquifer_core::{MemoryError, PoolStats};
-use aquifer_device::{DeviceBuffer, Request};
+use aquifer_core::{Budget, DeviceId, MemoryError, PoolStats};
+use aquifer_device::{DeviceBuffer, Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{Access, Call, sim::Sim};
+use aquifer_stream::StreamPool;
 use std::{collections::HashSet, thread};
 use support::{MIB, Rig, range, read};
 
@@ -105,6 +106,85 @@ fn a_forgotten_use_keeps_the_bytes_for_good_and_never_races() {
     let refused = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap_err();
     let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused:?}") };
     assert_eq!(refused.pending, 6 * MIB);
+}
+
+/// Nobody looks at the pending blocks of a pool that has been closed, unless whoever ends the use sends them home.
+#[test]
+fn a_use_that_ends_after_its_pool_has_closed_takes_the_last_of_it_down() {
+    for finish in [true, false] {
+        let rig = Rig::stepped(8);
+        let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
+        let (s, u) = (rig.stream(), rig.stream());
+        let block = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap();
+        let at = range(&block);
+        let (used, other) =
+            (block.prepare(&u, Access::Read).unwrap(), block.prepare(&u, Access::Read).unwrap());
+        drop(block);
+        drop(rig);
+        drop(s);
+        assert!(budget.used() >= 6 * MIB, "its bytes are its own still");
+        sim.access(u.raw(), at, Access::Read, None).unwrap();
+        drop(u);
+        used.finish().unwrap();
+        assert!(budget.used() >= 6 * MIB, "another use is open");
+        if finish {
+            other.finish().unwrap();
+        } else {
+            other.abort();
+        }
+        assert_eq!(budget.used(), 0);
+        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+    }
+}
+
+/// The pool's end looked at what was pending then, and this block was not.
+#[test]
+fn a_block_that_is_freed_after_its_pool_has_closed_takes_the_last_of_it_down_with_its_uses() {
+    for open in [false, true] {
+        let rig = Rig::stepped(8);
+        let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
+        let (s, u) = (rig.stream(), rig.stream());
+        let block = rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap();
+        let at = range(&block);
+        let used = block.prepare(&u, Access::Read).unwrap();
+        sim.access(u.raw(), at, Access::Read, None).unwrap();
+        drop((rig, s, u));
+        let used = if open { Some(used) } else { used.finish().map(|()| None).unwrap() };
+        drop(block);
+        assert_eq!(budget.used() > 0, open);
+        drop(used);
+        assert_eq!(budget.used(), 0);
+        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+    }
+}
+
+#[test]
+fn a_use_that_ends_after_the_drivers_own_resource_is_gone_gives_its_block_back() {
+    let sim = Sim::h200(1).stepped();
+    let streams = StreamPool::new(sim.driver(), DeviceId(0), 4);
+    let budget = Budget::new("the device", 64 * MIB);
+    let open: [Box<dyn Resource>; 2] = [
+        Box::new(Direct::new(sim.driver(), streams.clone(), Some(budget.clone()))),
+        Box::new(StreamOrdered::new(sim.driver(), streams.clone(), budget.clone()).unwrap()),
+    ];
+    for resource in open {
+        let (s, u) = (streams.lease().unwrap(), streams.lease().unwrap());
+        let block = resource.allocate(&s, Request::bytes(MIB)).unwrap();
+        let at = range(&block);
+        let used = block.prepare(&u, Access::Read).unwrap();
+        drop(block);
+        drop(resource);
+        sim.access(u.raw(), at, Access::Read, None).unwrap();
+        assert!(budget.used() > 0);
+        used.finish().unwrap();
+        s.synchronize().unwrap();
+        assert_eq!(budget.used(), 0);
+        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+    }
+    drop(streams);
+    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
 }
 
 #[test]

@@ -25,4 +25,4 @@ pub use lock::Spin;
 pub use pool::{DEFAULT_CAP, Lease, StreamPool};
 pub use stream::{Point, Stream};
 pub use timeline::{Calling, Fence, Timeline};
-pub use uses::{Noted, Use, UseList};
+pub use uses::{Noted, Use, UseList, Uses, node::LastUse};

@@ -1,6 +1,6 @@
 //! One stream's past and what may be known of it.
 
-use crate::{Epochs, Life, Spin};
+use crate::{Epochs, Life, Spin, uses::node::Nodes};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Driver, RawEvent, RawStream, Relaxed};
 use std::{
@@ -92,6 +92,8 @@ pub struct Timeline {
     epochs: Epochs<OwnedEvent>,
     /// Events that were seen done and that nobody holds.
     spare: Spin<Vec<Arc<OwnedEvent>>>,
+    /// Accounts for the uses of this stream's blocks by others.
+    nodes: Nodes,
     /// What this stream has been made to wait for: (other's serial, epoch), so that it need not wait twice.
     waited: Spin<Vec<(u64, u64)>>,
     /// One of the four above. Does not go back, but for a retirement that fails.
@@ -125,6 +127,7 @@ impl Timeline {
             isolated: AtomicBool::new(isolated),
             epochs: Epochs::new(),
             spare: Spin::new(Vec::new()),
+            nodes: Nodes::default(),
             waited: Spin::new(Vec::new()),
             state: AtomicU8::new(LIVE),
             calling: AtomicU32::new(0),
@@ -155,6 +158,10 @@ impl Timeline {
     #[must_use]
     pub fn id(&self) -> u64 {
         self.id
+    }
+
+    pub(crate) fn nodes(&self) -> &Nodes {
+        &self.nodes
     }
 
     pub(crate) fn life(&self) -> &Life {

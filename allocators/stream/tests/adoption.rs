@@ -306,7 +306,7 @@ fn a_fenced_stream_has_an_event_recorded_at_the_end_of_each_use() {
     rig.destroy(foreign);
     rig.sim.run_all();
     on.poll().unwrap();
-    assert!(noted.iter().all(aquifer_stream::Noted::is_done));
+    assert!(noted.iter().all(|n| n.is_done()));
     assert_eq!(rig.made(Call::EventRecord), before + 1);
 }
 

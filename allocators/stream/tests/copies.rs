@@ -74,7 +74,7 @@ fn a_borrow_beside_others_waits_for_them_and_ends_none() {
     u.timeline().fence(before).unwrap();
     rig.launch(&u);
     let left = uses.take(home.timeline());
-    assert_eq!(left.len(), 2);
+    assert_eq!(left.iter().count(), 2);
     let of_u = left.iter().find(|noted| noted.on().raw() == u.raw()).unwrap();
     assert!(of_u.epoch().unwrap() > before, "stamped when all borrows were over");
     // Whoever is alone ends them, as the control.
@@ -98,6 +98,7 @@ fn borrows_of_one_kind_by_one_stream_are_noted_once_however_many_they_are() {
         rig.launch(&u);
     }
     let left = uses.take(home.timeline());
+    let left: Vec<_> = left.iter().collect();
     assert_eq!(left.len(), 1);
     assert!(!left[0].is_done());
     assert_eq!(left[0].epoch(), Some(u.timeline().open()), "and by the last of them");

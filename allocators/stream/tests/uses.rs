@@ -9,7 +9,7 @@ mod support;
 
 use aquifer_core::MemoryError;
 use aquifer_driver::{Access, Call};
-use aquifer_stream::{Noted, Stream, UseList};
+use aquifer_stream::{LastUse, Stream, UseList, Uses};
 use std::{
     sync::{
         Barrier,
@@ -46,13 +46,17 @@ impl<'a> Block<'a> {
     }
 
     /// The block is freed.
-    fn take(&mut self) -> Vec<Noted> {
+    fn take(&mut self) -> Uses {
         self.uses.take(self.home.timeline())
     }
 
     fn waits(&self) -> u64 {
         self.rig.made(Call::StreamWaitEvent)
     }
+}
+
+fn all_done(uses: &Uses) -> bool {
+    uses.iter().all(|noted| noted.is_done())
 }
 
 #[test]
@@ -145,11 +149,11 @@ fn a_use_is_covered_by_the_epoch_in_which_it_ended() {
     let ended = u.timeline().open();
     held.finish().unwrap();
     let noted = block.take();
-    assert_eq!(noted.iter().map(Noted::epoch).collect::<Vec<_>>(), [Some(ended)]);
+    assert_eq!(noted.iter().map(|n| n.epoch()).collect::<Vec<_>>(), [Some(ended)]);
     u.timeline().poll().unwrap();
-    assert!(!noted[0].is_done(), "the event passed, the work did not");
+    assert!(!all_done(&noted), "the event passed, the work did not");
     u.synchronize().unwrap();
-    assert!(noted[0].is_done());
+    assert!(all_done(&noted));
 }
 
 #[test]
@@ -163,11 +167,11 @@ fn a_use_that_is_held_when_its_block_is_freed_is_open_until_it_ends() {
     assert!(noted.iter().all(|n| n.is_open() && !n.is_done() && n.epoch().is_none()));
     drop(held);
     called_off.abort();
-    assert!(noted.iter().all(|n| !n.is_open()));
-    assert!(noted[1].is_done(), "no work of it was queued");
-    assert!(!noted[0].is_done(), "nobody has looked yet");
+    assert!(!noted.is_open());
+    assert_eq!(noted.iter().count(), 1, "no work of the other was queued");
+    assert!(!all_done(&noted), "nobody has looked yet");
     u.synchronize().unwrap();
-    assert!(noted[0].is_done());
+    assert!(all_done(&noted));
 }
 
 #[test]
@@ -202,7 +206,7 @@ fn one_note_is_enough_for_one_stream_and_kind_of_access() {
     block.record(&u, Access::Write);
     let last = u.timeline().open();
     let noted = block.take();
-    assert_eq!(noted.len(), 2);
+    assert_eq!(noted.iter().count(), 2);
     assert!(noted.iter().any(|n| n.epoch() == Some(last)));
     assert!(noted.iter().all(|n| n.epoch() >= Some(last - 1)), "the later epoch covers the earlier ones");
 }
@@ -219,25 +223,189 @@ fn what_is_done_or_the_home_streams_own_holds_nothing_back() {
     u.synchronize().unwrap();
     assert!(block.take().is_empty());
     let held = block.prepare(&block.home, Access::Write).unwrap();
-    assert_eq!(block.take().len(), 1, "an open one does: nobody knows what its holder will queue");
+    assert_eq!(block.take().iter().count(), 1, "an open one does: nobody knows what its holder will queue");
     drop(held);
 }
 
 #[test]
+fn uses_that_end_one_after_the_other_stay_one_note() {
+    let rig = Rig::stepped(4);
+    let mut block = Block::new(&rig);
+    let u = rig.lease();
+    for _ in 0..100 {
+        let held = block.prepare(&u, Access::Read).unwrap();
+        rig.launch(&u);
+        held.finish().unwrap();
+        block.lend(&u, Access::Read).unwrap();
+    }
+    let last = u.timeline().open();
+    let epochs: Vec<_> = block.take().iter().map(|n| n.epoch()).collect();
+    assert!(epochs == [Some(last)], "{epochs:?}");
+}
+
+#[test]
+fn what_the_home_stream_has_waited_for_is_forgotten_and_nothing_else() {
+    let rig = Rig::stepped(4);
+    let mut block = Block::new(&rig);
+    let (u, v) = (rig.lease(), rig.lease());
+    block.record(&u, Access::Write);
+    block.lend(&block.home, Access::Read).unwrap();
+    block.record(&v, Access::Read);
+    let left: Vec<_> = block.take().iter().map(|n| n.on().clone()).collect();
+    assert_eq!(left.len(), 1, "the writer has been waited for");
+    assert_eq!(left[0].id(), v.timeline().id(), "a read that came later has not");
+    // A wait that is refused makes nothing forgotten, nor does another stream's.
+    block.record(&u, Access::Write);
+    rig.launch(&u);
+    rig.sim.fail(Call::StreamWaitEvent, 1, 999);
+    assert!(block.lend(&block.home, Access::Read).is_err());
+    block.prepare(&v, Access::Write).unwrap().abort();
+    assert_eq!(block.take().iter().count(), 1);
+}
+
+/// It waits for the epoch that it saw; a use that was noted during the wait is another.
+#[test]
+fn a_use_noted_while_the_home_stream_waits_is_kept() {
+    let rig = Rig::stepped(4);
+    let mut block = Block::new(&rig);
+    let u = rig.lease();
+    block.record(&u, Access::Write);
+    rig.launch(&u);
+    let slow = rig.sim.stall(Call::StreamWaitEvent);
+    thread::scope(|scope| {
+        let lending = scope.spawn(|| block.lend(&block.home, Access::Read));
+        assert!(slow.wait_for(1, support::PATIENCE));
+        block.record(&u, Access::Write);
+        drop(slow);
+        lending.join().unwrap().unwrap();
+    });
+    let now = u.timeline().open();
+    assert_eq!(block.take().iter().map(|n| n.epoch()).collect::<Vec<_>>(), [Some(now)]);
+}
+
+#[test]
+fn whoever_asks_is_told_when_the_last_open_use_of_a_freed_block_ends_and_not_before() {
+    #[derive(Default)]
+    struct Told(AtomicU32);
+    impl LastUse for Told {
+        fn ended(&self) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+    let rig = Rig::new(4);
+    let mut block = Block::new(&rig);
+    let (u, v) = (rig.lease(), rig.lease());
+    let (one, two) = (block.prepare(&u, Access::Read).unwrap(), block.prepare(&v, Access::Read).unwrap());
+    let told = std::sync::Arc::new(Told::default());
+    let whom: std::sync::Arc<dyn LastUse> = told.clone();
+    let uses = block.take();
+    assert!(uses.tell(&whom));
+    drop(one);
+    assert_eq!(told.0.load(Ordering::SeqCst), 0);
+    two.abort();
+    assert_eq!(told.0.load(Ordering::SeqCst), 1);
+    assert!(!uses.tell(&whom), "none is open");
+}
+
+#[test]
+fn a_block_that_is_given_up_with_an_open_use_leaves_its_account_to_the_use() {
+    let rig = Rig::new(4);
+    let mut block = Block::new(&rig);
+    let u = rig.lease();
+    let held = block.prepare(&u, Access::Write).unwrap();
+    drop(block.take());
+    // Had the account gone to the next block, the end of this use would end one of that.
+    let next = Block { rig: &rig, home: block.home.clone(), uses: UseList::new() };
+    let excluding = next.prepare(&u, Access::Write).unwrap();
+    drop(held);
+    assert_eq!(next.prepare(&u, Access::Write).map(drop), Err(BUSY));
+    drop(excluding);
+}
+
+#[test]
 fn uses_that_are_taken_over_are_taken_with_the_block_again() {
+    for lender_has_its_own in [true, false] {
+        let rig = Rig::stepped(4);
+        let (mut lent_on, mut lender) = (Block::new(&rig), Block::new(&rig));
+        let (other, third) = (rig.lease(), rig.lease());
+        let open = lent_on.prepare(&other, Access::Read).unwrap();
+        if lender_has_its_own {
+            lender.record(&third, Access::Read);
+        }
+        let own = usize::from(lender_has_its_own);
+        let taken = lent_on.take();
+        lender.uses.take_over(lender.home.timeline(), taken);
+        lender.uses.take_over(lender.home.timeline(), Uses::default());
+        assert_eq!(lender.prepare(&third, Access::Write).map(drop), Err(BUSY), "what came along excludes");
+        let mut uses = lender.take();
+        assert_eq!(uses.iter().count(), 1 + own);
+        assert!(uses.is_open(), "the other one's holder has not finished it");
+        rig.launch(&other);
+        open.finish().unwrap();
+        assert!(!uses.is_open());
+        assert_eq!(uses.stamped().count(), 1 + own);
+        for stream in [&other, &third] {
+            stream.synchronize().unwrap();
+        }
+        uses.forget_done();
+        assert!(uses.is_empty());
+        assert!(lent_on.take().is_empty());
+    }
+}
+
+#[test]
+fn what_is_queued_for_uses_that_came_along_is_waited_for() {
     let rig = Rig::stepped(4);
     let (mut lent_on, mut lender) = (Block::new(&rig), Block::new(&rig));
     let (other, third) = (rig.lease(), rig.lease());
-    let open = lent_on.prepare(&other, Access::Read).unwrap();
+    lent_on.record(&other, Access::Read);
+    rig.launch(&other);
     lender.record(&third, Access::Read);
     let taken = lent_on.take();
-    lender.uses.take_over(taken);
-    lender.uses.take_over(Vec::new());
-    let mut uses = lender.take();
-    assert_eq!(uses.len(), 2);
-    uses.retain(Noted::is_open);
-    assert_eq!(uses.len(), 1, "the other one's holder has not finished it");
+    lender.uses.take_over(lender.home.timeline(), taken);
+    let before = lender.waits();
+    lender.lend(&lender.home, Access::Write).unwrap();
+    assert_eq!(lender.waits() - before, 2, "for each of the two");
+}
+
+/// The lender's own stream is in order with itself, and not with what was the other's.
+#[test]
+fn the_stream_that_memory_was_lent_on_to_is_another_to_its_lender() {
+    let rig = Rig::stepped(3);
+    let (mut lent_on, mut lender) = (Block::new(&rig), Block::new(&rig));
+    let open = lent_on.prepare(&lent_on.home, Access::Write).unwrap();
+    let taken = lent_on.take();
+    lender.uses.take_over(lender.home.timeline(), taken);
+    rig.launch(&lent_on.home);
     open.finish().unwrap();
-    assert!(!uses[0].is_open());
-    assert!(lent_on.take().is_empty());
+    let uses: Vec<_> = lender.take().iter().collect();
+    assert_eq!(uses.len(), 1);
+    assert_eq!(uses[0].epoch(), Some(lent_on.home.timeline().open()));
+}
+
+#[test]
+fn uses_that_are_asked_for_while_the_block_lives_say_how_they_end_and_stay_noted() {
+    let rig = Rig::stepped(4);
+    let mut block = Block::new(&rig);
+    let (u, v) = (rig.lease(), rig.lease());
+    block.record(&u, Access::Read);
+    let (ends, called_off) =
+        (block.prepare(&v, Access::Read).unwrap(), block.prepare(&v, Access::Read).unwrap());
+    rig.launch(&v);
+    let home = block.home.timeline().clone();
+    let current = [block.uses.current(&home), block.uses.current(&home)];
+    block.record(&u, Access::Read);
+    let then = v.timeline().open();
+    ends.finish().unwrap();
+    called_off.abort();
+    rig.launch(&v);
+    block.record(&v, Access::Read);
+    for current in current {
+        assert_eq!(current.len(), 3);
+        let of_v: Vec<_> = current.iter().filter(|noted| noted.on().raw() == v.raw()).collect();
+        let mut epochs: Vec<_> = of_v.iter().map(|noted| noted.epoch()).collect();
+        epochs.sort_unstable();
+        assert_eq!(epochs, [Some(0), Some(then)], "called off, and ended when it did");
+    }
+    assert_eq!(block.take().iter().count(), 2, "one of each stream");
 }

@@ -11,7 +11,7 @@ use crate::{
 };
 use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, Foreign, KeepAlive, Operand, OperandMut, RawStream, Typed, site};
-use aquifer_stream::{Noted, StreamPool, Timeline};
+use aquifer_stream::{StreamPool, Timeline, Uses};
 use bytemuck::Pod;
 use std::{
     any::Any,
@@ -81,7 +81,7 @@ struct Kept {
     address: u64,
     timeline: Arc<Timeline>,
     ends_at_once: bool,
-    uses: Vec<Noted>,
+    uses: Uses,
     foreign: Box<dyn Any + Send>,
 }
 
@@ -117,11 +117,14 @@ impl Kept {
 }
 
 /// Makes the home stream wait for every use, and the host for the home stream where it has to.
-fn behind(address: u64, home: &Timeline, uses: &mut Vec<Noted>, ends_at_once: bool) -> Result<()> {
-    uses.retain(|noted| !noted.is_done());
-    for noted in uses.iter() {
-        let epoch = noted.epoch().ok_or(MemoryError::Busy { address })?;
-        home.wait_for(noted.on(), epoch)?;
+fn behind(address: u64, home: &Timeline, uses: &mut Uses, ends_at_once: bool) -> Result<()> {
+    uses.forget_done();
+    // No use of memory that has been let go of is opened any more, so what is stamped then is all.
+    if uses.is_open() {
+        return Err(MemoryError::Busy { address });
+    }
+    for (on, epoch) in uses.stamped() {
+        home.wait_for(&on, epoch)?;
     }
     if ends_at_once {
         home.wait(home.open(), None)?;
@@ -192,7 +195,6 @@ impl<F: Foreign> Adopted<F> {
     ///
     /// # Errors
     /// [`Declined`] with this in it: [`MemoryError::Busy`] while a use is open; the driver's; the library's.
-    #[expect(clippy::result_large_err, reason = "a refusal gives back what was handed in")]
     #[track_caller]
     pub fn into_inner(mut self) -> Result<F, Declined<Self>> {
         let _site = site::enter();

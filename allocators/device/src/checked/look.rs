@@ -4,7 +4,7 @@ use super::{
     CANARY, Checked, Fault, Finding, Freed, Held, Live, POISON_FREED, can_be_used, guards::first_wrong,
 };
 use aquifer_core::{MemoryError, Result};
-use aquifer_stream::{Noted, Stream};
+use aquifer_stream::Stream;
 use std::{
     sync::PoisonError,
     thread,
@@ -42,19 +42,18 @@ impl Checked {
         };
         let mut still = Vec::new();
         for mut freed in waiting {
-            for noted in &freed.uses {
-                if let Some(epoch) = noted.epoch().filter(|&epoch| !noted.on().is_done(epoch)) {
-                    // A refusal leaves the block waiting; the next look tries again.
-                    let _ = noted.on().fence(epoch).and_then(|_| noted.on().poll());
-                }
+            for (on, epoch) in freed.uses.stamped().filter(|(on, epoch)| !on.is_done(*epoch)) {
+                // A refusal leaves the block waiting; the next look tries again.
+                let _ = on.fence(epoch).and_then(|_| on.poll());
             }
-            freed.uses.retain(|noted| !noted.is_done());
-            if wait {
+            freed.uses.forget_done();
+            // No use of a freed block is opened any more, so what is stamped then is all.
+            if wait && !freed.uses.is_open() {
                 let home = &freed.held.home;
-                // A refusal leaves a use as it is.
-                freed
-                    .uses
-                    .retain(|noted| noted.epoch().is_none_or(|e| home.wait_for(noted.on(), e).is_err()));
+                // A refusal leaves the block waiting.
+                if freed.uses.stamped().all(|(on, epoch)| home.wait_for(&on, epoch).is_ok()) {
+                    freed.uses.clear();
+                }
             }
             if freed.uses.is_empty() {
                 self.unused(freed);
@@ -121,9 +120,7 @@ impl Checked {
 
     /// Waits for stamped uses of freed blocks.
     fn wait_for_uses(&self, deadline: Option<Instant>) {
-        let stamped = |noted: &Noted| Some((noted.on().clone(), noted.epoch()?));
-        let uses: Vec<_> =
-            self.state().waiting.iter().flat_map(|freed| &freed.uses).filter_map(stamped).collect();
+        let uses: Vec<_> = self.state().waiting.iter().flat_map(|freed| freed.uses.stamped()).collect();
         for (on, epoch) in uses {
             // A refusal leaves the block waiting.
             let _ = on.wait(epoch, deadline);
@@ -294,9 +291,7 @@ impl Held {
         if looked.is_ok() {
             // The reader has been waited for, and nobody else has used what is held.
             let home = self.home.clone();
-            if let Some(extras) = self.memory.block_mut().extras.get_mut() {
-                let _over = extras.uses.take(&home);
-            }
+            let _over = self.memory.block_mut().uses.take(&home);
         }
         looked
     }

@@ -1,0 +1,74 @@
+//! Noting uses takes nothing from the host's heap once it has begun.
+#![expect(unsafe_code, reason = "counts what an allocator is asked for, and adopts a stream")]
+
+mod support;
+
+use aquifer_driver::Access;
+use aquifer_stream::{Life, UseList};
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    cell::Cell,
+};
+use support::Rig;
+
+thread_local! {
+    static ASKED: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: 1. the system's allocator does the work; counting touches a constant thread-local without a destructor.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ASKED.set(ASKED.get() + 1);
+        // SAFETY: 1. the caller's promise.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        // SAFETY: 1. the caller's promise.
+        unsafe { System.dealloc(block, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// What `round` asks of the heap when it has run a few times.
+fn asked(mut round: impl FnMut()) -> u64 {
+    (0..4).for_each(|_| round());
+    let before = ASKED.get();
+    (0..100).for_each(|_| round());
+    ASKED.get() - before
+}
+
+#[test]
+fn in_a_steady_state_uses_by_two_streams_take_nothing_from_the_heap() {
+    let rig = Rig::new(4);
+    let home = rig.adopt(rig.foreign(), Life::Retired).unwrap();
+    // So that there is nothing to wait for: the driver's calls are its own affair.
+    home.clone().retire().unwrap();
+    let (u, v) = (rig.lease(), rig.lease());
+    let (home, u, v) = (home.timeline(), u.timeline(), v.timeline());
+    let kept = UseList::new();
+    let prepared = asked(|| kept.prepare(1, home, u, Access::Read).unwrap().finish().unwrap());
+    let at_home = asked(|| drop(kept.prepare(1, home, home, Access::Read).unwrap()));
+    let recorded = asked(|| kept.record(home, v, Access::Read).unwrap());
+    let freed = asked(|| {
+        let mut uses = UseList::new();
+        uses.record(home, u, Access::Read).unwrap();
+        uses.prepare(1, home, v, Access::Read).unwrap().finish().unwrap();
+        uses.lend(1, home, v, Access::Read).unwrap();
+        let mut uses = uses.take(home);
+        uses.forget_done();
+        assert_eq!(uses.stamped().count(), 2);
+        uses.clear();
+    });
+    assert_eq!((prepared, at_home, recorded, freed), (0, 0, 0, 0));
+    // The count counts.
+    assert_eq!(asked(|| drop(std::hint::black_box(Box::new(1)))), 100);
+}
+
+#[test]
+fn a_list_is_as_large_as_a_pointer() {
+    assert_eq!(size_of::<UseList>(), size_of::<usize>());
+}
