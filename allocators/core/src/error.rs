@@ -164,6 +164,11 @@ pub enum MemoryError {
         /// Where the one that it overlaps begins.
         held: u64,
     },
+    /// Bytes that one launch lists twice, where one of the two writes.
+    ListedTwice {
+        /// The block.
+        address: u64,
+    },
     /// The pool that would have to answer has been shut down.
     Closed,
     /// As many as the pool may have are leased already.
@@ -247,6 +252,9 @@ impl fmt::Display for MemoryError {
             }
             Self::BlockOverlap { address, held } => {
                 write!(f, "a block at {address:#x} would overlap the one at {held:#x}; it is kept from use")
+            }
+            Self::ListedTwice { address } => {
+                write!(f, "one launch lists the block at {address:#x} twice, and writes it")
             }
             Self::Closed => f.write_str("the pool has been shut down"),
             Self::Capacity { max } => write!(f, "all {max} streams are leased"),

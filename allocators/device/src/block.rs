@@ -4,7 +4,7 @@ use crate::{Request, backend::Backed, home::Home};
 use aquifer_core::{DeviceId, MemoryError, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, site};
 use aquifer_heap::Key;
-use aquifer_stream::{Stream, StreamPool, Timeline, Use, UseList};
+use aquifer_stream::{Account, Stream, StreamPool, Timeline, Tracked, Use, UseList};
 use std::{any::Any, fmt, sync::Arc};
 
 /// A block of device memory that goes home when it is dropped.
@@ -12,6 +12,25 @@ use std::{any::Any, fmt, sync::Arc};
 /// It belongs to the stream it was allocated for: work on that stream may use it at once and until the drop. Work on any
 /// other stream goes through [`Block::prepare`], or is noted by [`Block::record_use`]; the pool gives the bytes to
 /// somebody else only after it.
+///
+/// A kernel that touches several blocks is ordered with all of them by one [`Launch`](aquifer_stream::Launch):
+///
+/// ```
+/// use aquifer_device::{DevicePool, PoolConfig, Request};
+/// use aquifer_driver::{DeviceId, Operand, sim::{Kernel, Sim}};
+/// use aquifer_stream::Launch;
+/// let sim = Sim::h200(1);
+/// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
+/// let (s, u) = (pool.stream()?, pool.stream()?);
+/// let (a, b) = (pool.alloc(&s, Request::bytes(4096))?, pool.alloc(&u, Request::bytes(4096))?);
+/// let ready = Launch::on(&u).reads(&a).updates(&b).preflight()?; // `u` waits for `s`
+/// let kernel = Kernel::new("add").reads(a.range(), None).writes(b.range(), None);
+/// sim.launch(u.raw(), kernel).map_err(aquifer_core::MemoryError::Driver)?;
+/// ready.commit()?;
+/// drop(a); // and its bytes are given out again when the kernel is done with them
+/// assert!(sim.violations().is_empty());
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
 ///
 /// Dropping it never calls the driver and never blocks, except once its pool has been closed: then for the last block, and
 /// for one that other streams use.
@@ -221,6 +240,13 @@ unsafe impl Operand for Block {
 unsafe impl OperandMut for Block {
     fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
         self.order_as(stream, alive, access, true)
+    }
+}
+
+impl Tracked for Block {
+    fn account(&self) -> Account<'_> {
+        // Whoever may read the block knows that nobody has borrowed it to be written.
+        Account { address: self.address(), home: self.home(), uses: &self.uses, alone: true }
     }
 }
 

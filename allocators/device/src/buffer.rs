@@ -9,7 +9,7 @@ pub use slice::{Chunks, ChunksMut, DeviceSlice, DeviceSliceMut};
 use crate::{Block, Request, Resource};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
-use aquifer_stream::Stream;
+use aquifer_stream::{Account, Stream, Tracked};
 use bytemuck::Pod;
 use slice::Part;
 use std::{fmt, marker::PhantomData, ops::Range};
@@ -281,6 +281,12 @@ unsafe impl<T> Operand for DeviceBuffer<T> {
 unsafe impl<T> OperandMut for DeviceBuffer<T> {
     fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
         self.block.order_mut(stream, alive, access)
+    }
+}
+
+impl<T> Tracked for DeviceBuffer<T> {
+    fn account(&self) -> Account<'_> {
+        self.block.account()
     }
 }
 

@@ -23,7 +23,7 @@ use crate::{
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, Ownership, RawStream, site};
-use aquifer_stream::Stream;
+use aquifer_stream::{Account, Stream, Tracked};
 use bytemuck::Pod;
 use std::{fmt, ops::Range, sync::Arc};
 
@@ -241,6 +241,12 @@ unsafe impl Operand for StableBlock {
     }
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
         self.block.order(stream, alive, access)
+    }
+}
+
+impl Tracked for StableBlock {
+    fn account(&self) -> Account<'_> {
+        self.block.account()
     }
 }
 

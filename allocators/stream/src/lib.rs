@@ -5,11 +5,13 @@
 //! | [`StreamPool`], [`Stream`] | streams that are leased and come back; adoption of other libraries' streams |
 //! | [`Timeline`], [`epochs`] | a stream's past in epochs, proved by events that are recorded only when somebody asks |
 //! | [`UseList`], [`Use`] | which other streams use a block |
+//! | [`Launch`], [`Ready`] | all the blocks that one launch touches, ordered and stamped at once |
 //! | [`Stream::upload`], [`Stream::scope`] and their kin | asynchronous copies that safe code cannot race with |
 //! | [`Spin`] | the lock in front of a stream's cache |
 
 mod copy;
 pub mod epochs;
+mod launch;
 mod life;
 mod lock;
 mod pool;
@@ -20,6 +22,7 @@ mod uses;
 
 pub use copy::{Grid, HostOwned, InFlight, Refused, Scope};
 pub use epochs::Epochs;
+pub use launch::{Account, Launch, Ready, Tracked};
 pub use life::Life;
 pub use lock::Spin;
 pub use pool::{DEFAULT_CAP, Lease, StreamPool};

@@ -173,11 +173,18 @@ impl Entered {
             before.iter().try_for_each(|(other, epoch)| on.wait_for(other, *epoch).map(drop))
         })();
         match ordered {
-            Ok(()) if at_home && !before.is_empty() => self.node.forget(before),
+            Ok(()) if at_home => self.forget(before),
             Ok(()) => {}
             Err(_) => self.withdraw(),
         }
         ordered
+    }
+
+    /// Forgets what the home stream, whose use this is, has been made to wait for.
+    pub(crate) fn forget(&self, before: &Before) {
+        if !before.is_empty() {
+            self.node.forget(before);
+        }
     }
 
     /// Takes the note back.
@@ -241,7 +248,10 @@ impl UseList {
         access: Access,
     ) -> Result<Use> {
         let mut before = Before::new();
-        let entered = self.enter(address, home, on, access, &mut before)?;
+        // Whoever may read the block knows that nobody has borrowed it to be written; whoever says that he writes proves
+        // nothing by it, and readers may go on.
+        let borrows = Borrows::over_if(!access.writes());
+        let entered = self.enter(address, home, on, access, borrows, &mut before)?;
         entered.order(home, on, &before)?;
         Ok(entered.into_use(on))
     }
@@ -258,10 +268,11 @@ impl UseList {
         home: &Arc<Timeline>,
         on: &Arc<Timeline>,
         access: Access,
+        borrows: Borrows,
         before: &mut Before,
     ) -> Result<Entered> {
         let node = self.node_or_new(home);
-        let id = node.enter(Arc::ptr_eq(home, on), on, access, Stamp::Open, Borrows::Over, before);
+        let id = node.enter(Arc::ptr_eq(home, on), on, access, Stamp::Open, borrows, before);
         Ok(Entered { node, id: id.ok_or(MemoryError::Busy { address })? })
     }
 

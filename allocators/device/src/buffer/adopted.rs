@@ -11,7 +11,7 @@ use crate::{
 };
 use aquifer_core::{MemoryError, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, Foreign, KeepAlive, Operand, OperandMut, RawStream, Typed, site};
-use aquifer_stream::{StreamPool, Timeline, Uses};
+use aquifer_stream::{Account, StreamPool, Timeline, Tracked, Uses};
 use bytemuck::Pod;
 use std::{
     any::Any,
@@ -259,6 +259,12 @@ unsafe impl<F: Foreign> Operand for Adopted<F> {
 unsafe impl<F: Foreign> OperandMut for Adopted<F> {
     fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
         self.buffer.order_mut(stream, alive, access)
+    }
+}
+
+impl<F: Foreign> Tracked for Adopted<F> {
+    fn account(&self) -> Account<'_> {
+        self.buffer.account()
     }
 }
 

@@ -3,6 +3,7 @@
 use crate::Block;
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
+use aquifer_stream::{Account, Tracked};
 use bytemuck::Pod;
 use std::{fmt, iter::FusedIterator, marker::PhantomData, ops::Range};
 
@@ -293,6 +294,11 @@ macro_rules! part {
             }
             fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
                 self.part.order(stream, alive, access, !access.writes())
+            }
+        }
+        impl<T> Tracked for $slice<'_, T> {
+            fn account(&self) -> Account<'_> {
+                Account { alone: self.part.alone, ..self.part.block.account() }
             }
         }
         impl<T> Typed for $slice<'_, T> {

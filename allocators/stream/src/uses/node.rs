@@ -36,11 +36,17 @@ pub(super) enum Stamp {
 
 /// What becomes of borrows that a new use conflicts with.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) enum Borrows {
+pub(crate) enum Borrows {
     /// They are over.
     Over,
     /// They may go on: they are of other parts of the block.
     Beside,
+}
+
+impl Borrows {
+    pub(crate) fn over_if(over: bool) -> Self {
+        if over { Self::Over } else { Self::Beside }
+    }
 }
 
 /// Room for one stream's use of the block. Filled field by field and emptied by taking the stream out, never moved: a struct
