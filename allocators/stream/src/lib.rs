@@ -7,6 +7,7 @@
 //! | [`UseList`], [`Use`] | which other streams use a block |
 //! | [`Launch`], [`Ready`] | all the blocks that one launch touches, ordered and stamped at once |
 //! | [`Stream::upload`], [`Stream::scope`] and their kin | asynchronous copies that safe code cannot race with |
+//! | [`Retirement`] | who may still call for a handle that is about to go |
 //! | [`Spin`] | the lock in front of a stream's cache |
 
 mod copy;
@@ -15,6 +16,7 @@ mod launch;
 mod life;
 mod lock;
 mod pool;
+mod retirement;
 mod stream;
 mod sync;
 mod timeline;
@@ -26,6 +28,7 @@ pub use launch::{Account, Launch, Ready, Tracked};
 pub use life::Life;
 pub use lock::Spin;
 pub use pool::{DEFAULT_CAP, Lease, StreamPool};
+pub use retirement::{Calling, Ended, Retirement};
 pub use stream::{Point, Stream};
-pub use timeline::{Calling, Fence, Timeline};
+pub use timeline::{Fence, Timeline};
 pub use uses::{Noted, Use, UseList, Uses, node::LastUse};

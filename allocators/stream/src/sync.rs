@@ -6,6 +6,13 @@ pub(crate) use std::sync::atomic;
 #[cfg(loom)]
 pub(crate) use loom::sync::atomic;
 
+/// Lets another thread run.
+#[cfg(not(loom))]
+pub(crate) use std::thread::yield_now;
+
+#[cfg(loom)]
+pub(crate) use loom::thread::yield_now;
+
 /// A cell that a lock guards, under the interface that loom checks.
 #[cfg(not(loom))]
 #[derive(Debug)]

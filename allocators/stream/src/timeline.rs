@@ -1,6 +1,6 @@
 //! One stream's past and what may be known of it.
 
-use crate::{Epochs, Life, Spin, uses::node::Nodes};
+use crate::{Calling, Ended, Epochs, Life, Retirement, Spin, uses::node::Nodes};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Driver, RawEvent, RawStream, Relaxed};
 use std::{
@@ -8,7 +8,7 @@ use std::{
     fmt,
     sync::{
         Arc, OnceLock, PoisonError, RwLock,
-        atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -62,15 +62,6 @@ const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 /// The driver's code for questions about an event that was recorded in a capture.
 const CAPTURED_EVENT: u32 = 907;
 
-/// The handle is good.
-const LIVE: u8 = 0;
-/// Somebody waits for the last of the stream's work; the handle is still good.
-const ENDING: u8 = 1;
-/// All work is done, and the handle is gone or about to go.
-const RETIRED: u8 = 2;
-/// The device is lost, and with it all that was queued.
-const LOST: u8 = 3;
-
 /// Serials given out. 2^64 of them do not run out.
 static SERIALS: AtomicU64 = AtomicU64::new(0);
 
@@ -96,10 +87,8 @@ pub struct Timeline {
     nodes: Nodes,
     /// What this stream has been made to wait for: (other's serial, epoch), so that it need not wait twice.
     waited: Spin<Vec<(u64, u64)>>,
-    /// One of the four above. Does not go back, but for a retirement that fails.
-    state: AtomicU8,
-    /// Threads in a driver call for the handle. Whoever retires the stream waits for them.
-    calling: AtomicU32,
+    /// Whether the handle is good, and who calls for it.
+    retirement: Retirement,
     /// What pools keep for this stream, by pool.
     attached: OnceLock<Attached>,
     attached_more: RwLock<Vec<Attached>>,
@@ -129,8 +118,7 @@ impl Timeline {
             spare: Spin::new(Vec::new()),
             nodes: Nodes::default(),
             waited: Spin::new(Vec::new()),
-            state: AtomicU8::new(LIVE),
-            calling: AtomicU32::new(0),
+            retirement: Retirement::new(),
             attached: OnceLock::new(),
             attached_more: RwLock::new(Vec::new()),
         }
@@ -325,21 +313,10 @@ impl Timeline {
         if !self.life.is_meant_here() {
             return Err(self.of_another_thread());
         }
-        loop {
-            // Counted first and looked after, while whoever retires sets first and counts after: one of the two sees the
-            // other, as both are in the one order of sequential consistency.
-            self.calling.fetch_add(1, Ordering::SeqCst);
-            let calling = Calling(self);
-            match self.state.load(Ordering::SeqCst) {
-                LIVE => return Ok(calling),
-                ENDING => {
-                    drop(calling);
-                    std::thread::yield_now();
-                }
-                LOST => return Err(MemoryError::DeviceLost { device: self.raw.device() }),
-                _ => return Err(MemoryError::UnknownId),
-            }
-        }
+        self.retirement.enter().map_err(|ended| match ended {
+            Ended::Lost => MemoryError::DeviceLost { device: self.raw.device() },
+            Ended::Retired => MemoryError::UnknownId,
+        })
     }
 
     fn take_event(&self) -> Result<Arc<OwnedEvent>> {
@@ -579,27 +556,18 @@ impl Timeline {
         if !self.life.is_meant_here() {
             return Err(self.of_another_thread());
         }
-        while let Err(state) = self.state.compare_exchange(LIVE, ENDING, Ordering::SeqCst, Ordering::SeqCst) {
-            if state != ENDING {
-                return Ok(());
-            }
-            std::thread::yield_now();
-        }
-        while self.calling.load(Ordering::SeqCst) > 0 {
-            std::thread::yield_now();
-        }
-        let synchronized = self.synchronize_now();
-        if synchronized.is_ok() {
+        let ended = self.retirement.end(|| {
+            self.synchronize_now()?;
             self.finish(u64::MAX);
-        }
-        self.state.store(if synchronized.is_ok() { RETIRED } else { LIVE }, Ordering::SeqCst);
-        synchronized
+            Ok(())
+        });
+        ended.unwrap_or(Ok(()))
     }
 
     /// Whether the stream's handle is gone or about to go.
     #[must_use]
     pub fn is_retired(&self) -> bool {
-        self.state.load(Ordering::Acquire) >= RETIRED
+        self.retirement.is_over()
     }
 
     /// Ends the account of a stream whose device is lost: what was queued never runs. A stream that can be waited for
@@ -609,8 +577,7 @@ impl Timeline {
             return;
         }
         self.finish(u64::MAX);
-        // One that is being retired, or has been, is left to that.
-        let _ = self.state.compare_exchange(LIVE, LOST, Ordering::SeqCst, Ordering::SeqCst);
+        self.retirement.lose();
     }
 
     /// What the pool called `key` keeps for this stream.
@@ -652,17 +619,6 @@ impl Timeline {
     /// Lets go of what was kept for `key`, where it can; the first pool's stays and is never asked for again.
     pub fn detach(&self, key: u64) {
         self.attached_more.write().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != key);
-    }
-}
-
-/// A thread in a driver call for a stream's handle: whoever retires the stream waits for it.
-#[derive(Debug)]
-#[must_use = "the handle may go as soon as this is dropped"]
-pub struct Calling<'a>(&'a Timeline);
-
-impl Drop for Calling<'_> {
-    fn drop(&mut self) {
-        self.0.calling.fetch_sub(1, Ordering::SeqCst);
     }
 }
 

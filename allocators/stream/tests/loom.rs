@@ -1,11 +1,21 @@
-//! Every interleaving of the lock and of the epochs.
+//! Every interleaving of the protocols between threads and streams, each beside a variant that is wrong and is found out.
 //!
-//! Run with `RUSTFLAGS="--cfg loom" cargo test -p aquifer-stream --test loom --release`.
+//! Run with `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 cargo test -p aquifer-stream --test loom --release`.
 #![cfg(loom)]
 
-use aquifer_stream::{Epochs, Spin};
-use loom::{sync::Mutex, thread};
-use std::sync::Arc as StdArc;
+use aquifer_driver::{Access, DeviceId, DeviceRange, sim::Sim};
+use aquifer_stream::{Epochs, LastUse, Retirement, Spin, Stream, StreamPool, UseList};
+use loom::{
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+    thread,
+};
+use std::sync::{
+    Arc as StdArc,
+    atomic::{AtomicU32 as StdU32, Ordering as StdOrdering},
+};
 
 /// What a driver does with two threads that queue on one stream: it takes them one at a time.
 #[derive(Clone, Copy, PartialEq)]
@@ -100,4 +110,250 @@ fn the_lock_lets_one_thread_in_at_a_time_and_shows_it_what_the_last_one_wrote() 
         other.join().unwrap();
         assert_eq!(spin.with(|n| *n), 2);
     });
+}
+
+/// How a thread announces a call for a handle that another thread retires.
+#[derive(Clone, Copy, PartialEq)]
+enum Announce {
+    Counted,
+    /// Looks first whether it may, and counts itself then.
+    LookThenCount,
+}
+
+fn nobody_calls_for_a_handle_that_is_gone(how: Announce) {
+    loom::model(move || {
+        let retirement = loom::sync::Arc::new(Retirement::new());
+        let (gone, count) =
+            (loom::sync::Arc::new(AtomicBool::new(false)), loom::sync::Arc::new(AtomicU32::new(0)));
+        let calling = {
+            let (retirement, gone, count) = (retirement.clone(), gone.clone(), count.clone());
+            thread::spawn(move || {
+                let call = || assert!(!gone.load(Ordering::Acquire), "a call for a handle that is gone");
+                match how {
+                    Announce::Counted => {
+                        if let Ok(_calling) = retirement.enter() {
+                            call();
+                        }
+                    }
+                    Announce::LookThenCount => {
+                        if !retirement.is_over() {
+                            count.fetch_add(1, Ordering::AcqRel);
+                            call();
+                            count.fetch_sub(1, Ordering::AcqRel);
+                        }
+                    }
+                }
+            })
+        };
+        assert_eq!(retirement.end(|| Ok::<_, ()>(())), Some(Ok(())));
+        while count.load(Ordering::Acquire) > 0 {
+            thread::yield_now();
+        }
+        // Its owner destroys it.
+        gone.store(true, Ordering::Release);
+        calling.join().unwrap();
+    });
+}
+
+#[test]
+fn a_fence_and_a_retirement_see_each_other() {
+    nobody_calls_for_a_handle_that_is_gone(Announce::Counted);
+}
+
+#[test]
+#[should_panic(expected = "a call for a handle that is gone")]
+fn looking_before_counting_is_a_race() {
+    nobody_calls_for_a_handle_that_is_gone(Announce::LookThenCount);
+}
+
+#[test]
+fn a_retirement_that_fails_lets_whoever_waited_in() {
+    loom::model(|| {
+        let retirement = loom::sync::Arc::new(Retirement::new());
+        let other = {
+            let retirement = retirement.clone();
+            thread::spawn(move || assert!(retirement.enter().is_ok()))
+        };
+        assert_eq!(retirement.end(|| Err::<(), _>(())), Some(Err(())));
+        other.join().unwrap();
+        assert!(!retirement.is_over() && retirement.enter().is_ok());
+    });
+}
+
+/// A block's home, a stream that uses it, and its bytes, on a device where nothing runs by itself.
+struct Rig {
+    sim: Sim,
+    home: Stream,
+    user: Stream,
+    range: DeviceRange,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let sim = Sim::h200(1).symbolic().stepped();
+        let pool = StreamPool::new(sim.driver(), DeviceId(0), 2);
+        let (home, user) = (pool.lease().unwrap(), pool.lease().unwrap());
+        let address = sim.driver().mem_alloc(DeviceId(0), 512).unwrap();
+        let range = DeviceRange { device: DeviceId(0), address, bytes: 512 };
+        Self { sim, home, user, range }
+    }
+
+    fn write(&self, stream: &Stream) {
+        self.sim.access(stream.raw(), self.range, Access::Write, None).unwrap();
+    }
+
+    fn assert_silent(&self) {
+        assert!(self.sim.violations().is_empty(), "the bytes were given out too early");
+    }
+}
+
+/// A block is freed while its user ends a use: its memory is not given out before the user's work is done.
+fn a_freed_block_is_held_back(look_at_open: bool) {
+    loom::model(move || {
+        let rig = StdArc::new(Rig::new());
+        let mut list = UseList::new();
+        let used = list.prepare(1, rig.home.timeline(), rig.user.timeline(), Access::Write).unwrap();
+        let using = {
+            let rig = rig.clone();
+            thread::spawn(move || {
+                rig.write(&rig.user);
+                used.finish().unwrap();
+            })
+        };
+        let mut uses = list.take(rig.home.timeline());
+        uses.forget_done();
+        let open = look_at_open && uses.is_open();
+        let done = uses.stamped().all(|(on, epoch)| rig.home.timeline().wait_for(&on, epoch).is_ok());
+        if !open && done {
+            rig.write(&rig.home);
+        }
+        using.join().unwrap();
+        assert!(!uses.is_open() && uses.stamped().count() == 1);
+        rig.assert_silent();
+    });
+}
+
+#[test]
+fn the_end_of_a_use_and_the_free_of_its_block_may_come_in_any_order() {
+    a_freed_block_is_held_back(true);
+}
+
+#[test]
+#[should_panic(expected = "given out too early")]
+fn passing_over_open_uses_is_a_race() {
+    a_freed_block_is_held_back(false);
+}
+
+struct Told(StdU32);
+
+impl LastUse for Told {
+    fn ended(&self) {
+        self.0.fetch_add(1, StdOrdering::SeqCst);
+    }
+}
+
+/// A pool closes while the last use of a block ends: either it sees that, or it is told.
+fn a_closed_pool_hears_of_the_last_use(trust_the_first_look: bool) {
+    loom::model(move || {
+        let rig = Rig::new();
+        let mut list = UseList::new();
+        let used = list.prepare(1, rig.home.timeline(), rig.user.timeline(), Access::Read).unwrap();
+        let uses = list.take(rig.home.timeline());
+        let ending = thread::spawn(move || used.finish().unwrap());
+        let told = StdArc::new(Told(StdU32::new(0)));
+        let whom: StdArc<dyn LastUse> = told.clone();
+        let looked = uses.is_open();
+        let open = uses.tell(&whom);
+        let expected = if trust_the_first_look { looked } else { open };
+        ending.join().unwrap();
+        assert_eq!(told.0.load(StdOrdering::SeqCst), u32::from(expected), "a block that nobody takes home");
+    });
+}
+
+#[test]
+fn the_last_use_and_the_close_of_its_pool_see_each_other() {
+    a_closed_pool_hears_of_the_last_use(false);
+}
+
+#[test]
+#[should_panic(expected = "a block that nobody takes home")]
+fn looking_before_asking_to_be_told_is_a_race() {
+    a_closed_pool_hears_of_the_last_use(true);
+}
+
+/// Two threads prepare a write of a block that nobody has used before.
+fn one_of_two_writers_wins(one_account: bool) {
+    loom::model(move || {
+        let rig = StdArc::new(Rig::new());
+        let lists = StdArc::new([UseList::new(), UseList::new()]);
+        let inside = loom::sync::Arc::new(AtomicU32::new(0));
+        let write = move |rig: &Rig, list: &UseList, inside: &AtomicU32| {
+            let Ok(used) = list.prepare(1, rig.home.timeline(), rig.home.timeline(), Access::Write) else {
+                return;
+            };
+            assert_eq!(inside.fetch_add(1, Ordering::AcqRel), 0, "two writers at once");
+            inside.fetch_sub(1, Ordering::AcqRel);
+            used.abort();
+        };
+        let other = {
+            let (rig, lists, inside) = (rig.clone(), lists.clone(), inside.clone());
+            thread::spawn(move || write(&rig, &lists[0], &inside))
+        };
+        write(&rig, &lists[usize::from(!one_account)], &inside);
+        other.join().unwrap();
+    });
+}
+
+#[test]
+fn a_prepared_write_excludes_another_also_at_the_first_use() {
+    one_of_two_writers_wins(true);
+}
+
+#[test]
+#[should_panic(expected = "two writers at once")]
+fn two_accounts_of_one_block_exclude_nothing() {
+    one_of_two_writers_wins(false);
+}
+
+/// The home stream waits for a use, and forgets it, while the same stream notes another.
+fn what_is_noted_during_a_wait_is_kept(forget_all: bool) {
+    loom::model(move || {
+        let rig = StdArc::new(Rig::new());
+        let list = StdArc::new(UseList::new());
+        let (home, user) = (rig.home.timeline(), rig.user.timeline());
+        rig.write(&rig.user);
+        list.record(home, user, Access::Read).unwrap();
+        // The model does not see the lock in the driver that orders a record with work queued after it, so the event is
+        // there before the threads start.
+        user.fence(user.open()).unwrap();
+        let using = {
+            let (rig, list) = (rig.clone(), list.clone());
+            thread::spawn(move || {
+                rig.write(&rig.user);
+                list.record(rig.home.timeline(), rig.user.timeline(), Access::Read).unwrap();
+            })
+        };
+        list.lend(1, home, home, Access::Write).unwrap();
+        using.join().unwrap();
+        let mut uses = StdArc::into_inner(list).unwrap().take(home);
+        if forget_all {
+            uses.clear();
+        }
+        for (on, epoch) in uses.stamped() {
+            home.wait_for(&on, epoch).unwrap();
+        }
+        rig.write(&rig.home);
+        rig.assert_silent();
+    });
+}
+
+#[test]
+fn a_wait_clears_what_it_waited_for() {
+    what_is_noted_during_a_wait_is_kept(false);
+}
+
+#[test]
+#[should_panic(expected = "given out too early")]
+fn clearing_more_than_was_waited_for_is_a_race() {
+    what_is_noted_during_a_wait_is_kept(true);
 }
