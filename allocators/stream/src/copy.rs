@@ -21,6 +21,9 @@
 //! | to another device | [`Stream::copy_to_peer`] | – |
 //! | fill | [`Stream::fill`], [`Stream::fill_bytes`] | [`Stream::fill_2d`] |
 //!
+//! A stream that captures a graph refuses copies between host and device: they would run again at every launch of the
+//! graph, with a host side that has long gone back. Fills and copies on a device may be captured.
+//!
 //! A flight is no `Future`. To wake its waiter somebody would have to see it land: a host function in the stream, which
 //! holds up the work behind it and may not call the driver, or a thread that asks. Both are a runtime's to choose;
 //! [`InFlight::is_done`] never blocks and is what to ask.
@@ -57,7 +60,8 @@ struct Plan {
 }
 
 impl Plan {
-    /// A copy between `host` elements and all of `range`, or the rows of `grid` in them.
+    /// A copy between `host` elements and all of `range`, or the rows of `grid` in them. Refused while the stream captures:
+    /// it would run whenever the graph is launched, long after its host side has gone back.
     fn new<T>(
         stream: &Stream,
         way: Direction,
@@ -66,6 +70,9 @@ impl Plan {
         grid: Option<Grid>,
     ) -> Result<Self> {
         stream.check_device(range)?;
+        if stream.timeline().is_capturing()? {
+            return Err(MemoryError::Capturing { stream: stream.raw().handle() });
+        }
         let element = size_of::<T>() as u64;
         let host = element * host as u64;
         let (from, to) = if way == Direction::Up { (host, range.bytes) } else { (range.bytes, host) };

@@ -3,13 +3,33 @@
 //! - An event recorded in a capture advances no epoch: its epoch stays without a proof until the stream is fenced after.
 //! - Who asks for a wait that cannot be is told so, and no call is made that would break the capture.
 
+#![expect(unsafe_code, reason = "lends leaked bytes to copies")]
+
 mod support;
 
-use aquifer_core::{DeviceId, MemoryError};
+use aquifer_core::{DeviceId, Gate, MemoryError};
 use aquifer_driver::{Access, Call, CaptureMode, sim::Sim};
-use aquifer_stream::{Fence, Stream, UseList};
-use std::time::Instant;
-use support::{PATIENCE, Rig};
+use aquifer_stream::{Fence, Grid, HostOwned, Stream, UseList};
+use std::{
+    ptr::NonNull,
+    sync::{Arc, Barrier},
+    time::Instant,
+};
+use support::{PATIENCE, Plain, Rig};
+
+/// Bytes that are never given back.
+struct Host(&'static mut [u8]);
+
+// SAFETY: 1. initialised, and elsewhere. 2. leaked.
+unsafe impl HostOwned for Host {
+    type Item = u8;
+    fn bytes(&mut self) -> NonNull<[u8]> {
+        NonNull::from(&mut *self.0)
+    }
+    fn defer(&mut self, _until: Arc<dyn Gate>) -> Result<(), MemoryError> {
+        Ok(())
+    }
+}
 
 const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
 
@@ -97,7 +117,7 @@ fn waits_that_a_capture_forbids_are_refused_before_they_break_it() {
         assert_eq!(s.is_idle().map(drop), refused);
         assert_eq!(s.wait_for(&u), refused, "from outside of the capture");
         assert_eq!(u.timeline().wait_for(s.timeline(), epoch).map(drop), refused);
-        assert!(!aquifer_core::Gate::is_open(&s.point()));
+        assert!(!s.point().is_open());
         assert_eq!(rig.sim.end_capture(s.raw()), Ok(0), "the capture is whole");
         assert_eq!(u.timeline().wait_for(s.timeline(), epoch), Ok(true));
         s.synchronize().unwrap();
@@ -155,4 +175,60 @@ fn nobody_can_fence_the_legacy_stream_while_one_that_is_ordered_with_it_captures
     assert_eq!(driver.stream_is_capturing(legacy), Ok(true));
     assert_eq!(sim.end_capture(blocking), Ok(0), "asking breaks nothing");
     assert_eq!(driver.stream_is_capturing(legacy), Ok(false));
+}
+
+/// A graph would read or write what was borrowed at every launch, long after it went back.
+#[test]
+fn copies_that_borrow_or_own_their_host_side_are_refused_in_a_capture() {
+    for mode in MODES {
+        let rig = Rig::stepped(2);
+        let s = rig.lease();
+        let mut x = Plain::new(&rig, &s, 64);
+        let (up, mut down) = (vec![1; 64], vec![0; 64]);
+        rig.sim.begin_capture(s.raw(), mode).unwrap();
+        let mut inner = Vec::new();
+        let outer = s.scope(|c| inner.extend([c.upload(&up, &mut x), c.download(&x, &mut down)]));
+        assert_eq!(outer, Err(capturing(&s)));
+        assert_eq!(inner, [Err(capturing(&s)), Err(capturing(&s))]);
+        let grid = Grid::new(8, 8);
+        let _over = s.scope(|c| {
+            inner = vec![c.upload_2d(&up, &mut x, grid), c.download_2d(&x, &mut down, grid)];
+        });
+        assert_eq!(inner, [Err(capturing(&s)), Err(capturing(&s))]);
+        let refused = s.upload(Host(Box::leak(Box::new([7; 64]))), &mut x).unwrap_err();
+        assert_eq!((refused.error, refused.host.0.len()), (capturing(&s), 64));
+        assert_eq!(s.download(&x, Host(Box::leak(Box::new([7; 64])))).unwrap_err().error, capturing(&s));
+        assert_eq!(rig.sim.end_capture(s.raw()), Ok(0), "nothing has become part of the graph");
+        s.scope(|c| c.upload(&up, &mut x)).unwrap().unwrap();
+    }
+}
+
+#[test]
+fn a_scope_whose_stream_begins_to_capture_behind_its_copies_ends_after_the_capture() {
+    let rig = Rig::stepped(2);
+    let s = rig.lease();
+    let mut x = Plain::new(&rig, &s, 64);
+    let up = vec![1; 64];
+    let captured = Barrier::new(2);
+    std::thread::scope(|threads| {
+        threads.spawn(|| {
+            let looks = || rig.made(Call::StreamIsCapturing);
+            captured.wait();
+            let before = looks();
+            captured.wait();
+            // Not before the scope has asked at its end.
+            while looks() == before {
+                std::thread::yield_now();
+            }
+            rig.sim.end_capture(s.raw()).unwrap();
+        });
+        let scope = s.scope(|c| {
+            c.upload(&up, &mut x).unwrap();
+            rig.sim.begin_capture(s.raw(), CaptureMode::Relaxed).unwrap();
+            captured.wait();
+            captured.wait();
+        });
+        assert_eq!(scope, Ok(()));
+    });
+    assert_eq!(rig.sim.pending(s.raw()), 0, "what was borrowed is nobody's any more");
 }

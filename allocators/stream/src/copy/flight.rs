@@ -202,7 +202,8 @@ impl Stream {
     /// Copies `from` to the device, in order on this stream (`cuMemcpyHtoDAsync`). Owns `from` until the copy is done.
     ///
     /// # Errors
-    /// [`Refused`] with `from` in it: lengths that differ, a conflicting use of `to`, the driver's. Nothing is queued.
+    /// [`Refused`] with `from` in it: lengths that differ, a conflicting use of `to`,
+    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
     #[track_caller]
     pub fn upload<H, D>(&self, from: H, to: &mut D) -> Result<InFlight<H>, Refused<H>>
     where
@@ -218,7 +219,8 @@ impl Stream {
     /// Copies `from` into `to`, in order on this stream (`cuMemcpyDtoHAsync`). Owns `to` until the copy is done.
     ///
     /// # Errors
-    /// [`Refused`] with `to` in it: lengths that differ, a conflicting use of `from`, the driver's. Nothing is queued.
+    /// [`Refused`] with `to` in it: lengths that differ, a conflicting use of `from`,
+    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
     #[track_caller]
     pub fn download<H, D>(&self, from: &D, to: H) -> Result<InFlight<H>, Refused<H>>
     where
@@ -234,8 +236,8 @@ impl Stream {
     /// the copy is done.
     ///
     /// # Errors
-    /// [`Refused`] with `from` in it: rows that do not lie in one of the sides, a conflicting use of `to`, the driver's.
-    /// Nothing is queued.
+    /// [`Refused`] with `from` in it: rows that do not lie in one of the sides, a conflicting use of `to`,
+    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
     #[track_caller]
     pub fn upload_2d<H, D>(&self, from: H, to: &mut D, grid: Grid) -> Result<InFlight<H>, Refused<H>>
     where
@@ -252,8 +254,8 @@ impl Stream {
     /// copy is done. What lies between the rows of `to` stays as it is.
     ///
     /// # Errors
-    /// [`Refused`] with `to` in it: rows that do not lie in one of the sides, a conflicting use of `from`, the driver's.
-    /// Nothing is queued.
+    /// [`Refused`] with `to` in it: rows that do not lie in one of the sides, a conflicting use of `from`,
+    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
     #[track_caller]
     pub fn download_2d<H, D>(&self, from: &D, to: H, grid: Grid) -> Result<InFlight<H>, Refused<H>>
     where

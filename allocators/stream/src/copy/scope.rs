@@ -3,36 +3,63 @@
 
 use super::{Direction, Grid, Plan};
 use crate::Stream;
-use aquifer_core::Result;
+use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, OperandMut, Typed, site};
 use bytemuck::Pod;
-use std::{fmt, marker::PhantomData, mem::ManuallyDrop, ptr::NonNull};
+use std::{
+    fmt,
+    marker::PhantomData,
+    mem::ManuallyDrop,
+    ptr::NonNull,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::Duration,
+};
+
+/// Between two looks whether a capture has ended.
+const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
 
 impl Stream {
     /// Runs `work`, in which copies may borrow host memory, and returns when all of them are done, also on unwind.
     ///
-    /// Blocks at its end. The host side may be pageable; the driver then stages it, at a fraction of the link's speed.
+    /// Blocks at its end. The host side may be pageable; the driver then stages it, at a fraction of the link's speed. If
+    /// the stream has begun to capture a graph behind copies that were queued here, it blocks until that capture has
+    /// ended: nothing can be waited for before.
     ///
     /// # Errors
-    /// The driver's, when the stream cannot be waited for: the device is lost.
+    /// [`MemoryError::Capturing`] if the stream captures, and so no copy was queued here; the driver's, when the stream
+    /// cannot be waited for: the device is lost.
     #[track_caller]
     pub fn scope<'env, R>(
         &'env self,
         work: impl for<'scope> FnOnce(&'scope Scope<'scope, 'env>) -> R,
     ) -> Result<R> {
-        struct Settle<'a>(&'a Stream);
+        struct Settle<'a>(&'a Stream, &'a AtomicBool);
+        impl Settle<'_> {
+            /// By every means: what is borrowed must not be left to a copy because one wait was refused.
+            fn settle(&self) -> Result<()> {
+                loop {
+                    match self.0.timeline().settle() {
+                        Err(MemoryError::Capturing { .. }) if self.1.load(Ordering::Relaxed) => {
+                            thread::sleep(CAPTURE_PAUSE);
+                        }
+                        settled => return settled,
+                    }
+                }
+            }
+        }
         impl Drop for Settle<'_> {
             fn drop(&mut self) {
                 // On unwind only. A refusal means a lost device, on which nothing runs any more.
-                let _ = self.0.timeline().settle();
+                let _ = self.settle();
             }
         }
         let _site = site::enter();
-        let unwound = Settle(self);
-        let result = work(&Scope { stream: self, scope: PhantomData, env: PhantomData });
-        let _returned = ManuallyDrop::new(unwound);
-        // By every means: what is borrowed must not be left to a copy because one wait was refused.
-        self.timeline().settle()?;
+        let copied = AtomicBool::new(false);
+        let unwound = Settle(self, &copied);
+        let result = work(&Scope { stream: self, copied: &copied, scope: PhantomData, env: PhantomData });
+        let returned = ManuallyDrop::new(unwound);
+        returned.settle()?;
         Ok(result)
     }
 }
@@ -95,6 +122,8 @@ impl Stream {
 /// ```
 pub struct Scope<'scope, 'env: 'scope> {
     stream: &'env Stream,
+    /// Whether a copy may have been queued.
+    copied: &'scope AtomicBool,
     // Invariant in both, so that neither can be shortened to let a borrow out.
     scope: PhantomData<&'scope mut &'scope ()>,
     env: PhantomData<&'env mut &'env ()>,
@@ -104,7 +133,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// Copies `from` to the device, in order on the scope's stream (`cuMemcpyHtoDAsync`).
     ///
     /// # Errors
-    /// Lengths that differ, a conflicting use of `to`, the driver's. Nothing is queued.
+    /// Lengths that differ, a conflicting use of `to`,
+    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
     pub fn upload<T, D>(&'scope self, from: &'env [T], to: &mut D) -> Result<()>
     where
         T: Pod,
@@ -116,7 +146,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// Copies `from` into `to`, in order on the scope's stream (`cuMemcpyDtoHAsync`). `to` is the scope's until it ends.
     ///
     /// # Errors
-    /// Lengths that differ, a conflicting use of `from`, the driver's. Nothing is queued.
+    /// Lengths that differ, a conflicting use of `from`,
+    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
     pub fn download<T: Pod, D: Typed<Item = T>>(&'scope self, from: &D, to: &'env mut [T]) -> Result<()> {
         self.down(from, to, None)
     }
@@ -124,7 +155,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// Copies the rows of `grid` from `from` to the device, in order on the scope's stream (`cuMemcpy2DAsync`).
     ///
     /// # Errors
-    /// Rows that do not lie in one of the sides, a conflicting use of `to`, the driver's. Nothing is queued.
+    /// Rows that do not lie in one of the sides, a conflicting use of `to`,
+    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
     pub fn upload_2d<T, D>(&'scope self, from: &'env [T], to: &mut D, grid: Grid) -> Result<()>
     where
         T: Pod,
@@ -137,7 +169,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// scope's until it ends; what lies between its rows stays as it is.
     ///
     /// # Errors
-    /// Rows that do not lie in one of the sides, a conflicting use of `from`, the driver's. Nothing is queued.
+    /// Rows that do not lie in one of the sides, a conflicting use of `from`,
+    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
     pub fn download_2d<T, D>(&'scope self, from: &D, to: &'env mut [T], grid: Grid) -> Result<()>
     where
         T: Pod,
@@ -153,6 +186,7 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     {
         let plan = Plan::new::<T>(self.stream, Direction::Up, from.len(), to.range(), grid)?;
         to.order_mut(self.stream.raw(), None, Access::Write)?;
+        self.copied.store(true, Ordering::Relaxed);
         // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy; `to` keeps its range.
         // 2. it has just been ordered.
         unsafe { plan.queue(self.stream, NonNull::from(from).cast(), to.range().address) }
@@ -165,6 +199,7 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     {
         let plan = Plan::new::<T>(self.stream, Direction::Down, to.len(), from.range(), grid)?;
         from.order(self.stream.raw(), None, Access::Read)?;
+        self.copied.store(true, Ordering::Relaxed);
         // SAFETY: 1. `to` is borrowed for longer than the scope, which waits for the copy; `from` keeps its range.
         // 2. it has just been ordered.
         unsafe { plan.queue(self.stream, NonNull::from(to).cast(), from.range().address) }
