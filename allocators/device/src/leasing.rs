@@ -51,7 +51,7 @@ pub(crate) enum First {
 }
 
 /// Which of the two it is.
-#[derive(Debug)]
+#[derive(Default, Debug)]
 pub(crate) struct Leasing {
     /// Caches that cannot share are each served from for good.
     sharing: bool,
@@ -69,7 +69,7 @@ pub(crate) struct Leasing {
 impl Leasing {
     /// Apart; for good unless there is `sharing`.
     pub(crate) fn new(sharing: bool) -> Self {
-        Self { sharing, together: AtomicBool::new(false), ample: AtomicBool::new(false) }
+        Self { sharing, ..Self::default() }
     }
 
     /// Whether streams share what is free.

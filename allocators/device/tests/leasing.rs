@@ -89,16 +89,17 @@ fn streams_share_by_the_unit_above_half_of_the_budget_and_part_below() {
 
 #[test]
 fn while_memory_is_ample_a_stream_takes_nothing_from_another_that_allocates() {
-    for (freed, taken_over) in [(1, false), (2, true)] {
-        let rig = Rig::on(Sim::h200(1).symbolic(), 256, |_| ());
+    // A small block is not worth what it would cost the other stream.
+    for (mib, freed, taken_over) in [(16, 1, false), (16, 2, true), (4, 1, false), (4, 2, false)] {
+        let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
         let (s, u) = (rig.stream(), rig.stream());
-        // Free of each other's reach, and done: of 16 MiB 4 are free, or 8.
-        let mut blocks: Vec<_> = (0..4).map(|_| take(&rig, &s, 4)).collect();
+        // Free of each other's reach, and done.
+        let mut blocks: Vec<_> = (0..4).map(|_| take(&rig, &s, mib)).collect();
         let free: Vec<_> = blocks.drain(..freed).map(|block| block.address()).collect();
-        let block = take(&rig, &u, 4);
+        let block = take(&rig, &u, mib);
         assert_eq!(free.contains(&block.address()), taken_over, "{freed} of 4 are free");
         assert_eq!(rig.pool.stats().adoptions > 0, taken_over);
-        assert_eq!(rig.budget.used(), if taken_over { 16 * MIB } else { 20 * MIB });
+        assert_eq!(rig.budget.used(), if taken_over { 4 * mib * MIB } else { 5 * mib * MIB });
     }
 }
 
@@ -403,13 +404,13 @@ impl Loop {
 }
 
 #[test]
-fn a_training_step_on_one_stream_comes_to_make_no_driver_call_at_the_edge_of_the_budget_or_far_from_it() {
+fn a_training_step_on_one_stream_makes_no_driver_call_after_its_second_round_near_the_edge_or_far_from_it() {
     for seed in 0..20 {
         let step = Loop::training(seed, 1);
         let edge = step.edge(1);
-        for hundredths in [100, 105, 120, 200, 1100] {
+        for hundredths in [105, 120, 200, 1100] {
             let rounds = step.rounds(1, edge * hundredths / 100, Call::ALL).unwrap();
-            let quiet = rounds[8..].iter().all(|&made| made == 0);
+            let quiet = rounds[2..].iter().all(|&made| made == 0);
             assert!(quiet, "seed {seed}, {hundredths} % of the edge: {rounds:?}");
         }
     }
