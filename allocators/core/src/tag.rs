@@ -68,6 +68,7 @@ impl Tag {
     }
 
     /// The tag of the innermost [`tagged`] scope of this thread.
+    #[inline]
     #[must_use]
     pub fn current() -> Tag {
         Tag(CURRENT.get())

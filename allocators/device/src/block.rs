@@ -263,14 +263,24 @@ impl Owner {
 impl Drop for Block {
     #[inline]
     fn drop(&mut self) {
+        if let Owner::Pool(home, key) = self.owner
+            && self.uses.is_empty()
+            && self.extras.is_none()
+        {
+            return home.put_back(Freed { address: self.address, key, asked: self.asked });
+        }
+        self.end();
+    }
+}
+
+impl Block {
+    /// Ends a block that is more than a place in a cache.
+    #[inline(never)]
+    fn end(&mut self) {
         match &self.owner {
             Owner::Pool(home, key) => {
                 let freed = Freed { address: self.address, key: *key, asked: self.asked };
-                if self.uses.is_empty() && self.extras.is_none() {
-                    home.put_back(freed);
-                } else {
-                    home.put_back_with_extras(freed, &mut self.uses, self.extras.take());
-                }
+                home.put_back_with_extras(freed, &mut self.uses, self.extras.take());
             }
             Owner::Backend(backed) => {
                 let uses = self.uses.take(&backed.timeline);

@@ -236,9 +236,9 @@ impl DevicePool {
     #[track_caller]
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
-        let request = request.checked()?;
         let inner = self.inner();
-        if inner.quick
+        if request.is_plain()
+            && inner.quick
             && !inner.leasing.takes_over(request.size())
             && let Some(home) = inner.known_home(stream)
             && let Some(block) = home.quick_alloc(&request)
@@ -248,10 +248,11 @@ impl DevicePool {
         self.alloc_fully(stream, request)
     }
 
-    /// As [`DevicePool::alloc`], with everything that the common case has no need of. `request` has been checked.
+    /// As [`DevicePool::alloc`], with everything that the common case has no need of.
     #[track_caller]
     #[inline(never)]
     fn alloc_fully(&self, stream: &Stream, request: Request) -> Result<Block> {
+        let request = request.checked()?;
         if let Some(detour) = &self.handle.detour {
             let _site = site::enter();
             return detour.allocate(stream, request, None);

@@ -67,17 +67,14 @@ impl Request {
         self.tag
     }
 
-    /// The request, if it makes sense: not empty, not beyond any device, an alignment that can be had.
+    /// Whether it makes sense as it is, and asks for no more alignment than every block has: true of nearly all.
     #[inline]
-    pub(crate) fn checked(self) -> Result<Self> {
-        if self.bytes.wrapping_sub(1) < MAX_BYTES && self.align == BLOCK_ALIGN {
-            return Ok(self);
-        }
-        self.checked_fully()
+    pub(crate) fn is_plain(&self) -> bool {
+        self.bytes.wrapping_sub(1) < MAX_BYTES && self.align == BLOCK_ALIGN
     }
 
-    #[cold]
-    fn checked_fully(self) -> Result<Self> {
+    /// The request, if it makes sense: not empty, not beyond any device, an alignment that can be had.
+    pub(crate) fn checked(self) -> Result<Self> {
         if self.bytes == 0 {
             return Err(MemoryError::ZeroSize);
         }

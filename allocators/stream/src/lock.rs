@@ -78,6 +78,7 @@ impl<T> Spin<T> {
     pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
         struct Open<'a>(&'a AtomicBool);
         impl Drop for Open<'_> {
+            #[inline]
             fn drop(&mut self) {
                 self.0.store(false, Ordering::Release);
             }
