@@ -226,27 +226,27 @@ impl Home {
     /// Takes a block back that nobody else uses: straight into the heap. The hot path.
     #[inline]
     pub(crate) fn put_back(&'static self, freed: Freed) {
-        let after = self.with(|s| s.put_back(&freed));
-        self.attend(after, &freed);
+        let after = self.with(|s| s.put_back(freed));
+        self.attend(after, freed);
     }
 
     /// Does what a free has left to do.
     #[inline]
-    pub(crate) fn attend(&'static self, after: Option<Box<AfterFree>>, freed: &Freed) {
+    pub(crate) fn attend(&'static self, after: Option<Box<AfterFree>>, freed: Freed) {
         if let Some(after) = after {
-            self.attend_to(*after, freed);
+            self.attend_to(after, freed);
         }
     }
 
     #[cold]
-    fn attend_to(&'static self, after: AfterFree, freed: &Freed) {
+    fn attend_to(&'static self, after: Box<AfterFree>, freed: Freed) {
         if let Some((timeline, epoch)) = after.fence {
             // A refusal leaves the range without a proof, so nobody else gets it before a later event covers it.
             let _ = timeline.fence_at_once(epoch);
         }
         if let Some((pool, free, complete)) = after.reports {
-            self.report(&pool, free, Action::Free, freed);
-            self.report(&pool, complete, Action::Complete, freed);
+            self.report(&pool, free, Action::Free, &freed);
+            self.report(&pool, complete, Action::Complete, &freed);
         }
         if let Some(retired) = after.retired {
             self.finish(retired);
@@ -382,7 +382,7 @@ impl Home {
             s.account.pending -= bytes;
             s.account.pending_blocks -= 1;
             let reports = s.report_one();
-            s.give_to_heap(&freed, epoch);
+            s.give_to_heap(freed, epoch);
             reports
         });
         if let Some((pool, ticket)) = reports {
@@ -559,7 +559,7 @@ impl State {
 
     /// Counts a block as freed and gives it to the heap. What is answered is to be attended to.
     #[inline]
-    pub(crate) fn put_back(&mut self, freed: &Freed) -> Option<Box<AfterFree>> {
+    pub(crate) fn put_back(&mut self, freed: Freed) -> Option<Box<AfterFree>> {
         self.account.freed(freed.asked);
         let epoch = self.open_epoch();
         self.give_to_heap(freed, epoch);
@@ -574,7 +574,7 @@ impl State {
     }
 
     #[inline]
-    fn give_to_heap(&mut self, freed: &Freed, epoch: u64) {
+    fn give_to_heap(&mut self, freed: Freed, epoch: u64) {
         self.last_free = self.last_free.max(epoch);
         // A block is freed once, by the token that owns it; should the heap refuse all the same, the bytes stay out of
         // use, which is the one outcome that corrupts nothing.

@@ -250,11 +250,11 @@ impl Home {
             let Raw { key, asked, mut uses, extras } = s.raw.remove(&address)?;
             let freed = Freed { address, key, asked };
             let quiet = uses.is_empty() && extras.is_none();
-            Some((freed, if quiet { Err(s.put_back(&freed)) } else { Ok((uses, extras)) }))
+            Some((freed, if quiet { Err(s.put_back(freed)) } else { Ok((uses, extras)) }))
         })?;
         match rest {
             Ok((mut uses, extras)) => self.put_back_with_extras(freed, &mut uses, extras),
-            Err(after) => self.attend(after, &freed),
+            Err(after) => self.attend(after, freed),
         }
         Some(())
     }

@@ -295,7 +295,7 @@ impl Heap {
     /// block that was freed waits for the next call: an allocation of its length takes it as it
     /// is where it would land there anyway, and any other first makes it part of the extents. A
     /// kept block counts as free memory wherever that is asked about.
-    #[inline]
+    #[inline(always)]
     fn end(&mut self, id: u32) {
         self.merge_kept();
         let Record { prev, len, .. } = self.records[id];
@@ -311,13 +311,15 @@ impl Heap {
     /// Merges the kept block, if there is one. Answers the record of what it is part of then.
     #[inline]
     fn merge_kept(&mut self) -> Option<u32> {
+        if self.kept == NIL { None } else { Some(self.release_kept()) }
+    }
+
+    #[inline(never)]
+    fn release_kept(&mut self) -> u32 {
         let id = self.kept;
-        if id == NIL {
-            return None;
-        }
         self.kept = NIL;
         self.kept_bytes = 0;
-        Some(self.release(id))
+        self.release(id)
     }
 
     /// The free run that the wholly free record `id` is part of: what it would be once all of

@@ -38,11 +38,11 @@ pub(crate) struct Slab {
     pub(crate) prev: u32,
     /// The slab after it in its class's list; of a vacant one, in the list of vacant ones.
     pub(crate) next: u32,
-    pub(crate) class: u16,
+    pub(crate) class: u32,
     /// How many slots it has.
-    pub(crate) slots: u16,
+    pub(crate) slots: u32,
     /// How many of them are live.
-    pub(crate) used: u16,
+    pub(crate) used: u32,
     /// Bit n: slot n is free.
     free: [u64; WORDS],
     /// Goes up each time the slot is freed, and outlives the slab's use.
@@ -64,7 +64,21 @@ impl Slab {
     }
 
     pub(crate) fn is_free(&self, slot: usize) -> bool {
-        self.free[slot / 64] >> (slot % 64) & 1 == 1
+        self.free[slot / 64 % WORDS] >> (slot % 64) & 1 == 1
+    }
+
+    /// The slot at `address`, if it is live in its life `generation`. No slot of a vacant slab is.
+    #[inline]
+    pub(crate) fn live_slot(&self, address: u64, generation: u32, shift: u32) -> Option<usize> {
+        let offset = address.wrapping_sub(self.start);
+        if offset >= self.bytes() {
+            return None;
+        }
+        let slot = divide(offset >> shift, self.reciprocal) as usize;
+        let same = slot as u64 * self.slot == offset
+            && !self.is_free(slot)
+            && self.generations.get(slot) == Some(&generation);
+        same.then_some(slot)
     }
 
     pub(crate) fn generation(&self, slot: usize) -> u32 {
@@ -75,6 +89,21 @@ impl Slab {
     pub(crate) fn free_slots(&self) -> u32 {
         self.free.iter().map(|word| word.count_ones()).sum()
     }
+}
+
+/// A slot that was taken.
+pub(crate) struct Taken {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    pub(crate) generation: u32,
+}
+
+/// A slot that was given back.
+pub(crate) struct Given {
+    /// Its size.
+    pub(crate) bytes: u64,
+    /// Its slab is empty and should be dissolved.
+    pub(crate) dissolve: bool,
 }
 
 /// One size class.
@@ -101,20 +130,14 @@ pub(crate) struct Slabs {
     shift: u32,
     slabs: Vec<Slab>,
     classes: Vec<Class>,
-    /// Bit n: class n has a slab with room.
-    with_room: u128,
-    /// Bit n: class n has a spare.
-    with_spare: u128,
-    /// Bytes of all spares.
-    pub(crate) spare_bytes: u64,
+    /// Classes that have a spare.
+    spare_count: u32,
 }
 
 impl Slabs {
     pub(crate) fn new(config: &Config) -> Self {
         let shift = config.unit.trailing_zeros();
         let count = if config.small_max == 0 { 0 } else { class_of(config.small_max >> shift) + 1 };
-        // Half of the largest page, 2¹⁵ units, is in class 103.
-        debug_assert!(count <= u128::BITS as usize);
         let classes = (0..count).map(|class| {
             let slot = units_of(class) << shift;
             let longest = (config.page / slot).clamp(2, MAX_SLOTS);
@@ -129,14 +152,7 @@ impl Slabs {
                 vacant: NIL,
             }
         });
-        Self {
-            shift,
-            slabs: Vec::new(),
-            classes: classes.collect(),
-            with_room: 0,
-            with_spare: 0,
-            spare_bytes: 0,
-        }
+        Self { shift, slabs: Vec::new(), classes: classes.collect(), spare_count: 0 }
     }
 
     pub(crate) fn get(&self, id: u32) -> Option<&Slab> {
@@ -170,29 +186,29 @@ impl Slabs {
 
     /// The smallest class from `class` on that has a slab with room.
     pub(crate) fn class_with_room(&self, class: usize) -> Option<usize> {
-        let left = self.with_room & u128::MAX.checked_shl(class as u32).unwrap_or(0);
-        (left != 0).then(|| left.trailing_zeros() as usize)
+        (class..self.classes.len()).find(|&class| self.classes[class].room != NIL)
+    }
+
+    /// The spares, by class. Found by looking at each class: they come and go with every pair of one small block, and
+    /// are asked for when memory runs out.
+    pub(crate) fn spares(&self) -> impl Iterator<Item = u32> {
+        self.classes.iter().map(|class| class.spare).filter(|&spare| spare != NIL)
     }
 
     /// The spare of the lowest class that has one.
     pub(crate) fn first_spare(&self) -> Option<u32> {
-        (self.with_spare != 0).then(|| self.classes[self.with_spare.trailing_zeros() as usize].spare)
+        self.spares().next()
     }
 
     /// Whether more than one class has a spare.
     #[inline]
     pub(crate) fn has_several_spares(&self) -> bool {
-        self.with_spare & self.with_spare.wrapping_sub(1) != 0
+        self.spare_count > 1
     }
 
-    /// The spares, by class.
-    pub(crate) fn spares(&self) -> impl Iterator<Item = u32> {
-        let mut left = self.with_spare;
-        core::iter::from_fn(move || {
-            let class = (left != 0).then(|| left.trailing_zeros() as usize)?;
-            left &= left - 1;
-            Some(self.classes[class].spare)
-        })
+    /// Bytes of all spares.
+    pub(crate) fn spare_bytes(&self) -> u64 {
+        self.spares().map(|spare| self.slab(spare).bytes()).sum()
     }
 
     /// Makes a slab of `slots` slots out of the record `record`, which starts at `start`.
@@ -209,7 +225,7 @@ impl Slabs {
                 record: NIL,
                 prev: NIL,
                 next: NIL,
-                class: class as u16,
+                class: class as u32,
                 slots: 0,
                 used: 0,
                 free: [0; WORDS],
@@ -221,10 +237,12 @@ impl Slabs {
             vacant
         };
         let slab = &mut self.slabs[id as usize];
+        // In no list: it may come from that of the vacant ones.
+        slab.next = NIL;
         slab.start = start;
         slab.stamp = stamp;
         slab.record = record;
-        slab.slots = slots as u16;
+        slab.slots = slots as u32;
         slab.used = 0;
         for (n, word) in slab.free.iter_mut().enumerate() {
             let left = slots.saturating_sub(n as u64 * 64);
@@ -237,70 +255,86 @@ impl Slabs {
     /// Makes an empty slab vacant. Its record is the caller's to give back.
     pub(crate) fn dissolve(&mut self, id: u32) {
         self.unlink(id);
-        let Slab { class, slot, slots, .. } = self.slabs[id as usize];
-        let class_index = usize::from(class);
-        let class = &mut self.classes[class_index];
+        let slab = &mut self.slabs[id as usize];
+        let class = &mut self.classes[slab.class as usize];
         if class.spare == id {
             class.spare = NIL;
-            self.with_spare &= !(1 << class_index);
-            self.spare_bytes -= slot * u64::from(slots);
+            self.spare_count -= 1;
         }
-        let slab = &mut self.slabs[id as usize];
         slab.record = NIL;
         slab.next = class.vacant;
         class.vacant = id;
     }
 
     /// Takes the lowest free slot of a slab that has room.
-    pub(crate) fn take(&mut self, id: u32) -> usize {
+    #[inline(always)]
+    pub(crate) fn take(&mut self, id: u32) -> Taken {
         let slab = &mut self.slabs[id as usize];
-        let class_index = usize::from(slab.class);
-        let class = &mut self.classes[class_index];
+        let class = &mut self.classes[slab.class as usize];
         if class.spare == id {
             class.spare = NIL;
-            self.with_spare &= !(1 << class_index);
-            self.spare_bytes -= slab.bytes();
+            self.spare_count -= 1;
         }
-        let mut word = 0;
-        while slab.free[word] == 0 && word < WORDS - 1 {
-            word += 1;
-        }
-        let bit = slab.free[word].trailing_zeros() as usize;
-        slab.free[word] &= slab.free[word].wrapping_sub(1);
-        slab.used += 1;
         class.live += 1;
+        let mut slot = 0;
+        for (n, word) in slab.free.iter_mut().enumerate() {
+            if *word != 0 {
+                slot = n * 64 + word.trailing_zeros() as usize;
+                *word &= *word - 1;
+                break;
+            }
+        }
+        slab.used += 1;
+        let taken =
+            Taken { address: slab.address(slot), bytes: slab.slot, generation: slab.generations[slot] };
         if slab.used == slab.slots {
             self.unlink(id);
         }
-        word * 64 + bit
+        taken
     }
 
-    /// Gives a live slot back. Says whether the slab should be dissolved.
-    pub(crate) fn give(&mut self, id: u32, slot: usize, stamp: u64) -> bool {
+    /// Gives the slot at `address` back, if it is live in its life `generation`.
+    #[inline(always)]
+    pub(crate) fn give_keyed(&mut self, id: u32, address: u64, generation: u32, stamp: u64) -> Option<Given> {
+        let slot = self.slabs.get(id as usize)?.live_slot(address, generation, self.shift)?;
+        Some(self.give(id, slot, stamp))
+    }
+
+    /// Gives a live slot back.
+    #[inline(always)]
+    pub(crate) fn give(&mut self, id: u32, slot: usize, stamp: u64) -> Given {
         let slab = &mut self.slabs[id as usize];
-        slab.free[slot / 64] |= 1 << (slot % 64);
-        slab.generations[slot] = slab.generations[slot].wrapping_add(1);
+        slab.free[slot / 64 % WORDS] |= 1 << (slot % 64);
+        let generation = &mut slab.generations[slot];
+        *generation = generation.wrapping_add(1);
         slab.stamp = slab.stamp.max(stamp);
         let was_full = slab.used == slab.slots;
         slab.used -= 1;
-        let empty = slab.used == 0;
-        let class_index = usize::from(slab.class);
-        let bytes = slab.bytes();
-        self.classes[class_index].live -= 1;
+        let (empty, bytes) = (slab.used == 0, slab.slot);
+        let class = &mut self.classes[slab.class as usize];
+        class.live -= 1;
         if was_full {
-            self.link(id);
+            return self.give_to_full(id, bytes, empty);
         }
-        if !empty {
-            return false;
+        let alone = slab.prev == NIL && slab.next == NIL;
+        if empty && alone {
+            class.spare = id;
+            self.spare_count += 1;
         }
+        Given { bytes, dissolve: empty && !alone }
+    }
+
+    /// What is left to do for the first slot that is free again.
+    #[inline(never)]
+    fn give_to_full(&mut self, id: u32, bytes: u64, empty: bool) -> Given {
+        self.link(id);
         let slab = &self.slabs[id as usize];
-        if slab.prev != NIL || slab.next != NIL {
-            return true;
+        let alone = slab.prev == NIL && slab.next == NIL;
+        if empty && alone {
+            self.classes[slab.class as usize].spare = id;
+            self.spare_count += 1;
         }
-        self.classes[class_index].spare = id;
-        self.with_spare |= 1 << class_index;
-        self.spare_bytes += bytes;
-        false
+        Given { bytes, dissolve: empty && !alone }
     }
 
     /// Which slot of slab `id` the address lies in, and how far from its start.
@@ -310,21 +344,18 @@ impl Slabs {
         (slot, address - slab.address(slot))
     }
 
-    /// Puts a slab into its class's list: in front when it lies lower than the one there, else
+    /// Puts a slab that is in no list, so that its links are `NIL`, into its class's: in front when it lies lower than the one there, else
     /// right behind it, so that low memory tends to fill up and high memory to empty.
     fn link(&mut self, id: u32) {
-        let class_index = usize::from(self.slabs[id as usize].class);
-        let head = self.classes[class_index].room;
-        self.with_room |= 1 << class_index;
+        let slab = &self.slabs[id as usize];
+        let (class, start) = (slab.class as usize, slab.start);
+        let head = self.classes[class].room;
         if head == NIL {
-            self.classes[class_index].room = id;
-            let slab = &mut self.slabs[id as usize];
-            (slab.prev, slab.next) = (NIL, NIL);
-        } else if self.slabs[id as usize].start < self.slabs[head as usize].start {
-            self.classes[class_index].room = id;
+            self.classes[class].room = id;
+        } else if start < self.slabs[head as usize].start {
+            self.classes[class].room = id;
             self.slabs[head as usize].prev = id;
-            let slab = &mut self.slabs[id as usize];
-            (slab.prev, slab.next) = (NIL, head);
+            self.slabs[id as usize].next = head;
         } else {
             let next = self.slabs[head as usize].next;
             self.slabs[head as usize].next = id;
@@ -339,13 +370,10 @@ impl Slabs {
     /// Takes a slab out of its class's list.
     fn unlink(&mut self, id: u32) {
         let slab = &mut self.slabs[id as usize];
-        let (prev, next, class_index) = (slab.prev, slab.next, usize::from(slab.class));
+        let (prev, next, class) = (slab.prev, slab.next, slab.class as usize);
         (slab.prev, slab.next) = (NIL, NIL);
         if prev == NIL {
-            self.classes[class_index].room = next;
-            if next == NIL {
-                self.with_room &= !(1 << class_index);
-            }
+            self.classes[class].room = next;
         } else {
             self.slabs[prev as usize].next = next;
         }
@@ -357,27 +385,24 @@ impl Slabs {
     /// Calls `visit` with each slab in a list of those with room and whether it may be there.
     /// For the self-check.
     pub(crate) fn audit(&self, mut visit: impl FnMut(u32, bool)) {
-        let mut spare_bytes = 0;
         for (index, class) in self.classes.iter().enumerate() {
             let (mut prev, mut at) = (NIL, class.room);
-            let flagged = self.with_room >> index & 1 == 1;
-            let spare_flagged = self.with_spare >> index & 1 == 1;
-            if flagged != (at != NIL) || spare_flagged != (class.spare != NIL) {
-                visit(at, false);
-            }
+            let mut spare = class.spare;
             while at != NIL {
                 let slab = self.slab(at);
-                let in_place =
-                    slab.prev == prev && usize::from(slab.class) == index && slab.slot == class.slot;
+                let in_place = slab.prev == prev && slab.class as usize == index && slab.slot == class.slot;
                 let sound = in_place && slab.used < slab.slots && (slab.used == 0) == (class.spare == at);
                 visit(at, sound);
-                if class.spare == at {
-                    spare_bytes += slab.bytes();
+                if spare == at {
+                    spare = NIL;
                 }
                 (prev, at) = (at, slab.next);
             }
+            if spare != NIL {
+                visit(NIL, false);
+            }
         }
-        if spare_bytes != self.spare_bytes {
+        if self.spares().count() != self.spare_count as usize {
             visit(NIL, false);
         }
     }

@@ -134,11 +134,11 @@ impl Heap {
             if record.state == State::Slab {
                 let slab = self.slabs.slab(record.slab);
                 let agrees = slab.record == at && slab.start == record.start && slab.bytes() == record.len;
-                if !agrees || slab.free_slots() != u32::from(slab.slots - slab.used) {
+                if !agrees || slab.free_slots() != slab.slots - slab.used {
                     return Err(Broken::Slab { at: record.start });
                 }
                 with_room += usize::from(slab.used < slab.slots);
-                live[usize::from(slab.class)] += u64::from(slab.used);
+                live[slab.class as usize] += u64::from(slab.used);
             }
             at = record.next;
         }

@@ -3,6 +3,7 @@
 use super::Heap;
 use crate::range::{Key, SLOT};
 use crate::records::State;
+use crate::slab::Given;
 use crate::{Block, Extent, Freed, HeapError, Range};
 
 impl Heap {
@@ -34,26 +35,41 @@ impl Heap {
     ///
     /// As [`free`](Self::free), and [`HeapError::Stale`] when the address belongs to a later
     /// block.
-    #[inline]
     pub fn free_block(&mut self, block: &Block, stamp: u64) -> Result<Freed, HeapError> {
-        self.free_keyed(block.address, block.key, stamp)
-    }
-
-    /// As [`free_block`](Self::free_block), for those who keep the address and the key alone.
-    ///
-    /// # Errors
-    ///
-    /// As [`free_block`](Self::free_block).
-    pub fn free_keyed(&mut self, address: u64, key: Key, stamp: u64) -> Result<Freed, HeapError> {
+        let Block { address, key, .. } = *block;
         let index = key.index();
         if index & SLOT == 0 {
             if self.is_live(address, key) {
                 return Ok(self.free_record(index, stamp));
             }
-        } else if let Some(slot) = self.slot_of(address, key) {
-            return Ok(self.free_slot(index & !SLOT, slot, stamp));
+        } else if let Some(given) = self.slabs.give_keyed(index & !SLOT, address, key.generation, stamp) {
+            return Ok(self.count_given(index & !SLOT, given));
         }
-        self.refuse(address)
+        Err(self.refuse(address))
+    }
+
+    /// As [`free_block`](Self::free_block), for those who keep the address and the key alone, and want no more than to
+    /// know it freed.
+    ///
+    /// # Errors
+    ///
+    /// As [`free_block`](Self::free_block).
+    pub fn free_keyed(&mut self, address: u64, key: Key, stamp: u64) -> Result<(), HeapError> {
+        let index = key.index();
+        if index & SLOT == 0 {
+            if self.is_live(address, key) {
+                self.free_record(index, stamp);
+                return Ok(());
+            }
+        } else if let Some(given) = self.slabs.give_keyed(index & !SLOT, address, key.generation, stamp) {
+            self.live_bytes -= given.bytes;
+            self.live_blocks -= 1;
+            if given.dissolve {
+                self.dissolve(index & !SLOT);
+            }
+            return Ok(());
+        }
+        Err(self.refuse(address))
     }
 
     /// The real size of the block of this address and key in bytes, if it lives.
@@ -63,15 +79,16 @@ impl Heap {
         if index & SLOT == 0 {
             return self.is_live(address, key).then(|| self.records[index].len);
         }
-        self.slot_of(address, key).map(|_| self.slabs.slab(index & !SLOT).slot)
+        let slab = self.slabs.get(index & !SLOT)?;
+        slab.live_slot(address, key.generation, self.unit_shift).map(|_| slab.slot)
     }
 
     /// Why what a key says is not so.
     #[cold]
-    fn refuse(&self, address: u64) -> Result<Freed, HeapError> {
+    fn refuse(&self, address: u64) -> HeapError {
         match self.live_at(address) {
-            Ok(_) => Err(HeapError::Stale { address }),
-            Err(why) => Err(why),
+            Ok(_) => HeapError::Stale { address },
+            Err(why) => why,
         }
     }
 
@@ -81,19 +98,6 @@ impl Heap {
         self.records.get(key.index()).is_some_and(|record| {
             record.state == State::Live && record.start == address && record.generation == key.generation
         })
-    }
-
-    /// The slot that `key` means, if it is still that block.
-    #[inline]
-    fn slot_of(&self, address: u64, key: Key) -> Option<usize> {
-        let id = key.index() & !SLOT;
-        let slab = self.slabs.get(id)?;
-        if slab.is_vacant() || !Range::new(slab.start, slab.bytes()).contains(address) {
-            return None;
-        }
-        let (slot, inside) = self.slabs.slot_at(id, address);
-        let same = inside == 0 && !slab.is_free(slot) && slab.generation(slot) == key.generation;
-        same.then_some(slot)
     }
 
     /// The real size of the live block that starts at `address`, in bytes.
@@ -145,6 +149,7 @@ impl Heap {
         }
     }
 
+    #[inline(always)]
     fn free_record(&mut self, id: u32, stamp: u64) -> Freed {
         let record = &mut self.records[id];
         let bytes = record.len;
@@ -157,11 +162,16 @@ impl Heap {
     }
 
     fn free_slot(&mut self, slab: u32, slot: usize, stamp: u64) -> Freed {
-        let bytes = self.slabs.slab(slab).slot;
+        let given = self.slabs.give(slab, slot, stamp);
+        self.count_given(slab, given)
+    }
+
+    /// Counts a slot that was given back.
+    fn count_given(&mut self, slab: u32, given: Given) -> Freed {
+        let Given { bytes, dissolve } = given;
         self.live_bytes -= bytes;
         self.live_blocks -= 1;
-        let done = self.slabs.give(slab, slot, stamp);
-        let extent = done.then(|| self.dissolve(slab));
+        let extent = dissolve.then(|| self.dissolve(slab));
         Freed { bytes, extent: extent.map(|id| self.extent(id)) }
     }
 

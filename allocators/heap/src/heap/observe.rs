@@ -46,8 +46,8 @@ impl Heap {
 
     /// Bytes of the free extents.
     #[must_use]
-    pub const fn free_bytes(&self) -> u64 {
-        self.free_bytes + self.slabs.spare_bytes + self.kept_bytes
+    pub fn free_bytes(&self) -> u64 {
+        self.free_bytes + self.slabs.spare_bytes() + self.kept_bytes
     }
 
     /// Real sizes of the live blocks, in bytes.

@@ -4,6 +4,7 @@ use super::Heap;
 use crate::classes::class_of;
 use crate::range::{Key, SLOT};
 use crate::records::{NIL, Record, State};
+use crate::slab::Taken;
 use crate::{Block, HeapError, Range};
 
 /// How many extents a request with a large alignment tries in order of size before it takes one
@@ -36,6 +37,31 @@ impl Heap {
     /// size, just before the answer would be `None`.
     #[must_use]
     pub fn alloc(&mut self, bytes: u64, align: u64) -> Option<Block> {
+        // The two ways that loops take, which end where the full one would.
+        if align == self.config.unit && !(self.live_blocks == 0 && self.slabs.has_several_spares()) {
+            if bytes > self.config.small_max {
+                if self.kept_bytes.wrapping_sub(bytes) < self.config.unit
+                    && self.proved == (self.kept, self.bins.changes)
+                {
+                    let id = self.kept;
+                    self.kept = NIL;
+                    self.kept_bytes = 0;
+                    return Some(self.make_live(id));
+                }
+                return self.alloc_exact(self.whole_units(bytes)?, align);
+            } else if bytes > 0
+                && let slab = self.slabs.room(class_of(((bytes - 1) >> self.unit_shift) + 1))
+                && slab != NIL
+            {
+                return Some(self.take_slot(slab));
+            }
+        }
+        self.alloc_fully(bytes, align)
+    }
+
+    /// As [`alloc`](Self::alloc), for any request.
+    #[inline(never)]
+    fn alloc_fully(&mut self, bytes: u64, align: u64) -> Option<Block> {
         if bytes == 0 || !align.is_power_of_two() {
             return None;
         }
@@ -162,16 +188,12 @@ impl Heap {
         Some(slab)
     }
 
+    #[inline]
     fn take_slot(&mut self, id: u32) -> Block {
-        let slot = self.slabs.take(id);
-        let slab = self.slabs.slab(id);
-        self.live_bytes += slab.slot;
+        let Taken { address, bytes, generation } = self.slabs.take(id);
+        self.live_bytes += bytes;
         self.live_blocks += 1;
-        Block {
-            address: slab.address(slot),
-            bytes: slab.slot,
-            key: Key::new(id | SLOT, slab.generation(slot)),
-        }
+        Block { address, bytes, key: Key::new(id | SLOT, generation) }
     }
 
     /// An exact block of `len` bytes, a multiple of the unit.
@@ -237,6 +259,7 @@ impl Heap {
     }
 
     /// Makes a carved record a live block.
+    #[inline]
     fn make_live(&mut self, id: u32) -> Block {
         let record = &mut self.records[id];
         record.state = State::Live;
