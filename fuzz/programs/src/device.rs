@@ -1,26 +1,30 @@
 //! Programs over one device pool on the simulated GPU, whose oracle watches.
 //!
 //! Bytes say how the pool is set up, what several streams do with it, which driver calls fail and when queued work runs.
-//! After every operation the pool's account is compared with a model, and the oracle must have nothing to report: work
-//! that is not ordered, a block given out before its last use is done, a mapping taken away under queued work.
+//! After every operation the pool's account is compared with a model and with what the device has left, its budget has
+//! not been above its limit at any instant, and the oracle must have nothing to report: work that is not ordered, a block
+//! given out before its last use is done, a mapping taken away under queued work.
+//!
+//! Handles are as large as what is left of the budget allows, so one device in three is vast: blocks of up to a GiB under
+//! handles of up to 64 MiB, until the limit comes down on them and handles are small, move, and are melted.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::Bytes;
 use aquifer_core::{Budget, MemoryError};
-use aquifer_device::{Adoption, Block, Debugging, DevicePool, Fault, PoolConfig, Request};
+use aquifer_device::{Adoption, Block, Debugging, DeviceBuffer, DevicePool, Fault, PoolConfig, Request};
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange,
+    Access, Call, DeviceId, DeviceRange, RawStream,
     sim::{DeviceConfig, Sim, SimConfig},
 };
-use aquifer_stream::{Stream, Use};
+use aquifer_stream::{Life, Stream, Use};
 use std::time::Duration;
 
 /// Operations of one program at most.
 const MAX_OPS: usize = 300;
 /// Accesses are declared for blocks that the program holds, on streams of an idle device.
 const OURS: &str = "an access to a block of ours";
-/// The device's memory.
-const CAPACITY: u64 = 96 << 20;
+/// The device's memory, of a small one and of a vast one. All sizes of a program go with it.
+const CAPACITY: [u64; 2] = [96 << 20, 96 << 33];
 /// Calls that may fail in the middle of a program. Those that end an object are left out: what they leave behind is
 /// still held, by the driver's own word, so that no count could be zero at the end.
 const FAULTS: [Call; 10] = [
@@ -35,6 +39,60 @@ const FAULTS: [Call; 10] = [
     Call::MemAlloc,
     Call::StreamCreate,
 ];
+
+/// What a program does, as often as it stands here.
+const OPS: [Op; 24] = [
+    Op::Alloc,
+    Op::Alloc,
+    Op::Alloc,
+    Op::Alloc,
+    Op::Alloc,
+    Op::Free,
+    Op::Free,
+    Op::Free,
+    Op::Free,
+    Op::Touch,
+    Op::Prepare,
+    Op::Prepare,
+    Op::Finish,
+    Op::Finish,
+    Op::Record,
+    Op::Trim,
+    Op::Fail,
+    Op::Run,
+    Op::Limit,
+    Op::Limit,
+    Op::IntoRaw,
+    Op::FromRaw,
+    Op::Typed,
+    Op::Retire,
+];
+
+#[derive(Clone, Copy, Debug)]
+enum Op {
+    Alloc,
+    Free,
+    Touch,
+    Prepare,
+    Finish,
+    Record,
+    Trim,
+    Fail,
+    Run,
+    Limit,
+    IntoRaw,
+    FromRaw,
+    Typed,
+    Retire,
+}
+
+/// A live block whose address is out.
+struct Out {
+    address: u64,
+    bytes: u64,
+    capacity: u64,
+    stream: usize,
+}
 
 /// A live block and the stream it belongs to.
 struct Live {
@@ -55,9 +113,19 @@ struct World {
     sim: Sim,
     budget: Budget,
     pool: DevicePool,
+    /// The last is another library's, which retires it before it ends it.
     streams: Vec<Stream>,
+    /// The handle of the last, until it has ended.
+    foreign: Option<RawStream>,
     live: Vec<Live>,
+    out: Vec<Out>,
     open: Vec<Open>,
+    /// All sizes are shifted by so many bits.
+    scale: u32,
+    /// Whether whatever is free can be had by every stream, unless a call fails.
+    shares: bool,
+    /// The most that the budget may have held since the last operation.
+    most: u64,
     /// Blocks are checked: they have guards, and what is freed is kept for a while.
     checked: bool,
 }
@@ -97,73 +165,191 @@ impl World {
             if bytes.choice(4) == 0 { DeviceConfig::without_virtual_memory() } else { DeviceConfig::h200() };
         let mut config = SimConfig::h200(1);
         config.devices = vec![device];
-        let sim = Sim::new(config).symbolic().capacity(CAPACITY);
+        let vast = bytes.choice(3) == 2;
+        let scale = if vast { 13 } else { 0 };
+        let sim = Sim::new(config).symbolic().capacity(CAPACITY[usize::from(vast)]);
         let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
-        let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(40)) + 2) << 20);
+        let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(40)) + 2) << (20 + scale));
         let mut config = PoolConfig::with_budget(budget.clone());
         config.adoption = [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
         config.wait = Duration::from_millis(1);
-        config.handle_bytes = [0, 4 << 20][usize::from(bytes.choice(2))];
+        config.handle_bytes = if vast { 0 } else { [0, 4 << 20][usize::from(bytes.choice(2))] };
         config.compact = bytes.choice(4) == 0;
         if checked {
             config.debug = Debugging::all();
             config.debug.quarantine = u64::from(bytes.choice(8)) << 19;
         }
+        let waits = config.adoption == Adoption::Wait;
         let pool =
             DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
-        let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();
-        Self { sim, budget, pool, streams, live: Vec::new(), open: Vec::new(), checked }
+        let mut streams: Vec<_> =
+            (0..2).map(|_| pool.stream().expect("a stream of an idle device")).collect();
+        let isolated = bytes.choice(4) == 0;
+        let third = if isolated { pool.streams().lease_isolated() } else { pool.stream() };
+        streams.push(third.expect("a stream of an idle device"));
+        let foreign = sim.driver().stream_create(DeviceId(0), 0).expect("a stream of an idle device");
+        #[expect(unsafe_code, reason = "takes in another library's stream")]
+        // SAFETY: 1. it is a stream of this device. 2. it is retired before it is destroyed.
+        let adopted = unsafe { pool.streams().adopt(foreign, Life::Retired) };
+        streams.push(adopted.expect("a stream of an idle device"));
+        let shares = waits && !isolated && !checked && pool.info().virtual_memory;
+        let most = budget.limit();
+        let (live, out, open, foreign) = (Vec::new(), Vec::new(), Vec::new(), Some(foreign));
+        Self { sim, budget, pool, streams, foreign, live, out, open, scale, shares, most, checked }
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        match bytes.choice(18) {
-            0..=4 => self.alloc(bytes),
-            5..=7 => self.free(bytes),
-            8 => self.touch(bytes),
-            9 | 10 => self.prepare(bytes),
-            11 | 12 => self.finish_one(bytes),
-            13 => self.record(bytes),
-            14 => {
-                let keep = u64::from(bytes.u8()) << 19;
-                let before = self.pool.stats();
-                if self.pool.trim(keep).is_ok() {
-                    let after = self.pool.stats();
-                    assert_eq!(before.live, after.live, "a trim took live memory");
-                    assert!(after.physical <= before.physical, "a trim took memory");
-                }
-            }
-            15 => {
-                let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
-                // Out of memory: a code that every one of these calls may answer with.
-                self.sim.fail(call, u64::from(bytes.choice(6)) + 1, 2);
-            }
-            16 => {
-                let stream = self.pick_stream(bytes);
-                let raw = self.streams[stream].raw();
-                if bytes.flag() {
-                    self.sim.step(raw);
-                } else {
-                    // A fault may be waiting for it.
-                    let _ = self.streams[stream].synchronize();
-                }
-            }
-            _ => {
-                self.budget.set_limit((u64::from(bytes.choice(48)) + 1) << 20);
-            }
+        // Above a limit that has come down on it the budget may stay, and not grow.
+        self.most = self.budget.limit().max(self.budget.used());
+        self.budget.reset_peak();
+        match OPS[usize::from(bytes.choice(OPS.len() as u8))] {
+            Op::Alloc => self.alloc(bytes),
+            Op::Free => self.free(bytes),
+            Op::Touch => self.touch(bytes),
+            Op::Prepare => self.prepare(bytes),
+            Op::Finish => self.finish_one(bytes),
+            Op::Record => self.record(bytes),
+            Op::Trim => self.trim(bytes),
+            Op::Fail => self.fail(bytes),
+            Op::Run => self.run(bytes),
+            Op::Limit => self.limit(bytes),
+            Op::IntoRaw => self.into_raw(bytes),
+            Op::FromRaw => self.from_raw(bytes),
+            Op::Typed => self.typed(bytes),
+            Op::Retire => self.retire(bytes),
         }
     }
 
+    fn trim(&self, bytes: &mut Bytes<'_>) {
+        let keep = u64::from(bytes.u8()) << (19 + self.scale);
+        let before = self.pool.stats();
+        if self.pool.trim(keep).is_ok() {
+            let after = self.pool.stats();
+            assert_eq!(before.live, after.live, "a trim took live memory");
+            assert!(after.physical <= before.physical, "a trim took memory");
+        }
+    }
+
+    fn fail(&mut self, bytes: &mut Bytes<'_>) {
+        let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
+        // Out of memory: a code that every one of these calls may answer with.
+        self.sim.fail(call, u64::from(bytes.choice(6)) + 1, 2);
+        self.shares = false;
+    }
+
+    fn run(&self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick_stream(bytes);
+        if bytes.flag() {
+            self.sim.step(self.streams[stream].raw());
+        } else {
+            // A fault may be waiting for it.
+            let _ = self.streams[stream].synchronize();
+        }
+    }
+
+    /// Anywhere; or a little above what is taken, where handles get small and move; or so that half of it is taken, where
+    /// streams come together and part.
+    fn limit(&self, bytes: &mut Bytes<'_>) {
+        let used = self.budget.used();
+        let limit = match bytes.choice(4) {
+            0 => (u64::from(bytes.choice(48)) + 1) << (20 + self.scale),
+            1 => used + (u64::from(bytes.choice(16)) << 20),
+            2 => used * 2 + (u64::from(bytes.choice(4)) << 20),
+            _ => used * 3,
+        };
+        self.budget.set_limit(limit.max(1 << 20));
+    }
+
+    fn into_raw(&mut self, bytes: &mut Bytes<'_>) {
+        if self.live.is_empty() {
+            return;
+        }
+        let at = usize::from(bytes.u8()) % self.live.len();
+        let Live { block, stream } = self.live.swap_remove(at);
+        let (bytes, capacity) = (block.bytes(), block.capacity());
+        let address = block.into_raw();
+        self.out.push(Out { address, bytes, capacity, stream });
+    }
+
+    fn from_raw(&mut self, bytes: &mut Bytes<'_>) {
+        if self.out.is_empty() {
+            return;
+        }
+        let at = usize::from(bytes.u8()) % self.out.len();
+        let Out { address, bytes: size, capacity, stream } = self.out.swap_remove(at);
+        if bytes.flag() {
+            let block = self.pool.from_raw(address).expect("an address that is out");
+            assert_eq!((block.address(), block.bytes(), block.capacity()), (address, size, capacity));
+            self.live.push(Live { block, stream });
+        } else {
+            self.pool.free_raw(address).expect("an address that is out");
+        }
+        let again = self.pool.free_raw(address);
+        assert!(
+            matches!(again, Err(MemoryError::DoubleFree { .. } | MemoryError::ForeignBlock { .. })),
+            "an address is out twice: {again:?}"
+        );
+    }
+
+    /// A block as elements, in two parts that are written on two streams.
+    fn typed(&mut self, bytes: &mut Bytes<'_>) {
+        if self.live.is_empty() {
+            return;
+        }
+        let at = usize::from(bytes.u8()) % self.live.len();
+        let (one, other) = (self.pick_stream(bytes), self.pick_stream(bytes));
+        let Live { block, stream } = self.live.swap_remove(at);
+        let block = match DeviceBuffer::<u32>::from_block(block) {
+            Ok(mut buffer) => {
+                let mid = usize::from(bytes.u16()) % (buffer.len() + 1);
+                let (mut low, mut high) = buffer.split_at_mut(mid).expect("within its bounds");
+                // Refused while a use of the block is open, or where a fault waits.
+                let _ = self.streams[one].fill(&mut low, 1_u32);
+                let _ = self.streams[other].fill(&mut high, 2_u32);
+                buffer.into_block()
+            }
+            Err(declined) => declined.value,
+        };
+        self.live.push(Live { block, stream });
+    }
+
+    /// The other library ends its stream. Blocks of it live on.
+    fn retire(&mut self, bytes: &mut Bytes<'_>) {
+        let last = self.streams.len() - 1;
+        if bytes.choice(4) > 0 || self.open.iter().any(|open| open.stream == last) {
+            return;
+        }
+        if self.streams[last].timeline().retire().is_ok() {
+            self.end_foreign();
+        }
+    }
+
+    fn end_foreign(&mut self) {
+        if let Some(foreign) = self.foreign.take() {
+            #[expect(unsafe_code, reason = "ends a stream")]
+            // SAFETY: 1. it was retired, and this program calls for it no more.
+            let ended = unsafe { self.sim.driver().stream_destroy(foreign) };
+            ended.expect("it was made by this program");
+        }
+    }
+
+    fn is_gone(&self, stream: usize) -> bool {
+        self.foreign.is_none() && stream == self.streams.len() - 1
+    }
+
     fn pick_stream(&self, bytes: &mut Bytes<'_>) -> usize {
-        usize::from(bytes.choice(self.streams.len() as u8))
+        let stream = usize::from(bytes.choice(self.streams.len() as u8));
+        if self.is_gone(stream) { 0 } else { stream }
     }
 
     fn alloc(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.pick_stream(bytes);
-        let size = match bytes.choice(4) {
+        let size = match bytes.choice(5) {
             0 => u64::from(bytes.u16()),
             1 => u64::from(bytes.u16()) << 4,
             2 => u64::from(bytes.u16()) << 7,
-            _ => u64::from(bytes.u8()) << 17,
+            3 => u64::from(bytes.u8()) << 17,
+            _ => u64::from(bytes.u8()) << (17 + self.scale.min(4)),
         };
         let align = 1 << bytes.choice(22);
         let answer = self.pool.alloc(&self.streams[stream], Request::bytes(size).align(align));
@@ -179,6 +365,10 @@ impl World {
                         "{block:?} overlaps {other:?}"
                     );
                 }
+                for Out { address, capacity, .. } in &self.out {
+                    let apart = end <= *address || address + capacity <= block.address();
+                    assert!(apart, "{block:?} overlaps what is out at {address:#x}");
+                }
                 // A block is for use at once.
                 self.sim
                     .access(
@@ -191,7 +381,11 @@ impl World {
                 self.live.push(Live { block, stream });
             }
             Err(MemoryError::ZeroSize) => assert_eq!(size, 0),
-            Err(MemoryError::OutOfMemory(error)) => assert_eq!(error.requested, size),
+            Err(MemoryError::OutOfMemory(error)) => {
+                assert_eq!(error.requested, size);
+                let fits = error.largest_free >= size.next_multiple_of(512) + align.max(512);
+                assert!(!(fits && self.shares), "refused what a cache has room for: {error}");
+            }
             Err(MemoryError::Driver(_)) => {}
             Err(other) => panic!("{other:?} for {size} bytes"),
         }
@@ -223,6 +417,9 @@ impl World {
     /// As a program does that knows of other streams' uses: a use that conflicts with an open one is not made.
     fn touch_at(&self, at: usize, access: Access) {
         let Live { block, stream } = &self.live[at];
+        if self.is_gone(*stream) {
+            return;
+        }
         let stream = &self.streams[*stream];
         if let Ok(used) = block.prepare(stream, access) {
             self.sim.access(stream.raw(), range_of(block), access, Some(block.generation())).expect(OURS);
@@ -294,6 +491,8 @@ impl World {
         let stats = self.pool.stats();
         let requested: u64 = self.live.iter().map(|l| l.block.bytes()).sum();
         let live: u64 = self.live.iter().map(|l| l.block.capacity()).sum();
+        let requested = requested + self.out.iter().map(|out| out.bytes).sum::<u64>();
+        let live = live + self.out.iter().map(|out| out.capacity).sum::<u64>();
         assert_eq!(stats.requested, requested, "live bytes");
         if self.checked {
             assert!(stats.live >= live, "guards are less than nothing");
@@ -303,8 +502,11 @@ impl World {
         } else {
             assert_eq!(stats.live, live, "live bytes");
         }
-        assert_eq!(stats.blocks, self.live.len() as u64);
+        assert_eq!(stats.blocks, (self.live.len() + self.out.len()) as u64);
         assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
+        let memory = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device tells");
+        assert_eq!(stats.physical, memory.total - memory.free, "what is held is what the device misses");
+        assert!(self.budget.peak() <= self.most, "{} above the limit", self.budget.peak() - self.most);
         assert!(
             stats.live + stats.pending <= stats.physical
                 && stats.live + stats.cached + stats.pending <= stats.physical,
@@ -312,17 +514,28 @@ impl World {
         );
     }
 
-    fn finish(self) {
-        let Self { sim, budget, pool, streams, live, open, .. } = self;
-        sim.clear_failures();
-        drop(live);
+    fn finish(mut self) {
+        self.sim.clear_failures();
+        for out in std::mem::take(&mut self.out) {
+            self.pool.free_raw(out.address).expect("an address that is out");
+        }
+        let open = std::mem::take(&mut self.open);
+        let streams: Vec<_> = self.streams.clone();
+        let sim = self.sim.clone();
+        self.live.clear();
         for Open { used, stream, range, generation, access } in open {
             sim.access(streams[stream].raw(), range, access, Some(generation)).expect(OURS);
             used.finish().expect("no fault is left");
         }
-        for stream in &streams {
+        for (at, stream) in streams.iter().enumerate().filter(|(at, _)| !self.is_gone(*at)) {
             stream.synchronize().expect("no fault is left");
+            if at == streams.len() - 1 {
+                stream.timeline().retire().expect("no fault is left");
+            }
         }
+        drop(streams);
+        self.end_foreign();
+        let Self { budget, pool, streams, .. } = self;
         pool.trim(0).expect("no fault is left");
         let stats = pool.stats();
         assert_eq!((stats.live, stats.pending, stats.cached, stats.physical), (0, 0, 0, 0), "{stats:?}");
