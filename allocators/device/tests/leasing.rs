@@ -160,11 +160,12 @@ fn a_part_taken_out_of_the_commons_leaves_the_rest_waiting_for_everybody_as_befo
         write(&rig, stream, block);
     }
     drop(blocks);
+    let mut parts = Vec::new();
     for (taker, mib) in takers.iter().zip([3, 2, 3]) {
         let part = take(&rig, taker, mib);
         write(&rig, taker, &part);
         // The next comes while this is live.
-        std::mem::forget(part);
+        parts.push(part);
     }
     assert_eq!(rig.pool.stats().host_waits, 0);
     rig.sim.run_all();

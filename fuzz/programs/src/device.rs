@@ -213,8 +213,8 @@ impl World {
             Op::Fail => self.fail(bytes),
             Op::Run => self.run(bytes),
             Op::Limit => self.limit(bytes),
-            Op::IntoRaw => self.into_raw(bytes),
-            Op::FromRaw => self.from_raw(bytes),
+            Op::IntoRaw => self.make_raw(bytes),
+            Op::FromRaw => self.take_raw(bytes),
             Op::Typed => self.typed(bytes),
             Op::Retire => self.retire(bytes),
         }
@@ -260,7 +260,7 @@ impl World {
         self.budget.set_limit(limit.max(1 << 20));
     }
 
-    fn into_raw(&mut self, bytes: &mut Bytes<'_>) {
+    fn make_raw(&mut self, bytes: &mut Bytes<'_>) {
         if self.live.is_empty() {
             return;
         }
@@ -271,7 +271,7 @@ impl World {
         self.out.push(Out { address, bytes, capacity, stream });
     }
 
-    fn from_raw(&mut self, bytes: &mut Bytes<'_>) {
+    fn take_raw(&mut self, bytes: &mut Bytes<'_>) {
         if self.out.is_empty() {
             return;
         }
