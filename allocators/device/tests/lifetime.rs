@@ -97,6 +97,23 @@ fn a_block_with_an_open_use_is_passed_over_until_the_use_is_finished() {
 }
 
 #[test]
+fn memory_of_a_use_on_its_own_stream_that_ends_after_the_free_goes_to_others_behind_its_work() {
+    let rig = Rig::stepped(4);
+    let (s, u) = (rig.stream(), rig.stream());
+    let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
+    let (whole, generation) = (range(&block), block.generation());
+    let used = block.prepare(&s, Access::Write).unwrap();
+    drop(block);
+    // An event behind the free, and ahead of the work.
+    s.timeline().fence(s.timeline().open()).unwrap();
+    rig.sim.access(s.raw(), whole, Access::Write, Some(generation)).unwrap();
+    used.finish().unwrap();
+    let next = rig.pool.alloc(&u, Request::bytes(4 * MIB)).unwrap();
+    rig.sim.access(u.raw(), range(&next), Access::Write, Some(next.generation())).unwrap();
+    rig.assert_silent();
+}
+
+#[test]
 fn a_forgotten_use_keeps_the_bytes_for_good_and_never_races() {
     let rig = Rig::new(8);
     let (s, u) = (rig.stream(), rig.stream());

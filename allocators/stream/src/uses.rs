@@ -351,6 +351,7 @@ impl UseList {
         let held = Held { node: Some(node), home: home.clone() };
         let mut uses = Uses { held: left.then_some(held), joined };
         if !uses.joined.is_empty() {
+            uses.joined.iter().filter_map(Held::node).for_each(Node::leave_home);
             uses.forget_done();
         }
         uses

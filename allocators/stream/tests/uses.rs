@@ -174,6 +174,26 @@ fn a_use_that_is_held_when_its_block_is_freed_is_open_until_it_ends() {
     assert!(all_done(&noted));
 }
 
+/// Its stream is in order with itself; what is told of the free says nothing about work that is queued later.
+#[test]
+fn a_use_on_the_home_stream_that_ends_after_the_free_holds_the_block_until_its_work_is_done() {
+    let rig = Rig::stepped(4);
+    let mut block = Block::new(&rig);
+    let home = block.home.clone();
+    let held = block.prepare(&home, Access::Write).unwrap();
+    let freed_in = home.timeline().open();
+    let mut uses = block.take();
+    home.timeline().fence(freed_in).unwrap();
+    rig.launch(&home);
+    held.finish().unwrap();
+    home.timeline().poll().unwrap();
+    uses.forget_done();
+    assert_eq!(uses.stamped().map(|(_, epoch)| epoch).collect::<Vec<_>>(), [freed_in + 1]);
+    home.synchronize().unwrap();
+    uses.forget_done();
+    assert!(uses.is_empty());
+}
+
 #[test]
 fn a_lent_use_is_stamped_when_its_borrow_must_be_over() {
     let rig = Rig::stepped(4);
@@ -381,6 +401,31 @@ fn the_stream_that_memory_was_lent_on_to_is_another_to_its_lender() {
     let uses: Vec<_> = lender.take().iter().collect();
     assert_eq!(uses.len(), 1);
     assert_eq!(uses[0].epoch(), Some(lent_on.home.timeline().open()));
+}
+
+#[test]
+fn a_use_that_came_along_and_ends_on_the_lenders_stream_after_the_free_is_stamped() {
+    for lender_has_its_own in [true, false] {
+        let rig = Rig::stepped(4);
+        let (mut lent_on, mut lender) = (Block::new(&rig), Block::new(&rig));
+        let home = lender.home.clone();
+        let open = lent_on.prepare(&home, Access::Read).unwrap();
+        if lender_has_its_own {
+            lender.record(&rig.lease(), Access::Read);
+        }
+        let taken = lent_on.take();
+        lender.uses.take_over(home.timeline(), taken);
+        let mut uses = lender.take();
+        home.timeline().fence(home.timeline().open()).unwrap();
+        rig.launch(&home);
+        open.finish().unwrap();
+        uses.forget_done();
+        let last = home.timeline().open();
+        assert!(
+            uses.iter()
+                .any(|noted| noted.on().number() == home.timeline().number() && noted.epoch() == Some(last))
+        );
+    }
 }
 
 #[test]

@@ -59,7 +59,7 @@ struct Note {
     /// Its name in the node, for whoever will finish it.
     id: u32,
     access: Access,
-    /// Whether it is on the block's own stream, which is in order with itself.
+    /// Whether it is on the block's own stream, which is in order with itself. Not once the block is freed.
     at_home: bool,
 }
 
@@ -260,8 +260,14 @@ impl Node {
                 }
             }
             joined.append(&mut s.joined);
+            s.leave_home();
             !s.is_empty()
         })
+    }
+
+    /// The block that this was joined to is freed.
+    pub(super) fn leave_home(&self) {
+        self.state.with(State::leave_home);
     }
 
     /// Forgets what is done. Whether anything is left.
@@ -439,6 +445,12 @@ impl State {
             }
             over.push(on);
         }
+    }
+
+    /// The block is freed. What is open on its own stream goes on after that, so its end is to be stamped like any other's:
+    /// the epoch of the free says nothing about work that is queued after it.
+    fn leave_home(&mut self) {
+        self.notes.iter_mut().for_each(|note| note.at_home = false);
     }
 
     fn take_out(&mut self, over: &mut Few<Arc<Timeline>>, which: impl Fn(&Note) -> bool) {
