@@ -12,9 +12,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     staging::install(rt.pinned_near(0).clone())?;
 
     // The reader knows nothing of pinned memory; what it allocates in this scope lies there all the same.
-    let path = std::env::current_exe()?;
+    let path = std::env::temp_dir().join(format!("aquifer-example-{}", std::process::id()));
+    std::fs::write(&path, vec![7; 8 << 20])?;
     let bytes: Vec<u8> = staging::route(|| std::fs::read(&path))?;
 
+    std::fs::remove_file(&path)?;
     let pinned = rt.pinned_near(0).stats().memory.live;
     assert!(pinned >= bytes.len() as u64, "{pinned} bytes are pinned, {} were read", bytes.len());
     println!(
