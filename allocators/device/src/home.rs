@@ -22,9 +22,12 @@
 //!
 //! | part | 256 B | 1 MiB | random ≤ 1 MiB, an operation |
 //! |---|---|---|---|
-//! | request, pool, finding the stream's cache, lock, account, token; the block's end | 251 | 251 | 126 |
-//! | the heap finds a place and takes it back | 158 | 81 | 541 |
-//! | all | 409 | 332 | 667 |
+//! | request, pool, finding the stream's cache, lock, account, token | 100 | 103 | 51 |
+//! | the heap finds a place | 104 | 61 | 340 |
+//! | the heap takes it back | 100 | 60 | 189 |
+//! | lock, account, epoch, the token's end | 91 | 91 | 46 |
+//! | the loop itself | 31 | 31 | 49 |
+//! | all | 426 | 346 | 675 |
 //!
 //! Two of these are locked, one for each time the cache is taken. On a 2-core virtual machine the pairs take 37 and 29 ns,
 //! where a `malloc` pair of 64 bytes takes 10; before tokens were six words and the last freed block was kept, they took
@@ -33,7 +36,7 @@
 //!
 //! Of a random operation most is the heap's splitting and merging: taking extents out of their bins and filing them
 //! again (117), finding the best fit (42), and the map from pages to records (93). Leaving an extent that is alone in its
-//! bin there when it shrinks or grows, and writing new records in place, changed random rows by -3 to +4 %; a leaf of the
+//! bin there when it shrinks or grows, and writing new records in place, changed random rows by -4 to +4 %; a leaf of the
 //! map remembered from call to call by less than 1 %. Neither is worth its rules.
 //! Keeping more than one freed block whole makes loops over several sizes quicker, and costs fit: see
 //! [`aquifer_heap`].
