@@ -280,20 +280,22 @@ impl Inner {
                 First::Moves => COMPACT,
             },
         };
-        // An isolated stream waits for nobody, nor does one that captures.
-        let waits = self.config.adoption == Adoption::Wait && home.timeline().waits_unasked();
+        // An isolated stream waits for nobody, nor does one that captures. Asks the driver, so not before it matters.
+        let waits = std::cell::LazyCell::new(|| {
+            self.config.adoption == Adoption::Wait && home.timeline().waits_unasked()
+        });
         for step in steps {
             let block = match *step {
                 Step::InOwn(how) => self.place(home, &own, request, how, progress)?,
                 Step::In(how) if how.reach == Reach::Done => {
                     self.place(home, givers, request, how, progress)?
                 }
-                Step::In(how) if waits => {
+                Step::In(how) if *waits => {
                     let waited_for: Vec<_> =
                         givers.iter().copied().filter(|giver| giver.is_waited_for()).collect();
                     self.place(home, &waited_for, request, how, progress)?
                 }
-                Step::Wait if waits => {
+                Step::Wait if *waits => {
                     let settled = self.wait_on_device(&homes)?;
                     progress.note("wait on the device", settled);
                     self.try_again(home, request, settled)
