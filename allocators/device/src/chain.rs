@@ -1,17 +1,15 @@
 //! What is tried, and in which order, when a stream's own cache has no room.
 //!
-//! Each step is followed by another look, and the cheapest come first. Only the last two can block, and no lock is held
-//! over any of them:
+//! Each step is followed by another look, and the cheapest come first. Only waiting for the oldest work blocks,
+//! and handlers may; no lock is held over any of them:
 //!
 //! 1. what other streams have finished with of this stream's own freed blocks;
 //! 2. an event behind each stream that has freed since its last, and a look which have passed;
-//! 3. what is free and backed in this cache and in others, pieced together, as far as the host has seen it done;
-//! 4. the same with gaps, which are backed by new physical memory within the budget, and where that is refused by handles
-//!    from under free ranges that are done;
-//! 5. the same with what is not done yet, for which this stream waits on the device;
-//! 6. handlers that were asked to give something back, other pools among them;
-//! 7. the oldest work that frees something, waited for on the host, up to a deadline;
-//! 8. an error that says what stood in the way.
+//! 3. new physical memory, what is free in other caches, what this stream has to wait for on the device, and handles from
+//!    under free memory, in the order of one of the lists of [`Step`]s below: which one, [`crate::leasing`] decides;
+//! 4. handlers that were asked to give something back, other pools among them;
+//! 5. the oldest work that frees something, waited for on the host, up to a deadline;
+//! 6. an error that says what stood in the way.
 
 use crate::{
     Adoption, Block, Request,
@@ -154,10 +152,15 @@ struct Progress<'a> {
 
 impl Progress<'_> {
     fn note(&mut self, step: &'static str, gave: u64) {
-        match self.tried.iter_mut().find(|t| t.step == step) {
-            Some(tried) => tried.gave += gave,
-            None => self.tried.push(Tried { step, gave }),
-        }
+        note(&mut self.tried, step, gave);
+    }
+}
+
+/// Adds what a step gave.
+pub(crate) fn note(tried: &mut Vec<Tried>, step: &'static str, gave: u64) {
+    match tried.iter_mut().find(|t| t.step == step) {
+        Some(tried) => tried.gave += gave,
+        None => tried.push(Tried { step, gave }),
     }
 }
 
@@ -440,19 +443,28 @@ impl Inner {
         }
     }
 
-    fn explain(&self, home: &'static Home, request: &Request, progress: Progress<'_>) -> OutOfMemory {
+    /// That there is no room for `bytes`, with what the pool holds as a whole.
+    pub(crate) fn out_of_memory(
+        &self,
+        bytes: u64,
+        refused: Option<NoHandle>,
+        tried: Vec<Tried>,
+    ) -> OutOfMemory {
         let stats = self.stats();
-        let mut error = OutOfMemory::new(self.info.device.to_string(), request.size());
-        match progress.refused {
+        let mut error = OutOfMemory::new(self.info.device.to_string(), bytes);
+        match refused {
             Some(NoHandle::Budget(refused)) => error.refused = Some(refused),
             Some(NoHandle::Driver(refused)) => error.driver = Some(refused),
             None => {}
         }
-        error.live = stats.live;
-        error.cached = stats.cached;
-        error.pending = stats.pending;
-        error.physical = stats.physical;
-        error.tried = progress.tried;
+        (error.live, error.cached) = (stats.live, stats.cached);
+        (error.pending, error.physical) = (stats.pending, stats.physical);
+        error.tried = tried;
+        error
+    }
+
+    fn explain(&self, home: &'static Home, request: &Request, progress: Progress<'_>) -> OutOfMemory {
+        let mut error = self.out_of_memory(request.size(), progress.refused, progress.tried);
         let mut holders: Vec<Holding> = Vec::new();
         for other in self.homes() {
             other.with(|s| {

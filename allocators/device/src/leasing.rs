@@ -97,9 +97,9 @@ impl Leasing {
         }
     }
 
-    /// Decides anew, by what is left in the budget, what each stream holds and the bytes that lie free beside
-    /// them. Once together, streams stay so until less
-    /// than three eighths are taken, so that a loop at the border does not go back and forth.
+    /// Decides anew, by what is left in the budget, what each stream holds and the bytes that lie free beside them. Once
+    /// together, streams stay so until less than three eighths are taken, so that a loop at the border does not go back
+    /// and forth.
     pub(crate) fn decide(&self, budget: &Budget, streams: &[Holds], shared: u64) {
         let (used, limit) = (budget.used(), budget.limit());
         let border = if self.is_together() { limit / 8 * 3 } else { limit / 2 };

@@ -2,11 +2,12 @@
 
 use crate::{
     Block, Request,
+    chain::note,
     home::Home,
     physical::handle::{Funds, NoHandle},
     pool::{Inner, deadline},
 };
-use aquifer_core::{MemoryError, OutOfMemory, Reservation, Result, Tag, error::Tried};
+use aquifer_core::{MemoryError, Reservation, Result, Tag, error::Tried};
 use std::{
     sync::{Arc, Mutex},
     time::Instant,
@@ -57,10 +58,7 @@ impl Inner {
                 Err(no) => Err(no.into_error(self.info.device)),
             };
         let mut tried: Vec<Tried> = Vec::new();
-        let mut note = |step, gave| match tried.iter_mut().find(|t| t.step == step) {
-            Some(tried) => tried.gave += gave,
-            None => tried.push(Tried { step, gave }),
-        };
+        let mut note = |step, gave| note(&mut tried, step, gave);
         let make_room = || self.trim(self.held().saturating_sub(wanted));
         let mut room = || -> Result<Option<T>> {
             if let Some(taken) = attempt(&mut refused)? {
@@ -102,16 +100,7 @@ impl Inner {
         match taken? {
             Some(taken) => Ok(taken),
             None => {
-                let stats = self.stats();
-                let mut error = OutOfMemory::new(self.info.device.to_string(), wanted);
-                match refused {
-                    Some(NoHandle::Budget(refused)) => error.refused = Some(refused),
-                    Some(NoHandle::Driver(refused)) => error.driver = Some(refused),
-                    None => {}
-                }
-                (error.live, error.cached) = (stats.live, stats.cached);
-                (error.pending, error.physical) = (stats.pending, stats.physical);
-                error.tried = tried;
+                let error = self.out_of_memory(wanted, refused, tried);
                 Err(MemoryError::OutOfMemory(Box::new(error)))
             }
         }

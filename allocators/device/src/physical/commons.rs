@@ -21,7 +21,13 @@ pub(crate) struct Commons {
 
 /// Whether the host has seen all of it done.
 pub(crate) fn is_done(past: &Past) -> bool {
-    past.iter().all(|(timeline, epoch)| timeline.is_done(*epoch))
+    is_done_but_for(past, None)
+}
+
+/// Whether the host has seen all of it done but for the work of `own`, which is in order with itself.
+pub(crate) fn is_done_but_for(past: &Past, own: Option<&Arc<Timeline>>) -> bool {
+    let is_own = |timeline| own.is_some_and(|own| Arc::ptr_eq(own, timeline));
+    past.iter().all(|(timeline, epoch)| is_own(timeline) || timeline.is_done(*epoch))
 }
 
 /// Adds what `more` remembers to `past`. What is over need not be remembered.

@@ -30,7 +30,7 @@ mod release;
 mod stock;
 
 use super::{
-    commons::Commons,
+    commons::{Commons, is_done_but_for},
     handle::{Held, NoHandle},
     slots::{Mapping, Slots},
     window::{self, Window},
@@ -318,10 +318,7 @@ impl Mapped {
         let own = home.timeline();
         let (range, past) = {
             let mut commons = self.commons();
-            let ready = |past: &super::commons::Past| {
-                past.iter().all(|(t, epoch)| Arc::ptr_eq(t, &own) || t.is_done(*epoch))
-            };
-            let range = commons.lowest(taken, align, ready)?;
+            let range = commons.lowest(taken, align, |past| is_done_but_for(past, Some(&own)))?;
             (range, commons.take(range)?)
         };
         // What is not done is its own stream's.

@@ -5,7 +5,7 @@ use super::{Mapped, Reach, intersection};
 use crate::{
     home::Home,
     physical::{
-        commons::{Past, is_done},
+        commons::{Past, is_done, is_done_but_for},
         slots::Mapping,
     },
 };
@@ -32,7 +32,7 @@ pub(super) struct Offer {
 pub(super) struct Offers {
     homes: Vec<(&'static Home, Arc<Timeline>)>,
     pub(super) all: Vec<Offer>,
-    /// Bytes of these caches that are in use, or wait for it to end.
+    /// Bytes of these caches that have an owner.
     pub(super) live: u64,
 }
 
@@ -67,9 +67,7 @@ impl Piece {
 
     /// Whether the host has seen all work there done, but for that of `own`.
     pub(super) fn is_done_but_for(&self, own: Option<&Arc<Timeline>>) -> bool {
-        self.past.iter().all(|(timeline, epoch)| {
-            own.is_some_and(|own| Arc::ptr_eq(own, timeline)) || timeline.is_done(*epoch)
-        })
+        is_done_but_for(&self.past, own)
     }
 }
 
@@ -127,13 +125,10 @@ impl Mapped {
             });
         }
         let own = home.map(Home::timeline);
-        let ours = |past: &Past| {
-            own.as_ref().is_some_and(|own| past.iter().all(|(t, e)| Arc::ptr_eq(t, own) || t.is_done(*e)))
-        };
         let mut in_use = Vec::new();
         for (range, past) in self.commons().iter() {
             let done = is_done(past);
-            if done || ours(past) {
+            if done || is_done_but_for(past, own.as_ref()) {
                 all.push(Offer { range, owner: Owner::Commons, done });
             } else if reach == Reach::Wait {
                 in_use.push((range, past.clone()));
