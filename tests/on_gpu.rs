@@ -5,92 +5,33 @@
 //! allocation of its own (`AQUIFER_BYPASS=1`).
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "launches kernels")]
-#![expect(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+#[path = "support/first_gpu.rs"]
+mod first_gpu;
 
 use aquifer::{
     Access, Block, Budget, Debugging, DeviceBuffer, DevicePool, MemoryError, PinnedBuf, PoolConfig, Request,
-    Resource, Runtime, Stream, Vec as PinnedVec,
+    Resource, Stream, Vec as PinnedVec,
     cuda::{Lend, keep_alive, raw_stream},
     device::{Adoption, Direct, Fault, POISON_ALLOCATED, StreamOrdered},
     driver::Call,
     stream::Life,
 };
-use cudarc::{
-    driver::{CudaContext, CudaFunction, CudaStream, LaunchConfig, PushKernelArg},
-    nvrtc::Ptx,
+use cudarc::driver::{CudaStream, LaunchConfig, PushKernelArg};
+use first_gpu::{
+    Gpu,
+    gpu::{SPIN, fill},
 };
 use std::{env, sync::Arc, thread};
 
 const MIB: usize = 1 << 20;
 
-/// `x[i] = value` for `i` from `from` below `to`, after spinning for `spin` clock cycles.
-const FILL: &str = "
-.version 7.0
-.target sm_70
-.address_size 64
-.visible .entry fill(.param .u64 x, .param .u32 value, .param .u32 from, .param .u32 to, .param .u64 spin)
-{
-    .reg .pred %p<3>;
-    .reg .b32 %r<8>;
-    .reg .b64 %a<4>;
-    .reg .b64 %t<5>;
-    ld.param.u64 %t1, [spin];
-    mov.u64 %t2, %clock64;
-AGAIN:
-    mov.u64 %t3, %clock64;
-    sub.s64 %t4, %t3, %t2;
-    setp.lt.u64 %p1, %t4, %t1;
-    @%p1 bra AGAIN;
-    ld.param.u64 %a1, [x];
-    ld.param.u32 %r1, [value];
-    ld.param.u32 %r6, [from];
-    ld.param.u32 %r2, [to];
-    mov.u32 %r3, %ctaid.x;
-    mov.u32 %r4, %ntid.x;
-    mov.u32 %r5, %tid.x;
-    mad.lo.s32 %r3, %r3, %r4, %r5;
-    add.u32 %r3, %r3, %r6;
-    setp.ge.u32 %p2, %r3, %r2;
-    @%p2 bra DONE;
-    cvta.to.global.u64 %a2, %a1;
-    mul.wide.u32 %a3, %r3, 4;
-    add.s64 %a2, %a2, %a3;
-    st.global.u32 [%a2], %r1;
-DONE:
-    ret;
-}
-";
-
-/// Long enough that the host is far ahead: about ten milliseconds.
-const SPIN: u64 = 20_000_000;
-
-struct Gpu {
-    rt: Runtime,
-    fill: CudaFunction,
-    context: Arc<CudaContext>,
-}
-
-/// The first GPU, or a word on why not.
 fn gpu() -> Option<Gpu> {
-    let rt = Runtime::builder().build().expect("a runtime, with or without a GPU");
-    if rt.devices().is_empty() {
-        assert!(
-            env::var_os("AQUIFER_REQUIRE_GPU").is_none_or(|v| v != "1"),
-            "a GPU is required and there is none"
-        );
-        println!("skipped: no GPU");
-        return None;
-    }
-    let context = CudaContext::new(rt.devices()[0].device().0 as usize).unwrap();
-    let fill = context.load_module(Ptx::from_src(FILL)).unwrap().load_function("fill").unwrap();
-    Some(Gpu { rt, fill, context })
+    Gpu::with("fill", fill())
 }
 
 impl Gpu {
-    fn pool(&self) -> &DevicePool {
-        self.rt.device(0).unwrap()
-    }
-
     /// A pool of its own, under a limit in MiB.
     fn small_pool(&self, limit: u64) -> DevicePool {
         let mut config = PoolConfig::with_budget(Budget::new("the device", limit << 20));
@@ -99,17 +40,13 @@ impl Gpu {
         DevicePool::open(driver, self.pool().device(), config).unwrap()
     }
 
-    fn cu(&self) -> Arc<CudaStream> {
-        self.context.new_stream().unwrap()
-    }
-
     /// Fills a buffer on a stream of cudarc's, slowly.
     fn fill(&self, on: &Arc<CudaStream>, x: &mut DeviceBuffer<u32>, value: u32, spin: u64) {
         let n = u32::try_from(x.len()).unwrap();
         let mut lent = x.on_mut(on).unwrap();
-        let mut launch = on.launch_builder(&self.fill);
-        launch.arg(&mut lent).arg(&value).arg(&0u32).arg(&n).arg(&spin);
-        // SAFETY: 1. the kernel's five arguments, in order. 2. it writes the `n` elements that are lent to this stream.
+        let mut launch = on.launch_builder(&self.kernel);
+        launch.arg(&mut lent).arg(&value).arg(&n).arg(&spin);
+        // SAFETY: 1. the kernel's four arguments, in order. 2. it writes the `n` elements that are lent to this stream.
         unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }.unwrap();
     }
 }
@@ -170,8 +107,8 @@ fn without_a_noted_use_the_slow_kernel_clobbers_the_next_block() {
     let n = 32u32 << 10;
     let x: DeviceBuffer<u32> = pool.buffer(&s, n as usize).unwrap();
     let address = x.block().address();
-    let mut launch = cu.launch_builder(&gpu.fill);
-    launch.arg(&address).arg(&7u32).arg(&0u32).arg(&n).arg(&SPIN);
+    let mut launch = cu.launch_builder(&gpu.kernel);
+    launch.arg(&address).arg(&7u32).arg(&n).arg(&SPIN);
     // SAFETY: 1. the kernel's arguments. 2. deliberately not: nobody is told, and the memory stays mapped all the same.
     unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }.unwrap();
     drop(x);
@@ -405,8 +342,8 @@ fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
     assert!(pool.check().unwrap().is_empty());
 
     let launch = |address: u64, to: u32| {
-        let mut launch = cu.launch_builder(&gpu.fill);
-        launch.arg(&address).arg(&0x0102_0304u32).arg(&0u32).arg(&to).arg(&0u64);
+        let mut launch = cu.launch_builder(&gpu.kernel);
+        launch.arg(&address).arg(&0x0102_0304u32).arg(&to).arg(&0u64);
         // SAFETY: 1. the kernel's arguments. 2. deliberately not: it writes where nobody else has anything, in memory
         // that stays mapped.
         unsafe { launch.launch(LaunchConfig::for_num_elems(to)) }.unwrap();
@@ -452,8 +389,8 @@ fn planted_overrun() {
     let cu = gpu.cu();
     let mut x: DeviceBuffer<u32> = pool.buffer(&s, 1000).unwrap();
     let mut lent = x.on_mut(&cu).unwrap();
-    let mut launch = cu.launch_builder(&gpu.fill);
-    launch.arg(&mut lent).arg(&1u32).arg(&0u32).arg(&1001u32).arg(&0u64);
+    let mut launch = cu.launch_builder(&gpu.kernel);
+    launch.arg(&mut lent).arg(&1u32).arg(&1001u32).arg(&0u64);
     // SAFETY: deliberately none: one element too many.
     unsafe { launch.launch(LaunchConfig::for_num_elems(1001)) }.unwrap();
     let _ = cu.synchronize();
@@ -472,8 +409,8 @@ fn planted_use_after_free() {
     let x: DeviceBuffer<u32> = pool.buffer(&s, 1000).unwrap();
     let address = x.block().address();
     drop(x);
-    let mut launch = cu.launch_builder(&gpu.fill);
-    launch.arg(&address).arg(&1u32).arg(&0u32).arg(&1000u32).arg(&0u64);
+    let mut launch = cu.launch_builder(&gpu.kernel);
+    launch.arg(&address).arg(&1u32).arg(&1000u32).arg(&0u64);
     // SAFETY: deliberately none: the block is gone.
     unsafe { launch.launch(LaunchConfig::for_num_elems(1000)) }.unwrap();
     let _ = cu.synchronize();

@@ -3,91 +3,29 @@
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "launches kernels, and names memory by its address")]
-#![expect(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+#[path = "support/first_gpu.rs"]
+mod first_gpu;
 
 use aquifer::{
-    Adopted, DeviceBuffer, DevicePool, DeviceRange, External, Grid, Operand, Runtime, Stream, Typed,
+    Adopted, DeviceBuffer, DeviceRange, External, Grid, Operand, Stream, Typed,
     cuda::{Lend, keep_alive, raw_stream},
 };
-use cudarc::{
-    driver::{CudaContext, CudaFunction, CudaSlice, CudaStream, DevicePtr, LaunchConfig, PushKernelArg},
-    nvrtc::Ptx,
+use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, LaunchConfig, PushKernelArg};
+use first_gpu::{
+    Gpu,
+    gpu::{SPIN, add},
 };
-use std::{env, sync::Arc};
+use std::sync::Arc;
 
 const LEN: usize = 1 << 20;
 
-/// `to[i] = from[i] + more` below `n`, after spinning for `spin` clock cycles. The pointers come second and last.
-const ADD: &str = "
-.version 7.0
-.target sm_70
-.address_size 64
-.visible .entry add(.param .u64 spin, .param .u64 from, .param .u32 n, .param .u32 more, .param .u64 to)
-{
-    .reg .pred %p<3>;
-    .reg .b32 %r<8>;
-    .reg .b64 %a<7>;
-    .reg .b64 %t<5>;
-    ld.param.u64 %t1, [spin];
-    mov.u64 %t2, %clock64;
-AGAIN:
-    mov.u64 %t3, %clock64;
-    sub.s64 %t4, %t3, %t2;
-    setp.lt.u64 %p1, %t4, %t1;
-    @%p1 bra AGAIN;
-    ld.param.u64 %a1, [from];
-    ld.param.u64 %a2, [to];
-    ld.param.u32 %r1, [more];
-    ld.param.u32 %r2, [n];
-    mov.u32 %r3, %ctaid.x;
-    mov.u32 %r4, %ntid.x;
-    mov.u32 %r5, %tid.x;
-    mad.lo.s32 %r3, %r3, %r4, %r5;
-    setp.ge.u32 %p2, %r3, %r2;
-    @%p2 bra DONE;
-    cvta.to.global.u64 %a3, %a1;
-    cvta.to.global.u64 %a4, %a2;
-    mul.wide.u32 %a5, %r3, 4;
-    add.s64 %a3, %a3, %a5;
-    add.s64 %a4, %a4, %a5;
-    ld.global.u32 %r6, [%a3];
-    add.u32 %r6, %r6, %r1;
-    st.global.u32 [%a4], %r6;
-DONE:
-    ret;
-}
-";
-
-/// Long enough that the host is far ahead: about ten milliseconds.
-const SPIN: u64 = 20_000_000;
-
-struct Gpu {
-    rt: Runtime,
-    add: CudaFunction,
-    context: Arc<CudaContext>,
-}
-
-/// The first GPU, or a word on why not.
 fn gpu() -> Option<Gpu> {
-    let rt = Runtime::builder().build().expect("a runtime, with or without a GPU");
-    if rt.devices().is_empty() {
-        assert!(
-            env::var_os("AQUIFER_REQUIRE_GPU").is_none_or(|v| v != "1"),
-            "a GPU is required and there is none"
-        );
-        println!("skipped: no GPU");
-        return None;
-    }
-    let context = CudaContext::new(rt.devices()[0].device().0 as usize).unwrap();
-    let add = context.load_module(Ptx::from_src(ADD)).unwrap().load_function("add").unwrap();
-    Some(Gpu { rt, add, context })
+    Gpu::with("add", add())
 }
 
 impl Gpu {
-    fn pool(&self) -> &DevicePool {
-        self.rt.device(0).unwrap()
-    }
-
     /// Adds on a stream of cudarc's, from one operand to another.
     fn add<A: Typed<Item = u32>, B: Typed<Item = u32> + aquifer::OperandMut>(
         &self,
@@ -99,7 +37,7 @@ impl Gpu {
         let n = u32::try_from(from.len().min(to.len())).unwrap();
         let lent_from = from.on(cu).unwrap();
         let mut lent_to = to.on_mut(cu).unwrap();
-        let mut launch = cu.launch_builder(&self.add);
+        let mut launch = cu.launch_builder(&self.kernel);
         launch.arg(&SPIN).arg(&lent_from).arg(&n).arg(&more).arg(&mut lent_to);
         // SAFETY: 1. the kernel's five arguments, in order. 2. it touches `n` elements of either, lent to this stream.
         unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }.unwrap();
@@ -116,7 +54,7 @@ fn download<D: Typed<Item = u32>>(s: &Stream, x: &D) -> Vec<u32> {
 fn kernels_take_parts_at_any_position_and_what_follows_waits_for_them() {
     let Some(gpu) = gpu() else { return };
     let s = gpu.pool().stream().unwrap();
-    let cu = gpu.context.new_stream().unwrap();
+    let cu = gpu.cu();
     for round in 0..8u32 {
         let mut x: DeviceBuffer<u32> = gpu.pool().buffer(&s, LEN).unwrap();
         let mut y: DeviceBuffer<u32> = gpu.pool().buffer(&s, LEN).unwrap();
@@ -134,7 +72,7 @@ fn kernels_take_parts_at_any_position_and_what_follows_waits_for_them() {
 fn a_lent_buffer_that_a_copy_reads_elsewhere_is_not_written_before_it() {
     let Some(gpu) = gpu() else { return };
     let s = gpu.pool().stream().unwrap();
-    let (cu, other) = (gpu.context.new_stream().unwrap(), gpu.context.new_stream().unwrap());
+    let (cu, other) = (gpu.cu(), gpu.cu());
     let ones: DeviceBuffer<u32> = {
         let mut ones = gpu.pool().buffer(&s, LEN).unwrap();
         s.fill(&mut ones, 1).unwrap();
@@ -150,7 +88,7 @@ fn a_lent_buffer_that_a_copy_reads_elsewhere_is_not_written_before_it() {
         let lent_ones = ones.on(&cu).unwrap();
         let mut lent = x.on_mut(&cu).unwrap();
         other.memcpy_dtod(&lent, &mut copied).unwrap();
-        let mut launch = cu.launch_builder(&gpu.add);
+        let mut launch = cu.launch_builder(&gpu.kernel);
         launch.arg(&0u64).arg(&lent_ones).arg(&(LEN as u32)).arg(&1u32).arg(&mut lent);
         // SAFETY: 1. the kernel's arguments. 2. both are lent to this stream.
         unsafe { launch.launch(LaunchConfig::for_num_elems(LEN as u32)) }.unwrap();
@@ -163,7 +101,7 @@ fn a_lent_buffer_that_a_copy_reads_elsewhere_is_not_written_before_it() {
 fn a_slice_of_cudarc_is_adopted_used_and_given_back_in_order() {
     let Some(gpu) = gpu() else { return };
     let (s, u) = (gpu.pool().stream().unwrap(), gpu.pool().stream().unwrap());
-    let (cu, other) = (gpu.context.new_stream().unwrap(), gpu.context.new_stream().unwrap());
+    let (cu, other) = (gpu.cu(), gpu.cu());
     let counted: Vec<u32> = (0..LEN as u32).collect();
     for round in 0..8u32 {
         let mut theirs: CudaSlice<u32> = cu.clone_htod(&counted).unwrap();
@@ -182,7 +120,7 @@ fn a_slice_of_cudarc_is_adopted_used_and_given_back_in_order() {
         gpu.add(&other, &x.slice(0..500).unwrap(), 1, &mut y.slice_mut(0..500).unwrap());
         let theirs = x.into_inner().unwrap();
         // On a third stream, which knows of ours by cudarc's own events only.
-        let third = gpu.context.new_stream().unwrap();
+        let third = gpu.cu();
         let back = third.clone_dtoh(&theirs).unwrap();
         assert!(back[..1000].iter().all(|&n| n == round) && back[1000..] == counted[1000..], "{round}");
         let y = download(&s, &y);
@@ -206,7 +144,7 @@ fn a_slice_of_cudarc_is_adopted_used_and_given_back_in_order() {
 fn memory_of_an_unknown_library_is_adopted_by_its_address() {
     let Some(gpu) = gpu() else { return };
     let s = gpu.pool().stream().unwrap();
-    let cu = gpu.context.new_stream().unwrap();
+    let cu = gpu.cu();
     let theirs: CudaSlice<u32> = cu.alloc_zeros(LEN).unwrap();
     let (address, done) = theirs.device_ptr(&cu);
     drop(done);

@@ -2,28 +2,23 @@
 //!
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
-#![expect(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
+
+#[path = "support/first_gpu.rs"]
+mod first_gpu;
 
 use aquifer::{
-    Budget, DevicePool, MemoryError, PoolConfig, Request, Runtime, Stream,
+    Budget, DevicePool, MemoryError, PoolConfig, Request, Stream,
     device::{Exported, StableBlock},
     driver::ExportTypes,
 };
-use std::env;
 
 const MIB: usize = 1 << 20;
 
 /// A pool under a limit in MiB on the first GPU, or a word on why not.
 fn pool(limit: u64, export: ExportTypes) -> Option<DevicePool> {
-    let rt = Runtime::builder().build().expect("a runtime, with or without a GPU");
-    let Some(first) = rt.devices().first() else {
-        assert!(
-            env::var_os("AQUIFER_REQUIRE_GPU").is_none_or(|v| v != "1"),
-            "a GPU is required and there is none"
-        );
-        println!("skipped: no GPU");
-        return None;
-    };
+    let rt = first_gpu::runtime()?;
+    let first = rt.device(0).unwrap();
     if !first.info().virtual_memory || first.info().export_types.missing(export).is_some() {
         println!("skipped: {} cannot export {export:?}", first.info().name);
         return None;

@@ -1,6 +1,9 @@
 //! The simulated GPU does what a real one does, on two hundred programs.
 #![expect(clippy::unwrap_used, reason = "what the tests share is a test too")]
 
+#[path = "../../../tests/support/gpu.rs"]
+mod gpu;
+
 use aquifer_driver::{
     DeviceId, Driver,
     sim::{Sim, Violation, ViolationKind},
@@ -96,8 +99,7 @@ fn the_gpu_and_the_simulator_agree() {
     let cuda: Arc<dyn Driver> = match CudaDriver::open() {
         Ok(driver) => driver,
         Err(reason) => {
-            assert_ne!(std::env::var("AQUIFER_REQUIRE_GPU").as_deref(), Ok("1"), "no GPU: {reason}");
-            println!("skipped: {reason}");
+            gpu::skip(reason);
             return;
         }
     };
@@ -125,6 +127,5 @@ fn the_gpu_and_the_simulator_agree() {
 #[cfg(not(feature = "cuda"))]
 #[test]
 fn the_gpu_and_the_simulator_agree() {
-    assert_ne!(std::env::var("AQUIFER_REQUIRE_GPU").as_deref(), Ok("1"), "built without the feature `cuda`");
-    println!("skipped: built without the feature `cuda`");
+    gpu::skip("built without the feature `cuda`");
 }

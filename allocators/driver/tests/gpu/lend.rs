@@ -1,6 +1,9 @@
 //! Our memory in cudarc's hands.
 
-use super::support::{DEVICE, OwnStream, cuda, read_back};
+use super::{
+    gpu,
+    support::{DEVICE, OwnStream, cuda, read_back},
+};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{
     Access, DeviceRange, Driver, KeepAlive, Operand, OperandMut, RawStream, Typed,
@@ -14,37 +17,6 @@ use std::{
     cell::Cell,
     sync::{Arc, Mutex},
 };
-
-/// Multiplies `n` floats by a factor.
-const SCALE: &str = "
-.version 7.0
-.target sm_70
-.address_size 64
-.visible .entry scale(.param .u64 x, .param .f32 by, .param .u32 n)
-{
-    .reg .pred %outside;
-    .reg .f32 %f<3>;
-    .reg .b32 %r<6>;
-    .reg .b64 %a<4>;
-    ld.param.u64 %a1, [x];
-    ld.param.f32 %f1, [by];
-    ld.param.u32 %r1, [n];
-    mov.u32 %r2, %ctaid.x;
-    mov.u32 %r3, %ntid.x;
-    mov.u32 %r4, %tid.x;
-    mad.lo.s32 %r5, %r2, %r3, %r4;
-    setp.ge.u32 %outside, %r5, %r1;
-    @%outside bra DONE;
-    cvta.to.global.u64 %a2, %a1;
-    mul.wide.u32 %a3, %r5, 4;
-    add.s64 %a2, %a2, %a3;
-    ld.global.f32 %f2, [%a2];
-    mul.f32 %f2, %f2, %f1;
-    st.global.f32 [%a2], %f2;
-DONE:
-    ret;
-}
-";
 
 /// The least that an operand can be: one user at a time, and whoever comes next waits for the one before.
 struct Floats {
@@ -127,7 +99,8 @@ fn on_gpu() -> Option<(Arc<dyn Driver>, Arc<CudaStream>, OwnStream)> {
 fn a_kernel_of_cudarc_runs_on_lent_memory_in_order() {
     const LEN: usize = 1 << 20;
     let Some((driver, cu, s)) = on_gpu() else { return };
-    let scale = cu.context().load_module(Ptx::from_src(SCALE)).unwrap().load_function("scale").unwrap();
+    let scale =
+        cu.context().load_module(Ptx::from_src(gpu::scale())).unwrap().load_function("scale").unwrap();
     let mut x = Floats::new(&driver, s.raw, LEN, false);
     let ones = vec![1.0f32; LEN];
     cu.memcpy_htod(&ones, &mut x.on_mut(&cu).unwrap()).unwrap();
@@ -137,8 +110,8 @@ fn a_kernel_of_cudarc_runs_on_lent_memory_in_order() {
             assert_eq!((lent.len(), lent.stream().cu_stream()), (LEN, cu.cu_stream()));
             let config = LaunchConfig::for_num_elems(LEN as u32);
             let mut launch = cu.launch_builder(&scale);
-            launch.arg(&mut lent).arg(&2.0f32).arg(&(LEN as u32));
-            // SAFETY: 1. the kernel takes a float pointer, a float and a count, and touches so many elements.
+            launch.arg(&mut lent).arg(&2.0f32).arg(&(LEN as u32)).arg(&0u64);
+            // SAFETY: 1. the kernel takes a float pointer, a float, a count and a time, and touches so many elements.
             unsafe { launch.launch(config) }.unwrap();
         }
         // Our stream reads right behind the kernel, with no word from the host.

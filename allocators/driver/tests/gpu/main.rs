@@ -12,6 +12,8 @@
 
 #[cfg(feature = "cuda")]
 mod codes;
+#[path = "../../../../tests/support/gpu.rs"]
+mod gpu;
 #[cfg(feature = "cuda")]
 mod host;
 #[cfg(feature = "cuda")]
@@ -32,6 +34,5 @@ mod virtual_memory;
 #[cfg(not(feature = "cuda"))]
 #[test]
 fn the_gpu_is_tested() {
-    assert_ne!(std::env::var("AQUIFER_REQUIRE_GPU").as_deref(), Ok("1"), "built without the feature `cuda`");
-    println!("skipped: built without the feature `cuda`");
+    gpu::skip("built without the feature `cuda`");
 }
