@@ -1,45 +1,14 @@
 //! Noting uses takes nothing from the host's heap once it has begun.
 #![expect(unsafe_code, reason = "counts what an allocator is asked for, and adopts a stream")]
 
+#[path = "../../../tests/support/counting.rs"]
+mod counting;
 mod support;
 
 use aquifer_driver::Access;
 use aquifer_stream::{Life, UseList};
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    cell::Cell,
-};
+use counting::asked;
 use support::Rig;
-
-thread_local! {
-    static ASKED: Cell<u64> = const { Cell::new(0) };
-}
-
-struct Counting;
-
-// SAFETY: 1. the system's allocator does the work; counting touches a constant thread-local without a destructor.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ASKED.set(ASKED.get() + 1);
-        // SAFETY: 1. the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
-        // SAFETY: 1. the caller's promise.
-        unsafe { System.dealloc(block, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
-
-/// What `round` asks of the heap when it has run a few times.
-fn asked(mut round: impl FnMut()) -> u64 {
-    (0..4).for_each(|_| round());
-    let before = ASKED.get();
-    (0..100).for_each(|_| round());
-    ASKED.get() - before
-}
 
 #[test]
 fn in_a_steady_state_uses_by_two_streams_take_nothing_from_the_heap() {
