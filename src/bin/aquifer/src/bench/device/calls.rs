@@ -23,6 +23,8 @@ const HANDLES: [u64; 4] = [2 << 20, 8 << 20, 32 << 20, 128 << 20];
 const WHOLE: u64 = 1 << 30;
 /// What is done with them, in the order in which it is timed.
 const STEPS: [&str; 5] = ["create", "map", "set access", "unmap", "release"];
+/// Sizes of handles that other devices are given access to, in bytes.
+const SHARED: [u64; 2] = [2 << 20, 64 << 20];
 const EVENTS: [&str; 4] = [
     "driver event create and destroy",
     "driver event record",
@@ -42,8 +44,13 @@ fn move_name(bytes: u64) -> String {
     format!("driver move, a handle of {}", size(bytes))
 }
 
-fn access_name(devices: usize) -> String {
-    format!("driver set access, 2 MiB to {devices} device{}", if devices == 1 { "" } else { "s" })
+fn access_name(bytes: u64, peers: usize) -> String {
+    format!("driver set access, {}, {peers} peer{}", size(bytes), if peers == 1 { "" } else { "s" })
+}
+
+/// The rows of each number of peers, none first, up to all other devices.
+fn access_names(bench: &Bench<'_>, bytes: u64) -> Vec<String> {
+    (0..bench.devices as usize).map(|peers| access_name(bytes, peers)).collect()
 }
 
 pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
@@ -54,7 +61,7 @@ pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
         let steps = STEPS.into_iter().flat_map(move |s| [step_name(s, bytes), whole_name(s, bytes)]);
         steps.chain([move_name(bytes)])
     };
-    let accesses = (1..=bench.devices as usize).map(access_name);
+    let accesses = SHARED.into_iter().flat_map(|bytes| access_names(bench, bytes));
     let events = EVENTS.map(str::to_owned);
     HANDLES.into_iter().flat_map(of_size).chain(accesses).chain(events).collect()
 }
@@ -90,6 +97,14 @@ impl<'a> Range<'a> {
     fn reserve(session: &'a Session, bytes: u64) -> Result<Self, DriverError> {
         let address = session.driver.address_reserve(session.device, bytes, 0)?;
         Ok(Self { session, address, bytes, mapped: 0, handles: Vec::new() })
+    }
+
+    /// One handle, mapped, that no device has access to yet.
+    fn mapped(session: &'a Session, bytes: u64) -> Result<Self, DriverError> {
+        let mut range = Self::reserve(session, bytes)?;
+        range.create(bytes, bytes)?;
+        range.map(bytes)?;
+        Ok(range)
     }
 
     fn driver(&self) -> &dyn Driver {
@@ -169,9 +184,7 @@ fn handles(bench: &mut Bench<'_>, session: &Session, bytes: u64) -> Result<(), D
         }
     }
     if moves {
-        let mut range = Range::reserve(session, bytes)?;
-        range.create(bytes, bytes)?;
-        range.map(bytes)?;
+        let mut range = Range::mapped(session, bytes)?;
         range.set_access(&[session.device])?;
         let [ns] = repeat(bench.pace, || {
             timed(|| {
@@ -192,36 +205,53 @@ fn timed(work: impl FnOnce() -> Result<(), DriverError>) -> Result<f64, DriverEr
     Ok(begun.elapsed().as_nanos() as f64)
 }
 
-/// Access to one mapping for ever more devices, the mapping's own first. Those that cannot reach it are left out.
+/// Access to one mapping for its own device and ever more peers. Rows that need more peers than can reach it are left out.
 fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
-    let lost = |e| MemoryError::driver(session.device, e);
-    let all = (0..bench.devices as usize).map(|more| access_name(more + 1)).collect::<Vec<_>>();
-    if !all.iter().any(|name| bench.wants(name)) {
+    let names: Vec<_> = SHARED.into_iter().flat_map(|bytes| access_names(bench, bytes)).collect();
+    if !names.iter().any(|name| bench.wants(name)) {
         return Ok(());
     }
-    let others = (0..bench.devices).map(DeviceId).filter(|&other| other != session.device);
-    let devices: Vec<_> = [session.device].into_iter().chain(others).collect();
-    // A device's context is made at the first call that needs it, which is not to be timed.
-    for &device in &devices {
-        session.driver.memory_info(device).map_err(lost)?;
-    }
-    let bytes = bench.place.granularity();
-    for (name, count) in all.iter().zip(1..) {
-        let figure = repeat(bench.pace, || {
-            // Anew each time: access that is set already may cost less to set.
-            let mut range = Range::reserve(session, bytes)?;
-            range.create(bytes, bytes)?;
-            range.map(bytes)?;
-            timed(|| range.set_access(&devices[..count])).map(|ns| [ns])
-        });
-        match figure {
-            Ok([ns]) => bench.add(name, Unit::UsPerHandle, ns, None),
-            // With one device it is no question of peers.
-            Err(refused) if count > 1 => bench.leave_out(name, format!("not granted: {refused}")),
-            Err(refused) => return Err(lost(refused)),
+    let lost = |e| MemoryError::driver(session.device, e);
+    let (devices, refused) = reaching(bench, session).map_err(lost)?;
+    for bytes in SHARED {
+        for (peers, name) in access_names(bench, bytes).iter().enumerate() {
+            if !bench.wants(name) || !bench.has_room(name, bytes, false) {
+                continue;
+            }
+            let Some(devices) = devices.get(..=peers) else {
+                let reason = refused.map_or_else(|| "nobody said why".to_owned(), |e| e.to_string());
+                bench.leave_out(name, format!("{} devices can reach it: {reason}", devices.len()));
+                continue;
+            };
+            let figure = repeat(bench.pace, || {
+                // Anew each time: access that is set already may cost less to set.
+                let range = Range::mapped(session, bytes)?;
+                timed(|| range.set_access(devices)).map(|ns| [ns])
+            });
+            let [ns] = figure.map_err(lost)?;
+            bench.add(name, Unit::UsPerHandle, ns, None);
         }
     }
     Ok(())
+}
+
+/// The devices that can be given access to memory of the session's, its own first, and why the first of the others cannot.
+/// Some pairs of a machine's devices have a link and some have none.
+fn reaching(
+    bench: &Bench<'_>,
+    session: &Session,
+) -> Result<(Vec<DeviceId>, Option<DriverError>), DriverError> {
+    let (mut reaching, mut refused) = (vec![session.device], None);
+    for other in (0..bench.devices).map(DeviceId).filter(|&other| other != session.device) {
+        // A device's context is made at the first call that needs it, which is not to be timed.
+        session.driver.memory_info(other)?;
+        let range = Range::mapped(session, SHARED[0])?;
+        match range.set_access(&[session.device, other]) {
+            Ok(()) => reaching.push(other),
+            Err(error) => refused = refused.or(Some(error)),
+        }
+    }
+    Ok((reaching, refused))
 }
 
 /// An event that is destroyed when it is dropped.
