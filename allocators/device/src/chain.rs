@@ -32,7 +32,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 /// What slow paths count.
@@ -135,6 +135,10 @@ fn count(counter: &AtomicU64, by: u64) {
 /// How many times others' memory in hand is waited for before a request is refused.
 const OTHERS_TURNS: u32 = 64;
 
+/// Between two looks whether others still have memory in hand.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(1);
+const LONGEST_PAUSE: Duration = Duration::from_micros(200);
+
 /// Attempts that have taken memory in hand, and those of them that are over.
 type Traffic = (u64, u64);
 
@@ -174,12 +178,13 @@ impl Inner {
     ) -> Result<Block> {
         let mut progress = Progress { reserved, ..Progress::default() };
         let mut block = self.run_chain(home, request, &mut progress);
+        let until = deadline(self.config.wait);
         // Memory that others had in hand meanwhile was nobody's, and may be there now.
         for _ in 0..OTHERS_TURNS {
             if !matches!(block, Ok(None)) || !self.had_traffic(&progress) {
                 break;
             }
-            std::thread::yield_now();
+            self.wait_for_traffic(until);
             block = self.run_chain(home, request, &mut progress);
         }
         match block {
@@ -203,6 +208,18 @@ impl Inner {
     fn had_traffic(&self, progress: &Progress<'_>) -> bool {
         let Progress { traffic: (departed, arrived), own, .. } = progress;
         departed != arrived || self.traffic() != (departed + own, arrived + own)
+    }
+
+    /// Waits until as many attempts are over as have memory in hand now: they may be in long calls of the driver's. Blocks
+    /// until the deadline, at most.
+    fn wait_for_traffic(&self, until: Option<Instant>) {
+        let (departed, _) = self.traffic();
+        let mut pause = SHORTEST_PAUSE;
+        std::thread::yield_now();
+        while self.traffic().1 < departed && until.is_none_or(|until| Instant::now() < until) {
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
     }
 
     fn traffic(&self) -> Traffic {

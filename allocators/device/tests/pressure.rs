@@ -10,7 +10,7 @@ use aquifer_device::{
 };
 use aquifer_driver::{
     Access, Call, DeviceId,
-    sim::{DeviceConfig, Sim, SimConfig},
+    sim::{DeviceConfig, Sim, SimConfig, StallGuard},
 };
 use std::{
     sync::{
@@ -472,4 +472,34 @@ fn a_free_that_the_driver_refuses_stays_charged_and_is_tried_again() {
     assert_eq!(budget.used(), MIB);
     direct.trim(0).unwrap();
     assert_eq!(budget.used(), 0);
+}
+
+/// Lets a call of the driver's go on when it is asked for memory, of which it has none.
+#[derive(Debug)]
+struct LetGo(Mutex<Option<StallGuard>>);
+
+impl Reclaim for LetGo {
+    fn reclaim(&self, _bytes: u64) -> u64 {
+        drop(self.0.lock().unwrap().take());
+        0
+    }
+}
+
+#[test]
+fn what_another_thread_is_giving_back_to_the_driver_is_waited_for_and_not_told_as_out_of_memory() {
+    let let_go = Arc::new(LetGo(Mutex::default()));
+    let rig = Rig::on(Sim::h200(1).symbolic(), 64, |config| config.reclaim.push(let_go.clone()));
+    let s = rig.stream();
+    drop(rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap());
+    s.synchronize().unwrap();
+    let slow = rig.sim.stall(Call::HandleRelease);
+    thread::scope(|scope| {
+        scope.spawn(|| rig.pool.trim(0).unwrap());
+        // All of it is out of the cache, and charged.
+        assert!(slow.wait_for(1, Duration::from_secs(20)));
+        *let_go.0.lock().unwrap() = Some(slow);
+        rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap();
+    });
+    assert_eq!(rig.pool.stats().failures, 0);
+    rig.assert_silent();
 }

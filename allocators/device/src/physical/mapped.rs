@@ -131,23 +131,26 @@ pub(crate) struct Mapped {
 }
 
 /// A window whose slots are claimed and whose backed parts are out of their caches.
-struct Claim {
+struct Claim<'a> {
     window: Window,
     taken: Vec<Piece>,
     /// Slots that one handle may cover, at most.
     largest: u64,
+    /// From before anything is taken until all of it is somebody's again.
+    _transit: Transit<'a>,
 }
 
 /// How an attempt to take a window ended.
-enum Picked {
-    Claimed(Claim),
+enum Picked<'a> {
+    Claimed(Claim<'a>),
     /// Nothing within reach is large enough.
     Nothing,
     /// Another thread has changed a cache since it was looked at: a new look decides.
     Outrun,
 }
 
-/// Memory on its way from one place to another, which nobody else can see meanwhile.
+/// Memory on its way from one place to another, which nobody else can see meanwhile. It is announced before the memory is
+/// taken: who finds nothing and sees nobody on the way has seen all there is.
 struct Transit<'a>(&'a Mapped);
 
 impl Drop for Transit<'_> {
@@ -273,14 +276,12 @@ impl Mapped {
         self.reap_zombies()?;
         // Whoever is outrun looks again: another thread got somewhere meanwhile, so this ends.
         let claim = loop {
-            match self.claim(home, givers, request, how) {
+            match self.claim(home, givers, request, how, effort) {
                 Picked::Claimed(claim) => break claim,
                 Picked::Nothing => return Ok(None),
                 Picked::Outrun => std::thread::yield_now(),
             }
         };
-        let _transit = self.transit();
-        effort.transits += 1;
         let mut stock = Stock::default();
         match self.back(home, givers, &claim, how, &mut stock, effort) {
             Ok(true) => {
@@ -335,7 +336,7 @@ impl Mapped {
         &self,
         home: &'static Home,
         givers: &[&'static Home],
-        claim: &Claim,
+        claim: &Claim<'_>,
         how: Attempt,
         stock: &mut Stock,
         effort: &mut Effort<'_>,
@@ -360,7 +361,8 @@ impl Mapped {
         givers: &[&'static Home],
         request: &Request,
         how: Attempt,
-    ) -> Picked {
+        effort: &mut Effort<'_>,
+    ) -> Picked<'_> {
         let offers = self.offers(givers, Some(home), how.reach);
         let small = request.size() <= UNITS.small_max;
         let Some(exact) = request.size().checked_next_multiple_of(UNITS.unit) else { return Picked::Nothing };
@@ -382,11 +384,14 @@ impl Mapped {
             let window = window::best(ranges, slots.free_runs(), self.base, self.slot, *bytes, *align);
             let allowed = |window: &Window| window.missing.is_empty() || how.grow || how.steal;
             let Some(window) = window.filter(allowed) else { continue };
+            let transit = self.transit();
+            effort.transits += 1;
             for &(first, count) in &window.missing {
                 slots.claim(first, count);
             }
             drop(slots);
-            claim = Some(Claim { window, taken: Vec::new(), largest: self.largest_handle(offers.live) });
+            let largest = self.largest_handle(offers.live);
+            claim = Some(Claim { window, taken: Vec::new(), largest, _transit: transit });
             break;
         }
         let Some(mut claim) = claim else { return Picked::Nothing };
@@ -426,15 +431,15 @@ impl Mapped {
     }
 
     /// Takes a claim back.
-    fn unclaim(&self, claim: Claim) {
+    fn unclaim(&self, claim: Claim<'_>) {
         self.unclaim_but(claim, &[]);
     }
 
     /// Takes a claim back, but for the slots under `stuck`.
-    fn unclaim_but(&self, claim: Claim, stuck: &[Mapping]) {
-        self.put_back(claim.taken);
+    fn unclaim_but(&self, mut claim: Claim<'_>, stuck: &[Mapping]) {
+        self.put_back(std::mem::take(&mut claim.taken));
         let mut slots = self.slots();
-        for (first, count) in claim.window.missing {
+        for &(first, count) in &claim.window.missing {
             slots.release(first, count);
             for mapping in stuck.iter().filter(|m| first <= m.first && m.first < first + count) {
                 slots.claim(mapping.first, mapping.count);
@@ -443,14 +448,20 @@ impl Mapped {
     }
 
     /// Gives a claimed and backed window to the cache and allocates from it.
-    fn settle_in(&self, home: &'static Home, claim: Claim, request: &Request) -> Option<aquifer_heap::Block> {
+    fn settle_in(
+        &self,
+        home: &'static Home,
+        mut claim: Claim<'_>,
+        request: &Request,
+    ) -> Option<aquifer_heap::Block> {
+        let taken = std::mem::take(&mut claim.taken);
         home.with(|s| {
             // The stream has waited for whoever used this memory before, in its open epoch.
             let epoch = s.timeline().map_or(0, |t| t.open());
             for &(first, count) in &claim.window.missing {
                 s.add(self.range(first, count), epoch);
             }
-            for piece in claim.taken {
+            for piece in taken {
                 let stamp =
                     if piece.is_from(home) { piece.past.iter().map(|(_, epoch)| *epoch).max() } else { None };
                 s.add(piece.range, stamp.unwrap_or(epoch));

@@ -22,7 +22,13 @@ impl Mapped {
 
     /// Gives handles that are mapped nowhere back to the driver.
     pub(crate) fn drop_spare(&self) {
-        let spare = std::mem::take(&mut self.slots().spare);
+        let mut slots = self.slots();
+        if slots.spare.is_empty() {
+            return;
+        }
+        let _transit = self.transit();
+        let spare = std::mem::take(&mut slots.spare);
+        drop(slots);
         drop(spare);
     }
 
@@ -32,6 +38,11 @@ impl Mapped {
         self.reap_zombies()?;
         let before = self.held.now();
         let over = || self.held.now().saturating_sub(keep);
+        if over() == 0 {
+            return Ok(before.saturating_sub(self.held.now()));
+        }
+        // What is charged and in nobody's cache is not lost to others: they may have it as soon as it has been given back.
+        let _transit = self.transit();
         while over() > 0 {
             let spare = self.slots().spare.pop();
             if spare.is_none() {

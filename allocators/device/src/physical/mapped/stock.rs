@@ -101,7 +101,7 @@ impl Mapped {
     pub(super) fn gather(
         &self,
         givers: &[&'static Home],
-        claim: &Claim,
+        claim: &Claim<'_>,
         how: Attempt,
         stock: &mut Stock,
         effort: &mut Effort<'_>,
@@ -152,7 +152,7 @@ impl Mapped {
     /// the claim allows. `Err(None)` if what is in stock fits nowhere.
     fn cut(
         &self,
-        claim: &Claim,
+        claim: &Claim<'_>,
         stock: &mut Stock,
         funds: Option<Funds<'_>>,
         effort: &mut Effort<'_>,
@@ -238,7 +238,7 @@ impl Mapped {
     fn steal(
         &self,
         givers: &[&'static Home],
-        claim: &Claim,
+        claim: &Claim<'_>,
         bytes: u64,
         reach: Reach,
         stock: &mut Stock,
