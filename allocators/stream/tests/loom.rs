@@ -1,7 +1,24 @@
 //! Every interleaving of the protocols between threads and streams, each beside a variant that is wrong and is found out.
 //!
 //! Run with `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 cargo test -p aquifer-stream --test loom --release`.
+//!
+//! | protocol | model |
+//! |---|---|
+//! | the lock | `the_lock_lets_one_thread_in…` |
+//! | epochs: close, record, publish | `closing_before_recording…`, `two_fences_at_once…` |
+//! | epochs: what is done | `whoever_sees_an_epoch_done…` |
+//! | uses: the end and the free | `the_end_of_a_use_and_the_free…`, `the_last_use_and_the_close…` |
+//! | uses: exclusion, and what a wait forgets | `a_prepared_write_excludes…`, `a_wait_clears…` |
+//! | retirement of a handle | `a_fence_and_a_retirement…`, `a_retirement_that_fails…` |
+//! | adoption: detach, fence, wait | `a_range_is_detached…` |
+//! | the commons | `what_is_brought_to_the_commons…` |
+//! | memory in hand, and refusals | `memory_in_hand_is_announced…` |
+//! | attention, and the end of a cache | `a_closed_pool_asks_for_attention…`, `whoever_has_pending_blocks…` |
+//!
+//! The last four are protocols of the device's crate over this one's lock and epochs. That crate has locks of the standard
+//! library's beside them, so its code does not run in a model, and they are written out here.
 #![cfg(loom)]
+#![expect(unsafe_code, reason = "touches a cell whose accesses the model checks")]
 
 use aquifer_driver::{Access, DeviceId, DeviceRange, sim::Sim};
 use aquifer_stream::{Epochs, LastUse, Retirement, Spin, Stream, StreamPool, UseList};
@@ -356,4 +373,277 @@ fn a_wait_clears_what_it_waited_for() {
 #[should_panic(expected = "given out too early")]
 fn clearing_more_than_was_waited_for_is_a_race() {
     what_is_noted_during_a_wait_is_kept(true);
+}
+
+/// What the host has read of the device before it says that an epoch is done is there for whoever sees that it is.
+#[test]
+fn whoever_sees_an_epoch_done_sees_what_was_seen_before() {
+    loom::model(|| {
+        let epochs = loom::sync::Arc::new(Epochs::<usize>::new());
+        let seen = loom::sync::Arc::new(loom::cell::UnsafeCell::new(false));
+        let stamp = epochs.close();
+        let polling = {
+            let (epochs, seen) = (epochs.clone(), seen.clone());
+            thread::spawn(move || {
+                // SAFETY: 1. what this test is about: the model fails where two accesses are not ordered.
+                seen.with_mut(|seen| unsafe { *seen = true });
+                drop(epochs.finish(stamp));
+            })
+        };
+        if epochs.is_done(stamp) {
+            // SAFETY: 1. as above.
+            assert!(seen.with(|seen| unsafe { *seen }));
+        }
+        polling.join().unwrap();
+    });
+}
+
+/// A stream's cache of one range: the epoch that covers its last use, while it is free.
+type Cache = Spin<Option<u64>>;
+
+/// A stream frees a range and may have it again, while another takes it over behind an event. The model of
+/// `Mapped::claim` in the device's crate, and of the waits after it.
+fn what_is_taken_over_is_not_touched_by_work_queued_later(detach_first: bool) {
+    loom::model(move || {
+        let queue = loom::sync::Arc::new(Queue::new(Vec::new()));
+        let epochs = loom::sync::Arc::new(Epochs::<usize>::new());
+        let cache = loom::sync::Arc::new(Cache::new(None));
+        let giving = {
+            let (queue, epochs, cache) = (queue.clone(), epochs.clone(), cache.clone());
+            thread::spawn(move || {
+                let use_and_free = || {
+                    enqueue(&queue, Queued::Work);
+                    cache.with(|free| *free = Some(epochs.open()));
+                };
+                use_and_free();
+                if cache.with(Option::take).is_some() {
+                    use_and_free();
+                }
+            })
+        };
+        let seen = cache.with(|free| if detach_first { free.take() } else { *free });
+        let Some(stamp) = seen else { return giving.join().unwrap() };
+        let closed = epochs.close();
+        let at = enqueue(&queue, Queued::Event);
+        epochs.publish(closed, StdArc::new(at));
+        if !detach_first && cache.with(Option::take).is_none() {
+            return giving.join().unwrap();
+        }
+        let (_, event) = epochs.proof(stamp).unwrap();
+        giving.join().unwrap();
+        let last = queue.lock().unwrap().iter().rposition(|&item| item == Queued::Work);
+        assert!(
+            last < Some(*event),
+            "work at {last:?} on a range that was given away behind the event at {event}"
+        );
+    });
+}
+
+#[test]
+fn a_range_is_detached_before_it_is_fenced() {
+    what_is_taken_over_is_not_touched_by_work_queued_later(true);
+}
+
+#[test]
+#[should_panic(expected = "on a range that was given away")]
+fn fencing_what_is_still_in_its_cache_is_a_race() {
+    what_is_taken_over_is_not_touched_by_work_queued_later(false);
+}
+
+/// How a range goes from a cache to the commons.
+#[derive(Clone, Copy, PartialEq)]
+enum Bring {
+    /// Out of the one, then into the other.
+    Moved,
+    /// Into the commons while the cache has it still.
+    Copied,
+}
+
+/// One thread brings what is free in a stream's cache to the commons, from which another takes it, while its stream
+/// allocates. The model of `Mapped::pool_together` and `Mapped::lowest`.
+fn a_range_has_one_owner(how: Bring) {
+    loom::model(move || {
+        let cache = loom::sync::Arc::new(Cache::new(Some(1)));
+        let commons = loom::sync::Arc::new(Mutex::new(None));
+        let owners = loom::sync::Arc::new(AtomicU32::new(0));
+        let own = |taken: bool, owners: &AtomicU32| {
+            let before = owners.fetch_add(u32::from(taken), Ordering::AcqRel);
+            assert!(!taken || before == 0, "one range for two streams");
+        };
+        let stream = {
+            let (cache, owners) = (cache.clone(), owners.clone());
+            thread::spawn(move || own(cache.with(Option::take).is_some(), &owners))
+        };
+        let other = {
+            let (commons, owners) = (commons.clone(), owners.clone());
+            thread::spawn(move || own(commons.lock().unwrap().take().is_some(), &owners))
+        };
+        let found = cache.with(|free| if how == Bring::Moved { free.take() } else { *free });
+        if found.is_some() {
+            *commons.lock().unwrap() = found;
+        }
+        if how == Bring::Copied {
+            cache.with(|free| *free = None);
+        }
+        stream.join().unwrap();
+        other.join().unwrap();
+    });
+}
+
+#[test]
+fn what_is_brought_to_the_commons_leaves_its_cache_first() {
+    a_range_has_one_owner(Bring::Moved);
+}
+
+#[test]
+#[should_panic(expected = "one range for two streams")]
+fn a_range_in_a_cache_and_in_the_commons_is_a_race() {
+    a_range_has_one_owner(Bring::Copied);
+}
+
+/// One thread takes a range out of a cache and puts it back, while another looks for memory and is refused. The model of
+/// `Transit` and of `had_traffic`.
+fn a_refusal_has_seen_all_there_is(announce_first: bool) {
+    loom::model(move || {
+        let (departed, arrived) =
+            (loom::sync::Arc::new(AtomicU32::new(0)), loom::sync::Arc::new(AtomicU32::new(0)));
+        let cache = loom::sync::Arc::new(Cache::new(Some(1)));
+        let taking = {
+            let (departed, arrived, cache) = (departed.clone(), arrived.clone(), cache.clone());
+            thread::spawn(move || {
+                let depart = || departed.fetch_add(1, Ordering::SeqCst);
+                if announce_first {
+                    depart();
+                }
+                let taken = cache.with(Option::take);
+                if !announce_first {
+                    depart();
+                }
+                cache.with(|free| *free = taken);
+                arrived.fetch_add(1, Ordering::SeqCst);
+            })
+        };
+        let traffic = || {
+            let arrived = arrived.load(Ordering::SeqCst);
+            (departed.load(Ordering::SeqCst), arrived)
+        };
+        let before = traffic();
+        let found = cache.with(|free| free.is_some());
+        let others = before.0 != before.1 || traffic() != before;
+        assert!(found || others, "refused, though there is memory");
+        taking.join().unwrap();
+    });
+}
+
+#[test]
+fn memory_in_hand_is_announced_before_it_is_taken() {
+    a_refusal_has_seen_all_there_is(true);
+}
+
+#[test]
+#[should_panic(expected = "refused, though there is memory")]
+fn memory_taken_before_it_is_announced_is_missed() {
+    a_refusal_has_seen_all_there_is(false);
+}
+
+/// A cache's service for a pool, as far as it decides when that is over. The model of `State` in the device's crate.
+#[derive(Default)]
+struct Service {
+    blocks: u32,
+    pending: u32,
+    /// Threads that have taken the pending blocks in hand.
+    settling: u32,
+    closed: bool,
+    /// That a free has more to do than to give its bytes back.
+    attention: bool,
+    ended: u32,
+}
+
+impl Service {
+    fn end_if_done(&mut self) {
+        let done = self.closed && self.blocks == 0 && self.pending == 0 && self.settling == 0;
+        self.ended += u32::from(done && self.ended == 0);
+    }
+}
+
+/// A pool closes while the last block of a cache comes home: one of the two ends the cache's service.
+fn the_last_block_and_the_close_see_each_other(one_look: bool) {
+    loom::model(move || {
+        let service = loom::sync::Arc::new(Spin::new(Service { blocks: 1, ..Service::default() }));
+        let freeing = {
+            let service = service.clone();
+            thread::spawn(move || {
+                service.with(|s| {
+                    s.blocks -= 1;
+                    if s.attention {
+                        s.end_if_done();
+                    }
+                });
+            })
+        };
+        let close = |s: &mut Service| {
+            s.closed = true;
+            s.end_if_done();
+        };
+        if one_look {
+            service.with(|s| {
+                close(s);
+                s.attention = true;
+            });
+        } else {
+            service.with(close);
+            service.with(|s| s.attention = true);
+        }
+        freeing.join().unwrap();
+        assert_eq!(service.with(|s| s.ended), 1, "a cache that nobody ends");
+    });
+}
+
+#[test]
+fn a_closed_pool_asks_for_attention_in_the_look_that_finds_blocks_out() {
+    the_last_block_and_the_close_see_each_other(true);
+}
+
+#[test]
+#[should_panic(expected = "a cache that nobody ends")]
+fn asking_for_attention_after_the_look_is_a_race() {
+    the_last_block_and_the_close_see_each_other(false);
+}
+
+/// A pool closes while a thread has pending blocks in hand: they come home to a cache that still serves them.
+fn blocks_in_hand_keep_their_cache(counted: bool) {
+    loom::model(move || {
+        let service = loom::sync::Arc::new(Spin::new(Service { pending: 1, ..Service::default() }));
+        let settling = {
+            let service = service.clone();
+            thread::spawn(move || {
+                let taken = service.with(|s| {
+                    s.settling += u32::from(counted);
+                    std::mem::take(&mut s.pending)
+                });
+                service.with(|s| assert!(taken == 0 || s.ended == 0, "a block came home to nobody"));
+                service.with(|s| {
+                    s.settling -= u32::from(counted);
+                    s.end_if_done();
+                });
+            })
+        };
+        service.with(|s| {
+            s.closed = true;
+            s.end_if_done();
+        });
+        settling.join().unwrap();
+        assert_eq!(service.with(|s| s.ended), 1);
+    });
+}
+
+#[test]
+fn whoever_has_pending_blocks_in_hand_is_counted() {
+    blocks_in_hand_keep_their_cache(true);
+}
+
+#[test]
+#[should_panic(expected = "a block came home to nobody")]
+fn pending_blocks_in_hand_that_nobody_counts_are_a_race() {
+    blocks_in_hand_keep_their_cache(false);
 }
