@@ -19,6 +19,9 @@ pub struct DeviceInfo {
     pub pci_address: Option<String>,
     /// The NUMA node of the host that the driver names as nearest. `None` where it does not tell.
     pub host_node: Option<u32>,
+    /// The NUMA node that the device's own memory is, where the host's kernel hands it out (coherent links). `None` for
+    /// memory behind a bus, and where the driver is too old to tell.
+    pub memory_node: Option<u32>,
     /// Whether address ranges and physical handles can be had apart (virtual memory management).
     pub virtual_memory: bool,
     /// Size and alignment of physical handles, in bytes; 0 without virtual memory management.
@@ -42,6 +45,7 @@ impl DeviceInfo {
             compute_capability: (0, 0),
             pci_address: None,
             host_node: None,
+            memory_node: None,
             virtual_memory: false,
             granularity: 0,
             export_types: ExportTypes::NONE,

@@ -4,16 +4,20 @@
 //! or limits may have changed, nothing is kept between reads. Under [`Topology::read_under`] the same files are read
 //! below another root, for fixtures and for a host's files mounted into a container.
 //!
-//! Three things surprise:
+//! Some things surprise:
 //! - sysfs shows the whole machine whatever the container: nodes and CPUs are intersected with the process's own
 //!   allowed sets here.
-//! - A node may have no CPUs, and a machine more than 64 nodes or 1024 CPUs.
+//! - A node may have no CPUs, or no memory, and a machine more than 64 nodes or 1024 CPUs.
+//! - A node may be the memory of a GPU ([`Node::device_memory`]): the kernel would hand it out like any other, so no
+//!   question here is answered with such a node unless it was named.
+//! - Memory that came by hotplug may be movable only ([`Node::movable_only`]): pages that are pinned leave it.
 //! - A device's node is often unknown (`-1`), in virtual machines nearly always. That is answered as unknown, with the
 //!   source that did not know, and never guessed.
 //!
 //! `AQUIFER_NUMA=off` in the environment makes [`Topology::read`] see no nodes, so that nothing is bound or placed.
 
 mod bitmap;
+mod devices;
 mod files;
 mod found;
 mod node;
@@ -22,6 +26,7 @@ mod pci;
 mod process;
 
 pub use bitmap::{Bitmap, ListError};
+pub use devices::DeviceMemory;
 pub use files::TopologyError;
 pub use found::{Found, Source};
 pub use node::{HugePool, Node, NodeId};
@@ -29,8 +34,7 @@ pub use pages::ThpMode;
 pub use pci::{PciAddress, PciAddressError};
 pub use process::{Limits, MemoryLimit};
 
-use aquifer_driver::DeviceInfo;
-use files::{Files, file, wrong_number};
+use files::{Files, file};
 use std::{
     env,
     path::{Path, PathBuf},
@@ -38,9 +42,6 @@ use std::{
 
 /// The environment variable that turns NUMA handling off.
 pub const NUMA_VARIABLE: &str = "AQUIFER_NUMA";
-
-/// The attribute by which the driver names a device's node.
-const HOST_NODE_ATTRIBUTE: &str = "CU_DEVICE_ATTRIBUTE_HOST_NUMA_ID";
 
 /// The machine as the kernel described it at one moment.
 ///
@@ -65,6 +66,7 @@ pub struct Topology {
     page_size: Found<u64>,
     thp: Found<ThpMode>,
     thp_size: Found<u64>,
+    wsl: Found<bool>,
     limits: Limits,
 }
 
@@ -130,9 +132,10 @@ impl Topology {
             mems_allowed,
             memory_limit: process::memory_limit(&files)?,
             huge_pools: node::huge_pools(&files, Path::new("/sys/kernel/mm/hugepages"))?,
-            page_size: pages::page_size(),
+            page_size: pages::page_size(&files)?,
             thp: pages::thp(&files)?,
             thp_size: pages::thp_size(&files)?,
+            wsl: process::wsl(&files)?,
             limits: process::limits(&files)?,
             files,
         })
@@ -142,6 +145,11 @@ impl Topology {
     #[must_use]
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
+    }
+
+    /// The nodes whose memory is the host's, as far as anybody knows: all but those that are a device's memory.
+    pub fn host_nodes(&self) -> impl Iterator<Item = &Node> {
+        self.nodes.iter().filter(|node| node.device_memory.value != Some(true))
     }
 
     /// One node; `None` if it is not there.
@@ -180,7 +188,7 @@ impl Topology {
         &self.huge_pools
     }
 
-    /// Bytes of a base page of the running kernel.
+    /// Bytes of a base page, as the kernel told this process when it began (`/proc/self/auxv`), else by `sysconf`.
     #[must_use]
     pub fn page_size(&self) -> &Found<u64> {
         &self.page_size
@@ -198,6 +206,12 @@ impl Topology {
         &self.thp_size
     }
 
+    /// Whether this is Windows' own Linux kernel: no nodes, no addresses apart from memory on its GPUs, little to pin.
+    #[must_use]
+    pub fn is_wsl(&self) -> &Found<bool> {
+        &self.wsl
+    }
+
     /// Limits that pinned memory may meet.
     #[must_use]
     pub fn limits(&self) -> &Limits {
@@ -210,12 +224,40 @@ impl Topology {
         self.node(from)?.distances.iter().find(|(id, _)| *id == to).map(|&(_, far)| far)
     }
 
-    /// The node itself if the process may run on a CPU of it, else the nearest where it may.
+    /// The node itself if the process may run on a CPU of it, else the nearest where it may. `None` for a node that is
+    /// not there.
     #[must_use]
     pub fn nearest_with_cpus(&self, id: NodeId) -> Option<&Node> {
+        self.nearest(id, |node| !node.allowed_cpus.is_empty())
+    }
+
+    /// The node itself if it has memory of the host's that the process may take, else the nearest that has: never a
+    /// device's. `None` for a node that is not there.
+    #[must_use]
+    pub fn nearest_with_memory(&self, id: NodeId) -> Option<&Node> {
+        self.nearest(id, |node| node.memory_allowed && node.device_memory.value != Some(true))
+    }
+
+    /// Of nodes that are equally near, or whose distance is unknown, the first.
+    fn nearest(&self, id: NodeId, fits: impl Fn(&Node) -> bool) -> Option<&Node> {
         let far = |node: &&Node| (node.id != id, self.distance(id, node.id).unwrap_or(u32::MAX), node.id);
         self.node(id)?;
-        self.nodes.iter().filter(|node| !node.allowed_cpus.is_empty()).min_by_key(far)
+        self.nodes.iter().filter(|node| fits(node)).min_by_key(far)
+    }
+
+    /// The CPUs of a node that the process may run on, read now: control groups change and CPUs come and go.
+    ///
+    /// # Errors
+    /// [`TopologyError`] for a file that cannot be understood.
+    pub fn allowed_cpus(&self, node: NodeId) -> Result<Found<Bitmap>, TopologyError> {
+        let path = Path::new(node::FOLDER).join(format!("node{}/cpulist", node.0));
+        let cpus = self.files.list(&path)?;
+        let (allowed, _) = process::allowed(&self.files)?;
+        let value = cpus.map(|cpus| match &allowed.value {
+            Some(allowed) => cpus.intersection(allowed),
+            None => cpus,
+        });
+        Ok(Found { value, source: file(path) })
     }
 
     /// Huge pages of `page_size` bytes that nobody has, on one node or on all, read now.
@@ -229,39 +271,5 @@ impl Topology {
         };
         let path = folder.join(format!("hugepages-{}kB/free_hugepages", page_size / 1024));
         Ok(Found { value: self.files.number(&path)?, source: file(path) })
-    }
-
-    /// The node that a PCI device is attached to, read now (`/sys/bus/pci/devices/…/numa_node`).
-    ///
-    /// # Errors
-    /// [`TopologyError::Number`] for a file that holds no number.
-    pub fn node_of_pci(&self, address: PciAddress) -> Result<Found<NodeId>, TopologyError> {
-        if self.numa.value == Some(false) {
-            return Ok(Found::unknown(self.numa.source.clone()));
-        }
-        let path = PathBuf::from(format!("/sys/bus/pci/devices/{address}/numa_node"));
-        let Some(text) = self.files.text(&path)? else { return Ok(Found::unknown(file(path))) };
-        let number: i64 = text.trim().parse().map_err(|_| wrong_number(&path, text.trim()))?;
-        // −1 is the kernel's word for unknown; a node that is not online could hold nothing.
-        let value = u32::try_from(number).ok().map(NodeId).filter(|&id| self.node(id).is_some());
-        Ok(Found { value, source: file(path) })
-    }
-
-    /// The node nearest to a GPU: the driver's word, else the kernel's for its PCI address, else unknown.
-    ///
-    /// # Errors
-    /// As [`Topology::node_of_pci`].
-    pub fn node_of_device(&self, device: &DeviceInfo) -> Result<Found<NodeId>, TopologyError> {
-        if self.numa.value == Some(false) {
-            return Ok(Found::unknown(self.numa.source.clone()));
-        }
-        let told = device.host_node.map(NodeId).filter(|&id| self.node(id).is_some());
-        if let Some(node) = told {
-            return Ok(Found::known(node, Source::Driver(HOST_NODE_ATTRIBUTE)));
-        }
-        match device.pci_address.as_deref().map(str::parse) {
-            Some(Ok(address)) => self.node_of_pci(address),
-            _ => Ok(Found::unknown(Source::Driver(HOST_NODE_ATTRIBUTE))),
-        }
     }
 }

@@ -2,8 +2,12 @@
 #![expect(clippy::unwrap_used, reason = "a fixture that cannot be read is a failed test")]
 
 use aquifer_driver::{DeviceId, DeviceInfo};
-use aquifer_host::topology::{Found, NodeId, Source, ThpMode, Topology, TopologyError};
-use std::path::{Path, PathBuf};
+use aquifer_host::topology::{DeviceMemory, Found, NodeId, Source, ThpMode, Topology, TopologyError};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::{self, Command},
+};
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
@@ -143,31 +147,68 @@ fn numa_handling_can_be_switched_off_and_a_wrong_switch_is_reported() {
     }
 }
 
+/// A machine whose files change.
+struct Machine(PathBuf);
+
+impl Machine {
+    fn new(name: &str) -> Self {
+        Self(env::temp_dir().join(format!("aquifer-{name}-{}", process::id())))
+    }
+
+    fn write(&self, path: &str, text: &str) {
+        let path = self.0.join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    fn read(&self) -> Topology {
+        Topology::read_under(&self.0).unwrap()
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
 #[test]
 fn two_reads_see_two_machines_since_nothing_is_cached() {
-    let root = std::env::temp_dir().join(format!("aquifer-topology-{}", std::process::id()));
-    let list = root.join("sys/devices/system/node/node0/cpulist");
-    std::fs::create_dir_all(list.parent().unwrap()).unwrap();
-    std::fs::write(root.join("sys/devices/system/node/online"), "0\n").unwrap();
-    let mut seen = Vec::new();
-    for cpus in ["0-3", "0-1"] {
-        std::fs::write(&list, cpus).unwrap();
-        seen.push(Topology::read_under(&root).unwrap().nodes()[0].cpus.to_string());
-    }
-    std::fs::remove_dir_all(&root).unwrap();
-    assert_eq!(seen, ["0-3", "0-1"]);
+    let machine = Machine::new("changes");
+    machine.write("sys/devices/system/node/online", "0\n");
+    machine.write("sys/devices/system/node/node0/cpulist", "0-3\n");
+    machine.write("sys/devices/system/node/node1/cpulist", "4-7\n");
+    machine.write("proc/self/status", "Cpus_allowed_list:\t0-7\nMems_allowed_list:\t0\n");
+    machine.write("sys/bus/pci/devices/0000:01:00.0/numa_node", "0\n");
+    let before = machine.read();
+    assert_eq!((before.nodes().len(), before.nodes()[0].allowed_cpus.to_string().as_str()), (1, "0-3"));
+    // A CPU goes, a node comes, the cpuset changes, a device is plugged in elsewhere.
+    machine.write("sys/devices/system/node/online", "0-1\n");
+    machine.write("sys/devices/system/node/node0/cpulist", "0-2\n");
+    machine.write("proc/self/status", "Cpus_allowed_list:\t2-5\nMems_allowed_list:\t1\n");
+    machine.write("sys/bus/pci/devices/0000:01:00.0/numa_node", "1\n");
+    machine.write("sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages", "7\n");
+    // What is asked of an old answer about things that change is read now.
+    assert_eq!(before.allowed_cpus(NodeId(0)).unwrap().value.unwrap().to_string(), "2");
+    assert_eq!(before.free_huge_pages(None, 2 << 20).unwrap().value, Some(7));
+    let pci = "0000:01:00.0".parse().unwrap();
+    assert_eq!(before.node_of_pci(pci).unwrap().value, None, "a node that was not there then");
+    let after = machine.read();
+    assert_eq!(after.node_of_pci(pci).unwrap().value, Some(NodeId(1)));
+    assert_eq!(after.nodes()[1].allowed_cpus.to_string(), "4-5");
+    assert!(!after.nodes()[0].memory_allowed && after.nodes()[1].memory_allowed);
 }
 
 #[test]
 fn a_pci_device_of_this_machine_is_on_the_node_that_the_kernel_names() {
     let topology = Topology::read_under(Path::new("/")).unwrap();
-    let Ok(devices) = std::fs::read_dir("/sys/bus/pci/devices") else {
+    let Ok(devices) = fs::read_dir("/sys/bus/pci/devices") else {
         println!("skipped: no PCI bus");
         return;
     };
     for device in devices.flatten() {
         let name = device.file_name().into_string().unwrap();
-        let told: i64 = match std::fs::read_to_string(device.path().join("numa_node")) {
+        let told: i64 = match fs::read_to_string(device.path().join("numa_node")) {
             Ok(text) => text.trim().parse().unwrap(),
             Err(_) => -1,
         };
@@ -189,5 +230,185 @@ fn the_machine_that_runs_this_has_a_page_size_and_somewhere_to_run() {
     }
     if let Some(allowed) = &topology.cpus_allowed().value {
         assert!(!allowed.is_empty());
+    }
+}
+
+#[test]
+fn nodes_inside_a_socket_are_told_apart_by_distance() {
+    let topology = read("nps4");
+    assert_eq!(topology.nodes().len(), 8);
+    let node = topology.node(NodeId(5)).unwrap();
+    assert_eq!(node.cpus.to_string(), "80-95,208-223");
+    let far: Vec<_> = node.distances.iter().map(|&(_, far)| far).collect();
+    assert_eq!(far, [32, 32, 32, 32, 12, 10, 12, 12]);
+    let near = topology.node_of_device(&gpu(None, Some("0000:C1:00.0"))).unwrap();
+    assert_eq!(near.value, Some(NodeId(5)));
+    assert_eq!(topology.nearest_with_memory(NodeId(5)).unwrap().id, NodeId(5));
+    assert_eq!(topology.host_nodes().count(), 8, "a list of initiators that is empty names nobody");
+}
+
+#[test]
+fn memory_for_a_device_on_a_node_without_memory_goes_to_the_nearest_that_has_some() {
+    let topology = read("memoryless-node");
+    let bare = topology.node(NodeId(1)).unwrap();
+    assert_eq!((bare.memory, bare.memory_allowed, bare.cpus.len()), (Some(0), false, 8));
+    assert_eq!(bare.movable_only.value, Some(false));
+    let device = gpu(None, Some("0000:61:00.0"));
+    assert_eq!(topology.node_of_device(&device).unwrap().value, Some(NodeId(1)), "that is where it is");
+    let memory = topology.memory_near_device(&device).unwrap();
+    assert_eq!(memory.value, Some(NodeId(0)), "11 is nearer than 12");
+    assert_eq!(memory.source, Source::File("/sys/devices/system/node/node1/distance".into()));
+}
+
+#[test]
+fn a_containers_second_version_group_limits_it_and_its_cpuset_keeps_it_from_a_devices_node() {
+    let topology = read("cpuset-container-v2");
+    let limit = topology.memory_limit().value.unwrap();
+    assert_eq!((limit.limit, limit.remaining), (4 << 30, 3 << 30));
+    assert_eq!(topology.memory_limit().source, Source::File("/sys/fs/cgroup/memory.max".into()));
+    let (theirs, ours) = (&topology.nodes()[0], &topology.nodes()[1]);
+    assert!(theirs.allowed_cpus.is_empty() && !theirs.memory_allowed);
+    assert_eq!((ours.allowed_cpus.to_string().as_str(), ours.memory_allowed), ("18-21", true));
+    let device = gpu(None, Some("0000:17:00.0"));
+    assert_eq!(topology.node_of_device(&device).unwrap().value, Some(NodeId(0)));
+    assert_eq!(topology.memory_near_device(&device).unwrap().value, Some(NodeId(1)));
+    assert_eq!(topology.nearest_with_cpus(NodeId(0)).unwrap().id, NodeId(1));
+}
+
+#[test]
+fn a_group_outside_of_what_is_mounted_limits_nothing_that_can_be_read() {
+    let machine = Machine::new("moved-out");
+    machine.write("proc/self/cgroup", "0::/../../another\n");
+    machine.write("proc/self/mountinfo", "30 20 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n");
+    machine.write("sys/fs/cgroup/memory.max", "1000\n");
+    machine.write("another/memory.max", "2000\n");
+    let limit = machine.read().memory_limit().clone();
+    assert_eq!(limit, Found::unknown(Source::File("/proc/self/cgroup".into())));
+}
+
+#[test]
+fn memory_of_a_gpu_is_never_taken_for_the_hosts() {
+    let topology = read("grace");
+    let host: Vec<_> = topology.host_nodes().map(|node| node.id.0).collect();
+    assert_eq!(host, [0], "firmware ties the others to the device");
+    let theirs = topology.node(NodeId(1)).unwrap();
+    assert!(theirs.memory_allowed, "the kernel would hand it out");
+    assert_eq!(theirs.movable_only.value, Some(true));
+    assert!(
+        matches!(&theirs.device_memory.source, Source::File(path) if path.ends_with("has_generic_initiator"))
+    );
+    // The driver's word, the kernel's, and a firmware that puts the device on its own memory.
+    let mut device = gpu(Some(0), Some("0009:01:00.0"));
+    device.memory_node = Some(1);
+    assert_eq!(topology.node_of_device(&device).unwrap().value, Some(NodeId(0)));
+    device.host_node = None;
+    assert_eq!(topology.node_of_device(&device).unwrap().value, Some(NodeId(0)));
+    device.host_node = Some(1);
+    let near = topology.node_of_device(&device).unwrap();
+    assert_eq!(near.value, Some(NodeId(0)));
+    assert_eq!(near.source, Source::File("/sys/devices/system/node/node1/distance".into()));
+    for asked in [0, 1, 8] {
+        assert_eq!(topology.nearest_with_memory(NodeId(asked)).unwrap().id, NodeId(0));
+        assert_eq!(topology.nearest_with_cpus(NodeId(asked)).unwrap().id, NodeId(0));
+    }
+    assert_eq!(topology.memory_of_device(&device).value, Some(DeviceMemory::Node(NodeId(1))));
+    device.memory_node = None;
+    assert_eq!(topology.memory_of_device(&device).value, None, "there are nodes that it could be");
+}
+
+#[test]
+fn nodes_that_only_the_driver_knows_as_a_devices_memory_are_marked_at_its_word() {
+    let bare = read("power9");
+    assert_eq!(bare.nodes().iter().map(|node| node.id.0).collect::<Vec<_>>(), [0, 8, 252, 253, 254, 255]);
+    assert_eq!(bare.distance(NodeId(0), NodeId(8)), Some(40), "sparse nodes keep their places in a line");
+    assert_eq!(bare.node(NodeId(8)).unwrap().cpus.len(), 20);
+    assert!(
+        bare.node(NodeId(8)).unwrap().cpus.contains(84) && !bare.node(NodeId(8)).unwrap().cpus.contains(85)
+    );
+    assert_eq!(bare.node(NodeId(252)).unwrap().device_memory.value, None, "the kernel does not know");
+    let gpus: Vec<_> = [(255, "0004:04:00.0"), (252, "0035:03:00.0")]
+        .map(|(node, pci)| {
+            let mut device = gpu(None, Some(pci));
+            device.memory_node = Some(node);
+            device
+        })
+        .into();
+    let topology = bare.with_devices(&gpus);
+    let host: Vec<_> = topology.host_nodes().map(|node| node.id.0).collect();
+    assert_eq!(host, [0, 8, 253, 254]);
+    assert_eq!(topology.nearest_with_memory(NodeId(252)).unwrap().id, NodeId(0));
+    assert_eq!(topology.node_of_device(&gpus[1]).unwrap().value, Some(NodeId(8)));
+    assert!(matches!(topology.node(NodeId(255)).unwrap().device_memory.source, Source::Driver(_)));
+}
+
+#[test]
+fn a_device_that_shares_the_hosts_memory_does_not_take_its_node_away() {
+    let mut device = gpu(None, None);
+    (device.integrated, device.memory_node) = (true, Some(0));
+    let topology = read("jetson").with_devices([&device]);
+    assert_eq!(topology.host_nodes().count(), 1);
+    assert_eq!(topology.memory_of_device(&device).value, Some(DeviceMemory::Host));
+    assert_eq!(topology.node_of_device(&device).unwrap().value, None, "one node is no reason to guess");
+    (device.integrated, device.memory_node) = (false, None);
+    assert_eq!(topology.memory_of_device(&device).value, Some(DeviceMemory::Apart));
+    assert_eq!(topology.without_nodes().memory_of_device(&device).value, None);
+}
+
+#[test]
+fn windows_kernel_is_known_by_its_name_and_has_no_nodes() {
+    let topology = read("wsl");
+    assert_eq!(topology.is_wsl(), &Found::known(true, Source::File("/proc/version".into())));
+    assert!(topology.nodes().is_empty());
+    assert_eq!(topology.cpus_allowed().value.as_ref().map(|cpus| cpus.len()), Some(16));
+    assert_eq!(topology.node_of_device(&gpu(Some(0), Some("0000:01:00.0"))).unwrap().value, None);
+    assert_eq!(topology.limits().locked_memory.value, Some(64 << 10));
+    assert_eq!(read("no-numa").is_wsl().value, None);
+}
+
+#[cfg(all(target_endian = "little", target_pointer_width = "64"))]
+#[test]
+fn the_size_of_a_base_page_is_the_one_that_the_machine_told_its_programs() {
+    for (machine, page) in [("grace", 64 << 10), ("power9", 64 << 10), ("nps4", 4 << 10)] {
+        let found = read(machine).page_size().clone();
+        assert_eq!(found, Found::known(page, Source::File("/proc/self/auxv".into())), "{machine}");
+    }
+    assert_eq!(read("grace").thp_size().value, Some(512 << 20));
+    assert_eq!(read("two-socket").page_size().source, Source::SystemCall("sysconf"));
+    let here = Topology::read_under(Path::new("/")).unwrap();
+    assert_eq!(here.page_size().value, read("two-socket").page_size().value, "both ways tell the same");
+}
+
+#[test]
+fn memory_that_pins_would_leave_is_told_where_the_kernel_tells_it() {
+    let expander = read("cpuless-node");
+    assert_eq!(expander.node(NodeId(2)).unwrap().movable_only.value, Some(true));
+    assert_eq!(expander.node(NodeId(0)).unwrap().movable_only.value, Some(false));
+    assert_eq!(expander.node(NodeId(2)).unwrap().device_memory.value, None, "not every expander is a GPU");
+    assert_eq!(read("two-socket").node(NodeId(0)).unwrap().movable_only.value, None);
+}
+
+#[test]
+fn the_variable_hides_the_nodes_of_a_real_read_and_a_wrong_one_is_an_error() {
+    const CHILD: &str = "the_variable_hides_the_nodes_of_a_real_read_and_a_wrong_one_is_an_error";
+    const MARK: &str = "AQUIFER_TEST_CHILD";
+    if env::var_os(MARK).is_some() {
+        match Topology::read() {
+            Ok(topology) => println!("read: {} {}", topology.nodes().len(), topology.numa_setting()),
+            Err(error) => println!("read: {error}"),
+        }
+        return;
+    }
+    let real = Topology::read_under(Path::new("/")).unwrap().nodes().len();
+    for (value, told) in [
+        (Some("off"), "read: 0 false (environment variable AQUIFER_NUMA)".to_owned()),
+        (Some("on"), format!("read: {real} true (environment variable AQUIFER_NUMA)")),
+        (Some("0"), "read: AQUIFER_NUMA is \"0\"; it can be on or off".to_owned()),
+        (None, format!("read: {real} unknown (no source)")),
+    ] {
+        let mut child = Command::new(env::current_exe().unwrap());
+        child.args([CHILD, "--exact", "--nocapture"]).env(MARK, "1").env_remove("AQUIFER_NUMA");
+        child.envs(value.map(|value| ("AQUIFER_NUMA", value)));
+        let said = String::from_utf8(child.output().unwrap().stdout).unwrap();
+        assert!(said.contains(&told), "{value:?}: {said}");
     }
 }

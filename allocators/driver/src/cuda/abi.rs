@@ -37,7 +37,10 @@ pub(super) enum Attribute {
     MemoryPools = 115,
     /// Came with CUDA 12.3; an older driver answers with invalid value.
     ExportFabric = 128,
-    /// Came with CUDA 12.2; an older driver answers with invalid value.
+    /// Whether the device's memory is a node of the host's. These three came with CUDA 12.2; an older driver answers
+    /// with invalid value.
+    NumaConfig = 130,
+    NumaId = 131,
     HostNumaId = 134,
 }
 

@@ -88,8 +88,12 @@ impl Devices for CudaDriver {
         info.compute_capability =
             (capability(Attribute::CapabilityMajor)?, capability(Attribute::CapabilityMinor)?);
         info.pci_address = self.pci_address(number);
-        info.host_node =
-            self.attribute(number, Attribute::HostNumaId).ok().and_then(|node| u32::try_from(node).ok());
+        let node =
+            |attribute| self.attribute(number, attribute).ok().and_then(|node| u32::try_from(node).ok());
+        info.host_node = node(Attribute::HostNumaId);
+        // Without a node of its own the device's answer to the second means nothing.
+        info.memory_node =
+            if self.has(number, Attribute::NumaConfig) { node(Attribute::NumaId) } else { None };
         info.virtual_memory = self.has(number, Attribute::VirtualMemory);
         if info.virtual_memory {
             info.granularity = self.granularity(device)?;

@@ -90,8 +90,17 @@ impl Files {
     /// The text of a file; `None` where there is none. A file that may not be read counts as not there: containers
     /// hide files both ways.
     pub(super) fn text(&self, path: &Path) -> Result<Option<String>, TopologyError> {
-        match fs::read_to_string(self.real(path)) {
-            Ok(text) => Ok(Some(text)),
+        Self::what_there_is(path, fs::read_to_string(self.real(path)))
+    }
+
+    /// The same for a file that is no text.
+    pub(super) fn bytes(&self, path: &Path) -> Result<Option<Vec<u8>>, TopologyError> {
+        Self::what_there_is(path, fs::read(self.real(path)))
+    }
+
+    fn what_there_is<T>(path: &Path, answer: io::Result<T>) -> Result<Option<T>, TopologyError> {
+        match answer {
+            Ok(content) => Ok(Some(content)),
             Err(e) => match e.kind() {
                 // Fixtures are plain files, and sysfs answers EINVAL and ENODEV for attributes that do not apply.
                 io::ErrorKind::NotFound

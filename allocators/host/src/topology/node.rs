@@ -1,8 +1,8 @@
 //! NUMA nodes, from `/sys/devices/system/node`.
 
 use super::{
-    Bitmap,
-    files::{Files, TopologyError, wrong_number},
+    Bitmap, Found,
+    files::{Files, TopologyError, file, wrong_number},
 };
 use std::{fmt, path::Path};
 
@@ -26,8 +26,15 @@ pub struct Node {
     pub cpus: Bitmap,
     /// Those of them that the process may run on.
     pub allowed_cpus: Bitmap,
-    /// Whether the process may take memory from it.
+    /// Whether it has memory and the process may take it.
     pub memory_allowed: bool,
+    /// Whether its memory is a device's. The kernel knows of nodes that firmware ties to a device
+    /// (`has_generic_initiator`), the driver of its own ([`Topology::with_devices`](super::Topology::with_devices));
+    /// a node that neither names is unknown.
+    pub device_memory: Found<bool>,
+    /// Whether all its memory is movable, as hotplugged memory of expanders and GPUs mostly is (`has_normal_memory`):
+    /// pages that are pinned for long are moved to other nodes first.
+    pub movable_only: Found<bool>,
     /// Bytes of memory (`MemTotal`); `None` where the kernel does not say.
     pub memory: Option<u64>,
     /// Bytes that nobody uses, not even as cache (`MemFree`).
@@ -60,6 +67,7 @@ pub(super) fn read(
 ) -> Result<Vec<Node>, TopologyError> {
     let folder = Path::new(FOLDER);
     let Some(online) = files.list(&folder.join("online"))? else { return Ok(Vec::new()) };
+    let sets = Sets::read(files, folder)?;
     let mut nodes = Vec::new();
     for id in online.iter() {
         let folder = folder.join(format!("node{id}"));
@@ -68,8 +76,10 @@ pub(super) fn read(
         nodes.push(Node {
             id: NodeId(id),
             allowed_cpus: cpus_allowed.map_or_else(|| cpus.clone(), |allowed| cpus.intersection(allowed)),
+            memory_allowed: memory != Some(0) && mems_allowed.is_none_or(|allowed| allowed.contains(id)),
+            device_memory: sets.device_memory(id, &cpus),
+            movable_only: sets.movable_only(id, memory),
             cpus,
-            memory_allowed: mems_allowed.is_none_or(|allowed| allowed.contains(id)),
             memory,
             free,
             huge_pools: huge_pools(files, &folder.join("hugepages"))?,
@@ -77,6 +87,34 @@ pub(super) fn read(
         });
     }
     Ok(nodes)
+}
+
+/// What the kernel says of nodes by listing those it is true of. Older kernels have some of the files only.
+struct Sets {
+    initiators: Found<Bitmap>,
+    normal_memory: Found<Bitmap>,
+}
+
+impl Sets {
+    fn read(files: &Files, folder: &Path) -> Result<Self, TopologyError> {
+        let list = |name: &str| {
+            let path = folder.join(name);
+            Ok(Found { value: files.list(&path)?, source: file(path) })
+        };
+        Ok(Self { initiators: list("has_generic_initiator")?, normal_memory: list("has_normal_memory")? })
+    }
+
+    /// An initiator without CPUs is a device. What is not listed may be one all the same.
+    fn device_memory(&self, id: u32, cpus: &Bitmap) -> Found<bool> {
+        let listed = self.initiators.value.as_ref().is_some_and(|set| set.contains(id));
+        let value = if !cpus.is_empty() { Some(false) } else { listed.then_some(true) };
+        Found { value, source: self.initiators.source.clone() }
+    }
+
+    fn movable_only(&self, id: u32, memory: Option<u64>) -> Found<bool> {
+        let value = self.normal_memory.value.as_ref().map(|set| memory != Some(0) && !set.contains(id));
+        Found { value, source: self.normal_memory.source.clone() }
+    }
 }
 
 /// `MemTotal` and `MemFree` of a node's meminfo: `Node 0 MemTotal:  4548820 kB`.

@@ -46,8 +46,28 @@ pub(super) fn thp_size(files: &Files) -> Result<Found<u64>, TopologyError> {
     Ok(Found { value: files.number(path)?, source: file(path) })
 }
 
-/// Bytes of a base page: of the running kernel, whatever the root.
-pub(super) fn page_size() -> Found<u64> {
+/// Bytes of a base page: what the kernel handed to the process at its start, below the root if that is there.
+pub(super) fn page_size(files: &Files) -> Result<Found<u64>, TopologyError> {
+    let path = Path::new("/proc/self/auxv");
+    if let Some(bytes) = files.bytes(path)?
+        && let Some(size) = page_size_in(&bytes)
+    {
+        return Ok(Found::known(size, file(path)));
+    }
     let value = sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|n| u64::try_from(n).ok());
-    Found { value, source: Source::SystemCall("sysconf") }
+    Ok(Found { value, source: Source::SystemCall("sysconf") })
+}
+
+/// The auxiliary vector is pairs of words, a key and a value.
+fn page_size_in(vector: &[u8]) -> Option<u64> {
+    const WORD: usize = size_of::<usize>();
+    const AT_PAGESZ: usize = 6;
+    let mut words =
+        vector.chunks_exact(WORD).filter_map(|word| word.try_into().ok().map(usize::from_ne_bytes));
+    while let (Some(key), Some(value)) = (words.next(), words.next()) {
+        if key == AT_PAGESZ && value.is_power_of_two() {
+            return Some(value as u64);
+        }
+    }
+    None
 }

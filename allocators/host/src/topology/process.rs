@@ -4,7 +4,7 @@ use super::{
     Bitmap, Found, Source,
     files::{Files, TopologyError, file, parse_list, wrong_number},
 };
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 const STATUS: &str = "/proc/self/status";
 
@@ -66,6 +66,10 @@ pub(super) fn memory_limit(files: &Files) -> Result<Found<MemoryLimit>, Topology
         // Inside a container the mount shows the group as its root, or a part of the tree.
         let below = group.strip_prefix(&mount.root).unwrap_or(Path::new("")).to_path_buf();
         let below = below.strip_prefix("/").map(Path::to_path_buf).unwrap_or(below);
+        // A process that was moved out of its own namespace's tree: what limits it is not mounted here.
+        if below.components().any(|part| part == Component::ParentDir) {
+            continue;
+        }
         for part in below.ancestors() {
             let folder = mount.point.join(part);
             let Some(bytes) = limit_of(files, &folder.join(limit))? else { continue };
@@ -115,6 +119,13 @@ fn unescape(text: &str) -> PathBuf {
         .iter()
         .fold(text.to_owned(), |text, (escaped, plain)| text.replace(escaped, plain))
         .into()
+}
+
+/// Whether the kernel calls itself Windows' own.
+pub(super) fn wsl(files: &Files) -> Result<Found<bool>, TopologyError> {
+    let path = Path::new("/proc/version");
+    let value = files.text(path)?.map(|text| text.to_lowercase().contains("microsoft"));
+    Ok(Found { value, source: file(path) })
 }
 
 /// Limits that pinned memory may meet.
