@@ -9,24 +9,29 @@
 //!     Job ◄────────── results ◄──────── [job: 0 1 2 3 …] ◄─── claim a piece, run it, next
 //! ```
 //!
-//! Threads start with the first job that has use for them, sleep between jobs, and end with the [`Workers`]. A piece
-//! that panics fails its job and nothing else; a worker that dies is replaced. A job whose deadline passes begins no
-//! further piece, and what it has made is dropped, by the worker if need be: nothing waits for somebody to fetch it.
+//! Threads start with the first job that finds too few of them free, sleep between jobs, and end with the [`Workers`].
+//! Each is bound when it starts, to the CPUs that the node has for the process at that time; where that is refused, as
+//! sandboxes do, it runs anywhere, and [`Workers::shortfall`] says so. A piece that panics fails its job and nothing
+//! else; a worker that dies is replaced. A job whose deadline passes begins no further piece, and what it has made is
+//! dropped, by the worker if need be: nothing waits for somebody to fetch it.
+//!
+//! A child process that was forked has none of its parent's threads. It is told so by [`WorkerError::Forked`] and
+//! [`JobError::Closed`] instead of waiting for them, and can make [`Workers`] of its own.
 
 mod crew;
 mod job;
 
-pub use job::{Job, JobError};
+pub use job::{Deadline, Job, JobError};
 
 use crate::{
     kernel::Kernel,
     topology::{NodeId, Topology},
 };
 use aquifer_core::SystemError;
-use crew::Crew;
-use std::{collections::BTreeMap, error, fmt, num::NonZeroUsize, sync::Arc, time::Instant};
+use crew::{Crew, Home};
+use std::{collections::BTreeMap, error, fmt, num::NonZeroUsize, process, sync::Arc};
 
-/// Why a job was not taken. Nothing of it has run.
+/// Why a job was not taken, and nothing of it has run; or what is amiss with those that took it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum WorkerError {
@@ -40,7 +45,7 @@ pub enum WorkerError {
         /// The node.
         node: NodeId,
     },
-    /// A worker could not be bound to the node's CPUs.
+    /// A worker could not be bound to the node's CPUs, and runs anywhere.
     Bind {
         /// The node.
         node: NodeId,
@@ -52,6 +57,8 @@ pub enum WorkerError {
         /// Why.
         error: SystemError,
     },
+    /// The workers are threads of the process that this one was forked from.
+    Forked,
 }
 
 impl fmt::Display for WorkerError {
@@ -61,6 +68,7 @@ impl fmt::Display for WorkerError {
             Self::NoCpus { node } => write!(f, "the process may run on no CPU of {node}"),
             Self::Bind { node, error } => write!(f, "a worker could not be bound to {node}: {error}"),
             Self::Spawn { error } => write!(f, "no worker could be started: {error}"),
+            Self::Forked => f.write_str("the workers are the parent process's"),
         }
     }
 }
@@ -90,6 +98,8 @@ pub struct Workers {
     known: Vec<NodeId>,
     /// Workers that run anywhere, for memory whose node is unknown.
     anywhere: Arc<Crew>,
+    /// The process whose threads they are.
+    process: u32,
 }
 
 impl Workers {
@@ -106,22 +116,26 @@ impl Workers {
     #[must_use]
     pub fn with_threads(topology: &Topology, kernel: Kernel, per_node: NonZeroUsize) -> Self {
         let cpus = topology.cpus_allowed().value.as_ref().map_or(1, |cpus| cpus.len().max(1));
-        let nodes = topology.nodes().iter().filter(|node| !node.allowed_cpus.is_empty()).map(|node| {
+        let topology = Arc::new(topology.clone());
+        let with_cpus = topology.nodes().iter().filter(|node| !node.allowed_cpus.is_empty());
+        let nodes = with_cpus.map(|node| {
             let threads = per_node.get().min(node.allowed_cpus.len());
-            let bound = Some((node.id, node.allowed_cpus.clone()));
-            (node.id, Arc::new(Crew::new(bound, threads, kernel.clone())))
+            let home = Home { node: node.clone(), topology: topology.clone() };
+            (node.id, Arc::new(Crew::new(Some(home), threads, kernel.clone())))
         });
         Self {
             nodes: nodes.collect(),
             known: topology.nodes().iter().map(|node| node.id).collect(),
             anywhere: Arc::new(Crew::new(None, per_node.get().min(cpus), kernel)),
+            process: process::id(),
         }
     }
 
     /// Hands `work` to the workers of a node, or to unbound ones where `node` is `None`. It is called once for each
     /// number below `pieces`, in that order, by several threads. Blocks only while a worker starts.
     ///
-    /// No piece begins after `deadline`. Dropping the [`Job`] cancels what has not begun.
+    /// No piece begins after `deadline`: a moment, or a time from the first piece's begin. Dropping the [`Job`] cancels
+    /// what has not begun.
     ///
     /// # Errors
     /// [`WorkerError`]: an unknown node is refused rather than served from anywhere.
@@ -129,19 +143,23 @@ impl Workers {
         &self,
         node: Option<NodeId>,
         pieces: usize,
-        deadline: Option<Instant>,
+        deadline: impl Into<Deadline>,
         work: impl Fn(usize) -> R + Send + Sync + 'static,
     ) -> Result<Job<R>, WorkerError> {
+        // First of all: a lock may be held by a thread that this process does not have.
+        if self.are_the_parents() {
+            return Err(WorkerError::Forked);
+        }
         let crew = match node {
-            None => self.anywhere.clone(),
+            None => &self.anywhere,
             Some(node) => match self.nodes.get(&node) {
-                Some(crew) => crew.clone(),
+                Some(crew) => crew,
                 None if self.known.contains(&node) => return Err(WorkerError::NoCpus { node }),
                 None => return Err(WorkerError::UnknownNode { node }),
             },
         };
         crew.staff(pieces)?;
-        let job = Job::new(pieces, deadline, work);
+        let job = Job::new(pieces, deadline.into(), work);
         crew.enqueue(job.work());
         Ok(job)
     }
@@ -153,17 +171,34 @@ impl Workers {
     pub fn run<R: Send + 'static>(
         &self,
         node: Option<NodeId>,
-        deadline: Option<Instant>,
+        deadline: impl Into<Deadline>,
         work: impl Fn() -> R + Send + Sync + 'static,
     ) -> Result<R, RunError> {
         let job = self.submit(node, 1, deadline, move |_| work()).map_err(RunError::NotTaken)?;
-        let mut results = job.wait(deadline).map_err(RunError::NotDone)?;
+        let mut results = job.wait(None).map_err(RunError::NotDone)?;
         results.pop().ok_or(RunError::NotDone(JobError::Closed))
+    }
+
+    /// Why workers of a node run somewhere else, if any do: where they touch memory says nothing about where it lies.
+    /// [`WorkerError::Bind`], of the workers that are alive now.
+    #[must_use]
+    pub fn shortfall(&self, node: NodeId) -> Option<WorkerError> {
+        if self.are_the_parents() {
+            return Some(WorkerError::Forked);
+        }
+        self.nodes.get(&node)?.shortfall()
+    }
+
+    fn are_the_parents(&self) -> bool {
+        process::id() != self.process
     }
 
     /// Threads that are alive now, bound and unbound.
     #[must_use]
     pub fn threads(&self) -> usize {
+        if self.are_the_parents() {
+            return 0;
+        }
         self.nodes.values().map(|crew| crew.alive()).sum::<usize>() + self.anywhere.alive()
     }
 }
@@ -171,6 +206,9 @@ impl Workers {
 impl Drop for Workers {
     /// Ends the threads after the pieces they are at; jobs that are not done answer [`JobError::Closed`]. Does not wait.
     fn drop(&mut self) {
+        if self.are_the_parents() {
+            return;
+        }
         self.nodes.values().for_each(|crew| crew.close());
         self.anywhere.close();
     }

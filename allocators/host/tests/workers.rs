@@ -1,18 +1,19 @@
 //! Workers: where they run, what becomes of jobs that panic, time out or are given up, and of workers that die.
-#![expect(clippy::panic, reason = "a worker is made to die of it")]
-#![expect(unsafe_code, reason = "maps memory for workers to touch")]
+#![expect(clippy::panic, clippy::unwrap_used, reason = "a worker is made to die of it; helpers of tests")]
+#![expect(unsafe_code, reason = "maps memory for workers to touch, and forks")]
 
 mod support;
 
 use aquifer_host::{
     kernel::{Faults, Kernel, MapPages, SystemCall},
-    topology::{Bitmap, NodeId},
-    workers::{JobError, RunError, WorkerError, Workers},
+    topology::{Bitmap, NodeId, Topology},
+    workers::{Deadline, JobError, RunError, WorkerError, Workers},
 };
 use nix::libc;
 use std::{
-    fs,
+    env, fs,
     num::NonZeroUsize,
+    process,
     sync::{
         Arc, Barrier,
         atomic::{AtomicUsize, Ordering},
@@ -32,6 +33,13 @@ fn one_worker() -> Workers {
 
 fn soon() -> Option<Instant> {
     Some(Instant::now() + Duration::from_secs(20))
+}
+
+/// The CPUs that the calling thread is bound to, by the kernel's word.
+fn my_cpus() -> Bitmap {
+    let status = fs::read_to_string("/proc/thread-self/status").unwrap();
+    let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
+    Bitmap::parse_list(list).unwrap()
 }
 
 /// Runs into its own panic when somebody drops it.
@@ -78,9 +86,7 @@ fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
             let bound = workers.run(Some(node.id), soon(), move || {
                 // SAFETY: 1. mapped above, and untouched. 2. ordinary pages.
                 unsafe { toucher.touch(fresh, 4096) };
-                let status = fs::read_to_string("/proc/thread-self/status").unwrap();
-                let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
-                Bitmap::parse_list(list).unwrap()
+                my_cpus()
             });
             assert_eq!(bound, Ok(node.allowed_cpus.clone()));
             let pages: Vec<usize> = (fresh.start..fresh.end()).step_by(4096).collect();
@@ -192,6 +198,7 @@ fn a_prefix_can_be_waited_for_and_taken_while_the_rest_runs() {
     });
     let job = job.unwrap();
     job.wait_for(2, soon()).unwrap();
+    assert_eq!((job.done(), job.pieces()), (2, 3));
     assert_eq!((job.take(0), job.take(0), job.take(1), job.take(2)), (Some(0), None, Some(1), None));
     release.send(()).unwrap();
     job.wait_for(3, soon()).unwrap();
@@ -232,22 +239,172 @@ fn jobs_of_workers_that_are_gone_are_closed() {
 }
 
 #[test]
-fn a_worker_that_cannot_start_or_be_bound_is_an_error_and_one_of_two_is_enough() {
-    let topology = support::topology();
+fn a_worker_that_cannot_start_is_an_error_and_one_of_two_is_enough() {
     let faults = Arc::new(Faults::new());
-    let workers = Workers::new(&topology, Kernel::with_faults(faults.clone()));
+    let workers = Workers::new(&support::topology(), Kernel::with_faults(faults.clone()));
     faults.fail(SystemCall::Spawn, 1, libc::EAGAIN);
     let refused = workers.submit(None, 1, None, |_| ()).map(drop);
     assert!(matches!(refused, Err(WorkerError::Spawn { .. })), "{refused:?}");
-    if let Some(node) = support::some_node(&topology) {
-        faults.fail(SystemCall::Bind, 1, libc::EPERM);
-        let refused = workers.submit(Some(node), 1, None, |_| ()).map(drop);
-        assert!(
-            matches!(refused, Err(WorkerError::Bind { error, .. }) if error.errno == libc::EPERM),
-            "{refused:?}"
-        );
-        assert_eq!(workers.threads(), 0);
-    }
+    assert_eq!(workers.threads(), 0);
     faults.fail(SystemCall::Spawn, 2, libc::EAGAIN);
     assert_eq!(workers.submit(None, 100, None, |piece| piece).unwrap().wait(soon()).unwrap().len(), 100);
+}
+
+#[test]
+fn a_worker_that_may_not_be_bound_works_anywhere_and_says_so_while_it_lives() {
+    let topology = support::topology();
+    let Some(node) = support::some_node(&topology) else {
+        println!("skipped: a kernel without NUMA");
+        return;
+    };
+    for errno in [libc::EPERM, libc::EINVAL] {
+        let faults = Arc::new(Faults::new());
+        let kernel = Kernel::with_faults(faults.clone());
+        let workers = Workers::with_threads(&topology, kernel, NonZeroUsize::MIN);
+        assert_eq!(workers.shortfall(node), None, "nobody has been refused yet");
+        faults.fail(SystemCall::Bind, 1, errno);
+        let here = my_cpus();
+        assert_eq!(workers.run(Some(node), soon(), my_cpus), Ok(here));
+        let told = workers.shortfall(node);
+        assert!(
+            matches!(told, Some(WorkerError::Bind { node: n, error }) if n == node && error.errno == errno),
+            "{told:?}"
+        );
+        // It dies of what it made, and its successor is bound.
+        let (at_it, begun) = mpsc::channel();
+        let (release, released) = mpsc::channel::<()>();
+        let released = std::sync::Mutex::new(released);
+        let fatal = workers.submit(Some(node), 1, None, move |_| {
+            let _ = at_it.send(());
+            let _ = released.lock().unwrap().recv();
+            Bomb
+        });
+        begun.recv().unwrap();
+        drop(fatal);
+        release.send(()).unwrap();
+        let patience = Instant::now() + Duration::from_secs(20);
+        while workers.shortfall(node).is_some() && Instant::now() < patience {
+            thread::yield_now();
+        }
+        let cpus = topology.node(node).unwrap().allowed_cpus.clone();
+        assert_eq!(workers.run(Some(node), soon(), my_cpus), Ok(cpus));
+        assert_eq!(workers.shortfall(node), None);
+    }
+}
+
+#[test]
+fn a_worker_is_bound_to_the_cpus_that_its_node_has_when_it_starts() {
+    let real = support::topology().cpus_allowed().value.clone().unwrap();
+    let root = env::temp_dir().join(format!("aquifer-workers-{}", process::id()));
+    let write = |path: &str, text: &str| {
+        let path = root.join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    };
+    write("sys/devices/system/node/online", "0\n");
+    write("sys/devices/system/node/node0/cpulist", &real.to_string());
+    write("proc/self/status", &format!("Cpus_allowed_list:\t{real}\nMems_allowed_list:\t0\n"));
+    let workers = Workers::new(&Topology::read_under(&root).unwrap(), Kernel::new());
+    let last = real.iter().last().unwrap().to_string();
+    write("sys/devices/system/node/node0/cpulist", &last);
+    let bound = workers.run(Some(NodeId(0)), soon(), || my_cpus().to_string());
+    fs::remove_dir_all(&root).unwrap();
+    assert_eq!(bound, Ok(last));
+}
+
+#[test]
+fn a_job_finds_a_worker_while_another_keeps_one_busy_and_no_thread_is_started_for_one_that_is_free() {
+    let workers = Workers::new(&support::topology(), Kernel::new());
+    for _ in 0..100 {
+        assert_eq!(workers.run(None, soon(), || 7), Ok(7));
+    }
+    assert_eq!(workers.threads(), 1, "it was free each time");
+    if support::topology().cpus_allowed().value.as_ref().is_some_and(|cpus| cpus.len() < 2) {
+        println!("skipped: one CPU");
+        return;
+    }
+    let (release, released) = mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    let (at_it, begun) = mpsc::channel();
+    let first = workers.submit(None, 1, None, move |_| {
+        let _ = at_it.send(());
+        released.lock().unwrap().recv().is_ok()
+    });
+    begun.recv().unwrap();
+    assert_eq!(workers.run(None, soon(), || 8), Ok(8));
+    assert_eq!(workers.threads(), 2);
+    release.send(()).unwrap();
+    assert_eq!(first.unwrap().wait(soon()).unwrap(), [true]);
+}
+
+#[test]
+fn a_time_limit_counts_from_the_first_pieces_begin() {
+    const LIMIT: Duration = Duration::from_secs(1);
+    let workers = one_worker();
+    let (release, released) = mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    let first = workers.submit(None, 1, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
+    let patient = workers.submit(None, 1, LIMIT, |_| 7).unwrap();
+    // Longer than the limit, behind the other.
+    thread::sleep(LIMIT + LIMIT / 4);
+    release.send(()).unwrap();
+    assert_eq!(first.wait(soon()).unwrap(), [true]);
+    assert_eq!(patient.wait(None).unwrap(), [7]);
+}
+
+#[test]
+fn who_waits_for_a_job_that_outlasts_its_limit_is_told_though_it_had_not_begun_when_the_wait_did() {
+    let workers = one_worker();
+    let (release, released) = mpsc::channel::<()>();
+    let released = Arc::new(std::sync::Mutex::new(released));
+    let held = released.clone();
+    let first = workers.submit(None, 1, None, move |_| held.lock().unwrap().recv().is_ok()).unwrap();
+    let made = Arc::new(());
+    let kept = made.clone();
+    let endless = workers.submit(None, 3, Deadline::AfterBegin(Duration::from_millis(20)), move |_| {
+        let _ = released.lock().unwrap().recv();
+        kept.clone()
+    });
+    let (tell, told) = mpsc::channel();
+    let waiter = thread::spawn(move || tell.send(endless.unwrap().wait(None).map(|made| made.len())));
+    thread::sleep(Duration::from_millis(5));
+    release.send(()).unwrap();
+    assert_eq!(first.wait(soon()).unwrap(), [true]);
+    let answer = told.recv_timeout(Duration::from_secs(20));
+    assert_eq!(answer, Ok(Err(JobError::TimedOut { done: 0, pieces: 3 })));
+    waiter.join().unwrap().unwrap();
+    release.send(()).unwrap();
+    assert_eq!(workers.run(None, soon(), || 7), Ok(7));
+    assert_eq!(Arc::strong_count(&made), 1, "the late result has freed itself");
+}
+
+#[test]
+fn a_forked_child_is_told_that_the_workers_are_not_its_own_and_waits_for_nothing() {
+    let workers = one_worker();
+    let (release, released) = mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    let job = workers.submit(None, 2, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
+    // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: 1. takes a number. A child that waits is ended by it.
+        unsafe { libc::alarm(20) };
+        let refused = workers.submit(None, 1, None, |_| ()).map(drop) == Err(WorkerError::Forked);
+        let nobody = workers.threads() == 0 && workers.shortfall(NodeId(0)) == Some(WorkerError::Forked);
+        let never =
+            job.take(0).is_none() && job.done() == 0 && job.wait_for(1, None) == Err(JobError::Closed);
+        job.settle();
+        drop(workers);
+        let own = one_worker().run(None, None, || 7) == Ok(7);
+        let right = [refused, nobody, never, own].iter().position(|right| !right);
+        // SAFETY: 1. ends the child.
+        unsafe { libc::_exit(right.map_or(0, |wrong| 1 + wrong as i32)) };
+    }
+    let mut status = -1;
+    // SAFETY: 1. the child is this process's, and the status a local.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
+    release.send(()).unwrap();
+    release.send(()).unwrap();
+    assert_eq!(job.wait(soon()).unwrap(), [true, true], "the parent's job goes on");
 }

@@ -29,7 +29,7 @@ struct Making<'a> {
     /// Where the pages should be, and the workers that touch them.
     node: Option<NodeId>,
     crew: Option<NodeId>,
-    /// No worker was to be had, so this thread touched the pages, wherever it runs.
+    /// No worker on the node was to be had: the pages were touched from wherever this thread, or an unbound worker, runs.
     by_hand: bool,
     shortfalls: Vec<Shortfall>,
 }
@@ -353,12 +353,23 @@ impl<'a> Making<'a> {
         let one = Arc::new(one);
         let by_worker = one.clone();
         match self.host.workers.submit(self.crew, pieces, deadline, move |number| by_worker(number)) {
-            Ok(job) => Populating::ByWorkers(job),
+            Ok(job) => {
+                self.mind_the_crew();
+                Populating::ByWorkers(job)
+            }
             Err(error) => {
                 self.fell_short(Step::Populate, Cause::Workers(error));
                 self.by_hand = true;
                 Populating::Here(one)
             }
+        }
+    }
+
+    /// Workers that could not be bound touch pages from anywhere, and place nothing.
+    fn mind_the_crew(&mut self) {
+        if let Some(error) = self.crew.and_then(|node| self.host.workers.shortfall(node)) {
+            self.fell_short(Step::Populate, Cause::Workers(error));
+            self.by_hand = true;
         }
     }
 
@@ -382,7 +393,10 @@ impl<'a> Making<'a> {
         let allocate = Arc::new(allocate);
         let by_worker = allocate.clone();
         let answer = match self.host.workers.run(self.crew, self.request.deadline, move || by_worker()) {
-            Ok(answer) => answer,
+            Ok(answer) => {
+                self.mind_the_crew();
+                answer
+            }
             Err(RunError::NotTaken(error)) => {
                 self.fell_short(Step::DriverAlloc, Cause::Workers(error));
                 self.by_hand = true;

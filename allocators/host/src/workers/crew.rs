@@ -3,40 +3,68 @@
 use super::{JobError, WorkerError, job::Work};
 use crate::{
     kernel::Kernel,
-    topology::{Bitmap, NodeId},
+    topology::{Node, Topology},
 };
 use aquifer_core::SystemError;
 use std::{
     collections::VecDeque,
     fmt,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, mpsc},
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
 };
 
 /// The workers of one node, or unbound ones.
 pub(super) struct Crew {
-    /// The node and those of its CPUs that the process may use.
-    bound: Option<(NodeId, Bitmap)>,
+    home: Option<Home>,
     /// Threads at most.
     limit: usize,
     kernel: Kernel,
     state: Mutex<State>,
     /// A job came, or the crew was closed.
     called: Condvar,
+    /// Workers that are at a piece.
+    busy: AtomicUsize,
+}
+
+/// Where a crew's workers run.
+#[derive(Debug)]
+pub(super) struct Home {
+    /// The node as it was when the workers were described.
+    pub(super) node: Node,
+    /// The machine, to be asked again when a worker starts.
+    pub(super) topology: Arc<Topology>,
+}
+
+impl Home {
+    /// Binds the calling thread to the CPUs that the node has for the process now.
+    fn bind(&self, kernel: &Kernel) -> Result<(), SystemError> {
+        let now = self.topology.allowed_cpus(self.node.id).ok().and_then(|found| found.value);
+        kernel.bind_thread(now.as_ref().unwrap_or(&self.node.allowed_cpus))
+    }
 }
 
 struct State {
     queue: VecDeque<Arc<dyn Work>>,
     /// Threads that run, those about to start included. At most the limit.
     alive: usize,
+    /// Those of them that could not be bound, and run anywhere.
+    unbound: usize,
+    /// Why the last of them could not.
+    refused: Option<SystemError>,
     closed: bool,
     /// Threads started so far, for their names.
     started: u64,
 }
 
 impl Crew {
-    pub(super) fn new(bound: Option<(NodeId, Bitmap)>, limit: usize, kernel: Kernel) -> Self {
-        let state = State { queue: VecDeque::new(), alive: 0, closed: false, started: 0 };
-        Self { bound, limit, kernel, state: Mutex::new(state), called: Condvar::new() }
+    pub(super) fn new(home: Option<Home>, limit: usize, kernel: Kernel) -> Self {
+        let state =
+            State { queue: VecDeque::new(), alive: 0, unbound: 0, refused: None, closed: false, started: 0 };
+        let (state, called, busy) = (Mutex::new(state), Condvar::new(), AtomicUsize::new(0));
+        Self { home, limit, kernel, state, called, busy }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -47,13 +75,23 @@ impl Crew {
         self.lock().alive
     }
 
-    /// Sees to it that there are workers for a job of so many pieces. One is enough for success.
+    /// What is wrong with its workers, though they work.
+    pub(super) fn shortfall(&self) -> Option<WorkerError> {
+        let node = self.home.as_ref()?.node.id;
+        let state = self.lock();
+        let error = state.refused.filter(|_| state.unbound > 0)?;
+        Some(WorkerError::Bind { node, error })
+    }
+
+    /// Sees to it that there are workers for a job of so many pieces, beside those that are busy. One is enough for
+    /// success, and may be busy.
     pub(super) fn staff(self: &Arc<Self>, pieces: usize) -> Result<(), WorkerError> {
-        let wanted = pieces.min(self.limit);
         loop {
             let number = {
                 let mut state = self.lock();
-                if state.closed || state.alive >= wanted {
+                let waiting: usize = state.queue.iter().map(|work| work.waiting()).sum();
+                let wanted = self.busy.load(Ordering::Relaxed).saturating_add(waiting).saturating_add(pieces);
+                if state.closed || state.alive >= wanted.min(self.limit) {
                     return Ok(());
                 }
                 state.alive += 1;
@@ -69,38 +107,33 @@ impl Crew {
         }
     }
 
-    /// Starts a worker and waits until it is bound. The caller has counted it as alive.
+    /// Starts a worker and waits until it is bound, or is known not to be. The caller has counted it as alive.
     fn start(self: &Arc<Self>, number: u64) -> Result<(), WorkerError> {
-        let (tell, told) = mpsc::sync_channel::<Result<(), SystemError>>(1);
-        let present = Present { crew: self.clone() };
+        let (tell, told) = mpsc::sync_channel::<()>(1);
+        let mut present = Present { crew: self.clone(), unbound: false };
         // The kernel keeps 15 bytes of a name.
-        let name = match &self.bound {
-            Some((node, _)) => format!("touch-n{}.{number}", node.0),
+        let name = match &self.home {
+            Some(home) => format!("touch-n{}.{number}", home.node.id.0),
             None => format!("touch-{number}"),
         };
         let spawned = self.kernel.spawn(name, move || {
             let crew = present.crew.clone();
-            let bound = crew.bound.as_ref().map_or(Ok(()), |(_, cpus)| crew.kernel.bind_thread(cpus));
-            let refused = bound.is_err();
-            if refused {
-                // Not present any more when the starter learns of it.
-                drop(present);
-                let _ = tell.send(bound);
-                return;
+            if let Some(Err(error)) = crew.home.as_ref().map(|home| home.bind(&crew.kernel)) {
+                // It works all the same, anywhere: where memory has a policy, that places it.
+                present.unbound = true;
+                let mut state = crew.lock();
+                state.unbound += 1;
+                state.refused = Some(error);
             }
-            let _ = tell.send(bound);
+            let _ = tell.send(());
             drop(tell);
             crew.serve();
             drop(present);
         });
-        match spawned {
-            // The thread, and what it was to run, is gone: it is counted out by then.
-            Err(error) => Err(WorkerError::Spawn { error }),
-            Ok(_detached) => match (told.recv(), &self.bound) {
-                (Ok(Err(error)), Some((node, _))) => Err(WorkerError::Bind { node: *node, error }),
-                _ => Ok(()),
-            },
-        }
+        // A thread that did not start has dropped what it was to run: it is counted out by then.
+        spawned.map_err(|error| WorkerError::Spawn { error })?;
+        let _ = told.recv();
+        Ok(())
     }
 
     pub(super) fn enqueue(&self, work: Arc<dyn Work>) {
@@ -130,7 +163,7 @@ impl Crew {
                     state = self.called.wait(state).unwrap_or_else(PoisonError::into_inner);
                 }
             };
-            if !work.run_piece() {
+            if !work.run_piece(&self.busy) {
                 self.lock().queue.retain(|queued| !Arc::ptr_eq(queued, &work));
             }
         }
@@ -150,13 +183,14 @@ impl Crew {
 
 impl fmt::Debug for Crew {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Crew").field("bound", &self.bound).field("limit", &self.limit).finish_non_exhaustive()
+        f.debug_struct("Crew").field("home", &self.home).field("limit", &self.limit).finish_non_exhaustive()
     }
 }
 
 /// Counts a worker out however its thread ends, and sees to a successor where work is left.
 struct Present {
     crew: Arc<Crew>,
+    unbound: bool,
 }
 
 impl Drop for Present {
@@ -164,6 +198,7 @@ impl Drop for Present {
         let orphaned = {
             let mut state = self.crew.lock();
             state.alive -= 1;
+            state.unbound -= usize::from(self.unbound);
             !state.closed && state.alive == 0 && !state.queue.is_empty()
         };
         if orphaned && std::thread::panicking() && self.crew.staff(1).is_err() {

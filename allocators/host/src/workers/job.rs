@@ -4,9 +4,45 @@ use std::{
     error, fmt,
     mem::{self, ManuallyDrop},
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
-    time::Instant,
+    process,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
 };
+
+/// When a job is given up.
+///
+/// ```
+/// use aquifer_host::workers::Deadline;
+/// use std::time::{Duration, Instant};
+/// assert_eq!(Deadline::from(None), Deadline::Never);
+/// assert_eq!(Deadline::from(Duration::from_secs(1)), Deadline::AfterBegin(Duration::from_secs(1)));
+/// let now = Instant::now();
+/// assert_eq!(Deadline::from(Some(now)), Deadline::At(now));
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Deadline {
+    /// Never.
+    Never,
+    /// At this moment, though the job may not have begun by then.
+    At(Instant),
+    /// So long after its first piece began: waiting behind other jobs costs it nothing.
+    AfterBegin(Duration),
+}
+
+impl From<Option<Instant>> for Deadline {
+    fn from(moment: Option<Instant>) -> Self {
+        moment.map_or(Self::Never, Self::At)
+    }
+}
+
+impl From<Duration> for Deadline {
+    fn from(limit: Duration) -> Self {
+        Self::AfterBegin(limit)
+    }
+}
 
 /// Why a job, or a piece of it, was not done.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -26,7 +62,7 @@ pub enum JobError {
     },
     /// It was cancelled.
     Cancelled,
-    /// The workers ended before it was done.
+    /// The workers ended before it was done, or this is a child process and they are the parent's.
     Closed,
 }
 
@@ -54,15 +90,20 @@ pub struct Job<R: Send + 'static> {
 
 /// What a crew sees of a job.
 pub(super) trait Work: Send + Sync {
-    /// Runs the next piece; `false` if there is none to begin.
-    fn run_piece(&self) -> bool;
+    /// Runs the next piece, counted in `busy` meanwhile; `false` if there is none to begin.
+    fn run_piece(&self, busy: &AtomicUsize) -> bool;
+    /// Pieces that nobody has begun.
+    fn waiting(&self) -> usize;
     /// Begins no further piece, for this reason.
     fn stop(&self, why: JobError);
 }
 
 struct State<R> {
     pieces: usize,
-    deadline: Option<Instant>,
+    deadline: Deadline,
+    /// The process whose threads work at it. In a child of that, the lock may be held by a thread that is not there.
+    process: u32,
+    done: AtomicUsize,
     inner: Mutex<Inner<R>>,
     changed: Condvar,
 }
@@ -72,11 +113,12 @@ type Piece<R> = Arc<dyn Fn(usize) -> R + Send + Sync>;
 struct Inner<R> {
     /// Until the last piece is over, so that what it owns is gone before anybody learns that the job is.
     work: Option<Piece<R>>,
+    /// When the first piece began.
+    begun: Option<Instant>,
     /// The next piece to begin.
     next: usize,
     /// Pieces that somebody is at.
     running: usize,
-    done: usize,
     results: Vec<Slot<R>>,
     /// Why no further piece begins.
     stopped: Option<JobError>,
@@ -95,36 +137,43 @@ enum Slot<R> {
 impl<R: Send + 'static> Job<R> {
     pub(super) fn new(
         pieces: usize,
-        deadline: Option<Instant>,
+        deadline: Deadline,
         work: impl Fn(usize) -> R + Send + Sync + 'static,
     ) -> Self {
         let results = (0..pieces).map(|_| Slot::Open).collect();
         let inner = Inner {
             work: (pieces > 0).then(|| Arc::new(work) as Piece<R>),
+            begun: None,
             next: 0,
             running: 0,
-            done: 0,
             results,
             stopped: None,
             finished: pieces == 0,
             abandoned: false,
         };
-        Self {
-            state: Arc::new(State { pieces, deadline, inner: Mutex::new(inner), changed: Condvar::new() }),
-        }
+        let (process, done) = (process::id(), AtomicUsize::new(0));
+        let (inner, changed) = (Mutex::new(inner), Condvar::new());
+        Self { state: Arc::new(State { pieces, deadline, process, done, inner, changed }) }
     }
 
     pub(super) fn work(&self) -> Arc<dyn Work> {
         self.state.clone()
     }
 
-    /// Pieces that are done.
+    /// Pieces there are.
     #[must_use]
-    pub fn done(&self) -> usize {
-        self.state.lock().done
+    pub fn pieces(&self) -> usize {
+        self.state.pieces
     }
 
-    /// Waits for all pieces and answers with their results, in order. Blocks until `deadline`.
+    /// Pieces that are done: with [`Job::pieces`], how far it has come. Takes no lock.
+    #[must_use]
+    pub fn done(&self) -> usize {
+        self.state.done.load(Ordering::Acquire)
+    }
+
+    /// Waits for all pieces and answers with their results, in order. Blocks until `deadline` or the job's own,
+    /// whichever is first.
     ///
     /// # Errors
     /// [`JobError`]; what has been made is dropped.
@@ -141,12 +190,15 @@ impl<R: Send + 'static> Job<R> {
     }
 
     /// Waits until the first `pieces` pieces are done, while others may still run. When it answers for all of them, the
-    /// work itself has been dropped. Blocks until `deadline`, and cancels the job when that passes.
+    /// work itself has been dropped. Blocks until `deadline` or the job's own, and cancels the job when that passes.
     ///
     /// # Errors
     /// [`JobError`] if one of them will not be done.
     pub fn wait_for(&self, pieces: usize, deadline: Option<Instant>) -> Result<(), JobError> {
         let state = &*self.state;
+        if state.is_the_parents() {
+            return Err(JobError::Closed);
+        }
         let pieces = pieces.min(state.pieces);
         let mut inner = state.lock();
         loop {
@@ -160,13 +212,14 @@ impl<R: Send + 'static> Job<R> {
             {
                 return Err(why);
             }
-            let Some(until) = deadline else {
+            let own = state.ends(&inner);
+            let Some(until) = deadline.into_iter().chain(own).min() else {
                 inner = state.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let why = JobError::TimedOut { done: inner.done, pieces: state.pieces };
+                let why = state.timed_out();
                 drop(inner);
                 state.stop(why);
                 return Err(why);
@@ -178,6 +231,9 @@ impl<R: Send + 'static> Job<R> {
     /// The result of a piece that is done; `None` if it is not, or has been taken.
     #[must_use]
     pub fn take(&self, piece: usize) -> Option<R> {
+        if self.state.is_the_parents() {
+            return None;
+        }
         let mut inner = self.state.lock();
         let slot = inner.results.get_mut(piece)?;
         match mem::replace(slot, Slot::Taken) {
@@ -191,12 +247,17 @@ impl<R: Send + 'static> Job<R> {
 
     /// Begins no further piece. Pieces that workers are at run to their end.
     pub fn cancel(&self) {
-        self.state.stop(JobError::Cancelled);
+        if !self.state.is_the_parents() {
+            self.state.stop(JobError::Cancelled);
+        }
     }
 
     /// Cancels, and waits until no worker is at it and the work has been dropped.
     pub fn settle(self) {
         self.cancel();
+        if self.state.is_the_parents() {
+            return;
+        }
         let mut inner = self.state.lock();
         while !inner.finished {
             inner = self.state.changed.wait(inner).unwrap_or_else(PoisonError::into_inner);
@@ -206,6 +267,10 @@ impl<R: Send + 'static> Job<R> {
 
 impl<R: Send + 'static> Drop for Job<R> {
     fn drop(&mut self) {
+        // What a child has of its parent's job stays in the child's memory.
+        if self.state.is_the_parents() {
+            return;
+        }
         self.state.stop(JobError::Cancelled);
         let mut inner = self.state.lock();
         inner.abandoned = true;
@@ -219,6 +284,23 @@ impl<R: Send + 'static> Drop for Job<R> {
 impl<R> State<R> {
     fn lock(&self) -> MutexGuard<'_, Inner<R>> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn is_the_parents(&self) -> bool {
+        process::id() != self.process
+    }
+
+    /// When it is given up, as far as that is settled.
+    fn ends(&self, inner: &Inner<R>) -> Option<Instant> {
+        match self.deadline {
+            Deadline::Never => None,
+            Deadline::At(moment) => Some(moment),
+            Deadline::AfterBegin(limit) => inner.begun?.checked_add(limit),
+        }
+    }
+
+    fn timed_out(&self) -> JobError {
+        JobError::TimedOut { done: self.done.load(Ordering::Acquire), pieces: self.pieces }
     }
 
     /// Drops the work when nothing needs it any more, then says that the job is over.
@@ -238,25 +320,37 @@ impl<R> State<R> {
 }
 
 impl<R: Send> Work for State<R> {
-    fn run_piece(&self) -> bool {
+    fn run_piece(&self, busy: &AtomicUsize) -> bool {
         let mut inner = self.lock();
         if inner.stopped.is_some() || inner.next >= self.pieces {
             return false;
         }
-        if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-            let why = JobError::TimedOut { done: inner.done, pieces: self.pieces };
+        if self.ends(&inner).is_some_and(|deadline| Instant::now() >= deadline) {
             drop(inner);
-            self.stop(why);
+            self.stop(self.timed_out());
             return false;
         }
         let Some(work) = inner.work.clone() else { return false };
         let piece = inner.next;
         inner.next += 1;
         inner.running += 1;
+        busy.fetch_add(1, Ordering::Relaxed);
+        let first = inner.begun.is_none() && matches!(self.deadline, Deadline::AfterBegin(_));
+        if first {
+            inner.begun = Some(Instant::now());
+        }
         drop(inner);
-        let running = Running { state: self, piece, result: None };
-        run(running, work);
+        if first {
+            // Who waits can now tell until when.
+            self.changed.notify_all();
+        }
+        run(Running { state: self, piece, result: None, busy }, work);
         true
+    }
+
+    fn waiting(&self) -> usize {
+        let inner = self.lock();
+        if inner.stopped.is_some() { 0 } else { self.pieces - inner.next }
     }
 
     fn stop(&self, why: JobError) {
@@ -273,6 +367,7 @@ struct Running<'a, R> {
     state: &'a State<R>,
     piece: usize,
     result: Option<R>,
+    busy: &'a AtomicUsize,
 }
 
 fn run<R>(mut running: Running<'_, R>, work: Piece<R>) {
@@ -293,12 +388,14 @@ fn run<R>(mut running: Running<'_, R>, work: Piece<R>) {
 impl<R> Drop for Running<'_, R> {
     fn drop(&mut self) {
         let mut inner = self.state.lock();
+        // Before anybody learns that the piece is over: who then asks for more finds this worker free.
+        self.busy.fetch_sub(1, Ordering::Relaxed);
         inner.running -= 1;
         let mut unwanted = None;
         match self.result.take() {
             Some(result) if inner.abandoned => unwanted = Some(result),
             Some(result) => {
-                inner.done += 1;
+                self.state.done.fetch_add(1, Ordering::AcqRel);
                 if let Some(slot) = inner.results.get_mut(self.piece) {
                     *slot = Slot::Done(result);
                 }
@@ -313,13 +410,12 @@ impl<R> Drop for Running<'_, R> {
 }
 
 impl<R> fmt::Debug for State<R> {
+    /// Takes no lock.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let inner = self.lock();
         f.debug_struct("Job")
             .field("pieces", &self.pieces)
-            .field("done", &inner.done)
-            .field("running", &inner.running)
-            .field("stopped", &inner.stopped)
+            .field("done", &self.done)
+            .field("deadline", &self.deadline)
             .finish_non_exhaustive()
     }
 }
