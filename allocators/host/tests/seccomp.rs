@@ -1,0 +1,199 @@
+//! A sandbox whose filter refuses what places memory, as containers' do: pinned memory is had all the same, its place is
+//! told as far as it is known, and what cannot be kept is refused.
+//!
+//! A filter holds for the thread that installs it and for all that thread starts, and cannot be taken off. So each test
+//! does its work in a thread of its own, whose workers then are under the filter too.
+#![expect(unsafe_code, reason = "installs a filter")]
+#![expect(clippy::print_stdout, reason = "a helper says what is skipped")]
+
+mod support;
+
+use aquifer_core::Budget;
+use aquifer_driver::{DeviceId, sim::Sim};
+use aquifer_host::{
+    PinnedBuf, PinnedConfig, PinnedPool,
+    kernel::Kernel,
+    region::{Cause, Host, PageTier, PinnedBy, PlacedBy, Region, RegionReport, RegionRequest, Step},
+    topology::NodeId,
+    workers::WorkerError,
+};
+use nix::libc::{self, c_int, c_long, sock_filter, sock_fprog};
+use std::{mem::offset_of, thread};
+use support::MIB;
+
+/// Setting policies and asking about them.
+const POLICY: [c_long; 3] = [libc::SYS_mbind, libc::SYS_set_mempolicy, libc::SYS_get_mempolicy];
+/// What Docker and others refuse, for want of `CAP_SYS_NICE`.
+const MEMORY: [c_long; 4] =
+    [libc::SYS_mbind, libc::SYS_set_mempolicy, libc::SYS_get_mempolicy, libc::SYS_move_pages];
+
+/// Makes each of `calls` fail with `errno` in this thread and those that it starts.
+fn refuse(calls: &[c_long], errno: c_int) {
+    #[cfg(target_arch = "x86_64")]
+    const ARCHITECTURE: u32 = 0xc000_003e;
+    #[cfg(target_arch = "aarch64")]
+    const ARCHITECTURE: u32 = 0xc000_00b7;
+    let load = |at: usize| statement(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, at as u32);
+    // An instruction for another architecture's numbers, two for each call, and the answers.
+    let mut program = vec![
+        load(offset_of!(libc::seccomp_data, arch)),
+        unless_equal(ARCHITECTURE, 2 * calls.len() as u8 + 1),
+        load(offset_of!(libc::seccomp_data, nr)),
+    ];
+    for &call in calls {
+        program.push(unless_equal(call as u32, 1));
+        program.push(statement(libc::BPF_RET, libc::SECCOMP_RET_ERRNO | errno as u32));
+    }
+    program.push(statement(libc::BPF_RET, libc::SECCOMP_RET_ALLOW));
+    let filter = sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: 1. takes numbers only.
+    assert_eq!(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, 0);
+    // SAFETY: 1. the program has as many instructions as it says, and the kernel copies it.
+    let installed =
+        unsafe { libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) };
+    assert_eq!(installed, 0, "{}", std::io::Error::last_os_error());
+}
+
+fn statement(code: u32, k: u32) -> sock_filter {
+    sock_filter { code: code as u16, jt: 0, jf: 0, k }
+}
+
+/// Goes on to the next instruction where the word that was loaded is `k`, else past so many.
+fn unless_equal(k: u32, past: u8) -> sock_filter {
+    sock_filter { code: (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16, jt: 0, jf: past, k }
+}
+
+/// Runs `work` in a thread under the filter, with a machine on a simulated driver.
+fn under(calls: &'static [c_long], errno: c_int, work: impl FnOnce(&Sim, &Host) + Send + 'static) {
+    let thread = thread::spawn(move || {
+        refuse(calls, errno);
+        let sim = Sim::h200(1);
+        let host = support::host().with_driver(sim.driver(), DeviceId(0));
+        work(&sim, &host);
+        drop(host);
+        assert_eq!(sim.outstanding().registrations, 0, "all has been given back");
+    });
+    if let Err(panic) = thread.join() {
+        std::panic::resume_unwind(panic);
+    }
+}
+
+/// The nodes on which memory can be touched first; none, with a word, on a kernel without NUMA.
+fn nodes() -> Vec<NodeId> {
+    let topology = support::topology();
+    let nodes: Vec<_> = topology
+        .nodes()
+        .iter()
+        .filter(|node| node.memory_allowed && !node.allowed_cpus.is_empty())
+        .map(|node| node.id)
+        .collect();
+    if nodes.is_empty() {
+        println!("skipped: a kernel without NUMA");
+    }
+    nodes
+}
+
+fn request(node: NodeId) -> RegionRequest {
+    let mut request = RegionRequest::bytes(4 * MIB).on(node);
+    request.pages = PageTier::Transparent;
+    request
+}
+
+fn budget() -> Budget {
+    Budget::new("pinned", 64 * MIB as u64)
+}
+
+fn fell_short(report: &RegionReport, step: Step, errno: c_int) -> bool {
+    report
+        .shortfalls
+        .iter()
+        .any(|s| s.step == step && matches!(s.cause, Cause::System(e) if e.errno == errno))
+}
+
+#[test]
+fn without_a_filter_a_policy_places_the_pages() {
+    for node in nodes() {
+        let region = Region::new(&support::host(), &budget(), &request(node)).unwrap();
+        assert_eq!(region.report().placement.by, PlacedBy::Policy);
+    }
+}
+
+#[test]
+fn where_policies_are_refused_pinned_memory_is_on_its_node_by_first_touch() {
+    for node in nodes() {
+        for errno in [libc::EPERM, libc::ENOSYS] {
+            under(&POLICY, errno, move |_, host| {
+                let mut request = request(node);
+                request.strict = true;
+                let region = Region::new(host, &budget(), &request).unwrap();
+                let report = region.report();
+                assert!(fell_short(report, Step::Policy, errno), "{report:?}");
+                assert!(matches!(report.pinned_by, PinnedBy::Registration(_)));
+                assert_eq!(report.placement.by, PlacedBy::FirstTouch);
+                // The kernel's word on every page: asking is not refused here.
+                let pages: Vec<usize> = (region.span().start..region.span().end()).step_by(4096).collect();
+                let placed = Kernel::new().nodes_of(&pages).unwrap();
+                assert!(placed.iter().all(|&n| n == node.0 as c_int), "{node}: {placed:?}");
+                println!("sandboxed: {} pages on {node}, by {:?}", pages.len(), report.placement.by);
+            });
+        }
+    }
+}
+
+#[test]
+fn where_pages_cannot_be_asked_about_either_their_place_is_unknown_and_strict_is_refused() {
+    for node in nodes() {
+        for errno in [libc::EPERM, libc::ENOSYS] {
+            under(&MEMORY, errno, move |sim, host| {
+                let budget = budget();
+                let mut region = Region::new(host, &budget, &request(node)).unwrap();
+                let report = region.report().clone();
+                assert!(fell_short(&report, Step::Policy, errno) && fell_short(&report, Step::Verify, errno));
+                assert_eq!((report.placement.unknown, report.placement.on_node()), (1024, 0));
+                assert!(region.is_pinned());
+                region.bytes_mut().fill(7);
+                drop(region);
+                let mut strict = request(node);
+                strict.strict = true;
+                let refused = Region::new(host, &budget, &strict).unwrap_err();
+                assert_eq!(refused.step, Step::Verify, "{refused}");
+                assert_eq!((budget.used(), sim.outstanding().registrations), (0, 0));
+            });
+        }
+    }
+}
+
+#[test]
+fn a_pool_under_the_filter_gives_pinned_memory() {
+    for node in nodes() {
+        under(&MEMORY, libc::EPERM, move |_, host| {
+            let budget = budget();
+            let mut config = PinnedConfig::default();
+            (config.node, config.chunk) = (Some(node), 4 * MIB);
+            let pool = PinnedPool::new(host, &budget, config).unwrap();
+            let block: PinnedBuf<u64> = pool.buffer(1000).unwrap();
+            assert!(block.iter().all(|&word| word == 0));
+            assert!(budget.used() >= 4 * MIB as u64);
+            drop(block);
+            drop(pool);
+        });
+    }
+}
+
+#[test]
+fn workers_that_may_not_be_bound_place_nothing_and_the_report_does_not_claim_it() {
+    const BOUND: [c_long; 2] = [libc::SYS_mbind, libc::SYS_sched_setaffinity];
+    for node in nodes() {
+        under(&BOUND, libc::EPERM, move |_, host| {
+            let region = Region::new(host, &budget(), &request(node)).unwrap();
+            let report = region.report();
+            assert_eq!(report.placement.by, PlacedBy::Nobody);
+            let told = report.shortfalls.iter().any(|s| {
+                matches!(s.cause, Cause::Workers(WorkerError::Bind { node: n, error })
+                    if n == node && error.errno == libc::EPERM)
+            });
+            assert!(told && fell_short(report, Step::Policy, libc::EPERM), "{report:?}");
+            assert_eq!(support::present(region.span()), 1024, "it is there all the same");
+        });
+    }
+}
