@@ -173,9 +173,10 @@ fn pinned_pools(
     budget: Option<u64>,
     config: &PinnedConfig,
 ) -> Result<(Vec<PinnedPool>, Vec<usize>)> {
+    let topology = topology.with_devices(pools.iter().map(DevicePool::info));
     let nodes: Vec<Option<NodeId>> = pools
         .iter()
-        .map(|pool| topology.node_of_device(pool.info()).ok().and_then(|found| found.value))
+        .map(|pool| topology.memory_near_device(pool.info()).ok().and_then(|found| found.value))
         .collect();
     let budget = Budget::new("pinned memory", budget.unwrap_or_else(|| headroom(&topology) / 2));
     let mut host = Host::new(topology, Kernel::new());
@@ -203,9 +204,10 @@ fn pinned_pools(
     Ok((pinned, near))
 }
 
-/// Bytes of host memory that the process may have.
+/// Bytes of host memory that the process may have: what a device counts as its own is not the host's.
 fn headroom(topology: &Topology) -> u64 {
-    let nodes: u64 = topology.nodes().iter().filter_map(|node| node.memory).sum();
+    let nodes: u64 =
+        topology.host_nodes().filter(|node| node.memory_allowed).filter_map(|node| node.memory).sum();
     let all = if nodes == 0 { 16 << 30 } else { nodes };
     topology.memory_limit().value.map_or(all, |limit| limit.limit.min(all))
 }
@@ -253,8 +255,8 @@ impl Runtime {
         &self.inner.pools
     }
 
-    /// Pinned memory on the node that the device at `index` is near. Where that is not known, or there is no such
-    /// device, on no node in particular.
+    /// Pinned memory on the node that the device at `index` is near, or on the next that has memory for this process.
+    /// Where that is not known, or there is no such device, on no node in particular.
     #[must_use]
     pub fn pinned_near(&self, index: usize) -> &PinnedPool {
         let at = self.inner.near.get(index).copied().unwrap_or(0);

@@ -10,6 +10,7 @@ use aquifer::{
     Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, PinnedAllocator, PinnedPool, PoolConfig,
     Request, Runtime, Stream, Vec as PinnedVec,
     driver::Call,
+    host::topology::{NodeId, Topology},
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use std::{
@@ -50,6 +51,25 @@ fn chosen_devices_come_in_the_order_in_which_they_were_chosen() {
     assert_eq!(absent.unwrap_err(), MemoryError::NoDevice { asked: 9, count: 4 });
     let none = Runtime::builder().driver(sim.driver()).devices([]).build().unwrap();
     assert_eq!(none.device(0).unwrap_err(), MemoryError::NoDevice { asked: 0, count: 0 });
+}
+
+#[test]
+fn pinned_memory_near_a_device_lies_on_the_hosts_nearest_memory_and_never_on_the_devices_own() {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("allocators/host/tests/fixtures");
+    for (machine, pci, memory_node, near, budget) in [
+        ("grace", "0009:01:00.0", Some(1), Some(0), 502_077_440 * 1024),
+        ("memoryless-node", "0000:61:00.0", None, Some(0), 3 * 65_536_000 * 1024),
+        ("power9", "0035:03:00.0", Some(252), Some(8), (2 * 267_386_880 + 3 * 16_515_072) * 1024),
+        ("wsl", "0000:01:00.0", None, None, 16 << 30),
+    ] {
+        let mut config = SimConfig::h200(1);
+        config.devices[0].info.pci_address = Some(pci.into());
+        config.devices[0].info.memory_node = memory_node;
+        let topology = Topology::read_under(&fixtures.join(machine)).unwrap();
+        let rt = Runtime::builder().driver(Sim::new(config).driver()).topology(topology).build().unwrap();
+        assert_eq!(rt.pinned_near(0).node(), near.map(NodeId), "{machine}");
+        assert_eq!(rt.pinned_near(0).budget().limit(), budget / 2, "{machine}");
+    }
 }
 
 #[test]
