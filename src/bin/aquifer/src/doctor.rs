@@ -5,10 +5,12 @@
 //! | `facts` | what the driver and the kernel say |
 //! | `probe` | what pinning and copying really do |
 //! | `findings` | what follows: what a program gets, and warnings with their fixes |
+//! | `places` | the same for host memory: what each node and device gets, and why not more |
 //! | `screen` | the page, and JSON |
 
 mod facts;
 mod findings;
+mod places;
 mod probe;
 mod screen;
 
@@ -21,20 +23,22 @@ use probe::Probe;
 #[derive(Debug)]
 pub(crate) struct Diagnosis {
     facts: Facts,
-    probe: Option<Probe>,
+    probes: Vec<Probe>,
     findings: Vec<Finding>,
 }
 
 impl Diagnosis {
-    /// Looks, probes and concludes. Takes a second or two, most of it the driver's start.
+    /// Looks, probes and concludes. Takes a second or two, most of it the driver's start; on many nodes, longer.
     pub(crate) fn make() -> Self {
         let gpus = Gpus::open();
         let facts = Facts::gather(&gpus);
         // Where the host cannot be read nothing can be placed on it either.
-        let host = facts.host.as_ref().ok().cloned();
-        let probe = host.map(|host| Probe::run(host, gpus.as_ref().ok(), facts.node()));
-        let findings = findings::conclude(&facts, probe.as_ref());
-        Self { facts, probe, findings }
+        let probes = match &facts.host {
+            Ok(host) => Probe::run_all(host, gpus.as_ref().ok(), &facts),
+            Err(_) => Vec::new(),
+        };
+        let findings = findings::conclude(&facts, &probes);
+        Self { facts, probes, findings }
     }
 
     /// Whether a warning stands.

@@ -2,7 +2,7 @@
 
 use crate::gpu::{Gpus, NoGpu};
 use aquifer_driver::{DeviceInfo, Driver, MemoryInfo};
-use aquifer_host::topology::{Found, NodeId, Topology, TopologyError};
+use aquifer_host::topology::{DeviceMemory, Found, NodeId, Topology, TopologyError};
 use std::sync::Arc;
 
 /// What there is.
@@ -25,11 +25,16 @@ pub(crate) struct Gpu {
     pub(crate) memory: Option<MemoryInfo>,
     /// The host's node next to it.
     pub(crate) node: Option<Found<NodeId>>,
+    /// The node that host memory for it lies on: the nearest that has some for this process.
+    pub(crate) memory_node: Option<Found<NodeId>>,
+    /// Where its own memory is.
+    pub(crate) own: Option<Found<DeviceMemory>>,
 }
 
 impl Facts {
     pub(crate) fn gather(gpus: &Result<Gpus, NoGpu>) -> Self {
-        let host = Topology::read();
+        let devices = gpus.as_ref().map_or(&[][..], |gpus| &gpus.devices);
+        let host = Topology::read().map(|host| host.with_devices(devices));
         let version = gpus.as_ref().ok().and_then(|gpus| gpus.driver.driver_version().ok());
         let look = |gpus: &Gpus| {
             gpus.devices
@@ -40,22 +45,14 @@ impl Facts {
         let gpus = gpus.as_ref().map(look).map_err(Clone::clone);
         Self { gpus, version, host }
     }
-
-    /// The node next to the first device; without one, the first node that has memory for us.
-    pub(crate) fn node(&self) -> Option<NodeId> {
-        match &self.gpus {
-            Ok(gpus) => gpus.first()?.node.as_ref()?.value,
-            Err(_) => {
-                self.host.as_ref().ok()?.nodes().iter().find(|node| node.memory_allowed).map(|node| node.id)
-            }
-        }
-    }
 }
 
 impl Gpu {
     fn look(driver: &Arc<dyn Driver>, info: DeviceInfo, host: Option<&Topology>) -> Self {
         let memory = driver.memory_info(info.device).ok();
         let node = host.and_then(|host| host.node_of_device(&info).ok());
-        Self { info, memory, node }
+        let memory_node = host.and_then(|host| host.memory_near_device(&info).ok());
+        let own = host.map(|host| host.memory_of_device(&info));
+        Self { info, memory, node, memory_node, own }
     }
 }

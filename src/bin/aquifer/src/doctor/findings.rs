@@ -2,13 +2,11 @@
 
 use super::{
     facts::{Facts, Gpu},
-    probe::{PROBE_BYTES, Probe},
+    places,
+    probe::Probe,
 };
 use aquifer_core::Bytes;
-use aquifer_host::{
-    region::{Cause, PinnedBy, Shortfall, Step},
-    topology::{ThpMode, Topology},
-};
+use aquifer_host::topology::{ThpMode, Topology};
 
 /// What sort of conclusion.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -33,19 +31,19 @@ pub(crate) struct Finding {
 }
 
 impl Finding {
-    fn gets(says: impl Into<String>) -> Self {
+    pub(super) fn gets(says: impl Into<String>) -> Self {
         Self { kind: Kind::Gets, says: says.into(), fix: None }
     }
 
-    fn limit(says: impl Into<String>) -> Self {
+    pub(super) fn limit(says: impl Into<String>) -> Self {
         Self { kind: Kind::Limit, says: says.into(), fix: None }
     }
 
-    fn mend(says: impl Into<String>, fix: impl Into<String>) -> Self {
+    pub(super) fn mend(says: impl Into<String>, fix: impl Into<String>) -> Self {
         Self { kind: Kind::Warning, says: says.into(), fix: Some(fix.into()) }
     }
 
-    fn accept(says: impl Into<String>) -> Self {
+    pub(super) fn accept(says: impl Into<String>) -> Self {
         Self { kind: Kind::Warning, says: says.into(), fix: None }
     }
 }
@@ -60,14 +58,16 @@ const LITTLE_MEMORY: u64 = 1 << 30;
 const USUAL_MAPPINGS: u64 = 65_530;
 
 /// Everything that can be said.
-pub(crate) fn conclude(facts: &Facts, probe: Option<&Probe>) -> Vec<Finding> {
+pub(crate) fn conclude(facts: &Facts, probes: &[Probe]) -> Vec<Finding> {
     let mut findings = Vec::new();
     gpus(facts, &mut findings);
-    if let Some(probe) = probe {
-        self::probe(probe, facts.gpus.is_ok(), &mut findings);
-    }
+    places::tried(facts, probes, &mut findings);
     match &facts.host {
-        Ok(host) => self::host(host, &mut findings),
+        Ok(host) => {
+            places::nodes(host, &mut findings);
+            places::devices(facts, &mut findings);
+            self::host(host, &mut findings);
+        }
         Err(e) => findings.push(Finding::mend(
             format!("the host cannot be read: {e}"),
             "put right what it names, then look again",
@@ -90,69 +90,8 @@ fn gpus(facts: &Facts, findings: &mut Vec<Finding>) {
     }
 }
 
-fn probe(probe: &Probe, has_driver: bool, findings: &mut Vec<Finding>) {
-    let made = match &probe.region {
-        Ok(made) => made,
-        Err(e) => {
-            findings.push(Finding::mend(
-                format!("host memory: a region of {} cannot be made: {e}", Bytes(PROBE_BYTES as u64)),
-                "free memory, or lift the limit that it names",
-            ));
-            return;
-        }
-    };
-    let report = &made.report;
-    let pinned = match report.pinned_by {
-        PinnedBy::Registration(_) => "pinned",
-        PinnedBy::Driver => "pinned by the driver itself, slowly",
-        PinnedBy::Nobody => "pageable",
-    };
-    let mut says = format!("host memory: {pinned}, in {}", report.pages);
-    let placement = &report.placement;
-    if let Some(node) = placement.wanted {
-        let (there, elsewhere) = (placement.on_node(), placement.elsewhere());
-        says += &format!(", {there} of {} pages on {node}", there + elsewhere + placement.unknown);
-    }
-    match &probe.link {
-        Some(Ok(link)) => {
-            says += &format!("; copies run at {} up, {} down", gigabytes(link.up), gigabytes(link.down));
-        }
-        Some(Err(e)) => findings.push(Finding::mend(
-            format!("host memory is pinned but cannot be copied: {e}"),
-            "look for NVRM in the kernel's log (dmesg), and free memory on the device",
-        )),
-        None => {}
-    }
-    findings.push(Finding::gets(says));
-    for shortfall in &report.shortfalls {
-        findings.extend(self::shortfall(shortfall, has_driver));
-    }
-}
-
-/// What a shortfall means. Those that other findings tell of already mean nothing new.
-fn shortfall(shortfall: &Shortfall, has_driver: bool) -> Option<Finding> {
-    let told = format!("host memory, {shortfall}");
-    match &shortfall.cause {
-        // A better tier than the one that was had: worth a word and no warning.
-        Cause::HugePages { .. } | Cause::NotHuge => Some(Finding::limit(told)),
-        Cause::NoDriver if !has_driver => Some(Finding::limit(told)),
-        // Said with the mode that the kernel is in, by whoever looks at it.
-        Cause::NotOffered | Cause::NumaOff | Cause::NoCpus(_) => None,
-        Cause::Touched => Some(Finding::accept(told)),
-        Cause::System(_) if shortfall.step == Step::Policy => Some(Finding::accept(format!(
-            "{told}: this sandbox forbids memory policies, so threads on the node touch the pages first"
-        ))),
-        Cause::Driver(_) if shortfall.step == Step::Register => Some(Finding::mend(
-            told,
-            "free locked or registered memory, or see the kernel's log (dmesg) for NVRM",
-        )),
-        Cause::Misplaced { .. } => Some(Finding::mend(told, "free memory on that node, or widen the cpuset")),
-        _ => Some(Finding::accept(told)),
-    }
-}
-
 fn gpu(gpu: &Gpu, findings: &mut Vec<Finding>) {
-    let Gpu { info, memory, node } = gpu;
+    let Gpu { info, memory, node, .. } = gpu;
     let device = info.device;
     let most = memory.map_or(String::new(), |m| {
         format!(", up to {} unless told otherwise", Bytes(m.free / 100 * DEFAULT_SHARE))
@@ -197,35 +136,13 @@ fn gpu(gpu: &Gpu, findings: &mut Vec<Finding>) {
 }
 
 fn host(host: &Topology, findings: &mut Vec<Finding>) {
-    nodes(host, findings);
-    pages(host, findings);
-    limits(host, findings);
-}
-
-fn nodes(host: &Topology, findings: &mut Vec<Finding>) {
-    if host.numa_setting().value == Some(false) {
-        findings.push(Finding::mend(
-            format!("NUMA handling is off ({}): nothing is placed", host.numa_setting().source),
-            "unset it, unless that is what you want",
+    if host.is_wsl().value == Some(true) {
+        findings.push(Finding::limit(
+            "this is Windows' Linux kernel: it shows no nodes, and limits how much memory can be pinned",
         ));
     }
-    for node in host.nodes() {
-        if !node.cpus.is_empty() && node.allowed_cpus.is_empty() {
-            findings.push(Finding::mend(
-                format!(
-                    "this process may not run on {}: its memory is touched first from another node",
-                    node.id
-                ),
-                format!("widen the cpuset to CPUs {}, or leave this node alone", node.cpus),
-            ));
-        }
-        if !node.memory_allowed && node.memory.is_some_and(|bytes| bytes > 0) {
-            findings.push(Finding::mend(
-                format!("this process may not take memory from {}", node.id),
-                format!("widen the cpuset's memory nodes (cpuset.mems) by {}", node.id.0),
-            ));
-        }
-    }
+    pages(host, findings);
+    limits(host, findings);
 }
 
 fn pages(host: &Topology, findings: &mut Vec<Finding>) {
@@ -275,20 +192,15 @@ pub(crate) fn gigabytes(rate: f64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::probe::Made;
-    use aquifer_core::{Budget, SystemError};
-    use aquifer_driver::{DeviceId, DeviceInfo, DriverError, MemoryInfo};
-    use aquifer_host::{
-        kernel::Kernel,
-        region::{Host, Region, RegionRequest},
-        topology::{Found, NodeId, Source},
-    };
+    use aquifer_driver::{DeviceId, DeviceInfo, MemoryInfo};
+    use aquifer_host::topology::{Found, NodeId, Source};
 
     fn h200() -> Gpu {
         let mut info = DeviceInfo::new(DeviceId(0), "NVIDIA H200".into(), 150_754_820_096);
         (info.virtual_memory, info.async_pools, info.granularity) = (true, true, 2 << 20);
         let memory = Some(MemoryInfo { free: 150_000_000_000, total: 150_754_820_096 });
-        Gpu { info, memory, node: Some(Found::known(NodeId(0), Source::Nobody)) }
+        let node = Some(Found::known(NodeId(0), Source::Nobody));
+        Gpu { info, memory, memory_node: node.clone(), node, own: None }
     }
 
     fn warnings(gpu: &Gpu) -> Vec<String> {
@@ -322,45 +234,9 @@ mod tests {
             version: None,
             host: Topology::read_under(std::path::Path::new("/nothing/here")),
         };
-        let all = conclude(&facts, None);
+        let all = conclude(&facts, &[]);
         let warning = all.iter().find(|f| f.kind == Kind::Warning && f.says.starts_with("no GPU")).unwrap();
         assert!(warning.fix.as_ref().is_some_and(|fix| fix.contains("install its driver")));
         assert!(all.iter().any(|f| f.kind == Kind::Gets && f.says.contains("simulated")));
-    }
-
-    /// The findings for a region of this machine's with other shortfalls, and a link.
-    fn probed(
-        shortfalls: Vec<Shortfall>,
-        link: Option<Result<super::super::probe::Link, DriverError>>,
-    ) -> Vec<Finding> {
-        let host = Host::new(Topology::read().unwrap(), Kernel::new());
-        let region =
-            Region::new(&host, &Budget::new("a test", 1 << 20), &RegionRequest::bytes(4096)).unwrap();
-        let mut report = region.report().clone();
-        report.shortfalls = shortfalls;
-        let mut all = Vec::new();
-        let probe = Probe { region: Ok(Made { report, make: 1e9, fill: 1e9 }), link };
-        self::probe(&probe, true, &mut all);
-        all
-    }
-
-    #[test]
-    fn a_shortfall_warns_only_where_something_is_amiss() {
-        let refused = SystemError { call: "mbind", errno: 1 };
-        let driver = DriverError { call: "cuMemHostRegister", code: 2, name: "CUDA_ERROR_OUT_OF_MEMORY" };
-        let table = [
-            (Step::Map, Cause::HugePages { needed: 32, free: Some(0) }, Some(Kind::Limit)),
-            (Step::Pages, Cause::NotOffered, None),
-            (Step::Policy, Cause::System(refused), Some(Kind::Warning)),
-            (Step::Register, Cause::Driver(driver), Some(Kind::Warning)),
-            (Step::Verify, Cause::Misplaced { elsewhere: 3, unknown: 0 }, Some(Kind::Warning)),
-        ];
-        for (step, cause, expected) in table {
-            let told = probed(vec![Shortfall { step, cause: cause.clone() }], None);
-            let kinds: Vec<_> = told.iter().map(|f| f.kind).filter(|kind| *kind != Kind::Gets).collect();
-            assert_eq!(kinds, expected.into_iter().collect::<Vec<_>>(), "{cause:?}");
-        }
-        let told = probed(Vec::new(), Some(Err(driver)));
-        assert!(told.iter().any(|f| f.kind == Kind::Warning && f.says.contains("cuMemHostRegister")));
     }
 }

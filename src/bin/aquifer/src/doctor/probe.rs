@@ -1,6 +1,8 @@
-//! A short try of what a program will do: make a pinned region, and copy from it and to it.
+//! A short try of what a program will do: make a pinned region for each device and on each node, and copy between it and
+//! the device.
 #![expect(unsafe_code, reason = "queues copies on raw addresses")]
 
+use super::facts::Facts;
 use crate::gpu::Gpus;
 use aquifer_core::Budget;
 use aquifer_driver::{DeviceId, Driver, DriverError, RawStream};
@@ -10,6 +12,7 @@ use aquifer_host::{
     topology::{NodeId, Topology},
 };
 use std::{
+    fmt,
     hint::black_box,
     sync::Arc,
     time::{Duration, Instant},
@@ -18,12 +21,62 @@ use std::{
 /// How much is made and copied.
 pub(crate) const PROBE_BYTES: usize = 64 << 20;
 
+/// For whom memory is tried.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Target {
+    /// A device: on the node that is known to be best for it, or anywhere.
+    Device(DeviceId, Option<NodeId>),
+    /// A node that no device is near.
+    Node(NodeId),
+    /// Nobody: the machine shows neither devices nor nodes.
+    Anywhere,
+}
+
+impl Target {
+    /// Every device, then every node of the host's with memory for this process that none of them is near.
+    fn all(facts: &Facts, host: &Topology) -> Vec<Self> {
+        let devices =
+            facts.gpus.iter().flatten().map(|gpu| {
+                Self::Device(gpu.info.device, gpu.memory_node.as_ref().and_then(|found| found.value))
+            });
+        let mut all: Vec<Self> = devices.collect();
+        let tried: Vec<_> = all.iter().filter_map(|target| target.node()).collect();
+        let nodes = host.host_nodes().filter(|node| node.memory_allowed && !tried.contains(&node.id));
+        all.extend(nodes.map(|node| Self::Node(node.id)));
+        if all.is_empty() {
+            all.push(Self::Anywhere);
+        }
+        all
+    }
+
+    /// The node that the memory should be on.
+    pub(crate) fn node(self) -> Option<NodeId> {
+        match self {
+            Self::Device(_, node) => node,
+            Self::Node(node) => Some(node),
+            Self::Anywhere => None,
+        }
+    }
+}
+
+impl fmt::Display for Target {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Device(device, _) => write!(f, "host memory for {device}"),
+            Self::Node(node) => write!(f, "host memory on {node}"),
+            Self::Anywhere => f.write_str("host memory"),
+        }
+    }
+}
+
 /// What came of it.
 #[derive(Clone, Debug)]
 pub(crate) struct Probe {
-    /// The region, near the first device if there is one; or why there is none.
+    /// For whom.
+    pub(crate) target: Target,
+    /// The region; or why there is none.
     pub(crate) region: Result<Made, RegionError>,
-    /// What the first device's link does; none without a device, or without pinned memory.
+    /// What the device's link does; none without a device, or without pinned memory.
     pub(crate) link: Option<Result<Link, DriverError>>,
 }
 
@@ -48,21 +101,36 @@ pub(crate) struct Link {
 }
 
 impl Probe {
-    /// Makes a region on `node`, which is the first device's if there is one, and copies.
-    pub(crate) fn run(topology: Topology, gpus: Option<&Gpus>, node: Option<NodeId>) -> Self {
-        let mut host = Host::new(topology, Kernel::new());
-        if let Some(gpus) = gpus {
-            // The first call makes the device's context, which is not to be timed.
-            let _ = gpus.driver.memory_info(DeviceId(0));
-            host = host.with_driver(gpus.driver.clone(), DeviceId(0));
-        }
+    /// Tries for everyone, one after another.
+    pub(crate) fn run_all(topology: &Topology, gpus: Option<&Gpus>, facts: &Facts) -> Vec<Self> {
+        let host = Host::new(topology.clone(), Kernel::new());
+        let with_driver = |device| match gpus {
+            Some(gpus) => host.clone().with_driver(gpus.driver.clone(), device),
+            None => host.clone(),
+        };
+        let targets = Target::all(facts, topology).into_iter();
+        targets
+            .map(|target| match (target, gpus) {
+                (Target::Device(device, _), Some(gpus)) => {
+                    // The first call makes the device's context, which is not to be timed.
+                    let _ = gpus.driver.memory_info(device);
+                    Self::run(&with_driver(device), target, Some((&gpus.driver, device)))
+                }
+                // Memory of a node that no device is near is pinned by the first.
+                _ => Self::run(&with_driver(DeviceId(0)), target, None),
+            })
+            .collect()
+    }
+
+    /// Makes a region, and copies where there is a device to copy to.
+    fn run(host: &Host, target: Target, device: Option<(&Arc<dyn Driver>, DeviceId)>) -> Self {
         let budget = Budget::new("the probe", 2 * PROBE_BYTES as u64);
         let mut request = RegionRequest::bytes(PROBE_BYTES);
-        request.node = node;
+        request.node = target.node();
         let begun = Instant::now();
-        let mut region = match Region::new(&host, &budget, &request) {
+        let mut region = match Region::new(host, &budget, &request) {
             Ok(region) => region,
-            Err(error) => return Self { region: Err(error), link: None },
+            Err(error) => return Self { target, region: Err(error), link: None },
         };
         let make = per_second(begun.elapsed());
         let source = vec![1_u8; PROBE_BYTES];
@@ -71,14 +139,14 @@ impl Probe {
         let len = bytes.len().min(source.len());
         bytes[..len].copy_from_slice(&black_box(&source)[..len]);
         let fill = per_second(begun.elapsed());
-        let link = match gpus {
-            Some(gpus) if region.is_pinned() => Some(link(&gpus.driver, DeviceId(0), &region)),
+        let link = match device {
+            Some((driver, device)) if region.is_pinned() => Some(link(driver, device, &region)),
             _ => None,
         };
         let report = region.report().clone();
         // What cannot be given back goes with the process.
         let _ = region.close();
-        Self { region: Ok(Made { report, make, fill }), link }
+        Self { target, region: Ok(Made { report, make, fill }), link }
     }
 }
 

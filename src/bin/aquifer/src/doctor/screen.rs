@@ -4,7 +4,7 @@ use super::{
     Diagnosis,
     facts::Gpu,
     findings::{Finding, Kind, gigabytes},
-    probe::{PROBE_BYTES, Probe},
+    probe::{PROBE_BYTES, Probe, Target},
 };
 use crate::{figures::Count, json, layout::wrap};
 use aquifer_core::Bytes;
@@ -23,7 +23,7 @@ const NOTHING: &str = "nothing to do";
 
 /// The page, without a line end behind its last line.
 pub(crate) fn page(diagnosis: &Diagnosis) -> String {
-    let mut page = Page { lines: vec!["aquifer doctor".to_owned(), String::new()] };
+    let mut page = Page { lines: vec!["aquifer doctor".to_owned(), String::new()], label: String::new() };
     page.say("driver", &driver(diagnosis));
     match &diagnosis.facts.gpus {
         Ok(gpus) => gpus.iter().for_each(|gpu| page.say(&gpu.info.device.to_string(), &device(gpu))),
@@ -33,7 +33,7 @@ pub(crate) fn page(diagnosis: &Diagnosis) -> String {
         Ok(host) => self::host(host, &mut page),
         Err(e) => page.say("host", &format!("unknown: {e}")),
     }
-    if let Some(probe) = &diagnosis.probe {
+    for probe in &diagnosis.probes {
         page.say("probe", &self::probe(probe));
     }
     page.lines.push(String::new());
@@ -61,12 +61,17 @@ fn of(diagnosis: &Diagnosis, kind: Kind) -> impl Iterator<Item = &Finding> {
 
 struct Page {
     lines: Vec<String>,
+    /// The last label that was written.
+    label: String,
 }
 
 impl Page {
     /// A label and what is said under it; the same label twice in a row is written once.
     fn say(&mut self, label: &str, says: &str) {
-        let repeated = self.lines.last().is_some_and(|last| !label.is_empty() && last.starts_with(label));
+        let repeated = self.label == label;
+        if !label.is_empty() {
+            self.label = label.to_owned();
+        }
         let mut label = if repeated { "" } else { label };
         for line in wrap(says, WIDTH - INDENT) {
             self.lines.push(format!("{label:<INDENT$}{line}"));
@@ -84,7 +89,7 @@ fn driver(diagnosis: &Diagnosis) -> String {
 }
 
 fn device(gpu: &Gpu) -> String {
-    let Gpu { info, memory, node } = gpu;
+    let Gpu { info, memory, node, .. } = gpu;
     let (major, minor) = info.compute_capability;
     let mut parts = vec![format!("{}, compute capability {major}.{minor}", info.name)];
     parts.push(match memory {
@@ -130,7 +135,8 @@ fn host(host: &Topology, page: &mut Page) {
             (Some(all), None) => Bytes(all).to_string(),
             _ => "memory unknown".to_owned(),
         };
-        page.say("nodes", &format!("{}: {cpus}; {memory}", node.id));
+        let whose = if node.device_memory.value == Some(true) { "; a device's" } else { "" };
+        page.say("nodes", &format!("{}: {cpus}; {memory}{whose}", node.id));
     }
     page.say("pages", &pages(host));
     page.say("limits", &limits(host));
@@ -179,11 +185,12 @@ fn probe(probe: &Probe) -> String {
     let size = Bytes(PROBE_BYTES as u64);
     let made = match &probe.region {
         Ok(made) => made,
-        Err(e) => return format!("a region of {size} cannot be made: {e}"),
+        Err(e) => return format!("{}, a region of {size} cannot be made: {e}", probe.target),
     };
     let pinned = if made.report.pinned_by == PinnedBy::Nobody { "not pinned" } else { "pinned" };
     let mut says = format!(
-        "a region of {size}: made at {}, {pinned}; filled at {}",
+        "{}, a region of {size}: made at {}, {pinned}; filled at {}",
+        probe.target,
         gigabytes(made.make),
         gigabytes(made.fill)
     );
@@ -206,10 +213,16 @@ pub(crate) fn json(diagnosis: &Diagnosis) -> String {
     let says = |kind: Kind| Value::Array(of(diagnosis, kind).map(|f| json!(f.says)).collect());
     let warnings = of(diagnosis, Kind::Warning)
         .map(|f| json!({ "says": f.says, "fix": f.fix.as_deref().unwrap_or(NOTHING) }));
-    let probe = diagnosis.probe.as_ref().map(|probe| {
+    let probes = diagnosis.probes.iter().map(|probe| {
         let made = probe.region.as_ref();
+        let placement = made.ok().map(|made| &made.report.placement);
         json!({
+            "device": if let Target::Device(device, _) = probe.target { Some(device.0) } else { None },
+            "node": probe.target.node().map(|id| id.0),
             "bytes": PROBE_BYTES,
+            "pages_on_node": placement.map(|placement| placement.on_node()),
+            "pages_elsewhere": placement.map(|placement| placement.elsewhere()),
+            "pages_unknown": placement.map(|placement| placement.unknown),
             "error": made.err().map(ToString::to_string),
             "pinned": made.is_ok_and(|made| made.report.pinned_by != PinnedBy::Nobody),
             "pages": made.ok().map(|made| made.report.pages.to_string()),
@@ -231,7 +244,7 @@ pub(crate) fn json(diagnosis: &Diagnosis) -> String {
         ),
         ("devices", Value::Array(devices)),
         ("host", facts.host.as_ref().map_or(Value::Null, host_json)),
-        ("probe", json!(probe)),
+        ("probes", Value::Array(probes.collect())),
         ("gets", says(Kind::Gets)),
         ("not_more", says(Kind::Limit)),
         ("warnings", Value::Array(warnings.collect())),
@@ -248,6 +261,7 @@ fn device_json(gpu: &Gpu) -> Value {
         "free_bytes": gpu.memory.map(|m| m.free),
         "pci_address": info.pci_address,
         "node": gpu.node.as_ref().and_then(|node| node.value).map(|id| id.0),
+        "host_memory_node": gpu.memory_node.as_ref().and_then(|node| node.value).map(|id| id.0),
         "node_source": gpu.node.as_ref().map(|node| node.source.to_string()),
         "virtual_memory": info.virtual_memory,
         "granularity_bytes": info.granularity,
@@ -264,6 +278,8 @@ fn host_json(host: &Topology) -> Value {
             "cpus": node.cpus.to_string(),
             "allowed_cpus": node.allowed_cpus.to_string(),
             "memory_allowed": node.memory_allowed,
+            "device_memory": node.device_memory.value,
+            "movable_only": node.movable_only.value,
             "memory_bytes": node.memory,
             "free_bytes": node.free,
             "huge_pools": node.huge_pools.iter().map(pool).collect::<Vec<_>>(),
@@ -286,4 +302,21 @@ fn host_json(host: &Topology) -> Value {
         "max_map_count": limits.mappings.value,
         "overcommit": limits.overcommit.value,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_label_is_written_once_however_often_and_long_is_said_under_it() {
+        let mut page = Page { lines: Vec::new(), label: String::new() };
+        for says in ["a", &"long ".repeat(30), "c"] {
+            page.say("not more", says);
+        }
+        page.say("warning 1", "d");
+        page.say("", "e");
+        let labels: Vec<_> = page.lines.iter().map(|line| line.get(..INDENT).unwrap().trim()).collect();
+        assert_eq!(labels, ["not more", "", "", "", "", "warning 1", ""]);
+    }
 }
