@@ -288,7 +288,9 @@ impl<'a> Making<'a> {
             Ok(()) => PlacedBy::Policy,
             Err(e) => {
                 self.fell_short(Step::Policy, Cause::System(e));
-                if self.crew == Some(node) { PlacedBy::FirstTouch } else { PlacedBy::Nobody }
+                // Whoever touches a page first, a node without memory holds none.
+                let can_hold = self.host.topology.node(node).is_some_and(|node| node.memory_allowed);
+                if self.crew == Some(node) && can_hold { PlacedBy::FirstTouch } else { PlacedBy::Nobody }
             }
         }
     }

@@ -1,0 +1,121 @@
+//! Where pages are, by the report and by the kernel: the one must equal the other page for page, whatever was asked for.
+//! On machines with several nodes this shows what is asked; on one node, that nothing is claimed that is not so.
+#![expect(clippy::unwrap_used, reason = "a page that cannot be asked about is a failed test")]
+
+mod support;
+
+use aquifer_core::Budget;
+use aquifer_host::{
+    kernel::{Kernel, Span},
+    region::{PageTier, Region, RegionRequest, Verify},
+    topology::{NodeId, Topology},
+};
+use std::collections::BTreeMap;
+use support::MIB;
+
+/// Base pages on each node, by the kernel's own answer for each; those that it does not tell apart.
+fn asked(span: Span, topology: &Topology) -> (BTreeMap<NodeId, u64>, u64) {
+    let page = usize::try_from(topology.page_size().value.unwrap()).unwrap();
+    let pages: Vec<usize> = (span.start..span.end()).step_by(page).collect();
+    let (mut counts, mut unknown) = (BTreeMap::new(), 0);
+    for node in Kernel::new().nodes_of(&pages).unwrap() {
+        match u32::try_from(node) {
+            Ok(node) => *counts.entry(NodeId(node)).or_default() += 1,
+            Err(_) => unknown += 1,
+        }
+    }
+    (counts, unknown)
+}
+
+fn request(bytes: usize, node: NodeId, strict: bool, pages: PageTier) -> RegionRequest {
+    let mut request = RegionRequest::bytes(bytes).on(node);
+    (request.strict, request.pages, request.verify) = (strict, pages, Verify::Every);
+    request
+}
+
+#[test]
+fn the_report_equals_the_kernels_answer_on_every_node_in_every_mode() {
+    let host = support::host();
+    let budget = Budget::new("pinned", 64 * MIB as u64);
+    for node in host.topology.nodes() {
+        for strict in [false, true] {
+            for tier in [PageTier::Base, PageTier::Transparent, PageTier::HugeTlb] {
+                let region = match Region::new(&host, &budget, &request(4 * MIB, node.id, strict, tier)) {
+                    Ok(region) => region,
+                    Err(error) => {
+                        assert!(strict, "{}: {error}", node.id);
+                        println!("refused: strict on {}, which has {:?} bytes", node.id, node.memory);
+                        assert!(!node.memory_allowed, "{}: {error}", node.id);
+                        continue;
+                    }
+                };
+                let placement = &region.report().placement;
+                let (counts, unknown) = asked(region.span(), &host.topology);
+                assert_eq!(placement.pages, counts.into_iter().collect::<Vec<_>>(), "{}", node.id);
+                assert_eq!((placement.unknown, unknown), (0, 0), "{}", node.id);
+                assert!(!strict || placement.elsewhere() == 0, "{}", node.id);
+                println!(
+                    "told: {} of {} on {}, strict {strict}, by {:?}, in {}",
+                    placement.on_node(),
+                    placement.on_node() + placement.elsewhere(),
+                    node.id,
+                    placement.by,
+                    region.report().pages
+                );
+            }
+        }
+    }
+    match host.topology.nodes().len() {
+        0 => println!("skipped: a kernel without NUMA"),
+        1 => println!("skipped: one NUMA node"),
+        _ => {}
+    }
+}
+
+#[test]
+fn a_region_larger_than_its_node_spills_says_where_and_is_refused_where_that_is_not_wanted() {
+    const SMALL: u64 = 128 << 20;
+    let host = support::host();
+    let of_size = |size: fn(u64) -> bool| {
+        host.topology.host_nodes().filter(move |n| n.memory_allowed && n.memory.is_some_and(size))
+    };
+    let Some(node) = of_size(|bytes| bytes < SMALL).last() else {
+        println!("skipped: no node is small enough to be overfilled");
+        return;
+    };
+    let bytes = usize::try_from(node.memory.unwrap()).unwrap().next_multiple_of(MIB) + 16 * MIB;
+    let others: u64 = host.topology.host_nodes().filter(|n| n.id != node.id).filter_map(|n| n.free).sum();
+    if others < 4 * bytes as u64 {
+        println!("skipped: the other nodes could not take what spills");
+        return;
+    }
+    let budget = Budget::new("pinned", bytes as u64);
+    let region = Region::new(&host, &budget, &request(bytes, node.id, false, PageTier::Base)).unwrap();
+    let placement = &region.report().placement;
+    let (counts, _) = asked(region.span(), &host.topology);
+    assert!(placement.elsewhere() > 0 && placement.on_node() > 0, "{placement:?}");
+    assert_eq!(placement.pages, counts.into_iter().collect::<Vec<_>>());
+    println!("spilled: {} pages from {}", placement.elsewhere(), node.id);
+    drop(region);
+    Region::new(&host, &budget, &request(bytes, node.id, true, PageTier::Base)).unwrap_err();
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn memory_wanted_on_a_node_without_any_is_looked_for_by_distance() {
+    let host = support::host();
+    let topology = &host.topology;
+    if topology.nodes().iter().all(|node| node.memory != Some(0)) {
+        println!("skipped: every node has memory");
+    }
+    for node in topology.nodes().iter().filter(|node| node.memory == Some(0)) {
+        let near = topology.nearest_with_memory(node.id).unwrap();
+        let far = |id| topology.distance(node.id, id).unwrap();
+        assert!(topology.host_nodes().filter(|n| n.memory_allowed).all(|n| far(near.id) <= far(n.id)));
+        println!("near: memory for {} is on {}", node.id, near.id);
+        // What the kernel does with first touch from there is the same.
+        let budget = Budget::new("pinned", 4 * MIB as u64);
+        let region = Region::new(&host, &budget, &request(4 * MIB, near.id, true, PageTier::Base)).unwrap();
+        assert_eq!(region.report().placement.on_node(), 1024);
+    }
+}
