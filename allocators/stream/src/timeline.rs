@@ -180,10 +180,10 @@ impl Timeline {
     }
 
     /// Whether a pool may make this stream wait for another without its user's asking: not if it is isolated, nor while it
-    /// captures a graph, nor where its handle means another stream. One driver call, so the handle must be good.
+    /// captures a graph, nor where its handle means another stream, nor once it has been retired. At most one driver call.
     #[must_use]
     pub fn waits_unasked(&self) -> bool {
-        !self.is_isolated() && !self.is_capturing().unwrap_or(true)
+        !self.is_isolated() && !self.is_retired() && !self.is_capturing().unwrap_or(true)
     }
 
     /// Whether a pool may make other streams wait for `epoch` of this one without its user's asking: not if it is isolated,
