@@ -168,7 +168,12 @@ impl World {
         let vast = bytes.choice(3) == 2;
         let scale = if vast { 13 } else { 0 };
         let sim = Sim::new(config).symbolic().capacity(CAPACITY[usize::from(vast)]);
-        let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
+        // Work runs as it is queued, or by chance, at each call of the driver's or at few: a device that falls behind.
+        let sim = match bytes.choice(3) {
+            0 => sim,
+            1 => sim.seeded(bytes.u64()),
+            _ => sim.seeded(bytes.u64()).paced(1 << (2 + bytes.choice(8))),
+        };
         let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(40)) + 2) << (20 + scale));
         let mut config = PoolConfig::with_budget(budget.clone());
         config.adoption = [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
