@@ -113,8 +113,10 @@ struct World {
     sim: Sim,
     budget: Budget,
     pool: DevicePool,
-    /// The last is another library's, which retires it before it ends it.
+    /// The last is another library's, which retires it before it ends it, unless it is fenced.
     streams: Vec<Stream>,
+    /// The last stream may end at any time, without a word.
+    fenced: bool,
     /// The handle of the last, until it has ended.
     foreign: Option<RawStream>,
     live: Vec<Live>,
@@ -193,14 +195,17 @@ impl World {
         let third = if isolated { pool.streams().lease_isolated() } else { pool.stream() };
         streams.push(third.expect("a stream of an idle device"));
         let foreign = sim.driver().stream_create(DeviceId(0), 0).expect("a stream of an idle device");
+        let fenced = bytes.choice(3) == 0;
+        let life = if fenced { Life::Fenced } else { Life::Retired };
         #[expect(unsafe_code, reason = "takes in another library's stream")]
-        // SAFETY: 1. it is a stream of this device. 2. it is retired before it is destroyed.
-        let adopted = unsafe { pool.streams().adopt(foreign, Life::Retired) };
+        // SAFETY: 1. it is a stream of this device. 2. it is retired before it is destroyed, or else no block of it and no
+        // use on it lives then.
+        let adopted = unsafe { pool.streams().adopt(foreign, life) };
         streams.push(adopted.expect("a stream of an idle device"));
         let shares = waits && !isolated && !checked && pool.info().virtual_memory;
         let most = budget.limit();
         let (live, out, open, foreign) = (Vec::new(), Vec::new(), Vec::new(), Some(foreign));
-        Self { sim, budget, pool, streams, foreign, live, out, open, scale, shares, most, checked }
+        Self { sim, budget, pool, streams, fenced, foreign, live, out, open, scale, shares, most, checked }
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -237,6 +242,10 @@ impl World {
 
     fn fail(&mut self, bytes: &mut Bytes<'_>) {
         let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
+        if self.fenced && matches!(call, Call::EventCreate | Call::EventRecord) {
+            // What cannot be fenced when it has to be is held back for good.
+            return;
+        }
         // Out of memory: a code that every one of these calls may answer with.
         self.sim.fail(call, u64::from(bytes.choice(6)) + 1, 2);
         self.shares = false;
@@ -302,7 +311,9 @@ impl World {
             return;
         }
         let at = usize::from(bytes.u8()) % self.live.len();
-        let (one, other) = (self.pick_stream(bytes), self.pick_stream(bytes));
+        // A borrow ends unseen, so its stream has to be there when the block is freed.
+        let stays = |stream| if self.fenced && stream == self.streams.len() - 1 { 0 } else { stream };
+        let (one, other) = (stays(self.pick_stream(bytes)), stays(self.pick_stream(bytes)));
         let Live { block, stream } = self.live.swap_remove(at);
         let block = match DeviceBuffer::<u32>::from_block(block) {
             Ok(mut buffer) => {
@@ -324,7 +335,12 @@ impl World {
         if bytes.choice(4) > 0 || self.open.iter().any(|open| open.stream == last) {
             return;
         }
-        if self.streams[last].timeline().retire().is_ok() {
+        if self.fenced {
+            let holds = self.live.iter().map(|live| live.stream).chain(self.out.iter().map(|out| out.stream));
+            if !holds.into_iter().any(|stream| stream == last) {
+                self.end_foreign();
+            }
+        } else if self.streams[last].timeline().retire().is_ok() {
             self.end_foreign();
         }
     }
@@ -332,7 +348,7 @@ impl World {
     fn end_foreign(&mut self) {
         if let Some(foreign) = self.foreign.take() {
             #[expect(unsafe_code, reason = "ends a stream")]
-            // SAFETY: 1. it was retired, and this program calls for it no more.
+            // SAFETY: 1. it was retired, or its life is nobody's affair; this program calls for it no more.
             let ended = unsafe { self.sim.driver().stream_destroy(foreign) };
             ended.expect("it was made by this program");
         }
@@ -405,7 +421,7 @@ impl World {
         let Live { block, .. } = self.live.swap_remove(at);
         let calls = self.sim.driver().calls().made();
         drop(block);
-        if !self.checked {
+        if !self.checked && !self.fenced {
             assert_eq!(calls, self.sim.driver().calls().made(), "a free called the driver");
         }
     }
@@ -540,6 +556,8 @@ impl World {
         }
         drop(streams);
         self.end_foreign();
+        // What a stream that has ended was given before nobody could wait for.
+        self.sim.run_all();
         let Self { budget, pool, streams, .. } = self;
         pool.trim(0).expect("no fault is left");
         let stats = pool.stats();
