@@ -124,8 +124,16 @@ pub(crate) struct Leased {
     slot: Option<u32>,
 }
 
+impl Leased {
+    fn new(pool: &Arc<Inner>, timeline: &Arc<Timeline>, id: Id<Stream>, slot: Option<u32>) -> Arc<Self> {
+        timeline.lease();
+        Arc::new(Self { pool: pool.clone(), timeline: timeline.clone(), id, slot })
+    }
+}
+
 impl Drop for Leased {
     fn drop(&mut self) {
+        self.timeline.end_lease();
         if let Some(slot) = self.slot {
             self.pool.slots().idle.push(slot);
         }
@@ -282,7 +290,7 @@ impl StreamPool {
     fn adopt_known(&self, raw: RawStream, life: Life) -> Result<Stream> {
         let timeline = self.inner.adopted(raw, life)?;
         let id = self.inner.ids.mint(timeline.number(), 0);
-        Ok(Stream { lease: Arc::new(Leased { pool: self.inner.clone(), timeline, id, slot: None }) })
+        Ok(Stream { lease: Leased::new(&self.inner, &timeline, id, None) })
     }
 
     /// The timeline of a stream by its handle: one that is leased here or adopted, or one that `alive` keeps valid, or a
@@ -389,12 +397,8 @@ impl Inner {
     fn lease_slot(self: &Arc<Self>, slots: &mut Slots, slot: u32) -> Stream {
         let entry = &mut slots.slots[slot as usize];
         entry.generation += 1;
-        let lease = Arc::new(Leased {
-            pool: self.clone(),
-            timeline: entry.timeline.clone(),
-            id: self.ids.mint(slot, entry.generation),
-            slot: Some(slot),
-        });
+        let id = self.ids.mint(slot, entry.generation);
+        let lease = Leased::new(self, &entry.timeline, id, Some(slot));
         entry.leased = Arc::downgrade(&lease);
         self.known().insert(Key::of(entry.timeline.raw()), Arc::downgrade(&entry.timeline));
         Stream { lease }

@@ -8,7 +8,7 @@ use std::{
     fmt,
     sync::{
         Arc, OnceLock, PoisonError, RwLock,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -78,6 +78,8 @@ pub struct Timeline {
     /// This account's own number. A stream that is let go of and taken in again has another, and its epochs start anew.
     serial: u64,
     life: Life,
+    /// Leases of it that have not ended: of one stream several, where it was adopted more than once.
+    leases: AtomicU32,
     /// Whether its waits are its users' alone. Once set it stays.
     isolated: AtomicBool,
     epochs: Epochs<OwnedEvent>,
@@ -113,6 +115,7 @@ impl Timeline {
             id,
             serial: SERIALS.fetch_add(1, Ordering::Relaxed),
             life,
+            leases: AtomicU32::new(0),
             isolated: AtomicBool::new(isolated),
             epochs: Epochs::new(),
             spare: Spin::new(Vec::new()),
@@ -154,6 +157,35 @@ impl Timeline {
 
     pub(crate) fn life(&self) -> &Life {
         &self.life
+    }
+
+    pub(crate) fn lease(&self) {
+        self.leases.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn end_lease(&self) {
+        self.leases.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Whether somebody can queue work on it now: it is leased or adopted, and not retired. One that nobody leases may be
+    /// leased again at any time.
+    ///
+    /// ```
+    /// use aquifer_core::DeviceId;
+    /// use aquifer_driver::sim::Sim;
+    /// use aquifer_stream::StreamPool;
+    /// let pool = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
+    /// let stream = pool.lease()?;
+    /// let timeline = stream.timeline().clone();
+    /// assert!(timeline.is_leased());
+    /// drop(stream);
+    /// assert!(!timeline.is_leased());
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    #[must_use]
+    pub fn is_leased(&self) -> bool {
+        // Relaxed: whoever learns of a lease's end late leaves its memory where it is for a moment longer.
+        self.leases.load(Ordering::Relaxed) > 0 && !self.is_retired()
     }
 
     /// Whether frees and uses must be fenced as they happen, since the handle may be gone later, or out of reach.
