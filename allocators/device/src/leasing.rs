@@ -25,7 +25,8 @@ const ALWAYS_OWN: u64 = 64 << 10;
 /// Blocks from this size on, in bytes, are worth a look at what other streams have: for a smaller one that costs more
 /// than it saves, and streams that allocate at the same time would take the same ranges from each other for ever.
 const LARGE: u64 = 16 << 20;
-/// A stream counts as one of several that share when it holds this part of all memory.
+/// A stream counts as one of several that share when it holds more than this part of all memory, or more than half of an
+/// equal share where there are more streams.
 const HOLDERS_PART: u64 = 8;
 
 /// What one stream holds, in bytes.
@@ -103,7 +104,9 @@ impl Leasing {
     pub(crate) fn decide(&self, budget: &Budget, streams: &[Holds], shared: u64) {
         let (used, limit) = (budget.used(), budget.limit());
         let border = if self.is_together() { limit / 8 * 3 } else { limit / 2 };
-        let holders = streams.iter().filter(|stream| stream.live + stream.free > used / HOLDERS_PART);
+        let held = |stream: &&Holds| stream.live + stream.free;
+        let some = streams.iter().filter(|stream| held(stream) > 0).count() as u64;
+        let holders = streams.iter().filter(|stream| held(stream) > used / HOLDERS_PART.max(2 * some));
         let together = self.sharing && used > border && holders.count() > 1;
         let (live, free) = streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let (spacious, ample) = (used <= limit / 2, free <= live / 2);
@@ -150,6 +153,25 @@ mod tests {
         assert!(!step(720, 80));
         assert!(step(690, 110));
         drop(charge);
+    }
+
+    #[test]
+    fn any_number_of_equal_streams_share_and_small_ones_beside_a_large_one_do_not() {
+        let budget = Budget::new("a test", 1600);
+        let _charge = budget.charge(1600);
+        for count in [2, 7, 8, 9, 16, 100] {
+            let leasing = Leasing::new(true);
+            // Those that hold nothing are nobody to share with.
+            let mut equal = vec![Holds { live: 1600 / count, free: 0 }; count as usize];
+            equal.extend([Holds { live: 0, free: 0 }; 50]);
+            leasing.decide(&budget, &equal, 0);
+            assert!(leasing.is_together(), "{count} equal streams");
+            let leasing = Leasing::new(true);
+            let mut small = vec![Holds { live: 160 / count, free: 0 }; count as usize];
+            small.push(Holds { live: 1440, free: 0 });
+            leasing.decide(&budget, &small, 0);
+            assert!(!leasing.is_together(), "one large stream and {count} small ones");
+        }
     }
 
     #[test]
