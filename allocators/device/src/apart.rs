@@ -20,10 +20,13 @@ pub(crate) use span::{Leaving, Span};
 use crate::{
     PoolConfig,
     backend::{Deferred, Release},
+    chain::waited,
     home::note,
     physical::handle::{Funds, Handle, Held, NoHandle},
 };
-use aquifer_core::{Action, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag, event::Place};
+use aquifer_core::{
+    Action, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag, budget::Holding, event::Place,
+};
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, RawStream};
 use aquifer_stream::Timeline;
 use std::{
@@ -64,7 +67,7 @@ struct State {
 }
 
 /// What the pool's account has of it, in bytes and counts.
-#[derive(Clone, Copy, Default)]
+#[derive(Default)]
 pub(crate) struct Account {
     pub(crate) live: u64,
     pub(crate) requested: u64,
@@ -77,21 +80,34 @@ pub(crate) struct Account {
     reaped: u64,
     peak_live: u64,
     peak_requested: u64,
+    /// What each tag has asked for.
+    holders: Vec<Holding>,
 }
 
 impl Account {
+    /// Few tags, so a search from the front.
+    fn holder(&mut self, tag: Tag) -> &mut Holding {
+        let at = self.holders.iter().position(|h| h.tag == tag).unwrap_or_else(|| {
+            self.holders.push(Holding { tag, bytes: 0, blocks: 0 });
+            self.holders.len() - 1
+        });
+        &mut self.holders[at]
+    }
+
     /// Memory comes to be somebody's.
-    pub(crate) fn took(&mut self, live: u64, requested: u64) {
+    pub(crate) fn took(&mut self, live: u64, requested: u64, tag: Tag) {
         self.live += live;
         self.requested += requested;
+        self.holder(tag).bytes += requested;
         self.peak_live = self.peak_live.max(self.live);
         self.peak_requested = self.peak_requested.max(self.requested);
     }
 
     /// Its owner lets go of it.
-    pub(crate) fn let_go(&mut self, live: u64, requested: u64) {
+    pub(crate) fn let_go(&mut self, live: u64, requested: u64, tag: Tag) {
         self.live -= live;
         self.requested -= requested;
+        self.holder(tag).bytes -= requested;
         self.pending += live;
     }
 }
@@ -139,7 +155,7 @@ impl Apart {
     }
 
     pub(crate) fn add_to(&self, stats: &mut PoolStats) {
-        let a = self.state().account;
+        let a = &self.state().account;
         stats.live += a.live;
         stats.requested += a.requested;
         stats.pending += a.pending;
@@ -153,6 +169,11 @@ impl Apart {
         stats.peak_requested += a.peak_requested;
         stats.physical += self.held.now();
         stats.peak_physical += self.held.peak();
+    }
+
+    /// What each tag holds: stable blocks by what was asked for, reserved elements by what is committed.
+    pub(crate) fn holdings(&self) -> Vec<Holding> {
+        self.state().account.holders.iter().filter(|h| h.bytes > 0).copied().collect()
     }
 
     /// A driver's answer as an error of this device.
@@ -291,7 +312,7 @@ impl Apart {
     pub(crate) fn wait_for_oldest(&self, until: Option<Instant>) -> Result<bool> {
         let spans = self.state().leaving.clone();
         for span in spans {
-            if span.wait(until)? {
+            if waited(|| span.wait(until))? {
                 return Ok(true);
             }
         }
@@ -317,9 +338,9 @@ impl Apart {
     }
 
     /// A block has been given out.
-    pub(crate) fn took_block(&self, live: u64, requested: u64) {
+    pub(crate) fn took_block(&self, live: u64, requested: u64, tag: Tag) {
         self.count(|a| {
-            a.took(live, requested);
+            a.took(live, requested, tag);
             a.blocks += 1;
             a.allocations += 1;
             a.growths += u64::from(live > 0);
@@ -331,11 +352,16 @@ impl Apart {
         self.report(Action::Fail, 0, 0, bytes, tag);
     }
 
+    /// A tag has one thing more.
+    pub(crate) fn made(&self, tag: Tag) {
+        self.count(|a| a.holder(tag).blocks += 1);
+    }
+
     /// Elements have been committed.
-    pub(crate) fn committed(&self, new: u64, again: u64) {
+    pub(crate) fn committed(&self, new: u64, again: u64, tag: Tag) {
         self.count(|a| {
             a.pending -= again;
-            a.took(new + again, new + again);
+            a.took(new + again, new + again, tag);
             a.growths += u64::from(new > 0);
         });
         if new > 0 {
@@ -366,8 +392,10 @@ impl fmt::Debug for Apart {
 pub(crate) struct Owned {
     pub(crate) apart: Arc<Apart>,
     pub(crate) span: Arc<Span>,
-    /// Bytes that were asked for, and for whom; `None` where as much counts as is mapped at the end.
-    pub(crate) asked: Option<(u64, Tag)>,
+    /// Bytes that were asked for; `None` where as much counts as is mapped at the end.
+    pub(crate) asked: Option<u64>,
+    /// For whom.
+    pub(crate) tag: Tag,
 }
 
 /// Says that a block's last use is over, when it is dropped.
@@ -401,21 +429,22 @@ impl Owned {
 
 impl Release for Owned {
     fn release(&self, block: Deferred) {
-        let Self { apart, span, asked } = self;
+        let Self { apart, span, asked, tag } = self;
         let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
         let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         for (address, bytes) in span.ranges() {
             apart.note(block.generation, address, bytes, owner);
         }
         let live = span.charged_bytes();
-        let requested = asked.map_or(live, |(bytes, _)| bytes);
+        let requested = asked.unwrap_or(live);
         apart.count(|a| {
-            a.let_go(live, requested);
+            a.let_go(live, requested, *tag);
+            a.holder(*tag).blocks -= 1;
             a.blocks -= u64::from(asked.is_some());
             a.frees += u64::from(asked.is_some());
         });
         let mut until_free = block.until_free;
-        if let Some((bytes, tag)) = *asked {
+        if let (Some(bytes), tag) = (*asked, *tag) {
             let stream = block.timeline.number();
             apart.report(Action::Free, stream, block.address, bytes, tag);
             if apart.recorder.is_some() {

@@ -7,9 +7,14 @@
 //! 2. an event behind each stream that has freed since its last, and a look which have passed;
 //! 3. new physical memory, what is free in other caches, what this stream has to wait for on the device, and handles from
 //!    under free memory, in the order of one of the lists of [`Step`]s below: which one, [`crate::leasing`] decides;
-//! 4. handlers that were asked to give something back, other pools among them;
-//! 5. the oldest work that frees something, waited for on the host, up to a deadline;
-//! 6. an error that says what stood in the way.
+//! 4. handles under what is free given back, and new ones made, where all that is free would do and lies apart;
+//! 5. handlers that were asked to give something back, other pools among them;
+//! 6. the oldest work that frees something, waited for on the host, up to a deadline;
+//! 7. an error that says what stood in the way.
+//!
+//! Stable and reserved memory, which only new handles are for, goes the way of 5 to 7 as well.
+
+mod refusal;
 
 use crate::{
     Adoption, Block, Request,
@@ -17,16 +22,13 @@ use crate::{
     leasing::First,
     physical::{
         Physical,
-        handle::NoHandle,
+        handle::{Funds, NoHandle},
         mapped::{Attempt, Effort, Grain, Reach},
+        plain::Plain,
     },
     pool::{Inner, deadline},
 };
-use aquifer_core::{
-    Action, MemoryError, OutOfMemory, PoolStats, Reservation, Result, Tag,
-    budget::Holding,
-    error::{Stranded, Tried},
-};
+use aquifer_core::{Action, MemoryError, PoolStats, Reservation, Result, Tag, error::Tried};
 use std::{
     sync::{
         Arc, Mutex,
@@ -144,27 +146,34 @@ type Traffic = (u64, u64);
 
 /// How a chain has gone so far.
 #[derive(Default)]
-struct Progress<'a> {
+pub(crate) struct Progress<'a> {
     reserved: Option<&'a Mutex<Reservation>>,
     /// When the last search began.
     traffic: Traffic,
     /// How often this chain has itself taken memory in hand since.
     own: u64,
     tried: Vec<Tried>,
-    refused: Option<NoHandle>,
+    pub(crate) refused: Option<NoHandle>,
 }
 
 impl Progress<'_> {
-    fn note(&mut self, step: &'static str, gave: u64) {
-        note(&mut self.tried, step, gave);
+    /// Adds what a step gave.
+    pub(crate) fn note(&mut self, step: &'static str, gave: u64) {
+        match self.tried.iter_mut().find(|t| t.step == step) {
+            Some(tried) => tried.gave += gave,
+            None => self.tried.push(Tried { step, gave }),
+        }
     }
 }
 
-/// Adds what a step gave.
-pub(crate) fn note(tried: &mut Vec<Tried>, step: &'static str, gave: u64) {
-    match tried.iter_mut().find(|t| t.step == step) {
-        Some(tried) => tried.gave += gave,
-        None => tried.push(Tried { step, gave }),
+/// Whether there was something to wait for. Nobody can wait for a stream that captures, fence another thread's, or one that
+/// may be gone, so what those hold is not to be had.
+pub(crate) fn waited(wait: impl FnOnce() -> Result<bool>) -> Result<bool> {
+    match wait() {
+        Err(MemoryError::Capturing { .. } | MemoryError::OtherThread { .. } | MemoryError::UnknownId) => {
+            Ok(false)
+        }
+        waited => waited,
     }
 }
 
@@ -188,13 +197,16 @@ impl Inner {
             block = self.run_chain(home, request, &mut progress);
         }
         match block {
-            Ok(Some(block)) => Ok(block),
+            Ok(Some(block)) => {
+                self.shed();
+                Ok(block)
+            }
             Ok(None) => {
                 count(&self.counters.failures, 1);
                 self.report_pool(Action::Fail, request.size(), request.owner());
                 // What the chain took aside for this request goes back before it is refused.
                 self.drop_spare();
-                Err(MemoryError::OutOfMemory(Box::new(self.explain(home, request, progress))))
+                Err(MemoryError::OutOfMemory(Box::new(self.explain(request.size(), Some(home), progress))))
             }
             Err(error) => {
                 count(&self.counters.failures, 1);
@@ -240,33 +252,45 @@ impl Inner {
         if let Some(block) = self.try_again(home, request, settled) {
             return Ok(Some(block));
         }
-        if let Some(block) = self.make_room(home, request, progress)? {
-            return Ok(Some(block));
+        self.insist(request.size(), Some(home), progress, |progress| self.make_room(home, request, progress))
+    }
+
+    /// Tries to get `wanted` bytes, and in between asks handlers and then waits for queued work: the steps that block,
+    /// whatever the memory is for. The work of `first` comes first.
+    pub(crate) fn insist<'a, T>(
+        &self,
+        wanted: u64,
+        first: Option<&'static Home>,
+        progress: &mut Progress<'a>,
+        mut attempt: impl FnMut(&mut Progress<'a>) -> Result<Option<T>>,
+    ) -> Result<Option<T>> {
+        if let Some(taken) = attempt(progress)? {
+            return Ok(Some(taken));
         }
         for handler in &self.config.reclaim {
             loop {
-                let offered = handler.reclaim(request.size());
+                let offered = handler.reclaim(wanted);
                 progress.note("pressure handlers", offered);
                 if offered == 0 {
                     break;
                 }
-                if let Some(block) = self.make_room(home, request, progress)? {
-                    return Ok(Some(block));
+                if let Some(taken) = attempt(progress)? {
+                    return Ok(Some(taken));
                 }
             }
         }
         let until = deadline(self.config.wait);
-        while until.is_none_or(|until| Instant::now() < until) && self.wait_for_oldest(home, until)? {
+        while until.is_none_or(|until| Instant::now() < until) && self.wait_for_oldest(first, until)? {
             count(&self.counters.host_waits, 1);
             progress.note("wait for queued work", 0);
-            if let Some(block) = self.make_room(home, request, progress)? {
-                return Ok(Some(block));
+            if let Some(taken) = attempt(progress)? {
+                return Ok(Some(taken));
             }
         }
         Ok(None)
     }
 
-    /// The steps that never block.
+    /// The steps that never block, but where devices that cannot map are to take memory back.
     fn make_room(
         self: &Arc<Self>,
         home: &'static Home,
@@ -274,8 +298,15 @@ impl Inner {
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
         (progress.traffic, progress.own) = (self.traffic(), 0);
+        self.apart.reap_quietly();
         let homes = self.homes();
-        let settled = self.look(&homes)?;
+        let mut settled = self.look(&homes)?;
+        let (inherited, transits) = self.share_abandoned(&homes, home);
+        settled += inherited;
+        progress.own += transits;
+        if let (true, Physical::Mapped(mapped)) = (self.retention.stream_cache < u64::MAX, &self.physical) {
+            progress.own += mapped.cap(&homes, self.retention.stream_cache);
+        }
         progress.note("fence and poll", settled);
         let sharing = self.config.adoption != Adoption::Never;
         let own = [home];
@@ -326,7 +357,33 @@ impl Inner {
                 return Ok(block);
             }
         }
-        Ok(None)
+        self.make_anew(home, request, progress)
+    }
+
+    /// Where what lies idle and what is left would be enough together, and are in each other's way: gives handles back to
+    /// the driver, for new ones where nothing is mapped. Nothing goes back for a request that would not fit then either.
+    fn make_anew(
+        &self,
+        home: &'static Home,
+        request: &Request,
+        progress: &mut Progress<'_>,
+    ) -> Result<Option<Block>> {
+        let homes = self.homes();
+        let gone = self.apart.reap()?;
+        let (wanted, idle) = match &self.physical {
+            Physical::Mapped(mapped) => (mapped.whole(request.size()), mapped.idle(&homes)),
+            Physical::Plain(plain) => (Plain::whole(request), plain.idle(&homes)),
+        };
+        let funds = Funds { budget: &self.budget, reserved: progress.reserved };
+        let left = funds.remaining();
+        if gone + idle == 0 || left.saturating_add(idle) < wanted {
+            return Ok(None);
+        }
+        // Where it is not the budget that is short, the device is.
+        let short = if left < wanted || gone > 0 { wanted.saturating_sub(left) } else { wanted };
+        let gave = if short > 0 { self.press(self.held().saturating_sub(short))? } else { 0 };
+        progress.note("give back what is free", gone + gave);
+        self.place(home, &[home], request, GROW, progress)
     }
 
     /// Makes each stream wait for the other users of what it has freed. Answers with the bytes that are free by that.
@@ -368,7 +425,8 @@ impl Inner {
             Physical::Mapped(mapped) => mapped.spare_bytes(),
             Physical::Plain(_) => 0,
         };
-        self.leasing.decide(&self.budget, &held, shared);
+        // What is held ahead of the need does not lie idle.
+        self.leasing.decide(&self.budget, &held, shared.saturating_sub(self.retention.reserve()));
         if let Physical::Mapped(mapped) = &self.physical {
             for (timeline, epoch) in mapped.zombie_fences() {
                 count(&self.counters.fences, u64::from(timeline.fence(epoch)?.is_new()));
@@ -412,6 +470,7 @@ impl Inner {
         if effort.refused.is_some() {
             progress.refused = effort.refused;
         }
+        self.retention.grew(effort.grown);
         count(&self.counters.growths, u64::from(effort.grown > 0));
         count(&self.counters.adoptions, u64::from(effort.adopted > 0));
         count(&self.counters.moves, effort.moves);
@@ -428,27 +487,34 @@ impl Inner {
         Ok(place.map(|place| self.hand_out(home, place, request, self.ticket())))
     }
 
-    /// Waits for the oldest work that keeps something from being free. Says whether there was any.
-    fn wait_for_oldest(&self, home: &'static Home, until: Option<Instant>) -> Result<bool> {
+    /// Waits for the oldest work that keeps something from being free: of `first`, of what has addresses of its own, of
+    /// all others. Says whether there was any. Blocks.
+    fn wait_for_oldest(&self, first: Option<&'static Home>, until: Option<Instant>) -> Result<bool> {
         let homes = self.homes();
-        for candidate in std::iter::once(home).chain(homes.iter().copied()) {
-            match candidate.wait_for_pending(until) {
-                Ok(true) => return Ok(true),
-                // Nobody can wait for a stream that captures, or fence another thread's, so what those hold is not
-                // to be had.
-                Ok(false) | Err(MemoryError::Capturing { .. } | MemoryError::OtherThread { .. }) => {}
-                Err(error) => return Err(error),
+        let pending = |home: &'static Home| move || home.wait_for_pending(until);
+        let freed = |home: &'static Home| {
+            move || {
+                let (timeline, last_free) = home.with(|s| (s.timeline().cloned(), s.last_free));
+                let timeline = timeline.filter(|timeline| !timeline.is_done(last_free));
+                timeline.map_or(Ok(false), |timeline| timeline.wait(last_free, until))
+            }
+        };
+        if let Some(first) = first
+            && waited(pending(first))?
+        {
+            return Ok(true);
+        }
+        if self.apart.wait_for_oldest(until)? {
+            return Ok(true);
+        }
+        for &home in &homes {
+            if waited(pending(home))? {
+                return Ok(true);
             }
         }
-        for &candidate in &homes {
-            let (timeline, last_free) = candidate.with(|s| (s.timeline().cloned(), s.last_free));
-            if let Some(timeline) = timeline
-                && !timeline.is_done(last_free)
-            {
-                match timeline.wait(last_free, until) {
-                    Err(MemoryError::Capturing { .. } | MemoryError::OtherThread { .. }) => {}
-                    waited => return waited,
-                }
+        for &home in &homes {
+            if waited(freed(home))? {
+                return Ok(true);
             }
         }
         Ok(false)
@@ -458,54 +524,5 @@ impl Inner {
         if let Physical::Mapped(mapped) = &self.physical {
             mapped.drop_spare();
         }
-    }
-
-    /// That there is no room for `bytes`, with what the pool holds as a whole.
-    pub(crate) fn out_of_memory(
-        &self,
-        bytes: u64,
-        refused: Option<NoHandle>,
-        tried: Vec<Tried>,
-    ) -> OutOfMemory {
-        let stats = self.stats();
-        let mut error = OutOfMemory::new(self.info.device.to_string(), bytes);
-        match refused {
-            Some(NoHandle::Budget(refused)) => error.refused = Some(refused),
-            Some(NoHandle::Driver(refused)) => error.driver = Some(refused),
-            None => {}
-        }
-        (error.live, error.cached) = (stats.live, stats.cached);
-        (error.pending, error.physical) = (stats.pending, stats.physical);
-        error.tried = tried;
-        error
-    }
-
-    fn explain(&self, home: &'static Home, request: &Request, progress: Progress<'_>) -> OutOfMemory {
-        let mut error = self.out_of_memory(request.size(), progress.refused, progress.tried);
-        let mut holders: Vec<Holding> = Vec::new();
-        for other in self.homes() {
-            other.with(|s| {
-                error.largest_free = error.largest_free.max(s.heap.largest_free());
-                for holding in s.holdings().filter(|h| h.bytes > 0) {
-                    match holders.iter_mut().find(|h| h.tag == holding.tag) {
-                        Some(sum) => {
-                            sum.bytes += holding.bytes;
-                            sum.blocks += holding.blocks;
-                        }
-                        None => holders.push(holding),
-                    }
-                }
-                let cached = s.heap.stats().free_bytes;
-                let pending = s.account.pending;
-                if !std::ptr::eq(other, home) && cached + pending > 0 {
-                    let stream = s.timeline().map_or(0, |t| t.number());
-                    error.stranded.push(Stranded { stream, cached, pending });
-                }
-            });
-        }
-        holders.sort_by_key(|h| std::cmp::Reverse(h.bytes));
-        error.stranded.sort_by_key(|s| std::cmp::Reverse(s.cached + s.pending));
-        error.holders = holders;
-        error
     }
 }

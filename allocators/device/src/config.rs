@@ -1,14 +1,15 @@
 //! How a pool behaves.
 
 use crate::{Debugging, Reclaim};
-use aquifer_core::{Budget, Recorder};
+use aquifer_core::{Budget, MemoryError, Recorder, Result};
 use aquifer_driver::ExportTypes;
 use std::{sync::Arc, time::Duration};
 
 /// How far one stream may take over what another's cache holds, when its own has no room.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Adoption {
-    /// Never. Streams that must not be ordered with each other, such as those of collectives, need this.
+    /// Never. Streams that must not be ordered with each other, such as those of collectives, need this. What the host has
+    /// seen done goes to others through the driver before a request is refused, and at once where its stream is gone.
     Never,
     /// What the host has seen done. No stream waits for another.
     DoneOnly,
@@ -33,6 +34,30 @@ pub struct PoolConfig {
     /// Move free memory to where it is missing before taking more from the driver: the least memory, at the cost of
     /// about 40 µs for each handle moved.
     pub compact: bool,
+    /// Bytes that may lie idle in the pool: what is held and not in live blocks. When a slow path of any stream has served
+    /// its request, whole handles above that go back to the driver as far as their work is known to be done (`cuMemUnmap`,
+    /// `cuMemRelease`): nothing blocks, and no request that a stream's cache serves looks at it.
+    /// [`DevicePool::trim`](crate::DevicePool::trim) gives back as much, whatever it is told to keep, so a program without
+    /// slow paths can choose the moment. What was given back so and is taken again is kept on top of it until the next trim
+    /// that is asked for less than there is, so that a loop pays for it once.
+    ///
+    /// Devices that cannot map wait for the device when memory goes back, so there only a trim does it.
+    ///
+    /// `u64::MAX`, which keeps all, unless set.
+    pub release_threshold: u64,
+    /// Bytes taken from the driver and mapped when the pool is opened, at the driver's price of about 1 ms a GiB and more;
+    /// see [`DevicePool::warm`](crate::DevicePool::warm), which does the same later and says what may take them.
+    ///
+    /// At most the budget's limit and the release threshold; only on devices that can map, and not beside bypass. 0 unless
+    /// set.
+    pub warm_reserve: u64,
+    /// Bytes that may lie idle in the cache of one stream. When a slow path of any stream finds more there, free ranges
+    /// whose work is known to be done go to all streams, largest first: their next blocks there come from a slow path, which
+    /// makes no memory call. No driver call and no wait; no request that a stream's cache serves looks at it.
+    ///
+    /// Only on devices that can map: elsewhere other streams take whole segments, or nothing. `u64::MAX`, which is no cap,
+    /// unless set.
+    pub stream_cache: u64,
     /// For whom stable blocks are made, besides this process. Set before there is memory, since no memory can be made
     /// exportable later; all others of the pool's are not.
     pub export: ExportTypes,
@@ -56,6 +81,9 @@ impl Default for PoolConfig {
             wait: Duration::from_secs(10),
             handle_bytes: 0,
             compact: false,
+            release_threshold: u64::MAX,
+            warm_reserve: 0,
+            stream_cache: u64::MAX,
             export: ExportTypes::NONE,
             streams: aquifer_stream::DEFAULT_CAP,
             bypass: false,
@@ -71,5 +99,20 @@ impl PoolConfig {
     #[must_use]
     pub fn with_budget(budget: Budget) -> Self {
         Self { budget: Some(budget), ..Self::default() }
+    }
+
+    /// Refuses settings that contradict each other, the budget's limit, or what the device can.
+    pub(crate) fn check_retention(&self, limit: u64, maps: bool) -> Result<()> {
+        if (self.warm_reserve > 0 || self.stream_cache < u64::MAX) && !maps {
+            return Err(MemoryError::Unsupported { feature: "virtual memory management (cuMemMap)" });
+        }
+        let expected = match self.warm_reserve {
+            0 => return Ok(()),
+            _ if self.bypass => "0 beside bypass, where every block is an allocation of its own",
+            warm if warm > limit => "at most the limit of the budget",
+            warm if warm > self.release_threshold => "at most release_threshold",
+            _ => return Ok(()),
+        };
+        Err(MemoryError::BadSetting { name: "warm_reserve", value: self.warm_reserve.to_string(), expected })
     }
 }

@@ -41,6 +41,8 @@
 //! Keeping more than one freed block whole makes loops over several sizes quicker, and costs fit: see
 //! [`aquifer_heap`].
 
+pub(crate) mod vacancy;
+
 use crate::{
     Block, Request,
     block::{Asked, Extras, Freed, UntilFree},
@@ -141,8 +143,27 @@ static RETIRED: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
 pub(crate) struct AfterFree {
     /// An event that cannot be recorded later.
     fence: Option<(Arc<Timeline>, u64)>,
-    reports: Option<(Arc<Inner>, Ticket, Ticket)>,
+    reports: Option<Reports>,
     retired: Option<Retired>,
+}
+
+/// Events that somebody waits for, with their places. By the time they are told the shell may serve another stream.
+struct Reports {
+    pool: Arc<Inner>,
+    /// The stream's number.
+    stream: u32,
+    freed: Option<Ticket>,
+    completed: Option<Ticket>,
+}
+
+impl Reports {
+    fn tell(self, freed: &Freed) {
+        let Self { pool, stream, .. } = self;
+        let Freed { address, asked, .. } = *freed;
+        for (ticket, action) in [(self.freed, Action::Free), (self.completed, Action::Complete)] {
+            pool.report(ticket, action, stream, address, asked.bytes(), asked.tag());
+        }
+    }
 }
 
 /// A shell of a closed pool, which is told when a use of a pending block has ended.
@@ -178,11 +199,16 @@ impl Home {
                 })),
             }))
         });
-        home.state.with(|s| {
+        home.serve(pool, timeline, number);
+        home
+    }
+
+    /// Serves `timeline` from now on. Nobody knows the shell.
+    fn serve(&'static self, pool: Arc<Inner>, timeline: Arc<Timeline>, number: usize) {
+        self.state.with(|s| {
             s.attention = pool.is_recorded() || timeline.fences_at_once();
             s.serving = Some(Serving { pool, number, timeline, open: true });
         });
-        home
     }
 
     /// Runs `work` under the lock. Never a driver call in there.
@@ -248,9 +274,8 @@ impl Home {
             // A refusal leaves the range without a proof, so nobody else gets it before a later event covers it.
             let _ = timeline.fence_at_once(epoch);
         }
-        if let Some((pool, free, complete)) = after.reports {
-            self.report(&pool, free, Action::Free, &freed);
-            self.report(&pool, complete, Action::Complete, &freed);
+        if let Some(reports) = after.reports {
+            reports.tell(&freed);
         }
         if let Some(retired) = after.retired {
             self.finish(retired);
@@ -292,20 +317,15 @@ impl Home {
             s.account.pending_blocks += 1;
             s.pending.push(Pending { freed, bytes, generation, epoch, uses, until_free });
             let closed = s.serving.as_ref().filter(|serving| !serving.open);
-            (s.report_one(), closed.map(|serving| serving.pool.clone()))
+            (s.reports(true, false), closed.map(|serving| serving.pool.clone()))
         });
-        if let Some((pool, ticket)) = reports {
-            self.report(&pool, ticket, Action::Free, &freed);
+        if let Some(reports) = reports {
+            reports.tell(&freed);
         }
         if let Some(pool) = closed {
             // Nobody else looks at it again.
             self.close(&pool);
         }
-    }
-
-    fn report(&'static self, pool: &Inner, ticket: Ticket, action: Action, freed: &Freed) {
-        let Freed { address, asked, .. } = *freed;
-        pool.report(Some(ticket), action, self, address, asked.bytes(), asked.tag());
     }
 
     /// Puts pending blocks into the heap whose other uses are over. Answers with the bytes, and with the waits it had
@@ -385,12 +405,12 @@ impl Home {
         let reports = self.with(|s| {
             s.account.pending -= bytes;
             s.account.pending_blocks -= 1;
-            let reports = s.report_one();
+            let reports = s.reports(false, true);
             s.give_to_heap(freed, epoch);
             reports
         });
-        if let Some((pool, ticket)) = reports {
-            self.report(&pool, ticket, Action::Complete, &freed);
+        if let Some(reports) = reports {
+            reports.tell(&freed);
         }
     }
 
@@ -589,23 +609,20 @@ impl State {
     /// What a free has to do where something else depends on it. Boxed, since hardly any has.
     #[cold]
     fn after_free(&mut self, epoch: u64) -> Box<AfterFree> {
-        let reports = self.reports();
+        let reports = self.reports(true, true);
         let fence = self.timeline().filter(|t| t.fences_at_once()).map(|t| (t.clone(), epoch));
         Box::new(AfterFree { fence, reports, retired: self.retire_if_done() })
     }
 
-    /// Places in the order of events for a free and its completion, if anybody listens.
-    fn reports(&self) -> Option<(Arc<Inner>, Ticket, Ticket)> {
-        let pool = &self.serving.as_ref()?.pool;
-        let (free, complete) = (pool.ticket()?, pool.ticket()?);
-        Some((pool.clone(), free, complete))
-    }
-
-    /// A place for one event.
-    fn report_one(&self) -> Option<(Arc<Inner>, Ticket)> {
-        let pool = &self.serving.as_ref()?.pool;
-        let ticket = pool.ticket()?;
-        Some((pool.clone(), ticket))
+    /// Places in the order of events for a free, for its completion, or for both, if anybody listens.
+    fn reports(&self, freed: bool, completed: bool) -> Option<Reports> {
+        let Serving { pool, timeline, .. } = self.serving.as_ref()?;
+        if !pool.is_recorded() {
+            return None;
+        }
+        let ticket = |wanted: bool| if wanted { pool.ticket() } else { None };
+        let (freed, completed) = (ticket(freed), ticket(completed));
+        Some(Reports { pool: pool.clone(), stream: timeline.number(), freed, completed })
     }
 
     fn serves(&self, pool: &Arc<Inner>) -> bool {

@@ -20,9 +20,14 @@
 //! 2. an event behind every stream that has freed something, and a look which have passed;
 //! 3. new physical memory, free memory of other caches, memory still in use that the stream waits for *on the device*,
 //!    and handles from under free memory, in an order that depends on how much is left: see below;
-//! 4. [`Reclaim`] handlers, other pools among them;
-//! 5. the oldest work that keeps something from being free, waited for on the host up to a deadline;
-//! 6. [`OutOfMemory`](aquifer_core::OutOfMemory), which says what stood in the way and what to do.
+//! 4. free handles given back to the driver and new ones made, where what is free and what is left would do together and
+//!    are in each other's way;
+//! 5. [`Reclaim`] handlers, other pools among them;
+//! 6. the oldest work that keeps something from being free, waited for on the host up to a deadline;
+//! 7. [`OutOfMemory`](aquifer_core::OutOfMemory), which says what stood in the way and what to do.
+//!
+//! Stable and reserved memory comes from new handles only: what is free goes back to the driver for it, and then it takes
+//! steps 5 to 7 like any other.
 //!
 //! No lock is held over a driver call or a wait, so one thread's shortage never stops another's hot path.
 //!
@@ -52,6 +57,21 @@
 //!
 //! Lowest address first wins because what is free gathers at the high end, where whole handles come loose. The price is a
 //! slow path for nearly each block above 64 KiB while memory is short.
+//!
+//! # What is kept, and what goes back
+//!
+//! All of this happens on slow paths and in [`DevicePool::trim`], never where a stream's cache serves a request.
+//!
+//! | setting | bounds | what is above it |
+//! |---|---|---|
+//! | [`release_threshold`](PoolConfig::release_threshold) | what lies idle in the pool | goes back to the driver; what is missed afterwards is kept from then on, so a loop pays once |
+//! | [`warm_reserve`](PoolConfig::warm_reserve), [`DevicePool::warm`] | what is held, from below | – ; only pressure takes what is below |
+//! | [`stream_cache`](PoolConfig::stream_cache) | what lies idle in one stream's cache | belongs to all streams |
+//!
+//! What is free of a stream that nobody leases any more, or that has been retired, belongs to all streams as well, as soon
+//! as one of them has no room: before there is new memory, and though nobody is short. When its last block has come home
+//! and its work is known to be done, its cache serves another stream. So neither caches nor events add up with the streams
+//! that have lived.
 //!
 //! # What the environment can set
 //! `AQUIFER_TRACE=FILE` writes the life of every block of every pool, for `aquifer replay`; `AQUIFER_BYPASS=1` makes each
@@ -96,6 +116,7 @@ mod raw;
 mod request;
 mod reserved;
 mod resource;
+mod retention;
 mod stable;
 mod stream_ordered;
 

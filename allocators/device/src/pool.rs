@@ -7,10 +7,11 @@ use crate::{
     checked::{Checked, GiveWay, Under},
     direct::Direct,
     environment::Environment,
-    home::{Home, note},
+    home::{Home, note, vacancy::Vacant},
     leasing::Leasing,
     physical::{Physical, mapped::Mapped, plain::Plain},
     raw::Directory,
+    retention::Retention,
 };
 use aquifer_core::{
     Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, Tag,
@@ -23,7 +24,7 @@ use bytemuck::Pod;
 use std::{
     fmt,
     sync::{
-        Arc, Mutex, PoisonError, RwLock,
+        Arc, Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -89,7 +90,9 @@ pub(crate) struct Inner {
     /// What has addresses of its own.
     pub(crate) apart: Arc<Apart>,
     pub(crate) config: PoolConfig,
+    /// Its caches, also those that wait for another stream.
     homes: RwLock<Vec<&'static Home>>,
+    vacant: Mutex<Vec<Vacant>>,
     /// Where addresses are out.
     pub(crate) directory: Directory,
     /// Somebody wants to know whose each block is.
@@ -99,17 +102,20 @@ pub(crate) struct Inner {
     generations: AtomicU64,
     pub(crate) counters: Counters,
     pub(crate) leasing: Leasing,
+    pub(crate) retention: Retention,
     /// What blocks come from when each is to be an allocation of its own, without what is around it.
     bypass: Option<Direct>,
 }
 
 impl DevicePool {
-    /// Opens a pool on `device`. Reserves addresses where the device can map, and takes no memory.
+    /// Opens a pool on `device`. Reserves addresses where the device can map, and takes no memory but the
+    /// [warm reserve](PoolConfig::warm_reserve).
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a budget of nothing, a handle that is not a power of two, or a variable of the
-    /// environment, or for debugging that cannot be had beside bypass; [`MemoryError::Unsupported`] for an export that
-    /// the device cannot; the driver's.
+    /// [`MemoryError::BadSetting`] for a budget of nothing, a handle that is not a power of two, a reserve above the budget
+    /// or the release threshold, or a variable of the environment, or for debugging or a reserve that cannot be had beside
+    /// bypass; [`MemoryError::Unsupported`] for an export or a retention that the device cannot; those of
+    /// [`DevicePool::warm`]; the driver's.
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
         let environment = Environment::read()?;
         config.bypass |= environment.bypass;
@@ -136,7 +142,9 @@ impl DevicePool {
             let (name, value) = ("budget", "0".to_owned());
             return Err(MemoryError::BadSetting { name, value, expected: "a number of bytes above zero" });
         }
-        let physical = if info.virtual_memory && info.granularity > 0 {
+        let maps = info.virtual_memory && info.granularity > 0;
+        config.check_retention(budget.limit(), maps)?;
+        let physical = if maps {
             let slot = config.handle_bytes.max(1).div_ceil(info.granularity) * info.granularity;
             if !slot.is_power_of_two() {
                 let (name, value) = ("handle_bytes", config.handle_bytes.to_string());
@@ -167,6 +175,8 @@ impl DevicePool {
         let quick = direct.is_none() && !debug.is_on() && !observed && config.recorder.is_none();
         let sharing = matches!(physical, Physical::Mapped(_)) && config.adoption != Adoption::Never;
         let leasing = Leasing::new(sharing);
+        let retention = Retention::new(config.release_threshold, config.stream_cache);
+        let warm = config.warm_reserve;
         let inner = Arc::new(Inner {
             key: KEYS.fetch_add(1, Ordering::Relaxed),
             driver,
@@ -177,14 +187,17 @@ impl DevicePool {
             budget,
             config,
             homes: RwLock::default(),
+            vacant: Mutex::default(),
             directory: Directory::new(),
             observed,
             quick,
             generations: AtomicU64::new(1),
             counters: Counters::default(),
             leasing,
+            retention,
             bypass,
         });
+        inner.warm(warm)?;
         let detour = if debug.is_on() {
             let Inner { driver, streams, config, .. } = &*inner;
             let (driver, streams, recorder) = (driver.clone(), streams.clone(), config.recorder.clone());
@@ -324,7 +337,9 @@ impl DevicePool {
         DeviceBuffer::new_in(self, stream, len)
     }
 
-    /// Free memory back to the driver until no more than `keep` bytes are held, as far as that needs no waiting.
+    /// Free memory back to the driver until no more than `keep` bytes are held, or the
+    /// [release threshold](PoolConfig::release_threshold) if that is less, as far as that needs no waiting and leaves the
+    /// [warm reserve](DevicePool::warm).
     /// Answers with the bytes given back. With [debugging](crate::Debugging) it waits for blocks that are to be looked at.
     ///
     /// # Errors
@@ -399,7 +414,8 @@ impl crate::Reclaim for DevicePool {
     /// Gives back what is free here, for another pool under the same budget.
     fn reclaim(&self, bytes: u64) -> u64 {
         let keep = self.stats().physical.saturating_sub(bytes);
-        self.trim(keep).unwrap_or(0)
+        let given = self.trim(keep).unwrap_or(0);
+        given + self.inner().press(keep).unwrap_or(0)
     }
 }
 
@@ -423,7 +439,7 @@ impl Inner {
             Some(block) => Ok(block),
             None => {
                 let _site = site::enter();
-                self.allocate_after_leaving(home, &request, None)
+                self.allocate_slowly(home, &request, None)
             }
         }
     }
@@ -444,7 +460,7 @@ impl Inner {
             Some(block) => block,
             None => {
                 let _site = site::enter();
-                self.allocate_after_leaving(home, &request, Some(held))?
+                self.allocate_slowly(home, &request, Some(held))?
             }
         };
         let drawn = before.saturating_sub(remaining());
@@ -483,17 +499,26 @@ impl Inner {
         if expected != actual {
             return Err(MemoryError::WrongDevice { expected, actual });
         }
+        self.vacate();
         // Under the list's lock, so that two threads do not make two. No driver call in here.
         let mut homes = self.homes.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(home) = self.known_home(stream) {
             return Ok(home);
         }
-        // Caches leave the list when the pool closes, and none is made then: numbers are not given twice.
-        let home = Home::open(self.clone(), stream.timeline().clone(), homes.len());
-        self.directory.name(homes.len(), home);
+        let vacant = self.vacant().pop();
+        let home = vacant.map(|vacant| vacant.serve(self, stream.timeline())).unwrap_or_else(|| {
+            // Caches leave the list when the pool closes, and none is made then: numbers are not given twice.
+            let home = Home::open(self.clone(), stream.timeline().clone(), homes.len());
+            self.directory.name(homes.len(), home);
+            homes.push(home);
+            home
+        });
         stream.timeline().attach(self.key, home);
-        homes.push(home);
         Ok(home)
+    }
+
+    pub(crate) fn vacant(&self) -> MutexGuard<'_, Vec<Vacant>> {
+        self.vacant.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Every cache of the pool.
@@ -514,7 +539,10 @@ impl Inner {
             let generation = self.note_live(home, &place);
             block.extras_mut().generation = generation;
         }
-        self.report(ticket, Action::Allocate, home, place.address, request.size(), request.owner());
+        if ticket.is_some() {
+            let stream = home.timeline().number();
+            self.report(ticket, Action::Allocate, stream, place.address, request.size(), request.owner());
+        }
         block
     }
 
@@ -539,21 +567,14 @@ impl Inner {
         &self,
         ticket: Option<Ticket>,
         action: Action,
-        home: &'static Home,
+        stream: u32,
         address: u64,
         bytes: u64,
         tag: Tag,
     ) {
         if let (Some(ticket), Some(recorder)) = (ticket, &self.config.recorder) {
-            let event = recorder.event(
-                action,
-                Place::Device(self.info.device),
-                home.timeline().number(),
-                address,
-                bytes,
-                tag,
-            );
-            recorder.record(ticket, event);
+            let place = Place::Device(self.info.device);
+            recorder.record(ticket, recorder.event(action, place, stream, address, bytes, tag));
         }
     }
 
@@ -572,26 +593,6 @@ impl Inner {
             Physical::Plain(plain) => plain.held().now(),
         };
         cached + self.apart.held().now()
-    }
-
-    pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
-        let gone = self.apart.reap()?;
-        let keep = keep.saturating_sub(self.apart.held().now());
-        self.trim_caches(keep).map(|given| gone + given)
-    }
-
-    fn trim_caches(&self, keep: u64) -> Result<u64> {
-        let homes = self.homes();
-        self.look(&homes)?;
-        let given = match &self.physical {
-            Physical::Mapped(mapped) => mapped.trim(&homes, keep)?,
-            Physical::Plain(plain) => plain.trim(&homes, keep)?,
-        };
-        if given > 0 {
-            self.counters.reaped.fetch_add(given, Ordering::Relaxed);
-            self.report_pool(Action::Reap, given, Tag::NONE);
-        }
-        Ok(given)
     }
 
     pub(crate) fn stats(&self) -> PoolStats {
@@ -627,6 +628,10 @@ impl Inner {
 
     fn forget_home(&self, home: &'static Home, timeline: &Timeline) {
         timeline.detach(self.key);
+        self.unlist(home);
+    }
+
+    fn unlist(&self, home: &'static Home) {
         self.homes
             .write()
             .unwrap_or_else(PoisonError::into_inner)
@@ -636,10 +641,7 @@ impl Inner {
     /// What a retired cache held.
     pub(crate) fn take_home_back(&self, home: &'static Home, timeline: &Arc<Timeline>, heap: &Heap) {
         timeline.detach(self.key);
-        self.homes
-            .write()
-            .unwrap_or_else(PoisonError::into_inner)
-            .retain(|other| !std::ptr::eq(*other, home));
+        self.unlist(home);
         if let Physical::Mapped(mapped) = &self.physical {
             mapped.take_back(heap.free_extents().map(|e| e.range));
         }
@@ -668,6 +670,11 @@ impl Drop for Closer {
         }
         for home in self.inner.homes() {
             home.close(&self.inner);
+        }
+        let vacant = std::mem::take(&mut *self.inner.vacant());
+        for vacant in vacant {
+            self.inner.unlist(vacant.home);
+            vacant.retire();
         }
         self.inner.apart.reap_quietly();
         if let Some(recorder) = &self.inner.config.recorder {

@@ -156,7 +156,7 @@ impl<T: Pod> Reserved<T> {
         };
         self.span.restore(again);
         let total = missing.len() as u64 * step;
-        apart.committed(new, total - new);
+        apart.committed(new, total - new, self.block.tag());
         let (stream, generation) = (self.block.home().raw(), self.block.generation());
         for &slot in &missing {
             let address = self.span.address + slot * step;
@@ -227,7 +227,7 @@ impl<T: Pod> Reserved<T> {
         let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
         let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         let apart = &self.apart;
-        apart.count(|a| a.let_go(bytes, bytes));
+        apart.count(|a| a.let_go(bytes, bytes, self.block.tag()));
         for run in runs {
             apart.note(
                 self.block.generation(),

@@ -109,11 +109,10 @@ impl DevicePool {
     fn stable(&self, stream: &Stream, span: Arc<Span>, request: Request, imported: bool) -> StableBlock {
         let apart = self.inner().apart.clone();
         let (live, requested) = if imported { (0, 0) } else { (span.bytes, request.size()) };
-        apart.took_block(live, requested);
-        let asked = Some((requested, request.owner()));
+        apart.took_block(live, requested, request.owner());
         let number = stream.number();
         apart.report(Action::Allocate, number, span.address, requested, request.owner());
-        let mut block = self.apart_block(stream, &span, request.size(), request.owner(), asked);
+        let mut block = self.apart_block(stream, &span, request.size(), request.owner(), Some(requested));
         if imported {
             // It is others' memory in others' order: to a driver that checks, nobody gives it out here.
             block.extras_mut().generation = 0;
@@ -130,12 +129,13 @@ impl DevicePool {
         span: &Arc<Span>,
         requested: u64,
         tag: Tag,
-        asked: Option<(u64, Tag)>,
+        asked: Option<u64>,
     ) -> Block {
         let apart = self.inner().apart.clone();
+        apart.made(tag);
         let generation = apart.generation();
         let backed = Backed {
-            ledger: Arc::new(Owned { apart, span: span.clone(), asked }),
+            ledger: Arc::new(Owned { apart, span: span.clone(), asked, tag }),
             timeline: stream.timeline().clone(),
             streams: self.streams().clone(),
             bytes: span.bytes,

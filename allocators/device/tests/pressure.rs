@@ -80,10 +80,18 @@ fn streams_that_do_not_share_never_wait_for_each_other_and_never_take() {
         c.wait = Duration::ZERO;
     });
     let (s, u) = (rig.stream(), rig.stream());
-    drop(rig.pool.alloc(&s, Request::bytes(24 * MIB)).unwrap());
+    let mut a = rig.bytes(&s, 24 * MIB);
+    s.fill(&mut a, 1).unwrap();
+    drop(a);
     assert!(matches!(rig.pool.alloc(&u, Request::bytes(24 * MIB)), Err(MemoryError::OutOfMemory(_))));
-    assert_eq!(rig.sim.driver().calls().get(Call::StreamWaitEvent), 0);
     assert!(rig.pool.alloc(&s, Request::bytes(24 * MIB)).is_ok(), "its own it may have");
+    // What is done goes through the driver, before anybody is refused.
+    rig.sim.run_all();
+    let before = rig.sim.driver().calls().get(Call::HandleCreate);
+    assert!(rig.pool.alloc(&u, Request::bytes(24 * MIB)).is_ok());
+    assert!(rig.sim.driver().calls().get(Call::HandleCreate) > before);
+    assert_eq!((rig.pool.stats().adoptions, rig.sim.driver().calls().get(Call::StreamWaitEvent)), (0, 0));
+    rig.assert_silent();
 }
 
 #[test]
@@ -502,4 +510,129 @@ fn what_another_thread_is_giving_back_to_the_driver_is_waited_for_and_not_told_a
     });
     assert_eq!(rig.pool.stats().failures, 0);
     rig.assert_silent();
+}
+
+/// Sizes from a seed, the same each time.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, below: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % below
+    }
+}
+
+/// Whatever was allocated before, on how many streams, and in which handles it is held.
+#[test]
+fn with_nothing_live_whatever_the_budget_holds_can_be_had() {
+    for seed in 0..300 {
+        let mut random = Random(seed);
+        let plain = seed % 4 == 3;
+        let mut config = SimConfig::h200(1);
+        config.devices =
+            vec![if plain { DeviceConfig::without_virtual_memory() } else { DeviceConfig::h200() }];
+        // Handles of up to 64 MiB, or of 2 MiB only.
+        let vast = seed % 2 == 0 && !plain;
+        let sim = Sim::new(config).symbolic().capacity(1 << if vast { 42 } else { 34 });
+        let limit = if vast { 1 << 20 } else { 64 + 2 * random.below(200) };
+        let rig = Rig::on(sim, limit, |config| {
+            config.adoption = [Adoption::Wait, Adoption::DoneOnly, Adoption::Never][random.below(3) as usize];
+            config.wait = Duration::ZERO;
+        });
+        let streams: Vec<_> = (0..1 + random.below(4)).map(|_| rig.stream()).collect();
+        let stream = |random: &mut Random| &streams[random.below(streams.len() as u64) as usize];
+        for _ in 0..6 {
+            let mut live = Vec::new();
+            if vast {
+                // What large handles are made under.
+                rig.budget.set_limit(1 << 40);
+            }
+            for _ in 0..random.below(40) {
+                let scale = 10 + random.below(17);
+                let bytes = 1 + random.below(1 << scale);
+                live.extend(rig.pool.alloc(stream(&mut random), Request::bytes(bytes)).ok());
+                if random.below(3) == 0 && !live.is_empty() {
+                    drop(live.swap_remove(random.below(live.len() as u64) as usize));
+                }
+                // Leaves gaps between handles.
+                if random.below(4) == 0 {
+                    let held = rig.budget.used();
+                    rig.pool.trim(held - random.below(held + 1)).unwrap();
+                }
+            }
+            drop(live);
+            if vast {
+                rig.budget.set_limit((rig.budget.used() + (random.below(8) << 21)).max(2 * MIB));
+            }
+            let whole = rig.budget.limit() / (2 * MIB) * 2 * MIB;
+            // Without mappings a block may need the room of its alignment besides.
+            let most = if plain { whole - 2 * MIB } else { whole };
+            for bytes in [most, 1 + random.below(most), most] {
+                let answer = rig.pool.alloc(stream(&mut random), Request::bytes(bytes));
+                assert!(answer.is_ok(), "seed {seed}: {bytes} of {whole}: {}", answer.unwrap_err());
+            }
+        }
+        rig.assert_silent();
+    }
+}
+
+/// Three handles of 64 MiB with gaps of 16 MiB between them: every window over two of them and their gaps takes half of the
+/// third, which then cannot go where memory is missing.
+#[test]
+fn handles_that_lie_apart_and_in_each_others_way_are_given_back_before_anybody_is_refused() {
+    let rig = Rig::on(Sim::h200(1).symbolic().capacity(1 << 40), 1 << 20, |config| {
+        config.wait = Duration::ZERO;
+    });
+    let s = rig.stream();
+    let take = |mib: u64| rig.pool.alloc(&s, Request::bytes(mib * MIB)).unwrap();
+    let (a, gap, b, other, c) = (take(64), take(16), take(64), take(16), take(64));
+    drop((gap, other));
+    rig.pool.trim(0).unwrap();
+    drop((a, b, c));
+    rig.budget.set_limit(192 * MIB);
+    assert_eq!(rig.budget.used(), 192 * MIB);
+    assert_eq!(take(192).capacity(), 192 * MIB);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_request_that_would_not_fit_anyway_costs_nobody_the_cache() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 64, |config| config.wait = Duration::ZERO);
+    let s = rig.stream();
+    let _live = rig.pool.alloc(&s, Request::bytes(32 * MIB)).unwrap();
+    drop(rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
+    assert!(rig.pool.alloc(&s, Request::bytes(34 * MIB)).is_err());
+    let before = rig.sim.driver().calls().get(Call::HandleCreate);
+    drop(rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
+    assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), before);
+}
+
+/// Equal streams near the limit, each with room of its own that no single one of the others' is as large as.
+#[test]
+fn any_number_of_equal_streams_share_near_the_limit_without_moving_a_handle() {
+    for count in [2, 4, 8, 16] {
+        let rig = Rig::on(Sim::h200(1).symbolic(), count * 8, |_| ());
+        let streams: Vec<_> = (0..count).map(|_| rig.stream()).collect();
+        let mut live: Vec<_> = streams
+            .iter()
+            .map(|stream| {
+                (0..8).map(|_| rig.pool.alloc(stream, Request::bytes(MIB)).unwrap()).collect::<Vec<_>>()
+            })
+            .collect();
+        // Half of each: every other MiB, so that no handle is free.
+        live.iter_mut().for_each(|blocks| {
+            let mut nth = 0;
+            blocks.retain(|_| {
+                nth += 1;
+                nth % 2 == 0
+            });
+        });
+        // One takes what all have left.
+        let taken: Vec<_> =
+            (0..count * 4).map(|_| rig.pool.alloc(&streams[0], Request::bytes(MIB)).unwrap()).collect();
+        let stats = rig.pool.stats();
+        assert_eq!((stats.moves, stats.physical), (0, count * 8 * MIB), "{count} streams");
+        drop((taken, live));
+        rig.assert_silent();
+    }
 }

@@ -428,3 +428,97 @@ fn a_stream_or_a_block_of_another_device_is_refused() {
     let refused = unsafe { other.import(&t, &exported) }.unwrap_err();
     assert_eq!(refused, MemoryError::WrongDevice { expected: DeviceId(1), actual: DeviceId(0) });
 }
+
+/// Nobody can wait for a stream that captures; what others have freed is waited for all the same.
+#[test]
+fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_captures() {
+    for reserved in [false, true] {
+        for left in [false, true] {
+            let rig = Rig::on(Sim::h200(1).symbolic().seeded(7), 16, |_| ());
+            let (s, u) = (rig.stream(), rig.stream());
+            let write = |stream: &Stream, block: &aquifer_device::Block| {
+                let range = support::range(block);
+                rig.sim.access(stream.raw(), range, Access::Write, Some(block.generation())).unwrap();
+            };
+            // Of the stream that captures: a block of the caches, or one that has left.
+            let theirs = if left {
+                rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap().into_block()
+            } else {
+                rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap()
+            };
+            let ours = rig.pool.alloc(&u, Request::bytes(12 * MIB)).unwrap();
+            write(&s, &theirs);
+            write(&u, &ours);
+            rig.sim.begin_capture(s.raw(), aquifer_driver::CaptureMode::Relaxed).unwrap();
+            drop((theirs, ours));
+            if reserved {
+                let mut room = rig.pool.reserve::<u8>(&u, 12 << 20).unwrap();
+                room.commit_to(12 << 20).unwrap();
+            } else {
+                rig.pool.alloc_stable(&u, Request::bytes(12 * MIB)).unwrap();
+            }
+            // And what cannot be waited for is told as no room.
+            let refused = rig.pool.alloc_stable(&u, Request::bytes(16 * MIB)).map(drop);
+            assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "{refused:?}");
+            rig.sim.end_capture(s.raw()).unwrap();
+            rig.assert_silent();
+        }
+    }
+}
+
+#[test]
+fn what_has_left_is_waited_for_in_the_one_run_of_the_chain_and_behind_handlers() {
+    #[derive(Debug, Default)]
+    struct Asked(std::sync::atomic::AtomicU64);
+    impl aquifer_device::Reclaim for Asked {
+        fn reclaim(&self, _bytes: u64) -> u64 {
+            self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            0
+        }
+    }
+    for mapping in [true, false] {
+        let asked = Arc::new(Asked::default());
+        let mut config = SimConfig::h200(1);
+        config.devices =
+            vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
+        let rig = Rig::on(Sim::new(config).seeded(1), 32, |config| config.reclaim.push(asked.clone()));
+        let s = rig.stream();
+        let mut block = rig.pool.alloc_stable(&s, Request::bytes(24 * MIB)).unwrap();
+        fill(&s, &mut block, 1);
+        drop(block);
+        rig.pool.alloc(&s, Request::bytes(20 * MIB)).unwrap();
+        let times = asked.0.load(std::sync::atomic::Ordering::Relaxed);
+        assert!(times <= 1, "the chain ran more than once");
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_refusal_names_who_holds_stable_and_reserved_memory_beside_blocks() {
+    let rig = Rig::on(Sim::h200(1), 64, |config| config.wait = Duration::ZERO);
+    let s = rig.stream();
+    let (net, cache) = (aquifer_core::Tag::named("network"), aquifer_core::Tag::named("kv-cache"));
+    let stable = rig.pool.alloc_stable(&s, Request::bytes(30 * MIB).tag(net)).unwrap();
+    let _block = rig.pool.alloc(&s, Request::bytes(4 * MIB).tag(net)).unwrap();
+    let mut room = aquifer_core::tagged(cache, || rig.pool.reserve::<u8>(&s, 64 << 20)).unwrap();
+    room.commit_to(20 << 20).unwrap();
+    let holders = |refused: Result<(), MemoryError>| {
+        let Err(MemoryError::OutOfMemory(refused)) = refused else { panic!("{refused:?}") };
+        let told = refused.to_string();
+        assert!(told.contains("holder      34.00 MiB in 2 blocks: \"network\""), "{told}");
+        refused.holders.iter().map(|h| (h.tag, h.bytes, h.blocks)).collect::<Vec<_>>()
+    };
+    let expected = [(net, 34 * MIB, 2), (cache, 20 * MIB, 1)];
+    assert_eq!(holders(rig.pool.alloc(&s, Request::bytes(20 * MIB)).map(drop)), expected);
+    assert_eq!(holders(rig.pool.alloc_stable(&s, Request::bytes(20 * MIB)).map(drop)), expected);
+    assert_eq!(holders(room.commit_to(40 << 20)), expected);
+    room.decommit(0..10 << 20).unwrap();
+    drop(stable);
+    s.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    let refused = rig.pool.alloc(&s, Request::bytes(60 * MIB)).map(drop).unwrap_err();
+    let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused:?}") };
+    let left: Vec<_> = refused.holders.iter().map(|h| (h.tag, h.bytes, h.blocks)).collect();
+    assert_eq!(left, [(cache, 10 * MIB, 1), (net, 4 * MIB, 1)]);
+    drop(room);
+}

@@ -2,7 +2,8 @@
 //!
 //! While memory is ample streams keep what they free in caches of their own, apart from each other. When it gets short,
 //! what is free in all of them is brought here, where neighbours join whoever freed them, so that a block fits that no
-//! single cache has room for. Each range remembers which stream used it last and up to which epoch; where two join, what
+//! single cache has room for. What streams leave that nobody leases any more comes here at all times, and so does what is mapped
+//! ahead of the need. Each range remembers which stream used it last and up to which epoch; where two join, what
 //! either waited for is remembered of both.
 
 use aquifer_heap::Range;
@@ -53,6 +54,13 @@ impl Commons {
     /// The ranges, by address.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Range, &Past)> {
         self.ranges.iter().map(|(&start, (len, past))| (Range { start, len: *len }, past))
+    }
+
+    /// Lets go of what is known to be done of all pasts, and so of streams that nobody else knows any more.
+    pub(crate) fn forget_done(&mut self) {
+        for (_, past) in self.ranges.values_mut() {
+            past.retain(|(timeline, epoch)| !timeline.is_done(*epoch));
+        }
     }
 
     /// Whether an address is in it.

@@ -28,6 +28,7 @@ mod mapping;
 mod offers;
 mod release;
 mod stock;
+mod warm;
 
 use super::{
     commons::{Commons, is_done_but_for},

@@ -12,6 +12,7 @@ use crate::{Request, home::Home};
 use aquifer_core::{Budget, Charge, DeviceId, MemoryError, Result};
 use aquifer_driver::Driver;
 use aquifer_heap::Range;
+use aquifer_stream::Timeline;
 use std::{
     collections::BTreeMap,
     fmt,
@@ -52,14 +53,15 @@ impl Plain {
     }
 
     /// A free segment in another cache than `home`'s that holds the request, the smallest: whole, or its pieces would be
-    /// scattered over caches and never go back. Takes it out; answers with whose it was and its stamp.
+    /// scattered over caches and never go back. Takes it out; answers with whose it was, who
+    /// stays its cache's as long as it is held, and its stamp.
     fn take_over(
         &self,
         home: &'static Home,
         givers: &[&'static Home],
         request: &Request,
         reach: Reach,
-    ) -> Option<(Range, &'static Home, u64)> {
+    ) -> Option<(Range, &'static Home, Arc<Timeline>, u64)> {
         // Read before any cache is locked: the table's lock may sleep.
         let lengths: BTreeMap<u64, u64> =
             self.segments().iter().map(|(&at, segment)| (at, segment.bytes)).collect();
@@ -82,8 +84,8 @@ impl Plain {
         }
         let (_, range, giver) = best?;
         // Another thread of that stream may have been faster.
-        let stamp = giver.with(|s| s.heap.remove(range)).ok()?;
-        Some((range, giver, stamp))
+        let (timeline, stamp) = giver.with(|s| Some((s.timeline()?.clone(), s.heap.remove(range).ok()?)))?;
+        Some((range, giver, timeline, stamp))
     }
 
     /// Gives the cache of `home` a free segment of another, for which it waits on the device if it has to, and allocates
@@ -96,11 +98,11 @@ impl Plain {
         reach: Reach,
         effort: &mut Effort<'_>,
     ) -> Result<Option<aquifer_heap::Block>> {
-        let Some((range, giver, stamp)) = self.take_over(home, givers, request, reach) else {
+        let Some((range, giver, timeline, stamp)) = self.take_over(home, givers, request, reach) else {
             return Ok(None);
         };
         let taker = home.timeline();
-        match taker.wait_for(&giver.timeline(), stamp) {
+        match taker.wait_for(&timeline, stamp) {
             Ok(waited) => effort.waits += u64::from(waited),
             Err(error) => {
                 giver.with(|s| s.add_segment(range, stamp));
@@ -115,6 +117,48 @@ impl Plain {
         }))
     }
 
+    /// Gives the cache of `home` all free segments of the caches `from` whose work is known to be done. The bytes.
+    pub(crate) fn inherit(&self, home: &'static Home, from: &[&'static Home]) -> u64 {
+        let lengths: BTreeMap<u64, u64> =
+            self.segments().iter().map(|(&at, segment)| (at, segment.bytes)).collect();
+        let mut inherited = 0;
+        for &giver in from {
+            let taken: Vec<Range> = giver.with(|s| {
+                let Some(timeline) = s.timeline().cloned() else { return Vec::new() };
+                let whole = |range: &Range| lengths.get(&range.start) == Some(&range.len);
+                let free = s.heap.free_extents().filter(|e| timeline.is_done(e.stamp)).map(|e| e.range);
+                let free: Vec<_> = free.filter(whole).collect();
+                free.into_iter().filter(|&range| s.heap.remove(range).is_ok()).collect()
+            });
+            inherited += taken.iter().map(|range| range.len).sum::<u64>();
+            home.with(|s| {
+                let epoch = s.timeline().map_or(0, |t| t.open());
+                taken.into_iter().for_each(|range| s.add_segment(range, epoch));
+            });
+        }
+        inherited
+    }
+
+    /// Bytes of segments that a trim could give back now.
+    pub(crate) fn idle(&self, givers: &[&'static Home]) -> u64 {
+        let segments: Vec<Range> =
+            self.segments().iter().map(|(&at, segment)| Range::new(at, segment.bytes)).collect();
+        let in_cache = |home: &&'static Home| -> u64 {
+            home.with(|s| {
+                let Some(timeline) = s.timeline() else { return 0 };
+                let done = s.heap.free_extents().filter(|e| timeline.is_done(e.stamp));
+                let whole = |e: &Range| segments.iter().filter(|s| e.covers(s)).map(|s| s.len).sum::<u64>();
+                done.map(|e| whole(&e.range)).sum()
+            })
+        };
+        givers.iter().map(in_cache).sum()
+    }
+
+    /// Bytes of a segment that holds any block of this request.
+    pub(crate) fn whole(request: &Request) -> u64 {
+        (request.size() + request.alignment()).div_ceil(GRAIN) * GRAIN
+    }
+
     /// Takes a segment that `request` fits in, gives it to the cache of `home` and allocates from it. `None` if neither
     /// a large nor an exact one can be had.
     pub(crate) fn place(
@@ -123,7 +167,7 @@ impl Plain {
         request: &Request,
         effort: &mut Effort<'_>,
     ) -> Result<Option<aquifer_heap::Block>> {
-        let exact = (request.size() + request.alignment()).div_ceil(GRAIN) * GRAIN;
+        let exact = Self::whole(request);
         let funds = Funds { budget: &self.budget, reserved: effort.reserved };
         for bytes in [exact.max(SEGMENT), exact] {
             let charge = match funds.charge(bytes) {
@@ -174,10 +218,11 @@ impl Plain {
                     if !timeline.is_done(free.stamp) {
                         return None;
                     }
-                    s.heap.remove(usable).ok().map(|stamp| (home, stamp))
+                    s.heap.remove(usable).ok().map(|stamp| (home, timeline, stamp))
                 })
             });
-            let Some((home, stamp)) = taken else { continue };
+            // While its stream is held, the cache serves no other.
+            let Some((home, _timeline, stamp)) = taken else { continue };
             if let Err(error) = self.free(address) {
                 home.with(|s| s.add_segment(usable, stamp));
                 return Err(error);

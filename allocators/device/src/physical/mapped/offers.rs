@@ -3,7 +3,7 @@
 
 use super::{Mapped, Reach, intersection};
 use crate::{
-    home::Home,
+    home::{Home, State},
     physical::{
         commons::{Past, is_done, is_done_but_for},
         slots::Mapping,
@@ -11,7 +11,7 @@ use crate::{
 };
 use aquifer_heap::Range;
 use aquifer_stream::Timeline;
-use std::sync::Arc;
+use std::{cmp::Reverse, sync::Arc};
 
 /// Who has a free range.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -158,6 +158,50 @@ impl Mapped {
                 commons.add(range, vec![(timeline.clone(), stamp)]);
             }
         }
+    }
+
+    /// Brings what is free and known to be done in the caches of `givers` to the commons as far as it is more than `cap`
+    /// bytes in one of them: of the longest ranges the high ends. Answers with how often memory was taken in hand.
+    pub(crate) fn cap(&self, givers: &[&'static Home], cap: u64) -> u64 {
+        let mut transits = 0;
+        for &giver in givers {
+            let over = |s: &State| s.heap.free_bytes().saturating_sub(cap);
+            if giver.with(|s| over(s)) == 0 {
+                continue;
+            }
+            let _transit = self.transit();
+            transits += 1;
+            let (taken, timeline) = giver.with(|s| {
+                let timeline = s.timeline().cloned();
+                let done = |stamp| timeline.as_ref().is_some_and(|timeline| timeline.is_done(stamp));
+                let mut free: Vec<_> = s.heap.free_extents().filter(|extent| done(extent.stamp)).collect();
+                free.sort_unstable_by_key(|extent| Reverse(extent.range.len));
+                let mut taken = Vec::new();
+                for Range { start, len } in free.into_iter().map(|extent| extent.range) {
+                    let over = over(s);
+                    if over == 0 {
+                        break;
+                    }
+                    // By the slot: others take whole ones first.
+                    let from = start + len.saturating_sub(over);
+                    let from = (from - (from - self.base) % self.slot).max(start);
+                    let range = Range { start: from, len: start + len - from };
+                    taken.extend(s.heap.remove(range).ok().map(|stamp| (range, stamp)));
+                }
+                (taken, timeline)
+            });
+            let Some(timeline) = timeline else { continue };
+            let mut commons = self.commons();
+            for (range, stamp) in taken {
+                commons.add(range, vec![(timeline.clone(), stamp)]);
+            }
+        }
+        transits
+    }
+
+    /// Lets the commons forget what is known to be done.
+    pub(crate) fn forget_done(&self) {
+        self.commons().forget_done();
     }
 
     /// Takes the part of an offer that lies in `within`. `None` if another thread was faster.

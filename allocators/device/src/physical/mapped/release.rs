@@ -69,6 +69,18 @@ impl Mapped {
         Ok(before.saturating_sub(self.held.now()))
     }
 
+    /// Bytes of handles that a trim could give back now.
+    pub(crate) fn idle(&self, givers: &[&'static Home]) -> u64 {
+        let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
+        let candidates = self.candidates(&self.offers(givers, None, Reach::Done));
+        spare + candidates.iter().filter(|c| !c.busy).map(|c| c.count * self.slot).sum::<u64>()
+    }
+
+    /// Bytes of handles that make room for any block of `bytes` where nothing is mapped.
+    pub(crate) fn whole(&self, bytes: u64) -> u64 {
+        bytes.next_multiple_of(self.slot)
+    }
+
     /// What a retired cache held. All of its stream's work has been waited for.
     pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>) {
         let whole: Vec<Range> = {

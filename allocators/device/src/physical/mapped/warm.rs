@@ -1,0 +1,66 @@
+//! Memory that is mapped ahead of the need.
+
+use super::{Attempt, Claim, Effort, Grain, Mapped, Reach, Stock};
+use crate::physical::window;
+use aquifer_core::{MemoryError, Result};
+use aquifer_heap::Range;
+
+/// New memory and nobody else's.
+const NEW: Attempt = Attempt { reach: Reach::Done, grain: Grain::Slots, grow: true, steal: false };
+
+impl Mapped {
+    /// Takes memory from the driver until `bytes` are held, rounded up to slots, and brings it to the commons. Answers with
+    /// the bytes taken. If that fails as much is held as before.
+    pub(crate) fn warm(&self, bytes: u64) -> Result<u64> {
+        let need = bytes.saturating_sub(self.held.now()).div_ceil(self.slot) * self.slot;
+        if need == 0 {
+            return Ok(0);
+        }
+        let claim = {
+            let mut slots = self.slots();
+            let window =
+                window::best(std::iter::empty(), slots.free_runs(), self.base, self.slot, need, self.slot);
+            let window = window.ok_or(MemoryError::TooLarge { requested: bytes, limit: self.bytes })?;
+            for &(first, count) in &window.missing {
+                slots.claim(first, count);
+            }
+            Claim { window, taken: Vec::new(), largest: self.largest_handle(0), _transit: self.transit() }
+        };
+        let (mut stock, mut effort) = (Stock::default(), Effort::default());
+        let backed = self.gather(&[], &claim, NEW, &mut stock, &mut effort);
+        let backed = backed.and_then(|enough| {
+            if enough {
+                self.map_all(&mut stock)?;
+            }
+            Ok(enough)
+        });
+        match backed {
+            Ok(true) => {
+                self.put_aside(stock);
+                let mut commons = self.commons();
+                for &(first, count) in &claim.window.missing {
+                    commons.add(self.range(first, count), Vec::new());
+                }
+                Ok(effort.grown)
+            }
+            Ok(false) => {
+                stock.forget_fresh();
+                self.put_aside(stock);
+                let Range { len, .. } = claim.window.block;
+                self.unclaim(claim);
+                Err(match effort.refused {
+                    Some(refused) => refused.into_error(self.device),
+                    None => MemoryError::TooLarge { requested: len, limit: self.bytes },
+                })
+            }
+            Err(error) => {
+                stock.forget_fresh();
+                let stuck = std::mem::take(&mut stock.stuck);
+                self.put_aside(stock);
+                self.unclaim_but(claim, &stuck);
+                self.zombify_mappings(stuck);
+                Err(error)
+            }
+        }
+    }
+}

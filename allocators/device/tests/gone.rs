@@ -1,0 +1,249 @@
+//! Streams that are gone: what they had is the others' without anybody being short, and nothing of them adds up.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![allow(unsafe_code, reason = "adopts streams and ends their handles")]
+
+mod support;
+
+use aquifer_core::{Action, Recorder, event::RingSink};
+use aquifer_device::{Adoption, Block, Request};
+use aquifer_driver::{
+    Access, Call, DeviceId, RawStream,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_stream::{Lease, Life, Stream};
+use std::{sync::Arc, thread, time::Duration};
+use support::{MIB, Rig, range};
+
+fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
+    rig.pool.alloc(stream, Request::bytes(mib * MIB)).unwrap()
+}
+
+fn write(rig: &Rig, stream: &Stream, block: &Block) {
+    rig.sim.access(stream.raw(), range(block), Access::Write, Some(block.generation())).unwrap();
+}
+
+fn adopt(rig: &Rig, life: Life) -> (Stream, RawStream) {
+    let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
+    // SAFETY: 1. a stream of this driver. 2. the tests keep what `life` says.
+    (unsafe { rig.pool.streams().adopt(raw, life) }.unwrap(), raw)
+}
+
+fn destroy(rig: &Rig, raw: RawStream) {
+    // SAFETY: 1. the test's own, which nobody calls for from here on.
+    unsafe { rig.sim.driver().stream_destroy(raw) }.unwrap();
+}
+
+/// How many caches the pool has, of streams that live and that do not.
+fn caches(rig: &Rig) -> usize {
+    let told = rig.pool.alloc(&rig.stream(), Request::bytes(1 << 45)).unwrap_err();
+    let aquifer_core::MemoryError::OutOfMemory(told) = told else { panic!("{told:?}") };
+    told.stranded.len()
+}
+
+#[test]
+fn what_a_stream_that_is_gone_had_serves_the_others_before_there_is_new_memory() {
+    for retired in [true, false] {
+        for adoption in [Adoption::Wait, Adoption::Never] {
+            let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |config| config.adoption = adoption);
+            let u = rig.stream();
+            let first = take(&rig, &u, 1);
+            let gone = if retired {
+                let (s, raw) = adopt(&rig, Life::Retired);
+                let blocks: Vec<_> = (0..8).map(|_| take(&rig, &s, 4)).collect();
+                blocks.iter().for_each(|block| write(&rig, &s, block));
+                drop(blocks);
+                s.retire().unwrap();
+                destroy(&rig, raw);
+                32
+            } else {
+                let s = rig.stream();
+                let blocks: Vec<_> = (0..8).map(|_| take(&rig, &s, 4)).collect();
+                drop(s);
+                drop(blocks);
+                32
+            };
+            let held = rig.pool.stats().physical;
+            let before = rig.sim.driver().calls().get(Call::HandleCreate);
+            let blocks: Vec<_> = (0..gone / 4).map(|_| take(&rig, &u, 4)).collect();
+            assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), before, "{retired}, {adoption:?}");
+            assert_eq!(rig.pool.stats().physical, held);
+            blocks.iter().for_each(|block| write(&rig, &u, block));
+            drop((first, blocks));
+            rig.assert_silent();
+        }
+    }
+}
+
+#[test]
+fn what_comes_home_after_its_stream_is_gone_serves_the_others_too() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
+    let (u, (s, raw)) = (rig.stream(), adopt(&rig, Life::Retired));
+    let blocks: Vec<_> = (0..4).map(|_| take(&rig, &s, 4)).collect();
+    s.retire().unwrap();
+    destroy(&rig, raw);
+    let mut live = vec![take(&rig, &u, 4)];
+    assert_eq!(rig.pool.stats().physical, 20 * MIB);
+    drop(blocks);
+    live.extend((0..4).map(|_| take(&rig, &u, 4)));
+    assert_eq!(rig.pool.stats().physical, 20 * MIB);
+    live.iter().for_each(|block| write(&rig, &u, block));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_device_that_cannot_map_hands_segments_on_when_their_stream_is_gone() {
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    let rig = Rig::on(Sim::new(config).symbolic(), 1024, |_| ());
+    let (u, (s, raw)) = (rig.stream(), adopt(&rig, Life::Retired));
+    drop([take(&rig, &s, 40), take(&rig, &s, 40)]);
+    s.retire().unwrap();
+    destroy(&rig, raw);
+    let held = rig.pool.stats().physical;
+    let blocks = [take(&rig, &u, 40), take(&rig, &u, 40)];
+    assert_eq!(rig.pool.stats().physical, held);
+    blocks.iter().for_each(|block| write(&rig, &u, block));
+    rig.assert_silent();
+}
+
+#[test]
+fn work_of_a_stream_that_is_gone_is_done_before_its_memory_is_anybody_elses() {
+    for adoption in [Adoption::Wait, Adoption::DoneOnly] {
+        let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 64, |config| {
+            (config.adoption, config.wait) = (adoption, Duration::ZERO);
+        });
+        let (s, u) = (rig.stream(), rig.stream());
+        let block = take(&rig, &s, 40);
+        write(&rig, &s, &block);
+        drop((block, s));
+        match rig.pool.alloc(&u, Request::bytes(60 * MIB)) {
+            Ok(block) => {
+                assert_eq!(adoption, Adoption::Wait);
+                write(&rig, &u, &block);
+                while rig.sim.step(u.raw()) {}
+                assert!(rig.sim.pending(u.raw()) > 0, "what the stream had queued has not run");
+            }
+            Err(_) => assert_eq!(adoption, Adoption::DoneOnly),
+        }
+        rig.sim.run_all();
+        write(&rig, &u, &take(&rig, &u, 60));
+        rig.assert_silent();
+    }
+}
+
+/// Ten thousand streams of a kind live after each other. What is left in the end, and was there at most.
+fn ten_thousand(rig: &Rig, mut live: impl FnMut(u64)) {
+    let (mut events, mut streams, mut physical) = (0, 0, 0);
+    for nth in 0..10_000 {
+        live(nth);
+        let outstanding = rig.sim.outstanding();
+        (events, streams) = (outstanding.events.max(events), outstanding.streams.max(streams));
+        physical = physical.max(rig.pool.stats().physical);
+    }
+    assert!(events <= 24 && streams <= 8, "{events} events and {streams} streams at once");
+    assert!(physical <= 32 * MIB, "{physical} bytes at once");
+    let stats = rig.pool.stats();
+    assert_eq!((stats.live, stats.allocations, stats.frees), (0, 20_000, 20_000), "nothing is uncounted");
+    assert!(stats.peak_live <= 32 * MIB, "{}", stats.peak_live);
+    assert!(caches(rig) <= 4, "{} caches", caches(rig));
+    rig.assert_silent();
+}
+
+#[test]
+fn ten_thousand_streams_that_come_and_go_leave_no_more_than_a_few_do() {
+    for mapping in [true, false] {
+        for life in [Life::Retired, Life::Fenced] {
+            let mut config = SimConfig::h200(1);
+            config.devices =
+                vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
+            let rig = Rig::on(Sim::new(config).symbolic(), 4096, |_| ());
+            ten_thousand(&rig, |nth| {
+                let (s, raw) = adopt(&rig, life.clone());
+                let blocks = [1, 2].map(|part| {
+                    let bytes = (1 + nth * 7919 % 3000) * 1024 / part;
+                    rig.pool.alloc(&s, Request::bytes(bytes)).unwrap()
+                });
+                blocks.iter().for_each(|block| write(&rig, &s, block));
+                drop(blocks);
+                if matches!(life, Life::Retired) {
+                    s.retire().unwrap();
+                }
+                destroy(&rig, raw);
+            });
+        }
+    }
+}
+
+#[test]
+fn ten_thousand_leases_of_changing_kinds_leave_no_more_than_a_few_do() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 4096, |config| config.streams = 2);
+    ten_thousand(&rig, |nth| {
+        // At the cap, so that a stream of another kind gives way.
+        let kind = Lease::default().priority(-(nth as i32 % 3));
+        let s = rig.pool.streams().lease_as(kind).unwrap();
+        let blocks = [take(&rig, &s, 3), take(&rig, &s, 1)];
+        blocks.iter().for_each(|block| write(&rig, &s, block));
+    });
+}
+
+#[test]
+fn threads_that_come_and_go_with_their_default_streams_leave_no_caches() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
+    for _ in 0..200 {
+        thread::scope(|scope| {
+            scope.spawn(|| {
+                let own = rig.pool.streams().thread_default().unwrap();
+                let block = take(&rig, &own, 4);
+                write(&rig, &own, &block);
+            });
+        });
+    }
+    assert!(caches(&rig) <= 4, "{} caches", caches(&rig));
+    assert!(rig.pool.stats().physical <= 16 * MIB);
+    rig.assert_silent();
+}
+
+#[test]
+fn streams_come_and_go_on_several_threads_while_others_take_what_they_leave() {
+    for seed in 0..4 {
+        let ring = Arc::new(RingSink::new(1 << 16));
+        let rig = Rig::on(Sim::h200(1).symbolic().seeded(seed), 256, |config| {
+            config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
+        });
+        thread::scope(|scope| {
+            for id in 0..4u64 {
+                let rig = &rig;
+                scope.spawn(move || {
+                    let mut late = Vec::new();
+                    for nth in 0..100 {
+                        let (s, raw) = adopt(rig, Life::Retired);
+                        let mut blocks: Vec<_> = (0..4).map(|n| take(rig, &s, 1 + (id + n) % 4)).collect();
+                        blocks.iter().for_each(|block| write(rig, &s, block));
+                        if nth % 3 == 0 {
+                            // Comes home when its stream is long gone.
+                            late.extend(blocks.pop());
+                        }
+                        drop(blocks);
+                        s.retire().unwrap();
+                        destroy(rig, raw);
+                        if late.len() > 4 {
+                            late.clear();
+                        }
+                    }
+                });
+            }
+        });
+        rig.pool.trim(0).unwrap();
+        let stats = rig.pool.stats();
+        assert_eq!((stats.live, stats.cached, stats.pending, stats.physical), (0, 0, 0, 0));
+        assert_eq!((stats.allocations, stats.frees), (1600, 1600));
+        rig.assert_silent();
+        let events = ring.take();
+        let count = |action| events.iter().filter(|event| event.action == action).count();
+        assert_eq!((count(Action::Allocate), count(Action::Free)), (1600, 1600));
+        let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
+        drop(rig);
+        assert_eq!(budget.used(), 0);
+        assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
+    }
+}

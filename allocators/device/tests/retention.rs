@@ -1,0 +1,325 @@
+//! What a pool keeps of what lies idle, and what it never gives back: the release threshold, the warm reserve, and the cap
+//! on each stream's cache.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer_core::{Budget, MemoryError};
+use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Reclaim, Request};
+use aquifer_driver::{
+    Access, Call, DeviceId,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_stream::Stream;
+use std::{sync::Arc, time::Duration};
+use support::{MIB, Rig, range};
+
+/// Calls that have to do with memory. Those for events are not among them.
+const MEMORY: [Call; 6] =
+    [Call::HandleCreate, Call::HandleRelease, Call::Map, Call::Unmap, Call::SetAccess, Call::MemAlloc];
+
+fn memory_calls(rig: &Rig) -> u64 {
+    MEMORY.iter().map(|&call| rig.sim.driver().calls().get(call)).sum()
+}
+
+fn rig(limit_mib: u64, set: impl FnOnce(&mut PoolConfig)) -> Rig {
+    Rig::on(Sim::h200(1).symbolic(), limit_mib, set)
+}
+
+fn take(rig: &Rig, stream: &Stream, mib: u64) -> Block {
+    rig.pool.alloc(stream, Request::bytes(mib * MIB)).unwrap()
+}
+
+/// Blocks of 4 MiB, all live at once, and then none.
+fn fill(rig: &Rig, stream: &Stream, blocks: u64) {
+    let held: Vec<_> = (0..blocks).map(|_| take(rig, stream, 4)).collect();
+    drop(held);
+}
+
+#[test]
+fn what_lies_idle_above_the_threshold_goes_at_the_next_slow_path_and_all_is_kept_without_one() {
+    for (threshold, held) in [(u64::MAX, 44), (40 * MIB, 44), (39 * MIB, 42), (16 * MIB, 20), (0, 4)] {
+        let rig = rig(1024, |config| config.release_threshold = threshold);
+        let (s, u) = (rig.stream(), rig.stream());
+        fill(&rig, &s, 10);
+        assert_eq!(rig.pool.stats().physical, 40 * MIB, "a free gives nothing back");
+        let unmaps = rig.sim.driver().calls().get(Call::Unmap);
+        drop(take(&rig, &s, 4));
+        assert_eq!(rig.sim.driver().calls().get(Call::Unmap), unmaps, "nor does what a cache serves");
+        let _live = take(&rig, &u, 4);
+        assert_eq!(rig.pool.stats().physical, held * MIB, "of {threshold}");
+        assert_eq!(rig.budget.used(), held * MIB);
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_trim_holds_the_threshold_whatever_it_is_told_to_keep() {
+    let rig = rig(1024, |config| config.release_threshold = 8 * MIB);
+    let s = rig.stream();
+    let _live = take(&rig, &s, 4);
+    fill(&rig, &s, 10);
+    assert_eq!(rig.pool.trim(u64::MAX), Ok(32 * MIB));
+    assert_eq!(rig.pool.stats().physical, 12 * MIB);
+    assert_eq!(rig.pool.trim(u64::MAX), Ok(0));
+    assert_eq!(rig.pool.trim(0), Ok(8 * MIB));
+}
+
+#[test]
+fn nothing_above_the_threshold_goes_before_its_work_is_done() {
+    let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 1024, |config| {
+        (config.release_threshold, config.adoption) = (0, Adoption::DoneOnly);
+    });
+    let (s, u) = (rig.stream(), rig.stream());
+    let block = take(&rig, &s, 32);
+    rig.sim.access(s.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+    drop(block);
+    let live = [take(&rig, &u, 4)];
+    assert_eq!(rig.pool.stats().physical, 36 * MIB);
+    rig.sim.run_all();
+    let more = take(&rig, &u, 4);
+    assert_eq!(rig.pool.stats().physical, 8 * MIB);
+    drop((live, more));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_loop_at_the_threshold_makes_no_memory_call_after_its_second_round() {
+    for streams in 2..5 {
+        for threshold in [0, 1, 4, 10, 14, 31, 32, 33] {
+            // Each place is of another stream every time, and all memory is shared, so each allocation is a slow path.
+            let rig = rig(32, |config| config.release_threshold = threshold * MIB);
+            let streams: Vec<_> = (0..streams).map(|_| rig.stream()).collect();
+            let round = || {
+                let before = memory_calls(&rig);
+                for at in 0..2 * streams.len() {
+                    let held: Vec<_> =
+                        (0..8).map(|n| take(&rig, &streams[(at + n) % streams.len()], 4)).collect();
+                    drop(held);
+                    // The low point.
+                    drop(take(&rig, &streams[(at + 1) % streams.len()], 1));
+                }
+                memory_calls(&rig) - before
+            };
+            let rounds: Vec<u64> = (0..10).map(|_| round()).collect();
+            let what = format!("{} streams, {threshold} MiB: {rounds:?}", streams.len());
+            assert!(rounds[2..].iter().all(|&made| made == 0), "{what}");
+        }
+    }
+}
+
+#[test]
+fn what_a_program_never_needs_again_stays_given_back_though_it_grows_by_a_little() {
+    let rig = rig(1024, |config| config.release_threshold = 4 * MIB);
+    let (s, u) = (rig.stream(), rig.stream());
+    fill(&rig, &s, 64);
+    let mut live = vec![take(&rig, &u, 4)];
+    assert_eq!(rig.pool.stats().physical, 8 * MIB);
+    for mib in 1..10 {
+        live.push(take(&rig, &u, mib));
+        let stats = rig.pool.stats();
+        assert!(stats.physical <= stats.live + 64 * MIB, "{stats:?}");
+    }
+}
+
+#[test]
+fn a_refusal_while_giving_back_fails_no_request_and_loses_no_byte() {
+    for nth in 1..4 {
+        let rig = rig(1024, |config| config.release_threshold = 0);
+        let (s, u) = (rig.stream(), rig.stream());
+        fill(&rig, &s, 10);
+        rig.sim.fail(Call::Unmap, nth, 999);
+        let _live = take(&rig, &u, 4);
+        let stats = rig.pool.stats();
+        assert_eq!(stats.physical, rig.budget.used());
+        assert_eq!(stats.live + stats.cached, stats.physical, "{stats:?}");
+        rig.sim.clear_failures();
+        rig.pool.trim(0).unwrap();
+        assert_eq!(rig.budget.used(), 4 * MIB);
+    }
+}
+
+#[test]
+fn a_device_that_cannot_map_gives_back_above_the_threshold_only_at_a_trim() {
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    let rig = Rig::on(Sim::new(config).symbolic(), 512, |config| config.release_threshold = 32 * MIB);
+    let (s, u) = (rig.stream(), rig.stream());
+    drop([take(&rig, &s, 40), take(&rig, &s, 40)]);
+    let live = take(&rig, &u, 60);
+    assert_eq!(rig.sim.driver().calls().get(Call::MemFree), 0);
+    drop(live);
+    s.synchronize().unwrap();
+    u.synchronize().unwrap();
+    rig.pool.trim(u64::MAX).unwrap();
+    assert!(rig.pool.stats().physical <= 32 * MIB);
+    assert!(rig.sim.driver().calls().get(Call::MemFree) > 0);
+}
+
+#[test]
+fn a_warm_reserve_is_mapped_ahead_and_serves_any_stream_without_a_memory_call() {
+    let rig = rig(256, |config| config.warm_reserve = 63 * MIB);
+    assert_eq!((rig.pool.stats().physical, rig.budget.used()), (64 * MIB, 64 * MIB));
+    let (s, u) = (rig.stream(), rig.stream());
+    let before = memory_calls(&rig);
+    let blocks = [take(&rig, &s, 20), take(&rig, &u, 20), take(&rig, &s, 1), take(&rig, &u, 1)];
+    assert_eq!(memory_calls(&rig), before);
+    assert_eq!(rig.pool.stats().physical, 64 * MIB);
+    rig.assert_silent();
+    drop(blocks);
+    let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
+    drop((s, u, rig));
+    assert_eq!(budget.used(), 0);
+    assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
+}
+
+#[test]
+fn neither_a_trim_nor_the_threshold_takes_the_reserve() {
+    let rig = rig(1024, |config| (config.warm_reserve, config.release_threshold) = (32 * MIB, 32 * MIB));
+    let (s, u) = (rig.stream(), rig.stream());
+    fill(&rig, &s, 16);
+    let live = take(&rig, &u, 4);
+    assert_eq!(rig.pool.stats().physical, 36 * MIB);
+    assert_eq!(rig.pool.trim(0), Ok(4 * MIB));
+    drop(live);
+    assert_eq!(rig.pool.trim(0), Ok(0));
+    assert_eq!(rig.pool.warm(0), Ok(0));
+    assert_eq!(rig.pool.trim(0), Ok(32 * MIB));
+    assert_eq!(rig.pool.warm(10 * MIB), Ok(10 * MIB), "and it can be had again");
+    assert_eq!(rig.pool.trim(0), Ok(0));
+}
+
+#[test]
+fn pressure_takes_the_reserve() {
+    // A stable block, which has a handle of its own.
+    let rig = rig(32, |config| config.warm_reserve = 32 * MIB);
+    let s = rig.stream();
+    let stable = rig.pool.alloc_stable(&s, Request::bytes(24 * MIB)).unwrap();
+    assert_eq!(rig.pool.stats().physical, 32 * MIB);
+    drop(stable);
+    // A block, which needs what is idle in another place.
+    drop(take(&rig, &s, 32));
+    // Another pool under the same budget.
+    let mut config = PoolConfig::with_budget(rig.budget.clone());
+    config.reclaim.push(Arc::new(rig.pool.clone()));
+    let other = DevicePool::open(rig.sim.driver(), DeviceId(0), config).unwrap();
+    rig.pool.warm(32 * MIB).unwrap();
+    assert_eq!(rig.pool.trim(0), Ok(0));
+    let theirs = other.alloc(&other.stream().unwrap(), Request::bytes(20 * MIB)).unwrap();
+    assert_eq!((rig.pool.stats().physical, rig.budget.used()), (12 * MIB, 32 * MIB));
+    assert_eq!(rig.pool.reclaim(u64::MAX), 12 * MIB);
+    drop(theirs);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_reserve_that_cannot_be_had_changes_nothing() {
+    for call in [Call::HandleCreate, Call::Map, Call::SetAccess] {
+        for code in [2, 999] {
+            let rig = rig(1024, |_| ());
+            let s = rig.stream();
+            let _live = take(&rig, &s, 4);
+            // Out of memory is tried in smaller handles before it is believed.
+            (1..200).for_each(|nth| rig.sim.fail(call, nth, code));
+            assert!(rig.pool.warm(64 * MIB).is_err(), "{call:?}");
+            assert_eq!((rig.pool.stats().physical, rig.budget.used()), (4 * MIB, 4 * MIB), "{call:?}");
+            rig.sim.clear_failures();
+            assert_eq!(rig.pool.warm(64 * MIB), Ok(60 * MIB));
+            rig.assert_silent();
+        }
+    }
+    let rig = rig(32, |_| ());
+    let s = rig.stream();
+    let _live = take(&rig, &s, 4);
+    assert!(
+        matches!(rig.pool.warm(34 * MIB), Err(MemoryError::OutOfBudget(refused)) if refused.limit == 32 * MIB)
+    );
+    assert_eq!(rig.budget.used(), 4 * MIB);
+}
+
+#[test]
+fn settings_that_contradict_each_other_are_refused_by_name() {
+    let open = |sim: &Sim, set: &dyn Fn(&mut PoolConfig)| {
+        let mut config = PoolConfig::with_budget(Budget::new("a test", 64 * MIB));
+        set(&mut config);
+        DevicePool::open(sim.driver(), DeviceId(0), config).map(drop)
+    };
+    let sim = Sim::h200(1).symbolic();
+    let refused = |answer: Result<(), MemoryError>, why: &str| match answer {
+        Err(MemoryError::BadSetting { name: "warm_reserve", expected, .. }) => {
+            assert!(expected.contains(why));
+        }
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(open(&sim, &|c| c.warm_reserve = 64 * MIB), Ok(()));
+    refused(open(&sim, &|c| c.warm_reserve = 64 * MIB + 1), "budget");
+    let both = |c: &mut PoolConfig| (c.warm_reserve, c.release_threshold) = (8 * MIB, 8 * MIB - 1);
+    refused(open(&sim, &both), "release_threshold");
+    refused(open(&sim, &|c| (c.warm_reserve, c.bypass) = (MIB, true)), "bypass");
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    let plain = Sim::new(config).symbolic();
+    for set in [&|c: &mut PoolConfig| c.warm_reserve = MIB, &|c: &mut PoolConfig| c.stream_cache = MIB]
+        as [&dyn Fn(&mut PoolConfig); 2]
+    {
+        assert!(matches!(open(&plain, set), Err(MemoryError::Unsupported { .. })));
+    }
+    assert_eq!(sim.outstanding().handles, 0, "nothing of a refused pool is left");
+}
+
+#[test]
+fn what_a_stream_has_idle_above_its_cap_serves_the_others_and_the_rest_is_its_own() {
+    for adoption in [Adoption::Wait, Adoption::Never] {
+        for (cap, grown) in [(u64::MAX, 24), (40 * MIB, 24), (28 * MIB, 12), (8 * MIB, 0), (0, 0)] {
+            let rig = rig(1024, |config| (config.stream_cache, config.adoption) = (cap, adoption));
+            let (s, u) = (rig.stream(), rig.stream());
+            fill(&rig, &s, 10);
+            // Finds what is over the cap, and may take part of it.
+            let mut live = vec![take(&rig, &u, 4)];
+            live.extend((0..5).map(|_| take(&rig, &u, 4)));
+            assert_eq!(rig.pool.stats().physical, (40 + grown) * MIB, "a cap of {cap}, {adoption:?}");
+            // What is within the cap is where it was.
+            let before = rig.sim.driver().calls().made();
+            let own = (cap.min(40 * MIB) / (4 * MIB)).min(10);
+            live.extend((0..own).map(|_| take(&rig, &s, 4)));
+            assert_eq!(rig.sim.driver().calls().made(), before);
+            rig.assert_silent();
+        }
+    }
+}
+
+#[test]
+fn what_is_over_the_cap_stays_its_streams_until_its_work_is_done() {
+    let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 1024, |config| {
+        (config.stream_cache, config.adoption) = (0, Adoption::Never);
+        config.wait = Duration::ZERO;
+    });
+    let (s, u) = (rig.stream(), rig.stream());
+    let block = take(&rig, &s, 32);
+    rig.sim.access(s.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+    drop(block);
+    let one = take(&rig, &u, 4);
+    assert_eq!(rig.pool.stats().physical, 36 * MIB);
+    rig.sim.run_all();
+    let two = take(&rig, &u, 4);
+    assert_eq!(rig.pool.stats().physical, 36 * MIB);
+    drop((one, two));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_loop_over_its_cap_makes_no_memory_call_after_its_second_round() {
+    for cap in [0, 3, 4, 10, 30] {
+        let rig = rig(1024, |config| config.stream_cache = cap * MIB);
+        let streams = [rig.stream(), rig.stream(), rig.stream()];
+        let round = || {
+            let before = memory_calls(&rig);
+            for stream in &streams {
+                fill(&rig, stream, 8);
+            }
+            memory_calls(&rig) - before
+        };
+        let rounds: Vec<u64> = (0..10).map(|_| round()).collect();
+        assert!(rounds[2..].iter().all(|&made| made == 0), "{cap}: {rounds:?}");
+    }
+}
