@@ -137,7 +137,15 @@ struct World {
 /// # Panics
 /// When the pool breaks a promise.
 pub fn run(bytes: &[u8]) {
-    run_on(bytes, false);
+    run_on(&mut Bytes::new(bytes), false, false);
+}
+
+/// Runs the program that `bytes` spell on a pool that is told by the first of them how much to keep of what lies idle.
+///
+/// # Panics
+/// When the pool breaks a promise.
+pub fn run_retaining(bytes: &[u8]) {
+    run_on(&mut Bytes::new(bytes), false, true);
 }
 
 /// Runs the program that `bytes` spell on a pool that checks its blocks in every way, and must find nothing.
@@ -145,26 +153,40 @@ pub fn run(bytes: &[u8]) {
 /// # Panics
 /// When the pool breaks a promise.
 pub fn run_checked(bytes: &[u8]) {
-    run_on(bytes, true);
+    run_on(&mut Bytes::new(bytes), true, false);
 }
 
-fn run_on(bytes: &[u8], checked: bool) {
-    let mut bytes = Bytes::new(bytes);
-    let mut world = World::new(&mut bytes, checked);
+fn run_on(bytes: &mut Bytes<'_>, checked: bool, retaining: bool) {
+    let mut world = World::new(bytes, checked, retaining);
     for _ in 0..MAX_OPS {
         if bytes.is_empty() {
             break;
         }
-        world.step(&mut bytes);
+        world.step(bytes);
         world.check();
     }
     world.finish();
 }
 
+/// How much of what lies idle is kept, in the pool and for each stream, and what is held ahead of the need.
+fn retention(bytes: &mut Bytes<'_>, limit: u64) -> [u64; 3] {
+    let [threshold, cap] = [0; 2].map(|_| match bytes.choice(4) {
+        0 => u64::MAX,
+        _ => limit / 16 * u64::from(bytes.choice(17)),
+    });
+    let warm = limit / 16 * u64::from(bytes.choice(17));
+    [threshold, cap, if bytes.flag() { warm.min(threshold) } else { 0 }]
+}
+
 impl World {
-    fn new(bytes: &mut Bytes<'_>, checked: bool) -> Self {
-        let device =
-            if bytes.choice(4) == 0 { DeviceConfig::without_virtual_memory() } else { DeviceConfig::h200() };
+    fn new(bytes: &mut Bytes<'_>, checked: bool, retaining: bool) -> Self {
+        // Told first, and made sense of when the budget is known.
+        let mut told = bytes.clone();
+        if retaining {
+            retention(bytes, 0);
+        }
+        let mapping = bytes.choice(4) != 0;
+        let device = if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() };
         let mut config = SimConfig::h200(1);
         config.devices = vec![device];
         let vast = bytes.choice(3) == 2;
@@ -182,6 +204,12 @@ impl World {
         config.wait = Duration::from_millis(1);
         config.handle_bytes = if vast { 0 } else { [0, 4 << 20][usize::from(bytes.choice(2))] };
         config.compact = bytes.choice(4) == 0;
+        if retaining && mapping {
+            let [threshold, cap, warm] = retention(&mut told, budget.limit());
+            (config.release_threshold, config.stream_cache) = (threshold, cap);
+            // Up to whole handles, which have to be within the budget.
+            config.warm_reserve = warm / (4 << 20) * (4 << 20);
+        }
         if checked {
             config.debug = Debugging::all();
             config.debug.quarantine = u64::from(bytes.choice(8)) << 19;
@@ -559,6 +587,7 @@ impl World {
         // What a stream that has ended was given before nobody could wait for.
         self.sim.run_all();
         let Self { budget, pool, streams, .. } = self;
+        pool.warm(0).expect("nothing is taken");
         pool.trim(0).expect("no fault is left");
         let stats = pool.stats();
         assert_eq!((stats.live, stats.pending, stats.cached, stats.physical), (0, 0, 0, 0), "{stats:?}");
