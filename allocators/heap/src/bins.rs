@@ -37,8 +37,6 @@ pub(crate) struct Bins {
     levels: [u32; LEVELS],
     /// The root of each bin's tree.
     roots: Box<[u32]>,
-    /// Goes up with every change: what a search has found holds while it stands still.
-    pub(crate) changes: u64,
     /// How often a record was looked at, for the tests that count.
     #[cfg(test)]
     pub(crate) steps: core::cell::Cell<u64>,
@@ -62,7 +60,6 @@ impl Bins {
             used_levels: 0,
             levels: [0; LEVELS],
             roots: vec![NIL; LEVELS * SUBS].into_boxed_slice(),
-            changes: 0,
             #[cfg(test)]
             steps: core::cell::Cell::new(0),
         }
@@ -76,7 +73,6 @@ impl Bins {
 
     /// Files the free extent `id` under its size.
     pub(crate) fn insert(&mut self, records: &mut Records, id: u32) {
-        self.changes += 1;
         let record = &mut records[id];
         record.up = NIL;
         record.child = [NIL; 2];
@@ -131,7 +127,6 @@ impl Bins {
 
     /// Takes the free extent `id` out.
     pub(crate) fn remove(&mut self, records: &mut Records, id: u32) {
-        self.changes += 1;
         let record = &records[id];
         let (before, after, child, up) = (record.before, record.after, record.child, record.up);
         if before != NIL {

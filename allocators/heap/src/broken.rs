@@ -46,11 +46,6 @@ pub enum Broken {
         /// Where it starts; zero when it is the lists' own flags.
         at: u64,
     },
-    /// The block that was freed here is kept, and is not the last that was.
-    Kept {
-        /// Where it starts.
-        at: u64,
-    },
     /// A list of numbers that wait to be used again does not end where its count says.
     Vacancies {
         /// What the count says.
@@ -81,9 +76,6 @@ impl fmt::Display for Broken {
                 write!(f, "the page map holds {found} pages, and records start in {expected}")
             }
             Self::Slab { at } => write!(f, "the slab at {at:#x} disagrees with its lists"),
-            Self::Kept { at } => {
-                write!(f, "the block that was freed at {at:#x} is kept, and is not the last")
-            }
             Self::Vacancies { expected, found } => {
                 write!(f, "{expected} records should be vacant, and {found} are")
             }

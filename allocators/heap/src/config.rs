@@ -15,9 +15,12 @@ use core::fmt;
 pub struct Config {
     /// Every block starts at a multiple of it and is a multiple of it long. A power of two.
     pub unit: u64,
-    /// The length that slabs grow to, and the grain of the address map. A power of two, from
-    /// `unit` to 65,536 units.
+    /// The length that slabs grow to. A power of two, from `unit` to 65,536 units.
     pub page: u64,
+    /// The grain of the address map, a power of two. It notes the first block in each stretch of this length: the longer
+    /// that is, the less blocks above the small sizes cost, and the more of them are looked at to find one by its
+    /// address alone.
+    pub grain: u64,
     /// Requests of at most this size get a slot of a slab, larger ones an exact block. A
     /// multiple of `unit`, at most half of `page`; zero for no slabs at all.
     pub small_max: u64,
@@ -34,16 +37,18 @@ impl Config {
     /// live bytes in pages of 2 MiB; without slabs, or with any other limit from 1 to 512 KiB,
     /// the figures move by less than 0.005. So the limit decides speed rather than room: a slot
     /// costs a third of what an exact block does.
+    ///
+    /// The map has a grain of 16 MiB: who frees a device block has its key, and addresses are looked up on slow paths.
     #[must_use]
     pub const fn device() -> Self {
-        Self { unit: 512, page: 64 << 10, small_max: 16 << 10, border: 0 }
+        Self { unit: 512, page: 64 << 10, grain: 16 << 20, small_max: 16 << 10, border: 0 }
     }
 
     /// For host memory: units of 16 bytes, the alignment that `malloc` gives, and slabs of up
     /// to 64 KiB for requests of at most 16 KiB.
     #[must_use]
     pub const fn host() -> Self {
-        Self { unit: 16, page: 64 << 10, small_max: 16 << 10, border: 0 }
+        Self { unit: 16, page: 64 << 10, grain: 64 << 10, small_max: 16 << 10, border: 0 }
     }
 
     /// Whether a heap can work with it.
@@ -57,6 +62,9 @@ impl Config {
         }
         if !self.page.is_power_of_two() || self.page < self.unit || self.page / self.unit > MAX_PAGE_UNITS {
             return Err(ConfigError::Page { page: self.page, unit: self.unit });
+        }
+        if !self.grain.is_power_of_two() || self.grain < self.page {
+            return Err(ConfigError::Grain { grain: self.grain, page: self.page });
         }
         if !self.small_max.is_multiple_of(self.unit) || self.small_max > self.page / 2 {
             return Err(ConfigError::SmallMax { small_max: self.small_max, page: self.page });
@@ -94,6 +102,13 @@ pub enum ConfigError {
         /// The unit it was measured by.
         unit: u64,
     },
+    /// The grain is not a power of two, or less than a page.
+    Grain {
+        /// What it is.
+        grain: u64,
+        /// The page it was measured by.
+        page: u64,
+    },
     /// The largest small size is not a multiple of the unit, or above half a page.
     SmallMax {
         /// What it is.
@@ -116,6 +131,9 @@ impl fmt::Display for ConfigError {
             Self::Unit { unit } => write!(f, "unit {unit} is not a power of two"),
             Self::Page { page, unit } => {
                 write!(f, "page {page} is not a power of two between 1 and {MAX_PAGE_UNITS} units of {unit}")
+            }
+            Self::Grain { grain, page } => {
+                write!(f, "grain {grain} is not a power of two from page {page} on")
             }
             Self::SmallMax { small_max, page } => {
                 write!(f, "small_max {small_max} is not a multiple of the unit, or above half of page {page}")

@@ -51,24 +51,18 @@ pub struct Heap {
     config: Config,
     /// A unit is `1 << unit_shift` bytes.
     unit_shift: u32,
-    /// A page is `1 << page_shift` bytes.
-    page_shift: u32,
+    /// A page of the address map is `1 << grain_shift` bytes.
+    grain_shift: u32,
     records: Records,
     bins: Bins,
     pages: PageMap,
     slabs: Slabs,
-    /// The block that was freed last, if it is kept whole, or `NIL`.
-    kept: u32,
-    kept_bytes: u64,
-    /// The block that was last found to lie where a search for its length would end, and the
-    /// bins' count of changes then: the same until they change.
-    proved: (u32, u64),
     /// Bytes that were added and not removed: `live + free + slab_free`.
     managed_bytes: u64,
     /// Real sizes of the live blocks.
     live_bytes: u64,
     live_blocks: u64,
-    /// Bytes of the extents in the bins. The spares of the slabs and the kept block are free beside these.
+    /// Bytes of the extents in the bins. The spares of the slabs are free beside these.
     free_bytes: u64,
 }
 
@@ -100,14 +94,11 @@ impl Heap {
         Self {
             config,
             unit_shift,
-            page_shift: config.page.trailing_zeros(),
+            grain_shift: config.grain.trailing_zeros(),
             records: Records::new(),
             bins: Bins::new(unit_shift),
             pages: PageMap::new(),
             slabs: Slabs::new(&config),
-            kept: NIL,
-            kept_bytes: 0,
-            proved: (NIL, 0),
             managed_bytes: 0,
             live_bytes: 0,
             live_blocks: 0,
@@ -132,14 +123,14 @@ impl Heap {
     }
 
     const fn page_of(&self, address: u64) -> u64 {
-        address >> self.page_shift
+        address >> self.grain_shift
     }
 
     /// The last record that starts at or below `address`.
     ///
-    /// Bounded: blocks above the small sizes and slabs take a good part of a page each, so few
-    /// records start in one. Only many small blocks from `alloc_at` can make it longer, up to one
-    /// for each unit of a page.
+    /// Bounded by what starts in one stretch of the map. Where its grain is a page, blocks above
+    /// the small sizes and slabs take a good part of one each, so these are few; only many small
+    /// blocks from `alloc_at` can make it longer, up to one for each unit.
     fn last_from(&self, address: u64) -> Option<u32> {
         let page = self.page_of(address);
         let mut at = match self.pages.get(page) {
@@ -165,11 +156,11 @@ impl Heap {
         (address < self.records[id].end()).then_some(id)
     }
 
-    /// Whether all of the record's bytes are free: an extent, a kept block, or a slab with no live block.
+    /// Whether all of the record's bytes are free: an extent, or a slab with no live block.
     fn is_wholly_free(&self, id: u32) -> bool {
         let record = &self.records[id];
         match record.state {
-            State::Free | State::Kept => true,
+            State::Free => true,
             State::Slab => self.slabs.slab(record.slab).used == 0,
             State::Live | State::Vacant => false,
         }
@@ -286,40 +277,6 @@ impl Heap {
             any = true;
         }
         any
-    }
-
-    /// Ends the block of the record `id`, which is in no bin. It is merged, or kept whole if it
-    /// lies where the next block of its size would be cut out again.
-    ///
-    /// A loop that allocates and frees one block would merge and cut it each time. So the last
-    /// block that was freed waits for the next call: an allocation of its length takes it as it
-    /// is where it would land there anyway, and any other first makes it part of the extents. A
-    /// kept block counts as free memory wherever that is asked about.
-    #[inline(always)]
-    fn end(&mut self, id: u32) {
-        self.merge_kept();
-        let Record { prev, len, .. } = self.records[id];
-        if prev != NIL && self.records[prev].state == State::Free && self.records.joined(prev, id) {
-            self.release(id);
-        } else {
-            self.records[id].state = State::Kept;
-            self.kept = id;
-            self.kept_bytes = len;
-        }
-    }
-
-    /// Merges the kept block, if there is one. Answers the record of what it is part of then.
-    #[inline]
-    fn merge_kept(&mut self) -> Option<u32> {
-        if self.kept == NIL { None } else { Some(self.release_kept()) }
-    }
-
-    #[inline(never)]
-    fn release_kept(&mut self) -> u32 {
-        let id = self.kept;
-        self.kept = NIL;
-        self.kept_bytes = 0;
-        self.release(id)
     }
 
     /// The free run that the wholly free record `id` is part of: what it would be once all of

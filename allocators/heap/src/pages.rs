@@ -1,4 +1,5 @@
-//! The sparse map from a page to the lowest record that starts in it.
+//! The sparse map from a page to the lowest record that starts in it. A page here is a stretch of
+//! [`Config::grain`](crate::Config::grain) bytes.
 //!
 //! Real device addresses lie anywhere in 2⁴⁷, so the map is a tree of nodes with 64 places
 //! each, made where a record starts and dropped when the last one leaves. A leaf covers 64

@@ -157,6 +157,6 @@ pub struct Freed {
     /// The block's real size.
     pub bytes: u64,
     /// The extent it is now part of, with what it merged with on both sides; `None` when it
-    /// went back to a slab that stays, or is kept whole for the next of its size.
+    /// went back to a slab that stays.
     pub extent: Option<Extent>,
 }

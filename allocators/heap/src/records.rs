@@ -29,8 +29,6 @@ pub(crate) enum State {
     Free,
     /// One live block.
     Live,
-    /// A freed block that is kept whole for the next of its size; it is in no bin.
-    Kept,
     /// A slab, numbered by [`Record::slab`].
     Slab,
 }
@@ -146,6 +144,9 @@ impl Records {
     }
 
     /// Numbers `record` and links it in after `prev`, or as the lowest when that is `NIL`.
+    ///
+    /// In place, so that the record is written where it stays: made elsewhere and copied, each would be waited for.
+    #[inline(always)]
     pub(crate) fn insert_after(&mut self, prev: u32, record: Record) -> u32 {
         let next = if prev == NIL { self.first } else { self[prev].next };
         let mut record = record;

@@ -114,11 +114,12 @@ struct Class {
     reciprocal: u64,
     /// How many slots the shortest slab has, and the longest.
     slots: (u64, u64),
-    /// Live blocks in the slabs of this class.
-    live: u64,
+    /// Slots in all slabs of this class.
+    capacity: u64,
     /// The head of the slabs with room.
     room: u32,
-    /// The slab that is empty and stays, or `NIL`. It is in the list of those with room.
+    /// The slab that was the last to be left empty with no other beside it, or `NIL`. While it is empty it is the class's
+    /// spare; blocks of it may live again.
     spare: u32,
     /// The head of the vacant slabs, whose generations go on with the next slab of the class.
     vacant: u32,
@@ -130,7 +131,7 @@ pub(crate) struct Slabs {
     shift: u32,
     slabs: Vec<Slab>,
     classes: Vec<Class>,
-    /// Classes that have a spare.
+    /// Classes whose `spare` is a slab. Where no block lives, each of these is empty.
     spare_count: u32,
 }
 
@@ -146,7 +147,7 @@ impl Slabs {
                 slot,
                 reciprocal: reciprocal(slot >> shift),
                 slots: (shortest, longest),
-                live: 0,
+                capacity: 0,
                 room: NIL,
                 spare: NIL,
                 vacant: NIL,
@@ -163,9 +164,9 @@ impl Slabs {
         &self.slabs[id as usize]
     }
 
-    /// Live blocks in the slabs of each class.
-    pub(crate) fn live(&self) -> impl Iterator<Item = u64> {
-        self.classes.iter().map(|class| class.live)
+    /// Slots in the slabs of each class.
+    pub(crate) fn capacities(&self) -> impl Iterator<Item = u64> {
+        self.classes.iter().map(|class| class.capacity)
     }
 
     /// Bytes of a slot of `class`.
@@ -173,10 +174,11 @@ impl Slabs {
         self.classes[class].slot
     }
 
-    /// How many slots the next slab of `class` should have, and how many at least.
+    /// How many slots the next slab of `class` should have, and how many at least: as many as there are, since it is
+    /// asked for when these are taken.
     pub(crate) fn next_slots(&self, class: usize) -> (u64, u64) {
-        let Class { slots: (shortest, longest), live, .. } = self.classes[class];
-        (live.clamp(shortest, longest), shortest)
+        let Class { slots: (shortest, longest), capacity, .. } = self.classes[class];
+        (capacity.clamp(shortest, longest), shortest)
     }
 
     /// The first slab of `class` with room.
@@ -192,7 +194,8 @@ impl Slabs {
     /// The spares, by class. Found by looking at each class: they come and go with every pair of one small block, and
     /// are asked for when memory runs out.
     pub(crate) fn spares(&self) -> impl Iterator<Item = u32> {
-        self.classes.iter().map(|class| class.spare).filter(|&spare| spare != NIL)
+        let empty = |spare: &u32| *spare != NIL && self.slab(*spare).used == 0;
+        self.classes.iter().map(|class| class.spare).filter(empty)
     }
 
     /// The spare of the lowest class that has one.
@@ -200,7 +203,7 @@ impl Slabs {
         self.spares().next()
     }
 
-    /// Whether more than one class has a spare.
+    /// Whether more than one class has a spare, where no block lives.
     #[inline]
     pub(crate) fn has_several_spares(&self) -> bool {
         self.spare_count > 1
@@ -236,6 +239,7 @@ impl Slabs {
             self.classes[class].vacant = self.slabs[vacant as usize].next;
             vacant
         };
+        self.classes[class].capacity += slots;
         let slab = &mut self.slabs[id as usize];
         // In no list: it may come from that of the vacant ones.
         slab.next = NIL;
@@ -261,6 +265,7 @@ impl Slabs {
             class.spare = NIL;
             self.spare_count -= 1;
         }
+        class.capacity -= u64::from(slab.slots);
         slab.record = NIL;
         slab.next = class.vacant;
         class.vacant = id;
@@ -270,12 +275,6 @@ impl Slabs {
     #[inline(always)]
     pub(crate) fn take(&mut self, id: u32) -> Taken {
         let slab = &mut self.slabs[id as usize];
-        let class = &mut self.classes[slab.class as usize];
-        if class.spare == id {
-            class.spare = NIL;
-            self.spare_count -= 1;
-        }
-        class.live += 1;
         let mut slot = 0;
         for (n, word) in slab.free.iter_mut().enumerate() {
             if *word != 0 {
@@ -308,33 +307,27 @@ impl Slabs {
         let generation = &mut slab.generations[slot];
         *generation = generation.wrapping_add(1);
         slab.stamp = slab.stamp.max(stamp);
-        let was_full = slab.used == slab.slots;
+        let (was_full, bytes) = (slab.used == slab.slots, slab.slot);
         slab.used -= 1;
-        let (empty, bytes) = (slab.used == 0, slab.slot);
-        let class = &mut self.classes[slab.class as usize];
-        class.live -= 1;
+        if !was_full && slab.used > 0 {
+            return Given { bytes, dissolve: false };
+        }
         if was_full {
-            return self.give_to_full(id, bytes, empty);
+            self.link(id);
         }
-        let alone = slab.prev == NIL && slab.next == NIL;
-        if empty && alone {
-            class.spare = id;
-            self.spare_count += 1;
-        }
-        Given { bytes, dissolve: empty && !alone }
+        Given { bytes, dissolve: self.slabs[id as usize].used == 0 && !self.is_spare(id) }
     }
 
-    /// What is left to do for the first slot that is free again.
-    #[inline(never)]
-    fn give_to_full(&mut self, id: u32, bytes: u64, empty: bool) -> Given {
-        self.link(id);
+    /// Whether the empty slab `id` stays: no other of its class has room.
+    fn is_spare(&mut self, id: u32) -> bool {
         let slab = &self.slabs[id as usize];
         let alone = slab.prev == NIL && slab.next == NIL;
-        if empty && alone {
-            self.classes[slab.class as usize].spare = id;
-            self.spare_count += 1;
+        let spare = &mut self.classes[slab.class as usize].spare;
+        if alone && *spare != id {
+            self.spare_count += u32::from(*spare == NIL);
+            *spare = id;
         }
-        Given { bytes, dissolve: empty && !alone }
+        alone
     }
 
     /// Which slot of slab `id` the address lies in, and how far from its start.
@@ -388,10 +381,13 @@ impl Slabs {
         for (index, class) in self.classes.iter().enumerate() {
             let (mut prev, mut at) = (NIL, class.room);
             let mut spare = class.spare;
+            if spare != NIL && self.slab(spare).used > 0 {
+                spare = NIL;
+            }
             while at != NIL {
                 let slab = self.slab(at);
                 let in_place = slab.prev == prev && slab.class as usize == index && slab.slot == class.slot;
-                let sound = in_place && slab.used < slab.slots && (slab.used == 0) == (class.spare == at);
+                let sound = in_place && slab.used < slab.slots && (slab.used > 0 || class.spare == at);
                 visit(at, sound);
                 if spare == at {
                     spare = NIL;
@@ -402,7 +398,8 @@ impl Slabs {
                 visit(NIL, false);
             }
         }
-        if self.spares().count() != self.spare_count as usize {
+        let spares = self.classes.iter().filter(|class| class.spare != NIL);
+        if spares.count() != self.spare_count as usize {
             visit(NIL, false);
         }
     }

@@ -44,12 +44,6 @@ impl Heap {
             found.managed += record.len;
             match record.state {
                 State::Free => found.free += record.len,
-                State::Kept => {
-                    if self.kept != at {
-                        return Err(Broken::Kept { at: record.start });
-                    }
-                    found.kept += record.len;
-                }
                 State::Live => {
                     found.live += record.len;
                     found.blocks += 1;
@@ -77,7 +71,6 @@ impl Heap {
             ("live_bytes", found.live, self.live_bytes),
             ("live_blocks", found.blocks, self.live_blocks),
             ("free_bytes", found.free, self.free_bytes),
-            ("bytes of the kept block", found.kept, self.kept_bytes),
         ] {
             if expected != found {
                 return Err(Broken::Count { name, expected, found });
@@ -127,7 +120,7 @@ impl Heap {
     /// Slabs agree with their records, their bits and their classes' lists.
     fn check_slabs(&self) -> Result<(), Broken> {
         let mut with_room = 0;
-        let mut live: Vec<u64> = self.slabs.live().map(|_| 0).collect();
+        let mut slots: Vec<u64> = self.slabs.capacities().map(|_| 0).collect();
         let mut at = self.records.first();
         while at != NIL {
             let record = &self.records[at];
@@ -138,13 +131,13 @@ impl Heap {
                     return Err(Broken::Slab { at: record.start });
                 }
                 with_room += usize::from(slab.used < slab.slots);
-                live[slab.class as usize] += u64::from(slab.used);
+                slots[slab.class as usize] += u64::from(slab.slots);
             }
             at = record.next;
         }
-        for (expected, found) in live.into_iter().zip(self.slabs.live()) {
+        for (expected, found) in slots.into_iter().zip(self.slabs.capacities()) {
             if expected != found {
-                return Err(Broken::Count { name: "live blocks of a class", expected, found });
+                return Err(Broken::Count { name: "slots of a class", expected, found });
             }
         }
         let mut broken = Ok(());
@@ -172,5 +165,4 @@ struct Sums {
     live: u64,
     blocks: u64,
     free: u64,
-    kept: u64,
 }

@@ -58,7 +58,7 @@ impl Heap {
         let index = key.index();
         if index & SLOT == 0 {
             if self.is_live(address, key) {
-                self.free_record(index, stamp);
+                self.end(index, stamp);
                 return Ok(());
             }
         } else if let Some(given) = self.slabs.give_keyed(index & !SLOT, address, key.generation, stamp) {
@@ -145,20 +145,25 @@ impl Heap {
                     Ok(Live::Slot { slab: record.slab, slot })
                 }
             }
-            State::Free | State::Kept | State::Vacant => Err(HeapError::DoubleFree { address }),
+            State::Free | State::Vacant => Err(HeapError::DoubleFree { address }),
         }
     }
 
-    #[inline(always)]
     fn free_record(&mut self, id: u32, stamp: u64) -> Freed {
+        let bytes = self.records[id].len;
+        let extent = self.end(id, stamp);
+        Freed { bytes, extent: Some(self.extent(extent)) }
+    }
+
+    /// Ends the block of the record `id`. Answers the record of the extent that it is part of then.
+    #[inline]
+    fn end(&mut self, id: u32, stamp: u64) -> u32 {
         let record = &mut self.records[id];
-        let bytes = record.len;
         record.generation = record.generation.wrapping_add(1);
         record.stamp = record.stamp.max(stamp);
-        self.live_bytes -= bytes;
+        self.live_bytes -= record.len;
         self.live_blocks -= 1;
-        self.end(id);
-        Freed { bytes, extent: None }
+        self.release(id)
     }
 
     fn free_slot(&mut self, slab: u32, slot: usize, stamp: u64) -> Freed {

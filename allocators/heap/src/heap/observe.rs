@@ -40,14 +40,13 @@ impl Heap {
     pub fn largest_free(&self) -> u64 {
         let extent = self.bins.longest(&self.records).map_or(0, |id| self.records[id].len);
         let spares = self.slabs.spares().map(|slab| self.run_around(self.slabs.slab(slab).record).range.len);
-        let kept = (self.kept != NIL).then(|| self.run_around(self.kept).range.len);
-        spares.chain(kept).fold(extent, u64::max)
+        spares.fold(extent, u64::max)
     }
 
     /// Bytes of the free extents.
     #[must_use]
     pub fn free_bytes(&self) -> u64 {
-        self.free_bytes + self.slabs.spare_bytes() + self.kept_bytes
+        self.free_bytes + self.slabs.spare_bytes()
     }
 
     /// Real sizes of the live blocks, in bytes.

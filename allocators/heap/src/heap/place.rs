@@ -3,7 +3,7 @@
 use super::Heap;
 use crate::classes::class_of;
 use crate::range::{Key, SLOT};
-use crate::records::{NIL, Record, State};
+use crate::records::{NIL, State};
 use crate::slab::Taken;
 use crate::{Block, HeapError, Range};
 
@@ -40,14 +40,6 @@ impl Heap {
         // The two ways that loops take, which end where the full one would.
         if align == self.config.unit && !(self.live_blocks == 0 && self.slabs.has_several_spares()) {
             if bytes > self.config.small_max {
-                if self.kept_bytes.wrapping_sub(bytes) < self.config.unit
-                    && self.proved == (self.kept, self.bins.changes)
-                {
-                    let id = self.kept;
-                    self.kept = NIL;
-                    self.kept_bytes = 0;
-                    return Some(self.make_live(id));
-                }
                 return self.alloc_exact(self.whole_units(bytes)?, align);
             } else if bytes > 0
                 && let slab = self.slabs.room(class_of(((bytes - 1) >> self.unit_shift) + 1))
@@ -65,8 +57,10 @@ impl Heap {
         if bytes == 0 || !align.is_power_of_two() {
             return None;
         }
-        if self.live_blocks == 0 {
-            self.begin_anew();
+        if self.live_blocks == 0 && self.slabs.has_several_spares() {
+            // Nothing lives: gives up what is kept for several sizes, so that a program that frees all it has and begins
+            // again finds what it found the first time, and takes the same places. A loop over one size keeps its slab.
+            self.dissolve_spares();
         }
         let align = align.max(self.config.unit);
         if bytes <= self.config.small_max
@@ -76,15 +70,6 @@ impl Heap {
             return self.alloc_small(small, bytes, align);
         }
         self.alloc_exact(self.whole_units(bytes)?, align)
-    }
-
-    /// Nothing lives: gives up what is kept for several sizes, so that a program that frees all it has and begins again
-    /// finds what it found the first time, and takes the same places. A loop over one small size keeps its slab.
-    #[inline]
-    fn begin_anew(&mut self) {
-        if self.slabs.has_several_spares() {
-            self.dissolve_spares();
-        }
     }
 
     /// Exactly the free range `range` as one block.
@@ -169,7 +154,6 @@ impl Heap {
         if !self.records.room(2) {
             return None;
         }
-        self.merge_kept();
         let slot = self.slabs.slot_bytes(class);
         let (wanted, shortest) = self.slabs.next_slots(class);
         let (slots, extent, start) = match self.fit(wanted * slot, align) {
@@ -198,12 +182,6 @@ impl Heap {
 
     /// An exact block of `len` bytes, a multiple of the unit.
     fn alloc_exact(&mut self, len: u64, align: u64) -> Option<Block> {
-        if self.kept != NIL {
-            if let Some(record) = self.take_kept(len, align) {
-                return Some(self.make_live(record));
-            }
-            self.merge_kept();
-        }
         if !self.records.room(2) {
             return None;
         }
@@ -219,43 +197,6 @@ impl Heap {
         };
         let record = self.carve(extent, start, len);
         Some(self.make_live(record))
-    }
-
-    /// The kept block, if it has exactly `len` bytes at a multiple of `align` and a search after
-    /// merging it would end there: no other extent fits more tightly than the one that it would
-    /// be the low end of.
-    fn take_kept(&mut self, len: u64, align: u64) -> Option<u32> {
-        let id = self.kept;
-        let Record { start, len: bytes, next, .. } = self.records[id];
-        if bytes != len || start & (align - 1) != 0 {
-            return None;
-        }
-        if self.proved != (id, self.bins.changes) {
-            if !self.fits_most_tightly(id, next, len) {
-                return None;
-            }
-            self.proved = (id, self.bins.changes);
-        }
-        self.kept = NIL;
-        self.kept_bytes = 0;
-        Some(id)
-    }
-
-    /// Whether no extent fits `len` more tightly than the one that the kept block `id` is the
-    /// low end of, or is by itself.
-    #[inline(never)]
-    fn fits_most_tightly(&self, id: u32, next: u32, len: u64) -> bool {
-        let mut best = self.bins.best_fit(&self.records, len >> self.unit_shift);
-        let mut whole = len;
-        if next != NIL && self.records[next].state == State::Free && self.records.joined(id, next) {
-            let above = self.records[next].len;
-            whole += above;
-            if best == Some(next) && self.records[next].after == NIL {
-                // Without the one that it would be part of.
-                best = self.bins.best_fit(&self.records, (above >> self.unit_shift) + 1);
-            }
-        }
-        best.is_none_or(|best| self.records[best].len > whole)
     }
 
     /// Makes a carved record a live block.

@@ -135,17 +135,17 @@ impl Heap {
         }
     }
 
-    /// Dissolves the spare slabs and merges the kept blocks that lie in `range`, whose first
-    /// record is `first` and all of which is free. Answers the first record then.
+    /// Dissolves the spare slabs that lie in `range`, whose first record is `first` and all of which
+    /// is free. Answers the first record then.
     pub(super) fn merge_in(&mut self, range: Range, first: u32) -> u32 {
         let mut first = first;
         let mut at = first;
         loop {
             let Record { state, slab, .. } = self.records[at];
-            if state == State::Slab || state == State::Kept {
+            if state == State::Slab {
                 // What it merges into begins no later, so this stays in the range or covers its
                 // start.
-                at = if state == State::Slab { self.dissolve(slab) } else { self.merge_kept().unwrap_or(at) };
+                at = self.dissolve(slab);
                 if self.records[at].start <= range.start {
                     first = at;
                 }

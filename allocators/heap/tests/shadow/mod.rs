@@ -80,7 +80,7 @@ struct Sight {
 impl Shadow {
     /// The configurations that programs choose from.
     pub(crate) fn configs() -> [Config; 6] {
-        let small = Config { unit: 16, page: 1024, small_max: 512, border: 0 };
+        let small = Config { unit: 16, page: 1024, grain: 4096, small_max: 512, border: 0 };
         [
             Config::device(),
             Config::host(),
