@@ -242,7 +242,7 @@ impl<S: Source> Ledger<S> {
 
 impl<S: Source> Release for Ledger<S> {
     fn keep_raw(&self, block: Block) {
-        self.state().raw.insert(block.address, block);
+        self.state().raw.insert(block.address(), block);
     }
 
     fn release(&self, block: Deferred) {

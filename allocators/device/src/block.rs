@@ -36,16 +36,81 @@ use std::{any::Any, fmt, sync::Arc};
 /// for one that other streams use.
 /// Forgetting it leaks the memory. The bytes are not initialised.
 pub struct Block {
-    pub(crate) address: u64,
-    pub(crate) asked: Asked,
     pub(crate) owner: Owner,
+    pub(crate) place: Place,
     pub(crate) uses: UseList,
     /// Made when a block first needs it: most never do.
-    pub(crate) extras: Option<Box<Extras>>,
+    pub(crate) extras: Rare<Extras>,
+}
+
+/// What is hardly ever there, and costs a comparison in place to drop where it is not.
+pub(crate) struct Rare<T>(Option<Box<T>>);
+
+impl<T> Rare<T> {
+    pub(crate) const NONE: Self = Self(None);
+
+    pub(crate) fn new(there: T) -> Self {
+        Self(Some(Box::new(there)))
+    }
+
+    #[inline]
+    pub(crate) fn is_none(&self) -> bool {
+        self.0.is_none()
+    }
+
+    pub(crate) fn get(&self) -> Option<&T> {
+        self.0.as_deref()
+    }
+
+    pub(crate) fn take(&mut self) -> Self {
+        Self(self.0.take())
+    }
+
+    pub(crate) fn get_or_default(&mut self) -> &mut T
+    where
+        T: Default,
+    {
+        self.0.get_or_insert_default()
+    }
+
+    /// What is there, or its default.
+    pub(crate) fn or_default(mut self) -> T
+    where
+        T: Default,
+    {
+        self.0.take().map_or_else(T::default, |there| *there)
+    }
+}
+
+impl<T> Drop for Rare<T> {
+    #[inline]
+    fn drop(&mut self) {
+        if let Some(there) = self.0.take() {
+            discard(there);
+        }
+    }
+}
+
+/// Out of line, or every drop would carry it.
+#[cold]
+#[inline(never)]
+fn discard<T>(there: Box<T>) {
+    drop(there);
+}
+
+/// Where a block lies and what was asked for.
+///
+/// This and [`Way`] are what a cache keeps of a block, two halves of sixteen bytes. Each is copied whole: one that is
+/// stored in parts, and loaded whole where the block is moved on, is waited for until the parts have left the store
+/// buffer, some 8 ns.
+#[derive(Clone, Copy)]
+pub(crate) struct Place {
+    pub(crate) address: u64,
+    pub(crate) asked: Asked,
 }
 
 /// How many bytes were asked for, and for whom, in eight bytes: no request reaches 2⁴⁸.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Asked {
     low: u32,
     high: u16,
@@ -82,10 +147,17 @@ pub(crate) struct Extras {
 /// What ends when a block's memory is really free.
 pub(crate) type UntilFree = Option<Box<Vec<Box<dyn Any + Send + Sync>>>>;
 
+/// A stream's cache in a caching pool, and where that keeps the block's record.
+#[derive(Clone, Copy)]
+pub(crate) struct Way {
+    pub(crate) home: &'static Home,
+    pub(crate) key: Key,
+}
+
 /// The way home.
 pub(crate) enum Owner {
-    /// A stream's cache in a caching pool, and where that keeps the block's record.
-    Pool(&'static Home, Key),
+    /// A stream's cache in a caching pool.
+    Pool(Way),
     /// The driver's own allocators.
     Backend(Box<Backed>),
 }
@@ -93,46 +165,42 @@ pub(crate) enum Owner {
 impl Block {
     /// The token of a block that nobody watches.
     #[inline]
-    pub(crate) fn at_home(home: &'static Home, place: &aquifer_heap::Block, request: &Request) -> Self {
-        Self {
-            address: place.address,
-            asked: Asked::new(request.size(), request.owner()),
-            owner: Owner::Pool(home, place.key),
-            uses: UseList::new(),
-            extras: None,
-        }
+    pub(crate) fn at_home(freed: &Freed) -> Self {
+        Self { owner: Owner::Pool(freed.way), place: freed.place, uses: UseList::new(), extras: Rare::NONE }
     }
 
     /// The token of a block that goes home another way than a cache's.
     pub(crate) fn backed(address: u64, asked: Asked, backed: Backed, generation: u64) -> Self {
-        let extras = (generation != 0).then(|| Box::new(Extras { generation, until_free: None }));
-        Self { address, asked, owner: Owner::Backend(Box::new(backed)), uses: UseList::new(), extras }
+        let extras =
+            if generation == 0 { Rare::NONE } else { Rare::new(Extras { generation, until_free: None }) };
+        let place = Place { address, asked };
+        Self { owner: Owner::Backend(Box::new(backed)), place, uses: UseList::new(), extras }
     }
 
     /// What is noted of it beside its address.
     pub(crate) fn extras_mut(&mut self) -> &mut Extras {
-        self.extras.get_or_insert_default()
+        self.extras.get_or_default()
     }
 
     /// Its first address on the device.
     #[inline]
     #[must_use]
     pub fn address(&self) -> u64 {
-        self.address
+        self.place.address
     }
 
     /// Bytes that were asked for.
     #[inline]
     #[must_use]
     pub fn bytes(&self) -> u64 {
-        self.asked.bytes()
+        self.place.asked.bytes()
     }
 
     /// Bytes that it holds, at least as many. Looked up under the lock of the stream's cache.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         match &self.owner {
-            Owner::Pool(home, key) => home.size_of(self.address, *key),
+            Owner::Pool(Way { home, key }) => home.size_of(self.place.address, *key),
             Owner::Backend(backed) => backed.bytes,
         }
     }
@@ -140,7 +208,7 @@ impl Block {
     /// Who it is for.
     #[must_use]
     pub fn tag(&self) -> Tag {
-        self.asked.tag()
+        self.place.asked.tag()
     }
 
     /// The device.
@@ -153,7 +221,7 @@ impl Block {
     #[must_use]
     pub fn home(&self) -> Arc<Timeline> {
         match &self.owner {
-            Owner::Pool(home, _) => home.timeline(),
+            Owner::Pool(Way { home, .. }) => home.timeline(),
             Owner::Backend(backed) => backed.timeline.clone(),
         }
     }
@@ -161,7 +229,7 @@ impl Block {
     /// A number that no other block at this address has, on a driver that checks; 0 on others.
     #[must_use]
     pub fn generation(&self) -> u64 {
-        self.extras.as_ref().map_or(0, |extras| extras.generation)
+        self.extras.get().map_or(0, |extras| extras.generation)
     }
 
     /// Makes `stream` wait for what must come before `access`, and keeps the block's bytes its own until the answer is
@@ -254,7 +322,7 @@ impl Owner {
     /// The streams of the pool that the block came from.
     fn streams(&self) -> Result<StreamPool> {
         match self {
-            Self::Pool(home, _) => home.streams().ok_or(MemoryError::Closed),
+            Self::Pool(Way { home, .. }) => home.streams().ok_or(MemoryError::Closed),
             Self::Backend(backed) => Ok(backed.streams.clone()),
         }
     }
@@ -263,11 +331,11 @@ impl Owner {
 impl Drop for Block {
     #[inline]
     fn drop(&mut self) {
-        if let Owner::Pool(home, key) = self.owner
+        if let Owner::Pool(way) = &self.owner
             && self.uses.is_empty()
             && self.extras.is_none()
         {
-            return home.put_back(Freed { address: self.address, key, asked: self.asked });
+            return way.home.put_back(way, &self.place);
         }
         self.end();
     }
@@ -278,25 +346,34 @@ impl Block {
     #[inline(never)]
     fn end(&mut self) {
         match &self.owner {
-            Owner::Pool(home, key) => {
-                let freed = Freed { address: self.address, key: *key, asked: self.asked };
-                home.put_back_with_extras(freed, &mut self.uses, self.extras.take());
+            Owner::Pool(way) => {
+                let freed = Freed { way: *way, place: self.place };
+                way.home.put_back_with_extras(freed, &mut self.uses, self.extras.take());
             }
             Owner::Backend(backed) => {
                 let uses = self.uses.take(&backed.timeline);
-                let extras = self.extras.take().map_or_else(Extras::default, |extras| *extras);
-                backed.release(self.address, extras.generation, uses, extras.until_free);
+                let extras = self.extras.take().or_default();
+                backed.release(self.place.address, extras.generation, uses, extras.until_free);
             }
         }
     }
 }
 
-/// What comes home.
+/// What of a block comes home, and is all that a cache gives out.
 #[derive(Clone, Copy)]
 pub(crate) struct Freed {
-    pub(crate) address: u64,
-    pub(crate) key: Key,
-    pub(crate) asked: Asked,
+    pub(crate) way: Way,
+    pub(crate) place: Place,
+}
+
+impl Freed {
+    /// What the heap of `home` has found for `request`.
+    #[inline]
+    pub(crate) fn found(home: &'static Home, found: &aquifer_heap::Block, request: &Request) -> Self {
+        let asked = Asked::new(request.size(), request.owner());
+        let place = Place { address: found.address, asked };
+        Self { way: Way { home, key: found.key }, place }
+    }
 }
 
 impl fmt::Debug for Block {

@@ -18,6 +18,7 @@ mod refusal;
 
 use crate::{
     Adoption, Block, Request,
+    block::Freed,
     home::{Home, Settle},
     leasing::First,
     physical::{
@@ -317,7 +318,7 @@ impl Inner {
             progress.own += 1;
             if let Some(place) = mapped.lowest(home, request) {
                 count(&self.counters.adoptions, 1);
-                return Ok(Some(self.hand_out(home, place, request, self.ticket())));
+                return Ok(Some(self.hand_out(home, &Freed::found(home, &place, request), self.ticket())));
             }
         } else if let Some(block) = self.try_again(home, request, settled) {
             return Ok(Some(block));
@@ -484,7 +485,7 @@ impl Inner {
         if effort.moves > 0 {
             self.report_pool(Action::Move, effort.moves, Tag::NONE);
         }
-        Ok(place.map(|place| self.hand_out(home, place, request, self.ticket())))
+        Ok(place.map(|place| self.hand_out(home, &Freed::found(home, &place, request), self.ticket())))
     }
 
     /// Waits for the oldest work that keeps something from being free: of `first`, of what has addresses of its own, of

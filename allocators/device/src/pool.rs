@@ -3,6 +3,7 @@
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
     apart::Apart,
+    block::{Freed, Place},
     chain::Counters,
     checked::{Checked, GiveWay, Under},
     direct::Direct,
@@ -15,7 +16,7 @@ use crate::{
 };
 use aquifer_core::{
     Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, Tag,
-    event::{Place, Ticket},
+    event::{self, Ticket},
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, Ownership, site};
 use aquifer_heap::Heap;
@@ -480,7 +481,14 @@ impl Inner {
     /// The cache of a stream that has had a block.
     #[inline]
     fn known_home(&self, stream: &Stream) -> Option<&'static Home> {
-        stream.timeline().attachment(self.key)?.downcast_ref()
+        let number = stream.timeline().attachment(self.key)? as usize;
+        self.directory.home(number).or_else(|| self.further_home(number))
+    }
+
+    /// A cache that the directory has no room for. They stand in the order of their numbers.
+    #[cold]
+    fn further_home(&self, number: usize) -> Option<&'static Home> {
+        self.homes.read().unwrap_or_else(PoisonError::into_inner).get(number).copied()
     }
 
     /// Where each block is an allocation of its own.
@@ -502,18 +510,25 @@ impl Inner {
         self.vacate();
         // Under the list's lock, so that two threads do not make two. No driver call in here.
         let mut homes = self.homes.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(home) = self.known_home(stream) {
+        let known = stream.timeline().attachment(self.key);
+        if let Some(&home) = known.and_then(|number| homes.get(number as usize)) {
             return Ok(home);
         }
-        let vacant = self.vacant().pop();
-        let home = vacant.map(|vacant| vacant.serve(self, stream.timeline())).unwrap_or_else(|| {
-            // Caches leave the list when the pool closes, and none is made then: numbers are not given twice.
-            let home = Home::open(self.clone(), stream.timeline().clone(), homes.len());
-            self.directory.name(homes.len(), home);
-            homes.push(home);
-            home
-        });
-        stream.timeline().attach(self.key, home);
+        let (home, number) = match self.vacant().pop() {
+            Some(vacant) => {
+                let number = vacant.number;
+                (vacant.serve(self, stream.timeline()), number)
+            }
+            None => {
+                // Caches leave the list when the pool closes, and none is made then: numbers are not given twice.
+                let number = homes.len();
+                let home = Home::open(self.clone(), stream.timeline().clone(), number);
+                self.directory.name(number, home);
+                homes.push(home);
+                (home, number)
+            }
+        };
+        stream.timeline().attach(self.key, number as u32);
         Ok(home)
     }
 
@@ -527,30 +542,26 @@ impl Inner {
     }
 
     /// Makes the block's token, and tells whoever wants to know.
-    pub(crate) fn hand_out(
-        &self,
-        home: &'static Home,
-        place: aquifer_heap::Block,
-        request: &Request,
-        ticket: Option<Ticket>,
-    ) -> Block {
-        let mut block = Block::at_home(home, &place, request);
+    pub(crate) fn hand_out(&self, home: &'static Home, freed: &Freed, ticket: Option<Ticket>) -> Block {
+        let mut block = Block::at_home(freed);
         if self.observed {
-            let generation = self.note_live(home, &place);
+            let generation = self.note_live(home, freed);
             block.extras_mut().generation = generation;
         }
         if ticket.is_some() {
-            let stream = home.timeline().number();
-            self.report(ticket, Action::Allocate, stream, place.address, request.size(), request.owner());
+            let (stream, Place { address, asked }) = (home.timeline().number(), freed.place);
+            self.report(ticket, Action::Allocate, stream, address, asked.bytes(), asked.tag());
         }
         block
     }
 
     #[cold]
-    fn note_live(&self, home: &'static Home, place: &aquifer_heap::Block) -> u64 {
+    fn note_live(&self, home: &'static Home, freed: &Freed) -> u64 {
         let generation = self.generations.fetch_add(1, Ordering::Relaxed);
         let stream = home.timeline().raw();
-        let range = DeviceRange { device: self.info.device, address: place.address, bytes: place.bytes };
+        let address = freed.place.address;
+        let bytes = home.size_of(address, freed.way.key);
+        let range = DeviceRange { device: self.info.device, address, bytes };
         note(&self.driver, generation, range, Ownership::Live { stream, generation });
         generation
     }
@@ -573,7 +584,7 @@ impl Inner {
         tag: Tag,
     ) {
         if let (Some(ticket), Some(recorder)) = (ticket, &self.config.recorder) {
-            let place = Place::Device(self.info.device);
+            let place = event::Place::Device(self.info.device);
             recorder.record(ticket, recorder.event(action, place, stream, address, bytes, tag));
         }
     }
@@ -581,7 +592,7 @@ impl Inner {
     /// Reports something that no block is concerned by.
     pub(crate) fn report_pool(&self, action: Action, bytes: u64, tag: Tag) {
         if let Some(recorder) = &self.config.recorder {
-            let event = recorder.event(action, Place::Device(self.info.device), 0, 0, bytes, tag);
+            let event = recorder.event(action, event::Place::Device(self.info.device), 0, 0, bytes, tag);
             recorder.record(recorder.ticket(), event);
         }
     }

@@ -11,12 +11,12 @@
 
 use crate::{
     Block, DevicePool,
-    block::{Asked, Extras, Freed, Owner},
+    block::{Extras, Freed, Owner, Rare},
     home::Home,
     physical::Physical,
 };
 use aquifer_core::{MemoryError, Result};
-use aquifer_heap::{HeapError, Key};
+use aquifer_heap::HeapError;
 use aquifer_stream::UseList;
 use std::{
     collections::{BTreeMap, HashMap},
@@ -28,12 +28,11 @@ use std::{
     },
 };
 
-/// What a block's token held beside its address and its way home.
+/// What a block's token held.
 pub(crate) struct Raw {
-    pub(crate) key: Key,
-    pub(crate) asked: Asked,
+    pub(crate) freed: Freed,
     pub(crate) uses: UseList,
-    pub(crate) extras: Option<Box<Extras>>,
+    pub(crate) extras: Rare<Extras>,
 }
 
 /// The blocks of one cache that are out as bare addresses.
@@ -87,6 +86,12 @@ impl Directory {
         }
     }
 
+    /// The cache of this number, if it can be named.
+    #[inline]
+    pub(crate) fn home(&self, number: usize) -> Option<&'static Home> {
+        self.homes.get(number)?.get().copied()
+    }
+
     fn entry(address: u64) -> usize {
         (address >> GRAIN_BITS) as usize % ENTRIES
     }
@@ -113,7 +118,7 @@ impl Directory {
         let noted = entry.map_or(0, |entry| entry.load(Ordering::Relaxed));
         (0..LANES).filter_map(move |n| {
             let number = (noted >> (16 * n) & 0xffff).checked_sub(1)?;
-            self.homes.get(number as usize)?.get().copied()
+            self.home(number as usize)
         })
     }
 }
@@ -126,7 +131,7 @@ impl Block {
     /// Takes the lock of its stream's cache, and makes no driver call.
     #[must_use = "the address is the only way back to the block"]
     pub fn into_raw(self) -> u64 {
-        let address = self.address;
+        let address = self.address();
         if let Owner::Backend(backed) = &self.owner {
             let keeper = backed.keeper();
             keeper.keep_raw(self);
@@ -135,8 +140,9 @@ impl Block {
         // Its drop would free it.
         let mut block = ManuallyDrop::new(self);
         let (uses, extras) = (mem::take(&mut block.uses), block.extras.take());
-        if let Owner::Pool(home, key) = block.owner {
-            home.keep_raw(address, Raw { key, asked: block.asked, uses, extras });
+        if let Owner::Pool(way) = block.owner {
+            let freed = Freed { way, place: block.place };
+            way.home.keep_raw(address, Raw { freed, uses, extras });
         }
         address
     }
@@ -151,7 +157,7 @@ fn backed() -> MutexGuard<'static, BTreeMap<u64, Block>> {
 
 /// Keeps a block of no cache while its address is out.
 pub(crate) fn keep_backed(block: Block) {
-    let before = backed().insert(block.address, block);
+    let before = backed().insert(block.address(), block);
     debug_assert!(before.is_none(), "two live blocks at one address");
 }
 
@@ -178,8 +184,9 @@ impl DevicePool {
             return direct.from_raw(address);
         }
         let block = self.find(address, |home| {
-            let Raw { key, asked, uses, extras } = home.with(|s| s.raw.remove(&address))?;
-            Some(Block { address, asked, owner: Owner::Pool(home, key), uses, extras })
+            let Raw { freed: Freed { way, place }, uses, extras } =
+                home.with_last(|s| s.raw.remove(&address))?;
+            Some(Block { owner: Owner::Pool(way), place, uses, extras })
         });
         block.or_else(|| self.take_backed(address)).ok_or_else(|| self.refuse(address))
     }
@@ -216,7 +223,7 @@ impl DevicePool {
     fn refuse(&self, address: u64) -> MemoryError {
         let freed = self.inner().homes().into_iter().any(|home| {
             home.with(|s| {
-                let pending = || s.pending.iter().any(|pending| pending.freed.address == address);
+                let pending = || s.pending.iter().any(|pending| pending.freed.place.address == address);
                 match s.heap.block_at(address) {
                     Ok(_) => pending(),
                     Err(why) => matches!(why, HeapError::DoubleFree { .. }),
@@ -238,7 +245,7 @@ impl DevicePool {
 impl Home {
     /// Keeps what a token held while its address is out.
     fn keep_raw(&self, address: u64, raw: Raw) {
-        self.with(|s| {
+        self.with_last(|s| {
             s.raw.insert(address, raw);
             s.note_raw(address);
         });
@@ -246,15 +253,15 @@ impl Home {
 
     /// Frees the block of this cache that is out as `address`; `None` if there is none.
     fn free_raw(&'static self, address: u64) -> Option<()> {
-        let (freed, rest) = self.with(|s| {
-            let Raw { key, asked, mut uses, extras } = s.raw.remove(&address)?;
-            let freed = Freed { address, key, asked };
+        let (freed, rest) = self.with_last(|s| {
+            let Raw { freed, mut uses, extras } = s.raw.remove(&address)?;
             let quiet = uses.is_empty() && extras.is_none();
-            Some((freed, if quiet { Err(s.put_back(freed)) } else { Ok((uses, extras)) }))
+            let rest = if quiet { Err(s.put_back(&freed.way, &freed.place)) } else { Ok((uses, extras)) };
+            Some((freed, rest))
         })?;
         match rest {
             Ok((mut uses, extras)) => self.put_back_with_extras(freed, &mut uses, extras),
-            Err(after) => self.attend(after, freed),
+            Err(after) => self.attend(after),
         }
         Some(())
     }

@@ -4,7 +4,6 @@ use crate::{Calling, Ended, Epochs, Life, Retirement, Spin, uses::node::Nodes};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Driver, RawEvent, RawStream, Relaxed};
 use std::{
-    any::Any,
     fmt,
     sync::{
         Arc, OnceLock, PoisonError, RwLock,
@@ -96,8 +95,8 @@ pub struct Timeline {
     attached_more: RwLock<Vec<Attached>>,
 }
 
-/// What a pool keeps for a stream.
-type Attached = (u64, &'static (dyn Any + Send + Sync));
+/// A pool and the number that it keeps for a stream.
+type Attached = (u64, u32);
 
 impl Timeline {
     pub(crate) fn new(
@@ -612,40 +611,36 @@ impl Timeline {
         self.retirement.lose();
     }
 
-    /// What the pool called `key` keeps for this stream.
+    /// The number that the pool called `key` keeps for this stream.
     #[inline]
     #[must_use]
-    pub fn attachment(&self, key: u64) -> Option<&'static (dyn Any + Send + Sync)> {
+    pub fn attachment(&self, key: u64) -> Option<u32> {
         match self.attached.get() {
-            Some(&(first, value)) if first == key => Some(value),
+            Some(&(first, number)) if first == key => Some(number),
             Some(_) => self.further_attachment(key),
             None => None,
         }
     }
 
     #[cold]
-    fn further_attachment(&self, key: u64) -> Option<&'static (dyn Any + Send + Sync)> {
+    fn further_attachment(&self, key: u64) -> Option<u32> {
         let more = self.attached_more.read().unwrap_or_else(PoisonError::into_inner);
-        more.iter().find(|(other, _)| *other == key).map(|&(_, value)| value)
+        more.iter().find(|(other, _)| *other == key).map(|&(_, number)| number)
     }
 
-    /// Keeps `value` for the pool called `key`, unless it keeps one already; answers with the one that is kept.
+    /// Keeps `number` for the pool called `key`, unless it keeps one already; answers with the one that is kept.
     /// `key` must never have another meaning.
-    pub fn attach(
-        &self,
-        key: u64,
-        value: &'static (dyn Any + Send + Sync),
-    ) -> &'static (dyn Any + Send + Sync) {
+    pub fn attach(&self, key: u64, number: u32) -> u32 {
         let mut more = self.attached_more.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(kept) =
             self.attached.get().into_iter().chain(more.iter()).find(|(other, _)| *other == key)
         {
             return kept.1;
         }
-        if self.attached.set((key, value)).is_err() {
-            more.push((key, value));
+        if self.attached.set((key, number)).is_err() {
+            more.push((key, number));
         }
-        value
+        number
     }
 
     /// Lets go of what was kept for `key`, where it can; the first pool's stays and is never asked for again.

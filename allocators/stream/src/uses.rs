@@ -208,6 +208,7 @@ impl UseList {
         Self { node: AtomicPtr::new(ptr::null_mut()) }
     }
 
+    #[inline]
     fn node(&self) -> Option<&'static Node> {
         // SAFETY: 1. null, or made from a `&'static Node`.
         unsafe { self.node.load(Ordering::Acquire).as_ref() }
@@ -390,11 +391,10 @@ impl UseList {
 }
 
 impl Drop for UseList {
+    #[inline]
     fn drop(&mut self) {
-        if let Some(node) = self.node()
-            && node.clear()
-        {
-            Node::spare([node]);
+        if let Some(node) = self.node() {
+            node.let_go();
         }
     }
 }

@@ -292,6 +292,14 @@ impl Node {
         empty
     }
 
+    /// Lets go of the node of a block that nobody asks about any more.
+    #[cold]
+    pub(super) fn let_go(&'static self) {
+        if self.clear() {
+            Self::spare([self]);
+        }
+    }
+
     /// Joins accounts of the same memory to this one.
     pub(super) fn join(&self, others: impl Iterator<Item = Held>) {
         for other in others {
