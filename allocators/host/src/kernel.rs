@@ -5,6 +5,7 @@
 //! region can be seen to fail without a machine that is broken in just that way.
 #![expect(unsafe_code, reason = "makes system calls")]
 
+mod barrier;
 mod faults;
 
 pub use faults::{Faults, SystemCall};

@@ -20,4 +20,4 @@ pub mod region;
 pub mod topology;
 pub mod workers;
 
-pub use pool::{PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, PinnedStats};
+pub use pool::{Grow, PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, PinnedStats};

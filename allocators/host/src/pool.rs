@@ -6,10 +6,43 @@
 //! crosses from one registration into the next, over which no copy could go.
 //!
 //! ```text
-//!   Vec, Box, HashMap … ── PinnedAllocator (Copy) ──► shell ── heap ── regions ── node's memory
+//!   Vec, Box, HashMap … ── PinnedAllocator (Copy) ──► magazine of the thread: no lock
+//!                                                       │  empty or full, or a gate is noted on the block
+//!                                                     shell ── slabs ── heap ── regions ── node's memory
 //!                                                       │
 //!                                                       └── blocks freed with a gate shut: given out again when it opens
 //! ```
+//!
+//! | module | holds |
+//! |---|---|
+//! | `home` | the shell: the short way, the way by the lock, the end |
+//! | `magazine` | free blocks of one thread, and how another comes at them |
+//! | `thread` | which thread this is, and what its end does |
+//! | `map`, `span` | from an address to its slot and how it stands, without a lock |
+//! | `state` | the books, under the lock |
+//! | `classes`, `slabs` | sizes up to 64 KiB, and slabs of them cut from the heap |
+//! | `grow` | the chain when nothing free holds a request, and giving back |
+//! | `pending` | blocks behind gates |
+//!
+//! # Sizes
+//! Up to 64 KiB a request gets a slot that is at most a sixteenth longer than it, 2.1 % in the mean; above, a block of
+//! its own, exact to 64 bytes, where the best fit among all free memory is.
+//!
+//! # Threads
+//! A pair of an allocation and a free takes neither lock nor atomic read-modify-write: each thread has a [magazine] of
+//! free blocks, up to 64 KiB or four blocks of each class and four blocks above. Nothing is lost in them: what they hold
+//! counts as cached, comes back at the thread's end, and is taken before the pool grows, trims, or refuses. A block may
+//! be freed by any thread, and is that one's to use again.
+//!
+//! Each slot has a byte that says how it stands, so a second free is refused wherever the block is. Two threads that
+//! free one block *at the same moment* are not told apart: that is a race in the caller's own unsafe code. The same
+//! holds for a gate that is noted on a block while its owner frees it.
+//!
+//! On a machine where `malloc` and `free` of 64 B take 9.7 ns, a pair takes 11.9 ns (210 instructions) up to 64 KiB and
+//! 20 ns (375) from there to 64 MiB, where it took 62–79 with the lock and the heap's own work. To work the slot's
+//! address out again when a block is put back made each pair wait for the one before: 12.5–15 ns.
+//!
+//! [magazine]: PinnedConfig::magazines
 //!
 //! # Reuse
 //! A copy in flight notes a gate on its block ([`DeferReuse`](aquifer_core::DeferReuse)). If the block is freed before
@@ -17,10 +50,14 @@
 //! allocation looks whether gates have opened.
 //!
 //! # When an allocation does not fit
-//! Freed blocks whose gates have opened → a new region → a smaller one → regions of this pool that are wholly free, given
-//! back to make room under the budget → the oldest pending blocks, waited for at most [`PinnedConfig::patience`] → an
-//! error that tells all this. One thread grows at a time, and others wait for it where they would have had to grow too,
-//! since the driver registers one range at a time anyway.
+//! Freed blocks whose gates have opened → what threads keep at hand → a new region → a smaller one → regions of this
+//! pool that are wholly free, given back to make room under the budget → a slot of a larger class → the oldest pending
+//! blocks, waited for at most [`PinnedConfig::patience`] → an error that tells all this. One thread grows at a time, and
+//! others wait for it where they would have had to grow too, since the driver registers one range at a time anyway.
+//! With [`Grow::AtQuietPoints`] regions are neither taken nor given back there.
+//!
+//! [`PinnedPool::try_allocate`] stops before the new region, and [`PinnedPool::allocate_until`] begins again until a
+//! time.
 //!
 //! # The end
 //! Dropping the last handle closes the pool: allocators answer with an error from then on, and regions without live
@@ -31,16 +68,26 @@
 //! # What surprises
 //! - `deallocate` cannot answer: a pointer that is not a live block of the pool is ignored and counted in
 //!   [`PinnedStats::refused_frees`].
-//! - A pool takes no memory before the first allocation or [`PinnedPool::warm`].
+//! - A pool takes no memory before the first allocation, [`PinnedPool::warm`] or [`PinnedPool::quiet_point`].
+//! - Threads have magazines where the kernel offers `membarrier`, for pools whose events nobody records, 1,024 threads
+//!   at a time. Otherwise everything is the same, with the lock.
+//! - [`PoolStats::peak_live`] counts what magazines hold as live, and `peak_requested` misses what came and went within
+//!   magazines since somebody last asked.
 //! - While a pool is at work for a thread, that thread's other allocations from pools are refused: bookkeeping can not
 //!   come out of the memory it keeps the books of, however allocations are routed.
 
 mod allocator;
 mod buffer;
+mod classes;
 mod grow;
 mod home;
+mod magazine;
+mod map;
 mod pending;
+mod slabs;
+mod span;
 mod state;
+mod thread;
 
 pub use allocator::PinnedAllocator;
 pub use buffer::PinnedBuf;
@@ -54,8 +101,14 @@ use crate::{
 use aquifer_core::{Budget, MemoryError, PoolStats, Recorder, Result, event::Place};
 use aquifer_driver::{HostFlags, site};
 use bytemuck::Pod;
-use home::Home;
-use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc, time::Duration};
+use home::{Effort, Home};
+use std::{
+    alloc::Layout,
+    fmt,
+    ptr::NonNull,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 /// How a pool takes memory.
 #[derive(Clone, Debug)]
@@ -81,8 +134,28 @@ pub struct PinnedConfig {
     pub deadline: Option<Duration>,
     /// How long an allocation that would fail waits for pending blocks. Zero for not at all.
     pub patience: Duration,
-    /// Where the pool's events go.
+    /// When it may take more memory.
+    pub grow: Grow,
+    /// Free bytes that [`PinnedPool::quiet_point`] grows to, so that allocations need not. Zero for none.
+    pub grow_ahead: usize,
+    /// Free bytes that no trim goes below: what stays warm.
+    pub reserve: usize,
+    /// Whether each thread keeps free blocks at hand. Without, every call takes the pool's lock.
+    pub magazines: bool,
+    /// Where the pool's events go. A pool whose events are recorded has no magazines.
     pub recorder: Option<Arc<Recorder>>,
+}
+
+/// When a pool registers memory with the driver, which stalls whoever launches kernels for milliseconds.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+#[non_exhaustive]
+pub enum Grow {
+    /// When an allocation needs it.
+    #[default]
+    Now,
+    /// In [`PinnedPool::warm`] and [`PinnedPool::quiet_point`] only. An allocation that what is there does not hold is
+    /// refused, and gives no region back for it.
+    AtQuietPoints,
 }
 
 impl Default for PinnedConfig {
@@ -98,6 +171,10 @@ impl Default for PinnedConfig {
             verify: Verify::default(),
             deadline: None,
             patience: Duration::from_millis(100),
+            grow: Grow::Now,
+            grow_ahead: 0,
+            reserve: 0,
+            magazines: true,
             recorder: None,
         }
     }
@@ -131,6 +208,8 @@ pub struct PinnedStats {
     pub regions: u64,
     /// Bytes of regions that devices can reach without staging.
     pub pinned: u64,
+    /// Bytes of free blocks that threads keep at hand: a part of `memory.cached`.
+    pub in_magazines: u64,
     /// Frees of pointers that were no live block, or with a layout that was none of its (a count). Nothing was freed.
     pub refused_frees: u64,
 }
@@ -174,7 +253,7 @@ pub struct PinnedPool {
 /// Closes the pool when the last clone goes.
 struct Handle {
     home: &'static Home,
-    generation: u32,
+    generation: u64,
     shared: Arc<Shared>,
 }
 
@@ -213,6 +292,35 @@ impl PinnedPool {
         self.handle.home.allocate(self.handle.generation, layout)
     }
 
+    /// A block from what the pool has: it does not grow, give back or wait for anything.
+    ///
+    /// # Errors
+    /// [`MemoryError::OutOfMemory`] when nothing free holds it.
+    #[track_caller]
+    pub fn try_allocate(&self, layout: Layout) -> Result<NonNull<[u8]>> {
+        self.allocate_with(layout, &Effort::None)
+    }
+
+    /// As [`PinnedPool::allocate`], and when that would fail, waits until `end` for blocks to come back: by frees of
+    /// other threads, by gates that open, by a budget with room again. Looks every 2 ms at most.
+    ///
+    /// # Errors
+    /// As [`PinnedPool::allocate`], when it is `end`.
+    #[track_caller]
+    pub fn allocate_until(&self, layout: Layout, end: Instant) -> Result<NonNull<[u8]>> {
+        self.allocate_with(layout, &Effort::Until(end))
+    }
+
+    #[track_caller]
+    fn allocate_with(&self, layout: Layout, effort: &Effort) -> Result<NonNull<[u8]>> {
+        let _site = site::enter();
+        let (home, generation) = (self.handle.home, self.handle.generation);
+        match home.quick(generation, layout) {
+            Some(start) => Ok(NonNull::slice_from_raw_parts(start, layout.size())),
+            None => home.allocate_slowly(generation, layout, effort),
+        }
+    }
+
     /// `len` zeroed elements.
     ///
     /// # Errors
@@ -230,11 +338,26 @@ impl PinnedPool {
     #[track_caller]
     pub fn warm(&self, bytes: usize) -> Result<()> {
         let _site = site::enter();
-        self.handle.home.warm(self.handle.generation, bytes)
+        self.handle.home.warm(self.handle.generation, bytes as u64)
     }
 
-    /// Gives back regions that are wholly free, largest first, while at least `keep` free bytes stay. Answers with the
-    /// bytes given back. For quiet points: blocks until devices are idle, and looks at pending blocks before.
+    /// Says that no kernels are being launched: the time for what stalls those. Grows until
+    /// [`PinnedConfig::grow_ahead`] bytes are free, and answers with the bytes taken. Any thread may call it, also one
+    /// whose only work it is. Blocks while it grows.
+    ///
+    /// # Errors
+    /// The region's. Nothing was taken then.
+    #[track_caller]
+    pub fn quiet_point(&self) -> Result<u64> {
+        let _site = site::enter();
+        self.handle.home.poll_all();
+        let ahead = self.handle.shared.config.grow_ahead as u64;
+        self.handle.home.grow_ahead(self.handle.generation, ahead)
+    }
+
+    /// Gives back regions that are wholly free, largest first, while at least `keep` free bytes stay, or
+    /// [`PinnedConfig::reserve`] if that is more. Takes back first what threads keep at hand. Answers with the bytes
+    /// given back. For quiet points: blocks until devices are idle, and looks at pending blocks before.
     ///
     /// # Errors
     /// The driver's or the kernel's, when a region would not end: it is stranded then, and stays charged.
@@ -248,7 +371,7 @@ impl PinnedPool {
     /// What it holds.
     #[must_use]
     pub fn stats(&self) -> PinnedStats {
-        self.handle.home.with(|state| state.stats())
+        self.handle.home.with_tally(|state, tally| state.stats(tally))
     }
 
     /// The node its memory should lie on.
@@ -279,7 +402,7 @@ impl PinnedPool {
     /// Checks the pool's books against each other, in time proportional to what it holds. For tests and fuzzing.
     #[must_use]
     pub fn is_consistent(&self) -> bool {
-        self.handle.home.with(|state| state.is_consistent())
+        self.handle.home.with_tally(|state, tally| state.is_consistent(tally))
     }
 }
 

@@ -6,7 +6,7 @@
 mod support;
 
 use allocator_api2::vec::Vec as AllocVec;
-use aquifer_core::{Budget, MemoryError};
+use aquifer_core::{Budget, DeferReuse, MemoryError};
 use aquifer_driver::{
     Access, Call, CaptureMode, DeviceId, DeviceRange, Driver, HostFlags, Operand, RawStream, Typed,
     sim::{Sim, ViolationKind},
@@ -355,6 +355,46 @@ fn the_oracle_sees_a_block_that_is_freed_under_a_copy_nobody_told_the_pool_of() 
     assert_eq!(found.len(), 1);
     assert!(matches!(found[0].kind, ViolationKind::FreeInFlight | ViolationKind::ReadWrite), "{}", found[0]);
     sim.run_all();
+}
+
+#[test]
+fn a_vector_that_grows_under_a_copy_is_safe_when_the_pool_was_told_and_found_out_when_not() {
+    for (size, told) in [(3000, true), (3000, false), (400_000, true), (400_000, false)] {
+        let (sim, host) = machine();
+        let driver = sim.driver();
+        let stream = driver.stream_create(GPU, 0).unwrap();
+        let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
+        let target = driver.mem_alloc(GPU, size as u64).unwrap();
+        let mut vec = AllocVec::new_in(pool.allocator());
+        vec.resize(size, 7_u8);
+        let block = NonNull::from(&mut vec[0]);
+        // Nothing grows in place with this above it.
+        let above = pool.buffer::<u8>(size).unwrap();
+        // SAFETY: 1. both sides are there. 2. the vector leaves its block while the copy is queued: that is what is tested.
+        unsafe { driver.copy_to_device(stream, target, block, size).unwrap() };
+        let gate = support::Latch::shut();
+        if told {
+            pool.allocator().defer(block, gate.clone()).unwrap();
+        }
+        vec.reserve_exact(8 * size);
+        assert_ne!(NonNull::from(&mut vec[0]), block);
+        // Whoever has the old block now writes to it.
+        let mut others: Vec<_> = (0..4).map(|_| pool.buffer::<u8>(size).unwrap()).collect();
+        others.iter_mut().for_each(|other| other.fill(9));
+        driver.stream_synchronize(stream).unwrap();
+        let range = DeviceRange { device: GPU, address: target, bytes: size as u64 };
+        let arrived = sim.read_back(range).unwrap();
+        let found = sim.violations();
+        if told {
+            assert_eq!((arrived, found), (vec![7; size], vec![]), "{size}");
+        } else {
+            assert!(arrived.contains(&9), "{size}: the block was given out again at once");
+            assert!(matches!(found[0].kind, ViolationKind::FreeInFlight | ViolationKind::ReadWrite));
+        }
+        gate.open();
+        drop((vec, above, others));
+        assert!(pool.is_consistent());
+    }
 }
 
 #[test]

@@ -1,10 +1,12 @@
-//! Programs over pinned pools: several owners at a time, gates that open late, copies on their way, system and driver
-//! calls that fail, pools that are closed under their blocks.
+//! Programs over pinned pools: several owners at a time, several threads with magazines, gates that open late, copies on
+//! their way, system and driver calls that fail, pools that are closed under their blocks.
 //!
 //! The blocks are real memory, the GPU is simulated and runs work only when the program says so. After every operation:
 //! no two blocks overlap, pending ones included; every block holds what its owner wrote; the pool's books agree with each
 //! other and with the owners'; the budget holds what the pools hold, and more only while something is stranded or closed.
 //! In the end everything is given back.
+//!
+//! A thread does what it is told while the program waits for it, so a program does the same each time.
 #![expect(unsafe_code, reason = "calls the allocator trait, queues copies, and looks into blocks")]
 
 use crate::program::Bytes;
@@ -12,7 +14,7 @@ use allocator_api2::alloc::Allocator;
 use aquifer_core::{Budget, DeferReuse, Gate, Result};
 use aquifer_driver::{Call, DeviceId, Driver, RawEvent, RawStream, sim::Sim};
 use aquifer_host::{
-    PinnedAllocator, PinnedConfig, PinnedPool,
+    Grow, PinnedAllocator, PinnedConfig, PinnedPool,
     kernel::{Faults, Kernel, SystemCall},
     pool,
     region::{Host, PageTier, Pinning, Verify, retry_stranded},
@@ -26,7 +28,9 @@ use std::{
     sync::{
         Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, Ordering},
+        mpsc::{Receiver, Sender, channel},
     },
+    thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
@@ -68,7 +72,58 @@ fn shared_host() -> Option<&'static Host> {
     HOST.get_or_init(read).as_ref()
 }
 
+/// Threads beside the program's own.
+const THREADS: usize = 2;
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// A thread that does what it is told, for its magazines.
+struct Worker {
+    jobs: Option<Sender<Job>>,
+    done: Receiver<()>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Worker {
+    fn start() -> Self {
+        let (jobs, todo) = channel::<Job>();
+        let (tell, done) = channel();
+        let work = move || {
+            for job in todo {
+                job();
+                if tell.send(()).is_err() {
+                    break;
+                }
+            }
+        };
+        Self { jobs: Some(jobs), done, thread: Some(thread::spawn(work)) }
+    }
+
+    fn run(&self, job: Job) {
+        let sent = self.jobs.as_ref().is_some_and(|jobs| jobs.send(job).is_ok());
+        assert!(sent && self.done.recv().is_ok(), "a thread is gone");
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        drop(self.jobs.take());
+        if let Some(thread) = self.thread.take() {
+            assert!(thread.join().is_ok() || thread::panicking(), "a thread panicked");
+        }
+    }
+}
+
+/// A block's address, for another thread.
+struct At(NonNull<u8>);
+
+// SAFETY: 1. the program waits while the other thread has it.
+unsafe impl Send for At {}
+
 struct Machine {
+    workers: Vec<Worker>,
+    /// What was freed last with no gate shut, if it is nobody's: where, and whose it was.
+    freed: Option<(NonNull<u8>, usize, PinnedAllocator)>,
     sim: Sim,
     driver: Arc<dyn Driver>,
     stream: RawStream,
@@ -190,6 +245,8 @@ impl Machine {
         host.kernel = Kernel::with_faults(faults.clone());
         let budget = Budget::new("fuzz", LIMIT);
         let mut machine = Self {
+            workers: (0..THREADS).map(|_| Worker::start()).collect(),
+            freed: None,
             sim,
             driver,
             stream,
@@ -219,6 +276,10 @@ impl Machine {
         config.patience = Duration::ZERO;
         config.pages = PageTier::Base;
         config.verify = Verify::Sample(NonZeroUsize::MIN);
+        config.magazines = settings >> 5 & 3 != 0;
+        config.reserve = if settings >> 7 == 1 { 2 << 20 } else { 0 };
+        config.grow = if settings >> 3 & 3 == 3 { Grow::AtQuietPoints } else { Grow::Now };
+        config.grow_ahead = 1 << 20;
         config.pinning = match settings >> 1 & 3 {
             0 => Pinning::Off,
             1 => Pinning::Required,
@@ -229,7 +290,17 @@ impl Machine {
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        match bytes.choice(20) {
+        match bytes.choice(23) {
+            20 => {
+                // A thread ends, and another begins.
+                let which = usize::from(bytes.choice(THREADS as u8));
+                self.workers[which] = Worker::start();
+            }
+            21 => {
+                let owner = usize::from(bytes.choice(OWNERS as u8));
+                let _grown = self.pools[owner].pool.quiet_point();
+            }
+            22 => self.batch(bytes),
             0..=5 => self.allocate(bytes),
             6..=8 => self.free(bytes),
             9 | 10 => self.resize(bytes),
@@ -259,16 +330,60 @@ impl Machine {
 
     fn allocate(&mut self, bytes: &mut Bytes<'_>) {
         let (owner, layout) = (usize::from(bytes.choice(OWNERS as u8)), Self::layout(bytes));
-        if self.blocks.len() >= MAX_BLOCKS {
+        let thread = bytes.choice(THREADS as u8 + 1);
+        self.take(owner, layout, thread);
+    }
+
+    /// Runs `job` on the program's own thread, which is 0, or another.
+    fn on(&self, thread: u8, job: impl FnOnce() + Send + 'static) {
+        match usize::from(thread).checked_sub(1).and_then(|which| self.workers.get(which)) {
+            Some(worker) => worker.run(Box::new(job)),
+            None => job(),
+        }
+    }
+
+    /// Frees a live block on a thread.
+    fn give(&self, block: &Block, thread: u8) {
+        let (at, layout, allocator) = (At(block.at), block.layout, block.allocator);
+        self.on(thread, move || {
+            let At(at) = { at };
+            // SAFETY: 1. alive, with its own layout, by a copy of its own allocator.
+            unsafe { allocator.deallocate(at, layout) };
+        });
+    }
+
+    /// Many blocks of one size at once, and all of them back: more than a magazine holds.
+    fn batch(&mut self, bytes: &mut Bytes<'_>) {
+        let (owner, layout) = (usize::from(bytes.choice(OWNERS as u8)), Self::layout(bytes));
+        let (taker, giver) = (bytes.choice(THREADS as u8 + 1), bytes.choice(THREADS as u8 + 1));
+        let before = self.blocks.len();
+        if layout.size() <= 64 << 10 {
+            for _ in 0..48 {
+                self.take(owner, layout, taker);
+            }
+        }
+        for block in self.blocks.split_off(before) {
+            block.check();
+            self.give(&block, giver);
+        }
+    }
+
+    fn take(&mut self, owner: usize, layout: Layout, thread: u8) {
+        if self.blocks.len() >= 2 * MAX_BLOCKS {
             return;
         }
         let allocator = self.pools[owner].pool.allocator();
-        let Ok(block) = allocator.allocate(layout) else { return };
-        assert_eq!(block.len(), layout.size());
-        assert!(block.cast::<u8>().addr().get().is_multiple_of(layout.align()), "not aligned to {layout:?}");
+        let (tell, answer) = channel();
+        self.on(thread, move || {
+            let block = allocator.allocate(layout).ok();
+            let _told = tell.send(block.map(|block| (At(block.cast()), block.len())));
+        });
+        let Ok(Some((At(block), len))) = answer.recv() else { return };
+        assert_eq!(len, layout.size());
+        assert!(block.addr().get().is_multiple_of(layout.align()), "not aligned to {layout:?}");
         let stamp = self.next;
         self.next = self.next.wrapping_add(1);
-        let block = Block { at: block.cast(), layout, stamp, allocator, owner, gates: Vec::new() };
+        let block = Block { at: block, layout, stamp, allocator, owner, gates: Vec::new() };
         let (start, end) = block.span();
         for other in self.blocks.iter().chain(self.pending.iter().filter(|block| block.is_held_back())) {
             let (from, to) = other.span();
@@ -279,12 +394,14 @@ impl Machine {
     }
 
     fn free(&mut self, bytes: &mut Bytes<'_>) {
-        let Some(which) = self.pick(bytes) else { return };
+        let (which, thread) = (self.pick(bytes), bytes.choice(THREADS as u8 + 1));
+        let Some(which) = which else { return };
         let block = self.blocks.swap_remove(which);
         block.check();
-        // SAFETY: 1. alive, with its own layout, by a copy of its own allocator.
-        unsafe { block.allocator.deallocate(block.at, block.layout) };
-        if !block.gates.is_empty() {
+        self.give(&block, thread);
+        if block.gates.is_empty() {
+            self.freed = Some((block.at, block.owner, block.allocator));
+        } else {
             self.pending.push(block);
         }
     }
@@ -369,13 +486,13 @@ impl Machine {
     fn plan_fault(&mut self, bytes: &mut Bytes<'_>) {
         const CALLS: [Call; 4] = [Call::HostRegister, Call::HostAlloc, Call::HostUnregister, Call::HostFree];
         let nth = 1 + u64::from(bytes.choice(4));
-        match bytes.choice(20) {
+        match bytes.choice(21) {
             0..=2 => {
                 self.faults.clear();
                 self.sim.clear_failures();
                 return;
             }
-            which @ 3..=14 => {
+            which @ 3..=15 => {
                 let errno = [12, 22, 1, 14][usize::from(bytes.choice(4))];
                 let call = SystemCall::ALL[usize::from(which) - 3];
                 if bytes.flag() {
@@ -406,8 +523,27 @@ impl Machine {
         let owner = usize::from(bytes.choice(OWNERS as u8));
         let allocator = self.pools[owner].pool.allocator();
         let mut stack = [0u8; 16];
-        let (choice, which) = (bytes.choice(5), self.pick(bytes));
+        let (choice, which) = (bytes.choice(6), self.pick(bytes));
         let small = Layout::new::<[u64; 2]>();
+        // Freed once and nobody's since, in a magazine or not.
+        let (blocks, pending) =
+            (self.blocks.iter(), self.pending.iter().filter(|block| block.is_held_back()));
+        let freed = self.freed.take().filter(|(at, ..)| {
+            let at = at.addr().get();
+            !blocks.chain(pending).map(Block::span).any(|(start, end)| (start..end).contains(&at))
+        });
+        if let (5, Some((at, of, by))) = (choice, freed)
+            && by.is_open()
+        {
+            let job = At(at);
+            self.on(bytes.choice(THREADS as u8 + 1), move || {
+                let At(at) = { job };
+                // SAFETY: 1. freed already, so refusing it is what is tested: nothing is touched.
+                unsafe { by.deallocate(at, Layout::new::<u8>()) };
+            });
+            self.pools[of].refused += 1;
+            return;
+        }
         let (wrong, layout) = match (choice, which.map(|which| &self.blocks[which]), self.pending.last()) {
             // Inside a block.
             (0, Some(block), _) if block.layout.size() > 32 => {

@@ -31,11 +31,13 @@ pub enum SystemCall {
     Bind,
     /// `clone` of a thread.
     Spawn,
+    /// `membarrier`.
+    Barrier,
 }
 
 impl SystemCall {
     /// Every call.
-    pub const ALL: [SystemCall; 12] = [
+    pub const ALL: [SystemCall; 13] = [
         Self::Reserve,
         Self::Map,
         Self::MapHuge,
@@ -48,6 +50,7 @@ impl SystemCall {
         Self::Query,
         Self::Bind,
         Self::Spawn,
+        Self::Barrier,
     ];
 
     /// The kernel's name for it.
@@ -60,6 +63,7 @@ impl SystemCall {
             Self::Query => "move_pages",
             Self::Bind => "sched_setaffinity",
             Self::Spawn => "clone",
+            Self::Barrier => "membarrier",
         }
     }
 }

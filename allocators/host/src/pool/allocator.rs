@@ -1,15 +1,14 @@
 //! A pool as an `Allocator`.
 #![expect(unsafe_code, reason = "implements the allocator traits, which copy between blocks")]
 
-use super::home::Home;
+use super::home::{Effort, Home};
 use aquifer_core::{DeferReuse, Gate, Result, impl_allocator};
-use std::{fmt, ptr::NonNull, sync::Arc};
+use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 
 /// A [`PinnedPool`](super::PinnedPool) as an allocator for collections: `Copy`, as large as a slice, and good for ever.
 ///
 /// Once its pool is closed it answers with an error, while blocks that it gave out stay good and can be freed. Any copy
-/// frees the blocks of any other. Blocks are exactly as long as asked; growing and shrinking happen in place where there
-/// is room.
+/// frees the blocks of any other, from any thread. Growing and shrinking happen in place where there is room.
 ///
 /// A pointer that is no live block, or a layout that is longer than the block, is ignored by `deallocate` and counted.
 ///
@@ -27,12 +26,12 @@ use std::{fmt, ptr::NonNull, sync::Arc};
 #[derive(Clone, Copy)]
 pub struct PinnedAllocator {
     home: &'static Home,
-    /// The life of the shell that its blocks are of. A shell with live blocks keeps its generation.
-    generation: u32,
+    /// The life of the shell that its blocks are of, a number that no other pool has. A shell with live blocks keeps it.
+    generation: u64,
 }
 
 impl PinnedAllocator {
-    pub(super) fn new(home: &'static Home, generation: u32) -> Self {
+    pub(super) fn new(home: &'static Home, generation: u64) -> Self {
         Self { home, generation }
     }
 
@@ -57,7 +56,10 @@ impl_allocator! {
     // wrote runs but gates, whose panics are caught.
     impl [] for PinnedAllocator {
         fn allocate(&self, layout: Layout) -> std::result::Result<NonNull<[u8]>, AllocError> {
-            self.home.allocate(self.generation, layout).map_err(|_| AllocError)
+            match self.home.quick(self.generation, layout) {
+                Some(start) => Ok(NonNull::slice_from_raw_parts(start, layout.size())),
+                None => self.by_chain(layout).ok_or(AllocError),
+            }
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
@@ -113,8 +115,13 @@ impl_allocator! {
 }
 
 impl PinnedAllocator {
+    #[inline(never)]
+    fn by_chain(&self, layout: Layout) -> Option<NonNull<[u8]>> {
+        self.home.allocate_slowly(self.generation, layout, &Effort::Configured).ok()
+    }
+
     /// Resizes in place if the address suits the new layout and there is room.
-    fn stays(&self, block: NonNull<u8>, old: std::alloc::Layout, new: std::alloc::Layout) -> bool {
+    fn stays(&self, block: NonNull<u8>, old: Layout, new: Layout) -> bool {
         old.size() > 0
             && new.size() > 0
             && block.addr().get().is_multiple_of(new.align())

@@ -29,6 +29,41 @@ use std::{
 /// assert!(!weights.is_pinned(), "there is no driver");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
+///
+/// A copy owns its buffer until it is done, so nobody writes to it, frees it or lets it grow meanwhile:
+///
+/// ```compile_fail,E0382
+/// use aquifer_core::Result;
+/// use aquifer_driver::{OperandMut, Typed};
+/// use aquifer_host::PinnedBuf;
+/// use aquifer_stream::Stream;
+/// fn race(s: &Stream, mut from: PinnedBuf<u8>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<()> {
+///     let flight = s.upload(from, to)?;
+///     from[0] = 1; // the copy may still be reading it
+///     flight.wait().map(drop)
+/// }
+/// ```
+///
+/// A scope borrows instead, and waits for its copies before it returns:
+///
+/// ```compile_fail,E0502
+/// use allocator_api2::vec::Vec;
+/// use aquifer_core::Result;
+/// use aquifer_driver::{OperandMut, Typed};
+/// use aquifer_host::PinnedAllocator;
+/// use aquifer_stream::Stream;
+/// fn race(
+///     s: &Stream,
+///     from: &mut Vec<u8, PinnedAllocator>,
+///     to: &mut (impl Typed<Item = u8> + OperandMut),
+/// ) -> Result<()> {
+///     s.scope(|c| {
+///         c.upload(&from[..], to)?;
+///         from.push(1); // it may have to grow, and leave the block that is being copied
+///         Ok(())
+///     })?
+/// }
+/// ```
 pub struct PinnedBuf<T: Pod> {
     elements: AllocBox<[T], PinnedAllocator>,
     pinned: bool,

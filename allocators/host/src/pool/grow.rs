@@ -1,15 +1,19 @@
 //! Taking regions and giving them back.
 
 use super::{
-    Shared,
-    home::{AtWork, Home, Taken},
+    Grow, Shared,
+    home::{Effort, Home, Taken},
+    magazine::Tally,
+    state::State,
+    thread::AtWork,
 };
 use crate::region::{Cause, Region, RegionError, RegionRequest, window::GRANULE};
 use aquifer_core::{Action, MemoryError, OutOfMemory, Result, error::Tried};
 use std::{
     alloc::Layout,
     sync::{Arc, PoisonError},
-    time::Instant,
+    thread,
+    time::{Duration, Instant},
 };
 
 /// The right to grow a pool, which one thread has at a time.
@@ -24,58 +28,128 @@ impl Drop for Growing {
     }
 }
 
+/// Why a round of the chain brought nothing.
+#[derive(Default)]
+struct InVain {
+    refused: Option<RegionError>,
+    tried: Vec<Tried>,
+}
+
 impl Home {
     /// A block where nothing free held it at first: the chain of the module's documentation.
     #[cold]
-    pub(super) fn take_by_chain(&'static self, generation: u32, layout: Layout) -> Result<Taken> {
-        let (bytes, align) = (layout.size() as u64, layout.align() as u64);
+    pub(super) fn take_by_chain(
+        &'static self,
+        generation: u64,
+        layout: Layout,
+        effort: &Effort,
+    ) -> Result<Taken> {
         super::sweep();
+        let mut nap = Duration::from_micros(50);
+        loop {
+            let in_vain = match self.try_chain(generation, layout, effort)? {
+                Ok(taken) => return Ok(taken),
+                Err(in_vain) => in_vain,
+            };
+            let left = match effort {
+                Effort::Until(end) => end.saturating_duration_since(Instant::now()),
+                Effort::Configured | Effort::None => Duration::ZERO,
+            };
+            // A request that no growth can ever serve is not waited for.
+            let hopeless = in_vain.refused.as_ref().is_some_and(|error| {
+                matches!(error.cause, Cause::Size { .. } | Cause::UnknownNode(_) | Cause::NotKept)
+            });
+            if left.is_zero() || hopeless {
+                let shared = self.with(|state| state.open_as(generation).cloned())?;
+                return self.fail(&shared, layout, in_vain);
+            }
+            // Blocks come back without a word: into magazines, by gates that open, by others' budgets.
+            thread::sleep(nap.min(left));
+            nap = (nap * 2).min(Duration::from_millis(2));
+        }
+    }
+
+    /// One round of the chain.
+    fn try_chain(
+        &'static self,
+        generation: u64,
+        layout: Layout,
+        effort: &Effort,
+    ) -> Result<std::result::Result<Taken, InVain>> {
         let shared = loop {
             self.poll_all();
-            if let Some(taken) = self.try_take(generation, bytes, align)? {
-                return Ok(taken);
+            if let Some(taken) = self.try_take(generation, layout)? {
+                return Ok(Ok(taken));
+            }
+            let shared = self.with(|state| state.open_as(generation).cloned())?;
+            if self.drain(&shared, false)
+                && let Some(taken) = self.try_take(generation, layout)?
+            {
+                return Ok(Ok(taken));
+            }
+            if *effort == Effort::None {
+                return Ok(Err(InVain::default()));
             }
             let growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
             if *growing {
                 // What they bring may be enough; if not, it is our turn.
-                let _turn = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
+                let Effort::Until(end) = effort else {
+                    let _turn = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
+                    continue;
+                };
+                let left = end.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    return Ok(Err(InVain::default()));
+                }
+                let _turn = self.grown.wait_timeout(growing, left).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
             let mut growing = growing;
             *growing = true;
-            break self.with(|state| state.open_as(generation).cloned());
+            break shared;
         };
         let _turn = Growing { home: self };
         // Gates that are waited for may allocate: not from here, where they would wait for this thread.
         let _at_work = AtWork::begin();
-        let shared = shared?;
         // Between the look and the turn somebody may have grown, or freed.
-        if let Some(taken) = self.try_take(generation, bytes, align)? {
-            return Ok(taken);
+        if let Some(taken) = self.try_take(generation, layout)? {
+            return Ok(Ok(taken));
         }
-        let mut tried = Vec::new();
-        let mut refused = None;
-        // Others may be faster with what was brought, and the driver's own memory begins at any page.
-        for roomy in [false, true, true] {
-            if let Err(error) = self.grow_for(&shared, generation, layout, roomy, &mut tried) {
-                refused = Some(error);
-                break;
+        let mut in_vain = InVain::default();
+        let InVain { refused, tried } = &mut in_vain;
+        if shared.config.grow == Grow::AtQuietPoints {
+            tried.push(Tried { step: "grow, but at quiet points only", gave: 0 });
+        } else {
+            // Others may be faster with what was brought, and the driver's own memory begins at any page.
+            for roomy in [false, true, true] {
+                if let Err(error) = self.grow_for(&shared, generation, layout, roomy, tried) {
+                    *refused = Some(error);
+                    break;
+                }
+                if let Some(taken) = self.try_take(generation, layout)? {
+                    return Ok(Ok(taken));
+                }
             }
-            if let Some(taken) = self.try_take(generation, bytes, align)? {
-                return Ok(taken);
-            }
         }
-        if let Some(taken) = self.wait_for_pending(&shared, generation, layout, &mut tried)? {
-            return Ok(taken);
+        let larger = self.with(|state| state.take_larger(layout).map(|at| Self::taken(state, at)));
+        if let Some(taken) = larger {
+            return Ok(Ok(taken));
         }
-        self.fail(&shared, layout, refused, tried)
+        let patience = match effort {
+            Effort::Until(end) => shared.config.patience.min(end.saturating_duration_since(Instant::now())),
+            Effort::Configured | Effort::None => shared.config.patience,
+        };
+        if let Some(taken) = self.wait_for_pending(patience, generation, layout, tried)? {
+            return Ok(Ok(taken));
+        }
+        Ok(Err(in_vain))
     }
 
     /// A region that holds the request: of the chunk's size, else of its own, else the same with room made.
     fn grow_for(
         &'static self,
         shared: &Arc<Shared>,
-        generation: u32,
+        generation: u64,
         layout: Layout,
         roomy: bool,
         tried: &mut Vec<Tried>,
@@ -117,7 +191,7 @@ impl Home {
     fn grow(
         &'static self,
         shared: &Arc<Shared>,
-        generation: u32,
+        generation: u64,
         bytes: usize,
         registration: usize,
     ) -> Result<(), RegionError> {
@@ -158,13 +232,13 @@ impl Home {
     /// Waits for pending blocks, one after the other, until the request fits or patience ends.
     fn wait_for_pending(
         &'static self,
-        shared: &Arc<Shared>,
-        generation: u32,
+        patience: Duration,
+        generation: u64,
         layout: Layout,
         tried: &mut Vec<Tried>,
     ) -> Result<Option<Taken>> {
-        let end = Instant::now() + shared.config.patience;
-        if shared.config.patience.is_zero() {
+        let end = Instant::now() + patience;
+        if patience.is_zero() {
             return Ok(None);
         }
         let mut waited = false;
@@ -174,7 +248,7 @@ impl Home {
                 break;
             }
             waited = true;
-            if let Some(taken) = self.try_take(generation, layout.size() as u64, layout.align() as u64)? {
+            if let Some(taken) = self.try_take(generation, layout)? {
                 return Ok(Some(taken));
             }
         }
@@ -184,13 +258,8 @@ impl Home {
         Ok(None)
     }
 
-    fn fail(
-        &'static self,
-        shared: &Arc<Shared>,
-        layout: Layout,
-        error: Option<RegionError>,
-        tried: Vec<Tried>,
-    ) -> Result<Taken> {
+    fn fail(&'static self, shared: &Arc<Shared>, layout: Layout, in_vain: InVain) -> Result<Taken> {
+        let InVain { refused: error, tried } = in_vain;
         let place = shared.config.node.map_or_else(|| "the host".to_owned(), |node| node.to_string());
         let mut full = Box::new(OutOfMemory::new(place, layout.size() as u64));
         full.tried = tried;
@@ -203,18 +272,31 @@ impl Home {
                 _ => other = Some(MemoryError::from(error)),
             }
         }
-        let (error, ticket) = self.with(|state| {
+        let (error, ticket) = self.with_tally(|state, tally| {
             state.failed();
             let ticket = shared.config.recorder.as_ref().map(|recorder| recorder.ticket());
-            (other.unwrap_or_else(|| state.explain(full)), ticket)
+            (other.unwrap_or_else(|| state.explain(full, tally)), ticket)
         });
         self.tell(&Some(shared.clone()), ticket, Action::Fail, 0, layout.size() as u64);
         Err(error)
     }
 
     /// Grows until the pool holds `bytes`.
-    pub(super) fn warm(&'static self, generation: u32, bytes: usize) -> Result<()> {
-        let held = |home: &Self| home.with(|state| state.open_as(generation).map(|_| state.physical()));
+    pub(super) fn warm(&'static self, generation: u64, bytes: u64) -> Result<()> {
+        self.grow_until(generation, |state, _| bytes.saturating_sub(state.physical())).map(drop)
+    }
+
+    /// Grows until `bytes` are free. Answers with the bytes taken.
+    pub(super) fn grow_ahead(&'static self, generation: u64, bytes: u64) -> Result<u64> {
+        self.grow_until(generation, |state, tally| bytes.saturating_sub(state.free_bytes() + tally.cached))
+    }
+
+    /// Takes what is missing in one region. Answers with its bytes.
+    fn grow_until(
+        &'static self,
+        generation: u64,
+        missing: impl FnOnce(&mut State, Tally) -> u64,
+    ) -> Result<u64> {
         let mut growing = self.growing.lock().unwrap_or_else(PoisonError::into_inner);
         while *growing {
             growing = self.grown.wait(growing).unwrap_or_else(PoisonError::into_inner);
@@ -222,14 +304,17 @@ impl Home {
         *growing = true;
         drop(growing);
         let _turn = Growing { home: self };
-        let shared = self.with(|state| state.open_as(generation).cloned())?;
-        let missing = (bytes as u64).saturating_sub(held(self)?);
+        let (shared, missing) = self.with_tally(|state, tally| {
+            let shared = state.open_as(generation).cloned()?;
+            Ok::<_, MemoryError>((shared, missing(state, tally)))
+        })?;
         if missing == 0 {
-            return Ok(());
+            return Ok(0);
         }
         let missing = usize::try_from(missing).unwrap_or(usize::MAX);
         let wanted = missing.max(shared.config.chunk);
-        self.grow(&shared, generation, wanted, shared.config.registration).map_err(MemoryError::from)
+        self.grow(&shared, generation, wanted, shared.config.registration).map_err(MemoryError::from)?;
+        Ok(wanted as u64)
     }
 
     /// Gives back wholly free regions, largest first, while `keep` free bytes stay. Answers with the bytes given back;
@@ -263,8 +348,10 @@ impl Home {
     }
 
     /// Gives back wholly free regions at a quiet point.
-    pub(super) fn trim(&'static self, generation: u32, keep: u64) -> Result<u64> {
+    pub(super) fn trim(&'static self, generation: u64, keep: u64) -> Result<u64> {
         let shared = self.with(|state| state.open_as(generation).cloned())?;
+        self.drain(&shared, false);
+        let keep = keep.max(shared.config.reserve as u64);
         let mut failed = None;
         let given = self.reap(&shared, keep, Some(&mut failed));
         failed.map_or(Ok(given), |error| Err(MemoryError::from(error)))

@@ -1,8 +1,12 @@
 //! The shell that allocators point to: made once, never freed, used again with a new generation.
 
 use super::{
-    Shared,
-    state::{Freed, Released, State},
+    Shared, classes,
+    magazine::{LARGE_MAX, Magazine, Tally},
+    map,
+    span::{EXACT, Slot},
+    state::{Freed, LINE, Released, State},
+    thread::{self, AtWork, THREADS},
 };
 use crate::kernel::pointer;
 use aquifer_core::{Action, Gate, MemoryError, Result, Tag, event::Ticket};
@@ -10,21 +14,28 @@ use aquifer_driver::HostAccess;
 use aquifer_stream::Spin;
 use std::{
     alloc::Layout,
-    cell::Cell,
     fmt,
     num::NonZeroUsize,
     ptr::NonNull,
     sync::{
-        Arc, Condvar, Mutex, PoisonError,
+        Arc, Condvar, Mutex, OnceLock, PoisonError,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
 /// A pool's shell.
 pub(super) struct Home {
-    state: Spin<State>,
+    /// By the numbers of their threads.
+    magazines: Box<[OnceLock<Box<Magazine>>]>,
     /// Whether somebody checks what the host does with this pool's memory: asked on each free, and not under the lock.
     observed: AtomicBool,
+    /// Whether blocks wait for gates, so that somebody should look now and then.
+    look: AtomicBool,
+    /// Whether its threads get magazines. A pool whose every step is recorded has none.
+    stocked: AtomicBool,
+    state: Spin<State>,
+    /// One thread at a time takes what is in others' magazines.
+    draining: Mutex<()>,
     /// Whether somebody makes a region for this pool now.
     pub(super) growing: Mutex<bool>,
     /// Somebody has made one, or failed to.
@@ -45,41 +56,30 @@ pub fn stale_frees() -> u64 {
 /// Shells without a pool.
 static RETIRED: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
 
-thread_local! {
-    // Const and without a destructor, so that an allocator may read it at any time of a thread's life.
-    static AT_WORK: Cell<bool> = const { Cell::new(false) };
-}
-
-/// While it lives, this thread is at work for a pool, and pools refuse its allocations: see the module's surprises.
-pub(super) struct AtWork(());
-
-impl AtWork {
-    /// `None` if the thread is at work for a pool already.
-    pub(super) fn begin() -> Option<Self> {
-        (!AT_WORK.replace(true)).then_some(Self(()))
-    }
-}
-
-impl Drop for AtWork {
-    fn drop(&mut self) {
-        AT_WORK.set(false);
-    }
-}
-
 impl Home {
     /// A shell for a new pool, and the generation of its allocators.
-    pub(super) fn open(shared: Arc<Shared>) -> (&'static Self, u32) {
+    pub(super) fn open(shared: Arc<Shared>) -> (&'static Self, u64) {
         super::sweep();
         let retired = RETIRED.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let home = retired.unwrap_or_else(|| {
-            Box::leak(Box::new(Self {
-                state: Spin::new(State::new()),
+            let home = &*Box::leak(Box::new(Self {
+                magazines: (0..THREADS).map(|_| OnceLock::new()).collect(),
                 observed: AtomicBool::new(false),
+                look: AtomicBool::new(false),
+                stocked: AtomicBool::new(false),
+                state: Spin::new(State::new()),
+                draining: Mutex::new(()),
                 growing: Mutex::new(false),
                 grown: Condvar::new(),
-            }))
+            }));
+            thread::know(home);
+            home
         });
         home.observed.store(shared.observed, Ordering::Relaxed);
+        let stocked = shared.config.recorder.is_none()
+            && shared.config.magazines
+            && shared.host.kernel.offers_barrier();
+        home.stocked.store(stocked, Ordering::Relaxed);
         let generation = home.with(|state| {
             state.open = true;
             state.shared = Some(shared);
@@ -95,16 +95,101 @@ impl Home {
         self.state.with(work)
     }
 
+    /// Looks into the books and into what the magazines hold.
+    pub(super) fn with_tally<R>(&self, work: impl FnOnce(&mut State, Tally) -> R) -> R {
+        self.with(|state| {
+            let mut all = Tally::default();
+            self.magazines.iter().filter_map(OnceLock::get).for_each(|magazine| all.add(magazine.tally()));
+            work(state, all)
+        })
+    }
+
+    /// This thread's magazine, if it has one and is not at work for a pool.
+    #[inline(always)]
+    fn magazine(&self) -> Option<&Magazine> {
+        Some(self.magazines.get(thread::here())?.get()?)
+    }
+
+    /// This thread's magazine, made if that can be.
+    fn magazine_or_new(&self) -> Option<&Magazine> {
+        if !self.stocked.load(Ordering::Relaxed) {
+            return None;
+        }
+        if let Some(magazine) = self.magazine() {
+            return Some(magazine);
+        }
+        let place = self.magazines.get(thread::number()?)?;
+        // Its memory must not come from a pool.
+        let _at_work = AtWork::begin();
+        Some(place.get_or_init(|| Box::new(Magazine::new())))
+    }
+
+    /// Takes into the books what the magazine of a thread that ends holds.
+    pub(super) fn leave(&self, number: usize) {
+        if let Some(magazine) = self.magazines.get(number).and_then(OnceLock::get) {
+            self.with(|state| {
+                // If somebody wants in, it is emptied by them.
+                if let Some(_inside) = magazine.enter() {
+                    magazine.empty(|address| state.unstock(address));
+                }
+            });
+            self.note_waiting();
+        }
+    }
+
+    /// Takes into the books what all magazines hold, and says whether there was anything; with `close` they serve this
+    /// pool no more. Makes a barrier on every thread of the process, some microseconds. Without one nothing is taken.
+    pub(super) fn drain(&self, shared: &Shared, close: bool) -> bool {
+        let _one = self.draining.lock().unwrap_or_else(PoisonError::into_inner);
+        let wanted = |magazine: &&Magazine| magazine.of() != 0 && (close || magazine.tally().blocks > 0);
+        let magazines = || self.magazines.iter().filter_map(OnceLock::get).map(|magazine| &**magazine);
+        if !magazines().any(|magazine| wanted(&magazine)) {
+            return false;
+        }
+        // All that are there now, so that the same ones are let go.
+        magazines().for_each(Magazine::want);
+        let mut any = false;
+        if shared.host.kernel.barrier().is_ok() {
+            for magazine in magazines() {
+                if !magazine.is_wanted() {
+                    continue;
+                }
+                magazine.wait();
+                self.with(|state| {
+                    magazine.empty(|address| {
+                        state.unstock(address);
+                        any = true;
+                    });
+                    if close {
+                        state.absorb(magazine.tally());
+                        magazine.forget();
+                    }
+                });
+            }
+        }
+        magazines().for_each(Magazine::let_go);
+        self.note_waiting();
+        any
+    }
+
+    /// Notes whether somebody should look for gates that have opened.
+    pub(super) fn note_waiting(&self) {
+        self.with(|state| self.look.store(state.is_waiting(), Ordering::Relaxed));
+    }
+
     /// Serves no more allocations of this generation, and gives back what nobody holds.
-    pub(super) fn close(&'static self, generation: u32) {
+    pub(super) fn close(&'static self, generation: u64) {
         let shared = self.with(|state| {
             let shared = state.open_as(generation).ok().cloned();
             if shared.is_some() {
                 state.open = false;
+                // Also where a barrier will be refused, and they cannot be emptied yet.
+                self.magazines.iter().filter_map(OnceLock::get).for_each(|magazine| magazine.void());
             }
             shared
         });
         if let Some(shared) = shared {
+            self.drain(&shared, true);
             self.poll_all();
             self.reap(&shared, 0, None);
             self.retire_or_linger();
@@ -114,33 +199,96 @@ impl Home {
     /// Puts the shell of a closed pool aside if nothing of the pool is left.
     pub(super) fn retire_or_linger(&'static self) {
         let (over, old) = self.with(|state| {
-            let over = state.is_over() && state.shared.is_some();
+            let over = state.is_over() && state.shared.is_some() && !self.is_stocked(state.generation);
             (over, if over { state.renew() } else { None })
         });
         drop(old);
         if over {
             RETIRED.lock().unwrap_or_else(PoisonError::into_inner).push(self);
-        } else if self.with(|state| !state.open && state.holds_back()) {
+        } else if self.with(|state| !state.open && (state.holds_back() || self.is_stocked(state.generation)))
+        {
             super::pending::linger(self);
         }
     }
 
+    /// Whether a magazine holds what is of this generation still: a barrier was refused when the pool was closed.
+    fn is_stocked(&self, generation: u64) -> bool {
+        self.magazines.iter().filter_map(OnceLock::get).any(|magazine| magazine.of() == generation)
+    }
+
+    /// A block from this thread's magazine, of a request that has a class.
+    #[inline(always)]
+    pub(super) fn quick(&self, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
+        let class = classes::of(layout)?;
+        let address = self.magazine()?.pop(generation, class, layout.size() as u64, &self.look)?;
+        pointer(address as usize)
+    }
+
+    /// A block from this thread's magazine, of a request that has none.
+    #[inline(never)]
+    fn quick_large(&self, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
+        let bytes = State::exact_bytes(layout)?;
+        // Those of no bytes have no block, and those that are aligned beyond slabs not any block.
+        if !(classes::SMALL_MAX as u64 + 1..=LARGE_MAX).contains(&bytes) || layout.align() as u64 > LINE {
+            return None;
+        }
+        let address = self.magazine()?.pop_large(generation, bytes, layout.size() as u64, &self.look)?;
+        pointer(address as usize)
+    }
+
+    /// Puts a slot into this thread's magazine; says whether that was all there was to do.
+    #[inline(always)]
+    fn quick_free(&self, generation: u64, address: u64, bytes: u64) -> bool {
+        let Some((span, slot)) = map::slab_at(address) else { return false };
+        let sound = span.life() == generation
+            && bytes <= span.slot_bytes()
+            && span.address(slot) == address
+            && span.get_raw(slot) == Slot::Live as u8;
+        sound
+            && self.magazine().is_some_and(|magazine| magazine.push(address, (span, slot), bytes, generation))
+    }
+
+    /// Puts a single block into this thread's magazine.
+    fn quick_free_large(&self, generation: u64, address: u64, bytes: u64) -> bool {
+        let Some(magazine) = self.magazine() else { return false };
+        let Some((span, slot)) = map::block_from(address) else { return false };
+        let sound = span.life() == generation && bytes <= span.slot_bytes() && span.get(slot) == Slot::Live;
+        sound && span.class() == EXACT && magazine.push_large(address, span, bytes, generation)
+    }
+
     /// A block, by the whole chain.
-    pub(super) fn allocate(&'static self, generation: u32, layout: Layout) -> Result<NonNull<[u8]>> {
+    #[inline]
+    pub(super) fn allocate(&'static self, generation: u64, layout: Layout) -> Result<NonNull<[u8]>> {
+        match self.quick(generation, layout) {
+            Some(start) => Ok(NonNull::slice_from_raw_parts(start, layout.size())),
+            None => self.allocate_slowly(generation, layout, &Effort::Configured),
+        }
+    }
+
+    /// A block, after this thread's magazine had none, with so much effort.
+    #[inline(never)]
+    pub(super) fn allocate_slowly(
+        &'static self,
+        generation: u64,
+        layout: Layout,
+        effort: &Effort,
+    ) -> Result<NonNull<[u8]>> {
         if layout.size() == 0 {
             // No memory stands behind it, and none is looked for when it comes back.
             let address = NonZeroUsize::new(layout.align()).unwrap_or(NonZeroUsize::MIN);
             return Ok(NonNull::slice_from_raw_parts(NonNull::without_provenance(address), 0));
         }
-        let (bytes, align) = (layout.size() as u64, layout.align() as u64);
-        if AT_WORK.get() {
+        if thread::is_at_work() {
             return Err(MemoryError::Busy { address: 0 });
         }
-        let taken = match self.try_take(generation, bytes, align)? {
+        if let Some(start) = self.quick_large(generation, layout) {
+            return Ok(NonNull::slice_from_raw_parts(start, layout.size()));
+        }
+        let taken = match self.try_take(generation, layout)? {
             Some(taken) => taken,
-            None => self.take_by_chain(generation, layout)?,
+            None => self.take_by_chain(generation, layout, effort)?,
         };
-        self.tell(&taken.shared, taken.ticket, Action::Allocate, taken.address, bytes);
+        self.tell(&taken.shared, taken.ticket, Action::Allocate, taken.address, layout.size() as u64);
         // A block begins where something is mapped, and nothing is mapped at zero.
         let start =
             pointer(taken.address as usize).ok_or(MemoryError::ForeignBlock { address: taken.address })?;
@@ -148,48 +296,95 @@ impl Home {
     }
 
     /// A block from what is there, after a look at the oldest pending ones.
-    pub(super) fn try_take(&'static self, generation: u32, bytes: u64, align: u64) -> Result<Option<Taken>> {
+    pub(super) fn try_take(&'static self, generation: u64, layout: Layout) -> Result<Option<Taken>> {
         // A few at a time: each may cost a query of the driver, and all are asked before the pool grows.
         const A_FEW: usize = 4;
+        let magazine = self.magazine_or_new();
         let (first, asked) = self.with(|state| -> Result<_> {
             state.open_as(generation)?;
             if state.has_pending() {
                 return Ok((None, Some(state.ask(A_FEW))));
             }
-            Ok((Self::take(state, bytes, align), None))
+            Ok((Self::take(state, magazine, layout), None))
         })?;
         let Some(asked) = asked else { return Ok(first) };
         self.settle(asked);
         self.with(|state| {
             state.open_as(generation)?;
-            Ok(Self::take(state, bytes, align))
+            Ok(Self::take(state, magazine, layout))
         })
     }
 
-    fn take(state: &mut State, bytes: u64, align: u64) -> Option<Taken> {
-        let address = state.take(bytes, align)?;
+    /// A block from the books, and some more of its class for the magazine.
+    #[inline]
+    fn take(state: &mut State, magazine: Option<&Magazine>, layout: Layout) -> Option<Taken> {
+        let inside = magazine.and_then(Magazine::enter);
+        let magazine = magazine.filter(|_| inside.is_some());
+        let class = classes::of(layout);
+        if let Some(magazine) = magazine
+            && class.is_none()
+        {
+            // So that the best of all that is free is taken, and what lies side by side is one.
+            magazine.shed_large(|address| state.unstock(address));
+        }
+        let address = state.take(layout)?;
+        if let Some(magazine) = magazine {
+            if magazine.life() != state.generation {
+                // Emptied when its last pool was closed.
+                magazine.serve(state.generation);
+            }
+            if let Some(class) = class {
+                state.stock(magazine, class);
+            }
+        }
+        Some(Self::taken(state, address))
+    }
+
+    pub(super) fn taken(state: &State, address: u64) -> Taken {
         let recorder = state.shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
         let ticket = recorder.map(|recorder| recorder.ticket());
         // The count is touched only where somebody wants to be told.
         let shared = ticket.is_some().then(|| state.shared.clone()).flatten();
-        Some(Taken { address, ticket, shared })
+        Taken { address, ticket, shared }
     }
 
     /// Takes a block back.
-    pub(super) fn deallocate(&'static self, generation: u32, address: NonNull<u8>, layout: Layout) {
-        if layout.size() == 0 {
+    #[inline]
+    pub(super) fn deallocate(&'static self, generation: u64, address: NonNull<u8>, layout: Layout) {
+        let (at, bytes) = (address.addr().get() as u64, layout.size() as u64);
+        if bytes > 0 && !self.observed.load(Ordering::Relaxed) && self.quick_free(generation, at, bytes) {
             return;
         }
-        let block = Freed { address: address.addr().get() as u64, requested: layout.size() as u64 };
+        self.deallocate_slowly(generation, Freed { address: at, requested: bytes });
+    }
+
+    #[inline(never)]
+    fn deallocate_slowly(&'static self, generation: u64, block: Freed) {
+        if block.requested == 0 {
+            return;
+        }
         if self.observed.load(Ordering::Relaxed) {
             self.observe_free(generation, block);
+            if self.quick_free(generation, block.address, block.requested) {
+                return;
+            }
         }
+        if self.quick_free_large(generation, block.address, block.requested) {
+            return;
+        }
+        let magazine = self.magazine();
         let (released, open, ticket, shared) = self.with(|state| {
             if state.generation != generation {
                 STALE_FREES.fetch_add(1, Ordering::Relaxed);
                 return (Released::Refused, true, None, None);
             }
+            if let Some(magazine) = magazine {
+                Self::make_room(state, magazine, block.address);
+            }
             let released = state.release(block);
+            if released == Released::Pending {
+                self.look.store(true, Ordering::Relaxed);
+            }
             let recorder = state.shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
             let told = recorder.filter(|_| released != Released::Refused);
             let tickets = told.map(|r| (r.ticket(), (released == Released::Free).then(|| r.ticket())));
@@ -204,19 +399,36 @@ impl Home {
             && released != Released::Refused
             && let Some(shared) = shared
         {
+            self.drain(&shared, true);
             self.poll_all();
             self.reap(&shared, 0, None);
             self.retire_or_linger();
         }
     }
 
+    /// Takes half of the magazine's blocks of the size of this one into the books, or all of those above the classes,
+    /// if it is full of them.
+    fn make_room(state: &mut State, magazine: &Magazine, address: u64) {
+        let Some((span, slot)) = map::block_from(address) else { return };
+        let Some(_inside) = magazine.enter() else { return };
+        if magazine.life() != state.generation || span.get(slot) != Slot::Live {
+            return;
+        }
+        if span.class() == EXACT {
+            if span.slot_bytes() <= LARGE_MAX {
+                magazine.shed_large(|address| state.unstock(address));
+            }
+        } else if magazine.room(span.class() as usize) == 0 {
+            let class = span.class() as usize;
+            magazine.shed(class, magazine.half(class), |address| state.unstock(address));
+        }
+    }
+
     /// Tells whoever checks that the host gives up a block that no gate holds back.
     #[cold]
-    fn observe_free(&self, generation: u32, block: Freed) {
+    fn observe_free(&self, generation: u64, block: Freed) {
         let shared = self.with(|state| {
-            let live =
-                state.generation == generation && state.live_size(block.address, block.requested).is_some();
-            let free = live && !state.has_gates(block.address);
+            let free = state.generation == generation && state.is_free_to_go(block.address, block.requested);
             free.then(|| state.shared.clone()).flatten()
         });
         if let Some(shared) = shared {
@@ -225,13 +437,28 @@ impl Home {
     }
 
     /// Makes a block larger or smaller where it is; says whether that could be done.
-    pub(super) fn resize(&self, generation: u32, address: NonNull<u8>, old: usize, new: usize) -> bool {
-        let address = address.addr().get() as u64;
-        self.with(|state| state.generation == generation && state.resize(address, old as u64, new as u64))
+    pub(super) fn resize(&self, generation: u64, address: NonNull<u8>, old: usize, new: usize) -> bool {
+        let (address, old, new) = (address.addr().get() as u64, old as u64, new as u64);
+        if let Some(magazine) = self.magazine()
+            && let Some((span, slot)) = map::block_from(address)
+            && span.class() != EXACT
+            && span.life() == generation
+            && old <= span.slot_bytes()
+            && span.get(slot).is_owned()
+        {
+            // A slot stays as long as it is.
+            if new > span.slot_bytes() {
+                return false;
+            }
+            if magazine.resized(old, new, generation) {
+                return true;
+            }
+        }
+        self.with(|state| state.generation == generation && state.resize(address, old, new))
     }
 
     /// Notes a gate on the live block that holds `address`.
-    pub(super) fn defer(&self, generation: u32, address: NonNull<u8>, gate: Arc<dyn Gate>) -> Result<()> {
+    pub(super) fn defer(&self, generation: u64, address: NonNull<u8>, gate: Arc<dyn Gate>) -> Result<()> {
         let address = address.addr().get() as u64;
         // A block that is copied for ever without being freed does not collect gates for ever.
         const MANY: usize = 16;
@@ -288,4 +515,15 @@ impl fmt::Debug for Home {
             f.debug_struct("Home").field("generation", &state.generation).finish_non_exhaustive()
         })
     }
+}
+
+/// What may be done for a block that is not there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Effort {
+    /// What the pool's settings say.
+    Configured,
+    /// Nothing that takes longer than a look.
+    None,
+    /// The pool's settings, and then waiting until this time.
+    Until(std::time::Instant),
 }

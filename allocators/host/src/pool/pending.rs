@@ -30,6 +30,7 @@ pub fn sweep() {
     for home in homes {
         home.poll_all();
         if let Some(shared) = home.with(|state| state.shared.clone().filter(|_| !state.open)) {
+            home.drain(&shared, true);
             home.reap(&shared, 0, None);
             home.retire_or_linger();
         }
@@ -68,6 +69,7 @@ impl Home {
             let recorder = shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
             recorder.map(|recorder| done.iter().map(|_| recorder.ticket()).collect()).unwrap_or_default()
         });
+        self.note_waiting();
         for (block, ticket) in done.iter().zip(tickets) {
             self.tell(&shared, Some(ticket), Action::Complete, block.address, block.requested);
         }

@@ -1,34 +1,55 @@
 //! A pool's books: which memory it has, which blocks are live, and which wait for a gate.
 
-use super::{PinnedStats, Shared};
+use super::{
+    PinnedStats, Shared, classes,
+    magazine::{Magazine, Tally},
+    map,
+    slabs::Spans,
+    span::{EXACT, Slot, Span},
+};
 use crate::{
-    kernel::Span,
+    kernel::Span as Addresses,
     region::{Region, RegionReport},
 };
 use aquifer_core::{Gate, MemoryError, PoolStats, Result};
 use aquifer_heap::{Config, Heap, HeapError, Range};
 use std::{
+    alloc::Layout,
     collections::{BTreeMap, VecDeque},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
+
+/// What single blocks are rounded up to, in bytes: a cache line.
+pub(super) const LINE: u64 = 64;
+/// A single block is not cut shorter than this in place, in bytes: a page has to begin in it.
+const SHORTEST: u64 = 8192;
 
 /// Everything that the lock of a shell guards. Nothing here makes a system call, or asks the driver or a gate.
 #[derive(Debug)]
 pub(super) struct State {
-    /// Which life of the shell this is. Allocators carry it.
-    pub(super) generation: u32,
+    /// Which life of the shell this is, in numbers that no other pool of the process has. Allocators carry it.
+    pub(super) generation: u64,
     /// Whether allocations are served.
     pub(super) open: bool,
     /// `None` between two lives.
     pub(super) shared: Option<Arc<Shared>>,
     heap: Heap,
+    spans: Spans,
     /// By first address. Each registration of a region is a segment of the heap.
     regions: BTreeMap<u64, Region>,
     /// Blocks with gates noted on them, by address: live ones, and pending ones.
     held: BTreeMap<u64, Held>,
     /// The pending ones of them, oldest first.
     pending: VecDeque<u64>,
+    /// Bytes of the blocks that are live or in magazines.
+    out: u64,
+    /// What was done under the lock; magazines count beside it. `live`, `cached` and `blocks` are made up when asked.
     counts: PoolStats,
+    /// What the magazines' `requested` came to when they were last looked at.
+    looked: u64,
     refused: u64,
 }
 
@@ -66,106 +87,214 @@ pub(super) enum Released {
     Refused,
 }
 
+/// The heap of a pool: slabs are cut above it, and begin at pages.
+fn heap() -> Heap {
+    Heap::new(Config { small_max: 0, ..Config::host() })
+}
+
+/// A generation that no pool has had.
+fn fresh_generation() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    NEXT.fetch_add(1, Ordering::Relaxed)
+}
+
 impl State {
     pub(super) fn new() -> Self {
         Self {
-            generation: 0,
+            generation: fresh_generation(),
             open: false,
             shared: None,
-            heap: Heap::new(Config::host()),
+            heap: heap(),
+            spans: Spans::new(),
             regions: BTreeMap::new(),
             held: BTreeMap::new(),
             pending: VecDeque::new(),
+            out: 0,
             counts: PoolStats::default(),
+            looked: 0,
             refused: 0,
         }
     }
 
-    /// A block; `None` if nothing free holds it.
-    pub(super) fn take(&mut self, bytes: u64, align: u64) -> Option<u64> {
-        let block = self.heap.alloc(bytes, align)?;
-        let counts = &mut self.counts;
-        counts.live += block.bytes;
-        counts.requested += bytes;
-        counts.blocks += 1;
-        counts.allocations += 1;
-        counts.peak_live = counts.peak_live.max(counts.live);
-        counts.peak_requested = counts.peak_requested.max(counts.requested);
-        Some(block.address)
-    }
-
-    /// The real size of the live block at `address`, if it can be freed or resized as one of `bytes` bytes.
-    pub(super) fn live_size(&self, address: u64, bytes: u64) -> Option<u64> {
-        let pending =
-            !self.held.is_empty() && self.held.get(&address).is_some_and(|held| held.freed.is_some());
-        let size = if pending { None } else { self.heap.size_of(address) };
-        size.filter(|&size| bytes <= size)
-    }
-
-    /// Whether a gate is noted on it, so that its bytes may still be read or written by a device.
-    pub(super) fn has_gates(&self, address: u64) -> bool {
-        !self.held.is_empty() && self.held.get(&address).is_some_and(|held| !held.gates.is_empty())
-    }
-
-    /// Takes a block back from its owner.
-    pub(super) fn release(&mut self, block: Freed) -> Released {
-        let Freed { address, requested } = block;
-        let Some(bytes) = self.live_size(address, requested) else {
-            self.refused += 1;
-            return Released::Refused;
+    /// A block for its owner; `None` if nothing free holds it.
+    #[inline]
+    pub(super) fn take(&mut self, layout: Layout) -> Option<u64> {
+        let taken = self.find(layout);
+        // What is kept for the next of its size goes first.
+        let taken = if taken.is_none() && self.spans.dissolve_spares(&mut self.heap) {
+            self.find(layout)
+        } else {
+            taken
         };
+        taken.map(|(span, slot)| self.hand_out(span, slot, layout.size() as u64))
+    }
+
+    #[inline]
+    fn find(&mut self, layout: Layout) -> Option<(&'static Span, usize)> {
+        let Self { heap, spans, generation, .. } = self;
+        match classes::of(layout) {
+            Some(class) => spans.take(heap, *generation, class),
+            None => {
+                let bytes = Self::exact_bytes(layout)?;
+                spans.take_exact(heap, *generation, bytes, layout.align() as u64)
+            }
+        }
+    }
+
+    /// Bytes of a single block for a request.
+    #[inline(always)]
+    pub(super) fn exact_bytes(layout: Layout) -> Option<u64> {
+        (layout.size() as u64).checked_next_multiple_of(LINE)
+    }
+
+    /// A slot of a larger class, when nothing else is left.
+    pub(super) fn take_larger(&mut self, layout: Layout) -> Option<u64> {
+        let class = classes::of(layout)?;
+        let fits = |&class: &usize| classes::bytes_of(class).is_multiple_of(layout.align());
+        let (span, slot) =
+            (class..classes::CLASSES).filter(fits).find_map(|class| self.spans.take_ready(class))?;
+        Some(self.hand_out(span, slot, layout.size() as u64))
+    }
+
+    #[inline]
+    fn hand_out(&mut self, span: &'static Span, slot: usize, requested: u64) -> u64 {
+        self.out += span.slot_bytes();
         let counts = &mut self.counts;
-        counts.live -= bytes;
-        counts.requested = counts.requested.saturating_sub(requested);
-        counts.blocks -= 1;
-        counts.frees += 1;
+        counts.requested = counts.requested.wrapping_add(requested);
+        counts.allocations += 1;
+        self.note_peaks();
+        span.address(slot)
+    }
+
+    fn note_peaks(&mut self) {
+        let counts = &mut self.counts;
+        counts.peak_live = counts.peak_live.max(self.out);
+        // Less than nothing when more was freed here than in magazines since they were looked at.
+        let requested = counts.requested.wrapping_add(self.looked).cast_signed().max(0).cast_unsigned();
+        counts.peak_requested = counts.peak_requested.max(requested.min(self.out));
+    }
+
+    /// Moves free slots of the class into the magazine, some 16 KiB of what is cut already. Its owner is inside.
+    pub(super) fn stock(&mut self, magazine: &Magazine, class: usize) {
+        let bytes = classes::bytes_of(class);
+        let wanted = ((16 << 10) / bytes).min(16).min(magazine.room(class));
+        for _ in 0..wanted {
+            let Some((span, slot)) = self.spans.take_ready(class) else { break };
+            self.out += bytes as u64;
+            magazine.stock(span, slot);
+        }
+    }
+
+    /// Takes a free block back from a magazine.
+    pub(super) fn unstock(&mut self, address: u64) {
+        let Some((span, slot)) = map::block_from(address) else { return };
+        self.out -= span.slot_bytes();
+        // A gate that was noted while its owner freed it holds all the same.
         if !self.held.is_empty()
             && let Some(held) = self.held.get_mut(&address)
         {
-            held.freed = Some(block);
+            span.set(slot, Slot::Pending);
+            held.freed = Some(Freed { address, requested: 0 });
             self.pending.push_back(address);
-            self.counts.pending += bytes;
+            self.counts.pending += span.slot_bytes();
+            return;
+        }
+        self.give(span, slot);
+    }
+
+    #[inline]
+    fn give(&mut self, span: &'static Span, slot: usize) {
+        if span.class() == EXACT {
+            self.spans.give_exact(&mut self.heap, span);
+        } else {
+            self.spans.give(&mut self.heap, span, slot);
+        }
+    }
+
+    /// The block that begins at `address`, if it is its owner's and has at least so many bytes.
+    #[inline]
+    fn owned(&self, address: u64, bytes: u64) -> Option<(&'static Span, usize)> {
+        let (span, slot) = map::block_from(address)?;
+        let fits = span.life() == self.generation && bytes <= span.slot_bytes();
+        (fits && span.get(slot).is_owned()).then_some((span, slot))
+    }
+
+    /// Whether the block at `address` can be freed or resized as one of `bytes` bytes, and has no gate noted on it.
+    pub(super) fn is_free_to_go(&self, address: u64, bytes: u64) -> bool {
+        self.owned(address, bytes).is_some_and(|(span, slot)| span.get(slot) == Slot::Live)
+    }
+
+    /// Takes a block back from its owner.
+    #[inline]
+    pub(super) fn release(&mut self, block: Freed) -> Released {
+        let Freed { address, requested } = block;
+        let Some((span, slot)) = self.owned(address, requested) else {
+            self.refused += 1;
+            return Released::Refused;
+        };
+        let bytes = span.slot_bytes();
+        self.out -= bytes;
+        let counts = &mut self.counts;
+        counts.requested = counts.requested.wrapping_sub(requested);
+        counts.frees += 1;
+        if span.get(slot) == Slot::Gated
+            && let Some(held) = self.held.get_mut(&address)
+        {
+            held.freed = Some(block);
+            span.set(slot, Slot::Pending);
+            self.pending.push_back(address);
+            counts.pending += bytes;
             return Released::Pending;
         }
-        // It is live, so the heap takes it.
-        let _freed = self.heap.free(address, 0);
+        self.give(span, slot);
         Released::Free
     }
 
     /// Makes a block larger or smaller where it is; says whether that could be done.
     pub(super) fn resize(&mut self, address: u64, old: u64, new: u64) -> bool {
-        let Some(size) = self.live_size(address, old) else { return false };
+        let Some((span, slot)) = self.owned(address, old) else { return false };
+        let size = span.slot_bytes();
         // A tail that a device may still touch must not go to somebody else.
-        let resized = if new <= size && (new >= old || self.has_gates(address)) {
-            Ok(size)
+        let stays = new <= size && (new >= old || span.get(slot) == Slot::Gated);
+        let now = if stays || span.class() != EXACT {
+            size
         } else {
-            self.heap.resize_in_place(address, new, 0).map(|block| block.bytes)
+            let wanted = if new < size { new.max(size.min(SHORTEST)) } else { new };
+            let resized = wanted
+                .checked_next_multiple_of(LINE)
+                .and_then(|wanted| self.heap.resize_in_place(address, wanted, 0).ok());
+            resized.map_or(size, |block| block.bytes)
         };
-        let Ok(now) = resized else { return false };
-        let counts = &mut self.counts;
-        counts.live = counts.live - size + now;
-        counts.requested = counts.requested.saturating_sub(old) + new;
-        counts.peak_live = counts.peak_live.max(counts.live);
-        counts.peak_requested = counts.peak_requested.max(counts.requested);
+        if now < new {
+            return false;
+        }
+        if now != size {
+            span.resize(now);
+            self.out = self.out - size + now;
+        }
+        self.counts.requested = self.counts.requested.wrapping_sub(old).wrapping_add(new);
+        self.note_peaks();
         true
     }
 
     /// The start of the live block that `address` lies in.
-    pub(super) fn block_at(&mut self, address: u64) -> Option<u64> {
-        let start = if self.heap.size_of(address).is_some() {
-            address
-        } else {
-            // No block starts there, so this frees nothing, and says which block it is inside of.
-            match self.heap.free(address, 0) {
+    pub(super) fn block_at(&self, address: u64) -> Option<u64> {
+        let start = match map::slab_at(address) {
+            Some((span, slot)) if span.class() != EXACT => span.address(slot),
+            _ => match self.heap.block_at(address) {
+                Ok(block) => block.address,
                 Err(HeapError::Interior { block, .. }) => block.start,
-                _ => return None,
-            }
+                Err(_) => return None,
+            },
         };
-        self.live_size(start, 0).map(|_| start)
+        self.owned(start, 0).map(|_| start)
     }
 
     /// Notes a gate on the live block that starts at `start`. Answers with how many it has.
     pub(super) fn note(&mut self, start: u64, gate: Arc<dyn Gate>) -> usize {
+        if let Some((span, slot)) = self.owned(start, 0) {
+            span.set(slot, Slot::Gated);
+        }
         let held = self.held.entry(start).or_insert_with(|| Held { gates: Vec::new(), freed: None });
         held.gates.push(gate);
         held.gates.len()
@@ -187,12 +316,20 @@ impl State {
         held.gates = stay;
         if held.gates.is_empty() {
             self.held.remove(&start);
+            if let Some((span, slot)) = self.owned(start, 0) {
+                span.set(slot, Slot::Live);
+            }
         }
         gone
     }
 
     pub(super) fn has_pending(&self) -> bool {
         !self.pending.is_empty()
+    }
+
+    /// Whether blocks wait for gates, also those that somebody is asking about.
+    pub(super) fn is_waiting(&self) -> bool {
+        self.counts.pending > 0
     }
 
     /// Up to `most` of the oldest pending blocks that nobody is asking about.
@@ -213,8 +350,9 @@ impl State {
         for Asked { block, gates } in asked.into_iter().rev() {
             if gates.is_empty() {
                 self.held.remove(&block.address);
-                if let Ok(freed) = self.heap.free(block.address, 0) {
-                    self.counts.pending -= freed.bytes;
+                if let Some((span, slot)) = map::block_from(block.address) {
+                    self.counts.pending -= span.slot_bytes();
+                    self.give(span, slot);
                 }
             } else if let Some(held) = self.held.get_mut(&block.address) {
                 held.gates = gates;
@@ -226,10 +364,13 @@ impl State {
     /// Puts a region in, a segment for each registration. Hands it back if the books are full.
     pub(super) fn add(&mut self, region: Region) -> Option<Region> {
         let span = region.span();
+        if !map::cover(span.start as u64..span.end() as u64) {
+            return Some(region);
+        }
         let whole = [span];
         let parts = if region.registrations().is_empty() { &whole } else { region.registrations() };
         let unit = self.heap.config().unit;
-        let range = |part: &Span| Range::new(part.start as u64, part.len as u64 / unit * unit);
+        let range = |part: &Addresses| Range::new(part.start as u64, part.len as u64 / unit * unit);
         for (added, part) in parts.iter().enumerate() {
             if self.heap.add_segment(range(part), 0).is_err() {
                 for part in &parts[..added] {
@@ -249,7 +390,9 @@ impl State {
 
     /// Takes out the largest region that is wholly free and leaves at least `keep` free bytes.
     pub(super) fn remove(&mut self, keep: u64) -> Option<Region> {
-        let cached = self.cached();
+        self.spans.dissolve_spares(&mut self.heap);
+        // What magazines hold may be had too, and is not free to go.
+        let cached = self.counts.physical - self.out - self.counts.pending;
         let heap = &self.heap;
         let free = |region: &Region| {
             let span = region.span();
@@ -300,58 +443,96 @@ impl State {
         self.counts.physical
     }
 
-    pub(super) fn largest_free(&self) -> u64 {
-        self.heap.largest_free()
+    /// Bytes that are free under the lock: what magazines hold is not among them.
+    pub(super) fn free_bytes(&self) -> u64 {
+        self.counts.physical - self.out - self.counts.pending
     }
 
-    fn cached(&self) -> u64 {
-        self.counts.physical - self.counts.live - self.counts.pending
-    }
-
-    pub(super) fn stats(&self) -> PinnedStats {
+    pub(super) fn stats(&mut self, magazines: Tally) -> PinnedStats {
+        self.looked = magazines.requested;
+        self.note_peaks();
         let mut memory = self.counts;
-        memory.cached = self.cached();
+        memory.live = self.out.saturating_sub(magazines.cached);
+        memory.requested = memory.requested.wrapping_add(magazines.requested);
+        memory.cached = memory.physical - memory.pending - memory.live;
+        memory.allocations += magazines.allocations;
+        memory.frees += magazines.frees;
+        memory.blocks = memory.allocations.saturating_sub(memory.frees);
         let pinned =
             self.regions.values().filter(|region| region.is_pinned()).map(|r| r.span().len as u64).sum();
-        PinnedStats { memory, regions: self.regions.len() as u64, pinned, refused_frees: self.refused }
+        PinnedStats {
+            memory,
+            regions: self.regions.len() as u64,
+            pinned,
+            in_magazines: magazines.cached,
+            refused_frees: self.refused,
+        }
     }
 
     /// The error of a request that nothing made room for.
-    pub(super) fn explain(&self, mut error: Box<aquifer_core::OutOfMemory>) -> MemoryError {
-        error.live = self.counts.live;
-        error.cached = self.cached();
-        error.pending = self.counts.pending;
-        error.physical = self.counts.physical;
-        error.largest_free = self.largest_free();
+    pub(super) fn explain(
+        &mut self,
+        mut error: Box<aquifer_core::OutOfMemory>,
+        magazines: Tally,
+    ) -> MemoryError {
+        let PoolStats { live, cached, pending, physical, .. } = self.stats(magazines).memory;
+        (error.live, error.cached, error.pending, error.physical) = (live, cached, pending, physical);
+        error.largest_free = self.heap.largest_free();
         MemoryError::OutOfMemory(error)
     }
 
     /// The shared part if the pool of this generation is open.
-    pub(super) fn open_as(&self, generation: u32) -> Result<&Arc<Shared>> {
+    #[inline]
+    pub(super) fn open_as(&self, generation: u64) -> Result<&Arc<Shared>> {
         match &self.shared {
             Some(shared) if self.open && self.generation == generation => Ok(shared),
             _ => Err(MemoryError::Closed),
         }
     }
 
-    pub(super) fn is_consistent(&self) -> bool {
+    pub(super) fn is_consistent(&mut self, magazines: Tally) -> bool {
+        let (mut spanned, mut blocks) = (0, 0);
+        // Bytes and slots by state.
+        let mut by = [(0u64, 0u64); 5];
+        for span in self.spans.iter() {
+            spanned += span.bytes();
+            blocks += 1;
+            for slot in 0..span.slots() {
+                let (bytes, count) = &mut by[span.get(slot) as usize];
+                *bytes += span.slot_bytes();
+                *count += 1;
+            }
+        }
+        let [free, live, gated, pending, cached] = by;
         let regions: u64 = self.regions.values().map(|region| region.span().len as u64).sum();
-        let pending: u64 = self.held.values().filter(|h| h.freed.is_some()).count() as u64;
+        let stats = self.stats(magazines).memory;
         self.heap.check().is_ok()
-            && regions == self.counts.physical
+            && regions == stats.physical
             && self.heap.managed_bytes() == regions
-            && self.heap.live_bytes() == self.counts.live + self.counts.pending
-            && self.heap.live_blocks() == self.counts.blocks + pending
-            && self.counts.requested <= self.counts.live
-            && self.counts.allocations - self.counts.frees == self.counts.blocks
-            && self.pending.len() as u64 <= pending
-            && self.held.keys().all(|&address| self.heap.size_of(address).is_some())
+            && (self.heap.live_bytes(), self.heap.live_blocks()) == (spanned, blocks)
+            && free.0 == self.spans.free_bytes()
+            && stats.live == live.0 + gated.0
+            && stats.blocks == live.1 + gated.1
+            && stats.pending == pending.0
+            && (magazines.cached, magazines.blocks) == cached
+            && stats.requested <= stats.live
+            && self.pending.len() as u64 <= pending.1
+            && self.held.len() as u64 == gated.1 + pending.1
+            && self.held.keys().all(|&address| map::block_from(address).is_some())
+    }
+
+    /// Adds what a magazine has counted to the pool's own account.
+    pub(super) fn absorb(&mut self, tally: Tally) {
+        let counts = &mut self.counts;
+        counts.allocations += tally.allocations;
+        counts.frees += tally.frees;
+        counts.requested = counts.requested.wrapping_add(tally.requested);
     }
 
     /// The books of the next life.
     pub(super) fn renew(&mut self) -> Option<Arc<Shared>> {
-        let generation = self.generation.wrapping_add(1);
-        let old = std::mem::replace(self, Self { generation, ..Self::new() });
+        let old = std::mem::replace(self, Self::new());
+        self.spans = old.spans.renew();
         old.shared
     }
 }

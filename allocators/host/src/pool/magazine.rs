@@ -1,0 +1,479 @@
+//! Free blocks of one thread in front of one pool.
+//!
+//! The thread that a magazine belongs to takes from it and puts into it by plain loads and stores. Somebody else may
+//! want what is in it, when memory is short, when a pool is trimmed or closed, and must then come in without the owner's
+//! help, since it may never call again:
+//!
+//! ```text
+//!   owner                                      another thread
+//!   busy := true                               wanted := true
+//!   (compiler fence)                           membarrier on every thread
+//!   wanted? ── yes ─► busy := false, not in    wait while busy
+//!     └─ no ─► take or put                     take all of it
+//!   busy := false                              wanted := false
+//! ```
+//!
+//! With the barrier between its two steps on one side, at least one of them sees the other's flag: it is as if both had a
+//! full fence, and only the rare one pays. A kernel that has no such barrier gets no magazines.
+//!
+//! Everything in here is atomic, so whatever happens no memory is torn; the flags are what keeps two threads from having
+//! one block.
+#![expect(unsafe_code, reason = "keeps pointers to what is never freed")]
+
+use super::{
+    classes,
+    span::{Slot, Span},
+};
+use std::sync::atomic::{
+    AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+    compiler_fence,
+};
+
+/// Blocks above the classes that a magazine keeps at most, and how long they may be.
+const LARGE: usize = 4;
+pub(super) const LARGE_MAX: u64 = 64 << 20;
+/// Operations after which an owner looks whether gates have opened, if anything waits for one.
+const LOOK_EVERY: u64 = 64;
+
+/// A free block.
+#[derive(Debug)]
+struct Entry {
+    address: AtomicU64,
+    /// The state of its slot, which says [`Slot::Cached`] while it is here.
+    state: AtomicPtr<AtomicU8>,
+}
+
+impl Entry {
+    const fn empty() -> Self {
+        Self { address: AtomicU64::new(0), state: AtomicPtr::new(std::ptr::null_mut()) }
+    }
+
+    #[inline(always)]
+    fn take(&self) -> u64 {
+        // SAFETY: 1. what `put` stored: a state of a span, which is never freed, or null.
+        if let Some(state) = unsafe { self.state.load(Relaxed).as_ref() } {
+            state.store(Slot::Live as u8, Relaxed);
+        }
+        self.address.load(Relaxed)
+    }
+
+    #[inline(always)]
+    fn put(&self, address: u64, state: &'static AtomicU8) {
+        state.store(Slot::Cached as u8, Relaxed);
+        self.address.store(address, Relaxed);
+        self.state.store(std::ptr::from_ref(state).cast_mut(), Relaxed);
+    }
+}
+
+/// The blocks of one class.
+#[derive(Debug)]
+struct Rack {
+    len: AtomicU32,
+    /// Where its entries begin, and how many it has.
+    from: u32,
+    most: u32,
+}
+
+/// A free block above the classes.
+#[derive(Debug)]
+struct Large {
+    /// Zero when there is none.
+    bytes: AtomicU64,
+    entry: Entry,
+}
+
+/// The free blocks of one thread, and what it has counted.
+#[derive(Debug)]
+pub(super) struct Magazine {
+    /// The owner is inside.
+    busy: AtomicBool,
+    /// Somebody else wants in, or is.
+    wanted: AtomicBool,
+    /// The generation of the pool that it serves; zero for none. Whoever closes the pool clears it without a word.
+    life: AtomicU64,
+    /// The generation of the pool whose blocks and counts are in it; zero when nothing is.
+    of: AtomicU64,
+    /// What the owner has done without the lock; the pool's own count is beside it.
+    allocations: AtomicU64,
+    frees: AtomicU64,
+    /// Bytes asked for less bytes freed, wrapping: what one thread allocates another may free.
+    requested: AtomicU64,
+    /// At how many allocations its owner was last sent to look whether gates have opened.
+    looked: AtomicU64,
+    racks: [Rack; classes::CLASSES],
+    entries: Box<[Entry]>,
+    large: [Large; LARGE],
+}
+
+/// What a magazine has counted, and holds.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+pub(super) struct Tally {
+    pub(super) allocations: u64,
+    pub(super) frees: u64,
+    pub(super) requested: u64,
+    /// Bytes of the free blocks in it.
+    pub(super) cached: u64,
+    /// How many those are.
+    pub(super) blocks: u64,
+}
+
+impl Tally {
+    pub(super) fn add(&mut self, other: Self) {
+        self.allocations += other.allocations;
+        self.frees += other.frees;
+        self.requested = self.requested.wrapping_add(other.requested);
+        self.cached += other.cached;
+        self.blocks += other.blocks;
+    }
+}
+
+/// The owner, inside. Its end lets others in.
+pub(super) struct Inside<'a>(&'a Magazine);
+
+impl Drop for Inside<'_> {
+    #[inline(always)]
+    fn drop(&mut self) {
+        self.0.busy.store(false, Release);
+    }
+}
+
+/// Blocks of a class that a magazine keeps at most: some 64 KiB, more of the smallest, a few of the largest.
+const fn most(class: usize) -> u32 {
+    let fit = (64 << 10) / classes::bytes_of(class);
+    if fit > 32 {
+        32
+    } else if fit < 4 {
+        4
+    } else {
+        fit as u32
+    }
+}
+
+impl Magazine {
+    pub(super) fn new() -> Self {
+        let mut from = 0;
+        let racks = std::array::from_fn(|class| {
+            let rack = Rack { len: AtomicU32::new(0), from, most: most(class) };
+            from += rack.most;
+            rack
+        });
+        Self {
+            busy: AtomicBool::new(false),
+            wanted: AtomicBool::new(false),
+            life: AtomicU64::new(0),
+            of: AtomicU64::new(0),
+            allocations: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+            requested: AtomicU64::new(0),
+            looked: AtomicU64::new(u64::MAX),
+            racks,
+            entries: (0..from).map(|_| Entry::empty()).collect(),
+            large: [const { Large { bytes: AtomicU64::new(0), entry: Entry::empty() } }; LARGE],
+        }
+    }
+
+    /// The owner's way in; `None` while somebody else wants in. Never waits.
+    #[inline(always)]
+    pub(super) fn enter(&self) -> Option<Inside<'_>> {
+        self.busy.store(true, Relaxed);
+        compiler_fence(std::sync::atomic::Ordering::SeqCst);
+        let inside = Inside(self);
+        (!self.wanted.load(Acquire)).then_some(inside)
+    }
+
+    /// The first step of another thread's way in. One thread at a time may take it.
+    pub(super) fn want(&self) {
+        self.wanted.store(true, Relaxed);
+    }
+
+    /// Whether another thread is on its way in.
+    pub(super) fn is_wanted(&self) -> bool {
+        self.wanted.load(Relaxed)
+    }
+
+    /// The third step, after a barrier on every thread: waits the few nanoseconds that the owner is inside.
+    pub(super) fn wait(&self) {
+        let backoff = crossbeam_utils::Backoff::new();
+        while self.busy.load(Acquire) {
+            backoff.snooze();
+        }
+    }
+
+    /// Lets the owner in again.
+    pub(super) fn let_go(&self) {
+        self.wanted.store(false, Release);
+    }
+
+    #[inline(always)]
+    pub(super) fn life(&self) -> u64 {
+        self.life.load(Relaxed)
+    }
+
+    /// Says whose it is from now on. For the owner inside, with the pool's lock; it is empty.
+    pub(super) fn serve(&self, life: u64) {
+        self.life.store(life, Relaxed);
+        self.of.store(life, Relaxed);
+    }
+
+    /// Serves nobody from now on, and keeps what is in it. For whoever has the lock of the pool.
+    pub(super) fn void(&self) {
+        self.life.store(0, Relaxed);
+    }
+
+    /// The generation of the pool whose blocks and counts are in it; zero when nothing is.
+    pub(super) fn of(&self) -> u64 {
+        self.of.load(Relaxed)
+    }
+
+    /// A block of the class for the owner, which asked for so many bytes. `None` too, now and then, where somebody should
+    /// look whether gates have opened.
+    #[inline(always)]
+    pub(super) fn pop(&self, life: u64, class: usize, bytes: u64, look: &AtomicBool) -> Option<u64> {
+        let _inside = self.enter()?;
+        let rack = self.racks.get(class)?;
+        let len = rack.len.load(Relaxed);
+        let count = self.allocations.load(Relaxed);
+        if self.life() != life
+            || len == 0
+            || count.is_multiple_of(LOOK_EVERY) && self.should_look(count, look)
+        {
+            return None;
+        }
+        let address = self.entries.get((rack.from + len - 1) as usize)?.take();
+        rack.len.store(len - 1, Relaxed);
+        self.count_out(count, bytes);
+        Some(address)
+    }
+
+    /// Whether the owner should look for open gates now: once at each such count, if anything waits for one.
+    #[cold]
+    fn should_look(&self, count: u64, look: &AtomicBool) -> bool {
+        let first = self.looked.load(Relaxed) != count;
+        self.looked.store(count, Relaxed);
+        first && look.load(Relaxed)
+    }
+
+    #[inline(always)]
+    fn count_out(&self, count: u64, bytes: u64) {
+        self.allocations.store(count + 1, Relaxed);
+        self.requested.store(self.requested.load(Relaxed).wrapping_add(bytes), Relaxed);
+    }
+
+    #[inline(always)]
+    fn count_in(&self, bytes: u64) {
+        self.frees.store(self.frees.load(Relaxed) + 1, Relaxed);
+        self.requested.store(self.requested.load(Relaxed).wrapping_sub(bytes), Relaxed);
+    }
+
+    /// Puts the block at `address` back that its owner frees, of which so many bytes had been asked for; says whether
+    /// there was room.
+    ///
+    /// It is given the address, which is the slot's, since to work it out again would make each operation of a loop wait
+    /// for the one before.
+    #[inline(always)]
+    pub(super) fn push(
+        &self,
+        address: u64,
+        (span, slot): (&'static Span, usize),
+        bytes: u64,
+        life: u64,
+    ) -> bool {
+        let Some(_inside) = self.enter() else { return false };
+        let Some(rack) = self.racks.get(span.class() as usize) else { return false };
+        let len = rack.len.load(Relaxed);
+        if self.life() != life || len == rack.most {
+            return false;
+        }
+        let Some(entry) = self.entries.get((rack.from + len) as usize) else { return false };
+        entry.put(address, span.state(slot));
+        rack.len.store(len + 1, Relaxed);
+        self.count_in(bytes);
+        true
+    }
+
+    /// A block of exactly so many bytes above the classes.
+    #[inline]
+    pub(super) fn pop_large(&self, life: u64, wanted: u64, bytes: u64, look: &AtomicBool) -> Option<u64> {
+        let _inside = self.enter()?;
+        let count = self.allocations.load(Relaxed);
+        if self.life() != life || count.is_multiple_of(LOOK_EVERY) && self.should_look(count, look) {
+            return None;
+        }
+        let large = self.large.iter().find(|large| large.bytes.load(Relaxed) == wanted)?;
+        large.bytes.store(0, Relaxed);
+        let address = large.entry.take();
+        self.count_out(count, bytes);
+        Some(address)
+    }
+
+    /// As [`Magazine::push`], for a single block.
+    #[inline]
+    pub(super) fn push_large(&self, address: u64, span: &'static Span, bytes: u64, life: u64) -> bool {
+        let Some(_inside) = self.enter() else { return false };
+        let len = span.slot_bytes();
+        if self.life() != life || len > LARGE_MAX {
+            return false;
+        }
+        let Some(large) = self.large.iter().find(|large| large.bytes.load(Relaxed) == 0) else {
+            return false;
+        };
+        large.bytes.store(len, Relaxed);
+        large.entry.put(address, span.state(0));
+        self.count_in(bytes);
+        true
+    }
+
+    /// Notes that a block of the owner's was asked for in another size, in place; says whether that could be.
+    #[inline]
+    pub(super) fn resized(&self, old: u64, new: u64, life: u64) -> bool {
+        let Some(_inside) = self.enter() else { return false };
+        let ours = self.life() == life;
+        if ours {
+            self.requested.store(self.requested.load(Relaxed).wrapping_sub(old).wrapping_add(new), Relaxed);
+        }
+        ours
+    }
+
+    /// How many blocks of a class there is room for. For whoever is inside.
+    pub(super) fn room(&self, class: usize) -> usize {
+        let rack = &self.racks[class];
+        (rack.most - rack.len.load(Relaxed)) as usize
+    }
+
+    /// Puts a block of a class in that is the pool's own. For whoever is inside, who has seen that there is room.
+    pub(super) fn stock(&self, span: &'static Span, slot: usize) {
+        let Some(rack) = self.racks.get(span.class() as usize) else { return };
+        let len = rack.len.load(Relaxed);
+        let Some(entry) = self.entries.get((rack.from + len) as usize) else { return };
+        entry.put(span.address(slot), span.state(slot));
+        rack.len.store(len + 1, Relaxed);
+    }
+
+    /// Takes blocks of a class out, the one that came last first, until so many are left. For whoever is inside.
+    pub(super) fn shed(&self, class: usize, keep: u32, mut give: impl FnMut(u64)) {
+        let rack = &self.racks[class];
+        let mut len = rack.len.load(Relaxed);
+        while len > keep {
+            len -= 1;
+            give(self.entries[(rack.from + len) as usize].address.load(Relaxed));
+        }
+        rack.len.store(len, Relaxed);
+    }
+
+    /// As [`Magazine::shed`], all blocks above the classes.
+    pub(super) fn shed_large(&self, mut give: impl FnMut(u64)) {
+        for large in &self.large {
+            if large.bytes.swap(0, Relaxed) > 0 {
+                give(large.entry.address.load(Relaxed));
+            }
+        }
+    }
+
+    /// Takes everything out. For whoever is inside.
+    pub(super) fn empty(&self, mut give: impl FnMut(u64)) {
+        for class in 0..classes::CLASSES {
+            self.shed(class, 0, &mut give);
+        }
+        self.shed_large(give);
+    }
+
+    /// Half of what a rack of the class may hold: what goes back when it is full.
+    pub(super) fn half(&self, class: usize) -> u32 {
+        self.racks[class].most / 2
+    }
+
+    /// What it has counted and holds: exact while the owner does nothing.
+    pub(super) fn tally(&self) -> Tally {
+        let mut tally = Tally {
+            allocations: self.allocations.load(Relaxed),
+            frees: self.frees.load(Relaxed),
+            requested: self.requested.load(Relaxed),
+            cached: 0,
+            blocks: 0,
+        };
+        for (class, rack) in self.racks.iter().enumerate() {
+            let len = u64::from(rack.len.load(Relaxed));
+            tally.blocks += len;
+            tally.cached += len * classes::bytes_of(class) as u64;
+        }
+        for bytes in self.large.iter().map(|large| large.bytes.load(Relaxed)) {
+            tally.blocks += u64::from(bytes > 0);
+            tally.cached += bytes;
+        }
+        tally
+    }
+
+    /// Forgets what it has counted, and whose that was. For whoever is inside, who has emptied it.
+    pub(super) fn forget(&self) {
+        self.of.store(0, Relaxed);
+        for count in [&self.allocations, &self.frees, &self.requested] {
+            count.store(0, Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn slab(class: usize) -> &'static Span {
+        let span = Box::leak(Box::new(Span::vacant(0)));
+        span.cut(1, 1 << 20, class, 64);
+        while span.take().is_some() {}
+        span
+    }
+
+    #[test]
+    fn what_is_put_in_comes_out_last_first_and_the_counts_tell() {
+        let (magazine, span, look) = (Magazine::new(), slab(3), AtomicBool::new(false));
+        magazine.serve(1);
+        assert!((0..32).all(|slot| magazine.push(span.address(slot), (span, slot), 60, 1)));
+        assert!(!magazine.push(span.address(32), (span, 32), 60, 1), "it is full");
+        assert!(!magazine.push(span.address(32), (span, 32), 60, 2), "another pool's");
+        assert_eq!(
+            magazine.tally(),
+            Tally {
+                allocations: 0,
+                frees: 32,
+                requested: 0u64.wrapping_sub(32 * 60),
+                cached: 32 * 64,
+                blocks: 32
+            }
+        );
+        assert_eq!((span.get(31), magazine.pop(2, 3, 60, &look)), (Slot::Cached, None));
+        assert_eq!(magazine.pop(1, 3, 60, &look), Some(span.address(31)));
+        assert_eq!(span.get(31), Slot::Live);
+        let mut given = Vec::new();
+        magazine.empty(|address| given.push(address));
+        assert_eq!((given.len(), magazine.tally().cached), (31, 0));
+    }
+
+    #[test]
+    fn an_owner_stays_out_while_another_wants_in() {
+        let (magazine, span, look) = (Magazine::new(), slab(3), AtomicBool::new(false));
+        magazine.serve(1);
+        assert!(magazine.push(span.address(0), (span, 0), 64, 1));
+        magazine.want();
+        magazine.wait();
+        assert_eq!(
+            (magazine.pop(1, 3, 64, &look), magazine.push(span.address(1), (span, 1), 64, 1)),
+            (None, false)
+        );
+        magazine.let_go();
+        assert_eq!(magazine.pop(1, 3, 64, &look), Some(span.address(0)));
+    }
+
+    #[test]
+    fn single_blocks_are_kept_by_their_length() {
+        let (magazine, look) = (Magazine::new(), AtomicBool::new(false));
+        magazine.serve(1);
+        for n in 1..=5u64 {
+            let span: &'static Span = Box::leak(Box::new(Span::vacant(0)));
+            span.exact(1, n << 20, 100_000 + n * 64);
+            assert_eq!(magazine.push_large(n << 20, span, 100_000, 1), n < 5, "four of them");
+        }
+        assert_eq!(magazine.pop_large(1, 100_000, 1, &look), None);
+        assert_eq!(magazine.pop_large(1, 100_128, 1, &look), Some(2 << 20));
+    }
+}

@@ -1,0 +1,287 @@
+//! What is known of a stretch of memory that blocks lie in, for everybody to read at any time.
+
+use super::classes;
+use std::sync::atomic::{
+    AtomicU8, AtomicU32, AtomicU64,
+    Ordering::{Acquire, Relaxed, Release},
+};
+
+/// The most slots of a span.
+pub(super) const MAX_SLOTS: usize = 256;
+/// The class of a span that is one block of its own length.
+pub(super) const EXACT: u32 = u32::MAX;
+
+/// How a slot stands.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[repr(u8)]
+pub(super) enum Slot {
+    /// In the pool's books, to be given out.
+    Free = 0,
+    /// Its owner's.
+    Live = 1,
+    /// Its owner's, with a gate noted on it.
+    Gated = 2,
+    /// Freed with a gate that was shut.
+    Pending = 3,
+    /// Freed, in some thread's magazine.
+    Cached = 4,
+}
+
+impl Slot {
+    fn from(byte: u8) -> Self {
+        [Self::Free, Self::Live, Self::Gated, Self::Pending, Self::Cached][usize::from(byte).min(4)]
+    }
+
+    /// Whether an owner holds it.
+    pub(super) fn is_owned(self) -> bool {
+        matches!(self, Self::Live | Self::Gated)
+    }
+}
+
+/// A slab of equal slots, or a single block, in one pool's memory.
+///
+/// It is leaked and used again, so a look at it is never a look at nothing. What describes it changes only while none
+/// of its slots is anybody's: for the owner of a block it stands still. A slot's state is written by whoever has the
+/// slot: the owner who frees it, the thread whose magazine it is in, the holder of the pool's lock for the others.
+///
+/// What is looked at on the way of every free comes first, in one cache line with the states of the first slots.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub(super) struct Span {
+    /// The generation of the pool that it is of; zero while it is vacant.
+    life: AtomicU64,
+    start: AtomicU64,
+    /// Bytes of a slot.
+    slot: AtomicU64,
+    /// What to multiply an offset by in place of a division by `slot`; zero for a single block.
+    reciprocal: AtomicU64,
+    class: AtomicU32,
+    slots: AtomicU32,
+    /// How many slots are not free. This and the next are for the holder of the lock only.
+    used: AtomicU32,
+    /// Where it stands in its class's list of those with room.
+    place: AtomicU32,
+    states: [AtomicU8; MAX_SLOTS],
+    /// Bit n: slot n is free. For the holder of the lock only.
+    free: [AtomicU64; MAX_SLOTS / 64],
+    /// Its place among all spans of its shell.
+    number: u32,
+}
+
+/// How far a product with a reciprocal is shifted right. Exact while offset × slot is below 2⁴⁰: a slab is at most
+/// 2¹⁸ bytes long, its slots at most 2¹⁶.
+const SHIFT: u32 = 40;
+
+impl Span {
+    /// Describes nothing yet.
+    pub(super) fn vacant(number: u32) -> Self {
+        Self {
+            life: AtomicU64::new(0),
+            start: AtomicU64::new(0),
+            slot: AtomicU64::new(0),
+            reciprocal: AtomicU64::new(0),
+            class: AtomicU32::new(EXACT),
+            slots: AtomicU32::new(0),
+            used: AtomicU32::new(0),
+            place: AtomicU32::new(0),
+            states: [const { AtomicU8::new(0) }; MAX_SLOTS],
+            free: [const { AtomicU64::new(0) }; MAX_SLOTS / 64],
+            number,
+        }
+    }
+
+    /// Describes a slab whose slots are all free.
+    pub(super) fn cut(&self, life: u64, start: u64, class: usize, slots: usize) {
+        let bytes = classes::bytes_of(class) as u64;
+        self.start.store(start, Relaxed);
+        self.slot.store(bytes, Relaxed);
+        self.reciprocal.store((1 << SHIFT) / bytes + 1, Relaxed);
+        self.class.store(class as u32, Relaxed);
+        self.slots.store(slots as u32, Relaxed);
+        for (n, word) in self.free.iter().enumerate() {
+            let left = slots.saturating_sub(n * 64);
+            word.store(if left >= 64 { u64::MAX } else { (1 << left) - 1 }, Relaxed);
+        }
+        self.used.store(0, Relaxed);
+        self.life.store(life, Release);
+    }
+
+    /// Describes a block of its own, which is live.
+    pub(super) fn exact(&self, life: u64, start: u64, bytes: u64) {
+        self.start.store(start, Relaxed);
+        self.slot.store(bytes, Relaxed);
+        self.reciprocal.store(0, Relaxed);
+        self.class.store(EXACT, Relaxed);
+        self.slots.store(1, Relaxed);
+        self.used.store(1, Relaxed);
+        self.set(0, Slot::Live);
+        self.life.store(life, Release);
+    }
+
+    pub(super) fn number(&self) -> usize {
+        self.number as usize
+    }
+
+    /// Ends it: no address is in it any more.
+    pub(super) fn clear(&self) {
+        self.life.store(0, Relaxed);
+        self.slots.store(0, Relaxed);
+    }
+
+    #[inline(always)]
+    pub(super) fn life(&self) -> u64 {
+        self.life.load(Acquire)
+    }
+
+    #[inline(always)]
+    pub(super) fn start(&self) -> u64 {
+        self.start.load(Relaxed)
+    }
+
+    /// Bytes of a slot.
+    #[inline(always)]
+    pub(super) fn slot_bytes(&self) -> u64 {
+        self.slot.load(Relaxed)
+    }
+
+    /// Changes the length of a single block.
+    pub(super) fn resize(&self, bytes: u64) {
+        self.slot.store(bytes, Relaxed);
+    }
+
+    #[inline(always)]
+    pub(super) fn class(&self) -> u32 {
+        self.class.load(Relaxed)
+    }
+
+    pub(super) fn slots(&self) -> usize {
+        self.slots.load(Relaxed) as usize
+    }
+
+    /// Bytes of all of it.
+    #[inline(always)]
+    pub(super) fn bytes(&self) -> u64 {
+        self.slot_bytes() * u64::from(self.slots.load(Relaxed))
+    }
+
+    /// The slot that `address` lies in.
+    #[inline(always)]
+    pub(super) fn slot_at(&self, address: u64) -> Option<usize> {
+        let offset = address.wrapping_sub(self.start());
+        (offset < self.bytes())
+            .then(|| (offset.wrapping_mul(self.reciprocal.load(Relaxed)) >> SHIFT) as usize)
+    }
+
+    /// The slot that begins at `address`.
+    #[inline(always)]
+    pub(super) fn slot_from(&self, address: u64) -> Option<usize> {
+        self.slot_at(address).filter(|&slot| self.address(slot) == address)
+    }
+
+    #[inline(always)]
+    pub(super) fn address(&self, slot: usize) -> u64 {
+        self.start().wrapping_add(self.slot_bytes().wrapping_mul(slot as u64))
+    }
+
+    /// The byte that says how a slot stands.
+    #[inline(always)]
+    pub(super) fn state(&self, slot: usize) -> &AtomicU8 {
+        &self.states[slot % MAX_SLOTS]
+    }
+
+    pub(super) fn get(&self, slot: usize) -> Slot {
+        Slot::from(self.get_raw(slot))
+    }
+
+    /// How a slot stands, as its byte.
+    #[inline(always)]
+    pub(super) fn get_raw(&self, slot: usize) -> u8 {
+        self.state(slot).load(Relaxed)
+    }
+
+    pub(super) fn set(&self, slot: usize, to: Slot) {
+        self.state(slot).store(to as u8, Relaxed);
+    }
+
+    /// Takes the lowest free slot and makes it live. For the holder of the lock.
+    pub(super) fn take(&self) -> Option<usize> {
+        for (n, word) in self.free.iter().enumerate() {
+            let bits = word.load(Relaxed);
+            if bits != 0 {
+                word.store(bits & (bits - 1), Relaxed);
+                self.used.store(self.used() + 1, Relaxed);
+                let slot = n * 64 + bits.trailing_zeros() as usize;
+                self.set(slot, Slot::Live);
+                return Some(slot);
+            }
+        }
+        None
+    }
+
+    /// Puts a slot back. For the holder of the lock.
+    pub(super) fn give(&self, slot: usize) {
+        self.set(slot, Slot::Free);
+        let word = &self.free[slot / 64 % self.free.len()];
+        word.store(word.load(Relaxed) | 1 << (slot % 64), Relaxed);
+        self.used.store(self.used() - 1, Relaxed);
+    }
+
+    /// How many slots are not free.
+    pub(super) fn used(&self) -> u32 {
+        self.used.load(Relaxed)
+    }
+
+    pub(super) fn is_full(&self) -> bool {
+        self.used() == self.slots.load(Relaxed)
+    }
+
+    pub(super) fn place(&self) -> usize {
+        self.place.load(Relaxed) as usize
+    }
+
+    pub(super) fn set_place(&self, place: usize) {
+        self.place.store(place as u32, Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::alloc::Layout;
+
+    #[test]
+    fn slots_are_found_from_their_addresses_in_every_class() {
+        let span = Span::vacant(0);
+        for class in (0..classes::CLASSES).step_by(if cfg!(miri) { 13 } else { 1 }) {
+            let bytes = classes::bytes_of(class) as u64;
+            let slots = ((256 << 10) / bytes as usize).min(MAX_SLOTS);
+            span.cut(1, 1 << 30, class, slots);
+            for slot in 0..slots {
+                let start = span.address(slot);
+                assert_eq!((span.slot_at(start), span.slot_from(start)), (Some(slot), Some(slot)));
+                assert_eq!((span.slot_at(start + bytes - 1), span.slot_from(start + 1)), (Some(slot), None));
+            }
+            assert_eq!(span.slot_at((1 << 30) + slots as u64 * bytes), None);
+            assert_eq!(span.slot_at((1 << 30) - 1), None);
+        }
+        span.exact(1, 4096, 1 << 40);
+        assert_eq!(
+            (span.slot_at(1 << 39), span.slot_from(4096), span.slot_from(8192)),
+            (Some(0), Some(0), None)
+        );
+        span.clear();
+        assert_eq!((span.slot_at(4096), span.life()), (None, 0));
+    }
+
+    #[test]
+    fn slots_are_taken_lowest_first_and_come_back() {
+        let span = Span::vacant(0);
+        span.cut(7, 4096, classes::of(Layout::new::<u64>()).unwrap(), 200);
+        let taken: Vec<_> = std::iter::from_fn(|| span.take()).collect();
+        assert!(taken.iter().copied().eq(0..200) && span.is_full());
+        span.give(130);
+        span.give(3);
+        assert_eq!((span.get(3), span.get(4), span.used()), (Slot::Free, Slot::Live, 198));
+        assert_eq!([span.take(), span.take(), span.take()], [Some(3), Some(130), None]);
+    }
+}

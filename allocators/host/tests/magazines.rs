@@ -1,0 +1,535 @@
+//! Thread magazines in front of the pinned pool: what they hold is counted, comes back when somebody else needs it, and
+//! never hands one block to two.
+#![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
+#![expect(unsafe_code, reason = "calls the allocator trait and looks into blocks")]
+
+mod support;
+
+use allocator_api2::{alloc::Allocator, vec::Vec as AllocVec};
+use aquifer_adapters::conformance::Suite;
+use aquifer_core::{Budget, DeferReuse, MemoryError};
+use aquifer_host::{Grow, PinnedAllocator, PinnedConfig, PinnedPool, kernel::SystemCall, pool};
+use std::{
+    alloc::Layout,
+    cell::RefCell,
+    ptr::NonNull,
+    sync::{
+        Barrier,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+use support::{Latch, MIB};
+
+fn config() -> PinnedConfig {
+    let mut config = PinnedConfig::default();
+    config.chunk = 4 * MIB;
+    config.patience = Duration::ZERO;
+    config
+}
+
+fn pool_of(config: PinnedConfig, limit: usize) -> (PinnedPool, Budget) {
+    let budget = Budget::new("pinned", limit as u64);
+    (PinnedPool::new(&support::host(), &budget, config).unwrap(), budget)
+}
+
+fn small_pool() -> (PinnedPool, Budget) {
+    pool_of(config(), 64 * MIB)
+}
+
+fn bytes(size: usize) -> Layout {
+    Layout::from_size_align(size, 16).unwrap()
+}
+
+/// A block's address, for another thread.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
+struct At(NonNull<u8>);
+
+// SAFETY: 1. an address; who uses it answers for that.
+unsafe impl Send for At {}
+// SAFETY: 1. as above.
+unsafe impl Sync for At {}
+
+fn take(allocator: &PinnedAllocator, size: usize) -> Option<At> {
+    allocator.allocate(bytes(size)).ok().map(|block| At(block.cast()))
+}
+
+fn give(allocator: &PinnedAllocator, at: At, size: usize) {
+    // SAFETY: 1. the tests free what they took, or see that it is refused.
+    unsafe { allocator.deallocate(at.0, bytes(size)) };
+}
+
+/// Without the kernel's barrier there are no magazines, and nothing here to see.
+fn has_magazines() -> bool {
+    let there = support::host().kernel.offers_barrier();
+    if !there {
+        use std::io::Write;
+        let _ = writeln!(
+            std::io::stderr(),
+            "skipped: the kernel offers no membarrier, so there are no magazines"
+        );
+    }
+    there
+}
+
+#[test]
+fn what_threads_keep_at_hand_is_counted_as_cached_and_found_again() {
+    if !has_magazines() {
+        return;
+    }
+    let (pool, budget) = small_pool();
+    let allocator = pool.allocator();
+    for size in [1, 64, 1000, 64 << 10, 100_000, MIB] {
+        let at = take(&allocator, size).unwrap();
+        give(&allocator, at, size);
+        let stats = pool.stats();
+        assert_eq!((stats.memory.live, stats.memory.blocks, stats.memory.requested), (0, 0, 0));
+        assert_eq!(stats.memory.cached, stats.memory.physical);
+        assert!(stats.in_magazines >= size as u64, "{size}");
+        assert_eq!(
+            take(&allocator, size),
+            Some(at),
+            "the block of {size} bytes that was freed last comes first"
+        );
+        assert_eq!((pool.stats().memory.requested, pool.stats().memory.blocks), (size as u64, 1));
+        give(&allocator, at, size);
+        assert!(pool.is_consistent());
+    }
+    let stats = pool.stats().memory;
+    assert_eq!((stats.allocations, stats.frees), (12, 12));
+    assert_eq!(pool.trim(0).unwrap(), stats.physical, "a trim takes them back");
+    assert_eq!((pool.stats().in_magazines, budget.used()), (0, 0));
+}
+
+#[test]
+fn it_keeps_the_contract_of_allocators_with_magazines_and_without() {
+    let mut without = config();
+    without.magazines = false;
+    for config in [config(), without] {
+        let (pool, _budget) = pool_of(config, 256 * MIB);
+        for seed in 0..4 {
+            Suite::new().seed(seed).check_clone(&pool.allocator()).unwrap();
+        }
+        assert_eq!((pool.stats().memory.live, pool.stats().refused_frees), (0, 0));
+        assert!(pool.is_consistent());
+    }
+}
+
+#[test]
+fn a_pool_may_do_without_and_one_that_is_recorded_does() {
+    let mut without = config();
+    without.magazines = false;
+    let (pool, _budget) = pool_of(without, 64 * MIB);
+    let at = take(&pool.allocator(), 64).unwrap();
+    give(&pool.allocator(), at, 64);
+    assert_eq!((pool.stats().in_magazines, pool.stats().memory.frees), (0, 1));
+    assert!(pool.is_consistent());
+}
+
+#[test]
+fn rounding_wastes_at_most_three_parts_in_a_hundred_over_random_sizes() {
+    let (pool, _budget) = pool_of(config(), 512 * MIB);
+    let allocator = pool.allocator();
+    let mut random = 0x9e37_79b9_7f4a_7c15u64;
+    for most in [4 << 10, 64 << 10, MIB] {
+        let mut held = Vec::new();
+        for _ in 0..2000.min((96 * MIB) / most) {
+            random ^= random << 13;
+            random ^= random >> 7;
+            random ^= random << 17;
+            let size = 1 + (random >> 11) as usize % most;
+            held.push((take(&allocator, size).unwrap(), size));
+        }
+        let memory = pool.stats().memory;
+        let wasted = memory.live - memory.requested;
+        assert!(wasted * 100 <= memory.requested * 3, "{wasted} of {} up to {most}", memory.requested);
+        held.into_iter().for_each(|(at, size)| give(&allocator, at, size));
+    }
+}
+
+#[test]
+fn a_trim_and_a_growth_take_what_threads_keep_that_do_nothing() {
+    if !has_magazines() {
+        return;
+    }
+    // Room for one region.
+    let (pool, budget) = pool_of(config(), 4 * MIB);
+    let allocator = pool.allocator();
+    let (kept, done) = (Barrier::new(2), Barrier::new(2));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let held: Vec<_> = (0..4).map(|_| take(&allocator, MIB - 4096).unwrap()).collect();
+            held.into_iter().for_each(|at| give(&allocator, at, MIB - 4096));
+            kept.wait();
+            done.wait();
+            // It goes on as if nothing had been.
+            let at = take(&allocator, 64).unwrap();
+            give(&allocator, at, 64);
+        });
+        kept.wait();
+        assert!(pool.stats().in_magazines >= 3 * MIB as u64);
+        let all = take(&allocator, 4 * MIB).expect("all of it is free, wherever it is kept");
+        assert_eq!(pool.stats().memory.growths, 1);
+        give(&allocator, all, 4 * MIB);
+        assert_eq!(pool.trim(0).unwrap(), 4 * MIB as u64);
+        assert_eq!(budget.used(), 0);
+        done.wait();
+    });
+    assert!(pool.is_consistent());
+}
+
+#[test]
+fn a_thread_that_ends_leaves_what_it_kept_to_the_pool() {
+    let (pool, _budget) = small_pool();
+    let allocator = pool.allocator();
+    thread::spawn(move || {
+        for size in [64, 4096, 100_000] {
+            let at = take(&allocator, size).unwrap();
+            give(&allocator, at, size);
+        }
+    })
+    .join()
+    .unwrap();
+    let stats = pool.stats();
+    assert_eq!((stats.in_magazines, stats.memory.allocations, stats.memory.frees), (0, 3, 3));
+    assert!(pool.is_consistent());
+}
+
+#[test]
+fn destructors_of_thread_locals_may_allocate_and_free() {
+    struct AtTheEnd(PinnedAllocator, At);
+    impl Drop for AtTheEnd {
+        fn drop(&mut self) {
+            give(&self.0, self.1, 100);
+            let more = take(&self.0, 200).unwrap();
+            give(&self.0, more, 200);
+        }
+    }
+    thread_local! {
+        static HELD: RefCell<Option<AtTheEnd>> = const { RefCell::new(None) };
+    }
+    let (pool, _budget) = small_pool();
+    let allocator = pool.allocator();
+    thread::spawn(move || {
+        let at = take(&allocator, 100).unwrap();
+        HELD.set(Some(AtTheEnd(allocator, at)));
+    })
+    .join()
+    .unwrap();
+    let stats = pool.stats();
+    assert_eq!((stats.in_magazines, stats.memory.blocks, stats.memory.frees), (0, 0, 2));
+    assert!(pool.is_consistent());
+}
+
+#[test]
+fn a_second_free_is_refused_wherever_the_block_is_by_then() {
+    let (pool, _budget) = small_pool();
+    let allocator = pool.allocator();
+    for size in [64, 100_000] {
+        let before = pool.stats().refused_frees;
+        let at = take(&allocator, size).unwrap();
+        give(&allocator, at, size);
+        // In this thread's magazine, by this thread and by another.
+        give(&allocator, at, size);
+        thread::scope(|scope| scope.spawn(|| give(&allocator, at, size)).join()).unwrap();
+        // Inside a block, and longer than it.
+        let live = take(&allocator, size).unwrap();
+        // SAFETY: 1. inside the block.
+        give(&allocator, At(unsafe { live.0.add(16) }), 16);
+        give(&allocator, live, 1 << 20);
+        give(&allocator, live, size);
+        pool.trim(MIB).unwrap();
+        // Back in the pool's books.
+        give(&allocator, at, size);
+        assert_eq!(pool.stats().refused_frees - before, 5);
+        assert!(pool.is_consistent());
+    }
+    assert_eq!(pool.stats().memory.blocks, 0);
+}
+
+#[test]
+fn a_block_of_another_pool_is_refused_by_its_address() {
+    let ((one, _a), (other, _b)) = (small_pool(), small_pool());
+    let at = take(&one.allocator(), 64).unwrap();
+    let warm = take(&other.allocator(), 64).unwrap();
+    give(&other.allocator(), warm, 64);
+    give(&other.allocator(), at, 64);
+    assert_eq!((one.stats().memory.blocks, other.stats().refused_frees), (1, 1));
+    give(&one.allocator(), at, 64);
+    assert!(one.is_consistent() && other.is_consistent());
+}
+
+#[test]
+fn a_small_block_with_a_gate_goes_past_the_magazine_and_stays_as_it_is() {
+    let (pool, _budget) = small_pool();
+    let allocator = pool.allocator();
+    let warm = take(&allocator, 1000).unwrap();
+    give(&allocator, warm, 1000);
+    let (gate, at) = (Latch::shut(), take(&allocator, 1000).unwrap());
+    // SAFETY: 1. alive, of that size.
+    unsafe { at.0.write_bytes(0xab, 1000) };
+    allocator.defer(at.0, gate.clone()).unwrap();
+    give(&allocator, at, 1000);
+    assert_eq!(pool.stats().memory.pending, 1024);
+    let held: Vec<_> = (0..1000).map(|_| take(&allocator, 1000).unwrap()).collect();
+    assert!(!held.contains(&at), "given out while a copy may be on its way");
+    // SAFETY: 1. pending, so still mapped and unwritten: that is the promise.
+    assert!((0..1000).all(|n| unsafe { at.0.add(n).read() } == 0xab));
+    give(&allocator, at, 1000);
+    assert_eq!(pool.stats().refused_frees, 1);
+    held.into_iter().for_each(|at| give(&allocator, at, 1000));
+    gate.open();
+    // Magazines serve from here on, and somebody still looks.
+    for _ in 0..1000 {
+        let at = take(&allocator, 1000).unwrap();
+        give(&allocator, at, 1000);
+    }
+    assert_eq!(pool.stats().memory.pending, 0);
+    assert!(pool.is_consistent());
+}
+
+#[test]
+fn a_vector_that_grows_with_a_copy_on_its_way_leaves_the_old_bytes_where_they_are() {
+    let (pool, _budget) = small_pool();
+    for size in [500, 60_000, 300_000] {
+        let mut vec = AllocVec::new_in(pool.allocator());
+        vec.resize(size, 0x5a_u8);
+        let (gate, old) = (Latch::shut(), NonNull::from(&mut vec[0]));
+        pool.allocator().defer(old, gate.clone()).unwrap();
+        let neighbour = take(&pool.allocator(), size).unwrap();
+        vec.reserve_exact(MIB);
+        vec.resize(size + MIB, 1);
+        let moved = NonNull::from(&mut vec[0]) != old;
+        assert!(moved, "there was a block right above it");
+        give(&pool.allocator(), neighbour, size);
+        drop(vec);
+        let others: Vec<_> = (0..8).map(|_| take(&pool.allocator(), size).unwrap()).collect();
+        for at in &others {
+            // SAFETY: 1. alive, of that size.
+            unsafe { at.0.write_bytes(0xff, size) };
+        }
+        // SAFETY: 1. pending, so still mapped and unwritten: that is the promise.
+        assert!((0..size).all(|n| unsafe { old.add(n).read() } == 0x5a), "{size}");
+        others.into_iter().for_each(|at| give(&pool.allocator(), at, size));
+        gate.open();
+        assert!(pool.is_consistent());
+    }
+}
+
+#[test]
+fn blocks_grow_and_shrink_where_they_are_if_there_is_room() {
+    let (pool, _budget) = small_pool();
+    let allocator = pool.allocator();
+    for (from, to) in [(1001, 1024), (1024, 3), (60_000, 61_440), (2 * MIB, 3 * MIB), (3 * MIB, 70_000)] {
+        let at = take(&allocator, from).unwrap();
+        // SAFETY: 1. alive, with its own layout; the new size is on the right side of it.
+        let resized = unsafe {
+            if to > from {
+                allocator.grow(at.0, bytes(from), bytes(to))
+            } else {
+                allocator.shrink(at.0, bytes(from), bytes(to))
+            }
+        };
+        assert_eq!(resized.unwrap().cast(), at.0, "{from} to {to}");
+        assert_eq!(pool.stats().memory.requested, to as u64);
+        give(&allocator, at, to);
+        assert!(pool.is_consistent());
+    }
+}
+
+#[test]
+fn a_closed_pool_takes_what_other_threads_keep_and_serves_them_no_more() {
+    let (pool, budget) = small_pool();
+    let allocator = pool.allocator();
+    let (kept, closed) = (Barrier::new(2), Barrier::new(2));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let at = take(&allocator, 64).unwrap();
+            give(&allocator, at, 64);
+            kept.wait();
+            closed.wait();
+            assert_eq!(take(&allocator, 64), None, "its magazine is void");
+        });
+        kept.wait();
+        drop(pool);
+        assert_eq!(budget.used(), 0);
+        closed.wait();
+    });
+    // The next pool on the shell begins with empty magazines.
+    let (next, _budget) = small_pool();
+    assert_eq!(take(&allocator, 64), None);
+    assert_eq!((next.stats().in_magazines, next.stats().memory.blocks), (0, 0));
+}
+
+#[test]
+fn a_barrier_that_is_refused_leaves_blocks_where_they_are_until_one_is_had() {
+    if !has_magazines() {
+        return;
+    }
+    let (host, faults) = support::faulty_host();
+    let budget = Budget::new("pinned", 64 * MIB as u64);
+    let pool = PinnedPool::new(&host, &budget, config()).unwrap();
+    let at = take(&pool.allocator(), 64).unwrap();
+    give(&pool.allocator(), at, 64);
+    faults.fail_from(SystemCall::Barrier, 1, nix::libc::EPERM);
+    assert_eq!(pool.trim(0).unwrap(), 0);
+    assert!(pool.stats().in_magazines > 0 && pool.is_consistent());
+    let allocator = pool.allocator();
+    drop(pool);
+    assert_eq!(take(&allocator, 64), None, "what this thread keeps is void all the same");
+    assert!(budget.used() > 0, "what the thread keeps lies in it");
+    faults.clear();
+    let deadline = Instant::now() + Duration::from_secs(10);
+    // Another test's sweep may be at it.
+    while budget.used() > 0 && Instant::now() < deadline {
+        pool::sweep();
+    }
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn threads_that_pass_blocks_on_while_others_trim_never_share_one() {
+    const THREADS: usize = 4;
+    let rounds = 20_000;
+    let (pool, budget) = pool_of(config(), 256 * MIB);
+    let (allocator, stop) = (pool.allocator(), AtomicBool::new(false));
+    thread::scope(|scope| {
+        let trimmer = scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                pool.trim(0).unwrap();
+                let stats = pool.stats().memory;
+                assert!(stats.live <= stats.physical);
+                thread::yield_now();
+            }
+        });
+        let (senders, receivers): (Vec<_>, Vec<_>) =
+            (0..THREADS).map(|_| std::sync::mpsc::sync_channel::<(At, usize, u8)>(64)).unzip();
+        let mut workers = Vec::new();
+        for (id, receiver) in receivers.into_iter().enumerate() {
+            let next = senders[(id + 1) % THREADS].clone();
+            workers.push(scope.spawn(move || {
+                let check = |(at, size, stamp): (At, usize, u8)| {
+                    for n in [0, size / 2, size - 1] {
+                        // SAFETY: 1. alive, of that size, and ours since it was sent.
+                        assert_eq!(unsafe { at.0.add(n).read() }, stamp, "two owners of one block");
+                    }
+                    give(&allocator, at, size);
+                };
+                let sizes = [1, 40, 500, 4000, 30_000, 90_000];
+                for round in 0..rounds {
+                    let (size, stamp) = (sizes[(round * 7 + id) % sizes.len()], (round * 31 + id) as u8);
+                    let at = take(&allocator, size).unwrap();
+                    for n in [0, size / 2, size - 1] {
+                        // SAFETY: 1. alive, of that size.
+                        unsafe { at.0.add(n).write(stamp) };
+                    }
+                    if round % 3 == 0 {
+                        // A full channel is no reason to wait: the block goes back here.
+                        if let Err(full) = next.try_send((at, size, stamp)) {
+                            let (std::sync::mpsc::TrySendError::Full(held)
+                            | std::sync::mpsc::TrySendError::Disconnected(held)) = full;
+                            check(held);
+                        }
+                    } else {
+                        check((at, size, stamp));
+                    }
+                    receiver.try_iter().for_each(check);
+                }
+                drop(next);
+                receiver
+            }));
+        }
+        drop(senders);
+        let left: Vec<_> = workers.into_iter().map(|worker| worker.join().unwrap()).collect();
+        for (at, size, _) in left.iter().flat_map(|receiver| receiver.try_iter()) {
+            give(&allocator, at, size);
+        }
+        stop.store(true, Ordering::Relaxed);
+        trimmer.join().unwrap();
+    });
+    assert!(pool.is_consistent());
+    let stats = pool.stats();
+    assert_eq!((stats.memory.live, stats.memory.blocks, stats.refused_frees), (0, 0, 0));
+    assert_eq!(stats.memory.allocations, (THREADS * rounds) as u64);
+    drop(pool);
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn a_pool_that_grows_at_quiet_points_refuses_until_one_and_keeps_ahead() {
+    let mut config = config();
+    config.grow = Grow::AtQuietPoints;
+    config.grow_ahead = 6 * MIB;
+    let (pool, budget) = pool_of(config, 64 * MIB);
+    let Err(MemoryError::OutOfMemory(error)) = pool.allocate(bytes(64)) else { panic!("it grew") };
+    assert!(error.tried.iter().any(|step| step.step.contains("quiet points")), "{error}");
+    assert_eq!((budget.used(), pool.stats().memory.failures), (0, 1));
+    assert_eq!(pool.quiet_point().unwrap(), 6 * MIB as u64);
+    let at = take(&pool.allocator(), 64).unwrap();
+    assert_eq!(pool.quiet_point().unwrap(), 4 * MIB as u64, "a chunk, for what that took of the six");
+    give(&pool.allocator(), at, 64);
+    assert_eq!(pool.quiet_point().unwrap(), 0);
+    assert!(pool.allocate(bytes(20 * MIB)).is_err(), "and gives nothing back for it either");
+    assert_eq!(pool.stats().regions, 2);
+}
+
+#[test]
+fn what_is_to_stay_warm_no_trim_gives_back() {
+    let mut config = config();
+    config.reserve = 4 * MIB;
+    let (pool, _budget) = pool_of(config, 64 * MIB);
+    pool.warm(4 * MIB).unwrap();
+    pool.warm(12 * MIB).unwrap();
+    assert_eq!(pool.trim(0).unwrap(), 8 * MIB as u64);
+    assert_eq!((pool.trim(0).unwrap(), pool.stats().memory.physical), (0, 4 * MIB as u64));
+}
+
+#[test]
+fn one_may_take_only_what_is_there_or_wait_for_it_until_a_time() {
+    let (pool, _budget) = pool_of(config(), 4 * MIB);
+    let allocator = pool.allocator();
+    assert!(pool.try_allocate(bytes(64)).is_err(), "nothing is there, and it does not grow");
+    assert_eq!(pool.stats().memory.physical, 0);
+    let all = take(&allocator, 4 * MIB).unwrap();
+    assert!(pool.try_allocate(bytes(64)).is_err());
+    let begun = Instant::now();
+    let refused = pool.allocate_until(bytes(MIB), begun + Duration::from_millis(20));
+    assert!(
+        matches!(refused, Err(MemoryError::OutOfMemory(_))) && begun.elapsed() >= Duration::from_millis(20)
+    );
+    assert_eq!(pool.stats().memory.failures, 3);
+    // What can never be is not waited for.
+    let end = Instant::now() + Duration::from_secs(600);
+    assert!(matches!(pool.allocate_until(bytes(1 << 50), end), Err(MemoryError::TooLarge { .. })));
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            thread::sleep(Duration::from_millis(20));
+            give(&allocator, all, 4 * MIB);
+        });
+        let at = pool.allocate_until(bytes(MIB), end).unwrap();
+        give(&allocator, At(at.cast()), MIB);
+    });
+    let at = pool.try_allocate(bytes(4 * MIB)).unwrap();
+    give(&allocator, At(at.cast()), 4 * MIB);
+}
+
+#[test]
+fn a_shell_whose_threads_could_not_be_told_of_the_end_is_not_used_again_before_they_are() {
+    if !has_magazines() {
+        return;
+    }
+    let (host, faults) = support::faulty_host();
+    let budget = Budget::new("pinned", 64 * MIB as u64);
+    let pool = PinnedPool::new(&host, &budget, config()).unwrap();
+    let at = take(&pool.allocator(), 64).unwrap();
+    give(&pool.allocator(), at, 64);
+    pool.trim(0).unwrap();
+    faults.fail_from(SystemCall::Barrier, 1, nix::libc::EPERM);
+    drop(pool);
+    // One of these has the shell, unless it waits. They count from zero either way.
+    let fresh: Vec<_> = (0..4).map(|_| small_pool().0).collect();
+    assert!(fresh.iter().all(|pool| pool.stats().memory.frees == 0 && pool.is_consistent()));
+    faults.clear();
+    pool::sweep();
+}
