@@ -3,6 +3,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `device` | what is measured of device memory |
+//! | `pinned` | what is measured of pinned memory |
 //! | `lap` | how time is taken |
 //! | `row` | one figure and its peer's |
 //! | `host` | what the figures were taken on, and when |
@@ -14,5 +15,6 @@
 pub(crate) mod device;
 mod host;
 mod lap;
+pub(crate) mod pinned;
 mod report;
 mod row;

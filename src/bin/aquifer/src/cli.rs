@@ -89,6 +89,11 @@ pub(crate) enum Benched {
 A ratio is the pool's time over the peer's in the same run: below 1 is faster. On a
 GPU the peer is the driver's stream-ordered allocator. Takes most of a minute.")]
     Device(BenchDevice),
+    /// Pools of pinned host memory, beside the host's malloc and the driver
+    #[command(after_help = "\
+A ratio is the pool's time over the peer's in the same run: below 1 is faster.
+Without a GPU memory is pageable, and the pool is the same. Takes most of a minute.")]
+    Pinned(BenchPinned),
 }
 
 /// Flags of `bench device`.
@@ -103,6 +108,23 @@ pub(crate) struct BenchDevice {
     /// Also time the driver's own calls, on a GPU
     #[arg(long)]
     pub(crate) driver: bool,
+    /// A look whether all of it runs, within seconds; figures are rough
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Answer in JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Flags of `bench pinned`.
+#[derive(Args, Debug)]
+pub(crate) struct BenchPinned {
+    /// Whose memory it is for: auto, sim, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub(crate) device: DeviceChoice,
+    /// Only rows whose name contains this, in either case
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) only: Option<String>,
     /// A look whether all of it runs, within seconds; figures are rough
     #[arg(long)]
     pub(crate) quick: bool,
@@ -278,6 +300,7 @@ mod tests {
                 "a value is required for '--only <PATTERN>' but none was supplied",
             ),
             ("aquifer bench device --fast", "unexpected argument '--fast' found"),
+            ("aquifer bench pinned --driver", "unexpected argument '--driver' found"),
             ("aquifer doctor now", "unexpected argument 'now' found"),
         ];
         for (line, expected) in table {

@@ -54,10 +54,13 @@ fn main() -> ExitCode {
                 Err(mistake) => return refuse(&mistake.to_string()),
             },
             Command::Bench(args) => {
-                let Benched::Device(args) = args.what;
-                match bench::device::run(&args) {
+                let (report, json) = match args.what {
+                    Benched::Device(args) => (bench::device::run(&args), args.json),
+                    Benched::Pinned(args) => (bench::pinned::run(&args), args.json),
+                };
+                match report {
                     Ok(report) => {
-                        let text = if args.json { report.to_json() } else { report.to_screen() };
+                        let text = if json { report.to_json() } else { report.to_screen() };
                         (text, if report.is_clean() { WELL } else { NO })
                     }
                     Err(mistake) => return refuse(&mistake.to_string()),

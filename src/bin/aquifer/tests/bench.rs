@@ -1,4 +1,4 @@
-//! `aquifer bench device` as a person runs it.
+//! `aquifer bench device` and `aquifer bench pinned` as a person runs them.
 
 #![expect(clippy::expect_used, clippy::panic, reason = "a test that cannot go on fails, wherever it is")]
 
@@ -108,6 +108,42 @@ fn a_quick_run_has_every_promised_row_and_no_failure() {
 }
 
 #[test]
+fn a_quick_run_over_pinned_memory_has_every_promised_row_and_no_failure() {
+    let mut promised = vec!["malloc pair 64 B".to_owned()];
+    let sizes = ["64 B", "1 KiB", "4 KiB", "64 KiB", "1 MiB", "16 MiB", "64 MiB"];
+    promised.extend(sizes.iter().map(|size| format!("pair {size}")));
+    for size in ["64 KiB", "1 MiB", "64 MiB"] {
+        promised.extend([format!("random up to {size}"), format!("waste, random up to {size}")]);
+    }
+    for job in ["4 KiB", "1 MiB", "random up to 64 KiB", "random up to 1 MiB"] {
+        for threads in ["1 thread", "2 threads", "4 threads", "8 threads", "16 threads"] {
+            promised.extend(["over all", "each"].map(|of| format!("{threads}, {job}, {of}")));
+        }
+    }
+    let value = measured("pinned --device sim --quick --json");
+    assert_eq!((value["bench"].as_str(), &value["failures"]), (Some("pinned"), &0.into()));
+    let rows = value["rows"].as_array().expect("rows");
+    let named = |field: &str| {
+        let all = value[field].as_array().expect("an array").iter();
+        all.map(|row| row["name"].as_str().or(row["row"].as_str()).expect("a name").to_owned())
+    };
+    // A small machine leaves some out, and says so.
+    let left_out: Vec<_> = named("left_out").collect();
+    promised.retain(|name| !left_out.contains(name));
+    assert_eq!(named("rows").collect::<Vec<_>>(), promised);
+    for row in rows {
+        let (name, value) = (row["name"].as_str().expect("a name"), row["value"].as_f64().expect("a value"));
+        if name.starts_with("waste") {
+            assert!(row["unit"] == "%" && (0.0..3.0).contains(&value), "{row}");
+        } else {
+            assert!(value > 0.0, "{row}");
+        }
+        let peer = if name.starts_with("pair") { Some("malloc 64 B") } else { None };
+        assert_eq!(row["peer"].as_str(), peer, "{row}");
+    }
+}
+
+#[test]
 fn a_page_is_for_people() {
     let output = bench("device --device sim --quick --only pair");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
@@ -142,6 +178,7 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
         ("device --device sim --only driver", "no row's name contains 'driver'"),
         ("device --quikc", "unexpected argument '--quikc' found; tip: a similar argument exists: '--quick'"),
         ("device now", "unexpected argument 'now'"),
+        ("pinned --only pear", "no row's name contains 'pear'; there are pair 64 MiB; waste, random up to"),
     ] {
         let output = bench(flags);
         let said = text(&output.stderr);

@@ -22,10 +22,10 @@ mod cached;
 mod calls;
 mod growth;
 mod holes;
-mod lane;
-mod source;
+pub(super) mod lane;
+pub(super) mod source;
 mod threads;
-mod work;
+pub(super) mod work;
 
 use super::{
     host,
@@ -270,7 +270,7 @@ impl<'a> Bench<'a> {
 }
 
 /// A size as people name it: `256 B`, `4 KiB`. For whole multiples of a unit.
-fn size(bytes: u64) -> String {
+pub(super) fn size(bytes: u64) -> String {
     let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
     let unit = units.into_iter().find(|(shift, _)| bytes >= 1 << shift);
     unit.map_or_else(|| format!("{bytes} B"), |(shift, name)| format!("{} {name}", bytes >> shift))

@@ -20,6 +20,16 @@ pub(crate) fn processors() -> u64 {
     thread::available_parallelism().map_or(0, |count| count.get() as u64)
 }
 
+/// Bytes that programs can still take without swapping (`MemAvailable`); 0 if that is unknown.
+pub(crate) fn available() -> u64 {
+    fs::read_to_string("/proc/meminfo").ok().and_then(|text| available_of(&text)).unwrap_or(0)
+}
+
+fn available_of(text: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.trim().strip_suffix(" kB")?.parse::<u64>().ok().map(|kib| kib << 10)
+}
+
 /// Now, as `2026-11-21T12:16:43Z`.
 pub(crate) fn date() -> String {
     // A clock before 1970 is told as 1970.
@@ -44,6 +54,12 @@ fn written(seconds: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_available_is_read_as_the_kernel_writes_it() {
+        let text = "MemTotal:       16 kB\nMemAvailable:    7964220 kB\n";
+        assert_eq!((available_of(text), available_of("MemFree: 1 kB")), (Some(7_964_220 << 10), None));
+    }
 
     #[test]
     fn dates_are_those_of_the_calendar() {

@@ -19,6 +19,8 @@ pub(crate) enum Unit {
     UsPerGib,
     /// Milliseconds for 2³⁰ bytes.
     MsPerGib,
+    /// Parts of a hundred, and no time.
+    Percent,
 }
 
 impl Unit {
@@ -32,13 +34,14 @@ impl Unit {
             Self::UsPerHandle => "µs/handle",
             Self::UsPerGib => "µs/GiB",
             Self::MsPerGib => "ms/GiB",
+            Self::Percent => "%",
         }
     }
 
     /// How many nanoseconds it counts by.
     fn nanoseconds(self) -> f64 {
         match self {
-            Self::NsPerPair | Self::NsPerOperation | Self::NsPerCall => 1.0,
+            Self::NsPerPair | Self::NsPerOperation | Self::NsPerCall | Self::Percent => 1.0,
             Self::Us | Self::UsPerHandle | Self::UsPerGib => 1e3,
             Self::MsPerGib => 1e6,
         }
@@ -46,6 +49,9 @@ impl Unit {
 
     /// A time per what this unit is per, in whichever unit of time suits it.
     pub(crate) fn of(self, ns: f64) -> String {
+        if self == Self::Percent {
+            return format!("{ns:.2} %");
+        }
         let per = self.name().find('/').map_or("", |at| &self.name()[at..]);
         format!("{}{per}", Nanoseconds(ns))
     }
@@ -65,7 +71,7 @@ pub(crate) struct Peer {
 pub(crate) struct Row {
     /// What was measured.
     pub(crate) name: String,
-    /// In nanoseconds, per what the unit is per.
+    /// In nanoseconds, per what the unit is per; what is no time, in the unit itself.
     pub(crate) ns: f64,
     /// What it is told in.
     pub(crate) unit: Unit,
@@ -120,5 +126,6 @@ mod tests {
         assert_eq!(Unit::NsPerPair.of(29.14), "29.1 ns/pair");
         assert_eq!(Unit::NsPerOperation.of(228_000.0), "228 µs/op");
         assert_eq!(Unit::Us.of(5_120.0), "5.12 µs");
+        assert_eq!(Unit::Percent.of(2.106), "2.11 %");
     }
 }

@@ -12,7 +12,7 @@ use std::{
 
 /// One thread's source and what it holds.
 #[derive(Debug)]
-pub(super) struct Lane<S: Source> {
+pub(in crate::bench) struct Lane<S: Source> {
     source: S,
     slots: Vec<Option<S::Held>>,
     failed: Failed,
@@ -20,13 +20,13 @@ pub(super) struct Lane<S: Source> {
 
 impl<S: Source> Lane<S> {
     /// Holds nothing.
-    pub(super) fn new(source: S) -> Self {
+    pub(in crate::bench) fn new(source: S) -> Self {
         Self { source, slots: Vec::new(), failed: Failed::default() }
     }
 
     /// A block, or none and a failure counted.
     #[inline]
-    pub(super) fn take(&mut self, bytes: u64) -> Option<S::Held> {
+    pub(in crate::bench) fn take(&mut self, bytes: u64) -> Option<S::Held> {
         match self.source.take(bytes) {
             Ok(held) => Some(held),
             Err(refused) => {
@@ -38,14 +38,14 @@ impl<S: Source> Lane<S> {
 
     /// Frees a block.
     #[inline]
-    pub(super) fn give(&mut self, held: S::Held) {
+    pub(in crate::bench) fn give(&mut self, held: S::Held) {
         if let Err(refused) = self.source.give(held) {
             self.failed.note(&refused);
         }
     }
 
     /// Allocates and frees.
-    pub(super) fn pairs(&mut self, bytes: u64, count: u64) {
+    pub(in crate::bench) fn pairs(&mut self, bytes: u64, count: u64) {
         for _ in 0..count {
             if let Some(held) = self.take(black_box(bytes)) {
                 black_box(&held);
@@ -55,7 +55,7 @@ impl<S: Source> Lane<S> {
     }
 
     /// Does what `work` says, so many times.
-    pub(super) fn play(&mut self, work: &Work, times: u64) {
+    pub(in crate::bench) fn play(&mut self, work: &Work, times: u64) {
         if self.slots.len() < work.slots {
             self.slots.resize_with(work.slots, || None);
         }
@@ -72,19 +72,19 @@ impl<S: Source> Lane<S> {
     }
 
     /// Waits until nothing is queued.
-    pub(super) fn rest(&mut self) {
+    pub(in crate::bench) fn rest(&mut self) {
         if let Err(refused) = self.source.rest() {
             self.failed.note(&refused);
         }
     }
 
     /// What was refused since the last question.
-    pub(super) fn failed(&mut self) -> Failed {
+    pub(in crate::bench) fn failed(&mut self) -> Failed {
         mem::take(&mut self.failed)
     }
 
     /// A lap of this thread's: `job`, which is so many operations.
-    pub(super) fn lap(&mut self, operations: u64, job: impl FnOnce(&mut Self)) -> Lap {
+    pub(in crate::bench) fn lap(&mut self, operations: u64, job: impl FnOnce(&mut Self)) -> Lap {
         let begun = Instant::now();
         job(self);
         let took = begun.elapsed();
@@ -96,7 +96,7 @@ impl<S: Source> Lane<S> {
 
 /// A lap of several threads, which begin together: `job` with the number of each, so many operations for each. A single
 /// one is done by the thread that asks.
-pub(super) fn crew<S, J>(lanes: &mut [Lane<S>], operations: u64, job: J) -> Lap
+pub(in crate::bench) fn crew<S, J>(lanes: &mut [Lane<S>], operations: u64, job: J) -> Lap
 where
     S: Source + Send,
     S::Held: Send,

@@ -14,10 +14,10 @@ use std::{
 };
 
 /// The driver's own allocator, as rows name it.
-pub(super) const ASYNC: &str = "cuMemAllocFromPoolAsync";
+pub(in crate::bench) const ASYNC: &str = "cuMemAllocFromPoolAsync";
 
 /// Memory for one thread, which has a stream of its own.
-pub(super) trait Source {
+pub(in crate::bench) trait Source {
     /// A block, as its user holds it.
     type Held;
     /// Why one is refused.
@@ -35,14 +35,14 @@ pub(super) trait Source {
 
 /// A caching pool, called as a program calls it.
 #[derive(Debug)]
-pub(super) struct Pooled {
+pub(in crate::bench) struct Pooled {
     pool: DevicePool,
     stream: Stream,
 }
 
 impl Pooled {
     /// With a stream of its own.
-    pub(super) fn on(pool: &DevicePool) -> Result<Self> {
+    pub(in crate::bench) fn on(pool: &DevicePool) -> Result<Self> {
         Ok(Self { pool: pool.clone(), stream: pool.stream()? })
     }
 }
@@ -70,7 +70,7 @@ impl Source for Pooled {
 /// A pool of the driver's that keeps what is freed. It is called without this library's accounting, which would make it
 /// slower than it is: what stands between is the driver's table and a look whether the thread has a context.
 #[derive(Debug)]
-pub(super) struct AsyncPool {
+pub(in crate::bench) struct AsyncPool {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     pool: PoolHandle,
@@ -79,7 +79,7 @@ pub(super) struct AsyncPool {
 
 impl AsyncPool {
     /// Makes one.
-    pub(super) fn open(session: &Session) -> Result<Arc<Self>> {
+    pub(in crate::bench) fn open(session: &Session) -> Result<Arc<Self>> {
         let Session { driver, device, .. } = session;
         let streams = StreamPool::new(driver.clone(), *device, DEFAULT_CAP);
         let pool = driver.pool_create(*device, 0).map_err(|e| MemoryError::driver(*device, e))?;
@@ -87,7 +87,7 @@ impl AsyncPool {
     }
 
     /// Gives what is free back to the driver.
-    pub(super) fn trim(&self) -> Result<()> {
+    pub(in crate::bench) fn trim(&self) -> Result<()> {
         self.driver.pool_trim(self.pool, 0).map_err(|e| self.refused(e))
     }
 
@@ -106,21 +106,21 @@ impl Drop for AsyncPool {
 
 /// An [`AsyncPool`] and a stream.
 #[derive(Debug)]
-pub(super) struct Async {
+pub(in crate::bench) struct Async {
     pool: Arc<AsyncPool>,
     stream: Stream,
 }
 
 impl Async {
     /// With a stream of its own.
-    pub(super) fn on(pool: &Arc<AsyncPool>) -> Result<Self> {
+    pub(in crate::bench) fn on(pool: &Arc<AsyncPool>) -> Result<Self> {
         Ok(Self { pool: pool.clone(), stream: pool.streams.lease()? })
     }
 }
 
 /// An allocation of an [`AsyncPool`], which only [`Async::give`] takes.
 #[derive(Debug)]
-pub(super) struct Address(u64);
+pub(in crate::bench) struct Address(u64);
 
 impl Source for Async {
     type Held = Address;
@@ -145,11 +145,11 @@ impl Source for Async {
 
 /// The host's allocator, by which the others are measured.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Malloc;
+pub(in crate::bench) struct Malloc;
 
 /// Memory of [`Malloc`], which only [`Malloc::give`] takes.
 #[derive(Debug)]
-pub(super) struct Pointer(NonNull<u8>, Layout);
+pub(in crate::bench) struct Pointer(NonNull<u8>, Layout);
 
 impl Source for Malloc {
     type Held = Pointer;
@@ -180,6 +180,6 @@ impl Source for Malloc {
 }
 
 /// A caching pool of `session`'s device.
-pub(super) fn pool(session: &Session) -> Result<DevicePool> {
+pub(in crate::bench) fn pool(session: &Session) -> Result<DevicePool> {
     DevicePool::open(session.driver.clone(), session.device, PoolConfig::default())
 }

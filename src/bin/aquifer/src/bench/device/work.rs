@@ -21,10 +21,10 @@ const LIVE: u64 = 16_000 << 20;
 
 /// The generator `splitmix64` of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (2014).
 #[derive(Clone, Debug)]
-pub(super) struct SplitMix(u64);
+pub(in crate::bench) struct SplitMix(u64);
 
 impl SplitMix {
-    pub(super) fn new(seed: u64) -> Self {
+    pub(in crate::bench) fn new(seed: u64) -> Self {
         Self(seed)
     }
 
@@ -38,12 +38,12 @@ impl SplitMix {
 
     /// A number below `bound`, which is above zero. Smaller ones are a little more likely, for the sake of rules that
     /// other languages can follow.
-    pub(super) fn below(&mut self, bound: u64) -> u64 {
+    pub(in crate::bench) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
 
     /// Brings `all` into a random order.
-    pub(super) fn shuffle<T>(&mut self, all: &mut [T]) {
+    pub(in crate::bench) fn shuffle<T>(&mut self, all: &mut [T]) {
         for last in (1..all.len()).rev() {
             let other = self.below(last as u64 + 1);
             all.swap(last, other as usize);
@@ -53,29 +53,34 @@ impl SplitMix {
 
 /// One step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Operation {
+pub(in crate::bench) struct Operation {
     /// The block's place among the blocks.
-    pub(super) slot: u32,
+    pub(in crate::bench) slot: u32,
     /// An allocation, or else a free.
-    pub(super) allocates: bool,
+    pub(in crate::bench) allocates: bool,
     /// The block's size.
-    pub(super) bytes: u64,
+    pub(in crate::bench) bytes: u64,
 }
 
 /// Steps in order. Each block is allocated once at most before it is freed, and nothing is live at the end.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(super) struct Work {
-    pub(super) operations: Vec<Operation>,
+pub(in crate::bench) struct Work {
+    pub(in crate::bench) operations: Vec<Operation>,
     /// How many blocks can be live at once, by their slots.
-    pub(super) slots: usize,
+    pub(in crate::bench) slots: usize,
     /// The most bytes that are live at once.
-    pub(super) peak: u64,
+    pub(in crate::bench) peak: u64,
 }
 
 impl Work {
     /// Random sizes up to `max`, for the `thread`th of `threads` threads.
-    pub(super) fn random(max: u64, thread: u64, threads: u64) -> Self {
+    pub(in crate::bench) fn random(max: u64, thread: u64, threads: u64) -> Self {
         let limit = LIVE / threads;
+        Self::drawn(ALLOCATIONS, max.min(limit), limit, SEED + thread)
+    }
+
+    /// As [`Work::random`], with at most so many bytes live in each thread.
+    pub(in crate::bench) fn random_within(max: u64, thread: u64, limit: u64) -> Self {
         Self::drawn(ALLOCATIONS, max.min(limit), limit, SEED + thread)
     }
 
@@ -108,7 +113,7 @@ impl Work {
     }
 
     /// `count` blocks of one size, freed in the order in which they were allocated.
-    pub(super) fn batch(count: u32, bytes: u64) -> Self {
+    pub(in crate::bench) fn batch(count: u32, bytes: u64) -> Self {
         let each = |allocates| (0..count).map(move |slot| Operation { slot, allocates, bytes });
         let operations = each(true).chain(each(false)).collect();
         Self { operations, slots: count as usize, peak: u64::from(count) * bytes }

@@ -1,0 +1,47 @@
+//! What an allocation of the driver's own and its free cost, beside a pair of the pool's.
+
+use super::{
+    Bench, size,
+    source::{Direct, Pinned},
+};
+use crate::bench::{
+    device::{lane::Lane, source::Source},
+    lap::{Contender, contest},
+    row::Unit,
+};
+use aquifer_core::Result;
+
+/// Sizes in bytes. Larger ones take seconds a lap.
+const SIZES: [u64; 3] = [4 << 10, 1 << 20, 64 << 20];
+
+fn name(bytes: u64) -> String {
+    format!("cuMemHostAlloc, cuMemFreeHost {}", size(bytes))
+}
+
+pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
+    if bench.has_gpu() { SIZES.map(name).to_vec() } else { Vec::new() }
+}
+
+pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
+    for bytes in SIZES {
+        let name = name(bytes);
+        if !bench.wants(&name) || !bench.has_room(&name, 4 * bytes) {
+            continue;
+        }
+        let pool = bench.pool(2 * bytes)?;
+        let direct = Direct { driver: bench.driver.clone(), device: bench.device };
+        let contenders = vec![pairs(direct, bytes), pairs(Pinned::on(&pool), bytes)];
+        let mut outcomes = contest(bench.pace, contenders).into_iter();
+        let (direct, own) = (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
+        bench.note(&name, direct.failed);
+        bench.note(&format!("{name} (peer)"), own.failed);
+        bench.add(&name, Unit::NsPerPair, direct.each, Some(("the pool", own.each)));
+    }
+    Ok(())
+}
+
+/// Pairs, which a lap counts as one operation each.
+pub(super) fn pairs<'a, S: Source + 'a>(source: S, bytes: u64) -> Contender<'a> {
+    let mut lane = Lane::new(source);
+    Box::new(move |count| lane.lap(count, |lane| lane.pairs(bytes, count)))
+}

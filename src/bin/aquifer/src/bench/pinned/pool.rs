@@ -1,0 +1,185 @@
+//! A pool that has what is asked for, on one thread and on several.
+
+use super::{Bench, driver::pairs as pairs_of, size, source::Pinned};
+use crate::bench::{
+    device::{
+        lane::{Lane, crew},
+        source::{Malloc, Source},
+        work::Work,
+    },
+    lap::{Contender, Pace, contest},
+    row::Unit,
+};
+use aquifer_core::Result;
+
+/// Sizes of pairs, in bytes.
+const PAIRS: [u64; 7] = [64, 1 << 10, 4 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20];
+/// Largest of random sizes, in bytes.
+const RANDOM: [u64; 3] = [64 << 10, 1 << 20, 64 << 20];
+/// What may be live in a random row, in bytes, over all threads; the second in a quick look.
+const LIVE: [u64; 2] = [1 << 30, 128 << 20];
+/// How many threads.
+const THREADS: [usize; 5] = [1, 2, 4, 8, 16];
+/// What the threads do: pairs of one size, and random sizes up to one, in bytes.
+const JOBS: [Job; 4] = [
+    Job { random: false, bytes: 4 << 10 },
+    Job { random: false, bytes: 1 << 20 },
+    Job { random: true, bytes: 64 << 10 },
+    Job { random: true, bytes: 1 << 20 },
+];
+
+/// The yardstick, and how other rows name it.
+const MALLOC: (&str, &str) = ("malloc pair 64 B", "malloc 64 B");
+
+fn pair_name(bytes: u64) -> String {
+    format!("pair {}", size(bytes))
+}
+
+pub(super) fn pair_names(_: &Bench<'_>) -> Vec<String> {
+    std::iter::once(MALLOC.0.to_owned()).chain(PAIRS.map(pair_name)).collect()
+}
+
+/// All sizes and the yardstick take turns in one contest, so that their ratios are of one moment.
+pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
+    let mut contenders: Vec<Contender<'_>> = vec![pairs_of(Malloc, 64)];
+    let mut sizes = Vec::new();
+    let mut pools = Vec::new();
+    for bytes in PAIRS {
+        let name = pair_name(bytes);
+        if bench.wants(&name) && bench.has_room(&name, 2 * bytes) {
+            let pool = bench.pool(2 * bytes)?;
+            contenders.push(pairs_of(Pinned::on(&pool), bytes));
+            pools.push(pool);
+            sizes.push(name);
+        }
+    }
+    let mut outcomes = contest(bench.pace, contenders).into_iter();
+    let malloc = outcomes.next().unwrap_or_default();
+    bench.note(MALLOC.0, malloc.failed);
+    bench.add(MALLOC.0, Unit::NsPerPair, malloc.each, None);
+    for (name, own) in sizes.into_iter().zip(outcomes) {
+        bench.note(&name, own.failed);
+        bench.add(&name, Unit::NsPerPair, own.each, Some((MALLOC.1, malloc.each)));
+    }
+    Ok(())
+}
+
+fn live(bench: &Bench<'_>) -> u64 {
+    LIVE[usize::from(bench.pace == Pace::QUICK)]
+}
+
+fn random_name(bytes: u64) -> [String; 2] {
+    ["random", "waste, random"].map(|what| format!("{what} up to {}", size(bytes)))
+}
+
+pub(super) fn random_names(_: &Bench<'_>) -> Vec<String> {
+    RANDOM.into_iter().flat_map(random_name).collect()
+}
+
+/// Random sizes, and what of them is rounding: counted once when as much is live as ever is.
+pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
+    for bytes in RANDOM {
+        let [name, waste] = random_name(bytes);
+        let work = Work::random_within(bytes, 0, live(bench));
+        // With as much again, so that it never has to grow, as a pool that has run for a while need not.
+        let needed = 2 * work.peak + (64 << 20);
+        if !(bench.wants(&name) || bench.wants(&waste)) || !bench.has_room(&name, needed) {
+            continue;
+        }
+        let pool = bench.pool(needed)?;
+        let mut outcomes = contest(bench.pace, vec![work_of(Pinned::on(&pool), &work)]);
+        let own = outcomes.pop().unwrap_or_default();
+        bench.note(&name, own.failed);
+        bench.add(&name, Unit::NsPerOperation, own.each, None);
+        bench.add(&waste, Unit::Percent, wasted(&Pinned::on(&pool), &pool, &work)?, None);
+    }
+    Ok(())
+}
+
+/// Rounding of what is live, in parts of a hundred of what was asked for, over all the blocks of `work` that fit at once.
+fn wasted(source: &Pinned, pool: &aquifer_host::PinnedPool, work: &Work) -> Result<f64> {
+    let (mut held, mut bytes) = (Vec::new(), 0);
+    for step in work.operations.iter().filter(|step| step.allocates) {
+        bytes += step.bytes;
+        if bytes > work.peak {
+            break;
+        }
+        held.push(source.take(step.bytes)?);
+    }
+    let memory = pool.stats().memory;
+    for block in held {
+        source.give(block)?;
+    }
+    Ok((memory.live as f64 / memory.requested.max(1) as f64 - 1.0) * 100.0)
+}
+
+fn work_of<'a, S: Source + 'a>(source: S, work: &'a Work) -> Contender<'a> {
+    let mut lane = Lane::new(source);
+    let operations = work.operations.len() as u64;
+    Box::new(move |times| lane.lap(operations * times, |lane| lane.play(work, times)))
+}
+
+/// What threads do at once.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Job {
+    random: bool,
+    bytes: u64,
+}
+
+impl Job {
+    /// The rows of so many threads: over all, and each.
+    fn rows(self, threads: usize) -> [String; 2] {
+        let s = if threads == 1 { "" } else { "s" };
+        let what = if self.random { "random up to " } else { "" };
+        ["over all", "each"].map(|of| format!("{threads} thread{s}, {what}{}, {of}", size(self.bytes)))
+    }
+}
+
+pub(super) fn thread_names(_: &Bench<'_>) -> Vec<String> {
+    let of = |job: Job| THREADS.into_iter().flat_map(move |threads| job.rows(threads));
+    JOBS.into_iter().flat_map(of).collect()
+}
+
+pub(super) fn threads(bench: &mut Bench<'_>) -> Result<()> {
+    for job in JOBS {
+        for threads in THREADS {
+            let rows = job.rows(threads);
+            if rows.iter().any(|row| bench.wants(row)) {
+                together(bench, job, threads, &rows)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Adds the rows of so many threads on one pool.
+fn together(bench: &mut Bench<'_>, job: Job, threads: usize, rows: &[String; 2]) -> Result<()> {
+    let works: Vec<_> = if job.random {
+        let limit = live(bench) / threads as u64;
+        (0..threads as u64).map(|n| Work::random_within(job.bytes, n, limit)).collect()
+    } else {
+        Vec::new()
+    };
+    let live = works.iter().map(|work| work.peak).sum::<u64>().max(threads as u64 * job.bytes);
+    let needed = 2 * live + (64 << 20);
+    if rows.each_ref().map(|row| bench.has_room(row, needed)).contains(&false) {
+        return Ok(());
+    }
+    let pool = bench.pool(needed)?;
+    let mut lanes: Vec<_> = (0..threads).map(|_| Lane::new(Pinned::on(&pool))).collect();
+    let contender: Contender<'_> = match works.first() {
+        None => Box::new(move |pairs| crew(&mut lanes, 2 * pairs, |_, lane| lane.pairs(job.bytes, pairs))),
+        Some(first) => {
+            let (works, operations) = (&works, first.operations.len() as u64);
+            Box::new(move |times| {
+                crew(&mut lanes, operations * times, |number, lane| lane.play(&works[number], times))
+            })
+        }
+    };
+    let pace = if threads == 1 { bench.pace } else { bench.pace.together() };
+    let own = contest(pace, vec![contender]).pop().unwrap_or_default();
+    bench.note(&rows[0], own.failed.clone());
+    bench.add(&rows[0], Unit::NsPerOperation, own.over_all, None);
+    bench.add(&rows[1], Unit::NsPerOperation, own.each, None);
+    Ok(())
+}

@@ -1,0 +1,92 @@
+//! Who serves: a pinned pool, the driver itself.
+#![expect(unsafe_code, reason = "frees memory by hand, as collections do")]
+
+use crate::bench::device::source::Source;
+use allocator_api2::alloc::Allocator;
+use aquifer_core::{DriverError, MemoryError};
+use aquifer_driver::{DeviceId, Driver, HostFlags};
+use aquifer_host::{PinnedAllocator, PinnedPool};
+use std::{alloc::Layout, ptr::NonNull, sync::Arc};
+
+/// A pinned pool, called as a collection calls it.
+#[derive(Clone, Debug)]
+pub(super) struct Pinned {
+    pool: PinnedPool,
+    allocator: PinnedAllocator,
+}
+
+impl Pinned {
+    pub(super) fn on(pool: &PinnedPool) -> Self {
+        Self { pool: pool.clone(), allocator: pool.allocator() }
+    }
+}
+
+/// Memory of [`Pinned`], which only [`Pinned::give`] takes.
+#[derive(Debug)]
+pub(super) struct Held(NonNull<u8>, Layout);
+
+// SAFETY: 1. memory that its holder alone reaches.
+unsafe impl Send for Held {}
+
+fn layout(bytes: u64) -> Option<Layout> {
+    Layout::from_size_align(bytes as usize, 16).ok()
+}
+
+impl Source for Pinned {
+    type Held = Held;
+    type Refused = MemoryError;
+
+    #[inline]
+    fn take(&self, bytes: u64) -> Result<Held, MemoryError> {
+        let too_large = MemoryError::TooLarge { requested: bytes, limit: isize::MAX as u64 };
+        let Some(layout) = layout(bytes) else { return Err(too_large) };
+        match self.allocator.allocate(layout) {
+            Ok(block) => Ok(Held(block.cast(), layout)),
+            // Asked again for the reason.
+            Err(_) => self.pool.allocate(layout).map(|block| Held(block.cast(), layout)),
+        }
+    }
+
+    #[inline]
+    fn give(&self, Held(block, layout): Held) -> Result<(), MemoryError> {
+        // SAFETY: 1. a `Held` comes from `take` only, with its layout, and goes here.
+        unsafe { self.allocator.deallocate(block, layout) };
+        Ok(())
+    }
+
+    fn rest(&self) -> Result<(), MemoryError> {
+        Ok(())
+    }
+}
+
+/// The driver's own allocations.
+#[derive(Clone, Debug)]
+pub(super) struct Direct {
+    pub(super) driver: Arc<dyn Driver>,
+    pub(super) device: DeviceId,
+}
+
+/// Memory of [`Direct`], which only [`Direct::give`] takes.
+#[derive(Debug)]
+pub(super) struct Address(NonNull<u8>);
+
+// SAFETY: 1. memory that its holder alone reaches.
+unsafe impl Send for Address {}
+
+impl Source for Direct {
+    type Held = Address;
+    type Refused = DriverError;
+
+    fn take(&self, bytes: u64) -> Result<Address, DriverError> {
+        self.driver.host_alloc(self.device, bytes as usize, HostFlags::default()).map(Address)
+    }
+
+    fn give(&self, Address(block): Address) -> Result<(), DriverError> {
+        // SAFETY: 1. an `Address` comes from `take` only, and goes here. 2. no work uses it.
+        unsafe { self.driver.host_free(self.device, block) }
+    }
+
+    fn rest(&self) -> Result<(), DriverError> {
+        Ok(())
+    }
+}
