@@ -69,6 +69,7 @@ calls! {
     HostFree = "cuMemFreeHost",
     HostRegister = "cuMemHostRegister",
     HostUnregister = "cuMemHostUnregister",
+    HostDeviceAddress = "cuMemHostGetDevicePointer",
     CopyToDevice = "cuMemcpyHtoDAsync",
     CopyToHost = "cuMemcpyDtoHAsync",
     CopyOnDevice = "cuMemcpyDtoDAsync",

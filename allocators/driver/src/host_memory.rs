@@ -4,19 +4,43 @@
 use crate::{DeviceId, Result};
 use std::{fmt::Debug, ptr::NonNull};
 
-/// How pinned memory is to be had. All off is plain cached memory, pinned for every context of the process.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+/// How pinned memory is to be had. By default: cached, and pinned for every context of the process.
+///
+/// | flag | what it gives | what it costs |
+/// |---|---|---|
+/// | `portable` | pinned for every context, so copies of all devices are direct | nothing that could be measured; on by default |
+/// | `mapped` | kernels may use it, at [`HostMemory::host_device_address`] | nothing to make; each access of a kernel crosses the link, and is not cached there |
+/// | `write_combined` | writes go around the CPU's caches | CPU reads are some 70 times slower, and copies over PCIe no faster: cached memory reaches the link's speed already |
+/// | `read_only` | memory that may not be written can be registered: a file's pages | whatever a device writes there is refused |
+///
+/// ```
+/// use aquifer_driver::HostFlags;
+/// let mut flags = HostFlags::default();
+/// assert!(flags.portable && !flags.mapped && !flags.write_combined && !flags.read_only);
+/// flags.mapped = true;
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct HostFlags {
+    /// Pinned for every context of the process, not for one device's alone (`PORTABLE`).
+    pub portable: bool,
+    /// Kernels may use it where it lies (`DEVICEMAP`).
+    pub mapped: bool,
     /// Writes go around the CPU's caches and reads are some seventy times slower (`WRITECOMBINED`; allocation only).
     pub write_combined: bool,
     /// The device only reads it (`READ_ONLY`; registration only).
     pub read_only: bool,
 }
 
+impl Default for HostFlags {
+    fn default() -> Self {
+        Self { portable: true, mapped: false, write_combined: false, read_only: false }
+    }
+}
+
 /// Host memory that devices can reach.
 pub trait HostMemory: Debug + Send + Sync {
-    /// Pinned memory from the driver (`cuMemHostAlloc`, portable): its pages lie where the calling thread runs, at 2–3.5
+    /// Pinned memory from the driver (`cuMemHostAlloc`): its pages lie where the calling thread runs, at 2–3.5
     /// GB/s. `device` is the one whose context is used.
     ///
     /// # Errors
@@ -33,7 +57,7 @@ pub trait HostMemory: Debug + Send + Sync {
     /// The driver's; the memory stays.
     unsafe fn host_free(&self, device: DeviceId, address: NonNull<u8>) -> Result<()>;
 
-    /// Pins memory that is there already (`cuMemHostRegister`, portable). Holds driver-wide locks while it runs, and the
+    /// Pins memory that is there already (`cuMemHostRegister`). Holds driver-wide locks while it runs, and the
     /// driver refuses a single registration of 512 GiB or more.
     ///
     /// # Safety
@@ -58,4 +82,11 @@ pub trait HostMemory: Debug + Send + Sync {
     /// # Errors
     /// The driver's; it stays registered.
     unsafe fn host_unregister(&self, device: DeviceId, address: NonNull<u8>) -> Result<()>;
+
+    /// The address by which kernels of a device use pinned memory (`cuMemHostGetDevicePointer`): the host's own wherever
+    /// both share one address space.
+    ///
+    /// # Errors
+    /// Invalid value for memory that is not pinned, or not [`HostFlags::mapped`] on a device that asks for it.
+    fn host_device_address(&self, device: DeviceId, address: NonNull<u8>) -> Result<u64>;
 }

@@ -189,7 +189,9 @@ fn pinned_memory_ends_as_it_began_and_where_it_began() {
         let pinned = m.pinned(4096);
         // SAFETY: none of it is touched; what is wrong is refused.
         unsafe {
+            assert_eq!(code(d.host_device_address(GPU, own)), 1, "not pinned");
             d.host_register(GPU, own, 32, flags).unwrap();
+            assert_eq!(d.host_device_address(GPU, own.add(8)), Ok(own.add(8).as_ptr() as u64));
             assert_eq!(code(d.host_unregister(GPU, own.add(8))), 1, "inside a registration");
             assert_eq!(code(d.host_unregister(GPU, own.add(32))), 713, "behind it");
             d.host_unregister(GPU, own).unwrap();

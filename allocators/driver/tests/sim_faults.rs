@@ -308,6 +308,29 @@ fn a_free_of_pinned_memory_under_a_queued_copy_is_found() {
 }
 
 #[test]
+fn a_copy_into_memory_registered_to_be_read_only_fails_and_is_told() {
+    everywhere(|m| {
+        let (a, x) = (m.stream(), m.alloc(4096));
+        let mut own = vec![0_u8; 4096];
+        let host: NonNull<u8> = NonNull::from(own.as_mut_slice()).cast();
+        let mut flags = HostFlags::default();
+        flags.read_only = true;
+        // SAFETY: 1. `own` outlives the registration.
+        let (_, first) = at!(unsafe { m.driver.host_register(GPU, host, 4096, flags) }.unwrap());
+        // SAFETY: 1. Both are there, 4096 bytes long.
+        let (refused, later) = at!(unsafe { m.driver.copy_to_host(a, host, x.address, 4096) });
+        assert_eq!(refused.unwrap_err().code, 1);
+        m.only(ViolationKind::WriteToReadOnly, FILE, first, later);
+        // SAFETY: as above.
+        unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap();
+        m.driver.stream_synchronize(a).unwrap();
+        // SAFETY: 1. Registered above. 2. The stream is idle.
+        unsafe { m.driver.host_unregister(GPU, host) }.unwrap();
+        m.silent();
+    });
+}
+
+#[test]
 fn a_copy_across_two_registrations_fails_and_is_told() {
     everywhere(|m| {
         let (a, x) = (m.stream(), m.alloc(8192));

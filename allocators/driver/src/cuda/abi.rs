@@ -62,9 +62,11 @@ pub(super) const CAPTURE_STATUS_NONE: c_uint = 0;
 
 /// `CU_MEMHOSTALLOC_…`
 pub(super) const HOST_ALLOC_PORTABLE: c_uint = 1;
+pub(super) const HOST_ALLOC_MAPPED: c_uint = 2;
 pub(super) const HOST_ALLOC_WRITE_COMBINED: c_uint = 4;
 /// `CU_MEMHOSTREGISTER_…`
 pub(super) const HOST_REGISTER_PORTABLE: c_uint = 1;
+pub(super) const HOST_REGISTER_MAPPED: c_uint = 2;
 pub(super) const HOST_REGISTER_READ_ONLY: c_uint = 8;
 
 /// `CU_MEMPOOL_ATTR_…`, whose values are 64-bit numbers.

@@ -5,12 +5,21 @@ use super::{CudaDriver, abi, codes};
 use crate::{Call, DeviceId, HostFlags, HostMemory, Result};
 use std::ptr::NonNull;
 
+fn bits(flags: &[(bool, u32)]) -> u32 {
+    flags.iter().filter(|(on, _)| *on).fold(0, |bits, (_, bit)| bits | bit)
+}
+
 impl HostMemory for CudaDriver {
     fn host_alloc(&self, device: DeviceId, bytes: usize, flags: HostFlags) -> Result<NonNull<u8>> {
-        let mut bits = abi::HOST_ALLOC_PORTABLE;
-        if flags.write_combined {
-            bits |= abi::HOST_ALLOC_WRITE_COMBINED;
+        if flags.read_only {
+            // There is no bit for it: memory that the driver makes can be written.
+            return Err(codes::error(Call::HostAlloc.name(), codes::INVALID_VALUE));
         }
+        let bits = bits(&[
+            (flags.portable, abi::HOST_ALLOC_PORTABLE),
+            (flags.mapped, abi::HOST_ALLOC_MAPPED),
+            (flags.write_combined, abi::HOST_ALLOC_WRITE_COMBINED),
+        ]);
         let mut address = std::ptr::null_mut();
         self.call(Call::HostAlloc, device, |table| {
             // SAFETY: 1. `address` is writable.
@@ -34,10 +43,15 @@ impl HostMemory for CudaDriver {
         bytes: usize,
         flags: HostFlags,
     ) -> Result<()> {
-        let mut bits = abi::HOST_REGISTER_PORTABLE;
-        if flags.read_only {
-            bits |= abi::HOST_REGISTER_READ_ONLY;
+        if flags.write_combined {
+            // There is no bit for it: how memory is cached was settled when it was mapped.
+            return Err(codes::error(Call::HostRegister.name(), codes::INVALID_VALUE));
         }
+        let bits = bits(&[
+            (flags.portable, abi::HOST_REGISTER_PORTABLE),
+            (flags.mapped, abi::HOST_REGISTER_MAPPED),
+            (flags.read_only, abi::HOST_REGISTER_READ_ONLY),
+        ]);
         self.call(Call::HostRegister, device, |table| {
             // SAFETY: 1. the range is mapped, and the caller keeps it so while it is registered.
             unsafe { (table.host_register)(address.as_ptr().cast(), bytes, bits) }
@@ -49,5 +63,14 @@ impl HostMemory for CudaDriver {
             // SAFETY: 1. the address starts a registration that no queued copy touches.
             unsafe { (table.host_unregister)(address.as_ptr().cast()) }
         })
+    }
+
+    fn host_device_address(&self, device: DeviceId, address: NonNull<u8>) -> Result<u64> {
+        let mut found = 0;
+        self.call(Call::HostDeviceAddress, device, |table| {
+            // SAFETY: 1. `found` is writable. 2. an address that is not pinned is refused.
+            unsafe { (table.host_device_address)(&raw mut found, address.as_ptr().cast(), 0) }
+        })?;
+        Ok(found)
     }
 }

@@ -110,6 +110,9 @@ table! {
     host_free = "cuMemFreeHost"(address: *mut c_void);
     host_register = "cuMemHostRegister_v2"(address: *mut c_void, bytes: usize, flags: c_uint);
     host_unregister = "cuMemHostUnregister"(address: *mut c_void);
+    host_device_address = "cuMemHostGetDevicePointer_v2"(
+        device_address: *mut u64, address: *mut c_void, flags: c_uint,
+    );
 
     copy_to_device = "cuMemcpyHtoDAsync_v2"(to: u64, from: *const c_void, bytes: usize, stream: Object);
     copy_to_host = "cuMemcpyDtoHAsync_v2"(to: *mut c_void, from: u64, bytes: usize, stream: Object);

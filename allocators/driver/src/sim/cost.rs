@@ -114,6 +114,7 @@ impl Costs {
             Call::EventQuery => 121,
             Call::StreamWaitEvent => 178,
             Call::StreamQuery => 130,
+            Call::HostDeviceAddress => 100,
             Call::StreamId | Call::StreamIsCapturing | Call::ExchangeCaptureMode => 15,
             Call::MemoryInfo => 3_560,
             Call::CopyToDevice

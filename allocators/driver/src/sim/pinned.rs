@@ -22,6 +22,8 @@ pub(crate) struct Pinned {
     pub(crate) bytes: u64,
     pub(crate) device: DeviceId,
     pub(crate) origin: Origin,
+    /// Whether devices may only read it.
+    pub(crate) read_only: bool,
     /// Who pinned it.
     pub(crate) by: Mark,
     ledger: Ledger,
@@ -34,8 +36,8 @@ pub(crate) enum Side {
     Pinned,
     /// In none.
     Pageable,
-    /// It begins in the registration at this address and reaches past its end.
-    Across(u64),
+    /// It begins in a registration and reaches past its end.
+    Across,
 }
 
 /// Every registration, by address; they do not overlap.
@@ -57,8 +59,22 @@ impl PinnedMemory {
         if self.overlapping(address, bytes).next().is_some() {
             return false;
         }
-        self.ranges.insert(address, Pinned { bytes, device, origin, by, ledger: Ledger::new(bytes) });
+        let ledger = Ledger::new(bytes);
+        self.ranges.insert(address, Pinned { bytes, device, origin, read_only: false, by, ledger });
         true
+    }
+
+    /// Devices may only read the registration that starts here.
+    pub(crate) fn protect(&mut self, address: u64) {
+        if let Some(pinned) = self.ranges.get_mut(&address) {
+            pinned.read_only = true;
+        }
+    }
+
+    /// The registration that holds an address.
+    pub(crate) fn holding(&self, address: u64) -> Option<&Pinned> {
+        let (&start, pinned) = self.ranges.range(..=address).next_back()?;
+        (start + pinned.bytes > address).then_some(pinned)
     }
 
     /// The registration that starts here.
@@ -76,7 +92,7 @@ impl PinnedMemory {
                 if address.saturating_add(bytes) <= start + pinned.bytes {
                     Side::Pinned
                 } else {
-                    Side::Across(start)
+                    Side::Across
                 }
             }
             _ => Side::Pageable,

@@ -113,7 +113,8 @@ impl Shared {
         let name = "2D copy to the device";
         let start = from.start.as_ptr() as u64;
         span(to.start, to.pitch, rows)?;
-        let pinned = state.host_side(start, span(start, from.pitch, rows)?, name, site)? == Side::Pinned;
+        let reach = (start, span(start, from.pitch, rows)?);
+        let pinned = state.host_side(reach, Act::Read, name, site)? == Side::Pinned;
         let uses: Vec<_> = uses(state.streams[stream].device, to, rows, true).collect();
         let Some(mark) = state.begin(stream, name, site)? else { return Ok(state) };
         let reached = state.check_all(stream, &uses, mark);
@@ -157,7 +158,8 @@ impl Shared {
         let name = "2D copy to the host";
         let start = to.start.as_ptr() as u64;
         span(from.start, from.pitch, rows)?;
-        let pinned = state.host_side(start, span(start, to.pitch, rows)?, name, site)? == Side::Pinned;
+        let reach = (start, span(start, to.pitch, rows)?);
+        let pinned = state.host_side(reach, Act::Write, name, site)? == Side::Pinned;
         let uses: Vec<_> = uses(state.streams[stream].device, from, rows, false).collect();
         let Some(mark) = state.begin(stream, name, site)? else { return Ok((state, pinned)) };
         let reached = state.check_all(stream, &uses, mark);

@@ -47,6 +47,8 @@ pub enum ViolationKind {
     FreeInFlight,
     /// A copy whose host side does not lie in one registration.
     AcrossRegistrations,
+    /// A copy into host memory that was registered to be read only.
+    WriteToReadOnly,
 }
 
 impl fmt::Display for ViolationKind {
@@ -68,6 +70,7 @@ impl fmt::Display for ViolationKind {
             Self::MovedWhileRegistered => "moved under a registration",
             Self::FreeInFlight => "freed under queued work",
             Self::AcrossRegistrations => "a copy across the border of a registration",
+            Self::WriteToReadOnly => "a write to memory registered to be read only",
         })
     }
 }
@@ -148,7 +151,8 @@ impl fmt::Display for Violation {
                 | ViolationKind::Unmapped
                 | ViolationKind::NoAccess { .. }
                 | ViolationKind::MovedWhileRegistered
-                | ViolationKind::AcrossRegistrations => "after",
+                | ViolationKind::AcrossRegistrations
+                | ViolationKind::WriteToReadOnly => "after",
                 _ => "not ordered after",
             };
             write!(f, ",\n  {relation} {earlier}")?;

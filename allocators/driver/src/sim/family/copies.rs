@@ -24,26 +24,29 @@ pub(crate) fn side(device: DeviceId, address: u64, bytes: u64, writes: bool) -> 
 }
 
 impl State {
-    /// How a copy sees its host side; a copy across the end of a registration is refused.
+    /// How a copy sees its host side; a copy across the end of a registration, or into one that is read only, is refused.
     pub(crate) fn host_side(
         &mut self,
-        address: u64,
-        bytes: u64,
+        (address, bytes): (u64, u64),
+        act: Act,
         name: &'static str,
         site: Site,
     ) -> Result<Side, u32> {
         let side = self.pinned.side(address, bytes);
-        if let Side::Across(start) = side {
-            if self.oracle {
-                let mark = self.host_name(Act::Read, name, site);
-                let mut found = std::mem::take(&mut self.found);
-                let earlier = self.pinned.get(start).map(|pinned| pinned.by);
-                found.push(Finding { kind: ViolationKind::AcrossRegistrations, earlier, address, bytes });
-                self.report(found, mark, None);
-            }
-            return Err(codes::INVALID_VALUE);
+        let protected = act == Act::Write && self.pinned.holding(address).is_some_and(|it| it.read_only);
+        let kind = match side {
+            Side::Across => ViolationKind::AcrossRegistrations,
+            Side::Pinned if protected => ViolationKind::WriteToReadOnly,
+            _ => return Ok(side),
+        };
+        if self.oracle {
+            let mark = self.host_name(Act::Read, name, site);
+            let mut found = std::mem::take(&mut self.found);
+            let earlier = self.pinned.holding(address).map(|pinned| pinned.by);
+            found.push(Finding { kind, earlier, address, bytes });
+            self.report(found, mark, None);
         }
-        Ok(side)
+        Err(codes::INVALID_VALUE)
     }
 
     /// Whether every use can be reached, after all have been checked.
@@ -72,7 +75,7 @@ impl Shared {
     ) -> Result<(Guard<'a>, bool), u32> {
         let name = "copy to the device";
         let address = from.as_ptr() as u64;
-        let pinned = state.host_side(address, bytes as u64, name, site)? == Side::Pinned;
+        let pinned = state.host_side((address, bytes as u64), Act::Read, name, site)? == Side::Pinned;
         let device = state.streams[stream].device;
         let to = side(device, to, bytes as u64, true);
         let Some(mark) = state.begin(stream, name, site)? else { return Ok((state, pinned)) };
@@ -112,7 +115,7 @@ impl Shared {
     ) -> Result<(Guard<'a>, bool), u32> {
         let name = "copy to the host";
         let address = to.as_ptr() as u64;
-        let pinned = state.host_side(address, bytes as u64, name, site)? == Side::Pinned;
+        let pinned = state.host_side((address, bytes as u64), Act::Write, name, site)? == Side::Pinned;
         let device = state.streams[stream].device;
         let from = side(device, from, bytes as u64, false);
         let Some(mark) = state.begin(stream, name, site)? else { return Ok((state, pinned)) };

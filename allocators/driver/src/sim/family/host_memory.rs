@@ -100,6 +100,9 @@ impl HostMemory for Shared {
         if !state.pinned.add(address, length, device, Origin::Registered, by) {
             return Err(at(call)(codes::HOST_MEMORY_ALREADY_REGISTERED));
         }
+        if flags.read_only {
+            state.pinned.protect(address);
+        }
         self.cost(call, bytes as u64);
         Ok(())
     }
@@ -112,5 +115,15 @@ impl HostMemory for Shared {
             self.unpin(state, device, address.as_ptr() as u64, Origin::Registered, site).map_err(at(call))?;
         self.cost(call, bytes);
         Ok(())
+    }
+
+    fn host_device_address(&self, device: DeviceId, address: NonNull<u8>) -> Result<u64> {
+        let call = Call::HostDeviceAddress;
+        let state = self.enter(call, Some(device))?;
+        let address = address.as_ptr() as u64;
+        // One address space for host and devices, as on every 64-bit Linux: the flag is not asked for there.
+        state.pinned.holding(address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
+        self.cost(call, 0);
+        Ok(address)
     }
 }
