@@ -7,16 +7,28 @@
 
 mod barrier;
 mod faults;
+mod files;
+mod mappings;
 
 pub use faults::{Faults, SystemCall};
+pub use mappings::{Ground, MapEntry};
 
 use crate::topology::{Bitmap, NodeId};
 use aquifer_core::SystemError;
 use nix::{
     errno::Errno,
     libc::{self, c_int, c_void},
+    sys::utsname::uname,
 };
-use std::{io, num::NonZeroUsize, ptr, ptr::NonNull, sync::Arc, thread};
+use std::{
+    io,
+    num::NonZeroUsize,
+    ptr,
+    ptr::NonNull,
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
 
 /// A range of this process's addresses.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
@@ -47,6 +59,19 @@ pub enum MapPages {
     Ordinary,
     /// Huge pages of 2 MiB from the reserved pool (`MAP_HUGETLB`).
     Huge2M,
+    /// Huge pages of 1 GiB from the reserved pool.
+    Huge1G,
+}
+
+impl MapPages {
+    /// The bits by which `mmap` knows them.
+    fn bits(self) -> c_int {
+        match self {
+            Self::Ordinary => 0,
+            Self::Huge2M => libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
+            Self::Huge1G => libc::MAP_HUGETLB | libc::MAP_HUGE_1GB,
+        }
+    }
 }
 
 /// Advice on a mapping (`madvise`).
@@ -58,6 +83,8 @@ pub enum Advice {
     DontDump,
     /// Transparent huge pages are wanted.
     HugePage,
+    /// Transparent huge pages are not wanted.
+    NoHugePage,
 }
 
 /// The memory-policy mode that takes memory from one node while it has some, and from others when it has none
@@ -85,12 +112,30 @@ impl Kernel {
         Self { faults: Some(faults) }
     }
 
-    /// Counts the call, and refuses it where the plan says so.
-    fn ask(&self, call: SystemCall) -> Result<()> {
+    /// Counts the call, and refuses it where the plan says so. By how much it is to seem slow.
+    fn ask(&self, call: SystemCall) -> Result<Duration> {
         match &self.faults {
             Some(faults) => faults.ask(call),
-            None => Ok(()),
+            None => Ok(Duration::ZERO),
         }
+    }
+
+    /// Major and minor version of the kernel that runs (`uname`); `None` if it does not say.
+    #[must_use]
+    pub fn version(&self) -> Option<(u32, u32)> {
+        if let Some(version) = self.faults.as_ref().and_then(|faults| faults.version()) {
+            return Some(version);
+        }
+        let name = uname().ok()?;
+        let mut parts = name.release().to_str()?.split(|c: char| !c.is_ascii_digit());
+        Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
+    }
+
+    /// The most bytes that one registration can pin, if the kernel has a limit of its own: Linux 6.11 to 6.13 refuse a
+    /// long-term pin of 2 GiB or more.
+    #[must_use]
+    pub fn pin_limit(&self) -> Option<usize> {
+        self.version().filter(|version| ((6, 11)..=(6, 13)).contains(version)).map(|_| 2 << 30)
     }
 
     /// Reserves addresses without memory (`mmap`, `PROT_NONE`).
@@ -118,14 +163,10 @@ impl Kernel {
     pub unsafe fn map(&self, span: Span, pages: MapPages) -> Result<()> {
         self.ask(match pages {
             MapPages::Ordinary => SystemCall::Map,
-            MapPages::Huge2M => SystemCall::MapHuge,
+            MapPages::Huge2M | MapPages::Huge1G => SystemCall::MapHuge,
         })?;
-        let huge = match pages {
-            MapPages::Ordinary => 0,
-            MapPages::Huge2M => libc::MAP_HUGETLB | libc::MAP_HUGE_2MB,
-        };
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | huge;
+        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | pages.bits();
         // SAFETY: 1. the caller's first condition.
         let address = unsafe { libc::mmap(span.pointer(), span.len, access, flags, -1, 0) };
         if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
@@ -158,9 +199,10 @@ impl Kernel {
             Advice::DontFork => (SystemCall::DontFork, libc::MADV_DONTFORK),
             Advice::DontDump => (SystemCall::DontDump, libc::MADV_DONTDUMP),
             Advice::HugePage => (SystemCall::HugePage, libc::MADV_HUGEPAGE),
+            Advice::NoHugePage => (SystemCall::NoHugePage, libc::MADV_NOHUGEPAGE),
         };
         self.ask(call)?;
-        // SAFETY: 1. none of the three changes what the memory holds. 2. the range is the caller's.
+        // SAFETY: 1. none of them changes what the memory holds. 2. the range is the caller's.
         check("madvise", unsafe { libc::madvise(span.pointer(), span.len, advice) })
     }
 
@@ -188,20 +230,24 @@ impl Kernel {
         if answer == 0 { Ok(()) } else { Err(last("mbind")) }
     }
 
-    /// Takes a mapping's pages now, as a write would (`madvise`, `MADV_POPULATE_WRITE`). Keeps what they hold.
+    /// Takes a mapping's pages now, as a write would (`madvise`, `MADV_POPULATE_WRITE`). Keeps what they hold. Says how
+    /// long it took.
     ///
     /// # Errors
     /// `EINVAL` on kernels before 5.14; `EFAULT` where the pool of huge pages is exhausted; `ENOMEM`.
-    pub fn populate(&self, span: Span) -> Result<()> {
-        self.ask(SystemCall::Populate)?;
-        loop {
-            // SAFETY: 1. populating changes nothing that can be seen in memory, whoever's it is.
-            let answer = unsafe { libc::madvise(span.pointer(), span.len, libc::MADV_POPULATE_WRITE) };
-            match check("madvise", answer) {
-                Err(e) if e.errno == libc::EINTR || e.errno == libc::EAGAIN => {}
-                answer => return answer,
-            }
-        }
+    pub fn populate(&self, span: Span) -> Result<Duration> {
+        let slow = self.ask(SystemCall::Populate)?;
+        Ok(fault_in(span, libc::MADV_POPULATE_WRITE)? + slow)
+    }
+
+    /// Takes a mapping's pages now, as a read would (`madvise`, `MADV_POPULATE_READ`): a file's are read in. Says how long
+    /// it took.
+    ///
+    /// # Errors
+    /// As [`Kernel::populate`]; `EFAULT` beyond the end of a file.
+    pub fn populate_read(&self, span: Span) -> Result<Duration> {
+        let slow = self.ask(SystemCall::PopulateRead)?;
+        Ok(fault_in(span, libc::MADV_POPULATE_READ)? + slow)
     }
 
     /// Writes one zero to each page: what [`Kernel::populate`] does on kernels that lack it.
@@ -272,6 +318,19 @@ impl Kernel {
 /// A pointer to an address of a mapping that this crate made, or that the driver handed to it.
 pub(crate) fn pointer(address: usize) -> Option<NonNull<u8>> {
     NonNull::new(ptr::with_exposed_provenance_mut(address))
+}
+
+/// Has the kernel take the pages of a range, however often it is interrupted.
+fn fault_in(span: Span, advice: c_int) -> Result<Duration> {
+    let begun = Instant::now();
+    loop {
+        // SAFETY: 1. populating changes nothing that can be seen in memory, whoever's it is.
+        let answer = unsafe { libc::madvise(span.pointer(), span.len, advice) };
+        match check("madvise", answer) {
+            Err(e) if e.errno == libc::EINTR || e.errno == libc::EAGAIN => {}
+            answer => return answer.map(|()| begun.elapsed()),
+        }
+    }
 }
 
 fn check(call: &'static str, answer: c_int) -> Result<()> {

@@ -7,39 +7,66 @@
 //!                                                                 └─ the next chunk meanwhile
 //!   charge     the budget first: populating past a control group's limit is a kill, not an error
 //!   address    from the process's window, see [`window`]
-//!   map        huge pages from the pool if there are enough, else ordinary ones
+//!   map        huge pages of 1 GiB or 2 MiB from the pool if there are enough, else ordinary ones
 //!   protect    not for child processes (or no region at all), not for core dumps
-//!   pages      transparent huge pages, if they are offered
+//!   pages      transparent huge pages, if they are offered, and until making them stalls
 //!   policy     prefer the node; a sandbox that forbids it leaves first touch
 //!   populate   in pieces, by workers on the node
 //!   register   with the driver, one thread, chunk after chunk; or `cuMemHostAlloc`; or not at all, by [`Pinning`]
-//!   verify     ask the kernel where the pages are, after registering
+//!   verify     ask the kernel where the pages are, after registering; of a strict region before as well
 //! ```
 //!
 //! What was had instead of what was wanted, and why, is in the [`RegionReport`]. A region remembers how it was made and
 //! ends that way, in reverse. A step that fails is rolled back; what cannot be given back (a driver that will not end a
 //! registration) stays charged and mapped, and is tried again by [`retry_stranded`].
 //!
-//! Ending a registration makes the driver wait for the whole device, and making one slows other threads' launches: make
-//! and end regions at quiet points.
+//! # Quiet points
+//! Ending a registration makes the driver wait for the whole device, and making one slows other threads' launches from
+//! 3 to 4,400 µs while it runs. So nothing here registers or unregisters unless it is asked to: [`Region::new`] and
+//! [`Region::close`] do, [`Region::retire`] leaves the end for [`end_retired`], and what is dropped while a copy is known
+//! to be on its way is retired too.
+//!
+//! # Kinds
+//! | | whose memory | who else has it |
+//! |---|---|---|
+//! | [`Region`] | ours, made for the purpose | nobody |
+//! | [`SharedRegion`] | ours, of a memory file | every process that is given the file |
+//! | [`InPlace`] | yours, in a `Vec` or mapping that is handed over | nobody while it lasts |
+//! | [`scope`], [`scope_mut`] | yours, lent for a closure | nobody while it lasts |
+//!
+//! # Limits
+//! One registration pins less than 512 GiB (the driver), and less than 2 GiB on Linux 6.11 to 6.13: regions are registered
+//! in chunks within that. A copy that crosses from one registration into the next fails, so that
+//! [`Region::registrations`] says where they are; memory that is registered in place is one, or refused.
 
 mod backing;
+mod claims;
+mod file_map;
+mod flight;
+mod in_place;
 mod make;
 mod mapping;
 mod report;
+mod retired;
+mod shared;
+mod stall;
 pub mod window;
 
 pub use backing::{retry_stranded, stranded_bytes};
+pub use file_map::FileMap;
+pub use in_place::{InPlace, Pinnable, PinnableMut, Refused, scope, scope_mut};
 pub use report::{
-    Cause, PageTier, PinnedBy, PlacedBy, Placement, RegionError, RegionReport, Shortfall, Step,
+    Cause, PageTier, PinnedBy, PlacedBy, Placement, RegionError, RegionReport, Shortfall, Step, Unfit,
 };
+pub use retired::{end_retired, retired_bytes};
+pub use shared::SharedRegion;
 
 use crate::{
     kernel::{Kernel, Span, pointer},
     topology::{NodeId, Topology},
     workers::Workers,
 };
-use aquifer_core::Budget;
+use aquifer_core::{Budget, DriverError};
 use aquifer_driver::{DeviceId, Driver, HostFlags};
 use backing::Backing;
 use std::{fmt, num::NonZeroUsize, ptr::NonNull, sync::Arc, time::Instant};
@@ -133,13 +160,16 @@ pub struct RegionRequest {
     pub bytes: usize,
     /// The node it should lie on; `None` for wherever its pages fall.
     pub node: Option<NodeId>,
-    /// An error instead of a region with a page elsewhere, or one whose place cannot be known.
+    /// An error instead of a region with a page elsewhere, or one whose place cannot be known. Without it the node is
+    /// preferred, and without a node placement is off. The kernel's own strict policy is never used: over a full node it
+    /// ends in a kill.
     pub strict: bool,
     /// Whether it must be pinned.
     pub pinning: Pinning,
     /// The best pages to try for.
     pub pages: PageTier,
-    /// How the driver is to pin it. Write-combined memory comes from the driver itself.
+    /// How the driver is to pin it, and what each flag costs: see [`HostFlags`]. Write-combined memory comes from the
+    /// driver itself; a flag that is not to be had is left out, and the report says so.
     pub flags: HostFlags,
     /// Bytes of one registration at most. No copy may cross from one to the next.
     pub registration: usize,
@@ -185,7 +215,8 @@ impl RegionRequest {
 /// A piece of memory that is there in whole, charged, and as near and as pinned as its [`RegionReport`] says.
 ///
 /// Its bytes are zero at first. Dropping it ends its registrations and gives the memory back, which blocks while the
-/// device is busy; nothing queued may touch it any more.
+/// device is busy; only if a copy in safe code is known to be on its way is that left for [`end_retired`]. What else is
+/// queued may touch it no more.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -214,7 +245,7 @@ impl Region {
     /// [`RegionError`] with the step that failed and everything that was tried; nothing stays behind, but for what the
     /// error calls stranded.
     pub fn new(host: &Host, budget: &Budget, request: &RegionRequest) -> Result<Self, RegionError> {
-        make::region(host, budget, request)
+        make::region(host, budget, request, &make::Sharing::Own)
     }
 
     /// Its addresses.
@@ -249,7 +280,21 @@ impl Region {
         self.backing.registrations()
     }
 
-    /// Ends it and says how that went.
+    /// Where kernels of the device that registered it find it, if it is pinned and [`HostFlags::mapped`]
+    /// (`cuMemHostGetDevicePointer`).
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn device_address(&self, reach: &Reach) -> Result<u64, DriverError> {
+        reach.driver.host_device_address(reach.device, self.start())
+    }
+
+    /// Gives it up without ending it: that is left for [`end_retired`], and blocks nobody here. It stays charged.
+    pub fn retire(mut self) {
+        retired::retire(self.backing.take());
+    }
+
+    /// Ends it and says how that went. Blocks until copies that are on their way, and the device, are done.
     ///
     /// # Errors
     /// [`RegionError`] if the driver or the kernel would not take it back: it is stranded then, and stays charged.

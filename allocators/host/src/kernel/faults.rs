@@ -1,7 +1,10 @@
 //! Which system call fails when.
 
 use aquifer_core::SystemError;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::{
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 /// A system call that a [`Kernel`](super::Kernel) makes, by what it is for.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -33,11 +36,25 @@ pub enum SystemCall {
     Spawn,
     /// `membarrier`.
     Barrier,
+    /// `madvise(MADV_NOHUGEPAGE)`.
+    NoHugePage,
+    /// `madvise(MADV_POPULATE_READ)`.
+    PopulateRead,
+    /// `memfd_create`.
+    MemFile,
+    /// `ftruncate` of such a file.
+    Resize,
+    /// `fcntl(F_ADD_SEALS)`, and reading them.
+    Seal,
+    /// `mmap` of a file that other processes may map too.
+    MapShared,
+    /// Reading `/proc/self/maps`.
+    Mappings,
 }
 
 impl SystemCall {
     /// Every call.
-    pub const ALL: [SystemCall; 13] = [
+    pub const ALL: [SystemCall; 20] = [
         Self::Reserve,
         Self::Map,
         Self::MapHuge,
@@ -51,14 +68,30 @@ impl SystemCall {
         Self::Bind,
         Self::Spawn,
         Self::Barrier,
+        Self::NoHugePage,
+        Self::PopulateRead,
+        Self::MemFile,
+        Self::Resize,
+        Self::Seal,
+        Self::MapShared,
+        Self::Mappings,
     ];
 
     /// The kernel's name for it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
-            Self::Reserve | Self::Map | Self::MapHuge | Self::Unmap => "mmap",
-            Self::DontFork | Self::DontDump | Self::HugePage | Self::Populate => "madvise",
+            Self::Reserve | Self::Map | Self::MapHuge | Self::MapShared | Self::Unmap => "mmap",
+            Self::DontFork
+            | Self::DontDump
+            | Self::HugePage
+            | Self::NoHugePage
+            | Self::Populate
+            | Self::PopulateRead => "madvise",
+            Self::MemFile => "memfd_create",
+            Self::Resize => "ftruncate",
+            Self::Seal => "fcntl",
+            Self::Mappings => "open",
             Self::Prefer => "mbind",
             Self::Query => "move_pages",
             Self::Bind => "sched_setaffinity",
@@ -87,6 +120,17 @@ pub struct Faults {
 struct Plan {
     made: [u64; SystemCall::ALL.len()],
     faults: Vec<Fault>,
+    slow: Vec<Slow>,
+    version: Option<(u32, u32)>,
+}
+
+/// Calls that seem to take longer than they do.
+#[derive(Clone, Copy, Debug)]
+struct Slow {
+    call: SystemCall,
+    first: u64,
+    last: u64,
+    by: Duration,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -119,9 +163,29 @@ impl Faults {
         plan.faults.push(Fault { call, first, last: u64::MAX, errno });
     }
 
-    /// Forgets every failure that is planned.
+    /// The next `count` calls of this kind seem to take so much longer: nobody waits, but what is measured says so. Only
+    /// populating is measured.
+    pub fn seem_slow(&self, call: SystemCall, count: u64, by: Duration) {
+        let mut plan = self.lock();
+        let made = plan.made[call as usize];
+        plan.slow.push(Slow { call, first: made + 1, last: made.saturating_add(count), by });
+    }
+
+    /// The kernel seems to be of this version.
+    pub fn seem_version(&self, major: u32, minor: u32) {
+        self.lock().version = Some((major, minor));
+    }
+
+    pub(super) fn version(&self) -> Option<(u32, u32)> {
+        self.lock().version
+    }
+
+    /// Forgets everything that is planned.
     pub fn clear(&self) {
-        self.lock().faults.clear();
+        let mut plan = self.lock();
+        plan.faults.clear();
+        plan.slow.clear();
+        plan.version = None;
     }
 
     /// How often a call has been made, failures included.
@@ -130,12 +194,17 @@ impl Faults {
         self.lock().made[call as usize]
     }
 
-    pub(super) fn ask(&self, call: SystemCall) -> Result<(), SystemError> {
+    /// Counts a call. By how much it is to seem slow, or the failure that is planned for it.
+    pub(super) fn ask(&self, call: SystemCall) -> Result<Duration, SystemError> {
         let mut plan = self.lock();
         plan.made[call as usize] += 1;
         let number = plan.made[call as usize];
         let hit = plan.faults.iter().find(|f| f.call == call && (f.first..=f.last).contains(&number));
-        hit.map_or(Ok(()), |fault| Err(SystemError { call: call.name(), errno: fault.errno }))
+        if let Some(fault) = hit {
+            return Err(SystemError { call: call.name(), errno: fault.errno });
+        }
+        let slow = plan.slow.iter().filter(|s| s.call == call && (s.first..=s.last).contains(&number));
+        Ok(slow.map(|slow| slow.by).sum())
     }
 
     fn lock(&self) -> MutexGuard<'_, Plan> {

@@ -4,12 +4,14 @@
 //! not be unmapped, nor its charge released, so what is left goes to a list of the process's, to be tried again.
 #![expect(unsafe_code, reason = "ends registrations and driver allocations")]
 
-use super::{Cause, Reach, RegionError, Step, mapping::Mapping, window};
+use super::{Cause, Reach, RegionError, Step, claims, mapping::Mapping, retired::retire, window};
 use crate::kernel::{Span, pointer};
-use aquifer_core::{Charge, DriverError};
+use aquifer_core::{Charge, DriverError, Gate};
 use aquifer_driver::Relaxed;
 use std::{
+    any::Any,
     mem,
+    os::fd::BorrowedFd,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -23,12 +25,45 @@ pub(super) struct Backing {
     registrations: Vec<Span>,
     reach: Option<Reach>,
     memory: Option<Memory>,
+    /// Queued work may touch the memory until all of them are open.
+    gates: Vec<Arc<dyn Gate>>,
 }
 
 #[derive(Debug)]
 pub(super) enum Memory {
     Mapped(Arc<Mapping>),
     Driver(DriverBlock),
+    Lent(Lent),
+}
+
+/// Somebody else's memory, which is only registered, and so whole pages of it.
+#[derive(Debug)]
+pub(super) struct Lent {
+    /// Claimed, until this ends.
+    pages: Span,
+    /// `None` once it has ended.
+    charge: Option<Charge>,
+    /// Whoever owns it, if that was given to us. Dropped last.
+    owner: Option<Box<dyn Any + Send>>,
+}
+
+impl Lent {
+    /// Answers for `pages` from now on, which the caller has claimed.
+    pub(super) fn new(pages: Span, charge: Charge) -> Self {
+        Self { pages, charge: Some(charge), owner: None }
+    }
+
+    fn end(&mut self) -> Option<Charge> {
+        let charge = self.charge.take()?;
+        claims::give_back(self.pages);
+        Some(charge)
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        drop(self.end());
+    }
 }
 
 /// Memory that the driver allocated (`cuMemHostAlloc`).
@@ -89,11 +124,54 @@ fn forgive(error: DriverError) -> Result<(), DriverError> {
 
 impl Backing {
     pub(super) fn mapped(mapping: Arc<Mapping>, reach: Option<Reach>) -> Self {
-        Self { registrations: Vec::new(), reach, memory: Some(Memory::Mapped(mapping)) }
+        Self { registrations: Vec::new(), reach, memory: Some(Memory::Mapped(mapping)), gates: Vec::new() }
+    }
+
+    pub(super) fn lent(lent: Lent, reach: Reach) -> Self {
+        let memory = Some(Memory::Lent(lent));
+        Self { registrations: Vec::new(), reach: Some(reach), memory, gates: Vec::new() }
     }
 
     pub(super) fn driver(block: DriverBlock) -> Self {
-        Self { registrations: vec![block.span()], reach: None, memory: Some(Memory::Driver(block)) }
+        let registrations = vec![block.span()];
+        Self { registrations, reach: None, memory: Some(Memory::Driver(block)), gates: Vec::new() }
+    }
+
+    /// The memory's owner goes when it has ended.
+    pub(super) fn keep(&mut self, owner: Box<dyn Any + Send>) {
+        if let Some(Memory::Lent(lent)) = &mut self.memory {
+            lent.owner = Some(owner);
+        }
+    }
+
+    /// Nothing ends before `until` is open.
+    pub(super) fn defer(&mut self, until: Arc<dyn Gate>) {
+        self.gates.retain(|gate| !gate.is_open());
+        self.gates.push(until);
+    }
+
+    /// Whether no queued work that we know of may touch it.
+    pub(super) fn is_idle(&self) -> bool {
+        self.gates.iter().all(|gate| gate.is_open())
+    }
+
+    /// The file whose memory it is.
+    pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
+        match &self.memory {
+            Some(Memory::Mapped(mapping)) => mapping.file(),
+            _ => None,
+        }
+    }
+
+    /// Bytes that are charged for it.
+    pub(super) fn bytes(&self) -> u64 {
+        let span = match &self.memory {
+            Some(Memory::Mapped(mapping)) => mapping.span(),
+            Some(Memory::Driver(block)) => block.span,
+            Some(Memory::Lent(lent)) => lent.pages,
+            None => return 0,
+        };
+        span.len as u64
     }
 
     pub(super) fn registrations(&self) -> &[Span] {
@@ -135,11 +213,18 @@ impl Backing {
         Ok(())
     }
 
-    /// Ends everything and answers with the charge, if nobody else holds the memory.
+    /// Ends everything and answers with the charge, if nobody else holds the memory. Waits for queued work first.
     ///
     /// # Errors
     /// What would not end, which is stranded then.
     pub(super) fn end(&mut self) -> Result<Option<Charge>, RegionError> {
+        // A gate that cannot tell belongs to a device that is lost, on which nothing runs any more: what the driver makes
+        // of it is told below.
+        let shut = self.gates.iter().any(|gate| gate.wait(None) == Ok(false));
+        if shut {
+            return Err(RegionError::new(Step::Register, Cause::InUse));
+        }
+        self.gates.clear();
         self.unregister().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)))?;
         match self.memory.take() {
             None => Ok(None),
@@ -148,6 +233,7 @@ impl Backing {
                 None => Ok(None),
                 Some(mut mapping) => mapping.end().map_err(|e| RegionError::new(Step::Map, Cause::System(e))),
             },
+            Some(Memory::Lent(mut lent)) => Ok(lent.end()),
             Some(Memory::Driver(mut block)) => {
                 block.end().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)))
             }
@@ -159,7 +245,7 @@ impl Backing {
         self.unregister().ok()?;
         match self.memory.take()? {
             Memory::Mapped(mapping) => Arc::into_inner(mapping),
-            Memory::Driver(_) => None,
+            Memory::Driver(_) | Memory::Lent(_) => None,
         }
     }
 
@@ -172,18 +258,30 @@ impl Backing {
         ended
     }
 
-    fn strand(&mut self) {
-        strand(Remains::Backing(Self {
+    pub(super) fn strand(&mut self) {
+        strand(Remains::Backing(self.take()));
+    }
+
+    /// The same, for later: nothing is left here.
+    pub(super) fn take(&mut self) -> Self {
+        Self {
             registrations: mem::take(&mut self.registrations),
             reach: self.reach.take(),
             memory: self.memory.take(),
-        }));
+            gates: mem::take(&mut self.gates),
+        }
     }
 }
 
 impl Drop for Backing {
     fn drop(&mut self) {
-        if self.memory.is_some() && self.end().is_err() && self.memory.is_some() {
+        if self.memory.is_none() {
+            return;
+        }
+        if !self.is_idle() {
+            // Whoever drops it did not ask to wait for the copies that are still on their way.
+            retire(self.take());
+        } else if self.end().is_err() && self.memory.is_some() {
             self.strand();
         }
     }
@@ -208,11 +306,7 @@ pub(super) fn strand(remains: Remains) {
     let bytes = match &remains {
         Remains::Mapping(mapping) => mapping.span().len,
         Remains::DriverBlock(block) => block.span.len,
-        Remains::Backing(backing) => match &backing.memory {
-            Some(Memory::Mapped(mapping)) => mapping.span().len,
-            Some(Memory::Driver(block)) => block.span.len,
-            None => 0,
-        },
+        Remains::Backing(backing) => backing.bytes() as usize,
     } as u64;
     STRANDED_BYTES.fetch_add(bytes, Ordering::Relaxed);
     stranded().push((bytes, remains));

@@ -1,29 +1,55 @@
 //! The steps that make a region, each with its fall-back and its way back.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `pages` | which pages to try for |
+//! | `populate` | populating, and registering what is populated meanwhile |
+//! | `verify` | where the pages are |
+
+mod pages;
+mod populate;
+mod verify;
+
+pub(super) use populate::registration_limit;
 
 use super::{
-    Host, LARGEST, Pinning, Reach, Region, RegionRequest, Verify,
+    Host, LARGEST, Pinning, Reach, Region, RegionRequest,
     backing::{Backing, DriverBlock, retry_stranded},
-    mapping::{Mapping, Populated},
-    report::{Cause, PageTier, PinnedBy, PlacedBy, Placement, RegionError, RegionReport, Shortfall, Step},
+    mapping::Mapping,
+    report::{Cause, PageTier, PinnedBy, PlacedBy, RegionError, RegionReport, Shortfall, Step},
+    retired::end_retired,
     window::GRANULE,
 };
 use crate::{
     kernel::{Advice, Span},
     topology::NodeId,
-    workers::{Job, JobError, RunError},
+    workers::{JobError, RunError},
 };
 use aquifer_core::{Budget, Charge, SystemError};
-use aquifer_driver::Relaxed;
+use aquifer_driver::{HostFlags, Relaxed};
 use std::{
-    collections::BTreeMap,
-    sync::{Arc, Mutex, OnceLock, PoisonError},
-    time::Instant,
+    os::fd::OwnedFd,
+    sync::{Arc, Mutex, PoisonError},
 };
+
+/// Who else can map a region's memory.
+#[derive(Debug)]
+pub(super) enum Sharing {
+    /// Nobody.
+    Own,
+    /// Whoever is given its file, which is made.
+    New,
+    /// It is of a file that was given to us, with these pages.
+    Given(OwnedFd, PageTier),
+}
 
 /// A region on its way.
 struct Making<'a> {
     host: &'a Host,
     request: &'a RegionRequest,
+    sharing: &'a Sharing,
+    /// Those of the request that were not given up.
+    flags: HostFlags,
     bytes: usize,
     page: usize,
     /// Where the pages should be, and the workers that touch them.
@@ -50,12 +76,15 @@ struct Made {
     placed_by: PlacedBy,
 }
 
-pub(super) fn region(host: &Host, budget: &Budget, request: &RegionRequest) -> Result<Region, RegionError> {
+pub(super) fn region(
+    host: &Host,
+    budget: &Budget,
+    request: &RegionRequest,
+    sharing: &Sharing,
+) -> Result<Region, RegionError> {
     retry_stranded();
-    let mut making = Making::prepare(host, request)?;
-    let charge = budget
-        .charge(making.bytes as u64)
-        .map_err(|refused| RegionError::new(Step::Charge, Cause::Budget(refused)))?;
+    let mut making = Making::prepare(host, request, sharing)?;
+    let charge = charge(budget, making.bytes)?;
     let made = match making.ways(charge) {
         Ok(made) => made,
         Err(failed) => return Err(making.error(failed.step, failed.cause)),
@@ -83,8 +112,21 @@ pub(super) fn region(host: &Host, budget: &Budget, request: &RegionRequest) -> R
     Ok(Region { backing: made.backing, span: made.span, report })
 }
 
+/// Charges the budget, if need be after ending what is only waiting to be ended.
+pub(super) fn charge(budget: &Budget, bytes: usize) -> Result<Charge, RegionError> {
+    let first = match budget.charge(bytes as u64) {
+        Err(_) if end_retired() > 0 => budget.charge(bytes as u64),
+        answer => answer,
+    };
+    first.map_err(|refused| RegionError::new(Step::Charge, Cause::Budget(refused)))
+}
+
 impl<'a> Making<'a> {
-    fn prepare(host: &'a Host, request: &'a RegionRequest) -> Result<Self, RegionError> {
+    fn prepare(
+        host: &'a Host,
+        request: &'a RegionRequest,
+        sharing: &'a Sharing,
+    ) -> Result<Self, RegionError> {
         let page = host.topology.page_size().value.and_then(|n| usize::try_from(n).ok()).unwrap_or(4096);
         if request.bytes == 0 || request.bytes > LARGEST {
             return Err(RegionError::new(Step::Request, Cause::Size { bytes: request.bytes, max: LARGEST }));
@@ -93,6 +135,8 @@ impl<'a> Making<'a> {
         let mut making = Self {
             host,
             request,
+            sharing,
+            flags: request.flags,
             bytes,
             page,
             node: None,
@@ -163,39 +207,53 @@ impl<'a> Making<'a> {
                 return Err(Failed { charge: Some(charge), step: Step::Register, cause: Cause::NoDriver });
             }
         };
-        let charge = if self.request.flags.write_combined {
-            charge
-        } else {
-            match self.mapped(charge, Some(reach.clone())) {
-                Ok(made) => return Ok(made),
-                Err(failed) => self.next_way(failed)?,
+        // Nobody else can map what the driver allocates.
+        let own = matches!(self.sharing, Sharing::Own);
+        let mut charge = charge;
+        if self.flags.write_combined {
+            if own {
+                match self.driver_memory(charge, &reach) {
+                    Ok(made) => return Ok(made),
+                    Err(failed) => charge = self.next_way(failed)?,
+                }
             }
-        };
-        match (self.driver_memory(charge, &reach), self.request.pinning) {
-            (Err(failed), Pinning::Preferred) => {
-                let charge = self.next_way(failed)?;
-                self.mapped(charge, None)
-            }
-            (answer, _) => answer,
+            self.flags.write_combined = false;
+            self.fell_short(Step::DriverAlloc, Cause::Cached);
         }
+        let pageable = self.request.pinning == Pinning::Preferred;
+        match self.mapped(charge, Some(reach.clone())) {
+            Ok(made) => return Ok(made),
+            Err(failed) if own || pageable => charge = self.next_way(failed)?,
+            Err(failed) => return Err(failed),
+        }
+        if own {
+            match self.driver_memory(charge, &reach) {
+                Ok(made) => return Ok(made),
+                Err(failed) if pageable => charge = self.next_way(failed)?,
+                Err(failed) => return Err(failed),
+            }
+        }
+        self.mapped(charge, None)
     }
 
     /// Memory of ours, registered if there is a driver to register it with.
     fn mapped(&mut self, charge: Charge, reach: Option<Reach>) -> Result<Made, Failed> {
-        let mut mapping = match Mapping::reserve(&self.host.kernel, self.bytes, charge) {
+        let mut tier = match self.sharing {
+            Sharing::Given(_, tier) => *tier,
+            Sharing::Own | Sharing::New => self.best_tier(self.request.pages),
+        };
+        let align = tier.page().unwrap_or(GRANULE).max(GRANULE);
+        let mut mapping = match Mapping::reserve(&self.host.kernel, self.bytes, align, charge) {
             Ok(mapping) => mapping,
             Err((charge, e)) => return Err(failed(Some(charge), Step::Address, e)),
         };
-        let mut tier = self.best_tier();
         loop {
             match self.with_tier(mapping, tier, reach.clone()) {
                 Ok(made) => return Ok(made),
                 // The pool of huge pages promised what it cannot keep, or was emptied by somebody else.
-                Err((Some(again), step, cause))
-                    if tier == PageTier::HugeTlb && step != Step::Register && cause != Cause::TimedOut =>
-                {
+                Err((Some(again), step, cause)) if self.may_have_lesser_pages(tier, step, &cause) => {
                     self.fell_short(step, cause);
-                    tier = self.tier_below_pool();
+                    tier = self.best_tier(tier.below());
                     mapping = again;
                 }
                 Err((Some(mut mapping), step, cause)) => {
@@ -210,36 +268,6 @@ impl<'a> Making<'a> {
         }
     }
 
-    fn best_tier(&mut self) -> PageTier {
-        if self.request.pages < PageTier::HugeTlb {
-            return self.tier_below_pool();
-        }
-        let needed = (self.bytes / GRANULE) as u64;
-        if !self.bytes.is_multiple_of(GRANULE) {
-            self.fell_short(Step::Pages, Cause::NotHuge);
-            return self.tier_below_pool();
-        }
-        // Asked now: the pool of a node that runs dry is a fault, and pages may come and go.
-        let found = self.host.topology.free_huge_pages(self.node, GRANULE as u64);
-        let free = found.ok().and_then(|found| found.value);
-        if free.is_some_and(|free| free >= needed) {
-            return PageTier::HugeTlb;
-        }
-        self.fell_short(Step::Pages, Cause::HugePages { needed, free });
-        self.tier_below_pool()
-    }
-
-    fn tier_below_pool(&mut self) -> PageTier {
-        if self.request.pages < PageTier::Transparent {
-            return PageTier::Base;
-        }
-        if !self.host.topology.thp().value.is_some_and(|mode| mode.is_offered()) {
-            self.fell_short(Step::Pages, Cause::NotOffered);
-            return PageTier::Base;
-        }
-        PageTier::Transparent
-    }
-
     /// Maps, protects, places, populates and registers. On failure the mapping comes back if nobody is at it.
     fn with_tier(
         &mut self,
@@ -248,7 +276,7 @@ impl<'a> Making<'a> {
         reach: Option<Reach>,
     ) -> Result<Made, (Option<Mapping>, Step, Cause)> {
         let mut tier = tier;
-        if let Err(e) = mapping.map(tier) {
+        if let Err(e) = self.map(&mut mapping, tier) {
             return Err((Some(mapping), Step::Map, Cause::System(e)));
         }
         // A child that shared pinned pages would make the kernel copy them, and the device would not follow.
@@ -282,8 +310,26 @@ impl<'a> Making<'a> {
         }
     }
 
+    fn map(&self, mapping: &mut Mapping, tier: PageTier) -> Result<(), SystemError> {
+        match self.sharing {
+            Sharing::Own => mapping.map(tier),
+            Sharing::New => mapping.map_shared(tier, None),
+            Sharing::Given(file, _) => {
+                let again = file.try_clone().map_err(|e| SystemError {
+                    call: "fcntl",
+                    errno: e.raw_os_error().unwrap_or(nix::libc::EMFILE),
+                })?;
+                mapping.map_shared(tier, Some(again))
+            }
+        }
+    }
+
     fn place(&mut self, mapping: &Mapping) -> PlacedBy {
         let Some(node) = self.node else { return PlacedBy::Nobody };
+        // Whoever made the file has placed its pages.
+        if matches!(self.sharing, Sharing::Given(..)) {
+            return PlacedBy::Nobody;
+        }
         match self.host.kernel.prefer(mapping.span(), node) {
             Ok(()) => PlacedBy::Policy,
             Err(e) => {
@@ -295,89 +341,13 @@ impl<'a> Making<'a> {
         }
     }
 
-    /// Lets the workers populate, and registers each chunk as soon as it is populated.
-    fn populate_and_register(
-        &mut self,
-        mapping: &Arc<Mapping>,
-        backing: &mut Backing,
-        tier: PageTier,
-        register: bool,
-    ) -> Result<(), (Step, Cause)> {
-        let whole = |bytes: usize, of: usize| (bytes / of * of).max(of);
-        let piece = whole(self.request.piece.min(self.request.registration), GRANULE);
-        let chunk = whole(self.request.registration, piece);
-        let pieces = self.bytes.div_ceil(piece);
-        let mut populating = self.populating(mapping, tier, piece, pieces);
-        let mut offset = 0;
-        while offset < self.bytes {
-            let len = chunk.min(self.bytes - offset);
-            let (first, end) = (offset / piece, (offset + len).div_ceil(piece));
-            match populating.done(first, end, self.request.deadline) {
-                Ok(false) => {}
-                Ok(true) => self.fell_short(Step::Populate, Cause::Touched),
-                Err(cause) => {
-                    populating.stop(&cause);
-                    return Err((Step::Populate, cause));
-                }
-            }
-            if register {
-                let part = Span { start: mapping.span().start + offset, len };
-                if let Err(e) = backing.register(part, self.request.flags) {
-                    let cause = Cause::Driver(e);
-                    populating.stop(&cause);
-                    return Err((Step::Register, cause));
-                }
-                // Registering holds locks of the driver's: others get a turn between two chunks.
-                std::thread::yield_now();
-            }
-            offset += len;
-        }
-        Ok(())
-    }
-
-    /// Begins populating: by workers, or by this thread where there are none to be had.
-    fn populating(
-        &mut self,
-        mapping: &Arc<Mapping>,
-        tier: PageTier,
-        piece: usize,
-        pieces: usize,
-    ) -> Populating {
-        // The first failure ends it for all, and all tell it.
-        let failed = OnceLock::new();
-        let (held, page, deadline) = (mapping.clone(), self.page, self.request.deadline);
-        let one = move |number: usize| {
-            if let Some(error) = failed.get() {
-                return Err(*error);
-            }
-            held.populate(number * piece, piece, tier, page).map_err(|error| *failed.get_or_init(|| error))
-        };
-        let one = Arc::new(one);
-        let by_worker = one.clone();
-        match self.host.workers.submit(self.crew, pieces, deadline, move |number| by_worker(number)) {
-            Ok(job) => {
-                self.mind_the_crew();
-                Populating::ByWorkers(job)
-            }
-            Err(error) => {
-                self.fell_short(Step::Populate, Cause::Workers(error));
-                self.by_hand = true;
-                Populating::Here(one)
-            }
-        }
-    }
-
-    /// Workers that could not be bound touch pages from anywhere, and place nothing.
-    fn mind_the_crew(&mut self) {
-        if let Some(error) = self.crew.and_then(|node| self.host.workers.shortfall(node)) {
-            self.fell_short(Step::Populate, Cause::Workers(error));
-            self.by_hand = true;
-        }
-    }
-
     /// Memory that the driver allocates, on a worker of the node, since it lies where that thread runs.
     fn driver_memory(&mut self, charge: Charge, reach: &Reach) -> Result<Made, Failed> {
-        let (bytes, flags) = (self.bytes, self.request.flags);
+        if self.flags.read_only {
+            self.flags.read_only = false;
+            self.fell_short(Step::DriverAlloc, Cause::Writable);
+        }
+        let (bytes, flags) = (self.bytes, self.flags);
         // What the worker makes answers for itself from the start: if nobody fetches it, it is freed.
         let kept = Arc::new(Mutex::new(Some(charge)));
         let (for_worker, its_reach) = (kept.clone(), reach.clone());
@@ -425,85 +395,8 @@ impl<'a> Making<'a> {
             Err((step, cause, charge)) => Err(Failed { charge, step, cause }),
         }
     }
-
-    /// Asks the kernel where the pages are.
-    fn verify(&mut self, made: &Made) -> Placement {
-        let mut placement =
-            Placement { wanted: self.node, by: made.placed_by, pages: Vec::new(), unknown: 0 };
-        let pages = made.span.len.div_ceil(self.page);
-        let step = match self.request.verify {
-            _ if self.is_strict() => 1,
-            Verify::Every => 1,
-            Verify::Sample(wanted) => pages.div_ceil(wanted.get()),
-            Verify::Skip => return placement,
-        };
-        // A huge page from the pool is in one place.
-        let one = if made.pages == PageTier::HugeTlb { GRANULE / self.page } else { 1 };
-        let step = step.next_multiple_of(one);
-        let mut counts = BTreeMap::<NodeId, u64>::new();
-        let (start, page) = (made.span.start, self.page);
-        let mut addresses = (0..pages).step_by(step.max(1)).map(|n| start + n * page);
-        loop {
-            let batch: Vec<usize> = addresses.by_ref().take(4096).collect();
-            if batch.is_empty() {
-                break;
-            }
-            let nodes = self.host.kernel.nodes_of(&batch).unwrap_or_else(|e| {
-                self.fell_short(Step::Verify, Cause::System(e));
-                vec![-1; batch.len()]
-            });
-            for node in nodes {
-                match u32::try_from(node) {
-                    Ok(node) => *counts.entry(NodeId(node)).or_default() += one as u64,
-                    Err(_) => placement.unknown += one as u64,
-                }
-            }
-        }
-        placement.pages = counts.into_iter().collect();
-        placement
-    }
 }
 
 fn failed(charge: Option<Charge>, step: Step, error: SystemError) -> Failed {
     Failed { charge, step, cause: Cause::System(error) }
-}
-
-type Answer = Result<Populated, SystemError>;
-
-/// Populating on its way.
-enum Populating {
-    ByWorkers(Job<Answer>),
-    Here(Arc<dyn Fn(usize) -> Answer>),
-}
-
-impl Populating {
-    /// Waits for pieces, or does them; says whether any had to be touched.
-    fn done(&mut self, first: usize, end: usize, deadline: Option<Instant>) -> Result<bool, Cause> {
-        let mut touched = false;
-        if let Self::ByWorkers(job) = self {
-            job.wait_for(end, deadline).map_err(|error| match error {
-                JobError::TimedOut { .. } => Cause::TimedOut,
-                error => Cause::Job(RunError::NotDone(error)),
-            })?;
-        }
-        for number in first..end {
-            let answer = match self {
-                Self::ByWorkers(job) => job.take(number).unwrap_or(Ok(Populated::ByKernel)),
-                Self::Here(_) if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
-                    return Err(Cause::TimedOut);
-                }
-                Self::Here(one) => one(number),
-            };
-            touched |= answer.map_err(Cause::System)? == Populated::ByTouch;
-        }
-        Ok(touched)
-    }
-
-    /// Stops, and unless time is up waits until no worker is at the memory any more.
-    fn stop(self, why: &Cause) {
-        match self {
-            Self::ByWorkers(job) if *why != Cause::TimedOut => job.settle(),
-            _ => {}
-        }
-    }
 }

@@ -4,11 +4,13 @@
 use super::{
     PageTier,
     backing::{Remains, strand},
+    stall::{Pages, Stall},
     window,
 };
-use crate::kernel::{Advice, Kernel, MapPages, Span};
+use crate::kernel::{Advice, Kernel, Span};
 use aquifer_core::{Charge, SystemError};
 use nix::libc;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// A range of the window and the memory in it.
 ///
@@ -18,6 +20,8 @@ use nix::libc;
 pub(super) struct Mapping {
     span: Span,
     kernel: Kernel,
+    /// What the memory is of; `None` for memory of this process alone.
+    file: Option<OwnedFd>,
     /// Whether memory is, or may be, mapped; the addresses alone are given back otherwise.
     mapped: bool,
     /// `None` after [`Mapping::end`].
@@ -37,12 +41,20 @@ impl Mapping {
     pub(super) fn reserve(
         kernel: &Kernel,
         bytes: usize,
+        align: usize,
         charge: Charge,
     ) -> Result<Self, (Charge, SystemError)> {
-        match window::carve(kernel, bytes) {
-            Ok(span) => Ok(Self { span, kernel: kernel.clone(), mapped: false, charge: Some(charge) }),
+        match window::carve(kernel, bytes, align) {
+            Ok(span) => {
+                Ok(Self { span, kernel: kernel.clone(), file: None, mapped: false, charge: Some(charge) })
+            }
             Err(error) => Err((charge, error)),
         }
+    }
+
+    /// The file whose memory it is.
+    pub(super) fn file(&self) -> Option<BorrowedFd<'_>> {
+        self.file.as_ref().map(AsFd::as_fd)
     }
 
     pub(super) fn span(&self) -> Span {
@@ -51,13 +63,24 @@ impl Mapping {
 
     /// Maps fresh memory. A second call replaces what the first one mapped.
     pub(super) fn map(&mut self, tier: PageTier) -> Result<(), SystemError> {
-        let pages = match tier {
-            PageTier::HugeTlb => MapPages::Huge2M,
-            _ => MapPages::Ordinary,
-        };
         // SAFETY: 1. the range was carved for this mapping, and `&mut` says that no worker is at it.
-        unsafe { self.kernel.map(self.span, pages)? };
+        unsafe { self.kernel.map(self.span, tier.map_pages())? };
         self.mapped = true;
+        self.file = None;
+        Ok(())
+    }
+
+    /// Maps memory that other processes can map too: of a new file, or of `file`. A second call replaces what the first
+    /// one mapped.
+    pub(super) fn map_shared(&mut self, tier: PageTier, file: Option<OwnedFd>) -> Result<(), SystemError> {
+        let file = match file {
+            Some(file) => file,
+            None => self.kernel.memory_file(self.span.len, tier.map_pages())?,
+        };
+        // SAFETY: 1. as above.
+        unsafe { self.kernel.map_shared(self.span, file.as_fd())? };
+        self.mapped = true;
+        self.file = Some(file);
         Ok(())
     }
 
@@ -76,12 +99,21 @@ impl Mapping {
         len: usize,
         tier: PageTier,
         page: usize,
+        stall: &Stall,
     ) -> Result<Populated, SystemError> {
         let len = len.min(self.span.len.saturating_sub(offset));
         let part = Span { start: self.span.start + offset, len };
+        let pages = if tier == PageTier::Transparent { stall.next(len) } else { Pages::Base };
+        if tier == PageTier::Transparent && pages == Pages::Base {
+            // SAFETY: 1. our own range. A refusal leaves huge pages in it.
+            let _ = unsafe { self.kernel.advise(part, Advice::NoHugePage) };
+        }
         match self.kernel.populate(part) {
-            Ok(()) => Ok(Populated::ByKernel),
-            Err(e) if e.errno == libc::EINVAL && tier != PageTier::HugeTlb && self.mapped => {
+            Ok(took) => {
+                stall.took(pages, len, took);
+                Ok(Populated::ByKernel)
+            }
+            Err(e) if e.errno == libc::EINVAL && tier.page().is_none() && self.mapped => {
                 // SAFETY: 1. inside our own mapping, which nobody has written yet: zeros over zeros, by one worker each.
                 // 2. not huge pages of the pool.
                 unsafe { self.kernel.touch(part, page) };
@@ -104,6 +136,7 @@ impl Mapping {
             unsafe { self.kernel.unmap(self.span)? };
             self.mapped = false;
         }
+        self.file = None;
         window::give_back(self.span);
         Ok(self.charge.take())
     }
@@ -112,8 +145,8 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if self.end().is_err() {
-            let (span, kernel) = (self.span, self.kernel.clone());
-            strand(Remains::Mapping(Self { span, kernel, mapped: true, charge: self.charge.take() }));
+            let (span, kernel, file) = (self.span, self.kernel.clone(), self.file.take());
+            strand(Remains::Mapping(Self { span, kernel, file, mapped: true, charge: self.charge.take() }));
         }
     }
 }

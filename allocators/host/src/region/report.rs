@@ -1,6 +1,7 @@
 //! How a region was made, and what was not to be had.
 
 use crate::{
+    kernel::{MapPages, Span},
     topology::NodeId,
     workers::{RunError, WorkerError},
 };
@@ -18,6 +19,29 @@ pub enum PageTier {
     Transparent,
     /// Huge pages of 2 MiB from the reserved pool.
     HugeTlb,
+    /// Huge pages of 1 GiB from the reserved pool. Regions are whole multiples of that then, or get less.
+    HugeTlb1G,
+}
+
+impl PageTier {
+    /// Bytes of a page that is promised; transparent huge pages are not.
+    #[must_use]
+    pub(super) fn page(self) -> Option<usize> {
+        match self {
+            Self::HugeTlb => Some(2 << 20),
+            Self::HugeTlb1G => Some(1 << 30),
+            Self::DriverChosen | Self::Base | Self::Transparent => None,
+        }
+    }
+
+    /// How the kernel is asked for them.
+    pub(super) fn map_pages(self) -> MapPages {
+        match self {
+            Self::HugeTlb => MapPages::Huge2M,
+            Self::HugeTlb1G => MapPages::Huge1G,
+            Self::DriverChosen | Self::Base | Self::Transparent => MapPages::Ordinary,
+        }
+    }
 }
 
 /// Who made a region reachable for devices.
@@ -140,6 +164,30 @@ pub enum Cause {
     NotOffered,
     /// The kernel is too old to populate: each page was written instead.
     Touched,
+    /// The kernel took so long over making huge pages (it moves others' memory together for them) that base pages were
+    /// faster, and the rest was taken in those.
+    Stalled {
+        /// Bytes in base pages.
+        bytes: u64,
+    },
+    /// The driver or the kernel pins less at once than one registration was to have.
+    Chunks {
+        /// Bytes of one registration that were asked for.
+        asked: usize,
+        /// Bytes that one was given.
+        taken: usize,
+    },
+    /// The device could not be told that it only reads; it may write.
+    Writable,
+    /// Write-combined memory was not to be had, or not of this kind; it is cached.
+    Cached,
+    /// Queued work may still touch it.
+    InUse,
+    /// Memory that cannot be registered where it lies, so that a stager has to move it.
+    NotInPlace(Unfit),
+    /// Some of it is pinned already: by another registration in place, maybe of another part of the same page, or as a
+    /// region.
+    AlreadyPinned(Span),
     /// Pages are elsewhere, or the kernel would not tell, and the request was strict.
     Misplaced {
         /// Pages on other nodes.
@@ -153,6 +201,26 @@ pub enum Cause {
     NotKept,
     /// The deadline passed.
     TimedOut,
+}
+
+/// Why memory cannot be registered where it lies.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[non_exhaustive]
+pub enum Unfit {
+    /// A file that is mapped to be written, shared or private: the driver refuses the one, and copies each page of the
+    /// other first.
+    WritableFile,
+    /// A file that is mapped privately to be read. A driver that is asked to register that does not return.
+    PrivateFile,
+    /// Memory without a file that may not be written.
+    Protected,
+    /// Several kinds of memory, or a gap.
+    Mixed,
+    /// More than one registration can pin here.
+    TooLarge {
+        /// The most bytes.
+        limit: usize,
+    },
 }
 
 /// Something that was wanted and not to be had.
@@ -215,6 +283,7 @@ impl fmt::Display for PageTier {
             Self::Base => "base pages",
             Self::Transparent => "transparent huge pages",
             Self::HugeTlb => "huge pages from the pool",
+            Self::HugeTlb1G => "huge pages of 1 GiB from the pool",
         })
     }
 }
@@ -259,6 +328,19 @@ impl fmt::Display for Cause {
             Self::NotHuge => f.write_str("no whole number of huge pages"),
             Self::NotOffered => f.write_str("the system offers no transparent huge pages"),
             Self::Touched => f.write_str("the kernel cannot populate; each page was written"),
+            Self::Stalled { bytes } => {
+                write!(f, "huge pages took longer than base pages, which {bytes} bytes are in now")
+            }
+            Self::Chunks { asked, taken } => {
+                write!(f, "one registration cannot pin {asked} bytes here: {taken} at once")
+            }
+            Self::Cached => f.write_str("there is no write-combined memory of that kind"),
+            Self::InUse => f.write_str("queued work may still touch it"),
+            Self::Writable => f.write_str("the device could not be kept from writing"),
+            Self::NotInPlace(unfit) => write!(f, "{unfit}; use a stager"),
+            Self::AlreadyPinned(span) => {
+                write!(f, "some of the pages from {:#x} to {:#x} are pinned already", span.start, span.end())
+            }
             Self::Misplaced { elsewhere, unknown } => {
                 write!(f, "{elsewhere} pages on other nodes, {unknown} of unknown place")
             }
@@ -266,6 +348,18 @@ impl fmt::Display for Cause {
             Self::NotKept => f.write_str("the pool was closed meanwhile, or its books are full"),
             Self::TimedOut => f.write_str("the deadline passed"),
         }
+    }
+}
+
+impl fmt::Display for Unfit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::WritableFile => "a file that is mapped to be written is not pinned in place",
+            Self::PrivateFile => "a file that is mapped privately is not pinned in place",
+            Self::Protected => "memory that may not be written is not pinned in place, unless it is a file's",
+            Self::Mixed => "one piece of memory of one kind can be pinned in place, this is more",
+            Self::TooLarge { limit } => return write!(f, "at most {limit} bytes can be pinned at once"),
+        })
     }
 }
 
@@ -316,11 +410,18 @@ impl From<RegionError> for MemoryError {
                 Self::Unsupported { feature: "memory on that NUMA node" }
             }
             Cause::Misplaced { .. } => Self::Unsupported { feature: "every page on the wanted NUMA node" },
+            Cause::NotInPlace(_) => Self::Unsupported { feature: "pinning this memory in place" },
+            Cause::AlreadyPinned(_) => Self::Unsupported { feature: "pinning memory twice" },
             Cause::Job(_)
             | Cause::HugePages { .. }
             | Cause::NotHuge
             | Cause::NotOffered
             | Cause::Touched
+            | Cause::Stalled { .. }
+            | Cause::Chunks { .. }
+            | Cause::Writable
+            | Cause::Cached
+            | Cause::InUse
             | Cause::Untellable => Self::Unsupported { feature: "populating pinned memory" },
         }
     }

@@ -81,8 +81,9 @@ const fn out_of_addresses() -> SystemError {
     SystemError { call: "mmap", errno: libc::ENOMEM }
 }
 
-/// Takes addresses for a region of `bytes`; the first time, reserves the window.
-pub(super) fn carve(kernel: &Kernel, bytes: usize) -> Result<Span, SystemError> {
+/// Takes addresses for a region of `bytes` that begin at a multiple of `align`, a power of two and a multiple of
+/// [`GRANULE`]; the first time, reserves the window.
+pub(super) fn carve(kernel: &Kernel, bytes: usize, align: usize) -> Result<Span, SystemError> {
     let padded = bytes.checked_next_multiple_of(GRANULE).and_then(|n| n.checked_add(GRANULE));
     let padded = padded.ok_or(out_of_addresses())?;
     let mut free = lock();
@@ -95,11 +96,18 @@ pub(super) fn carve(kernel: &Kernel, bytes: usize) -> Result<Span, SystemError> 
     }
     let Some(free) = free.as_mut() else { return Err(out_of_addresses()) };
     // The lowest that fits: addresses are plenty, and low ones keep page tables dense.
-    let found = free.iter().find(|&(_, &len)| len >= padded).map(|(&start, &len)| (start, len));
-    let (start, len) = found.ok_or(out_of_addresses())?;
-    free.remove(&start);
-    if len > padded {
-        free.insert(start + padded, len - padded);
+    let fits = |(&start, &len): (&usize, &usize)| {
+        let lost = start.checked_next_multiple_of(align)? - start;
+        (len >= padded && len - padded >= lost).then_some((start, lost, len))
+    };
+    let (first, lost, len) = free.iter().find_map(fits).ok_or(out_of_addresses())?;
+    free.remove(&first);
+    let start = first + lost;
+    if lost > 0 {
+        free.insert(first, lost);
+    }
+    if len - lost > padded {
+        free.insert(start + padded, len - lost - padded);
     }
     Ok(Span { start, len: bytes })
 }
@@ -170,7 +178,7 @@ mod tests {
     #[test]
     fn regions_get_addresses_of_their_own_with_a_gap_and_give_them_back() {
         let kernel = Kernel::new();
-        let spans: Vec<Span> = [1, GRANULE, GRANULE + 1].map(|n| carve(&kernel, n).unwrap()).into();
+        let spans: Vec<Span> = [1, GRANULE, GRANULE + 1].map(|n| carve(&kernel, n, GRANULE).unwrap()).into();
         for (i, a) in spans.iter().enumerate() {
             assert!(contains(a.start) && contains(a.end() - 1));
             assert!(a.start.is_multiple_of(GRANULE));
@@ -184,10 +192,21 @@ mod tests {
     }
 
     #[test]
+    fn a_wider_alignment_is_kept_and_what_it_skips_is_given_out_to_others() {
+        let kernel = Kernel::new();
+        let small = carve(&kernel, 1, GRANULE).unwrap();
+        let wide = carve(&kernel, GRANULE, 1 << 30).unwrap();
+        assert!(wide.start.is_multiple_of(1 << 30));
+        let next = carve(&kernel, 1, GRANULE).unwrap();
+        assert!(next.start < wide.start, "the part that was skipped");
+        [small, wide, next].into_iter().for_each(give_back);
+    }
+
+    #[test]
     fn more_addresses_than_there_are_is_an_error() {
         let kernel = Kernel::new();
         for bytes in [usize::MAX, usize::MAX / 2, LARGEST + 1] {
-            assert_eq!(carve(&kernel, bytes).unwrap_err().errno, libc::ENOMEM);
+            assert_eq!(carve(&kernel, bytes, GRANULE).unwrap_err().errno, libc::ENOMEM);
         }
     }
 

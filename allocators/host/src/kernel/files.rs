@@ -1,0 +1,122 @@
+//! Memory that has a file behind it: memory files, and files that are mapped to be read.
+
+use super::{Kernel, MapPages, Result, Span, SystemCall, check, last};
+use aquifer_core::SystemError;
+use nix::{
+    errno::Errno,
+    libc,
+    sys::{
+        stat::fstat,
+        statfs::{HUGETLBFS_MAGIC, fstatfs},
+    },
+};
+use std::{
+    ffi::CStr,
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    ptr,
+};
+
+/// What a shared region's file must be sealed against: pages that a device may reach must not be cut off, and nobody may
+/// take that promise back.
+const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
+
+impl Kernel {
+    /// A file in memory of so many bytes (`memfd_create`, `ftruncate`) whose size is sealed. It is zero, and takes no
+    /// memory but the promise of the pool's huge pages.
+    ///
+    /// # Errors
+    /// `ENODEV` where there are no huge pages of that size, `ENOMEM`, `EMFILE`.
+    pub fn memory_file(&self, bytes: usize, pages: MapPages) -> Result<OwnedFd> {
+        const NAME: &CStr = c"aquifer-region";
+        self.ask(SystemCall::MemFile)?;
+        let huge = match pages {
+            MapPages::Ordinary => 0,
+            MapPages::Huge2M => libc::MFD_HUGETLB | libc::MFD_HUGE_2MB,
+            MapPages::Huge1G => libc::MFD_HUGETLB | libc::MFD_HUGE_1GB,
+        };
+        let flags = libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING | huge;
+        // SAFETY: 1. the name ends with a zero.
+        let file = unsafe { libc::memfd_create(NAME.as_ptr(), flags) };
+        if file < 0 {
+            return Err(last("memfd_create"));
+        }
+        // SAFETY: 1. it was opened just now and is nobody else's.
+        let file = unsafe { OwnedFd::from_raw_fd(file) };
+        self.ask(SystemCall::Resize)?;
+        let size = i64::try_from(bytes).map_err(|_| SystemError { call: "ftruncate", errno: libc::EFBIG })?;
+        // SAFETY: 1. the file is open.
+        check("ftruncate", unsafe { libc::ftruncate(file.as_raw_fd(), size) })?;
+        self.ask(SystemCall::Seal)?;
+        // SAFETY: 1. the file is open, and this call takes a number.
+        check("fcntl", unsafe { libc::fcntl(file.as_raw_fd(), libc::F_ADD_SEALS, SEALS) })?;
+        Ok(file)
+    }
+
+    /// The bytes and pages of a memory file that somebody passed on.
+    ///
+    /// # Errors
+    /// `EPERM` for a file whose size is not sealed, or that is no memory file: it could be cut off under a device.
+    pub fn look_at(&self, file: BorrowedFd<'_>) -> Result<(usize, MapPages)> {
+        self.ask(SystemCall::Seal)?;
+        // SAFETY: 1. the file is open.
+        let seals = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GET_SEALS) };
+        // Below zero it is no memory file.
+        if seals < 0 || seals & libc::F_SEAL_SHRINK == 0 {
+            return Err(SystemError { call: "fcntl", errno: libc::EPERM });
+        }
+        let refused = |call| move |e: Errno| SystemError { call, errno: e as i32 };
+        let size = fstat(file).map_err(refused("fstat"))?.st_size;
+        let system = fstatfs(file).map_err(refused("fstatfs"))?;
+        let pages = match (system.filesystem_type() == HUGETLBFS_MAGIC, system.block_size() as i64) {
+            (false, _) => MapPages::Ordinary,
+            (true, block) if block == 1 << 30 => MapPages::Huge1G,
+            (true, _) => MapPages::Huge2M,
+        };
+        Ok((usize::try_from(size).unwrap_or(0), pages))
+    }
+
+    /// Maps a memory file over a reserved range, for every process that has it (`mmap`, `MAP_SHARED`, `MAP_FIXED`).
+    ///
+    /// # Safety
+    /// 1. The range is reserved or mapped by the caller, and nobody uses it.
+    ///
+    /// # Errors
+    /// `ENOMEM` where the pool of huge pages, or the number of mappings, is exhausted; the range is as it was.
+    pub unsafe fn map_shared(&self, span: Span, file: BorrowedFd<'_>) -> Result<()> {
+        self.ask(SystemCall::MapShared)?;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let flags = libc::MAP_SHARED | libc::MAP_FIXED;
+        // SAFETY: 1. the caller's first condition.
+        let address = unsafe { libc::mmap(span.pointer(), span.len, access, flags, file.as_raw_fd(), 0) };
+        if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
+    }
+
+    /// Maps a file wherever there is room, to be read and shared with the page cache (`mmap`, `PROT_READ`, `MAP_SHARED`).
+    ///
+    /// # Errors
+    /// `EINVAL` for no bytes; `EACCES` for a file that is not open for reading.
+    pub fn map_to_read(&self, file: BorrowedFd<'_>, bytes: usize) -> Result<Span> {
+        self.ask(SystemCall::MapShared)?;
+        // SAFETY: 1. no address is asked for, so no mapping is replaced.
+        let address = unsafe {
+            libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0)
+        };
+        if address == libc::MAP_FAILED {
+            return Err(last("mmap"));
+        }
+        Ok(Span { start: address.expose_provenance(), len: bytes })
+    }
+
+    /// Ends a mapping that [`Kernel::map_to_read`] made (`munmap`).
+    ///
+    /// # Safety
+    /// 1. Nobody uses it any more.
+    ///
+    /// # Errors
+    /// `ENOMEM` where the number of mappings is exhausted; it stays.
+    pub unsafe fn unmap_file(&self, span: Span) -> Result<()> {
+        self.ask(SystemCall::Unmap)?;
+        // SAFETY: 1. the caller's first condition.
+        check("munmap", unsafe { libc::munmap(span.pointer(), span.len) })
+    }
+}

@@ -1,0 +1,58 @@
+//! Pages of other people's memory that are registered now.
+//!
+//! The driver pins whole pages. Two registrations that share one would depend on each other's end, so that a page is had
+//! by one at a time.
+
+use super::window;
+use crate::kernel::Span;
+use std::{
+    collections::BTreeMap,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+/// By first address, the end.
+static CLAIMED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+
+fn lock() -> MutexGuard<'static, BTreeMap<usize, usize>> {
+    CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Claims whole pages, or answers with those that somebody has.
+pub(super) fn claim(pages: Span) -> Result<(), Span> {
+    if window::contains(pages.start) || window::contains(pages.end() - 1) {
+        return Err(pages);
+    }
+    let mut claimed = lock();
+    match claimed.range(..pages.end()).next_back() {
+        Some((&start, &end)) if end > pages.start => Err(Span { start, len: end - start }),
+        _ => {
+            claimed.insert(pages.start, pages.end());
+            Ok(())
+        }
+    }
+}
+
+/// Ends a claim.
+pub(super) fn give_back(pages: Span) {
+    lock().remove(&pages.start);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_page_is_had_by_one_at_a_time() {
+        // Nothing lies there.
+        let at = |page: usize, pages: usize| Span { start: (1 << 50) + page * 4096, len: pages * 4096 };
+        claim(at(4, 4)).unwrap();
+        for taken in [at(4, 4), at(3, 2), at(7, 1), at(0, 100), at(5, 1)] {
+            assert_eq!(claim(taken), Err(at(4, 4)), "{taken:?}");
+        }
+        claim(at(8, 1)).unwrap();
+        claim(at(3, 1)).unwrap();
+        give_back(at(4, 4));
+        claim(at(5, 1)).unwrap();
+        [at(8, 1), at(3, 1), at(5, 1)].into_iter().for_each(give_back);
+    }
+}

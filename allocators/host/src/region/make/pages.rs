@@ -1,0 +1,61 @@
+//! Which pages to try for.
+
+use super::{Making, Sharing};
+use crate::region::report::{Cause, PageTier, Step};
+
+impl PageTier {
+    /// The next best.
+    pub(super) fn below(self) -> Self {
+        match self {
+            Self::HugeTlb1G => Self::HugeTlb,
+            Self::HugeTlb => Self::Transparent,
+            Self::Transparent | Self::Base | Self::DriverChosen => Self::Base,
+        }
+    }
+}
+
+impl Making<'_> {
+    /// The best pages that are to be had, up to `wanted`.
+    pub(super) fn best_tier(&mut self, wanted: PageTier) -> PageTier {
+        let mut tier = wanted;
+        while let Some(page) = tier.page() {
+            match self.pool_has(page) {
+                Ok(()) => return tier,
+                Err(cause) => self.fell_short(Step::Pages, cause),
+            }
+            tier = tier.below();
+        }
+        // Whether shared memory gets huge pages is a setting of its own, which only `shmem` knows.
+        if tier < PageTier::Transparent || matches!(self.sharing, Sharing::New) {
+            return PageTier::Base;
+        }
+        if !self.host.topology.thp().value.is_some_and(|mode| mode.is_offered()) {
+            self.fell_short(Step::Pages, Cause::NotOffered);
+            return PageTier::Base;
+        }
+        PageTier::Transparent
+    }
+
+    /// Whether the pool of huge pages of `page` bytes has enough.
+    fn pool_has(&self, page: usize) -> Result<(), Cause> {
+        if !self.bytes.is_multiple_of(page) {
+            return Err(Cause::NotHuge);
+        }
+        let needed = (self.bytes / page) as u64;
+        // Asked now: the pool of a node that runs dry is a fault, and pages may come and go.
+        let found = self.host.topology.free_huge_pages(self.node, page as u64);
+        let free = found.ok().and_then(|found| found.value);
+        match free {
+            Some(free) if free >= needed => Ok(()),
+            free => Err(Cause::HugePages { needed, free }),
+        }
+    }
+
+    /// Whether a failure may be one of these pages: the pool promised what it cannot keep, or was emptied by somebody else.
+    pub(super) fn may_have_lesser_pages(&self, tier: PageTier, step: Step, cause: &Cause) -> bool {
+        tier.page().is_some()
+            && !matches!(self.sharing, Sharing::Given(..))
+            && !matches!(step, Step::Register | Step::Verify)
+            && *cause != Cause::TimedOut
+    }
+}

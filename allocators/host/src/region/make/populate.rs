@@ -1,0 +1,198 @@
+//! Populating, and registering what is populated meanwhile.
+//!
+//! ```text
+//!   workers   ▕ 0  1  2  3 ▏ 4  5  6  7 ▏ 8  9 10 11 ▏        pieces, in order, each by whoever is free
+//!   we                     ▕ register 0 ▏ register 1 ▏ register 2     chunks, one at a time
+//! ```
+
+use super::Making;
+use crate::{
+    kernel::{Kernel, Span},
+    region::{
+        backing::Backing,
+        mapping::{Mapping, Populated},
+        report::{Cause, PageTier, Step},
+        stall::Stall,
+        window::GRANULE,
+    },
+    workers::{Job, JobError, RunError},
+};
+use aquifer_core::SystemError;
+use std::{
+    sync::{Arc, OnceLock},
+    time::Instant,
+};
+
+/// The driver refuses to register so much at once.
+const DRIVER_LIMIT: usize = 512 << 30;
+
+/// The most bytes that one registration pins here.
+pub(in crate::region) fn registration_limit(kernel: &Kernel) -> usize {
+    let least = kernel.pin_limit().unwrap_or(DRIVER_LIMIT).min(DRIVER_LIMIT);
+    // So much is refused; less by a huge page is not.
+    least - GRANULE
+}
+
+fn whole(bytes: usize, of: usize) -> usize {
+    (bytes / of * of).max(of)
+}
+
+impl Making<'_> {
+    /// Lets the workers populate, and registers each chunk as soon as it is populated.
+    pub(super) fn populate_and_register(
+        &mut self,
+        mapping: &Arc<Mapping>,
+        backing: &mut Backing,
+        tier: PageTier,
+        register: bool,
+    ) -> Result<(), (Step, Cause)> {
+        let page = tier.page().unwrap_or(GRANULE);
+        let piece = whole(self.request.piece.min(self.request.registration), page);
+        let chunk = self.chunk(piece, register);
+        let pieces = self.bytes.div_ceil(piece);
+        let stall = Arc::new(Stall::default());
+        let mut populating = self.populating(mapping, tier, piece, pieces, &stall);
+        let mut offset = 0;
+        while offset < self.bytes {
+            let len = chunk.min(self.bytes - offset);
+            let (first, end) = (offset / piece, (offset + len).div_ceil(piece));
+            match populating.done(first, end, self.request.deadline) {
+                Ok(false) => {}
+                Ok(true) => self.fell_short(Step::Populate, Cause::Touched),
+                Err(cause) => {
+                    populating.stop(&cause);
+                    return Err((Step::Populate, cause));
+                }
+            }
+            if register {
+                let part = Span { start: mapping.span().start + offset, len };
+                if let Err((step, cause)) = self.register(backing, part, tier) {
+                    populating.stop(&cause);
+                    return Err((step, cause));
+                }
+                // Registering holds locks of the driver's: others get a turn between two chunks.
+                std::thread::yield_now();
+            }
+            offset += len;
+        }
+        if let Some(bytes) = stall.stalled() {
+            self.fell_short(Step::Populate, Cause::Stalled { bytes });
+        }
+        Ok(())
+    }
+
+    /// Bytes of one registration: what was asked for, within what driver and kernel pin at once.
+    fn chunk(&mut self, piece: usize, register: bool) -> usize {
+        let asked = self.request.registration;
+        let limit = registration_limit(&self.host.kernel);
+        let fit = asked.min(limit);
+        let taken = whole(fit, if fit < piece { GRANULE } else { piece });
+        if register && asked > limit && self.bytes > taken {
+            self.fell_short(Step::Register, Cause::Chunks { asked, taken });
+        }
+        taken
+    }
+
+    /// Registers a populated part. If each page must be in its place it is looked at before, so that the driver is not
+    /// asked to pin what will be refused; and again when all is done, since pinning may move pages.
+    fn register(&mut self, backing: &mut Backing, part: Span, tier: PageTier) -> Result<(), (Step, Cause)> {
+        if self.is_strict() {
+            let placement = self.look(part, tier, 1);
+            let (elsewhere, unknown) = (placement.elsewhere(), placement.unknown);
+            if elsewhere + unknown > 0 {
+                return Err((Step::Verify, Cause::Misplaced { elsewhere, unknown }));
+            }
+        }
+        let mut answer = backing.register(part, self.flags);
+        // Some devices cannot be kept from writing; asking less of the driver pins the memory all the same.
+        if answer.is_err() && self.flags.read_only && backing.registrations().is_empty() {
+            self.flags.read_only = false;
+            self.fell_short(Step::Register, Cause::Writable);
+            answer = backing.register(part, self.flags);
+        }
+        answer.map_err(|e| (Step::Register, Cause::Driver(e)))
+    }
+
+    /// Begins populating: by workers, or by this thread where there are none to be had.
+    fn populating(
+        &mut self,
+        mapping: &Arc<Mapping>,
+        tier: PageTier,
+        piece: usize,
+        pieces: usize,
+        stall: &Arc<Stall>,
+    ) -> Populating {
+        // The first failure ends it for all, and all tell it.
+        let failed = OnceLock::new();
+        let (held, page, deadline) = (mapping.clone(), self.page, self.request.deadline);
+        let stall = stall.clone();
+        let one = move |number: usize| {
+            if let Some(error) = failed.get() {
+                return Err(*error);
+            }
+            held.populate(number * piece, piece, tier, page, &stall)
+                .map_err(|error| *failed.get_or_init(|| error))
+        };
+        let one = Arc::new(one);
+        let by_worker = one.clone();
+        match self.host.workers.submit(self.crew, pieces, deadline, move |number| by_worker(number)) {
+            Ok(job) => {
+                self.mind_the_crew();
+                Populating::ByWorkers(job)
+            }
+            Err(error) => {
+                self.fell_short(Step::Populate, Cause::Workers(error));
+                self.by_hand = true;
+                Populating::Here(one)
+            }
+        }
+    }
+
+    /// Workers that could not be bound touch pages from anywhere, and place nothing.
+    pub(super) fn mind_the_crew(&mut self) {
+        if let Some(error) = self.crew.and_then(|node| self.host.workers.shortfall(node)) {
+            self.fell_short(Step::Populate, Cause::Workers(error));
+            self.by_hand = true;
+        }
+    }
+}
+
+type Answer = Result<Populated, SystemError>;
+
+/// Populating on its way.
+enum Populating {
+    ByWorkers(Job<Answer>),
+    Here(Arc<dyn Fn(usize) -> Answer>),
+}
+
+impl Populating {
+    /// Waits for pieces, or does them; says whether any had to be touched.
+    fn done(&mut self, first: usize, end: usize, deadline: Option<Instant>) -> Result<bool, Cause> {
+        let mut touched = false;
+        if let Self::ByWorkers(job) = self {
+            job.wait_for(end, deadline).map_err(|error| match error {
+                JobError::TimedOut { .. } => Cause::TimedOut,
+                error => Cause::Job(RunError::NotDone(error)),
+            })?;
+        }
+        for number in first..end {
+            let answer = match self {
+                Self::ByWorkers(job) => job.take(number).unwrap_or(Ok(Populated::ByKernel)),
+                Self::Here(_) if deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
+                    return Err(Cause::TimedOut);
+                }
+                Self::Here(one) => one(number),
+            };
+            touched |= answer.map_err(Cause::System)? == Populated::ByTouch;
+        }
+        Ok(touched)
+    }
+
+    /// Stops, and unless time is up waits until no worker is at the memory any more.
+    fn stop(self, why: &Cause) {
+        match self {
+            Self::ByWorkers(job) if *why != Cause::TimedOut => job.settle(),
+            _ => {}
+        }
+    }
+}

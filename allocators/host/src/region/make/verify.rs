@@ -1,0 +1,62 @@
+//! Where the pages are, by the kernel's own answer.
+
+use super::{Made, Making};
+use crate::{
+    kernel::Span,
+    region::{
+        Verify,
+        report::{Cause, PageTier, PlacedBy, Placement, Step},
+    },
+    topology::NodeId,
+};
+use std::collections::BTreeMap;
+
+impl Making<'_> {
+    /// Asks the kernel where the pages are.
+    pub(super) fn verify(&mut self, made: &Made) -> Placement {
+        let pages = made.span.len.div_ceil(self.page);
+        let step = match self.request.verify {
+            _ if self.is_strict() => 1,
+            Verify::Every => 1,
+            Verify::Sample(wanted) => pages.div_ceil(wanted.get()),
+            Verify::Skip => 0,
+        };
+        let mut placement = self.look(made.span, made.pages, step);
+        placement.by = made.placed_by;
+        placement
+    }
+
+    /// Asks for every `step`th page of a part; for none if that is zero.
+    pub(super) fn look(&mut self, part: Span, tier: PageTier, step: usize) -> Placement {
+        let mut placement =
+            Placement { wanted: self.node, by: PlacedBy::Nobody, pages: Vec::new(), unknown: 0 };
+        if step == 0 {
+            return placement;
+        }
+        // A huge page from the pool is in one place, and counts as the base pages it holds.
+        let one = tier.page().map_or(1, |huge| huge / self.page);
+        let step = step.next_multiple_of(one);
+        let pages = part.len.div_ceil(self.page);
+        let mut counts = BTreeMap::<NodeId, u64>::new();
+        let (start, page) = (part.start, self.page);
+        let mut addresses = (0..pages).step_by(step).map(|n| start + n * page);
+        loop {
+            let batch: Vec<usize> = addresses.by_ref().take(4096).collect();
+            if batch.is_empty() {
+                break;
+            }
+            let nodes = self.host.kernel.nodes_of(&batch).unwrap_or_else(|e| {
+                self.fell_short(Step::Verify, Cause::System(e));
+                vec![-1; batch.len()]
+            });
+            for node in nodes {
+                match u32::try_from(node) {
+                    Ok(node) => *counts.entry(NodeId(node)).or_default() += one as u64,
+                    Err(_) => placement.unknown += one as u64,
+                }
+            }
+        }
+        placement.pages = counts.into_iter().collect();
+        placement
+    }
+}

@@ -1,0 +1,61 @@
+//! Regions and registrations that nobody has any more, and that have not been ended yet.
+//!
+//! Ending a registration makes the driver wait for the whole device, so it is not done where a program is busy: what is
+//! given up early waits here, mapped, registered and charged, for a quiet point.
+
+use super::backing::Backing;
+use std::{
+    mem,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+static RETIRED: Mutex<Vec<Backing>> = Mutex::new(Vec::new());
+static BYTES: AtomicU64 = AtomicU64::new(0);
+
+fn list() -> MutexGuard<'static, Vec<Backing>> {
+    RETIRED.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+pub(super) fn retire(backing: Backing) {
+    BYTES.fetch_add(backing.bytes(), Ordering::Relaxed);
+    list().push(backing);
+}
+
+/// Bytes that wait for [`end_retired`]. They stay charged.
+#[must_use]
+pub fn retired_bytes() -> u64 {
+    BYTES.load(Ordering::Relaxed)
+}
+
+/// Ends what was [retired](super::Region::retire), or dropped while a copy was on its way, unless one still is. Answers
+/// with the bytes that were ended. For quiet points: blocks until devices are idle, if there is anything to do.
+///
+/// A budget that would refuse a new region has it done first.
+///
+/// ```
+/// use aquifer_core::Budget;
+/// use aquifer_host::{kernel::Kernel, region::{self, Host, Region, RegionRequest}, topology::Topology};
+/// let host = Host::new(Topology::read()?, Kernel::new());
+/// let budget = Budget::new("pinned", 1 << 20);
+/// Region::new(&host, &budget, &RegionRequest::bytes(1 << 20))?.retire();
+/// assert_eq!(budget.remaining(), 0);
+/// region::end_retired();
+/// assert_eq!(budget.used(), 0);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn end_retired() -> u64 {
+    if retired_bytes() == 0 {
+        return 0;
+    }
+    let waiting = mem::take(&mut *list());
+    let (idle, busy): (Vec<_>, Vec<_>) = waiting.into_iter().partition(Backing::is_idle);
+    list().extend(busy);
+    let ended = idle.iter().map(Backing::bytes).sum();
+    BYTES.fetch_sub(ended, Ordering::Relaxed);
+    // Each ends, or is stranded, without the lock.
+    drop(idle);
+    ended
+}

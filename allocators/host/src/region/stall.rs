@@ -1,0 +1,165 @@
+//! Whether making huge pages takes longer than it is worth.
+//!
+//! Where free memory is in pieces, the kernel moves pages about until it has a huge one, inside the call that populates,
+//! at a hundredth of the usual speed. That is not a matter of the machine alone: a virtual machine whose memory grows on
+//! demand is slow for every page. So slowness only raises the question, and one piece in base pages answers it.
+//!
+//! ```text
+//!   watching ── a piece is slow ──► asked ── the next piece, in base pages ──► twice as fast? ── yes ──► base pages, to the end
+//!       ▲                                                                            │
+//!       └────────────────────── no: only what is slower still asks again ◄───────────┘
+//! ```
+
+use std::{
+    sync::{Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+/// What a piece is populated with.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Pages {
+    Huge,
+    Base,
+}
+
+/// How the pieces of one region come along. One compare for each piece of megabytes.
+#[derive(Default, Debug)]
+pub(super) struct Stall {
+    state: Mutex<State>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct State {
+    phase: Phase,
+    /// Nanoseconds per byte of the fastest piece in huge pages.
+    fastest: f64,
+    /// A piece at or below this rate is not slow, whatever the others did.
+    patience: f64,
+    /// Bytes that were given base pages.
+    base: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Phase {
+    Watching,
+    /// A piece took so long, in nanoseconds per byte: the next one is to have base pages.
+    Asked(f64),
+    /// That piece is on its way.
+    Trying(f64),
+    Stalled,
+}
+
+impl Default for State {
+    fn default() -> Self {
+        Self { phase: Phase::Watching, fastest: f64::INFINITY, patience: QUICK, base: 0 }
+    }
+}
+
+/// Nanoseconds per byte at which nothing is wrong: a thread makes huge pages at some 0.13.
+const QUICK: f64 = 1.0;
+/// Nanoseconds per byte that are slow even for the first piece: a quarter of a gigabyte a second and thread.
+const SLOW: f64 = 4.0;
+/// How many times the fastest piece's time is slow.
+const TIMES: f64 = 8.0;
+
+impl Stall {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What the next piece should have.
+    pub(super) fn next(&self, bytes: usize) -> Pages {
+        let mut state = self.lock();
+        match state.phase {
+            Phase::Watching | Phase::Trying(_) => return Pages::Huge,
+            Phase::Asked(slow) => state.phase = Phase::Trying(slow),
+            Phase::Stalled => {}
+        }
+        state.base += bytes as u64;
+        Pages::Base
+    }
+
+    /// A piece has been populated.
+    pub(super) fn took(&self, pages: Pages, bytes: usize, took: Duration) {
+        let rate = took.as_nanos() as f64 / bytes.max(1) as f64;
+        let mut state = self.lock();
+        match (pages, state.phase) {
+            (Pages::Huge, Phase::Watching) => {
+                let slow = rate > SLOW || rate > TIMES * state.fastest;
+                state.fastest = state.fastest.min(rate);
+                if slow && rate > state.patience {
+                    state.phase = Phase::Asked(rate);
+                }
+            }
+            (Pages::Base, Phase::Trying(slow)) => {
+                if rate * 2.0 < slow {
+                    state.phase = Phase::Stalled;
+                } else {
+                    state.phase = Phase::Watching;
+                    state.patience = slow * 4.0;
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// Bytes in base pages, if it came to that.
+    pub(super) fn stalled(&self) -> Option<u64> {
+        let state = self.lock();
+        (state.phase == Phase::Stalled).then_some(state.base)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PIECE: usize = 32 << 20;
+
+    fn run(stall: &Stall, huge_ms: u64, base_ms: u64, pieces: usize) -> Vec<Pages> {
+        let one = |_| {
+            let pages = stall.next(PIECE);
+            let ms = if pages == Pages::Huge { huge_ms } else { base_ms };
+            stall.took(pages, PIECE, Duration::from_millis(ms));
+            pages
+        };
+        (0..pieces).map(one).collect()
+    }
+
+    #[test]
+    fn pieces_that_come_along_are_left_alone() {
+        let stall = Stall::default();
+        assert!(run(&stall, 6, 10, 100).iter().all(|&pages| pages == Pages::Huge));
+        assert!(run(&stall, 30, 10, 1).iter().all(|&pages| pages == Pages::Huge), "five times, not slow");
+        assert_eq!(stall.stalled(), None);
+    }
+
+    #[test]
+    fn compaction_is_noticed_and_the_rest_has_base_pages() {
+        let stall = Stall::default();
+        run(&stall, 6, 10, 3);
+        let late = run(&stall, 600, 10, 5);
+        assert_eq!(late[0], Pages::Huge);
+        assert!(late[1..].iter().all(|&pages| pages == Pages::Base), "{late:?}");
+        assert_eq!(stall.stalled(), Some(4 * PIECE as u64));
+    }
+
+    #[test]
+    fn a_machine_that_is_slow_for_every_page_keeps_its_huge_ones() {
+        let stall = Stall::default();
+        let pages = run(&stall, 300, 280, 20);
+        assert_eq!(pages.iter().filter(|&&pages| pages == Pages::Base).count(), 1, "one try");
+        assert_eq!(stall.stalled(), None);
+        assert_eq!(run(&stall, 5_000, 280, 3)[1..], [Pages::Base; 2], "until it gets worse by far");
+    }
+
+    #[test]
+    fn pieces_on_their_way_meanwhile_stay_huge_and_do_not_count() {
+        let stall = Stall::default();
+        stall.took(Pages::Huge, PIECE, Duration::from_secs(1));
+        assert_eq!([stall.next(PIECE), stall.next(PIECE)], [Pages::Base, Pages::Huge]);
+        stall.took(Pages::Huge, PIECE, Duration::from_millis(1));
+        stall.took(Pages::Base, PIECE, Duration::from_millis(100));
+        assert_eq!(stall.next(PIECE), Pages::Base);
+    }
+}
