@@ -226,18 +226,23 @@ impl Backing {
         }
         self.gates.clear();
         self.unregister().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)))?;
-        match self.memory.take() {
-            None => Ok(None),
-            Some(Memory::Mapped(mapping)) => match Arc::into_inner(mapping) {
+        let (left, answer) = match self.memory.take() {
+            None => return Ok(None),
+            Some(Memory::Lent(mut lent)) => return Ok(lent.end()),
+            Some(Memory::Mapped(mapping)) => {
                 // A worker is at it still, and gives it back.
-                None => Ok(None),
-                Some(mut mapping) => mapping.end().map_err(|e| RegionError::new(Step::Map, Cause::System(e))),
-            },
-            Some(Memory::Lent(mut lent)) => Ok(lent.end()),
-            Some(Memory::Driver(mut block)) => {
-                block.end().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)))
+                let Some(mut mapping) = Arc::into_inner(mapping) else { return Ok(None) };
+                let answer = mapping.end().map_err(|e| RegionError::new(Step::Map, Cause::System(e)));
+                (answer.is_err().then(|| Memory::Mapped(Arc::new(mapping))), answer)
             }
-        }
+            Some(Memory::Driver(mut block)) => {
+                let answer = block.end().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)));
+                (answer.is_err().then_some(Memory::Driver(block)), answer)
+            }
+        };
+        // Kept, and not tried again at once: what has been told to stay charged does.
+        self.memory = left;
+        answer
     }
 
     /// Ends the registrations and answers with the mapping; `None` if the driver keeps one, or a worker is at it.

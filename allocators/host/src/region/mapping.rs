@@ -24,6 +24,8 @@ pub(super) struct Mapping {
     file: Option<OwnedFd>,
     /// Whether memory is, or may be, mapped; the addresses alone are given back otherwise.
     mapped: bool,
+    /// Whether it holds nothing but zeros yet. What others have written must not be written over.
+    fresh: bool,
     /// `None` after [`Mapping::end`].
     charge: Option<Charge>,
 }
@@ -45,9 +47,14 @@ impl Mapping {
         charge: Charge,
     ) -> Result<Self, (Charge, SystemError)> {
         match window::carve(kernel, bytes, align) {
-            Ok(span) => {
-                Ok(Self { span, kernel: kernel.clone(), file: None, mapped: false, charge: Some(charge) })
-            }
+            Ok(span) => Ok(Self {
+                span,
+                kernel: kernel.clone(),
+                file: None,
+                mapped: false,
+                fresh: true,
+                charge: Some(charge),
+            }),
             Err(error) => Err((charge, error)),
         }
     }
@@ -65,7 +72,7 @@ impl Mapping {
     pub(super) fn map(&mut self, tier: PageTier) -> Result<(), SystemError> {
         // SAFETY: 1. the range was carved for this mapping, and `&mut` says that no worker is at it.
         unsafe { self.kernel.map(self.span, tier.map_pages())? };
-        self.mapped = true;
+        (self.mapped, self.fresh) = (true, true);
         self.file = None;
         Ok(())
     }
@@ -73,6 +80,7 @@ impl Mapping {
     /// Maps memory that other processes can map too: of a new file, or of `file`. A second call replaces what the first
     /// one mapped.
     pub(super) fn map_shared(&mut self, tier: PageTier, file: Option<OwnedFd>) -> Result<(), SystemError> {
+        self.fresh = file.is_none();
         let file = match file {
             Some(file) => file,
             None => self.kernel.memory_file(self.span.len, tier.map_pages())?,
@@ -113,7 +121,7 @@ impl Mapping {
                 stall.took(pages, len, took);
                 Ok(Populated::ByKernel)
             }
-            Err(e) if e.errno == libc::EINVAL && tier.page().is_none() && self.mapped => {
+            Err(e) if e.errno == libc::EINVAL && tier.page().is_none() && self.fresh => {
                 // SAFETY: 1. inside our own mapping, which nobody has written yet: zeros over zeros, by one worker each.
                 // 2. not huge pages of the pool.
                 unsafe { self.kernel.touch(part, page) };
@@ -146,7 +154,14 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         if self.end().is_err() {
             let (span, kernel, file) = (self.span, self.kernel.clone(), self.file.take());
-            strand(Remains::Mapping(Self { span, kernel, file, mapped: true, charge: self.charge.take() }));
+            strand(Remains::Mapping(Self {
+                span,
+                kernel,
+                file,
+                mapped: true,
+                fresh: false,
+                charge: self.charge.take(),
+            }));
         }
     }
 }

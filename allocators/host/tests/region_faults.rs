@@ -1,0 +1,282 @@
+//! Every step of making and ending pinned memory, and every way it can fail.
+//!
+//! A clean run counts the calls that a kind of region makes; then each of them fails, once and from then on, with each of a
+//! few errors, alone and together with the way back. Whatever happens:
+//!
+//! - what was made is charged for exactly its bytes, is there in whole, and is pinned if that was required;
+//! - what was refused leaves nothing: no charge, no registration, no memory in the window;
+//! - what driver or kernel would not take back stays charged until they do.
+#![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
+
+mod support;
+
+use aquifer_core::Budget;
+use aquifer_driver::{Call, DeviceId, HostFlags, sim::Sim};
+use aquifer_host::{
+    kernel::{Faults, Kernel, Span, SystemCall},
+    region::{
+        Host, InPlace, PageTier, Pinning, Region, RegionError, RegionRequest, SharedRegion, end_retired,
+        retry_stranded, window,
+    },
+    topology::Topology,
+};
+use nix::libc;
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+use support::MIB;
+
+const GPU: DeviceId = DeviceId(0);
+const BYTES: usize = 4 * MIB;
+const ERRNOS: [i32; 3] = [libc::ENOMEM, libc::EPERM, libc::EINVAL];
+const CODES: [u32; 4] = [1, 2, 712, 999];
+const DRIVER_CALLS: [Call; 4] = [Call::HostRegister, Call::HostUnregister, Call::HostAlloc, Call::HostFree];
+
+/// What is made.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Kind {
+    Plain(Pinning),
+    Strict,
+    HugePages,
+    WriteCombined,
+    ReadOnly,
+    Shared(Pinning),
+    Opened,
+    InPlace,
+}
+
+const KINDS: [Kind; 11] = [
+    Kind::Plain(Pinning::Preferred),
+    Kind::Plain(Pinning::Required),
+    Kind::Plain(Pinning::Off),
+    Kind::Strict,
+    Kind::HugePages,
+    Kind::WriteCombined,
+    Kind::ReadOnly,
+    Kind::Shared(Pinning::Preferred),
+    Kind::Shared(Pinning::Required),
+    Kind::Opened,
+    Kind::InPlace,
+];
+
+enum Made {
+    Region(Region),
+    Shared(SharedRegion),
+    InPlace(InPlace<Vec<u8>>),
+}
+
+impl Made {
+    fn end(self) -> Result<(), RegionError> {
+        match self {
+            Self::Region(region) => region.close(),
+            Self::Shared(region) => region.close(),
+            Self::InPlace(memory) => memory.close().map(drop),
+        }
+    }
+
+    fn is_pinned(&self) -> bool {
+        match self {
+            Self::Region(region) => region.is_pinned(),
+            Self::Shared(region) => region.is_pinned(),
+            Self::InPlace(_) => true,
+        }
+    }
+
+    fn is_the_drivers(&self) -> bool {
+        matches!(self, Self::Region(region) if region.report().pages == PageTier::DriverChosen)
+    }
+
+    /// What must be charged for it, and what must be there.
+    fn pages(&self) -> Span {
+        match self {
+            Self::Region(region) => region.span(),
+            Self::Shared(region) => region.span(),
+            Self::InPlace(memory) => memory.registered().unwrap(),
+        }
+    }
+}
+
+struct Machine {
+    sim: Sim,
+    host: Host,
+    faults: Arc<Faults>,
+    budget: Budget,
+    /// A file that another process made.
+    file: OwnedFd,
+}
+
+/// A machine that claims a pool of huge pages, which it does not have.
+fn boastful() -> Topology {
+    let root = std::env::temp_dir().join(format!("aquifer-boast-{}", std::process::id()));
+    let pool = root.join("sys/kernel/mm/hugepages/hugepages-2048kB");
+    std::fs::create_dir_all(&pool).unwrap();
+    std::fs::write(pool.join("free_hugepages"), "1000\n").unwrap();
+    std::fs::write(pool.join("nr_hugepages"), "1000\n").unwrap();
+    Topology::read_under(&root).unwrap()
+}
+
+impl Machine {
+    fn new(kind: Kind, [real, boastful]: &[Topology; 2]) -> Self {
+        let faults = Arc::new(Faults::new());
+        let sim = Sim::h200(1);
+        let topology = if kind == Kind::HugePages { boastful } else { real };
+        let host = Host::new(topology.clone(), Kernel::with_faults(faults.clone()));
+        let host = host.with_driver(sim.driver(), GPU);
+        let file = Kernel::new().memory_file(BYTES, aquifer_host::kernel::MapPages::Ordinary).unwrap();
+        Self { sim, host, faults, budget: Budget::new("pinned", 64 * MIB as u64), file }
+    }
+
+    fn make(&self, kind: Kind) -> Result<Made, RegionError> {
+        let mut request = RegionRequest::bytes(BYTES);
+        request.registration = 2 * MIB;
+        request.piece = 2 * MIB;
+        request.pages = PageTier::Transparent;
+        request.node = support::some_node(&self.host.topology);
+        let mut flags = HostFlags::default();
+        match kind {
+            Kind::Plain(pinning) | Kind::Shared(pinning) => request.pinning = pinning,
+            Kind::Strict => request.strict = true,
+            Kind::HugePages => {
+                request.pages = PageTier::HugeTlb1G;
+                request.node = None;
+            }
+            Kind::WriteCombined => flags.write_combined = true,
+            Kind::ReadOnly => flags.read_only = true,
+            Kind::Opened | Kind::InPlace => {}
+        }
+        request.flags = flags;
+        match kind {
+            Kind::Shared(_) => SharedRegion::new(&self.host, &self.budget, &request).map(Made::Shared),
+            Kind::Opened => {
+                let file = self.file.as_fd().try_clone_to_owned().unwrap();
+                SharedRegion::open(&self.host, &self.budget, file, &request).map(Made::Shared)
+            }
+            Kind::InPlace => {
+                let made = InPlace::new(&self.host, &self.budget, vec![7u8; BYTES], flags);
+                made.map(Made::InPlace).map_err(|refused| {
+                    assert!(refused.memory.iter().all(|&byte| byte == 7), "it comes back untouched");
+                    refused.error
+                })
+            }
+            _ => Region::new(&self.host, &self.budget, &request).map(Made::Region),
+        }
+    }
+
+    /// One life under the faults that are planned, and what must be true of it.
+    fn live(&self, kind: Kind, what: &str) {
+        let made = self.make(kind);
+        match made {
+            Ok(mut made) => {
+                let pages = made.pages();
+                assert_eq!(self.budget.used(), pages.len as u64, "{what}: charged for what is there");
+                // The simulated driver's own memory comes when it is touched.
+                if !made.is_the_drivers() {
+                    assert_eq!(support::present(pages), pages.len / 4096, "{what}: there in whole");
+                }
+                if let Kind::Plain(Pinning::Required) | Kind::Shared(Pinning::Required) = kind {
+                    assert!(made.is_pinned(), "{what}");
+                }
+                let pinned = self.sim.outstanding();
+                assert_eq!(
+                    made.is_pinned(),
+                    pinned.registrations + pinned.host_allocations > 0,
+                    "{what}: told as it is"
+                );
+                if let Made::Region(region) = &mut made {
+                    region.bytes_mut().fill(1);
+                }
+                if let Err(error) = made.end() {
+                    assert!(self.budget.used() > 0, "{what}: what is kept stays charged: {error}");
+                }
+            }
+            Err(error) => assert!(!error.to_string().is_empty()),
+        }
+        self.faults.clear();
+        self.sim.clear_failures();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while self.budget.used() > 0 {
+            assert!(Instant::now() < deadline, "{what}: {} bytes stay charged", self.budget.used());
+            retry_stranded();
+            std::thread::yield_now();
+        }
+        assert!(self.sim.outstanding().is_empty(), "{what}: {}", self.sim.outstanding());
+        assert!(self.sim.violations().is_empty(), "{what}");
+        assert_eq!(mapped_in_window(), 0, "{what}: memory stays in the window");
+    }
+}
+
+/// Bytes of the window that hold memory.
+fn mapped_in_window() -> usize {
+    let Some(bounds) = window::bounds() else { return 0 };
+    let span = Span { start: bounds.start, len: bounds.len() };
+    let entries = Kernel::new().mappings(span).unwrap();
+    entries.iter().filter(|entry| entry.writable).map(|entry| entry.span.len).sum()
+}
+
+/// One test, since the window and what is stranded are the process's.
+#[test]
+fn whatever_fails_nothing_stays_charged_mapped_or_registered() {
+    let machines = [support::topology(), boastful()];
+    let mut lives = 0;
+    for kind in KINDS {
+        let clean = Machine::new(kind, &machines);
+        clean.live(kind, "nothing fails");
+        let system: Vec<_> = SystemCall::ALL.iter().map(|&call| (call, clean.faults.made(call))).collect();
+        let made = clean.sim.driver().calls().made();
+        let driver =
+            DRIVER_CALLS.map(|call| (call, made.iter().find(|(c, _)| *c == call).map_or(0, |c| c.1)));
+        // What a fall-back calls is called in no clean run.
+        let system = system.iter().map(|&(call, made)| (call, made.clamp(1, 5)));
+        let driver = driver.map(|(call, made)| (call, made.max(1)));
+
+        for (call, times) in system {
+            for nth in 1..=times {
+                for errno in ERRNOS {
+                    for lasting in [false, true] {
+                        let machine = Machine::new(kind, &machines);
+                        if lasting {
+                            machine.faults.fail_from(call, nth, errno);
+                        } else {
+                            machine.faults.fail(call, nth, errno);
+                        }
+                        machine.live(kind, &format!("{kind:?}, {call:?} {nth} {errno} lasting: {lasting}"));
+                        lives += 1;
+                    }
+                }
+            }
+        }
+        for (call, times) in driver {
+            for nth in 1..=times {
+                for code in CODES {
+                    for lasting in [false, true] {
+                        // The way back, too: not at all, by the kernel, by the driver.
+                        for back in 0..3 {
+                            let machine = Machine::new(kind, &machines);
+                            if lasting {
+                                machine.sim.fail_every(call, 1, code);
+                            } else {
+                                machine.sim.fail(call, nth, code);
+                            }
+                            match back {
+                                0 => {}
+                                1 => machine.faults.fail_from(SystemCall::Unmap, 1, libc::ENOMEM),
+                                _ => {
+                                    machine.sim.fail_every(Call::HostUnregister, 1, 999);
+                                    machine.sim.fail_every(Call::HostFree, 1, 999);
+                                }
+                            }
+                            let what = format!("{kind:?}, {call:?} {nth} {code} {lasting}, back: {back}");
+                            machine.live(kind, &what);
+                            lives += 1;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(end_retired(), 0);
+    println!("{lives} lives");
+    assert!(lives > 1500, "{lives}");
+}
