@@ -143,6 +143,102 @@ fn write_combined_memory_comes_from_the_driver() {
 }
 
 #[test]
+fn write_combined_memory_that_is_not_to_be_had_is_cached_and_says_so() {
+    let (sim, host) = machine();
+    let mut request = request();
+    request.pinning = Pinning::Required;
+    let mut flags = HostFlags::default();
+    flags.write_combined = true;
+    request.flags = flags;
+    sim.fail(Call::HostAlloc, 1, OUT_OF_MEMORY);
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!(region.report().pinned_by, PinnedBy::Registration(4));
+    assert!(region.report().shortfalls.iter().any(|s| s.cause == Cause::Cached));
+}
+
+#[test]
+fn memory_that_devices_may_not_write_is_pinned_without_that_where_the_driver_cannot() {
+    let (sim, host) = machine();
+    let mut request = request();
+    let mut flags = HostFlags::default();
+    flags.read_only = true;
+    request.flags = flags;
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert!(!region.report().shortfalls.iter().any(|s| s.cause == Cause::Writable));
+    sim.fail(Call::HostRegister, 1, 801);
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!(region.report().pinned_by, PinnedBy::Registration(4));
+    assert!(region.report().shortfalls.iter().any(|s| s.cause == Cause::Writable));
+}
+
+#[test]
+fn mapped_memory_has_an_address_on_the_device_and_pageable_memory_has_none() {
+    let (sim, host) = machine();
+    let mut request = request();
+    let mut flags = HostFlags::default();
+    flags.mapped = true;
+    request.flags = flags;
+    let reach = host.reach.clone().unwrap();
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!(region.device_address(&reach), Ok(region.span().start as u64));
+    request.pinning = Pinning::Off;
+    let pageable = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!(pageable.device_address(&reach).unwrap_err().code, 1);
+    drop((region, pageable));
+    assert!(sim.outstanding().is_empty());
+}
+
+#[test]
+fn registrations_stay_within_what_the_kernel_pins_at_once_and_the_report_says_so() {
+    let (sim, host) = machine();
+    let (_, faults) = support::faulty_host();
+    let host = Host { kernel: aquifer_host::kernel::Kernel::with_faults(faults.clone()), ..host };
+    let mut request = RegionRequest::bytes(3 << 30);
+    // A region of whole gibibytes takes the same steps with a mapping that the test never touches.
+    request.pages = PageTier::Base;
+    request.registration = 4 << 30;
+    faults.seem_version(6, 12);
+    faults.fail_from(SystemCall::Populate, 1, nix::libc::ENOMEM);
+    let budget = Budget::new("pinned", 4 << 30);
+    request.pinning = Pinning::Required;
+    sim.fail_every(Call::HostAlloc, 1, OUT_OF_MEMORY);
+    let refused = Region::new(&host, &budget, &request).unwrap_err();
+    let chunks = refused.before.iter().find_map(|s| match s.cause {
+        Cause::Chunks { asked, taken } => Some((asked, taken)),
+        _ => None,
+    });
+    let (asked, taken) = chunks.unwrap();
+    assert!(asked == 4 << 30 && taken < 2 << 30 && taken > 1 << 30, "{taken}");
+    eventually(|| budget.used() == 0);
+    for (major, minor) in [(6, 10), (6, 14), (5, 15)] {
+        faults.seem_version(major, minor);
+        let refused = Region::new(&host, &budget, &request).unwrap_err();
+        assert!(!refused.before.iter().any(|s| matches!(s.cause, Cause::Chunks { .. })), "{major}.{minor}");
+    }
+}
+
+#[test]
+fn a_strict_region_is_looked_at_before_the_driver_is_asked_and_after() {
+    let (sim, host) = machine();
+    let Some(node) = support::some_node(&host.topology) else {
+        println!("skipped: a kernel without NUMA");
+        return;
+    };
+    let (_, faults) = support::faulty_host();
+    let host = Host { kernel: aquifer_host::kernel::Kernel::with_faults(faults.clone()), ..host };
+    let mut request = request().on(node);
+    request.strict = true;
+    drop(Region::new(&host, &budget(), &request).unwrap());
+    assert_eq!(faults.made(SystemCall::Query), 5, "four chunks, and the whole");
+    let registered = sim.driver().calls().get(Call::HostRegister);
+    faults.fail_from(SystemCall::Query, 1, nix::libc::EPERM);
+    let refused = Region::new(&host, &budget(), &request).unwrap_err();
+    assert_eq!(refused.step, Step::Verify);
+    assert_eq!(sim.driver().calls().get(Call::HostRegister), registered, "not pinned to be refused");
+    assert!(sim.outstanding().is_empty());
+}
+
+#[test]
 fn each_system_call_that_fails_on_the_way_leaves_no_registration_and_no_charge() {
     for call in SystemCall::ALL {
         for nth in 1..4 {

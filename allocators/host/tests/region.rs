@@ -300,6 +300,66 @@ fn huge_pages_come_from_the_pool_where_it_has_enough_and_else_the_report_says_wh
 }
 
 #[test]
+fn huge_pages_that_take_longer_than_base_pages_are_given_up_for_the_rest() {
+    let topology = support::topology();
+    if !topology.thp().value.is_some_and(|mode| mode.is_offered()) {
+        println!("skipped: no transparent huge pages");
+        return;
+    }
+    let faults = std::sync::Arc::new(aquifer_host::kernel::Faults::new());
+    let kernel = aquifer_host::kernel::Kernel::with_faults(faults.clone());
+    let mut host = Host::new(topology, kernel.clone());
+    let one = NonZeroUsize::MIN;
+    host.workers =
+        std::sync::Arc::new(aquifer_host::workers::Workers::with_threads(&host.topology, kernel, one));
+    let mut request = request(16 * MIB);
+    request.pages = PageTier::Transparent;
+    let stalled = |report: &RegionReport| {
+        report.shortfalls.iter().find_map(|s| match s.cause {
+            Cause::Stalled { bytes } => Some(bytes),
+            _ => None,
+        })
+    };
+    let quick = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!((stalled(quick.report()), faults.made(SystemCall::NoHugePage)), (None, 0));
+    drop(quick);
+    // The first piece of eight seems to take ten minutes; the second is tried in base pages, which the rest have then.
+    faults.seem_slow(SystemCall::Populate, 1, Duration::from_secs(600));
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!(stalled(region.report()), Some(14 * MIB as u64));
+    assert_eq!(faults.made(SystemCall::NoHugePage), 7);
+    assert_eq!(support::present(region.span()), 4096);
+    drop(region);
+    // Where base pages are as slow, huge ones are kept.
+    let before = faults.made(SystemCall::NoHugePage);
+    faults.seem_slow(SystemCall::Populate, 8, Duration::from_secs(600));
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert_eq!((stalled(region.report()), faults.made(SystemCall::NoHugePage) - before), (None, 1));
+}
+
+#[test]
+fn huge_pages_of_a_gibibyte_come_from_their_pool_or_lesser_ones_instead() {
+    let (host, faults) = support::faulty_host();
+    let mut request = request(4 * MIB);
+    request.pages = PageTier::HugeTlb1G;
+    let region = Region::new(&host, &budget(), &request).unwrap();
+    assert!(region.report().pages < PageTier::HugeTlb1G);
+    assert!(region.report().shortfalls.iter().any(|s| s.cause == Cause::NotHuge), "4 MiB are no gibibyte");
+    drop(region);
+    let free = host.topology.free_huge_pages(None, 1 << 30).unwrap().value;
+    if free.is_none_or(|free| free == 0) {
+        println!("skipped: no huge pages of 1 GiB in the pool");
+        return;
+    }
+    let mut request = RegionRequest::bytes(1 << 30);
+    request.pages = PageTier::HugeTlb1G;
+    let region = Region::new(&host, &Budget::unlimited("pinned"), &request).unwrap();
+    assert_eq!(region.report().pages, PageTier::HugeTlb1G);
+    assert!(region.span().start.is_multiple_of(1 << 30));
+    assert_eq!(faults.made(SystemCall::Populate), 3, "two of the first region, and one page");
+}
+
+#[test]
 fn a_pool_of_huge_pages_that_breaks_its_promise_is_left_for_ordinary_pages() {
     // A machine that claims a pool: the first mapping of huge pages fails on one without.
     let root = std::env::temp_dir().join(format!("aquifer-huge-{}", std::process::id()));
