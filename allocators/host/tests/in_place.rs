@@ -12,8 +12,8 @@ use aquifer_driver::{
 use aquifer_host::{
     kernel::{Faults, Ground, Kernel, MapPages, SystemCall},
     region::{
-        Cause, FileMap, Host, InPlace, Pinnable, RegionError, Step, Unfit, end_retired, retired_bytes,
-        retry_stranded, scope, scope_mut,
+        Cause, FileMap, Host, InPlace, Pinnable, PinnableMut, RegionError, Step, Unfit, end_retired,
+        retired_bytes, retry_stranded, scope, scope_mut,
     },
 };
 use aquifer_stream::{Stream, StreamPool};
@@ -82,6 +82,14 @@ impl Map {
         Self::new(len, access, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | more, None)
     }
 
+    /// Pages of its own, which no other memory shares.
+    fn filled(len: usize, byte: u8) -> Self {
+        let map = Self::anonymous(len, WRITE, 0).unwrap();
+        // SAFETY: 1. mapped writable, and nobody else's.
+        unsafe { map.at.write_bytes(byte, len) };
+        map
+    }
+
     fn slice(&self) -> &[u8] {
         // SAFETY: 1. mapped readable by every test that asks. 2. nobody writes it meanwhile.
         unsafe { std::slice::from_raw_parts(self.at.as_ptr(), self.len) }
@@ -100,6 +108,14 @@ unsafe impl Pinnable for Map {
     type Item = u8;
     fn items(&self) -> &[u8] {
         self.slice()
+    }
+}
+
+// SAFETY: 1. the same bytes. Only writable ones are written here.
+unsafe impl PinnableMut for Map {
+    fn items_mut(&mut self) -> &mut [u8] {
+        // SAFETY: 1. mapped, and writable wherever a test asks. 2. nobody else has it.
+        unsafe { std::slice::from_raw_parts_mut(self.at.as_ptr(), self.len) }
     }
 }
 
@@ -200,9 +216,9 @@ fn it_flies_and_what_is_dropped_on_the_way_is_ended_after_it_has_landed() {
     let m = machine();
     let (_streams, stream) = stream(&m.sim);
     let mut target = OnDevice::new(m.sim.driver(), MIB as u64);
-    let up = m.pin(vec![0xab_u8; MIB]).unwrap();
+    let up = m.pin(Map::filled(MIB, 0xab)).unwrap();
     let up = stream.upload(up, &mut target).unwrap().wait().unwrap();
-    let down = m.pin(vec![0u8; MIB]).unwrap();
+    let down = m.pin(Map::filled(MIB, 0)).unwrap();
     let down = stream.download(&target, down).unwrap().wait().unwrap();
     assert_eq!(down.items(), up.items());
     drop(down);
@@ -415,8 +431,8 @@ fn more_than_the_kernel_pins_at_once_is_refused_and_nothing_is_touched() {
     assert_eq!(Kernel::new().pin_limit().is_some(), matches!(Kernel::new().version(), Some((6, 11..=13))));
 }
 
-/// A vector that tells when it goes.
-struct Watched(Vec<u8>, Arc<AtomicBool>);
+/// Memory that tells when it goes.
+struct Watched(Map, Arc<AtomicBool>);
 
 impl Drop for Watched {
     fn drop(&mut self) {
@@ -424,11 +440,11 @@ impl Drop for Watched {
     }
 }
 
-// SAFETY: 1. and 2. the vector's, which nobody else has.
+// SAFETY: 1. and 2. the mapping's, which nobody else has.
 unsafe impl Pinnable for Watched {
     type Item = u8;
     fn items(&self) -> &[u8] {
-        &self.0
+        self.0.slice()
     }
 }
 
@@ -438,7 +454,7 @@ fn memory_stays_with_a_registration_that_the_driver_will_not_end() {
     let gone = Arc::new(AtomicBool::new(false));
     for close in [false, true] {
         gone.store(false, Ordering::Relaxed);
-        let pinned = m.pin(Watched(vec![1; MIB], gone.clone())).unwrap();
+        let pinned = m.pin(Watched(Map::filled(MIB, 1), gone.clone())).unwrap();
         m.sim.fail_every(Call::HostUnregister, 1, 999);
         if close {
             assert_eq!(pinned.close().map(drop).unwrap_err().step, Step::Register);
@@ -457,7 +473,7 @@ fn memory_stays_with_a_registration_that_the_driver_will_not_end() {
 fn what_is_forgotten_is_leaked_and_stays_pinned() {
     let m = machine();
     let gone = Arc::new(AtomicBool::new(false));
-    let _forgotten = ManuallyDrop::new(m.pin(Watched(vec![1; MIB], gone.clone())).unwrap());
+    let _forgotten = ManuallyDrop::new(m.pin(Watched(Map::filled(MIB, 1), gone.clone())).unwrap());
     end_retired();
     retry_stranded();
     assert!(!gone.load(Ordering::Relaxed) && m.budget.used() >= MIB as u64);
