@@ -5,11 +5,13 @@
 //! | `pool` | pairs, random sizes and what they waste, on up to 16 threads |
 //! | `driver` | the driver's own allocations, on a GPU |
 //! | `source` | who serves |
+//! | `regions` | whole regions made ready, by pages and workers |
 //!
 //! Memory is what a program near the device would get. Without a GPU it is pageable, which changes nothing in the pool.
 
 mod driver;
 mod pool;
+mod regions;
 mod source;
 
 use super::{
@@ -36,11 +38,12 @@ struct Group {
 }
 
 /// In the order in which they are measured and printed.
-const GROUPS: [Group; 4] = [
+const GROUPS: [Group; 5] = [
     Group { names: pool::pair_names, measure: pool::pairs },
     Group { names: driver::names, measure: driver::measure },
     Group { names: pool::random_names, measure: pool::random },
     Group { names: pool::thread_names, measure: pool::threads },
+    Group { names: regions::names, measure: regions::measure },
 ];
 
 /// Measures what was asked for. Takes most of a minute.

@@ -21,6 +21,8 @@ pub(crate) enum Unit {
     MsPerGib,
     /// Parts of a hundred, and no time.
     Percent,
+    /// 10⁹ bytes a second: a row of these keeps the nanoseconds for 10⁹ bytes, so that its ratio is one of times too.
+    GbPerSecond,
 }
 
 impl Unit {
@@ -35,6 +37,7 @@ impl Unit {
             Self::UsPerGib => "µs/GiB",
             Self::MsPerGib => "ms/GiB",
             Self::Percent => "%",
+            Self::GbPerSecond => "GB/s",
         }
     }
 
@@ -44,6 +47,15 @@ impl Unit {
             Self::NsPerPair | Self::NsPerOperation | Self::NsPerCall | Self::Percent => 1.0,
             Self::Us | Self::UsPerHandle | Self::UsPerGib => 1e3,
             Self::MsPerGib => 1e6,
+            Self::GbPerSecond => 1e9,
+        }
+    }
+
+    /// A time in this unit.
+    fn value(self, ns: f64) -> f64 {
+        match self {
+            Self::GbPerSecond => self.nanoseconds() / ns,
+            _ => ns / self.nanoseconds(),
         }
     }
 
@@ -51,6 +63,9 @@ impl Unit {
     pub(crate) fn of(self, ns: f64) -> String {
         if self == Self::Percent {
             return format!("{ns:.2} %");
+        }
+        if self == Self::GbPerSecond {
+            return format!("{:.1} GB/s", self.value(ns));
         }
         let per = self.name().find('/').map_or("", |at| &self.name()[at..]);
         format!("{}{per}", Nanoseconds(ns))
@@ -82,12 +97,12 @@ pub(crate) struct Row {
 impl Row {
     /// The figure in its unit.
     pub(crate) fn value(&self) -> f64 {
-        self.ns / self.unit.nanoseconds()
+        self.unit.value(self.ns)
     }
 
     /// The peer's in the same unit.
     pub(crate) fn peer_value(&self) -> Option<f64> {
-        self.peer.as_ref().map(|peer| peer.ns / self.unit.nanoseconds())
+        self.peer.as_ref().map(|peer| self.unit.value(peer.ns))
     }
 
     /// How many times the peer's figure this one is: below 1 is faster.
@@ -112,6 +127,14 @@ mod tests {
         assert_eq!((row.value(), row.peer_value(), row.ratio()), (2.5, Some(0.5), Some(5.0)));
         assert_eq!(Row { unit: Unit::UsPerHandle, ..row.clone() }.value(), 2500.0);
         assert_eq!(Row { unit: Unit::NsPerPair, ..row }.ratio(), Some(5.0));
+    }
+
+    #[test]
+    fn a_speed_is_told_as_one_and_its_ratio_is_of_times() {
+        let row = row(1e9 / 35.0, Unit::GbPerSecond, Some(1e9 / 2.0));
+        assert!((row.value() - 35.0).abs() < 1e-9 && (row.peer_value().unwrap() - 2.0).abs() < 1e-9);
+        assert!(row.ratio().unwrap() < 0.06, "below 1 is faster");
+        assert_eq!(Unit::GbPerSecond.of(row.ns), "35.0 GB/s");
     }
 
     #[test]

@@ -1,0 +1,327 @@
+//! Whole regions made ready: mapped, placed, populated by workers and registered meanwhile, by pages and workers, beside
+//! what the driver takes for the same bytes.
+//!
+//! A virtual machine may get its memory only when it is first touched, which costs more than anything measured here: as
+//! much as the largest row needs is touched and given back first.
+
+use super::{Bench, size};
+use crate::bench::{
+    lap::Pace,
+    report::{Failure, LeftOut},
+    row::Unit,
+};
+use aquifer_core::{Budget, MemoryError, Result};
+use aquifer_driver::HostFlags;
+use aquifer_host::{
+    region::{Host, InPlace, PageTier, Pinning, Region, RegionRequest, Verify},
+    topology::NodeId,
+    workers::Workers,
+};
+use std::{
+    num::NonZeroUsize,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+const GIB: u64 = 1 << 30;
+/// Sizes in bytes, and in a quick run.
+const SIZES: [u64; 3] = [GIB, 8 * GIB, 32 * GIB];
+const QUICK: [u64; 1] = [64 << 20];
+/// How many workers.
+const WORKERS: [usize; 6] = [1, 2, 4, 6, 8, 12];
+/// Those of the largest size, of which a region takes as long as all the others of a smaller one.
+const FEW: [usize; 2] = [6, 8];
+/// Pages, and what the rows call them.
+const TIERS: [(PageTier, &str); 4] = [
+    (PageTier::HugeTlb1G, "1 GiB pages"),
+    (PageTier::HugeTlb, "2 MiB pages"),
+    (PageTier::Transparent, "thp"),
+    (PageTier::Base, "base pages"),
+];
+/// Bytes of one registration that are compared with the usual.
+const CHUNK: usize = 256 << 20;
+
+/// The peer.
+const DRIVER: &str = "cuMemHostAlloc";
+
+/// One row.
+struct Case {
+    bytes: u64,
+    tier: PageTier,
+    pages: &'static str,
+    workers: usize,
+    registration: usize,
+}
+
+impl Case {
+    fn name(&self) -> String {
+        let chunks = if self.registration == CHUNK { " by 256 MiB" } else { "" };
+        let workers = if self.workers == 1 { "worker" } else { "workers" };
+        format!("region {}, {}{chunks}, {} {workers}", size(self.bytes), self.pages, self.workers)
+    }
+}
+
+fn cases(bench: &Bench<'_>, bytes: u64) -> Vec<Case> {
+    let few = bytes > 8 * GIB;
+    let usual = RegionRequest::REGISTRATION;
+    let mut cases = Vec::new();
+    for (tier, pages) in TIERS {
+        let counts: &[usize] = if few { &FEW } else { &WORKERS };
+        // A gibibyte of pages of that size is one piece of work, and a slow kind of pages need not be waited for again.
+        let wanted = |workers: &&usize| match tier {
+            PageTier::HugeTlb1G => bytes >= 8 * GIB && **workers >= 6,
+            PageTier::Base => !few,
+            _ => true,
+        };
+        let case = |&workers| Case { bytes, tier, pages, workers, registration: usual };
+        cases.extend(counts.iter().filter(wanted).map(case));
+        if tier == PageTier::Transparent && bench.has_gpu() && bytes > usual as u64 {
+            cases.push(Case { bytes, tier, pages, workers: 8, registration: CHUNK });
+        }
+    }
+    cases
+}
+
+fn sizes(bench: &Bench<'_>) -> &'static [u64] {
+    if bench.pace == Pace::QUICK { &QUICK } else { &SIZES }
+}
+
+fn in_place_name(bytes: u64) -> String {
+    format!("in place {}, pages there", size(bytes))
+}
+
+fn close_name(bytes: u64) -> String {
+    format!("region {} ended", size(bytes))
+}
+
+pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
+    let mut names = Vec::new();
+    for &bytes in sizes(bench) {
+        names.extend(cases(bench, bytes).iter().map(Case::name));
+        names.push(close_name(bytes));
+        if bench.has_gpu() {
+            names.push(in_place_name(bytes));
+        }
+    }
+    names
+}
+
+pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
+    let node = bench.host.topology.node_of_device(bench.place.info()).ok().and_then(|found| found.value);
+    let wanted = |bytes: &u64| {
+        let mut names = cases(bench, *bytes).iter().map(Case::name).collect::<Vec<_>>();
+        names.extend([close_name(*bytes), in_place_name(*bytes)]);
+        *bytes <= bench.room && names.iter().any(|name| bench.wants(name))
+    };
+    if let Some(&most) = sizes(bench).iter().rev().find(|bytes| wanted(bytes)) {
+        touch(bench, node, most)?;
+    }
+    for &bytes in sizes(bench) {
+        let cases: Vec<_> =
+            cases(bench, bytes).into_iter().filter(|case| bench.wants(&case.name())).collect();
+        let (close, in_place) = (close_name(bytes), in_place_name(bytes));
+        let others = bench.wants(&close) || (bench.has_gpu() && bench.wants(&in_place));
+        if cases.is_empty() && !others {
+            continue;
+        }
+        let what = format!("region {}", size(bytes));
+        if bytes > bench.room {
+            let why = format!("needs {} of {}", aquifer_core::Bytes(bytes), aquifer_core::Bytes(bench.room));
+            bench.left_out.push(LeftOut { row: what, why });
+            continue;
+        }
+        let driver = if bench.has_gpu() { Some(driver(bench, bytes)?) } else { None };
+        let peer = driver.map(|(made, _)| (DRIVER, rate(made, bytes)));
+        let mut ended = Vec::new();
+        for case in cases {
+            match ready(bench, node, &case)? {
+                Ok((made, gone)) => {
+                    bench.add(&case.name(), Unit::GbPerSecond, rate(made, bytes), peer);
+                    ended.push(gone);
+                }
+                Err(why) => bench.left_out.push(LeftOut { row: case.name(), why }),
+            }
+        }
+        if ended.is_empty() && bench.wants(&close) {
+            let workers = (crate::bench::host::processors() as usize).clamp(1, 8);
+            let case = Case { bytes, tier: PageTier::Base, pages: "", workers, registration: CHUNK };
+            ended.extend(ready(bench, node, &case)?.ok().map(|(_, gone)| gone));
+        }
+        if let Some(&gone) = ended.iter().min() {
+            let peer = driver.map(|(_, freed)| ("cuMemFreeHost", rate(freed, bytes)));
+            bench.add(&close, Unit::GbPerSecond, rate(gone, bytes), peer);
+        }
+        if bench.has_gpu() && bench.wants(&in_place) {
+            let took = in_place_once(bench, bytes)?;
+            bench.add(&in_place, Unit::GbPerSecond, rate(took, bytes), peer);
+        }
+    }
+    Ok(())
+}
+
+/// Nanoseconds for 10⁹ bytes.
+fn rate(took: Duration, bytes: u64) -> f64 {
+    took.as_nanos() as f64 * 1e9 / bytes as f64
+}
+
+/// How often something is timed: what takes seconds has no noise to be rid of.
+fn laps(bytes: u64) -> usize {
+    if bytes > 8 * GIB { 1 } else { 3 }
+}
+
+fn request(node: Option<NodeId>, bytes: u64) -> RegionRequest {
+    let mut request = RegionRequest::bytes(bytes as usize);
+    request.node = node;
+    request
+}
+
+/// Has the machine get its memory.
+fn touch(bench: &Bench<'_>, node: Option<NodeId>, bytes: u64) -> Result<()> {
+    let mut request = request(node, bytes);
+    request.pinning = Pinning::Off;
+    request.verify = Verify::Skip;
+    drop(Region::new(&bench.host, &Budget::unlimited("bench"), &request)?);
+    Ok(())
+}
+
+/// The best of some times: until a region is ready, and until it is gone. The inner error says why there is no such
+/// region here.
+fn ready(
+    bench: &Bench<'_>,
+    node: Option<NodeId>,
+    case: &Case,
+) -> Result<std::result::Result<(Duration, Duration), String>> {
+    let kernel = bench.host.kernel.clone();
+    let count = NonZeroUsize::new(case.workers).unwrap_or(NonZeroUsize::MIN);
+    let there = crate::bench::host::processors();
+    if case.workers as u64 > there {
+        return Ok(Err(format!("{there} processors here")));
+    }
+    let workers = Workers::with_threads(&bench.host.topology, kernel, count);
+    let host = Host { workers: Arc::new(workers), ..bench.host.clone() };
+    let mut request = request(node, case.bytes);
+    request.pages = case.tier;
+    request.registration = case.registration;
+    if bench.has_gpu() {
+        request.pinning = Pinning::Required;
+    }
+    let mut best = (Duration::MAX, Duration::MAX);
+    for _ in 0..laps(case.bytes) {
+        let begun = Instant::now();
+        let region = Region::new(&host, &Budget::unlimited("bench"), &request)?;
+        let made = begun.elapsed();
+        let report = region.report();
+        if report.pages != case.tier {
+            let why = report.shortfalls.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+            return Ok(Err(why));
+        }
+        let begun = Instant::now();
+        region.close()?;
+        best = (best.0.min(made), best.1.min(begun.elapsed()));
+    }
+    Ok(Ok(best))
+}
+
+/// The same of the driver's own memory.
+fn driver(bench: &mut Bench<'_>, bytes: u64) -> Result<(Duration, Duration)> {
+    let told = |e| MemoryError::driver(bench.device, e);
+    let mut best = (Duration::MAX, Duration::MAX);
+    // Seconds each, from 8 GiB on.
+    for _ in 0..if bytes > GIB { 1 } else { 3 } {
+        let begun = Instant::now();
+        let address =
+            bench.driver.host_alloc(bench.device, bytes as usize, HostFlags::default()).map_err(told)?;
+        let made = begun.elapsed();
+        let begun = Instant::now();
+        #[expect(unsafe_code, reason = "gives back what the driver allocated")]
+        // SAFETY: 1. it came from this driver just now. 2. nobody has used it.
+        let freed = unsafe { bench.driver.host_free(bench.device, address) };
+        let freed = freed.map(|()| begun.elapsed()).map_err(told);
+        match freed {
+            Ok(gone) => best = (best.0.min(made), best.1.min(gone)),
+            Err(e) => {
+                bench.failures.push(Failure { row: DRIVER.to_owned(), count: 1, said: e.to_string() });
+                break;
+            }
+        }
+    }
+    Ok(best)
+}
+
+/// How long it takes to register memory whose pages are there.
+fn in_place_once(bench: &Bench<'_>, bytes: u64) -> Result<Duration> {
+    let mut memory = vec![1u8; bytes as usize];
+    let mut best = Duration::MAX;
+    for _ in 0..laps(bytes) {
+        let begun = Instant::now();
+        let pinned = InPlace::new(&bench.host, &Budget::unlimited("bench"), memory, HostFlags::default());
+        let took = begun.elapsed();
+        memory = pinned.map_err(|refused| MemoryError::from(refused.error))?.close()?;
+        best = best.min(took);
+    }
+    Ok(best)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{cli::DeviceChoice, place::Place, progress::Progress};
+    use aquifer_driver::sim::Sim;
+
+    fn as_if_real(sim: &Sim) -> Place {
+        let driver = sim.driver();
+        let info = driver.device_info(aquifer_core::DeviceId(0)).unwrap();
+        Place::Cuda { driver, info }
+    }
+
+    fn measured<'a>(place: &'a Place, only: Option<&str>) -> Bench<'a> {
+        let mut bench = Bench::new(place, Pace::QUICK, only).unwrap();
+        bench.measure(&mut Progress::silent()).unwrap();
+        bench
+    }
+
+    #[test]
+    fn every_row_is_measured_or_left_out_with_its_reason_without_a_gpu() {
+        let place = Place::choose(DeviceChoice::Sim).unwrap();
+        let bench = measured(&place, Some("region"));
+        assert!(bench.failures.is_empty(), "{:?}", bench.failures);
+        let wanted: Vec<_> = names(&bench).into_iter().filter(|name| name.starts_with("region")).collect();
+        for name in wanted {
+            let row = bench.rows.iter().find(|row| row.name == name);
+            let why = bench.left_out.iter().find(|left| left.row == name);
+            assert!(row.is_some() != why.is_some(), "{name}");
+            assert!(row.is_none_or(|row| row.value() > 0.0 && row.peer.is_none()), "{row:?}");
+            assert!(why.is_none_or(|left| !left.why.is_empty()), "{why:?}");
+        }
+        assert!(!bench.rows.is_empty());
+    }
+
+    #[test]
+    fn with_a_gpu_the_driver_stands_beside_each_row_and_nothing_is_left() {
+        let sim = Sim::h200(1).symbolic();
+        sim.oracle(false);
+        let place = as_if_real(&sim);
+        let bench = measured(&place, Some("base pages, 1 worker"));
+        let [row] = &bench.rows[..] else { panic!("{:?} {:?}", bench.rows, bench.failures) };
+        assert_eq!(row.peer.as_ref().unwrap().name, DRIVER);
+        let in_place = measured(&place, Some("in place"));
+        assert_eq!(in_place.rows.len(), 1, "{:?}", in_place.failures);
+        let ended = measured(&place, Some("ended"));
+        assert_eq!(ended.rows[0].peer.as_ref().unwrap().name, "cuMemFreeHost");
+        assert!(sim.outstanding().host_allocations + sim.outstanding().registrations == 0);
+    }
+
+    #[test]
+    fn no_two_rows_have_one_name_and_each_fits_the_page() {
+        let sim = Sim::h200(1).symbolic();
+        let place = as_if_real(&sim);
+        let mut bench = Bench::new(&place, Pace::QUICK, None).unwrap();
+        bench.pace = Pace::FULL;
+        let mut all = names(&bench);
+        assert!(all.iter().all(|name| name.chars().count() <= 41), "{all:?}");
+        let count = all.len();
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), count);
+    }
+}
