@@ -1,5 +1,4 @@
 //! Regions that several processes map and register.
-#![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "looks into memory that others have too")]
 
 mod support;
