@@ -134,16 +134,22 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
         let peer = driver.map(|(made, _)| (DRIVER, rate(made, bytes)));
         let mut ended = Vec::new();
         for case in cases {
-            match ready(bench, node, &case)? {
+            let outcome = match missing(bench, node, &case) {
+                Some((row, why)) => Err(LeftOut { row, why }),
+                None => ready(bench, node, &case)?.map_err(|why| LeftOut { row: case.name(), why }),
+            };
+            match outcome {
                 Ok((made, gone)) => {
                     bench.add(&case.name(), Unit::GbPerSecond, rate(made, bytes), peer);
                     ended.push(gone);
                 }
-                Err(why) => bench.left_out.push(LeftOut { row: case.name(), why }),
+                // Once for all the rows that lack the same.
+                Err(left) if bench.left_out.contains(&left) => {}
+                Err(left) => bench.left_out.push(left),
             }
         }
         if ended.is_empty() && bench.wants(&close) {
-            let workers = (crate::bench::host::processors() as usize).clamp(1, 8);
+            let workers = processors().clamp(1, 8);
             let case = Case { bytes, tier: PageTier::Base, pages: "", workers, registration: CHUNK };
             ended.extend(ready(bench, node, &case)?.ok().map(|(_, gone)| gone));
         }
@@ -184,6 +190,28 @@ fn touch(bench: &Bench<'_>, node: Option<NodeId>, bytes: u64) -> Result<()> {
     Ok(())
 }
 
+/// What this machine has too little of for a row, and the rows it is so for.
+fn missing(bench: &Bench<'_>, node: Option<NodeId>, case: &Case) -> Option<(String, String)> {
+    let region = format!("region {}", size(case.bytes));
+    let there = processors();
+    if case.workers > there {
+        return Some((format!("{region}, more than {there} workers"), format!("{there} processors here")));
+    }
+    let page: u64 = match case.tier {
+        PageTier::HugeTlb1G => GIB,
+        PageTier::HugeTlb => 2 << 20,
+        _ => return None,
+    };
+    let free = bench.host.topology.free_huge_pages(node, page).ok().and_then(|found| found.value);
+    let (needed, free) = (case.bytes / page, free.unwrap_or(0));
+    let why = format!("{needed} of them needed, {free} in the pool");
+    (free < needed).then(|| (format!("{region}, {}", case.pages), why))
+}
+
+fn processors() -> usize {
+    crate::bench::host::processors() as usize
+}
+
 /// The best of some times: until a region is ready, and until it is gone. The inner error says why there is no such
 /// region here.
 fn ready(
@@ -193,10 +221,6 @@ fn ready(
 ) -> Result<std::result::Result<(Duration, Duration), String>> {
     let kernel = bench.host.kernel.clone();
     let count = NonZeroUsize::new(case.workers).unwrap_or(NonZeroUsize::MIN);
-    let there = crate::bench::host::processors();
-    if case.workers as u64 > there {
-        return Ok(Err(format!("{there} processors here")));
-    }
     let workers = Workers::with_threads(&bench.host.topology, kernel, count);
     let host = Host { workers: Arc::new(workers), ..bench.host.clone() };
     let mut request = request(node, case.bytes);
@@ -285,15 +309,19 @@ mod tests {
         let place = Place::choose(DeviceChoice::Sim).unwrap();
         let bench = measured(&place, Some("region"));
         assert!(bench.failures.is_empty(), "{:?}", bench.failures);
-        let wanted: Vec<_> = names(&bench).into_iter().filter(|name| name.starts_with("region")).collect();
-        for name in wanted {
+        let bytes = QUICK[0];
+        for case in cases(&bench, bytes) {
+            let name = case.name();
             let row = bench.rows.iter().find(|row| row.name == name);
-            let why = bench.left_out.iter().find(|left| left.row == name);
-            assert!(row.is_some() != why.is_some(), "{name}");
+            let too_many = format!("region {}, more than {} workers", size(bytes), processors());
+            let why = bench.left_out.iter().find(|left| name.starts_with(&left.row) || left.row == too_many);
+            assert!(row.is_some() || why.is_some(), "{name}");
             assert!(row.is_none_or(|row| row.value() > 0.0 && row.peer.is_none()), "{row:?}");
-            assert!(why.is_none_or(|left| !left.why.is_empty()), "{why:?}");
         }
-        assert!(!bench.rows.is_empty());
+        assert!(bench.rows.len() >= 2, "base pages, and the end: {:?}", bench.rows);
+        let mut left = bench.left_out.clone();
+        left.dedup();
+        assert_eq!(left, bench.left_out, "each reason once");
     }
 
     #[test]
