@@ -316,7 +316,7 @@ impl Inner {
         if let (true, Physical::Mapped(mapped)) = (together, &self.physical) {
             mapped.pool_together(givers);
             progress.own += 1;
-            if let Some(place) = mapped.lowest(home, request) {
+            if let Some(place) = mapped.shared(home, request, self.leasing.fit()) {
                 count(&self.counters.adoptions, 1);
                 return Ok(Some(self.hand_out(home, &Freed::found(home, &place, request), self.ticket())));
             }
@@ -452,7 +452,9 @@ impl Inner {
     ) -> Result<Option<Block>> {
         let mut effort = Effort { reserved: progress.reserved, ..Effort::default() };
         let place = match &self.physical {
-            Physical::Mapped(mapped) => mapped.place(home, givers, request, how, &mut effort)?,
+            Physical::Mapped(mapped) => {
+                mapped.place(home, givers, request, how, self.leasing.fit(), &mut effort)?
+            }
             Physical::Plain(plain) if !how.grow && !how.steal || how.reach == Reach::Wait => {
                 plain.adopt(home, givers, request, how.reach, &mut effort)?
             }

@@ -29,6 +29,9 @@ const LARGE: u64 = 16 << 20;
 /// equal share where there are more streams.
 const HOLDERS_PART: u64 = 8;
 
+/// Memory is tight when less than this part of the budget is left or free.
+const TIGHT_PART: u64 = 32;
+
 /// What one stream holds, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Holds {
@@ -51,6 +54,15 @@ pub(crate) enum First {
     Moves,
 }
 
+/// Where a block goes of several places that are as good otherwise.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Fit {
+    /// To the lowest: what is free gathers at the other end.
+    Lowest,
+    /// Where it keeps the fewest handles from being moved that are wholly free now, and of those to the lowest.
+    FewestPinned,
+}
+
 /// Which of the two it is.
 #[derive(Default, Debug)]
 pub(crate) struct Leasing {
@@ -61,6 +73,8 @@ pub(crate) struct Leasing {
     spacious: AtomicBool,
     /// No more than a third of what is held lies idle.
     ample: AtomicBool,
+    /// Nearly all of the budget is in use: see [`TIGHT_PART`].
+    tight: AtomicBool,
     /// Bytes held at the last decision.
     held: AtomicU64,
     /// Bytes in use, at most.
@@ -84,6 +98,11 @@ impl Leasing {
     #[inline]
     pub(crate) fn takes_over(&self, bytes: u64) -> bool {
         bytes > ALWAYS_OWN && self.is_together()
+    }
+
+    /// Where a block goes of several places that are as good otherwise.
+    pub(crate) fn fit(&self) -> Fit {
+        if self.tight.load(Ordering::Relaxed) { Fit::FewestPinned } else { Fit::Lowest }
     }
 
     /// What comes first for a stream that has no room for `bytes`.
@@ -110,10 +129,16 @@ impl Leasing {
         let together = self.sharing && used > border && holders.count() > 1;
         let (live, free) = streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let (spacious, ample) = (used <= limit / 2, free <= live / 2);
+        let tight = limit.saturating_sub(used) + free < limit / TIGHT_PART;
         self.held.store(live + free, Ordering::Relaxed);
         self.high_water.fetch_max(live, Ordering::Relaxed);
         // Read far more often than it changes: the line stays shared.
-        let flags = [(&self.together, together), (&self.spacious, spacious), (&self.ample, ample)];
+        let flags = [
+            (&self.together, together),
+            (&self.spacious, spacious),
+            (&self.ample, ample),
+            (&self.tight, tight),
+        ];
         for (flag, value) in flags {
             if flag.load(Ordering::Relaxed) != value {
                 flag.store(value, Ordering::Relaxed);
@@ -187,5 +212,20 @@ mod tests {
             [(200, 100), (200, 101), (300, 101)].map(|(live, free)| step(live, free)),
             [true, false, false]
         );
+    }
+
+    #[test]
+    fn memory_is_tight_when_nearly_all_of_the_budget_is_in_use_and_not_when_it_only_is_held() {
+        let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 3200));
+        let step = |live: u64, free: u64| {
+            let charge = budget.charge(live + free);
+            leasing.decide(&budget, &[Holds { live, free: 0 }], free);
+            drop(charge);
+            leasing.fit()
+        };
+        assert_eq!(step(3100, 0), Fit::Lowest);
+        assert_eq!(step(3101, 0), Fit::FewestPinned);
+        assert_eq!(step(3101, 99), Fit::FewestPinned);
+        assert_eq!(step(3000, 200), Fit::Lowest);
     }
 }

@@ -481,3 +481,29 @@ fn a_program_that_frees_all_and_begins_again_takes_the_same_places() {
     assert_eq!(round(&[0, 7, 1, 6, 2, 5, 3, 4]), first);
     assert_eq!(round(&[0, 1, 2, 3, 4, 5, 6, 7]), first);
 }
+
+#[test]
+fn draining_takes_exactly_what_is_free_with_its_stamps_and_leaves_what_lives() {
+    let mut heap = device(8 * MIB);
+    // Exact blocks and slots, every second one freed, so that there are holes, half-empty slabs and spares; the last one
+    // freed is kept whole.
+    let sizes = [600 * KIB, 3 * KIB, 70 * KIB, 512, 17 * KIB, 9 * KIB];
+    let blocks: Vec<_> = (0..24).map(|n| heap.alloc(sizes[n % sizes.len()], 512).unwrap()).collect();
+    for (stamp, block) in (1..).zip(blocks.iter().step_by(2)) {
+        heap.free_block(block, stamp).unwrap();
+    }
+    let (mut expected, live) = (extents(&heap), heap.live_bytes());
+    let managed = heap.managed_bytes() - heap.free_bytes();
+    let mut taken = Vec::new();
+    heap.drain(|extent| taken.push(extent));
+    assert!(taken.is_sorted_by(|a, b| a.range.len >= b.range.len));
+    taken.sort_unstable_by_key(|extent| extent.range.start);
+    expected.sort_unstable_by_key(|extent| extent.range.start);
+    assert_eq!(taken, expected);
+    assert_eq!((heap.free_bytes(), heap.live_bytes(), heap.managed_bytes()), (0, live, managed));
+    heap.check().unwrap();
+    for block in blocks.iter().skip(1).step_by(2) {
+        heap.free_block(block, 99).unwrap();
+    }
+    heap.check().unwrap();
+}

@@ -6,19 +6,41 @@
 //! ahead of the need. Each range remembers which stream used it last and up to which epoch; where two join, what
 //! either waited for is remembered of both.
 
+use super::window::Grid;
+use crate::leasing::Fit;
 use aquifer_heap::Range;
 use aquifer_stream::Timeline;
-use std::{collections::BTreeMap, sync::Arc};
+use smallvec::SmallVec;
+use std::sync::Arc;
 
 /// What has to be over before memory is anybody's: the streams that used it, and up to which epochs.
-pub(crate) type Past = Vec<(Arc<Timeline>, u64)>;
+pub(crate) type Past = SmallVec<[(Arc<Timeline>, u64); 2]>;
 
 /// The ranges, by address, none touching the next.
+///
+/// They stand in short chunks, each of which knows its longest, so that a search passes over what is too short, and a
+/// change moves few of them.
 #[derive(Default, Debug)]
 pub(crate) struct Commons {
-    ranges: BTreeMap<u64, (u64, Past)>,
+    /// None is empty.
+    chunks: Vec<Chunk>,
     bytes: u64,
 }
+
+/// Ranges that follow each other.
+#[derive(Debug)]
+struct Chunk {
+    longest: u64,
+    spans: Vec<Range>,
+    /// Of the spans, in their order. Apart from them, since a search looks at the spans alone.
+    pasts: Vec<Past>,
+}
+
+/// More ranges than this in a chunk are two chunks.
+const CHUNK: usize = 128;
+
+/// Which chunk, and which of its ranges.
+type At = (usize, usize);
 
 /// Whether the host has seen all of it done.
 pub(crate) fn is_done(past: &Past) -> bool {
@@ -53,66 +75,131 @@ impl Commons {
 
     /// The ranges, by address.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (Range, &Past)> {
-        self.ranges.iter().map(|(&start, (len, past))| (Range { start, len: *len }, past))
+        self.chunks.iter().flat_map(|chunk| chunk.spans.iter().copied().zip(&chunk.pasts))
     }
 
     /// Lets go of what is known to be done of all pasts, and so of streams that nobody else knows any more.
     pub(crate) fn forget_done(&mut self) {
-        for (_, past) in self.ranges.values_mut() {
+        for past in self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pasts) {
             past.retain(|(timeline, epoch)| !timeline.is_done(*epoch));
         }
     }
 
     /// Whether an address is in it.
     pub(crate) fn covers(&self, address: u64) -> bool {
-        let below = self.ranges.range(..=address).next_back();
-        below.is_some_and(|(start, (len, _))| address < start + len)
+        self.below(address).is_some_and(|(chunk, at)| self.chunks[chunk].spans[at].contains(address))
+    }
+
+    /// The last range that begins at `address` or below.
+    fn below(&self, address: u64) -> Option<At> {
+        let chunk = self.chunks.partition_point(|chunk| chunk.spans[0].start <= address).checked_sub(1)?;
+        let at = self.chunks[chunk].spans.partition_point(|span| span.start <= address);
+        Some((chunk, at - 1))
+    }
+
+    fn remove(&mut self, (chunk, at): At) -> (Range, Past) {
+        let of = &mut self.chunks[chunk];
+        let (span, past) = (of.spans.remove(at), of.pasts.remove(at));
+        if of.spans.is_empty() {
+            self.chunks.remove(chunk);
+        } else if span.len == of.longest {
+            of.measure();
+        }
+        (span, past)
+    }
+
+    fn insert(&mut self, span: Range, past: Past) {
+        let below = self.below(span.start);
+        let (chunk, at) = below.map_or((0, 0), |(chunk, at)| (chunk, at + 1));
+        match self.chunks.get_mut(chunk) {
+            None => self.chunks.push(Chunk { longest: span.len, spans: vec![span], pasts: vec![past] }),
+            Some(of) => {
+                of.spans.insert(at, span);
+                of.pasts.insert(at, past);
+                of.longest = of.longest.max(span.len);
+                if of.spans.len() > CHUNK {
+                    let (spans, pasts) = (of.spans.split_off(CHUNK / 2), of.pasts.split_off(CHUNK / 2));
+                    of.measure();
+                    let mut upper = Chunk { longest: 0, spans, pasts };
+                    upper.measure();
+                    self.chunks.insert(chunk + 1, upper);
+                }
+            }
+        }
     }
 
     /// Adds a range that is nobody else's.
     pub(crate) fn add(&mut self, range: Range, past: Past) {
         self.bytes += range.len;
-        let Range { mut start, mut len } = range;
-        let mut all = Vec::new();
+        let mut whole = range;
+        let mut all = Past::new();
         join(&mut all, past);
-        if let Some((&below, &(below_len, _))) = self.ranges.range(..start).next_back()
-            && below + below_len == start
-            && let Some((_, past)) = self.ranges.remove(&below)
+        if let Some(below) = self.below(range.start)
+            && self.chunks[below.0].spans[below.1].end() == range.start
         {
-            (start, len) = (below, below_len + len);
+            let (span, past) = self.remove(below);
+            whole = Range { start: span.start, len: span.len + whole.len };
             join(&mut all, past);
         }
-        if let Some((more, past)) = self.ranges.remove(&(start + len)) {
-            len += more;
+        if let Some(above) = self.below(range.end())
+            && self.chunks[above.0].spans[above.1].start == range.end()
+        {
+            let (span, past) = self.remove(above);
+            whole.len += span.len;
             join(&mut all, past);
         }
-        self.ranges.insert(start, (len, all));
+        self.insert(whole, all);
     }
 
-    /// The lowest place for a block in what is `ready`.
-    pub(crate) fn lowest(&self, bytes: u64, align: u64, ready: impl Fn(&Past) -> bool) -> Option<Range> {
-        self.ranges.iter().find_map(|(&start, (len, past))| {
-            let aligned = start.next_multiple_of(align);
-            (aligned - start + bytes <= *len && ready(past)).then_some(Range { start: aligned, len: bytes })
-        })
+    /// The best place for a block in what is `ready`, by `fit`.
+    pub(crate) fn place(
+        &self,
+        bytes: u64,
+        align: u64,
+        fit: Fit,
+        grid: Grid,
+        ready: impl Fn(&Past) -> bool,
+    ) -> Option<Range> {
+        let mut best: Option<(u64, Range)> = None;
+        for chunk in self.chunks.iter().filter(|chunk| chunk.longest >= bytes) {
+            for (span, past) in chunk.spans.iter().zip(&chunk.pasts) {
+                let range = Range { start: span.start.next_multiple_of(align), len: bytes };
+                if range.end() > span.end() || !ready(past) {
+                    continue;
+                }
+                if fit == Fit::Lowest {
+                    return Some(range);
+                }
+                let pinned = grid.pins(*span, range);
+                if best.is_none_or(|(least, _)| pinned < least) {
+                    best = Some((pinned, range));
+                }
+            }
+        }
+        best.map(|(_, range)| range)
     }
 
     /// Takes a range out; `None` if it is not wholly here.
     pub(crate) fn take(&mut self, range: Range) -> Option<Past> {
-        let (&start, &(len, _)) = self.ranges.range(..=range.start).next_back()?;
-        let (end, range_end) = (start + len, range.start + range.len);
-        if range_end > end {
+        let at = self.below(range.start)?;
+        if !self.chunks[at.0].spans[at.1].covers(&range) {
             return None;
         }
-        let (_, past) = self.ranges.remove(&start)?;
-        if start < range.start {
-            self.ranges.insert(start, (range.start - start, past.clone()));
+        let (span, past) = self.remove(at);
+        if span.start < range.start {
+            self.insert(Range { start: span.start, len: range.start - span.start }, past.clone());
         }
-        if range_end < end {
-            self.ranges.insert(range_end, (end - range_end, past.clone()));
+        if range.end() < span.end() {
+            self.insert(Range { start: range.end(), len: span.end() - range.end() }, past.clone());
         }
         self.bytes -= range.len;
         Some(past)
+    }
+}
+
+impl Chunk {
+    fn measure(&mut self) {
+        self.longest = self.spans.iter().map(|span| span.len).max().unwrap_or(0);
     }
 }
 
@@ -121,6 +208,10 @@ mod tests {
     use super::*;
     use aquifer_driver::{DeviceId, sim::Sim};
     use aquifer_stream::{Stream, StreamPool};
+    use smallvec::smallvec;
+    use std::collections::BTreeMap;
+
+    const GRID: Grid = Grid { base: 0, slot: 100 };
 
     fn streams(count: usize) -> Vec<Stream> {
         let pool = StreamPool::new(Sim::h200(1).stepped().driver(), DeviceId(0), 8);
@@ -128,7 +219,7 @@ mod tests {
     }
 
     fn past(stream: &Stream) -> Past {
-        vec![(stream.timeline().clone(), stream.timeline().open())]
+        smallvec![(stream.timeline().clone(), stream.timeline().open())]
     }
 
     /// Whether the past of a range names a stream, for each.
@@ -162,7 +253,7 @@ mod tests {
         for epochs in [[5, 9], [9, 5]] {
             let mut commons = Commons::default();
             for (at, epoch) in (0..).zip(epochs) {
-                commons.add(Range { start: 10 * at, len: 10 }, vec![(timeline.clone(), epoch)]);
+                commons.add(Range { start: 10 * at, len: 10 }, smallvec![(timeline.clone(), epoch)]);
             }
             let latest: Vec<_> = commons.iter().flat_map(|(_, past)| past).map(|(_, epoch)| *epoch).collect();
             assert_eq!(latest, [9]);
@@ -178,9 +269,56 @@ mod tests {
             commons.add(Range { start, len }, past(&all[stream]));
         }
         let ready = |past: &Past| past.iter().all(|(t, _)| Arc::ptr_eq(t, all[0].timeline()));
-        assert_eq!(commons.lowest(64, 64, ready), Some(Range { start: 384, len: 64 }));
-        assert_eq!(commons.lowest(64, 64, |_| true), Some(Range { start: 64, len: 64 }));
-        assert_eq!(commons.lowest(67, 1, ready), None);
+        assert_eq!(commons.place(64, 64, Fit::Lowest, GRID, ready), Some(Range { start: 384, len: 64 }));
+        assert_eq!(commons.place(64, 64, Fit::Lowest, GRID, |_| true), Some(Range { start: 64, len: 64 }));
+        assert_eq!(commons.place(67, 1, Fit::Lowest, GRID, ready), None);
+    }
+
+    #[test]
+    fn where_memory_is_tight_a_block_goes_where_it_pins_the_fewest_free_handles() {
+        let mut commons = Commons::default();
+        // Two whole slots, one of which a block of 60 would pin; the end of one and the start of another; the same again.
+        for (start, len) in [(100, 200), (440, 80), (640, 80)] {
+            commons.add(Range { start, len }, Past::new());
+        }
+        let place = |bytes, fit| commons.place(bytes, 1, fit, GRID, |_| true).map(|range| range.start);
+        assert_eq!((place(60, Fit::Lowest), place(60, Fit::FewestPinned)), (Some(100), Some(440)));
+        // What fits in no part of a slot pins what it has to.
+        assert_eq!(place(90, Fit::FewestPinned), Some(100));
+    }
+
+    #[test]
+    fn many_ranges_are_kept_and_found_as_few_are() {
+        // Against a plain list: ranges of 10 at every second place, in no order, taken out in another.
+        let (mut commons, mut model) = (Commons::default(), BTreeMap::new());
+        let check = |commons: &Commons, model: &BTreeMap<u64, u64>| {
+            assert!(commons.iter().map(|(range, _)| (range.start, range.len)).eq(model.clone()));
+            assert_eq!(commons.bytes(), model.values().sum());
+            for bytes in [1, 7, 10, 11] {
+                let found = commons.place(bytes, 1, Fit::Lowest, GRID, |_| true).map(|range| range.start);
+                let lowest = model.iter().find(|&(_, len)| *len >= bytes).map(|(start, _)| *start);
+                assert_eq!(found, lowest, "{bytes}");
+            }
+        };
+        const MANY: u64 = 1009;
+        for n in 0..MANY {
+            let (start, len) = (n * 571 % MANY * 20, 1 + n % 10);
+            commons.add(Range { start, len }, Past::new());
+            model.insert(start, len);
+            if n % 50 == 0 {
+                check(&commons, &model);
+            }
+        }
+        for n in 0..MANY {
+            let start = n * 313 % MANY * 20;
+            let len = model.remove(&start).unwrap_or(0);
+            assert!(commons.take(Range { start, len }).is_some());
+            assert!(!commons.covers(start));
+            if n % 50 == 0 {
+                check(&commons, &model);
+            }
+        }
+        assert_eq!((commons.bytes(), commons.iter().count()), (0, 0));
     }
 
     #[test]

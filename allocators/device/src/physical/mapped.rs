@@ -34,9 +34,9 @@ use super::{
     commons::{Commons, is_done_but_for},
     handle::{Held, NoHandle},
     slots::{Mapping, Slots},
-    window::{self, Window},
+    window::{self, Grid, Window},
 };
-use crate::{Request, home::Home};
+use crate::{Request, home::Home, leasing::Fit};
 use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result};
 use aquifer_driver::Driver;
 use aquifer_heap::{Config, Range};
@@ -272,12 +272,13 @@ impl Mapped {
         givers: &[&'static Home],
         request: &Request,
         how: Attempt,
+        fit: Fit,
         effort: &mut Effort<'_>,
     ) -> Result<Option<aquifer_heap::Block>> {
         self.reap_zombies()?;
         // Whoever is outrun looks again: another thread got somewhere meanwhile, so this ends.
         let claim = loop {
-            match self.claim(home, givers, request, how, effort) {
+            match self.claim(home, givers, request, how, fit, effort) {
                 Picked::Claimed(claim) => break claim,
                 Picked::Nothing => return Ok(None),
                 Picked::Outrun => std::thread::yield_now(),
@@ -312,15 +313,25 @@ impl Mapped {
         }
     }
 
-    /// A block out of the commons, at the lowest address that is ready for its stream. No driver call.
-    pub(crate) fn lowest(&self, home: &'static Home, request: &Request) -> Option<aquifer_heap::Block> {
+    fn grid(&self) -> Grid {
+        Grid { base: self.base, slot: self.slot }
+    }
+
+    /// A block out of the commons, at the best place by `fit` that is ready for its stream. No driver call.
+    pub(crate) fn shared(
+        &self,
+        home: &'static Home,
+        request: &Request,
+        fit: Fit,
+    ) -> Option<aquifer_heap::Block> {
         let bytes = request.size().checked_next_multiple_of(UNITS.unit)?;
         let small = bytes <= UNITS.small_max;
         let (taken, align) = (if small { UNITS.page } else { bytes }, request.alignment());
         let own = home.timeline();
         let (range, past) = {
             let mut commons = self.commons();
-            let range = commons.lowest(taken, align, |past| is_done_but_for(past, Some(&own)))?;
+            let range =
+                commons.place(taken, align, fit, self.grid(), |past| is_done_but_for(past, Some(&own)))?;
             (range, commons.take(range)?)
         };
         // What is not done is its own stream's.
@@ -362,6 +373,7 @@ impl Mapped {
         givers: &[&'static Home],
         request: &Request,
         how: Attempt,
+        fit: Fit,
         effort: &mut Effort<'_>,
     ) -> Picked<'_> {
         let offers = self.offers(givers, Some(home), how.reach);
@@ -382,7 +394,7 @@ impl Mapped {
                 (range.len > 0).then_some(range)
             });
             let mut slots = self.slots();
-            let window = window::best(ranges, slots.free_runs(), self.base, self.slot, *bytes, *align);
+            let window = window::best(ranges, slots.free_runs(), self.grid(), *bytes, *align, fit);
             let allowed = |window: &Window| window.missing.is_empty() || how.grow || how.steal;
             let Some(window) = window.filter(allowed) else { continue };
             let transit = self.transit();

@@ -13,6 +13,7 @@
 //! The number of missing slots changes only where the window's end or start passes a border, so it is enough to try the
 //! windows that start or end at one.
 
+use crate::leasing::Fit;
 use aquifer_heap::Range;
 
 /// A place for a block.
@@ -39,16 +40,37 @@ struct Piece {
     backed: bool,
 }
 
-/// The window of `bytes` at `align` that needs the fewest slots. `backed` are free ranges and `bare` the
-/// runs of slots that are nobody's, each by address; slots are `slot` bytes and counted from `base`.
+/// Where slots lie.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grid {
+    /// The start of the first.
+    pub(crate) base: u64,
+    /// Bytes of one.
+    pub(crate) slot: u64,
+}
+
+impl Grid {
+    /// How many slots that are wholly free a block at `block` would keep from being moved. It lies in the free stretch
+    /// `free`, at whose ends something is in use.
+    pub(crate) fn pins(self, free: Range, block: Range) -> u64 {
+        let Self { base, slot } = self;
+        let first = ((block.start - base) / slot).max((free.start - base).div_ceil(slot));
+        let end = (block.end() - base).div_ceil(slot).min((free.end() - base) / slot);
+        end.saturating_sub(first)
+    }
+}
+
+/// The window of `bytes` at `align` that needs the fewest slots, and of those the best by `fit`. `backed` are free ranges
+/// and `bare` the runs of slots that are nobody's, each by address.
 pub(crate) fn best(
     backed: impl Iterator<Item = Range>,
     bare: impl Iterator<Item = (u64, u64)>,
-    base: u64,
-    slot: u64,
+    grid: Grid,
     bytes: u64,
     align: u64,
+    fit: Fit,
 ) -> Option<Window> {
+    let Grid { base, slot } = grid;
     let backed = backed.map(|r| Piece { start: r.start, end: r.start + r.len, backed: true });
     let bare = bare.map(|(first, count)| {
         let start = base + first * slot;
@@ -56,22 +78,26 @@ pub(crate) fn best(
     });
     let mut pieces: Vec<Piece> = backed.chain(bare).collect();
     pieces.sort_unstable_by_key(|p| p.start);
-    let mut best: Option<(u64, u64)> = None;
+    let mut best: Option<Rank> = None;
     let mut from = 0;
     while from < pieces.len() {
         let mut to = from + 1;
         while to < pieces.len() && pieces[to].start == pieces[to - 1].end {
             to += 1;
         }
-        best_in_run(&pieces[from..to], slot, bytes, align, &mut best);
+        best_in_run(&pieces[from..to], grid, bytes, align, fit, &mut best);
         from = to;
     }
-    let (_, start) = best?;
+    let (_, _, start) = best?;
     Some(Window { block: Range { start, len: bytes }, missing: missing(&pieces, base, slot, start, bytes) })
 }
 
-/// Tries the windows of one run of touching pieces against the best so far, which is (missing slots, start).
-fn best_in_run(run: &[Piece], slot: u64, bytes: u64, align: u64, best: &mut Option<(u64, u64)>) {
+/// What windows are compared by: slots that are missing, slots that are pinned where that matters, the start.
+type Rank = (u64, u64, u64);
+
+/// Tries the windows of one run of touching pieces against the best so far.
+fn best_in_run(run: &[Piece], grid: Grid, bytes: u64, align: u64, fit: Fit, best: &mut Option<Rank>) {
+    let slot = grid.slot;
     let (Some(first), Some(last)) = (run.first(), run.last()) else { return };
     if last.end - first.start < bytes {
         return;
@@ -103,8 +129,16 @@ fn best_in_run(run: &[Piece], slot: u64, bytes: u64, align: u64, best: &mut Opti
             return;
         }
         let need = slots_below(end, true) - slots_below(start, false);
-        if best.is_none_or(|(least, lowest)| (need, start) < (least, lowest)) {
-            *best = Some((need, start));
+        let pinned = match fit {
+            Fit::Lowest => 0,
+            Fit::FewestPinned => {
+                let free = Range { start: first.start, len: last.end - first.start };
+                grid.pins(free, Range { start, len: bytes })
+            }
+        };
+        let key = (need, pinned, start);
+        if best.is_none_or(|best| key < best) {
+            *best = Some(key);
         }
     };
     for piece in run {
@@ -134,7 +168,8 @@ mod tests {
 
     fn find(backed: &[(u64, u64)], bare: &[(u64, u64)], bytes: u64) -> Option<(u64, Vec<(u64, u64)>)> {
         let backed = backed.iter().map(|&(start, len)| Range { start, len });
-        best(backed, bare.iter().copied(), 0, SLOT, bytes, 1).map(|w| (w.block.start, w.missing))
+        best(backed, bare.iter().copied(), Grid { base: 0, slot: SLOT }, bytes, 1, Fit::Lowest)
+            .map(|w| (w.block.start, w.missing))
     }
 
     #[test]
@@ -159,6 +194,28 @@ mod tests {
             Some((100, vec![(1, 1)])),
             "the lowest of those that need one"
         );
+    }
+
+    #[test]
+    fn of_windows_that_need_as_much_the_one_that_pins_the_fewest_handles_wins_where_memory_is_tight() {
+        // At 0 two whole slots, free and backed; at 550 and 650 parts of slots that are in use.
+        let backed = [(0, 200), (550, 110)].map(|(start, len)| Range { start, len });
+        let at = |fit| {
+            let grid = Grid { base: 0, slot: SLOT };
+            best(backed.into_iter(), [].into_iter(), grid, 100, 1, fit).map(|window| window.block.start)
+        };
+        assert_eq!((at(Fit::Lowest), at(Fit::FewestPinned)), (Some(0), Some(550)));
+    }
+
+    #[test]
+    fn a_block_pins_the_slots_that_are_free_without_it() {
+        let grid = Grid { base: 1000, slot: SLOT };
+        let free = Range { start: 1050, len: 400 };
+        for (start, len, pins) in
+            [(1050, 50, 0), (1050, 51, 1), (1100, 100, 1), (1199, 2, 2), (1300, 150, 1), (1050, 400, 3)]
+        {
+            assert_eq!(grid.pins(free, Range { start, len }), pins, "{start}, {len}");
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use super::Heap;
 use crate::records::{CUT_AFTER, CUT_BEFORE, NIL, Record, State};
-use crate::{HeapError, Range};
+use crate::{Extent, HeapError, Range};
 
 impl Heap {
     /// Adds `range` as free memory that carries `stamp`. Start and length are multiples of the
@@ -112,6 +112,34 @@ impl Heap {
         }
         self.managed_bytes -= range.len;
         Ok(stamp)
+    }
+
+    /// Takes everything that is free out, and shows it to `taken`, the longest extent first.
+    ///
+    /// As [`free_extents`](Self::free_extents) and [`remove`](Self::remove) of each, but what it costs grows with what it
+    /// takes alone, whatever lives beside it.
+    ///
+    /// ```
+    /// use aquifer_heap::{Config, Heap, Range};
+    ///
+    /// let mut heap = Heap::new(Config::device());
+    /// heap.add(Range::new(0, 1 << 20), 3)?;
+    /// let block = heap.alloc(1 << 19, 512).ok_or("no room")?;
+    /// let mut taken = Vec::new();
+    /// heap.drain(|extent| taken.push((extent.range, extent.stamp)));
+    /// assert_eq!(taken, [(Range::new(1 << 19, 1 << 19), 3)]);
+    /// assert_eq!((heap.free_bytes(), heap.managed_bytes()), (0, block.bytes));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn drain(&mut self, mut taken: impl FnMut(Extent)) {
+        self.dissolve_spares();
+        while let Some(id) = self.bins.longest(&self.records) {
+            let Record { start, len, stamp, .. } = self.records[id];
+            let piece = self.carve(id, start, len);
+            self.retire(piece);
+            self.managed_bytes -= len;
+            taken(Extent { range: Range::new(start, len), stamp });
+        }
     }
 
     /// The first record of `range`, all of which must be free.

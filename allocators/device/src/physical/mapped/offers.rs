@@ -11,6 +11,7 @@ use crate::{
 };
 use aquifer_heap::Range;
 use aquifer_stream::Timeline;
+use smallvec::smallvec;
 use std::{cmp::Reverse, sync::Arc};
 
 /// Who has a free range.
@@ -143,19 +144,20 @@ impl Mapped {
         offers
     }
 
-    /// Brings what is free in the caches of `givers` to the commons.
+    /// Brings what is free in the caches of `givers` to the commons. What it costs grows with what is brought.
     pub(crate) fn pool_together(&self, givers: &[&'static Home]) {
         let _transit = self.transit();
+        let mut taken = Vec::new();
         for &giver in givers {
-            let (taken, timeline) = giver.with(|s| {
-                let free: Vec<Range> = s.heap.free_extents().map(|extent| extent.range).collect();
-                let taken = free.into_iter().filter_map(|range| Some((range, s.heap.remove(range).ok()?)));
-                (taken.collect::<Vec<_>>(), s.timeline().cloned())
+            let timeline = giver.with(|s| {
+                let timeline = s.timeline().filter(|_| s.heap.free_bytes() > 0).cloned()?;
+                s.heap.drain(|extent| taken.push(extent));
+                Some(timeline)
             });
             let Some(timeline) = timeline else { continue };
             let mut commons = self.commons();
-            for (range, stamp) in taken {
-                commons.add(range, vec![(timeline.clone(), stamp)]);
+            for extent in taken.drain(..) {
+                commons.add(extent.range, smallvec![(timeline.clone(), extent.stamp)]);
             }
         }
     }
@@ -193,7 +195,7 @@ impl Mapped {
             let Some(timeline) = timeline else { continue };
             let mut commons = self.commons();
             for (range, stamp) in taken {
-                commons.add(range, vec![(timeline.clone(), stamp)]);
+                commons.add(range, smallvec![(timeline.clone(), stamp)]);
             }
         }
         transits
@@ -210,7 +212,7 @@ impl Mapped {
             Owner::Cache(at) => {
                 let (home, timeline) = &offers.homes[at];
                 let stamp = home.with(|s| s.heap.remove(range)).ok()?;
-                (Some(*home), vec![(timeline.clone(), stamp)])
+                (Some(*home), smallvec![(timeline.clone(), stamp)])
             }
             Owner::Commons => (None, self.commons().take(range)?),
         };

@@ -4,7 +4,10 @@
 use super::{Mapped, Reach};
 use crate::{
     home::Home,
-    physical::{commons::is_done, slots::runs},
+    physical::{
+        commons::{Past, is_done},
+        slots::runs,
+    },
 };
 use aquifer_core::{DriverError, Result};
 use aquifer_heap::Range;
@@ -85,7 +88,7 @@ impl Mapped {
     pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>) {
         let whole: Vec<Range> = {
             let mut commons = self.commons();
-            ranges.for_each(|range| commons.add(range, Vec::new()));
+            ranges.for_each(|range| commons.add(range, Past::new()));
             commons.iter().filter(|(_, past)| is_done(past)).map(|(range, _)| range).collect()
         };
         // A handle goes when the last of the caches that shared it has left its part.

@@ -1,7 +1,10 @@
 //! Memory that is mapped ahead of the need.
 
 use super::{Attempt, Claim, Effort, Grain, Mapped, Reach, Stock};
-use crate::physical::window;
+use crate::{
+    leasing::Fit,
+    physical::{commons::Past, window},
+};
 use aquifer_core::{MemoryError, Result};
 use aquifer_heap::Range;
 
@@ -18,8 +21,14 @@ impl Mapped {
         }
         let claim = {
             let mut slots = self.slots();
-            let window =
-                window::best(std::iter::empty(), slots.free_runs(), self.base, self.slot, need, self.slot);
+            let window = window::best(
+                std::iter::empty(),
+                slots.free_runs(),
+                self.grid(),
+                need,
+                self.slot,
+                Fit::Lowest,
+            );
             let window = window.ok_or(MemoryError::TooLarge { requested: bytes, limit: self.bytes })?;
             for &(first, count) in &window.missing {
                 slots.claim(first, count);
@@ -39,7 +48,7 @@ impl Mapped {
                 self.put_aside(stock);
                 let mut commons = self.commons();
                 for &(first, count) in &claim.window.missing {
-                    commons.add(self.range(first, count), Vec::new());
+                    commons.add(self.range(first, count), Past::new());
                 }
                 Ok(effort.grown)
             }
