@@ -107,6 +107,18 @@ const AMPLE: &[Step] = &[
     Step::Wait,
     Step::In(ALL),
 ];
+/// The same where memory has been enough before: what belongs to nobody is taken first, and waited for on the device.
+const SETTLED: &[Step] = &[
+    Step::InOwn(TAKE_UNITS),
+    Step::InOwn(TAKE_IN_USE),
+    Step::InOwn(GROW),
+    Step::In(TAKE),
+    Step::In(GROW),
+    Step::In(TAKE_UNITS),
+    Step::In(GROW_AND_MOVE),
+    Step::Wait,
+    Step::In(ALL),
+];
 /// Where much lies idle it is used before there is more of it, if the stream has to wait for another.
 const IDLE: &[Step] = &[
     Step::In(TAKE_UNITS),
@@ -199,6 +211,7 @@ impl Inner {
         }
         match block {
             Ok(Some(block)) => {
+                self.leasing.served(request.size());
                 self.shed();
                 Ok(block)
             }
@@ -301,6 +314,14 @@ impl Inner {
         (progress.traffic, progress.own) = (self.traffic(), 0);
         self.apart.reap_quietly();
         let homes = self.homes();
+        let sharing = self.config.adoption != Adoption::Never;
+        let own = [home];
+        let givers: &[&'static Home] = if sharing { &homes } else { &own };
+        // Where much is held something of it is ready as a rule, which costs no driver call to know.
+        let gathers = sharing && !self.leasing.is_together() && self.leasing.takes_over(request.size());
+        if gathers && let Some(block) = self.take_shared(home, givers, request, progress) {
+            return Ok(Some(block));
+        }
         let mut settled = self.look(&homes)?;
         let (inherited, transits) = self.share_abandoned(&homes, home);
         settled += inherited;
@@ -309,18 +330,14 @@ impl Inner {
             progress.own += mapped.cap(&homes, self.retention.stream_cache);
         }
         progress.note("fence and poll", settled);
-        let sharing = self.config.adoption != Adoption::Never;
-        let own = [home];
-        let givers: &[&'static Home] = if sharing { &homes } else { &own };
         let together = sharing && self.leasing.is_together();
-        if let (true, Physical::Mapped(mapped)) = (together, &self.physical) {
-            mapped.pool_together(givers);
-            progress.own += 1;
-            if let Some(place) = mapped.shared(home, request, self.leasing.fit()) {
-                count(&self.counters.adoptions, 1);
-                return Ok(Some(self.hand_out(home, &Freed::found(home, &place, request), self.ticket())));
-            }
-        } else if let Some(block) = self.try_again(home, request, settled) {
+        if !together && let Some(block) = self.try_again(home, request, settled) {
+            return Ok(Some(block));
+        }
+        if sharing
+            && self.leasing.may_share(request.size())
+            && let Some(block) = self.take_shared(home, givers, request, progress)
+        {
             return Ok(Some(block));
         }
         let steps = match together {
@@ -328,6 +345,7 @@ impl Inner {
             false if self.config.compact => COMPACT,
             false => match self.leasing.first(request.size()) {
                 First::New => AMPLE,
+                First::Nobodys => SETTLED,
                 First::Idle => IDLE,
                 First::Moves => COMPACT,
             },
@@ -338,7 +356,9 @@ impl Inner {
         });
         for step in steps {
             let block = match *step {
-                Step::InOwn(how) => self.place(home, &own, request, how, progress)?,
+                Step::InOwn(how) if how.reach == Reach::Done || *waits => {
+                    self.place(home, &own, request, how, progress)?
+                }
                 Step::In(how) if how.reach == Reach::Done => {
                     self.place(home, givers, request, how, progress)?
                 }
@@ -352,7 +372,7 @@ impl Inner {
                     progress.note("wait on the device", settled);
                     self.try_again(home, request, settled)
                 }
-                Step::In(_) | Step::Wait => None,
+                Step::InOwn(_) | Step::In(_) | Step::Wait => None,
             };
             if block.is_some() {
                 return Ok(block);
@@ -385,6 +405,24 @@ impl Inner {
         let gave = if short > 0 { self.press(self.held().saturating_sub(short))? } else { 0 };
         progress.note("give back what is free", gone + gave);
         self.place(home, &[home], request, GROW, progress)
+    }
+
+    /// A block out of what streams share, which caches give to first if it is to come from there.
+    fn take_shared(
+        self: &Arc<Self>,
+        home: &'static Home,
+        givers: &[&'static Home],
+        request: &Request,
+        progress: &mut Progress<'_>,
+    ) -> Option<Block> {
+        let Physical::Mapped(mapped) = &self.physical else { return None };
+        if self.leasing.takes_over(request.size()) {
+            mapped.pool_together(givers, self.leasing.gives_up());
+            progress.own += 1;
+        }
+        let place = mapped.shared(home, request, self.leasing.fit())?;
+        count(&self.counters.adoptions, 1);
+        Some(self.hand_out(home, &Freed::found(home, &place, request), self.ticket()))
     }
 
     /// Makes each stream wait for the other users of what it has freed. Answers with the bytes that are free by that.

@@ -495,7 +495,9 @@ fn draining_takes_exactly_what_is_free_with_its_stamps_and_leaves_what_lives() {
     let (mut expected, live) = (extents(&heap), heap.live_bytes());
     let managed = heap.managed_bytes() - heap.free_bytes();
     let mut taken = Vec::new();
-    heap.drain(|extent| taken.push(extent));
+    heap.drain(MIB, |extent| taken.push(extent));
+    assert!(taken.iter().all(|extent| extent.range.len >= MIB));
+    heap.drain(0, |extent| taken.push(extent));
     assert!(taken.is_sorted_by(|a, b| a.range.len >= b.range.len));
     taken.sort_unstable_by_key(|extent| extent.range.start);
     expected.sort_unstable_by_key(|extent| extent.range.start);

@@ -71,7 +71,7 @@ impl Inner {
             return;
         }
         if let Physical::Mapped(mapped) = &self.physical {
-            mapped.pool_together(&abandoned(&homes));
+            mapped.pool_together(&abandoned(&homes), 0);
             mapped.forget_done();
         }
         for home in homes {
@@ -91,7 +91,7 @@ impl Inner {
         }
         match &self.physical {
             Physical::Mapped(mapped) => {
-                mapped.pool_together(&abandoned);
+                mapped.pool_together(&abandoned, 0);
                 (0, 1)
             }
             Physical::Plain(plain) => (plain.inherit(heir, &abandoned), 0),

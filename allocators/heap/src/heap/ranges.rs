@@ -114,10 +114,10 @@ impl Heap {
         Ok(stamp)
     }
 
-    /// Takes everything that is free out, and shows it to `taken`, the longest extent first.
+    /// Takes every free extent of at least `least` bytes out, and shows it to `taken`, the longest first.
     ///
-    /// As [`free_extents`](Self::free_extents) and [`remove`](Self::remove) of each, but what it costs grows with what it
-    /// takes alone, whatever lives beside it.
+    /// What it costs grows with what it takes alone, whatever lives beside it. Slabs with no live block in them are taken
+    /// apart before, if `least` is at most [`Config::page`](crate::Config::page), and stay as they are otherwise.
     ///
     /// ```
     /// use aquifer_heap::{Config, Heap, Range};
@@ -126,15 +126,20 @@ impl Heap {
     /// heap.add(Range::new(0, 1 << 20), 3)?;
     /// let block = heap.alloc(1 << 19, 512).ok_or("no room")?;
     /// let mut taken = Vec::new();
-    /// heap.drain(|extent| taken.push((extent.range, extent.stamp)));
+    /// heap.drain(0, |extent| taken.push((extent.range, extent.stamp)));
     /// assert_eq!(taken, [(Range::new(1 << 19, 1 << 19), 3)]);
     /// assert_eq!((heap.free_bytes(), heap.managed_bytes()), (0, block.bytes));
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
-    pub fn drain(&mut self, mut taken: impl FnMut(Extent)) {
-        self.dissolve_spares();
+    pub fn drain(&mut self, least: u64, mut taken: impl FnMut(Extent)) {
+        if least <= self.config.page {
+            self.dissolve_spares();
+        }
         while let Some(id) = self.bins.longest(&self.records) {
             let Record { start, len, stamp, .. } = self.records[id];
+            if len < least {
+                break;
+            }
             let piece = self.carve(id, start, len);
             self.retire(piece);
             self.managed_bytes -= len;

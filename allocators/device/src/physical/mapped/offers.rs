@@ -144,14 +144,15 @@ impl Mapped {
         offers
     }
 
-    /// Brings what is free in the caches of `givers` to the commons. What it costs grows with what is brought.
-    pub(crate) fn pool_together(&self, givers: &[&'static Home]) {
+    /// Brings what is free in the caches of `givers` to the commons, in ranges of at least `least`
+    /// bytes. What it costs grows with what is brought.
+    pub(crate) fn pool_together(&self, givers: &[&'static Home], least: u64) {
         let _transit = self.transit();
         let mut taken = Vec::new();
         for &giver in givers {
             let timeline = giver.with(|s| {
                 let timeline = s.timeline().filter(|_| s.heap.free_bytes() > 0).cloned()?;
-                s.heap.drain(|extent| taken.push(extent));
+                s.heap.drain(least, |extent| taken.push(extent));
                 Some(timeline)
             });
             let Some(timeline) = timeline else { continue };
