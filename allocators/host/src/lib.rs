@@ -6,6 +6,7 @@
 //! | [`workers`] | threads bound to nodes that touch memory first |
 //! | [`region`] | pinned pieces of memory, step by step with a fall-back for each |
 //! | [`pool`] | pinned memory by the block: [`PinnedPool`], [`PinnedAllocator`], [`PinnedBuf`] |
+//! | [`staging`] | moving memory that is not pinned, and files: [`Stager`] |
 //! | [`kernel`] | the system calls that the rest is made of, and a plan of failures for them |
 //!
 //! Pinned memory that is had the plain way, by `cuMemHostAlloc`, comes at 2–3.5 GB/s and lies on the node of the thread
@@ -17,7 +18,12 @@
 pub mod kernel;
 pub mod pool;
 pub mod region;
+pub mod staging;
 pub mod topology;
 pub mod workers;
 
 pub use pool::{Grow, PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, PinnedStats};
+pub use staging::{
+    Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Source, StageError, StageScope,
+    Staged, Stager, StagerConfig, Stores, Ticket,
+};

@@ -1,0 +1,285 @@
+//! A stream with its slots, which one worker at a time has to itself.
+#![expect(unsafe_code, reason = "tells the slots' elements plain, and gives pointers to their bytes out")]
+
+use super::plan::Move;
+use crate::{PinnedBuf, PinnedPool};
+use aquifer_core::{MemoryError, Result};
+use aquifer_driver::HostAccess;
+use aquifer_stream::{HostOwned, Point, Stream, StreamPool};
+use bytemuck::{Pod, Zeroable};
+use std::{
+    mem::ManuallyDrop,
+    ptr::NonNull,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+};
+
+/// What slots are made of, so that each begins with a page: direct reads of files ask for it.
+#[derive(Clone, Copy)]
+#[repr(C, align(4096))]
+struct Page([u8; Page::BYTES]);
+
+impl Page {
+    const BYTES: usize = 4096;
+}
+
+// SAFETY: 1. all zeros are an array of bytes.
+unsafe impl Zeroable for Page {}
+// SAFETY: 1. an array of bytes as long as its alignment: no padding, and any bytes will do.
+unsafe impl Pod for Page {}
+
+/// A piece of pinned memory that bytes pass through.
+pub(super) struct Slot {
+    pages: PinnedBuf<Page>,
+    /// What it carries, or carried last.
+    pub(super) moves: Vec<Move>,
+    /// Of what it carries.
+    pub(super) bytes: u64,
+    /// The end of the copies that are on their way between it and the device.
+    busy: Option<u64>,
+}
+
+impl Slot {
+    pub(super) fn room(&self) -> usize {
+        self.pages.len() * Page::BYTES
+    }
+
+    pub(super) fn is_busy(&self) -> bool {
+        self.busy.is_some()
+    }
+
+    /// Its bytes. Nobody else's while no copy is on its way.
+    pub(super) fn start(&mut self) -> NonNull<u8> {
+        self.pages.bytes().cast()
+    }
+}
+
+/// A stream and its slots.
+pub(super) struct Lane {
+    pub(super) stream: Stream,
+    pub(super) slots: Vec<Slot>,
+}
+
+/// Waits until nothing that was queued on `stream` runs any more, by every means that the driver has. Blocks.
+///
+/// # Errors
+/// The first refusal, if all means were refused: the device is lost, or the driver is gone.
+pub(super) fn settle(stream: &Stream) -> Result<()> {
+    let timeline = stream.timeline();
+    let refused = match timeline.synchronize() {
+        Ok(()) => return Ok(()),
+        Err(lost @ MemoryError::DeviceLost { .. }) => return Err(lost),
+        Err(refused) => refused,
+    };
+    let waited = timeline.wait(timeline.open(), None).is_ok()
+        || stream.driver().device_synchronize(stream.device()).is_ok();
+    if waited { Ok(()) } else { Err(refused) }
+}
+
+impl Lane {
+    fn new(streams: &StreamPool, pool: &PinnedPool, slots: usize, bytes: usize) -> Result<Self> {
+        let stream = streams.lease()?;
+        let slot = || {
+            let pages = pool.buffer(bytes.div_ceil(Page::BYTES))?;
+            Ok(Slot { pages, moves: Vec::new(), bytes: 0, busy: None })
+        };
+        Ok(Self { stream, slots: (0..slots).map(|_| slot()).collect::<Result<_>>()? })
+    }
+
+    pub(super) fn is_pinned(&self) -> bool {
+        self.slots.iter().all(|slot| slot.pages.is_pinned())
+    }
+
+    /// Puts an event behind the copies of a slot, or of those of them that were queued.
+    ///
+    /// # Errors
+    /// The driver's; the slot counts as busy all the same.
+    pub(super) fn fence(&mut self, slot: usize) -> Result<()> {
+        let timeline = self.stream.timeline();
+        let epoch = timeline.open();
+        self.slots[slot].busy = Some(epoch);
+        timeline.fence(epoch).map(drop)
+    }
+
+    /// Waits until the copies of a slot are done.
+    ///
+    /// # Errors
+    /// The driver's; the slot stays busy.
+    pub(super) fn wait(&mut self, slot: usize) -> Result<()> {
+        if let Some(epoch) = self.slots[slot].busy {
+            self.stream.timeline().wait(epoch, None)?;
+            self.slots[slot].busy = None;
+        }
+        Ok(())
+    }
+
+    /// Tells whoever checks it that the CPU touches a slot.
+    pub(super) fn touch(&mut self, slot: usize, access: HostAccess) {
+        if let Some(observer) = self.stream.driver().observer() {
+            let slot = &mut self.slots[slot];
+            let used = slot.moves.last().map_or(0, |last| last.at + last.bytes);
+            observer.host(slot.start().as_ptr() as u64, used as u64, access);
+        }
+    }
+
+    /// Waits for everything that is on its way, after something has gone wrong.
+    ///
+    /// # Errors
+    /// As [`settle`]. The slots stay busy, and the lane is to be [retired](Lane::retire).
+    pub(super) fn settle(&mut self) -> Result<()> {
+        if self.slots.iter().any(Slot::is_busy) {
+            settle(&self.stream)?;
+            self.slots.iter_mut().for_each(|slot| slot.busy = None);
+        }
+        Ok(())
+    }
+
+    /// Gives the slots back to their pool, which keeps those with copies on their way until they are known to be done: of a
+    /// lost device, for ever.
+    fn retire(mut self) {
+        let held = self.slots.iter_mut().filter(|slot| slot.is_busy()).all(|slot| {
+            let point = Point::ahead(self.stream.timeline());
+            point.reached();
+            slot.pages.defer(Arc::new(point)).is_ok()
+        });
+        if !held {
+            // Nobody could say when they are free again, so they never are.
+            let _leaked = ManuallyDrop::new(self);
+        }
+    }
+}
+
+/// The lanes of one direction. There are never more than were asked for; they are made when they are first needed.
+pub(super) struct Lanes {
+    streams: StreamPool,
+    pool: PinnedPool,
+    slots: usize,
+    slot_bytes: usize,
+    most: usize,
+    state: Mutex<State>,
+    /// A lane came back, or is gone.
+    changed: Condvar,
+}
+
+struct State {
+    idle: Vec<Lane>,
+    /// Lanes there are, those about to be made included.
+    made: usize,
+}
+
+impl Lanes {
+    pub(super) fn new(
+        streams: &StreamPool,
+        pool: &PinnedPool,
+        most: usize,
+        slots: usize,
+        slot_bytes: usize,
+    ) -> Self {
+        Self {
+            streams: streams.clone(),
+            pool: pool.clone(),
+            slots,
+            slot_bytes,
+            most,
+            state: Mutex::new(State { idle: Vec::new(), made: 0 }),
+            changed: Condvar::new(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn most(&self) -> usize {
+        self.most
+    }
+
+    /// Makes lanes until there are `wanted`. Blocks while the pool grows.
+    ///
+    /// # Errors
+    /// The pool's or the stream pool's, if there is not even one; with fewer than wanted the work takes longer.
+    pub(super) fn ensure(&self, wanted: usize) -> Result<()> {
+        loop {
+            {
+                let mut state = self.lock();
+                if state.made >= wanted.min(self.most) {
+                    return Ok(());
+                }
+                state.made += 1;
+            }
+            let made = Lane::new(&self.streams, &self.pool, self.slots, self.slot_bytes);
+            match made {
+                Ok(lane) => self.give(lane),
+                Err(error) => {
+                    let left = self.forget_one();
+                    return if left > 0 { Ok(()) } else { Err(error) };
+                }
+            }
+        }
+    }
+
+    /// A lane that nobody has now.
+    pub(super) fn try_take(&self) -> Option<Lane> {
+        self.lock().idle.pop()
+    }
+
+    /// A lane, waited for while some other transfer has it, unless `given_up` says so, which is asked whenever
+    /// [`Lanes::call`] was called. `None` also if there are none any more.
+    pub(super) fn take(&self, given_up: impl Fn() -> bool) -> Option<Lane> {
+        let mut state = self.lock();
+        loop {
+            if given_up() || (state.idle.is_empty() && state.made == 0) {
+                return None;
+            }
+            if let Some(lane) = state.idle.pop() {
+                return Some(lane);
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Has those who wait for a lane look again whether they need one.
+    pub(super) fn call(&self) {
+        // Under the lock, or somebody who has just looked would go to sleep after it.
+        let _state = self.lock();
+        self.changed.notify_all();
+    }
+
+    /// Takes a lane back, none of whose slots is busy.
+    pub(super) fn give(&self, lane: Lane) {
+        self.lock().idle.push(lane);
+        // All of them: one who is woken may have given up meanwhile.
+        self.changed.notify_all();
+    }
+
+    /// Takes back a lane that cannot be used any more.
+    pub(super) fn discard(&self, lane: Lane) {
+        lane.retire();
+        self.forget_one();
+    }
+
+    /// Counts out a lane; answers with how many are left.
+    fn forget_one(&self) -> usize {
+        let mut state = self.lock();
+        state.made -= 1;
+        let left = state.made;
+        drop(state);
+        self.changed.notify_all();
+        left
+    }
+
+    /// Whether the slots are pinned, as far as there are any idle ones.
+    pub(super) fn is_pinned(&self) -> bool {
+        self.lock().idle.iter().all(Lane::is_pinned)
+    }
+
+    /// Gives the slots of idle lanes back to their pool. Answers with their bytes.
+    pub(super) fn trim(&self) -> u64 {
+        let idle = {
+            let mut state = self.lock();
+            state.made -= state.idle.len();
+            std::mem::take(&mut state.idle)
+        };
+        self.changed.notify_all();
+        idle.iter().flat_map(|lane| &lane.slots).map(|slot| slot.room() as u64).sum()
+    }
+}

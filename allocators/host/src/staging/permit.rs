@@ -1,0 +1,149 @@
+//! How many transfers are under way at once.
+
+use super::{Shared, StageError, Stager};
+use aquifer_core::MemoryError;
+use std::{
+    fmt,
+    future::Future,
+    pin::Pin,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll, Waker},
+    time::Instant,
+};
+
+/// The permits of one stager.
+pub(super) struct Permits {
+    state: Mutex<State>,
+    /// A permit came back.
+    changed: Condvar,
+}
+
+struct State {
+    free: usize,
+    wakers: Vec<Waker>,
+}
+
+impl Permits {
+    pub(super) fn new(depth: usize) -> Self {
+        Self { state: Mutex::new(State { free: depth, wakers: Vec::new() }), changed: Condvar::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Leave to have one more transfer under way. It is used up by a transfer until that is finished, or goes back when it is
+/// dropped.
+///
+/// ```
+/// # use aquifer_core::{Budget, DeviceId};
+/// # use aquifer_driver::sim::Sim;
+/// # use aquifer_host::{PinnedConfig, PinnedPool, Stager, StagerConfig, kernel::Kernel, region::Host, topology::Topology};
+/// # use aquifer_stream::StreamPool;
+/// # let sim = Sim::h200(1);
+/// # let host = Host::new(Topology::read()?, Kernel::new()).with_driver(sim.driver(), DeviceId(0));
+/// # let pool = PinnedPool::new(&host, &Budget::unlimited("pinned"), PinnedConfig::default())?;
+/// # let streams = StreamPool::new(sim.driver(), DeviceId(0), 16);
+/// let mut config = StagerConfig::default();
+/// config.depth = 1;
+/// let stager = Stager::new(&host, &pool, &streams, config)?;
+/// let permit = stager.permit(); // blocks; `try_permit`, `permit_until` and `ready().await` do not, or not for ever
+/// assert!(stager.try_permit().is_none());
+/// drop(permit);
+/// assert!(stager.try_permit().is_some());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[must_use = "it goes back when it is dropped"]
+pub struct Permit {
+    pub(super) shared: Arc<Shared>,
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        let permits = &self.shared.permits;
+        let wakers = {
+            let mut state = permits.lock();
+            state.free += 1;
+            std::mem::take(&mut state.wakers)
+        };
+        permits.changed.notify_one();
+        wakers.into_iter().for_each(Waker::wake);
+    }
+}
+
+impl fmt::Debug for Permit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Permit").finish_non_exhaustive()
+    }
+}
+
+impl Stager {
+    /// A permit for one more transfer. Blocks while [`StagerConfig::depth`](super::StagerConfig::depth) are under way.
+    pub fn permit(&self) -> Permit {
+        let permits = &self.shared.permits;
+        let mut state = permits.lock();
+        while state.free == 0 {
+            state = permits.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.free -= 1;
+        Permit { shared: self.shared.clone() }
+    }
+
+    /// A permit, if there is one now. Never blocks.
+    #[must_use]
+    pub fn try_permit(&self) -> Option<Permit> {
+        let mut state = self.shared.permits.lock();
+        state.free = state.free.checked_sub(1)?;
+        Some(Permit { shared: self.shared.clone() })
+    }
+
+    /// A permit, waited for until `deadline`.
+    ///
+    /// # Errors
+    /// [`MemoryError::TimedOut`].
+    pub fn permit_until(&self, deadline: Instant) -> Result<Permit, StageError> {
+        let permits = &self.shared.permits;
+        let mut state = permits.lock();
+        while state.free == 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(MemoryError::TimedOut.into());
+            }
+            state = permits.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        state.free -= 1;
+        Ok(Permit { shared: self.shared.clone() })
+    }
+
+    /// A permit when there is one: a future of no particular runtime. Dropped early it has taken nothing.
+    pub fn ready(&self) -> Ready<'_> {
+        Ready { stager: self }
+    }
+}
+
+/// A [`Permit`] to come. See [`Stager::ready`].
+#[must_use = "a future does nothing unless it is polled"]
+#[derive(Debug)]
+pub struct Ready<'a> {
+    stager: &'a Stager,
+}
+
+impl Future for Ready<'_> {
+    type Output = Permit;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Permit> {
+        let permits = &self.stager.shared.permits;
+        let mut state = permits.lock();
+        if let Some(left) = state.free.checked_sub(1) {
+            state.free = left;
+            drop(state);
+            return Poll::Ready(Permit { shared: self.stager.shared.clone() });
+        }
+        let waker = context.waker();
+        if !state.wakers.iter().any(|known| known.will_wake(waker)) {
+            state.wakers.push(waker.clone());
+        }
+        Poll::Pending
+    }
+}

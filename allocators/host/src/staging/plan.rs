@@ -1,0 +1,295 @@
+//! What a transfer moves, and in which pieces.
+//!
+//! Parts lie end to end, as one string of bytes, which is cut into chunks that workers claim:
+//!
+//! ```text
+//!   parts    |── a ──|b|c|────────────── d ──────────────────────────────|
+//!   chunks   |‒|‒|‒|‒|──|──|──|──|────|────|────|────|───|──|─|‒|‒|‒|
+//! ```
+//!
+//! The first chunks are short, so that the first copy is on its way soon, one for each worker before they double. The
+//! last ones are short too, so that the link does not wait long for the slowest worker's last one: each chunk is at most
+//! what would be left for a worker if all of them took part twice more (guided self-scheduling, Polychronopoulos and
+//! Kuck, 1987).
+
+#![expect(unsafe_code, reason = "sends addresses to other threads; holds no unsafe block")]
+
+use super::Source;
+use std::ptr::NonNull;
+
+/// Which way bytes go.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub(super) enum Way {
+    /// To the device.
+    Up,
+    /// To the host.
+    Down,
+}
+
+/// The host's end of a part.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum HostSide {
+    /// In memory, from here on.
+    Memory(NonNull<u8>),
+    /// In the transfer's source, from this byte on.
+    Source(u64),
+}
+
+// SAFETY: 1. an address of plain elements, which any thread may read or write; whoever makes a transfer of it has them
+// borrowed or owned until that is finished.
+unsafe impl Send for HostSide {}
+// SAFETY: 1. as above; nothing in it changes.
+unsafe impl Sync for HostSide {}
+
+impl HostSide {
+    /// So many bytes further on.
+    fn skip(self, bytes: u64) -> Self {
+        match self {
+            // Wrapping arithmetic: the result lies in the part, whose memory is one piece.
+            Self::Memory(start) => {
+                let moved = start.as_ptr().wrapping_add(bytes as usize);
+                Self::Memory(NonNull::new(moved).unwrap_or(start))
+            }
+            Self::Source(offset) => Self::Source(offset + bytes),
+        }
+    }
+}
+
+/// Bytes that lie in one piece on both sides.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Part {
+    pub(super) host: HostSide,
+    /// On the device.
+    pub(super) device: u64,
+    pub(super) bytes: u64,
+}
+
+/// What a slot carries: a part of a part, and where it lies in the slot.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Move {
+    pub(super) host: HostSide,
+    pub(super) device: u64,
+    /// From the slot's start.
+    pub(super) at: usize,
+    pub(super) bytes: usize,
+}
+
+/// The source of a transfer, which outlives it.
+#[derive(Clone, Copy)]
+pub(super) struct SourceAt(pub(super) NonNull<dyn Source>);
+
+// SAFETY: 1. a reference, in all but its lifetime, to something that is `Sync`.
+unsafe impl Send for SourceAt {}
+// SAFETY: 1. as above.
+unsafe impl Sync for SourceAt {}
+
+/// Everything that a transfer moves.
+pub(super) struct Plan {
+    pub(super) way: Way,
+    pub(super) source: Option<SourceAt>,
+    /// None is empty.
+    parts: Vec<Part>,
+    /// Where each part begins in the string of bytes.
+    starts: Vec<u64>,
+    /// Where chunks begin, and where the last ends: from 0 to the total.
+    cuts: Vec<u64>,
+}
+
+/// How finely a plan is cut.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Grain {
+    /// Bytes of a chunk at least.
+    pub(super) least: u64,
+    /// Bytes of a chunk at most.
+    pub(super) most: u64,
+    /// Workers that share them.
+    pub(super) workers: u64,
+}
+
+/// What chunks begin on a multiple of, where the source is a file: its pages.
+const PAGE: u64 = 4096;
+
+impl Plan {
+    /// Joins parts that follow one another on both sides, and cuts the whole.
+    pub(super) fn new(
+        way: Way,
+        source: Option<SourceAt>,
+        all: impl IntoIterator<Item = Part>,
+        grain: Grain,
+    ) -> Self {
+        let (mut parts, mut starts, mut total) = (Vec::<Part>::new(), Vec::new(), 0);
+        for part in all {
+            if part.bytes == 0 {
+                continue;
+            }
+            total += part.bytes;
+            if let Some(last) = parts.last_mut()
+                && last.device + last.bytes == part.device
+                && follows(last.host.skip(last.bytes), part.host)
+            {
+                last.bytes += part.bytes;
+                continue;
+            }
+            starts.push(total - part.bytes);
+            parts.push(part);
+        }
+        let phase = match parts.first() {
+            Some(Part { host: HostSide::Source(offset), .. }) => offset % PAGE,
+            Some(Part { host: HostSide::Memory(start), .. }) => start.addr().get() as u64 % PAGE,
+            None => 0,
+        };
+        Self { way, source, parts, starts, cuts: cut(total, phase, grain) }
+    }
+
+    pub(super) fn total(&self) -> u64 {
+        self.cuts.last().copied().unwrap_or(0)
+    }
+
+    pub(super) fn chunks(&self) -> usize {
+        self.cuts.len() - 1
+    }
+
+    /// The start of a chunk.
+    pub(super) fn chunk(&self, which: usize) -> Cursor {
+        let (at, end) = (self.cuts[which], self.cuts[which + 1]);
+        let part = self.starts.partition_point(|&start| start <= at) - 1;
+        Cursor { part, at, end }
+    }
+
+    /// Fills a slot's list with what comes next in a chunk, as much as a slot of `room` bytes holds, and answers with its
+    /// bytes. Pieces of a source lie in the slot as they lie between multiples of `align` in the source.
+    pub(super) fn load(&self, cursor: &mut Cursor, room: usize, align: usize, into: &mut Vec<Move>) -> u64 {
+        into.clear();
+        let (mut filled, mut loaded) = (0, 0);
+        while cursor.at < cursor.end {
+            let part = &self.parts[cursor.part];
+            let skipped = cursor.at - self.starts[cursor.part];
+            let host = part.host.skip(skipped);
+            let at = match host {
+                HostSide::Memory(_) => filled,
+                HostSide::Source(offset) => {
+                    let phase = (offset % align as u64) as usize;
+                    let base = filled / align * align + phase;
+                    if base < filled { base + align } else { base }
+                }
+            };
+            if at >= room {
+                break;
+            }
+            let left = (part.bytes - skipped).min(cursor.end - cursor.at);
+            let bytes = left.min((room - at) as u64);
+            into.push(Move { host, device: part.device + skipped, at, bytes: bytes as usize });
+            cursor.at += bytes;
+            loaded += bytes;
+            filled = at + bytes as usize;
+            if skipped + bytes == part.bytes {
+                cursor.part += 1;
+            }
+        }
+        loaded
+    }
+}
+
+/// Where somebody is in a chunk.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cursor {
+    part: usize,
+    at: u64,
+    end: u64,
+}
+
+impl Cursor {
+    pub(super) fn is_at_end(&self) -> bool {
+        self.at == self.end
+    }
+}
+
+fn follows(end: HostSide, next: HostSide) -> bool {
+    match (end, next) {
+        // Two slices that touch are still two borrows, and a pointer into the one must not reach into the other.
+        (HostSide::Memory(_), _) | (_, HostSide::Memory(_)) => false,
+        (HostSide::Source(end), HostSide::Source(next)) => end == next,
+    }
+}
+
+/// Cuts `total` bytes of which the first lies `phase` bytes behind the start of a page.
+fn cut(total: u64, phase: u64, grain: Grain) -> Vec<u64> {
+    let Grain { least, most, workers } = grain;
+    let (mut cuts, mut at) = (vec![0], 0);
+    while at < total {
+        let left = total - at;
+        let round = (cuts.len() as u64 - 1) / workers.max(1);
+        let ramp = least.saturating_mul(1 << round.min(32));
+        let want = ramp.min(left / (2 * workers.max(1))).clamp(least, most);
+        let end = (at + want + phase) / PAGE * PAGE;
+        let end = end.saturating_sub(phase);
+        // A rest of less than half the least goes with the chunk before it, where that may be as long.
+        let rest = total.saturating_sub(end);
+        at = if end <= at || rest == 0 || (rest < least / 2 && left <= most) {
+            total.min(at + most)
+        } else {
+            end
+        };
+        cuts.push(at);
+    }
+    cuts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grain() -> Grain {
+        Grain { least: 256 << 10, most: 4 << 20, workers: 8 }
+    }
+
+    fn lengths(cuts: &[u64]) -> Vec<u64> {
+        cuts.windows(2).map(|ends| ends[1] - ends[0]).collect()
+    }
+
+    #[test]
+    fn chunks_cover_everything_once_and_none_is_longer_than_a_slot() {
+        let ends = [0, 1, 4095, 4096, 4097, 255 << 10, 256 << 10, (1 << 20) + 7, 33 << 20, (1 << 30) + 1];
+        for total in ends {
+            for phase in [0, 1, 2048, 4095] {
+                let cuts = cut(total, phase, grain());
+                assert_eq!((cuts[0], *cuts.last().unwrap()), (0, total));
+                assert!(cuts.is_sorted_by(|a, b| a < b), "{cuts:?}");
+                let lengths = lengths(&cuts);
+                assert!(lengths.iter().all(|&len| len <= 4 << 20), "{lengths:?}");
+                let inner = &cuts[1..cuts.len().max(2) - 1];
+                assert!(inner.iter().all(|cut| (cut + phase) % PAGE == 0), "{total} {phase} {cuts:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_and_the_last_chunks_are_short() {
+        let lengths = lengths(&cut(1 << 30, 0, grain()));
+        assert!(lengths[..8].iter().all(|&len| len == 256 << 10), "{lengths:?}");
+        assert!(lengths.iter().filter(|&&len| len == 4 << 20).count() > 200);
+        assert!(lengths.iter().rev().take(4).all(|&len| len <= 384 << 10), "{lengths:?}");
+    }
+
+    #[test]
+    fn a_slot_is_loaded_with_many_small_parts_and_each_in_its_place_of_a_page() {
+        let part = |offset, device, bytes| Part { host: HostSide::Source(offset), device, bytes };
+        let parts = [part(10, 0, 100), part(110, 100, 5), part(9000, 5000, 50), part(20_000, 5050, 9000)];
+        let plan = Plan::new(Way::Up, None, parts, grain());
+        assert_eq!((plan.parts.len(), plan.total(), plan.chunks()), (3, 9155, 1), "two were joined");
+        let (mut cursor, mut moves) = (plan.chunk(0), Vec::new());
+        assert_eq!(plan.load(&mut cursor, 16_384, 4096, &mut moves), 9155);
+        assert!(cursor.is_at_end());
+        let placed: Vec<_> = moves.iter().map(|one| (one.at, one.bytes, one.device)).collect();
+        assert_eq!(placed, [(10, 105, 0), (808, 50, 5000), (3616, 9000, 5050)]);
+        // In a smaller slot, in several goes.
+        let (mut cursor, mut moved) = (plan.chunk(0), 0);
+        while !cursor.is_at_end() {
+            let loaded = plan.load(&mut cursor, 4096, 512, &mut moves);
+            assert!(loaded > 0 && moves.iter().all(|one| one.at + one.bytes <= 4096));
+            assert!(moves.is_sorted_by(|a, b| a.at + a.bytes <= b.at));
+            moved += loaded;
+        }
+        assert_eq!(moved, 9155);
+    }
+}

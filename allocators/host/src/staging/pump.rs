@@ -1,0 +1,209 @@
+//! Moving chunks through the slots of a lane.
+//!
+//! ```text
+//!   to the device, two slots                          to the host, two slots
+//!   CPU     fill 0 │ fill 1 │ fill 0 │ fill 1         stream   copy 0 │ copy 1 │ copy 0 │ copy 1
+//!   stream         │ copy 0 │ copy 1 │ copy 0         CPU             │ empty 0│ empty 1│ empty 0
+//! ```
+//!
+//! Behind the copies of each slot stands an event; the CPU touches the slot again when that has passed. All workers
+//! together keep the link busy, though one alone fills slots at a fifth of its speed.
+#![expect(unsafe_code, reason = "queues copies, and copies between raw addresses")]
+
+use super::{
+    StageError,
+    lane::Lane,
+    plan::{Cursor, HostSide, Move, Way},
+    stores,
+    transfer::Transfer,
+};
+use aquifer_core::{MemoryError, Result as MemoryResult};
+use aquifer_driver::HostAccess;
+use std::{
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    ptr::NonNull,
+    sync::Arc,
+};
+
+type Result<T> = std::result::Result<T, StageError>;
+
+impl Transfer {
+    /// Makes the lane's stream wait, on the device, for what the operands' earlier users have queued.
+    fn fall_in(&self, lane: &Lane) -> MemoryResult<()> {
+        let (front, epoch) = &self.front;
+        lane.stream.timeline().wait_for(front.timeline(), *epoch).map(drop)
+    }
+
+    /// Moves chunks to the device until none is left to claim.
+    pub(super) fn upload(&self, lane: &mut Lane) -> Result<()> {
+        self.fall_in(lane)?;
+        let mut slot = 0;
+        while let Some(chunk) = self.claim() {
+            let mut cursor = self.plan.chunk(chunk);
+            while !cursor.is_at_end() && !self.is_stopped() {
+                self.land(lane, slot)?;
+                self.fill(lane, slot, &mut cursor)?;
+                self.queue(lane, slot)?;
+                slot = (slot + 1) % lane.slots.len();
+            }
+        }
+        // In the order in which they were queued.
+        for later in 0..lane.slots.len() {
+            self.land(lane, (slot + later) % lane.slots.len())?;
+        }
+        Ok(())
+    }
+
+    /// Waits until what a slot carries is on the device.
+    fn land(&self, lane: &mut Lane, slot: usize) -> Result<()> {
+        if lane.slots[slot].is_busy() {
+            lane.wait(slot)?;
+            self.arrived(lane.slots[slot].bytes);
+        }
+        Ok(())
+    }
+
+    /// Moves chunks to the host until none is left to claim.
+    pub(super) fn download(&self, lane: &mut Lane) -> Result<()> {
+        self.fall_in(lane)?;
+        let slots = lane.slots.len();
+        let mut cursor: Option<Cursor> = None;
+        // Slots `first` and on carry bytes, `full` of them.
+        let (mut first, mut full) = (0, 0);
+        loop {
+            while full < slots && !self.is_stopped() {
+                let chunk = match cursor.as_mut() {
+                    Some(cursor) if !cursor.is_at_end() => cursor,
+                    _ => match self.claim() {
+                        Some(chunk) => cursor.insert(self.plan.chunk(chunk)),
+                        None => break,
+                    },
+                };
+                let slot = (first + full) % slots;
+                self.load(lane, slot, chunk);
+                self.queue(lane, slot)?;
+                full += 1;
+            }
+            if full == 0 {
+                return Ok(());
+            }
+            lane.wait(first)?;
+            if !self.is_stopped() {
+                self.empty(lane, first);
+                self.arrived(lane.slots[first].bytes);
+            }
+            (first, full) = ((first + 1) % slots, full - 1);
+        }
+    }
+
+    /// Decides what a slot carries next.
+    fn load(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) {
+        // SAFETY: 1. the source outlives the transfer, which is under way.
+        let align = self.plan.source.map_or(1, |source| unsafe { source.0.as_ref() }.alignment());
+        let align = if align.is_power_of_two() { align.min(4096) } else { 1 };
+        let slot = &mut lane.slots[slot];
+        slot.bytes = self.plan.load(cursor, slot.room(), align, &mut slot.moves);
+    }
+
+    /// Fills a slot that no copy reads.
+    fn fill(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) -> Result<()> {
+        self.load(lane, slot, cursor);
+        lane.touch(slot, HostAccess::Write);
+        let slot = &mut lane.slots[slot];
+        let start = slot.start();
+        for one in &slot.moves {
+            // SAFETY: 1. `load` puts moves inside of the slot.
+            let to = unsafe { start.add(one.at) };
+            match one.host {
+                HostSide::Memory(from) => {
+                    // SAFETY: 1. the part is readable while the transfer is under way; the slot holds the move. 2. a
+                    // slot is nothing that is borrowed elsewhere. 3. nobody writes what is borrowed to be read, and
+                    // the slot is this lane's.
+                    unsafe {
+                        stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.shared.config.stores);
+                    }
+                }
+                HostSide::Source(offset) => {
+                    // SAFETY: 1. initialised bytes inside of the slot, which is this lane's alone.
+                    let into = unsafe { NonNull::slice_from_raw_parts(to, one.bytes).as_mut() };
+                    self.read(offset, into)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `into` from the source.
+    fn read(&self, mut offset: u64, mut into: &mut [u8]) -> Result<()> {
+        let Some(source) = self.plan.source else { return Ok(()) };
+        // SAFETY: 1. the source outlives the transfer, which is under way.
+        let source = unsafe { source.0.as_ref() };
+        while !into.is_empty() {
+            let asked = catch_unwind(AssertUnwindSafe(|| source.read_at(offset, into)));
+            match asked {
+                Ok(Ok(0)) => {
+                    return Err(StageError::SourceEnded { offset, missing: into.len() as u64 });
+                }
+                Ok(Ok(read)) => {
+                    // One that claims more than was asked for has read that.
+                    let read = read.min(into.len());
+                    into = &mut into[read..];
+                    offset += read as u64;
+                }
+                Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(Err(error)) => return Err(StageError::Source { offset, error: Arc::new(error) }),
+                Err(_panic) => return Err(StageError::SourcePanicked { offset }),
+            }
+            if self.is_stopped() {
+                return Err(StageError::Cancelled);
+            }
+        }
+        Ok(())
+    }
+
+    /// Queues the copies between a slot and the device, and an event behind them.
+    fn queue(&self, lane: &mut Lane, slot: usize) -> Result<()> {
+        let start = lane.slots[slot].start();
+        let queued = {
+            let Lane { stream, slots } = lane;
+            let (driver, raw) = (stream.driver(), stream.raw());
+            let joined = |a: &Move, b: &Move| a.at + a.bytes == b.at && a.device + a.bytes as u64 == b.device;
+            let _calling = stream.timeline().calling()?;
+            slots[slot].moves.chunk_by(joined).try_for_each(|run| {
+                let (first, bytes) = (run[0], run.iter().map(|one| one.bytes).sum());
+                // SAFETY: 1. `load` puts moves inside of the slot.
+                let at = unsafe { start.add(first.at) };
+                // SAFETY: 1. the slot is there, and nobody else's, until the event behind the copy has passed; the
+                // operands are there while the transfer is under way, which ends after that. 2. the stream waits for
+                // the operands' earlier uses, and their owners have lent them to the transfer.
+                let copied = unsafe {
+                    match self.plan.way {
+                        Way::Up => driver.copy_to_device(raw, first.device, at, bytes),
+                        Way::Down => driver.copy_to_host(raw, at, first.device, bytes),
+                    }
+                };
+                copied.map_err(|error| MemoryError::driver(stream.device(), error))
+            })
+        };
+        // Also after a refusal: some may have been queued.
+        let fenced = lane.fence(slot);
+        Ok(queued.and(fenced)?)
+    }
+
+    /// Copies out of a slot that the device has written.
+    fn empty(&self, lane: &mut Lane, slot: usize) {
+        lane.touch(slot, HostAccess::Read);
+        let slot = &mut lane.slots[slot];
+        let start = slot.start();
+        for one in &slot.moves {
+            let HostSide::Memory(to) = one.host else { continue };
+            // SAFETY: 1. `load` puts moves inside of the slot; the part is writable while the transfer is under way.
+            // 2. a slot is nothing that is borrowed elsewhere. 3. the transfer has the part to itself, and no copy
+            // touches the slot.
+            unsafe {
+                stores::copy(to.as_ptr(), start.as_ptr().add(one.at), one.bytes, self.shared.config.stores);
+            }
+        }
+    }
+}

@@ -1,0 +1,536 @@
+//! Transfers that borrow.
+#![expect(unsafe_code, reason = "moves bytes of what is borrowed on other threads")]
+
+use super::{
+    Progress, Shared, Source, StageError, Stager,
+    lane::settle,
+    permit::Permit,
+    plan::{HostSide, Part, Plan, SourceAt, Way},
+    transfer::Transfer,
+};
+use aquifer_core::{MemoryError, Result as MemoryResult};
+use aquifer_driver::{Access, DeviceRange, OperandMut, RawStream, Typed, site};
+use aquifer_stream::Stream;
+use bytemuck::Pod;
+use std::{
+    fmt,
+    future::Future,
+    iter,
+    marker::PhantomData,
+    mem::ManuallyDrop,
+    ops::Range,
+    pin::Pin,
+    ptr::NonNull,
+    sync::{Arc, Mutex, PoisonError},
+    task::{Context, Poll},
+    time::Instant,
+};
+
+type Result<T, E = StageError> = std::result::Result<T, E>;
+
+/// A transfer that has been taken. Dropping it changes nothing.
+///
+/// It is a future of no particular runtime: a worker wakes it. It may be polled again after it was ready, dropped and made
+/// anew by [`Clone`].
+#[derive(Clone)]
+pub struct Staged {
+    state: State,
+}
+
+#[derive(Clone)]
+enum State {
+    /// So many bytes were moved before the call returned.
+    Done(u64),
+    Begun(Arc<Transfer>),
+}
+
+impl Staged {
+    pub(super) fn begun(transfer: Arc<Transfer>) -> Self {
+        Self { state: State::Begun(transfer) }
+    }
+
+    /// How far it is.
+    #[must_use]
+    pub fn progress(&self) -> Progress {
+        match &self.state {
+            State::Done(bytes) => Progress { done: *bytes, total: *bytes },
+            State::Begun(transfer) => transfer.progress(),
+        }
+    }
+
+    /// Whether it has come to its end, a good one or not. Never blocks.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        match &self.state {
+            State::Done(_) => true,
+            State::Begun(transfer) => transfer.is_finished(),
+        }
+    }
+
+    /// What came of it; `None` while it is under way. Never blocks.
+    #[must_use]
+    pub fn try_wait(&self) -> Option<Result<()>> {
+        match &self.state {
+            State::Done(_) => Some(Ok(())),
+            State::Begun(transfer) => transfer.outcome(),
+        }
+    }
+
+    /// Takes part in it, and waits for its end. Blocks.
+    ///
+    /// # Errors
+    /// What ended it early.
+    pub fn wait(&self) -> Result<()> {
+        match &self.state {
+            State::Done(_) => Ok(()),
+            State::Begun(transfer) => transfer.wait(),
+        }
+    }
+
+    /// Waits for its end until `deadline`; `None` if that passed first, and the transfer goes on.
+    ///
+    /// # Errors
+    /// What ended it early.
+    pub fn wait_until(&self, deadline: Instant) -> Option<Result<()>> {
+        match &self.state {
+            State::Done(_) => Some(Ok(())),
+            State::Begun(transfer) => transfer.wait_until(deadline).then(|| transfer.outcome())?,
+        }
+    }
+
+    /// Claims no further chunk. The transfer ends with [`StageError::Cancelled`] when the chunks that workers are at are
+    /// done, unless it comes to its end first. Never blocks.
+    pub fn cancel(&self) {
+        if let State::Begun(transfer) = &self.state {
+            transfer.cancel();
+        }
+    }
+}
+
+impl Future for Staged {
+    type Output = Result<()>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        match &self.state {
+            State::Done(_) => Poll::Ready(Ok(())),
+            State::Begun(transfer) => transfer.poll(context.waker()),
+        }
+    }
+}
+
+impl fmt::Debug for Staged {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Staged").field(&self.progress()).finish()
+    }
+}
+
+impl Stager {
+    /// Runs `work`, in which transfers may borrow memory, operands and sources, and returns when all of them have come to
+    /// their ends, also on unwind, when what has not begun is cancelled.
+    ///
+    /// Blocks at its end, where the calling thread takes part.
+    ///
+    /// # Errors
+    /// That of the first of its transfers that ended early; cancelled ones count.
+    #[track_caller]
+    pub fn scope<'env, R>(
+        &'env self,
+        work: impl for<'scope> FnOnce(&'scope StageScope<'scope, 'env>) -> R,
+    ) -> Result<R> {
+        struct Settle<'a>(&'a Mutex<Vec<Arc<Transfer>>>);
+        impl Settle<'_> {
+            fn take(&self) -> Vec<Arc<Transfer>> {
+                std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+            }
+        }
+        impl Drop for Settle<'_> {
+            fn drop(&mut self) {
+                // On unwind only.
+                let begun = self.take();
+                begun.iter().for_each(|transfer| transfer.cancel());
+                // What came of them is nobody's any more.
+                begun.iter().for_each(|transfer| drop(transfer.wait()));
+            }
+        }
+        let _site = site::enter();
+        let begun = Mutex::new(Vec::new());
+        let unwound = Settle(&begun);
+        let result = work(&StageScope { stager: self, begun: &begun, scope: PhantomData, env: PhantomData });
+        let returned = ManuallyDrop::new(unwound);
+        let outcomes: Vec<_> = returned.take().iter().map(|transfer| transfer.wait()).collect();
+        outcomes.into_iter().collect::<Result<()>>()?;
+        Ok(result)
+    }
+}
+
+/// Inside [`Stager::scope`]: transfers here may borrow whatever outlives the scope.
+///
+/// Each method takes a transfer and returns, when a permit is had; small ones between memory and the device are done by
+/// then. Operands are the scope's until it ends.
+///
+/// ```
+/// use aquifer_driver::{OperandMut, Typed};
+/// use aquifer_host::{StageError, Stager};
+///
+/// /// Both directions at once.
+/// fn turn_over(
+///     stager: &Stager,
+///     new: &[f32],
+///     x: &mut (impl Typed<Item = f32> + OperandMut),
+///     y: &impl Typed<Item = f32>,
+///     old: &mut [f32],
+/// ) -> Result<(), StageError> {
+///     stager.scope(|s| {
+///         s.upload(new, x)?;
+///         let down = s.download(y, old)?;
+///         println!("{} of {} bytes", down.progress().done, down.progress().total);
+///         Ok(())
+///     })?
+/// }
+/// ```
+///
+/// What is borrowed must outlive the scope:
+///
+/// ```compile_fail,E0597
+/// # use aquifer_driver::{OperandMut, Typed};
+/// # use aquifer_host::{StageError, Stager};
+/// fn too_short(stager: &Stager, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<(), StageError> {
+///     let bytes = x.len();
+///     stager.scope(|s| {
+///         let up = vec![1; bytes];
+///         s.upload(&up, x).map(drop) // `up` ends before the copy may have
+///     })?
+/// }
+/// ```
+///
+/// An operand cannot be used beside its transfer:
+///
+/// ```compile_fail,E0502
+/// # use aquifer_driver::{OperandMut, Typed};
+/// # use aquifer_host::{StageError, Stager};
+/// fn at_once(stager: &Stager, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<(), StageError> {
+///     let (up, mut down) = (vec![1; 9], vec![0; 9]);
+///     stager.scope(|s| {
+///         s.upload(&up, x)?;
+///         s.download(x, &mut down).map(drop) // the upload may still be on its way
+///     })?
+/// }
+/// ```
+pub struct StageScope<'scope, 'env: 'scope> {
+    stager: &'env Stager,
+    /// Those that may be under way.
+    begun: &'scope Mutex<Vec<Arc<Transfer>>>,
+    // Invariant in both, so that neither can be shortened to let a borrow out.
+    scope: PhantomData<&'scope mut &'scope ()>,
+    env: PhantomData<&'env mut &'env ()>,
+}
+
+impl<'env> StageScope<'_, 'env> {
+    /// Copies `from` to the device.
+    ///
+    /// # Errors
+    /// Lengths that differ, a conflicting use of `to`, the driver's. Nothing is begun.
+    pub fn upload<T, D>(&self, from: &'env [T], to: &'env mut D) -> Result<Staged>
+    where
+        T: Pod,
+        D: Typed<Item = T> + OperandMut,
+    {
+        self.gather([from], to)
+    }
+
+    /// Copies `from` into `to`, which is the scope's until it ends.
+    ///
+    /// # Errors
+    /// Lengths that differ, a conflicting use of `from`, the driver's. Nothing is begun.
+    pub fn download<T: Pod, D: Typed<Item = T>>(&self, from: &'env D, to: &'env mut [T]) -> Result<Staged> {
+        self.scatter(from, [to])
+    }
+
+    /// Copies many slices to the device, each right behind the one before. They share slots, so small ones cost little.
+    ///
+    /// # Errors
+    /// As [`StageScope::upload`].
+    pub fn gather<T, D>(&self, from: impl IntoIterator<Item = &'env [T]>, to: &'env mut D) -> Result<Staged>
+    where
+        T: Pod,
+        D: Typed<Item = T> + OperandMut,
+    {
+        let mut parts = Parts::new(Way::Up);
+        let range = to.range();
+        parts.slices(from.into_iter().map(NonNull::from), range)?;
+        self.begin(parts, None, |front| to.order_mut(front, None, Access::Write))
+    }
+
+    /// Copies from the device into many slices, one after the other. They share slots, so small ones cost little.
+    ///
+    /// # Errors
+    /// As [`StageScope::download`].
+    pub fn scatter<T: Pod, D: Typed<Item = T>>(
+        &self,
+        from: &'env D,
+        to: impl IntoIterator<Item = &'env mut [T]>,
+    ) -> Result<Staged> {
+        let mut parts = Parts::new(Way::Down);
+        parts.slices(to.into_iter().map(NonNull::from), from.range())?;
+        self.begin(parts, None, |front| from.order(front, None, Access::Read))
+    }
+
+    /// Copies many slices, each to its own operand, as one transfer. They share slots, so small ones cost little.
+    ///
+    /// # Errors
+    /// As [`StageScope::upload`].
+    pub fn upload_all<T, D>(
+        &self,
+        pairs: impl IntoIterator<Item = (&'env [T], &'env mut D)>,
+    ) -> Result<Staged>
+    where
+        T: Pod,
+        D: Typed<Item = T> + OperandMut + 'env,
+    {
+        let mut parts = Parts::new(Way::Up);
+        let mut operands = Vec::new();
+        for (from, to) in pairs {
+            parts.slices([NonNull::from(from)], to.range())?;
+            operands.push(to);
+        }
+        self.begin(parts, None, |front| {
+            operands.iter_mut().try_for_each(|to| to.order_mut(front, None, Access::Write))
+        })
+    }
+
+    /// Copies many operands, each into its own slice, as one transfer. They share slots, so small ones cost little.
+    ///
+    /// # Errors
+    /// As [`StageScope::download`].
+    pub fn download_all<T: Pod, D: Typed<Item = T> + 'env>(
+        &self,
+        pairs: impl IntoIterator<Item = (&'env D, &'env mut [T])>,
+    ) -> Result<Staged> {
+        let mut parts = Parts::new(Way::Down);
+        let mut operands = Vec::new();
+        for (from, to) in pairs {
+            parts.slices([NonNull::from(to)], from.range())?;
+            operands.push(from);
+        }
+        self.begin(parts, None, |front| {
+            operands.iter().try_for_each(|from| from.order(front, None, Access::Read))
+        })
+    }
+
+    /// Fills `to` from `source`, from `offset` on.
+    ///
+    /// # Errors
+    /// A conflicting use of `to`, the driver's. Nothing is begun.
+    pub fn read<D>(&self, source: &'env dyn Source, offset: u64, to: &'env mut D) -> Result<Staged>
+    where
+        D: Typed + OperandMut,
+        D::Item: Pod,
+    {
+        let end = offset.saturating_add(to.range().bytes);
+        self.read_ranges(source, iter::once(offset..end), to)
+    }
+
+    /// Fills `to` from ranges of `source`, in bytes, each right behind the one before: a column of a matrix, for one. They
+    /// share slots, so small ones cost little.
+    ///
+    /// # Errors
+    /// Ranges that are not as long as `to` together, a conflicting use of `to`, the driver's. Nothing is begun.
+    pub fn read_ranges<D>(
+        &self,
+        source: &'env dyn Source,
+        from: impl IntoIterator<Item = Range<u64>>,
+        to: &'env mut D,
+    ) -> Result<Staged>
+    where
+        D: Typed + OperandMut,
+        D::Item: Pod,
+    {
+        let mut parts = Parts::new(Way::Up);
+        parts.ranges(from, to.range())?;
+        self.begin(parts, Some(source), |front| to.order_mut(front, None, Access::Write))
+    }
+
+    fn begin(
+        &self,
+        parts: Parts,
+        source: Option<&'env dyn Source>,
+        order: impl FnOnce(RawStream) -> MemoryResult<()>,
+    ) -> Result<Staged> {
+        let shared = &self.stager.shared;
+        let source = source.map(erased);
+        let bytes = parts.total;
+        let small = bytes <= shared.config.direct as u64;
+        // Slots that are not pinned would be one copy more, and the driver's own staging all the same.
+        if source.is_none() && (small || !shared.side(parts.way).lanes.is_pinned()) {
+            // SAFETY: 1. all of it is borrowed while this runs.
+            unsafe { shared.direct(parts, order) }?;
+            return Ok(Staged { state: State::Done(bytes) });
+        }
+        let permit = self.stager.permit();
+        // SAFETY: 1. what the parts name, and the source, is borrowed for longer than the scope, which waits for it.
+        let transfer = unsafe { shared.transfer(parts, source, permit, order) }?;
+        {
+            let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+            // Those that went well are nothing to wait for.
+            begun.retain(|old: &Arc<Transfer>| !matches!(old.outcome(), Some(Ok(()))));
+            // Known to the scope before anybody touches what it names.
+            begun.push(transfer.clone());
+        }
+        transfer.begin();
+        Ok(Staged::begun(transfer))
+    }
+}
+
+impl fmt::Debug for StageScope<'_, '_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StageScope").field("stager", self.stager).finish_non_exhaustive()
+    }
+}
+
+/// A source without its lifetime. Whoever makes a transfer with it keeps it until that is finished.
+pub(super) fn erased(source: &dyn Source) -> SourceAt {
+    let source = NonNull::from(source);
+    // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's caller knows.
+    SourceAt(unsafe {
+        std::mem::transmute::<NonNull<dyn Source + '_>, NonNull<dyn Source + 'static>>(source)
+    })
+}
+
+/// Parts on their way into a plan.
+pub(super) struct Parts {
+    way: Way,
+    parts: Vec<Part>,
+    total: u64,
+    range: Option<DeviceRange>,
+}
+
+impl Parts {
+    pub(super) fn new(way: Way) -> Self {
+        Self { way, parts: Vec::new(), total: 0, range: None }
+    }
+
+    /// Adds slices that follow one another in `range`.
+    pub(super) fn slices<T>(
+        &mut self,
+        slices: impl IntoIterator<Item = NonNull<[T]>>,
+        range: DeviceRange,
+    ) -> MemoryResult<()> {
+        let sides = slices.into_iter().map(|slice| {
+            let bytes = slice.len() as u64 * size_of::<T>() as u64;
+            (HostSide::Memory(slice.cast()), bytes)
+        });
+        self.add(sides, range)
+    }
+
+    /// Adds ranges of the source that follow one another in `range`.
+    pub(super) fn ranges(
+        &mut self,
+        ranges: impl IntoIterator<Item = Range<u64>>,
+        range: DeviceRange,
+    ) -> MemoryResult<()> {
+        let sides = ranges
+            .into_iter()
+            .map(|from| (HostSide::Source(from.start), from.end.saturating_sub(from.start)));
+        self.add(sides, range)
+    }
+
+    fn add(&mut self, sides: impl Iterator<Item = (HostSide, u64)>, range: DeviceRange) -> MemoryResult<()> {
+        let mut device = range.address;
+        let mut host_bytes = 0u64;
+        for (host, bytes) in sides {
+            host_bytes = host_bytes.saturating_add(bytes);
+            if host_bytes > range.bytes {
+                continue;
+            }
+            self.parts.push(Part { host, device, bytes });
+            device += bytes;
+        }
+        if host_bytes != range.bytes {
+            let (from, to) = match self.way {
+                Way::Up => (host_bytes, range.bytes),
+                Way::Down => (range.bytes, host_bytes),
+            };
+            return Err(MemoryError::LengthMismatch { from, to });
+        }
+        self.total += range.bytes;
+        // One that lies elsewhere is told of; all others are as the last.
+        match self.range {
+            Some(other) if other.device != range.device => {
+                Err(MemoryError::WrongDevice { expected: other.device, actual: range.device })
+            }
+            _ => {
+                self.range = Some(range);
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn check(&self, parts: &Parts) -> MemoryResult<()> {
+        match parts.range {
+            Some(range) if range.device != self.device => {
+                Err(MemoryError::WrongDevice { expected: self.device, actual: range.device })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Makes a transfer whose operands have been ordered, and does not begin it.
+    ///
+    /// # Safety
+    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody else's, the operands
+    ///    keep their ranges and are lent to nobody else, and the source is there, until the transfer is finished.
+    pub(super) unsafe fn transfer(
+        self: &Arc<Self>,
+        parts: Parts,
+        source: Option<SourceAt>,
+        permit: Permit,
+        order: impl FnOnce(RawStream) -> MemoryResult<()>,
+    ) -> Result<Arc<Transfer>> {
+        self.check(&parts)?;
+        let front = self.take_front()?;
+        if let Err(error) = order(front.raw()) {
+            self.give_front(&front, true);
+            return Err(error.into());
+        }
+        let plan = Plan::new(parts.way, source, parts.parts, self.config.grain(parts.way));
+        Ok(Transfer::new(self, plan, front, permit))
+    }
+
+    /// Copies through the driver, by this thread. Blocks.
+    ///
+    /// # Safety
+    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody else's, and the operands
+    ///    keep their ranges and are lent to nobody else, while this runs.
+    unsafe fn direct(&self, parts: Parts, order: impl FnOnce(RawStream) -> MemoryResult<()>) -> Result<()> {
+        self.check(&parts)?;
+        let front = self.take_front()?;
+        let ordered = order(front.raw());
+        // SAFETY: 1. the caller's. 2. the operands have just been ordered.
+        let copied = ordered.and_then(|()| unsafe { self.copy_parts(&front, &parts) });
+        // Also after a refusal: some may have been queued.
+        let settled = if parts.total > 0 { settle(&front) } else { Ok(()) };
+        self.give_front(&front, settled.is_ok());
+        Ok(copied.and(settled)?)
+    }
+
+    /// # Safety
+    /// 1. As [`Shared::direct`], until the stream has been waited for. 2. The operands have been ordered for the stream.
+    unsafe fn copy_parts(&self, front: &Stream, parts: &Parts) -> MemoryResult<()> {
+        let (driver, raw) = (self.driver(), front.raw());
+        let _calling = front.timeline().calling()?;
+        for part in parts.parts.iter().filter(|part| part.bytes > 0) {
+            let HostSide::Memory(host) = part.host else { continue };
+            // SAFETY: 1. and 2. the caller's.
+            let copied = unsafe {
+                match parts.way {
+                    Way::Up => driver.copy_to_device(raw, part.device, host, part.bytes as usize),
+                    Way::Down => driver.copy_to_host(raw, host, part.device, part.bytes as usize),
+                }
+            };
+            copied.map_err(|error| MemoryError::driver(self.device, error))?;
+        }
+        Ok(())
+    }
+}

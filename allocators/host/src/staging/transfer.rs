@@ -1,0 +1,349 @@
+//! One transfer: who is at it, how far it is, and who waits for its end.
+//!
+//! ```text
+//!             take part: claim a chunk, move it, claim the next …
+//!   begun ──▶ running: 0 … n ──▶ over: nothing left to claim, or stopped; and nobody at it ──▶ finished
+//! ```
+//!
+//! Whoever takes part leaves only when no copy of his is on its way any more. So once a transfer is finished nobody
+//! touches its host memory, and everything that the host queues from then on comes after its copies.
+
+use super::{
+    Shared, StageError,
+    lane::Lane,
+    permit::Permit,
+    plan::{Plan, Way},
+};
+use crate::workers::Job;
+use aquifer_stream::Stream;
+use std::{
+    any::Any,
+    fmt,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
+    },
+    task::{Poll, Waker},
+    time::Instant,
+};
+
+/// How far a transfer is.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Progress {
+    /// Bytes that have arrived.
+    pub done: u64,
+    /// Bytes there are.
+    pub total: u64,
+}
+
+/// What owns the memory of a transfer until it is finished.
+pub(super) type Keep = Arc<dyn Any + Send + Sync>;
+
+pub(super) struct Transfer {
+    pub(super) shared: Arc<Shared>,
+    pub(super) plan: Plan,
+    /// The stream that has been made to wait for the operands' earlier uses, and the epoch of those waits.
+    pub(super) front: (Stream, u64),
+    /// The next chunk to be claimed.
+    next: AtomicUsize,
+    /// No further chunk is claimed. Once set it stays.
+    stopped: AtomicBool,
+    /// Bytes that have arrived.
+    done: AtomicU64,
+    state: Mutex<State>,
+    /// The transfer is finished.
+    changed: Condvar,
+}
+
+struct State {
+    /// How many take part now.
+    running: usize,
+    /// What went wrong first.
+    error: Option<StageError>,
+    /// Nobody takes part, and nobody will.
+    over: bool,
+    /// And what the transfer held has been given back.
+    finished: bool,
+    wakers: Vec<Waker>,
+    held: Held,
+}
+
+/// What a transfer holds until it is over.
+#[derive(Default)]
+struct Held {
+    permit: Option<Permit>,
+    keep: Option<Keep>,
+    job: Option<Job<()>>,
+}
+
+impl Transfer {
+    pub(super) fn new(shared: &Arc<Shared>, plan: Plan, front: Stream, permit: Permit) -> Arc<Self> {
+        let epoch = front.timeline().open();
+        let held = Held { permit: Some(permit), ..Held::default() };
+        let state = State { running: 0, error: None, over: false, finished: false, wakers: Vec::new(), held };
+        Arc::new(Self {
+            shared: shared.clone(),
+            plan,
+            front: (front, epoch),
+            next: AtomicUsize::new(0),
+            stopped: AtomicBool::new(false),
+            done: AtomicU64::new(0),
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps what owns its memory until it is finished. To be called before it is begun.
+    pub(super) fn keep(&self, keep: Keep) {
+        self.lock().held.keep = Some(keep);
+    }
+
+    /// Has the workers of its direction begin it. What cannot be begun is finished with an error.
+    pub(super) fn begin(self: &Arc<Self>) {
+        let chunks = self.plan.chunks();
+        if chunks > 0 {
+            let side = self.shared.side(self.plan.way);
+            let wanted = chunks.min(side.workers_most);
+            let begun = side.lanes.ensure(chunks).map_err(StageError::Memory).and_then(|()| {
+                let transfer = self.clone();
+                let work = move |_| transfer.work();
+                side.workers.submit(self.shared.node, wanted, None, work).map_err(StageError::Workers)
+            });
+            match begun {
+                Ok(job) => {
+                    let mut state = self.lock();
+                    if !state.over {
+                        state.held.job = Some(job);
+                    }
+                }
+                Err(error) => self.fail(error),
+            }
+        }
+        self.finish_if_over();
+    }
+
+    /// A worker takes part, with whichever lane it gets.
+    fn work(&self) {
+        let Some(part) = self.enter() else { return };
+        let lanes = &self.shared.side(self.plan.way).lanes;
+        while part.is_wanted() {
+            if let Some(lane) = lanes.take(|| !part.is_wanted()) {
+                part.run(lane);
+            } else if part.is_wanted()
+                && let Err(error) = lanes.ensure(1)
+            {
+                self.fail(StageError::Memory(error));
+            }
+        }
+    }
+
+    /// The calling thread takes part, if a lane is idle.
+    pub(super) fn help(&self) {
+        if let Some(part) = self.enter()
+            && part.is_wanted()
+            && let Some(lane) = self.shared.side(self.plan.way).lanes.try_take()
+        {
+            part.run(lane);
+        }
+    }
+
+    fn enter(&self) -> Option<Participant<'_>> {
+        let mut state = self.lock();
+        if state.over || self.is_claimed() {
+            return None;
+        }
+        state.running += 1;
+        Some(Participant { transfer: self })
+    }
+
+    /// Whether nothing is left to claim.
+    fn is_claimed(&self) -> bool {
+        self.is_stopped() || self.next.load(Ordering::Relaxed) >= self.plan.chunks()
+    }
+
+    /// Claims a chunk.
+    pub(super) fn claim(&self) -> Option<usize> {
+        if self.is_stopped() {
+            return None;
+        }
+        Some(self.next.fetch_add(1, Ordering::Relaxed)).filter(|&chunk| chunk < self.plan.chunks())
+    }
+
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stopped.load(Ordering::Relaxed)
+    }
+
+    /// Counts bytes that have arrived.
+    pub(super) fn arrived(&self, bytes: u64) {
+        self.done.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn progress(&self) -> Progress {
+        Progress { done: self.done.load(Ordering::Relaxed), total: self.plan.total() }
+    }
+
+    /// Ends it early, for this reason, unless it has come to its end or failed before.
+    pub(super) fn fail(&self, error: StageError) {
+        {
+            let mut state = self.lock();
+            if state.over || self.progress().done == self.plan.total() {
+                return;
+            }
+            state.error.get_or_insert(error);
+            self.stopped.store(true, Ordering::Relaxed);
+        }
+        self.shared.side(self.plan.way).lanes.call();
+        self.finish_if_over();
+    }
+
+    pub(super) fn cancel(&self) {
+        self.fail(StageError::Cancelled);
+    }
+
+    /// If nobody is at it and nobody will be, gives back what it holds and tells those who wait.
+    fn finish_if_over(&self) {
+        let held = {
+            let mut state = self.lock();
+            if state.over || state.running > 0 || !self.is_claimed() {
+                return;
+            }
+            state.over = true;
+            self.shared.give_front(&self.front.0, state.error.is_none());
+            std::mem::take(&mut state.held)
+        };
+        let Held { permit, keep, job } = held;
+        // Before anybody is told: who waited finds a permit.
+        drop(permit);
+        let wakers = {
+            let mut state = self.lock();
+            state.finished = true;
+            std::mem::take(&mut state.wakers)
+        };
+        self.changed.notify_all();
+        wakers.into_iter().for_each(Waker::wake);
+        drop(job);
+        // Last, and outside of all locks: it may be anything.
+        drop(keep);
+    }
+
+    pub(super) fn is_finished(&self) -> bool {
+        self.lock().finished
+    }
+
+    /// What came of it, once it is finished.
+    pub(super) fn outcome(&self) -> Option<Result<(), StageError>> {
+        let state = self.lock();
+        state.finished.then(|| state.error.clone().map_or(Ok(()), Err))
+    }
+
+    /// Takes part, and blocks until it is finished.
+    pub(super) fn wait(&self) -> Result<(), StageError> {
+        self.help();
+        let mut state = self.lock();
+        while !state.finished {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        state.error.clone().map_or(Ok(()), Err)
+    }
+
+    /// Blocks until it is finished or the deadline has passed; whether it is finished.
+    pub(super) fn wait_until(&self, deadline: Instant) -> bool {
+        let mut state = self.lock();
+        while !state.finished {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// The outcome, or `waker` is woken when there is one.
+    pub(super) fn poll(&self, waker: &Waker) -> Poll<Result<(), StageError>> {
+        let mut state = self.lock();
+        if state.finished {
+            return Poll::Ready(state.error.clone().map_or(Ok(()), Err));
+        }
+        if !state.wakers.iter().any(|known| known.will_wake(waker)) {
+            state.wakers.push(waker.clone());
+        }
+        Poll::Pending
+    }
+}
+
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transfer").field("progress", &self.progress()).finish_non_exhaustive()
+    }
+}
+
+/// Somebody who takes part. However he leaves, he is counted out.
+struct Participant<'a> {
+    transfer: &'a Transfer,
+}
+
+impl Participant<'_> {
+    fn is_wanted(&self) -> bool {
+        !self.transfer.is_claimed()
+    }
+
+    /// Moves chunks until there are none, and hands the lane back.
+    fn run(&self, lane: Lane) {
+        let transfer = self.transfer;
+        let lanes = &transfer.shared.side(transfer.plan.way).lanes;
+        // Whatever happens, the lane is settled before anybody else gets it.
+        let mut held = Handed { lane: Some(lane), transfer };
+        let Some(lane) = held.lane.as_mut() else { return };
+        let moved = match transfer.plan.way {
+            Way::Up => transfer.upload(lane),
+            Way::Down => transfer.download(lane),
+        };
+        match moved {
+            Ok(()) => held.lane.take().into_iter().for_each(|lane| lanes.give(lane)),
+            Err(error) => {
+                transfer.fail(error);
+                drop(held);
+            }
+        }
+    }
+}
+
+impl Drop for Participant<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.transfer.fail(StageError::WorkerLost);
+        }
+        self.transfer.lock().running -= 1;
+        self.transfer.finish_if_over();
+    }
+}
+
+/// A lane in use. Dropped with it, the lane is settled first.
+struct Handed<'a> {
+    lane: Option<Lane>,
+    transfer: &'a Transfer,
+}
+
+impl Drop for Handed<'_> {
+    fn drop(&mut self) {
+        let Some(mut lane) = self.lane.take() else { return };
+        let transfer = self.transfer;
+        let lanes = &transfer.shared.side(transfer.plan.way).lanes;
+        match lane.settle() {
+            Ok(()) => lanes.give(lane),
+            Err(error) => {
+                // The operands are known to be used by the front, which must not be done before the lane is. If that is
+                // refused too, the device is lost or the driver gone, and with it whatever was queued.
+                let timeline = lane.stream.timeline();
+                let _joined = transfer.front.0.timeline().wait_for(timeline, timeline.open());
+                transfer.fail(StageError::Memory(error));
+                lanes.discard(lane);
+            }
+        }
+    }
+}

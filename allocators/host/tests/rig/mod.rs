@@ -1,0 +1,216 @@
+//! A stager on a simulated device, and operands for it.
+#![allow(dead_code, reason = "each test binary uses a part of it")]
+#![allow(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
+#![allow(unsafe_code, reason = "implements operands")]
+
+use aquifer_core::{Budget, DeviceId, Result};
+use aquifer_driver::{
+    Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed,
+    sim::{Kernel, Sim},
+};
+use aquifer_host::{
+    PinnedConfig, PinnedPool, Stager, StagerConfig,
+    kernel::Kernel as System,
+    region::{Host, PageTier},
+};
+use aquifer_stream::{Stream, StreamPool, UseList};
+use std::{
+    future::Future,
+    pin::pin,
+    sync::Arc,
+    task::{Context, Poll, Wake, Waker},
+    thread::{self, Thread},
+    time::Duration,
+};
+
+pub(crate) const GPU: DeviceId = DeviceId(0);
+/// Longer than anything takes that does not hang.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const KIB: usize = 1 << 10;
+pub(crate) const SLOT: usize = 64 * KIB;
+
+/// Slots so small that little data fills many.
+pub(crate) fn config() -> StagerConfig {
+    let mut config = StagerConfig::default();
+    (config.up_workers, config.down_workers) = (3, 2);
+    (config.slot, config.least_chunk, config.direct) = (SLOT, 8 * KIB, KIB);
+    config.depth = 8;
+    config
+}
+
+pub(crate) fn pinned() -> PinnedConfig {
+    let mut config = PinnedConfig::default();
+    config.chunk = 2 << 20;
+    config.pages = PageTier::Base;
+    config.patience = Duration::ZERO;
+    config
+}
+
+pub(crate) struct Rig {
+    pub(crate) sim: Sim,
+    pub(crate) budget: Budget,
+    pub(crate) pool: PinnedPool,
+    pub(crate) streams: StreamPool,
+    pub(crate) stager: Stager,
+    pub(crate) home: Stream,
+}
+
+impl Rig {
+    pub(crate) fn new() -> Self {
+        Self::on(Sim::h200(1).stepped(), GPU, config(), pinned())
+    }
+
+    pub(crate) fn with(config: StagerConfig) -> Self {
+        Self::on(Sim::h200(1).stepped(), GPU, config, pinned())
+    }
+
+    pub(crate) fn on(sim: Sim, device: DeviceId, config: StagerConfig, pinned: PinnedConfig) -> Self {
+        let host = Host::new(crate::support::topology(), System::new()).with_driver(sim.driver(), device);
+        let budget = Budget::new("pinned", 64 << 20);
+        let pool = PinnedPool::new(&host, &budget, pinned).unwrap();
+        let streams = StreamPool::new(sim.driver(), device, 64);
+        let stager = Stager::new(&host, &pool, &streams, config).unwrap();
+        let home = streams.lease().unwrap();
+        Self { sim, budget, pool, streams, stager, home }
+    }
+
+    pub(crate) fn operand(&self, bytes: usize) -> Plain {
+        Plain::new(self, bytes)
+    }
+
+    /// A kernel on the operand's home stream that fills it with a byte.
+    pub(crate) fn fill(&self, x: &mut Plain, byte: u8) {
+        x.order_mut(self.home.raw(), None, Access::Write).unwrap();
+        let fill = Kernel::new("fill").writes(x.range, None).run(move |memory| memory.write(0).fill(byte));
+        self.sim.launch(self.home.raw(), fill).unwrap();
+    }
+
+    /// A kernel on the operand's home stream that reads it.
+    pub(crate) fn look(&self, x: &Plain) {
+        x.order(self.home.raw(), None, Access::Read).unwrap();
+        self.sim.launch(self.home.raw(), Kernel::new("look").reads(x.range, None)).unwrap();
+    }
+
+    /// What is on the device now.
+    pub(crate) fn bytes(&self, x: &Plain) -> Vec<u8> {
+        self.sim.read_back(x.range).unwrap()
+    }
+
+    #[track_caller]
+    pub(crate) fn assert_silent(&self) {
+        let violations = self.sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+    }
+
+    /// Ends everything. Nothing may be left with the driver or the budget.
+    #[track_caller]
+    pub(crate) fn assert_all_given_back(self) {
+        self.assert_silent();
+        let Self { sim, budget, pool, streams, stager, home } = self;
+        drop((stager, home, streams));
+        // A worker may be about to let go of the last transfer.
+        let deadline = std::time::Instant::now() + PATIENCE;
+        drop(pool);
+        while budget.used() > 0 || !sim.outstanding().is_empty() {
+            aquifer_host::pool::sweep();
+            assert!(
+                std::time::Instant::now() < deadline,
+                "{} bytes are charged still, and {}",
+                budget.used(),
+                sim.outstanding()
+            );
+            thread::yield_now();
+        }
+        let violations = sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+    }
+}
+
+/// Bytes that differ from their neighbours, and from those of another seed.
+pub(crate) fn pattern(bytes: usize, seed: u8) -> Vec<u8> {
+    (0..bytes).map(|at| (at * 7 + at / 251) as u8 ^ seed).collect()
+}
+
+/// Device memory of its own, whose uses are noted.
+#[derive(Debug)]
+pub(crate) struct Plain {
+    pub(crate) range: DeviceRange,
+    streams: StreamPool,
+    home: Stream,
+    uses: UseList,
+    /// Whether somebody asks who comes after whom.
+    pub(crate) ordered: bool,
+    sim: Sim,
+}
+
+impl Plain {
+    pub(crate) fn new(rig: &Rig, bytes: usize) -> Self {
+        let device = rig.home.device();
+        let address = rig.sim.driver().mem_alloc(device, bytes.max(1) as u64).unwrap();
+        let range = DeviceRange { device, address, bytes: bytes as u64 };
+        let (streams, home) = (rig.streams.clone(), rig.home.clone());
+        Self { range, streams, home, uses: UseList::new(), ordered: true, sim: rig.sim.clone() }
+    }
+}
+
+impl Drop for Plain {
+    fn drop(&mut self) {
+        self.sim.clear_failures();
+        let driver = self.sim.driver();
+        // A lost device has nothing left to wait for, or to free.
+        if driver.device_synchronize(self.range.device).is_ok() {
+            // SAFETY: 1. allocated by `new`. 2. nothing uses it: the device is idle.
+            unsafe { driver.mem_free(self.range.device, self.range.address) }.unwrap();
+        }
+    }
+}
+
+// SAFETY: 1. an allocation of its own until the drop, which waits for the device. 2. the list orders uses, and the memory
+// is given to nobody else; broken on purpose where a test leaves the order out.
+unsafe impl Operand for Plain {
+    fn range(&self) -> DeviceRange {
+        self.range
+    }
+
+    fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+        if !self.ordered {
+            return Ok(());
+        }
+        let on = self.streams.timeline(stream, alive)?;
+        self.uses.lend(self.range.address, self.home.timeline(), &on, access)
+    }
+}
+
+// SAFETY: 1. nobody else has the allocation.
+unsafe impl OperandMut for Plain {}
+
+impl Typed for Plain {
+    type Item = u8;
+    fn len(&self) -> usize {
+        self.range.bytes as usize
+    }
+}
+
+/// Wakes the thread that polls.
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// The smallest runtime there is.
+pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut future = pin!(future);
+    let deadline = std::time::Instant::now() + PATIENCE;
+    loop {
+        if let Poll::Ready(output) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return output;
+        }
+        assert!(std::time::Instant::now() < deadline, "nobody woke the future");
+        // Not longer, so that the test fails where nobody wakes it.
+        thread::park_timeout(PATIENCE);
+    }
+}

@@ -1,0 +1,672 @@
+//! Staged transfers on a simulated device: that the bytes arrive, in order with everything else, and that whoever waits
+//! learns of it.
+
+mod rig;
+mod support;
+
+use aquifer_core::{DeviceId, MemoryError};
+use aquifer_driver::{Call, Typed, sim::Sim};
+use aquifer_host::{
+    FileSource, PinnedConfig, ReadMode, Source, StageError, Stager, StagerConfig, Stores, region::Pinning,
+};
+use rig::{KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
+use std::{
+    future::Future,
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, Waker},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Nothing, direct ones, ones of a chunk, and ones of many slots; none a round number.
+const SIZES: [usize; 9] = [0, 1, 511, KIB, KIB + 1, 8 * KIB + 3, SLOT - 1, 5 * SLOT + 77, 1000 * KIB + 13];
+
+#[test]
+fn every_byte_arrives_whatever_the_size_and_wherever_it_begins() {
+    for stores in [Stores::NonTemporal, Stores::Cached] {
+        let mut config = config();
+        config.stores = stores;
+        let rig = Rig::with(config);
+        for size in SIZES {
+            let whole = pattern(size + 5, size as u8);
+            let up = &whole[5..];
+            let mut x = rig.operand(size);
+            rig.stager.scope(|s| s.upload(up, &mut x).map(drop)).unwrap().unwrap();
+            assert!(size == 0 || rig.bytes(&x) == up, "{size} bytes up");
+            let mut back = vec![0; size + 3];
+            rig.stager.scope(|s| s.download(&x, &mut back[3..]).map(drop)).unwrap().unwrap();
+            assert!(back[3..] == *up && back[..3] == [0; 3], "{size} bytes down");
+        }
+        rig.assert_all_given_back();
+    }
+}
+
+#[test]
+fn memory_that_cannot_be_written_can_be_read() {
+    static CONSTANT: [u8; 3 * SLOT] = [7; 3 * SLOT];
+    let rig = Rig::new();
+    let mut x = rig.operand(CONSTANT.len());
+    rig.stager.scope(|s| s.upload(&CONSTANT, &mut x).map(drop)).unwrap().unwrap();
+    assert!(rig.bytes(&x) == CONSTANT);
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_transfer_comes_after_earlier_uses_and_before_later_ones() {
+    for size in [KIB, 6 * SLOT] {
+        let rig = Rig::new();
+        let mut x = rig.operand(size);
+        let (up, mut down) = (pattern(size, 3), vec![0; size]);
+        rig.fill(&mut x, 9);
+        rig.look(&x);
+        rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+        rig.look(&x);
+        rig.stager.scope(|s| s.download(&x, &mut down).map(drop)).unwrap().unwrap();
+        assert!(down == up);
+        rig.fill(&mut x, 5);
+        rig.stager.scope(|s| s.download(&x, &mut down).map(drop)).unwrap().unwrap();
+        assert!(down.iter().all(|&byte| byte == 5), "the kernel had been queued before");
+        drop(x);
+        rig.assert_all_given_back();
+    }
+}
+
+#[test]
+fn without_the_order_the_simulator_objects() {
+    for size in [KIB, 6 * SLOT] {
+        for upload in [true, false] {
+            let rig = Rig::new();
+            let mut x = rig.operand(size);
+            rig.fill(&mut x, 9);
+            x.ordered = false;
+            let mut bytes = pattern(size, 3);
+            let staged = if upload {
+                rig.stager.scope(|s| s.upload(&bytes, &mut x).map(drop))
+            } else {
+                rig.stager.scope(|s| s.download(&x, &mut bytes).map(drop))
+            };
+            staged.unwrap().unwrap();
+            assert!(!rig.sim.take_violations().is_empty(), "{size} bytes, upload: {upload}");
+        }
+    }
+}
+
+#[test]
+fn sides_that_differ_are_refused_and_nothing_has_happened() {
+    let rig = Rig::new();
+    let (mut x, bytes) = (rig.operand(100), vec![0; 99]);
+    let refused = rig.stager.scope(|s| s.upload(&bytes, &mut x).map(drop)).unwrap();
+    let differ = MemoryError::LengthMismatch { from: 99, to: 100 };
+    assert!(matches!(refused, Err(StageError::Memory(error)) if error == differ));
+    let mut longer = vec![0; 101];
+    let refused = rig.stager.scope(|s| s.download(&x, &mut longer).map(drop)).unwrap();
+    let differ = MemoryError::LengthMismatch { from: 100, to: 101 };
+    assert!(matches!(refused, Err(StageError::Memory(error)) if error == differ));
+    let failed = rig.stager.upload(bytes, x).unwrap_err();
+    let (bytes, x) = failed.back.unwrap();
+    assert_eq!((bytes.len(), x.len()), (99, 100), "both came back");
+    assert_eq!(rig.sim.driver().calls().get(Call::CopyToDevice), 0);
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn an_operand_of_another_device_is_refused() {
+    let sim = Sim::h200(2).stepped();
+    let (first, second) = (
+        Rig::on(sim.clone(), DeviceId(0), config(), pinned()),
+        Rig::on(sim, DeviceId(1), config(), pinned()),
+    );
+    for size in [KIB, 2 * SLOT] {
+        let (mut x, bytes) = (second.operand(size), vec![0; size]);
+        let refused = first.stager.scope(|s| s.upload(&bytes, &mut x).map(drop)).unwrap();
+        assert!(matches!(refused, Err(StageError::Memory(MemoryError::WrongDevice { .. }))));
+    }
+}
+
+#[test]
+fn several_devices_are_served_side_by_side() {
+    let sim = Sim::h200(3).seeded(4);
+    let rigs: Vec<_> =
+        (0..3).map(|device| Rig::on(sim.clone(), DeviceId(device), config(), pinned())).collect();
+    thread::scope(|threads| {
+        for (seed, rig) in rigs.iter().enumerate() {
+            threads.spawn(move || {
+                let up = pattern(9 * SLOT, seed as u8);
+                let mut x = rig.operand(up.len());
+                let mut down = vec![0; up.len()];
+                rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+                rig.stager.scope(|s| s.download(&x, &mut down).map(drop)).unwrap().unwrap();
+                assert!(up == down);
+            });
+        }
+    });
+    rigs.into_iter().for_each(|rig| rig.assert_silent());
+}
+
+#[test]
+fn small_pieces_share_slots() {
+    let rig = Rig::new();
+    let pieces: Vec<_> = (0..200).map(|at| pattern(37 + at, at as u8)).collect();
+    let all = pieces.concat();
+    let mut x = rig.operand(all.len());
+    rig.stager.scope(|s| s.gather(pieces.iter().map(|piece| &piece[..]), &mut x).map(drop)).unwrap().unwrap();
+    assert!(rig.bytes(&x) == all);
+    let copies = rig.sim.driver().calls().get(Call::CopyToDevice);
+    assert!(copies <= all.len().div_ceil(8 * KIB) as u64 + 1, "{copies} copies for 200 pieces");
+
+    let mut back: Vec<_> = pieces.iter().map(|piece| vec![0; piece.len()]).collect();
+    let slices = back.iter_mut().map(|piece| &mut piece[..]);
+    rig.stager.scope(|s| s.scatter(&x, slices).map(drop)).unwrap().unwrap();
+    assert!(back == pieces);
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn many_operands_are_one_transfer() {
+    let rig = Rig::new();
+    let pieces: Vec<_> = (0..60).map(|at| pattern(1 + 97 * at, at as u8)).collect();
+    let mut operands: Vec<_> = pieces.iter().map(|piece| rig.operand(piece.len())).collect();
+    operands.iter_mut().for_each(|x| rig.fill(x, 1));
+    let pairs = pieces.iter().map(|piece| &piece[..]).zip(&mut operands);
+    rig.stager.scope(|s| s.upload_all(pairs).map(drop)).unwrap().unwrap();
+    for (x, piece) in operands.iter().zip(&pieces) {
+        assert!(rig.bytes(x) == *piece);
+        rig.look(x);
+    }
+    let mut back: Vec<_> = pieces.iter().map(|piece| vec![0; piece.len()]).collect();
+    let pairs = operands.iter().zip(back.iter_mut().map(|piece| &mut piece[..]));
+    rig.stager.scope(|s| s.download_all(pairs).map(drop)).unwrap().unwrap();
+    assert!(back == pieces);
+    drop(operands);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn one_direction_goes_on_while_the_other_is_held_up() {
+    let rig = Rig::new();
+    let (mut x, mut y) = (rig.operand(9 * SLOT), rig.operand(9 * SLOT));
+    rig.fill(&mut y, 4);
+    let (up, mut down) = (pattern(9 * SLOT, 1), vec![0; 9 * SLOT]);
+    rig.stager
+        .scope(|s| {
+            let held = rig.sim.stall(Call::CopyToDevice);
+            let rising = s.upload(&up, &mut x).unwrap();
+            assert!(held.wait_for(1, PATIENCE));
+            let falling = s.download(&y, &mut down).unwrap();
+            falling.wait_until(Instant::now() + PATIENCE).unwrap().unwrap();
+            assert!(!rising.is_done());
+            assert_eq!(rising.progress().done, 0);
+            assert_eq!(falling.progress().done, 9 * SLOT as u64);
+            drop(held);
+        })
+        .unwrap();
+    assert!(down.iter().all(|&byte| byte == 4) && rig.bytes(&x) == up);
+    drop((x, y));
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn what_is_owned_comes_back() {
+    let rig = Rig::new();
+    let up = pattern(7 * SLOT + 9, 6);
+    let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
+    assert_eq!(ticket.progress().total, up.len() as u64);
+    let (same, x) = ticket.wait().unwrap();
+    assert!(same == up && rig.bytes(&x) == up);
+    let ticket = rig.stager.download(x, vec![0; up.len()].into_boxed_slice()).unwrap();
+    let (x, down) = ticket.wait_until(Instant::now() + PATIENCE).unwrap().unwrap();
+    assert!(*down == *up);
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn each_wait_can_be_tried_timed_and_awaited() {
+    let rig = Rig::new();
+    let held = rig.sim.stall(Call::CopyToDevice);
+    let up = pattern(4 * SLOT, 6);
+    let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
+    assert!(!ticket.is_done());
+    let ticket = ticket.try_wait().unwrap_err();
+    let mut ticket = ticket.wait_until(Instant::now() + Duration::from_millis(5)).unwrap_err();
+    // A wait that is given up loses nothing.
+    let mut context = Context::from_waker(Waker::noop());
+    assert!(matches!(Pin::new(&mut ticket).poll(&mut context), Poll::Pending));
+    drop(held);
+    let (same, x) = block_on(&mut ticket).unwrap();
+    assert!(same == up && rig.bytes(&x) == up);
+    let again = block_on(&mut ticket).unwrap_err();
+    assert!(matches!(again.error, StageError::Taken) && again.back.is_none());
+    drop(ticket);
+
+    // And inside of a scope.
+    let mut y = x;
+    rig.stager
+        .scope(|s| {
+            let staged = s.upload(&up, &mut y).unwrap();
+            block_on(staged.clone()).unwrap();
+            assert!(matches!(staged.try_wait(), Some(Ok(()))));
+            staged.wait().unwrap();
+        })
+        .unwrap();
+    drop(y);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_forgotten_ticket_leaks_and_harms_nobody() {
+    let rig = Rig::new();
+    let up = pattern(5 * SLOT, 6);
+    let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
+    let watch = ticket.watch();
+    let _forgotten = std::mem::ManuallyDrop::new(ticket);
+    watch.wait().unwrap();
+    rig.assert_silent();
+    let mut y = rig.operand(up.len());
+    rig.stager.scope(|s| s.upload(&up, &mut y).map(drop)).unwrap().unwrap();
+    assert!(rig.bytes(&y) == up);
+    rig.assert_silent();
+}
+
+/// A vector that tells when it is dropped.
+struct Told(Vec<u8>, Arc<AtomicUsize>);
+
+impl Drop for Told {
+    fn drop(&mut self) {
+        self.1.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+#[expect(unsafe_code, reason = "implements a buffer")]
+// SAFETY: 1. a vector's bytes do not move with it.
+unsafe impl aquifer_host::HostBuffer for Told {
+    type Item = u8;
+    fn elements(&mut self) -> std::ptr::NonNull<[u8]> {
+        std::ptr::NonNull::from(&mut self.0[..])
+    }
+}
+
+fn eventually(what: impl Fn() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !what() {
+        assert!(Instant::now() < deadline, "this should have come true by now");
+        thread::yield_now();
+    }
+}
+
+#[test]
+fn a_dropped_ticket_cancels_and_a_detached_one_does_not() {
+    for detached in [false, true] {
+        let rig = Rig::new();
+        let dropped = Arc::new(AtomicUsize::new(0));
+        let held = rig.sim.stall(Call::CopyToDevice);
+        let up = Told(pattern(40 * SLOT, 6), dropped.clone());
+        let ticket = rig.stager.upload(up, rig.operand(40 * SLOT)).unwrap();
+        assert!(held.wait_for(1, PATIENCE));
+        let watch = ticket.watch();
+        if detached {
+            ticket.detach();
+        } else {
+            drop(ticket);
+        }
+        assert_eq!(dropped.load(Ordering::Relaxed), 0, "a worker is at it");
+        drop(held);
+        match watch.wait_until(Instant::now() + PATIENCE).unwrap() {
+            Ok(()) => assert!(detached),
+            Err(error) => assert!(!detached && matches!(error, StageError::Cancelled), "{error}"),
+        }
+        eventually(|| dropped.load(Ordering::Relaxed) == 1);
+        assert_eq!(watch.progress().done == watch.progress().total, detached);
+        drop((watch, dropped));
+        rig.assert_all_given_back();
+    }
+}
+
+#[test]
+fn a_cancelled_transfer_gives_both_sides_back() {
+    let rig = Rig::new();
+    let held = rig.sim.stall(Call::CopyToDevice);
+    let ticket = rig.stager.upload(pattern(40 * SLOT, 6), rig.operand(40 * SLOT)).unwrap();
+    assert!(held.wait_for(1, PATIENCE));
+    ticket.cancel();
+    drop(held);
+    let failed = ticket.wait().unwrap_err();
+    assert!(matches!(failed.error, StageError::Cancelled));
+    let (up, x) = failed.back.unwrap();
+    assert_eq!((up.len(), x.len()), (40 * SLOT, 40 * SLOT));
+    // At its end there is nothing left to cancel.
+    let ticket = rig.stager.upload(up, x).unwrap();
+    eventually(|| ticket.is_done());
+    ticket.cancel();
+    drop(ticket.wait().unwrap());
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_scope_that_unwinds_waits_for_its_transfers_first() {
+    let rig = Rig::new();
+    let mut x = rig.operand(40 * SLOT);
+    let mut up = pattern(40 * SLOT, 6);
+    let unwound = catch_unwind(AssertUnwindSafe(|| {
+        rig.stager.scope(|s| -> () {
+            s.upload(&up, &mut x).unwrap();
+            panic!("on purpose")
+        })
+    }));
+    assert!(unwound.is_err());
+    // Nobody reads them any more: the simulator would see a slot filled from them, and Miri a race.
+    up.fill(0);
+    rig.fill(&mut x, 3);
+    rig.sim.run_all();
+    assert!(rig.bytes(&x).iter().all(|&byte| byte == 3));
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_scope_answers_with_what_ended_a_transfer_early() {
+    let rig = Rig::new();
+    let mut x = rig.operand(40 * SLOT);
+    let up = pattern(40 * SLOT, 6);
+    let answer = rig.stager.scope(|s| {
+        let held = rig.sim.stall(Call::CopyToDevice);
+        let staged = s.upload(&up, &mut x).unwrap();
+        assert!(held.wait_for(1, PATIENCE));
+        staged.cancel();
+        drop(held);
+    });
+    assert!(matches!(answer, Err(StageError::Cancelled)));
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn no_more_are_under_way_than_may_be() {
+    let mut config = config();
+    config.depth = 2;
+    let rig = Rig::with(config);
+    let held = rig.sim.stall(Call::CopyToDevice);
+    let tickets: Vec<_> =
+        (0..2).map(|_| rig.stager.upload(vec![1u8; 2 * SLOT], rig.operand(2 * SLOT)).unwrap()).collect();
+    assert!(rig.stager.try_permit().is_none());
+    let late = rig.stager.permit_until(Instant::now() + Duration::from_millis(5));
+    assert!(matches!(late, Err(StageError::Memory(MemoryError::TimedOut))));
+    let mut ready = rig.stager.ready();
+    let mut context = Context::from_waker(Waker::noop());
+    assert!(Pin::new(&mut ready).poll(&mut context).is_pending());
+    drop(ready);
+    thread::scope(|threads| {
+        let blocked = threads.spawn(|| rig.stager.permit());
+        let awaited = threads.spawn(|| block_on(rig.stager.ready()));
+        drop(held);
+        drop((blocked.join().unwrap(), awaited.join().unwrap()));
+    });
+    tickets.into_iter().for_each(|ticket| drop(ticket.wait().unwrap()));
+    let both = (rig.stager.try_permit(), rig.stager.try_permit(), rig.stager.try_permit());
+    assert!(both.0.is_some() && both.1.is_some() && both.2.is_none());
+    drop(both);
+    rig.assert_all_given_back();
+}
+
+/// Bytes of a pattern, in odd pieces, with accidents.
+struct Odd {
+    bytes: Vec<u8>,
+    /// The accident happens at reads of this byte.
+    at: u64,
+    accident: fn() -> io::Result<usize>,
+    reads: AtomicU64,
+    align: usize,
+}
+
+impl Odd {
+    fn new(bytes: usize) -> Self {
+        let reads = AtomicU64::new(0);
+        Self { bytes: pattern(bytes, 8), at: u64::MAX, accident: || Ok(0), reads, align: 1 }
+    }
+}
+
+impl Source for Odd {
+    fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+        if (offset..offset + into.len() as u64).contains(&self.at) {
+            return (self.accident)();
+        }
+        let reads = self.reads.fetch_add(1, Ordering::Relaxed);
+        if reads % 3 == 1 {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        if self.align > 1 {
+            let phase = into.as_ptr().addr() % self.align;
+            assert_eq!(phase as u64, offset % self.align as u64, "bytes lie as they lie in the source");
+        }
+        let some = into.len().min(3001);
+        self.bytes[..].read_at(offset, &mut into[..some])
+    }
+
+    fn alignment(&self) -> usize {
+        self.align
+    }
+}
+
+#[test]
+fn a_source_may_read_less_than_it_was_asked_for_and_be_interrupted() {
+    for align in [1, 512, 4096, 3] {
+        let rig = Rig::new();
+        let source = Odd { align: if align == 3 { 1 } else { align }, ..Odd::new(10 * SLOT) };
+        let bytes = 8 * SLOT + 11;
+        let mut x = rig.operand(bytes);
+        rig.stager.scope(|s| s.read(&source, 1234, &mut x).map(drop)).unwrap().unwrap();
+        assert!(rig.bytes(&x) == source.bytes[1234..1234 + bytes], "aligned to {align}");
+        // A column: 700 bytes of each row of 4000.
+        let rows = 100;
+        let mut column = rig.operand(rows * 700);
+        let ranges = (0..rows as u64).map(|row| row * 4000 + 300..row * 4000 + 1000);
+        rig.stager.scope(|s| s.read_ranges(&source, ranges, &mut column).map(drop)).unwrap().unwrap();
+        let expected: Vec<_> =
+            (0..rows).flat_map(|row| source.bytes[row * 4000 + 300..row * 4000 + 1000].to_vec()).collect();
+        assert!(rig.bytes(&column) == expected, "aligned to {align}");
+        // By a ticket.
+        let whole = source.bytes[..bytes].to_vec();
+        let ticket = rig.stager.read(Arc::new(source), 0, x).unwrap();
+        let x = ticket.wait().unwrap();
+        assert!(rig.bytes(&x) == whole);
+        drop((x, column));
+        rig.assert_all_given_back();
+    }
+}
+
+#[test]
+fn what_goes_wrong_in_a_source_is_told_and_ends_its_transfer_alone() {
+    type Accident = fn() -> io::Result<usize>;
+    type Told = fn(&StageError) -> bool;
+    let accidents: [(Accident, Told); 3] = [
+        (
+            || Err(io::ErrorKind::PermissionDenied.into()),
+            |told| matches!(told, StageError::Source { error, .. } if error.kind() == io::ErrorKind::PermissionDenied),
+        ),
+        (|| panic!("on purpose"), |told| matches!(told, StageError::SourcePanicked { .. })),
+        (|| Ok(0), |told| matches!(told, StageError::SourceEnded { .. })),
+    ];
+    for (accident, is_told) in accidents {
+        for at in [0, 3 * SLOT as u64, 8 * SLOT as u64 - 1] {
+            let rig = Rig::new();
+            let source = Odd { at, accident, ..Odd::new(8 * SLOT) };
+            let (mut x, mut y) = (rig.operand(8 * SLOT), rig.operand(8 * SLOT));
+            let up = pattern(8 * SLOT, 2);
+            let answer = rig.stager.scope(|s| {
+                let bad = s.read(&source, 0, &mut x).unwrap();
+                let good = s.upload(&up, &mut y).unwrap();
+                good.wait().unwrap();
+                assert!(is_told(&bad.wait().unwrap_err()), "{bad:?}");
+            });
+            assert!(is_told(&answer.unwrap_err()));
+            assert!(rig.bytes(&y) == up);
+            drop((x, y));
+            rig.assert_all_given_back();
+        }
+    }
+}
+
+#[test]
+fn a_source_that_ends_says_where() {
+    let rig = Rig::new();
+    let bytes = vec![1u8; 3 * SLOT];
+    let mut x = rig.operand(2 * SLOT);
+    let answer = rig.stager.scope(|s| s.read(&bytes, 2 * SLOT as u64, &mut x).map(drop));
+    let StageError::SourceEnded { offset, missing } = answer.unwrap_err() else { panic!("another error") };
+    assert!(offset >= 3 * SLOT as u64 && missing > 0);
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_file_is_read_from_anywhere_through_the_cache_and_past_it() {
+    let path = std::env::temp_dir().join(format!("aquifer-stager-{}", std::process::id()));
+    let bytes = pattern(600 * KIB + 1234, 9);
+    std::fs::write(&path, &bytes).unwrap();
+    for mode in [ReadMode::Cached, ReadMode::Direct] {
+        let rig = Rig::new();
+        let file = FileSource::open(&path, mode).unwrap();
+        assert!(mode == ReadMode::Direct || file.mode() == ReadMode::Cached);
+        assert_eq!(file.len().unwrap(), bytes.len() as u64);
+        file.drop_cache().unwrap();
+        for (from, to) in
+            [(0, bytes.len()), (1, 5000), (4096, 4096 + SLOT), (511, 400_000), (599_000, bytes.len())]
+        {
+            let mut x = rig.operand(to - from);
+            rig.stager.scope(|s| s.read(&file, from as u64, &mut x).map(drop)).unwrap().unwrap();
+            assert!(rig.bytes(&x) == bytes[from..to], "{mode:?} {from}..{to}");
+        }
+        rig.assert_all_given_back();
+    }
+    std::fs::remove_file(&path).unwrap();
+}
+
+#[test]
+fn a_file_system_without_direct_reads_is_read_all_the_same() {
+    // Files of the kernel's have none.
+    let source = FileSource::open("/proc/self/stat", ReadMode::Direct).unwrap();
+    let mut bytes = [0; 4096];
+    assert!(source.read_at(0, &mut bytes).unwrap() > 0);
+    assert_eq!(source.mode(), ReadMode::Cached);
+}
+
+#[test]
+fn memory_that_cannot_be_pinned_is_no_obstacle() {
+    let mut pinned: PinnedConfig = pinned();
+    pinned.pinning = Pinning::Off;
+    let rig = Rig::on(Sim::h200(1).stepped(), rig::GPU, config(), pinned);
+    rig.stager.warm().unwrap();
+    let up = pattern(5 * SLOT + 1, 3);
+    let mut x = rig.operand(up.len());
+    let mut down = vec![0; up.len()];
+    rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+    rig.stager.scope(|s| s.download(&x, &mut down).map(drop)).unwrap().unwrap();
+    assert!(down == up);
+    let (_, x) = rig.stager.upload(vec![1u8; x.len()], x).unwrap().wait().unwrap();
+    assert!(rig.bytes(&x).iter().all(|&byte| byte == 1));
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn one_lane_serves_all_where_there_is_memory_for_no_more() {
+    let rig = Rig::new();
+    // All but one lane's worth of the budget is somebody else's.
+    let mut config = config();
+    config.slot = 512 * KIB;
+    let stager = {
+        let host = aquifer_host::region::Host::new(support::topology(), aquifer_host::kernel::Kernel::new())
+            .with_driver(rig.sim.driver(), rig::GPU);
+        let budget = aquifer_core::Budget::new("one region", 2 << 20);
+        let pool = aquifer_host::PinnedPool::new(&host, &budget, pinned()).unwrap();
+        let _other = std::mem::ManuallyDrop::new(pool.buffer::<u8>(100 * KIB).unwrap());
+        let stager = Stager::new(&host, &pool, &rig.streams, config).unwrap();
+        stager.warm().unwrap_err();
+        stager
+    };
+    let up = pattern(3 << 20, 1);
+    let (x, y) = (rig.operand(up.len()), rig.operand(up.len()));
+    let first = stager.upload(up.clone(), x).unwrap();
+    let second = stager.upload(up.clone(), y).unwrap();
+    let ((_, x), (_, y)) = (first.wait().unwrap(), second.wait().unwrap());
+    assert!(rig.bytes(&x) == up && rig.bytes(&y) == up);
+    rig.assert_silent();
+}
+
+#[test]
+fn transfers_outlive_their_stager() {
+    let rig = Rig::new();
+    let held = rig.sim.stall(Call::CopyToDevice);
+    let up = pattern(6 * SLOT, 1);
+    let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
+    let Rig { sim, stager, budget, pool, streams, home } = rig;
+    drop(stager);
+    drop(held);
+    let (_, x) = ticket.wait().unwrap();
+    assert!(sim.read_back(x.range).unwrap() == up);
+    drop((x, pool, streams, home));
+    eventually(|| budget.used() == 0 && sim.outstanding().is_empty());
+}
+
+#[test]
+fn slots_are_kept_until_they_are_trimmed() {
+    let rig = Rig::new();
+    rig.stager.warm().unwrap();
+    let regions = rig.pool.stats().regions;
+    let up = vec![1u8; 40 * SLOT];
+    let mut x = rig.operand(up.len());
+    for _ in 0..3 {
+        rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+    }
+    assert_eq!(rig.pool.stats().regions, regions, "no transfer takes pinned memory after that");
+    drop(x);
+    let lanes = 4 + 3;
+    assert_eq!(rig.stager.trim(), (lanes * 2 * SLOT) as u64);
+    assert_eq!(rig.pool.stats().memory.live, 0);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn settings_that_make_no_sense_are_refused() {
+    let changes: [fn(&mut StagerConfig); 7] = [
+        |config| config.up_workers = 0,
+        |config| config.down_workers = 257,
+        |config| config.slots = 0,
+        |config| config.depth = 0,
+        |config| config.slot = 4097,
+        |config| config.least_chunk = 2 * config.slot,
+        |config| config.slot = 0,
+    ];
+    let rig = Rig::new();
+    let host = aquifer_host::region::Host::new(support::topology(), aquifer_host::kernel::Kernel::new());
+    for change in changes {
+        let mut config = StagerConfig::default();
+        change(&mut config);
+        let made = Stager::new(&host, &rig.pool, &rig.streams, config);
+        assert!(matches!(made, Err(MemoryError::BadSetting { .. })), "{made:?}");
+    }
+}
+
+#[test]
+fn one_lane_and_one_slot_are_enough() {
+    let mut config = config();
+    (config.up_workers, config.down_workers, config.slots) = (1, 1, 1);
+    let rig = Rig::with(config);
+    let up = pattern(20 * SLOT + 3, 5);
+    let mut x = rig.operand(up.len());
+    let mut down = vec![0; up.len()];
+    rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+    rig.stager.scope(|s| s.download(&x, &mut down).map(drop)).unwrap().unwrap();
+    assert!(down == up);
+    drop(x);
+    rig.assert_all_given_back();
+}

@@ -1,0 +1,219 @@
+//! Staged transfers while things go wrong: each driver call refused in turn, devices lost, a driver that will not say what
+//! is done.
+
+mod rig;
+mod support;
+
+use aquifer_core::MemoryError;
+use aquifer_driver::{Call, sim::Sim};
+use aquifer_host::{Source, StageError};
+use rig::{GPU, KIB, PATIENCE, Rig, SLOT, config, pattern, pinned};
+use std::{io, thread, time::Instant};
+
+const REFUSED: u32 = 999;
+
+/// What a transfer makes.
+const CALLS: [Call; 14] = [
+    Call::StreamCreate,
+    Call::StreamId,
+    Call::StreamDestroy,
+    Call::StreamWaitEvent,
+    Call::StreamIsCapturing,
+    Call::StreamSynchronize,
+    Call::ExchangeCaptureMode,
+    Call::EventCreate,
+    Call::EventRecord,
+    Call::EventSynchronize,
+    Call::EventDestroy,
+    Call::HostRegister,
+    Call::CopyToDevice,
+    Call::CopyToHost,
+];
+
+/// Up and down again, and whether both went well.
+fn round(rig: &Rig, size: usize, seed: u8) -> Result<(), StageError> {
+    let up = pattern(size, seed);
+    let mut x = rig.operand(size);
+    let mut down = vec![0; size];
+    let outcome = rig
+        .stager
+        .scope(|s| s.upload(&up, &mut x).map(drop))
+        .and_then(|taken| taken)
+        .and_then(|()| rig.stager.scope(|s| s.download(&x, &mut down).map(drop)))
+        .and_then(|taken| taken);
+    // It went well only if it did.
+    assert!(outcome.is_err() || down == up, "bytes are missing, and nobody was told");
+    outcome
+}
+
+#[test]
+fn each_call_that_fails_is_told_and_the_next_transfer_goes_well() {
+    for size in [KIB, 6 * SLOT] {
+        for call in CALLS {
+            for nth in [1, 2, 3, 5, 8, 13, 21] {
+                let rig = Rig::new();
+                rig.sim.fail(call, nth, REFUSED);
+                match round(&rig, size, 1) {
+                    Ok(()) | Err(StageError::Memory(MemoryError::Driver(_))) => {}
+                    Err(other) => panic!("{call:?} {nth}: {other}"),
+                }
+                rig.sim.clear_failures();
+                round(&rig, size, 2).unwrap();
+                // A handle that the driver would not end is the driver's.
+                if !matches!(call, Call::StreamDestroy | Call::EventDestroy) {
+                    rig.assert_all_given_back();
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn calls_that_fail_again_and_again_lose_no_slot() {
+    for call in CALLS {
+        for every in [1, 2, 3, 7] {
+            let rig = Rig::new();
+            rig.stager.warm().unwrap();
+            rig.sim.fail_every(call, every, REFUSED);
+            for seed in 0..4 {
+                // Operands wait for the device themselves when they go, and clear failures for that.
+                let _told = round(&rig, 6 * SLOT, seed);
+                rig.sim.fail_every(call, every, REFUSED);
+            }
+            rig.sim.clear_failures();
+            round(&rig, 6 * SLOT, 9).unwrap();
+            if !matches!(call, Call::StreamDestroy | Call::EventDestroy) {
+                rig.assert_all_given_back();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_slot_goes_back_only_when_its_copies_are_known_to_be_done() {
+    let rig = Rig::new();
+    let up = pattern(6 * SLOT, 1);
+    let ticket = {
+        let held = rig.sim.stall(Call::CopyToDevice);
+        let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
+        assert!(held.wait_for(1, PATIENCE));
+        // Whatever says that work is done.
+        for call in
+            [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize]
+        {
+            rig.sim.fail_every(call, 1, REFUSED);
+        }
+        ticket
+    };
+    let failed = ticket.wait().unwrap_err();
+    assert!(matches!(failed.error, StageError::Memory(MemoryError::Driver(_))), "{failed}");
+    assert_eq!(rig.stager.trim() % (2 * SLOT) as u64, 0);
+    let memory = rig.pool.stats().memory;
+    assert!(memory.pending > 0, "{memory:?}");
+    rig.sim.clear_failures();
+    let (_, mut x) = failed.back.unwrap();
+    // Whoever uses the operand next comes after the copies, though nobody has seen them done.
+    rig.fill(&mut x, 7);
+    rig.sim.run_all();
+    assert!(rig.bytes(&x).iter().all(|&byte| byte == 7));
+    rig.assert_silent();
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.pool.stats().memory.pending, 0, "and now they have been seen");
+    round(&rig, 6 * SLOT, 2).unwrap();
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+/// Loses the device when somebody reads a byte.
+struct Fatal {
+    sim: Sim,
+    at: u64,
+}
+
+impl Source for Fatal {
+    fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+        if (offset..offset + into.len() as u64).contains(&self.at) {
+            self.sim.lose_device(GPU);
+        }
+        into.fill(1);
+        Ok(into.len())
+    }
+}
+
+#[test]
+fn a_lost_device_ends_every_transfer_with_that_error_and_all_can_be_dropped() {
+    for at in [0, 2 * SLOT as u64 + 5, 40 * SLOT as u64 - 1] {
+        let rig = Rig::new();
+        rig.stager.warm().unwrap();
+        let source = Fatal { sim: rig.sim.clone(), at };
+        let other = rig.stager.upload(pattern(40 * SLOT, 1), rig.operand(40 * SLOT)).unwrap();
+        let falling = rig.stager.download(rig.operand(40 * SLOT), vec![0u8; 40 * SLOT]).unwrap();
+        let mut x = rig.operand(40 * SLOT);
+        let answer = rig.stager.scope(|s| s.read(&source, 0, &mut x).map(drop));
+        assert!(answer.unwrap_err().is_device_lost());
+        // Done before it, or told.
+        if let Err(failed) = other.wait() {
+            assert!(failed.error.is_device_lost(), "{failed}");
+            assert!(failed.back.is_some());
+        }
+        if let Err(failed) = falling.wait() {
+            assert!(failed.error.is_device_lost(), "{failed}");
+        }
+        for size in [KIB, 4 * SLOT] {
+            let bytes = vec![1; size];
+            let late = rig.stager.scope(|s| s.upload(&bytes, &mut x).map(drop));
+            assert!(late.is_err() || late.unwrap().is_err());
+        }
+        drop(x);
+        rig.assert_silent();
+        let Rig { stager, pool, home, streams, .. } = rig;
+        assert!(stager.trim() % (2 * SLOT) as u64 == 0);
+        drop((stager, pool, home, streams));
+    }
+}
+
+#[test]
+fn a_driver_call_that_hangs_holds_nobody_up_who_does_not_need_it() {
+    let rig = Rig::new();
+    let held = rig.sim.stall(Call::EventSynchronize);
+    let ticket = rig.stager.upload(pattern(9 * SLOT, 1), rig.operand(9 * SLOT)).unwrap();
+    assert!(held.wait_for(1, PATIENCE));
+    thread::scope(|threads| {
+        let looking = threads.spawn(|| {
+            assert!(!ticket.is_done());
+            let _progress = ticket.progress();
+            drop(rig.stager.try_permit().unwrap());
+            let small = vec![1; KIB];
+            let mut y = rig.operand(KIB);
+            rig.stager.scope(|s| s.upload(&small, &mut y).map(drop)).unwrap().unwrap();
+            ticket.cancel();
+        });
+        let deadline = Instant::now() + PATIENCE;
+        while !looking.is_finished() {
+            assert!(Instant::now() < deadline, "somebody holds a lock over a driver call");
+            thread::yield_now();
+        }
+        drop(held);
+    });
+    drop(ticket.wait());
+    rig.assert_silent();
+}
+
+#[test]
+fn late_completion_is_no_excuse_for_early_reuse() {
+    for seed in 0..12 {
+        let rig = Rig::on(Sim::h200(1).seeded(seed).paced(16), GPU, config(), pinned());
+        let mut x = rig.operand(20 * SLOT);
+        for round in 0..3 {
+            let up = pattern(20 * SLOT, round);
+            rig.fill(&mut x, round);
+            rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+            rig.look(&x);
+            let mut down = vec![0; up.len()];
+            rig.stager.scope(|s| s.download(&x, &mut down).map(drop)).unwrap().unwrap();
+            assert!(down == up, "seed {seed}, round {round}");
+        }
+        drop(x);
+        rig.assert_all_given_back();
+    }
+}
