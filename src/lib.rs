@@ -26,7 +26,10 @@ pub use aquifer_driver::{
 };
 pub use aquifer_global::{self as global, Global};
 pub use aquifer_heap as heap;
-pub use aquifer_host::{self as host, PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool};
+pub use aquifer_host::{
+    self as host, FileSource, PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, Source, Stager,
+    StagerConfig, Ticket,
+};
 pub use aquifer_stream::{
     self as stream, Grid, HostOwned, InFlight, Life, Point, Refused, Scope, Stream, StreamPool, Use,
 };

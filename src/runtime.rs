@@ -5,7 +5,7 @@ use aquifer_core::{Budget, DeviceId, MemoryError, Result};
 use aquifer_device::{DevicePool, PoolConfig};
 use aquifer_driver::{Driver, sim::Sim};
 use aquifer_host::{
-    PinnedConfig, PinnedPool,
+    PinnedConfig, PinnedPool, Stager, StagerConfig,
     kernel::Kernel,
     region::Host,
     topology::{NodeId, Topology},
@@ -33,6 +33,7 @@ pub struct Runtime {
 struct Inner {
     driver: Option<Arc<dyn Driver>>,
     pools: Arc<[DevicePool]>,
+    host: Host,
     /// A pool for each node that some device is near, and first the one for no node in particular.
     pinned: Vec<PinnedPool>,
     /// Which of `pinned` each device is near.
@@ -131,8 +132,8 @@ impl RuntimeBuilder {
                 expected: "what the kernel tells under /sys and /proc",
             })?,
         };
-        let (pinned, near) = pinned_pools(&driver, &pools, topology, self.pinned_budget, &self.pinned)?;
-        let inner = Inner { driver, pools: pools.into(), pinned, near };
+        let (host, pinned, near) = pinned_pools(&driver, &pools, topology, self.pinned_budget, &self.pinned)?;
+        let inner = Inner { driver, pools: pools.into(), host, pinned, near };
         Ok(Runtime { inner: Arc::new(inner) })
     }
 }
@@ -172,7 +173,7 @@ fn pinned_pools(
     topology: Topology,
     budget: Option<u64>,
     config: &PinnedConfig,
-) -> Result<(Vec<PinnedPool>, Vec<usize>)> {
+) -> Result<(Host, Vec<PinnedPool>, Vec<usize>)> {
     let topology = topology.with_devices(pools.iter().map(DevicePool::info));
     let nodes: Vec<Option<NodeId>> = pools
         .iter()
@@ -201,7 +202,7 @@ fn pinned_pools(
         of_node.push((node, pinned.len() - 1));
         near.push(pinned.len() - 1);
     }
-    Ok((pinned, near))
+    Ok((host, pinned, near))
 }
 
 /// Bytes of host memory that the process may have: what a device counts as its own is not the host's.
@@ -261,6 +262,16 @@ impl Runtime {
     pub fn pinned_near(&self, index: usize) -> &PinnedPool {
         let at = self.inner.near.get(index).copied().unwrap_or(0);
         &self.inner.pinned[at]
+    }
+
+    /// A stager between pageable memory or files and the device at `index`, over pinned memory near it. Starts no thread and
+    /// takes no memory yet; clones of one share its workers and slots, so make one for each device and clone it.
+    ///
+    /// # Errors
+    /// [`MemoryError::NoDevice`]; [`MemoryError::BadSetting`] for a configuration that cannot be followed.
+    pub fn stager(&self, index: usize, config: StagerConfig) -> Result<Stager> {
+        let streams = self.device(index)?.streams();
+        Stager::new(&self.inner.host, self.pinned_near(index), streams, config)
     }
 
     /// Picks devices by `policy`.

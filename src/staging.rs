@@ -1,4 +1,7 @@
-//! The process's staging allocator: one pinned pool that everything which stages data uses.
+//! Staging: what is not pinned goes through a [`Stager`], and what is allocated in pinned memory needs none.
+//!
+//! [`install`] makes one pinned pool the process's staging allocator, and [`route`] sends to it what a part of the program
+//! allocates:
 //!
 //! ```no_run
 //! use aquifer::{Runtime, staging};
@@ -10,8 +13,27 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! A [`Stager`] moves memory that somebody else allocated, and files, at the speed of the link:
+//!
+//! ```
+//! use aquifer::{DeviceBuffer, Runtime, StagerConfig};
+//! let rt = Runtime::builder().or_sim().build()?;
+//! let pool = rt.device(0)?;
+//! let s = pool.stream()?;
+//! let stager = rt.stager(0, StagerConfig::default())?;
+//! let rows = vec![0.5f32; 1 << 16]; // an ordinary vector
+//! let mut x: DeviceBuffer<f32> = pool.buffer(&s, rows.len())?;
+//! stager.scope(|stage| stage.upload(&rows, &mut x).map(drop))??;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 mod routed;
+
+pub use aquifer_host::staging::{
+    Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Ready, Source, StageError, StageScope,
+    Staged, Stager, StagerConfig, Stores, Ticket,
+};
 
 use aquifer_core::{MemoryError, Result};
 use aquifer_host::PinnedPool;
