@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `device` | what is measured of device memory |
 //! | `pinned` | what is measured of pinned memory |
+//! | `stage` | what is measured of staging |
 //! | `lap` | how time is taken |
 //! | `row` | one figure and its peer's |
 //! | `host` | what the figures were taken on, and when |
@@ -13,8 +14,9 @@
 //! by lap, within one run, and the ratio is what can be carried elsewhere.
 
 pub(crate) mod device;
-mod host;
+pub(crate) mod host;
 mod lap;
 pub(crate) mod pinned;
 mod report;
-mod row;
+pub(crate) mod row;
+pub(crate) mod stage;

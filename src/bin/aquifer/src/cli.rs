@@ -1,6 +1,7 @@
 //! What can be asked for, and how a wrong request is told.
 
 use crate::amount::{Amount, AmountError};
+use aquifer_host::{StagerConfig, Stores};
 use clap::{Args, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use std::{error, fmt, path::PathBuf, str::FromStr};
 
@@ -35,6 +36,11 @@ policy, `made:` lists them. Without a GPU a simulated one is used.")]
     /// Measure what calls cost here, beside their peers
     #[command(arg_required_else_help = false)]
     Bench(Bench),
+    /// Load a file to the device, and say how fast, with a cold page cache, a warm one, and past it
+    #[command(after_help = "\
+Every byte is read back and compared. Beside it stands the driver's own copy of the
+same bytes from pageable memory, and the copy from pinned memory, which is the limit.")]
+    Stage(Stage),
     /// Say what this machine offers, what a program would get, and what to mend
     Doctor(Doctor),
 }
@@ -94,6 +100,10 @@ GPU the peer is the driver's stream-ordered allocator. Takes most of a minute.")
 A ratio is the pool's time over the peer's in the same run: below 1 is faster.
 Without a GPU memory is pageable, and the pool is the same. Takes most of a minute.")]
     Pinned(BenchPinned),
+    /// Staging of pageable memory and files, beside the driver's own copy and the pinned limit
+    #[command(after_help = "\
+A ratio is the stager's time over the peer's in the same run: below 1 is faster. Takes some minutes, and with the largest transfers 20 GiB of host memory.")]
+    Stage(BenchStage),
 }
 
 /// Flags of `bench device`.
@@ -131,6 +141,107 @@ pub(crate) struct BenchPinned {
     /// Answer in JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Flags of `bench stage`.
+#[derive(Args, Debug)]
+pub(crate) struct BenchStage {
+    /// Where to run it: auto, sim, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub(crate) device: DeviceChoice,
+    /// Only rows whose name contains this, in either case
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) only: Option<String>,
+    /// The largest transfer
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) most: Option<Size>,
+    /// Where files are written to be read
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) folder: Option<PathBuf>,
+    /// How the stager works
+    #[command(flatten)]
+    pub(crate) stager: StagerFlags,
+    /// A look whether all of it runs, within seconds; figures are rough
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Answer in JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Flags of `stage`.
+#[derive(Args, Debug)]
+pub(crate) struct Stage {
+    /// The file
+    pub(crate) file: PathBuf,
+    /// Where to run it: auto, sim, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub(crate) device: DeviceChoice,
+    /// How the stager works
+    #[command(flatten)]
+    pub(crate) stager: StagerFlags,
+    /// Answer in JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Flags that say how a stager works; the library's own settings where they are left out.
+#[derive(Args, Clone, Debug)]
+pub(crate) struct StagerFlags {
+    /// Threads that fill slots for the device, and that empty them
+    #[arg(long, value_name = "N")]
+    pub(crate) workers: Option<usize>,
+    /// Threads that empty slots of the device, if not as many
+    #[arg(long, value_name = "N")]
+    pub(crate) down_workers: Option<usize>,
+    /// Bytes of a slot
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) slot: Option<Size>,
+    /// Slots of each worker
+    #[arg(long, value_name = "N")]
+    pub(crate) slots: Option<usize>,
+    /// Bytes of the shortest chunk
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) chunk: Option<Size>,
+    /// Bytes up to which the driver copies by itself
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) direct: Option<Size>,
+    /// Copy through the processor's caches
+    #[arg(long)]
+    pub(crate) cached: bool,
+}
+
+impl StagerFlags {
+    /// What they say.
+    pub(crate) fn config(&self) -> StagerConfig {
+        let mut config = StagerConfig::default();
+        let bytes = |size: Option<Size>, usual| size.map_or(usual, |size| size.0 as usize);
+        config.up_workers = self.workers.unwrap_or(config.up_workers);
+        config.down_workers = self.down_workers.or(self.workers).unwrap_or(config.down_workers);
+        config.slots = self.slots.unwrap_or(config.slots);
+        config.slot = bytes(self.slot, config.slot);
+        config.least_chunk = bytes(self.chunk, config.least_chunk.min(config.slot));
+        config.direct = bytes(self.direct, config.direct);
+        if self.cached {
+            config.stores = Stores::Cached;
+        }
+        config
+    }
+}
+
+/// A number of bytes as people write it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Size(pub(crate) u64);
+
+impl FromStr for Size {
+    type Err = AmountError;
+
+    fn from_str(text: &str) -> Result<Self, AmountError> {
+        match Amount::parse(text)? {
+            Amount::Bytes(bytes) => Ok(Self(bytes)),
+            Amount::OfPeak(_) => Err(AmountError::NotAnAmount),
+        }
+    }
 }
 
 /// Flags of `doctor`.
@@ -225,7 +336,7 @@ where
     Cli::try_parse_from(arguments).map_err(|e| match e.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Refused::Words(e.to_string()),
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Refused::Mistake(
-            "a command is needed: replay, bench or doctor; aquifer --help says more".to_owned(),
+            "a command is needed: replay, bench, stage or doctor; aquifer --help says more".to_owned(),
         ),
         _ => Refused::Mistake(one_line(&e.to_string())),
     })
@@ -275,7 +386,7 @@ mod tests {
     #[test]
     fn a_mistake_is_told_in_one_line() {
         let table = [
-            ("aquifer", "a command is needed: replay, bench or doctor"),
+            ("aquifer", "a command is needed: replay, bench, stage or doctor"),
             ("aquifer drink", "unrecognized subcommand 'drink'"),
             ("aquifer replay", "the following required arguments were not provided: <TRACE>"),
             (
@@ -301,6 +412,8 @@ mod tests {
             ),
             ("aquifer bench device --fast", "unexpected argument '--fast' found"),
             ("aquifer bench pinned --driver", "unexpected argument '--driver' found"),
+            ("aquifer stage", "the following required arguments were not provided: <FILE>"),
+            ("aquifer stage f --slot 2x", "invalid value '2x' for '--slot <BYTES>': an amount is bytes"),
             ("aquifer doctor now", "unexpected argument 'now' found"),
         ];
         for (line, expected) in table {

@@ -7,6 +7,7 @@
 //! | `trace` | recorded and made traces, read and checked |
 //! | `replay` | living through one again |
 //! | `bench` | what calls cost here |
+//! | `stage` | loading a file to the device |
 //! | `doctor` | what this machine offers |
 //! | `gpu`, `place` | the driver, if there is one, and the device that was asked for |
 //! | `amount`, `figures`, `layout`, `json`, `progress` | reading and writing for people |
@@ -25,6 +26,7 @@ mod layout;
 mod place;
 mod progress;
 mod replay;
+mod stage;
 mod trace;
 
 use cli::{Benched, Command, Refused};
@@ -55,17 +57,25 @@ fn main() -> ExitCode {
             },
             Command::Bench(args) => {
                 let (report, json) = match args.what {
-                    Benched::Device(args) => (bench::device::run(&args), args.json),
-                    Benched::Pinned(args) => (bench::pinned::run(&args), args.json),
+                    Benched::Device(args) => (bench::device::run(&args).map_err(|e| e.to_string()), args.json),
+                    Benched::Pinned(args) => (bench::pinned::run(&args).map_err(|e| e.to_string()), args.json),
+                    Benched::Stage(args) => (bench::stage::run(&args).map_err(|e| e.to_string()), args.json),
                 };
                 match report {
                     Ok(report) => {
                         let text = if json { report.to_json() } else { report.to_screen() };
                         (text, if report.is_clean() { WELL } else { NO })
                     }
-                    Err(mistake) => return refuse(&mistake.to_string()),
+                    Err(mistake) => return refuse(&mistake),
                 }
             }
+            Command::Stage(args) => match stage::run(&args) {
+                Ok(report) => {
+                    let text = if args.json { report.to_json() } else { report.to_screen() };
+                    (text, if report.is_whole() { WELL } else { NO })
+                }
+                Err(mistake) => return refuse(&mistake.to_string()),
+            },
             Command::Doctor(args) => {
                 let diagnosis = doctor::Diagnosis::make();
                 let refused = args.strict && diagnosis.has_warnings();

@@ -139,6 +139,11 @@ impl Place {
         self.session(simulator().paced(PACE), false)
     }
 
+    /// The device for a pass that looks at bytes.
+    pub(crate) fn begin_with_bytes(&self) -> Session {
+        self.session(Sim::h200(1).seeded(SEED), false)
+    }
+
     fn session(&self, sim: Sim, checked: bool) -> Session {
         match self {
             Self::Sim(info) => {

@@ -61,11 +61,6 @@ pub(crate) struct LeftOut {
     pub(crate) why: String,
 }
 
-/// Three decimals are more than any of the figures has.
-fn rounded(figure: f64) -> Value {
-    json!((figure * 1000.0).round() / 1000.0)
-}
-
 impl Report {
     /// Whether nothing was refused.
     pub(crate) fn is_clean(&self) -> bool {
@@ -80,16 +75,7 @@ impl Report {
     /// One JSON object: what the figures were taken on, what was refused, and the rows, one a line.
     pub(crate) fn to_json(&self) -> String {
         let text = |value: Value| value.to_string();
-        let rows = self.rows.iter().map(|row| {
-            [
-                ("name", json!(row.name)),
-                ("value", rounded(row.value())),
-                ("unit", json!(row.unit.name())),
-                ("peer", json!(row.peer.as_ref().map(|peer| &peer.name))),
-                ("peer_value", json!(row.peer_value().map(rounded))),
-                ("ratio", json!(row.ratio().map(rounded))),
-            ]
-        });
+        let rows = self.rows.iter().map(Row::fields);
         let errors = self.failures.iter().map(|failure| {
             [("row", json!(failure.row)), ("count", json!(failure.count)), ("says", json!(failure.said))]
         });

@@ -1,6 +1,7 @@
 //! One figure, and the peer's beside it.
 
 use crate::figures::Nanoseconds;
+use serde_json::{Value, json};
 
 /// What a figure counts, and per what.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -23,6 +24,8 @@ pub(crate) enum Unit {
     Percent,
     /// 10⁹ bytes a second: a row of these keeps the nanoseconds for 10⁹ bytes, so that its ratio is one of times too.
     GbPerSecond,
+    /// Seconds of processor time for 2³⁰ bytes.
+    CpuPerGib,
 }
 
 impl Unit {
@@ -38,6 +41,7 @@ impl Unit {
             Self::MsPerGib => "ms/GiB",
             Self::Percent => "%",
             Self::GbPerSecond => "GB/s",
+            Self::CpuPerGib => "CPU s/GiB",
         }
     }
 
@@ -47,7 +51,7 @@ impl Unit {
             Self::NsPerPair | Self::NsPerOperation | Self::NsPerCall | Self::Percent => 1.0,
             Self::Us | Self::UsPerHandle | Self::UsPerGib => 1e3,
             Self::MsPerGib => 1e6,
-            Self::GbPerSecond => 1e9,
+            Self::GbPerSecond | Self::CpuPerGib => 1e9,
         }
     }
 
@@ -66,6 +70,9 @@ impl Unit {
         }
         if self == Self::GbPerSecond {
             return format!("{:.1} GB/s", self.value(ns));
+        }
+        if self == Self::CpuPerGib {
+            return format!("{} CPU/GiB", Nanoseconds(ns));
         }
         let per = self.name().find('/').map_or("", |at| &self.name()[at..]);
         format!("{}{per}", Nanoseconds(ns))
@@ -94,7 +101,24 @@ pub(crate) struct Row {
     pub(crate) peer: Option<Peer>,
 }
 
+/// Three decimals are more than any of the figures has.
+fn rounded(figure: f64) -> Value {
+    json!((figure * 1000.0).round() / 1000.0)
+}
+
 impl Row {
+    /// Its fields in JSON, in their order.
+    pub(crate) fn fields(&self) -> [(&'static str, Value); 6] {
+        [
+            ("name", json!(self.name)),
+            ("value", rounded(self.value())),
+            ("unit", json!(self.unit.name())),
+            ("peer", json!(self.peer.as_ref().map(|peer| &peer.name))),
+            ("peer_value", json!(self.peer_value().map(rounded))),
+            ("ratio", json!(self.ratio().map(rounded))),
+        ]
+    }
+
     /// The figure in its unit.
     pub(crate) fn value(&self) -> f64 {
         self.unit.value(self.ns)
@@ -105,7 +129,7 @@ impl Row {
         self.peer.as_ref().map(|peer| self.unit.value(peer.ns))
     }
 
-    /// How many times the peer's figure this one is: below 1 is faster.
+    /// How many times the peer's time this one is: below 1 is faster, of speeds as well.
     pub(crate) fn ratio(&self) -> Option<f64> {
         let peer = self.peer.as_ref().filter(|peer| peer.ns > 0.0)?;
         Some(self.ns / peer.ns)

@@ -1,0 +1,406 @@
+//! `aquifer bench stage`: pageable memory and files to the device and back, beside the driver's own copy and the limit.
+//!
+//! | rows | the peer |
+//! |---|---|
+//! | `upload 1 GiB`, `download 1 GiB` | the driver's own copy of pageable memory |
+//! | `…, of the limit` | the driver's copy of pinned memory |
+//! | `…, CPU` | the processor time of the driver's own copy |
+//! | `both ways 1 GiB` | both ways with pinned memory |
+//! | `file 1 GiB, warm` and so on | the file read into memory, and the driver's own copy of that |
+//!
+//! Host memory is touched once before anything is timed. On the simulated device the figures say nothing about staging:
+//! its copies move no bytes.
+
+use super::{
+    host,
+    lap::{Pace, repeat},
+    report::{Failure, LeftOut, Report},
+    row::{Peer, Row, Unit},
+};
+use crate::{
+    cli,
+    place::{NoPlace, Place},
+    progress::Progress,
+    stage::bed::{Bed, Took, timed},
+};
+use aquifer_core::{Bytes, MemoryError, Result};
+use aquifer_host::{FileSource, ReadMode, Source};
+use std::{
+    env, fmt, fs,
+    io::{self, Write},
+    path::{Path, PathBuf},
+    process,
+};
+
+const KIB: u64 = 1 << 10;
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+/// Sizes of transfers, in bytes.
+const SIZES: [u64; 13] = [
+    4 * KIB,
+    16 * KIB,
+    64 * KIB,
+    128 * KIB,
+    256 * KIB,
+    512 * KIB,
+    MIB,
+    4 * MIB,
+    16 * MIB,
+    64 * MIB,
+    256 * MIB,
+    GIB,
+    8 * GIB,
+];
+/// From here on processor time is told: less cannot be seen.
+const LONG: u64 = 64 * MIB;
+/// Of a file at most.
+const FILE: u64 = GIB;
+
+const PAGEABLE: &str = "driver, pageable memory";
+const PINNED: &str = "pinned memory, the limit";
+const READ_FIRST: &str = "read, then the driver's copy";
+
+/// Why there is nothing to report.
+#[derive(Debug)]
+pub(crate) enum Mistake {
+    /// The device that was asked for is not there.
+    Place(NoPlace),
+    /// `--only` with a pattern that no row's name contains.
+    NoRow(String),
+    /// The device or pinned memory cannot be had.
+    Memory(MemoryError),
+}
+
+impl fmt::Display for Mistake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Place(e) => e.fmt(f),
+            Self::NoRow(pattern) => write!(
+                f,
+                "no row's name contains '{pattern}'; there are upload 1 MiB; download 1 MiB, of the limit; both ways \
+                 64 MiB; file 64 MiB, warm; and more"
+            ),
+            Self::Memory(e) => write!(f, "the bench cannot begin: {e}"),
+        }
+    }
+}
+
+impl std::error::Error for Mistake {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Place(e) => Some(e),
+            Self::Memory(e) => Some(e),
+            Self::NoRow(_) => None,
+        }
+    }
+}
+
+/// One thing that is measured, of some bytes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Group {
+    Upload(u64),
+    Download(u64),
+    Both(u64),
+    Warm(u64),
+    Cold(u64),
+    Direct(u64),
+}
+
+impl Group {
+    fn bytes(self) -> u64 {
+        match self {
+            Self::Upload(bytes)
+            | Self::Download(bytes)
+            | Self::Both(bytes)
+            | Self::Warm(bytes)
+            | Self::Cold(bytes)
+            | Self::Direct(bytes) => bytes,
+        }
+    }
+
+    fn name(self) -> String {
+        let bytes = super::device::size(self.bytes());
+        match self {
+            Self::Upload(_) => format!("upload {bytes}"),
+            Self::Download(_) => format!("download {bytes}"),
+            Self::Both(_) => format!("both ways {bytes}"),
+            Self::Warm(_) => format!("file {bytes}, warm"),
+            Self::Cold(_) => format!("file {bytes}, cold"),
+            Self::Direct(_) => format!("file {bytes}, O_DIRECT"),
+        }
+    }
+
+    /// Of all rows that it may have.
+    fn names(self) -> [String; 3] {
+        let name = self.name();
+        [name.clone(), limit(&name), processor(&name)]
+    }
+}
+
+fn limit(name: &str) -> String {
+    format!("{name}, of the limit")
+}
+
+fn processor(name: &str) -> String {
+    format!("{name}, CPU")
+}
+
+/// Measures what was asked for. Takes some minutes.
+///
+/// # Errors
+/// [`Mistake`], before anything is measured.
+pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
+    let place = Place::choose(args.device).map_err(Mistake::Place)?;
+    let simulated = matches!(place, Place::Sim(_));
+    let usual = match (simulated, args.quick) {
+        (true, _) => MIB,
+        (false, true) => 64 * MIB,
+        (false, false) => 8 * GIB,
+    };
+    let most = args.most.map_or(usual, |most| most.0).max(SIZES[0]);
+    let groups = groups(most);
+    let only = args.only.as_deref().map(str::to_lowercase);
+    let wants = |name: &String| only.as_ref().is_none_or(|only| name.to_lowercase().contains(only));
+    let wanted: Vec<_> = groups.into_iter().filter(|group| group.names().iter().any(wants)).collect();
+    if wanted.is_empty() {
+        return Err(Mistake::NoRow(only.unwrap_or_default()));
+    }
+    let session = place.begin(false);
+    let version = session.driver.driver_version().map_err(|e| Mistake::Memory(e.into()))?;
+    let bed = Bed::open(&session, args.stager.config()).map_err(Mistake::Memory)?;
+    let mut bench = Bench {
+        bed: &bed,
+        pace: if args.quick { Pace::QUICK } else { Pace::FULL },
+        folder: args.folder.clone().unwrap_or_else(env::temp_dir),
+        up: Vec::new(),
+        down: Vec::new(),
+        rows: Vec::new(),
+        left_out: Vec::new(),
+        failures: Vec::new(),
+    };
+    let mut progress = Progress::on_terminal();
+    progress.phase("measuring:");
+    for (done, group) in wanted.iter().enumerate() {
+        progress.at(done as u64, wanted.len() as u64);
+        bench.measure(*group);
+    }
+    progress.clear();
+    let Bench { rows, failures, left_out, .. } = bench;
+    let number = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
+    Ok(Report {
+        what: "stage",
+        device: place.name(),
+        device_title: place.title(),
+        driver: if simulated { format!("simulated, {number}") } else { number },
+        processor: host::processor(),
+        processors: host::processors(),
+        date: host::date(),
+        quick: args.quick,
+        rows: rows.into_iter().filter(|row| wants(&row.name)).collect(),
+        failures,
+        left_out,
+    })
+}
+
+/// What is measured of transfers up to `most` bytes.
+fn groups(most: u64) -> Vec<Group> {
+    let sizes = || SIZES.into_iter().filter(|&size| size <= most);
+    let largest = sizes().next_back().unwrap_or(SIZES[0]);
+    // Where nothing is so long, the longest there is.
+    let long = || sizes().filter(|&size| size >= LONG.min(largest));
+    let file = largest.min(FILE);
+    let mut groups: Vec<_> = sizes().flat_map(|size| [Group::Upload(size), Group::Download(size)]).collect();
+    groups.extend(long().map(Group::Both));
+    groups.extend([Group::Warm(file), Group::Cold(file), Group::Direct(file)]);
+    groups
+}
+
+struct Bench<'a> {
+    bed: &'a Bed,
+    pace: Pace,
+    folder: PathBuf,
+    /// Pageable memory that has been touched, as long as the longest transfer so far.
+    up: Vec<u8>,
+    down: Vec<u8>,
+    rows: Vec<Row>,
+    left_out: Vec<LeftOut>,
+    failures: Vec<Failure>,
+}
+
+/// Bytes that the kernel says can be had without swapping; all there are where it does not say.
+fn available() -> u64 {
+    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
+    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    kib.map_or(u64::MAX, |kib| kib * KIB)
+}
+
+impl Bench<'_> {
+    fn measure(&mut self, group: Group) {
+        let bytes = group.bytes();
+        let file = matches!(group, Group::Warm(_) | Group::Cold(_) | Group::Direct(_));
+        let buffers = if matches!(group, Group::Both(_)) { 2 } else { 1 };
+        let more = 2 * bytes.saturating_sub(self.up.len() as u64) + u64::from(file) * bytes;
+        if buffers * bytes > self.bed.room() {
+            return self.leave_out(group, format!("needs {} of device memory", Bytes(buffers * bytes)));
+        }
+        if more > available() / 4 * 3 {
+            return self.leave_out(group, format!("needs {} of host memory", Bytes(more)));
+        }
+        let bytes = bytes as usize;
+        if self.up.len() < bytes {
+            // Made anew, and touched.
+            (self.up, self.down) = (vec![1; bytes], vec![2; bytes]);
+        }
+        let measured = match group {
+            Group::Upload(_) => self.one_way(group, true),
+            Group::Download(_) => self.one_way(group, false),
+            Group::Both(_) => self.both(group),
+            Group::Warm(_) | Group::Cold(_) | Group::Direct(_) => self.file(group),
+        };
+        if let Err(error) = measured {
+            self.failures.push(Failure { row: group.name(), count: 1, said: error.to_string() });
+        }
+    }
+
+    fn leave_out(&mut self, group: Group, why: String) {
+        self.left_out.push(LeftOut { row: group.name(), why });
+    }
+
+    fn speed(&mut self, name: String, took: f64, bytes: u64, peer: (&str, f64)) {
+        // Nanoseconds of 10⁹ bytes.
+        let scale = 1e9 / bytes as f64;
+        let peer = Some(Peer { name: peer.0.to_owned(), ns: peer.1 * scale });
+        self.rows.push(Row { name, ns: took * scale, unit: Unit::GbPerSecond, peer });
+    }
+
+    fn cpu(&mut self, name: &str, took: f64, bytes: u64, peer: (&str, f64)) {
+        if bytes >= LONG {
+            let scale = GIB as f64 / bytes as f64;
+            let peer = Some(Peer { name: peer.0.to_owned(), ns: peer.1 * scale });
+            self.rows.push(Row { name: processor(name), ns: took * scale, unit: Unit::CpuPerGib, peer });
+        }
+    }
+
+    fn one_way(&mut self, group: Group, up: bool) -> Result<()> {
+        let (bed, bytes) = (self.bed, group.bytes());
+        let mut device = bed.buffer(bytes)?;
+        let mut pinned = bed.limit(bytes)?;
+        let (host_up, host_down) = (&self.up[..bytes as usize], &mut self.down[..bytes as usize]);
+        let [staged, staged_cpu, driver, driver_cpu, limit_] = repeat(self.pace, || {
+            let (staged, driver, limit) = if up {
+                (
+                    bed.upload(host_up, &mut device)?,
+                    bed.driver_upload(host_up, &mut device)?,
+                    bed.driver_upload(&pinned, &mut device)?,
+                )
+            } else {
+                (
+                    bed.download(&device, host_down)?,
+                    bed.driver_download(&device, host_down)?,
+                    bed.driver_download(&device, &mut pinned)?,
+                )
+            };
+            Ok::<_, MemoryError>([staged.wall, staged.cpu, driver.wall, driver.cpu, limit.wall])
+        })?;
+        let name = group.name();
+        self.speed(name.clone(), staged, bytes, (PAGEABLE, driver));
+        self.speed(limit(&name), staged, bytes, (PINNED, limit_));
+        self.cpu(&name, staged_cpu, bytes, (PAGEABLE, driver_cpu));
+        Ok(())
+    }
+
+    fn both(&mut self, group: Group) -> Result<()> {
+        let (bed, bytes) = (self.bed, group.bytes());
+        let (mut x, y) = (bed.buffer(bytes)?, bed.buffer(bytes)?);
+        let (pinned_up, mut pinned_down) = (bed.limit(bytes)?, bed.limit(bytes)?);
+        let (up, down) = (&self.up[..bytes as usize], &mut self.down[..bytes as usize]);
+        let [staged, cpu, limit] = repeat(self.pace, || {
+            let staged = bed.both((up, &mut x), (&y, down))?;
+            let limit = bed.driver_both((&pinned_up, &mut x), (&y, &mut pinned_down))?;
+            Ok::<_, MemoryError>([staged.wall, staged.cpu, limit.wall])
+        })?;
+        let name = group.name();
+        // What goes both ways is twice the bytes.
+        self.speed(name.clone(), staged, 2 * bytes, (PINNED, limit));
+        if bytes >= LONG {
+            let ns = cpu * GIB as f64 / (2 * bytes) as f64;
+            self.rows.push(Row { name: processor(&name), ns, unit: Unit::CpuPerGib, peer: None });
+        }
+        Ok(())
+    }
+
+    fn file(&mut self, group: Group) -> Result<()> {
+        let (bed, bytes) = (self.bed, group.bytes());
+        let refused = |error: io::Error| MemoryError::BadSetting {
+            name: "--folder",
+            value: error.to_string(),
+            expected: "a folder that files can be written to and read from",
+        };
+        let written = Written::new(&self.folder, &self.up[..bytes as usize]).map_err(refused)?;
+        let mode = if matches!(group, Group::Direct(_)) { ReadMode::Direct } else { ReadMode::Cached };
+        let source = FileSource::open(&written.path, mode).map_err(refused)?;
+        let cached = FileSource::open(&written.path, ReadMode::Cached).map_err(refused)?;
+        // Dirty pages would be written back meanwhile; and a cold cache is one that has forgotten.
+        cached.drop_cache().map_err(refused)?;
+        let cold = matches!(group, Group::Cold(_));
+        let mut device = bed.buffer(bytes)?;
+        let pinned = bed.limit(bytes)?;
+        let host = &mut self.down[..bytes as usize];
+        let [staged, staged_cpu, driver, driver_cpu, limit_] = repeat(self.pace, || {
+            let forget = || if cold { cached.drop_cache().map_err(refused) } else { Ok(()) };
+            forget()?;
+            let staged = bed.read(&source, 0, &mut device)?;
+            forget()?;
+            let read = timed(|| read_all(&source, host).map_err(refused))?;
+            let copied = bed.driver_upload(host, &mut device)?;
+            let driver = Took { wall: read.wall + copied.wall, cpu: read.cpu + copied.cpu };
+            let limit = bed.driver_upload(&pinned, &mut device)?;
+            Ok::<_, MemoryError>([staged.wall, staged.cpu, driver.wall, driver.cpu, limit.wall])
+        })?;
+        if source.mode() != mode {
+            self.leave_out(group, "the file system refuses direct reads".to_owned());
+            return Ok(());
+        }
+        let name = group.name();
+        self.speed(name.clone(), staged, bytes, (READ_FIRST, driver));
+        self.speed(limit(&name), staged, bytes, (PINNED, limit_));
+        self.cpu(&name, staged_cpu, bytes, (READ_FIRST, driver_cpu));
+        Ok(())
+    }
+}
+
+fn read_all(source: &FileSource, mut into: &mut [u8]) -> io::Result<()> {
+    let mut offset = 0;
+    while !into.is_empty() {
+        match source.read_at(offset, into)? {
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            read => {
+                offset += read as u64;
+                into = &mut into[read..];
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A file that goes when it is dropped.
+struct Written {
+    path: PathBuf,
+}
+
+impl Written {
+    fn new(folder: &Path, bytes: &[u8]) -> io::Result<Self> {
+        let written = Self { path: folder.join(format!("aquifer-bench-stage-{}", process::id())) };
+        fs::File::create(&written.path)?.write_all(bytes)?;
+        Ok(written)
+    }
+}
+
+impl Drop for Written {
+    fn drop(&mut self) {
+        // What cannot be removed stays, in a folder for such files.
+        let _removed = fs::remove_file(&self.path);
+    }
+}

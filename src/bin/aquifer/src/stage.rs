@@ -1,0 +1,284 @@
+//! `aquifer stage FILE`: a file to the device, with a cold page cache, with a warm one, and past it.
+//!
+//! A file that is larger than a window goes through one window of device memory after the other. Only loading is timed;
+//! every byte is read back in between and compared with the file.
+
+pub(crate) mod bed;
+
+use crate::{
+    bench::{
+        host,
+        row::{Peer, Row, Unit},
+    },
+    cli, json,
+    layout::{clip, wrap},
+    place::{NoPlace, Place},
+    progress::Progress,
+};
+use aquifer_core::{Bytes, MemoryError};
+use aquifer_host::{FileSource, ReadMode, Source};
+use bed::{Bed, Took};
+use serde_json::{Value, json};
+use std::{
+    fmt, io,
+    path::{Path, PathBuf},
+};
+
+/// Device memory that is loaded at a time at most.
+const WINDOW: u64 = 2 << 30;
+/// What all bytes are compared in.
+const PIECE: usize = 16 << 20;
+/// Columns of the page.
+const WIDTH: usize = 80;
+
+/// Why there is nothing to report.
+#[derive(Debug)]
+pub(crate) enum Mistake {
+    /// The device that was asked for is not there.
+    Place(NoPlace),
+    /// The file cannot be read.
+    File(PathBuf, io::Error),
+    /// The file has no bytes.
+    Empty(PathBuf),
+    /// The device, or pinned memory, cannot be had; or a transfer was refused.
+    Memory(MemoryError),
+}
+
+impl fmt::Display for Mistake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Place(e) => e.fmt(f),
+            Self::File(path, e) => write!(f, "{}: {e}", path.display()),
+            Self::Empty(path) => write!(f, "{} has no bytes", path.display()),
+            Self::Memory(e) => write!(f, "the file cannot be staged: {e}"),
+        }
+    }
+}
+
+impl std::error::Error for Mistake {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Place(e) => Some(e),
+            Self::File(_, e) => Some(e),
+            Self::Memory(e) => Some(e),
+            Self::Empty(_) => None,
+        }
+    }
+}
+
+impl From<MemoryError> for Mistake {
+    fn from(error: MemoryError) -> Self {
+        Self::Memory(error)
+    }
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub(crate) struct Report {
+    file: String,
+    bytes: u64,
+    device: String,
+    device_title: String,
+    date: String,
+    rows: Vec<Row>,
+    /// What could not be measured here, and why.
+    left_out: Vec<(&'static str, &'static str)>,
+    /// Bytes that were not what the file holds.
+    wrong: u64,
+}
+
+/// Loads the file each way.
+///
+/// # Errors
+/// [`Mistake`].
+pub(crate) fn run(args: &cli::Stage) -> Result<Report, Mistake> {
+    let path = &args.file;
+    let unreadable = |e| Mistake::File(path.clone(), e);
+    let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
+    let cached = FileSource::open(path, ReadMode::Cached).map_err(unreadable)?;
+    let direct = FileSource::open(path, ReadMode::Direct).map_err(unreadable)?;
+    if bytes == 0 {
+        return Err(Mistake::Empty(path.clone()));
+    }
+    let place = Place::choose(args.device).map_err(Mistake::Place)?;
+    let session = place.begin_with_bytes();
+    let bed = Bed::open(&session, args.stager.config())?;
+    let mut progress = Progress::on_terminal();
+    let mut load = Load { path, bed: &bed, bytes, window: WINDOW.min(bytes).min(bed.room() / 2), wrong: 0 };
+    // Device memory, and the driver's ways through it, are had once before they are timed.
+    load.peers(true)?;
+    let (driver, pinned, memory) = load.peers(false)?;
+    let peer = || Some(Peer { name: "driver, pageable memory".to_owned(), ns: driver.wall });
+    let row = |name: &str, took: Took, peer| Row {
+        name: name.to_owned(),
+        ns: took.wall,
+        unit: Unit::GbPerSecond,
+        peer,
+    };
+    let mut rows = Vec::new();
+    let mut left_out = Vec::new();
+    progress.phase("the page cache is cold:");
+    let mut dropped = true;
+    let cold = load.each_window(&cached, &mut progress, || {
+        dropped &= cached.drop_cache().is_ok();
+    })?;
+    if dropped {
+        rows.push(row("file, cold page cache", cold, peer()));
+    } else {
+        left_out.push(("file, cold page cache", "the kernel would not forget the file"));
+    }
+    progress.phase("the page cache is warm:");
+    let warm = load.each_window(&cached, &mut progress, || {})?;
+    rows.push(row("file, warm page cache", warm, peer()));
+    progress.phase("past the page cache:");
+    if direct.mode() == ReadMode::Direct {
+        let past = load.each_window(&direct, &mut progress, || {})?;
+        if direct.mode() == ReadMode::Direct {
+            rows.push(row("file, O_DIRECT", past, peer()));
+        }
+    }
+    if direct.mode() == ReadMode::Cached {
+        left_out.push(("file, O_DIRECT", "the file system refuses direct reads"));
+    }
+    rows.push(row("pageable memory", memory, peer()));
+    rows.push(row("pinned memory, the limit", pinned, peer()));
+    progress.clear();
+    Ok(Report {
+        file: path.display().to_string(),
+        bytes,
+        device: place.name(),
+        device_title: place.title(),
+        date: host::date(),
+        rows,
+        left_out,
+        wrong: load.wrong,
+    })
+}
+
+/// A file on its way.
+struct Load<'a> {
+    path: &'a Path,
+    bed: &'a Bed,
+    bytes: u64,
+    window: u64,
+    wrong: u64,
+}
+
+impl Load<'_> {
+    /// Loads all of the file, window by window, and compares. The time of 10⁹ bytes.
+    fn each_window(
+        &mut self,
+        source: &FileSource,
+        progress: &mut Progress,
+        mut before: impl FnMut(),
+    ) -> Result<Took, Mistake> {
+        let mut all = Took::default();
+        let mut offset = 0;
+        while offset < self.bytes {
+            progress.at(offset, self.bytes);
+            let bytes = self.window.min(self.bytes - offset);
+            let mut buffer = self.bed.buffer(bytes)?;
+            before();
+            let took = self.bed.read(source, offset, &mut buffer)?;
+            all = Took { wall: all.wall + took.wall, cpu: all.cpu + took.cpu };
+            let mut back = vec![0; bytes as usize];
+            self.bed.download(&buffer, &mut back)?;
+            self.compare(offset, &back)?;
+            offset += bytes;
+        }
+        Ok(all.per(self.bytes, 1_000_000_000))
+    }
+
+    /// Counts the bytes that are not those of the file.
+    fn compare(&mut self, offset: u64, back: &[u8]) -> Result<(), Mistake> {
+        let unreadable = |e| Mistake::File(self.path.to_owned(), e);
+        let file = FileSource::open(self.path, ReadMode::Cached).map_err(unreadable)?;
+        let mut expected = vec![0; PIECE.min(back.len())];
+        let mut wrong = 0;
+        for (piece, loaded) in back.chunks(PIECE).enumerate() {
+            let (from, mut read) = (offset + (piece * PIECE) as u64, 0);
+            while read < loaded.len() {
+                match file
+                    .read_at(from + read as u64, &mut expected[read..loaded.len()])
+                    .map_err(unreadable)?
+                {
+                    0 => return Err(unreadable(io::ErrorKind::UnexpectedEof.into())),
+                    more => read += more,
+                }
+            }
+            if expected[..loaded.len()] != *loaded {
+                wrong += expected.iter().zip(loaded).filter(|(a, b)| a != b).count() as u64;
+            }
+        }
+        self.wrong += wrong;
+        Ok(())
+    }
+
+    /// The driver's copy of as much from pageable memory, pinned memory's, and the stager's; the times of 10⁹ bytes.
+    fn peers(&self, warm_up: bool) -> Result<(Took, Took, Took), Mistake> {
+        let bytes = self.window.min(1 << 30);
+        let host = vec![1; bytes as usize];
+        let mut buffer = self.bed.buffer(bytes)?;
+        let limit = self.bed.limit(bytes)?;
+        let rounds = if warm_up { 1 } else { 3 };
+        let mut best = [None::<Took>; 3];
+        for _ in 0..rounds {
+            let took = [
+                self.bed.driver_upload(&host, &mut buffer)?,
+                self.bed.driver_upload(&limit, &mut buffer)?,
+                self.bed.upload(&host, &mut buffer)?,
+            ];
+            for (best, took) in best.iter_mut().zip(took) {
+                *best = Some(best.map_or(took, |best| if took.wall < best.wall { took } else { best }));
+            }
+        }
+        let [driver, pinned, staged] = best.map(|took| took.unwrap_or_default().per(bytes, 1_000_000_000));
+        Ok((driver, pinned, staged))
+    }
+}
+
+impl Report {
+    /// Whether every byte arrived.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.wrong == 0
+    }
+
+    /// One JSON object, its rows one a line.
+    pub(crate) fn to_json(&self) -> String {
+        let text = |value: Value| value.to_string();
+        let rows = self.rows.iter().map(Row::fields);
+        let left_out = self.left_out.iter().map(|(row, why)| [("row", json!(row)), ("why", json!(why))]);
+        json::object(&[
+            ("file", text(json!(self.file))),
+            ("bytes", text(json!(self.bytes))),
+            ("device", text(json!(self.device))),
+            ("device_name", text(json!(self.device_title))),
+            ("date", text(json!(self.date))),
+            ("version", text(json!(env!("CARGO_PKG_VERSION")))),
+            ("wrong_bytes", text(json!(self.wrong))),
+            ("left_out", json::table(left_out)),
+            ("rows", json::table(rows)),
+        ])
+    }
+
+    /// The page, without a line end behind its last line.
+    pub(crate) fn to_screen(&self) -> String {
+        let mut lines =
+            wrap(&format!("{}: {} to {}", self.file, Bytes(self.bytes), self.device_title), WIDTH);
+        lines.push(String::new());
+        for row in &self.rows {
+            let ratio =
+                row.ratio().map_or(String::new(), |ratio| format!("{ratio:.2} × the time of the driver's own copy"));
+            let line = format!("{:<28}{:>14}   {ratio}", clip(&row.name, 28), row.unit.of(row.ns));
+            lines.push(line.trim_end().to_owned());
+        }
+        for (row, why) in &self.left_out {
+            lines.extend(wrap(&format!("left out: {row}: {why}"), WIDTH));
+        }
+        lines.push(match self.wrong {
+            0 => "every byte was read back and is right".to_owned(),
+            wrong => format!("WRONG: {wrong} bytes are not those of the file"),
+        });
+        lines.join("\n")
+    }
+}

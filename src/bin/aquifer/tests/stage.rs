@@ -1,0 +1,147 @@
+//! `aquifer stage` and `aquifer bench stage` as a person runs them.
+
+#![expect(clippy::expect_used, clippy::panic, reason = "a test that cannot go on fails, wherever it is")]
+
+use serde_json::{Value, json};
+use std::{
+    env, fs,
+    path::PathBuf,
+    process::{self, Command, Output},
+};
+
+/// The program: the one that was built with these tests, or one that was brought along.
+fn aquifer(arguments: &[&str]) -> Output {
+    let path = env::var_os("AQUIFER_BIN")
+        .map_or_else(|| PathBuf::from(env!("CARGO_BIN_EXE_aquifer")), PathBuf::from);
+    Command::new(path).args(arguments).output().expect("the program starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("text")
+}
+
+fn answered(arguments: &[&str]) -> Value {
+    let output = aquifer(arguments);
+    let (out, err) = (text(&output.stdout), text(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {out}{err}");
+    assert!(err.is_empty(), "{err}");
+    serde_json::from_str(&out).unwrap_or_else(|e| panic!("{e}: {out}"))
+}
+
+/// A file of a test's own.
+struct File(PathBuf);
+
+impl File {
+    fn new(name: &str, bytes: usize) -> Self {
+        let path = env::temp_dir().join(format!("aquifer-test-{name}-{}", process::id()));
+        let bytes: Vec<u8> = (0..bytes).map(|at| (at * 7 + at / 253) as u8).collect();
+        fs::write(&path, bytes).expect("a file");
+        Self(path)
+    }
+
+    fn path(&self) -> &str {
+        self.0.to_str().expect("text")
+    }
+}
+
+impl Drop for File {
+    fn drop(&mut self) {
+        fs::remove_file(&self.0).expect("still there");
+    }
+}
+
+/// Small enough that little data goes through many slots.
+const SMALL: [&str; 8] = ["--workers", "2", "--slot", "64K", "--chunk", "8K", "--direct", "4K"];
+
+#[test]
+fn a_file_is_loaded_each_way_and_every_byte_is_right() {
+    let file = File::new("stage", (3 << 20) + 77);
+    let flags = ["stage", file.path(), "--device", "sim", "--json"];
+    let value = answered(&[&flags[..], &SMALL].concat());
+    assert_eq!((&value["bytes"], &value["wrong_bytes"]), (&json!((3 << 20) + 77), &json!(0)));
+    let names = |field: &str, name: &str| -> Vec<String> {
+        let rows = value[field].as_array().expect("rows");
+        rows.iter().map(|row| row[name].as_str().expect("a name").to_owned()).collect()
+    };
+    let mut measured = names("rows", "name");
+    measured.extend(names("left_out", "row"));
+    measured.sort();
+    assert_eq!(
+        measured,
+        [
+            "file, O_DIRECT",
+            "file, cold page cache",
+            "file, warm page cache",
+            "pageable memory",
+            "pinned memory, the limit"
+        ]
+    );
+    for row in value["rows"].as_array().expect("rows") {
+        assert_eq!(row["unit"], "GB/s");
+        assert!(row["value"].as_f64() > Some(0.0) && row["ratio"].as_f64() > Some(0.0), "{row}");
+        assert_eq!(row["peer"], "driver, pageable memory");
+    }
+    let page = text(&aquifer(&["stage", file.path(), "--device", "sim"]).stdout);
+    assert!(page.contains("every byte was read back and is right"), "{page}");
+    assert!(page.lines().all(|line| line.chars().count() <= 80), "{page}");
+}
+
+#[test]
+fn a_file_that_cannot_be_staged_is_told_in_one_line() {
+    let empty = File::new("empty", 0);
+    for (path, said) in [
+        ("/nowhere/at all", "/nowhere/at all: No such file"),
+        (empty.path(), "has no bytes"),
+        ("/", "directory"),
+    ] {
+        let output = aquifer(&["stage", path, "--device", "sim"]);
+        let err = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{err}");
+        assert!(err.contains(said) && err.lines().count() == 1 && output.stdout.is_empty(), "{err}");
+    }
+    let wrong = aquifer(&["bench", "stage", "--device", "sim", "--slot", "5000"]);
+    let err = text(&wrong.stderr);
+    assert!(wrong.status.code() == Some(2) && err.contains("a multiple of 4096 bytes"), "{err}");
+}
+
+#[test]
+fn a_quick_bench_has_every_promised_row_and_no_failure() {
+    let flags =
+        ["bench", "stage", "--device", "sim", "--quick", "--json", "--slot", "256K", "--chunk", "64K"];
+    let value = answered(&flags);
+    assert_eq!(
+        (&value["bench"], &value["device"], &value["quick"]),
+        (&json!("stage"), &json!("sim"), &json!(true))
+    );
+    assert_eq!((&value["failures"], &value["errors"]), (&json!(0), &json!([])));
+    let rows = value["rows"].as_array().expect("rows");
+    let left: Vec<_> =
+        value["left_out"].as_array().expect("a list").iter().filter_map(|row| row["row"].as_str()).collect();
+    let mut promised = Vec::new();
+    for size in ["4 KiB", "16 KiB", "64 KiB", "128 KiB", "256 KiB", "512 KiB", "1 MiB"] {
+        for way in ["upload", "download"] {
+            promised.extend([format!("{way} {size}"), format!("{way} {size}, of the limit")]);
+        }
+    }
+    promised.push("both ways 1 MiB".to_owned());
+    for how in ["warm", "cold", "O_DIRECT"] {
+        let name = format!("file 1 MiB, {how}");
+        if !left.contains(&name.as_str()) {
+            promised.extend([name.clone(), format!("{name}, of the limit")]);
+        }
+    }
+    let names: Vec<_> = rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
+    assert_eq!(names, promised);
+    for row in rows {
+        assert_eq!(row["unit"], "GB/s");
+        // Rounded to three decimals, a ratio may be nothing where the peer moves no bytes at all.
+        let figure = |field: &str| row[field].as_f64().expect("a figure");
+        let (value, peer, ratio) = (figure("value"), figure("peer_value"), figure("ratio"));
+        assert!(value > 0.0 && peer > 0.0 && (ratio - peer / value).abs() <= 0.002 + ratio * 0.1, "{row}");
+    }
+    let none = aquifer(&["bench", "stage", "--device", "sim", "--quick", "--only", "sideload"]);
+    assert_eq!(none.status.code(), Some(2));
+    assert!(text(&none.stderr).contains("no row's name contains 'sideload'"));
+    let some = answered(&["bench", "stage", "--device", "sim", "--quick", "--json", "--only", "both"]);
+    assert_eq!(some["rows"].as_array().map(Vec::len), Some(1));
+}
