@@ -11,3 +11,4 @@ pub mod heap;
 pub mod pinned;
 pub mod program;
 pub mod stable;
+pub mod stager;

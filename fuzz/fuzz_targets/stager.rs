@@ -1,0 +1,4 @@
+//! Staged transfers under the oracle.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::stager::run(bytes));
