@@ -101,7 +101,7 @@ impl Default for StagerConfig {
             down_workers: 5,
             slot: 4 << 20,
             slots: 2,
-            least_chunk: 256 << 10,
+            least_chunk: 128 << 10,
             direct: 256 << 10,
             depth: 16,
             stores: Stores::default(),

@@ -7,7 +7,7 @@
 //! In the end everything is given back.
 
 use crate::program::Bytes;
-use aquifer_core::{Budget, MemoryError};
+use aquifer_core::Budget;
 use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
 use aquifer_driver::{
     Access, Call, DeviceId, Operand, OperandMut,
@@ -219,15 +219,15 @@ impl Machine {
                 assert!(cancelled, "nobody cancelled it");
                 false
             }
-            Err(StageError::Memory(MemoryError::DeviceLost { .. })) => {
+            Err(error) if error.is_device_lost() => {
                 assert!(self.lost, "the device is not lost");
                 false
             }
-            Err(StageError::Memory(error)) => {
+            Err(error) => {
+                assert!(matches!(error, StageError::Memory(_)), "{error}");
                 assert!(self.faulty || self.lost, "{error}");
                 false
             }
-            Err(error) => panic!("{error}"),
         }
     }
 
@@ -453,11 +453,11 @@ impl Machine {
         drop(pinned);
         // What a lost device may still touch is kept for ever, and what was forgotten too.
         let deadline = Instant::now() + PATIENCE;
-        while !lost && !leaks {
+        let kept = lost || leaks;
+        loop {
             pool::sweep();
-            let stranded = retry_stranded();
-            let left = sim.outstanding();
-            if budget.used() == 0 && left.registrations == 0 && left.host_allocations == 0 {
+            let (stranded, left) = (retry_stranded(), sim.outstanding());
+            if kept || (budget.used() == 0 && left.registrations == 0 && left.host_allocations == 0) {
                 break;
             }
             assert!(Instant::now() < deadline, "{} charged, {stranded} stranded, {left}", budget.used());
