@@ -31,8 +31,8 @@
 mod routed;
 
 pub use aquifer_host::staging::{
-    Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Ready, Source, StageError, StageScope,
-    Staged, Stager, StagerConfig, Stores, Ticket,
+    Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Ready, Sink, Source, StageError,
+    StageScope, Staged, Stager, StagerConfig, Stores, Ticket,
 };
 
 use aquifer_core::{MemoryError, Result};

@@ -28,6 +28,12 @@ pub fn enter() -> Entered {
     Entered { before }
 }
 
+/// Makes a line the site of driver calls on this thread: one that was [entered](fn@entered) on the thread which this one
+/// works for.
+pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
+    Entered { before: SITE.replace(site) }
+}
+
 impl Drop for Entered {
     fn drop(&mut self) {
         SITE.set(self.before);

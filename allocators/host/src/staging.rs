@@ -53,7 +53,7 @@ pub use error::{Failed, StageError};
 pub use file::{FileSource, ReadMode};
 pub use permit::{Permit, Ready};
 pub use scope::{StageScope, Staged};
-pub use source::Source;
+pub use source::{Sink, Source};
 pub use stores::Stores;
 pub use ticket::{Begun, HostBuffer, Ticket};
 pub use transfer::Progress;

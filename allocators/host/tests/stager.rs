@@ -7,7 +7,8 @@ mod support;
 use aquifer_core::{DeviceId, MemoryError};
 use aquifer_driver::{Call, Typed, sim::Sim};
 use aquifer_host::{
-    FileSource, PinnedConfig, ReadMode, Source, StageError, Stager, StagerConfig, Stores, region::Pinning,
+    FileSource, PinnedConfig, ReadMode, Sink, Source, StageError, Stager, StagerConfig, Stores,
+    region::Pinning,
 };
 use rig::{KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
 use std::{
@@ -16,7 +17,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     pin::Pin,
     sync::{
-        Arc,
+        Arc, Mutex,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Waker},
@@ -93,7 +94,9 @@ fn without_the_order_the_simulator_objects() {
                 rig.stager.scope(|s| s.download(&x, &mut bytes).map(drop))
             };
             staged.unwrap().unwrap();
-            assert!(!rig.sim.take_violations().is_empty(), "{size} bytes, upload: {upload}");
+            let found = rig.sim.take_violations();
+            assert!(!found.is_empty(), "{size} bytes, upload: {upload}");
+            assert_eq!(found[0].later.site.file(), file!(), "whoever copied, it was asked for here");
         }
     }
 }
@@ -278,9 +281,9 @@ fn a_forgotten_ticket_leaks_and_harms_nobody() {
 }
 
 /// A vector that tells when it is dropped.
-struct Told(Vec<u8>, Arc<AtomicUsize>);
+struct Watched(Vec<u8>, Arc<AtomicUsize>);
 
-impl Drop for Told {
+impl Drop for Watched {
     fn drop(&mut self) {
         self.1.fetch_add(1, Ordering::Relaxed);
     }
@@ -288,7 +291,7 @@ impl Drop for Told {
 
 #[expect(unsafe_code, reason = "implements a buffer")]
 // SAFETY: 1. a vector's bytes do not move with it.
-unsafe impl aquifer_host::HostBuffer for Told {
+unsafe impl aquifer_host::HostBuffer for Watched {
     type Item = u8;
     fn elements(&mut self) -> std::ptr::NonNull<[u8]> {
         std::ptr::NonNull::from(&mut self.0[..])
@@ -309,7 +312,7 @@ fn a_dropped_ticket_cancels_and_a_detached_one_does_not() {
         let rig = Rig::new();
         let dropped = Arc::new(AtomicUsize::new(0));
         let held = rig.sim.stall(Call::CopyToDevice);
-        let up = Told(pattern(40 * SLOT, 6), dropped.clone());
+        let up = Watched(pattern(40 * SLOT, 6), dropped.clone());
         let ticket = rig.stager.upload(up, rig.operand(40 * SLOT)).unwrap();
         assert!(held.wait_for(1, PATIENCE));
         let watch = ticket.watch();
@@ -417,12 +420,16 @@ fn no_more_are_under_way_than_may_be() {
     rig.assert_all_given_back();
 }
 
+type Accident = fn() -> io::Result<usize>;
+/// Whether an error is the one that an accident must be told by.
+type Told = fn(&StageError) -> bool;
+
 /// Bytes of a pattern, in odd pieces, with accidents.
 struct Odd {
     bytes: Vec<u8>,
     /// The accident happens at reads of this byte.
     at: u64,
-    accident: fn() -> io::Result<usize>,
+    accident: Accident,
     reads: AtomicU64,
     align: usize,
 }
@@ -485,8 +492,6 @@ fn a_source_may_read_less_than_it_was_asked_for_and_be_interrupted() {
 
 #[test]
 fn what_goes_wrong_in_a_source_is_told_and_ends_its_transfer_alone() {
-    type Accident = fn() -> io::Result<usize>;
-    type Told = fn(&StageError) -> bool;
     let accidents: [(Accident, Told); 3] = [
         (
             || Err(io::ErrorKind::PermissionDenied.into()),
@@ -557,6 +562,77 @@ fn a_file_system_without_direct_reads_is_read_all_the_same() {
     let mut bytes = [0; 4096];
     assert!(source.read_at(0, &mut bytes).unwrap() > 0);
     assert_eq!(source.mode(), ReadMode::Cached);
+}
+
+/// Takes bytes in odd pieces, with accidents.
+struct Taken {
+    bytes: Mutex<Vec<u8>>,
+    at: u64,
+    accident: Accident,
+    writes: AtomicU64,
+}
+
+impl Sink for Taken {
+    fn write_at(&self, offset: u64, from: &[u8]) -> io::Result<usize> {
+        if (offset..offset + from.len() as u64).contains(&self.at) {
+            return (self.accident)();
+        }
+        if self.writes.fetch_add(1, Ordering::Relaxed) % 3 == 1 {
+            return Err(io::ErrorKind::Interrupted.into());
+        }
+        let (offset, some) = (offset as usize, from.len().min(3001));
+        self.bytes.lock().unwrap()[offset..offset + some].copy_from_slice(&from[..some]);
+        Ok(some)
+    }
+}
+
+#[test]
+fn what_is_on_the_device_is_written_to_a_file() {
+    let rig = Rig::new();
+    let bytes = pattern(7 * SLOT + 5, 3);
+    let mut x = rig.operand(bytes.len());
+    rig.stager.scope(|s| s.upload(&bytes, &mut x).map(drop)).unwrap().unwrap();
+    let path = std::env::temp_dir().join(format!("aquifer-sink-{}", std::process::id()));
+    let file = std::fs::File::create(&path).unwrap();
+    rig.stager.scope(|s| s.write(&x, &file, 100).map(drop)).unwrap().unwrap();
+    let x = rig.stager.write(x, Arc::new(file), 9 * SLOT as u64).unwrap().wait().unwrap();
+    let written = std::fs::read(&path).unwrap();
+    std::fs::remove_file(&path).unwrap();
+    assert_eq!(written.len(), 9 * SLOT + bytes.len());
+    assert!(written[100..100 + bytes.len()] == bytes && written[9 * SLOT..] == bytes);
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn what_goes_wrong_in_a_sink_is_told() {
+    let accidents: [(Accident, Told); 4] = [
+        (|| Ok(1), |_| false),
+        (
+            || Ok(0),
+            |told| matches!(told, StageError::Sink { error, .. } if error.kind() == io::ErrorKind::WriteZero),
+        ),
+        (
+            || Err(io::ErrorKind::StorageFull.into()),
+            |told| matches!(told, StageError::Sink { error, .. } if error.kind() == io::ErrorKind::StorageFull),
+        ),
+        (|| panic!("on purpose"), |told| matches!(told, StageError::SourcePanicked { .. })),
+    ];
+    for (which, (accident, is_told)) in accidents.into_iter().enumerate() {
+        let rig = Rig::new();
+        let bytes = pattern(8 * SLOT, 3);
+        let mut x = rig.operand(bytes.len());
+        rig.stager.scope(|s| s.upload(&bytes, &mut x).map(drop)).unwrap().unwrap();
+        let at = if which == 0 { u64::MAX } else { 5 * SLOT as u64 };
+        let taken = Mutex::new(vec![0; bytes.len()]);
+        let sink = Taken { bytes: taken, at, accident, writes: AtomicU64::new(0) };
+        match rig.stager.scope(|s| s.write(&x, &sink, 0).map(drop)).and_then(|taken| taken) {
+            Ok(()) => assert!(which == 0 && *sink.bytes.lock().unwrap() == bytes),
+            Err(error) => assert!(is_told(&error), "{error}"),
+        }
+        drop(x);
+        rig.assert_all_given_back();
+    }
 }
 
 #[test]

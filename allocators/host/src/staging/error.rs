@@ -28,9 +28,16 @@ pub enum StageError {
         /// Bytes that were wanted from there on.
         missing: u64,
     },
-    /// A source panicked. The message went to the panic hook, and the worker lives on.
+    /// A sink answered with an error, or took no bytes.
+    Sink {
+        /// First byte that was handed to it.
+        offset: u64,
+        /// What it said.
+        error: Arc<io::Error>,
+    },
+    /// A source or a sink panicked. The message went to the panic hook, and the worker lives on.
     SourcePanicked {
-        /// First byte that was asked for.
+        /// First byte that it was to read or write.
         offset: u64,
     },
     /// No worker could be started.
@@ -64,7 +71,8 @@ impl fmt::Display for StageError {
             Self::SourceEnded { offset, missing } => {
                 write!(f, "the source ends at byte {offset}, {missing} bytes early")
             }
-            Self::SourcePanicked { offset } => write!(f, "the source panicked at byte {offset}"),
+            Self::Sink { offset, error } => write!(f, "the sink failed at byte {offset}: {error}"),
+            Self::SourcePanicked { offset } => write!(f, "the source or sink panicked at byte {offset}"),
             Self::Workers(error) => error.fmt(f),
             Self::Cancelled => f.write_str("the transfer was cancelled"),
             Self::Full { depth } => {
@@ -80,7 +88,7 @@ impl error::Error for StageError {
     fn source(&self) -> Option<&(dyn error::Error + 'static)> {
         match self {
             Self::Memory(error) => Some(error),
-            Self::Source { error, .. } => Some(&**error),
+            Self::Source { error, .. } | Self::Sink { error, .. } => Some(&**error),
             Self::Workers(error) => Some(error),
             _ => None,
         }

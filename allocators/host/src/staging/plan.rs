@@ -14,7 +14,7 @@
 
 #![expect(unsafe_code, reason = "sends addresses to other threads; holds no unsafe block")]
 
-use super::Source;
+use super::{Sink, Source};
 use std::ptr::NonNull;
 
 /// Which way bytes go.
@@ -31,8 +31,8 @@ pub(super) enum Way {
 pub(super) enum HostSide {
     /// In memory, from here on.
     Memory(NonNull<u8>),
-    /// In the transfer's source, from this byte on.
-    Source(u64),
+    /// In the transfer's source or sink, from this byte on.
+    File(u64),
 }
 
 // SAFETY: 1. an address of plain elements, which any thread may read or write; whoever makes a transfer of it has them
@@ -50,7 +50,7 @@ impl HostSide {
                 let moved = start.as_ptr().wrapping_add(bytes as usize);
                 Self::Memory(NonNull::new(moved).unwrap_or(start))
             }
-            Self::Source(offset) => Self::Source(offset + bytes),
+            Self::File(offset) => Self::File(offset + bytes),
         }
     }
 }
@@ -74,19 +74,22 @@ pub(super) struct Move {
     pub(super) bytes: usize,
 }
 
-/// The source of a transfer, which outlives it.
+/// The source or the sink of a transfer, which outlives it.
 #[derive(Clone, Copy)]
-pub(super) struct SourceAt(pub(super) NonNull<dyn Source>);
+pub(super) enum Far {
+    From(NonNull<dyn Source>),
+    To(NonNull<dyn Sink>),
+}
 
 // SAFETY: 1. a reference, in all but its lifetime, to something that is `Sync`.
-unsafe impl Send for SourceAt {}
+unsafe impl Send for Far {}
 // SAFETY: 1. as above.
-unsafe impl Sync for SourceAt {}
+unsafe impl Sync for Far {}
 
 /// Everything that a transfer moves.
 pub(super) struct Plan {
     pub(super) way: Way,
-    pub(super) source: Option<SourceAt>,
+    pub(super) far: Option<Far>,
     /// None is empty.
     parts: Vec<Part>,
     /// Where each part begins in the string of bytes.
@@ -111,12 +114,7 @@ const PAGE: u64 = 4096;
 
 impl Plan {
     /// Joins parts that follow one another on both sides, and cuts the whole.
-    pub(super) fn new(
-        way: Way,
-        source: Option<SourceAt>,
-        all: impl IntoIterator<Item = Part>,
-        grain: Grain,
-    ) -> Self {
+    pub(super) fn new(way: Way, far: Option<Far>, all: impl IntoIterator<Item = Part>, grain: Grain) -> Self {
         let (mut parts, mut starts, mut total) = (Vec::<Part>::new(), Vec::new(), 0);
         for part in all {
             if part.bytes == 0 {
@@ -134,11 +132,11 @@ impl Plan {
             parts.push(part);
         }
         let phase = match parts.first() {
-            Some(Part { host: HostSide::Source(offset), .. }) => offset % PAGE,
+            Some(Part { host: HostSide::File(offset), .. }) => offset % PAGE,
             Some(Part { host: HostSide::Memory(start), .. }) => start.addr().get() as u64 % PAGE,
             None => 0,
         };
-        Self { way, source, parts, starts, cuts: cut(total, phase, grain) }
+        Self { way, far, parts, starts, cuts: cut(total, phase, grain) }
     }
 
     pub(super) fn total(&self) -> u64 {
@@ -167,7 +165,7 @@ impl Plan {
             let host = part.host.skip(skipped);
             let at = match host {
                 HostSide::Memory(_) => filled,
-                HostSide::Source(offset) => {
+                HostSide::File(offset) => {
                     let phase = (offset % align as u64) as usize;
                     let base = filled / align * align + phase;
                     if base < filled { base + align } else { base }
@@ -208,7 +206,7 @@ fn follows(end: HostSide, next: HostSide) -> bool {
     match (end, next) {
         // Two slices that touch are still two borrows, and a pointer into the one must not reach into the other.
         (HostSide::Memory(_), _) | (_, HostSide::Memory(_)) => false,
-        (HostSide::Source(end), HostSide::Source(next)) => end == next,
+        (HostSide::File(end), HostSide::File(next)) => end == next,
     }
 }
 
@@ -273,7 +271,7 @@ mod tests {
 
     #[test]
     fn a_slot_is_loaded_with_many_small_parts_and_each_in_its_place_of_a_page() {
-        let part = |offset, device, bytes| Part { host: HostSide::Source(offset), device, bytes };
+        let part = |offset, device, bytes| Part { host: HostSide::File(offset), device, bytes };
         let parts = [part(10, 0, 100), part(110, 100, 5), part(9000, 5000, 50), part(20_000, 5050, 9000)];
         let plan = Plan::new(Way::Up, None, parts, grain());
         assert_eq!((plan.parts.len(), plan.total(), plan.chunks()), (3, 9155, 1), "two were joined");

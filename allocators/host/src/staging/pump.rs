@@ -13,7 +13,7 @@
 use super::{
     StageError,
     lane::Lane,
-    plan::{Cursor, HostSide, Move, Way},
+    plan::{Cursor, Far, HostSide, Move, Way},
     stores,
     transfer::Transfer,
 };
@@ -90,7 +90,7 @@ impl Transfer {
             }
             lane.wait(first)?;
             if !self.is_stopped() {
-                self.empty(lane, first);
+                self.empty(lane, first)?;
                 self.arrived(lane.slots[first].bytes);
             }
             (first, full) = ((first + 1) % slots, full - 1);
@@ -99,8 +99,11 @@ impl Transfer {
 
     /// Decides what a slot carries next.
     fn load(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) {
-        // SAFETY: 1. the source outlives the transfer, which is under way.
-        let align = self.plan.source.map_or(1, |source| unsafe { source.0.as_ref() }.alignment());
+        let align = match self.plan.far {
+            // SAFETY: 1. the source outlives the transfer, which is under way.
+            Some(Far::From(source)) => unsafe { source.as_ref() }.alignment(),
+            _ => 1,
+        };
         let align = if align.is_power_of_two() { align.min(4096) } else { 1 };
         let slot = &mut lane.slots[slot];
         slot.bytes = self.plan.load(cursor, slot.room(), align, &mut slot.moves);
@@ -124,7 +127,7 @@ impl Transfer {
                         stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.shared.config.stores);
                     }
                 }
-                HostSide::Source(offset) => {
+                HostSide::File(offset) => {
                     // SAFETY: 1. initialised bytes inside of the slot, which is this lane's alone.
                     let into = unsafe { NonNull::slice_from_raw_parts(to, one.bytes).as_mut() };
                     self.read(offset, into)?;
@@ -136,9 +139,9 @@ impl Transfer {
 
     /// Fills `into` from the source.
     fn read(&self, mut offset: u64, mut into: &mut [u8]) -> Result<()> {
-        let Some(source) = self.plan.source else { return Ok(()) };
+        let Some(Far::From(source)) = self.plan.far else { return Ok(()) };
         // SAFETY: 1. the source outlives the transfer, which is under way.
-        let source = unsafe { source.0.as_ref() };
+        let source = unsafe { source.as_ref() };
         while !into.is_empty() {
             let asked = catch_unwind(AssertUnwindSafe(|| source.read_at(offset, into)));
             match asked {
@@ -192,18 +195,56 @@ impl Transfer {
     }
 
     /// Copies out of a slot that the device has written.
-    fn empty(&self, lane: &mut Lane, slot: usize) {
+    fn empty(&self, lane: &mut Lane, slot: usize) -> Result<()> {
         lane.touch(slot, HostAccess::Read);
         let slot = &mut lane.slots[slot];
         let start = slot.start();
         for one in &slot.moves {
-            let HostSide::Memory(to) = one.host else { continue };
-            // SAFETY: 1. `load` puts moves inside of the slot; the part is writable while the transfer is under way.
-            // 2. a slot is nothing that is borrowed elsewhere. 3. the transfer has the part to itself, and no copy
-            // touches the slot.
-            unsafe {
-                stores::copy(to.as_ptr(), start.as_ptr().add(one.at), one.bytes, self.shared.config.stores);
+            // SAFETY: 1. `load` puts moves inside of the slot.
+            let from = unsafe { start.add(one.at) };
+            match one.host {
+                HostSide::Memory(to) => {
+                    // SAFETY: 1. the part is writable while the transfer is under way; the slot holds the move. 2. a slot
+                    // is nothing that is borrowed elsewhere. 3. the transfer has the part to itself, and no copy touches
+                    // the slot.
+                    unsafe {
+                        stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.shared.config.stores);
+                    }
+                }
+                HostSide::File(offset) => {
+                    // SAFETY: 1. initialised bytes inside of the slot, which nobody writes.
+                    let bytes = unsafe { NonNull::slice_from_raw_parts(from, one.bytes).as_ref() };
+                    self.write(offset, bytes)?;
+                }
             }
         }
+        Ok(())
+    }
+
+    /// Hands `from` to the sink.
+    fn write(&self, mut offset: u64, mut from: &[u8]) -> Result<()> {
+        let Some(Far::To(sink)) = self.plan.far else { return Ok(()) };
+        // SAFETY: 1. the sink outlives the transfer, which is under way.
+        let sink = unsafe { sink.as_ref() };
+        while !from.is_empty() {
+            match catch_unwind(AssertUnwindSafe(|| sink.write_at(offset, from))) {
+                Ok(Ok(0)) => {
+                    let error = Arc::new(io::ErrorKind::WriteZero.into());
+                    return Err(StageError::Sink { offset, error });
+                }
+                Ok(Ok(written)) => {
+                    let written = written.min(from.len());
+                    from = &from[written..];
+                    offset += written as u64;
+                }
+                Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                Ok(Err(error)) => return Err(StageError::Sink { offset, error: Arc::new(error) }),
+                Err(_panic) => return Err(StageError::SourcePanicked { offset }),
+            }
+            if self.is_stopped() {
+                return Err(StageError::Cancelled);
+            }
+        }
+        Ok(())
     }
 }

@@ -2,10 +2,10 @@
 #![expect(unsafe_code, reason = "moves bytes of what is borrowed on other threads")]
 
 use super::{
-    Progress, Shared, Source, StageError, Stager,
+    Progress, Shared, Sink, Source, StageError, Stager,
     lane::settle,
     permit::Permit,
-    plan::{HostSide, Part, Plan, SourceAt, Way},
+    plan::{Far, HostSide, Part, Plan, Way},
     transfer::Transfer,
 };
 use aquifer_core::{MemoryError, Result as MemoryResult};
@@ -347,28 +347,42 @@ impl<'env> StageScope<'_, 'env> {
     {
         let mut parts = Parts::new(Way::Up);
         parts.ranges(from, to.range())?;
-        self.begin(parts, Some(source), |front| to.order_mut(front, None, Access::Write))
+        self.begin(parts, Some(from_source(source)), |front| to.order_mut(front, None, Access::Write))
+    }
+
+    /// Writes `from` to `sink`, from `offset` on: a checkpoint, for one.
+    ///
+    /// # Errors
+    /// A conflicting use of `from`, the driver's. Nothing is begun.
+    pub fn write<D>(&self, from: &'env D, sink: &'env dyn Sink, offset: u64) -> Result<Staged>
+    where
+        D: Typed,
+        D::Item: Pod,
+    {
+        let mut parts = Parts::new(Way::Down);
+        let range = from.range();
+        parts.ranges(iter::once(offset..offset.saturating_add(range.bytes)), range)?;
+        self.begin(parts, Some(to_sink(sink)), |front| from.order(front, None, Access::Read))
     }
 
     fn begin(
         &self,
         parts: Parts,
-        source: Option<&'env dyn Source>,
+        far: Option<Far>,
         order: impl FnOnce(RawStream) -> MemoryResult<()>,
     ) -> Result<Staged> {
         let shared = &self.stager.shared;
-        let source = source.map(erased);
         let bytes = parts.total;
         let small = bytes <= shared.config.direct as u64;
         // Slots that are not pinned would be one copy more, and the driver's own staging all the same.
-        if source.is_none() && (small || !shared.side(parts.way).lanes.is_pinned()) {
+        if far.is_none() && (small || !shared.side(parts.way).lanes.is_pinned()) {
             // SAFETY: 1. all of it is borrowed while this runs.
             unsafe { shared.direct(parts, order) }?;
             return Ok(Staged { state: State::Done(bytes) });
         }
         let permit = self.stager.permit();
-        // SAFETY: 1. what the parts name, and the source, is borrowed for longer than the scope, which waits for it.
-        let transfer = unsafe { shared.transfer(parts, source, permit, order) }?;
+        // SAFETY: 1. what the parts name, and the source or sink, is borrowed for longer than the scope, which waits for it.
+        let transfer = unsafe { shared.transfer(parts, far, permit, order) }?;
         {
             let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
             // Those that went well are nothing to wait for.
@@ -388,12 +402,19 @@ impl fmt::Debug for StageScope<'_, '_> {
 }
 
 /// A source without its lifetime. Whoever makes a transfer with it keeps it until that is finished.
-pub(super) fn erased(source: &dyn Source) -> SourceAt {
+pub(super) fn from_source(source: &dyn Source) -> Far {
     let source = NonNull::from(source);
     // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's caller knows.
-    SourceAt(unsafe {
+    Far::From(unsafe {
         std::mem::transmute::<NonNull<dyn Source + '_>, NonNull<dyn Source + 'static>>(source)
     })
+}
+
+/// A sink without its lifetime. Whoever makes a transfer with it keeps it until that is finished.
+pub(super) fn to_sink(sink: &dyn Sink) -> Far {
+    let sink = NonNull::from(sink);
+    // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's caller knows.
+    Far::To(unsafe { std::mem::transmute::<NonNull<dyn Sink + '_>, NonNull<dyn Sink + 'static>>(sink) })
 }
 
 /// Parts on their way into a plan.
@@ -422,15 +443,14 @@ impl Parts {
         self.add(sides, range)
     }
 
-    /// Adds ranges of the source that follow one another in `range`.
+    /// Adds ranges of the source or sink that follow one another in `range`.
     pub(super) fn ranges(
         &mut self,
         ranges: impl IntoIterator<Item = Range<u64>>,
         range: DeviceRange,
     ) -> MemoryResult<()> {
-        let sides = ranges
-            .into_iter()
-            .map(|from| (HostSide::Source(from.start), from.end.saturating_sub(from.start)));
+        let sides =
+            ranges.into_iter().map(|from| (HostSide::File(from.start), from.end.saturating_sub(from.start)));
         self.add(sides, range)
     }
 
@@ -480,11 +500,11 @@ impl Shared {
     ///
     /// # Safety
     /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody else's, the operands
-    ///    keep their ranges and are lent to nobody else, and the source is there, until the transfer is finished.
+    ///    keep their ranges and are lent to nobody else, and the source or sink is there, until the transfer is finished.
     pub(super) unsafe fn transfer(
         self: &Arc<Self>,
         parts: Parts,
-        source: Option<SourceAt>,
+        far: Option<Far>,
         permit: Permit,
         order: impl FnOnce(RawStream) -> MemoryResult<()>,
     ) -> Result<Arc<Transfer>> {
@@ -494,7 +514,7 @@ impl Shared {
             self.give_front(&front, true);
             return Err(error.into());
         }
-        let plan = Plan::new(parts.way, source, parts.parts, self.config.grain(parts.way));
+        let plan = Plan::new(parts.way, far, parts.parts, self.config.grain(parts.way));
         Ok(Transfer::new(self, plan, front, permit))
     }
 

@@ -1,6 +1,6 @@
-//! Where bytes come from that are not in memory.
+//! Where bytes come from, and go to, that are not in memory.
 
-use std::io;
+use std::{fs::File, io, os::unix::fs::FileExt};
 
 /// Something that bytes can be read from at any place, by several threads at once: a file, an object store, a decoder.
 ///
@@ -52,5 +52,31 @@ impl Source for [u8] {
 impl Source for Vec<u8> {
     fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<usize> {
         self[..].read_at(offset, into)
+    }
+}
+
+/// Something that bytes can be written to at any place, by several threads at once: a file, an object store.
+///
+/// What is written lies in pinned memory. As with a [`Source`], one that fails or panics ends its transfer alone, and it
+/// must not use the stager that writes to it.
+///
+/// ```
+/// use aquifer_host::Sink;
+/// let file = std::fs::File::create(std::env::temp_dir().join("aquifer-sink"))?;
+/// assert_eq!(file.write_at(100, b"bytes")?, 5);
+/// # Ok::<(), std::io::Error>(())
+/// ```
+pub trait Sink: Send + Sync {
+    /// Writes bytes from `offset` on, as `pwrite` does: all or some of them.
+    ///
+    /// # Errors
+    /// Its own. One that was [interrupted](io::ErrorKind::Interrupted) is asked again.
+    fn write_at(&self, offset: u64, from: &[u8]) -> io::Result<usize>;
+}
+
+/// Through the page cache.
+impl Sink for File {
+    fn write_at(&self, offset: u64, from: &[u8]) -> io::Result<usize> {
+        FileExt::write_at(self, from, offset)
     }
 }

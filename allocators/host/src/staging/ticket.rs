@@ -5,10 +5,10 @@
 )]
 
 use super::{
-    Failed, Progress, Source, StageError, Staged, Stager,
+    Failed, Progress, Sink, Source, StageError, Staged, Stager,
     permit::Permit,
     plan::Way,
-    scope::{Parts, erased},
+    scope::{Parts, from_source, to_sink},
     transfer::{Keep, Transfer},
 };
 use allocator_api2::{alloc::Allocator, boxed::Box as AllocBox, vec::Vec as AllocVec};
@@ -281,12 +281,35 @@ impl Permit {
         let _site = site::enter();
         let mut parts = Parts::new(Way::Up);
         let made = parts.ranges(from, to.range()).map_err(Into::into).and_then(|()| {
-            let (shared, from) = (self.shared.clone(), Some(erased(&*source)));
+            let (shared, from) = (self.shared.clone(), Some(from_source(&*source)));
             // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until it is finished, and the
             // source with it.
             unsafe { shared.transfer(parts, from, self, |front| to.order_mut(front, None, Access::Write)) }
         });
         ticket(made, to, |shelf| Arc::new((shelf, source)))
+    }
+
+    /// Writes `from` to `sink`, from `offset` on, and owns it until that is done. Does not block, but for pinned memory when
+    /// it is the first.
+    ///
+    /// # Errors
+    /// [`Failed`] with `from`: a conflicting use of it, the driver's. Nothing is begun.
+    #[track_caller]
+    pub fn write<D>(self, from: D, sink: Arc<dyn Sink>, offset: u64) -> Begun<D>
+    where
+        D: Typed + Send + 'static,
+        D::Item: Pod,
+    {
+        let _site = site::enter();
+        let (mut parts, range) = (Parts::new(Way::Down), from.range());
+        let to = iter::once(offset..offset.saturating_add(range.bytes));
+        let made = parts.ranges(to, range).map_err(Into::into).and_then(|()| {
+            let (shared, to) = (self.shared.clone(), Some(to_sink(&*sink)));
+            // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until it is finished, and the
+            // sink with it.
+            unsafe { shared.transfer(parts, to, self, |front| from.order(front, None, Access::Read)) }
+        });
+        ticket(made, from, |shelf| Arc::new((shelf, sink)))
     }
 }
 
@@ -344,5 +367,18 @@ impl Stager {
         D::Item: Pod,
     {
         self.permit().read(source, offset, to)
+    }
+
+    /// [`Permit::write`], with a permit that is waited for. Blocks while too many transfers are under way.
+    ///
+    /// # Errors
+    /// As there.
+    #[track_caller]
+    pub fn write<D>(&self, from: D, sink: Arc<dyn Sink>, offset: u64) -> Begun<D>
+    where
+        D: Typed + Send + 'static,
+        D::Item: Pod,
+    {
+        self.permit().write(from, sink, offset)
     }
 }

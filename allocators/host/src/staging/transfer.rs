@@ -15,10 +15,12 @@ use super::{
     plan::{Plan, Way},
 };
 use crate::workers::Job;
+use aquifer_driver::site;
 use aquifer_stream::Stream;
 use std::{
     any::Any,
     fmt,
+    panic::Location,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
@@ -50,6 +52,8 @@ pub(super) struct Transfer {
     stopped: AtomicBool,
     /// Bytes that have arrived.
     done: AtomicU64,
+    /// The line of the program that asked for it.
+    site: Option<&'static Location<'static>>,
     state: Mutex<State>,
     /// The transfer is finished.
     changed: Condvar,
@@ -88,6 +92,7 @@ impl Transfer {
             next: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
             done: AtomicU64::new(0),
+            site: site::entered(),
             state: Mutex::new(state),
             changed: Condvar::new(),
         })
@@ -295,6 +300,7 @@ impl Participant<'_> {
     /// Moves chunks until there are none, and hands the lane back.
     fn run(&self, lane: Lane) {
         let transfer = self.transfer;
+        let _site = site::enter_as(transfer.site);
         let lanes = &transfer.shared.side(transfer.plan.way).lanes;
         // Whatever happens, the lane is settled before anybody else gets it.
         let mut held = Handed { lane: Some(lane), transfer };
