@@ -7,7 +7,7 @@ mod support;
 use aquifer_core::{DeviceId, MemoryError};
 use aquifer_driver::{Call, Typed, sim::Sim};
 use aquifer_host::{
-    FileSource, PinnedConfig, ReadMode, Sink, Source, StageError, Stager, StagerConfig, Stores,
+    FileSource, PinnedConfig, ReadMode, Sink, Source, StageError, Stager, StagerConfig, Stores, Ticket,
     region::Pinning,
 };
 use rig::{KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
@@ -376,6 +376,31 @@ fn a_scope_that_unwinds_waits_for_its_transfers_first() {
 }
 
 #[test]
+fn a_thread_that_unwinds_may_wait_for_a_transfer() {
+    /// Waits when it is dropped.
+    struct Waits<'a>(Option<Ticket<(Vec<u8>, rig::Plain)>>, &'a Mutex<Option<Result<(), StageError>>>);
+    impl Drop for Waits<'_> {
+        fn drop(&mut self) {
+            let outcome = self.0.take().map(|ticket| ticket.wait().map(drop).map_err(StageError::from));
+            if let Ok(mut told) = self.1.lock() {
+                *told = outcome;
+            }
+        }
+    }
+    let rig = Rig::new();
+    let outcome = Mutex::new(None);
+    let unwound = catch_unwind(AssertUnwindSafe(|| {
+        // Workers have their hands full, so that whoever waits finds chunks to take.
+        let ticket = rig.stager.upload(pattern(200 * SLOT, 6), rig.operand(200 * SLOT)).unwrap();
+        let _waits = Waits(Some(ticket), &outcome);
+        panic!("on purpose");
+    }));
+    assert!(unwound.is_err());
+    assert!(matches!(outcome.lock().unwrap().take(), Some(Ok(()))));
+    rig.assert_all_given_back();
+}
+
+#[test]
 fn a_scope_answers_with_what_ended_a_transfer_early() {
     let rig = Rig::new();
     let mut x = rig.operand(40 * SLOT);
@@ -581,7 +606,8 @@ impl Sink for Taken {
             return Err(io::ErrorKind::Interrupted.into());
         }
         let (offset, some) = (offset as usize, from.len().min(3001));
-        self.bytes.lock().unwrap()[offset..offset + some].copy_from_slice(&from[..some]);
+        let mut bytes = self.bytes.lock().map_err(|_| io::ErrorKind::Other)?;
+        bytes[offset..offset + some].copy_from_slice(&from[..some]);
         Ok(some)
     }
 }

@@ -19,6 +19,7 @@ use aquifer_driver::site;
 use aquifer_stream::Stream;
 use std::{
     any::Any,
+    cell::Cell,
     fmt,
     panic::Location,
     sync::{
@@ -162,7 +163,7 @@ impl Transfer {
             return None;
         }
         state.running += 1;
-        Some(Participant { transfer: self })
+        Some(Participant { transfer: self, moving: Cell::new(false) })
     }
 
     /// Whether nothing is left to claim.
@@ -290,6 +291,8 @@ impl fmt::Debug for Transfer {
 /// Somebody who takes part. However he leaves, he is counted out.
 struct Participant<'a> {
     transfer: &'a Transfer,
+    /// He is at it, and has not come back.
+    moving: Cell<bool>,
 }
 
 impl Participant<'_> {
@@ -305,10 +308,12 @@ impl Participant<'_> {
         // Whatever happens, the lane is settled before anybody else gets it.
         let mut held = Handed { lane: Some(lane), transfer };
         let Some(lane) = held.lane.as_mut() else { return };
+        self.moving.set(true);
         let moved = match transfer.plan.way {
             Way::Up => transfer.upload(lane),
             Way::Down => transfer.download(lane),
         };
+        self.moving.set(false);
         match moved {
             Ok(()) => held.lane.take().into_iter().for_each(|lane| lanes.give(lane)),
             Err(error) => {
@@ -321,7 +326,8 @@ impl Participant<'_> {
 
 impl Drop for Participant<'_> {
     fn drop(&mut self) {
-        if std::thread::panicking() {
+        // Not by asking whether the thread panics: one that unwinds may wait for a transfer, and so take part in it.
+        if self.moving.get() {
             self.transfer.fail(StageError::WorkerLost);
         }
         self.transfer.lock().running -= 1;

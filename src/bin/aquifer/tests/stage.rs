@@ -131,7 +131,13 @@ fn a_quick_bench_has_every_promised_row_and_no_failure() {
         }
     }
     let names: Vec<_> = rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
-    assert_eq!(names, promised);
+    let beside_pinned = |name: &String| name.ends_with("of the limit") || name.starts_with("both");
+    assert!(names.is_sorted_by_key(beside_pinned), "rows with one peer stand together: {names:?}");
+    let sorted = |mut names: Vec<String>| {
+        names.sort();
+        names
+    };
+    assert_eq!(sorted(names), sorted(promised));
     for row in rows {
         assert_eq!(row["unit"], "GB/s");
         // Rounded to three decimals, a ratio may be nothing where the peer moves no bytes at all.

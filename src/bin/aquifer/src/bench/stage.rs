@@ -186,7 +186,8 @@ pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
         bench.measure(*group);
     }
     progress.clear();
-    let Bench { rows, failures, left_out, .. } = bench;
+    let Bench { mut rows, failures, left_out, .. } = bench;
+    rows.sort_by_key(place_on_page);
     let number = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
     Ok(Report {
         what: "stage",
@@ -214,6 +215,16 @@ fn groups(most: u64) -> Vec<Group> {
     groups.extend(long().map(Group::Both));
     groups.extend([Group::Warm(file), Group::Cold(file), Group::Direct(file)]);
     groups
+}
+
+/// Rows with one peer stand together.
+fn place_on_page(row: &Row) -> u32 {
+    match (row.unit, row.peer.as_ref().map(|peer| peer.name.as_str())) {
+        (Unit::GbPerSecond, Some(PAGEABLE)) => 0,
+        (Unit::GbPerSecond, Some(READ_FIRST)) => 1,
+        (Unit::GbPerSecond, _) => 2,
+        _ => 3,
+    }
 }
 
 struct Bench<'a> {
