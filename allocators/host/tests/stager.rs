@@ -389,13 +389,18 @@ fn a_thread_that_unwinds_may_wait_for_a_transfer() {
     }
     let rig = Rig::new();
     let outcome = Mutex::new(None);
-    let unwound = catch_unwind(AssertUnwindSafe(|| {
-        // Workers have their hands full, so that whoever waits finds chunks to take.
+    thread::scope(|threads| {
+        let held = rig.sim.stall(Call::CopyToDevice);
         let ticket = rig.stager.upload(pattern(200 * SLOT, 6), rig.operand(200 * SLOT)).unwrap();
-        let _waits = Waits(Some(ticket), &outcome);
-        panic!("on purpose");
-    }));
-    assert!(unwound.is_err());
+        // Three workers, or as many as there are CPUs, and whoever waits.
+        let workers = thread::available_parallelism().map_or(1, |cpus| cpus.get().min(3));
+        threads.spawn(move || assert!(held.wait_for(workers + 1, PATIENCE), "who waits takes part"));
+        let unwound = catch_unwind(AssertUnwindSafe(|| {
+            let _waits = Waits(Some(ticket), &outcome);
+            panic!("on purpose");
+        }));
+        assert!(unwound.is_err());
+    });
     assert!(matches!(outcome.lock().unwrap().take(), Some(Ok(()))));
     rig.assert_all_given_back();
 }

@@ -57,8 +57,12 @@ fn main() -> ExitCode {
             },
             Command::Bench(args) => {
                 let (report, json) = match args.what {
-                    Benched::Device(args) => (bench::device::run(&args).map_err(|e| e.to_string()), args.json),
-                    Benched::Pinned(args) => (bench::pinned::run(&args).map_err(|e| e.to_string()), args.json),
+                    Benched::Device(args) => {
+                        (bench::device::run(&args).map_err(|e| e.to_string()), args.json)
+                    }
+                    Benched::Pinned(args) => {
+                        (bench::pinned::run(&args).map_err(|e| e.to_string()), args.json)
+                    }
                     Benched::Stage(args) => (bench::stage::run(&args).map_err(|e| e.to_string()), args.json),
                 };
                 match report {
