@@ -267,9 +267,7 @@ impl Report {
             wrap(&format!("{}: {} to {}", self.file, Bytes(self.bytes), self.device_title), WIDTH);
         lines.push(String::new());
         for row in &self.rows {
-            let ratio = row
-                .ratio()
-                .map_or(String::new(), |ratio| format!("{ratio:.2} × the time of the driver's own copy"));
+            let ratio = row.ratio().map_or(String::new(), |ratio| format!("{ratio:.2} × the driver's time"));
             let line = format!("{:<28}{:>14}   {ratio}", clip(&row.name, 28), row.unit.of(row.ns));
             lines.push(line.trim_end().to_owned());
         }
