@@ -45,6 +45,8 @@ use std::{
 pub(crate) struct Apart {
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) device: DeviceId,
+    /// Whom mappings are opened to.
+    reach: Arc<[DeviceId]>,
     /// Size and alignment of physical handles; 0 on devices that cannot map.
     granularity: u64,
     /// Bytes that reserved elements are committed by.
@@ -113,12 +115,18 @@ impl Account {
 }
 
 impl Apart {
-    pub(crate) fn new(driver: &Arc<dyn Driver>, info: &DeviceInfo, config: &PoolConfig) -> Arc<Self> {
+    pub(crate) fn new(
+        driver: &Arc<dyn Driver>,
+        info: &DeviceInfo,
+        config: &PoolConfig,
+        reach: Arc<[DeviceId]>,
+    ) -> Arc<Self> {
         let granularity = if info.virtual_memory { info.granularity } else { 0 };
         let step = if granularity > 0 { config.handle_bytes.max(1).next_multiple_of(granularity) } else { 0 };
         Arc::new(Self {
             driver: driver.clone(),
             device: info.device,
+            reach,
             granularity,
             step,
             plain: granularity == 0 || (config.bypass && config.export == ExportTypes::NONE),

@@ -1,8 +1,8 @@
 //! How a pool behaves.
 
 use crate::{Debugging, Reclaim};
-use aquifer_core::{Budget, MemoryError, Recorder, Result};
-use aquifer_driver::ExportTypes;
+use aquifer_core::{Budget, DeviceId, MemoryError, Recorder, Result};
+use aquifer_driver::{Driver, ExportTypes};
 use std::{sync::Arc, time::Duration};
 
 /// How far one stream may take over what another's cache holds, when its own has no room.
@@ -58,6 +58,17 @@ pub struct PoolConfig {
     /// Only on devices that can map: elsewhere other streams take whole segments, or nothing. `u64::MAX`, which is no cap,
     /// unless set.
     pub stream_cache: u64,
+    /// Other devices whose kernels may touch the pool's memory: each mapping is opened to them. Copies between devices need
+    /// no such thing ([`Stream::copy`](aquifer_stream::Stream::copy)).
+    ///
+    /// It is dear. `cuMemSetAccess` takes about 1 ms for each peer, whatever a handle's size: on four H200s 0.05 ms for a
+    /// handle of 2 MiB without peers, 1.1, 2.0 and 2.9 with one, two and three; of 64 MiB 0.15, 1.2, 2.1 and 3.2. Growth and
+    /// moves cost that much more, so [`handle_bytes`](Self::handle_bytes) should be large beside it, or what peers touch be
+    /// [stable](crate::DevicePool::alloc_stable) memory of a pool of its own.
+    ///
+    /// Only on devices that can map, and not beside bypass; each must name the pool's device among its
+    /// [peers](aquifer_driver::DeviceInfo::peers). None unless set.
+    pub peers: Vec<DeviceId>,
     /// For whom stable blocks are made, besides this process. Set before there is memory, since no memory can be made
     /// exportable later; all others of the pool's are not.
     pub export: ExportTypes,
@@ -84,6 +95,7 @@ impl Default for PoolConfig {
             release_threshold: u64::MAX,
             warm_reserve: 0,
             stream_cache: u64::MAX,
+            peers: Vec::new(),
             export: ExportTypes::NONE,
             streams: aquifer_stream::DEFAULT_CAP,
             bypass: false,
@@ -99,6 +111,34 @@ impl PoolConfig {
     #[must_use]
     pub fn with_budget(budget: Budget) -> Self {
         Self { budget: Some(budget), ..Self::default() }
+    }
+
+    /// Whom mappings are opened to: the pool's own device first.
+    ///
+    /// # Errors
+    /// A peer that is not there or could not reach it, or peers where memory is not mapped.
+    pub(crate) fn reach(&self, driver: &dyn Driver, device: DeviceId, maps: bool) -> Result<Arc<[DeviceId]>> {
+        let mut reach = vec![device];
+        for &peer in &self.peers {
+            if !maps {
+                return Err(MemoryError::Unsupported { feature: "virtual memory management (cuMemMap)" });
+            }
+            let bad = |expected| {
+                let (name, value) = ("peers", peer.to_string());
+                Err(MemoryError::BadSetting { name, value, expected })
+            };
+            if self.bypass {
+                return bad("none beside bypass, where every block is an allocation of its own");
+            }
+            let info = driver.device_info(peer).map_err(|e| MemoryError::driver(peer, e))?;
+            if peer != device && !info.peers.contains(&device) {
+                return bad("devices whose kernels can reach the pool's");
+            }
+            if !reach.contains(&peer) {
+                reach.push(peer);
+            }
+        }
+        Ok(reach.into())
     }
 
     /// Refuses settings that contradict each other, the budget's limit, or what the device can.

@@ -145,6 +145,7 @@ impl DevicePool {
         }
         let maps = info.virtual_memory && info.granularity > 0;
         config.check_retention(budget.limit(), maps)?;
+        let reach = config.reach(&*driver, device, maps)?;
         let physical = if maps {
             let slot = config.handle_bytes.max(1).div_ceil(info.granularity) * info.granularity;
             if !slot.is_power_of_two() {
@@ -154,7 +155,7 @@ impl DevicePool {
             let fixed = config.handle_bytes > 0;
             Physical::Mapped(Mapped::open(
                 &driver,
-                device,
+                reach.clone(),
                 info.memory,
                 slot,
                 fixed,
@@ -171,7 +172,7 @@ impl DevicePool {
             Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
             None => Arc::new(direct),
         });
-        let apart = Apart::new(&driver, &info, &config);
+        let apart = Apart::new(&driver, &info, &config, reach);
         let observed = driver.observer().is_some();
         let quick = direct.is_none() && !debug.is_on() && !observed && config.recorder.is_none();
         let sharing = matches!(physical, Physical::Mapped(_)) && config.adoption != Adoption::Never;

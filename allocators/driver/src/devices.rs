@@ -32,6 +32,8 @@ pub struct DeviceInfo {
     pub async_pools: bool,
     /// Whether the device shares the host's memory instead of having its own.
     pub integrated: bool,
+    /// The devices whose memory its kernels could reach, if that were opened to it (`cuDeviceCanAccessPeer`).
+    pub peers: Vec<DeviceId>,
 }
 
 impl DeviceInfo {
@@ -51,6 +53,7 @@ impl DeviceInfo {
             export_types: ExportTypes::NONE,
             async_pools: false,
             integrated: false,
+            peers: Vec::new(),
         }
     }
 }

@@ -45,6 +45,7 @@ pub(crate) struct Leaving {
 pub(crate) struct Span {
     driver: Arc<dyn Driver>,
     device: DeviceId,
+    reach: Arc<[DeviceId]>,
     pub(crate) address: u64,
     /// Bytes of addresses.
     pub(crate) bytes: u64,
@@ -105,6 +106,7 @@ impl Span {
         Self {
             driver: apart.driver.clone(),
             device: apart.device,
+            reach: apart.reach.clone(),
             address,
             bytes,
             slot,
@@ -211,11 +213,11 @@ impl Span {
         self.open(mapped.iter().map(|(slot, _)| *slot))
     }
 
-    /// Lets the device at mapped slots, ascending.
+    /// Lets the device and its peers at mapped slots, ascending.
     fn open(&self, slots: impl Iterator<Item = u64>) -> Result<(), DriverError> {
         for run in runs(slots) {
             let (address, bytes) = (self.address + run.start * self.slot, (run.end - run.start) * self.slot);
-            self.driver.set_access(address, bytes, &[self.device])?;
+            self.driver.set_access(address, bytes, &self.reach)?;
         }
         Ok(())
     }

@@ -109,6 +109,8 @@ pub(crate) struct Effort<'a> {
 pub(crate) struct Mapped {
     driver: Arc<dyn Driver>,
     device: DeviceId,
+    /// Whom mappings are opened to, itself the first.
+    reach: Arc<[DeviceId]>,
     /// Start of the reserved range.
     base: u64,
     /// Its length in bytes.
@@ -162,16 +164,18 @@ impl Drop for Transit<'_> {
 
 impl Mapped {
     /// Reserves addresses: sixteen times the device's memory, since addresses cost nothing and a block needs them in one
-    /// piece. Less where the process has not that many left. `fixed` says that all handles are of the size of a slot.
+    /// piece. Less where the process has not that many left. It is the memory of the first of `reach`, and open to all of
+    /// them. `fixed` says that all handles are of the size of a slot.
     pub(crate) fn open(
         driver: &Arc<dyn Driver>,
-        device: DeviceId,
+        reach: Arc<[DeviceId]>,
         memory: u64,
         slot: u64,
         fixed: bool,
         compact: bool,
         budget: Budget,
     ) -> Result<Self> {
+        let device = reach[0];
         let mut bytes = memory.saturating_mul(16).div_ceil(slot) * slot;
         let base = loop {
             match driver.address_reserve(device, bytes, slot) {
@@ -185,6 +189,7 @@ impl Mapped {
         Ok(Self {
             driver: driver.clone(),
             device,
+            reach,
             base,
             bytes,
             slot,

@@ -5,6 +5,7 @@ use super::{
     CudaDriver,
     abi::{AllocationProperties, Attribute, GRANULARITY_MINIMUM},
     codes::answer,
+    context::Primary,
 };
 use crate::{Call, DeviceId, DeviceInfo, Devices, MemoryInfo, Result};
 use std::ffi::{CStr, c_char, c_int};
@@ -58,6 +59,14 @@ impl CudaDriver {
         Some(text(&buffer).to_ascii_lowercase()).filter(|address| !address.is_empty())
     }
 
+    /// Whether kernels of one device could touch another's memory.
+    fn reaches(&self, device: i32, other: i32) -> bool {
+        let mut reaches = 0;
+        // SAFETY: 1. `reaches` is writable. 2. both devices are of those that the driver counted.
+        let code = unsafe { (self.table.device_reaches)(&raw mut reaches, device, other) };
+        answer("cuDeviceCanAccessPeer", code).is_ok() && reaches > 0
+    }
+
     fn granularity(&self, device: DeviceId) -> Result<u64> {
         let properties = AllocationProperties::pinned_on(device);
         let mut granularity = 0;
@@ -103,6 +112,11 @@ impl Devices for CudaDriver {
         }
         info.async_pools = self.has(number, Attribute::MemoryPools);
         info.integrated = self.has(number, Attribute::Integrated);
+        let others = self.devices.iter().map(Primary::device).zip((0..).map(DeviceId));
+        info.peers = others
+            .filter(|(other, _)| *other != number && self.reaches(number, *other))
+            .map(|(_, id)| id)
+            .collect();
         Ok(info)
     }
 

@@ -53,6 +53,7 @@ table! {
     device_memory = "cuDeviceTotalMem_v2"(bytes: *mut usize, device: c_int);
     device_attribute = "cuDeviceGetAttribute"(value: *mut c_int, attribute: c_uint, device: c_int);
     device_pci_address = "cuDeviceGetPCIBusId"(address: *mut c_char, len: c_int, device: c_int);
+    device_reaches = "cuDeviceCanAccessPeer"(reaches: *mut c_int, device: c_int, other: c_int);
     context_retain = "cuDevicePrimaryCtxRetain"(context: *mut Object, device: c_int);
     context_release = "cuDevicePrimaryCtxRelease_v2"(device: c_int);
     context_current = "cuCtxGetCurrent"(context: *mut Object);

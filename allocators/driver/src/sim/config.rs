@@ -101,7 +101,7 @@ pub struct SimConfig {
     pub pace: u32,
     /// How many host agents there are; at least one.
     pub host_agents: u32,
-    /// Whether devices can reach each other's memory.
+    /// Whether devices can reach each other's memory: [`DeviceInfo::peers`](crate::DeviceInfo::peers).
     pub peers: bool,
     /// The most memory that each device has, in bytes. `None`: what its kind has, and 16 GiB in [`Mode::Bytes`].
     pub capacity: Option<u64>,

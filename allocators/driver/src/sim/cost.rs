@@ -24,6 +24,8 @@ pub struct Costs {
     map: Curve,
     unmap: Curve,
     set_access: Curve,
+    /// For each device beside the memory's own, whatever the size.
+    peer_access: u64,
     reserve: Curve,
     alloc: Curve,
     host_alloc: Curve,
@@ -54,6 +56,7 @@ impl Costs {
             map: &[(2 * MIB, 500), (512 * MIB, 600), (8 * GIB, 800)],
             unmap: &[(2 * MIB, 12_000), (32 * MIB, 19_400), (512 * MIB, 23_300), (8 * GIB, 85_000)],
             set_access: &[(2 * MIB, 17_300), (32 * MIB, 37_200), (512 * MIB, 47_900), (8 * GIB, 221_000)],
+            peer_access: 1_000_000,
             reserve: &[(2 * MIB, 800), (32 * MIB, 1_600), (8 * GIB, 2_100)],
             // Half of an alloc and free pair.
             alloc: &[(256, 27_000), (MIB, 27_000), (64 * MIB, 40_000), (GIB, 205_000)],
@@ -87,6 +90,13 @@ impl Costs {
     #[must_use]
     pub const fn nothing() -> Self {
         Self { free_calls: true, ..Self::h200() }
+    }
+
+    /// What opening one mapping of `bytes` to so many devices beside its own costs, in nanoseconds.
+    #[must_use]
+    pub fn opening(&self, bytes: u64, peers: u32) -> u64 {
+        let peers = if self.free_calls { 0 } else { u64::from(peers) };
+        self.of(Call::SetAccess, bytes) + peers * self.peer_access
     }
 
     /// What a call on `bytes` costs, in nanoseconds. For calls on several mappings: of each, by its size.
@@ -170,6 +180,8 @@ mod tests {
         let costs = Costs::h200();
         assert_eq!(costs.of(Call::SetAccess, 2 * MIB), 17_300);
         assert_eq!(costs.of(Call::SetAccess, 8 * GIB), 221_000);
+        assert_eq!(costs.opening(2 * MIB, 3), 3_017_300, "a peer costs the same at any size");
+        assert_eq!(Costs::nothing().opening(2 * MIB, 3), 0);
         assert_eq!(costs.of(Call::MemAlloc, 1), 27_000);
         let between = costs.of(Call::Unmap, 64 * MIB);
         assert!((19_400..23_300).contains(&between));

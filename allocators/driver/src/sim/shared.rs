@@ -138,6 +138,11 @@ impl Shared {
         self.modelled.fetch_add(self.costs.of(call, bytes), Ordering::Relaxed);
     }
 
+    /// Adds what opening a mapping to so many peers costs.
+    pub(crate) fn cost_of_opening(&self, bytes: u64, peers: u32) {
+        self.modelled.fetch_add(self.costs.opening(bytes, peers), Ordering::Relaxed);
+    }
+
     /// What all calls so far have cost, in nanoseconds.
     pub(crate) fn modelled(&self) -> u64 {
         self.modelled.load(Ordering::Relaxed)

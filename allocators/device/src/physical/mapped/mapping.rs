@@ -11,7 +11,7 @@ use aquifer_stream::Timeline;
 use std::sync::Arc;
 
 impl Mapped {
-    /// Maps what is planned and lets the device at it. If that fails, nothing new is mapped and the stock is whole, but
+    /// Maps what is planned and lets the device and its peers at it. If that fails, nothing new is mapped and the stock is whole, but
     /// for what the driver would not unmap again, which is stuck.
     pub(super) fn map_all(&self, stock: &mut Stock) -> Result<()> {
         let mut mapped = 0;
@@ -46,7 +46,7 @@ impl Mapped {
         }
         for (first, count) in runs(stock.planned.iter().map(|planned| (planned.first, planned.count))) {
             self.driver
-                .set_access(self.address(first), count * self.slot, &[self.device])
+                .set_access(self.address(first), count * self.slot, &self.reach)
                 .map_err(|e| self.lost(e))?;
         }
         Ok(())

@@ -18,7 +18,12 @@ impl Devices for Shared {
     fn device_info(&self, device: DeviceId) -> Result<DeviceInfo> {
         let mut state = self.enter(Call::DeviceInfo, Some(device))?;
         self.cost(Call::DeviceInfo, 0);
-        Ok(state.device(device).map_err(at(Call::DeviceInfo))?.info.clone())
+        let mut info = state.device(device).map_err(at(Call::DeviceInfo))?.info.clone();
+        if state.config.peers {
+            info.peers =
+                (0..state.devices.len() as u32).map(DeviceId).filter(|other| *other != device).collect();
+        }
+        Ok(info)
     }
 
     fn memory_info(&self, device: DeviceId) -> Result<MemoryInfo> {

@@ -179,7 +179,8 @@ impl Physical for Shared {
             set |= bit(device);
         }
         let sizes = state.space.set_access(address, bytes, set).map_err(at(call))?;
-        sizes.into_iter().for_each(|size| self.cost(call, size));
+        let peers = (set & !bit(home)).count_ones();
+        sizes.into_iter().for_each(|size| self.cost_of_opening(size, peers));
         Ok(())
     }
 }

@@ -1,0 +1,76 @@
+//! Whose kernels may touch a pool's memory.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod support;
+
+use aquifer_core::MemoryError;
+use aquifer_device::{DevicePool, PoolConfig, Request};
+use aquifer_driver::{
+    Access, DeviceId, DeviceRange,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_stream::{Stream, StreamPool};
+use support::{MIB, Rig, range};
+
+const OWN: DeviceId = DeviceId(0);
+const OTHER: DeviceId = DeviceId(1);
+
+/// Whether a kernel of the other device may touch a range of `home`'s, when all that was queued before is done.
+fn is_reached(rig: &Rig, home: &Stream, range: DeviceRange) -> bool {
+    home.timeline().synchronize().unwrap();
+    let stream = StreamPool::new(rig.sim.driver(), OTHER, 1).lease().unwrap();
+    let queued = rig.sim.access(stream.raw(), range, Access::Read, None);
+    let _finished = stream.timeline().synchronize();
+    let found = rig.sim.violations().len();
+    queued.is_ok() && found == 0
+}
+
+fn two_devices(peers: Vec<DeviceId>) -> Rig {
+    Rig::on(Sim::h200(2).symbolic(), 64, |config| config.peers = peers)
+}
+
+#[test]
+fn memory_of_each_kind_is_open_to_the_peers_that_were_named() {
+    let rig = two_devices(vec![OTHER]);
+    let s = rig.stream();
+    let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
+    assert!(is_reached(&rig, &s, range(&block)));
+    let stable = rig.pool.alloc_stable(&s, Request::bytes(MIB)).unwrap();
+    assert!(is_reached(&rig, &s, DeviceRange { device: OWN, address: stable.address(), bytes: MIB }));
+    // Handles that moved are mapped anew.
+    drop(block);
+    let larger = rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap();
+    assert!(is_reached(&rig, &s, range(&larger)));
+}
+
+#[test]
+fn memory_is_closed_to_devices_that_were_not_named() {
+    let rig = two_devices(Vec::new());
+    let s = rig.stream();
+    let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
+    assert!(!is_reached(&rig, &s, range(&block)));
+}
+
+#[test]
+fn peers_that_cannot_be_are_refused_before_there_is_memory() {
+    let open = |sim: &Sim, config| DevicePool::open(sim.driver(), OWN, config).map(drop);
+    let naming = |peer| {
+        let mut config = PoolConfig::default();
+        config.peers = vec![peer];
+        config
+    };
+    assert!(matches!(open(&Sim::h200(2), naming(DeviceId(7))), Err(MemoryError::Driver { .. })));
+    let mut config = SimConfig::h200(2);
+    config.peers = false;
+    let apart = Sim::new(config);
+    assert!(matches!(open(&apart, naming(OTHER)), Err(MemoryError::BadSetting { name: "peers", .. })));
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    let old = Sim::new(config);
+    assert!(matches!(open(&old, naming(OWN)), Err(MemoryError::Unsupported { .. })));
+    let mut bypass = naming(OTHER);
+    bypass.bypass = true;
+    assert!(matches!(open(&Sim::h200(2), bypass), Err(MemoryError::BadSetting { name: "peers", .. })));
+    // Itself is no other.
+    assert!(open(&Sim::h200(1), naming(OWN)).is_ok());
+}
