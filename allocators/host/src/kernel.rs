@@ -19,6 +19,7 @@ use nix::{
     errno::Errno,
     libc::{self, c_int, c_void},
     sys::utsname::uname,
+    time::{ClockId, clock_gettime},
 };
 use std::{
     io,
@@ -27,7 +28,7 @@ use std::{
     ptr::NonNull,
     sync::Arc,
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// A range of this process's addresses.
@@ -231,7 +232,7 @@ impl Kernel {
     }
 
     /// Takes a mapping's pages now, as a write would (`madvise`, `MADV_POPULATE_WRITE`). Keeps what they hold. Says how
-    /// long it took.
+    /// much of the processor's time it took.
     ///
     /// # Errors
     /// `EINVAL` on kernels before 5.14; `EFAULT` where the pool of huge pages is exhausted; `ENOMEM`.
@@ -240,8 +241,8 @@ impl Kernel {
         Ok(fault_in(span, libc::MADV_POPULATE_WRITE)? + slow)
     }
 
-    /// Takes a mapping's pages now, as a read would (`madvise`, `MADV_POPULATE_READ`): a file's are read in. Says how long
-    /// it took.
+    /// Takes a mapping's pages now, as a read would (`madvise`, `MADV_POPULATE_READ`): a file's are read in. Says how
+    /// much of the processor's time it took.
     ///
     /// # Errors
     /// As [`Kernel::populate`]; `EFAULT` beyond the end of a file.
@@ -320,15 +321,25 @@ pub(crate) fn pointer(address: usize) -> Option<NonNull<u8>> {
     NonNull::new(ptr::with_exposed_provenance_mut(address))
 }
 
-/// Has the kernel take the pages of a range, however often it is interrupted.
+/// The processor's time that this thread has had.
+fn own_time() -> Result<Duration> {
+    let spent = clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID);
+    spent.map(Duration::from).map_err(|e| SystemError { call: "clock_gettime", errno: e as c_int })
+}
+
+/// Has the kernel take the pages of a range, however often it is interrupted. The processor's time that it took: what
+/// other threads took of the clock meanwhile says nothing about the memory.
 fn fault_in(span: Span, advice: c_int) -> Result<Duration> {
-    let begun = Instant::now();
+    let begun = own_time()?;
     loop {
         // SAFETY: 1. populating changes nothing that can be seen in memory, whoever's it is.
         let answer = unsafe { libc::madvise(span.pointer(), span.len, advice) };
         match check("madvise", answer) {
             Err(e) if e.errno == libc::EINTR || e.errno == libc::EAGAIN => {}
-            answer => return answer.map(|()| begun.elapsed()),
+            answer => {
+                answer?;
+                return Ok(own_time()?.saturating_sub(begun));
+            }
         }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! Where free memory is in pieces, the kernel moves pages about until it has a huge one, inside the call that populates,
 //! at a hundredth of the usual speed. That is not a matter of the machine alone: a virtual machine whose memory grows on
-//! demand is slow for every page. So slowness only raises the question, and one piece in base pages answers it.
+//! demand is slow for every page. So slowness only raises the question, and one piece in base pages answers it. Times are
+//! the processor's: on a busy machine the clock goes on while others run.
 //!
 //! ```text
 //!   watching ── a piece is slow ──► asked ── the next piece, in base pages ──► twice as fast? ── yes ──► base pages, to the end

@@ -33,6 +33,18 @@ pub(in crate::region) fn registration_limit(kernel: &Kernel) -> usize {
     least - GRANULE
 }
 
+/// Bytes of the next registration of those `left`. The last one keeps everybody waiting who has populated its memory by
+/// then, so of a region that takes several the last gets short: halves, down to a quarter of a chunk.
+fn next_chunk(left: usize, chunk: usize, piece: usize, others: bool) -> usize {
+    if left > chunk {
+        chunk
+    } else if others && left > chunk / 4 && left / 2 >= piece {
+        (left / 2).next_multiple_of(piece)
+    } else {
+        left
+    }
+}
+
 fn whole(bytes: usize, of: usize) -> usize {
     (bytes / of * of).max(of)
 }
@@ -54,7 +66,7 @@ impl Making<'_> {
         let mut populating = self.populating(mapping, tier, piece, pieces, &stall);
         let mut offset = 0;
         while offset < self.bytes {
-            let len = chunk.min(self.bytes - offset);
+            let len = next_chunk(self.bytes - offset, chunk, piece, offset > 0);
             let (first, end) = (offset / piece, (offset + len).div_ceil(piece));
             match populating.done(first, end, self.request.deadline) {
                 Ok(false) => {}
@@ -193,6 +205,43 @@ impl Populating {
         match self {
             Self::ByWorkers(job) if *why != Cause::TimedOut => job.settle(),
             _ => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+    const GIB: usize = 1 << 30;
+
+    fn chunks(bytes: usize) -> Vec<usize> {
+        let (mut offset, mut chunks) = (0, Vec::new());
+        while offset < bytes {
+            let len = next_chunk(bytes - offset, GIB, 32 * MIB, offset > 0);
+            chunks.push(len);
+            offset += len;
+        }
+        assert_eq!(offset, bytes);
+        chunks
+    }
+
+    #[test]
+    fn what_fits_one_registration_is_one_and_the_last_of_several_is_short() {
+        for bytes in [1, 4096, 100 * MIB, GIB] {
+            assert_eq!(chunks(bytes), [bytes]);
+        }
+        assert_eq!(chunks(2 * GIB), [GIB, 512 * MIB, 256 * MIB, 256 * MIB]);
+        assert_eq!(chunks(GIB + 4096), [GIB, 4096]);
+        for bytes in (1..40).map(|n| GIB + n * 97 * MIB + 4096) {
+            let chunks = chunks(bytes);
+            assert!(chunks.iter().all(|&len| len <= GIB));
+            assert!(
+                chunks[..chunks.len() - 1].iter().all(|&len| len % (32 * MIB) == 0),
+                "on pieces: {chunks:?}"
+            );
+            assert!(*chunks.last().unwrap() <= GIB / 4);
         }
     }
 }
