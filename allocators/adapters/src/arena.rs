@@ -19,7 +19,7 @@ mod typed;
 
 pub use handle::Arena;
 pub use scope::Scope;
-pub use settings::{ArenaSettings, ArenaStats};
+pub use settings::{ArenaSettings, ArenaStats, OnReset};
 
 mod handle;
 

@@ -4,7 +4,8 @@
 //! |---|---|
 //! | [`arena`] | [`Arena`]: bump allocation over any allocator, with scopes, marks and gates |
 //! | [`frames`] | [`Frames`]: a ring of arenas, one for each step in flight |
-//! | [`wrappers`] | [`Limit`], [`Counted`], [`Tagged`], [`Fallback`]: one rule each, laid over another allocator |
+//! | [`pages`] | [`PageArena`]: runs of pages by their offset in one block, with bounds-checked views |
+//! | [`wrappers`] | [`Limit`], [`Counted`], [`Tagged`], [`Fallback`], [`Segregate`], [`Guarded`], [`Cached`]: one rule each, laid over another allocator |
 //! | [`conformance`] | what the allocator contract says, asked of a running allocator at random |
 //!
 //! # How they compose
@@ -32,8 +33,10 @@
 pub mod arena;
 pub mod conformance;
 pub mod frames;
+pub mod pages;
 pub mod wrappers;
 
-pub use arena::{Arena, ArenaSettings, ArenaStats, Mark, Scope};
+pub use arena::{Arena, ArenaSettings, ArenaStats, Mark, OnReset, Scope};
 pub use frames::{Frame, Frames};
-pub use wrappers::{Counted, Fallback, Limit, Owns, Tagged};
+pub use pages::{PageArena, Pages};
+pub use wrappers::{Cached, Counted, Fallback, Guarded, Limit, Owns, Segregate, Tagged};

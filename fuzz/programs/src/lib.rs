@@ -6,6 +6,7 @@
 //! corpus, with no fuzzer and no nightly compiler.
 
 pub mod agree;
+pub mod arena;
 pub mod device;
 pub mod heap;
 pub mod pinned;

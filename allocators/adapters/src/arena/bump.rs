@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "moves a pointer through memory of the allocator below")]
 
 use super::{
-    ArenaSettings, ArenaStats, Mark,
+    ArenaSettings, ArenaStats, Mark, OnReset,
     chunks::{Chunk, Chunks},
 };
 use allocator_api2::alloc::Allocator;
@@ -30,12 +30,14 @@ pub(super) struct Bump<A: Allocator> {
     settings: ArenaSettings,
     /// The first free byte of the current chunk, with the provenance of the whole chunk; dangling if there is none.
     next: Cell<NonNull<u8>>,
-    /// The address one past the current chunk; that of `next` if there is none, so that nothing fits.
+    /// The address one past the current chunk, at most `isize::MAX`; that of `next` if there is none, so that nothing fits.
     end: Cell<usize>,
     /// The address below which `next` is not to fall: the current chunk's base plus what is held for gates.
     floor: Cell<usize>,
     /// The current chunk's base address.
     base: Cell<usize>,
+    /// The furthest that `next` stood in the current chunk before a block was given back; 0 if none was.
+    furthest: Cell<usize>,
     chunks: RefCell<Chunks>,
 }
 
@@ -53,6 +55,7 @@ impl<A: Allocator> Bump<A> {
             end: Cell::new(align_of::<u128>()),
             floor: Cell::new(align_of::<u128>()),
             base: Cell::new(align_of::<u128>()),
+            furthest: Cell::new(0),
             chunks: RefCell::new(Chunks::new()),
         }
     }
@@ -69,6 +72,7 @@ impl<A: Allocator> Bump<A> {
     /// A block of this layout; its bytes are whatever they were. Constant time while the current chunk lasts.
     #[inline]
     pub(super) fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
+        // Not even the padding of its alignment.
         if layout.size() == 0 {
             return Some(nowhere(layout));
         }
@@ -79,14 +83,14 @@ impl<A: Allocator> Bump<A> {
     fn advance(&self, layout: Layout) -> Option<NonNull<u8>> {
         let next = self.next.get();
         let at = next.addr().get();
-        let start = at.checked_add(layout.align() - 1)? & !(layout.align() - 1);
-        let stop = start.checked_add(layout.size())?;
+        // Neither sum overflows: `next` is at most `isize::MAX`, and so is a layout's size rounded up to its alignment.
+        let start = (at + (layout.align() - 1)) & !(layout.align() - 1);
+        let stop = start + layout.size();
         if stop > self.end.get() {
             return None;
         }
         // SAFETY: 1. `at <= start <= stop <= end`, so both offsets stay inside the current chunk, whose provenance
-        // `next` has; without a chunk nothing of at least one byte passes the comparison. 2. A chunk has at most
-        // `isize::MAX` bytes.
+        // `next` has; without a chunk both are zero. 2. A chunk has at most `isize::MAX` bytes.
         let block = unsafe { next.add(start - at) };
         // SAFETY: as above: `start + size == stop <= end`.
         self.next.set(unsafe { block.add(layout.size()) });
@@ -106,6 +110,7 @@ impl<A: Allocator> Bump<A> {
             };
             chunks = now;
             chunks.taken += chunk.layout.size();
+            chunks.merged = 0;
             chunks.grown = chunk.layout.size().min(self.settings.max_chunk);
             // `take_chunk` made room, so this does not allocate.
             let at = chunks.entered;
@@ -118,6 +123,7 @@ impl<A: Allocator> Bump<A> {
 
     /// Makes the first spare the current chunk.
     fn enter_next(&self, chunks: &mut Chunks) {
+        self.note_high_water(chunks);
         let offset = self.offset();
         if let Some(current) = chunks.current() {
             current.filled = offset;
@@ -136,6 +142,7 @@ impl<A: Allocator> Bump<A> {
         self.base.set(base);
         self.end.set(chunk.end());
         self.floor.set(base + chunk.held);
+        self.furthest.set(0);
         // SAFETY: `offset` was an offset of this chunk when it was noted, so it is at most `bytes`.
         self.next.set(unsafe { chunk.base.add(offset) });
     }
@@ -146,6 +153,7 @@ impl<A: Allocator> Bump<A> {
         self.end.set(next.addr().get());
         self.floor.set(next.addr().get());
         self.base.set(next.addr().get());
+        self.furthest.set(0);
     }
 
     /// Asks the allocator below for a chunk that holds at least this layout: twice the last one's size if it can be
@@ -158,7 +166,8 @@ impl<A: Allocator> Bump<A> {
             let mut chunks = self.chunks.try_borrow_mut().ok()?;
             chunks.list.try_reserve(1).ok()?;
             let doubled = chunks.grown.saturating_mul(2).min(settings.max_chunk);
-            (settings.limit.saturating_sub(chunks.taken), doubled.max(settings.first_chunk))
+            let wish = doubled.max(settings.first_chunk).max(chunks.merged);
+            (settings.limit.saturating_sub(chunks.taken), wish)
         };
         // A limit that is no multiple of the chunk alignment can still be used to its last byte.
         let need = if need > room { layout.size() } else { need };
@@ -172,7 +181,13 @@ impl<A: Allocator> Bump<A> {
         loop {
             let asked = Layout::from_size_align(size, align).ok()?;
             if let Ok(block) = self.upstream.allocate(asked) {
-                return Some(Chunk::new(block.cast(), asked, block.len()));
+                let chunk = Chunk::new(block.cast(), asked, block.len());
+                if chunk.end() <= isize::MAX as usize {
+                    return Some(chunk);
+                }
+                // No system maps a program's memory there: a bound that costs nothing here spares two checks in `advance`.
+                self.return_chunk(chunk);
+                return None;
             }
             if size > need {
                 size = (size / 2).max(need);
@@ -202,17 +217,26 @@ impl<A: Allocator> Bump<A> {
     /// # Safety
     /// The last `bytes` handed out lie in one block, and nobody uses them any more.
     unsafe fn retreat(&self, bytes: usize) {
-        self.note_high_water();
         let next = self.next.get();
+        self.furthest.set(self.furthest.get().max(next.addr().get()));
         let back = bytes.min(next.addr().get() - self.floor.get());
         // SAFETY: the target is at or above the floor, which lies in the current chunk like `next` itself.
         self.next.set(unsafe { next.sub(back) });
     }
 
-    fn note_high_water(&self) {
-        if let Ok(mut chunks) = self.chunks.try_borrow_mut() {
-            chunks.high_water = chunks.high_water.max(chunks.filled + self.offset());
-        }
+    /// The most that was ever handed out at once.
+    fn high_water(&self, chunks: &Chunks) -> usize {
+        chunks.high_water.max(chunks.filled + self.furthest())
+    }
+
+    /// The most bytes of the current chunk that were handed out at once.
+    fn furthest(&self) -> usize {
+        self.furthest.get().max(self.next.get().addr().get()) - self.base.get()
+    }
+
+    /// Before the current chunk is left, or what it has handed out comes back without [`retreat`](Self::retreat).
+    fn note_high_water(&self, chunks: &mut Chunks) {
+        chunks.high_water = self.high_water(chunks);
     }
 
     /// Takes a block back. Only the last one makes room.
@@ -220,9 +244,14 @@ impl<A: Allocator> Bump<A> {
     /// # Safety
     /// The block is one of this arena's, of this size, and is not used any more.
     pub(super) unsafe fn deallocate(&self, block: NonNull<u8>, size: usize) {
-        if self.is_last(block, size) {
-            // SAFETY: the block is the last one and the caller is done with it.
-            unsafe { self.retreat(size) };
+        let next = self.next.get();
+        let start = block.addr().get();
+        // A block that begins among bytes that are held, and ends behind them, stays: nothing of it is worth a look here.
+        if start >= self.floor.get() && start + size == next.addr().get() {
+            self.furthest.set(self.furthest.get().max(next.addr().get()));
+            // From `next`, whose provenance is the whole chunk.
+            // SAFETY: the block lies in the current chunk, since it begins behind its floor, and ends at `next`.
+            self.next.set(unsafe { next.sub(size) });
         }
     }
 
@@ -305,7 +334,7 @@ impl<A: Allocator> Bump<A> {
         if mark.entered > chunks.entered {
             return;
         }
-        chunks.high_water = chunks.high_water.max(chunks.filled + self.offset());
+        self.note_high_water(&mut chunks);
         if mark.entered == chunks.entered && mark.offset >= self.offset() {
             return;
         }
@@ -320,7 +349,7 @@ impl<A: Allocator> Bump<A> {
         }
     }
 
-    /// Waits for every gate, then takes everything back, keeps the largest chunk and returns the others.
+    /// Waits for every gate, then takes everything back and does with the chunks as the settings say.
     pub(super) fn reset(&mut self, deadline: Option<Instant>) -> Result<()> {
         for chunk in &self.chunks.get_mut().list {
             for gate in &chunk.gates {
@@ -329,20 +358,28 @@ impl<A: Allocator> Bump<A> {
                 }
             }
         }
-        let offset = self.offset();
+        let (furthest, on_reset) = (self.furthest(), self.settings.on_reset);
         let chunks = self.chunks.get_mut();
-        chunks.high_water = chunks.high_water.max(chunks.filled + offset);
+        chunks.high_water = chunks.high_water.max(chunks.filled + furthest);
         for chunk in &mut chunks.list {
             chunk.gates.clear();
             chunk.held = 0;
         }
         (chunks.entered, chunks.filled) = (0, 0);
-        // The largest one first, and every other one is popped.
+        let kept = match on_reset {
+            OnReset::KeepAll => chunks.list.len(),
+            OnReset::Merge if chunks.list.len() > 1 => {
+                chunks.merged = chunks.taken;
+                0
+            }
+            OnReset::Merge | OnReset::KeepLargest => 1,
+        };
+        // The largest one first, so that it is the one which stays.
         if let Some((largest, _)) = chunks.list.iter().enumerate().max_by_key(|(_, chunk)| chunk.bytes) {
             chunks.list.swap(0, largest);
         }
         self.point_nowhere();
-        while self.chunks.get_mut().list.len() > 1 {
+        while self.chunks.get_mut().list.len() > kept {
             let Some(chunk) = self.chunks.get_mut().pop_spare() else { break };
             self.return_chunk(chunk);
         }
@@ -355,7 +392,7 @@ impl<A: Allocator> Bump<A> {
         ArenaStats {
             allocated,
             capacity: chunks.list.iter().map(|chunk| chunk.bytes).sum(),
-            high_water: chunks.high_water.max(allocated),
+            high_water: self.high_water(&chunks),
             chunks: chunks.list.len(),
         }
     }

@@ -9,6 +9,7 @@
 //! A mark names a chunk by its place, so the places of entered chunks never change; only spares trade places.
 
 use aquifer_core::Gate;
+use smallvec::SmallVec;
 use std::{alloc::Layout, ptr::NonNull, sync::Arc};
 
 /// One block of the allocator below.
@@ -60,7 +61,8 @@ impl Chunk {
 
 /// All chunks of an arena.
 pub(super) struct Chunks {
-    pub(super) list: Vec<Chunk>,
+    /// The first one lies in the arena itself: many an arena never has a second.
+    pub(super) list: SmallVec<[Chunk; 1]>,
     /// Chunks in use: `list[..entered]`; the last of them is the current one.
     pub(super) entered: usize,
     /// The sum of `filled` over the chunks in use but the current one.
@@ -69,13 +71,23 @@ pub(super) struct Chunks {
     pub(super) taken: usize,
     /// The size of the newest chunk that was taken by growth, from which the next one follows. 0 before the first.
     pub(super) grown: usize,
+    /// The size of the chunk that a reset has made one of several; 0 once it is taken.
+    pub(super) merged: usize,
     /// See [`ArenaStats::high_water`](super::ArenaStats::high_water).
     pub(super) high_water: usize,
 }
 
 impl Chunks {
     pub(super) const fn new() -> Self {
-        Self { list: Vec::new(), entered: 0, filled: 0, taken: 0, grown: 0, high_water: 0 }
+        Self {
+            list: SmallVec::new_const(),
+            entered: 0,
+            filled: 0,
+            taken: 0,
+            grown: 0,
+            merged: 0,
+            high_water: 0,
+        }
     }
 
     pub(super) fn current(&mut self) -> Option<&mut Chunk> {

@@ -101,7 +101,8 @@ impl<A: Allocator> Arena<A> {
         unsafe { self.bump.rewind(mark) };
     }
 
-    /// Takes everything back, keeps the largest chunk and returns the others to the allocator below.
+    /// Takes everything back, keeps the largest chunk and returns the others to the allocator below; or what
+    /// [`ArenaSettings::on_reset`] says.
     ///
     /// Waits for the gates of deferred blocks, as long as that takes; without any it does not block.
     ///

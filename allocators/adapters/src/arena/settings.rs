@@ -20,13 +20,36 @@ pub struct ArenaSettings {
     pub(super) first_chunk: usize,
     pub(super) max_chunk: usize,
     pub(super) limit: usize,
+    pub(super) on_reset: OnReset,
+}
+
+/// What a [`reset`](crate::Arena::reset) does with an arena's chunks.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
+#[non_exhaustive]
+pub enum OnReset {
+    /// Keeps the largest one, returns the others to the allocator below.
+    #[default]
+    KeepLargest,
+    /// Keeps them all: what comes next takes nothing from the allocator below until it needs more than ever before. A
+    /// request that is larger than each of them takes another one all the same.
+    KeepAll,
+    /// Keeps a single one. Where there are several they are returned, and the next one that is taken is as large as all of
+    /// them were: steps that need the same come to fit into one chunk, side by side. If so much cannot be had in one
+    /// piece, smaller ones do.
+    Merge,
 }
 
 impl ArenaSettings {
-    /// A first chunk of 4 KiB, each further one twice as large up to 16 MiB, and no limit.
+    /// A first chunk of 4 KiB, each further one twice as large up to 16 MiB, no limit, and the largest chunk kept by a
+    /// reset.
     #[must_use]
     pub const fn new() -> Self {
-        Self { first_chunk: FIRST_CHUNK, max_chunk: MAX_CHUNK, limit: usize::MAX }
+        Self {
+            first_chunk: FIRST_CHUNK,
+            max_chunk: MAX_CHUNK,
+            limit: usize::MAX,
+            on_reset: OnReset::KeepLargest,
+        }
     }
 
     /// Bytes of the first chunk. A request that is larger gets a chunk of its own size.
@@ -48,6 +71,13 @@ impl ArenaSettings {
     #[must_use]
     pub const fn limit(mut self, bytes: usize) -> Self {
         self.limit = bytes;
+        self
+    }
+
+    /// What a reset does with the chunks.
+    #[must_use]
+    pub const fn on_reset(mut self, what: OnReset) -> Self {
+        self.on_reset = what;
         self
     }
 }

@@ -1,9 +1,12 @@
 //! A second allocator for what the first refuses.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
-use super::Owns;
+use super::{
+    Owns,
+    blocks::{copy, nothing},
+};
 use aquifer_core::{DeferReuse, Gate, Result as MemoryResult, impl_allocator};
-use std::{alloc::Layout, num::NonZero, ptr::NonNull, sync::Arc};
+use std::{ptr::NonNull, sync::Arc};
 
 /// Two allocators: the second serves what the first refuses.
 ///
@@ -41,22 +44,6 @@ impl<A, B> Fallback<A, B> {
     pub fn second(&self) -> &B {
         &self.second
     }
-}
-
-/// A block of no bytes.
-fn nothing(layout: Layout) -> NonNull<[u8]> {
-    // An alignment is never zero.
-    let address = NonZero::new(layout.align()).unwrap_or(NonZero::<usize>::MIN);
-    NonNull::slice_from_raw_parts(NonNull::without_provenance(address), 0)
-}
-
-/// Copies the first `bytes` of a block into another.
-///
-/// # Safety
-/// `from` is readable and `to` writable for `bytes`, and both are live blocks.
-unsafe fn copy(from: NonNull<u8>, to: NonNull<[u8]>, bytes: usize) {
-    // SAFETY: the caller's promise; live blocks do not overlap, and bytes need no alignment.
-    unsafe { to.cast::<u8>().copy_from_nonoverlapping(from, bytes) };
 }
 
 impl_allocator! {

@@ -1,11 +1,14 @@
 //! An allocator that can hold blocks back, and gates to hold them with.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a helper of a test that fails is a failed test")]
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 #![allow(dead_code, reason = "no test binary needs all of it")]
 
 use allocator_api2::alloc::{Allocator as _, Global};
+use aquifer_adapters::Owns;
 use aquifer_core::{DeferReuse, DriverError, Gate, MemoryError, Result as MemoryResult, impl_allocator};
 use std::{
     cell::RefCell,
+    collections::BTreeMap,
     ptr::NonNull,
     rc::Rc,
     sync::{
@@ -125,5 +128,80 @@ unsafe impl DeferReuse for Gated {
         let address = address.addr().get() as u64;
         held.ok_or(MemoryError::ForeignBlock { address })?.gates.push(until);
         Ok(())
+    }
+}
+
+// SAFETY: the table holds every live block, and blocks are the global allocator's, so no other allocator's lies in one.
+unsafe impl Owns for Gated {
+    fn owns(&self, block: NonNull<u8>) -> bool {
+        let address = block.addr().get();
+        self.blocks.borrow().iter().any(|held| {
+            !held.freed
+                && (held.start.addr().get()..held.start.addr().get() + held.layout.size()).contains(&address)
+        })
+    }
+}
+
+type Table = BTreeMap<usize, (NonNull<u8>, std::alloc::Layout)>;
+
+/// The global allocator with a table of its blocks and room for so many bytes. Gives more than it is asked for, and takes
+/// any size in between back.
+///
+/// Clones are handles to one allocator.
+#[derive(Clone, Debug)]
+pub(crate) struct Owned {
+    /// By address: where they really reach, since a caller's pointer need not reach the extra bytes.
+    blocks: Rc<RefCell<Table>>,
+    room: usize,
+}
+
+impl Owned {
+    /// Bytes that each block has beyond what was asked for.
+    const EXTRA: usize = 5;
+
+    pub(crate) fn with_room(room: usize) -> Self {
+        Self { blocks: Rc::default(), room }
+    }
+
+    pub(crate) fn live(&self) -> usize {
+        self.blocks.borrow().len()
+    }
+}
+
+impl_allocator! {
+    // SAFETY: blocks are the global allocator's, each given back with the layout it was taken with.
+    impl [] for Owned {
+        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            let size = layout.size().checked_add(Self::EXTRA).ok_or(AllocError)?;
+            let larger = Layout::from_size_align(size, layout.align()).map_err(|_| AllocError)?;
+            let live: usize = self.blocks.borrow().values().map(|(_, layout)| layout.size()).sum();
+            if live.saturating_add(larger.size()) > self.room {
+                return Err(AllocError);
+            }
+            let block = Global.allocate(larger).map_err(|_| AllocError)?;
+            self.blocks.borrow_mut().insert(block.cast::<u8>().addr().get(), (block.cast(), larger));
+            Ok(block)
+        }
+
+        unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+            let held = self.blocks.borrow_mut().remove(&block.addr().get());
+            let (block, held) = held.unwrap_or_else(|| panic!("{block:p} is no live block"));
+            assert_eq!(held.align(), layout.align());
+            assert!((held.size() - Self::EXTRA..=held.size()).contains(&layout.size()), "{held:?} given back as {layout:?}");
+            // SAFETY: the block came from `Global` with this layout, and is forgotten here.
+            unsafe { Global.deallocate(block, held) };
+        }
+    }
+}
+
+// SAFETY: the table holds every live block, and blocks are the global allocator's, so no other allocator's lies in one.
+unsafe impl Owns for Owned {
+    fn owns(&self, block: NonNull<u8>) -> bool {
+        let address = block.addr().get();
+        let blocks = self.blocks.borrow();
+        blocks
+            .range(..=address)
+            .next_back()
+            .is_some_and(|(start, (_, layout))| address < start + layout.size())
     }
 }

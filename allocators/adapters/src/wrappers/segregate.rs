@@ -1,0 +1,157 @@
+//! Small blocks from one allocator, large ones from another.
+#![expect(unsafe_code, reason = "implements the allocator traits")]
+
+use super::{Owns, blocks::copy};
+use aquifer_core::{DeferReuse, Gate, Result as MemoryResult, impl_allocator};
+use std::{ptr::NonNull, sync::Arc};
+
+/// Two allocators: one serves what is small, the other what is larger than a threshold.
+///
+/// Where a block came from follows from its size alone, so neither allocator has to know its blocks: a small block is
+/// cut to the threshold where the allocator gives more. A block that grows or shrinks past the threshold moves.
+///
+/// Where one refuses, the other is not asked; [`Fallback`](super::Fallback) does that.
+///
+/// ```
+/// use aquifer_adapters::{Counted, Segregate};
+/// use allocator_api2::{alloc::Global, vec::Vec};
+/// let (nodes, buffers) = (Counted::new(Global), Counted::new(Global));
+/// let by_size = Segregate::new(4096, &nodes, &buffers);
+/// let small: Vec<u8, _> = Vec::with_capacity_in(4096, &by_size);
+/// let large: Vec<u8, _> = Vec::with_capacity_in(4097, &by_size);
+/// assert_eq!((nodes.stats().live, buffers.stats().live), (4096, 4097));
+/// # drop((small, large));
+/// ```
+#[derive(Clone, Debug)]
+pub struct Segregate<S, L> {
+    threshold: usize,
+    small: S,
+    large: L,
+}
+
+impl<S, L> Segregate<S, L> {
+    /// Blocks of up to `threshold` bytes come from `small`, others from `large`.
+    pub const fn new(threshold: usize, small: S, large: L) -> Self {
+        Self { threshold, small, large }
+    }
+
+    /// Bytes up to which a block is small.
+    pub const fn threshold(&self) -> usize {
+        self.threshold
+    }
+
+    /// The allocator of small blocks.
+    pub const fn small(&self) -> &S {
+        &self.small
+    }
+
+    /// The allocator of large blocks.
+    pub const fn large(&self) -> &L {
+        &self.large
+    }
+
+    /// A block of `small`, of at most the threshold: any size that fits it is then small as well.
+    fn cut(&self, block: NonNull<[u8]>) -> NonNull<[u8]> {
+        NonNull::slice_from_raw_parts(block.cast(), block.len().min(self.threshold))
+    }
+}
+
+impl_allocator! {
+    // SAFETY: 1. Every block is one of `small` or of `large`. 2. Which one follows from any size that fits it: those of
+    // `small` are cut to the threshold, those of `large` are longer than it. 3. A clone has clones of both and the same
+    // threshold.
+    impl [S: Allocator, L: Allocator] for Segregate<S, L> {
+        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            if layout.size() > self.threshold {
+                return self.large.allocate(layout);
+            }
+            self.small.allocate(layout).map(|block| self.cut(block))
+        }
+
+        fn allocate_zeroed(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            if layout.size() > self.threshold {
+                return self.large.allocate_zeroed(layout);
+            }
+            self.small.allocate_zeroed(layout).map(|block| self.cut(block))
+        }
+
+        unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+            if layout.size() > self.threshold {
+                // SAFETY: the caller's promise, and by its size the block is one of `large`.
+                unsafe { self.large.deallocate(block, layout) };
+            } else {
+                // SAFETY: the caller's promise, and by its size the block is one of `small`.
+                unsafe { self.small.deallocate(block, layout) };
+            }
+        }
+
+        unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            if old.size() > self.threshold {
+                // SAFETY: the caller's promise, and by its size the block is one of `large`.
+                return unsafe { self.large.grow(block, old, new) };
+            }
+            if new.size() <= self.threshold {
+                // SAFETY: the caller's promise, and by its size the block is one of `small`.
+                return unsafe { self.small.grow(block, old, new) }.map(|block| self.cut(block));
+            }
+            let moved = self.large.allocate(new)?;
+            // SAFETY: 1. The block is live and has as many bytes. 2. So has the other, which is new.
+            unsafe { copy(block, moved, old.size()) };
+            // SAFETY: the caller hands the block over, by its size one of `small`, and nothing reads it any more.
+            unsafe { self.small.deallocate(block, old) };
+            Ok(moved)
+        }
+
+        unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            if old.size() > self.threshold {
+                // SAFETY: the caller's promise, and by its size the block is one of `large`.
+                return unsafe { self.large.grow_zeroed(block, old, new) };
+            }
+            if new.size() <= self.threshold {
+                // SAFETY: the caller's promise, and by its size the block is one of `small`.
+                return unsafe { self.small.grow_zeroed(block, old, new) }.map(|block| self.cut(block));
+            }
+            let moved = self.large.allocate_zeroed(new)?;
+            // SAFETY: 1. The block is live and has as many bytes. 2. So has the other, which is new.
+            unsafe { copy(block, moved, old.size()) };
+            // SAFETY: the caller hands the block over, by its size one of `small`, and nothing reads it any more.
+            unsafe { self.small.deallocate(block, old) };
+            Ok(moved)
+        }
+
+        unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            if old.size() <= self.threshold {
+                // SAFETY: the caller's promise, and by its size the block is one of `small`.
+                return unsafe { self.small.shrink(block, old, new) }.map(|block| self.cut(block));
+            }
+            if new.size() > self.threshold {
+                // SAFETY: the caller's promise, and by its size the block is one of `large`.
+                return unsafe { self.large.shrink(block, old, new) };
+            }
+            let moved = self.small.allocate(new).map(|block| self.cut(block))?;
+            // SAFETY: 1. The block is live and has as many bytes. 2. So has the other, which is new.
+            unsafe { copy(block, moved, new.size()) };
+            // SAFETY: the caller hands the block over, by its size one of `large`, and nothing reads it any more.
+            unsafe { self.large.deallocate(block, old) };
+            Ok(moved)
+        }
+    }
+}
+
+// SAFETY: every block is one of an allocator that makes this promise, and it is asked.
+unsafe impl<S: DeferReuse + Owns, L: DeferReuse> DeferReuse for Segregate<S, L> {
+    fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
+        if self.small.owns(address) {
+            self.small.defer(address, until)
+        } else {
+            self.large.defer(address, until)
+        }
+    }
+}
+
+// SAFETY: every block is one of the two.
+unsafe impl<S: Owns, L: Owns> Owns for Segregate<S, L> {
+    fn owns(&self, block: NonNull<u8>) -> bool {
+        self.small.owns(block) || self.large.owns(block)
+    }
+}

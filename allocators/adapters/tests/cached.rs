@@ -1,0 +1,194 @@
+//! What a cache keeps, and for whom.
+
+mod support;
+
+use allocator_api2::{
+    alloc::{Allocator, Global},
+    boxed::Box,
+    vec::Vec,
+};
+use aquifer_adapters::{Cached, Counted, Limit};
+use aquifer_core::{Budget, impl_allocator};
+use std::{alloc::Layout, ptr::NonNull, sync::Barrier, thread};
+use support::Owned;
+
+#[test]
+fn a_loop_of_the_same_sizes_settles() {
+    let below = Counted::new(Global);
+    let cached = Cached::new(&below);
+    for _ in 0..if cfg!(miri) { 4 } else { 50 } {
+        let mut lists = std::vec::Vec::new();
+        for size in [10, 300, 20, 900, 30] {
+            lists.push(Vec::<u8, _>::with_capacity_in(size, &cached));
+        }
+        drop(Box::new_in([0u64; 9], &cached));
+    }
+    assert_eq!((below.stats().allocations, below.stats().frees), (6, 0));
+    assert_eq!((cached.stats().blocks, cached.stats().bytes), (6, 10 + 300 + 20 + 900 + 30 + 72));
+}
+
+#[test]
+fn it_keeps_no_more_than_its_room_and_gives_all_back() {
+    let below = Owned::with_room(usize::MAX);
+    let cached = Cached::with_room(below.clone(), 1000);
+    let lists: std::vec::Vec<_> = (0..20).map(|_| Vec::<u8, _>::with_capacity_in(300, &cached)).collect();
+    drop(Vec::<u8, _>::with_capacity_in(1001, &cached));
+    assert_eq!(below.live(), 20);
+    drop(lists);
+    assert_eq!((cached.stats().blocks, cached.stats().bytes, below.live()), (3, 900, 3));
+    cached.trim();
+    assert_eq!((cached.stats().blocks, cached.stats().bytes, below.live()), (0, 0, 0));
+    drop(Box::new_in(1, &cached));
+    assert_eq!(below.live(), 1);
+    drop(cached);
+    assert_eq!(below.live(), 0);
+}
+
+#[test]
+fn a_layout_that_is_no_longer_asked_for_makes_way() {
+    let below = Owned::with_room(usize::MAX);
+    let cached = Cached::new(below.clone());
+    // More sizes than there are places, several for each: what was kept first goes.
+    let most = if cfg!(miri) { 80 } else { 399 };
+    for size in 1..=most {
+        for _ in 0..20 {
+            drop(Vec::<u8, _>::with_capacity_in(size, &cached));
+        }
+    }
+    assert_eq!(below.live(), cached.stats().blocks);
+    assert!(cached.stats().blocks <= 64);
+    let before = cached.stats();
+    drop(Vec::<u8, _>::with_capacity_in(most, &cached));
+    assert_eq!(cached.stats(), before, "the last one was kept");
+}
+
+#[test]
+fn when_the_allocator_below_is_short_what_is_kept_goes_back_first() {
+    let budget = Budget::new("cached", 1000);
+    let cached = Cached::new(Limit::new(Global, budget.clone()));
+    drop(Vec::<u8, _>::with_capacity_in(900, &cached));
+    assert_eq!(budget.used(), 900);
+    let mut list: Vec<u8, _> = Vec::new_in(&cached);
+    assert!(list.try_reserve_exact(500).is_ok());
+    drop(Vec::<u8, _>::with_capacity_in(400, &cached));
+    assert!(list.try_reserve_exact(900).is_ok(), "a growth as well");
+    assert!(list.try_reserve_exact(1001).is_err());
+    assert_eq!(budget.used(), 900);
+}
+
+#[test]
+fn zeroed_memory_is_zero_when_it_was_kept() {
+    let cached = Cached::new(Global);
+    let layout = Layout::new::<[u8; 100]>();
+    drop(Box::new_in([0xFFu8; 100], &cached));
+    let zeroed = cached.allocate_zeroed(layout).unwrap();
+    assert!(all_zero(zeroed));
+    release(&cached, zeroed.cast(), layout);
+    assert_eq!(cached.stats().blocks, 1);
+}
+
+#[test]
+fn blocks_travel_between_threads_and_none_is_lost() {
+    let below = Counted::new(Global);
+    let cached = Cached::with_room(below.clone(), 10_000);
+    let rounds = if cfg!(miri) { 20 } else { 3000 };
+    let (give, take) = std::sync::mpsc::sync_channel::<Box<[u64; 8], Cached<Counted<Global>>>>(32);
+    thread::scope(|threads| {
+        let cached = &cached;
+        threads.spawn(move || {
+            (0..rounds).for_each(|at| give.send(Box::new_in([at; 8], cached.clone())).unwrap());
+        });
+        threads.spawn(move || take.iter().zip(0..).for_each(|(held, at)| assert_eq!(*held, [at; 8])));
+        for seed in 0..3u64 {
+            threads.spawn(move || {
+                for round in 0..rounds {
+                    let mut list: Vec<u64, _> =
+                        Vec::with_capacity_in(((seed + round) % 7) as usize + 1, cached);
+                    list.push(seed << 32 | round);
+                    thread::yield_now();
+                    assert_eq!(list[0], seed << 32 | round);
+                }
+            });
+        }
+    });
+    let stats = below.stats();
+    assert_eq!(stats.blocks as usize, cached.stats().blocks);
+    assert_eq!(stats.live as usize, cached.stats().bytes);
+    drop(cached);
+    assert_eq!(below.stats().live, 0);
+}
+
+/// Two threads share a slot when there are more of them than slots; whoever finds it taken goes by.
+#[test]
+fn many_threads_at_a_time() {
+    let cached = Cached::new(Counted::new(Global));
+    let threads = if cfg!(miri) { 4 } else { 70 };
+    let start = Barrier::new(threads);
+    thread::scope(|scope| {
+        for at in 0..threads {
+            let (cached, start) = (&cached, &start);
+            scope.spawn(move || {
+                start.wait();
+                for _ in 0..if cfg!(miri) { 5 } else { 200 } {
+                    let held = Box::new_in([at; 4], cached);
+                    assert_eq!(*held, [at; 4]);
+                }
+            });
+        }
+    });
+    assert_eq!(cached.inner().stats().blocks as usize, cached.stats().blocks);
+}
+
+/// Allocates from the cache above it while it is asked: what a global allocator's tables do.
+struct Reentrant;
+
+#[expect(unsafe_code, reason = "implements the allocator traits")]
+mod reentrant {
+    use super::*;
+    use allocator_api2::alloc::Allocator as Below;
+    use std::cell::RefCell;
+
+    thread_local!(pub(super) static ABOVE: RefCell<Option<Cached<Reentrant>>> = const { RefCell::new(None) });
+
+    impl_allocator! {
+        // SAFETY: blocks are the global allocator's.
+        impl [] for Reentrant {
+            fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+                if layout.size() > 100 {
+                    ABOVE.with_borrow(|above| above.iter().for_each(|above| drop(Box::new_in(1u64, above))));
+                }
+                Below::allocate(&Global, layout).map_err(|_| AllocError)
+            }
+
+            unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+                ABOVE.with_borrow(|above| above.iter().for_each(|above| drop(Box::new_in(1u64, above))));
+                // SAFETY: the caller's promise.
+                unsafe { Below::deallocate(&Global, block, layout) };
+            }
+        }
+    }
+}
+
+#[test]
+fn an_allocator_below_that_comes_back_is_served() {
+    let cached = Cached::with_room(Reentrant, 200);
+    reentrant::ABOVE.set(Some(cached.clone()));
+    for size in [8, 150, 300, 150, 8, 400] {
+        let lists = [(); 3].map(|()| Vec::<u8, _>::with_capacity_in(size, &cached));
+        drop(lists);
+    }
+    cached.trim();
+    assert!(reentrant::ABOVE.take().is_some());
+}
+
+#[expect(unsafe_code, reason = "reads a block")]
+fn all_zero(block: NonNull<[u8]>) -> bool {
+    // SAFETY: a live block, zeroed.
+    unsafe { block.as_ref() }.iter().all(|&byte| byte == 0)
+}
+
+#[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
+fn release<A: Allocator>(allocator: &A, block: NonNull<u8>, layout: Layout) {
+    // SAFETY: the tests hand in a live block of this layout and forget it.
+    unsafe { allocator.deallocate(block, layout) };
+}

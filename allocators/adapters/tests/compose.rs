@@ -1,0 +1,212 @@
+//! Every wrapper over every other one keeps the allocator contract, with enough memory below and with too little, and
+//! gives back all that it took; and a deferral reaches through each of them.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a helper of a test that fails is a failed test")]
+
+mod support;
+
+use allocator_api2::alloc::{Allocator, Global};
+use aquifer_adapters::{
+    Arena, ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, Owns, Segregate, Tagged,
+    conformance::{Fault, Suite},
+};
+use aquifer_core::{Budget, DeferReuse, Gate, Tag};
+use std::{alloc::Layout, ptr::NonNull};
+use support::{Gated, Latch, Owned};
+
+const THRESHOLD: usize = if cfg!(miri) { 20 } else { 300 };
+/// Too little for what the suite holds at a time.
+const SHORT: usize = if cfg!(miri) { 800 } else { 20_000 };
+
+/// One layer over an allocator. The layers that take a second allocator get one with room of its own.
+macro_rules! layer {
+    (Limit, $below:expr) => {
+        Limit::new($below, Budget::new("compose", 10 * SHORT as u64))
+    };
+    (Counted, $below:expr) => {
+        Counted::new($below)
+    };
+    (Tagged, $below:expr) => {
+        Tagged::new($below, Tag::named("compose"))
+    };
+    (Fallback, $below:expr) => {
+        Fallback::new($below, Owned::with_room(SHORT))
+    };
+    (Segregate, $below:expr) => {
+        Segregate::new(THRESHOLD, $below, Owned::with_room(SHORT))
+    };
+    (SegregateLarge, $below:expr) => {
+        Segregate::new(THRESHOLD, Owned::with_room(SHORT), $below)
+    };
+    (Guarded, $below:expr) => {
+        Guarded::new($below)
+    };
+    (Cached, $below:expr) => {
+        Cached::with_room($below, 4000)
+    };
+}
+
+fn suite() -> Suite {
+    if cfg!(miri) {
+        Suite::new().operations(8).alignment(2).largest(40)
+    } else {
+        Suite::new().operations(600)
+    }
+}
+
+fn passes<A: Allocator + Clone>(allocator: &A, what: &str) {
+    let suite = suite().impossible((!cfg!(miri)).then_some(1 << 40));
+    for found in [suite.seed(1).check(allocator), suite.seed(2).check_clone(allocator)] {
+        // Where nothing was served there was no room; others of the same layers show more.
+        assert!(
+            found.is_ok() || found.map_err(|found| found.fault) == Err(Fault::NothingServed),
+            "{what}: {found:?}"
+        );
+    }
+}
+
+/// And when all has been given back, there is something to be had.
+fn conforms<A: Allocator + Owns + Clone>(allocator: &A, what: &str) {
+    passes(allocator, what);
+    let block = allocator.allocate(Layout::new::<[u64; 4]>());
+    let block = block.unwrap_or_else(|_| panic!("{what}: all is free and nothing can be had"));
+    assert!(allocator.owns(block.cast()), "{what}");
+    release(allocator, block.cast(), Layout::new::<[u64; 4]>());
+}
+
+macro_rules! over_all {
+    ($($name:ident: $outer:ident,)*) => {$(
+        #[test]
+        fn $name() {
+            over_all!(@each $outer: Limit Counted Tagged Fallback Segregate SegregateLarge Guarded Cached);
+        }
+    )*};
+    (@each $outer:ident: $($inner:ident)*) => {$(
+        // Miri looks at the accesses, which are the same with too little.
+        for room in [usize::MAX, SHORT].into_iter().take(if cfg!(miri) { 1 } else { 2 }) {
+            let below = Owned::with_room(room);
+            let stack = layer!($outer, layer!($inner, below.clone()));
+            conforms(&stack, concat!(stringify!($outer), " over ", stringify!($inner)));
+            drop(stack);
+            assert_eq!(below.live(), 0, concat!(stringify!($outer), " over ", stringify!($inner)));
+        }
+    )*};
+}
+
+over_all! {
+    a_limit_over_every_wrapper: Limit,
+    statistics_over_every_wrapper: Counted,
+    a_tag_over_every_wrapper: Tagged,
+    a_fallback_over_every_wrapper: Fallback,
+    small_blocks_from_every_wrapper: Segregate,
+    large_blocks_from_every_wrapper: SegregateLarge,
+    a_guard_over_every_wrapper: Guarded,
+    a_cache_over_every_wrapper: Cached,
+}
+
+macro_rules! with_arenas {
+    ($($layer:ident)*) => {$({
+        let below = Owned::with_room(usize::MAX);
+        let arena = Arena::with_settings_in(ArenaSettings::new().first_chunk(100).max_chunk(4000), layer!($layer, below.clone()));
+        passes(&layer!($layer, &arena), concat!("an arena between two of ", stringify!($layer)));
+        drop(arena);
+        assert_eq!(below.live(), 0);
+    })*};
+}
+
+#[test]
+fn an_arena_between_any_two() {
+    with_arenas!(Limit Counted Tagged Fallback Segregate SegregateLarge Guarded Cached);
+}
+
+const LAYOUT: Layout = Layout::new::<[u64; 8]>();
+
+/// A block that is freed while a device may read it stays as it is and goes to nobody.
+fn holds_back<A: DeferReuse>(allocator: &A, below: &Gated, what: &str) {
+    let block = allocator.allocate(LAYOUT).unwrap().cast::<u8>();
+    fill(block, 0x5A);
+    let inside = NonNull::new(block.as_ptr().wrapping_add(40)).unwrap();
+    let (first, second) = (Latch::closed(), Latch::closed());
+    allocator.defer(block, first.clone()).unwrap();
+    allocator.defer(inside, second.clone()).unwrap();
+    release(allocator, block, LAYOUT);
+    assert_eq!(below.reap().1, 1, "{what}: held below");
+    first.open();
+    for _ in 0..3 {
+        let other = allocator.allocate_zeroed(LAYOUT).unwrap().cast::<u8>();
+        assert_ne!(other, block, "{what}: handed out again");
+        release(allocator, other, LAYOUT);
+    }
+    assert!(filled(block, 0x5A), "{what}: written");
+    second.open();
+    assert_eq!(below.reap().1, 0, "{what}: not held any more");
+    let stray = NonNull::from(&mut [0u8; 8]).cast();
+    assert!(allocator.defer(stray, Latch::closed()).is_err(), "{what}: a foreign address");
+    assert!(second.is_open());
+}
+
+macro_rules! gated {
+    (Fallback, $below:expr) => {
+        Fallback::new($below, Gated::default())
+    };
+    (Segregate, $below:expr) => {
+        Segregate::new(THRESHOLD + 100, $below, Gated::default())
+    };
+    (SegregateLarge, $below:expr) => {
+        Segregate::new(10, Gated::default(), $below)
+    };
+    ($layer:ident, $below:expr) => {
+        layer!($layer, $below)
+    };
+}
+
+macro_rules! hold_back {
+    ($($layer:ident)*) => {$({
+        let below = Gated::default();
+        let what = stringify!($layer);
+        holds_back(&gated!($layer, below.clone()), &below, what);
+        assert_eq!(below.reap(), (0, 0), "{what}");
+        // A guard shows what the layer below it does to freed bytes; a cache, what the one above does.
+        holds_back(&Guarded::new(gated!($layer, below.clone())), &below, what);
+        holds_back(&Cached::new(gated!($layer, below.clone())), &below, what);
+        holds_back(&gated!($layer, Cached::new(Guarded::new(below.clone()))), &below, what);
+        assert_eq!(below.reap(), (0, 0), "{what}");
+    })*};
+}
+
+#[test]
+fn a_deferral_reaches_through_each() {
+    hold_back!(Limit Counted Tagged Fallback Segregate SegregateLarge Guarded Cached);
+}
+
+#[test]
+fn bumpalo_is_an_upstream_of_each() {
+    macro_rules! over_bumpalo {
+        ($($layer:ident)*) => {$({
+            let bump = bumpalo::Bump::new();
+            let suite = suite();
+            assert_eq!(suite.check_clone(&layer!($layer, &bump)), Ok(()), stringify!($layer));
+        })*};
+    }
+    over_bumpalo!(Limit Counted Tagged Segregate SegregateLarge Guarded Cached);
+    // A fallback has to know whose a block is, which a guard does for any allocator.
+    let bump = bumpalo::Bump::new();
+    assert_eq!(suite().check_clone(&Fallback::new(Guarded::new(&bump), Global)), Ok(()));
+}
+
+#[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
+fn release<A: Allocator>(allocator: &A, block: NonNull<u8>, layout: Layout) {
+    // SAFETY: the tests hand in a live block of this layout and forget it.
+    unsafe { allocator.deallocate(block, layout) };
+}
+
+#[expect(unsafe_code, reason = "writes a block")]
+fn fill(block: NonNull<u8>, with: u8) {
+    // SAFETY: a live block of `LAYOUT`.
+    unsafe { block.write_bytes(with, LAYOUT.size()) };
+}
+
+#[expect(unsafe_code, reason = "reads a block")]
+fn filled(block: NonNull<u8>, with: u8) -> bool {
+    // SAFETY: a block of `LAYOUT` that is held back, so it is still there.
+    unsafe { NonNull::slice_from_raw_parts(block, LAYOUT.size()).as_ref() }.iter().all(|&byte| byte == with)
+}

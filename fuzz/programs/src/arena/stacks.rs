@@ -1,0 +1,81 @@
+//! Wrappers over wrappers, arenas among them.
+
+use super::{MAX_OPS, books::Books, shadow::Shadow};
+use crate::program::Bytes;
+use allocator_api2::alloc::Allocator;
+use aquifer_adapters::{Arena, ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, Segregate, Tagged};
+use aquifer_core::{Budget, Tag};
+
+/// Runs the program that `bytes` spell.
+///
+/// # Panics
+///
+/// When a promise is broken.
+pub fn run(bytes: &mut Bytes<'_>) {
+    let books = Books::default();
+    let depth = 1 + usize::from(bytes.choice(4));
+    let layers: Vec<u8> = (0..depth).map(|_| bytes.u8()).collect();
+    stack(&layers, &books, &mut |top| {
+        let mut shadow = Shadow::default();
+        for _ in 0..MAX_OPS {
+            if bytes.is_empty() {
+                break;
+            }
+            if bytes.choice(20) == 0 {
+                books.refuse(u32::from(bytes.choice(5)));
+            }
+            shadow.step(top, bytes);
+        }
+        books.refuse(0);
+        shadow.drain(top, bytes);
+    });
+    assert_eq!(books.reap(), (0, 0), "something was not given back");
+}
+
+/// Lays the layers over `below`, the first one undermost, and runs `work` on the topmost. What a layer knows is checked
+/// when those above it are gone.
+fn stack(layers: &[u8], below: &dyn Allocator, work: &mut dyn FnMut(&dyn Allocator)) {
+    let Some((layer, above)) = layers.split_first() else { return work(below) };
+    let setting = usize::from(layer / 9);
+    match layer % 9 {
+        0 => {
+            let budget = Budget::new("fuzz", 4000 << (setting % 4));
+            stack(above, &Limit::new(below, budget.clone()), work);
+            assert_eq!(budget.used(), 0);
+        }
+        1 => {
+            let counted = Counted::new(below);
+            stack(above, &counted, work);
+            let stats = counted.stats();
+            assert_eq!((stats.live, stats.blocks), (0, 0));
+        }
+        2 => stack(above, &Tagged::new(below, Tag::named("fuzz")), work),
+        3 => {
+            let first = Guarded::new(Limit::new(below, Budget::new("first", 2000)));
+            let second = Books::default();
+            stack(above, &Fallback::new(&first, &second), work);
+            assert_eq!((first.live(), second.reap()), (0, (0, 0)));
+        }
+        4 => {
+            let other = Books::default();
+            stack(above, &Segregate::new(1 << (setting % 12), below, &other), work);
+            assert_eq!(other.reap(), (0, 0));
+        }
+        5 => {
+            let other = Books::default();
+            stack(above, &Segregate::new(1 << (setting % 12), &other, below), work);
+            assert_eq!(other.reap(), (0, 0));
+        }
+        6 => {
+            let guarded = Guarded::new(below);
+            stack(above, &guarded, work);
+            assert_eq!((guarded.live(), &guarded.findings()[..]), (0, &[][..]));
+        }
+        7 => stack(above, &Cached::with_room(below, 500 << (setting % 6)), work),
+        _ => {
+            let settings = ArenaSettings::new().first_chunk(100 << (setting % 8)).max_chunk(4 << 10);
+            let arena = Arena::with_settings_in(settings, below);
+            stack(above, &&arena, work);
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! The fuzz program of arenas and wrappers, without a fuzzer.
+
+use std::path::Path;
+
+use aquifer_programs::{arena, program};
+
+#[test]
+fn thousands_of_seeded_programs_keep_every_promise() {
+    for seed in 0..if cfg!(miri) { 12 } else { 4000 } {
+        let len = if cfg!(miri) { 200 } else { 40 + (seed as usize % 32) * 24 };
+        arena::run(&program::seeded(seed, len));
+    }
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "reads files")]
+fn every_program_of_the_corpus_keeps_every_promise() {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/arena");
+    let files: Vec<_> = std::fs::read_dir(&corpus).unwrap().map(|file| file.unwrap().path()).collect();
+    assert!(!files.is_empty());
+    for file in files {
+        arena::run(&std::fs::read(&file).unwrap());
+    }
+}

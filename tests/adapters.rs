@@ -1,0 +1,94 @@
+//! Pinned memory under everything that takes an allocator: the conformance suite, the wrappers, arenas, and buffers of
+//! another library with no copy.
+
+mod support;
+
+use aquifer::{
+    Arena, Budget, Frames, PinnedAllocator, Tag, Vec,
+    adapters::{
+        ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, OnReset, Segregate, Tagged,
+        conformance::Suite,
+    },
+    sim::Sim,
+};
+use arrow_buffer::{Buffer, ScalarBuffer};
+use std::{num::NonZero, panic::AssertUnwindSafe, ptr::NonNull, sync::Arc};
+use support::runtime;
+
+#[test]
+fn pinned_memory_keeps_the_allocator_contract_bare_and_under_every_wrapper() {
+    let sim = Sim::h200(1);
+    let rt = runtime(&sim);
+    let pool = rt.pinned_near(0);
+    let pinned = pool.allocator();
+    let suite = Suite::new().operations(1000).impossible(Some(1 << 46));
+    for seed in 0..3 {
+        assert_eq!(suite.seed(seed).check_clone(&pinned), Ok(()));
+    }
+    let budget = Budget::new("adapters", 1 << 20);
+    assert_eq!(suite.check_clone(&Limit::new(pinned, budget)), Ok(()));
+    assert_eq!(suite.check_clone(&Counted::new(pinned)), Ok(()));
+    assert_eq!(suite.check_clone(&Tagged::new(pinned, Tag::named("adapters"))), Ok(()));
+    assert_eq!(suite.check_clone(&Fallback::new(Guarded::new(pinned), pinned)), Ok(()));
+    assert_eq!(suite.check_clone(&Segregate::new(1000, pinned, pinned)), Ok(()));
+    assert_eq!(suite.check_clone(&Guarded::new(pinned)), Ok(()));
+    assert_eq!(suite.check_clone(&Cached::new(pinned)), Ok(()));
+    assert_eq!(suite.check(&&Arena::new_in(pinned)), Ok(()));
+    assert_eq!(pool.stats().memory.live, 0);
+    assert!(sim.violations().is_empty());
+}
+
+/// A buffer of Arrow's whose bytes are the vector's own, in pinned memory, and which gives them back when its last slice
+/// goes. Nothing of the pool is half changed when somebody unwinds, which Arrow wants to be told.
+fn arrow(values: Vec<f32, PinnedAllocator>) -> ScalarBuffer<f32> {
+    let (start, bytes) = (NonNull::from(values.as_slice()).cast(), size_of_val(values.as_slice()));
+    #[expect(unsafe_code, reason = "hands the vector's bytes over, with the vector")]
+    // SAFETY: 1. The bytes are readable and initialised for as long as the vector is there, which goes with the buffer. 2. A
+    // vector that moves leaves its bytes where they are, and nobody writes them any more.
+    let buffer = unsafe { Buffer::from_custom_allocation(start, bytes, Arc::new(AssertUnwindSafe(values))) };
+    ScalarBuffer::new(buffer, 0, bytes / size_of::<f32>())
+}
+
+#[test]
+fn arrow_buffers_lie_in_pinned_memory_with_no_copy() {
+    let sim = Sim::h200(1);
+    let rt = runtime(&sim);
+    let pool = rt.pinned_near(0);
+    let mut values = Vec::with_capacity_in(1 << 16, pool.allocator());
+    values.extend((0..1 << 16).map(|at| at as f32));
+    let start = values.as_ptr();
+    let column = arrow(values);
+    assert_eq!(column.as_ptr(), start, "no copy");
+    assert_eq!(pool.is_pinned(NonNull::from(&*column).cast()), Some(true));
+    let part = column.slice(1000, 500);
+    drop(column);
+    assert_eq!((part.len(), part[0], part[499]), (500, 1000.0, 1499.0));
+    assert!(pool.stats().memory.live > 0, "the slice keeps the memory");
+    drop(part);
+    assert_eq!(pool.stats().memory.live, 0);
+}
+
+#[test]
+fn a_ring_of_frames_in_pinned_memory_settles() {
+    let sim = Sim::h200(1);
+    let rt = runtime(&sim);
+    let pool = rt.pinned_near(0);
+    let settings = ArenaSettings::new().on_reset(OnReset::Merge);
+    let three = NonZero::new(3).unwrap();
+    let mut frames = Frames::with_settings_in(three, settings, Counted::new(pool.allocator()));
+    let mut taken = 0;
+    for step in 0..30u32 {
+        let frame = frames.next().unwrap();
+        let mut lists: std::vec::Vec<Vec<u32, _>> = (0..4).map(|_| Vec::new_in(frame.arena())).collect();
+        for at in 0..20_000 {
+            lists[at % 4].push(step);
+        }
+        assert!(lists.iter().all(|list| list.iter().all(|&value| value == step)));
+        drop(lists);
+        let allocations = frame.arena().upstream().stats().allocations;
+        if step >= 15 {
+            assert_eq!(allocations, taken, "a settled step takes nothing from the pool");
+        }
+        taken = allocations;
+    }
+}
