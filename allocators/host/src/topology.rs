@@ -260,6 +260,29 @@ impl Topology {
         Ok(Found { value, source: file(path) })
     }
 
+    /// Bytes of the last-level cache of a node's CPUs that the process may use, or of all of them (`index3/size`), read now.
+    /// Where they have several, it is one of them, the smallest; unknown where a CPU's is.
+    ///
+    /// # Errors
+    /// [`TopologyError::Number`] for a file that holds no size.
+    pub fn last_level_cache(&self, node: Option<NodeId>) -> Result<Found<u64>, TopologyError> {
+        let cpus = match node {
+            Some(id) => self.node(id).map(|node| &node.allowed_cpus),
+            None => self.cpus_allowed.value.as_ref(),
+        };
+        let mut smallest = Found::unknown(Source::Nobody);
+        for cpu in cpus.into_iter().flat_map(Bitmap::iter) {
+            let path = PathBuf::from(format!("/sys/devices/system/cpu/cpu{cpu}/cache/index3/size"));
+            let Some(bytes) = self.files.size(&path)? else {
+                return Ok(Found { value: None, source: file(path) });
+            };
+            if smallest.value.is_none_or(|least| bytes < least) {
+                smallest = Found { value: Some(bytes), source: file(path) };
+            }
+        }
+        Ok(smallest)
+    }
+
     /// Huge pages of `page_size` bytes that nobody has, on one node or on all, read now.
     ///
     /// # Errors

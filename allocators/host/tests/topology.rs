@@ -43,6 +43,24 @@ fn nodes_have_their_cpus_memory_huge_pages_and_distances() {
 }
 
 #[test]
+fn the_last_level_cache_is_the_smallest_of_the_cpus_that_are_ours() {
+    let parts = read("cpuset-container-v2");
+    for node in [Some(NodeId(1)), None] {
+        let found = parts.last_level_cache(node).unwrap();
+        assert_eq!(found.value, Some(16 << 20));
+        let path = "/sys/devices/system/cpu/cpu20/cache/index3/size";
+        assert_eq!(found.source, Source::File(path.into()));
+    }
+    // A node without CPUs for us, or that is not there.
+    assert_eq!(parts.last_level_cache(Some(NodeId(0))).unwrap().value, None);
+    assert_eq!(parts.last_level_cache(Some(NodeId(9))).unwrap().value, None);
+    // CPU 6 says 300M, and CPU 7 nothing.
+    assert_eq!(read("cpuset-container").last_level_cache(None).unwrap().value, None);
+    let nonsense = read("long-pci-domain").last_level_cache(None).unwrap_err();
+    assert!(matches!(nonsense, TopologyError::Number { text, .. } if text == "huge"));
+}
+
+#[test]
 fn the_memory_limit_is_the_smallest_up_to_the_root_and_names_its_file() {
     let topology = read("two-socket");
     let found = topology.memory_limit();

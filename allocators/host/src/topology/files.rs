@@ -121,6 +121,20 @@ impl Files {
         text.trim().parse().map(Some).map_err(|_| wrong_number(path, text.trim()))
     }
 
+    /// A file that holds a size, in bytes or, as caches' are, with a `K`, `M` or `G` behind it.
+    pub(super) fn size(&self, path: &Path) -> Result<Option<u64>, TopologyError> {
+        let Some(text) = self.text(path)? else { return Ok(None) };
+        let text = text.trim();
+        let (digits, shift) = match text.as_bytes().last() {
+            Some(b'K') => (&text[..text.len() - 1], 10),
+            Some(b'M') => (&text[..text.len() - 1], 20),
+            Some(b'G') => (&text[..text.len() - 1], 30),
+            _ => (text, 0),
+        };
+        let bytes = digits.parse::<u64>().ok().and_then(|number| number.checked_mul(1 << shift));
+        bytes.map(Some).ok_or_else(|| wrong_number(path, text))
+    }
+
     /// A file that holds a list of CPUs or nodes.
     pub(super) fn list(&self, path: &Path) -> Result<Option<Bitmap>, TopologyError> {
         let Some(text) = self.text(path)? else { return Ok(None) };
