@@ -291,10 +291,16 @@ impl Block {
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
 // SAFETY: 1. the range is the block's own until it is dropped, and its pool gives it to nobody else before.
 // 2. `UseList::lend` makes the stream wait for the home stream and for conflicting uses, and the pool holds the bytes
-// back until every noted use is done.
+// back until every noted use is done. 3. a stream that is not fenced at once is good until it is retired.
 unsafe impl Operand for Block {
     fn range(&self) -> DeviceRange {
         DeviceRange { device: self.device(), address: self.address(), bytes: self.bytes() }
+    }
+
+    fn home_stream(&self) -> Option<RawStream> {
+        let home = self.home();
+        // Those that are fenced at once are for their own threads, or may be gone by now.
+        (!home.fences_at_once() && !home.is_retired()).then(|| home.raw())
     }
 
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {

@@ -266,10 +266,13 @@ impl<T> fmt::Debug for DeviceBuffer<T> {
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. its elements lie in a block that it owns. 2. the block's own promise.
+// SAFETY: 1. its elements lie in a block that it owns. 2. and 3. the block's own promise.
 unsafe impl<T> Operand for DeviceBuffer<T> {
     fn range(&self) -> DeviceRange {
         DeviceRange { bytes: (self.len * size_of::<T>()) as u64, ..self.block.range() }
+    }
+    fn home_stream(&self) -> Option<RawStream> {
+        self.block.home_stream()
     }
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
         self.block.order(stream, alive, access)

@@ -234,10 +234,14 @@ pub(crate) fn bounds<T>(range: &Range<usize>, bytes: u64) -> Result<(u64, usize)
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
 // SAFETY: 1. the block's own range, which stays mapped while it lives. Only unsafe code can make another block over the
-// same memory: the import. 2. the block's own promise: its pool holds the memory until every noted use is done.
+// same memory: the import. 2. the block's own promise: its pool holds the memory until every noted use is done. 3. the block's own
+// promise.
 unsafe impl Operand for StableBlock {
     fn range(&self) -> DeviceRange {
         self.block.range()
+    }
+    fn home_stream(&self) -> Option<RawStream> {
+        self.block.home_stream()
     }
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
         self.block.order(stream, alive, access)

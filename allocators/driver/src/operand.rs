@@ -52,9 +52,17 @@ impl Access {
 /// 2. After [`Operand::order`] has answered `Ok`, work queued on `stream` with that access before the next conflicting
 ///    `order`, and before the operand's memory is given to somebody else, is ordered with every other use; and the
 ///    memory is not given out, written or unmapped before that work is done, whatever is dropped or forgotten.
+/// 3. What [`Operand::home_stream`] answers with may be called for on any thread while the operand is borrowed, unless its
+///    owner retires it.
 pub unsafe trait Operand {
     /// Where it lies.
     fn range(&self) -> DeviceRange;
+
+    /// The stream that the memory lives on, if it has one that any thread may queue work on: there, [`Operand::order`] makes
+    /// nothing wait for anything unless another stream has used the memory. Never blocks.
+    fn home_stream(&self) -> Option<RawStream> {
+        None
+    }
 
     /// Makes `stream` wait for what must come before `access`, and notes that `stream` uses it. The host does not wait.
     ///

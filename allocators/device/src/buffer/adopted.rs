@@ -244,10 +244,13 @@ impl<F: Foreign<Item: Pod>> Adopted<F> {
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
 // SAFETY: 1. the library has handed its memory over, by its own promise. 2. that of the block underneath; the memory goes
-// back behind every noted use.
+// back behind every noted use. 3. the block's own promise.
 unsafe impl<F: Foreign> Operand for Adopted<F> {
     fn range(&self) -> DeviceRange {
         self.buffer.range()
+    }
+    fn home_stream(&self) -> Option<RawStream> {
+        self.buffer.home_stream()
     }
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
         self.buffer.order(stream, alive, access)

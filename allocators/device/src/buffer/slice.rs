@@ -287,10 +287,13 @@ macro_rules! part {
         #[expect(unsafe_code, reason = "makes the promises of an operand")]
         // SAFETY: 1. a part, within its bounds, of a block that is borrowed as Rust's rules say: to be read, with others
         // who read, or to be written, and then no other part has these elements. 2. the block's own promise; a use of a
-        // part is noted as one of the whole, which is stricter, and ends no borrow of another part.
+        // part is noted as one of the whole, which is stricter, and ends no borrow of another part. 3. the block's own promise.
         unsafe impl<T> Operand for $slice<'_, T> {
             fn range(&self) -> DeviceRange {
                 self.part.range::<T>()
+            }
+            fn home_stream(&self) -> Option<RawStream> {
+                self.part.block.home_stream()
             }
             fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
                 self.part.order(stream, alive, access, !access.writes())
