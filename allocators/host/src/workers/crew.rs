@@ -137,6 +137,7 @@ impl Crew {
     }
 
     pub(super) fn enqueue(&self, work: Arc<dyn Work>) {
+        let pieces = work.waiting();
         let mut state = self.lock();
         if state.closed || state.alive == 0 {
             drop(state);
@@ -144,8 +145,14 @@ impl Crew {
             return;
         }
         state.queue.push_back(work);
+        let sleepers = state.alive;
         drop(state);
-        self.called.notify_all();
+        // As many as have something to do: each that wakes goes on until nothing is left.
+        if pieces < sleepers {
+            (0..pieces).for_each(|_| self.called.notify_one());
+        } else {
+            self.called.notify_all();
+        }
     }
 
     /// A worker's life.
