@@ -70,7 +70,12 @@ impl FileSource {
         let path = path.as_ref();
         let cached = File::open(path)?;
         let direct = match mode {
-            ReadMode::Cached => None,
+            ReadMode::Cached => {
+                // Chunks are read side by side, from the front to the back. The kernel takes that for random reads, and
+                // fetches little ahead, unless it is told: of a cold file eight threads read four times as much then.
+                let _advised = posix_fadvise(&cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_SEQUENTIAL);
+                None
+            }
             ReadMode::Direct => {
                 // What little is read through the cache then is the ends of reads.
                 let _advised = posix_fadvise(&cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM);
