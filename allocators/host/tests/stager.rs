@@ -5,7 +5,7 @@ mod rig;
 mod support;
 
 use aquifer_core::{DeviceId, MemoryError};
-use aquifer_driver::{Call, Typed, sim::Sim};
+use aquifer_driver::{Call, CaptureMode, Typed, sim::Sim};
 use aquifer_host::{
     FileSource, PinnedConfig, ReadMode, Sink, Source, StageError, Stager, StagerConfig, Stores, Ticket,
     region::Pinning,
@@ -61,9 +61,11 @@ fn memory_that_cannot_be_written_can_be_read() {
 
 #[test]
 fn a_transfer_comes_after_earlier_uses_and_before_later_ones() {
-    for size in [KIB, 6 * SLOT] {
+    for (size, homely) in [KIB, 6 * KIB, 6 * SLOT].into_iter().flat_map(|size| [(size, true), (size, false)])
+    {
         let rig = Rig::new();
         let mut x = rig.operand(size);
+        x.homely = homely;
         let (up, mut down) = (pattern(size, 3), vec![0; size]);
         rig.fill(&mut x, 9);
         rig.look(&x);
@@ -81,12 +83,12 @@ fn a_transfer_comes_after_earlier_uses_and_before_later_ones() {
 
 #[test]
 fn without_the_order_the_simulator_objects() {
-    for size in [KIB, 6 * SLOT] {
+    for size in [KIB, 6 * KIB, 6 * SLOT] {
         for upload in [true, false] {
             let rig = Rig::new();
             let mut x = rig.operand(size);
             rig.fill(&mut x, 9);
-            x.ordered = false;
+            (x.ordered, x.homely) = (false, false);
             let mut bytes = pattern(size, 3);
             let staged = if upload {
                 rig.stager.scope(|s| s.upload(&bytes, &mut x).map(drop))
@@ -98,6 +100,87 @@ fn without_the_order_the_simulator_objects() {
             assert!(!found.is_empty(), "{size} bytes, upload: {upload}");
             assert_eq!(found[0].later.site.file(), file!(), "whoever copied, it was asked for here");
         }
+    }
+}
+
+/// What the driver has been called for by now.
+fn made(rig: &Rig) -> Vec<(Call, u64)> {
+    rig.sim.driver().calls().made()
+}
+
+#[test]
+fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
+    for size in [4, KIB, 6 * KIB] {
+        let rig = Rig::new();
+        rig.stager.warm().unwrap();
+        let mut x = rig.operand(size);
+        let (up, mut down) = (pattern(size, 3), vec![0; size]);
+        rig.fill(&mut x, 9);
+        for (upload, copy) in [(true, Call::CopyToDevice), (false, Call::CopyToHost)] {
+            let before = made(&rig);
+            let staged = if upload {
+                rig.stager.scope(|s| s.upload(&up, &mut x).map(drop))
+            } else {
+                rig.stager.scope(|s| s.download(&x, &mut down).map(drop))
+            };
+            staged.unwrap().unwrap();
+            let calls: Vec<_> = made(&rig)
+                .into_iter()
+                .map(|(call, count)| {
+                    let earlier = before.iter().find(|(other, _)| *other == call).map_or(0, |&(_, n)| n);
+                    (call, count - earlier)
+                })
+                .filter(|&(_, count)| count > 0)
+                .collect();
+            let mut expected = [
+                // That nobody captures, before the copy and before the wait.
+                (Call::StreamIsCapturing, 2),
+                (Call::StreamSynchronize, 1),
+                // Around the wait.
+                (Call::ExchangeCaptureMode, 2),
+                (copy, 1),
+            ];
+            let order = |call: Call| Call::ALL.iter().position(|&other| other == call);
+            expected.sort_by_key(|&(call, _)| order(call));
+            assert_eq!(calls, expected, "{size} bytes, upload: {upload}");
+        }
+        assert!(down == up);
+        drop(x);
+        rig.assert_all_given_back();
+    }
+}
+
+#[test]
+fn a_short_transfer_of_a_home_that_captures_is_refused_and_the_capture_is_whole() {
+    for size in [KIB, 6 * KIB, 2 * SLOT] {
+        let rig = Rig::new();
+        let mut x = rig.operand(size);
+        let up = pattern(size, 3);
+        rig.sim.begin_capture(rig.home.raw(), CaptureMode::Relaxed).unwrap();
+        let refused = rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap();
+        assert!(
+            matches!(refused, Err(StageError::Memory(MemoryError::Capturing { .. }))),
+            "{size} bytes: {refused:?}"
+        );
+        rig.sim.end_capture(rig.home.raw()).unwrap();
+        rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+        assert!(rig.bytes(&x) == up);
+        drop(x);
+        rig.assert_all_given_back();
+    }
+}
+
+#[test]
+fn both_directions_together_have_no_more_workers_than_there_are_cpus() {
+    let rig = Rig::new();
+    let cpus = thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    let host = aquifer_host::region::Host::new(support::topology(), aquifer_host::kernel::Kernel::new());
+    for (up, down) in [(1, 1), (8, 8), (256, 1), (1, 256), (256, 256)] {
+        let mut config = config();
+        (config.up_workers, config.down_workers) = (up, down);
+        let stager = Stager::new(&host, &rig.pool, &rig.streams, config).unwrap();
+        let (up, down) = (stager.config().up_workers, stager.config().down_workers);
+        assert!(up >= 1 && down >= 1 && (up + down <= cpus.max(2)), "{up} and {down} on {cpus}");
     }
 }
 
@@ -392,8 +475,8 @@ fn a_thread_that_unwinds_may_wait_for_a_transfer() {
     thread::scope(|threads| {
         let held = rig.sim.stall(Call::CopyToDevice);
         let ticket = rig.stager.upload(pattern(200 * SLOT, 6), rig.operand(200 * SLOT)).unwrap();
-        // Three workers, or as many as there are CPUs, and whoever waits.
-        let workers = thread::available_parallelism().map_or(1, |cpus| cpus.get().min(3));
+        // The workers, and whoever waits.
+        let workers = rig.stager.config().up_workers;
         threads.spawn(move || assert!(held.wait_for(workers + 1, PATIENCE), "who waits takes part"));
         let unwound = catch_unwind(AssertUnwindSafe(|| {
             let _waits = Waits(Some(ticket), &outcome);
@@ -736,7 +819,7 @@ fn slots_are_kept_until_they_are_trimmed() {
     }
     assert_eq!(rig.pool.stats().regions, regions, "no transfer takes pinned memory after that");
     drop(x);
-    let lanes = 4 + 3;
+    let lanes = rig.stager.config().up_workers + rig.stager.config().down_workers + 2;
     assert_eq!(rig.stager.trim(), (lanes * 2 * SLOT) as u64);
     assert_eq!(rig.pool.stats().memory.live, 0);
     rig.assert_all_given_back();

@@ -48,7 +48,7 @@ fn round(rig: &Rig, size: usize, seed: u8) -> Result<(), StageError> {
 
 #[test]
 fn each_call_that_fails_is_told_and_the_next_transfer_goes_well() {
-    for size in [KIB, 6 * SLOT] {
+    for size in [KIB, 6 * KIB, 6 * SLOT] {
         for call in CALLS {
             for nth in [1, 2, 3, 5, 8, 13, 21] {
                 let rig = Rig::new();
@@ -124,6 +124,28 @@ fn a_slot_goes_back_only_when_its_copies_are_known_to_be_done() {
     rig.assert_all_given_back();
 }
 
+#[test]
+fn a_slot_that_a_short_transfer_used_goes_back_only_when_its_copy_is_known_to_be_done() {
+    let rig = Rig::new();
+    rig.stager.warm().unwrap();
+    let up = pattern(6 * KIB, 1);
+    let mut x = rig.operand(up.len());
+    for call in [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize] {
+        rig.sim.fail_every(call, 1, REFUSED);
+    }
+    let told = rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).and_then(|taken| taken);
+    assert!(matches!(told, Err(StageError::Memory(MemoryError::Driver(_)))), "{told:?}");
+    let _bytes = rig.stager.trim();
+    assert!(rig.pool.stats().memory.pending > 0);
+    rig.sim.clear_failures();
+    rig.sim.run_all();
+    assert!(rig.bytes(&x) == up);
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.pool.stats().memory.pending, 0, "and now it has been seen");
+    drop(x);
+    rig.assert_all_given_back();
+}
+
 /// Loses the device when somebody reads a byte.
 struct Fatal {
     sim: Sim,
@@ -159,7 +181,7 @@ fn a_lost_device_ends_every_transfer_with_that_error_and_all_can_be_dropped() {
         if let Err(failed) = falling.wait() {
             assert!(failed.error.is_device_lost(), "{failed}");
         }
-        for size in [KIB, 4 * SLOT] {
+        for size in [KIB, 6 * KIB, 4 * SLOT] {
             let bytes = vec![1; size];
             let late = rig.stager.scope(|s| s.upload(&bytes, &mut x).map(drop));
             assert!(late.is_err() || late.unwrap().is_err());

@@ -147,9 +147,11 @@ impl Machine {
         let mut config = StagerConfig::default();
         (config.up_workers, config.down_workers) =
             (1 + usize::from(settings >> 2 & 1), 1 + usize::from(settings >> 3 & 1));
-        (config.slot, config.least_chunk, config.direct) = (SLOT, 4096, 2048);
+        (config.slot, config.least_chunk) = (SLOT, 4096);
+        (config.direct, config.down_direct, config.alone) = (1024, 512, 4096);
         (config.slots, config.depth) = (1 + usize::from(settings >> 4 & 1), 2 * MOST);
         config.stores = if settings >> 5 & 1 == 0 { Stores::NonTemporal } else { Stores::Cached };
+        config.down_stores = config.stores;
         let stager = Stager::new(&host, &pinned, pool.streams(), config).ok()?;
         let home = pool.stream().ok()?;
         Some(Self {

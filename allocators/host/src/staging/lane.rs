@@ -5,12 +5,14 @@ use super::plan::Move;
 use crate::{PinnedBuf, PinnedPool};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::HostAccess;
-use aquifer_stream::{HostOwned, Point, Stream, StreamPool};
+use aquifer_stream::{HostOwned, Point, Stream, StreamPool, Timeline};
 use bytemuck::{Pod, Zeroable};
 use std::{
     mem::ManuallyDrop,
     ptr::NonNull,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
 };
 
 /// What slots are made of, so that each begins with a page: direct reads of files ask for it.
@@ -59,19 +61,25 @@ pub(super) struct Lane {
     pub(super) slots: Vec<Slot>,
 }
 
-/// Waits until nothing that was queued on `stream` runs any more, by every means that the driver has. Blocks.
+/// How long is waited between two looks whether a capture has ended.
+const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
+
+/// Waits until nothing that was queued on a stream runs any more, by every means that the driver has. Blocks, also while
+/// somebody captures on the stream what came behind: nothing can be waited for before.
 ///
 /// # Errors
 /// The first refusal, if all means were refused: the device is lost, or the driver is gone.
-pub(super) fn settle(stream: &Stream) -> Result<()> {
-    let timeline = stream.timeline();
-    let refused = match timeline.synchronize() {
-        Ok(()) => return Ok(()),
-        Err(lost @ MemoryError::DeviceLost { .. }) => return Err(lost),
-        Err(refused) => refused,
+pub(super) fn settle(timeline: &Timeline) -> Result<()> {
+    let refused = loop {
+        match timeline.synchronize() {
+            Ok(()) => return Ok(()),
+            Err(lost @ MemoryError::DeviceLost { .. }) => return Err(lost),
+            Err(MemoryError::Capturing { .. }) => thread::sleep(CAPTURE_PAUSE),
+            Err(refused) => break refused,
+        }
     };
     let waited = timeline.wait(timeline.open(), None).is_ok()
-        || stream.driver().device_synchronize(stream.device()).is_ok();
+        || timeline.driver().device_synchronize(timeline.raw().device()).is_ok();
     if waited { Ok(()) } else { Err(refused) }
 }
 
@@ -127,17 +135,17 @@ impl Lane {
     /// As [`settle`]. The slots stay busy, and the lane is to be [retired](Lane::retire).
     pub(super) fn settle(&mut self) -> Result<()> {
         if self.slots.iter().any(Slot::is_busy) {
-            settle(&self.stream)?;
+            settle(self.stream.timeline())?;
             self.slots.iter_mut().for_each(|slot| slot.busy = None);
         }
         Ok(())
     }
 
-    /// Gives the slots back to their pool, which keeps those with copies on their way until they are known to be done: of a
-    /// lost device, for ever.
-    fn retire(mut self) {
+    /// Gives the slots back to their pool, which keeps those with copies on their way until what has been queued on `behind`
+    /// is known to be done: of a lost device, for ever.
+    fn retire(mut self, behind: &Arc<Timeline>) {
         let held = self.slots.iter_mut().filter(|slot| slot.is_busy()).all(|slot| {
-            let point = Point::ahead(self.stream.timeline());
+            let point = Point::ahead(behind);
             point.reached();
             slot.pages.defer(Arc::new(point)).is_ok()
         });
@@ -222,6 +230,18 @@ impl Lanes {
         self.lock().idle.pop()
     }
 
+    /// A lane that nobody has now and that is pinned, made if it is the first. Blocks while the pool grows.
+    pub(super) fn one_pinned(&self) -> Option<Lane> {
+        // Without one the driver copies, and says what is wrong.
+        self.ensure(1).ok()?;
+        let lane = self.try_take()?;
+        if lane.is_pinned() {
+            return Some(lane);
+        }
+        self.give(lane);
+        None
+    }
+
     /// A lane, waited for while some other transfer has it, unless `given_up` says so, which is asked whenever
     /// [`Lanes::call`] was called. `None` also if there are none any more.
     pub(super) fn take(&self, given_up: impl Fn() -> bool) -> Option<Lane> {
@@ -253,7 +273,18 @@ impl Lanes {
 
     /// Takes back a lane that cannot be used any more.
     pub(super) fn discard(&self, lane: Lane) {
-        lane.retire();
+        let behind = lane.stream.timeline().clone();
+        lane.retire(&behind);
+        self.forget_one();
+    }
+
+    /// Takes back a lane whose first slot may be touched still by what was queued on another stream, which nobody can wait
+    /// for.
+    pub(super) fn discard_behind(&self, mut lane: Lane, behind: &Arc<Timeline>) {
+        if let Some(slot) = lane.slots.first_mut() {
+            slot.busy = Some(behind.open());
+        }
+        lane.retire(behind);
         self.forget_one();
     }
 

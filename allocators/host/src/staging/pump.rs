@@ -14,11 +14,12 @@ use super::{
     StageError,
     lane::Lane,
     plan::{Cursor, Far, HostSide, Move, Way},
-    stores,
+    stores::{self, Stores},
     transfer::Transfer,
 };
 use aquifer_core::{MemoryError, Result as MemoryResult};
 use aquifer_driver::HostAccess;
+use aquifer_stream::Timeline;
 use std::{
     io,
     panic::{AssertUnwindSafe, catch_unwind},
@@ -28,11 +29,40 @@ use std::{
 
 type Result<T> = std::result::Result<T, StageError>;
 
+/// Queues the copies between a slot that begins at `start` and the device. Those that follow one another on both sides are
+/// one.
+///
+/// # Safety
+/// 1. The moves lie in the slot. That and their ranges on the device are there until the copies are done, and nobody
+///    touches the slot meanwhile. 2. The ranges have been ordered for the stream.
+pub(super) unsafe fn queue_moves(
+    on: &Timeline,
+    way: Way,
+    start: NonNull<u8>,
+    moves: &[Move],
+) -> MemoryResult<()> {
+    let (driver, raw) = (on.driver(), on.raw());
+    let joined = |a: &Move, b: &Move| a.at + a.bytes == b.at && a.device + a.bytes as u64 == b.device;
+    let _calling = on.calling()?;
+    moves.chunk_by(joined).try_for_each(|run| {
+        let (first, bytes) = (run[0], run.iter().map(|one| one.bytes).sum());
+        // SAFETY: 1. the caller's.
+        let at = unsafe { start.add(first.at) };
+        // SAFETY: 1. and 2. the caller's.
+        let copied = unsafe {
+            match way {
+                Way::Up => driver.copy_to_device(raw, first.device, at, bytes),
+                Way::Down => driver.copy_to_host(raw, at, first.device, bytes),
+            }
+        };
+        copied.map_err(|error| MemoryError::driver(raw.device(), error))
+    })
+}
+
 impl Transfer {
     /// Makes the lane's stream wait, on the device, for what the operands' earlier users have queued.
     fn fall_in(&self, lane: &Lane) -> MemoryResult<()> {
-        let (front, epoch) = &self.front;
-        lane.stream.timeline().wait_for(front.timeline(), *epoch).map(drop)
+        lane.stream.timeline().wait_for(self.front.timeline(), self.epoch).map(drop)
     }
 
     /// Moves chunks to the device until none is left to claim.
@@ -124,7 +154,7 @@ impl Transfer {
                     // slot is nothing that is borrowed elsewhere. 3. nobody writes what is borrowed to be read, and
                     // the slot is this lane's.
                     unsafe {
-                        stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.shared.config.stores);
+                        stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.stores());
                     }
                 }
                 HostSide::File(offset) => {
@@ -168,30 +198,18 @@ impl Transfer {
     /// Queues the copies between a slot and the device, and an event behind them.
     fn queue(&self, lane: &mut Lane, slot: usize) -> Result<()> {
         let start = lane.slots[slot].start();
-        let queued = {
-            let Lane { stream, slots } = lane;
-            let (driver, raw) = (stream.driver(), stream.raw());
-            let joined = |a: &Move, b: &Move| a.at + a.bytes == b.at && a.device + a.bytes as u64 == b.device;
-            let _calling = stream.timeline().calling()?;
-            slots[slot].moves.chunk_by(joined).try_for_each(|run| {
-                let (first, bytes) = (run[0], run.iter().map(|one| one.bytes).sum());
-                // SAFETY: 1. `load` puts moves inside of the slot.
-                let at = unsafe { start.add(first.at) };
-                // SAFETY: 1. the slot is there, and nobody else's, until the event behind the copy has passed; the
-                // operands are there while the transfer is under way, which ends after that. 2. the stream waits for
-                // the operands' earlier uses, and their owners have lent them to the transfer.
-                let copied = unsafe {
-                    match self.plan.way {
-                        Way::Up => driver.copy_to_device(raw, first.device, at, bytes),
-                        Way::Down => driver.copy_to_host(raw, at, first.device, bytes),
-                    }
-                };
-                copied.map_err(|error| MemoryError::driver(stream.device(), error))
-            })
-        };
+        // SAFETY: 1. `load` puts moves inside of the slot, which is there, and nobody else's, until the event behind the
+        // copies has passed; the operands are there while the transfer is under way, which ends after that. 2. the stream
+        // waits for the operands' earlier uses, and their owners have lent them to the transfer.
+        let queued =
+            unsafe { queue_moves(lane.stream.timeline(), self.plan.way, start, &lane.slots[slot].moves) };
         // Also after a refusal: some may have been queued.
         let fenced = lane.fence(slot);
         Ok(queued.and(fenced)?)
+    }
+
+    fn stores(&self) -> Stores {
+        self.shared.side(self.plan.way).stores
     }
 
     /// Copies out of a slot that the device has written.
@@ -208,7 +226,7 @@ impl Transfer {
                     // is nothing that is borrowed elsewhere. 3. the transfer has the part to itself, and no copy touches
                     // the slot.
                     unsafe {
-                        stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.shared.config.stores);
+                        stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.stores());
                     }
                 }
                 HostSide::File(offset) => {

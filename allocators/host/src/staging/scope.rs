@@ -2,15 +2,13 @@
 #![expect(unsafe_code, reason = "moves bytes of what is borrowed on other threads")]
 
 use super::{
-    Progress, Shared, Sink, Source, StageError, Stager,
-    lane::settle,
-    permit::Permit,
-    plan::{Far, HostSide, Part, Plan, Way},
+    Progress, Sink, Source, StageError, Stager,
+    parts::Parts,
+    plan::{Far, Way},
     transfer::Transfer,
 };
-use aquifer_core::{MemoryError, Result as MemoryResult};
-use aquifer_driver::{Access, DeviceRange, OperandMut, RawStream, Typed, site};
-use aquifer_stream::Stream;
+use aquifer_core::Result as MemoryResult;
+use aquifer_driver::{Access, OperandMut, RawStream, Typed, site};
 use bytemuck::Pod;
 use std::{
     fmt,
@@ -258,7 +256,7 @@ impl<'env> StageScope<'_, 'env> {
         let mut parts = Parts::new(Way::Up);
         let range = to.range();
         parts.slices(from.into_iter().map(NonNull::from), range)?;
-        self.begin(parts, None, |front| to.order_mut(front, None, Access::Write))
+        self.begin(parts, None, to.home_stream(), |front| to.order_mut(front, None, Access::Write))
     }
 
     /// Copies from the device into many slices, one after the other. They share slots, so small ones cost little.
@@ -272,7 +270,7 @@ impl<'env> StageScope<'_, 'env> {
     ) -> Result<Staged> {
         let mut parts = Parts::new(Way::Down);
         parts.slices(to.into_iter().map(NonNull::from), from.range())?;
-        self.begin(parts, None, |front| from.order(front, None, Access::Read))
+        self.begin(parts, None, from.home_stream(), |front| from.order(front, None, Access::Read))
     }
 
     /// Copies many slices, each to its own operand, as one transfer. They share slots, so small ones cost little.
@@ -293,7 +291,7 @@ impl<'env> StageScope<'_, 'env> {
             parts.slices([NonNull::from(from)], to.range())?;
             operands.push(to);
         }
-        self.begin(parts, None, |front| {
+        self.begin(parts, None, common(operands.iter().map(|to| to.home_stream())), |front| {
             operands.iter_mut().try_for_each(|to| to.order_mut(front, None, Access::Write))
         })
     }
@@ -312,7 +310,7 @@ impl<'env> StageScope<'_, 'env> {
             parts.slices([NonNull::from(to)], from.range())?;
             operands.push(from);
         }
-        self.begin(parts, None, |front| {
+        self.begin(parts, None, common(operands.iter().map(|from| from.home_stream())), |front| {
             operands.iter().try_for_each(|from| from.order(front, None, Access::Read))
         })
     }
@@ -347,7 +345,9 @@ impl<'env> StageScope<'_, 'env> {
     {
         let mut parts = Parts::new(Way::Up);
         parts.ranges(from, to.range())?;
-        self.begin(parts, Some(from_source(source)), |front| to.order_mut(front, None, Access::Write))
+        self.begin(parts, Some(from_source(source)), to.home_stream(), |front| {
+            to.order_mut(front, None, Access::Write)
+        })
     }
 
     /// Writes `from` to `sink`, from `offset` on: a checkpoint, for one.
@@ -362,27 +362,29 @@ impl<'env> StageScope<'_, 'env> {
         let mut parts = Parts::new(Way::Down);
         let range = from.range();
         parts.ranges(iter::once(offset..offset.saturating_add(range.bytes)), range)?;
-        self.begin(parts, Some(to_sink(sink)), |front| from.order(front, None, Access::Read))
+        self.begin(parts, Some(to_sink(sink)), from.home_stream(), |front| {
+            from.order(front, None, Access::Read)
+        })
     }
 
     fn begin(
         &self,
         parts: Parts,
         far: Option<Far>,
+        home: Option<RawStream>,
         order: impl FnOnce(RawStream) -> MemoryResult<()>,
     ) -> Result<Staged> {
         let shared = &self.stager.shared;
         let bytes = parts.total;
-        let small = bytes <= shared.config.direct as u64;
         // Slots that are not pinned would be one copy more, and the driver's own staging all the same.
-        if far.is_none() && (small || !shared.side(parts.way).lanes.is_pinned()) {
+        if far.is_none() && (shared.is_short(parts.way, bytes) || !shared.side(parts.way).lanes.is_pinned()) {
             // SAFETY: 1. all of it is borrowed while this runs.
-            unsafe { shared.direct(parts, order) }?;
+            unsafe { shared.move_alone(&parts, home, order) }?;
             return Ok(Staged { state: State::Done(bytes) });
         }
         let permit = self.stager.permit();
         // SAFETY: 1. what the parts name, and the source or sink, is borrowed for longer than the scope, which waits for it.
-        let transfer = unsafe { shared.transfer(parts, far, permit, order) }?;
+        let transfer = unsafe { shared.transfer(parts, far, permit, home, order) }?;
         {
             let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
             // Those that went well are nothing to wait for.
@@ -393,6 +395,12 @@ impl<'env> StageScope<'_, 'env> {
         transfer.begin();
         Ok(Staged::begun(transfer))
     }
+}
+
+/// The home of all operands, if they have the same.
+fn common(mut homes: impl Iterator<Item = Option<RawStream>>) -> Option<RawStream> {
+    let first = homes.next()??;
+    homes.all(|home| home == Some(first)).then_some(first)
 }
 
 impl fmt::Debug for StageScope<'_, '_> {
@@ -415,142 +423,4 @@ pub(super) fn to_sink(sink: &dyn Sink) -> Far {
     let sink = NonNull::from(sink);
     // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's caller knows.
     Far::To(unsafe { std::mem::transmute::<NonNull<dyn Sink + '_>, NonNull<dyn Sink + 'static>>(sink) })
-}
-
-/// Parts on their way into a plan.
-pub(super) struct Parts {
-    way: Way,
-    parts: Vec<Part>,
-    total: u64,
-    range: Option<DeviceRange>,
-}
-
-impl Parts {
-    pub(super) fn new(way: Way) -> Self {
-        Self { way, parts: Vec::new(), total: 0, range: None }
-    }
-
-    /// Adds slices that follow one another in `range`.
-    pub(super) fn slices<T>(
-        &mut self,
-        slices: impl IntoIterator<Item = NonNull<[T]>>,
-        range: DeviceRange,
-    ) -> MemoryResult<()> {
-        let sides = slices.into_iter().map(|slice| {
-            let bytes = slice.len() as u64 * size_of::<T>() as u64;
-            (HostSide::Memory(slice.cast()), bytes)
-        });
-        self.add(sides, range)
-    }
-
-    /// Adds ranges of the source or sink that follow one another in `range`.
-    pub(super) fn ranges(
-        &mut self,
-        ranges: impl IntoIterator<Item = Range<u64>>,
-        range: DeviceRange,
-    ) -> MemoryResult<()> {
-        let sides =
-            ranges.into_iter().map(|from| (HostSide::File(from.start), from.end.saturating_sub(from.start)));
-        self.add(sides, range)
-    }
-
-    fn add(&mut self, sides: impl Iterator<Item = (HostSide, u64)>, range: DeviceRange) -> MemoryResult<()> {
-        let mut device = range.address;
-        let mut host_bytes = 0u64;
-        for (host, bytes) in sides {
-            host_bytes = host_bytes.saturating_add(bytes);
-            if host_bytes > range.bytes {
-                continue;
-            }
-            self.parts.push(Part { host, device, bytes });
-            device += bytes;
-        }
-        if host_bytes != range.bytes {
-            let (from, to) = match self.way {
-                Way::Up => (host_bytes, range.bytes),
-                Way::Down => (range.bytes, host_bytes),
-            };
-            return Err(MemoryError::LengthMismatch { from, to });
-        }
-        self.total += range.bytes;
-        // One that lies elsewhere is told of; all others are as the last.
-        match self.range {
-            Some(other) if other.device != range.device => {
-                Err(MemoryError::WrongDevice { expected: other.device, actual: range.device })
-            }
-            _ => {
-                self.range = Some(range);
-                Ok(())
-            }
-        }
-    }
-}
-
-impl Shared {
-    fn check(&self, parts: &Parts) -> MemoryResult<()> {
-        match parts.range {
-            Some(range) if range.device != self.device => {
-                Err(MemoryError::WrongDevice { expected: self.device, actual: range.device })
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Makes a transfer whose operands have been ordered, and does not begin it.
-    ///
-    /// # Safety
-    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody else's, the operands
-    ///    keep their ranges and are lent to nobody else, and the source or sink is there, until the transfer is finished.
-    pub(super) unsafe fn transfer(
-        self: &Arc<Self>,
-        parts: Parts,
-        far: Option<Far>,
-        permit: Permit,
-        order: impl FnOnce(RawStream) -> MemoryResult<()>,
-    ) -> Result<Arc<Transfer>> {
-        self.check(&parts)?;
-        let front = self.take_front()?;
-        if let Err(error) = order(front.raw()) {
-            self.give_front(&front, true);
-            return Err(error.into());
-        }
-        let plan = Plan::new(parts.way, far, parts.parts, self.config.grain(parts.way));
-        Ok(Transfer::new(self, plan, front, permit))
-    }
-
-    /// Copies through the driver, by this thread. Blocks.
-    ///
-    /// # Safety
-    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody else's, and the operands
-    ///    keep their ranges and are lent to nobody else, while this runs.
-    unsafe fn direct(&self, parts: Parts, order: impl FnOnce(RawStream) -> MemoryResult<()>) -> Result<()> {
-        self.check(&parts)?;
-        let front = self.take_front()?;
-        let ordered = order(front.raw());
-        // SAFETY: 1. the caller's. 2. the operands have just been ordered.
-        let copied = ordered.and_then(|()| unsafe { self.copy_parts(&front, &parts) });
-        // Also after a refusal: some may have been queued.
-        let settled = if parts.total > 0 { settle(&front) } else { Ok(()) };
-        self.give_front(&front, settled.is_ok());
-        Ok(copied.and(settled)?)
-    }
-
-    /// # Safety
-    /// 1. As [`Shared::direct`], until the stream has been waited for. 2. The operands have been ordered for the stream.
-    unsafe fn copy_parts(&self, front: &Stream, parts: &Parts) -> MemoryResult<()> {
-        let (driver, raw) = (self.driver(), front.raw());
-        let _calling = front.timeline().calling()?;
-        for part in parts.parts.iter().filter(|part| part.bytes > 0) {
-            let HostSide::Memory(host) = part.host else { continue };
-            // SAFETY: 1. and 2. the caller's.
-            let copied = unsafe {
-                match parts.way {
-                    Way::Up => driver.copy_to_device(raw, part.device, host, part.bytes as usize),
-                    Way::Down => driver.copy_to_host(raw, host, part.device, part.bytes as usize),
-                }
-            };
-            copied.map_err(|error| MemoryError::driver(self.device, error))?;
-        }
-        Ok(())
-    }
 }

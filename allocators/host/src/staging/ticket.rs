@@ -6,9 +6,10 @@
 
 use super::{
     Failed, Progress, Sink, Source, StageError, Staged, Stager,
+    parts::Parts,
     permit::Permit,
     plan::Way,
-    scope::{Parts, from_source, to_sink},
+    scope::{from_source, to_sink},
     transfer::{Keep, Transfer},
 };
 use allocator_api2::{alloc::Allocator, boxed::Box as AllocBox, vec::Vec as AllocVec};
@@ -221,7 +222,11 @@ impl Permit {
         let made = parts.slices([from.elements()], to.range()).map_err(Into::into).and_then(|()| {
             let shared = self.shared.clone();
             // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it is finished.
-            unsafe { shared.transfer(parts, None, self, |front| to.order_mut(front, None, Access::Write)) }
+            unsafe {
+                shared.transfer(parts, None, self, to.home_stream(), |front| {
+                    to.order_mut(front, None, Access::Write)
+                })
+            }
         });
         ticket(made, (from, to), |shelf| shelf)
     }
@@ -242,7 +247,11 @@ impl Permit {
         let made = parts.slices([to.elements()], from.range()).map_err(Into::into).and_then(|()| {
             let shared = self.shared.clone();
             // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it is finished.
-            unsafe { shared.transfer(parts, None, self, |front| from.order(front, None, Access::Read)) }
+            unsafe {
+                shared.transfer(parts, None, self, from.home_stream(), |front| {
+                    from.order(front, None, Access::Read)
+                })
+            }
         });
         ticket(made, (from, to), |shelf| shelf)
     }
@@ -284,7 +293,11 @@ impl Permit {
             let (shared, from) = (self.shared.clone(), Some(from_source(&*source)));
             // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until it is finished, and the
             // source with it.
-            unsafe { shared.transfer(parts, from, self, |front| to.order_mut(front, None, Access::Write)) }
+            unsafe {
+                shared.transfer(parts, from, self, to.home_stream(), |front| {
+                    to.order_mut(front, None, Access::Write)
+                })
+            }
         });
         ticket(made, to, |shelf| Arc::new((shelf, source)))
     }
@@ -307,7 +320,11 @@ impl Permit {
             let (shared, to) = (self.shared.clone(), Some(to_sink(&*sink)));
             // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until it is finished, and the
             // sink with it.
-            unsafe { shared.transfer(parts, to, self, |front| from.order(front, None, Access::Read)) }
+            unsafe {
+                shared.transfer(parts, to, self, from.home_stream(), |front| {
+                    from.order(front, None, Access::Read)
+                })
+            }
         });
         ticket(made, from, |shelf| Arc::new((shelf, sink)))
     }

@@ -9,18 +9,17 @@
 //! touches its host memory, and everything that the host queues from then on comes after its copies.
 
 use super::{
-    Shared, StageError,
+    Front, Shared, StageError,
     lane::Lane,
     permit::Permit,
     plan::{Plan, Way},
 };
 use crate::workers::Job;
 use aquifer_driver::site;
-use aquifer_stream::Stream;
 use std::{
     any::Any,
     cell::Cell,
-    fmt,
+    fmt, hint,
     panic::Location,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
@@ -39,14 +38,29 @@ pub struct Progress {
     pub total: u64,
 }
 
+/// Bytes for which one more worker is woken: it takes tens of microseconds to be at it, and then the others are done with
+/// less. Whoever wakes them is held up by each.
+const WORTH_WAKING: u64 = 512 << 10;
+
+/// How many workers a transfer of so many bytes is worth.
+fn worth_waking(bytes: u64) -> usize {
+    usize::try_from(bytes / WORTH_WAKING).unwrap_or(usize::MAX).max(1)
+}
+
+/// How often somebody who has nothing left to do looks whether a transfer is finished before he goes to sleep: for
+/// some ten microseconds.
+const LOOKS: u32 = 500;
+
 /// What owns the memory of a transfer until it is finished.
 pub(super) type Keep = Arc<dyn Any + Send + Sync>;
 
 pub(super) struct Transfer {
     pub(super) shared: Arc<Shared>,
     pub(super) plan: Plan,
-    /// The stream that has been made to wait for the operands' earlier uses, and the epoch of those waits.
-    pub(super) front: (Stream, u64),
+    /// The stream that the operands have been ordered for.
+    pub(super) front: Front,
+    /// Its epoch at that time, which all copies come after.
+    pub(super) epoch: u64,
     /// The next chunk to be claimed.
     next: AtomicUsize,
     /// No further chunk is claimed. Once set it stays.
@@ -58,6 +72,8 @@ pub(super) struct Transfer {
     state: Mutex<State>,
     /// The transfer is finished.
     changed: Condvar,
+    /// The same for those who do not sleep.
+    ended: AtomicBool,
 }
 
 struct State {
@@ -82,20 +98,27 @@ struct Held {
 }
 
 impl Transfer {
-    pub(super) fn new(shared: &Arc<Shared>, plan: Plan, front: Stream, permit: Permit) -> Arc<Self> {
-        let epoch = front.timeline().open();
+    pub(super) fn new(
+        shared: &Arc<Shared>,
+        plan: Plan,
+        front: Front,
+        epoch: u64,
+        permit: Permit,
+    ) -> Arc<Self> {
         let held = Held { permit: Some(permit), ..Held::default() };
         let state = State { running: 0, error: None, over: false, finished: false, wakers: Vec::new(), held };
         Arc::new(Self {
             shared: shared.clone(),
             plan,
-            front: (front, epoch),
+            front,
+            epoch,
             next: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
             done: AtomicU64::new(0),
             site: site::entered(),
             state: Mutex::new(state),
             changed: Condvar::new(),
+            ended: AtomicBool::new(false),
         })
     }
 
@@ -113,8 +136,8 @@ impl Transfer {
         let chunks = self.plan.chunks();
         if chunks > 0 {
             let side = self.shared.side(self.plan.way);
-            let wanted = chunks.min(side.workers_most);
-            let begun = side.lanes.ensure(chunks).map_err(StageError::Memory).and_then(|()| {
+            let wanted = chunks.min(side.workers_most).min(worth_waking(self.plan.total()));
+            let begun = side.lanes.ensure(wanted + 1).map_err(StageError::Memory).and_then(|()| {
                 let transfer = self.clone();
                 let work = move |_| transfer.work();
                 side.workers.submit(self.shared.node, wanted, None, work).map_err(StageError::Workers)
@@ -218,7 +241,7 @@ impl Transfer {
                 return;
             }
             state.over = true;
-            self.shared.give_front(&self.front.0, state.error.is_none());
+            self.shared.give_front(&self.front, state.error.is_none());
             std::mem::take(&mut state.held)
         };
         let Held { permit, keep, job } = held;
@@ -227,6 +250,7 @@ impl Transfer {
         let wakers = {
             let mut state = self.lock();
             state.finished = true;
+            self.ended.store(true, Ordering::Release);
             std::mem::take(&mut state.wakers)
         };
         self.changed.notify_all();
@@ -249,6 +273,13 @@ impl Transfer {
     /// Takes part, and blocks until it is finished.
     pub(super) fn wait(&self) -> Result<(), StageError> {
         self.help();
+        // Nothing is left to claim then, or no lane was to be had: mostly the others are at their last chunks.
+        for _ in 0..LOOKS {
+            if self.ended.load(Ordering::Acquire) {
+                break;
+            }
+            hint::spin_loop();
+        }
         let mut state = self.lock();
         while !state.finished {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -352,10 +383,22 @@ impl Drop for Handed<'_> {
                 // The operands are known to be used by the front, which must not be done before the lane is. If that is
                 // refused too, the device is lost or the driver gone, and with it whatever was queued.
                 let timeline = lane.stream.timeline();
-                let _joined = transfer.front.0.timeline().wait_for(timeline, timeline.open());
+                let _joined = transfer.front.timeline().wait_for(timeline, timeline.open());
                 transfer.fail(StageError::Memory(error));
                 lanes.discard(lane);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::worth_waking;
+
+    #[test]
+    fn a_transfer_wakes_a_worker_for_each_half_mebibyte_and_one_at_least() {
+        for (kib, workers) in [(0, 1), (300, 1), (512, 1), (1024, 2), (1536, 3), (4096, 8)] {
+            assert_eq!(worth_waking(kib << 10), workers, "{kib} KiB");
         }
     }
 }

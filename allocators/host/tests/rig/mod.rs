@@ -33,7 +33,8 @@ pub(crate) const SLOT: usize = 64 * KIB;
 pub(crate) fn config() -> StagerConfig {
     let mut config = StagerConfig::default();
     (config.up_workers, config.down_workers) = (3, 2);
-    (config.slot, config.least_chunk, config.direct) = (SLOT, 8 * KIB, KIB);
+    (config.slot, config.least_chunk) = (SLOT, 8 * KIB);
+    (config.direct, config.down_direct, config.alone) = (KIB, KIB, 8 * KIB);
     config.depth = 8;
     config
 }
@@ -140,6 +141,8 @@ pub(crate) struct Plain {
     uses: UseList,
     /// Whether somebody asks who comes after whom.
     pub(crate) ordered: bool,
+    /// Whether it says where it lives.
+    pub(crate) homely: bool,
     sim: Sim,
 }
 
@@ -149,7 +152,7 @@ impl Plain {
         let address = rig.sim.driver().mem_alloc(device, bytes.max(1) as u64).unwrap();
         let range = DeviceRange { device, address, bytes: bytes as u64 };
         let (streams, home) = (rig.streams.clone(), rig.home.clone());
-        Self { range, streams, home, uses: UseList::new(), ordered: true, sim: rig.sim.clone() }
+        Self { range, streams, home, uses: UseList::new(), ordered: true, homely: true, sim: rig.sim.clone() }
     }
 }
 
@@ -166,10 +169,14 @@ impl Drop for Plain {
 }
 
 // SAFETY: 1. an allocation of its own until the drop, which waits for the device. 2. the list orders uses, and the memory
-// is given to nobody else; broken on purpose where a test leaves the order out.
+// is given to nobody else; broken on purpose where a test leaves the order out. 3. the home is leased while the operand lives.
 unsafe impl Operand for Plain {
     fn range(&self) -> DeviceRange {
         self.range
+    }
+
+    fn home_stream(&self) -> Option<RawStream> {
+        self.homely.then(|| self.home.raw())
     }
 
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {

@@ -203,12 +203,42 @@ pub(crate) struct StagerFlags {
     /// Bytes of the shortest chunk
     #[arg(long, value_name = "BYTES")]
     pub(crate) chunk: Option<Size>,
-    /// Bytes up to which the driver copies by itself
+    /// Bytes up to which the driver copies to the device by itself
     #[arg(long, value_name = "BYTES")]
     pub(crate) direct: Option<Size>,
-    /// Copy through the processor's caches
-    #[arg(long)]
-    pub(crate) cached: bool,
+    /// Bytes up to which the driver copies to the host by itself
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) down_direct: Option<Size>,
+    /// Bytes up to which the calling thread copies by itself
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) alone: Option<Size>,
+    /// How the processor writes into slots
+    #[arg(long, value_enum)]
+    pub(crate) stores: Option<StoresChoice>,
+    /// How the processor writes what comes from the device
+    #[arg(long, value_enum)]
+    pub(crate) down_stores: Option<StoresChoice>,
+}
+
+/// How the processor writes.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum StoresChoice {
+    /// As the machine's caches suggest
+    Auto,
+    /// Through its caches
+    Cached,
+    /// Past its caches
+    Past,
+}
+
+impl From<StoresChoice> for Stores {
+    fn from(choice: StoresChoice) -> Self {
+        match choice {
+            StoresChoice::Auto => Self::Auto,
+            StoresChoice::Cached => Self::Cached,
+            StoresChoice::Past => Self::NonTemporal,
+        }
+    }
 }
 
 impl StagerFlags {
@@ -222,9 +252,10 @@ impl StagerFlags {
         config.slot = bytes(self.slot, config.slot);
         config.least_chunk = bytes(self.chunk, config.least_chunk.min(config.slot));
         config.direct = bytes(self.direct, config.direct);
-        if self.cached {
-            config.stores = Stores::Cached;
-        }
+        config.down_direct = bytes(self.down_direct, config.down_direct);
+        config.alone = bytes(self.alone, config.alone);
+        config.stores = self.stores.map_or(config.stores, Stores::from);
+        config.down_stores = self.down_stores.map_or(config.down_stores, Stores::from);
         config
     }
 }

@@ -1,0 +1,256 @@
+//! Beginning a transfer: on which stream its operands are ordered, and those that the calling thread makes by itself.
+//!
+//! Waking a worker takes as long as a thread takes to copy some hundred KiB, and an order between two streams as long as the
+//! driver takes to queue ten copies. So a short transfer is one copy on the operand's home stream, where program order is
+//! all the order there is, and a wait:
+//!
+//! ```text
+//!   to the device          memory ──► home stream           up to `direct`: the driver copies it into its own buffers
+//!                          memory ──► slot ──► home stream  up to `alone`
+//!   to the host            home stream ──► slot ──► memory
+//! ```
+#![expect(unsafe_code, reason = "queues copies, and copies between raw addresses")]
+
+use super::{
+    Front, Shared, StageError,
+    lane::{Lane, Lanes, settle},
+    parts::Parts,
+    permit::Permit,
+    plan::{Far, HostSide, Move, Plan, Way},
+    pump::queue_moves,
+    stores::{self, Stores},
+    transfer::Transfer,
+};
+use aquifer_core::{MemoryError, Result as MemoryResult};
+use aquifer_driver::{HostAccess, RawStream};
+use aquifer_stream::{Fence, Timeline};
+use std::sync::Arc;
+
+type Result<T> = std::result::Result<T, StageError>;
+
+impl Shared {
+    fn check(&self, parts: &Parts) -> MemoryResult<()> {
+        match parts.range {
+            Some(range) if range.device != self.device => {
+                Err(MemoryError::WrongDevice { expected: self.device, actual: range.device })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Orders operands for a stream: their home, where they have one that does not capture, else one of the stager's own.
+    fn front(
+        &self,
+        home: Option<RawStream>,
+        order: impl FnOnce(RawStream) -> MemoryResult<()>,
+    ) -> MemoryResult<Front> {
+        let home = home.and_then(|raw| self.streams.timeline(raw, None).ok());
+        if let Some(home) = home.filter(|home| !home.fences_at_once())
+            && !home.is_capturing()?
+        {
+            order(home.raw())?;
+            return Ok(Front::Home(home));
+        }
+        let front = Front::Own(self.take_front()?);
+        match order(front.timeline().raw()) {
+            Ok(()) => Ok(front),
+            Err(error) => {
+                self.give_front(&front, true);
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes a transfer whose operands have been ordered, and does not begin it.
+    ///
+    /// # Safety
+    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody else's, the operands
+    ///    keep their ranges and are lent to nobody else, and the source or sink is there, until the transfer is finished.
+    pub(super) unsafe fn transfer(
+        self: &Arc<Self>,
+        parts: Parts,
+        far: Option<Far>,
+        permit: Permit,
+        home: Option<RawStream>,
+        order: impl FnOnce(RawStream) -> MemoryResult<()>,
+    ) -> Result<Arc<Transfer>> {
+        self.check(&parts)?;
+        let front = self.front(home, order)?;
+        let timeline = front.timeline();
+        // Events of earlier transfers are recorded again, once they are seen to have passed. What a refusal means is told
+        // by the calls to come.
+        let _looked = timeline.poll();
+        let epoch = timeline.open();
+        // At once: what its user queues on the home stream from now on is nothing to wait for.
+        let fenced = match timeline.fence(epoch) {
+            Ok(Fence::Capturing) => Err(MemoryError::Capturing { stream: timeline.raw().handle() }),
+            Ok(Fence::OutOfReach) => Err(MemoryError::UnknownId),
+            Ok(Fence::Standing | Fence::Recorded) => Ok(()),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = fenced {
+            self.give_front(&front, true);
+            return Err(error.into());
+        }
+        let plan = Plan::new(parts.way, far, parts.parts, self.config.grain(parts.way));
+        Ok(Transfer::new(self, plan, front, epoch, permit))
+    }
+
+    /// Whether a transfer between memory and the device is so short that the calling thread makes it.
+    pub(super) fn is_short(&self, way: Way, bytes: u64) -> bool {
+        bytes <= self.direct(way).max(self.alone())
+    }
+
+    /// Bytes up to which the driver copies by itself.
+    fn direct(&self, way: Way) -> u64 {
+        match way {
+            Way::Up => self.config.direct as u64,
+            Way::Down => self.config.down_direct as u64,
+        }
+    }
+
+    /// Bytes up to which the calling thread copies through a slot.
+    fn alone(&self) -> u64 {
+        self.config.alone.min(self.config.slot) as u64
+    }
+
+    /// Copies by this thread, through a slot or, where it is not to be or there is none that is pinned, through the driver.
+    /// Blocks.
+    ///
+    /// # Safety
+    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody else's, and the operands
+    ///    keep their ranges and are lent to nobody else, while this runs.
+    pub(super) unsafe fn move_alone(
+        &self,
+        parts: &Parts,
+        home: Option<RawStream>,
+        order: impl FnOnce(RawStream) -> MemoryResult<()>,
+    ) -> Result<()> {
+        self.check(parts)?;
+        let lanes = &self.side(parts.way).lanes;
+        let lane = if (self.direct(parts.way) + 1..=self.alone()).contains(&parts.total) {
+            lanes.one_pinned()
+        } else {
+            None
+        };
+        let front = match self.front(home, order) {
+            Ok(front) => front,
+            Err(error) => {
+                lane.into_iter().for_each(|lane| lanes.give(lane));
+                return Err(error.into());
+            }
+        };
+        let on = front.timeline();
+        let (moved, settled) = match lane {
+            // SAFETY: 1. the caller's. 2. the operands have just been ordered.
+            Some(lane) => unsafe { through_slot(on, parts, lane, lanes) },
+            // SAFETY: 1. the caller's. 2. the operands have just been ordered.
+            None => unsafe { through_driver(on, parts) },
+        };
+        self.give_front(&front, settled.is_ok());
+        Ok(moved.and(settled)?)
+    }
+}
+
+/// Copies by the driver, and waits for that. Answers with what came of both.
+///
+/// # Safety
+/// 1. As [`Shared::move_alone`]. 2. The operands have been ordered for the stream.
+unsafe fn through_driver(on: &Timeline, parts: &Parts) -> (MemoryResult<()>, MemoryResult<()>) {
+    if parts.total == 0 {
+        return (Ok(()), Ok(()));
+    }
+    let (driver, raw) = (on.driver(), on.raw());
+    let queue = || {
+        let _calling = on.calling()?;
+        for part in parts.parts.iter().filter(|part| part.bytes > 0) {
+            let HostSide::Memory(host) = part.host else { continue };
+            // SAFETY: 1. the caller's, and nothing is returned before the copies are done. 2. the caller's.
+            let copied = unsafe {
+                match parts.way {
+                    Way::Up => driver.copy_to_device(raw, part.device, host, part.bytes as usize),
+                    Way::Down => driver.copy_to_host(raw, host, part.device, part.bytes as usize),
+                }
+            };
+            copied.map_err(|error| MemoryError::driver(raw.device(), error))?;
+        }
+        Ok(())
+    };
+    let queued = queue();
+    // Also after a refusal: some may have been queued.
+    (queued, settle(on))
+}
+
+/// Copies through the first slot of a lane, and waits for that. Answers with what came of both.
+///
+/// # Safety
+/// 1. As [`Shared::move_alone`]; the parts fit into a slot. 2. The operands have been ordered for the stream.
+unsafe fn through_slot(
+    on: &Arc<Timeline>,
+    parts: &Parts,
+    lane: Lane,
+    lanes: &Lanes,
+) -> (MemoryResult<()>, MemoryResult<()>) {
+    let mut lent = Lent { lane: Some(lane), on, lanes };
+    let Some(lane) = lent.lane.as_mut() else { return (Ok(()), Ok(())) };
+    let slot = &mut lane.slots[0];
+    slot.moves.clear();
+    let mut at = 0;
+    for part in parts.parts.iter().filter(|part| part.bytes > 0) {
+        let bytes = part.bytes as usize;
+        slot.moves.push(Move { host: part.host, device: part.device, at, bytes });
+        at += bytes;
+    }
+    let start = slot.start();
+    if parts.way == Way::Up {
+        lane.touch(0, HostAccess::Write);
+        // SAFETY: 1. the caller's: the parts are readable, and fit into the slot, which is this thread's.
+        unsafe { move_host(Way::Up, start, &lane.slots[0].moves) };
+    }
+    // SAFETY: 1. the moves fit into the slot, which is this thread's until they are known to be done. 2. the caller's.
+    let queued = unsafe { queue_moves(on, parts.way, start, &lane.slots[0].moves) };
+    // Also after a refusal: some may have been queued.
+    let settled = settle(on);
+    if settled.is_err() {
+        return (queued, settled);
+    }
+    if parts.way == Way::Down && queued.is_ok() {
+        lane.touch(0, HostAccess::Read);
+        // SAFETY: 1. the caller's: the parts are writable, and nobody else's; no copy touches the slot any more.
+        unsafe { move_host(Way::Down, start, &lane.slots[0].moves) };
+    }
+    lent.lane.take().into_iter().for_each(|lane| lanes.give(lane));
+    (queued, settled)
+}
+
+/// Copies between a slot that begins at `start` and memory, through the caches: so little stays there.
+///
+/// # Safety
+/// 1. The moves lie in the slot. Their memory is readable, or writable and nobody else's; so is the slot.
+unsafe fn move_host(way: Way, start: std::ptr::NonNull<u8>, moves: &[Move]) {
+    for one in moves {
+        let HostSide::Memory(host) = one.host else { continue };
+        // SAFETY: 1. the caller's.
+        let slot = unsafe { start.add(one.at) };
+        let (to, from) = if way == Way::Up { (slot, host) } else { (host, slot) };
+        // SAFETY: 1. and 3. the caller's. 2. a slot is nothing that is borrowed elsewhere.
+        unsafe { stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, Stores::Cached) };
+    }
+}
+
+/// A lane whose first slot is used on another stream. Dropped with it, that stream is waited for first.
+struct Lent<'a> {
+    lane: Option<Lane>,
+    on: &'a Arc<Timeline>,
+    lanes: &'a Lanes,
+}
+
+impl Drop for Lent<'_> {
+    fn drop(&mut self) {
+        let Some(lane) = self.lane.take() else { return };
+        match settle(self.on) {
+            Ok(()) => self.lanes.give(lane),
+            Err(_) => self.lanes.discard_behind(lane, self.on),
+        }
+    }
+}
