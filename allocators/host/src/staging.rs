@@ -163,8 +163,12 @@ impl StagerConfig {
     }
 
     fn grain(&self, way: Way) -> Grain {
-        let workers = self.workers(way) as u64;
-        Grain { least: self.least_chunk as u64, most: self.slot as u64, workers }
+        let shares = match way {
+            Way::Up => 1,
+            Way::Down => 2,
+        };
+        let (least, most) = (self.least_chunk as u64, self.slot as u64);
+        Grain { least, most, workers: self.workers(way) as u64, shares }
     }
 }
 

@@ -151,6 +151,26 @@ fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
 }
 
 #[test]
+fn a_short_upload_is_sent_in_pieces_and_a_short_download_comes_in_one() {
+    let mut config = config();
+    (config.slot, config.alone, config.direct, config.down_direct) = (512 * KIB, 512 * KIB, 0, 0);
+    let rig = Rig::with(config);
+    for (size, pieces) in [(1, 1), (128 * KIB, 1), (128 * KIB + 1, 2), (300 * KIB, 3), (512 * KIB, 4)] {
+        let (mut x, up) = (rig.operand(size), pattern(size, 3));
+        let copies = |call| rig.sim.driver().calls().get(call);
+        let before = (copies(Call::CopyToDevice), copies(Call::CopyToHost));
+        rig.stager.scope(|s| s.gather(up.chunks(50_001), &mut x).map(drop)).unwrap().unwrap();
+        assert!(rig.bytes(&x) == up, "{size} bytes up");
+        assert_eq!(copies(Call::CopyToDevice) - before.0, pieces, "{size} bytes");
+        let mut down = vec![0; size];
+        rig.stager.scope(|s| s.scatter(&x, down.chunks_mut(70_001)).map(drop)).unwrap().unwrap();
+        assert!(down == up, "{size} bytes down");
+        assert_eq!(copies(Call::CopyToHost) - before.1, 1, "{size} bytes");
+    }
+    rig.assert_all_given_back();
+}
+
+#[test]
 fn a_short_transfer_of_a_home_that_captures_is_refused_and_the_capture_is_whole() {
     for size in [KIB, 6 * KIB, 2 * SLOT] {
         let rig = Rig::new();

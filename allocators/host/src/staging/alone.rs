@@ -26,6 +26,10 @@ use aquifer_driver::{HostAccess, RawStream};
 use aquifer_stream::{Fence, Timeline};
 use std::sync::Arc;
 
+/// Bytes after which what is in a slot is sent while the next are copied in. One more copy costs as much time as so many
+/// bytes take on the link.
+const PIECE: usize = 128 << 10;
+
 type Result<T> = std::result::Result<T, StageError>;
 
 impl Shared {
@@ -197,18 +201,31 @@ unsafe fn through_slot(
     slot.moves.clear();
     let mut at = 0;
     for part in parts.parts.iter().filter(|part| part.bytes > 0) {
-        let bytes = part.bytes as usize;
-        slot.moves.push(Move { host: part.host, device: part.device, at, bytes });
-        at += bytes;
+        let end = at + part.bytes as usize;
+        let (mut host, mut device) = (part.host, part.device);
+        while at < end {
+            let bytes = (end - at).min(PIECE - at % PIECE);
+            slot.moves.push(Move { host, device, at, bytes });
+            (host, device, at) = (host.skip(bytes as u64), device + bytes as u64, at + bytes);
+        }
     }
     let start = slot.start();
-    if parts.way == Way::Up {
-        lane.touch(0, HostAccess::Write);
-        // SAFETY: 1. the caller's: the parts are readable, and fit into the slot, which is this thread's.
-        unsafe { move_host(Way::Up, start, &lane.slots[0].moves) };
-    }
-    // SAFETY: 1. the moves fit into the slot, which is this thread's until they are known to be done. 2. the caller's.
-    let queued = unsafe { queue_moves(on, parts.way, start, &lane.slots[0].moves) };
+    let queued = match parts.way {
+        Way::Up => {
+            lane.touch(0, HostAccess::Write);
+            let pieces = lane.slots[0].moves.chunk_by(|a, b| a.at / PIECE == b.at / PIECE);
+            pieces.into_iter().try_for_each(|piece| {
+                // SAFETY: 1. the caller's: the parts are readable, and fit into the slot, which is this thread's; no copy
+                // reads these bytes of it yet.
+                unsafe { move_host(Way::Up, start, piece) };
+                // SAFETY: 1. the moves fit into the slot, where nobody touches them until they are known to be done. 2.
+                // the caller's.
+                unsafe { queue_moves(on, Way::Up, start, piece) }
+            })
+        }
+        // SAFETY: 1. the moves fit into the slot, which is this thread's until they are known to be done. 2. the caller's.
+        Way::Down => unsafe { queue_moves(on, Way::Down, start, &lane.slots[0].moves) },
+    };
     // Also after a refusal: some may have been queued.
     let settled = settle(on);
     if settled.is_err() {

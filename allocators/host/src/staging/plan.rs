@@ -7,10 +7,11 @@
 //!   chunks   |‒|‒|‒|‒|──|──|──|──|────|────|────|────|───|──|─|‒|‒|‒|
 //! ```
 //!
-//! The first chunks are short, so that the first copy is on its way soon, one for each worker before they double. The
-//! last ones are short too, so that the link does not wait long for the slowest worker's last one: each chunk is at most
-//! what would be left for a worker if all of them took part twice more (guided self-scheduling, Polychronopoulos and
-//! Kuck, 1987).
+//! The first chunks are short, so that the first copy is on its way soon. With each round of the workers they grow to
+//! twice as much, bit by bit, so that workers who began together do not come to the driver together. The last ones are
+//! short too, so that nobody waits long for the slowest worker's last one: each chunk is at most an equal share of what
+//! is left (guided self-scheduling, Polychronopoulos and Kuck, 1987). To the host it is half of that, since a worker
+//! claims two before it has emptied one, and the link has nothing to do while the last ones are emptied.
 
 #![expect(unsafe_code, reason = "sends addresses to other threads; holds no unsafe block")]
 
@@ -43,7 +44,7 @@ unsafe impl Sync for HostSide {}
 
 impl HostSide {
     /// So many bytes further on.
-    fn skip(self, bytes: u64) -> Self {
+    pub(super) fn skip(self, bytes: u64) -> Self {
         match self {
             // Wrapping arithmetic: the result lies in the part, whose memory is one piece.
             Self::Memory(start) => {
@@ -107,6 +108,8 @@ pub(super) struct Grain {
     pub(super) most: u64,
     /// Workers that share them.
     pub(super) workers: u64,
+    /// Shares that each of them takes, at least.
+    pub(super) shares: u64,
 }
 
 /// What chunks begin on a multiple of, where the source is a file: its pages.
@@ -210,15 +213,22 @@ fn follows(end: HostSide, next: HostSide) -> bool {
     }
 }
 
+/// Transfers of so many least chunks begin with longer ones: workers that begin together wait for the driver, which takes
+/// 12 µs for each copy and its event.
+const LONG: u64 = 128;
+
 /// Cuts `total` bytes of which the first lies `phase` bytes behind the start of a page.
 fn cut(total: u64, phase: u64, grain: Grain) -> Vec<u64> {
-    let Grain { least, most, workers } = grain;
+    let Grain { least, most, workers, shares } = grain;
+    let workers = workers.max(1);
+    let first = (total / LONG).clamp(least, most.min(2 * least).max(least));
     let (mut cuts, mut at) = (vec![0], 0);
     while at < total {
         let left = total - at;
-        let round = (cuts.len() as u64 - 1) / workers.max(1);
-        let ramp = least.saturating_mul(1 << round.min(32));
-        let want = ramp.min(left / (2 * workers.max(1))).clamp(least, most);
+        let before = cuts.len() as u64 - 1;
+        let round = first.saturating_mul(1 << (before / workers).min(32));
+        let ramp = round.saturating_add((round / workers).saturating_mul(before % workers));
+        let want = ramp.min(left / (shares * workers).max(1)).clamp(least, most);
         let end = (at + want + phase) / PAGE * PAGE;
         let end = end.saturating_sub(phase);
         // A rest of less than half the least goes with the chunk before it, where that may be as long.
@@ -238,7 +248,7 @@ mod tests {
     use super::*;
 
     fn grain() -> Grain {
-        Grain { least: 256 << 10, most: 4 << 20, workers: 8 }
+        Grain { least: 256 << 10, most: 4 << 20, workers: 8, shares: 2 }
     }
 
     fn lengths(cuts: &[u64]) -> Vec<u64> {
@@ -263,10 +273,21 @@ mod tests {
 
     #[test]
     fn the_first_and_the_last_chunks_are_short() {
-        let lengths = lengths(&cut(1 << 30, 0, grain()));
-        assert!(lengths[..8].iter().all(|&len| len == 256 << 10), "{lengths:?}");
-        assert!(lengths.iter().filter(|&&len| len == 4 << 20).count() > 200);
-        assert!(lengths.iter().rev().take(4).all(|&len| len <= 384 << 10), "{lengths:?}");
+        for shares in [1, 2] {
+            let lengths = lengths(&cut(1 << 30, 0, Grain { shares, ..grain() }));
+            assert!(lengths[..8].iter().all(|&len| (512 << 10..1 << 20).contains(&len)), "{lengths:?}");
+            assert!(lengths[..16].is_sorted_by(|a, b| a < b), "no two are as long: {lengths:?}");
+            assert!(lengths.iter().filter(|&&len| len == 4 << 20).count() > 200);
+            assert!(lengths.iter().rev().take(4).all(|&len| len <= 384 << 10), "{lengths:?}");
+        }
+    }
+
+    #[test]
+    fn a_short_transfer_is_cut_into_least_chunks() {
+        for total in [512 << 10, 1 << 20, 2 << 20, 4 << 20] {
+            let lengths = lengths(&cut(total, 0, grain()));
+            assert_eq!(lengths.len() as u64, total / (256 << 10), "{lengths:?}");
+        }
     }
 
     #[test]

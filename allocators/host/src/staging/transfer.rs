@@ -48,8 +48,8 @@ fn worth_waking(bytes: u64) -> usize {
 }
 
 /// How often somebody who has nothing left to do looks whether a transfer is finished before he goes to sleep: for
-/// some ten microseconds.
-const LOOKS: u32 = 500;
+/// less than it takes a worker to move its last chunk, and a few times what it takes to be woken.
+const LOOKS: u32 = 2000;
 
 /// What owns the memory of a transfer until it is finished.
 pub(super) type Keep = Arc<dyn Any + Send + Sync>;
