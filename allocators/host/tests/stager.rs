@@ -171,6 +171,24 @@ fn a_short_upload_is_sent_in_pieces_and_a_short_download_comes_in_one() {
 }
 
 #[test]
+fn transfers_record_the_same_events_again_and_again() {
+    let rig = Rig::new();
+    rig.stager.warm().unwrap();
+    let up = pattern(6 * SLOT, 3);
+    let mut x = rig.operand(up.len());
+    for _ in 0..60 {
+        rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+    }
+    // One for each slot, and for each lane and the home stream one more than is on its way.
+    let config = rig.stager.config();
+    let most = (config.up_workers + 1) * (config.slots + 1) + 2;
+    let events = rig.sim.driver().calls().get(Call::EventCreate);
+    assert!(events <= most as u64, "{events} events, where {most} would do");
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
 fn a_short_transfer_of_a_home_that_captures_is_refused_and_the_capture_is_whole() {
     for size in [KIB, 6 * KIB, 2 * SLOT] {
         let rig = Rig::new();
