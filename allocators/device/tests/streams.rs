@@ -11,7 +11,7 @@ mod support;
 use aquifer_core::{Budget, DeviceId, MemoryError};
 use aquifer_device::{Block, DevicePool, PoolConfig, Request};
 use aquifer_driver::{
-    Access, Call, RawStream,
+    Access, Call, Operand, RawStream,
     sim::{Sim, ViolationKind},
 };
 use aquifer_stream::{Lease, Life, Stream};
@@ -171,6 +171,29 @@ fn go(rig: &Rig, foreign: Stream, raw: RawStream, retire: bool) {
     // SAFETY: 1. the test's own, which nobody calls for from here on, if `life` has been kept.
     unsafe { rig.sim.driver().stream_destroy(raw) }.unwrap();
     assert_eq!(rig.sim.driver().stream_create(DeviceId(0), 0).unwrap(), raw, "handles come back");
+}
+
+#[test]
+fn only_a_stream_that_every_thread_may_call_for_is_told_as_a_home() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 8, |_| ());
+    let s = rig.stream();
+    let buffer = rig.bytes(&s, MIB);
+    assert_eq!(buffer.home_stream(), Some(s.raw()));
+    assert_eq!(buffer.block().home_stream(), Some(s.raw()));
+    assert_eq!(buffer.slice(0..9).unwrap().home_stream(), Some(s.raw()), "a part lives where the whole does");
+    for (life, told) in [(Life::Retired, true), (Life::Fenced, false)] {
+        let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
+        // SAFETY: 1. a stream of this driver, which is not destroyed before it is retired or its block is freed.
+        let foreign = unsafe { rig.pool.streams().adopt(raw, life) }.unwrap();
+        let block = rig.pool.alloc(&foreign, Request::bytes(MIB)).unwrap();
+        assert_eq!(block.home_stream(), told.then_some(raw));
+        foreign.retire().unwrap();
+        assert_eq!(block.home_stream(), None, "its owner may destroy it now");
+        drop(block);
+        // SAFETY: 1. the test's own, retired, and no block is left on it.
+        unsafe { rig.sim.driver().stream_destroy(raw) }.unwrap();
+    }
+    rig.assert_silent();
 }
 
 #[test]

@@ -21,15 +21,7 @@ use nix::{
     sys::utsname::uname,
     time::{ClockId, clock_gettime},
 };
-use std::{
-    io,
-    num::NonZeroUsize,
-    ptr,
-    ptr::NonNull,
-    sync::Arc,
-    thread,
-    time::Duration,
-};
+use std::{io, num::NonZeroUsize, ptr, ptr::NonNull, sync::Arc, thread, time::Duration};
 
 /// A range of this process's addresses.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
