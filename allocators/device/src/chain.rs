@@ -488,7 +488,8 @@ impl Inner {
         how: Attempt,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
-        let mut effort = Effort { reserved: progress.reserved, ..Effort::default() };
+        let whole = self.leasing.grows_whole(request.size());
+        let mut effort = Effort { reserved: progress.reserved, whole, ..Effort::default() };
         let place = match &self.physical {
             Physical::Mapped(mapped) => {
                 mapped.place(home, givers, request, how, self.leasing.fit(), &mut effort)?

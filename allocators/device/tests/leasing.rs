@@ -88,19 +88,30 @@ fn streams_share_by_the_unit_above_half_of_the_budget_and_part_below() {
 }
 
 #[test]
-fn while_memory_is_ample_a_stream_takes_nothing_from_another_that_allocates() {
+fn while_memory_is_ample_a_stream_takes_from_another_only_large_blocks_that_there_was_room_for_before() {
     // A small block is not worth what it would cost the other stream.
-    for (mib, freed, taken_over) in
-        [(16, 1, false), (16, 2, true), (4, 1, false), (8, 2, true), (4, 2, false)]
-    {
+    for (mib, freed, more, taken_over) in [
+        (16, 1, 4, false),
+        (16, 1, 0, true),
+        (16, 2, 0, true),
+        (8, 1, 4, false),
+        (8, 1, 0, true),
+        (4, 1, 0, false),
+        (4, 2, 0, false),
+    ] {
         let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
         let (s, u) = (rig.stream(), rig.stream());
         // Free of each other's reach, and done.
         let mut blocks: Vec<_> = (0..4).map(|_| take(&rig, &s, mib)).collect();
-        let held = rig.budget.used();
         let free: Vec<_> = blocks.drain(..freed).map(|block| block.address()).collect();
+        let _more = (more > 0).then(|| take(&rig, &u, more));
+        let held = rig.budget.used();
         let block = take(&rig, &u, mib);
-        assert_eq!(free.contains(&block.address()), taken_over, "{freed} of 4 are free");
+        assert_eq!(
+            free.contains(&block.address()),
+            taken_over,
+            "{mib} MiB, {freed} of 4 are free, {more} more"
+        );
         assert_eq!(rig.pool.stats().adoptions > 0, taken_over);
         assert_eq!(rig.budget.used(), if taken_over { held } else { held + mib * MIB });
     }
@@ -437,6 +448,23 @@ fn blocks_of_one_size_go_round_several_streams_with_no_memory_call_after_the_sec
     }
 }
 
+#[test]
+fn where_memory_was_enough_before_and_lies_badly_new_memory_is_a_hole_that_lasts() {
+    // The second is more than was ever in use: as much as is missing.
+    for (mib, grown) in [(16, 16), (24, 16)] {
+        let rig = Rig::on(Sim::h200(1).symbolic(), 1024, |_| ());
+        let (s, u) = (rig.stream(), rig.stream());
+        drop(take(&rig, &u, 2));
+        let mut blocks: Vec<_> = (0..8).map(|_| take(&rig, &s, 8)).collect();
+        // Two holes of eight: one between others, and one in front of what is nobody's.
+        drop((blocks.remove(1), blocks.pop()));
+        let held = rig.budget.used();
+        let _block = take(&rig, &s, mib);
+        assert_eq!((rig.budget.used() - held) / MIB, grown, "{mib} MiB");
+        rig.assert_silent();
+    }
+}
+
 /// Numbers in no order, the same each time.
 struct Sequence(u64);
 
@@ -478,7 +506,7 @@ fn rounds_that_are_alike_come_to_rest_and_make_do_with_what_there_is() {
             .collect();
         // Nothing, but that a hole is missing now and then.
         let quiet = each[2..].iter().filter(|&&made| made == 0).count();
-        assert!(quiet >= 5 && each[2..].iter().sum::<u64>() * 8 < each[0], "seed {seed}: {each:?}");
+        assert!(quiet >= 8 && each[2..].iter().sum::<u64>() * 8 < each[0], "seed {seed}: {each:?}");
         let stats = rig.pool.stats();
         let held = stats.peak_physical;
         assert!(held < stats.peak_live / 8 * 10, "seed {seed}: {held} of {}", stats.peak_live);

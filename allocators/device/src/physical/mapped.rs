@@ -91,6 +91,8 @@ pub(crate) struct Attempt {
 pub(crate) struct Effort<'a> {
     /// What new memory is drawn from before the budget is asked.
     pub(crate) reserved: Option<&'a Mutex<Reservation>>,
+    /// Where the attempt grows, and no more than that, it grows by the whole block.
+    pub(crate) whole: bool,
     /// Bytes taken from the driver.
     pub(crate) grown: u64,
     /// Bytes taken over from other caches.
@@ -396,7 +398,7 @@ impl Mapped {
                 } else {
                     self.whole_range(offer.range)
                 };
-                (range.len > 0).then_some(range)
+                (range.len > 0 && !(effort.whole && how.grow && !how.steal)).then_some(range)
             });
             let mut slots = self.slots();
             let window = window::best(ranges, slots.free_runs(), self.grid(), *bytes, *align, fit);
