@@ -138,7 +138,8 @@ fn a_quick_run_over_pinned_memory_has_every_promised_row_and_no_failure() {
         } else {
             assert!(value > 0.0, "{row}");
         }
-        let peer = if name.starts_with("pair") { Some("malloc 64 B") } else { None };
+        let same = name.starts_with("random") || name.contains("thread");
+        let peer = if name.starts_with("pair") { Some("malloc 64 B") } else { same.then_some("malloc") };
         assert_eq!(row["peer"].as_str(), peer, "{row}");
     }
 }

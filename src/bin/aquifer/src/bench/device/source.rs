@@ -151,6 +151,9 @@ pub(in crate::bench) struct Malloc;
 #[derive(Debug)]
 pub(in crate::bench) struct Pointer(NonNull<u8>, Layout);
 
+// SAFETY: 1. memory that its holder alone reaches, and any thread may free.
+unsafe impl Send for Pointer {}
+
 impl Source for Malloc {
     type Held = Pointer;
     type Refused = &'static str;

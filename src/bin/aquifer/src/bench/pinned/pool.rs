@@ -28,6 +28,8 @@ const JOBS: [Job; 4] = [
     Job { random: true, bytes: 1 << 20 },
 ];
 
+/// The peer of rows whose sizes it is given too.
+const SAME: &str = "malloc";
 /// The yardstick, and how other rows name it.
 const MALLOC: (&str, &str) = ("malloc pair 64 B", "malloc 64 B");
 
@@ -87,10 +89,12 @@ pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
             continue;
         }
         let pool = bench.pool(needed)?;
-        let mut outcomes = contest(bench.pace, vec![work_of(Pinned::on(&pool), &work)]);
-        let own = outcomes.pop().unwrap_or_default();
+        let contenders = vec![work_of(Pinned::on(&pool), &work), work_of(Malloc, &work)];
+        let mut outcomes = contest(bench.pace, contenders).into_iter();
+        let (own, peer) = (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
         bench.note(&name, own.failed);
-        bench.add(&name, Unit::NsPerOperation, own.each, None);
+        bench.note(&format!("{name} (peer)"), peer.failed);
+        bench.add(&name, Unit::NsPerOperation, own.each, Some((SAME, peer.each)));
         bench.add(&waste, Unit::Percent, wasted(&Pinned::on(&pool), &pool, &work)?, None);
     }
     Ok(())
@@ -166,20 +170,32 @@ fn together(bench: &mut Bench<'_>, job: Job, threads: usize, rows: &[String; 2])
         return Ok(());
     }
     let pool = bench.pool(needed)?;
-    let mut lanes: Vec<_> = (0..threads).map(|_| Lane::new(Pinned::on(&pool))).collect();
-    let contender: Contender<'_> = match works.first() {
-        None => Box::new(move |pairs| crew(&mut lanes, 2 * pairs, |_, lane| lane.pairs(job.bytes, pairs))),
-        Some(first) => {
-            let (works, operations) = (&works, first.operations.len() as u64);
+    let pace = if threads == 1 { bench.pace } else { bench.pace.together() };
+    let own = crew_of((0..threads).map(|_| Pinned::on(&pool)).collect(), job.bytes, &works);
+    let peer = crew_of((0..threads).map(|_| Malloc).collect(), job.bytes, &works);
+    let mut outcomes = contest(pace, vec![own, peer]).into_iter();
+    let (own, peer) = (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
+    bench.note(&rows[0], own.failed);
+    bench.note(&format!("{} (peer)", rows[0]), peer.failed);
+    bench.add(&rows[0], Unit::NsPerOperation, own.over_all, Some((SAME, peer.over_all)));
+    bench.add(&rows[1], Unit::NsPerOperation, own.each, Some((SAME, peer.each)));
+    Ok(())
+}
+
+/// Threads that do a work each, or pairs where there are none. A piece is a work, or as many pairs as make a good lap.
+fn crew_of<'a, S>(sources: Vec<S>, bytes: u64, works: &'a [Work]) -> Contender<'a>
+where
+    S: Source + Send + 'a,
+    S::Held: Send,
+{
+    let mut lanes: Vec<_> = sources.into_iter().map(Lane::new).collect();
+    match works {
+        [] => Box::new(move |pairs| crew(&mut lanes, 2 * pairs, |_, lane| lane.pairs(bytes, pairs))),
+        [first, ..] => {
+            let operations = first.operations.len() as u64;
             Box::new(move |times| {
                 crew(&mut lanes, operations * times, |number, lane| lane.play(&works[number], times))
             })
         }
-    };
-    let pace = if threads == 1 { bench.pace } else { bench.pace.together() };
-    let own = contest(pace, vec![contender]).pop().unwrap_or_default();
-    bench.note(&rows[0], own.failed.clone());
-    bench.add(&rows[0], Unit::NsPerOperation, own.over_all, None);
-    bench.add(&rows[1], Unit::NsPerOperation, own.each, None);
-    Ok(())
+    }
 }
