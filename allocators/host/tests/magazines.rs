@@ -181,7 +181,7 @@ fn a_trim_and_a_growth_take_what_threads_keep_that_do_nothing() {
 
 #[test]
 fn a_thread_that_ends_leaves_what_it_kept_to_the_pool() {
-    let (pool, _budget) = small_pool();
+    let (pool, budget) = small_pool();
     let allocator = pool.allocator();
     thread::spawn(move || {
         for size in [64, 4096, 100_000] {
@@ -191,9 +191,126 @@ fn a_thread_that_ends_leaves_what_it_kept_to_the_pool() {
     })
     .join()
     .unwrap();
-    let stats = pool.stats();
-    assert_eq!((stats.in_magazines, stats.memory.allocations, stats.memory.frees), (0, 3, 3));
+    let stats = pool.stats().memory;
+    assert_eq!((stats.cached, stats.allocations, stats.frees), (stats.physical, 3, 3));
     assert!(pool.is_consistent());
+    assert_eq!(pool.trim(0).unwrap(), stats.physical);
+    assert_eq!(budget.used(), 0);
+}
+
+#[test]
+fn a_thread_that_begins_takes_over_what_one_that_ended_kept() {
+    const THREADS: u64 = 400;
+    if !has_magazines() {
+        return;
+    }
+    let (pool, _budget) = small_pool();
+    let allocator = pool.allocator();
+    for _ in 0..THREADS {
+        let pair = move || {
+            let at = take(&allocator, 64).unwrap();
+            give(&allocator, at, 64);
+        };
+        thread::spawn(pair).join().unwrap();
+    }
+    // Threads of other tests take some of the numbers.
+    let stats = pool.stats();
+    assert!(stats.locked < THREADS, "the lock was taken {} times", stats.locked);
+    assert_eq!((stats.memory.allocations, stats.memory.frees), (THREADS, THREADS));
+}
+
+/// Takes and gives random sizes on some threads, and answers with how often the lock was taken in an operation once all
+/// have what they need.
+fn locked_per_operation(threads: usize, most: usize, live: usize) -> f64 {
+    const OPERATIONS: usize = 30_000;
+    let (pool, _budget) = pool_of(config(), 2 << 30);
+    pool.warm(threads * live * most * 2).unwrap();
+    let (allocator, gate) = (pool.allocator(), Barrier::new(threads + 1));
+    let mut locked = [0; 2];
+    thread::scope(|scope| {
+        for id in 0..threads {
+            let gate = &gate;
+            scope.spawn(move || {
+                let mut random = 0x9e37_79b9_7f4a_7c15u64.wrapping_mul(id as u64 + 1);
+                let mut held = vec![None; live];
+                for _ in 0..2 {
+                    for _ in 0..OPERATIONS {
+                        random ^= random << 13;
+                        random ^= random >> 7;
+                        random ^= random << 17;
+                        let place = &mut held[(random >> 40) as usize % live];
+                        let size = 1 + (random >> 11) as usize % most;
+                        match place.take() {
+                            Some((at, size)) => give(&allocator, at, size),
+                            None => *place = Some((take(&allocator, size).unwrap(), size)),
+                        }
+                    }
+                    gate.wait();
+                    gate.wait();
+                }
+                held.into_iter().flatten().for_each(|(at, size)| give(&allocator, at, size));
+            });
+        }
+        for count in &mut locked {
+            gate.wait();
+            *count = pool.stats().locked;
+            gate.wait();
+        }
+    });
+    assert!(pool.is_consistent());
+    (locked[1] - locked[0]) as f64 / (threads * OPERATIONS) as f64
+}
+
+#[test]
+fn threads_that_take_and_give_random_sizes_hardly_ever_meet_at_the_lock() {
+    if !has_magazines() {
+        return;
+    }
+    // Few blocks of many classes: they take turns longer.
+    for (threads, most, live, bound) in
+        [(1, 64 << 10, 400, 64.0), (4, 64 << 10, 400, 64.0), (4, MIB, 32, 16.0)]
+    {
+        let rate = locked_per_operation(threads, most, live);
+        assert!(rate <= 1.0 / bound, "{rate} for each operation on {threads} threads, up to {most} B");
+    }
+}
+
+#[test]
+fn a_thread_that_only_frees_gives_back_many_at_a_time() {
+    if !has_magazines() {
+        return;
+    }
+    let (pool, _budget) = small_pool();
+    let allocator = pool.allocator();
+    for size in [64, 4096] {
+        let all: Vec<_> = (0..1024).map(|_| take(&allocator, size).unwrap()).collect();
+        let before = pool.stats().locked;
+        thread::scope(|scope| {
+            scope.spawn(|| all.into_iter().for_each(|at| give(&allocator, at, size))).join()
+        })
+        .unwrap();
+        let locked = pool.stats().locked - before;
+        assert!(locked < 1024 / 4, "the lock was taken {locked} times to free 1,024 blocks of {size} B");
+    }
+    assert_eq!(pool.stats().memory.blocks, 0);
+    assert!(pool.is_consistent());
+}
+
+#[test]
+fn blocks_that_magazines_pass_on_suit_whoever_asks_for_a_line() {
+    let (pool, _budget) = small_pool();
+    let allocator = pool.allocator();
+    // A slab whose end is no multiple of a line lies before it.
+    let _slot = take(&allocator, 48).unwrap();
+    for size in [100_000, 2 * MIB] {
+        let at = take(&allocator, size).unwrap();
+        give(&allocator, at, size);
+        let layout = Layout::from_size_align(size, 64).unwrap();
+        let block = allocator.allocate(layout).unwrap();
+        assert!(block.cast::<u8>().addr().get().is_multiple_of(64), "{size}");
+        // SAFETY: 1. just allocated so.
+        unsafe { allocator.deallocate(block.cast(), layout) };
+    }
 }
 
 #[test]
@@ -218,7 +335,7 @@ fn destructors_of_thread_locals_may_allocate_and_free() {
     .join()
     .unwrap();
     let stats = pool.stats();
-    assert_eq!((stats.in_magazines, stats.memory.blocks, stats.memory.frees), (0, 0, 2));
+    assert_eq!((stats.memory.blocks, stats.memory.frees), (0, 2));
     assert!(pool.is_consistent());
 }
 

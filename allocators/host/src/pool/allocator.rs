@@ -1,7 +1,10 @@
 //! A pool as an `Allocator`.
 #![expect(unsafe_code, reason = "implements the allocator traits, which copy between blocks")]
 
-use super::home::{Effort, Home};
+use super::{
+    home::{Effort, Home},
+    thread,
+};
 use aquifer_core::{DeferReuse, Gate, Result, impl_allocator};
 use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 
@@ -56,14 +59,18 @@ impl_allocator! {
     // wrote runs but gates, whose panics are caught.
     impl [] for PinnedAllocator {
         fn allocate(&self, layout: Layout) -> std::result::Result<NonNull<[u8]>, AllocError> {
-            match self.home.quick(self.generation, layout) {
+            match self.quick(layout) {
                 Some(start) => Ok(NonNull::slice_from_raw_parts(start, layout.size())),
                 None => self.by_chain(layout).ok_or(AllocError),
             }
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
-            self.home.deallocate(self.generation, block, layout);
+            // The thread's own first: where thread-locals are found by a call, little is to be kept over it.
+            let magazine = thread::magazine(&self.generation);
+            if !magazine.is_some_and(|magazine| Home::quick_free(magazine, self.generation, block, layout)) {
+                self.home.deallocate_slowly(self.generation, block, layout);
+            }
         }
 
         unsafe fn grow(
@@ -79,7 +86,8 @@ impl_allocator! {
             // SAFETY: 1. `block` has `old.size()` bytes by the caller's word, and `moved` at least as many. 2. both are
             // blocks, so they do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), old.size()) };
-            self.home.deallocate(self.generation, block, old);
+            // SAFETY: 1. `block` is the caller's, with that layout, and nobody uses it any more.
+            unsafe { self.deallocate(block, old) };
             Ok(moved)
         }
 
@@ -108,13 +116,20 @@ impl_allocator! {
             let moved = self.allocate(new)?;
             // SAFETY: 1. both have `new.size()` bytes. 2. both are blocks, so they do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(block.as_ptr(), moved.cast().as_ptr(), new.size()) };
-            self.home.deallocate(self.generation, block, old);
+            // SAFETY: 1. `block` is the caller's, with that layout, and nobody uses it any more.
+            unsafe { self.deallocate(block, old) };
             Ok(moved)
         }
     }
 }
 
 impl PinnedAllocator {
+    /// A block from this thread's magazine.
+    #[inline(always)]
+    fn quick(&self, layout: Layout) -> Option<NonNull<u8>> {
+        self.home.quick_of(thread::magazine(&self.generation)?, self.generation, layout)
+    }
+
     #[inline(never)]
     fn by_chain(&self, layout: Layout) -> Option<NonNull<[u8]>> {
         self.home.allocate_slowly(self.generation, layout, &Effort::Configured).ok()

@@ -9,6 +9,10 @@
 //! class   0  1  2 … 31 | 32 33 34 … 47 | 48 49 50 … 63  | …
 //! ```
 //!
+//! From 64 KiB to 1 MiB each doubling is cut into 32 steps. Such a request gets a block of its own, a sixty-fourth longer
+//! in the mean, so that a thread that frees it finds it again for one of nearly the same size: of random lengths no two
+//! would ever be equal.
+//!
 //! A request that is a multiple of a power of two falls into a class that is one as well: below sixteen times that power
 //! every multiple is a class, above it every class is a multiple. So alignment needs no classes of its own.
 
@@ -16,24 +20,40 @@ use std::alloc::Layout;
 
 /// Bytes of a unit: what `malloc` aligns to.
 const UNIT: usize = 16;
-/// Requests of at most so many bytes have a class.
+/// Requests of at most so many bytes get a slot of a slab.
 pub(super) const SMALL_MAX: usize = 64 << 10;
+/// Requests of at most so many bytes have a class.
+pub(super) const MEDIUM_MAX: usize = 1 << 20;
 /// What slabs begin at a multiple of, and so the largest alignment of a request with a class.
 pub(super) const SLAB_ALIGN: u64 = 4096;
+/// What single blocks begin at a multiple of, and are a multiple of long, in bytes: a cache line.
+pub(super) const LINE: u64 = 64;
+/// How many classes there are whose blocks are slots of slabs. They come first.
+pub(super) const SLOTTED: usize = small(SMALL_MAX) + 1;
 /// How many classes there are.
-pub(super) const CLASSES: usize = class_of(SMALL_MAX / UNIT) + 1;
+pub(super) const CLASSES: usize = medium(MEDIUM_MAX) + 1;
 
-const fn class_of(units: usize) -> usize {
-    let below = units - 1;
-    if below < 16 {
-        return below;
-    }
-    let step = below.ilog2() as usize - 4;
+/// The class of so many bytes, at least one and at most [`SMALL_MAX`].
+#[inline(always)]
+const fn small(bytes: usize) -> usize {
+    let below = (bytes - 1) / UNIT;
+    let step = (below | 16).ilog2() as usize - 4;
     step * 16 + (below >> step)
 }
 
-/// Bytes of a slot of `class`.
+/// The class of so many bytes, above [`SMALL_MAX`] and at most [`MEDIUM_MAX`].
+const fn medium(bytes: usize) -> usize {
+    let below = bytes - 1;
+    let doubling = below.ilog2() as usize;
+    SLOTTED + (doubling - SMALL_MAX.ilog2() as usize) * 32 + (below >> (doubling - 5)) - 32
+}
+
+/// Bytes of a block of `class`.
 pub(super) const fn bytes_of(class: usize) -> usize {
+    if class >= SLOTTED {
+        let place = class - SLOTTED;
+        return (place % 32 + 33) << (place / 32 + SMALL_MAX.ilog2() as usize - 5);
+    }
     if class < 16 {
         return (class + 1) * UNIT;
     }
@@ -41,16 +61,36 @@ pub(super) const fn bytes_of(class: usize) -> usize {
     ((class % 16 + 17) << step) * UNIT
 }
 
-/// The class of a request; `None` if it is empty, too large, or aligned beyond what slabs are.
-#[inline(always)]
+/// The class of a request; `None` if it is empty, too large, or aligned beyond what blocks of its class are.
 pub(super) fn of(layout: Layout) -> Option<usize> {
+    let medium_sized = (SMALL_MAX + 1..=MEDIUM_MAX).contains(&layout.size());
+    if medium_sized && layout.align() as u64 <= LINE { Some(medium(layout.size())) } else { slotted(layout) }
+}
+
+/// The class of a request that gets a slot; `None` if it is empty, too large, or aligned beyond what slabs are.
+#[inline(always)]
+pub(super) fn slotted(layout: Layout) -> Option<usize> {
     let (size, align) = (layout.size(), layout.align());
     if size.wrapping_sub(1) >= SMALL_MAX || align > SLAB_ALIGN as usize {
         return None;
     }
     // A layout is no longer than `isize::MAX` when rounded up to its alignment.
     let rounded = (size + align - 1) & !(align - 1);
-    Some(class_of(rounded.div_ceil(UNIT)))
+    Some(small(rounded))
+}
+
+/// Bytes of a single block for so many: a class's, or whole lines.
+pub(super) fn single(bytes: u64) -> Option<u64> {
+    if (SMALL_MAX as u64 + 1..=MEDIUM_MAX as u64).contains(&bytes) {
+        return Some(bytes_of(medium(bytes as usize)) as u64);
+    }
+    bytes.checked_next_multiple_of(LINE)
+}
+
+/// The class of single blocks of exactly so many bytes, if there is one.
+pub(super) fn of_single(bytes: u64) -> Option<usize> {
+    let in_range = (SMALL_MAX as u64 + 1..=MEDIUM_MAX as u64).contains(&bytes);
+    in_range.then(|| medium(bytes as usize)).filter(|&class| bytes_of(class) as u64 == bytes)
 }
 
 #[cfg(test)]
@@ -59,13 +99,30 @@ mod tests {
 
     #[test]
     fn every_size_falls_into_the_smallest_class_that_holds_it() {
-        assert_eq!((bytes_of(CLASSES - 1), CLASSES), (SMALL_MAX, 144));
-        for size in (1..=SMALL_MAX).step_by(if cfg!(miri) { 997 } else { 1 }) {
+        assert_eq!((bytes_of(SLOTTED - 1), SLOTTED), (SMALL_MAX, 144));
+        assert_eq!((bytes_of(CLASSES - 1), CLASSES), (MEDIUM_MAX, 272));
+        for size in (1..=MEDIUM_MAX).step_by(if cfg!(miri) { 997 } else { 1 }) {
             let class = of(Layout::from_size_align(size, 1).unwrap()).unwrap();
             assert!(bytes_of(class) >= size, "{size}");
             assert!(class == 0 || bytes_of(class - 1) < size, "{size}");
-            assert!((bytes_of(class) - size) * 16 <= size.max(256), "{size}");
+            let parts = if size > SMALL_MAX { 32 } else { 16 };
+            assert!((bytes_of(class) - size) * parts <= size.max(256), "{size}");
+            assert_eq!(class < SLOTTED, slotted(Layout::from_size_align(size, 1).unwrap()).is_some());
         }
+    }
+
+    #[test]
+    fn single_blocks_are_as_long_as_their_class_or_whole_lines() {
+        for (bytes, long, class) in [
+            (100, 128, None),
+            ((64 << 10) + 1, 66 << 10, Some(SLOTTED)),
+            (66 << 10, 66 << 10, Some(SLOTTED)),
+            (1 << 20, 1 << 20, Some(CLASSES - 1)),
+            ((1 << 20) + 1, (1 << 20) + 64, None),
+        ] {
+            assert_eq!((single(bytes), of_single(long)), (Some(long), class), "{bytes}");
+        }
+        assert_eq!((of_single((66 << 10) + 64), single(u64::MAX)), (None, None));
     }
 
     #[test]
@@ -76,7 +133,7 @@ mod tests {
                 assert!(bytes_of(class).is_multiple_of(1 << power), "{size} at {}", 1 << power);
             }
         }
-        for (size, align) in [(0, 16), (SMALL_MAX + 1, 1), (64, 8192)] {
+        for (size, align) in [(0, 16), (SMALL_MAX + 1, 128), (MEDIUM_MAX + 1, 1), (64, 8192)] {
             assert_eq!(of(Layout::from_size_align(size, align).unwrap()), None);
         }
     }

@@ -1,17 +1,20 @@
 //! The shell that allocators point to: made once, never freed, used again with a new generation.
 
 use super::{
-    Shared, classes,
+    Shared,
+    classes::{self, LINE},
     magazine::{LARGE_MAX, Magazine, Tally},
     map,
+    slabs::SHARDS,
     span::{EXACT, Slot},
-    state::{Freed, LINE, Released, State},
+    state::{Freed, Released, State},
     thread::{self, AtWork, THREADS},
 };
 use crate::kernel::pointer;
 use aquifer_core::{Action, Gate, MemoryError, Result, Tag, event::Ticket};
 use aquifer_driver::HostAccess;
 use aquifer_stream::Spin;
+use crossbeam_utils::CachePadded;
 use std::{
     alloc::Layout,
     fmt,
@@ -33,7 +36,8 @@ pub(super) struct Home {
     look: AtomicBool,
     /// Whether its threads get magazines. A pool whose every step is recorded has none.
     stocked: AtomicBool,
-    state: Spin<State>,
+    /// Apart from the flags, which every call reads.
+    state: CachePadded<Spin<State>>,
     /// One thread at a time takes what is in others' magazines.
     draining: Mutex<()>,
     /// Whether somebody makes a region for this pool now.
@@ -62,18 +66,16 @@ impl Home {
         super::sweep();
         let retired = RETIRED.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let home = retired.unwrap_or_else(|| {
-            let home = &*Box::leak(Box::new(Self {
+            &*Box::leak(Box::new(Self {
                 magazines: (0..THREADS).map(|_| OnceLock::new()).collect(),
                 observed: AtomicBool::new(false),
                 look: AtomicBool::new(false),
                 stocked: AtomicBool::new(false),
-                state: Spin::new(State::new()),
+                state: CachePadded::new(Spin::new(State::new())),
                 draining: Mutex::new(()),
                 growing: Mutex::new(false),
                 grown: Condvar::new(),
-            }));
-            thread::know(home);
-            home
+            }))
         });
         home.observed.store(shared.observed, Ordering::Relaxed);
         let stocked = shared.config.recorder.is_none()
@@ -92,7 +94,10 @@ impl Home {
     #[inline]
     pub(super) fn with<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
         let _at_work = AtWork::begin();
-        self.state.with(work)
+        self.state.with(|state| {
+            state.locked += 1;
+            work(state)
+        })
     }
 
     /// Looks into the books and into what the magazines hold.
@@ -104,37 +109,24 @@ impl Home {
         })
     }
 
-    /// This thread's magazine, if it has one and is not at work for a pool.
-    #[inline(always)]
-    fn magazine(&self) -> Option<&Magazine> {
-        Some(self.magazines.get(thread::here())?.get()?)
-    }
-
-    /// This thread's magazine, made if that can be.
-    fn magazine_or_new(&self) -> Option<&Magazine> {
-        if !self.stocked.load(Ordering::Relaxed) {
+    /// This thread's magazine, made if that can be, and found at once from here on. None while the thread is at work for
+    /// a pool.
+    fn magazine(&'static self, generation: u64) -> Option<&'static Magazine> {
+        if !self.stocked.load(Ordering::Relaxed) || thread::is_at_work() {
             return None;
         }
-        if let Some(magazine) = self.magazine() {
-            return Some(magazine);
+        let number = thread::number()?;
+        let place = self.magazines.get(number)?;
+        let magazine = place.get_or_init(|| {
+            // Its memory must not come from a pool.
+            let _at_work = AtWork::begin();
+            Box::new(Magazine::new(number % SHARDS))
+        });
+        // Whoever checks is to see each free.
+        if !self.observed.load(Ordering::Relaxed) {
+            thread::set_magazine(generation, magazine);
         }
-        let place = self.magazines.get(thread::number()?)?;
-        // Its memory must not come from a pool.
-        let _at_work = AtWork::begin();
-        Some(place.get_or_init(|| Box::new(Magazine::new())))
-    }
-
-    /// Takes into the books what the magazine of a thread that ends holds.
-    pub(super) fn leave(&self, number: usize) {
-        if let Some(magazine) = self.magazines.get(number).and_then(OnceLock::get) {
-            self.with(|state| {
-                // If somebody wants in, it is emptied by them.
-                if let Some(_inside) = magazine.enter() {
-                    magazine.empty(|address| state.unstock(address));
-                }
-            });
-            self.note_waiting();
-        }
+        Some(magazine)
     }
 
     /// Takes into the books what all magazines hold, and says whether there was anything; with `close` they serve this
@@ -167,7 +159,10 @@ impl Home {
                 });
             }
         }
-        magazines().for_each(Magazine::let_go);
+        self.with(|state| {
+            let life = if state.open { state.generation } else { 0 };
+            magazines().for_each(|magazine| magazine.let_go(life));
+        });
         self.note_waiting();
         any
     }
@@ -216,44 +211,85 @@ impl Home {
         self.magazines.iter().filter_map(OnceLock::get).any(|magazine| magazine.of() == generation)
     }
 
-    /// A block from this thread's magazine, of a request that has a class.
+    /// A block from this thread's magazine, of a request that gets a slot.
     #[inline(always)]
     pub(super) fn quick(&self, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
-        let class = classes::of(layout)?;
-        let address = self.magazine()?.pop(generation, class, layout.size() as u64, &self.look)?;
-        pointer(address as usize)
+        self.quick_of(thread::magazine(&generation)?, generation, layout)
     }
 
-    /// A block from this thread's magazine, of a request that has none.
-    #[inline(never)]
-    fn quick_large(&self, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
-        let bytes = State::exact_bytes(layout)?;
+    /// As [`Home::quick`], from what may be this thread's magazine for this pool.
+    #[inline(always)]
+    pub(super) fn quick_of(
+        &self,
+        magazine: &Magazine,
+        generation: u64,
+        layout: Layout,
+    ) -> Option<NonNull<u8>> {
+        let class = classes::slotted(layout)?;
+        pointer(magazine.pop(generation, class, layout.size() as u64, &self.look)? as usize)
+    }
+
+    /// A block from a magazine that was looked up, of any request.
+    fn quick_from(&self, magazine: &Magazine, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
+        let asked = layout.size() as u64;
+        if let Some(class) = classes::of(layout) {
+            return pointer(magazine.pop(generation, class, asked, &self.look)? as usize);
+        }
+        let bytes = classes::single(asked)?;
         // Those of no bytes have no block, and those that are aligned beyond slabs not any block.
-        if !(classes::SMALL_MAX as u64 + 1..=LARGE_MAX).contains(&bytes) || layout.align() as u64 > LINE {
+        if !(classes::MEDIUM_MAX as u64 + 1..=LARGE_MAX).contains(&bytes) || layout.align() as u64 > LINE {
             return None;
         }
-        let address = self.magazine()?.pop_large(generation, bytes, layout.size() as u64, &self.look)?;
-        pointer(address as usize)
+        pointer(magazine.pop_large(generation, bytes, asked, &self.look)? as usize)
     }
 
-    /// Puts a slot into this thread's magazine; says whether that was all there was to do.
+    /// Puts a slot into what may be this thread's magazine for this pool; says whether that was all there was to do.
     #[inline(always)]
-    fn quick_free(&self, generation: u64, address: u64, bytes: u64) -> bool {
-        let Some((span, slot)) = map::slab_at(address) else { return false };
-        let sound = span.life() == generation
-            && bytes <= span.slot_bytes()
-            && span.address(slot) == address
-            && span.get_raw(slot) == Slot::Live as u8;
-        sound
-            && self.magazine().is_some_and(|magazine| magazine.push(address, (span, slot), bytes, generation))
+    pub(super) fn quick_free(
+        magazine: &Magazine,
+        generation: u64,
+        address: NonNull<u8>,
+        layout: Layout,
+    ) -> bool {
+        let (address, bytes) = (address.addr().get() as u64, layout.size() as u64);
+        let Some((span, slot)) = map::slot_from(address) else { return false };
+        span.life() == generation
+            && bytes.wrapping_sub(1) < span.slot_bytes()
+            && span.get_raw(slot) == Slot::Live as u8
+            && magazine.push(address, (span, slot), bytes, generation)
     }
 
-    /// Puts a single block into this thread's magazine.
-    fn quick_free_large(&self, generation: u64, address: u64, bytes: u64) -> bool {
-        let Some(magazine) = self.magazine() else { return false };
+    /// Puts a block into a magazine that was looked up, with room made for it if that is what it takes.
+    fn quick_free_to(&self, magazine: &Magazine, generation: u64, address: u64, bytes: u64) -> bool {
         let Some((span, slot)) = map::block_from(address) else { return false };
-        let sound = span.life() == generation && bytes <= span.slot_bytes() && span.get(slot) == Slot::Live;
-        sound && span.class() == EXACT && magazine.push_large(address, span, bytes, generation)
+        if span.life() != generation || bytes > span.slot_bytes() || span.get(slot) != Slot::Live {
+            return false;
+        }
+        let large = span.class() == EXACT;
+        if large && !(classes::MEDIUM_MAX as u64 + 1..=LARGE_MAX).contains(&span.slot_bytes()) {
+            return false;
+        }
+        let push = || {
+            if large {
+                magazine.push_large(address, span, bytes, generation)
+            } else {
+                magazine.push(address, (span, slot), bytes, generation)
+            }
+        };
+        push() || {
+            let room = self.with(|state| {
+                // None where somebody else is at it, or where there is no pool to keep blocks for any more.
+                let _inside = magazine.enter().filter(|_| state.open_as(generation).is_ok())?;
+                state.ready(magazine);
+                if large {
+                    magazine.shed_large(|address| state.unstock(address));
+                } else {
+                    state.make_room(magazine, span.class() as usize);
+                }
+                Some(())
+            });
+            room.is_some() && push()
+        }
     }
 
     /// A block, by the whole chain.
@@ -281,7 +317,11 @@ impl Home {
         if thread::is_at_work() {
             return Err(MemoryError::Busy { address: 0 });
         }
-        if let Some(start) = self.quick_large(generation, layout) {
+        // Who has been sent here to look for open gates must not be served before that.
+        let known = thread::magazine(&generation).filter(|magazine| magazine.life() == generation);
+        let asked = known.is_some() && classes::slotted(layout).is_some();
+        let magazine = if asked { None } else { known.or_else(|| self.magazine(generation)) };
+        if let Some(start) = magazine.and_then(|magazine| self.quick_from(magazine, generation, layout)) {
             return Ok(NonNull::slice_from_raw_parts(start, layout.size()));
         }
         let taken = match self.try_take(generation, layout)? {
@@ -299,7 +339,7 @@ impl Home {
     pub(super) fn try_take(&'static self, generation: u64, layout: Layout) -> Result<Option<Taken>> {
         // A few at a time: each may cost a query of the driver, and all are asked before the pool grows.
         const A_FEW: usize = 4;
-        let magazine = self.magazine_or_new();
+        let magazine = self.magazine(generation);
         let (first, asked) = self.with(|state| -> Result<_> {
             state.open_as(generation)?;
             if state.has_pending() {
@@ -327,12 +367,9 @@ impl Home {
             // So that the best of all that is free is taken, and what lies side by side is one.
             magazine.shed_large(|address| state.unstock(address));
         }
-        let address = state.take(layout)?;
+        let address = state.take(layout, magazine.map_or(0, Magazine::shard))?;
         if let Some(magazine) = magazine {
-            if magazine.life() != state.generation {
-                // Emptied when its last pool was closed.
-                magazine.serve(state.generation);
-            }
+            state.ready(magazine);
             if let Some(class) = class {
                 state.stock(magazine, class);
             }
@@ -348,38 +385,26 @@ impl Home {
         Taken { address, ticket, shared }
     }
 
-    /// Takes a block back.
-    #[inline]
-    pub(super) fn deallocate(&'static self, generation: u64, address: NonNull<u8>, layout: Layout) {
-        let (at, bytes) = (address.addr().get() as u64, layout.size() as u64);
-        if bytes > 0 && !self.observed.load(Ordering::Relaxed) && self.quick_free(generation, at, bytes) {
-            return;
-        }
-        self.deallocate_slowly(generation, Freed { address: at, requested: bytes });
-    }
-
+    /// Takes a block back that did not go into this thread's magazine at once.
     #[inline(never)]
-    fn deallocate_slowly(&'static self, generation: u64, block: Freed) {
+    pub(super) fn deallocate_slowly(&'static self, generation: u64, address: NonNull<u8>, layout: Layout) {
+        let block = Freed { address: address.addr().get() as u64, requested: layout.size() as u64 };
         if block.requested == 0 {
             return;
         }
         if self.observed.load(Ordering::Relaxed) {
             self.observe_free(generation, block);
-            if self.quick_free(generation, block.address, block.requested) {
-                return;
-            }
         }
-        if self.quick_free_large(generation, block.address, block.requested) {
+        let known = thread::magazine(&generation).filter(|magazine| magazine.life() == generation);
+        if let Some(magazine) = known.or_else(|| self.magazine(generation))
+            && self.quick_free_to(magazine, generation, block.address, block.requested)
+        {
             return;
         }
-        let magazine = self.magazine();
         let (released, open, ticket, shared) = self.with(|state| {
             if state.generation != generation {
                 STALE_FREES.fetch_add(1, Ordering::Relaxed);
                 return (Released::Refused, true, None, None);
-            }
-            if let Some(magazine) = magazine {
-                Self::make_room(state, magazine, block.address);
             }
             let released = state.release(block);
             if released == Released::Pending {
@@ -406,24 +431,6 @@ impl Home {
         }
     }
 
-    /// Takes half of the magazine's blocks of the size of this one into the books, or all of those above the classes,
-    /// if it is full of them.
-    fn make_room(state: &mut State, magazine: &Magazine, address: u64) {
-        let Some((span, slot)) = map::block_from(address) else { return };
-        let Some(_inside) = magazine.enter() else { return };
-        if magazine.life() != state.generation || span.get(slot) != Slot::Live {
-            return;
-        }
-        if span.class() == EXACT {
-            if span.slot_bytes() <= LARGE_MAX {
-                magazine.shed_large(|address| state.unstock(address));
-            }
-        } else if magazine.room(span.class() as usize) == 0 {
-            let class = span.class() as usize;
-            magazine.shed(class, magazine.half(class), |address| state.unstock(address));
-        }
-    }
-
     /// Tells whoever checks that the host gives up a block that no gate holds back.
     #[cold]
     fn observe_free(&self, generation: u64, block: Freed) {
@@ -439,9 +446,9 @@ impl Home {
     /// Makes a block larger or smaller where it is; says whether that could be done.
     pub(super) fn resize(&self, generation: u64, address: NonNull<u8>, old: usize, new: usize) -> bool {
         let (address, old, new) = (address.addr().get() as u64, old as u64, new as u64);
-        if let Some(magazine) = self.magazine()
+        if let Some(magazine) = thread::magazine(&generation)
             && let Some((span, slot)) = map::block_from(address)
-            && span.class() != EXACT
+            && !span.is_single()
             && span.life() == generation
             && old <= span.slot_bytes()
             && span.get(slot).is_owned()

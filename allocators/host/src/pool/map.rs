@@ -64,6 +64,13 @@ fn exact_from(address: u64) -> Option<(&'static Span, usize)> {
     (span.start() == address && span.slot_at(address) == Some(0)).then_some((span, 0))
 }
 
+/// The slot that begins at `address`, of a slab or of a single block that begins at a page.
+#[inline(always)]
+pub(super) fn slot_from(address: u64) -> Option<(&'static Span, usize)> {
+    let span = load(address)?;
+    Some((span, span.slot_from(address)?))
+}
+
 /// The slab that `address` lies in, anywhere, and the slot.
 #[inline(always)]
 pub(super) fn slab_at(address: u64) -> Option<(&'static Span, usize)> {

@@ -8,7 +8,7 @@ use std::sync::atomic::{
 
 /// The most slots of a span.
 pub(super) const MAX_SLOTS: usize = 256;
-/// The class of a span that is one block of its own length.
+/// The class of a span that is one block of a length that no class has.
 pub(super) const EXACT: u32 = u32::MAX;
 
 /// How a slot stands.
@@ -44,24 +44,30 @@ impl Slot {
 /// of its slots is anybody's: for the owner of a block it stands still. A slot's state is written by whoever has the
 /// slot: the owner who frees it, the thread whose magazine it is in, the holder of the pool's lock for the others.
 ///
-/// What is looked at on the way of every free comes first, in one cache line with the states of the first slots.
+/// What is looked at on the way of every free comes first, in one cache line with the states of the first slots. States
+/// are written by the thread whose blocks they are of, so neighbours should be one thread's: see `slabs`. Aligned to two
+/// lines, since processors fetch lines in pairs.
 #[derive(Debug)]
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 pub(super) struct Span {
     /// The generation of the pool that it is of; zero while it is vacant.
     life: AtomicU64,
     start: AtomicU64,
+    /// Bytes of all of it.
+    bytes: AtomicU64,
     /// Bytes of a slot.
     slot: AtomicU64,
     /// What to multiply an offset by in place of a division by `slot`; zero for a single block.
     reciprocal: AtomicU64,
     class: AtomicU32,
     slots: AtomicU32,
-    /// How many slots are not free. This and the next are for the holder of the lock only.
+    states: [AtomicU8; MAX_SLOTS],
+    /// How many slots are not free. This and the following are for the holder of the lock only.
     used: AtomicU32,
     /// Where it stands in its class's list of those with room.
     place: AtomicU32,
-    states: [AtomicU8; MAX_SLOTS],
+    /// Whose slab it is.
+    shard: AtomicU32,
     /// Bit n: slot n is free. For the holder of the lock only.
     free: [AtomicU64; MAX_SLOTS / 64],
     /// Its place among all spans of its shell.
@@ -78,12 +84,14 @@ impl Span {
         Self {
             life: AtomicU64::new(0),
             start: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
             slot: AtomicU64::new(0),
             reciprocal: AtomicU64::new(0),
             class: AtomicU32::new(EXACT),
             slots: AtomicU32::new(0),
             used: AtomicU32::new(0),
             place: AtomicU32::new(0),
+            shard: AtomicU32::new(0),
             states: [const { AtomicU8::new(0) }; MAX_SLOTS],
             free: [const { AtomicU64::new(0) }; MAX_SLOTS / 64],
             number,
@@ -95,6 +103,7 @@ impl Span {
         let bytes = classes::bytes_of(class) as u64;
         self.start.store(start, Relaxed);
         self.slot.store(bytes, Relaxed);
+        self.bytes.store(bytes * slots as u64, Relaxed);
         self.reciprocal.store((1 << SHIFT) / bytes + 1, Relaxed);
         self.class.store(class as u32, Relaxed);
         self.slots.store(slots as u32, Relaxed);
@@ -109,9 +118,8 @@ impl Span {
     /// Describes a block of its own, which is live.
     pub(super) fn exact(&self, life: u64, start: u64, bytes: u64) {
         self.start.store(start, Relaxed);
-        self.slot.store(bytes, Relaxed);
+        self.resize(bytes);
         self.reciprocal.store(0, Relaxed);
-        self.class.store(EXACT, Relaxed);
         self.slots.store(1, Relaxed);
         self.used.store(1, Relaxed);
         self.set(0, Slot::Live);
@@ -126,6 +134,7 @@ impl Span {
     pub(super) fn clear(&self) {
         self.life.store(0, Relaxed);
         self.slots.store(0, Relaxed);
+        self.bytes.store(0, Relaxed);
     }
 
     #[inline(always)]
@@ -146,7 +155,15 @@ impl Span {
 
     /// Changes the length of a single block.
     pub(super) fn resize(&self, bytes: u64) {
+        let class = classes::of_single(bytes).map_or(EXACT, |class| class as u32);
+        self.class.store(class, Relaxed);
         self.slot.store(bytes, Relaxed);
+        self.bytes.store(bytes, Relaxed);
+    }
+
+    /// Whether it is one block, and no slab.
+    pub(super) fn is_single(&self) -> bool {
+        self.class() as usize >= classes::SLOTTED
     }
 
     #[inline(always)]
@@ -161,7 +178,7 @@ impl Span {
     /// Bytes of all of it.
     #[inline(always)]
     pub(super) fn bytes(&self) -> u64 {
-        self.slot_bytes() * u64::from(self.slots.load(Relaxed))
+        self.bytes.load(Relaxed)
     }
 
     /// The slot that `address` lies in.
@@ -175,7 +192,12 @@ impl Span {
     /// The slot that begins at `address`.
     #[inline(always)]
     pub(super) fn slot_from(&self, address: u64) -> Option<usize> {
-        self.slot_at(address).filter(|&slot| self.address(slot) == address)
+        let offset = address.wrapping_sub(self.start());
+        if offset >= self.bytes() {
+            return None;
+        }
+        let slot = offset.wrapping_mul(self.reciprocal.load(Relaxed)) >> SHIFT;
+        (slot.wrapping_mul(self.slot_bytes()) == offset).then_some(slot as usize)
     }
 
     #[inline(always)]
@@ -242,6 +264,14 @@ impl Span {
     pub(super) fn set_place(&self, place: usize) {
         self.place.store(place as u32, Relaxed);
     }
+
+    pub(super) fn shard(&self) -> usize {
+        self.shard.load(Relaxed) as usize
+    }
+
+    pub(super) fn set_shard(&self, shard: usize) {
+        self.shard.store(shard as u32, Relaxed);
+    }
 }
 
 #[cfg(test)]
@@ -252,7 +282,7 @@ mod tests {
     #[test]
     fn slots_are_found_from_their_addresses_in_every_class() {
         let span = Span::vacant(0);
-        for class in (0..classes::CLASSES).step_by(if cfg!(miri) { 13 } else { 1 }) {
+        for class in (0..classes::SLOTTED).step_by(if cfg!(miri) { 13 } else { 1 }) {
             let bytes = classes::bytes_of(class) as u64;
             let slots = ((256 << 10) / bytes as usize).min(MAX_SLOTS);
             span.cut(1, 1 << 30, class, slots);

@@ -1,11 +1,12 @@
 //! A pool's books: which memory it has, which blocks are live, and which wait for a gate.
 
 use super::{
-    PinnedStats, Shared, classes,
+    PinnedStats, Shared,
+    classes::{self, LINE},
     magazine::{Magazine, Tally},
     map,
     slabs::Spans,
-    span::{EXACT, Slot, Span},
+    span::{Slot, Span},
 };
 use crate::{
     kernel::Span as Addresses,
@@ -22,8 +23,6 @@ use std::{
     },
 };
 
-/// What single blocks are rounded up to, in bytes: a cache line.
-pub(super) const LINE: u64 = 64;
 /// A single block is not cut shorter than this in place, in bytes: a page has to begin in it.
 const SHORTEST: u64 = 8192;
 
@@ -51,6 +50,8 @@ pub(super) struct State {
     /// What the magazines' `requested` came to when they were last looked at.
     looked: u64,
     refused: u64,
+    /// How often somebody was here.
+    pub(super) locked: u64,
 }
 
 /// A block with gates.
@@ -113,16 +114,17 @@ impl State {
             counts: PoolStats::default(),
             looked: 0,
             refused: 0,
+            locked: 0,
         }
     }
 
-    /// A block for its owner; `None` if nothing free holds it.
+    /// A block for its owner, a slot of the shard's slabs if it can be; `None` if nothing free holds it.
     #[inline]
-    pub(super) fn take(&mut self, layout: Layout) -> Option<u64> {
-        let taken = self.find(layout);
+    pub(super) fn take(&mut self, layout: Layout, shard: usize) -> Option<u64> {
+        let taken = self.find(layout, shard);
         // What is kept for the next of its size goes first.
         let taken = if taken.is_none() && self.spans.dissolve_spares(&mut self.heap) {
-            self.find(layout)
+            self.find(layout, shard)
         } else {
             taken
         };
@@ -130,29 +132,24 @@ impl State {
     }
 
     #[inline]
-    fn find(&mut self, layout: Layout) -> Option<(&'static Span, usize)> {
+    fn find(&mut self, layout: Layout, shard: usize) -> Option<(&'static Span, usize)> {
         let Self { heap, spans, generation, .. } = self;
-        match classes::of(layout) {
-            Some(class) => spans.take(heap, *generation, class),
+        match classes::slotted(layout) {
+            Some(class) => spans.take(heap, *generation, class, shard),
             None => {
-                let bytes = Self::exact_bytes(layout)?;
-                spans.take_exact(heap, *generation, bytes, layout.align() as u64)
+                let bytes = classes::single(layout.size() as u64)?;
+                // At a line, whatever was asked for: magazines give it to whoever asks for that.
+                spans.take_exact(heap, *generation, bytes, (layout.align() as u64).max(LINE))
             }
         }
     }
 
-    /// Bytes of a single block for a request.
-    #[inline(always)]
-    pub(super) fn exact_bytes(layout: Layout) -> Option<u64> {
-        (layout.size() as u64).checked_next_multiple_of(LINE)
-    }
-
     /// A slot of a larger class, when nothing else is left.
     pub(super) fn take_larger(&mut self, layout: Layout) -> Option<u64> {
-        let class = classes::of(layout)?;
+        let class = classes::slotted(layout)?;
         let fits = |&class: &usize| classes::bytes_of(class).is_multiple_of(layout.align());
         let (span, slot) =
-            (class..classes::CLASSES).filter(fits).find_map(|class| self.spans.take_ready(class))?;
+            (class..classes::SLOTTED).filter(fits).find_map(|class| self.spans.take_of_any(class))?;
         Some(self.hand_out(span, slot, layout.size() as u64))
     }
 
@@ -174,14 +171,34 @@ impl State {
         counts.peak_requested = counts.peak_requested.max(requested.min(self.out));
     }
 
-    /// Moves free slots of the class into the magazine, some 16 KiB of what is cut already. Its owner is inside.
+    /// Has a magazine serve this pool, which is open. Its owner is inside.
+    pub(super) fn ready(&self, magazine: &Magazine) {
+        if magazine.life() != self.generation {
+            // It is new, or was emptied when its last pool was closed.
+            magazine.serve(self.generation);
+        }
+    }
+
+    /// Moves free slots of the class into the magazine, some 64 KiB of what its shard has cut already. Its owner is
+    /// inside.
     pub(super) fn stock(&mut self, magazine: &Magazine, class: usize) {
+        if class >= classes::SLOTTED {
+            return;
+        }
         let bytes = classes::bytes_of(class);
-        let wanted = ((16 << 10) / bytes).min(16).min(magazine.room(class));
-        for _ in 0..wanted {
-            let Some((span, slot)) = self.spans.take_ready(class) else { break };
+        for _ in 0..((64 << 10) / bytes).clamp(2, 32).min(magazine.room(class)) {
+            let Some((span, slot)) = self.spans.take_ready(class, magazine.shard()) else { break };
             self.out += bytes as u64;
             magazine.stock(span, slot);
+        }
+    }
+
+    /// Makes room in the magazine for one more block of the class. It may hold twice as many as long as as much is free
+    /// under the lock as it was let hold beyond its beginnings; otherwise half of them are taken into the books. Its
+    /// owner is inside.
+    pub(super) fn make_room(&mut self, magazine: &Magazine, class: usize) {
+        if magazine.room(class) == 0 && !magazine.grow(class, self.free_bytes()) {
+            magazine.shed_half(class, |address| self.unstock(address));
         }
     }
 
@@ -204,7 +221,7 @@ impl State {
 
     #[inline]
     fn give(&mut self, span: &'static Span, slot: usize) {
-        if span.class() == EXACT {
+        if span.is_single() {
             self.spans.give_exact(&mut self.heap, span);
         } else {
             self.spans.give(&mut self.heap, span, slot);
@@ -256,13 +273,12 @@ impl State {
         let size = span.slot_bytes();
         // A tail that a device may still touch must not go to somebody else.
         let stays = new <= size && (new >= old || span.get(slot) == Slot::Gated);
-        let now = if stays || span.class() != EXACT {
+        let now = if stays || !span.is_single() {
             size
         } else {
             let wanted = if new < size { new.max(size.min(SHORTEST)) } else { new };
-            let resized = wanted
-                .checked_next_multiple_of(LINE)
-                .and_then(|wanted| self.heap.resize_in_place(address, wanted, 0).ok());
+            let resized =
+                classes::single(wanted).and_then(|wanted| self.heap.resize_in_place(address, wanted, 0).ok());
             resized.map_or(size, |block| block.bytes)
         };
         if now < new {
@@ -280,7 +296,7 @@ impl State {
     /// The start of the live block that `address` lies in.
     pub(super) fn block_at(&self, address: u64) -> Option<u64> {
         let start = match map::slab_at(address) {
-            Some((span, slot)) if span.class() != EXACT => span.address(slot),
+            Some((span, slot)) if !span.is_single() => span.address(slot),
             _ => match self.heap.block_at(address) {
                 Ok(block) => block.address,
                 Err(HeapError::Interior { block, .. }) => block.start,
@@ -466,6 +482,7 @@ impl State {
             pinned,
             in_magazines: magazines.cached,
             refused_frees: self.refused,
+            locked: self.locked,
         }
     }
 

@@ -1,12 +1,13 @@
 //! Which thread this is, and whether it is at work for a pool.
 //!
-//! A thread that allocates gets a small number, by which pools find its magazines, and gives it back with what is in
-//! them when it ends. The end is learnt from a key of the C library's (`pthread_key_create`): its destructors run after
+//! A thread that allocates gets a small number, by which pools find its magazines, and gives it back when it ends. The
+//! next thread that begins takes it over with what is in them, so that threads which come and go do not each begin with
+//! nothing, and not with a queue before the lock. The end is learnt from a key of the C library's (`pthread_key_create`): its destructors run after
 //! those of Rust's thread-locals, so that these find their magazines still, and nothing is allocated for it from a
 //! global allocator that may be at work for us. A thread that allocates later still does without magazines.
 #![expect(unsafe_code, reason = "makes a key of the C library's threads")]
 
-use super::home::Home;
+use super::magazine::Magazine;
 use nix::libc;
 use std::{
     cell::Cell,
@@ -19,27 +20,45 @@ use std::{
 pub(super) const THREADS: usize = 1024;
 
 /// Not asked for a number yet.
-const NEW: u32 = u32::MAX >> 1;
+const NEW: u32 = u32::MAX;
 /// Never to get one: at its end, or one too many.
 const NONE: u32 = NEW - 1;
-/// Set while the thread is at work for a pool.
-const AT_WORK: u32 = 1 << 31;
+
+/// Pools whose magazines a thread finds at once; others' are looked up under way to the lock.
+const NEAR: usize = 4;
+
+struct Here {
+    at_work: Cell<bool>,
+    number: Cell<u32>,
+    /// By generation: the last one that was looked up. It says itself whom it serves.
+    magazines: [Cell<Option<&'static Magazine>>; NEAR],
+}
 
 thread_local! {
     // Const and without a destructor, so that an allocator may read it at any time of a thread's life.
-    static HERE: Cell<u32> = const { Cell::new(NEW) };
+    static HERE: Here = const {
+        Here { at_work: Cell::new(false), number: Cell::new(NEW), magazines: [const { Cell::new(None) }; NEAR] }
+    };
 }
 
-/// This thread's number; [`THREADS`] or more if it has none, or is at work for a pool.
+/// A magazine of this thread's, that of the pool of this generation if it was looked up lately; none while the thread is
+/// at work for a pool. By reference, so that it need not be kept where thread-locals are found by a call.
 #[inline(always)]
-pub(super) fn here() -> usize {
-    HERE.get() as usize
+pub(super) fn magazine(generation: &u64) -> Option<&'static Magazine> {
+    HERE.with(
+        |here| if here.at_work.get() { None } else { here.magazines[*generation as usize % NEAR].get() },
+    )
+}
+
+/// Notes which magazine this thread has for the pool of this generation.
+pub(super) fn set_magazine(generation: u64, magazine: &'static Magazine) {
+    HERE.with(|here| here.magazines[generation as usize % NEAR].set(Some(magazine)));
 }
 
 /// Whether this thread is at work for a pool.
 #[inline]
 pub(super) fn is_at_work() -> bool {
-    HERE.get() & AT_WORK != 0
+    HERE.with(|here| here.at_work.get())
 }
 
 /// While it lives, this thread is at work for a pool, and pools refuse its allocations: see the module's surprises.
@@ -49,59 +68,44 @@ impl AtWork {
     /// `None` if the thread is at work for a pool already.
     #[inline]
     pub(super) fn begin() -> Option<Self> {
-        let here = HERE.get();
-        HERE.set(here | AT_WORK);
-        (here & AT_WORK == 0).then_some(Self(()))
+        let was = HERE.with(|here| here.at_work.replace(true));
+        (!was).then_some(Self(()))
     }
 }
 
 impl Drop for AtWork {
     #[inline]
     fn drop(&mut self) {
-        HERE.set(HERE.get() & !AT_WORK);
+        HERE.with(|here| here.at_work.set(false));
     }
 }
 
-/// What all threads and shells share.
+/// What all threads share.
 struct Register {
     /// Numbers of threads that have ended.
     free: Vec<u32>,
     /// The first number that nobody has had.
     next: u32,
-    /// Every shell there is.
-    homes: Vec<&'static Home>,
 }
 
-static REGISTER: Mutex<Register> = Mutex::new(Register { free: Vec::new(), next: 0, homes: Vec::new() });
+static REGISTER: Mutex<Register> = Mutex::new(Register { free: Vec::new(), next: 0 });
 
 fn register() -> MutexGuard<'static, Register> {
     REGISTER.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Makes a shell known to threads that end.
-pub(super) fn know(home: &'static Home) {
-    let _at_work = AtWork::begin();
-    register().homes.push(home);
-}
-
-/// Every shell there is.
-fn homes() -> Vec<&'static Home> {
-    let _at_work = AtWork::begin();
-    register().homes.clone()
-}
-
 /// The number of this thread, which gets one if it has none and one is to be had.
-#[cold]
 pub(super) fn number() -> Option<usize> {
-    let at_work = HERE.get() & AT_WORK;
-    let here = HERE.get() & !AT_WORK;
-    if here != NEW {
-        return (here < NONE).then_some(here as usize);
+    let set = |number| HERE.with(|here| here.number.set(number));
+    let known = HERE.with(|here| here.number.get());
+    if known != NEW {
+        return (known < NONE).then_some(known as usize);
     }
     // Whatever is allocated from here on is not for the pool.
-    HERE.set(NONE | AT_WORK);
+    set(NONE);
+    let _at_work = AtWork::begin();
     let number = take_number();
-    HERE.set(number.unwrap_or(NONE) | at_work);
+    set(number.unwrap_or(NONE));
     number.map(|number| number as usize)
 }
 
@@ -140,10 +144,10 @@ fn key() -> &'static Option<libc::pthread_key_t> {
 /// The C library calls it in a thread that ends, with what was noted.
 extern "C" fn ended(value: *mut c_void) {
     let Some(number) = value.addr().checked_sub(1) else { return };
-    HERE.set(NONE);
-    for home in homes() {
-        home.leave(number);
-    }
+    HERE.with(|here| {
+        here.number.set(NONE);
+        here.magazines.iter().for_each(|magazine| magazine.set(None));
+    });
     let _at_work = AtWork::begin();
     register().free.push(number as u32);
 }
