@@ -66,8 +66,9 @@
 //!
 //! # The end
 //! Dropping the last handle closes the pool: allocators answer with an error from then on, and regions without live
-//! blocks go at once. Blocks that are still about stay good, and the last of a region's blocks to be freed ends the
-//! region. The shell that allocators point to is never freed but used again with a new generation, so that a stale
+//! blocks go at once. Blocks that are still about stay good, and the last of a region's blocks to be freed gives the
+//! region up: a free must not wait for devices, so one that is pinned stays charged until a quiet point, a trim, a
+//! [`sweep`], or a region that would find no room in its budget. The shell that allocators point to is never freed but used again with a new generation, so that a stale
 //! allocator always finds something that refuses it.
 //!
 //! # What surprises
@@ -100,7 +101,7 @@ pub use home::stale_frees;
 pub use pending::sweep;
 
 use crate::{
-    region::{Host, PageTier, Pinning, RegionReport, Verify, window::GRANULE},
+    region::{self, Host, PageTier, Pinning, RegionReport, Verify, window::GRANULE},
     topology::NodeId,
 };
 use aquifer_core::{Budget, MemoryError, PoolStats, Recorder, Result, event::Place};
@@ -170,7 +171,7 @@ impl Default for PinnedConfig {
             strict: false,
             pinning: Pinning::default(),
             chunk: 64 << 20,
-            registration: crate::region::RegionRequest::REGISTRATION,
+            registration: region::RegionRequest::REGISTRATION,
             pages: PageTier::HugeTlb,
             flags: HostFlags::default(),
             verify: Verify::default(),
@@ -357,6 +358,7 @@ impl PinnedPool {
     #[track_caller]
     pub fn quiet_point(&self) -> Result<u64> {
         let _site = site::enter();
+        region::end_retired();
         self.handle.home.poll_all();
         let ahead = self.handle.shared.config.grow_ahead as u64;
         self.handle.home.grow_ahead(self.handle.generation, ahead)

@@ -14,6 +14,7 @@ use aquifer_driver::{
 use aquifer_host::{
     PinnedBuf, PinnedConfig, PinnedPool,
     kernel::SystemCall,
+    pool,
     region::{Cause, Host, PageTier, PinnedBy, Pinning, Region, RegionRequest, Step, retry_stranded, window},
 };
 use aquifer_stream::{Stream, StreamPool};
@@ -299,6 +300,25 @@ fn growing_and_trimming_do_not_break_somebodys_capture() {
 }
 
 #[test]
+fn the_last_free_of_a_closed_pool_waits_for_no_device_and_a_quiet_point_ends_what_it_leaves() {
+    let (sim, host) = machine();
+    let budget = budget();
+    let pool = PinnedPool::new(&host, &budget, config()).unwrap();
+    let mut left = AllocVec::new_in(pool.allocator());
+    left.push(7u8);
+    drop(pool);
+    // No quiet point of another test's may come between.
+    let stalled = sim.stall(Call::HostUnregister);
+    drop(left);
+    assert!(budget.used() > 0, "registered, and so charged");
+    drop(stalled);
+    eventually(|| {
+        pool::sweep();
+        sim.outstanding().is_empty() && budget.used() == 0
+    });
+}
+
+#[test]
 fn no_lock_is_held_while_the_driver_registers() {
     let (sim, host) = machine();
     let pool = PinnedPool::new(&host, &budget(), config()).unwrap();
@@ -409,7 +429,7 @@ fn a_pinned_buffer_flies_and_comes_back() {
     drop(target);
     assert_eq!(sim.violations(), []);
     eventually(|| {
-        aquifer_host::pool::sweep();
+        pool::sweep();
         sim.outstanding().registrations == 0
     });
 }
@@ -428,7 +448,7 @@ fn a_pool_closed_under_a_copy_keeps_the_region_until_the_copy_is_done() {
     stream.synchronize().unwrap();
     assert_eq!(sim.read_back(target.range).unwrap(), vec![9; MIB]);
     eventually(|| {
-        aquifer_host::pool::sweep();
+        pool::sweep();
         budget.used() == 0
     });
     assert_eq!(sim.violations(), []);

@@ -7,7 +7,7 @@ use super::{
     state::State,
     thread::AtWork,
 };
-use crate::region::{Cause, Region, RegionError, RegionRequest, window::GRANULE};
+use crate::region::{self, Cause, Region, RegionError, RegionRequest, window::GRANULE};
 use aquifer_core::{Action, MemoryError, OutOfMemory, Result, error::Tried};
 use std::{
     alloc::Layout,
@@ -44,7 +44,9 @@ impl Home {
         layout: Layout,
         effort: &Effort,
     ) -> Result<Taken> {
-        super::sweep();
+        if self.with(|state| state.open_as(generation).map(|shared| shared.config.grow))? == Grow::Now {
+            super::sweep();
+        }
         let mut nap = Duration::from_micros(50);
         loop {
             let in_vain = match self.try_chain(generation, layout, effort)? {
@@ -347,8 +349,22 @@ impl Home {
         given
     }
 
+    /// Gives up the wholly free regions of a closed pool where its last blocks are freed, which must not wait for devices:
+    /// what is pinned is left for the next quiet point.
+    pub(super) fn give_up(&'static self, shared: &Arc<Shared>) {
+        while let Some(region) = self.with(|state| state.remove(0)) {
+            let (start, len) = (region.span().start as u64, region.span().len as u64);
+            if region.is_pinned() {
+                region.retire();
+            }
+            let ticket = shared.config.recorder.as_ref().map(|recorder| recorder.ticket());
+            self.tell(&Some(shared.clone()), ticket, Action::Reap, start, len);
+        }
+    }
+
     /// Gives back wholly free regions at a quiet point.
     pub(super) fn trim(&'static self, generation: u64, keep: u64) -> Result<u64> {
+        region::end_retired();
         let shared = self.with(|state| state.open_as(generation).cloned())?;
         self.drain(&shared, false);
         let keep = keep.max(shared.config.reserve as u64);

@@ -426,7 +426,7 @@ impl Home {
         {
             self.drain(&shared, true);
             self.poll_all();
-            self.reap(&shared, 0, None);
+            self.give_up(&shared);
             self.retire_or_linger();
         }
     }

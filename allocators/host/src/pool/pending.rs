@@ -4,6 +4,7 @@ use super::{
     home::Home,
     state::{Asked, Freed},
 };
+use crate::region;
 use aquifer_core::{Action, Gate};
 use aquifer_driver::HostAccess;
 use std::{
@@ -23,8 +24,8 @@ pub(super) fn linger(home: &'static Home) {
     }
 }
 
-/// Gives back what pools that were closed with copies still on their way have left, as far as those are done now.
-/// Making or closing a pool does it too. Blocks until devices are idle, if there is something to give back.
+/// Gives back what pools that were closed with blocks about or copies still on their way have left, as far as those are
+/// done now. Making a pool does it too, and an allocation that may take memory and has to. Blocks until devices are idle, if there is something to give back.
 pub fn sweep() {
     let homes = mem::take(&mut *LINGERING.lock().unwrap_or_else(PoisonError::into_inner));
     for home in homes {
@@ -35,6 +36,7 @@ pub fn sweep() {
             home.retire_or_linger();
         }
     }
+    region::end_retired();
 }
 
 /// Whether a gate is open. Allocators must not unwind, so a gate that panics counts as shut.
