@@ -69,7 +69,8 @@ impl AtWork {
     #[inline]
     pub(super) fn begin() -> Option<Self> {
         let was = HERE.with(|here| here.at_work.replace(true));
-        (!was).then_some(Self(()))
+        // Made only where it is the first: the end of another would end the first one's work.
+        (!was).then(|| Self(()))
     }
 }
 
@@ -150,4 +151,18 @@ extern "C" fn ended(value: *mut c_void) {
     });
     let _at_work = AtWork::begin();
     register().free.push(number as u32);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_stays_at_work_until_the_first_to_say_so_is_done() {
+        let first = AtWork::begin();
+        assert!(first.is_some() && AtWork::begin().is_none());
+        assert!(is_at_work(), "whoever came second has ended it");
+        drop(first);
+        assert!(!is_at_work());
+    }
 }
