@@ -130,7 +130,10 @@ fn a_quick_run_over_pinned_memory_has_every_promised_row_and_no_failure() {
     // A small machine leaves some out, and says so.
     let left_out: Vec<_> = named("left_out").collect();
     promised.retain(|name| !left_out.contains(name));
-    assert_eq!(named("rows").collect::<Vec<_>>(), promised);
+    // Whole regions are by the workers that the machine has.
+    let (regions, others): (Vec<_>, Vec<_>) = named("rows").partition(|name| name.starts_with("region"));
+    assert_eq!(others, promised);
+    assert!(regions.iter().any(|name| name.ends_with("1 worker")), "{regions:?}");
     for row in rows {
         let (name, value) = (row["name"].as_str().expect("a name"), row["value"].as_f64().expect("a value"));
         if name.starts_with("waste") {
