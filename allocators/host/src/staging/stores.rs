@@ -91,6 +91,8 @@ unsafe fn copy_past_caches(to: *mut u8, from: *const u8, bytes: usize) {
         } else {
             stream_sse(to.add(head), from.add(head), body);
         }
+        // SSE is part of x86-64.
+        std::arch::x86_64::_mm_sfence();
         to.add(done).copy_from_nonoverlapping(from.add(done), bytes - done);
     }
 }
@@ -106,7 +108,7 @@ const BLOCK: usize = 128;
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[target_feature(enable = "avx512f")]
 unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
-    use std::arch::x86_64::{__m512i, _mm_sfence, _mm512_loadu_si512, _mm512_stream_si512};
+    use std::arch::x86_64::{__m512i, _mm512_loadu_si512, _mm512_stream_si512};
     for at in (0..bytes).step_by(BLOCK) {
         // SAFETY: 1. to 4. the caller's: the round lies within both ranges.
         unsafe {
@@ -117,7 +119,6 @@ unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
             _mm512_stream_si512(target.add(1), b);
         }
     }
-    _mm_sfence();
 }
 
 /// # Safety
@@ -125,7 +126,7 @@ unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[target_feature(enable = "avx")]
 unsafe fn stream_avx(to: *mut u8, from: *const u8, bytes: usize) {
-    use std::arch::x86_64::{__m256i, _mm_sfence, _mm256_loadu_si256, _mm256_stream_si256};
+    use std::arch::x86_64::{__m256i, _mm256_loadu_si256, _mm256_stream_si256};
     for at in (0..bytes).step_by(BLOCK) {
         // SAFETY: 1. to 4. the caller's: the round lies within both ranges.
         unsafe {
@@ -140,20 +141,17 @@ unsafe fn stream_avx(to: *mut u8, from: *const u8, bytes: usize) {
             _mm256_stream_si256(target.add(3), d);
         }
     }
-    _mm_sfence();
 }
 
 /// # Safety
 /// 1. to 3. as [`copy`]. 4. `to` is aligned to 16 bytes, and `bytes` a multiple of [`BLOCK`].
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 unsafe fn stream_sse(to: *mut u8, from: *const u8, bytes: usize) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_sfence, _mm_stream_si128};
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
     for at in (0..bytes).step_by(16) {
         // SAFETY: 1. to 4. the caller's: the store lies within both ranges. SSE2 is part of x86-64.
         unsafe { _mm_stream_si128(to.add(at).cast::<__m128i>(), _mm_loadu_si128(from.add(at).cast())) };
     }
-    // SAFETY: 1. SSE is part of x86-64.
-    unsafe { _mm_sfence() };
 }
 
 #[cfg(test)]
