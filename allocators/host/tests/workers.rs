@@ -93,6 +93,9 @@ fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
             let placed = kernel.nodes_of(&pages).unwrap();
             there += placed.iter().filter(|&&n| n == node.id.0 as i32).count();
             all += pages.len();
+            // A small node has room for one at a time.
+            // SAFETY: 1. mapped above; the worker is done with it.
+            unsafe { kernel.unmap(fresh).unwrap() };
         }
         assert!(there * 10 >= all * 9, "{there} of {all} pages lie on {}", node.id);
     }
