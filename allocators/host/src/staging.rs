@@ -21,8 +21,9 @@
 //!
 //! # Order
 //! A transfer waits, on the device, for what has been queued for its operands before: one stream, their home if they have
-//! the same, comes after all of that, and each lane is made to wait for that stream. It is finished when the host has seen all of its copies done, so that whatever
-//! is queued after it needs to wait for nothing. Until then the operands are borrowed or owned by the transfer.
+//! the same, comes after all of that, and each lane is made to wait for that stream. It is finished when the host has seen
+//! all of its copies done, so that whatever is queued after it needs to wait for nothing. Until then the operands are
+//! borrowed or owned by the transfer.
 //!
 //! # Soundness
 //! | host memory and operands are | kept until the transfer is finished by |
@@ -37,6 +38,10 @@
 //! A refusal of the driver, a source that fails or panics, a device that is lost: the transfer answers with a
 //! [`StageError`], and others go on. A transfer that waits for a slow source or a busy operand holds up those of its
 //! direction that came after it.
+//!
+//! Known: a driver that refuses to say whether a lane's copies are done by each of its three ways, and then the wait that
+//! would hold the operands' stream back, without having lost the device, leaves an operand that may be given out again too
+//! soon. After such a [`StageError::Memory`] do not drop the operand.
 
 mod alone;
 mod error;
