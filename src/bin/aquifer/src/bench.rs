@@ -7,6 +7,7 @@
 //! | `stage` | what is measured of staging |
 //! | `lap` | how time is taken |
 //! | `row` | one figure and its peer's |
+//! | `sheet` | what has been found so far, and which rows are wanted |
 //! | `host` | what the figures were taken on, and when |
 //! | `report` | the page, and JSON |
 //!
@@ -19,4 +20,5 @@ mod lap;
 pub(crate) mod pinned;
 mod report;
 pub(crate) mod row;
+mod sheet;
 pub(crate) mod stage;

@@ -28,79 +28,32 @@ mod threads;
 pub(super) mod work;
 
 use super::{
-    host,
-    lap::{Contender, Failed, Outcome, Pace, contest},
-    report::{Failure, LeftOut, Report},
-    row::{Peer, Row, Unit},
+    lap::{Contender, Outcome, Pace, contest},
+    report::Report,
+    row::size,
+    sheet::{Group, Mistake, Sheet, measure},
 };
 use crate::{
     cli,
-    place::{NoPlace, Place, Session},
+    place::{Place, Session},
     progress::Progress,
 };
-use aquifer_core::{Bytes, MemoryError};
+use aquifer_core::MemoryError;
 use source::AsyncPool;
-use std::{fmt, sync::Arc};
-
-/// Why there is nothing to report.
-#[derive(Debug)]
-pub(crate) enum Mistake {
-    /// The device that was asked for is not there.
-    Place(NoPlace),
-    /// `--driver` where the driver is a simulated one.
-    NoDriver,
-    /// `--only` with a pattern that no row's name contains.
-    NoRow {
-        /// The pattern.
-        pattern: String,
-        /// Some names.
-        names: Vec<String>,
-    },
-    /// The device does not answer.
-    Device(MemoryError),
-}
-
-impl fmt::Display for Mistake {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Place(e) => e.fmt(f),
-            Self::NoDriver => f.write_str(
-                "--driver times the calls of a GPU's driver, and the simulated one takes no real time",
-            ),
-            Self::NoRow { pattern, names } => {
-                write!(f, "no row's name contains '{pattern}'; there are {}, and more", names.join("; "))
-            }
-            Self::Device(e) => write!(f, "the bench cannot begin: {e}"),
-        }
-    }
-}
-
-impl std::error::Error for Mistake {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        match self {
-            Self::Place(e) => Some(e),
-            Self::Device(e) => Some(e),
-            Self::NoDriver | Self::NoRow { .. } => None,
-        }
-    }
-}
-
-/// Rows that are measured together.
-struct Group {
-    names: fn(&Bench<'_>) -> Vec<String>,
-    measure: fn(&mut Bench<'_>) -> aquifer_core::Result<()>,
-}
+use std::sync::Arc;
 
 /// In the order in which they are measured and printed. The holes come last of those that hold memory: they take most.
-const GROUPS: [Group; 7] = [
-    Group { names: cached::pair_names, measure: cached::pairs },
-    Group { names: cached::batch_names, measure: cached::batches },
-    Group { names: cached::random_names, measure: cached::random },
-    Group { names: threads::names, measure: threads::measure },
-    Group { names: growth::names, measure: growth::measure },
-    Group { names: holes::names, measure: holes::measure },
-    Group { names: calls::names, measure: calls::measure },
-];
+fn groups<'a>() -> [Group<Bench<'a>>; 7] {
+    [
+        Group { names: cached::pair_names, measure: cached::pairs },
+        Group { names: cached::batch_names, measure: cached::batches },
+        Group { names: cached::random_names, measure: cached::random },
+        Group { names: threads::names, measure: threads::measure },
+        Group { names: growth::names, measure: growth::measure },
+        Group { names: holes::names, measure: holes::measure },
+        Group { names: calls::names, measure: calls::measure },
+    ]
+}
 
 /// Measures what was asked for. Takes most of a minute.
 ///
@@ -113,32 +66,15 @@ pub(crate) fn run(args: &cli::BenchDevice) -> Result<Report, Mistake> {
     }
     let pace = if args.quick { Pace::QUICK } else { Pace::FULL };
     let mut bench = Bench::new(&place, pace, args.only.as_deref(), args.driver)?;
-    bench.measure(&GROUPS, &mut Progress::on_terminal())?;
-    let Bench { rows, failures, left_out, version, .. } = bench;
-    Ok(Report {
-        what: "device",
-        device: place.name(),
-        device_title: place.title(),
-        driver: match place {
-            Place::Sim(_) => format!("simulated, CUDA {}.{}", version / 1000, version % 1000 / 10),
-            Place::Cuda { .. } => format!("CUDA {}.{}", version / 1000, version % 1000 / 10),
-        },
-        processor: host::processor(),
-        processors: host::processors(),
-        date: host::date(),
-        quick: args.quick,
-        rows,
-        failures,
-        left_out,
-    })
+    bench.measure(&mut Progress::on_terminal())?;
+    let Bench { sheet, version, .. } = bench;
+    Ok(sheet.report("device", &place, version, args.quick))
 }
 
 /// A bench under way.
 struct Bench<'a> {
     place: &'a Place,
     pace: Pace,
-    /// What a row's name must contain, in lower case.
-    only: Option<String>,
     /// Whether the driver's calls are wanted as well.
     driver: bool,
     /// The most bytes that a pool may hold: what it has by default.
@@ -147,9 +83,7 @@ struct Bench<'a> {
     version: u32,
     /// How many devices there are.
     devices: u32,
-    rows: Vec<Row>,
-    failures: Vec<Failure>,
-    left_out: Vec<LeftOut>,
+    sheet: Sheet,
 }
 
 impl<'a> Bench<'a> {
@@ -160,51 +94,16 @@ impl<'a> Bench<'a> {
         Ok(Self {
             place,
             pace,
-            only: only.map(str::to_lowercase),
             driver,
             room: free / 5 * 4,
             version: session.driver.driver_version().map_err(lost)?,
             devices: session.driver.device_count().map_err(lost)?,
-            rows: Vec::new(),
-            failures: Vec::new(),
-            left_out: Vec::new(),
+            sheet: Sheet::new(only),
         })
     }
 
-    fn measure(&mut self, groups: &[Group], progress: &mut Progress) -> Result<(), Mistake> {
-        let names: Vec<_> = groups.iter().map(|group| (group.names)(self)).collect();
-        let all = || names.iter().flatten();
-        if !all().any(|name| self.wants(name)) {
-            // One of each kind.
-            let names = names.iter().filter_map(|names| names.last().cloned()).collect();
-            return Err(Mistake::NoRow { pattern: self.only.clone().unwrap_or_default(), names });
-        }
-        progress.phase("measuring:");
-        let count = all().count() as u64;
-        let mut done = 0;
-        for (group, names) in groups.iter().zip(&names) {
-            progress.at(done, count);
-            done += names.len() as u64;
-            if !names.iter().any(|name| self.wants(name)) {
-                continue;
-            }
-            let before = self.rows.len();
-            if let Err(error) = (group.measure)(self) {
-                // What is missing now is missing because of it.
-                let measured = &self.rows[before..];
-                let missing = names
-                    .iter()
-                    .filter(|name| self.wants(name) && !measured.iter().any(|row| row.name == **name));
-                let row = missing.cloned().collect::<Vec<_>>().join("; ");
-                self.failures.push(Failure { row, count: 1, said: error.to_string() });
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether a row is to be measured.
-    fn wants(&self, name: &str) -> bool {
-        self.only.as_ref().is_none_or(|only| name.to_lowercase().contains(only))
+    fn measure(&mut self, progress: &mut Progress) -> Result<(), Mistake> {
+        measure(self, |bench| &mut bench.sheet, &groups(), progress)
     }
 
     /// The device, with nobody watching.
@@ -220,34 +119,7 @@ impl<'a> Bench<'a> {
 
     /// Whether there is memory for a row, for the pool and for a peer; if not, the row says why it is not there.
     fn has_room(&mut self, name: &str, bytes: u64, peer: bool) -> bool {
-        let needed = if peer { bytes * 2 } else { bytes };
-        if needed > self.room {
-            self.leave_out(name, format!("needs {} of {}", Bytes(needed), Bytes(self.room)));
-        }
-        needed <= self.room
-    }
-
-    /// Says why a row is not there.
-    fn leave_out(&mut self, name: &str, why: String) {
-        if self.wants(name) {
-            self.left_out.push(LeftOut { row: name.to_owned(), why });
-        }
-    }
-
-    /// Notes what was refused while a row was measured.
-    fn note(&mut self, name: &str, failed: Failed) {
-        if failed.count > 0 {
-            let said = failed.first.unwrap_or_default();
-            self.failures.push(Failure { row: name.to_owned(), count: failed.count, said });
-        }
-    }
-
-    /// A row, if it is wanted.
-    fn add(&mut self, name: &str, unit: Unit, ns: f64, peer: Option<(&str, f64)>) {
-        if self.wants(name) {
-            let peer = peer.map(|(name, ns)| Peer { name: name.to_owned(), ns });
-            self.rows.push(Row { name: name.to_owned(), ns, unit, peer });
-        }
+        self.sheet.has_room(name, if peer { bytes * 2 } else { bytes }, self.room)
     }
 
     /// The pool against its peer, if it has one: the outcomes of both. What was refused is noted.
@@ -262,18 +134,11 @@ impl<'a> Bench<'a> {
         let mut outcomes = contest(pace, contenders).into_iter();
         let mut next = |who: &str| {
             let mut outcome = outcomes.next()?;
-            self.note(&format!("{name}{who}"), std::mem::take(&mut outcome.failed));
+            self.sheet.note(&format!("{name}{who}"), std::mem::take(&mut outcome.failed));
             Some(outcome)
         };
         (next("").unwrap_or_default(), next(" (peer)"))
     }
-}
-
-/// A size as people name it: `256 B`, `4 KiB`. For whole multiples of a unit.
-pub(super) fn size(bytes: u64) -> String {
-    let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
-    let unit = units.into_iter().find(|(shift, _)| bytes >= 1 << shift);
-    unit.map_or_else(|| format!("{bytes} B"), |(shift, name)| format!("{} {name}", bytes >> shift))
 }
 
 #[cfg(test)]

@@ -21,8 +21,8 @@ pub(crate) fn processors() -> u64 {
 }
 
 /// Bytes that programs can still take without swapping (`MemAvailable`); 0 if that is unknown.
-pub(crate) fn available() -> u64 {
-    fs::read_to_string("/proc/meminfo").ok().and_then(|text| available_of(&text)).unwrap_or(0)
+pub(crate) fn available() -> Option<u64> {
+    fs::read_to_string("/proc/meminfo").ok().and_then(|text| available_of(&text))
 }
 
 fn available_of(text: &str) -> Option<u64> {

@@ -15,36 +15,32 @@ mod regions;
 mod source;
 
 use super::{
-    device::{Mistake, size},
     host,
-    lap::{Failed, Pace},
-    report::{Failure, LeftOut, Report},
-    row::{Peer, Row, Unit},
+    lap::Pace,
+    report::Report,
+    row::size,
+    sheet::{Group, Mistake, Sheet, measure},
 };
 use crate::{
     cli,
     place::{Place, Session},
     progress::Progress,
 };
-use aquifer_core::{Budget, Bytes, DeviceId, MemoryError, Result};
+use aquifer_core::{Budget, DeviceId, MemoryError, Result};
 use aquifer_driver::Driver;
 use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
 use std::sync::Arc;
 
-/// Rows that are measured together.
-struct Group {
-    names: fn(&Bench<'_>) -> Vec<String>,
-    measure: fn(&mut Bench<'_>) -> Result<()>,
-}
-
 /// In the order in which they are measured and printed.
-const GROUPS: [Group; 5] = [
-    Group { names: pool::pair_names, measure: pool::pairs },
-    Group { names: driver::names, measure: driver::measure },
-    Group { names: pool::random_names, measure: pool::random },
-    Group { names: pool::thread_names, measure: pool::threads },
-    Group { names: regions::names, measure: regions::measure },
-];
+fn groups<'a>() -> [Group<Bench<'a>>; 5] {
+    [
+        Group { names: pool::pair_names, measure: pool::pairs },
+        Group { names: driver::names, measure: driver::measure },
+        Group { names: pool::random_names, measure: pool::random },
+        Group { names: pool::thread_names, measure: pool::threads },
+        Group { names: regions::names, measure: regions::measure },
+    ]
+}
 
 /// Measures what was asked for. Takes most of a minute.
 ///
@@ -55,32 +51,14 @@ pub(crate) fn run(args: &cli::BenchPinned) -> std::result::Result<Report, Mistak
     let pace = if args.quick { Pace::QUICK } else { Pace::FULL };
     let mut bench = Bench::new(&place, pace, args.only.as_deref())?;
     bench.measure(&mut Progress::on_terminal())?;
-    let Bench { rows, failures, left_out, version, .. } = bench;
-    let of_driver = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
-    Ok(Report {
-        what: "pinned",
-        device: place.name(),
-        device_title: place.title(),
-        driver: match place {
-            Place::Sim(_) => format!("simulated, {of_driver}"),
-            Place::Cuda { .. } => of_driver,
-        },
-        processor: host::processor(),
-        processors: host::processors(),
-        date: host::date(),
-        quick: args.quick,
-        rows,
-        failures,
-        left_out,
-    })
+    let Bench { sheet, version, .. } = bench;
+    Ok(sheet.report("pinned", &place, version, args.quick))
 }
 
 /// A bench under way.
 struct Bench<'a> {
     place: &'a Place,
     pace: Pace,
-    /// What a row's name must contain, in lower case.
-    only: Option<String>,
     host: Host,
     driver: Arc<dyn Driver>,
     device: DeviceId,
@@ -88,9 +66,7 @@ struct Bench<'a> {
     room: u64,
     /// Of the driver's interface.
     version: u32,
-    rows: Vec<Row>,
-    failures: Vec<Failure>,
-    left_out: Vec<LeftOut>,
+    sheet: Sheet,
 }
 
 impl<'a> Bench<'a> {
@@ -106,52 +82,17 @@ impl<'a> Bench<'a> {
         Ok(Self {
             place,
             pace,
-            only: only.map(str::to_lowercase),
             host,
             driver,
             device,
-            room: host::available() / 2,
+            room: host::available().unwrap_or(0) / 2,
             version,
-            rows: Vec::new(),
-            failures: Vec::new(),
-            left_out: Vec::new(),
+            sheet: Sheet::new(only),
         })
     }
 
     fn measure(&mut self, progress: &mut Progress) -> std::result::Result<(), Mistake> {
-        let names: Vec<_> = GROUPS.iter().map(|group| (group.names)(self)).collect();
-        let all = || names.iter().flatten();
-        if !all().any(|name| self.wants(name)) {
-            // One of each kind.
-            let names = names.iter().filter_map(|names| names.last().cloned()).collect();
-            return Err(Mistake::NoRow { pattern: self.only.clone().unwrap_or_default(), names });
-        }
-        progress.phase("measuring:");
-        let count = all().count() as u64;
-        let mut done = 0;
-        for (group, names) in GROUPS.iter().zip(&names) {
-            progress.at(done, count);
-            done += names.len() as u64;
-            if !names.iter().any(|name| self.wants(name)) {
-                continue;
-            }
-            let before = self.rows.len();
-            if let Err(error) = (group.measure)(self) {
-                // What is missing now is missing because of it.
-                let measured = &self.rows[before..];
-                let missing = names
-                    .iter()
-                    .filter(|name| self.wants(name) && !measured.iter().any(|row| row.name == **name));
-                let row = missing.cloned().collect::<Vec<_>>().join("; ");
-                self.failures.push(Failure { row, count: 1, said: error.to_string() });
-            }
-        }
-        Ok(())
-    }
-
-    /// Whether a row is to be measured.
-    fn wants(&self, name: &str) -> bool {
-        self.only.as_ref().is_none_or(|only| name.to_lowercase().contains(only))
+        measure(self, |bench| &mut bench.sheet, &groups(), progress)
     }
 
     /// Whether a GPU's driver is there to be measured.
@@ -168,26 +109,6 @@ impl<'a> Bench<'a> {
 
     /// Whether there is memory for a row; if not, the row says why it is not there.
     fn has_room(&mut self, name: &str, bytes: u64) -> bool {
-        if bytes > self.room && self.wants(name) {
-            let why = format!("needs {} of {}", Bytes(bytes), Bytes(self.room));
-            self.left_out.push(LeftOut { row: name.to_owned(), why });
-        }
-        bytes <= self.room
-    }
-
-    /// Notes what was refused while a row was measured.
-    fn note(&mut self, name: &str, failed: Failed) {
-        if failed.count > 0 {
-            let said = failed.first.unwrap_or_default();
-            self.failures.push(Failure { row: name.to_owned(), count: failed.count, said });
-        }
-    }
-
-    /// A row, if it is wanted.
-    fn add(&mut self, name: &str, unit: Unit, ns: f64, peer: Option<(&str, f64)>) {
-        if self.wants(name) {
-            let peer = peer.map(|(name, ns)| Peer { name: name.to_owned(), ns });
-            self.rows.push(Row { name: name.to_owned(), ns, unit, peer });
-        }
+        self.sheet.has_room(name, bytes, self.room)
     }
 }

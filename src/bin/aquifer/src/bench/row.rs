@@ -136,6 +136,13 @@ impl Row {
     }
 }
 
+/// A size as people name it: `256 B`, `4 KiB`. For whole multiples of a unit.
+pub(crate) fn size(bytes: u64) -> String {
+    let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let unit = units.into_iter().find(|(shift, _)| bytes >= 1 << shift);
+    unit.map_or_else(|| format!("{bytes} B"), |(shift, name)| format!("{} {name}", bytes >> shift))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

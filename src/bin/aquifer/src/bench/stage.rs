@@ -15,7 +15,8 @@ use super::{
     host,
     lap::{Pace, repeat},
     report::{Failure, LeftOut, Report},
-    row::{Peer, Row, Unit},
+    row::{Row, Unit, size},
+    sheet::Sheet,
 };
 use crate::{
     cli,
@@ -120,7 +121,7 @@ impl Group {
     }
 
     fn name(self) -> String {
-        let bytes = super::device::size(self.bytes());
+        let bytes = size(self.bytes());
         match self {
             Self::Upload(_) => format!("upload {bytes}"),
             Self::Download(_) => format!("download {bytes}"),
@@ -160,11 +161,11 @@ pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
     };
     let most = args.most.map_or(usual, |most| most.0).max(SIZES[0]);
     let groups = groups(most);
-    let only = args.only.as_deref().map(str::to_lowercase);
-    let wants = |name: &String| only.as_ref().is_none_or(|only| name.to_lowercase().contains(only));
-    let wanted: Vec<_> = groups.into_iter().filter(|group| group.names().iter().any(wants)).collect();
+    let sheet = Sheet::new(args.only.as_deref());
+    let wants = |group: &Group| group.names().iter().any(|name| sheet.wants(name));
+    let wanted: Vec<_> = groups.into_iter().filter(wants).collect();
     if wanted.is_empty() {
-        return Err(Mistake::NoRow(only.unwrap_or_default()));
+        return Err(Mistake::NoRow(args.only.as_deref().unwrap_or_default().to_lowercase()));
     }
     let session = place.begin(false);
     let version = session.driver.driver_version().map_err(|e| Mistake::Memory(e.into()))?;
@@ -175,9 +176,7 @@ pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
         folder: args.folder.clone().unwrap_or_else(env::temp_dir),
         up: Vec::new(),
         down: Vec::new(),
-        rows: Vec::new(),
-        left_out: Vec::new(),
-        failures: Vec::new(),
+        sheet,
     };
     let mut progress = Progress::on_terminal();
     progress.phase("measuring:");
@@ -186,22 +185,9 @@ pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
         bench.measure(*group);
     }
     progress.clear();
-    let Bench { mut rows, failures, left_out, .. } = bench;
-    rows.sort_by_key(place_on_page);
-    let number = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
-    Ok(Report {
-        what: "stage",
-        device: place.name(),
-        device_title: place.title(),
-        driver: if simulated { format!("simulated, {number}") } else { number },
-        processor: host::processor(),
-        processors: host::processors(),
-        date: host::date(),
-        quick: args.quick,
-        rows: rows.into_iter().filter(|row| wants(&row.name)).collect(),
-        failures,
-        left_out,
-    })
+    let mut sheet = bench.sheet;
+    sheet.rows.sort_by_key(place_on_page);
+    Ok(sheet.report("stage", &place, version, args.quick))
 }
 
 /// What is measured of transfers up to `most` bytes.
@@ -234,17 +220,7 @@ struct Bench<'a> {
     /// Pageable memory that has been touched, as long as the longest transfer so far.
     up: Vec<u8>,
     down: Vec<u8>,
-    rows: Vec<Row>,
-    left_out: Vec<LeftOut>,
-    failures: Vec<Failure>,
-}
-
-/// Bytes that the kernel says can be had without swapping; all there are where it does not say.
-fn available() -> u64 {
-    let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
-    kib.map_or(u64::MAX, |kib| kib * KIB)
+    sheet: Sheet,
 }
 
 impl Bench<'_> {
@@ -256,7 +232,7 @@ impl Bench<'_> {
         if buffers * bytes > self.bed.room() {
             return self.leave_out(group, format!("needs {} of device memory", Bytes(buffers * bytes)));
         }
-        if more > available() / 4 * 3 {
+        if more > host::available().unwrap_or(u64::MAX) / 4 * 3 {
             return self.leave_out(group, format!("needs {} of host memory", Bytes(more)));
         }
         let bytes = bytes as usize;
@@ -271,26 +247,25 @@ impl Bench<'_> {
             Group::Warm(_) | Group::Cold(_) | Group::Direct(_) => self.file(group),
         };
         if let Err(error) = measured {
-            self.failures.push(Failure { row: group.name(), count: 1, said: error.to_string() });
+            self.sheet.failures.push(Failure { row: group.name(), count: 1, said: error.to_string() });
         }
     }
 
     fn leave_out(&mut self, group: Group, why: String) {
-        self.left_out.push(LeftOut { row: group.name(), why });
+        self.sheet.left_out.push(LeftOut { row: group.name(), why });
     }
 
     fn speed(&mut self, name: String, took: f64, bytes: u64, peer: (&str, f64)) {
         // Nanoseconds of 10⁹ bytes.
         let scale = 1e9 / bytes as f64;
-        let peer = Some(Peer { name: peer.0.to_owned(), ns: peer.1 * scale });
-        self.rows.push(Row { name, ns: took * scale, unit: Unit::GbPerSecond, peer });
+        self.sheet.add(&name, Unit::GbPerSecond, took * scale, Some((peer.0, peer.1 * scale)));
     }
 
     fn cpu(&mut self, name: &str, took: f64, bytes: u64, peer: (&str, f64)) {
         if bytes >= LONG {
             let scale = GIB as f64 / bytes as f64;
-            let peer = Some(Peer { name: peer.0.to_owned(), ns: peer.1 * scale });
-            self.rows.push(Row { name: processor(name), ns: took * scale, unit: Unit::CpuPerGib, peer });
+            let peer = Some((peer.0, peer.1 * scale));
+            self.sheet.add(&processor(name), Unit::CpuPerGib, took * scale, peer);
         }
     }
 
@@ -337,7 +312,7 @@ impl Bench<'_> {
         self.speed(name.clone(), staged, 2 * bytes, (PINNED, limit));
         if bytes >= LONG {
             let ns = cpu * GIB as f64 / (2 * bytes) as f64;
-            self.rows.push(Row { name: processor(&name), ns, unit: Unit::CpuPerGib, peer: None });
+            self.sheet.add(&processor(&name), Unit::CpuPerGib, ns, None);
         }
         Ok(())
     }

@@ -41,7 +41,7 @@ pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
     let mut sizes = Vec::new();
     for bytes in PAIRS {
         let name = pair_name(bytes);
-        if !bench.wants(&name) || !bench.has_room(&name, bytes, peer.is_some()) {
+        if !bench.sheet.wants(&name) || !bench.has_room(&name, bytes, peer.is_some()) {
             continue;
         }
         sizes.push(name);
@@ -52,19 +52,19 @@ pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
     }
     let mut outcomes = contest(bench.pace, contenders).into_iter();
     let malloc = outcomes.next().unwrap_or_default();
-    bench.note(MALLOC.0, malloc.failed);
-    bench.add(MALLOC.0, Unit::NsPerPair, malloc.each, None);
+    bench.sheet.note(MALLOC.0, malloc.failed);
+    bench.sheet.add(MALLOC.0, Unit::NsPerPair, malloc.each, None);
     for name in sizes {
         let Some(own) = outcomes.next() else { break };
-        bench.note(&name, own.failed);
+        bench.sheet.note(&name, own.failed);
         let other = match &peer {
             None => Some((MALLOC.1, malloc.each)),
             Some(_) => outcomes.next().map(|other| {
-                bench.note(&format!("{name} (peer)"), other.failed);
+                bench.sheet.note(&format!("{name} (peer)"), other.failed);
                 (ASYNC, other.each)
             }),
         };
-        bench.add(&name, Unit::NsPerPair, own.each, other);
+        bench.sheet.add(&name, Unit::NsPerPair, own.each, other);
     }
     Ok(())
 }
@@ -107,7 +107,7 @@ pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
 
 /// A row of `work`, by a pool and a peer that have seen nothing else.
 fn play(bench: &mut Bench<'_>, name: &str, work: &Work) -> Result<()> {
-    if !bench.wants(name) {
+    if !bench.sheet.wants(name) {
         return Ok(());
     }
     let session = bench.session();
@@ -117,7 +117,7 @@ fn play(bench: &mut Bench<'_>, name: &str, work: &Work) -> Result<()> {
     }
     let other = peer.as_ref().map(Async::on).transpose()?.map(|other| work_of(other, work));
     let (own, other) = bench.compete(bench.pace, name, work_of(Pooled::on(&pool)?, work), other);
-    bench.add(name, Unit::NsPerOperation, own.each, other.map(|other| (ASYNC, other.each)));
+    bench.sheet.add(name, Unit::NsPerOperation, own.each, other.map(|other| (ASYNC, other.each)));
     Ok(())
 }
 

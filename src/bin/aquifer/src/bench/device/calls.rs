@@ -77,7 +77,7 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
     } else {
         let rows = names(bench);
         for row in rows.iter().filter(|row| !EVENTS.contains(&row.as_str())) {
-            bench.leave_out(row, "the device has no virtual memory management".to_owned());
+            bench.sheet.leave_out(row, "the device has no virtual memory management".to_owned());
         }
     }
     events(bench, &session)
@@ -164,8 +164,10 @@ impl Drop for Range<'_> {
 
 /// The life of a GiB of handles of `bytes` each, and a move of one.
 fn handles(bench: &mut Bench<'_>, session: &Session, bytes: u64) -> Result<(), DriverError> {
-    let moves = bench.wants(&move_name(bytes));
-    let wanted = |step: &str| bench.wants(&step_name(step, bytes)) || bench.wants(&whole_name(step, bytes));
+    let moves = bench.sheet.wants(&move_name(bytes));
+    let wanted = |step: &str| {
+        bench.sheet.wants(&step_name(step, bytes)) || bench.sheet.wants(&whole_name(step, bytes))
+    };
     if STEPS.iter().any(|step| wanted(step)) && bench.has_room(&step_name(STEPS[0], bytes), WHOLE, false) {
         let here = [session.device];
         let figures = repeat(bench.pace, || {
@@ -179,8 +181,8 @@ fn handles(bench: &mut Bench<'_>, session: &Session, bytes: u64) -> Result<(), D
             ])
         })?;
         for (step, ns) in STEPS.into_iter().zip(figures) {
-            bench.add(&step_name(step, bytes), Unit::UsPerHandle, ns / (WHOLE / bytes) as f64, None);
-            bench.add(&whole_name(step, bytes), Unit::UsPerGib, ns, None);
+            bench.sheet.add(&step_name(step, bytes), Unit::UsPerHandle, ns / (WHOLE / bytes) as f64, None);
+            bench.sheet.add(&whole_name(step, bytes), Unit::UsPerGib, ns, None);
         }
     }
     if moves {
@@ -194,7 +196,7 @@ fn handles(bench: &mut Bench<'_>, session: &Session, bytes: u64) -> Result<(), D
             })
             .map(|ns| [ns])
         })?;
-        bench.add(&move_name(bytes), Unit::UsPerHandle, ns, None);
+        bench.sheet.add(&move_name(bytes), Unit::UsPerHandle, ns, None);
     }
     Ok(())
 }
@@ -208,19 +210,19 @@ fn timed(work: impl FnOnce() -> Result<(), DriverError>) -> Result<f64, DriverEr
 /// Access to one mapping for its own device and ever more peers. Rows that need more peers than can reach it are left out.
 fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
     let names: Vec<_> = SHARED.into_iter().flat_map(|bytes| access_names(bench, bytes)).collect();
-    if !names.iter().any(|name| bench.wants(name)) {
+    if !names.iter().any(|name| bench.sheet.wants(name)) {
         return Ok(());
     }
     let lost = |e| MemoryError::driver(session.device, e);
     let (devices, refused) = reaching(bench, session).map_err(lost)?;
     for bytes in SHARED {
         for (peers, name) in access_names(bench, bytes).iter().enumerate() {
-            if !bench.wants(name) || !bench.has_room(name, bytes, false) {
+            if !bench.sheet.wants(name) || !bench.has_room(name, bytes, false) {
                 continue;
             }
             let Some(devices) = devices.get(..=peers) else {
                 let reason = refused.map_or_else(|| "nobody said why".to_owned(), |e| e.to_string());
-                bench.leave_out(name, format!("{} devices can reach it: {reason}", devices.len()));
+                bench.sheet.leave_out(name, format!("{} devices can reach it: {reason}", devices.len()));
                 continue;
             };
             let figure = repeat(bench.pace, || {
@@ -229,7 +231,7 @@ fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
                 timed(|| range.set_access(devices)).map(|ns| [ns])
             });
             let [ns] = figure.map_err(lost)?;
-            bench.add(name, Unit::UsPerHandle, ns, None);
+            bench.sheet.add(name, Unit::UsPerHandle, ns, None);
         }
     }
     Ok(())
@@ -267,7 +269,7 @@ impl Drop for Event<'_> {
 
 /// Calls on an event that is done and a stream that is idle.
 fn events(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
-    if !EVENTS.iter().any(|name| bench.wants(name)) {
+    if !EVENTS.iter().any(|name| bench.sheet.wants(name)) {
         return Ok(());
     }
     let lost = |e| MemoryError::driver(session.device, e);
@@ -289,8 +291,8 @@ fn events(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
         ],
     );
     for (name, outcome) in EVENTS.into_iter().zip(outcomes) {
-        bench.note(name, outcome.failed);
-        bench.add(name, Unit::NsPerCall, outcome.each, None);
+        bench.sheet.note(name, outcome.failed);
+        bench.sheet.add(name, Unit::NsPerCall, outcome.each, None);
     }
     Ok(())
 }

@@ -25,24 +25,24 @@ pub(super) fn names(_: &Bench<'_>) -> Vec<String> {
 }
 
 pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
-    if bench.wants(OPEN) || bench.wants(FIRST) {
+    if bench.sheet.wants(OPEN) || bench.sheet.wants(FIRST) {
         start(bench)?;
     }
-    if (bench.wants(GROW) || bench.wants(TRIM))
+    if (bench.sheet.wants(GROW) || bench.sheet.wants(TRIM))
         && ![GROW, TRIM].map(|row| bench.has_room(row, GIB, false)).contains(&false)
     {
         grow_and_trim(bench)?;
     }
-    if !bench.wants(MOVE) {
+    if !bench.sheet.wants(MOVE) {
         return Ok(());
     }
     if !bench.place.info().virtual_memory {
-        bench.leave_out(MOVE, "the device has no virtual memory management".to_owned());
+        bench.sheet.leave_out(MOVE, "the device has no virtual memory management".to_owned());
     } else if bench.has_room(MOVE, moving::BUDGET, false) {
         let session = bench.session();
         let (bytes, pace) = (bench.place.granularity(), bench.pace);
         let [ns] = repeat(pace, || moving::once(&session, bytes).map(|ns| [ns]))?;
-        bench.add(MOVE, Unit::UsPerHandle, ns, None);
+        bench.sheet.add(MOVE, Unit::UsPerHandle, ns, None);
     }
     Ok(())
 }
@@ -72,7 +72,7 @@ fn start(bench: &mut Bench<'_>) -> Result<()> {
         None
     };
     for (place, name) in [OPEN, FIRST].into_iter().enumerate() {
-        bench.add(name, Unit::Us, own[place], other.map(|other| (ASYNC, other[place])));
+        bench.sheet.add(name, Unit::Us, own[place], other.map(|other| (ASYNC, other[place])));
     }
     Ok(())
 }
@@ -106,7 +106,7 @@ fn grow_and_trim(bench: &mut Bench<'_>) -> Result<()> {
         None => None,
     };
     for (place, name) in [GROW, TRIM].into_iter().enumerate() {
-        bench.add(name, Unit::MsPerGib, own[place], other.map(|other| (ASYNC, other[place])));
+        bench.sheet.add(name, Unit::MsPerGib, own[place], other.map(|other| (ASYNC, other[place])));
     }
     Ok(())
 }

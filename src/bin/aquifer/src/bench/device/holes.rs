@@ -60,9 +60,10 @@ pub(super) fn names(_: &Bench<'_>) -> Vec<String> {
 }
 
 pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
-    let wants_flat = bench.wants(&flat());
+    let wants_flat = bench.sheet.wants(&flat());
     let wanted = |bench: &Bench<'_>, level: u64| {
-        bench.wants(&name(level)) || (wants_flat && [LEVELS[0], LEVELS[LEVELS.len() - 1]].contains(&level))
+        bench.sheet.wants(&name(level))
+            || (wants_flat && [LEVELS[0], LEVELS[LEVELS.len() - 1]].contains(&level))
     };
     let mut levels = LEVELS.to_vec();
     levels.retain(|&level| wanted(bench, level));
@@ -74,7 +75,7 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
         let mut cache = Cache::make(Pooled::on(&pool)?, &levels, None);
         let outcomes = cache.levels(bench, &levels, None);
         let failed = cache.clear(None);
-        bench.note("holes", failed);
+        bench.sheet.note("holes", failed);
         outcomes
     };
     // The pool has given everything back by now: there is room for one of the two only.
@@ -86,25 +87,25 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
             let outcomes = cache.levels(bench, &levels, until);
             // What is left after that long goes with the process.
             let failed = cache.clear(Some(Instant::now() + PATIENCE));
-            bench.note("holes (peer)", failed);
+            bench.sheet.note("holes (peer)", failed);
             for level in &levels[outcomes.len()..] {
                 let why = format!("its rows take more than {} s", PATIENCE.as_secs());
-                bench.leave_out(&name(*level), format!("the peer's figure only: {why}"));
+                bench.sheet.leave_out(&name(*level), format!("the peer's figure only: {why}"));
             }
             outcomes
         }
     };
     for (place, (&level, outcome)) in levels.iter().zip(&own).enumerate() {
         let peer = other.get(place).map(|other| (ASYNC, other.each));
-        bench.add(&name(level), Unit::NsPerPair, outcome.each, peer);
+        bench.sheet.add(&name(level), Unit::NsPerPair, outcome.each, peer);
     }
     if let (true, [first, .., last], [fewest, .., most]) = (wants_flat, &levels[..], &own[..])
         && [*first, *last] == [LEVELS[0], LEVELS[LEVELS.len() - 1]]
     {
         let against = format!("{} holes", Count(*first));
-        bench.add(&flat(), Unit::NsPerPair, most.each, Some((&against, fewest.each)));
+        bench.sheet.add(&flat(), Unit::NsPerPair, most.each, Some((&against, fewest.each)));
     } else {
-        bench.leave_out(&flat(), "one of its rows is not there".to_owned());
+        bench.sheet.leave_out(&flat(), "one of its rows is not there".to_owned());
     }
     Ok(())
 }
@@ -159,7 +160,7 @@ impl<S: Source> Cache<S> {
             let lane = &mut self.lane;
             let pairs = |count| lane.lap(count, |lane| lane.pairs(PAIR * UNIT, count));
             let outcome = contest(bench.pace, vec![Box::new(pairs)]).pop().unwrap_or_default();
-            bench.note(&name(level), outcome.failed.clone());
+            bench.sheet.note(&name(level), outcome.failed.clone());
             outcomes.push(outcome);
         }
         outcomes

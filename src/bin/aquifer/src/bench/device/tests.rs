@@ -15,12 +15,12 @@ fn as_if_real(sim: &Sim) -> Place {
 
 fn measured<'a>(place: &'a Place, only: Option<&str>, driver: bool) -> Bench<'a> {
     let mut bench = Bench::new(place, Pace::QUICK, only, driver).unwrap();
-    bench.measure(&GROUPS, &mut Progress::silent()).unwrap();
+    bench.measure(&mut Progress::silent()).unwrap();
     bench
 }
 
 fn names(bench: &Bench<'_>) -> Vec<String> {
-    GROUPS.iter().flat_map(|group| (group.names)(bench)).collect()
+    groups().iter().flat_map(|group| (group.names)(bench)).collect()
 }
 
 #[test]
@@ -47,10 +47,10 @@ fn no_two_rows_have_one_name() {
 fn a_pattern_chooses_rows_in_either_case_and_measures_no_others() {
     let place = place();
     let bench = measured(&place, Some("PAIR 1 m"), false);
-    let rows: Vec<_> = bench.rows.iter().map(|row| row.name.as_str()).collect();
+    let rows: Vec<_> = bench.sheet.rows.iter().map(|row| row.name.as_str()).collect();
     assert_eq!(rows, ["pair 1 MiB"]);
     // It still has the yardstick of the same run beside it.
-    let peer = bench.rows[0].peer.as_ref().unwrap();
+    let peer = bench.sheet.rows[0].peer.as_ref().unwrap();
     assert_eq!(peer.name, "malloc 64 B");
     assert!(peer.ns > 0.0);
 }
@@ -59,7 +59,7 @@ fn a_pattern_chooses_rows_in_either_case_and_measures_no_others() {
 fn a_row_over_another_has_that_one_as_its_peer() {
     let place = place();
     let bench = measured(&place, Some("threads, each, over"), false);
-    let [row] = &bench.rows[..] else { panic!("{:?}", bench.rows) };
+    let [row] = &bench.sheet.rows[..] else { panic!("{:?}", bench.sheet.rows) };
     assert_eq!(
         (row.name.as_str(), row.peer.as_ref().unwrap().name.as_str()),
         ("16 threads, each, over one thread", "1 thread")
@@ -71,7 +71,7 @@ fn a_row_over_another_has_that_one_as_its_peer() {
 fn a_pattern_that_no_row_has_is_a_mistake() {
     let place = place();
     let mut bench = Bench::new(&place, Pace::QUICK, Some("pear"), false).unwrap();
-    let mistake = bench.measure(&GROUPS, &mut Progress::silent()).unwrap_err();
+    let mistake = bench.measure(&mut Progress::silent()).unwrap_err();
     assert!(
         mistake.to_string().starts_with("no row's name contains 'pear'; there are pair 1 GiB;"),
         "{mistake}"
@@ -95,9 +95,9 @@ fn on_a_gpu_the_drivers_allocator_stands_beside_each_row() {
         "past 1,000 holes",
     ] {
         let bench = measured(&place, Some(pattern), false);
-        assert!(bench.failures.is_empty(), "{:?}", bench.failures);
-        assert!(!bench.rows.is_empty(), "{pattern}");
-        for row in bench.rows.iter().filter(|row| !row.name.starts_with("malloc")) {
+        assert!(bench.sheet.failures.is_empty(), "{:?}", bench.sheet.failures);
+        assert!(!bench.sheet.rows.is_empty(), "{pattern}");
+        for row in bench.sheet.rows.iter().filter(|row| !row.name.starts_with("malloc")) {
             assert_eq!(row.peer.as_ref().map(|peer| peer.name.as_str()), Some(source::ASYNC), "{row:?}");
         }
     }
@@ -112,9 +112,9 @@ fn the_drivers_calls_have_rows_for_each_handle_and_each_device_and_leave_nothing
     sim.oracle(false);
     let place = as_if_real(&sim);
     let bench = measured(&place, Some("driver"), true);
-    assert!(bench.failures.is_empty(), "{:?}", bench.failures);
+    assert!(bench.sheet.failures.is_empty(), "{:?}", bench.sheet.failures);
     let expected: Vec<_> = names(&bench).into_iter().filter(|name| name.starts_with("driver")).collect();
-    let mut measured: Vec<_> = bench.rows.iter().map(|row| row.name.clone()).collect();
+    let mut measured: Vec<_> = bench.sheet.rows.iter().map(|row| row.name.clone()).collect();
     assert_eq!(measured.len(), expected.len());
     measured.retain(|name| !expected.contains(name));
     assert!(measured.is_empty(), "{measured:?}");
@@ -126,10 +126,10 @@ fn the_drivers_calls_have_rows_for_each_handle_and_each_device_and_leave_nothing
 fn accesses(sim: &Sim) -> (Vec<String>, Vec<(String, String)>) {
     let place = as_if_real(sim);
     let bench = measured(&place, Some("peer"), true);
-    assert!(bench.failures.is_empty(), "{:?}", bench.failures);
+    assert!(bench.sheet.failures.is_empty(), "{:?}", bench.sheet.failures);
     let short = |name: &str| name.strip_prefix("driver set access, ").unwrap().to_owned();
-    let left = bench.left_out.iter().map(|left| (short(&left.row), left.why.clone())).collect();
-    (bench.rows.iter().map(|row| short(&row.name)).collect(), left)
+    let left = bench.sheet.left_out.iter().map(|left| (short(&left.row), left.why.clone())).collect();
+    (bench.sheet.rows.iter().map(|row| short(&row.name)).collect(), left)
 }
 
 #[test]
@@ -175,10 +175,10 @@ fn a_device_without_room_leaves_rows_out_and_says_why() {
     sim.oracle(false);
     let place = as_if_real(&sim);
     let bench = measured(&place, Some("1 GiB"), false);
-    assert!(bench.rows.is_empty() && bench.failures.is_empty());
-    let left: Vec<_> = bench.left_out.iter().map(|left| left.row.as_str()).collect();
+    assert!(bench.sheet.rows.is_empty() && bench.sheet.failures.is_empty());
+    let left: Vec<_> = bench.sheet.left_out.iter().map(|left| left.row.as_str()).collect();
     assert_eq!(left, ["pair 1 GiB", "grow by 1 GiB", "trim 1 GiB"]);
-    assert_eq!(bench.left_out[0].why, "needs 2.00 GiB of 819.20 MiB");
+    assert_eq!(bench.sheet.left_out[0].why, "needs 2.00 GiB of 819.20 MiB");
 }
 
 #[test]
@@ -188,11 +188,11 @@ fn what_the_driver_refuses_is_counted_and_told() {
     let place = as_if_real(&sim);
     let mut bench = Bench::new(&place, Pace::QUICK, Some("batch of 64, 4 KiB"), false).unwrap();
     sim.fail_every(aquifer_driver::Call::PoolAlloc, 2, 2);
-    bench.measure(&GROUPS, &mut Progress::silent()).unwrap();
-    let [failure] = &bench.failures[..] else { panic!("{:?}", bench.failures) };
+    bench.measure(&mut Progress::silent()).unwrap();
+    let [failure] = &bench.sheet.failures[..] else { panic!("{:?}", bench.sheet.failures) };
     assert_eq!(failure.row, "batch of 64, 4 KiB (peer)");
     assert!(failure.count > 32 && failure.said.contains("cuMemAllocFromPoolAsync"), "{failure:?}");
-    assert_eq!(bench.rows.len(), 1, "the row is there all the same");
+    assert_eq!(bench.sheet.rows.len(), 1, "the row is there all the same");
 }
 
 #[test]
@@ -202,8 +202,8 @@ fn rows_that_are_missing_because_of_an_error_are_named() {
     let place = as_if_real(&sim);
     let mut bench = Bench::new(&place, Pace::QUICK, Some("1 GiB"), false).unwrap();
     sim.fail_every(aquifer_driver::Call::PoolCreate, 1, 2);
-    bench.measure(&GROUPS, &mut Progress::silent()).unwrap();
-    let rows: Vec<_> = bench.failures.iter().map(|failure| failure.row.as_str()).collect();
+    bench.measure(&mut Progress::silent()).unwrap();
+    let rows: Vec<_> = bench.sheet.failures.iter().map(|failure| failure.row.as_str()).collect();
     assert_eq!(rows, ["pair 1 GiB", "grow by 1 GiB; trim 1 GiB"]);
-    assert!(bench.rows.is_empty());
+    assert!(bench.sheet.rows.is_empty());
 }

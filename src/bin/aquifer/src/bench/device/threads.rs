@@ -65,12 +65,12 @@ pub(super) fn names(_: &Bench<'_>) -> Vec<String> {
 
 pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
     for job in Job::ALL {
-        let scaling = bench.wants(&job.scaling());
+        let scaling = bench.sheet.wants(&job.scaling());
         let (mut one, mut most) = (None, None);
         for threads in THREADS {
             let end = threads == 1 || threads == THREADS[THREADS.len() - 1];
             let rows = job.rows(threads);
-            if rows.iter().any(|row| bench.wants(row)) || (scaling && end) {
+            if rows.iter().any(|row| bench.sheet.wants(row)) || (scaling && end) {
                 let outcome = together(bench, job, threads, &rows)?;
                 one = one.or_else(|| outcome.clone());
                 most = outcome;
@@ -78,10 +78,15 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
         }
         match (one, most) {
             (Some(one), Some(most)) if scaling => {
-                bench.add(&job.scaling(), Unit::NsPerOperation, most.each, Some(("1 thread", one.each)));
+                bench.sheet.add(
+                    &job.scaling(),
+                    Unit::NsPerOperation,
+                    most.each,
+                    Some(("1 thread", one.each)),
+                );
             }
             (Some(_), Some(_)) => {}
-            _ => bench.leave_out(&job.scaling(), "one of its rows is not there".to_owned()),
+            _ => bench.sheet.leave_out(&job.scaling(), "one of its rows is not there".to_owned()),
         }
     }
     Ok(())
@@ -108,8 +113,8 @@ fn together(bench: &mut Bench<'_>, job: Job, threads: usize, rows: &[String; 2])
     let pace = if threads == 1 { bench.pace } else { bench.pace.together() };
     let (own, other) = bench.compete(pace, &rows[0], crew_of(own, &works), other);
     let peer = |figure: fn(&Outcome) -> f64| other.as_ref().map(|other| (ASYNC, figure(other)));
-    bench.add(&rows[0], Unit::NsPerOperation, own.over_all, peer(|o| o.over_all));
-    bench.add(&rows[1], Unit::NsPerOperation, own.each, peer(|o| o.each));
+    bench.sheet.add(&rows[0], Unit::NsPerOperation, own.over_all, peer(|o| o.over_all));
+    bench.sheet.add(&rows[1], Unit::NsPerOperation, own.each, peer(|o| o.each));
     Ok(Some(own))
 }
 

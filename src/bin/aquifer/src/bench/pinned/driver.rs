@@ -25,7 +25,7 @@ pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
 pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
     for bytes in SIZES {
         let name = name(bytes);
-        if !bench.wants(&name) || !bench.has_room(&name, 4 * bytes) {
+        if !bench.sheet.wants(&name) || !bench.has_room(&name, 4 * bytes) {
             continue;
         }
         let pool = bench.pool(2 * bytes)?;
@@ -33,9 +33,9 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
         let contenders = vec![pairs(direct, bytes), pairs(Pinned::on(&pool), bytes)];
         let mut outcomes = contest(bench.pace, contenders).into_iter();
         let (direct, own) = (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
-        bench.note(&name, direct.failed);
-        bench.note(&format!("{name} (peer)"), own.failed);
-        bench.add(&name, Unit::NsPerPair, direct.each, Some(("the pool", own.each)));
+        bench.sheet.note(&name, direct.failed);
+        bench.sheet.note(&format!("{name} (peer)"), own.failed);
+        bench.sheet.add(&name, Unit::NsPerPair, direct.each, Some(("the pool", own.each)));
     }
     Ok(())
 }

@@ -48,7 +48,7 @@ pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
     let mut pools = Vec::new();
     for bytes in PAIRS {
         let name = pair_name(bytes);
-        if bench.wants(&name) && bench.has_room(&name, 2 * bytes) {
+        if bench.sheet.wants(&name) && bench.has_room(&name, 2 * bytes) {
             let pool = bench.pool(2 * bytes)?;
             contenders.push(pairs_of(Pinned::on(&pool), bytes));
             pools.push(pool);
@@ -57,11 +57,11 @@ pub(super) fn pairs(bench: &mut Bench<'_>) -> Result<()> {
     }
     let mut outcomes = contest(bench.pace, contenders).into_iter();
     let malloc = outcomes.next().unwrap_or_default();
-    bench.note(MALLOC.0, malloc.failed);
-    bench.add(MALLOC.0, Unit::NsPerPair, malloc.each, None);
+    bench.sheet.note(MALLOC.0, malloc.failed);
+    bench.sheet.add(MALLOC.0, Unit::NsPerPair, malloc.each, None);
     for (name, own) in sizes.into_iter().zip(outcomes) {
-        bench.note(&name, own.failed);
-        bench.add(&name, Unit::NsPerPair, own.each, Some((MALLOC.1, malloc.each)));
+        bench.sheet.note(&name, own.failed);
+        bench.sheet.add(&name, Unit::NsPerPair, own.each, Some((MALLOC.1, malloc.each)));
     }
     Ok(())
 }
@@ -85,17 +85,17 @@ pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
         let work = Work::random_within(bytes, 0, live(bench));
         // With as much again, so that it never has to grow, as a pool that has run for a while need not.
         let needed = 2 * work.peak + (64 << 20);
-        if !(bench.wants(&name) || bench.wants(&waste)) || !bench.has_room(&name, needed) {
+        if !(bench.sheet.wants(&name) || bench.sheet.wants(&waste)) || !bench.has_room(&name, needed) {
             continue;
         }
         let pool = bench.pool(needed)?;
         let contenders = vec![work_of(Pinned::on(&pool), &work), work_of(Malloc, &work)];
         let mut outcomes = contest(bench.pace, contenders).into_iter();
         let (own, peer) = (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
-        bench.note(&name, own.failed);
-        bench.note(&format!("{name} (peer)"), peer.failed);
-        bench.add(&name, Unit::NsPerOperation, own.each, Some((SAME, peer.each)));
-        bench.add(&waste, Unit::Percent, wasted(&Pinned::on(&pool), &pool, &work)?, None);
+        bench.sheet.note(&name, own.failed);
+        bench.sheet.note(&format!("{name} (peer)"), peer.failed);
+        bench.sheet.add(&name, Unit::NsPerOperation, own.each, Some((SAME, peer.each)));
+        bench.sheet.add(&waste, Unit::Percent, wasted(&Pinned::on(&pool), &pool, &work)?, None);
     }
     Ok(())
 }
@@ -148,7 +148,7 @@ pub(super) fn threads(bench: &mut Bench<'_>) -> Result<()> {
     for job in JOBS {
         for threads in THREADS {
             let rows = job.rows(threads);
-            if rows.iter().any(|row| bench.wants(row)) {
+            if rows.iter().any(|row| bench.sheet.wants(row)) {
                 together(bench, job, threads, &rows)?;
             }
         }
@@ -175,10 +175,10 @@ fn together(bench: &mut Bench<'_>, job: Job, threads: usize, rows: &[String; 2])
     let peer = crew_of((0..threads).map(|_| Malloc).collect(), job.bytes, &works);
     let mut outcomes = contest(pace, vec![own, peer]).into_iter();
     let (own, peer) = (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
-    bench.note(&rows[0], own.failed);
-    bench.note(&format!("{} (peer)", rows[0]), peer.failed);
-    bench.add(&rows[0], Unit::NsPerOperation, own.over_all, Some((SAME, peer.over_all)));
-    bench.add(&rows[1], Unit::NsPerOperation, own.each, Some((SAME, peer.each)));
+    bench.sheet.note(&rows[0], own.failed);
+    bench.sheet.note(&format!("{} (peer)", rows[0]), peer.failed);
+    bench.sheet.add(&rows[0], Unit::NsPerOperation, own.over_all, Some((SAME, peer.over_all)));
+    bench.sheet.add(&rows[1], Unit::NsPerOperation, own.each, Some((SAME, peer.each)));
     Ok(())
 }
 

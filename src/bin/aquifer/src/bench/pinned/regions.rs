@@ -111,23 +111,23 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
     let wanted = |bytes: &u64| {
         let mut names = cases(bench, *bytes).iter().map(Case::name).collect::<Vec<_>>();
         names.extend([close_name(*bytes), in_place_name(*bytes)]);
-        *bytes <= bench.room && names.iter().any(|name| bench.wants(name))
+        *bytes <= bench.room && names.iter().any(|name| bench.sheet.wants(name))
     };
     if let Some(&most) = sizes(bench).iter().rev().find(|bytes| wanted(bytes)) {
         touch(bench, node, most)?;
     }
     for &bytes in sizes(bench) {
         let cases: Vec<_> =
-            cases(bench, bytes).into_iter().filter(|case| bench.wants(&case.name())).collect();
+            cases(bench, bytes).into_iter().filter(|case| bench.sheet.wants(&case.name())).collect();
         let (close, in_place) = (close_name(bytes), in_place_name(bytes));
-        let others = bench.wants(&close) || (bench.has_gpu() && bench.wants(&in_place));
+        let others = bench.sheet.wants(&close) || (bench.has_gpu() && bench.sheet.wants(&in_place));
         if cases.is_empty() && !others {
             continue;
         }
         let what = format!("region {}", size(bytes));
         if bytes > bench.room {
             let why = format!("needs {} of {}", aquifer_core::Bytes(bytes), aquifer_core::Bytes(bench.room));
-            bench.left_out.push(LeftOut { row: what, why });
+            bench.sheet.left_out.push(LeftOut { row: what, why });
             continue;
         }
         let driver = if bench.has_gpu() { Some(driver(bench, bytes)?) } else { None };
@@ -140,26 +140,26 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
             };
             match outcome {
                 Ok((made, gone)) => {
-                    bench.add(&case.name(), Unit::GbPerSecond, rate(made, bytes), peer);
+                    bench.sheet.add(&case.name(), Unit::GbPerSecond, rate(made, bytes), peer);
                     ended.push(gone);
                 }
                 // Once for all the rows that lack the same.
-                Err(left) if bench.left_out.contains(&left) => {}
-                Err(left) => bench.left_out.push(left),
+                Err(left) if bench.sheet.left_out.contains(&left) => {}
+                Err(left) => bench.sheet.left_out.push(left),
             }
         }
-        if ended.is_empty() && bench.wants(&close) {
+        if ended.is_empty() && bench.sheet.wants(&close) {
             let workers = processors().clamp(1, 8);
             let case = Case { bytes, tier: PageTier::Base, pages: "", workers, registration: CHUNK };
             ended.extend(ready(bench, node, &case)?.ok().map(|(_, gone)| gone));
         }
         if let Some(&gone) = ended.iter().min() {
             let peer = driver.map(|(_, freed)| ("cuMemFreeHost", rate(freed, bytes)));
-            bench.add(&close, Unit::GbPerSecond, rate(gone, bytes), peer);
+            bench.sheet.add(&close, Unit::GbPerSecond, rate(gone, bytes), peer);
         }
-        if bench.has_gpu() && bench.wants(&in_place) {
+        if bench.has_gpu() && bench.sheet.wants(&in_place) {
             let took = in_place_once(bench, bytes)?;
-            bench.add(&in_place, Unit::GbPerSecond, rate(took, bytes), peer);
+            bench.sheet.add(&in_place, Unit::GbPerSecond, rate(took, bytes), peer);
         }
     }
     Ok(())
@@ -264,7 +264,7 @@ fn driver(bench: &mut Bench<'_>, bytes: u64) -> Result<(Duration, Duration)> {
         match freed {
             Ok(gone) => best = (best.0.min(made), best.1.min(gone)),
             Err(e) => {
-                bench.failures.push(Failure { row: DRIVER.to_owned(), count: 1, said: e.to_string() });
+                bench.sheet.failures.push(Failure { row: DRIVER.to_owned(), count: 1, said: e.to_string() });
                 break;
             }
         }
@@ -308,20 +308,21 @@ mod tests {
     fn every_row_is_measured_or_left_out_with_its_reason_without_a_gpu() {
         let place = Place::choose(DeviceChoice::Sim).unwrap();
         let bench = measured(&place, Some("region"));
-        assert!(bench.failures.is_empty(), "{:?}", bench.failures);
+        assert!(bench.sheet.failures.is_empty(), "{:?}", bench.sheet.failures);
         let bytes = QUICK[0];
         for case in cases(&bench, bytes) {
             let name = case.name();
-            let row = bench.rows.iter().find(|row| row.name == name);
+            let row = bench.sheet.rows.iter().find(|row| row.name == name);
             let too_many = format!("region {}, more than {} workers", size(bytes), processors());
-            let why = bench.left_out.iter().find(|left| name.starts_with(&left.row) || left.row == too_many);
+            let why =
+                bench.sheet.left_out.iter().find(|left| name.starts_with(&left.row) || left.row == too_many);
             assert!(row.is_some() || why.is_some(), "{name}");
             assert!(row.is_none_or(|row| row.value() > 0.0 && row.peer.is_none()), "{row:?}");
         }
-        assert!(bench.rows.len() >= 2, "base pages, and the end: {:?}", bench.rows);
-        let mut left = bench.left_out.clone();
+        assert!(bench.sheet.rows.len() >= 2, "base pages, and the end: {:?}", bench.sheet.rows);
+        let mut left = bench.sheet.left_out.clone();
         left.dedup();
-        assert_eq!(left, bench.left_out, "each reason once");
+        assert_eq!(left, bench.sheet.left_out, "each reason once");
     }
 
     #[test]
@@ -330,12 +331,14 @@ mod tests {
         sim.oracle(false);
         let place = as_if_real(&sim);
         let bench = measured(&place, Some("base pages, 1 worker"));
-        let [row] = &bench.rows[..] else { panic!("{:?} {:?}", bench.rows, bench.failures) };
+        let [row] = &bench.sheet.rows[..] else {
+            panic!("{:?} {:?}", bench.sheet.rows, bench.sheet.failures)
+        };
         assert_eq!(row.peer.as_ref().unwrap().name, DRIVER);
         let in_place = measured(&place, Some("in place"));
-        assert_eq!(in_place.rows.len(), 1, "{:?}", in_place.failures);
+        assert_eq!(in_place.sheet.rows.len(), 1, "{:?}", in_place.sheet.failures);
         let ended = measured(&place, Some("ended"));
-        assert_eq!(ended.rows[0].peer.as_ref().unwrap().name, "cuMemFreeHost");
+        assert_eq!(ended.sheet.rows[0].peer.as_ref().unwrap().name, "cuMemFreeHost");
         assert!(sim.outstanding().host_allocations + sim.outstanding().registrations == 0);
     }
 
