@@ -1,14 +1,13 @@
 //! Regions and pools over a simulated GPU: who pins, in which pieces, what happens when that fails, and copies that are on
 //! their way while their blocks are freed.
-#![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
-#![expect(unsafe_code, reason = "queues copies by hand, and implements an operand")]
+#![expect(unsafe_code, reason = "queues copies by hand")]
 
 mod support;
 
 use allocator_api2::vec::Vec as AllocVec;
 use aquifer_core::{Budget, DeferReuse, MemoryError};
 use aquifer_driver::{
-    Access, Call, CaptureMode, DeviceId, DeviceRange, Driver, HostFlags, Operand, RawStream, Typed,
+    Call, CaptureMode, DeviceRange, HostFlags,
     sim::{Sim, ViolationKind},
 };
 use aquifer_host::{
@@ -17,17 +16,17 @@ use aquifer_host::{
     pool,
     region::{Cause, Host, PageTier, PinnedBy, Pinning, Region, RegionRequest, Step, retry_stranded, window},
 };
-use aquifer_stream::{Stream, StreamPool};
 use std::{
     alloc::Layout,
     ptr::NonNull,
-    sync::Arc,
     thread,
     time::{Duration, Instant},
 };
-use support::MIB;
+use support::{
+    MIB,
+    on_device::{GPU, OnDevice, stream},
+};
 
-const GPU: DeviceId = DeviceId(0);
 const OUT_OF_MEMORY: u32 = 2;
 
 fn machine() -> (Sim, Host) {
@@ -336,60 +335,6 @@ fn no_lock_is_held_while_the_driver_registers() {
         grower.join().unwrap().unwrap();
     });
     assert_eq!(pool.stats().regions, 2);
-}
-
-/// Device memory that one stream uses.
-struct OnDevice {
-    driver: Arc<dyn Driver>,
-    range: DeviceRange,
-}
-
-impl OnDevice {
-    fn new(driver: Arc<dyn Driver>, bytes: u64) -> Self {
-        let address = driver.mem_alloc(GPU, bytes).unwrap();
-        Self { driver, range: DeviceRange { device: GPU, address, bytes } }
-    }
-}
-
-impl Drop for OnDevice {
-    fn drop(&mut self) {
-        // The driver waits for the device, but the oracle wants the host to have waited.
-        self.driver.device_synchronize(GPU).unwrap();
-        // SAFETY: 1. from this driver, once. 2. nothing is queued any more.
-        unsafe { self.driver.mem_free(GPU, self.range.address).unwrap() };
-    }
-}
-
-// SAFETY: 1. an allocation of its own. 2. the test uses it from one stream, whose order is enough, and keeps it until the
-// device is idle.
-unsafe impl Operand for OnDevice {
-    fn range(&self) -> DeviceRange {
-        self.range
-    }
-    fn order(
-        &self,
-        _stream: RawStream,
-        _alive: Option<aquifer_driver::KeepAlive>,
-        _access: Access,
-    ) -> aquifer_core::Result<()> {
-        Ok(())
-    }
-}
-
-// SAFETY: 1. nobody else has the allocation.
-unsafe impl aquifer_driver::OperandMut for OnDevice {}
-
-impl Typed for OnDevice {
-    type Item = u8;
-    fn len(&self) -> usize {
-        self.range.bytes as usize
-    }
-}
-
-fn stream(sim: &Sim) -> (StreamPool, Stream) {
-    let streams = StreamPool::new(sim.driver(), GPU, 4);
-    let stream = streams.lease().unwrap();
-    (streams, stream)
 }
 
 #[test]

@@ -6,7 +6,7 @@ mod support;
 
 use aquifer_core::Budget;
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange, Driver, HostFlags, Operand, RawStream, Typed,
+    Call, HostFlags,
     sim::{Sim, ViolationKind},
 };
 use aquifer_host::{
@@ -16,7 +16,6 @@ use aquifer_host::{
         retired_bytes, retry_stranded, scope, scope_mut,
     },
 };
-use aquifer_stream::{Stream, StreamPool};
 use nix::libc;
 use std::{
     fs::File,
@@ -30,9 +29,11 @@ use std::{
         atomic::{AtomicBool, Ordering},
     },
 };
-use support::MIB;
+use support::{
+    MIB,
+    on_device::{GPU, OnDevice, stream},
+};
 
-const GPU: DeviceId = DeviceId(0);
 const PAGE: usize = 4096;
 
 /// What is retired or stranded is the process's.
@@ -136,57 +137,6 @@ fn file(bytes: usize) -> Option<File> {
     file.rewind().unwrap();
     let on = nix::sys::statfs::fstatfs(&file).unwrap().filesystem_type();
     (on != nix::sys::statfs::TMPFS_MAGIC).then_some(file)
-}
-
-struct OnDevice {
-    driver: Arc<dyn Driver>,
-    range: DeviceRange,
-}
-
-impl OnDevice {
-    fn new(driver: Arc<dyn Driver>, bytes: u64) -> Self {
-        let address = driver.mem_alloc(GPU, bytes).unwrap();
-        Self { driver, range: DeviceRange { device: GPU, address, bytes } }
-    }
-}
-
-impl Drop for OnDevice {
-    fn drop(&mut self) {
-        self.driver.device_synchronize(GPU).unwrap();
-        // SAFETY: 1. from this driver, once. 2. nothing is queued any more.
-        unsafe { self.driver.mem_free(GPU, self.range.address).unwrap() };
-    }
-}
-
-// SAFETY: 1. an allocation of its own. 2. used from one stream, and kept until the device is idle.
-unsafe impl Operand for OnDevice {
-    fn range(&self) -> DeviceRange {
-        self.range
-    }
-    fn order(
-        &self,
-        _stream: RawStream,
-        _alive: Option<aquifer_driver::KeepAlive>,
-        _access: Access,
-    ) -> aquifer_core::Result<()> {
-        Ok(())
-    }
-}
-
-// SAFETY: 1. nobody else has the allocation.
-unsafe impl aquifer_driver::OperandMut for OnDevice {}
-
-impl Typed for OnDevice {
-    type Item = u8;
-    fn len(&self) -> usize {
-        self.range.bytes as usize
-    }
-}
-
-fn stream(sim: &Sim) -> (StreamPool, Stream) {
-    let streams = StreamPool::new(sim.driver(), GPU, 4);
-    let stream = streams.lease().unwrap();
-    (streams, stream)
 }
 
 #[test]

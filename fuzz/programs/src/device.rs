@@ -158,13 +158,10 @@ pub fn run_checked(bytes: &[u8]) {
 
 fn run_on(bytes: &mut Bytes<'_>, checked: bool, retaining: bool) {
     let mut world = World::new(bytes, checked, retaining);
-    for _ in 0..MAX_OPS {
-        if bytes.is_empty() {
-            break;
-        }
+    bytes.steps(MAX_OPS, |bytes| {
         world.step(bytes);
         world.check();
-    }
+    });
     world.finish();
 }
 

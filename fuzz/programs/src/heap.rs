@@ -23,12 +23,7 @@ pub fn run(bytes: &[u8]) {
     let config = configs[usize::from(bytes.choice(configs.len() as u8))];
     let mut shadow = Shadow::new(config);
     shadow.apply(Op::Add { window: bytes.u8(), at: 0, units: u16::MAX, stamp: 0, segment: bytes.flag() });
-    for _ in 0..MAX_OPS {
-        if bytes.is_empty() {
-            break;
-        }
-        shadow.apply(op(&mut bytes));
-    }
+    bytes.steps(MAX_OPS, |bytes| shadow.apply(op(bytes)));
     shadow.finish();
 }
 

@@ -9,7 +9,7 @@
 //! A thread does what it is told while the program waits for it, so a program does the same each time.
 #![expect(unsafe_code, reason = "calls the allocator trait, queues copies, and looks into blocks")]
 
-use crate::program::Bytes;
+use crate::program::{Bytes, alone};
 use allocator_api2::alloc::Allocator;
 use aquifer_core::{Budget, DeferReuse, Gate, Result};
 use aquifer_driver::{Call, DeviceId, Driver, RawEvent, RawStream, sim::Sim};
@@ -26,7 +26,7 @@ use std::{
     num::NonZeroUsize,
     ptr::NonNull,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, OnceLock,
         atomic::{AtomicBool, Ordering},
         mpsc::{Receiver, Sender, channel},
     },
@@ -43,25 +43,19 @@ const OWNERS: usize = 3;
 const LIMIT: u64 = 24 << 20;
 const GPU: DeviceId = DeviceId(0);
 
-/// What is stranded, and which closed pools linger, is known to the process: one program at a time.
-static ALONE: Mutex<()> = Mutex::new(());
-
 /// Runs the program that `bytes` spell.
 ///
 /// # Panics
 ///
 /// When the pool breaks a promise.
 pub fn run(bytes: &[u8]) {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let mut bytes = Bytes::new(bytes);
     let Some(mut machine) = Machine::new(&mut bytes) else { return };
-    for _ in 0..MAX_OPS {
-        if bytes.is_empty() {
-            break;
-        }
-        machine.step(&mut bytes);
+    bytes.steps(MAX_OPS, |bytes| {
+        machine.step(bytes);
         machine.check();
-    }
+    });
     machine.finish();
 }
 

@@ -1,5 +1,7 @@
 //! Bytes as a program: how a fuzz target reads what to do next.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 /// Reads numbers from bytes, and zeros once they have run out, so that every input is a program.
 ///
 /// ```
@@ -32,6 +34,16 @@ impl<'a> Bytes<'a> {
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.rest.is_empty()
+    }
+
+    /// Does `step` while bytes are left, at most so many times.
+    pub fn steps(&mut self, most: usize, mut step: impl FnMut(&mut Self)) {
+        for _ in 0..most {
+            if self.is_empty() {
+                break;
+            }
+            step(self);
+        }
     }
 
     /// The next byte.
@@ -77,6 +89,12 @@ impl<'a> Bytes<'a> {
         let mask = (1u32 << bits) - 1;
         self.u16() & mask as u16
     }
+}
+
+/// One program at a time: what is stranded, and which closed pools linger, is known to the process.
+pub(crate) fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// `len` bytes that look random and are the same for the same `seed`: the input of a test that

@@ -95,13 +95,10 @@ struct World {
 pub fn run(bytes: &[u8]) {
     let mut bytes = Bytes::new(bytes);
     let mut world = World::new(&mut bytes);
-    for _ in 0..MAX_OPS {
-        if bytes.is_empty() {
-            break;
-        }
-        world.step(&mut bytes);
+    bytes.steps(MAX_OPS, |bytes| {
+        world.step(bytes);
         world.check();
-    }
+    });
     world.finish();
 }
 

@@ -6,7 +6,7 @@
 //! harms no other. No copy touches memory out of turn: the oracle looks at all of them, and at every slot that is filled.
 //! In the end everything is given back.
 
-use crate::program::Bytes;
+use crate::program::{Bytes, alone};
 use aquifer_core::Budget;
 use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
 use aquifer_driver::{
@@ -26,7 +26,7 @@ use std::{
     io,
     mem::ManuallyDrop,
     pin::Pin,
-    sync::{Mutex, OnceLock, PoisonError},
+    sync::OnceLock,
     task::{Context, Poll, Waker},
     thread,
     time::{Duration, Instant},
@@ -43,25 +43,19 @@ const LARGEST: usize = 12 * SLOT;
 /// Longer than anything takes that does not hang.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What is stranded, and which closed pools linger, is known to the process: one program at a time.
-static ALONE: Mutex<()> = Mutex::new(());
-
 /// Runs the program that `bytes` spell.
 ///
 /// # Panics
 ///
 /// When the stager breaks a promise.
 pub fn run(bytes: &[u8]) {
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _alone = alone();
     let mut bytes = Bytes::new(bytes);
     let Some(mut machine) = Machine::new(&mut bytes) else { return };
-    for _ in 0..MAX_OPS {
-        if bytes.is_empty() {
-            break;
-        }
-        machine.step(&mut bytes);
+    bytes.steps(MAX_OPS, |bytes| {
+        machine.step(bytes);
         machine.check();
-    }
+    });
     machine.finish();
 }
 

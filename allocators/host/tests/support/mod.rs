@@ -2,9 +2,12 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 #![allow(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 
-use aquifer_core::{Gate, Result};
+pub(crate) mod on_device;
+
+use aquifer_core::{Budget, Gate, Result};
 use aquifer_host::{
     kernel::{Faults, Kernel, Span},
+    pool,
     region::Host,
     topology::{NodeId, Topology},
 };
@@ -14,7 +17,7 @@ use std::{
         Arc, Condvar, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 /// Less than a huge page, in bytes, so that nothing rounds it up.
@@ -48,6 +51,17 @@ pub(crate) fn faulty_host() -> (Host, Arc<Faults>) {
 pub(crate) fn present(span: Span) -> usize {
     let pages: Vec<usize> = (span.start..span.end()).step_by(4096).collect();
     Kernel::new().nodes_of(&pages).unwrap().iter().filter(|&&node| node >= 0).count()
+}
+
+/// Sweeps until nothing is charged any more.
+#[track_caller]
+pub(crate) fn sweep_out(budget: &Budget) {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    // Another test's sweep may be at it.
+    while budget.used() > 0 && Instant::now() < deadline {
+        pool::sweep();
+    }
+    assert_eq!(budget.used(), 0);
 }
 
 /// A gate that a test opens.

@@ -17,15 +17,12 @@ pub fn run(bytes: &mut Bytes<'_>) {
     let layers: Vec<u8> = (0..depth).map(|_| bytes.u8()).collect();
     stack(&layers, &books, &mut |top| {
         let mut shadow = Shadow::default();
-        for _ in 0..MAX_OPS {
-            if bytes.is_empty() {
-                break;
-            }
+        bytes.steps(MAX_OPS, |bytes| {
             if bytes.choice(20) == 0 {
                 books.refuse(u32::from(bytes.choice(5)));
             }
             shadow.step(top, bytes);
-        }
+        });
         books.refuse(0);
         shadow.drain(top, bytes);
     });
