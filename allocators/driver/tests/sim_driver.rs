@@ -6,7 +6,7 @@
 mod sim_fixtures;
 
 use aquifer_driver::{
-    Call, CaptureMode, DeviceId, DeviceRange, HostFlags, PoolUsage, RawStream, Relaxed,
+    BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostFlags, Ownership, PoolUsage, RawStream, Relaxed,
     sim::{Costs, DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
 };
 use sim_fixtures::{GPU, GRANULE, Machine, everywhere};
@@ -255,6 +255,25 @@ fn a_lost_device_answers_with_its_code_and_runs_nothing_more() {
         (0, 0, 1),
         "what the lost device held is gone with it"
     );
+}
+
+#[test]
+fn nothing_races_with_what_a_lost_device_had_queued() {
+    // Memory that is written on one stream, freed, and given to another that has waited for nothing.
+    let handed_over = |lost: bool| {
+        let m = Machine::new(Sim::h200(1).stepped());
+        let (a, b, range) = (m.stream(), m.stream(), m.alloc(64));
+        let note = |owner| m.driver.observer().unwrap().block(BlockNote { range, owner });
+        note(Ownership::Live { stream: a, generation: 1 });
+        m.sim.launch(a, Kernel::new("writes").writes(range, Some(1))).unwrap();
+        note(Ownership::Free);
+        if lost {
+            m.sim.lose_device(GPU);
+        }
+        note(Ownership::Live { stream: b, generation: 2 });
+        m.sim.take_violations().len()
+    };
+    assert_eq!((handed_over(false), handed_over(true)), (1, 0));
 }
 
 #[test]

@@ -105,11 +105,11 @@ impl Kernel {
         Self { faults: Some(faults) }
     }
 
-    /// Counts the call, and refuses it where the plan says so. By how much it is to seem slow.
-    fn ask(&self, call: SystemCall) -> Result<Duration> {
+    /// Counts the call, and refuses it where the plan says so. How long it is to seem to take.
+    fn ask(&self, call: SystemCall) -> Result<Option<Duration>> {
         match &self.faults {
             Some(faults) => faults.ask(call),
-            None => Ok(Duration::ZERO),
+            None => Ok(None),
         }
     }
 
@@ -229,8 +229,9 @@ impl Kernel {
     /// # Errors
     /// `EINVAL` on kernels before 5.14; `EFAULT` where the pool of huge pages is exhausted; `ENOMEM`.
     pub fn populate(&self, span: Span) -> Result<Duration> {
-        let slow = self.ask(SystemCall::Populate)?;
-        Ok(fault_in(span, libc::MADV_POPULATE_WRITE)? + slow)
+        let seeming = self.ask(SystemCall::Populate)?;
+        let took = fault_in(span, libc::MADV_POPULATE_WRITE)?;
+        Ok(seeming.unwrap_or(took))
     }
 
     /// Takes a mapping's pages now, as a read would (`madvise`, `MADV_POPULATE_READ`): a file's are read in. Says how
@@ -239,8 +240,9 @@ impl Kernel {
     /// # Errors
     /// As [`Kernel::populate`]; `EFAULT` beyond the end of a file.
     pub fn populate_read(&self, span: Span) -> Result<Duration> {
-        let slow = self.ask(SystemCall::PopulateRead)?;
-        Ok(fault_in(span, libc::MADV_POPULATE_READ)? + slow)
+        let seeming = self.ask(SystemCall::PopulateRead)?;
+        let took = fault_in(span, libc::MADV_POPULATE_READ)?;
+        Ok(seeming.unwrap_or(took))
     }
 
     /// Writes one zero to each page: what [`Kernel::populate`] does on kernels that lack it.

@@ -39,9 +39,9 @@
 //! [`StageError`], and others go on. A transfer that waits for a slow source or a busy operand holds up those of its
 //! direction that came after it.
 //!
-//! Known: a driver that refuses to say whether a lane's copies are done by each of its three ways, and then the wait that
-//! would hold the operands' stream back, without having lost the device, leaves an operand that may be given out again too
-//! soon. After such a [`StageError::Memory`] do not drop the operand.
+//! Where the driver refuses to say whether copies are done, it is asked again, in each of its ways, until it does. One that
+//! refuses all of them for a second is taken for one that is gone, and with it whatever was queued: an operand comes back
+//! then.
 
 mod alone;
 mod error;

@@ -125,6 +125,35 @@ fn a_slot_goes_back_only_when_its_copies_are_known_to_be_done() {
 }
 
 #[test]
+fn an_operand_comes_back_only_when_no_copy_touches_it_however_often_the_driver_refuses_to_say() {
+    let rig = Rig::new();
+    let up = pattern(6 * SLOT, 1);
+    let ticket = {
+        let held = rig.sim.stall(Call::CopyToDevice);
+        let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
+        assert!(held.wait_for(1, PATIENCE));
+        for call in
+            [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize]
+        {
+            (1..=8).for_each(|nth| rig.sim.fail(call, nth, REFUSED));
+        }
+        // Nor can the operand's own stream be held back.
+        rig.sim.fail_every(Call::StreamWaitEvent, 1, REFUSED);
+        ticket
+    };
+    let failed = ticket.wait().unwrap_err();
+    assert!(matches!(failed.error, StageError::Memory(MemoryError::Driver(_))), "{failed}");
+    rig.sim.clear_failures();
+    let (_, mut x) = failed.back.unwrap();
+    rig.fill(&mut x, 7);
+    rig.sim.run_all();
+    assert!(rig.bytes(&x).iter().all(|&byte| byte == 7));
+    rig.assert_silent();
+    drop(x);
+    rig.assert_all_given_back();
+}
+
+#[test]
 fn a_slot_that_a_short_transfer_used_goes_back_only_when_its_copy_is_known_to_be_done() {
     let rig = Rig::new();
     rig.stager.warm().unwrap();

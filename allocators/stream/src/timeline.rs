@@ -58,6 +58,12 @@ const REMEMBERED_WAITS: usize = 64;
 /// The longest pause between two looks when a wait has a deadline.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
+/// How long a driver is asked again that refuses every way to wait for a stream. What it refuses for a moment it does not
+/// refuse for so long; what it refuses for good must not stop a program for good.
+const PATIENCE: Duration = Duration::from_secs(1);
+/// The longest pause before it is asked again.
+const LONGEST_REFUSED: Duration = Duration::from_millis(10);
+
 /// The driver's code for questions about an event that was recorded in a capture.
 const CAPTURED_EVENT: u32 = 907;
 
@@ -556,20 +562,32 @@ impl Timeline {
         Ok(())
     }
 
-    /// As [`Timeline::synchronize`], by every means that the driver has: for those who cannot go on while work is queued.
+    /// As [`Timeline::synchronize`], by every means that the driver has, again and again: for those who cannot go on while
+    /// work is queued. A driver that refuses all of them for [a second](PATIENCE) is taken for one that is gone, and with it
+    /// whatever was queued. Blocks.
     ///
     /// # Errors
-    /// The first refusal, if all means were refused: the device is lost, or the driver is gone.
-    pub(crate) fn settle(&self) -> Result<()> {
-        let refused = match self.synchronize() {
-            Ok(()) => return Ok(()),
-            Err(lost @ (MemoryError::DeviceLost { .. } | MemoryError::Capturing { .. })) => return Err(lost),
-            Err(refused) => refused,
-        };
-        if self.wait(self.open(), None).is_ok() {
-            return Ok(());
+    /// [`MemoryError::DeviceLost`] and [`MemoryError::Capturing`] at once; the last refusal of a driver that is gone.
+    pub fn settle(&self) -> Result<()> {
+        let given_up = Instant::now() + PATIENCE;
+        let mut pause = Duration::from_micros(10);
+        loop {
+            let refused = match self.synchronize() {
+                Ok(()) => return Ok(()),
+                Err(at_once @ (MemoryError::DeviceLost { .. } | MemoryError::Capturing { .. })) => {
+                    return Err(at_once);
+                }
+                Err(refused) => refused,
+            };
+            if self.wait(self.open(), None).is_ok() || self.synchronize_device().is_ok() {
+                return Ok(());
+            }
+            if Instant::now() >= given_up {
+                return Err(refused);
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LONGEST_REFUSED);
         }
-        self.synchronize_device().map_err(|_| refused)
     }
 
     /// Synchronises, and never calls the driver for this stream again: its handle is about to be destroyed. Whoever goes

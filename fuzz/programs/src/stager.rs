@@ -24,7 +24,6 @@ use aquifer_stream::Stream;
 use std::{
     future::Future,
     io,
-    mem::ManuallyDrop,
     pin::Pin,
     sync::OnceLock,
     task::{Context, Poll, Waker},
@@ -90,8 +89,8 @@ struct Machine {
     /// A fault has been planned at some time: handles that the driver would not end may be left.
     faulty: bool,
     lost: bool,
-    /// Something was forgotten, and is leaked.
-    leaks: bool,
+    /// What nobody will ask for again: its owner has forgotten it, and it goes when all else has gone.
+    forgotten: Vec<Flying>,
 }
 
 /// Bytes of a pattern, with an accident at one place.
@@ -160,7 +159,7 @@ impl Machine {
             next: 1,
             faulty: false,
             lost: false,
-            leaks: false,
+            forgotten: Vec::new(),
         })
     }
 
@@ -300,7 +299,7 @@ impl Machine {
         let Some(x) = self.operand(bytes) else { return };
         let len = x.buffer.range().bytes as usize;
         let Some(permit) = self.stager.try_permit() else {
-            assert!(self.flying.len() + usize::from(self.leaks) > 0, "permits are lost");
+            assert!(self.flying.len() + self.forgotten.len() > 0, "permits are lost");
             return self.operands.push(x);
         };
         if bytes.flag() {
@@ -349,10 +348,7 @@ impl Machine {
         let Some(which) = usize::from(bytes.u8()).checked_rem(self.flying.len()) else { return };
         let flying = self.flying.swap_remove(which);
         match (bytes.choice(4), flying) {
-            (0, flying) => {
-                let _forgotten = ManuallyDrop::new(flying);
-                self.leaks = true;
-            }
+            (0, flying) => self.forgotten.push(flying),
             (1, Flying::Up(ticket)) => ticket.detach(),
             (1, Flying::Down(ticket, _)) => ticket.detach(),
             (_, flying) => drop(flying),
@@ -442,7 +438,7 @@ impl Machine {
             }
         }
         self.check();
-        let Self { sim, budget, pinned, pool, stager, home, lost, leaks, .. } = self;
+        let Self { sim, budget, pinned, pool, stager, home, lost, forgotten, .. } = self;
         drop((stager, home, pool));
         sim.run_all();
         // Workers may be handing slots back still; threads keep books of their own that agree when all is quiet.
@@ -451,14 +447,13 @@ impl Machine {
             assert!(Instant::now() < quiet, "the books of the pinned pool disagree");
             thread::yield_now();
         }
-        drop(pinned);
-        // What a lost device may still touch is kept for ever, and what was forgotten too.
+        drop((pinned, forgotten));
+        // What a lost device may still touch is kept for ever.
         let deadline = Instant::now() + PATIENCE;
-        let kept = lost || leaks;
         loop {
             pool::sweep();
             let (stranded, left) = (retry_stranded(), sim.outstanding());
-            if kept || (budget.used() == 0 && left.registrations == 0 && left.host_allocations == 0) {
+            if lost || (budget.used() == 0 && left.registrations == 0 && left.host_allocations == 0) {
                 break;
             }
             assert!(Instant::now() < deadline, "{} charged, {stranded} stranded, {left}", budget.used());

@@ -148,6 +148,8 @@ impl Sim {
             dropped.append(&mut stream.queue.drain(..).collect());
         }
         state.queued -= dropped.len();
+        // What ran has ended and the rest never runs, whoever is told: nothing there can race with anything any more.
+        state.all_learn_device(device);
         drop(state);
         // Closures of the program's end here, without the lock.
         drop::<Vec<_>>(dropped);

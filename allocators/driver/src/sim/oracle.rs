@@ -167,14 +167,22 @@ impl State {
     /// Everything that a synchronisation with the device teaches the host.
     pub(crate) fn host_learns_device(&mut self, device: DeviceId) {
         if self.oracle {
-            let agent = self.agent();
-            let host = &mut self.hosts[agent];
-            self.streams
-                .iter()
-                .filter(|stream| stream.device == device)
-                .for_each(|stream| host.learn(&stream.clock));
-            self.components.gone(device).for_each(|clock| host.learn(clock));
+            self.agent_learns_device(self.agent(), device);
         }
+    }
+
+    /// The same for every host agent.
+    pub(crate) fn all_learn_device(&mut self, device: DeviceId) {
+        if self.oracle {
+            (0..self.hosts.len()).for_each(|agent| self.agent_learns_device(agent, device));
+        }
+    }
+
+    fn agent_learns_device(&mut self, agent: usize, device: DeviceId) {
+        let host = &mut self.hosts[agent];
+        let streams = self.streams.iter().filter(|stream| stream.device == device);
+        streams.for_each(|stream| host.learn(&stream.clock));
+        self.components.gone(device).for_each(|clock| host.learn(clock));
     }
 
     /// The streams whose work a stream's next item comes after without being told: those of the legacy rule.

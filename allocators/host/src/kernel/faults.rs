@@ -120,17 +120,17 @@ pub struct Faults {
 struct Plan {
     made: [u64; SystemCall::ALL.len()],
     faults: Vec<Fault>,
-    slow: Vec<Slow>,
+    times: Vec<Timed>,
     version: Option<(u32, u32)>,
 }
 
-/// Calls that seem to take longer than they do.
+/// Calls that seem to take so long, however long they do.
 #[derive(Clone, Copy, Debug)]
-struct Slow {
+struct Timed {
     call: SystemCall,
     first: u64,
     last: u64,
-    by: Duration,
+    time: Duration,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -163,12 +163,13 @@ impl Faults {
         plan.faults.push(Fault { call, first, last: u64::MAX, errno });
     }
 
-    /// The next `count` calls of this kind seem to take so much longer: nobody waits, but what is measured says so. Only
-    /// populating is measured.
-    pub fn seem_slow(&self, call: SystemCall, count: u64, by: Duration) {
+    /// The next `count` calls of this kind seem to take `time`, each, behind those that were planned before: nobody waits,
+    /// but what is measured says so. Only populating is measured.
+    pub fn seem_to_take(&self, call: SystemCall, count: u64, time: Duration) {
         let mut plan = self.lock();
-        let made = plan.made[call as usize];
-        plan.slow.push(Slow { call, first: made + 1, last: made.saturating_add(count), by });
+        let planned = plan.times.iter().filter(|timed| timed.call == call).map(|timed| timed.last).max();
+        let before = plan.made[call as usize].max(planned.unwrap_or(0));
+        plan.times.push(Timed { call, first: before + 1, last: before.saturating_add(count), time });
     }
 
     /// The kernel seems to be of this version.
@@ -184,7 +185,7 @@ impl Faults {
     pub fn clear(&self) {
         let mut plan = self.lock();
         plan.faults.clear();
-        plan.slow.clear();
+        plan.times.clear();
         plan.version = None;
     }
 
@@ -194,8 +195,8 @@ impl Faults {
         self.lock().made[call as usize]
     }
 
-    /// Counts a call. By how much it is to seem slow, or the failure that is planned for it.
-    pub(super) fn ask(&self, call: SystemCall) -> Result<Duration, SystemError> {
+    /// Counts a call. How long it is to seem to take, or the failure that is planned for it.
+    pub(super) fn ask(&self, call: SystemCall) -> Result<Option<Duration>, SystemError> {
         let mut plan = self.lock();
         plan.made[call as usize] += 1;
         let number = plan.made[call as usize];
@@ -203,8 +204,8 @@ impl Faults {
         if let Some(fault) = hit {
             return Err(SystemError { call: call.name(), errno: fault.errno });
         }
-        let slow = plan.slow.iter().filter(|s| s.call == call && (s.first..=s.last).contains(&number));
-        Ok(slow.map(|slow| slow.by).sum())
+        let timed = plan.times.iter().find(|t| t.call == call && (t.first..=t.last).contains(&number));
+        Ok(timed.map(|timed| timed.time))
     }
 
     fn lock(&self) -> MutexGuard<'_, Plan> {

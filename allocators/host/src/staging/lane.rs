@@ -68,19 +68,14 @@ const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
 /// somebody captures on the stream what came behind: nothing can be waited for before.
 ///
 /// # Errors
-/// The first refusal, if all means were refused: the device is lost, or the driver is gone.
+/// As [`Timeline::settle`]: the device is lost, or the driver gone.
 pub(super) fn settle(timeline: &Timeline) -> Result<()> {
-    let refused = loop {
-        match timeline.synchronize() {
-            Ok(()) => return Ok(()),
-            Err(lost @ MemoryError::DeviceLost { .. }) => return Err(lost),
+    loop {
+        match timeline.settle() {
             Err(MemoryError::Capturing { .. }) => thread::sleep(CAPTURE_PAUSE),
-            Err(refused) => break refused,
+            settled => return settled,
         }
-    };
-    let waited = timeline.wait(timeline.open(), None).is_ok()
-        || timeline.driver().device_synchronize(timeline.raw().device()).is_ok();
-    if waited { Ok(()) } else { Err(refused) }
+    }
 }
 
 impl Lane {
