@@ -153,9 +153,12 @@ fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
 #[test]
 fn a_short_upload_is_sent_in_pieces_and_a_short_download_comes_in_one() {
     let mut config = config();
-    (config.slot, config.alone, config.direct, config.down_direct) = (512 * KIB, 512 * KIB, 0, 0);
+    (config.slot, config.alone, config.down_alone) = (1024 * KIB, 1024 * KIB, 1024 * KIB);
+    (config.direct, config.down_direct) = (0, 0);
     let rig = Rig::with(config);
-    for (size, pieces) in [(1, 1), (128 * KIB, 1), (128 * KIB + 1, 2), (300 * KIB, 3), (512 * KIB, 4)] {
+    for (size, pieces) in
+        [(1, 1), (128 * KIB, 1), (128 * KIB + 1, 2), (300 * KIB, 3), (512 * KIB, 4), (1024 * KIB, 4)]
+    {
         let (mut x, up) = (rig.operand(size), pattern(size, 3));
         let copies = |call| rig.sim.driver().calls().get(call);
         let before = (copies(Call::CopyToDevice), copies(Call::CopyToHost));

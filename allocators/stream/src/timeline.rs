@@ -399,6 +399,9 @@ impl Timeline {
 
     fn finish(&self, epoch: u64) {
         let over = self.epochs.finish(epoch);
+        if over.is_empty() {
+            return;
+        }
         // An event that somebody still holds may be waited for: it is not recorded again, it goes with its last holder.
         let free: Vec<_> = over.into_iter().filter(|event| Arc::strong_count(event) == 1).collect();
         let too_many = self.spare.with(|spare| {
@@ -569,8 +572,7 @@ impl Timeline {
     /// # Errors
     /// [`MemoryError::DeviceLost`] and [`MemoryError::Capturing`] at once; the last refusal of a driver that is gone.
     pub fn settle(&self) -> Result<()> {
-        let given_up = Instant::now() + PATIENCE;
-        let mut pause = Duration::from_micros(10);
+        let (mut given_up, mut pause) = (None, Duration::from_micros(10));
         loop {
             let refused = match self.synchronize() {
                 Ok(()) => return Ok(()),
@@ -582,7 +584,8 @@ impl Timeline {
             if self.wait(self.open(), None).is_ok() || self.synchronize_device().is_ok() {
                 return Ok(());
             }
-            if Instant::now() >= given_up {
+            let now = Instant::now();
+            if now >= *given_up.get_or_insert(now + PATIENCE) {
                 return Err(refused);
             }
             std::thread::sleep(pause);

@@ -141,7 +141,8 @@ impl Machine {
         (config.up_workers, config.down_workers) =
             (1 + usize::from(settings >> 2 & 1), 1 + usize::from(settings >> 3 & 1));
         (config.slot, config.least_chunk) = (SLOT, 4096);
-        (config.direct, config.down_direct, config.alone) = (1024, 512, 4096);
+        (config.direct, config.down_direct) = (1024, 512);
+        (config.alone, config.down_alone) = (4096, 3072);
         (config.slots, config.depth) = (1 + usize::from(settings >> 4 & 1), 2 * MOST);
         config.stores = if settings >> 5 & 1 == 0 { Stores::NonTemporal } else { Stores::Cached };
         config.down_stores = config.stores;

@@ -9,6 +9,7 @@ use aquifer_stream::{HostOwned, Point, Stream, StreamPool, Timeline};
 use bytemuck::{Pod, Zeroable};
 use std::{
     mem::ManuallyDrop,
+    ops::Range,
     ptr::NonNull,
     sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
     thread,
@@ -47,6 +48,14 @@ impl Slot {
 
     pub(super) fn is_busy(&self) -> bool {
         self.busy.is_some()
+    }
+
+    /// Tells whoever checks it that the CPU touches some of its bytes.
+    pub(super) fn touch(&mut self, on: &Timeline, bytes: Range<usize>, access: HostAccess) {
+        if let Some(observer) = on.driver().observer() {
+            let start = self.start().as_ptr() as u64;
+            observer.host(start + bytes.start as u64, bytes.len() as u64, access);
+        }
     }
 
     /// Its bytes. Nobody else's while no copy is on its way.
@@ -115,13 +124,11 @@ impl Lane {
         Ok(())
     }
 
-    /// Tells whoever checks it that the CPU touches a slot.
+    /// Tells whoever checks it that the CPU touches all that a slot carries.
     pub(super) fn touch(&mut self, slot: usize, access: HostAccess) {
-        if let Some(observer) = self.stream.driver().observer() {
-            let slot = &mut self.slots[slot];
-            let used = slot.moves.last().map_or(0, |last| last.at + last.bytes);
-            observer.host(slot.start().as_ptr() as u64, used as u64, access);
-        }
+        let slot = &mut self.slots[slot];
+        let used = slot.moves.last().map_or(0, |last| last.at + last.bytes);
+        slot.touch(self.stream.timeline(), 0..used, access);
     }
 
     /// Waits for everything that is on its way, after something has gone wrong.
@@ -167,6 +174,8 @@ struct State {
     idle: Vec<Lane>,
     /// Lanes there are, those about to be made included.
     made: usize,
+    /// Threads that wait for one: waking nobody is a system call all the same.
+    waiting: usize,
 }
 
 impl Lanes {
@@ -183,7 +192,7 @@ impl Lanes {
             slots,
             slot_bytes,
             most,
-            state: Mutex::new(State { idle: Vec::new(), made: 0 }),
+            state: Mutex::new(State { idle: Vec::new(), made: 0, waiting: 0 }),
             changed: Condvar::new(),
         }
     }
@@ -227,9 +236,14 @@ impl Lanes {
 
     /// A lane that nobody has now and that is pinned, made if it is the first. Blocks while the pool grows.
     pub(super) fn one_pinned(&self) -> Option<Lane> {
-        // Without one the driver copies, and says what is wrong.
-        self.ensure(1).ok()?;
-        let lane = self.try_take()?;
+        let lane = match self.try_take() {
+            Some(lane) => lane,
+            None => {
+                // Without one the driver copies, and says what is wrong.
+                self.ensure(1).ok()?;
+                self.try_take()?
+            }
+        };
         if lane.is_pinned() {
             return Some(lane);
         }
@@ -248,22 +262,30 @@ impl Lanes {
             if let Some(lane) = state.idle.pop() {
                 return Some(lane);
             }
+            state.waiting += 1;
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state.waiting -= 1;
         }
     }
 
     /// Has those who wait for a lane look again whether they need one.
     pub(super) fn call(&self) {
         // Under the lock, or somebody who has just looked would go to sleep after it.
-        let _state = self.lock();
-        self.changed.notify_all();
+        self.wake(&self.lock());
+    }
+
+    /// All of them: one alone may have given up meanwhile.
+    fn wake(&self, state: &State) {
+        if state.waiting > 0 {
+            self.changed.notify_all();
+        }
     }
 
     /// Takes a lane back, none of whose slots is busy.
     pub(super) fn give(&self, lane: Lane) {
-        self.lock().idle.push(lane);
-        // All of them: one who is woken may have given up meanwhile.
-        self.changed.notify_all();
+        let mut state = self.lock();
+        state.idle.push(lane);
+        self.wake(&state);
     }
 
     /// Takes back a lane that cannot be used any more.
@@ -287,10 +309,8 @@ impl Lanes {
     fn forget_one(&self) -> usize {
         let mut state = self.lock();
         state.made -= 1;
-        let left = state.made;
-        drop(state);
-        self.changed.notify_all();
-        left
+        self.wake(&state);
+        state.made
     }
 
     /// Whether the slots are pinned, as far as there are any idle ones.
@@ -303,9 +323,9 @@ impl Lanes {
         let idle = {
             let mut state = self.lock();
             state.made -= state.idle.len();
+            self.wake(&state);
             std::mem::take(&mut state.idle)
         };
-        self.changed.notify_all();
         idle.iter().flat_map(|lane| &lane.slots).map(|slot| slot.room() as u64).sum()
     }
 }

@@ -34,7 +34,8 @@ pub(crate) fn config() -> StagerConfig {
     let mut config = StagerConfig::default();
     (config.up_workers, config.down_workers) = (3, 2);
     (config.slot, config.least_chunk) = (SLOT, 8 * KIB);
-    (config.direct, config.down_direct, config.alone) = (KIB, KIB, 8 * KIB);
+    (config.direct, config.down_direct) = (KIB, KIB);
+    (config.alone, config.down_alone) = (8 * KIB, 8 * KIB);
     config.depth = 8;
     config
 }

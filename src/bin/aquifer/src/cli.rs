@@ -209,9 +209,12 @@ pub(crate) struct StagerFlags {
     /// Bytes up to which the driver copies to the host by itself
     #[arg(long, value_name = "BYTES")]
     pub(crate) down_direct: Option<Size>,
-    /// Bytes up to which the calling thread copies by itself
+    /// Bytes up to which the calling thread copies to the device by itself
     #[arg(long, value_name = "BYTES")]
     pub(crate) alone: Option<Size>,
+    /// Bytes up to which the calling thread copies to the host by itself
+    #[arg(long, value_name = "BYTES")]
+    pub(crate) down_alone: Option<Size>,
     /// How the processor writes into slots
     #[arg(long, value_enum)]
     pub(crate) stores: Option<StoresChoice>,
@@ -254,6 +257,7 @@ impl StagerFlags {
         config.direct = bytes(self.direct, config.direct);
         config.down_direct = bytes(self.down_direct, config.down_direct);
         config.alone = bytes(self.alone, config.alone);
+        config.down_alone = bytes(self.down_alone, config.down_alone);
         config.stores = self.stores.map_or(config.stores, Stores::from);
         config.down_stores = self.down_stores.map_or(config.down_stores, Stores::from);
         config
