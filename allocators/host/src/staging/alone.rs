@@ -23,7 +23,7 @@ use super::{
 };
 use aquifer_core::{MemoryError, Result as MemoryResult};
 use aquifer_driver::{HostAccess, RawStream};
-use aquifer_stream::{Fence, Timeline};
+use aquifer_stream::Timeline;
 use std::{ptr::NonNull, sync::Arc};
 
 /// Bytes that go from a slot to the device at once, of a transfer of so many: while they are on their way the thread copies
@@ -62,11 +62,11 @@ impl Shared {
             order(home.raw())?;
             return Ok(Front::Home(home));
         }
-        let front = Front::Own(self.take_front()?);
-        match order(front.timeline().raw()) {
-            Ok(()) => Ok(front),
+        let road = self.take_road()?;
+        match order(road.raw()) {
+            Ok(()) => Ok(Front::Own(road)),
             Err(error) => {
-                self.give_front(&front, true);
+                self.give_road(&road);
                 Err(error)
             }
         }
@@ -86,25 +86,23 @@ impl Shared {
         order: impl FnOnce(RawStream) -> MemoryResult<()>,
     ) -> Result<Arc<Transfer>> {
         self.check(&parts)?;
-        let front = self.front(home, order)?;
-        let timeline = front.timeline();
-        // Events of earlier transfers are recorded again, once they are seen to have passed. What a refusal means is told
-        // by the calls to come.
-        let _looked = timeline.poll();
-        let epoch = timeline.open();
-        // At once: what its user queues on the home stream from now on is nothing to wait for.
-        let fenced = match timeline.fence(epoch) {
-            Ok(Fence::Capturing) => Err(MemoryError::Capturing { stream: timeline.raw().handle() }),
-            Ok(Fence::OutOfReach) => Err(MemoryError::UnknownId),
-            Ok(Fence::Standing | Fence::Recorded) => Ok(()),
-            Err(error) => Err(error),
+        let (road, home) = match self.front(home, order)? {
+            Front::Own(road) => (road, None),
+            Front::Home(home) => {
+                let road = self.take_road()?;
+                // Events of earlier transfers are recorded again, once they are seen to have passed. What a refusal means
+                // is told by the calls to come.
+                let _looked = home.poll();
+                // Now: what its user queues on the home stream later is nothing to wait for.
+                if let Err(error) = road.timeline().wait_for(&home, home.open()) {
+                    self.give_road(&road);
+                    return Err(error.into());
+                }
+                (road, Some(home))
+            }
         };
-        if let Err(error) = fenced {
-            self.give_front(&front, true);
-            return Err(error.into());
-        }
-        let plan = Plan::new(parts.way, far, parts.parts, self.config.grain(parts.way));
-        Ok(Transfer::new(self, plan, front, epoch, permit))
+        let plan = Plan::new(parts.way, far, parts.parts, self.config.grain(parts.way, parts.total));
+        Ok(Transfer::new(self, plan, road, home, permit))
     }
 
     /// Whether a transfer between memory and the device is so short that the calling thread makes it.
@@ -172,7 +170,11 @@ impl Shared {
             // SAFETY: 1. the caller's. 2. the operands have just been ordered.
             None => unsafe { through_driver(on, parts) },
         };
-        self.give_front(&front, settled.is_ok());
+        if let Front::Own(road) = &front
+            && settled.is_ok()
+        {
+            self.give_road(road);
+        }
         Ok(moved.and(settled)?)
     }
 }
@@ -293,10 +295,13 @@ struct Lent<'a> {
 
 impl Drop for Lent<'_> {
     fn drop(&mut self) {
-        let Some(lane) = self.lane.take() else { return };
+        let Some(mut lane) = self.lane.take() else { return };
         match settle(self.on) {
             Ok(()) => self.lanes.give(lane),
-            Err(_) => self.lanes.discard_behind(lane, self.on),
+            Err(_) => {
+                lane.slots.iter_mut().for_each(|slot| slot.mark_busy(self.on));
+                self.lanes.discard(lane, self.on);
+            }
         }
     }
 }

@@ -1,11 +1,11 @@
-//! A stream with its slots, which one worker at a time has to itself.
+//! A few slots, which one worker at a time has to itself.
 #![expect(unsafe_code, reason = "tells the slots' elements plain, and gives pointers to their bytes out")]
 
 use super::plan::Move;
 use crate::{PinnedBuf, PinnedPool};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::HostAccess;
-use aquifer_stream::{HostOwned, Point, Stream, StreamPool, Timeline};
+use aquifer_stream::{HostOwned, Point, Timeline};
 use bytemuck::{Pod, Zeroable};
 use std::{
     mem::ManuallyDrop,
@@ -37,13 +37,18 @@ pub(super) struct Slot {
     pub(super) moves: Vec<Move>,
     /// Of what it carries.
     pub(super) bytes: u64,
-    /// The end of the copies that are on their way between it and the device.
+    /// The end of the copies that are on their way between it and the device: an epoch of the stream that they are on.
     busy: Option<u64>,
 }
 
 impl Slot {
     pub(super) fn room(&self) -> usize {
         self.pages.len() * Page::BYTES
+    }
+
+    /// Copies may be on their way that have no event behind them.
+    pub(super) fn mark_busy(&mut self, on: &Timeline) {
+        self.busy = Some(on.open());
     }
 
     pub(super) fn is_busy(&self) -> bool {
@@ -64,9 +69,8 @@ impl Slot {
     }
 }
 
-/// A stream and its slots.
+/// A few slots. None is busy while nobody has the lane.
 pub(super) struct Lane {
-    pub(super) stream: Stream,
     pub(super) slots: Vec<Slot>,
 }
 
@@ -88,56 +92,54 @@ pub(super) fn settle(timeline: &Timeline) -> Result<()> {
 }
 
 impl Lane {
-    fn new(streams: &StreamPool, pool: &PinnedPool, slots: usize, bytes: usize) -> Result<Self> {
-        let stream = streams.lease()?;
+    fn new(pool: &PinnedPool, slots: usize, bytes: usize) -> Result<Self> {
         let slot = || {
             let pages = pool.buffer(bytes.div_ceil(Page::BYTES))?;
             Ok(Slot { pages, moves: Vec::new(), bytes: 0, busy: None })
         };
-        Ok(Self { stream, slots: (0..slots).map(|_| slot()).collect::<Result<_>>()? })
+        Ok(Self { slots: (0..slots).map(|_| slot()).collect::<Result<_>>()? })
     }
 
     pub(super) fn is_pinned(&self) -> bool {
         self.slots.iter().all(|slot| slot.pages.is_pinned())
     }
 
-    /// Puts an event behind the copies of a slot, or of those of them that were queued.
+    /// Puts an event behind the copies of a slot on a stream, or behind those of them that were queued.
     ///
     /// # Errors
     /// The driver's; the slot counts as busy all the same.
-    pub(super) fn fence(&mut self, slot: usize) -> Result<()> {
-        let timeline = self.stream.timeline();
-        let epoch = timeline.open();
+    pub(super) fn fence(&mut self, slot: usize, on: &Timeline) -> Result<()> {
+        let epoch = on.open();
         self.slots[slot].busy = Some(epoch);
-        timeline.fence(epoch).map(drop)
+        on.fence(epoch).map(drop)
     }
 
-    /// Waits until the copies of a slot are done.
+    /// Waits until the copies of a slot are done, which were queued on this stream.
     ///
     /// # Errors
     /// The driver's; the slot stays busy.
-    pub(super) fn wait(&mut self, slot: usize) -> Result<()> {
+    pub(super) fn wait(&mut self, slot: usize, on: &Timeline) -> Result<()> {
         if let Some(epoch) = self.slots[slot].busy {
-            self.stream.timeline().wait(epoch, None)?;
+            on.wait(epoch, None)?;
             self.slots[slot].busy = None;
         }
         Ok(())
     }
 
     /// Tells whoever checks it that the CPU touches all that a slot carries.
-    pub(super) fn touch(&mut self, slot: usize, access: HostAccess) {
+    pub(super) fn touch(&mut self, slot: usize, on: &Timeline, access: HostAccess) {
         let slot = &mut self.slots[slot];
         let used = slot.moves.last().map_or(0, |last| last.at + last.bytes);
-        slot.touch(self.stream.timeline(), 0..used, access);
+        slot.touch(on, 0..used, access);
     }
 
-    /// Waits for everything that is on its way, after something has gone wrong.
+    /// Waits for everything that is on its way on this stream, after something has gone wrong.
     ///
     /// # Errors
-    /// As [`settle`]. The slots stay busy, and the lane is to be [retired](Lane::retire).
-    pub(super) fn settle(&mut self) -> Result<()> {
+    /// As [`settle`]. The slots stay busy, and the lane is to be [discarded](Lanes::discard).
+    pub(super) fn settle(&mut self, on: &Timeline) -> Result<()> {
         if self.slots.iter().any(Slot::is_busy) {
-            settle(self.stream.timeline())?;
+            settle(on)?;
             self.slots.iter_mut().for_each(|slot| slot.busy = None);
         }
         Ok(())
@@ -160,7 +162,6 @@ impl Lane {
 
 /// The lanes of one direction. There are never more than were asked for; they are made when they are first needed.
 pub(super) struct Lanes {
-    streams: StreamPool,
     pool: PinnedPool,
     slots: usize,
     slot_bytes: usize,
@@ -179,15 +180,8 @@ struct State {
 }
 
 impl Lanes {
-    pub(super) fn new(
-        streams: &StreamPool,
-        pool: &PinnedPool,
-        most: usize,
-        slots: usize,
-        slot_bytes: usize,
-    ) -> Self {
+    pub(super) fn new(pool: &PinnedPool, most: usize, slots: usize, slot_bytes: usize) -> Self {
         Self {
-            streams: streams.clone(),
             pool: pool.clone(),
             slots,
             slot_bytes,
@@ -208,7 +202,7 @@ impl Lanes {
     /// Makes lanes until there are `wanted`. Blocks while the pool grows.
     ///
     /// # Errors
-    /// The pool's or the stream pool's, if there is not even one; with fewer than wanted the work takes longer.
+    /// The pool's, if there is not even one; with fewer than wanted the work takes longer.
     pub(super) fn ensure(&self, wanted: usize) -> Result<()> {
         loop {
             {
@@ -218,7 +212,7 @@ impl Lanes {
                 }
                 state.made += 1;
             }
-            let made = Lane::new(&self.streams, &self.pool, self.slots, self.slot_bytes);
+            let made = Lane::new(&self.pool, self.slots, self.slot_bytes);
             match made {
                 Ok(lane) => self.give(lane),
                 Err(error) => {
@@ -288,19 +282,8 @@ impl Lanes {
         self.wake(&state);
     }
 
-    /// Takes back a lane that cannot be used any more.
-    pub(super) fn discard(&self, lane: Lane) {
-        let behind = lane.stream.timeline().clone();
-        lane.retire(&behind);
-        self.forget_one();
-    }
-
-    /// Takes back a lane whose first slot may be touched still by what was queued on another stream, which nobody can wait
-    /// for.
-    pub(super) fn discard_behind(&self, mut lane: Lane, behind: &Arc<Timeline>) {
-        if let Some(slot) = lane.slots.first_mut() {
-            slot.busy = Some(behind.open());
-        }
+    /// Takes back a lane whose busy slots are touched by what was queued on a stream that nobody can wait for.
+    pub(super) fn discard(&self, lane: Lane, behind: &Arc<Timeline>) {
         lane.retire(behind);
         self.forget_one();
     }

@@ -60,16 +60,8 @@ pub(super) unsafe fn queue_moves(
 }
 
 impl Transfer {
-    /// Makes the lane's stream wait, on the device, for what the operands' earlier users have queued.
-    fn fall_in(&self, lane: &Lane) -> MemoryResult<()> {
-        // What is known to be done need not be waited for. A refusal is told where it matters.
-        let _looked = self.front.timeline().poll();
-        lane.stream.timeline().wait_for(self.front.timeline(), self.epoch).map(drop)
-    }
-
     /// Moves chunks to the device until none is left to claim.
     pub(super) fn upload(&self, lane: &mut Lane) -> Result<()> {
-        self.fall_in(lane)?;
         let mut slot = 0;
         while let Some(chunk) = self.claim() {
             let mut cursor = self.plan.chunk(chunk);
@@ -90,7 +82,7 @@ impl Transfer {
     /// Waits until what a slot carries is on the device.
     fn land(&self, lane: &mut Lane, slot: usize) -> Result<()> {
         if lane.slots[slot].is_busy() {
-            lane.wait(slot)?;
+            lane.wait(slot, self.road.timeline())?;
             self.arrived(lane.slots[slot].bytes);
         }
         Ok(())
@@ -98,7 +90,6 @@ impl Transfer {
 
     /// Moves chunks to the host until none is left to claim.
     pub(super) fn download(&self, lane: &mut Lane) -> Result<()> {
-        self.fall_in(lane)?;
         let slots = lane.slots.len();
         let mut cursor: Option<Cursor> = None;
         // Slots `first` and on carry bytes, `full` of them.
@@ -120,7 +111,7 @@ impl Transfer {
             if full == 0 {
                 return Ok(());
             }
-            lane.wait(first)?;
+            lane.wait(first, self.road.timeline())?;
             if !self.is_stopped() {
                 self.empty(lane, first)?;
                 self.arrived(lane.slots[first].bytes);
@@ -144,7 +135,7 @@ impl Transfer {
     /// Fills a slot that no copy reads.
     fn fill(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) -> Result<()> {
         self.load(lane, slot, cursor);
-        lane.touch(slot, HostAccess::Write);
+        lane.touch(slot, self.road.timeline(), HostAccess::Write);
         let slot = &mut lane.slots[slot];
         let start = slot.start();
         for one in &slot.moves {
@@ -204,9 +195,9 @@ impl Transfer {
         // copies has passed; the operands are there while the transfer is under way, which ends after that. 2. the stream
         // waits for the operands' earlier uses, and their owners have lent them to the transfer.
         let queued =
-            unsafe { queue_moves(lane.stream.timeline(), self.plan.way, start, &lane.slots[slot].moves) };
+            unsafe { queue_moves(self.road.timeline(), self.plan.way, start, &lane.slots[slot].moves) };
         // Also after a refusal: some may have been queued.
-        let fenced = lane.fence(slot);
+        let fenced = lane.fence(slot, self.road.timeline());
         Ok(queued.and(fenced)?)
     }
 
@@ -216,7 +207,7 @@ impl Transfer {
 
     /// Copies out of a slot that the device has written.
     fn empty(&self, lane: &mut Lane, slot: usize) -> Result<()> {
-        lane.touch(slot, HostAccess::Read);
+        lane.touch(slot, self.road.timeline(), HostAccess::Read);
         let slot = &mut lane.slots[slot];
         let start = slot.start();
         for one in &slot.moves {

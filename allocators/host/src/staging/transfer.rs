@@ -9,13 +9,14 @@
 //! touches its host memory, and everything that the host queues from then on comes after its copies.
 
 use super::{
-    Front, Shared, StageError,
+    Shared, StageError,
     lane::Lane,
     permit::Permit,
     plan::{Plan, Way},
 };
 use crate::workers::Job;
 use aquifer_driver::site;
+use aquifer_stream::{Stream, Timeline};
 use std::{
     any::Any,
     cell::Cell,
@@ -57,10 +58,10 @@ pub(super) type Keep = Arc<dyn Any + Send + Sync>;
 pub(super) struct Transfer {
     pub(super) shared: Arc<Shared>,
     pub(super) plan: Plan,
-    /// The stream that the operands have been ordered for.
-    pub(super) front: Front,
-    /// Its epoch at that time, which all copies come after.
-    pub(super) epoch: u64,
+    /// The stream of its copies, which come after the operands' earlier uses.
+    pub(super) road: Stream,
+    /// The operands' home, where they have one in common.
+    home: Option<Arc<Timeline>>,
     /// The next chunk to be claimed.
     next: AtomicUsize,
     /// No further chunk is claimed. Once set it stays.
@@ -101,8 +102,8 @@ impl Transfer {
     pub(super) fn new(
         shared: &Arc<Shared>,
         plan: Plan,
-        front: Front,
-        epoch: u64,
+        road: Stream,
+        home: Option<Arc<Timeline>>,
         permit: Permit,
     ) -> Arc<Self> {
         let held = Held { permit: Some(permit), ..Held::default() };
@@ -110,8 +111,8 @@ impl Transfer {
         Arc::new(Self {
             shared: shared.clone(),
             plan,
-            front,
-            epoch,
+            road,
+            home,
             next: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),
             done: AtomicU64::new(0),
@@ -241,7 +242,9 @@ impl Transfer {
                 return;
             }
             state.over = true;
-            self.shared.give_front(&self.front, state.error.is_none());
+            if state.error.is_none() {
+                self.shared.give_road(&self.road);
+            }
             std::mem::take(&mut state.held)
         };
         let Held { permit, keep, job } = held;
@@ -377,15 +380,15 @@ impl Drop for Handed<'_> {
         let Some(mut lane) = self.lane.take() else { return };
         let transfer = self.transfer;
         let lanes = &transfer.shared.side(transfer.plan.way).lanes;
-        match lane.settle() {
+        let road = transfer.road.timeline();
+        match lane.settle(road) {
             Ok(()) => lanes.give(lane),
             Err(error) => {
-                // The operands are known to be used by the front, which must not be done before the lane is. If that is
-                // refused too, the device is lost or the driver gone, and with it whatever was queued.
-                let timeline = lane.stream.timeline();
-                let _joined = transfer.front.timeline().wait_for(timeline, timeline.open());
+                // Whoever uses the operands next on their home stream must come after the copies. If that is refused too,
+                // the device is lost or the driver gone, and with it whatever was queued.
+                let _joined = transfer.home.as_ref().map(|home| home.wait_for(road, road.open()));
                 transfer.fail(StageError::Memory(error));
-                lanes.discard(lane);
+                lanes.discard(lane, road);
             }
         }
     }
