@@ -1,6 +1,6 @@
 //! Everything wired together.
 
-use crate::{Placer, Policy};
+use crate::{Placer, Policy, staging};
 use aquifer_core::{Budget, DeviceId, MemoryError, Result};
 use aquifer_device::{DevicePool, PoolConfig};
 use aquifer_driver::{Driver, sim::Sim};
@@ -264,14 +264,25 @@ impl Runtime {
         &self.inner.pinned[at]
     }
 
-    /// A stager between pageable memory or files and the device at `index`, over pinned memory near it. Starts no thread and
-    /// takes no memory yet; clones of one share its workers and slots, so make one for each device and clone it.
+    /// A stager between pageable memory or files and the device at `index`. Its slots come from the process's [staging
+    /// allocator](crate::staging::install), or, if none is installed, from pinned memory near the device. Starts no thread
+    /// and takes no memory yet; clones of one share its workers and slots, so make one for each device and clone it.
+    ///
+    /// Where devices are near different nodes, one pool serves some of them from afar: [`Stager::new`] on
+    /// [this machine](Runtime::host) takes another.
     ///
     /// # Errors
     /// [`MemoryError::NoDevice`]; [`MemoryError::BadSetting`] for a configuration that cannot be followed.
     pub fn stager(&self, index: usize, config: StagerConfig) -> Result<Stager> {
         let streams = self.device(index)?.streams();
-        Stager::new(&self.inner.host, self.pinned_near(index), streams, config)
+        let pinned = staging::installed().unwrap_or_else(|| self.pinned_near(index));
+        Stager::new(&self.inner.host, pinned, streams, config)
+    }
+
+    /// The machine that its pinned pools are on, for more of them.
+    #[must_use]
+    pub fn host(&self) -> &Host {
+        &self.inner.host
     }
 
     /// Picks devices by `policy`.

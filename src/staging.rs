@@ -27,48 +27,24 @@
 //! stager.scope(|stage| stage.upload(&rows, &mut x).map(drop))??;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! # The process's staging allocator
+//! | | once a pool is installed | before |
+//! |---|---|---|
+//! | [`route`] | the pool serves the scope | allocations are what they always are |
+//! | [`PinnedBuf::new`](crate::PinnedBuf::new) | a buffer of the pool | [`MemoryError::NotSet`](crate::MemoryError::NotSet) |
+//! | [`Runtime::stager`](crate::Runtime::stager) | slots of the pool, workers on its node | [pinned memory near the device](crate::Runtime::pinned_near) |
+//!
+//! Nothing that was made before changes: a stager keeps the pool of its slots. A pool that has no more memory refuses each
+//! as it would anybody: a buffer answers with the reason, and what a route is refused the wrapped allocator serves.
+//!
+//! There is no way to uninstall, and installing another is an error that names the first one's line: other libraries hold
+//! what the first has served. The process keeps it open, also when its [`Runtime`](crate::Runtime) has gone.
 
 mod routed;
 
 pub use aquifer_host::staging::{
     Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Ready, Sink, Source, StageError,
-    StageScope, Staged, Stager, StagerConfig, Stores, Ticket,
+    StageScope, Staged, Stager, StagerConfig, Stores, Ticket, install, installed,
 };
-
-use aquifer_core::{MemoryError, Result};
-use aquifer_host::PinnedPool;
-use std::{panic::Location, sync::OnceLock};
-
-struct Installed {
-    pool: PinnedPool,
-    by: &'static Location<'static>,
-}
-
-static INSTALLED: OnceLock<Installed> = OnceLock::new();
-
-/// Makes `pool` the staging allocator of this process, once and for good.
-///
-/// # Errors
-/// [`MemoryError::AlreadySet`] with the line that was first.
-#[track_caller]
-pub fn install(pool: PinnedPool) -> Result<()> {
-    let by = Location::caller();
-    let mut ours = false;
-    let installed = INSTALLED.get_or_init(|| {
-        ours = true;
-        Installed { pool, by }
-    });
-    if ours {
-        Ok(())
-    } else {
-        Err(MemoryError::AlreadySet { what: "the staging allocator", by: installed.by })
-    }
-}
-
-/// The staging allocator, if one has been installed.
-#[must_use]
-pub fn installed() -> Option<&'static PinnedPool> {
-    INSTALLED.get().map(|installed| &installed.pool)
-}
-
 pub use routed::{ROUTE_FROM, route};

@@ -8,7 +8,7 @@ mod support;
 
 use aquifer::{
     Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, PinnedAllocator, PinnedPool, PoolConfig,
-    Request, Runtime, Stream, Vec as PinnedVec,
+    Request, Runtime, StagerConfig, Stream, Vec as PinnedVec,
     driver::Call,
     host::topology::{NodeId, Topology},
     sim::{DeviceConfig, Sim, SimConfig},
@@ -129,6 +129,21 @@ fn pinned_memory_is_limited_in_all() {
     let unlimited = Runtime::builder().driver(sim.driver()).build().unwrap();
     let limit = unlimited.pinned_near(0).budget().limit();
     assert!(limit > 0 && limit < 1 << 50, "half of what the machine has: {limit}");
+}
+
+#[test]
+fn where_no_pool_is_installed_a_stager_has_its_slots_near_its_device() {
+    let sim = Sim::h200(1);
+    let rt = runtime(&sim);
+    let mut config = StagerConfig::default();
+    (config.up_workers, config.down_workers, config.slot, config.slots) = (1, 1, MIB, 1);
+    let stager = rt.stager(0, config).unwrap();
+    assert_eq!(rt.pinned_near(0).stats().memory.live, 0, "none yet");
+    stager.warm().unwrap();
+    assert!(rt.pinned_near(0).stats().memory.live >= 2 * MIB as u64, "one for each direction");
+    drop(stager);
+    assert_eq!(rt.pinned_near(0).stats().memory.live, 0);
+    assert_silent(&sim);
 }
 
 #[test]

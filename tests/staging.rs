@@ -1,37 +1,73 @@
 //! The process's staging allocator: installed once, and reached by a library's own vectors through a route.
 //!
 //! A binary of its own, since the process has one staging allocator and one global allocator. Its tests take turns, since
-//! they count what the process's one pool holds.
+//! they count what the process's one pool holds. That pool is none of the runtime's own, so that it shows who uses which.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
 
-use aquifer::{DeviceBuffer, MemoryError, PinnedPool, PoolStats, Runtime, Stream, sim::Sim, staging};
+use aquifer::{
+    Budget, DeviceBuffer, MemoryError, PinnedBuf, PinnedPool, PoolStats, Runtime, StagerConfig, Stream,
+    sim::Sim, staging,
+};
+use nix::{
+    sys::wait::{WaitStatus, waitpid},
+    unistd::{ForkResult, fork},
+};
 use std::{
     panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
     ptr::NonNull,
     sync::{LazyLock, Mutex, MutexGuard, PoisonError},
     thread,
 };
-use support::{MIB, assert_silent, runtime};
+use support::{MIB, assert_silent, runtime, small};
 
 #[global_allocator]
 static GLOBAL: aquifer::Global = aquifer::Global::new();
 
-/// A machine whose pool is the process's staging allocator.
+/// A machine with a pool that is the process's staging allocator.
 struct Staged {
     sim: Sim,
     rt: Runtime,
+    pool: PinnedPool,
     installed: Result<(), MemoryError>,
     line: u32,
+    /// What was tried before there was a staging allocator.
+    before: Before,
+}
+
+struct Before {
+    buffer: MemoryError,
+    routed: u64,
+}
+
+impl Before {
+    fn try_all() -> Self {
+        assert!(staging::installed().is_none());
+        let buffer = PinnedBuf::<u8>::new(MIB).map(drop).unwrap_err();
+        staging::route(|| drop(vec![0u8; MIB]));
+        Self { buffer, routed: aquifer::global::stats().routed_allocations }
+    }
+}
+
+fn few_slots() -> StagerConfig {
+    let mut config = StagerConfig::default();
+    (config.up_workers, config.down_workers, config.slot, config.slots) = (1, 1, MIB, 1);
+    config
 }
 
 static STAGED: LazyLock<Staged> = LazyLock::new(|| {
     let sim = Sim::h200(1).stepped();
     let rt = runtime(&sim);
-    let none_yet = staging::installed().is_none();
-    let (installed, line) = (staging::install(rt.pinned_near(0).clone()), line!());
-    assert!(none_yet);
-    Staged { sim, rt, installed, line }
+    let before = Before::try_all();
+    let budget = Budget::new("staging", 64 << 20);
+    let pool = PinnedPool::new(rt.host(), &budget, small()).unwrap();
+    let (installed, line) = (staging::install(pool.clone()), line!());
+    // The first scope of all finds a pool that can take no memory.
+    let others = budget.charge(budget.limit()).unwrap();
+    staging::route(|| drop(vec![0u8; MIB]));
+    drop(others);
+    Staged { sim, rt, pool, installed, line, before }
 });
 
 static TURN: Mutex<()> = Mutex::new(());
@@ -47,7 +83,7 @@ fn turn() -> (&'static Staged, PoolStats, MutexGuard<'static, ()>) {
 
 impl Staged {
     fn pool(&self) -> &PinnedPool {
-        self.rt.pinned_near(0)
+        &self.pool
     }
 
     fn is_pinned(&self, bytes: &[u8]) -> Option<bool> {
@@ -79,6 +115,70 @@ fn a_second_installation_is_refused_with_the_line_of_the_first() {
     assert_eq!(what, "the staging allocator");
     assert_eq!((by.file(), by.line()), (file!(), staged.line));
     assert!(staging::installed().is_some());
+    staged.assert_as_before(before);
+}
+
+#[test]
+fn before_an_installation_a_buffer_says_what_is_missing_and_a_route_does_without() {
+    let (staged, before, _turn) = turn();
+    let MemoryError::NotSet { what, by } = staged.before.buffer else { panic!("another error") };
+    assert_eq!((what, by), ("the staging allocator", "staging::install"));
+    assert_eq!(staged.before.routed, 0);
+    staged.assert_as_before(before);
+}
+
+#[test]
+fn a_scope_that_found_the_pool_without_memory_does_not_end_routing_for_ever() {
+    // `turn` has seen to it that the pool could take some since.
+    let (staged, before, _turn) = turn();
+    let bytes = staging::route(|| vec![1u8; MIB]);
+    assert_eq!(staged.is_pinned(&bytes), Some(true));
+    drop(bytes);
+    staged.assert_as_before(before);
+}
+
+#[test]
+fn buffers_and_stagers_that_name_no_pool_take_the_one_that_is_installed() {
+    let (staged, before, _turn) = turn();
+    let near = staged.rt.pinned_near(0).stats().memory.live;
+    let mut buffer = PinnedBuf::<u32>::new(MIB / 4).unwrap();
+    assert!(buffer.is_pinned() && buffer.iter().all(|&element| element == 0));
+    buffer[1] = 7;
+    assert_eq!(staged.pool().stats().memory.requested, before.requested + MIB as u64);
+
+    let stager = staged.rt.stager(0, few_slots()).unwrap();
+    stager.warm().unwrap();
+    let held = staged.pool().stats().memory.requested - before.requested;
+    assert!(held >= 3 * MIB as u64, "a slot for each direction, beside the buffer: {held}");
+    assert_eq!(staged.rt.pinned_near(0).stats().memory.live, near, "and none near the device");
+    drop((buffer, stager));
+    staged.assert_as_before(before);
+}
+
+#[test]
+fn a_child_of_a_fork_allocates_in_a_scope_what_is_really_there() {
+    let (staged, before, _turn) = turn();
+    let inherited = staging::route(|| vec![1u8; MIB]);
+    #[expect(unsafe_code, reason = "forks")]
+    // SAFETY: 1. the child calls the allocator, which the C library makes ready for one, and leaves without a destructor.
+    match unsafe { fork() }.unwrap() {
+        ForkResult::Child => {
+            let mut bytes = staging::route(|| vec![2u8; MIB]);
+            staging::route(|| bytes.reserve_exact(2 * MIB));
+            bytes.resize(2 * MIB, 2);
+            let right = bytes.iter().all(|&byte| byte == 2);
+            drop(bytes);
+            drop(inherited);
+            // SAFETY: 1. ends this process.
+            unsafe { nix::libc::_exit(i32::from(!right)) }
+        }
+        ForkResult::Parent { child } => {
+            assert_eq!(waitpid(child, None).unwrap(), WaitStatus::Exited(child, 0));
+        }
+    }
+    assert_eq!(staged.is_pinned(&inherited), Some(true), "what the child freed is the parent's still");
+    assert!(inherited.iter().all(|&byte| byte == 1));
+    drop(inherited);
     staged.assert_as_before(before);
 }
 

@@ -203,6 +203,13 @@ pub enum MemoryError {
         /// Where it was set first.
         by: &'static std::panic::Location<'static>,
     },
+    /// Something that exists once is needed and has not been set.
+    NotSet {
+        /// What.
+        what: &'static str,
+        /// The call that sets it.
+        by: &'static str,
+    },
     /// A setting that cannot be followed.
     BadSetting {
         /// The setting, as its environment variable or field is called.
@@ -271,6 +278,7 @@ impl fmt::Display for MemoryError {
             Self::Unsupported { feature } => write!(f, "not supported here: {feature}"),
             Self::TimedOut => f.write_str("the deadline passed"),
             Self::AlreadySet { what, by } => write!(f, "{what} was set before, at {by}"),
+            Self::NotSet { what, by } => write!(f, "{what} has not been set; {by} does that, once"),
             Self::BadSetting { name, value, expected } => {
                 write!(f, "{name} is {value:?}; it can be {expected}")
             }

@@ -9,9 +9,11 @@ mod barrier;
 mod faults;
 mod files;
 mod mappings;
+mod process;
 
 pub use faults::{Faults, SystemCall};
 pub use mappings::{Ground, MapEntry};
+pub use process::Process;
 
 use crate::topology::{Bitmap, NodeId};
 use aquifer_core::SystemError;

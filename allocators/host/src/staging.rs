@@ -49,6 +49,7 @@
 mod alone;
 mod error;
 mod file;
+mod installed;
 mod lane;
 mod parts;
 mod permit;
@@ -62,6 +63,7 @@ mod transfer;
 
 pub use error::{Failed, StageError};
 pub use file::{FileSource, ReadMode};
+pub use installed::{install, installed};
 pub use permit::{Permit, Ready};
 pub use scope::{StageScope, Staged};
 pub use source::{Sink, Source};

@@ -24,12 +24,12 @@ mod job;
 pub use job::{Deadline, Job, JobError};
 
 use crate::{
-    kernel::Kernel,
+    kernel::{Kernel, Process},
     topology::{NodeId, Topology},
 };
 use aquifer_core::SystemError;
 use crew::{Crew, Home};
-use std::{collections::BTreeMap, error, fmt, num::NonZeroUsize, process, sync::Arc};
+use std::{collections::BTreeMap, error, fmt, num::NonZeroUsize, sync::Arc};
 
 /// Why a job was not taken, and nothing of it has run; or what is amiss with those that took it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -99,7 +99,7 @@ pub struct Workers {
     /// Workers that run anywhere, for memory whose node is unknown.
     anywhere: Arc<Crew>,
     /// The process whose threads they are.
-    process: u32,
+    process: Process,
 }
 
 impl Workers {
@@ -127,7 +127,7 @@ impl Workers {
             nodes: nodes.collect(),
             known: topology.nodes().iter().map(|node| node.id).collect(),
             anywhere: Arc::new(Crew::new(None, per_node.get().min(cpus), kernel)),
-            process: process::id(),
+            process: Process::current(),
         }
     }
 
@@ -190,7 +190,7 @@ impl Workers {
     }
 
     fn are_the_parents(&self) -> bool {
-        process::id() != self.process
+        !self.process.is_current()
     }
 
     /// Threads that are alive now, bound and unbound.

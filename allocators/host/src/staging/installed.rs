@@ -1,0 +1,64 @@
+//! The process's staging allocator: one pinned pool, for whoever does not say which.
+
+use crate::{PinnedBuf, PinnedPool};
+use aquifer_core::{MemoryError, Result};
+use bytemuck::Pod;
+use std::{panic::Location, sync::OnceLock};
+
+/// What errors call it.
+const WHAT: &str = "the staging allocator";
+
+struct Installed {
+    pool: PinnedPool,
+    by: &'static Location<'static>,
+}
+
+static INSTALLED: OnceLock<Installed> = OnceLock::new();
+
+/// Makes `pool` the staging allocator of this process, once and for good.
+///
+/// It cannot be taken back or replaced: what it has served lies in other libraries' hands. The process keeps a clone of the
+/// pool from then on, so that it is never closed, and its memory stays registered until the process ends.
+///
+/// # Errors
+/// [`MemoryError::AlreadySet`] with the line that was first. The pool of that line stays.
+#[track_caller]
+pub fn install(pool: PinnedPool) -> Result<()> {
+    let by = Location::caller();
+    let mut ours = false;
+    let installed = INSTALLED.get_or_init(|| {
+        ours = true;
+        Installed { pool, by }
+    });
+    if ours { Ok(()) } else { Err(MemoryError::AlreadySet { what: WHAT, by: installed.by }) }
+}
+
+/// The staging allocator, if one has been installed. Never blocks.
+#[must_use]
+pub fn installed() -> Option<&'static PinnedPool> {
+    INSTALLED.get().map(|installed| &installed.pool)
+}
+
+impl<T: Pod> PinnedBuf<T> {
+    /// `len` zeroed elements in the process's staging allocator. Blocks when the pool has to grow.
+    ///
+    /// ```
+    /// use aquifer_core::{Budget, MemoryError};
+    /// use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, kernel::Kernel, region::Host, staging, topology::Topology};
+    /// assert!(matches!(PinnedBuf::<f32>::new(1024), Err(MemoryError::NotSet { .. })), "nobody has installed one");
+    ///
+    /// let host = Host::new(Topology::read()?, Kernel::new());
+    /// staging::install(PinnedPool::new(&host, &Budget::unlimited("pinned"), PinnedConfig::default())?)?;
+    /// let weights = PinnedBuf::<f32>::new(1024)?;
+    /// assert_eq!(weights.iter().sum::<f32>(), 0.0);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MemoryError::NotSet`] before [`install`]; as [`PinnedPool::allocate`].
+    #[track_caller]
+    pub fn new(len: usize) -> Result<Self> {
+        let pool = installed().ok_or(MemoryError::NotSet { what: WHAT, by: "staging::install" })?;
+        Self::new_in(pool, len)
+    }
+}
