@@ -1,4 +1,6 @@
 //! One device against its model.
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::device::run(bytes));
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    aquifer_programs::device::run(bytes);
+});

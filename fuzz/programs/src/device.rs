@@ -132,12 +132,12 @@ struct World {
     checked: bool,
 }
 
-/// Runs the program that `bytes` spell.
+/// Runs the program that `bytes` spell. Answers with how many operations it had.
 ///
 /// # Panics
 /// When the pool breaks a promise.
-pub fn run(bytes: &[u8]) {
-    run_on(&mut Bytes::new(bytes), false, false);
+pub fn run(bytes: &[u8]) -> usize {
+    run_on(&mut Bytes::new(bytes), false, false)
 }
 
 /// Runs the program that `bytes` spell on a pool that is told by the first of them how much to keep of what lies idle.
@@ -156,13 +156,14 @@ pub fn run_checked(bytes: &[u8]) {
     run_on(&mut Bytes::new(bytes), true, false);
 }
 
-fn run_on(bytes: &mut Bytes<'_>, checked: bool, retaining: bool) {
+fn run_on(bytes: &mut Bytes<'_>, checked: bool, retaining: bool) -> usize {
     let mut world = World::new(bytes, checked, retaining);
-    bytes.steps(MAX_OPS, |bytes| {
+    let steps = bytes.steps(MAX_OPS, |bytes| {
         world.step(bytes);
         world.check();
     });
     world.finish();
+    steps
 }
 
 /// How much of what lies idle is kept, in the pool and for each stream, and what is held ahead of the need.

@@ -36,14 +36,15 @@ impl<'a> Bytes<'a> {
         self.rest.is_empty()
     }
 
-    /// Does `step` while bytes are left, at most so many times.
-    pub fn steps(&mut self, most: usize, mut step: impl FnMut(&mut Self)) {
-        for _ in 0..most {
+    /// Does `step` while bytes are left, at most so many times. Answers with how often it did.
+    pub fn steps(&mut self, most: usize, mut step: impl FnMut(&mut Self)) -> usize {
+        for done in 0..most {
             if self.is_empty() {
-                break;
+                return done;
             }
             step(self);
         }
+        most
     }
 
     /// The next byte.
