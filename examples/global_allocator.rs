@@ -1,11 +1,16 @@
 //! A global allocator that knows who holds what, and a route that puts a library's buffers into pinned memory.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
-use aquifer::{Runtime, staging};
+use aquifer::{Bytes, Runtime, Tag, global, staging, tagged};
 use std::error::Error;
 
 #[global_allocator]
 static GLOBAL: aquifer::Global = aquifer::Global::new();
+
+/// The lengths of the lines.
+fn parse(text: &[u8]) -> Vec<usize> {
+    text.split(|&byte| byte == b'\n').map(<[u8]>::len).collect()
+}
 
 fn main() -> Result<(), Box<dyn Error>> {
     let rt = Runtime::builder().or_sim().build()?;
@@ -13,16 +18,18 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // The reader knows nothing of pinned memory; what it allocates in this scope lies there all the same.
     let path = std::env::temp_dir().join(format!("aquifer-example-{}", std::process::id()));
-    std::fs::write(&path, vec![7; 8 << 20])?;
+    std::fs::write(&path, "a line of text\n".repeat(1 << 19))?;
     let bytes: Vec<u8> = staging::route(|| std::fs::read(&path))?;
-
     std::fs::remove_file(&path)?;
     let pinned = rt.pinned_near(0).stats().memory.live;
     assert!(pinned >= bytes.len() as u64, "{pinned} bytes are pinned, {} were read", bytes.len());
-    println!(
-        "{} bytes read into pinned memory; the program holds {}",
-        bytes.len(),
-        aquifer::global::stats().live
-    );
+
+    // What is allocated on the way counts under a name.
+    let parsing = Tag::named("parse");
+    let lines = tagged(parsing, || parse(&bytes));
+    let under = Bytes(global::allocated_under(parsing).bytes);
+    assert!(under.0 >= size_of_val(&lines[..]) as u64);
+    println!("{} read into pinned memory; {under} allocated to parse it", Bytes(bytes.len() as u64));
+    println!("the program holds {}", Bytes(global::stats().live));
     Ok(())
 }
