@@ -23,6 +23,7 @@
 //! | `classes`, `slabs` | sizes up to 1 MiB, and slabs of those up to 64 KiB, cut from the heap |
 //! | `grow` | the chain when nothing free holds a request, and giving back |
 //! | `pending` | blocks behind gates |
+//! | `poison` | what `AddressSanitizer` is told |
 //!
 //! # Sizes
 //! Up to 64 KiB a request gets a slot that is at most a sixteenth longer than it, 2.1 % in the mean; above, a block of
@@ -90,6 +91,7 @@ mod home;
 mod magazine;
 mod map;
 mod pending;
+mod poison;
 mod slabs;
 mod span;
 mod state;
@@ -297,7 +299,9 @@ impl PinnedPool {
     #[track_caller]
     pub fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>> {
         let _site = site::enter();
-        self.handle.home.allocate(self.handle.generation, layout)
+        let block = self.handle.home.allocate(self.handle.generation, layout)?;
+        poison::given(block.cast(), layout.size());
+        Ok(block)
     }
 
     /// A block from what the pool has: it does not grow, give back or wait for anything.
@@ -323,10 +327,12 @@ impl PinnedPool {
     fn allocate_with(&self, layout: Layout, effort: &Effort) -> Result<NonNull<[u8]>> {
         let _site = site::enter();
         let (home, generation) = (self.handle.home, self.handle.generation);
-        match home.quick(generation, layout) {
-            Some(start) => Ok(NonNull::slice_from_raw_parts(start, layout.size())),
-            None => home.allocate_slowly(generation, layout, effort),
-        }
+        let block = match home.quick(generation, layout) {
+            Some(start) => NonNull::slice_from_raw_parts(start, layout.size()),
+            None => home.allocate_slowly(generation, layout, effort)?,
+        };
+        poison::given(block.cast(), layout.size());
+        Ok(block)
     }
 
     /// `len` zeroed elements.

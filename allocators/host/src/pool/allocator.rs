@@ -3,7 +3,7 @@
 
 use super::{
     home::{Effort, Home},
-    thread,
+    poison, thread,
 };
 use aquifer_core::{DeferReuse, Gate, Result, impl_allocator};
 use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
@@ -59,13 +59,16 @@ impl_allocator! {
     // wrote runs but gates, whose panics are caught.
     impl [] for PinnedAllocator {
         fn allocate(&self, layout: Layout) -> std::result::Result<NonNull<[u8]>, AllocError> {
-            match self.quick(layout) {
-                Some(start) => Ok(NonNull::slice_from_raw_parts(start, layout.size())),
-                None => self.by_chain(layout).ok_or(AllocError),
-            }
+            let block = match self.quick(layout) {
+                Some(start) => NonNull::slice_from_raw_parts(start, layout.size()),
+                None => self.by_chain(layout).ok_or(AllocError)?,
+            };
+            poison::given(block.cast(), layout.size());
+            Ok(block)
         }
 
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+            poison::going(self.generation, block, layout);
             // The thread's own first: where thread-locals are found by a call, little is to be kept over it.
             let magazine = thread::magazine(&self.generation);
             if !magazine.is_some_and(|magazine| Home::quick_free(magazine, self.generation, block, layout)) {
@@ -137,10 +140,14 @@ impl PinnedAllocator {
 
     /// Resizes in place if the address suits the new layout and there is room.
     fn stays(&self, block: NonNull<u8>, old: Layout, new: Layout) -> bool {
-        old.size() > 0
+        let stays = old.size() > 0
             && new.size() > 0
             && block.addr().get().is_multiple_of(new.align())
-            && self.home.resize(self.generation, block, old.size(), new.size())
+            && self.home.resize(self.generation, block, old.size(), new.size());
+        if stays && new.size() > old.size() {
+            poison::given(block, new.size());
+        }
+        stays
     }
 }
 

@@ -4,7 +4,7 @@ use super::{
     PinnedStats, Shared,
     classes::{self, LINE},
     magazine::{Magazine, Tally},
-    map,
+    map, poison,
     slabs::Spans,
     span::{Slot, Span},
 };
@@ -221,6 +221,7 @@ impl State {
 
     #[inline]
     fn give(&mut self, span: &'static Span, slot: usize) {
+        poison::free(span, span.address(slot));
         if span.is_single() {
             self.spans.give_exact(&mut self.heap, span);
         } else {
@@ -400,6 +401,7 @@ impl State {
         counts.physical += span.len as u64;
         counts.peak_physical = counts.peak_physical.max(counts.physical);
         counts.growths += 1;
+        poison::come(span);
         self.regions.insert(span.start as u64, region);
         None
     }
@@ -418,6 +420,7 @@ impl State {
         let start =
             *self.regions.iter().filter(|(_, region)| free(region)).max_by_key(|(_, r)| r.span().len)?.0;
         let region = self.regions.remove(&start)?;
+        poison::gone(region.span());
         let len = region.span().len as u64;
         let _stamp = self.heap.remove(Range::new(start, len));
         self.counts.physical -= len;

@@ -1,0 +1,140 @@
+//! `AddressSanitizer` stops whoever touches a pool's memory that is nobody's. `ci/asan` builds it in.
+//!
+//! Each fault is a process of its own, which has to end by it.
+#![cfg_attr(asan, expect(clippy::unwrap_used, reason = "helpers of tests"))]
+
+#[cfg(not(asan))]
+#[test]
+fn a_touch_of_what_is_nobodys_is_found() {
+    println!("skipped: built without AddressSanitizer, which `ci/asan` builds in");
+}
+
+#[cfg(asan)]
+mod support;
+
+#[cfg(asan)]
+mod with_sanitizer {
+    use super::support::{MIB, host};
+    use allocator_api2::alloc::Allocator;
+    use aquifer_core::{Budget, DeferReuse, Gate, Result};
+    use aquifer_host::{PinnedConfig, PinnedPool, region::PageTier};
+    use std::{
+        alloc::Layout,
+        env,
+        process::Command,
+        ptr::NonNull,
+        sync::{
+            Arc,
+            atomic::{AtomicBool, Ordering},
+        },
+        time::Instant,
+    };
+
+    fn pool() -> PinnedPool {
+        let mut config = PinnedConfig::default();
+        (config.chunk, config.pages) = (4 * MIB, PageTier::Transparent);
+        PinnedPool::new(&host(), &Budget::unlimited("poison"), config).unwrap()
+    }
+
+    fn bytes(len: usize) -> Layout {
+        Layout::from_size_align(len, 16).unwrap()
+    }
+
+    /// Reads a byte, whether it may or not.
+    fn look(block: NonNull<[u8]>, at: usize) -> u8 {
+        #[expect(unsafe_code, reason = "reads where nothing should be read")]
+        // SAFETY: 1. the region is mapped as long as its pool is there, and a byte may have any value.
+        unsafe {
+            block.cast::<u8>().add(at).read_volatile()
+        }
+    }
+
+    fn free(pool: &PinnedPool, block: NonNull<[u8]>, layout: Layout) {
+        #[expect(unsafe_code, reason = "frees a block")]
+        // SAFETY: 1. the pool's, with this layout.
+        unsafe {
+            pool.allocator().deallocate(block.cast(), layout);
+        }
+    }
+
+    #[derive(Debug, Default)]
+    struct Door(AtomicBool);
+
+    impl Gate for Door {
+        fn is_open(&self) -> bool {
+            self.0.load(Ordering::Acquire)
+        }
+
+        fn wait(&self, _: Option<Instant>) -> Result<bool> {
+            Ok(true)
+        }
+    }
+
+    /// Each touches what is nobody's, but for the first, which touches all that is its own.
+    const FAULTS: [(&str, fn()); 5] = [
+        ("none", || {
+            let pool = pool();
+            for len in [1, 24, 1000, 100_000, 2 * MIB] {
+                let block = pool.allocate(bytes(len)).unwrap();
+                (0..len).for_each(|at| _ = look(block, at));
+                free(&pool, block, bytes(len));
+                let again = pool.allocator().allocate(bytes(len)).unwrap();
+                assert_eq!(look(again, len - 1), look(again, len - 1));
+            }
+        }),
+        ("after_free", || {
+            let pool = pool();
+            let block = pool.allocate(bytes(64)).unwrap();
+            free(&pool, block, bytes(64));
+            look(block, 0);
+        }),
+        ("after_free_of_a_large_one", || {
+            let pool = pool();
+            let block = pool.allocate(bytes(2 * MIB)).unwrap();
+            free(&pool, block, bytes(2 * MIB));
+            look(block, MIB);
+        }),
+        ("behind_its_end", || {
+            let block = pool().allocate(bytes(24)).unwrap();
+            look(block, 24);
+        }),
+        ("after_its_gate_opened", || {
+            let pool = pool();
+            let (block, door) = (pool.allocate(bytes(64)).unwrap(), Arc::new(Door::default()));
+            pool.allocator().defer(block.cast(), door.clone()).unwrap();
+            free(&pool, block, bytes(64));
+            look(block, 0); // a copy may still do so
+            door.0.store(true, Ordering::Release);
+            pool.trim(usize::MAX).unwrap();
+            println!("so far nothing was wrong");
+            look(block, 0);
+        }),
+    ];
+
+    #[test]
+    #[ignore = "half of another test, which runs it in a process of its own"]
+    fn child() {
+        let named = env::var("AQUIFER_FAULT").unwrap();
+        let (_, fault) = FAULTS.iter().find(|(name, _)| *name == named).unwrap();
+        fault();
+    }
+
+    #[test]
+    fn a_touch_of_what_is_nobodys_is_found_and_no_other() {
+        for (name, _) in FAULTS {
+            let mut command = Command::new(env::current_exe().unwrap());
+            command.args(["--exact", "with_sanitizer::child", "--ignored", "--nocapture"]);
+            let output = command.env("AQUIFER_FAULT", name).output().unwrap();
+            let said = String::from_utf8_lossy(&output.stderr);
+            let found = said.contains("AddressSanitizer: use-after-poison");
+            assert_eq!(found, name != "none", "{name}: {said}");
+            assert_eq!(output.status.success(), name == "none", "{name}: {said}");
+            if name == "after_its_gate_opened" {
+                assert!(
+                    String::from_utf8_lossy(&output.stdout).contains("so far nothing was wrong"),
+                    "{said}"
+                );
+            }
+        }
+    }
+}
