@@ -16,7 +16,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `home` | the shell: the short way, the way by the lock, the end |
-//! | `magazine` | free blocks of one thread, and how another comes at them |
+//! | `magazine`, `door` | free blocks of one thread, and how another comes at them |
 //! | `thread` | which thread this is, and where its magazines are |
 //! | `map`, `span` | from an address to its slot and how it stands, without a lock |
 //! | `state` | the books, under the lock |
@@ -86,6 +86,7 @@
 mod allocator;
 mod buffer;
 mod classes;
+mod door;
 mod grow;
 mod home;
 mod magazine;

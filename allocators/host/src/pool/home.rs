@@ -133,20 +133,20 @@ impl Home {
     /// pool no more. Makes a barrier on every thread of the process, some microseconds. Without one nothing is taken.
     pub(super) fn drain(&self, shared: &Shared, close: bool) -> bool {
         let _one = self.draining.lock().unwrap_or_else(PoisonError::into_inner);
-        let wanted = |magazine: &&Magazine| magazine.of() != 0 && (close || magazine.tally().blocks > 0);
+        let wanted = |magazine: &&Magazine| magazine.door.of() != 0 && (close || magazine.tally().blocks > 0);
         let magazines = || self.magazines.iter().filter_map(OnceLock::get).map(|magazine| &**magazine);
         if !magazines().any(|magazine| wanted(&magazine)) {
             return false;
         }
         // All that are there now, so that the same ones are let go.
-        magazines().for_each(Magazine::want);
+        self.with(|state| magazines().for_each(|magazine| magazine.door.want(&mut state.key)));
         let mut any = false;
         if shared.host.kernel.barrier().is_ok() {
             for magazine in magazines() {
-                if !magazine.is_wanted() {
+                if !magazine.door.is_wanted() {
                     continue;
                 }
-                magazine.wait();
+                magazine.door.wait();
                 self.with(|state| {
                     magazine.empty(|address| {
                         state.unstock(address);
@@ -155,13 +155,14 @@ impl Home {
                     if close {
                         state.absorb(magazine.tally());
                         magazine.forget();
+                        magazine.door.forget(&mut state.key);
                     }
                 });
             }
         }
         self.with(|state| {
             let life = if state.open { state.generation } else { 0 };
-            magazines().for_each(|magazine| magazine.let_go(life));
+            magazines().for_each(|magazine| magazine.door.let_go(&mut state.key, life));
         });
         self.note_waiting();
         any
@@ -179,7 +180,8 @@ impl Home {
             if shared.is_some() {
                 state.open = false;
                 // Also where a barrier will be refused, and they cannot be emptied yet.
-                self.magazines.iter().filter_map(OnceLock::get).for_each(|magazine| magazine.void());
+                let magazines = self.magazines.iter().filter_map(OnceLock::get);
+                magazines.for_each(|magazine| magazine.door.void(&mut state.key));
             }
             shared
         });
@@ -208,7 +210,7 @@ impl Home {
 
     /// Whether a magazine holds what is of this generation still: a barrier was refused when the pool was closed.
     fn is_stocked(&self, generation: u64) -> bool {
-        self.magazines.iter().filter_map(OnceLock::get).any(|magazine| magazine.of() == generation)
+        self.magazines.iter().filter_map(OnceLock::get).any(|magazine| magazine.door.of() == generation)
     }
 
     /// A block from this thread's magazine, of a request that gets a slot.
@@ -278,17 +280,19 @@ impl Home {
         };
         push() || {
             let room = self.with(|state| {
-                // None where somebody else is at it, or where there is no pool to keep blocks for any more.
-                let _inside = magazine.enter().filter(|_| state.open_as(generation).is_ok())?;
+                // Where somebody else is at it, or where there is no pool to keep blocks for any more.
+                if magazine.door.is_wanted() || state.open_as(generation).is_err() {
+                    return false;
+                }
                 state.ready(magazine);
                 if large {
                     magazine.shed_large(|address| state.unstock(address));
                 } else {
                     state.make_room(magazine, span.class() as usize);
                 }
-                Some(())
+                true
             });
-            room.is_some() && push()
+            room && push()
         }
     }
 
@@ -318,7 +322,7 @@ impl Home {
             return Err(MemoryError::Busy { address: 0 });
         }
         // Who has been sent here to look for open gates must not be served before that.
-        let known = thread::magazine(&generation).filter(|magazine| magazine.life() == generation);
+        let known = thread::magazine(&generation).filter(|magazine| magazine.door.life() == generation);
         let asked = known.is_some() && classes::slotted(layout).is_some();
         let magazine = if asked { None } else { known.or_else(|| self.magazine(generation)) };
         if let Some(start) = magazine.and_then(|magazine| self.quick_from(magazine, generation, layout)) {
@@ -358,8 +362,7 @@ impl Home {
     /// A block from the books, and some more of its class for the magazine.
     #[inline]
     fn take(state: &mut State, magazine: Option<&Magazine>, layout: Layout) -> Option<Taken> {
-        let inside = magazine.and_then(Magazine::enter);
-        let magazine = magazine.filter(|_| inside.is_some());
+        let magazine = magazine.filter(|magazine| !magazine.door.is_wanted());
         let class = classes::of(layout);
         if let Some(magazine) = magazine
             && class.is_none()
@@ -395,7 +398,7 @@ impl Home {
         if self.observed.load(Ordering::Relaxed) {
             self.observe_free(generation, block);
         }
-        let known = thread::magazine(&generation).filter(|magazine| magazine.life() == generation);
+        let known = thread::magazine(&generation).filter(|magazine| magazine.door.life() == generation);
         if let Some(magazine) = known.or_else(|| self.magazine(generation))
             && self.quick_free_to(magazine, generation, block.address, block.requested)
         {

@@ -1,23 +1,6 @@
 //! Free blocks of one thread in front of one pool.
 //!
-//! The thread that a magazine belongs to takes from it and puts into it by plain loads and stores. Somebody else may
-//! want what is in it, when memory is short, when a pool is trimmed or closed, and must then come in without the owner's
-//! help, since it may never call again:
-//!
-//! ```text
-//!   owner                                      another thread
-//!   busy := true                               life := 0
-//!   (compiler fence)                           membarrier on every thread
-//!   life? ─ not its pool's ─► busy := false    wait while busy
-//!     └─ as it was ─► take or put              take all of it
-//!   busy := false                              life := the pool's again
-//! ```
-//!
-//! The life is the generation of the pool that it serves, so one look tells the owner that it is the right magazine, that
-//! the pool is open, and that nobody else is at it.
-//!
-//! With the barrier between its two steps on one side, at least one of them sees the other's flag: it is as if both had a
-//! full fence, and only the rare one pays. A kernel that has no such barrier gets no magazines.
+//! Its owner comes at it by plain loads and stores, through a [door](super::door).
 //!
 //! # How much it holds
 //! Of each class some 64 KiB, but four blocks at least. A rack that is full may hold twice as many, as long as as much is
@@ -32,14 +15,11 @@
 
 use super::{
     classes,
+    door::Door,
     span::{Slot, Span},
 };
 use std::ptr;
-use std::sync::atomic::{
-    AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64,
-    Ordering::{Acquire, Relaxed, Release},
-    compiler_fence,
-};
+use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Blocks above the classes that a magazine keeps at most, and how long they may be.
 const LARGE: usize = 4;
@@ -152,17 +132,9 @@ struct Large {
 #[derive(Debug)]
 #[repr(align(128))]
 pub(super) struct Magazine {
-    /// The owner is inside.
-    busy: AtomicBool,
-    /// Somebody else wants in, or is.
-    wanted: AtomicBool,
+    pub(super) door: Door,
     /// Whose slabs its slots are taken from.
     shard: u32,
-    /// The generation of the pool that it serves; zero for none, and while somebody else wants in. Whoever closes the
-    /// pool clears it without a word.
-    life: AtomicU64,
-    /// The generation of the pool whose blocks and counts are in it; zero when nothing is.
-    of: AtomicU64,
     /// What the owner has done without the lock; the pool's own count is beside it.
     allocations: AtomicU64,
     frees: AtomicU64,
@@ -198,16 +170,6 @@ impl Tally {
     }
 }
 
-/// The owner, inside. Its end lets others in.
-pub(super) struct Inside<'a>(&'a Magazine);
-
-impl Drop for Inside<'_> {
-    #[inline(always)]
-    fn drop(&mut self) {
-        self.0.busy.store(false, Release);
-    }
-}
-
 /// Blocks of a class that there is room for at first: some 64 KiB, fewer of the smallest, a few of the largest.
 const fn first(class: usize) -> u32 {
     let fit = (64 << 10) / classes::bytes_of(class);
@@ -223,11 +185,8 @@ const fn first(class: usize) -> u32 {
 impl Magazine {
     pub(super) fn new(shard: usize) -> Self {
         Self {
-            busy: AtomicBool::new(false),
-            wanted: AtomicBool::new(false),
+            door: Door::new(),
             shard: shard as u32,
-            life: AtomicU64::new(0),
-            of: AtomicU64::new(0),
             allocations: AtomicU64::new(0),
             frees: AtomicU64::new(0),
             requested: AtomicU64::new(0),
@@ -238,80 +197,15 @@ impl Magazine {
         }
     }
 
-    /// The owner's way in where the magazine may serve nobody yet; `None` while somebody else wants in. Never waits.
-    pub(super) fn enter(&self) -> Option<Inside<'_>> {
-        self.busy.store(true, Relaxed);
-        compiler_fence(std::sync::atomic::Ordering::SeqCst);
-        let inside = Inside(self);
-        (!self.wanted.load(Acquire)).then_some(inside)
-    }
-
-    /// The owner's way in if it serves this pool; `None` too while somebody else wants in. Never waits.
-    #[inline(always)]
-    fn enter_as(&self, life: u64) -> Option<Inside<'_>> {
-        self.busy.store(true, Relaxed);
-        compiler_fence(std::sync::atomic::Ordering::SeqCst);
-        let inside = Inside(self);
-        (self.life.load(Acquire) == life).then_some(inside)
-    }
-
-    /// The first step of another thread's way in. One thread at a time may take it.
-    pub(super) fn want(&self) {
-        self.wanted.store(true, Relaxed);
-        self.life.store(0, Relaxed);
-    }
-
-    /// Whether another thread is on its way in.
-    pub(super) fn is_wanted(&self) -> bool {
-        self.wanted.load(Relaxed)
-    }
-
-    /// The third step, after a barrier on every thread: waits the few nanoseconds that the owner is inside.
-    pub(super) fn wait(&self) {
-        let backoff = crossbeam_utils::Backoff::new();
-        while self.busy.load(Acquire) {
-            backoff.snooze();
-        }
-    }
-
-    /// Lets the owner in again, if it served `life`, which is the open pool's. For whoever has the lock of the pool.
-    pub(super) fn let_go(&self, life: u64) {
-        if self.of() == life {
-            self.life.store(life, Release);
-        }
-        self.wanted.store(false, Release);
-    }
-
     pub(super) fn shard(&self) -> usize {
         self.shard as usize
-    }
-
-    #[inline(always)]
-    pub(super) fn life(&self) -> u64 {
-        self.life.load(Relaxed)
-    }
-
-    /// Says whose it is from now on. For the owner inside, with the pool's lock; it is empty.
-    pub(super) fn serve(&self, life: u64) {
-        self.life.store(life, Relaxed);
-        self.of.store(life, Relaxed);
-    }
-
-    /// Serves nobody from now on, and keeps what is in it. For whoever has the lock of the pool.
-    pub(super) fn void(&self) {
-        self.life.store(0, Relaxed);
-    }
-
-    /// The generation of the pool whose blocks and counts are in it; zero when nothing is.
-    pub(super) fn of(&self) -> u64 {
-        self.of.load(Relaxed)
     }
 
     /// A block of the class for the owner, which asked for so many bytes. `None` too, now and then, where somebody should
     /// look whether gates have opened.
     #[inline(always)]
     pub(super) fn pop(&self, life: u64, class: usize, bytes: u64, look: &AtomicBool) -> Option<u64> {
-        let _inside = self.enter_as(life)?;
+        let _inside = self.door.enter(life)?;
         let rack = self.racks.get(class)?;
         let last = rack.len().checked_sub(1)?;
         let count = self.allocations.load(Relaxed);
@@ -358,7 +252,7 @@ impl Magazine {
         bytes: u64,
         life: u64,
     ) -> bool {
-        let Some(_inside) = self.enter_as(life) else { return false };
+        let Some(_inside) = self.door.enter(life) else { return false };
         let Some(rack) = self.racks.get(span.class() as usize) else { return false };
         let len = rack.len();
         if len >= rack.most() {
@@ -374,7 +268,7 @@ impl Magazine {
     /// A block of exactly so many bytes above the classes.
     #[inline]
     pub(super) fn pop_large(&self, life: u64, wanted: u64, bytes: u64, look: &AtomicBool) -> Option<u64> {
-        let _inside = self.enter_as(life)?;
+        let _inside = self.door.enter(life)?;
         let count = self.allocations.load(Relaxed);
         if count.is_multiple_of(LOOK_EVERY) && self.should_look(count, look) {
             return None;
@@ -390,7 +284,7 @@ impl Magazine {
     /// As [`Magazine::push`], for a single block.
     #[inline]
     pub(super) fn push_large(&self, address: u64, span: &'static Span, bytes: u64, life: u64) -> bool {
-        let Some(_inside) = self.enter_as(life) else { return false };
+        let Some(_inside) = self.door.enter(life) else { return false };
         let len = span.slot_bytes();
         if len > LARGE_MAX {
             return false;
@@ -407,7 +301,7 @@ impl Magazine {
     /// Notes that a block of the owner's was asked for in another size, in place; says whether that could be.
     #[inline]
     pub(super) fn resized(&self, old: u64, new: u64, life: u64) -> bool {
-        let Some(_inside) = self.enter_as(life) else { return false };
+        let Some(_inside) = self.door.enter(life) else { return false };
         self.requested.store(self.requested.load(Relaxed).wrapping_sub(old).wrapping_add(new), Relaxed);
         true
     }
@@ -504,9 +398,8 @@ impl Magazine {
         tally
     }
 
-    /// Forgets what it has counted, and whose that was. For whoever is inside, who has emptied it.
+    /// Forgets what it has counted. For whoever is inside, who has emptied it.
     pub(super) fn forget(&self) {
-        self.of.store(0, Relaxed);
         for count in [&self.allocations, &self.frees, &self.requested] {
             count.store(0, Relaxed);
         }
@@ -515,7 +408,7 @@ impl Magazine {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use super::{super::door::Key, *};
 
     fn slab(class: usize) -> &'static Span {
         let span = Box::leak(Box::new(Span::vacant(0)));
@@ -527,7 +420,7 @@ mod tests {
     #[test]
     fn what_is_put_in_comes_out_last_first_and_the_counts_tell() {
         let (magazine, span, look) = (Magazine::new(0), slab(3), AtomicBool::new(false));
-        magazine.serve(1);
+        magazine.door.serve(&mut Key::new(), 1);
         assert_eq!(magazine.room(3), 32);
         assert!((0..32).all(|slot| magazine.push(span.address(slot), (span, slot), 60, 1)));
         assert!(!magazine.push(span.address(32), (span, 32), 60, 1), "it is full");
@@ -553,23 +446,23 @@ mod tests {
     #[test]
     fn an_owner_stays_out_while_another_wants_in() {
         let (magazine, span, look) = (Magazine::new(0), slab(3), AtomicBool::new(false));
-        magazine.serve(1);
+        magazine.door.serve(&mut Key::new(), 1);
         assert_eq!(magazine.room(3), 32);
         assert!(magazine.push(span.address(0), (span, 0), 64, 1));
-        magazine.want();
-        magazine.wait();
+        magazine.door.want(&mut Key::new());
+        magazine.door.wait();
         assert_eq!(
             (magazine.pop(1, 3, 64, &look), magazine.push(span.address(1), (span, 1), 64, 1)),
             (None, false)
         );
-        magazine.let_go(1);
+        magazine.door.let_go(&mut Key::new(), 1);
         assert_eq!(magazine.pop(1, 3, 64, &look), Some(span.address(0)));
     }
 
     #[test]
     fn single_blocks_are_kept_by_their_length() {
         let (magazine, look) = (Magazine::new(0), AtomicBool::new(false));
-        magazine.serve(1);
+        magazine.door.serve(&mut Key::new(), 1);
         for n in 1..=5u64 {
             let span: &'static Span = Box::leak(Box::new(Span::vacant(0)));
             span.exact(1, n << 20, (2 << 20) + n * 64);
@@ -582,7 +475,7 @@ mod tests {
     #[test]
     fn a_rack_holds_more_where_much_is_free_and_begins_anew_when_it_is_emptied() {
         let (magazine, span, look) = (Magazine::new(0), slab(3), AtomicBool::new(false));
-        magazine.serve(1);
+        magazine.door.serve(&mut Key::new(), 1);
         assert_eq!(magazine.room(3), 32);
         let put = |from: usize, to: usize| {
             (from..to).filter(|&slot| magazine.push(span.address(slot), (span, slot), 64, 1)).count()

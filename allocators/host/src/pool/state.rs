@@ -3,6 +3,7 @@
 use super::{
     PinnedStats, Shared,
     classes::{self, LINE},
+    door::Key,
     magazine::{Magazine, Tally},
     map, poison,
     slabs::Spans,
@@ -31,6 +32,8 @@ const SHORTEST: u64 = 8192;
 pub(super) struct State {
     /// Which life of the shell this is, in numbers that no other pool of the process has. Allocators carry it.
     pub(super) generation: u64,
+    /// To the doors of its magazines.
+    pub(super) key: Key,
     /// Whether allocations are served.
     pub(super) open: bool,
     /// `None` between two lives.
@@ -103,6 +106,7 @@ impl State {
     pub(super) fn new() -> Self {
         Self {
             generation: fresh_generation(),
+            key: Key::new(),
             open: false,
             shared: None,
             heap: heap(),
@@ -171,16 +175,16 @@ impl State {
         counts.peak_requested = counts.peak_requested.max(requested.min(self.out));
     }
 
-    /// Has a magazine serve this pool, which is open. Its owner is inside.
-    pub(super) fn ready(&self, magazine: &Magazine) {
-        if magazine.life() != self.generation {
+    /// Has a magazine serve this pool, which is open. For its owner, where nobody else wants in.
+    pub(super) fn ready(&mut self, magazine: &Magazine) {
+        if magazine.door.life() != self.generation {
             // It is new, or was emptied when its last pool was closed.
-            magazine.serve(self.generation);
+            magazine.door.serve(&mut self.key, self.generation);
         }
     }
 
-    /// Moves free slots of the class into the magazine, some 64 KiB of what its shard has cut already. Its owner is
-    /// inside.
+    /// Moves free slots of the class into the magazine, some 64 KiB of what its shard has cut already. For
+    /// its owner.
     pub(super) fn stock(&mut self, magazine: &Magazine, class: usize) {
         if class >= classes::SLOTTED {
             return;
@@ -194,8 +198,8 @@ impl State {
     }
 
     /// Makes room in the magazine for one more block of the class. It may hold twice as many as long as as much is free
-    /// under the lock as it was let hold beyond its beginnings; otherwise half of them are taken into the books. Its
-    /// owner is inside.
+    /// under the lock as it was let hold beyond its beginnings; otherwise half of them are taken into the books. For
+    /// its owner.
     pub(super) fn make_room(&mut self, magazine: &Magazine, class: usize) {
         if magazine.room(class) == 0 && !magazine.grow(class, self.free_bytes()) {
             magazine.shed_half(class, |address| self.unstock(address));
