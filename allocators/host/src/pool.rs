@@ -16,7 +16,8 @@
 //! | module | holds |
 //! |---|---|
 //! | `home` | the shell: the short way, the way by the lock, the end |
-//! | `magazine`, `door` | free blocks of one thread, and how another comes at them |
+//! | `magazine`, `rack`, `door` | free blocks of one thread, and how another comes at them |
+//! | `depot` | those above 64 KiB that a thread has too many of, for all |
 //! | `thread` | which thread this is, and where its magazines are |
 //! | `map`, `span` | from an address to its slot and how it stands, without a lock |
 //! | `state` | the books, under the lock |
@@ -32,10 +33,11 @@
 //!
 //! # Threads
 //! A pair of an allocation and a free takes neither lock nor atomic read-modify-write: each thread has a [magazine] of
-//! free blocks: of each class some 64 KiB or four blocks at first, and more the more its thread takes and gives at a time,
-//! while as much is free in the pool's books; and four blocks above. Nothing is lost in them: what they hold counts as
-//! cached, is taken before the pool grows, trims, or refuses, and goes to the next thread when one ends. A block may be
-//! freed by any thread, and is that one's to use again; many go back to the books at a time.
+//! free blocks: up to 64 KiB some 64 KiB or four blocks of each class at first, and more the more its thread takes and
+//! gives at a time, while as much is free in the pool's books; up to 1 MiB the eight that were freed last, with a
+//! *depot* behind them that all threads share, a lock for each class; and four blocks above. Nothing is lost in them:
+//! what they hold counts as cached, is taken before the pool grows, trims, or refuses, and goes to the next thread when
+//! one ends. A block may be freed by any thread, and is that one's to use again; many go back to the books at a time.
 //!
 //! Each slot has a byte that says how it stands, so a second free is refused wherever the block is. Two threads that
 //! free one block *at the same moment* are not told apart: that is a race in the caller's own unsafe code. The same
@@ -78,7 +80,7 @@
 //! - A pool takes no memory before the first allocation, [`PinnedPool::warm`] or [`PinnedPool::quiet_point`].
 //! - Threads have magazines where the kernel offers `membarrier`, for pools whose events nobody records, 1,024 threads
 //!   at a time. Otherwise everything is the same, with the lock.
-//! - [`PoolStats::peak_live`] counts what magazines hold as live, and `peak_requested` misses what came and went within
+//! - [`PoolStats::peak_live`] counts what magazines and the depot hold as live, and `peak_requested` misses what came and went within
 //!   magazines since somebody last asked.
 //! - While a pool is at work for a thread, that thread's other allocations from pools are refused: bookkeeping can not
 //!   come out of the memory it keeps the books of, however allocations are routed.
@@ -86,6 +88,7 @@
 mod allocator;
 mod buffer;
 mod classes;
+mod depot;
 mod door;
 mod grow;
 mod home;
@@ -93,6 +96,7 @@ mod magazine;
 mod map;
 mod pending;
 mod poison;
+mod rack;
 mod slabs;
 mod span;
 mod state;
@@ -217,7 +221,8 @@ pub struct PinnedStats {
     pub regions: u64,
     /// Bytes of regions that devices can reach without staging.
     pub pinned: u64,
-    /// Bytes of free blocks that threads keep at hand, or kept when they ended: a part of `memory.cached`.
+    /// Bytes of free blocks that threads keep at hand, kept when they ended, or have too many of: a part of
+    /// `memory.cached`.
     pub in_magazines: u64,
     /// Frees of pointers that were no live block, or with a layout that was none of its (a count). Nothing was freed.
     pub refused_frees: u64,

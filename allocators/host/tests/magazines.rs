@@ -266,13 +266,51 @@ fn threads_that_take_and_give_random_sizes_hardly_ever_meet_at_the_lock() {
     if !has_magazines() {
         return;
     }
-    // Few blocks of many classes: a magazine has room for few of each, and about one in ten goes through the books.
     for (threads, most, live, bound) in
-        [(1, 64 << 10, 400, 64.0), (4, 64 << 10, 400, 64.0), (4, MIB, 32, 4.0)]
+        [(1, 64 << 10, 400, 64.0), (4, 64 << 10, 400, 64.0), (4, MIB, 32, 64.0)]
     {
         let rate = locked_per_operation(threads, most, live);
         assert!(rate <= 1.0 / bound, "{rate} for each operation on {threads} threads, up to {most} B");
     }
+}
+
+#[test]
+fn blocks_that_one_thread_takes_and_another_gives_back_go_round_past_the_lock() {
+    const BLOCKS: u64 = 4000;
+    if !has_magazines() {
+        return;
+    }
+    let (pool, _budget) = small_pool();
+    pool.warm(32 * MIB).unwrap();
+    let allocator = pool.allocator();
+    let (sender, receiver) = std::sync::mpsc::sync_channel::<At>(4);
+    thread::scope(|scope| {
+        scope.spawn(move || receiver.iter().for_each(|at| give(&allocator, at, MIB)));
+        (0..BLOCKS).for_each(|_| sender.send(take(&allocator, MIB).unwrap()).unwrap());
+        drop(sender);
+    });
+    let stats = pool.stats();
+    assert!(stats.locked < BLOCKS / 16, "the lock was taken {} times", stats.locked);
+    assert_eq!((stats.memory.frees, stats.memory.blocks, stats.memory.growths), (BLOCKS, 0, 1));
+    assert!(pool.is_consistent());
+}
+
+#[test]
+fn what_lies_between_threads_makes_room_without_their_leave() {
+    if !has_magazines() {
+        return;
+    }
+    let (host, faults) = support::faulty_host();
+    let budget = Budget::new("pinned", 4 * MIB as u64);
+    let pool = PinnedPool::new(&host, &budget, config()).unwrap();
+    let allocator = pool.allocator();
+    let held: Vec<_> = (0..4).map(|_| take(&allocator, MIB).unwrap()).collect();
+    held.into_iter().for_each(|at| give(&allocator, at, MIB));
+    assert!(pool.stats().in_magazines >= 3 * MIB as u64);
+    let long = take(&allocator, 2 * MIB).expect("of four MiB one at most is kept at hand");
+    assert_eq!(faults.made(SystemCall::Barrier), 0);
+    give(&allocator, long, 2 * MIB);
+    assert!(pool.is_consistent());
 }
 
 #[test]

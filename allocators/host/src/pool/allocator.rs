@@ -71,7 +71,7 @@ impl_allocator! {
             poison::going(self.generation, block, layout);
             // The thread's own first: where thread-locals are found by a call, little is to be kept over it.
             let magazine = thread::magazine(&self.generation);
-            if !magazine.is_some_and(|magazine| Home::quick_free(magazine, self.generation, block, layout)) {
+            if !magazine.is_some_and(|magazine| self.home.quick_free(magazine, self.generation, block, layout)) {
                 self.home.deallocate_slowly(self.generation, block, layout);
             }
         }

@@ -32,6 +32,8 @@ pub(super) const LINE: u64 = 64;
 pub(super) const SLOTTED: usize = small(SMALL_MAX) + 1;
 /// How many classes there are.
 pub(super) const CLASSES: usize = medium(MEDIUM_MAX) + 1;
+/// The classes of blocks of their own, for which threads share a depot.
+pub(super) const SHARED: std::ops::Range<usize> = SLOTTED..CLASSES;
 
 /// The class of so many bytes, at least one and at most [`SMALL_MAX`].
 #[inline(always)]

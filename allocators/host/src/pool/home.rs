@@ -3,6 +3,7 @@
 use super::{
     Shared,
     classes::{self, LINE},
+    depot::Depot,
     magazine::{LARGE_MAX, Magazine, Tally},
     map,
     slabs::SHARDS,
@@ -30,6 +31,8 @@ use std::{
 pub(super) struct Home {
     /// By the numbers of their threads.
     magazines: Box<[OnceLock<Box<Magazine>>]>,
+    /// What lies between them.
+    depot: Depot,
     /// Whether somebody checks what the host does with this pool's memory: asked on each free, and not under the lock.
     observed: AtomicBool,
     /// Whether blocks wait for gates, so that somebody should look now and then.
@@ -68,6 +71,7 @@ impl Home {
         let home = retired.unwrap_or_else(|| {
             &*Box::leak(Box::new(Self {
                 magazines: (0..THREADS).map(|_| OnceLock::new()).collect(),
+                depot: Depot::new(),
                 observed: AtomicBool::new(false),
                 look: AtomicBool::new(false),
                 stocked: AtomicBool::new(false),
@@ -100,10 +104,10 @@ impl Home {
         })
     }
 
-    /// Looks into the books and into what the magazines hold.
+    /// Looks into the books and into what the magazines and the depot hold.
     pub(super) fn with_tally<R>(&self, work: impl FnOnce(&mut State, Tally) -> R) -> R {
         self.with(|state| {
-            let mut all = Tally::default();
+            let mut all = self.depot.tally();
             self.magazines.iter().filter_map(OnceLock::get).for_each(|magazine| all.add(magazine.tally()));
             work(state, all)
         })
@@ -129,14 +133,15 @@ impl Home {
         Some(magazine)
     }
 
-    /// Takes into the books what all magazines hold, and says whether there was anything; with `close` they serve this
-    /// pool no more. Makes a barrier on every thread of the process, some microseconds. Without one nothing is taken.
+    /// Takes into the books what all magazines and the depot hold, and says whether there was anything; with `close`
+    /// magazines serve this pool no more. Makes a barrier on every thread of the process, some microseconds. Without one
+    /// nothing is taken from magazines.
     pub(super) fn drain(&self, shared: &Shared, close: bool) -> bool {
         let _one = self.draining.lock().unwrap_or_else(PoisonError::into_inner);
         let wanted = |magazine: &&Magazine| magazine.door.of() != 0 && (close || magazine.tally().blocks > 0);
         let magazines = || self.magazines.iter().filter_map(OnceLock::get).map(|magazine| &**magazine);
         if !magazines().any(|magazine| wanted(&magazine)) {
-            return false;
+            return self.with(|state| self.empty_depot(state));
         }
         // All that are there now, so that the same ones are let go.
         self.with(|state| magazines().for_each(|magazine| magazine.door.want(&mut state.key)));
@@ -161,11 +166,19 @@ impl Home {
             }
         }
         self.with(|state| {
+            // After them, whose owners put into it.
+            any |= self.empty_depot(state);
             let life = if state.open { state.generation } else { 0 };
             magazines().for_each(|magazine| magazine.door.let_go(&mut state.key, life));
         });
         self.note_waiting();
         any
+    }
+
+    /// Takes into the books what the depot holds, and says whether there was anything.
+    fn empty_depot(&self, state: &mut State) -> bool {
+        let mut room = std::mem::take(&mut state.depot);
+        self.depot.empty(&mut room, |address| state.unstock(address))
     }
 
     /// Notes whether somebody should look for gates that have opened.
@@ -235,7 +248,12 @@ impl Home {
     fn quick_from(&self, magazine: &Magazine, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
         let asked = layout.size() as u64;
         if let Some(class) = classes::of(layout) {
-            return pointer(magazine.pop(generation, class, asked, &self.look)? as usize);
+            let block = if class < classes::SLOTTED {
+                magazine.pop(generation, class, asked, &self.look)
+            } else {
+                magazine.pop_shared(generation, class, asked, &self.look, &self.depot)
+            };
+            return pointer(block? as usize);
         }
         let bytes = classes::single(asked)?;
         // Those of no bytes have no block, and those that are aligned beyond slabs not any block.
@@ -245,9 +263,10 @@ impl Home {
         pointer(magazine.pop_large(generation, bytes, asked, &self.look)? as usize)
     }
 
-    /// Puts a slot into what may be this thread's magazine for this pool; says whether that was all there was to do.
+    /// Puts a block into what may be this thread's magazine for this pool; says whether that was all there was to do.
     #[inline(always)]
     pub(super) fn quick_free(
+        &self,
         magazine: &Magazine,
         generation: u64,
         address: NonNull<u8>,
@@ -258,7 +277,8 @@ impl Home {
         span.life() == generation
             && bytes.wrapping_sub(1) < span.slot_bytes()
             && span.get_raw(slot) == Slot::Live as u8
-            && magazine.push(address, (span, slot), bytes, generation)
+            && (magazine.push(address, (span, slot), bytes, generation)
+                || magazine.push_shared(address, span, bytes, generation, &self.depot))
     }
 
     /// Puts a block into a magazine that was looked up, with room made for it if that is what it takes.
@@ -276,6 +296,7 @@ impl Home {
                 magazine.push_large(address, span, bytes, generation)
             } else {
                 magazine.push(address, (span, slot), bytes, generation)
+                    || magazine.push_shared(address, span, bytes, generation, &self.depot)
             }
         };
         push() || {
@@ -288,7 +309,7 @@ impl Home {
                 if large {
                     magazine.shed_large(|address| state.unstock(address));
                 } else {
-                    state.make_room(magazine, span.class() as usize);
+                    state.make_room(magazine, &self.depot, span.class() as usize);
                 }
                 true
             });
@@ -349,19 +370,19 @@ impl Home {
             if state.has_pending() {
                 return Ok((None, Some(state.ask(A_FEW))));
             }
-            Ok((Self::take(state, magazine, layout), None))
+            Ok((self.take(state, magazine, layout), None))
         })?;
         let Some(asked) = asked else { return Ok(first) };
         self.settle(asked);
         self.with(|state| {
             state.open_as(generation)?;
-            Ok(Self::take(state, magazine, layout))
+            Ok(self.take(state, magazine, layout))
         })
     }
 
     /// A block from the books, and some more of its class for the magazine.
     #[inline]
-    fn take(state: &mut State, magazine: Option<&Magazine>, layout: Layout) -> Option<Taken> {
+    fn take(&self, state: &mut State, magazine: Option<&Magazine>, layout: Layout) -> Option<Taken> {
         let magazine = magazine.filter(|magazine| !magazine.door.is_wanted());
         let class = classes::of(layout);
         if let Some(magazine) = magazine
@@ -370,7 +391,12 @@ impl Home {
             // So that the best of all that is free is taken, and what lies side by side is one.
             magazine.shed_large(|address| state.unstock(address));
         }
-        let address = state.take(layout, magazine.map_or(0, Magazine::shard))?;
+        let shard = magazine.map_or(0, Magazine::shard);
+        let mut address = state.take(layout, shard);
+        if address.is_none() && self.empty_depot(state) {
+            address = state.take(layout, shard);
+        }
+        let address = address?;
         if let Some(magazine) = magazine {
             state.ready(magazine);
             if let Some(class) = class {

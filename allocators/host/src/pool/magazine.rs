@@ -3,119 +3,43 @@
 //! Its owner comes at it by plain loads and stores, through a [door](super::door).
 //!
 //! # How much it holds
-//! Of each class some 64 KiB, but four blocks at least. A rack that is full may hold twice as many, as long as as much is
+//! Of each class up to 64 KiB some 64 KiB, but four blocks at least. A rack that is full may hold twice as many, as long as as much is
 //! free in the pool's books as the magazine may hold beyond its beginnings: so a thread that takes and gives many blocks
 //! at a time has them at hand after a few rounds, where half of the rack went to the books and came back each time, one
 //! by one, and sixteen threads waited for each other 4.5 µs an operation. When somebody else takes all, a magazine begins
 //! anew.
 //!
-//! Everything in here is atomic, so whatever happens no memory is torn; the flags are what keeps two threads from having
-//! one block.
+//! Of the classes above, which a [depot] has the rest of, eight blocks that were freed last, at most 8 MiB. Of blocks
+//! above the classes four, of at most 64 MiB each.
+//!
+//! [depot]: super::depot
 #![expect(unsafe_code, reason = "keeps pointers to what is never freed")]
 
 use super::{
     classes,
+    depot::Depot,
     door::Door,
-    span::{Slot, Span},
+    rack::{Entry, Rack},
+    span::Span,
 };
-use std::ptr;
-use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
 
 /// Blocks above the classes that a magazine keeps at most, and how long they may be.
 const LARGE: usize = 4;
 pub(super) const LARGE_MAX: u64 = 64 << 20;
 /// Blocks that a rack may come to hold at most.
 const MOST: u32 = 1 << 16;
+/// Blocks that a magazine keeps at most of classes for which there is a depot.
+const LAST: usize = 8;
 /// Operations after which an owner looks whether gates have opened, if anything waits for one.
 const LOOK_EVERY: u64 = 64;
 
-/// A free block.
+/// The free block of a class for which there is a depot, that was freed last.
 #[derive(Debug)]
-struct Entry {
-    address: AtomicU64,
-    /// The state of its slot, which says [`Slot::Cached`] while it is here.
-    state: AtomicPtr<AtomicU8>,
-}
-
-impl Entry {
-    const fn empty() -> Self {
-        Self { address: AtomicU64::new(0), state: AtomicPtr::new(ptr::null_mut()) }
-    }
-
-    /// # Safety
-    /// Something has been [put](Entry::put) in.
-    #[inline(always)]
-    unsafe fn take(&self) -> u64 {
-        // SAFETY: 1. what `put` stored: a state of a span, which is never freed.
-        unsafe { &*self.state.load(Relaxed) }.store(Slot::Live as u8, Relaxed);
-        self.address.load(Relaxed)
-    }
-
-    #[inline(always)]
-    fn put(&self, address: u64, state: &'static AtomicU8) {
-        state.store(Slot::Cached as u8, Relaxed);
-        self.address.store(address, Relaxed);
-        self.state.store(ptr::from_ref(state).cast_mut(), Relaxed);
-    }
-}
-
-/// The blocks of one class. What it has is for whoever is inside; its length may be looked at by all.
-#[derive(Debug)]
-struct Rack {
-    /// How many there are: at most `most`.
-    len: AtomicU32,
-    /// How many entries there are room for.
-    most: AtomicU32,
-    /// A boxed slice of `most`; dangling when that is zero.
-    entries: AtomicPtr<Entry>,
-}
-
-impl Rack {
-    fn empty() -> Self {
-        Self { len: AtomicU32::new(0), most: AtomicU32::new(0), entries: AtomicPtr::new(ptr::dangling_mut()) }
-    }
-
-    #[inline(always)]
-    fn len(&self) -> u32 {
-        self.len.load(Relaxed)
-    }
-
-    #[inline(always)]
-    fn most(&self) -> u32 {
-        self.most.load(Relaxed)
-    }
-
-    /// An entry, which must be one of `most`.
-    ///
-    /// # Safety
-    /// 1. `place` is below `most`. 2. The caller is inside.
-    #[inline(always)]
-    unsafe fn entry(&self, place: u32) -> &Entry {
-        // SAFETY: 1. the slice has `most` entries. 2. who is inside alone replaces it.
-        unsafe { &*self.entries.load(Relaxed).add(place as usize) }
-    }
-
-    /// Makes it as large as that, which holds what is in it. For whoever is inside.
-    fn set_most(&self, most: u32) {
-        let next: Box<[Entry]> = (0..most).map(|_| Entry::empty()).collect();
-        for (place, to) in next.iter().enumerate().take(self.len().min(most) as usize) {
-            // SAFETY: 1. below `len`, which is at most `most`. 2. by the caller's word.
-            let from = unsafe { self.entry(place as u32) };
-            to.address.store(from.address.load(Relaxed), Relaxed);
-            to.state.store(from.state.load(Relaxed), Relaxed);
-        }
-        let next = Box::into_raw(next).cast::<Entry>();
-        let (old, count) = (self.entries.swap(next, Relaxed), self.most.swap(most, Relaxed));
-        // SAFETY: 1. made here with so many entries, or dangling for none. 2. nobody has a reference into it: those are for
-        // whoever is inside, which is the caller.
-        drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(old, count as usize)) });
-    }
-}
-
-impl Drop for Rack {
-    fn drop(&mut self) {
-        self.set_most(0);
-    }
+struct Last {
+    /// Zero when there is none.
+    class: AtomicU32,
+    entry: Entry,
 }
 
 /// A free block above the classes.
@@ -144,7 +68,9 @@ pub(super) struct Magazine {
     looked: AtomicU64,
     /// How many bytes its racks may hold beyond what they begin with.
     extra: AtomicU64,
-    racks: [Rack; classes::CLASSES],
+    racks: [Rack; classes::SLOTTED],
+    /// By class, but many have one place.
+    last: [Last; LAST],
     large: [Large; LARGE],
 }
 
@@ -193,6 +119,7 @@ impl Magazine {
             looked: AtomicU64::new(u64::MAX),
             extra: AtomicU64::new(0),
             racks: std::array::from_fn(|_| Rack::empty()),
+            last: [const { Last { class: AtomicU32::new(0), entry: Entry::empty() } }; LAST],
             large: [const { Large { bytes: AtomicU64::new(0), entry: Entry::empty() } }; LARGE],
         }
     }
@@ -207,14 +134,11 @@ impl Magazine {
     pub(super) fn pop(&self, life: u64, class: usize, bytes: u64, look: &AtomicBool) -> Option<u64> {
         let _inside = self.door.enter(life)?;
         let rack = self.racks.get(class)?;
-        let last = rack.len().checked_sub(1)?;
         let count = self.allocations.load(Relaxed);
         if count.is_multiple_of(LOOK_EVERY) && self.should_look(count, look) {
             return None;
         }
-        // SAFETY: 1. below `len`, and so `most`. 2. inside. 3. of `take`: entries below `len` have been put in.
-        let address = unsafe { rack.entry(last).take() };
-        rack.len.store(last, Relaxed);
+        let address = rack.pop()?;
         self.count_out(count, bytes);
         Some(address)
     }
@@ -252,17 +176,71 @@ impl Magazine {
         bytes: u64,
         life: u64,
     ) -> bool {
-        let Some(_inside) = self.door.enter(life) else { return false };
         let Some(rack) = self.racks.get(span.class() as usize) else { return false };
-        let len = rack.len();
-        if len >= rack.most() {
+        let Some(_inside) = self.door.enter(life) else { return false };
+        let put = rack.push(address, span.state(slot));
+        if put {
+            self.count_in(bytes);
+        }
+        put
+    }
+
+    /// As [`Magazine::pop`], of a class that threads share a depot for.
+    #[inline]
+    pub(super) fn pop_shared(
+        &self,
+        life: u64,
+        class: usize,
+        bytes: u64,
+        look: &AtomicBool,
+        depot: &Depot,
+    ) -> Option<u64> {
+        let _inside = self.door.enter(life)?;
+        let count = self.allocations.load(Relaxed);
+        if count.is_multiple_of(LOOK_EVERY) && self.should_look(count, look) {
+            return None;
+        }
+        let last = &self.last[class % LAST];
+        let address = if last.class.load(Relaxed) == class as u32 {
+            last.class.store(0, Relaxed);
+            // SAFETY: 1. where there is a class a block has been put in.
+            unsafe { last.entry.take() }
+        } else {
+            depot.take(class)?
+        };
+        self.count_out(count, bytes);
+        Some(address)
+    }
+
+    /// As [`Magazine::push`], of such a class: the block that was freed last is here, and others in the depot.
+    #[inline]
+    pub(super) fn push_shared(
+        &self,
+        address: u64,
+        span: &'static Span,
+        bytes: u64,
+        life: u64,
+        depot: &Depot,
+    ) -> bool {
+        let (class, state) = (span.class(), span.state(0));
+        if !classes::SHARED.contains(&(class as usize)) {
             return false;
         }
-        // SAFETY: 1. just seen. 2. inside.
-        unsafe { rack.entry(len) }.put(address, span.state(slot));
-        rack.len.store(len + 1, Relaxed);
-        self.count_in(bytes);
-        true
+        let Some(_inside) = self.door.enter(life) else { return false };
+        let last = &self.last[class as usize % LAST];
+        let before = last.class.load(Relaxed);
+        // SAFETY: 1. where there is a class a block has been put in.
+        let room =
+            before == 0 || depot.put(before as usize, last.entry.address(), unsafe { last.entry.state() });
+        if room {
+            last.class.store(class, Relaxed);
+            last.entry.put(address, state);
+        }
+        let put = room || depot.put(class as usize, address, state);
+        if put {
+            self.count_in(bytes);
+        }
+        put
     }
 
     /// A block of exactly so many bytes above the classes.
@@ -331,49 +309,38 @@ impl Magazine {
 
     /// Puts a block of a class in that is the pool's own. For whoever is inside, who has seen that there is room.
     pub(super) fn stock(&self, span: &'static Span, slot: usize) {
-        let Some(rack) = self.racks.get(span.class() as usize) else { return };
-        let len = rack.len();
-        if len < rack.most() {
-            // SAFETY: 1. just seen. 2. by the caller's word.
-            unsafe { rack.entry(len) }.put(span.address(slot), span.state(slot));
-            rack.len.store(len + 1, Relaxed);
+        if let Some(rack) = self.racks.get(span.class() as usize) {
+            rack.push(span.address(slot), span.state(slot));
         }
     }
 
-    /// Takes blocks of a class out, the one that came last first, until so many are left. For whoever is inside.
-    fn shed(&self, class: usize, keep: u32, mut give: impl FnMut(u64)) {
-        let rack = &self.racks[class];
-        let len = rack.len();
-        for place in (keep..len).rev() {
-            // SAFETY: 1. below `len`, and so `most`. 2. by the caller's word.
-            give(unsafe { rack.entry(place) }.address.load(Relaxed));
-        }
-        rack.len.store(len.min(keep), Relaxed);
-    }
-
-    /// As [`Magazine::shed`], half of what a rack may hold: when it is full.
+    /// Takes blocks of a class out, half of what a rack may hold: when it is full. For whoever is inside.
     pub(super) fn shed_half(&self, class: usize, give: impl FnMut(u64)) {
-        self.shed(class, self.racks[class].most() / 2, give);
+        let rack = &self.racks[class];
+        rack.shed(rack.most() / 2, give);
     }
 
-    /// As [`Magazine::shed`], all blocks above the classes.
+    /// Takes all blocks above the classes out. For whoever is inside.
     pub(super) fn shed_large(&self, mut give: impl FnMut(u64)) {
         for large in &self.large {
             if large.bytes.swap(0, Relaxed) > 0 {
-                give(large.entry.address.load(Relaxed));
+                give(large.entry.address());
             }
         }
     }
 
     /// Takes everything out, and begins anew. For whoever is inside.
     pub(super) fn empty(&self, mut give: impl FnMut(u64)) {
-        for class in 0..classes::CLASSES {
-            self.shed(class, 0, &mut give);
-            if self.racks[class].most() > first(class) {
-                self.racks[class].set_most(first(class));
+        for (class, rack) in self.racks.iter().enumerate() {
+            rack.shed(0, &mut give);
+            if rack.most() > first(class) {
+                rack.set_most(first(class));
             }
         }
         self.extra.store(0, Relaxed);
+        for last in self.last.iter().filter(|last| last.class.swap(0, Relaxed) > 0) {
+            give(last.entry.address());
+        }
         self.shed_large(give);
     }
 
@@ -390,6 +357,10 @@ impl Magazine {
             let len = u64::from(rack.len());
             tally.blocks += len;
             tally.cached += len * classes::bytes_of(class) as u64;
+        }
+        for class in self.last.iter().map(|last| last.class.load(Relaxed)).filter(|&class| class > 0) {
+            tally.blocks += 1;
+            tally.cached += classes::bytes_of(class as usize) as u64;
         }
         for bytes in self.large.iter().map(|large| large.bytes.load(Relaxed)) {
             tally.blocks += u64::from(bytes > 0);
@@ -408,7 +379,10 @@ impl Magazine {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::door::Key, *};
+    use super::{
+        super::{door::Key, span::Slot},
+        *,
+    };
 
     fn slab(class: usize) -> &'static Span {
         let span = Box::leak(Box::new(Span::vacant(0)));

@@ -3,6 +3,7 @@
 use super::{
     PinnedStats, Shared,
     classes::{self, LINE},
+    depot::{Depot, Room},
     door::Key,
     magazine::{Magazine, Tally},
     map, poison,
@@ -34,6 +35,8 @@ pub(super) struct State {
     pub(super) generation: u64,
     /// To the doors of its magazines.
     pub(super) key: Key,
+    /// How large its depot may be.
+    pub(super) depot: Room,
     /// Whether allocations are served.
     pub(super) open: bool,
     /// `None` between two lives.
@@ -107,6 +110,7 @@ impl State {
         Self {
             generation: fresh_generation(),
             key: Key::new(),
+            depot: Room::default(),
             open: false,
             shared: None,
             heap: heap(),
@@ -200,8 +204,12 @@ impl State {
     /// Makes room in the magazine for one more block of the class. It may hold twice as many as long as as much is free
     /// under the lock as it was let hold beyond its beginnings; otherwise half of them are taken into the books. For
     /// its owner.
-    pub(super) fn make_room(&mut self, magazine: &Magazine, class: usize) {
-        if magazine.room(class) == 0 && !magazine.grow(class, self.free_bytes()) {
+    pub(super) fn make_room(&mut self, magazine: &Magazine, depot: &Depot, class: usize) {
+        if class >= classes::SLOTTED {
+            let (mut room, free) = (self.depot, self.free_bytes());
+            depot.make_room(class, &mut room, free, |address| self.unstock(address));
+            self.depot = room;
+        } else if magazine.room(class) == 0 && !magazine.grow(class, self.free_bytes()) {
             magazine.shed_half(class, |address| self.unstock(address));
         }
     }
