@@ -3,7 +3,10 @@
 
 use super::{
     home::{Effort, Home},
-    poison, thread,
+    magazine::Magazine,
+    poison,
+    span::Span,
+    thread,
 };
 use aquifer_core::{DeferReuse, Gate, Result, impl_allocator};
 use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
@@ -58,21 +61,28 @@ impl_allocator! {
     // never freed, so any of them frees any block, and moving one moves no memory. 3. no method unwinds: nothing that users
     // wrote runs but gates, whose panics are caught.
     impl [] for PinnedAllocator {
+        #[inline]
         fn allocate(&self, layout: Layout) -> std::result::Result<NonNull<[u8]>, AllocError> {
-            let block = match self.quick(layout) {
-                Some(start) => NonNull::slice_from_raw_parts(start, layout.size()),
-                None => self.by_chain(layout).ok_or(AllocError)?,
-            };
-            poison::given(block.cast(), layout.size());
-            Ok(block)
+            match self.quick(layout) {
+                Some(start) => {
+                    poison::given(start, layout.size());
+                    Ok(NonNull::slice_from_raw_parts(start, layout.size()))
+                }
+                None => self.by_chain(layout, AllocError),
+            }
         }
 
+        #[inline]
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
             poison::going(self.generation, block, layout);
             // The thread's own first: where thread-locals are found by a call, little is to be kept over it.
-            let magazine = thread::magazine(&self.generation);
-            if !magazine.is_some_and(|magazine| self.home.quick_free(magazine, self.generation, block, layout)) {
-                self.home.deallocate_slowly(self.generation, block, layout);
+            let Some(magazine) = thread::magazine(&self.generation) else {
+                return self.free_slowly(block, layout);
+            };
+            match Home::quick_free(magazine, self.generation, block, layout) {
+                Ok(()) => {}
+                Err(Some(span)) => self.free_beyond(magazine, span, block, layout),
+                Err(None) => self.free_slowly(block, layout),
             }
         }
 
@@ -133,9 +143,24 @@ impl PinnedAllocator {
         self.home.quick_of(thread::magazine(&self.generation)?, self.generation, layout)
     }
 
+    /// As `allocate` answers, so that it is the last thing that does.
     #[inline(never)]
-    fn by_chain(&self, layout: Layout) -> Option<NonNull<[u8]>> {
-        self.home.allocate_slowly(self.generation, layout, &Effort::Configured).ok()
+    fn by_chain<E>(&self, layout: Layout, none: E) -> std::result::Result<NonNull<[u8]>, E> {
+        let block = self.home.allocate_slowly(self.generation, layout, &Effort::Configured);
+        block.inspect(|block| poison::given(block.cast(), layout.size())).map_err(|_| none)
+    }
+
+    #[inline(never)]
+    fn free_slowly(&self, block: NonNull<u8>, layout: Layout) {
+        self.home.deallocate_slowly(self.generation, block, layout);
+    }
+
+    /// Takes a live block back that did not go into the magazine's racks.
+    #[inline(never)]
+    fn free_beyond(&self, magazine: &Magazine, span: &'static Span, block: NonNull<u8>, layout: Layout) {
+        if !self.home.quick_free_shared(magazine, self.generation, span, block, layout) {
+            self.free_slowly(block, layout);
+        }
     }
 
     /// Resizes in place if the address suits the new layout and there is room.

@@ -7,7 +7,7 @@ use super::{
     magazine::{LARGE_MAX, Magazine, Tally},
     map,
     slabs::SHARDS,
-    span::{EXACT, Slot},
+    span::{EXACT, Slot, Span},
     state::{Freed, Released, State},
     thread::{self, AtWork, THREADS},
 };
@@ -263,22 +263,38 @@ impl Home {
         pointer(magazine.pop_large(generation, bytes, asked, &self.look)? as usize)
     }
 
-    /// Puts a block into what may be this thread's magazine for this pool; says whether that was all there was to do.
+    /// Puts a slot into what may be this thread's magazine for this pool. Answers with the span of a block that is live but
+    /// found no room there.
     #[inline(always)]
     pub(super) fn quick_free(
-        &self,
         magazine: &Magazine,
         generation: u64,
         address: NonNull<u8>,
         layout: Layout,
+    ) -> std::result::Result<(), Option<&'static Span>> {
+        let (address, bytes) = (address.addr().get() as u64, layout.size() as u64);
+        let Some((span, slot)) = map::slot_from(address) else { return Err(None) };
+        if span.life() != generation
+            || bytes.wrapping_sub(1) >= span.slot_bytes()
+            || span.get_raw(slot) != Slot::Live as u8
+        {
+            return Err(None);
+        }
+        if magazine.push(address, (span, slot), bytes, generation) { Ok(()) } else { Err(Some(span)) }
+    }
+
+    /// As [`Home::quick_free`], after it, for a block that threads share a depot for; says whether that was all.
+    #[inline]
+    pub(super) fn quick_free_shared(
+        &self,
+        magazine: &Magazine,
+        generation: u64,
+        span: &'static Span,
+        address: NonNull<u8>,
+        layout: Layout,
     ) -> bool {
         let (address, bytes) = (address.addr().get() as u64, layout.size() as u64);
-        let Some((span, slot)) = map::slot_from(address) else { return false };
-        span.life() == generation
-            && bytes.wrapping_sub(1) < span.slot_bytes()
-            && span.get_raw(slot) == Slot::Live as u8
-            && (magazine.push(address, (span, slot), bytes, generation)
-                || magazine.push_shared(address, span, bytes, generation, &self.depot))
+        magazine.push_shared(address, span, bytes, generation, &self.depot)
     }
 
     /// Puts a block into a magazine that was looked up, with room made for it if that is what it takes.

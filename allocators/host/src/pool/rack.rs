@@ -40,6 +40,7 @@ impl Entry {
         self.state.store(ptr::from_ref(state).cast_mut(), Relaxed);
     }
 
+    #[inline(always)]
     pub(super) fn address(&self) -> u64 {
         self.address.load(Relaxed)
     }
