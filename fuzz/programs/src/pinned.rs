@@ -351,10 +351,14 @@ impl Machine {
         let (owner, layout) = (usize::from(bytes.choice(OWNERS as u8)), Self::layout(bytes));
         let (taker, giver) = (bytes.choice(THREADS as u8 + 1), bytes.choice(THREADS as u8 + 1));
         let before = self.blocks.len();
-        if layout.size() <= 64 << 10 {
-            for _ in 0..48 {
-                self.take(owner, layout, taker);
-            }
+        let count = match layout.size() {
+            0..=0x1_0000 => 48,
+            // More than is kept at hand of them, so that some go by the depot.
+            0x1_0001..=0x10_0000 => 6,
+            _ => 0,
+        };
+        for _ in 0..count {
+            self.take(owner, layout, taker);
         }
         for block in self.blocks.split_off(before) {
             block.check();
