@@ -74,6 +74,12 @@ impl Tag {
         Tag(CURRENT.get())
     }
 
+    /// The tag whose [`index`](Tag::index) this is; `None` from [`Tag::MAX`] on.
+    #[must_use]
+    pub fn from_index(index: usize) -> Option<Tag> {
+        u16::try_from(index).ok().map(Tag)
+    }
+
     /// The row of this tag in a table.
     #[must_use]
     pub fn index(self) -> usize {

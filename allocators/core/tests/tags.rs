@@ -34,6 +34,8 @@ fn threads_that_name_one_thing_at_once_get_one_tag() {
 fn the_two_tags_that_nobody_named_have_names_all_the_same() {
     assert_eq!((Tag::NONE.name(), Tag::OTHER.name()), ("untagged", "other"));
     assert_eq!((Tag::NONE.index(), Tag::OTHER.index()), (0, 1));
+    assert_eq!(Tag::from_index(Tag::OTHER.index()), Some(Tag::OTHER));
+    assert!(Tag::from_index(Tag::MAX - 1).is_some() && Tag::from_index(Tag::MAX).is_none());
 }
 
 #[test]

@@ -4,19 +4,14 @@
 //! The crate's documentation draws it.
 
 mod slot;
-mod tags;
+pub(crate) mod tags;
 
-pub(crate) use slot::{Slot, charge, charge_growth, freed, refund, release};
-pub(crate) use tags::note;
-pub use tags::{Allocated, allocated_under};
+pub(crate) use slot::{Slot, charge, charge_growth, freed, mine, refund, release};
+pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
 
-use crate::{here::HERE, route};
+use crate::route;
 use crossbeam_utils::CachePadded;
-use std::{
-    alloc::Layout,
-    hint::black_box,
-    sync::atomic::{AtomicU64, Ordering},
-};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes that a thread takes at once beyond what it needs.
 const BATCH: u64 = 64 << 10;
@@ -110,23 +105,10 @@ pub fn cap() -> u64 {
     CAP.load(Ordering::Relaxed)
 }
 
-/// Starts the peak anew from what is charged now.
+/// Starts the peak anew from what is charged now, and each tag's.
 pub fn reset_peak() {
     PEAK.store(CHARGED.load(Ordering::Relaxed), Ordering::Relaxed);
-}
-
-/// Whether a [`Global`](crate::Global) is the program's global allocator. Finds out by allocating a byte.
-#[must_use]
-pub fn is_installed() -> bool {
-    route::unrouted(|| {
-        let calls = || {
-            let here = HERE.with(|here| here.slot.get().map_or(0, Slot::calls));
-            here.wrapping_add(slot::shared_calls()).wrapping_add(REFUSALS.load(Ordering::Relaxed))
-        };
-        let before = calls();
-        slot::probe(black_box(Layout::new::<u8>()));
-        calls() != before
-    })
+    tags::reset_peaks();
 }
 
 /// Takes `need` bytes from the shared account, and up to `extra` more if they are easily had. Answers with what it
@@ -157,12 +139,4 @@ fn put_back(bytes: u64) {
 #[cold]
 fn refused() {
     REFUSALS.fetch_add(1, Ordering::Relaxed);
-}
-
-#[cfg(test)]
-mod tests {
-    #[test]
-    fn without_a_global_allocator_of_this_kind_none_is_installed() {
-        assert!(!super::is_installed());
-    }
 }

@@ -14,6 +14,8 @@ pub(crate) struct Here {
     pub(crate) scope: Cell<*const Scope>,
     /// Whether a route is being called.
     pub(crate) inside: Cell<bool>,
+    /// Whether a call stack is being walked or told: nothing is sampled meanwhile.
+    pub(crate) sampling: Cell<bool>,
 }
 
 thread_local! {
@@ -23,6 +25,7 @@ thread_local! {
             ending: Cell::new(false),
             scope: Cell::new(ptr::null()),
             inside: Cell::new(false),
+            sampling: Cell::new(false),
         }
     };
 }

@@ -14,7 +14,9 @@
 //! | module | holds |
 //! |---|---|
 //! | [`allocator`] | [`Global`]: the wrapper itself |
-//! | [`account`] | live bytes, peak, counts and the cap: [`stats`], [`set_cap`], [`allocated_under`] |
+//! | [`account`] | live bytes, peak, counts: [`stats`]; by tag: [`held_under`], [`allocated_under`], [`top`]; the cap: [`set_cap`] |
+//! | [`context`] | tags and routes for work on other threads: [`capture`] |
+//! | [`sample`] | where what is held was allocated: [`sample_every`], [`stacks`] |
 //! | [`route`](mod@route) | scopes whose allocations another allocator serves: [`register`], [`route()`], [`unrouted`] |
 //!
 //! A process has one global allocator, so its account and its routes are the process's: they are free functions, and a
@@ -42,21 +44,45 @@
 //!
 //! What is counted is what was asked for, not what the allocator below rounds it to.
 //!
-//! # What it does not know
-//! Whose a block is when it is freed. That would take a header in each block, and costs more than all the rest
-//! together. So bytes are counted by [tag](aquifer_core::Tag) as they are allocated ([`allocated_under`]), and whoever
-//! wants the live bytes of one part of a program routes that part to an allocator which counts.
+//! # Whose a block is
+//! Bytes are counted by [tag](aquifer_core::Tag) as they are allocated ([`allocated_under`]). What a tag still *holds*
+//! takes knowing at a free whose the block was, and that is a choice of the program's, made with the type of its
+//! allocator: [`Tracked`] writes four bytes behind every block.
+//!
+//! ```
+//! use aquifer_global::{Global, Tracked};
+//!
+//! #[global_allocator]
+//! static GLOBAL: Global<std::alloc::System, Tracked> = Global::new();
+//! ```
+//!
+//! | | knows at a free | costs |
+//! |---|---|---|
+//! | [`Uncounted`] | nothing; routes work | two loads and a comparison |
+//! | [`Counted`], the default | totals | about 2 ns a pair |
+//! | [`Tracked`] | whose it is, and whether its call stack was sampled | about as much again, 4 B a block, and the line that they lie in |
+//!
+//! A table by address would leave blocks as they are, but every free, of tagged blocks or not, would have to look there:
+//! a miss of the cache where this is most often a hit. A word before the block would have to be as large as the
+//! block's alignment.
 //!
 //! # Where it may be called
-//! Everywhere: before `main`, in destructors of thread-locals, from threads that Rust has not made, in a forked child.
-//! It allocates nothing for itself from the allocator it wraps, never calls itself, takes no lock, and does not unwind.
+//! Everywhere that the wrapped allocator may: before `main`, in destructors of thread-locals, from threads that Rust has
+//! not made, in a forked child, and in a signal handler that does not interrupt an allocation. It allocates nothing for itself from the allocator it wraps, never calls itself, takes no lock, and does not unwind.
 //! It relies on the C library for the destructors of thread-locals, as Rust does on Linux with glibc.
 
 pub mod account;
 pub mod allocator;
+pub mod context;
 mod here;
+mod note;
 pub mod route;
+pub mod sample;
 
-pub use account::{Allocated, Stats, allocated_under, cap, is_installed, reset_peak, set_cap, stats};
-pub use allocator::Global;
-pub use route::{Over, Route, RouteId, RoutesFull, register, route, unrouted};
+pub use account::{
+    Allocated, Consumer, Held, Stats, allocated_under, cap, held_under, reset_peak, set_cap, stats, top,
+};
+pub use allocator::{Counted, Global, Tracked, Uncounted};
+pub use context::{Context, capture};
+pub use route::{Over, Route, RouteId, RoutesFull, is_installed, register, route, unrouted};
+pub use sample::{Stack, sample_every, stacks};

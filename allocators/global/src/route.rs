@@ -23,12 +23,14 @@
 
 mod deferred;
 mod over;
+mod probe;
 mod table;
 
 pub use over::Over;
+pub use probe::is_installed;
 pub use table::{RouteId, RoutesFull, register};
 
-pub(crate) use scope::Scope;
+pub(crate) use scope::{Scope, scoped};
 pub use scope::{route, unrouted};
 
 mod scope;

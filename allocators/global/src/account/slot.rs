@@ -4,13 +4,13 @@
 //! to a thread from its first allocation to its end and then waits for another; it never goes away, so a total is a walk
 //! over slots without a lock. A thread that cannot have one (it is ending, or there is no memory for more) counts in the
 //! shared slot by atomic additions.
-#![expect(
-    unsafe_code,
-    reason = "leaks blocks of slots that come from the system; probes the global allocator"
-)]
+#![expect(unsafe_code, reason = "leaks blocks of slots that come from the system")]
 
-use super::{BATCH, MOST_CHANGE, put_back, refused, take};
-use crate::here::{HERE, Here};
+use super::{BATCH, MOST_CHANGE, put_back, refused, tags::Cells, take};
+use crate::{
+    here::{HERE, Here},
+    sample::Clock,
+};
 use crossbeam_utils::CachePadded;
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -31,6 +31,10 @@ pub(crate) struct Slot {
     allocations: AtomicU64,
     /// Frees of all owners. Written by the owner alone.
     frees: AtomicU64,
+    /// The same by tag. They count for nobody while nobody owns the slot.
+    pub(super) cells: Cells,
+    /// When this thread's next call stack is due.
+    pub(crate) clock: Clock,
 }
 
 impl Slot {
@@ -41,11 +45,9 @@ impl Slot {
             recalled: AtomicBool::new(false),
             allocations: AtomicU64::new(0),
             frees: AtomicU64::new(0),
+            cells: Cells::new(),
+            clock: Clock::new(),
         }
-    }
-
-    pub(super) fn calls(&self) -> u64 {
-        self.allocations.load(Ordering::Relaxed).wrapping_add(self.frees.load(Ordering::Relaxed))
     }
 
     /// Counts one more, as its only writer.
@@ -111,6 +113,7 @@ impl Slot {
     /// Leaves the slot to another thread.
     fn retire(&self) {
         put_back(self.change.swap(0, Ordering::Relaxed));
+        self.cells.leave();
         self.taken.store(false, Ordering::Release);
     }
 }
@@ -219,8 +222,9 @@ fn arrive(here: &Here) -> Option<&'static Slot> {
     Some(slot)
 }
 
+/// The calling thread's slot; `None` if it counts in the shared one.
 #[inline]
-fn mine(here: &Here) -> Option<&'static Slot> {
+pub(crate) fn mine(here: &Here) -> Option<&'static Slot> {
     here.slot.get().or_else(|| arrive(here))
 }
 
@@ -312,7 +316,7 @@ pub(super) struct Totals {
     pub(super) frees: u64,
 }
 
-fn slots() -> impl Iterator<Item = &'static Slot> {
+pub(super) fn slots() -> impl Iterator<Item = &'static Slot> {
     std::iter::successors(Some(&FIRST), |block| block.next())
         .flat_map(|block| block.slots.iter().map(|slot| &**slot))
 }
@@ -331,20 +335,6 @@ pub(super) fn totals() -> Totals {
 pub(super) fn recall() {
     // Release: whoever sees it sees the cap that was set before.
     slots().for_each(|slot| slot.recalled.store(true, Ordering::Release));
-}
-
-pub(super) fn shared_calls() -> u64 {
-    SHARED.calls()
-}
-
-/// Allocates and frees a block of the program's global allocator.
-pub(super) fn probe(layout: Layout) {
-    // SAFETY: the caller's layout is that of a byte, which is not none.
-    let block = unsafe { std::alloc::alloc(layout) };
-    if !std::hint::black_box(block).is_null() {
-        // SAFETY: the block was allocated just now with this layout.
-        unsafe { std::alloc::dealloc(block, layout) };
-    }
 }
 
 #[cfg(test)]

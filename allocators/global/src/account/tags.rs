@@ -1,7 +1,18 @@
-//! What was allocated under each tag.
+//! Who has allocated what, and holds it, by tag.
+//!
+//! ```text
+//!   row of a tag      │ charged, peak │ bytes, allocations, frees │    shared; touched when a cell fills, or leaves
+//!   cell of a thread  │ change        │ bytes, allocations, frees │    eight in each slot, touched by its thread alone
+//!   live     = charged − the change of all cells of the tag
+//! ```
+//!
+//! The same arithmetic as the account's: a cell prepays, so that a thread that allocates and frees under a tag writes
+//! memory of its own only, and what the row says is never below the truth.
 
+use super::slot::{self, Slot};
+use crate::here::HERE;
 use aquifer_core::Tag;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 /// What has been allocated under one tag since the start, freed or not.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -13,19 +24,328 @@ pub struct Allocated {
     pub allocations: u64,
 }
 
-struct Row {
-    bytes: AtomicU64,
-    allocations: AtomicU64,
+/// What is held under one tag.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[non_exhaustive]
+pub struct Held {
+    /// Bytes in live blocks, as they were asked for, whoever serves them. Exact when no call is under way on any thread.
+    pub live: u64,
+    /// The most that `live` has been since the start or the last [`reset_peak`](super::reset_peak): never below the
+    /// truth, and above it by at most 128 KiB for each thread that allocates under the tag; by about an eighth of what
+    /// the tag has, or two blocks, where that is less.
+    pub peak: u64,
+    /// Live blocks (a count).
+    pub blocks: u64,
 }
 
-// A row for each tag that there can be: 1 MiB of address space, of which the pages of tags in use are touched.
-static ROWS: [Row; Tag::MAX] =
-    [const { Row { bytes: AtomicU64::new(0), allocations: AtomicU64::new(0) } }; Tag::MAX];
+/// One of the largest consumers.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Consumer {
+    /// Who.
+    pub tag: Tag,
+    /// What it holds; `None` where the program's allocator does not keep that ([`held_under`]).
+    pub held: Option<Held>,
+    /// What it has allocated.
+    pub allocated: Allocated,
+}
+
+/// Bytes of change that a cell takes at once, at least and at most. In between it is a sixteenth of what the tag has, so
+/// that the peak of a small one is told well.
+const BATCH: (u64, u64) = (1 << 10, super::BATCH);
+/// Change at which a cell gives some back, at most.
+const MOST_CHANGE: u64 = super::MOST_CHANGE;
+
+/// A tag's part of the account. A cache line each: threads under different tags do not meet.
+#[repr(align(64))]
+struct Row {
+    /// Bytes in live blocks and in cells' change.
+    charged: AtomicU64,
+    /// The most that `charged` has been since the last reset.
+    peak: AtomicU64,
+    /// What cells that have left have counted.
+    bytes: AtomicU64,
+    allocations: AtomicU64,
+    frees: AtomicU64,
+}
+
+impl Row {
+    const fn new() -> Self {
+        Self {
+            charged: AtomicU64::new(0),
+            peak: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            allocations: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+        }
+    }
+
+    fn charge(&self, bytes: u64) {
+        KEPT.store(true, Ordering::Relaxed);
+        let charged = self.charged.fetch_add(bytes, Ordering::Relaxed).wrapping_add(bytes);
+        if self.peak.load(Ordering::Relaxed) < charged {
+            self.peak.fetch_max(charged, Ordering::Relaxed);
+        }
+    }
+
+    /// How much a cell takes beyond what it needs.
+    fn batch(&self) -> u64 {
+        (self.charged.load(Ordering::Relaxed) / 16).clamp(BATCH.0, BATCH.1)
+    }
+}
+
+// Relaxed throughout: figures, which guard no other memory. A row for each tag that there can be: 4 MiB of address
+// space, of which the pages of tags in use are touched.
+static ROWS: [Row; Tag::MAX] = [const { Row::new() }; Tag::MAX];
+/// Rows from this one on have not been used.
+static USED: AtomicUsize = AtomicUsize::new(0);
+/// Whether anybody has charged a row: an allocator that knows whose a block is when it is freed.
+static KEPT: AtomicBool = AtomicBool::new(false);
+
+fn row(tag: u16) -> &'static Row {
+    &ROWS[usize::from(tag)]
+}
+
+fn current() -> u16 {
+    // Every index fits: there are as many tags.
+    Tag::current().index() as u16
+}
+
+/// A cell that counts for no tag.
+const NOBODY: u64 = u64::MAX;
+/// Cells of a slot: a thread that is under more tags in turn has some share one, which then changes hands.
+const CELLS: usize = 8;
+
+/// What one thread counts under one tag. Written by the slot's owner alone.
+struct Cell {
+    /// Whom it counts for.
+    tag: AtomicU64,
+    /// Bytes that are charged to the tag's row and in no live block.
+    change: AtomicU64,
+    /// Change above which some goes back.
+    most: AtomicU64,
+    bytes: AtomicU64,
+    allocations: AtomicU64,
+    frees: AtomicU64,
+}
+
+#[inline]
+fn add(counter: &AtomicU64, more: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
+}
+
+impl Cell {
+    const fn new() -> Self {
+        Self {
+            tag: AtomicU64::new(NOBODY),
+            change: AtomicU64::new(0),
+            most: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+            allocations: AtomicU64::new(0),
+            frees: AtomicU64::new(0),
+        }
+    }
+
+    /// Leaves the tag before to its row, and counts for this one.
+    #[cold]
+    #[inline(never)]
+    fn turn_to(&self, tag: u16) {
+        self.leave();
+        USED.fetch_max(usize::from(tag) + 1, Ordering::Relaxed);
+        self.tag.store(u64::from(tag), Ordering::Relaxed);
+    }
+
+    fn leave(&self) {
+        let Ok(tag) = u16::try_from(self.tag.load(Ordering::Relaxed)) else { return };
+        let row = row(tag);
+        row.bytes.fetch_add(self.bytes.load(Ordering::Relaxed), Ordering::Relaxed);
+        row.allocations.fetch_add(self.allocations.load(Ordering::Relaxed), Ordering::Relaxed);
+        row.frees.fetch_add(self.frees.load(Ordering::Relaxed), Ordering::Relaxed);
+        row.charged.fetch_sub(self.change.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.tag.store(NOBODY, Ordering::Relaxed);
+        for counter in [&self.change, &self.most, &self.bytes, &self.allocations, &self.frees] {
+            counter.store(0, Ordering::Relaxed);
+        }
+    }
+
+    #[inline]
+    fn pay(&self, tag: u16, bytes: u64) {
+        match self.change.load(Ordering::Relaxed).checked_sub(bytes) {
+            Some(rest) => self.change.store(rest, Ordering::Relaxed),
+            None => self.pay_by_taking(tag, bytes),
+        }
+        add(&self.bytes, bytes);
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn pay_by_taking(&self, tag: u16, bytes: u64) {
+        let row = row(tag);
+        let batch = row.batch();
+        let need = bytes.saturating_sub(self.change.load(Ordering::Relaxed));
+        row.charge(need + batch);
+        add(&self.change, (need + batch).wrapping_sub(bytes));
+        // Room for this block when it is freed, so that its like finds it.
+        self.most.store((2 * bytes.max(batch)).min(MOST_CHANGE), Ordering::Relaxed);
+    }
+
+    #[inline]
+    fn receive(&self, tag: u16, bytes: u64) {
+        let change = self.change.load(Ordering::Relaxed).wrapping_add(bytes);
+        self.change.store(change, Ordering::Relaxed);
+        if change > self.most.load(Ordering::Relaxed) {
+            self.lower(tag);
+        }
+    }
+
+    #[cold]
+    #[inline(never)]
+    fn lower(&self, tag: u16) {
+        let row = row(tag);
+        // A thread that only frees has not yet been told how much it may keep.
+        let most = self.most.load(Ordering::Relaxed).max(2 * row.batch());
+        self.most.store(most, Ordering::Relaxed);
+        let change = self.change.load(Ordering::Relaxed);
+        if change > most {
+            self.change.store(most / 2, Ordering::Relaxed);
+            row.charged.fetch_sub(change - most / 2, Ordering::Relaxed);
+        }
+    }
+}
+
+/// A slot's cells: a tag's is the one that its number, modulo their count, names.
+pub(super) struct Cells([Cell; CELLS]);
+
+impl Cells {
+    pub(super) const fn new() -> Self {
+        Self([const { Cell::new() }; CELLS])
+    }
+
+    #[inline]
+    fn of(&self, tag: u16) -> &Cell {
+        let cell = &self.0[usize::from(tag) % CELLS];
+        if cell.tag.load(Ordering::Relaxed) != u64::from(tag) {
+            cell.turn_to(tag);
+        }
+        cell
+    }
+
+    /// Leaves all to the rows.
+    pub(super) fn leave(&self) {
+        self.0.iter().for_each(Cell::leave);
+    }
+}
+
+/// Counts what is allocated under the current tag, if there is one.
+#[inline]
+pub(crate) fn note(bytes: usize, allocations: u64) {
+    let tag = current();
+    if tag != 0 {
+        note_under(tag, bytes as u64, allocations);
+    }
+}
+
+fn note_under(tag: u16, bytes: u64, allocations: u64) {
+    HERE.with(|here| match slot::mine(here) {
+        Some(slot) => {
+            let cell = slot.cells.of(tag);
+            add(&cell.bytes, bytes);
+            add(&cell.allocations, allocations);
+        }
+        None => {
+            USED.fetch_max(usize::from(tag) + 1, Ordering::Relaxed);
+            row(tag).bytes.fetch_add(bytes, Ordering::Relaxed);
+            row(tag).allocations.fetch_add(allocations, Ordering::Relaxed);
+        }
+    });
+}
+
+/// Counts a block under the current tag, and answers with the tag.
+#[inline]
+pub(crate) fn hold(slot: Option<&Slot>, bytes: usize) -> u16 {
+    let tag = current();
+    match slot {
+        Some(slot) => {
+            let cell = slot.cells.of(tag);
+            cell.pay(tag, bytes as u64);
+            add(&cell.allocations, 1);
+        }
+        None => {
+            grow(None, tag, bytes);
+            row(tag).allocations.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+    tag
+}
+
+/// Counts that a block of this tag has grown by `bytes`.
+#[inline]
+pub(crate) fn grow(slot: Option<&Slot>, tag: u16, bytes: usize) {
+    match slot {
+        Some(slot) => slot.cells.of(tag).pay(tag, bytes as u64),
+        None => {
+            USED.fetch_max(usize::from(tag) + 1, Ordering::Relaxed);
+            row(tag).charge(bytes as u64);
+            row(tag).bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Counts that a block of this tag has shrunk by `bytes`, or, once, that it is gone.
+#[inline]
+pub(crate) fn shrink(slot: Option<&Slot>, tag: u16, bytes: usize, frees: u64) {
+    match slot {
+        Some(slot) => {
+            let cell = slot.cells.of(tag);
+            cell.receive(tag, bytes as u64);
+            add(&cell.frees, frees);
+        }
+        None => {
+            row(tag).charged.fetch_sub(bytes as u64, Ordering::Relaxed);
+            row(tag).frees.fetch_add(frees, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Starts the peaks anew.
+pub(super) fn reset_peaks() {
+    for row in ROWS.iter().take(USED.load(Ordering::Relaxed)) {
+        row.peak.store(row.charged.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+}
+
+/// All figures of one tag.
+fn figures(tag: u16) -> (Held, Allocated) {
+    let row = row(tag);
+    let mut allocated = Allocated {
+        bytes: row.bytes.load(Ordering::Relaxed),
+        allocations: row.allocations.load(Ordering::Relaxed),
+    };
+    let (mut change, mut frees) = (0u64, row.frees.load(Ordering::Relaxed));
+    for slot in slot::slots() {
+        let cell = &slot.cells.0[usize::from(tag) % CELLS];
+        if cell.tag.load(Ordering::Relaxed) == u64::from(tag) {
+            change = change.wrapping_add(cell.change.load(Ordering::Relaxed));
+            frees = frees.wrapping_add(cell.frees.load(Ordering::Relaxed));
+            allocated.bytes = allocated.bytes.wrapping_add(cell.bytes.load(Ordering::Relaxed));
+            allocated.allocations =
+                allocated.allocations.wrapping_add(cell.allocations.load(Ordering::Relaxed));
+        }
+    }
+    let live = row.charged.load(Ordering::Relaxed).saturating_sub(change);
+    let held = Held {
+        live,
+        peak: row.peak.load(Ordering::Relaxed).max(live),
+        blocks: allocated.allocations.saturating_sub(frees),
+    };
+    (held, allocated)
+}
 
 /// What has been allocated in scopes of this tag ([`tagged`](aquifer_core::tagged)), by whichever allocator served it.
 ///
-/// It only grows: a free does not tell whose the block was. What nobody tagged is not counted here, so that it costs
-/// nothing: for [`Tag::NONE`] the answer is zero.
+/// It only grows. What nobody tagged costs nothing and is not counted, so for [`Tag::NONE`] the answer is zero, unless
+/// the program's allocator is [`Tracked`](crate::Tracked). In time linear in the most threads there have been at once;
+/// takes no lock.
 ///
 /// ```
 /// use aquifer_core::{Tag, tagged};
@@ -40,25 +360,52 @@ static ROWS: [Row; Tag::MAX] =
 /// ```
 #[must_use]
 pub fn allocated_under(tag: Tag) -> Allocated {
-    let row = &ROWS[tag.index()];
-    Allocated {
-        bytes: row.bytes.load(Ordering::Relaxed),
-        allocations: row.allocations.load(Ordering::Relaxed),
-    }
+    figures(tag.index() as u16).1
 }
 
-/// Counts under the current tag, if there is one.
-#[inline]
-pub(crate) fn note(bytes: usize, allocations: u64) {
-    let tag = Tag::current();
-    if tag != Tag::NONE {
-        count(tag, bytes, allocations);
-    }
+/// What is held that was allocated in scopes of this tag, wherever it is now; `None` unless the program's allocator is
+/// [`Tracked`](crate::Tracked).
+///
+/// Blocks keep their tag as they grow and shrink. In time linear in the most threads there have been at once; takes no
+/// lock.
+///
+/// ```
+/// use aquifer_core::{Tag, tagged};
+/// use aquifer_global::{self as global, Global, Tracked};
+/// #[global_allocator]
+/// static GLOBAL: Global<std::alloc::System, Tracked> = Global::new();
+///
+/// let parse = Tag::named("parse");
+/// let mut list = tagged(parse, || Vec::<u64>::with_capacity(100));
+/// list.reserve_exact(200);
+/// let held = global::held_under(parse).unwrap();
+/// assert_eq!((held.live, held.blocks), (1600, 1));
+/// drop(list);
+/// assert_eq!(global::held_under(parse).unwrap().live, 0);
+/// ```
+#[must_use]
+pub fn held_under(tag: Tag) -> Option<Held> {
+    KEPT.load(Ordering::Relaxed).then(|| figures(tag.index() as u16).0)
 }
 
-#[cold]
-fn count(tag: Tag, bytes: usize, allocations: u64) {
-    let row = &ROWS[tag.index()];
-    row.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
-    row.allocations.fetch_add(allocations, Ordering::Relaxed);
+/// The `n` tags that hold most bytes; where that is not kept, those that have allocated most. The largest first, and no
+/// tag that has never allocated.
+///
+/// Takes time linear in the tags there are times the most threads there have been at once.
+#[must_use]
+pub fn top(n: usize) -> Vec<Consumer> {
+    let kept = KEPT.load(Ordering::Relaxed);
+    let used = USED.load(Ordering::Relaxed);
+    let mut all: Vec<_> = (0..used)
+        .filter_map(Tag::from_index)
+        .map(|tag| {
+            let (held, allocated) = figures(tag.index() as u16);
+            Consumer { tag, held: kept.then_some(held), allocated }
+        })
+        .filter(|consumer| consumer.allocated != Allocated::default())
+        .collect();
+    let weight = |consumer: &Consumer| consumer.held.map_or(consumer.allocated.bytes, |held| held.live);
+    all.sort_by_key(|consumer| std::cmp::Reverse((weight(consumer), consumer.allocated.bytes)));
+    all.truncate(n);
+    all
 }

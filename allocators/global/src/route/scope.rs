@@ -1,14 +1,45 @@
 //! Which allocations are routed.
+#![expect(unsafe_code, reason = "reads the scope on the stack")]
 
 use super::{Route, RouteId};
-use crate::here::HERE;
-use std::ptr;
+use crate::here::{HERE, Here};
+use std::{
+    fmt,
+    panic::{RefUnwindSafe, UnwindSafe},
+    ptr,
+};
 
 /// A routing scope of one thread, on its stack.
+#[derive(Clone, Copy)]
 pub(crate) struct Scope {
     pub(super) route: &'static dyn Route,
     /// Bytes from which on an allocation is routed.
     pub(super) at_least: usize,
+}
+
+impl Scope {
+    /// The innermost one of a thread.
+    #[inline]
+    pub(super) fn innermost(here: &Here) -> Option<&Self> {
+        // SAFETY: 1. The pointer is null or that of a `Scope` on this thread's stack, whose function has not returned: it
+        // takes the pointer out before. 2. Nobody writes a scope.
+        unsafe { here.scope.get().as_ref() }
+    }
+
+    /// The innermost one of this thread.
+    pub(crate) fn current() -> Option<Self> {
+        HERE.with(|here| Self::innermost(here).copied())
+    }
+}
+
+// A route does not unwind, so nobody sees one that has half done something.
+impl UnwindSafe for Scope {}
+impl RefUnwindSafe for Scope {}
+
+impl fmt::Debug for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scope").field("at_least", &self.at_least).finish_non_exhaustive()
+    }
 }
 
 /// Puts the scope before back, also on unwind.
@@ -32,14 +63,18 @@ fn within<R>(scope: *const Scope, work: impl FnOnce() -> R) -> R {
 /// Without a [`Global`](crate::Global) as the program's global allocator nothing is routed. [`Route`] has an example.
 pub fn route<R>(to: RouteId, at_least: usize, work: impl FnOnce() -> R) -> R {
     let Some(route) = to.get() else { return work() };
-    let scope = Scope { route, at_least };
+    scoped(Some(Scope { route, at_least }), work)
+}
+
+/// Runs `work` in this scope, or in none.
+pub(crate) fn scoped<R>(scope: Option<Scope>, work: impl FnOnce() -> R) -> R {
     // It outlives `within`, which takes its address out of the thread's state before it returns or unwinds.
-    within(&raw const scope, work)
+    within(scope.as_ref().map_or(ptr::null(), ptr::from_ref), work)
 }
 
 /// Runs `work` outside of all scopes: what it allocates on this thread the wrapped allocator serves.
 ///
 /// For bookkeeping that must not lie in the memory it keeps book of.
 pub fn unrouted<R>(work: impl FnOnce() -> R) -> R {
-    within(ptr::null(), work)
+    scoped(None, work)
 }

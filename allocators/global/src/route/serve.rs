@@ -1,11 +1,8 @@
 //! The way of one call to a route, and back.
 #![expect(unsafe_code, reason = "calls routes with blocks of theirs")]
 
-use super::{Route, deferred, table};
-use crate::{
-    account,
-    here::{HERE, Here},
-};
+use super::{Route, Scope, deferred, table};
+use crate::here::{HERE, Here};
 use std::{
     alloc::Layout,
     ptr::NonNull,
@@ -22,6 +19,11 @@ pub(crate) fn figures() -> (u64, u64, u64) {
     (LIVE.load(Ordering::Relaxed), SERVED.load(Ordering::Relaxed), REFUSED.load(Ordering::Relaxed))
 }
 
+/// Takes back the refusal of a probe.
+pub(super) fn forgive() {
+    REFUSED.fetch_sub(1, Ordering::Relaxed);
+}
+
 /// Calls a route. Scopes are off meanwhile on this thread; frees of routed blocks wait for the end.
 fn visit<R>(here: &Here, call: impl FnOnce() -> R) -> R {
     here.inside.set(true);
@@ -34,41 +36,39 @@ fn visit<R>(here: &Here, call: impl FnOnce() -> R) -> R {
 /// The route that an allocation of this size on this thread goes to.
 #[inline]
 fn bound_for(here: &Here, bytes: usize) -> Option<&'static dyn Route> {
-    // SAFETY: 1. The pointer is null or that of a `Scope` on this thread's stack, whose function has not returned: it
-    // takes the pointer out before. 2. Nobody writes a scope.
-    let scope = unsafe { here.scope.get().as_ref() }?;
+    let scope = Scope::innermost(here)?;
     (bytes >= scope.at_least && !here.inside.get()).then_some(scope.route)
 }
 
-/// A block from this thread's route, if it is in a scope and the route serves it.
+/// A block from this thread's route, if it is in a scope and the route serves it. Of the layout's bytes the last `ours`
+/// are not the caller's; here and below they count for nothing.
 #[inline]
-pub(crate) fn allocate(layout: Layout) -> Option<NonNull<u8>> {
+pub(crate) fn allocate(layout: Layout, ours: usize) -> Option<NonNull<u8>> {
     HERE.with(|here| {
-        let route = bound_for(here, layout.size())?;
-        served(here, layout, || route.allocate(layout))
+        let route = bound_for(here, layout.size() - ours)?;
+        served(here, layout.size() - ours, || route.allocate(layout))
     })
 }
 
 /// As [`allocate`], zeroed.
 #[inline]
-pub(crate) fn allocate_zeroed(layout: Layout) -> Option<NonNull<u8>> {
+pub(crate) fn allocate_zeroed(layout: Layout, ours: usize) -> Option<NonNull<u8>> {
     HERE.with(|here| {
-        let route = bound_for(here, layout.size())?;
-        served(here, layout, || route.allocate_zeroed(layout))
+        let route = bound_for(here, layout.size() - ours)?;
+        served(here, layout.size() - ours, || route.allocate_zeroed(layout))
     })
 }
 
 #[cold]
 #[inline(never)]
-fn served(here: &Here, layout: Layout, ask: impl FnOnce() -> Option<NonNull<u8>>) -> Option<NonNull<u8>> {
+fn served(here: &Here, bytes: usize, ask: impl FnOnce() -> Option<NonNull<u8>>) -> Option<NonNull<u8>> {
     let block = visit(here, ask);
     if block.is_none() {
         REFUSED.fetch_add(1, Ordering::Relaxed);
         return None;
     }
     SERVED.fetch_add(1, Ordering::Relaxed);
-    LIVE.fetch_add(layout.size() as u64, Ordering::Relaxed);
-    account::note(layout.size(), 1);
+    LIVE.fetch_add(bytes as u64, Ordering::Relaxed);
     block
 }
 
@@ -77,22 +77,22 @@ fn served(here: &Here, layout: Layout, ask: impl FnOnce() -> Option<NonNull<u8>>
 /// # Safety
 /// As for `GlobalAlloc::dealloc`.
 #[inline]
-pub(crate) unsafe fn deallocate(block: *mut u8, layout: Layout) -> bool {
+pub(crate) unsafe fn deallocate(block: *mut u8, layout: Layout, ours: usize) -> bool {
     if !table::may_own(block) {
         return false;
     }
     // SAFETY: the caller's promise.
-    unsafe { deallocate_in_window(block, layout) }
+    unsafe { deallocate_in_window(block, layout, ours) }
 }
 
 /// # Safety
 /// As for `GlobalAlloc::dealloc`.
 #[cold]
 #[inline(never)]
-unsafe fn deallocate_in_window(block: *mut u8, layout: Layout) -> bool {
+unsafe fn deallocate_in_window(block: *mut u8, layout: Layout, ours: usize) -> bool {
     let Some(block) = NonNull::new(block) else { return false };
     let Some(route) = table::owner(block) else { return false };
-    LIVE.fetch_sub(layout.size() as u64, Ordering::Relaxed);
+    LIVE.fetch_sub((layout.size() - ours) as u64, Ordering::Relaxed);
     HERE.with(|here| {
         if here.inside.get() {
             deferred::put_off(route, block, layout);
@@ -111,10 +111,7 @@ pub(crate) enum Reallocation {
     /// The block is a route's and has been resized.
     Done(NonNull<u8>),
     /// The block is a route's, which cannot resize it: it has to move to the wrapped allocator.
-    Leave {
-        /// The layout it shall have.
-        new: Layout,
-    },
+    Leave,
     /// The block is the wrapped allocator's and has to move here.
     Enter {
         /// A block of the new size.
@@ -127,10 +124,7 @@ pub(crate) enum Reallocation {
 /// # Safety
 /// As for `GlobalAlloc::realloc`.
 #[inline]
-pub(crate) unsafe fn reallocate(block: *mut u8, old: Layout, new_size: usize) -> Reallocation {
-    // SAFETY: 1. The alignment is that of a layout. 2. The caller promises that the size, rounded up to it, is at most
-    // `isize::MAX`.
-    let new = unsafe { Layout::from_size_align_unchecked(new_size, old.align()) };
+pub(crate) unsafe fn reallocate(block: *mut u8, old: Layout, new: Layout, ours: usize) -> Reallocation {
     if table::may_own(block) {
         // SAFETY: the caller's promise.
         let found = unsafe { reallocate_in_window(block, old, new) };
@@ -139,10 +133,10 @@ pub(crate) unsafe fn reallocate(block: *mut u8, old: Layout, new_size: usize) ->
         }
     }
     // Only growth enters: a block that shrinks in place is cheaper where it is.
-    if new_size <= old.size() {
+    if new.size() <= old.size() {
         return Reallocation::Plain;
     }
-    match allocate(new) {
+    match allocate(new, ours) {
         Some(moved) => Reallocation::Enter { moved },
         None => Reallocation::Plain,
     }
@@ -157,22 +151,19 @@ unsafe fn reallocate_in_window(block: *mut u8, old: Layout, new: Layout) -> Real
     let Some(route) = table::owner(block) else { return Reallocation::Plain };
     HERE.with(|here| {
         if here.inside.get() {
-            return Reallocation::Leave { new };
+            return Reallocation::Leave;
         }
         // SAFETY: 1. The route owns the block. 2. The caller hands it over, if it is answered with another, with its
         // layout. 3. `new` has the same alignment, and the caller promises a size.
         match visit(here, || unsafe { route.resize(block, old, new) }) {
             None => {
                 REFUSED.fetch_add(1, Ordering::Relaxed);
-                Reallocation::Leave { new }
+                Reallocation::Leave
             }
             Some(moved) => {
                 // Two steps of one counter: the sum is what matters.
                 LIVE.fetch_add(new.size() as u64, Ordering::Relaxed);
                 LIVE.fetch_sub(old.size() as u64, Ordering::Relaxed);
-                if new.size() > old.size() {
-                    account::note(new.size() - old.size(), 0);
-                }
                 Reallocation::Done(moved)
             }
         }

@@ -1,0 +1,69 @@
+//! Whether the program's allocator asks routes.
+#![expect(unsafe_code, reason = "implements an unsafe trait; probes the global allocator")]
+
+use super::{Route, Scope, scoped, serve};
+use crate::here::HERE;
+use std::{alloc::Layout, cell::Cell, hint::black_box, ops::Range, ptr::NonNull};
+
+/// Notes that it was asked, and serves nothing.
+struct Probe;
+
+thread_local! {
+    static ASKED: Cell<bool> = const { Cell::new(false) };
+}
+
+// SAFETY: it has no blocks, nothing in it unwinds, and its thread-local has no destructor.
+unsafe impl Route for Probe {
+    fn allocate(&self, _layout: Layout) -> Option<NonNull<u8>> {
+        ASKED.set(true);
+        None
+    }
+
+    fn allocate_zeroed(&self, layout: Layout) -> Option<NonNull<u8>> {
+        self.allocate(layout)
+    }
+
+    unsafe fn deallocate(&self, _block: NonNull<u8>, _layout: Layout) {}
+
+    unsafe fn resize(&self, _block: NonNull<u8>, _old: Layout, _new: Layout) -> Option<NonNull<u8>> {
+        None
+    }
+
+    fn owns(&self, _block: NonNull<u8>) -> bool {
+        false
+    }
+
+    fn window(&self) -> Range<usize> {
+        0..0
+    }
+}
+
+/// Whether a [`Global`](crate::Global) is the program's global allocator. Finds out by allocating a byte.
+#[must_use]
+pub fn is_installed() -> bool {
+    ASKED.set(false);
+    let inside = HERE.with(|here| here.inside.replace(false));
+    scoped(Some(Scope { route: &Probe, at_least: 1 }), || {
+        let layout = black_box(Layout::new::<u8>());
+        // SAFETY: the layout is that of a byte, which is not none.
+        let block = unsafe { std::alloc::alloc(layout) };
+        if !black_box(block).is_null() {
+            // SAFETY: the block was allocated just now with this layout.
+            unsafe { std::alloc::dealloc(block, layout) };
+        }
+    });
+    HERE.with(|here| here.inside.set(inside));
+    let asked = ASKED.get();
+    if asked {
+        serve::forgive();
+    }
+    asked
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn without_a_global_allocator_of_this_kind_none_is_installed() {
+        assert!(!super::is_installed());
+    }
+}
