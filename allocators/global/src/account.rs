@@ -4,9 +4,11 @@
 //! The crate's documentation draws it.
 
 mod slot;
+mod soft;
 pub(crate) mod tags;
 
 pub(crate) use slot::{Slot, charge, charge_growth, freed, mine, refund, release};
+pub use soft::{SoftCap, is_soft_cap_exceeded, on_soft_cap, set_soft_cap, soft_cap};
 pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
 
 use crate::route;
@@ -124,6 +126,7 @@ fn take(need: u64, extra: u64) -> Option<u64> {
                 if PEAK.load(Ordering::Relaxed) < charged + taken {
                     PEAK.fetch_max(charged + taken, Ordering::Relaxed);
                 }
+                soft::risen(charged + taken);
                 return Some(taken);
             }
             Err(now) => charged = now,
@@ -133,7 +136,8 @@ fn take(need: u64, extra: u64) -> Option<u64> {
 
 /// Returns bytes to the shared account.
 fn put_back(bytes: u64) {
-    CHARGED.fetch_sub(bytes, Ordering::Relaxed);
+    let before = CHARGED.fetch_sub(bytes, Ordering::Relaxed);
+    soft::fallen(before.saturating_sub(bytes));
 }
 
 #[cold]

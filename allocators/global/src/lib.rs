@@ -14,7 +14,7 @@
 //! | module | holds |
 //! |---|---|
 //! | [`allocator`] | [`Global`]: the wrapper itself |
-//! | [`account`] | live bytes, peak, counts: [`stats`]; by tag: [`held_under`], [`allocated_under`], [`top`]; the cap: [`set_cap`] |
+//! | [`account`] | live bytes, peak, counts: [`stats`]; by tag: [`held_under`], [`allocated_under`], [`top`]; the caps: [`set_cap`], [`set_soft_cap`], [`on_soft_cap`] |
 //! | [`context`] | tags and routes for work on other threads: [`capture`] |
 //! | [`sample`] | where what is held was allocated: [`sample_every`], [`stacks`] |
 //! | [`route`](mod@route) | scopes whose allocations another allocator serves: [`register`], [`route()`], [`unrouted`] |
@@ -80,7 +80,8 @@ pub mod route;
 pub mod sample;
 
 pub use account::{
-    Allocated, Consumer, Held, Stats, allocated_under, cap, held_under, reset_peak, set_cap, stats, top,
+    Allocated, Consumer, Held, SoftCap, Stats, allocated_under, cap, held_under, is_soft_cap_exceeded,
+    on_soft_cap, reset_peak, set_cap, set_soft_cap, soft_cap, stats, top,
 };
 pub use allocator::{Counted, Global, Tracked, Uncounted};
 pub use context::{Context, capture};
