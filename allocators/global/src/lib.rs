@@ -17,6 +17,7 @@
 //! | [`account`] | live bytes, peak, counts: [`stats`]; by tag: [`held_under`], [`allocated_under`], [`top`]; the caps: [`set_cap`], [`set_soft_cap`], [`on_soft_cap`] |
 //! | [`context`] | tags and routes for work on other threads: [`capture`] |
 //! | [`sample`] | where what is held was allocated: [`sample_every`], [`stacks`] |
+//! | [`report`](mod@report) | all of it in words, also at exit: [`report()`], [`report_at_exit`], `AQUIFER_GLOBAL_REPORT` |
 //! | [`route`](mod@route) | scopes whose allocations another allocator serves: [`register`], [`route()`], [`unrouted`] |
 //!
 //! A process has one global allocator, so its account and its routes are the process's: they are free functions, and a
@@ -76,6 +77,7 @@ pub mod allocator;
 pub mod context;
 mod here;
 mod note;
+pub mod report;
 pub mod route;
 pub mod sample;
 
@@ -85,5 +87,6 @@ pub use account::{
 };
 pub use allocator::{Counted, Global, Tracked, Uncounted};
 pub use context::{Context, capture};
+pub use report::{BadReportTo, Report, ReportTo, report, report_at_exit};
 pub use route::{Over, Route, RouteId, RoutesFull, is_installed, register, route, unrouted};
 pub use sample::{Stack, sample_every, stacks};

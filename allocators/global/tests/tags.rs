@@ -346,6 +346,8 @@ fn the_largest_come_first() {
     let largest: Vec<_> =
         top(3).iter().map(|consumer| (consumer.tag, consumer.held.map(|held| held.live))).collect();
     assert_eq!(largest, [(b, Some(8 << 20)), (c, Some(4 << 20)), (a, Some(2 << 20))]);
+    let report = aquifer_global::report().to_string();
+    assert!(report.contains("top b: live 8.00 MiB in 1 blocks"), "{report}");
     drop(blocks);
     assert!(top(2).iter().all(|consumer| ![a, b, c].contains(&consumer.tag)));
 }

@@ -9,6 +9,7 @@
 use super::{BATCH, MOST_CHANGE, put_back, refused, tags::Cells, take};
 use crate::{
     here::{HERE, Here},
+    report,
     sample::Clock,
 };
 use crossbeam_utils::CachePadded;
@@ -210,6 +211,7 @@ fn arrive(here: &Here) -> Option<&'static Slot> {
         return None;
     }
     let slot = claim()?;
+    report::request();
     // First, so that an allocation from within the next line finds it.
     here.slot.set(Some(slot));
     // Asks for the destructor. It is refused only if it has run.

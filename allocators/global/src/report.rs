@@ -1,0 +1,96 @@
+//! Everything there is to tell, at once.
+
+mod exit;
+
+pub(crate) use exit::request;
+pub use exit::{BadReportTo, ReportTo, report_at_exit};
+
+use crate::{
+    account::{self, Consumer, Stats},
+    route::unrouted,
+    sample::{self, Stack},
+};
+use aquifer_core::Bytes;
+use std::fmt;
+
+/// Tags and call stacks in a report.
+const LARGEST: usize = 20;
+
+/// A report: the totals, the caps, the largest consumers and where they hold what they hold.
+///
+/// ```
+/// use aquifer_global as global;
+/// #[global_allocator]
+/// static GLOBAL: global::Global = global::Global::new();
+/// let report = global::report();
+/// assert!(report.stats.live > 0);
+/// println!("{report}");
+/// ```
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Report {
+    /// Of the process.
+    pub stats: Stats,
+    /// The cap, in bytes; `u64::MAX` if there is none.
+    pub cap: u64,
+    /// The soft cap, in bytes; `u64::MAX` if there is none.
+    pub soft_cap: u64,
+    /// The 20 largest tags ([`top`](crate::top)).
+    pub top: Vec<Consumer>,
+    /// The 20 call stacks that hold most ([`stacks`](crate::stacks)).
+    pub stacks: Vec<Stack>,
+}
+
+/// The figures of this moment. Allocates for the report itself after the totals were taken.
+#[must_use]
+pub fn report() -> Report {
+    let stats = account::stats();
+    sample::paused(|| {
+        unrouted(|| Report {
+            stats,
+            cap: account::cap(),
+            soft_cap: account::soft_cap(),
+            top: account::top(LARGEST),
+            stacks: sample::stacks(LARGEST),
+        })
+    })
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Stats { live, peak, allocations, frees, refusals, routed, routed_allocations, route_refusals } =
+            self.stats;
+        write!(f, "live {}, peak {}, {allocations} allocations, {frees} frees", Bytes(live), Bytes(peak))?;
+        for (what, cap) in [("cap", self.cap), ("soft cap", self.soft_cap)] {
+            if cap != u64::MAX {
+                write!(f, "\n{what} {}", Bytes(cap))?;
+            }
+        }
+        if refusals > 0 {
+            write!(f, "\n{refusals} refused by the cap")?;
+        }
+        if routed_allocations > 0 || route_refusals > 0 {
+            let live = Bytes(routed);
+            write!(f, "\nroutes: live {live}, {routed_allocations} allocations, {route_refusals} refused")?;
+        }
+        for Consumer { tag, held, allocated } in &self.top {
+            let name = tag.name();
+            match held {
+                Some(held) => write!(
+                    f,
+                    "\n  {name}: live {} in {} blocks, peak {}",
+                    Bytes(held.live),
+                    held.blocks,
+                    Bytes(held.peak)
+                )?,
+                None => write!(f, "\n  {name}:")?,
+            }
+            let comma = if held.is_some() { "," } else { "" };
+            write!(f, "{comma} {} allocated in {} blocks", Bytes(allocated.bytes), allocated.allocations)?;
+        }
+        for stack in &self.stacks {
+            write!(f, "\n  {stack}")?;
+        }
+        Ok(())
+    }
+}
