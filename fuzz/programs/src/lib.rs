@@ -8,6 +8,7 @@
 pub mod agree;
 pub mod arena;
 pub mod device;
+pub mod global;
 pub mod heap;
 pub mod pinned;
 pub mod program;

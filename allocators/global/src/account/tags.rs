@@ -1,8 +1,8 @@
 //! Who has allocated what, and holds it, by tag.
 //!
 //! ```text
-//!   row of a tag      │ charged, peak │ bytes, allocations, frees │    shared; touched when a cell fills, or leaves
-//!   cell of a thread  │ change        │ bytes, allocations, frees │    eight in each slot, touched by its thread alone
+//!   row of a tag      │ charged, peak │ bytes, allocations, blocks │    shared; touched when a cell fills, or leaves
+//!   cell of a thread  │ change        │ bytes, allocations, blocks │    eight in each slot, touched by its thread alone
 //!   live     = charged − the change of all cells of the tag
 //! ```
 //!
@@ -66,7 +66,8 @@ struct Row {
     /// What cells that have left have counted.
     bytes: AtomicU64,
     allocations: AtomicU64,
-    frees: AtomicU64,
+    /// Blocks that live: less than none where others have freed them. Wraps.
+    blocks: AtomicU64,
 }
 
 impl Row {
@@ -76,7 +77,7 @@ impl Row {
             peak: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             allocations: AtomicU64::new(0),
-            frees: AtomicU64::new(0),
+            blocks: AtomicU64::new(0),
         }
     }
 
@@ -102,10 +103,12 @@ static USED: AtomicUsize = AtomicUsize::new(0);
 /// Whether anybody has charged a row: an allocator that knows whose a block is when it is freed.
 static KEPT: AtomicBool = AtomicBool::new(false);
 
+#[inline]
 fn row(tag: u16) -> &'static Row {
     &ROWS[usize::from(tag)]
 }
 
+#[inline]
 fn current() -> u16 {
     // Every index fits: there are as many tags.
     Tag::current().index() as u16
@@ -116,7 +119,9 @@ const NOBODY: u64 = u64::MAX;
 /// Cells of a slot: a thread that is under more tags in turn has some share one, which then changes hands.
 const CELLS: usize = 8;
 
-/// What one thread counts under one tag. Written by the slot's owner alone.
+/// What one thread counts under one tag. Written by the slot's owner alone. A cache line, so that a tag's number is
+/// shifted into its place.
+#[repr(align(64))]
 struct Cell {
     /// Whom it counts for.
     tag: AtomicU64,
@@ -126,7 +131,7 @@ struct Cell {
     most: AtomicU64,
     bytes: AtomicU64,
     allocations: AtomicU64,
-    frees: AtomicU64,
+    blocks: AtomicU64,
 }
 
 #[inline]
@@ -142,7 +147,7 @@ impl Cell {
             most: AtomicU64::new(0),
             bytes: AtomicU64::new(0),
             allocations: AtomicU64::new(0),
-            frees: AtomicU64::new(0),
+            blocks: AtomicU64::new(0),
         }
     }
 
@@ -160,10 +165,10 @@ impl Cell {
         let row = row(tag);
         row.bytes.fetch_add(self.bytes.load(Ordering::Relaxed), Ordering::Relaxed);
         row.allocations.fetch_add(self.allocations.load(Ordering::Relaxed), Ordering::Relaxed);
-        row.frees.fetch_add(self.frees.load(Ordering::Relaxed), Ordering::Relaxed);
+        row.blocks.fetch_add(self.blocks.load(Ordering::Relaxed), Ordering::Relaxed);
         row.charged.fetch_sub(self.change.load(Ordering::Relaxed), Ordering::Relaxed);
         self.tag.store(NOBODY, Ordering::Relaxed);
-        for counter in [&self.change, &self.most, &self.bytes, &self.allocations, &self.frees] {
+        for counter in [&self.change, &self.most, &self.bytes, &self.allocations, &self.blocks] {
             counter.store(0, Ordering::Relaxed);
         }
     }
@@ -269,10 +274,12 @@ pub(crate) fn hold(slot: Option<&Slot>, bytes: usize) -> u16 {
             let cell = slot.cells.of(tag);
             cell.pay(tag, bytes as u64);
             add(&cell.allocations, 1);
+            add(&cell.blocks, 1);
         }
         None => {
             grow(None, tag, bytes);
             row(tag).allocations.fetch_add(1, Ordering::Relaxed);
+            row(tag).blocks.fetch_add(1, Ordering::Relaxed);
         }
     }
     tag
@@ -291,18 +298,18 @@ pub(crate) fn grow(slot: Option<&Slot>, tag: u16, bytes: usize) {
     }
 }
 
-/// Counts that a block of this tag has shrunk by `bytes`, or, once, that it is gone.
+/// Counts that a block of this tag has shrunk by `bytes`, or that it is gone: then there is one less.
 #[inline]
-pub(crate) fn shrink(slot: Option<&Slot>, tag: u16, bytes: usize, frees: u64) {
+pub(crate) fn shrink(slot: Option<&Slot>, tag: u16, bytes: usize, gone: u64) {
     match slot {
         Some(slot) => {
             let cell = slot.cells.of(tag);
             cell.receive(tag, bytes as u64);
-            add(&cell.frees, frees);
+            add(&cell.blocks, gone.wrapping_neg());
         }
         None => {
             row(tag).charged.fetch_sub(bytes as u64, Ordering::Relaxed);
-            row(tag).frees.fetch_add(frees, Ordering::Relaxed);
+            row(tag).blocks.fetch_sub(gone, Ordering::Relaxed);
         }
     }
 }
@@ -321,23 +328,19 @@ fn figures(tag: u16) -> (Held, Allocated) {
         bytes: row.bytes.load(Ordering::Relaxed),
         allocations: row.allocations.load(Ordering::Relaxed),
     };
-    let (mut change, mut frees) = (0u64, row.frees.load(Ordering::Relaxed));
+    let (mut change, mut blocks) = (0u64, row.blocks.load(Ordering::Relaxed));
     for slot in slot::slots() {
         let cell = &slot.cells.0[usize::from(tag) % CELLS];
         if cell.tag.load(Ordering::Relaxed) == u64::from(tag) {
             change = change.wrapping_add(cell.change.load(Ordering::Relaxed));
-            frees = frees.wrapping_add(cell.frees.load(Ordering::Relaxed));
+            blocks = blocks.wrapping_add(cell.blocks.load(Ordering::Relaxed));
             allocated.bytes = allocated.bytes.wrapping_add(cell.bytes.load(Ordering::Relaxed));
             allocated.allocations =
                 allocated.allocations.wrapping_add(cell.allocations.load(Ordering::Relaxed));
         }
     }
     let live = row.charged.load(Ordering::Relaxed).saturating_sub(change);
-    let held = Held {
-        live,
-        peak: row.peak.load(Ordering::Relaxed).max(live),
-        blocks: allocated.allocations.saturating_sub(frees),
-    };
+    let held = Held { live, peak: row.peak.load(Ordering::Relaxed).max(live), blocks };
     (held, allocated)
 }
 

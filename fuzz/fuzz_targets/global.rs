@@ -1,0 +1,4 @@
+//! The global allocator against a shadow.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::global::run(bytes));

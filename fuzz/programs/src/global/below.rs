@@ -1,0 +1,210 @@
+//! What lies below the allocators under test: one that keeps books, and two routes.
+#![expect(unsafe_code, reason = "implements `GlobalAlloc` and an allocator to route to")]
+
+use aquifer_core::impl_allocator;
+use aquifer_global::{Over, RouteId, register};
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    collections::BTreeMap,
+    ops::Range,
+    ptr::{self, NonNull},
+    sync::{
+        Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
+};
+
+/// Live blocks and their layouts.
+type Table = Mutex<BTreeMap<usize, Layout>>;
+
+fn locked(table: &Table) -> MutexGuard<'_, BTreeMap<usize, Layout>> {
+    table.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The system's allocator: it knows what it has given, hands out dirt, and refuses as often as it is told to.
+#[derive(Debug)]
+pub struct Books {
+    live: Table,
+    refusals: AtomicU32,
+}
+
+impl Books {
+    /// No blocks.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { live: Mutex::new(BTreeMap::new()), refusals: AtomicU32::new(0) }
+    }
+
+    /// Has the next `count` requests refused.
+    pub fn refuse(&self, count: u32) {
+        self.refusals.store(count, Ordering::Relaxed);
+    }
+
+    /// Whether a request would be refused.
+    #[must_use]
+    pub fn refuses(&self) -> bool {
+        self.refusals.load(Ordering::Relaxed) > 0
+    }
+
+    /// The layout of a live block.
+    #[must_use]
+    pub fn layout(&self, block: *mut u8) -> Option<Layout> {
+        locked(&self.live).get(&block.addr()).copied()
+    }
+
+    /// Live blocks (a count).
+    #[must_use]
+    pub fn blocks(&self) -> usize {
+        locked(&self.live).len()
+    }
+
+    fn refused(&self) -> bool {
+        self.refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
+    }
+
+    fn note(&self, block: *mut u8, layout: Layout) -> *mut u8 {
+        if !block.is_null() {
+            assert!(locked(&self.live).insert(block.addr(), layout).is_none(), "given twice");
+        }
+        block
+    }
+
+    fn strike(&self, block: *mut u8, layout: Layout) {
+        assert_eq!(locked(&self.live).remove(&block.addr()), Some(layout), "given back as it was asked for");
+    }
+}
+
+impl Default for Books {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+// SAFETY: the system's blocks, or none.
+unsafe impl GlobalAlloc for Books {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if self.refused() {
+            return ptr::null_mut();
+        }
+        // SAFETY: the caller's promise.
+        let block = unsafe { System.alloc(layout) };
+        if !block.is_null() {
+            // SAFETY: the block has that many bytes.
+            unsafe { block.write_bytes(0xD1, layout.size()) };
+        }
+        self.note(block, layout)
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if self.refused() {
+            return ptr::null_mut();
+        }
+        // SAFETY: the caller's promise.
+        self.note(unsafe { System.alloc_zeroed(layout) }, layout)
+    }
+
+    unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        if self.refused() {
+            return ptr::null_mut();
+        }
+        let Ok(new) = Layout::from_size_align(new_size, layout.align()) else { return ptr::null_mut() };
+        self.strike(block, layout);
+        // SAFETY: the caller's promise.
+        let moved = unsafe { System.realloc(block, layout, new_size) };
+        if moved.is_null() {
+            self.note(block, layout)
+        } else {
+            self.note(moved, new)
+        };
+        moved
+    }
+
+    unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
+        self.strike(block, layout);
+        // SAFETY: the caller's promise.
+        unsafe { System.dealloc(block, layout) };
+    }
+}
+
+/// Bytes of a route.
+const STRIP: usize = 128 << 10;
+
+/// First fit over bytes of its own.
+#[derive(Debug)]
+pub struct Strip {
+    start: NonNull<u8>,
+    live: Table,
+}
+
+// SAFETY: the bytes behind the pointer belong to whoever asked for them.
+unsafe impl Send for Strip {}
+// SAFETY: the rest is a lock.
+unsafe impl Sync for Strip {}
+
+impl Strip {
+    fn new() -> Self {
+        let start = NonNull::from(vec![0xD2u8; STRIP].leak()).cast();
+        Self { start, live: Mutex::default() }
+    }
+
+    /// Where its blocks lie.
+    #[must_use]
+    pub fn window(&self) -> Range<usize> {
+        self.start.addr().get()..self.start.addr().get() + STRIP
+    }
+
+    /// The layout of a live block.
+    #[must_use]
+    pub fn layout(&self, block: *mut u8) -> Option<Layout> {
+        locked(&self.live).get(&block.addr()).copied()
+    }
+
+    fn take(&self, layout: Layout) -> Option<NonNull<u8>> {
+        let mut live = locked(&self.live);
+        let mut at = self.window().start.next_multiple_of(layout.align());
+        for (&start, other) in live.iter() {
+            if at + layout.size() <= start {
+                break;
+            }
+            at = at.max((start + other.size()).next_multiple_of(layout.align()));
+        }
+        if at + layout.size() > self.window().end {
+            return None;
+        }
+        live.insert(at, layout);
+        // SAFETY: the place lies in the strip.
+        Some(unsafe { self.start.add(at - self.window().start) })
+    }
+
+    fn give_back(&self, block: NonNull<u8>, layout: Layout) {
+        let found = locked(&self.live).remove(&block.addr().get());
+        assert_eq!(found, Some(layout), "given back as it was asked for");
+    }
+}
+
+impl_allocator! {
+    // SAFETY: blocks are cut from the strip where no live one is.
+    impl ['s] for &'s Strip {
+        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            let block = self.take(layout).ok_or(AllocError)?;
+            Ok(NonNull::slice_from_raw_parts(block, layout.size()))
+        }
+
+        unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+            self.give_back(block, layout);
+        }
+    }
+}
+
+/// The routes of all programs: they are registered for the life of the process.
+#[must_use]
+pub fn routes() -> &'static [(RouteId, &'static Strip)] {
+    static ROUTES: OnceLock<Vec<(RouteId, &'static Strip)>> = OnceLock::new();
+    let made = || {
+        let strip: &'static Strip = Box::leak(Box::new(Strip::new()));
+        // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. A lock works at any time.
+        let over = Box::leak(Box::new(unsafe { Over::new(strip, strip.window()) }));
+        register(over).ok().map(|id| (id, strip))
+    };
+    ROUTES.get_or_init(|| (0..2).filter_map(|_| made()).collect())
+}
