@@ -61,7 +61,7 @@
 //! |---|---|---|
 //! | [`Uncounted`] | nothing; routes work | two loads and a comparison |
 //! | [`Counted`], the default | totals | about 2 ns a pair |
-//! | [`Tracked`] | whose it is, and whether its call stack was sampled | about as much again, 4 B a block, and the line that they lie in |
+//! | [`Tracked`] | whose it is, and whether its call stack was sampled | about 5 ns a pair more, 4 B a block, and the cache line that they lie in |
 //!
 //! A table by address would leave blocks as they are, but every free, of tagged blocks or not, would have to look there:
 //! a miss of the cache where this is most often a hit. A word before the block would have to be as large as the

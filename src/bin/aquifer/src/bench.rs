@@ -3,6 +3,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `device` | what is measured of device memory |
+//! | `global` | what the global allocator adds to those it wraps |
 //! | `pinned` | what is measured of pinned memory |
 //! | `stage` | what is measured of staging |
 //! | `lap` | how time is taken |
@@ -15,6 +16,7 @@
 //! by lap, within one run, and the ratio is what can be carried elsewhere.
 
 pub(crate) mod device;
+pub(crate) mod global;
 pub(crate) mod host;
 mod lap;
 pub(crate) mod pinned;

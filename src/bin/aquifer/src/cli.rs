@@ -104,6 +104,11 @@ Without a GPU memory is pageable, and the pool is the same. Takes most of a minu
     #[command(after_help = "\
 A ratio is the stager's time over the peer's in the same run: below 1 is faster. Takes some minutes, and with the largest transfers 20 GiB of host memory.")]
     Stage(BenchStage),
+    /// The global allocator over the system's, mimalloc and jemalloc: what counting, tags and routes add
+    #[command(after_help = "\
+A ratio is the time over the peer's in the same run: below 1 is faster. `adds` is a
+median of 21 turns, with the interval of 95 %. Takes some minutes.")]
+    Global(BenchGlobal),
 }
 
 /// Flags of `bench device`.
@@ -162,6 +167,20 @@ pub(crate) struct BenchStage {
     #[command(flatten)]
     pub(crate) stager: StagerFlags,
     /// A look whether all of it runs, within seconds; figures are rough
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Answer in JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Flags of `bench global`.
+#[derive(Args, Debug)]
+pub(crate) struct BenchGlobal {
+    /// Only rows whose name contains this, in either case
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) only: Option<String>,
+    /// A look whether all of it runs; figures are rough
     #[arg(long)]
     pub(crate) quick: bool,
     /// Answer in JSON

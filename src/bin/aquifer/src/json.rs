@@ -16,9 +16,9 @@ pub(crate) fn object<V: Display>(fields: &[(&str, V)]) -> String {
 }
 
 /// A list of objects, one a line, their fields in the order given, to stand in a field of an [`object`].
-pub(crate) fn table<const N: usize>(rows: impl IntoIterator<Item = [(&'static str, Value); N]>) -> String {
+pub(crate) fn table<R: AsRef<[(&'static str, Value)]>>(rows: impl IntoIterator<Item = R>) -> String {
     let rows = rows.into_iter().map(|row| {
-        let fields = row.iter().map(|(name, value)| format!("{}: {value}", Value::from(*name)));
+        let fields = row.as_ref().iter().map(|(name, value)| format!("{}: {value}", Value::from(*name)));
         format!("\n    {{{}}}", fields.collect::<Vec<_>>().join(", "))
     });
     let rows = rows.collect::<Vec<_>>().join(",");
@@ -46,7 +46,7 @@ mod tests {
             [("name", json!("p\"")), ("also", json!(1))],
             [("name", json!("q")), ("also", json!(null))],
         ]);
-        let text = object(&[("rows", rows), ("none", table::<1>([]))]);
+        let text = object(&[("rows", rows), ("none", table::<[_; 0]>([]))]);
         assert!(text.find("name") < text.find("also"));
         let expected = json!({"rows": [{"name": "p\"", "also": 1}, {"name": "q", "also": null}], "none": []});
         assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), expected);

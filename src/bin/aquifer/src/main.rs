@@ -63,6 +63,9 @@ fn main() -> ExitCode {
                     Benched::Pinned(args) => {
                         (bench::pinned::run(&args).map_err(|e| e.to_string()), args.json)
                     }
+                    Benched::Global(args) => {
+                        (bench::global::run(&args).map_err(|e| e.to_string()), args.json)
+                    }
                     Benched::Stage(args) => (bench::stage::run(&args).map_err(|e| e.to_string()), args.json),
                 };
                 match report {

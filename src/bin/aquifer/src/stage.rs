@@ -114,6 +114,7 @@ pub(crate) fn run(args: &cli::Stage) -> Result<Report, Mistake> {
         ns: took.wall,
         unit: Unit::GbPerSecond,
         peer,
+        interval: None,
     };
     let mut rows = Vec::new();
     let mut left_out = Vec::new();

@@ -1,4 +1,4 @@
-//! `aquifer bench device` and `aquifer bench pinned` as a person runs them.
+//! `aquifer bench device`, `aquifer bench pinned` and `aquifer bench global` as a person runs them.
 
 #![expect(clippy::expect_used, clippy::panic, reason = "a test that cannot go on fails, wherever it is")]
 
@@ -143,6 +143,50 @@ fn a_quick_run_over_pinned_memory_has_every_promised_row_and_no_failure() {
         }
         let same = name.starts_with("random") || name.contains("thread");
         let peer = if name.starts_with("pair") { Some("malloc 64 B") } else { same.then_some("malloc") };
+        assert_eq!(row["peer"].as_str(), peer, "{row}");
+    }
+}
+
+#[test]
+fn a_quick_run_over_the_global_allocator_has_every_promised_row_and_no_failure() {
+    let rows = |threads: usize, jobs: &[&str]| {
+        let value = measured(&format!("global --quick --json --only ×{threads},"));
+        assert_eq!((value["bench"].as_str(), &value["failures"]), (Some("global"), &0.into()));
+        let (mut counted, mut routed) = (Vec::new(), Vec::new());
+        for inner in ["system", "mimalloc", "jemalloc"] {
+            for job in jobs {
+                let named = |what: &str| format!("{inner}, {job} ×{threads}, {what}");
+                counted.extend(["bare", "off", "on", "on adds", "tags", "tags adds"].map(named));
+                if inner == "system" {
+                    counted.extend(["on/stats_alloc", "on/cap", "tags/tracking"].map(named));
+                }
+                routed.extend(["route", "route adds", "in its scope"].map(named));
+            }
+        }
+        let rows = value["rows"].as_array().expect("rows").clone();
+        let names: Vec<_> = rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
+        assert_eq!(names, [counted, routed].concat());
+        rows
+    };
+    let pairs = ["64 B", "1 KiB", "32 KiB", "mix"];
+    let handed = ["64 B handed", "1 KiB handed", "32 KiB handed", "mix handed"];
+    for row in rows(1, &pairs).into_iter().chain(rows(2, &[pairs, handed].concat())) {
+        let (name, value) = (row["name"].as_str().expect("a name"), row["value"].as_f64().expect("a value"));
+        assert_eq!(row["unit"], "ns/pair", "{row}");
+        if name.ends_with("adds") {
+            let interval = row["interval"].as_array().expect("an interval");
+            let [least, most] = interval.as_slice() else { panic!("{row}") };
+            assert!(least.as_f64() <= Some(value) && Some(value) <= most.as_f64(), "{row}");
+        } else {
+            assert!(value > 0.0 && row["interval"].is_null(), "{row}");
+        }
+        let peer = match name.rsplit(", ").next().expect("who") {
+            "bare" | "on adds" | "tags adds" | "route adds" => None,
+            "on/stats_alloc" => Some("stats_alloc"),
+            "on/cap" => Some("cap"),
+            "tags/tracking" => Some("tracking-allocator"),
+            _ => Some("bare"),
+        };
         assert_eq!(row["peer"].as_str(), peer, "{row}");
     }
 }

@@ -41,6 +41,11 @@ impl Pace {
     pub(crate) const QUICK: Self =
         Self { lap: Duration::from_micros(100), time: Duration::from_millis(4), laps: 15, pieces: 1 << 16 };
 
+    /// With just so many turns, however long they take.
+    pub(crate) fn turns(self, laps: usize) -> Self {
+        Self { laps, time: Duration::from_secs(3600), ..self }
+    }
+
     /// For laps of several threads, which take some time to begin all.
     pub(crate) fn together(self) -> Self {
         Self { lap: self.lap * 8, ..self }
@@ -91,6 +96,8 @@ pub(crate) struct Outcome {
     pub(crate) over_all: f64,
     /// Of [`Lap::each`].
     pub(crate) each: f64,
+    /// [`Lap::each`] of all laps, in their order.
+    pub(crate) laps: Vec<f64>,
     /// All that was refused, in the warm-up too.
     pub(crate) failed: Failed,
 }
@@ -120,7 +127,8 @@ pub(crate) fn contest(pace: Pace, mut contenders: Vec<Contender<'_>>) -> Vec<Out
     }
     let outcomes = laps.into_iter().zip(failed).map(|((over_all, each), failed)| Outcome {
         over_all: median(over_all).unwrap_or_default(),
-        each: median(each).unwrap_or_default(),
+        each: median(each.clone()).unwrap_or_default(),
+        laps: each,
         failed,
     });
     outcomes.collect()

@@ -2,6 +2,7 @@
 
 use super::row::Row;
 use crate::{
+    figures::Nanoseconds,
     json,
     layout::{clip, wrap},
 };
@@ -121,7 +122,11 @@ impl Report {
                 }
                 peer = against;
             }
-            let other = row.peer.as_ref().map_or(String::new(), |peer| row.unit.of(peer.ns));
+            let other = match (&row.peer, row.interval) {
+                (Some(peer), _) => row.unit.of(peer.ns),
+                (None, Some([least, most])) => format!("{} … {}", Nanoseconds(least), Nanoseconds(most)),
+                (None, None) => String::new(),
+            };
             let ratio = row.ratio().map_or(String::new(), times);
             let name = clip(&row.name, NAME);
             let figure = row.unit.of(row.ns);
@@ -166,6 +171,7 @@ mod tests {
             ns,
             unit: Unit::NsPerPair,
             peer: peer.map(|(name, ns)| Peer { name: name.into(), ns }),
+            interval: None,
         };
         Report {
             what: "device",

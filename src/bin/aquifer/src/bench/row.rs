@@ -99,6 +99,8 @@ pub(crate) struct Row {
     pub(crate) unit: Unit,
     /// Who did the same in the same run.
     pub(crate) peer: Option<Peer>,
+    /// Between which two figures the true one lies, in 95 of 100 cases; as `ns`.
+    pub(crate) interval: Option<[f64; 2]>,
 }
 
 /// Three decimals are more than any of the figures has.
@@ -107,16 +109,20 @@ fn rounded(figure: f64) -> Value {
 }
 
 impl Row {
-    /// Its fields in JSON, in their order.
-    pub(crate) fn fields(&self) -> [(&'static str, Value); 6] {
-        [
+    /// Its fields in JSON, in their order; the interval only where there is one.
+    pub(crate) fn fields(&self) -> Vec<(&'static str, Value)> {
+        let mut fields = vec![
             ("name", json!(self.name)),
             ("value", rounded(self.value())),
             ("unit", json!(self.unit.name())),
             ("peer", json!(self.peer.as_ref().map(|peer| &peer.name))),
             ("peer_value", json!(self.peer_value().map(rounded))),
             ("ratio", json!(self.ratio().map(rounded))),
-        ]
+        ];
+        if let Some(interval) = self.interval {
+            fields.push(("interval", json!(interval.map(|ns| rounded(self.unit.value(ns))))));
+        }
+        fields
     }
 
     /// The figure in its unit.
@@ -149,7 +155,7 @@ mod tests {
 
     fn row(ns: f64, unit: Unit, peer: Option<f64>) -> Row {
         let peer = peer.map(|ns| Peer { name: "peer".into(), ns });
-        Row { name: "row".into(), ns, unit, peer }
+        Row { name: "row".into(), ns, unit, peer, interval: None }
     }
 
     #[test]
@@ -166,6 +172,13 @@ mod tests {
         assert!((row.value() - 35.0).abs() < 1e-9 && (row.peer_value().unwrap() - 2.0).abs() < 1e-9);
         assert!(row.ratio().unwrap() < 0.06, "below 1 is faster");
         assert_eq!(Unit::GbPerSecond.of(row.ns), "35.0 GB/s");
+    }
+
+    #[test]
+    fn an_interval_is_told_where_there_is_one() {
+        let row = Row { interval: Some([1.5, 2.5]), ..row(2.0, Unit::NsPerPair, None) };
+        assert_eq!(row.fields().last(), Some(&("interval", json!([1.5, 2.5]))));
+        assert_eq!(Row { interval: None, ..row }.fields().len(), 6);
     }
 
     #[test]

@@ -128,7 +128,15 @@ impl Sheet {
     pub(super) fn add(&mut self, name: &str, unit: Unit, ns: f64, peer: Option<(&str, f64)>) {
         if self.wants(name) {
             let peer = peer.map(|(name, ns)| Peer { name: name.to_owned(), ns });
-            self.rows.push(Row { name: name.to_owned(), ns, unit, peer });
+            self.rows.push(Row { name: name.to_owned(), ns, unit, peer, interval: None });
+        }
+    }
+
+    /// A row with the interval that its figure lies in, if it is wanted.
+    pub(super) fn add_within(&mut self, name: &str, unit: Unit, ns: f64, interval: [f64; 2]) {
+        if self.wants(name) {
+            let interval = Some(interval);
+            self.rows.push(Row { name: name.to_owned(), ns, unit, peer: None, interval });
         }
     }
 
@@ -155,17 +163,35 @@ impl Sheet {
         }
     }
 
+    /// The whole of a bench that needs no device.
+    pub(super) fn report_of_host(self, what: &'static str, quick: bool) -> Report {
+        let (device, device_title) = ("none".to_owned(), "the host's memory".to_owned());
+        self.taken_on(what, device, device_title, "no driver".to_owned(), quick)
+    }
+
     /// The whole, with what it was taken on: a place whose driver has the interface `version`.
     pub(super) fn report(self, what: &'static str, place: &Place, version: u32, quick: bool) -> Report {
         let number = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
+        let driver = match place {
+            Place::Sim(_) => format!("simulated, {number}"),
+            Place::Cuda { .. } => number,
+        };
+        self.taken_on(what, place.name(), place.title(), driver, quick)
+    }
+
+    fn taken_on(
+        self,
+        what: &'static str,
+        device: String,
+        device_title: String,
+        driver: String,
+        quick: bool,
+    ) -> Report {
         Report {
             what,
-            device: place.name(),
-            device_title: place.title(),
-            driver: match place {
-                Place::Sim(_) => format!("simulated, {number}"),
-                Place::Cuda { .. } => number,
-            },
+            device,
+            device_title,
+            driver,
             processor: host::processor(),
             processors: host::processors(),
             date: host::date(),

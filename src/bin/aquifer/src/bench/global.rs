@@ -1,0 +1,409 @@
+//! `aquifer bench global`: what accounting, tags and routes add to an allocation and its free, over three allocators and
+//! beside others of its kind.
+//!
+//! A program has one global allocator, so all are called by hand, through the trait that the language calls.
+//!
+//! | what | is |
+//! |---|---|
+//! | `bare` | the allocator itself |
+//! | `off` | ours over it, which counts nothing |
+//! | `on` | the account of the process |
+//! | `tags` | and whose each block is, in the scope of a tag |
+//! | `route` | `on`, while a route is registered, and in a scope of it that these blocks are too small for |
+//!
+//! Figures are medians of laps in which all take turns. `adds` is the median of what `on` or another took more than `bare`
+//! in the same turn, with the interval that holds the true median in 95 of 100 cases, whatever the distribution (order
+//! statistics).
+
+mod source;
+
+use super::{
+    device::{
+        lane::{Lane, crew},
+        work::{SplitMix, Work},
+    },
+    lap::{Contender, Outcome, Pace, contest},
+    report::Report,
+    row::{Unit, size},
+    sheet::{Group, Mistake, Sheet, measure},
+};
+use crate::{cli, figures::median, progress::Progress};
+use aquifer_core::{Result, Tag, tagged};
+use aquifer_global::{RouteId, route};
+use source::{
+    By, CAP, JEMALLOC, MIMALLOC, OVER_JEMALLOC, OVER_MIMALLOC, OVER_SYSTEM, Ours, STATS_ALLOC, SYSTEM,
+    TRACKING, grouped, routed, track,
+};
+use std::{
+    alloc::GlobalAlloc,
+    mem,
+    sync::{Mutex, PoisonError},
+};
+
+/// Turns of a contest.
+const LAPS: [usize; 2] = [21, 3];
+/// How many threads.
+const THREADS: [usize; 5] = [1, 2, 4, 8, 16];
+/// The largest block of the mix, in bytes, and what it may have live in a thread.
+const MIX: (u64, u64) = (32 << 10, 4 << 20);
+/// Blocks that are handed over at once.
+const HANDED: usize = 64;
+
+/// What each thread does.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Job {
+    /// Allocates and frees so many bytes.
+    Pairs(u64),
+    /// Blocks of random sizes, freed in another order.
+    Mix,
+    /// Allocates, and frees what another thread allocated: so many bytes, or 0 for random sizes.
+    Handed(u64),
+}
+
+const JOBS: [Job; 8] = [
+    Job::Pairs(64),
+    Job::Pairs(1 << 10),
+    Job::Pairs(32 << 10),
+    Job::Mix,
+    Job::Handed(64),
+    Job::Handed(1 << 10),
+    Job::Handed(32 << 10),
+    Job::Handed(0),
+];
+
+impl Job {
+    fn name(self) -> String {
+        match self {
+            Self::Pairs(bytes) => size(bytes),
+            Self::Mix => "mix".to_owned(),
+            Self::Handed(0) => "mix handed".to_owned(),
+            Self::Handed(bytes) => format!("{} handed", size(bytes)),
+        }
+    }
+
+    /// With how many threads it is done.
+    fn threads(self) -> impl Iterator<Item = usize> {
+        let least = if matches!(self, Self::Handed(_)) { 2 } else { 1 };
+        THREADS.into_iter().filter(move |&threads| threads >= least)
+    }
+}
+
+/// An allocator to wrap.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Inner {
+    System,
+    Mimalloc,
+    Jemalloc,
+}
+
+const INNERS: [Inner; 3] = [Inner::System, Inner::Mimalloc, Inner::Jemalloc];
+
+impl Inner {
+    fn name(self) -> &'static str {
+        match self {
+            Self::System => "system",
+            Self::Mimalloc => "mimalloc",
+            Self::Jemalloc => "jemalloc",
+        }
+    }
+}
+
+/// Rows of one contest: who, and whom it is held against. Those of the system's allocator have others of its kind beside.
+const OWN: [(&str, &str); 5] =
+    [("off", "bare"), ("on", "bare"), ("on adds", ""), ("tags", "bare"), ("tags adds", "")];
+const BESIDE: [(&str, &str); 3] = [("on", "stats_alloc"), ("on", "cap"), ("tags", "tracking-allocator")];
+const ROUTED: [(&str, &str); 3] = [("route", "bare"), ("route adds", ""), ("in its scope", "bare")];
+
+fn row(inner: Inner, job: Job, threads: usize, what: &str) -> String {
+    format!("{}, {} ×{threads}, {what}", inner.name(), job.name())
+}
+
+fn beside(inner: Inner, job: Job, threads: usize, (who, peer): (&str, &str)) -> String {
+    let peer = peer.split('-').next().unwrap_or(peer);
+    row(inner, job, threads, &format!("{who}/{peer}"))
+}
+
+fn contests() -> impl Iterator<Item = (Inner, Job, usize)> {
+    let of =
+        |inner| JOBS.into_iter().flat_map(move |job| job.threads().map(move |threads| (inner, job, threads)));
+    INNERS.into_iter().flat_map(of)
+}
+
+fn names_of((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
+    let mut names = vec![row(inner, job, threads, "bare")];
+    names.extend(OWN.map(|(who, _)| row(inner, job, threads, who)));
+    if inner == Inner::System {
+        names.extend(BESIDE.map(|pair| beside(inner, job, threads, pair)));
+    }
+    names
+}
+
+fn names_of_routed((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
+    ROUTED.map(|(who, _)| row(inner, job, threads, who)).into()
+}
+
+/// In the order in which they are measured: a route is registered for good, so what needs one comes last.
+const GROUPS: [Group<Bench>; 2] = [
+    Group { names: |_| contests().flat_map(names_of).collect(), measure: |bench| bench.unrouted() },
+    Group { names: |_| contests().flat_map(names_of_routed).collect(), measure: |bench| bench.routed() },
+];
+
+/// Measures what was asked for. Takes some minutes.
+///
+/// # Errors
+/// [`Mistake`], before anything is measured.
+pub(crate) fn run(args: &cli::BenchGlobal) -> std::result::Result<Report, Mistake> {
+    let pace = if args.quick { Pace::QUICK.turns(LAPS[1]) } else { Pace::FULL.together().turns(LAPS[0]) };
+    let mut bench = Bench { pace, sheet: Sheet::new(args.only.as_deref()) };
+    measure(&mut bench, |bench| &mut bench.sheet, &GROUPS, &mut Progress::on_terminal())?;
+    Ok(bench.sheet.report_of_host("global", args.quick))
+}
+
+/// A bench under way.
+struct Bench {
+    pace: Pace,
+    sheet: Sheet,
+}
+
+impl Bench {
+    fn wants(&self, names: &[String]) -> bool {
+        names.iter().any(|name| self.sheet.wants(name))
+    }
+
+    fn unrouted(&mut self) -> Result<()> {
+        for contest in contests().filter(|&contest| self.wants(&names_of(contest))).collect::<Vec<_>>() {
+            match contest.0 {
+                Inner::System => self.over(contest, &SYSTEM, &OVER_SYSTEM),
+                Inner::Mimalloc => self.over(contest, &MIMALLOC, &OVER_MIMALLOC),
+                Inner::Jemalloc => self.over(contest, &JEMALLOC, &OVER_JEMALLOC),
+            }
+        }
+        Ok(())
+    }
+
+    fn over<A: GlobalAlloc + Sync>(
+        &mut self,
+        (inner, job, threads): (Inner, Job, usize),
+        bare: &'static A,
+        ours: &'static Ours<A>,
+    ) {
+        let plan = Plan::new(job, threads);
+        let tag = Tag::named("bench");
+        let mut contenders = vec![
+            plan.contender(bare, Around::Nothing),
+            plan.contender(&ours.uncounted, Around::Nothing),
+            plan.contender(&ours.counted, Around::Nothing),
+            plan.contender(&ours.tracked, Around::Tag(tag)),
+        ];
+        if inner == Inner::System {
+            track();
+            contenders.push(plan.contender(&STATS_ALLOC, Around::Nothing));
+            contenders.push(plan.contender(&CAP, Around::Nothing));
+            contenders.push(plan.contender(&TRACKING, Around::Group));
+        }
+        let name = |who: &str| row(inner, job, threads, who);
+        let outcomes = contest(self.pace, contenders);
+        let [bare, off, on, tags, peers @ ..] = outcomes.as_slice() else { return };
+        for (who, outcome) in [("bare", bare), ("off", off), ("on", on), ("tags", tags)] {
+            self.sheet.note(&name(who), outcome.failed.clone());
+        }
+        let peer = Some(("bare", bare.each));
+        self.sheet.add(&name("bare"), Unit::NsPerPair, bare.each, None);
+        self.sheet.add(&name("off"), Unit::NsPerPair, off.each, peer);
+        self.sheet.add(&name("on"), Unit::NsPerPair, on.each, peer);
+        self.adds(&name("on adds"), bare, on);
+        self.sheet.add(&name("tags"), Unit::NsPerPair, tags.each, peer);
+        self.adds(&name("tags adds"), bare, tags);
+        for (pair, peer) in BESIDE.into_iter().zip(peers) {
+            let own = if pair.0 == "tags" { tags } else { on };
+            let name = beside(inner, job, threads, pair);
+            self.sheet.note(&name, peer.failed.clone());
+            self.sheet.add(&name, Unit::NsPerPair, own.each, Some((pair.1, peer.each)));
+        }
+    }
+
+    fn routed(&mut self) -> Result<()> {
+        let Some(to) = routed() else {
+            for name in contests().flat_map(names_of_routed) {
+                self.sheet.leave_out(&name, "no route can be registered".to_owned());
+            }
+            return Ok(());
+        };
+        for contest in contests().filter(|&contest| self.wants(&names_of_routed(contest))).collect::<Vec<_>>()
+        {
+            match contest.0 {
+                Inner::System => self.with_route(contest, to, &SYSTEM, &OVER_SYSTEM),
+                Inner::Mimalloc => self.with_route(contest, to, &MIMALLOC, &OVER_MIMALLOC),
+                Inner::Jemalloc => self.with_route(contest, to, &JEMALLOC, &OVER_JEMALLOC),
+            }
+        }
+        Ok(())
+    }
+
+    fn with_route<A: GlobalAlloc + Sync>(
+        &mut self,
+        (inner, job, threads): (Inner, Job, usize),
+        to: RouteId,
+        bare: &'static A,
+        ours: &'static Ours<A>,
+    ) {
+        let plan = Plan::new(job, threads);
+        let contenders = vec![
+            plan.contender(bare, Around::Nothing),
+            plan.contender(&ours.counted, Around::Nothing),
+            plan.contender(&ours.counted, Around::Scope(to)),
+        ];
+        let outcomes = contest(self.pace, contenders);
+        let [bare, out, within] = outcomes.as_slice() else { return };
+        let name = |who: &str| row(inner, job, threads, who);
+        let peer = Some(("bare", bare.each));
+        self.sheet.note(&name("route"), out.failed.clone());
+        self.sheet.add(&name("route"), Unit::NsPerPair, out.each, peer);
+        self.adds(&name("route adds"), bare, out);
+        self.sheet.note(&name("in its scope"), within.failed.clone());
+        self.sheet.add(&name("in its scope"), Unit::NsPerPair, within.each, peer);
+    }
+
+    /// What one took more than another in the same turn.
+    fn adds(&mut self, name: &str, bare: &Outcome, own: &Outcome) {
+        let more: Vec<_> = own.laps.iter().zip(&bare.laps).map(|(own, bare)| own - bare).collect();
+        let interval = interval(&more);
+        self.sheet.add_within(name, Unit::NsPerPair, median(more).unwrap_or_default(), interval);
+    }
+}
+
+/// Between which of these the true median lies, in 95 of 100 cases.
+fn interval(figures: &[f64]) -> [f64; 2] {
+    let mut sorted = figures.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let count = sorted.len() as f64;
+    // The rank, from 1, below which the median lies in 2.5 of 100 cases: by the normal to the binomial distribution.
+    let rank = ((count - 1.96 * count.sqrt()) / 2.0).max(1.0) as usize;
+    let at = |place: Option<usize>| place.and_then(|place| sorted.get(place)).copied().unwrap_or_default();
+    [at(rank.checked_sub(1)), at(sorted.len().checked_sub(rank))]
+}
+
+/// What a lap runs within.
+#[derive(Clone, Copy)]
+enum Around {
+    Nothing,
+    Tag(Tag),
+    Scope(RouteId),
+    /// One of `tracking-allocator`'s.
+    Group,
+}
+
+impl Around {
+    fn run(self, work: impl FnOnce()) {
+        match self {
+            Self::Nothing => work(),
+            Self::Tag(tag) => tagged(tag, work),
+            // No block is that large.
+            Self::Scope(to) => route(to, 1 << 40, work),
+            Self::Group => grouped(work),
+        }
+    }
+}
+
+/// What threads do, made before it is timed.
+struct Plan {
+    job: Job,
+    threads: usize,
+    /// A thread's each, of the mix.
+    works: Vec<Work>,
+    /// Sizes of what is handed on at once.
+    batch: Vec<u64>,
+}
+
+impl Plan {
+    fn new(job: Job, threads: usize) -> Self {
+        let works = match job {
+            Job::Mix => (0..threads as u64).map(|n| Work::random_within(MIX.0, n, MIX.1)).collect(),
+            _ => Vec::new(),
+        };
+        let mut numbers = SplitMix::new(1);
+        let batch = match job {
+            Job::Handed(0) => (0..HANDED).map(|_| 1 + numbers.below(MIX.0)).collect(),
+            Job::Handed(bytes) => vec![bytes; HANDED],
+            _ => Vec::new(),
+        };
+        Self { job, threads, works, batch }
+    }
+
+    /// An allocator in all threads. A piece is a pair, a work, or a batch.
+    fn contender<'a, A: GlobalAlloc + Sync>(
+        &'a self,
+        allocator: &'static A,
+        around: Around,
+    ) -> Contender<'a> {
+        let mut lanes: Vec<_> = (0..self.threads).map(|_| Lane::new(By(allocator))).collect();
+        match self.job {
+            Job::Pairs(bytes) => Box::new(move |pairs| {
+                crew(&mut lanes, pairs, |_, lane| around.run(|| lane.pairs(bytes, pairs)))
+            }),
+            Job::Mix => {
+                let pairs = self.works.first().map_or(1, |work| work.operations.len() as u64 / 2);
+                Box::new(move |times| {
+                    crew(&mut lanes, pairs * times, |number, lane| {
+                        around.run(|| lane.play(&self.works[number], times));
+                    })
+                })
+            }
+            Job::Handed(_) => Box::new(move |times| self.hand_on(&mut lanes, times, around)),
+        }
+    }
+
+    /// Each allocates a batch, hands it to the next, and frees what it was handed.
+    fn hand_on<A: GlobalAlloc + Sync>(
+        &self,
+        lanes: &mut [Lane<By<A>>],
+        times: u64,
+        around: Around,
+    ) -> super::lap::Lap {
+        let boxes: Vec<_> = lanes.iter().map(|_| Mutex::new(Vec::with_capacity(4 * HANDED))).collect();
+        let open = |number: usize| boxes[number].lock().unwrap_or_else(PoisonError::into_inner);
+        let lap = crew(lanes, times * HANDED as u64, |number, lane| {
+            let next = (number + 1) % boxes.len();
+            let mut handed = Vec::with_capacity(4 * HANDED);
+            let mut fresh = Vec::with_capacity(HANDED);
+            around.run(|| {
+                for _ in 0..times {
+                    fresh.extend(self.batch.iter().filter_map(|&bytes| lane.take(bytes)));
+                    open(next).append(&mut fresh);
+                    mem::swap(&mut handed, &mut *open(number));
+                    handed.drain(..).for_each(|held| lane.give(held));
+                }
+            });
+        });
+        // What was handed on last.
+        if let Some(lane) = lanes.first_mut() {
+            boxes
+                .iter()
+                .enumerate()
+                .for_each(|(number, _)| open(number).drain(..).for_each(|held| lane.give(held)));
+        }
+        lap
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_interval_of_a_median_is_by_rank() {
+        let figures: Vec<_> = (1..=21).rev().map(f64::from).collect();
+        assert_eq!(interval(&figures), [6.0, 16.0]);
+        assert_eq!(interval(&[3.0, 1.0, 2.0]), [1.0, 3.0]);
+        assert_eq!(interval(&[]), [0.0, 0.0]);
+    }
+
+    #[test]
+    fn every_row_has_a_name_of_its_own_that_fits_the_page() {
+        let names: Vec<_> = contests().flat_map(|of| [names_of(of), names_of_routed(of)].concat()).collect();
+        let distinct: std::collections::BTreeSet<_> = names.iter().collect();
+        assert_eq!(distinct.len(), names.len());
+        let long = names.iter().find(|name| name.chars().count() > 41);
+        assert!(long.is_none(), "{long:?}");
+    }
+}
