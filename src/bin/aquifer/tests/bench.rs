@@ -156,11 +156,11 @@ fn a_quick_run_over_the_global_allocator_has_every_promised_row_and_no_failure()
         for inner in ["system", "mimalloc", "jemalloc"] {
             for job in jobs {
                 let named = |what: &str| format!("{inner}, {job} ×{threads}, {what}");
-                counted.extend(["bare", "off", "on", "on adds", "tags", "tags adds"].map(named));
+                counted.extend(["bare", "off", "on", "tags", "on adds", "tags adds"].map(named));
                 if inner == "system" {
                     counted.extend(["on/stats_alloc", "on/cap", "tags/tracking"].map(named));
                 }
-                routed.extend(["route", "route adds", "in its scope"].map(named));
+                routed.extend(["route", "in its scope", "route adds"].map(named));
             }
         }
         let rows = value["rows"].as_array().expect("rows").clone();

@@ -108,11 +108,10 @@ impl Inner {
     }
 }
 
-/// Rows of one contest: who, and whom it is held against. Those of the system's allocator have others of its kind beside.
-const OWN: [(&str, &str); 5] =
-    [("off", "bare"), ("on", "bare"), ("on adds", ""), ("tags", "bare"), ("tags adds", "")];
+/// Rows of one contest behind `bare`. Those of the system's allocator have others of its kind beside.
+const OWN: [&str; 5] = ["off", "on", "tags", "on adds", "tags adds"];
 const BESIDE: [(&str, &str); 3] = [("on", "stats_alloc"), ("on", "cap"), ("tags", "tracking-allocator")];
-const ROUTED: [(&str, &str); 3] = [("route", "bare"), ("route adds", ""), ("in its scope", "bare")];
+const ROUTED: [&str; 3] = ["route", "in its scope", "route adds"];
 
 fn row(inner: Inner, job: Job, threads: usize, what: &str) -> String {
     format!("{}, {} ×{threads}, {what}", inner.name(), job.name())
@@ -131,7 +130,7 @@ fn contests() -> impl Iterator<Item = (Inner, Job, usize)> {
 
 fn names_of((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
     let mut names = vec![row(inner, job, threads, "bare")];
-    names.extend(OWN.map(|(who, _)| row(inner, job, threads, who)));
+    names.extend(OWN.map(|who| row(inner, job, threads, who)));
     if inner == Inner::System {
         names.extend(BESIDE.map(|pair| beside(inner, job, threads, pair)));
     }
@@ -139,7 +138,7 @@ fn names_of((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
 }
 
 fn names_of_routed((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
-    ROUTED.map(|(who, _)| row(inner, job, threads, who)).into()
+    ROUTED.map(|who| row(inner, job, threads, who)).into()
 }
 
 /// In the order in which they are measured: a route is registered for good, so what needs one comes last.
@@ -211,8 +210,8 @@ impl Bench {
         self.sheet.add(&name("bare"), Unit::NsPerPair, bare.each, None);
         self.sheet.add(&name("off"), Unit::NsPerPair, off.each, peer);
         self.sheet.add(&name("on"), Unit::NsPerPair, on.each, peer);
-        self.adds(&name("on adds"), bare, on);
         self.sheet.add(&name("tags"), Unit::NsPerPair, tags.each, peer);
+        self.adds(&name("on adds"), bare, on);
         self.adds(&name("tags adds"), bare, tags);
         for (pair, peer) in BESIDE.into_iter().zip(peers) {
             let own = if pair.0 == "tags" { tags } else { on };
@@ -259,9 +258,9 @@ impl Bench {
         let peer = Some(("bare", bare.each));
         self.sheet.note(&name("route"), out.failed.clone());
         self.sheet.add(&name("route"), Unit::NsPerPair, out.each, peer);
-        self.adds(&name("route adds"), bare, out);
         self.sheet.note(&name("in its scope"), within.failed.clone());
         self.sheet.add(&name("in its scope"), Unit::NsPerPair, within.each, peer);
+        self.adds(&name("route adds"), bare, out);
     }
 
     /// What one took more than another in the same turn.

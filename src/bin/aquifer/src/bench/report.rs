@@ -2,7 +2,6 @@
 
 use super::row::Row;
 use crate::{
-    figures::Nanoseconds,
     json,
     layout::{clip, wrap},
 };
@@ -124,7 +123,10 @@ impl Report {
             }
             let other = match (&row.peer, row.interval) {
                 (Some(peer), _) => row.unit.of(peer.ns),
-                (None, Some([least, most])) => format!("{} … {}", Nanoseconds(least), Nanoseconds(most)),
+                (None, Some(interval)) => {
+                    let [least, most] = interval.map(|ns| row.unit.value(ns));
+                    format!("{least:.1} … {most:.1}")
+                }
                 (None, None) => String::new(),
             };
             let ratio = row.ratio().map_or(String::new(), times);

@@ -56,7 +56,7 @@ impl Unit {
     }
 
     /// A time in this unit.
-    fn value(self, ns: f64) -> f64 {
+    pub(crate) fn value(self, ns: f64) -> f64 {
         match self {
             Self::GbPerSecond => self.nanoseconds() / ns,
             _ => ns / self.nanoseconds(),
