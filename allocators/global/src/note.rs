@@ -44,11 +44,9 @@ pub(crate) fn whole(block: *mut u8) -> *mut u8 {
 /// The block is fresh from the allocator below, which was asked for [`room_behind`] a layout of this size.
 #[inline]
 pub(crate) unsafe fn sign(block: *mut u8, size: usize) {
-    let note = HERE.with(|here| {
-        let slot = mine(here);
-        let tag = tags::hold(slot, size);
-        sampled(sample::consider(here, slot, tag, size), tag)
-    });
+    let slot = HERE.with(mine);
+    let tag = tags::hold(slot, size);
+    let note = sampled(sample::consider(slot, tag, size), tag);
     // SAFETY: the caller's promise.
     unsafe { write(block, size, note) };
 }
@@ -73,6 +71,7 @@ unsafe fn write(block: *mut u8, size: usize, note: u32) {
     unsafe { block.add(size).cast::<u32>().write_unaligned(note) };
 }
 
+#[inline]
 fn sampled(sample: Option<u32>, tag: u16) -> u32 {
     sample.map_or(u32::from(tag), |sample| sample | SAMPLED)
 }
@@ -96,7 +95,7 @@ pub(crate) fn strike(note: u32, size: usize) {
     if let Some(sample) = sample {
         sample::forget(sample);
     }
-    HERE.with(|here| tags::shrink(mine(here), tag, size, 1));
+    tags::shrink(HERE.with(mine), tag, size, 1);
 }
 
 /// Counts that a block with this note has been resized, and notes whose it is. To the sampler it is a new one.
@@ -109,14 +108,12 @@ pub(crate) unsafe fn sign_again(block: *mut u8, note: u32, old_size: usize, new_
     if let Some(sample) = sample {
         sample::forget(sample);
     }
-    let note = HERE.with(|here| {
-        let slot = mine(here);
-        match new_size.checked_sub(old_size) {
-            Some(growth) => tags::grow(slot, tag, growth),
-            None => tags::shrink(slot, tag, old_size - new_size, 0),
-        }
-        sampled(sample::consider(here, slot, tag, new_size), tag)
-    });
+    let slot = HERE.with(mine);
+    match new_size.checked_sub(old_size) {
+        Some(growth) => tags::grow(slot, tag, growth),
+        None => tags::shrink(slot, tag, old_size - new_size, 0),
+    }
+    let note = sampled(sample::consider(slot, tag, new_size), tag);
     // SAFETY: the caller's promise.
     unsafe { write(block, new_size, note) };
 }

@@ -18,7 +18,10 @@ mod stack;
 pub(crate) use record::{forget, tag};
 pub use stack::{Stack, stacks};
 
-use crate::{account::Slot, here::Here};
+use crate::{
+    account::Slot,
+    here::{HERE, Here},
+};
 use record::FRAMES;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 
@@ -82,7 +85,7 @@ impl Clock {
 
 /// Samples a block, if it is its turn: answers with the number of the sample. Without a slot a thread samples nothing.
 #[inline]
-pub(crate) fn consider(here: &Here, slot: Option<&Slot>, tag: u16, bytes: usize) -> Option<u32> {
+pub(crate) fn consider(slot: Option<&Slot>, tag: u16, bytes: usize) -> Option<u32> {
     let clock = &slot?.clock;
     // No block has more.
     let left = clock.left.load(Ordering::Relaxed).wrapping_sub(bytes as i64);
@@ -90,7 +93,7 @@ pub(crate) fn consider(here: &Here, slot: Option<&Slot>, tag: u16, bytes: usize)
     if left >= 0 {
         return None;
     }
-    due(here, clock, tag, bytes)
+    HERE.with(|here| due(here, clock, tag, bytes))
 }
 
 #[cold]
@@ -125,9 +128,9 @@ pub(crate) fn paused<R>(work: impl FnOnce() -> R) -> R {
     struct Resume(bool);
     impl Drop for Resume {
         fn drop(&mut self) {
-            crate::here::HERE.with(|here| here.sampling.set(self.0));
+            HERE.with(|here| here.sampling.set(self.0));
         }
     }
-    let _resume = Resume(crate::here::HERE.with(|here| here.sampling.replace(true)));
+    let _resume = Resume(HERE.with(|here| here.sampling.replace(true)));
     work()
 }
