@@ -185,10 +185,9 @@ fn more_tags_than_cells_are_exact_over_threads() {
     const THREADS: usize = 6;
     let tags: Vec<_> = (0..40).map(|n| Tag::named(&format!("many {n}"))).collect();
     let exchange: Vec<Mutex<Vec<Vec<u8>>>> = (0..THREADS).map(|_| Mutex::default()).collect();
-    let sent = AtomicU64::new(0);
     thread::scope(|threads| {
-        for seed in 0..THREADS {
-            let (tags, exchange, sent) = (&tags, &exchange, &sent);
+        let running = (0..THREADS).map(|seed| {
+            let (tags, exchange) = (&tags, &exchange);
             threads.spawn(move || {
                 let mut state = seed as u64 * 2654435761 + 1;
                 for _ in 0..4000 {
@@ -202,13 +201,15 @@ fn more_tags_than_cells_are_exact_over_threads() {
                     let to = (state >> 50) as usize % THREADS;
                     let mut queue = exchange[to].lock().unwrap();
                     queue.push(block);
-                    sent.fetch_add(1, Ordering::Relaxed);
                     let taken = if queue.len() > 20 { queue.drain(..10).collect() } else { Vec::new() };
                     drop(queue);
                     drop(taken);
                 }
-            });
-        }
+            })
+        });
+        // The end of a scope alone waits for the work, and not for what the standard library frees behind it.
+        let running: Vec<_> = running.collect();
+        running.into_iter().for_each(|thread| thread.join().unwrap());
     });
     let left: u64 = exchange.iter().map(|queue| queue.lock().unwrap().len() as u64).sum();
     let bytes: u64 = exchange

@@ -227,6 +227,14 @@ mod tests {
     }
 
     #[test]
+    fn an_interval_stands_where_a_peer_would() {
+        let mut report = report();
+        report.rows[0].interval = Some([7.96, 8.14]);
+        let screen = report.to_screen();
+        assert!(screen.contains("8.00 ns/pair      8.0 … 8.1\n"), "{screen}");
+    }
+
+    #[test]
     fn the_page_is_eighty_columns_wide_and_names_a_peer_once() {
         let screen = report().to_screen();
         assert!(screen.lines().all(|line| line.chars().count() <= 80), "{screen}");
