@@ -1,7 +1,7 @@
 //! Two tenants of one pool, each under a limit of its own, and who holds what by tag.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
-use aquifer::{Budget, Bytes, Limit, Request, Resource, Runtime, Tag};
+use aquifer::{Budget, Bytes, Limit, Opaque, Request, Runtime, Tag};
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {

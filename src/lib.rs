@@ -7,16 +7,16 @@ pub mod staging;
 pub use placement::{Lease, Place, Placer, Policy};
 pub use runtime::{Runtime, RuntimeBuilder};
 
-pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames};
+pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames, Limit};
 pub use aquifer_core::{
     self as core, Action, Budget, Bytes, Charge, DeferReuse, DeviceId, DriverError, Event, Gate, MemoryError,
-    OutOfBudget, OutOfMemory, PoolStats, Recorder, Reservation, Result, Sink, Tag, event, impl_allocator,
-    tagged,
+    Opaque, OutOfBudget, OutOfMemory, PoolStats, Recorder, Reservation, Result, Sink, Tag, event,
+    impl_allocator, tagged,
 };
 pub use aquifer_device::{
     self as device, Adopted, Adoption, Block, Chunks, ChunksMut, Debugging, Declined, DeviceBuffer,
-    DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Limit, Log,
-    OnFailure, PoolConfig, Reclaim, Registration, Request, Reserved, Resource, StableBlock, StreamOrdered,
+    DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Log, OnFailure,
+    PoolConfig, Reclaim, Registration, Request, Reserved, Resource, StableBlock, StreamOrdered,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;

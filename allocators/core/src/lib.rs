@@ -11,6 +11,8 @@
 //! | [`event`] | one record for everything that happens to memory, and where records go |
 //! | [`adapter`] | one macro for every `Allocator` trait |
 //! | [`defer`] | the promise of an allocator whose blocks a device may still read |
+//! | [`opaque`] | memory that the host cannot reach, as wrappers see it |
+//! | [`request`] | what is asked of such memory |
 //!
 //! Nothing here touches memory, a device or the operating system's memory calls.
 
@@ -22,6 +24,8 @@ pub mod error;
 pub mod event;
 pub mod gate;
 pub mod ids;
+pub mod opaque;
+pub mod request;
 pub mod stats;
 mod sync;
 pub mod tag;
@@ -33,6 +37,8 @@ pub use error::{DriverError, MemoryError, OutOfMemory, Result, SystemError};
 pub use event::{Action, Event, Recorder, Sink};
 pub use gate::Gate;
 pub use ids::{DeviceId, Id, IdSpace};
+pub use opaque::{Opaque, OpaqueBlock};
+pub use request::{BLOCK_ALIGN, Request};
 pub use stats::PoolStats;
 pub use tag::{Tag, tagged};
 
@@ -42,4 +48,11 @@ pub mod __api {
     pub use allocator_api2 as api2;
     #[cfg(feature = "allocator-api2-04")]
     pub use allocator_api2_04 as api4;
+}
+
+/// Who may hand out opaque memory, and wrap it: this workspace's own crates.
+#[doc(hidden)]
+pub mod __opaque {
+    /// Not to be implemented elsewhere.
+    pub trait Sealed {}
 }

@@ -1,5 +1,7 @@
 //! What a pool holds.
 
+use std::ops::Add;
+
 /// A pool's account at one moment. All fields are bytes unless their name says otherwise.
 ///
 /// `live + cached + pending` is what the pool's blocks and caches span; `physical` is what it holds from the driver or
@@ -45,4 +47,33 @@ pub struct PoolStats {
     pub stream_waits: u64,
     /// Times the host had to wait for queued work (a count).
     pub host_waits: u64,
+}
+
+impl Add for PoolStats {
+    type Output = Self;
+
+    /// Both accounts in one. Peaks add up to no less than the peak of both together.
+    fn add(self, other: Self) -> Self {
+        Self {
+            live: self.live + other.live,
+            requested: self.requested + other.requested,
+            cached: self.cached + other.cached,
+            pending: self.pending + other.pending,
+            physical: self.physical + other.physical,
+            peak_requested: self.peak_requested + other.peak_requested,
+            peak_live: self.peak_live + other.peak_live,
+            peak_physical: self.peak_physical + other.peak_physical,
+            blocks: self.blocks + other.blocks,
+            allocations: self.allocations + other.allocations,
+            frees: self.frees + other.frees,
+            failures: self.failures + other.failures,
+            growths: self.growths + other.growths,
+            reaped: self.reaped + other.reaped,
+            moves: self.moves + other.moves,
+            adoptions: self.adoptions + other.adoptions,
+            fences: self.fences + other.fences,
+            stream_waits: self.stream_waits + other.stream_waits,
+            host_waits: self.host_waits + other.host_waits,
+        }
+    }
 }

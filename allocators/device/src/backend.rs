@@ -7,8 +7,9 @@ use crate::{
     Block, Request,
     block::{Asked, UntilFree},
     home::note,
+    request::Sensible,
 };
-use aquifer_core::{Charge, DeviceId, MemoryError, PoolStats, Result};
+use aquifer_core::{Charge, DeviceId, MemoryError, OpaqueBlock, PoolStats, Result};
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
 use aquifer_stream::{LastUse, Stream, StreamPool, Timeline, Uses};
 use std::{

@@ -1,7 +1,7 @@
 //! A block of device memory, as its owner holds it.
 
 use crate::{Request, backend::Backed, home::Home};
-use aquifer_core::{DeviceId, MemoryError, Result, Tag};
+use aquifer_core::{__opaque::Sealed, DeviceId, MemoryError, OpaqueBlock, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, site};
 use aquifer_heap::Key;
 use aquifer_stream::{Account, Stream, StreamPool, Timeline, Tracked, Use, UseList};
@@ -281,9 +281,11 @@ impl Block {
         let lend = if alone { UseList::lend } else { UseList::lend_beside };
         lend(&self.uses, self.address(), &home, &on, access)
     }
+}
 
-    /// Keeps `thing` until the block's memory is really free.
-    pub(crate) fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {
+impl Sealed for Block {}
+impl OpaqueBlock for Block {
+    fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {
         self.extras_mut().until_free.get_or_insert_default().push(thing);
     }
 }

@@ -47,7 +47,9 @@ use crate::{
     home::note,
     pool::Inner,
 };
-use aquifer_core::{Action, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, event::Place};
+use aquifer_core::{
+    Action, DeviceId, MemoryError, OpaqueBlock, PoolStats, Recorder, Reservation, Result, event::Place,
+};
 use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use guards::Layout;

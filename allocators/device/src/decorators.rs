@@ -1,51 +1,13 @@
-//! Resources that wrap another and add one thing each.
+//! Resources that wrap another and add one thing each that only device memory has. What any memory has, limits and the
+//! like, aquifer-adapters wraps.
 
 use crate::{Block, Request, Resource};
-use aquifer_core::{Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Result, event::Place};
+use aquifer_core::{
+    __opaque::Sealed, Action, DeviceId, MemoryError, Opaque, OpaqueBlock, PoolStats, Recorder, Result,
+    event::Place,
+};
 use aquifer_stream::Stream;
 use std::{any::Any, fmt, sync::Arc};
-
-/// Refuses what would exceed a budget of live bytes: a tenant's, a tag's, a part of the program's.
-///
-/// Charged are the bytes asked for, from the allocation until the memory is really free, which for a block that another
-/// stream still uses is later than its drop.
-#[derive(Clone, Debug)]
-pub struct Limit<R> {
-    inner: R,
-    budget: Budget,
-}
-
-impl<R: Resource> Limit<R> {
-    /// `inner` under `budget`.
-    pub fn new(inner: R, budget: Budget) -> Self {
-        Self { inner, budget }
-    }
-
-    /// The budget.
-    pub fn budget(&self) -> &Budget {
-        &self.budget
-    }
-}
-
-impl<R: Resource> Resource for Limit<R> {
-    fn device(&self) -> DeviceId {
-        self.inner.device()
-    }
-    #[track_caller]
-    fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
-        // Before the inner resource is asked: a request that is refused never reaches it.
-        let charge = self.budget.charge(request.size())?;
-        let mut block = self.inner.allocate(stream, request)?;
-        block.keep_until_free(Box::new(charge));
-        Ok(block)
-    }
-    fn stats(&self) -> PoolStats {
-        self.inner.stats()
-    }
-    fn trim(&self, keep: u64) -> Result<u64> {
-        self.inner.trim(keep)
-    }
-}
 
 /// Reports every allocation, free and failure of another resource.
 #[derive(Clone, Debug)]
@@ -86,7 +48,11 @@ impl Drop for Ends {
     }
 }
 
-impl<R: Resource> Resource for Log<R> {
+impl<R> Sealed for Log<R> {}
+impl<R: Resource> Opaque for Log<R> {
+    type Stream = Stream;
+    type Block = Block;
+
     fn device(&self) -> DeviceId {
         self.inner.device()
     }
@@ -144,11 +110,15 @@ where
     }
 }
 
-impl<R, F> Resource for FailureCallback<R, F>
+impl<R, F> Sealed for FailureCallback<R, F> {}
+impl<R, F> Opaque for FailureCallback<R, F>
 where
     R: Resource,
     F: Fn(&Request, &MemoryError) -> OnFailure + Send + Sync,
 {
+    type Stream = Stream;
+    type Block = Block;
+
     fn device(&self) -> DeviceId {
         self.inner.device()
     }
@@ -176,22 +146,5 @@ impl<R: fmt::Debug, F> fmt::Debug for FailureCallback<R, F> {
             .field("inner", &self.inner)
             .field("tries", &self.tries)
             .finish_non_exhaustive()
-    }
-}
-
-// A resource behind a pointer is one too, so that wrappers compose over `Arc<dyn Resource>`.
-impl<R: Resource + ?Sized> Resource for Arc<R> {
-    fn device(&self) -> DeviceId {
-        (**self).device()
-    }
-    #[track_caller]
-    fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
-        (**self).allocate(stream, request)
-    }
-    fn stats(&self) -> PoolStats {
-        (**self).stats()
-    }
-    fn trim(&self, keep: u64) -> Result<u64> {
-        (**self).trim(keep)
     }
 }

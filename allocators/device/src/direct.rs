@@ -2,10 +2,10 @@
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use crate::{
-    Block, Request, Resource,
+    Block, Request,
     backend::{Ledger, Source},
 };
-use aquifer_core::{Budget, Charge, DeviceId, MemoryError, PoolStats, Result};
+use aquifer_core::{__opaque::Sealed, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result};
 use aquifer_driver::Driver;
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use std::sync::Arc;
@@ -73,7 +73,11 @@ impl Source for Calls {
     }
 }
 
-impl Resource for Direct {
+impl Sealed for Direct {}
+impl Opaque for Direct {
+    type Stream = Stream;
+    type Block = Block;
+
     fn device(&self) -> DeviceId {
         self.ledger.device()
     }

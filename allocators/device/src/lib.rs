@@ -9,7 +9,7 @@
 //! | [`Reserved`] | elements at addresses that stay while memory behind them comes and goes |
 //! | [`Resource`] | what all sources of device memory have in common |
 //! | [`Direct`], [`StreamOrdered`] | the driver's own allocators as resources |
-//! | [`Limit`], [`Log`], [`FailureCallback`] | resources that wrap another |
+//! | [`Log`], [`FailureCallback`] | resources that wrap another; limits, counts, tags, a fallback and a choice by size are aquifer-adapters', which wrap device memory as they do the host's |
 //!
 //! # When an allocation does not fit
 //!
@@ -137,6 +137,7 @@ mod retention;
 mod stable;
 mod stream_ordered;
 
+pub use aquifer_core::{BLOCK_ALIGN, Opaque, Request};
 pub use block::Block;
 pub use buffer::{Adopted, Chunks, ChunksMut, Declined, DeviceBuffer, DeviceSlice, DeviceSliceMut};
 pub use checked::{
@@ -144,10 +145,10 @@ pub use checked::{
     POISON_ALLOCATED, POISON_FREED,
 };
 pub use config::{Adoption, PoolConfig};
-pub use decorators::{FailureCallback, Limit, Log, OnFailure};
+pub use decorators::{FailureCallback, Log, OnFailure};
 pub use direct::Direct;
 pub use pool::DevicePool;
-pub use request::{BLOCK_ALIGN, MAX_ALIGN, Request};
+pub use request::MAX_ALIGN;
 pub use reserved::Reserved;
 pub use resource::{Reclaim, Resource};
 pub use stable::{Exported, Registration, StableBlock};

@@ -12,10 +12,12 @@ use crate::{
     leasing::Leasing,
     physical::{Physical, mapped::Mapped, plain::Plain},
     raw::Directory,
+    request::Sensible,
     retention::Retention,
 };
 use aquifer_core::{
-    Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, Tag,
+    __opaque::Sealed,
+    Action, Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
     event::{self, Ticket},
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, Ownership, site};
@@ -396,7 +398,11 @@ impl DevicePool {
     }
 }
 
-impl Resource for DevicePool {
+impl Sealed for DevicePool {}
+impl Opaque for DevicePool {
+    type Stream = Stream;
+    type Block = Block;
+
     fn device(&self) -> DeviceId {
         self.device()
     }

@@ -1,34 +1,15 @@
 //! The one interface of everything that gives out device memory.
 
-use crate::{Block, Request};
-use aquifer_core::{DeviceId, PoolStats, Result};
+use crate::Block;
+use aquifer_core::Opaque;
 use aquifer_stream::Stream;
 use std::fmt::Debug;
 
-/// A source of device memory: the caching pool, the driver's own allocators, and whatever wraps one of them.
-///
-/// Object safe. Blocks know their way home, so there is no call to free one.
-pub trait Resource: Debug + Send + Sync {
-    /// The device.
-    fn device(&self) -> DeviceId;
+/// A source of device memory: the caching pool, the driver's own allocators, and whatever wraps one of them, by
+/// aquifer-adapters' wrappers too. Its methods are those of [`Opaque`]. Object safe.
+pub trait Resource: Opaque<Stream = Stream, Block = Block> + Debug + Send + Sync {}
 
-    /// A block that work queued on `stream` from now on may use. May call the driver, and may block when memory is
-    /// short.
-    ///
-    /// # Errors
-    /// A request that makes no sense; a stream of another device; out of memory, explained.
-    fn allocate(&self, stream: &Stream, request: Request) -> Result<Block>;
-
-    /// What it holds.
-    fn stats(&self) -> PoolStats;
-
-    /// Gives free memory back to the driver until it holds no more than `keep` bytes, as far as that needs no waiting;
-    /// answers with the bytes given back.
-    ///
-    /// # Errors
-    /// The driver's; what was given back before stays given back.
-    fn trim(&self, keep: u64) -> Result<u64>;
-}
+impl<R: Opaque<Stream = Stream, Block = Block> + Debug + Send + Sync> Resource for R {}
 
 /// Somebody who can give memory back when a pool is short of it: an application that evicts, another pool.
 ///

@@ -20,6 +20,7 @@ use crate::{
     apart::{Apart, Owned, Span},
     backend::Backed,
     block::Asked,
+    request::Sensible,
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, Ownership, RawStream, site};

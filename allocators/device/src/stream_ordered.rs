@@ -2,10 +2,10 @@
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use crate::{
-    Block, Request, Resource,
+    Block, Request,
     backend::{Ledger, Source},
 };
-use aquifer_core::{Budget, Charge, DeviceId, MemoryError, PoolStats, Result};
+use aquifer_core::{__opaque::Sealed, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result};
 use aquifer_driver::{Driver, PoolHandle};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -134,7 +134,11 @@ impl crate::Reclaim for StreamOrdered {
     }
 }
 
-impl Resource for StreamOrdered {
+impl Sealed for StreamOrdered {}
+impl Opaque for StreamOrdered {
+    type Stream = Stream;
+    type Block = Block;
+
     fn device(&self) -> DeviceId {
         self.ledger.device()
     }

@@ -5,10 +5,11 @@
 
 mod support;
 
+use aquifer_adapters::Limit;
 use aquifer_core::{Action, Budget, MemoryError, Recorder, Tag, event::RingSink};
 use aquifer_device::{
-    Adoption, CANARY, Debugging, DeviceBuffer, DevicePool, Fault, Finding, GUARD_BYTES, Limit,
-    POISON_ALLOCATED, POISON_FREED, PoolConfig, Request, Resource,
+    Adoption, CANARY, Debugging, DeviceBuffer, DevicePool, Fault, Finding, GUARD_BYTES, Opaque,
+    POISON_ALLOCATED, POISON_FREED, PoolConfig, Request,
 };
 use aquifer_driver::{
     Access, Call, CallCounts, DeviceId, DeviceRange,

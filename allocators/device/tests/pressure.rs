@@ -3,9 +3,10 @@
 
 mod support;
 
+use aquifer_adapters::Limit;
 use aquifer_core::{Action, Budget, MemoryError, Recorder, Tag, event::RingSink};
 use aquifer_device::{
-    Adoption, DevicePool, Direct, FailureCallback, Limit, OnFailure, PoolConfig, Reclaim, Request, Resource,
+    Adoption, DevicePool, Direct, FailureCallback, OnFailure, Opaque, PoolConfig, Reclaim, Request, Resource,
     StreamOrdered,
 };
 use aquifer_driver::{
@@ -334,7 +335,10 @@ fn a_device_without_mappings_grows_by_segments_and_gives_them_back_whole() {
 #[derive(Debug)]
 struct Refuses(AtomicUsize);
 
-impl Resource for Refuses {
+impl aquifer_core::__opaque::Sealed for Refuses {}
+impl Opaque for Refuses {
+    type Stream = aquifer_stream::Stream;
+    type Block = aquifer_device::Block;
     fn device(&self) -> DeviceId {
         DeviceId(0)
     }

@@ -2,7 +2,10 @@
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use super::Owns;
-use aquifer_core::{DeferReuse, Gate, PoolStats, Result as MemoryResult, impl_allocator};
+use aquifer_core::{
+    __opaque::Sealed, DeferReuse, DeviceId, Gate, Opaque, OpaqueBlock, PoolStats, Request,
+    Result as MemoryResult, impl_allocator,
+};
 use std::{
     ptr::NonNull,
     sync::{
@@ -11,7 +14,8 @@ use std::{
     },
 };
 
-/// An allocator that counts what passes through it.
+/// An allocator that counts what passes through it; or a source of [`Opaque`] memory, whose blocks are live until their
+/// bytes are really free.
 ///
 /// Clones count together. The figures are exact whenever no call is under way, and the peak always is: each change of
 /// the live bytes is seen by exactly one thread.
@@ -87,6 +91,11 @@ impl Counters {
         self.live.fetch_sub(bytes as u64, Ordering::Relaxed);
     }
 
+    fn freed(&self, bytes: usize) {
+        self.take(bytes);
+        self.frees.fetch_add(1, Ordering::Relaxed);
+    }
+
     /// Counts a refusal, and passes it on.
     fn failed<E>(&self, refusal: E) -> E {
         self.failures.fetch_add(1, Ordering::Relaxed);
@@ -113,8 +122,7 @@ impl_allocator! {
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
             // SAFETY: the caller's promise; the block is one of the allocator below.
             unsafe { self.inner.deallocate(block, layout) };
-            self.counters.take(layout.size());
-            self.counters.frees.fetch_add(1, Ordering::Relaxed);
+            self.counters.freed(layout.size());
         }
 
         unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
@@ -151,5 +159,48 @@ unsafe impl<A: DeferReuse> DeferReuse for Counted<A> {
 unsafe impl<A: Owns> Owns for Counted<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.inner.owns(block)
+    }
+}
+
+/// A block that the host cannot reach, as long as it is kept.
+struct Live {
+    counters: Arc<Counters>,
+    bytes: usize,
+}
+
+impl Drop for Live {
+    fn drop(&mut self) {
+        self.counters.freed(self.bytes);
+    }
+}
+
+impl<M> Sealed for Counted<M> {}
+impl<M: Opaque> Opaque for Counted<M> {
+    type Stream = M::Stream;
+    type Block = M::Block;
+
+    fn device(&self) -> DeviceId {
+        self.inner.device()
+    }
+
+    #[track_caller]
+    fn allocate(&self, stream: &M::Stream, request: Request) -> MemoryResult<M::Block> {
+        let bytes = request.size() as usize;
+        let mut block = match self.inner.allocate(stream, request) {
+            Ok(block) => block,
+            Err(error) => return Err(self.counters.failed(error)),
+        };
+        self.counters.allocated(bytes);
+        block.keep_until_free(Box::new(Live { counters: self.counters.clone(), bytes }));
+        Ok(block)
+    }
+
+    /// What has passed through here.
+    fn stats(&self) -> PoolStats {
+        self.stats()
+    }
+
+    fn trim(&self, keep: u64) -> MemoryResult<u64> {
+        self.inner.trim(keep)
     }
 }

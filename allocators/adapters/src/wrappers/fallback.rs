@@ -5,13 +5,19 @@ use super::{
     Owns,
     blocks::{copy, nothing},
 };
-use aquifer_core::{DeferReuse, Gate, Result as MemoryResult, impl_allocator};
+use aquifer_core::{
+    __opaque::Sealed, DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult,
+    impl_allocator,
+};
 use std::{ptr::NonNull, sync::Arc};
 
 /// Two allocators: the second serves what the first refuses.
 ///
 /// A block goes back where it came from, and grows and shrinks there; one that the first cannot grow or shrink moves
 /// to the second. The first one tells its blocks by their address ([`Owns`]). Blocks of no bytes belong to neither.
+///
+/// Blocks of [`Opaque`] memory know their way home by themselves. Where the first refuses, for whatever reason, the second
+/// answers; both are of one device, so that a stream serves both.
 ///
 /// ```
 /// use aquifer_adapters::{Arena, ArenaSettings, Fallback, Owns};
@@ -156,5 +162,31 @@ unsafe impl<A: DeferReuse + Owns, B: DeferReuse> DeferReuse for Fallback<A, B> {
 unsafe impl<A: Owns, B: Owns> Owns for Fallback<A, B> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.first.owns(block) || self.second.owns(block)
+    }
+}
+
+impl<A, B> Sealed for Fallback<A, B> {}
+impl<A: Opaque, B: Opaque<Stream = A::Stream, Block = A::Block>> Opaque for Fallback<A, B> {
+    type Stream = A::Stream;
+    type Block = A::Block;
+
+    fn device(&self) -> DeviceId {
+        self.first.device()
+    }
+
+    #[track_caller]
+    fn allocate(&self, stream: &A::Stream, request: Request) -> MemoryResult<A::Block> {
+        match self.first.allocate(stream, request) {
+            Ok(block) => Ok(block),
+            Err(_) => self.second.allocate(stream, request),
+        }
+    }
+
+    fn stats(&self) -> PoolStats {
+        self.first.stats() + self.second.stats()
+    }
+
+    fn trim(&self, keep: u64) -> MemoryResult<u64> {
+        Ok(self.first.trim(keep)? + self.second.trim(keep)?)
     }
 }

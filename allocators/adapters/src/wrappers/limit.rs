@@ -2,17 +2,23 @@
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use super::Owns;
-use aquifer_core::{Budget, Charge, DeferReuse, Gate, OutOfBudget, Result as MemoryResult, impl_allocator};
+use aquifer_core::{
+    __opaque::Sealed, Budget, Charge, DeferReuse, DeviceId, Gate, Opaque, OpaqueBlock, OutOfBudget,
+    PoolStats, Request, Result as MemoryResult, impl_allocator,
+};
 use std::{
     ptr::NonNull,
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// An allocator whose live bytes are charged to a [`Budget`], each to the byte.
+/// An allocator whose live bytes are charged to a [`Budget`], each to the byte; or a source of [`Opaque`] memory.
 ///
 /// What is counted is what was asked for, from the moment before the allocator below is called until the moment after
 /// it took the block back. Several limits may share a budget; clones of one share its account. A block that is leaked
 /// stays charged, even when the limit itself is gone.
+///
+/// A block of a device's memory is charged until its bytes are really free, which for one that another stream still uses
+/// is later than its drop. A request that is refused never reaches the pool.
 ///
 /// A pool that holds physical memory charges that itself; use this one where live bytes are the thing to bound.
 ///
@@ -163,5 +169,45 @@ unsafe impl<A: DeferReuse> DeferReuse for Limit<A> {
 unsafe impl<A: Owns> Owns for Limit<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.inner.owns(block)
+    }
+}
+
+/// What a block that the host cannot reach has been charged for, as long as it is kept.
+struct Charged {
+    account: Arc<Account>,
+    bytes: usize,
+}
+
+impl Drop for Charged {
+    fn drop(&mut self) {
+        self.account.release(self.bytes);
+    }
+}
+
+impl<M> Sealed for Limit<M> {}
+impl<M: Opaque> Opaque for Limit<M> {
+    type Stream = M::Stream;
+    type Block = M::Block;
+
+    fn device(&self) -> DeviceId {
+        self.inner.device()
+    }
+
+    #[track_caller]
+    fn allocate(&self, stream: &M::Stream, request: Request) -> MemoryResult<M::Block> {
+        let bytes = request.size() as usize;
+        let charge = self.account.charge(bytes)?;
+        let mut block = self.inner.allocate(stream, request)?;
+        self.account.keep(charge);
+        block.keep_until_free(Box::new(Charged { account: self.account.clone(), bytes }));
+        Ok(block)
+    }
+
+    fn stats(&self) -> PoolStats {
+        self.inner.stats()
+    }
+
+    fn trim(&self, keep: u64) -> MemoryResult<u64> {
+        self.inner.trim(keep)
     }
 }

@@ -2,7 +2,10 @@
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use super::{Owns, blocks::copy};
-use aquifer_core::{DeferReuse, Gate, Result as MemoryResult, impl_allocator};
+use aquifer_core::{
+    __opaque::Sealed, DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult,
+    impl_allocator,
+};
 use std::{ptr::NonNull, sync::Arc};
 
 /// Two allocators: one serves what is small, the other what is larger than a threshold.
@@ -10,7 +13,8 @@ use std::{ptr::NonNull, sync::Arc};
 /// Where a block came from follows from its size alone, so neither allocator has to know its blocks: a small block is
 /// cut to the threshold where the allocator gives more. A block that grows or shrinks past the threshold moves.
 ///
-/// Where one refuses, the other is not asked; [`Fallback`](super::Fallback) does that.
+/// Where one refuses, the other is not asked; [`Fallback`](super::Fallback) does that. Both may be sources of [`Opaque`]
+/// memory of one device.
 ///
 /// ```
 /// use aquifer_adapters::{Counted, Segregate};
@@ -153,5 +157,31 @@ unsafe impl<S: DeferReuse + Owns, L: DeferReuse> DeferReuse for Segregate<S, L> 
 unsafe impl<S: Owns, L: Owns> Owns for Segregate<S, L> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.small.owns(block) || self.large.owns(block)
+    }
+}
+
+impl<S, L> Sealed for Segregate<S, L> {}
+impl<S: Opaque, L: Opaque<Stream = S::Stream, Block = S::Block>> Opaque for Segregate<S, L> {
+    type Stream = S::Stream;
+    type Block = S::Block;
+
+    fn device(&self) -> DeviceId {
+        self.small.device()
+    }
+
+    #[track_caller]
+    fn allocate(&self, stream: &S::Stream, request: Request) -> MemoryResult<S::Block> {
+        if request.size() > self.threshold as u64 {
+            return self.large.allocate(stream, request);
+        }
+        self.small.allocate(stream, request)
+    }
+
+    fn stats(&self) -> PoolStats {
+        self.small.stats() + self.large.stats()
+    }
+
+    fn trim(&self, keep: u64) -> MemoryResult<u64> {
+        Ok(self.small.trim(keep)? + self.large.trim(keep)?)
     }
 }

@@ -2,12 +2,16 @@
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use super::Owns;
-use aquifer_core::{DeferReuse, Gate, Result as MemoryResult, Tag, impl_allocator, tagged};
+use aquifer_core::{
+    __opaque::Sealed, DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, Tag,
+    impl_allocator, tagged,
+};
 use std::{ptr::NonNull, sync::Arc};
 
 /// An allocator whose allocations belong to one [`Tag`], whatever scope they are made in.
 ///
-/// The pools below see it as [`Tag::current`] and count under it.
+/// The pools below see it as [`Tag::current`] and count under it. Over [`Opaque`] memory it is the request's tag, whatever
+/// that was.
 ///
 /// ```
 /// use aquifer_adapters::Tagged;
@@ -85,5 +89,28 @@ unsafe impl<A: DeferReuse> DeferReuse for Tagged<A> {
 unsafe impl<A: Owns> Owns for Tagged<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.inner.owns(block)
+    }
+}
+
+impl<M> Sealed for Tagged<M> {}
+impl<M: Opaque> Opaque for Tagged<M> {
+    type Stream = M::Stream;
+    type Block = M::Block;
+
+    fn device(&self) -> DeviceId {
+        self.inner.device()
+    }
+
+    #[track_caller]
+    fn allocate(&self, stream: &M::Stream, request: Request) -> MemoryResult<M::Block> {
+        self.inner.allocate(stream, request.tag(self.tag))
+    }
+
+    fn stats(&self) -> PoolStats {
+        self.inner.stats()
+    }
+
+    fn trim(&self, keep: u64) -> MemoryResult<u64> {
+        self.inner.trim(keep)
     }
 }

@@ -1,7 +1,7 @@
 //! What lies around a block and in it, and how it is put there and looked at.
 #![expect(unsafe_code, reason = "fills device memory")]
 
-use crate::{BLOCK_ALIGN, Block, DeviceBuffer, Request};
+use crate::{BLOCK_ALIGN, Block, DeviceBuffer, Request, request::Sensible};
 use aquifer_core::{MemoryError, Result};
 use aquifer_stream::{Stream, Timeline};
 use std::ops::Range;

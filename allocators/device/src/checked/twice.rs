@@ -2,11 +2,11 @@
 
 use super::{Checked, Debugging, Fault, POISON_ALLOCATED, Under};
 use crate::{
-    Block, DevicePool, PoolConfig, Request, Resource,
+    Block, DevicePool, PoolConfig, Request,
     backend::{Backed, Deferred, Release},
     block::Asked,
 };
-use aquifer_core::{DeviceId, MemoryError, PoolStats, Result};
+use aquifer_core::{__opaque::Sealed, DeviceId, MemoryError, Opaque, PoolStats, Result};
 use aquifer_driver::{DeviceRange, sim::Sim};
 use aquifer_stream::Stream;
 use std::{
@@ -35,7 +35,11 @@ impl Release for Freed {
     }
 }
 
-impl Resource for Twice {
+impl Sealed for Twice {}
+impl Opaque for Twice {
+    type Stream = Stream;
+    type Block = Block;
+
     fn device(&self) -> DeviceId {
         self.pool.device()
     }

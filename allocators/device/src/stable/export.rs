@@ -1,7 +1,7 @@
 //! Stable blocks for other processes, and theirs for us.
 #![expect(unsafe_code, reason = "imports memory that others work with")]
 
-use crate::{DevicePool, Request, StableBlock, physical::handle::Handle};
+use crate::{DevicePool, Request, StableBlock, physical::handle::Handle, request::Sensible};
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{ExportTypes, FabricHandle, site};
 use aquifer_stream::Stream;
