@@ -2,9 +2,6 @@
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{DeviceBuffer, Frames, MemoryError, Runtime, Vec};
-use std::num::NonZero;
-
-const THREE: NonZero<usize> = NonZero::new(3).unwrap();
 
 fn main() -> Result<(), MemoryError> {
     let rt = Runtime::builder().or_sim().build()?;
@@ -12,7 +9,7 @@ fn main() -> Result<(), MemoryError> {
     let s = pool.stream()?;
     let mut x: DeviceBuffer<u32> = pool.buffer(&s, 1024)?;
 
-    let mut frames = Frames::new_in(THREE, rt.pinned_near(0).allocator());
+    let mut frames = Frames::new_in(3, rt.pinned_near(0).allocator());
     for step in 0..10u32 {
         let frame = frames.next()?; // waits for the step three ago
         let mut batch = Vec::new_in(frame.arena());

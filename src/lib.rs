@@ -10,13 +10,13 @@ pub use runtime::{Runtime, RuntimeBuilder};
 pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames, Limit};
 pub use aquifer_core::{
     self as core, Action, Budget, Bytes, Charge, DeferReuse, DeviceId, DriverError, Event, Gate, MemoryError,
-    Opaque, OutOfBudget, OutOfMemory, PoolStats, Recorder, Reservation, Result, Sink, Tag, event,
+    Opaque, OutOfBudget, OutOfMemory, PoolStats, Recorder, Reservation, Result, Sink, StepMemory, Tag, event,
     impl_allocator, tagged,
 };
 pub use aquifer_device::{
-    self as device, Adopted, Adoption, Block, Chunks, ChunksMut, Debugging, Declined, DeviceBuffer,
-    DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Log, OnFailure,
-    PoolConfig, Reclaim, Registration, Request, Reserved, Resource, StableBlock, StreamOrdered,
+    self as device, Adopted, Adoption, Block, Chunks, ChunksMut, Debugging, Declined, DeviceArena,
+    DeviceBuffer, DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Log,
+    OnFailure, PoolConfig, Reclaim, Registration, Request, Reserved, Resource, StableBlock, StreamOrdered,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;

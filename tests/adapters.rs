@@ -12,7 +12,7 @@ use aquifer::{
     sim::Sim,
 };
 use arrow_buffer::{Buffer, ScalarBuffer};
-use std::{num::NonZero, panic::AssertUnwindSafe, ptr::NonNull, sync::Arc};
+use std::{panic::AssertUnwindSafe, ptr::NonNull, sync::Arc};
 use support::runtime;
 
 #[test]
@@ -74,8 +74,7 @@ fn a_ring_of_frames_in_pinned_memory_settles() {
     let rt = runtime(&sim);
     let pool = rt.pinned_near(0);
     let settings = ArenaSettings::new().on_reset(OnReset::Merge);
-    let three = NonZero::new(3).unwrap();
-    let mut frames = Frames::with_settings_in(three, settings, Counted::new(pool.allocator()));
+    let mut frames = Frames::with_settings_in(3, settings, Counted::new(pool.allocator()));
     let mut taken = 0;
     for step in 0..30u32 {
         let frame = frames.next().unwrap();

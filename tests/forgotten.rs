@@ -266,7 +266,7 @@ fn a_pinned_buffer_under_a_copy() {
 fn a_frame_whose_memory_a_copy_reads() {
     forgetting(|rig| {
         let mut x = rig.buffer(&rig.s);
-        let mut frames = aquifer::Frames::new_in(2.try_into().unwrap(), rig.rt.pinned_near(0).allocator());
+        let mut frames = aquifer::Frames::new_in(2, rig.rt.pinned_near(0).allocator());
         for _ in 0..5 {
             let frame = frames.next().unwrap();
             let mut batch = PinnedVec::new_in(frame.arena());

@@ -1,63 +1,82 @@
 //! A ring of arenas, one for each step in flight.
+//!
+//! ```text
+//!   host       step 0 │ step 1 │ step 2 │ waits │ step 3 │ …     three frames
+//!   device              └──── work of step 0 ───┘
+//! ```
+//!
+//! The host runs ahead of the device by as many steps as there are frames, and no further. What a step is waited for is
+//! noted when it ends, by an event behind its work: one that is recorded when somebody waits would come after the steps
+//! that followed, and the host would wait for all of them.
 
 use crate::{Arena, ArenaSettings};
 use allocator_api2::alloc::{Allocator, Global};
-use aquifer_core::Result;
-use std::{fmt, num::NonZero};
+use aquifer_core::{Result, StepMemory};
 
 /// A ring of arenas for work that is done in steps while the steps before are still being copied or computed.
 ///
-/// Each call of [`next`](Frames::next) gives the arena that was used longest ago, empty. If a device still reads what
-/// lay in it, the call waits: with three frames, for the step three ago.
+/// Each call of [`next`](Frames::next) gives the arena that was used longest ago, empty. If a device still uses what lay in
+/// it, the call waits: with three frames, for the step three ago, and for nothing that came after that.
 ///
 /// ```
 /// use aquifer_adapters::Frames;
 /// use allocator_api2::{alloc::Global, vec::Vec};
-/// use std::num::NonZero;
-/// let mut frames = Frames::new_in(NonZero::new(3).ok_or("no frames")?, Global);
+/// let mut frames = Frames::new_in(3, Global);
 /// for step in 0..10u32 {
 ///     let frame = frames.next()?;
 ///     let mut batch = Vec::new_in(frame.arena());
 ///     batch.extend([step; 100]);
 /// }
-/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
-pub struct Frames<A: Allocator = Global> {
+///
+/// Frames of device memory are a ring of the device's own arenas, made one by one: [`Frames::of`].
+#[derive(Debug)]
+pub struct Frames<M = Arena<Global>> {
     /// Never empty.
-    ring: Vec<Arena<A>>,
+    ring: Vec<M>,
     /// The frame that is next.
     at: usize,
 }
 
 /// One arena of a ring, for one step.
 #[derive(Debug)]
-pub struct Frame<'f, A: Allocator = Global> {
-    arena: &'f mut Arena<A>,
+pub struct Frame<'f, M = Arena<Global>> {
+    arena: &'f mut M,
 }
 
-impl<A: Allocator + Clone> Frames<A> {
-    /// A ring of `count` arenas over clones of `upstream`. Takes no memory of it yet.
-    pub fn new_in(count: NonZero<usize>, upstream: A) -> Self {
+impl<A: Allocator + Clone> Frames<Arena<A>> {
+    /// A ring of `count` arenas, one at least, over clones of `upstream`. Takes no memory of it yet.
+    pub fn new_in(count: usize, upstream: A) -> Self {
         Self::with_settings_in(count, ArenaSettings::new(), upstream)
     }
 
-    /// A ring of `count` arenas that take their chunks as `settings` say, each for itself.
-    pub fn with_settings_in(count: NonZero<usize>, settings: ArenaSettings, upstream: A) -> Self {
-        let ring = (0..count.get()).map(|_| Arena::with_settings_in(settings, upstream.clone())).collect();
-        Self { ring, at: 0 }
+    /// A ring of `count` arenas, one at least, that take their chunks as `settings` say, each for itself.
+    pub fn with_settings_in(count: usize, settings: ArenaSettings, upstream: A) -> Self {
+        let first = Arena::with_settings_in(settings, upstream.clone());
+        Self::of(first, (1..count).map(|_| Arena::with_settings_in(settings, upstream.clone())))
     }
 }
 
-impl<A: Allocator> Frames<A> {
-    /// The arena that was used longest ago, empty. Waits until no device reads it any more.
+impl<M: StepMemory> Frames<M> {
+    /// A ring of these, in their order.
+    pub fn of(first: M, others: impl IntoIterator<Item = M>) -> Self {
+        let mut ring = vec![first];
+        ring.extend(others);
+        Self { ring, at: 0 }
+    }
+
+    /// The arena that was used longest ago, empty, and the end of the step that the last one was for. Waits until no device
+    /// uses what lay in the one that it gives.
     ///
     /// # Errors
-    /// As [`Arena::reset`]; the same frame is next again.
+    /// As the arena's `reset`, or [`StepMemory::end_step`]; the same frame is next again.
     #[expect(clippy::should_implement_trait, reason = "a frame borrows the ring, which no iterator can say")]
-    pub fn next(&mut self) -> Result<Frame<'_, A>> {
-        let at = self.at % self.ring.len();
+    pub fn next(&mut self) -> Result<Frame<'_, M>> {
+        let (count, at) = (self.ring.len(), self.at);
+        self.ring[(at + count - 1) % count].end_step()?;
         self.ring[at].reset()?;
-        self.at = at + 1;
+        self.at = (at + 1) % count;
         Ok(Frame { arena: &mut self.ring[at] })
     }
 
@@ -68,27 +87,21 @@ impl<A: Allocator> Frames<A> {
     }
 }
 
-impl<'f, A: Allocator> Frame<'f, A> {
+impl<'f, M> Frame<'f, M> {
     /// This step's arena.
     #[must_use]
-    pub fn arena(&self) -> &Arena<A> {
+    pub fn arena(&self) -> &M {
         self.arena
     }
 
     /// This step's arena, for its [`scope`](Arena::scope)s.
-    pub fn arena_mut(&mut self) -> &mut Arena<A> {
+    pub fn arena_mut(&mut self) -> &mut M {
         self.arena
     }
 
     /// This step's arena, for as long as the ring is borrowed.
     #[must_use]
-    pub fn into_arena(self) -> &'f Arena<A> {
+    pub fn into_arena(self) -> &'f M {
         self.arena
-    }
-}
-
-impl<A: Allocator> fmt::Debug for Frames<A> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Frames").field("ring", &self.ring).field("at", &self.at).finish()
     }
 }

@@ -11,7 +11,6 @@ use hashbrown::HashMap;
 use std::{
     alloc::Layout,
     cell::Cell,
-    num::NonZero,
     panic::{AssertUnwindSafe, catch_unwind},
     ptr::NonNull,
 };
@@ -372,7 +371,7 @@ fn it_owns_its_blocks_and_no_other() {
 #[test]
 fn frames_come_round_empty() {
     let below = Counted::new(Global);
-    let mut frames = Frames::new_in(NonZero::new(3).unwrap(), &below);
+    let mut frames = Frames::new_in(3, &below);
     let mut places = std::vec::Vec::new();
     for step in 0..9u8 {
         let frame = frames.next().unwrap();

@@ -11,7 +11,6 @@ use allocator_api2::{alloc::Global, vec::Vec};
 use aquifer_adapters::{Arena, ArenaSettings, Counted, Fallback, Frames, Limit, Tagged};
 use aquifer_core::{Budget, DeferReuse, MemoryError, Tag};
 use std::{
-    num::NonZero,
     ptr::NonNull,
     sync::Arc,
     thread,
@@ -258,7 +257,7 @@ fn a_fallback_asks_the_owner() {
 #[test]
 fn a_frame_waits_for_the_step_that_used_it() {
     let pool = Gated::default();
-    let mut frames = Frames::with_settings_in(NonZero::new(2).unwrap(), SETTINGS, pool.clone());
+    let mut frames = Frames::with_settings_in(2, SETTINGS, pool.clone());
     let latches = [Latch::closed(), Latch::closed()];
     for latch in &latches {
         let frame = frames.next().unwrap();

@@ -13,6 +13,7 @@
 //! | [`defer`] | the promise of an allocator whose blocks a device may still read |
 //! | [`opaque`] | memory that the host cannot reach, as wrappers see it |
 //! | [`request`] | what is asked of such memory |
+//! | [`step`] | memory that is emptied between the steps of a loop |
 //!
 //! Nothing here touches memory, a device or the operating system's memory calls.
 
@@ -27,6 +28,7 @@ pub mod ids;
 pub mod opaque;
 pub mod request;
 pub mod stats;
+pub mod step;
 mod sync;
 pub mod tag;
 
@@ -40,6 +42,7 @@ pub use ids::{DeviceId, Id, IdSpace};
 pub use opaque::{Opaque, OpaqueBlock};
 pub use request::{BLOCK_ALIGN, Request};
 pub use stats::PoolStats;
+pub use step::StepMemory;
 pub use tag::{Tag, tagged};
 
 /// What [`impl_allocator!`] expands to names; not for use by hand.

@@ -5,6 +5,7 @@
 //! | [`DevicePool`] | the caching pool of one device |
 //! | [`Block`] | memory that goes home when it is dropped |
 //! | [`DeviceBuffer`] | a block with elements of one type |
+//! | [`DeviceArena`] | a block that is handed out in parts, and taken back whole |
 //! | [`StableBlock`] | a block whose memory never moves, for whoever keeps its address; can be exported |
 //! | [`Reserved`] | elements at addresses that stay while memory behind them comes and goes |
 //! | [`Resource`] | what all sources of device memory have in common |
@@ -116,6 +117,7 @@
 //! A use after the free that reaches another's live block is found by none of them; the simulated GPU finds it.
 
 mod apart;
+mod arena;
 mod backend;
 mod block;
 mod buffer;
@@ -138,6 +140,7 @@ mod stable;
 mod stream_ordered;
 
 pub use aquifer_core::{BLOCK_ALIGN, Opaque, Request};
+pub use arena::DeviceArena;
 pub use block::Block;
 pub use buffer::{Adopted, Chunks, ChunksMut, Declined, DeviceBuffer, DeviceSlice, DeviceSliceMut};
 pub use checked::{

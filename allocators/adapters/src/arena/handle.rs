@@ -3,7 +3,7 @@
 
 use super::{ArenaSettings, ArenaStats, Mark, Scope, bump::Bump, scope, typed, typed::allocating_methods};
 use allocator_api2::alloc::{AllocError, Allocator, Global, handle_alloc_error};
-use aquifer_core::Result as MemoryResult;
+use aquifer_core::{Result as MemoryResult, StepMemory};
 use std::{alloc::Layout, fmt, ptr::NonNull, time::Instant};
 
 /// A bump allocator over `A`: the fastest way to allocate many things that go away together.
@@ -137,6 +137,17 @@ impl<A: Allocator> Arena<A> {
 #[expect(clippy::mut_from_ref, reason = "each call hands out a block of its own")]
 impl<A: Allocator> Arena<A> {
     allocating_methods!('a, ['a]);
+}
+
+impl<A: Allocator> StepMemory for Arena<A> {
+    fn end_step(&mut self) -> MemoryResult<()> {
+        self.bump.look_at_gates();
+        Ok(())
+    }
+
+    fn reset(&mut self) -> MemoryResult<()> {
+        self.reset()
+    }
 }
 
 impl<A: Allocator> fmt::Debug for Arena<A> {

@@ -115,6 +115,14 @@ impl<'a, T> DeviceSliceMut<'a, T> {
     }
 }
 
+impl<'a, T> DeviceSliceMut<'a, T> {
+    /// The same, where other parts of the block may be written too.
+    pub(crate) fn of_several(block: &'a Block, offset: u64, len: usize) -> Self {
+        let part = Part { block, offset, len, alone: true };
+        Self { part: part.beside(), elements: PhantomData }
+    }
+}
+
 impl<'a, T: Pod> DeviceSlice<'a, T> {
     /// The elements in `range` of it.
     ///

@@ -5,7 +5,6 @@ use super::{MAX_OPS, books::Books, shadow::Shadow};
 use crate::program::Bytes;
 use aquifer_adapters::{Arena, ArenaSettings, Frames, OnReset, Scope};
 use aquifer_core::{DeferReuse, MemoryError};
-use std::num::NonZero;
 
 /// Scopes within each other at most.
 const MAX_DEPTH: u8 = 4;
@@ -24,16 +23,16 @@ pub fn run(bytes: &mut Bytes<'_>) {
         .max_chunk(100 << bytes.choice(6))
         .limit(limit)
         .on_reset(on_reset);
-    let count = NonZero::new(1 + usize::from(bytes.choice(3))).unwrap_or(NonZero::<usize>::MIN);
+    let count = 1 + usize::from(bytes.choice(3));
     let mut frames = Frames::with_settings_in(count, settings, books.clone());
     // What devices read of each frame's step; the blocks of a step go with it.
-    let mut steps: Vec<Shadow> = (0..count.get()).map(|_| Shadow::default()).collect();
+    let mut steps: Vec<Shadow> = (0..count).map(|_| Shadow::default()).collect();
     let mut ops = 0;
     for turn in 0.. {
         if bytes.is_empty() || ops >= MAX_OPS {
             break;
         }
-        let own = &mut steps[turn % count.get()];
+        let own = &mut steps[turn % count];
         let was_held = own.is_held();
         let mut frame = match frames.next() {
             Ok(frame) => {

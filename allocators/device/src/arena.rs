@@ -1,0 +1,184 @@
+//! One block, handed out in parts from its low end up, and taken back whole.
+
+use crate::{BLOCK_ALIGN, Block, DeviceSliceMut, Request, Resource};
+use aquifer_core::{MemoryError, Result, StepMemory};
+use aquifer_driver::site;
+use aquifer_heap::{Bump, Range};
+use aquifer_stream::{Noted, Stream};
+use bytemuck::Pod;
+use std::{
+    fmt,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+/// Device memory for the buffers of one step: parts of one block, bounds-checked, that are all taken back at once.
+///
+/// A part is what a part of a [`DeviceBuffer`](crate::DeviceBuffer) is: work on any stream takes it, waits for what it
+/// must, and its use is noted. As with those, a use is one of the whole block, so two streams that write parts of one arena
+/// take turns; where they are to run at once, take an arena for each.
+///
+/// [`reset`](DeviceArena::reset) takes everything back. It waits on the host until all work that used the parts is done:
+/// several of these in turn, in aquifer-adapters' `Frames`, let the host run ahead by as many steps and no further.
+///
+/// ```
+/// use aquifer_device::{DeviceArena, DevicePool, PoolConfig};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// let sim = Sim::h200(1);
+/// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
+/// let s = pool.stream()?;
+/// let mut arena = DeviceArena::new(&pool, &s, 1 << 20)?;
+/// for step in 0..3u32 {
+///     let mut tokens = arena.alloc::<u32>(1000)?;
+///     let mut scores = arena.alloc::<f32>(1000)?;
+///     s.fill(&mut tokens, step)?;
+///     s.fill(&mut scores, 0.5)?;
+///     arena.reset()?;
+/// }
+/// assert!(arena.alloc::<u8>(2 << 20).is_err());
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
+///
+/// A part does not outlive the step:
+///
+/// ```compile_fail,E0502
+/// # use aquifer_device::DeviceArena;
+/// # use aquifer_stream::Stream;
+/// fn late(arena: &mut DeviceArena, s: &Stream) -> aquifer_core::Result<()> {
+///     let mut part = arena.alloc::<u8>(100)?;
+///     arena.reset()?;
+///     s.fill(&mut part, 1)
+/// }
+/// ```
+pub struct DeviceArena {
+    block: Block,
+    home: Stream,
+    bump: Mutex<Bump>,
+    /// Where the work of the step ends, once the step has.
+    ended: Option<Ended>,
+}
+
+struct Ended {
+    /// The epoch of the arena's own stream.
+    home: u64,
+    /// Uses by other streams.
+    others: Vec<Noted>,
+}
+
+impl DeviceArena {
+    /// An arena of `bytes` from `resource`, for work on `stream` first of all.
+    ///
+    /// # Errors
+    /// The resource's.
+    #[track_caller]
+    pub fn new(resource: &(impl Resource + ?Sized), stream: &Stream, bytes: u64) -> Result<Self> {
+        let block = resource.allocate(stream, Request::bytes(bytes))?;
+        let bump = Mutex::new(Bump::new(Range::new(block.address(), block.bytes())));
+        Ok(Self { block, home: stream.clone(), bump, ended: None })
+    }
+
+    /// The next `len` elements, aligned as every block is. They hold what was there before.
+    ///
+    /// # Errors
+    /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`] if no more than that
+    /// limit is left.
+    pub fn alloc<T: Pod>(&self, len: usize) -> Result<DeviceSliceMut<'_, T>> {
+        let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
+        if bytes == 0 {
+            return Err(MemoryError::ZeroSize);
+        }
+        let mut bump = self.bump();
+        let align = BLOCK_ALIGN.max(align_of::<T>() as u64);
+        let address = bump.alloc(bytes, align).ok_or_else(|| {
+            let start = bump.range().start + bump.used();
+            let padding = start.next_multiple_of(align) - start;
+            MemoryError::TooLarge { requested: bytes, limit: bump.remaining().saturating_sub(padding) }
+        })?;
+        // The engine never hands out bytes twice before `reset`, which no part outlives.
+        Ok(DeviceSliceMut::of_several(&self.block, address - self.block.address(), len))
+    }
+
+    /// Takes everything back. Blocks until all work that used the parts is done: what had been queued when
+    /// [`end_step`](StepMemory::end_step) was called, or is now.
+    ///
+    /// # Errors
+    /// [`MemoryError::Busy`] while a use that somebody [prepared](Block::prepare) is not finished;
+    /// [`MemoryError::Capturing`]; the driver's. Nothing has changed then.
+    #[track_caller]
+    pub fn reset(&mut self) -> Result<()> {
+        let _site = site::enter();
+        self.end_step()?;
+        if let Some(ended) = &self.ended {
+            for noted in &ended.others {
+                let epoch = noted.epoch().ok_or(MemoryError::Busy { address: self.block.address() })?;
+                noted.on().wait(epoch, None)?;
+            }
+            self.home.timeline().wait(ended.home, None)?;
+        }
+        self.ended = None;
+        self.bump().reset();
+        Ok(())
+    }
+
+    /// The block underneath.
+    #[must_use]
+    pub fn block(&self) -> &Block {
+        &self.block
+    }
+
+    /// Bytes handed out since the last reset, with what alignment takes.
+    #[must_use]
+    pub fn used(&self) -> u64 {
+        self.bump().used()
+    }
+
+    /// Bytes in all.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.block.bytes()
+    }
+
+    /// The most that [`used`](DeviceArena::used) has been.
+    #[must_use]
+    pub fn high_water(&self) -> u64 {
+        self.bump().high_water()
+    }
+
+    fn bump(&self) -> MutexGuard<'_, Bump> {
+        // Nothing unwinds while it is held.
+        self.bump.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl StepMemory for DeviceArena {
+    #[track_caller]
+    fn end_step(&mut self) -> Result<()> {
+        if self.ended.is_some() {
+            return Ok(());
+        }
+        let _site = site::enter();
+        let home = self.home.timeline();
+        let others = self.block.uses.current(home);
+        // An event now: one that is recorded when it is waited for would come after the steps to come, too.
+        for noted in &others {
+            noted.epoch().map_or(Ok(()), |epoch| noted.on().fence(epoch).map(drop))?;
+        }
+        let epoch = home.open();
+        home.fence(epoch)?;
+        self.ended = Some(Ended { home: epoch, others });
+        Ok(())
+    }
+
+    #[track_caller]
+    fn reset(&mut self) -> Result<()> {
+        self.reset()
+    }
+}
+
+impl fmt::Debug for DeviceArena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceArena")
+            .field("block", &self.block)
+            .field("used", &self.used())
+            .finish_non_exhaustive()
+    }
+}
