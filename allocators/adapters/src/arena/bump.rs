@@ -100,25 +100,60 @@ impl<A: Allocator> Bump<A> {
     #[cold]
     #[inline(never)]
     fn allocate_in_next_chunk(&self, layout: Layout) -> Option<NonNull<u8>> {
+        if let Some(block) = self.allocate_in_first_chunk(layout) {
+            return Some(block);
+        }
         let mut chunks = self.chunks.try_borrow_mut().ok()?;
         if !chunks.spare_for(layout) {
             drop(chunks);
-            let chunk = self.take_chunk(layout)?;
+            let (block, asked) = self.take_chunk(layout)?;
             let Ok(now) = self.chunks.try_borrow_mut() else {
-                self.return_chunk(chunk);
+                self.return_chunk(block.cast(), asked);
                 return None;
             };
             chunks = now;
-            chunks.taken += chunk.layout.size();
+            chunks.taken += asked.size();
             chunks.merged = 0;
-            chunks.grown = chunk.layout.size().min(self.settings.max_chunk);
-            // `take_chunk` made room, so this does not allocate.
-            let at = chunks.entered;
-            chunks.list.insert(at, chunk);
+            chunks.grown = asked.size().min(self.settings.max_chunk);
+            // `take_chunk` made room, so this does not allocate. Written where it stays: a chunk that is moved is read back
+            // before its stores are done.
+            let (at, last) = (chunks.entered, chunks.list.len());
+            chunks.list.push(Chunk::new(block.cast(), asked, block.len()));
+            if at < last {
+                chunks.list.swap(at, last);
+            }
         }
         self.enter_next(&mut chunks);
         drop(chunks);
         self.advance(layout)
+    }
+
+    /// The same in an arena that has no chunk yet, if all is as usual. An arena that is soon dropped has no other slow path,
+    /// and this is half as long.
+    fn allocate_in_first_chunk(&self, layout: Layout) -> Option<NonNull<u8>> {
+        let size = layout.size().checked_next_multiple_of(CHUNK_ALIGN)?.max(self.settings.first_chunk);
+        if !self.chunks.try_borrow().is_ok_and(|chunks| chunks.is_new()) || size > self.settings.limit {
+            return None;
+        }
+        let asked = Layout::from_size_align(size, layout.align().max(CHUNK_ALIGN)).ok()?;
+        let block = self.upstream.allocate(asked).ok()?;
+        let base = block.cast::<u8>();
+        let mut chunks = self.chunks.try_borrow_mut().ok().filter(|chunks| chunks.is_new());
+        let end = base.addr().get() + block.len();
+        let (Some(chunks), true) = (&mut chunks, end <= isize::MAX as usize) else {
+            drop(chunks);
+            self.return_chunk(base, asked);
+            return None;
+        };
+        chunks.list.push(Chunk::new(base, asked, block.len()));
+        (chunks.entered, chunks.taken, chunks.grown) = (1, size, size.min(self.settings.max_chunk));
+        self.base.set(base.addr().get());
+        self.end.set(end);
+        self.floor.set(base.addr().get());
+        self.furthest.set(0);
+        // SAFETY: the chunk has as many bytes, and is aligned for the layout: the block begins where it does.
+        self.next.set(unsafe { base.add(layout.size()) });
+        Some(base)
     }
 
     /// Makes the first spare the current chunk.
@@ -158,7 +193,7 @@ impl<A: Allocator> Bump<A> {
 
     /// Asks the allocator below for a chunk that holds at least this layout: twice the last one's size if it can be
     /// had, less if the limit or the allocator says so.
-    fn take_chunk(&self, layout: Layout) -> Option<Chunk> {
+    fn take_chunk(&self, layout: Layout) -> Option<(NonNull<[u8]>, Layout)> {
         let align = layout.align().max(CHUNK_ALIGN);
         let need = layout.size().checked_next_multiple_of(CHUNK_ALIGN)?;
         let settings = &self.settings;
@@ -175,18 +210,17 @@ impl<A: Allocator> Bump<A> {
             // Spares are too small for this one. What is held in them stays held: the allocator below knows of it.
             let spare = self.chunks.try_borrow_mut().ok()?.pop_spare()?;
             room = room.saturating_add(spare.layout.size());
-            self.return_chunk(spare);
+            self.return_chunk(spare.base, spare.layout);
         }
         let mut size = wish.clamp(need, room.max(need));
         loop {
             let asked = Layout::from_size_align(size, align).ok()?;
             if let Ok(block) = self.upstream.allocate(asked) {
-                let chunk = Chunk::new(block.cast(), asked, block.len());
-                if chunk.end() <= isize::MAX as usize {
-                    return Some(chunk);
+                if block.addr().get() + block.len() <= isize::MAX as usize {
+                    return Some((block, asked));
                 }
                 // No system maps a program's memory there: a bound that costs nothing here spares two checks in `advance`.
-                self.return_chunk(chunk);
+                self.return_chunk(block.cast(), asked);
                 return None;
             }
             if size > need {
@@ -194,15 +228,15 @@ impl<A: Allocator> Bump<A> {
                 continue;
             }
             let spare = self.chunks.try_borrow_mut().ok()?.pop_spare()?;
-            self.return_chunk(spare);
+            self.return_chunk(spare.base, spare.layout);
         }
     }
 
-    fn return_chunk(&self, chunk: Chunk) {
-        // SAFETY: 1. The block is one of `upstream`'s and nobody else gives it back: it has left the list. 2. The
-        // layout is the one that it was asked for with. 3. Nobody uses it: it was never entered, or it is spare, or
-        // the arena is borrowed exclusively. Where a device still may, `upstream` was told by `defer`.
-        unsafe { self.upstream.deallocate(chunk.base, chunk.layout) };
+    fn return_chunk(&self, base: NonNull<u8>, layout: Layout) {
+        // SAFETY: 1. The block is one of `upstream`'s and nobody else gives it back: it has left the list, or the arena is
+        // going. 2. The layout is the one that it was asked for with. 3. Nobody uses it: it was never entered, or it is
+        // spare, or the arena is borrowed exclusively. Where a device still may, `upstream` was told by `defer`.
+        unsafe { self.upstream.deallocate(base, layout) };
     }
 
     /// Whether this is the block of the current chunk that ends where the next one starts.
@@ -391,7 +425,7 @@ impl<A: Allocator> Bump<A> {
         self.point_nowhere();
         while self.chunks.get_mut().list.len() > kept {
             let Some(chunk) = self.chunks.get_mut().pop_spare() else { break };
-            self.return_chunk(chunk);
+            self.return_chunk(chunk.base, chunk.layout);
         }
         Ok(())
     }
@@ -455,8 +489,10 @@ impl<A: DeferReuse> Bump<A> {
 
 impl<A: Allocator> Drop for Bump<A> {
     fn drop(&mut self) {
-        while let Some(chunk) = self.chunks.get_mut().list.pop() {
-            self.return_chunk(chunk);
+        for at in 0..self.chunks.get_mut().list.len() {
+            let chunk = &self.chunks.get_mut().list[at];
+            let (base, layout) = (chunk.base, chunk.layout);
+            self.return_chunk(base, layout);
         }
     }
 }

@@ -90,6 +90,13 @@ impl Chunks {
         }
     }
 
+    /// Whether nothing has been taken since the arena was made, nor since a reset that kept nothing for the next chunk.
+    #[inline]
+    pub(super) fn is_new(&self) -> bool {
+        self.list.is_empty() && self.merged == 0
+    }
+
+    #[inline]
     pub(super) fn current(&mut self) -> Option<&mut Chunk> {
         self.list[..self.entered].last_mut()
     }
