@@ -30,4 +30,6 @@ pub struct Mark {
     entered: usize,
     /// Bytes of the last of them that were handed out.
     offset: usize,
+    /// The last one's base address.
+    base: usize,
 }

@@ -395,3 +395,43 @@ fn release<A: Allocator>(allocator: &A, block: NonNull<u8>, layout: Layout) {
     // SAFETY: the tests hand in blocks of this allocator with their layouts, and forget them.
     unsafe { allocator.deallocate(block, layout) };
 }
+
+#[test]
+fn what_a_reset_has_kept_makes_way_for_a_block_that_needs_the_whole_limit() {
+    let below = Counted::new(Global);
+    let settings = ArenaSettings::new().first_chunk(1024).limit(2048);
+    let mut arena = Arena::with_settings_in(settings, &below);
+    arena.alloc([1u8; 1000]);
+    assert_eq!(arena.reset(), Ok(()));
+    assert_eq!((arena.stats().chunks, below.stats().live), (1, 1024));
+    let start = arena.mark();
+    // Takes something and gives it back, which must not be forgotten either.
+    drop(Box::new_in([1u8; 1010], &arena));
+    arena.alloc([2u8; 2048]);
+    assert_eq!((arena.stats().chunks, below.stats().live, arena.stats().high_water), (1, 2048, 2048));
+    assert!(arena.try_alloc(0u8).is_err());
+    #[expect(unsafe_code, reason = "rewinds")]
+    // SAFETY: the mark is this arena's, nothing was reset since, and nothing of what was handed out is used any more.
+    unsafe {
+        arena.rewind(start);
+    }
+    assert_eq!((arena.stats().allocated, arena.try_alloc([3u8; 2048]).is_ok()), (0, true));
+}
+
+#[test]
+fn an_arena_that_is_reset_after_each_few_blocks_settles_in_one_chunk() {
+    for on_reset in [OnReset::KeepLargest, OnReset::KeepAll, OnReset::Merge] {
+        let below = Counted::new(Global);
+        let settings = ArenaSettings::new().first_chunk(256).on_reset(on_reset);
+        let mut arena = Arena::with_settings_in(settings, &below);
+        let mut places = std::vec::Vec::new();
+        for _ in 0..5 {
+            let first = arena.alloc([0u64; 4]);
+            places.push(std::ptr::from_ref(first).addr());
+            arena.alloc([0u64; 4]);
+            assert_eq!((arena.reset(), arena.stats().allocated, arena.stats().high_water), (Ok(()), 0, 64));
+        }
+        assert!(places.iter().all(|place| *place == places[0]));
+        assert_eq!((below.stats().allocations, below.stats().frees), (1, 0));
+    }
+}

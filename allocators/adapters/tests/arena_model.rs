@@ -267,7 +267,7 @@ fn fill(start: NonNull<u8>, len: usize, value: u8) {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        cases: if cfg!(miri) { 3 } else { 2000 },
+        cases: if cfg!(miri) { 2 } else { 2000 },
         failure_persistence: None,
         ..ProptestConfig::default()
     })]

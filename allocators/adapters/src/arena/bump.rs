@@ -104,6 +104,12 @@ impl<A: Allocator> Bump<A> {
             return Some(block);
         }
         let mut chunks = self.chunks.try_borrow_mut().ok()?;
+        if chunks.entered == 1 && self.offset() == 0 {
+            // The first chunk has been entered by a reset, and is too small: it is as good as a spare one.
+            self.note_high_water(&mut chunks);
+            chunks.entered = 0;
+            self.point_nowhere();
+        }
         if !chunks.spare_for(layout) {
             drop(chunks);
             let (block, asked) = self.take_chunk(layout)?;
@@ -352,18 +358,40 @@ impl<A: Allocator> Bump<A> {
     }
 
     /// Where the arena stands. `None` from inside a gate that this arena is asking.
+    #[inline]
     pub(super) fn mark(&self) -> Mark {
         // A refused borrow means that chunk bookkeeping is on the stack; the current chunk is then not reliable, and
         // the furthest mark possible makes a later rewind do nothing.
-        let entered = self.chunks.try_borrow().map_or(usize::MAX, |chunks| chunks.entered);
-        Mark { entered, offset: self.offset() }
+        let Ok(chunks) = self.chunks.try_borrow() else {
+            return Mark { entered: usize::MAX, offset: 0, base: usize::MAX };
+        };
+        Mark { entered: chunks.entered, offset: self.offset(), base: self.base.get() }
     }
 
     /// Goes back to a mark. Chunks entered since are spare from then on.
     ///
     /// # Safety
     /// Nobody uses what was handed out since the mark, and the arena has not gone further back meanwhile.
+    #[inline]
     pub(super) unsafe fn rewind(&self, mark: Mark) {
+        // A chunk that is in use stays where it is among the others, so the current one is known by its base.
+        if mark.base == self.base.get() && self.floor.get() == mark.base {
+            let next = self.next.get();
+            self.furthest.set(self.furthest.get().max(next.addr().get()));
+            let back = (next.addr().get() - mark.base).saturating_sub(mark.offset);
+            // SAFETY: at or above the chunk's base, and at or below `next`.
+            return self.next.set(unsafe { next.sub(back) });
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.rewind_over_chunks(mark) };
+    }
+
+    /// The same where chunks have been entered since the mark, or something is held for gates.
+    ///
+    /// # Safety
+    /// As for [`rewind`](Self::rewind).
+    #[cold]
+    unsafe fn rewind_over_chunks(&self, mark: Mark) {
         let Ok(mut chunks) = self.chunks.try_borrow_mut() else { return };
         if mark.entered > chunks.entered {
             return;
@@ -394,7 +422,25 @@ impl<A: Allocator> Bump<A> {
     }
 
     /// Waits for every gate, then takes everything back and does with the chunks as the settings say.
+    #[inline]
     pub(super) fn reset(&mut self, deadline: Option<Instant>) -> Result<()> {
+        let furthest = self.furthest();
+        let chunks = self.chunks.get_mut();
+        if let [only] = &chunks.list[..]
+            && only.gates.is_empty()
+            && chunks.entered == 1
+        {
+            // It stays, whatever the settings say, and is where the next block goes.
+            chunks.high_water = chunks.high_water.max(furthest);
+            self.furthest.set(0);
+            self.next.set(only.base);
+            return Ok(());
+        }
+        self.reset_chunks(deadline)
+    }
+
+    #[cold]
+    fn reset_chunks(&mut self, deadline: Option<Instant>) -> Result<()> {
         for chunk in &self.chunks.get_mut().list {
             for gate in &chunk.gates {
                 if !gate.is_open() && !gate.wait(deadline)? {
@@ -426,6 +472,14 @@ impl<A: Allocator> Bump<A> {
         while self.chunks.get_mut().list.len() > kept {
             let Some(chunk) = self.chunks.get_mut().pop_spare() else { break };
             self.return_chunk(chunk.base, chunk.layout);
+        }
+        let chunks = self.chunks.get_mut();
+        if !chunks.list.is_empty() {
+            chunks.entered = 1;
+        }
+        // Where the next block goes, so that a reset after each few blocks has no slow path.
+        if let Some(first) = self.chunks.borrow().list.first() {
+            self.point_at(first, 0);
         }
         Ok(())
     }

@@ -79,11 +79,13 @@ impl<A: Allocator> Arena<A> {
     ///
     /// Chunks taken meanwhile stay with the arena as spares, so that a loop of scopes settles and then takes nothing.
     /// Memory that is held for a gate is not handed out again before the gate is open; nothing waits for it here.
+    #[inline]
     pub fn scope<R>(&mut self, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
         scope::run(&self.bump, work)
     }
 
     /// Where the arena stands, for [`rewind`](Arena::rewind).
+    #[inline]
     #[must_use]
     pub fn mark(&self) -> Mark {
         self.bump.mark()
@@ -96,6 +98,7 @@ impl<A: Allocator> Arena<A> {
     /// # Safety
     /// 1. `mark` is one of this arena's. 2. Since it was taken the arena has been neither reset nor rewound to an
     ///    earlier mark. 3. Nobody uses what was handed out since.
+    #[inline]
     pub unsafe fn rewind(&self, mark: Mark) {
         // SAFETY: the caller's promise.
         unsafe { self.bump.rewind(mark) };
@@ -109,6 +112,7 @@ impl<A: Allocator> Arena<A> {
     /// # Errors
     /// A gate's, if it can no longer tell: the device is lost. Nothing has changed then, and the arena can still be
     /// dropped.
+    #[inline]
     pub fn reset(&mut self) -> MemoryResult<()> {
         self.bump.reset(None)
     }

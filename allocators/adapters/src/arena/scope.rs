@@ -57,6 +57,7 @@ impl<'s, A: Allocator> Scope<'s, A> {
     allocating_methods!('s, []);
 
     /// Runs `work` with a scope inside this one. At its end, also on unwind, the arena is where it was.
+    #[inline]
     pub fn scope<R>(&mut self, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
         run(self.bump, work)
     }
@@ -65,6 +66,7 @@ impl<'s, A: Allocator> Scope<'s, A> {
 use typed::allocating_methods;
 
 /// Runs `work` in a scope that begins where the arena stands.
+#[inline]
 pub(super) fn run<A: Allocator, R>(bump: &Bump<A>, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
     struct Rewind<'b, A: Allocator> {
         bump: &'b Bump<A>,
