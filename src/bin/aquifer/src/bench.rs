@@ -2,6 +2,7 @@
 //!
 //! | module | holds |
 //! |---|---|
+//! | `arena` | what is measured of arenas |
 //! | `device` | what is measured of device memory |
 //! | `global` | what the global allocator adds to those it wraps |
 //! | `pinned` | what is measured of pinned memory |
@@ -15,6 +16,7 @@
 //! A figure alone says little: the machine, its clock and its neighbours are in it. So what is compared takes turns, lap
 //! by lap, within one run, and the ratio is what can be carried elsewhere.
 
+pub(crate) mod arena;
 pub(crate) mod device;
 pub(crate) mod global;
 pub(crate) mod host;

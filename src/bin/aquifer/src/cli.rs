@@ -90,6 +90,12 @@ pub(crate) struct Bench {
 /// What can be measured.
 #[derive(Subcommand, Debug)]
 pub(crate) enum Benched {
+    /// Arenas, beside bumpalo, bump-scope and the host's malloc
+    #[command(after_help = "\
+A ratio is the arena's time over the peer's in the same run: below 1 is faster.
+Without a GPU pinned memory is pageable, and the pool is the same. Takes most of a
+minute.")]
+    Arena(BenchArena),
     /// The caching pool of a device, beside the driver's own allocator and the host's malloc
     #[command(after_help = "\
 A ratio is the pool's time over the peer's in the same run: below 1 is faster. On a
@@ -109,6 +115,23 @@ A ratio is the stager's time over the peer's in the same run: below 1 is faster.
 A ratio is the time over the peer's in the same run: below 1 is faster. `adds` is a
 median of 21 turns, with the interval of 95 %. Takes some minutes.")]
     Global(BenchGlobal),
+}
+
+/// Flags of `bench arena`.
+#[derive(Args, Debug)]
+pub(crate) struct BenchArena {
+    /// Whose pinned memory it is: auto, sim, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub(crate) device: DeviceChoice,
+    /// Only rows whose name contains this, in either case
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) only: Option<String>,
+    /// A look whether all of it runs, within seconds; figures are rough
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Answer in JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 /// Flags of `bench device`.

@@ -57,6 +57,7 @@ fn main() -> ExitCode {
             },
             Command::Bench(args) => {
                 let (report, json) = match args.what {
+                    Benched::Arena(args) => (bench::arena::run(&args).map_err(|e| e.to_string()), args.json),
                     Benched::Device(args) => {
                         (bench::device::run(&args).map_err(|e| e.to_string()), args.json)
                     }

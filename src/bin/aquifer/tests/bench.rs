@@ -1,4 +1,4 @@
-//! `aquifer bench device`, `aquifer bench pinned` and `aquifer bench global` as a person runs them.
+//! The groups of `aquifer bench`, as a person runs them.
 
 #![expect(clippy::expect_used, clippy::panic, reason = "a test that cannot go on fails, wherever it is")]
 
@@ -189,6 +189,46 @@ fn a_quick_run_over_the_global_allocator_has_every_promised_row_and_no_failure()
         };
         assert_eq!(row["peer"].as_str(), peer, "{row}");
     }
+}
+
+#[test]
+fn a_quick_run_over_arenas_has_every_promised_row_and_no_failure() {
+    let works = [
+        "8 B objects",
+        "36 B objects",
+        "blocks of 8 to 512 B",
+        "strings of up to 31 B",
+        "slices of up to 15 u32",
+        "box, dropped at once",
+        "vector of 100 u32",
+        "10 objects, reset",
+        "new arena, 100 objects",
+    ];
+    let returns = ["mark, 10 objects, rewind", "scope in a scope, 10 each"];
+    let with_pinned = |names: &[&str]| -> Vec<String> {
+        names.iter().flat_map(|name| [(*name).to_owned(), format!("{name}, pinned")]).collect()
+    };
+    let beside = |peer: &str| works.map(|name| format!("{name}, beside {peer}"));
+    let mut promised: Vec<_> = with_pinned(&works).into_iter().map(|name| (name, "bumpalo")).collect();
+    promised.extend(beside("bump-scope").map(|name| (name, "bump-scope")));
+    promised.extend(with_pinned(&returns).into_iter().map(|name| (name, "bump-scope")));
+    promised.extend(beside("malloc").map(|name| (name, "malloc")));
+    promised.extend(returns.map(|name| (format!("{name}, beside malloc"), "malloc")));
+    promised
+        .extend(["in bumpalo", "in an arena"].map(|place| (format!("scratch of a pass, {place}"), "malloc")));
+    let value = measured("arena --device sim --quick --json");
+    assert_eq!((value["bench"].as_str(), &value["failures"]), (Some("arena"), &0.into()));
+    let rows = value["rows"].as_array().expect("rows");
+    let found: Vec<_> = rows.iter().map(|row| (text_of(row, "name"), text_of(row, "peer"))).collect();
+    let promised: Vec<_> = promised.into_iter().map(|(name, peer)| (name, peer.to_owned())).collect();
+    assert_eq!(found, promised);
+    assert!(
+        rows.iter().all(|row| row["value"].as_f64() > Some(0.0) && row["peer_value"].as_f64() > Some(0.0))
+    );
+}
+
+fn text_of(row: &Value, field: &str) -> String {
+    row[field].as_str().expect("text").to_owned()
 }
 
 #[test]

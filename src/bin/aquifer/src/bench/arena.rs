@@ -1,0 +1,182 @@
+//! `aquifer bench arena`: arenas beside bumpalo, bump-scope and the host's `malloc`.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `sides` | who serves |
+//! | `work` | what is done |
+//!
+//! Each arena's first chunk is of 4 KiB, and it is emptied after each round, so that after the first rounds all work in one
+//! chunk. All contenders of a kind of work take turns in one run. Pinned memory is what a program near the device would get;
+//! without a GPU it is pageable, which changes nothing in the pool.
+//!
+//! The last rows are why scratch of our own passes would lie in bumpalo: the same vectors there and from `malloc`.
+
+mod sides;
+mod work;
+
+use super::{
+    lap::{Contender, Pace, contest},
+    report::Report,
+    row::Unit,
+    sheet::{Group, Mistake, Sheet, measure},
+};
+use crate::{
+    cli,
+    place::{Place, Session},
+    progress::Progress,
+};
+use allocator_api2::alloc::Global;
+use aquifer_adapters::Arena;
+use aquifer_core::{Budget, MemoryError, Result};
+use aquifer_host::{PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
+use bumpalo::Bump;
+use sides::{Malloc, scoped};
+use work::{Return, Work, pass, passes};
+
+const BUMPALO: &str = "bumpalo";
+const BUMP_SCOPE: &str = "bump-scope";
+const MALLOC: &str = "malloc";
+
+/// Bytes that the pinned pool has ready: more than any row needs.
+const READY: usize = 16 << 20;
+
+const SCRATCH: [&str; 2] = ["scratch of a pass, in bumpalo", "scratch of a pass, in an arena"];
+
+/// Measures what was asked for. Takes most of a minute.
+///
+/// # Errors
+/// [`Mistake`], before anything is measured.
+pub(crate) fn run(args: &cli::BenchArena) -> std::result::Result<Report, Mistake> {
+    let place = Place::choose(args.device).map_err(Mistake::Place)?;
+    let pace = if args.quick { Pace::QUICK } else { Pace::FULL };
+    let Session { driver, device, .. } = place.begin(false);
+    let version = driver.driver_version().map_err(|e| Mistake::Device(MemoryError::driver(device, e)))?;
+    let topology = Topology::read().map_err(|e| Mistake::Device(MemoryError::from(e)))?;
+    let host = Host::new(topology, Kernel::new());
+    let host = match &place {
+        Place::Sim(_) => host,
+        Place::Cuda { .. } => host.with_driver(driver.clone(), device),
+    };
+    let groups = [
+        Group { names: work_names, measure: works },
+        Group { names: return_names, measure: returns },
+        Group { names: |_| SCRATCH.map(str::to_owned).to_vec(), measure: scratch },
+    ];
+    let mut bench = Bench { pace, host, sheet: Sheet::new(args.only.as_deref()) };
+    measure(&mut bench, |bench| &mut bench.sheet, &groups, &mut Progress::on_terminal())?;
+    let mut sheet = bench.sheet;
+    // A peer's rows stand together; those of one peer in the order in which they were measured.
+    sheet.rows.sort_by_key(|row| {
+        let peer = row.peer.as_ref().map(|peer| peer.name.as_str());
+        FOR_WORK.iter().position(|name| Some(*name) == peer)
+    });
+    Ok(sheet.report("arena", &place, version, args.quick))
+}
+
+/// A bench under way.
+struct Bench {
+    pace: Pace,
+    host: Host,
+    sheet: Sheet,
+}
+
+impl Bench {
+    fn pool(&self) -> Result<PinnedPool> {
+        let pool = PinnedPool::new(&self.host, &Budget::unlimited("bench"), PinnedConfig::default())?;
+        pool.warm(READY)?;
+        Ok(pool)
+    }
+
+    /// Has contenders take turns: ours over the process's own memory, ours over pinned memory, and the peers.
+    fn compare(&mut self, name: &str, peers: &[&str], contenders: Vec<Contender<'_>>) {
+        let ns: Vec<_> = contest(self.pace, contenders).iter().map(|outcome| outcome.each).collect();
+        let Some(([ours, pinned], others)) = ns.split_first_chunk() else { return };
+        for (at, (row, (peer, other))) in
+            names(name, peers).into_iter().zip(repeat_first(peers.iter().zip(others))).enumerate()
+        {
+            let own = if at == 1 { pinned } else { ours };
+            self.sheet.add(&row, Unit::NsPerOperation, *own, Some((peer, *other)));
+        }
+    }
+
+    fn wants(&self, name: &str, peers: &[&str]) -> bool {
+        names(name, peers).iter().any(|row| self.sheet.wants(row))
+    }
+}
+
+/// The rows of a kind of work: over both kinds of memory beside the first peer, and over the process's own beside the others.
+fn names(name: &str, peers: &[&str]) -> Vec<String> {
+    let others = peers.iter().skip(1).map(|peer| format!("{name}, beside {peer}"));
+    [name.to_owned(), format!("{name}, pinned")].into_iter().chain(others).collect()
+}
+
+/// The first of them twice.
+fn repeat_first<T: Copy>(mut all: impl Iterator<Item = T>) -> impl Iterator<Item = T> {
+    let first = all.next();
+    first.into_iter().chain(first).chain(all)
+}
+
+const FOR_WORK: [&str; 3] = [BUMPALO, BUMP_SCOPE, MALLOC];
+const FOR_RETURN: [&str; 2] = [BUMP_SCOPE, MALLOC];
+
+fn work_names(_: &Bench) -> Vec<String> {
+    Work::ALL.into_iter().flat_map(|work| names(work.name(), &FOR_WORK)).collect()
+}
+
+fn return_names(_: &Bench) -> Vec<String> {
+    Return::ALL.into_iter().flat_map(|work| names(work.name(), &FOR_RETURN)).collect()
+}
+
+fn works(bench: &mut Bench) -> Result<()> {
+    let pool = bench.pool()?;
+    for work in Work::ALL.into_iter().filter(|work| bench.wants(work.name(), &FOR_WORK)).collect::<Vec<_>>() {
+        let contenders = vec![
+            work.on(Arena::new()),
+            work.on(Arena::new_in(pool.allocator())),
+            work.on(Bump::new()),
+            work.on(scoped()),
+            work.on(Malloc::default()),
+        ];
+        bench.compare(work.name(), &FOR_WORK, contenders);
+    }
+    Ok(())
+}
+
+fn returns(bench: &mut Bench) -> Result<()> {
+    let pool = bench.pool()?;
+    for work in
+        Return::ALL.into_iter().filter(|work| bench.wants(work.name(), &FOR_RETURN)).collect::<Vec<_>>()
+    {
+        let contenders = vec![
+            work.on(Arena::new()),
+            work.on(Arena::new_in(pool.allocator())),
+            work.on(scoped()),
+            work.on(Malloc::default()),
+        ];
+        bench.compare(work.name(), &FOR_RETURN, contenders);
+    }
+    Ok(())
+}
+
+fn scratch(bench: &mut Bench) -> Result<()> {
+    let (mut bump, mut arena) = (Bump::new(), Arena::new());
+    let contenders = vec![
+        passes(|| {
+            pass(&bump);
+            bump.reset();
+        }),
+        passes(|| {
+            pass(&arena);
+            // Without gates there is nothing that could fail.
+            let _reset = arena.reset();
+        }),
+        passes(|| pass(Global)),
+    ];
+    let outcomes = contest(bench.pace, contenders);
+    let [in_bump, in_arena, malloc] =
+        [0, 1, 2].map(|at| outcomes.get(at).map_or(0.0, |outcome| outcome.each));
+    for (name, ns) in SCRATCH.into_iter().zip([in_bump, in_arena]) {
+        bench.sheet.add(name, Unit::NsPerOperation, ns, Some((MALLOC, malloc)));
+    }
+    Ok(())
+}

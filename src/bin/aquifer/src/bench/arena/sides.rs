@@ -1,0 +1,274 @@
+//! Who serves: our arena over any allocator, bumpalo, bump-scope, and the process's own allocator.
+#![expect(unsafe_code, reason = "rewinds arenas and frees memory by hand")]
+
+use allocator_api2::{
+    alloc::{Allocator, Global},
+    boxed::Box as AllocBox,
+    vec::Vec as AllocVec,
+};
+use aquifer_adapters::Arena;
+use bump_scope::{alloc::compat::AllocatorApi2V02Compat, traits::BumpAllocatorTyped};
+use std::{alloc::Layout, cell::RefCell, hint::black_box, ptr::NonNull};
+
+/// Bytes of the first chunk of each arena, as it is asked for.
+const CHUNK: usize = 4 << 10;
+
+/// What an arena is asked to do. Each method stands for one operation of a row, and is inlined into its loop.
+pub(super) trait Side {
+    /// Puts so many numbers in another one over the same memory, which goes.
+    fn afresh(&mut self, count: u64);
+    fn value(&self, value: u64);
+    fn record(&self, value: [u32; 9]);
+    fn block(&self, layout: Layout);
+    fn text(&self, text: &str);
+    fn slice(&self, source: &[u32]);
+    /// A box that goes at once.
+    fn boxed(&self, value: u64);
+    /// Pushes that many numbers onto a vector, which goes.
+    fn pushes(&self, count: u32);
+    fn reset(&mut self);
+}
+
+/// What goes back to where it was.
+pub(super) trait Rewinds: Side {
+    /// So many numbers above a mark, to which it then goes back.
+    fn marked(&mut self, count: u64);
+    /// So many numbers in a scope, and as many in one inside it.
+    fn nested(&mut self, count: u64);
+}
+
+#[inline]
+fn push<A: Allocator>(mut list: AllocVec<u32, A>, count: u32) {
+    (0..black_box(count)).for_each(|at| list.push(at));
+    black_box(&list);
+}
+
+macro_rules! by_methods {
+    ($block:ident, $list:expr) => {
+        #[inline]
+        fn value(&self, value: u64) {
+            black_box(self.alloc(value));
+        }
+        #[inline]
+        fn record(&self, value: [u32; 9]) {
+            black_box(self.alloc(value));
+        }
+        #[inline]
+        fn block(&self, layout: Layout) {
+            black_box(self.$block(layout));
+        }
+        #[inline]
+        fn text(&self, text: &str) {
+            black_box(self.alloc_str(text));
+        }
+        #[inline]
+        fn slice(&self, source: &[u32]) {
+            black_box(self.alloc_slice_copy(source));
+        }
+        #[inline]
+        fn boxed(&self, value: u64) {
+            drop(black_box(AllocBox::new_in(value, $list(self))));
+        }
+        #[inline]
+        fn pushes(&self, count: u32) {
+            push(AllocVec::new_in($list(self)), count);
+        }
+    };
+}
+
+impl<A: Allocator + Clone> Side for Arena<A> {
+    #[inline]
+    fn afresh(&mut self, count: u64) {
+        let fresh = Arena::new_in(self.upstream().clone());
+        (0..count).for_each(|at| fresh.value(at));
+    }
+    by_methods!(alloc_layout, |arena| arena);
+    #[inline]
+    fn reset(&mut self) {
+        // Without gates there is nothing that could fail.
+        let _reset = Arena::reset(self);
+    }
+}
+
+impl<A: Allocator + Clone> Rewinds for Arena<A> {
+    #[inline]
+    fn marked(&mut self, count: u64) {
+        let mark = self.mark();
+        (0..count).for_each(|at| self.value(at));
+        // SAFETY: 1. The mark was taken here. 2. Nothing was reset or rewound since. 3. What was handed out since is not
+        // used any more.
+        unsafe { self.rewind(mark) };
+    }
+    #[inline]
+    fn nested(&mut self, count: u64) {
+        self.scope(|outer| {
+            (0..count).for_each(|at| {
+                black_box(outer.alloc(at));
+            });
+            outer.scope(|inner| {
+                (0..count).for_each(|at| {
+                    black_box(inner.alloc(at));
+                });
+            });
+        });
+    }
+}
+
+impl Side for bumpalo::Bump {
+    #[inline]
+    fn afresh(&mut self, count: u64) {
+        let fresh = Self::with_capacity(CHUNK);
+        (0..count).for_each(|at| fresh.value(at));
+    }
+    by_methods!(alloc_layout, |bump| bump);
+    #[inline]
+    fn reset(&mut self) {
+        bumpalo::Bump::reset(self);
+    }
+}
+
+/// bump-scope's, which stands for itself.
+pub(super) type Scoped = bump_scope::Bump;
+
+pub(super) fn scoped() -> Scoped {
+    Scoped::with_size(CHUNK)
+}
+
+impl Side for Scoped {
+    #[inline]
+    fn afresh(&mut self, count: u64) {
+        let fresh = scoped();
+        (0..count).for_each(|at| fresh.value(at));
+    }
+    by_methods!(allocate_layout, AllocatorApi2V02Compat);
+    #[inline]
+    fn reset(&mut self) {
+        bump_scope::Bump::reset(self);
+    }
+}
+
+impl Rewinds for Scoped {
+    #[inline]
+    fn marked(&mut self, count: u64) {
+        let mark = self.checkpoint();
+        (0..count).for_each(|at| self.value(at));
+        // SAFETY: 1. The mark was taken here, of this one. 2. Nothing was reset since. 3. What was handed out since is not
+        // used any more.
+        unsafe { self.reset_to(mark) };
+    }
+    #[inline]
+    fn nested(&mut self, count: u64) {
+        self.scoped(|outer| {
+            (0..count).for_each(|at| {
+                black_box(outer.alloc(at));
+            });
+            outer.scoped(|inner| {
+                (0..count).for_each(|at| {
+                    black_box(inner.alloc(at));
+                });
+            });
+        });
+    }
+}
+
+/// The process's own allocator: blocks are kept until they would go with their arena, and freed one by one.
+#[derive(Default)]
+pub(super) struct Malloc {
+    kept: RefCell<Vec<(NonNull<u8>, Layout)>>,
+}
+
+impl Malloc {
+    #[inline]
+    fn keep(&self, layout: Layout) -> Option<NonNull<u8>> {
+        if layout.size() == 0 {
+            return None;
+        }
+        let block = Global.allocate(layout).ok()?.cast();
+        self.kept.borrow_mut().push((block, layout));
+        Some(black_box(block))
+    }
+
+    #[inline]
+    fn put<T>(&self, value: T) {
+        if let Some(block) = self.keep(Layout::new::<T>()) {
+            // SAFETY: the block is new, and has the layout of a `T`.
+            unsafe { block.cast().write(value) };
+        }
+    }
+
+    fn free_from(&mut self, first: usize) {
+        for (block, layout) in self.kept.get_mut().drain(first..) {
+            // SAFETY: a block of the global allocator with its layout, which has left the list.
+            unsafe { Global.deallocate(block, layout) };
+        }
+    }
+}
+
+impl Drop for Malloc {
+    fn drop(&mut self) {
+        self.free_from(0);
+    }
+}
+
+impl Side for Malloc {
+    #[inline]
+    fn afresh(&mut self, count: u64) {
+        self.marked(count);
+    }
+    #[inline]
+    fn value(&self, value: u64) {
+        self.put(value);
+    }
+    #[inline]
+    fn record(&self, value: [u32; 9]) {
+        self.put(value);
+    }
+    #[inline]
+    fn block(&self, layout: Layout) {
+        self.keep(layout);
+    }
+    #[inline]
+    fn text(&self, text: &str) {
+        if let Some(block) = self.keep(Layout::for_value(text)) {
+            // SAFETY: 1. both have the text's bytes. 2. The block is new, so it is elsewhere.
+            unsafe { block.copy_from_nonoverlapping(NonNull::from(text).cast(), text.len()) };
+        }
+    }
+    #[inline]
+    fn slice(&self, source: &[u32]) {
+        if let Some(block) = self.keep(Layout::for_value(source)) {
+            // SAFETY: 1. both have the slice's bytes. 2. The block is new, so it is elsewhere.
+            unsafe {
+                block.cast().copy_from_nonoverlapping(NonNull::from(source).cast::<u32>(), source.len())
+            };
+        }
+    }
+    #[inline]
+    fn boxed(&self, value: u64) {
+        drop(black_box(Box::new(value)));
+    }
+    #[inline]
+    fn pushes(&self, count: u32) {
+        push(AllocVec::new(), count);
+    }
+    #[inline]
+    fn reset(&mut self) {
+        self.free_from(0);
+    }
+}
+
+impl Rewinds for Malloc {
+    #[inline]
+    fn marked(&mut self, count: u64) {
+        let first = self.kept.get_mut().len();
+        (0..count).for_each(|at| self.value(at));
+        self.free_from(first);
+    }
+    #[inline]
+    fn nested(&mut self, count: u64) {
+        let outer = self.kept.get_mut().len();
+        (0..count).for_each(|at| self.value(at));
+        self.marked(count);
+        self.free_from(outer);
+    }
+}
