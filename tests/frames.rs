@@ -4,7 +4,7 @@ mod support;
 
 use aquifer::{
     Access, Budget, DeviceArena, DeviceBuffer, DeviceId, DevicePool, Frames, MemoryError, Operand,
-    PinnedAllocator, PoolConfig, StepMemory, Stream, Vec, adapters::Limit, sim::Sim,
+    OperandMut, PinnedAllocator, PoolConfig, StepMemory, Stream, Vec, adapters::Limit, sim::Sim,
 };
 use support::{assert_silent, read, runtime};
 
@@ -219,5 +219,20 @@ fn an_arena_that_goes_while_its_parts_are_used_gives_nothing_back_before_they_ar
     u.synchronize().unwrap();
     pool.trim(u64::MAX).unwrap();
     assert_eq!(budget.used(), 0);
+    assert_silent(&sim);
+}
+
+/// As a kernel of another library has it: ordered once, and used until the borrow ends.
+#[test]
+fn a_part_that_is_lent_stays_lent_while_another_is_used() {
+    let (sim, pool, s, u) = rig();
+    let mut arena = DeviceArena::new(&pool, &s, MIB).unwrap();
+    let generation = arena.block().generation();
+    let (mut a, mut b) = (arena.alloc::<u8>(1000).unwrap(), arena.alloc::<u8>(1000).unwrap());
+    a.order_mut(u.raw(), None, Access::Write).unwrap();
+    b.order_mut(s.raw(), None, Access::Write).unwrap();
+    sim.access(u.raw(), a.range(), Access::Write, Some(generation)).unwrap();
+    arena.reset().unwrap();
+    assert_eq!(sim.pending(u.raw()), 0, "the work that came after the other part's order is waited for too");
     assert_silent(&sim);
 }

@@ -5,6 +5,7 @@
 //! these and nothing else, and the tests of this crate run them from seeds and from the committed
 //! corpus, with no fuzzer and no nightly compiler.
 
+pub mod adapters;
 pub mod agree;
 pub mod arena;
 pub mod device;

@@ -1,0 +1,245 @@
+//! Programs over device memory through the wrappers of host memory, and over rings of frames of it.
+//!
+//! Up to four wrappers lie over a pool on a simulated device that works when it pleases. Blocks and parts of frames are
+//! filled, copied and read on several streams and freed at any time. After every operation the oracle must have nothing to
+//! report and no budget may be exceeded; contents are what was last written; a reset is refused only for a use that is still
+//! open; in the end every wrapper's account is at zero, and the device has everything back.
+#![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
+
+use crate::program::Bytes;
+use aquifer_adapters::{Counted, Fallback, Frames, Limit, Segregate, Tagged};
+use aquifer_core::{Budget, MemoryError, Opaque, Result, Tag};
+use aquifer_device::{DeviceArena, DeviceBuffer, DevicePool, PoolConfig, Resource};
+use aquifer_driver::{Access, DeviceId, sim::Sim};
+use aquifer_stream::{Stream, Use};
+use std::{sync::Arc, time::Duration};
+
+/// Operations of one program at most.
+const MAX_OPS: usize = 120;
+/// The pool's limit.
+const CAPACITY: u64 = 16 << 20;
+/// Bytes of a frame.
+const FRAME: u64 = 64 << 10;
+const STREAMS: u8 = 3;
+
+struct Buffer {
+    memory: DeviceBuffer<u8>,
+    content: Option<u8>,
+}
+
+struct World {
+    sim: Sim,
+    pool: DevicePool,
+    streams: Vec<Stream>,
+    /// Over all other wrappers.
+    top: Counted<Arc<dyn Resource>>,
+    budgets: Vec<Budget>,
+    counted: Vec<Counted<Arc<dyn Resource>>>,
+    /// That of the wrapper nearest to the pool.
+    tag: Option<Tag>,
+    buffers: Vec<Buffer>,
+    frames: Option<Frames<DeviceArena>>,
+    /// Turns of the ring so far.
+    turns: usize,
+    /// Uses that nobody has ended, with the frame that each is of.
+    open: Vec<(usize, Use)>,
+}
+
+/// Runs the program that `bytes` spell.
+///
+/// # Panics
+/// When a promise is broken.
+pub fn run(bytes: &[u8]) {
+    let mut bytes = Bytes::new(bytes);
+    let mut world = World::new(&mut bytes);
+    bytes.steps(MAX_OPS, |bytes| {
+        world.step(bytes);
+        world.check();
+    });
+    world.finish();
+}
+
+/// Whether there was room for something.
+fn went<T>(answer: Result<T>) -> Option<T> {
+    match answer {
+        Ok(value) => Some(value),
+        Err(MemoryError::OutOfMemory(_) | MemoryError::OutOfBudget(_)) => None,
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+impl World {
+    fn new(bytes: &mut Bytes<'_>) -> Self {
+        let sim = Sim::h200(1).seeded(u64::from(bytes.u16()));
+        let mut config = PoolConfig::with_budget(Budget::new("fuzz", CAPACITY));
+        config.wait = Duration::ZERO;
+        let pool = DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool");
+        let streams = (0..STREAMS).map(|_| pool.stream().expect("a stream")).collect();
+        let (mut budgets, mut counted, mut tag) = (Vec::new(), Vec::new(), None);
+        let mut limit = |bytes: u64| {
+            budgets.push(Budget::new("a layer", bytes));
+            budgets[budgets.len() - 1].clone()
+        };
+        let mut below: Arc<dyn Resource> = Arc::new(pool.clone());
+        for _ in 0..bytes.choice(5) {
+            let setting = bytes.choice(8);
+            below = match bytes.choice(5) {
+                0 => Arc::new(Limit::new(below, limit(FRAME << setting))),
+                1 => {
+                    let layer = Counted::new(below);
+                    counted.push(layer.clone());
+                    Arc::new(layer)
+                }
+                2 => {
+                    let own = Tag::named(["a", "b", "c", "d"][usize::from(setting % 4)]);
+                    tag.get_or_insert(own);
+                    Arc::new(Tagged::new(below, own))
+                }
+                3 => Arc::new(Fallback::new(Limit::new(below.clone(), limit(1000 << setting)), below)),
+                _ => {
+                    let small = Counted::new(below.clone());
+                    counted.push(small.clone());
+                    Arc::new(Segregate::new(100 << setting, small, below))
+                }
+            };
+        }
+        let top = Counted::new(below);
+        let (buffers, open) = (Vec::new(), Vec::new());
+        Self { sim, pool, streams, top, budgets, counted, tag, buffers, frames: None, turns: 0, open }
+    }
+
+    fn stream(&self, bytes: &mut Bytes<'_>) -> Stream {
+        self.streams[usize::from(bytes.choice(STREAMS))].clone()
+    }
+
+    fn step(&mut self, bytes: &mut Bytes<'_>) {
+        let (op, stream) = (bytes.choice(12), self.stream(bytes));
+        let buffer = usize::from(bytes.u8()).checked_rem(self.buffers.len());
+        match (op, buffer) {
+            (0 | 1, _) => {
+                let size = 1 + usize::from(bytes.small());
+                if let Some(memory) = went(DeviceBuffer::new_in(&self.top, &stream, size)) {
+                    assert_eq!(memory.block().tag(), self.tag.unwrap_or_else(Tag::current));
+                    self.buffers.push(Buffer { memory, content: None });
+                }
+            }
+            (2 | 3, Some(at)) => {
+                let (buffer, value) = (&mut self.buffers[at], bytes.u8());
+                stream.fill(&mut buffer.memory, value).expect("a fill");
+                buffer.content = Some(value);
+            }
+            (4, Some(at)) => drop(self.buffers.swap_remove(at)),
+            (5, Some(at)) => self.look(at, &stream),
+            (6 | 7, _) => self.turn(bytes, &stream),
+            (8, _) => {
+                if let Some((_, used)) = self.open.pop() {
+                    used.finish().expect("the end of a use");
+                }
+            }
+            (9, _) => stream.synchronize().expect("a wait"),
+            (10, _) => drop(self.top.trim(u64::from(bytes.u8()) << 16).expect("a trim")),
+            _ if bytes.choice(4) == 0 => self.leave_frames(),
+            _ => {}
+        }
+    }
+
+    /// What a buffer holds is what was last written.
+    fn look(&self, at: usize, stream: &Stream) {
+        let Buffer { memory, content: Some(value) } = &self.buffers[at] else { return };
+        let mut back = vec![!value; memory.len()];
+        stream.scope(|c| c.download(memory, &mut back)).expect("a scope").expect("a copy");
+        assert!(back.iter().all(|byte| byte == value));
+    }
+
+    /// A step in the next frame: parts are filled on one stream, and copied to a buffer on another.
+    fn turn(&mut self, bytes: &mut Bytes<'_>, stream: &Stream) {
+        let frames = match &mut self.frames {
+            Some(frames) => frames,
+            None => {
+                let arena = || went(DeviceArena::new(&self.top, stream, FRAME));
+                let Some(first) = arena() else { return };
+                let others: Vec<_> = (0..bytes.choice(3)).map_while(|_| arena()).collect();
+                self.turns = 0;
+                self.frames.insert(Frames::of(first, others))
+            }
+        };
+        let place = self.turns % frames.count();
+        let is_open = self.open.iter().any(|(of, _)| *of == place);
+        let frame = match frames.next() {
+            Ok(frame) => frame,
+            Err(MemoryError::Busy { .. }) if is_open => return,
+            Err(other) => panic!("{other:?}"),
+        };
+        assert!(!is_open, "a step began while a use of the one in its frame was open");
+        self.turns += 1;
+        let arena = frame.arena();
+        assert_eq!((arena.used(), arena.bytes()), (0, FRAME));
+        let (mut end, value) = (arena.block().address(), bytes.u8());
+        for part in 0..bytes.choice(4) {
+            let len = 1 + usize::from(bytes.small());
+            match arena.alloc::<u8>(len) {
+                Ok(mut memory) => {
+                    let range = aquifer_driver::Operand::range(&memory);
+                    assert!(
+                        range.address >= end && range.address.is_multiple_of(aquifer_device::BLOCK_ALIGN)
+                    );
+                    end = range.address + range.bytes;
+                    assert!(end <= arena.block().address() + FRAME);
+                    stream.fill(&mut memory, value ^ part).expect("a fill");
+                    if let Some(at) = usize::from(bytes.u8()).checked_rem(self.buffers.len())
+                        && self.buffers[at].memory.len() == len
+                    {
+                        let other = &self.streams[usize::from(bytes.choice(STREAMS))];
+                        other.copy(&memory, &mut self.buffers[at].memory).expect("a copy");
+                        self.buffers[at].content = Some(value ^ part);
+                    }
+                }
+                Err(MemoryError::TooLarge { requested, limit }) => {
+                    assert!(requested == len as u64 && limit < requested)
+                }
+                Err(other) => panic!("{other:?}"),
+            }
+        }
+        if bytes.choice(8) == 0 {
+            let used = arena.block().prepare(stream, Access::Read).expect("a use");
+            self.open.push((place, used));
+        }
+    }
+
+    /// The ring goes, whatever still uses it.
+    fn leave_frames(&mut self) {
+        self.frames = None;
+        for (_, used) in self.open.drain(..) {
+            used.finish().expect("the end of a use");
+        }
+    }
+
+    fn check(&self) {
+        let violations = self.sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+        for budget in &self.budgets {
+            assert!(budget.used() <= budget.limit());
+        }
+        let frames = self.frames.as_ref().map_or(0, Frames::count);
+        // Those that wait for their uses count until they are free.
+        assert!(self.top.stats().blocks >= (self.buffers.len() + frames) as u64);
+    }
+
+    fn finish(mut self) {
+        (0..self.buffers.len()).for_each(|at| self.look(at, &self.streams[0]));
+        self.leave_frames();
+        self.buffers.clear();
+        for stream in &self.streams {
+            stream.synchronize().expect("a wait");
+        }
+        self.pool.trim(0).expect("a trim");
+        self.check();
+        for layer in self.counted.iter().chain([&self.top]) {
+            let stats = layer.stats();
+            assert_eq!((stats.live, stats.blocks, stats.allocations - stats.frees), (0, 0, 0));
+        }
+        assert!(self.budgets.iter().all(|budget| budget.used() == 0));
+        let stats = self.pool.stats();
+        assert_eq!((stats.live, stats.pending, stats.physical), (0, 0, 0));
+    }
+}
