@@ -4,14 +4,15 @@
 mod support;
 
 use aquifer::{
-    Arena, Budget, Frames, PinnedAllocator, Tag, Vec,
+    Arena, Budget, DeviceBuffer, Frames, PinnedAllocator, Tag, Vec,
     adapters::{
         ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, OnReset, Segregate, Tagged,
         conformance::Suite,
     },
     sim::Sim,
 };
-use arrow_buffer::{Buffer, ScalarBuffer};
+use arrow_array::{Array, Float32Array, StringArray};
+use arrow_buffer::{BooleanBuffer, Buffer, NullBuffer, OffsetBuffer, ScalarBuffer};
 use std::{panic::AssertUnwindSafe, ptr::NonNull, sync::Arc};
 use support::runtime;
 
@@ -40,13 +41,19 @@ fn pinned_memory_keeps_the_allocator_contract_bare_and_under_every_wrapper() {
 
 /// A buffer of Arrow's whose bytes are the vector's own, in pinned memory, and which gives them back when its last slice
 /// goes. Nothing of the pool is half changed when somebody unwinds, which Arrow wants to be told.
-fn arrow(values: Vec<f32, PinnedAllocator>) -> ScalarBuffer<f32> {
+fn buffer<T: arrow_buffer::ArrowNativeType>(values: Vec<T, PinnedAllocator>) -> Buffer {
     let (start, bytes) = (NonNull::from(values.as_slice()).cast(), size_of_val(values.as_slice()));
     #[expect(unsafe_code, reason = "hands the vector's bytes over, with the vector")]
     // SAFETY: 1. The bytes are readable and initialised for as long as the vector is there, which goes with the buffer. 2. A
     // vector that moves leaves its bytes where they are, and nobody writes them any more.
-    let buffer = unsafe { Buffer::from_custom_allocation(start, bytes, Arc::new(AssertUnwindSafe(values))) };
-    ScalarBuffer::new(buffer, 0, bytes / size_of::<f32>())
+    unsafe {
+        Buffer::from_custom_allocation(start, bytes, Arc::new(AssertUnwindSafe(values)))
+    }
+}
+
+fn arrow(values: Vec<f32, PinnedAllocator>) -> ScalarBuffer<f32> {
+    let len = values.len();
+    ScalarBuffer::new(buffer(values), 0, len)
 }
 
 #[test]
@@ -66,6 +73,55 @@ fn arrow_buffers_lie_in_pinned_memory_with_no_copy() {
     assert!(pool.stats().memory.live > 0, "the slice keeps the memory");
     drop(part);
     assert_eq!(pool.stats().memory.live, 0);
+}
+
+/// Whole arrays, as the readers of other libraries take them: numbers, some of them missing, and strings.
+#[test]
+fn arrow_arrays_are_built_in_pinned_memory_with_no_copy() {
+    let sim = Sim::h200(1);
+    let rt = runtime(&sim);
+    let pool = rt.pinned_near(0);
+    let mut numbers = Vec::with_capacity_in(1000, pool.allocator());
+    numbers.extend((0..1000).map(|at| at as f32));
+    let mut present = Vec::with_capacity_in(125, pool.allocator());
+    present.resize(125, 0b0101_0101u8);
+    let mut ends = Vec::with_capacity_in(4, pool.allocator());
+    ends.extend([0i32, 3, 3, 8]);
+    let mut text = Vec::with_capacity_in(8, pool.allocator());
+    text.extend_from_slice(b"onethree");
+    let starts =
+        [numbers.as_ptr().addr(), present.as_ptr().addr(), ends.as_ptr().addr(), text.as_ptr().addr()];
+
+    let missing = NullBuffer::new(BooleanBuffer::new(buffer(present), 0, 1000));
+    let numbers = Float32Array::new(arrow(numbers), Some(missing));
+    let text = StringArray::new(OffsetBuffer::new(ScalarBuffer::new(buffer(ends), 0, 4)), buffer(text), None);
+    assert_eq!((numbers.null_count(), numbers.value(998), numbers.is_null(999)), (500, 998.0, true));
+    assert_eq!(text.iter().map(Option::unwrap).collect::<std::vec::Vec<_>>(), ["one", "", "three"]);
+    let found = [
+        numbers.values().as_ptr().addr(),
+        numbers.nulls().unwrap().validity().as_ptr().addr(),
+        text.offsets().as_ptr().addr(),
+        text.values().as_ptr().addr(),
+    ];
+    assert_eq!(found, starts, "no copy");
+
+    // To the device from where they lie: pinned, so at the link's speed and with no staging.
+    let device = rt.device(0).unwrap();
+    let s = device.stream().unwrap();
+    let mut x: DeviceBuffer<f32> = device.buffer(&s, 1000).unwrap();
+    s.scope(|c| c.upload(numbers.values(), &mut x)).unwrap().unwrap();
+    let mut back = vec![0.0; 1000];
+    s.scope(|c| c.download(&x, &mut back)).unwrap().unwrap();
+    assert_eq!(back[999], 999.0);
+
+    // A slice of one is the last to hold its memory.
+    let part = numbers.slice(10, 5);
+    drop((numbers, text));
+    assert!(pool.stats().memory.live >= 4000);
+    assert_eq!((part.len(), part.value(4)), (5, 14.0));
+    drop(part);
+    assert_eq!(pool.stats().memory.live, 0);
+    assert!(sim.violations().is_empty());
 }
 
 #[test]

@@ -130,6 +130,7 @@ fn bump_scope_is_an_upstream() {
     let bump: Bump = Bump::new();
     let below = AllocatorApi2V02Compat(&bump);
     let suite = Suite::new().operations(if cfg!(miri) { 30 } else { 600 });
+    assert_eq!(suite.check_clone(&&below), Ok(()));
     assert_eq!(suite.check(&Counted::new(&below)), Ok(()));
     collections(&&below);
 }

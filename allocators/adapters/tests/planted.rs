@@ -48,7 +48,7 @@ struct Planted {
 
 struct Heap {
     base: NonNull<u8>,
-    /// Live blocks by offset: start, bytes reserved, size asked for.
+    /// Live blocks in the order of their offsets: start, bytes reserved, size asked for.
     live: RefCell<Vec<(usize, usize, usize)>>,
     calls: Cell<u32>,
 }
@@ -77,7 +77,6 @@ impl Planted {
         let bytes = layout.size() + SLACK;
         let base = self.heap.base.addr().get();
         let mut live = self.heap.live.borrow_mut();
-        live.sort_unstable();
         let mut start = base.next_multiple_of(layout.align()) - base;
         for &(other, other_bytes, _) in live.iter() {
             if start + bytes <= other {
@@ -88,7 +87,8 @@ impl Planted {
         if start + bytes > ROOM {
             return None;
         }
-        live.push((start, bytes, layout.size()));
+        let at = live.partition_point(|&(other, ..)| other < start);
+        live.insert(at, (start, bytes, layout.size()));
         self.mine.borrow_mut().push(start);
         Some(start)
     }
