@@ -1,4 +1,5 @@
 //! Rings of frames: buffers of one step, in pinned and in device memory, while the steps before are still under way.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
 
@@ -124,7 +125,7 @@ fn parts_lie_apart_and_aligned_and_a_step_starts_anew() {
 fn what_is_not_there_is_refused_and_nothing_changes() {
     let (_sim, pool, s, _) = rig();
     let arena = DeviceArena::new(&pool, &s, 10_000).unwrap();
-    drop(arena.alloc::<u8>(100).unwrap());
+    assert_eq!(arena.alloc::<u8>(100).unwrap().range().bytes, 100);
     let full = MemoryError::TooLarge { requested: 9_489, limit: 9_488 };
     assert_eq!(arena.alloc::<u8>(9_489).unwrap_err(), full);
     let huge = MemoryError::TooLarge { requested: u64::MAX, limit: 9_488 };

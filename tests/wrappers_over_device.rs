@@ -1,4 +1,5 @@
 //! The wrappers of host memory over device memory: one rule for both kinds, whoever may touch the bytes.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
 
@@ -57,7 +58,7 @@ fn what_is_forgotten_stays_charged_and_counted_when_the_wrappers_are_gone() {
     let rig = rig();
     let budget = Budget::new("tenant", MIB);
     let stack = Counted::new(Limit::new(rig.pool.clone(), budget.clone()));
-    std::mem::forget(stack.allocate(&rig.s, Request::bytes(1000)).unwrap());
+    let _forgotten = std::mem::ManuallyDrop::new(stack.allocate(&rig.s, Request::bytes(1000)).unwrap());
     let block = stack.allocate(&rig.s, Request::bytes(500)).unwrap();
     let twin = stack.clone();
     drop(stack);

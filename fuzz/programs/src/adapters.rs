@@ -195,7 +195,7 @@ impl World {
                     }
                 }
                 Err(MemoryError::TooLarge { requested, limit }) => {
-                    assert!(requested == len as u64 && limit < requested)
+                    assert!(requested == len as u64 && limit < requested);
                 }
                 Err(other) => panic!("{other:?}"),
             }
