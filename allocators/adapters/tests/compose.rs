@@ -55,7 +55,9 @@ fn suite() -> Suite {
 
 fn passes<A: Allocator + Clone>(allocator: &A, what: &str) {
     let suite = suite().impossible((!cfg!(miri)).then_some(1 << 40));
-    for found in [suite.seed(1).check(allocator), suite.seed(2).check_clone(allocator)] {
+    // Clones show what one alone does too; under Miri that has to do.
+    let alone = (!cfg!(miri)).then(|| suite.seed(1).check(allocator));
+    for found in alone.into_iter().chain([suite.seed(2).check_clone(allocator)]) {
         // Where nothing was served there was no room; others of the same layers show more.
         assert!(
             found.is_ok() || found.map_err(|found| found.fault) == Err(Fault::NothingServed),
