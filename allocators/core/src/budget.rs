@@ -1,96 +1,123 @@
-//! A limit on bytes that is exact at every instant.
+//! Limits on bytes, in a tree, exact at every instant.
 //!
-//! [`Budget::charge`] takes bytes and answers with a [`Charge`], which gives exactly those bytes back when it is
-//! dropped. The bytes stand in the charge, so releasing one never depends on what others did meanwhile: an account kept
-//! as the difference of two readings of a shared counter drifts as soon as two threads allocate at once.
-//!
-//! [`Budget::reserve`] takes bytes all at once or not at all, and hands them out later: a [`Reservation`] draws
+//! [`Budget::charge`] takes bytes from a budget and from all above it, and answers with a [`Charge`], which gives exactly
+//! those bytes back when it is dropped. The bytes stand in the charge, so releasing one never depends on what others did
+//! meanwhile: an account kept as the difference of two readings of a shared counter drifts as soon as two threads allocate
+//! at once. [`Budget::reserve`] takes bytes all at once or not at all, and hands them out later: a [`Reservation`] draws
 //! charges that cannot be refused any more.
 //!
 //! ```text
+//!   process ── host node or device ── pool ── tenant or tag
+//!     96 GiB        80 GiB            80 GiB      8 GiB, of which 2 guaranteed
+//!
 //!   used:  0 ────── charge(60) ── 60 ── reserve(40) ── 100 ── draw(30) ── 100 ── drop reservation ── 90
 //!   limit: 100                              ▲ a charge of one byte is refused from here ……………………… to here
 //! ```
 //!
-//! Nothing here blocks, and nothing is notified: a pool that is refused looks for what it can give back and asks again.
+//! | module | holds |
+//! |---|---|
+//! | `tree` | the arithmetic: limits, guarantees, peaks |
+//! | `lock` | the lock of a tree |
+//! | `node` | how nodes come and go |
+//! | `admission` | the one way in and out |
+//! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`] |
+//! | `refusal` | [`OutOfBudget`] |
+//! | `wait` | [`Waiting`]: the line |
+//! | `lease` | [`Lease`]: bytes paid for in advance |
+//! | `level` | [`Level`]: soft limits and who is told |
+//! | `reclaim` | [`Reclaim`]: who can give bytes back |
+//! | `hooks` | calling what others have registered |
+//!
+//! # The protocol
+//! All of a tree has one spin lock. A charge looks at every node from its own up to the root inside of it, and adds to all or
+//! to none. So it is atomic: nobody ever sees a node above its limit, nobody is refused for bytes that a charge under way
+//! is about to give back, and of several nodes that have no room the lowest one refuses. What is inside the lock is loads
+//! and plain stores, some 10 ns for four nodes; four counters that are each exact would take four locked instructions each
+//! way, and a charge that is refused at the root would have been seen, and refused others, at the three below it.
+//!
+//! Nothing is called inside the lock and nothing allocates there. Wakers, hooks and reclaimers are called after it, with no
+//! lock held. A release never blocks: not on the line of those who wait, nor on a hook that another thread is in.
+//!
+//! # What a node promises
+//! 1. `used` is the sum of the charges and reservations here and below, and of what leases hold.
+//! 2. `used` grows only where it stays at or below the limit. A limit that was set below it refuses until it is met.
+//! 3. Guaranteed bytes are had whatever others charge: they are set aside at the parent from the moment they are
+//!    guaranteed. Only a limit above that is lowered below its guarantees can take them away.
+//! 4. A refusal names the node that has no room, and changes nothing.
+//! 5. Whoever waits is served by priority, then in order, and never lost; see `wait`.
+//! 6. Bytes that could not be freed stay charged until they are.
 
-use crate::{
-    Bytes, Tag,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering},
-    },
-};
-use std::{error, fmt};
+mod admission;
+mod charge;
+mod hooks;
+mod lease;
+mod level;
+mod lock;
+mod node;
+mod reclaim;
+mod refusal;
+mod tree;
+mod wait;
 
-/// A limit on bytes, shared by whoever clones it.
+pub use charge::{Charge, Reservation, StrandedCharge};
+pub use lease::{Lease, Leased};
+pub use level::{Level, LevelChange, LevelHook, Levels, Registration};
+pub use reclaim::{Offer, Reclaim, Room};
+pub use refusal::OutOfBudget;
+pub use wait::Waiting;
+
+use crate::{Tag, sync::atomic::Ordering::Relaxed};
+use node::Node;
+use std::{fmt, time::Instant};
+
+/// A limit on bytes, shared by whoever clones it; a node of a tree of them.
 ///
 /// ```
 /// use aquifer_core::Budget;
-/// let budget = Budget::new("device 0", 100);
-/// let charge = budget.charge(100)?;
-/// assert!(budget.charge(1).is_err());
-/// drop(charge);
-/// assert_eq!(budget.used(), 0);
+/// let device = Budget::new("device 0", 100);
+/// let tenant = device.child("tenant a", 80);
+/// let other = device.child("tenant b", 100);
+/// other.set_guarantee(30)?;                    // set aside, so that nobody else takes it
+/// let most = tenant.charge(70)?;
+/// assert_eq!(tenant.charge(5).unwrap_err().budget, "device 0");
+/// assert_eq!((device.used(), device.remaining(), other.remaining()), (70, 0, 30));
+/// drop(most);
+/// assert_eq!(device.used(), 0);
 /// # Ok::<(), aquifer_core::OutOfBudget>(())
 /// ```
-#[derive(Clone)]
 pub struct Budget {
-    account: Arc<Account>,
+    node: &'static Node,
 }
 
-struct Account {
-    name: &'static str,
-    /// Bytes in charges and reservations. Never above the limit that stood when it was last raised.
-    used: AtomicU64,
-    limit: AtomicU64,
-    /// The most that `used` has been since the last reset.
-    peak: AtomicU64,
-}
-
-/// A charge that was refused. Nothing has changed.
+/// What stands at one node, at one moment. Bytes, unless a name says otherwise.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct OutOfBudget {
-    /// The budget that refused.
-    pub budget: &'static str,
-    /// Bytes asked for.
-    pub requested: u64,
-    /// Bytes charged already.
-    pub current: u64,
-    /// Bytes that would have been granted.
-    pub remaining: u64,
-    /// The limit, in bytes.
+#[non_exhaustive]
+pub struct Figures {
+    /// The name given at the start.
+    pub name: &'static str,
+    /// In charges and reservations here and below, and in leases.
+    pub used: u64,
+    /// The same, and what is set aside for the guarantees of those below.
+    pub held: u64,
+    /// The limit.
     pub limit: u64,
+    /// What nobody else can take.
+    pub guarantee: u64,
+    /// The most that was used at once.
+    pub peak: u64,
+    /// Used, though a free was tried: it has failed so far.
+    pub stranded: u64,
+    /// The level.
+    pub level: Level,
+    /// The priority of charges and waits (a number).
+    pub priority: i32,
 }
-
-impl fmt::Display for OutOfBudget {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{} asked of the budget of {}, {} of {} used, {} left",
-            Bytes(self.requested),
-            self.budget,
-            Bytes(self.current),
-            Bytes(self.limit),
-            Bytes(self.remaining)
-        )
-    }
-}
-
-impl error::Error for OutOfBudget {}
 
 impl Budget {
-    /// A budget of `limit` bytes with a name for its errors, usually a tag's or a literal.
+    /// A budget of `limit` bytes with none above it, and a name for its errors: a literal, or a tag's.
     #[must_use]
     pub fn new(name: &'static str, limit: u64) -> Self {
-        Self {
-            account: Arc::new(Account {
-                name,
-                used: AtomicU64::new(0),
-                limit: AtomicU64::new(limit),
-                peak: AtomicU64::new(0),
-            }),
-        }
+        Self { node: Node::claim(None, name, limit) }
     }
 
     /// A budget that only counts.
@@ -99,202 +126,205 @@ impl Budget {
         Self::new(name, u64::MAX)
     }
 
-    /// Takes `bytes`, or nothing. Never blocks.
+    /// A budget below this one: what is charged to it is charged here as well. Its priority is this one's. It lasts as long
+    /// as anybody has it or has bytes of it.
+    #[must_use]
+    pub fn child(&self, name: &'static str, limit: u64) -> Self {
+        Self { node: Node::claim(Some(self.node), name, limit) }
+    }
+
+    /// Takes `bytes` here and in every budget above, or nothing. Never blocks.
+    ///
+    /// Where others wait for room that the bytes would take, only a higher priority passes them.
     ///
     /// # Errors
-    /// [`OutOfBudget`] with the figures of that moment.
+    /// [`OutOfBudget`] of the nearest budget that has no room, with its figures of that moment.
+    #[inline]
     pub fn charge(&self, bytes: u64) -> Result<Charge, OutOfBudget> {
-        let account = &*self.account;
-        // Relaxed: the account guards no other memory, and every read-modify-write of one atomic is in one order.
-        let mut current = account.used.load(Ordering::Relaxed);
-        loop {
-            let limit = account.limit.load(Ordering::Relaxed);
-            let next = match current.checked_add(bytes) {
-                Some(next) if next <= limit => next,
-                _ => return Err(self.refusal(bytes, current, limit)),
-            };
-            match account.used.compare_exchange_weak(current, next, Ordering::Relaxed, Ordering::Relaxed) {
-                Ok(_) => {
-                    account.peak.fetch_max(next, Ordering::Relaxed);
-                    return Ok(Charge { budget: self.clone(), bytes });
-                }
-                Err(now) => current = now,
-            }
-        }
+        self.node.take(bytes)?;
+        Ok(Charge::granted(self.node, bytes))
     }
 
     /// Takes `bytes` at once to be drawn later, or nothing. Never blocks.
     ///
     /// # Errors
-    /// [`OutOfBudget`] with the figures of that moment.
+    /// As [`Budget::charge`].
     pub fn reserve(&self, bytes: u64) -> Result<Reservation, OutOfBudget> {
-        self.charge(bytes).map(|rest| Reservation { rest })
+        self.charge(bytes).map(Reservation::from)
     }
 
-    fn refusal(&self, requested: u64, current: u64, limit: u64) -> OutOfBudget {
-        OutOfBudget {
-            budget: self.account.name,
-            requested,
-            current,
-            remaining: limit.saturating_sub(current),
-            limit,
-        }
+    /// As [`Budget::reserve`], waiting as [`Budget::charge_by`] does. By a future:
+    /// `budget.charge_async(bytes).await.map(Reservation::from)`.
+    ///
+    /// # Errors
+    /// As [`Budget::charge_by`].
+    pub fn reserve_by(&self, bytes: u64, deadline: Option<Instant>) -> Result<Reservation, OutOfBudget> {
+        self.charge_by(bytes, deadline).map(Reservation::from)
     }
 
     /// The name given at the start.
     #[must_use]
     pub fn name(&self) -> &'static str {
-        self.account.name
+        self.node.name()
     }
 
-    /// Bytes in charges and reservations.
+    /// Bytes in charges and reservations, here and below, and in leases.
     #[must_use]
     pub fn used(&self) -> u64 {
-        self.account.used.load(Ordering::Relaxed)
+        self.node.used.load(Relaxed)
+    }
+
+    /// Bytes of [`Budget::used`] that leases here and below have spare: live bytes are the difference.
+    #[must_use]
+    pub fn spare(&self) -> u64 {
+        self.node.spare()
     }
 
     /// The limit, in bytes.
     #[must_use]
     pub fn limit(&self) -> u64 {
-        self.account.limit.load(Ordering::Relaxed)
+        self.node.limit.load(Relaxed)
     }
 
-    /// Bytes that a charge could take now.
+    /// Bytes that a charge could take now, here and in every budget above. What leases have spare comes on top.
     #[must_use]
     pub fn remaining(&self) -> u64 {
-        self.limit().saturating_sub(self.used())
+        let _inside = self.node.tree.lock.enter();
+        self.node.room(self.node.priority.load(Relaxed))
     }
 
-    /// Sets the limit for charges from now on. Below what is used it refuses all of them until enough has been given
-    /// back; answers with that excess, in bytes.
+    /// Sets the limit for charges from now on. Below what is used it refuses all of them until enough has been given back;
+    /// answers with that excess, in bytes, after what leases had spare. [`Budget::shrink`] asks for it too.
+    ///
+    /// A guarantee above the limit is lowered to it. Whoever waits is served if there is room now, and refused if there can
+    /// be none.
     pub fn set_limit(&self, limit: u64) -> u64 {
-        self.account.limit.store(limit, Ordering::Relaxed);
+        let node = self.node;
+        {
+            let _inside = node.tree.lock.enter();
+            node.limit.store(limit, Relaxed);
+            if node.guarantee.load(Relaxed) > limit {
+                // Less than before is never refused.
+                let _ = node.guarantee(limit);
+            }
+            node.refresh();
+        }
+        if self.used() > limit {
+            node.recall();
+        }
+        node.tree.line.look();
         self.used().saturating_sub(limit)
+    }
+
+    /// Guarantees `bytes` to this budget and those below it, instead of what was guaranteed before: they are set aside in
+    /// every budget above, so that no charge but these can take them.
+    ///
+    /// # Errors
+    /// [`OutOfBudget`] of the nearest budget above that cannot set as much aside, or of this one where its limit is lower.
+    pub fn set_guarantee(&self, bytes: u64) -> Result<(), OutOfBudget> {
+        let node = self.node;
+        let set = || {
+            let _inside = node.tree.lock.enter();
+            node.guarantee(bytes)
+        };
+        let mut answer = set();
+        if answer.is_err() && node.recall_all() > 0 {
+            answer = set();
+        }
+        // Less set aside is room for others, and more may be too much for somebody who waits.
+        node.tree.line.look();
+        answer
+    }
+
+    /// The bytes guaranteed to this budget.
+    #[must_use]
+    pub fn guarantee(&self) -> u64 {
+        self.node.guarantee.load(Relaxed)
+    }
+
+    /// Sets the priority of this budget's charges and waits from now on; higher is served first. Children made later
+    /// inherit it.
+    pub fn set_priority(&self, priority: i32) {
+        self.node.priority.store(priority.into(), Relaxed);
     }
 
     /// The most bytes that were used at once since the start or the last [`Budget::reset_peak`].
     #[must_use]
     pub fn peak(&self) -> u64 {
-        self.account.peak.load(Ordering::Relaxed)
+        self.node.peak.load(Relaxed)
     }
 
     /// Starts the peak anew from what is used now.
     pub fn reset_peak(&self) {
-        self.account.peak.store(self.used(), Ordering::Relaxed);
+        let _inside = self.node.tree.lock.enter();
+        self.node.peak.store(self.used(), Relaxed);
+        self.node.refresh();
+    }
+
+    /// Bytes whose free has failed, here and below; they are part of [`Budget::used`].
+    #[must_use]
+    pub fn stranded(&self) -> u64 {
+        self.node.stranded.load(Relaxed)
+    }
+
+    /// The budget above, if there is one.
+    #[must_use]
+    pub fn parent(&self) -> Option<Budget> {
+        self.node.above.first().map(|parent| parent.know())
+    }
+
+    /// The budgets right below that anybody has, or has bytes of.
+    pub fn children(&self) -> impl Iterator<Item = Budget> {
+        self.node.children()
+    }
+
+    /// All figures of this node, of one moment.
+    #[must_use]
+    pub fn figures(&self) -> Figures {
+        let (node, name) = (self.node, self.name());
+        let _inside = node.tree.lock.enter();
+        let used = node.used.load(Relaxed);
+        Figures {
+            name,
+            used,
+            held: used.saturating_add(node.extra.load(Relaxed)),
+            limit: self.limit(),
+            guarantee: self.guarantee(),
+            peak: self.peak(),
+            stranded: self.stranded(),
+            level: self.level(),
+            // It was one.
+            priority: i32::try_from(node.priority.load(Relaxed)).unwrap_or_default(),
+        }
     }
 
     /// Whether both are handles to one account.
     #[must_use]
     pub fn is(&self, other: &Budget) -> bool {
-        Arc::ptr_eq(&self.account, &other.account)
+        std::ptr::eq(self.node, other.node)
+    }
+}
+
+impl Clone for Budget {
+    fn clone(&self) -> Self {
+        self.node.know()
+    }
+}
+
+impl Drop for Budget {
+    fn drop(&mut self) {
+        self.node.forget();
     }
 }
 
 impl fmt::Debug for Budget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Budget")
-            .field("name", &self.account.name)
+            .field("name", &self.name())
             .field("used", &self.used())
             .field("limit", &self.limit())
             .field("peak", &self.peak())
             .finish()
-    }
-}
-
-/// Bytes taken from a [`Budget`], given back when this is dropped.
-///
-/// Keep it beside what it pays for: a physical handle, a region, a block. Forgetting one keeps the bytes charged.
-#[must_use = "a charge that is dropped at once pays for nothing"]
-pub struct Charge {
-    budget: Budget,
-    /// Exactly what `drop` gives back.
-    bytes: u64,
-}
-
-impl Charge {
-    /// Bytes it holds.
-    #[must_use]
-    pub fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
-    /// The budget it is charged to.
-    #[must_use]
-    pub fn budget(&self) -> &Budget {
-        &self.budget
-    }
-
-    /// Cuts `bytes` off into a charge of their own; `None` if it holds fewer. The total stays as it is.
-    #[must_use]
-    pub fn split(&mut self, bytes: u64) -> Option<Charge> {
-        self.bytes = self.bytes.checked_sub(bytes)?;
-        Some(Charge { budget: self.budget.clone(), bytes })
-    }
-
-    /// Takes in another charge of the same budget; hands it back untouched if it is of another.
-    ///
-    /// # Errors
-    /// The other charge.
-    pub fn merge(&mut self, mut other: Charge) -> Result<(), Charge> {
-        if !self.budget.is(&other.budget) {
-            return Err(other);
-        }
-        // Both are parts of one u64 that did not overflow when they were taken.
-        self.bytes += std::mem::take(&mut other.bytes);
-        Ok(())
-    }
-}
-
-impl Drop for Charge {
-    fn drop(&mut self) {
-        self.budget.account.used.fetch_sub(self.bytes, Ordering::Relaxed);
-    }
-}
-
-impl fmt::Debug for Charge {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Charge").field("budget", &self.budget.name()).field("bytes", &self.bytes).finish()
-    }
-}
-
-/// Bytes taken all at once and drawn bit by bit; what is left is given back when this is dropped.
-///
-/// ```
-/// use aquifer_core::Budget;
-/// let budget = Budget::new("device 0", 100);
-/// let mut held = budget.reserve(80)?;
-/// let first = held.draw(30)?;                  // cannot be refused by anybody else's charges
-/// assert_eq!((held.remaining(), budget.used()), (50, 80));
-/// drop(held);
-/// assert_eq!(budget.used(), first.bytes());
-/// # Ok::<(), aquifer_core::OutOfBudget>(())
-/// ```
-#[must_use = "a reservation that is dropped at once holds nothing"]
-#[derive(Debug)]
-pub struct Reservation {
-    rest: Charge,
-}
-
-impl Reservation {
-    /// Takes `bytes` out of what is held, as a charge of their own.
-    ///
-    /// # Errors
-    /// [`OutOfBudget`] with the reservation's own figures if it holds fewer; it is as it was.
-    pub fn draw(&mut self, bytes: u64) -> Result<Charge, OutOfBudget> {
-        let held = self.rest.bytes;
-        self.rest.split(bytes).ok_or_else(|| self.rest.budget.refusal(bytes, 0, held))
-    }
-
-    /// Bytes not drawn yet.
-    #[must_use]
-    pub fn remaining(&self) -> u64 {
-        self.rest.bytes
-    }
-
-    /// The budget that the bytes are charged to.
-    #[must_use]
-    pub fn budget(&self) -> &Budget {
-        &self.rest.budget
     }
 }
 

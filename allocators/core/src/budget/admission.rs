@@ -1,0 +1,106 @@
+//! The one way in and out: every charge, reservation, draw from the tree by a lease and release goes through here.
+
+use super::{lock::Inside, node::Node, refusal::OutOfBudget};
+use crate::sync::atomic::Ordering::Relaxed;
+
+impl Node {
+    /// Takes `bytes` here and above, or nothing. Never blocks.
+    #[inline]
+    pub(super) fn take(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
+        let inside = self.tree.lock.enter();
+        if self.take_easily(bytes) { Ok(()) } else { self.take_slowly(inside, bytes) }
+    }
+
+    #[cold]
+    fn take_slowly(&'static self, inside: Inside<'_>, bytes: u64) -> Result<(), OutOfBudget> {
+        let Err(mut refused) = self.take_inside(inside, bytes) else { return Ok(()) };
+        // Spare bytes of leases are anybody's; those below the node that refused are what it lacks.
+        if refused.0.recall() > 0 {
+            match self.take_inside(self.tree.lock.enter(), bytes) {
+                Ok(()) => return Ok(()),
+                Err(again) => refused = again,
+            }
+        }
+        // The first in line may be one whose deadline has passed, with nobody there to see it.
+        if self.tree.line.is_waited_for() {
+            self.tree.line.look();
+            return self.take_inside(self.tree.lock.enter(), bytes).map_err(|(_, refusal)| refusal);
+        }
+        Err(refused.1)
+    }
+
+    /// As [`Node::take`], without taking back what leases hold.
+    pub(super) fn take_now(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
+        self.take_inside(self.tree.lock.enter(), bytes).map_err(|(_, refusal)| refusal)
+    }
+
+    fn take_inside(&'static self, inside: Inside<'_>, bytes: u64) -> Result<(), super::tree::Refused> {
+        self.admit(bytes, self.priority.load(Relaxed))?;
+        let crossed = self.add(bytes);
+        drop(inside);
+        if crossed {
+            self.tell_path();
+        }
+        Ok(())
+    }
+
+    /// Gives back what was taken. Never blocks.
+    #[inline]
+    pub(super) fn give(&'static self, bytes: u64) {
+        let inside = self.tree.lock.enter();
+        let easy = self.give_easily(bytes);
+        let crossed = !easy && self.subtract(bytes);
+        let waited = self.tree.line.is_waited_for();
+        let last = self.used.load(Relaxed) == 0;
+        drop(inside);
+        if crossed || waited {
+            self.follow_up(crossed, waited);
+        }
+        // From here on somebody else may have the node; then it is not idle, and stays.
+        if last && self.handles.load(Relaxed) == 0 {
+            self.leave_if_unknown();
+        }
+    }
+
+    #[cold]
+    fn follow_up(&'static self, crossed: bool, waited: bool) {
+        if waited {
+            self.tree.line.look();
+        }
+        if crossed {
+            self.tell_path();
+        }
+    }
+
+    /// Takes back what leases here and below have spare; answers with how much that was.
+    #[cold]
+    pub(super) fn recall(&'static self) -> u64 {
+        let mut bytes = 0;
+        if self.tree.leases.load(Relaxed) > 0 {
+            self.walk(&mut |node| bytes += node.leases.iter().map(|shell| shell.recall()).sum::<u64>());
+        }
+        bytes
+    }
+
+    /// Takes back what leases of the whole tree have spare.
+    pub(super) fn recall_all(&'static self) -> u64 {
+        self.above.last().copied().unwrap_or(self).recall()
+    }
+
+    /// Bytes that leases here and below have spare.
+    pub(super) fn spare(&'static self) -> u64 {
+        let mut bytes = 0;
+        self.walk(&mut |node| bytes += node.leases.iter().map(|shell| shell.spare()).sum::<u64>());
+        bytes
+    }
+
+    pub(super) fn strand(&'static self, bytes: u64) {
+        let _inside = self.tree.lock.enter();
+        self.path().for_each(|node| node.stranded.store(node.stranded.load(Relaxed) + bytes, Relaxed));
+    }
+
+    pub(super) fn unstrand(&'static self, bytes: u64) {
+        let _inside = self.tree.lock.enter();
+        self.path().for_each(|node| node.stranded.store(node.stranded.load(Relaxed) - bytes, Relaxed));
+    }
+}

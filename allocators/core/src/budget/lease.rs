@@ -1,0 +1,252 @@
+//! Bytes paid for in advance, so that a live-byte limit costs its tenant next to nothing.
+//!
+//! ```text
+//!   the tree    ──── used: 128 KiB ──────────────────────────────────────────
+//!                         ▲ a grain at a time          │ what is above two grains
+//!   the lease   ──── live 40 KiB │ spare 88 KiB ───────▼─────────────────────
+//!                      charge ──►│◄── release            one atomic of its own
+//! ```
+//!
+//! A lease takes its bytes from the tree by grains, and serves charges from what it has spare. Spare bytes are anybody's who
+//! needs them: before a charge is refused, when somebody gets in line and when a limit is lowered, they are recalled, by
+//! the one who needs them and without the owner. While anybody waits, nothing is kept spare. So a limit on live bytes is
+//! exact: a charge is refused only where live bytes leave no room for it, though it cost a look at every lease to see that.
+//!
+//! Whoever makes bytes spare looks afterwards whether anybody waits; whoever waits says so and recalls afterwards. One of
+//! the two sees the other.
+
+use super::{Budget, node::Node, refusal::OutOfBudget};
+use crate::sync::{
+    atomic::{
+        AtomicU8, AtomicU64,
+        Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
+    },
+    between_write_and_read,
+};
+use std::fmt;
+
+/// Set in `spare` when the lease is closed: nothing is kept from then on.
+const CLOSED: u64 = 1 << 63;
+const IDLE: u8 = 0;
+const TAKEN: u8 = 1;
+
+/// A lease's place. Leaked once and used again, as nodes are.
+#[repr(align(128))]
+pub(super) struct Shell {
+    /// Bytes that are paid for and not charged, and [`CLOSED`].
+    spare: AtomicU64,
+    /// Bytes taken from the tree and not given back, and one more while the lease is open. Whoever brings it to zero
+    /// has the shell.
+    out: AtomicU64,
+    grain: AtomicU64,
+    node: &'static Node,
+    state: AtomicU8,
+}
+
+/// A part of a budget that is paid for in advance: for a thread, a stream or a shard of a tenant's live bytes.
+///
+/// Several threads may share one; each is fastest with its own. The budget counts what is spare as used; a charge that
+/// would be refused takes it back first.
+///
+/// ```
+/// use aquifer_core::Budget;
+/// let tenant = Budget::new("tenant a", 1 << 20);
+/// let lease = tenant.lease(64 << 10);
+/// let live = lease.charge(1000)?;              // from here on a few instructions each
+/// assert_eq!((live.bytes(), lease.spare()), (1000, 64 << 10));
+/// let all = tenant.charge((1 << 20) - 1000)?;  // takes what is spare, rather than to be refused
+/// assert_eq!(lease.spare(), 0);
+/// assert!(lease.charge(1).is_err());
+/// drop((live, all, lease));
+/// assert_eq!(tenant.used(), 0);
+/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// ```
+pub struct Lease {
+    shell: &'static Shell,
+}
+
+/// Bytes charged to a [`Lease`], given back to it when this is dropped, and to its budget if the lease is gone.
+#[must_use = "a charge that is dropped at once pays for nothing"]
+pub struct Leased {
+    shell: &'static Shell,
+    bytes: u64,
+}
+
+impl Budget {
+    /// Opens a lease that takes `grain` bytes at a time, and keeps twice that at most. Takes nothing yet.
+    #[must_use]
+    pub fn lease(&self, grain: u64) -> Lease {
+        let node = self.node;
+        let idle = |shell: &Shell| shell.state.compare_exchange(IDLE, TAKEN, AcqRel, Relaxed).is_ok();
+        let shell = node.leases.claim(idle, || Shell {
+            spare: AtomicU64::new(0),
+            out: AtomicU64::new(0),
+            grain: AtomicU64::new(0),
+            node,
+            state: AtomicU8::new(TAKEN),
+        });
+        node.handles.fetch_add(1, Relaxed);
+        node.tree.leases.fetch_add(1, Relaxed);
+        // A sum of spare bytes stays below the mark of a closed one.
+        shell.grain.store(grain.min(CLOSED >> 3), Relaxed);
+        shell.out.store(1, Relaxed);
+        shell.spare.store(0, Release);
+        Lease { shell }
+    }
+}
+
+impl Lease {
+    /// Takes `bytes`, or nothing. Never blocks.
+    ///
+    /// # Errors
+    /// [`OutOfBudget`] of the budget, or of the one above it that refused, when no lease has any to spare.
+    #[inline]
+    pub fn charge(&self, bytes: u64) -> Result<Leased, OutOfBudget> {
+        let shell = self.shell;
+        let mut spare = shell.spare.load(Relaxed);
+        while let Some(rest) = spare.checked_sub(bytes) {
+            match shell.spare.compare_exchange_weak(spare, rest, AcqRel, Relaxed) {
+                Ok(_) => return Ok(Leased { shell, bytes }),
+                Err(now) => spare = now,
+            }
+        }
+        shell.refill(bytes)?;
+        Ok(Leased { shell, bytes })
+    }
+
+    /// Bytes that are paid for and charged to nothing.
+    #[must_use]
+    pub fn spare(&self) -> u64 {
+        self.shell.spare()
+    }
+
+    /// A handle to the budget that pays.
+    #[must_use]
+    pub fn budget(&self) -> Budget {
+        self.shell.node.know()
+    }
+
+    /// Gives back what is spare.
+    pub fn trim(&self) {
+        self.shell.recall();
+    }
+}
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.shell.spare.fetch_or(CLOSED, AcqRel);
+        self.shell.recall();
+        self.shell.node.tree.leases.fetch_sub(1, Relaxed);
+        self.shell.let_go(1);
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease")
+            .field("budget", &self.shell.node.name())
+            .field("spare", &self.spare())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Leased {
+    /// Bytes it holds.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+}
+
+impl Drop for Leased {
+    #[inline]
+    fn drop(&mut self) {
+        let shell = self.shell;
+        // What no grain covers is not kept.
+        if self.bytes > shell.grain.load(Relaxed) {
+            shell.settle(self.bytes);
+        } else if self.bytes > 0 {
+            shell.make_spare(self.bytes);
+        }
+    }
+}
+
+impl fmt::Debug for Leased {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Leased").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+impl Shell {
+    pub(super) fn spare(&self) -> u64 {
+        self.spare.load(Relaxed) & !CLOSED
+    }
+
+    /// Takes `bytes` from the tree, and a grain beyond them if that is easily had.
+    #[cold]
+    fn refill(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
+        let grain = self.grain.load(Relaxed);
+        let tree = self.node.tree;
+        if bytes <= grain && !tree.line.is_waited_for() && self.node.take_now(bytes + grain).is_ok() {
+            self.out.fetch_add(bytes + grain, AcqRel);
+            self.make_spare(grain);
+            return Ok(());
+        }
+        self.node.take(bytes)?;
+        self.out.fetch_add(bytes, AcqRel);
+        Ok(())
+    }
+
+    /// Keeps bytes for the next charge, or gives them back where they are not to be kept.
+    #[inline]
+    fn make_spare(&'static self, bytes: u64) {
+        let before = self.spare.fetch_add(bytes, SeqCst);
+        between_write_and_read();
+        let most = 2 * self.grain.load(Relaxed);
+        // A closed one is above every bound.
+        if before + bytes > most || self.node.tree.line.is_waited_for() {
+            self.give_back(most / 2);
+        }
+    }
+
+    /// Gives back what is spare above `keep`, or all of it where nothing is to be kept.
+    #[cold]
+    fn give_back(&'static self, keep: u64) {
+        let mut spare = self.spare.load(Acquire);
+        loop {
+            let kept = if spare & CLOSED != 0 || self.node.tree.line.is_waited_for() { 0 } else { keep };
+            let Some(more) = (spare & !CLOSED).checked_sub(kept) else { return };
+            match self.spare.compare_exchange_weak(spare, spare - more, AcqRel, Acquire) {
+                Ok(_) => return self.settle(more),
+                Err(now) => spare = now,
+            }
+        }
+    }
+
+    /// Takes back what is spare: for whoever needs it.
+    pub(super) fn recall(&'static self) -> u64 {
+        between_write_and_read();
+        if self.spare.load(SeqCst) & !CLOSED == 0 {
+            return 0;
+        }
+        let spare = self.spare.fetch_and(CLOSED, SeqCst) & !CLOSED;
+        self.settle(spare);
+        spare
+    }
+
+    fn settle(&'static self, bytes: u64) {
+        if bytes > 0 {
+            self.node.give(bytes);
+            self.let_go(bytes);
+        }
+    }
+
+    fn let_go(&'static self, bytes: u64) {
+        if self.out.fetch_sub(bytes, AcqRel) == bytes {
+            let node = self.node;
+            self.spare.store(0, Relaxed);
+            self.state.store(IDLE, Release);
+            node.forget();
+        }
+    }
+}

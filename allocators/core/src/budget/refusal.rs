@@ -1,0 +1,47 @@
+//! A refusal.
+
+use crate::Bytes;
+use std::{error, fmt};
+
+/// A charge that was refused. Nothing has changed.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct OutOfBudget {
+    /// The budget that refused: the one that was asked, or the nearest above it that has no room.
+    pub budget: &'static str,
+    /// Bytes asked for.
+    pub requested: u64,
+    /// Bytes charged to it already.
+    pub current: u64,
+    /// Bytes that it would have granted. Less than the limit leaves where the rest is guaranteed to others, or waited for.
+    pub remaining: u64,
+    /// Its limit, in bytes.
+    pub limit: u64,
+}
+
+impl OutOfBudget {
+    /// Bytes below the limit that are kept for others: guaranteed to them, or waited for by them.
+    #[must_use]
+    pub fn kept(&self) -> u64 {
+        self.limit.saturating_sub(self.current).saturating_sub(self.remaining)
+    }
+}
+
+impl fmt::Display for OutOfBudget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} asked of the budget of {}, {} of {} used, {} left",
+            Bytes(self.requested),
+            self.budget,
+            Bytes(self.current),
+            Bytes(self.limit),
+            Bytes(self.remaining)
+        )?;
+        match self.kept() {
+            0 => Ok(()),
+            kept => write!(f, ", {} kept for others", Bytes(kept)),
+        }
+    }
+}
+
+impl error::Error for OutOfBudget {}

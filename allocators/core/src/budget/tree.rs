@@ -1,0 +1,231 @@
+//! The arithmetic of a tree: what a charge does to each node, under the tree's lock.
+//!
+//! ```text
+//!   used   = bytes in charges, here and below
+//!   extra  = bytes that children are guaranteed and have not used
+//!   held   = used + extra                          ≤ limit when it grows
+//!   a node holds max(held, guarantee) of its parent
+//! ```
+//!
+//! So a charge of `bytes` adds `bytes` to `used` all the way up, and to `held` as much as no guarantee below had set aside.
+//!
+//! **The quick way.** Most charges meet no edge anywhere: no limit, no new peak, no level, no guarantee that is not used
+//! up, nobody in line. Each node keeps one figure for all of these, `easy`: up to there a charge is an addition. Another,
+//! `floor`, does the same for releases. Both are worked out anew whenever something that they depend on has changed.
+
+use super::{
+    node::{NOBODY, Node},
+    refusal::OutOfBudget,
+};
+use crate::sync::atomic::Ordering::Relaxed;
+
+/// The node that refused, and what it says.
+pub(super) type Refused = (&'static Node, OutOfBudget);
+
+// Every function here is called with the tree's lock held.
+impl Node {
+    /// This node and those above it, from here to the root.
+    #[inline]
+    pub(super) fn path(&'static self) -> impl Iterator<Item = &'static Node> + Clone {
+        std::iter::once(self).chain(self.above.iter().copied())
+    }
+
+    /// Adds `bytes` where that meets no edge; says whether it did.
+    #[inline]
+    pub(super) fn take_easily(&'static self, bytes: u64) -> bool {
+        let fits = |node: &Node| {
+            node.used.load(Relaxed).checked_add(bytes).is_some_and(|next| next <= node.easy.load(Relaxed))
+        };
+        let mut easy = fits(self);
+        for above in self.above {
+            easy &= fits(above);
+        }
+        if easy {
+            self.used.store(self.used.load(Relaxed) + bytes, Relaxed);
+            for above in self.above {
+                above.used.store(above.used.load(Relaxed) + bytes, Relaxed);
+            }
+        }
+        easy
+    }
+
+    /// Takes `bytes` away where that meets no edge; says whether it did.
+    #[inline]
+    pub(super) fn give_easily(&'static self, bytes: u64) -> bool {
+        // What is given back was taken, so no difference is below zero.
+        let fits = |node: &Node| node.used.load(Relaxed) - bytes >= node.floor.load(Relaxed);
+        let mut easy = fits(self);
+        for above in self.above {
+            easy &= fits(above);
+        }
+        if easy {
+            self.used.store(self.used.load(Relaxed) - bytes, Relaxed);
+            for above in self.above {
+                above.used.store(above.used.load(Relaxed) - bytes, Relaxed);
+            }
+        }
+        easy
+    }
+
+    fn held(&self) -> u64 {
+        self.used.load(Relaxed).saturating_add(self.extra.load(Relaxed))
+    }
+
+    /// What its parent has to hold for it.
+    fn share(&self) -> u64 {
+        self.held().max(self.guarantee.load(Relaxed))
+    }
+
+    /// Guaranteed bytes that are not used, by those below or by itself.
+    fn unmet(&self) -> u64 {
+        self.guarantee.load(Relaxed).saturating_sub(self.held())
+    }
+
+    /// Whether a charge of `bytes` by one of this priority fits everywhere. Changes nothing.
+    pub(super) fn admit(&'static self, bytes: u64, priority: i64) -> Result<(), Refused> {
+        // What the node at hand has to hold more than it does; the rest has been set aside for those below.
+        let mut more = bytes;
+        for node in self.path() {
+            let limit = node.limit.load(Relaxed);
+            let within = |now: u64, more: u64| now.checked_add(more).is_some_and(|next| next <= limit);
+            let in_line = node.line.load(Relaxed) >= priority;
+            // A limit below what has been guaranteed already is a limit all the same.
+            if !within(node.used.load(Relaxed), bytes)
+                || (more > 0 && (in_line || !within(node.held(), more)))
+            {
+                return Err((node, node.refusal(bytes, bytes - more, in_line)));
+            }
+            more -= more.min(node.unmet());
+        }
+        Ok(())
+    }
+
+    /// What this node says to a charge of `bytes`, of which `aside` are set aside by guarantees below.
+    fn refusal(&self, bytes: u64, aside: u64, in_line: bool) -> OutOfBudget {
+        let (used, limit) = (self.used.load(Relaxed), self.limit.load(Relaxed));
+        let room = if in_line { 0 } else { limit.saturating_sub(self.held()) };
+        OutOfBudget {
+            budget: self.name(),
+            requested: bytes,
+            current: used,
+            remaining: limit.saturating_sub(used).min(room.saturating_add(aside)),
+            limit,
+        }
+    }
+
+    /// The most bytes that a charge by one of this priority could take.
+    pub(super) fn room(&'static self, priority: i64) -> u64 {
+        let (mut room, mut aside) = (u64::MAX, 0u64);
+        for node in self.path() {
+            let (used, limit) = (node.used.load(Relaxed), node.limit.load(Relaxed));
+            let free =
+                if node.line.load(Relaxed) >= priority { 0 } else { limit.saturating_sub(node.held()) };
+            room = room.min(limit.saturating_sub(used)).min(free.saturating_add(aside));
+            aside = aside.saturating_add(node.unmet());
+        }
+        room
+    }
+
+    /// The first node by which `bytes` more would be too much, though all else were given back: what is asked is above a
+    /// limit, less what others below it are guaranteed.
+    pub(super) fn never(&'static self, bytes: u64) -> Option<OutOfBudget> {
+        let (mut need, mut own) = (bytes, 0);
+        for node in self.path() {
+            // The least that this node holds with these bytes in it.
+            need = need.saturating_add(node.promised.load(Relaxed) - own);
+            if need > node.limit.load(Relaxed) {
+                return Some(node.refusal(bytes, 0, false));
+            }
+            need = need.max(node.guarantee.load(Relaxed));
+            own = node.promise();
+        }
+        None
+    }
+
+    /// Adds what [`Node::admit`] has let pass.
+    pub(super) fn add(&'static self, bytes: u64) -> bool {
+        let (mut more, mut crossed) = (bytes, false);
+        for node in self.path() {
+            let unmet = node.unmet();
+            let next = node.used.load(Relaxed) + bytes;
+            node.used.store(next, Relaxed);
+            node.extra.store(node.extra.load(Relaxed) - (bytes - more), Relaxed);
+            node.peak.store(node.peak.load(Relaxed).max(next), Relaxed);
+            more -= more.min(unmet);
+            crossed |= node.cross();
+            node.refresh();
+        }
+        crossed
+    }
+
+    /// Takes away what was added.
+    pub(super) fn subtract(&'static self, bytes: u64) -> bool {
+        let (mut less, mut crossed) = (bytes, false);
+        for node in self.path() {
+            let share = node.share();
+            node.used.store(node.used.load(Relaxed) - bytes, Relaxed);
+            node.extra.store(node.extra.load(Relaxed) + (bytes - less), Relaxed);
+            less = share - node.share();
+            crossed |= node.cross();
+            node.refresh();
+        }
+        crossed
+    }
+
+    /// What its parent must always be able to hold for it: its own guarantee, or those below it.
+    fn promise(&self) -> u64 {
+        self.guarantee.load(Relaxed).max(self.promised.load(Relaxed))
+    }
+
+    /// Sets the guarantee, if those above can hold that much for it.
+    pub(super) fn guarantee(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
+        if bytes > self.limit.load(Relaxed) {
+            return Err(self.refusal(bytes, 0, false));
+        }
+        let mut more = self.held().max(bytes).saturating_sub(self.share());
+        for node in self.above {
+            let next = node.held().checked_add(more);
+            match next {
+                _ if more == 0 => break,
+                Some(next) if next <= node.limit.load(Relaxed) => {
+                    more = next.max(node.guarantee.load(Relaxed)) - node.share();
+                }
+                _ => return Err(node.refusal(more, 0, false)),
+            }
+        }
+        self.move_guarantee(bytes);
+        Ok(())
+    }
+
+    fn move_guarantee(&'static self, bytes: u64) {
+        let (mut share, mut promise) = (self.share(), self.promise());
+        self.guarantee.store(bytes, Relaxed);
+        let mut below = self;
+        self.refresh();
+        for node in self.above {
+            let (next_share, next_promise) = (below.share(), below.promise());
+            let (node_share, node_promise) = (node.share(), node.promise());
+            // What was is part of these sums.
+            node.extra.store(node.extra.load(Relaxed) - share + next_share, Relaxed);
+            node.promised.store(node.promised.load(Relaxed) - promise + next_promise, Relaxed);
+            node.refresh();
+            (share, promise, below) = (node_share, node_promise, node);
+        }
+    }
+
+    /// Works out anew up to where charges and down to where releases meet no edge.
+    pub(super) fn refresh(&self) {
+        let (extra, guarantee) = (self.extra.load(Relaxed), self.guarantee.load(Relaxed));
+        let met = self.unmet() == 0;
+        let ceiling = self.limit.load(Relaxed).saturating_sub(extra);
+        let (rise, fall) = self.thresholds();
+        let easy = if met && self.line.load(Relaxed) == NOBODY {
+            ceiling.min(self.peak.load(Relaxed)).min(rise)
+        } else {
+            0
+        };
+        self.easy.store(easy, Relaxed);
+        let floor = if met { guarantee.saturating_sub(extra).max(fall) } else { u64::MAX };
+        self.floor.store(floor, Relaxed);
+    }
+}
