@@ -1,0 +1,141 @@
+//! What leases promise: limits on live bytes that are exact, though what is spare is paid for.
+
+use aquifer_core::{Budget, budget::Leased};
+use std::{
+    future::Future,
+    pin::pin,
+    task::{Context, Waker},
+    thread,
+};
+
+#[test]
+fn a_lease_takes_grains_and_keeps_no_more_than_two() {
+    let root = Budget::new("root", 10_000);
+    let tenant = root.child("tenant", 8_000);
+    let lease = tenant.lease(1000);
+    assert_eq!(root.used(), 0, "nothing is taken in advance of the first charge");
+    let first = lease.charge(100).unwrap();
+    assert_eq!((root.used(), lease.spare(), tenant.spare()), (1100, 1000, 1000));
+    let more: Vec<_> = (0..10).map(|_| lease.charge(100).unwrap()).collect();
+    assert_eq!((root.used(), lease.spare()), (1100, 0));
+    let large = lease.charge(3000).unwrap();
+    assert_eq!((root.used(), lease.spare()), (4100, 0), "what is above a grain is taken by itself");
+    drop((first, more, large));
+    assert!(lease.spare() <= 2000);
+    assert_eq!(root.used(), lease.spare());
+    lease.trim();
+    assert_eq!((root.used(), lease.spare()), (0, 0));
+}
+
+#[test]
+fn live_bytes_are_granted_to_the_last_byte_whatever_other_leases_have_spare() {
+    let root = Budget::new("root", 1000);
+    let (a, b) = (root.child("a", 900), root.child("b", 900));
+    let leases = [a.lease(100), a.lease(100), b.lease(100)];
+    let live: Vec<Leased> = leases.iter().map(|lease| lease.charge(100).unwrap()).collect();
+    assert_eq!((root.used(), root.spare()), (600, 300));
+    let refused = leases[0].charge(701).unwrap_err();
+    assert_eq!((refused.budget, refused.current), ("a", 200), "nothing is spare when somebody is refused");
+    let rest = leases[2].charge(700).unwrap();
+    assert_eq!((root.used(), root.spare()), (1000, 0));
+    assert_eq!(leases[1].charge(1).unwrap_err().budget, "root");
+    drop(live);
+    assert_eq!(root.used() - root.spare(), 700);
+    let exact = a.charge(300).unwrap();
+    drop((rest, exact));
+}
+
+#[test]
+fn a_lowered_limit_takes_back_what_is_spare_before_it_tells_an_excess() {
+    let tenant = Budget::new("tenant", 1000);
+    let lease = tenant.lease(300);
+    let live = lease.charge(100).unwrap();
+    assert_eq!(tenant.used(), 400);
+    assert_eq!(tenant.set_limit(150), 0);
+    assert_eq!(tenant.set_limit(60), 40);
+    assert!(lease.charge(1).is_err());
+    drop(live);
+    assert_eq!(tenant.used() - tenant.spare(), 0);
+    assert!(lease.charge(60).is_ok());
+}
+
+#[test]
+fn charges_outlive_their_lease_and_then_go_back_to_the_budget() {
+    let root = Budget::new("root", 1000);
+    let tenant = root.child("tenant", 1000);
+    let lease = tenant.lease(100);
+    let live: Vec<_> = (0..5).map(|_| lease.charge(50).unwrap()).collect();
+    drop((lease, tenant));
+    assert_eq!((root.used(), root.children().count()), (250, 1));
+    drop(live);
+    assert_eq!((root.used(), root.children().count()), (0, 0));
+    let again = root.child("next", 10).lease(1);
+    assert_eq!((again.budget().name(), again.spare()), ("next", 0));
+}
+
+#[test]
+fn bytes_that_live_ones_give_back_reach_whoever_waits() {
+    let root = Budget::new("root", 1000);
+    let lease = root.child("tenant", 1000).lease(400);
+    let (live, rest) = (lease.charge(300).unwrap(), root.charge(300).unwrap());
+    assert_eq!(lease.spare(), 400);
+    let mut context = Context::from_waker(Waker::noop());
+    let mut first = pin!(root.charge_async(500));
+    assert!(first.as_mut().poll(&mut context).is_pending() || lease.spare() == 0);
+    let mut second = pin!(root.charge_async(1000));
+    assert!(second.as_mut().poll(&mut context).is_pending());
+    assert_eq!(lease.spare(), 0, "what is spare belongs to whoever waits");
+    assert!(lease.charge(1).is_err(), "and nothing is taken in front of them");
+    drop(live);
+    assert_eq!((lease.spare(), root.waiting()), (0, 1));
+    assert!(first.as_mut().poll(&mut context).is_ready());
+    drop(rest);
+    assert!(second.as_mut().poll(&mut context).is_ready());
+    assert_eq!(root.used(), 0);
+}
+
+#[test]
+fn a_large_lease_holds_all_bytes_there_are() {
+    let root = Budget::unlimited("root");
+    let lease = root.lease(u64::MAX);
+    let all = lease.charge(u64::MAX).unwrap();
+    assert!(lease.charge(1).is_err());
+    drop(all);
+    drop(lease.charge(1).unwrap());
+    drop(lease);
+    assert_eq!(root.used(), 0);
+}
+
+/// Live bytes never pass the limit, nothing that fits is refused where nobody else charges, and nothing is left.
+#[test]
+fn threads_with_leases_leave_exactly_nothing() {
+    let root = Budget::new("root", 4000);
+    let tenants = [root.child("a", 2500), root.child("b", 2500)];
+    thread::scope(|s| {
+        for seed in 0..6u64 {
+            let (root, tenant) = (&root, &tenants[seed as usize % 2]);
+            s.spawn(move || {
+                let mut state = seed + 1;
+                let mut lease = tenant.lease(100 * (1 + seed % 3));
+                let mut held = Vec::new();
+                for round in 0..if cfg!(miri) { 60 } else { 30_000 } {
+                    state =
+                        state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    if held.len() > 5 || state >> 63 == 1 {
+                        held.pop();
+                    } else {
+                        held.extend(lease.charge(state >> 56).ok());
+                    }
+                    if round % 1000 == 999 {
+                        lease = tenant.lease(300);
+                    }
+                    if seed == 0 && round % 10 == 0 {
+                        drop(root.charge_by(1 + state % 1000, None).unwrap());
+                    }
+                    assert!(root.used() <= 4000 && tenant.used() <= 2500);
+                }
+            });
+        }
+    });
+    assert_eq!((root.used(), root.spare(), root.waiting()), (0, 0, 0));
+}
