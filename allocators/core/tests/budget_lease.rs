@@ -45,6 +45,18 @@ fn live_bytes_are_granted_to_the_last_byte_whatever_other_leases_have_spare() {
     drop((rest, exact));
 }
 
+/// Bytes that are spare where the first node refuses are not those that the next one lacks.
+#[test]
+fn what_is_spare_at_every_level_is_taken_back_before_a_refusal() {
+    let root = Budget::new("root", 400);
+    let (pool, other) = (root.child("pool", 300), root.child("other", 400));
+    let leases = [pool.lease(100), other.lease(100)];
+    let live = leases.each_ref().map(|lease| lease.charge(50).unwrap());
+    assert_eq!((pool.used(), other.used()), (150, 150));
+    assert_eq!(pool.charge(250).unwrap().bytes(), 250);
+    drop(live);
+}
+
 #[test]
 fn a_lowered_limit_takes_back_what_is_spare_before_it_tells_an_excess() {
     let tenant = Budget::new("tenant", 1000);

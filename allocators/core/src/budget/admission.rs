@@ -14,8 +14,11 @@ impl Node {
     #[cold]
     fn take_slowly(&'static self, inside: Inside<'_>, bytes: u64) -> Result<(), OutOfBudget> {
         let Err(mut refused) = self.take_inside(inside, bytes) else { return Ok(()) };
-        // Spare bytes of leases are anybody's; those below the node that refused are what it lacks.
-        if refused.0.recall() > 0 {
+        // Spare bytes of leases are anybody's; those below the node that refused are what it lacks. Then the next one may.
+        for _ in self.path() {
+            if refused.0.recall() == 0 {
+                break;
+            }
             match self.take_inside(self.tree.lock.enter(), bytes) {
                 Ok(()) => return Ok(()),
                 Err(again) => refused = again,

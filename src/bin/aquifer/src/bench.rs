@@ -3,6 +3,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `arena` | what is measured of arenas |
+//! | `budget` | what is measured of budgets |
 //! | `device` | what is measured of device memory |
 //! | `global` | what the global allocator adds to those it wraps |
 //! | `pinned` | what is measured of pinned memory |
@@ -17,6 +18,7 @@
 //! by lap, within one run, and the ratio is what can be carried elsewhere.
 
 pub(crate) mod arena;
+pub(crate) mod budget;
 pub(crate) mod device;
 pub(crate) mod global;
 pub(crate) mod host;

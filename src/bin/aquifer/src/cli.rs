@@ -115,6 +115,11 @@ A ratio is the stager's time over the peer's in the same run: below 1 is faster.
 A ratio is the time over the peer's in the same run: below 1 is faster. `adds` is a
 median of 21 turns, with the interval of 95 %. Takes some minutes.")]
     Global(BenchGlobal),
+    /// Charges to budgets, by levels, by lease, with 16 threads, and waits
+    #[command(after_help = "\
+A ratio is the budget's time over the host's malloc in the same run. No device is part
+of it. Takes some seconds.")]
+    Budget(BenchBudget),
 }
 
 /// Flags of `bench arena`.
@@ -123,6 +128,20 @@ pub(crate) struct BenchArena {
     /// Whose pinned memory it is: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
+    /// Only rows whose name contains this, in either case
+    #[arg(long, value_name = "PATTERN")]
+    pub(crate) only: Option<String>,
+    /// A look whether all of it runs, within seconds; figures are rough
+    #[arg(long)]
+    pub(crate) quick: bool,
+    /// Answer in JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Flags of `bench budget`.
+#[derive(Args, Debug)]
+pub(crate) struct BenchBudget {
     /// Only rows whose name contains this, in either case
     #[arg(long, value_name = "PATTERN")]
     pub(crate) only: Option<String>,

@@ -67,6 +67,9 @@ fn main() -> ExitCode {
                     Benched::Global(args) => {
                         (bench::global::run(&args).map_err(|e| e.to_string()), args.json)
                     }
+                    Benched::Budget(args) => {
+                        (bench::budget::run(&args).map_err(|e| e.to_string()), args.json)
+                    }
                     Benched::Stage(args) => (bench::stage::run(&args).map_err(|e| e.to_string()), args.json),
                 };
                 match report {

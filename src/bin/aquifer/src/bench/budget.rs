@@ -1,0 +1,345 @@
+//! `aquifer bench budget`: what a charge costs.
+//!
+//! A pair is a charge of 64 bytes and its release. With several threads each has a tenant of its own, four levels deep;
+//! those above it are shared. A hand-over is the time from the release that makes room until whoever waits has its bytes.
+//!
+//! No device is part of it.
+
+use super::{
+    device::{
+        lane::{Lane, crew},
+        source::{Malloc, Source},
+    },
+    lap::{Contender, Pace, contest, repeat},
+    report::Report,
+    row::Unit,
+    sheet::{Group, Mistake, Sheet, measure},
+};
+use crate::{
+    cli::{self, DeviceChoice},
+    place::Place,
+    progress::Progress,
+};
+use aquifer_core::{
+    Budget, Charge, MemoryError, OutOfBudget, Result,
+    budget::{Lease, Leased},
+};
+use std::{
+    future::Future,
+    hint::black_box,
+    pin::pin,
+    task::{Context, Poll, Waker},
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Bytes of a charge.
+const BYTES: u64 = 64;
+/// What a lease takes at a time.
+const GRAIN: u64 = 64 << 10;
+/// More than is ever charged here.
+const LIMIT: u64 = 1 << 40;
+/// Levels of a tree: process, device, pool, tenant.
+const NAMES: [&str; 4] = ["process", "device", "pool", "tenant"];
+const THREADS: usize = 16;
+/// Waits in a round of those that no thread sleeps for.
+const WAITS: u32 = 64;
+/// The malloc of the host, as rows name it.
+const MALLOC: &str = "malloc 64 B";
+
+/// In the order in which they are measured and printed.
+fn groups() -> [Group<Bench>; 4] {
+    [
+        Group { names: pair_names, measure: pairs },
+        Group { names: reserve_names, measure: reserves },
+        Group { names: thread_names, measure: threads },
+        Group { names: wait_names, measure: waits },
+    ]
+}
+
+/// Measures what was asked for, within some seconds.
+///
+/// # Errors
+/// [`Mistake`], before anything is measured.
+pub(crate) fn run(args: &cli::BenchBudget) -> std::result::Result<Report, Mistake> {
+    let place = Place::choose(DeviceChoice::Sim).map_err(Mistake::Place)?;
+    let session = place.begin(false);
+    let lost = |e| Mistake::Device(MemoryError::driver(session.device, e));
+    let version = session.driver.driver_version().map_err(lost)?;
+    let pace = if args.quick { Pace::QUICK } else { Pace::FULL };
+    let mut bench = Bench { pace, sheet: Sheet::new(args.only.as_deref()) };
+    measure(&mut bench, |bench| &mut bench.sheet, &groups(), &mut Progress::on_terminal())?;
+    Ok(bench.sheet.report("budget", &place, version, args.quick))
+}
+
+/// A bench under way.
+struct Bench {
+    pace: Pace,
+    sheet: Sheet,
+}
+
+impl Bench {
+    /// A row of pairs beside malloc's.
+    fn beside_malloc<'c>(&mut self, name: &str, own: Contender<'c>) {
+        if self.sheet.wants(name) {
+            let [own, malloc] = self.turns(name, own, pairs_of(vec![Malloc]));
+            self.sheet.add(name, Unit::NsPerPair, own, Some((MALLOC, malloc)));
+        }
+    }
+
+    /// The medians of two who take turns, in nanoseconds a pair.
+    fn turns<'c>(&mut self, name: &str, own: Contender<'c>, peer: Contender<'c>) -> [f64; 2] {
+        let mut outcomes = contest(self.pace, vec![own, peer]).into_iter();
+        [(); 2].map(|()| {
+            let mut outcome = outcomes.next().unwrap_or_default();
+            self.sheet.note(name, std::mem::take(&mut outcome.failed));
+            outcome.over_all * 2.0
+        })
+    }
+}
+
+/// So many levels of a tree, and what is lowest.
+fn tree(levels: usize) -> Budget {
+    let mut names = NAMES[NAMES.len() - levels..].iter();
+    let root = Budget::new(names.next().unwrap_or(&NAMES[0]), LIMIT);
+    names.fold(root, |above, name| above.child(name, LIMIT))
+}
+
+/// Pairs on a thread for each source.
+fn pairs_of<'a, S>(sources: Vec<S>) -> Contender<'a>
+where
+    S: Source + Send + 'a,
+    S::Held: Send,
+{
+    let mut lanes: Vec<_> = sources.into_iter().map(Lane::new).collect();
+    Box::new(move |pairs| crew(&mut lanes, 2 * pairs, |_, lane| lane.pairs(BYTES, pairs)))
+}
+
+/// Charges to a budget.
+struct Charged(Budget);
+
+impl Source for Charged {
+    type Held = Charge;
+    type Refused = OutOfBudget;
+
+    #[inline]
+    fn take(&self, bytes: u64) -> std::result::Result<Charge, OutOfBudget> {
+        self.0.charge(bytes)
+    }
+
+    #[inline]
+    fn give(&self, held: Charge) -> std::result::Result<(), OutOfBudget> {
+        drop(held);
+        Ok(())
+    }
+
+    fn rest(&self) -> std::result::Result<(), OutOfBudget> {
+        Ok(())
+    }
+}
+
+/// Charges to a lease.
+struct Leasing(Lease);
+
+impl Source for Leasing {
+    type Held = Leased;
+    type Refused = OutOfBudget;
+
+    #[inline]
+    fn take(&self, bytes: u64) -> std::result::Result<Leased, OutOfBudget> {
+        self.0.charge(bytes)
+    }
+
+    #[inline]
+    fn give(&self, held: Leased) -> std::result::Result<(), OutOfBudget> {
+        drop(held);
+        Ok(())
+    }
+
+    fn rest(&self) -> std::result::Result<(), OutOfBudget> {
+        Ok(())
+    }
+}
+
+fn levels(levels: usize) -> String {
+    format!("{levels} level{}", if levels == 1 { "" } else { "s" })
+}
+
+fn pair_names(_: &Bench) -> Vec<String> {
+    let by_level = (1..=NAMES.len()).map(|n| format!("charge + release, {}", levels(n)));
+    by_level.chain(["charge + release, leased".to_owned()]).collect()
+}
+
+fn pairs(bench: &mut Bench) -> Result<()> {
+    let names = pair_names(bench);
+    for (name, n) in names.iter().zip(1..=NAMES.len()) {
+        bench.beside_malloc(name, pairs_of(vec![Charged(tree(n))]));
+    }
+    bench.beside_malloc(&names[NAMES.len()], pairs_of(vec![Leasing(tree(NAMES.len()).lease(GRAIN))]));
+    Ok(())
+}
+
+fn reserve_names(_: &Bench) -> Vec<String> {
+    vec![
+        "reserve, draw, release, 4 levels".to_owned(),
+        "refused by the root, 4 levels".to_owned(),
+        "charge + release with a guarantee".to_owned(),
+    ]
+}
+
+/// Reserves, draws all of it and gives it back: a pair for the rows.
+struct Reserving(Budget);
+
+impl Source for Reserving {
+    type Held = Charge;
+    type Refused = OutOfBudget;
+
+    fn take(&self, bytes: u64) -> std::result::Result<Charge, OutOfBudget> {
+        self.0.reserve(bytes)?.draw(bytes)
+    }
+
+    fn give(&self, held: Charge) -> std::result::Result<(), OutOfBudget> {
+        drop(held);
+        Ok(())
+    }
+
+    fn rest(&self) -> std::result::Result<(), OutOfBudget> {
+        Ok(())
+    }
+}
+
+/// Is refused, which here is what is wanted.
+struct Refusing(Budget);
+
+impl Source for Refusing {
+    type Held = ();
+    type Refused = OutOfBudget;
+
+    fn take(&self, bytes: u64) -> std::result::Result<(), OutOfBudget> {
+        let refused = self.0.charge(LIMIT - bytes);
+        black_box(&refused);
+        Ok(())
+    }
+
+    fn give(&self, (): ()) -> std::result::Result<(), OutOfBudget> {
+        Ok(())
+    }
+
+    fn rest(&self) -> std::result::Result<(), OutOfBudget> {
+        Ok(())
+    }
+}
+
+fn reserves(bench: &mut Bench) -> Result<()> {
+    let names = reserve_names(bench);
+    let (lowest, full) = (tree(NAMES.len()), tree(NAMES.len()));
+    bench.beside_malloc(&names[0], pairs_of(vec![Reserving(lowest)]));
+    let root = std::iter::successors(full.parent(), Budget::parent).last().unwrap_or_else(|| full.clone());
+    let _most = root.charge(LIMIT / 2)?;
+    bench.beside_malloc(&names[1], pairs_of(vec![Refusing(full)]));
+    let guaranteed = tree(NAMES.len());
+    guaranteed.set_guarantee(GRAIN)?;
+    bench.beside_malloc(&names[2], pairs_of(vec![Charged(guaranteed)]));
+    Ok(())
+}
+
+fn thread_names(_: &Bench) -> Vec<String> {
+    let all = ["1 level", "4 levels", "leased"];
+    let of = |what| ["over all", "each"].map(|how| format!("{THREADS} threads, {what}, {how}"));
+    all.into_iter().flat_map(of).collect()
+}
+
+fn threads(bench: &mut Bench) -> Result<()> {
+    let names = thread_names(bench);
+    let wanted = |bench: &Bench, at: usize| names[2 * at..2 * at + 2].iter().any(|n| bench.sheet.wants(n));
+    let pool = tree(NAMES.len() - 1);
+    let tenants = || (0..THREADS).map(|_| pool.child(NAMES[NAMES.len() - 1], LIMIT));
+    let alone = tree(1);
+    let crews: [&dyn Fn() -> Contender<'static>; 3] = [
+        &|| pairs_of((0..THREADS).map(|_| Charged(alone.clone())).collect()),
+        &|| pairs_of(tenants().map(Charged).collect()),
+        &|| pairs_of(tenants().map(|tenant| Leasing(tenant.lease(GRAIN))).collect()),
+    ];
+    for (at, make) in crews.into_iter().enumerate() {
+        if wanted(bench, at) {
+            let mut outcomes = contest(bench.pace.together(), vec![make()]);
+            let Some(mut outcome) = outcomes.pop() else { continue };
+            bench.sheet.note(&names[2 * at], std::mem::take(&mut outcome.failed));
+            bench.sheet.add(&names[2 * at], Unit::NsPerPair, outcome.over_all * 2.0, None);
+            bench.sheet.add(&names[2 * at + 1], Unit::NsPerPair, outcome.each * 2.0, None);
+        }
+    }
+    Ok(())
+}
+
+fn wait_names(_: &Bench) -> Vec<String> {
+    vec!["in line, granted, taken, by a future".to_owned(), "hand-over to a thread that sleeps".to_owned()]
+}
+
+fn waits(bench: &mut Bench) -> Result<()> {
+    let names = wait_names(bench);
+    if bench.sheet.wants(&names[0]) {
+        let [ns] = repeat(bench.pace, polled)?;
+        bench.sheet.add(&names[0], Unit::NsPerPair, ns, None);
+    }
+    if bench.sheet.wants(&names[1]) {
+        let [ns] = repeat(bench.pace, slept)?;
+        bench.sheet.add(&names[1], Unit::Us, ns, None);
+    }
+    Ok(())
+}
+
+/// A charge that gets in line, and has its bytes when it is polled again.
+fn polled() -> Result<[f64; 1]> {
+    let tenant = tree(NAMES.len());
+    let mut context = Context::from_waker(Waker::noop());
+    let begun = Instant::now();
+    for _ in 0..WAITS {
+        let most = tenant.charge(LIMIT)?;
+        let mut waiting = pin!(tenant.charge_async(BYTES));
+        black_box(waiting.as_mut().poll(&mut context).is_pending());
+        drop(most);
+        if let Poll::Ready(charge) = waiting.poll(&mut context) {
+            drop(charge?);
+        }
+    }
+    Ok([begun.elapsed().as_nanos() as f64 / f64::from(WAITS)])
+}
+
+/// From a release to the thread that has waited for it.
+fn slept() -> Result<[f64; 1]> {
+    let tenant = tree(NAMES.len());
+    let most = tenant.charge(LIMIT)?;
+    let took = thread::scope(|scope| {
+        let waiter = scope.spawn(|| {
+            let charge = tenant.charge_by(BYTES, None);
+            (Instant::now(), charge)
+        });
+        while tenant.waiting() == 0 {
+            thread::yield_now();
+        }
+        // It is in line; now it goes to sleep.
+        thread::sleep(Duration::from_micros(200));
+        let begun = Instant::now();
+        drop(most);
+        let (ended, charge) = waiter.join().ok()?;
+        charge.ok().map(|_| ended.duration_since(begun))
+    });
+    Ok([took.unwrap_or_default().as_nanos() as f64])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_that_has_a_name_is_measured() {
+        let args = cli::BenchBudget { only: None, quick: true, json: false };
+        let report = run(&args).unwrap();
+        assert!(report.is_clean(), "{}", report.to_screen());
+        let bench = Bench { pace: Pace::QUICK, sheet: Sheet::new(None) };
+        let names: Vec<_> = groups().iter().flat_map(|group| (group.names)(&bench)).collect();
+        assert_eq!(report.rows.iter().map(|row| row.name.clone()).collect::<Vec<_>>(), names);
+        assert!(report.rows.iter().all(|row| row.ns > 0.0));
+    }
+}
