@@ -232,7 +232,9 @@ impl Budget {
             answer = set();
         }
         // Less set aside is room for others, and more may be too much for somebody who waits.
-        node.tree.line.look();
+        if answer.is_ok() {
+            node.tree.line.look();
+        }
         answer
     }
 

@@ -8,6 +8,7 @@
 pub mod adapters;
 pub mod agree;
 pub mod arena;
+pub mod budget;
 pub mod device;
 pub mod global;
 pub mod heap;

@@ -17,10 +17,16 @@ use super::{
     node::{NOBODY, Node},
     refusal::OutOfBudget,
 };
-use crate::sync::atomic::Ordering::Relaxed;
+use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// The node that refused, and what it says.
 pub(super) type Refused = (&'static Node, OutOfBudget);
+
+/// Moves a sum by how far one part of it has moved.
+fn shift(sum: &AtomicU64, before: u64, after: u64) {
+    let (up, down) = (after.saturating_sub(before), before.saturating_sub(after));
+    sum.store(sum.load(Relaxed) + up - down, Relaxed);
+}
 
 // Every function here is called with the tree's lock held.
 impl Node {
@@ -205,9 +211,8 @@ impl Node {
         for node in self.above {
             let (next_share, next_promise) = (below.share(), below.promise());
             let (node_share, node_promise) = (node.share(), node.promise());
-            // What was is part of these sums.
-            node.extra.store(node.extra.load(Relaxed) - share + next_share, Relaxed);
-            node.promised.store(node.promised.load(Relaxed) - promise + next_promise, Relaxed);
+            shift(&node.extra, share, next_share);
+            shift(&node.promised, promise, next_promise);
             node.refresh();
             (share, promise, below) = (node_share, node_promise, node);
         }

@@ -1,0 +1,4 @@
+//! A tree of budgets against its model.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::budget::run(bytes));
