@@ -217,10 +217,14 @@ impl Node {
     pub(super) fn tell(&'static self) {
         // Whoever knows a node keeps it from becoming another's while hooks run.
         let Some(budget) = self.meet() else { return };
-        // A read-modify-write on both sides: whoever finds somebody at it has made the change visible to them before.
-        while self.differs() && self.telling.swap(1, AcqRel) == 0 {
+        // Whoever has changed a level asks here, whatever was told last: a read-modify-write on both sides, so that whoever
+        // finds somebody at it has made the change visible to them before they leave.
+        while self.telling.swap(1, AcqRel) == 0 {
             self.tell_all(&budget);
             self.telling.swap(0, AcqRel);
+            if !self.differs() {
+                return;
+            }
         }
     }
 

@@ -1,0 +1,205 @@
+//! Every interleaving of the protocols of a budget.
+//!
+//! Run with `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 cargo test -p aquifer-core --test loom --release`.
+//!
+//! | protocol | model |
+//! |---|---|
+//! | a charge through several nodes | `no_node_is_seen_above_its_limit…`, `a_charge_that_is_refused…` |
+//! | the line: release and entry | `whoever_gets_in_line…` |
+//! | the line: dropped and granted | `a_wait_that_is_dropped…` |
+//! | the line: asked for while somebody is at it | `of_two_who_wait…` |
+//! | leases: spare and waited for | `what_a_lease_makes_spare…`, `a_lease_that_closes…` |
+//! | nodes: the last handle and the last byte | `a_node_leaves_once…` |
+//! | levels: told by one at a time | `what_is_told_last…` |
+#![cfg(loom)]
+
+use aquifer_core::{
+    Budget,
+    budget::{Level, LevelChange, Levels},
+};
+use loom::thread;
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU8, Ordering},
+    },
+    task::{Context, Waker},
+};
+
+fn model(work: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.max_branches = 20_000;
+    builder.preemption_bound = builder.preemption_bound.or(Some(3));
+    builder.check(work);
+}
+
+#[test]
+fn no_node_is_seen_above_its_limit_and_of_two_that_do_not_both_fit_one_wins() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let tenant = root.child("tenant", 70);
+        let other = {
+            let root = root.clone();
+            thread::spawn(move || root.charge(60).ok())
+        };
+        let own = tenant.charge(60).ok();
+        assert!(root.used() <= 100 && tenant.used() <= 70);
+        let other = other.join().unwrap();
+        assert_eq!(u8::from(own.is_some()) + u8::from(other.is_some()), 1);
+        assert_eq!(root.used(), 60);
+        drop((own, other));
+        assert_eq!((root.used(), tenant.used()), (0, 0));
+    });
+}
+
+#[test]
+fn a_charge_that_is_refused_above_refuses_nobody_below() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let tenant = root.child("tenant", 110);
+        let most = root.charge(50).unwrap();
+        let large = {
+            let tenant = tenant.clone();
+            thread::spawn(move || assert_eq!(tenant.charge(80).unwrap_err().budget, "root"))
+        };
+        let small = tenant.charge(30).unwrap();
+        large.join().unwrap();
+        drop((most, small));
+        assert_eq!(root.used(), 0);
+    });
+}
+
+#[test]
+fn whoever_gets_in_line_while_bytes_come_back_is_served() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let tenant = root.child("tenant", 100);
+        let most = root.charge(80).unwrap();
+        let waiter = thread::spawn(move || drop(tenant.charge_by(50, None).unwrap()));
+        drop(most);
+        waiter.join().unwrap();
+        assert_eq!((root.used(), root.waiting()), (0, 0));
+    });
+}
+
+#[test]
+fn of_two_who_wait_each_is_served_whoever_looks() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let most = root.charge(100).unwrap();
+        let waiter = {
+            let root = root.clone();
+            thread::spawn(move || drop(root.charge_by(60, None).unwrap()))
+        };
+        let (mut other, mut context) = (root.charge_async(60), Context::from_waker(Waker::noop()));
+        let polled = Pin::new(&mut other).poll(&mut context);
+        drop(most);
+        // If it is behind the thread, the thread's release grants it.
+        if polled.is_pending() && Pin::new(&mut other).poll(&mut context).is_pending() {
+            waiter.join().unwrap();
+            assert!(Pin::new(&mut other).poll(&mut context).is_ready());
+        } else {
+            drop((other, polled));
+            waiter.join().unwrap();
+        }
+        assert_eq!((root.used(), root.waiting()), (0, 0));
+    });
+}
+
+#[test]
+fn a_wait_that_is_dropped_while_it_is_granted_passes_the_bytes_on() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let most = root.charge(80).unwrap();
+        let (mut passing, mut next) = (root.charge_async(90), root.charge_async(60));
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(Pin::new(&mut passing).poll(&mut context).is_pending());
+        assert!(Pin::new(&mut next).poll(&mut context).is_pending());
+        let giver = thread::spawn(move || drop(passing));
+        drop(most);
+        giver.join().unwrap();
+        assert!(Pin::new(&mut next).poll(&mut context).is_ready());
+        assert_eq!((root.used(), root.waiting()), (0, 0));
+    });
+}
+
+#[test]
+fn what_a_lease_makes_spare_reaches_whoever_gets_in_line_meanwhile() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let lease = root.lease(40);
+        let live = lease.charge(40).unwrap();
+        let waiter = {
+            let root = root.clone();
+            thread::spawn(move || drop(root.charge_by(100, None).unwrap()))
+        };
+        drop(live);
+        waiter.join().unwrap();
+        assert_eq!((root.used() - lease.spare(), root.waiting()), (0, 0));
+        drop(lease);
+        assert_eq!(root.used(), 0);
+    });
+}
+
+#[test]
+fn a_lease_that_closes_while_its_bytes_come_back_keeps_none() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let tenant = root.child("tenant", 100);
+        let lease = tenant.lease(20);
+        let live = lease.charge(15).unwrap();
+        drop(tenant);
+        let closer = thread::spawn(move || drop(lease));
+        let asker = {
+            let root = root.clone();
+            thread::spawn(move || drop(root.charge(85)))
+        };
+        drop(live);
+        closer.join().unwrap();
+        asker.join().unwrap();
+        assert_eq!((root.used(), root.children().count()), (0, 0));
+    });
+}
+
+#[test]
+fn a_node_leaves_once_whether_the_last_handle_or_the_last_byte_goes_first() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let tenant = root.child("tenant", 100);
+        tenant.set_guarantee(50).unwrap();
+        let charge = tenant.charge(10).unwrap();
+        let other = thread::spawn(move || drop(charge));
+        drop(tenant);
+        other.join().unwrap();
+        assert_eq!((root.figures().held, root.children().count()), (0, 0));
+        // Whoever comes next has it alone.
+        let next = root.child("next", 5);
+        assert_eq!((next.guarantee(), root.children().count()), (0, 1));
+    });
+}
+
+#[test]
+fn what_is_told_last_is_the_level_that_stands() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        root.set_levels(Levels { soft: 10, critical: 90, slack: 0 });
+        let heard = Arc::new(AtomicU8::new(0));
+        let ears = Arc::clone(&heard);
+        let _registration = root.on_level(Arc::new(move |_: &Budget, change: LevelChange| {
+            let before = ears.swap(change.to as u8, Ordering::Relaxed);
+            assert_eq!(before, change.from as u8, "one change after the other");
+        }));
+        let other = {
+            let root = root.clone();
+            thread::spawn(move || drop(root.charge(20).unwrap()))
+        };
+        let own = root.charge(20).unwrap();
+        other.join().unwrap();
+        assert_eq!(root.level(), Level::Warning);
+        assert_eq!(heard.load(Ordering::Relaxed), Level::Warning as u8);
+        drop(own);
+        assert_eq!(heard.load(Ordering::Relaxed), Level::Nominal as u8);
+    });
+}
