@@ -11,10 +11,13 @@ use std::{
     sync::Arc,
 };
 
+/// All hooks, with their numbers.
+type All<H> = Option<Arc<[(u64, H)]>>;
+
 /// A list that is read without allocating: a charge may be made by the allocator that an allocation here would call.
 pub(super) struct Hooks<H> {
     /// Whole lists take each other's place.
-    list: Mutex<Option<Arc<[(u64, H)]>>>,
+    list: Mutex<All<H>>,
     /// Held by whoever makes the next list.
     changing: Mutex<u64>,
     panics: AtomicU64,
@@ -25,8 +28,8 @@ impl<H: Clone> Hooks<H> {
         Self { list: Mutex::new(None), changing: Mutex::new(0), panics: AtomicU64::new(0) }
     }
 
-    /// The hooks of this moment, with their numbers.
-    pub(super) fn now(&self) -> Option<Arc<[(u64, H)]>> {
+    /// The hooks of this moment.
+    pub(super) fn now(&self) -> All<H> {
         lock(&self.list).clone()
     }
 
@@ -56,7 +59,7 @@ impl<H: Clone> Hooks<H> {
         drop(gone);
     }
 
-    fn put(&self, next: Option<Arc<[(u64, H)]>>) -> Option<Arc<[(u64, H)]>> {
+    fn put(&self, next: All<H>) -> All<H> {
         std::mem::replace(&mut *lock(&self.list), next)
     }
 

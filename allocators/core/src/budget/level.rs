@@ -124,9 +124,9 @@ impl Drop for Registration {
     fn drop(&mut self) {
         let node = self.budget.node;
         if self.of_levels {
-            node.level_hooks.remove(self.number)
+            node.level_hooks.remove(self.number);
         } else {
-            node.reclaimers.remove(self.number)
+            node.reclaimers.remove(self.number);
         }
     }
 }

@@ -29,12 +29,12 @@ use super::{
     refusal::OutOfBudget,
 };
 use crate::sync::{
-    Mutex, MutexGuard,
+    Bed, Mutex, MutexGuard,
     atomic::{
         AtomicBool, AtomicU64,
         Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
     },
-    lock, thread, try_lock,
+    lock, try_lock,
 };
 use std::{
     cmp::Reverse,
@@ -362,7 +362,7 @@ impl Waiting {
 
     /// Waits on this thread. With no lock held.
     pub(super) fn block(mut self) -> Result<Charge, OutOfBudget> {
-        let parked = Arc::new(Parked { thread: thread::current(), woken: AtomicBool::new(false) });
+        let parked = Arc::new(Parked { bed: Bed::new(), woken: AtomicBool::new(false) });
         let waker = Waker::from(Arc::clone(&parked));
         let mut context = Context::from_waker(&waker);
         loop {
@@ -411,30 +411,22 @@ impl Drop for Waiting {
 
 /// A thread that waits.
 struct Parked {
-    thread: thread::Thread,
+    bed: Bed,
     woken: AtomicBool,
 }
 
 impl Wake for Parked {
     fn wake(self: Arc<Self>) {
         self.woken.store(true, Release);
-        self.thread.unpark();
+        self.bed.wake();
     }
 }
 
 impl Parked {
     /// Until it is woken or the moment has come, or for no reason.
     fn wait(&self, until: Option<Instant>) {
-        if self.woken.load(Acquire) {
-            return;
-        }
-        match until {
-            None => thread::park(),
-            #[cfg(not(loom))]
-            Some(until) => thread::park_timeout(until.saturating_duration_since(Instant::now())),
-            // Nobody has a deadline in a model.
-            #[cfg(loom)]
-            Some(_) => thread::yield_now(),
+        if !self.woken.load(Acquire) {
+            self.bed.sleep(until);
         }
     }
 }
