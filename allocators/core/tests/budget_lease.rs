@@ -106,6 +106,21 @@ fn bytes_that_live_ones_give_back_reach_whoever_waits() {
     assert_eq!(root.used(), 0);
 }
 
+/// What is spare elsewhere is not in the way yet when somebody gets in line, and will be.
+#[test]
+fn whoever_waits_for_one_node_finds_nothing_spare_at_the_next() {
+    let root = Budget::new("root", 100);
+    let (tenant, other) = (root.child("tenant", 50), root.child("other", 100));
+    let lease = other.lease(50);
+    let (own, live) = (tenant.charge(30).unwrap(), lease.charge(10).unwrap());
+    let mut context = Context::from_waker(Waker::noop());
+    let mut waiting = pin!(tenant.charge_async(50));
+    assert!(waiting.as_mut().poll(&mut context).is_pending());
+    drop(own);
+    assert!(waiting.as_mut().poll(&mut context).is_ready());
+    drop(live);
+}
+
 #[test]
 fn a_large_lease_holds_all_bytes_there_are() {
     let root = Budget::unlimited("root");

@@ -58,6 +58,20 @@ fn a_level_rises_above_its_threshold_and_falls_only_below_the_slack() {
 }
 
 #[test]
+fn a_threshold_below_an_earlier_peak_is_told_too() {
+    let budget = Budget::new("b", 100);
+    drop(budget.charge(100).unwrap());
+    budget.set_levels(Levels { soft: 40, critical: 60, slack: 10 });
+    let (heard, _registration) = listen(&budget);
+    let held = budget.charge(41).unwrap();
+    assert_eq!(budget.level(), Level::Warning);
+    let more = budget.charge(20).unwrap();
+    assert_eq!(budget.level(), Level::Critical);
+    drop((more, held));
+    assert_eq!(heard.lock().unwrap().len(), 4);
+}
+
+#[test]
 fn thresholds_that_move_change_the_level_too() {
     let budget = Budget::new("b", 100);
     let (heard, _registration) = listen(&budget);
