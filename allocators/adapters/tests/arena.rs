@@ -435,3 +435,18 @@ fn an_arena_that_is_reset_after_each_few_blocks_settles_in_one_chunk() {
         assert_eq!((below.stats().allocations, below.stats().frees), (1, 0));
     }
 }
+
+#[test]
+fn a_scope_whose_first_chunk_made_way_and_came_second_goes_back_to_nothing() {
+    let settings = ArenaSettings::new().first_chunk(128).max_chunk(128);
+    let mut arena = Arena::with_settings_in(settings, Global);
+    arena.alloc(0u8);
+    assert_eq!(arena.reset(), Ok(()));
+    for _ in 0..3 {
+        arena.scope(|scope| {
+            scope.alloc([1u8; 300]); // more than the chunk that the reset kept
+            scope.alloc([2u8; 100]); // and now that one again
+        });
+        assert_eq!(arena.stats().allocated, 0);
+    }
+}

@@ -374,8 +374,10 @@ impl<A: Allocator> Bump<A> {
     /// Nobody uses what was handed out since the mark, and the arena has not gone further back meanwhile.
     #[inline]
     pub(super) unsafe fn rewind(&self, mark: Mark) {
-        // A chunk that is in use stays where it is among the others, so the current one is known by its base.
-        if mark.base == self.base.get() && self.floor.get() == mark.base {
+        // The same chunk in the same place. Its base alone does not say so: a first chunk that nothing lies in makes way for a
+        // larger one, and comes second then.
+        let is_there = || self.chunks.try_borrow().is_ok_and(|chunks| chunks.entered == mark.entered);
+        if mark.base == self.base.get() && self.floor.get() == mark.base && is_there() {
             let next = self.next.get();
             self.furthest.set(self.furthest.get().max(next.addr().get()));
             let back = (next.addr().get() - mark.base).saturating_sub(mark.offset);
