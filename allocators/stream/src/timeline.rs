@@ -402,8 +402,20 @@ impl Timeline {
         if over.is_empty() {
             return;
         }
-        // An event that somebody still holds may be waited for: it is not recorded again, it goes with its last holder.
-        let free: Vec<_> = over.into_iter().filter(|event| Arc::strong_count(event) == 1).collect();
+        self.recycle(over);
+    }
+
+    /// Keeps events for later fences that this was the last to hold. One that somebody else holds may be waited for: it is
+    /// not recorded again before he has done this too.
+    fn recycle(&self, events: impl IntoIterator<Item = Arc<OwnedEvent>>) {
+        let free = events.into_iter().filter_map(|mut event| {
+            if Arc::get_mut(&mut event).is_some() {
+                Some(event)
+            } else {
+                Arc::into_inner(event).map(Arc::new)
+            }
+        });
+        let free: Vec<_> = free.collect();
         let too_many = self.spare.with(|spare| {
             let room = SPARE_EVENTS.saturating_sub(spare.len());
             let mut free = free.into_iter();
@@ -489,8 +501,8 @@ impl Timeline {
         let Some(deadline) = deadline else {
             let _relaxed = Relaxed::enter(&*self.driver);
             self.driver.event_synchronize(event.raw).map_err(|e| self.disproved(proved, e))?;
-            drop(event);
             self.finish(proved);
+            self.recycle([event]);
             return Ok(true);
         };
         // The driver has no wait with a deadline.
@@ -501,8 +513,8 @@ impl Timeline {
                 self.driver.event_query(event.raw).map_err(|e| self.disproved(proved, e))?
             };
             if done {
-                drop(event);
                 self.finish(proved);
+                self.recycle([event]);
                 return Ok(true);
             }
             let now = Instant::now();
