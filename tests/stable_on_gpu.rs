@@ -112,7 +112,7 @@ fn reserved_elements_grow_and_shrink_while_other_work_runs_on_what_is_committed(
     let mut grown_beside_work = 0;
     for round in 1..16_u8 {
         let at = usize::from(round - 1) * part;
-        for _ in 0..200 {
+        for _ in 0..2000 {
             u.fill(&mut r.slice_mut(at..at + part).unwrap(), 0).unwrap();
         }
         u.fill(&mut r.slice_mut(at..at + part).unwrap(), round).unwrap();

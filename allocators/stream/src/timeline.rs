@@ -578,7 +578,7 @@ impl Timeline {
     }
 
     /// As [`Timeline::synchronize`], by every means that the driver has, again and again: for those who cannot go on while
-    /// work is queued. A driver that refuses all of them for [a second](PATIENCE) is taken for one that is gone, and with it
+    /// work is queued. A driver that refuses all of them for a second is taken for one that is gone, and with it
     /// whatever was queued. Blocks.
     ///
     /// # Errors
