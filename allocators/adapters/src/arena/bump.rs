@@ -97,6 +97,29 @@ impl<A: Allocator> Bump<A> {
         Some(block)
     }
 
+    /// [`Bump::allocate`] for a layout whose size is a multiple of its alignment, as those of types and of slices are. From
+    /// one `next` to the following one, which a loop of small objects waits for, it is two steps instead of three.
+    #[inline]
+    pub(super) fn allocate_whole(&self, layout: Layout) -> Option<NonNull<u8>> {
+        if layout.size() == 0 {
+            return Some(nowhere(layout));
+        }
+        debug_assert!(layout.size().is_multiple_of(layout.align()), "{layout:?}");
+        let next = self.next.get();
+        let at = next.addr().get();
+        // The end rounded up is the start rounded up, and a size further on. No sum overflows, as in `advance`.
+        let stop = (at + (layout.size() + (layout.align() - 1))) & !(layout.align() - 1);
+        if stop > self.end.get() {
+            return self.allocate_in_next_chunk(layout);
+        }
+        // SAFETY: 1. `at <= stop - size <= stop <= end`, so both offsets stay inside the current chunk, whose provenance
+        // `next` has; without a chunk both are zero. 2. A chunk has at most `isize::MAX` bytes.
+        let block = unsafe { next.add(stop - layout.size() - at) };
+        // SAFETY: as above: `start + size == stop <= end`.
+        self.next.set(unsafe { block.add(layout.size()) });
+        Some(block)
+    }
+
     #[cold]
     #[inline(never)]
     fn allocate_in_next_chunk(&self, layout: Layout) -> Option<NonNull<u8>> {

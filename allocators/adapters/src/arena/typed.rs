@@ -8,7 +8,7 @@ use std::{alloc::Layout, ptr::NonNull};
 /// Moves a value into a block of its own.
 #[inline]
 pub(super) fn value<T, A: Allocator>(bump: &Bump<A>, value: T) -> Result<NonNull<T>, AllocError> {
-    let place = bump.allocate(Layout::new::<T>()).ok_or(AllocError)?.cast::<T>();
+    let place = bump.allocate_whole(Layout::new::<T>()).ok_or(AllocError)?.cast::<T>();
     // SAFETY: 1. The block has the layout of `T`: it is aligned and writable for one. 2. It holds nothing to drop.
     unsafe { place.write(value) };
     Ok(place)
@@ -20,7 +20,7 @@ pub(super) fn slice_copy<T: Copy, A: Allocator>(
     bump: &Bump<A>,
     source: &[T],
 ) -> Result<NonNull<[T]>, AllocError> {
-    let place = bump.allocate(Layout::for_value(source)).ok_or(AllocError)?.cast::<T>();
+    let place = bump.allocate_whole(Layout::for_value(source)).ok_or(AllocError)?.cast::<T>();
     // SAFETY: 1. `source` is readable for its length. 2. The block has its layout, so it is writable for as much.
     // 3. Both are aligned for `T`. 4. The block is fresh, so `source` is elsewhere.
     unsafe { place.copy_from_nonoverlapping(NonNull::from(source).cast(), source.len()) };
@@ -34,7 +34,7 @@ pub(super) fn slice_fill_with<T, A: Allocator>(
     mut fill: impl FnMut(usize) -> T,
 ) -> Result<NonNull<[T]>, AllocError> {
     let layout = Layout::array::<T>(len).map_err(|_| AllocError)?;
-    let place = bump.allocate(layout).ok_or(AllocError)?.cast::<T>();
+    let place = bump.allocate_whole(layout).ok_or(AllocError)?.cast::<T>();
     for at in 0..len {
         // If this unwinds the values so far stay where they are, undropped like all values of an arena.
         let value = fill(at);
