@@ -89,4 +89,6 @@ pub use allocator::{Counted, Global, Tracked, Uncounted};
 pub use context::{Context, capture};
 pub use report::{BadReportTo, Report, ReportTo, report, report_at_exit};
 pub use route::{Over, Route, RouteId, RoutesFull, is_installed, register, route, unrouted};
-pub use sample::{Stack, sample_every, stacks};
+#[cfg(feature = "stacks")]
+pub use sample::sample_every;
+pub use sample::{Stack, stacks};

@@ -32,7 +32,7 @@ const LOOK: i64 = 1 << 20;
 
 /// Takes the call stack of one block in every `bytes` allocated, on average; 0 ends that.
 ///
-/// Needs [`Tracked`](crate::Tracked) as the program's allocator. A thread begins, and ends, within the next MiB that it
+/// Needs [`Tracked`](crate::Tracked) as the program's allocator, and the feature `stacks`. A thread begins, and ends, within the next MiB that it
 /// allocates. What has been sampled is followed until it is freed. A sample costs some microseconds (and the process's
 /// first one milliseconds, since the unwinder prepares itself) and 0.4 KiB, from the system's allocator and never given
 /// back; 512 KiB between samples is usual. Walking the stack may wait for the dynamic loader.
@@ -48,6 +48,7 @@ const LOOK: i64 = 1 << 20;
 /// println!("{}", stacks[0]); // its live bytes, and the names of its functions
 /// # drop(held);
 /// ```
+#[cfg(feature = "stacks")]
 pub fn sample_every(bytes: u64) {
     INTERVAL.store(bytes, Ordering::Relaxed);
 }

@@ -1,5 +1,8 @@
 //! Call stacks: walked as they are sampled, named as they are printed.
-#![expect(unsafe_code, reason = "walks the stack without the lock that names need")]
+#![cfg_attr(
+    feature = "stacks",
+    expect(unsafe_code, reason = "walks the stack without the lock that names need")
+)]
 
 use super::{paused, record};
 use crate::route::unrouted;
@@ -20,6 +23,7 @@ pub struct Stack {
 }
 
 /// Notes the return addresses of this thread's callers, the innermost first; answers with how many.
+#[cfg(feature = "stacks")]
 #[inline(never)]
 pub(super) fn walk(frames: &mut [usize]) -> usize {
     let mut depth = 0;
@@ -37,8 +41,14 @@ pub(super) fn walk(frames: &mut [usize]) -> usize {
     depth
 }
 
-/// The `n` call stacks that hold most bytes, the largest first; empty unless [`sample_every`](super::sample_every) has been
-/// called. What is sampled or freed meanwhile may be missing.
+/// Nobody asks: there is no way to have samples taken.
+#[cfg(not(feature = "stacks"))]
+pub(super) fn walk(_: &mut [usize]) -> usize {
+    0
+}
+
+/// The `n` call stacks that hold most bytes, the largest first; empty unless `sample_every` has been called, which is there
+/// with the feature `stacks`. What is sampled or freed meanwhile may be missing.
 #[must_use]
 pub fn stacks(n: usize) -> Vec<Stack> {
     // What this needs for itself is none of it.
@@ -66,6 +76,7 @@ fn largest(n: usize) -> Vec<Stack> {
 }
 
 /// What stands on every stack before the caller: the walk, this crate, and the language's own way to it.
+#[cfg(feature = "stacks")]
 const OURS: [&str; 9] = [
     "backtrace::",
     "aquifer_global::",
@@ -89,6 +100,15 @@ impl fmt::Display for Stack {
 fn named(stack: &Stack, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     let blocks = if stack.blocks == 1 { "block" } else { "blocks" };
     write!(f, "about {} in {} sampled {blocks}", aquifer_core::Bytes(stack.live), stack.blocks)?;
+    for (name, place) in frames_of(stack) {
+        write!(f, "\n    {name}{place}")?;
+    }
+    Ok(())
+}
+
+/// The frames' names and places, without those of the allocator's own.
+#[cfg(feature = "stacks")]
+fn frames_of(stack: &Stack) -> Vec<(String, String)> {
     let mut lines = Vec::new();
     for &frame in &stack.frames {
         let mut found = false;
@@ -108,8 +128,10 @@ fn named(stack: &Stack, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         }
     }
     let ours = |name: &str| OURS.iter().any(|prefix| name.starts_with(prefix));
-    for (name, place) in lines.iter().skip_while(|(name, _)| ours(name)) {
-        write!(f, "\n    {name}{place}")?;
-    }
-    Ok(())
+    lines.into_iter().skip_while(|(name, _)| ours(name)).collect()
+}
+
+#[cfg(not(feature = "stacks"))]
+fn frames_of(_: &Stack) -> Vec<(String, String)> {
+    Vec::new()
 }
