@@ -6,7 +6,7 @@ use std::{
     pin::Pin,
     sync::{
         Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     task::{Context, Poll, Wake, Waker},
     thread,
@@ -224,6 +224,36 @@ fn a_reservation_is_waited_for_as_a_charge_is() {
     });
     let held = aquifer_core::Reservation::from(waiting.poll().unwrap().unwrap());
     assert_eq!((held.remaining(), budget.used()), (40, 40));
+}
+
+#[test]
+fn a_release_is_not_lost_on_somebody_who_only_counts_those_who_wait() {
+    let (budget, stop) = (Budget::new("b", 1), AtomicBool::new(false));
+    thread::scope(|s| {
+        s.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                let _counted = budget.waiting();
+            }
+        });
+        for _ in 0..300 {
+            let held = budget.charge(1).unwrap();
+            let waiter = s.spawn(|| {
+                let begun = Instant::now();
+                drop(budget.charge_by(1, Some(begun + Duration::from_secs(20))).unwrap());
+                begun.elapsed()
+            });
+            while budget.waiting() == 0 {
+                thread::yield_now();
+            }
+            drop(held);
+            let took = waiter.join().unwrap();
+            if took > Duration::from_secs(10) {
+                stop.store(true, Ordering::Relaxed);
+                panic!("it slept until its deadline, {took:?}");
+            }
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
 }
 
 /// A waker may be anything: one that drops a charge, polls, waits and panics when it is woken or when it goes.

@@ -119,7 +119,7 @@ impl Line {
 
     /// How many wait for `node`'s bytes, or for those of a node below it (a count).
     pub(super) fn waiting_at(&self, node: &'static Node) -> usize {
-        lock(&self.queue).waiting.values().filter(|waiter| waiter.node.is_below(node)).count()
+        self.with(|queue| queue.waiting.values().filter(|waiter| waiter.node.is_below(node)).count())
     }
 
     /// Has the line looked through, by this thread or by the one that is at it. Never blocks.
@@ -132,6 +132,8 @@ impl Line {
         }
     }
 
+    /// The only way in but for [`Line::look`]: also for those who change nothing, since a look that is asked for meanwhile
+    /// is left to them.
     fn with<R>(&self, work: impl FnOnce(&mut Queue) -> R) -> R {
         let mut queue = lock(&self.queue);
         let answer = work(&mut queue);
@@ -164,7 +166,7 @@ impl Line {
 
     /// The earliest deadline in line.
     fn next_deadline(&self) -> Option<Instant> {
-        lock(&self.queue).waiting.values().filter_map(|waiter| waiter.deadline).min()
+        self.with(|queue| queue.waiting.values().filter_map(|waiter| waiter.deadline).min())
     }
 }
 
