@@ -182,9 +182,9 @@ impl StagerConfig {
         let (least, most, shares) = match way {
             // What is being filled is not on its way: with long chunks, which all are filled side by side, the link has
             // nothing to do at first and too much in the end.
-            Way::Up => (least, (total / 64).clamp(least.max(MIB), slot.max(least.max(MIB))).min(slot), 1),
+            Way::Up => (least, (total / 64).max(MIB).clamp(least, slot), 1),
             // Here the link begins at once.
-            Way::Down => ((total / 32).clamp(least, slot.min(2 * MIB).max(least)), slot, 2),
+            Way::Down => ((total / 32).min(2 * MIB).clamp(least, slot), slot, 2),
         };
         Grain { least, most, workers: self.workers(way) as u64, shares }
     }

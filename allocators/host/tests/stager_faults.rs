@@ -6,8 +6,8 @@ mod support;
 
 use aquifer_core::MemoryError;
 use aquifer_driver::{Call, sim::Sim};
-use aquifer_host::{Source, StageError};
-use rig::{GPU, KIB, PATIENCE, Rig, SLOT, config, pattern, pinned};
+use aquifer_host::{Failed, Source, StageError};
+use rig::{GPU, KIB, PATIENCE, Plain, Rig, SLOT, config, pattern, pinned};
 use std::{io, thread, time::Instant};
 
 const REFUSED: u32 = 999;
@@ -89,24 +89,32 @@ fn calls_that_fail_again_and_again_lose_no_slot() {
     }
 }
 
-#[test]
-fn a_slot_goes_back_only_when_its_copies_are_known_to_be_done() {
-    let rig = Rig::new();
+/// Whatever says that work is done.
+const SAY_DONE: [Call; 4] =
+    [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize];
+
+/// An upload that ends with the driver's refusal, since failures were planned when its first copy was about to be queued.
+fn refused_upload(rig: &Rig, plan: impl FnOnce(&Sim)) -> Failed<(Vec<u8>, Plain)> {
     let up = pattern(6 * SLOT, 1);
     let ticket = {
         let held = rig.sim.stall(Call::CopyToDevice);
-        let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
+        let operand = rig.operand(up.len());
+        let ticket = rig.stager.upload(up, operand).unwrap();
         assert!(held.wait_for(1, PATIENCE));
-        // Whatever says that work is done.
-        for call in
-            [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize]
-        {
-            rig.sim.fail_every(call, 1, REFUSED);
-        }
+        plan(&rig.sim);
         ticket
     };
     let failed = ticket.wait().unwrap_err();
     assert!(matches!(failed.error, StageError::Memory(MemoryError::Driver(_))), "{failed}");
+    failed
+}
+
+#[test]
+fn a_slot_goes_back_only_when_its_copies_are_known_to_be_done() {
+    let rig = Rig::new();
+    let failed = refused_upload(&rig, |sim| {
+        SAY_DONE.into_iter().for_each(|call| sim.fail_every(call, 1, REFUSED));
+    });
     assert_eq!(rig.stager.trim() % (2 * SLOT) as u64, 0);
     let memory = rig.pool.stats().memory;
     assert!(memory.pending > 0, "{memory:?}");
@@ -127,22 +135,13 @@ fn a_slot_goes_back_only_when_its_copies_are_known_to_be_done() {
 #[test]
 fn an_operand_comes_back_only_when_no_copy_touches_it_however_often_the_driver_refuses_to_say() {
     let rig = Rig::new();
-    let up = pattern(6 * SLOT, 1);
-    let ticket = {
-        let held = rig.sim.stall(Call::CopyToDevice);
-        let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
-        assert!(held.wait_for(1, PATIENCE));
-        for call in
-            [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize]
-        {
-            (1..=8).for_each(|nth| rig.sim.fail(call, nth, REFUSED));
+    let failed = refused_upload(&rig, |sim| {
+        for call in SAY_DONE {
+            (1..=8).for_each(|nth| sim.fail(call, nth, REFUSED));
         }
         // Nor can the operand's own stream be held back.
-        rig.sim.fail_every(Call::StreamWaitEvent, 1, REFUSED);
-        ticket
-    };
-    let failed = ticket.wait().unwrap_err();
-    assert!(matches!(failed.error, StageError::Memory(MemoryError::Driver(_))), "{failed}");
+        sim.fail_every(Call::StreamWaitEvent, 1, REFUSED);
+    });
     rig.sim.clear_failures();
     let (_, mut x) = failed.back.unwrap();
     rig.fill(&mut x, 7);
@@ -159,9 +158,7 @@ fn a_slot_that_a_short_transfer_used_goes_back_only_when_its_copy_is_known_to_be
     rig.stager.warm().unwrap();
     let up = pattern(6 * KIB, 1);
     let mut x = rig.operand(up.len());
-    for call in [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize] {
-        rig.sim.fail_every(call, 1, REFUSED);
-    }
+    SAY_DONE.into_iter().for_each(|call| rig.sim.fail_every(call, 1, REFUSED));
     let told = rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).and_then(|taken| taken);
     assert!(matches!(told, Err(StageError::Memory(MemoryError::Driver(_)))), "{told:?}");
     let _bytes = rig.stager.trim();
