@@ -94,6 +94,7 @@ const SAY_DONE: [Call; 4] =
     [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize];
 
 /// An upload that ends with the driver's refusal, since failures were planned when its first copy was about to be queued.
+#[allow(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 fn refused_upload(rig: &Rig, plan: impl FnOnce(&Sim)) -> Failed<(Vec<u8>, Plain)> {
     let up = pattern(6 * SLOT, 1);
     let ticket = {
