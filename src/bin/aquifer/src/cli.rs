@@ -122,12 +122,9 @@ of it. Takes some seconds.")]
     Budget(BenchBudget),
 }
 
-/// Flags of `bench arena`.
+/// Flags that every bench has.
 #[derive(Args, Debug)]
-pub(crate) struct BenchArena {
-    /// Whose pinned memory it is: auto, sim, cuda or cuda:N
-    #[arg(long, value_name = "DEVICE", default_value = "auto")]
-    pub(crate) device: DeviceChoice,
+pub(crate) struct RowFlags {
     /// Only rows whose name contains this, in either case
     #[arg(long, value_name = "PATTERN")]
     pub(crate) only: Option<String>,
@@ -139,18 +136,23 @@ pub(crate) struct BenchArena {
     pub(crate) json: bool,
 }
 
+/// Flags of `bench arena`.
+#[derive(Args, Debug)]
+pub(crate) struct BenchArena {
+    /// Whose pinned memory it is: auto, sim, cuda or cuda:N
+    #[arg(long, value_name = "DEVICE", default_value = "auto")]
+    pub(crate) device: DeviceChoice,
+    /// Which rows, and how they are told
+    #[command(flatten)]
+    pub(crate) rows: RowFlags,
+}
+
 /// Flags of `bench budget`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchBudget {
-    /// Only rows whose name contains this, in either case
-    #[arg(long, value_name = "PATTERN")]
-    pub(crate) only: Option<String>,
-    /// A look whether all of it runs, within seconds; figures are rough
-    #[arg(long)]
-    pub(crate) quick: bool,
-    /// Answer in JSON
-    #[arg(long)]
-    pub(crate) json: bool,
+    /// Which rows, and how they are told
+    #[command(flatten)]
+    pub(crate) rows: RowFlags,
 }
 
 /// Flags of `bench device`.
@@ -159,18 +161,12 @@ pub(crate) struct BenchDevice {
     /// Where to run it: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// Only rows whose name contains this, in either case
-    #[arg(long, value_name = "PATTERN")]
-    pub(crate) only: Option<String>,
+    /// Which rows, and how they are told
+    #[command(flatten)]
+    pub(crate) rows: RowFlags,
     /// Also time the driver's own calls, on a GPU
     #[arg(long)]
     pub(crate) driver: bool,
-    /// A look whether all of it runs, within seconds; figures are rough
-    #[arg(long)]
-    pub(crate) quick: bool,
-    /// Answer in JSON
-    #[arg(long)]
-    pub(crate) json: bool,
 }
 
 /// Flags of `bench pinned`.
@@ -179,15 +175,9 @@ pub(crate) struct BenchPinned {
     /// Whose memory it is for: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// Only rows whose name contains this, in either case
-    #[arg(long, value_name = "PATTERN")]
-    pub(crate) only: Option<String>,
-    /// A look whether all of it runs, within seconds; figures are rough
-    #[arg(long)]
-    pub(crate) quick: bool,
-    /// Answer in JSON
-    #[arg(long)]
-    pub(crate) json: bool,
+    /// Which rows, and how they are told
+    #[command(flatten)]
+    pub(crate) rows: RowFlags,
 }
 
 /// Flags of `bench stage`.
@@ -196,9 +186,9 @@ pub(crate) struct BenchStage {
     /// Where to run it: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// Only rows whose name contains this, in either case
-    #[arg(long, value_name = "PATTERN")]
-    pub(crate) only: Option<String>,
+    /// Which rows, and how they are told
+    #[command(flatten)]
+    pub(crate) rows: RowFlags,
     /// The largest transfer
     #[arg(long, value_name = "BYTES")]
     pub(crate) most: Option<Size>,
@@ -208,26 +198,14 @@ pub(crate) struct BenchStage {
     /// How the stager works
     #[command(flatten)]
     pub(crate) stager: StagerFlags,
-    /// A look whether all of it runs, within seconds; figures are rough
-    #[arg(long)]
-    pub(crate) quick: bool,
-    /// Answer in JSON
-    #[arg(long)]
-    pub(crate) json: bool,
 }
 
 /// Flags of `bench global`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchGlobal {
-    /// Only rows whose name contains this, in either case
-    #[arg(long, value_name = "PATTERN")]
-    pub(crate) only: Option<String>,
-    /// A look whether all of it runs; figures are rough
-    #[arg(long)]
-    pub(crate) quick: bool,
-    /// Answer in JSON
-    #[arg(long)]
-    pub(crate) json: bool,
+    /// Which rows, and how they are told
+    #[command(flatten)]
+    pub(crate) rows: RowFlags,
 }
 
 /// Flags of `stage`.

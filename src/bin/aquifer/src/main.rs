@@ -57,20 +57,24 @@ fn main() -> ExitCode {
             },
             Command::Bench(args) => {
                 let (report, json) = match args.what {
-                    Benched::Arena(args) => (bench::arena::run(&args).map_err(|e| e.to_string()), args.json),
+                    Benched::Arena(args) => {
+                        (bench::arena::run(&args).map_err(|e| e.to_string()), args.rows.json)
+                    }
                     Benched::Device(args) => {
-                        (bench::device::run(&args).map_err(|e| e.to_string()), args.json)
+                        (bench::device::run(&args).map_err(|e| e.to_string()), args.rows.json)
                     }
                     Benched::Pinned(args) => {
-                        (bench::pinned::run(&args).map_err(|e| e.to_string()), args.json)
+                        (bench::pinned::run(&args).map_err(|e| e.to_string()), args.rows.json)
                     }
                     Benched::Global(args) => {
-                        (bench::global::run(&args).map_err(|e| e.to_string()), args.json)
+                        (bench::global::run(&args).map_err(|e| e.to_string()), args.rows.json)
                     }
                     Benched::Budget(args) => {
-                        (bench::budget::run(&args).map_err(|e| e.to_string()), args.json)
+                        (bench::budget::run(&args).map_err(|e| e.to_string()), args.rows.json)
                     }
-                    Benched::Stage(args) => (bench::stage::run(&args).map_err(|e| e.to_string()), args.json),
+                    Benched::Stage(args) => {
+                        (bench::stage::run(&args).map_err(|e| e.to_string()), args.rows.json)
+                    }
                 };
                 match report {
                     Ok(report) => {

@@ -48,7 +48,7 @@ const SCRATCH: [&str; 2] = ["scratch of a pass, in bumpalo", "scratch of a pass,
 /// [`Mistake`], before anything is measured.
 pub(crate) fn run(args: &cli::BenchArena) -> std::result::Result<Report, Mistake> {
     let place = Place::choose(args.device).map_err(Mistake::Place)?;
-    let pace = if args.quick { Pace::QUICK } else { Pace::FULL };
+    let pace = Pace::of(args.rows.quick);
     let Session { driver, device, .. } = place.begin(false);
     let version = driver.driver_version().map_err(|e| Mistake::Device(MemoryError::driver(device, e)))?;
     let topology = Topology::read().map_err(|e| Mistake::Device(MemoryError::from(e)))?;
@@ -62,7 +62,7 @@ pub(crate) fn run(args: &cli::BenchArena) -> std::result::Result<Report, Mistake
         Group { names: return_names, measure: returns },
         Group { names: |_| SCRATCH.map(str::to_owned).to_vec(), measure: scratch },
     ];
-    let mut bench = Bench { pace, host, sheet: Sheet::new(args.only.as_deref()) };
+    let mut bench = Bench { pace, host, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups, &mut Progress::on_terminal())?;
     let mut sheet = bench.sheet;
     // A peer's rows stand together; those of one peer in the order in which they were measured.
@@ -70,7 +70,7 @@ pub(crate) fn run(args: &cli::BenchArena) -> std::result::Result<Report, Mistake
         let peer = row.peer.as_ref().map(|peer| peer.name.as_str());
         FOR_WORK.iter().position(|name| Some(*name) == peer)
     });
-    Ok(sheet.report("arena", &place, version, args.quick))
+    Ok(sheet.report("arena", &place, version, args.rows.quick))
 }
 
 /// A bench under way.

@@ -66,10 +66,10 @@ pub(crate) fn run(args: &cli::BenchBudget) -> std::result::Result<Report, Mistak
     let session = place.begin(false);
     let lost = |e| Mistake::Device(MemoryError::driver(session.device, e));
     let version = session.driver.driver_version().map_err(lost)?;
-    let pace = if args.quick { Pace::QUICK } else { Pace::FULL };
-    let mut bench = Bench { pace, sheet: Sheet::new(args.only.as_deref()) };
+    let pace = Pace::of(args.rows.quick);
+    let mut bench = Bench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &groups(), &mut Progress::on_terminal())?;
-    Ok(bench.sheet.report("budget", &place, version, args.quick))
+    Ok(bench.sheet.report("budget", &place, version, args.rows.quick))
 }
 
 /// A bench under way.
@@ -334,7 +334,7 @@ mod tests {
 
     #[test]
     fn every_row_that_has_a_name_is_measured() {
-        let args = cli::BenchBudget { only: None, quick: true, json: false };
+        let args = cli::BenchBudget { rows: cli::RowFlags { only: None, quick: true, json: false } };
         let report = run(&args).unwrap();
         assert!(report.is_clean(), "{}", report.to_screen());
         let bench = Bench { pace: Pace::QUICK, sheet: Sheet::new(None) };

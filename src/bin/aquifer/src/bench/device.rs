@@ -64,11 +64,11 @@ pub(crate) fn run(args: &cli::BenchDevice) -> Result<Report, Mistake> {
     if args.driver && matches!(place, Place::Sim(_)) {
         return Err(Mistake::NoDriver);
     }
-    let pace = if args.quick { Pace::QUICK } else { Pace::FULL };
-    let mut bench = Bench::new(&place, pace, args.only.as_deref(), args.driver)?;
+    let pace = Pace::of(args.rows.quick);
+    let mut bench = Bench::new(&place, pace, args.rows.only.as_deref(), args.driver)?;
     bench.measure(&mut Progress::on_terminal())?;
     let Bench { sheet, version, .. } = bench;
-    Ok(sheet.report("device", &place, version, args.quick))
+    Ok(sheet.report("device", &place, version, args.rows.quick))
 }
 
 /// A bench under way.

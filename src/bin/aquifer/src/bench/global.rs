@@ -152,10 +152,11 @@ const GROUPS: [Group<Bench>; 2] = [
 /// # Errors
 /// [`Mistake`], before anything is measured.
 pub(crate) fn run(args: &cli::BenchGlobal) -> std::result::Result<Report, Mistake> {
-    let pace = if args.quick { Pace::QUICK.turns(LAPS[1]) } else { Pace::FULL.together().turns(LAPS[0]) };
-    let mut bench = Bench { pace, sheet: Sheet::new(args.only.as_deref()) };
+    let pace =
+        if args.rows.quick { Pace::QUICK.turns(LAPS[1]) } else { Pace::FULL.together().turns(LAPS[0]) };
+    let mut bench = Bench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &GROUPS, &mut Progress::on_terminal())?;
-    Ok(bench.sheet.report_of_host("global", args.quick))
+    Ok(bench.sheet.report_of_host("global", args.rows.quick))
 }
 
 /// A bench under way.

@@ -41,6 +41,11 @@ impl Pace {
     pub(crate) const QUICK: Self =
         Self { lap: Duration::from_micros(100), time: Duration::from_millis(4), laps: 15, pieces: 1 << 16 };
 
+    /// The one that was asked for.
+    pub(crate) fn of(quick: bool) -> Self {
+        if quick { Self::QUICK } else { Self::FULL }
+    }
+
     /// With just so many turns, however long they take.
     pub(crate) fn turns(self, laps: usize) -> Self {
         Self { laps, time: Duration::from_secs(3600), ..self }

@@ -48,11 +48,11 @@ fn groups<'a>() -> [Group<Bench<'a>>; 5] {
 /// [`Mistake`], before anything is measured.
 pub(crate) fn run(args: &cli::BenchPinned) -> std::result::Result<Report, Mistake> {
     let place = Place::choose(args.device).map_err(Mistake::Place)?;
-    let pace = if args.quick { Pace::QUICK } else { Pace::FULL };
-    let mut bench = Bench::new(&place, pace, args.only.as_deref())?;
+    let pace = Pace::of(args.rows.quick);
+    let mut bench = Bench::new(&place, pace, args.rows.only.as_deref())?;
     bench.measure(&mut Progress::on_terminal())?;
     let Bench { sheet, version, .. } = bench;
-    Ok(sheet.report("pinned", &place, version, args.quick))
+    Ok(sheet.report("pinned", &place, version, args.rows.quick))
 }
 
 /// A bench under way.

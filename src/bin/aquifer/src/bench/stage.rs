@@ -154,25 +154,25 @@ fn processor(name: &str) -> String {
 pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
     let place = Place::choose(args.device).map_err(Mistake::Place)?;
     let simulated = matches!(place, Place::Sim(_));
-    let usual = match (simulated, args.quick) {
+    let usual = match (simulated, args.rows.quick) {
         (true, _) => MIB,
         (false, true) => 64 * MIB,
         (false, false) => 8 * GIB,
     };
     let most = args.most.map_or(usual, |most| most.0).max(SIZES[0]);
     let groups = groups(most);
-    let sheet = Sheet::new(args.only.as_deref());
+    let sheet = Sheet::new(args.rows.only.as_deref());
     let wants = |group: &Group| group.names().iter().any(|name| sheet.wants(name));
     let wanted: Vec<_> = groups.into_iter().filter(wants).collect();
     if wanted.is_empty() {
-        return Err(Mistake::NoRow(args.only.as_deref().unwrap_or_default().to_lowercase()));
+        return Err(Mistake::NoRow(args.rows.only.as_deref().unwrap_or_default().to_lowercase()));
     }
     let session = place.begin(false);
     let version = session.driver.driver_version().map_err(|e| Mistake::Memory(e.into()))?;
     let bed = Bed::open(&session, args.stager.config()).map_err(Mistake::Memory)?;
     let mut bench = Bench {
         bed: &bed,
-        pace: if args.quick { Pace::QUICK } else { Pace::FULL },
+        pace: Pace::of(args.rows.quick),
         folder: args.folder.clone().unwrap_or_else(env::temp_dir),
         up: Vec::new(),
         down: Vec::new(),
@@ -187,7 +187,7 @@ pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
     progress.clear();
     let mut sheet = bench.sheet;
     sheet.rows.sort_by_key(place_on_page);
-    Ok(sheet.report("stage", &place, version, args.quick))
+    Ok(sheet.report("stage", &place, version, args.rows.quick))
 }
 
 /// What is measured of transfers up to `most` bytes.
