@@ -232,3 +232,19 @@ fn a_limit_that_is_lowered_asks_for_the_excess_and_tells_what_is_left_of_it() {
     drop((registration, cache, fixed));
     assert_eq!(root.shrink(0, None).missing, 0);
 }
+
+#[test]
+fn bytes_are_asked_for_though_nothing_refuses_and_as_far_as_they_are_there() {
+    let root = Budget::new("root", 100);
+    let (a, b) = (root.child("a", 100), root.child("b", 100));
+    let dear = Cache::new("dear", &a, 9, &[10, 10]);
+    let cheap = Cache::new("cheap", &b, 1, &[10]);
+    let _both = (a.on_need(&dear), b.on_need(&cheap));
+    let room = root.reclaim(15, None, None);
+    assert_eq!((room.missing, room.tried.len(), root.used()), (0, 2, 10));
+    let room = b.reclaim(1, None, None);
+    assert_eq!((room.missing, room.tried.len()), (1, 0), "those of others are not asked");
+    let room = root.reclaim(50, Some(Instant::now()), None);
+    assert_eq!((room.missing, root.used()), (50, 10), "nobody is asked after the deadline");
+    assert_eq!(root.reclaim(50, None, None).missing, 40);
+}

@@ -87,30 +87,21 @@ impl Budget {
     ///
     /// Takes nothing: whoever is in line for the bytes has them first. Takes as long as those who are asked.
     pub fn make_room(&self, bytes: u64, deadline: Option<Instant>, except: Option<&Registration>) -> Room {
-        let mut room = Room::default();
-        let mut asked: Vec<Arc<Reclaimer>> = Vec::new();
-        loop {
-            let Some((node, missing)) = self.node.missing(bytes) else {
-                room.missing = 0;
-                return room;
-            };
-            room.missing = missing;
-            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
-                return room;
-            }
-            let Some((at, reclaimer, who)) = node.cheapest(&asked, except) else { return room };
-            asked.push(Arc::clone(&reclaimer));
-            if reclaimer.busy.swap(true, AcqRel) {
-                continue;
-            }
-            let before = node.used.load(Relaxed);
-            at.reclaimers.call(|| who.reclaim(missing, deadline));
-            let gave = before.saturating_sub(node.used.load(Relaxed));
-            reclaimer.busy.store(false, Release);
-            // A name may be anybody's code too.
-            let step = at.reclaimers.call(|| who.name()).unwrap_or("a reclaimer that panicked");
-            room.tried.push(Tried { step, gave });
-        }
+        ask(deadline, except, || self.node.missing(bytes))
+    }
+
+    /// Asks those who are registered here and below to give back `bytes`, though nothing refuses: `missing` is how much less
+    /// than that the count here has fallen by, whoever gave. For what no budget knows of: a driver call that was refused, a
+    /// neighbour who needs memory, a machine under pressure. `except` is not asked.
+    ///
+    /// Takes as long as those who are asked.
+    pub fn reclaim(&self, bytes: u64, deadline: Option<Instant>, except: Option<&Registration>) -> Room {
+        self.node.recall();
+        let before = self.used();
+        ask(deadline, except, || {
+            let missing = bytes.saturating_sub(before.saturating_sub(self.used()));
+            (missing > 0).then_some((self.node, missing))
+        })
     }
 
     /// Lowers the limit, and asks those who are registered to give back what is above it: `missing` is what is used
@@ -120,6 +111,38 @@ impl Budget {
         let mut room = self.make_room(0, deadline, None);
         room.missing = self.used().saturating_sub(limit);
         room
+    }
+}
+
+/// Asks for what is missing at a node until nothing is, the cheapest first, each once.
+fn ask(
+    deadline: Option<Instant>,
+    except: Option<&Registration>,
+    missing: impl Fn() -> Option<(&'static Node, u64)>,
+) -> Room {
+    let mut room = Room::default();
+    let mut asked: Vec<Arc<Reclaimer>> = Vec::new();
+    loop {
+        let Some((node, missing)) = missing() else {
+            room.missing = 0;
+            return room;
+        };
+        room.missing = missing;
+        if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+            return room;
+        }
+        let Some((at, reclaimer, who)) = node.cheapest(&asked, except) else { return room };
+        asked.push(Arc::clone(&reclaimer));
+        if reclaimer.busy.swap(true, AcqRel) {
+            continue;
+        }
+        let before = node.used.load(Relaxed);
+        at.reclaimers.call(|| who.reclaim(missing, deadline));
+        let gave = before.saturating_sub(node.used.load(Relaxed));
+        reclaimer.busy.store(false, Release);
+        // A name may be anybody's code too.
+        let step = at.reclaimers.call(|| who.name()).unwrap_or("a reclaimer that panicked");
+        room.tried.push(Tried { step, gave });
     }
 }
 
