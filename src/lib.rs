@@ -1,5 +1,6 @@
 #![doc = include_str!("../README.md")]
 
+pub mod guide;
 pub mod placement;
 mod runtime;
 pub mod staging;
