@@ -62,7 +62,7 @@ mod wait;
 pub use charge::{Charge, Reservation, StrandedCharge};
 pub use lease::{Lease, Leased};
 pub use level::{Level, LevelChange, LevelHook, Levels, Registration};
-pub use reclaim::{Offer, Reclaim, Room};
+pub use reclaim::{Asking, Offer, Reclaim, Room};
 pub use refusal::OutOfBudget;
 pub use wait::Waiting;
 

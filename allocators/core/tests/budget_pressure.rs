@@ -194,7 +194,8 @@ fn the_cheapest_that_can_help_is_asked_first_and_only_its_count_is_believed() {
             "liar"
         }
         fn offer(&self) -> Offer {
-            Offer { bytes: 1000, cost: Duration::from_micros(2) }
+            // For what is missing it is neither the cheapest nor the dearest.
+            Offer { bytes: 1000, cost: Duration::from_micros(100) }
         }
         fn reclaim(&self, _: u64, _: Option<Instant>) {}
     }

@@ -1,0 +1,279 @@
+//! What asking one at a time promises: everybody who has something is asked, nobody waits in a circle or asks for ever.
+#![expect(clippy::unwrap_used, reason = "a test's own helpers")]
+
+use aquifer_core::{
+    Budget, Charge, DeviceId,
+    budget::{Asking, Offer, Reclaim, Registration},
+    event::Place,
+};
+use std::{
+    sync::{
+        Arc, Mutex, OnceLock,
+        atomic::{AtomicBool, AtomicU64, Ordering::SeqCst},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+/// A pool in small: bytes that are in use, and bytes that lie idle and are charged all the same.
+struct Pool {
+    name: &'static str,
+    budget: Budget,
+    idle: Mutex<Vec<Charge>>,
+    place: Option<Place>,
+    waits: bool,
+    /// At most so many charges a time.
+    step: usize,
+    times: AtomicU64,
+    /// Held by the test to keep it from answering.
+    gate: Mutex<()>,
+    inside: AtomicBool,
+    registration: OnceLock<Registration>,
+}
+
+impl Pool {
+    fn new(name: &'static str, budget: &Budget, change: impl FnOnce(&mut Self)) -> Arc<Self> {
+        let mut pool = Self {
+            name,
+            budget: budget.clone(),
+            idle: Mutex::default(),
+            place: None,
+            waits: false,
+            step: usize::MAX,
+            times: AtomicU64::new(0),
+            gate: Mutex::new(()),
+            inside: AtomicBool::new(false),
+            registration: OnceLock::new(),
+        };
+        change(&mut pool);
+        let pool = Arc::new(pool);
+        let _only_once = pool.registration.set(budget.on_need(&pool));
+        pool
+    }
+
+    fn fill(&self, bytes: u64) {
+        self.idle.lock().unwrap().push(self.budget.charge(bytes).unwrap());
+    }
+
+    /// A charge, by asking others for it.
+    fn take(&self, bytes: u64, deadline: Option<Instant>) -> Option<Charge> {
+        let mut asking = self.budget.asking(self.registration.get());
+        loop {
+            if let Ok(charge) = self.budget.charge(bytes) {
+                return Some(charge);
+            }
+            asking.for_charge(bytes, deadline)?;
+        }
+    }
+
+    fn times(&self) -> u64 {
+        self.times.load(SeqCst)
+    }
+}
+
+impl Reclaim for Pool {
+    fn name(&self) -> &'static str {
+        self.name
+    }
+    fn offer(&self) -> Offer {
+        let bytes = self.idle.lock().unwrap().iter().map(Charge::bytes).sum();
+        Offer { bytes, cost: Duration::from_micros(bytes) }
+    }
+    fn reclaim(&self, bytes: u64, _: Option<Instant>) {
+        self.times.fetch_add(1, SeqCst);
+        self.inside.store(true, SeqCst);
+        drop(self.gate.lock().unwrap());
+        let (mut gave, mut left) = (0, self.step);
+        while gave < bytes && left > 0 {
+            let Some(charge) = self.idle.lock().unwrap().pop() else { break };
+            gave += charge.bytes();
+            left -= 1;
+        }
+    }
+    fn waits(&self) -> bool {
+        self.waits
+    }
+    fn place(&self) -> Option<Place> {
+        self.place
+    }
+}
+
+#[test]
+fn one_that_gives_a_little_at_a_time_is_asked_until_there_is_room_and_one_that_gives_nothing_once() {
+    let budget = Budget::new("both", 100);
+    let stingy = Pool::new("stingy", &budget, |pool| pool.step = 1);
+    (0..10).for_each(|_| stingy.fill(10));
+    struct Liar(AtomicU64);
+    impl Reclaim for Liar {
+        fn name(&self) -> &'static str {
+            "liar"
+        }
+        fn offer(&self) -> Offer {
+            Offer { bytes: 100, cost: Duration::ZERO }
+        }
+        fn reclaim(&self, _: u64, _: Option<Instant>) {
+            self.0.fetch_add(1, SeqCst);
+        }
+    }
+    let liar = Arc::new(Liar(AtomicU64::new(0)));
+    let _registration = budget.on_need(&liar);
+    let asker = Pool::new("asker", &budget, |_| ());
+    let charge = asker.take(50, None).unwrap();
+    assert_eq!((charge.bytes(), stingy.times(), liar.0.load(SeqCst)), (50, 5, 1));
+    assert!(asker.take(60, None).is_none(), "half is live");
+    assert_eq!((budget.used(), liar.0.load(SeqCst)), (50, 2));
+}
+
+#[test]
+fn one_that_has_come_to_more_since_it_was_asked_is_asked_again() {
+    let budget = Budget::new("both", 100);
+    let cache = Pool::new("cache", &budget, |_| ());
+    /// Lets go of blocks, which only come into the cache by that.
+    struct App(Arc<Pool>, Mutex<Vec<Charge>>);
+    impl Reclaim for App {
+        fn name(&self) -> &'static str {
+            "application"
+        }
+        fn offer(&self) -> Offer {
+            let bytes = self.1.lock().unwrap().iter().map(Charge::bytes).sum();
+            Offer { bytes, cost: Duration::from_secs(1) }
+        }
+        fn reclaim(&self, _: u64, _: Option<Instant>) {
+            let block = self.1.lock().unwrap().pop();
+            self.0.idle.lock().unwrap().extend(block);
+        }
+    }
+    let live = (0..4).map(|_| budget.charge(20).unwrap()).collect();
+    let app = Arc::new(App(Arc::clone(&cache), Mutex::new(live)));
+    let _registration = budget.on_need(&app);
+    cache.fill(20);
+    let asker = Pool::new("asker", &budget, |_| ());
+    assert!(asker.take(60, None).is_some());
+    assert_eq!((cache.times(), app.1.lock().unwrap().len()), (3, 2), "each is asked in turn");
+}
+
+#[test]
+fn one_that_waits_is_asked_last_and_only_by_who_has_time() {
+    let budget = Budget::new("both", 100);
+    let slow = Pool::new("slow", &budget, |pool| pool.waits = true);
+    let quick = Pool::new("quick", &budget, |_| ());
+    slow.fill(1);
+    quick.fill(99);
+    let asker = Pool::new("asker", &budget, |_| ());
+    assert!(asker.take(100, Some(Instant::now())).is_none());
+    assert_eq!((slow.times(), quick.times(), budget.used()), (0, 1, 1));
+    assert!(asker.take(100, None).is_some());
+    assert_eq!(slow.times(), 1);
+}
+
+#[test]
+fn what_a_driver_has_refused_is_asked_of_its_own_device_across_the_whole_tree() {
+    let root = Budget::new("process", 1000);
+    let [a, b, host] = ["device 0", "device 1", "host"].map(|name| root.child(name, 1000));
+    let on = |device| move |pool: &mut Pool| pool.place = Some(Place::Device(DeviceId(device)));
+    let ours = Pool::new("ours", &a.child("tenant", 100), on(0));
+    let same = Pool::new("same", &a, on(0));
+    let other = Pool::new("other", &b, on(1));
+    let pinned = Pool::new("pinned", &host, |pool| pool.place = Some(Place::Host(None)));
+    let unknown = Pool::new("unknown", &root, |_| ());
+    let all = [&ours, &same, &other, &pinned, &unknown];
+    all.iter().for_each(|pool| pool.fill(50));
+    let here = |place| place == Place::Device(DeviceId(0));
+    let mut asking = ours.budget.asking(ours.registration.get());
+    let ask =
+        |asking: &mut Asking<'_>| asking.for_memory(100, None, &here).map(|tried| (tried.step, tried.gave));
+    let mut steps = [ask(&mut asking), ask(&mut asking)].map(Option::unwrap);
+    steps.sort_unstable();
+    assert_eq!((steps, ask(&mut asking)), ([("same", 50), ("unknown", 50)], None));
+    let room = root.reclaim_of(200, None, None, &here);
+    assert_eq!((room.missing, all.map(|pool| pool.times())), (150, [1, 1, 0, 0, 1]));
+}
+
+#[test]
+fn one_that_another_thread_is_asking_is_waited_for_and_not_taken_for_nobody() {
+    let budget = Budget::new("both", 100);
+    let cache = Pool::new("cache", &budget, |_| ());
+    (0..10).for_each(|_| cache.fill(10));
+    let askers = [Pool::new("a", &budget, |_| ()), Pool::new("b", &budget, |_| ())];
+    let closed = cache.gate.lock().unwrap();
+    thread::scope(|scope| {
+        let first = scope.spawn(|| askers[0].take(50, None));
+        while !cache.inside.load(SeqCst) {
+            thread::yield_now();
+        }
+        // It has time, and finds nobody else.
+        let second = scope.spawn(|| askers[1].take(50, None));
+        // One that has none is answered at once.
+        assert!(askers[1].take(50, Some(Instant::now())).is_none());
+        drop(closed);
+        let both = [first, second].map(|thread| thread.join().unwrap().unwrap());
+        assert_eq!((both.each_ref().map(Charge::bytes), budget.used()), ([50, 50], 100));
+    });
+}
+
+#[test]
+fn two_that_ask_each_other_from_within_wait_for_nobody() {
+    let budget = Budget::new("both", 100);
+    /// Asks for room before it gives any.
+    struct Greedy(Budget, AtomicU64);
+    impl Reclaim for Greedy {
+        fn name(&self) -> &'static str {
+            "greedy"
+        }
+        fn offer(&self) -> Offer {
+            Offer { bytes: 10, cost: Duration::ZERO }
+        }
+        fn reclaim(&self, bytes: u64, _: Option<Instant>) {
+            self.1.fetch_add(1, SeqCst);
+            let _ = self.0.make_room(bytes, None, None);
+        }
+    }
+    let both = [(), ()].map(|()| Arc::new(Greedy(budget.clone(), AtomicU64::new(0))));
+    let _registrations = both.each_ref().map(|one| budget.on_need(one));
+    let full = budget.charge(100).unwrap();
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..if cfg!(miri) { 3 } else { 200 } {
+                    assert_eq!(budget.make_room(10, None, None).missing, 10);
+                }
+            });
+        }
+    });
+    drop(full);
+    assert!(both.iter().all(|one| one.1.load(SeqCst) > 0));
+}
+
+/// Two pools under one budget that holds what one of them wants: each takes the other's, over and over, from two threads.
+/// Every request ends, and who is refused has lost to one who was served meanwhile.
+#[test]
+fn of_two_pools_that_take_from_each_other_one_always_has_what_it_asked_for() {
+    let budget = Budget::new("both", 100);
+    let pools = [Pool::new("a", &budget, |_| ()), Pool::new("b", &budget, |_| ())];
+    let served = AtomicU64::new(0);
+    thread::scope(|scope| {
+        for pool in &pools {
+            let served = &served;
+            scope.spawn(move || {
+                for _ in 0..if cfg!(miri) { 10 } else { 2000 } {
+                    drop(pool.idle.lock().unwrap().pop());
+                    let before = served.load(SeqCst);
+                    if let Some(charge) = pool.take(60, None) {
+                        pool.idle.lock().unwrap().push(charge);
+                        served.fetch_add(1, SeqCst);
+                        continue;
+                    }
+                    let patience = Instant::now() + Duration::from_secs(60);
+                    while served.load(SeqCst) == before {
+                        assert!(Instant::now() < patience, "refused, and nobody was served");
+                        thread::yield_now();
+                    }
+                }
+            });
+        }
+    });
+    assert!(served.into_inner() > 0);
+    pools.iter().for_each(|pool| pool.idle.lock().unwrap().clear());
+    assert_eq!(budget.used(), 0);
+    assert!(budget.peak() <= 100);
+}
