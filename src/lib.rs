@@ -17,7 +17,8 @@ pub use aquifer_core::{
 pub use aquifer_device::{
     self as device, Adopted, Adoption, Block, Chunks, ChunksMut, Debugging, Declined, DeviceArena,
     DeviceBuffer, DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Log,
-    OnFailure, PoolConfig, Reclaim, Registration, Request, Reserved, Resource, StableBlock, StreamOrdered,
+    Offer, OnFailure, PoolConfig, Reclaim, Registration, Request, Reserved, Resource, Room, StableBlock,
+    StreamOrdered,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;

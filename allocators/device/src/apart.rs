@@ -25,7 +25,7 @@ use crate::{
     physical::handle::{Funds, Handle, Held, NoHandle},
 };
 use aquifer_core::{
-    Action, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag, budget::Holding, event::Place,
+    Action, Charge, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag, budget::Holding, event::Place,
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, RawStream};
 use aquifer_stream::Timeline;
@@ -179,6 +179,11 @@ impl Apart {
         stats.peak_physical += self.held.peak();
     }
 
+    /// Bytes whose owner has let go of them and that the driver has not back yet.
+    pub(crate) fn leaving(&self) -> u64 {
+        self.state().account.pending
+    }
+
     /// What each tag holds: stable blocks by what was asked for, reserved elements by what is committed.
     pub(crate) fn holdings(&self) -> Vec<Holding> {
         self.state().account.holders.iter().filter(|h| h.bytes > 0).copied().collect()
@@ -202,26 +207,20 @@ impl Apart {
     }
 
     /// Physical memory for one slot of a span.
-    pub(crate) fn handle(
-        &self,
-        bytes: u64,
-        types: ExportTypes,
-        funds: Funds<'_>,
-    ) -> Result<Arc<Handle>, NoHandle> {
-        let charge = funds.charge(bytes).map_err(NoHandle::Budget)?;
+    pub(crate) fn handle(&self, charge: Charge, types: ExportTypes) -> Result<Arc<Handle>, NoHandle> {
         Handle::create_exportable(&self.driver, self.device, types, charge, &self.held)
             .map_err(|(error, _)| NoHandle::Driver(error))
     }
 
     /// Memory for a block of `bytes`, rounded: one handle at addresses of its own, or one allocation of the driver's.
     pub(crate) fn whole(&self, bytes: u64, align: u64, funds: Funds<'_>) -> Result<Arc<Span>, NoHandle> {
+        let charge = funds.charge(bytes).map_err(NoHandle::Budget)?;
         if self.plain {
-            let charge = funds.charge(bytes).map_err(NoHandle::Budget)?;
             let address = self.driver.mem_alloc(self.device, bytes).map_err(NoHandle::Driver)?;
             self.held.add(bytes);
             return Ok(Arc::new(Span::whole(self, address, bytes, charge, &self.held)));
         }
-        let handle = self.handle(bytes, self.export, funds)?;
+        let handle = self.handle(charge, self.export)?;
         self.around(handle, bytes, align).map_err(NoHandle::Driver)
     }
 

@@ -7,9 +7,12 @@ use crate::{
     Block, Request,
     block::{Asked, UntilFree},
     home::note,
+    reclaim::{Others, is_shortage},
     request::Sensible,
 };
-use aquifer_core::{Charge, DeviceId, MemoryError, OpaqueBlock, PoolStats, Result};
+use aquifer_core::{
+    Budget, Charge, DeviceId, MemoryError, OpaqueBlock, PoolStats, Result, budget::Registration,
+};
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
 use aquifer_stream::{LastUse, Stream, StreamPool, Timeline, Uses};
 use std::{
@@ -19,6 +22,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
+    time::Instant,
 };
 
 /// One of the driver's allocators.
@@ -28,6 +32,9 @@ pub(crate) trait Source: fmt::Debug + Send + Sync + 'static {
 
     /// Gives a block back behind its uses, all of which are stamped: by a wait of the host or of the device.
     fn give(&self, home: &Timeline, address: u64, uses: &Uses) -> Result<()>;
+
+    /// What it is charged to, and under what it is registered there itself.
+    fn budget(&self) -> Option<(&Budget, Option<&Registration>)>;
 
     /// Bytes held from the device, if they are more than those in blocks.
     fn reserved(&self) -> Option<u64> {
@@ -139,7 +146,7 @@ impl<S: Source> Ledger<S> {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
         self.retry_deferred();
-        let taken = self.source.take(stream, request.size());
+        let taken = self.take(stream, request.size());
         let (address, charge) = match taken {
             Ok(taken) => taken,
             Err(error) => {
@@ -177,6 +184,31 @@ impl<S: Source> Ledger<S> {
             block.keep_until_free(Box::new(charge));
         }
         Ok(block)
+    }
+
+    /// Memory from the source, with what others can give back without waiting where there is none.
+    fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
+        let mut taken = self.source.take(stream, bytes);
+        let Some((budget, own)) = self.source.budget().filter(|_| taken.is_err()) else { return taken };
+        let mut others = Others::new(budget, own, &*self.driver, self.device());
+        loop {
+            let now = Some(Instant::now());
+            let asked = match &taken {
+                Err(MemoryError::OutOfBudget(refused)) => others.for_charge(refused.requested, now),
+                Err(error) if is_shortage(error) => others.for_memory(bytes, now),
+                _ => return taken,
+            };
+            if asked.is_none() {
+                return taken;
+            }
+            taken = self.source.take(stream, bytes);
+        }
+    }
+
+    /// Bytes in blocks, and in those that could not be given back yet.
+    pub(crate) fn in_blocks(&self) -> u64 {
+        let stats = &self.state().stats;
+        stats.live + stats.pending
     }
 
     /// The block that is out as this address.

@@ -8,11 +8,12 @@
 //! 3. new physical memory, what is free in other caches, what this stream has to wait for on the device, and handles from
 //!    under free memory, in the order of one of the lists of [`Step`]s below: which one, [`crate::leasing`] decides;
 //! 4. handles under what is free given back, and new ones made, where all that is free would do and lies apart;
-//! 5. handlers that were asked to give something back, other pools among them;
+//! 5. others that are registered with the budget, asked to give something back without waiting;
 //! 6. the oldest work that frees something, waited for on the host, up to a deadline;
-//! 7. an error that says what stood in the way.
+//! 7. others again, who may wait until then as well;
+//! 8. an error that says what stood in the way.
 //!
-//! Stable and reserved memory, which only new handles are for, goes the way of 5 to 7 as well.
+//! Stable and reserved memory, which only new handles are for, goes the way of 5 to 8 as well.
 
 mod refusal;
 
@@ -28,11 +29,12 @@ use crate::{
         plain::Plain,
     },
     pool::{Inner, deadline},
+    reclaim::Others,
 };
 use aquifer_core::{Action, MemoryError, PoolStats, Reservation, Result, Tag, error::Tried};
 use std::{
     sync::{
-        Arc, Mutex,
+        Arc, Mutex, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -269,7 +271,7 @@ impl Inner {
         self.insist(request.size(), Some(home), progress, |progress| self.make_room(home, request, progress))
     }
 
-    /// Tries to get `wanted` bytes, and in between asks handlers and then waits for queued work: the steps that block,
+    /// Tries to get `wanted` bytes, and in between asks others and waits for queued work: the steps that block,
     /// whatever the memory is for. The work of `first` comes first.
     pub(crate) fn insist<'a, T>(
         &self,
@@ -281,11 +283,12 @@ impl Inner {
         if let Some(taken) = attempt(progress)? {
             return Ok(Some(taken));
         }
-        for handler in &self.config.reclaim {
+        let until = deadline(self.config.wait);
+        if let Some(checked) = self.quarantine.get().and_then(Weak::upgrade) {
             loop {
-                let offered = handler.reclaim(wanted);
-                progress.note("pressure handlers", offered);
-                if offered == 0 {
+                let gave = checked.give_way(wanted);
+                progress.note("let blocks out of quarantine", gave);
+                if gave == 0 {
                     break;
                 }
                 if let Some(taken) = attempt(progress)? {
@@ -293,7 +296,13 @@ impl Inner {
                 }
             }
         }
-        let until = deadline(self.config.wait);
+        let mut others = self.others();
+        // What is to be had without waiting comes before this pool waits for its own work.
+        while self.ask(&mut others, wanted, progress, Some(Instant::now())) {
+            if let Some(taken) = attempt(progress)? {
+                return Ok(Some(taken));
+            }
+        }
         while until.is_none_or(|until| Instant::now() < until) && self.wait_for_oldest(first, until)? {
             count(&self.counters.host_waits, 1);
             progress.note("wait for queued work", 0);
@@ -301,7 +310,37 @@ impl Inner {
                 return Ok(Some(taken));
             }
         }
+        while self.ask(&mut others, wanted, progress, until) {
+            if let Some(taken) = attempt(progress)? {
+                return Ok(Some(taken));
+            }
+        }
         Ok(None)
+    }
+
+    /// Asks another to give memory back: one of those below the budget that has refused, or on the device that has none left.
+    /// Says whether there was one.
+    fn ask(
+        &self,
+        others: &mut Others<'_>,
+        wanted: u64,
+        progress: &mut Progress<'_>,
+        deadline: Option<Instant>,
+    ) -> bool {
+        let asked = match progress.refused {
+            Some(NoHandle::Driver(_)) => others.for_memory(wanted, deadline),
+            Some(NoHandle::Budget(refused)) => {
+                let drawn = progress
+                    .reserved
+                    .map_or(0, |held| held.lock().unwrap_or_else(PoisonError::into_inner).remaining());
+                others.for_charge(refused.requested.saturating_sub(drawn), deadline)
+            }
+            None => others.for_charge(wanted, deadline),
+        };
+        asked.is_some_and(|Tried { step, gave }| {
+            progress.note(step, gave);
+            true
+        })
     }
 
     /// The steps that never block, but where devices that cannot map are to take memory back.
@@ -531,7 +570,11 @@ impl Inner {
 
     /// Waits for the oldest work that keeps something from being free: of `first`, of what has addresses of its own, of
     /// all others. Says whether there was any. Blocks.
-    fn wait_for_oldest(&self, first: Option<&'static Home>, until: Option<Instant>) -> Result<bool> {
+    pub(crate) fn wait_for_oldest(
+        &self,
+        first: Option<&'static Home>,
+        until: Option<Instant>,
+    ) -> Result<bool> {
         let homes = self.homes();
         let pending = |home: &'static Home| move || home.wait_for_pending(until);
         let freed = |home: &'static Home| {

@@ -41,14 +41,16 @@ pub use leaks::{LeakGroup, LeakReport};
 pub use settings::{Debugging, FindingHook};
 
 use crate::{
-    Block, DeviceBuffer, Reclaim, Request, Resource,
+    Block, DeviceBuffer, Request, Resource,
     backend::{Backed, Deferred, Release},
     block::{Asked, UntilFree},
     home::note,
     pool::Inner,
+    reclaim::is_shortage,
 };
 use aquifer_core::{
-    Action, DeviceId, MemoryError, OpaqueBlock, PoolStats, Recorder, Reservation, Result, event::Place,
+    Action, Budget, DeviceId, MemoryError, OpaqueBlock, PoolStats, Recorder, Reservation, Result,
+    budget::Registration, event::Place,
 };
 use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
@@ -60,7 +62,7 @@ use std::{
     fmt,
     mem::ManuallyDrop,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -92,6 +94,7 @@ pub(crate) struct Checked {
     reader: Mutex<Option<Reader>>,
     findings: Mutex<Vec<Finding>>,
     state: Mutex<State>,
+    registration: OnceLock<Registration>,
 }
 
 /// A stream of its own, which takes none of the pool's.
@@ -208,24 +211,6 @@ impl Under {
     }
 }
 
-/// Asks the quarantine to give way, first of all that a pool asks when nothing of its own makes room.
-///
-/// The pool is there before what is put in front of it, and must not keep that alive.
-#[derive(Default, Debug)]
-pub(crate) struct GiveWay(OnceLock<Weak<Checked>>);
-
-impl GiveWay {
-    pub(crate) fn ask(&self, checked: &Arc<Checked>) {
-        let _only_once = self.0.set(Arc::downgrade(checked));
-    }
-}
-
-impl Reclaim for GiveWay {
-    fn reclaim(&self, bytes: u64) -> u64 {
-        self.0.get().and_then(Weak::upgrade).map_or(0, |checked| checked.give_way(bytes))
-    }
-}
-
 impl Checked {
     /// # Errors
     /// The driver's, for the stream that blocks are read back on.
@@ -270,7 +255,29 @@ impl Checked {
                 closed: false,
                 own: PoolStats::default(),
             }),
+            registration: OnceLock::new(),
         }))
+    }
+
+    /// Has others under this budget ask for what it holds back.
+    pub(crate) fn register(self: &Arc<Self>, budget: &Budget) {
+        if self.settings.looks_at_freed() {
+            let _only_once = self.registration.set(budget.on_need(self));
+        }
+    }
+
+    pub(crate) fn under(&self) -> &Under {
+        &self.under
+    }
+
+    pub(crate) fn device(&self) -> DeviceId {
+        self.device
+    }
+
+    /// Bytes that have been freed and are not given out again yet.
+    pub(crate) fn held_back(&self) -> u64 {
+        let state = self.state();
+        state.quarantined + state.waiting.iter().map(|freed| freed.capacity).sum::<u64>()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -508,15 +515,6 @@ impl Checked {
 /// refuses it by itself.
 fn can_be_used(home: &Timeline) -> bool {
     !home.fences_at_once()
-}
-
-/// Whether memory that is given back could help.
-fn is_shortage(error: &MemoryError) -> bool {
-    match error {
-        MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => true,
-        MemoryError::Driver(error) => error.is_out_of_memory(),
-        _ => false,
-    }
 }
 
 impl State {

@@ -1,6 +1,6 @@
 //! How a pool behaves.
 
-use crate::{Debugging, Reclaim};
+use crate::Debugging;
 use aquifer_core::{Budget, DeviceId, MemoryError, Recorder, Result};
 use aquifer_driver::{Driver, ExportTypes};
 use std::{sync::Arc, time::Duration};
@@ -23,6 +23,9 @@ pub enum Adoption {
 #[non_exhaustive]
 pub struct PoolConfig {
     /// What physical memory is charged to. `None`: 80 % of what the device has free when the pool is opened.
+    ///
+    /// Whoever can give memory back when the pool is short of it registers there ([`Budget::on_need`]); pools do so
+    /// themselves.
     pub budget: Option<Budget>,
     /// How far streams share.
     pub adoption: Adoption,
@@ -80,8 +83,6 @@ pub struct PoolConfig {
     pub debug: Debugging,
     /// Where every event goes.
     pub recorder: Option<Arc<Recorder>>,
-    /// Asked in turn for memory when nothing in the pool makes room.
-    pub reclaim: Vec<Arc<dyn Reclaim>>,
 }
 
 impl Default for PoolConfig {
@@ -101,7 +102,6 @@ impl Default for PoolConfig {
             bypass: false,
             debug: Debugging::default(),
             recorder: None,
-            reclaim: Vec::new(),
         }
     }
 }

@@ -5,7 +5,9 @@ use crate::{
     Block, Request,
     backend::{Ledger, Source},
 };
-use aquifer_core::{__opaque::Sealed, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result};
+use aquifer_core::{
+    __opaque::Sealed, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::Registration,
+};
 use aquifer_driver::Driver;
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use std::sync::Arc;
@@ -51,6 +53,10 @@ impl Source for Calls {
         let address =
             self.driver.mem_alloc(self.device, bytes).map_err(|e| MemoryError::driver(self.device, e))?;
         Ok((address, charge))
+    }
+
+    fn budget(&self) -> Option<(&Budget, Option<&Registration>)> {
+        self.budget.as_ref().map(|budget| (budget, None))
     }
 
     fn give(&self, home: &Timeline, address: u64, uses: &Uses) -> Result<()> {

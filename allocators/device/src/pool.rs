@@ -5,7 +5,7 @@ use crate::{
     apart::Apart,
     block::{Freed, Place},
     chain::Counters,
-    checked::{Checked, GiveWay, Under},
+    checked::{Checked, Under},
     direct::Direct,
     environment::Environment,
     home::{Home, note, vacancy::Vacant},
@@ -18,6 +18,7 @@ use crate::{
 use aquifer_core::{
     __opaque::Sealed,
     Action, Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
+    budget::Registration,
     event::{self, Ticket},
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, Ownership, site};
@@ -27,7 +28,7 @@ use bytemuck::Pod;
 use std::{
     fmt,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLock,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::Duration,
@@ -108,6 +109,10 @@ pub(crate) struct Inner {
     pub(crate) retention: Retention,
     /// What blocks come from when each is to be an allocation of its own, without what is around it.
     bypass: Option<Direct>,
+    /// What gives way before anybody else is asked. It holds the pool.
+    pub(crate) quarantine: OnceLock<Weak<Checked>>,
+    /// Under what others find it.
+    pub(crate) registration: OnceLock<Registration>,
 }
 
 impl DevicePool {
@@ -128,10 +133,6 @@ impl DevicePool {
             config.debug.beside_bypass()?;
         }
         let debug = config.debug.clone();
-        let gives_way = Arc::new(GiveWay::default());
-        if debug.is_on() {
-            config.reclaim.insert(0, gives_way.clone());
-        }
         let lost = |e| MemoryError::driver(device, e);
         let info = driver.device_info(device).map_err(lost)?;
         if let Some(feature) = info.export_types.missing(config.export) {
@@ -200,7 +201,10 @@ impl DevicePool {
             leasing,
             retention,
             bypass,
+            quarantine: OnceLock::new(),
+            registration: OnceLock::new(),
         });
+        inner.register();
         inner.warm(warm)?;
         let detour = if debug.is_on() {
             let Inner { driver, streams, config, .. } = &*inner;
@@ -208,7 +212,8 @@ impl DevicePool {
             let (waits, wait) = (config.adoption == Adoption::Wait, config.wait);
             let under = direct.map_or_else(|| Under::Pool(inner.clone()), Under::Direct);
             let checked = Checked::new(under, debug, driver, streams, recorder, waits, wait)?;
-            gives_way.ask(&checked);
+            let _only_once = inner.quarantine.set(Arc::downgrade(&checked));
+            checked.register(&inner.budget);
             Some(Detour::Checked(checked))
         } else {
             direct.map(Detour::Direct)
@@ -415,15 +420,6 @@ impl Opaque for DevicePool {
     }
     fn trim(&self, keep: u64) -> Result<u64> {
         self.trim(keep)
-    }
-}
-
-impl crate::Reclaim for DevicePool {
-    /// Gives back what is free here, for another pool under the same budget.
-    fn reclaim(&self, bytes: u64) -> u64 {
-        let keep = self.stats().physical.saturating_sub(bytes);
-        let given = self.trim(keep).unwrap_or(0);
-        given + self.inner().press(keep).unwrap_or(0)
     }
 }
 

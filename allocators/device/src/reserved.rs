@@ -176,12 +176,11 @@ impl<T: Pod> Reserved<T> {
             return Ok(0);
         }
         pool.with_room(bytes, self.block.tag(), |funds| {
+            // All of it or nothing, so that a refusal is one of the whole need.
+            let mut paid = funds.charge(bytes).map_err(NoHandle::Budget)?;
             let mut parts = Vec::with_capacity(new.len());
-            for &slot in &new {
-                let handle = pool.apart.handle(step, ExportTypes::NONE, funds);
-                // In figures of the whole need, before this call took its part.
-                let handle = handle.map_err(|no| no.of(bytes, parts.len() as u64 * step))?;
-                parts.push((slot, handle));
+            for (&slot, charge) in new.iter().zip(std::iter::from_fn(|| paid.split(step))) {
+                parts.push((slot, pool.apart.handle(charge, ExportTypes::NONE)?));
             }
             pool.apart.map(&self.span, parts).map_err(NoHandle::Driver)
         })?;

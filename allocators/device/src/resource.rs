@@ -10,13 +10,3 @@ use std::fmt::Debug;
 pub trait Resource: Opaque<Stream = Stream, Block = Block> + Debug + Send + Sync {}
 
 impl<R: Opaque<Stream = Stream, Block = Block> + Debug + Send + Sync> Resource for R {}
-
-/// Somebody who can give memory back when a pool is short of it: an application that evicts, another pool.
-///
-/// Called with no lock held, from the thread whose allocation found no room. It must not allocate from the pool that
-/// asks.
-pub trait Reclaim: Debug + Send + Sync {
-    /// Frees what it can of `bytes`, or queues the work that will. Answers with how much it let go of; 0 says that there
-    /// is nothing more to have. The pool believes only its own count.
-    fn reclaim(&self, bytes: u64) -> u64;
-}

@@ -97,7 +97,7 @@ impl DevicePool {
     /// From now on neither a trim nor the [release threshold](crate::PoolConfig::release_threshold) gives anything back that
     /// brings the caches below `bytes`, in use or idle; that is in place of what was set before, and 0 lets all go again.
     /// Only pressure may take it: a request of this pool, for a block or for stable or reserved memory, that nothing else
-    /// makes room for; another pool that asks through [`Reclaim`](crate::Reclaim); and the end of the pool. What is taken
+    /// makes room for; another pool under the same budget; and the end of the pool. What is taken
     /// so does not come back by itself.
     ///
     /// ```

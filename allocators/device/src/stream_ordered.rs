@@ -4,16 +4,26 @@
 use crate::{
     Block, Request,
     backend::{Ledger, Source},
+    reclaim::price,
 };
-use aquifer_core::{__opaque::Sealed, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result};
+use aquifer_core::{
+    __opaque::Sealed,
+    Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
+    budget::{Offer, Reclaim, Registration},
+    event::Place,
+};
 use aquifer_driver::{Driver, PoolHandle};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::{
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    time::{Duration, Instant},
+};
 
 /// Memory from a pool of the driver's, some 0.3 µs a call on one thread.
 ///
 /// The pool keeps what is freed and holds at most what its budget had left when it was made. What it reserves is charged
-/// after each allocation, since only the driver knows how much that is.
+/// after each allocation, since only the driver knows how much that is. When there is no room, others under the same
+/// budget are asked for what they can give back without waiting, and it gives what it does not use to them.
 #[derive(Clone, Debug)]
 pub struct StreamOrdered {
     ledger: Arc<Ledger<Calls>>,
@@ -26,6 +36,7 @@ struct Calls {
     budget: Budget,
     /// For what the pool has reserved.
     charged: Mutex<Option<Charge>>,
+    registration: OnceLock<Registration>,
 }
 
 impl StreamOrdered {
@@ -43,9 +54,10 @@ impl StreamOrdered {
         let total = driver.memory_info(device).map_err(lost)?.total;
         let pool = driver.pool_create(device, if most < total { most } else { 0 }).map_err(lost)?;
         let charged = Mutex::new(None);
-        Ok(Self {
-            ledger: Ledger::new(Calls { driver: driver.clone(), pool, budget, charged }, driver, streams),
-        })
+        let calls = Calls { driver: driver.clone(), pool, budget, charged, registration: OnceLock::new() };
+        let ledger = Ledger::new(calls, driver, streams);
+        let _only_once = ledger.source.registration.set(ledger.source.budget.on_need(&ledger));
+        Ok(Self { ledger })
     }
 }
 
@@ -54,10 +66,14 @@ impl Calls {
         MemoryError::driver(self.pool.device(), error)
     }
 
+    fn charged(&self) -> MutexGuard<'_, Option<Charge>> {
+        self.charged.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Charges what the pool has reserved by now. A refusal leaves the charge as it was.
     fn charge_reserved(&self) -> Result<()> {
         let reserved = self.driver.pool_usage(self.pool).map_err(|e| self.lost(e))?.reserved;
-        let mut charged = self.charged.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut charged = self.charged();
         let now = charged.as_ref().map_or(0, Charge::bytes);
         if reserved > now {
             let more = self.budget.charge(reserved - now)?;
@@ -107,6 +123,10 @@ impl Source for Calls {
         unsafe { self.driver.pool_free(home.raw(), address) }.map_err(|e| self.lost(e))
     }
 
+    fn budget(&self) -> Option<(&Budget, Option<&Registration>)> {
+        Some((&self.budget, self.registration.get()))
+    }
+
     fn reserved(&self) -> Option<u64> {
         Some(self.driver.pool_usage(self.pool).map_or(0, |usage| usage.reserved))
     }
@@ -126,11 +146,25 @@ impl Drop for Calls {
     }
 }
 
-impl crate::Reclaim for StreamOrdered {
-    /// Gives back what the driver's pool has reserved and not used, for another pool under the same budget.
-    fn reclaim(&self, bytes: u64) -> u64 {
-        let keep = self.ledger.source.reserved().unwrap_or(0).saturating_sub(bytes);
-        self.ledger.trim(keep).unwrap_or(0)
+impl Reclaim for Ledger<Calls> {
+    fn name(&self) -> &'static str {
+        "a pool of the driver's"
+    }
+
+    /// By what was reserved when it was last charged: the driver is not asked.
+    fn offer(&self) -> Offer {
+        let bytes = self.source.charged().as_ref().map_or(0, Charge::bytes).saturating_sub(self.in_blocks());
+        Offer { bytes, cost: price(1, Duration::from_micros(50), bytes, Duration::from_nanos(400)) }
+    }
+
+    fn reclaim(&self, bytes: u64, _: Option<Instant>) {
+        let keep = self.source.reserved().unwrap_or(0).saturating_sub(bytes);
+        // A refusal leaves it reserved, and charged, for the next trim.
+        let _ = self.trim(keep);
+    }
+
+    fn place(&self) -> Option<Place> {
+        Some(Place::Device(self.device()))
     }
 }
 

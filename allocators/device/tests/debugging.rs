@@ -233,14 +233,21 @@ fn a_quarantine_gives_way_before_the_pool_refuses_or_asks_the_application() {
     #[derive(Debug)]
     struct Never;
     impl aquifer_device::Reclaim for Never {
-        fn reclaim(&self, _bytes: u64) -> u64 {
+        fn name(&self) -> &'static str {
+            "an application"
+        }
+        fn offer(&self) -> aquifer_device::Offer {
+            aquifer_device::Offer { bytes: MIB, cost: Duration::ZERO }
+        }
+        fn reclaim(&self, _bytes: u64, _deadline: Option<std::time::Instant>) {
             panic!("the application was asked before the quarantine");
         }
     }
     let rig = Rig::on(Sim::h200(1), 16, |config| {
         config.debug = only(|d| d.quarantine = 1 << 30);
-        config.reclaim.push(Arc::new(Never));
     });
+    let never = Arc::new(Never);
+    let _registration = rig.budget.on_need(&never);
     let (s, u) = (rig.stream(), rig.stream());
     for round in 0..10 {
         let stream = if round % 2 == 0 { &s } else { &u };
@@ -251,7 +258,7 @@ fn a_quarantine_gives_way_before_the_pool_refuses_or_asks_the_application() {
         used.finish().unwrap();
     }
     assert!(rig.budget.used() <= 16 * MIB);
-    assert_eq!(rig.pool.stats().failures, 0);
+    assert_eq!((rig.pool.stats().failures, rig.budget.panics()), (0, 0));
     rig.assert_silent();
 }
 

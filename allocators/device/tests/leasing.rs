@@ -4,7 +4,7 @@
 mod support;
 
 use aquifer_core::MemoryError;
-use aquifer_device::{Adoption, Block, Reclaim, Request};
+use aquifer_device::{Adoption, Block, Offer, Reclaim, Request};
 use aquifer_driver::{
     Access, Call,
     sim::{DeviceConfig, Sim, SimConfig},
@@ -15,7 +15,7 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 use support::{MIB, Rig, range};
 
@@ -322,9 +322,14 @@ fn a_small_block_is_placed_where_its_alignment_is_wherever_that_is_free() {
 struct Nothing(AtomicU64);
 
 impl Reclaim for Nothing {
-    fn reclaim(&self, _bytes: u64) -> u64 {
+    fn name(&self) -> &'static str {
+        "nothing"
+    }
+    fn offer(&self) -> Offer {
+        Offer { bytes: MIB, cost: Duration::ZERO }
+    }
+    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
         self.0.fetch_add(1, Ordering::Relaxed);
-        0
     }
 }
 
@@ -333,8 +338,8 @@ fn a_request_that_nobody_else_is_in_the_way_of_is_refused_after_one_run_of_the_c
     let handler = Arc::new(Nothing::default());
     let rig = Rig::on(Sim::h200(1).symbolic(), 16, |config| {
         config.wait = Duration::ZERO;
-        config.reclaim.push(handler.clone());
     });
+    let _registration = rig.budget.on_need(&handler);
     let (s, u) = (rig.stream(), rig.stream());
     let _kept = (take(&rig, &s, 7), take(&rig, &u, 7));
     assert!(rig.pool.alloc(&s, Request::bytes(6 * MIB)).is_err());

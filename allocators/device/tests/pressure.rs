@@ -6,8 +6,8 @@ mod support;
 use aquifer_adapters::Limit;
 use aquifer_core::{Action, Budget, MemoryError, Recorder, Tag, event::RingSink};
 use aquifer_device::{
-    Adoption, DevicePool, Direct, FailureCallback, OnFailure, Opaque, PoolConfig, Reclaim, Request, Resource,
-    StreamOrdered,
+    Adoption, DevicePool, Direct, FailureCallback, Offer, OnFailure, Opaque, PoolConfig, Reclaim, Request,
+    Resource, StreamOrdered,
 };
 use aquifer_driver::{
     Access, Call, DeviceId,
@@ -19,7 +19,7 @@ use std::{
         atomic::{AtomicU32, AtomicUsize, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 use support::{MIB, Rig, range};
 
@@ -162,17 +162,25 @@ fn requests_that_make_no_sense_are_told_apart_and_change_nothing() {
 struct Evict(Mutex<Vec<aquifer_device::Block>>, AtomicUsize);
 
 impl Reclaim for Evict {
-    fn reclaim(&self, _bytes: u64) -> u64 {
+    fn name(&self) -> &'static str {
+        "evict"
+    }
+    fn offer(&self) -> Offer {
+        let bytes = self.0.lock().unwrap().iter().map(|block| block.bytes()).sum();
+        Offer { bytes, cost: Duration::ZERO }
+    }
+    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
         self.1.fetch_add(1, Ordering::Relaxed);
         let block = self.0.lock().unwrap().pop();
-        block.map_or(0, |block| block.bytes())
+        drop(block);
     }
 }
 
 #[test]
 fn a_handler_is_asked_until_there_is_room_and_no_longer() {
     let evict = Arc::new(Evict(Mutex::default(), AtomicUsize::new(0)));
-    let rig = Rig::on(Sim::h200(1), 16, |c| c.reclaim.push(evict.clone()));
+    let rig = Rig::new(16);
+    let _registration = rig.budget.on_need(&evict);
     let s = rig.stream();
     for _ in 0..4 {
         evict.0.lock().unwrap().push(rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap());
@@ -187,9 +195,8 @@ fn a_pool_that_shares_a_budget_gives_up_its_cache_for_another() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 16 * MIB);
     let first = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone())).unwrap();
-    let mut config = PoolConfig::with_budget(budget.clone());
-    config.reclaim.push(Arc::new(first.clone()));
-    let second = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
+    let second =
+        DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone())).unwrap();
     drop(first.alloc(&first.stream().unwrap(), Request::bytes(12 * MIB)).unwrap());
     assert_eq!(budget.used(), 12 * MIB);
     assert!(second.alloc(&second.stream().unwrap(), Request::bytes(12 * MIB)).is_ok());
@@ -202,9 +209,7 @@ fn the_drivers_own_pool_gives_up_its_reserve_for_ours() {
     let budget = Budget::new("both", 64 * MIB);
     let streams = aquifer_stream::StreamPool::new(sim.driver(), DeviceId(0), 8);
     let theirs = StreamOrdered::new(sim.driver(), streams.clone(), budget.clone()).unwrap();
-    let mut config = PoolConfig::with_budget(budget.clone());
-    config.reclaim.push(Arc::new(theirs.clone()));
-    let ours = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
+    let ours = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone())).unwrap();
     let s = streams.lease().unwrap();
     drop(theirs.allocate(&s, Request::bytes(60 * MIB)).unwrap());
     s.synchronize().unwrap();
@@ -491,16 +496,22 @@ fn a_free_that_the_driver_refuses_stays_charged_and_is_tried_again() {
 struct LetGo(Mutex<Option<StallGuard>>);
 
 impl Reclaim for LetGo {
-    fn reclaim(&self, _bytes: u64) -> u64 {
+    fn name(&self) -> &'static str {
+        "let go"
+    }
+    fn offer(&self) -> Offer {
+        Offer { bytes: MIB, cost: Duration::ZERO }
+    }
+    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
         drop(self.0.lock().unwrap().take());
-        0
     }
 }
 
 #[test]
 fn what_another_thread_is_giving_back_to_the_driver_is_waited_for_and_not_told_as_out_of_memory() {
     let let_go = Arc::new(LetGo(Mutex::default()));
-    let rig = Rig::on(Sim::h200(1).symbolic(), 64, |config| config.reclaim.push(let_go.clone()));
+    let rig = Rig::on(Sim::h200(1).symbolic(), 64, |_| ());
+    let _registration = rig.budget.on_need(&let_go);
     let s = rig.stream();
     drop(rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap());
     s.synchronize().unwrap();

@@ -5,13 +5,13 @@
 mod support;
 
 use aquifer_core::{Budget, MemoryError};
-use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Reclaim, Request};
+use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Request};
 use aquifer_driver::{
     Access, Call, DeviceId,
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::Stream;
-use std::{sync::Arc, time::Duration};
+use std::time::Duration;
 use support::{MIB, Rig, range};
 
 /// Calls that have to do with memory. Those for events are not among them.
@@ -200,14 +200,14 @@ fn pressure_takes_the_reserve() {
     // A block, which needs what is idle in another place.
     drop(take(&rig, &s, 32));
     // Another pool under the same budget.
-    let mut config = PoolConfig::with_budget(rig.budget.clone());
-    config.reclaim.push(Arc::new(rig.pool.clone()));
+    let config = PoolConfig::with_budget(rig.budget.clone());
     let other = DevicePool::open(rig.sim.driver(), DeviceId(0), config).unwrap();
     rig.pool.warm(32 * MIB).unwrap();
     assert_eq!(rig.pool.trim(0), Ok(0));
     let theirs = other.alloc(&other.stream().unwrap(), Request::bytes(20 * MIB)).unwrap();
     assert_eq!((rig.pool.stats().physical, rig.budget.used()), (12 * MIB, 32 * MIB));
-    assert_eq!(rig.pool.reclaim(u64::MAX), 12 * MIB);
+    let room = rig.pool.give_back(u64::MAX, None);
+    assert_eq!((room.missing, rig.pool.stats().physical), (u64::MAX - 12 * MIB, 0));
     drop(theirs);
     rig.assert_silent();
 }

@@ -471,9 +471,14 @@ fn what_has_left_is_waited_for_in_the_one_run_of_the_chain_and_behind_handlers()
     #[derive(Debug, Default)]
     struct Asked(std::sync::atomic::AtomicU64);
     impl aquifer_device::Reclaim for Asked {
-        fn reclaim(&self, _bytes: u64) -> u64 {
+        fn name(&self) -> &'static str {
+            "asked"
+        }
+        fn offer(&self) -> aquifer_device::Offer {
+            aquifer_device::Offer { bytes: MIB, cost: Duration::ZERO }
+        }
+        fn reclaim(&self, _bytes: u64, _deadline: Option<std::time::Instant>) {
             self.0.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-            0
         }
     }
     for mapping in [true, false] {
@@ -481,7 +486,8 @@ fn what_has_left_is_waited_for_in_the_one_run_of_the_chain_and_behind_handlers()
         let mut config = SimConfig::h200(1);
         config.devices =
             vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
-        let rig = Rig::on(Sim::new(config).seeded(1), 32, |config| config.reclaim.push(asked.clone()));
+        let rig = Rig::on(Sim::new(config).seeded(1), 32, |_| ());
+        let _registration = rig.budget.on_need(&asked);
         let s = rig.stream();
         let mut block = rig.pool.alloc_stable(&s, Request::bytes(24 * MIB)).unwrap();
         fill(&s, &mut block, 1);

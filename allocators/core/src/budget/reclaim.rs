@@ -180,11 +180,16 @@ impl Budget {
         Asking { budget: self, except, asked: Vec::new(), left: MOST }
     }
 
-    /// How a charge of `bytes` would be refused now, and by whom: what [`Budget::charge`] would say.
+    /// How a charge of `bytes` would be refused now, and by whom: what [`Budget::charge`] would say. Never blocks.
     #[must_use]
     pub fn refusal(&self, bytes: u64) -> Option<OutOfBudget> {
-        let _inside = self.node.tree.lock.enter();
-        self.node.admit(bytes, self.node.priority.load(Relaxed)).err().map(|(_, refusal)| refusal)
+        let admit = || {
+            let _inside = self.node.tree.lock.enter();
+            self.node.admit(bytes, self.node.priority.load(Relaxed)).err().map(|(_, refusal)| refusal)
+        };
+        let refused = admit()?;
+        // What leases have spare is anybody's.
+        if self.node.recall_all() > 0 { admit() } else { Some(refused) }
     }
 
     /// The budget above all others: this one, if there is none above it.

@@ -9,7 +9,7 @@ use aquifer_core::{MemoryError, Result, Tag};
 
 impl Inner {
     /// Calls `take` for `wanted` bytes until it has them, making room in between: what has left and what caches hold goes
-    /// back to the driver, then handlers are asked, then queued work is waited for. The last two block.
+    /// back to the driver, then others are asked, then queued work is waited for. The last two block.
     ///
     /// # Errors
     /// [`MemoryError::OutOfMemory`] when all of that made no room; the driver's.

@@ -91,7 +91,7 @@ impl Checked {
     /// Lets blocks out until so many bytes have gone home, or nothing is left that can; answers with how many have.
     /// Blocks. Other streams' uses of freed blocks are waited for on the device, or up to the pool's deadline on the host
     /// where streams are not to wait for each other.
-    pub(super) fn give_way(&self, bytes: u64) -> u64 {
+    pub(crate) fn give_way(&self, bytes: u64) -> u64 {
         let before = self.state().gone;
         let enough = || self.state().gone - before >= bytes;
         self.settle();

@@ -32,17 +32,19 @@ impl Funds<'_> {
 
     /// Bytes that could be charged now.
     pub(crate) fn remaining(&self) -> u64 {
-        let reserved =
-            self.reserved.map_or(0, |held| held.lock().unwrap_or_else(PoisonError::into_inner).remaining());
-        self.budget.remaining().saturating_add(reserved)
+        self.budget.remaining().saturating_add(self.reserved_bytes())
     }
 
-    /// How `bytes` would be refused now, if they would.
+    /// How `bytes` would be refused now, if they would: by the budget that has no room for them, this one or one above.
     pub(crate) fn refusal(&self, bytes: u64) -> Option<NoHandle> {
-        let (current, limit, remaining) = (self.budget.used(), self.budget.limit(), self.remaining());
-        let budget = self.budget.name();
-        let refused = OutOfBudget { budget, requested: bytes, current, remaining, limit };
-        (bytes > remaining).then_some(NoHandle::Budget(refused))
+        let reserved = self.reserved_bytes();
+        let refused = self.budget.refusal(bytes.saturating_sub(reserved))?;
+        let remaining = refused.remaining.saturating_add(reserved);
+        Some(NoHandle::Budget(OutOfBudget { requested: bytes, remaining, ..refused }))
+    }
+
+    fn reserved_bytes(&self) -> u64 {
+        self.reserved.map_or(0, |held| held.lock().unwrap_or_else(PoisonError::into_inner).remaining())
     }
 }
 
@@ -99,19 +101,6 @@ impl NoHandle {
         match self {
             Self::Budget(_) => true,
             Self::Driver(e) => e.is_out_of_memory(),
-        }
-    }
-
-    /// The refusal of `wanted` bytes, of which `taken` had been granted one by one and go back.
-    pub(crate) fn of(self, wanted: u64, taken: u64) -> Self {
-        match self {
-            Self::Budget(refused) => Self::Budget(OutOfBudget {
-                requested: wanted,
-                current: refused.current.saturating_sub(taken),
-                remaining: refused.remaining + taken,
-                ..refused
-            }),
-            Self::Driver(_) => self,
         }
     }
 

@@ -58,6 +58,11 @@ impl Slots {
         slots
     }
 
+    /// How many handles are mapped or spare.
+    pub(crate) fn count(&self) -> u64 {
+        (self.mapped.len() + self.spare.len()) as u64
+    }
+
     /// Runs that are nobody's, by address.
     pub(crate) fn free_runs(&self) -> impl Iterator<Item = (u64, u64)> + '_ {
         self.free.iter().map(|(&first, &count)| (first, count))

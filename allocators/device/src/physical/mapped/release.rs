@@ -79,6 +79,12 @@ impl Mapped {
         spare + candidates.iter().filter(|c| !c.busy).map(|c| c.count * self.slot).sum::<u64>()
     }
 
+    /// Bytes of a handle, in the mean over those that are held.
+    pub(crate) fn mean_handle(&self) -> u64 {
+        let count = self.slots().count();
+        self.held.now().checked_div(count).unwrap_or(0).max(self.slot)
+    }
+
     /// Bytes of handles that make room for any block of `bytes` where nothing is mapped.
     pub(crate) fn whole(&self, bytes: u64) -> u64 {
         bytes.next_multiple_of(self.slot)

@@ -18,6 +18,8 @@ pub(super) struct Stock {
     loose: Vec<Loose>,
     /// Paid for, and not made into a handle: what melted ones were charged.
     pot: Option<Charge>,
+    /// Bytes of the pot that the budget was asked for by this attempt.
+    new: u64,
     /// What goes where.
     pub(super) planned: Vec<Planned>,
     /// Mappings whose work is not done. Their handles are mapped a second time.
@@ -51,6 +53,27 @@ impl Stock {
     fn bytes(&self) -> u64 {
         let pot = self.pot.as_ref().map_or(0, Charge::bytes);
         pot + self.loose.iter().map(|loose| loose.handle.bytes()).sum::<u64>()
+    }
+
+    /// Adds what has been charged to what is paid for. One pool, one budget: they always merge.
+    fn pay(&mut self, charge: Charge) {
+        match &mut self.pot {
+            Some(pot) => drop(pot.merge(charge)),
+            None => self.pot = Some(charge),
+        }
+    }
+
+    /// As much of what is paid for, and how much of it is new.
+    fn draw(&mut self, bytes: u64) -> Option<(Charge, u64)> {
+        let charge = self.pot.as_mut()?.split(bytes)?;
+        let new = bytes.min(self.new);
+        self.new -= new;
+        Some((charge, new))
+    }
+
+    /// Gives back to the budget what it was asked for and no handle was made of.
+    fn drop_new(&mut self) {
+        drop(self.draw(self.new));
     }
 
     /// Takes the plan apart.
@@ -87,11 +110,7 @@ impl Stock {
             let Some(at) = self.loose.iter().rposition(|loose| !loose.busy) else { return false };
             let Loose { handle, .. } = self.loose.remove(at);
             let Some(charge) = Handle::melt(handle) else { continue };
-            match &mut self.pot {
-                // One pool, one budget: they always merge.
-                Some(pot) => drop(pot.merge(charge)),
-                None => self.pot = Some(charge),
-            }
+            self.pay(charge);
         }
     }
 }
@@ -134,6 +153,22 @@ impl Mapped {
                     return Ok(false);
                 }
             }
+            let missing = need.saturating_sub(stock.bytes());
+            // At once or not at all: of two that want the last bytes, neither is left with a part of them. What is reserved
+            // may do for some handles only, and is drawn for each.
+            if grows && missing > 0 && effort.reserved.is_none() {
+                match self.budget.charge(missing) {
+                    Ok(charge) => {
+                        stock.pay(charge);
+                        stock.new = missing;
+                    }
+                    Err(refused) => {
+                        effort.refused = Some(NoHandle::Budget(refused));
+                        (grows, room) = (false, 0);
+                        continue;
+                    }
+                }
+            }
             match self.cut(claim, stock, if grows { Some(funds) } else { None }, effort) {
                 Ok(()) => return Ok(true),
                 Err(Some(refused)) if refused.is_out_of_memory() => effort.refused = Some(refused),
@@ -141,6 +176,7 @@ impl Mapped {
                 Err(None) => {}
             }
             stock.unplan();
+            stock.drop_new();
             if !grows {
                 return Ok(false);
             }
@@ -203,15 +239,18 @@ impl Mapped {
     ) -> Result<Arc<Handle>, Option<NoHandle>> {
         let bytes = slots * self.slot;
         let mut refused = None;
-        let paid = match stock.pot.as_mut().and_then(|pot| pot.split(bytes)) {
-            Some(charge) => Some((charge, 0)),
+        // What was drawn goes back where it came from if there is no handle.
+        let mut drawn = true;
+        let paid = match stock.draw(bytes) {
+            Some(paid) => Some(paid),
             None => match funds.map(|funds| funds.charge(bytes)) {
-                Some(Ok(charge)) => Some((charge, bytes)),
+                Some(Ok(charge)) => {
+                    drawn = false;
+                    Some((charge, bytes))
+                }
                 other => {
                     refused = other.and_then(Result::err).map(NoHandle::Budget);
-                    let melted = stock.melt(bytes);
-                    let pot = if melted { stock.pot.as_mut() } else { None };
-                    pot.and_then(|pot| pot.split(bytes)).map(|charge| (charge, 0))
+                    if stock.melt(bytes) { stock.draw(bytes) } else { None }
                 }
             },
         };
@@ -222,11 +261,9 @@ impl Mapped {
                 Ok(handle)
             }
             Err((error, charge)) => {
-                if grown == 0 {
-                    match &mut stock.pot {
-                        Some(pot) => drop(pot.merge(charge)),
-                        None => stock.pot = Some(charge),
-                    }
+                if drawn {
+                    stock.pay(charge);
+                    stock.new += grown;
                 }
                 Err(Some(NoHandle::Driver(error)))
             }

@@ -17,7 +17,7 @@ use crate::{
 };
 use aquifer_core::{Budget, MemoryError, PoolStats, Result};
 use aquifer_device::{
-    DevicePool, Direct, FailureCallback, OnFailure, PoolConfig, Reclaim, Request, Resource, StreamOrdered,
+    DevicePool, Direct, FailureCallback, OnFailure, PoolConfig, Request, Resource, StreamOrdered,
 };
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
@@ -179,7 +179,11 @@ impl Bench<'_> {
     ) -> Result<Pass> {
         let uses = Arc::new(OpenUses::new());
         let relief = Arc::new(EndOldest { uses: uses.clone(), work: work.clone() });
-        let (placer, streams) = self.open(session, budget, relief)?;
+        let (placer, streams) = self.open(session, budget, &relief)?;
+        let relieved = match &placer {
+            Placer::Pool(pool) => Some(pool.budget().on_need(&relief)),
+            Placer::Backend(_) => None,
+        };
         let pass = match &placer {
             // Called directly, as a program would.
             Placer::Pool(pool) => self.rounds(session, pool, &streams, &*work, &uses, rounds, progress),
@@ -191,8 +195,7 @@ impl Bench<'_> {
         let left = at_rest(placer.resource(), &streams)?;
         pass.leaked = left.physical.max(left.live + left.pending);
         // The allocator's own end is part of what is checked.
-        drop(streams);
-        drop(placer);
+        drop((streams, relieved, placer));
         pass.verdict = work.verdict()?;
         Ok(pass)
     }
@@ -202,7 +205,7 @@ impl Bench<'_> {
         &self,
         session: &Session,
         budget: Option<u64>,
-        relief: Arc<EndOldest<W>>,
+        relief: &Arc<EndOldest<W>>,
     ) -> Result<(Placer, Vec<Stream>)> {
         let Session { driver, device, .. } = session;
         let count = streams_needed(self.trace);
@@ -212,7 +215,6 @@ impl Bench<'_> {
                 let mut config = PoolConfig::default();
                 config.budget = budget;
                 config.streams = config.streams.max(count);
-                config.reclaim.push(relief);
                 let pool = DevicePool::open(driver.clone(), *device, config)?;
                 let streams = pool.streams().clone();
                 (Placer::Pool(pool), streams)
@@ -229,12 +231,12 @@ impl Bench<'_> {
                 };
                 let streams = StreamPool::new(driver.clone(), *device, count);
                 let backend = StreamOrdered::new(driver.clone(), streams.clone(), budget)?;
-                (Placer::Backend(Arc::new(relieved(backend, relief))), streams)
+                (Placer::Backend(Arc::new(relieved(backend, relief.clone()))), streams)
             }
             Allocator::Direct => {
                 let streams = StreamPool::new(driver.clone(), *device, count);
                 let backend = Direct::new(driver.clone(), streams.clone(), budget);
-                (Placer::Backend(Arc::new(relieved(backend, relief))), streams)
+                (Placer::Backend(Arc::new(relieved(backend, relief.clone()))), streams)
             }
         };
         let streams = (0..count).map(|_| streams.lease()).collect::<Result<_>>()?;
@@ -315,10 +317,8 @@ pub(super) fn at_rest(allocator: &dyn Resource, streams: &[Stream]) -> Result<Po
 
 /// The driver's allocators know no handlers for a lack of memory; a wrapper gives them one.
 fn relieved<R: Resource, W: Work>(backend: R, relief: Arc<EndOldest<W>>) -> impl Resource {
-    FailureCallback::new(backend, u32::MAX, move |request: &Request, _: &MemoryError| {
-        match relief.reclaim(request.size()) {
-            0 => OnFailure::GiveUp,
-            _ => OnFailure::Retry,
-        }
+    FailureCallback::new(backend, u32::MAX, move |_: &Request, _: &MemoryError| match relief.end_one() {
+        0 => OnFailure::GiveUp,
+        _ => OnFailure::Retry,
     })
 }

@@ -234,8 +234,9 @@ mod tests {
         let (uses, work) = (Arc::new(OpenUses::new()), Arc::new(Notes::default()));
         let mut config = PoolConfig::with_budget(Budget::new("a test", budget));
         config.wait = Duration::from_millis(1);
-        config.reclaim.push(Arc::new(EndOldest { uses: uses.clone(), work: work.clone() }));
         let pool = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
+        let relief = Arc::new(EndOldest { uses: uses.clone(), work: work.clone() });
+        let _registration = pool.budget().on_need(&relief);
         let streams: Vec<_> = (0..streams_needed(&trace)).map(|_| pool.stream().unwrap()).collect();
         let mut engine = Engine::new(&trace, &streams, &pool, &*work, &uses, order);
         let played = engine.play(&mut Progress::silent());

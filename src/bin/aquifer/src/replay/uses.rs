@@ -2,7 +2,7 @@
 
 use super::work::{Spot, Work};
 use aquifer_core::Result;
-use aquifer_device::Reclaim;
+use aquifer_device::{Offer, Reclaim};
 use aquifer_stream::{Stream, Use};
 use std::{
     collections::BTreeMap,
@@ -10,6 +10,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
+    time::{Duration, Instant},
 };
 
 /// A use that is still to end.
@@ -76,6 +77,11 @@ impl OpenUses {
         held
     }
 
+    /// Bytes that they keep.
+    fn bytes(&self) -> u64 {
+        self.queue().values().filter(|held| held.open.is_some()).map(|held| held.spot.bytes).sum()
+    }
+
     /// How many have ended early.
     pub(crate) fn early(&self) -> u64 {
         self.early.load(Ordering::Relaxed)
@@ -91,11 +97,27 @@ pub(crate) struct EndOldest<W> {
     pub(crate) work: Arc<W>,
 }
 
-impl<W: Work> Reclaim for EndOldest<W> {
-    fn reclaim(&self, _bytes: u64) -> u64 {
+impl<W: Work> EndOldest<W> {
+    /// Ends one use. Answers with the bytes it kept, 0 if there is none.
+    pub(crate) fn end_one(&self) -> u64 {
         let Some(held) = self.uses.take_early() else { return 0 };
         let bytes = held.spot.bytes;
         // An error cannot be answered here; what it means for the block will show in the checks.
         if held.end(&*self.work).is_ok() { bytes } else { 0 }
+    }
+}
+
+impl<W: Work> Reclaim for EndOldest<W> {
+    fn name(&self) -> &'static str {
+        "end the oldest use"
+    }
+
+    fn offer(&self) -> Offer {
+        Offer { bytes: self.uses.bytes(), cost: Duration::ZERO }
+    }
+
+    /// One use at a time, so that none ends early that need not.
+    fn reclaim(&self, _bytes: u64, _deadline: Option<Instant>) {
+        self.end_one();
     }
 }

@@ -1,0 +1,231 @@
+//! What a pool gives back for others, and how it asks them.
+//!
+//! Whatever holds memory under a budget is registered there for as long as it lives: weakly, so that nothing is kept alive
+//! by it. An offer is read off the pool's own books, under locks that nobody holds over a driver call. What each costs
+//! stands in the crate's text.
+
+use crate::{
+    DevicePool,
+    checked::{Checked, Under},
+    physical::Physical,
+    pool::Inner,
+};
+use aquifer_core::{
+    Budget, DeviceId, MemoryError,
+    budget::{Asking, Offer, Reclaim, Registration, Room},
+    error::Tried,
+    event::Place,
+};
+use aquifer_driver::{Driver, site};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+const MIB: u64 = 1 << 20;
+
+/// Bytes of a segment that a pool takes where it cannot map.
+const SEGMENT: u64 = 64 * MIB;
+
+/// What it costs to give back so many bytes in so many pieces, and to take them anew.
+pub(crate) fn price(pieces: u64, each: Duration, bytes: u64, each_mib: Duration) -> Duration {
+    let of = |cost: Duration, count: u64| cost.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
+    of(each, pieces).saturating_add(of(each_mib, bytes / MIB))
+}
+
+pub(crate) fn has_passed(deadline: Option<Instant>) -> bool {
+    deadline.is_some_and(|deadline| Instant::now() >= deadline)
+}
+
+/// Whether memory that is given back could help.
+pub(crate) fn is_shortage(error: &MemoryError) -> bool {
+    match error {
+        MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => true,
+        MemoryError::Driver(error) => error.is_out_of_memory(),
+        _ => false,
+    }
+}
+
+/// Whether memory of that place is the device's: an integrated device's is the host's.
+fn is_memory_of(driver: &dyn Driver, device: DeviceId, place: Place) -> bool {
+    match place {
+        Place::Device(other) => other == device,
+        Place::Host(_) => driver.device_info(device).is_ok_and(|info| info.integrated),
+        _ => false,
+    }
+}
+
+/// Those that one who holds device memory asks for some, the cheapest first.
+pub(crate) struct Others<'a> {
+    asking: Asking<'a>,
+    driver: &'a dyn Driver,
+    device: DeviceId,
+}
+
+impl<'a> Others<'a> {
+    pub(crate) fn new(
+        budget: &'a Budget,
+        own: Option<&'a Registration>,
+        driver: &'a dyn Driver,
+        device: DeviceId,
+    ) -> Self {
+        Self { asking: budget.asking(own), driver, device }
+    }
+
+    /// Asks the next for a charge of `bytes` that a budget has refused: one of those below the budget that has.
+    pub(crate) fn for_charge(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
+        self.asking.for_charge(bytes, deadline)
+    }
+
+    /// Asks the next for `bytes` that the driver has refused: one with memory of this device, under whatever budget of the
+    /// tree.
+    pub(crate) fn for_memory(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
+        let Self { asking, driver, device } = self;
+        asking.for_memory(bytes, deadline, &|place| is_memory_of(*driver, *device, place))
+    }
+}
+
+impl Inner {
+    /// Has others under the same budgets ask this pool.
+    pub(crate) fn register(self: &Arc<Self>) {
+        let _only_once = self.registration.set(self.budget.on_need(self));
+    }
+
+    pub(crate) fn others(&self) -> Others<'_> {
+        Others::new(&self.budget, self.registration.get(), &*self.driver, self.info.device)
+    }
+
+    /// Bytes that are in no block, or will be in none when work that is queued is done.
+    fn idle(&self) -> u64 {
+        let live: u64 = self.homes().iter().map(|home| home.with(|s| s.holds().live)).sum();
+        let (held, grain) = match &self.physical {
+            Physical::Mapped(mapped) => (mapped.held().now(), mapped.whole(1)),
+            Physical::Plain(plain) => (plain.held().now(), 1),
+        };
+        // What a block shares a handle with stays.
+        held.saturating_sub(live.next_multiple_of(grain)) + self.apart.leaving()
+    }
+}
+
+impl Reclaim for Inner {
+    fn name(&self) -> &'static str {
+        "caches of a pool"
+    }
+
+    fn offer(&self) -> Offer {
+        let bytes = self.idle();
+        let micros = Duration::from_micros;
+        let cost = match &self.physical {
+            Physical::Mapped(mapped) => {
+                let handles = bytes.div_ceil(mapped.mean_handle());
+                let each = micros(44) + micros(1000) * self.config.peers.len() as u32;
+                price(handles, each, bytes, Duration::from_nanos(1300))
+            }
+            Physical::Plain(_) => {
+                price(bytes.div_ceil(SEGMENT), micros(52), bytes, Duration::from_nanos(400))
+            }
+        };
+        Offer { bytes, cost }
+    }
+
+    fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
+        if self.waits() && has_passed(deadline) {
+            return;
+        }
+        let keep = self.held().saturating_sub(bytes);
+        // What the driver refuses to take back stays charged, and the next one who trims tries it again.
+        while self.press(keep).is_ok()
+            && self.held() > keep
+            && !has_passed(deadline)
+            && self.wait_for_oldest(None, deadline).unwrap_or(false)
+        {}
+    }
+
+    fn waits(&self) -> bool {
+        matches!(self.physical, Physical::Plain(_))
+    }
+
+    fn place(&self) -> Option<Place> {
+        Some(Place::Device(self.info.device))
+    }
+}
+
+impl Reclaim for Checked {
+    fn name(&self) -> &'static str {
+        "quarantine of a pool"
+    }
+
+    fn offer(&self) -> Offer {
+        let bytes = self.held_back();
+        Offer { bytes, cost: price(0, Duration::ZERO, bytes, Duration::from_micros(54)) }
+    }
+
+    fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
+        if has_passed(deadline) {
+            return;
+        }
+        self.give_way(bytes);
+        if let Under::Pool(inner) = self.under() {
+            inner.reclaim(bytes, deadline);
+        }
+    }
+
+    fn waits(&self) -> bool {
+        true
+    }
+
+    fn place(&self) -> Option<Place> {
+        Some(Place::Device(self.device()))
+    }
+}
+
+impl DevicePool {
+    /// Gives device memory back to the driver for somebody else: for a library whose own allocation has failed, or is about
+    /// to. Asks this pool and all who are registered under the same root of budgets and have memory of this device, the
+    /// cheapest first, until `bytes` have been given back or nobody has more. Answers with what is missing and who gave what.
+    ///
+    /// The bytes are the driver's then, and the budget has room for as many again: whoever wants to keep this program from
+    /// taking them back meanwhile lowers the budget's limit ([`Budget::shrink`]) or charges them to it.
+    ///
+    /// Blocks for the driver's time and, until `deadline`, for queued work and the device; with one that has passed it waits
+    /// for neither, and `None` is no limit.
+    ///
+    /// ```
+    /// use aquifer_device::{DevicePool, PoolConfig, Request};
+    /// use aquifer_driver::{DeviceId, Driver, sim::Sim};
+    /// let sim = Sim::h200(1).symbolic();
+    /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
+    /// let stream = pool.stream()?;
+    /// drop(pool.alloc(&stream, Request::bytes(100 << 30))?);        // lies idle now
+    ///
+    /// // A library that allocates by itself, and is told that there is no more.
+    /// let theirs = || sim.driver().mem_alloc(DeviceId(0), 60 << 30);
+    /// let answer = theirs().or_else(|refused| {
+    ///     match pool.give_back(60 << 30, None).missing {
+    ///         0 => theirs(),
+    ///         _ => Err(refused),
+    ///     }
+    /// });
+    /// assert!(answer.is_ok());
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    #[track_caller]
+    pub fn give_back(&self, bytes: u64, deadline: Option<Instant>) -> Room {
+        let _site = site::enter();
+        let Inner { driver, info, budget, .. } = &**self.inner();
+        let root = budget.root();
+        let before = root.used();
+        let mut others = Others::new(budget, None, &**driver, info.device);
+        let mut room = Room { missing: bytes, tried: Vec::new() };
+        // What is to be had without waiting, and then the rest.
+        for deadline in [Some(Instant::now()), deadline] {
+            while room.missing > 0
+                && let Some(tried) = others.for_memory(room.missing, deadline)
+            {
+                room.missing = bytes.saturating_sub(before.saturating_sub(root.used()));
+                room.tried.push(tried);
+            }
+        }
+        room
+    }
+}
