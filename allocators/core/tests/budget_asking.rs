@@ -167,6 +167,32 @@ fn one_that_waits_is_asked_last_and_only_by_who_has_time() {
 }
 
 #[test]
+fn one_that_gave_nothing_without_waiting_is_asked_again_by_who_has_time() {
+    /// Can give what it has only if it may wait for it.
+    struct Busy(Mutex<Option<Charge>>);
+    impl Reclaim for Busy {
+        fn name(&self) -> &'static str {
+            "busy"
+        }
+        fn offer(&self) -> Offer {
+            Offer { bytes: self.0.lock().unwrap().as_ref().map_or(0, Charge::bytes), cost: Duration::ZERO }
+        }
+        fn reclaim(&self, _: u64, deadline: Option<Instant>) {
+            if deadline.is_none_or(|deadline| Instant::now() < deadline) {
+                drop(self.0.lock().unwrap().take());
+            }
+        }
+    }
+    let budget = Budget::new("both", 100);
+    let busy = Arc::new(Busy(Mutex::new(Some(budget.charge(100).unwrap()))));
+    let _registration = budget.on_need(&busy);
+    let mut asking = budget.asking(None);
+    let mut ask = |deadline| asking.for_charge(10, deadline).map(|tried| tried.gave);
+    let now = Some(Instant::now());
+    assert_eq!([ask(now), ask(now), ask(None), ask(None)], [Some(0), None, Some(100), None]);
+}
+
+#[test]
 fn what_a_driver_has_refused_is_asked_of_its_own_device_across_the_whole_tree() {
     let root = Budget::new("process", 1000);
     let [a, b, host] = ["device 0", "device 1", "host"].map(|name| root.child(name, 1000));

@@ -11,8 +11,8 @@
 //! 1. *No deadlock.* Whoever is being asked is marked, and is not asked by others meanwhile: they wait for its answer, up to
 //!    their deadline. Who waits like that is asked itself by nobody on that thread: a thread that is inside of somebody's
 //!    [`Reclaim::reclaim`] passes over marked ones and waits for none, so there is no circle of those who wait.
-//! 2. *No livelock.* One who was asked is asked again only if what it offers has changed, and one search asks
-//!    [`MOST`] times at most. So each search ends, whatever others take meanwhile.
+//! 2. *No livelock.* One who was asked is asked again only if what it offers has changed, or if it may wait now and might
+//!    not before, and one search asks [`MOST`] times at most. So each search ends, whatever others take meanwhile.
 //! 3. A charge is taken whole or not at all, so two who look for the same bytes do not each end up with a half: one of them
 //!    gets all.
 
@@ -264,6 +264,8 @@ struct Asked {
     gave: bool,
     /// What it has offered then.
     offers: u64,
+    /// It was asked when it could not wait any more.
+    late: bool,
 }
 
 /// Whom a search has found.
@@ -314,7 +316,8 @@ impl Asking<'_> {
     ) -> Option<Tried> {
         self.left = self.left.checked_sub(1)?;
         let before = node.used.load(Relaxed);
-        let Found { best, busy } = self.find(node, missing, has_passed(deadline), helps);
+        let late = has_passed(deadline);
+        let Found { best, busy } = self.find(node, missing, late, helps);
         let (at, who) = match (best, busy) {
             (Some(best), _) => {
                 let Candidate { offer, at, reclaimer, who, .. } = best;
@@ -327,7 +330,7 @@ impl Asking<'_> {
                 ASKS.set(asks);
                 let offers = at.reclaimers.call(|| who.offer()).unwrap_or_default().bytes;
                 reclaimer.busy.store(false, Release);
-                let asked = Asked { who: reclaimer, gave: offers < offer.bytes, offers };
+                let asked = Asked { who: reclaimer, gave: offers < offer.bytes, offers, late };
                 match self.asked.iter_mut().find(|other| Arc::ptr_eq(&other.who, &asked.who)) {
                     Some(other) => *other = asked,
                     None => self.asked.push(asked),
@@ -364,7 +367,8 @@ impl Asking<'_> {
                 };
                 let Some((waits, offer)) = at.reclaimers.call(asks).flatten() else { continue };
                 let asked = self.asked.iter().find(|asked| Arc::ptr_eq(&asked.who, reclaimer));
-                let again = asked.is_none_or(|asked| asked.gave || asked.offers != offer.bytes);
+                let again = asked
+                    .is_none_or(|asked| asked.gave || asked.offers != offer.bytes || (asked.late && !late));
                 if reclaimer.busy.load(Acquire) {
                     if asked.is_none() {
                         found.busy.get_or_insert_with(|| (at, Arc::clone(reclaimer), who));
