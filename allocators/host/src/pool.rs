@@ -24,6 +24,7 @@
 //! | `classes`, `slabs` | sizes up to 1 MiB, and slabs of those up to 64 KiB, cut from the heap |
 //! | `grow` | the chain when nothing free holds a request, and giving back |
 //! | `pending` | blocks behind gates |
+//! | `reclaim` | what it gives back for others under its budget, and how it asks them |
 //! | `poison` | what `AddressSanitizer` is told |
 //!
 //! # Sizes
@@ -61,10 +62,15 @@
 //!
 //! # When an allocation does not fit
 //! Freed blocks whose gates have opened → what threads keep at hand → a new region → a smaller one → regions of this
-//! pool that are wholly free, given back to make room under the budget → a slot of a larger class → the oldest pending
-//! blocks, waited for at most [`PinnedConfig::patience`] → an error that tells all this. One thread grows at a time, and
+//! pool that are wholly free, given back to make room under the budget → others below the budget that refuses, which give
+//! back what they can ([`Reclaim`](aquifer_core::budget::Reclaim)) → a slot of a larger class → the oldest pending blocks,
+//! waited for at most [`PinnedConfig::patience`] → an error that tells all this. One thread grows at a time, and
 //! others wait for it where they would have had to grow too, since the driver registers one range at a time anyway.
-//! With [`Grow::AtQuietPoints`] regions are neither taken nor given back there.
+//! With [`Grow::AtQuietPoints`] regions are neither taken nor given back there, nor for others.
+//!
+//! A pool gives its wholly free regions to others under its budget, when they have found nothing that is cheaper and have
+//! time to wait: the device has to be idle for it. What an application does when a pinned pool asks it cannot allocate
+//! from pinned pools.
 //!
 //! [`PinnedPool::try_allocate`] stops before the new region, and [`PinnedPool::allocate_until`] begins again until a
 //! time.
@@ -99,6 +105,7 @@ mod map;
 mod pending;
 mod poison;
 mod rack;
+mod reclaim;
 mod slabs;
 mod span;
 mod state;
@@ -121,7 +128,7 @@ use std::{
     alloc::Layout,
     fmt,
     ptr::NonNull,
-    sync::Arc,
+    sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
 
@@ -147,7 +154,8 @@ pub struct PinnedConfig {
     pub verify: Verify,
     /// How long making one region may take; `None` for as long as it takes.
     pub deadline: Option<Duration>,
-    /// How long an allocation that would fail waits for pending blocks. Zero for not at all.
+    /// How long an allocation that would fail waits for pending blocks, and how long others under the budget may wait for
+    /// theirs. Zero for not at all.
     pub patience: Duration,
     /// When it may take more memory.
     pub grow: Grow,
@@ -240,6 +248,7 @@ struct Shared {
     config: PinnedConfig,
     /// Whether somebody checks what the host does with pinned memory.
     observed: bool,
+    known: OnceLock<reclaim::Known>,
 }
 
 impl Shared {
@@ -289,8 +298,10 @@ impl PinnedPool {
     pub fn new(host: &Host, budget: &Budget, config: PinnedConfig) -> Result<Self> {
         config.check()?;
         let observed = host.reach.as_ref().is_some_and(|reach| reach.driver.observer().is_some());
-        let shared = Arc::new(Shared { host: host.clone(), budget: budget.clone(), config, observed });
+        let (host, budget, known) = (host.clone(), budget.clone(), OnceLock::new());
+        let shared = Arc::new(Shared { host, budget, config, observed, known });
         let (home, generation) = Home::open(shared.clone());
+        shared.register(home, generation);
         Ok(Self { handle: Arc::new(Handle { home, generation, shared }) })
     }
 

@@ -117,6 +117,11 @@ impl Home {
         if let Some(taken) = self.try_take(generation, layout)? {
             return Ok(Ok(taken));
         }
+        let patience = match effort {
+            Effort::Until(end) => shared.config.patience.min(end.saturating_duration_since(Instant::now())),
+            Effort::Configured | Effort::None => shared.config.patience,
+        };
+        let until = Instant::now() + patience;
         let mut in_vain = InVain::default();
         let InVain { refused, tried } = &mut in_vain;
         if shared.config.grow == Grow::AtQuietPoints {
@@ -124,7 +129,7 @@ impl Home {
         } else {
             // Others may be faster with what was brought, and the driver's own memory begins at any page.
             for roomy in [false, true, true] {
-                if let Err(error) = self.grow_for(&shared, generation, layout, roomy, tried) {
+                if let Err(error) = self.grow_for(&shared, generation, layout, roomy, until, tried) {
                     *refused = Some(error);
                     break;
                 }
@@ -137,10 +142,6 @@ impl Home {
         if let Some(taken) = larger {
             return Ok(Ok(taken));
         }
-        let patience = match effort {
-            Effort::Until(end) => shared.config.patience.min(end.saturating_duration_since(Instant::now())),
-            Effort::Configured | Effort::None => shared.config.patience,
-        };
         if let Some(taken) = self.wait_for_pending(patience, generation, layout, tried)? {
             return Ok(Ok(taken));
         }
@@ -154,6 +155,7 @@ impl Home {
         generation: u64,
         layout: Layout,
         roomy: bool,
+        until: Instant,
         tried: &mut Vec<Tried>,
     ) -> Result<(), RegionError> {
         let own = Self::own_size(layout, roomy)?;
@@ -173,9 +175,13 @@ impl Home {
                 Err(e) => error = e,
             }
         }
-        let given = self.reap(shared, 0, None);
+        let given = self.reap(shared, 0, u64::MAX, None);
         tried.push(Tried { step: "give back free regions", gave: given });
-        if given == 0 { Err(error) } else { self.grow(shared, generation, own, own) }
+        let again = if given == 0 { Err(error) } else { self.grow(shared, generation, own, own) };
+        match again {
+            Ok(()) => Ok(()),
+            Err(error) => shared.ask_others(error, until, tried, || self.grow(shared, generation, own, own)),
+        }
     }
 
     /// Bytes of a region for one request, with room to move to its alignment if that is asked for.
@@ -319,16 +325,19 @@ impl Home {
         Ok(wanted as u64)
     }
 
-    /// Gives back wholly free regions, largest first, while `keep` free bytes stay. Answers with the bytes given back;
-    /// the first error, if some would not go, is put into `failed`.
+    /// Gives back wholly free regions, largest first, while `keep` free bytes stay, until `enough` have gone. Answers with the
+    /// bytes given back; the first error, if some would not go, is put into `failed`.
     pub(super) fn reap(
         &'static self,
         shared: &Arc<Shared>,
         keep: u64,
+        enough: u64,
         mut failed: Option<&mut Option<RegionError>>,
     ) -> u64 {
         let mut given = 0;
-        while let Some(region) = self.with(|state| state.remove(keep)) {
+        while given < enough
+            && let Some(region) = self.with(|state| state.remove(keep))
+        {
             let (start, len) = (region.span().start as u64, region.span().len as u64);
             if let Err(error) = region.close() {
                 if let Some(failed) = failed.as_deref_mut() {
@@ -362,6 +371,14 @@ impl Home {
         }
     }
 
+    /// Gives back about `bytes` for somebody else. What would not go is stranded, and stays charged.
+    pub(super) fn give_back(&'static self, generation: u64, bytes: u64) {
+        let Ok(shared) = self.with(|state| state.open_as(generation).cloned()) else { return };
+        self.poll_all();
+        self.drain(&shared, false);
+        self.reap(&shared, shared.config.reserve as u64, bytes, None);
+    }
+
     /// Gives back wholly free regions at a quiet point.
     pub(super) fn trim(&'static self, generation: u64, keep: u64) -> Result<u64> {
         region::end_retired();
@@ -369,7 +386,7 @@ impl Home {
         self.drain(&shared, false);
         let keep = keep.max(shared.config.reserve as u64);
         let mut failed = None;
-        let given = self.reap(&shared, keep, Some(&mut failed));
+        let given = self.reap(&shared, keep, u64::MAX, Some(&mut failed));
         failed.map_or(Ok(given), |error| Err(MemoryError::from(error)))
     }
 }

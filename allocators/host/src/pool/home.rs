@@ -201,7 +201,7 @@ impl Home {
         if let Some(shared) = shared {
             self.drain(&shared, true);
             self.poll_all();
-            self.reap(&shared, 0, None);
+            self.reap(&shared, 0, u64::MAX, None);
             self.retire_or_linger();
         }
     }

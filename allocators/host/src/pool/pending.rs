@@ -32,7 +32,7 @@ pub fn sweep() {
         home.poll_all();
         if let Some(shared) = home.with(|state| state.shared.clone().filter(|_| !state.open)) {
             home.drain(&shared, true);
-            home.reap(&shared, 0, None);
+            home.reap(&shared, 0, u64::MAX, None);
             home.retire_or_linger();
         }
     }

@@ -418,6 +418,11 @@ impl State {
         None
     }
 
+    /// Bytes of the shortest region.
+    pub(super) fn shortest_region(&self) -> Option<u64> {
+        self.regions.values().map(|region| region.span().len as u64).min()
+    }
+
     /// Takes out the largest region that is wholly free and leaves at least `keep` free bytes.
     pub(super) fn remove(&mut self, keep: u64) -> Option<Region> {
         self.spans.dissolve_spares(&mut self.heap);
