@@ -166,3 +166,20 @@ fn threads_with_leases_leave_exactly_nothing() {
     });
     assert_eq!((root.used(), root.spare(), root.waiting()), (0, 0, 0));
 }
+
+#[test]
+fn a_lease_keeps_nothing_below_a_limit_that_was_lowered_and_does_again_when_it_is_met() {
+    let root = Budget::new("root", 100);
+    let tenant = root.child("tenant", 100);
+    let lease = tenant.lease(20);
+    let (live, most) = (lease.charge(10).unwrap(), root.charge(60).unwrap());
+    assert_eq!(root.set_limit(50), 20);
+    drop(live);
+    assert_eq!((lease.spare(), root.used()), (0, 60), "what comes back is the root's excess");
+    assert_eq!(lease.charge(5).unwrap_err().budget, "root");
+    drop(most);
+    drop(lease.charge(5).unwrap());
+    assert_eq!((lease.spare(), root.used()), (25, 25));
+    drop(lease);
+    assert_eq!(root.used(), 0);
+}

@@ -136,6 +136,24 @@ fn what_a_lease_makes_spare_reaches_whoever_gets_in_line_meanwhile() {
 }
 
 #[test]
+fn a_limit_that_is_lowered_leaves_nothing_spare_while_a_lease_makes_some() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let lease = root.lease(40);
+        let (live, most) = (lease.charge(40).unwrap(), root.charge(20).unwrap());
+        let lower = {
+            let root = root.clone();
+            thread::spawn(move || root.set_limit(10))
+        };
+        drop(live);
+        lower.join().unwrap();
+        assert_eq!((root.used(), lease.spare()), (20, 0));
+        drop((most, lease));
+        assert_eq!(root.used(), 0);
+    });
+}
+
+#[test]
 fn a_lease_that_closes_while_its_bytes_come_back_keeps_none() {
     model(|| {
         let root = Budget::new("root", 100);

@@ -9,11 +9,12 @@
 //!
 //! A lease takes its bytes from the tree by grains, and serves charges from what it has spare. Spare bytes are anybody's who
 //! needs them: before a charge is refused, when somebody gets in line and when a limit is lowered, they are recalled, by
-//! the one who needs them and without the owner. While anybody waits, nothing is kept spare. So a limit on live bytes is
-//! exact: a charge is refused only where live bytes leave no room for it, though it cost a look at every lease to see that.
+//! the one who needs them and without the owner. While anybody waits, or more is used than a limit that was lowered allows,
+//! nothing is kept spare. So a limit on live bytes is exact: a charge is refused only where live bytes leave no room for
+//! it, though it cost a look at every lease to see that.
 //!
-//! Whoever makes bytes spare looks afterwards whether anybody waits; whoever waits says so and recalls afterwards. One of
-//! the two sees the other.
+//! Whoever makes bytes spare looks afterwards whether anybody waits or a limit was lowered; whoever waits or lowers one says
+//! so and recalls afterwards. One of the two sees the other.
 
 use super::{Budget, node::Node, refusal::OutOfBudget};
 use crate::sync::{
@@ -204,9 +205,15 @@ impl Shell {
         between_write_and_read();
         let most = 2 * self.grain.load(Relaxed);
         // A closed one is above every bound.
-        if before + bytes > most || self.node.tree.line.is_waited_for() {
+        if before + bytes > most || self.keeps_nothing() {
             self.give_back(most / 2);
         }
+    }
+
+    /// Whether others have more need of what is spare: somebody waits, or a limit was lowered below what is used.
+    #[inline]
+    fn keeps_nothing(&self) -> bool {
+        self.node.tree.line.is_waited_for() || self.node.is_over()
     }
 
     /// Gives back what is spare above `keep`, or all of it where nothing is to be kept.
@@ -214,7 +221,7 @@ impl Shell {
     fn give_back(&'static self, keep: u64) {
         let mut spare = self.spare.load(Acquire);
         loop {
-            let kept = if spare & CLOSED != 0 || self.node.tree.line.is_waited_for() { 0 } else { keep };
+            let kept = if spare & CLOSED != 0 || self.keeps_nothing() { 0 } else { keep };
             let Some(more) = (spare & !CLOSED).checked_sub(kept) else { return };
             match self.spare.compare_exchange_weak(spare, spare - more, AcqRel, Acquire) {
                 Ok(_) => return self.settle(more),

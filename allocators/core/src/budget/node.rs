@@ -24,7 +24,7 @@ use super::{
 use crate::sync::{
     Mutex,
     atomic::{
-        AtomicI64, AtomicU8, AtomicU64, AtomicUsize,
+        AtomicBool, AtomicI64, AtomicU8, AtomicU64, AtomicUsize,
         Ordering::{AcqRel, Acquire, Relaxed, Release},
     },
     lock,
@@ -43,6 +43,8 @@ pub(super) struct Tree {
     pub(super) lock: Lock,
     /// Who waits for bytes of any node.
     pub(super) line: Line,
+    /// Nodes that hold more than a limit which was lowered. Written inside the lock.
+    pub(super) over: AtomicUsize,
     /// Leases that are open. Zero spares whoever is refused the search for what they hold.
     pub(super) leases: AtomicUsize,
 }
@@ -56,6 +58,8 @@ pub(super) struct Node {
     pub(super) easy: AtomicU64,
     /// Down to here a release meets no edge.
     pub(super) floor: AtomicU64,
+    /// Whether more is used than the limit allows: it was lowered, and has not been met yet.
+    pub(super) over: AtomicBool,
     pub(super) tree: &'static Tree,
     /// From the parent to the root.
     pub(super) above: &'static [&'static Node],
@@ -163,6 +167,7 @@ impl Node {
             None => Box::leak(Box::new(Tree {
                 lock: Lock::new(),
                 line: Line::new(),
+                over: AtomicUsize::new(0),
                 leases: AtomicUsize::new(0),
             })),
         };
@@ -170,6 +175,7 @@ impl Node {
             used: AtomicU64::new(0),
             easy: AtomicU64::new(0),
             floor: AtomicU64::new(0),
+            over: AtomicBool::new(false),
             tree,
             above: above.leak(),
             handles: AtomicUsize::new(0),

@@ -17,7 +17,10 @@ use super::{
     node::{NOBODY, Node},
     refusal::OutOfBudget,
 };
-use crate::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use crate::sync::atomic::{
+    AtomicU64,
+    Ordering::{Relaxed, SeqCst},
+};
 
 /// The node that refused, and what it says.
 pub(super) type Refused = (&'static Node, OutOfBudget);
@@ -230,7 +233,21 @@ impl Node {
             0
         };
         self.easy.store(easy, Relaxed);
+        let limit = self.limit.load(Relaxed);
+        let over = self.used.load(Relaxed) > limit;
         let floor = if met { guarantee.saturating_sub(extra).max(fall) } else { u64::MAX };
-        self.floor.store(floor, Relaxed);
+        // The release that meets a lowered limit has to be seen.
+        self.floor.store(if over { floor.max(limit + 1) } else { floor }, Relaxed);
+        if over != self.over.load(Relaxed) {
+            self.over.store(over, Relaxed);
+            let (now, count) = (self.tree.over.load(Relaxed), usize::from(over));
+            self.tree.over.store(now + count - (1 - count), SeqCst);
+        }
+    }
+
+    /// Whether this node or one above holds more than its limit allows: leases then keep nothing. Read outside the lock.
+    #[inline]
+    pub(super) fn is_over(&'static self) -> bool {
+        self.tree.over.load(SeqCst) != 0 && self.path().any(|node| node.over.load(Relaxed))
     }
 }
