@@ -19,8 +19,9 @@
 //! | `tree` | the arithmetic: limits, guarantees, peaks |
 //! | `lock` | the lock of a tree |
 //! | `node` | how nodes come and go |
-//! | `admission` | the one way in and out |
+//! | `admission` | the way in and out |
 //! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`] |
+//! | `together` | [`Budget::reserve_all`]: several nodes at once |
 //! | `refusal` | [`OutOfBudget`] |
 //! | `wait` | [`Waiting`]: the line |
 //! | `lease` | [`Lease`]: bytes paid for in advance |
@@ -56,6 +57,7 @@ mod lock;
 mod node;
 mod reclaim;
 mod refusal;
+mod together;
 mod tree;
 mod wait;
 

@@ -5,10 +5,11 @@
 //! | protocol | model |
 //! |---|---|
 //! | a charge through several nodes | `no_node_is_seen_above_its_limit…`, `a_charge_that_is_refused…` |
+//! | several nodes at once | `of_two_who_reserve…` |
 //! | the line: release and entry | `whoever_gets_in_line…` |
 //! | the line: dropped and granted | `a_wait_that_is_dropped…` |
 //! | the line: asked for while somebody is at it | `of_two_who_wait…` |
-//! | leases: spare and waited for | `what_a_lease_makes_spare…`, `a_lease_that_closes…` |
+//! | leases: spare, and waited for or over a limit | `what_a_lease_makes_spare…`, `a_limit_that_is_lowered…`, `a_lease_that_closes…` |
 //! | nodes: the last handle and the last byte | `a_node_leaves_once…` |
 //! | levels: told by one at a time | `what_is_told_last…` |
 #![cfg(loom)]
@@ -68,6 +69,25 @@ fn a_charge_that_is_refused_above_refuses_nobody_below() {
         large.join().unwrap();
         drop((most, small));
         assert_eq!(root.used(), 0);
+    });
+}
+
+#[test]
+fn of_two_who_reserve_the_same_nodes_in_other_orders_one_has_both() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let (left, right) = (root.child("left", 80), root.child("right", 80));
+        let other = {
+            let (left, right) = (left.clone(), right.clone());
+            thread::spawn(move || Budget::reserve_all(&[(&right, 30), (&left, 30)]).ok())
+        };
+        let own = Budget::reserve_all(&[(&left, 60), (&right, 30)]).ok();
+        assert!(root.used() <= 100 && left.used() <= 80 && right.used() <= 80);
+        let other = other.join().unwrap();
+        assert_eq!(u8::from(own.is_some()) + u8::from(other.is_some()), 1);
+        assert_eq!(root.used(), if own.is_some() { 90 } else { 60 });
+        drop((own, other));
+        assert_eq!((root.used(), left.used(), right.used()), (0, 0, 0));
     });
 }
 

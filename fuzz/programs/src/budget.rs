@@ -104,8 +104,9 @@ impl World {
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
-        match bytes.choice(22) {
-            0..=2 => self.charge(bytes),
+        match bytes.choice(23) {
+            0 | 1 => self.charge(bytes),
+            2 => self.reserve_all(bytes),
             3..=5 => self.release(bytes),
             6 => self.split_or_merge(bytes),
             7 => self.limit(bytes),
@@ -171,6 +172,39 @@ impl World {
             budget.charge(asked).map(Held::Charge)
         };
         self.keep(at, asked, answer);
+    }
+
+    /// Up to four parts, of any nodes of the tree and of none that is not in it.
+    fn reserve_all(&mut self, bytes: &mut Bytes<'_>) {
+        let parts: Vec<(usize, Budget, u64)> = (0..bytes.choice(5))
+            .map(|_| {
+                let (at, budget) = self.pick(bytes);
+                (at, budget, u64::from(bytes.u8() / 4))
+            })
+            .collect();
+        let asked: Vec<(usize, u64)> = parts.iter().map(|(at, _, bytes)| (*at, *bytes)).collect();
+        let named: Vec<(&Budget, u64)> = parts.iter().map(|(_, budget, bytes)| (budget, *bytes)).collect();
+        match (Budget::reserve_all(&named), self.model.charge_all(&asked)) {
+            (Ok(all), Ok(())) => {
+                assert_eq!(all.len(), asked.len());
+                for (held, &(at, bytes)) in all.into_iter().zip(&asked) {
+                    assert_eq!(held.remaining(), bytes);
+                    self.held.push((at, bytes, Held::Reservation(held)));
+                }
+            }
+            (Err(refusal), Err(node)) => {
+                assert_eq!(refusal.budget, self.model.nodes[node].name, "who refused");
+                let there = asked.iter().filter(|(at, _)| self.model.is_below(*at, node));
+                assert_eq!(refusal.requested, there.map(|(_, bytes)| bytes).sum::<u64>());
+                let short = refusal.remaining < refusal.requested;
+                assert!(short || refusal.current + refusal.requested > refusal.limit, "{refusal}");
+                assert!(self.with_leases || refusal.current == self.model.used(node), "{refusal}");
+            }
+            (answer, expected) => {
+                let got = answer.map(|_| ());
+                panic!("a reservation of {asked:?}: {got:?} where {expected:?} was due");
+            }
+        }
     }
 
     fn release(&mut self, bytes: &mut Bytes<'_>) {

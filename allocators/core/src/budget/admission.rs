@@ -1,7 +1,41 @@
-//! The one way in and out: every charge, reservation, draw from the tree by a lease and release goes through here.
+//! The way in and out: every charge, reservation, draw from the tree by a lease and release goes through here. What takes
+//! bytes of several nodes at once does its own adding, in `together`.
 
-use super::{lock::Inside, node::Node, refusal::OutOfBudget};
+use super::{
+    lock::Inside,
+    node::{Node, Tree},
+    refusal::OutOfBudget,
+    tree::Refused,
+};
 use crate::sync::atomic::Ordering::Relaxed;
+
+impl Tree {
+    /// What a refusal leaves to try before it stands: at `nodes` at most, which is how many could refuse.
+    #[cold]
+    pub(super) fn insist(
+        &self,
+        mut refused: Refused,
+        nodes: usize,
+        again: impl Fn() -> Result<(), Refused>,
+    ) -> Result<(), OutOfBudget> {
+        // Spare bytes of leases are anybody's; those below the node that refused are what it lacks. Then the next one may.
+        for _ in 0..nodes {
+            if refused.0.recall() == 0 {
+                break;
+            }
+            match again() {
+                Ok(()) => return Ok(()),
+                Err(next) => refused = next,
+            }
+        }
+        // The first in line may be one whose deadline has passed, with nobody there to see it.
+        if self.line.is_waited_for() {
+            self.line.look();
+            return again().map_err(|(_, refusal)| refusal);
+        }
+        Err(refused.1)
+    }
+}
 
 impl Node {
     /// Takes `bytes` here and above, or nothing. Never blocks.
@@ -13,23 +47,9 @@ impl Node {
 
     #[cold]
     fn take_slowly(&'static self, inside: Inside<'_>, bytes: u64) -> Result<(), OutOfBudget> {
-        let Err(mut refused) = self.take_inside(inside, bytes) else { return Ok(()) };
-        // Spare bytes of leases are anybody's; those below the node that refused are what it lacks. Then the next one may.
-        for _ in self.path() {
-            if refused.0.recall() == 0 {
-                break;
-            }
-            match self.take_inside(self.tree.lock.enter(), bytes) {
-                Ok(()) => return Ok(()),
-                Err(again) => refused = again,
-            }
-        }
-        // The first in line may be one whose deadline has passed, with nobody there to see it.
-        if self.tree.line.is_waited_for() {
-            self.tree.line.look();
-            return self.take_inside(self.tree.lock.enter(), bytes).map_err(|(_, refusal)| refusal);
-        }
-        Err(refused.1)
+        let Err(refused) = self.take_inside(inside, bytes) else { return Ok(()) };
+        let tree = self.tree;
+        tree.insist(refused, self.path().count(), || self.take_inside(tree.lock.enter(), bytes))
     }
 
     /// As [`Node::take`], without taking back what leases hold.
@@ -37,7 +57,7 @@ impl Node {
         self.take_inside(self.tree.lock.enter(), bytes).map_err(|(_, refusal)| refusal)
     }
 
-    fn take_inside(&'static self, inside: Inside<'_>, bytes: u64) -> Result<(), super::tree::Refused> {
+    fn take_inside(&'static self, inside: Inside<'_>, bytes: u64) -> Result<(), Refused> {
         self.admit(bytes, self.priority.load(Relaxed))?;
         let crossed = self.add(bytes);
         drop(inside);

@@ -153,28 +153,44 @@ impl Node {
 
     /// Adds what [`Node::admit`] has let pass.
     pub(super) fn add(&'static self, bytes: u64) -> bool {
-        let (mut more, mut crossed) = (bytes, false);
-        for node in self.path() {
-            let unmet = node.unmet();
-            let next = node.used.load(Relaxed) + bytes;
-            node.used.store(next, Relaxed);
-            node.extra.store(node.extra.load(Relaxed) - (bytes - more), Relaxed);
-            node.peak.store(node.peak.load(Relaxed).max(next), Relaxed);
-            more -= more.min(unmet);
-            crossed |= node.cross();
-            node.refresh();
-        }
-        crossed
+        self.raise(bytes);
+        self.settle()
     }
 
     /// Takes away what was added.
     pub(super) fn subtract(&'static self, bytes: u64) -> bool {
-        let (mut less, mut crossed) = (bytes, false);
+        self.lower(bytes);
+        self.settle()
+    }
+
+    /// Adds what [`Node::admit`] has let pass to the sums alone: [`Node::lower`] leaves no trace of it, as long as what
+    /// was raised last is lowered first.
+    pub(super) fn raise(&'static self, bytes: u64) {
+        let mut more = bytes;
+        for node in self.path() {
+            let unmet = node.unmet();
+            node.used.store(node.used.load(Relaxed) + bytes, Relaxed);
+            node.extra.store(node.extra.load(Relaxed) - (bytes - more), Relaxed);
+            more -= more.min(unmet);
+        }
+    }
+
+    /// Takes away from the sums what was raised.
+    pub(super) fn lower(&'static self, bytes: u64) {
+        let mut less = bytes;
         for node in self.path() {
             let share = node.share();
             node.used.store(node.used.load(Relaxed) - bytes, Relaxed);
             node.extra.store(node.extra.load(Relaxed) + (bytes - less), Relaxed);
             less = share - node.share();
+        }
+    }
+
+    /// Works out what follows from sums that have moved: peaks, levels, edges. Says whether a level has changed.
+    pub(super) fn settle(&'static self) -> bool {
+        let mut crossed = false;
+        for node in self.path() {
+            node.peak.store(node.peak.load(Relaxed).max(node.used.load(Relaxed)), Relaxed);
             crossed |= node.cross();
             node.refresh();
         }

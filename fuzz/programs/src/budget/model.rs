@@ -159,6 +159,33 @@ impl Model {
         answer
     }
 
+    /// Several charges that hold together, by a try: each with those before it in place.
+    pub(super) fn charge_all(&mut self, parts: &[(usize, u64)]) -> Result<(), usize> {
+        let mut answer = self.admit_all(parts);
+        if answer.is_err() && self.waiting(0) > 0 {
+            self.look(0);
+            answer = self.admit_all(parts);
+        }
+        if answer.is_ok() {
+            for &(at, bytes) in parts {
+                self.nodes[at].direct += bytes;
+            }
+            for &(at, _) in parts {
+                self.change(at, |_| {});
+            }
+        }
+        answer
+    }
+
+    fn admit_all(&self, parts: &[(usize, u64)]) -> Result<(), usize> {
+        let mut scratch = Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
+        for &(at, bytes) in parts {
+            scratch.admit(at, bytes, self.nodes[at].priority)?;
+            scratch.nodes[at].direct += bytes;
+        }
+        Ok(())
+    }
+
     pub(super) fn release(&mut self, at: usize, bytes: u64) {
         // Nothing given back is no reason to look.
         if bytes > 0 {
