@@ -1,6 +1,13 @@
 //! What can go wrong, with the figures a person needs to act on it.
 
-use crate::{Bytes, DeviceId, OutOfBudget, budget::Holding};
+mod json;
+mod out_of_memory;
+mod remedy;
+
+pub use out_of_memory::{InUse, OutOfMemory, Stranded, TenantHolding, Tried};
+pub use remedy::Remedy;
+
+use crate::{Bytes, DeviceId, OutOfBudget};
 use std::{error, fmt};
 
 /// A result with a [`MemoryError`].
@@ -321,159 +328,3 @@ impl From<SystemError> for MemoryError {
         Self::System(e)
     }
 }
-
-/// One step that was tried before giving up, and what it gave.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Tried {
-    /// The step, as the allocation chain calls it.
-    pub step: &'static str,
-    /// Bytes it made usable for the request, though not enough.
-    pub gave: u64,
-}
-
-/// Memory that a stream's cache holds.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Stranded {
-    /// The stream's number in its pool.
-    pub stream: u32,
-    /// Free bytes in its cache.
-    pub cached: u64,
-    /// Bytes that wait for uses on other streams.
-    pub pending: u64,
-}
-
-/// Out of memory, with everything needed to see why. Its text ends in one action a person can take.
-#[derive(Clone, PartialEq, Eq, Debug)]
-#[non_exhaustive]
-pub struct OutOfMemory {
-    /// Where: `device 0`, `node 1`.
-    pub place: String,
-    /// Bytes asked for.
-    pub requested: u64,
-    /// The budget's refusal, if one stood in the way.
-    pub refused: Option<OutOfBudget>,
-    /// The driver's refusal, if one stood in the way.
-    pub driver: Option<DriverError>,
-    /// Bytes in live blocks.
-    pub live: u64,
-    /// Free bytes in caches.
-    pub cached: u64,
-    /// Bytes that wait for uses on other streams.
-    pub pending: u64,
-    /// Bytes held from the driver or the kernel.
-    pub physical: u64,
-    /// The largest free range, in bytes.
-    pub largest_free: u64,
-    /// What each other stream's cache holds, largest first.
-    pub stranded: Vec<Stranded>,
-    /// Who holds most, largest first.
-    pub holders: Vec<Holding>,
-    /// The steps of the chain, in order.
-    pub tried: Vec<Tried>,
-}
-
-impl OutOfMemory {
-    /// An error with no figures but the request's; fill in what is known.
-    #[must_use]
-    pub fn new(place: String, requested: u64) -> Self {
-        Self {
-            place,
-            requested,
-            refused: None,
-            driver: None,
-            live: 0,
-            cached: 0,
-            pending: 0,
-            physical: 0,
-            largest_free: 0,
-            stranded: Vec::new(),
-            holders: Vec::new(),
-            tried: Vec::new(),
-        }
-    }
-
-    /// The one thing to do about it.
-    fn action(&self) -> String {
-        let missing = match &self.refused {
-            Some(refused) => self.requested.saturating_sub(refused.remaining),
-            None => self.requested,
-        };
-        let held_back = self.pending + self.stranded.iter().map(|s| s.cached).sum::<u64>();
-        if let Some(refused) = self.refused.filter(|r| r.limit < self.requested) {
-            return format!(
-                "raise the limit of {} above {}, or ask for less at a time",
-                refused.budget,
-                Bytes(self.requested)
-            );
-        }
-        if held_back >= missing && self.pending > 0 {
-            return format!(
-                "finish or synchronise the streams that still use {} of freed blocks",
-                Bytes(self.pending)
-            );
-        }
-        match (self.holders.first(), self.refused) {
-            (Some(top), Some(refused)) => format!(
-                "free some of the {} that \"{}\" holds, or raise the limit of {} by {}",
-                Bytes(top.bytes),
-                top.tag,
-                refused.budget,
-                Bytes(missing)
-            ),
-            (Some(top), None) => {
-                format!(
-                    "free some of the {} that \"{}\" holds: the device itself is full",
-                    Bytes(top.bytes),
-                    top.tag
-                )
-            }
-            (None, Some(refused)) => format!("raise the limit of {} by {}", refused.budget, Bytes(missing)),
-            (None, None) => "free memory that other programs hold on the device".into(),
-        }
-    }
-}
-
-impl fmt::Display for OutOfMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "out of memory on {}: {} requested", self.place, Bytes(self.requested))?;
-        if let Some(refused) = &self.refused {
-            writeln!(f, "  refused by  {refused}")?;
-        }
-        if let Some(driver) = &self.driver {
-            writeln!(f, "  refused by  {driver}")?;
-        }
-        writeln!(
-            f,
-            "  held        {} live, {} cached, {} pending, {} physical",
-            Bytes(self.live),
-            Bytes(self.cached),
-            Bytes(self.pending),
-            Bytes(self.physical)
-        )?;
-        writeln!(f, "  largest     {} free in one range", Bytes(self.largest_free))?;
-        for holder in self.holders.iter().take(3) {
-            let unit = if holder.blocks == 1 { "block" } else { "blocks" };
-            writeln!(
-                f,
-                "  holder      {} in {} {unit}: \"{}\"",
-                Bytes(holder.bytes),
-                holder.blocks,
-                holder.tag
-            )?;
-        }
-        for s in self.stranded.iter().take(3) {
-            writeln!(f, "  stream {:<4} {} cached, {} pending", s.stream, Bytes(s.cached), Bytes(s.pending))?;
-        }
-        if !self.tried.is_empty() {
-            f.write_str("  tried       ")?;
-            for (i, tried) in self.tried.iter().enumerate() {
-                let comma = if i == 0 { "" } else { "; " };
-                write!(f, "{comma}{}: {}", tried.step, Bytes(tried.gave))?;
-            }
-            writeln!(f)?;
-        }
-        write!(f, "  do          {}", self.action())
-    }
-}
-
-impl error::Error for OutOfMemory {}

@@ -1,24 +1,28 @@
-//! What an error says to the person who reads it.
+//! What an error says to the person who reads it, and to a program.
 
 use aquifer_core::{
-    Budget, MemoryError, OutOfMemory, Tag,
+    Budget, DriverError, MemoryError, OutOfMemory, Tag,
     budget::Holding,
-    error::{Stranded, Tried},
+    error::{InUse, Remedy, Stranded, TenantHolding, Tried},
 };
 
 #[expect(clippy::unwrap_used, reason = "a helper of tests")]
 fn full() -> OutOfMemory {
     let mut error = OutOfMemory::new("device 0".into(), 6 << 30);
-    error.live = 70 << 30;
-    error.cached = 3 << 30;
+    error.live = 73 << 30;
+    error.cached = 1 << 30;
     error.physical = 74 << 30;
-    error.largest_free = 2 << 30;
+    error.largest_free = 1 << 30;
     let budget = Budget::new("the device", 80 << 30);
     let _most = budget.charge(76 << 30).unwrap();
     error.refused = budget.charge(6 << 30).err();
     error.holders = vec![
         Holding { tag: Tag::named("kv-cache"), bytes: 50 << 30, blocks: 400 },
         Holding { tag: Tag::named("weights"), bytes: 20 << 30, blocks: 1 },
+    ];
+    error.tenants = vec![
+        TenantHolding { name: "tenant-a", live: 40 << 30, limit: 48 << 30 },
+        TenantHolding { name: "tenant-b", live: 8 << 30, limit: 16 << 30 },
     ];
     error.stranded = vec![Stranded { stream: 2, cached: 1 << 30, pending: 0 }];
     error.tried =
@@ -27,18 +31,48 @@ fn full() -> OutOfMemory {
 }
 
 #[test]
-fn the_text_names_who_refused_the_largest_holder_what_was_tried_and_one_action() {
-    let expected = "\
-out of memory on device 0: 6.00 GiB requested
-  refused by  6.00 GiB asked of the budget of the device, 76.00 GiB of 80.00 GiB used, 4.00 GiB left
-  held        70.00 GiB live, 3.00 GiB cached, 0 B pending, 74.00 GiB physical
-  largest     2.00 GiB free in one range
-  holder      50.00 GiB in 400 blocks: \"kv-cache\"
-  holder      20.00 GiB in 1 block: \"weights\"
-  stream 2    1.00 GiB cached, 0 B pending
-  tried       fence and poll: 1.00 MiB; grow and move: 0 B
-  do          free some of the 50.00 GiB that \"kv-cache\" holds, or raise the limit of the device by 2.00 GiB";
+fn the_text_names_who_refused_the_largest_holders_what_was_tried_and_one_action() {
+    let expected = include_str!("golden/out_of_memory.txt").trim_end();
     assert_eq!(MemoryError::OutOfMemory(Box::new(full())).to_string(), expected);
+}
+
+#[test]
+fn the_json_holds_every_figure_under_its_name() {
+    let expected = include_str!("golden/out_of_memory.json");
+    let mut error = full();
+    let (call, code, name) = ("cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY");
+    error.driver = Some(DriverError { call, code, name });
+    error.pending = 3 << 29;
+    error.in_use = vec![InUse { stream: 7, bytes: 3 << 29 }];
+    // The golden file has a line for each field.
+    let folded: String = expected.lines().map(str::trim).collect();
+    assert_eq!(error.to_json(), folded);
+}
+
+#[test]
+fn names_that_json_has_signs_for_are_written_so_that_it_can_be_read() {
+    let mut error = OutOfMemory::new("a \"place\"\\\n\u{1}é".into(), 1);
+    error.tenants = vec![TenantHolding { name: "\t", live: 0, limit: u64::MAX }];
+    let json = error.to_json();
+    assert!(
+        json.starts_with(r#"{"place":"a \"place\"\\\u000a\u0001é","requested":1,"refused":null,"#),
+        "{json}"
+    );
+    assert!(
+        json.contains(r#""tenants":[{"name":"\u0009","live":0,"limit":18446744073709551615}]"#),
+        "{json}"
+    );
+}
+
+#[test]
+fn a_limit_on_live_bytes_says_so_and_whose_it_is() {
+    let tenant = Budget::new("tenant-a", 8 << 30);
+    let _most = tenant.charge(7 << 30);
+    let mut error = OutOfMemory::new("device 0".into(), 2 << 30);
+    (error.refused, error.of_live_bytes) = (tenant.charge(2 << 30).err(), true);
+    (error.live, error.cached, error.largest_free) = (7 << 30, 60 << 30, 60 << 30);
+    error.tenants = vec![TenantHolding { name: "tenant-a", live: 7 << 30, limit: 8 << 30 }];
+    assert_eq!(error.to_string(), include_str!("golden/tenant.txt").trim_end());
 }
 
 #[test]
@@ -48,19 +82,38 @@ fn the_action_fits_the_cause() {
 
     let mut pending = full();
     pending.pending = 5 << 30;
-    assert_eq!(action(&pending), "finish or synchronise the streams that still use 5.00 GiB of freed blocks");
+    assert_eq!(action(&pending), "finish or synchronise the work that still uses 5.00 GiB of freed blocks");
+    pending.in_use = vec![InUse { stream: 3, bytes: 4 << 30 }, InUse { stream: 1, bytes: 1 << 30 }];
+    assert_eq!(action(&pending), "synchronise stream 3, whose work still uses 4.00 GiB of freed blocks");
 
     let mut absurd = full();
     absurd.requested = 90 << 30;
-    assert_eq!(action(&absurd), "raise the limit of the device above 90.00 GiB, or ask for less at a time");
+    assert_eq!(action(&absurd), "raise the limit of the device to 90.00 GiB, or ask for less at a time");
+
+    let mut apart = full();
+    apart.cached = 3 << 30;
+    assert_eq!(
+        action(&apart),
+        "ask for at most 1.00 GiB at a time: 7.00 GiB are free, and lie apart between live blocks"
+    );
+    (apart.cached, apart.largest_free, apart.stranded[0].cached) = (9 << 30, 8 << 30, 9 << 30);
+    assert_eq!(
+        action(&apart),
+        "trim the pool, or ask on stream 2: its cache has 9.00 GiB free and keeps them to itself"
+    );
+    assert_eq!(apart.remedy(), Remedy::Trim { stream: 2, bytes: 9 << 30 });
 
     let mut device = full();
     device.refused = None;
     assert_eq!(
         action(&device),
-        "free some of the 50.00 GiB that \"kv-cache\" holds: the device itself is full"
+        "free some of the 50.00 GiB that \"kv-cache\" holds: nothing else is left there"
     );
 
-    let empty = OutOfMemory::new("device 0".into(), 1);
-    assert_eq!(action(&empty), "free memory that other programs hold on the device");
+    let mut unknown = full();
+    unknown.holders.clear();
+    assert_eq!(action(&unknown), "raise the limit of the device by 2.00 GiB");
+
+    let empty = OutOfMemory::new("node 1".into(), 1);
+    assert_eq!(action(&empty), "free memory that other programs hold on node 1");
 }

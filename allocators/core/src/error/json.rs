@@ -1,0 +1,131 @@
+//! An error as JSON, written by hand: a library this far down brings no serialiser to its users.
+
+use super::OutOfMemory;
+use std::fmt::Write;
+
+/// A value.
+enum Value<'a> {
+    Null,
+    Number(u64),
+    Bool(bool),
+    Text(&'a str),
+    Object(&'a [(&'static str, Value<'a>)]),
+    /// What has been written already.
+    Written(String),
+}
+
+use Value::{Bool, Null, Number, Object, Text, Written};
+
+pub(super) fn of(error: &OutOfMemory) -> String {
+    let refused = error.refused.as_ref().map_or(Null, |refused| {
+        Written(written(&Object(&[
+            ("budget", Text(refused.budget)),
+            ("requested", Number(refused.requested)),
+            ("current", Number(refused.current)),
+            ("remaining", Number(refused.remaining)),
+            ("limit", Number(refused.limit)),
+        ])))
+    });
+    let driver = error.driver.as_ref().map_or(Null, |driver| {
+        Written(written(&Object(&[
+            ("call", Text(driver.call)),
+            ("code", Number(driver.code.into())),
+            ("name", Text(driver.name)),
+        ])))
+    });
+    let stranded = list(&error.stranded, |stream| {
+        written(&Object(&[
+            ("stream", Number(stream.stream.into())),
+            ("cached", Number(stream.cached)),
+            ("pending", Number(stream.pending)),
+        ]))
+    });
+    let in_use = list(&error.in_use, |user| {
+        written(&Object(&[("stream", Number(user.stream.into())), ("bytes", Number(user.bytes))]))
+    });
+    let holders = list(&error.holders, |holder| {
+        written(&Object(&[
+            ("tag", Text(holder.tag.name())),
+            ("bytes", Number(holder.bytes)),
+            ("blocks", Number(holder.blocks)),
+        ]))
+    });
+    let tenants = list(&error.tenants, |tenant| {
+        written(&Object(&[
+            ("name", Text(tenant.name)),
+            ("live", Number(tenant.live)),
+            ("limit", Number(tenant.limit)),
+        ]))
+    });
+    let tried = list(&error.tried, |tried| {
+        written(&Object(&[("step", Text(tried.step)), ("gave", Number(tried.gave))]))
+    });
+    let remedy = error.remedy().to_string();
+    written(&Object(&[
+        ("place", Text(&error.place)),
+        ("requested", Number(error.requested)),
+        ("refused", refused),
+        ("of_live_bytes", Bool(error.of_live_bytes)),
+        ("driver", driver),
+        ("live", Number(error.live)),
+        ("cached", Number(error.cached)),
+        ("pending", Number(error.pending)),
+        ("physical", Number(error.physical)),
+        ("largest_free", Number(error.largest_free)),
+        ("stranded", stranded),
+        ("in_use", in_use),
+        ("holders", holders),
+        ("tenants", tenants),
+        ("tried", tried),
+        ("do", Text(&remedy)),
+    ]))
+}
+
+fn list<T>(all: &[T], one: impl Fn(&T) -> String) -> Value<'static> {
+    let all: Vec<String> = all.iter().map(one).collect();
+    Written(format!("[{}]", all.join(",")))
+}
+
+fn written(value: &Value<'_>) -> String {
+    let mut out = String::new();
+    write(value, &mut out);
+    out
+}
+
+fn write(value: &Value<'_>, out: &mut String) {
+    match value {
+        Null => out.push_str("null"),
+        Number(number) => out.push_str(&number.to_string()),
+        Bool(yes) => out.push_str(if *yes { "true" } else { "false" }),
+        Text(text) => quote(text, out),
+        Object(fields) => {
+            out.push('{');
+            for (at, (name, value)) in fields.iter().enumerate() {
+                if at > 0 {
+                    out.push(',');
+                }
+                quote(name, out);
+                out.push(':');
+                write(value, out);
+            }
+            out.push('}');
+        }
+        Written(text) => out.push_str(text),
+    }
+}
+
+/// A text in quotes. Names are anybody's: tags and tenants come from programs.
+fn quote(text: &str, out: &mut String) {
+    out.push('"');
+    for c in text.chars() {
+        match c {
+            '"' | '\\' => out.extend(['\\', c]),
+            '\0'..='\x1f' => {
+                // A string takes all that is written to it.
+                let _ = write!(out, "\\u{:04x}", u32::from(c));
+            }
+            _ => out.push(c),
+        }
+    }
+    out.push('"');
+}
