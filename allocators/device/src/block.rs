@@ -1,7 +1,7 @@
 //! A block of device memory, as its owner holds it.
 
 use crate::{Request, backend::Backed, home::Home};
-use aquifer_core::{__opaque::Sealed, DeviceId, MemoryError, OpaqueBlock, Result, Tag};
+use aquifer_core::{__opaque::Sealed, DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, site};
 use aquifer_heap::Key;
 use aquifer_stream::{Account, Stream, StreamPool, Timeline, Tracked, Use, UseList};
@@ -142,6 +142,22 @@ pub(crate) struct Extras {
     pub(crate) generation: u64,
     /// What ends when the memory is really free: charges of wrappers.
     pub(crate) until_free: UntilFree,
+    /// Live bytes of a tenant and of a tag: they end with the block, whoever still uses its memory.
+    pub(crate) live: LiveBytes,
+}
+
+/// Whose live bytes a block counts as.
+#[derive(Default)]
+pub(crate) struct LiveBytes {
+    pub(crate) of_tenant: Option<Leased>,
+    pub(crate) of_tag: Option<Leased>,
+}
+
+impl Extras {
+    /// Whether the cache has nothing to do with it.
+    fn is_account_only(&self) -> bool {
+        self.generation == 0 && self.until_free.is_none()
+    }
 }
 
 /// What ends when a block's memory is really free.
@@ -172,7 +188,7 @@ impl Block {
     /// The token of a block that goes home another way than a cache's.
     pub(crate) fn backed(address: u64, asked: Asked, backed: Backed, generation: u64) -> Self {
         let extras =
-            if generation == 0 { Rare::NONE } else { Rare::new(Extras { generation, until_free: None }) };
+            if generation == 0 { Rare::NONE } else { Rare::new(Extras { generation, ..Extras::default() }) };
         let place = Place { address, asked };
         Self { owner: Owner::Backend(Box::new(backed)), place, uses: UseList::new(), extras }
     }
@@ -180,6 +196,13 @@ impl Block {
     /// What is noted of it beside its address.
     pub(crate) fn extras_mut(&mut self) -> &mut Extras {
         self.extras.get_or_default()
+    }
+
+    /// Ends these live bytes of its tag with it.
+    pub(crate) fn count_for_tag(&mut self, bytes: Option<Leased>) {
+        if let Some(bytes) = bytes {
+            self.extras_mut().live.of_tag = Some(bytes);
+        }
     }
 
     /// Its first address on the device.
@@ -354,6 +377,14 @@ impl Block {
     #[inline(never)]
     fn end(&mut self) {
         match &self.owner {
+            Owner::Pool(way)
+                if self.uses.is_empty() && self.extras.get().is_some_and(Extras::is_account_only) =>
+            {
+                let live = self.extras.take();
+                way.home.put_back(way, &self.place);
+                // After the memory is there again: whoever is granted these bytes finds it.
+                drop(live);
+            }
             Owner::Pool(way) => {
                 let freed = Freed { way: *way, place: self.place };
                 way.home.put_back_with_extras(freed, &mut self.uses, self.extras.take());

@@ -330,7 +330,8 @@ impl Home {
     ) {
         let timeline = self.timeline();
         let uses = uses.take(&timeline);
-        let Extras { generation, until_free } = extras.or_default();
+        // Live bytes end here, behind everything else.
+        let Extras { generation, until_free, live: _live } = extras.or_default();
         let range = DeviceRange {
             device: timeline.raw().device(),
             address: freed.place.address,
@@ -655,6 +656,11 @@ impl State {
             blocks: self.blocks() - tagged.iter().map(|h| h.blocks).sum::<u64>(),
         };
         std::iter::once(untagged).chain(tagged.iter().copied())
+    }
+
+    /// The numbers of the streams that use pending blocks, with the bytes of each block.
+    pub(crate) fn users(&self) -> impl Iterator<Item = (u32, u64)> {
+        self.pending.iter().flat_map(|p| p.uses.iter().map(|used| (used.on().number(), p.bytes)))
     }
 
     /// The open epoch of the stream.

@@ -166,6 +166,7 @@ mod resource;
 mod retention;
 mod stable;
 mod stream_ordered;
+mod tenants;
 
 pub use aquifer_core::{
     BLOCK_ALIGN, Opaque, Request,
@@ -187,3 +188,4 @@ pub use reserved::Reserved;
 pub use resource::Resource;
 pub use stable::{Exported, Registration, StableBlock};
 pub use stream_ordered::StreamOrdered;
+pub use tenants::Tenant;

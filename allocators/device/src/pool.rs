@@ -14,6 +14,7 @@ use crate::{
     raw::Directory,
     request::Sensible,
     retention::Retention,
+    tenants::Tenants,
 };
 use aquifer_core::{
     __opaque::Sealed,
@@ -29,7 +30,7 @@ use std::{
     fmt,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -101,8 +102,9 @@ pub(crate) struct Inner {
     pub(crate) directory: Directory,
     /// Somebody wants to know whose each block is.
     observed: bool,
-    /// Blocks come out of caches, and nobody wants to know of each.
-    quick: bool,
+    /// Blocks come out of caches, and nobody wants to know of each: nor is any tag limited.
+    pub(crate) quick: AtomicBool,
+    pub(crate) tenants: Tenants,
     generations: AtomicU64,
     pub(crate) counters: Counters,
     pub(crate) leasing: Leasing,
@@ -195,7 +197,8 @@ impl DevicePool {
             vacant: Mutex::default(),
             directory: Directory::new(),
             observed,
-            quick,
+            quick: AtomicBool::new(quick),
+            tenants: Tenants::default(),
             generations: AtomicU64::new(1),
             counters: Counters::default(),
             leasing,
@@ -260,7 +263,7 @@ impl DevicePool {
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let inner = self.inner();
         if request.is_plain()
-            && inner.quick
+            && inner.quick.load(Ordering::Relaxed)
             && !inner.leasing.takes_over(request.size())
             && let Some(home) = inner.known_home(stream)
             && let Some(block) = home.quick_alloc(&request)
@@ -275,11 +278,16 @@ impl DevicePool {
     #[inline(never)]
     fn alloc_fully(&self, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
-        if let Some(detour) = &self.handle.detour {
-            let _site = site::enter();
-            return detour.allocate(stream, request, None);
-        }
-        self.inner().allocate(stream, request)
+        let of_tag = self.inner().charge_tag(stream, &request)?;
+        let mut block = match &self.handle.detour {
+            Some(detour) => {
+                let _site = site::enter();
+                detour.allocate(stream, request, None)?
+            }
+            None => self.inner().allocate(stream, request)?,
+        };
+        block.count_for_tag(of_tag);
+        Ok(block)
     }
 
     /// As [`DevicePool::alloc`], with new memory drawn from `held` before the budget is asked. What the request needs
@@ -296,11 +304,16 @@ impl DevicePool {
         held: &Mutex<Reservation>,
     ) -> Result<Block> {
         let request = request.checked()?;
-        if let Some(detour) = &self.handle.detour {
-            let _site = site::enter();
-            return detour.allocate(stream, request, Some(held));
-        }
-        self.inner().allocate_drawing(stream, request, held, request.size())
+        let of_tag = self.inner().charge_tag(stream, &request)?;
+        let mut block = match &self.handle.detour {
+            Some(detour) => {
+                let _site = site::enter();
+                detour.allocate(stream, request, Some(held))?
+            }
+            None => self.inner().allocate_drawing(stream, request, held, request.size())?,
+        };
+        block.count_for_tag(of_tag);
+        Ok(block)
     }
 
     /// Drops a block, or what holds one, and names the caller's line in what [debugging](crate::Debugging) reports of it

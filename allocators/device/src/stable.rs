@@ -93,11 +93,14 @@ impl DevicePool {
         if apart.is_plain() && request.alignment() > crate::BLOCK_ALIGN {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
+        let of_tag = inner.charge_tag(stream, &request)?;
         apart.reap_quietly();
         let bytes = apart.rounded(request.size());
         let span = inner
             .with_room(bytes, request.owner(), |funds| apart.whole(bytes, request.alignment(), funds))?;
-        Ok(self.stable(stream, span, request, false))
+        let mut stable = self.stable(stream, span, request, false);
+        stable.block.count_for_tag(of_tag);
+        Ok(stable)
     }
 
     /// Refuses another device's stream.
@@ -174,6 +177,10 @@ impl StableBlock {
     #[must_use]
     pub fn block(&self) -> &Block {
         &self.block
+    }
+
+    pub(crate) fn block_mut(&mut self) -> &mut Block {
+        &mut self.block
     }
 
     /// As a block from here on, which can be registered no more; for a [`DeviceBuffer`](crate::DeviceBuffer), say.

@@ -1,0 +1,257 @@
+//! What a tenant and a tag are promised: their live bytes, exactly, whoever frees them and wherever.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer_core::{
+    Budget, MemoryError, OutOfMemory, Tag,
+    budget::{Offer, Reclaim},
+};
+use aquifer_device::{Block, Debugging, DevicePool, PoolConfig, Request, Resource, Tenant};
+use aquifer_driver::{Access, DeviceId, sim::Sim};
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+use support::{MIB, Rig, range};
+
+/// What leases have spare is nobody's.
+fn live(budget: &Budget) -> u64 {
+    budget.used() - budget.spare()
+}
+
+#[track_caller]
+fn refused<T: std::fmt::Debug>(answer: aquifer_core::Result<T>) -> OutOfMemory {
+    match answer {
+        Err(MemoryError::OutOfMemory(error)) => *error,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_refusal_names_the_tenant_while_the_pool_has_room_for_others_and_changes_nothing() {
+    let rig = Rig::new(256);
+    let s = rig.stream();
+    let all = Budget::new("all tenants", 24 * MIB);
+    let (a, b) = (all.child("tenant a", 16 * MIB), all.child("tenant b", 16 * MIB));
+    let (for_a, for_b) = (rig.pool.for_tenant(&a).unwrap(), rig.pool.for_tenant(&b).unwrap());
+    let kv = Request::bytes(10 * MIB).tag(Tag::named("kv"));
+    let x = for_a.alloc(&s, kv).unwrap();
+    let before = rig.pool.stats();
+    let told = refused(for_a.alloc(&s, kv));
+    let by = told.refused.unwrap();
+    assert_eq!((by.budget, by.current, by.limit, told.of_live_bytes), ("tenant a", 10 * MIB, 16 * MIB, true));
+    assert_eq!((told.tenants[0].name, told.tenants[0].live), ("tenant a", 10 * MIB));
+    assert_eq!((told.holders[0].tag, told.holders[0].bytes), (Tag::named("kv"), 10 * MIB));
+    let last = "free some of the 10.00 MiB that tenant a holds, or raise its limit by 4.00 MiB";
+    assert!(told.to_string().ends_with(last), "{told}");
+    assert!(told.to_json().contains(r#""of_live_bytes":true"#));
+    let after = rig.pool.stats();
+    assert_eq!(
+        (after.live, after.physical, after.failures),
+        (before.live, before.physical, before.failures + 1)
+    );
+    assert_eq!((live(&a), for_a.live()), (10 * MIB, 10 * MIB));
+
+    let y = for_b.alloc(&s, kv).unwrap();
+    assert_eq!(refused(for_b.alloc(&s, Request::bytes(5 * MIB))).refused.unwrap().budget, "all tenants");
+    let _nobodys = rig.pool.alloc(&s, Request::bytes(100 * MIB)).unwrap();
+    assert_eq!(live(&all), 20 * MIB, "what is nobody's is not counted");
+    drop((x, y));
+    assert_eq!(live(&all), 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn live_bytes_end_with_the_block_on_any_thread_though_others_use_its_memory_still() {
+    let rig = Rig::stepped(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let a = Budget::new("tenant a", 8 * MIB);
+    let tenant = rig.pool.for_tenant(&a).unwrap();
+    let x = tenant.alloc(&s, Request::bytes(6 * MIB)).unwrap();
+    let kernel = aquifer_driver::sim::Kernel::new("reads").reads(range(&x), None);
+    let prepared = x.prepare(&u, Access::Read).unwrap();
+    rig.sim.launch(u.raw(), kernel).unwrap();
+    prepared.finish().unwrap();
+    thread::scope(|scope| scope.spawn(move || drop(x)).join()).unwrap();
+    assert_eq!((live(&a), rig.pool.stats().pending), (0, 6 * MIB));
+    // And an error knows whose work it is.
+    let told = refused(tenant.alloc(&s, Request::bytes(9 * MIB)));
+    let in_use: Vec<_> = told.in_use.iter().map(|user| (user.stream, user.bytes)).collect();
+    assert_eq!(in_use, [(u.number(), 6 * MIB)]);
+    let y = tenant.alloc(&s, Request::bytes(8 * MIB)).unwrap();
+    assert_eq!(live(&a), 8 * MIB);
+    drop(y);
+    u.synchronize().unwrap();
+    rig.assert_silent();
+}
+
+#[test]
+fn bare_addresses_stable_blocks_buffers_and_wrapped_pools_end_their_live_bytes_once() {
+    let settings: [fn(&mut PoolConfig); 4] = [
+        |_| (),
+        |config| config.bypass = true,
+        |config| config.debug = Debugging::all(),
+        |config| config.recorder = None,
+    ];
+    for set in settings {
+        let rig = Rig::on(Sim::h200(1), 256, set);
+        let s = rig.stream();
+        let (a, tag) = (Budget::new("tenant a", 64 * MIB), Tag::named("limited"));
+        let of_tag = rig.pool.limit_tag(tag, 64 * MIB);
+        let tenant = rig.pool.for_tenant(&a).unwrap();
+        let request = Request::bytes(MIB).tag(tag);
+        let both = || (live(&a), live(&of_tag));
+        let raw = [(); 2].map(|()| tenant.alloc(&s, request).unwrap().into_raw());
+        let stable = tenant.alloc_stable(&s, request).unwrap();
+        let buffer = tenant.buffer::<u8>(&s, 100).unwrap();
+        let wrapped: &dyn Resource = &tenant;
+        let other = wrapped.allocate(&s, request).unwrap();
+        assert_eq!(both(), (4 * MIB + 100, 4 * MIB));
+        drop((buffer, other));
+        let again = rig.pool.from_raw(raw[0]).unwrap();
+        rig.pool.free_raw(raw[1]).unwrap();
+        assert_eq!(both(), (2 * MIB, 2 * MIB));
+        drop((again, stable.into_block()));
+        assert_eq!(both(), (0, 0));
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_tag_is_limited_from_then_on_beside_its_tenant_and_can_be_limited_anew() {
+    let rig = Rig::new(256);
+    let s = rig.stream();
+    let (tag, other) = (Tag::named("kv-cache"), Tag::named("weights"));
+    let alloc = |mib: u64, tag| rig.pool.alloc(&s, Request::bytes(mib * MIB).tag(tag));
+    // Freed last, and so waiting in front of the cache for the same request.
+    drop(alloc(20, tag).unwrap());
+    let before = alloc(6, tag).unwrap();
+    let budget = rig.pool.limit_tag(tag, 10 * MIB);
+    let x = alloc(8, tag).unwrap();
+    let told = refused(alloc(3, tag));
+    assert_eq!((told.refused.unwrap().budget, told.of_live_bytes), ("kv-cache", true));
+    assert_eq!(
+        refused(alloc(20, tag)).remedy().to_string(),
+        "raise the limit of kv-cache to 20.00 MiB, or ask for less at a time"
+    );
+    drop((alloc(30, other).unwrap(), alloc(30, Tag::NONE).unwrap()));
+    drop(before);
+    assert_eq!(live(&budget), 8 * MIB, "what was there before does not count");
+    let a = Budget::new("tenant a", 1);
+    let small = Request::bytes(MIB).tag(tag);
+    assert_eq!(
+        refused(rig.pool.for_tenant(&a).unwrap().alloc(&s, small)).refused.unwrap().budget,
+        "tenant a"
+    );
+    assert!(rig.pool.limit_tag(tag, 12 * MIB).is(&budget));
+    let y = alloc(3, tag).unwrap();
+    let held = Mutex::new(rig.budget.reserve(8 * MIB).unwrap());
+    let drawn = rig.pool.alloc_reserved(&s, Request::bytes(2 * MIB).tag(tag), &held);
+    assert_eq!(refused(drawn).refused.unwrap().budget, "kv-cache");
+    drop((x, y));
+    assert_eq!(live(&budget), 0);
+}
+
+#[test]
+fn one_tenant_has_one_limit_over_several_pools_and_none_in_the_tree_that_pools_are_charged_to() {
+    let sim = Sim::h200(2);
+    let open = |device| DevicePool::open(sim.driver(), DeviceId(device), PoolConfig::default()).unwrap();
+    let pools = [open(0), open(1)];
+    let a = Budget::new("tenant a", 10 * MIB);
+    let on = |at: usize| pools[at].for_tenant(&a).unwrap();
+    let x = on(0).alloc(&pools[0].stream().unwrap(), Request::bytes(6 * MIB)).unwrap();
+    let s = pools[1].stream().unwrap();
+    let told = refused(on(1).alloc(&s, Request::bytes(6 * MIB)));
+    assert_eq!((told.refused.unwrap().remaining, told.tenants[0].live), (4 * MIB, 6 * MIB));
+    drop(x);
+    drop(on(1).alloc(&s, Request::bytes(10 * MIB)).unwrap());
+    let below = pools[0].budget().child("tenant b", MIB);
+    for wrong in [&below, pools[0].budget()] {
+        let answer = pools[0].for_tenant(wrong);
+        assert!(matches!(answer, Err(MemoryError::BadSetting { .. })), "{answer:?}");
+    }
+    assert!(pools[1].for_tenant(&below).is_ok(), "it is another tree");
+}
+
+#[test]
+fn whoever_said_that_it_can_free_a_tenants_bytes_is_asked_before_the_tenant_is_refused() {
+    #[derive(Debug)]
+    struct Evicts(Mutex<Vec<Block>>);
+    impl Reclaim for Evicts {
+        fn name(&self) -> &'static str {
+            "old sequences"
+        }
+        fn offer(&self) -> Offer {
+            Offer { bytes: MIB, cost: Duration::ZERO }
+        }
+        fn reclaim(&self, _: u64, _: Option<Instant>) {
+            self.0.lock().unwrap().pop();
+        }
+    }
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let a = Budget::new("tenant a", 8 * MIB);
+    let tenant = rig.pool.for_tenant(&a).unwrap();
+    let old = (0..2).map(|_| tenant.alloc(&s, Request::bytes(4 * MIB)).unwrap()).collect();
+    let cache = Arc::new(Evicts(Mutex::new(old)));
+    let _registration = a.on_need(&cache);
+    let x = tenant.alloc(&s, Request::bytes(3 * MIB)).unwrap();
+    assert_eq!((cache.0.lock().unwrap().len(), live(&a)), (1, 7 * MIB));
+    let told = refused(tenant.alloc(&s, Request::bytes(8 * MIB)));
+    assert_eq!((told.tried[0].step, told.tried[0].gave), ("old sequences", 4 * MIB));
+    drop(x);
+}
+
+#[test]
+fn threads_of_one_tenant_are_granted_its_last_byte_and_leave_nothing() {
+    const LIMIT: u64 = 4 * MIB;
+    let rig = Rig::on(Sim::h200(1).symbolic(), 256, |_| ());
+    let a = Budget::new("tenant a", LIMIT);
+    let most = AtomicU64::new(0);
+    let sum = AtomicU64::new(0);
+    thread::scope(|scope| {
+        for seed in 0..4u64 {
+            let (tenant, s): (Tenant, _) = (rig.pool.for_tenant(&a).unwrap(), rig.stream());
+            let (most, sum) = (&most, &sum);
+            scope.spawn(move || {
+                let mut state = seed;
+                let mut next = |end: u64| {
+                    state =
+                        state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    (state >> 33) % end
+                };
+                let mut held: Vec<Block> = Vec::new();
+                for _ in 0..2_000 {
+                    if next(3) > 0 {
+                        let bytes = 1 + next(300 << 10);
+                        if let Ok(block) = tenant.alloc(&s, Request::bytes(bytes)) {
+                            // Counted when it is granted at the latest, and until right before it is given back.
+                            most.fetch_max(sum.fetch_add(bytes, Ordering::SeqCst) + bytes, Ordering::SeqCst);
+                            held.push(block);
+                        }
+                    } else if !held.is_empty() {
+                        let block = held.swap_remove(next(held.len() as u64) as usize);
+                        sum.fetch_sub(block.bytes(), Ordering::SeqCst);
+                        drop(block);
+                    }
+                }
+                for block in &held {
+                    sum.fetch_sub(block.bytes(), Ordering::SeqCst);
+                }
+            });
+        }
+    });
+    assert!((1..=LIMIT).contains(&most.into_inner()));
+    assert_eq!(live(&a), 0);
+    let s = rig.stream();
+    let whole = rig.pool.for_tenant(&a).unwrap().alloc(&s, Request::bytes(LIMIT)).unwrap();
+    assert_eq!((a.used(), a.spare()), (LIMIT, 0));
+    drop(whole);
+    drop(rig);
+    assert_eq!((a.used(), a.children().count()), (0, 0), "leases go with their pool");
+}
