@@ -7,7 +7,7 @@ mod remedy;
 pub use out_of_memory::{InUse, OutOfMemory, Stranded, TenantHolding, Tried};
 pub use remedy::Remedy;
 
-use crate::{Bytes, DeviceId, OutOfBudget};
+use crate::{Bytes, DeviceId, OutOfBudget, Tag};
 use std::{error, fmt};
 
 /// A result with a [`MemoryError`].
@@ -164,6 +164,11 @@ pub enum MemoryError {
         /// The block.
         address: u64,
     },
+    /// A use of memory that is parked: its contents are saved elsewhere or dropped, and nothing is behind its addresses.
+    Parked {
+        /// Whose memory is parked, all of it at once.
+        tag: Tag,
+    },
     /// A block was to be given out over one that is held: a bug of whatever gave it. The memory is kept from use.
     BlockOverlap {
         /// Where the block begins.
@@ -264,6 +269,7 @@ impl fmt::Display for MemoryError {
             Self::Busy { address } => {
                 write!(f, "the block at {address:#x} has a use prepared that excludes this one")
             }
+            Self::Parked { tag } => write!(f, "the memory of {:?} is parked; resume it first", tag.name()),
             Self::BlockOverlap { address, held } => {
                 write!(f, "a block at {address:#x} would overlap the one at {held:#x}; it is kept from use")
             }

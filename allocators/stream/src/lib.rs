@@ -31,4 +31,4 @@ pub use pool::{DEFAULT_CAP, Lease, StreamPool};
 pub use retirement::{Calling, Ended, Retirement};
 pub use stream::{Point, Stream};
 pub use timeline::{Fence, Timeline};
-pub use uses::{Noted, Use, UseList, Uses, node::LastUse};
+pub use uses::{Noted, Use, UseList, Uses, Watch, node::LastUse};

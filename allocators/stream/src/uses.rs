@@ -6,7 +6,7 @@
 //! A use is *open* while its work may still be queued, then *stamped* with an epoch of its stream:
 //!
 //! - [`UseList::prepare`] opens one and answers with a [`Use`]; whoever holds it queues the work and then finishes. A
-//!   prepared write excludes every other prepare: a conflict is [`MemoryError::Busy`].
+//!   prepared write excludes every other prepare: a conflict is [`Busy`](aquifer_core::MemoryError::Busy).
 //! - [`UseList::lend`] notes one whose end is the end of a borrow, which cannot be seen from here; it is stamped when
 //!   the block is freed or used in conflict, both of which the borrow forbids while it lasts.
 //! - [`UseList::record`] notes one whose work has been queued already.
@@ -19,12 +19,15 @@
 #![expect(unsafe_code, reason = "follows a pointer to what is never freed")]
 
 pub(crate) mod node;
+mod watch;
+
+pub use watch::Watch;
 
 use crate::{
     Timeline,
     sync::atomic::{AtomicPtr, AtomicU64, Ordering},
 };
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::Result;
 use aquifer_driver::Access;
 use node::{Borrows, CALLED_OFF, Few, LastUse, Node, Stamp};
 use std::{fmt, ptr, sync::Arc};
@@ -240,7 +243,8 @@ impl UseList {
     /// Makes `on` wait for what must come before `access`, and opens a use. Does not block.
     ///
     /// # Errors
-    /// `Busy` with `address` if a use is open that this one conflicts with; the driver's. Nothing is noted then.
+    /// `Busy` with `address` if a use is open that this one conflicts with; `Parked` if nothing is behind the block's
+    /// addresses; the driver's. Nothing is noted then.
     pub fn prepare(
         &self,
         address: u64,
@@ -261,7 +265,7 @@ impl UseList {
     /// only one can pass.
     ///
     /// # Errors
-    /// `Busy`. Nothing is noted then.
+    /// `Busy`, `Parked`. Nothing is noted then.
     #[inline]
     pub(crate) fn enter(
         &self,
@@ -274,7 +278,7 @@ impl UseList {
     ) -> Result<Entered> {
         let node = self.node_or_new(home);
         let id = node.enter(Arc::ptr_eq(home, on), on, access, Stamp::Open, borrows, before);
-        Ok(Entered { node, id: id.ok_or(MemoryError::Busy { address })? })
+        Ok(Entered { node, id: id.map_err(|denied| denied.at(address))? })
     }
 
     /// Makes `on` wait for what must come before `access`, and notes a use that ends with a borrow. Does not block.
@@ -314,19 +318,22 @@ impl UseList {
         }
         let (node, mut before) = (self.node_or_new(home), Before::new());
         let id = node.enter(Arc::ptr_eq(home, on), on, access, Stamp::Lent, borrows, &mut before);
-        Entered { node, id: id.ok_or(MemoryError::Busy { address })? }.order(home, on, &before)
+        Entered { node, id: id.map_err(|denied| denied.at(address))? }.order(home, on, &before)
     }
 
     /// Notes a use whose work has been queued on `on`, in order with what came before it.
     ///
     /// # Errors
-    /// The driver's, if the stream has to be fenced at once; the use is noted all the same.
+    /// [`Parked`](aquifer_core::MemoryError::Parked) if nothing is behind the block's addresses, and nothing is noted; the
+    /// driver's, if the stream has to be fenced at once, and the use is noted all the same.
     pub fn record(&self, home: &Arc<Timeline>, on: &Arc<Timeline>, access: Access) -> Result<()> {
+        // Only parked memory refuses it, and its error names no address.
+        let denied = |denied: node::Denied| denied.at(0);
         if Arc::ptr_eq(home, on) {
-            return Ok(());
+            return self.node().map_or(Ok(()), Node::admits).map_err(denied);
         }
         let epoch = on.open();
-        self.node_or_new(home).record(on, access, epoch);
+        self.node_or_new(home).record(on, access, epoch).map_err(denied)?;
         on.fence_at_once(epoch)
     }
 

@@ -13,6 +13,7 @@ use crate::{
     Spin, Timeline,
     sync::atomic::{AtomicU64, Ordering},
 };
+use aquifer_core::{MemoryError, Tag};
 use aquifer_driver::Access;
 use smallvec::SmallVec;
 use std::{
@@ -126,6 +127,27 @@ struct State {
     followed: Vec<(u32, Arc<AtomicU64>)>,
     /// Nobody but the holders of open uses refers to it any more.
     left: bool,
+    /// Whose memory is parked, the block's with it: no use may begin.
+    parked: Option<Tag>,
+}
+
+/// Why a use may not begin.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Denied {
+    /// One that conflicts is open.
+    Busy,
+    /// The block's memory is parked.
+    Parked(Tag),
+}
+
+impl Denied {
+    /// As an error about the block at `address`.
+    pub(super) fn at(self, address: u64) -> MemoryError {
+        match self {
+            Self::Busy => MemoryError::Busy { address },
+            Self::Parked(tag) => MemoryError::Parked { tag },
+        }
+    }
 }
 
 /// In place of an epoch, the end of a use that was called off. 0 stands for one that is open.
@@ -157,9 +179,9 @@ impl Node {
         }
     }
 
-    /// Notes a use, unless one that conflicts is open: `None` then. Answers with the note, where one is needed, and adds to
-    /// `before` the uses that conflict and have to be waited for: those that are stamped; and what is queued by now for
-    /// borrows, unless these are over.
+    /// Notes a use, unless it may not begin. Answers with the note, where one is needed, and adds to `before` the uses that
+    /// conflict and have to be waited for: those that are stamped; and what is queued by now for borrows, unless these are
+    /// over.
     pub(super) fn enter(
         &self,
         at_home: bool,
@@ -168,29 +190,53 @@ impl Node {
         stamp: Stamp,
         borrows: Borrows,
         before: &mut Few<(Arc<Timeline>, u64)>,
-    ) -> Option<Option<u32>> {
+    ) -> Result<Option<u32>, Denied> {
         // What is let go of goes when the lock is open: it may be the last to hold another library's stream.
         let mut over = Few::new();
         self.state.with(|s| {
+            s.admit()?;
             if !s.precede(on, access, borrows, &mut over, before) {
-                return None;
+                return Err(Denied::Busy);
             }
             s.take_out(&mut over, Note::is_done);
             // The home stream's own borrows need no note: the block goes back to that stream. Of two borrows by one
             // stream, the note that is stamped later stands for both.
             let lent = |note: &Note| note.stamp == Stamp::Lent && note.is(on, access);
             let covered = stamp == Stamp::Lent && (at_home || s.notes.iter().any(lent));
-            Some((!covered).then(|| s.note(on, access, stamp, at_home)))
+            Ok((!covered).then(|| s.note(on, access, stamp, at_home)))
         })
     }
 
     /// Notes a use whose work ends in `epoch`.
-    pub(super) fn record(&self, on: &Arc<Timeline>, access: Access, epoch: u64) {
+    pub(super) fn record(&self, on: &Arc<Timeline>, access: Access, epoch: u64) -> Result<(), Denied> {
         self.state.with(|s| {
+            s.admit()?;
             if !s.raise(on, access, epoch) {
                 s.note(on, access, Stamp::At(epoch), false);
             }
-        });
+            Ok(())
+        })
+    }
+
+    /// Whether a use may begin, where none would be noted.
+    pub(super) fn admits(&self) -> Result<(), Denied> {
+        self.state.with(|s| s.admit())
+    }
+
+    /// Refuses every use from now on, unless one is open. Answers with what may be queued or running, borrows included.
+    pub(super) fn park(&self, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>, Denied> {
+        self.state.with(|s| {
+            s.admit()?;
+            let mut work = Vec::new();
+            s.work(&mut work)?;
+            s.parked = Some(tag);
+            Ok(work)
+        })
+    }
+
+    /// Uses may begin again.
+    pub(super) fn resume(&self) {
+        self.state.with(|s| s.parked = None);
     }
 
     /// Ends an open use on `on` in `epoch`; `None` calls it off.
@@ -360,6 +406,24 @@ impl Node {
 }
 
 impl State {
+    fn admit(&self) -> Result<(), Denied> {
+        self.parked.map_or(Ok(()), |tag| Err(Denied::Parked(tag)))
+    }
+
+    /// Adds what may be queued or running, unless a use is open. A borrow's work is all that its stream has queued by now.
+    fn work(&self, all: &mut Vec<(Arc<Timeline>, u64)>) -> Result<(), Denied> {
+        for note in &self.notes {
+            let Some(on) = &note.on else { continue };
+            match note.stamp {
+                Stamp::Open => return Err(Denied::Busy),
+                Stamp::Lent => all.push((on.clone(), on.open())),
+                Stamp::At(epoch) => all.push((on.clone(), epoch)),
+            }
+        }
+        let joined = self.joined.iter().filter_map(Held::node);
+        joined.map(|node| node.state.with(|s| s.work(all))).collect()
+    }
+
     /// Adds to `before` the uses that one on `on` has to come after. Whether it may come at all.
     fn precede(
         &mut self,

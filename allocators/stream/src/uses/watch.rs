@@ -1,0 +1,65 @@
+//! The uses of a live block, for a pool that takes its memory away for a while.
+
+use super::{UseList, node::Node};
+use crate::Timeline;
+use aquifer_core::{Result, Tag};
+use std::{fmt, sync::Arc};
+
+/// A look at the uses of a live block, kept by its pool beside the token that its owner has.
+///
+/// It is good until the block's uses are [taken](UseList::take): the pool lets go of it before that.
+///
+/// ```
+/// use aquifer_core::{DeviceId, MemoryError, Tag};
+/// use aquifer_driver::{Access, sim::Sim};
+/// use aquifer_stream::{StreamPool, UseList};
+/// let streams = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 2);
+/// let (home, other) = (streams.lease()?, streams.lease()?);
+/// let (list, tag) = (UseList::new(), Tag::named("weights"));
+/// let watch = list.watch(home.timeline());
+/// let used = list.prepare(0x1000, home.timeline(), other.timeline(), Access::Read)?;
+/// assert_eq!(watch.park(0x1000, tag).err(), Some(MemoryError::Busy { address: 0x1000 }));
+/// used.finish()?;
+/// let work = watch.park(0x1000, tag)?; // what `other` has queued
+/// assert_eq!(work.len(), 1);
+/// let refused = list.prepare(0x1000, home.timeline(), other.timeline(), Access::Read);
+/// assert_eq!(refused.err(), Some(MemoryError::Parked { tag }));
+/// watch.resume();
+/// list.prepare(0x1000, home.timeline(), other.timeline(), Access::Read)?.abort();
+/// # Ok::<(), MemoryError>(())
+/// ```
+pub struct Watch {
+    node: &'static Node,
+}
+
+impl UseList {
+    /// A look at this list from outside. From here on a use by the home stream is asked for as well, which costs it a lock.
+    #[must_use]
+    pub fn watch(&self, home: &Timeline) -> Watch {
+        Watch { node: self.node_or_new(home) }
+    }
+}
+
+impl Watch {
+    /// Refuses every use with [`Parked`](aquifer_core::MemoryError::Parked) from now on. Answers with the work of other
+    /// streams that may be queued or running, as streams and epochs: for a borrow, whose end cannot be seen, all that its
+    /// stream has queued by now. Never blocks.
+    ///
+    /// # Errors
+    /// [`Busy`](aquifer_core::MemoryError::Busy) with `address` if a prepared use is not finished, and
+    /// [`Parked`](aquifer_core::MemoryError::Parked) if uses are refused already. Nothing has changed then.
+    pub fn park(&self, address: u64, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>> {
+        self.node.park(tag).map_err(|denied| denied.at(address))
+    }
+
+    /// Uses may begin again.
+    pub fn resume(&self) {
+        self.node.resume();
+    }
+}
+
+impl fmt::Debug for Watch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Watch").field(&self.node.noted()).finish()
+    }
+}
