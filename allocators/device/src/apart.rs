@@ -12,10 +12,11 @@
 //!                          └──────── unmap, release ◀── its work done, no registration ─────┘
 //! ```
 
+mod lodged;
 mod room;
 mod span;
 
-pub(crate) use span::{Leaving, Span};
+pub(crate) use span::Span;
 
 use crate::{
     PoolConfig,
@@ -29,6 +30,7 @@ use aquifer_core::{
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, RawStream};
 use aquifer_stream::Timeline;
+use smallvec::smallvec;
 use std::{
     fmt,
     sync::{
@@ -74,6 +76,8 @@ pub(crate) struct Account {
     pub(crate) live: u64,
     pub(crate) requested: u64,
     pub(crate) pending: u64,
+    /// Free parts of memory that several blocks share.
+    cached: u64,
     pub(crate) blocks: u64,
     allocations: u64,
     frees: u64,
@@ -167,6 +171,7 @@ impl Apart {
         stats.live += a.live;
         stats.requested += a.requested;
         stats.pending += a.pending;
+        stats.cached += a.cached;
         stats.blocks += a.blocks;
         stats.allocations += a.allocations;
         stats.frees += a.frees;
@@ -296,14 +301,19 @@ impl Apart {
         }
         let (mut gone, mut outcome) = (0, Ok(()));
         for span in spans {
-            let (bytes, reaped) = span.reap();
+            let (bytes, reaped) = self.take_down(&span);
             gone += bytes;
-            if let (Err(error), Ok(())) = (reaped, &outcome) {
-                outcome = Err(error);
-            }
-            if !span.is_over() {
-                self.leave(&span);
-            }
+            outcome = outcome.and(reaped);
+        }
+        outcome.map(|()| gone)
+    }
+
+    /// Takes down what has left of a span and whose work is done. The bytes, and the driver's first refusal: what it
+    /// refused is tried again by whoever reaps next.
+    pub(crate) fn take_down(&self, span: &Arc<Span>) -> (u64, Result<()>) {
+        let (gone, outcome) = span.reap();
+        if !span.is_over() {
+            self.leave(span);
         }
         if gone > 0 {
             self.count(|a| {
@@ -312,7 +322,7 @@ impl Apart {
             });
             self.report(Action::Reap, 0, 0, gone, Tag::NONE);
         }
-        outcome.map(|()| gone)
+        (gone, outcome)
     }
 
     /// Waits for the work of something that has left, until `until`. Says whether there was any. Blocks.
@@ -460,7 +470,7 @@ impl Release for Owned {
                 until_free.get_or_insert_default().push(Box::new(completes));
             }
         }
-        span.leave_whole(Self::ends(&block.timeline), block.uses.follow(), until_free);
+        span.leave_whole(smallvec![Self::ends(&block.timeline)], block.uses.follow(), until_free);
         apart.leave(span);
     }
 }

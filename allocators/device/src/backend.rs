@@ -98,6 +98,9 @@ pub(crate) struct Backed {
 
 /// Takes blocks back.
 pub(crate) trait Release: Send + Sync {
+    /// The block at this address is about to be released: whoever looks at its uses from outside lets go of them.
+    fn ending(&self, _address: u64) {}
+
     fn release(&self, block: Deferred);
 
     /// Keeps a block while its address is out.

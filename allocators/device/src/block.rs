@@ -390,6 +390,7 @@ impl Block {
                 way.home.put_back_with_extras(freed, &mut self.uses, self.extras.take());
             }
             Owner::Backend(backed) => {
+                backed.ledger.ending(self.place.address);
                 let uses = self.uses.take(&backed.timeline);
                 let extras = self.extras.take().or_default();
                 backed.release(self.place.address, extras.generation, uses, extras.until_free);

@@ -156,6 +156,7 @@ mod direct;
 mod environment;
 mod home;
 mod leasing;
+mod park;
 mod physical;
 mod pool;
 mod raw;
@@ -182,6 +183,7 @@ pub use checked::{
 pub use config::{Adoption, PoolConfig};
 pub use decorators::{FailureCallback, Log, OnFailure};
 pub use direct::Direct;
+pub use park::{Elsewhere, Park, ParkReport, Parkable, ResumeReport};
 pub use pool::DevicePool;
 pub use request::MAX_ALIGN;
 pub use reserved::Reserved;

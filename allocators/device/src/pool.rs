@@ -10,6 +10,7 @@ use crate::{
     environment::Environment,
     home::{Home, note, vacancy::Vacant},
     leasing::Leasing,
+    park::Lodgings,
     physical::{Physical, mapped::Mapped, plain::Plain},
     raw::Directory,
     request::Sensible,
@@ -94,6 +95,8 @@ pub(crate) struct Inner {
     pub(crate) budget: Budget,
     /// What has addresses of its own.
     pub(crate) apart: Arc<Apart>,
+    /// What can be parked.
+    pub(crate) lodgings: Lodgings,
     pub(crate) config: PoolConfig,
     /// Its caches, also those that wait for another stream.
     homes: RwLock<Vec<&'static Home>>,
@@ -191,6 +194,7 @@ impl DevicePool {
             streams,
             physical,
             apart,
+            lodgings: Lodgings::default(),
             budget,
             config,
             homes: RwLock::default(),

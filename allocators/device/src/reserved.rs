@@ -2,18 +2,17 @@
 
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut,
-    apart::{Apart, Leaving, Owned, Span},
-    physical::handle::NoHandle,
+    apart::{Apart, Owned, Span},
     pool::Inner,
     request::MAX_BYTES,
     stable::bounds,
 };
 use aquifer_core::{DeviceId, MemoryError, Result, Tag};
-use aquifer_driver::{Access, ExportTypes, Ownership, RawStream, site};
+use aquifer_driver::{Access, Ownership, RawStream, site};
 use aquifer_stream::{Stream, Use};
 use bytemuck::Pod;
+use smallvec::smallvec;
 use std::{
-    collections::BTreeSet,
     fmt,
     marker::PhantomData,
     ops::Range,
@@ -144,17 +143,7 @@ impl<T: Pod> Reserved<T> {
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
         let apart = &pool.apart;
         let step = self.span.slot;
-        let again = self.span.take_again(&missing);
-        let outcome =
-            self.span.ready(&again, &self.block.home()).and_then(|()| self.back(&pool, &missing, &again));
-        let new = match outcome {
-            Ok(new) => new,
-            Err(error) => {
-                self.span.put_back(again);
-                return Err(error);
-            }
-        };
-        self.span.restore(again);
+        let new = pool.back(&self.span, &self.block.home(), self.block.tag(), &missing, None)?;
         let total = missing.len() as u64 * step;
         apart.committed(new, total - new, self.block.tag());
         let (stream, generation) = (self.block.home().raw(), self.block.generation());
@@ -163,28 +152,6 @@ impl<T: Pod> Reserved<T> {
             apart.note(generation, address, step, Ownership::Live { stream, generation });
         }
         Ok(())
-    }
-
-    /// Puts new memory behind those of `missing` that are not in `again`. The bytes.
-    fn back(&self, pool: &Inner, missing: &[u64], again: &[Leaving]) -> Result<u64> {
-        let known: BTreeSet<u64> =
-            again.iter().flat_map(|leaving| &leaving.slots).map(|(slot, _)| *slot).collect();
-        let new: Vec<u64> = missing.iter().copied().filter(|slot| !known.contains(slot)).collect();
-        let step = self.span.slot;
-        let bytes = new.len() as u64 * step;
-        if new.is_empty() {
-            return Ok(0);
-        }
-        pool.with_room(bytes, self.block.tag(), |funds| {
-            // All of it or nothing, so that a refusal is one of the whole need.
-            let mut paid = funds.charge(bytes).map_err(NoHandle::Budget)?;
-            let mut parts = Vec::with_capacity(new.len());
-            for (&slot, charge) in new.iter().zip(std::iter::from_fn(|| paid.split(step))) {
-                parts.push((slot, pool.apart.handle(charge, ExportTypes::NONE)?));
-            }
-            pool.apart.map(&self.span, parts).map_err(NoHandle::Driver)
-        })?;
-        Ok(bytes)
     }
 
     /// Commits the first `len` elements.
@@ -235,7 +202,7 @@ impl<T: Pod> Reserved<T> {
                 owner,
             );
         }
-        self.span.leave(slots, Owned::ends(&home), uses);
+        self.span.leave(slots, smallvec![Owned::ends(&home)], uses);
         apart.leave(&self.span);
         Ok(bytes)
     }

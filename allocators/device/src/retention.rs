@@ -128,12 +128,13 @@ impl DevicePool {
 impl Inner {
     /// Gives back what is free until no more than `keep` bytes are held, but for the warm reserve.
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
-        let gone = self.apart.reap()?;
+        let mut gone = self.apart.reap()?;
         let homes = self.homes();
         self.look(&homes)?;
         let asked = keep < self.held();
         if asked {
             self.retention.forget();
+            gone += self.lodgings.trim()?;
         }
         let keep = keep.saturating_sub(self.apart.held().now()).max(self.retention.reserve());
         let given = self.give_back(&homes, keep.min(self.retention.keep(live(&homes))))?;
@@ -145,7 +146,7 @@ impl Inner {
 
     /// The same for somebody who is short of memory, whom the warm reserve does not stop.
     pub(crate) fn press(&self, keep: u64) -> Result<u64> {
-        let gone = self.apart.reap()?;
+        let gone = self.apart.reap()? + self.lodgings.trim()?;
         let homes = self.homes();
         self.look(&homes)?;
         let given = self.give_back(&homes, keep.saturating_sub(self.apart.held().now()))?;

@@ -1,11 +1,18 @@
 //! Room for what has addresses of its own.
 
+use super::Span;
 use crate::{
     chain::Progress,
     physical::handle::{Funds, NoHandle},
     pool::Inner,
 };
-use aquifer_core::{MemoryError, Result, Tag};
+use aquifer_core::{MemoryError, Reservation, Result, Tag};
+use aquifer_driver::ExportTypes;
+use aquifer_stream::Timeline;
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, Mutex},
+};
 
 impl Inner {
     /// Calls `take` for `wanted` bytes until it has them, making room in between: what has left and what caches hold goes
@@ -17,17 +24,28 @@ impl Inner {
         &self,
         wanted: u64,
         tag: Tag,
+        take: impl FnMut(Funds<'_>) -> Result<T, NoHandle>,
+    ) -> Result<T> {
+        self.with_room_of(wanted, tag, None, take)
+    }
+
+    /// The same, drawing from `reserved` first.
+    fn with_room_of<T>(
+        &self,
+        wanted: u64,
+        tag: Tag,
+        reserved: Option<&Mutex<Reservation>>,
         mut take: impl FnMut(Funds<'_>) -> Result<T, NoHandle>,
     ) -> Result<T> {
-        let mut attempt =
-            |progress: &mut Progress<'_>| match take(Funds { budget: self.budget(), reserved: None }) {
-                Ok(taken) => Ok(Some(taken)),
-                Err(no) if no.is_out_of_memory() => {
-                    progress.refused = Some(no);
-                    Ok(None)
-                }
-                Err(no) => Err(no.into_error(self.info.device)),
-            };
+        let mut attempt = |progress: &mut Progress<'_>| match take(Funds { budget: self.budget(), reserved })
+        {
+            Ok(taken) => Ok(Some(taken)),
+            Err(no) if no.is_out_of_memory() => {
+                progress.refused = Some(no);
+                Ok(None)
+            }
+            Err(no) => Err(no.into_error(self.info.device)),
+        };
         let mut progress = Progress::default();
         let taken = self.insist(wanted, None, &mut progress, |progress| {
             if let Some(taken) = attempt(progress)? {
@@ -44,5 +62,62 @@ impl Inner {
             Some(taken) => Ok(taken),
             None => Err(MemoryError::OutOfMemory(Box::new(self.explain(wanted, None, progress)))),
         }
+    }
+    /// Puts memory behind all of `missing`, slots of a span, ascending: what was about to leave there, of which `home` waits
+    /// for other streams' uses, and new handles. Answers with the bytes that are new. Makes room as
+    /// [`Inner::with_room`] does.
+    ///
+    /// # Errors
+    /// As [`Inner::with_room`]; [`MemoryError::Busy`] where an open use is left of what was about to leave. Nothing has
+    /// changed then.
+    pub(crate) fn back(
+        &self,
+        span: &Arc<Span>,
+        home: &Timeline,
+        tag: Tag,
+        missing: &[u64],
+        reserved: Option<&Mutex<Reservation>>,
+    ) -> Result<u64> {
+        let again = span.take_again(missing);
+        let known: BTreeSet<u64> =
+            again.iter().flat_map(|leaving| &leaving.slots).map(|(slot, _)| *slot).collect();
+        let new: Vec<u64> = missing.iter().copied().filter(|slot| !known.contains(slot)).collect();
+        let outcome = span.ready(&again, home).and_then(|()| self.back_anew(span, tag, &new, reserved));
+        match outcome {
+            Ok(()) => {
+                span.restore(again);
+                Ok(new.len() as u64 * span.slot)
+            }
+            Err(error) => {
+                if !again.is_empty() {
+                    span.put_back(again);
+                    // Somebody may have found nothing there that was to go.
+                    self.apart.leave(span);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn back_anew(
+        &self,
+        span: &Arc<Span>,
+        tag: Tag,
+        slots: &[u64],
+        reserved: Option<&Mutex<Reservation>>,
+    ) -> Result<()> {
+        if slots.is_empty() {
+            return Ok(());
+        }
+        let (step, wanted) = (span.slot, slots.len() as u64 * span.slot);
+        self.with_room_of(wanted, tag, reserved, |funds| {
+            // All of it or nothing, so that a refusal is one of the whole need.
+            let mut paid = funds.charge(wanted).map_err(NoHandle::Budget)?;
+            let mut parts = Vec::with_capacity(slots.len());
+            for (&slot, charge) in slots.iter().zip(std::iter::from_fn(|| paid.split(step))) {
+                parts.push((slot, self.apart.handle(charge, ExportTypes::NONE)?));
+            }
+            self.apart.map(span, parts).map_err(NoHandle::Driver)
+        })
     }
 }

@@ -4,7 +4,10 @@
 use super::Apart;
 use crate::{
     block::UntilFree,
-    physical::handle::{Handle, Held},
+    physical::{
+        commons::{self, Past},
+        handle::{Handle, Held},
+    },
 };
 use aquifer_core::{Charge, DeviceId, DriverError, MemoryError, Result};
 use aquifer_driver::Driver;
@@ -32,8 +35,8 @@ pub(crate) enum Memory {
 /// Slots whose owner has let go of them.
 pub(crate) struct Leaving {
     pub(crate) slots: Vec<(u64, Memory)>,
-    /// The epoch of the home stream that covers its work there; `None` where there was none.
-    pub(crate) until: Option<(Arc<Timeline>, u64)>,
+    /// What covers the work of the streams that it belonged to; nothing where there was none.
+    pub(crate) until: Past,
     /// Uses by other streams.
     pub(crate) uses: Vec<Noted>,
     until_free: UntilFree,
@@ -74,8 +77,7 @@ struct State {
 impl Leaving {
     /// Whether the host has seen all of its work done. Makes no driver call.
     fn is_over(&self) -> bool {
-        self.until.as_ref().is_none_or(|(timeline, epoch)| timeline.is_done(*epoch))
-            && self.uses.iter().all(Noted::is_done)
+        commons::is_done(&self.until) && self.uses.iter().all(Noted::is_done)
     }
 
     /// The streams and epochs of its work, but for uses that are still open.
@@ -158,6 +160,17 @@ impl Span {
         self.state().mapped.values().map(|memory| memory.charged(self.slot)).sum()
     }
 
+    /// Bytes that are still charged though their owner has let go of them.
+    pub(crate) fn leaving_bytes(&self) -> u64 {
+        let state = self.state();
+        state
+            .leaving
+            .iter()
+            .flat_map(|leaving| &leaving.slots)
+            .map(|(_, memory)| memory.charged(self.slot))
+            .sum()
+    }
+
     /// Runs of mapped slots, as addresses and bytes.
     pub(crate) fn ranges(&self) -> Vec<(u64, u64)> {
         let runs = self.runs();
@@ -192,7 +205,7 @@ impl Span {
                 let (_, stuck, _) = self.take_down(memory.collect());
                 let bytes = stuck.iter().map(|(_, memory)| memory.charged(self.slot)).sum();
                 if !stuck.is_empty() {
-                    self.add_leaving(stuck, None, Vec::new());
+                    self.add_leaving(stuck, Past::new(), Vec::new());
                 }
                 Err((error, bytes))
             }
@@ -226,8 +239,8 @@ impl Span {
     /// that are not done.
     pub(crate) fn ready(&self, again: &[Leaving], home: &Timeline) -> Result<()> {
         for leaving in again {
-            if leaving.until.is_none() {
-                // It leaves because something failed after it was mapped, perhaps this.
+            if leaving.until.is_empty() {
+                // It may leave because something failed after it was mapped, perhaps this.
                 let opened = self.open(leaving.slots.iter().map(|(slot, _)| *slot));
                 opened.map_err(|e| MemoryError::driver(self.device, e))?;
             }
@@ -240,31 +253,26 @@ impl Span {
     }
 
     /// Puts slots among those that leave.
-    pub(crate) fn add_leaving(
-        &self,
-        slots: Vec<(u64, Memory)>,
-        until: Option<(Arc<Timeline>, u64)>,
-        uses: Vec<Noted>,
-    ) {
+    pub(crate) fn add_leaving(&self, slots: Vec<(u64, Memory)>, until: Past, uses: Vec<Noted>) {
         self.state().leaving.push(Leaving { slots, until, uses, until_free: None });
     }
 
-    /// The mapped slots of a range leave. The slots.
-    pub(crate) fn leave(&self, slots: Range<u64>, until: (Arc<Timeline>, u64), uses: Vec<Noted>) {
+    /// The mapped slots of a range leave.
+    pub(crate) fn leave(&self, slots: Range<u64>, until: Past, uses: Vec<Noted>) {
         let mut state = self.state();
         let rest = state.mapped.split_off(&slots.end);
         let these = state.mapped.split_off(&slots.start);
         state.mapped.extend(rest);
         let slots = these.into_iter().collect();
-        state.leaving.push(Leaving { slots, until: Some(until), uses, until_free: None });
+        state.leaving.push(Leaving { slots, until, uses, until_free: None });
     }
 
     /// All that is mapped leaves, and the addresses with it.
-    pub(super) fn leave_whole(&self, until: (Arc<Timeline>, u64), uses: Vec<Noted>, until_free: UntilFree) {
+    pub(crate) fn leave_whole(&self, until: Past, uses: Vec<Noted>, until_free: UntilFree) {
         let mut state = self.state();
         state.closed = true;
         let slots = std::mem::take(&mut state.mapped).into_iter().collect();
-        state.leaving.push(Leaving { slots, until: Some(until), uses, until_free });
+        state.leaving.push(Leaving { slots, until, uses, until_free });
     }
 
     /// The addresses go when nothing is mapped there any more.

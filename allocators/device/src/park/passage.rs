@@ -1,0 +1,225 @@
+//! The way of a tag's blocks to the host and back.
+
+use super::{
+    Elsewhere, Park, ParkReport, ResumeReport,
+    lodging::{Lodging, Phase, State},
+    saved::{self, Piece},
+};
+use crate::{
+    physical::commons::Past,
+    pool::{Inner, deadline},
+};
+use aquifer_core::{MemoryError, Result};
+use aquifer_driver::Ownership;
+use aquifer_heap::Range;
+use aquifer_stream::{Stream, Timeline};
+use std::{
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+/// What the copies came to.
+struct Copied {
+    pieces: Vec<Piece>,
+    took: Duration,
+}
+
+impl State {
+    /// Bytes of the live blocks, as they are held and as they were asked for.
+    fn live(&self) -> (u64, u64) {
+        self.blocks
+            .values()
+            .fold((0, 0), |(bytes, requested), lodger| (bytes + lodger.bytes, requested + lodger.requested))
+    }
+
+    /// Lets go of claimed slots in which no block lives.
+    fn vacate_empty(&mut self, lodging: &Lodging) {
+        let grid = lodging.grid();
+        let lives = |slot: &u64| self.lives_in(Range { start: grid.base + slot * grid.slot, len: grid.slot });
+        let empty: Vec<u64> = self.claimed.iter().copied().filter(|slot| !lives(slot)).collect();
+        let _ = self.vacate(&empty, grid, |_| true);
+    }
+
+    /// Keeps those of `pieces` that hold something of a live block. The others.
+    fn keep(&mut self, pieces: Vec<Piece>) -> Vec<Piece> {
+        let (kept, over) = pieces.into_iter().partition(|piece| piece.ranges().any(|r| self.lives_in(r)));
+        self.saved = kept;
+        over
+    }
+
+    /// Tells whoever checks that nothing may touch the live blocks.
+    fn note_parked(&self, lodging: &Lodging) {
+        for (&address, lodger) in &self.blocks {
+            lodging.apart.note(lodger.generation, address, lodger.bytes, Ownership::Free);
+        }
+    }
+
+    /// Tells whoever checks that the live blocks have memory again: that `on` writes it, or nobody, and they are as new.
+    fn note_backed(&self, lodging: &Lodging, on: Option<&Stream>) {
+        for (&address, lodger) in &self.blocks {
+            let (generation, home) = (lodger.generation, lodger.home.raw());
+            let live = Ownership::Live { stream: on.map_or(home, Stream::raw), generation };
+            lodging.apart.note(generation, address, lodger.bytes, live);
+        }
+    }
+}
+
+impl Lodging {
+    /// Takes the memory of all blocks away, with what is in it saved as `how` says.
+    pub(super) fn park(&self, how: &Park) -> Result<ParkReport> {
+        let began = Instant::now();
+        let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
+        let until = how.deadline.or_else(|| deadline(pool.config.wait));
+        let work = self.shut(until)?;
+        match self.save(&pool, how, &work, until) {
+            Ok(copied) => Ok(self.take_away(&pool, copied, began)),
+            Err(error) => {
+                self.open();
+                Err(error)
+            }
+        }
+    }
+
+    /// Waits for all work on the blocks, and copies what is in them.
+    fn save(
+        &self,
+        pool: &Inner,
+        how: &Park,
+        work: &[(Arc<Timeline>, u64)],
+        until: Option<Instant>,
+    ) -> Result<Copied> {
+        for (timeline, epoch) in work {
+            if !timeline.wait(*epoch, until)? {
+                return Err(MemoryError::TimedOut);
+            }
+        }
+        let began = Instant::now();
+        let ranges = self.state().live_ranges();
+        let pieces = match &how.host {
+            Some(host) if !ranges.is_empty() => saved::save(&pool.streams().lease()?, host, &ranges)?,
+            _ => Vec::new(),
+        };
+        Ok(Copied { pieces, took: began.elapsed() })
+    }
+
+    /// Gives the memory back to the driver: nothing uses it, and nothing will. What the driver refuses to unmap stays, and
+    /// is not in the way.
+    fn take_away(&self, pool: &Inner, copied: Copied, began: Instant) -> ParkReport {
+        let mut report = ParkReport::of(self.tag);
+        report.copying = copied.took;
+        let (over, dropped, held) = {
+            let mut state = self.state();
+            let over = state.settle(&self.apart, true);
+            let (bytes, requested) = state.live();
+            self.apart.lodged_parked(bytes, requested, self.tag);
+            (report.blocks, report.parked) = (state.blocks.len() as u64, bytes);
+            state.note_parked(self);
+            state.tell(&self.apart);
+            state.vacate_empty(self);
+            let dropped = state.keep(copied.pieces);
+            report.saved = state.saved.iter().map(Piece::bytes).sum();
+            let held = self.span.charged_bytes();
+            self.apart.lodged_left(held);
+            self.span.leave(0..u64::MAX, Past::new(), Vec::new());
+            state.phase = Phase::Parked;
+            (over, dropped, held)
+        };
+        drop(dropped);
+        self.complete(over);
+        let (_, refused) = self.apart.take_down(&self.span);
+        // Somebody else may have unmapped some of it meanwhile: what counts is what is left.
+        let stuck = self.span.leaving_bytes();
+        report.released = held.saturating_sub(stuck);
+        report.kept = Elsewhere { refused: stuck, refusal: refused.err(), shared: pool.held_by(self.tag) };
+        report.took = began.elapsed();
+        report
+    }
+
+    /// Brings the memory of all blocks back, with what was in it. Does nothing for blocks that are awake.
+    pub(super) fn resume(&self, until: Option<Instant>) -> Result<ResumeReport> {
+        let began = Instant::now();
+        let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
+        let mut report = ResumeReport::of(self.tag);
+        let (slots, ranges, pieces) = {
+            let mut state = self.state();
+            match state.phase {
+                Phase::Awake => return Ok(report),
+                Phase::Parking | Phase::Resuming => return Err(MemoryError::Parked { tag: self.tag }),
+                Phase::Parked => state.phase = Phase::Resuming,
+            }
+            state.vacate_empty(self);
+            let slots: Vec<u64> = state.claimed.iter().copied().collect();
+            (slots, state.live_ranges(), std::mem::take(&mut state.saved))
+        };
+        report.taken = slots.len() as u64 * self.span.slot;
+        match self.bring_back(&pool, &slots, &ranges, &pieces, until, &mut report) {
+            Ok(()) => {
+                let mut state = self.state();
+                let (bytes, requested) = state.live();
+                self.apart.lodged_resumed(bytes, requested, self.tag);
+                report.blocks = state.blocks.len() as u64;
+                state.wake(&self.apart);
+                drop(state);
+                report.took = began.elapsed();
+                Ok(report)
+            }
+            Err(error) => {
+                let dropped = {
+                    let mut state = self.state();
+                    state.tell(&self.apart);
+                    state.phase = Phase::Parked;
+                    state.keep(pieces)
+                };
+                drop(dropped);
+                Err(error)
+            }
+        }
+    }
+
+    fn bring_back(
+        &self,
+        pool: &Inner,
+        slots: &[u64],
+        ranges: &[Range],
+        pieces: &[Piece],
+        until: Option<Instant>,
+        report: &mut ResumeReport,
+    ) -> Result<()> {
+        let stream = pool.streams().lease()?;
+        let new = self.back_by(pool, &stream, slots, until)?;
+        let bytes = slots.len() as u64 * self.span.slot;
+        self.apart.lodged_backed(new, bytes - new);
+        self.state().note_backed(self, (!pieces.is_empty()).then_some(&stream));
+        let began = Instant::now();
+        match saved::restore(&stream, pieces, ranges) {
+            Ok(copied) => {
+                (report.restored, report.copying) = (copied, began.elapsed());
+                Ok(())
+            }
+            Err(error) => {
+                self.state().note_parked(self);
+                self.apart.lodged_left(bytes);
+                self.span.leave(0..u64::MAX, Past::new(), Vec::new());
+                // A refusal is tried again by whoever reaps next, or what is there is used by the next resume.
+                let _ = self.apart.take_down(&self.span);
+                Err(error)
+            }
+        }
+    }
+
+    /// Puts memory behind all of `slots`, or none. Waits in line for the budget until the deadline, if there is one and
+    /// nothing else makes room.
+    fn back_by(&self, pool: &Inner, stream: &Stream, slots: &[u64], until: Option<Instant>) -> Result<u64> {
+        let back = |reserved| pool.back(&self.span, stream.timeline(), self.tag, slots, reserved);
+        match back(None) {
+            Err(MemoryError::OutOfMemory(refused)) if until.is_some() && refused.refused.is_some() => {
+                let bytes = slots.len() as u64 * self.span.slot;
+                match pool.budget().reserve_by(bytes, until) {
+                    Ok(reserved) => back(Some(&Mutex::new(reserved))),
+                    Err(_) => Err(MemoryError::OutOfMemory(refused)),
+                }
+            }
+            outcome => outcome,
+        }
+    }
+}

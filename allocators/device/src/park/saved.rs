@@ -1,0 +1,168 @@
+//! What was in parked blocks, in host memory.
+#![expect(unsafe_code, reason = "copies between a device and memory of a caller's allocator")]
+
+use allocator_api2::alloc::Allocator;
+use aquifer_core::{MemoryError, Result, SystemError};
+use aquifer_heap::Range;
+use aquifer_stream::Stream;
+use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
+
+/// Bytes of host memory that are asked for at once, unless less is left to save: long enough for a copy to run at the speed
+/// of the link, short enough for a pool of pinned memory to have somewhere.
+const PIECE: u64 = 64 << 20;
+/// Where that is refused, halves of it are asked for, down to this.
+const SMALLEST: u64 = 1 << 20;
+/// A cache line.
+const ALIGN: usize = 64;
+/// What an allocator's refusal is called, which says nothing itself.
+const REFUSED: SystemError = SystemError { call: "Allocator::allocate", errno: 12 };
+
+/// Host memory that any thread may take and give back.
+pub(super) type Host = Arc<dyn Allocator + Send + Sync>;
+
+/// Host memory that holds parts of parked blocks.
+pub(super) struct Piece {
+    host: HostBytes,
+    parts: Vec<Part>,
+}
+
+/// A range of device addresses, and where in the piece its contents are.
+struct Part {
+    range: Range,
+    at: u64,
+}
+
+struct HostBytes {
+    start: NonNull<u8>,
+    layout: Layout,
+    from: Host,
+}
+
+// SAFETY: 1. the memory is this value's alone, and the allocator may be called from any thread.
+unsafe impl Send for HostBytes {}
+
+impl HostBytes {
+    fn new(from: &Host, bytes: u64) -> Option<Self> {
+        let layout = Layout::from_size_align(usize::try_from(bytes).ok()?, ALIGN).ok()?;
+        let start = from.allocate(layout).ok()?.cast();
+        Some(Self { start, layout, from: from.clone() })
+    }
+}
+
+impl Drop for HostBytes {
+    fn drop(&mut self) {
+        // SAFETY: 1. from this allocator, with this layout, and given back once. No copy touches it any more: `save` and
+        // `restore` wait for theirs.
+        unsafe { self.from.deallocate(self.start, self.layout) }
+    }
+}
+
+impl Piece {
+    /// The device addresses whose contents it holds.
+    pub(super) fn ranges(&self) -> impl Iterator<Item = Range> {
+        self.parts.iter().map(|part| part.range)
+    }
+
+    /// Whether it holds something of a range.
+    pub(super) fn touches(&self, range: Range) -> bool {
+        self.ranges().any(|own| own.start < range.end() && range.start < own.end())
+    }
+
+    /// Bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.host.layout.size() as u64
+    }
+}
+
+/// Copies `ranges` to memory of `host`. Each piece is asked for while the copies into those before it run. Blocks until all
+/// of them are done, and then nothing of it is in use if it fails.
+///
+/// No work that writes the ranges may be left anywhere, and `stream` is the caller's alone.
+///
+/// # Errors
+/// [`MemoryError::System`] if the allocator refuses; the driver's.
+pub(super) fn save(stream: &Stream, host: &Host, ranges: &[Range]) -> Result<Vec<Piece>> {
+    let mut left: u64 = ranges.iter().map(|range| range.len).sum();
+    let mut ranges = ranges.iter().copied();
+    let (mut rest, mut most) = (Range { start: 0, len: 0 }, PIECE);
+    let mut pieces = Vec::new();
+    let copied = stream.scope(|_| {
+        while left > 0 {
+            let Some(host) = HostBytes::new(host, left.min(most)) else {
+                if most <= SMALLEST {
+                    return Err(MemoryError::System(REFUSED));
+                }
+                most /= 2;
+                continue;
+            };
+            let (bytes, start) = (host.layout.size() as u64, host.start);
+            let (mut parts, mut at) = (Vec::new(), 0);
+            while at < bytes {
+                if rest.len == 0 {
+                    let Some(next) = ranges.next() else { break };
+                    rest = next;
+                }
+                let range = Range { start: rest.start, len: rest.len.min(bytes - at) };
+                parts.push(Part { range, at });
+                at += range.len;
+                rest = Range { start: range.end(), len: rest.len - range.len };
+            }
+            left -= bytes;
+            // Before a copy is queued: they all outlive the scope, which waits.
+            pieces.push(Piece { host, parts });
+            let parts = pieces.last().map_or(&[][..], |piece| &piece.parts);
+            for Part { range, at } in parts {
+                let _calling = stream.timeline().calling()?;
+                // SAFETY: 1. `at` and as many bytes lie in the piece; it lives until the scope has waited, and the range's
+                // memory until the caller takes it away. 2. the caller's: nothing else uses either.
+                let queued = unsafe {
+                    let to = start.add(*at as usize);
+                    stream.driver().copy_to_host(stream.raw(), to, range.start, range.len as usize)
+                };
+                queued.map_err(|e| MemoryError::driver(stream.device(), e))?;
+            }
+        }
+        Ok(())
+    });
+    copied??;
+    Ok(pieces)
+}
+
+/// Copies back what `pieces` hold of `ranges`, which lie apart and ascend. Blocks until it is there. The bytes.
+///
+/// Nothing else may touch the ranges, and `stream` is the caller's alone.
+///
+/// # Errors
+/// The driver's. The pieces are as they were.
+pub(super) fn restore(stream: &Stream, pieces: &[Piece], ranges: &[Range]) -> Result<u64> {
+    let copied = stream.scope(|_| {
+        let mut bytes = 0;
+        for (piece, part) in pieces.iter().flat_map(|piece| piece.parts.iter().map(move |part| (piece, part)))
+        {
+            let first = ranges.partition_point(|range| range.end() <= part.range.start);
+            let within = ranges[first..].iter().take_while(|range| range.start < part.range.end());
+            for range in within {
+                let start = range.start.max(part.range.start);
+                let end = range.end().min(part.range.end());
+                let at = part.at + (start - part.range.start);
+                let _calling = stream.timeline().calling()?;
+                // SAFETY: 1. what lies within the part lies within the piece, which outlives the scope; the range has
+                // memory. 2. the caller's: nothing else uses either.
+                let queued = unsafe {
+                    let from = piece.host.start.add(at as usize);
+                    stream.driver().copy_to_device(stream.raw(), start, from, (end - start) as usize)
+                };
+                queued.map_err(|e| MemoryError::driver(stream.device(), e))?;
+                bytes += end - start;
+            }
+        }
+        Ok(bytes)
+    });
+    copied?
+}
+
+impl fmt::Debug for Piece {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Piece").field("bytes", &self.bytes()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,598 @@
+//! Parked memory: gone from the device and from the budget, kept on the host, back at the same addresses.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(unsafe_code, reason = "parks what nobody is about to use")]
+
+mod support;
+
+use allocator_api2::alloc::{AllocError, Allocator, Global};
+use aquifer_core::{DeviceId, MemoryError, OutOfMemory, Tag};
+use aquifer_device::{DeviceBuffer, Park, ParkReport, Parkable, Request};
+use aquifer_driver::{
+    Access, Call, CaptureMode, Operand,
+    sim::{DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
+};
+use aquifer_stream::{Launch, Stream};
+use std::{
+    alloc::Layout,
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+use support::{MIB, Rig, read};
+
+const SLOT: u64 = 4 * MIB;
+
+fn tag() -> Tag {
+    Tag::named("sleeper")
+}
+
+/// A pool whose parkable memory comes in slots of 4 MiB.
+fn rig(limit_mib: u64) -> Rig {
+    Rig::on(Sim::h200(1), limit_mib, |config| {
+        config.handle_bytes = SLOT;
+        config.wait = Duration::from_millis(100);
+    })
+}
+
+fn park(rig: &Rig, how: Park) -> Result<ParkReport, MemoryError> {
+    // SAFETY: 1. and 2. each test says what it has queued before, and queues nothing meanwhile but what is refused.
+    unsafe { rig.pool.park(tag(), how) }
+}
+
+fn saved() -> Park {
+    Park::save_in(Global)
+}
+
+/// What block `n` holds at `at`.
+fn pattern(n: usize, at: usize) -> u8 {
+    (n * 31 + at * 7 + (at >> 9)) as u8
+}
+
+fn filled(stream: &Stream, parkable: &Parkable, n: usize, bytes: usize) -> DeviceBuffer<u8> {
+    let mut buffer = parkable.buffer(stream, bytes).unwrap();
+    let contents: Vec<u8> = (0..bytes).map(|at| pattern(n, at)).collect();
+    stream.scope(|c| c.upload(&contents, &mut buffer)).unwrap().unwrap();
+    buffer
+}
+
+#[track_caller]
+fn assert_filled(stream: &Stream, buffer: &DeviceBuffer<u8>, n: usize) {
+    let back = read(stream, buffer);
+    let wrong = back.iter().enumerate().position(|(at, &byte)| byte != pattern(n, at));
+    assert_eq!(wrong, None, "block {n}");
+}
+
+fn address(buffer: &DeviceBuffer<u8>) -> u64 {
+    buffer.range().address
+}
+
+/// Blocks of many sizes, some of which share slots and some of which span several.
+const SIZES: [usize; 9] = [1, 512, 700, 3 << 20, 513, 9 << 20, 4096, (4 << 20) - 512, 100_000];
+
+fn several(stream: &Stream, parkable: &Parkable) -> Vec<DeviceBuffer<u8>> {
+    SIZES.iter().enumerate().map(|(n, &bytes)| filled(stream, parkable, n, bytes)).collect()
+}
+
+/// Fails the test where anything is left of the pool.
+#[track_caller]
+fn assert_nothing_left(rig: &Rig) {
+    rig.pool.trim(0).unwrap();
+    let stats = rig.pool.stats();
+    assert_eq!((stats.physical, stats.live, stats.cached, stats.pending, stats.blocks), (0, 0, 0, 0, 0));
+    assert_eq!((stats.requested, rig.budget.used()), (0, 0));
+    rig.assert_silent();
+}
+
+#[test]
+fn what_is_parked_is_gone_from_the_device_and_comes_back_byte_for_byte_where_it_was() {
+    let rig = rig(64);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let all = several(&s, &parkable);
+    let addresses: Vec<u64> = all.iter().map(address).collect();
+    let before = rig.pool.stats();
+    let (live, held) = (before.live, before.physical);
+    assert_eq!(live, SIZES.iter().map(|&b| (b as u64).next_multiple_of(512)).sum::<u64>());
+    assert_eq!((before.live + before.cached, rig.budget.used()), (held, held));
+    for _ in 0..3 {
+        let report = park(&rig, saved()).unwrap();
+        assert_eq!((report.blocks, report.parked, report.saved), (9, live, live));
+        assert_eq!((report.released, report.kept.refused, report.kept.shared), (held, 0, 0));
+        let parked = rig.pool.stats();
+        assert_eq!((rig.budget.used(), parked.physical, parked.live, parked.cached), (0, 0, 0, 0));
+        assert_eq!((parked.requested, parked.blocks), (0, 9));
+        assert_eq!(rig.sim.driver().memory_info(DeviceId(0)).unwrap().free, {
+            let info = rig.sim.driver().memory_info(DeviceId(0)).unwrap();
+            info.total
+        });
+
+        let report = rig.pool.resume(tag(), None).unwrap();
+        assert_eq!((report.blocks, report.restored), (9, live));
+        let resumed = rig.pool.stats();
+        assert_eq!((resumed.live, resumed.requested, resumed.blocks), (live, before.requested, 9));
+        assert_eq!((resumed.live + resumed.cached, rig.budget.used()), (report.taken, report.taken));
+        assert!(report.taken <= held, "slots in which nothing lives do not come back");
+        assert_eq!(all.iter().map(address).collect::<Vec<_>>(), addresses);
+        all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
+    }
+    drop((all, parkable));
+    assert_nothing_left(&rig);
+}
+
+#[test]
+fn what_is_dropped_with_the_park_takes_no_host_memory_and_its_addresses_can_be_written_again() {
+    let rig = rig(64);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let mut buffer = filled(&s, &parkable, 1, 6 << 20);
+    let report = park(&rig, Park::discard()).unwrap();
+    assert_eq!((report.saved, report.released, rig.budget.used()), (0, 8 * MIB, 0));
+    assert_eq!(rig.sim.driver().calls().get(Call::CopyToHost), 0);
+    let report = rig.pool.resume(tag(), None).unwrap();
+    assert_eq!((report.restored, report.taken), (0, 8 * MIB));
+    s.fill(&mut buffer, 9).unwrap();
+    assert!(read(&s, &buffer).iter().all(|&byte| byte == 9));
+    rig.assert_silent();
+}
+
+#[test]
+fn every_use_of_a_parked_block_is_refused_and_says_whose_it_is() {
+    let rig = rig(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let mut a = filled(&s, &parkable, 0, 4096);
+    let mut b = rig.bytes(&s, 4096);
+    let block = parkable.alloc(&s, Request::bytes(100)).unwrap();
+    park(&rig, saved()).unwrap();
+    let parked = Some(MemoryError::Parked { tag: tag() });
+    for on in [&s, &u] {
+        assert_eq!(block.prepare(on, Access::Read).err(), parked);
+        assert_eq!(block.record_use(on, Access::Read).err(), parked);
+        assert_eq!(block.order(on.raw(), None, Access::Read).err(), parked);
+        assert_eq!(Launch::on(on).reads(&b).reads(&block).preflight().err(), parked);
+        assert_eq!(on.fill(&mut a, 0).err(), parked);
+        assert_eq!(on.copy(&a, &mut b).err(), parked);
+        assert_eq!(on.copy(&b, &mut a).err(), parked);
+        let mut host = vec![0; 4096];
+        assert_eq!(on.scope(|c| c.download(&a, &mut host)).unwrap().err(), parked);
+        assert_eq!(on.scope(|c| c.upload(&host, &mut a)).unwrap().err(), parked);
+        assert_eq!(parkable.alloc(on, Request::bytes(1)).err(), parked);
+    }
+    assert_eq!(park(&rig, saved()).err(), parked, "twice");
+    assert!(parkable.is_parked());
+    // A launch that was refused has left nothing noted of its other operands.
+    s.fill(&mut b, 1).unwrap();
+    rig.pool.resume(tag(), None).unwrap();
+    assert!(!parkable.is_parked());
+    block.prepare(&u, Access::Write).unwrap().finish().unwrap();
+    u.copy(&a, &mut b).unwrap();
+    assert_filled(&s, &b, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_kernel_that_uses_the_bare_address_of_a_parked_block_is_reported() {
+    let rig = rig(64);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let buffer = filled(&s, &parkable, 0, 4096);
+    let range = buffer.range();
+    s.synchronize().unwrap();
+    park(&rig, saved()).unwrap();
+    let _ = rig.sim.launch(s.raw(), Kernel::new("stale").reads(range, None));
+    let kinds: Vec<_> = rig.sim.take_violations().iter().map(|v| v.kind).collect();
+    assert!(
+        kinds.contains(&ViolationKind::Unmapped) || kinds.contains(&ViolationKind::UseAfterFree),
+        "{kinds:?}"
+    );
+}
+
+#[test]
+fn a_prepared_use_refuses_the_park_and_changes_nothing_and_queued_work_is_waited_for() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 64, |config| {
+        config.handle_bytes = SLOT;
+        config.wait = Duration::from_millis(20);
+    });
+    let (s, u) = (rig.stream(), rig.stream());
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let mut first: DeviceBuffer<u8> = parkable.buffer(&s, 4096).unwrap();
+    let second: DeviceBuffer<u8> = parkable.buffer(&s, 4096).unwrap();
+    let block = parkable.alloc(&s, Request::bytes(512)).unwrap();
+    s.fill(&mut first, 5).unwrap();
+    let used = block.prepare(&u, Access::Write).unwrap();
+    assert_eq!(park(&rig, saved()), Err(MemoryError::Busy { address: block.address() }));
+    s.fill(&mut first, 6).unwrap();
+    used.finish().unwrap();
+    // Nobody runs the device's work, so it is not done by the deadline, on the home stream or another.
+    let held = rig.budget.used();
+    assert_eq!(park(&rig, saved().by(Instant::now())), Err(MemoryError::TimedOut));
+    rig.sim.run_all();
+    u.copy(&first, &mut parkable.buffer::<u8>(&u, 4096).unwrap()).unwrap();
+    assert_eq!(park(&rig, saved()), Err(MemoryError::TimedOut));
+    assert_eq!((rig.budget.used(), rig.sim.driver().calls().get(Call::Unmap)), (held, 0));
+    s.fill(&mut first, 7).unwrap();
+    assert_eq!(rig.sim.driver().calls().get(Call::CopyToHost), 0);
+    rig.sim.run_all();
+    park(&rig, saved()).unwrap();
+    rig.pool.resume(tag(), None).unwrap();
+    let mut back = vec![0; 4096];
+    s.scope(|c| c.download(&first, &mut back)).unwrap().unwrap();
+    assert_eq!(back, vec![7; 4096]);
+    drop(second);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_use_that_outlived_its_block_refuses_the_park_until_it_is_finished() {
+    let rig = rig(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let kept = filled(&s, &parkable, 3, 1000);
+    let block = parkable.alloc(&s, Request::bytes(512)).unwrap();
+    let (used, address) = (block.prepare(&u, Access::Write).unwrap(), block.address());
+    drop(block);
+    assert_eq!(parkable.stats().pending, 512);
+    assert_eq!(park(&rig, saved()), Err(MemoryError::Busy { address }));
+    used.finish().unwrap();
+    assert_eq!(park(&rig, saved()).unwrap().blocks, 1);
+    rig.pool.resume(tag(), None).unwrap();
+    assert_filled(&s, &kept, 3);
+    assert_eq!(parkable.stats().pending, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn other_tags_keep_what_they_have_and_allocate_meanwhile() {
+    let rig = rig(256);
+    let s = rig.stream();
+    let other = Tag::named("other tag");
+    let (mine, theirs) = (rig.pool.parkable(tag()).unwrap(), rig.pool.parkable(other).unwrap());
+    let all = several(&s, &mine);
+    let lodged = filled(&s, &theirs, 20, 3 << 20);
+    let cached = rig.pool.alloc(&s, Request::bytes(5 * MIB).tag(other)).unwrap();
+    let own = rig.pool.alloc(&s, Request::bytes(1000).tag(tag())).unwrap();
+    let stop = Arc::new(AtomicBool::new(false));
+    let workers: Vec<_> = (0..3)
+        .map(|n| {
+            let (pool, stop, theirs) = (rig.pool.clone(), stop.clone(), theirs.clone());
+            thread::spawn(move || {
+                let stream = pool.stream().unwrap();
+                let mut rounds = 0u64;
+                while !stop.load(Ordering::Relaxed) || rounds < 50 {
+                    let mut cached: DeviceBuffer<u8> = pool.buffer(&stream, 10_000 + n).unwrap();
+                    let mut lodged: DeviceBuffer<u8> = theirs.buffer(&stream, 70_000 + n).unwrap();
+                    stream.fill(&mut cached, n as u8).unwrap();
+                    stream.fill(&mut lodged, n as u8).unwrap();
+                    assert!(read(&stream, &lodged).iter().all(|&byte| byte == n as u8));
+                    rounds += 1;
+                }
+            })
+        })
+        .collect();
+    for _ in 0..5 {
+        let report = park(&rig, saved()).unwrap();
+        assert_eq!(report.kept.shared, 1000, "what lies in a cache is no parkable block");
+        assert_eq!(mine.stats().physical, 0);
+        rig.pool.resume(tag(), None).unwrap();
+        all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
+    }
+    stop.store(true, Ordering::Relaxed);
+    workers.into_iter().for_each(|worker| worker.join().unwrap());
+    assert_filled(&s, &lodged, 20);
+    drop((all, lodged, cached, own, mine, theirs));
+    let violations = rig.sim.violations();
+    assert!(violations.is_empty(), "{}", violations[0]);
+}
+
+#[test]
+fn a_parked_block_may_be_dropped_and_its_bytes_go_from_the_host_and_do_not_come_back() {
+    #[derive(Clone, Default)]
+    struct Counting(Arc<AtomicUsize>);
+    // SAFETY: 1. as the global allocator's, whose answers these are.
+    unsafe impl Allocator for Counting {
+        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            self.0.fetch_add(layout.size(), Ordering::Relaxed);
+            Global.allocate(layout)
+        }
+        unsafe fn deallocate(&self, start: NonNull<u8>, layout: Layout) {
+            self.0.fetch_sub(layout.size(), Ordering::Relaxed);
+            // SAFETY: 1. the caller's.
+            unsafe { Global.deallocate(start, layout) }
+        }
+    }
+    let rig = rig(512);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    // Two pieces of host memory: the first block fills one and a part of the other.
+    let large = filled(&s, &parkable, 0, 65 << 20);
+    let mut small: Vec<_> = (1..4).map(|n| filled(&s, &parkable, n, 1 << 20)).collect();
+    let host = Counting::default();
+    park(&rig, Park::save_in(host.clone())).unwrap();
+    let bytes = || host.0.load(Ordering::Relaxed) as u64;
+    assert_eq!(bytes(), 68 * MIB);
+    drop(large);
+    assert_eq!(bytes(), 4 * MIB, "the piece that others share stays");
+    drop(small.remove(1));
+    let report = rig.pool.resume(tag(), None).unwrap();
+    assert_eq!((report.blocks, report.restored, bytes()), (2, 2 * MIB, 0));
+    assert_eq!(report.taken, rig.budget.used());
+    assert!(report.taken <= 2 * SLOT, "{}", report.taken);
+    assert_filled(&s, &small[0], 1);
+    assert_filled(&s, &small[1], 3);
+    park(&rig, Park::save_in(host.clone())).unwrap();
+    small.clear();
+    assert_eq!(bytes(), 0);
+    assert_eq!(rig.pool.resume(tag(), None).unwrap().taken, 0);
+    drop(parkable);
+    assert_nothing_left(&rig);
+}
+
+#[test]
+fn a_tag_that_has_nothing_parks_nothing_and_what_is_awake_is_not_resumed() {
+    let rig = rig(64);
+    let unknown = park(&rig, saved()).unwrap();
+    assert_eq!((unknown.blocks, unknown.released, unknown.kept.shared), (0, 0, 0));
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    assert_eq!(park(&rig, saved()).unwrap().released, 0);
+    assert_eq!(rig.pool.resume(tag(), None).unwrap().taken, 0);
+    assert_eq!(rig.pool.resume(tag(), None).unwrap().taken, 0);
+    let s = rig.stream();
+    let buffer = filled(&s, &parkable, 1, 4096);
+    assert_eq!(rig.pool.resume(tag(), None).unwrap().blocks, 0);
+    assert_filled(&s, &buffer, 1);
+    rig.assert_silent();
+}
+
+#[test]
+fn what_others_have_taken_meanwhile_refuses_the_resume_until_they_give_it_back() {
+    let rig = rig(32);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let buffer = filled(&s, &parkable, 2, 20 << 20);
+    park(&rig, saved()).unwrap();
+    let training = rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap();
+    let refused = |deadline| match rig.pool.resume(tag(), deadline) {
+        Err(MemoryError::OutOfMemory(told)) => *told,
+        other => panic!("{other:?}"),
+    };
+    let OutOfMemory { requested, .. } = refused(None);
+    assert_eq!(requested, 20 * MIB);
+    refused(Some(Instant::now() + Duration::from_millis(5)));
+    assert!(parkable.is_parked());
+    assert_eq!(rig.budget.used(), 16 * MIB, "all or nothing");
+    // Whoever waits in line has it when it comes back.
+    let waiter = {
+        let pool = rig.pool.clone();
+        thread::spawn(move || pool.resume(tag(), Some(Instant::now() + Duration::from_secs(60))))
+    };
+    while rig.budget.waiting() == 0 {
+        thread::yield_now();
+    }
+    drop(training);
+    rig.pool.trim(0).unwrap();
+    assert_eq!(waiter.join().unwrap().unwrap().taken, 20 * MIB);
+    assert_filled(&s, &buffer, 2);
+    // What lies idle in caches makes room by itself.
+    park(&rig, saved()).unwrap();
+    drop(rig.pool.alloc(&s, Request::bytes(16 * MIB)).unwrap());
+    rig.pool.resume(tag(), None).unwrap();
+    assert_filled(&s, &buffer, 2);
+    rig.assert_silent();
+}
+
+#[test]
+fn each_call_that_the_driver_refuses_leaves_the_blocks_awake_or_parked_and_the_next_try_succeeds() {
+    const REFUSED: u32 = 999;
+    let calls = [
+        Call::CopyToHost,
+        Call::CopyToDevice,
+        Call::HandleCreate,
+        Call::Map,
+        Call::SetAccess,
+        Call::Unmap,
+        Call::EventCreate,
+        Call::EventRecord,
+        Call::EventQuery,
+        Call::EventSynchronize,
+        Call::StreamCreate,
+        Call::StreamSynchronize,
+        Call::StreamQuery,
+    ];
+    for call in calls {
+        for nth in 1..5 {
+            let rig = rig(64);
+            let (s, u) = (rig.stream(), rig.stream());
+            let parkable = rig.pool.parkable(tag()).unwrap();
+            let all = several(&s, &parkable);
+            all[3].slice(0..1).unwrap().order(u.raw(), None, Access::Read).unwrap();
+            let addresses: Vec<u64> = all.iter().map(address).collect();
+            let held = rig.budget.used();
+            rig.sim.fail(call, nth, REFUSED);
+            match park(&rig, saved()) {
+                Ok(report) => {
+                    assert_eq!(report.released + report.kept.refused, held);
+                    assert_eq!(report.kept.refusal.is_some(), report.kept.refused > 0, "{call:?} {nth}");
+                    assert_eq!(rig.budget.used(), report.kept.refused);
+                }
+                Err(error) => {
+                    assert!(matches!(error, MemoryError::Driver(_)), "{error:?}");
+                    assert_eq!((parkable.is_parked(), rig.budget.used()), (false, held));
+                    assert_eq!(rig.sim.driver().calls().get(Call::Unmap), 0);
+                    all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
+                    park(&rig, saved()).unwrap();
+                }
+            }
+            match rig.pool.resume(tag(), None) {
+                Ok(_) => {}
+                Err(error) => {
+                    assert!(matches!(error, MemoryError::Driver(_)), "{error:?}");
+                    assert!(parkable.is_parked());
+                    rig.pool.resume(tag(), None).unwrap();
+                }
+            }
+            rig.sim.clear_failures();
+            assert_eq!(all.iter().map(address).collect::<Vec<_>>(), addresses);
+            all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
+            drop((all, parkable));
+            assert_nothing_left(&rig);
+        }
+    }
+}
+
+#[test]
+fn an_allocator_that_has_only_small_memory_is_asked_for_less_and_one_that_has_none_refuses() {
+    #[derive(Clone)]
+    struct UpTo(usize);
+    // SAFETY: 1. as the global allocator's, whose answers these are.
+    unsafe impl Allocator for UpTo {
+        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            if layout.size() > self.0 { Err(AllocError) } else { Global.allocate(layout) }
+        }
+        unsafe fn deallocate(&self, start: NonNull<u8>, layout: Layout) {
+            // SAFETY: 1. the caller's.
+            unsafe { Global.deallocate(start, layout) }
+        }
+    }
+    let rig = rig(64);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let all = several(&s, &parkable);
+    let refused = park(&rig, Park::save_in(UpTo(1000)));
+    assert!(matches!(refused, Err(MemoryError::System(_))), "{refused:?}");
+    all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
+    park(&rig, Park::save_in(UpTo(2 << 20))).unwrap();
+    rig.pool.resume(tag(), None).unwrap();
+    all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_capture_refuses_the_park_and_stays_whole() {
+    let rig = rig(64);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let mut buffer = filled(&s, &parkable, 0, 4096);
+    s.fill(&mut buffer, 1).unwrap();
+    rig.sim.begin_capture(s.raw(), CaptureMode::Global).unwrap();
+    let refused = park(&rig, saved());
+    assert!(matches!(refused, Err(MemoryError::Capturing { .. })), "{refused:?}");
+    rig.sim.end_capture(s.raw()).unwrap();
+    park(&rig, saved()).unwrap();
+    rig.pool.resume(tag(), None).unwrap();
+    rig.assert_silent();
+}
+
+#[test]
+fn a_device_that_is_lost_ends_parked_memory_without_a_trace() {
+    for parked in [false, true] {
+        let rig = rig(64);
+        let s = rig.stream();
+        let parkable = rig.pool.parkable(tag()).unwrap();
+        let all = several(&s, &parkable);
+        if parked {
+            park(&rig, saved()).unwrap();
+        }
+        rig.sim.lose_device(DeviceId(0));
+        let lost = Some(MemoryError::DeviceLost { device: DeviceId(0) });
+        if parked {
+            assert_eq!(rig.pool.resume(tag(), None).err(), lost);
+            assert!(parkable.is_parked());
+        } else {
+            assert_eq!(park(&rig, saved()).err(), lost);
+            assert!(!parkable.is_parked());
+        }
+        let Rig { sim, pool, budget } = rig;
+        drop((all, parkable, s));
+        drop(pool);
+        assert_eq!(budget.used(), 0, "{parked}");
+        let violations = sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+    }
+}
+
+#[test]
+fn a_pool_that_closes_leaves_parked_blocks_parked_and_they_end_in_any_order() {
+    for parkable_first in [true, false] {
+        let Rig { sim, pool, budget } = rig(64);
+        let s = pool.stream().unwrap();
+        let parkable = pool.parkable(tag()).unwrap();
+        let mut all = several(&s, &parkable);
+        // SAFETY: 1. and 2. nothing is about to be queued.
+        unsafe { pool.park(tag(), saved()) }.unwrap();
+        if parkable_first {
+            drop(parkable);
+            drop(pool);
+        } else {
+            drop(pool);
+            drop(parkable);
+        }
+        assert_eq!(budget.used(), 0);
+        assert_eq!(s.fill(&mut all[0], 1), Err(MemoryError::Parked { tag: tag() }));
+        all.swap_remove(2);
+        drop((all, s));
+        assert_eq!((budget.used(), sim.outstanding().is_empty()), (0, true), "{:?}", sim.outstanding());
+        let violations = sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+    }
+}
+
+#[test]
+fn devices_that_cannot_map_say_so() {
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    let rig = Rig::on(Sim::new(config), 64, |_| ());
+    let unsupported = |refused: Option<MemoryError>| matches!(refused, Some(MemoryError::Unsupported { .. }));
+    assert!(unsupported(rig.pool.parkable(tag()).err()));
+    assert!(unsupported(park(&rig, saved()).err()));
+}
+
+#[test]
+fn nearly_all_of_eight_gibibytes_of_weights_and_cache_goes_in_few_calls() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 100 << 10, |_| ());
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let mut blocks = Vec::new();
+    // Norms and biases, matrices, and a cache.
+    for layer in 0..64 {
+        for bytes in [16 << 10, 16 << 10, 30 << 20, 20 << 20, (12 << 20) + 4096 * layer] {
+            blocks.push(parkable.alloc(&s, Request::bytes(bytes)).unwrap());
+        }
+    }
+    blocks.push(parkable.alloc(&s, Request::bytes(4 << 30)).unwrap());
+    let live: u64 = blocks.iter().map(aquifer_device::Block::capacity).sum();
+    let held = rig.pool.stats().physical;
+    assert!(live * 100 >= held * 95, "{live} of {held}");
+    let report = park(&rig, Park::discard()).unwrap();
+    assert_eq!((report.released, report.parked, rig.pool.stats().physical), (held, live, 0));
+    let driver = rig.sim.driver();
+    let calls = driver.calls();
+    assert!(calls.get(Call::Unmap) <= 2, "{}", calls.get(Call::Unmap));
+    assert_eq!(calls.get(Call::HandleRelease), held / (32 * MIB));
+    rig.assert_silent();
+}
+
+#[test]
+fn parkable_memory_is_used_again_and_given_back_when_nothing_lives_in_it() {
+    let rig = rig(16);
+    let (s, u) = (rig.stream(), rig.stream());
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let first = filled(&s, &parkable, 0, 3 << 20);
+    let there = address(&first);
+    drop(first);
+    // The stream that freed it has it at once, another when it is done.
+    let again = filled(&s, &parkable, 1, 3 << 20);
+    assert_eq!((address(&again), rig.budget.used()), (there, 4 * MIB));
+    drop(again);
+    let third = filled(&u, &parkable, 2, 3 << 20);
+    assert_eq!((address(&third), rig.budget.used()), (there, 4 * MIB));
+    drop(third);
+    // All of the budget's is to be had by the caches, once they are short.
+    let stable = rig.pool.alloc_stable(&s, Request::bytes(16 * MIB)).unwrap();
+    assert_eq!((rig.budget.used(), parkable.stats().physical), (16 * MIB, 0));
+    drop((stable, parkable));
+    assert_nothing_left(&rig);
+}
