@@ -147,6 +147,16 @@ impl Budget {
         Ok(Charge::granted(self.node, bytes))
     }
 
+    /// As [`Budget::charge`], by this priority instead of the budget's own.
+    ///
+    /// # Errors
+    /// As [`Budget::charge`].
+    #[inline]
+    pub fn charge_as(&self, bytes: u64, priority: i32) -> Result<Charge, OutOfBudget> {
+        self.node.take_as(bytes, priority.into())?;
+        Ok(Charge::granted(self.node, bytes))
+    }
+
     /// Takes `bytes` at once to be drawn later, or nothing. Never blocks.
     ///
     /// # Errors
@@ -192,6 +202,14 @@ impl Budget {
     #[must_use]
     pub fn remaining(&self) -> u64 {
         let _inside = self.node.tree.lock.enter();
+        self.node.room(self.node.priority.load(Relaxed))
+    }
+
+    /// As [`Budget::remaining`], from figures that are read one after another while others move them, without the tree's
+    /// lock: for whoever compares many budgets, and charges one of them afterwards, which decides.
+    #[inline]
+    #[must_use]
+    pub fn estimate(&self) -> u64 {
         self.node.room(self.node.priority.load(Relaxed))
     }
 

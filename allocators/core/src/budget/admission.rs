@@ -42,23 +42,34 @@ impl Node {
     #[inline]
     pub(super) fn take(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
         let inside = self.tree.lock.enter();
-        if self.take_easily(bytes) { Ok(()) } else { self.take_slowly(inside, bytes) }
+        if self.take_easily(bytes) {
+            return Ok(());
+        }
+        self.take_slowly(inside, bytes, self.priority.load(Relaxed))
+    }
+
+    /// The same by another priority than the node's own.
+    #[inline]
+    pub(super) fn take_as(&'static self, bytes: u64, priority: i64) -> Result<(), OutOfBudget> {
+        let inside = self.tree.lock.enter();
+        if self.take_easily(bytes) { Ok(()) } else { self.take_slowly(inside, bytes, priority) }
     }
 
     #[cold]
-    fn take_slowly(&'static self, inside: Inside<'_>, bytes: u64) -> Result<(), OutOfBudget> {
-        let Err(refused) = self.take_inside(inside, bytes) else { return Ok(()) };
+    fn take_slowly(&'static self, inside: Inside<'_>, bytes: u64, priority: i64) -> Result<(), OutOfBudget> {
+        let Err(refused) = self.take_inside(inside, bytes, priority) else { return Ok(()) };
         let tree = self.tree;
-        tree.insist(refused, self.path().count(), || self.take_inside(tree.lock.enter(), bytes))
+        tree.insist(refused, self.path().count(), || self.take_inside(tree.lock.enter(), bytes, priority))
     }
 
     /// As [`Node::take`], without taking back what leases hold.
     pub(super) fn take_now(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
-        self.take_inside(self.tree.lock.enter(), bytes).map_err(|(_, refusal)| refusal)
+        let priority = self.priority.load(Relaxed);
+        self.take_inside(self.tree.lock.enter(), bytes, priority).map_err(|(_, refusal)| refusal)
     }
 
-    fn take_inside(&'static self, inside: Inside<'_>, bytes: u64) -> Result<(), Refused> {
-        self.admit(bytes, self.priority.load(Relaxed))?;
+    fn take_inside(&'static self, inside: Inside<'_>, bytes: u64, priority: i64) -> Result<(), Refused> {
+        self.admit(bytes, priority)?;
         let crossed = self.add(bytes);
         drop(inside);
         if crossed {

@@ -133,6 +133,14 @@ impl Reservation {
         })
     }
 
+    /// Puts back what was drawn and not used; hands it back untouched if it is of another budget.
+    ///
+    /// # Errors
+    /// The charge.
+    pub fn put_back(&mut self, drawn: Charge) -> Result<(), Charge> {
+        self.rest.merge(drawn)
+    }
+
     /// Bytes not drawn yet.
     #[must_use]
     pub fn remaining(&self) -> u64 {

@@ -268,6 +268,8 @@ pub struct Waiting {
     budget: Budget,
     bytes: u64,
     deadline: Option<Instant>,
+    /// Instead of the budget's own.
+    priority: Option<i32>,
     stage: Stage,
 }
 
@@ -295,6 +297,12 @@ impl Waiting {
         self
     }
 
+    /// Stands in line by this priority instead of the budget's own.
+    pub fn with_priority(mut self, priority: i32) -> Self {
+        self.priority = Some(priority);
+        self
+    }
+
     fn line(&self) -> &'static Line {
         &self.budget.node.tree.line
     }
@@ -305,11 +313,9 @@ impl Waiting {
     }
 
     fn begin(&mut self, waker: &Waker) -> Poll<Result<Charge, OutOfBudget>> {
-        match self.budget.charge(self.bytes) {
-            Ok(charge) => {
-                self.stage = Stage::Over;
-                return Poll::Ready(Ok(charge));
-            }
+        let priority = self.priority.map_or_else(|| self.budget.node.priority.load(Relaxed), i64::from);
+        match self.budget.node.take_as(self.bytes, priority) {
+            Ok(()) => return self.finish(Ok(())),
             Err(refusal) if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) => {
                 return self.finish(Err(refusal));
             }
@@ -323,7 +329,6 @@ impl Waiting {
             waker: Some(waker.clone()),
             answer: None,
         };
-        let priority = self.budget.node.priority.load(Relaxed);
         let line = self.line();
         let (place, told) = line.with(|queue| {
             let place = (Reverse(priority), queue.next);
@@ -362,8 +367,11 @@ impl Waiting {
         }
     }
 
-    /// Waits on this thread. With no lock held.
-    pub(super) fn block(mut self) -> Result<Charge, OutOfBudget> {
+    /// Waits on this thread, as [`Budget::charge_by`] does. With no lock held.
+    ///
+    /// # Errors
+    /// As [`Budget::charge_by`].
+    pub fn wait(mut self) -> Result<Charge, OutOfBudget> {
         let parked = Arc::new(Parked { bed: Bed::new(), woken: AtomicBool::new(false) });
         let waker = Waker::from(Arc::clone(&parked));
         let mut context = Context::from_waker(&waker);
@@ -446,12 +454,12 @@ impl Budget {
             Some(deadline) => waiting.until(deadline),
             None => waiting,
         }
-        .block()
+        .wait()
     }
 
     /// As [`Budget::charge_by`], by a future.
     pub fn charge_async(&self, bytes: u64) -> Waiting {
-        Waiting { budget: self.clone(), bytes, deadline: None, stage: Stage::New }
+        Waiting { budget: self.clone(), bytes, deadline: None, priority: None, stage: Stage::New }
     }
 
     /// Ends the waits in this budget's whole tree whose deadline is not after `now`, those that are not polled too: for
