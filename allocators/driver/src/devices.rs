@@ -1,7 +1,25 @@
 //! What devices there are and what they can do.
 
 use crate::{DeviceId, ExportTypes, Result};
-use std::fmt::Debug;
+use std::{
+    fmt::Debug,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+/// Devices that were seen to be lost.
+static LOSSES: AtomicU64 = AtomicU64::new(0);
+
+/// How many devices, of all drivers of the process, have been [seen to be lost](Devices::is_lost) so far. Whoever has
+/// seen a count has to ask the drivers again only when it has changed.
+#[must_use]
+pub fn losses() -> u64 {
+    LOSSES.load(Ordering::Acquire)
+}
+
+/// A device is seen to be lost, and its driver says so from now on.
+pub(crate) fn count_loss() {
+    LOSSES.fetch_add(1, Ordering::AcqRel);
+}
 
 /// What a device is and can do. Read once, at the driver's word.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -93,6 +111,10 @@ pub trait Devices: Debug + Send + Sync {
     /// # Errors
     /// The driver's.
     fn driver_version(&self) -> Result<u32>;
+
+    /// Whether any call for the device has answered with a [sticky error](crate::DriverError::is_device_lost) so far. Makes
+    /// no call: a loss that nobody has met yet is not known.
+    fn is_lost(&self, device: DeviceId) -> bool;
 
     /// Waits for everything queued on the device (`cuCtxSynchronize`). Blocks.
     ///

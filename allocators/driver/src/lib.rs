@@ -46,7 +46,7 @@ pub mod sim;
 pub use aquifer_core::{DeviceId, DriverError};
 pub use calls::{Call, CallCounts};
 pub use copies::{Copies, Pattern, Pitched, Rows};
-pub use devices::{DeviceInfo, Devices, MemoryInfo};
+pub use devices::{DeviceInfo, Devices, MemoryInfo, losses};
 pub use events::Events;
 pub use foreign::{External, Foreign};
 pub use handles::{PhysicalHandle, PoolHandle, RawEvent, RawStream};

@@ -7,8 +7,11 @@ use super::{
     codes::{self, answer},
     table::Table,
 };
-use crate::{Call, DeviceId, Result};
-use std::sync::OnceLock;
+use crate::{Call, DeviceId, DriverError, Result, devices::count_loss};
+use std::sync::{
+    OnceLock,
+    atomic::{AtomicBool, Ordering},
+};
 
 /// A device's primary context: the one that the CUDA runtime, cudarc and every other library of the process share.
 ///
@@ -19,16 +22,31 @@ pub(super) struct Primary {
     device: i32,
     /// The context, once retained; never 0.
     context: OnceLock<u64>,
+    /// A call has answered with a sticky error.
+    lost: AtomicBool,
 }
 
 impl Primary {
     pub(super) fn new(device: i32) -> Self {
-        Self { device, context: OnceLock::new() }
+        Self { device, context: OnceLock::new(), lost: AtomicBool::new(false) }
     }
 
     /// The driver's number for the device.
     pub(super) fn device(&self) -> i32 {
         self.device
+    }
+
+    /// Whether a call has answered with a sticky error.
+    pub(super) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    /// An error of a call: a sticky one is noted.
+    #[cold]
+    fn note(&self, error: &DriverError) {
+        if error.is_device_lost() && !self.lost.swap(true, Ordering::AcqRel) {
+            count_loss();
+        }
     }
 
     /// Whether the context has been taken.
@@ -115,17 +133,24 @@ impl CudaDriver {
     /// Counts a call and makes it, in a device's context.
     pub(super) fn call(&self, call: Call, device: DeviceId, make: impl FnOnce(&Table) -> u32) -> Result<()> {
         self.calls.add(call);
-        let _bound = self.bind(device)?;
-        answer(call.name(), make(&self.table))
+        let _bound = self.bind(device).inspect_err(|error| self.note(device, error))?;
+        answer(call.name(), make(&self.table)).inspect_err(|error| self.note(device, error))
+    }
+
+    #[cold]
+    fn note(&self, device: DeviceId, error: &DriverError) {
+        if let Ok(primary) = self.primary(device) {
+            primary.note(error);
+        }
     }
 
     /// The same for a question whose answer may be "not yet".
     pub(super) fn ask(&self, call: Call, device: DeviceId, make: impl FnOnce(&Table) -> u32) -> Result<bool> {
         self.calls.add(call);
-        let _bound = self.bind(device)?;
+        let _bound = self.bind(device).inspect_err(|error| self.note(device, error))?;
         match make(&self.table) {
             codes::NOT_READY => Ok(false),
-            code => answer(call.name(), code).map(|()| true),
+            code => answer(call.name(), code).map(|()| true).inspect_err(|error| self.note(device, error)),
         }
     }
 

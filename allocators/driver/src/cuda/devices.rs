@@ -137,6 +137,10 @@ impl Devices for CudaDriver {
         Ok(version.unsigned_abs())
     }
 
+    fn is_lost(&self, device: DeviceId) -> bool {
+        self.primary(device).is_ok_and(Primary::is_lost)
+    }
+
     fn device_synchronize(&self, device: DeviceId) -> Result<()> {
         self.call(Call::DeviceSynchronize, device, |table| {
             // SAFETY: 1. takes nothing; waits for the context that is current.

@@ -101,7 +101,12 @@ impl Shared {
         }
         let mut state = self.lock();
         if let Some(code) = state.faults.meet(call) {
-            return Err(at(call)(code));
+            let error = at(call)(code);
+            let there = device.and_then(|device| state.devices.get_mut(device.0 as usize));
+            if let Some(there) = there.filter(|_| error.is_device_lost()) {
+                there.is_told_lost();
+            }
+            return Err(error);
         }
         if let Some(device) = device {
             state.device(device).map_err(at(call))?;

@@ -19,7 +19,7 @@ use super::{
     values::Values,
     violation::{Finding, Reports},
 };
-use crate::{DeviceId, DeviceInfo, RawStream};
+use crate::{DeviceId, DeviceInfo, RawStream, devices::count_loss};
 use std::{
     collections::{HashMap, VecDeque},
     panic::Location,
@@ -37,6 +37,8 @@ pub(crate) struct Device {
     pub(crate) taken: u64,
     /// The code that every call answers with, once the device is lost.
     pub(crate) lost: Option<u32>,
+    /// A call has answered with a sticky error.
+    pub(crate) seen_lost: bool,
     /// The place of its legacy stream, once used.
     pub(crate) legacy: Option<usize>,
 }
@@ -83,10 +85,24 @@ pub(crate) struct State {
     pub(crate) faults: Faults,
 }
 
+impl Device {
+    /// A call answers with a sticky error.
+    pub(crate) fn is_told_lost(&mut self) {
+        if !std::mem::replace(&mut self.seen_lost, true) {
+            count_loss();
+        }
+    }
+}
+
 impl State {
     pub(crate) fn new(config: SimConfig, store: Store) -> Self {
-        let devices =
-            config.infos().into_iter().map(|info| Device { info, taken: 0, lost: None, legacy: None });
+        let devices = config.infos().into_iter().map(|info| Device {
+            info,
+            taken: 0,
+            lost: None,
+            seen_lost: false,
+            legacy: None,
+        });
         let mut components = Components::default();
         let hosts = (0..config.host_agents.max(1)).map(|agent| {
             let (slot, clock) = components.lease(Agent::Host { agent }, &Clock::default());
@@ -132,7 +148,10 @@ impl State {
     pub(crate) fn device(&mut self, device: DeviceId) -> Result<&mut Device, Refused> {
         let device = self.devices.get_mut(device.0 as usize).ok_or(codes::INVALID_DEVICE)?;
         match device.lost {
-            Some(code) => Err(code),
+            Some(code) => {
+                device.is_told_lost();
+                Err(code)
+            }
             None => Ok(device),
         }
     }

@@ -40,6 +40,10 @@ impl Devices for Shared {
         Ok(state.config.driver_version)
     }
 
+    fn is_lost(&self, device: DeviceId) -> bool {
+        self.lock().devices.get(device.0 as usize).is_some_and(|device| device.seen_lost)
+    }
+
     fn device_synchronize(&self, device: DeviceId) -> Result<()> {
         let call = Call::DeviceSynchronize;
         let mut state = self.enter(call, Some(device))?;
