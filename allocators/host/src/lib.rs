@@ -7,6 +7,7 @@
 //! | [`region`] | pinned pieces of memory, step by step with a fall-back for each |
 //! | [`pool`] | pinned memory by the block: [`PinnedPool`], [`PinnedAllocator`], [`PinnedBuf`] |
 //! | [`staging`] | moving memory that is not pinned, and files: [`Stager`] |
+//! | [`clock`] | the time, cheaply |
 //! | [`kernel`] | the system calls that the rest is made of, and a plan of failures for them |
 //!
 //! Pinned memory that is had the plain way, by `cuMemHostAlloc`, comes at 2–3.5 GB/s and lies on the node of the thread
@@ -15,6 +16,7 @@
 //! memory policies, no driver at all) the next best is taken, and the [`RegionReport`](region::RegionReport) says so.
 //!
 //! Everything runs without a GPU: memory is pageable then, and says that it is.
+pub mod clock;
 pub mod kernel;
 pub mod pool;
 pub mod region;

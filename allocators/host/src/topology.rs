@@ -245,6 +245,14 @@ impl Topology {
         self.nodes.iter().filter(|node| fits(node)).min_by_key(far)
     }
 
+    /// The node whose CPU the calling thread runs on now (`getcpu`, without entering the kernel); it may be moved at any time.
+    /// `None` where nodes are hidden or the CPU is none of theirs.
+    #[must_use]
+    pub fn node_of_caller(&self) -> Option<NodeId> {
+        let cpu = u32::try_from(nix::sched::sched_getcpu().ok()?).ok()?;
+        self.nodes.iter().find(|node| node.cpus.contains(cpu)).map(|node| node.id)
+    }
+
     /// The CPUs of a node that the process may run on, read now: control groups change and CPUs come and go.
     ///
     /// # Errors
