@@ -20,7 +20,7 @@ use crate::{
 use aquifer_core::{
     __opaque::Sealed,
     Action, Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
-    budget::Registration,
+    budget::{Holding, Registration},
     event::{self, Ticket},
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, Ownership, site};
@@ -318,6 +318,16 @@ impl DevicePool {
         };
         block.count_for_tag(of_tag);
         Ok(block)
+    }
+
+    /// Bytes that live blocks of this tag hold here. Looks through all caches; never blocks on the driver.
+    #[must_use]
+    pub fn held_by(&self, tag: Tag) -> u64 {
+        let inner = self.inner();
+        let of = |holding: &Holding| if holding.tag == tag { holding.bytes } else { 0 };
+        let cached: u64 =
+            inner.homes().iter().map(|home| home.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>())).sum();
+        cached + inner.apart.holdings().iter().map(of).sum::<u64>()
     }
 
     /// Drops a block, or what holds one, and names the caller's line in what [debugging](crate::Debugging) reports of it

@@ -22,11 +22,15 @@ use crate::{
     block::Asked,
     request::Sensible,
 };
-use aquifer_core::{Action, DeviceId, MemoryError, Result, Tag};
+use aquifer_core::{Action, DeviceId, MemoryError, Reservation, Result, Tag};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, Ownership, RawStream, site};
 use aquifer_stream::{Account, Stream, Tracked};
 use bytemuck::Pod;
-use std::{fmt, ops::Range, sync::Arc};
+use std::{
+    fmt,
+    ops::Range,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 /// A block with a physical handle and addresses of its own, which are never remapped or given to anybody else.
 ///
@@ -86,6 +90,41 @@ impl DevicePool {
     #[track_caller]
     pub fn alloc_stable(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
         let _site = site::enter();
+        self.stable_block(stream, request, None)
+    }
+
+    /// As [`DevicePool::alloc_stable`], with its whole handle drawn from `held` before the budget is asked. Where `held` has
+    /// less, what it lacks is charged and all of it drawn.
+    ///
+    /// # Errors
+    /// As [`DevicePool::alloc_stable`]; `held` is then as it was, but for what others drew.
+    #[track_caller]
+    pub fn alloc_stable_reserved(
+        &self,
+        stream: &Stream,
+        request: Request,
+        held: &Mutex<Reservation>,
+    ) -> Result<StableBlock> {
+        let _site = site::enter();
+        let inside = || held.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = self.inner().apart.rounded(request.checked()?.size());
+        let lacks = bytes.saturating_sub(inside().remaining());
+        let more = if lacks == 0 { None } else { self.budget().charge(lacks).ok() };
+        let topped = more.is_some_and(|more| inside().put_back(more).is_ok());
+        let block = self.stable_block(stream, request, Some(held));
+        if topped && block.is_err() {
+            drop(inside().draw(lacks));
+        }
+        block
+    }
+
+    #[track_caller]
+    fn stable_block(
+        &self,
+        stream: &Stream,
+        request: Request,
+        held: Option<&Mutex<Reservation>>,
+    ) -> Result<StableBlock> {
         let request = request.checked()?;
         self.check_stream(stream)?;
         let inner = self.inner();
@@ -96,8 +135,9 @@ impl DevicePool {
         let of_tag = inner.charge_tag(stream, &request)?;
         apart.reap_quietly();
         let bytes = apart.rounded(request.size());
-        let span = inner
-            .with_room(bytes, request.owner(), |funds| apart.whole(bytes, request.alignment(), funds))?;
+        let span = inner.with_room(bytes, request.owner(), held, |funds| {
+            apart.whole(bytes, request.alignment(), funds)
+        })?;
         let mut stable = self.stable(stream, span, request, false);
         stable.block.count_for_tag(of_tag);
         Ok(stable)

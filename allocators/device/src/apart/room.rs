@@ -15,22 +15,13 @@ use std::{
 };
 
 impl Inner {
-    /// Calls `take` for `wanted` bytes until it has them, making room in between: what has left and what caches hold goes
-    /// back to the driver, then others are asked, then queued work is waited for. The last two block.
+    /// Calls `take`, which draws from `reserved` first, for `wanted` bytes until it has them, making room in between: what
+    /// has left and what caches hold goes back to the driver, then others are asked, then queued work is waited for. The
+    /// last two block.
     ///
     /// # Errors
     /// [`MemoryError::OutOfMemory`] when all of that made no room; the driver's.
     pub(crate) fn with_room<T>(
-        &self,
-        wanted: u64,
-        tag: Tag,
-        take: impl FnMut(Funds<'_>) -> Result<T, NoHandle>,
-    ) -> Result<T> {
-        self.with_room_of(wanted, tag, None, take)
-    }
-
-    /// The same, drawing from `reserved` first.
-    fn with_room_of<T>(
         &self,
         wanted: u64,
         tag: Tag,
@@ -110,7 +101,7 @@ impl Inner {
             return Ok(());
         }
         let (step, wanted) = (span.slot, slots.len() as u64 * span.slot);
-        self.with_room_of(wanted, tag, reserved, |funds| {
+        self.with_room(wanted, tag, reserved, |funds| {
             // All of it or nothing, so that a refusal is one of the whole need.
             let mut paid = funds.charge(wanted).map_err(NoHandle::Budget)?;
             let mut parts = Vec::with_capacity(slots.len());
