@@ -5,7 +5,7 @@ pub mod placement;
 mod runtime;
 pub mod staging;
 
-pub use placement::{Lease, Place, Placer, Policy};
+pub use placement::{Group, Lease, Near, Place, PlaceError, Placer, Placing, Policy};
 pub use runtime::{Runtime, RuntimeBuilder};
 
 pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames, Limit};

@@ -1,6 +1,10 @@
 //! Everything wired together.
 
-use crate::{Placer, Policy, staging};
+use crate::{
+    Placer, Policy,
+    placement::{Fleet, MAX_DEVICES},
+    staging,
+};
 use aquifer_core::{Budget, DeviceId, MemoryError, Result};
 use aquifer_device::{DevicePool, PoolConfig};
 use aquifer_driver::{Driver, sim::Sim};
@@ -10,7 +14,7 @@ use aquifer_host::{
     region::Host,
     topology::{NodeId, Topology},
 };
-use std::{fmt, sync::Arc};
+use std::{fmt, sync::Arc, time::Duration};
 
 /// A driver, a pool for each of its devices, and pinned memory near each.
 ///
@@ -32,7 +36,9 @@ pub struct Runtime {
 
 struct Inner {
     driver: Option<Arc<dyn Driver>>,
-    pools: Arc<[DevicePool]>,
+    /// As they were opened.
+    pools: Vec<DevicePool>,
+    fleet: Arc<Fleet>,
     host: Host,
     /// A pool for each node that some device is near, and first the one for no node in particular.
     pinned: Vec<PinnedPool>,
@@ -41,7 +47,7 @@ struct Inner {
 }
 
 /// How a [`Runtime`] is to be built.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct RuntimeBuilder {
     driver: Option<Arc<dyn Driver>>,
     or_sim: bool,
@@ -51,6 +57,23 @@ pub struct RuntimeBuilder {
     pool: PoolConfig,
     pinned: PinnedConfig,
     topology: Option<Topology>,
+    sampled: Duration,
+}
+
+impl Default for RuntimeBuilder {
+    fn default() -> Self {
+        Self {
+            driver: None,
+            or_sim: false,
+            devices: None,
+            device_budget: None,
+            pinned_budget: None,
+            pool: PoolConfig::default(),
+            pinned: PinnedConfig::default(),
+            topology: None,
+            sampled: Duration::from_millis(100),
+        }
+    }
 }
 
 impl RuntimeBuilder {
@@ -111,6 +134,14 @@ impl RuntimeBuilder {
         self
     }
 
+    /// With the devices' free memory asked of the driver (`cuMemGetInfo`, 3.6 µs a device) by whoever places when the last
+    /// answer is so old, instead of 100 ms. What this process takes and gives counts at once in any case.
+    #[must_use]
+    pub fn sample_every(mut self, interval: Duration) -> Self {
+        self.sampled = interval;
+        self
+    }
+
     /// Opens the driver, reads the machine, and makes the pools. Takes the driver's own time for a context per device,
     /// and little more.
     ///
@@ -133,7 +164,8 @@ impl RuntimeBuilder {
             })?,
         };
         let (host, pinned, near) = pinned_pools(&driver, &pools, topology, self.pinned_budget, &self.pinned)?;
-        let inner = Inner { driver, pools: pools.into(), host, pinned, near };
+        let fleet = Arc::new(Fleet::new(&pools, host.topology.clone(), self.sampled));
+        let inner = Inner { driver, pools, fleet, host, pinned, near };
         Ok(Runtime { inner: Arc::new(inner) })
     }
 }
@@ -155,6 +187,10 @@ fn open_pools(
 ) -> Result<Vec<DevicePool>> {
     let count = driver.device_count().map_err(MemoryError::Driver)?;
     let devices = devices.unwrap_or_else(|| (0..count).map(DeviceId).collect());
+    if devices.len() > MAX_DEVICES {
+        let (name, value) = ("devices", devices.len().to_string());
+        return Err(MemoryError::BadSetting { name, value, expected: "at most 64 of them" });
+    }
     let open = |device: DeviceId| {
         if device.0 >= count {
             return Err(MemoryError::NoDevice { asked: device.0, count });
@@ -228,7 +264,8 @@ impl Runtime {
         Self::builder().driver(driver).build()
     }
 
-    /// The pool of the device at `index` among this runtime's devices.
+    /// The pool of the device at `index` among this runtime's devices: the new one, where a lost device was [put
+    /// back](Placer::restore).
     ///
     /// # Errors
     /// [`MemoryError::NoDevice`].
@@ -237,20 +274,21 @@ impl Runtime {
             asked: u32::try_from(index).unwrap_or(u32::MAX),
             count: u32::try_from(self.inner.pools.len()).unwrap_or(u32::MAX),
         };
-        self.inner.pools.get(index).ok_or_else(missing)
+        self.inner.fleet.pool(index).ok_or_else(missing)
     }
 
-    /// The pool of the device with this ordinal.
+    /// The pool of the device with this ordinal; the new one, where a lost device was put back.
     ///
     /// # Errors
     /// [`MemoryError::NoDevice`].
     pub fn by_ordinal(&self, device: DeviceId) -> Result<&DevicePool> {
         let count = u32::try_from(self.inner.pools.len()).unwrap_or(u32::MAX);
-        let found = self.inner.pools.iter().find(|pool| pool.device() == device);
+        let index = self.inner.pools.iter().position(|pool| pool.device() == device);
+        let found = index.and_then(|index| self.inner.fleet.pool(index));
         found.ok_or(MemoryError::NoDevice { asked: device.0, count })
     }
 
-    /// The pools of all devices.
+    /// The pools of all devices, as they were opened.
     #[must_use]
     pub fn devices(&self) -> &[DevicePool] {
         &self.inner.pools
@@ -288,7 +326,7 @@ impl Runtime {
     /// Picks devices by `policy`.
     #[must_use]
     pub fn placer(&self, policy: Policy) -> Placer {
-        Placer::new(self.inner.pools.clone(), policy)
+        Placer::new(self.inner.fleet.clone(), policy)
     }
 
     /// The driver, if there is one.

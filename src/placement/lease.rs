@@ -1,47 +1,67 @@
 //! Bytes that are held on a device until they are used.
 
+use super::fleet::{Fleet, Member};
 use aquifer_core::{DeviceId, Reservation, Result};
-use aquifer_device::{Block, DeviceBuffer, DevicePool, Request};
+use aquifer_device::{Block, DeviceBuffer, DevicePool, Request, StableBlock};
 use aquifer_stream::Stream;
 use bytemuck::Pod;
-use std::sync::{Mutex, PoisonError};
+use std::{
+    fmt,
+    sync::{Arc, Mutex, PoisonError},
+};
 
 /// Bytes reserved on one device, drawn from by allocations; the rest goes back when this is dropped.
 ///
 /// Blocks drawn from a lease are blocks like any other, and outlive it. A lease counts bytes as its device's budget
 /// does, so a request beside it can never take what it holds; how the bytes lie is not reserved.
-#[derive(Debug)]
+///
+/// It belongs to one generation of its device: when that is lost, all that is asked of the lease is answered by
+/// [`MemoryError::DeviceLost`](aquifer_core::MemoryError::DeviceLost), also when the device has been put back.
 pub struct Lease {
-    pool: DevicePool,
+    fleet: Arc<Fleet>,
+    index: usize,
+    generation: u32,
     held: Mutex<Reservation>,
 }
 
 impl Lease {
-    /// Reserves `bytes` in the pool's budget, asking the pool's caches for what it lacks.
-    pub(crate) fn reserve(pool: &DevicePool, bytes: u64) -> Result<Self> {
-        let budget = pool.budget();
-        let held = match budget.reserve(bytes) {
-            Ok(held) => held,
-            Err(refused) => {
-                // What is cached and done is charged, and can be given up.
-                let keep = pool.stats().physical.saturating_sub(bytes.saturating_sub(refused.remaining));
-                pool.trim(keep)?;
-                budget.reserve(bytes)?
-            }
-        };
-        Ok(Self { pool: pool.clone(), held: Mutex::new(held) })
+    #[inline]
+    pub(super) fn new(fleet: Arc<Fleet>, index: usize, generation: u32, held: Reservation) -> Self {
+        Self { fleet, index, generation, held: Mutex::new(held) }
+    }
+
+    fn member(&self) -> &Member {
+        self.fleet.at(self.index, self.generation)
+    }
+
+    fn usable(&self) -> Result<&DevicePool> {
+        let member = self.member();
+        member.check()?;
+        Ok(&member.pool)
     }
 
     /// The device that was picked.
     #[must_use]
     pub fn device(&self) -> DeviceId {
-        self.pool.device()
+        self.pool().device()
+    }
+
+    /// Its place among the runtime's devices.
+    #[must_use]
+    pub fn index(&self) -> usize {
+        self.index
+    }
+
+    /// The generation of the device that it belongs to.
+    #[must_use]
+    pub fn generation(&self) -> u32 {
+        self.generation
     }
 
     /// Its pool.
     #[must_use]
     pub fn pool(&self) -> &DevicePool {
-        &self.pool
+        &self.member().pool
     }
 
     /// Bytes that are still held.
@@ -53,26 +73,46 @@ impl Lease {
     /// Leases a stream of the device.
     ///
     /// # Errors
-    /// As [`DevicePool::stream`].
+    /// As [`DevicePool::stream`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
     pub fn stream(&self) -> Result<Stream> {
-        self.pool.stream()
+        self.usable()?.stream()
     }
 
     /// A block drawn from what is held. A request for more than that draws the rest and asks the budget.
     ///
     /// # Errors
-    /// As [`DevicePool::alloc`].
+    /// As [`DevicePool::alloc`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
     #[track_caller]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
-        self.pool.alloc_reserved(stream, request, &self.held)
+        self.usable()?.alloc_reserved(stream, request, &self.held)
+    }
+
+    /// A block whose memory never moves, drawn from what is held: a whole physical handle, rounded up to the device's
+    /// granularity. A request for more than is held draws the rest and asks the budget.
+    ///
+    /// # Errors
+    /// As [`DevicePool::alloc_stable`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
+    #[track_caller]
+    pub fn alloc_stable(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
+        self.usable()?.alloc_stable_reserved(stream, request, &self.held)
     }
 
     /// A buffer drawn from what is held.
     ///
     /// # Errors
-    /// As [`DevicePool::alloc`].
+    /// As [`DevicePool::alloc`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
     #[track_caller]
     pub fn buffer<T: Pod>(&self, stream: &Stream, len: usize) -> Result<DeviceBuffer<T>> {
         DeviceBuffer::from_alloc(len, |request| self.alloc(stream, request))
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease")
+            .field("device", &self.device())
+            .field("generation", &self.generation)
+            .field("remaining", &self.remaining())
+            .finish_non_exhaustive()
     }
 }

@@ -1,158 +1,263 @@
-//! What a request asks of a device, and in which order devices are tried.
+//! Which of the devices that satisfy a request is taken: pure functions of what was seen of them.
 
+use super::{Place, hash};
 use aquifer_core::DeviceId;
-
-/// A request for bytes on some device, with hints that are always honoured.
-///
-/// ```
-/// use aquifer::Place;
-/// let place = Place::bytes(6 << 30).min_free(10 << 30).min_compute((9, 0));
-/// assert_eq!(place.size(), 6 << 30);
-/// ```
-#[derive(Clone, PartialEq, Eq, Debug)]
-pub struct Place {
-    bytes: u64,
-    min_free: u64,
-    min_compute: (u32, u32),
-    allowed: Option<Vec<DeviceId>>,
-    excluded: Vec<DeviceId>,
-}
-
-impl Place {
-    /// `bytes` on any device.
-    #[must_use]
-    pub fn bytes(bytes: u64) -> Self {
-        Self { bytes, min_free: 0, min_compute: (0, 0), allowed: None, excluded: Vec::new() }
-    }
-
-    /// Only where so many bytes are free, those asked for among them.
-    #[must_use]
-    pub fn min_free(self, bytes: u64) -> Self {
-        Self { min_free: bytes, ..self }
-    }
-
-    /// Only on devices of this compute capability or later.
-    #[must_use]
-    pub fn min_compute(self, capability: (u32, u32)) -> Self {
-        Self { min_compute: capability, ..self }
-    }
-
-    /// Only on these devices.
-    #[must_use]
-    pub fn only(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { allowed: Some(devices.into_iter().collect()), ..self }
-    }
-
-    /// On none of these devices.
-    #[must_use]
-    pub fn not_on(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { excluded: devices.into_iter().collect(), ..self }
-    }
-
-    /// Bytes asked for.
-    #[must_use]
-    pub fn size(&self) -> u64 {
-        self.bytes
-    }
-
-    /// Whether a device satisfies every hint.
-    #[must_use]
-    pub fn admits(&self, candidate: &Candidate) -> bool {
-        candidate.free >= self.bytes.max(self.min_free)
-            && candidate.compute_capability >= self.min_compute
-            && self.allowed.as_ref().is_none_or(|allowed| allowed.contains(&candidate.device))
-            && !self.excluded.contains(&candidate.device)
-    }
-}
+use std::{cmp::Reverse, fmt, panic::AssertUnwindSafe, sync::Arc, time::Duration};
 
 /// A device as a policy sees it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub struct Candidate {
+#[non_exhaustive]
+pub struct Candidate<'a> {
     /// Its place among the runtime's devices.
     pub index: usize,
     /// Which.
     pub device: DeviceId,
-    /// Bytes that its pool could give: what its budget has left and what its caches hold.
+    /// 1 at first; one more each time the device was [put back](super::Placer::restore) after a loss.
+    pub generation: u32,
+    /// Bytes that its pool could give: what its budget has left, or the driver if that is less, and what its caches hold.
     pub free: u64,
     /// Bytes that its pool may have at all.
     pub total: u64,
     /// Compute capability, major and minor.
     pub compute_capability: (u32, u32),
+    /// The devices whose memory its kernels could reach.
+    pub peers: &'a [DeviceId],
+    /// Its weight under [`Policy::weighted`], else 1.
+    pub weight: u32,
+    /// How far it is from what the request is to be near, under [`Policy::Near`], else 0. Comparable within one request
+    /// only.
+    pub far: u32,
+    /// How long ago the driver was asked for its free memory, and the caches for what they hold. The rest is of this
+    /// moment.
+    pub age: Duration,
 }
 
-/// In which order devices that satisfy a request are tried.
-#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+impl Candidate<'_> {
+    /// A device of which only this is known; fill in the rest.
+    #[must_use]
+    pub fn new(index: usize, device: DeviceId, free: u64, total: u64) -> Self {
+        let (generation, compute_capability, weight) = (1, (0, 0), 1);
+        let (peers, far, age): (&[_], _, _) = (&[], 0, Duration::ZERO);
+        Self { index, device, generation, free, total, compute_capability, peers, weight, far, age }
+    }
+
+    /// Whether its kernels could reach that device's memory.
+    #[inline]
+    #[must_use]
+    pub fn reaches(&self, device: DeviceId) -> bool {
+        self.device == device || self.peers.contains(&device)
+    }
+
+    /// Bytes that cannot be had.
+    #[inline]
+    fn used(&self) -> u64 {
+        self.total.saturating_sub(self.free)
+    }
+}
+
+/// Which of the devices that satisfy a request is taken.
+///
+/// Each is a pure function of what was seen of the devices and, where it says so, of how many requests were placed before.
+/// Ties go to the lowest index.
+#[derive(Clone, Default, Debug)]
 #[non_exhaustive]
 pub enum Policy {
     /// Each in turn.
     RoundRobin,
-    /// The one with the most free bytes first; the lower ordinal among equals.
+    /// The one of which the least part is used.
+    LeastLoaded,
+    /// The one with the most free bytes.
     #[default]
     MostFree,
+    /// The one with the fewest free bytes that are enough, so that large requests find room later.
+    BestFit,
+    /// The one with the highest compute capability; of those the one with the most free bytes.
+    BestCompute,
+    /// In turn, by weights: [`Policy::weighted`].
+    Weighted(Weights),
+    /// The one to which the request's [key](Place::key) belongs, or, where that does not admit, the next for the key.
+    /// Requests without a key go where the most bytes are free.
+    Affinity,
+    /// The one nearest to what the request is to be [near](Place::near); of those the one with the most free bytes.
+    Near,
+    /// By a function of the program: [`Policy::custom`].
+    Custom(Custom),
+}
+
+/// Weights of devices, for [`Policy::Weighted`].
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Weights(Arc<[(DeviceId, u32)]>);
+
+impl Weights {
+    /// The weight of a device: 1 if it was given none.
+    #[must_use]
+    pub fn of(&self, device: DeviceId) -> u32 {
+        self.0.iter().find(|(other, _)| *other == device).map_or(1, |&(_, weight)| weight)
+    }
+}
+
+type Order = dyn Fn(&Place, &[Candidate<'_>]) -> Vec<DeviceId> + Send + Sync;
+
+/// A program's own policy, for [`Policy::Custom`].
+#[derive(Clone)]
+pub struct Custom {
+    pub(super) name: &'static str,
+    order: Arc<Order>,
+}
+
+impl fmt::Debug for Custom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Custom").field(&self.name).finish()
+    }
+}
+
+impl Custom {
+    /// The indices of devices in the order in which they are to be tried. What is not among the candidates, or was named
+    /// before, is passed over. `None` if the function has panicked.
+    pub(super) fn order(&self, place: &Place, candidates: &[Candidate<'_>]) -> Option<Vec<usize>> {
+        let named = std::panic::catch_unwind(AssertUnwindSafe(|| (self.order)(place, candidates))).ok()?;
+        let mut order = Vec::with_capacity(candidates.len());
+        for device in named {
+            let known = candidates.iter().find(|candidate| candidate.device == device);
+            if let Some(index) = known.map(|known| known.index).filter(|index| !order.contains(index)) {
+                order.push(index);
+            }
+        }
+        Some(order)
+    }
 }
 
 impl Policy {
-    /// Puts the candidates in the order in which they are tried: a pure function of its arguments. `turn` counts
-    /// requests, `devices` is how many devices there are in all.
-    pub fn order(self, candidates: &mut [Candidate], turn: usize, devices: usize) {
+    /// In turn, each as often as its weight says: of a device with weight 3 and one with weight 1 the first is taken three
+    /// times of four, and any run of requests keeps close to that. A device that is not listed has weight 1; one with
+    /// weight 0 is taken only where no other admits.
+    #[must_use]
+    pub fn weighted(weights: impl IntoIterator<Item = (DeviceId, u32)>) -> Self {
+        Self::Weighted(Weights(weights.into_iter().collect()))
+    }
+
+    /// By a pure function of the program's own: from the request and the devices that satisfy it to the devices in the
+    /// order in which they are to be tried.
+    ///
+    /// Its answer is checked, never believed: a device that is unknown, does not satisfy the request or is named twice is
+    /// passed over. Where it panics, the request is refused with
+    /// [`PlaceError::PolicyPanicked`](super::PlaceError::PolicyPanicked).
+    ///
+    /// ```
+    /// use aquifer::{Place, Policy, Runtime, sim::Sim};
+    /// let rt = Runtime::on(Sim::h200(3).symbolic().driver())?;
+    /// let last = Policy::custom("last", |_, devices| devices.iter().rev().map(|d| d.device).collect());
+    /// assert_eq!(rt.placer(last).place(&Place::bytes(1))?.device().0, 2);
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    #[must_use]
+    pub fn custom(
+        name: &'static str,
+        order: impl Fn(&Place, &[Candidate<'_>]) -> Vec<DeviceId> + Send + Sync + 'static,
+    ) -> Self {
+        Self::Custom(Custom { name, order: Arc::new(order) })
+    }
+
+    /// The index of the device that is taken, of `candidates` that satisfy `place`, when `turn` requests have been placed
+    /// before on `devices` devices in all. `None` where there are no candidates, or a function of the program's own names
+    /// none of them or panics.
+    #[must_use]
+    pub fn pick(
+        &self,
+        place: &Place,
+        candidates: &[Candidate<'_>],
+        turn: u64,
+        devices: usize,
+    ) -> Option<usize> {
+        match self {
+            Self::Custom(custom) => custom.order(place, candidates)?.first().copied(),
+            _ => self.pick_from(place, candidates.iter().copied(), turn, devices).map(|best| best.index),
+        }
+    }
+
+    /// Whether the number of requests before counts.
+    #[inline]
+    pub(super) fn takes_turns(&self) -> bool {
+        matches!(self, Self::RoundRobin | Self::Weighted(_))
+    }
+
+    /// The same over whatever yields candidates in the order of their indices; of the library's own policies.
+    #[inline]
+    pub(super) fn pick_from<'a, I>(
+        &self,
+        place: &Place,
+        candidates: I,
+        turn: u64,
+        devices: usize,
+    ) -> Option<Candidate<'a>>
+    where
+        I: Iterator<Item = Candidate<'a>> + Clone,
+    {
         match self {
             Self::RoundRobin => {
-                let devices = devices.max(1);
-                let first = turn % devices;
-                candidates.sort_by_key(|c| (c.index + devices - first) % devices);
+                let first = (turn % devices.max(1) as u64) as usize;
+                let after = |c: &Candidate<'a>| {
+                    if c.index >= first { c.index - first } else { c.index + devices - first }
+                };
+                candidates.min_by_key(after)
             }
-            Self::MostFree => candidates.sort_by_key(|c| (std::cmp::Reverse(c.free), c.index)),
+            // As fractions: a/b < c/d where a·d < c·b.
+            Self::LeastLoaded => first_by(candidates, |a, b| {
+                let part =
+                    |c: &Candidate<'a>, of: &Candidate<'a>| u128::from(c.used()) * u128::from(of.total);
+                part(a, b) < part(b, a)
+            }),
+            Self::MostFree => most_free(candidates),
+            Self::BestFit => candidates.min_by_key(|c| c.free),
+            Self::BestCompute => candidates.min_by_key(|c| Reverse((c.compute_capability, c.free))),
+            Self::Weighted(_) => weighted(candidates, turn),
+            Self::Affinity => match place.key_asked() {
+                Some(key) => candidates.min_by_key(|c| Reverse(hash::score(key, c.device))),
+                None => most_free(candidates),
+            },
+            Self::Near => candidates.min_by_key(|c| (c.far, Reverse(c.free))),
+            Self::Custom(_) => None,
         }
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn candidates(free: &[u64]) -> Vec<Candidate> {
-        let candidate = |(index, &free)| Candidate {
-            index,
-            device: DeviceId(index as u32),
-            free,
-            total: 100,
-            compute_capability: (9, 0),
-        };
-        free.iter().enumerate().map(candidate).collect()
-    }
-
-    fn first(policy: Policy, free: &[u64], turn: usize) -> usize {
-        let mut candidates = candidates(free);
-        policy.order(&mut candidates, turn, free.len());
-        candidates[0].index
-    }
-
-    #[test]
-    fn round_robin_takes_each_in_turn() {
-        let picks: Vec<_> = (0..4).map(|turn| first(Policy::RoundRobin, &[50, 50], turn)).collect();
-        assert_eq!(picks, [0, 1, 0, 1]);
-    }
-
-    #[test]
-    fn round_robin_skips_those_that_are_not_admitted_and_keeps_its_place() {
-        let mut some = candidates(&[10, 50, 50]);
-        some.retain(|c| Place::bytes(20).admits(c));
-        Policy::RoundRobin.order(&mut some, 0, 3);
-        assert_eq!(some.iter().map(|c| c.index).collect::<Vec<_>>(), [1, 2]);
-    }
-
-    #[test]
-    fn most_free_takes_the_freest_and_the_lowest_of_equals() {
-        assert_eq!(first(Policy::MostFree, &[10, 30, 30], 5), 1);
-    }
-
-    #[test]
-    fn every_hint_is_honoured() {
-        let [small, large] = candidates(&[10, 90])[..] else { unreachable!() };
-        assert!(!Place::bytes(20).admits(&small) && Place::bytes(20).admits(&large));
-        assert!(!Place::bytes(1).min_free(95).admits(&large));
-        assert!(!Place::bytes(1).min_compute((10, 0)).admits(&large));
-        assert!(!Place::bytes(1).only([small.device]).admits(&large));
-        assert!(!Place::bytes(1).not_on([large.device]).admits(&large));
-    }
+#[inline]
+fn most_free<'a>(candidates: impl Iterator<Item = Candidate<'a>>) -> Option<Candidate<'a>> {
+    candidates.min_by_key(|c| Reverse(c.free))
 }
+
+/// The first of those that none is better than.
+#[inline]
+fn first_by<'a>(
+    candidates: impl Iterator<Item = Candidate<'a>>,
+    better: impl Fn(&Candidate<'a>, &Candidate<'a>) -> bool,
+) -> Option<Candidate<'a>> {
+    candidates.reduce(|best, next| if better(&next, &best) { next } else { best })
+}
+
+/// 2⁶⁴ over the golden ratio: of the multiples of all numbers, modulo 1, its own lie most evenly.
+const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Lays the weights end to end and takes the device under the turn's point. Points are multiples of the golden ratio, so
+/// every stretch has its share of them in any run of turns (Weyl).
+#[inline]
+fn weighted<'a, I>(candidates: I, turn: u64) -> Option<Candidate<'a>>
+where
+    I: Iterator<Item = Candidate<'a>> + Clone,
+{
+    let total: u64 = candidates.clone().map(|c| u64::from(c.weight)).sum();
+    let point = (u128::from(turn.wrapping_mul(GOLDEN)) * u128::from(total) >> 64) as u64;
+    let (mut end, mut last) = (0, None);
+    for candidate in candidates {
+        end += u64::from(candidate.weight);
+        if point < end {
+            return Some(candidate);
+        }
+        last = Some(candidate);
+    }
+    // All weigh nothing, or one has gone between the two passes.
+    last
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,486 @@
+//! The devices that requests go to, and what is known of each at this moment.
+//!
+//! ```text
+//!   free  =  what caches hold  +  min(what the budget has left, what the driver has left)
+//!            ───── sampled ───        ──── this moment ────      ─ sampled, less what was charged since ─
+//! ```
+//!
+//! The budget's part is read from its atomics for each request, so a lease that another thread has just taken counts. The
+//! rest is asked for on a clock, by whichever thread finds that it is due, one at a time and with no lock held; others go on
+//! with the older sample.
+//!
+//! The devices stand in slots. A device that was lost and put back has a new pool and a new generation in the same slot;
+//! earlier generations stay behind it, for the leases that are still about.
+
+use super::{Candidate, Near, Passed, Place, Why, lease::Lease};
+use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result};
+use aquifer_device::DevicePool;
+use aquifer_driver::losses;
+use aquifer_host::{
+    clock,
+    topology::{NodeId, Topology},
+};
+use std::{
+    sync::{
+        Arc, Mutex, OnceLock, PoisonError,
+        atomic::{
+            AtomicBool, AtomicU8, AtomicU64,
+            Ordering::{AcqRel, Acquire, Relaxed, Release},
+        },
+    },
+    task::Waker,
+    time::Duration,
+};
+
+/// Devices of one fleet at most: a set of them is a word.
+pub(crate) const MAX_DEVICES: usize = 64;
+
+/// How it stands with a device.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Health {
+    /// Requests go there.
+    Serving,
+    /// Nothing new goes there; what is leased lives on.
+    Draining,
+    /// A call has answered that it is lost. Leases on it answer with [`MemoryError::DeviceLost`].
+    Lost,
+}
+
+const DRAINING: u8 = 1;
+const LOST: u8 = 2;
+
+/// One generation of a device.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) pool: DevicePool,
+    pub(super) generation: u32,
+    /// [`DRAINING`] and [`LOST`].
+    state: AtomicU8,
+    budget: Budget,
+    /// No other device's pool is charged to the same budget.
+    alone: bool,
+    total: u64,
+    /// What caches held when they were asked.
+    cached: AtomicU64,
+    /// What the driver had left then; where the budget is the device's own, with what was charged to it then.
+    ceiling: AtomicU64,
+    /// Nanoseconds on the fleet's clock.
+    sampled: AtomicU64,
+    node: Option<NodeId>,
+    /// The generation that has taken its place.
+    next: OnceLock<Box<Member>>,
+}
+
+/// What a request is to be near.
+#[derive(Clone, Copy)]
+pub(super) enum Target {
+    Anywhere,
+    Node(NodeId),
+    Device(DeviceId),
+}
+
+/// The devices of a runtime, for all of its placers.
+#[derive(Debug)]
+pub(crate) struct Fleet {
+    slots: Box<[Member]>,
+    topology: Arc<Topology>,
+    /// Nanoseconds between samples.
+    interval: u64,
+    now: fn() -> Duration,
+    /// When the last sample began, by `now`.
+    sampled: AtomicU64,
+    sampling: AtomicBool,
+    /// The losses that have been looked into.
+    losses: AtomicU64,
+    /// Who waits for a device to come back.
+    wakers: Mutex<Vec<(u64, Waker)>>,
+    watchers: AtomicU64,
+}
+
+impl Member {
+    fn new(pool: DevicePool, generation: u32, alone: bool, topology: &Topology) -> Self {
+        let budget = pool.budget().clone();
+        let node = topology.node_of_device(pool.info()).ok().and_then(|found| found.value);
+        Self {
+            total: pool.info().memory,
+            pool,
+            generation,
+            state: AtomicU8::new(0),
+            budget,
+            alone,
+            cached: AtomicU64::new(0),
+            ceiling: AtomicU64::new(u64::MAX),
+            sampled: AtomicU64::new(0),
+            node,
+            next: OnceLock::new(),
+        }
+    }
+
+    pub(super) fn health(&self) -> Health {
+        match self.state.load(Acquire) {
+            0 => Health::Serving,
+            state if state & LOST != 0 => Health::Lost,
+            _ => Health::Draining,
+        }
+    }
+
+    /// That its pool can be used.
+    pub(super) fn check(&self) -> Result<()> {
+        let device = self.pool.device();
+        if self.next.get().is_some() || self.pool.driver().is_lost(device) {
+            return Err(MemoryError::DeviceLost { device });
+        }
+        Ok(())
+    }
+
+    /// Bytes that the driver had left when it was asked, less what was charged since.
+    #[inline]
+    fn drivers(&self) -> u64 {
+        let ceiling = self.ceiling.load(Relaxed);
+        if self.alone { ceiling.saturating_sub(self.budget.used()) } else { ceiling }
+    }
+
+    /// What its bytes are charged to.
+    pub(super) fn budget(&self) -> &Budget {
+        &self.budget
+    }
+
+    /// Whether its caches held anything when they were asked.
+    pub(super) fn holds_free(&self) -> bool {
+        self.cached.load(Relaxed) > 0
+    }
+
+    /// Whether the driver has what has been charged.
+    pub(super) fn is_covered(&self) -> bool {
+        let ceiling = self.ceiling.load(Relaxed).saturating_add(self.cached.load(Relaxed));
+        !self.alone || self.budget.used() <= ceiling
+    }
+
+    #[inline]
+    fn free(&self) -> u64 {
+        self.cached.load(Relaxed).saturating_add(self.budget.estimate().min(self.drivers()))
+    }
+
+    #[inline]
+    pub(super) fn candidate(&self, index: usize, now: u64) -> Candidate<'_> {
+        let info = self.pool.info();
+        Candidate {
+            index,
+            device: info.device,
+            generation: self.generation,
+            free: self.free(),
+            total: self.total.min(self.budget.limit()),
+            compute_capability: info.compute_capability,
+            peers: &info.peers,
+            weight: 1,
+            far: 0,
+            age: Duration::from_nanos(now.saturating_sub(self.sampled.load(Relaxed))),
+        }
+    }
+
+    /// Asks the caches what they hold. No driver call.
+    pub(super) fn count(&self) {
+        self.cached.store(self.pool.stats().cached, Relaxed);
+    }
+
+    /// Asks the driver what it has left (`cuMemGetInfo`). One that does not answer leaves the older sample.
+    fn sample(&self, now: u64) {
+        let device = self.pool.device();
+        let Ok(info) = self.pool.driver().memory_info(device) else { return };
+        let stats = self.pool.stats();
+        self.cached.store(stats.cached, Relaxed);
+        // What is charged and not held yet is to be had of the driver as well.
+        let held = if self.alone { stats.physical } else { 0 };
+        self.ceiling.store(info.free.saturating_add(held), Relaxed);
+        self.sampled.store(now, Relaxed);
+    }
+
+    /// Takes `bytes` of its budget, having its caches make room where that is what lacks.
+    pub(super) fn reserve(&self, bytes: u64, priority: Option<i32>) -> Result<Reservation> {
+        let reserve = || match priority {
+            None => self.budget.reserve(bytes),
+            Some(priority) => self.budget.charge_as(bytes, priority).map(Reservation::from),
+        };
+        match reserve() {
+            Ok(held) => Ok(held),
+            Err(refused) => {
+                self.make_room(bytes.saturating_sub(refused.remaining))?;
+                Ok(reserve()?)
+            }
+        }
+    }
+
+    /// Has the caches give `bytes` back, as far as that needs no waiting.
+    #[cold]
+    pub(super) fn make_room(&self, bytes: u64) -> Result<()> {
+        self.pool.trim(self.pool.stats().physical.saturating_sub(bytes))?;
+        self.count();
+        Ok(())
+    }
+
+    fn passed(&self, index: usize, now: u64, why: Why) -> Passed {
+        let Candidate { device, generation, free, age, .. } = self.candidate(index, now);
+        Passed { device, generation, free, age, why }
+    }
+}
+
+impl Fleet {
+    /// The devices of these pools, and the first sample of each.
+    pub(crate) fn new(pools: &[DevicePool], topology: Arc<Topology>, interval: Duration) -> Self {
+        let alone =
+            |pool: &DevicePool| pools.iter().filter(|other| other.budget().is(pool.budget())).count() < 2;
+        let member = |pool: &DevicePool| Member::new(pool.clone(), 1, alone(pool), &topology);
+        let fleet = Self {
+            slots: pools.iter().map(member).collect(),
+            topology,
+            interval: u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX),
+            now: clock::coarse,
+            sampled: AtomicU64::new(0),
+            sampling: AtomicBool::new(false),
+            losses: AtomicU64::new(losses()),
+            wakers: Mutex::default(),
+            watchers: AtomicU64::new(0),
+        };
+        fleet.sample(fleet.now());
+        fleet
+    }
+
+    pub(super) fn now(&self) -> u64 {
+        u64::try_from((self.now)().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    /// The generation that stands of each device, in the order of their indices.
+    pub(super) fn members(&self) -> impl ExactSizeIterator<Item = &Member> + Clone {
+        self.slots.iter().map(newest)
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// The generation of the device at `index` that stands.
+    #[inline]
+    pub(super) fn current(&self, index: usize) -> Option<&Member> {
+        self.slots.get(index).map(newest)
+    }
+
+    /// The pool of the device at `index`.
+    pub(crate) fn pool(&self, index: usize) -> Option<&DevicePool> {
+        self.current(index).map(|member| &member.pool)
+    }
+
+    /// Where a device stands.
+    pub(super) fn find(&self, device: DeviceId) -> Result<(usize, &Member)> {
+        let count = u32::try_from(self.len()).unwrap_or(u32::MAX);
+        let mut members = self.members().enumerate();
+        let found = members.find(|(_, member)| member.pool.device() == device);
+        found.ok_or(MemoryError::NoDevice { asked: device.0, count })
+    }
+
+    /// One generation of the device at `index`.
+    pub(super) fn at(&self, index: usize, generation: u32) -> &Member {
+        let mut member = &self.slots[index];
+        while member.generation != generation {
+            match member.next.get() {
+                Some(next) => member = next,
+                None => break,
+            }
+        }
+        member
+    }
+
+    /// Sees whether devices have been lost and whether a sample is due. Answers with the time.
+    #[inline]
+    pub(super) fn look(&self) -> u64 {
+        let now = self.now();
+        if losses() != self.losses.load(Acquire) {
+            self.note_losses();
+        }
+        if now.saturating_sub(self.sampled.load(Relaxed)) >= self.interval {
+            self.sample(now);
+        }
+        now
+    }
+
+    #[cold]
+    fn note_losses(&self) {
+        let count = losses();
+        let mut found = false;
+        for member in self.members() {
+            let lost = member.pool.driver().is_lost(member.pool.device());
+            found |= lost && member.state.fetch_or(LOST, AcqRel) & LOST == 0;
+        }
+        self.losses.store(count, Release);
+        if found {
+            self.wake();
+        }
+    }
+
+    /// Samples every device, unless another thread is at it.
+    #[cold]
+    pub(super) fn sample(&self, now: u64) {
+        /// Ends the turn, also when a pool or driver panics.
+        struct Turn<'a>(&'a AtomicBool);
+        impl Drop for Turn<'_> {
+            fn drop(&mut self) {
+                self.0.store(false, Release);
+            }
+        }
+        if self.sampling.swap(true, AcqRel) {
+            return;
+        }
+        let turn = Turn(&self.sampling);
+        self.sampled.store(now, Relaxed);
+        for member in self.members().filter(|member| member.health() != Health::Lost) {
+            member.sample(now);
+        }
+        drop(turn);
+        // What did not answer may be lost.
+        if losses() != self.losses.load(Acquire) {
+            self.note_losses();
+        }
+    }
+
+    /// Those that new requests may go to, in the order of their indices, but for the set `tried`.
+    #[inline]
+    pub(super) fn serving(&self, tried: u64, now: u64) -> impl Iterator<Item = Candidate<'_>> + Clone {
+        let members = self.members().enumerate();
+        members.filter_map(move |(index, member)| {
+            let open = tried >> index & 1 == 0 && member.state.load(Acquire) == 0;
+            open.then(|| member.candidate(index, now))
+        })
+    }
+
+    /// What a request is to be near, found out now.
+    #[cold]
+    pub(super) fn target(&self, near: Near) -> Target {
+        match near {
+            Near::Caller => self.topology.node_of_caller().map_or(Target::Anywhere, Target::Node),
+            Near::Node(node) => Target::Node(node),
+            Near::Device(device) => Target::Device(device),
+            Near::Data(tag) => {
+                let held = |member: &Member| (member.pool.held_by(tag), member.pool.device());
+                let most = self.members().map(held).max_by_key(|(bytes, _)| *bytes);
+                most.filter(|(bytes, _)| *bytes > 0)
+                    .map_or(Target::Anywhere, |(_, device)| Target::Device(device))
+            }
+        }
+    }
+
+    /// How far a device is from there: 0 there, and unknown farthest.
+    pub(super) fn far(&self, candidate: &Candidate<'_>, target: Target) -> u32 {
+        match target {
+            Target::Anywhere => 0,
+            Target::Node(to) => match self.current(candidate.index).and_then(|member| member.node) {
+                Some(node) if node == to => 0,
+                Some(node) => self.topology.distance(node, to).unwrap_or(u32::MAX - 1),
+                None => u32::MAX,
+            },
+            Target::Device(to) if candidate.device == to => 0,
+            Target::Device(to) => 2 - u32::from(candidate.peers.contains(&to)),
+        }
+    }
+
+    /// Each device, and why it was not taken: what the others say is asked of `why`.
+    pub(super) fn passed(
+        &self,
+        place: &Place,
+        mut why: impl FnMut(usize, &Candidate<'_>) -> Why,
+    ) -> Vec<Passed> {
+        let now = self.now();
+        let members = self.members().enumerate();
+        members
+            .map(|(index, member)| {
+                let candidate = member.candidate(index, now);
+                let why = match member.health() {
+                    Health::Lost => Why::Lost,
+                    Health::Draining => Why::Draining,
+                    Health::Serving => place.objection(&candidate).unwrap_or_else(|| why(index, &candidate)),
+                };
+                member.passed(index, now, why)
+            })
+            .collect()
+    }
+
+    /// Lets nothing new go to a device, or again.
+    pub(super) fn set_draining(&self, device: DeviceId, draining: bool) -> Result<()> {
+        let (_, member) = self.find(device)?;
+        if draining {
+            member.state.fetch_or(DRAINING, AcqRel);
+        } else {
+            member.state.fetch_and(!DRAINING, AcqRel);
+        }
+        self.wake();
+        Ok(())
+    }
+
+    /// Puts a new pool in the place of a lost one. Answers with its generation.
+    pub(super) fn restore(&self, pool: DevicePool) -> Result<u32> {
+        let (index, _) = self.find(pool.device())?;
+        let alone = !self
+            .members()
+            .enumerate()
+            .any(|(other, member)| other != index && member.budget.is(pool.budget()));
+        let mut next = Box::new(Member::new(pool, 0, alone, &self.topology));
+        let mut last = &self.slots[index];
+        loop {
+            last = newest(last);
+            if last.health() != Health::Lost {
+                let (name, value) = ("the device", last.pool.device().to_string());
+                return Err(MemoryError::BadSetting { name, value, expected: "one that is lost" });
+            }
+            next.generation = last.generation + 1;
+            next.sample(self.now());
+            match last.next.set(next) {
+                Ok(()) => break,
+                Err(refused) => next = refused,
+            }
+        }
+        self.wake();
+        Ok(newest(last).generation)
+    }
+
+    /// A number for [`Fleet::watch`].
+    pub(super) fn watcher(&self) -> u64 {
+        self.watchers.fetch_add(1, Relaxed)
+    }
+
+    /// Has the waker of a watcher called when a device comes or goes, or no longer.
+    pub(super) fn watch(&self, watcher: u64, waker: Option<&Waker>) {
+        // Clones and drops of wakers may be anybody's code, so they happen outside.
+        let mut waker = waker.map(|waker| (watcher, waker.clone()));
+        let mut wakers = self.wakers.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = wakers.iter().position(|(other, _)| *other == watcher);
+        let before = match (known, waker.take()) {
+            (Some(at), Some(next)) => Some(std::mem::replace(&mut wakers[at], next)),
+            (Some(at), None) => Some(wakers.swap_remove(at)),
+            (None, Some(next)) => {
+                wakers.push(next);
+                None
+            }
+            (None, None) => None,
+        };
+        drop(wakers);
+        drop(before);
+    }
+
+    fn wake(&self) {
+        let wakers = std::mem::take(&mut *self.wakers.lock().unwrap_or_else(PoisonError::into_inner));
+        wakers.into_iter().for_each(|(_, waker)| waker.wake());
+    }
+
+    /// A lease of what was reserved.
+    #[inline]
+    pub(super) fn lease(self: &Arc<Self>, index: usize, generation: u32, held: Reservation) -> Lease {
+        Lease::new(self.clone(), index, generation, held)
+    }
+}
+
+#[inline]
+fn newest(mut member: &Member) -> &Member {
+    while let Some(next) = member.next.get() {
+        member = next;
+    }
+    member
+}

@@ -1,0 +1,333 @@
+//! Several leases at once, all or nothing.
+//!
+//! Devices are chosen first, by what is known of them, and then reserved one after another in the order of their indices.
+//! A refusal gives back what was taken, last first, and another choice is made without what was refused. So whoever comes
+//! second to a device that two groups want holds nothing behind it that the first could need: of groups that meet, one gets
+//! through. Nothing is held while waiting but what the wait itself was granted, and that goes back before the next wait; so
+//! groups cannot wait for each other, whether their budgets stand under one root or not.
+
+use super::{Candidate, Group, Lease, Met, PlaceError, Placer, Why, waiting::TICK};
+use aquifer_core::{MemoryError, Reservation};
+use std::time::Instant;
+
+/// Bytes that a wait was granted, for a shard on that device.
+struct Granted {
+    index: usize,
+    generation: u32,
+    held: Reservation,
+}
+
+/// A device of a choice, and how many shards go there.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Part {
+    index: usize,
+    generation: u32,
+    shards: usize,
+}
+
+/// A device that could be part of a choice, and how many shards it has room for.
+#[derive(Clone, Copy, Debug)]
+struct Choice<'a> {
+    device: Candidate<'a>,
+    room: usize,
+}
+
+/// The first devices, in the order given, that have room for all shards together, each on a peer of every other where that
+/// is asked. Packed, those with the most room come first, so that they are as few as can be.
+fn choose(options: &mut Vec<Choice<'_>>, group: &Group) -> Option<Vec<Part>> {
+    if group.packed {
+        options.sort_by_key(|option| std::cmp::Reverse(option.room));
+    }
+    let mut chosen = Vec::with_capacity(group.shards);
+    search(options, 0, group, group.shards, &mut chosen).then_some(chosen)
+}
+
+/// Goes on from `from`. It ends at once where any two devices are peers, or devices form islands; in general it is the
+/// search for a clique.
+fn search(
+    options: &[Choice<'_>],
+    from: usize,
+    group: &Group,
+    missing: usize,
+    chosen: &mut Vec<Part>,
+) -> bool {
+    if missing == 0 {
+        return true;
+    }
+    let of = |part: &Part| options.iter().find(|option| option.device.index == part.index);
+    let goes_with = |option: &Choice<'_>| {
+        let peers = |other: &Choice<'_>| {
+            option.device.reaches(other.device.device) && other.device.reaches(option.device.device)
+        };
+        !group.on_peers || chosen.iter().filter_map(of).all(peers)
+    };
+    let rest: Vec<usize> = (from..options.len()).filter(|&at| goes_with(&options[at])).collect();
+    let mut left: usize = rest.iter().map(|&at| options[at].room).fold(0, usize::saturating_add);
+    for at in rest {
+        if left < missing {
+            return false;
+        }
+        let Choice { device, room } = options[at];
+        left -= room.min(left);
+        let shards = room.min(missing);
+        if shards == 0 {
+            continue;
+        }
+        chosen.push(Part { index: device.index, generation: device.generation, shards });
+        if search(options, at + 1, group, missing - shards, chosen) {
+            return true;
+        }
+        chosen.pop();
+    }
+    false
+}
+
+impl Placer {
+    /// As [`Placer::place`] for every shard of a group, or for none: in the order in which the policy takes the devices.
+    /// Does not block.
+    ///
+    /// # Errors
+    /// [`PlaceError`], with every device and why it was not taken. Nothing is held.
+    pub fn place_group(&self, group: &Group) -> Result<Vec<Lease>, PlaceError> {
+        self.try_group(group, &mut None)
+    }
+
+    /// As [`Placer::place_group`], waiting until there is room for all, or until `deadline`. Blocks, with no lock and no
+    /// bytes held.
+    ///
+    /// # Errors
+    /// [`PlaceError`] of the deadline; at once where there can never be room.
+    pub fn place_group_by(&self, group: &Group, deadline: Option<Instant>) -> Result<Vec<Lease>, PlaceError> {
+        let mut granted = None;
+        loop {
+            let refused = match self.try_group(group, &mut granted) {
+                Err(refused @ PlaceError::Nowhere(_)) => refused,
+                other => return other,
+            };
+            drop(granted.take());
+            let now = Instant::now();
+            let late = deadline.is_some_and(|deadline| now >= deadline);
+            if late || !self.could_ever(group) {
+                return Err(refused);
+            }
+            let tick = now + TICK;
+            granted =
+                self.wait_for_one(group, &refused, deadline.map_or(tick, |deadline| deadline.min(tick)));
+        }
+    }
+
+    /// Whether there would be room if nothing were used.
+    fn could_ever(&self, group: &Group) -> bool {
+        let suits = |candidate: &Candidate<'_>| group.each.suits(candidate);
+        let mut options: Vec<_> = self
+            .fleet
+            .members()
+            .enumerate()
+            .filter(|(_, member)| member.health() != super::Health::Lost)
+            .map(|(index, member)| member.candidate(index, 0))
+            .filter(suits)
+            .map(|device| Choice { device, room: room(group, &device, device.total) })
+            .collect();
+        choose(&mut options, group).is_some()
+    }
+
+    /// Stands in line at the device that lacks bytes and has the most, until `until`.
+    fn wait_for_one(&self, group: &Group, refused: &PlaceError, until: Instant) -> Option<Granted> {
+        let PlaceError::Nowhere(nowhere) = refused else { return None };
+        let lacking = nowhere
+            .devices
+            .iter()
+            .enumerate()
+            .filter(|(_, passed)| matches!(passed.why, Why::Free { .. } | Why::Budget(_)))
+            .max_by_key(|(_, passed)| passed.free);
+        let Some((index, _)) = lacking else {
+            // A device comes back, or a pool finds room: nobody says so.
+            std::thread::sleep(until.saturating_duration_since(Instant::now()));
+            return None;
+        };
+        let member = self.fleet.current(index)?;
+        let waiting = member.budget().charge_async(group.each.size()).until(until);
+        let waiting = match group.each.priority_asked() {
+            Some(priority) => waiting.with_priority(priority),
+            None => waiting,
+        };
+        match waiting.wait() {
+            Ok(charge) if member.is_covered() => {
+                Some(Granted { index, generation: member.generation, held: charge.into() })
+            }
+            Ok(charge) => {
+                // The budget has room and the driver has not: that is seen at the next sample.
+                drop(charge);
+                std::thread::sleep(until.saturating_duration_since(Instant::now()));
+                None
+            }
+            Err(_) => None,
+        }
+    }
+
+    fn try_group(&self, group: &Group, granted: &mut Option<Granted>) -> Result<Vec<Lease>, PlaceError> {
+        if group.shards == 0 || group.each.size() == 0 {
+            return Err(PlaceError::ZeroSize);
+        }
+        let turn = self.turn();
+        let mut now = self.fleet.look();
+        let mut met = Met::default();
+        // What each device has been seen to have room for, once it has refused.
+        let mut most = vec![usize::MAX; self.fleet.len()];
+        let mut fresh = false;
+        loop {
+            // What a wait was granted is the group's to use.
+            let own = granted.as_ref().map(|granted| (granted.index, granted.held.remaining()));
+            let ranked = self.ranked(&group.each, |c| group.each.admits(&with(*c, own)), turn, now)?;
+            let options = ranked.iter().map(|&device| {
+                let device = with(device, own);
+                Choice { room: room(group, &device, device.free).min(most[device.index]), device }
+            });
+            let mut options: Vec<_> = options.filter(|option| option.room > 0).collect();
+            let Some(parts) = choose(&mut options, group) else {
+                if fresh {
+                    return Err(self.nowhere(&group.each, group.shards, &met));
+                }
+                // By what was known there was none: finds out anew, once.
+                fresh = true;
+                now = self.find_out();
+                continue;
+            };
+            match self.hold_all(group, &parts, granted) {
+                Ok(leases) => return Ok(leases),
+                Err((index, had, error)) => {
+                    most[index] = had;
+                    met.note(index, error);
+                }
+            }
+        }
+    }
+
+    /// Reserves every part, in the order of indices, or none.
+    fn hold_all(
+        &self,
+        group: &Group,
+        parts: &[Part],
+        granted: &mut Option<Granted>,
+    ) -> Result<Vec<Lease>, (usize, usize, MemoryError)> {
+        let mut by_index: Vec<usize> = (0..parts.len()).collect();
+        by_index.sort_by_key(|&at| parts[at].index);
+        let mut held: Vec<(usize, Reservation)> = Vec::with_capacity(group.shards);
+        for at in by_index {
+            let Part { index, generation, shards } = parts[at];
+            let member = self.fleet.at(index, generation);
+            for had in 0..shards {
+                let own = granted.take_if(|g| (g.index, g.generation) == (index, generation));
+                let reserved = match own {
+                    Some(granted) => Ok(granted.held),
+                    None => member.reserve(group.each.size(), group.each.priority_asked()),
+                };
+                match reserved {
+                    Ok(reserved) => held.push((at, reserved)),
+                    Err(error) => {
+                        while held.pop().is_some() {}
+                        return Err((index, had, error));
+                    }
+                }
+            }
+        }
+        // In the policy's order again.
+        held.sort_by_key(|(at, _)| *at);
+        let lease =
+            |(at, reserved): (usize, _)| self.fleet.lease(parts[at].index, parts[at].generation, reserved);
+        Ok(held.into_iter().map(lease).collect())
+    }
+}
+
+/// A device with what is held there already.
+fn with(device: Candidate<'_>, own: Option<(usize, u64)>) -> Candidate<'_> {
+    let more = own.filter(|(index, _)| *index == device.index).map_or(0, |(_, bytes)| bytes);
+    Candidate { free: device.free.saturating_add(more), ..device }
+}
+
+/// How many shards a device has room for, of `bytes` in all.
+fn room(group: &Group, device: &Candidate<'_>, bytes: u64) -> usize {
+    if bytes < group.each.needs() || device.total < group.each.size() {
+        return 0;
+    }
+    let room = usize::try_from(bytes / group.each.size()).unwrap_or(usize::MAX);
+    if group.packed { room } else { room.min(1) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Place;
+    use aquifer_core::DeviceId;
+    use proptest::prelude::*;
+
+    /// Devices with this much room, and which of them are peers, both ways.
+    fn pick(room: &[usize], peers: &[(usize, usize)], group: &Group) -> Option<Vec<(usize, usize)>> {
+        let id = |at: usize| DeviceId(at as u32);
+        let of = |at: usize| -> Vec<DeviceId> {
+            let both = peers.iter().flat_map(|&(a, b)| [(a, b), (b, a)]);
+            both.filter(|(a, _)| *a == at).map(|(_, b)| id(b)).collect()
+        };
+        let peers: Vec<_> = (0..room.len()).map(of).collect();
+        let option = |(at, &room): (usize, &usize)| Choice {
+            device: Candidate { peers: &peers[at], ..Candidate::new(at, id(at), 0, 0) },
+            room,
+        };
+        let mut options: Vec<_> = room.iter().enumerate().map(option).collect();
+        choose(&mut options, group).map(|parts| parts.iter().map(|part| (part.index, part.shards)).collect())
+    }
+
+    fn group(shards: usize) -> Group {
+        Group::of(shards, Place::bytes(1))
+    }
+
+    #[test]
+    fn a_group_takes_the_first_devices_with_room() {
+        assert_eq!(pick(&[1, 0, 1, 1], &[], &group(2)), Some(vec![(0, 1), (2, 1)]));
+        assert_eq!(pick(&[1, 0, 1], &[], &group(3)), None);
+    }
+
+    #[test]
+    fn a_packed_group_takes_as_few_as_can_be() {
+        assert_eq!(pick(&[1, 3, 2], &[], &group(4).packed()), Some(vec![(1, 3), (2, 1)]));
+        assert_eq!(pick(&[1, 3, 2], &[], &group(7).packed()), None);
+    }
+
+    #[test]
+    fn a_group_on_peers_goes_past_a_device_that_has_too_few() {
+        let islands = [(1, 2), (3, 4), (4, 5), (3, 5), (0, 3)];
+        assert_eq!(pick(&[1; 6], &islands, &group(2).on_peers()), Some(vec![(0, 1), (3, 1)]));
+        assert_eq!(pick(&[1; 6], &islands, &group(3).on_peers()), Some(vec![(3, 1), (4, 1), (5, 1)]));
+        assert_eq!(pick(&[1; 6], &islands, &group(4).on_peers()), None);
+        assert_eq!(pick(&[1, 2, 2], &[(1, 2)], &group(4).on_peers().packed()), Some(vec![(1, 2), (2, 2)]));
+    }
+
+    proptest! {
+        /// A choice is found exactly where one exists, by trying all subsets.
+        #[test]
+        fn a_choice_is_found_wherever_there_is_one(
+            room in prop::collection::vec(0usize..4, 1..7),
+            edges in prop::collection::vec(any::<bool>(), 49),
+            shards in 1usize..8,
+            packed in any::<bool>(),
+        ) {
+            let room: Vec<_> = room.iter().map(|&r| if packed { r } else { r.min(1) }).collect();
+            let count = room.len();
+            let peers: Vec<_> = (0..count).flat_map(|a| (a + 1..count).map(move |b| (a, b)))
+                .filter(|(a, b)| edges[a * 7 + b]).collect();
+            let mut asked = group(shards).on_peers();
+            asked.packed = packed;
+            let exists = (0u32..1 << count).any(|set| {
+                let within: Vec<_> = (0..count).filter(|at| set >> at & 1 == 1).collect();
+                let clique = within.iter().all(|a| within.iter().all(|b| a >= b || peers.contains(&(*a, *b))));
+                clique && within.iter().map(|&at| room[at]).sum::<usize>() >= shards
+            });
+            let found = pick(&room, &peers, &asked);
+            prop_assert_eq!(found.is_some(), exists);
+            if let Some(found) = found {
+                prop_assert_eq!(found.iter().map(|(_, shards)| shards).sum::<usize>(), shards);
+                prop_assert!(found.iter().all(|&(at, shards)| shards <= room[at]));
+            }
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Why no device was found.
+
+use aquifer_core::{Bytes, DeviceId, MemoryError, OutOfBudget};
+use std::{error, fmt, time::Duration};
+
+/// Why a device was not taken.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum Why {
+    /// It is excluded, or others only are allowed.
+    Excluded,
+    /// Its compute capability is too low.
+    Compute {
+        /// What it has.
+        has: (u32, u32),
+        /// What is asked for.
+        needs: (u32, u32),
+    },
+    /// It cannot reach a device that it has to.
+    Unreachable {
+        /// Which.
+        peer: DeviceId,
+    },
+    /// Too little is free.
+    Free {
+        /// Bytes that must be free.
+        needs: u64,
+    },
+    /// Nothing new goes there.
+    Draining,
+    /// It is lost.
+    Lost,
+    /// Its budget refused after all.
+    Budget(OutOfBudget),
+    /// Its pool could not make room.
+    Pool(MemoryError),
+    /// The policy did not name it.
+    NotNamed,
+    /// A group that it could be part of is not there: too few others, or no peers.
+    Alone,
+}
+
+/// What was seen of a device, and why it was not taken.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct Passed {
+    /// Which.
+    pub device: DeviceId,
+    /// Its generation.
+    pub generation: u32,
+    /// Bytes that it had free.
+    pub free: u64,
+    /// How old the driver's part of that was.
+    pub age: Duration,
+    /// Why.
+    pub why: Why,
+}
+
+/// No device was found: each of them, and why. Its text is one line for each.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Nowhere {
+    /// Bytes asked for, for each shard.
+    pub requested: u64,
+    /// How many at once.
+    pub shards: usize,
+    /// Every device, in order.
+    pub devices: Vec<Passed>,
+}
+
+/// Why nothing was placed. Nothing is held.
+///
+/// ```
+/// use aquifer::{Place, PlaceError, Policy, Runtime, placement::Why, sim::Sim};
+/// let rt = Runtime::builder().driver(Sim::h200(1).driver()).device_budget(1 << 30).build()?;
+/// let Err(PlaceError::Nowhere(nowhere)) = rt.placer(Policy::MostFree).place(&Place::bytes(2 << 30)) else {
+///     panic!("there is no room")
+/// };
+/// assert_eq!(nowhere.devices[0].why, Why::Free { needs: 2 << 30 });
+/// # Ok::<(), aquifer::MemoryError>(())
+/// ```
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub enum PlaceError {
+    /// A request for no bytes, or for no shards.
+    ZeroSize,
+    /// No device satisfies the hints and has room.
+    Nowhere(Box<Nowhere>),
+    /// A policy of the program's own has panicked.
+    PolicyPanicked {
+        /// Its name.
+        policy: &'static str,
+    },
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Excluded => f.write_str("excluded"),
+            Self::Compute { has, needs } => {
+                write!(f, "compute capability {}.{}, {}.{} asked", has.0, has.1, needs.0, needs.1)
+            }
+            Self::Unreachable { peer } => write!(f, "cannot reach {peer}"),
+            Self::Free { needs } => write!(f, "{} needed", Bytes(*needs)),
+            Self::Draining => f.write_str("draining"),
+            Self::Lost => f.write_str("lost"),
+            Self::Budget(refused) => refused.fmt(f),
+            Self::Pool(error) => error.fmt(f),
+            Self::NotNamed => f.write_str("not named by the policy"),
+            Self::Alone => f.write_str("too few others to go with it"),
+        }
+    }
+}
+
+impl fmt::Display for Nowhere {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.shards {
+            1 => write!(f, "no device for {}", Bytes(self.requested))?,
+            shards => write!(f, "no devices for {shards} times {}", Bytes(self.requested))?,
+        }
+        for passed in &self.devices {
+            let Passed { device, free, age, why, .. } = passed;
+            write!(f, "\n  {device}: {} free, {} ms ago: {why}", Bytes(*free), age.as_millis())?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for PlaceError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::ZeroSize => f.write_str("a request for nothing"),
+            Self::Nowhere(nowhere) => nowhere.fmt(f),
+            Self::PolicyPanicked { policy } => write!(f, "the placement policy {policy} has panicked"),
+        }
+    }
+}
+
+impl error::Error for PlaceError {}
+
+impl From<PlaceError> for MemoryError {
+    /// The nearest of the library's errors: a budget's refusal if one stood in the way, the loss if all are lost, else that
+    /// there is no such device. The list goes.
+    fn from(error: PlaceError) -> Self {
+        let devices = match error {
+            PlaceError::ZeroSize => return Self::ZeroSize,
+            PlaceError::PolicyPanicked { policy } => {
+                let expected = "a placement policy that does not panic";
+                return Self::BadSetting { name: "policy", value: policy.to_owned(), expected };
+            }
+            PlaceError::Nowhere(nowhere) => nowhere.devices,
+        };
+        let refused = devices.iter().find_map(|passed| match &passed.why {
+            Why::Budget(refused) => Some(Self::OutOfBudget(*refused)),
+            Why::Pool(error) => Some(error.clone()),
+            _ => None,
+        });
+        if let Some(refused) = refused {
+            return refused;
+        }
+        match devices.first() {
+            Some(first) if devices.iter().all(|passed| passed.why == Why::Lost) => {
+                Self::DeviceLost { device: first.device }
+            }
+            _ => Self::NoDevice { asked: 0, count: u32::try_from(devices.len()).unwrap_or(u32::MAX) },
+        }
+    }
+}
