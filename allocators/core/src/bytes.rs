@@ -1,4 +1,4 @@
-//! A count of bytes, written for a person.
+//! A count of bytes, written for a person and by one.
 
 use std::fmt;
 
@@ -11,6 +11,33 @@ use std::fmt;
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Bytes(pub u64);
+
+impl Bytes {
+    /// Reads an amount as settings write it: `512`, `4096B`, `64MiB`, `1GiB`. `None` for anything else, and for more than can
+    /// be counted.
+    ///
+    /// ```
+    /// use aquifer_core::Bytes;
+    /// assert_eq!(Bytes::parse("64MiB"), Some(Bytes(64 << 20)));
+    /// assert_eq!(Bytes::parse("64MB"), None);
+    /// ```
+    #[must_use]
+    pub fn parse(amount: &str) -> Option<Self> {
+        let digits = amount.trim_end_matches(|c: char| !c.is_ascii_digit());
+        let unit: u64 = match &amount[digits.len()..] {
+            "" | "B" => 1,
+            "KiB" => 1 << 10,
+            "MiB" => 1 << 20,
+            "GiB" => 1 << 30,
+            "TiB" => 1 << 40,
+            _ => return None,
+        };
+        if digits.is_empty() || !digits.bytes().all(|b| b.is_ascii_digit()) {
+            return None;
+        }
+        digits.parse::<u64>().ok()?.checked_mul(unit).map(Self)
+    }
+}
 
 impl fmt::Display for Bytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -28,5 +55,19 @@ impl fmt::Display for Bytes {
             }
         }
         write!(f, "{scaled:.2} {name}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn amounts_have_binary_units_and_must_fit() {
+        let read = ["7", "7B", "7KiB", "7MiB", "7GiB", "7TiB"].map(Bytes::parse);
+        assert_eq!(read, [0, 0, 10, 20, 30, 40].map(|shift| Some(Bytes(7 << shift))));
+        for wrong in ["", "MiB", "7MB", "7 MiB", "-7", "+7", "7mib", "0x7", "1.5GiB", "99999999TiB", "7é"] {
+            assert_eq!(Bytes::parse(wrong), None, "{wrong}");
+        }
     }
 }
