@@ -10,10 +10,12 @@ mod faults;
 mod files;
 mod mappings;
 mod process;
+mod wait;
 
 pub use faults::{Faults, SystemCall};
 pub use mappings::{Ground, MapEntry};
 pub use process::Process;
+pub use wait::{Bell, StallAlarm, Woken};
 
 use crate::topology::{Bitmap, NodeId};
 use aquifer_core::SystemError;

@@ -20,19 +20,25 @@ mod bitmap;
 mod devices;
 mod files;
 mod found;
+mod groups;
+mod headroom;
 mod node;
 mod pages;
 mod pci;
 mod process;
+mod strain;
 
 pub use bitmap::{Bitmap, ListError};
 pub use devices::DeviceMemory;
 pub use files::TopologyError;
 pub use found::{Found, Source};
+pub use groups::GroupEvents;
+pub use headroom::Headroom;
 pub use node::{HugePool, Node, NodeId};
 pub use pages::ThpMode;
 pub use pci::{PciAddress, PciAddressError};
 pub use process::{Limits, MemoryLimit};
+pub use strain::{Stalls, Strain};
 
 use files::{Files, file};
 use std::{

@@ -1,12 +1,15 @@
 //! Topology from fixtures, and from the machine that runs the tests.
 #![expect(clippy::unwrap_used, reason = "a fixture that cannot be read is a failed test")]
 
+mod machine;
+
 use aquifer_driver::{DeviceId, DeviceInfo};
 use aquifer_host::topology::{DeviceMemory, Found, NodeId, Source, ThpMode, Topology, TopologyError};
+use machine::Machine;
 use std::{
     env, fs,
     path::{Path, PathBuf},
-    process::{self, Command},
+    process::Command,
 };
 
 fn fixture(name: &str) -> PathBuf {
@@ -162,31 +165,6 @@ fn numa_handling_can_be_switched_off_and_a_wrong_switch_is_reported() {
     assert_eq!((Topology::parse_switch("off"), Topology::parse_switch("on\n")), (Ok(false), Ok(true)));
     for wrong in ["", "0", "OFF", "no"] {
         assert!(matches!(Topology::parse_switch(wrong), Err(TopologyError::Setting { .. })), "{wrong:?}");
-    }
-}
-
-/// A machine whose files change.
-struct Machine(PathBuf);
-
-impl Machine {
-    fn new(name: &str) -> Self {
-        Self(env::temp_dir().join(format!("aquifer-{name}-{}", process::id())))
-    }
-
-    fn write(&self, path: &str, text: &str) {
-        let path = self.0.join(path);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(path, text).unwrap();
-    }
-
-    fn read(&self) -> Topology {
-        Topology::read_under(&self.0).unwrap()
-    }
-}
-
-impl Drop for Machine {
-    fn drop(&mut self) {
-        let _ = fs::remove_dir_all(&self.0);
     }
 }
 

@@ -50,11 +50,17 @@ pub enum SystemCall {
     MapShared,
     /// Reading `/proc/self/maps`.
     Mappings,
+    /// `eventfd`.
+    Bell,
+    /// `open` and `write` of a file that tells of stalled memory.
+    StallAlarm,
+    /// `poll`.
+    Wait,
 }
 
 impl SystemCall {
     /// Every call.
-    pub const ALL: [SystemCall; 20] = [
+    pub const ALL: [SystemCall; 23] = [
         Self::Reserve,
         Self::Map,
         Self::MapHuge,
@@ -75,6 +81,9 @@ impl SystemCall {
         Self::Seal,
         Self::MapShared,
         Self::Mappings,
+        Self::Bell,
+        Self::StallAlarm,
+        Self::Wait,
     ];
 
     /// The kernel's name for it.
@@ -91,7 +100,9 @@ impl SystemCall {
             Self::MemFile => "memfd_create",
             Self::Resize => "ftruncate",
             Self::Seal => "fcntl",
-            Self::Mappings => "open",
+            Self::Mappings | Self::StallAlarm => "open",
+            Self::Bell => "eventfd",
+            Self::Wait => "poll",
             Self::Prefer => "mbind",
             Self::Query => "move_pages",
             Self::Bind => "sched_setaffinity",

@@ -83,7 +83,8 @@ impl Files {
         Self { root: root.into() }
     }
 
-    fn real(&self, path: &Path) -> PathBuf {
+    /// Where a path of a live system is to be opened.
+    pub(super) fn real(&self, path: &Path) -> PathBuf {
         self.root.join(path.strip_prefix("/").unwrap_or(path))
     }
 

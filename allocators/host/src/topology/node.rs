@@ -120,14 +120,16 @@ impl Sets {
 /// `MemTotal` and `MemFree` of a node's meminfo: `Node 0 MemTotal:  4548820 kB`.
 fn memory(files: &Files, path: &Path) -> Result<(Option<u64>, Option<u64>), TopologyError> {
     let Some(text) = files.text(path)? else { return Ok((None, None)) };
-    let field = |name: &str| {
-        let Some(line) = text.lines().find(|line| line.split_whitespace().nth(2) == Some(name)) else {
-            return Ok(None);
-        };
-        let kib = line.split_whitespace().nth(3).and_then(|n| n.parse::<u64>().ok());
-        kib.and_then(|kib| kib.checked_mul(1024)).map(Some).ok_or_else(|| wrong_number(path, line))
+    Ok((field(path, &text, "MemTotal:")?, field(path, &text, "MemFree:")?))
+}
+
+/// A field of a node's meminfo, in bytes; `None` where it is not there.
+pub(super) fn field(path: &Path, text: &str, name: &str) -> Result<Option<u64>, TopologyError> {
+    let Some(line) = text.lines().find(|line| line.split_whitespace().nth(2) == Some(name)) else {
+        return Ok(None);
     };
-    Ok((field("MemTotal:")?, field("MemFree:")?))
+    let kib = line.split_whitespace().nth(3).and_then(|n| n.parse::<u64>().ok());
+    kib.and_then(|kib| kib.checked_mul(1024)).map(Some).ok_or_else(|| wrong_number(path, line))
 }
 
 /// The pools below a `hugepages` folder, a node's or the machine's: `hugepages-2048kB/free_hugepages`.

@@ -1,0 +1,179 @@
+//! The control groups that the process is in, from its own up to the root of what is mounted.
+
+use super::{
+    Source,
+    files::{Files, TopologyError, file, wrong_number},
+};
+use std::path::{Component, Path, PathBuf};
+
+/// Where the kernel tells which groups the process is in.
+pub(super) const MEMBERSHIP: &str = "/proc/self/cgroup";
+
+/// Which of the kernel's two kinds of control groups.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Version {
+    Two,
+    One,
+}
+
+/// A group that limits the process's memory, or may.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(super) struct Group {
+    pub(super) version: Version,
+    pub(super) folder: PathBuf,
+}
+
+/// How often a group was held up at its limits: `memory.events`. Counts, which only grow.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[non_exhaustive]
+pub struct GroupEvents {
+    /// Threads were made to reclaim since the group was above `memory.high`.
+    pub high: u64,
+    /// An allocation met `memory.max`.
+    pub max: u64,
+    /// Nothing could be reclaimed at `memory.max`: allocations failed, or somebody was killed.
+    pub oom: u64,
+    /// Processes that were killed.
+    pub oom_kill: u64,
+}
+
+impl Group {
+    fn file_of(&self, two: &str, one: &str) -> PathBuf {
+        self.folder.join(match self.version {
+            Version::Two => two,
+            Version::One => one,
+        })
+    }
+
+    /// Where its limit stands.
+    pub(super) fn limit_file(&self) -> Source {
+        file(self.file_of("memory.max", "memory.limit_in_bytes"))
+    }
+
+    /// Bytes beyond which allocations fail or somebody is killed; `None` for no limit.
+    pub(super) fn limit(&self, files: &Files) -> Result<Option<u64>, TopologyError> {
+        limit_of(files, &self.file_of("memory.max", "memory.limit_in_bytes"))
+    }
+
+    /// Bytes beyond which the kernel holds its threads up, with the file that says so. Version 2 only.
+    pub(super) fn high(&self, files: &Files) -> Result<Option<(u64, Source)>, TopologyError> {
+        if self.version == Version::One {
+            return Ok(None);
+        }
+        let path = self.folder.join("memory.high");
+        Ok(limit_of(files, &path)?.map(|high| (high, file(path))))
+    }
+
+    /// Bytes that it has, page cache included; 0 where the kernel does not say.
+    pub(super) fn used(&self, files: &Files) -> Result<u64, TopologyError> {
+        Ok(files.number(&self.file_of("memory.current", "memory.usage_in_bytes"))?.unwrap_or(0))
+    }
+
+    /// Bytes of that which the kernel takes back before it refuses: see [`reclaimable`]. 0 where it does not say.
+    pub(super) fn reclaimable(&self, files: &Files) -> Result<u64, TopologyError> {
+        let path = self.folder.join("memory.stat");
+        let Some(text) = files.text(&path)? else { return Ok(0) };
+        let of = |name: &str| field(&path, &text, name);
+        Ok(match self.version {
+            Version::Two => reclaimable(of("inactive_file")?, of("active_file")?, of("slab_reclaimable")?),
+            Version::One => reclaimable(of("total_inactive_file")?, of("total_active_file")?, 0),
+        })
+    }
+
+    /// How often it was held up; `None` where the kernel does not count.
+    pub(super) fn events(&self, files: &Files) -> Result<Option<GroupEvents>, TopologyError> {
+        if self.version == Version::One {
+            return Ok(None);
+        }
+        let path = self.folder.join("memory.events");
+        let Some(text) = files.text(&path)? else { return Ok(None) };
+        let of = |name: &str| field(&path, &text, name);
+        Ok(Some(GroupEvents {
+            high: of("high")?,
+            max: of("max")?,
+            oom: of("oom")?,
+            oom_kill: of("oom_kill")?,
+        }))
+    }
+}
+
+/// Bytes that the kernel can have back of a page cache and of its own caches: what was read once and not again, and half
+/// of what is in use, since a machine that loses all of that reads it in again and again.
+pub(super) fn reclaimable(inactive_file: u64, active_file: u64, slab: u64) -> u64 {
+    inactive_file.saturating_add(active_file / 2).saturating_add(slab / 2)
+}
+
+/// The number behind a name: `inactive_file 4096`. 0 where the name is not there.
+fn field(path: &Path, text: &str, name: &str) -> Result<u64, TopologyError> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    line.map_or(Ok(0), |number| number.trim().parse().map_err(|_| wrong_number(path, number)))
+}
+
+/// All groups of the process's whose files may be there, version 2 before version 1, each its own group first.
+pub(super) fn all(files: &Files) -> Result<Vec<Group>, TopologyError> {
+    let Some(membership) = files.text(Path::new(MEMBERSHIP))? else { return Ok(Vec::new()) };
+    let mounts = files.text(Path::new("/proc/self/mountinfo"))?.unwrap_or_default();
+    // `4:memory:/path`, and `0::/path` for version 2.
+    let group = |controller: &str| {
+        membership.lines().find_map(|line| {
+            let mut fields = line.splitn(3, ':').skip(1);
+            let names = fields.next()?;
+            let path = fields.next()?;
+            names.split(',').any(|name| name == controller).then(|| PathBuf::from(path))
+        })
+    };
+    let mut all = Vec::new();
+    for (version, controller, kind) in [(Version::Two, "", "cgroup2"), (Version::One, "memory", "cgroup")] {
+        let (Some(group), Some(mount)) = (group(controller), mount(&mounts, kind, controller)) else {
+            continue;
+        };
+        // Inside a container the mount shows the group as its root, or a part of the tree.
+        let below = group.strip_prefix(&mount.root).unwrap_or(Path::new("")).to_path_buf();
+        let below = below.strip_prefix("/").map(Path::to_path_buf).unwrap_or(below);
+        // A process that was moved out of its own namespace's tree: what limits it is not mounted here.
+        if below.components().any(|part| part == Component::ParentDir) {
+            continue;
+        }
+        all.extend(below.ancestors().map(|part| Group { version, folder: mount.point.join(part) }));
+    }
+    Ok(all)
+}
+
+/// A limit in bytes; `None` for `max`, for version 1's number that stands for it, and where there is no file.
+fn limit_of(files: &Files, path: &Path) -> Result<Option<u64>, TopologyError> {
+    let Some(text) = files.text(path)? else { return Ok(None) };
+    let text = text.trim();
+    if text == "max" {
+        return Ok(None);
+    }
+    let bytes: u64 = text.parse().map_err(|_| wrong_number(path, text))?;
+    Ok((bytes < 1 << 62).then_some(bytes))
+}
+
+/// A mounted hierarchy of control groups, and which part of it is mounted.
+struct Mount {
+    point: PathBuf,
+    root: PathBuf,
+}
+
+/// The first mount of a kind: `35 30 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory`.
+fn mount(mountinfo: &str, kind: &str, controller: &str) -> Option<Mount> {
+    mountinfo.lines().find_map(|line| {
+        let (mount, filesystem) = line.split_once(" - ")?;
+        let mut filesystem = filesystem.split(' ');
+        let options = (filesystem.next()? == kind).then(|| filesystem.nth(1)).flatten()?;
+        if !controller.is_empty() && !options.split(',').any(|option| option == controller) {
+            return None;
+        }
+        let mut mount = mount.split(' ').skip(3);
+        Some(Mount { root: unescape(mount.next()?), point: unescape(mount.next()?) })
+    })
+}
+
+/// Mountinfo writes space, tab, newline and backslash as three octal digits.
+fn unescape(text: &str) -> PathBuf {
+    [(r"\040", " "), (r"\011", "\t"), (r"\012", "\n"), (r"\134", r"\")]
+        .iter()
+        .fold(text.to_owned(), |text, (escaped, plain)| text.replace(escaped, plain))
+        .into()
+}

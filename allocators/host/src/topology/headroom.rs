@@ -1,0 +1,124 @@
+//! What the process may still take of the host's memory, and what limits it.
+
+use super::{
+    Found, Source, Topology, TopologyError,
+    files::{file, wrong_number},
+    groups::{self, reclaimable},
+    node::{self, FOLDER},
+    process,
+};
+use std::path::Path;
+
+/// What the process may still take of the host's memory, as the kernel tells it now. In bytes.
+///
+/// Page cache counts as far as the kernel gives it back without harm: what was read once, and half of what is in use.
+/// Reserved huge pages are in none of the three, since nothing but huge pages is made of them.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Headroom {
+    /// The least of the three below, with the source that says so; unknown where all of them are.
+    pub bytes: Found<u64>,
+    /// The least that the process's control group or one above it leaves below its limit (`memory.max`, `memory.high`),
+    /// with that file; unknown where none has a limit.
+    pub group: Found<u64>,
+    /// What the host's nodes that the process may use have free or can have back (`meminfo`); a device's memory is not
+    /// counted. Unknown on a kernel without nodes, and when NUMA handling is off.
+    pub nodes: Found<u64>,
+    /// What the kernel calls available on the whole machine (`MemAvailable`).
+    pub machine: Found<u64>,
+    /// Free reserved huge pages on those nodes, or on the machine.
+    pub huge_pages: u64,
+}
+
+impl Topology {
+    /// What the process may still take of the host's memory, read now.
+    ///
+    /// ```
+    /// use aquifer_host::topology::Topology;
+    /// let headroom = Topology::read()?.headroom()?;
+    /// println!("{}; of huge pages {} B", headroom.bytes, headroom.huge_pages);
+    /// # Ok::<(), aquifer_host::topology::TopologyError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`TopologyError`] for a file that cannot be understood. What is missing is unknown.
+    pub fn headroom(&self) -> Result<Headroom, TopologyError> {
+        let (group, nodes, machine) = (self.group_headroom()?, self.node_headroom()?, self.available()?);
+        let known = [&group, &nodes, &machine].into_iter().filter(|found| found.value.is_some());
+        let bytes = known.min_by_key(|found| found.value).unwrap_or(&machine).clone();
+        Ok(Headroom { bytes, group, nodes, machine, huge_pages: self.free_huge_bytes()? })
+    }
+
+    fn group_headroom(&self) -> Result<Found<u64>, TopologyError> {
+        let files = &self.files;
+        let mut least = Found::unknown(file(groups::MEMBERSHIP));
+        for group in groups::all(files)? {
+            let limit = group.limit(files)?.map(|limit| (limit, group.limit_file()));
+            let limits = [limit, group.high(files)?];
+            let Some((limit, source)) = limits.into_iter().flatten().min_by_key(|(limit, _)| *limit) else {
+                continue;
+            };
+            let kept = group.used(files)?.saturating_sub(group.reclaimable(files)?);
+            let left = limit.saturating_sub(kept);
+            if least.value.is_none_or(|least| left < least) {
+                least = Found::known(left, source);
+            }
+        }
+        Ok(least)
+    }
+
+    fn node_headroom(&self) -> Result<Found<u64>, TopologyError> {
+        let mut left = Found::unknown(file(FOLDER));
+        for node in self.host_nodes().filter(|node| node.memory_allowed) {
+            let path = Path::new(FOLDER).join(format!("node{}/meminfo", node.id.0));
+            let Some(text) = self.files.text(&path)? else { continue };
+            let of = |name: &str| node::field(&path, &text, name);
+            let Some(free) = of("MemFree:")? else { continue };
+            let known = |name| of(name).map(Option::unwrap_or_default);
+            let back =
+                reclaimable(known("Inactive(file):")?, known("Active(file):")?, known("SReclaimable:")?);
+            let so_far: u64 = left.value.unwrap_or(0);
+            left.value = Some(so_far.saturating_add(free).saturating_add(back));
+        }
+        Ok(left)
+    }
+
+    fn available(&self) -> Result<Found<u64>, TopologyError> {
+        let path = Path::new("/proc/meminfo");
+        let text = self.files.text(path)?.unwrap_or_default();
+        let Some(line) = text.lines().find(|line| line.starts_with("MemAvailable:")) else {
+            return Ok(Found::unknown(file(path)));
+        };
+        let kib = line.split_whitespace().nth(1).and_then(|n| n.parse::<u64>().ok());
+        let bytes = kib.and_then(|kib| kib.checked_mul(1024)).ok_or_else(|| wrong_number(path, line))?;
+        Ok(Found::known(bytes, file(path)))
+    }
+
+    fn free_huge_bytes(&self) -> Result<u64, TopologyError> {
+        let bytes = |folder: &Path| {
+            let pools = node::huge_pools(&self.files, folder)?;
+            Ok(pools.iter().map(|pool| pool.free.saturating_mul(pool.page_size)).sum::<u64>())
+        };
+        if self.nodes().is_empty() {
+            return bytes(Path::new("/sys/kernel/mm/hugepages"));
+        }
+        let ours = self.host_nodes().filter(|node| node.memory_allowed);
+        ours.map(|node| bytes(&Path::new(FOLDER).join(format!("node{}/hugepages", node.id.0)))).sum()
+    }
+
+    /// The most that the headroom could be: the tightest limit of the process's groups, read now, or the memory of the host's
+    /// nodes that it may use, whichever is less.
+    ///
+    /// # Errors
+    /// [`TopologyError`] for a file that cannot be understood.
+    pub fn host_memory(&self) -> Result<Found<u64>, TopologyError> {
+        let nodes: u64 =
+            self.host_nodes().filter(|node| node.memory_allowed).filter_map(|node| node.memory).sum();
+        let limit = process::memory_limit(&self.files)?;
+        Ok(match limit.value.map(|group| group.limit) {
+            Some(bytes) if nodes == 0 || bytes < nodes => Found::known(bytes, limit.source),
+            _ if nodes > 0 => Found::known(nodes, file(FOLDER)),
+            _ => Found::unknown(Source::Nobody),
+        })
+    }
+}

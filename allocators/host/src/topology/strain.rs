@@ -1,0 +1,131 @@
+//! How hard the machine and the process's control groups have to work for memory: stalls and events.
+
+use super::{
+    Found, GroupEvents, Headroom, Topology, TopologyError,
+    files::{file, wrong_number},
+    groups::{self, Version},
+};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+/// The machine's account of stalls.
+const MACHINE: &str = "/proc/pressure/memory";
+
+/// How much of the time threads were kept waiting by memory (PSI), and for how long in all.
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[non_exhaustive]
+pub struct Stalls {
+    /// Of the last ten seconds, those in which some thread waited, in hundredths of a per cent.
+    pub some: u32,
+    /// The same of those in which all did that had something to do.
+    pub full: u32,
+    /// All the time in which some thread waited.
+    pub some_total: Duration,
+}
+
+/// How scarce host memory is for the process.
+#[derive(Clone, PartialEq, Eq, Debug)]
+#[non_exhaustive]
+pub struct Strain {
+    /// What it may still take.
+    pub headroom: Headroom,
+    /// Stalls in its own group where the kernel counts them there, else on the machine; unknown on a kernel without PSI.
+    pub stalls: Found<Stalls>,
+    /// How often its group and those above were held up at their limits, all together; unknown without groups of
+    /// version 2. Counts of groups above have those below in them: only their growth says something.
+    pub events: Found<GroupEvents>,
+}
+
+impl Topology {
+    /// How scarce host memory is for the process, read now.
+    ///
+    /// ```
+    /// use aquifer_host::topology::Topology;
+    /// let strain = Topology::read()?.strain()?;
+    /// if let Some(stalls) = strain.stalls.value {
+    ///     println!("{} hundredths of a per cent of the time ({})", stalls.some, strain.stalls.source);
+    /// }
+    /// # Ok::<(), aquifer_host::topology::TopologyError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`TopologyError`] for a file that cannot be understood. What is missing is unknown.
+    pub fn strain(&self) -> Result<Strain, TopologyError> {
+        Ok(Strain { headroom: self.headroom()?, stalls: self.stalls()?, events: self.events()? })
+    }
+
+    /// The files in which the kernel accounts for stalls, the process's own group first, as they are to be opened. Not
+    /// all of them need be there.
+    ///
+    /// # Errors
+    /// [`TopologyError`] for a file that cannot be understood.
+    pub fn stall_files(&self) -> Result<Vec<PathBuf>, TopologyError> {
+        Ok(self.stall_paths()?.iter().map(|path| self.files.real(path)).collect())
+    }
+
+    /// Its own group's, which is not there in the root of all groups, and the machine's.
+    fn stall_paths(&self) -> Result<Vec<PathBuf>, TopologyError> {
+        let groups = groups::all(&self.files)?;
+        let own = groups.iter().find(|group| group.version == Version::Two);
+        Ok(own
+            .map(|group| group.folder.join("memory.pressure"))
+            .into_iter()
+            .chain([MACHINE.into()])
+            .collect())
+    }
+
+    fn stalls(&self) -> Result<Found<Stalls>, TopologyError> {
+        for path in self.stall_paths()? {
+            if let Some(text) = self.files.text(&path)? {
+                return Ok(Found::known(parse(&path, &text)?, file(path)));
+            }
+        }
+        Ok(Found::unknown(file(MACHINE)))
+    }
+
+    fn events(&self) -> Result<Found<GroupEvents>, TopologyError> {
+        let mut all = Found::unknown(file(groups::MEMBERSHIP));
+        for group in groups::all(&self.files)? {
+            let Some(more) = group.events(&self.files)? else { continue };
+            let GroupEvents { high, max, oom, oom_kill } = all.value.unwrap_or_default();
+            let sum = GroupEvents {
+                high: high.saturating_add(more.high),
+                max: max.saturating_add(more.max),
+                oom: oom.saturating_add(more.oom),
+                oom_kill: oom_kill.saturating_add(more.oom_kill),
+            };
+            all = match all.value {
+                None => Found::known(sum, file(group.folder.join("memory.events"))),
+                Some(_) => Found { value: Some(sum), ..all },
+            };
+        }
+        Ok(all)
+    }
+}
+
+/// Two lines: `some avg10=1.77 avg60=0.37 avg300=0.08 total=18128159`, and one of `full`, in per cent and microseconds.
+fn parse(path: &Path, text: &str) -> Result<Stalls, TopologyError> {
+    let mut stalls = Stalls::default();
+    for line in text.lines() {
+        let wrong = || wrong_number(path, line);
+        let of = |name: &str| line.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        let average = || of("avg10").and_then(hundredths).ok_or_else(wrong);
+        if line.starts_with("some ") {
+            stalls.some = average()?;
+            let total = of("total").and_then(|total| total.parse().ok()).ok_or_else(wrong)?;
+            stalls.some_total = Duration::from_micros(total);
+        } else if line.starts_with("full ") {
+            stalls.full = average()?;
+        }
+    }
+    Ok(stalls)
+}
+
+/// `1.77` is 177.
+fn hundredths(text: &str) -> Option<u32> {
+    let (whole, part) = text.split_once('.')?;
+    let part: u32 = (part.len() == 2).then(|| part.parse().ok())??;
+    whole.parse::<u32>().ok()?.checked_mul(100)?.checked_add(part)
+}
