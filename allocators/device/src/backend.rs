@@ -7,6 +7,7 @@ use crate::{
     Block, Request,
     block::{Asked, UntilFree},
     home::note,
+    raw::Backlog,
     reclaim::{Others, is_shortage},
     request::Sensible,
 };
@@ -16,7 +17,6 @@ use aquifer_core::{
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
 use aquifer_stream::{LastUse, Stream, StreamPool, Timeline, Uses};
 use std::{
-    collections::BTreeMap,
     fmt,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
@@ -74,7 +74,7 @@ struct State {
     /// Freed blocks with open uses, and those whose free failed. They stay charged.
     deferred: Vec<Deferred>,
     /// Blocks that are out as bare addresses.
-    raw: BTreeMap<u64, Block>,
+    raw: Backlog,
 }
 
 /// A block that has been freed by its owner.
@@ -216,7 +216,18 @@ impl<S: Source> Ledger<S> {
 
     /// The block that is out as this address.
     pub(crate) fn take_raw(&self, address: u64) -> Result<Block> {
-        self.state().raw.remove(&address).ok_or(MemoryError::ForeignBlock { address })
+        let block = self.state().raw.take(address);
+        block.unwrap_or(Err(MemoryError::ForeignBlock { address }))
+    }
+
+    pub(crate) fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
+        self.state().raw.share(address).ok_or(MemoryError::ForeignBlock { address })
+    }
+
+    pub(crate) fn free_raw(&self, address: u64) -> Result<()> {
+        // Its end takes the lock again.
+        let block = self.state().raw.let_go(address);
+        block.map(drop).ok_or(MemoryError::ForeignBlock { address })
     }
 
     /// Tries to give back what could not be given back before.
@@ -278,7 +289,7 @@ impl<S: Source> Ledger<S> {
 
 impl<S: Source> Release for Ledger<S> {
     fn keep_raw(&self, block: Block) {
-        self.state().raw.insert(block.address(), block);
+        self.state().raw.keep(block);
     }
 
     fn release(&self, block: Deferred) {

@@ -45,6 +45,16 @@ impl Direct {
     pub fn from_raw(&self, address: u64) -> Result<Block> {
         self.ledger.take_raw(address)
     }
+
+    /// As [`DevicePool::share_raw`](crate::DevicePool::share_raw).
+    pub(crate) fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
+        self.ledger.share_raw(address)
+    }
+
+    /// As [`DevicePool::free_raw`](crate::DevicePool::free_raw).
+    pub(crate) fn free_raw(&self, address: u64) -> Result<()> {
+        self.ledger.free_raw(address)
+    }
 }
 
 impl Source for Calls {

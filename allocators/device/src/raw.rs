@@ -12,7 +12,7 @@
 use crate::{
     Block, DevicePool,
     block::{Extras, Freed, Owner, Rare},
-    home::Home,
+    home::{AfterFree, Home},
     physical::Physical,
 };
 use aquifer_core::{MemoryError, Result};
@@ -23,16 +23,31 @@ use std::{
     hash::{BuildHasherDefault, Hasher},
     mem::{self, ManuallyDrop},
     sync::{
-        Mutex, MutexGuard, OnceLock, PoisonError,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
 
+/// A block that is out as its address.
+pub(crate) enum Raw {
+    /// What its token held.
+    Alone(Token),
+    /// The token itself: somebody looks at it, or has.
+    Shared(Arc<Block>),
+}
+
 /// What a block's token held.
-pub(crate) struct Raw {
-    pub(crate) freed: Freed,
-    pub(crate) uses: UseList,
-    pub(crate) extras: Rare<Extras>,
+pub(crate) struct Token {
+    freed: Freed,
+    uses: UseList,
+    extras: Rare<Extras>,
+}
+
+impl Token {
+    fn into_block(self) -> Block {
+        let Self { freed: Freed { way, place }, uses, extras } = self;
+        Block { owner: Owner::Pool(way), place, uses, extras }
+    }
 }
 
 /// The blocks of one cache that are out as bare addresses.
@@ -142,23 +157,51 @@ impl Block {
         let (uses, extras) = (mem::take(&mut block.uses), block.extras.take());
         if let Owner::Pool(way) = block.owner {
             let freed = Freed { way, place: block.place };
-            way.home.keep_raw(address, Raw { freed, uses, extras });
+            way.home.keep_raw(address, Token { freed, uses, extras });
         }
         address
     }
 }
 
 /// Blocks that are out as bare addresses and belong to no cache: by address, which no two live blocks of a process share.
-static BACKED: Mutex<BTreeMap<u64, Block>> = Mutex::new(BTreeMap::new());
+static BACKED: Mutex<Backlog> = Mutex::new(Backlog(BTreeMap::new()));
 
-fn backed() -> MutexGuard<'static, BTreeMap<u64, Block>> {
+/// Blocks by the addresses that they are out as, any of which somebody may look at.
+#[derive(Default)]
+pub(crate) struct Backlog(BTreeMap<u64, Arc<Block>>);
+
+impl Backlog {
+    pub(crate) fn keep(&mut self, block: Block) {
+        let before = self.0.insert(block.address(), Arc::new(block));
+        debug_assert!(before.is_none(), "two live blocks at one address");
+    }
+
+    pub(crate) fn share(&self, address: u64) -> Option<Arc<Block>> {
+        self.0.get(&address).cloned()
+    }
+
+    /// The block to be owned, unless somebody looks at it.
+    pub(crate) fn take(&mut self, address: u64) -> Option<Result<Block>> {
+        let block = self.0.remove(&address)?;
+        Some(Arc::try_unwrap(block).map_err(|shared| {
+            self.0.insert(address, shared);
+            MemoryError::Busy { address }
+        }))
+    }
+
+    /// The block to be let go of, which is not to happen under this table's lock.
+    pub(crate) fn let_go(&mut self, address: u64) -> Option<Arc<Block>> {
+        self.0.remove(&address)
+    }
+}
+
+fn backed() -> MutexGuard<'static, Backlog> {
     BACKED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Keeps a block of no cache while its address is out.
 pub(crate) fn keep_backed(block: Block) {
-    let before = backed().insert(block.address(), block);
-    debug_assert!(before.is_none(), "two live blocks at one address");
+    backed().keep(block);
 }
 
 impl DevicePool {
@@ -178,37 +221,65 @@ impl DevicePool {
     ///
     /// # Errors
     /// [`MemoryError::DoubleFree`] if the block at this address has been freed, as long as memory is there;
-    /// [`MemoryError::ForeignBlock`] for any other address that is not out. Nothing changes then.
+    /// [`MemoryError::ForeignBlock`] for any other address that is not out; [`MemoryError::Busy`] while somebody
+    /// [looks at it](DevicePool::share_raw). Nothing changes then.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
         if let Some(direct) = self.inner().bypass() {
             return direct.from_raw(address);
         }
-        let block = self.find(address, |home| {
-            let Raw { freed: Freed { way, place }, uses, extras } =
-                home.with_last(|s| s.raw.remove(&address))?;
-            Some(Block { owner: Owner::Pool(way), place, uses, extras })
-        });
-        block.or_else(|| self.take_backed(address)).ok_or_else(|| self.refuse(address))
+        let block = self.find(address, |home| home.take_raw(address));
+        let block = block.or_else(|| self.is_backed(address).then(|| backed().take(address)).flatten());
+        block.unwrap_or_else(|| Err(self.refuse(address)))
     }
 
-    /// A block of this pool that belongs to no cache.
-    fn take_backed(&self, address: u64) -> Option<Block> {
-        let mut backed = backed();
-        let block = backed.get(&address)?;
-        let ours = matches!(&block.owner, Owner::Backend(home) if home.streams.is(self.streams()));
-        if ours { backed.remove(&address) } else { None }
+    /// The block of this pool that is out as this address, to note uses of it; its address stays out.
+    ///
+    /// Several threads may hold it at once. One that is freed by [`DevicePool::free_raw`] meanwhile ends with the last of
+    /// them, so what they note holds its memory back.
+    ///
+    /// ```
+    /// use aquifer_device::{DevicePool, PoolConfig, Request};
+    /// use aquifer_driver::{Access, DeviceId, sim::Sim};
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+    /// let (stream, other) = (pool.stream()?, pool.stream()?);
+    /// let address = pool.alloc(&stream, Request::bytes(4096))?.into_raw();
+    /// other.wait_for(&stream)?;
+    /// pool.share_raw(address)?.record_use(&other, Access::Read)?;
+    /// pool.free_raw(address)?; // `stream` does not have it again before `other` is done
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`DevicePool::from_raw`], which it is never too busy for.
+    pub fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
+        if let Some(direct) = self.inner().bypass() {
+            return direct.share_raw(address);
+        }
+        let block = self.find(address, |home| home.share_raw(address));
+        let block = block.or_else(|| self.is_backed(address).then(|| backed().share(address)).flatten());
+        block.ok_or_else(|| self.refuse(address))
+    }
+
+    /// Whether a block that belongs to no cache is out as this address, and is of this pool.
+    fn is_backed(&self, address: u64) -> bool {
+        backed().0.get(&address).is_some_and(
+            |block| matches!(&block.owner, Owner::Backend(home) if home.streams.is(self.streams())),
+        )
     }
 
     /// Frees the block that was [turned into](Block::into_raw) this address, as dropping it would have.
     ///
     /// # Errors
-    /// As [`DevicePool::from_raw`].
+    /// As [`DevicePool::from_raw`], which it is never too busy for.
     pub fn free_raw(&self, address: u64) -> Result<()> {
         if let Some(direct) = self.inner().bypass() {
-            return direct.from_raw(address).map(drop);
+            return direct.free_raw(address);
         }
-        let freed = self.find(address, |home| home.free_raw(address));
-        freed.or_else(|| self.take_backed(address).map(drop)).ok_or_else(|| self.refuse(address))
+        if self.find(address, |home| home.free_raw(address)).is_some() {
+            return Ok(());
+        }
+        let backed = self.is_backed(address).then(|| backed().let_go(address)).flatten();
+        backed.map(drop).ok_or_else(|| self.refuse(address))
     }
 
     /// Asks the likely caches, then all.
@@ -244,24 +315,66 @@ impl DevicePool {
 
 impl Home {
     /// Keeps what a token held while its address is out.
-    fn keep_raw(&self, address: u64, raw: Raw) {
+    fn keep_raw(&self, address: u64, token: Token) {
         self.with_last(|s| {
-            s.raw.insert(address, raw);
+            s.raw.insert(address, Raw::Alone(token));
             s.note_raw(address);
         });
     }
 
+    /// The block of this cache that is out as `address`, to be owned; `None` if there is none.
+    fn take_raw(&self, address: u64) -> Option<Result<Block>> {
+        self.with_last(|s| {
+            let block = match s.raw.remove(&address)? {
+                Raw::Alone(token) => Ok(token.into_block()),
+                // Clones are made under the lock only, so one that is alone here stays so.
+                Raw::Shared(block) => Arc::try_unwrap(block),
+            };
+            Some(block.map_err(|shared| {
+                s.raw.insert(address, Raw::Shared(shared));
+                MemoryError::Busy { address }
+            }))
+        })
+    }
+
+    /// The block of this cache that is out as `address`, which stays out.
+    fn share_raw(&self, address: u64) -> Option<Arc<Block>> {
+        self.with_last(|s| {
+            let block = match s.raw.remove(&address)? {
+                Raw::Alone(token) => Arc::new(token.into_block()),
+                Raw::Shared(block) => block,
+            };
+            s.raw.insert(address, Raw::Shared(block.clone()));
+            Some(block)
+        })
+    }
+
     /// Frees the block of this cache that is out as `address`; `None` if there is none.
     fn free_raw(&'static self, address: u64) -> Option<()> {
-        let (freed, rest) = self.with_last(|s| {
-            let Raw { freed, mut uses, extras } = s.raw.remove(&address)?;
-            let quiet = uses.is_empty() && extras.is_none();
-            let rest = if quiet { Err(s.put_back(&freed.way, &freed.place)) } else { Ok((uses, extras)) };
-            Some((freed, rest))
+        /// What is to be done once the lock is open again.
+        enum Rest {
+            After(Option<Box<AfterFree>>),
+            Token(Token),
+            Shared(Arc<Block>),
+        }
+        let rest = self.with_last(|s| {
+            Some(match s.raw.remove(&address)? {
+                Raw::Alone(mut token) => {
+                    if token.uses.is_empty() && token.extras.is_none() {
+                        Rest::After(s.put_back(&token.freed.way, &token.freed.place))
+                    } else {
+                        Rest::Token(token)
+                    }
+                }
+                Raw::Shared(block) => Rest::Shared(block),
+            })
         })?;
         match rest {
-            Ok((mut uses, extras)) => self.put_back_with_extras(freed, &mut uses, extras),
-            Err(after) => self.attend(after),
+            Rest::After(after) => self.attend(after),
+            Rest::Token(Token { freed, mut uses, extras }) => {
+                self.put_back_with_extras(freed, &mut uses, extras);
+            }
+            Rest::Shared(block) => drop(block),
         }
         Some(())
     }

@@ -158,3 +158,67 @@ fn an_address_outlives_its_stream() {
     rig.pool.free_raw(address).unwrap();
     rig.assert_silent();
 }
+
+/// Twice the same of a pool whose blocks are its own, are checked, or are the driver's.
+fn each_kind(check: impl Fn(&Rig)) {
+    check(&Rig::new(64));
+    check(&Rig::on(Sim::h200(1), 64, |config| config.debug.leaks = true));
+    check(&Rig::on(Sim::h200(1), 64, |config| config.bypass = true));
+}
+
+#[test]
+fn a_use_noted_through_an_address_holds_its_memory_back() {
+    let rig = Rig::stepped(64);
+    let (s, other) = (rig.stream(), rig.stream());
+    let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
+    let block = rig.pool.share_raw(address).unwrap();
+    other.wait_for(&s).unwrap();
+    rig.sim.access(other.raw(), range(&block), Access::Read, Some(block.generation())).unwrap();
+    block.record_use(&other, Access::Read).unwrap();
+    drop(block);
+    rig.pool.free_raw(address).unwrap();
+    assert_eq!(rig.pool.stats().pending, MIB, "the other stream has not finished with it");
+    other.synchronize().unwrap();
+    rig.assert_silent();
+}
+
+#[test]
+fn a_block_that_is_looked_at_ends_with_the_last_look() {
+    each_kind(|rig| {
+        let s = rig.stream();
+        let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
+        let (one, two) = (rig.pool.share_raw(address).unwrap(), rig.pool.share_raw(address).unwrap());
+        assert_eq!(rig.pool.from_raw(address).map(drop), Err(MemoryError::Busy { address }));
+        rig.pool.free_raw(address).unwrap();
+        assert!(rig.pool.free_raw(address).is_err() && rig.pool.share_raw(address).is_err());
+        drop(one);
+        assert_eq!(rig.pool.stats().requested, MIB, "somebody looks at it");
+        drop(two);
+        assert_eq!(rig.pool.stats().requested, 0);
+        let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
+        drop(rig.pool.share_raw(address).unwrap());
+        assert_eq!(rig.pool.from_raw(address).unwrap().into_raw(), address, "nobody looks at it any more");
+        rig.pool.free_raw(address).unwrap();
+        rig.assert_silent();
+    });
+}
+
+#[test]
+fn threads_note_uses_of_one_address_at_once() {
+    let rig = Rig::on(Sim::h200(1).symbolic(), 64, |_| ());
+    let s = rig.stream();
+    let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            let (pool, other) = (&rig.pool, rig.stream());
+            other.wait_for(&s).unwrap();
+            scope.spawn(move || {
+                for _ in 0..1000 {
+                    pool.share_raw(address).unwrap().record_use(&other, Access::Read).unwrap();
+                }
+            });
+        }
+    });
+    rig.pool.free_raw(address).unwrap();
+    assert_eq!(rig.pool.stats().requested, 0);
+}
