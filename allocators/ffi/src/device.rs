@@ -1,0 +1,225 @@
+//! Device memory.
+#![expect(unsafe_code, reason = "exports functions to C")]
+
+use crate::{
+    entry::{Answer, enter, put, wanted},
+    here,
+    runtime::{self, Shared, aq_runtime},
+    status::{Failure, Status, aq_status},
+};
+use aquifer::{Access, MemoryError, device::Request};
+use std::{ffi::c_void, sync::atomic::Ordering};
+
+/// Work that reads.
+pub const AQ_READ: u32 = 1;
+/// Work that writes.
+pub const AQ_WRITE: u32 = 2;
+
+pub(crate) fn access(access: u32) -> Answer<Access> {
+    match access {
+        AQ_READ => Ok(Access::Read),
+        AQ_WRITE => Ok(Access::Write),
+        3 => Ok(Access::ReadWrite),
+        other => {
+            let text = format!("access is {other}; it can be AQ_READ, AQ_WRITE, or both");
+            Err(Failure::new(Status::BadArgument, text))
+        }
+    }
+}
+
+/// A handle as the number that it is.
+#[inline]
+pub(crate) fn handle(stream: *mut c_void) -> u64 {
+    stream.addr() as u64
+}
+
+/// What is wrong with an address that a device's pool does not know: it may be another's.
+#[cold]
+pub(crate) fn strange(shared: &Shared, device: u32, error: MemoryError) -> Failure {
+    let (MemoryError::ForeignBlock { address } | MemoryError::DoubleFree { address }) = error else {
+        return error.into();
+    };
+    let of_other = shared.runtime.devices().iter().find(|pool| pool.share_raw(address).is_ok());
+    match (of_other, shared.pool(device)) {
+        (Some(other), Ok(pool)) => {
+            let (expected, actual) = (pool.device(), other.device());
+            MemoryError::WrongDevice { expected, actual }.into()
+        }
+        _ => error.into(),
+    }
+}
+
+/// A block for work on a stream.
+///
+/// # Safety
+/// As [`aq_alloc_aligned`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_alloc(
+    runtime: aq_runtime,
+    device: u32,
+    bytes: u64,
+    stream: *mut c_void,
+    address: *mut u64,
+) -> aq_status {
+    // SAFETY: 1. 2. the caller's.
+    enter(|| unsafe { allocate(runtime, device, Request::bytes(bytes), stream, address) })
+}
+
+/// A block at a multiple of `align`, for work on a stream.
+///
+/// # Safety
+/// 1. `stream` is one of the driver's default streams or a stream of the device that is alive, and lives as the runtime's
+///    options or a registration say.
+/// 2. `address` is null, or points to a `uint64_t` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_alloc_aligned(
+    runtime: aq_runtime,
+    device: u32,
+    bytes: u64,
+    align: u64,
+    stream: *mut c_void,
+    address: *mut u64,
+) -> aq_status {
+    let request = Request::bytes(bytes).align(align);
+    // SAFETY: 1. 2. the caller's.
+    enter(|| unsafe { allocate(runtime, device, request, stream, address) })
+}
+
+/// # Safety
+/// As [`aq_alloc_aligned`].
+#[inline]
+unsafe fn allocate(
+    runtime: aq_runtime,
+    device: u32,
+    request: Request,
+    stream: *mut c_void,
+    address: *mut u64,
+) -> Answer {
+    wanted(address, "address")?;
+    // SAFETY: 1. 2. the caller's.
+    let block = unsafe {
+        here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
+            let block = pool.alloc(stream, request)?;
+            // Whoever destroys the runtime counts blocks afterwards, under the lock that the block has just been given out
+            // under: this block is counted, or this is seen.
+            if shared.closed.load(Ordering::Acquire) {
+                drop(block);
+                shared.leave();
+                return Err(runtime::absent(shared.id));
+            }
+            Ok(block.into_raw())
+        })
+    }?;
+    // SAFETY: 1. the caller's.
+    unsafe { put(address, block, "address") }
+}
+
+/// Frees a block in the order of its own stream.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_free(runtime: aq_runtime, device: u32, address: u64) -> aq_status {
+    enter(|| free(runtime, device, address))
+}
+
+#[inline]
+pub(crate) fn free(runtime: aq_runtime, device: u32, address: u64) -> Answer {
+    if address == 0 {
+        return Ok(());
+    }
+    let freed = here::with(runtime, |shared| {
+        shared.pool(device)?.free_raw(address).map_err(|error| strange(shared, device, error))?;
+        if shared.closed.load(Ordering::Acquire) {
+            shared.leave();
+        }
+        Ok(())
+    });
+    match freed {
+        Err(failure) if failure.status() == Status::Closed => free_late(runtime, device, address),
+        freed => freed,
+    }
+}
+
+/// Frees a block of a runtime that has been destroyed.
+#[cold]
+fn free_late(runtime: aq_runtime, device: u32, address: u64) -> Answer {
+    let shared = runtime::with_blocks(runtime)?;
+    shared.pool(device)?.free_raw(address).map_err(|error| strange(&shared, device, error))?;
+    shared.leave();
+    Ok(())
+}
+
+/// Notes that work queued on a stream uses a block.
+///
+/// # Safety
+/// 1. As [`aq_alloc_aligned`] for `stream`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_record_use(
+    runtime: aq_runtime,
+    device: u32,
+    address: u64,
+    stream: *mut c_void,
+    access: u32,
+) -> aq_status {
+    enter(|| {
+        let access = self::access(access)?;
+        // SAFETY: 1. the caller's.
+        unsafe {
+            here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
+                let block = pool.share_raw(address).map_err(|error| strange(shared, device, error))?;
+                Ok(block.record_use(stream, access)?)
+            })
+        }
+    })
+}
+
+/// Frees a block that work on a stream has used.
+///
+/// # Safety
+/// 1. As [`aq_alloc_aligned`] for `stream`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_free_on(
+    runtime: aq_runtime,
+    device: u32,
+    address: u64,
+    stream: *mut c_void,
+) -> aq_status {
+    enter(|| {
+        if address == 0 {
+            return Ok(());
+        }
+        // SAFETY: 1. the caller's.
+        unsafe {
+            here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
+                let block = pool.share_raw(address).map_err(|error| strange(shared, device, error))?;
+                Ok(block.record_use(stream, Access::ReadWrite)?)
+            })
+        }?;
+        free(runtime, device, address)
+    })
+}
+
+/// How long a block is.
+///
+/// # Safety
+/// 1. `asked` and `capacity` are null, or point to `uint64_t`s that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_block_size(
+    runtime: aq_runtime,
+    device: u32,
+    address: u64,
+    asked: *mut u64,
+    capacity: *mut u64,
+) -> aq_status {
+    enter(|| {
+        here::with(runtime, |shared| {
+            let found = shared.pool(device)?.share_raw(address);
+            let block = found.map_err(|error| strange(shared, device, error))?;
+            for (to, bytes) in [(asked, block.bytes()), (capacity, block.capacity())] {
+                if !to.is_null() {
+                    // SAFETY: 1. the caller's.
+                    unsafe { put(to, bytes, "to") }?;
+                }
+            }
+            Ok(())
+        })
+    })
+}

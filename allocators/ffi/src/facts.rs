@@ -1,0 +1,397 @@
+//! Devices, limits, statistics, snapshots.
+#![expect(unsafe_code, reason = "exports functions to C")]
+
+use crate::{
+    entry::{Answer, enter, fill, put, text, wanted},
+    here,
+    runtime::{Shared, aq_runtime},
+    status::aq_status,
+};
+use aquifer::{Budget, DevicePool, PinnedPool, PoolStats, core::MemoryError};
+use serde_json::{Value, json};
+use std::ffi::c_char;
+
+/// What a device is and can do.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct aq_device_facts {
+    /// `sizeof(aq_device_facts)`.
+    pub size: usize,
+    /// Bytes of memory.
+    pub memory: u64,
+    /// Bytes that nobody holds, as the driver says.
+    pub free_memory: u64,
+    /// Bytes of a physical handle; 0 without virtual memory management.
+    pub granularity: u64,
+    /// The driver's number for the device.
+    pub ordinal: u32,
+    /// Compute capability: 9 of 9.0.
+    pub major: u32,
+    /// And 0 of it.
+    pub minor: u32,
+    /// The NUMA node whose memory is near; -1 if nobody tells.
+    pub node: i32,
+    /// Whether it is simulated.
+    pub simulated: u32,
+    /// Whether it has virtual memory management.
+    pub virtual_memory: u32,
+    /// Its name, cut to fit, ended by a zero.
+    pub name: [c_char; 128],
+    /// Its PCI address, likewise.
+    pub pci_address: [c_char; 32],
+}
+
+/// What a pool holds and has done.
+#[derive(Clone, Copy, Debug)]
+#[repr(C)]
+pub struct aq_stats {
+    /// `sizeof(aq_stats)`.
+    pub size: usize,
+    /// Bytes in blocks, as they were rounded.
+    pub live: u64,
+    /// The same, as they were asked for.
+    pub requested: u64,
+    /// Bytes that can be given out again.
+    pub cached: u64,
+    /// Bytes freed and held back for uses on other streams.
+    pub pending: u64,
+    /// Bytes held from the driver or kernel.
+    pub physical: u64,
+    /// The most of `live`.
+    pub peak_live: u64,
+    /// The most of `requested`.
+    pub peak_requested: u64,
+    /// The most of `physical`.
+    pub peak_physical: u64,
+    /// Blocks that are out.
+    pub blocks: u64,
+    /// Allocations that succeeded.
+    pub allocations: u64,
+    /// Blocks freed.
+    pub frees: u64,
+    /// Allocations that failed.
+    pub failures: u64,
+    /// Times that memory was taken from the driver or kernel.
+    pub growths: u64,
+    /// Bytes given back to them.
+    pub reaped: u64,
+    /// Physical handles moved.
+    pub moves: u64,
+    /// Ranges that one stream took over from another.
+    pub adoptions: u64,
+    /// Events recorded.
+    pub fences: u64,
+    /// Waits of one stream for another.
+    pub stream_waits: u64,
+    /// Waits of the host.
+    pub host_waits: u64,
+}
+
+impl From<PoolStats> for aq_stats {
+    fn from(s: PoolStats) -> Self {
+        Self {
+            size: size_of::<Self>(),
+            live: s.live,
+            requested: s.requested,
+            cached: s.cached,
+            pending: s.pending,
+            physical: s.physical,
+            peak_live: s.peak_live,
+            peak_requested: s.peak_requested,
+            peak_physical: s.peak_physical,
+            blocks: s.blocks,
+            allocations: s.allocations,
+            frees: s.frees,
+            failures: s.failures,
+            growths: s.growths,
+            reaped: s.reaped,
+            moves: s.moves,
+            adoptions: s.adoptions,
+            fences: s.fences,
+            stream_waits: s.stream_waits,
+            host_waits: s.host_waits,
+        }
+    }
+}
+
+/// A text in a field of fixed length, cut to fit, ended by a zero.
+fn field<const N: usize>(text: &str) -> [c_char; N] {
+    let mut field = [0; N];
+    for (to, from) in field[..N - 1].iter_mut().zip(text.bytes()) {
+        *to = from as c_char;
+    }
+    field
+}
+
+fn facts(shared: &Shared, pool: &DevicePool) -> Answer<aq_device_facts> {
+    let info = pool.info();
+    let lost = |e| MemoryError::driver(pool.device(), e);
+    Ok(aq_device_facts {
+        size: size_of::<aq_device_facts>(),
+        memory: info.memory,
+        free_memory: pool.driver().memory_info(pool.device()).map_err(lost)?.free,
+        granularity: info.granularity,
+        ordinal: pool.device().0,
+        major: info.compute_capability.0,
+        minor: info.compute_capability.1,
+        node: shared
+            .runtime
+            .host()
+            .topology
+            .memory_near_device(info)
+            .ok()
+            .and_then(|found| found.value)
+            .and_then(|node| i32::try_from(node.0).ok())
+            .unwrap_or(-1),
+        simulated: u32::from(shared.sim.is_some()),
+        virtual_memory: u32::from(info.virtual_memory),
+        name: field(&info.name),
+        pci_address: field(info.pci_address.as_deref().unwrap_or("")),
+    })
+}
+
+/// How many devices a runtime has.
+///
+/// # Safety
+/// 1. `count` is null, or points to a `uint32_t` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_device_count(runtime: aq_runtime, count: *mut u32) -> aq_status {
+    // SAFETY: 1. the caller's.
+    enter(|| {
+        here::with(runtime, |shared| unsafe { put(count, shared.runtime.devices().len() as u32, "count") })
+    })
+}
+
+/// What a device is and can do.
+///
+/// # Safety
+/// 1. `facts` is null, or points to a struct that begins with its size, which the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_device(
+    runtime: aq_runtime,
+    device: u32,
+    facts: *mut aq_device_facts,
+) -> aq_status {
+    enter(|| {
+        here::with(runtime, |shared| {
+            let found = self::facts(shared, shared.pool(device)?)?;
+            // SAFETY: 1. the caller's. 2. `repr(C)` and a `usize` first; four of its ten words are pairs of `u32`, and the
+            // arrays end at a multiple of eight.
+            unsafe { fill(facts, found, "facts") }
+        })
+    })
+}
+
+/// What a device's pool holds.
+///
+/// # Safety
+/// 1. `stats` is null, or points to a struct that begins with its size, which the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_device_stats(
+    runtime: aq_runtime,
+    device: u32,
+    stats: *mut aq_stats,
+) -> aq_status {
+    enter(|| {
+        here::with(runtime, |shared| {
+            let found = shared.pool(device)?.stats().into();
+            // SAFETY: 1. the caller's. 2. `repr(C)`, and words only.
+            unsafe { fill(stats, found, "stats") }
+        })
+    })
+}
+
+/// What the pool of pinned memory near a device holds.
+///
+/// # Safety
+/// 1. `stats` is null, or points to a struct that begins with its size, which the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_pinned_stats(
+    runtime: aq_runtime,
+    device: u32,
+    stats: *mut aq_stats,
+) -> aq_status {
+    enter(|| {
+        here::with(runtime, |shared| {
+            let found = shared.runtime.pinned_near(device as usize).stats().memory.into();
+            // SAFETY: 1. the caller's. 2. `repr(C)`, and words only.
+            unsafe { fill(stats, found, "stats") }
+        })
+    })
+}
+
+/// # Safety
+/// 1. Each is null, or points to a `uint64_t` that the caller may write.
+unsafe fn limit_of(budget: &Budget, limit: *mut u64, used: *mut u64) -> Answer {
+    for (to, bytes) in [(limit, budget.limit()), (used, budget.used())] {
+        if !to.is_null() {
+            // SAFETY: 1. the caller's.
+            unsafe { put(to, bytes, "to") }?;
+        }
+    }
+    Ok(())
+}
+
+/// # Safety
+/// 1. `excess` is null, or points to a `uint64_t` that the caller may write.
+unsafe fn set_limit_of(budget: &Budget, limit: u64, excess: *mut u64) -> Answer {
+    let above = budget.set_limit(limit);
+    if excess.is_null() {
+        return Ok(());
+    }
+    // SAFETY: 1. the caller's.
+    unsafe { put(excess, above, "excess") }
+}
+
+/// A device's limit, and what is used of it.
+///
+/// # Safety
+/// 1. `limit` and `used` are null, or point to `uint64_t`s that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_limit(
+    runtime: aq_runtime,
+    device: u32,
+    limit: *mut u64,
+    used: *mut u64,
+) -> aq_status {
+    // SAFETY: 1. the caller's.
+    enter(|| here::with(runtime, |shared| unsafe { limit_of(shared.pool(device)?.budget(), limit, used) }))
+}
+
+/// Sets a device's limit.
+///
+/// # Safety
+/// 1. `excess` is null, or points to a `uint64_t` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_set_limit(
+    runtime: aq_runtime,
+    device: u32,
+    limit: u64,
+    excess: *mut u64,
+) -> aq_status {
+    // SAFETY: 1. the caller's.
+    enter(|| {
+        here::with(runtime, |shared| unsafe { set_limit_of(shared.pool(device)?.budget(), limit, excess) })
+    })
+}
+
+/// The limit of pinned memory, and what is used of it.
+///
+/// # Safety
+/// 1. `limit` and `used` are null, or point to `uint64_t`s that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_pinned_limit(runtime: aq_runtime, limit: *mut u64, used: *mut u64) -> aq_status {
+    // SAFETY: 1. the caller's.
+    enter(|| here::with(runtime, |shared| unsafe { limit_of(pinned(shared).budget(), limit, used) }))
+}
+
+/// Sets the limit of pinned memory.
+///
+/// # Safety
+/// 1. `excess` is null, or points to a `uint64_t` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_set_pinned_limit(runtime: aq_runtime, limit: u64, excess: *mut u64) -> aq_status {
+    // SAFETY: 1. the caller's.
+    enter(|| here::with(runtime, |shared| unsafe { set_limit_of(pinned(shared).budget(), limit, excess) }))
+}
+
+/// Any pinned pool: all of a runtime's are under one budget.
+fn pinned(shared: &Shared) -> &PinnedPool {
+    shared.runtime.pinned_near(0)
+}
+
+/// Gives free device memory back.
+///
+/// # Safety
+/// 1. `given` is null, or points to a `uint64_t` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_trim(runtime: aq_runtime, device: u32, keep: u64, given: *mut u64) -> aq_status {
+    enter(|| {
+        let bytes = here::with(runtime, |shared| Ok(shared.pool(device)?.trim(keep)?))?;
+        if given.is_null() {
+            return Ok(());
+        }
+        // SAFETY: 1. the caller's.
+        unsafe { put(given, bytes, "given") }
+    })
+}
+
+fn stats_json(s: PoolStats) -> Value {
+    json!({
+        "live": s.live, "requested": s.requested, "cached": s.cached, "pending": s.pending, "physical": s.physical,
+        "peak_live": s.peak_live, "peak_requested": s.peak_requested, "peak_physical": s.peak_physical,
+        "blocks": s.blocks, "allocations": s.allocations, "frees": s.frees, "failures": s.failures,
+        "growths": s.growths, "reaped": s.reaped, "moves": s.moves, "adoptions": s.adoptions, "fences": s.fences,
+        "stream_waits": s.stream_waits, "host_waits": s.host_waits,
+    })
+}
+
+fn budget_json(budget: &Budget) -> Value {
+    let f = budget.figures();
+    let children: Vec<_> = budget.children().map(|child| budget_json(&child)).collect();
+    json!({
+        "name": f.name, "limit": f.limit, "used": f.used, "held": f.held, "guarantee": f.guarantee, "peak": f.peak,
+        "stranded": f.stranded, "priority": f.priority, "children": children,
+    })
+}
+
+fn device_json(pool: &DevicePool) -> Value {
+    let info = pool.info();
+    json!({
+        "ordinal": pool.device().0, "name": info.name, "memory": info.memory, "granularity": info.granularity,
+        "pci_address": info.pci_address, "virtual_memory": info.virtual_memory, "streams_leased": pool.streams().leased(),
+        "budget": budget_json(pool.budget()), "stats": stats_json(pool.stats()),
+        "findings": pool.findings().iter().map(ToString::to_string).collect::<Vec<_>>(),
+    })
+}
+
+fn pinned_json(pool: &PinnedPool) -> Value {
+    let stats = pool.stats();
+    let regions: Vec<_> = pool
+        .reports()
+        .iter()
+        .map(|report| {
+            json!({
+                "bytes": report.bytes, "pages": format!("{:?}", report.pages),
+                "pinned_by": format!("{:?}", report.pinned_by),
+                "shortfalls": report.shortfalls.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            })
+        })
+        .collect();
+    json!({
+        "node": pool.node().map(|node| node.0), "pinned": stats.pinned, "in_magazines": stats.in_magazines,
+        "refused_frees": stats.refused_frees, "stats": stats_json(stats.memory), "regions": regions,
+    })
+}
+
+fn snapshot(shared: &Shared) -> Value {
+    let runtime = &shared.runtime;
+    let mut pools: Vec<&PinnedPool> = Vec::new();
+    // Index past the last device: the pool of no node in particular.
+    for index in (0..=runtime.devices().len()).rev() {
+        let pool = runtime.pinned_near(index);
+        if !pools.iter().any(|other| other.node() == pool.node()) {
+            pools.push(pool);
+        }
+    }
+    json!({
+        "format": "aquifer-snapshot", "version": 1, "driver": runtime.driver().map(|driver| driver.name()),
+        "devices": runtime.devices().iter().map(device_json).collect::<Vec<_>>(),
+        "pinned_budget": budget_json(pinned(shared).budget()),
+        "pinned": pools.into_iter().map(pinned_json).collect::<Vec<_>>(),
+    })
+}
+
+/// All that a runtime knows of itself, as JSON.
+///
+/// # Safety
+/// 1. `json` is null, or points to a `char *` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_snapshot(runtime: aq_runtime, json: *mut *mut c_char) -> aq_status {
+    enter(|| {
+        wanted(json, "json")?;
+        let said = here::with(runtime, |shared| Ok(snapshot(shared).to_string()))?;
+        // SAFETY: 1. the caller's.
+        unsafe { put(json, text(&said), "json") }
+    })
+}

@@ -1,0 +1,154 @@
+//! What a thread knows: the runtime it called for last, and streams by their handles.
+//!
+//! Nothing is locked or counted to find a stream that the thread has used before. What it remembers is good while the
+//! runtime's version stays; retiring a stream and destroying the runtime change that. Meanwhile a thread keeps what it
+//! remembers alive, so a call that has begun meets nothing that has gone.
+
+use crate::{
+    entry::Answer,
+    runtime::{self, Known, Shared, aq_runtime},
+};
+use aquifer::{DevicePool, Stream};
+use std::{
+    cell::RefCell,
+    sync::{Arc, atomic::Ordering},
+};
+
+/// Streams that a thread remembers. More take turns.
+const STREAMS: usize = 16;
+
+thread_local! {
+    static HERE: RefCell<Option<Here>> = const { RefCell::new(None) };
+}
+
+struct Here {
+    shared: Arc<Shared>,
+    version: u64,
+    streams: [Option<Seen>; STREAMS],
+}
+
+struct Seen {
+    device: u32,
+    handle: u64,
+    known: Known,
+}
+
+/// Where a stream is remembered. Handles are addresses, or small numbers.
+#[inline]
+fn place(device: u32, handle: u64) -> usize {
+    (handle ^ handle >> 4 ^ handle >> 12 ^ u64::from(device)) as usize % STREAMS
+}
+
+impl Here {
+    #[inline]
+    fn is(&self, runtime: aq_runtime) -> bool {
+        self.shared.id == runtime && self.shared.version.load(Ordering::Acquire) == self.version
+    }
+}
+
+/// Runs `work` with a runtime that is open.
+#[inline]
+pub(crate) fn with<R>(runtime: aq_runtime, work: impl FnOnce(&Arc<Shared>) -> Answer<R>) -> Answer<R> {
+    let mut work = Some(work);
+    let known = HERE.try_with(|here| {
+        let here = here.try_borrow().ok()?;
+        let here = here.as_ref().filter(|here| here.is(runtime))?;
+        work.take().map(|work| work(&here.shared))
+    });
+    match (known.ok().flatten(), work) {
+        (Some(answer), _) => answer,
+        (None, work) => {
+            let shared = remember(runtime)?;
+            // It was not taken, or there would be an answer.
+            work.map_or_else(|| unreachable!("work that was taken has an answer"), |work| work(&shared))
+        }
+    }
+}
+
+/// Runs `work` with a runtime that is open, the pool of a device and what a raw handle means there.
+///
+/// # Safety
+/// As [`Shared::stream`].
+#[inline]
+#[expect(unsafe_code, reason = "passes a caller's promise on")]
+pub(crate) unsafe fn with_stream<R>(
+    runtime: aq_runtime,
+    device: u32,
+    handle: u64,
+    work: impl FnOnce(&Arc<Shared>, &DevicePool, &Stream) -> Answer<R>,
+) -> Answer<R> {
+    let mut work = Some(work);
+    let known = HERE.try_with(|here| {
+        let here = here.try_borrow().ok()?;
+        let here = here.as_ref().filter(|here| here.is(runtime))?;
+        let seen = here.streams[place(device, handle)].as_ref()?;
+        if seen.handle != handle || seen.device != device || !seen.known.is_current() {
+            return None;
+        }
+        let pool = here.shared.pool(device).ok()?;
+        work.take().map(|work| work(&here.shared, pool, &seen.known.stream))
+    });
+    match (known.ok().flatten(), work) {
+        (Some(answer), _) => answer,
+        (None, work) => {
+            let shared = remember(runtime)?;
+            // SAFETY: 1. 2. the caller's.
+            let known = unsafe { shared.stream(device, handle) }?;
+            remember_stream(&shared, Seen { device, handle, known: known.clone() });
+            let pool = shared.pool(device)?;
+            work.map_or_else(
+                || unreachable!("work that was taken has an answer"),
+                |work| work(&shared, pool, &known.stream),
+            )
+        }
+    }
+}
+
+/// Looks a runtime up, and remembers it.
+#[cold]
+fn remember(runtime: aq_runtime) -> Answer<Arc<Shared>> {
+    let found = runtime::open(runtime);
+    let before = HERE.try_with(|here| {
+        let mut here = here.try_borrow_mut().ok()?;
+        if here.as_ref().is_some_and(|here| here.is(runtime)) {
+            return None;
+        }
+        // Before it is looked at whether the runtime is open: who closes it changes the version afterwards.
+        let new = found.as_ref().ok().map(|shared| Here {
+            shared: shared.clone(),
+            version: shared.version.load(Ordering::Acquire),
+            streams: Default::default(),
+        });
+        // A number that is none is no reason to forget one that is good.
+        let stale =
+            here.as_ref().is_some_and(|here| here.version != here.shared.version.load(Ordering::Acquire));
+        if new.is_some() || stale { std::mem::replace(&mut *here, new) } else { None }
+    });
+    // The last of a runtime may go with it, which calls the driver.
+    drop(before);
+    let shared = found?;
+    if shared.closed.load(Ordering::Acquire) {
+        forget(runtime);
+        return runtime::open(runtime);
+    }
+    Ok(shared)
+}
+
+/// Remembers a stream, if its runtime is the one that is remembered.
+fn remember_stream(shared: &Arc<Shared>, seen: Seen) {
+    let before = HERE.try_with(|here| {
+        let mut here = here.try_borrow_mut().ok()?;
+        let here = here.as_mut().filter(|here| here.is(shared.id))?;
+        here.streams[place(seen.device, seen.handle)].replace(seen)
+    });
+    drop(before);
+}
+
+/// Lets go of a runtime, as far as this thread goes.
+pub(crate) fn forget(runtime: aq_runtime) {
+    let before = HERE.try_with(|here| {
+        let mut here = here.try_borrow_mut().ok()?;
+        if here.as_ref().is_some_and(|here| here.shared.id == runtime) { here.take() } else { None }
+    });
+    drop(before);
+}

@@ -1,0 +1,157 @@
+//! Pinned host memory.
+//!
+//! A free knows no size, and blocks outlive their runtime; so this table knows every block that is out, of whichever runtime.
+#![expect(unsafe_code, reason = "exports functions to C, and frees host memory")]
+
+use crate::{
+    device::handle,
+    entry::{enter, put, wanted},
+    here,
+    runtime::aq_runtime,
+    status::{Failure, aq_status},
+};
+use allocator_api2::alloc::Allocator;
+use aquifer::{DeferReuse, MemoryError, PinnedAllocator};
+use std::{
+    alloc::Layout,
+    collections::HashMap,
+    ffi::c_void,
+    ptr::NonNull,
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+};
+
+/// A block that is out.
+#[derive(Clone, Copy)]
+struct Out {
+    allocator: PinnedAllocator,
+    layout: Layout,
+    is_pinned: bool,
+}
+
+static OUT: OnceLock<Mutex<HashMap<usize, Out>>> = OnceLock::new();
+
+fn out() -> MutexGuard<'static, HashMap<usize, Out>> {
+    OUT.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cold]
+fn foreign(memory: *mut c_void) -> Failure {
+    MemoryError::ForeignBlock { address: memory.addr() as u64 }.into()
+}
+
+/// A block of pinned memory near a device.
+///
+/// # Safety
+/// 1. `memory` is null, or points to a `void *` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_pinned_alloc(
+    runtime: aq_runtime,
+    device: u32,
+    bytes: u64,
+    align: u64,
+    memory: *mut *mut c_void,
+) -> aq_status {
+    enter(|| {
+        wanted(memory, "memory")?;
+        if bytes == 0 {
+            return Err(MemoryError::ZeroSize.into());
+        }
+        let limit = isize::MAX as u64 / 2;
+        if bytes > limit {
+            return Err(MemoryError::TooLarge { requested: bytes, limit }.into());
+        }
+        let wanted = if align == 0 { 64 } else { align };
+        let layout = Layout::from_size_align(bytes as usize, usize::try_from(wanted).unwrap_or(0))
+            .map_err(|_| MemoryError::BadAlignment { align })?;
+        let block = here::with(runtime, |shared| {
+            let pool = shared.runtime.pinned_near(device as usize);
+            let block = pool.allocate(layout)?.cast::<u8>();
+            let is_pinned = pool.is_pinned(block).unwrap_or(false);
+            out().insert(block.addr().get(), Out { allocator: pool.allocator(), layout, is_pinned });
+            Ok(block)
+        })?;
+        // SAFETY: 1. the caller's.
+        unsafe { put(memory, block.as_ptr().cast(), "memory") }
+    })
+}
+
+/// Frees a block of pinned memory.
+///
+/// # Safety
+/// 1. Nobody uses `memory`, if it is a live block, but work that has been noted by [`aq_pinned_record_use`].
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_pinned_free(memory: *mut c_void) -> aq_status {
+    enter(|| {
+        let Some(block) = NonNull::new(memory.cast::<u8>()) else { return Ok(()) };
+        let Some(Out { allocator, layout, .. }) = out().remove(&memory.addr()) else {
+            return Err(foreign(memory));
+        };
+        // SAFETY: 1. allocated by this allocator with this layout, and out of the table, so nobody else frees it. 2. the
+        // caller's.
+        unsafe { allocator.deallocate(block, layout) };
+        Ok(())
+    })
+}
+
+/// Whether the device reaches a block without staging.
+///
+/// # Safety
+/// 1. `pinned` is null, or points to an `int` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_pinned_is_pinned(memory: *mut c_void, pinned: *mut i32) -> aq_status {
+    enter(|| {
+        let found = out().get(&memory.addr()).copied().ok_or_else(|| foreign(memory))?;
+        // SAFETY: 1. the caller's.
+        unsafe { put(pinned, i32::from(found.is_pinned), "pinned") }
+    })
+}
+
+/// Notes that work queued on a stream uses a block of pinned memory.
+///
+/// # Safety
+/// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_pinned_record_use(
+    memory: *mut c_void,
+    runtime: aq_runtime,
+    device: u32,
+    stream: *mut c_void,
+) -> aq_status {
+    enter(|| {
+        let block = NonNull::new(memory.cast::<u8>()).ok_or_else(|| foreign(memory))?;
+        let found = out().get(&memory.addr()).copied().ok_or_else(|| foreign(memory))?;
+        // SAFETY: 1. the caller's.
+        unsafe {
+            here::with_stream(runtime, device, handle(stream), |_, _, stream| {
+                let point = stream.point();
+                // The handle may be gone when somebody asks the gate.
+                let timeline = stream.timeline();
+                timeline.fence_at_once(timeline.open())?;
+                Ok(found.allocator.defer(block, Arc::new(point))?)
+            })
+        }
+    })
+}
+
+/// Gives free pinned memory back.
+///
+/// # Safety
+/// 1. `given` is null, or points to a `uint64_t` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_pinned_trim(
+    runtime: aq_runtime,
+    device: u32,
+    keep: u64,
+    given: *mut u64,
+) -> aq_status {
+    enter(|| {
+        let keep = usize::try_from(keep).unwrap_or(usize::MAX);
+        let bytes =
+            here::with(runtime, |shared| Ok(shared.runtime.pinned_near(device as usize).trim(keep)?))?;
+        if given.is_null() {
+            return Ok(());
+        }
+        // SAFETY: 1. the caller's.
+        unsafe { put(given, bytes, "given") }
+    })
+}

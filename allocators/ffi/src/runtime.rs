@@ -1,0 +1,428 @@
+//! Runtimes by their numbers.
+//!
+//! A number is never given twice, so one that is used after its runtime has been destroyed is told apart, from any thread
+//! and at any time. A runtime that is destroyed while blocks are out serves nobody any more and stays in the table until the
+//! last of them has been freed:
+//!
+//! ```text
+//!   open ──destroy──▶ closed, blocks are out ──the last free──▶ gone
+//!     └───────────────destroy, none is out────────────────────▶
+//! ```
+#![expect(unsafe_code, reason = "exports functions to C, and takes their streams in")]
+
+use crate::{
+    entry::{Answer, enter, keep_panics_quiet, put, size_of_theirs, wanted},
+    here,
+    status::{Failure, Status, aq_status},
+};
+use aquifer::{
+    DeviceId, DevicePool, Life, MemoryError, PoolConfig, RawStream, Runtime, Stager, StagerConfig, Stream,
+    sim::{DeviceConfig, Schedule, Sim, SimConfig},
+};
+use std::{
+    collections::HashMap,
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+/// A runtime's number.
+pub type aq_runtime = u64;
+
+/// The machine's CUDA driver; without one there are no devices.
+pub const AQ_DRIVER_MACHINE: u32 = 0;
+/// The simulated one.
+pub const AQ_DRIVER_SIM: u32 = 1;
+/// The machine's, or the simulated one where there is none.
+pub const AQ_DRIVER_MACHINE_OR_SIM: u32 = 2;
+
+/// Streams may be destroyed at any time that no call is in progress.
+pub const AQ_STREAMS_UNTOLD: u32 = 0;
+/// The caller retires each stream before destroying it.
+pub const AQ_STREAMS_RETIRED: u32 = 1;
+
+/// How a runtime is to be made. Zeros are defaults.
+#[derive(Clone, Copy, Default, Debug)]
+#[repr(C)]
+pub struct aq_runtime_options {
+    /// `sizeof(aq_runtime_options)`.
+    pub size: usize,
+    /// One of `AQ_DRIVER_…`.
+    pub driver: u32,
+    /// One of `AQ_STREAMS_…`, for streams that nothing is said of.
+    pub streams: u32,
+    /// Devices of the simulated driver.
+    pub sim_devices: u32,
+    /// Whether they lack virtual memory management.
+    pub sim_plain: u32,
+    /// Bytes of memory of each.
+    pub sim_memory: u64,
+    /// With what seed queued work runs late and in another order; 0 for at once.
+    pub sim_seed: u64,
+    /// Bytes of each device at most.
+    pub device_limit: u64,
+    /// Bytes of pinned host memory at most.
+    pub pinned_limit: u64,
+    /// Nanoseconds that an allocation waits for memory still in use.
+    pub wait_ns: u64,
+    /// Idle bytes of each device above which memory goes back to the driver.
+    pub release_threshold: u64,
+}
+
+/// What a stream's handle means here.
+#[derive(Clone)]
+pub(crate) struct Known {
+    pub(crate) stream: Stream,
+    /// It may have been destroyed without a word, and its handle be another's now.
+    pub(crate) doubtful: bool,
+}
+
+impl Known {
+    /// Whether the handle still means this stream. At most one driver call.
+    #[inline]
+    pub(crate) fn is_current(&self) -> bool {
+        !self.doubtful || self.is_same()
+    }
+
+    #[cold]
+    fn is_same(&self) -> bool {
+        let timeline = self.stream.timeline();
+        timeline.driver().stream_id(timeline.raw()) == Ok(timeline.id())
+    }
+}
+
+/// A runtime.
+pub(crate) struct Shared {
+    pub(crate) id: aq_runtime,
+    pub(crate) runtime: Runtime,
+    pub(crate) sim: Option<Sim>,
+    life: u32,
+    /// What threads remember of it is good while this stays.
+    pub(crate) version: AtomicU64,
+    pub(crate) closed: AtomicBool,
+    /// By device.
+    devices: Box<[Device]>,
+}
+
+#[derive(Default)]
+struct Device {
+    /// Streams that have been seen, by their handles; per-thread default streams are their threads'.
+    streams: Mutex<HashMap<u64, Known>>,
+    stager: OnceLock<Stager>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runtimes that are open, and those that blocks are out of.
+static RUNTIMES: OnceLock<RwLock<HashMap<aq_runtime, Arc<Shared>>>> = OnceLock::new();
+/// The number of the next one.
+static NEXT: AtomicU64 = AtomicU64::new(1);
+
+fn runtimes() -> &'static RwLock<HashMap<aq_runtime, Arc<Shared>>> {
+    RUNTIMES.get_or_init(RwLock::default)
+}
+
+/// A runtime that is open.
+pub(crate) fn open(id: aq_runtime) -> Answer<Arc<Shared>> {
+    match with_blocks(id) {
+        Ok(shared) if shared.closed.load(Ordering::Acquire) => Err(absent(id)),
+        other => other,
+    }
+}
+
+/// A runtime that is open or that blocks are out of.
+pub(crate) fn with_blocks(id: aq_runtime) -> Answer<Arc<Shared>> {
+    let found = runtimes().read().unwrap_or_else(PoisonError::into_inner).get(&id).cloned();
+    found.ok_or_else(|| absent(id))
+}
+
+/// Why there is no such runtime.
+#[cold]
+pub(crate) fn absent(id: aq_runtime) -> Failure {
+    if id == 0 || id >= NEXT.load(Ordering::Relaxed) {
+        return Failure::new(Status::BadRuntime, format!("{id} is no runtime"));
+    }
+    Failure::new(Status::Closed, format!("runtime {id} has been destroyed"))
+}
+
+impl Shared {
+    /// The pool of a device.
+    #[inline]
+    pub(crate) fn pool(&self, device: u32) -> Result<&DevicePool, MemoryError> {
+        self.runtime.device(device as usize)
+    }
+
+    fn device(&self, device: u32) -> Result<&Device, MemoryError> {
+        let count = self.devices.len() as u32;
+        self.devices.get(device as usize).ok_or(MemoryError::NoDevice { asked: device, count })
+    }
+
+    /// The stager of a device, made at its first use.
+    pub(crate) fn stager(&self, device: u32) -> Answer<&Stager> {
+        let stager = &self.device(device)?.stager;
+        if let Some(stager) = stager.get() {
+            return Ok(stager);
+        }
+        let made = self.runtime.stager(device as usize, StagerConfig::default())?;
+        Ok(stager.get_or_init(|| made))
+    }
+
+    /// What a raw handle means to the thread that asks.
+    ///
+    /// # Safety
+    /// 1. `handle` is a stream of this driver and device that is alive; any number for a simulated one.
+    /// 2. It lives as the runtime's options say, or as was said of it.
+    pub(crate) unsafe fn stream(&self, device: u32, handle: u64) -> Answer<Known> {
+        let pool = self.pool(device)?;
+        match handle {
+            0 | 1 => return Ok(Known { stream: pool.streams().legacy_default()?, doubtful: false }),
+            2 => return Ok(Known { stream: pool.streams().thread_default()?, doubtful: false }),
+            _ => {}
+        }
+        let seen = lock(&self.device(device)?.streams).get(&handle).cloned();
+        if let Some(seen) = seen.filter(|seen| !seen.stream.timeline().is_retired() && seen.is_current()) {
+            return Ok(seen);
+        }
+        // SAFETY: 1. 2. the caller's.
+        unsafe { self.adopt(device, handle, self.life) }
+    }
+
+    /// Takes a stream in.
+    ///
+    /// # Safety
+    /// 1. As [`Shared::stream`]. 2. It lives as `life` says.
+    unsafe fn adopt(&self, device: u32, handle: u64, life: u32) -> Answer<Known> {
+        let pool = self.pool(device)?;
+        let doubtful = life != AQ_STREAMS_RETIRED;
+        let life = if doubtful { Life::Fenced } else { Life::Retired };
+        // SAFETY: 1. the caller's.
+        let raw = unsafe { RawStream::from_raw(pool.device(), handle) };
+        // SAFETY: 1. 2. the caller's.
+        let stream = unsafe { pool.streams().adopt(raw, life) }.map_err(|error| match error {
+            // Invalid value, context, handle.
+            MemoryError::Driver(error) if matches!(error.code, 1 | 201 | 400) => {
+                let text = format!("{handle:#x} is no stream of device {device}: {error}");
+                Failure::new(Status::UnknownStream, text)
+            }
+            other => other.into(),
+        })?;
+        let known = Known { stream, doubtful };
+        let before = lock(&self.device(device)?.streams).insert(handle, known.clone());
+        // It may be the last to hold what it knew.
+        drop(before);
+        Ok(known)
+    }
+
+    /// Takes a stream in whose owner will retire it.
+    ///
+    /// # Safety
+    /// 1. `handle` is a stream of this driver and device that is alive. 2. It is retired before it is destroyed.
+    pub(crate) unsafe fn register(&self, device: u32, handle: u64) -> Answer {
+        // SAFETY: 1. 2. the caller's: he keeps it alive for longer than either kind asks.
+        let known = unsafe { self.stream(device, handle) }?;
+        if known.doubtful {
+            // Its account ends, with its work, and another begins.
+            self.retire(device, handle)?;
+            // SAFETY: 1. 2. the caller's.
+            unsafe { self.adopt(device, handle, AQ_STREAMS_RETIRED) }?;
+        }
+        Ok(())
+    }
+
+    /// Ends the account of a stream.
+    pub(crate) fn retire(&self, device: u32, handle: u64) -> Answer {
+        let seen = lock(&self.device(device)?.streams).get(&handle).cloned();
+        let unknown = || {
+            let text =
+                format!("{handle:#x} is no stream that device {device} has seen; nothing is to be done");
+            Failure::new(Status::UnknownStream, text)
+        };
+        let stream = match handle {
+            0 | 1 => self.pool(device)?.streams().legacy_default()?,
+            2 => self.pool(device)?.streams().thread_default()?,
+            _ => seen.filter(Known::is_current).ok_or_else(unknown)?.stream,
+        };
+        let timeline = stream.timeline().clone();
+        stream.retire()?;
+        let gone = {
+            let mut streams = lock(&self.device(device)?.streams);
+            let same = |known: &Known| Arc::ptr_eq(known.stream.timeline(), &timeline);
+            if streams.get(&handle).is_some_and(same) { streams.remove(&handle) } else { None }
+        };
+        drop(gone);
+        self.version.fetch_add(1, Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether no block is out.
+    fn is_empty(&self) -> bool {
+        self.runtime.devices().iter().all(|pool| pool.stats().blocks == 0)
+    }
+
+    /// Forgets a runtime that has been destroyed, if the block that has just been freed was its last.
+    #[cold]
+    pub(crate) fn leave(&self) {
+        if self.is_empty() {
+            let gone = runtimes().write().unwrap_or_else(PoisonError::into_inner).remove(&self.id);
+            drop(gone);
+        }
+    }
+}
+
+impl fmt::Debug for Shared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Shared").field("id", &self.id).finish_non_exhaustive()
+    }
+}
+
+fn bad(what: &str, value: u32, expected: &str) -> Failure {
+    Failure::new(Status::BadArgument, format!("options->{what} is {value}; it can be {expected}"))
+}
+
+impl aq_runtime_options {
+    /// The caller's options, as far as his version knows them.
+    ///
+    /// # Safety
+    /// 1. `theirs` is null or points to options that begin with their size in bytes.
+    unsafe fn read(theirs: *const Self) -> Answer<Self> {
+        let mut ours = Self::default();
+        if theirs.is_null() {
+            return Ok(ours);
+        }
+        // SAFETY: 1. the first field is a `size_t`.
+        let known = unsafe { size_of_theirs(theirs.cast(), size_of::<Self>(), "options") }?;
+        // SAFETY: 1. so many bytes are there on both sides. 2. any bytes are a value of these fields. 3. `ours` is this
+        // function's own, so they do not overlap.
+        unsafe { std::ptr::copy_nonoverlapping(theirs.cast::<u8>(), (&raw mut ours).cast::<u8>(), known) };
+        // SAFETY: 1. the caller's.
+        let size = unsafe { theirs.cast::<usize>().read() };
+        // A newer caller asks for nothing that is not known here.
+        // SAFETY: 1. the caller's struct has `size` bytes.
+        let asks = (known..size).any(|at| unsafe { theirs.cast::<u8>().add(at).read() } != 0);
+        if asks {
+            let text =
+                format!("options of {size} bytes ask for what this version, with {known}, does not know");
+            return Err(Failure::new(Status::Version, text));
+        }
+        Ok(ours)
+    }
+
+    fn sim(&self) -> Sim {
+        let mut config = SimConfig::h200(self.sim_devices.max(1));
+        if self.sim_plain != 0 {
+            config.devices.iter_mut().for_each(|device| *device = DeviceConfig::without_virtual_memory());
+        }
+        if self.sim_memory > 0 {
+            config.capacity = Some(self.sim_memory);
+        }
+        if self.sim_seed > 0 {
+            config.schedule = Schedule::Seeded(self.sim_seed);
+        }
+        Sim::new(config)
+    }
+
+    fn build(self) -> Answer<Shared> {
+        if self.streams > AQ_STREAMS_RETIRED {
+            return Err(bad("streams", self.streams, "AQ_STREAMS_UNTOLD or AQ_STREAMS_RETIRED"));
+        }
+        let mut pools = PoolConfig::default();
+        if self.wait_ns > 0 {
+            pools.wait = Duration::from_nanos(self.wait_ns);
+        }
+        if self.release_threshold > 0 {
+            pools.release_threshold = self.release_threshold;
+        }
+        let settled = |sim: Option<&Sim>| {
+            let mut builder = Runtime::builder().pools(pools.clone());
+            if let Some(sim) = sim {
+                builder = builder.driver(sim.driver());
+            }
+            if self.device_limit > 0 {
+                builder = builder.device_budget(self.device_limit);
+            }
+            if self.pinned_limit > 0 {
+                builder = builder.pinned_budget(self.pinned_limit);
+            }
+            builder.build()
+        };
+        let (runtime, sim) = match self.driver {
+            AQ_DRIVER_MACHINE => (settled(None)?, None),
+            AQ_DRIVER_SIM => {
+                let sim = self.sim();
+                (settled(Some(&sim))?, Some(sim))
+            }
+            AQ_DRIVER_MACHINE_OR_SIM => match settled(None)? {
+                runtime if runtime.driver().is_some() => (runtime, None),
+                _ => {
+                    let sim = self.sim();
+                    (settled(Some(&sim))?, Some(sim))
+                }
+            },
+            other => return Err(bad("driver", other, "one of AQ_DRIVER_…")),
+        };
+        let devices = runtime.devices().iter().map(|_| Device::default()).collect();
+        Ok(Shared {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            runtime,
+            sim,
+            life: self.streams,
+            version: AtomicU64::new(0),
+            closed: AtomicBool::new(false),
+            devices,
+        })
+    }
+}
+
+/// The ordinal of a device, for a handle of the driver.
+pub(crate) fn ordinal(shared: &Shared, device: u32) -> Answer<DeviceId> {
+    Ok(shared.pool(device)?.device())
+}
+
+/// Makes a runtime.
+///
+/// # Safety
+/// 1. `options` is null, or points to a struct whose first field says how many bytes of it there are.
+/// 2. `runtime` is null, or points to an `aq_runtime` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_runtime_create(
+    options: *const aq_runtime_options,
+    runtime: *mut aq_runtime,
+) -> aq_status {
+    keep_panics_quiet();
+    enter(|| {
+        wanted(runtime, "runtime")?;
+        // SAFETY: 1. the caller's.
+        let shared = Arc::new(unsafe { aq_runtime_options::read(options) }?.build()?);
+        let id = shared.id;
+        runtimes().write().unwrap_or_else(PoisonError::into_inner).insert(id, shared);
+        // SAFETY: 1. the caller's.
+        unsafe { put(runtime, id, "runtime") }
+    })
+}
+
+/// Destroys a runtime.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_runtime_destroy(runtime: aq_runtime) -> aq_status {
+    enter(|| {
+        let shared = open(runtime)?;
+        if shared.closed.swap(true, Ordering::AcqRel) {
+            return Err(absent(runtime));
+        }
+        shared.version.fetch_add(1, Ordering::Release);
+        here::forget(runtime);
+        // What other threads remember of it keeps its books until they come again or end; its memory goes now.
+        for pool in shared.runtime.devices() {
+            // A refusal leaves the memory with the pool, which ends when the last who knows it lets go.
+            let _ = pool.trim(0);
+        }
+        // Whoever allocates or frees on another thread and has not seen it closed by now has been counted: both take the
+        // lock of the block's cache.
+        shared.leave();
+        Ok(())
+    })
+}

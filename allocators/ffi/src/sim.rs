@@ -1,0 +1,165 @@
+//! The simulated device, for tests of those who use the library from C.
+#![expect(unsafe_code, reason = "exports functions to C, and destroys streams of the simulated driver")]
+
+use crate::{
+    device::{access, handle},
+    entry::{Answer, enter, put, text, wanted},
+    here,
+    runtime::{Shared, aq_runtime, ordinal},
+    status::{Failure, Status, aq_status},
+};
+use aquifer::{DeviceRange, RawStream, core::MemoryError, sim::Sim};
+use std::ffi::{c_char, c_void};
+
+fn sim(shared: &Shared) -> Answer<&Sim> {
+    shared.sim.as_ref().ok_or_else(|| {
+        Failure::new(Status::Unsupported, "the runtime's devices are not simulated: AQ_DRIVER_SIM")
+    })
+}
+
+/// A stream of a simulated device, by its handle: any number is one, or is refused.
+fn raw(shared: &Shared, device: u32, stream: *mut c_void) -> Answer<RawStream> {
+    // SAFETY: 1. the simulated driver knows its streams, and refuses what is none.
+    Ok(unsafe { RawStream::from_raw(ordinal(shared, device)?, handle(stream)) })
+}
+
+/// Runs `work` with the simulated driver and a device's own number.
+fn with<R>(
+    runtime: aq_runtime,
+    device: u32,
+    work: impl FnOnce(&Shared, &Sim, aquifer::DeviceId) -> Result<R, aquifer::DriverError>,
+) -> Answer<R> {
+    here::with(runtime, |shared| {
+        let device = ordinal(shared, device)?;
+        Ok(work(shared, sim(shared)?, device).map_err(|error| MemoryError::driver(device, error))?)
+    })
+}
+
+/// A stream of the simulated driver, as another library's.
+///
+/// # Safety
+/// 1. `stream` is null, or points to a `void *` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_sim_stream_create(
+    runtime: aq_runtime,
+    device: u32,
+    stream: *mut *mut c_void,
+) -> aq_status {
+    enter(|| {
+        wanted(stream, "stream")?;
+        let made = with(runtime, device, |_, sim, device| sim.driver().stream_create(device, 0))?;
+        let made = std::ptr::without_provenance_mut(made.handle() as usize);
+        // SAFETY: 1. the caller's.
+        unsafe { put(stream, made, "stream") }
+    })
+}
+
+/// Destroys a stream of the simulated driver.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_sim_stream_destroy(runtime: aq_runtime, device: u32, stream: *mut c_void) -> aq_status {
+    enter(|| {
+        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        // SAFETY: 1. the simulated driver refuses what is none of its streams; whoever uses one after its end is told.
+        with(runtime, device, |_, sim, _| unsafe { sim.driver().stream_destroy(raw) })
+    })
+}
+
+/// Makes work queued on a stream from now on wait for all that is queued on another now.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_sim_stream_wait(
+    runtime: aq_runtime,
+    device: u32,
+    stream: *mut c_void,
+    other: *mut c_void,
+) -> aq_status {
+    enter(|| {
+        let (stream, other) =
+            here::with(runtime, |shared| Ok((raw(shared, device, stream)?, raw(shared, device, other)?)))?;
+        with(runtime, device, |_, sim, device| {
+            let driver = sim.driver();
+            let event = driver.event_create(device)?;
+            let waits =
+                driver.event_record(event, other).and_then(|()| driver.stream_wait_event(stream, event));
+            // SAFETY: 1. made above, and nobody else knows it.
+            waits.and(unsafe { driver.event_destroy(event) })
+        })
+    })
+}
+
+/// Waits until all that is queued on a stream is done.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_sim_stream_synchronize(
+    runtime: aq_runtime,
+    device: u32,
+    stream: *mut c_void,
+) -> aq_status {
+    enter(|| {
+        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        with(runtime, device, |_, sim, _| sim.driver().stream_synchronize(raw))
+    })
+}
+
+/// Queues work that touches a range.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_sim_touch(
+    runtime: aq_runtime,
+    device: u32,
+    stream: *mut c_void,
+    address: u64,
+    bytes: u64,
+    access: u32,
+) -> aq_status {
+    enter(|| {
+        let access = self::access(access)?;
+        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        with(runtime, device, |shared, sim, device| {
+            let pool = shared.runtime.by_ordinal(device).ok();
+            // Of a block that is out it is known whose it is; what touches it later is told apart.
+            let generation =
+                pool.and_then(|pool| pool.share_raw(address).ok()).map(|block| block.generation());
+            sim.access(raw, DeviceRange { device, address, bytes }, access, generation)
+        })
+    })
+}
+
+/// What the simulated devices have found wrong.
+///
+/// # Safety
+/// 1. `count` is null, or points to a `uint64_t` that the caller may write. 2. `report` is null, or points to a `char *`
+///    that he may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_sim_violations(
+    runtime: aq_runtime,
+    count: *mut u64,
+    report: *mut *mut c_char,
+) -> aq_status {
+    enter(|| {
+        let found = here::with(runtime, |shared| Ok(sim(shared)?.violations()))?;
+        // SAFETY: 1. the caller's.
+        unsafe { put(count, found.len() as u64, "count") }?;
+        if report.is_null() {
+            return Ok(());
+        }
+        let said: Vec<String> = found.iter().map(ToString::to_string).collect();
+        // SAFETY: 2. the caller's.
+        unsafe { put(report, text(&said.join("\n")), "report") }
+    })
+}
+
+/// Loses a simulated device, as a sticky error would.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_sim_lose(runtime: aq_runtime, device: u32) -> aq_status {
+    enter(|| {
+        with(runtime, device, |_, sim, device| {
+            sim.lose_device(device);
+            Ok(())
+        })
+    })
+}
+
+/// Panics inside of the library, to see that it goes no further.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_sim_panic(runtime: aq_runtime) -> aq_status {
+    #[expect(clippy::panic, reason = "what it is for")]
+    enter(|| here::with(runtime, |shared| sim(shared).map(|_| panic!("planted by aq_sim_panic"))))
+}

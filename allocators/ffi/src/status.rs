@@ -1,0 +1,172 @@
+//! What a call answers with.
+
+use aquifer::{MemoryError, staging::StageError};
+use std::fmt;
+
+/// A status as it crosses the border.
+pub type aq_status = i32;
+
+macro_rules! statuses {
+    ($($(#[$doc:meta])* $variant:ident = $number:literal, $name:literal;)*) => {
+        /// The codes. Their numbers are for good: new ones are added behind.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+        #[repr(i32)]
+        pub enum Status {
+            $($(#[$doc])* $variant = $number,)*
+        }
+
+        impl Status {
+            /// All of them.
+            pub const ALL: &[Status] = &[$(Self::$variant),*];
+
+            /// The name in the header.
+            #[must_use]
+            pub const fn name(self) -> &'static std::ffi::CStr {
+                match self {
+                    $(Self::$variant => $name,)*
+                }
+            }
+        }
+    };
+}
+
+statuses! {
+    /// It is done.
+    Ok = 0, c"AQ_OK";
+    /// Not yet. No error.
+    NotReady = 1, c"AQ_NOT_READY";
+    /// A pointer that is needed is null.
+    Null = 2, c"AQ_ERROR_NULL";
+    /// An argument that has no meaning.
+    BadArgument = 3, c"AQ_ERROR_BAD_ARGUMENT";
+    /// A struct of a version that is not known.
+    Version = 4, c"AQ_ERROR_VERSION";
+    /// A number that is no runtime's.
+    BadRuntime = 5, c"AQ_ERROR_BAD_RUNTIME";
+    /// The runtime has been destroyed.
+    Closed = 6, c"AQ_ERROR_CLOSED";
+    /// A request for no bytes.
+    ZeroSize = 7, c"AQ_ERROR_ZERO_SIZE";
+    /// A request that nothing could hold.
+    TooLarge = 8, c"AQ_ERROR_TOO_LARGE";
+    /// An alignment that cannot be had.
+    BadAlignment = 9, c"AQ_ERROR_BAD_ALIGNMENT";
+    /// Nothing that was tried made room.
+    OutOfMemory = 10, c"AQ_ERROR_OUT_OF_MEMORY";
+    /// A budget refused.
+    OutOfBudget = 11, c"AQ_ERROR_OUT_OF_BUDGET";
+    /// The driver refused.
+    Driver = 12, c"AQ_ERROR_DRIVER";
+    /// The kernel refused.
+    System = 13, c"AQ_ERROR_SYSTEM";
+    /// The device is lost.
+    DeviceLost = 14, c"AQ_ERROR_DEVICE_LOST";
+    /// There is no such device.
+    NoDevice = 15, c"AQ_ERROR_NO_DEVICE";
+    /// A block or stream of another device.
+    WrongDevice = 16, c"AQ_ERROR_WRONG_DEVICE";
+    /// An address that is no live block's.
+    ForeignBlock = 17, c"AQ_ERROR_FOREIGN_BLOCK";
+    /// A block that has been freed already.
+    DoubleFree = 18, c"AQ_ERROR_DOUBLE_FREE";
+    /// Bytes beyond a block's end.
+    OutOfBounds = 19, c"AQ_ERROR_OUT_OF_BOUNDS";
+    /// A use that excludes this one.
+    Busy = 20, c"AQ_ERROR_BUSY";
+    /// As many as there may be.
+    Capacity = 21, c"AQ_ERROR_CAPACITY";
+    /// The stream captures a graph.
+    Capturing = 22, c"AQ_ERROR_CAPTURING";
+    /// A stream that nobody knows.
+    UnknownStream = 23, c"AQ_ERROR_UNKNOWN_STREAM";
+    /// Another thread's default stream.
+    OtherThread = 24, c"AQ_ERROR_OTHER_THREAD";
+    /// The driver or device lacks it.
+    Unsupported = 25, c"AQ_ERROR_UNSUPPORTED";
+    /// A deadline passed.
+    TimedOut = 26, c"AQ_ERROR_TIMED_OUT";
+    /// A setting, or a variable of the environment, that cannot be followed.
+    BadSetting = 27, c"AQ_ERROR_BAD_SETTING";
+    /// A transfer did not come to its end.
+    Staging = 28, c"AQ_ERROR_STAGING";
+    /// A transfer was cancelled.
+    Cancelled = 29, c"AQ_ERROR_CANCELLED";
+    /// A number that is no ticket's.
+    UnknownTicket = 30, c"AQ_ERROR_UNKNOWN_TICKET";
+    /// A bug of the library, which went no further.
+    Panic = 31, c"AQ_ERROR_PANIC";
+    /// None of the others.
+    Other = 32, c"AQ_ERROR_OTHER";
+}
+
+/// Why a call did nothing: a code and a text. As large as a pointer, since most calls have none.
+pub(crate) struct Failure(Box<(Status, String)>);
+
+impl Failure {
+    #[cold]
+    pub(crate) fn new(status: Status, text: impl Into<String>) -> Self {
+        Self(Box::new((status, text.into())))
+    }
+
+    pub(crate) fn into_parts(self) -> (Status, String) {
+        *self.0
+    }
+
+    pub(crate) fn status(&self) -> Status {
+        self.0.0
+    }
+}
+
+impl fmt::Debug for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {}", self.0.0, self.0.1)
+    }
+}
+
+fn status_of(error: &MemoryError) -> Status {
+    match error {
+        MemoryError::ZeroSize => Status::ZeroSize,
+        MemoryError::TooLarge { .. } => Status::TooLarge,
+        MemoryError::BadAlignment { .. } => Status::BadAlignment,
+        MemoryError::OutOfBudget(_) => Status::OutOfBudget,
+        MemoryError::OutOfMemory(_) => Status::OutOfMemory,
+        MemoryError::Driver(_) => Status::Driver,
+        MemoryError::System(_) => Status::System,
+        MemoryError::DeviceLost { .. } => Status::DeviceLost,
+        MemoryError::NoDevice { .. } => Status::NoDevice,
+        MemoryError::WrongDevice { .. } => Status::WrongDevice,
+        MemoryError::ForeignBlock { .. } => Status::ForeignBlock,
+        MemoryError::DoubleFree { .. } => Status::DoubleFree,
+        MemoryError::OutOfBounds { .. } => Status::OutOfBounds,
+        MemoryError::Busy { .. } => Status::Busy,
+        MemoryError::Closed => Status::Closed,
+        MemoryError::Capacity { .. } => Status::Capacity,
+        MemoryError::Capturing { .. } => Status::Capturing,
+        // Ids do not cross this border: what is unknown here is a stream.
+        MemoryError::UnknownId => Status::UnknownStream,
+        MemoryError::OtherThread { .. } => Status::OtherThread,
+        MemoryError::Unsupported { .. } => Status::Unsupported,
+        MemoryError::TimedOut => Status::TimedOut,
+        MemoryError::BadSetting { .. } => Status::BadSetting,
+        _ => Status::Other,
+    }
+}
+
+impl From<MemoryError> for Failure {
+    #[cold]
+    fn from(error: MemoryError) -> Self {
+        Self::new(status_of(&error), error.to_string())
+    }
+}
+
+impl From<StageError> for Failure {
+    #[cold]
+    fn from(error: StageError) -> Self {
+        let status = match &error {
+            StageError::Memory(error) => status_of(error),
+            StageError::Cancelled => Status::Cancelled,
+            _ => Status::Staging,
+        };
+        Self::new(status, error.to_string())
+    }
+}

@@ -1,0 +1,33 @@
+//! The life of foreign streams.
+#![expect(unsafe_code, reason = "exports functions to C")]
+
+use crate::{device::handle, entry::enter, here, runtime::aq_runtime, status::aq_status};
+use std::ffi::c_void;
+
+/// Takes a stream in whose owner will retire it.
+///
+/// # Safety
+/// 1. `stream` is one of the driver's default streams or a stream of the device that is alive.
+/// 2. It stays alive until `aq_stream_retire` has answered for it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_stream_register(
+    runtime: aq_runtime,
+    device: u32,
+    stream: *mut c_void,
+) -> aq_status {
+    // SAFETY: 1. 2. the caller's.
+    enter(|| here::with(runtime, |shared| unsafe { shared.register(device, handle(stream)) }))
+}
+
+/// Ends the account of a stream.
+///
+/// # Safety
+/// 1. `stream` is one of the driver's default streams or a stream of the device that is alive.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_stream_retire(
+    runtime: aq_runtime,
+    device: u32,
+    stream: *mut c_void,
+) -> aq_status {
+    enter(|| here::with(runtime, |shared| shared.retire(device, handle(stream))))
+}

@@ -1,0 +1,249 @@
+/* Each function once as it is meant, and once with everything that can be wrong with it: a code, a text, and nothing lost. */
+#include "check.h"
+
+static void versions(void) {
+    CHECK(aq_version() == ((uint32_t)AQ_VERSION_MAJOR << 16 | AQ_VERSION_MINOR));
+    CHECK(strcmp(aq_status_name(AQ_OK), "AQ_OK") == 0);
+    CHECK(strcmp(aq_status_name(AQ_ERROR_OTHER), "AQ_ERROR_OTHER") == 0);
+    CHECK(strcmp(aq_status_name(-1), "unknown status") == 0);
+    CHECK(aq_last_error()[0] == 0);
+    aq_text_free(NULL);
+}
+
+static void options_of_other_versions(void) {
+    aq_runtime runtime = 77;
+    aq_runtime_options options = simulated(1);
+    ANSWERS(AQ_ERROR_NULL, aq_runtime_create(&options, NULL));
+    options.size = 0;
+    ANSWERS(AQ_ERROR_VERSION, aq_runtime_create(&options, &runtime));
+    options.size = sizeof options;
+    options.driver = 9;
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
+    CHECK(strstr(aq_last_error(), "options->driver is 9") != NULL);
+    options.driver = AQ_DRIVER_SIM;
+    options.streams = 2;
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
+    CHECK(runtime == 77);
+
+    /* A newer caller, whose further fields are zero, and not. */
+    struct {
+        aq_runtime_options known;
+        uint64_t further[2];
+    } newer = {simulated(1), {0, 0}};
+    newer.known.size = sizeof newer;
+    OK(aq_runtime_create(&newer.known, &runtime));
+    OK(aq_runtime_destroy(runtime));
+    newer.further[1] = 1;
+    ANSWERS(AQ_ERROR_VERSION, aq_runtime_create(&newer.known, &runtime));
+
+    /* An older one, whose struct ends after `sim_devices`. */
+    unsigned char *older = malloc(offsetof(aq_runtime_options, sim_plain));
+    options = simulated(1);
+    options.size = offsetof(aq_runtime_options, sim_plain);
+    CHECK(older != NULL);
+    memcpy(older, &options, options.size);
+    OK(aq_runtime_create((const aq_runtime_options *)(const void *)older, &runtime));
+    free(older);
+
+    struct {
+        aq_stats known;
+        uint64_t further;
+    } stats;
+    memset(&stats, 0xff, sizeof stats);
+    stats.known.size = sizeof stats;
+    OK(aq_device_stats(runtime, 0, &stats.known));
+    CHECK(stats.known.size == sizeof(aq_stats) && stats.further == UINT64_MAX);
+    stats.known.size = offsetof(aq_stats, cached);
+    stats.known.cached = 5;
+    OK(aq_device_stats(runtime, 0, &stats.known));
+    CHECK(stats.known.size == offsetof(aq_stats, cached) && stats.known.cached == 5);
+    stats.known.size = 0;
+    ANSWERS(AQ_ERROR_VERSION, aq_device_stats(runtime, 0, &stats.known));
+    ANSWERS(AQ_ERROR_NULL, aq_device_stats(runtime, 0, NULL));
+    OK(aq_runtime_destroy(runtime));
+}
+
+static void without_a_gpu(void) {
+    aq_runtime runtime = 0;
+    uint32_t count = 99;
+    aq_runtime_options options = simulated(1);
+    /* No options: the machine's own driver, whether there is one or not. */
+    OK(aq_runtime_create(NULL, &runtime));
+    OK(aq_device_count(runtime, &count));
+    if (count == 0) {
+        uint64_t address = 5;
+        ANSWERS(AQ_ERROR_NO_DEVICE, aq_alloc(runtime, 0, 512, NULL, &address));
+        ANSWERS(AQ_ERROR_UNSUPPORTED, aq_sim_panic(runtime));
+        CHECK(address == 5);
+    }
+    OK(aq_runtime_destroy(runtime));
+    options.driver = AQ_DRIVER_MACHINE_OR_SIM;
+    OK(aq_runtime_create(&options, &runtime));
+    OK(aq_device_count(runtime, &count));
+    CHECK(count > 0);
+    OK(aq_runtime_destroy(runtime));
+}
+
+static void devices(aq_runtime runtime) {
+    uint32_t count = 0;
+    aq_device_facts facts;
+    memset(&facts, 0, sizeof facts);
+    facts.size = sizeof facts;
+    OK(aq_device_count(runtime, &count));
+    CHECK(count == 2);
+    ANSWERS(AQ_ERROR_NULL, aq_device_count(runtime, NULL));
+    OK(aq_device(runtime, 1, &facts));
+    CHECK(facts.ordinal == 1 && facts.simulated && facts.virtual_memory && facts.granularity == 2u << 20);
+    CHECK(facts.major == 9 && facts.minor == 0 && facts.memory >= facts.free_memory && facts.free_memory > 0);
+    CHECK(strstr(facts.name, "H200") != NULL && strchr(facts.pci_address, ':') != NULL);
+    ANSWERS(AQ_ERROR_NO_DEVICE, aq_device(runtime, 2, &facts));
+    ANSWERS(AQ_ERROR_NULL, aq_device(runtime, 0, NULL));
+}
+
+static void blocks(aq_runtime runtime) {
+    void *stream = stream_of(runtime, 0);
+    uint64_t address = 77, asked = 0, capacity = 0;
+    uint64_t block = alloc(runtime, 0, 1000, stream);
+    OK(aq_block_size(runtime, 0, block, &asked, &capacity));
+    CHECK(asked == 1000 && capacity == 1024);
+    OK(aq_block_size(runtime, 0, block, NULL, NULL));
+    CHECK(stats_of(runtime, 0).blocks == 1 && stats_of(runtime, 0).requested == 1000);
+
+    ANSWERS(AQ_ERROR_NULL, aq_alloc(runtime, 0, 512, stream, NULL));
+    ANSWERS(AQ_ERROR_ZERO_SIZE, aq_alloc(runtime, 0, 0, stream, &address));
+    ANSWERS(AQ_ERROR_TOO_LARGE, aq_alloc(runtime, 0, UINT64_MAX, stream, &address));
+    ANSWERS(AQ_ERROR_BAD_ALIGNMENT, aq_alloc_aligned(runtime, 0, 512, 3, stream, &address));
+    ANSWERS(AQ_ERROR_NO_DEVICE, aq_alloc(runtime, 2, 512, stream, &address));
+    ANSWERS(AQ_ERROR_UNKNOWN_STREAM, aq_alloc(runtime, 0, 512, (void *)0xdead0, &address));
+    CHECK(strstr(aq_last_error(), "0xdead0") != NULL);
+    ANSWERS(AQ_ERROR_UNKNOWN_STREAM, aq_alloc(runtime, 1, 512, stream, &address)); /* device 0's */
+    CHECK(address == 77);
+
+    OK(aq_free(runtime, 0, 0));
+    ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_free(runtime, 0, 0x1234));
+    ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_free(runtime, 0, block + 512));
+    ANSWERS(AQ_ERROR_WRONG_DEVICE, aq_free(runtime, 1, block));
+    ANSWERS(AQ_ERROR_NO_DEVICE, aq_free(runtime, 2, block));
+    ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_record_use(runtime, 0, block + 1, stream, AQ_READ));
+    ANSWERS(AQ_ERROR_WRONG_DEVICE, aq_record_use(runtime, 1, block, NULL, AQ_READ));
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_record_use(runtime, 0, block, stream, 0));
+    ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_block_size(runtime, 0, 8, &asked, NULL));
+    CHECK(stats_of(runtime, 0).blocks == 1);
+    OK(aq_free(runtime, 0, block));
+    ANSWERS(AQ_ERROR_DOUBLE_FREE, aq_free(runtime, 0, block));
+    ANSWERS(AQ_ERROR_DOUBLE_FREE, aq_free_on(runtime, 0, block, stream));
+    CHECK(alloc(runtime, 0, 1000, stream) == block);
+    OK(aq_free_on(runtime, 0, block, stream));
+    OK(aq_free_on(runtime, 0, 0, stream));
+
+    OK(aq_alloc_aligned(runtime, 0, 4096, 1u << 20, stream, &address));
+    CHECK(address % (1u << 20) == 0);
+    OK(aq_free(runtime, 0, address));
+    OK(aq_stream_retire(runtime, 0, stream));
+    OK(aq_sim_stream_destroy(runtime, 0, stream));
+}
+
+static void limits(aq_runtime runtime) {
+    void *stream = stream_of(runtime, 0);
+    uint64_t limit = 0, used = 1, excess = 1, given = 0, address = 77;
+    OK(aq_limit(runtime, 0, &limit, &used));
+    CHECK(limit == 256u << 20 && used == stats_of(runtime, 0).physical);
+    OK(aq_limit(runtime, 0, NULL, NULL));
+    OK(aq_set_limit(runtime, 0, 64u << 20, &excess));
+    CHECK(excess == 0);
+
+    uint64_t block = alloc(runtime, 0, 60u << 20, stream);
+    ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_alloc(runtime, 0, 60u << 20, stream, &address));
+    CHECK(address == 77 && stats_of(runtime, 0).failures == 1);
+    /* The whole account: what was asked, what refused, what is held, what was tried, what to do. */
+    const char *said = aq_last_error();
+    CHECK(strstr(said, "out of memory on device 0") && strstr(said, "refused by") && strstr(said, "held"));
+    CHECK(strstr(said, "tried") && strstr(said, "do   "));
+    /* It stays until the next call that fails. */
+    CHECK(stats_of(runtime, 0).blocks == 1 && strstr(aq_last_error(), "out of memory on device 0"));
+    OK(aq_set_limit(runtime, 0, 1, &excess));
+    CHECK(excess == (60u << 20) - 1);
+    OK(aq_set_limit(runtime, 0, 256u << 20, NULL));
+    OK(aq_free(runtime, 0, block));
+    OK(aq_trim(runtime, 0, 0, &given));
+    CHECK(given >= 60u << 20 && stats_of(runtime, 0).physical == 0);
+    OK(aq_trim(runtime, 0, 0, NULL));
+    ANSWERS(AQ_ERROR_NO_DEVICE, aq_trim(runtime, 5, 0, &given));
+    ANSWERS(AQ_ERROR_NO_DEVICE, aq_set_limit(runtime, 5, 0, NULL));
+
+    OK(aq_pinned_limit(runtime, &limit, &used));
+    CHECK(limit == 256u << 20 && used == 0);
+    OK(aq_set_pinned_limit(runtime, limit, &excess));
+    OK(aq_stream_retire(runtime, 0, stream));
+    OK(aq_sim_stream_destroy(runtime, 0, stream));
+}
+
+static void snapshots(aq_runtime runtime) {
+    char *json = NULL;
+    uint64_t block = alloc(runtime, 0, 12345, NULL);
+    ANSWERS(AQ_ERROR_NULL, aq_snapshot(runtime, NULL));
+    OK(aq_snapshot(runtime, &json));
+    CHECK(json[0] == '{' && json[strlen(json) - 1] == '}');
+    CHECK(strstr(json, "\"format\":\"aquifer-snapshot\"") && strstr(json, "\"requested\":12345"));
+    aq_text_free(json);
+    OK(aq_free(runtime, 0, block));
+}
+
+static void panics(aq_runtime runtime) {
+    for (int n = 0; n < 3; n++) {
+        ANSWERS(AQ_ERROR_PANIC, aq_sim_panic(runtime));
+        CHECK(strstr(aq_last_error(), "planted by aq_sim_panic") != NULL);
+        OK(aq_free(runtime, 0, alloc(runtime, 0, 512, NULL)));
+    }
+}
+
+static void runtimes_that_are_over(void) {
+    aq_runtime_options options = simulated(1);
+    aq_runtime runtime = create(&options), other = create(&options);
+    void *stream = stream_of(runtime, 0), *memory = NULL;
+    uint64_t blocks[3], address = 77;
+    uint32_t count;
+    for (int n = 0; n < 3; n++) blocks[n] = alloc(runtime, 0, 4096u << n, stream);
+    OK(aq_pinned_alloc(runtime, 0, 100, 0, &memory));
+    OK(aq_runtime_destroy(runtime));
+
+    ANSWERS(AQ_ERROR_CLOSED, aq_runtime_destroy(runtime));
+    ANSWERS(AQ_ERROR_CLOSED, aq_alloc(runtime, 0, 512, stream, &address));
+    ANSWERS(AQ_ERROR_CLOSED, aq_device_count(runtime, &count));
+    ANSWERS(AQ_ERROR_CLOSED, aq_free_on(runtime, 0, blocks[0], stream));
+    CHECK(strstr(aq_last_error(), "has been destroyed") != NULL);
+    memset(memory, 7, 100);
+    OK(aq_pinned_free(memory));
+    ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_pinned_free(memory));
+
+    /* Blocks that were out are freed one by one, each once, with another runtime in between. */
+    OK(aq_free(runtime, 0, blocks[0]));
+    ANSWERS(AQ_ERROR_DOUBLE_FREE, aq_free(runtime, 0, blocks[0]));
+    ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_free(other, 0, blocks[1]));
+    OK(aq_free(other, 0, alloc(other, 0, 512, NULL)));
+    OK(aq_free(runtime, 0, blocks[2]));
+    OK(aq_free(runtime, 0, blocks[1]));
+    ANSWERS(AQ_ERROR_CLOSED, aq_free(runtime, 0, blocks[1]));
+
+    ANSWERS(AQ_ERROR_BAD_RUNTIME, aq_free(0, 0, 512));
+    ANSWERS(AQ_ERROR_BAD_RUNTIME, aq_runtime_destroy(other + 1000));
+    OK(aq_runtime_destroy(other));
+}
+
+int main(void) {
+    versions();
+    options_of_other_versions();
+    without_a_gpu();
+    aq_runtime_options options = simulated(2);
+    aq_runtime runtime = create(&options);
+    devices(runtime);
+    blocks(runtime);
+    limits(runtime);
+    snapshots(runtime);
+    panics(runtime);
+    in_order(runtime, 2);
+    OK(aq_runtime_destroy(runtime));
+    runtimes_that_are_over();
+    puts("basics: as the header says");
+    return 0;
+}
