@@ -119,9 +119,13 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         ask: impl FnOnce(&A, Layout) -> *mut u8,
     ) -> *mut u8 {
         let Some(whole) = Self::whole(layout) else { return ptr::null_mut() };
-        let block = match routed(whole) {
-            Some(block) => block.as_ptr(),
-            None => self.allocate(whole, |inner| ask(inner, whole)),
+        let block = if K::COUNTS && account::charge_plainly(layout.size()) {
+            self.allocate_charged(whole, |inner| ask(inner, whole))
+        } else {
+            match routed(whole) {
+                Some(block) => block.as_ptr(),
+                None => self.allocate(whole, |inner| ask(inner, whole)),
+            }
         };
         if block.is_null() {
             return block;
@@ -142,9 +146,15 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         if K::COUNTS && !account::charge(bytes) {
             return ptr::null_mut();
         }
+        self.allocate_charged(layout, ask)
+    }
+
+    /// The same for a block that has been paid for.
+    #[inline]
+    fn allocate_charged(&self, layout: Layout, ask: impl FnOnce(&A) -> *mut u8) -> *mut u8 {
         let block = ask(&self.inner);
         if K::COUNTS && block.is_null() {
-            account::refund(bytes);
+            account::refund(layout.size() - Self::NOTE);
         }
         block
     }

@@ -1,17 +1,22 @@
 //! What a thread knows of itself.
 
-use crate::{account::Slot, route::Scope};
+use crate::{
+    account::{SHARED, Slot},
+    route::Scope,
+};
 use std::{cell::Cell, ptr};
 
 /// A thread's own state. Const and without a destructor, so that it is there from the thread's first instruction to its
 /// last, and reading it neither allocates nor fails.
 pub(crate) struct Here {
-    /// The slot that this thread counts in, once it has one.
-    pub(crate) slot: Cell<Option<&'static Slot>>,
+    /// The slot that this thread counts in; the shared one while it has none.
+    pub(crate) slot: Cell<&'static Slot>,
+    /// The same for an allocation that has nobody else to ask: the shared one in a routing scope.
+    pub(crate) plain: Cell<&'static Slot>,
     /// Whether the thread is ending: it has given its slot back and gets no other.
     pub(crate) ending: Cell<bool>,
     /// The innermost routing scope, on this thread's stack; null outside of all.
-    pub(crate) scope: Cell<*const Scope>,
+    scope: Cell<*const Scope>,
     /// Whether a route is being called.
     pub(crate) inside: Cell<bool>,
     /// Whether a call stack is being walked or told: nothing is sampled meanwhile.
@@ -21,11 +26,51 @@ pub(crate) struct Here {
 thread_local! {
     pub(crate) static HERE: Here = const {
         Here {
-            slot: Cell::new(None),
+            slot: Cell::new(&SHARED),
+            plain: Cell::new(&SHARED),
             ending: Cell::new(false),
             scope: Cell::new(ptr::null()),
             inside: Cell::new(false),
             sampling: Cell::new(false),
         }
     };
+}
+
+impl Here {
+    /// The thread's own slot, if it has one.
+    #[inline]
+    pub(crate) fn own(&self) -> Option<&'static Slot> {
+        let slot = self.slot.get();
+        (!ptr::eq(slot, &SHARED)).then_some(slot)
+    }
+
+    /// Gives the thread a slot.
+    pub(crate) fn count_in(&self, slot: &'static Slot) {
+        self.slot.set(slot);
+        self.settle();
+    }
+
+    /// Takes the thread's slot from it.
+    pub(crate) fn leave(&self) -> Option<&'static Slot> {
+        let slot = self.own();
+        self.count_in(&SHARED);
+        slot
+    }
+
+    /// The innermost routing scope.
+    #[inline]
+    pub(crate) fn scope(&self) -> *const Scope {
+        self.scope.get()
+    }
+
+    /// Puts this routing scope in the other's place.
+    pub(crate) fn enter(&self, scope: *const Scope) -> *const Scope {
+        let before = self.scope.replace(scope);
+        self.settle();
+        before
+    }
+
+    fn settle(&self) {
+        self.plain.set(if self.scope.get().is_null() { self.slot.get() } else { &SHARED });
+    }
 }

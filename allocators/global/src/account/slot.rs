@@ -4,6 +4,9 @@
 //! to a thread from its first allocation to its end and then waits for another; it never goes away, so a total is a walk
 //! over slots without a lock. A thread that cannot have one (it is ending, or there is no memory for more) counts in the
 //! shared slot by atomic additions.
+//!
+//! A thread without a slot points at the shared one. That has no change to pay from and may keep none, so whoever comes with
+//! a block turns into the slow path by the comparison that everybody makes, and the quick one asks nothing more.
 #![expect(unsafe_code, reason = "leaks blocks of slots that come from the system")]
 
 use super::{BATCH, MOST_CHANGE, put_back, refused, tags::Cells, take};
@@ -12,19 +15,21 @@ use crate::{
     report,
     sample::Clock,
 };
-use crossbeam_utils::CachePadded;
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     ptr,
     sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering},
 };
 
-/// A thread's part of the account.
+/// A thread's part of the account. Apart from its neighbours, also where lines are fetched in pairs.
+#[repr(align(128))]
 pub(crate) struct Slot {
     /// Whether a thread counts here. Acquired and released, so that the next owner sees what the last one wrote.
     taken: AtomicBool,
     /// Bytes that are charged and in no live block. Written by the owner alone; 0 while nobody owns it.
     change: AtomicU64,
+    /// The most that the change may become: [`MOST_CHANGE`], or none in the shared slot.
+    most: u64,
     /// Whether the change has to go back before the next payment: the cap was set, or has refused, since the last one,
     /// or the owner is new. Set by anybody, cleared by the owner.
     recalled: AtomicBool,
@@ -39,10 +44,11 @@ pub(crate) struct Slot {
 }
 
 impl Slot {
-    const fn new() -> Self {
+    const fn new(most: u64) -> Self {
         Self {
             taken: AtomicBool::new(false),
             change: AtomicU64::new(0),
+            most,
             recalled: AtomicBool::new(false),
             allocations: AtomicU64::new(0),
             frees: AtomicU64::new(0),
@@ -51,27 +57,25 @@ impl Slot {
         }
     }
 
-    /// Counts one more, as its only writer.
+    /// Counts `more`, as its only writer.
     #[inline]
-    fn bump(counter: &AtomicU64) {
-        counter.store(counter.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+    fn add(counter: &AtomicU64, more: u64) {
+        counter.store(counter.load(Ordering::Relaxed).wrapping_add(more), Ordering::Relaxed);
     }
 
-    /// Pays `bytes` out of the change, or by taking more.
+    /// Pays `bytes`, which are some, out of the change, if it has them.
     #[inline]
-    fn pay(&self, bytes: u64) -> bool {
+    fn pays(&self, bytes: u64) -> bool {
         let change = self.change.load(Ordering::Relaxed);
         match change.checked_sub(bytes) {
             Some(rest) if !self.recalled.load(Ordering::Relaxed) => {
                 self.change.store(rest, Ordering::Relaxed);
                 true
             }
-            _ => self.pay_by_taking(bytes),
+            _ => false,
         }
     }
 
-    #[cold]
-    #[inline(never)]
     fn pay_by_taking(&self, bytes: u64) -> bool {
         // The change may have been taken under an earlier cap, or freed while the cap was exceeded. Acquire: the new
         // cap, if this reads what its setter wrote.
@@ -93,20 +97,20 @@ impl Slot {
         }
     }
 
-    /// Takes `bytes` back into the change.
+    /// Takes `bytes` back into the change, if there is room.
     #[inline]
-    fn receive(&self, bytes: u64) {
-        let change = self.change.load(Ordering::Relaxed) + bytes;
-        self.change.store(change, Ordering::Relaxed);
-        if change > MOST_CHANGE {
-            self.lower();
+    fn receives(&self, bytes: u64) -> bool {
+        let change = self.change.load(Ordering::Relaxed).wrapping_add(bytes);
+        if change > self.most {
+            return false;
         }
+        self.change.store(change, Ordering::Relaxed);
+        true
     }
 
-    #[cold]
-    #[inline(never)]
-    fn lower(&self) {
-        let change = self.change.load(Ordering::Relaxed);
+    /// Takes `bytes` back, and returns all of the change but one batch.
+    fn receive_and_return(&self, bytes: u64) {
+        let change = self.change.load(Ordering::Relaxed) + bytes;
         self.change.store(BATCH, Ordering::Relaxed);
         put_back(change - BATCH);
     }
@@ -124,16 +128,13 @@ const SLOTS: usize = 64;
 
 /// Slots that are made at once. The first block is there from the start, further ones are leaked.
 struct Block {
-    slots: [CachePadded<Slot>; SLOTS],
+    slots: [Slot; SLOTS],
     next: AtomicPtr<Block>,
 }
 
 impl Block {
     const fn new() -> Self {
-        Self {
-            slots: [const { CachePadded::new(Slot::new()) }; SLOTS],
-            next: AtomicPtr::new(ptr::null_mut()),
-        }
+        Self { slots: [const { Slot::new(MOST_CHANGE) }; SLOTS], next: AtomicPtr::new(ptr::null_mut()) }
     }
 
     fn next(&self) -> Option<&'static Block> {
@@ -166,7 +167,7 @@ impl Block {
 
 static FIRST: Block = Block::new();
 /// Where threads count that have no slot of their own: by atomic additions, and without change.
-static SHARED: CachePadded<Slot> = CachePadded::new(Slot::new());
+pub(crate) static SHARED: Slot = Slot::new(0);
 
 /// Finds a slot that nobody owns, and takes it.
 fn claim() -> Option<&'static Slot> {
@@ -192,7 +193,7 @@ impl Drop for Leave {
     fn drop(&mut self) {
         HERE.with(|here| {
             here.ending.set(true);
-            if let Some(slot) = here.slot.take() {
+            if let Some(slot) = here.leave() {
                 slot.retire();
             }
         });
@@ -213,11 +214,11 @@ fn arrive(here: &Here) -> Option<&'static Slot> {
     let slot = claim()?;
     report::request();
     // First, so that an allocation from within the next line finds it.
-    here.slot.set(Some(slot));
+    here.count_in(slot);
     // Asks for the destructor. It is refused only if it has run.
     if LEAVE.try_with(|_| ()).is_err() {
         here.ending.set(true);
-        here.slot.set(None);
+        here.leave();
         slot.retire();
         return None;
     }
@@ -227,36 +228,52 @@ fn arrive(here: &Here) -> Option<&'static Slot> {
 /// The calling thread's slot; `None` if it counts in the shared one.
 #[inline]
 pub(crate) fn mine(here: &Here) -> Option<&'static Slot> {
-    here.slot.get().or_else(|| arrive(here))
+    here.own().or_else(|| arrive(here))
+}
+
+/// Pays for `bytes` and counts an allocation, if this thread is in no routing scope and its change has them. What most
+/// allocations do, and all that they do.
+#[inline]
+pub(crate) fn charge_plainly(bytes: usize) -> bool {
+    HERE.with(|here| {
+        let slot = here.plain.get();
+        let paid = slot.pays(bytes as u64);
+        if paid {
+            Slot::add(&slot.allocations, 1);
+        }
+        paid
+    })
 }
 
 /// Pays for `bytes` and counts an allocation. False, and nothing has changed, if the cap refuses.
-#[inline]
+#[cold]
+#[inline(never)]
 pub(crate) fn charge(bytes: usize) -> bool {
-    let bytes = bytes as u64;
-    HERE.with(|here| match mine(here) {
-        Some(slot) => {
-            let paid = slot.pay(bytes);
-            if paid {
-                Slot::bump(&slot.allocations);
-            }
-            paid
-        }
-        None => charge_shared(bytes, 1),
-    })
+    HERE.with(|here| pay(here, bytes as u64, 1))
 }
 
 /// Pays for `bytes` by which a block grows.
 #[inline]
 pub(crate) fn charge_growth(bytes: usize) -> bool {
     let bytes = bytes as u64;
-    HERE.with(|here| match mine(here) {
-        Some(slot) => slot.pay(bytes),
-        None => charge_shared(bytes, 0),
-    })
+    HERE.with(|here| here.slot.get().pays(bytes) || pay_slowly(here, bytes))
 }
 
 #[cold]
+#[inline(never)]
+fn pay_slowly(here: &Here, bytes: u64) -> bool {
+    pay(here, bytes, 0)
+}
+
+fn pay(here: &Here, bytes: u64, allocations: u64) -> bool {
+    let Some(slot) = mine(here) else { return charge_shared(bytes, allocations) };
+    let paid = slot.pays(bytes) || slot.pay_by_taking(bytes);
+    if paid {
+        Slot::add(&slot.allocations, allocations);
+    }
+    paid
+}
+
 fn charge_shared(bytes: u64, allocations: u64) -> bool {
     let paid = take(bytes, 0).is_some();
     if paid {
@@ -270,17 +287,12 @@ fn charge_shared(bytes: u64, allocations: u64) -> bool {
 /// Undoes [`charge`]: the allocator below had no memory.
 #[cold]
 pub(crate) fn refund(bytes: usize) {
-    let bytes = bytes as u64;
-    HERE.with(|here| match mine(here) {
-        Some(slot) => {
-            slot.receive(bytes);
-            slot.allocations
-                .store(slot.allocations.load(Ordering::Relaxed).wrapping_sub(1), Ordering::Relaxed);
+    HERE.with(|here| {
+        match mine(here) {
+            Some(slot) => Slot::add(&slot.allocations, 1u64.wrapping_neg()),
+            None => _ = SHARED.allocations.fetch_sub(1, Ordering::Relaxed),
         }
-        None => {
-            put_back(bytes);
-            SHARED.allocations.fetch_sub(1, Ordering::Relaxed);
-        }
+        receive(here, bytes as u64, 0);
     });
 }
 
@@ -288,14 +300,12 @@ pub(crate) fn refund(bytes: usize) {
 #[inline]
 pub(crate) fn freed(bytes: usize) {
     let bytes = bytes as u64;
-    HERE.with(|here| match mine(here) {
-        Some(slot) => {
-            Slot::bump(&slot.frees);
-            slot.receive(bytes);
-        }
-        None => {
-            SHARED.frees.fetch_add(1, Ordering::Relaxed);
-            put_back(bytes);
+    HERE.with(|here| {
+        let slot = here.slot.get();
+        if slot.receives(bytes) {
+            Slot::add(&slot.frees, 1);
+        } else {
+            receive(here, bytes, 1);
         }
     });
 }
@@ -304,10 +314,28 @@ pub(crate) fn freed(bytes: usize) {
 #[inline]
 pub(crate) fn release(bytes: usize) {
     let bytes = bytes as u64;
-    HERE.with(|here| match mine(here) {
-        Some(slot) => slot.receive(bytes),
-        None => put_back(bytes),
+    HERE.with(|here| {
+        if bytes > 0 && !here.slot.get().receives(bytes) {
+            receive(here, bytes, 0);
+        }
     });
+}
+
+#[cold]
+#[inline(never)]
+fn receive(here: &Here, bytes: u64, frees: u64) {
+    match mine(here) {
+        Some(slot) => {
+            Slot::add(&slot.frees, frees);
+            if !slot.receives(bytes) {
+                slot.receive_and_return(bytes);
+            }
+        }
+        None => {
+            SHARED.frees.fetch_add(frees, Ordering::Relaxed);
+            put_back(bytes);
+        }
+    }
 }
 
 /// Sums over all slots.
@@ -319,13 +347,12 @@ pub(super) struct Totals {
 }
 
 pub(super) fn slots() -> impl Iterator<Item = &'static Slot> {
-    std::iter::successors(Some(&FIRST), |block| block.next())
-        .flat_map(|block| block.slots.iter().map(|slot| &**slot))
+    std::iter::successors(Some(&FIRST), |block| block.next()).flat_map(|block| &block.slots)
 }
 
 pub(super) fn totals() -> Totals {
     let mut totals = Totals::default();
-    for slot in slots().chain([&*SHARED]) {
+    for slot in slots().chain([&SHARED]) {
         totals.change = totals.change.wrapping_add(slot.change.load(Ordering::Relaxed));
         totals.allocations = totals.allocations.wrapping_add(slot.allocations.load(Ordering::Relaxed));
         totals.frees = totals.frees.wrapping_add(slot.frees.load(Ordering::Relaxed));

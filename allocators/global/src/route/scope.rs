@@ -23,7 +23,7 @@ impl Scope {
     pub(super) fn innermost(here: &Here) -> Option<&Self> {
         // SAFETY: 1. The pointer is null or that of a `Scope` on this thread's stack, whose function has not returned: it
         // takes the pointer out before. 2. Nobody writes a scope.
-        unsafe { here.scope.get().as_ref() }
+        unsafe { here.scope().as_ref() }
     }
 
     /// The innermost one of this thread.
@@ -47,12 +47,12 @@ struct Restore(*const Scope);
 
 impl Drop for Restore {
     fn drop(&mut self) {
-        HERE.with(|here| here.scope.set(self.0));
+        HERE.with(|here| here.enter(self.0));
     }
 }
 
 fn within<R>(scope: *const Scope, work: impl FnOnce() -> R) -> R {
-    let _restore = Restore(HERE.with(|here| here.scope.replace(scope)));
+    let _restore = Restore(HERE.with(|here| here.enter(scope)));
     work()
 }
 
