@@ -11,11 +11,9 @@
 //! beside the block, never in it.
 #![expect(unsafe_code, reason = "makes references to its pages")]
 
-mod bitmap;
-
 use allocator_api2::alloc::{Allocator, Global};
 use aquifer_core::{DeferReuse, Gate, Id, IdSpace, MemoryError};
-use bitmap::Bitmap;
+use aquifer_heap::Runs;
 use std::{
     alloc::Layout,
     error, fmt,
@@ -118,8 +116,7 @@ pub struct Unfreed {
 }
 
 struct State {
-    taken: Bitmap,
-    free: usize,
+    runs: Runs,
     /// Freed pages and the gate that they wait for.
     waiting: Vec<(Range<usize>, Arc<dyn Gate>)>,
 }
@@ -150,9 +147,9 @@ impl<A: Allocator> PageArena<A> {
         let bytes = pages.checked_mul(page).filter(|&bytes| bytes > 0);
         let layout = bytes.and_then(|bytes| Layout::from_size_align(bytes, page).ok());
         let layout = layout.ok_or_else(|| refused.clone())?;
-        let taken = Bitmap::new(pages).ok_or_else(|| refused.clone())?;
+        let runs = Runs::new(pages).ok_or_else(|| refused.clone())?;
         let base = upstream.allocate_zeroed(layout).map_err(|_| refused)?.cast();
-        let state = Mutex::new(State { taken, free: pages, waiting: Vec::new() });
+        let state = Mutex::new(State { runs, waiting: Vec::new() });
         Ok(Self { upstream, base, layout, page, space: IdSpace::new(), state })
     }
 
@@ -163,7 +160,7 @@ impl<A: Allocator> PageArena<A> {
     pub fn take(&self, bytes: usize) -> Result<Pages, PageError> {
         let pages = bytes.div_ceil(self.page).max(1);
         let mut state = self.lock();
-        let mut at = state.taken.first_run(pages);
+        let mut at = state.runs.take(pages);
         if at.is_none() && !state.waiting.is_empty() {
             // Gates are foreign code: they are asked outside of the lock. One that is open stays so.
             let mut gates: Vec<_> = state.waiting.iter().map(|(_, gate)| gate.clone()).collect();
@@ -171,14 +168,12 @@ impl<A: Allocator> PageArena<A> {
             gates.retain(|gate| gate.is_open());
             state = self.lock();
             state.release_behind(&gates);
-            at = state.taken.first_run(pages);
+            at = state.runs.take(pages);
         }
         let Some(at) = at else {
             let waiting = state.waiting.iter().map(|(pages, _)| pages.len()).sum();
-            return Err(PageError::Full { pages, free: state.free, waiting });
+            return Err(PageError::Full { pages, free: state.runs.free_pages(), waiting });
         };
-        state.taken.set(at..at + pages, true);
-        state.free -= pages;
         Ok(Pages { id: self.space.mint(0, 0), offset: at * self.page, bytes: pages * self.page })
     }
 
@@ -188,7 +183,7 @@ impl<A: Allocator> PageArena<A> {
     /// [`PageError::Foreign`] for those of another arena, which come back with it.
     pub fn free(&self, pages: Pages) -> Result<(), Unfreed> {
         match self.run(&pages) {
-            Ok(run) => self.lock().release(run),
+            Ok(run) => self.lock().runs.free(run),
             Err(why) => return Err(Unfreed { pages, why }),
         }
         Ok(())
@@ -222,7 +217,7 @@ impl<A: Allocator> PageArena<A> {
     /// Pages that are free.
     #[must_use]
     pub fn free_pages(&self) -> usize {
-        self.lock().free
+        self.lock().runs.free_pages()
     }
 
     /// Bytes of a page.
@@ -292,11 +287,6 @@ impl<A: DeferReuse> PageArena<A> {
 }
 
 impl State {
-    fn release(&mut self, pages: Range<usize>) {
-        self.free += pages.len();
-        self.taken.set(pages, false);
-    }
-
     /// Releases what waits for these gates.
     fn release_behind(&mut self, open: &[Arc<dyn Gate>]) {
         let (ready, waiting) = std::mem::take(&mut self.waiting)
@@ -304,7 +294,7 @@ impl State {
             .partition(|(_, gate)| open.iter().any(|open| Arc::ptr_eq(open, gate)));
         self.waiting = waiting;
         let ready: Vec<_> = ready;
-        ready.into_iter().for_each(|(pages, _)| self.release(pages));
+        ready.into_iter().for_each(|(pages, _)| self.runs.free(pages));
     }
 }
 

@@ -156,6 +156,7 @@ mod direct;
 mod environment;
 mod home;
 mod leasing;
+mod pages;
 mod park;
 mod physical;
 mod pool;
@@ -183,6 +184,7 @@ pub use checked::{
 pub use config::{Adoption, PoolConfig};
 pub use decorators::{FailureCallback, Log, OnFailure};
 pub use direct::Direct;
+pub use pages::{DevicePages, ForeignPages, PageRun};
 pub use park::{Elsewhere, Park, ParkReport, Parkable, ResumeReport};
 pub use pool::DevicePool;
 pub use request::MAX_ALIGN;

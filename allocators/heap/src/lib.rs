@@ -13,7 +13,8 @@
 //! | `bins` | free extents by size: the best fit in a bounded number of steps |
 //! | `pages` | the sparse map from an address to the record that owns it |
 //! | `records` | extents and blocks in address order, so that neighbours are one link away |
-//! | [`Bump`] | the other engine: one pointer that only goes up, with marks to come back to |
+//! | [`Bump`] | another engine: one pointer that only goes up, with marks to come back to |
+//! | [`Runs`] | a third one: equal pages, given out in runs |
 //!
 //! # What it promises
 //!
@@ -63,6 +64,7 @@ mod heap;
 mod pages;
 mod range;
 mod records;
+mod runs;
 mod slab;
 mod stats;
 
@@ -72,4 +74,5 @@ pub use config::{Config, ConfigError};
 pub use error::HeapError;
 pub use heap::{FreeExtents, Heap};
 pub use range::{Block, Extent, Freed, Key, Range};
+pub use runs::Runs;
 pub use stats::HeapStats;

@@ -1,7 +1,7 @@
-//! Programs over device memory through the wrappers of host memory, and over rings of frames of it.
+//! Programs over device memory through the wrappers of host memory, over rings of frames of it, and over runs of pages.
 //!
-//! Up to four wrappers lie over a pool on a simulated device that works when it pleases. Blocks and parts of frames are
-//! filled, copied and read on several streams and freed at any time. After every operation the oracle must have nothing to
+//! Up to four wrappers lie over a pool on a simulated device that works when it pleases. Blocks, parts of frames and pages
+//! are filled, copied and read on several streams and freed at any time. After every operation the oracle must have nothing to
 //! report and no budget may be exceeded; contents are what was last written; a reset is refused only for a use that is still
 //! open; in the end every wrapper's account is at zero, and the device has everything back.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
@@ -9,7 +9,7 @@
 use crate::program::Bytes;
 use aquifer_adapters::{Counted, Fallback, Frames, Limit, Segregate, Tagged};
 use aquifer_core::{Budget, MemoryError, Opaque, Result, Tag};
-use aquifer_device::{DeviceArena, DeviceBuffer, DevicePool, PoolConfig, Resource};
+use aquifer_device::{DeviceArena, DeviceBuffer, DevicePages, DevicePool, PageRun, PoolConfig, Resource};
 use aquifer_driver::{Access, DeviceId, sim::Sim};
 use aquifer_stream::{Stream, Use};
 use std::{sync::Arc, time::Duration};
@@ -20,6 +20,8 @@ const MAX_OPS: usize = 120;
 const CAPACITY: u64 = 16 << 20;
 /// Bytes of a frame.
 const FRAME: u64 = 64 << 10;
+/// Pages of an arena of them, and the bytes of each.
+const PAGES: (usize, u64) = (12, 1024);
 const STREAMS: u8 = 3;
 
 struct Buffer {
@@ -41,6 +43,9 @@ struct World {
     frames: Option<Frames<DeviceArena>>,
     /// Turns of the ring so far.
     turns: usize,
+    pages: Option<DevicePages>,
+    /// Runs of them that are taken, and what they hold.
+    runs: Vec<(PageRun, Option<u8>)>,
     /// Uses that nobody has ended, with the frame that each is of.
     open: Vec<(usize, Use)>,
 }
@@ -104,8 +109,9 @@ impl World {
             };
         }
         let top = Counted::new(below);
-        let (buffers, open) = (Vec::new(), Vec::new());
-        Self { sim, pool, streams, top, budgets, counted, tag, buffers, frames: None, turns: 0, open }
+        let (buffers, runs, open) = (Vec::new(), Vec::new(), Vec::new());
+        let (frames, pages) = (None, None);
+        Self { sim, pool, streams, top, budgets, counted, tag, buffers, frames, turns: 0, pages, runs, open }
     }
 
     fn stream(&self, bytes: &mut Bytes<'_>) -> Stream {
@@ -139,8 +145,65 @@ impl World {
             (9, _) => stream.synchronize().expect("a wait"),
             (10, _) => drop(self.top.trim(u64::from(bytes.u8()) << 16).expect("a trim")),
             _ if bytes.choice(4) == 0 => self.leave_frames(),
+            _ => self.turn_pages(bytes, &stream),
+        }
+    }
+
+    /// Takes, fills, copies or frees runs of pages, or leaves all of them.
+    fn turn_pages(&mut self, bytes: &mut Bytes<'_>, stream: &Stream) {
+        let arena = match &self.pages {
+            Some(arena) => arena,
+            None => match went(DevicePages::new(&self.top, stream, PAGES.0, PAGES.1)) {
+                Some(arena) => self.pages.insert(arena),
+                None => return,
+            },
+        };
+        let run = usize::from(bytes.u8()).checked_rem(self.runs.len());
+        match (bytes.choice(8), run) {
+            (0..=2, _) => match arena.take(u64::from(bytes.small()) % (4 * PAGES.1)) {
+                Ok(taken) => self.runs.push((taken, None)),
+                Err(MemoryError::TooLarge { requested, limit }) => assert!(limit < requested.max(1)),
+                Err(other) => panic!("{other:?}"),
+            },
+            (3 | 4, Some(at)) => {
+                let (run, content) = &mut self.runs[at];
+                let (value, all) = (bytes.u8(), 0..run.bytes());
+                stream.fill(&mut arena.view_mut(run, all).expect("all of it"), value).expect("a fill");
+                *content = Some(value);
+            }
+            (5, Some(at)) => {
+                let (run, content) = &self.runs[at];
+                let Some(value) = content else { return };
+                let mut back = vec![!value; run.bytes() as usize];
+                let view = arena.view(run, 0..run.bytes()).expect("all of it");
+                stream.scope(|c| c.download(&view, &mut back)).expect("a scope").expect("a copy");
+                assert!(back.iter().all(|byte| byte == value));
+                let end = run.bytes() + 1 + u64::from(bytes.u8());
+                assert!(arena.view(run, u64::from(bytes.u8())..end).is_err());
+            }
+            (6, Some(at)) => {
+                let (run, _) = self.runs.swap_remove(at);
+                assert!(arena.free(run).is_ok());
+            }
+            (7, _) if bytes.choice(4) == 0 => {
+                self.runs.clear();
+                self.pages = None;
+            }
             _ => {}
         }
+        self.check_runs();
+    }
+
+    /// Runs lie apart, and the rest is free.
+    fn check_runs(&self) {
+        let Some(arena) = &self.pages else { return };
+        let mut taken = [false; PAGES.0];
+        for (run, _) in &self.runs {
+            for page in run.offset() / PAGES.1..(run.offset() + run.bytes()) / PAGES.1 {
+                assert!(!std::mem::replace(&mut taken[page as usize], true), "{run:?} overlaps another");
+            }
+        }
+        assert_eq!(arena.free_pages(), taken.iter().filter(|&&taken| !taken).count());
     }
 
     /// What a buffer holds is what was last written.
@@ -220,7 +283,7 @@ impl World {
         for budget in &self.budgets {
             assert!(budget.used() <= budget.limit());
         }
-        let frames = self.frames.as_ref().map_or(0, Frames::count);
+        let frames = self.frames.as_ref().map_or(0, Frames::count) + usize::from(self.pages.is_some());
         // Those that wait for their uses count until they are free.
         assert!(self.top.stats().blocks >= (self.buffers.len() + frames) as u64);
     }
@@ -228,6 +291,7 @@ impl World {
     fn finish(mut self) {
         (0..self.buffers.len()).for_each(|at| self.look(at, &self.streams[0]));
         self.leave_frames();
+        self.pages = None;
         self.buffers.clear();
         for stream in &self.streams {
             stream.synchronize().expect("a wait");

@@ -106,6 +106,11 @@ impl<'a, T> DeviceSlice<'a, T> {
     pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
         Self { part: Part { block, offset, len, alone: true }, elements: PhantomData }
     }
+
+    /// The same, where other parts of the block may be written meanwhile.
+    pub(crate) fn of_several(block: &'a Block, offset: u64, len: usize) -> Self {
+        Self { part: Self::of(block, offset, len).part.beside(), elements: PhantomData }
+    }
 }
 
 impl<'a, T> DeviceSliceMut<'a, T> {

@@ -1,0 +1,104 @@
+//! Equal pages, given out in runs: a bit for each.
+
+use std::ops::Range;
+
+/// A row of pages of which runs are taken and freed. The lowest run that is long enough is taken, so the same calls give
+/// the same places; freed neighbours are one run at once.
+///
+/// It knows no run: whoever frees one says which pages it has. A search takes time linear in the pages, 64 of them a step.
+///
+/// ```
+/// use aquifer_heap::Runs;
+/// let mut pages = Runs::new(8).ok_or("no memory")?;
+/// let (first, second) = (pages.take(3), pages.take(2));
+/// assert_eq!((first, second), (Some(0), Some(3)));
+/// pages.free(0..3);
+/// assert_eq!((pages.free_pages(), pages.longest(), pages.take(4)), (6, 3, None));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug)]
+pub struct Runs {
+    /// Set where a page is taken. Bits from `len` on are clear.
+    words: Box<[u64]>,
+    len: usize,
+    free: usize,
+}
+
+impl Runs {
+    /// `len` pages, all free; `None` if there is no memory for their bits.
+    #[must_use]
+    pub fn new(len: usize) -> Option<Self> {
+        let mut words = Vec::new();
+        words.try_reserve_exact(len.div_ceil(64)).ok()?;
+        words.resize(len.div_ceil(64), 0);
+        Some(Self { words: words.into_boxed_slice(), len, free: len })
+    }
+
+    /// Takes the lowest run of `count` free pages, at least one; answers with its first, or `None` if none is as long.
+    pub fn take(&mut self, count: usize) -> Option<usize> {
+        let count = count.max(1);
+        let start = self.runs().find(|run| run.len() >= count)?.start;
+        self.set(start..start + count, true);
+        self.free -= count;
+        Some(start)
+    }
+
+    /// Frees pages, all of which are taken.
+    pub fn free(&mut self, pages: Range<usize>) {
+        self.free += pages.len();
+        self.set(pages, false);
+    }
+
+    /// Pages that are free, in however many runs.
+    #[must_use]
+    pub fn free_pages(&self) -> usize {
+        self.free
+    }
+
+    /// The length of the longest free run, in pages.
+    #[must_use]
+    pub fn longest(&self) -> usize {
+        self.runs().map(|run| run.len()).max().unwrap_or(0)
+    }
+
+    /// All free runs, the lowest first.
+    fn runs(&self) -> impl Iterator<Item = Range<usize>> {
+        let mut from = 0;
+        std::iter::from_fn(move || {
+            let start = self.next(from, false)?;
+            from = self.next(start, true).unwrap_or(self.len);
+            Some(start..from)
+        })
+    }
+
+    /// Sets or clears a range, which lies below `len`.
+    fn set(&mut self, range: Range<usize>, to: bool) {
+        let mut at = range.start;
+        while at < range.end {
+            let (word, low) = (at / 64, at % 64);
+            let count = (64 - low).min(range.end - at);
+            let mask = (u64::MAX >> (64 - count)) << low;
+            if to {
+                self.words[word] |= mask;
+            } else {
+                self.words[word] &= !mask;
+            }
+            at += count;
+        }
+    }
+
+    /// The first bit from `from` on that is `set`.
+    fn next(&self, from: usize, set: bool) -> Option<usize> {
+        let mut at = from;
+        while at < self.len {
+            let word = if set { self.words[at / 64] } else { !self.words[at / 64] };
+            let rest = word >> (at % 64);
+            if rest != 0 {
+                let found = at + rest.trailing_zeros() as usize;
+                return (found < self.len).then_some(found);
+            }
+            at = (at / 64 + 1) * 64;
+        }
+        None
+    }
+}
