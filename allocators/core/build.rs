@@ -1,9 +1,14 @@
-//! Sets `cfg(std_allocator)` where the compiler has `std::alloc::Allocator` without a feature gate (1.100 and later).
+//! Sets `cfg(std_allocator)` where the compiler has `std::alloc::Allocator` without a feature gate (1.100 and later), and
+//! `cfg(asan)` in builds with `AddressSanitizer`, which the compiler tells nobody but build scripts on stable Rust.
 use std::{env, process::Command};
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
     println!("cargo::rustc-check-cfg=cfg(std_allocator)");
+    println!("cargo::rustc-check-cfg=cfg(asan)");
+    if env::var("CARGO_CFG_SANITIZE").is_ok_and(|all| all.split(',').any(|one| one == "address")) {
+        println!("cargo::rustc-cfg=asan");
+    }
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let Ok(output) = Command::new(rustc).arg("--version").output() else { return };
     let version = String::from_utf8_lossy(&output.stdout);

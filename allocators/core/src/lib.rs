@@ -13,6 +13,7 @@
 //! | [`defer`] | the promise of an allocator whose blocks a device may still read |
 //! | [`opaque`] | memory that the host cannot reach, as wrappers see it |
 //! | [`request`] | what is asked of such memory |
+//! | [`sanitizer`] | which memory is nobody's, for `AddressSanitizer` |
 //! | [`step`] | memory that is emptied between the steps of a loop |
 //!
 //! Nothing here touches memory, a device or the operating system's memory calls.
@@ -27,6 +28,7 @@ pub mod gate;
 pub mod ids;
 pub mod opaque;
 pub mod request;
+pub mod sanitizer;
 pub mod stats;
 pub mod step;
 mod sync;

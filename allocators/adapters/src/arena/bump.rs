@@ -6,7 +6,7 @@ use super::{
     chunks::{Chunk, Chunks},
 };
 use allocator_api2::alloc::Allocator;
-use aquifer_core::{DeferReuse, Gate, MemoryError, Result};
+use aquifer_core::{DeferReuse, Gate, MemoryError, Result, sanitizer};
 use std::{
     alloc::Layout,
     cell::{Cell, RefCell},
@@ -92,6 +92,7 @@ impl<A: Allocator> Bump<A> {
         // SAFETY: 1. `at <= start <= stop <= end`, so both offsets stay inside the current chunk, whose provenance
         // `next` has; without a chunk both are zero. 2. A chunk has at most `isize::MAX` bytes.
         let block = unsafe { next.add(start - at) };
+        sanitizer::unpoison(block, layout.size());
         // SAFETY: as above: `start + size == stop <= end`.
         self.next.set(unsafe { block.add(layout.size()) });
         Some(block)
@@ -115,6 +116,7 @@ impl<A: Allocator> Bump<A> {
         // SAFETY: 1. `at <= stop - size <= stop <= end`, so both offsets stay inside the current chunk, whose provenance
         // `next` has; without a chunk both are zero. 2. A chunk has at most `isize::MAX` bytes.
         let block = unsafe { next.add(stop - layout.size() - at) };
+        sanitizer::unpoison(block, layout.size());
         // SAFETY: as above: `start + size == stop <= end`.
         self.next.set(unsafe { block.add(layout.size()) });
         Some(block)
@@ -137,7 +139,7 @@ impl<A: Allocator> Bump<A> {
             drop(chunks);
             let (block, asked) = self.take_chunk(layout)?;
             let Ok(now) = self.chunks.try_borrow_mut() else {
-                self.return_chunk(block.cast(), asked);
+                self.return_chunk(block, asked);
                 return None;
             };
             chunks = now;
@@ -166,12 +168,12 @@ impl<A: Allocator> Bump<A> {
         }
         let asked = Layout::from_size_align(size, layout.align().max(CHUNK_ALIGN)).ok()?;
         let block = self.upstream.allocate(asked).ok()?;
-        let base = block.cast::<u8>();
+        let base = block.cast();
         let mut chunks = self.chunks.try_borrow_mut().ok().filter(|chunks| chunks.is_new());
         let end = base.addr().get() + block.len();
         let (Some(chunks), true) = (&mut chunks, end <= isize::MAX as usize) else {
             drop(chunks);
-            self.return_chunk(base, asked);
+            self.return_chunk(block, asked);
             return None;
         };
         chunks.list.push(Chunk::new(base, asked, block.len()));
@@ -180,6 +182,7 @@ impl<A: Allocator> Bump<A> {
         self.end.set(end);
         self.floor.set(base.addr().get());
         self.furthest.set(0);
+        sanitizer::unpoison(base, layout.size());
         // SAFETY: the chunk has as many bytes, and is aligned for the layout: the block begins where it does.
         self.next.set(unsafe { base.add(layout.size()) });
         Some(base)
@@ -202,6 +205,7 @@ impl<A: Allocator> Bump<A> {
 
     /// Lets the next block start at `offset` of this chunk.
     fn point_at(&self, chunk: &Chunk, offset: usize) {
+        chunk.poison_from(offset);
         let base = chunk.base.addr().get();
         self.base.set(base);
         self.end.set(chunk.end());
@@ -239,7 +243,7 @@ impl<A: Allocator> Bump<A> {
             // Spares are too small for this one. What is held in them stays held: the allocator below knows of it.
             let spare = self.chunks.try_borrow_mut().ok()?.pop_spare()?;
             room = room.saturating_add(spare.layout.size());
-            self.return_chunk(spare.base, spare.layout);
+            self.return_chunk(spare.block(), spare.layout);
         }
         let mut size = wish.clamp(need, room.max(need));
         loop {
@@ -249,7 +253,7 @@ impl<A: Allocator> Bump<A> {
                     return Some((block, asked));
                 }
                 // No system maps a program's memory there: a bound that costs nothing here spares two checks in `advance`.
-                self.return_chunk(block.cast(), asked);
+                self.return_chunk(block, asked);
                 return None;
             }
             if size > need {
@@ -257,15 +261,16 @@ impl<A: Allocator> Bump<A> {
                 continue;
             }
             let spare = self.chunks.try_borrow_mut().ok()?.pop_spare()?;
-            self.return_chunk(spare.base, spare.layout);
+            self.return_chunk(spare.block(), spare.layout);
         }
     }
 
-    fn return_chunk(&self, base: NonNull<u8>, layout: Layout) {
+    fn return_chunk(&self, block: NonNull<[u8]>, layout: Layout) {
+        sanitizer::unpoison(block.cast(), block.len());
         // SAFETY: 1. The block is one of `upstream`'s and nobody else gives it back: it has left the list, or the arena is
         // going. 2. The layout is the one that it was asked for with. 3. Nobody uses it: it was never entered, or it is
         // spare, or the arena is borrowed exclusively. Where a device still may, `upstream` was told by `defer`.
-        unsafe { self.upstream.deallocate(base, layout) };
+        unsafe { self.upstream.deallocate(block.cast(), layout) };
     }
 
     /// Whether this is the block of the current chunk that ends where the next one starts.
@@ -281,10 +286,24 @@ impl<A: Allocator> Bump<A> {
     /// The last `bytes` handed out lie in one block, and nobody uses them any more.
     unsafe fn retreat(&self, bytes: usize) {
         let next = self.next.get();
-        self.furthest.set(self.furthest.get().max(next.addr().get()));
         let back = bytes.min(next.addr().get() - self.floor.get());
-        // SAFETY: the target is at or above the floor, which lies in the current chunk like `next` itself.
-        self.next.set(unsafe { next.sub(back) });
+        // SAFETY: 1. the target is at or above the floor, which lies in the current chunk like `next` itself. 2. the
+        // caller's promise.
+        unsafe { self.go_back(back) };
+    }
+
+    /// Lets the next block start `bytes` earlier.
+    ///
+    /// # Safety
+    /// 1. As many of the current chunk's have been handed out. 2. Nobody uses the last of them any more.
+    #[inline]
+    unsafe fn go_back(&self, bytes: usize) {
+        let next = self.next.get();
+        self.furthest.set(self.furthest.get().max(next.addr().get()));
+        // SAFETY: the caller's promise: it does not leave the chunk.
+        let next = unsafe { next.sub(bytes) };
+        sanitizer::poison(next, bytes);
+        self.next.set(next);
     }
 
     /// The most that was ever handed out at once.
@@ -311,10 +330,9 @@ impl<A: Allocator> Bump<A> {
         let start = block.addr().get();
         // A block that begins among bytes that are held, and ends behind them, stays: nothing of it is worth a look here.
         if start >= self.floor.get() && start + size == next.addr().get() {
-            self.furthest.set(self.furthest.get().max(next.addr().get()));
-            // From `next`, whose provenance is the whole chunk.
-            // SAFETY: the block lies in the current chunk, since it begins behind its floor, and ends at `next`.
-            self.next.set(unsafe { next.sub(size) });
+            // SAFETY: 1. the block lies in the current chunk, since it begins behind its floor, and ends at `next`. 2. the
+            // caller's promise.
+            unsafe { self.go_back(size) };
         }
     }
 
@@ -330,6 +348,7 @@ impl<A: Allocator> Bump<A> {
                 let next = self.next.get();
                 // SAFETY: the block lies in the current chunk and ends at `next`.
                 let block = unsafe { next.sub(old.size()) };
+                sanitizer::unpoison(block, new.size());
                 // SAFETY: `stop` lies in the current chunk.
                 self.next.set(unsafe { block.add(new.size()) });
                 // From `next`, whose provenance is the whole chunk: the caller's pointer may reach no further than
@@ -401,11 +420,9 @@ impl<A: Allocator> Bump<A> {
         // larger one, and comes second then.
         let is_there = || self.chunks.try_borrow().is_ok_and(|chunks| chunks.entered == mark.entered);
         if mark.base == self.base.get() && self.floor.get() == mark.base && is_there() {
-            let next = self.next.get();
-            self.furthest.set(self.furthest.get().max(next.addr().get()));
-            let back = (next.addr().get() - mark.base).saturating_sub(mark.offset);
-            // SAFETY: at or above the chunk's base, and at or below `next`.
-            return self.next.set(unsafe { next.sub(back) });
+            let back = (self.next.get().addr().get() - mark.base).saturating_sub(mark.offset);
+            // SAFETY: 1. at or above the chunk's base, and at or below `next`. 2. the caller's promise.
+            return unsafe { self.go_back(back) };
         }
         // SAFETY: the caller's promise.
         unsafe { self.rewind_over_chunks(mark) };
@@ -425,6 +442,7 @@ impl<A: Allocator> Bump<A> {
         if mark.entered == chunks.entered && mark.offset >= self.offset() {
             return;
         }
+        chunks.list[mark.entered..chunks.entered].iter().for_each(|spare| spare.poison_from(spare.held));
         chunks.entered = mark.entered;
         chunks.filled = chunks.list[..mark.entered.saturating_sub(1)].iter().map(|chunk| chunk.filled).sum();
         match chunks.current() {
@@ -458,6 +476,7 @@ impl<A: Allocator> Bump<A> {
             // It stays, whatever the settings say, and is where the next block goes.
             chunks.high_water = chunks.high_water.max(furthest);
             self.furthest.set(0);
+            only.poison_from(0);
             self.next.set(only.base);
             return Ok(());
         }
@@ -479,6 +498,7 @@ impl<A: Allocator> Bump<A> {
         for chunk in &mut chunks.list {
             chunk.gates.clear();
             chunk.held = 0;
+            chunk.poison_from(0);
         }
         (chunks.entered, chunks.filled) = (0, 0);
         let kept = match on_reset {
@@ -496,7 +516,7 @@ impl<A: Allocator> Bump<A> {
         self.point_nowhere();
         while self.chunks.get_mut().list.len() > kept {
             let Some(chunk) = self.chunks.get_mut().pop_spare() else { break };
-            self.return_chunk(chunk.base, chunk.layout);
+            self.return_chunk(chunk.block(), chunk.layout);
         }
         let chunks = self.chunks.get_mut();
         if !chunks.list.is_empty() {
@@ -570,8 +590,8 @@ impl<A: Allocator> Drop for Bump<A> {
     fn drop(&mut self) {
         for at in 0..self.chunks.get_mut().list.len() {
             let chunk = &self.chunks.get_mut().list[at];
-            let (base, layout) = (chunk.base, chunk.layout);
-            self.return_chunk(base, layout);
+            let (block, layout) = (chunk.block(), chunk.layout);
+            self.return_chunk(block, layout);
         }
     }
 }

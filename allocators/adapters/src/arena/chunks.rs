@@ -8,7 +8,7 @@
 //!
 //! A mark names a chunk by its place, so the places of entered chunks never change; only spares trade places.
 
-use aquifer_core::Gate;
+use aquifer_core::{Gate, sanitizer};
 use smallvec::SmallVec;
 use std::{alloc::Layout, ptr::NonNull, sync::Arc};
 
@@ -27,7 +27,9 @@ pub(super) struct Chunk {
 }
 
 impl Chunk {
+    /// A block that the allocator below has just given. Nothing of it is handed out.
     pub(super) fn new(base: NonNull<u8>, layout: Layout, bytes: usize) -> Self {
+        sanitizer::poison(base, bytes);
         Self { base, layout, bytes, filled: 0, held: 0, gates: Vec::new() }
     }
 
@@ -40,6 +42,11 @@ impl Chunk {
         self.held
     }
 
+    /// `AddressSanitizer` is told that nothing from `offset` on is handed out.
+    pub(super) fn poison_from(&self, offset: usize) {
+        sanitizer::poison(self.base.map_addr(|base| base.saturating_add(offset)), self.bytes - offset);
+    }
+
     /// Whether a block of this layout fits above `floor`.
     pub(super) fn fits(&self, floor: usize, layout: Layout) -> bool {
         let start = self.base.addr().get() + floor;
@@ -47,6 +54,11 @@ impl Chunk {
             .checked_next_multiple_of(layout.align())
             .and_then(|start| start.checked_add(layout.size()))
             .is_some_and(|stop| stop <= self.end())
+    }
+
+    /// All of it.
+    pub(super) fn block(&self) -> NonNull<[u8]> {
+        NonNull::slice_from_raw_parts(self.base, self.bytes)
     }
 
     /// The address one past the last byte.

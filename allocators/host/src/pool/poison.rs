@@ -4,52 +4,31 @@
 //! `malloc`. Builds without it have none of this.
 //!
 //! Pending blocks are left alone: copies that are on their way may touch them, and the simulator makes those by the CPU.
-#![cfg_attr(asan, expect(unsafe_code, reason = "calls AddressSanitizer's runtime"))]
 
 use super::span::Span;
 use crate::kernel;
-use std::{alloc::Layout, ptr::NonNull};
+use aquifer_core::sanitizer;
+use std::{
+    alloc::Layout,
+    ptr::{self, NonNull},
+};
 
-#[cfg(asan)]
-mod told {
-    use std::ffi::c_void;
-
-    unsafe extern "C" {
-        fn __asan_poison_memory_region(start: *const c_void, bytes: usize);
-        fn __asan_unpoison_memory_region(start: *const c_void, bytes: usize);
-    }
-
-    pub(super) fn poison(address: u64, bytes: u64) {
-        // SAFETY: 1. the memory is mapped, and nobody's.
-        unsafe { __asan_poison_memory_region(address as *const c_void, bytes as usize) }
-    }
-
-    pub(super) fn unpoison(address: u64, bytes: u64) {
-        // SAFETY: 1. the memory is mapped.
-        unsafe { __asan_unpoison_memory_region(address as *const c_void, bytes as usize) }
-    }
-}
-
-#[cfg(not(asan))]
-mod told {
-    #[inline(always)]
-    pub(super) fn poison(_: u64, _: u64) {}
-
-    #[inline(always)]
-    pub(super) fn unpoison(_: u64, _: u64) {}
+/// The memory at an address of a pool's.
+fn at(address: usize) -> NonNull<u8> {
+    NonNull::new(ptr::with_exposed_provenance_mut(address)).unwrap_or(NonNull::dangling())
 }
 
 /// A block has been given out, or has become longer: its bytes may be touched, and those behind it not.
 #[inline(always)]
 pub(super) fn given(block: NonNull<u8>, bytes: usize) {
-    told::unpoison(block.addr().get() as u64, bytes as u64);
+    sanitizer::unpoison(block, bytes);
 }
 
 /// A block is about to be freed, if it is one: nobody may touch it from now on. Before anybody else can have it.
 #[inline(always)]
 pub(super) fn going(generation: u64, block: NonNull<u8>, layout: Layout) {
-    #[cfg(asan)]
-    if layout.size() > 0
+    if sanitizer::IS_BUILT_IN
+        && layout.size() > 0
         && let address = block.addr().get() as u64
         && let Some((span, slot)) = super::map::block_from(address)
         && span.life() == generation
@@ -58,22 +37,20 @@ pub(super) fn going(generation: u64, block: NonNull<u8>, layout: Layout) {
     {
         free(span, address);
     }
-    #[cfg(not(asan))]
-    let _ = (generation, block, layout);
 }
 
 /// A block goes back into the books.
 #[inline(always)]
 pub(super) fn free(span: &Span, address: u64) {
-    told::poison(address, span.slot_bytes());
+    sanitizer::poison(at(address as usize), span.slot_bytes() as usize);
 }
 
 /// A region has come to a pool.
 pub(super) fn come(region: kernel::Span) {
-    told::poison(region.start as u64, region.len as u64);
+    sanitizer::poison(at(region.start), region.len);
 }
 
 /// A region leaves, and its addresses may become anybody's.
 pub(super) fn gone(region: kernel::Span) {
-    told::unpoison(region.start as u64, region.len as u64);
+    sanitizer::unpoison(at(region.start), region.len);
 }

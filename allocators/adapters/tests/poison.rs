@@ -1,0 +1,145 @@
+//! `AddressSanitizer` stops whoever touches an arena's memory that is handed out to nobody. `ci/asan` builds it in.
+//!
+//! Each fault is a process of its own, which has to end by it.
+
+mod support;
+
+use allocator_api2::alloc::{Allocator, Global};
+use aquifer_adapters::{Arena, ArenaSettings, Counted};
+use aquifer_core::{DeferReuse, sanitizer};
+use std::{alloc::Layout, env, process::Command, ptr::NonNull};
+use support::{Gated, Latch};
+
+fn small() -> Arena {
+    Arena::with_settings_in(ArenaSettings::new().first_chunk(256).max_chunk(256), Global)
+}
+
+fn block<A: Allocator>(arena: &Arena<A>, len: usize) -> NonNull<u8> {
+    arena.allocate(Layout::from_size_align(len, 1).unwrap()).unwrap().cast()
+}
+
+/// Reads a byte, whether it may or not.
+fn look(block: NonNull<u8>, at: usize) -> u8 {
+    #[expect(unsafe_code, reason = "reads where nothing should be read")]
+    // SAFETY: 1. the chunk is mapped as long as its arena is there, and a byte may have any value.
+    unsafe {
+        block.add(at).read_volatile()
+    }
+}
+
+/// Each touches what is nobody's, but for the first, which touches all that is its own.
+const FAULTS: [(&str, fn()); 9] = [
+    ("none", || {
+        let below = Counted::new(Global);
+        let settings = ArenaSettings::new().first_chunk(256).max_chunk(256);
+        let mut arena = Arena::with_settings_in(settings, &below);
+        for round in 0..3 {
+            let first = block(&arena, 13);
+            arena.scope(|scope| {
+                let text = scope.alloc_str("of a scope that enters chunks");
+                let list = scope.alloc_slice_fill_with(400, |at| at as u8);
+                assert_eq!((text.len(), list[399]), (29, 143));
+            });
+            let mut grown = allocator_api2::vec::Vec::new_in(&arena);
+            (0..1000u16).for_each(|number| grown.push(number));
+            grown.truncate(10);
+            grown.shrink_to_fit();
+            assert_eq!(grown.iter().map(|&number| usize::from(number)).sum::<usize>(), 45);
+            assert_eq!(look(first, 12), look(first, 12));
+            drop(grown);
+            if round < 2 {
+                arena.reset().unwrap();
+            }
+        }
+        drop(arena);
+        assert_eq!(below.stats().live, 0);
+    }),
+    ("behind_the_last_one", || {
+        look(block(&small(), 24), 24);
+    }),
+    ("after_free", || {
+        let arena = small();
+        let free = block(&arena, 24);
+        #[expect(unsafe_code, reason = "frees a block")]
+        // SAFETY: 1. the arena's, with this layout.
+        unsafe {
+            (&arena).deallocate(free, Layout::from_size_align(24, 1).unwrap());
+        }
+        look(free, 0);
+    }),
+    ("behind_what_has_shrunk", || {
+        let arena = small();
+        let mut list = allocator_api2::vec::Vec::with_capacity_in(64, &arena);
+        list.push(1u8);
+        list.shrink_to_fit();
+        look(NonNull::from(&mut list[0]), 8);
+    }),
+    ("after_rewind", || {
+        let mut arena = small();
+        let inner = arena.scope(|scope| NonNull::from(scope.alloc(7u8)));
+        look(inner, 0);
+    }),
+    ("after_rewind_over_chunks", || {
+        let mut arena = small();
+        arena.alloc(0u8);
+        let (first, last) = arena.scope(|scope| {
+            let first = NonNull::from(scope.alloc([0u8; 100])).cast();
+            (first, NonNull::from(scope.alloc([0u8; 200])).cast())
+        });
+        look(last, 199);
+        look(first, 0);
+    }),
+    ("in_the_chunk_before_after_rewind_over_chunks", || {
+        let mut arena = small();
+        arena.alloc(0u8);
+        let first = arena.scope(|scope| {
+            let first = NonNull::from(scope.alloc([0u8; 100])).cast();
+            scope.alloc([0u8; 200]);
+            first
+        });
+        look(first, 0);
+    }),
+    ("after_reset", || {
+        let mut arena = small();
+        let before = NonNull::from(arena.alloc([0u8; 100])).cast();
+        arena.reset().unwrap();
+        look(before, 50);
+    }),
+    ("after_its_gate_opened", || {
+        let mut arena = Arena::with_settings_in(ArenaSettings::new().first_chunk(256), Gated::default());
+        let (held, latch) = (block(&arena, 64), Latch::closed());
+        (&arena).defer(held, latch.clone()).unwrap();
+        look(held, 0); // a copy may still do so
+        latch.open();
+        arena.reset().unwrap();
+        println!("so far nothing was wrong");
+        look(held, 0);
+    }),
+];
+
+#[test]
+#[ignore = "half of another test, which runs it in a process of its own"]
+fn child() {
+    let named = env::var("AQUIFER_FAULT").unwrap();
+    let (_, fault) = FAULTS.iter().find(|(name, _)| *name == named).unwrap();
+    fault();
+}
+
+#[test]
+fn a_touch_of_what_is_nobodys_is_found_and_no_other() {
+    if !sanitizer::IS_BUILT_IN {
+        return println!("skipped: built without AddressSanitizer, which `ci/asan` builds in");
+    }
+    for (name, _) in FAULTS {
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args(["--exact", "child", "--ignored", "--nocapture"]);
+        let output = command.env("AQUIFER_FAULT", name).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stderr);
+        let found = said.contains("AddressSanitizer: use-after-poison");
+        assert_eq!(found, name != "none", "{name}: {said}");
+        assert_eq!(output.status.success(), name == "none", "{name}: {said}");
+        if name == "after_its_gate_opened" {
+            assert!(String::from_utf8_lossy(&output.stdout).contains("so far nothing was wrong"), "{said}");
+        }
+    }
+}
