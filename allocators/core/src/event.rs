@@ -4,20 +4,30 @@
 //! [`Recorder`]; without one the cost is a test of an `Option`. A recorder hands its [`Sink`] the events one at a time
 //! and in the order in which they happened, though they come from many threads and are handed over outside the pools'
 //! locks: a pool takes a [`Ticket`] while it holds the lock, and the recorder waits for tickets that are still out.
+//!
+//! | sink | what becomes of an event |
+//! |---|---|
+//! | [`RingSink`] | kept in memory, the last so many, without a lock |
+//! | [`TraceFile`] | a row of our own format, that `aquifer replay` reads |
+//! | [`TracingSink`] | whatever the program logs with |
+//! | [`NullSink`] | nothing |
 
+mod ring;
 mod sinks;
 mod trace;
 
-pub use sinks::{NullSink, RingSink, TracingSink};
+pub use ring::RingSink;
+pub use sinks::{NullSink, TracingSink};
 pub use trace::TraceFile;
 
 use crate::{DeviceId, Tag};
 use std::{
+    cell::Cell,
     collections::BTreeMap,
     fmt,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
     time::Instant,
 };
@@ -67,6 +77,8 @@ pub struct Event {
     pub action: Action,
     /// Where.
     pub place: Place,
+    /// Which thread made it happen: a number of the process, from 1 on, in the order of threads' first events.
+    pub thread: u32,
     /// The stream's number in its pool; 0 where there are no streams.
     pub stream: u32,
     /// The block's or range's address.
@@ -84,6 +96,17 @@ pub trait Sink: fmt::Debug + Send + Sync {
     /// Takes one event.
     fn record(&self, event: &Event);
 
+    /// A place in an order of its own, for an event that [`fill`](Sink::fill) brings later, at any time; `None` from a sink
+    /// that wants its events one at a time and in order. Called under locks of pools, so it takes none.
+    fn reserve(&self) -> Option<u64> {
+        None
+    }
+
+    /// Takes the event of a place that was reserved.
+    fn fill(&self, _place: u64, event: &Event) {
+        self.record(event);
+    }
+
     /// Events that did not fit, so far.
     fn dropped(&self) -> u64 {
         0
@@ -96,7 +119,11 @@ pub trait Sink: fmt::Debug + Send + Sync {
 /// An event's place in the order of its recorder.
 #[derive(Debug)]
 #[must_use = "a ticket that is not used holds up every later event"]
-pub struct Ticket(u64);
+pub struct Ticket {
+    number: u64,
+    /// Whether the sink has a place for it.
+    reserved: bool,
+}
 
 /// Hands events to a [`Sink`] in the order of their [`Ticket`]s.
 ///
@@ -139,11 +166,16 @@ impl Recorder {
     }
 
     /// The next place in the order. Taken under the lock that makes the thing happen.
+    #[inline]
     pub fn ticket(&self) -> Ticket {
-        Ticket(self.tickets.fetch_add(1, Ordering::Relaxed))
+        match self.sink.reserve() {
+            Some(number) => Ticket { number, reserved: true },
+            None => Ticket { number: self.tickets.fetch_add(1, Ordering::Relaxed), reserved: false },
+        }
     }
 
     /// An event that happens now.
+    #[inline]
     #[must_use]
     pub fn event(
         &self,
@@ -154,19 +186,34 @@ impl Recorder {
         bytes: u64,
         tag: Tag,
     ) -> Event {
-        let at_ns = u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        Event { at_ns, action, place, stream, address, bytes, tag }
+        let since = self.started.elapsed();
+        let at_ns = since.as_secs().wrapping_mul(1_000_000_000) + u64::from(since.subsec_nanos());
+        Event { at_ns, action, place, thread: thread(), stream, address, bytes, tag }
     }
 
-    /// Hands the event over when its turn has come. The sink is called under the recorder's own lock.
+    /// Hands the event over: at once to a sink that has a place for it, else when its turn has come. Then the sink is called
+    /// under the recorder's own lock.
+    #[inline]
     pub fn record(&self, ticket: Ticket, event: Event) {
+        if ticket.reserved {
+            self.sink.fill(ticket.number, &event);
+        } else {
+            self.record_in_turn(ticket.number, event);
+        }
+    }
+
+    fn record_in_turn(&self, number: u64, event: Event) {
         let mut early = self.early.lock().unwrap_or_else(PoisonError::into_inner);
-        early.waiting.insert(ticket.0, event);
-        loop {
-            let next = early.next;
-            let Some(event) = early.waiting.remove(&next) else { break };
+        if number != early.next {
+            early.waiting.insert(number, event);
+            return;
+        }
+        let mut event = Some(event);
+        while let Some(now) = event {
             early.next += 1;
-            self.sink.record(&event);
+            self.sink.record(&now);
+            let next = early.next;
+            event = early.waiting.remove(&next);
         }
     }
 
@@ -175,6 +222,23 @@ impl Recorder {
     pub fn sink(&self) -> &Arc<dyn Sink> {
         &self.sink
     }
+}
+
+/// The calling thread's number.
+#[inline]
+fn thread() -> u32 {
+    static NEXT: AtomicU32 = AtomicU32::new(1);
+    thread_local! {
+        // Const and without a destructor, so that events may come from a thread that is ending.
+        static NUMBER: Cell<u32> = const { Cell::new(0) };
+    }
+    NUMBER.with(|number| match number.get() {
+        0 => {
+            number.set(NEXT.fetch_add(1, Ordering::Relaxed));
+            number.get()
+        }
+        there => there,
+    })
 }
 
 impl fmt::Debug for Recorder {

@@ -12,11 +12,13 @@
 //! | leases: spare, and waited for or over a limit | `what_a_lease_makes_spare…`, `a_limit_that_is_lowered…`, `a_lease_that_closes…` |
 //! | nodes: the last handle and the last byte | `a_node_leaves_once…` |
 //! | levels: told by one at a time | `what_is_told_last…` |
+//! | a ring of events: filled and emptied at once | `an_event_of_a_ring…` |
 #![cfg(loom)]
 
 use aquifer_core::{
-    Budget,
+    Action, Budget, Event, Sink, Tag,
     budget::{Level, LevelChange, Levels},
+    event::{Place, RingSink},
 };
 use loom::thread;
 use std::{
@@ -228,5 +230,39 @@ fn what_is_told_last_is_the_level_that_stands() {
         assert_eq!(heard.load(Ordering::Relaxed), Level::Warning as u8);
         drop(own);
         assert_eq!(heard.load(Ordering::Relaxed), Level::Nominal as u8);
+    });
+}
+
+/// One slot: whoever comes second finds the first one done, half way, or not begun.
+#[test]
+fn an_event_of_a_ring_is_whole_or_counted_as_dropped() {
+    let event = |number: u64| Event {
+        at_ns: number,
+        action: Action::Free,
+        place: Place::Global,
+        thread: number as u32,
+        stream: number as u32,
+        address: number,
+        bytes: number,
+        tag: Tag::NONE,
+    };
+    model(move || {
+        let ring = Arc::new(RingSink::new(1));
+        let filler = {
+            let ring = ring.clone();
+            thread::spawn(move || ring.record(&event(1)))
+        };
+        let check = |events: Vec<Event>| {
+            events.iter().for_each(|whole| assert_eq!(*whole, event(whole.at_ns)));
+            events.len() as u64
+        };
+        ring.record(&event(2));
+        let seen = check(ring.take());
+        filler.join().unwrap();
+        let seen = seen + check(ring.take());
+        // Of the second round's event, if its slot was busy, the third round tells.
+        ring.record(&event(3));
+        let seen = seen + check(ring.take());
+        assert_eq!(seen + ring.dropped(), 3);
     });
 }

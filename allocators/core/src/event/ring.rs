@@ -1,0 +1,262 @@
+//! A bounded ring of the last events, written without a lock.
+//!
+//! ```text
+//!   place      …  8    9   10   11   12   13 …          an event's place is taken when it happens
+//!              ┌────┬────┬────┬────┐
+//!   slot       │  0 │  1 │  2 │  3 │                    place modulo slots, a power of two
+//!   stamp      │ 26 │ 20 │ 22 │ 25 │                    2 · place + 1: being written, + 2: written
+//!              └────┴────┴────┴────┘                    so 12 has come over 8, and 12's neighbour is still on its way
+//! ```
+//!
+//! Whoever fills a place does so by a compare-and-swap, five stores and another, whatever others do; nobody waits for
+//! anybody. Those who take events out look at the stamp before and after they read, so a slot that is written meanwhile
+//! counts as lost. All that is in a slot is atomics, so a torn event is thrown away and never a data race.
+
+use super::{Action, Event, Place, Sink};
+use crate::{
+    DeviceId, Tag,
+    sync::atomic::{AtomicU64, Ordering},
+};
+use std::{
+    fmt,
+    sync::{Mutex, PoisonError},
+};
+
+/// Keeps the last events in their order, and counts those that were dropped for later ones.
+///
+/// A [`Recorder`](super::Recorder) in front of it needs no lock either: an event's ticket is its place here. An event whose
+/// ticket is out and that has not come holds back those behind it, until as many have come as the ring has room for.
+///
+/// ```
+/// use aquifer_core::event::{Action, Place, Recorder, RingSink};
+/// use aquifer_core::{DeviceId, Sink, Tag};
+/// use std::sync::Arc;
+/// let ring = Arc::new(RingSink::new(2));
+/// let recorder = Recorder::new(ring.clone());
+/// for address in [0x1000, 0x2000, 0x3000] {
+///     let ticket = recorder.ticket();
+///     let place = Place::Device(DeviceId(0));
+///     recorder.record(ticket, recorder.event(Action::Allocate, place, 0, address, 512, Tag::NONE));
+/// }
+/// let kept: Vec<_> = ring.take().iter().map(|event| event.address).collect();
+/// assert_eq!((kept, ring.dropped()), (vec![0x2000, 0x3000], 1));
+/// ```
+pub struct RingSink {
+    /// A power of two of them, at least as many as `capacity`; none if that is 0.
+    slots: Box<[Slot]>,
+    capacity: u64,
+    /// The next place to be taken.
+    next: AtomicU64,
+    taken: Mutex<Taken>,
+}
+
+/// What has been taken out.
+struct Taken {
+    /// All places before have been, or were dropped.
+    next: u64,
+    dropped: u64,
+}
+
+/// A cache line, so that two who fill neighbours do not meet.
+#[repr(align(64))]
+struct Slot {
+    stamp: AtomicU64,
+    words: [AtomicU64; 5],
+}
+
+impl Slot {
+    fn new() -> Self {
+        Self { stamp: AtomicU64::new(0), words: std::array::from_fn(|_| AtomicU64::new(0)) }
+    }
+
+    fn written(place: u64) -> u64 {
+        2 * place + 2
+    }
+
+    /// Writes an event, unless a later one is there, or an earlier one is being written by somebody who is a whole round
+    /// late.
+    #[inline]
+    fn fill(&self, place: u64, event: &Event) {
+        let stamp = self.stamp.load(Ordering::Relaxed);
+        let writing = Self::written(place) - 1;
+        if stamp >= writing || stamp % 2 == 1 {
+            return;
+        }
+        // Acquire: of two that fill the slot in turn, the second one's words come after the first one's.
+        if self.stamp.compare_exchange(stamp, writing, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            return;
+        }
+        for (word, value) in self.words.iter().zip(encode(event)) {
+            // Release: whoever sees one of them sees that the slot is being written.
+            word.store(value, Ordering::Release);
+        }
+        self.stamp.store(Self::written(place), Ordering::Release);
+    }
+
+    /// The event of this place, if it is there and stays there while it is read; otherwise the stamp.
+    fn read(&self, place: u64) -> Result<Option<Event>, u64> {
+        let stamp = self.stamp.load(Ordering::Acquire);
+        if stamp != Self::written(place) {
+            return Err(stamp);
+        }
+        let words = std::array::from_fn(|at| self.words[at].load(Ordering::Acquire));
+        match self.stamp.load(Ordering::Relaxed) {
+            now if now == stamp => Ok(decode(words)),
+            now => Err(now),
+        }
+    }
+}
+
+impl RingSink {
+    /// A ring of at most `capacity` events, all of its memory taken now: 64 bytes for each, up to the next power of two.
+    #[must_use]
+    pub fn new(capacity: usize) -> Self {
+        let slots = if capacity == 0 { 0 } else { capacity.next_power_of_two() };
+        Self {
+            slots: (0..slots).map(|_| Slot::new()).collect(),
+            capacity: capacity as u64,
+            next: AtomicU64::new(0),
+            taken: Mutex::new(Taken { next: 0, dropped: 0 }),
+        }
+    }
+
+    /// Takes out what is there, oldest first. Events that come meanwhile may be among them; nobody who records waits.
+    #[must_use]
+    pub fn take(&self) -> Vec<Event> {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut events = Vec::new();
+        let end = self.next.load(Ordering::Acquire);
+        self.skip(&mut taken, end);
+        while taken.next < end {
+            let Some(slot) = self.slot(taken.next) else { break };
+            match slot.read(taken.next) {
+                Ok(event) => events.extend(event),
+                // A later event has come over it.
+                Err(stamp) if stamp > Slot::written(taken.next) => taken.dropped += 1,
+                // It has not come yet, unless it found its slot busy. Then the next round passes it over.
+                Err(_) => break,
+            }
+            taken.next += 1;
+        }
+        events
+    }
+
+    /// Passes over the places before those that there is room for.
+    fn skip(&self, taken: &mut Taken, end: u64) {
+        let first = end.saturating_sub(self.capacity);
+        taken.dropped += first.saturating_sub(taken.next);
+        taken.next = taken.next.max(first);
+    }
+
+    #[inline]
+    fn slot(&self, place: u64) -> Option<&Slot> {
+        self.slots.get(place as usize & self.slots.len().wrapping_sub(1))
+    }
+}
+
+impl Sink for RingSink {
+    fn record(&self, event: &Event) {
+        let place = self.next.fetch_add(1, Ordering::Relaxed);
+        self.fill(place, event);
+    }
+
+    #[inline]
+    fn reserve(&self) -> Option<u64> {
+        Some(self.next.fetch_add(1, Ordering::Relaxed))
+    }
+
+    #[inline]
+    fn fill(&self, place: u64, event: &Event) {
+        if let Some(slot) = self.slot(place) {
+            slot.fill(place, event);
+        }
+    }
+
+    /// Those that later ones have come over by now, taken out or not.
+    fn dropped(&self) -> u64 {
+        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        self.skip(&mut taken, self.next.load(Ordering::Acquire));
+        taken.dropped
+    }
+}
+
+impl fmt::Debug for RingSink {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RingSink").field("capacity", &self.capacity).finish_non_exhaustive()
+    }
+}
+
+const ACTIONS: [Action; 9] = [
+    Action::Allocate,
+    Action::Free,
+    Action::Complete,
+    Action::Grow,
+    Action::Reap,
+    Action::Move,
+    Action::Adopt,
+    Action::Fail,
+    Action::Finding,
+];
+
+/// An event in five words: time, address, bytes, where, and who did what.
+fn encode(event: &Event) -> [u64; 5] {
+    let (kind, number) = match event.place {
+        Place::Device(DeviceId(device)) => (0, device),
+        Place::Host(Some(node)) => (1, node),
+        Place::Host(None) => (2, 0),
+        Place::Global => (3, 0),
+    };
+    let place = u64::from(event.stream) << 32 | u64::from(number);
+    let what = u64::from(event.thread) << 32
+        | (event.tag.index() as u64) << 16
+        | kind << 8
+        | u64::from(event.action as u8);
+    [event.at_ns, event.address, event.bytes, place, what]
+}
+
+/// What [`encode`] has made of an event; `None` for what it has not made.
+fn decode([at_ns, address, bytes, place, what]: [u64; 5]) -> Option<Event> {
+    let number = place as u32;
+    let at = match what >> 8 & 0xff {
+        0 => Place::Device(DeviceId(number)),
+        1 => Place::Host(Some(number)),
+        2 => Place::Host(None),
+        _ => Place::Global,
+    };
+    Some(Event {
+        at_ns,
+        action: *ACTIONS.get(what as usize & 0xff)?,
+        place: at,
+        thread: (what >> 32) as u32,
+        stream: (place >> 32) as u32,
+        address,
+        bytes,
+        tag: Tag::from_index(what as usize >> 16 & 0xffff)?,
+    })
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_event_is_the_same_after_it_has_been_in_a_slot() {
+        let places =
+            [Place::Device(DeviceId(u32::MAX)), Place::Host(Some(7)), Place::Host(None), Place::Global];
+        for action in ACTIONS {
+            for place in places {
+                let event = Event {
+                    at_ns: u64::MAX,
+                    action,
+                    place,
+                    thread: u32::MAX - 1,
+                    stream: u32::MAX - 2,
+                    address: 0x7fff_ffff_fe00,
+                    bytes: u64::MAX - 3,
+                    tag: Tag::from_index(Tag::MAX - 1).unwrap(),
+                };
+                assert_eq!(decode(encode(&event)), Some(event));
+            }
+        }
+    }
+}
