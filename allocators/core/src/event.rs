@@ -9,14 +9,17 @@
 //! |---|---|
 //! | [`RingSink`] | kept in memory, the last so many, without a lock |
 //! | [`TraceFile`] | a row of our own format, that `aquifer replay` reads |
+//! | [`RmmLog`] | a row as RAPIDS' memory manager writes it |
 //! | [`TracingSink`] | whatever the program logs with |
 //! | [`NullSink`] | nothing |
 
 mod ring;
+mod rmm;
 mod sinks;
 mod trace;
 
 pub use ring::RingSink;
+pub use rmm::RmmLog;
 pub use sinks::{NullSink, TracingSink};
 pub use trace::TraceFile;
 

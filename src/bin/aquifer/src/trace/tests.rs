@@ -198,17 +198,21 @@ fn a_damaged_compressed_file_is_an_error_and_no_crash() {
     }
 }
 
-#[test]
-fn what_the_library_writes_is_read_again() {
-    use aquifer_core::{Recorder, event::TraceFile};
+/// The trace of a small program, as one of the library's sinks has written it.
+fn written<S: aquifer_core::Sink + 'static>(
+    name: &str,
+    sink: impl FnOnce(&Path) -> std::io::Result<S>,
+    limit: u64,
+) -> Trace {
+    use aquifer_core::{Budget, Recorder};
     use aquifer_device::{DevicePool, PoolConfig, Request};
     use aquifer_driver::{Access, DeviceId, sim::Sim};
     use std::sync::Arc;
 
-    let path = std::env::temp_dir().join(format!("aquifer-{}-written.csv", std::process::id()));
+    let path = std::env::temp_dir().join(format!("aquifer-{}-{name}.csv", std::process::id()));
     let sim = Sim::h200(1).symbolic();
-    let mut config = PoolConfig::default();
-    config.recorder = Some(Arc::new(Recorder::new(Arc::new(TraceFile::create(&path).unwrap()))));
+    let mut config = PoolConfig::with_budget(Budget::new("the device", limit));
+    config.recorder = Some(Arc::new(Recorder::new(Arc::new(sink(&path).unwrap()))));
     let pool = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
     let [first, second, third] = [100, 200, 300].map(|bytes| pool.alloc(&s, Request::bytes(bytes)).unwrap());
@@ -216,6 +220,7 @@ fn what_the_library_writes_is_read_again() {
     drop(first);
     drop(second);
     let fourth = pool.alloc(&u, Request::bytes(400)).unwrap();
+    assert!(pool.alloc(&u, Request::bytes(2 * limit)).is_err());
     used.finish().unwrap();
     u.synchronize().unwrap();
     pool.trim(0).unwrap();
@@ -223,8 +228,28 @@ fn what_the_library_writes_is_read_again() {
     drop((pool, s, u));
     let read = Trace::read(&path, None);
     let _ = std::fs::remove_file(&path);
-    let trace = read.unwrap_or_else(|e| panic!("{e}"));
+    read.unwrap_or_else(|e| panic!("{e}"))
+}
+
+#[test]
+fn what_the_library_writes_is_read_again() {
+    let trace = written("written", aquifer_core::event::TraceFile::create, 64 << 20);
     assert_eq!((trace.allocations(), trace.frees, trace.streams, trace.peak_live), (4, 4, 2, 700));
     assert_eq!(trace.blocks.iter().map(|b| b.lingers).collect::<Vec<_>>(), [false, true, false, false]);
     assert_eq!(trace.live_at_end, 0);
+}
+
+#[test]
+fn what_the_library_writes_as_rmms_log_is_read_again_as_the_same_program() {
+    let ours = written("as-ours", aquifer_core::event::TraceFile::create, 64 << 20);
+    let rmms = written("as-rmms", aquifer_core::event::RmmLog::create, 64 << 20);
+    assert_eq!((rmms.format, rmms.skipped), (Format::Rmm, 1), "the request that was refused");
+    let told = |trace: &Trace| {
+        let blocks: Vec<_> = trace.blocks.iter().map(|b| (b.bytes, b.stream, b.freed_on)).collect();
+        // RMM knows no completion.
+        let steps: Vec<_> =
+            trace.steps.iter().filter(|step| step.action != Action::Complete).copied().collect();
+        (blocks, steps, trace.streams, trace.peak_live)
+    };
+    assert_eq!(told(&rmms), told(&ours));
 }

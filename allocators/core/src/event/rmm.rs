@@ -1,0 +1,115 @@
+//! Writes the life of every device block as RAPIDS' memory manager does.
+//!
+//! One line an event under the header `Thread,Time,Action,Pointer,Size,Stream`, as its `logging_resource_adaptor` writes
+//! them (RMM 26): a decimal number of the thread; the time of day with six digits behind the second; `allocate`, `free` or
+//! `allocate failure`; the address as `0x7f04c0000200`, or `(nil)` where there is none; the bytes that were asked for; the
+//! stream as `0x1f`, or `0` for none. So whatever reads RMM's logs reads these: its replay benchmark, its scripts.
+
+use super::{Action, Event, Place, Sink};
+use std::{
+    fs::File,
+    io::{self, LineWriter, Write},
+    path::Path,
+    sync::{Mutex, PoisonError},
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+/// A sink that writes RMM's log, a line at a time, so that the log of a program that is killed is whole as far as it goes.
+/// A line costs a system call.
+///
+/// The time of day is that of Greenwich, where RMM writes the local one; a thread is numbered from 1 on in the order of its
+/// first event, where RMM writes the kernel's number; a stream has the number that its pool gave it, where RMM writes its
+/// handle. What RMM has no row for is left out: the end of a block's last use, growth, moves.
+///
+/// ```
+/// use aquifer_core::event::{Action, Place, Recorder, RmmLog};
+/// use aquifer_core::{DeviceId, Tag};
+/// use std::sync::Arc;
+/// let path = std::env::temp_dir().join(format!("rmm-{}.csv", std::process::id()));
+/// let recorder = Recorder::new(Arc::new(RmmLog::create(&path)?));
+/// let place = Place::Device(DeviceId(0));
+/// recorder.record(recorder.ticket(), recorder.event(Action::Allocate, place, 2, 0x7f00, 512, Tag::NONE));
+/// recorder.record(recorder.ticket(), recorder.event(Action::Fail, place, 2, 0, 1 << 40, Tag::NONE));
+/// let text = std::fs::read_to_string(&path)?;
+/// let rows: Vec<_> = text.lines().map(|row| row.splitn(3, ',').last().unwrap()).collect();
+/// assert_eq!(rows, ["Action,Pointer,Size,Stream", "allocate,0x7f00,512,0x2", "allocate failure,(nil),1099511627776,0x2"]);
+/// # std::fs::remove_file(&path)?;
+/// # Ok::<(), std::io::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct RmmLog {
+    state: Mutex<State>,
+    /// The time of day at which the recorder is taken to have begun, in microseconds.
+    began_us: u64,
+}
+
+#[derive(Debug)]
+struct State {
+    file: LineWriter<File>,
+    /// Lines that could not be written.
+    dropped: u64,
+}
+
+const DAY_US: u64 = 24 * 60 * 60 * 1_000_000;
+
+impl RmmLog {
+    /// Creates or truncates the file at `path`. Times are told as if the recorder had been made now.
+    ///
+    /// # Errors
+    /// The operating system's, if the file cannot be created or its first line not written.
+    pub fn create(path: &Path) -> io::Result<Self> {
+        let mut file = LineWriter::new(File::create(path)?);
+        writeln!(file, "Thread,Time,Action,Pointer,Size,Stream")?;
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let began_us = (since.as_micros() % u128::from(DAY_US)) as u64;
+        Ok(Self { state: Mutex::new(State { file, dropped: 0 }), began_us })
+    }
+
+    /// The row of an event, if RMM has one for it.
+    fn row(&self, event: &Event) -> Option<String> {
+        let action = match (event.place, event.action) {
+            (Place::Device(_), Action::Allocate) => "allocate",
+            (Place::Device(_), Action::Free) => "free",
+            (Place::Device(_), Action::Fail) => "allocate failure",
+            _ => return None,
+        };
+        let pointer = match (event.action, event.address) {
+            (Action::Fail, _) | (_, 0) => "(nil)".to_owned(),
+            (_, address) => format!("{address:#x}"),
+        };
+        let stream = match event.stream {
+            0 => "0".to_owned(),
+            stream => format!("{stream:#x}"),
+        };
+        let (thread, time, bytes) = (event.thread, self.time(event.at_ns), event.bytes);
+        Some(format!("{thread},{time},{action},{pointer},{bytes},{stream}"))
+    }
+
+    /// `13:05:59.000001`
+    fn time(&self, at_ns: u64) -> String {
+        let us = (self.began_us + at_ns / 1000) % DAY_US;
+        let (s, below) = (us / 1_000_000, us % 1_000_000);
+        format!("{:02}:{:02}:{:02}.{below:06}", s / 3600, s / 60 % 60, s % 60)
+    }
+}
+
+impl Sink for RmmLog {
+    fn record(&self, event: &Event) {
+        let Some(row) = self.row(event) else { return };
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if writeln!(state.file, "{row}").is_err() {
+            state.dropped += 1;
+        }
+    }
+
+    fn dropped(&self) -> u64 {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).dropped
+    }
+
+    fn flush(&self) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.file.flush().is_err() {
+            state.dropped += 1;
+        }
+    }
+}
