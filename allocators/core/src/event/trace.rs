@@ -1,7 +1,28 @@
 //! Writes the life of every device block as a trace that can be replayed.
 //!
-//! One line an event under the header `t_us,op,id,bytes,stream`: `a` allocated, `f` freed by its owner, `c` its last
-//! use is done. `id` names the block, `bytes` is what was asked for, `t_us` counts microseconds from the start.
+//! # The format
+//! Text in lines that end with a line feed, of five fields apart by commas, under this header:
+//!
+//! ```text
+//! t_us,op,id,bytes,stream
+//! 0,a,1,4096,2
+//! 7,a,2,1048576,3
+//! 7,f,1,4096,2
+//! 12,c,1,4096,2
+//! 30,f,2,1048576,3
+//! ```
+//!
+//! | field | is |
+//! |---|---|
+//! | `t_us` | when: whole microseconds from the recorder's start. Never smaller than the line before but for threads that race; a replay goes by the order of lines |
+//! | `op` | `a`: the block was given out; `f`: its owner freed it, and its bytes may still be in use on other streams; `c`: its last use is done, and anybody may have its bytes |
+//! | `id` | the block: from 1 on, and never again for another |
+//! | `bytes` | what was asked for, the same in each of a block's lines; not 0 |
+//! | `stream` | the number that its pool gave to the stream: in `a` the one that it was allocated for, in `f` the one that it was freed on |
+//!
+//! Each block has one `a`, at most one `f` behind it, and at most one `c` behind that. What is still held when the file ends
+//! has no `f`. A `c` right behind its `f` says that nothing outlived the free; without one, the last use is not known to be
+//! done by the end. All numbers are decimal, without a sign. Only blocks of device memory are written.
 
 use super::{Action, Event, Place, Sink};
 use std::{
