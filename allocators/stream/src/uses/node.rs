@@ -420,8 +420,8 @@ impl State {
                 Stamp::At(epoch) => all.push((on.clone(), epoch)),
             }
         }
-        let joined = self.joined.iter().filter_map(Held::node);
-        joined.map(|node| node.state.with(|s| s.work(all))).collect()
+        let mut joined = self.joined.iter().filter_map(Held::node);
+        joined.try_for_each(|node| node.state.with(|s| s.work(all)))
     }
 
     /// Adds to `before` the uses that one on `on` has to come after. Whether it may come at all.
