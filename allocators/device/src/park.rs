@@ -171,14 +171,14 @@ impl ResumeReport {
 /// ```
 /// use aquifer_core::{MemoryError, Tag};
 /// use aquifer_device::{DeviceBuffer, DevicePool, Park, PoolConfig};
-/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer_driver::{DeviceId, Operand, sim::Sim};
 /// let sim = Sim::h200(1);
 /// let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default())?;
 /// let (stream, tag) = (pool.stream()?, Tag::named("weights"));
 /// let parkable = pool.parkable(tag)?;
 /// let mut weights: DeviceBuffer<f32> = parkable.buffer(&stream, 1 << 20)?;
 /// stream.scope(|c| c.upload(&vec![0.5; 1 << 20], &mut weights))??;
-/// let address = weights.address();
+/// let address = weights.range().address;
 ///
 /// // SAFETY: 1. no work is about to be queued for the weights: nothing of them is lent, and one thread runs here.
 /// let report = unsafe { pool.park(tag, Park::save_in(allocator_api2::alloc::Global)) }?;
@@ -188,7 +188,7 @@ impl ResumeReport {
 /// pool.resume(tag, None)?;
 /// let mut back = vec![0.0; 1 << 20];
 /// stream.scope(|c| c.download(&weights, &mut back))??;
-/// assert_eq!((weights.address(), back), (address, vec![0.5; 1 << 20]));
+/// assert_eq!((weights.range().address, back), (address, vec![0.5; 1 << 20]));
 /// assert!(sim.violations().is_empty());
 /// # Ok::<(), MemoryError>(())
 /// ```

@@ -12,6 +12,7 @@ pub mod budget;
 pub mod device;
 pub mod global;
 pub mod heap;
+pub mod park;
 pub mod pinned;
 pub mod program;
 pub mod stable;

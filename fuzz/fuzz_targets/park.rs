@@ -1,0 +1,6 @@
+//! Parkable memory against its model.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    aquifer_programs::park::run(bytes);
+});

@@ -1,0 +1,370 @@
+//! Programs over parkable memory: blocks of two tags that are parked and resumed, beside ordinary ones under one budget.
+//!
+//! After every operation the pool's account is compared with a model, what is held with what is charged and with what the
+//! device has left, contents with what was last written, and the oracle must have nothing to report: a mapping that goes
+//! under queued work, work that is not ordered, a use of parked memory.
+#![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
+#![expect(unsafe_code, reason = "parks memory that nobody is about to use")]
+
+use crate::program::Bytes;
+use allocator_api2::alloc::Global;
+use aquifer_core::{Budget, MemoryError, Result, Tag};
+use aquifer_device::{Block, DeviceBuffer, DevicePool, Park, Parkable, PoolConfig, Request};
+use aquifer_driver::{
+    Access, Call, DeviceId, DeviceRange, Operand,
+    sim::{Sim, SimConfig},
+};
+use aquifer_stream::{Stream, Use};
+use std::time::Duration;
+
+/// Operations of one program at most.
+const MAX_OPS: usize = 200;
+/// Accesses are declared for memory that the program holds, on streams of an idle device.
+const OURS: &str = "an access to memory of ours";
+/// The device's memory.
+const CAPACITY: u64 = 64 << 20;
+/// Calls that may fail in the middle of a program, of those that can be tried again.
+const FAULTS: [Call; 13] = [
+    Call::AddressReserve,
+    Call::HandleCreate,
+    Call::Map,
+    Call::SetAccess,
+    Call::Unmap,
+    Call::CopyToDevice,
+    Call::CopyToHost,
+    Call::EventCreate,
+    Call::EventRecord,
+    Call::EventQuery,
+    Call::StreamWaitEvent,
+    Call::StreamCreate,
+    Call::StreamSynchronize,
+];
+
+struct Lodged {
+    buffer: DeviceBuffer<u8>,
+    generation: u64,
+    of: usize,
+    stream: usize,
+    range: DeviceRange,
+    /// `None` where nobody knows.
+    content: Option<u8>,
+}
+
+/// A use that has been prepared, with what its work will touch.
+struct Open {
+    used: Use,
+    of: usize,
+    stream: usize,
+    range: DeviceRange,
+    generation: u64,
+    access: Access,
+}
+
+struct World {
+    sim: Sim,
+    /// The device keeps bytes.
+    keeps: bool,
+    budget: Budget,
+    pool: DevicePool,
+    streams: Vec<Stream>,
+    parkable: Vec<Parkable>,
+    lodged: Vec<Lodged>,
+    ordinary: Vec<Block>,
+    open: Vec<Open>,
+    /// So often a park, and a resume, had something to do and did it.
+    done: (usize, usize),
+}
+
+/// Runs the program that `bytes` spell. Answers with how many parks and how many resumes of live blocks it had.
+///
+/// # Panics
+/// When a promise is broken.
+pub fn run(bytes: &[u8]) -> (usize, usize) {
+    let mut bytes = Bytes::new(bytes);
+    let mut world = World::new(&mut bytes);
+    bytes.steps(MAX_OPS, |bytes| {
+        world.step(bytes);
+        world.check();
+    });
+    world.finish()
+}
+
+/// Whether an operation that may be refused went through. What a failing driver or a full device may answer is passed
+/// over.
+fn went<T>(answer: Result<T>) -> Option<T> {
+    match answer {
+        Ok(value) => Some(value),
+        Err(MemoryError::Driver(_) | MemoryError::OutOfMemory(_)) => None,
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+impl World {
+    fn new(bytes: &mut Bytes<'_>) -> Self {
+        let keeps = bytes.choice(4) == 0;
+        let sim = Sim::new(SimConfig::h200(1)).capacity(CAPACITY);
+        let sim = if keeps { sim } else { sim.symbolic() };
+        let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
+        let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(50)) + 4) << 20);
+        let mut config = PoolConfig::with_budget(budget.clone());
+        config.wait = Duration::from_micros(300);
+        config.handle_bytes = if bytes.flag() { 4 << 20 } else { 0 };
+        let pool =
+            DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
+        let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();
+        let tags = [Tag::named("fuzzed weights"), Tag::named("fuzzed cache")];
+        let parkable =
+            tags.iter().map(|&tag| pool.parkable(tag).expect("addresses of an idle device")).collect();
+        let (lodged, ordinary, open) = (Vec::new(), Vec::new(), Vec::new());
+        Self { sim, keeps, budget, pool, streams, parkable, lodged, ordinary, open, done: (0, 0) }
+    }
+
+    fn step(&mut self, bytes: &mut Bytes<'_>) {
+        match bytes.choice(24) {
+            0..=4 => self.alloc(bytes),
+            5..=7 => self.free(bytes),
+            8 | 9 => self.write(bytes),
+            10 | 11 => self.prepare(bytes),
+            12..=14 => self.finish_one(bytes),
+            15 | 16 => self.park(bytes),
+            17 | 18 => self.resume(bytes),
+            19 => self.ordinary(bytes),
+            20 => {
+                let before = self.pool.stats();
+                if self.pool.trim(u64::from(bytes.u8()) << 18).is_ok() {
+                    let after = self.pool.stats();
+                    assert_eq!(before.live, after.live, "a trim took live memory");
+                    assert!(after.physical <= before.physical, "a trim took memory");
+                }
+            }
+            21 => {
+                let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
+                // Out of memory, which leads through everything that makes room, or something else, which does not.
+                let code = if bytes.flag() { 2 } else { 999 };
+                self.sim.fail(call, u64::from(bytes.choice(5)) + 1, code);
+            }
+            22 => {
+                let stream = &self.streams[self.pick_stream(bytes)];
+                if bytes.flag() {
+                    self.sim.step(stream.raw());
+                } else {
+                    // A fault may be waiting for it.
+                    let _ = stream.synchronize();
+                }
+            }
+            _ => {
+                self.budget.set_limit((u64::from(bytes.choice(60)) + 1) << 20);
+            }
+        }
+    }
+
+    fn pick_stream(&self, bytes: &mut Bytes<'_>) -> usize {
+        usize::from(bytes.choice(self.streams.len() as u8))
+    }
+
+    fn pick_lodged(&self, bytes: &mut Bytes<'_>) -> Option<usize> {
+        usize::from(bytes.u8()).checked_rem(self.lodged.len())
+    }
+
+    fn alloc(&mut self, bytes: &mut Bytes<'_>) {
+        let (of, stream) = (usize::from(bytes.flag()), self.pick_stream(bytes));
+        let len = usize::from(bytes.u16()) << bytes.choice(8) | 1;
+        let parkable = &self.parkable[of];
+        let made = parkable.buffer::<u8>(&self.streams[stream], len);
+        if parkable.is_parked() {
+            assert_eq!(made.err(), Some(MemoryError::Parked { tag: parkable.tag() }));
+            return;
+        }
+        if let Some(buffer) = went(made) {
+            let (range, generation) = (buffer.range(), buffer.block().generation());
+            assert!(range.bytes == len as u64, "a short block");
+            let apart = |other: &Lodged| {
+                other.range.address + other.range.bytes <= range.address
+                    || range.address + range.bytes <= other.range.address
+            };
+            assert!(self.lodged.iter().all(apart), "two live blocks share bytes");
+            self.lodged.push(Lodged { buffer, generation, of, stream, range, content: None });
+        }
+    }
+
+    fn free(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = self.pick_lodged(bytes) else { return };
+        let lodged = self.lodged.swap_remove(at);
+        let before = self.sim.driver().calls().made();
+        drop(lodged);
+        assert_eq!(before, self.sim.driver().calls().made(), "a free called the driver");
+    }
+
+    /// Fills a block, on its own stream or another.
+    fn write(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = self.pick_lodged(bytes) else { return };
+        let (byte, on) = (bytes.u8(), self.pick_stream(bytes));
+        let Lodged { buffer, of, content, .. } = &mut self.lodged[at];
+        let parkable = &self.parkable[*of];
+        match self.streams[on].fill(buffer, byte) {
+            Ok(()) => {
+                assert!(!parkable.is_parked(), "parked memory was written");
+                *content = Some(byte);
+            }
+            Err(MemoryError::Parked { tag }) => assert!(parkable.is_parked() && tag == parkable.tag()),
+            Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => assert!(!parkable.is_parked()),
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+
+    fn prepare(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = self.pick_lodged(bytes) else { return };
+        let stream = self.pick_stream(bytes);
+        let access = if bytes.flag() { Access::ReadWrite } else { Access::Read };
+        let Lodged { buffer, generation, of, range, .. } = &self.lodged[at];
+        let parked = self.parkable[*of].is_parked();
+        match buffer.block().prepare(&self.streams[stream], access) {
+            Ok(used) => {
+                assert!(!parked, "a use of parked memory was prepared");
+                let (of, range, generation) = (*of, *range, *generation);
+                self.open.push(Open { used, of, stream, range, generation, access });
+            }
+            Err(MemoryError::Parked { .. }) => assert!(parked),
+            Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => assert!(!parked),
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+
+    /// Queues a prepared use's work, or none, and ends it.
+    fn finish_one(&mut self, bytes: &mut Bytes<'_>) {
+        if self.open.is_empty() {
+            return;
+        }
+        let Open { used, stream, range, generation, access, .. } =
+            self.open.swap_remove(usize::from(bytes.u8()) % self.open.len());
+        if bytes.flag() {
+            return used.abort();
+        }
+        let raw = self.streams[stream].raw();
+        self.sim.access(raw, range, access, Some(generation)).expect(OURS);
+        if access.writes() {
+            for lodged in self.lodged.iter_mut().filter(|lodged| lodged.generation == generation) {
+                lodged.content = None;
+            }
+        }
+        used.finish().expect("no stream that is fenced at once");
+    }
+
+    fn park(&mut self, bytes: &mut Bytes<'_>) {
+        let of = usize::from(bytes.flag());
+        let parkable = &self.parkable[of];
+        let (tag, discards) = (parkable.tag(), bytes.choice(4) == 0);
+        let (was_parked, before) = (parkable.is_parked(), parkable.stats());
+        let how = if discards { Park::discard() } else { Park::save_in(Global) };
+        // SAFETY: 1. and 2. one thread runs here, and what it queues it queues at once, but for prepared uses.
+        let answer = unsafe { self.pool.park(tag, how) };
+        let open = self.open.iter().any(|open| open.of == of);
+        let live = self.lodged.iter().filter(|lodged| lodged.of == of).count() as u64;
+        match answer {
+            Ok(report) => {
+                assert!(!was_parked && !open && parkable.is_parked(), "parked what is parked or in use");
+                assert_eq!((report.blocks, report.parked), (live, before.live));
+                assert_eq!(report.saved, if discards { 0 } else { before.live });
+                assert_eq!(report.kept.refusal.is_some(), report.kept.refused > 0);
+                assert_eq!(parkable.stats().physical, 0);
+                assert!(report.released >= before.physical - report.kept.refused.min(before.physical));
+                self.done.0 += usize::from(live > 0);
+                if discards {
+                    self.lodged.iter_mut().filter(|l| l.of == of).for_each(|l| l.content = None);
+                }
+            }
+            Err(MemoryError::Parked { tag: parked }) => assert!(was_parked && parked == tag),
+            Err(MemoryError::Busy { .. }) => assert!(open && !was_parked && !parkable.is_parked()),
+            Err(MemoryError::TimedOut | MemoryError::Driver(_)) => {
+                assert!(!was_parked && !parkable.is_parked(), "a park that failed has parked");
+                assert_eq!(parkable.stats().live, before.live);
+            }
+            Err(other) => panic!("{other:?}"),
+        }
+    }
+
+    fn resume(&mut self, bytes: &mut Bytes<'_>) {
+        let of = usize::from(bytes.flag());
+        let parkable = &self.parkable[of];
+        let was_parked = parkable.is_parked();
+        let live = self.lodged.iter().filter(|lodged| lodged.of == of).count();
+        match went(self.pool.resume(parkable.tag(), None)) {
+            Some(report) => {
+                assert!(!parkable.is_parked(), "resumed and not awake");
+                assert_eq!(report.blocks, if was_parked { live as u64 } else { 0 });
+                self.done.1 += usize::from(was_parked && live > 0);
+                self.compare(of);
+            }
+            None => assert!(was_parked && parkable.is_parked(), "a resume that failed woke somebody"),
+        }
+    }
+
+    fn ordinary(&mut self, bytes: &mut Bytes<'_>) {
+        if bytes.flag() && !self.ordinary.is_empty() {
+            drop(self.ordinary.swap_remove(usize::from(bytes.u8()) % self.ordinary.len()));
+            return;
+        }
+        let stream = self.pick_stream(bytes);
+        let request = Request::bytes(u64::from(bytes.u16()) << 7 | 1);
+        self.ordinary.extend(went(self.pool.alloc(&self.streams[stream], request)));
+    }
+
+    /// What is in the blocks of a tag is what was written last.
+    fn compare(&self, of: usize) {
+        if !self.keeps {
+            return;
+        }
+        for Lodged { buffer, stream, content, .. } in self.lodged.iter().filter(|lodged| lodged.of == of) {
+            let Some(byte) = content else { continue };
+            let mut back = vec![!byte; buffer.len()];
+            let copied =
+                self.streams[*stream].scope(|c| c.download(buffer, &mut back)).and_then(|copied| copied);
+            match copied {
+                Ok(()) => assert!(back.iter().all(|there| there == byte), "not what was written"),
+                Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {}
+                Err(other) => panic!("{other:?}"),
+            }
+        }
+    }
+
+    fn check(&self) {
+        let violations = self.sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+        let stats = self.pool.stats();
+        assert_eq!(stats.physical, self.budget.used(), "what is held is what is charged");
+        let left = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device").free;
+        assert_eq!(left + stats.physical, CAPACITY, "what is held is what the device misses");
+        assert_eq!(stats.blocks, (self.lodged.len() + self.ordinary.len()) as u64);
+        let awake = self.lodged.iter().filter(|lodged| !self.parkable[lodged.of].is_parked());
+        let ordinary: u64 = self.ordinary.iter().map(Block::bytes).sum();
+        assert_eq!(stats.requested, awake.map(|lodged| lodged.range.bytes).sum::<u64>() + ordinary);
+        for parkable in &self.parkable {
+            let own = parkable.stats();
+            assert_eq!(own.live + own.cached + own.pending, own.physical, "{own:?}");
+        }
+    }
+
+    fn finish(mut self) -> (usize, usize) {
+        self.sim.clear_failures();
+        self.budget.set_limit(CAPACITY);
+        self.ordinary.clear();
+        self.open.drain(..).for_each(|open| open.used.abort());
+        for of in 0..self.parkable.len() {
+            self.pool.trim(0).expect("an idle device");
+            self.pool.resume(self.parkable[of].tag(), None).expect("all of the device's memory");
+            self.compare(of);
+        }
+        self.check();
+        // In whatever order.
+        let (sim, budget, done) = (self.sim, self.budget, self.done);
+        drop((self.parkable, self.lodged));
+        self.streams.iter().for_each(|stream| stream.synchronize().expect("an idle device"));
+        self.pool.trim(0).expect("an idle device");
+        assert_eq!((self.pool.stats().physical, budget.used()), (0, 0), "something is left");
+        drop((self.streams, self.pool));
+        assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
+        let violations = sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+        done
+    }
+}
