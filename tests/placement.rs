@@ -7,13 +7,23 @@
 
 mod support;
 
+#[path = "placement/bursts.rs"]
+mod bursts;
+#[path = "placement/groups.rs"]
+mod groups;
+#[path = "placement/health.rs"]
+mod health;
+#[path = "placement/waits.rs"]
+mod waits;
+
 use aquifer::{
-    Access, Block, DeviceBuffer, DeviceId, DevicePool, Lease, MemoryError, OutOfBudget, Place, PlaceError,
-    Placer, Policy, Request, Runtime,
+    Access, Block, DeviceBuffer, DeviceId, DevicePool, Lease, MemoryError, Near, OutOfBudget, Place,
+    PlaceError, Placer, Policy, Request, Runtime, Tag,
+    driver::Call,
     placement::{Candidate, Why},
     sim::{DeviceConfig, Sim, SimConfig},
 };
-use std::{sync::Barrier, thread};
+use std::{sync::Barrier, thread, time::Duration};
 
 const MIB: u64 = 1 << 20;
 
@@ -384,4 +394,86 @@ fn leases_and_allocations_of_many_threads_never_exceed_the_limit_and_all_come_ba
     drop((placer, rt));
     assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
     support::assert_silent(&sim);
+}
+
+#[test]
+fn a_stable_block_is_drawn_from_a_lease_by_its_whole_handle() {
+    let (_, rt) = machine(1, 16);
+    let pool = rt.device(0).unwrap();
+    let lease = place(&rt.placer(Policy::MostFree), 7).unwrap();
+    let s = lease.stream().unwrap();
+    let first = lease.alloc_stable(&s, Request::bytes(3 * MIB)).unwrap();
+    assert_eq!((lease.remaining(), pool.budget().used()), (3 * MIB, 7 * MIB));
+    let second = lease.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
+    assert_eq!((lease.remaining(), pool.budget().used()), (0, 8 * MIB), "and what it lacked from the budget");
+    assert!(lease.alloc_stable(&s, Request::bytes(9 * MIB)).is_err());
+    assert_eq!(pool.budget().used(), 8 * MIB);
+    drop((first, second));
+    pool.trim(0).unwrap();
+    assert_eq!(pool.budget().used(), 0);
+}
+
+#[test]
+fn a_stable_block_that_cannot_be_had_leaves_the_lease_as_it_was() {
+    let (sim, rt) = machine(1, 16);
+    let lease = place(&rt.placer(Policy::MostFree), 7).unwrap();
+    let s = lease.stream().unwrap();
+    sim.fail_every(Call::HandleCreate, 1, 999);
+    assert!(lease.alloc_stable(&s, Request::bytes(8 * MIB)).is_err());
+    assert_eq!((lease.remaining(), rt.device(0).unwrap().budget().used()), (7 * MIB, 7 * MIB));
+}
+
+#[test]
+fn near_goes_by_nodes_by_peers_and_by_where_data_is() {
+    let mut config = SimConfig::h200(3);
+    config.peers = false;
+    let (_, rt) = on(Sim::new(config).symbolic(), 100);
+    let placer = rt.placer(Policy::Near);
+    let tag = Tag::named("the cache");
+    let pool = rt.device(2).unwrap();
+    let _data = pool.alloc(&pool.stream().unwrap(), Request::bytes(8 * MIB).tag(tag)).unwrap();
+    let near = |near| placer.place(&Place::bytes(MIB).near(near)).unwrap().device().0;
+    assert_eq!(near(Near::Data(tag)), 2);
+    assert_eq!(near(Near::Data(Tag::named("nobody's"))), 0);
+    assert_eq!(near(Near::Device(DeviceId(1))), 1);
+    placer.drain(DeviceId(1)).unwrap();
+    assert_eq!(near(Near::Device(DeviceId(1))), 0, "the freest of those that are no nearer than others");
+    assert!(near(Near::Caller) < 3);
+}
+
+#[test]
+fn a_policy_of_the_programs_own_is_never_believed() {
+    let (_, rt) = machine(3, 10);
+    let named = |devices: &'static [u32]| {
+        rt.placer(Policy::custom("a test", move |_, _| devices.iter().copied().map(DeviceId).collect()))
+    };
+    let place_on = |placer: &Placer, place: Place| placer.place(&place).map(|lease| lease.device().0);
+    assert_eq!(place_on(&named(&[9, 1, 1]), Place::bytes(MIB)), Ok(1));
+    assert_eq!(place_on(&named(&[1, 2]), Place::bytes(MIB).not_on([DeviceId(1)])), Ok(2), "not admitted");
+    let refused = named(&[]).place(&Place::bytes(MIB)).unwrap_err();
+    assert_eq!(why(&refused, 0), Why::NotNamed);
+    let panics = rt.placer(Policy::custom("a test", |_, _| panic!("on purpose")));
+    assert_eq!(
+        panics.place(&Place::bytes(MIB)).unwrap_err(),
+        PlaceError::PolicyPanicked { policy: "a test" }
+    );
+    assert!(rt.devices().iter().all(|pool| pool.budget().used() == 0));
+}
+
+#[test]
+fn a_key_has_its_device_and_another_only_while_that_has_no_room() {
+    let (_, rt) = machine(8, 10);
+    let placer = rt.placer(Policy::Affinity);
+    let on = |key| placer.place(&Place::bytes(6 * MIB).key(key)).unwrap();
+    let homes: Vec<_> = (0..100).map(|key| on(key).device()).collect();
+    assert!((0..8).all(|device| homes.contains(&DeviceId(device))));
+    let first = on(7);
+    assert_eq!(first.device(), homes[7]);
+    assert_ne!(on(7).device(), homes[7], "it is full");
+    drop(first);
+    assert_eq!(on(7).device(), homes[7]);
+    placer.drain(homes[7]).unwrap();
+    for (key, home) in homes.iter().enumerate() {
+        assert!(*home == homes[7] || on(key as u64).device() == *home, "only what must move moves");
+    }
 }

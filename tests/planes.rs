@@ -8,7 +8,9 @@
 mod support;
 
 use aquifer::{
-    DeviceBuffer, DeviceId, Grid, MemoryError, Runtime, Stream, Vec as PinnedVec, driver::Call, sim::Sim,
+    DeviceBuffer, DeviceId, Grid, MemoryError, Runtime, Stream, Vec as PinnedVec,
+    driver::Call,
+    sim::{Sim, SimConfig},
 };
 use bytemuck::Pod;
 use std::fmt::Debug;
@@ -249,6 +251,24 @@ fn a_copy_to_another_device_comes_behind_both_streams_and_before_what_follows_on
         }
         assert_silent(&rig.sim);
     }
+}
+
+/// As the driver does it: what has no way of its own goes through the host.
+#[test]
+fn a_copy_between_devices_that_are_no_peers_arrives_all_the_same() {
+    let mut config = SimConfig::h200(2);
+    config.peers = false;
+    let rig = Rig::new(Sim::new(config));
+    let there = rig.rt.device(1).unwrap();
+    assert!(there.info().peers.is_empty());
+    let t = there.stream().unwrap();
+    let x = rig.counted(100_000);
+    let mut y: DeviceBuffer<u32> = there.buffer(&t, 100_000).unwrap();
+    rig.s.copy_to_peer(&x, &mut y, &t).unwrap();
+    let mut back = vec![0; 100_000];
+    t.scope(|c| c.download(&y, &mut back)).unwrap().unwrap();
+    assert_eq!(back, counted(100_000));
+    assert_silent(&rig.sim);
 }
 
 #[test]

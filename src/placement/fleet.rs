@@ -309,7 +309,12 @@ impl Fleet {
         let mut found = false;
         for member in self.members() {
             let lost = member.pool.driver().is_lost(member.pool.device());
-            found |= lost && member.state.fetch_or(LOST, AcqRel) & LOST == 0;
+            if lost && member.state.fetch_or(LOST, AcqRel) & LOST == 0 {
+                found = true;
+                // Its memory is gone, and what its caches are charged for is anybody's under the same budget. A lost
+                // device refuses every call, which is what ends the charges.
+                let _ = member.pool.trim(0);
+            }
         }
         self.losses.store(count, Release);
         if found {

@@ -1,0 +1,35 @@
+//! A model that is too large for one device: its shards go to devices that can reach each other, all of them or none.
+#![expect(clippy::print_stdout, reason = "an example shows what it did")]
+
+use aquifer::{Bytes, DeviceBuffer, Group, Place, PlaceError, Policy, Runtime, sim::Sim};
+use std::error::Error;
+
+const SHARD: u64 = 40 << 30;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    // Eight simulated devices with 100 GiB each.
+    let sim = Sim::h200(8).symbolic();
+    let rt = Runtime::builder().driver(sim.driver()).device_budget(100 << 30).build()?;
+    let placer = rt.placer(Policy::MostFree);
+
+    // Four shards, each on a device of its own; every device can reach every other's memory.
+    let model = Group::of(4, Place::bytes(SHARD).min_compute((9, 0))).on_peers();
+    let shards = placer.place_group(&model)?;
+    for (number, shard) in shards.iter().enumerate() {
+        let weights: DeviceBuffer<f32> = shard.buffer(&shard.stream()?, 1 << 30)?;
+        println!("shard {number}: {} on {}", Bytes(4 * weights.len() as u64), shard.device());
+    }
+
+    // One of the devices is to be serviced: nothing new goes there, and the model runs on.
+    placer.drain(shards[0].device())?;
+    let second = placer.place_group(&Group::of(7, Place::bytes(SHARD)))?;
+    assert!(second.iter().all(|shard| shard.device() != shards[0].device()));
+
+    // What does not fit is refused whole, with every device and why.
+    match placer.place_group(&Group::of(5, Place::bytes(SHARD))) {
+        Err(PlaceError::Nowhere(nowhere)) => println!("{nowhere}"),
+        other => println!("{other:?}"),
+    }
+    drop(shards);
+    Ok(())
+}

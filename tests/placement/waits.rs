@@ -1,0 +1,184 @@
+//! Waiting for room: nobody is lost, deadlines hold, and what is granted twice goes back.
+
+use super::*;
+use std::{
+    future::Future,
+    pin::{Pin, pin},
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
+    task::{Context, Poll, Wake, Waker},
+    time::Instant,
+};
+
+#[derive(Default)]
+struct Wakes(AtomicU32);
+
+impl Wake for Wakes {
+    fn wake(self: Arc<Self>) {
+        self.0.fetch_add(1, Ordering::SeqCst);
+    }
+}
+
+/// Far enough that no test gets there.
+fn late() -> Option<Instant> {
+    Instant::now().checked_add(Duration::from_secs(60))
+}
+
+fn waiting(rt: &Runtime) -> usize {
+    rt.devices().iter().map(|pool| pool.budget().waiting()).sum()
+}
+
+#[test]
+fn whoever_waits_has_the_first_device_with_room() {
+    let (_, rt) = machine(2, 10);
+    let placer = rt.placer(Policy::MostFree);
+    let held = [place(&placer, 8).unwrap(), place(&placer, 8).unwrap()];
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| placer.place_by(&Place::bytes(6 * MIB), late()));
+        while waiting(&rt) < 2 {
+            thread::yield_now();
+        }
+        let [_kept, freed] = held;
+        let device = freed.device();
+        drop(freed);
+        let lease = waits.join().unwrap().unwrap();
+        assert_eq!((lease.device(), lease.remaining()), (device, 6 * MIB));
+    });
+    assert_eq!(waiting(&rt), 0, "its place at the other is given up");
+    assert!(rt.devices().iter().all(|pool| pool.budget().used() == 0));
+}
+
+#[test]
+fn a_wait_ends_at_its_deadline_with_every_device_and_why() {
+    let (_, rt) = machine(2, 10);
+    let placer = rt.placer(Policy::MostFree);
+    let _held = [place(&placer, 8).unwrap(), place(&placer, 8).unwrap()];
+    let soon = Instant::now() + Duration::from_millis(5);
+    let refused = placer.place_by(&Place::bytes(6 * MIB), Some(soon)).unwrap_err();
+    assert!(Instant::now() >= soon);
+    assert_eq!(why(&refused, 1), Why::Free { needs: 6 * MIB });
+    let never = placer.place_by(&Place::bytes(11 * MIB), None).unwrap_err();
+    assert_eq!(why(&never, 0), Why::Free { needs: 11 * MIB }, "at once");
+    assert!(placer.place_by(&Place::bytes(MIB).only([]), None).is_err(), "at once");
+    assert_eq!(placer.place_by(&Place::bytes(0), None).unwrap_err(), PlaceError::ZeroSize);
+    assert_eq!(waiting(&rt), 0);
+}
+
+#[test]
+fn what_only_caches_hold_is_given_up_to_whoever_waits() {
+    let (_, rt) = machine(1, 10);
+    let placer = rt.placer(Policy::MostFree);
+    let pool = rt.device(0).unwrap();
+    let block = fill(pool, 10).unwrap();
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| placer.place_by(&Place::bytes(6 * MIB), late()));
+        while waiting(&rt) < 1 {
+            thread::yield_now();
+        }
+        // Into the cache, of which no budget is told.
+        drop(block);
+        assert_eq!(waits.join().unwrap().unwrap().remaining(), 6 * MIB);
+    });
+}
+
+#[test]
+fn a_future_is_woken_by_a_grant_and_dropping_it_hands_the_bytes_on() {
+    let (_, rt) = machine(2, 10);
+    let placer = rt.placer(Policy::MostFree);
+    let held = [place(&placer, 8).unwrap(), place(&placer, 8).unwrap()];
+    let wakes = [(); 2].map(|()| Arc::<Wakes>::default());
+    let mut waits = [(); 2].map(|()| Box::pin(placer.place_async(Place::bytes(6 * MIB))));
+    let poll = |wait: &mut Pin<Box<aquifer::Placing>>, wakes: &Arc<Wakes>| {
+        wait.as_mut().poll(&mut Context::from_waker(&Waker::from(wakes.clone())))
+    };
+    for (wait, wakes) in waits.iter_mut().zip(&wakes) {
+        assert!(poll(wait, wakes).is_pending());
+    }
+    let [kept, freed] = held;
+    drop(freed);
+    assert!(wakes[0].0.load(Ordering::SeqCst) > 0 && wakes[1].0.load(Ordering::SeqCst) == 0, "in order");
+    let [first, mut second] = waits;
+    // It was granted, and goes without having taken.
+    drop(first);
+    assert!(wakes[1].0.load(Ordering::SeqCst) > 0);
+    let Poll::Ready(lease) = poll(&mut second, &wakes[1]) else { panic!("its turn") };
+    assert_eq!(lease.unwrap().remaining(), 6 * MIB);
+    drop((kept, second));
+    assert_eq!(waiting(&rt), 0);
+    assert!(rt.devices().iter().all(|pool| pool.budget().used() == 0));
+}
+
+#[test]
+fn bytes_that_two_devices_grant_at_once_are_taken_once() {
+    let (_, rt) = machine(2, 10);
+    let placer = rt.placer(Policy::MostFree);
+    let held = [place(&placer, 8).unwrap(), place(&placer, 8).unwrap()];
+    let mut wait = pin!(placer.place_async(Place::bytes(6 * MIB)));
+    let mut context = Context::from_waker(Waker::noop());
+    assert!(wait.as_mut().poll(&mut context).is_pending());
+    drop(held);
+    let Poll::Ready(lease) = wait.as_mut().poll(&mut context) else { panic!("there is room") };
+    let lease = lease.unwrap();
+    let used: u64 = rt.devices().iter().map(|pool| pool.budget().used()).sum();
+    assert_eq!((used, lease.remaining()), (6 * MIB, 6 * MIB));
+}
+
+#[test]
+fn whoever_waits_is_woken_when_a_device_leaves_or_comes_back() {
+    let (sim, rt) = machine(2, 10);
+    let placer = rt.placer(Policy::MostFree);
+    let held = place(&placer, 8).unwrap();
+    placer.drain(DeviceId(1)).unwrap();
+    let wakes = Arc::<Wakes>::default();
+    let mut wait = pin!(placer.place_async(Place::bytes(6 * MIB)));
+    let waker = Waker::from(wakes.clone());
+    let mut context = Context::from_waker(&waker);
+    assert!(wait.as_mut().poll(&mut context).is_pending());
+    placer.undrain(DeviceId(1)).unwrap();
+    assert_eq!(wakes.0.load(Ordering::SeqCst), 1);
+    let Poll::Ready(lease) = wait.poll(&mut context) else { panic!("one is back") };
+    assert_eq!(lease.unwrap().device(), DeviceId(1));
+    // And where none is left, the wait ends.
+    let all = [0, 1].map(|device| placer.place(&Place::bytes(2 * MIB).only([DeviceId(device)])).unwrap());
+    let mut wait = pin!(placer.place_async(Place::bytes(10 * MIB)));
+    assert!(wait.as_mut().poll(&mut context).is_pending());
+    for device in [0, 1] {
+        sim.lose_device(DeviceId(device));
+        assert!(sim.driver().memory_info(DeviceId(device)).is_err());
+    }
+    let Poll::Ready(Err(refused)) = wait.poll(&mut context) else { panic!("nothing is left to wait for") };
+    assert_eq!((why(&refused, 0), why(&refused, 1)), (Why::Lost, Why::Lost));
+    drop((held, all));
+}
+
+#[test]
+fn a_higher_priority_is_served_first() {
+    let (_, rt) = machine(1, 10);
+    let placer = rt.placer(Policy::MostFree);
+    let held = place(&placer, 8).unwrap();
+    let mut context = Context::from_waker(Waker::noop());
+    let mut low = pin!(placer.place_async(Place::bytes(6 * MIB)));
+    assert!(low.as_mut().poll(&mut context).is_pending());
+    assert!(place(&placer, 2).is_err(), "what is left is waited for");
+    let urgent = placer.place(&Place::bytes(MIB).priority(1)).unwrap();
+    let mut high = pin!(placer.place_async(Place::bytes(6 * MIB).priority(1)));
+    assert!(high.as_mut().poll(&mut context).is_pending());
+    drop((held, urgent));
+    assert!(low.as_mut().poll(&mut context).is_pending());
+    assert!(high.as_mut().poll(&mut context).is_ready());
+}
+
+#[test]
+fn a_wait_for_more_free_bytes_than_it_takes_holds_no_more_than_it_takes() {
+    let (_, rt) = machine(1, 10);
+    let placer = rt.placer(Policy::MostFree);
+    let held = place(&placer, 4).unwrap();
+    let mut context = Context::from_waker(Waker::noop());
+    let mut wait = pin!(placer.place_async(Place::bytes(2 * MIB).min_free(8 * MIB)));
+    assert!(wait.as_mut().poll(&mut context).is_pending());
+    drop(held);
+    let Poll::Ready(lease) = wait.poll(&mut context) else { panic!("there is room") };
+    assert_eq!((lease.unwrap().remaining(), rt.device(0).unwrap().budget().used()), (2 * MIB, 0));
+}

@@ -1,0 +1,199 @@
+//! Many tenants, streams and devices under budgets that are too small, for a bounded time, with faults and the loss of a
+//! device.
+//!
+//! - What is charged is never above a limit, at any instant: a thread watches, and the budget's own peak proves it.
+//! - Every wait ends, granted or refused by its deadline.
+//! - No access is out of order, and in the end all counts are zero.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer::{
+    Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, Place, Placer, Policy, PoolConfig, Request,
+    Runtime, driver::Call, placement::Health, sim::Sim,
+};
+use std::{
+    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    thread,
+    time::{Duration, Instant},
+};
+use support::assert_silent;
+
+const MIB: u64 = 1 << 20;
+const DEVICES: u32 = 3;
+const TENANTS: u64 = 8;
+const ROUNDS: u64 = 150;
+/// No round begins later than this.
+const LONGEST: Duration = Duration::from_secs(8);
+/// All devices together, and each tenant: a tenant alone could nearly fill them.
+const DEVICE_LIMIT: u64 = 48 * MIB;
+const PROCESS_LIMIT: u64 = 64 * MIB;
+const TENANT_LIMIT: u64 = 24 * MIB;
+
+/// Numbers that look random and are the same for the same seed (Knuth's constants for a 64-bit generator).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % end
+    }
+}
+
+/// What all tenants did.
+#[derive(Default)]
+struct Tally {
+    begun: AtomicU64,
+    granted: AtomicU64,
+    refused: AtomicU64,
+    copies: AtomicU64,
+}
+
+impl Tally {
+    /// Counts a wait and how it ended.
+    fn wait<T, E>(&self, wait: impl FnOnce() -> Result<T, E>) -> Option<T> {
+        self.begun.fetch_add(1, Relaxed);
+        let answer = wait().ok();
+        let end = if answer.is_some() { &self.granted } else { &self.refused };
+        end.fetch_add(1, Relaxed);
+        answer
+    }
+}
+
+/// Work on what a lease holds: two streams, one buffer on each, filled and copied, and dropped while it is queued. What fails
+/// is a fault that was planned, or the loss.
+fn work(lease: &Lease, bytes: u64, tally: &Tally) -> aquifer::Result<()> {
+    let (s, u) = (lease.stream()?, lease.stream()?);
+    let len = (bytes / 2) as usize;
+    let mut x: DeviceBuffer<u8> = lease.buffer(&s, len)?;
+    s.fill(&mut x, 7)?;
+    let mut y: DeviceBuffer<u8> = lease.buffer(&u, len)?;
+    u.copy(&x, &mut y)?;
+    drop(x);
+    let z: DeviceBuffer<u8> = DeviceBuffer::from_alloc(len / 2, |request: Request| lease.alloc(&s, request))?;
+    s.copy_to_peer(&z, &mut y.slice_mut(0..len / 2)?, &u)?;
+    tally.copies.fetch_add(2, Relaxed);
+    Ok(())
+}
+
+fn tenant(number: u64, budget: &Budget, placers: &[Placer], tally: &Tally, begun: Instant) {
+    let mut random = Random(number);
+    for _ in 0..ROUNDS {
+        if begun.elapsed() > LONGEST {
+            break;
+        }
+        let placer = &placers[random.below(placers.len() as u64) as usize];
+        let deadline = Some(Instant::now() + Duration::from_millis(random.below(20)));
+        let bytes = 2 * MIB * (1 + random.below(8));
+        let place = Place::bytes(bytes).key(number).priority(random.below(3) as i32);
+        match random.below(8) {
+            0..=2 => {
+                if let Some(lease) = tally.wait(|| placer.place_by(&place, deadline)) {
+                    let _ = work(&lease, bytes, tally);
+                }
+            }
+            3 | 4 => {
+                if let Ok(lease) = placer.place(&place) {
+                    let _ = work(&lease, bytes, tally);
+                }
+            }
+            5 => {
+                let group = Group::of(2, place).on_peers();
+                if let Some(leases) = tally.wait(|| placer.place_group_by(&group, deadline)) {
+                    for lease in &leases {
+                        let _ = work(lease, bytes, tally);
+                    }
+                }
+            }
+            6 => {
+                // The tenant's own memory, beside the devices' under one process.
+                let held = tally.wait(|| budget.charge_by(bytes, deadline));
+                thread::yield_now();
+                drop(held);
+            }
+            _ => {
+                let pool =
+                    placer.device(random.below(DEVICES.into()) as usize).map(|device| device.pool.clone());
+                let _ = pool.map(|pool| pool.trim(random.below(16) * MIB));
+            }
+        }
+    }
+}
+
+#[test]
+fn under_stress_no_limit_is_passed_no_wait_is_lost_and_nothing_is_left() {
+    let (sim, back) = (Sim::h200(DEVICES).symbolic().seeded(5), Sim::h200(DEVICES).symbolic().seeded(6));
+    let root = Budget::new("the process", PROCESS_LIMIT);
+    let devices = root.child("the devices", DEVICE_LIMIT);
+    let mut config = PoolConfig::with_budget(devices.clone());
+    config.wait = Duration::from_millis(20);
+    let rt = Runtime::builder().driver(sim.driver()).pools(config.clone()).build().unwrap();
+    let policies = [Policy::MostFree, Policy::RoundRobin, Policy::BestFit, Policy::Affinity, Policy::Near];
+    let placers = policies.map(|policy| rt.placer(policy));
+    let tenants: Vec<_> = (0..TENANTS).map(|_| root.child("a tenant", TENANT_LIMIT)).collect();
+    // Memory that is not there after all, and calls that fail in the middle of a step.
+    sim.fail_every(Call::HandleCreate, 41, 2);
+    sim.fail_every(Call::Map, 97, 999);
+    sim.fail_every(Call::StreamWaitEvent, 53, 999);
+    let (tally, over, begun) = (Tally::default(), AtomicBool::new(false), Instant::now());
+    let samples = thread::scope(|scope| {
+        let watch = scope.spawn(|| {
+            let mut samples = 0u64;
+            while !over.load(Relaxed) {
+                assert!(root.used() <= PROCESS_LIMIT && devices.used() <= DEVICE_LIMIT);
+                assert!(tenants.iter().all(|tenant| tenant.used() <= TENANT_LIMIT));
+                samples += 1;
+                thread::yield_now();
+            }
+            samples
+        });
+        let (placers, tally) = (&placers, &tally);
+        let workers: Vec<_> = (0..TENANTS)
+            .zip(&tenants)
+            .map(|(number, budget)| scope.spawn(move || tenant(number, budget, placers, tally, begun)))
+            .collect();
+        // In the middle of it a device is lost, and later comes back with another driver.
+        let half = |of: u64| TENANTS * ROUNDS / of;
+        let done = || tally.begun.load(Relaxed) * 2;
+        let wait_for = |many: u64| {
+            while done() < many && begun.elapsed() < LONGEST && !workers.iter().all(|w| w.is_finished()) {
+                thread::yield_now();
+            }
+        };
+        wait_for(half(4));
+        sim.lose_device(DeviceId(1));
+        assert!(sim.driver().memory_info(DeviceId(1)).is_err());
+        assert_eq!(placers[0].device(1).unwrap().health, Health::Lost);
+        wait_for(half(2));
+        let pool = DevicePool::open(back.driver(), DeviceId(1), config.clone()).unwrap();
+        assert_eq!(placers[0].restore(pool), Ok(2));
+        let ended: Vec<_> = workers.into_iter().map(|worker| worker.join()).collect();
+        over.store(true, Relaxed);
+        ended.into_iter().for_each(|ended| ended.unwrap());
+        watch.join().unwrap()
+    });
+    let [waits, granted, refused, copies] =
+        [&tally.begun, &tally.granted, &tally.refused, &tally.copies].map(|count| count.load(Relaxed));
+    assert_eq!(waits, granted + refused, "a wait was lost");
+    assert!(
+        samples > 0 && granted > 0 && copies > 0,
+        "{samples} samples, {granted} granted, {copies} copies"
+    );
+    assert!(root.peak() <= PROCESS_LIMIT && devices.peak() <= DEVICE_LIMIT);
+    assert!(tenants.iter().all(|tenant| tenant.peak() <= TENANT_LIMIT));
+    assert_eq!((root.waiting(), devices.waiting()), (0, 0));
+    for sim in [&sim, &back] {
+        sim.clear_failures();
+        sim.run_all();
+    }
+    for device in placers[0].devices() {
+        assert_eq!(device.pool.stats().live, 0);
+        device.pool.trim(0).unwrap();
+    }
+    drop((placers, rt));
+    assert_eq!((root.used(), root.stranded()), (0, 0));
+    for sim in [&sim, &back] {
+        assert_silent(sim);
+        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    }
+}
