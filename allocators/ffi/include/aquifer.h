@@ -136,6 +136,10 @@ enum {
     AQ_STREAMS_UNTOLD = 0, /* streams may be destroyed without a word */
     AQ_STREAMS_RETIRED = 1 /* aq_stream_retire is called before any stream is destroyed */
 };
+enum {
+    AQ_SIM_PLAIN = 1,    /* simulated devices without virtual memory management */
+    AQ_SIM_UNCHECKED = 2 /* that check nothing: to measure */
+};
 
 /* Zero is the default of each field. */
 typedef struct aq_runtime_options {
@@ -143,7 +147,7 @@ typedef struct aq_runtime_options {
     uint32_t driver;            /* AQ_DRIVER_... */
     uint32_t streams;           /* AQ_STREAMS_..., of streams that are not registered */
     uint32_t sim_devices;       /* how many simulated devices; 0: one */
-    uint32_t sim_plain;         /* not 0: simulated devices without virtual memory management */
+    uint32_t sim_flags;         /* AQ_SIM_..., any of them */
     uint64_t sim_memory;        /* bytes of each; 0: 16 GiB, of which the host backs what is written */
     uint64_t sim_seed;          /* not 0: queued work runs late, and in an order by this seed; 0: at once */
     uint64_t device_limit;      /* bytes of each device at most; 0: four fifths of what is free now */
@@ -343,6 +347,39 @@ aq_status aq_ticket_wait(aq_ticket ticket);
 /* Lets go of a ticket. A copy that has not ended is cancelled, and waited for: blocks for about a chunk of it. Every ticket
  * is to be freed, once. 0 is none. */
 aq_status aq_ticket_free(aq_ticket ticket);
+
+/* ---- PyTorch ------------------------------------------------------------------------------------------------------ */
+
+/* What torch.cuda.memory.CUDAPluggableAllocator and its hooks call, over one runtime of the process. It is made at the first
+ * of these calls, on the machine's driver with AQ_STREAMS_RETIRED, since PyTorch keeps its streams for good; one that
+ * PyTorch does not own (ExternalStream) is to be retired before it is destroyed. What fails answers with null or nothing;
+ * aq_last_error() has the text. The runtime is aq_torch_runtime's: for limits, statistics and snapshots. */
+
+/* Makes it with other options, before PyTorch's first allocation. AQ_ERROR_BUSY if there is one that is open. */
+aq_status aq_torch_setup(const aq_runtime_options *options);
+aq_status aq_torch_runtime(aq_runtime *runtime);
+
+/* `init`: makes the runtime. */
+void aq_torch_init(int device_count);
+
+/* `alloc` (alloc_fn_name): null for 0 bytes, and where there is no memory. */
+void *aq_torch_alloc(ptrdiff_t size, int device, void *stream);
+
+/* `free` (free_fn_name): in the order of the stream that it was allocated for, and behind all that is queued by now on the
+ * streams that it was recorded on. */
+void aq_torch_free(void *memory, ptrdiff_t size, int device, void *stream);
+
+/* `record_stream`: unlike aq_record_use it covers what is queued on `stream` until the block is freed, as PyTorch has it. */
+void aq_torch_record_stream(void *memory, void *stream);
+
+/* `base_alloc`: the block that begins at `memory`, and its bytes in `*size`; null for any other address. */
+void *aq_torch_base_alloc(void *memory, size_t *size);
+
+/* `memory_fraction`: limits a device to this part of its memory, 0 to 1. */
+void aq_torch_memory_fraction(double fraction, int device);
+
+/* `reset`, which torch.cuda.empty_cache() calls: free memory of all devices back to the driver. */
+void aq_torch_reset(void);
 
 /* ---- The simulated device, for tests ------------------------------------------------------------------------------ */
 

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
-    entry::{Answer, enter, put, wanted},
+    entry::{Answer, enter, put, put_if_wanted, wanted},
     here,
     runtime::{self, Shared, aq_runtime},
     status::{Failure, Status, aq_status},
@@ -88,7 +88,7 @@ pub unsafe extern "C" fn aq_alloc_aligned(
 /// # Safety
 /// As [`aq_alloc_aligned`].
 #[inline]
-unsafe fn allocate(
+pub(crate) unsafe fn allocate(
     runtime: aq_runtime,
     device: u32,
     request: Request,
@@ -213,11 +213,10 @@ pub unsafe extern "C" fn aq_block_size(
         here::with(runtime, |shared| {
             let found = shared.pool(device)?.share_raw(address);
             let block = found.map_err(|error| strange(shared, device, error))?;
-            for (to, bytes) in [(asked, block.bytes()), (capacity, block.capacity())] {
-                if !to.is_null() {
-                    // SAFETY: 1. the caller's.
-                    unsafe { put(to, bytes, "to") }?;
-                }
+            // SAFETY: 1. the caller's.
+            unsafe {
+                put_if_wanted(asked, block.bytes());
+                put_if_wanted(capacity, block.capacity());
             }
             Ok(())
         })

@@ -102,6 +102,17 @@ pub(crate) unsafe fn put<T>(to: *mut T, value: T, name: &'static str) -> Answer 
     Ok(())
 }
 
+/// Writes an answer that the caller may do without.
+///
+/// # Safety
+/// 1. As [`put`].
+pub(crate) unsafe fn put_if_wanted<T>(to: *mut T, value: T) {
+    if !to.is_null() {
+        // SAFETY: 1. not null, and the caller's.
+        unsafe { to.write(value) };
+    }
+}
+
 /// Whether an answer can be written, asked before anything is done for it.
 #[inline]
 pub(crate) fn wanted<T>(to: *mut T, name: &'static str) -> Answer {

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
-    entry::{Answer, enter, fill, put, text, wanted},
+    entry::{Answer, enter, fill, put, put_if_wanted, text, wanted},
     here,
     runtime::{Shared, aq_runtime},
     status::aq_status,
@@ -156,9 +156,10 @@ fn facts(shared: &Shared, pool: &DevicePool) -> Answer<aq_device_facts> {
 /// 1. `count` is null, or points to a `uint32_t` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_device_count(runtime: aq_runtime, count: *mut u32) -> aq_status {
-    // SAFETY: 1. the caller's.
     enter(|| {
-        here::with(runtime, |shared| unsafe { put(count, shared.runtime.devices().len() as u32, "count") })
+        let devices = here::with(runtime, |shared| Ok(shared.runtime.devices().len()))?;
+        // SAFETY: 1. the caller's.
+        unsafe { put(count, devices as u32, "count") }
     })
 }
 
@@ -221,26 +222,13 @@ pub unsafe extern "C" fn aq_pinned_stats(
 }
 
 /// # Safety
-/// 1. Each is null, or points to a `uint64_t` that the caller may write.
-unsafe fn limit_of(budget: &Budget, limit: *mut u64, used: *mut u64) -> Answer {
-    for (to, bytes) in [(limit, budget.limit()), (used, budget.used())] {
-        if !to.is_null() {
-            // SAFETY: 1. the caller's.
-            unsafe { put(to, bytes, "to") }?;
-        }
-    }
-    Ok(())
-}
-
-/// # Safety
-/// 1. `excess` is null, or points to a `uint64_t` that the caller may write.
-unsafe fn set_limit_of(budget: &Budget, limit: u64, excess: *mut u64) -> Answer {
-    let above = budget.set_limit(limit);
-    if excess.is_null() {
-        return Ok(());
-    }
+/// 1. `limit` and `used` are null, or point to `uint64_t`s that the caller may write.
+unsafe fn limit_of(budget: &Budget, limit: *mut u64, used: *mut u64) {
     // SAFETY: 1. the caller's.
-    unsafe { put(excess, above, "excess") }
+    unsafe {
+        put_if_wanted(limit, budget.limit());
+        put_if_wanted(used, budget.used());
+    }
 }
 
 /// A device's limit, and what is used of it.
@@ -254,8 +242,13 @@ pub unsafe extern "C" fn aq_limit(
     limit: *mut u64,
     used: *mut u64,
 ) -> aq_status {
-    // SAFETY: 1. the caller's.
-    enter(|| here::with(runtime, |shared| unsafe { limit_of(shared.pool(device)?.budget(), limit, used) }))
+    enter(|| {
+        here::with(runtime, |shared| {
+            // SAFETY: 1. the caller's.
+            unsafe { limit_of(shared.pool(device)?.budget(), limit, used) };
+            Ok(())
+        })
+    })
 }
 
 /// Sets a device's limit.
@@ -269,9 +262,11 @@ pub unsafe extern "C" fn aq_set_limit(
     limit: u64,
     excess: *mut u64,
 ) -> aq_status {
-    // SAFETY: 1. the caller's.
     enter(|| {
-        here::with(runtime, |shared| unsafe { set_limit_of(shared.pool(device)?.budget(), limit, excess) })
+        let above = here::with(runtime, |shared| Ok(shared.pool(device)?.budget().set_limit(limit)))?;
+        // SAFETY: 1. the caller's.
+        unsafe { put_if_wanted(excess, above) };
+        Ok(())
     })
 }
 
@@ -281,8 +276,13 @@ pub unsafe extern "C" fn aq_set_limit(
 /// 1. `limit` and `used` are null, or point to `uint64_t`s that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_pinned_limit(runtime: aq_runtime, limit: *mut u64, used: *mut u64) -> aq_status {
-    // SAFETY: 1. the caller's.
-    enter(|| here::with(runtime, |shared| unsafe { limit_of(pinned(shared).budget(), limit, used) }))
+    enter(|| {
+        here::with(runtime, |shared| {
+            // SAFETY: 1. the caller's.
+            unsafe { limit_of(pinned(shared).budget(), limit, used) };
+            Ok(())
+        })
+    })
 }
 
 /// Sets the limit of pinned memory.
@@ -291,8 +291,12 @@ pub unsafe extern "C" fn aq_pinned_limit(runtime: aq_runtime, limit: *mut u64, u
 /// 1. `excess` is null, or points to a `uint64_t` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_set_pinned_limit(runtime: aq_runtime, limit: u64, excess: *mut u64) -> aq_status {
-    // SAFETY: 1. the caller's.
-    enter(|| here::with(runtime, |shared| unsafe { set_limit_of(pinned(shared).budget(), limit, excess) }))
+    enter(|| {
+        let above = here::with(runtime, |shared| Ok(pinned(shared).budget().set_limit(limit)))?;
+        // SAFETY: 1. the caller's.
+        unsafe { put_if_wanted(excess, above) };
+        Ok(())
+    })
 }
 
 /// Any pinned pool: all of a runtime's are under one budget.
@@ -308,11 +312,9 @@ fn pinned(shared: &Shared) -> &PinnedPool {
 pub unsafe extern "C" fn aq_trim(runtime: aq_runtime, device: u32, keep: u64, given: *mut u64) -> aq_status {
     enter(|| {
         let bytes = here::with(runtime, |shared| Ok(shared.pool(device)?.trim(keep)?))?;
-        if given.is_null() {
-            return Ok(());
-        }
         // SAFETY: 1. the caller's.
-        unsafe { put(given, bytes, "given") }
+        unsafe { put_if_wanted(given, bytes) };
+        Ok(())
     })
 }
 

@@ -15,6 +15,7 @@
 //! | [`facts`] | devices, limits, statistics, snapshots |
 //! | [`pinned`] | pinned host memory |
 //! | [`staging`] | pageable memory to the device and back |
+//! | [`torch`] | what PyTorch's pluggable allocator calls |
 //! | [`sim`] | the simulated device |
 #![expect(non_camel_case_types, reason = "names of the C interface")]
 
@@ -28,3 +29,4 @@ pub mod sim;
 pub mod staging;
 pub mod status;
 pub mod stream;
+pub mod torch;

@@ -5,7 +5,7 @@
 
 use crate::{
     device::handle,
-    entry::{enter, put, wanted},
+    entry::{enter, put, put_if_wanted, wanted},
     here,
     runtime::aq_runtime,
     status::{Failure, aq_status},
@@ -148,10 +148,8 @@ pub unsafe extern "C" fn aq_pinned_trim(
         let keep = usize::try_from(keep).unwrap_or(usize::MAX);
         let bytes =
             here::with(runtime, |shared| Ok(shared.runtime.pinned_near(device as usize).trim(keep)?))?;
-        if given.is_null() {
-            return Ok(());
-        }
         // SAFETY: 1. the caller's.
-        unsafe { put(given, bytes, "given") }
+        unsafe { put_if_wanted(given, bytes) };
+        Ok(())
     })
 }

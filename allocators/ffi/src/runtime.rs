@@ -44,6 +44,11 @@ pub const AQ_STREAMS_UNTOLD: u32 = 0;
 /// The caller retires each stream before destroying it.
 pub const AQ_STREAMS_RETIRED: u32 = 1;
 
+/// Simulated devices without virtual memory management.
+pub const AQ_SIM_PLAIN: u32 = 1;
+/// Simulated devices that check nothing: to measure.
+pub const AQ_SIM_UNCHECKED: u32 = 2;
+
 /// How a runtime is to be made. Zeros are defaults.
 #[derive(Clone, Copy, Default, Debug)]
 #[repr(C)]
@@ -56,8 +61,8 @@ pub struct aq_runtime_options {
     pub streams: u32,
     /// Devices of the simulated driver.
     pub sim_devices: u32,
-    /// Whether they lack virtual memory management.
-    pub sim_plain: u32,
+    /// `AQ_SIM_…`, any of them.
+    pub sim_flags: u32,
     /// Bytes of memory of each.
     pub sim_memory: u64,
     /// With what seed queued work runs late and in another order; 0 for at once.
@@ -289,7 +294,7 @@ impl aq_runtime_options {
     ///
     /// # Safety
     /// 1. `theirs` is null or points to options that begin with their size in bytes.
-    unsafe fn read(theirs: *const Self) -> Answer<Self> {
+    pub(crate) unsafe fn read(theirs: *const Self) -> Answer<Self> {
         let mut ours = Self::default();
         if theirs.is_null() {
             return Ok(ours);
@@ -314,7 +319,7 @@ impl aq_runtime_options {
 
     fn sim(&self) -> Sim {
         let mut config = SimConfig::h200(self.sim_devices.max(1));
-        if self.sim_plain != 0 {
+        if self.sim_flags & AQ_SIM_PLAIN != 0 {
             config.devices.iter_mut().for_each(|device| *device = DeviceConfig::without_virtual_memory());
         }
         if self.sim_memory > 0 {
@@ -323,12 +328,17 @@ impl aq_runtime_options {
         if self.sim_seed > 0 {
             config.schedule = Schedule::Seeded(self.sim_seed);
         }
-        Sim::new(config)
+        let sim = Sim::new(config);
+        sim.oracle(self.sim_flags & AQ_SIM_UNCHECKED == 0);
+        sim
     }
 
     fn build(self) -> Answer<Shared> {
         if self.streams > AQ_STREAMS_RETIRED {
             return Err(bad("streams", self.streams, "AQ_STREAMS_UNTOLD or AQ_STREAMS_RETIRED"));
+        }
+        if self.sim_flags > AQ_SIM_PLAIN | AQ_SIM_UNCHECKED {
+            return Err(bad("sim_flags", self.sim_flags, "AQ_SIM_PLAIN, AQ_SIM_UNCHECKED, or both"));
         }
         let mut pools = PoolConfig::default();
         if self.wait_ns > 0 {
@@ -378,6 +388,17 @@ impl aq_runtime_options {
     }
 }
 
+impl aq_runtime_options {
+    /// Makes a runtime and enters it in the table.
+    pub(crate) fn create(self) -> Answer<aq_runtime> {
+        keep_panics_quiet();
+        let shared = Arc::new(self.build()?);
+        let id = shared.id;
+        runtimes().write().unwrap_or_else(PoisonError::into_inner).insert(id, shared);
+        Ok(id)
+    }
+}
+
 /// The ordinal of a device, for a handle of the driver.
 pub(crate) fn ordinal(shared: &Shared, device: u32) -> Answer<DeviceId> {
     Ok(shared.pool(device)?.device())
@@ -393,14 +414,11 @@ pub unsafe extern "C" fn aq_runtime_create(
     options: *const aq_runtime_options,
     runtime: *mut aq_runtime,
 ) -> aq_status {
-    keep_panics_quiet();
     enter(|| {
         wanted(runtime, "runtime")?;
         // SAFETY: 1. the caller's.
-        let shared = Arc::new(unsafe { aq_runtime_options::read(options) }?.build()?);
-        let id = shared.id;
-        runtimes().write().unwrap_or_else(PoisonError::into_inner).insert(id, shared);
-        // SAFETY: 1. the caller's.
+        let id = unsafe { aq_runtime_options::read(options) }?.create()?;
+        // SAFETY: 2. the caller's.
         unsafe { put(runtime, id, "runtime") }
     })
 }

@@ -6,8 +6,8 @@ use aquifer_ffi::{
     entry::{AQ_VERSION_MAJOR, AQ_VERSION_MINOR, aq_version},
     facts::{aq_device_facts, aq_stats},
     runtime::{
-        AQ_DRIVER_MACHINE, AQ_DRIVER_MACHINE_OR_SIM, AQ_DRIVER_SIM, AQ_STREAMS_RETIRED, AQ_STREAMS_UNTOLD,
-        aq_runtime_options,
+        AQ_DRIVER_MACHINE, AQ_DRIVER_MACHINE_OR_SIM, AQ_DRIVER_SIM, AQ_SIM_PLAIN, AQ_SIM_UNCHECKED,
+        AQ_STREAMS_RETIRED, AQ_STREAMS_UNTOLD, aq_runtime_options,
     },
     status::Status,
 };
@@ -133,7 +133,7 @@ fn c_and_rust_agree_on_forms_and_numbers() {
             driver,
             streams,
             sim_devices,
-            sim_plain,
+            sim_flags,
             sim_memory,
             sim_seed,
             device_limit,
@@ -195,6 +195,8 @@ fn c_and_rust_agree_on_forms_and_numbers() {
         ("AQ_DRIVER_MACHINE_OR_SIM", AQ_DRIVER_MACHINE_OR_SIM),
         ("AQ_STREAMS_UNTOLD", AQ_STREAMS_UNTOLD),
         ("AQ_STREAMS_RETIRED", AQ_STREAMS_RETIRED),
+        ("AQ_SIM_PLAIN", AQ_SIM_PLAIN),
+        ("AQ_SIM_UNCHECKED", AQ_SIM_UNCHECKED),
         ("AQ_READ", AQ_READ),
         ("AQ_WRITE", AQ_WRITE),
     ] {

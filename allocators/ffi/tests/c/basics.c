@@ -23,6 +23,9 @@ static void options_of_other_versions(void) {
     options.driver = AQ_DRIVER_SIM;
     options.streams = 2;
     ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
+    options.streams = AQ_STREAMS_UNTOLD;
+    options.sim_flags = 4;
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
     CHECK(runtime == 77);
 
     /* A newer caller, whose further fields are zero, and not. */
@@ -37,9 +40,9 @@ static void options_of_other_versions(void) {
     ANSWERS(AQ_ERROR_VERSION, aq_runtime_create(&newer.known, &runtime));
 
     /* An older one, whose struct ends after `sim_devices`. */
-    unsigned char *older = malloc(offsetof(aq_runtime_options, sim_plain));
+    unsigned char *older = malloc(offsetof(aq_runtime_options, sim_flags));
     options = simulated(1);
-    options.size = offsetof(aq_runtime_options, sim_plain);
+    options.size = offsetof(aq_runtime_options, sim_flags);
     CHECK(older != NULL);
     memcpy(older, &options, options.size);
     OK(aq_runtime_create((const aq_runtime_options *)(const void *)older, &runtime));
@@ -189,6 +192,23 @@ static void snapshots(aq_runtime runtime) {
     OK(aq_free(runtime, 0, block));
 }
 
+/* A device whose memory cannot be mapped in parts. */
+static void plain_devices(void) {
+    aq_runtime_options options = simulated(1);
+    options.sim_flags = AQ_SIM_PLAIN;
+    aq_runtime runtime = create(&options);
+    aq_device_facts facts;
+    memset(&facts, 0, sizeof facts);
+    facts.size = sizeof facts;
+    OK(aq_device(runtime, 0, &facts));
+    CHECK(!facts.virtual_memory && facts.granularity == 0);
+    uint64_t one = alloc(runtime, 0, 3u << 20, NULL), two = alloc(runtime, 0, 500, NULL);
+    OK(aq_free(runtime, 0, one));
+    OK(aq_free(runtime, 0, two));
+    in_order(runtime, 1);
+    OK(aq_runtime_destroy(runtime));
+}
+
 static void panics(aq_runtime runtime) {
     for (int n = 0; n < 3; n++) {
         ANSWERS(AQ_ERROR_PANIC, aq_sim_panic(runtime));
@@ -243,6 +263,7 @@ int main(void) {
     panics(runtime);
     in_order(runtime, 2);
     OK(aq_runtime_destroy(runtime));
+    plain_devices();
     runtimes_that_are_over();
     puts("basics: as the header says");
     return 0;

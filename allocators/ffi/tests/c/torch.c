@@ -1,0 +1,79 @@
+/* The calls of PyTorch's pluggable allocator, in its order, on a simulated device. */
+#include "check.h"
+
+int main(void) {
+    aq_runtime_options options = simulated(2);
+    options.streams = AQ_STREAMS_RETIRED;
+    options.sim_seed = 5;
+    OK(aq_torch_setup(&options));
+    ANSWERS(AQ_ERROR_BUSY, aq_torch_setup(&options));
+    aq_torch_init(2);
+    aq_runtime runtime = 0, again = 0;
+    ANSWERS(AQ_ERROR_NULL, aq_torch_runtime(NULL));
+    OK(aq_torch_runtime(&runtime));
+    OK(aq_torch_runtime(&again));
+    CHECK(runtime == again);
+
+    void *stream = stream_of(runtime, 0), *other = stream_of(runtime, 0);
+    CHECK(aq_torch_alloc(0, 0, stream) == NULL);
+    CHECK(aq_torch_alloc(-1, 0, stream) == NULL);
+    CHECK(aq_torch_alloc(512, -1, stream) == NULL && strstr(aq_last_error(), "-1") != NULL);
+    CHECK(aq_torch_alloc(512, 2, stream) == NULL);
+    CHECK(aq_torch_alloc((ptrdiff_t)1 << 40, 0, stream) == NULL && strstr(aq_last_error(), "out of memory") != NULL);
+
+    size_t size = 0;
+    void *tensor = aq_torch_alloc(1000, 0, stream);
+    CHECK(aq_torch_base_alloc(tensor, &size) == tensor && size == 1024);
+    CHECK(aq_torch_base_alloc((char *)tensor + 8, &size) == NULL);
+    aq_torch_free(tensor, 1000, 0, stream);
+    aq_torch_free(tensor, 1000, 0, stream);
+    CHECK(strstr(aq_last_error(), "freed already") != NULL);
+    aq_torch_free(NULL, 0, 0, stream);
+    CHECK(stats_of(runtime, 0).blocks == 0);
+    aq_torch_record_stream(tensor, other);
+    CHECK(strstr(aq_last_error(), "no block") != NULL);
+
+    /* Recorded first, used afterwards: the use counts all the same, since the block is freed after it. */
+    for (int n = 0; n < 200; n++) {
+        uint64_t bytes = 1u << 20;
+        void *x = aq_torch_alloc((ptrdiff_t)bytes, 0, stream);
+        uint64_t address = (uint64_t)(uintptr_t)x;
+        OK(aq_sim_touch(runtime, 0, stream, address, bytes, AQ_WRITE));
+        OK(aq_sim_stream_wait(runtime, 0, other, stream));
+        aq_torch_record_stream(x, other);
+        aq_torch_record_stream(x, other);
+        OK(aq_sim_touch(runtime, 0, other, address, bytes, AQ_READ));
+        aq_torch_free(x, (ptrdiff_t)bytes, 0, stream);
+        x = aq_torch_alloc((ptrdiff_t)bytes, 0, stream);
+        OK(aq_sim_touch(runtime, 0, stream, (uint64_t)(uintptr_t)x, bytes, AQ_WRITE));
+        aq_torch_free(x, (ptrdiff_t)bytes, 0, stream);
+    }
+    OK(aq_sim_stream_synchronize(runtime, 0, other));
+    aq_torch_reset();
+    CHECK(stats_of(runtime, 0).physical == 0);
+
+    uint64_t limit = 0;
+    aq_device_facts facts;
+    memset(&facts, 0, sizeof facts);
+    facts.size = sizeof facts;
+    OK(aq_device(runtime, 1, &facts));
+    aq_torch_memory_fraction(0.5, 1);
+    OK(aq_limit(runtime, 1, &limit, NULL));
+    CHECK(limit == facts.memory / 2);
+    aq_torch_memory_fraction(1.5, 1);
+    CHECK(strstr(aq_last_error(), "1.5") != NULL);
+    OK(aq_limit(runtime, 1, &limit, NULL));
+    CHECK(limit == facts.memory / 2);
+
+    in_order(runtime, 2);
+    OK(aq_stream_retire(runtime, 0, stream));
+    OK(aq_stream_retire(runtime, 0, other));
+    OK(aq_runtime_destroy(runtime));
+    CHECK(aq_torch_alloc(512, 0, NULL) == NULL && strstr(aq_last_error(), "has been destroyed") != NULL);
+    OK(aq_torch_setup(&options));
+    OK(aq_torch_runtime(&again));
+    CHECK(again != runtime && aq_torch_alloc(512, 0, NULL) != NULL);
+    OK(aq_runtime_destroy(again));
+    puts("torch: what it calls does what it says");
+    return 0;
+}
