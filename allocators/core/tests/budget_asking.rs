@@ -193,6 +193,17 @@ fn one_that_gave_nothing_without_waiting_is_asked_again_by_who_has_time() {
 }
 
 #[test]
+fn a_charge_above_a_limit_costs_nobody_anything() {
+    let root = Budget::new("root", 100);
+    let cache = Pool::new("cache", &root, |_| ());
+    cache.fill(90);
+    let asker = Pool::new("asker", &root.child("tenant", 200), |_| ());
+    assert!(asker.take(101, None).is_none());
+    assert_eq!((cache.times(), root.used()), (0, 90));
+    assert!(asker.take(100, None).is_some());
+}
+
+#[test]
 fn what_a_driver_has_refused_is_asked_of_its_own_device_across_the_whole_tree() {
     let root = Budget::new("process", 1000);
     let [a, b, host] = ["device 0", "device 1", "host"].map(|name| root.child(name, 1000));

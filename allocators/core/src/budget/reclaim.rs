@@ -288,9 +288,17 @@ struct Candidate {
 
 impl Asking<'_> {
     /// Asks the next for what a charge of `bytes` is missing: where a node refuses it, one of that node or below it; where
-    /// none does, one at this budget or below it, for all of `bytes`. `None` if nobody is left. After `deadline` nobody
-    /// is asked who waits: a deadline that has passed asks for what is to be had without waiting.
+    /// none does, one at this budget or below it, for all of `bytes`. `None` if nobody is left, or if the charge could not be
+    /// had though all were given back. After `deadline` nobody is asked who waits: a deadline that has passed asks for what
+    /// is to be had without waiting.
     pub fn for_charge(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
+        let never = {
+            let _inside = self.budget.node.tree.lock.enter();
+            self.budget.node.never(bytes).is_some()
+        };
+        if never {
+            return None;
+        }
         let (node, missing) = self.budget.node.missing(bytes).unwrap_or((self.budget.node, bytes));
         self.next_at(node, missing, deadline, &|_| true)
     }
