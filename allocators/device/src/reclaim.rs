@@ -102,8 +102,9 @@ impl Inner {
             Physical::Mapped(mapped) => (mapped.held().now(), mapped.whole(1)),
             Physical::Plain(plain) => (plain.held().now(), 1),
         };
-        // What a block shares a handle with stays.
-        held.saturating_sub(live.next_multiple_of(grain)) + self.apart.leaving()
+        let idle = held.saturating_sub(live);
+        // What a block shares a handle with stays. No rounding: whoever was asked in vain is asked again when this changes.
+        (if idle >= grain { idle } else { 0 }) + self.apart.leaving()
     }
 }
 
