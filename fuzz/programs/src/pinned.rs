@@ -60,7 +60,7 @@ pub fn run(bytes: &[u8]) {
 }
 
 /// The parts of a machine that programs may share: reading it and starting its workers is most of a short program.
-fn shared_host() -> Option<&'static Host> {
+pub(crate) fn shared_host() -> Option<&'static Host> {
     static HOST: OnceLock<Option<Host>> = OnceLock::new();
     let read = || Some(Host::new(Topology::read_under("/".as_ref()).ok()?, Kernel::new()));
     HOST.get_or_init(read).as_ref()

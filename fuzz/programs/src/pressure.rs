@@ -1,0 +1,318 @@
+//! Programs over two device pools and a pinned pool under a tree of budgets that is too small for them, and an application
+//! that evicts, on the simulated GPU, whose oracle watches.
+//!
+//! Bytes say how the tree is limited, what is allocated where, which driver calls fail and when queued work runs. After
+//! every operation each budget holds what its pools hold, none was above its limit at any instant, the device misses what
+//! its pools have, and the oracle has nothing to report. Where work runs as it is queued and no call fails, a pool is
+//! refused only what could not be had by giving back all that lies idle.
+#![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
+
+use crate::{
+    pinned::shared_host,
+    program::{Bytes, alone},
+};
+use aquifer_core::{
+    Budget, MemoryError, OutOfMemory,
+    budget::{Offer, Reclaim, Registration},
+};
+use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Request};
+use aquifer_driver::{
+    Access, Call, DeviceId, DeviceRange,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, pool};
+use aquifer_stream::Stream;
+use std::{
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+/// Operations of one program at most.
+const MAX_OPS: usize = 200;
+const MIB: u64 = 1 << 20;
+/// The device's memory.
+const CAPACITY: u64 = 64 * MIB;
+/// Calls that may fail in the middle of a program, and leave nothing behind.
+const FAULTS: [Call; 7] = [
+    Call::HandleCreate,
+    Call::Map,
+    Call::SetAccess,
+    Call::Unmap,
+    Call::EventRecord,
+    Call::StreamWaitEvent,
+    Call::MemAlloc,
+];
+
+/// Blocks that an application can do without.
+struct App {
+    blocks: Mutex<Vec<Block>>,
+    cost: Duration,
+}
+
+impl App {
+    fn blocks(&self) -> MutexGuard<'_, Vec<Block>> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Reclaim for App {
+    fn name(&self) -> &'static str {
+        "an application"
+    }
+
+    fn offer(&self) -> Offer {
+        Offer { bytes: self.blocks().iter().map(Block::capacity).sum(), cost: self.cost }
+    }
+
+    fn reclaim(&self, bytes: u64, _: Option<Instant>) {
+        let mut gave = 0;
+        while gave < bytes {
+            let Some(block) = self.blocks().pop() else { break };
+            gave += block.capacity();
+        }
+    }
+}
+
+/// A pool and what the program holds of it.
+struct Owner {
+    pool: DevicePool,
+    streams: Vec<Stream>,
+    live: Vec<(Block, usize)>,
+}
+
+struct World {
+    sim: Sim,
+    /// The root, the device's, the second pool's below it, and the pinned pool's.
+    budgets: [Budget; 4],
+    /// The most that each may have held since the last operation.
+    most: [u64; 4],
+    owners: [Owner; 2],
+    pinned: PinnedPool,
+    buffers: Vec<PinnedBuf<u8>>,
+    app: Arc<App>,
+    _registration: Registration,
+    /// Whether all that lies idle can be had at once.
+    exact: bool,
+}
+
+/// Runs the program that `bytes` spell. On a machine that cannot be read it runs nothing.
+///
+/// # Panics
+/// When somebody breaks a promise.
+pub fn run(bytes: &[u8]) {
+    let _alone = alone();
+    let bytes = &mut Bytes::new(bytes);
+    let Some(mut world) = World::new(bytes) else { return };
+    bytes.steps(MAX_OPS, |bytes| {
+        world.step(bytes);
+        world.check();
+    });
+    world.finish();
+}
+
+impl World {
+    fn new(bytes: &mut Bytes<'_>) -> Option<Self> {
+        let mapping = bytes.choice(4) != 0;
+        let mut config = SimConfig::h200(1);
+        config.devices =
+            vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
+        let sim = Sim::new(config).symbolic().capacity(CAPACITY);
+        let eager = bytes.flag();
+        let sim = if eager { sim } else { sim.seeded(bytes.u64()) };
+        let mut limit = || (u64::from(bytes.choice(24)) + 4) << 21;
+        let root = Budget::new("the machine", limit());
+        let device = root.child("the device", limit());
+        let tenant = device.child("the tenant", limit());
+        let host = root.child("the host", limit());
+        let budgets = [root, device, tenant, host];
+        let mut open = |budget: &Budget| {
+            let mut config = PoolConfig::with_budget(budget.clone());
+            config.adoption =
+                [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
+            config.wait = Duration::from_millis(u64::from(bytes.choice(3)));
+            config.compact = bytes.choice(4) == 0;
+            let pool = DevicePool::open(sim.driver(), DeviceId(0), config).expect("an idle device");
+            let streams = (0..2).map(|_| pool.stream().expect("an idle device")).collect();
+            Owner { pool, streams, live: Vec::new() }
+        };
+        let owners = [open(&budgets[1]), open(&budgets[2])];
+        let mut config = PinnedConfig::default();
+        config.chunk = 2 << 20;
+        config.patience = Duration::from_millis(u64::from(bytes.choice(3)));
+        let host = shared_host()?.clone().with_driver(sim.driver(), DeviceId(0));
+        let pinned =
+            PinnedPool::new(&host, &budgets[3], config).expect("a configuration that can be followed");
+        let cost = Duration::from_micros(u64::from(bytes.u16()));
+        let app = Arc::new(App { blocks: Mutex::default(), cost });
+        let registration = budgets[usize::from(bytes.choice(3))].on_need(&app);
+        let most = budgets.each_ref().map(Budget::limit);
+        let (buffers, exact) = (Vec::new(), eager && mapping);
+        Some(Self { sim, budgets, most, owners, pinned, buffers, app, _registration: registration, exact })
+    }
+
+    fn step(&mut self, bytes: &mut Bytes<'_>) {
+        for (most, budget) in self.most.iter_mut().zip(&self.budgets) {
+            *most = budget.limit().max(budget.used());
+            budget.reset_peak();
+        }
+        let at = usize::from(bytes.choice(2));
+        match bytes.choice(16) {
+            0..5 => self.alloc(at, bytes),
+            5 | 6 => {
+                let live = &mut self.owners[at].live;
+                if !live.is_empty() {
+                    live.swap_remove(usize::from(bytes.u8()) % live.len());
+                }
+            }
+            7 => self.cross(at, bytes),
+            8 => self.app.blocks().extend(self.owners[at].live.pop().map(|(block, _)| block)),
+            9 => self.pin(bytes),
+            10 => drop(self.buffers.pop()),
+            11 => {
+                let _ = self.owners[at].pool.trim(u64::from(bytes.u8()) << 19);
+            }
+            12 => {
+                // Out of memory: a code that every one of these calls may answer with.
+                let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
+                self.sim.fail(call, u64::from(bytes.choice(6)) + 1, 2);
+                self.exact = false;
+            }
+            13 => {
+                let deadline = [None, Some(Instant::now())][usize::from(bytes.choice(2))];
+                let wanted = u64::from(bytes.u8()) << 18;
+                let before = self.budgets[0].used();
+                let room = self.owners[at].pool.give_back(wanted, deadline);
+                assert_eq!(room.missing, wanted.saturating_sub(before - self.budgets[0].used()));
+            }
+            14 => {
+                let budget = &self.budgets[usize::from(bytes.choice(4))];
+                budget.set_limit((u64::from(bytes.choice(32)) + 1) << 21);
+            }
+            _ => {
+                let budget = &self.budgets[usize::from(bytes.choice(4))];
+                let room = budget.shrink((u64::from(bytes.choice(32)) + 1) << 21, Some(Instant::now()));
+                assert_eq!(room.missing, budget.used().saturating_sub(budget.limit()));
+            }
+        }
+    }
+
+    fn alloc(&mut self, at: usize, bytes: &mut Bytes<'_>) {
+        let Owner { pool, streams, live } = &mut self.owners[at];
+        let size = (u64::from(bytes.u8()) + 1) << (10 + bytes.choice(9));
+        let stream = usize::from(bytes.flag());
+        let request = Request::bytes(size);
+        let answer = match bytes.choice(8) {
+            0 => {
+                let stable = pool.alloc_stable(&streams[stream], request);
+                stable.map(|block| drop(block)).map(|()| None)
+            }
+            _ => pool.alloc(&streams[stream], request).map(Some),
+        };
+        match answer {
+            Ok(None) => {}
+            Ok(Some(block)) => {
+                // A block is for use at once.
+                let raw = streams[stream].raw();
+                let access = self.sim.access(raw, range_of(&block), Access::Write, Some(block.generation()));
+                access.expect("an access to a block of ours");
+                live.push((block, stream));
+            }
+            Err(MemoryError::OutOfMemory(error)) => {
+                if let Some(refused) = error.refused {
+                    assert!(self.budgets.iter().any(|budget| budget.name() == refused.budget), "{refused}");
+                }
+                self.refused(at, size, &error);
+            }
+            Err(MemoryError::Driver(_)) => {}
+            Err(other) => panic!("{other:?} for {size} bytes"),
+        }
+    }
+
+    /// A pool was refused so many bytes: with all that lies idle given back there is no room for them either.
+    fn refused(&self, at: usize, size: u64, error: &OutOfMemory) {
+        if !self.exact {
+            return;
+        }
+        for Owner { pool, .. } in &self.owners {
+            pool.trim(0).expect("no fault is planned");
+        }
+        let whole = size.next_multiple_of(2 * MIB);
+        let left = self.owners[at].pool.budget().remaining();
+        let memory = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device tells");
+        assert!(whole > left.min(memory.free), "{left} are left of the budget, and {error}");
+    }
+
+    /// Work on the other stream of the pool.
+    fn cross(&mut self, at: usize, bytes: &mut Bytes<'_>) {
+        let Owner { streams, live, .. } = &self.owners[at];
+        if live.is_empty() {
+            return;
+        }
+        let (block, home) = &live[usize::from(bytes.u8()) % live.len()];
+        let stream = &streams[1 - home];
+        if let Ok(used) = block.prepare(stream, Access::ReadWrite) {
+            let access =
+                self.sim.access(stream.raw(), range_of(block), Access::ReadWrite, Some(block.generation()));
+            access.expect("an access to a block of ours");
+            let _ = used.finish();
+        }
+    }
+
+    fn pin(&mut self, bytes: &mut Bytes<'_>) {
+        let size = (usize::from(bytes.u8()) + 1) << 14;
+        match self.pinned.buffer::<u8>(size) {
+            Ok(buffer) => self.buffers.push(buffer),
+            Err(MemoryError::OutOfMemory(error)) => {
+                assert!(error.refused.is_some(), "{error}");
+            }
+            Err(other) => panic!("{other:?} for {size} pinned bytes"),
+        }
+    }
+
+    fn check(&self) {
+        let violations = self.sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+        let [first, second] = self.owners.each_ref().map(|owner| owner.pool.stats().physical);
+        let pinned = self.pinned.stats().memory.physical;
+        let held = [first + second + pinned, first + second, second, pinned];
+        assert_eq!(self.budgets.each_ref().map(Budget::used), held, "what is charged is what is held");
+        let memory = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device tells");
+        let missing = memory.total - memory.free;
+        // Where nothing is mapped the driver rounds up what it gives.
+        let exact = self.owners[0].pool.info().virtual_memory;
+        assert!(first + second <= missing, "more is held than the device misses");
+        assert!(!exact || first + second == missing, "what is held is what the device misses");
+        for (budget, most) in self.budgets.iter().zip(self.most) {
+            assert!(budget.peak() <= most, "{} above the limit: {budget:?}", budget.peak() - most);
+            assert_eq!(budget.panics(), 0);
+        }
+    }
+
+    fn finish(self) {
+        self.sim.clear_failures();
+        let Self { sim, budgets, mut owners, pinned, buffers, app, .. } = self;
+        drop(buffers);
+        app.blocks().clear();
+        for Owner { streams, live, .. } in &mut owners {
+            live.clear();
+            streams.iter().for_each(|stream| stream.synchronize().expect("no fault is left"));
+        }
+        for Owner { pool, .. } in &owners {
+            pool.trim(0).expect("no fault is left");
+            pool.trim(0).expect("no fault is left");
+            let stats = pool.stats();
+            assert_eq!((stats.live, stats.pending, stats.cached, stats.physical), (0, 0, 0, 0), "{stats:?}");
+        }
+        drop((owners, pinned));
+        while budgets[3].used() > 0 {
+            pool::sweep();
+        }
+        assert_eq!(budgets.each_ref().map(Budget::used), [0; 4], "a charge was lost");
+        assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+        assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
+    }
+}
+
+fn range_of(block: &Block) -> DeviceRange {
+    DeviceRange { device: DeviceId(0), address: block.address(), bytes: block.bytes() }
+}
