@@ -1,0 +1,58 @@
+//! Device memory and pinned memory under one budget, as an integrated GPU has them: each gives way to the other.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer::{
+    Budget, DeviceId, DevicePool, PinnedConfig, PinnedPool, PoolConfig, Request, Runtime,
+    host::{kernel::Kernel, region::Host, topology::Topology},
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use std::{path::Path, time::Duration};
+use support::assert_silent;
+
+const MIB: u64 = 1 << 20;
+
+fn integrated() -> Sim {
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::integrated()];
+    Sim::new(config)
+}
+
+#[test]
+fn device_memory_and_pinned_memory_under_one_budget_give_way_to_each_other() {
+    let sim = integrated();
+    let machine = Budget::new("the machine's memory", 16 * MIB);
+    let device = machine.child("the device", 16 * MIB);
+    let pinned = machine.child("pinned memory", 16 * MIB);
+    let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(device)).unwrap();
+    let topology = Topology::read_under(Path::new("/")).unwrap();
+    let host = Host::new(topology, Kernel::new()).with_driver(sim.driver(), DeviceId(0));
+    let mut config = PinnedConfig::default();
+    config.chunk = 2 * MIB as usize;
+    config.patience = Duration::from_secs(60);
+    let pinned = PinnedPool::new(&host, &pinned, config).unwrap();
+    let s = pool.stream().unwrap();
+    for _ in 0..3 {
+        drop(pool.alloc(&s, Request::bytes(12 * MIB)).unwrap());
+        drop(pinned.buffer::<u8>(12 << 20).unwrap());
+        assert!(pinned.stats().memory.physical >= 12 * MIB && pool.stats().physical <= 4 * MIB);
+        assert_eq!(machine.used(), pinned.stats().memory.physical + pool.stats().physical);
+    }
+    drop(pool.alloc(&s, Request::bytes(12 * MIB)).unwrap());
+    assert_eq!(pinned.stats().memory.physical, 0);
+    assert!(machine.peak() <= 16 * MIB);
+    drop((pool, pinned, s));
+    assert_silent(&sim);
+}
+
+#[test]
+fn an_integrated_device_of_a_runtime_and_its_host_have_one_budget_and_others_have_not() {
+    let rt = Runtime::on(integrated().driver()).unwrap();
+    let (device, pinned) = (rt.device(0).unwrap().budget(), rt.pinned_near(0).budget());
+    assert!(device.root().is(&pinned.root()) && !device.is(pinned));
+    assert_eq!(device.root().name(), "the machine's memory");
+    let rt = Runtime::on(Sim::h200(1).driver()).unwrap();
+    let (device, pinned) = (rt.device(0).unwrap().budget(), rt.pinned_near(0).budget());
+    assert!(!device.root().is(&pinned.root()));
+}

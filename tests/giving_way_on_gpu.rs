@@ -1,0 +1,63 @@
+//! What pools under one budget do for each other, on a real GPU: bytes come through, and the driver has what it was given
+//! back. It prints what each step took.
+//!
+//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+#![cfg(feature = "cuda")]
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
+
+#[path = "support/first_gpu.rs"]
+mod first_gpu;
+
+use aquifer::{Budget, DeviceBuffer, DevicePool, PoolConfig, Runtime};
+use std::time::Instant;
+
+const MIB: u64 = 1 << 20;
+
+/// Two pools under one limit in MiB on the first GPU, or a word on why not.
+fn pools(limit: u64) -> Option<(Runtime, Budget, [DevicePool; 2])> {
+    let rt = first_gpu::runtime()?;
+    let device = rt.device(0).unwrap().device();
+    let budget = Budget::new("both", limit * MIB);
+    let driver = rt.driver().unwrap().clone();
+    let open = || DevicePool::open(driver.clone(), device, PoolConfig::with_budget(budget.clone())).unwrap();
+    let both = [open(), open()];
+    Some((rt, budget, both))
+}
+
+#[test]
+fn two_pools_take_turns_with_memory_that_holds_one_of_them_and_no_byte_is_wrong() {
+    let Some((_rt, budget, pools)) = pools(1536) else { return };
+    let streams = pools.each_ref().map(|pool| pool.stream().unwrap());
+    let mut took = Vec::new();
+    for round in 0..8u8 {
+        let at = usize::from(round % 2);
+        let begin = Instant::now();
+        let mut buffer: DeviceBuffer<u8> = pools[at].buffer(&streams[at], 1 << 30).unwrap();
+        took.push(begin.elapsed());
+        // Freed while this runs, so the next one has to wait for it.
+        streams[at].fill(&mut buffer, round).unwrap();
+        let mut back = vec![0; 1 << 20];
+        let end = (1 << 30) - back.len();
+        streams[at].scope(|c| c.download(&buffer.slice(end..1 << 30).unwrap(), &mut back)).unwrap().unwrap();
+        assert!(back.iter().all(|&byte| byte == round));
+        assert!(budget.peak() <= 1536 * MIB);
+    }
+    println!("1 GiB from the other pool: {took:?}");
+}
+
+#[test]
+fn what_is_given_back_a_foreign_library_can_have() {
+    let Some((rt, _budget, pools)) = pools(4096) else { return };
+    let stream = pools[1].stream().unwrap();
+    drop(pools[1].buffer::<u8>(&stream, 3 << 30).unwrap());
+    let (driver, device) = (rt.driver().unwrap(), pools[0].device());
+    let before = driver.memory_info(device).unwrap().free;
+    let begin = Instant::now();
+    let room = pools[0].give_back(2 << 30, None);
+    let took = begin.elapsed();
+    let after = driver.memory_info(device).unwrap().free;
+    assert_eq!(room.missing, 0, "{room:?}");
+    // Neighbours may take some of it meanwhile.
+    assert!(after >= before + (1 << 30), "{before} free before, {after} after");
+    println!("2 GiB given back in {took:?}: {:?}", room.tried);
+}
