@@ -1,11 +1,14 @@
 #![doc = include_str!("../README.md")]
 
+mod environment;
 pub mod guide;
 pub mod placement;
+pub mod pressure;
 mod runtime;
 pub mod staging;
 
 pub use placement::{Group, Lease, Near, Place, PlaceError, Placer, Placing, Policy};
+pub use pressure::{HostWatch, Pressure};
 pub use runtime::{Runtime, RuntimeBuilder};
 
 pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames, Limit};

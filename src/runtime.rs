@@ -2,12 +2,14 @@
 
 use crate::{
     Placer, Policy,
+    environment::Environment,
     placement::{Fleet, MAX_DEVICES},
+    pressure::{Ceiling, HostWatch, KeepFree, Pressure, WatchedDevice, WatchedHost},
     staging,
 };
 use aquifer_core::{Budget, DeviceId, MemoryError, Result};
 use aquifer_device::{DevicePool, PoolConfig};
-use aquifer_driver::{Driver, sim::Sim};
+use aquifer_driver::{DeviceInfo, Driver, sim::Sim};
 use aquifer_host::{
     PinnedConfig, PinnedPool, Stager, StagerConfig,
     kernel::Kernel,
@@ -18,8 +20,8 @@ use std::{fmt, sync::Arc, time::Duration};
 
 /// A driver, a pool for each of its devices, and pinned memory near each.
 ///
-/// Clones share it. Building one takes no device memory beyond the driver's own context and starts no thread; without a
-/// GPU it has no devices, and host memory is pageable and says so. Pools may outlive it, and blocks their pools: things
+/// Clones share it. Building one takes no device memory beyond the driver's own context and starts no thread, unless it is to
+/// [keep memory free](RuntimeBuilder::keep_free) or to [watch the host](RuntimeBuilder::watch_host); without a GPU it has no devices, and host memory is pageable and says so. Pools may outlive it, and blocks their pools: things
 /// may be dropped in any order.
 ///
 /// ```
@@ -35,6 +37,9 @@ pub struct Runtime {
 }
 
 struct Inner {
+    /// Their threads hold pools, and end before those go.
+    keep_free: Option<KeepFree>,
+    watched_host: Option<WatchedHost>,
     driver: Option<Arc<dyn Driver>>,
     /// As they were opened.
     pools: Vec<DevicePool>,
@@ -57,6 +62,10 @@ pub struct RuntimeBuilder {
     pool: PoolConfig,
     pinned: PinnedConfig,
     topology: Option<Topology>,
+    keep_free: Option<u64>,
+    keep_free_may_stall: bool,
+    watch_host: Option<HostWatch>,
+    kernel: Kernel,
     sampled: Duration,
 }
 
@@ -71,6 +80,10 @@ impl Default for RuntimeBuilder {
             pool: PoolConfig::default(),
             pinned: PinnedConfig::default(),
             topology: None,
+            keep_free: None,
+            keep_free_may_stall: false,
+            watch_host: None,
+            kernel: Kernel::new(),
             sampled: Duration::from_millis(100),
         }
     }
@@ -105,8 +118,8 @@ impl RuntimeBuilder {
         self
     }
 
-    /// At most so many bytes of pinned host memory in all, instead of half of the machine's memory or of what its
-    /// control group allows.
+    /// At most so many bytes of pinned host memory in all, instead of half of what the process may still take of the host's
+    /// memory ([`Topology::headroom`]).
     #[must_use]
     pub fn pinned_budget(mut self, bytes: u64) -> Self {
         self.pinned_budget = Some(bytes);
@@ -142,6 +155,48 @@ impl RuntimeBuilder {
         self
     }
 
+    /// Keeps so many bytes of each device free in the driver's hands, for other processes and libraries: `AQUIFER_KEEP_FREE`
+    /// unless set, and none unless that is. 0 keeps none, whatever the environment says.
+    ///
+    /// A thread, one for all devices, asks the driver every 10 to 50 ms (`cuMemGetInfo`, some 4 µs). When less is free, the
+    /// pool and others who have memory of the device under the same budgets are asked to
+    /// [give some back](DevicePool::give_back), without waiting for any work of the device; the
+    /// [warm reserve](PoolConfig::warm_reserve) goes too. What the pool and everything else under its budget may hold is
+    /// limited to what leaves as much free, so that nobody here takes it back. Devices that cannot map are limited too, but
+    /// give nothing back: see [`keep_free_may_stall`](Self::keep_free_may_stall). [`Runtime::pressure`] tells what was seen
+    /// and done.
+    ///
+    /// The budget of each pool is below one of the watch's own then; where the [settings](Self::pools) name a budget, each
+    /// pool has a node below that.
+    #[must_use]
+    pub fn keep_free(mut self, bytes: u64) -> Self {
+        self.keep_free = Some(bytes);
+        self
+    }
+
+    /// Also gives back the segments of devices that cannot map, though the driver waits for all work of the device then.
+    #[must_use]
+    pub fn keep_free_may_stall(mut self) -> Self {
+        self.keep_free_may_stall = true;
+        self
+    }
+
+    /// Watches the host's memory on a thread: control groups, stalls and what nodes have free, once a second, four times
+    /// where memory is scarce, and at once when the kernel tells of stalls. [`Runtime::pressure`] tells what was seen.
+    #[must_use]
+    pub fn watch_host(mut self, watch: HostWatch) -> Self {
+        self.watch_host = Some(watch);
+        self
+    }
+
+    /// With the system calls of this kernel, for pinned memory and for the threads that watch: one with planned failures,
+    /// in tests.
+    #[must_use]
+    pub fn kernel(mut self, kernel: Kernel) -> Self {
+        self.kernel = kernel;
+        self
+    }
+
     /// Opens the driver, reads the machine, and makes the pools. Takes the driver's own time for a context per device,
     /// and little more.
     ///
@@ -149,12 +204,10 @@ impl RuntimeBuilder {
     /// [`MemoryError::BadSetting`] for a variable of the environment, or a machine, that cannot be read;
     /// [`MemoryError::NoDevice`] for a device that is not there; the driver's. That there is no GPU is no error.
     pub fn build(self) -> Result<Runtime> {
+        let environment = Environment::read()?;
+        let keep_free = self.keep_free.or(environment.keep_free).filter(|bytes| *bytes > 0);
         let driver =
             self.driver.or_else(machine_driver).or_else(|| self.or_sim.then(|| Sim::h200(1).driver()));
-        let pools = match &driver {
-            Some(driver) => open_pools(driver, self.devices, self.device_budget, &self.pool)?,
-            None => Vec::new(),
-        };
         let topology = match self.topology {
             Some(topology) => topology,
             None => Topology::read().map_err(|e| MemoryError::BadSetting {
@@ -163,9 +216,53 @@ impl RuntimeBuilder {
                 expected: "what the kernel tells under /sys and /proc",
             })?,
         };
-        let (host, pinned, near) = pinned_pools(&driver, &pools, topology, self.pinned_budget, &self.pinned)?;
+        let infos = match &driver {
+            Some(driver) => chosen(&**driver, self.devices)?,
+            None => Vec::new(),
+        };
+        let topology = topology.with_devices(&infos);
+        let left = headroom(&topology)?;
+        let memories =
+            Memories { one: one_memory(driver.as_deref(), &infos, left)?, watched: keep_free.is_some() };
+        let (mut pools, mut watched) = (Vec::new(), Vec::new());
+        if let Some(driver) = &driver {
+            for info in &infos {
+                let mut config = self.pool.clone();
+                let (budget, ceiling) =
+                    memories.of_device(&**driver, info, config.budget.take(), self.device_budget)?;
+                config.budget = budget;
+                let pool = DevicePool::open(driver.clone(), info.device, config)?;
+                if let Some(ceiling) = ceiling {
+                    let may_stall = self.keep_free_may_stall;
+                    watched.push(WatchedDevice { pool: pool.clone(), ceiling, may_stall });
+                }
+                pools.push(pool);
+            }
+        }
+        let limit = self.pinned_budget.unwrap_or(left / 2);
+        let host_ceiling =
+            self.watch_host.is_some().then(|| Ceiling::new(memories.one.as_ref(), "what the host has left"));
+        let budget = match host_ceiling.as_ref().map(Ceiling::budget).or(memories.one.as_ref()) {
+            Some(above) => above.child("pinned memory", limit),
+            None => Budget::new("pinned memory", limit),
+        };
+        let (host, pinned, near) =
+            pinned_pools(&driver, &pools, topology, &self.kernel, &budget, &self.pinned)?;
+        let keep_free = match keep_free {
+            Some(bytes) if !watched.is_empty() => Some(KeepFree::start(&self.kernel, bytes, watched)?),
+            _ => None,
+        };
+        let watched_host = match (self.watch_host, host_ceiling) {
+            (Some(mut watch), Some(ceiling)) => {
+                // Without a device nothing is registered that would have to wait for one.
+                watch.may_stall |= pools.is_empty();
+                let topology = host.topology.clone();
+                Some(WatchedHost::start(&self.kernel, topology, watch, ceiling, pinned.clone())?)
+            }
+            _ => None,
+        };
         let fleet = Arc::new(Fleet::new(&pools, host.topology.clone(), self.sampled));
-        let inner = Inner { driver, pools, fleet, host, pinned, near };
+        let inner = Inner { keep_free, watched_host, driver, pools, fleet, host, pinned, near };
         Ok(Runtime { inner: Arc::new(inner) })
     }
 }
@@ -179,27 +276,75 @@ fn machine_driver() -> Option<Arc<dyn Driver>> {
     None
 }
 
-fn open_pools(
-    driver: &Arc<dyn Driver>,
-    devices: Option<Vec<DeviceId>>,
-    budget: Option<u64>,
-    config: &PoolConfig,
-) -> Result<Vec<DevicePool>> {
+/// The devices that are asked for, or all.
+fn chosen(driver: &dyn Driver, devices: Option<Vec<DeviceId>>) -> Result<Vec<DeviceInfo>> {
     let count = driver.device_count().map_err(MemoryError::Driver)?;
     let devices = devices.unwrap_or_else(|| (0..count).map(DeviceId).collect());
     if devices.len() > MAX_DEVICES {
         let (name, value) = ("devices", devices.len().to_string());
         return Err(MemoryError::BadSetting { name, value, expected: "at most 64 of them" });
     }
-    let open = |device: DeviceId| {
+    let look = |device: DeviceId| {
         if device.0 >= count {
             return Err(MemoryError::NoDevice { asked: device.0, count });
         }
-        let mut config = config.clone();
-        config.budget = config.budget.or_else(|| budget.map(|bytes| Budget::new("the device", bytes)));
-        DevicePool::open(driver.clone(), device, config)
+        driver.device_info(device).map_err(|e| MemoryError::driver(device, e))
     };
-    devices.into_iter().map(open).collect()
+    devices.into_iter().map(look).collect()
+}
+
+/// Which budgets stand above those of pools.
+struct Memories {
+    /// Above the host's and that of devices that share its memory.
+    one: Option<Budget>,
+    /// Devices' memory has ceilings.
+    watched: bool,
+}
+
+impl Memories {
+    /// The budget of a device's pool, where it is not the pool that makes one, and the ceiling above everything there.
+    fn of_device(
+        &self,
+        driver: &dyn Driver,
+        info: &DeviceInfo,
+        given: Option<Budget>,
+        limit: Option<u64>,
+    ) -> Result<(Option<Budget>, Option<Ceiling>)> {
+        let one = self.one.as_ref().filter(|_| info.integrated);
+        if let Some(given) = given {
+            // One of nothing is refused by the pool, which must see it.
+            let ceiling = (self.watched && given.limit() > 0).then(|| Ceiling::new(Some(&given), BESIDE));
+            let budget = ceiling.as_ref().map_or(given, |ceiling| ceiling.budget().clone());
+            return Ok((Some(budget), ceiling));
+        }
+        let ceiling = self.watched.then(|| Ceiling::new(one, BESIDE));
+        let above = ceiling.as_ref().map(Ceiling::budget).or(one);
+        let Some(above) = above else { return Ok((limit.map(|bytes| Budget::new(DEVICE, bytes)), None)) };
+        let limit = match limit {
+            Some(limit) => limit,
+            None => free(driver, info)? / 5 * 4,
+        };
+        Ok((Some(above.child(DEVICE, limit)), ceiling))
+    }
+}
+
+const DEVICE: &str = "the device";
+const BESIDE: &str = "the device beside its neighbours";
+
+fn free(driver: &dyn Driver, info: &DeviceInfo) -> Result<u64> {
+    let memory = driver.memory_info(info.device).map_err(|e| MemoryError::driver(info.device, e))?;
+    Ok(memory.free)
+}
+
+/// Where some device has the host's memory for its own, one budget for both: what either takes, the other lacks. Its limit
+/// is the larger of what the two say, since a device's share is not everywhere counted in control groups.
+fn one_memory(driver: Option<&dyn Driver>, infos: &[DeviceInfo], left: u64) -> Result<Option<Budget>> {
+    let Some(driver) = driver else { return Ok(None) };
+    let mut most = None;
+    for info in infos.iter().filter(|info| info.integrated) {
+        most = most.max(Some(free(driver, info)?));
+    }
+    Ok(most.map(|free| Budget::new("memory of the host and its GPU", free.max(left))))
 }
 
 /// A pinned pool for no node in particular, and one for each node that a device is near.
@@ -207,20 +352,19 @@ fn pinned_pools(
     driver: &Option<Arc<dyn Driver>>,
     pools: &[DevicePool],
     topology: Topology,
-    budget: Option<u64>,
+    kernel: &Kernel,
+    budget: &Budget,
     config: &PinnedConfig,
 ) -> Result<(Host, Vec<PinnedPool>, Vec<usize>)> {
-    let topology = topology.with_devices(pools.iter().map(DevicePool::info));
     let nodes: Vec<Option<NodeId>> = pools
         .iter()
         .map(|pool| topology.memory_near_device(pool.info()).ok().and_then(|found| found.value))
         .collect();
-    let budget = Budget::new("pinned memory", budget.unwrap_or_else(|| headroom(&topology) / 2));
-    let mut host = Host::new(topology, Kernel::new());
+    let mut host = Host::new(topology, kernel.clone());
     if let (Some(driver), Some(first)) = (driver, pools.first()) {
         host = host.with_driver(driver.clone(), first.device());
     }
-    let mut pinned = vec![PinnedPool::new(&host, &budget, config.clone())?];
+    let mut pinned = vec![PinnedPool::new(&host, budget, config.clone())?];
     let mut of_node: Vec<(NodeId, usize)> = Vec::new();
     let mut near = Vec::with_capacity(nodes.len());
     for node in nodes {
@@ -234,19 +378,19 @@ fn pinned_pools(
         }
         let mut config = config.clone();
         config.node = Some(node);
-        pinned.push(PinnedPool::new(&host, &budget, config)?);
+        pinned.push(PinnedPool::new(&host, budget, config)?);
         of_node.push((node, pinned.len() - 1));
         near.push(pinned.len() - 1);
     }
     Ok((host, pinned, near))
 }
 
-/// Bytes of host memory that the process may have: what a device counts as its own is not the host's.
-fn headroom(topology: &Topology) -> u64 {
-    let nodes: u64 =
-        topology.host_nodes().filter(|node| node.memory_allowed).filter_map(|node| node.memory).sum();
-    let all = if nodes == 0 { 16 << 30 } else { nodes };
-    topology.memory_limit().value.map_or(all, |limit| limit.limit.min(all))
+/// Bytes that are assumed where nobody tells what the host has.
+const UNKNOWN_HOST: u64 = 16 << 30;
+
+/// Bytes of host memory that the process may still take: what a device counts as its own is not the host's.
+fn headroom(topology: &Topology) -> Result<u64> {
+    Ok(topology.headroom()?.bytes.value.unwrap_or(UNKNOWN_HOST))
 }
 
 impl Runtime {
@@ -327,6 +471,51 @@ impl Runtime {
     #[must_use]
     pub fn placer(&self, policy: Policy) -> Placer {
         Placer::new(self.inner.fleet.clone(), policy)
+    }
+
+    /// What the watches for [neighbours](RuntimeBuilder::keep_free) and for [the host](RuntimeBuilder::watch_host) have seen
+    /// and done so far. Never blocks.
+    #[must_use]
+    pub fn pressure(&self) -> Pressure {
+        let mut pressure = Pressure::default();
+        if let Some(keep_free) = &self.inner.keep_free {
+            keep_free.report(&mut pressure);
+        }
+        if let Some(host) = &self.inner.watched_host {
+            host.report(&mut pressure);
+        }
+        pressure
+    }
+
+    /// Keeps so many bytes of each device free from now on, instead of what the [builder](RuntimeBuilder::keep_free) said; 0
+    /// for none. The watch looks at once.
+    ///
+    /// # Errors
+    /// [`MemoryError::BadSetting`] where the runtime was built to keep none: nothing watches then.
+    pub fn set_keep_free(&self, bytes: u64) -> Result<()> {
+        let Some(keep_free) = &self.inner.keep_free else {
+            let (name, value) = ("keep_free", bytes.to_string());
+            return Err(MemoryError::BadSetting { name, value, expected: "set when the runtime is built" });
+        };
+        keep_free.set(bytes);
+        Ok(())
+    }
+
+    /// Says that no kernels are being launched: the time for what stalls those. Pinned memory that the host
+    /// [was seen to lack](RuntimeBuilder::watch_host) is given back; where none was, pinned pools
+    /// [grow ahead](PinnedPool::quiet_point). Answers with the bytes given back. Blocks meanwhile, and until devices are
+    /// idle.
+    ///
+    /// # Errors
+    /// The driver's or the kernel's.
+    pub fn quiet_point(&self) -> Result<u64> {
+        if let Some(host) = self.inner.watched_host.as_ref().filter(|host| host.is_short()) {
+            return host.give_back();
+        }
+        for pool in &self.inner.pinned {
+            pool.quiet_point()?;
+        }
+        Ok(0)
     }
 
     /// The driver, if there is one.

@@ -11,7 +11,7 @@ use aquifer::{
     Request, Runtime, StagerConfig, Stream, Vec as PinnedVec,
     driver::Call,
     host::topology::{NodeId, Topology},
-    sim::{DeviceConfig, Sim, SimConfig},
+    sim::{DeviceConfig, Mode, Sim, SimConfig},
 };
 use std::{
     env, fs,
@@ -57,9 +57,9 @@ fn chosen_devices_come_in_the_order_in_which_they_were_chosen() {
 fn pinned_memory_near_a_device_lies_on_the_hosts_nearest_memory_and_never_on_the_devices_own() {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("allocators/host/tests/fixtures");
     for (machine, pci, memory_node, near, budget) in [
-        ("grace", "0009:01:00.0", Some(1), Some(0), 502_077_440 * 1024),
-        ("memoryless-node", "0000:61:00.0", None, Some(0), 3 * 65_536_000 * 1024),
-        ("power9", "0035:03:00.0", Some(252), Some(8), (2 * 267_386_880 + 3 * 16_515_072) * 1024),
+        ("grace", "0009:01:00.0", Some(1), Some(0), 480_000_000 * 1024),
+        ("memoryless-node", "0000:61:00.0", None, Some(0), 3 * 60_000_000 * 1024),
+        ("power9", "0035:03:00.0", Some(252), Some(8), (2 * 250_000_000 + 3 * 16_515_072) * 1024),
         ("wsl", "0000:01:00.0", None, None, 16 << 30),
     ] {
         let mut config = SimConfig::h200(1);
@@ -128,7 +128,7 @@ fn pinned_memory_is_limited_in_all() {
     assert!(pinned.buffer::<u8>(1).is_ok());
     let unlimited = Runtime::builder().driver(sim.driver()).build().unwrap();
     let limit = unlimited.pinned_near(0).budget().limit();
-    assert!(limit > 0 && limit < 1 << 50, "half of what the machine has: {limit}");
+    assert!(limit > 0 && limit < 1 << 50, "half of what is left of the machine: {limit}");
 }
 
 #[test]
@@ -240,6 +240,35 @@ fn everything_may_be_dropped_in_any_order_and_nothing_is_left() {
     });
 }
 
+#[test]
+fn memory_that_a_device_shares_with_the_host_is_counted_once() {
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::integrated(), DeviceConfig::h200()];
+    config.mode = Mode::Symbolic;
+    let driver = Sim::new(config).driver();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("allocators/host/tests/fixtures");
+    for keep_free in [0, 1 << 30] {
+        let topology = Topology::read_under(&fixtures.join("cpuset-container-v2")).unwrap();
+        let builder = Runtime::builder().driver(driver.clone()).topology(topology).keep_free(keep_free);
+        let rt = builder.pinned_budget(30 << 30).pinned(small()).build().unwrap();
+        let root =
+            |budget: &Budget| std::iter::successors(Some(budget.clone()), Budget::parent).last().unwrap();
+        let (shares, apart) = (rt.device(0).unwrap().budget(), rt.device(1).unwrap().budget());
+        let pinned = rt.pinned_near(0).budget();
+        assert!(root(shares).is(&root(pinned)) && !root(apart).is(&root(pinned)));
+        assert_eq!(
+            root(pinned).limit(),
+            32 << 30,
+            "what the device has, of which the group leaves 3 GiB to the host"
+        );
+        assert_eq!((shares.limit(), pinned.limit()), ((32 << 30) / 5 * 4, 30 << 30));
+        let _most = shares.charge(20 << 30).unwrap();
+        assert!(pinned.charge(12 << 30).is_ok());
+        let refused = pinned.charge((12 << 30) + 1).unwrap_err();
+        assert_eq!((refused.budget, refused.remaining), ("memory of the host and its GPU", 12 << 30));
+    }
+}
+
 // ---- in processes of their own
 
 /// Runs one of the ignored tests below in a process of its own; answers with what it wrote, if it went well.
@@ -247,7 +276,8 @@ fn everything_may_be_dropped_in_any_order_and_nothing_is_left() {
 fn child(name: &str, environment: &[(&str, &str)]) -> String {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"]);
-    for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_DEBUG", "AQUIFER_NUMA"] {
+    for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_DEBUG", "AQUIFER_NUMA", "AQUIFER_KEEP_FREE"]
+    {
         command.env_remove(variable);
     }
     let output = command.envs(environment.iter().copied()).output().unwrap();
@@ -261,7 +291,10 @@ fn child(name: &str, environment: &[(&str, &str)]) -> String {
 #[ignore = "half of another test"]
 fn child_builds() {
     match Runtime::builder().driver(Sim::h200(1).driver()).build() {
-        Ok(rt) => println!("built: {}", rt.devices().len()),
+        Ok(rt) => {
+            println!("built: {}", rt.devices().len());
+            rt.pressure().devices.iter().for_each(|device| println!("keeps free: {}", device.keep_free));
+        }
         Err(error) => println!("refused: {error:?}\n{error}"),
     }
 }
@@ -273,6 +306,8 @@ fn a_variable_that_cannot_be_followed_is_an_error_with_its_name_and_value() {
         ("AQUIFER_BYPASS", " 1", "0 or 1"),
         ("AQUIFER_TRACE", "/nonexistent/x", "the path of a file that can be written"),
         ("AQUIFER_TRACE", "/", "the path of a file that can be written"),
+        ("AQUIFER_KEEP_FREE", "banana", "an amount like 512MiB or 20GiB, or 0"),
+        ("AQUIFER_KEEP_FREE", "20GB", "an amount like 512MiB or 20GiB, or 0"),
     ] {
         let told = child("child_builds", &[(name, value)]);
         let refused = MemoryError::BadSetting { name, value: value.to_owned(), expected };
@@ -284,6 +319,11 @@ fn a_variable_that_cannot_be_followed_is_an_error_with_its_name_and_value() {
         [("AQUIFER_BYPASS", ""), ("AQUIFER_BYPASS", "0"), ("AQUIFER_BYPASS", "on"), ("AQUIFER_TRACE", "")]
     {
         assert!(child("child_builds", &[(name, value)]).contains("built: 1\n"), "{name}={value:?}");
+    }
+    for (value, told) in [("", ""), ("0", ""), ("off", ""), ("20GiB", "keeps free: 21474836480\n")] {
+        let built = child("child_builds", &[("AQUIFER_KEEP_FREE", value)]);
+        assert!(built.contains(&format!("built: 1\n{told}")), "{value:?}: {built}");
+        assert_eq!(built.contains("keeps free"), !told.is_empty(), "{value:?}: {built}");
     }
 }
 
