@@ -54,6 +54,8 @@ const DEFAULT_SHARE: u64 = 80;
 const CROWDED: u64 = 50;
 /// Host memory below which pinned pools are hardly of use.
 const LITTLE_MEMORY: u64 = 1 << 30;
+/// The share of what is left of the host that pinned pools take at most, unless told otherwise, in per cent.
+const PINNED_SHARE: u64 = 50;
 /// What the kernel grants by default.
 const USUAL_MAPPINGS: u64 = 65_530;
 
@@ -141,8 +143,43 @@ fn host(host: &Topology, findings: &mut Vec<Finding>) {
             "this is Windows' Linux kernel: it shows no nodes, and limits how much memory can be pinned",
         ));
     }
+    headroom(host, findings);
     pages(host, findings);
     limits(host, findings);
+}
+
+/// What is left of the host's memory, and what limits it.
+fn headroom(host: &Topology, findings: &mut Vec<Finding>) {
+    let headroom = match host.headroom() {
+        Ok(headroom) => headroom,
+        Err(e) => {
+            findings.push(Finding::mend(
+                format!("how much memory is left cannot be told: {e}"),
+                "put right what it names, then look again",
+            ));
+            return;
+        }
+    };
+    let huge = match headroom.huge_pages {
+        0 => String::new(),
+        bytes => format!(", and {} of reserved huge pages", Bytes(bytes)),
+    };
+    let Some(left) = headroom.bytes.value else {
+        findings.push(Finding::accept(format!(
+            "nobody tells how much of the host's memory is left ({}){huge}",
+            headroom.bytes.source
+        )));
+        return;
+    };
+    let most = Bytes(left / 100 * PINNED_SHARE);
+    findings.push(Finding::gets(format!("pinned memory: up to {most} unless told otherwise{huge}")));
+    let limited = format!("{} of host memory is left, by {}", Bytes(left), headroom.bytes.source);
+    findings.push(if left < LITTLE_MEMORY {
+        let fix = "end what is not needed, raise the limit that is named, or keep pinned pools small";
+        Finding::mend(format!("{limited}: a pinned pool beyond that is killed, not refused"), fix)
+    } else {
+        Finding::limit(limited)
+    });
 }
 
 fn pages(host: &Topology, findings: &mut Vec<Finding>) {
@@ -159,16 +196,6 @@ fn pages(host: &Topology, findings: &mut Vec<Finding>) {
 }
 
 fn limits(host: &Topology, findings: &mut Vec<Finding>) {
-    if let Some(limit) = host.memory_limit().value.filter(|limit| limit.remaining < LITTLE_MEMORY) {
-        findings.push(Finding::mend(
-            format!(
-                "the control group leaves {} of its {}: a pinned pool beyond that is killed, not refused",
-                Bytes(limit.remaining),
-                Bytes(limit.limit)
-            ),
-            format!("raise the limit in {}, or keep pinned pools small", host.memory_limit().source),
-        ));
-    }
     let limits = host.limits();
     if limits.overcommit.value == Some(2) {
         findings.push(Finding::mend(
@@ -223,6 +250,32 @@ mod tests {
         let told = warnings(&gpu).join("\n");
         for word in ["virtual memory", "stream-ordered", "shares", "1.00 GiB of 8.00 GiB", "nobody knows"] {
             assert!(told.contains(word), "{word}: {told}");
+        }
+    }
+
+    #[test]
+    fn what_is_left_of_the_host_is_told_with_what_limits_it() {
+        let fixtures =
+            std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../allocators/host/tests/fixtures");
+        for (machine, kind, told) in [
+            ("cpuset-container-v2", Kind::Gets, "pinned memory: up to 1.50 GiB"),
+            (
+                "cpuset-container-v2",
+                Kind::Limit,
+                "3.00 GiB of host memory is left, by /sys/fs/cgroup/memory.max",
+            ),
+            ("two-socket", Kind::Gets, "of reserved huge pages"),
+            (
+                "cpuset-container",
+                Kind::Warning,
+                "of host memory is left, by /sys/devices/system/node: a pinned",
+            ),
+            ("wsl", Kind::Warning, "nobody tells how much of the host's memory is left (/proc/meminfo)"),
+        ] {
+            let host = Topology::read_under(&fixtures.join(machine)).unwrap();
+            let mut all = Vec::new();
+            headroom(&host, &mut all);
+            assert!(all.iter().any(|f| f.kind == kind && f.says.contains(told)), "{machine}: {all:?}");
         }
     }
 

@@ -290,12 +290,15 @@ fn host_json(host: &Topology) -> Value {
         ThpMode::Madvise => "madvise",
         ThpMode::Never => "never",
     });
-    let limits = host.limits();
+    let (limits, headroom) = (host.limits(), host.headroom().ok());
     json!({
         "nodes": nodes.collect::<Vec<_>>(),
         "page_bytes": host.page_size().value,
         "transparent_huge_pages": thp,
         "huge_pools": host.huge_pools().iter().map(pool).collect::<Vec<_>>(),
+        "headroom_bytes": headroom.as_ref().and_then(|headroom| headroom.bytes.value),
+        "headroom_source": headroom.as_ref().map(|headroom| headroom.bytes.source.to_string()),
+        "free_huge_page_bytes": headroom.as_ref().map(|headroom| headroom.huge_pages),
         "cgroup_limit_bytes": host.memory_limit().value.map(|limit| limit.limit),
         "cgroup_remaining_bytes": host.memory_limit().value.map(|limit| limit.remaining),
         "locked_memory_bytes": limits.locked_memory.value,
