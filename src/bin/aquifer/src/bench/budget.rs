@@ -1,7 +1,8 @@
 //! `aquifer bench budget`: what a charge costs.
 //!
 //! A pair is a charge of 64 bytes and its release. With several threads each has a tenant of its own, four levels deep;
-//! those above it are shared. A hand-over is the time from the release that makes room until whoever waits has its bytes.
+//! those above it are shared. A hand-over is the time from the release that makes room until whoever waits has its bytes; what is reclaimed, that from the
+//! refusal of a charge until the same charge is granted, by one of two who were asked what they have.
 //!
 //! No device is part of it.
 
@@ -22,12 +23,13 @@ use crate::{
 };
 use aquifer_core::{
     Budget, Charge, MemoryError, OutOfBudget, Result,
-    budget::{Lease, Leased},
+    budget::{Lease, Leased, Offer, Reclaim},
 };
 use std::{
     future::Future,
     hint::black_box,
     pin::pin,
+    sync::{Arc, Mutex, PoisonError},
     task::{Context, Poll, Waker},
     thread,
     time::{Duration, Instant},
@@ -273,7 +275,11 @@ fn threads(bench: &mut Bench) -> Result<()> {
 }
 
 fn wait_names(_: &Bench) -> Vec<String> {
-    vec!["in line, granted, taken, by a future".to_owned(), "hand-over to a thread that sleeps".to_owned()]
+    vec![
+        "in line, granted, taken, by a future".to_owned(),
+        "hand-over to a thread that sleeps".to_owned(),
+        "refused, reclaimed, granted, 4 levels".to_owned(),
+    ]
 }
 
 fn waits(bench: &mut Bench) -> Result<()> {
@@ -286,7 +292,59 @@ fn waits(bench: &mut Bench) -> Result<()> {
         let [ns] = repeat(bench.pace, slept)?;
         bench.sheet.add(&names[1], Unit::Us, ns, None);
     }
+    if bench.sheet.wants(&names[2]) {
+        let [ns] = repeat(bench.pace, reclaimed)?;
+        bench.sheet.add(&names[2], Unit::Us, ns, None);
+    }
     Ok(())
+}
+
+/// Holds charged bytes that nobody needs, and gives them back for nothing, or for so much.
+struct Spare {
+    held: Mutex<Option<Charge>>,
+    cost: Duration,
+}
+
+impl Spare {
+    fn set(&self, held: Option<Charge>) {
+        let before = std::mem::replace(&mut *self.held.lock().unwrap_or_else(PoisonError::into_inner), held);
+        drop(before);
+    }
+}
+
+impl Reclaim for Spare {
+    fn name(&self) -> &'static str {
+        "a cache"
+    }
+
+    fn offer(&self) -> Offer {
+        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        Offer { bytes: held.as_ref().map_or(0, Charge::bytes), cost: self.cost }
+    }
+
+    fn reclaim(&self, _: u64, _: Option<Instant>) {
+        self.set(None);
+    }
+}
+
+/// From a charge that is refused to the same one granted, by the cheaper of two.
+fn reclaimed() -> Result<[f64; 1]> {
+    let tenant = tree(NAMES.len());
+    let spare = |cost| Arc::new(Spare { held: Mutex::new(None), cost });
+    let (dear, cheap) = (spare(Duration::from_secs(1)), spare(Duration::ZERO));
+    let _registered = [tenant.on_need(&dear), tenant.on_need(&cheap)];
+    dear.set(Some(tenant.charge(LIMIT / 2)?));
+    let mut took = Duration::ZERO;
+    for _ in 0..WAITS {
+        cheap.set(Some(tenant.charge(LIMIT / 2)?));
+        let begun = Instant::now();
+        black_box(tenant.charge(BYTES).is_err());
+        tenant.make_room(BYTES, None, None);
+        let charge = tenant.charge(BYTES)?;
+        took += begun.elapsed();
+        drop(charge);
+    }
+    Ok([took.as_nanos() as f64 / f64::from(WAITS)])
 }
 
 /// A charge that gets in line, and has its bytes when it is polled again.
