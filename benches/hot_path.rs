@@ -11,7 +11,9 @@
 //! in any order, by the rules of RMM's own benchmark.
 #![expect(clippy::print_stdout, reason = "a benchmark shows what it found")]
 
-use aquifer::{Block, DeviceId, DevicePool, PoolConfig, Request, Stream, driver::Driver, sim::Sim};
+use aquifer::{
+    Block, Budget, DeviceId, DevicePool, PoolConfig, Request, Stream, Tenant, driver::Driver, sim::Sim,
+};
 use std::{error::Error, hint::black_box, sync::Arc, time::Instant};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -30,6 +32,8 @@ const LIVE: u64 = 16_000 * MIB;
 #[derive(Clone, Copy)]
 enum Row {
     Pair(u64),
+    /// Of blocks that a tenant's live bytes are charged for.
+    Tenant(u64),
     Batch(u64),
     Random(u64),
 }
@@ -44,6 +48,7 @@ impl Row {
         };
         match self {
             Self::Pair(bytes) => format!("pair {}", size(bytes)),
+            Self::Tenant(bytes) => format!("pair {} of a tenant's", size(bytes)),
             Self::Batch(bytes) => format!("batch of {BATCH} of {}, a pair of it", size(bytes)),
             Self::Random(most) => format!("random up to {}, one operation", size(most)),
         }
@@ -91,6 +96,7 @@ fn steps(count: usize, most: u64) -> Vec<Step> {
 /// A pool with one stream.
 struct Bench {
     pool: DevicePool,
+    tenant: Tenant,
     stream: Stream,
     held: Vec<Block>,
 }
@@ -102,7 +108,8 @@ impl Bench {
         let driver: Arc<dyn Driver> = sim.driver();
         let pool = DevicePool::open(driver, DeviceId(0), PoolConfig::default())?;
         let stream = pool.stream()?;
-        Ok(Self { pool, stream, held: Vec::new() })
+        let tenant = pool.for_tenant(&Budget::new("the tenant", 64 * GIB))?;
+        Ok(Self { pool, tenant, stream, held: Vec::new() })
     }
 
     /// Runs `row` for about `operations` operations; answers with ns for one of what it counts.
@@ -111,6 +118,11 @@ impl Bench {
             Row::Pair(bytes) => {
                 let begun = Instant::now();
                 self.pairs(bytes, operations / 2)?;
+                Ok(per(begun, operations / 2))
+            }
+            Row::Tenant(bytes) => {
+                let begun = Instant::now();
+                self.tenants_pairs(bytes, operations / 2)?;
                 Ok(per(begun, operations / 2))
             }
             Row::Batch(bytes) => {
@@ -137,6 +149,14 @@ impl Bench {
     fn pairs(&mut self, bytes: u64, count: usize) -> Outcome<()> {
         for _ in 0..count {
             drop(black_box(self.pool.alloc(&self.stream, Request::bytes(black_box(bytes)))?));
+        }
+        Ok(())
+    }
+
+    #[inline(never)]
+    fn tenants_pairs(&mut self, bytes: u64, count: usize) -> Outcome<()> {
+        for _ in 0..count {
+            drop(black_box(self.tenant.alloc(&self.stream, Request::bytes(black_box(bytes)))?));
         }
         Ok(())
     }
@@ -197,9 +217,10 @@ fn main() -> Outcome<()> {
         let bytes = arguments.get(at + 2).ok_or("a size in bytes is missing")?.parse()?;
         let row = match arguments.get(at + 1).map(String::as_str) {
             Some("pair") => Row::Pair(bytes),
+            Some("tenant") => Row::Tenant(bytes),
             Some("batch") => Row::Batch(bytes),
             Some("random") => Row::Random(bytes),
-            _ => return Err("what to count: pair, batch or random".into()),
+            _ => return Err("what to count: pair, tenant, batch or random".into()),
         };
         let mut bench = Bench::new()?;
         bench.run(row, 20_000)?;
@@ -208,6 +229,7 @@ fn main() -> Outcome<()> {
     }
     let mut rows: Vec<Row> = Vec::new();
     rows.extend([256, 4 * KIB, 64 * KIB, MIB, 64 * MIB, GIB].map(Row::Pair));
+    rows.extend([256, MIB, 64 * MIB].map(Row::Tenant));
     rows.extend([256, 64 * KIB, MIB, 64 * MIB].map(Row::Batch));
     rows.extend([MIB, 64 * MIB, 4 * GIB].map(Row::Random));
     println!("{:<40} {:>8} {:>12} {:>7}", "ns", "pool", "malloc pair", "ratio");

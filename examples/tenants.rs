@@ -1,26 +1,32 @@
-//! Two tenants of one pool, each under a limit of its own, and who holds what by tag.
+//! Two tenants of one pool, each under a limit of its own, a tag under another, and who holds what.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
-use aquifer::{Budget, Bytes, Limit, Opaque, Request, Runtime, Tag};
+use aquifer::{Budget, Bytes, MemoryError, Request, Runtime, Tag};
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let rt = Runtime::builder().or_sim().build()?;
-    let pool = rt.device(0)?;
-    let s = pool.stream()?;
+    let s = rt.device(0)?.stream()?;
 
-    let a = Limit::new(pool.clone(), Budget::new("tenant a", 8 << 20));
-    let b = Limit::new(pool.clone(), Budget::new("tenant b", 4 << 20));
+    // Live bytes: a tree of their own, since the pool pays for the memory itself.
+    let tenants = Budget::new("all tenants", 10 << 20);
+    let (a, b) = (tenants.child("tenant-a", 8 << 20), tenants.child("tenant-b", 4 << 20));
 
     let kv = Request::bytes(6 << 20).tag(Tag::named("kv"));
-    let x = a.allocate(&s, kv)?;
+    let x = rt.device(0)?.for_tenant(&a)?.alloc(&s, kv)?;
     println!("tenant a holds {} under \"{}\"", Bytes(x.bytes()), x.tag());
 
-    match b.allocate(&s, kv) {
-        Ok(_) => return Err("a limit of 4 MiB granted 6".into()),
-        Err(refused) => println!("tenant b: {refused}"),
+    match rt.device(0)?.for_tenant(&b)?.alloc(&s, kv) {
+        Err(MemoryError::OutOfMemory(refused)) => {
+            println!("{refused}");
+            println!("{}", refused.to_json());
+        }
+        other => return Err(format!("a limit of 4 MiB answered {other:?}").into()),
     }
+
+    rt.device(0)?.limit_tag(Tag::named("kv"), 2 << 20);
+    assert!(rt.device(0)?.alloc(&s, kv).is_err(), "whoever asks");
     drop(x);
-    assert_eq!(a.budget().used(), 0);
+    assert_eq!(a.used() - a.spare(), 0);
     Ok(())
 }

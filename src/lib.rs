@@ -21,7 +21,7 @@ pub use aquifer_device::{
     self as device, Adopted, Adoption, Block, Chunks, ChunksMut, Debugging, Declined, DeviceArena,
     DeviceBuffer, DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Log,
     Offer, OnFailure, PoolConfig, Reclaim, Registration, Request, Reserved, Resource, Room, StableBlock,
-    StreamOrdered,
+    StreamOrdered, Tenant,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;

@@ -1,5 +1,5 @@
 //! What a tenant and a tag are promised: their live bytes, exactly, whoever frees them and wherever.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
 mod support;
 
