@@ -118,6 +118,12 @@
 //! and its work is known to be done, its cache serves another stream. So neither caches nor events add up with the streams
 //! that have lived.
 //!
+//! # Tenants and tags
+//!
+//! [`DevicePool::for_tenant`] counts blocks as a tenant's live bytes, and [`DevicePool::limit_tag`] as a tag's; what is
+//! beyond the limit is refused by an error that names whose it is. These limits are no part of the pool's own budget, which
+//! is charged for physical memory.
+//!
 //! # What the environment can set
 //! `AQUIFER_TRACE=FILE` writes the life of every block of every pool, for `aquifer replay`; `AQUIFER_BYPASS=1` makes each
 //! block an allocation of its own from the driver, so that memory checkers see it. A value that cannot be followed is an

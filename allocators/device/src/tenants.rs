@@ -202,6 +202,22 @@ impl DevicePool {
 }
 
 /// A pool as one tenant sees it: [`DevicePool::for_tenant`]. A clone is another handle.
+///
+/// Wrappers, arenas and buffers take it where they take a pool:
+///
+/// ```
+/// use aquifer_core::Budget;
+/// use aquifer_device::{DeviceArena, DevicePool, PoolConfig};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+/// let s = pool.stream()?;
+/// let tenant = pool.for_tenant(&Budget::new("tenant a", 8 << 20))?;
+/// let arena = DeviceArena::new(&tenant, &s, 1 << 20)?;
+/// assert_eq!(tenant.live(), 1 << 20);
+/// drop(arena);
+/// assert_eq!(tenant.live(), 0);
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Tenant {
     pool: DevicePool,

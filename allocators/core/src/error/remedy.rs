@@ -4,7 +4,17 @@ use super::OutOfMemory;
 use crate::{Bytes, budget::Holding};
 use std::fmt;
 
-/// The one thing to do about an [`OutOfMemory`]: the first of these whose case it is.
+/// The one thing to do about an [`OutOfMemory`]: the first of these whose case it is. Its text is the error's last line.
+///
+/// ```
+/// use aquifer_core::{Budget, OutOfMemory, error::Remedy};
+/// let tenant = Budget::new("tenant a", 100);
+/// let live = tenant.charge(80)?;
+/// let mut error = OutOfMemory::new("device 0".into(), 30);
+/// (error.refused, error.of_live_bytes) = (tenant.charge(30).err(), true);
+/// assert_eq!(error.remedy(), Remedy::FreeOrRaise { name: "tenant a", live: 80, missing: 10 });
+/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Remedy<'a> {
