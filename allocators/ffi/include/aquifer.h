@@ -51,7 +51,7 @@
  * Linking.    cc program.c -laquifer_ffi, or statically libaquifer_ffi.a -lpthread -ldl -lm. CUDA is opened at run time:
  *             neither the program nor the library links to it. All exported names begin with aq_. Two versions in one
  *             process: dlopen each with RTLD_LOCAL, which keeps their names and their runtimes apart; do not link both, nor
- *             free by one what the other gave.
+ *             free by one what the other gave. dlclose unloads nothing: threads may be on their way in the library.
  *
  * Environment. What the library's own documentation lists is respected: AQUIFER_TRACE, AQUIFER_BYPASS, AQUIFER_DEBUG.
  *             A value that cannot be followed is AQ_ERROR_BAD_SETTING from aq_runtime_create.
@@ -152,7 +152,7 @@ typedef struct aq_runtime_options {
     uint64_t sim_seed;          /* not 0: queued work runs late, and in an order by this seed; 0: at once */
     uint64_t device_limit;      /* bytes of each device at most; 0: four fifths of what is free now */
     uint64_t pinned_limit;      /* bytes of pinned memory at most; 0: half of what the host or its control group has */
-    uint64_t wait_ns;           /* how long an allocation waits for memory that is still in use; 0: the library's default */
+    uint64_t wait_ns;           /* how long an allocation waits for memory that is still in use; 0: 10 s */
     uint64_t release_threshold; /* idle bytes of each device above which memory goes back to the driver; 0: no bound */
 } aq_runtime_options;
 
@@ -237,7 +237,7 @@ aq_status aq_stream_register(aq_runtime runtime, uint32_t device, void *stream);
 
 /* The stream is about to be destroyed by its owner. Blocks until what is queued there is done. Its blocks stay good, and what
  * was free on it serves other streams. Blocks should be freed before: what is freed later is in order with its past only.
- * AQ_ERROR_UNKNOWN_STREAM if the runtime has not seen the stream: then there is nothing to be done, and it may go. */
+ * AQ_ERROR_UNKNOWN_STREAM if the runtime knows nothing of the stream: then there is nothing to be done, and it may go. */
 aq_status aq_stream_retire(aq_runtime runtime, uint32_t device, void *stream);
 
 /* ---- Limits and statistics ---------------------------------------------------------------------------------------- */
@@ -353,7 +353,9 @@ aq_status aq_ticket_free(aq_ticket ticket);
 /* What torch.cuda.memory.CUDAPluggableAllocator and its hooks call, over one runtime of the process. It is made at the first
  * of these calls, on the machine's driver with AQ_STREAMS_RETIRED, since PyTorch keeps its streams for good; one that
  * PyTorch does not own (ExternalStream) is to be retired before it is destroyed. What fails answers with null or nothing;
- * aq_last_error() has the text. The runtime is aq_torch_runtime's: for limits, statistics and snapshots. */
+ * aq_last_error() has the text. The runtime is aq_torch_runtime's: for limits, statistics and snapshots.
+ * Set the record_stream hook: without one PyTorch's record_stream says nothing to anybody. The hooks of graphs and memory pools
+ * (begin, end, release) are C++ functions that take a std::function, and are not here. */
 
 /* Makes it with other options, before PyTorch's first allocation. AQ_ERROR_BUSY if there is one that is open. */
 aq_status aq_torch_setup(const aq_runtime_options *options);

@@ -114,8 +114,9 @@ pub(crate) struct Shared {
 
 #[derive(Default)]
 struct Device {
-    /// Streams that have been seen, by their handles; per-thread default streams are their threads'.
-    streams: Mutex<HashMap<u64, Known>>,
+    /// Streams that are retired before they are destroyed, by their handles. Of others, of whose end nobody is told, only
+    /// threads know, and the pool as long as it has something of theirs: or they would add up.
+    streams: Mutex<HashMap<u64, Stream>>,
     stager: OnceLock<Stager>,
 }
 
@@ -190,8 +191,8 @@ impl Shared {
             _ => {}
         }
         let seen = lock(&self.device(device)?.streams).get(&handle).cloned();
-        if let Some(seen) = seen.filter(|seen| !seen.stream.timeline().is_retired() && seen.is_current()) {
-            return Ok(seen);
+        if let Some(stream) = seen.filter(|stream| !stream.timeline().is_retired()) {
+            return Ok(Known { stream, doubtful: false });
         }
         // SAFETY: 1. 2. the caller's.
         unsafe { self.adopt(device, handle, self.life) }
@@ -208,19 +209,14 @@ impl Shared {
         // SAFETY: 1. the caller's.
         let raw = unsafe { RawStream::from_raw(pool.device(), handle) };
         // SAFETY: 1. 2. the caller's.
-        let stream = unsafe { pool.streams().adopt(raw, life) }.map_err(|error| match error {
-            // Invalid value, context, handle.
-            MemoryError::Driver(error) if matches!(error.code, 1 | 201 | 400) => {
-                let text = format!("{handle:#x} is no stream of device {device}: {error}");
-                Failure::new(Status::UnknownStream, text)
-            }
-            other => other.into(),
-        })?;
-        let known = Known { stream, doubtful };
-        let before = lock(&self.device(device)?.streams).insert(handle, known.clone());
-        // It may be the last to hold what it knew.
-        drop(before);
-        Ok(known)
+        let stream =
+            unsafe { pool.streams().adopt(raw, life) }.map_err(|error| no_stream(error, device, handle))?;
+        if !doubtful {
+            let before = lock(&self.device(device)?.streams).insert(handle, stream.clone());
+            // It may be the last to hold what it knew.
+            drop(before);
+        }
+        Ok(Known { stream, doubtful })
     }
 
     /// Takes a stream in whose owner will retire it.
@@ -232,7 +228,8 @@ impl Shared {
         let known = unsafe { self.stream(device, handle) }?;
         if known.doubtful {
             // Its account ends, with its work, and another begins.
-            self.retire(device, handle)?;
+            // SAFETY: 1. the caller's.
+            unsafe { self.retire(device, handle) }?;
             // SAFETY: 1. 2. the caller's.
             unsafe { self.adopt(device, handle, AQ_STREAMS_RETIRED) }?;
         }
@@ -240,23 +237,19 @@ impl Shared {
     }
 
     /// Ends the account of a stream.
-    pub(crate) fn retire(&self, device: u32, handle: u64) -> Answer {
-        let seen = lock(&self.device(device)?.streams).get(&handle).cloned();
-        let unknown = || {
-            let text =
-                format!("{handle:#x} is no stream that device {device} has seen; nothing is to be done");
-            Failure::new(Status::UnknownStream, text)
-        };
-        let stream = match handle {
-            0 | 1 => self.pool(device)?.streams().legacy_default()?,
-            2 => self.pool(device)?.streams().thread_default()?,
-            _ => seen.filter(Known::is_current).ok_or_else(unknown)?.stream,
-        };
-        let timeline = stream.timeline().clone();
-        stream.retire()?;
+    ///
+    /// # Safety
+    /// 1. `handle` is a stream of this driver and device that is alive; any number for a simulated one.
+    pub(crate) unsafe fn retire(&self, device: u32, handle: u64) -> Answer {
+        let pool = self.pool(device)?;
+        // SAFETY: 1. the caller's.
+        let raw = unsafe { RawStream::from_raw(pool.device(), handle) };
+        let timeline =
+            pool.streams().timeline(raw, None).map_err(|error| no_stream(error, device, handle))?;
+        timeline.retire()?;
         let gone = {
             let mut streams = lock(&self.device(device)?.streams);
-            let same = |known: &Known| Arc::ptr_eq(known.stream.timeline(), &timeline);
+            let same = |known: &Stream| Arc::ptr_eq(known.timeline(), &timeline);
             if streams.get(&handle).is_some_and(same) { streams.remove(&handle) } else { None }
         };
         drop(gone);
@@ -282,6 +275,23 @@ impl Shared {
 impl fmt::Debug for Shared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Shared").field("id", &self.id).finish_non_exhaustive()
+    }
+}
+
+/// What the driver's or the pool's refusal of a handle means.
+#[cold]
+fn no_stream(error: MemoryError, device: u32, handle: u64) -> Failure {
+    match error {
+        MemoryError::UnknownId => {
+            let text = format!("{handle:#x} is no stream that device {device} knows; nothing is to be done");
+            Failure::new(Status::UnknownStream, text)
+        }
+        // Invalid value, context, handle.
+        MemoryError::Driver(error) if matches!(error.code, 1 | 201 | 400) => {
+            let text = format!("{handle:#x} is no stream of device {device}: {error}");
+            Failure::new(Status::UnknownStream, text)
+        }
+        other => other.into(),
     }
 }
 

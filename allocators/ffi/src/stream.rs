@@ -29,5 +29,6 @@ pub unsafe extern "C" fn aq_stream_retire(
     device: u32,
     stream: *mut c_void,
 ) -> aq_status {
-    enter(|| here::with(runtime, |shared| shared.retire(device, handle(stream))))
+    // SAFETY: 1. the caller's.
+    enter(|| here::with(runtime, |shared| unsafe { shared.retire(device, handle(stream)) }))
 }
