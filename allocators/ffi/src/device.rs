@@ -87,7 +87,7 @@ pub unsafe extern "C" fn aq_alloc_aligned(
 
 /// # Safety
 /// As [`aq_alloc_aligned`].
-#[inline]
+#[inline(always)]
 pub(crate) unsafe fn allocate(
     runtime: aq_runtime,
     device: u32,
@@ -120,7 +120,7 @@ pub extern "C" fn aq_free(runtime: aq_runtime, device: u32, address: u64) -> aq_
     enter(|| free(runtime, device, address))
 }
 
-#[inline]
+#[inline(always)]
 pub(crate) fn free(runtime: aq_runtime, device: u32, address: u64) -> Answer {
     if address == 0 {
         return Ok(());

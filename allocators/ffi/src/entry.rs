@@ -30,13 +30,13 @@ thread_local! {
 pub(crate) type Answer<T = ()> = Result<T, Failure>;
 
 /// Runs a call's work and answers with its code.
-#[inline]
+#[inline(always)]
 pub(crate) fn enter(work: impl FnOnce() -> Answer) -> aq_status {
     enter_with(|| work().map(|()| Status::Ok))
 }
 
 /// The same, for work with more than one good end.
-#[inline]
+#[inline(always)]
 pub(crate) fn enter_with(work: impl FnOnce() -> Answer<Status>) -> aq_status {
     INSIDE.set(INSIDE.get() + 1);
     // What a panic leaves half done lies behind locks that count a poisoned value as a value, or is this call's own.

@@ -47,7 +47,7 @@ impl Here {
 }
 
 /// Runs `work` with a runtime that is open.
-#[inline]
+#[inline(always)]
 pub(crate) fn with<R>(runtime: aq_runtime, work: impl FnOnce(&Arc<Shared>) -> Answer<R>) -> Answer<R> {
     let mut work = Some(work);
     let known = HERE.try_with(|here| {
@@ -55,21 +55,19 @@ pub(crate) fn with<R>(runtime: aq_runtime, work: impl FnOnce(&Arc<Shared>) -> An
         let here = here.as_ref().filter(|here| here.is(runtime))?;
         work.take().map(|work| work(&here.shared))
     });
-    match (known.ok().flatten(), work) {
-        (Some(answer), _) => answer,
-        (None, work) => {
-            let shared = remember(runtime)?;
-            // It was not taken, or there would be an answer.
-            work.map_or_else(|| unreachable!("work that was taken has an answer"), |work| work(&shared))
-        }
+    if let Ok(Some(answer)) = known {
+        return answer;
     }
+    let shared = remember(runtime)?;
+    // It was not taken, or there would be an answer.
+    work.map_or_else(|| unreachable!("work that was taken has an answer"), |work| work(&shared))
 }
 
 /// Runs `work` with a runtime that is open, the pool of a device and what a raw handle means there.
 ///
 /// # Safety
 /// As [`Shared::stream`].
-#[inline]
+#[inline(always)]
 #[expect(unsafe_code, reason = "passes a caller's promise on")]
 pub(crate) unsafe fn with_stream<R>(
     runtime: aq_runtime,
@@ -88,20 +86,34 @@ pub(crate) unsafe fn with_stream<R>(
         let pool = here.shared.pool(device).ok()?;
         work.take().map(|work| work(&here.shared, pool, &seen.known.stream))
     });
-    match (known.ok().flatten(), work) {
-        (Some(answer), _) => answer,
-        (None, work) => {
-            let shared = remember(runtime)?;
-            // SAFETY: 1. 2. the caller's.
-            let known = unsafe { shared.stream(device, handle) }?;
-            remember_stream(&shared, Seen { device, handle, known: known.clone() });
-            let pool = shared.pool(device)?;
-            work.map_or_else(
-                || unreachable!("work that was taken has an answer"),
-                |work| work(&shared, pool, &known.stream),
-            )
-        }
+    if let Ok(Some(answer)) = known {
+        return answer;
     }
+    // SAFETY: 1. 2. the caller's.
+    let (shared, known) = unsafe { remember_with_stream(runtime, device, handle) }?;
+    let pool = shared.pool(device)?;
+    work.map_or_else(
+        || unreachable!("work that was taken has an answer"),
+        |work| work(&shared, pool, &known.stream),
+    )
+}
+
+/// Looks a runtime and a stream up, and remembers them.
+///
+/// # Safety
+/// As [`Shared::stream`].
+#[cold]
+#[expect(unsafe_code, reason = "passes a caller's promise on")]
+unsafe fn remember_with_stream(
+    runtime: aq_runtime,
+    device: u32,
+    handle: u64,
+) -> Answer<(Arc<Shared>, Known)> {
+    let shared = remember(runtime)?;
+    // SAFETY: 1. 2. the caller's.
+    let known = unsafe { shared.stream(device, handle) }?;
+    remember_stream(&shared, Seen { device, handle, known: known.clone() });
+    Ok((shared, known))
 }
 
 /// Looks a runtime up, and remembers it.

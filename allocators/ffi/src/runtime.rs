@@ -160,12 +160,19 @@ impl Shared {
     /// The pool of a device.
     #[inline]
     pub(crate) fn pool(&self, device: u32) -> Result<&DevicePool, MemoryError> {
-        self.runtime.device(device as usize)
+        match self.runtime.devices().get(device as usize) {
+            Some(pool) => Ok(pool),
+            None => Err(self.no_device(device)),
+        }
+    }
+
+    #[cold]
+    fn no_device(&self, device: u32) -> MemoryError {
+        MemoryError::NoDevice { asked: device, count: self.devices.len() as u32 }
     }
 
     fn device(&self, device: u32) -> Result<&Device, MemoryError> {
-        let count = self.devices.len() as u32;
-        self.devices.get(device as usize).ok_or(MemoryError::NoDevice { asked: device, count })
+        self.devices.get(device as usize).ok_or_else(|| self.no_device(device))
     }
 
     /// The stager of a device, made at its first use.
