@@ -1,6 +1,7 @@
 //! `AddressSanitizer` stops whoever touches an arena's memory that is handed out to nobody. `ci/asan` builds it in.
 //!
 //! Each fault is a process of its own, which has to end by it.
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
 
 mod support;
 

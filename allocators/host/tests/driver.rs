@@ -402,7 +402,9 @@ fn a_pool_closed_under_a_copy_keeps_the_region_until_the_copy_is_done() {
 #[test]
 fn the_oracle_sees_a_block_that_is_freed_under_a_copy_nobody_told_the_pool_of() {
     if aquifer_core::sanitizer::IS_BUILT_IN {
-        return println!("skipped: the copy reads what is nobody's, and AddressSanitizer ends the process for it");
+        return println!(
+            "skipped: the copy reads what is nobody's, and AddressSanitizer ends the process for it"
+        );
     }
     let (sim, host) = machine();
     let driver = sim.driver();

@@ -1,7 +1,7 @@
 //! `AddressSanitizer` stops whoever touches a pool's memory that is nobody's. `ci/asan` builds it in.
 //!
 //! Each fault is a process of its own, which has to end by it.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
 
 mod support;
 
