@@ -19,9 +19,9 @@ pub use aquifer_core::{
 };
 pub use aquifer_device::{
     self as device, Adopted, Adoption, Block, Chunks, ChunksMut, Debugging, Declined, DeviceArena,
-    DeviceBuffer, DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Log,
-    Offer, OnFailure, PoolConfig, Reclaim, Registration, Request, Reserved, Resource, Room, StableBlock,
-    StreamOrdered, Tenant,
+    DeviceBuffer, DevicePages, DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback,
+    Finding, Log, Offer, OnFailure, PageRun, PoolConfig, Reclaim, Registration, Request, Reserved, Resource,
+    Room, StableBlock, StreamOrdered, Tenant,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;
