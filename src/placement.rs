@@ -172,8 +172,7 @@ impl Placer {
     #[inline]
     fn try_each(&self, place: &Place, turn: u64, now: u64, met: &mut Met) -> Option<Lease> {
         loop {
-            let serving = self.fleet.serving(met.refused, now);
-            let admitted = serving.filter(|candidate| place.admits(candidate)).map(|c| self.weigh(c));
+            let admitted = self.fleet.admitted(place, met.refused, now).map(|c| self.weigh(c));
             let best = self.policy.pick_from(place, admitted, turn, self.fleet.len())?;
             if let Some(lease) = self.hold(place, best.index, best.generation, met) {
                 return Some(lease);
@@ -193,21 +192,19 @@ impl Placer {
         }
     }
 
-    /// The devices that satisfy `place`, in the order in which the policy would take them.
-    fn ranked(
-        &self,
+    /// Devices that serve and satisfy `place`, `rest`, in the order in which the policy would take them.
+    fn ranked<'a>(
+        &'a self,
         place: &Place,
-        admits: impl Fn(&Candidate<'_>) -> bool,
+        rest: impl Iterator<Item = Candidate<'a>>,
         turn: u64,
-        now: u64,
-    ) -> Result<Vec<Candidate<'_>>, PlaceError> {
+    ) -> Result<Vec<Candidate<'a>>, PlaceError> {
         let target = match self.policy {
             Policy::Near => self.fleet.target(place.near_asked()),
             _ => Target::Anywhere,
         };
-        let serving = self.fleet.serving(0, now).filter(|candidate| admits(candidate));
         let mut rest: Vec<_> =
-            serving.map(|c| Candidate { far: self.fleet.far(&c, target), ..self.weigh(c) }).collect();
+            rest.map(|c| Candidate { far: self.fleet.far(&c, target), ..self.weigh(c) }).collect();
         let mut ranked = Vec::with_capacity(rest.len());
         if let Policy::Custom(custom) = &self.policy {
             let order = custom.order(place, &rest);
@@ -230,16 +227,13 @@ impl Placer {
         now: u64,
         met: &mut Met,
     ) -> Result<Option<Lease>, PlaceError> {
-        let ranked = self.ranked(place, |candidate| place.admits(candidate), turn, now)?;
-        let fresh = ranked.iter().filter(|best| met.refused >> best.index & 1 == 0);
-        let mut held = None;
-        for best in fresh.collect::<Vec<_>>() {
-            held = self.hold(place, best.index, best.generation, met);
-            if held.is_some() {
-                break;
+        let rest: Vec<_> = self.fleet.admitted(place, met.refused, now).collect();
+        for best in self.ranked(place, rest.into_iter(), turn)? {
+            if let Some(lease) = self.hold(place, best.index, best.generation, met) {
+                return Ok(Some(lease));
             }
         }
-        Ok(held)
+        Ok(None)
     }
 
     /// Nothing was found by what was known: finds out anew, and tries again before it says so.
@@ -298,7 +292,7 @@ impl Placer {
         let now = self.fleet.look();
         let fleet = &self.fleet;
         fleet.members().enumerate().map(move |(index, member)| Device {
-            seen: self.weigh(member.candidate(index, now)),
+            seen: self.weigh(member.candidate(index, now, None)),
             health: member.health(),
             pool: &member.pool,
         })

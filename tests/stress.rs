@@ -22,7 +22,7 @@ use support::assert_silent;
 const MIB: u64 = 1 << 20;
 const DEVICES: u32 = 3;
 const TENANTS: u64 = 8;
-const ROUNDS: u64 = 150;
+const ROUNDS: u64 = 600;
 /// No round begins later than this.
 const LONGEST: Duration = Duration::from_secs(8);
 /// All devices together, and each tenant: a tenant alone could nearly fill them.

@@ -63,6 +63,9 @@ pub(super) struct Member {
     total: u64,
     /// What caches held when they were asked.
     cached: AtomicU64,
+    /// What the pool held in all then, and when that was.
+    physical: AtomicU64,
+    counted: AtomicU64,
     /// What the driver had left then; where the budget is the device's own, with what was charged to it then.
     ceiling: AtomicU64,
     /// Nanoseconds on the fleet's clock.
@@ -110,6 +113,8 @@ impl Member {
             budget,
             alone,
             cached: AtomicU64::new(0),
+            physical: AtomicU64::new(0),
+            counted: AtomicU64::new(0),
             ceiling: AtomicU64::new(u64::MAX),
             sampled: AtomicU64::new(0),
             node,
@@ -158,18 +163,19 @@ impl Member {
     }
 
     #[inline]
-    fn free(&self) -> u64 {
-        self.cached.load(Relaxed).saturating_add(self.budget.estimate().min(self.drivers()))
+    fn free(&self, priority: Option<i32>) -> u64 {
+        self.cached.load(Relaxed).saturating_add(self.budget.estimate(priority).min(self.drivers()))
     }
 
+    /// As a policy sees it, to a request of this priority.
     #[inline]
-    pub(super) fn candidate(&self, index: usize, now: u64) -> Candidate<'_> {
+    pub(super) fn candidate(&self, index: usize, now: u64, priority: Option<i32>) -> Candidate<'_> {
         let info = self.pool.info();
         Candidate {
             index,
             device: info.device,
             generation: self.generation,
-            free: self.free(),
+            free: self.free(priority),
             total: self.total.min(self.budget.limit()),
             compute_capability: info.compute_capability,
             peers: &info.peers,
@@ -179,19 +185,35 @@ impl Member {
         }
     }
 
+    /// Counts what caches hold once more, if that could make `free` bytes as many as are needed, and the pool has grown or
+    /// shrunk since or the clock has ticked. Answers with the free bytes.
+    #[cold]
+    fn recount(&self, free: u64, place: &Place, now: u64) -> u64 {
+        let physical = self.pool.physical();
+        let most = self.budget.estimate(place.priority_asked()).saturating_add(physical);
+        let known = physical == self.physical.load(Relaxed) && self.counted.load(Relaxed) == now;
+        if known || most < place.needs() {
+            return free;
+        }
+        self.counted.store(now, Relaxed);
+        self.count();
+        self.free(place.priority_asked())
+    }
+
     /// Asks the caches what they hold. No driver call.
     pub(super) fn count(&self) {
-        self.cached.store(self.pool.stats().cached, Relaxed);
+        let stats = self.pool.stats();
+        self.physical.store(stats.physical, Relaxed);
+        self.cached.store(stats.cached, Relaxed);
     }
 
     /// Asks the driver what it has left (`cuMemGetInfo`). One that does not answer leaves the older sample.
     fn sample(&self, now: u64) {
         let device = self.pool.device();
         let Ok(info) = self.pool.driver().memory_info(device) else { return };
-        let stats = self.pool.stats();
-        self.cached.store(stats.cached, Relaxed);
+        self.count();
         // What is charged and not held yet is to be had of the driver as well.
-        let held = if self.alone { stats.physical } else { 0 };
+        let held = if self.alone { self.physical.load(Relaxed) } else { 0 };
         self.ceiling.store(info.free.saturating_add(held), Relaxed);
         self.sampled.store(now, Relaxed);
     }
@@ -217,11 +239,6 @@ impl Member {
         self.pool.trim(self.pool.stats().physical.saturating_sub(bytes))?;
         self.count();
         Ok(())
-    }
-
-    fn passed(&self, index: usize, now: u64, why: Why) -> Passed {
-        let Candidate { device, generation, free, age, .. } = self.candidate(index, now);
-        Passed { device, generation, free, age, why }
     }
 }
 
@@ -347,13 +364,33 @@ impl Fleet {
         }
     }
 
-    /// Those that new requests may go to, in the order of their indices, but for the set `tried`.
+    /// Those that new requests may go to and that satisfy `place`, in the order of their indices, but for the set `tried`.
     #[inline]
-    pub(super) fn serving(&self, tried: u64, now: u64) -> impl Iterator<Item = Candidate<'_>> + Clone {
-        let members = self.members().enumerate();
-        members.filter_map(move |(index, member)| {
+    pub(super) fn admitted<'a>(
+        &'a self,
+        place: &'a Place,
+        tried: u64,
+        now: u64,
+    ) -> impl Iterator<Item = Candidate<'a>> + Clone {
+        self.serving(tried, now, place.priority_asked()).filter_map(move |(mut candidate, member)| {
+            if candidate.free < place.needs() {
+                candidate.free = member.recount(candidate.free, place, now);
+            }
+            place.admits(&candidate).then_some(candidate)
+        })
+    }
+
+    /// Those that new requests may go to.
+    #[inline]
+    pub(super) fn serving(
+        &self,
+        tried: u64,
+        now: u64,
+        priority: Option<i32>,
+    ) -> impl Iterator<Item = (Candidate<'_>, &Member)> + Clone {
+        self.members().enumerate().filter_map(move |(index, member)| {
             let open = tried >> index & 1 == 0 && member.state.load(Acquire) == 0;
-            open.then(|| member.candidate(index, now))
+            open.then(|| (member.candidate(index, now, priority), member))
         })
     }
 
@@ -397,13 +434,14 @@ impl Fleet {
         let members = self.members().enumerate();
         members
             .map(|(index, member)| {
-                let candidate = member.candidate(index, now);
+                let candidate = member.candidate(index, now, place.priority_asked());
                 let why = match member.health() {
                     Health::Lost => Why::Lost,
                     Health::Draining => Why::Draining,
                     Health::Serving => place.objection(&candidate).unwrap_or_else(|| why(index, &candidate)),
                 };
-                member.passed(index, now, why)
+                let Candidate { device, generation, free, age, .. } = candidate;
+                Passed { device, generation, free, age, why }
             })
             .collect()
     }

@@ -124,7 +124,7 @@ impl Placer {
             .members()
             .enumerate()
             .filter(|(_, member)| member.health() != super::Health::Lost)
-            .map(|(index, member)| member.candidate(index, 0))
+            .map(|(index, member)| member.candidate(index, 0, None))
             .filter(suits)
             .map(|device| Choice { device, room: room(group, &device, device.total) })
             .collect();
@@ -178,7 +178,9 @@ impl Placer {
         loop {
             // What a wait was granted is the group's to use.
             let own = granted.as_ref().map(|granted| (granted.index, granted.held.remaining()));
-            let ranked = self.ranked(&group.each, |c| group.each.admits(&with(*c, own)), turn, now)?;
+            let serving = self.fleet.serving(0, now, group.each.priority_asked());
+            let admitted = serving.map(|(c, _)| c).filter(|c| group.each.admits(&with(*c, own)));
+            let ranked = self.ranked(&group.each, admitted, turn)?;
             let options = ranked.iter().map(|&device| {
                 let device = with(device, own);
                 Choice { room: room(group, &device, device.free).min(most[device.index]), device }

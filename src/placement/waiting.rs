@@ -153,14 +153,17 @@ impl Placing {
         let fleet = self.placer.fleet.clone();
         let mut hope = false;
         for (index, member) in fleet.members().enumerate() {
-            let candidate = member.candidate(index, 0);
+            let candidate = member.candidate(index, 0, None);
             let suits = self.place.suits(&candidate) && candidate.total >= self.needs();
             if !suits || member.health() == Health::Lost {
                 continue;
             }
             hope = true;
             let known = self.lines.iter().any(|line| line.index == index);
-            if known || !self.serves(member) || member.budget().estimate() >= self.needs() {
+            if known
+                || !self.serves(member)
+                || member.budget().estimate(self.place.priority_asked()) >= self.needs()
+            {
                 continue;
             }
             let waiting = member.budget().charge_async(self.needs());

@@ -206,11 +206,12 @@ impl Budget {
     }
 
     /// As [`Budget::remaining`], from figures that are read one after another while others move them, without the tree's
-    /// lock: for whoever compares many budgets, and charges one of them afterwards, which decides.
+    /// lock: for whoever compares many budgets, and charges one of them afterwards, which decides. By another priority than
+    /// the budget's own, if one is given.
     #[inline]
     #[must_use]
-    pub fn estimate(&self) -> u64 {
-        self.node.room(self.node.priority.load(Relaxed))
+    pub fn estimate(&self, priority: Option<i32>) -> u64 {
+        self.node.room(priority.map_or_else(|| self.node.priority.load(Relaxed), i64::from))
     }
 
     /// Sets the limit for charges from now on. Below what is used it refuses all of them until enough has been given back;

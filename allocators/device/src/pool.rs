@@ -320,6 +320,16 @@ impl DevicePool {
         Ok(block)
     }
 
+    /// Bytes held from the driver now, as [`PoolStats::physical`] says, without looking at what they are used for.
+    #[inline]
+    #[must_use]
+    pub fn physical(&self) -> u64 {
+        match &self.handle.detour {
+            Some(Detour::Direct(direct)) => self.inner().held() + direct.stats().physical,
+            _ => self.inner().held(),
+        }
+    }
+
     /// Bytes that live blocks of this tag hold here. Looks through all caches; never blocks on the driver.
     #[must_use]
     pub fn held_by(&self, tag: Tag) -> u64 {

@@ -93,11 +93,12 @@ impl DevicePool {
         self.stable_block(stream, request, None)
     }
 
-    /// As [`DevicePool::alloc_stable`], with its whole handle drawn from `held` before the budget is asked. Where `held` has
-    /// less, what it lacks is charged and all of it drawn.
+    /// As [`DevicePool::alloc_stable`], with its whole handle drawn from `held`. Where `held` has less, what it lacks is
+    /// charged and all of it drawn.
     ///
     /// # Errors
-    /// As [`DevicePool::alloc_stable`]; `held` is then as it was, but for what others drew.
+    /// As [`DevicePool::alloc_stable`]; `held` is then as it was, unless others have taken what a call of the driver gave
+    /// back as it failed.
     #[track_caller]
     pub fn alloc_stable_reserved(
         &self,
@@ -108,12 +109,35 @@ impl DevicePool {
         let _site = site::enter();
         let inside = || held.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = self.inner().apart.rounded(request.checked()?.size());
-        let lacks = bytes.saturating_sub(inside().remaining());
-        let more = if lacks == 0 { None } else { self.budget().charge(lacks).ok() };
-        let topped = more.is_some_and(|more| inside().put_back(more).is_ok());
-        let block = self.stable_block(stream, request, Some(held));
-        if topped && block.is_err() {
-            drop(inside().draw(lacks));
+        let taken = {
+            let mut held = inside();
+            let most = bytes.min(held.remaining());
+            held.draw(most)
+        };
+        let mut funds = taken.map(Reservation::from)?;
+        let had = funds.remaining();
+        if had < bytes {
+            // Without it the rest asks for all of it, and what is held here waits.
+            let lacks = || self.budget().charge(bytes - had);
+            let more = lacks().or_else(|refused| {
+                let physical = self.stats().physical;
+                self.trim(physical.saturating_sub(bytes - had)).map_err(|_| refused)?;
+                lacks()
+            });
+            if let Ok(more) = more {
+                // Of the same budget, or its own: then the chain charges it again.
+                let _ = funds.put_back(more);
+            }
+        }
+        let funds = Mutex::new(funds);
+        let block = self.stable_block(stream, request, Some(&funds));
+        let mut left = funds.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if block.is_err() {
+            let gone = had.saturating_sub(left.remaining());
+            let back = left.draw(had - gone).ok().into_iter().chain(self.budget().charge(gone).ok());
+            let mut held = inside();
+            // Theirs is the budget that they were drawn from.
+            back.for_each(|charge| drop(held.put_back(charge)));
         }
         block
     }
