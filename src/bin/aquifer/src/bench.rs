@@ -7,6 +7,7 @@
 //! | `device` | what is measured of device memory |
 //! | `global` | what the global allocator adds to those it wraps |
 //! | `pinned` | what is measured of pinned memory |
+//! | `placement` | what picking a device costs |
 //! | `stage` | what is measured of staging |
 //! | `lap` | how time is taken |
 //! | `row` | one figure and its peer's |
@@ -24,6 +25,7 @@ pub(crate) mod global;
 pub(crate) mod host;
 mod lap;
 pub(crate) mod pinned;
+pub(crate) mod placement;
 mod report;
 pub(crate) mod row;
 mod sheet;

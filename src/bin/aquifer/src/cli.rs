@@ -120,6 +120,11 @@ median of 21 turns, with the interval of 95 %. Takes some minutes.")]
 A ratio is the budget's time over the host's malloc in the same run. No device is part
 of it. Takes some seconds.")]
     Budget(BenchBudget),
+    /// Picking a device among simulated ones, by each policy, in groups, with 16 threads
+    #[command(after_help = "\
+A ratio is the placer's time over that of a vector of free bytes behind a lock in the
+same run. No GPU is part of it. Takes most of a minute.")]
+    Placement(BenchPlacement),
 }
 
 /// Flags that every bench has.
@@ -150,6 +155,14 @@ pub(crate) struct BenchArena {
 /// Flags of `bench budget`.
 #[derive(Args, Debug)]
 pub(crate) struct BenchBudget {
+    /// Which rows, and how they are told
+    #[command(flatten)]
+    pub(crate) rows: RowFlags,
+}
+
+/// Flags of `bench placement`.
+#[derive(Args, Debug)]
+pub(crate) struct BenchPlacement {
     /// Which rows, and how they are told
     #[command(flatten)]
     pub(crate) rows: RowFlags,

@@ -69,6 +69,9 @@ fn main() -> ExitCode {
                     Benched::Global(args) => {
                         (bench::global::run(&args).map_err(|e| e.to_string()), args.rows.json)
                     }
+                    Benched::Placement(args) => {
+                        (bench::placement::run(&args).map_err(|e| e.to_string()), args.rows.json)
+                    }
                     Benched::Budget(args) => {
                         (bench::budget::run(&args).map_err(|e| e.to_string()), args.rows.json)
                     }

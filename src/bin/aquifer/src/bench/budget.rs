@@ -108,7 +108,7 @@ fn tree(levels: usize) -> Budget {
 }
 
 /// Pairs on a thread for each source.
-fn pairs_of<'a, S>(sources: Vec<S>) -> Contender<'a>
+pub(super) fn pairs_of<'a, S>(sources: Vec<S>) -> Contender<'a>
 where
     S: Source + Send + 'a,
     S::Held: Send,

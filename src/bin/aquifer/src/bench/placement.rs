@@ -1,0 +1,293 @@
+//! `aquifer bench placement`: what picking a device and holding bytes there costs.
+//!
+//! A pair is a request for 1 MiB and the drop of its lease, over simulated devices of equal size. The peer is what a program
+//! writes by hand: free bytes of each device in a vector behind a lock, of which the largest is taken. It knows no budget, no
+//! hint and no health.
+
+use super::{
+    budget::pairs_of,
+    device::source::Source,
+    lap::{Contender, Pace, contest},
+    report::Report,
+    row::Unit,
+    sheet::{Group, Mistake, Sheet, measure},
+};
+use crate::{
+    cli::{self, DeviceChoice},
+    place::Place as Machine,
+    progress::Progress,
+};
+use aquifer::{
+    DeviceId, Group as Shards, Lease, Place, PlaceError, Placer, Policy, Runtime,
+    placement::{Candidate, key_of},
+    sim::Sim,
+};
+use aquifer_core::{MemoryError, Result};
+use std::{
+    convert::Infallible,
+    sync::{Mutex, PoisonError},
+};
+
+/// Bytes of a request, as the lanes are told.
+const BYTES: u64 = 1 << 20;
+/// What each device may have: more than is ever leased here.
+const LIMIT: u64 = 100 << 30;
+const DEVICES: [u32; 3] = [1, 8, 64];
+const GROUPS: [usize; 2] = [4, 8];
+const THREADS: usize = 16;
+/// The hand-written picker, as rows name it.
+const BY_HAND: &str = "Mutex<Vec<free>>";
+
+/// In the order in which they are measured and printed.
+fn groups() -> [Group<Bench>; 3] {
+    [
+        Group { names: single_names, measure: singles },
+        Group { names: shard_names, measure: shards },
+        Group { names: thread_names, measure: threads },
+    ]
+}
+
+/// Measures what was asked for, within most of a minute.
+///
+/// # Errors
+/// [`Mistake`], before anything is measured.
+pub(crate) fn run(args: &cli::BenchPlacement) -> std::result::Result<Report, Mistake> {
+    let machine = Machine::choose(DeviceChoice::Sim).map_err(Mistake::Place)?;
+    let session = machine.begin(false);
+    let lost = |e| Mistake::Device(MemoryError::driver(session.device, e));
+    let version = session.driver.driver_version().map_err(lost)?;
+    let pace = Pace::of(args.rows.quick);
+    let mut bench = Bench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
+    measure(&mut bench, |bench| &mut bench.sheet, &groups(), &mut Progress::on_terminal())?;
+    Ok(bench.sheet.report("placement", &machine, version, args.rows.quick))
+}
+
+/// A bench under way.
+struct Bench {
+    pace: Pace,
+    sheet: Sheet,
+}
+
+impl Bench {
+    /// A row beside the hand-written picker's over as many devices.
+    fn beside_by_hand(&mut self, name: &str, own: Contender<'_>, devices: u32) {
+        let peer = pairs_of(vec![ByHand::new(devices)]);
+        let mut outcomes = contest(self.pace, vec![own, peer]).into_iter();
+        let mut next = || {
+            let mut outcome = outcomes.next().unwrap_or_default();
+            self.sheet.note(name, std::mem::take(&mut outcome.failed));
+            outcome.over_all * 2.0
+        };
+        let (own, peer) = (next(), next());
+        self.sheet.add(name, Unit::NsPerPair, own, Some((BY_HAND, peer)));
+    }
+}
+
+fn policies() -> [(&'static str, Policy); 9] {
+    let last = |_: &Place, devices: &[Candidate<'_>]| devices.iter().rev().map(|d| d.device).collect();
+    [
+        ("most free", Policy::MostFree),
+        ("least loaded", Policy::LeastLoaded),
+        ("best fit", Policy::BestFit),
+        ("best compute", Policy::BestCompute),
+        ("round robin", Policy::RoundRobin),
+        ("weighted", Policy::weighted([(DeviceId(0), 3)])),
+        ("affinity", Policy::Affinity),
+        ("near the caller", Policy::Near),
+        ("custom", Policy::custom("the last", last)),
+    ]
+}
+
+/// So many devices that nothing runs on.
+fn runtime(devices: u32) -> Result<Runtime> {
+    let driver = Sim::h200(devices).symbolic().driver();
+    Runtime::builder().driver(driver).device_budget(LIMIT).build()
+}
+
+fn over(devices: u32) -> String {
+    format!("{devices} device{}", if devices == 1 { "" } else { "s" })
+}
+
+/// Requests of one thread.
+struct Placing {
+    placer: Placer,
+    place: Place,
+}
+
+impl Placing {
+    fn new(placer: Placer) -> Self {
+        Self { placer, place: Place::bytes(BYTES).key(key_of(b"a session")) }
+    }
+}
+
+impl Source for Placing {
+    type Held = Lease;
+    type Refused = PlaceError;
+
+    #[inline]
+    fn take(&self, _bytes: u64) -> std::result::Result<Lease, PlaceError> {
+        self.placer.place(&self.place)
+    }
+
+    #[inline]
+    fn give(&self, held: Lease) -> std::result::Result<(), PlaceError> {
+        drop(held);
+        Ok(())
+    }
+
+    fn rest(&self) -> std::result::Result<(), PlaceError> {
+        Ok(())
+    }
+}
+
+/// Groups of one thread.
+struct Sharding(Placer, Shards);
+
+impl Source for Sharding {
+    type Held = Vec<Lease>;
+    type Refused = PlaceError;
+
+    fn take(&self, _bytes: u64) -> std::result::Result<Vec<Lease>, PlaceError> {
+        self.0.place_group(&self.1)
+    }
+
+    fn give(&self, held: Vec<Lease>) -> std::result::Result<(), PlaceError> {
+        drop(held);
+        Ok(())
+    }
+
+    fn rest(&self) -> std::result::Result<(), PlaceError> {
+        Ok(())
+    }
+}
+
+/// What a program writes by hand.
+struct ByHand(Mutex<Vec<u64>>);
+
+impl ByHand {
+    fn new(devices: u32) -> Self {
+        Self(Mutex::new(vec![LIMIT; devices as usize]))
+    }
+}
+
+impl Source for ByHand {
+    type Held = (usize, u64);
+    type Refused = Infallible;
+
+    #[inline]
+    fn take(&self, bytes: u64) -> std::result::Result<(usize, u64), Infallible> {
+        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let most = (0..free.len()).max_by_key(|&device| free[device]).unwrap_or_default();
+        free[most] -= bytes;
+        Ok((most, bytes))
+    }
+
+    #[inline]
+    fn give(&self, (device, bytes): (usize, u64)) -> std::result::Result<(), Infallible> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)[device] += bytes;
+        Ok(())
+    }
+
+    fn rest(&self) -> std::result::Result<(), Infallible> {
+        Ok(())
+    }
+}
+
+fn single_names(_: &Bench) -> Vec<String> {
+    let name = |devices| move |(policy, _): (&str, _)| format!("place + drop, {policy}, {}", over(devices));
+    DEVICES.into_iter().flat_map(|devices| policies().into_iter().map(name(devices))).collect()
+}
+
+fn singles(bench: &mut Bench) -> Result<()> {
+    let mut names = single_names(bench).into_iter();
+    for devices in DEVICES {
+        let rt = runtime(devices)?;
+        for (_, policy) in policies() {
+            let Some(name) = names.next().filter(|name| bench.sheet.wants(name)) else { continue };
+            bench.beside_by_hand(&name, pairs_of(vec![Placing::new(rt.placer(policy))]), devices);
+        }
+    }
+    Ok(())
+}
+
+fn shard_names(_: &Bench) -> Vec<String> {
+    GROUPS.into_iter().map(|shards| format!("a group of {shards} on peers, {}", over(8))).collect()
+}
+
+fn shards(bench: &mut Bench) -> Result<()> {
+    let rt = runtime(8)?;
+    for (name, shards) in shard_names(bench).into_iter().zip(GROUPS) {
+        if bench.sheet.wants(&name) {
+            let group = Shards::of(shards, Place::bytes(BYTES)).on_peers();
+            let own = pairs_of(vec![Sharding(rt.placer(Policy::MostFree), group)]);
+            bench.beside_by_hand(&name, own, 8);
+        }
+    }
+    Ok(())
+}
+
+fn thread_names(_: &Bench) -> Vec<String> {
+    let name = |(policy, _): (&str, _)| {
+        ["over all", "each"].map(|how| format!("{THREADS} threads, {policy}, {}, {how}", over(8)))
+    };
+    let all = policies().into_iter().flat_map(name);
+    all.chain(["over all", "each"].map(|how| format!("{THREADS} threads, {BY_HAND}, {}, {how}", over(8))))
+        .collect()
+}
+
+fn threads(bench: &mut Bench) -> Result<()> {
+    let names = thread_names(bench);
+    let (rt, by_hand) = (runtime(8)?, ByHand::new(8));
+    let mut crews: Vec<Contender<'_>> = Vec::new();
+    for (_, policy) in policies() {
+        let placer = rt.placer(policy);
+        crews.push(pairs_of((0..THREADS).map(|_| Placing::new(placer.clone())).collect()));
+    }
+    crews.push(pairs_of((0..THREADS).map(|_| &by_hand).collect()));
+    for (at, crew) in crews.into_iter().enumerate() {
+        let [all, each] = [&names[2 * at], &names[2 * at + 1]];
+        if !bench.sheet.wants(all) && !bench.sheet.wants(each) {
+            continue;
+        }
+        let Some(mut outcome) = contest(bench.pace.together(), vec![crew]).pop() else { continue };
+        bench.sheet.note(all, std::mem::take(&mut outcome.failed));
+        bench.sheet.add(all, Unit::NsPerPair, outcome.over_all * 2.0, None);
+        bench.sheet.add(each, Unit::NsPerPair, outcome.each * 2.0, None);
+    }
+    Ok(())
+}
+
+impl Source for &ByHand {
+    type Held = (usize, u64);
+    type Refused = Infallible;
+
+    #[inline]
+    fn take(&self, bytes: u64) -> std::result::Result<(usize, u64), Infallible> {
+        (**self).take(bytes)
+    }
+
+    #[inline]
+    fn give(&self, held: (usize, u64)) -> std::result::Result<(), Infallible> {
+        (**self).give(held)
+    }
+
+    fn rest(&self) -> std::result::Result<(), Infallible> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_row_that_has_a_name_is_measured() {
+        let args = cli::BenchPlacement { rows: cli::RowFlags { only: None, quick: true, json: false } };
+        let report = run(&args).unwrap();
+        assert!(report.is_clean(), "{}", report.to_screen());
+        let bench = Bench { pace: Pace::QUICK, sheet: Sheet::new(None) };
+        let names: Vec<_> = groups().iter().flat_map(|group| (group.names)(&bench)).collect();
+        assert_eq!(report.rows.iter().map(|row| row.name.clone()).collect::<Vec<_>>(), names);
+        assert!(report.rows.iter().all(|row| row.ns > 0.0));
+    }
+}
