@@ -14,6 +14,7 @@ pub mod global;
 pub mod heap;
 pub mod park;
 pub mod pinned;
+pub mod placement;
 pub mod pressure;
 pub mod program;
 pub mod stable;

@@ -1,0 +1,392 @@
+//! Programs over a placer and several simulated devices: leases, groups, waits, draws, drains, losses, devices that come back
+//! and limits that move, beside a plain model of what each device holds.
+//!
+//! After every operation: no device has been charged above its limit by it; what is charged is what leases hold and what the
+//! pool holds, to the byte; a lease holds what it was given less what was drawn. A device that a request excludes, that drains
+//! or is lost is never chosen, and a request is refused only where no device has room. In the end nothing is charged.
+#![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
+
+use crate::program::{Bytes, alone};
+use aquifer::{
+    Block, Budget, DeviceId, DevicePool, Group, Lease, MemoryError, Place, PlaceError, Placer, Placing,
+    Policy, PoolConfig, Request, Runtime, Stream, placement::Health, sim::Sim,
+};
+use std::{
+    future::Future,
+    pin::Pin,
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+/// Operations of one program at most.
+const MAX_OPS: usize = 120;
+const DEVICES: usize = 4;
+/// A physical handle, of which all sizes here are multiples: what a lease is drawn by is what a block takes.
+const UNIT: u64 = 2 << 20;
+
+/// A lease, and what it should hold.
+struct Held {
+    lease: Lease,
+    bytes: u64,
+}
+
+/// One generation of a device.
+struct Device {
+    /// The machine that it runs on.
+    sim: usize,
+    budget: Budget,
+    pool: Option<DevicePool>,
+    stream: Option<Stream>,
+    limit: u64,
+    used: u64,
+    generation: u32,
+    health: Health,
+}
+
+struct World {
+    sims: Vec<Sim>,
+    placers: Vec<Placer>,
+    devices: Vec<Device>,
+    /// Generations that are gone, but for their leases and blocks.
+    gone: Vec<Device>,
+    held: Vec<Held>,
+    blocks: Vec<(DeviceId, u32, Block)>,
+    waits: Vec<(Place, Placing)>,
+}
+
+/// Runs the program that `bytes` spell.
+///
+/// # Panics
+/// When a promise is broken.
+pub fn run(bytes: &[u8]) {
+    let _alone = alone();
+    let mut bytes = Bytes::new(bytes);
+    let mut world = World::new(&mut bytes);
+    bytes.steps(MAX_OPS, |bytes| {
+        world.step(bytes);
+        world.check();
+    });
+    world.finish();
+}
+
+fn config(budget: Budget) -> PoolConfig {
+    let mut config = PoolConfig::with_budget(budget);
+    config.handle_bytes = UNIT;
+    // No work is queued, so there is nothing to wait for.
+    config.wait = Duration::ZERO;
+    config
+}
+
+impl World {
+    fn new(bytes: &mut Bytes<'_>) -> Self {
+        let sim = Sim::h200(DEVICES as u32).symbolic();
+        let limits: Vec<_> = (0..DEVICES).map(|_| UNIT * (4 + u64::from(bytes.choice(28)))).collect();
+        let mut settings = PoolConfig::default();
+        settings.handle_bytes = UNIT;
+        settings.wait = Duration::ZERO;
+        let rt = Runtime::builder().driver(sim.driver()).pools(settings).device_budget(UNIT).build();
+        let rt = rt.expect("a simulated machine");
+        let devices = rt.devices().iter().zip(limits).map(|(pool, limit)| {
+            pool.budget().set_limit(limit);
+            let (budget, pool) = (pool.budget().clone(), Some(pool.clone()));
+            Device {
+                sim: 0,
+                budget,
+                pool,
+                stream: None,
+                limit,
+                used: 0,
+                generation: 1,
+                health: Health::Serving,
+            }
+        });
+        let devices = devices.collect();
+        let policies = [
+            Policy::MostFree,
+            Policy::RoundRobin,
+            Policy::LeastLoaded,
+            Policy::BestFit,
+            Policy::BestCompute,
+            Policy::weighted([(DeviceId(0), 3), (DeviceId(2), 0)]),
+            Policy::Affinity,
+            Policy::Near,
+            Policy::custom("the last, and others", |_, devices| {
+                let named = devices.iter().rev().map(|device| device.device);
+                [DeviceId(77), DeviceId(0)].into_iter().chain(named).collect()
+            }),
+        ];
+        let placers = policies.map(|policy| rt.placer(policy)).into();
+        Self {
+            sims: vec![sim],
+            placers,
+            devices,
+            gone: Vec::new(),
+            held: Vec::new(),
+            blocks: Vec::new(),
+            waits: Vec::new(),
+        }
+    }
+
+    fn step(&mut self, bytes: &mut Bytes<'_>) {
+        match bytes.choice(20) {
+            0..=4 => self.place(bytes),
+            5 | 6 => self.group(bytes),
+            7..=9 => self.drop_lease(bytes),
+            10..=12 => self.draw(bytes),
+            13 | 14 => self.drop_block(bytes),
+            15 => self.drain(bytes),
+            16 => self.lose_or_restore(bytes),
+            17 => self.limit(bytes),
+            18 => self.wait(bytes),
+            _ => self.poll(bytes),
+        }
+    }
+
+    fn device(bytes: &mut Bytes<'_>) -> usize {
+        usize::from(bytes.choice(DEVICES as u8))
+    }
+
+    fn asked(bytes: &mut Bytes<'_>) -> Place {
+        let place = Place::bytes(UNIT * (1 + u64::from(bytes.choice(12)))).key(bytes.u8().into());
+        let id = |bytes: &mut Bytes<'_>| DeviceId(bytes.choice(DEVICES as u8).into());
+        match bytes.choice(8) {
+            0 => place.not_on([id(bytes)]),
+            1 => place.only([id(bytes), id(bytes)]),
+            2 => place.min_free(UNIT * (1 + u64::from(bytes.choice(24)))),
+            3 => place.min_compute((u32::from(bytes.choice(2)) + 9, 0)),
+            4 => place.reaching([id(bytes)]).priority(1),
+            _ => place,
+        }
+    }
+
+    fn placer(&self, bytes: &mut Bytes<'_>) -> Placer {
+        self.placers[usize::from(bytes.u8()) % self.placers.len()].clone()
+    }
+
+    /// The devices that a request may go to, by what they are at this moment.
+    fn admitting(&self, place: &Place) -> Vec<usize> {
+        let seen: Vec<_> = self.placers[0].devices().collect();
+        let serves = |at: &usize| self.devices[*at].health == Health::Serving;
+        let admits = |at: &usize| {
+            let budget = &self.devices[*at].budget;
+            let mut candidate = seen[*at].seen;
+            // What caches hold is not to be counted on: their handles may be in use in part.
+            candidate.free = budget.remaining();
+            place.admits(&candidate)
+        };
+        (0..DEVICES).filter(serves).filter(admits).collect()
+    }
+
+    fn keep(&mut self, lease: Lease, place: &Place) {
+        let at = lease.index();
+        let device = &self.devices[at];
+        assert_eq!(device.health, Health::Serving, "chosen all the same");
+        assert_eq!((lease.device().0 as usize, lease.generation()), (at, device.generation));
+        let seen = self.placers[0].device(at).expect("it is there").seen;
+        // Whatever is free now: the other hints.
+        let mut candidate = seen;
+        candidate.free = u64::MAX;
+        assert!(place.admits(&candidate), "{place:?} on {candidate:?}");
+        assert_eq!(lease.remaining(), place.size());
+        self.held.push(Held { bytes: place.size(), lease });
+    }
+
+    fn place(&mut self, bytes: &mut Bytes<'_>) {
+        let (placer, place) = (self.placer(bytes), Self::asked(bytes));
+        let room = self.admitting(&place);
+        match placer.place(&place) {
+            Ok(lease) => self.keep(lease, &place),
+            Err(PlaceError::Nowhere(nowhere)) => {
+                assert_eq!(nowhere.devices.len(), DEVICES);
+                // Whoever waits is in the way of others.
+                assert!(room.is_empty() || !self.waits.is_empty(), "{room:?} had room: {nowhere}");
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    fn group(&mut self, bytes: &mut Bytes<'_>) {
+        let (placer, place) = (self.placer(bytes), Self::asked(bytes));
+        let shards = 1 + usize::from(bytes.choice(DEVICES as u8));
+        let packed = bytes.flag();
+        let group = Group::of(shards, place.clone()).on_peers();
+        let group = if packed { group.packed() } else { group };
+        let room = self.admitting(&place);
+        match placer.place_group(&group) {
+            Ok(leases) => {
+                assert_eq!(leases.len(), shards);
+                let mut devices: Vec<_> = leases.iter().map(Lease::index).collect();
+                leases.into_iter().for_each(|lease| self.keep(lease, &place));
+                devices.sort_unstable();
+                devices.dedup();
+                assert!(packed || devices.len() == shards, "one on each");
+            }
+            Err(PlaceError::Nowhere(nowhere)) => {
+                assert!(room.len() < shards || !self.waits.is_empty(), "{room:?} had room: {nowhere}");
+            }
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    fn drop_lease(&mut self, bytes: &mut Bytes<'_>) {
+        if !self.held.is_empty() {
+            let which = usize::from(bytes.u8()) % self.held.len();
+            drop(self.held.swap_remove(which));
+        }
+    }
+
+    fn draw(&mut self, bytes: &mut Bytes<'_>) {
+        if self.held.is_empty() {
+            return;
+        }
+        let which = usize::from(bytes.u8()) % self.held.len();
+        let asked = UNIT * (1 + u64::from(bytes.choice(6)));
+        let held = &mut self.held[which];
+        let at = held.lease.index();
+        let stands =
+            held.lease.generation() == self.devices[at].generation && self.devices[at].health != Health::Lost;
+        if !stands {
+            let device = held.lease.device();
+            let refused = held.lease.stream().map(drop);
+            assert_eq!(refused, Err(MemoryError::DeviceLost { device }), "a lease of a lost device");
+            return;
+        }
+        let device = &mut self.devices[at];
+        let stream = device.stream.get_or_insert_with(|| held.lease.stream().expect("a stream"));
+        match held.lease.alloc(stream, Request::bytes(asked)) {
+            Ok(block) => {
+                held.bytes = held.bytes.saturating_sub(asked);
+                self.blocks.push((held.lease.device(), held.lease.generation(), block));
+            }
+            // What is held can be drawn, whatever else there is; beyond it the budget has the say.
+            Err(refused) => assert!(asked > held.bytes, "{asked} of {}: {refused}", held.bytes),
+        }
+    }
+
+    fn drop_block(&mut self, bytes: &mut Bytes<'_>) {
+        if !self.blocks.is_empty() {
+            let which = usize::from(bytes.u8()) % self.blocks.len();
+            drop(self.blocks.swap_remove(which));
+        }
+    }
+
+    fn drain(&mut self, bytes: &mut Bytes<'_>) {
+        let at = Self::device(bytes);
+        let (placer, id) = (&self.placers[0], DeviceId(at as u32));
+        let device = &mut self.devices[at];
+        match device.health {
+            Health::Serving => {
+                placer.drain(id).expect("it is there");
+                device.health = Health::Draining;
+            }
+            Health::Draining => {
+                placer.undrain(id).expect("it is there");
+                device.health = Health::Serving;
+            }
+            _ => {}
+        }
+    }
+
+    fn lose_or_restore(&mut self, bytes: &mut Bytes<'_>) {
+        let at = Self::device(bytes);
+        let id = DeviceId(at as u32);
+        if self.devices[at].health != Health::Lost {
+            let device = &mut self.devices[at];
+            let sim = &self.sims[device.sim];
+            sim.lose_device(id);
+            assert!(sim.driver().memory_info(id).is_err(), "and somebody meets it");
+            device.health = Health::Lost;
+            assert_eq!(self.placers[0].device(at).expect("it is there").health, Health::Lost);
+            return;
+        }
+        let sim = Sim::h200(DEVICES as u32).symbolic();
+        let budget = Budget::new("a device that is back", self.devices[at].limit);
+        let pool = DevicePool::open(sim.driver(), id, config(budget.clone())).expect("a simulated device");
+        let generation = self.placers[0].restore(pool.clone()).expect("it is lost");
+        assert_eq!(generation, self.devices[at].generation + 1);
+        let limit = self.devices[at].limit;
+        let (stream, health) = (None, Health::Serving);
+        let (pool, used) = (Some(pool), 0);
+        let device = Device { sim: self.sims.len(), budget, pool, stream, limit, used, generation, health };
+        self.gone.push(std::mem::replace(&mut self.devices[at], device));
+        self.sims.push(sim);
+    }
+
+    fn limit(&mut self, bytes: &mut Bytes<'_>) {
+        let at = Self::device(bytes);
+        let limit = UNIT * (1 + u64::from(bytes.choice(40)));
+        self.devices[at].budget.set_limit(limit);
+        self.devices[at].limit = limit;
+        self.devices[at].used = self.devices[at].budget.used();
+    }
+
+    fn wait(&mut self, bytes: &mut Bytes<'_>) {
+        let (placer, place) = (self.placer(bytes), Self::asked(bytes));
+        if self.waits.len() < 4 {
+            let placing = placer.place_async(place.clone());
+            self.go_on(place, placing);
+        }
+    }
+
+    fn poll(&mut self, bytes: &mut Bytes<'_>) {
+        if !self.waits.is_empty() {
+            let which = usize::from(bytes.u8()) % self.waits.len();
+            let (place, placing) = self.waits.swap_remove(which);
+            if bytes.choice(4) > 0 {
+                self.go_on(place, placing);
+            }
+        }
+    }
+
+    fn go_on(&mut self, place: Place, mut placing: Placing) {
+        match Pin::new(&mut placing).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Pending => self.waits.push((place, placing)),
+            Poll::Ready(Ok(lease)) => self.keep(lease, &place),
+            // No device could ever have room, as things are.
+            Poll::Ready(Err(PlaceError::Nowhere(_))) => {}
+            Poll::Ready(Err(other)) => panic!("{other}"),
+        }
+    }
+
+    fn check(&mut self) {
+        for held in &self.held {
+            assert_eq!(held.lease.remaining(), held.bytes, "what a lease holds");
+        }
+        for (at, device) in self.devices.iter_mut().enumerate() {
+            let used = device.budget.used();
+            assert!(used <= device.limit.max(device.used), "{used} of {} at {at}", device.limit);
+            device.used = used;
+            if device.health == Health::Lost {
+                continue;
+            }
+            let here =
+                |held: &&Held| (held.lease.index(), held.lease.generation()) == (at, device.generation);
+            let leased: u64 = self.held.iter().filter(here).map(|held| held.bytes).sum();
+            let pool = device.pool.as_ref().expect("kept");
+            let known = leased + pool.stats().physical;
+            // What a wait has been granted and has not taken comes on top.
+            assert!(
+                used == known || used > known && !self.waits.is_empty(),
+                "{used} charged, {known} known at {at}"
+            );
+        }
+    }
+
+    fn finish(self) {
+        let Self { sims, placers, devices, gone, held, blocks, waits } = self;
+        drop((waits, held, blocks, placers));
+        for mut device in devices.into_iter().chain(gone) {
+            device.stream = None;
+            if let Some(pool) = device.pool.take().filter(|_| device.health != Health::Lost) {
+                pool.trim(0).expect("an idle device");
+                assert_eq!(device.budget.used(), 0, "left behind");
+            }
+            assert_eq!(device.budget.used(), 0, "charged when all is gone");
+            assert_eq!(device.budget.waiting(), 0, "a wait was lost");
+        }
+        for sim in sims {
+            assert!(sim.violations().is_empty(), "{:?}", sim.violations());
+            assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+        }
+    }
+}

@@ -1,0 +1,22 @@
+//! The program of placement, from seeds and from the committed corpus.
+
+use aquifer_programs::{placement, program::seeded};
+use std::{fs, path::Path};
+
+#[test]
+fn no_seeded_program_breaks_a_promise_of_placement() {
+    for seed in 0..200 {
+        placement::run(&seeded(seed, 600));
+    }
+}
+
+#[test]
+fn no_program_of_the_corpus_breaks_a_promise_of_placement() {
+    let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/placement");
+    let mut programs = 0;
+    for entry in fs::read_dir(corpus).expect("the corpus is committed") {
+        placement::run(&fs::read(entry.expect("a readable corpus").path()).expect("a readable program"));
+        programs += 1;
+    }
+    assert!(programs > 0, "the corpus is empty");
+}
