@@ -212,9 +212,8 @@ impl Placer {
             ranked.extend(order.iter().filter_map(|index| rest.iter().find(|c| c.index == *index)));
             return Ok(ranked);
         }
-        while let Some(best) = self.policy.pick_from(place, rest.iter().copied(), turn, self.fleet.len()) {
-            rest.retain(|candidate| candidate.index != best.index);
-            ranked.push(best);
+        while let Some(pick) = self.policy.pick_from(place, rest.iter().copied(), turn, self.fleet.len()) {
+            ranked.extend(rest.extract_if(.., |candidate| candidate.index == pick.index));
         }
         Ok(ranked)
     }

@@ -20,10 +20,11 @@ use aquifer::{
     Access, Block, DeviceBuffer, DeviceId, DevicePool, Lease, MemoryError, Near, OutOfBudget, Place,
     PlaceError, Placer, Policy, Request, Runtime, Tag,
     driver::Call,
+    host::topology::{NodeId, Topology},
     placement::{Candidate, Why},
     sim::{DeviceConfig, Sim, SimConfig},
 };
-use std::{sync::Barrier, thread, time::Duration};
+use std::{path::Path, sync::Barrier, thread, time::Duration};
 
 const MIB: u64 = 1 << 20;
 
@@ -476,4 +477,23 @@ fn a_key_has_its_device_and_another_only_while_that_has_no_room() {
     for (key, home) in homes.iter().enumerate() {
         assert!(*home == homes[7] || on(key as u64).device() == *home, "only what must move moves");
     }
+}
+
+#[test]
+fn near_a_node_is_the_device_on_it_and_then_the_one_on_the_nearest() {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("allocators/host/tests/fixtures");
+    let mut config = SimConfig::h200(3);
+    config.devices[1].info.host_node = Some(8);
+    config.devices[2].info.host_node = Some(0);
+    let topology = Topology::read_under(&fixtures.join("power9")).unwrap();
+    let sim = Sim::new(config).symbolic();
+    let rt =
+        Runtime::builder().driver(sim.driver()).device_budget(100 * MIB).topology(topology).build().unwrap();
+    let placer = rt.placer(Policy::Near);
+    let on = |place: Place, node| placer.place(&place.near(Near::Node(NodeId(node)))).unwrap().device().0;
+    let one = || Place::bytes(MIB);
+    assert_eq!((on(one(), 0), on(one(), 8)), (2, 1));
+    // The first device's node is unknown: it is the last resort.
+    assert_eq!(on(one().not_on([DeviceId(2)]), 0), 1);
+    assert_eq!(on(one().not_on([DeviceId(1), DeviceId(2)]), 0), 0);
 }

@@ -53,6 +53,10 @@ const LOST: u8 = 2;
 /// One generation of a device.
 #[derive(Debug)]
 pub(super) struct Member {
+    /// What a policy sees comes first, and from here: the pool's own lies two pointers away.
+    device: DeviceId,
+    compute_capability: (u32, u32),
+    peers: Box<[DeviceId]>,
     pub(super) pool: DevicePool,
     pub(super) generation: u32,
     /// [`DRAINING`] and [`LOST`].
@@ -106,6 +110,9 @@ impl Member {
         let budget = pool.budget().clone();
         let node = topology.node_of_device(pool.info()).ok().and_then(|found| found.value);
         Self {
+            device: pool.device(),
+            compute_capability: pool.info().compute_capability,
+            peers: pool.info().peers.clone().into(),
             total: pool.info().memory,
             pool,
             generation,
@@ -170,15 +177,14 @@ impl Member {
     /// As a policy sees it, to a request of this priority.
     #[inline]
     pub(super) fn candidate(&self, index: usize, now: u64, priority: Option<i32>) -> Candidate<'_> {
-        let info = self.pool.info();
         Candidate {
             index,
-            device: info.device,
+            device: self.device,
             generation: self.generation,
             free: self.free(priority),
             total: self.total.min(self.budget.limit()),
-            compute_capability: info.compute_capability,
-            peers: &info.peers,
+            compute_capability: self.compute_capability,
+            peers: &self.peers,
             weight: 1,
             far: 0,
             age: Duration::from_nanos(now.saturating_sub(self.sampled.load(Relaxed))),

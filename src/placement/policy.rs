@@ -2,7 +2,13 @@
 
 use super::{Place, hash};
 use aquifer_core::DeviceId;
-use std::{cmp::Reverse, fmt, panic::AssertUnwindSafe, sync::Arc, time::Duration};
+use std::{
+    cmp::{Ordering, Reverse},
+    fmt,
+    panic::AssertUnwindSafe,
+    sync::Arc,
+    time::Duration,
+};
 
 /// A device as a policy sees it.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -46,6 +52,11 @@ impl Candidate<'_> {
     #[must_use]
     pub fn reaches(&self, device: DeviceId) -> bool {
         self.device == device || self.peers.contains(&device)
+    }
+
+    #[inline]
+    pub(super) fn name(&self) -> Pick {
+        Pick { index: self.index, generation: self.generation }
     }
 
     /// Bytes that cannot be had.
@@ -171,7 +182,7 @@ impl Policy {
     ) -> Option<usize> {
         match self {
             Self::Custom(custom) => custom.order(place, candidates)?.first().copied(),
-            _ => self.pick_from(place, candidates.iter().copied(), turn, devices).map(|best| best.index),
+            _ => self.pick_from(place, candidates.iter().copied(), turn, devices).map(|pick| pick.index),
         }
     }
 
@@ -189,50 +200,78 @@ impl Policy {
         candidates: I,
         turn: u64,
         devices: usize,
-    ) -> Option<Candidate<'a>>
+    ) -> Option<Pick>
     where
         I: Iterator<Item = Candidate<'a>> + Clone,
     {
         match self {
             Self::RoundRobin => {
                 let first = (turn % devices.max(1) as u64) as usize;
-                let after = |c: &Candidate<'a>| {
-                    if c.index >= first { c.index - first } else { c.index + devices - first }
-                };
-                candidates.min_by_key(after)
+                lowest(
+                    candidates,
+                    |c| {
+                        if c.index >= first { c.index - first } else { c.index + devices - first }
+                    },
+                )
             }
-            // As fractions: a/b < c/d where a·d < c·b.
-            Self::LeastLoaded => first_by(candidates, |a, b| {
-                let part =
-                    |c: &Candidate<'a>, of: &Candidate<'a>| u128::from(c.used()) * u128::from(of.total);
-                part(a, b) < part(b, a)
-            }),
-            Self::MostFree => most_free(candidates),
-            Self::BestFit => candidates.min_by_key(|c| c.free),
-            Self::BestCompute => candidates.min_by_key(|c| Reverse((c.compute_capability, c.free))),
+            Self::LeastLoaded => lowest(candidates, |c| Load { used: c.used(), total: c.total }),
+            Self::MostFree => lowest(candidates, |c| Reverse(c.free)),
+            Self::BestFit => lowest(candidates, |c| c.free),
+            Self::BestCompute => lowest(candidates, |c| Reverse((c.compute_capability, c.free))),
             Self::Weighted(_) => weighted(candidates, turn),
             Self::Affinity => match place.key_asked() {
-                Some(key) => candidates.min_by_key(|c| Reverse(hash::score(key, c.device))),
-                None => most_free(candidates),
+                Some(key) => lowest(candidates, |c| Reverse(hash::score(key, c.device))),
+                None => lowest(candidates, |c| Reverse(c.free)),
             },
-            Self::Near => candidates.min_by_key(|c| (c.far, Reverse(c.free))),
+            Self::Near => lowest(candidates, |c| (c.far, Reverse(c.free))),
             Self::Custom(_) => None,
         }
     }
 }
 
-#[inline]
-fn most_free<'a>(candidates: impl Iterator<Item = Candidate<'a>>) -> Option<Candidate<'a>> {
-    candidates.min_by_key(|c| Reverse(c.free))
+/// What is taken.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Pick {
+    pub(super) index: usize,
+    pub(super) generation: u32,
 }
 
-/// The first of those that none is better than.
+/// The part of a device that is used, compared as a fraction: a/b < c/d where a·d < c·b.
+#[derive(Clone, Copy)]
+struct Load {
+    used: u64,
+    total: u64,
+}
+
+impl PartialEq for Load {
+    fn eq(&self, other: &Self) -> bool {
+        self.partial_cmp(other) == Some(Ordering::Equal)
+    }
+}
+
+impl PartialOrd for Load {
+    #[inline]
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        let part = |a: &Self, b: &Self| u128::from(a.used) * u128::from(b.total);
+        part(self, other).partial_cmp(&part(other, self))
+    }
+}
+
+/// The first of those with the lowest key. Only the key and the name of the best are kept: a candidate is large, and is
+/// never moved.
 #[inline]
-fn first_by<'a>(
+fn lowest<'a, K: PartialOrd>(
     candidates: impl Iterator<Item = Candidate<'a>>,
-    better: impl Fn(&Candidate<'a>, &Candidate<'a>) -> bool,
-) -> Option<Candidate<'a>> {
-    candidates.reduce(|best, next| if better(&next, &best) { next } else { best })
+    key: impl Fn(&Candidate<'a>) -> K,
+) -> Option<Pick> {
+    let mut best: Option<(K, Pick)> = None;
+    candidates.for_each(|candidate| {
+        let next = key(&candidate);
+        if best.as_ref().is_none_or(|(best, _)| next < *best) {
+            best = Some((next, candidate.name()));
+        }
+    });
+    best.map(|(_, pick)| pick)
 }
 
 /// 2⁶⁴ over the golden ratio: of the multiples of all numbers, modulo 1, its own lie most evenly.
@@ -241,22 +280,23 @@ const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Lays the weights end to end and takes the device under the turn's point. Points are multiples of the golden ratio, so
 /// every stretch has its share of them in any run of turns (Weyl).
 #[inline]
-fn weighted<'a, I>(candidates: I, turn: u64) -> Option<Candidate<'a>>
+fn weighted<'a, I>(candidates: I, turn: u64) -> Option<Pick>
 where
     I: Iterator<Item = Candidate<'a>> + Clone,
 {
-    let total: u64 = candidates.clone().map(|c| u64::from(c.weight)).sum();
+    let mut total = 0;
+    candidates.clone().for_each(|candidate| total += u64::from(candidate.weight));
     let point = (u128::from(turn.wrapping_mul(GOLDEN)) * u128::from(total) >> 64) as u64;
-    let (mut end, mut last) = (0, None);
-    for candidate in candidates {
+    let (mut end, mut pick, mut last) = (0, None, None);
+    candidates.for_each(|candidate| {
         end += u64::from(candidate.weight);
-        if point < end {
-            return Some(candidate);
+        if point < end && pick.is_none() {
+            pick = Some(candidate.name());
         }
-        last = Some(candidate);
-    }
+        last = Some(candidate.name());
+    });
     // All weigh nothing, or one has gone between the two passes.
-    last
+    pick.or(last)
 }
 
 #[cfg(test)]

@@ -45,6 +45,8 @@ pub struct Placing {
     place: Place,
     deadline: Option<Instant>,
     lines: Vec<Line>,
+    /// Its turn, once it has been polled.
+    turn: Option<u64>,
     /// Where its waker stands among those of the fleet.
     watch: u64,
     over: bool,
@@ -74,7 +76,7 @@ impl Placer {
     /// As [`Placer::place_by`], by a future.
     pub fn place_async(&self, place: Place) -> Placing {
         let (lines, watch) = (Vec::new(), self.fleet.watcher());
-        Placing { placer: self.clone(), place, deadline: None, lines, watch, over: false }
+        Placing { placer: self.clone(), place, deadline: None, lines, turn: None, watch, over: false }
     }
 }
 
@@ -185,7 +187,7 @@ impl Placing {
         // Where it stands in line, its own place there would refuse it.
         let mut met = Met::default();
         met.refused = self.lines.iter().fold(0, |set, line| set | 1 << line.index);
-        let turn = self.placer.turn();
+        let turn = *self.turn.get_or_insert_with(|| self.placer.turn());
         if let Some(lease) = self.placer.try_ranked(&self.place, turn, now, &mut met)? {
             return Ok(Some(lease));
         }

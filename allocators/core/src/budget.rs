@@ -211,7 +211,7 @@ impl Budget {
     #[inline]
     #[must_use]
     pub fn estimate(&self, priority: Option<i32>) -> u64 {
-        self.node.room(priority.map_or_else(|| self.node.priority.load(Relaxed), i64::from))
+        self.node.glance(priority.map_or_else(|| self.node.priority.load(Relaxed), i64::from))
     }
 
     /// Sets the limit for charges from now on. Below what is used it refuses all of them until enough has been given back;

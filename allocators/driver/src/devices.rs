@@ -11,6 +11,7 @@ static LOSSES: AtomicU64 = AtomicU64::new(0);
 
 /// How many devices, of all drivers of the process, have been [seen to be lost](Devices::is_lost) so far. Whoever has
 /// seen a count has to ask the drivers again only when it has changed.
+#[inline]
 #[must_use]
 pub fn losses() -> u64 {
     LOSSES.load(Ordering::Acquire)

@@ -76,6 +76,7 @@ impl Node {
         easy
     }
 
+    #[inline]
     fn held(&self) -> u64 {
         self.used.load(Relaxed).saturating_add(self.extra.load(Relaxed))
     }
@@ -133,6 +134,19 @@ impl Node {
             aside = aside.saturating_add(node.unmet());
         }
         room
+    }
+
+    /// As [`Node::room`], by whoever does not hold the lock. With none above it that is a few loads.
+    #[inline]
+    pub(super) fn glance(&'static self, priority: i64) -> u64 {
+        if !self.above.is_empty() {
+            return self.room(priority);
+        }
+        if self.line.load(Relaxed) >= priority {
+            0
+        } else {
+            self.limit.load(Relaxed).saturating_sub(self.held())
+        }
     }
 
     /// The first node by which `bytes` more would be too much, though all else were given back: what is asked is above a

@@ -31,7 +31,9 @@ use std::{
 /// Bytes of a request, as the lanes are told.
 const BYTES: u64 = 1 << 20;
 /// What each device may have: more than is ever leased here.
-const LIMIT: u64 = 100 << 30;
+const LIMIT: u64 = 8 << 30;
+/// What each has: little enough that addresses for the most of them can be had.
+const MEMORY: u64 = 16 << 30;
 const DEVICES: [u32; 3] = [1, 8, 64];
 const GROUPS: [usize; 2] = [4, 8];
 const THREADS: usize = 16;
@@ -100,7 +102,7 @@ fn policies() -> [(&'static str, Policy); 9] {
 
 /// So many devices that nothing runs on.
 fn runtime(devices: u32) -> Result<Runtime> {
-    let driver = Sim::h200(devices).symbolic().driver();
+    let driver = Sim::h200(devices).symbolic().capacity(MEMORY).driver();
     Runtime::builder().driver(driver).device_budget(LIMIT).build()
 }
 
