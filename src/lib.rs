@@ -20,8 +20,8 @@ pub use aquifer_core::{
 pub use aquifer_device::{
     self as device, Adopted, Adoption, Block, Chunks, ChunksMut, Debugging, Declined, DeviceArena,
     DeviceBuffer, DevicePages, DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback,
-    Finding, Log, Offer, OnFailure, PageRun, PoolConfig, Reclaim, Registration, Request, Reserved, Resource,
-    Room, StableBlock, StreamOrdered, Tenant,
+    Finding, Log, Offer, OnFailure, PageRun, Park, ParkReport, Parkable, PoolConfig, Reclaim, Registration,
+    Request, Reserved, Resource, ResumeReport, Room, StableBlock, StreamOrdered, Tenant,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;

@@ -124,6 +124,11 @@
 //! beyond the limit is refused by an error that names whose it is. These limits are no part of the pool's own budget, which
 //! is charged for physical memory.
 //!
+//! # Memory that sleeps
+//!
+//! Blocks of a tag that come from its [`Parkable`] can be [parked](DevicePool::park): their contents go to pinned memory and
+//! their handles to the driver, until a [resume](DevicePool::resume) brings them back at the same addresses.
+//!
 //! # What the environment can set
 //! `AQUIFER_TRACE=FILE` writes the life of every block of every pool, for `aquifer replay`; `AQUIFER_BYPASS=1` makes each
 //! block an allocation of its own from the driver, so that memory checkers see it. A value that cannot be followed is an

@@ -177,7 +177,8 @@ impl ResumeReport {
 /// let (stream, tag) = (pool.stream()?, Tag::named("weights"));
 /// let parkable = pool.parkable(tag)?;
 /// let mut weights: DeviceBuffer<f32> = parkable.buffer(&stream, 1 << 20)?;
-/// stream.scope(|c| c.upload(&vec![0.5; 1 << 20], &mut weights))??;
+/// let contents = vec![0.5; 1 << 20];
+/// stream.scope(|c| c.upload(&contents, &mut weights))??;
 /// let address = weights.range().address;
 ///
 /// // SAFETY: 1. no work is about to be queued for the weights: nothing of them is lent, and one thread runs here.
@@ -188,7 +189,7 @@ impl ResumeReport {
 /// pool.resume(tag, None)?;
 /// let mut back = vec![0.0; 1 << 20];
 /// stream.scope(|c| c.download(&weights, &mut back))??;
-/// assert_eq!((weights.range().address, back), (address, vec![0.5; 1 << 20]));
+/// assert_eq!((weights.range().address, back), (address, contents));
 /// assert!(sim.violations().is_empty());
 /// # Ok::<(), MemoryError>(())
 /// ```

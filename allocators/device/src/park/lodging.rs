@@ -11,12 +11,13 @@ use crate::{
     apart::{Apart, Owned, Span},
     backend::{Backed, Deferred, Release},
     block::Asked,
+    chain::waited,
     leasing::Fit,
     physical::{
         commons::{self, Commons, Past},
         window::Grid,
     },
-    pool::Inner,
+    pool::{Inner, deadline},
     request::Sensible,
 };
 use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag};
@@ -276,8 +277,26 @@ impl Lodging {
         {
             return self.lodge(stream, range, past, &request);
         }
-        let (range, past) = self.grow(&pool, stream, bytes, request.alignment(), done)?;
+        let (range, past) = match self.grow(&pool, stream, bytes, request.alignment(), done) {
+            Ok(grown) => grown,
+            Err(MemoryError::OutOfMemory(told)) => {
+                self.wait_for_freed(deadline(pool.config.wait))?;
+                match self.take(bytes, &request, done)? {
+                    Some(taken) => taken,
+                    None => return Err(MemoryError::OutOfMemory(told)),
+                }
+            }
+            Err(error) => return Err(error),
+        };
         self.lodge(stream, range, past, &request)
+    }
+
+    /// Waits for the work of what has been freed, until the deadline, and makes it free.
+    fn wait_for_freed(&self, until: Option<Instant>) -> Result<()> {
+        for (timeline, epoch) in latest(self.freed_work()) {
+            waited(|| timeline.wait(epoch, until))?;
+        }
+        self.look()
     }
 
     /// A free range of the tag's that is `ready`, and what has to be over before it is used.

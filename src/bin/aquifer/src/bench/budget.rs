@@ -4,7 +4,9 @@
 //! those above it are shared. A hand-over is the time from the release that makes room until whoever waits has its bytes; what is reclaimed, that from the
 //! refusal of a charge until the same charge is granted, by one of two who were asked what they have.
 //!
-//! No device is part of it.
+//! No device is part of it, but for the rows of `parked`: what a tag's memory takes to leave a GPU and to come back.
+
+mod parked;
 
 use super::{
     device::{
@@ -50,12 +52,13 @@ const WAITS: u32 = 64;
 const MALLOC: &str = "malloc 64 B";
 
 /// In the order in which they are measured and printed.
-fn groups() -> [Group<Bench>; 4] {
+fn groups() -> [Group<Bench>; 5] {
     [
         Group { names: pair_names, measure: pairs },
         Group { names: reserve_names, measure: reserves },
         Group { names: thread_names, measure: threads },
         Group { names: wait_names, measure: waits },
+        Group { names: parked::names, measure: parked::measure },
     ]
 }
 

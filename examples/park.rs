@@ -1,0 +1,59 @@
+//! A server that sleeps: between requests its weights lie in pinned memory, and somebody else has the device.
+#![expect(clippy::print_stdout, reason = "an example shows what it did")]
+#![expect(unsafe_code, reason = "promises that nobody is about to use what is parked")]
+
+use aquifer::{Bytes, DeviceBuffer, MemoryError, Operand, Park, Request, Runtime, Tag};
+use std::{error::Error, time::Instant};
+
+const LAYERS: usize = 4;
+const PARAMETERS: usize = 1 << 20;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let rt = Runtime::builder().device_budget(48 << 20).or_sim().build()?;
+    let pool = rt.device(0)?;
+    let s = pool.stream()?;
+
+    // What is to be parked together is allocated together.
+    let server = Tag::named("server");
+    let parkable = pool.parkable(server)?;
+    let mut weights = Vec::new();
+    for layer in 0..LAYERS {
+        let mut of_layer: DeviceBuffer<f32> = parkable.buffer(&s, PARAMETERS)?;
+        let parameters = vec![layer as f32; PARAMETERS];
+        s.scope(|c| c.upload(&parameters, &mut of_layer))??;
+        weights.push(of_layer);
+    }
+    let addresses: Vec<u64> = weights.iter().map(|of_layer| of_layer.range().address).collect();
+
+    // No request for a while: to sleep.
+    let how = Park::save_in(rt.pinned_near(0).allocator());
+    // SAFETY: 1. this thread alone queues work for the weights, and has none of them lent. 2. nobody has their addresses.
+    let parked = unsafe { pool.park(server, how) }?;
+    println!(
+        "asleep: {} saved, {} released in {:?}",
+        Bytes(parked.saved),
+        Bytes(parked.released),
+        parked.took
+    );
+    assert_eq!(s.fill(&mut weights[0], 0.0), Err(MemoryError::Parked { tag: server }));
+
+    // Training has nearly all of the device.
+    let training = pool.alloc(&s, Request::bytes(40 << 20).tag(Tag::named("training")))?;
+    match pool.resume(server, None) {
+        Err(MemoryError::OutOfMemory(told)) => println!("not yet: {told}"),
+        other => return Err(format!("resumed over somebody else: {other:?}").into()),
+    }
+    drop(training);
+
+    // A request: awake, where everything was.
+    let begun = Instant::now();
+    let resumed = pool.resume(server, None)?;
+    println!("awake: {} restored in {:?}", Bytes(resumed.restored), begun.elapsed());
+    for (layer, (of_layer, address)) in weights.iter().zip(addresses).enumerate() {
+        let mut back = vec![0.0; PARAMETERS];
+        s.scope(|c| c.download(of_layer, &mut back))??;
+        assert_eq!(of_layer.range().address, address);
+        assert!(back.iter().all(|&parameter| parameter == layer as f32));
+    }
+    Ok(())
+}
