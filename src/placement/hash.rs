@@ -12,7 +12,7 @@
 //!   key_of(bytes)     FNV-1a: h = 0xcbf29ce484222325; for each byte: h = (h ^ byte) · 0x100000001b3
 //! ```
 //!
-//! `mix` is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), `d` the device's ordinal.
+//! `mix` is the finalizer of `SplitMix64` (Steele, Lea and Flood, 2014), `d` the device's ordinal.
 
 use aquifer_core::DeviceId;
 

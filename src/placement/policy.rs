@@ -286,7 +286,7 @@ where
 {
     let mut total = 0;
     candidates.clone().for_each(|candidate| total += u64::from(candidate.weight));
-    let point = (u128::from(turn.wrapping_mul(GOLDEN)) * u128::from(total) >> 64) as u64;
+    let point = ((u128::from(turn.wrapping_mul(GOLDEN)) * u128::from(total)) >> 64) as u64;
     let (mut end, mut pick, mut last) = (0, None, None);
     candidates.for_each(|candidate| {
         end += u64::from(candidate.weight);

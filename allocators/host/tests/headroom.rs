@@ -1,5 +1,4 @@
 //! What may still be taken of the host's memory, and how scarce it is, from made-up machines.
-#![expect(clippy::unwrap_used, reason = "a fixture that cannot be read is a failed test")]
 
 mod machine;
 
