@@ -8,7 +8,7 @@ mod support;
 
 use aquifer_core::MemoryError;
 use aquifer_device::{DevicePages, ForeignPages, PageRun};
-use aquifer_driver::{Access, Operand, sim::Sim};
+use aquifer_driver::{Access, Operand, OperandMut, sim::Sim};
 use aquifer_stream::Stream;
 use std::collections::VecDeque;
 use support::Rig;
@@ -119,6 +119,35 @@ fn whoever_takes_freed_pages_comes_after_all_that_used_them() {
         drop(arena);
         let mut next = rig.bytes(&streams[0], 6 * PAGE);
         streams[0].fill(&mut next, 1).unwrap();
+        rig.assert_silent();
+    }
+}
+
+/// Each view is lent to a stream of its own, and both are used in turns.
+#[test]
+fn views_of_two_runs_that_are_used_at_once_are_noted_until_both_are_over() {
+    for seed in 0..60 {
+        let rig = Rig::on(Sim::h200(1).seeded(seed), 16, |_| ());
+        let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
+        let arena = DevicePages::new(&rig.pool, &s, 2, PAGE).unwrap();
+        for _ in 0..3 {
+            let (mut a, mut b) = (arena.take(1).unwrap(), arena.take(1).unwrap());
+            {
+                let mut x = arena.view_mut(&mut a, 0..PAGE).unwrap();
+                let mut y = arena.view_mut(&mut b, 0..PAGE).unwrap();
+                x.order_mut(u.raw(), None, Access::ReadWrite).unwrap();
+                y.order_mut(v.raw(), None, Access::ReadWrite).unwrap();
+                for _ in 0..2 {
+                    rig.sim.access(u.raw(), x.range(), Access::Write, None).unwrap();
+                    rig.sim.access(v.raw(), y.range(), Access::Write, None).unwrap();
+                }
+            }
+            arena.free(a).unwrap();
+            arena.free(b).unwrap();
+            let mut both = arena.take(2 * PAGE).unwrap();
+            s.fill(&mut arena.view_mut(&mut both, 0..2 * PAGE).unwrap(), 2).unwrap();
+            arena.free(both).unwrap();
+        }
         rig.assert_silent();
     }
 }
