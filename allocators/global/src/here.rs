@@ -1,4 +1,5 @@
 //! What a thread knows of itself.
+#![expect(unsafe_code, reason = "points to slots, which are never freed")]
 
 use crate::{
     account::{SHARED, Slot},
@@ -9,10 +10,8 @@ use std::{cell::Cell, ptr};
 /// A thread's own state. Const and without a destructor, so that it is there from the thread's first instruction to its
 /// last, and reading it neither allocates nor fails.
 pub(crate) struct Here {
-    /// The slot that this thread counts in; the shared one while it has none.
-    pub(crate) slot: Cell<&'static Slot>,
-    /// The same for an allocation that has nobody else to ask: the shared one in a routing scope.
-    pub(crate) plain: Cell<&'static Slot>,
+    slot: Cell<Counts>,
+    plain: Cell<Counts>,
     /// Whether the thread is ending: it has given its slot back and gets no other.
     pub(crate) ending: Cell<bool>,
     /// The innermost routing scope, on this thread's stack; null outside of all.
@@ -26,8 +25,8 @@ pub(crate) struct Here {
 thread_local! {
     pub(crate) static HERE: Here = const {
         Here {
-            slot: Cell::new(&SHARED),
-            plain: Cell::new(&SHARED),
+            slot: Cell::new(Counts::SHARED),
+            plain: Cell::new(Counts::SHARED),
             ending: Cell::new(false),
             scope: Cell::new(ptr::null()),
             inside: Cell::new(false),
@@ -36,17 +35,43 @@ thread_local! {
     };
 }
 
+/// A slot. By its address, since a constant holds no reference to what changes before Rust 1.90.
+#[derive(Clone, Copy)]
+struct Counts(*const Slot);
+
+impl Counts {
+    const SHARED: Self = Self(&raw const SHARED);
+
+    #[inline]
+    fn get(self) -> &'static Slot {
+        // SAFETY: 1. it is made of the shared slot or of a reference, both of which last as long as the program.
+        unsafe { &*self.0 }
+    }
+}
+
 impl Here {
+    /// The slot that this thread counts in; the shared one while it has none.
+    #[inline]
+    pub(crate) fn slot(&self) -> &'static Slot {
+        self.slot.get().get()
+    }
+
+    /// The same for an allocation that has nobody else to ask: the shared one in a routing scope.
+    #[inline]
+    pub(crate) fn plain(&self) -> &'static Slot {
+        self.plain.get().get()
+    }
+
     /// The thread's own slot, if it has one.
     #[inline]
     pub(crate) fn own(&self) -> Option<&'static Slot> {
-        let slot = self.slot.get();
+        let slot = self.slot();
         (!ptr::eq(slot, &SHARED)).then_some(slot)
     }
 
     /// Gives the thread a slot.
     pub(crate) fn count_in(&self, slot: &'static Slot) {
-        self.slot.set(slot);
+        self.slot.set(Counts(slot));
         self.settle();
     }
 
@@ -71,6 +96,6 @@ impl Here {
     }
 
     fn settle(&self) {
-        self.plain.set(if self.scope.get().is_null() { self.slot.get() } else { &SHARED });
+        self.plain.set(if self.scope.get().is_null() { self.slot.get() } else { Counts::SHARED });
     }
 }

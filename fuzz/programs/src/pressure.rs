@@ -204,7 +204,7 @@ impl World {
         let answer = match bytes.choice(8) {
             0 => {
                 let stable = pool.alloc_stable(&streams[stream], request);
-                stable.map(|block| drop(block)).map(|()| None)
+                stable.map(drop).map(|()| None)
             }
             _ => pool.alloc(&streams[stream], request).map(Some),
         };

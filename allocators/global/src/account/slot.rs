@@ -236,7 +236,7 @@ pub(crate) fn mine(here: &Here) -> Option<&'static Slot> {
 #[inline]
 pub(crate) fn charge_plainly(bytes: usize) -> bool {
     HERE.with(|here| {
-        let slot = here.plain.get();
+        let slot = here.plain();
         let paid = slot.pays(bytes as u64);
         if paid {
             Slot::add(&slot.allocations, 1);
@@ -256,7 +256,7 @@ pub(crate) fn charge(bytes: usize) -> bool {
 #[inline]
 pub(crate) fn charge_growth(bytes: usize) -> bool {
     let bytes = bytes as u64;
-    HERE.with(|here| here.slot.get().pays(bytes) || pay_slowly(here, bytes))
+    HERE.with(|here| here.slot().pays(bytes) || pay_slowly(here, bytes))
 }
 
 #[cold]
@@ -301,7 +301,7 @@ pub(crate) fn refund(bytes: usize) {
 pub(crate) fn freed(bytes: usize) {
     let bytes = bytes as u64;
     HERE.with(|here| {
-        let slot = here.slot.get();
+        let slot = here.slot();
         if slot.receives(bytes) {
             Slot::add(&slot.frees, 1);
         } else {
@@ -315,7 +315,7 @@ pub(crate) fn freed(bytes: usize) {
 pub(crate) fn release(bytes: usize) {
     let bytes = bytes as u64;
     HERE.with(|here| {
-        if bytes > 0 && !here.slot.get().receives(bytes) {
+        if bytes > 0 && !here.slot().receives(bytes) {
             receive(here, bytes, 0);
         }
     });
