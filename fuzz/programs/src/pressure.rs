@@ -203,8 +203,8 @@ impl World {
         let request = Request::bytes(size);
         let answer = match bytes.choice(8) {
             0 => {
-                let stable = pool.alloc_stable(&streams[stream], request);
-                stable.map(drop).map(|()| None)
+                // Freed at once, and so about to leave.
+                pool.alloc_stable(&streams[stream], request).map(|_freed| None)
             }
             _ => pool.alloc(&streams[stream], request).map(Some),
         };
