@@ -344,7 +344,7 @@ fn one_memory(driver: Option<&dyn Driver>, infos: &[DeviceInfo], left: u64) -> R
     for info in infos.iter().filter(|info| info.integrated) {
         most = most.max(Some(free(driver, info)?));
     }
-    Ok(most.map(|free| Budget::new("memory of the host and its GPU", free.max(left))))
+    Ok(most.map(|free| Budget::new("the machine's memory", free.max(left))))
 }
 
 /// A pinned pool for no node in particular, and one for each node that a device is near.

@@ -265,7 +265,7 @@ fn memory_that_a_device_shares_with_the_host_is_counted_once() {
         let _most = shares.charge(20 << 30).unwrap();
         assert!(pinned.charge(12 << 30).is_ok());
         let refused = pinned.charge((12 << 30) + 1).unwrap_err();
-        assert_eq!((refused.budget, refused.remaining), ("memory of the host and its GPU", 12 << 30));
+        assert_eq!((refused.budget, refused.remaining), ("the machine's memory", 12 << 30));
     }
 }
 
