@@ -23,7 +23,7 @@
 //!
 //! # What a parked block is
 //! Its token stays with its owner, at the same address. Every use of it, `order`, `prepare`, a copy, a fill, a launch, a use
-//! that is noted, is refused with [`MemoryError::Parked`](aquifer_core::MemoryError::Parked), and so is a new block of the
+//! that is noted, is refused with [`MemoryError::Parked`], and so is a new block of the
 //! tag's. It may be dropped, which makes no driver call: what was saved of it goes with the last block that shares its
 //! piece of host memory. A kernel that uses its bare address all the same meets an address with nothing behind it: on a
 //! device that is the end of the context; the simulated GPU reports it.
