@@ -3,7 +3,7 @@
 //! - A lease holds its bytes: nobody else has them, whatever he asks for.
 //! - Every hint is honoured, whatever the policy.
 //! - Picking and holding are one step: what was granted to one is not granted to another.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 mod support;
 

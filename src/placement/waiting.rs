@@ -185,7 +185,7 @@ impl Placing {
             return Ok(Some(lease));
         }
         // Where it stands in line, its own place there would refuse it.
-        let refused = self.lines.iter().fold(0, |set, line| set | 1 << line.index);
+        let refused = self.lines.iter().fold(0, |set, line| set | (1 << line.index));
         let mut met = Met { refused, ..Met::default() };
         let turn = *self.turn.get_or_insert_with(|| self.placer.turn());
         if let Some(lease) = self.placer.try_ranked(&self.place, turn, now, &mut met)? {

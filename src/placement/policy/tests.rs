@@ -1,5 +1,4 @@
 //! Every policy, by table and by property.
-#![expect(clippy::unwrap_used, reason = "a test that fails")]
 
 use super::*;
 use proptest::prelude::*;
