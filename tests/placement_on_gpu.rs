@@ -77,9 +77,11 @@ fn each_policy_places_on_real_devices_and_what_is_leased_can_be_used() {
         used.dedup();
         match policy {
             Policy::RoundRobin | Policy::MostFree | Policy::LeastLoaded => {
-                assert_eq!(used.len(), count, "{policy:?}")
+                assert_eq!(used.len(), count, "{policy:?}");
             }
-            Policy::BestFit | Policy::Affinity | Policy::Custom(_) => assert_eq!(used.len(), 1, "{policy:?}"),
+            Policy::BestFit | Policy::Affinity | Policy::Custom(_) => {
+                assert_eq!(used.len(), 1, "{policy:?}");
+            }
             _ => {}
         }
         for (seed, lease) in (0..).zip(&leases) {

@@ -4,7 +4,6 @@
 //! - What is charged is never above a limit, at any instant: a thread watches, and the budget's own peak proves it.
 //! - Every wait ends, granted or refused by its deadline.
 //! - No access is out of order, and in the end all counts are zero.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
 
