@@ -1,5 +1,4 @@
 //! Device memory and pinned memory under one budget, as an integrated GPU has them: each gives way to the other.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
 
