@@ -196,6 +196,9 @@ pub enum MemoryError {
     },
     /// An id of another pool, or of something that is no longer there.
     UnknownId,
+    /// A pool of the process that this one was forked from. Its memory was not inherited, and its locks may be held by
+    /// threads that are not here.
+    OtherProcess,
     /// The per-thread default stream of another thread. Its handle means a different stream here, so no call was made.
     OtherThread {
         /// The handle, 2.
@@ -282,6 +285,9 @@ impl fmt::Display for MemoryError {
                 write!(f, "stream {stream:#x} captures a graph; end the capture, or wait inside of it")
             }
             Self::UnknownId => f.write_str("an id of another pool, or of something that is gone"),
+            Self::OtherProcess => {
+                f.write_str("a pool of the process that this one was forked from; make one here")
+            }
             Self::OtherThread { stream } => {
                 write!(
                     f,

@@ -82,6 +82,11 @@
 //! [`sweep`], or a region that would find no room in its budget. The shell that allocators point to is never freed but used again with a new generation, so that a stale
 //! allocator always finds something that refuses it.
 //!
+//! # In a child of a fork
+//! The memory is not inherited, and locks may be held by threads that are not there, so a child finds nothing here:
+//! allocations answer with [`MemoryError::OtherProcess`], frees do nothing, statistics are zero, and nothing blocks. It can make a
+//! pool of its own. The parent's is as it was.
+//!
 //! # What surprises
 //! - `deallocate` cannot answer: a pointer that is not a live block of the pool is ignored and counted in
 //!   [`PinnedStats::refused_frees`].
@@ -371,7 +376,7 @@ impl PinnedPool {
     #[track_caller]
     pub fn warm(&self, bytes: usize) -> Result<()> {
         let _site = site::enter();
-        self.handle.home.warm(self.handle.generation, bytes as u64)
+        self.here()?.warm(self.handle.generation, bytes as u64)
     }
 
     /// Says that no kernels are being launched: the time for what stalls those. Grows until
@@ -383,10 +388,11 @@ impl PinnedPool {
     #[track_caller]
     pub fn quiet_point(&self) -> Result<u64> {
         let _site = site::enter();
+        let home = self.here()?;
         region::end_retired();
-        self.handle.home.poll_all();
+        home.poll_all();
         let ahead = self.handle.shared.config.grow_ahead as u64;
-        self.handle.home.grow_ahead(self.handle.generation, ahead)
+        home.grow_ahead(self.handle.generation, ahead)
     }
 
     /// Gives back regions that are wholly free, largest first, while at least `keep` free bytes stay, or
@@ -398,14 +404,16 @@ impl PinnedPool {
     #[track_caller]
     pub fn trim(&self, keep: usize) -> Result<u64> {
         let _site = site::enter();
-        self.handle.home.poll_all();
-        self.handle.home.trim(self.handle.generation, keep as u64)
+        let home = self.here()?;
+        home.poll_all();
+        home.trim(self.handle.generation, keep as u64)
     }
 
     /// What it holds.
     #[must_use]
     pub fn stats(&self) -> PinnedStats {
-        self.handle.home.with_tally(|state, tally| state.stats(tally))
+        let stats = |home: &Home| home.with_tally(|state, tally| state.stats(tally));
+        self.here().map_or_else(|_| PinnedStats::default(), stats)
     }
 
     /// The node its memory should lie on.
@@ -424,19 +432,26 @@ impl PinnedPool {
     #[must_use]
     pub fn is_pinned(&self, address: NonNull<u8>) -> Option<bool> {
         let address = address.addr().get() as u64;
-        self.handle.home.with(|state| state.block_at(address).and_then(|_| state.is_pinned(address)))
+        let home = self.here().ok()?;
+        home.with(|state| state.block_at(address).and_then(|_| state.is_pinned(address)))
     }
 
     /// How each region was made, in address order.
     #[must_use]
     pub fn reports(&self) -> Vec<RegionReport> {
-        self.handle.home.with(|state| state.reports())
+        self.here().map_or_else(|_| Vec::new(), |home| home.with(|state| state.reports()))
     }
 
     /// Checks the pool's books against each other, in time proportional to what it holds. For tests and fuzzing.
     #[must_use]
     pub fn is_consistent(&self) -> bool {
-        self.handle.home.with_tally(|state, tally| state.is_consistent(tally))
+        self.here().is_ok_and(|home| home.with_tally(|state, tally| state.is_consistent(tally)))
+    }
+
+    /// The shell, in the process that has its memory.
+    fn here(&self) -> Result<&'static Home> {
+        let home = self.handle.home;
+        if home.is_here() { Ok(home) } else { Err(MemoryError::OtherProcess) }
     }
 }
 

@@ -9,6 +9,7 @@ use allocator_api2::{alloc::Allocator, vec::Vec as AllocVec};
 use aquifer_adapters::conformance::Suite;
 use aquifer_core::{Budget, DeferReuse, MemoryError};
 use aquifer_host::{Grow, PinnedAllocator, PinnedConfig, PinnedPool, kernel::SystemCall, pool};
+use nix::libc;
 use std::{
     alloc::Layout,
     cell::RefCell,
@@ -527,7 +528,7 @@ fn a_barrier_that_is_refused_leaves_blocks_where_they_are_until_one_is_had() {
     let pool = PinnedPool::new(&host, &budget, config()).unwrap();
     let at = take(&pool.allocator(), 64).unwrap();
     give(&pool.allocator(), at, 64);
-    faults.fail_from(SystemCall::Barrier, 1, nix::libc::EPERM);
+    faults.fail_from(SystemCall::Barrier, 1, libc::EPERM);
     assert_eq!(pool.trim(0).unwrap(), 0);
     assert!(pool.stats().in_magazines > 0 && pool.is_consistent());
     let allocator = pool.allocator();
@@ -675,11 +676,60 @@ fn a_shell_whose_threads_could_not_be_told_of_the_end_is_not_used_again_before_t
     let at = take(&pool.allocator(), 64).unwrap();
     give(&pool.allocator(), at, 64);
     pool.trim(0).unwrap();
-    faults.fail_from(SystemCall::Barrier, 1, nix::libc::EPERM);
+    faults.fail_from(SystemCall::Barrier, 1, libc::EPERM);
     drop(pool);
     // One of these has the shell, unless it waits. They count from zero either way.
     let fresh: Vec<_> = (0..4).map(|_| small_pool().0).collect();
     assert!(fresh.iter().all(|pool| pool.stats().memory.frees == 0 && pool.is_consistent()));
     faults.clear();
     pool::sweep();
+}
+
+#[test]
+fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it() {
+    let (pool, _budget) = small_pool();
+    let allocator = pool.allocator();
+    // One that the thread's magazine would serve at once, and one that is live.
+    give(&allocator, take(&allocator, 100).unwrap(), 100);
+    let live = take(&allocator, 100).unwrap();
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        // Holds the books most of the time, also when the process forks.
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                let _stats = pool.stats();
+            }
+        });
+        for _ in 0..20 {
+            // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by `_exit`.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                // SAFETY: 1. takes a number. A child that waits is ended by it.
+                unsafe { libc::alarm(20) };
+                let nothing = take(&allocator, 100).is_none() && take(&allocator, MIB).is_none();
+                give(&allocator, live, 100);
+                let told = pool.allocate(bytes(100)) == Err(MemoryError::OtherProcess)
+                    && pool.trim(0) == Err(MemoryError::OtherProcess)
+                    && pool.stats() == Default::default();
+                let (own, _budget) = small_pool();
+                let own = own.allocator();
+                let served = take(&own, 100).is_some_and(|at| {
+                    // SAFETY: 1. the block is this process's, and has as many bytes.
+                    unsafe { at.0.write_bytes(7, 100) };
+                    give(&own, at, 100);
+                    true
+                });
+                let right = [nothing, told, served].iter().position(|right| !right);
+                // SAFETY: 1. ends the child.
+                unsafe { libc::_exit(right.map_or(0, |wrong| 1 + wrong as i32)) };
+            }
+            let mut status = -1;
+            // SAFETY: 1. the child is this process's, and the status a local.
+            let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+            assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+    give(&allocator, live, 100);
+    assert_eq!(pool.stats().memory.live, 0, "what the child freed was the parent's still");
 }

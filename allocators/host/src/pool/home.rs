@@ -11,7 +11,7 @@ use super::{
     state::{Freed, Released, State},
     thread::{self, AtWork, THREADS},
 };
-use crate::kernel::pointer;
+use crate::kernel::{Process, pointer};
 use aquifer_core::{Action, Gate, MemoryError, Result, Tag, event::Ticket};
 use aquifer_driver::HostAccess;
 use aquifer_stream::Spin;
@@ -37,6 +37,8 @@ pub(super) struct Home {
     observed: AtomicBool,
     /// Whether blocks wait for gates, so that somebody should look now and then.
     look: AtomicBool,
+    /// The process that has its memory. A child of it inherits the books as they happened to stand, and no memory.
+    process: Process,
     /// Whether its threads get magazines. A pool whose every step is recorded has none.
     stocked: AtomicBool,
     /// Apart from the flags, which every call reads.
@@ -67,13 +69,16 @@ impl Home {
     /// A shell for a new pool, and the generation of its allocators.
     pub(super) fn open(shared: Arc<Shared>) -> (&'static Self, u64) {
         super::sweep();
-        let retired = RETIRED.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let process = Process::current();
+        let retired = || RETIRED.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let retired = std::iter::from_fn(retired).find(|home| home.process == process);
         let home = retired.unwrap_or_else(|| {
             &*Box::leak(Box::new(Self {
                 magazines: (0..THREADS).map(|_| OnceLock::new()).collect(),
                 depot: Depot::new(),
                 observed: AtomicBool::new(false),
                 look: AtomicBool::new(false),
+                process,
                 stocked: AtomicBool::new(false),
                 state: CachePadded::new(Spin::new(State::new())),
                 draining: Mutex::new(()),
@@ -92,6 +97,13 @@ impl Home {
             state.generation
         });
         (home, generation)
+    }
+
+    /// Whether this is the process that has its memory: in a child nothing here may be looked at, since a lock may be held
+    /// for good.
+    #[inline]
+    pub(super) fn is_here(&self) -> bool {
+        self.process.is_current()
     }
 
     /// Looks into the books. `work` must not wait, ask the driver, or run what users wrote.
@@ -188,6 +200,9 @@ impl Home {
 
     /// Serves no more allocations of this generation, and gives back what nobody holds.
     pub(super) fn close(&'static self, generation: u64) {
+        if !self.is_here() {
+            return;
+        }
         let shared = self.with(|state| {
             let shared = state.open_as(generation).ok().cloned();
             if shared.is_some() {
@@ -355,6 +370,9 @@ impl Home {
             let address = NonZeroUsize::new(layout.align()).unwrap_or(NonZeroUsize::MIN);
             return Ok(NonNull::slice_from_raw_parts(NonNull::without_provenance(address), 0));
         }
+        if !self.is_here() {
+            return Err(MemoryError::OtherProcess);
+        }
         if thread::is_at_work() {
             return Err(MemoryError::Busy { address: 0 });
         }
@@ -434,7 +452,7 @@ impl Home {
     #[inline(never)]
     pub(super) fn deallocate_slowly(&'static self, generation: u64, address: NonNull<u8>, layout: Layout) {
         let block = Freed { address: address.addr().get() as u64, requested: layout.size() as u64 };
-        if block.requested == 0 {
+        if block.requested == 0 || !self.is_here() {
             return;
         }
         if self.observed.load(Ordering::Relaxed) {
@@ -506,7 +524,7 @@ impl Home {
                 return true;
             }
         }
-        self.with(|state| state.generation == generation && state.resize(address, old, new))
+        self.is_here() && self.with(|state| state.generation == generation && state.resize(address, old, new))
     }
 
     /// Notes a gate on the live block that holds `address`.
@@ -514,6 +532,9 @@ impl Home {
         let address = address.addr().get() as u64;
         // A block that is copied for ever without being freed does not collect gates for ever.
         const MANY: usize = 16;
+        if !self.is_here() {
+            return Err(MemoryError::OtherProcess);
+        }
         let (start, gates) = self.with(|state| -> Result<_> {
             let start = if state.generation == generation { state.block_at(address) } else { None };
             let start = start.ok_or(MemoryError::ForeignBlock { address })?;

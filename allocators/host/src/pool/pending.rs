@@ -28,7 +28,7 @@ pub(super) fn linger(home: &'static Home) {
 /// done now. Making a pool does it too, and an allocation that may take memory and has to. Blocks until devices are idle, if there is something to give back.
 pub fn sweep() {
     let homes = mem::take(&mut *LINGERING.lock().unwrap_or_else(PoisonError::into_inner));
-    for home in homes {
+    for home in homes.into_iter().filter(|home| home.is_here()) {
         home.poll_all();
         if let Some(shared) = home.with(|state| state.shared.clone().filter(|_| !state.open)) {
             home.drain(&shared, true);

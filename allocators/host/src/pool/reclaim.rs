@@ -84,6 +84,9 @@ impl Reclaim for Giver {
     }
 
     fn offer(&self) -> Offer {
+        if !self.home.is_here() {
+            return Offer::default();
+        }
         let bytes = self.home.with_tally(|state, tally| {
             let reserve = match state.open_as(self.generation).map(|shared| &shared.config) {
                 Ok(config) if config.grow == Grow::Now => config.reserve as u64,
@@ -99,7 +102,7 @@ impl Reclaim for Giver {
     }
 
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
-        if self.waits && deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+        if !self.home.is_here() || self.waits && deadline.is_some_and(|deadline| Instant::now() >= deadline) {
             return;
         }
         let ended = region::end_retired();

@@ -5,6 +5,9 @@
 //! nothing, and not with a queue before the lock. The end is learnt from a key of the C library's (`pthread_key_create`): its destructors run after
 //! those of Rust's thread-locals, so that these find their magazines still, and nothing is allocated for it from a
 //! global allocator that may be at work for us. A thread that allocates later still does without magazines.
+//!
+//! A child of a fork has the books of magazines and not their memory, so the thread that goes on in it forgets its own
+//! (`pthread_atfork`): from there on it meets the shells, which know whose they are.
 #![expect(unsafe_code, reason = "makes a key of the C library's threads")]
 
 use super::magazine::Magazine;
@@ -131,15 +134,21 @@ fn take_number() -> Option<u32> {
     None
 }
 
-/// The key whose destructor tells of a thread's end; `None` where there are too many.
+/// The key whose destructor tells of a thread's end; `None` where there are too many, or where a fork would not be told.
 fn key() -> &'static Option<libc::pthread_key_t> {
     static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
     KEY.get_or_init(|| {
         let mut key = 0;
         // SAFETY: 1. the key is written to a place of that type. 2. `ended` is there as long as the program is.
         let made = unsafe { libc::pthread_key_create(&raw mut key, Some(ended)) };
-        (made == 0).then_some(key)
+        // SAFETY: 1. `forked` may run in a child of a process with threads: it writes to its own thread-locals.
+        (made == 0 && unsafe { libc::pthread_atfork(None, None, Some(forked)) } == 0).then_some(key)
     })
+}
+
+/// The C library calls it in a child, in the one thread that it has.
+unsafe extern "C" fn forked() {
+    HERE.with(|here| here.magazines.iter().for_each(|magazine| magazine.set(None)));
 }
 
 /// The C library calls it in a thread that ends, with what was noted.

@@ -4,6 +4,7 @@
 //! given up early waits here, mapped, registered and charged, for a quiet point.
 
 use super::backing::Backing;
+use crate::kernel::Process;
 use std::{
     mem,
     sync::{
@@ -12,16 +13,17 @@ use std::{
     },
 };
 
-static RETIRED: Mutex<Vec<Backing>> = Mutex::new(Vec::new());
+/// With the process that has them: a child of it has not inherited their memory.
+static RETIRED: Mutex<Vec<(Process, Backing)>> = Mutex::new(Vec::new());
 static BYTES: AtomicU64 = AtomicU64::new(0);
 
-fn list() -> MutexGuard<'static, Vec<Backing>> {
+fn list() -> MutexGuard<'static, Vec<(Process, Backing)>> {
     RETIRED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 pub(super) fn retire(backing: Backing) {
     BYTES.fetch_add(backing.bytes(), Ordering::Relaxed);
-    list().push(backing);
+    list().push((Process::current(), backing));
 }
 
 /// Bytes that wait for [`end_retired`]. They stay charged.
@@ -51,9 +53,10 @@ pub fn end_retired() -> u64 {
         return 0;
     }
     let waiting = mem::take(&mut *list());
-    let (idle, busy): (Vec<_>, Vec<_>) = waiting.into_iter().partition(Backing::is_idle);
+    let (idle, busy): (Vec<_>, Vec<_>) =
+        waiting.into_iter().partition(|(process, backing)| process.is_current() && backing.is_idle());
     list().extend(busy);
-    let ended = idle.iter().map(Backing::bytes).sum();
+    let ended = idle.iter().map(|(_, backing)| backing.bytes()).sum();
     BYTES.fetch_sub(ended, Ordering::Relaxed);
     // Each ends, or is stranded, without the lock.
     drop(idle);
