@@ -1,10 +1,12 @@
 //! Everything wired together.
 
+mod budgets;
+
 use crate::{
     Placer, Policy,
     environment::Environment,
     placement::{Fleet, MAX_DEVICES},
-    pressure::{Ceiling, HostWatch, KeepFree, Pressure, WatchedDevice, WatchedHost},
+    pressure::{HostWatch, KeepFree, Pressure, WatchedDevice, WatchedHost},
     staging,
 };
 use aquifer_core::{Budget, DeviceId, MemoryError, Result};
@@ -16,6 +18,7 @@ use aquifer_host::{
     region::Host,
     topology::{NodeId, Topology},
 };
+use budgets::{Above, Limits};
 use std::{fmt, sync::Arc, time::Duration};
 
 /// A driver, a pool for each of its devices, and pinned memory near each.
@@ -221,15 +224,13 @@ impl RuntimeBuilder {
             None => Vec::new(),
         };
         let topology = topology.with_devices(&infos);
-        let left = headroom(&topology)?;
-        let memories =
-            Memories { one: one_memory(driver.as_deref(), &infos, left)?, watched: keep_free.is_some() };
+        let above = Above::read(driver.as_deref(), &infos, &topology)?;
         let (mut pools, mut watched) = (Vec::new(), Vec::new());
         if let Some(driver) = &driver {
             for info in &infos {
                 let mut config = self.pool.clone();
-                let (budget, ceiling) =
-                    memories.of_device(&**driver, info, config.budget.take(), self.device_budget)?;
+                let limits = Limits { own: config.budget.take(), bytes: self.device_budget };
+                let (budget, ceiling) = above.of_device(&**driver, info, limits, keep_free.is_some())?;
                 config.budget = budget;
                 let pool = DevicePool::open(driver.clone(), info.device, config)?;
                 if let Some(ceiling) = ceiling {
@@ -239,13 +240,7 @@ impl RuntimeBuilder {
                 pools.push(pool);
             }
         }
-        let limit = self.pinned_budget.unwrap_or(left / 2);
-        let host_ceiling =
-            self.watch_host.is_some().then(|| Ceiling::new(memories.one.as_ref(), "what the host has left"));
-        let budget = match host_ceiling.as_ref().map(Ceiling::budget).or(memories.one.as_ref()) {
-            Some(above) => above.child("pinned memory", limit),
-            None => Budget::new("pinned memory", limit),
-        };
+        let (budget, host_ceiling) = above.of_pinned(self.pinned_budget, self.watch_host.is_some());
         let (host, pinned, near) =
             pinned_pools(&driver, &pools, topology, &self.kernel, &budget, &self.pinned)?;
         let keep_free = match keep_free {
@@ -293,60 +288,6 @@ fn chosen(driver: &dyn Driver, devices: Option<Vec<DeviceId>>) -> Result<Vec<Dev
     devices.into_iter().map(look).collect()
 }
 
-/// Which budgets stand above those of pools.
-struct Memories {
-    /// Above the host's and that of devices that share its memory.
-    one: Option<Budget>,
-    /// Devices' memory has ceilings.
-    watched: bool,
-}
-
-impl Memories {
-    /// The budget of a device's pool, where it is not the pool that makes one, and the ceiling above everything there.
-    fn of_device(
-        &self,
-        driver: &dyn Driver,
-        info: &DeviceInfo,
-        given: Option<Budget>,
-        limit: Option<u64>,
-    ) -> Result<(Option<Budget>, Option<Ceiling>)> {
-        let one = self.one.as_ref().filter(|_| info.integrated);
-        if let Some(given) = given {
-            // One of nothing is refused by the pool, which must see it.
-            let ceiling = (self.watched && given.limit() > 0).then(|| Ceiling::new(Some(&given), BESIDE));
-            let budget = ceiling.as_ref().map_or(given, |ceiling| ceiling.budget().clone());
-            return Ok((Some(budget), ceiling));
-        }
-        let ceiling = self.watched.then(|| Ceiling::new(one, BESIDE));
-        let above = ceiling.as_ref().map(Ceiling::budget).or(one);
-        let Some(above) = above else { return Ok((limit.map(|bytes| Budget::new(DEVICE, bytes)), None)) };
-        let limit = match limit {
-            Some(limit) => limit,
-            None => free(driver, info)? / 5 * 4,
-        };
-        Ok((Some(above.child(DEVICE, limit)), ceiling))
-    }
-}
-
-const DEVICE: &str = "the device";
-const BESIDE: &str = "the device beside its neighbours";
-
-fn free(driver: &dyn Driver, info: &DeviceInfo) -> Result<u64> {
-    let memory = driver.memory_info(info.device).map_err(|e| MemoryError::driver(info.device, e))?;
-    Ok(memory.free)
-}
-
-/// Where some device has the host's memory for its own, one budget for both: what either takes, the other lacks. Its limit
-/// is the larger of what the two say, since a device's share is not everywhere counted in control groups.
-fn one_memory(driver: Option<&dyn Driver>, infos: &[DeviceInfo], left: u64) -> Result<Option<Budget>> {
-    let Some(driver) = driver else { return Ok(None) };
-    let mut most = None;
-    for info in infos.iter().filter(|info| info.integrated) {
-        most = most.max(Some(free(driver, info)?));
-    }
-    Ok(most.map(|free| Budget::new("the machine's memory", free.max(left))))
-}
-
 /// A pinned pool for no node in particular, and one for each node that a device is near.
 fn pinned_pools(
     driver: &Option<Arc<dyn Driver>>,
@@ -383,14 +324,6 @@ fn pinned_pools(
         near.push(pinned.len() - 1);
     }
     Ok((host, pinned, near))
-}
-
-/// Bytes that are assumed where nobody tells what the host has.
-const UNKNOWN_HOST: u64 = 16 << 30;
-
-/// Bytes of host memory that the process may still take: what a device counts as its own is not the host's.
-fn headroom(topology: &Topology) -> Result<u64> {
-    Ok(topology.headroom()?.bytes.value.unwrap_or(UNKNOWN_HOST))
 }
 
 impl Runtime {
