@@ -15,6 +15,8 @@ use aquifer_host::topology::NodeId;
 pub struct Place {
     bytes: u64,
     min_free: u64,
+    /// It has hints that not all devices satisfy, but for those on free bytes.
+    choosy: bool,
     min_compute: (u32, u32),
     allowed: Option<Vec<DeviceId>>,
     excluded: Vec<DeviceId>,
@@ -47,6 +49,7 @@ impl Place {
         Self {
             bytes,
             min_free: 0,
+            choosy: false,
             min_compute: (0, 0),
             allowed: None,
             excluded: Vec::new(),
@@ -66,25 +69,25 @@ impl Place {
     /// Only on devices of this compute capability or later.
     #[must_use]
     pub fn min_compute(self, capability: (u32, u32)) -> Self {
-        Self { min_compute: capability, ..self }
+        Self { min_compute: capability, choosy: true, ..self }
     }
 
     /// Only on these devices.
     #[must_use]
     pub fn only(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { allowed: Some(devices.into_iter().collect()), ..self }
+        Self { allowed: Some(devices.into_iter().collect()), choosy: true, ..self }
     }
 
     /// On none of these devices.
     #[must_use]
     pub fn not_on(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { excluded: devices.into_iter().collect(), ..self }
+        Self { excluded: devices.into_iter().collect(), choosy: true, ..self }
     }
 
     /// Only on devices whose kernels can reach the memory of each of these, or are these themselves.
     #[must_use]
     pub fn reaching(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
-        Self { reaching: devices.into_iter().collect(), ..self }
+        Self { reaching: devices.into_iter().collect(), choosy: true, ..self }
     }
 
     /// Charged, and waiting in line, by this priority instead of the budget's own; higher is served first.
@@ -141,6 +144,10 @@ impl Place {
     /// Whether a device satisfies every hint but those on free bytes.
     #[inline]
     pub(super) fn suits(&self, candidate: &Candidate<'_>) -> bool {
+        !self.choosy || self.fits_hints(candidate)
+    }
+
+    fn fits_hints(&self, candidate: &Candidate<'_>) -> bool {
         candidate.compute_capability >= self.min_compute
             && self.allowed.as_ref().is_none_or(|allowed| allowed.contains(&candidate.device))
             && !self.excluded.contains(&candidate.device)

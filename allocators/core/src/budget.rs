@@ -161,6 +161,7 @@ impl Budget {
     ///
     /// # Errors
     /// As [`Budget::charge`].
+    #[inline]
     pub fn reserve(&self, bytes: u64) -> Result<Reservation, OutOfBudget> {
         self.charge(bytes).map(Reservation::from)
     }
@@ -181,6 +182,7 @@ impl Budget {
     }
 
     /// Bytes in charges and reservations, here and below, and in leases.
+    #[inline]
     #[must_use]
     pub fn used(&self) -> u64 {
         self.node.used.load(Relaxed)
@@ -193,6 +195,7 @@ impl Budget {
     }
 
     /// The limit, in bytes.
+    #[inline]
     #[must_use]
     pub fn limit(&self) -> u64 {
         self.node.limit.load(Relaxed)
