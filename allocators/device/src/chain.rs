@@ -429,7 +429,7 @@ impl Inner {
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
         let homes = self.homes();
-        let gone = self.apart.reap()?;
+        let gone = self.apart.reap()? + self.lodgings.trim()?;
         let (wanted, idle) = match &self.physical {
             Physical::Mapped(mapped) => (mapped.whole(request.size()), mapped.idle(&homes)),
             Physical::Plain(plain) => (Plain::whole(request), plain.idle(&homes)),

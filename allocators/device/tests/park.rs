@@ -616,3 +616,19 @@ fn what_others_have_freed_is_waited_for_where_there_is_no_more_memory() {
         rig.assert_silent();
     }
 }
+
+#[test]
+fn a_block_of_the_caches_has_what_parkable_memory_has_free() {
+    let rig = rig(16);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let kept = filled(&s, &parkable, 0, 100);
+    drop(filled(&s, &parkable, 1, 8 << 20));
+    s.synchronize().unwrap();
+    assert!(rig.budget.remaining() < 12 * MIB);
+    let block = rig.pool.alloc(&s, Request::bytes(12 * MIB)).unwrap();
+    assert_filled(&s, &kept, 0);
+    drop((block, kept, parkable));
+    s.synchronize().unwrap();
+    assert_nothing_left(&rig);
+}
