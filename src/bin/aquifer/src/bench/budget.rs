@@ -394,13 +394,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_row_that_has_a_name_is_measured() {
+    fn every_row_that_has_a_name_is_measured_or_left_out_for_want_of_a_gpu() {
         let args = cli::BenchBudget { rows: cli::RowFlags { only: None, quick: true, json: false } };
         let report = run(&args).unwrap();
         assert!(report.is_clean(), "{}", report.to_screen());
         let bench = Bench { pace: Pace::QUICK, sheet: Sheet::new(None) };
         let names: Vec<_> = groups().iter().flat_map(|group| (group.names)(&bench)).collect();
-        assert_eq!(report.rows.iter().map(|row| row.name.clone()).collect::<Vec<_>>(), names);
+        let (measured, left_out) = (report.rows.iter(), report.left_out.iter());
+        let told: Vec<_> =
+            measured.map(|row| row.name.clone()).chain(left_out.map(|left| left.row.clone())).collect();
+        assert_eq!(told, names);
+        assert!(report.left_out.iter().all(|left| left.why.contains("simulated")), "those that need a GPU");
         assert!(report.rows.iter().all(|row| row.ns > 0.0));
     }
 }
