@@ -154,6 +154,9 @@
 //! [`DevicePool::check`], and when the pool closes; those block until the work queued on the blocks' streams is done.
 //! A use after the free that reaches another's live block is found by none of them; the simulated GPU finds it.
 
+// Whether a source of memory may be sent is asked through all that its blocks reach, deeper than 128 types.
+#![recursion_limit = "256"]
+
 mod apart;
 mod arena;
 mod backend;
