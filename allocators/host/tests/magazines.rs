@@ -693,7 +693,15 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
     give(&allocator, take(&allocator, 100).unwrap(), 100);
     let live = take(&allocator, 100).unwrap();
     let stop = AtomicBool::new(false);
+    /// Ends the other thread, also where a child has found something.
+    struct Stop<'a>(&'a AtomicBool);
+    impl Drop for Stop<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
     thread::scope(|scope| {
+        let _stop = Stop(&stop);
         // Holds the books most of the time, also when the process forks.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
@@ -728,7 +736,6 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
             let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
             assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
         }
-        stop.store(true, Ordering::Relaxed);
     });
     give(&allocator, live, 100);
     assert_eq!(pool.stats().memory.live, 0, "what the child freed was the parent's still");
