@@ -13,6 +13,7 @@
 //! | [`TracingSink`] | whatever the program logs with |
 //! | [`NullSink`] | nothing |
 
+mod lines;
 mod ring;
 mod rmm;
 mod sinks;

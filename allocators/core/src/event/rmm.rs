@@ -5,12 +5,11 @@
 //! `allocate failure`; the address as `0x7f04c0000200`, or `(nil)` where there is none; the bytes that were asked for; the
 //! stream as `0x1f`, or `0` for none. So whatever reads RMM's logs reads these: its replay benchmark, its scripts.
 
-use super::{Action, Event, Place, Sink};
+use super::{Action, Event, Place, Sink, lines::Lines};
 use std::{
-    fs::File,
-    io::{self, LineWriter, Write},
+    io,
     path::Path,
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
     time::{SystemTime, UNIX_EPOCH},
 };
 
@@ -39,16 +38,9 @@ use std::{
 /// ```
 #[derive(Debug)]
 pub struct RmmLog {
-    state: Mutex<State>,
+    lines: Mutex<Lines>,
     /// The time of day at which the recorder is taken to have begun, in microseconds.
     began_us: u64,
-}
-
-#[derive(Debug)]
-struct State {
-    file: LineWriter<File>,
-    /// Lines that could not be written.
-    dropped: u64,
 }
 
 const DAY_US: u64 = 24 * 60 * 60 * 1_000_000;
@@ -59,11 +51,14 @@ impl RmmLog {
     /// # Errors
     /// The operating system's, if the file cannot be created or its first line not written.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let mut file = LineWriter::new(File::create(path)?);
-        writeln!(file, "Thread,Time,Action,Pointer,Size,Stream")?;
+        let lines = Lines::create(path, "Thread,Time,Action,Pointer,Size,Stream")?;
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let began_us = (since.as_micros() % u128::from(DAY_US)) as u64;
-        Ok(Self { state: Mutex::new(State { file, dropped: 0 }), began_us })
+        Ok(Self { lines: Mutex::new(lines), began_us })
+    }
+
+    fn lines(&self) -> MutexGuard<'_, Lines> {
+        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The row of an event, if RMM has one for it.
@@ -96,21 +91,16 @@ impl RmmLog {
 
 impl Sink for RmmLog {
     fn record(&self, event: &Event) {
-        let Some(row) = self.row(event) else { return };
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if writeln!(state.file, "{row}").is_err() {
-            state.dropped += 1;
+        if let Some(row) = self.row(event) {
+            self.lines().write(format_args!("{row}"));
         }
     }
 
     fn dropped(&self) -> u64 {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).dropped
+        self.lines().dropped()
     }
 
     fn flush(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.file.flush().is_err() {
-            state.dropped += 1;
-        }
+        self.lines().flush();
     }
 }

@@ -24,13 +24,12 @@
 //! has no `f`. A `c` right behind its `f` says that nothing outlived the free; without one, the last use is not known to be
 //! done by the end. All numbers are decimal, without a sign. Only blocks of device memory are written.
 
-use super::{Action, Event, Place, Sink};
+use super::{Action, Event, Place, Sink, lines::Lines};
 use std::{
     collections::HashMap,
-    fs::File,
-    io::{self, LineWriter, Write},
+    io,
     path::Path,
-    sync::{Mutex, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError},
 };
 
 /// A sink that writes a trace file, a line at a time, so that the trace of a program that is killed is whole as far as it
@@ -42,13 +41,11 @@ pub struct TraceFile {
 
 #[derive(Debug)]
 struct State {
-    file: LineWriter<File>,
+    lines: Lines,
     /// Ids of blocks that are not complete, by place and address. A freed block whose bytes are held back cannot share
     /// its address with another, so the address tells blocks apart until they are complete.
     ids: HashMap<(Place, u64), (u64, u64)>,
     next: u64,
-    /// Lines that could not be written.
-    dropped: u64,
 }
 
 impl TraceFile {
@@ -57,10 +54,12 @@ impl TraceFile {
     /// # Errors
     /// The operating system's, if the file cannot be created or its first line not written.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let mut file = LineWriter::new(File::create(path)?);
-        writeln!(file, "t_us,op,id,bytes,stream")?;
-        file.flush()?;
-        Ok(Self { state: Mutex::new(State { file, ids: HashMap::new(), next: 1, dropped: 0 }) })
+        let lines = Lines::create(path, "t_us,op,id,bytes,stream")?;
+        Ok(Self { state: Mutex::new(State { lines, ids: HashMap::new(), next: 1 }) })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -69,7 +68,7 @@ impl Sink for TraceFile {
         if !matches!(event.place, Place::Device(_)) {
             return;
         }
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state();
         let key = (event.place, event.address);
         let (op, id, bytes) = match event.action {
             Action::Allocate => {
@@ -88,20 +87,15 @@ impl Sink for TraceFile {
             },
             _ => return,
         };
-        let line = writeln!(state.file, "{},{op},{id},{bytes},{}", event.at_ns / 1000, event.stream);
-        if line.is_err() {
-            state.dropped += 1;
-        }
+        let at_us = event.at_ns / 1000;
+        state.lines.write(format_args!("{at_us},{op},{id},{bytes},{}", event.stream));
     }
 
     fn dropped(&self) -> u64 {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).dropped
+        self.state().lines.dropped()
     }
 
     fn flush(&self) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        if state.file.flush().is_err() {
-            state.dropped += 1;
-        }
+        self.state().lines.flush();
     }
 }
