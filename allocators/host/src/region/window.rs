@@ -34,7 +34,46 @@ static START: AtomicUsize = AtomicUsize::new(0);
 static LEN: AtomicUsize = AtomicUsize::new(0);
 
 /// The parts of the window that are free, by start. `None` before it is reserved.
-static FREE: Mutex<Option<BTreeMap<usize, usize>>> = Mutex::new(None);
+static FREE: Mutex<Option<Free>> = Mutex::new(None);
+
+/// Free addresses: lengths by start, no two of them adjacent.
+#[derive(Default)]
+struct Free(BTreeMap<usize, usize>);
+
+impl Free {
+    /// Takes `bytes` that begin at a multiple of `align`; what lies before them stays free.
+    fn take(&mut self, bytes: usize, align: usize) -> Option<usize> {
+        // The lowest that fits: addresses are plenty, and low ones keep page tables dense.
+        let fits = |(&start, &len): (&usize, &usize)| {
+            let lost = start.checked_next_multiple_of(align)? - start;
+            (len >= bytes && len - bytes >= lost).then_some((start, lost, len))
+        };
+        let (first, lost, len) = self.0.iter().find_map(fits)?;
+        self.0.remove(&first);
+        let start = first + lost;
+        if lost > 0 {
+            self.0.insert(first, lost);
+        }
+        if len - lost > bytes {
+            self.0.insert(start + bytes, len - lost - bytes);
+        }
+        Some(start)
+    }
+
+    /// Puts `len` bytes from `start` on back, merged with what is free on either side.
+    fn put(&mut self, mut start: usize, mut len: usize) {
+        if let Some((&before, &bytes)) = self.0.range(..start).next_back()
+            && before + bytes == start
+        {
+            self.0.remove(&before);
+            (start, len) = (before, bytes + len);
+        }
+        if let Some(bytes) = self.0.remove(&(start + len)) {
+            len += bytes;
+        }
+        self.0.insert(start, len);
+    }
+}
 
 /// Memory of the driver's: the first page's number in the upper 36 bits, how many pages in the lower 28, so that one
 /// load sees both. Zero is no entry.
@@ -73,7 +112,7 @@ fn is_outside(address: usize) -> bool {
     })
 }
 
-fn lock() -> MutexGuard<'static, Option<BTreeMap<usize, usize>>> {
+fn lock() -> MutexGuard<'static, Option<Free>> {
     FREE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -92,23 +131,11 @@ pub(super) fn carve(kernel: &Kernel, bytes: usize, align: usize) -> Result<Span,
         let whole = reserve(kernel)?;
         START.store(whole.start, Ordering::Relaxed);
         LEN.store(whole.len, Ordering::Release);
-        *free = Some(BTreeMap::from([(whole.start, whole.len)]));
+        let mut all = Free::default();
+        all.put(whole.start, whole.len);
+        *free = Some(all);
     }
-    let Some(free) = free.as_mut() else { return Err(out_of_addresses()) };
-    // The lowest that fits: addresses are plenty, and low ones keep page tables dense.
-    let fits = |(&start, &len): (&usize, &usize)| {
-        let lost = start.checked_next_multiple_of(align)? - start;
-        (len >= padded && len - padded >= lost).then_some((start, lost, len))
-    };
-    let (first, lost, len) = free.iter().find_map(fits).ok_or(out_of_addresses())?;
-    free.remove(&first);
-    let start = first + lost;
-    if lost > 0 {
-        free.insert(first, lost);
-    }
-    if len - lost > padded {
-        free.insert(start + padded, len - lost - padded);
-    }
+    let start = free.as_mut().and_then(|free| free.take(padded, align)).ok_or(out_of_addresses())?;
     Ok(Span { start, len: bytes })
 }
 
@@ -131,19 +158,9 @@ fn reserve(kernel: &Kernel) -> Result<Span, SystemError> {
 /// Takes the addresses of a region back. Nothing is mapped there any more but the reservation.
 pub(super) fn give_back(span: Span) {
     let padded = span.len.next_multiple_of(GRANULE) + GRANULE;
-    let mut free = lock();
-    let Some(free) = free.as_mut() else { return };
-    let (mut start, mut len) = (span.start, padded);
-    if let Some((&before, &bytes)) = free.range(..start).next_back()
-        && before + bytes == start
-    {
-        free.remove(&before);
-        (start, len) = (before, bytes + len);
+    if let Some(free) = lock().as_mut() {
+        free.put(span.start, padded);
     }
-    if let Some(bytes) = free.remove(&(start + len)) {
-        len += bytes;
-    }
-    free.insert(start, len);
 }
 
 /// Notes memory of the driver's; `false` if it does not begin at a page, or there are too many.
@@ -193,13 +210,15 @@ mod tests {
 
     #[test]
     fn a_wider_alignment_is_kept_and_what_it_skips_is_given_out_to_others() {
-        let kernel = Kernel::new();
-        let small = carve(&kernel, 1, GRANULE).unwrap();
-        let wide = carve(&kernel, GRANULE, 1 << 30).unwrap();
-        assert!(wide.start.is_multiple_of(1 << 30));
-        let next = carve(&kernel, 1, GRANULE).unwrap();
-        assert!(next.start < wide.start, "the part that was skipped");
-        [small, wide, next].into_iter().for_each(give_back);
+        let mut free = Free::default();
+        let (start, wide) = (5 * GRANULE, 16 * GRANULE);
+        free.put(start, 64 * GRANULE);
+        assert_eq!(free.take(2 * GRANULE, wide), Some(wide));
+        assert_eq!(free.take(GRANULE, GRANULE), Some(start), "the part that was skipped");
+        assert_eq!(free.take(40 * GRANULE, wide), None, "from 32 on there are 37, from 48 on 21");
+        free.put(start, GRANULE);
+        free.put(wide, 2 * GRANULE);
+        assert_eq!(free.0, BTreeMap::from([(start, 64 * GRANULE)]), "whole again");
     }
 
     #[test]
