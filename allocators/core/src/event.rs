@@ -13,6 +13,7 @@
 //! | [`TracingSink`] | whatever the program logs with |
 //! | [`NullSink`] | nothing |
 
+mod clock;
 mod lines;
 mod ring;
 mod rmm;
@@ -25,6 +26,7 @@ pub use sinks::{NullSink, TracingSink};
 pub use trace::TraceFile;
 
 use crate::{DeviceId, Tag};
+use clock::Clock;
 use std::{
     cell::Cell,
     collections::BTreeMap,
@@ -33,7 +35,6 @@ use std::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU32, AtomicU64, Ordering},
     },
-    time::Instant,
 };
 
 /// What happened.
@@ -146,7 +147,7 @@ pub struct Ticket {
 /// ```
 pub struct Recorder {
     sink: Arc<dyn Sink>,
-    started: Instant,
+    clock: Clock,
     tickets: AtomicU64,
     early: Mutex<Early>,
 }
@@ -163,7 +164,7 @@ impl Recorder {
     pub fn new(sink: Arc<dyn Sink>) -> Self {
         Self {
             sink,
-            started: Instant::now(),
+            clock: Clock::start(),
             tickets: AtomicU64::new(0),
             early: Mutex::new(Early { next: 0, waiting: BTreeMap::new() }),
         }
@@ -190,9 +191,7 @@ impl Recorder {
         bytes: u64,
         tag: Tag,
     ) -> Event {
-        let since = self.started.elapsed();
-        let at_ns = since.as_secs().wrapping_mul(1_000_000_000) + u64::from(since.subsec_nanos());
-        Event { at_ns, action, place, thread: thread(), stream, address, bytes, tag }
+        Event { at_ns: self.clock.elapsed(), action, place, thread: thread(), stream, address, bytes, tag }
     }
 
     /// Hands the event over: at once to a sink that has a place for it, else when its turn has come. Then the sink is called

@@ -1,0 +1,60 @@
+//! The time since a recorder was made.
+
+/// Reads the processor's counter: 10 ns, where the system's clock takes 26 to 44; where the counter is no clock, that
+/// one. The first of a process takes some milliseconds to compare the two, and none of them more.
+#[cfg(not(miri))]
+pub(super) struct Clock {
+    counter: quanta::Clock,
+    began: u64,
+}
+
+#[cfg(not(miri))]
+impl Clock {
+    pub(super) fn start() -> Self {
+        let counter = quanta::Clock::new();
+        let began = counter.raw();
+        Self { counter, began }
+    }
+
+    /// Nanoseconds since the start.
+    #[inline]
+    pub(super) fn elapsed(&self) -> u64 {
+        self.counter.delta_as_nanos(self.began, self.counter.raw())
+    }
+}
+
+/// Miri knows the system's clock alone.
+#[cfg(miri)]
+pub(super) struct Clock(std::time::Instant);
+
+#[cfg(miri)]
+impl Clock {
+    pub(super) fn start() -> Self {
+        Self(std::time::Instant::now())
+    }
+
+    pub(super) fn elapsed(&self) -> u64 {
+        u64::try_from(self.0.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{
+        thread,
+        time::{Duration, Instant},
+    };
+
+    #[test]
+    fn it_goes_as_fast_as_the_systems_clock() {
+        let (outer, clock) = (Instant::now(), Clock::start());
+        let inner = Instant::now();
+        thread::sleep(Duration::from_millis(50));
+        let (least, elapsed, most) = (inner.elapsed(), clock.elapsed(), outer.elapsed());
+        // The counter was compared for some microseconds only.
+        let (least, most) = (least.mul_f64(0.99), most.mul_f64(1.01));
+        assert!((least..=most).contains(&Duration::from_nanos(elapsed)), "{least:?} {elapsed} ns {most:?}");
+        assert!(clock.elapsed() >= elapsed);
+    }
+}
