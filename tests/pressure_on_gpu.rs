@@ -182,7 +182,12 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
     let mut back = vec![0; live.len()];
     stream.scope(|c| c.download(&live, &mut back)).unwrap().unwrap();
     assert!(back.iter().all(|&n| n == 7), "live memory is as it was");
-    // What was given back is not taken again while the neighbours are there.
-    let ours = pool.budget().remaining();
-    assert!(pool.alloc(&stream, Request::bytes(ours + GIB)).is_err());
+    // What was given back is not taken again while the neighbours are there, though their memory counts as theirs.
+    let mut blocks = Vec::new();
+    while let Ok(block) = pool.alloc(&stream, Request::bytes(GIB)) {
+        blocks.push(block);
+    }
+    let free = driver.memory_info(GPU).unwrap().free;
+    println!("with all that the pool gets held, {} are free of {} to be kept", Bytes(free), Bytes(keep_free));
+    assert!(!blocks.is_empty() && free >= keep_free - GIB / 2);
 }
