@@ -61,6 +61,26 @@ fn what_lies_free_counts_as_left() {
     drop(block);
 }
 
+#[test]
+fn large_handles_are_given_back_first_and_a_small_one_where_little_is_asked() {
+    let rig = vast(1 << 20);
+    let s = rig.stream();
+    // 16 handles of 64 MiB, and behind them 64 of 2 MiB.
+    let large = take(&rig, &s, 1024);
+    rig.budget.set_limit(rig.budget.used() + 128 * MIB);
+    let small = take(&rig, &s, 128);
+    assert_eq!(made(&rig, Call::HandleCreate), 16 + 64);
+    drop((large, small));
+    let held = (1024 + 128) * MIB;
+    for (keep, handles) in [(held - 128 * MIB, 2), (held - 129 * MIB, 1), (held - 194 * MIB, 1), (0, 13 + 63)]
+    {
+        let before = made(&rig, Call::HandleRelease);
+        rig.pool.trim(keep).unwrap();
+        assert_eq!(made(&rig, Call::HandleRelease) - before, handles, "down to {keep}");
+    }
+    assert_eq!(rig.budget.used(), 0);
+}
+
 /// Two handles of 64 MiB that are free, and live ones beside each. No block of 70 MiB finds room but beyond the last,
 /// which misses three slots.
 fn two_large_ones(rig: &Rig, stream: &Stream, used: bool) -> [Block; 2] {

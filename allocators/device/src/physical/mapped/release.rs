@@ -1,7 +1,7 @@
 //! Giving handles back to the driver: on request, and at the end.
 #![expect(unsafe_code, reason = "unmaps")]
 
-use super::{Mapped, Reach};
+use super::{Mapped, Reach, offers::Candidate};
 use crate::{
     home::Home,
     physical::{
@@ -36,7 +36,8 @@ impl Mapped {
     }
 
     /// Gives handles back to the driver until no more than `keep` bytes are held, as far as free memory whose work is
-    /// known to be done allows. Long stretches first, and of each the high end. Answers with the bytes.
+    /// known to be done allows. Long stretches first, and of each the large handles, which cost the driver as much as small
+    /// ones, from the high end. Answers with the bytes.
     pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
         self.reap_zombies()?;
         let before = self.held.now();
@@ -55,16 +56,22 @@ impl Mapped {
         if over() > 0 {
             let offers = self.offers(givers, None, Reach::Done);
             let mut candidates = self.candidates(&offers);
-            candidates.sort_unstable_by_key(|c| Reverse((c.stretch, c.first)));
             let (mut left, mut taken) = (over(), Vec::new());
-            for candidate in &candidates {
-                if left == 0 {
-                    break;
+            let mut give = |candidates: &[Candidate], beyond: bool| {
+                for candidate in candidates {
+                    if left == 0 || (candidate.count * self.slot > left && !beyond) {
+                        continue;
+                    }
+                    let Some(stolen) = self.take(candidate, &offers, Reach::Done) else { continue };
+                    left = left.saturating_sub(stolen.mapping.handle.bytes());
+                    taken.push(stolen);
                 }
-                let Some(stolen) = self.take(candidate, &offers, Reach::Done) else { continue };
-                left = left.saturating_sub(stolen.mapping.handle.bytes());
-                taken.push(stolen);
-            }
+            };
+            candidates.sort_unstable_by_key(|c| Reverse((c.stretch, c.count, c.first)));
+            give(&candidates, false);
+            // Less is left than any of the others has.
+            candidates.sort_unstable_by_key(|c| (c.count, Reverse((c.stretch, c.first))));
+            give(&candidates, true);
             let (loose, outcome) = self.unmap_done(taken);
             drop(loose);
             outcome?;
