@@ -39,6 +39,7 @@ mod context;
 mod copies;
 mod devices;
 mod events;
+mod graphs;
 mod host_memory;
 mod ipc;
 pub mod lend;

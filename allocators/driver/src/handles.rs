@@ -61,6 +61,14 @@ handle! {
     RawEvent
 }
 handle! {
+    /// Work that has been captured, as a template (`CUgraph`).
+    RawGraph
+}
+handle! {
+    /// A graph that can be launched (`CUgraphExec`).
+    RawGraphExec
+}
+handle! {
     /// Physical memory without an address (`CUmemGenericAllocationHandle`).
     PhysicalHandle
 }

@@ -5,6 +5,7 @@
 //! | [`Devices`] | what there is and what it can do |
 //! | [`Streams`] | queues of work, and the thread's capture mode |
 //! | [`Events`] | points in a queue that others can wait for |
+//! | [`Graphs`] | work that is captured once and launched many times |
 //! | [`Memory`] | whole allocations, and the driver's own stream-ordered pools |
 //! | [`Physical`] | address ranges, physical handles, and which is mapped where |
 //! | [`Ipc`] | physical memory that other processes can be given |
@@ -29,6 +30,7 @@ mod copies;
 mod devices;
 mod events;
 mod foreign;
+mod graphs;
 mod handles;
 mod host_memory;
 mod ipc;
@@ -49,7 +51,8 @@ pub use copies::{Copies, Pattern, Pitched, Rows};
 pub use devices::{DeviceInfo, Devices, MemoryInfo, losses};
 pub use events::Events;
 pub use foreign::{External, Foreign};
-pub use handles::{PhysicalHandle, PoolHandle, RawEvent, RawStream};
+pub use graphs::{CaptureStatus, Graphs, OnRelease};
+pub use handles::{PhysicalHandle, PoolHandle, RawEvent, RawGraph, RawGraphExec, RawStream};
 pub use host_memory::{HostFlags, HostMemory};
 pub use ipc::{ExportTypes, FabricHandle, Ipc};
 pub use memory::{Memory, PoolUsage};
@@ -62,7 +65,9 @@ pub use streams::{CaptureMode, Relaxed, Streams};
 pub type Result<T, E = DriverError> = std::result::Result<T, E>;
 
 /// A GPU driver: every family, and what it tells about itself.
-pub trait Driver: Devices + Streams + Events + Memory + Physical + Ipc + HostMemory + Copies {
+pub trait Driver:
+    Devices + Streams + Events + Graphs + Memory + Physical + Ipc + HostMemory + Copies
+{
     /// `cuda`, `sim`.
     fn name(&self) -> &'static str;
 

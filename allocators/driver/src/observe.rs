@@ -55,6 +55,18 @@ pub trait Observer: Debug + Send + Sync {
     /// One who was told, by [`Observer::registered`] with the same range, has forgotten them.
     fn unregistered(&self, range: DeviceRange);
 
+    /// A range is kept for graphs from now on: launches of every graph that was captured over memory kept for this `keeper`
+    /// may touch it, whatever blocks have been noted there since and though it be free. For whoever else touches it the
+    /// notes count, as ever. The number is the keeper's own choice, one for each pool that graphs share.
+    ///
+    /// Said before the first block of the range is handed to work that is captured; a range that is kept already goes to
+    /// the new keeper.
+    fn kept_for_graphs(&self, range: DeviceRange, keeper: u64);
+
+    /// A range is kept for graphs no longer: a launch that still touches it is told whose it is now. Ends what was said of
+    /// any part of it.
+    fn let_go_by_graphs(&self, range: DeviceRange);
+
     /// The host touches memory that devices can reach.
     fn host(&self, address: u64, bytes: u64, access: HostAccess);
 }

@@ -110,6 +110,7 @@ mod control;
 mod cost;
 mod family;
 mod faults;
+mod graph;
 mod inside;
 mod kernel;
 mod ledger;

@@ -4,7 +4,7 @@
 //! the bytes have stayed the same (fields were only ever carved out of reserved ones). The assertions below hold them,
 //! and the constants, against the bindings of whichever version is compiled in.
 
-use crate::{DeviceId, ExportTypes, Pitched, Rows};
+use crate::{CaptureMode, DeviceId, ExportTypes, Pitched, Rows};
 use cudarc::driver::sys;
 use std::{
     ffi::{c_int, c_uchar, c_uint, c_ushort, c_void},
@@ -13,6 +13,9 @@ use std::{
 
 /// An object of the driver: a context, stream, event or pool. Never followed by us.
 pub(super) type Object = *mut c_void;
+
+/// A function of ours that the driver calls with what it was given along with it (`CUhostFn`).
+pub(super) type HostFunction = unsafe extern "C" fn(*mut c_void);
 
 /// A handle of ours as the driver's pointer.
 pub(super) fn object(handle: u64) -> Object {
@@ -57,8 +60,23 @@ pub(super) const CAPTURE_GLOBAL: c_uint = 0;
 pub(super) const CAPTURE_THREAD_LOCAL: c_uint = 1;
 pub(super) const CAPTURE_RELAXED: c_uint = 2;
 
-/// `CU_STREAM_CAPTURE_STATUS_NONE`; the others say that a capture is active, or broken.
+/// `CUstreamCaptureMode`
+pub(super) fn capture_mode(mode: CaptureMode) -> c_uint {
+    match mode {
+        CaptureMode::Global => CAPTURE_GLOBAL,
+        CaptureMode::ThreadLocal => CAPTURE_THREAD_LOCAL,
+        CaptureMode::Relaxed => CAPTURE_RELAXED,
+    }
+}
+
+/// `CU_STREAM_CAPTURE_STATUS_…`; the third says that a capture is broken.
 pub(super) const CAPTURE_STATUS_NONE: c_uint = 0;
+pub(super) const CAPTURE_STATUS_ACTIVE: c_uint = 1;
+
+/// `CU_USER_OBJECT_NO_DESTRUCTOR_SYNC`, which has to be said.
+pub(super) const USER_OBJECT_NO_DESTRUCTOR_SYNC: c_uint = 1;
+/// `CU_GRAPH_USER_OBJECT_MOVE`: the caller's reference becomes the graph's.
+pub(super) const GRAPH_USER_OBJECT_MOVE: c_uint = 1;
 
 /// `CU_MEMHOSTALLOC_…`
 pub(super) const HOST_ALLOC_PORTABLE: c_uint = 1;
@@ -252,6 +270,10 @@ same_layout! {
     Copy2d = sys::CUDA_MEMCPY2D,
     Object = sys::CUcontext,
     Object = sys::CUstream,
+    Object = sys::CUgraph,
+    Object = sys::CUgraphExec,
+    Object = sys::CUuserObject,
+    Option<HostFunction> = sys::CUhostFn,
     u64 = sys::CUdeviceptr,
     u64 = sys::CUmemGenericAllocationHandle,
     u64 = usize,
@@ -298,6 +320,9 @@ same_value! {
     CAPTURE_GLOBAL => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL,
     CAPTURE_THREAD_LOCAL => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
     CAPTURE_RELAXED => sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED,
+    CAPTURE_STATUS_ACTIVE => sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE,
+    USER_OBJECT_NO_DESTRUCTOR_SYNC => sys::CUuserObject_flags::CU_USER_OBJECT_NO_DESTRUCTOR_SYNC,
+    GRAPH_USER_OBJECT_MOVE => sys::CUuserObjectRetain_flags::CU_GRAPH_USER_OBJECT_MOVE,
     CAPTURE_STATUS_NONE => sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE,
     POOL_RELEASE_THRESHOLD => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD,
     POOL_RESERVED => sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT,

@@ -81,11 +81,7 @@ impl Streams for CudaDriver {
 
     fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
         self.calls.add(Call::ExchangeCaptureMode);
-        let mut exchanged = match mode {
-            CaptureMode::Global => abi::CAPTURE_GLOBAL,
-            CaptureMode::ThreadLocal => abi::CAPTURE_THREAD_LOCAL,
-            CaptureMode::Relaxed => abi::CAPTURE_RELAXED,
-        };
+        let mut exchanged = abi::capture_mode(mode);
         // SAFETY: 1. `exchanged` is readable and writable, and holds a mode. The call needs no context.
         let code = unsafe { (self.table.exchange_capture_mode)(&raw mut exchanged) };
         answer(Call::ExchangeCaptureMode.name(), code)?;

@@ -7,7 +7,7 @@
 
 use super::{
     OpenError,
-    abi::{AccessDescription, AllocationProperties, Copy2d, Object, PoolProperties},
+    abi::{AccessDescription, AllocationProperties, Copy2d, HostFunction, Object, PoolProperties},
 };
 use cudarc::driver::sys;
 use std::ffi::{c_char, c_int, c_uchar, c_uint, c_ulonglong, c_ushort, c_void};
@@ -76,6 +76,23 @@ table! {
     event_record = "cuEventRecord"(event: Object, stream: Object);
     event_query = "cuEventQuery"(event: Object);
     event_synchronize = "cuEventSynchronize"(event: Object);
+
+    capture_begin = "cuStreamBeginCapture_v2"(stream: Object, mode: c_uint);
+    capture_end = "cuStreamEndCapture"(stream: Object, graph: *mut Object);
+    // The newest that a driver of CUDA 12.0 has.
+    capture_status = "cuStreamGetCaptureInfo_v2"(
+        stream: Object, status: *mut c_uint, id: *mut c_ulonglong,
+        graph: *mut Object, dependencies: *mut *const Object, count: *mut usize,
+    );
+    graph_instantiate = "cuGraphInstantiateWithFlags"(exec: *mut Object, graph: Object, flags: c_ulonglong);
+    graph_launch = "cuGraphLaunch"(exec: Object, stream: Object);
+    graph_destroy = "cuGraphDestroy"(graph: Object);
+    graph_exec_destroy = "cuGraphExecDestroy"(exec: Object);
+    user_object_create = "cuUserObjectCreate"(
+        object: *mut Object, data: *mut c_void, destroy: HostFunction, references: c_uint, flags: c_uint,
+    );
+    user_object_release = "cuUserObjectRelease"(object: Object, references: c_uint);
+    graph_retain = "cuGraphRetainUserObject"(graph: Object, object: Object, references: c_uint, flags: c_uint);
 
     mem_alloc = "cuMemAlloc_v2"(address: *mut u64, bytes: usize);
     mem_free = "cuMemFree_v2"(address: u64);

@@ -3,7 +3,7 @@
 //! Work queued on a capturing stream becomes part of a graph and does not run; the graph itself is not simulated.
 
 use super::{codes, queue::Kind, state::State};
-use crate::{CaptureMode, RawStream};
+use crate::{CaptureMode, CaptureStatus, RawStream};
 use std::{
     collections::HashMap,
     thread::{self, ThreadId},
@@ -105,6 +105,19 @@ impl State {
         self.captures.open.remove(&id);
         self.streams.iter_mut().filter(|s| s.capture == Some(id)).for_each(|s| s.capture = None);
         if valid { Ok(work) } else { Err(codes::CAPTURE_INVALIDATED) }
+    }
+
+    /// Which capture a stream takes part in.
+    pub(crate) fn capture_status(&mut self, stream: RawStream) -> Result<CaptureStatus, Refused> {
+        let place = self.stream(stream)?;
+        if self.implied(place).into_iter().any(|other| self.streams[other].capture.is_some())
+            && self.streams[place].kind == Kind::Legacy
+        {
+            return Err(codes::CAPTURE_IMPLICIT);
+        }
+        let Some(id) = self.streams[place].capture else { return Ok(CaptureStatus::None) };
+        let valid = self.captures.open.get(&id).is_some_and(|capture| capture.valid);
+        Ok(if valid { CaptureStatus::Active { id } } else { CaptureStatus::Invalidated })
     }
 
     /// Whether work for a stream goes into a capture instead of its queue.

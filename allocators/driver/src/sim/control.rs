@@ -3,7 +3,7 @@
 use super::{
     Sim, agents::ActingAs, codes, inside, outstanding::Outstanding, space::Use, violation::Violation,
 };
-use crate::{Call, CaptureMode, DeviceId, DeviceRange, RawStream, Result};
+use crate::{Call, CaptureMode, DeviceId, DeviceRange, RawGraph, RawStream, Result};
 use std::sync::{Arc, atomic::Ordering};
 
 pub use super::faults::StallGuard;
@@ -175,6 +175,13 @@ impl Sim {
         const CALL: &str = "cuStreamEndCapture";
         let mut state = self.shared.enter_named(CALL, stream.device())?;
         state.end_capture(stream).map_err(|code| codes::error(CALL, code))
+    }
+
+    /// How many nodes a graph has: kernels, copies, fills and calls of the host, while events and waits are edges between
+    /// them. `None` for one that is destroyed.
+    #[must_use]
+    pub fn graph_nodes(&self, graph: RawGraph) -> Option<u64> {
+        self.shared.lock().graph(graph).ok().map(|graph| graph.nodes)
     }
 
     /// Makes this thread act as one of several [host agents](Sim::host_agents) while the answer lives. A number beyond

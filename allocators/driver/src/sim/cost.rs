@@ -127,6 +127,10 @@ impl Costs {
             Call::HostDeviceAddress => 100,
             Call::StreamId | Call::StreamIsCapturing | Call::ExchangeCaptureMode => 15,
             Call::MemoryInfo => 3_560,
+            Call::CaptureStatus => 15,
+            Call::CaptureBegin | Call::CaptureEnd | Call::GraphRetain => 1_000,
+            Call::GraphLaunch => 2_800,
+            Call::GraphInstantiate | Call::GraphDestroy | Call::GraphExecDestroy => 10_000,
             Call::CopyToDevice
             | Call::CopyToHost
             | Call::CopyOnDevice

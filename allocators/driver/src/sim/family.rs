@@ -3,6 +3,7 @@
 pub(super) mod copies;
 mod devices;
 mod events;
+mod graphs;
 mod host_memory;
 mod ipc;
 mod memory;

@@ -4,7 +4,7 @@ use super::{
     clock::Clock,
     inside,
     ledger::{Act, Mark},
-    ownership::{Owner, Ownership as Owners},
+    ownership::{Kept, Owner, Ownership as Owners},
     queue::Kind,
     registered::Registered,
     space::Use,
@@ -206,6 +206,7 @@ impl State {
         self.space.forget();
         self.pinned.forget();
         self.owners = Owners::default();
+        self.kept = Kept::default();
         self.registered = Registered::default();
     }
 }

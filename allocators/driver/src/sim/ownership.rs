@@ -29,6 +29,36 @@ struct Owned {
     by: Mark,
 }
 
+/// Ranges that are kept for graphs, by first address: where each ends, and for which keeper. They do not overlap.
+#[derive(Default, Debug)]
+pub(crate) struct Kept {
+    ranges: BTreeMap<u64, (u64, u64)>,
+}
+
+impl Kept {
+    /// From now on `bytes` from `address` on are kept for `keeper`.
+    pub(crate) fn keep(&mut self, address: u64, bytes: u64, keeper: u64) {
+        self.let_go(address, bytes);
+        self.ranges.insert(address, (address.saturating_add(bytes), keeper));
+    }
+
+    /// Nothing of this range is kept any more.
+    pub(crate) fn let_go(&mut self, address: u64, bytes: u64) {
+        let end = address.saturating_add(bytes);
+        while let Some((&start, &(last, keeper))) =
+            self.ranges.range(..end).next_back().filter(|&(_, &(last, _))| last > address)
+        {
+            self.ranges.remove(&start);
+            if start < address {
+                self.ranges.insert(start, (address, keeper));
+            }
+            if last > end {
+                self.ranges.insert(end, (last, keeper));
+            }
+        }
+    }
+}
+
 /// Owners by address. Addresses that nobody has spoken of are not checked.
 #[derive(Default, Debug)]
 pub(crate) struct Ownership {

@@ -7,8 +7,9 @@ use super::{
     codes,
     config::{Schedule, SimConfig},
     faults::Faults,
+    graph::Graphs,
     ledger::{Act, Mark},
-    ownership::Ownership,
+    ownership::{Kept, Ownership},
     pinned::PinnedMemory,
     pool::Pools,
     queue::{self, Event, Kind, Stream},
@@ -73,6 +74,7 @@ pub(crate) struct State {
     pub(crate) components: Components,
     pub(crate) hosts: Vec<Host>,
     pub(crate) owners: Ownership,
+    pub(crate) kept: Kept,
     pub(crate) registered: Registered,
     pub(crate) reports: Reports,
     pub(crate) checked: u64,
@@ -82,6 +84,7 @@ pub(crate) struct State {
     pub(crate) found: Vec<Finding>,
 
     pub(crate) captures: Captures,
+    pub(crate) graphs: Graphs,
     pub(crate) faults: Faults,
 }
 
@@ -133,12 +136,14 @@ impl State {
             components,
             hosts,
             owners: Ownership::default(),
+            kept: Kept::default(),
             registered: Registered::default(),
             reports: Reports::default(),
             checked: 0,
             longest_path: 0,
             found: Vec::new(),
             captures: Captures::default(),
+            graphs: Graphs::default(),
             faults: Faults::default(),
             config,
         }

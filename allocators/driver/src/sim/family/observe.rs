@@ -36,6 +36,17 @@ impl Observer for Shared {
         self.lock().note_registered(range, false, site);
     }
 
+    fn kept_for_graphs(&self, range: DeviceRange, keeper: u64) {
+        let mut state = self.lock();
+        if state.oracle && range.bytes > 0 {
+            state.kept.keep(range.address, range.bytes, keeper);
+        }
+    }
+
+    fn let_go_by_graphs(&self, range: DeviceRange) {
+        self.lock().kept.let_go(range.address, range.bytes);
+    }
+
     fn host(&self, address: u64, bytes: u64, access: HostAccess) {
         let site = here();
         self.lock().host_touch(address, bytes, access, site);

@@ -1,0 +1,133 @@
+//! [`Graphs`] of CUDA.
+#![expect(unsafe_code, reason = "calls the CUDA driver")]
+
+use super::{
+    CudaDriver,
+    abi::{self, object},
+    codes::answer,
+};
+use crate::{Call, CaptureMode, CaptureStatus, Graphs, OnRelease, RawGraph, RawGraphExec, RawStream, Result};
+use std::{ffi::c_void, ptr};
+
+impl Graphs for CudaDriver {
+    fn capture_begin(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
+        self.call(Call::CaptureBegin, stream.device(), |table| {
+            // SAFETY: 1. the handle is alive.
+            unsafe { (table.capture_begin)(object(stream.handle()), abi::capture_mode(mode)) }
+        })
+    }
+
+    fn capture_end(&self, stream: RawStream) -> Result<RawGraph> {
+        let mut graph = ptr::null_mut();
+        self.call(Call::CaptureEnd, stream.device(), |table| {
+            // SAFETY: 1. the handle is alive. 2. `graph` is writable.
+            unsafe { (table.capture_end)(object(stream.handle()), &raw mut graph) }
+        })?;
+        // SAFETY: 1. the driver has just given it out, for a stream of this device.
+        Ok(unsafe { RawGraph::from_raw(stream.device(), abi::handle(graph)) })
+    }
+
+    fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
+        let (mut status, mut id) = (abi::CAPTURE_STATUS_NONE, 0);
+        self.call(Call::CaptureStatus, stream.device(), |table| {
+            // SAFETY: 1. the handle is alive. 2. `status` and `id` are writable; what is null is not asked for.
+            unsafe {
+                (table.capture_status)(
+                    object(stream.handle()),
+                    &raw mut status,
+                    &raw mut id,
+                    ptr::null_mut(),
+                    ptr::null_mut(),
+                    ptr::null_mut(),
+                )
+            }
+        })?;
+        Ok(match status {
+            abi::CAPTURE_STATUS_NONE => CaptureStatus::None,
+            abi::CAPTURE_STATUS_ACTIVE => CaptureStatus::Active { id },
+            _ => CaptureStatus::Invalidated,
+        })
+    }
+
+    fn graph_instantiate(&self, graph: RawGraph) -> Result<RawGraphExec> {
+        let mut exec = ptr::null_mut();
+        self.call(Call::GraphInstantiate, graph.device(), |table| {
+            // SAFETY: 1. the handle is alive. 2. `exec` is writable.
+            unsafe { (table.graph_instantiate)(&raw mut exec, object(graph.handle()), 0) }
+        })?;
+        // SAFETY: 1. the driver has just given it out, for a graph of this device.
+        Ok(unsafe { RawGraphExec::from_raw(graph.device(), abi::handle(exec)) })
+    }
+
+    unsafe fn graph_launch(&self, exec: RawGraphExec, stream: RawStream) -> Result<()> {
+        self.call(Call::GraphLaunch, stream.device(), |table| {
+            // SAFETY: 1. both handles are alive. 2. the caller answers for what the graph touches.
+            unsafe { (table.graph_launch)(object(exec.handle()), object(stream.handle())) }
+        })
+    }
+
+    unsafe fn graph_destroy(&self, graph: RawGraph) -> Result<()> {
+        self.end(Call::GraphDestroy, graph.device(), |table| {
+            // SAFETY: 1. the handle is alive, and the caller lets go of it.
+            unsafe { (table.graph_destroy)(object(graph.handle())) }
+        })
+    }
+
+    unsafe fn graph_exec_destroy(&self, exec: RawGraphExec) -> Result<()> {
+        self.end(Call::GraphExecDestroy, exec.device(), |table| {
+            // SAFETY: 1. the handle is alive, and the caller lets go of it.
+            unsafe { (table.graph_exec_destroy)(object(exec.handle())) }
+        })
+    }
+
+    fn graph_on_release(&self, graph: RawGraph, call: OnRelease) -> Result<()> {
+        let user: *mut User = Box::into_raw(Box::new(User { call: Some(call) }));
+        let mut user_object = ptr::null_mut();
+        let created = self.bind(graph.device()).and_then(|_bound| {
+            // SAFETY: 1. `user_object` is writable. 2. `released` takes `user` over, and is called at most once.
+            let code = unsafe {
+                (self.table.user_object_create)(
+                    &raw mut user_object,
+                    user.cast(),
+                    released,
+                    1,
+                    abi::USER_OBJECT_NO_DESTRUCTOR_SYNC,
+                )
+            };
+            answer("cuUserObjectCreate", code)
+        });
+        if let Err(refused) = created {
+            self.calls.add(Call::GraphRetain);
+            // SAFETY: 1. it comes from `into_raw` above. 2. the driver has made nothing that could call `released`.
+            drop(unsafe { Box::from_raw(user) });
+            return Err(refused);
+        }
+        self.call(Call::GraphRetain, graph.device(), |table| {
+            // SAFETY: 1. the graph is alive, and the object, whose one reference is ours and becomes the graph's.
+            unsafe {
+                (table.graph_retain)(object(graph.handle()), user_object, 1, abi::GRAPH_USER_OBJECT_MOVE)
+            }
+        })
+        .inspect_err(|_| {
+            // Releasing the object calls `released`, which must find nothing to call.
+            // SAFETY: 1. `user` lives until `released` is called. 2. nobody else looks at it: the reference is still ours.
+            drop(unsafe { (*user).call.take() });
+            // SAFETY: 1. the object is alive, and its one reference ours. A refusal leaves an empty box behind.
+            let _ = unsafe { (self.table.user_object_release)(user_object, 1) };
+        })
+    }
+}
+
+/// What the driver keeps for [`released`].
+struct User {
+    call: Option<OnRelease>,
+}
+
+/// Called by the driver, on a thread of its own, when the last reference to a user object is gone.
+unsafe extern "C" fn released(user: *mut c_void) {
+    // SAFETY: 1. the driver gives back, once, the pointer to a `User` that it was given, and has let go of it.
+    let user = unsafe { Box::from_raw(user.cast::<User>()) };
+    if let Some(call) = user.call {
+        call();
+    }
+}
