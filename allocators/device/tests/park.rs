@@ -477,10 +477,10 @@ fn a_capture_refuses_the_park_and_stays_whole() {
     let parkable = rig.pool.parkable(tag()).unwrap();
     let mut buffer = filled(&s, &parkable, 0, 4096);
     s.fill(&mut buffer, 1).unwrap();
-    rig.sim.begin_capture(s.raw(), CaptureMode::Global).unwrap();
+    rig.sim.driver().capture_begin(s.raw(), CaptureMode::Global).unwrap();
     let refused = park(&rig, saved());
     assert!(matches!(refused, Err(MemoryError::Capturing { .. })), "{refused:?}");
-    rig.sim.end_capture(s.raw()).unwrap();
+    rig.sim.driver().capture_end(s.raw()).unwrap();
     park(&rig, saved()).unwrap();
     rig.pool.resume(tag(), None).unwrap();
     rig.assert_silent();

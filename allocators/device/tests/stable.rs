@@ -449,7 +449,7 @@ fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_capture
             let ours = rig.pool.alloc(&u, Request::bytes(12 * MIB)).unwrap();
             write(&s, &theirs);
             write(&u, &ours);
-            rig.sim.begin_capture(s.raw(), aquifer_driver::CaptureMode::Relaxed).unwrap();
+            rig.sim.driver().capture_begin(s.raw(), aquifer_driver::CaptureMode::Relaxed).unwrap();
             drop((theirs, ours));
             if reserved {
                 let mut room = rig.pool.reserve::<u8>(&u, 12 << 20).unwrap();
@@ -460,7 +460,7 @@ fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_capture
             // And what cannot be waited for is told as no room.
             let refused = rig.pool.alloc_stable(&u, Request::bytes(16 * MIB)).map(drop);
             assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "{refused:?}");
-            rig.sim.end_capture(s.raw()).unwrap();
+            rig.sim.driver().capture_end(s.raw()).unwrap();
             rig.assert_silent();
         }
     }

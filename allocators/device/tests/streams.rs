@@ -120,11 +120,12 @@ fn memory_is_not_waited_for_where_a_graph_is_being_captured_and_the_capture_stay
     for (capturing, asking) in [(&s, &u), (&u, &s)] {
         let block = rig.pool.alloc(capturing, Request::bytes(BIG)).unwrap();
         rig.sim.access(capturing.raw(), range(&block), Access::Write, None).unwrap();
-        rig.sim.begin_capture(capturing.raw(), aquifer_driver::CaptureMode::Global).unwrap();
+        rig.sim.driver().capture_begin(capturing.raw(), aquifer_driver::CaptureMode::Global).unwrap();
         drop(block);
         let refused = rig.pool.alloc(asking, Request::bytes(BIG)).map(drop);
         assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "{refused:?}");
-        assert_eq!(rig.sim.end_capture(capturing.raw()), Ok(0));
+        let graph = rig.sim.driver().capture_end(capturing.raw()).unwrap();
+        assert_eq!(rig.sim.graph_nodes(graph), Some(0));
         rig.pool.alloc(asking, Request::bytes(BIG)).unwrap();
     }
     rig.assert_silent();

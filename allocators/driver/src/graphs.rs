@@ -37,7 +37,7 @@ pub enum CaptureStatus {
 /// are executables of the graph.
 ///
 /// ```
-/// use aquifer_driver::{CaptureMode, CaptureStatus, DeviceId, Pattern, sim::Sim};
+/// use aquifer_driver::{CaptureMode, CaptureStatus, DeviceId, DeviceRange, Pattern, sim::Sim};
 /// # #[expect(unsafe_code, reason = "an example")]
 /// # fn main() -> aquifer_driver::Result<()> {
 /// let sim = Sim::h200(1);
@@ -56,6 +56,7 @@ pub enum CaptureStatus {
 ///     driver.graph_exec_destroy(exec)?;
 ///     driver.graph_destroy(graph)?;
 /// }
+/// assert_eq!(sim.read_back(DeviceRange { device: DeviceId(0), address, bytes: 64 }), Some(vec![7; 64]));
 /// # Ok(())
 /// # }
 /// ```

@@ -38,6 +38,9 @@
 //! | [`copy_to_device_now`](Sim::copy_to_device_now) from pinned memory | the same | the host |
 //! | callback | what comes before it in its stream | the host that has [seen it run](CallbackToken::has_run) |
 //! | [`wait_value`](Sim::wait_value) | the first queued write that ends it, and what comes before that | work queued after the wait |
+//! | graph launch | what is queued on its stream, and earlier launches of the same executable on any stream | its nodes, and through all of them what is queued on the stream afterwards |
+//! | graph | a node, as it was captured | the nodes that come after it in its stream or by an event |
+//! | [release of a graph](crate::Graphs::graph_on_release) | all launches | the host agent in whose call it is found |
 //! | the driver's own pools | the free of a block | the work of whoever gets it next |
 //! | [`host_edge`](Sim::host_edge) | one host agent | another |
 //!
@@ -58,6 +61,12 @@
 //!   [`observer`](crate::Driver::observer), and work names the block that it means by its generation. A block that is given
 //!   out on a stream counts as a write by that stream, at its tail: that is how reuse before the last use is done is found
 //!   at the reuse, and how a use on another stream before the block is ready is found at all.
+//! * **Graphs.** What is captured touches nothing, and each launch touches everything: every node is checked at every
+//!   launch, against the mappings, owners and uses that there are then. It means the blocks that were there when it was
+//!   captured. So a launch that writes memory which has been freed or given to somebody else since is told, with the line
+//!   of the capture, the line of the launch, and the line that gave the memory away; and one whose mappings are gone is
+//!   not refused but reported. A pool that lets graphs reuse their memory says which ranges it
+//!   [keeps for them](crate::Observer::kept_for_graphs): there the order counts, and not the blocks.
 //! * **Registrations.** A range that a pool has told to be [`registered`](crate::Observer::registered) keeps its mappings:
 //!   a map, an unmap or a free of any part of it is reported until the last registration ends.
 //! * **Host memory.** A CPU access, a free or an unregistration under a queued copy; a copy across two registrations.
@@ -72,7 +81,8 @@
 //! * Order among host threads. All threads are one agent unless [several](Sim::host_agents) are asked for, and then only
 //!   declared edges order them.
 //! * A wait for a value that is queued before the write which ends it: it orders nothing here.
-//! * Order within a kernel, atomics, graphs when they are launched, and anything between processes.
+//! * Order within a kernel, atomics, and anything between processes.
+//! * Memory that a graph allocates for itself: to allocate from a pool on a stream that captures is not supported.
 //! * After its first violation on some bytes the oracle goes on, but it keeps only the last accesses: later reports about
 //!   the same bytes may be echoes of the first. Mend the first, and look again.
 //!

@@ -1,5 +1,6 @@
 //! Staged transfers on a simulated device: that the bytes arrive, in order with everything else, and that whoever waits
 //! learns of it.
+#![expect(unsafe_code, reason = "ends a graph")]
 
 mod rig;
 mod support;
@@ -197,13 +198,15 @@ fn a_short_transfer_of_a_home_that_captures_is_refused_and_the_capture_is_whole(
         let rig = Rig::new();
         let mut x = rig.operand(size);
         let up = pattern(size, 3);
-        rig.sim.begin_capture(rig.home.raw(), CaptureMode::Relaxed).unwrap();
+        rig.sim.driver().capture_begin(rig.home.raw(), CaptureMode::Relaxed).unwrap();
         let refused = rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap();
         assert!(
             matches!(refused, Err(StageError::Memory(MemoryError::Capturing { .. }))),
             "{size} bytes: {refused:?}"
         );
-        rig.sim.end_capture(rig.home.raw()).unwrap();
+        let graph = rig.sim.driver().capture_end(rig.home.raw()).unwrap();
+        // SAFETY: 1. nobody else has the handle.
+        unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
         rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
         assert!(rig.bytes(&x) == up);
         drop(x);

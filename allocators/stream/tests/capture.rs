@@ -45,14 +45,14 @@ fn a_fence_during_a_capture_proves_nothing_and_the_next_one_after_it_covers_the_
         let t = s.timeline();
         rig.launch(&s);
         let before = t.open();
-        rig.sim.begin_capture(s.raw(), mode).unwrap();
+        rig.sim.driver().capture_begin(s.raw(), mode).unwrap();
         rig.launch(&s);
         assert_eq!(t.fence(before), Ok(Fence::Capturing));
         assert!(!t.is_fenced(before) && !t.is_done(before));
         assert_eq!(t.open(), before, "the epoch stays open");
         assert_eq!(rig.made(Call::EventRecord), 0);
         t.poll().unwrap();
-        assert_eq!(rig.sim.end_capture(s.raw()), Ok(1), "nothing but the kernel is in the graph");
+        assert_eq!(rig.end_capture(s.raw()), Ok(1), "nothing but the kernel is in the graph");
         assert_eq!(t.fence(before), Ok(Fence::Recorded));
         t.poll().unwrap();
         assert!(!t.is_done(before), "what was queued before the capture has not run");
@@ -73,13 +73,13 @@ fn a_capture_that_begins_under_a_fence_is_seen_after_the_record() {
     let fence = std::thread::scope(|scope| {
         let fencing = scope.spawn(|| s.timeline().fence(epoch));
         assert!(slow.wait_for(1, PATIENCE));
-        rig.sim.begin_capture(s.raw(), CaptureMode::Relaxed).unwrap();
+        rig.sim.driver().capture_begin(s.raw(), CaptureMode::Relaxed).unwrap();
         drop(slow);
         fencing.join().unwrap()
     });
     assert_eq!(fence, Ok(Fence::Capturing));
     assert!(!s.timeline().is_fenced(epoch));
-    assert_eq!(rig.sim.end_capture(s.raw()), Ok(1), "the event became part of the graph");
+    assert_eq!(rig.end_capture(s.raw()), Ok(0), "the event became part of the graph, and is no node");
     assert_eq!(s.timeline().wait(epoch, None), Ok(true));
     assert_eq!(rig.sim.pending(s.raw()), 0, "and what was queued before it has really run");
 }
@@ -109,7 +109,7 @@ fn waits_that_a_capture_forbids_are_refused_before_they_break_it() {
         rig.launch(&s);
         rig.launch(&u);
         let epoch = s.timeline().open();
-        rig.sim.begin_capture(s.raw(), mode).unwrap();
+        rig.sim.driver().capture_begin(s.raw(), mode).unwrap();
         let refused = Err(capturing(&s));
         assert_eq!(s.timeline().wait(epoch, None).map(drop), refused);
         assert_eq!(s.timeline().wait(epoch, Some(Instant::now())).map(drop), refused);
@@ -118,7 +118,7 @@ fn waits_that_a_capture_forbids_are_refused_before_they_break_it() {
         assert_eq!(s.wait_for(&u), refused, "from outside of the capture");
         assert_eq!(u.timeline().wait_for(s.timeline(), epoch).map(drop), refused);
         assert!(!s.point().is_open());
-        assert_eq!(rig.sim.end_capture(s.raw()), Ok(0), "the capture is whole");
+        assert_eq!(rig.end_capture(s.raw()), Ok(0), "the capture is whole");
         assert_eq!(u.timeline().wait_for(s.timeline(), epoch), Ok(true));
         s.synchronize().unwrap();
     }
@@ -129,13 +129,13 @@ fn a_capture_forks_and_joins_by_waits_between_its_streams() {
     let rig = Rig::stepped(3);
     let (s, u) = (rig.lease(), rig.lease());
     rig.launch(&u);
-    rig.sim.begin_capture(s.raw(), CaptureMode::Global).unwrap();
+    rig.sim.driver().capture_begin(s.raw(), CaptureMode::Global).unwrap();
     rig.launch(&s);
     u.wait_for(&s).unwrap();
     assert_eq!(u.timeline().is_capturing(), Ok(true));
     rig.launch(&u);
     s.wait_for(&u).unwrap();
-    assert_eq!(rig.sim.end_capture(s.raw()), Ok(6), "two kernels, and an event and a wait each way");
+    assert_eq!(rig.end_capture(s.raw()), Ok(2), "two kernels; events and waits are the edges");
     assert_eq!(u.timeline().is_capturing(), Ok(false));
     let epoch = u.timeline().open();
     assert!(!u.timeline().is_fenced(epoch), "the events were the graph's");
@@ -148,7 +148,7 @@ fn a_capture_forks_and_joins_by_waits_between_its_streams() {
 fn a_use_that_ends_in_a_capture_is_held_back_until_the_stream_is_fenced_after_it() {
     let rig = Rig::stepped(3);
     let (home, u) = (rig.lease(), rig.lease());
-    rig.sim.begin_capture(u.raw(), CaptureMode::Relaxed).unwrap();
+    rig.sim.driver().capture_begin(u.raw(), CaptureMode::Relaxed).unwrap();
     let mut uses = UseList::new();
     uses.record(home.timeline(), u.timeline(), Access::Read).unwrap();
     let noted = uses.take(home.timeline());
@@ -156,7 +156,7 @@ fn a_use_that_ends_in_a_capture_is_held_back_until_the_stream_is_fenced_after_it
     on.fence(epoch).unwrap();
     on.poll().unwrap();
     assert!(!on.is_done(epoch));
-    rig.sim.end_capture(u.raw()).unwrap();
+    rig.end_capture(u.raw()).unwrap();
     on.fence(epoch).unwrap();
     rig.sim.run_all();
     on.poll().unwrap();
@@ -170,10 +170,10 @@ fn nobody_can_fence_the_legacy_stream_while_one_that_is_ordered_with_it_captures
     let legacy = sim.legacy_stream(DeviceId(0));
     let driver = sim.driver();
     assert_eq!(driver.stream_is_capturing(legacy), Ok(false));
-    sim.begin_capture(blocking, CaptureMode::Relaxed).unwrap();
+    driver.capture_begin(blocking, CaptureMode::Relaxed).unwrap();
     assert_eq!(driver.stream_is_capturing(blocking), Ok(true));
     assert_eq!(driver.stream_is_capturing(legacy), Ok(true));
-    assert_eq!(sim.end_capture(blocking), Ok(0), "asking breaks nothing");
+    assert!(driver.capture_end(blocking).is_ok(), "asking breaks nothing");
     assert_eq!(driver.stream_is_capturing(legacy), Ok(false));
 }
 
@@ -185,7 +185,7 @@ fn copies_that_borrow_or_own_their_host_side_are_refused_in_a_capture() {
         let s = rig.lease();
         let mut x = Plain::new(&rig, &s, 64);
         let (up, mut down) = (vec![1; 64], vec![0; 64]);
-        rig.sim.begin_capture(s.raw(), mode).unwrap();
+        rig.sim.driver().capture_begin(s.raw(), mode).unwrap();
         let mut inner = Vec::new();
         let outer = s.scope(|c| inner.extend([c.upload(&up, &mut x), c.download(&x, &mut down)]));
         assert_eq!(outer, Err(capturing(&s)));
@@ -198,7 +198,7 @@ fn copies_that_borrow_or_own_their_host_side_are_refused_in_a_capture() {
         let refused = s.upload(Host(Box::leak(Box::new([7; 64]))), &mut x).unwrap_err();
         assert_eq!((refused.error, refused.host.0.len()), (capturing(&s), 64));
         assert_eq!(s.download(&x, Host(Box::leak(Box::new([7; 64])))).unwrap_err().error, capturing(&s));
-        assert_eq!(rig.sim.end_capture(s.raw()), Ok(0), "nothing has become part of the graph");
+        assert_eq!(rig.end_capture(s.raw()), Ok(0), "nothing has become part of the graph");
         s.scope(|c| c.upload(&up, &mut x)).unwrap().unwrap();
     }
 }
@@ -220,11 +220,11 @@ fn a_scope_whose_stream_begins_to_capture_behind_its_copies_ends_after_the_captu
             while looks() == before {
                 std::thread::yield_now();
             }
-            rig.sim.end_capture(s.raw()).unwrap();
+            rig.end_capture(s.raw()).unwrap();
         });
         let scope = s.scope(|c| {
             c.upload(&up, &mut x).unwrap();
-            rig.sim.begin_capture(s.raw(), CaptureMode::Relaxed).unwrap();
+            rig.sim.driver().capture_begin(s.raw(), CaptureMode::Relaxed).unwrap();
             captured.wait();
             captured.wait();
         });

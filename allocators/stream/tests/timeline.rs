@@ -291,7 +291,7 @@ fn a_refused_synchronisation_proves_nothing_and_the_next_one_drains() {
 fn a_capture_that_somebody_has_open_survives_every_wait_and_look() {
     let rig = Rig::stepped(2);
     let (s, capturing) = (rig.lease(), rig.lease());
-    rig.sim.begin_capture(capturing.raw(), CaptureMode::Global).unwrap();
+    rig.sim.driver().capture_begin(capturing.raw(), CaptureMode::Global).unwrap();
     rig.launch(&capturing);
     let epoch = work(&rig, &s);
     s.timeline().fence(epoch).unwrap();
@@ -300,7 +300,7 @@ fn a_capture_that_somebody_has_open_survives_every_wait_and_look() {
     assert_eq!(s.timeline().wait(epoch, None), Ok(true));
     work(&rig, &s);
     s.synchronize().unwrap();
-    assert_eq!(rig.sim.end_capture(capturing.raw()), Ok(1), "the capture is whole");
+    assert_eq!(rig.end_capture(capturing.raw()), Ok(1), "the capture is whole");
 }
 
 #[test]

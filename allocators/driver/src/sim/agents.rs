@@ -20,6 +20,13 @@ pub enum Agent {
         /// The number that no other stream ever has: [`stream_id`](crate::Streams::stream_id).
         id: u64,
     },
+    /// A branch of an executable graph: what was captured on another stream than the one that began the capture.
+    Graph {
+        /// The graph's device.
+        device: DeviceId,
+        /// The number that no other executable graph ever has.
+        id: u64,
+    },
 }
 
 impl fmt::Display for Agent {
@@ -28,6 +35,7 @@ impl fmt::Display for Agent {
             Self::Host { agent: 0 } => f.write_str("the host"),
             Self::Host { agent } => write!(f, "host agent {agent}"),
             Self::Stream { device, id } => write!(f, "stream {id} of {device}"),
+            Self::Graph { device, id } => write!(f, "a branch of executable graph {id} of {device}"),
         }
     }
 }

@@ -4,15 +4,12 @@ use super::{Sim, clock::Clock};
 use crate::Access;
 use std::{
     fmt,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    sync::{Arc, Mutex, PoisonError},
 };
 
 /// A call of the host, to be queued by [`Sim::host_callback`], that says what pinned memory it touches.
 ///
-/// It runs on whatever thread gets there, and may call nothing of the driver's. What it touches is checked when it is
+/// It runs on whatever thread gets there, at each launch if it was captured, and may call nothing of the driver's. What it touches is checked when it is
 /// queued, at its place in the stream, as a kernel's declarations are; what it declares by [`Sim::host_read`] or
 /// [`Sim::host_write`] while it runs is passed over.
 ///
@@ -31,12 +28,12 @@ use std::{
 pub struct Callback {
     pub(crate) name: &'static str,
     pub(crate) touches: Vec<(u64, u64, Access)>,
-    pub(crate) call: Box<dyn FnOnce() + Send>,
+    pub(crate) call: Box<dyn FnMut() + Send>,
 }
 
 impl Callback {
     /// A call that touches nothing yet. Reports call it by its name.
-    pub fn new(name: &'static str, call: impl FnOnce() + Send + 'static) -> Self {
+    pub fn new(name: &'static str, call: impl FnMut() + Send + 'static) -> Self {
         Self { name, touches: Vec::new(), call: Box::new(call) }
     }
 
@@ -62,37 +59,49 @@ impl fmt::Debug for Callback {
     }
 }
 
+/// The call as an item of a queue.
+#[derive(Clone)]
+pub(crate) struct Call {
+    call: Arc<Mutex<dyn FnMut() + Send>>,
+    /// What came before it when it ran last.
+    ran: Arc<Mutex<Option<Clock>>>,
+    /// What comes before it.
+    pub(crate) clock: Clock,
+}
+
+impl Call {
+    pub(crate) fn new(call: Box<dyn FnMut() + Send>) -> Self {
+        Self { call: Arc::new(Mutex::new(call)), ran: Arc::default(), clock: Clock::default() }
+    }
+
+    /// What tells whether it has run.
+    pub(crate) fn token(&self, sim: Sim) -> CallbackToken {
+        CallbackToken { sim, ran: Arc::clone(&self.ran) }
+    }
+
+    /// Makes it. The simulator's lock must not be held.
+    pub(crate) fn make(self) {
+        (self.call.lock().unwrap_or_else(PoisonError::into_inner))();
+        *self.ran.lock().unwrap_or_else(PoisonError::into_inner) = Some(self.clock);
+    }
+}
+
 /// A host callback that has been queued.
 #[derive(Debug)]
 pub struct CallbackToken {
     sim: Sim,
-    ran: Arc<AtomicBool>,
-    clock: Clock,
+    ran: Arc<Mutex<Option<Clock>>>,
 }
 
 impl CallbackToken {
-    /// A token for a call that is yet to run.
-    pub(crate) fn new(sim: Sim) -> Self {
-        Self { sim, ran: Arc::default(), clock: Clock::default() }
-    }
-
-    /// The call, telling when it has run; `clock` is what comes before it.
-    pub(crate) fn tells(&mut self, call: Box<dyn FnOnce() + Send>, clock: Clock) -> Box<dyn FnOnce() + Send> {
-        self.clock = clock;
-        let ran = Arc::clone(&self.ran);
-        Box::new(move || {
-            call();
-            ran.store(true, Ordering::Release);
-        })
-    }
-
-    /// Whether it has run. If so, the host agent that asks knows everything before it in its stream to be done.
+    /// Whether it has run, at all if it was captured. If so, the host agent that asks knows everything that came before it,
+    /// the last time, to be done.
     #[must_use]
     pub fn has_run(&self) -> bool {
-        let ran = self.ran.load(Ordering::Acquire);
-        if ran {
-            self.sim.shared.lock().host_learns(&self.clock);
+        let ran = self.ran.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if let Some(clock) = &ran {
+            self.sim.shared.lock().host_learns(clock);
         }
-        ran
+        ran.is_some()
     }
 }

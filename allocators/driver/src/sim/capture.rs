@@ -1,9 +1,16 @@
-//! Stream capture, as far as it decides which calls fail and which captures they break.
+//! Stream capture: which calls fail, which captures they break, and what becomes of the work.
 //!
-//! Work queued on a capturing stream becomes part of a graph and does not run; the graph itself is not simulated.
+//! Work that is queued on a capturing stream becomes a node of a graph. It comes after the stream's *tail*: the node before
+//! it there, and those of the events that the stream has been made to wait for since. Events and waits are no nodes; they
+//! carry tails from stream to stream.
 
-use super::{codes, queue::Kind, state::State};
-use crate::{CaptureMode, CaptureStatus, RawStream};
+use super::{
+    codes,
+    graph::{Graph, Node},
+    queue::{Kind, Task},
+    state::{Refused, State},
+};
+use crate::{CaptureMode, CaptureStatus, DeviceId, RawStream};
 use std::{
     collections::HashMap,
     thread::{self, ThreadId},
@@ -21,13 +28,48 @@ pub(crate) struct Captures {
 struct Capture {
     mode: CaptureMode,
     thread: ThreadId,
-    origin: usize,
     valid: bool,
-    work: u64,
+    /// The streams that take part, that which began it first. Their order is that of the graph's branches.
+    members: Vec<Member>,
+    nodes: Vec<Node>,
+    /// Those who keep memory for the graph.
+    keepers: Vec<u64>,
 }
 
-/// An error code of the driver.
-type Refused = u32;
+/// A stream that takes part in a capture.
+#[derive(Debug)]
+struct Member {
+    /// By place.
+    stream: usize,
+    device: DeviceId,
+    /// The nodes that the next one comes after.
+    tail: Vec<usize>,
+}
+
+/// Where in a capture an event was recorded.
+#[derive(Clone, Debug)]
+pub(crate) struct Captured {
+    capture: u64,
+    tail: Vec<usize>,
+}
+
+impl Capture {
+    fn member(&mut self, stream: usize) -> Option<&mut Member> {
+        self.members.iter_mut().find(|member| member.stream == stream)
+    }
+
+    /// Whether the stream that began it has been made to wait for all work.
+    fn is_joined(&self) -> bool {
+        let mut reached = vec![false; self.nodes.len()];
+        let mut next = self.members.first().map_or_else(Vec::new, |origin| origin.tail.clone());
+        while let Some(node) = next.pop() {
+            if !std::mem::replace(&mut reached[node], true) {
+                next.extend_from_slice(&self.nodes[node].after);
+            }
+        }
+        reached.into_iter().all(|reached| reached)
+    }
+}
 
 impl Captures {
     /// Sets this thread's mode, and answers with the one before.
@@ -59,17 +101,6 @@ impl Captures {
             capture.valid = false;
         }
     }
-
-    /// Counts work that becomes part of a capture.
-    fn add(&mut self, capture: u64) -> Result<(), Refused> {
-        match self.open.get_mut(&capture) {
-            Some(capture) if capture.valid => {
-                capture.work += 1;
-                Ok(())
-            }
-            _ => Err(codes::CAPTURE_INVALIDATED),
-        }
-    }
 }
 
 impl State {
@@ -80,31 +111,66 @@ impl State {
             return Err(codes::CAPTURE_UNSUPPORTED);
         }
         if self.streams[place].capture.is_some() {
-            return Err(codes::INVALID_VALUE);
+            return Err(codes::ILLEGAL_STATE);
         }
         self.captures.next += 1;
         let id = self.captures.next;
-        let thread = thread::current().id();
-        self.captures.open.insert(id, Capture { mode, thread, origin: place, valid: true, work: 0 });
+        let origin = Member { stream: place, device: stream.device(), tail: Vec::new() };
+        let capture = Capture {
+            mode,
+            thread: thread::current().id(),
+            valid: true,
+            members: vec![origin],
+            nodes: Vec::new(),
+            keepers: Vec::new(),
+        };
+        self.captures.open.insert(id, capture);
         self.streams[place].capture = Some(id);
         Ok(())
     }
 
-    /// Ends it, and answers with how much work it holds.
-    pub(crate) fn end_capture(&mut self, stream: RawStream) -> Result<u64, Refused> {
+    /// Ends it, and answers with what it has made.
+    pub(crate) fn end_capture(&mut self, stream: RawStream) -> Result<Graph, Refused> {
         let place = self.stream(stream)?;
-        let id = self.streams[place].capture.ok_or(codes::CAPTURE_UNMATCHED)?;
-        let capture = self.captures.open.get(&id).ok_or(codes::CAPTURE_UNMATCHED)?;
-        if capture.origin != place {
+        let id = self.streams[place].capture.ok_or(codes::ILLEGAL_STATE)?;
+        let capture = self.captures.open.get(&id).ok_or(codes::ILLEGAL_STATE)?;
+        if !self.began(place) {
             return Err(codes::CAPTURE_UNMATCHED);
         }
         if capture.thread != thread::current().id() && capture.mode != CaptureMode::Relaxed {
             return Err(codes::CAPTURE_WRONG_THREAD);
         }
-        let (valid, work) = (capture.valid, capture.work);
-        self.captures.open.remove(&id);
+        let capture = self.close_capture(id).ok_or(codes::ILLEGAL_STATE)?;
+        if !capture.valid {
+            return Err(codes::CAPTURE_INVALIDATED);
+        }
+        if !capture.is_joined() {
+            return Err(codes::CAPTURE_UNJOINED);
+        }
+        let branches = capture.members.iter().map(|member| member.device).collect();
+        Ok(Graph::new(stream.device(), capture.nodes, branches, capture.keepers))
+    }
+
+    /// Whether the capture that a stream takes part in was begun there.
+    fn began(&self, place: usize) -> bool {
+        let capture = self.streams[place].capture.and_then(|id| self.captures.open.get(&id));
+        capture.is_some_and(|capture| capture.members.first().is_some_and(|origin| origin.stream == place))
+    }
+
+    /// Sets all streams of a capture free.
+    fn close_capture(&mut self, id: u64) -> Option<Capture> {
         self.streams.iter_mut().filter(|s| s.capture == Some(id)).for_each(|s| s.capture = None);
-        if valid { Ok(work) } else { Err(codes::CAPTURE_INVALIDATED) }
+        self.captures.open.remove(&id)
+    }
+
+    /// A stream that takes part in a capture is destroyed: the capture is broken, and over if nobody can end it now.
+    pub(crate) fn leave_capture(&mut self, place: usize) {
+        let Some(id) = self.streams[place].capture else { return };
+        self.captures.invalidate(id);
+        if self.began(place) {
+            self.close_capture(id);
+        }
+        self.streams[place].capture = None;
     }
 
     /// Which capture a stream takes part in.
@@ -122,20 +188,40 @@ impl State {
 
     /// Whether work for a stream goes into a capture instead of its queue.
     pub(crate) fn captured(&mut self, stream: usize) -> Result<bool, Refused> {
-        match self.streams[stream].capture {
-            Some(id) => self.captures.add(id).map(|()| true),
-            None => {
-                // Work that implies an order with a capturing stream cannot be given one.
-                let implied = self.implied(stream).into_iter().find_map(|other| self.streams[other].capture);
-                match implied {
-                    Some(id) => {
-                        self.captures.invalidate(id);
-                        Err(codes::CAPTURE_IMPLICIT)
-                    }
-                    None => Ok(false),
-                }
-            }
+        if let Some(id) = self.streams[stream].capture {
+            let valid = self.captures.open.get(&id).is_some_and(|capture| capture.valid);
+            return if valid { Ok(true) } else { Err(codes::CAPTURE_INVALIDATED) };
         }
+        // Work that implies an order with a capturing stream cannot be given one.
+        let implied = self.implied(stream).into_iter().find_map(|other| self.streams[other].capture);
+        match implied {
+            Some(id) => {
+                self.captures.invalidate(id);
+                Err(codes::CAPTURE_IMPLICIT)
+            }
+            None => Ok(false),
+        }
+    }
+
+    /// Makes work part of the graph of a stream that captures.
+    pub(crate) fn capture(&mut self, stream: usize, task: Task) {
+        let uses = self.by_block(task.work.uses());
+        let id = self.streams[stream].capture;
+        let Some(capture) = id.and_then(|id| self.captures.open.get_mut(&id)) else { return };
+        for u in &uses {
+            self.kept.keepers(u.range.address, u.range.bytes, &mut capture.keepers);
+        }
+        let node = capture.nodes.len();
+        let Some(branch) = capture.members.iter().position(|member| member.stream == stream) else { return };
+        let after = std::mem::replace(&mut capture.members[branch].tail, vec![node]);
+        capture.nodes.push(Node { task, uses, branch, after });
+    }
+
+    /// Where an event stands that is recorded now, if its stream captures.
+    pub(crate) fn captured_point(&mut self, stream: usize) -> Option<Captured> {
+        let capture = self.streams[stream].capture?;
+        let tail = self.captures.open.get_mut(&capture)?.member(stream)?.tail.clone();
+        Some(Captured { capture, tail })
     }
 
     /// A query of, or a wait for, a stream that captures.
@@ -150,24 +236,36 @@ impl State {
     }
 
     /// A stream waits for an event that was recorded in a capture, or captures itself. Whether that was all.
-    pub(crate) fn captured_wait(&mut self, stream: usize, event: Option<u64>) -> Result<bool, Refused> {
+    pub(crate) fn captured_wait(&mut self, stream: usize, event: Option<Captured>) -> Result<bool, Refused> {
         match (self.streams[stream].capture, event) {
             (None, None) => Ok(false),
-            (Some(mine), Some(theirs)) if mine == theirs => self.captures.add(mine).map(|()| true),
-            (None, Some(theirs)) => {
-                self.captures.add(theirs)?;
-                self.streams[stream].capture = Some(theirs);
+            (mine, Some(event)) if mine.is_none_or(|mine| mine == event.capture) => {
+                // One that is over, or broken, cannot be joined.
+                let refused = if mine.is_some() { codes::CAPTURE_INVALIDATED } else { codes::INVALID_VALUE };
+                let device = self.streams[stream].device;
+                let open = self.captures.open.get_mut(&event.capture);
+                let capture = open.filter(|capture| capture.valid).ok_or(refused)?;
+                match capture.member(stream) {
+                    Some(member) => {
+                        let new: Vec<_> =
+                            event.tail.into_iter().filter(|node| !member.tail.contains(node)).collect();
+                        member.tail.extend(new);
+                    }
+                    None => capture.members.push(Member { stream, device, tail: event.tail }),
+                }
+                self.streams[stream].capture = Some(event.capture);
                 Ok(true)
             }
-            (Some(mine), Some(theirs)) => {
+            (Some(mine), Some(event)) => {
                 self.captures.invalidate(mine);
-                self.captures.invalidate(theirs);
+                self.captures.invalidate(event.capture);
                 Err(codes::CAPTURE_MERGE)
             }
             (Some(mine), None) => {
                 self.captures.invalidate(mine);
                 Err(codes::CAPTURE_ISOLATION)
             }
+            (None, Some(_)) => Err(codes::INVALID_VALUE),
         }
     }
 }

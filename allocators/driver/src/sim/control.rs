@@ -1,9 +1,17 @@
-//! What a test does to the machine: lets work run, makes calls fail, loses devices, opens captures, and looks.
+//! What a test does to the machine: lets work run, makes calls fail, loses devices, and looks.
 
 use super::{
-    Sim, agents::ActingAs, codes, inside, outstanding::Outstanding, space::Use, violation::Violation,
+    Sim,
+    agents::ActingAs,
+    codes,
+    graph::make,
+    inside,
+    outstanding::Outstanding,
+    queue::{Item, Work},
+    space::Use,
+    violation::Violation,
 };
-use crate::{Call, CaptureMode, DeviceId, DeviceRange, RawGraph, RawStream, Result};
+use crate::{Call, DeviceId, DeviceRange, RawGraph, RawStream};
 use std::sync::{Arc, atomic::Ordering};
 
 pub use super::faults::StallGuard;
@@ -75,14 +83,18 @@ impl Sim {
         self.shared.lock().longest_path
     }
 
-    /// Runs the next item of a stream, if it waits for nothing. Whether one ran.
+    /// Runs the next item of a stream, if it waits for nothing; where it waits for another branch of a graph that is
+    /// launched on it, the next item of that. Whether one ran.
     pub fn step(&self, stream: RawStream) -> bool {
         if inside::any() {
             return false;
         }
         let mut state = self.shared.lock();
         match state.stream(stream) {
-            Ok(place) => self.shared.step(state, place).1,
+            Ok(place) => {
+                let place = state.in_branch(place);
+                self.shared.step(state, place).1
+            }
             Err(_) => false,
         }
     }
@@ -150,38 +162,23 @@ impl Sim {
         state.queued -= dropped.len();
         // What ran has ended and the rest never runs, whoever is told: nothing there can race with anything any more.
         state.all_learn_device(device);
+        let holds = dropped.iter_mut().flat_map(|item: &mut Item| match &mut item.work {
+            Work::Launched(holds) => std::mem::take(holds),
+            _ => Vec::new(),
+        });
+        let released = state.let_go(holds.collect());
         drop(state);
+        make(released);
         // Closures of the program's end here, without the lock.
         drop::<Vec<_>>(dropped);
         self.shared.changed.notify_all();
-    }
-
-    /// Opens a capture on a stream (`cuStreamBeginCapture`): what is queued on it becomes part of a graph, and does not
-    /// run. The graph itself is not simulated; which calls fail meanwhile, and break the capture, is.
-    ///
-    /// # Errors
-    /// Unsupported on the legacy default stream, invalid value where one is open.
-    pub fn begin_capture(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
-        const CALL: &str = "cuStreamBeginCapture";
-        let mut state = self.shared.enter_named(CALL, stream.device())?;
-        state.begin_capture(stream, mode).map_err(|code| codes::error(CALL, code))
-    }
-
-    /// Ends a capture (`cuStreamEndCapture`). How much work it holds.
-    ///
-    /// # Errors
-    /// Invalidated (901) if some call has broken it; unmatched (903) where none was opened, wrong thread (908).
-    pub fn end_capture(&self, stream: RawStream) -> Result<u64> {
-        const CALL: &str = "cuStreamEndCapture";
-        let mut state = self.shared.enter_named(CALL, stream.device())?;
-        state.end_capture(stream).map_err(|code| codes::error(CALL, code))
     }
 
     /// How many nodes a graph has: kernels, copies, fills and calls of the host, while events and waits are edges between
     /// them. `None` for one that is destroyed.
     #[must_use]
     pub fn graph_nodes(&self, graph: RawGraph) -> Option<u64> {
-        self.shared.lock().graph(graph).ok().map(|graph| graph.nodes)
+        self.shared.lock().graph(graph).ok().map(|graph| graph.nodes.len() as u64)
     }
 
     /// Makes this thread act as one of several [host agents](Sim::host_agents) while the answer lives. A number beyond

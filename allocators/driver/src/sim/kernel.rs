@@ -3,10 +3,15 @@
 
 use super::space::Use;
 use crate::{Access, DeviceRange};
-use std::{fmt, marker::PhantomData};
+use std::{
+    fmt,
+    marker::PhantomData,
+    sync::{Arc, Mutex},
+};
 
-/// The closure of a kernel.
-pub(crate) type Body = Box<dyn FnOnce(&mut KernelMemory<'_>) + Send>;
+/// The closure of a kernel, which every launch of a graph that it is part of runs again. Never contended: one item runs at
+/// a time.
+pub(crate) type Body = Arc<Mutex<dyn FnMut(&mut KernelMemory<'_>) + Send>>;
 
 /// One thing that a kernel touches.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -21,8 +26,8 @@ pub(crate) struct Declared {
 /// The oracle believes the declaration, and the closure gets no bytes beyond it. Name the block's `generation` where it
 /// is known, and a kernel that outlives its block is found even if it is ordered with everything.
 ///
-/// The closure runs in [`Mode::Bytes`](super::Mode::Bytes) only, once, when its stream gets there, on whatever thread
-/// makes that happen. It may call nothing of the driver's.
+/// The closure runs in [`Mode::Bytes`](super::Mode::Bytes) only, when its stream gets there, on whatever thread makes that
+/// happen: once, or, if it was captured, at each launch of the graph. It may call nothing of the driver's.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, DeviceRange, sim::{Kernel, Sim}};
@@ -65,8 +70,8 @@ impl Kernel {
     }
 
     /// What it does, with the ranges numbered in the order in which they were declared.
-    pub fn run(mut self, body: impl FnOnce(&mut KernelMemory<'_>) + Send + 'static) -> Self {
-        self.body = Some(Box::new(body));
+    pub fn run(mut self, body: impl FnMut(&mut KernelMemory<'_>) + Send + 'static) -> Self {
+        self.body = Some(Arc::new(Mutex::new(body)));
         self
     }
 }

@@ -34,6 +34,8 @@ pub(crate) struct Mark {
     pub(crate) act: Act,
     pub(crate) work: &'static str,
     pub(crate) site: &'static Location<'static>,
+    /// The line that launched the graph which it is part of.
+    pub(crate) launch: Option<&'static Location<'static>>,
 }
 
 impl Mark {
@@ -43,7 +45,8 @@ impl Mark {
     }
 
     pub(crate) fn party(&self, components: &Components) -> Party {
-        Party { agent: components.owner(self.slot, self.count), work: self.work, site: self.site }
+        let agent = components.owner(self.slot, self.count);
+        Party { agent, work: self.work, site: self.site, launch: self.launch }
     }
 }
 
@@ -158,7 +161,7 @@ mod tests {
     use super::*;
 
     fn mark(slot: u32, count: u64, act: Act) -> Mark {
-        Mark { count, slot, act, work: "test", site: Location::caller() }
+        Mark { count, slot, act, work: "test", site: Location::caller(), launch: None }
     }
 
     fn clock(counts: &[(u32, u64)]) -> Clock {

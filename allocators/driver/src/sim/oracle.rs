@@ -5,11 +5,12 @@ use super::{
     inside,
     ledger::{Act, Mark},
     ownership::{Kept, Owner, Ownership as Owners},
-    queue::Kind,
+    pinned::Side,
+    queue::{HostUse, Kind},
     registered::Registered,
     space::Use,
     state::State,
-    violation::Finding,
+    violation::{Finding, ViolationKind},
 };
 use crate::{BlockNote, DeviceId, DeviceRange, HostAccess, Ownership};
 use std::panic::Location;
@@ -23,9 +24,9 @@ impl State {
         self.settle(stream);
         let s = &mut self.streams[stream];
         if !self.oracle {
-            return Mark { count: 0, slot: s.slot, act, work, site };
+            return Mark { count: 0, slot: s.slot, act, work, site, launch: None };
         }
-        Mark { count: s.clock.tick(s.slot), slot: s.slot, act, work, site }
+        Mark { count: s.clock.tick(s.slot), slot: s.slot, act, work, site, launch: None }
     }
 
     /// Checks one use of device memory by work with this mark at its stream's tail. Whether the bytes can be reached.
@@ -48,6 +49,47 @@ impl State {
         };
         self.report(found, mark, Some(u.range.device));
         reached
+    }
+
+    /// Checks one use by work of a graph that is launched, which meant the memory as it was when it was captured. What is
+    /// kept for the graph it may touch, whosever it is by now.
+    pub(crate) fn check_captured(&mut self, stream: usize, u: &Use, mark: Mark, keepers: &[u64]) -> bool {
+        if !self.oracle || !self.kept.holds(u.range.address, u.range.bytes, keepers) {
+            return self.check(stream, u, mark);
+        }
+        self.checked += 1;
+        let mark = Mark { act: u.act(), ..mark };
+        let mut found = std::mem::take(&mut self.found);
+        let reached = self.space.touch(u, &mark, &self.streams[stream].clock, &mut found);
+        self.report(found, mark, Some(u.range.device));
+        reached
+    }
+
+    /// What work touches, cut by the blocks that lie there now: each piece means the block that it has.
+    pub(crate) fn by_block(&self, uses: &[Use]) -> Vec<Use> {
+        let mut pieces = Vec::with_capacity(uses.len());
+        for u in uses {
+            if u.generation.is_some() {
+                pieces.push(*u);
+                continue;
+            }
+            self.owners.blocks(u.range.address, u.range.bytes, |address, bytes, generation| {
+                pieces.push(Use { range: DeviceRange { address, bytes, ..u.range }, generation, ..*u });
+            });
+        }
+        pieces
+    }
+
+    /// Whether host memory that a device is to touch can still be touched by it. Where not, that is reported.
+    pub(crate) fn is_pinned_still(&mut self, u: &HostUse, mark: Mark) -> bool {
+        let pinned = u.bytes == 0 || self.pinned.side(u.address, u.bytes) == Side::Pinned;
+        if !pinned && self.oracle {
+            let mut found = std::mem::take(&mut self.found);
+            let (kind, address, bytes) = (ViolationKind::Unmapped, u.address, u.bytes);
+            found.push(Finding { kind, earlier: None, address, bytes });
+            self.report(found, Mark { act: u.act, ..mark }, None);
+        }
+        pinned
     }
 
     /// Checks a copy's host side.
@@ -100,6 +142,10 @@ impl State {
         let (owner, by) = match note.owner {
             Ownership::Live { stream, generation } => {
                 let by = match self.stream(stream) {
+                    // What is captured touches nothing now, and is checked at each launch.
+                    Ok(place) if self.streams[place].capture.is_some() => {
+                        self.host_name(Act::Allocate, "allocation", site)
+                    }
                     Ok(place) => self.hand_over(place, range.address, range.bytes, generation, site),
                     // Somebody else's stream: nothing is known of its order.
                     Err(_) => self.host_name(Act::Allocate, "allocation", site),
@@ -189,7 +235,7 @@ impl State {
     pub(crate) fn implied(&self, stream: usize) -> Vec<usize> {
         let s = &self.streams[stream];
         match s.kind {
-            Kind::NonBlocking => Vec::new(),
+            Kind::NonBlocking | Kind::Branch => Vec::new(),
             Kind::Blocking => self.devices[s.device.0 as usize].legacy.into_iter().collect(),
             Kind::Legacy => {
                 let blocking = |&other: &usize| {

@@ -23,6 +23,10 @@ pub struct Outstanding {
     pub streams: u64,
     /// Events.
     pub events: u64,
+    /// Graphs.
+    pub graphs: u64,
+    /// Executable graphs.
+    pub graph_execs: u64,
     /// Physical handles that have not been released.
     pub handles: u64,
     /// Mappings.
@@ -42,10 +46,12 @@ pub struct Outstanding {
 }
 
 impl Outstanding {
-    fn each(&self) -> [(&'static str, u64); 10] {
+    fn each(&self) -> [(&'static str, u64); 12] {
         [
             ("streams", self.streams),
             ("events", self.events),
+            ("graphs", self.graphs),
+            ("executable graphs", self.graph_execs),
             ("handles", self.handles),
             ("mappings", self.mappings),
             ("reservations", self.reservations),
@@ -73,6 +79,8 @@ impl Outstanding {
         });
         all.streams = streams.count() as u64;
         all.events = state.events.iter().filter(|event| there(event.device)).count() as u64;
+        all.graphs = state.graphs.graphs.iter().filter(|graph| there(graph.device)).count() as u64;
+        all.graph_execs = state.graphs.execs.iter().filter(|exec| there(exec.device)).count() as u64;
         for device in
             state.devices.iter().filter(|device| device.lost.is_none()).map(|device| device.info.device)
         {

@@ -42,6 +42,30 @@ impl Kept {
         self.ranges.insert(address, (address.saturating_add(bytes), keeper));
     }
 
+    /// Whether all of a range is kept for one or another of these.
+    pub(crate) fn holds(&self, address: u64, bytes: u64, keepers: &[u64]) -> bool {
+        let end = address.saturating_add(bytes);
+        let mut cursor = address;
+        while cursor < end {
+            match self.ranges.range(..=cursor).next_back() {
+                Some((_, &(last, keeper))) if last > cursor && keepers.contains(&keeper) => cursor = last,
+                _ => return false,
+            }
+        }
+        bytes > 0
+    }
+
+    /// Adds those for whom any of a range is kept.
+    pub(crate) fn keepers(&self, address: u64, bytes: u64, keepers: &mut Vec<u64>) {
+        let end = address.saturating_add(bytes);
+        let kept = self.ranges.range(..end).rev().take_while(|&(_, &(last, _))| last > address);
+        for (_, &(_, keeper)) in kept {
+            if !keepers.contains(&keeper) {
+                keepers.push(keeper);
+            }
+        }
+    }
+
     /// Nothing of this range is kept any more.
     pub(crate) fn let_go(&mut self, address: u64, bytes: u64) {
         let end = address.saturating_add(bytes);
@@ -137,6 +161,24 @@ impl Ownership {
         }
     }
 
+    /// Calls `each` with the parts of a range, by the block that they are part of.
+    pub(crate) fn blocks(&self, address: u64, bytes: u64, mut each: impl FnMut(u64, u64, Option<u64>)) {
+        let end = address.saturating_add(bytes);
+        let mut cursor = address;
+        for (start, owned) in self.overlapping(address, end) {
+            let Owner::Live { generation: Some(generation) } = owned.owner else { continue };
+            if start > cursor {
+                each(cursor, start - cursor, None);
+            }
+            let from = start.max(address);
+            cursor = owned.end.min(end);
+            each(from, cursor - from, Some(generation));
+        }
+        if cursor < end {
+            each(cursor, end - cursor, None);
+        }
+    }
+
     fn overlapping(&self, address: u64, end: u64) -> impl Iterator<Item = (u64, &Owned)> {
         let first = match self.owned.range(..=address).next_back() {
             Some((&start, owned)) if owned.end > address => start,
@@ -181,7 +223,7 @@ mod tests {
     use std::panic::Location;
 
     fn by() -> Mark {
-        Mark { count: 1, slot: 0, act: Act::Allocate, work: "test", site: Location::caller() }
+        Mark { count: 1, slot: 0, act: Act::Allocate, work: "test", site: Location::caller(), launch: None }
     }
 
     fn faults(ownership: &Ownership, address: u64, bytes: u64, generation: Option<u64>) -> usize {

@@ -1,8 +1,17 @@
 //! Streams as queues of work.
 
-use super::{clock::Clock, kernel::Body, rows::RowWork, space::Use};
+use super::{
+    callback::Call,
+    capture::Captured,
+    clock::Clock,
+    graph::Hold,
+    kernel::Body,
+    ledger::{Act, Mark},
+    rows::RowWork,
+    space::Use,
+};
 use crate::{DeviceId, Pattern, RawStream};
-use std::{collections::VecDeque, fmt, panic::Location};
+use std::{collections::VecDeque, fmt, panic::Location, sync::Arc};
 
 /// Which implicit order a stream is part of.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -13,6 +22,8 @@ pub(crate) enum Kind {
     Blocking,
     /// The device's legacy stream: before and after the work of every blocking stream.
     Legacy,
+    /// A branch of an executable graph: no handle means it, and a launch alone queues on it.
+    Branch,
 }
 
 /// A stream. Its place in the table is used again when it is destroyed and all its work is done, as a driver's handles
@@ -74,41 +85,67 @@ pub(crate) struct Point {
 pub(crate) struct Event {
     pub(crate) device: DeviceId,
     pub(crate) point: Option<Point>,
-    /// The capture that it was recorded in, if its last record was part of one.
-    pub(crate) capture: Option<u64>,
+    /// Where in a capture it was recorded, if its last record was part of one.
+    pub(crate) captured: Option<Captured>,
 }
 
 /// One item of a queue.
 #[derive(Debug)]
 pub(crate) struct Item {
     pub(crate) work: Work,
+    /// Its stamp.
+    pub(crate) mark: Mark,
+}
+
+/// Work before it has a place in a queue. What is captured stays in this form, and is given a place at each launch.
+#[derive(Clone, Debug)]
+pub(crate) struct Task {
     pub(crate) name: &'static str,
     pub(crate) site: &'static Location<'static>,
-    /// Its stamp.
-    pub(crate) slot: u32,
-    pub(crate) count: u64,
+    /// What it touches of the host, in stream order.
+    pub(crate) host: Vec<HostUse>,
+    /// What it does, to the device memory that it names.
+    pub(crate) work: Work,
+}
+
+/// Host memory that work touches.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct HostUse {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    pub(crate) act: Act,
+    /// Whether the device does, so that it has to be pinned.
+    pub(crate) by_device: bool,
+}
+
+impl Task {
+    /// Work that touches device memory only.
+    pub(crate) fn new(name: &'static str, site: &'static Location<'static>, work: Work) -> Self {
+        Self { name, site, host: Vec::new(), work }
+    }
 }
 
 /// What an item does when it runs.
+#[derive(Clone)]
 pub(crate) enum Work {
     /// Nothing: what it was to touch cannot be touched, as has been reported.
     Refused,
     /// One declared access, without bytes.
     Touch(Use),
     /// A user's kernel.
-    Kernel { uses: Vec<Use>, body: Option<Body> },
+    Kernel { uses: Arc<[Use]>, body: Option<Body> },
     /// From pinned host memory, by address.
     FromHost { to: Use, from: u64 },
     /// From pageable memory, as it was when the copy was queued.
-    FromStaging { to: Use, from: Box<[u8]> },
+    FromStaging { to: Use, from: Arc<[u8]> },
     /// To host memory, by address.
     ToHost { to: u64, from: Use },
-    /// Device to device.
-    OnDevice { to: Use, from: Use },
+    /// Device to device, from the first to the second.
+    OnDevice([Use; 2]),
     /// A fill.
     Fill { to: Use, pattern: Pattern },
     /// A copy or fill that goes row by row.
-    Rows(Box<RowWork>),
+    Rows(Arc<RowWork>),
     /// Waits until another stream, by place, has run so many items.
     Wait { stream: usize, count: u64 },
     /// Writes a value that others may wait for.
@@ -116,13 +153,35 @@ pub(crate) enum Work {
     /// Waits until the value there is at least this.
     WaitValue { address: u64, value: u64 },
     /// Calls the host.
-    Callback(Box<dyn FnOnce() + Send>),
+    Callback(Call),
+    /// The end of a graph's launch, which lets go of what is called when the graph is done with.
+    Launched(Vec<Hold>),
 }
 
 impl Work {
     /// Whether it calls code of the program's, which must not happen under the simulator's lock.
     pub(crate) fn calls_out(&self) -> bool {
-        matches!(self, Self::Kernel { body: Some(_), .. } | Self::Callback(_))
+        matches!(self, Self::Kernel { body: Some(_), .. } | Self::Callback(_) | Self::Launched(_))
+    }
+
+    /// The device memory that it touches, in the order in which that is checked.
+    pub(crate) fn uses(&self) -> &[Use] {
+        match self {
+            Self::Touch(u)
+            | Self::FromHost { to: u, .. }
+            | Self::FromStaging { to: u, .. }
+            | Self::ToHost { from: u, .. }
+            | Self::Fill { to: u, .. } => std::slice::from_ref(u),
+            Self::OnDevice(sides) => sides,
+            Self::Kernel { uses, .. } => uses,
+            Self::Rows(work) => &work.uses,
+            Self::Refused
+            | Self::Wait { .. }
+            | Self::WriteValue { .. }
+            | Self::WaitValue { .. }
+            | Self::Callback(_)
+            | Self::Launched(_) => &[],
+        }
     }
 }
 
@@ -135,7 +194,7 @@ impl fmt::Debug for Work {
             Self::FromHost { to, from } => f.debug_tuple("FromHost").field(to).field(from).finish(),
             Self::FromStaging { to, .. } => f.debug_tuple("FromStaging").field(to).finish(),
             Self::ToHost { to, from } => f.debug_tuple("ToHost").field(to).field(from).finish(),
-            Self::OnDevice { to, from } => f.debug_tuple("OnDevice").field(to).field(from).finish(),
+            Self::OnDevice([from, to]) => f.debug_tuple("OnDevice").field(from).field(to).finish(),
             Self::Fill { to, pattern } => f.debug_tuple("Fill").field(to).field(pattern).finish(),
             Self::Rows(work) => f.debug_tuple("Rows").field(&work.uses).finish(),
             Self::Wait { stream, count } => f.debug_tuple("Wait").field(stream).field(count).finish(),
@@ -146,6 +205,7 @@ impl fmt::Debug for Work {
                 f.debug_tuple("WaitValue").field(address).field(value).finish()
             }
             Self::Callback(_) => f.write_str("Callback"),
+            Self::Launched(_) => f.write_str("Launched"),
         }
     }
 }

@@ -60,7 +60,8 @@ mod tests {
 
     #[test]
     fn every_overlap_is_found_until_the_last_registration_ends() {
-        let by = Mark { count: 1, slot: 0, act: Act::Read, work: "test", site: Location::caller() };
+        let by =
+            Mark { count: 1, slot: 0, act: Act::Read, work: "test", site: Location::caller(), launch: None };
         let mut registered = Registered::default();
         registered.add(100, 50, by);
         registered.add(100, 50, by);

@@ -6,13 +6,13 @@ use super::{
     family::copies::side,
     ledger::Act,
     pinned::Side,
-    queue::Work,
+    queue::{HostUse, Task, Work},
     shared::{Guard, Shared},
     space::Use,
     store::Store,
 };
 use crate::{DeviceId, HostAccess, Pattern, Pitched, Result, Rows};
-use std::{panic::Location, ptr::NonNull};
+use std::{panic::Location, ptr::NonNull, sync::Arc};
 
 type Site = &'static Location<'static>;
 
@@ -96,6 +96,12 @@ fn uses(device: DeviceId, at: Pitched<u64>, rows: Rows, writes: bool) -> impl It
     each(at.start, at.pitch, rows).map(move |(address, bytes)| side(device, address, bytes, writes))
 }
 
+/// What the pinned side of a copy of rows is to the order, row by row; what is not pinned has none.
+fn by_device(pinned: bool, start: u64, pitch: u64, rows: Rows, act: Act) -> Vec<HostUse> {
+    let row = |(address, bytes)| HostUse { address, bytes, act, by_device: true };
+    if pinned { each(start, pitch, rows).map(row).collect() } else { Vec::new() }
+}
+
 impl Shared {
     /// Queues a copy of rows to the device.
     ///
@@ -116,11 +122,9 @@ impl Shared {
         let reach = (start, span(start, from.pitch, rows)?);
         let pinned = state.host_side(reach, Act::Read, name, site)? == Side::Pinned;
         let uses: Vec<_> = uses(state.streams[stream].device, to, rows, true).collect();
-        let Some(mark) = state.begin(stream, name, site)? else { return Ok(state) };
-        let reached = state.check_all(stream, &uses, mark);
-        let source = if pinned || !state.space.store.has_bytes() {
-            Source::Rows(Pitched { start, pitch: from.pitch })
-        } else {
+        // What is captured reads the host when it is launched, whatever memory that is.
+        let staged = !pinned && state.streams[stream].capture.is_none();
+        let source = if staged && state.space.store.has_bytes() {
             let mut staged = Vec::new();
             for (address, bytes) in each(start, from.pitch, rows) {
                 // SAFETY: 1. each row is readable, and nobody writes it, by the caller's word.
@@ -129,17 +133,19 @@ impl Shared {
                 });
             }
             Source::Staged(staged.into())
+        } else {
+            Source::Rows(Pitched { start, pitch: from.pitch })
         };
-        for (address, bytes) in each(start, from.pitch, rows) {
-            if pinned {
-                state.check_host(stream, address, bytes, Act::Read, mark);
-            } else {
-                // Staged before the call returns: it is the host that reads.
+        let host = by_device(pinned, start, from.pitch, rows, Act::Read);
+        let work = Work::Rows(Arc::new(RowWork { uses, to, from: source, rows }));
+        let mut state = self.submit(state, stream, Task { name, site, host, work })?;
+        if staged {
+            // Before the call returns: it is the host that reads.
+            for (address, bytes) in each(start, from.pitch, rows) {
                 state.host_touch(address, bytes, HostAccess::Read, site);
             }
         }
-        let work = row_work(reached, RowWork { uses, to, from: source, rows });
-        Ok(self.put(state, stream, work, mark))
+        Ok(state)
     }
 
     /// Queues a copy of rows to the host. Whether its host side is pinned.
@@ -161,22 +167,16 @@ impl Shared {
         let reach = (start, span(start, to.pitch, rows)?);
         let pinned = state.host_side(reach, Act::Write, name, site)? == Side::Pinned;
         let uses: Vec<_> = uses(state.streams[stream].device, from, rows, false).collect();
-        let Some(mark) = state.begin(stream, name, site)? else { return Ok((state, pinned)) };
-        let reached = state.check_all(stream, &uses, mark);
-        if pinned {
-            for (address, bytes) in each(start, to.pitch, rows) {
-                state.check_host(stream, address, bytes, Act::Write, mark);
-            }
-        }
+        let host = by_device(pinned, start, to.pitch, rows, Act::Write);
         let to = Pitched { start, pitch: to.pitch };
-        let work = row_work(reached, RowWork { uses, to, from: Source::Rows(from), rows });
-        Ok((self.put(state, stream, work, mark), pinned))
+        let work = Work::Rows(Arc::new(RowWork { uses, to, from: Source::Rows(from), rows }));
+        Ok((self.submit(state, stream, Task { name, site, host, work })?, pinned))
     }
 
     /// Queues a copy of rows on the device.
     pub(crate) fn queue_rows_on_device<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        state: Guard<'a>,
         stream: usize,
         to: Pitched<u64>,
         from: Pitched<u64>,
@@ -187,16 +187,14 @@ impl Shared {
         span(from.start, from.pitch, rows)?;
         let device = state.streams[stream].device;
         let uses: Vec<_> = uses(device, from, rows, false).chain(uses(device, to, rows, true)).collect();
-        let Some(mark) = state.begin(stream, "2D copy on the device", site)? else { return Ok(state) };
-        let reached = state.check_all(stream, &uses, mark);
-        let work = row_work(reached, RowWork { uses, to, from: Source::Rows(from), rows });
-        Ok(self.put(state, stream, work, mark))
+        let work = Work::Rows(Arc::new(RowWork { uses, to, from: Source::Rows(from), rows }));
+        self.submit(state, stream, Task::new("2D copy on the device", site, work))
     }
 
     /// Queues a fill of rows, whose width is in elements.
     pub(crate) fn queue_row_fill<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        state: Guard<'a>,
         stream: usize,
         to: Pitched<u64>,
         pattern: Pattern,
@@ -211,13 +209,7 @@ impl Shared {
         }
         span(to.start, to.pitch, rows)?;
         let uses: Vec<_> = uses(state.streams[stream].device, to, rows, true).collect();
-        let Some(mark) = state.begin(stream, "2D fill", site)? else { return Ok(state) };
-        let reached = state.check_all(stream, &uses, mark);
-        let work = row_work(reached, RowWork { uses, to, from: Source::Pattern(pattern), rows });
-        Ok(self.put(state, stream, work, mark))
+        let work = Work::Rows(Arc::new(RowWork { uses, to, from: Source::Pattern(pattern), rows }));
+        self.submit(state, stream, Task::new("2D fill", site, work))
     }
-}
-
-fn row_work(reached: bool, work: RowWork) -> Work {
-    if reached { Work::Rows(Box::new(work)) } else { Work::Refused }
 }

@@ -10,29 +10,15 @@ use super::{
     inside,
     kernel::KernelMemory,
     ledger::{Act, Mark},
-    queue::{Item, Point, Work},
+    queue::{Item, Kind, Point, Task, Work},
     shared::{Guard, Shared},
     space::Use,
     state::{Refused, State},
 };
 use crate::DeviceId;
-use std::panic::Location;
+use std::{panic::Location, sync::PoisonError};
 
 impl State {
-    /// Gives new work of a stream its place in the order. `None` if it goes into a capture instead.
-    pub(crate) fn begin(
-        &mut self,
-        stream: usize,
-        name: &'static str,
-        site: &'static Location<'static>,
-    ) -> Result<Option<Mark>, Refused> {
-        if self.captured(stream)? {
-            return Ok(None);
-        }
-        self.after_implied(stream, name, site);
-        Ok(Some(self.tail(stream, Act::Read, name, site)))
-    }
-
     /// Makes what is queued on a stream from now on come after what the legacy rule puts before it.
     pub(crate) fn after_implied(
         &mut self,
@@ -58,10 +44,11 @@ impl State {
             self.streams[stream].clock.join(&point.clock);
         }
         if self.streams[point.stream].executed < point.count {
-            let (slot, count) = (self.streams[stream].slot, 0);
+            let slot = self.streams[stream].slot;
             self.streams[stream].path = self.streams[stream].path.max(point.path);
             let work = Work::Wait { stream: point.stream, count: point.count };
-            self.push(stream, Item { work, name, site, slot, count });
+            let mark = Mark { count: 0, slot, act: Act::Read, work: name, site, launch: None };
+            self.push(stream, Item { work, mark });
         }
     }
 
@@ -119,8 +106,7 @@ impl State {
         let lost = uses.iter().find_map(|u| self.space.unreachable(u).map(|finding| (u, finding)));
         let Some((u, finding)) = lost else { return true };
         if self.oracle {
-            let mark =
-                Mark { count: item.count, slot: item.slot, act: u.act(), work: item.name, site: item.site };
+            let mark = Mark { act: u.act(), ..item.mark };
             let mut found = std::mem::take(&mut self.found);
             found.push(finding);
             self.report(found, mark, Some(u.range.device));
@@ -130,18 +116,7 @@ impl State {
 
     /// Runs an item that does not call the program. `fresh`: its uses have just been seen to be reachable.
     fn perform(&mut self, item: &Item, fresh: bool) {
-        let reachable = match &item.work {
-            _ if fresh => true,
-            Work::Touch(u) | Work::FromHost { to: u, .. } | Work::FromStaging { to: u, .. } => {
-                self.reachable(&[*u], item)
-            }
-            Work::ToHost { from: u, .. } | Work::Fill { to: u, .. } => self.reachable(&[*u], item),
-            Work::OnDevice { to, from } => self.reachable(&[*to, *from], item),
-            Work::Kernel { uses, .. } => self.reachable(uses, item),
-            Work::Rows(work) => self.reachable(&work.uses, item),
-            _ => true,
-        };
-        if !reachable {
+        if !fresh && !self.reachable(item.work.uses(), item) {
             return;
         }
         let store = &self.space.store;
@@ -170,7 +145,7 @@ impl State {
                 // word of the copy's caller. 2. Nobody else touches either, likewise.
                 unsafe { store.copy(*to, from.range.address, from.range.bytes) }
             }
-            Work::OnDevice { to, from } => {
+            Work::OnDevice([from, to]) => {
                 // SAFETY: 1. Both are mapped and open, as was checked. 2. One item runs at a time.
                 unsafe { store.copy(to.range.address, from.range.address, from.range.bytes) }
             }
@@ -179,7 +154,8 @@ impl State {
             | Work::Kernel { .. }
             | Work::Wait { .. }
             | Work::WaitValue { .. }
-            | Work::Callback(_) => {}
+            | Work::Callback(_)
+            | Work::Launched(_) => {}
         }
     }
 
@@ -204,6 +180,19 @@ impl State {
         }
     }
 
+    /// The branch of a graph whose next item keeps a stream waiting, if one does; else the stream.
+    pub(crate) fn in_branch(&self, stream: usize) -> usize {
+        let mut stream = stream;
+        while let Some(&Work::Wait { stream: other, count }) =
+            self.streams[stream].queue.front().map(|item| &item.work)
+            && self.streams[other].kind == Kind::Branch
+            && !self.reached(other, count)
+        {
+            stream = other;
+        }
+        stream
+    }
+
     fn next_random(&mut self) -> u64 {
         // SplitMix64.
         self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -224,19 +213,73 @@ enum Obstacle {
     Running,
 }
 
+impl State {
+    /// Gives work its place at a stream's tail, and checks what it touches there.
+    fn placed(&mut self, stream: usize, task: Task, origin: Option<&Origin<'_>>) -> Item {
+        let Task { name, site, host, mut work } = task;
+        let mut mark = self.tail(stream, Act::Read, name, site);
+        mark.launch = origin.map(|origin| origin.launch);
+        let mut reached = match origin {
+            None => work.uses().iter().fold(true, |reached, u| reached & self.check(stream, u, mark)),
+            Some(origin) => origin
+                .uses
+                .iter()
+                .fold(true, |reached, u| reached & self.check_captured(stream, u, mark, origin.keepers)),
+        };
+        for u in host {
+            // Of captured work: memory that was pinned then may not be now.
+            reached &= origin.is_none() || !u.by_device || self.is_pinned_still(&u, mark);
+            self.check_host(stream, u.address, u.bytes, u.act, mark);
+        }
+        match &mut work {
+            Work::WriteValue { address, value } => {
+                let clock = self.point(stream).clock;
+                self.values.queue_write(*address, *value, clock);
+            }
+            Work::WaitValue { address, value } if self.oracle => {
+                if let Some(clock) = self.values.comes_after(*address, *value) {
+                    self.streams[stream].clock.join(clock);
+                }
+            }
+            Work::Callback(call) => call.clock = self.point(stream).clock,
+            _ => {}
+        }
+        self.lengthen(stream);
+        Item { work: if reached { work } else { Work::Refused }, mark }
+    }
+
+    /// Puts work at a stream's tail, without running anything.
+    pub(crate) fn append(&mut self, stream: usize, task: Task, origin: Option<&Origin<'_>>) {
+        let item = self.placed(stream, task, origin);
+        self.push(stream, item);
+    }
+}
+
+/// Where captured work comes from.
+pub(crate) struct Origin<'a> {
+    /// The line that launches it.
+    pub(crate) launch: &'static Location<'static>,
+    /// What it touches, cut by the blocks that were there when it was captured.
+    pub(crate) uses: &'a [Use],
+    /// Those who keep memory for its graph.
+    pub(crate) keepers: &'a [u64],
+}
+
 impl Shared {
-    /// Queues work whose place and checks have been made, and runs what the schedule says.
-    pub(crate) fn put<'a>(
+    /// Queues work on a stream, and runs what the schedule says; on a stream that captures, makes it part of the graph.
+    pub(crate) fn submit<'a>(
         &'a self,
         mut state: Guard<'a>,
         stream: usize,
-        work: Work,
-        mark: Mark,
-    ) -> Guard<'a> {
-        state.lengthen(stream);
-        let item = Item { work, name: mark.work, site: mark.site, slot: mark.slot, count: mark.count };
-        let eager = self.config.schedule == Schedule::Eager;
-        let at_once = eager
+        task: Task,
+    ) -> Result<Guard<'a>, Refused> {
+        if state.captured(stream)? {
+            state.capture(stream, task);
+            return Ok(state);
+        }
+        state.after_implied(stream, task.name, task.site);
+        let item = state.placed(stream, task, None);
+        let at_once = self.config.schedule == Schedule::Eager
             && !state.running
             && state.streams[stream].queue.is_empty()
             && !item.work.calls_out()
@@ -248,8 +291,13 @@ impl Shared {
         } else {
             state.push(stream, item);
         }
+        Ok(self.run_due(state))
+    }
+
+    /// Something has been queued: runs what the schedule says.
+    pub(crate) fn run_due<'a>(&'a self, state: Guard<'a>) -> Guard<'a> {
         self.tell(&state);
-        if eager && state.queued > 0 { self.drain(state) } else { state }
+        if self.config.schedule == Schedule::Eager && state.queued > 0 { self.drain(state) } else { state }
     }
 
     /// Wakes who waits for work to run, or for work that can run.
@@ -295,22 +343,25 @@ impl Shared {
             self.tell(&state);
             return state;
         }
-        let uses = match &mut item.work {
-            Work::Kernel { uses, .. } => std::mem::take(uses),
-            _ => Vec::new(),
-        };
-        if !state.reachable(&uses, &item) {
+        if !state.reachable(item.work.uses(), &item) {
             state.ran(stream);
             self.tell(&state);
             return state;
         }
+        let released = match &mut item.work {
+            Work::Launched(holds) => state.let_go(std::mem::take(holds)),
+            _ => Vec::new(),
+        };
         let running = self.leave(state, stream);
         match item.work {
-            // SAFETY: 1. Every range has just been seen to be mapped and open, and stays so while `running` lives. Work
-            // with a body is queued only where there are bytes. 2. One item runs at a time, and this is it.
-            Work::Kernel { body: Some(body), .. } => body(&mut unsafe { KernelMemory::new(&uses) }),
-            Work::Callback(call) => call(),
-            _ => {}
+            Work::Kernel { uses, body: Some(body) } => {
+                // SAFETY: 1. Every range has just been seen to be mapped and open, and stays so while `running` lives.
+                // Work with a body is queued only where there are bytes. 2. One item runs at a time, and this is it.
+                let mut memory = unsafe { KernelMemory::new(&uses) };
+                (body.lock().unwrap_or_else(PoisonError::into_inner))(&mut memory);
+            }
+            Work::Callback(call) => call.make(),
+            _ => released.into_iter().for_each(|call| call()),
         }
         drop(running);
         self.lock()

@@ -193,10 +193,16 @@ impl State {
 
     /// Makes a stream, and answers with its place.
     pub(crate) fn make_stream(&mut self, device: DeviceId, kind: Kind) -> usize {
+        self.make_stream_of(device, kind, None)
+    }
+
+    /// The same for somebody who is not just a stream.
+    pub(crate) fn make_stream_of(&mut self, device: DeviceId, kind: Kind, agent: Option<Agent>) -> usize {
         let id = self.next_stream_id;
         self.next_stream_id += 1;
         let creator = &self.hosts[self.agent()].clock;
-        let (slot, clock) = self.components.lease(Agent::Stream { device, id }, creator);
+        let agent = agent.unwrap_or(Agent::Stream { device, id });
+        let (slot, clock) = self.components.lease(agent, creator);
         let mut stream = Stream {
             device,
             id,
@@ -243,7 +249,7 @@ impl State {
             _ => {
                 let place = queue::place(stream).ok_or(codes::INVALID_HANDLE)?;
                 match self.streams.get(place) {
-                    Some(s) if s.alive && s.device == device => Ok(place),
+                    Some(s) if s.alive && s.device == device && s.kind != Kind::Branch => Ok(place),
                     _ => Err(codes::INVALID_HANDLE),
                 }
             }
@@ -262,7 +268,8 @@ impl State {
 
     /// Whether a stream is one that a program made: not one of the default streams.
     pub(crate) fn is_made(&self, place: usize) -> bool {
-        self.streams[place].kind != Kind::Legacy && !self.thread_streams.values().any(|&other| other == place)
+        !matches!(self.streams[place].kind, Kind::Legacy | Kind::Branch)
+            && !self.thread_streams.values().any(|&other| other == place)
     }
 
     /// Frees the place of a stream that is destroyed, once all its work is done.
@@ -288,13 +295,13 @@ impl State {
     ) -> Mark {
         let agent = self.agent();
         let host = &mut self.hosts[agent];
-        Mark { count: host.tick(), slot: host.slot, act, work, site }
+        Mark { count: host.tick(), slot: host.slot, act, work, site, launch: None }
     }
 
     /// Names the host without counting: for what needs no place of its own in the order.
     pub(crate) fn host_name(&self, act: Act, work: &'static str, site: &'static Location<'static>) -> Mark {
         let host = &self.hosts[self.agent()];
-        Mark { count: host.clock.get(host.slot), slot: host.slot, act, work, site }
+        Mark { count: host.clock.get(host.slot), slot: host.slot, act, work, site, launch: None }
     }
 }
 

@@ -82,13 +82,19 @@ pub struct Party {
     pub agent: Agent,
     /// Doing what: the kernel's name, `copy to device`, `unmap`.
     pub work: &'static str,
-    /// The line of the program that asked for it.
+    /// The line of the program that asked for it; for a node of a graph, where it was captured.
     pub site: &'static Location<'static>,
+    /// For a node of a graph, the line that launched the graph.
+    pub launch: Option<&'static Location<'static>>,
 }
 
 impl fmt::Display for Party {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} by {} at {}:{}", self.work, self.agent, self.site.file(), self.site.line())
+        write!(f, "{} by {} at {}:{}", self.work, self.agent, self.site.file(), self.site.line())?;
+        match self.launch {
+            Some(launch) => write!(f, " in a graph launched at {}:{}", launch.file(), launch.line()),
+            None => Ok(()),
+        }
     }
 }
 

@@ -3,14 +3,14 @@
 
 use super::{
     Sim,
-    callback::{Callback, CallbackToken},
+    callback::{Call, Callback, CallbackToken},
     codes,
     kernel::{Declared, Kernel},
     ledger::Act,
-    queue::{Kind, Work, handle},
+    queue::{HostUse, Kind, Task, Work, handle},
     shared::{Guard, here},
     space::Use,
-    state::{State, bit},
+    state::bit,
 };
 use crate::{Access, DeviceId, DeviceRange, DriverError, HostAccess, Pattern, RawStream, Result};
 use std::ptr::NonNull;
@@ -47,18 +47,12 @@ impl Sim {
     #[track_caller]
     pub fn launch(&self, stream: RawStream, kernel: Kernel) -> Result<()> {
         let site = here();
-        let (mut state, place) = self.enter_stream(LAUNCH, stream)?;
+        let (state, place) = self.enter_stream(LAUNCH, stream)?;
         let Kernel { name, declared, body } = kernel;
-        let Some(mark) = state.begin(place, name, site).map_err(named(LAUNCH))? else { return Ok(()) };
-        let uses: Vec<_> = declared.iter().map(|declared| by_kernel(stream.device(), declared)).collect();
-        let mut reached = true;
-        for u in &uses {
-            reached &= state.check(place, u, mark);
-        }
+        let uses = declared.iter().map(|declared| by_kernel(stream.device(), declared)).collect();
         let body = body.filter(|_| state.space.store.has_bytes());
-        let work = if reached { Work::Kernel { uses, body } } else { Work::Refused };
-        drop(self.shared.put(state, place, work, mark));
-        Ok(())
+        let task = Task::new(name, site, Work::Kernel { uses, body });
+        self.shared.submit(state, place, task).map(drop).map_err(named(LAUNCH))
     }
 
     /// Queues a kernel that touches one range and does nothing: the lightest way to say that a stream uses a block.
@@ -74,13 +68,13 @@ impl Sim {
         generation: Option<u64>,
     ) -> Result<()> {
         let site = here();
-        let (mut state, place) = self.enter_stream(LAUNCH, stream)?;
+        let (state, place) = self.enter_stream(LAUNCH, stream)?;
         let name = if access.writes() { "write" } else { "read" };
-        let Some(mark) = state.begin(place, name, site).map_err(named(LAUNCH))? else { return Ok(()) };
         let u = by_kernel(stream.device(), &Declared { range, access, generation });
-        let work = if state.check(place, &u, mark) { Work::Touch(u) } else { Work::Refused };
-        drop(self.shared.put(state, place, work, mark));
-        Ok(())
+        self.shared
+            .submit(state, place, Task::new(name, site, Work::Touch(u)))
+            .map(drop)
+            .map_err(named(LAUNCH))
     }
 
     /// Declares that the CPU reads pinned memory, as the agent that this thread acts as.
@@ -102,14 +96,9 @@ impl Sim {
     #[track_caller]
     pub fn write_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
         let site = here();
-        let (mut state, place) = self.enter_stream(WRITE_VALUE, stream)?;
-        let Some(mark) = state.begin(place, "write of a value", site).map_err(named(WRITE_VALUE))? else {
-            return Ok(());
-        };
-        let clock = state.point(place).clock;
-        state.values.queue_write(address, value, clock);
-        drop(self.shared.put(state, place, Work::WriteValue { address, value }, mark));
-        Ok(())
+        let (state, place) = self.enter_stream(WRITE_VALUE, stream)?;
+        let task = Task::new("write of a value", site, Work::WriteValue { address, value });
+        self.shared.submit(state, place, task).map(drop).map_err(named(WRITE_VALUE))
     }
 
     /// Makes a stream wait until the value at an address is `value` or more (`cuStreamWaitValue64`). The order that this
@@ -121,18 +110,9 @@ impl Sim {
     #[track_caller]
     pub fn wait_value(&self, stream: RawStream, address: u64, value: u64) -> Result<()> {
         let site = here();
-        let (mut state, place) = self.enter_stream(WAIT_VALUE, stream)?;
-        let Some(mark) = state.begin(place, "wait for a value", site).map_err(named(WAIT_VALUE))? else {
-            return Ok(());
-        };
-        if state.oracle {
-            let State { values, streams, .. } = &mut *state;
-            if let Some(clock) = values.comes_after(address, value) {
-                streams[place].clock.join(clock);
-            }
-        }
-        drop(self.shared.put(state, place, Work::WaitValue { address, value }, mark));
-        Ok(())
+        let (state, place) = self.enter_stream(WAIT_VALUE, stream)?;
+        let task = Task::new("wait for a value", site, Work::WaitValue { address, value });
+        self.shared.submit(state, place, task).map(drop).map_err(named(WAIT_VALUE))
     }
 
     /// Queues a call of the host (`cuLaunchHostFunc`). What it declares is checked now; it runs when its turn comes.
@@ -142,17 +122,16 @@ impl Sim {
     #[track_caller]
     pub fn host_callback(&self, stream: RawStream, callback: Callback) -> Result<CallbackToken> {
         let site = here();
-        let (mut state, place) = self.enter_stream(CALLBACK, stream)?;
-        let mut token = CallbackToken::new(self.clone());
+        let (state, place) = self.enter_stream(CALLBACK, stream)?;
         let Callback { name, touches, call } = callback;
-        let Some(mark) = state.begin(place, name, site).map_err(named(CALLBACK))? else { return Ok(token) };
-        for (address, bytes, access) in touches {
+        let call = Call::new(call);
+        let token = call.token(self.clone());
+        let host = touches.into_iter().map(|(address, bytes, access)| {
             let act = if access.writes() { Act::Write } else { Act::Read };
-            state.check_host(place, address, bytes, act, mark);
-        }
-        let clock = state.point(place).clock;
-        drop(self.shared.put(state, place, Work::Callback(token.tells(call, clock)), mark));
-        Ok(token)
+            HostUse { address, bytes, act, by_device: false }
+        });
+        let task = Task { host: host.collect(), ..Task::new(name, site, Work::Callback(call)) };
+        self.shared.submit(state, place, task).map(|_| token).map_err(named(CALLBACK))
     }
 
     /// A stream that is ordered with the device's legacy default stream, both ways (`cuStreamCreate`, default flags).

@@ -8,7 +8,8 @@
 )]
 
 use aquifer_driver::{
-    Access, DeviceId, DeviceRange, Driver, PhysicalHandle, RawEvent, RawStream,
+    Access, CaptureMode, DeviceId, DeviceRange, Driver, DriverError, PhysicalHandle, RawEvent, RawGraphExec,
+    RawStream,
     sim::{Sim, Violation, ViolationKind},
 };
 use std::{ptr::NonNull, sync::Arc};
@@ -49,6 +50,31 @@ impl Machine {
         let event = self.driver.event_create(stream.device()).unwrap();
         self.driver.event_record(event, stream).unwrap();
         event
+    }
+
+    /// Ends a capture. How many nodes its graph has.
+    pub fn end_capture(&self, stream: RawStream) -> Result<u64, DriverError> {
+        let graph = self.driver.capture_end(stream)?;
+        let nodes = self.sim.graph_nodes(graph).unwrap();
+        // SAFETY: 1. The handle was this function's own.
+        unsafe { self.driver.graph_destroy(graph) }?;
+        Ok(nodes)
+    }
+
+    /// Captures what `work` queues on a stream, into something that can be launched.
+    pub fn exec(&self, stream: RawStream, work: impl FnOnce()) -> RawGraphExec {
+        self.driver.capture_begin(stream, CaptureMode::ThreadLocal).unwrap();
+        work();
+        let graph = self.driver.capture_end(stream).unwrap();
+        let exec = self.driver.graph_instantiate(graph).unwrap();
+        // SAFETY: 1. The handle was this function's own.
+        unsafe { self.driver.graph_destroy(graph) }.unwrap();
+        exec
+    }
+
+    pub fn launch(&self, exec: RawGraphExec, stream: RawStream) {
+        // SAFETY: 1. and 2. The simulator checks what this asks for.
+        unsafe { self.driver.graph_launch(exec, stream) }.unwrap();
     }
 
     /// Makes one stream wait for all that is queued on another.

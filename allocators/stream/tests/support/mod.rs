@@ -5,7 +5,7 @@
 
 use aquifer_core::Result;
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed,
+    Access, Call, DeviceId, DeviceRange, DriverError, KeepAlive, Operand, OperandMut, RawStream, Typed,
     sim::{Kernel, Sim},
 };
 use aquifer_stream::{Life, Stream, StreamPool, UseList};
@@ -22,6 +22,15 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
+    /// Ends a capture. How many nodes its graph has.
+    pub(crate) fn end_capture(&self, stream: RawStream) -> Result<u64, DriverError> {
+        let graph = self.sim.driver().capture_end(stream)?;
+        let nodes = self.sim.graph_nodes(graph).unwrap();
+        // SAFETY: 1. The handle was this function's own.
+        unsafe { self.sim.driver().graph_destroy(graph) }?;
+        Ok(nodes)
+    }
+
     /// With work that runs as it is queued.
     pub(crate) fn new(cap: u32) -> Self {
         Self::on(Sim::h200(1).symbolic(), cap)

@@ -5,9 +5,9 @@ use crate::{
     Call, Copies, DeviceId, DeviceRange, Pattern, Pitched, RawStream, Result, Rows,
     sim::{
         codes,
-        ledger::{Act, Mark},
+        ledger::Act,
         pinned::Side,
-        queue::Work,
+        queue::{HostUse, Task, Work},
         shared::{Guard, Shared, at, here},
         space::Use,
         state::State,
@@ -21,6 +21,11 @@ type Site = &'static Location<'static>;
 /// A copy's device side. Copies go by whoever has access, so any access will do.
 pub(crate) fn side(device: DeviceId, address: u64, bytes: u64, writes: bool) -> Use {
     Use { range: DeviceRange { device, address, bytes }, writes, generation: None, reach: u64::MAX }
+}
+
+/// What a copy's pinned side is to the order; what is not pinned has none.
+pub(crate) fn by_device(pinned: bool, address: u64, bytes: u64, act: Act) -> Vec<HostUse> {
+    if pinned { vec![HostUse { address, bytes, act, by_device: true }] } else { Vec::new() }
 }
 
 impl State {
@@ -48,15 +53,6 @@ impl State {
         }
         Err(codes::INVALID_VALUE)
     }
-
-    /// Whether every use can be reached, after all have been checked.
-    pub(crate) fn check_all(&mut self, stream: usize, uses: &[Use], mark: Mark) -> bool {
-        let mut reached = true;
-        for u in uses {
-            reached &= self.check(stream, u, mark);
-        }
-        reached
-    }
 }
 
 impl Shared {
@@ -78,26 +74,24 @@ impl Shared {
         let pinned = state.host_side((address, bytes as u64), Act::Read, name, site)? == Side::Pinned;
         let device = state.streams[stream].device;
         let to = side(device, to, bytes as u64, true);
-        let Some(mark) = state.begin(stream, name, site)? else { return Ok((state, pinned)) };
-        let reached = state.check_all(stream, &[to], mark);
-        let work = if !reached {
-            Work::Refused
-        } else if !state.space.store.has_bytes() {
+        // What is captured reads the host when it is launched, whatever memory that is.
+        let staged = !pinned && state.streams[stream].capture.is_none();
+        let work = if !state.space.store.has_bytes() {
             Work::Touch(to)
-        } else if pinned {
-            Work::FromHost { to, from: address }
-        } else {
+        } else if staged {
             // SAFETY: 1. `from` is readable for `bytes`, and nobody writes it, by the caller's word.
             let staged = unsafe { std::slice::from_raw_parts(from.as_ptr(), bytes) };
             Work::FromStaging { to, from: staged.into() }
-        };
-        if pinned {
-            state.check_host(stream, address, bytes as u64, Act::Read, mark);
         } else {
-            // Staged before the call returns: it is the host that reads.
+            Work::FromHost { to, from: address }
+        };
+        let host = by_device(pinned, address, bytes as u64, Act::Read);
+        let mut state = self.submit(state, stream, Task { name, site, host, work })?;
+        if staged {
+            // Before the call returns: it is the host that reads.
             state.host_touch(address, bytes as u64, crate::HostAccess::Read, site);
         }
-        Ok((self.put(state, stream, work, mark), pinned))
+        Ok((state, pinned))
     }
 
     /// Queues a copy to the host. Whether its host side is pinned.
@@ -118,23 +112,19 @@ impl Shared {
         let pinned = state.host_side((address, bytes as u64), Act::Write, name, site)? == Side::Pinned;
         let device = state.streams[stream].device;
         let from = side(device, from, bytes as u64, false);
-        let Some(mark) = state.begin(stream, name, site)? else { return Ok((state, pinned)) };
-        let reached = state.check_all(stream, &[from], mark);
-        if pinned {
-            state.check_host(stream, address, bytes as u64, Act::Write, mark);
-        }
-        let work = match (reached, state.space.store.has_bytes()) {
-            (false, _) => Work::Refused,
-            (true, false) => Work::Touch(from),
-            (true, true) => Work::ToHost { to: address, from },
+        let work = if state.space.store.has_bytes() {
+            Work::ToHost { to: address, from }
+        } else {
+            Work::Touch(from)
         };
-        Ok((self.put(state, stream, work, mark), pinned))
+        let host = by_device(pinned, address, bytes as u64, Act::Write);
+        Ok((self.submit(state, stream, Task { name, site, host, work })?, pinned))
     }
 
     /// Queues a copy on the device.
     pub(crate) fn queue_on_device<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        state: Guard<'a>,
         stream: usize,
         to: u64,
         from: u64,
@@ -144,19 +134,13 @@ impl Shared {
         let home = state.streams[stream].device;
         let device = |address| state.space.device_of(address).unwrap_or(home);
         let (to, from) = (side(device(to), to, bytes, true), side(device(from), from, bytes, false));
-        let Some(mark) = state.begin(stream, "copy on the device", site)? else { return Ok(state) };
-        let work = if state.check_all(stream, &[from, to], mark) {
-            Work::OnDevice { to, from }
-        } else {
-            Work::Refused
-        };
-        Ok(self.put(state, stream, work, mark))
+        self.submit(state, stream, Task::new("copy on the device", site, Work::OnDevice([from, to])))
     }
 
     /// Queues a fill.
     pub(crate) fn queue_fill<'a>(
         &'a self,
-        mut state: Guard<'a>,
+        state: Guard<'a>,
         stream: usize,
         to: u64,
         pattern: Pattern,
@@ -168,10 +152,7 @@ impl Shared {
             return Err(codes::INVALID_VALUE);
         }
         let to = side(state.streams[stream].device, to, bytes, true);
-        let Some(mark) = state.begin(stream, "fill", site)? else { return Ok(state) };
-        let work =
-            if state.check_all(stream, &[to], mark) { Work::Fill { to, pattern } } else { Work::Refused };
-        Ok(self.put(state, stream, work, mark))
+        self.submit(state, stream, Task::new("fill", site, Work::Fill { to, pattern }))
     }
 }
 

@@ -25,7 +25,7 @@ impl Events for Shared {
     fn event_create(&self, device: DeviceId) -> Result<RawEvent> {
         let mut state = self.enter(Call::EventCreate, Some(device))?;
         self.cost(Call::EventCreate, 0);
-        let handle = state.events.insert(Event { device, point: None, capture: None });
+        let handle = state.events.insert(Event { device, point: None, captured: None });
         // SAFETY: 1. The handle is that of the event just made.
         Ok(unsafe { RawEvent::from_raw(device, handle) })
     }
@@ -47,17 +47,17 @@ impl Events for Shared {
         if state.event(event).map_err(at(call))?.device != stream.device() {
             return Err(at(call)(codes::INVALID_HANDLE));
         }
-        let capture = state.streams[place].capture;
         state.captured(place).map_err(at(call))?;
         self.cost(call, 0);
-        let point = capture.is_none().then(|| {
+        let captured = state.captured_point(place);
+        let point = captured.is_none().then(|| {
             // The event also stands behind what the host knows now, and what the legacy rule implies.
             state.after_implied(place, "event", site);
             state.settle(place);
             state.point(place)
         });
         let event = state.event(event).map_err(at(call))?;
-        (event.point, event.capture) = (point, capture);
+        (event.point, event.captured) = (point, captured);
         Ok(())
     }
 
@@ -66,7 +66,7 @@ impl Events for Shared {
         let mut state = self.enter(call, Some(event.device()))?;
         state.captures.disturb().map_err(at(call))?;
         let there = state.event(event).map_err(at(call))?;
-        if there.capture.is_some() {
+        if there.captured.is_some() {
             return Err(at(call)(codes::CAPTURED_EVENT));
         }
         self.cost(call, 0);
@@ -85,7 +85,7 @@ impl Events for Shared {
         let mut state = self.enter(call, Some(event.device()))?;
         state.captures.disturb().map_err(at(call))?;
         let there = state.event(event).map_err(at(call))?;
-        if there.capture.is_some() {
+        if there.captured.is_some() {
             return Err(at(call)(codes::CAPTURED_EVENT));
         }
         self.cost(call, 0);

@@ -4,9 +4,8 @@
 use crate::{
     Call, CaptureMode, CaptureStatus, Graphs, OnRelease, RawGraph, RawGraphExec, RawStream, Result,
     sim::{
-        codes,
-        graph::{Exec, Graph, Hold, let_go},
-        shared::{Shared, at},
+        graph::{Hold, make},
+        shared::{Shared, at, here},
     },
 };
 
@@ -22,12 +21,11 @@ impl Graphs for Shared {
     fn capture_end(&self, stream: RawStream) -> Result<RawGraph> {
         let call = Call::CaptureEnd;
         let mut state = self.enter(call, Some(stream.device()))?;
-        let nodes = state.end_capture(stream).map_err(at(call))?;
+        let graph = state.end_capture(stream).map_err(at(call))?;
         self.cost(call, 0);
-        let device = stream.device();
-        let handle = state.graphs.graphs.insert(Graph { device, nodes, holds: Vec::new() });
+        let handle = state.graphs.graphs.insert(graph);
         // SAFETY: 1. The handle is that of the graph just made.
-        Ok(unsafe { RawGraph::from_raw(device, handle) })
+        Ok(unsafe { RawGraph::from_raw(stream.device(), handle) })
     }
 
     fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
@@ -41,22 +39,23 @@ impl Graphs for Shared {
     fn graph_instantiate(&self, graph: RawGraph) -> Result<RawGraphExec> {
         let call = Call::GraphInstantiate;
         let mut state = self.enter(call, Some(graph.device()))?;
-        let holds = state.graph(graph).map_err(at(call))?.holds.clone();
+        let handle = state.instantiate(graph).map_err(at(call))?;
         self.cost(call, 0);
-        let handle = state.graphs.execs.insert(Exec { device: graph.device(), holds });
         // SAFETY: 1. The handle is that of the executable just made.
         Ok(unsafe { RawGraphExec::from_raw(graph.device(), handle) })
     }
 
     unsafe fn graph_launch(&self, exec: RawGraphExec, stream: RawStream) -> Result<()> {
+        let site = here();
         let call = Call::GraphLaunch;
         let mut state = self.enter(call, Some(stream.device()))?;
         let place = state.stream(stream).map_err(at(call))?;
-        if state.streams[place].capture.is_some() {
-            return Err(at(call)(codes::CAPTURE_UNSUPPORTED));
-        }
         state.exec(exec).map_err(at(call))?;
+        state.refuse_capturing(place).map_err(at(call))?;
+        state.captured(place).map_err(at(call))?;
+        state.launch(exec, place, site).map_err(at(call))?;
         self.cost(call, 0);
+        drop(self.run_due(state));
         Ok(())
     }
 
@@ -65,20 +64,23 @@ impl Graphs for Shared {
         let mut state = self.enter(call, Some(graph.device()))?;
         state.graph(graph).map_err(at(call))?;
         self.cost(call, 0);
-        let gone = state.graphs.graphs.remove(graph.handle());
+        let holds = state.graphs.graphs.remove(graph.handle()).map(|graph| graph.holds).unwrap_or_default();
+        let calls = state.let_go(holds);
         drop(state);
-        let_go(gone.map(|graph| graph.holds).unwrap_or_default());
+        make(calls);
         Ok(())
     }
 
     unsafe fn graph_exec_destroy(&self, exec: RawGraphExec) -> Result<()> {
         let call = Call::GraphExecDestroy;
         let mut state = self.enter(call, Some(exec.device()))?;
+        state.captures.disturb().map_err(at(call))?;
         state.exec(exec).map_err(at(call))?;
         self.cost(call, 0);
-        let gone = state.graphs.execs.remove(exec.handle());
+        let holds = state.end_exec(exec);
+        let calls = state.let_go(holds);
         drop(state);
-        let_go(gone.map(|exec| exec.holds).unwrap_or_default());
+        make(calls);
         Ok(())
     }
 

@@ -108,7 +108,7 @@ impl Memory for Shared {
         let mut state = self.enter(call, Some(pool.device()))?;
         let place = state.stream(stream).map_err(at(call))?;
         if state.streams[place].capture.is_some() {
-            // It would become a node of a graph, and graphs are not simulated.
+            // It would become a node whose memory is the graph's own, which is not simulated.
             return Err(at(call)(codes::NOT_SUPPORTED));
         }
         state.captures.disturb().map_err(at(call))?;

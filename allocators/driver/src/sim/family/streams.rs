@@ -31,10 +31,9 @@ impl Streams for Shared {
             return Err(at(call)(codes::INVALID_HANDLE));
         }
         // A capture that it took part in is broken.
-        let _ = state.refuse_capturing(place);
+        state.leave_capture(place);
         self.cost(call, 0);
         state.streams[place].alive = false;
-        state.streams[place].capture = None;
         state.retire(place);
         Ok(())
     }
@@ -90,11 +89,11 @@ impl Streams for Shared {
         let call = Call::StreamWaitEvent;
         let mut state = self.enter(call, Some(stream.device()))?;
         let place = state.stream(stream).map_err(at(call))?;
-        let (point, capture) = {
+        let (point, captured) = {
             let event = state.event(event).map_err(at(call))?;
-            (event.point.clone(), event.capture)
+            (event.point.clone(), event.captured.clone())
         };
-        let captured = state.captured_wait(place, capture).map_err(at(call))?;
+        let captured = state.captured_wait(place, captured).map_err(at(call))?;
         self.cost(call, 0);
         if let Some(point) = point.filter(|_| !captured) {
             state.after(place, &point, "wait for an event", site);
