@@ -2,7 +2,7 @@
 //!
 //! The simulated GPU is only as good as its likeness to a real one. A [`Program`] is made from a seed, or from any bytes: some sixty
 //! operations on two or three streams (fills, copies in all directions, whole and row by row, events, mappings of one handle at several
-//! addresses, pool allocations) with mistakes in between that a driver refuses or passes over ([`Fault`]). It is *free of races by
+//! addresses, pool allocations, captures and launches of what they make) with mistakes in between that a driver refuses or passes over ([`Fault`]). It is *free of races by
 //! construction*: the generator keeps a vector clock for each stream and the host, and puts an event, a synchronisation or
 //! a poll in front of whatever needs one. So what it leaves in memory is determined, on any driver and in any timing, and
 //! so is the code of each call: an [`Outcome`].
@@ -24,7 +24,7 @@ mod generate;
 mod host;
 
 use crate::program::seeded;
-use aquifer_driver::{Pattern, Rows};
+use aquifer_driver::{CaptureMode, Pattern, Rows};
 use std::fmt;
 
 /// The unit of physical memory and of mappings, in bytes. A device's own granularity must divide it.
@@ -124,6 +124,14 @@ pub enum Operation {
     Poll { stream: usize },
     /// The host asks until an event has passed.
     PollEvent { event: usize },
+    /// Opens a capture on a stream. Copies, fills, records and waits from here to its end become part of it.
+    CaptureBegin { stream: usize, mode: CaptureMode },
+    /// Ends it, and makes an executable of it.
+    CaptureEnd { stream: usize, graph: usize },
+    /// Launches an executable.
+    Launch { graph: usize, stream: usize },
+    /// Ends an executable, launches under way or not.
+    GraphEnd { graph: usize },
     /// Something that a driver refuses or passes over, at no cost to anything else.
     Mistake(Fault),
 }
@@ -173,6 +181,18 @@ pub enum Fault {
     DownloadAcross { stream: usize, slot: usize },
     /// A device that is not there.
     NoSuchDevice,
+    /// The end of a capture that was not begun.
+    EndNothing { stream: usize },
+    /// A capture of what captures.
+    CaptureTwice { stream: usize },
+    /// A question about a stream that captures, which breaks the capture.
+    QueryCapturing { stream: usize },
+    /// A wait for an event from outside the capture, which breaks it.
+    WaitFromOutside { stream: usize, event: usize },
+    /// The end of a capture, while work of another stream that takes part is not waited for.
+    LeaveUnjoined { stream: usize, other: usize, event: usize, slot: usize },
+    /// A question about an event that was recorded in a capture.
+    QueryCaptured { stream: usize, event: usize },
 }
 
 /// A program for a driver.

@@ -41,8 +41,8 @@ fn programs_do_everything_that_there_is_to_do() {
             }
         }
     }
-    assert_eq!(operations.len(), 25, "{operations:?}");
-    assert_eq!(mistakes.len(), 19, "{mistakes:?}");
+    assert_eq!(operations.len(), 29, "{operations:?}");
+    assert_eq!(mistakes.len(), 25, "{mistakes:?}");
 }
 
 #[test]

@@ -7,7 +7,9 @@ use super::{
     host::Pages,
     support::{DEVICE, OwnStream, driver},
 };
-use aquifer_driver::{DeviceId, Driver, HostFlags, Pattern, Pitched, Result, Rows, sim::Sim};
+use aquifer_driver::{
+    CaptureMode, DeviceId, Driver, HostFlags, Pattern, Pitched, RawStream, Relaxed, Result, Rows, sim::Sim,
+};
 use std::sync::Arc;
 
 /// More than any device or host has.
@@ -34,7 +36,101 @@ fn ask(driver: &Arc<dyn Driver>) -> Answers {
     virtual_memory(driver, &mut answers);
     pinned(driver, &mut answers);
     rows(driver, &mut answers);
+    captures(driver, &mut answers);
     answers
+}
+
+fn captures(driver: &Arc<dyn Driver>, answers: &mut Answers) {
+    let (a, b) = (OwnStream::new(driver), OwnStream::new(driver));
+    let block = driver.mem_alloc(DEVICE, 4096).unwrap();
+    let event = driver.event_create(DEVICE).unwrap();
+    // Other tests of this process make calls meanwhile, so nothing is captured in global mode.
+    let begin = || driver.capture_begin(a.raw, CaptureMode::ThreadLocal);
+    // SAFETY: throughout: 1. the block lives until the device is idle. 2. one stream has it. 3. handles that end are used
+    // no more.
+    unsafe {
+        let fill = |stream: &OwnStream| driver.fill(stream.raw, block, 1, 4096);
+        let end = |answers: &mut Answers, what, stream: &OwnStream| {
+            let graph = driver.capture_end(stream.raw);
+            answers.note(what, graph);
+            if let Ok(graph) = graph {
+                driver.graph_destroy(graph).unwrap();
+            }
+        };
+        answers.note("capture on the legacy stream", {
+            driver.capture_begin(RawStream::legacy(DEVICE), CaptureMode::ThreadLocal)
+        });
+        end(answers, "end a capture that is none", &a);
+        answers.note("capture", begin());
+        answers.note("capture twice", begin());
+        let memory = driver.mem_alloc(DEVICE, 4096);
+        answers.note("allocate in a capture", memory);
+        end(answers, "end a capture in which memory was asked for", &a);
+        if let Ok(memory) = memory {
+            driver.mem_free(DEVICE, memory).unwrap();
+        }
+
+        answers.note("capture for a query", begin());
+        answers.note("query a stream that captures", driver.stream_query(a.raw));
+        answers.note("fill in a broken capture", fill(&a));
+        answers.note("record in a broken capture", driver.event_record(event, a.raw));
+        end(answers, "end a capture with a query", &a);
+
+        answers.note("capture with an event", begin());
+        answers.note("record in a capture", driver.event_record(event, a.raw));
+        answers.note("join a capture", driver.stream_wait_event(b.raw, event));
+        end(answers, "end a capture on a stream that joined", &b);
+        end(answers, "end a capture that was joined without work", &a);
+        answers.note("query a captured event", driver.event_query(event));
+        answers.note("wait for a captured event", driver.event_synchronize(event));
+        answers.note("order by an event of a capture that is over", driver.stream_wait_event(b.raw, event));
+        answers.note("record a captured event again", driver.event_record(event, a.raw));
+        a.synchronize();
+        answers.note("query an event recorded again", driver.event_query(event));
+
+        answers.note("capture to be left unjoined", begin());
+        answers.note("record for a fork", driver.event_record(event, a.raw));
+        answers.note("fork", driver.stream_wait_event(b.raw, event));
+        answers.note("fill in a fork", fill(&b));
+        end(answers, "end a capture with work unjoined", &a);
+        answers.note("fill after that", fill(&b));
+        b.synchronize();
+
+        answers.note("record outside", driver.event_record(event, b.raw));
+        answers.note("capture apart", begin());
+        answers.note("wait for what is outside", driver.stream_wait_event(a.raw, event));
+        end(answers, "end a capture that waited for what is outside", &a);
+
+        answers.note("capture to launch", begin());
+        answers.note("fill in a capture", fill(&a));
+        let graph = driver.capture_end(a.raw).unwrap();
+        let exec = driver.graph_instantiate(graph).unwrap();
+        answers.note("capture to launch in", begin());
+        answers.note("launch into a capture", driver.graph_launch(exec, a.raw));
+        end(answers, "end a capture that was launched into", &a);
+        answers.note("capture beside a launch", begin());
+        answers.note("launch beside a capture", driver.graph_launch(exec, b.raw));
+        answers.note("instantiate beside a capture", {
+            driver.graph_instantiate(graph).map(|exec| {
+                let _relaxed = Relaxed::enter(&**driver);
+                driver.graph_exec_destroy(exec)
+            })
+        });
+        end(answers, "end a capture beside a launch", &a);
+        answers.note("capture beside an end", begin());
+        let ended = driver.graph_exec_destroy(exec);
+        answers.note("end an executable beside a capture", ended);
+        end(answers, "end a capture beside the end of an executable", &a);
+        if ended.is_err() {
+            driver.graph_exec_destroy(exec).unwrap();
+        }
+        answers.note("capture beside the end of a graph", begin());
+        answers.note("end a graph beside a capture", driver.graph_destroy(graph));
+        end(answers, "end a capture beside the end of a graph", &a);
+        driver.device_synchronize(DEVICE).unwrap();
+        driver.event_destroy(event).unwrap();
+        driver.mem_free(DEVICE, block).unwrap();
+    }
 }
 
 fn rows(driver: &Arc<dyn Driver>, answers: &mut Answers) {

@@ -15,6 +15,8 @@ mod codes;
 #[path = "../../../../tests/support/gpu.rs"]
 mod gpu;
 #[cfg(feature = "cuda")]
+mod graphs;
+#[cfg(feature = "cuda")]
 mod host;
 #[cfg(feature = "cuda")]
 mod ipc;

@@ -6,7 +6,8 @@ use super::{
     host::{Hosts, digest},
 };
 use aquifer_driver::{
-    DeviceId, Driver, HostFlags, PhysicalHandle, Pitched, PoolHandle, RawEvent, RawStream, Result,
+    DeviceId, Driver, HostFlags, PhysicalHandle, Pitched, PoolHandle, RawEvent, RawGraphExec, RawStream,
+    Result,
 };
 use std::{collections::BTreeMap, ptr::NonNull, sync::Arc};
 
@@ -20,7 +21,7 @@ pub(super) struct Run {
     pub(super) driver: Arc<dyn Driver>,
     pub(super) device: DeviceId,
     pub(super) streams: Vec<RawStream>,
-    events: Vec<RawEvent>,
+    pub(super) events: Vec<RawEvent>,
     pub(super) pool: PoolHandle,
     pub(super) range: u64,
     pub(super) hosts: Hosts,
@@ -29,6 +30,7 @@ pub(super) struct Run {
     pub(super) handles: BTreeMap<usize, PhysicalHandle>,
     /// Granules, by where they start.
     mappings: BTreeMap<u64, u64>,
+    graphs: BTreeMap<usize, RawGraphExec>,
     operation: usize,
     outcome: Outcome,
 }
@@ -51,6 +53,7 @@ impl Program {
             blocks: BTreeMap::new(),
             handles: BTreeMap::new(),
             mappings: BTreeMap::new(),
+            graphs: BTreeMap::new(),
             operation: 0,
             outcome: Outcome { bytes: Vec::new(), codes: Vec::new(), made: Vec::new() },
         };
@@ -208,8 +211,41 @@ impl Run {
                 let result = poll(|| driver.event_query(event), || driver.event_synchronize(event));
                 self.note("event_query", result);
             }
+            Operation::CaptureBegin { stream, mode } => {
+                let result = self.driver.capture_begin(self.streams[stream], mode);
+                self.note("capture_begin", result);
+            }
+            Operation::CaptureEnd { stream, graph } => self.capture_end(stream, graph),
+            Operation::Launch { graph, stream } => {
+                let Some(&exec) = self.graphs.get(&graph) else { return self.skip("graph_launch") };
+                // SAFETY: 1. what its nodes name lives until the host has waited for the stream. 2. the program has no
+                // races.
+                let result = unsafe { self.driver.graph_launch(exec, self.streams[stream]) };
+                self.note("graph_launch", result);
+            }
+            Operation::GraphEnd { graph } => {
+                let Some(exec) = self.graphs.remove(&graph) else { return self.skip("graph_exec_destroy") };
+                // SAFETY: 1. the only copy has just been taken out.
+                let result = unsafe { self.driver.graph_exec_destroy(exec) };
+                self.note("graph_exec_destroy", result);
+            }
             Operation::Mistake(fault) => self.mistake(fault),
         }
+    }
+
+    fn capture_end(&mut self, stream: usize, graph: usize) {
+        let result = self.driver.capture_end(self.streams[stream]);
+        let Some(captured) = self.note("capture_end", result) else {
+            self.skip("graph_instantiate");
+            return self.skip("graph_destroy");
+        };
+        let result = self.driver.graph_instantiate(captured);
+        if let Some(exec) = self.note("graph_instantiate", result) {
+            self.graphs.insert(graph, exec);
+        }
+        // SAFETY: 1. no copy of the handle is kept.
+        let result = unsafe { self.driver.graph_destroy(captured) };
+        self.note("graph_destroy", result);
     }
 
     fn map(&mut self, handle: usize, at: u64, granules: u64) {

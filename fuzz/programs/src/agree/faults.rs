@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "breaks the conditions of driver calls that must refuse")]
 
 use super::{FIRST_HALF, Fault, GRANULE, HOSTS, HostPart, PAGEABLE, execute::Run};
-use aquifer_driver::{DeviceId, HostFlags};
+use aquifer_driver::{CaptureMode, DeviceId, HostFlags};
 
 /// More than any device has.
 const TOO_MUCH: u64 = 1 << 46;
@@ -70,6 +70,58 @@ impl Run {
                 let result = driver.device_info(DeviceId(9999));
                 self.note("device_info", result);
             }
+            Fault::EndNothing { stream } => self.capture_end_alone(stream),
+            Fault::CaptureTwice { stream } => {
+                self.capture_begin(stream);
+                self.capture_begin(stream);
+                self.capture_end_alone(stream);
+            }
+            Fault::QueryCapturing { stream } => {
+                self.capture_begin(stream);
+                let result = driver.stream_query(self.streams[stream]);
+                self.note("stream_query", result);
+                self.capture_end_alone(stream);
+            }
+            Fault::WaitFromOutside { stream, event } => {
+                self.capture_begin(stream);
+                let result = driver.stream_wait_event(self.streams[stream], self.events[event]);
+                self.note("stream_wait_event", result);
+                self.capture_end_alone(stream);
+            }
+            Fault::LeaveUnjoined { stream, other, event, slot } => {
+                let Some(&(address, ..)) = self.blocks.get(&slot) else { return self.skip("capture_begin") };
+                self.capture_begin(stream);
+                let result = driver.event_record(self.events[event], self.streams[stream]);
+                self.note("event_record", result);
+                let result = driver.stream_wait_event(self.streams[other], self.events[event]);
+                self.note("stream_wait_event", result);
+                // SAFETY: 1. and 2. it never runs.
+                let result = unsafe { driver.fill(self.streams[other], address, 0, 1) };
+                self.note("fill", result);
+                self.capture_end_alone(stream);
+            }
+            Fault::QueryCaptured { stream, event } => {
+                self.capture_begin(stream);
+                let result = driver.event_record(self.events[event], self.streams[stream]);
+                self.note("event_record", result);
+                self.capture_end_alone(stream);
+                let result = driver.event_query(self.events[event]);
+                self.note("event_query", result);
+            }
+        }
+    }
+
+    fn capture_begin(&mut self, stream: usize) {
+        let result = self.driver.capture_begin(self.streams[stream], CaptureMode::ThreadLocal);
+        self.note("capture_begin", result);
+    }
+
+    /// Ends a capture, if there is one and it is whole; nobody launches it.
+    fn capture_end_alone(&mut self, stream: usize) {
+        let result = self.driver.capture_end(self.streams[stream]);
+        if let Some(graph) = self.note("capture_end", result) {
+            // SAFETY: 1. no copy of the handle is kept.
+            let _ = unsafe { self.driver.graph_destroy(graph) };
         }
     }
 

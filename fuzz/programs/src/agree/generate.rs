@@ -1,5 +1,7 @@
 //! From bytes to a program without races.
 
+mod graphs;
+
 use super::{
     EVENTS, FIRST_HALF, Fault, GRANULE, HOSTS, HostPart, Operation, PAGEABLE, Part, Place, Program, RANGE,
 };
@@ -138,7 +140,8 @@ impl Generator<'_> {
                 let to = self.host_part();
                 self.write(to);
             }
-            78..84 => self.idle_order(),
+            78..82 => self.idle_order(),
+            82..88 => graphs::step(self),
             _ => self.mistake(),
         }
     }
@@ -517,10 +520,17 @@ impl Generator<'_> {
         }
     }
 
+    /// An event that has been recorded, and not in a capture.
+    fn outside_event(&mut self, stream: usize) -> usize {
+        let event = self.choices.index(EVENTS);
+        self.record(event, stream);
+        event
+    }
+
     fn fault(&mut self) -> Option<Fault> {
         let open = self.open_handles();
         let stream = self.stream();
-        Some(match self.choices.below(19) {
+        Some(match self.choices.below(25) {
             0 => Fault::ReserveNothing,
             1 => Fault::ReserveOffGranule,
             2 => Fault::CreateNothing,
@@ -570,7 +580,27 @@ impl Generator<'_> {
                 self.order(stream, Memory::Block(slot), up);
                 if up { Fault::UploadAcross { stream, slot } } else { Fault::DownloadAcross { stream, slot } }
             }
-            _ => Fault::NoSuchDevice,
+            18 => Fault::NoSuchDevice,
+            19 => Fault::EndNothing { stream },
+            20 => Fault::CaptureTwice { stream },
+            21 => Fault::QueryCapturing { stream },
+            22 => Fault::WaitFromOutside { stream, event: self.outside_event(stream) },
+            23 => {
+                let live: Vec<_> = (0..BLOCKS).filter(|&slot| self.blocks[slot].is_some()).collect();
+                let slot = self.choices.pick(&live)?;
+                let (other, event) = ((stream + 1) % self.streams, self.choices.index(EVENTS));
+                // The event goes back to what events are.
+                let fault = Fault::LeaveUnjoined { stream, other, event, slot };
+                self.operations.push(Operation::Mistake(fault));
+                self.record(event, stream);
+                return None;
+            }
+            _ => {
+                let event = self.choices.index(EVENTS);
+                self.operations.push(Operation::Mistake(Fault::QueryCaptured { stream, event }));
+                self.record(event, stream);
+                return None;
+            }
         })
     }
 }

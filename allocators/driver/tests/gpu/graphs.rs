@@ -1,0 +1,289 @@
+//! Captures, graphs and their release.
+//!
+//! Captures are in thread-local or relaxed mode, unless a test asks for the other and has the device to itself: in global
+//! mode the calls of every other test of this process would break them.
+
+use super::support::{DEVICE, OwnStream, driver, read_back, write};
+use aquifer_driver::{
+    CaptureMode, CaptureStatus, Driver, Pattern, RawGraph, RawGraphExec, RawStream, Relaxed, Result,
+};
+use std::{
+    sync::{Arc, mpsc},
+    time::Duration,
+};
+
+/// Longer than the driver takes to call back.
+const PATIENCE: Duration = Duration::from_secs(20);
+const BYTES: u64 = 1 << 20;
+
+fn begin(driver: &Arc<dyn Driver>, stream: RawStream) {
+    driver.capture_begin(stream, CaptureMode::ThreadLocal).unwrap();
+}
+
+fn fill(driver: &Arc<dyn Driver>, stream: RawStream, to: u64, byte: u8) {
+    // SAFETY: 1. the tests' blocks live until the device is idle. 2. each has one stream at a time.
+    unsafe { driver.fill_with(stream, to, Pattern::Byte(byte), BYTES) }.unwrap();
+}
+
+fn copy(driver: &Arc<dyn Driver>, stream: RawStream, to: u64, from: u64) {
+    // SAFETY: 1. and 2. as for a fill.
+    unsafe { driver.copy_on_device(stream, to, from, BYTES) }.unwrap();
+}
+
+fn launch(driver: &Arc<dyn Driver>, exec: RawGraphExec, stream: RawStream) -> Result<()> {
+    // SAFETY: 1. and 2. as for a fill.
+    unsafe { driver.graph_launch(exec, stream) }
+}
+
+fn destroy(driver: &Arc<dyn Driver>, graph: RawGraph) {
+    // SAFETY: 1. no test uses it again.
+    unsafe { driver.graph_destroy(graph) }.unwrap();
+}
+
+fn destroy_exec(driver: &Arc<dyn Driver>, exec: RawGraphExec) {
+    // Another test of this process may capture in global mode.
+    let _relaxed = Relaxed::enter(&**driver);
+    // SAFETY: 1. no test uses it again.
+    unsafe { driver.graph_exec_destroy(exec) }.unwrap();
+}
+
+fn order(driver: &Arc<dyn Driver>, first: RawStream, then: RawStream) {
+    let event = driver.event_create(DEVICE).unwrap();
+    driver.event_record(event, first).unwrap();
+    driver.stream_wait_event(then, event).unwrap();
+    // SAFETY: 1. nobody else has it; who waits goes on waiting.
+    unsafe { driver.event_destroy(event) }.unwrap();
+}
+
+/// Blocks that go when the device is idle.
+struct Blocks<'a> {
+    driver: &'a Arc<dyn Driver>,
+    at: [u64; 3],
+}
+
+impl<'a> Blocks<'a> {
+    fn new(driver: &'a Arc<dyn Driver>) -> Self {
+        Self { driver, at: [0; 3].map(|_| driver.mem_alloc(DEVICE, BYTES).unwrap()) }
+    }
+}
+
+impl Drop for Blocks<'_> {
+    fn drop(&mut self) {
+        let _relaxed = Relaxed::enter(&**self.driver);
+        let _ = self.driver.device_synchronize(DEVICE);
+        for address in self.at {
+            // SAFETY: 1. it came from the driver. 2. the device is idle.
+            let _ = unsafe { self.driver.mem_free(DEVICE, address) };
+        }
+    }
+}
+
+#[test]
+fn what_is_captured_runs_at_each_launch_on_whatever_stream() {
+    let Some(driver) = driver() else { return };
+    let (s, u, fork) = (OwnStream::new(&driver), OwnStream::new(&driver), OwnStream::new(&driver));
+    let blocks = Blocks::new(&driver);
+    let [x, y, z] = blocks.at;
+    for block in blocks.at {
+        write(&driver, s.raw, block, &vec![0; BYTES as usize]);
+    }
+    begin(&driver, s.raw);
+    copy(&driver, s.raw, y, x);
+    order(&driver, s.raw, fork.raw);
+    copy(&driver, fork.raw, z, y);
+    order(&driver, fork.raw, s.raw);
+    fill(&driver, s.raw, y, 9);
+    let graph = driver.capture_end(s.raw).unwrap();
+    let exec = driver.graph_instantiate(graph).unwrap();
+    destroy(&driver, graph);
+    assert_eq!(read_back(&driver, s.raw, z, 8), [0; 8], "nothing has run");
+    for byte in 1..=20 {
+        let stream = if byte % 2 == 0 { &s } else { &u };
+        write(&driver, stream.raw, x, &vec![byte; BYTES as usize]);
+        launch(&driver, exec, stream.raw).unwrap();
+        assert_eq!(read_back(&driver, stream.raw, z, BYTES as usize), vec![byte; BYTES as usize]);
+        assert_eq!(read_back(&driver, stream.raw, y, 8), [9; 8]);
+    }
+    // Two launches that nothing orders but that they are of one executable.
+    launch(&driver, exec, s.raw).unwrap();
+    launch(&driver, exec, u.raw).unwrap();
+    destroy_exec(&driver, exec);
+    u.synchronize();
+    s.synchronize();
+    assert_eq!(read_back(&driver, s.raw, z, 8), [20; 8]);
+}
+
+#[test]
+fn a_release_is_called_once_after_graph_executables_and_launches() {
+    let Some(driver) = driver() else { return };
+    let s = OwnStream::new(&driver);
+    let blocks = Blocks::new(&driver);
+    begin(&driver, s.raw);
+    for byte in 0..200 {
+        fill(&driver, s.raw, blocks.at[0], byte);
+    }
+    let graph = driver.capture_end(s.raw).unwrap();
+    let (sender, receiver) = mpsc::channel();
+    let here = std::thread::current().id();
+    let call = move || {
+        let _ = sender.send(std::thread::current().id() == here);
+    };
+    driver.graph_on_release(graph, Box::new(call)).unwrap();
+    let exec = driver.graph_instantiate(graph).unwrap();
+    destroy(&driver, graph);
+    for _ in 0..50 {
+        launch(&driver, exec, s.raw).unwrap();
+    }
+    assert!(receiver.try_recv().is_err(), "the executable is there still");
+    destroy_exec(&driver, exec);
+    s.synchronize();
+    println!("called on the thread of the call: {}", receiver.recv_timeout(PATIENCE).unwrap());
+    assert!(receiver.recv_timeout(Duration::from_millis(100)).is_err(), "once");
+}
+
+#[test]
+fn a_graph_that_is_never_launched_is_released_too() {
+    let Some(driver) = driver() else { return };
+    let s = OwnStream::new(&driver);
+    begin(&driver, s.raw);
+    let graph = driver.capture_end(s.raw).unwrap();
+    let (sender, receiver) = mpsc::channel();
+    let call = move || {
+        let _ = sender.send(());
+    };
+    driver.graph_on_release(graph, Box::new(call)).unwrap();
+    assert!(receiver.try_recv().is_err());
+    destroy(&driver, graph);
+    receiver.recv_timeout(PATIENCE).unwrap();
+}
+
+#[test]
+fn streams_tell_which_capture_they_take_part_in() {
+    let Some(driver) = driver() else { return };
+    let (s, u, v) = (OwnStream::new(&driver), OwnStream::new(&driver), OwnStream::new(&driver));
+    let status = |stream: &OwnStream| driver.capture_status(stream.raw).unwrap();
+    assert_eq!(status(&s), CaptureStatus::None);
+    driver.capture_begin(s.raw, CaptureMode::Relaxed).unwrap();
+    driver.capture_begin(v.raw, CaptureMode::Relaxed).unwrap();
+    order(&driver, s.raw, u.raw);
+    let first = status(&s);
+    assert!(matches!(first, CaptureStatus::Active { .. }), "{first:?}");
+    assert_eq!(status(&u), first);
+    assert_ne!(status(&v), first);
+    order(&driver, u.raw, s.raw);
+    destroy(&driver, driver.capture_end(s.raw).unwrap());
+    destroy(&driver, driver.capture_end(v.raw).unwrap());
+    assert_eq!((status(&s), status(&u)), (CaptureStatus::None, CaptureStatus::None));
+    driver.capture_begin(s.raw, CaptureMode::Relaxed).unwrap();
+    assert_ne!(status(&s), first, "numbers do not come back");
+    assert_eq!(driver.stream_query(s.raw).unwrap_err().code, 900);
+    assert_eq!(status(&s), CaptureStatus::Invalidated);
+    assert_eq!(driver.capture_end(s.raw).unwrap_err().code, 901);
+    assert_eq!(status(&s), CaptureStatus::None);
+}
+
+#[test]
+fn thread_local_captures_are_broken_by_their_own_thread_and_relaxed_ones_by_none() {
+    let Some(driver) = driver() else { return };
+    let s = OwnStream::new(&driver);
+    let event = driver.event_create(DEVICE).unwrap();
+    for (mode, elsewhere, relaxed, breaks) in [
+        (CaptureMode::ThreadLocal, false, false, true),
+        (CaptureMode::ThreadLocal, false, true, false),
+        (CaptureMode::ThreadLocal, true, false, false),
+        (CaptureMode::Relaxed, false, false, false),
+        (CaptureMode::Relaxed, true, false, false),
+    ] {
+        driver.capture_begin(s.raw, mode).unwrap();
+        let ask = || {
+            let _relaxed = relaxed.then(|| Relaxed::enter(&*driver));
+            driver.event_query(event)
+        };
+        let answer =
+            if elsewhere { std::thread::scope(|scope| scope.spawn(ask).join().unwrap()) } else { ask() };
+        let what = format!("{mode:?}, elsewhere {elsewhere}, relaxed {relaxed}");
+        assert_eq!(answer.map_err(|e| e.code), if breaks { Err(900) } else { Ok(true) }, "{what}");
+        match driver.capture_end(s.raw) {
+            Ok(graph) => {
+                assert!(!breaks, "{what}");
+                destroy(&driver, graph);
+            }
+            Err(error) => assert!(breaks && error.code == 901, "{what}: {error}"),
+        }
+    }
+    // SAFETY: 1. nobody else has it.
+    unsafe { driver.event_destroy(event) }.unwrap();
+}
+
+#[test]
+fn mapping_leaves_a_capture_alone_and_its_graph_runs_over_what_is_mapped_later() {
+    let Some(driver) = driver() else { return };
+    let info = driver.device_info(DEVICE).unwrap();
+    if !info.virtual_memory {
+        println!("skipped: no virtual memory management");
+        return;
+    }
+    let granule = info.granularity;
+    let s = OwnStream::new(&driver);
+    let range = driver.address_reserve(DEVICE, granule, 0).unwrap();
+    let map = || {
+        let handle = driver.handle_create(DEVICE, granule).unwrap();
+        // SAFETY: 1. nothing is mapped there.
+        unsafe { driver.map(range, granule, handle) }.unwrap();
+        driver.set_access(range, granule, &[DEVICE]).unwrap();
+        handle
+    };
+    // SAFETY: throughout: 1. what is unmapped is not used by anything that is queued. 2. handles go once.
+    let unmap = |handle| unsafe {
+        driver.unmap(DEVICE, range, granule).unwrap();
+        driver.handle_release(handle).unwrap();
+    };
+    begin(&driver, s.raw);
+    let first = map();
+    fill(&driver, s.raw, range, 5);
+    unmap(first);
+    let graph = driver.capture_end(s.raw).unwrap();
+    let exec = driver.graph_instantiate(graph).unwrap();
+    destroy(&driver, graph);
+    // The addresses are what a graph keeps, and other memory lies there now.
+    let second = map();
+    launch(&driver, exec, s.raw).unwrap();
+    assert_eq!(read_back(&driver, s.raw, range, BYTES as usize), vec![5; BYTES as usize]);
+    destroy_exec(&driver, exec);
+    s.synchronize();
+    unmap(second);
+    // SAFETY: 1. nothing is mapped there.
+    unsafe { driver.address_free(DEVICE, range, granule) }.unwrap();
+}
+
+#[test]
+fn a_hundred_thousand_launches_beside_other_traffic_write_what_they_should() {
+    const LAUNCHES: u32 = 100_000;
+    const SMALL: u64 = 4096;
+    let Some(driver) = driver() else { return };
+    let (s, u) = (OwnStream::new(&driver), OwnStream::new(&driver));
+    let blocks = Blocks::new(&driver);
+    let [x, y, other] = blocks.at;
+    // SAFETY: throughout: 1. the blocks live until the device is idle. 2. each stream has its own.
+    unsafe {
+        driver.fill(s.raw, x, 1, SMALL).unwrap();
+        begin(&driver, s.raw);
+        driver.copy_on_device(s.raw, y, x, SMALL).unwrap();
+        driver.fill(s.raw, x, 2, SMALL).unwrap();
+        driver.copy_on_device(s.raw, x, y, SMALL).unwrap();
+    }
+    let graph = driver.capture_end(s.raw).unwrap();
+    let exec = driver.graph_instantiate(graph).unwrap();
+    for round in 0..LAUNCHES {
+        launch(&driver, exec, s.raw).unwrap();
+        if round % 8 == 0 {
+            // SAFETY: as above.
+            unsafe { driver.fill(u.raw, other, round as u8, SMALL) }.unwrap();
+        }
+    }
+    assert_eq!(read_back(&driver, s.raw, x, SMALL as usize), vec![1; SMALL as usize]);
+    assert_eq!(read_back(&driver, s.raw, y, SMALL as usize), vec![1; SMALL as usize]);
+    u.synchronize();
+    destroy_exec(&driver, exec);
+    destroy(&driver, graph);
+}

@@ -1,0 +1,119 @@
+//! A capture, launches of what it makes, and its end, as one step of a program.
+//!
+//! What is captured touches nothing until it is launched, so the program's order is kept at the launches: each comes after
+//! all that conflicts with any node. Launches of one executable follow one another by themselves, on whatever stream; that
+//! is relied upon. Within the capture a second stream may take part. It is joined again, and what it touches in between is
+//! nothing that the first one touches meanwhile.
+
+use super::{Clock, Generator, Memory, join};
+use crate::agree::{EVENTS, HOSTS, HostPart, Operation, PAGEABLE, Part, Place};
+use aquifer_driver::CaptureMode;
+
+/// What the nodes touch, and whether they write it.
+type Touched = Vec<(Memory, bool)>;
+
+/// Adds a capture, some launches, and the end.
+pub(super) fn step(generator: &mut Generator<'_>) {
+    let places = generator.places();
+    let (Some(first), Some(second)) = (generator.choices.pick(&places), generator.choices.pick(&places))
+    else {
+        return;
+    };
+    let stream = generator.stream();
+    let mode =
+        [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed][generator.choices.index(3)];
+    let mut touched = Touched::new();
+    generator.operations.push(Operation::CaptureBegin { stream, mode });
+    node(generator, stream, first, &mut touched);
+    if first.0 != second.0 && generator.choices.below(2) == 0 {
+        let other = (stream + 1) % generator.streams;
+        let (fork, joined) = (generator.choices.index(EVENTS), generator.choices.index(EVENTS));
+        let order = |generator: &mut Generator<'_>, event, from, to| {
+            generator.operations.push(Operation::Record { event, stream: from });
+            generator.operations.push(Operation::Wait { stream: to, event });
+        };
+        order(generator, fork, stream, other);
+        // Each its own memory, without a host buffer that both might pick.
+        fill(generator, other, second, &mut touched);
+        fill(generator, stream, first, &mut touched);
+        order(generator, joined, other, stream);
+        copy(generator, stream, first, second, &mut touched);
+        end(generator, stream);
+        // Outside, an event of a capture is none.
+        generator.record(fork, stream);
+        generator.record(joined, stream);
+    } else {
+        node(generator, stream, second, &mut touched);
+        end(generator, stream);
+    }
+    let mut last: Option<Clock> = None;
+    for _ in 0..1 + generator.choices.below(3) {
+        let stream = generator.stream();
+        if let Some(last) = &last {
+            join(&mut generator.clocks[stream], last);
+        }
+        for &(memory, writes) in &touched {
+            generator.order(stream, memory, writes);
+        }
+        generator.operations.push(Operation::Launch { graph: 0, stream });
+        last = Some(generator.clocks[stream].clone());
+        if generator.choices.below(3) == 0 {
+            // Other work on the same memory, between two launches.
+            generator.fill();
+        }
+    }
+    generator.operations.push(Operation::GraphEnd { graph: 0 });
+}
+
+fn end(generator: &mut Generator<'_>, stream: usize) {
+    generator.operations.push(Operation::CaptureEnd { stream, graph: 0 });
+}
+
+/// One piece of work on a place, whatever it is.
+fn node(generator: &mut Generator<'_>, stream: usize, place: (Memory, Place, u64), touched: &mut Touched) {
+    let up = match generator.choices.below(3) {
+        0 => return fill(generator, stream, place, touched),
+        which => which == 1,
+    };
+    let (memory, place, size) = place;
+    // A copy of pageable memory in a graph is no business of an allocator's.
+    let host = generator.choices.index(PAGEABLE);
+    let (offset, bytes) = generator.choices.range(HOSTS[host] as u64);
+    let bytes = bytes.min(size);
+    let part = Part { place, offset: generator.choices.below(size - bytes + 1), bytes };
+    let side = HostPart { host, offset: offset as usize, bytes: bytes as usize };
+    touched.push((memory, up));
+    touched.push((Memory::Host(host), !up));
+    generator.operations.push(if up {
+        Operation::Upload { stream, from: side, to: part }
+    } else {
+        Operation::Download { stream, from: part, to: side }
+    });
+}
+
+fn fill(
+    generator: &mut Generator<'_>,
+    stream: usize,
+    (memory, place, size): (Memory, Place, u64),
+    touched: &mut Touched,
+) {
+    let (byte, (offset, bytes)) = (generator.choices.byte(), generator.choices.range(size));
+    touched.push((memory, true));
+    generator.operations.push(Operation::Fill { stream, to: Part { place, offset, bytes }, byte });
+}
+
+/// From the first place to the second, which is other memory.
+fn copy(
+    generator: &mut Generator<'_>,
+    stream: usize,
+    (memory, place, size): (Memory, Place, u64),
+    (other, to_place, to_size): (Memory, Place, u64),
+    touched: &mut Touched,
+) {
+    let (_, bytes) = generator.choices.range(size.min(to_size));
+    let from = Part { place, offset: generator.choices.below(size - bytes + 1), bytes };
+    let to = Part { place: to_place, offset: generator.choices.below(to_size - bytes + 1), bytes };
+    touched.push((memory, false));
+    touched.push((other, true));
+    generator.operations.push(Operation::Copy { stream, from, to });
+}
