@@ -65,7 +65,7 @@ pub trait Graphs: Debug + Send + Sync {
     /// is ended. Does not block.
     ///
     /// # Errors
-    /// Unsupported (900) on the legacy default stream; the driver's for a stream that takes part in a capture already.
+    /// Unsupported (900) on the legacy default stream; illegal state (401) for a stream that takes part in a capture already.
     fn capture_begin(&self, stream: RawStream, mode: CaptureMode) -> Result<()>;
 
     /// Ends the capture that was begun on this stream (`cuStreamEndCapture`), on the thread that began it unless that was
@@ -74,8 +74,8 @@ pub trait Graphs: Debug + Send + Sync {
     ///
     /// # Errors
     /// Invalidated (901) if some call has broken it, unjoined (904) if a stream that took part holds work which the
-    /// stream has not been made to wait for; unmatched (903) for a stream that did not begin it and wrong thread (908),
-    /// both of which leave it open.
+    /// stream has not been made to wait for; unmatched (903) for a stream that took part and did not begin it, wrong thread
+    /// (908); illegal state (401) for one that takes part in none.
     fn capture_end(&self, stream: RawStream) -> Result<RawGraph>;
 
     /// Which capture a stream takes part in (`cuStreamGetCaptureInfo`). Breaks no capture, and never blocks.
@@ -114,7 +114,8 @@ pub trait Graphs: Debug + Send + Sync {
     /// The driver's.
     unsafe fn graph_destroy(&self, graph: RawGraph) -> Result<()>;
 
-    /// Ends an executable; launches that have been queued still run (`cuGraphExecDestroy`). Does not block.
+    /// Ends an executable; launches that have been queued still run (`cuGraphExecDestroy`). Does not block. Breaks a capture
+    /// that is open as `cuMemFree` would, unless the thread is [`Relaxed`](crate::Relaxed).
     ///
     /// # Safety
     /// 1. No copy of the handle is used afterwards.

@@ -122,10 +122,11 @@ fn what_follows_a_launch_waits_for_every_branch_and_what_precedes_it_is_waited_f
 fn launches_of_one_executable_follow_one_another_on_whatever_stream() {
     everywhere(|m| {
         let (a, b, fork) = (m.stream(), m.stream(), m.stream());
-        let x = m.alloc(4);
+        let (x, y) = (m.alloc(4), m.alloc(4));
         let exec = m.exec(a, || {
             m.order(a, fork);
             m.write(fork, x);
+            m.write(a, y);
             m.order(fork, a);
         });
         m.launch(exec, a);
@@ -133,10 +134,12 @@ fn launches_of_one_executable_follow_one_another_on_whatever_stream() {
         m.launch(exec, a);
         m.silent();
         // A stream in the place of one that has gone is as any other.
-        m.driver.stream_synchronize(a).unwrap();
+        m.sim.run_all();
         // SAFETY: 1. Not used again.
         unsafe { m.driver.stream_destroy(a) }.unwrap();
-        m.launch(exec, m.stream());
+        let again = m.stream();
+        assert_eq!(again, a, "the handle comes back");
+        m.launch(exec, again);
         m.silent();
     });
 }
