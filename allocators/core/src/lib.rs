@@ -55,6 +55,12 @@ pub mod __api {
     pub use allocator_api2_04 as api4;
 }
 
+/// How the global allocator hears of scopes; not for use by hand.
+#[doc(hidden)]
+pub mod __tag {
+    pub use crate::tag::follow;
+}
+
 /// Who may hand out opaque memory, and wrap it: this workspace's own crates.
 #[doc(hidden)]
 pub mod __opaque {

@@ -27,6 +27,23 @@ static NAMES: Mutex<Names> = Mutex::new(Names { by_name: BTreeMap::new(), by_tag
 thread_local! {
     // Const and without a destructor, so that an allocator may read it at any time of a thread's life.
     static CURRENT: Cell<u16> = const { Cell::new(0) };
+    static FOLLOWER: Cell<Option<fn()>> = const { Cell::new(None) };
+}
+
+/// Has `told` called whenever this thread's current tag has changed, instead of who was told before. It must not unwind.
+///
+/// For the global allocator, which then need not ask at each allocation.
+pub fn follow(told: fn()) {
+    FOLLOWER.set(Some(told));
+}
+
+/// Makes this the thread's current tag, and answers with the one before.
+fn change_to(tag: u16) -> u16 {
+    let before = CURRENT.replace(tag);
+    if let Some(told) = FOLLOWER.get() {
+        told();
+    }
+    before
 }
 
 impl Tag {
@@ -104,9 +121,9 @@ pub fn tagged<R>(tag: Tag, work: impl FnOnce() -> R) -> R {
     struct Restore(u16);
     impl Drop for Restore {
         fn drop(&mut self) {
-            CURRENT.set(self.0);
+            change_to(self.0);
         }
     }
-    let _restore = Restore(CURRENT.replace(tag.0));
+    let _restore = Restore(change_to(tag.0));
     work()
 }

@@ -47,11 +47,12 @@ fn pairs(allocator: &impl GlobalAlloc, count: u32, layout: Layout) -> f64 {
     start.elapsed().as_secs_f64() * 1e9 / f64::from(count)
 }
 
-const ALL: [(&str, Pairs); 7] = [
+const ALL: [(&str, Pairs); 8] = [
     ("system", |count, layout| pairs(&System, count, layout)),
     ("uncounted", |count, layout| pairs(&UNCOUNTED, count, layout)),
     ("counted", |count, layout| pairs(&COUNTED, count, layout)),
     ("tracked", |count, layout| pairs(&TRACKED, count, layout)),
+    ("named", |count, layout| tagged(Tag::OTHER, || pairs(&COUNTED, count, layout))),
     ("tagged", |count, layout| tagged(Tag::OTHER, || pairs(&TRACKED, count, layout))),
     ("mimalloc", |count, layout| pairs(&OVER_MIMALLOC, count, layout)),
     ("jemalloc", |count, layout| pairs(&OVER_JEMALLOC, count, layout)),

@@ -7,7 +7,10 @@ mod slot;
 mod soft;
 pub(crate) mod tags;
 
-pub(crate) use slot::{SHARED, Slot, charge, charge_growth, charge_plainly, freed, mine, refund, release};
+pub(crate) use slot::{
+    SHARED, Slot, charge, charge_growth, charge_plainly, charge_unrouted, freed, frees_plainly, mine, refund,
+    release,
+};
 pub use soft::{SoftCap, is_soft_cap_exceeded, on_soft_cap, set_soft_cap, soft_cap};
 pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
 

@@ -119,22 +119,66 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         ask: impl FnOnce(&A, Layout) -> *mut u8,
     ) -> *mut u8 {
         let Some(whole) = Self::whole(layout) else { return ptr::null_mut() };
-        let block = if K::COUNTS && account::charge_plainly(layout.size()) {
+        if !K::COUNTS {
+            return self.fresh_of_either(whole, routed, ask);
+        }
+        if !K::TRACKS && account::charge_plainly(layout.size()) {
+            // Nobody's: there is nothing to note.
+            return self.allocate_charged(whole, |inner| ask(inner, whole));
+        }
+        if K::TRACKS && account::charge_unrouted(layout.size()) {
+            let block = self.allocate_charged(whole, |inner| ask(inner, whole));
+            // SAFETY: it comes from the allocator below, which was asked for `whole`.
+            return unsafe { Self::noted(block, layout.size()) };
+        }
+        self.fresh_in_a_scope(whole, routed, ask)
+    }
+
+    /// The same in a scope, or for a thread whose change is used up. Apart, so that the others keep no registers for it.
+    #[inline(never)]
+    fn fresh_in_a_scope(
+        &self,
+        whole: Layout,
+        routed: impl FnOnce(Layout) -> Option<ptr::NonNull<u8>>,
+        ask: impl FnOnce(&A, Layout) -> *mut u8,
+    ) -> *mut u8 {
+        let bytes = whole.size() - Self::NOTE;
+        let block = if !K::TRACKS && account::charge_unrouted(bytes) {
             self.allocate_charged(whole, |inner| ask(inner, whole))
         } else {
-            match routed(whole) {
-                Some(block) => block.as_ptr(),
-                None => self.allocate(whole, |inner| ask(inner, whole)),
-            }
+            self.fresh_of_either(whole, routed, ask)
         };
+        // SAFETY: it comes from the allocator below or a route, which was asked for `whole`.
+        unsafe { Self::noted(block, bytes) }
+    }
+
+    #[inline]
+    fn fresh_of_either(
+        &self,
+        whole: Layout,
+        routed: impl FnOnce(Layout) -> Option<ptr::NonNull<u8>>,
+        ask: impl FnOnce(&A, Layout) -> *mut u8,
+    ) -> *mut u8 {
+        match routed(whole) {
+            Some(block) => block.as_ptr(),
+            None => self.allocate(whole, |inner| ask(inner, whole)),
+        }
+    }
+
+    /// Counts a fresh block, if it is one, under its tag.
+    ///
+    /// # Safety
+    /// It is null or fresh, and was asked for with a note behind so many bytes if blocks have one.
+    #[inline]
+    unsafe fn noted(block: *mut u8, bytes: usize) -> *mut u8 {
         if block.is_null() {
             return block;
         }
         if K::TRACKS {
-            // SAFETY: the block is fresh, and `whole` was asked for.
-            unsafe { note::sign(block, layout.size()) };
-        } else if K::COUNTS {
-            tags::note(layout.size(), 1);
+            // SAFETY: the caller's promise.
+            unsafe { note::sign(block, bytes) };
+        } else {
+            tags::note(bytes, 1);
         }
         block
     }
@@ -165,12 +209,25 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
     /// The block is `inner`'s, of this layout, and is not used any more.
     #[inline]
     unsafe fn release(&self, block: *mut u8, layout: Layout) {
+        if K::COUNTS && !account::frees_plainly(layout.size() - Self::NOTE) {
+            // SAFETY: the caller's promise.
+            return unsafe { self.release_and_return(block, layout) };
+        }
         // SAFETY: the caller's promise.
         unsafe { self.inner.dealloc(block, layout) };
-        if K::COUNTS {
-            // Afterwards: bytes are charged until they are really free.
-            account::freed(layout.size() - Self::NOTE);
-        }
+    }
+
+    /// The same for a thread whose change would be too large.
+    ///
+    /// # Safety
+    /// As for [`release`](Self::release).
+    #[cold]
+    #[inline(never)]
+    unsafe fn release_and_return(&self, block: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise.
+        unsafe { self.inner.dealloc(block, layout) };
+        // Afterwards: what others could take is charged until it is really free.
+        account::freed(layout.size() - Self::NOTE);
     }
 
     /// Resizes a block that stays with the allocator below.

@@ -5,12 +5,14 @@ use crate::{
     account::{SHARED, Slot},
     route::Scope,
 };
+use aquifer_core::{__tag, Tag};
 use std::{cell::Cell, ptr};
 
 /// A thread's own state. Const and without a destructor, so that it is there from the thread's first instruction to its
 /// last, and reading it neither allocates nor fails.
 pub(crate) struct Here {
     slot: Cell<Counts>,
+    unrouted: Cell<Counts>,
     plain: Cell<Counts>,
     /// Whether the thread is ending: it has given its slot back and gets no other.
     pub(crate) ending: Cell<bool>,
@@ -26,6 +28,7 @@ thread_local! {
     pub(crate) static HERE: Here = const {
         Here {
             slot: Cell::new(Counts::SHARED),
+            unrouted: Cell::new(Counts::SHARED),
             plain: Cell::new(Counts::SHARED),
             ending: Cell::new(false),
             scope: Cell::new(ptr::null()),
@@ -57,6 +60,12 @@ impl Here {
     }
 
     /// The same for an allocation that has nobody else to ask: the shared one in a routing scope.
+    #[inline]
+    pub(crate) fn unrouted(&self) -> &'static Slot {
+        self.unrouted.get().get()
+    }
+
+    /// The same for one that nobody has tagged either: the shared one in a scope of either kind.
     #[inline]
     pub(crate) fn plain(&self) -> &'static Slot {
         self.plain.get().get()
@@ -95,7 +104,14 @@ impl Here {
         before
     }
 
+    /// To be called when the slot, or a scope of either kind, has changed: allocations then need not ask for any of them.
     fn settle(&self) {
-        self.plain.set(if self.scope.get().is_null() { self.slot.get() } else { Counts::SHARED });
+        self.unrouted.set(if self.scope.get().is_null() { self.slot.get() } else { Counts::SHARED });
+        self.plain.set(if Tag::current() == Tag::NONE { self.unrouted.get() } else { Counts::SHARED });
+    }
+
+    /// Has the thread hear of its scopes of tags.
+    pub(crate) fn follow_tags() {
+        __tag::follow(|| HERE.with(Self::settle));
     }
 }

@@ -18,7 +18,7 @@ use crate::{
 use std::{
     alloc::{GlobalAlloc, Layout, System},
     ptr,
-    sync::atomic::{AtomicBool, AtomicPtr, AtomicU64, Ordering},
+    sync::atomic::{AtomicBool, AtomicI64, AtomicPtr, AtomicU64, Ordering},
 };
 
 /// A thread's part of the account. Apart from its neighbours, also where lines are fetched in pairs.
@@ -30,9 +30,9 @@ pub(crate) struct Slot {
     change: AtomicU64,
     /// The most that the change may become: [`MOST_CHANGE`], or none in the shared slot.
     most: u64,
-    /// Whether the change has to go back before the next payment: the cap was set, or has refused, since the last one,
-    /// or the owner is new. Set by anybody, cleared by the owner.
-    recalled: AtomicBool,
+    /// What the change must not fall below: nothing, or [`RECALLED`]. Set by anybody, cleared by the owner. Signed, so
+    /// that one comparison answers for a change that is too small as well.
+    floor: AtomicI64,
     /// Allocations of all owners. Written by the owner alone.
     allocations: AtomicU64,
     /// Frees of all owners. Written by the owner alone.
@@ -49,7 +49,7 @@ impl Slot {
             taken: AtomicBool::new(false),
             change: AtomicU64::new(0),
             most,
-            recalled: AtomicBool::new(false),
+            floor: AtomicI64::new(0),
             allocations: AtomicU64::new(0),
             frees: AtomicU64::new(0),
             cells: Cells::new(),
@@ -66,20 +66,29 @@ impl Slot {
     /// Pays `bytes`, which are some, out of the change, if it has them.
     #[inline]
     fn pays(&self, bytes: u64) -> bool {
-        let change = self.change.load(Ordering::Relaxed);
-        match change.checked_sub(bytes) {
-            Some(rest) if !self.recalled.load(Ordering::Relaxed) => {
-                self.change.store(rest, Ordering::Relaxed);
-                true
-            }
-            _ => false,
+        // Neither wraps: the change is small, and no block is larger than `i64::MAX`.
+        let rest = (self.change.load(Ordering::Relaxed) as i64).wrapping_sub(bytes as i64);
+        if rest < self.floor.load(Ordering::Relaxed) {
+            return false;
         }
+        self.change.store(rest as u64, Ordering::Relaxed);
+        true
+    }
+
+    /// Pays for an allocation of `bytes`, and counts it, if the change has them.
+    #[inline]
+    fn pays_for_one(&self, bytes: usize) -> bool {
+        let paid = self.pays(bytes as u64);
+        if paid {
+            Self::add(&self.allocations, 1);
+        }
+        paid
     }
 
     fn pay_by_taking(&self, bytes: u64) -> bool {
         // The change may have been taken under an earlier cap, or freed while the cap was exceeded. Acquire: the new
         // cap, if this reads what its setter wrote.
-        if self.recalled.swap(false, Ordering::Acquire) {
+        if self.floor.swap(0, Ordering::Acquire) != 0 {
             put_back(self.change.swap(0, Ordering::Relaxed));
         }
         let need = bytes.saturating_sub(self.change.load(Ordering::Relaxed));
@@ -90,7 +99,7 @@ impl Slot {
             }
             None => {
                 // What is freed from here on is not to be had before it has been compared with the cap.
-                self.recalled.store(true, Ordering::Relaxed);
+                self.floor.store(RECALLED, Ordering::Relaxed);
                 refused();
                 false
             }
@@ -122,6 +131,10 @@ impl Slot {
         self.taken.store(false, Ordering::Release);
     }
 }
+
+/// The floor of a change that has to go back before the next payment: the cap was set, or has refused, since the last one,
+/// or the owner is new.
+const RECALLED: i64 = i64::MAX;
 
 /// Slots in one block.
 const SLOTS: usize = 64;
@@ -177,7 +190,7 @@ fn claim() -> Option<&'static Slot> {
             if !slot.taken.load(Ordering::Relaxed)
                 && slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
             {
-                slot.recalled.store(true, Ordering::Relaxed);
+                slot.floor.store(RECALLED, Ordering::Relaxed);
                 return Some(slot);
             }
         }
@@ -215,6 +228,7 @@ fn arrive(here: &Here) -> Option<&'static Slot> {
     report::request();
     // First, so that an allocation from within the next line finds it.
     here.count_in(slot);
+    Here::follow_tags();
     // Asks for the destructor. It is refused only if it has run.
     if LEAVE.try_with(|_| ()).is_err() {
         here.ending.set(true);
@@ -231,18 +245,17 @@ pub(crate) fn mine(here: &Here) -> Option<&'static Slot> {
     here.own().or_else(|| arrive(here))
 }
 
-/// Pays for `bytes` and counts an allocation, if this thread is in no routing scope and its change has them. What most
+/// Pays for `bytes` and counts an allocation, if this thread is in no scope and its change has them. What most
 /// allocations do, and all that they do.
 #[inline]
 pub(crate) fn charge_plainly(bytes: usize) -> bool {
-    HERE.with(|here| {
-        let slot = here.plain();
-        let paid = slot.pays(bytes as u64);
-        if paid {
-            Slot::add(&slot.allocations, 1);
-        }
-        paid
-    })
+    HERE.with(|here| here.plain().pays_for_one(bytes))
+}
+
+/// The same in a scope of a tag.
+#[inline]
+pub(crate) fn charge_unrouted(bytes: usize) -> bool {
+    HERE.with(|here| here.unrouted().pays_for_one(bytes))
 }
 
 /// Pays for `bytes` and counts an allocation. False, and nothing has changed, if the cap refuses.
@@ -296,18 +309,23 @@ pub(crate) fn refund(bytes: usize) {
     });
 }
 
-/// Takes back `bytes` of a block that was freed, and counts the free.
+/// Takes back `bytes` of a block that this thread is about to free, and counts the free, if its change has room. Until the
+/// thread allocates again they are nobody's, so whoever else allocates still finds them charged.
 #[inline]
-pub(crate) fn freed(bytes: usize) {
-    let bytes = bytes as u64;
+pub(crate) fn frees_plainly(bytes: usize) -> bool {
     HERE.with(|here| {
         let slot = here.slot();
-        if slot.receives(bytes) {
+        let received = slot.receives(bytes as u64);
+        if received {
             Slot::add(&slot.frees, 1);
-        } else {
-            receive(here, bytes, 1);
         }
-    });
+        received
+    })
+}
+
+/// Takes back `bytes` of a block that was freed, and counts the free.
+pub(crate) fn freed(bytes: usize) {
+    HERE.with(|here| receive(here, bytes as u64, 1));
 }
 
 /// Takes back `bytes` by which a block shrank, or did not grow after all.
@@ -363,7 +381,7 @@ pub(super) fn totals() -> Totals {
 /// Has every thread return its change before it pays the next time.
 pub(super) fn recall() {
     // Release: whoever sees it sees the cap that was set before.
-    slots().for_each(|slot| slot.recalled.store(true, Ordering::Release));
+    slots().for_each(|slot| slot.floor.store(RECALLED, Ordering::Release));
 }
 
 #[cfg(test)]

@@ -250,6 +250,7 @@ pub(crate) fn note(bytes: usize, allocations: u64) {
     }
 }
 
+#[inline]
 fn note_under(tag: u16, bytes: u64, allocations: u64) {
     HERE.with(|here| match slot::mine(here) {
         Some(slot) => {
