@@ -12,12 +12,14 @@ fn main() {
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let Ok(output) = Command::new(rustc).arg("--version").output() else { return };
     let version = String::from_utf8_lossy(&output.stdout);
-    // "rustc 1.95.0 (…)": anything else, and a nightly before the release, counts as a compiler without the trait.
+    // "rustc 1.95.0 (…)": anything else counts as a compiler without the trait, and so do nightlies of 1.100, of which some
+    // are older than it.
     let minor = version
         .strip_prefix("rustc 1.")
         .and_then(|rest| rest.split('.').next())
         .and_then(|minor| minor.parse::<u32>().ok());
-    if minor.is_some_and(|minor| minor >= 100) && !version.contains("nightly") {
+    let first = if version.contains("nightly") { 101 } else { 100 };
+    if minor.is_some_and(|minor| minor >= first) {
         println!("cargo::rustc-cfg=std_allocator");
     }
 }

@@ -1,0 +1,66 @@
+//! One body is an allocator of every kind that this build has: of allocator-api2 0.2, of its 0.4 with the feature, and of the
+//! standard library's where the compiler has it.
+#![expect(unsafe_code, reason = "implements the allocator traits")]
+
+use aquifer_core::impl_allocator;
+use std::{
+    alloc::{alloc, dealloc},
+    cell::Cell,
+    ptr::NonNull,
+};
+
+/// The program's allocator, which counts its live blocks.
+#[derive(Default)]
+struct Counting(Cell<usize>);
+
+impl_allocator! {
+    // SAFETY: blocks are the global allocator's, given back with the layout they were taken with, since they are exact.
+    impl ['c] for &'c Counting {
+        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            if layout.size() == 0 {
+                let nowhere = NonNull::without_provenance(layout.align().try_into().map_err(|_| AllocError)?);
+                return Ok(NonNull::slice_from_raw_parts(nowhere, 0));
+            }
+            // SAFETY: the layout has a size.
+            let block = NonNull::new(unsafe { alloc(layout) }).ok_or(AllocError)?;
+            self.0.set(self.0.get() + 1);
+            Ok(NonNull::slice_from_raw_parts(block, layout.size()))
+        }
+
+        unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
+            if layout.size() > 0 {
+                self.0.set(self.0.get() - 1);
+                // SAFETY: the caller's promise.
+                unsafe { dealloc(block.as_ptr(), layout) };
+            }
+        }
+    }
+}
+
+/// A vector of vectors, which grow, shrink and go.
+macro_rules! serves {
+    ($name:ident, $($vec:ident)::+) => {
+        #[test]
+        fn $name() {
+            let counting = Counting::default();
+            let mut rows = $($vec)::+::new_in(&counting);
+            for length in 0..50u32 {
+                let mut row = $($vec)::+::new_in(&counting);
+                row.extend(0..length);
+                row.truncate(length as usize / 2);
+                row.shrink_to_fit();
+                rows.push(row);
+            }
+            assert_eq!(counting.0.get(), 1 + 48, "all but those of no length");
+            assert_eq!(rows.iter().map(|row| row.len()).sum::<usize>(), (0..50).map(|length| length / 2).sum());
+            drop(rows);
+            assert_eq!(counting.0.get(), 0);
+        }
+    };
+}
+
+serves!(allocator_api2_0_2, allocator_api2::vec::Vec);
+#[cfg(feature = "allocator-api2-04")]
+serves!(allocator_api2_0_4, allocator_api2_04::vec::Vec);
+#[cfg(std_allocator)]
+serves!(the_standard_library, std::vec::Vec);
