@@ -17,5 +17,6 @@ pub mod pinned;
 pub mod placement;
 pub mod pressure;
 pub mod program;
+mod rig;
 pub mod stable;
 pub mod stager;

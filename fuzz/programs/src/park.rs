@@ -6,15 +6,18 @@
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 #![expect(unsafe_code, reason = "parks memory that nobody is about to use")]
 
-use crate::program::Bytes;
+use crate::{
+    program::Bytes,
+    rig::{Rig, went},
+};
 use allocator_api2::alloc::Global;
-use aquifer_core::{Budget, MemoryError, Result, Tag};
+use aquifer_core::{Budget, MemoryError, Tag};
 use aquifer_device::{Block, DeviceBuffer, DevicePool, Park, Parkable, PoolConfig, Request};
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, Operand,
     sim::{Sim, SimConfig},
 };
-use aquifer_stream::{Stream, Use};
+use aquifer_stream::Use;
 use std::time::Duration;
 
 /// Operations of one program at most.
@@ -61,12 +64,9 @@ struct Open {
 }
 
 struct World {
-    sim: Sim,
+    rig: Rig,
     /// The device keeps bytes.
     keeps: bool,
-    budget: Budget,
-    pool: DevicePool,
-    streams: Vec<Stream>,
     parkable: Vec<Parkable>,
     lodged: Vec<Lodged>,
     ordinary: Vec<Block>,
@@ -89,16 +89,6 @@ pub fn run(bytes: &[u8]) -> (usize, usize) {
     world.finish()
 }
 
-/// Whether an operation that may be refused went through. What a failing driver or a full device may answer is passed
-/// over.
-fn went<T>(answer: Result<T>) -> Option<T> {
-    match answer {
-        Ok(value) => Some(value),
-        Err(MemoryError::Driver(_) | MemoryError::OutOfMemory(_)) => None,
-        Err(other) => panic!("{other:?}"),
-    }
-}
-
 impl World {
     fn new(bytes: &mut Bytes<'_>) -> Self {
         let keeps = bytes.choice(4) == 0;
@@ -116,7 +106,8 @@ impl World {
         let parkable =
             tags.iter().map(|&tag| pool.parkable(tag).expect("addresses of an idle device")).collect();
         let (lodged, ordinary, open) = (Vec::new(), Vec::new(), Vec::new());
-        Self { sim, keeps, budget, pool, streams, parkable, lodged, ordinary, open, done: (0, 0) }
+        let rig = Rig { sim, budget, pool, streams };
+        Self { rig, keeps, parkable, lodged, ordinary, open, done: (0, 0) }
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -129,37 +120,11 @@ impl World {
             15 | 16 => self.park(bytes),
             17 | 18 => self.resume(bytes),
             19 => self.ordinary(bytes),
-            20 => {
-                let before = self.pool.stats();
-                if self.pool.trim(u64::from(bytes.u8()) << 18).is_ok() {
-                    let after = self.pool.stats();
-                    assert_eq!(before.live, after.live, "a trim took live memory");
-                    assert!(after.physical <= before.physical, "a trim took memory");
-                }
-            }
-            21 => {
-                let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
-                // Out of memory, which leads through everything that makes room, or something else, which does not.
-                let code = if bytes.flag() { 2 } else { 999 };
-                self.sim.fail(call, u64::from(bytes.choice(5)) + 1, code);
-            }
-            22 => {
-                let stream = &self.streams[self.pick_stream(bytes)];
-                if bytes.flag() {
-                    self.sim.step(stream.raw());
-                } else {
-                    // A fault may be waiting for it.
-                    let _ = stream.synchronize();
-                }
-            }
-            _ => {
-                self.budget.set_limit((u64::from(bytes.choice(60)) + 1) << 20);
-            }
+            20 => self.rig.trim(bytes),
+            21 => self.rig.fail_one(bytes, &FAULTS),
+            22 => self.rig.go_on(bytes),
+            _ => self.rig.limit(bytes, 60),
         }
-    }
-
-    fn pick_stream(&self, bytes: &mut Bytes<'_>) -> usize {
-        usize::from(bytes.choice(self.streams.len() as u8))
     }
 
     fn pick_lodged(&self, bytes: &mut Bytes<'_>) -> Option<usize> {
@@ -167,10 +132,10 @@ impl World {
     }
 
     fn alloc(&mut self, bytes: &mut Bytes<'_>) {
-        let (of, stream) = (usize::from(bytes.flag()), self.pick_stream(bytes));
+        let (of, stream) = (usize::from(bytes.flag()), self.rig.pick_stream(bytes));
         let len = usize::from(bytes.u16()) << bytes.choice(8) | 1;
         let parkable = &self.parkable[of];
-        let made = parkable.buffer::<u8>(&self.streams[stream], len);
+        let made = parkable.buffer::<u8>(&self.rig.streams[stream], len);
         if parkable.is_parked() {
             assert_eq!(made.err(), Some(MemoryError::Parked { tag: parkable.tag() }));
             return;
@@ -190,18 +155,18 @@ impl World {
     fn free(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = self.pick_lodged(bytes) else { return };
         let lodged = self.lodged.swap_remove(at);
-        let before = self.sim.driver().calls().made();
+        let before = self.rig.sim.driver().calls().made();
         drop(lodged);
-        assert_eq!(before, self.sim.driver().calls().made(), "a free called the driver");
+        assert_eq!(before, self.rig.sim.driver().calls().made(), "a free called the driver");
     }
 
     /// Fills a block, on its own stream or another.
     fn write(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = self.pick_lodged(bytes) else { return };
-        let (byte, on) = (bytes.u8(), self.pick_stream(bytes));
+        let (byte, on) = (bytes.u8(), self.rig.pick_stream(bytes));
         let Lodged { buffer, of, content, .. } = &mut self.lodged[at];
         let parkable = &self.parkable[*of];
-        match self.streams[on].fill(buffer, byte) {
+        match self.rig.streams[on].fill(buffer, byte) {
             Ok(()) => {
                 assert!(!parkable.is_parked(), "parked memory was written");
                 *content = Some(byte);
@@ -214,11 +179,11 @@ impl World {
 
     fn prepare(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = self.pick_lodged(bytes) else { return };
-        let stream = self.pick_stream(bytes);
+        let stream = self.rig.pick_stream(bytes);
         let access = if bytes.flag() { Access::ReadWrite } else { Access::Read };
         let Lodged { buffer, generation, of, range, .. } = &self.lodged[at];
         let parked = self.parkable[*of].is_parked();
-        match buffer.block().prepare(&self.streams[stream], access) {
+        match buffer.block().prepare(&self.rig.streams[stream], access) {
             Ok(used) => {
                 assert!(!parked, "a use of parked memory was prepared");
                 let (of, range, generation) = (*of, *range, *generation);
@@ -240,8 +205,8 @@ impl World {
         if bytes.flag() {
             return used.abort();
         }
-        let raw = self.streams[stream].raw();
-        self.sim.access(raw, range, access, Some(generation)).expect(OURS);
+        let raw = self.rig.streams[stream].raw();
+        self.rig.sim.access(raw, range, access, Some(generation)).expect(OURS);
         if access.writes() {
             for lodged in self.lodged.iter_mut().filter(|lodged| lodged.generation == generation) {
                 lodged.content = None;
@@ -257,7 +222,7 @@ impl World {
         let (was_parked, before) = (parkable.is_parked(), parkable.stats());
         let how = if discards { Park::discard() } else { Park::save_in(Global) };
         // SAFETY: 1. and 2. one thread runs here, and what it queues it queues at once, but for prepared uses.
-        let answer = unsafe { self.pool.park(tag, how) };
+        let answer = unsafe { self.rig.pool.park(tag, how) };
         let open = self.open.iter().any(|open| open.of == of);
         let live = self.lodged.iter().filter(|lodged| lodged.of == of).count() as u64;
         match answer {
@@ -288,7 +253,7 @@ impl World {
         let parkable = &self.parkable[of];
         let was_parked = parkable.is_parked();
         let live = self.lodged.iter().filter(|lodged| lodged.of == of).count();
-        match went(self.pool.resume(parkable.tag(), None)) {
+        match went(self.rig.pool.resume(parkable.tag(), None)) {
             Some(report) => {
                 assert!(!parkable.is_parked(), "resumed and not awake");
                 assert_eq!(report.blocks, if was_parked { live as u64 } else { 0 });
@@ -304,9 +269,9 @@ impl World {
             drop(self.ordinary.swap_remove(usize::from(bytes.u8()) % self.ordinary.len()));
             return;
         }
-        let stream = self.pick_stream(bytes);
+        let stream = self.rig.pick_stream(bytes);
         let request = Request::bytes(u64::from(bytes.u16()) << 7 | 1);
-        self.ordinary.extend(went(self.pool.alloc(&self.streams[stream], request)));
+        self.ordinary.extend(went(self.rig.pool.alloc(&self.rig.streams[stream], request)));
     }
 
     /// What is in the blocks of a tag is what was written last.
@@ -318,7 +283,7 @@ impl World {
             let Some(byte) = content else { continue };
             let mut back = vec![!byte; buffer.len()];
             let copied =
-                self.streams[*stream].scope(|c| c.download(buffer, &mut back)).and_then(|copied| copied);
+                self.rig.streams[*stream].scope(|c| c.download(buffer, &mut back)).and_then(|copied| copied);
             match copied {
                 Ok(()) => assert!(back.iter().all(|there| there == byte), "not what was written"),
                 Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {}
@@ -328,11 +293,11 @@ impl World {
     }
 
     fn check(&self) {
-        let violations = self.sim.violations();
+        let violations = self.rig.sim.violations();
         assert!(violations.is_empty(), "{}", violations[0]);
-        let stats = self.pool.stats();
-        assert_eq!(stats.physical, self.budget.used(), "what is held is what is charged");
-        let left = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device").free;
+        let stats = self.rig.pool.stats();
+        assert_eq!(stats.physical, self.rig.budget.used(), "what is held is what is charged");
+        let left = self.rig.sim.driver().memory_info(DeviceId(0)).expect("an idle device").free;
         assert_eq!(left + stats.physical, CAPACITY, "what is held is what the device misses");
         assert_eq!(stats.blocks, (self.lodged.len() + self.ordinary.len()) as u64);
         let awake = self.lodged.iter().filter(|lodged| !self.parkable[lodged.of].is_parked());
@@ -345,23 +310,23 @@ impl World {
     }
 
     fn finish(mut self) -> (usize, usize) {
-        self.sim.clear_failures();
-        self.budget.set_limit(CAPACITY);
+        self.rig.sim.clear_failures();
+        self.rig.budget.set_limit(CAPACITY);
         self.ordinary.clear();
         self.open.drain(..).for_each(|open| open.used.abort());
         for of in 0..self.parkable.len() {
-            self.pool.trim(0).expect("an idle device");
-            self.pool.resume(self.parkable[of].tag(), None).expect("all of the device's memory");
+            self.rig.pool.trim(0).expect("an idle device");
+            self.rig.pool.resume(self.parkable[of].tag(), None).expect("all of the device's memory");
             self.compare(of);
         }
         self.check();
         // In whatever order.
-        let (sim, budget, done) = (self.sim, self.budget, self.done);
+        let (Rig { sim, budget, pool, streams }, done) = (self.rig, self.done);
         drop((self.parkable, self.lodged));
-        self.streams.iter().for_each(|stream| stream.synchronize().expect("an idle device"));
-        self.pool.trim(0).expect("an idle device");
-        assert_eq!((self.pool.stats().physical, budget.used()), (0, 0), "something is left");
-        drop((self.streams, self.pool));
+        streams.iter().for_each(|stream| stream.synchronize().expect("an idle device"));
+        pool.trim(0).expect("an idle device");
+        assert_eq!((pool.stats().physical, budget.used()), (0, 0), "something is left");
+        drop((streams, pool));
         assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
         let violations = sim.violations();
         assert!(violations.is_empty(), "{}", violations[0]);

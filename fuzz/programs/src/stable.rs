@@ -6,14 +6,17 @@
 //! registration, work that is not ordered.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::Bytes;
-use aquifer_core::{Budget, MemoryError, Result};
+use crate::{
+    program::Bytes,
+    rig::{Rig, went},
+};
+use aquifer_core::{Budget, MemoryError};
 use aquifer_device::{Block, DevicePool, Exported, PoolConfig, Registration, Request, Reserved, StableBlock};
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, ExportTypes,
     sim::{DeviceConfig, Sim, SimConfig},
 };
-use aquifer_stream::{Stream, Use};
+use aquifer_stream::Use;
 use std::{collections::BTreeSet, time::Duration};
 
 /// Operations of one program at most.
@@ -75,10 +78,7 @@ struct Open {
 }
 
 struct World {
-    sim: Sim,
-    budget: Budget,
-    pool: DevicePool,
-    streams: Vec<Stream>,
+    rig: Rig,
     stable: Vec<Stable>,
     kept: Vec<Kept>,
     rooms: Vec<Room>,
@@ -106,16 +106,6 @@ fn range(address: u64, bytes: usize) -> DeviceRange {
     DeviceRange { device: DeviceId(0), address, bytes: bytes as u64 }
 }
 
-/// Whether an operation that may be refused went through. What a failing driver or a full device may answer is passed
-/// over.
-fn went<T>(answer: Result<T>) -> Option<T> {
-    match answer {
-        Ok(value) => Some(value),
-        Err(MemoryError::Driver(_) | MemoryError::OutOfMemory(_)) => None,
-        Err(other) => panic!("{other:?}"),
-    }
-}
-
 impl World {
     fn new(bytes: &mut Bytes<'_>) -> Self {
         let mapping = bytes.choice(8) != 0;
@@ -134,10 +124,7 @@ impl World {
             DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
         let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();
         Self {
-            sim,
-            budget,
-            pool,
-            streams,
+            rig: Rig { sim, budget, pool, streams },
             stable: Vec::new(),
             kept: Vec::new(),
             rooms: Vec::new(),
@@ -163,58 +150,32 @@ impl World {
             15 => self.prepare(bytes),
             16 => self.finish_one(bytes),
             17 => self.ordinary(bytes),
-            18 => {
-                let before = self.pool.stats();
-                if self.pool.trim(u64::from(bytes.u8()) << 18).is_ok() {
-                    let after = self.pool.stats();
-                    assert_eq!(before.live, after.live, "a trim took live memory");
-                    assert!(after.physical <= before.physical, "a trim took memory");
-                }
-            }
-            19 => {
-                let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
-                // Out of memory, which leads through everything that makes room, or something else, which does not.
-                let code = if bytes.flag() { 2 } else { 999 };
-                self.sim.fail(call, u64::from(bytes.choice(5)) + 1, code);
-            }
-            20 => {
-                let stream = &self.streams[self.pick_stream(bytes)];
-                if bytes.flag() {
-                    self.sim.step(stream.raw());
-                } else {
-                    // A fault may be waiting for it.
-                    let _ = stream.synchronize();
-                }
-            }
-            _ => {
-                self.budget.set_limit((u64::from(bytes.choice(40)) + 1) << 20);
-            }
+            18 => self.rig.trim(bytes),
+            19 => self.rig.fail_one(bytes, &FAULTS),
+            20 => self.rig.go_on(bytes),
+            _ => self.rig.limit(bytes, 40),
         }
-    }
-
-    fn pick_stream(&self, bytes: &mut Bytes<'_>) -> usize {
-        usize::from(bytes.choice(self.streams.len() as u8))
     }
 
     /// Runs something that must not call the driver.
     fn quietly<T>(&mut self, what: &str, work: impl FnOnce(&mut Self) -> T) -> T {
-        let before = self.sim.driver().calls().made();
+        let before = self.rig.sim.driver().calls().made();
         let answer = work(self);
-        assert_eq!(before, self.sim.driver().calls().made(), "{what} called the driver");
+        assert_eq!(before, self.rig.sim.driver().calls().made(), "{what} called the driver");
         answer
     }
 
     fn alloc(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.pick_stream(bytes);
+        let stream = self.rig.pick_stream(bytes);
         let size = u64::from(bytes.u16()) << 7 | 1;
-        let failures = self.pool.stats().failures;
-        match went(self.pool.alloc_stable(&self.streams[stream], Request::bytes(size))) {
+        let failures = self.rig.pool.stats().failures;
+        match went(self.rig.pool.alloc_stable(&self.rig.streams[stream], Request::bytes(size))) {
             Some(block) => {
                 assert!(block.bytes() == size && block.capacity() >= size, "a short block");
                 let address = block.address();
                 self.stable.push(Stable { block, stream, address, content: None });
             }
-            None => assert_eq!(self.pool.stats().failures, failures + 1),
+            None => assert_eq!(self.rig.pool.stats().failures, failures + 1),
         }
     }
 
@@ -238,7 +199,7 @@ impl World {
         let at = usize::from(bytes.u8()) % self.stable.len();
         let byte = bytes.u8();
         let Stable { block, stream, content, .. } = &mut self.stable[at];
-        let stream = &self.streams[*stream];
+        let stream = &self.rig.streams[*stream];
         let len = block.bytes() as usize;
         let mut all = block.slice_mut::<u8>(0..len).expect("within its bounds");
         match stream.fill(&mut all, byte) {
@@ -290,7 +251,7 @@ impl World {
     }
 
     fn import(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.pick_stream(bytes);
+        let stream = self.rig.pick_stream(bytes);
         if bytes.flag() && !self.imported.is_empty() {
             let at = usize::from(bytes.u8()) % self.imported.len();
             let imported = self.imported.swap_remove(at);
@@ -299,26 +260,26 @@ impl World {
             let exported = &self.exported[usize::from(bytes.u8()) % self.exported.len()];
             #[expect(unsafe_code, reason = "imports")]
             // SAFETY: 1. no work is queued through the import.
-            let imported = unsafe { self.pool.import(&self.streams[stream], exported) };
+            let imported = unsafe { self.rig.pool.import(&self.rig.streams[stream], exported) };
             self.imported.extend(went(imported));
         }
     }
 
     fn reserve_or_drop(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.pick_stream(bytes);
+        let stream = self.rig.pick_stream(bytes);
         if self.rooms.len() == 3 || (bytes.flag() && !self.rooms.is_empty()) {
             let at = usize::from(bytes.u8()) % self.rooms.len();
             let room = self.rooms.swap_remove(at);
             self.quietly("a drop", |_| drop(room));
             return;
         }
-        match self.pool.reserve(&self.streams[stream], MAX_LEN) {
+        match self.rig.pool.reserve(&self.rig.streams[stream], MAX_LEN) {
             Ok(reserved) => {
                 let address = reserved.address();
                 self.rooms.push(Room { reserved, stream, address, committed: BTreeSet::new() });
             }
             Err(MemoryError::Driver(_)) => {}
-            Err(MemoryError::Unsupported { .. }) => assert!(!self.pool.info().virtual_memory),
+            Err(MemoryError::Unsupported { .. }) => assert!(!self.rig.pool.info().virtual_memory),
             Err(other) => panic!("{other:?}"),
         }
     }
@@ -341,15 +302,15 @@ impl World {
                 if !range.is_empty() {
                     committed.extend(range.start / STEP..range.end.div_ceil(STEP));
                 }
-                let raw = self.streams[*stream].raw();
+                let raw = self.rig.streams[*stream].raw();
                 let part = DeviceRange {
                     device: DeviceId(0),
                     address: *address + range.start as u64,
                     bytes: range.len() as u64,
                 };
                 // It is for use at once, by its own stream, unless somebody has a use open.
-                if let Ok(used) = reserved.prepare(&self.streams[*stream], Access::Write) {
-                    self.sim.access(raw, part, Access::Write, Some(reserved.generation())).expect(OURS);
+                if let Ok(used) = reserved.prepare(&self.rig.streams[*stream], Access::Write) {
+                    self.rig.sim.access(raw, part, Access::Write, Some(reserved.generation())).expect(OURS);
                     drop(used);
                 }
                 assert!(reserved.slice(range).is_ok());
@@ -384,18 +345,18 @@ impl World {
 
     /// Opens a use of all that a reserved range has committed, or of a stable block.
     fn prepare(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.pick_stream(bytes);
+        let stream = self.rig.pick_stream(bytes);
         let access = [Access::Read, Access::Write][usize::from(bytes.choice(2))];
         let at = usize::from(bytes.u8());
         let (answer, ranges, generation) = if bytes.flag() && !self.rooms.is_empty() {
             let room = &self.rooms[at % self.rooms.len()];
             let ranges = room.committed.iter().map(|step| range(room.address + (step * STEP) as u64, STEP));
-            let answer = room.reserved.prepare(&self.streams[stream], access);
+            let answer = room.reserved.prepare(&self.rig.streams[stream], access);
             (answer, ranges.collect(), room.reserved.generation())
         } else if !self.stable.is_empty() {
             let block = self.stable[at % self.stable.len()].block.block();
             let ranges = vec![range(block.address(), block.bytes() as usize)];
-            (block.prepare(&self.streams[stream], access), ranges, block.generation())
+            (block.prepare(&self.rig.streams[stream], access), ranges, block.generation())
         } else {
             return;
         };
@@ -417,20 +378,20 @@ impl World {
 
     fn work(&self, open: Open) {
         for range in open.ranges {
-            let raw = self.streams[open.stream].raw();
-            self.sim.access(raw, range, open.access, Some(open.generation)).expect(OURS);
+            let raw = self.rig.streams[open.stream].raw();
+            self.rig.sim.access(raw, range, open.access, Some(open.generation)).expect(OURS);
         }
         let _ = open.used.finish();
     }
 
     /// An ordinary block comes or goes, which takes room and makes some.
     fn ordinary(&mut self, bytes: &mut Bytes<'_>) {
-        let stream = self.pick_stream(bytes);
+        let stream = self.rig.pick_stream(bytes);
         if bytes.flag() && !self.blocks.is_empty() {
             self.blocks.swap_remove(usize::from(bytes.u8()) % self.blocks.len());
         } else {
             let size = u64::from(bytes.u16()) << 7 | 1;
-            match self.pool.alloc(&self.streams[stream], Request::bytes(size)) {
+            match self.rig.pool.alloc(&self.rig.streams[stream], Request::bytes(size)) {
                 // An allocation of the driver's own, in bypass mode, makes no room.
                 Err(MemoryError::OutOfBudget(_)) => {}
                 answer => self.blocks.extend(went(answer)),
@@ -439,10 +400,10 @@ impl World {
     }
 
     fn check(&self) {
-        let violations = self.sim.violations();
+        let violations = self.rig.sim.violations();
         assert!(violations.is_empty(), "{}", violations[0]);
-        let stats = self.pool.stats();
-        assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
+        let stats = self.rig.pool.stats();
+        assert_eq!(stats.physical, self.rig.budget.used(), "what is charged is what is held");
         let committed: u64 = self.rooms.iter().map(|room| (room.committed.len() * STEP) as u64).sum();
         let blocks: u64 = self.blocks.iter().map(Block::capacity).sum();
         let stable: u64 = self.stable.iter().map(|s| s.block.capacity()).sum();
@@ -470,18 +431,18 @@ impl World {
     fn check_content(&self, range: DeviceRange, content: Option<u8>) {
         // Without bytes there is nothing to read.
         let ends = [range.address, range.address + range.bytes - 1]
-            .map(|address| self.sim.read_back(DeviceRange { address, bytes: 1, ..range }));
+            .map(|address| self.rig.sim.read_back(DeviceRange { address, bytes: 1, ..range }));
         for end in ends.into_iter().flatten() {
             assert!(content.is_none_or(|byte| end == [byte]), "contents have changed");
         }
     }
 
     fn finish(mut self) {
-        self.sim.clear_failures();
+        self.rig.sim.clear_failures();
         while let Some(open) = self.open.pop() {
             self.work(open);
         }
-        let Self { sim, budget, pool, streams, .. } = self;
+        let Rig { sim, budget, pool, streams } = self.rig;
         drop((self.stable, self.kept, self.rooms, self.blocks, self.exported, self.imported));
         for stream in &streams {
             stream.synchronize().expect("no fault is left");
