@@ -214,8 +214,9 @@ fn a_quick_run_over_arenas_has_every_promised_row_and_no_failure() {
     promised.extend(with_pinned(&returns).into_iter().map(|name| (name, "bump-scope")));
     promised.extend(beside("malloc").map(|name| (name, "malloc")));
     promised.extend(returns.map(|name| (format!("{name}, beside malloc"), "malloc")));
-    promised
-        .extend(["in bumpalo", "in an arena"].map(|place| (format!("scratch of a pass, {place}"), "malloc")));
+    for scratch in ["scratch of a pass", "scratch of a report", "metadata of a worker"] {
+        promised.extend(["in bumpalo", "in an arena"].map(|place| (format!("{scratch}, {place}"), "malloc")));
+    }
     let value = measured("arena --device sim --quick --json");
     assert_eq!((value["bench"].as_str(), &value["failures"]), (Some("arena"), &0.into()));
     let rows = value["rows"].as_array().expect("rows");

@@ -2,7 +2,7 @@
 
 use super::sides::{Rewinds, Side};
 use crate::bench::lap::{Contender, Failed, Lap};
-use allocator_api2::{alloc::Allocator, vec::Vec as AllocVec};
+use allocator_api2::{alloc::Allocator, boxed::Box as AllocBox, vec::Vec as AllocVec};
 use std::{
     alloc::Layout,
     hint::black_box,
@@ -121,9 +121,38 @@ fn mixed(at: u64) -> Layout {
     Layout::from_size_align(size, 8).unwrap_or(Layout::new::<u64>())
 }
 
-/// The vectors of a pass that looks for memory in a handful of places: in each it collects what is free, and then all of
-/// it. They go together.
-pub(super) fn pass<A: Allocator + Copy>(allocator: A) {
+/// What is needed for a moment and goes together. Its name is its rows'.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum Scratch {
+    /// A look for memory in a handful of places: what is free in each is collected, and then all of it.
+    Pass,
+    /// A report: samples are copied, brought into order, and summed up by what they have in common.
+    Report,
+    /// Records that a thread makes for itself, each in a place of its own, and follows.
+    Metadata,
+}
+
+impl Scratch {
+    pub(super) const ALL: [Self; 3] = [Self::Pass, Self::Report, Self::Metadata];
+
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Pass => "scratch of a pass",
+            Self::Report => "scratch of a report",
+            Self::Metadata => "metadata of a worker",
+        }
+    }
+
+    pub(super) fn use_once<A: Allocator + Copy>(self, allocator: A) {
+        match self {
+            Self::Pass => pass(allocator),
+            Self::Report => report(allocator),
+            Self::Metadata => metadata(allocator),
+        }
+    }
+}
+
+fn pass<A: Allocator + Copy>(allocator: A) {
     let mut all: AllocVec<[u64; 3], A> = AllocVec::new_in(allocator);
     for place in 0..8u64 {
         let mut found = AllocVec::new_in(allocator);
@@ -131,6 +160,30 @@ pub(super) fn pass<A: Allocator + Copy>(allocator: A) {
         all.extend_from_slice(&found);
     }
     black_box(&all);
+}
+
+/// Call stacks of a hundred samples, of eight places.
+fn report<A: Allocator + Copy>(allocator: A) {
+    let mut samples = AllocVec::new_in(allocator);
+    for sample in 0..black_box(100u64) {
+        let mut frames = AllocVec::with_capacity_in(20, allocator);
+        frames.extend((0..20).map(|frame| frame + sample % 8));
+        samples.push((frames, sample));
+    }
+    samples.sort_unstable_by(|a, b| a.0.cmp(&b.0));
+    let mut places = AllocVec::new_in(allocator);
+    for of_one in samples.chunk_by(|a, b| a.0 == b.0) {
+        places.push(of_one.iter().map(|&(_, bytes)| bytes).sum::<u64>());
+    }
+    black_box(&places);
+}
+
+fn metadata<A: Allocator + Copy>(allocator: A) {
+    let mut records = AllocVec::new_in(allocator);
+    for record in 0..black_box(100u64) {
+        records.push(AllocBox::new_in([record; 6], allocator));
+    }
+    black_box(records.iter().map(|record| record[5]).sum::<u64>());
 }
 
 /// A contender that runs a round of [`ROUND`] operations for each piece.
