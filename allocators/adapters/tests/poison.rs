@@ -1,14 +1,17 @@
 //! `AddressSanitizer` stops whoever touches an arena's memory that is handed out to nobody. `ci/asan` builds it in.
 //!
 //! Each fault is a process of its own, which has to end by it.
-#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+#[path = "../../../tests/support/faults.rs"]
+mod faults;
 mod support;
 
 use allocator_api2::alloc::{Allocator, Global};
 use aquifer_adapters::{Arena, ArenaSettings, Counted};
-use aquifer_core::{DeferReuse, sanitizer};
-use std::{alloc::Layout, env, process::Command, ptr::NonNull};
+use aquifer_core::DeferReuse;
+use faults::Fault;
+use std::{alloc::Layout, ptr::NonNull};
 use support::{Gated, Latch};
 
 fn small() -> Arena {
@@ -29,8 +32,8 @@ fn look(block: NonNull<u8>, at: usize) -> u8 {
 }
 
 /// Each touches what is nobody's, but for the first, which touches all that is its own.
-const FAULTS: [(&str, fn()); 9] = [
-    ("none", || {
+const FAULTS: [Fault; 9] = [
+    (faults::NONE, || {
         let below = Counted::new(Global);
         let settings = ArenaSettings::new().first_chunk(256).max_chunk(256);
         let mut arena = Arena::with_settings_in(settings, &below);
@@ -113,7 +116,7 @@ const FAULTS: [(&str, fn()); 9] = [
         look(held, 0); // a copy may still do so
         latch.open();
         arena.reset().unwrap();
-        println!("so far nothing was wrong");
+        faults::nothing_was_wrong_so_far();
         look(held, 0);
     }),
 ];
@@ -121,26 +124,10 @@ const FAULTS: [(&str, fn()); 9] = [
 #[test]
 #[ignore = "half of another test, which runs it in a process of its own"]
 fn child() {
-    let named = env::var("AQUIFER_FAULT").unwrap();
-    let (_, fault) = FAULTS.iter().find(|(name, _)| *name == named).unwrap();
-    fault();
+    faults::run_named(&FAULTS);
 }
 
 #[test]
 fn a_touch_of_what_is_nobodys_is_found_and_no_other() {
-    if !sanitizer::IS_BUILT_IN {
-        return println!("skipped: built without AddressSanitizer, which `ci/asan` builds in");
-    }
-    for (name, _) in FAULTS {
-        let mut command = Command::new(env::current_exe().unwrap());
-        command.args(["--exact", "child", "--ignored", "--nocapture"]);
-        let output = command.env("AQUIFER_FAULT", name).output().unwrap();
-        let said = String::from_utf8_lossy(&output.stderr);
-        let found = said.contains("AddressSanitizer: use-after-poison");
-        assert_eq!(found, name != "none", "{name}: {said}");
-        assert_eq!(output.status.success(), name == "none", "{name}: {said}");
-        if name == "after_its_gate_opened" {
-            assert!(String::from_utf8_lossy(&output.stdout).contains("so far nothing was wrong"), "{said}");
-        }
-    }
+    faults::assert_each_is_found(&FAULTS, "child", &["after_its_gate_opened"]);
 }

@@ -1,19 +1,22 @@
 //! `AddressSanitizer` stops whoever touches a pool's memory that is nobody's. `ci/asan` builds it in.
 //!
 //! Each fault is a process of its own, which has to end by it.
-#![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
+#[path = "../../../tests/support/faults.rs"]
+mod faults;
 mod support;
 
 mod with_sanitizer {
-    use super::support::{MIB, host};
+    use super::{
+        faults::{self, Fault},
+        support::{MIB, host},
+    };
     use allocator_api2::alloc::Allocator;
-    use aquifer_core::{Budget, DeferReuse, Gate, Result, sanitizer};
+    use aquifer_core::{Budget, DeferReuse, Gate, Result};
     use aquifer_host::{PinnedConfig, PinnedPool, region::PageTier};
     use std::{
         alloc::Layout,
-        env,
-        process::Command,
         ptr::NonNull,
         sync::{
             Arc,
@@ -63,8 +66,8 @@ mod with_sanitizer {
     }
 
     /// Each touches what is nobody's, but for the first, which touches all that is its own.
-    const FAULTS: [(&str, fn()); 5] = [
-        ("none", || {
+    const FAULTS: [Fault; 5] = [
+        (faults::NONE, || {
             let pool = pool();
             for len in [1, 24, 1000, 100_000, 2 * MIB] {
                 let block = pool.allocate(bytes(len)).unwrap();
@@ -98,7 +101,7 @@ mod with_sanitizer {
             look(block, 0); // a copy may still do so
             door.0.store(true, Ordering::Release);
             pool.trim(usize::MAX).unwrap();
-            println!("so far nothing was wrong");
+            faults::nothing_was_wrong_so_far();
             look(block, 0);
         }),
     ];
@@ -106,30 +109,11 @@ mod with_sanitizer {
     #[test]
     #[ignore = "half of another test, which runs it in a process of its own"]
     fn child() {
-        let named = env::var("AQUIFER_FAULT").unwrap();
-        let (_, fault) = FAULTS.iter().find(|(name, _)| *name == named).unwrap();
-        fault();
+        faults::run_named(&FAULTS);
     }
 
     #[test]
     fn a_touch_of_what_is_nobodys_is_found_and_no_other() {
-        if !sanitizer::IS_BUILT_IN {
-            return println!("skipped: built without AddressSanitizer, which `ci/asan` builds in");
-        }
-        for (name, _) in FAULTS {
-            let mut command = Command::new(env::current_exe().unwrap());
-            command.args(["--exact", "with_sanitizer::child", "--ignored", "--nocapture"]);
-            let output = command.env("AQUIFER_FAULT", name).output().unwrap();
-            let said = String::from_utf8_lossy(&output.stderr);
-            let found = said.contains("AddressSanitizer: use-after-poison");
-            assert_eq!(found, name != "none", "{name}: {said}");
-            assert_eq!(output.status.success(), name == "none", "{name}: {said}");
-            if name == "after_its_gate_opened" {
-                assert!(
-                    String::from_utf8_lossy(&output.stdout).contains("so far nothing was wrong"),
-                    "{said}"
-                );
-            }
-        }
+        faults::assert_each_is_found(&FAULTS, "with_sanitizer::child", &["after_its_gate_opened"]);
     }
 }
