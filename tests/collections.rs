@@ -2,9 +2,11 @@
 
 mod support;
 
+use allocator_api2::{boxed::Box as PinnedBox, unsize_box};
 use aquifer::{PinnedAllocator, Vec as PinnedVec, host::pool, sim::Sim};
+use bump_scope::{Bump, alloc::compat::AllocatorApi2V02Compat};
 use hashbrown::HashMap;
-use std::{collections::hash_map::RandomState, thread};
+use std::{collections::hash_map::RandomState, fmt, ptr::NonNull, thread};
 use support::{assert_silent, runtime};
 
 type Map<V> = HashMap<u64, V, RandomState, PinnedAllocator>;
@@ -19,7 +21,7 @@ fn a_map_lives_grows_shrinks_and_goes_in_pinned_memory() {
         index.insert(key, [key as f32; 16]);
     }
     assert!(pinned.stats().memory.requested >= 10_000 * 72, "the map's table is the pool's");
-    assert_eq!(pinned.is_pinned(std::ptr::NonNull::from(&index[&7]).cast()), Some(true));
+    assert_eq!(pinned.is_pinned(NonNull::from(&index[&7]).cast()), Some(true));
     index.retain(|key, _| key % 100 == 0);
     index.shrink_to_fit();
     assert!(pinned.stats().memory.requested < 100_000);
@@ -65,6 +67,59 @@ fn maps_of_vectors_are_filled_on_one_thread_and_dropped_on_another() {
     let stats = pinned.stats();
     assert_eq!((stats.memory.live, stats.refused_frees), (0, 0));
     assert!(pinned.is_consistent());
+}
+
+/// Of different sizes and alignments, behind one trait, each dropped as what it is.
+#[test]
+fn trait_objects_live_in_pinned_memory_and_drop_as_what_they_are() {
+    struct Row<'r>(&'r std::cell::Cell<u32>, [f64; 9]);
+    impl fmt::Display for Row<'_> {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            write!(f, "{}", self.1[8])
+        }
+    }
+    impl Drop for Row<'_> {
+        fn drop(&mut self) {
+            self.0.set(self.0.get() + 1);
+        }
+    }
+    let sim = Sim::h200(1);
+    let rt = runtime(&sim);
+    let pinned = rt.pinned_near(0);
+    let dropped = std::cell::Cell::new(0);
+    let mut shown: PinnedVec<PinnedBox<dyn fmt::Display + '_, _>, _> = PinnedVec::new_in(pinned.allocator());
+    shown.push(unsize_box!(PinnedBox::new_in(Row(&dropped, [7.5; 9]), pinned.allocator())));
+    shown.push(unsize_box!(PinnedBox::new_in(42u8, pinned.allocator())));
+    for place in [NonNull::from(&*shown[0]).cast(), NonNull::from(&*shown[1]).cast()] {
+        assert_eq!(pinned.is_pinned(place), Some(true));
+    }
+    let said: Vec<_> = shown.iter().map(|value| format!("{value}")).collect();
+    assert_eq!(said, ["7.5", "42"]);
+    drop(shown);
+    assert_eq!((dropped.get(), pinned.stats().memory.live, pinned.stats().refused_frees), (1, 0, 0));
+    assert_silent(&sim);
+}
+
+/// Another library's arena, whose chunks it takes as it likes and gives back with sizes of its own.
+#[test]
+fn bump_scope_takes_its_chunks_from_pinned_memory() {
+    let sim = Sim::h200(1);
+    let rt = runtime(&sim);
+    let pinned = rt.pinned_near(0);
+    let mut bump: Bump<_> = Bump::new_in(AllocatorApi2V02Compat(pinned.allocator()));
+    for round in 0..20u32 {
+        bump.scoped(|scope| {
+            let list = scope.alloc_slice_fill(1000, round);
+            assert_eq!(pinned.is_pinned(NonNull::from(&list[0]).cast()), Some(true));
+            let text = scope.alloc_str("in a scope");
+            assert!(list.iter().all(|&number| number == round) && &*text == "in a scope");
+        });
+    }
+    drop(bump);
+    let stats = pinned.stats();
+    assert_eq!((stats.memory.live, stats.memory.blocks, stats.refused_frees), (0, 0, 0));
+    assert!(pinned.is_consistent());
+    assert_silent(&sim);
 }
 
 #[test]
