@@ -59,15 +59,15 @@ fn largest(n: usize) -> Vec<Stack> {
     let mut all = BTreeMap::<Vec<usize>, Stack>::new();
     for sample in record::samples() {
         let frames = sample.frames.get(..sample.depth).unwrap_or_default();
-        let stack = all.entry(frames.to_vec()).or_insert_with(|| Stack {
-            live: 0,
-            sampled: 0,
-            blocks: 0,
-            frames: frames.to_vec(),
-        });
-        stack.live += sample.stands_for;
-        stack.sampled += sample.bytes;
-        stack.blocks += 1;
+        // Most samples are of places that are there already: they allocate nothing.
+        if let Some(stack) = all.get_mut(frames) {
+            stack.live += sample.stands_for;
+            stack.sampled += sample.bytes;
+            stack.blocks += 1;
+        } else {
+            let (live, sampled, frames) = (sample.stands_for, sample.bytes, frames.to_vec());
+            all.insert(frames.clone(), Stack { live, sampled, blocks: 1, frames });
+        }
     }
     let mut all: Vec<_> = all.into_values().collect();
     all.sort_by_key(|stack| Reverse(stack.live));
