@@ -152,24 +152,27 @@ fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
 }
 
 #[test]
-fn a_short_upload_is_sent_in_pieces_and_a_short_download_comes_in_one() {
+fn a_short_transfer_goes_in_pieces_from_96_kib_on() {
     let mut config = config();
     (config.slot, config.alone, config.down_alone) = (1024 * KIB, 1024 * KIB, 1024 * KIB);
     (config.direct, config.down_direct) = (0, 0);
     let rig = Rig::with(config);
     for (size, pieces) in
-        [(1, 1), (128 * KIB, 1), (128 * KIB + 1, 2), (300 * KIB, 3), (512 * KIB, 4), (1024 * KIB, 4)]
+        [(1, 1), (96 * KIB, 1), (96 * KIB + 1, 2), (256 * KIB, 2), (512 * KIB, 3), (1024 * KIB, 4)]
     {
         let (mut x, up) = (rig.operand(size), pattern(size, 3));
-        let copies = |call| rig.sim.driver().calls().get(call);
-        let before = (copies(Call::CopyToDevice), copies(Call::CopyToHost));
+        let made = |call| rig.sim.driver().calls().get(call);
+        let [sent, came, fenced] =
+            [Call::CopyToDevice, Call::CopyToHost, Call::EventRecord].map(|call| (call, made(call)));
         rig.stager.scope(|s| s.gather(up.chunks(50_001), &mut x).map(drop)).unwrap().unwrap();
         assert!(rig.bytes(&x) == up, "{size} bytes up");
-        assert_eq!(copies(Call::CopyToDevice) - before.0, pieces, "{size} bytes");
+        assert_eq!(made(sent.0) - sent.1, pieces, "{size} bytes");
+        assert_eq!(made(fenced.0), fenced.1, "the stream is waited for, once");
         let mut down = vec![0; size];
         rig.stager.scope(|s| s.scatter(&x, down.chunks_mut(70_001)).map(drop)).unwrap().unwrap();
         assert!(down == up, "{size} bytes down");
-        assert_eq!(copies(Call::CopyToHost) - before.1, 1, "{size} bytes");
+        assert_eq!(made(came.0) - came.1, pieces, "{size} bytes");
+        assert_eq!(made(fenced.0) - fenced.1, pieces - 1, "each is waited for as it comes");
     }
     rig.assert_all_given_back();
 }
