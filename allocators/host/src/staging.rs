@@ -58,6 +58,7 @@ mod pump;
 mod scope;
 mod source;
 mod stores;
+mod submit;
 mod ticket;
 mod transfer;
 

@@ -508,7 +508,7 @@ fn a_scope_that_unwinds_waits_for_its_transfers_first() {
 #[test]
 fn a_thread_that_unwinds_may_wait_for_a_transfer() {
     /// Waits when it is dropped.
-    struct Waits<'a>(Option<Ticket<(Vec<u8>, rig::Plain)>>, &'a Mutex<Option<Result<(), StageError>>>);
+    struct Waits<'a>(Option<Ticket<rig::Plain>>, &'a Mutex<Option<Result<(), StageError>>>);
     impl Drop for Waits<'_> {
         fn drop(&mut self) {
             let outcome = self.0.take().map(|ticket| ticket.wait().map(drop).map_err(StageError::from));
@@ -517,20 +517,31 @@ fn a_thread_that_unwinds_may_wait_for_a_transfer() {
             }
         }
     }
-    let rig = Rig::new();
+    /// Has its readers wait for each other.
+    struct Together(std::sync::Barrier, AtomicUsize);
+    impl Source for Together {
+        fn read_at(&self, _: u64, into: &mut [u8]) -> io::Result<usize> {
+            if self.1.fetch_add(1, Ordering::Relaxed) < 2 {
+                self.0.wait();
+            }
+            into.fill(7);
+            Ok(into.len())
+        }
+    }
+    let mut config = config();
+    config.up_workers = 1;
+    let rig = Rig::with(config);
     let outcome = Mutex::new(None);
-    thread::scope(|threads| {
-        let held = rig.sim.stall(Call::CopyToDevice);
-        let ticket = rig.stager.upload(pattern(200 * SLOT, 6), rig.operand(200 * SLOT)).unwrap();
-        // The workers, and whoever waits.
-        let workers = rig.stager.config().up_workers;
-        threads.spawn(move || assert!(held.wait_for(workers + 1, PATIENCE), "who waits takes part"));
+    {
+        // The worker, and whoever waits: one alone would wait for ever.
+        let source = Arc::new(Together(std::sync::Barrier::new(2), AtomicUsize::new(0)));
+        let ticket = rig.stager.read(source, 0, rig.operand(200 * SLOT)).unwrap();
         let unwound = catch_unwind(AssertUnwindSafe(|| {
             let _waits = Waits(Some(ticket), &outcome);
             panic!("on purpose");
         }));
         assert!(unwound.is_err());
-    });
+    }
     assert!(matches!(outcome.lock().unwrap().take(), Some(Ok(()))));
     rig.assert_all_given_back();
 }

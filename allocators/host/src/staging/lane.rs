@@ -1,7 +1,11 @@
 //! A few slots, which one worker at a time has to itself.
 #![expect(unsafe_code, reason = "tells the slots' elements plain, and gives pointers to their bytes out")]
 
-use super::plan::Move;
+use super::{
+    StageError,
+    plan::Move,
+    submit::{Receipt, Submission},
+};
 use crate::{PinnedBuf, PinnedPool};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::HostAccess;
@@ -39,6 +43,9 @@ pub(super) struct Slot {
     pub(super) bytes: u64,
     /// The end of the copies that are on their way between it and the device: an epoch of the stream that they are on.
     busy: Option<u64>,
+    /// Its copies have been handed in, and it is not to be touched before the receipt says what came of that.
+    handed_in: bool,
+    receipt: Arc<Receipt>,
 }
 
 impl Slot {
@@ -52,7 +59,28 @@ impl Slot {
     }
 
     pub(super) fn is_busy(&self) -> bool {
-        self.busy.is_some()
+        self.handed_in || self.busy.is_some()
+    }
+
+    /// Its copies, for whoever queues them. It is busy from now on.
+    pub(super) fn hand_in(&mut self) -> Submission {
+        self.handed_in = true;
+        Submission::new(self.start(), std::mem::take(&mut self.moves), self.receipt.clone())
+    }
+
+    /// Has it back if its copies have been handed in, when they have been queued on this stream. Blocks until then.
+    ///
+    /// # Errors
+    /// What refused them; the slot is busy all the same, since some may have been queued.
+    fn take_back(&mut self, on: &Timeline) -> std::result::Result<(), StageError> {
+        if !self.handed_in {
+            return Ok(());
+        }
+        let answer = self.receipt.wait();
+        self.handed_in = false;
+        self.moves = answer.moves;
+        self.busy = Some(answer.epoch.unwrap_or_else(|| on.open()));
+        answer.queued
     }
 
     /// Tells whoever checks it that the CPU touches some of its bytes.
@@ -95,7 +123,8 @@ impl Lane {
     fn new(pool: &PinnedPool, slots: usize, bytes: usize) -> Result<Self> {
         let slot = || {
             let pages = pool.buffer(bytes.div_ceil(Page::BYTES))?;
-            Ok(Slot { pages, moves: Vec::new(), bytes: 0, busy: None })
+            let receipt = Arc::new(Receipt::default());
+            Ok(Slot { pages, moves: Vec::new(), bytes: 0, busy: None, handed_in: false, receipt })
         };
         Ok(Self { slots: (0..slots).map(|_| slot()).collect::<Result<_>>()? })
     }
@@ -104,21 +133,12 @@ impl Lane {
         self.slots.iter().all(|slot| slot.pages.is_pinned())
     }
 
-    /// Puts an event behind the copies of a slot on a stream, or behind those of them that were queued.
+    /// Waits until the copies of a slot are done, which were queued on this stream or are about to be.
     ///
     /// # Errors
-    /// The driver's; the slot counts as busy all the same.
-    pub(super) fn fence(&mut self, slot: usize, on: &Timeline) -> Result<()> {
-        let epoch = on.open();
-        self.slots[slot].busy = Some(epoch);
-        on.fence(epoch).map(drop)
-    }
-
-    /// Waits until the copies of a slot are done, which were queued on this stream.
-    ///
-    /// # Errors
-    /// The driver's; the slot stays busy.
-    pub(super) fn wait(&mut self, slot: usize, on: &Timeline) -> Result<()> {
+    /// What refused them, or the wait; the slot stays busy.
+    pub(super) fn wait(&mut self, slot: usize, on: &Timeline) -> std::result::Result<(), StageError> {
+        self.slots[slot].take_back(on)?;
         if let Some(epoch) = self.slots[slot].busy {
             on.wait(epoch, None)?;
             self.slots[slot].busy = None;
@@ -138,6 +158,8 @@ impl Lane {
     /// # Errors
     /// As [`settle`]. The slots stay busy, and the lane is to be [discarded](Lanes::discard).
     pub(super) fn settle(&mut self, on: &Timeline) -> Result<()> {
+        // What refused them is told by whoever waits for the slot; here it is enough that no one queues them any more.
+        self.slots.iter_mut().for_each(|slot| drop(slot.take_back(on)));
         if self.slots.iter().any(Slot::is_busy) {
             settle(on)?;
             self.slots.iter_mut().for_each(|slot| slot.busy = None);

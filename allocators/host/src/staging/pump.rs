@@ -68,7 +68,7 @@ impl Transfer {
             while !cursor.is_at_end() && !self.is_stopped() {
                 self.land(lane, slot)?;
                 self.fill(lane, slot, &mut cursor)?;
-                self.queue(lane, slot)?;
+                self.queue(lane, slot);
                 slot = (slot + 1) % lane.slots.len();
             }
         }
@@ -105,7 +105,7 @@ impl Transfer {
                 };
                 let slot = (first + full) % slots;
                 self.load(lane, slot, chunk);
-                self.queue(lane, slot)?;
+                self.queue(lane, slot);
                 full += 1;
             }
             if full == 0 {
@@ -188,17 +188,22 @@ impl Transfer {
         Ok(())
     }
 
-    /// Queues the copies between a slot and the device, and an event behind them.
-    fn queue(&self, lane: &mut Lane, slot: usize) -> Result<()> {
-        let start = lane.slots[slot].start();
-        // SAFETY: 1. `load` puts moves inside of the slot, which is there, and nobody else's, until the event behind the
-        // copies has passed; the operands are there while the transfer is under way, which ends after that. 2. the stream
-        // waits for the operands' earlier uses, and their owners have lent them to the transfer.
-        let queued =
-            unsafe { queue_moves(self.road.timeline(), self.plan.way, start, &lane.slots[slot].moves) };
-        // Also after a refusal: some may have been queued.
-        let fenced = lane.fence(slot, self.road.timeline());
-        Ok(queued.and(fenced)?)
+    /// Has the copies between a slot and the device queued, and an event behind them: by this thread, or by the one who is
+    /// at it. What came of it is known when the slot is waited for.
+    fn queue(&self, lane: &mut Lane, slot: usize) {
+        let Some(turn) = self.submissions.hand_in(lane.slots[slot].hand_in()) else { return };
+        let on = self.road.timeline();
+        while let Some(submission) = turn.next() {
+            // SAFETY: 1. `load` puts moves inside of the slot, which is there, and nobody else's, until the event behind
+            // the copies has passed: its worker has it back only then, and stays until he has; the operands are there while
+            // the transfer is under way, which ends after that. 2. the stream waits for the operands' earlier uses, and
+            // their owners have lent them to the transfer.
+            let queued = unsafe { queue_moves(on, self.plan.way, submission.start, &submission.moves) };
+            // Also after a refusal: some may have been queued.
+            let epoch = on.open();
+            let fenced = on.fence(epoch).map(drop);
+            submission.answer(epoch, queued.and(fenced));
+        }
     }
 
     fn stores(&self) -> Stores {

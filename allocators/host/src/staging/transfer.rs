@@ -13,6 +13,7 @@ use super::{
     lane::Lane,
     permit::Permit,
     plan::{Plan, Way},
+    submit::Submissions,
 };
 use crate::workers::Job;
 use aquifer_driver::site;
@@ -60,6 +61,8 @@ pub(super) struct Transfer {
     pub(super) plan: Plan,
     /// The stream of its copies, which come after the operands' earlier uses.
     pub(super) road: Stream,
+    /// Copies on their way to it.
+    pub(super) submissions: Submissions,
     /// The operands' home, where they have one in common.
     home: Option<Arc<Timeline>>,
     /// The next chunk to be claimed.
@@ -112,6 +115,7 @@ impl Transfer {
             shared: shared.clone(),
             plan,
             road,
+            submissions: Submissions::default(),
             home,
             next: AtomicUsize::new(0),
             stopped: AtomicBool::new(false),

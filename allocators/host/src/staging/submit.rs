@@ -1,0 +1,258 @@
+//! Handing copies to the driver, by one thread for all who are at a transfer.
+//!
+//! Of eight workers that call the driver by themselves each waits for the seven others: a copy and its event take one
+//! thread some 1 µs, and each of eight 12 of all (one H200), while it fills no slot. So whoever finds nobody at it queues his own
+//! copies, and those that others hand in meanwhile; they go on with their next slots at once.
+//!
+//! ```text
+//!   worker 1   fill a │ queue a, c, b │ fill d …
+//!   worker 2   fill b ▪ fill e                       ▪ hands in
+//!   worker 3   fill c ▪ fill f
+//! ```
+//!
+//! After "flat combining" (Hendler, Incze, Shavit and Tzafrir, 2010).
+#![expect(unsafe_code, reason = "sends a slot's address to another thread; holds no unsafe block")]
+
+use super::{StageError, plan::Move};
+use aquifer_core::Result as MemoryResult;
+use std::{
+    cell::Cell,
+    collections::VecDeque,
+    hint,
+    ptr::NonNull,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+/// How often somebody looks whether his copies have been queued before he goes to sleep: for longer than the driver takes
+/// for those of all.
+const LOOKS: u32 = 2000;
+
+/// Copies of one transfer on their way to the driver.
+#[derive(Default)]
+pub(super) struct Submissions {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// In the order in which they came.
+    waiting: VecDeque<Submission>,
+    /// Somebody queues them, and will look again before he leaves.
+    busy: bool,
+}
+
+/// The copies of one slot, which is nobody's until they have been [answered](Submission::answer).
+pub(super) struct Submission {
+    /// The slot's first byte.
+    pub(super) start: NonNull<u8>,
+    pub(super) moves: Vec<Move>,
+    /// Where the one who waits looks; `None` once he has been told.
+    to: Option<Arc<Receipt>>,
+}
+
+// SAFETY: 1. the address of a slot that its worker leaves alone until it is answered, and keeps for longer.
+unsafe impl Send for Submission {}
+
+/// What came of a submission.
+pub(super) struct Answer {
+    pub(super) moves: Vec<Move>,
+    /// The epoch of the transfer's stream that ends with the copies. `None` if nobody knows how many were queued.
+    pub(super) epoch: Option<u64>,
+    pub(super) queued: Result<(), StageError>,
+}
+
+/// Where a worker is told what came of his submission. Made once for each slot.
+#[derive(Default)]
+pub(super) struct Receipt {
+    state: Mutex<Told>,
+    told: Condvar,
+    /// There is an answer.
+    ready: AtomicBool,
+}
+
+#[derive(Default)]
+struct Told {
+    answer: Option<Answer>,
+    /// Somebody sleeps: waking nobody is a system call all the same.
+    asleep: bool,
+}
+
+impl Submission {
+    pub(super) fn new(start: NonNull<u8>, moves: Vec<Move>, to: Arc<Receipt>) -> Self {
+        to.ready.store(false, Ordering::Relaxed);
+        Self { start, moves, to: Some(to) }
+    }
+
+    /// Gives the slot back to its worker: its copies end with `epoch`, or were refused.
+    pub(super) fn answer(mut self, epoch: u64, queued: MemoryResult<()>) {
+        self.tell(Some(epoch), queued.map_err(StageError::Memory));
+    }
+
+    fn tell(&mut self, epoch: Option<u64>, queued: Result<(), StageError>) {
+        if let Some(receipt) = self.to.take() {
+            receipt.tell(Answer { moves: std::mem::take(&mut self.moves), epoch, queued });
+        }
+    }
+}
+
+impl Drop for Submission {
+    /// Of one that was not answered its worker is told, who would wait for ever.
+    fn drop(&mut self) {
+        self.tell(None, Err(StageError::WorkerLost));
+    }
+}
+
+impl Receipt {
+    fn lock(&self) -> MutexGuard<'_, Told> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn tell(&self, answer: Answer) {
+        let mut state = self.lock();
+        state.answer = Some(answer);
+        let asleep = state.asleep;
+        // After the answer, and before anybody can wake and take it.
+        self.ready.store(true, Ordering::Release);
+        drop(state);
+        if asleep {
+            self.told.notify_one();
+        }
+    }
+
+    /// What came of the submission. Blocks until somebody has handed it to the driver.
+    pub(super) fn wait(&self) -> Answer {
+        for _ in 0..LOOKS {
+            if self.ready.load(Ordering::Acquire) {
+                break;
+            }
+            hint::spin_loop();
+        }
+        let mut state = self.lock();
+        loop {
+            if let Some(answer) = state.answer.take() {
+                state.asleep = false;
+                return answer;
+            }
+            state.asleep = true;
+            state = self.told.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+impl Submissions {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hands a submission in. With a turn the caller is to queue it, and whatever comes meanwhile; without one somebody else
+    /// does. Never blocks.
+    pub(super) fn hand_in(&self, submission: Submission) -> Option<Turn<'_>> {
+        let mut state = self.lock();
+        state.waiting.push_back(submission);
+        if std::mem::replace(&mut state.busy, true) {
+            None
+        } else {
+            Some(Turn { of: self, over: Cell::new(false) })
+        }
+    }
+}
+
+/// The turn of one thread to queue what all hand in. It ends when nothing is left; dropped early, whoever waits is told.
+pub(super) struct Turn<'a> {
+    of: &'a Submissions,
+    /// Nothing was left, and it may be somebody else's turn.
+    over: Cell<bool>,
+}
+
+impl Turn<'_> {
+    /// The next submission. After `None` it is somebody else's turn.
+    pub(super) fn next(&self) -> Option<Submission> {
+        let mut state = self.of.lock();
+        let next = state.waiting.pop_front();
+        if next.is_none() {
+            // Under the same lock as the look: who hands in after it takes the next turn.
+            state.busy = false;
+            self.over.set(true);
+        }
+        next
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        // Not by asking whether the thread panics: one that unwinds may take part in a transfer.
+        if self.over.get() {
+            return;
+        }
+        let left = {
+            let mut state = self.of.lock();
+            state.busy = false;
+            std::mem::take(&mut state.waiting)
+        };
+        drop(left);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::{
+        panic::{AssertUnwindSafe, catch_unwind},
+        thread,
+    };
+
+    fn submission(receipt: &Arc<Receipt>) -> Submission {
+        Submission::new(NonNull::dangling(), Vec::new(), receipt.clone())
+    }
+
+    #[test]
+    fn one_thread_at_a_time_queues_what_all_hand_in_and_each_is_answered_once() {
+        let submissions = Submissions::default();
+        let (busy, queued) = (AtomicBool::new(false), Mutex::new(0u64));
+        thread::scope(|threads| {
+            for _ in 0..4 {
+                threads.spawn(|| {
+                    let receipt = Arc::new(Receipt::default());
+                    for _ in 0..500 {
+                        if let Some(turn) = submissions.hand_in(submission(&receipt)) {
+                            while let Some(next) = turn.next() {
+                                assert!(!busy.swap(true, Ordering::Relaxed), "two at once");
+                                let epoch = {
+                                    let mut queued = queued.lock().unwrap();
+                                    *queued += 1;
+                                    *queued
+                                };
+                                busy.store(false, Ordering::Relaxed);
+                                next.answer(epoch, Ok(()));
+                            }
+                        }
+                        let answer = receipt.wait();
+                        assert!(answer.queued.is_ok() && answer.epoch.is_some());
+                    }
+                });
+            }
+        });
+        assert_eq!(*queued.lock().unwrap(), 4 * 500);
+    }
+
+    #[test]
+    fn whoever_waits_for_a_thread_that_panics_is_told() {
+        let submissions = Submissions::default();
+        let [mine, others] = [0, 1].map(|_| Arc::new(Receipt::default()));
+        let unwound = catch_unwind(AssertUnwindSafe(|| {
+            let turn = submissions.hand_in(submission(&mine)).unwrap();
+            assert!(submissions.hand_in(submission(&others)).is_none(), "one turn at a time");
+            let _first = turn.next();
+            panic!("on purpose");
+        }));
+        assert!(unwound.is_err());
+        for receipt in [&mine, &others] {
+            let answer = receipt.wait();
+            assert!(matches!(answer.queued, Err(StageError::WorkerLost)) && answer.epoch.is_none());
+        }
+        assert!(submissions.hand_in(submission(&mine)).is_some(), "the turn is over");
+    }
+}
