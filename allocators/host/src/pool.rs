@@ -120,6 +120,7 @@ pub use allocator::PinnedAllocator;
 pub use buffer::PinnedBuf;
 pub use home::stale_frees;
 pub use pending::sweep;
+pub(crate) use reclaim::Keeper;
 
 use crate::{
     region::{self, Host, PageTier, Pinning, RegionReport, Verify, window::GRANULE},
@@ -133,7 +134,7 @@ use std::{
     alloc::Layout,
     fmt,
     ptr::NonNull,
-    sync::{Arc, OnceLock},
+    sync::{Arc, Mutex, OnceLock, Weak},
     time::{Duration, Instant},
 };
 
@@ -254,6 +255,8 @@ struct Shared {
     /// Whether somebody checks what the host does with pinned memory.
     observed: bool,
     known: OnceLock<reclaim::Known>,
+    /// Those who keep blocks that nobody uses now.
+    keepers: Mutex<Vec<Weak<dyn Keeper>>>,
 }
 
 impl Shared {
@@ -304,7 +307,7 @@ impl PinnedPool {
         config.check()?;
         let observed = host.reach.as_ref().is_some_and(|reach| reach.driver.observer().is_some());
         let (host, budget, known) = (host.clone(), budget.clone(), OnceLock::new());
-        let shared = Arc::new(Shared { host, budget, config, observed, known });
+        let shared = Arc::new(Shared { host, budget, config, observed, known, keepers: Mutex::default() });
         let (home, generation) = Home::open(shared.clone());
         shared.register(home, generation);
         Ok(Self { handle: Arc::new(Handle { home, generation, shared }) })

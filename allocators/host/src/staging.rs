@@ -45,6 +45,9 @@
 //! Where the driver refuses to say whether copies are done, it is asked again, in each of its ways, until it does. One that
 //! refuses all of them for a second is taken for one that is gone, and with it whatever was queued: an operand comes back
 //! then.
+//!
+//! Slots that no transfer uses stay with the stager, but go back to their pool where that has no memory left, or is asked
+//! for some by others under its budget.
 
 mod alone;
 mod error;
@@ -197,7 +200,7 @@ const MIB: u64 = 1 << 20;
 struct Side {
     workers: Workers,
     workers_most: usize,
-    lanes: Lanes,
+    lanes: Arc<Lanes>,
     /// As it is settled for this machine.
     stores: Stores,
 }
@@ -213,10 +216,12 @@ impl Side {
         // One more than workers, for whoever waits and takes part.
         let lanes = workers + 1;
         let slots = (lanes as u64).saturating_mul(config.slots as u64).saturating_mul(config.slot as u64);
+        let lanes = Arc::new(Lanes::new(pool, lanes, config.slots, config.slot));
+        pool.keep_asking(&lanes);
         Self {
             workers: Workers::with_threads(&host.topology, host.kernel.clone(), threads),
             workers_most: workers,
-            lanes: Lanes::new(pool, lanes, config.slots, config.slot),
+            lanes,
             stores: stores.settled(way, slots, cache),
         }
     }
@@ -339,9 +344,10 @@ impl Stager {
     /// # Errors
     /// The pool's or the stream pool's, where there is not even one lane for a direction.
     pub fn warm(&self) -> Result<()> {
-        [&self.shared.up, &self.shared.down]
-            .into_iter()
-            .try_for_each(|side| side.lanes.ensure(side.lanes.most()))
+        let sides = [&self.shared.up, &self.shared.down];
+        // Neither direction is to get the other's.
+        let _kept = sides.map(|side| side.lanes.keep());
+        sides.into_iter().try_for_each(|side| side.lanes.ensure(side.lanes.most()))
     }
 
     /// Gives the slots that no transfer uses now back to their pool. Answers with their bytes.

@@ -138,6 +138,13 @@ impl Home {
                 }
             }
         }
+        let kept = shared.ask_keepers();
+        if kept > 0 {
+            tried.push(Tried { step: "idle slots of stagers", gave: kept });
+            if let Some(taken) = self.try_take(generation, layout)? {
+                return Ok(Ok(taken));
+            }
+        }
         let larger = self.with(|state| state.take_larger(layout).map(|at| Self::taken(state, at)));
         if let Some(taken) = larger {
             return Ok(Ok(taken));
@@ -374,6 +381,7 @@ impl Home {
     /// Gives back about `bytes` for somebody else. What would not go is stranded, and stays charged.
     pub(super) fn give_back(&'static self, generation: u64, bytes: u64) {
         let Ok(shared) = self.with(|state| state.open_as(generation).cloned()) else { return };
+        shared.ask_keepers();
         self.poll_all();
         self.drain(&shared, false);
         self.reap(&shared, shared.config.reserve as u64, bytes, None);

@@ -2,8 +2,11 @@
 //!
 //! To unregister memory waits for the whole device and holds up launches on all threads, so pinned memory is the dearest
 //! of all that is asked, and only by who has time: see [`Reclaim::waits`].
+//!
+//! Whoever keeps blocks of a pool that nobody uses now is a [`Keeper`]: a stager with its slots. Where the pool has no
+//! memory left or is asked for some, they come back to it first.
 
-use super::{Grow, Shared, home::Home};
+use super::{Grow, PinnedPool, Shared, home::Home};
 use crate::region::{self, Cause, Pinning, RegionError};
 use aquifer_core::{
     budget::{Offer, Reclaim, Registration},
@@ -12,7 +15,7 @@ use aquifer_core::{
 };
 use std::{
     fmt,
-    sync::Arc,
+    sync::{Arc, PoisonError, Weak},
     time::{Duration, Instant},
 };
 
@@ -23,6 +26,25 @@ const STALL: Duration = Duration::from_micros(4400);
 
 /// To unregister a MiB, to populate and to register it anew.
 const EACH_MIB: Duration = Duration::from_micros(50);
+
+/// Somebody who keeps blocks of a pool though they are idle.
+pub(crate) trait Keeper: Send + Sync {
+    /// Bytes of idle blocks. Must not block.
+    fn idle(&self) -> u64;
+
+    /// Frees idle blocks. Must not allocate from the pool. Answers with their bytes.
+    fn give(&self) -> u64;
+}
+
+impl PinnedPool {
+    /// Has `keeper` asked for its idle blocks, as long as somebody else keeps it.
+    pub(crate) fn keep_asking<K: Keeper + 'static>(&self, keeper: &Arc<K>) {
+        let keeper: Weak<K> = Arc::downgrade(keeper);
+        let mut all = self.handle.shared.keepers.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|known| known.strong_count() > 0);
+        all.push(keeper);
+    }
+}
 
 /// What others under the budget ask. It keeps nothing of the pool alive.
 struct Giver {
@@ -51,6 +73,17 @@ impl Shared {
         let giver = Arc::new(Giver { home, generation, place: self.place(), waits });
         let registration = self.budget.on_need(&giver);
         let _only_once = self.known.set(Known { registration, _giver: giver });
+    }
+
+    /// Those who keep idle blocks. Nobody is asked anything under the lock.
+    fn keepers(&self) -> Vec<Arc<dyn Keeper>> {
+        let all = self.keepers.lock().unwrap_or_else(PoisonError::into_inner);
+        all.iter().filter_map(Weak::upgrade).collect()
+    }
+
+    /// Has those who keep idle blocks free them. Answers with their bytes.
+    pub(super) fn ask_keepers(&self) -> u64 {
+        self.keepers().iter().map(|keeper| keeper.give()).sum()
     }
 
     /// Calls `grow` again as long as it is refused by a budget and others below that give something back.
@@ -87,13 +120,15 @@ impl Reclaim for Giver {
         if !self.home.is_here() {
             return Offer::default();
         }
+        let shared = self.home.with(|state| state.open_as(self.generation).cloned());
+        let kept: u64 = shared.map_or(0, |shared| shared.keepers().iter().map(|keeper| keeper.idle()).sum());
         let bytes = self.home.with_tally(|state, tally| {
             let reserve = match state.open_as(self.generation).map(|shared| &shared.config) {
                 Ok(config) if config.grow == Grow::Now => config.reserve as u64,
                 // Nothing is given back but where its owner says so.
                 _ => return 0,
             };
-            let free = (state.free_bytes() + tally.cached).saturating_sub(reserve);
+            let free = (state.free_bytes() + tally.cached + kept).saturating_sub(reserve);
             // Only whole regions go.
             if state.shortest_region().is_some_and(|bytes| bytes <= free) { free } else { 0 }
         });

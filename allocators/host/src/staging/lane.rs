@@ -6,7 +6,7 @@ use super::{
     plan::Move,
     submit::{Receipt, Submission},
 };
-use crate::{PinnedBuf, PinnedPool};
+use crate::{PinnedBuf, PinnedPool, pool::Keeper};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::HostAccess;
 use aquifer_stream::{HostOwned, Point, Timeline};
@@ -199,6 +199,9 @@ struct State {
     made: usize,
     /// Threads that wait for one: waking nobody is a system call all the same.
     waiting: usize,
+    /// Threads that are about to make one, for whom none of these is to be given up: with memory for one, they would go on
+    /// giving and making.
+    kept: usize,
 }
 
 impl Lanes {
@@ -208,7 +211,7 @@ impl Lanes {
             slots,
             slot_bytes,
             most,
-            state: Mutex::new(State { idle: Vec::new(), made: 0, waiting: 0 }),
+            state: Mutex::new(State { idle: Vec::new(), made: 0, waiting: 0, kept: 0 }),
             changed: Condvar::new(),
         }
     }
@@ -234,7 +237,10 @@ impl Lanes {
                 }
                 state.made += 1;
             }
-            let made = Lane::new(&self.pool, self.slots, self.slot_bytes);
+            let made = {
+                let _kept = self.keep();
+                Lane::new(&self.pool, self.slots, self.slot_bytes)
+            };
             match made {
                 Ok(lane) => self.give(lane),
                 Err(error) => {
@@ -243,6 +249,12 @@ impl Lanes {
                 }
             }
         }
+    }
+
+    /// None of these goes back to the pool unasked while the answer lives.
+    pub(super) fn keep(&self) -> Kept<'_> {
+        self.lock().kept += 1;
+        Kept(self)
     }
 
     /// A lane that nobody has now.
@@ -332,5 +344,27 @@ impl Lanes {
             std::mem::take(&mut state.idle)
         };
         idle.iter().flat_map(|lane| &lane.slots).map(|slot| slot.room() as u64).sum()
+    }
+}
+
+/// See [`Lanes::keep`].
+pub(super) struct Kept<'a>(&'a Lanes);
+
+impl Drop for Kept<'_> {
+    fn drop(&mut self) {
+        self.0.lock().kept -= 1;
+    }
+}
+
+/// Where the pool has no memory left, idle slots go back to it.
+impl Keeper for Lanes {
+    fn idle(&self) -> u64 {
+        let state = self.lock();
+        let lanes = if state.kept > 0 { 0 } else { state.idle.len() };
+        lanes as u64 * (self.slots * self.slot_bytes) as u64
+    }
+
+    fn give(&self) -> u64 {
+        if self.lock().kept > 0 { 0 } else { self.trim() }
     }
 }
