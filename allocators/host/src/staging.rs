@@ -46,6 +46,9 @@
 //! refuses all of them for a second is taken for one that is gone, and with it whatever was queued: an operand comes back
 //! then.
 //!
+//! A child process that was forked has neither the workers nor the slots: whatever it asks for, or waits for, is answered by
+//! [`MemoryError::OtherProcess`](aquifer_core::MemoryError::OtherProcess) at once.
+//!
 //! Slots that no transfer uses stay with the stager, but go back to their pool where that has no memory left, or is asked
 //! for some by others under its budget.
 
@@ -75,7 +78,7 @@ pub use stores::Stores;
 pub use ticket::{Begun, HostBuffer, Ticket};
 pub use transfer::Progress;
 
-use crate::{PinnedPool, region::Host, topology::NodeId, workers::Workers};
+use crate::{PinnedPool, kernel::Process, region::Host, topology::NodeId, workers::Workers};
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use lane::Lanes;
@@ -246,6 +249,8 @@ impl Front {
 
 /// What the stager's handles and its transfers share.
 struct Shared {
+    /// The process whose threads and memory these are. In a child of it a lock may be held for good.
+    process: Process,
     streams: StreamPool,
     device: DeviceId,
     /// Where workers run; `None` for anywhere.
@@ -259,6 +264,15 @@ struct Shared {
 }
 
 impl Shared {
+    fn is_here(&self) -> bool {
+        self.process.is_current()
+    }
+
+    /// An error in a child of the process that has the stager.
+    fn here(&self) -> Result<()> {
+        if self.is_here() { Ok(()) } else { Err(MemoryError::OtherProcess) }
+    }
+
     fn side(&self, way: Way) -> &Side {
         match way {
             Way::Up => &self.up,
@@ -327,6 +341,7 @@ impl Stager {
         let cache = host.topology.last_level_cache(node).ok().and_then(|found| found.value);
         let side = |way| Side::new(host, pool, way, &config, cache);
         let shared = Shared {
+            process: Process::current(),
             device: streams.device(),
             node,
             up: side(Way::Up),
@@ -344,6 +359,7 @@ impl Stager {
     /// # Errors
     /// The pool's or the stream pool's, where there is not even one lane for a direction.
     pub fn warm(&self) -> Result<()> {
+        self.shared.here()?;
         let sides = [&self.shared.up, &self.shared.down];
         // Neither direction is to get the other's.
         let _kept = sides.map(|side| side.lanes.keep());
@@ -353,6 +369,9 @@ impl Stager {
     /// Gives the slots that no transfer uses now back to their pool. Answers with their bytes.
     #[must_use = "the bytes that went back"]
     pub fn trim(&self) -> u64 {
+        if !self.shared.is_here() {
+            return 0;
+        }
         self.shared.up.lanes.trim() + self.shared.down.lanes.trim()
     }
 

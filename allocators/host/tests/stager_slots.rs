@@ -1,15 +1,17 @@
-//! A stager's slots: who hands them to the driver, who gets those that are idle.
+//! A stager's slots: who hands them to the driver, who gets those that are idle, and what a forked child has of them.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
+#![expect(unsafe_code, reason = "forks")]
 
 mod rig;
 mod support;
 
-use aquifer_core::{Budget, budget::Room};
+use aquifer_core::{Budget, MemoryError, budget::Room};
 use aquifer_driver::{Call, Typed};
 use aquifer_host::{
-    PinnedPool, Source, Stager, StagerConfig, kernel::Kernel as System, region::Host,
+    PinnedPool, Source, StageError, Stager, StagerConfig, kernel::Kernel as System, region::Host,
 };
-use rig::{GPU, KIB, PATIENCE, Rig, SLOT, config, pattern, pinned};
+use nix::libc;
+use rig::{GPU, KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
 use std::{
     io,
     sync::{
@@ -130,5 +132,48 @@ fn slots_that_a_transfer_uses_stay() {
     assert!(rig.bytes(&x) == up);
     drop((x, stager, pool));
     support::sweep_out(&budget);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_forked_child_is_refused_by_its_parents_stager_and_waits_for_nothing() {
+    let rig = Rig::new();
+    let up = pattern(20 * SLOT, 1);
+    let (mut x, mut small) = (rig.operand(2 * SLOT), Some(rig.operand(1)));
+    let held = rig.sim.stall(Call::CopyToDevice);
+    let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
+    assert!(held.wait_for(1, PATIENCE));
+    // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: 1. takes a number. A child that waits is ended by it.
+        unsafe { libc::alarm(20) };
+        let elsewhere = |error: &StageError| matches!(error, StageError::Memory(MemoryError::OtherProcess));
+        let stager = &rig.stager;
+        let long = stager.scope(|s| s.upload(&up[..x.len()], &mut x).map(drop)).unwrap();
+        let small = std::mem::take(&mut small).unwrap();
+        let permits: Vec<_> = (0..20).map(|_| stager.permit()).collect();
+        let right = [
+            long.is_err_and(|error| elsewhere(&error)),
+            stager.warm() == Err(MemoryError::OtherProcess) && stager.trim() == 0,
+            stager.try_permit().is_some() && stager.permit_until(Instant::now()).is_ok(),
+            block_on(stager.ready()).upload(vec![1], small).is_err_and(|failed| elsewhere(&failed.error)),
+            ticket.is_done() && ticket.watch().wait().is_err_and(|error| elsewhere(&error)),
+            ticket.watch().try_wait().is_some_and(|told| told.is_err_and(|error| elsewhere(&error))),
+        ];
+        ticket.cancel();
+        drop(permits);
+        let wrong = right.iter().position(|right| !right);
+        // SAFETY: 1. ends the child.
+        unsafe { libc::_exit(wrong.map_or(0, |wrong| 1 + wrong as i32)) };
+    }
+    let mut status = -1;
+    // SAFETY: 1. the child is this process's, and the status a local.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
+    drop(held);
+    let (_, y) = ticket.wait().unwrap();
+    assert!(rig.bytes(&y) == up, "nothing has changed here");
+    drop((x, y, small));
     rig.assert_all_given_back();
 }

@@ -65,6 +65,7 @@ type Result<T> = std::result::Result<T, StageError>;
 
 impl Shared {
     fn check(&self, parts: &Parts) -> MemoryResult<()> {
+        self.here()?;
         match parts.range {
             Some(range) if range.device != self.device => {
                 Err(MemoryError::WrongDevice { expected: self.device, actual: range.device })

@@ -61,6 +61,9 @@ pub struct Permit {
 
 impl Drop for Permit {
     fn drop(&mut self) {
+        if !self.shared.is_here() {
+            return;
+        }
         let permits = &self.shared.permits;
         let wakers = {
             let mut state = permits.lock();
@@ -80,7 +83,12 @@ impl fmt::Debug for Permit {
 
 impl Stager {
     /// A permit for one more transfer. Blocks while [`StagerConfig::depth`](super::StagerConfig::depth) are under way.
+    ///
+    /// In a child of the process that made the stager there is always one, and what is begun with it is refused.
     pub fn permit(&self) -> Permit {
+        if !self.shared.is_here() {
+            return Permit { shared: self.shared.clone() };
+        }
         let permits = &self.shared.permits;
         let mut state = permits.lock();
         while state.free == 0 {
@@ -93,6 +101,9 @@ impl Stager {
     /// A permit, if there is one now. Never blocks.
     #[must_use]
     pub fn try_permit(&self) -> Option<Permit> {
+        if !self.shared.is_here() {
+            return Some(self.permit());
+        }
         let mut state = self.shared.permits.lock();
         state.free = state.free.checked_sub(1)?;
         Some(Permit { shared: self.shared.clone() })
@@ -103,6 +114,9 @@ impl Stager {
     /// # Errors
     /// [`MemoryError::TimedOut`].
     pub fn permit_until(&self, deadline: Instant) -> Result<Permit, StageError> {
+        if !self.shared.is_here() {
+            return Ok(self.permit());
+        }
         let permits = &self.shared.permits;
         let mut state = permits.lock();
         while state.free == 0 {
@@ -133,6 +147,9 @@ impl Future for Ready<'_> {
     type Output = Permit;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Permit> {
+        if !self.stager.shared.is_here() {
+            return Poll::Ready(self.stager.permit());
+        }
         let permits = &self.stager.shared.permits;
         let mut state = permits.lock();
         if let Some(left) = state.free.checked_sub(1) {

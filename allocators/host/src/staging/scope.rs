@@ -376,6 +376,8 @@ impl<'env> StageScope<'_, 'env> {
     ) -> Result<Staged> {
         let shared = &self.stager.shared;
         let bytes = parts.total;
+        // Before any lock.
+        shared.here()?;
         // Slots that are not pinned would be one copy more, and the driver's own staging all the same.
         if far.is_none() && (shared.is_short(parts.way, bytes) || !shared.side(parts.way).lanes.is_pinned()) {
             // SAFETY: 1. all of it is borrowed while this runs.

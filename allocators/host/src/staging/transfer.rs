@@ -131,6 +131,11 @@ impl Transfer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// What came of it in a child of the process that has its workers and its memory: there, no lock may be taken.
+    fn elsewhere(&self) -> Option<Result<(), StageError>> {
+        self.shared.here().err().map(|error| Err(error.into()))
+    }
+
     /// Keeps what owns its memory until it is finished. To be called before it is begun.
     pub(super) fn keep(&self, keep: Keep) {
         self.lock().held.keep = Some(keep);
@@ -177,7 +182,8 @@ impl Transfer {
 
     /// The calling thread takes part, if a lane is idle.
     pub(super) fn help(&self) {
-        if let Some(part) = self.enter()
+        if self.elsewhere().is_none()
+            && let Some(part) = self.enter()
             && part.is_wanted()
             && let Some(lane) = self.shared.side(self.plan.way).lanes.try_take()
         {
@@ -222,6 +228,9 @@ impl Transfer {
 
     /// Ends it early, for this reason, unless it has come to its end or failed before.
     pub(super) fn fail(&self, error: StageError) {
+        if self.elsewhere().is_some() {
+            return;
+        }
         {
             let mut state = self.lock();
             if state.over || self.progress().done == self.plan.total() {
@@ -268,17 +277,23 @@ impl Transfer {
     }
 
     pub(super) fn is_finished(&self) -> bool {
-        self.lock().finished
+        self.elsewhere().is_some() || self.lock().finished
     }
 
     /// What came of it, once it is finished.
     pub(super) fn outcome(&self) -> Option<Result<(), StageError>> {
+        if let Some(elsewhere) = self.elsewhere() {
+            return Some(elsewhere);
+        }
         let state = self.lock();
         state.finished.then(|| state.error.clone().map_or(Ok(()), Err))
     }
 
     /// Takes part, and blocks until it is finished.
     pub(super) fn wait(&self) -> Result<(), StageError> {
+        if let Some(elsewhere) = self.elsewhere() {
+            return elsewhere;
+        }
         self.help();
         // Nothing is left to claim then, or no lane was to be had: mostly the others are at their last chunks.
         for _ in 0..LOOKS {
@@ -296,6 +311,9 @@ impl Transfer {
 
     /// Blocks until it is finished or the deadline has passed; whether it is finished.
     pub(super) fn wait_until(&self, deadline: Instant) -> bool {
+        if self.elsewhere().is_some() {
+            return true;
+        }
         let mut state = self.lock();
         while !state.finished {
             let left = deadline.saturating_duration_since(Instant::now());
@@ -309,6 +327,9 @@ impl Transfer {
 
     /// The outcome, or `waker` is woken when there is one.
     pub(super) fn poll(&self, waker: &Waker) -> Poll<Result<(), StageError>> {
+        if let Some(elsewhere) = self.elsewhere() {
+            return Poll::Ready(elsewhere);
+        }
         let mut state = self.lock();
         if state.finished {
             return Poll::Ready(state.error.clone().map_or(Ok(()), Err));
