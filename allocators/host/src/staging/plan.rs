@@ -213,8 +213,8 @@ fn follows(end: HostSide, next: HostSide) -> bool {
     }
 }
 
-/// Transfers of so many least chunks begin with longer ones: workers that begin together wait for the driver, which takes
-/// 12 µs for each copy and its event.
+/// Transfers of so many least chunks begin with longer ones: workers that begin together have their first ones ready
+/// together, and each costs the driver a copy and an event.
 const LONG: u64 = 128;
 
 /// Cuts `total` bytes of which the first lies `phase` bytes behind the start of a page.
