@@ -9,7 +9,8 @@
 //!     Job ◄────────── results ◄──────── [job: 0 1 2 3 …] ◄─── claim a piece, run it, next
 //! ```
 //!
-//! Threads start with the first job that finds too few of them free, sleep between jobs, and end with the [`Workers`].
+//! Threads start with the first job that finds too few of them free, sleep between jobs that do not come one right after
+//! the other, and end with the [`Workers`].
 //! Each is bound when it starts, to the CPUs that the node has for the process at that time; where that is refused, as
 //! sandboxes do, it runs anywhere, and [`Workers::shortfall`] says so. A piece that panics fails its job and nothing
 //! else; a worker that dies is replaced. A job whose deadline passes begins no further piece, and what it has made is

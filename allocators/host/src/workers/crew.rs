@@ -8,7 +8,7 @@ use crate::{
 use aquifer_core::SystemError;
 use std::{
     collections::VecDeque,
-    fmt,
+    fmt, hint,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -27,7 +27,13 @@ pub(super) struct Crew {
     called: Condvar,
     /// Workers that are at a piece.
     busy: AtomicUsize,
+    /// Jobs in the queue, for workers that look without the lock.
+    queued: AtomicUsize,
 }
+
+/// How often a worker that has nothing to do looks for a job before it goes to sleep: for less than it takes to be woken,
+/// which is some tens of microseconds. Who makes one transfer after another finds them awake.
+const LOOKS: u32 = 2000;
 
 /// Where a crew's workers run.
 #[derive(Debug)]
@@ -50,6 +56,8 @@ struct State {
     queue: VecDeque<Arc<dyn Work>>,
     /// Threads that run, those about to start included. At most the limit.
     alive: usize,
+    /// Those of them that sleep: waking nobody is a system call all the same.
+    asleep: usize,
     /// Those of them that could not be bound, and run anywhere.
     unbound: usize,
     /// Why the last of them could not.
@@ -61,10 +69,18 @@ struct State {
 
 impl Crew {
     pub(super) fn new(home: Option<Home>, limit: usize, kernel: Kernel) -> Self {
-        let state =
-            State { queue: VecDeque::new(), alive: 0, unbound: 0, refused: None, closed: false, started: 0 };
-        let (state, called, busy) = (Mutex::new(state), Condvar::new(), AtomicUsize::new(0));
-        Self { home, limit, kernel, state, called, busy }
+        let state = State {
+            queue: VecDeque::new(),
+            alive: 0,
+            asleep: 0,
+            unbound: 0,
+            refused: None,
+            closed: false,
+            started: 0,
+        };
+        let (state, called) = (Mutex::new(state), Condvar::new());
+        let (busy, queued) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        Self { home, limit, kernel, state, called, busy, queued }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -145,19 +161,32 @@ impl Crew {
             return;
         }
         state.queue.push_back(work);
-        let sleepers = state.alive;
+        self.count(&state);
+        let asleep = state.asleep;
         drop(state);
-        // As many as have something to do: each that wakes goes on until nothing is left.
-        if pieces < sleepers {
+        // As many as have something to do: each that wakes goes on until nothing is left. Those that are awake look again
+        // before they go to sleep.
+        if pieces < asleep {
             (0..pieces).for_each(|_| self.called.notify_one());
-        } else {
+        } else if asleep > 0 {
             self.called.notify_all();
         }
+    }
+
+    /// Tells those who look without the lock how many jobs there are.
+    fn count(&self, state: &State) {
+        self.queued.store(state.queue.len() + usize::from(state.closed), Ordering::Relaxed);
     }
 
     /// A worker's life.
     fn serve(&self) {
         loop {
+            for _ in 0..LOOKS {
+                if self.queued.load(Ordering::Relaxed) > 0 {
+                    break;
+                }
+                hint::spin_loop();
+            }
             let work = {
                 let mut state = self.lock();
                 loop {
@@ -167,11 +196,15 @@ impl Crew {
                     if state.closed {
                         return;
                     }
+                    state.asleep += 1;
                     state = self.called.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    state.asleep -= 1;
                 }
             };
             if !work.run_piece(&self.busy) {
-                self.lock().queue.retain(|queued| !Arc::ptr_eq(queued, &work));
+                let mut state = self.lock();
+                state.queue.retain(|queued| !Arc::ptr_eq(queued, &work));
+                self.count(&state);
             }
         }
     }
@@ -181,7 +214,9 @@ impl Crew {
         let waiting = {
             let mut state = self.lock();
             state.closed = true;
-            std::mem::take(&mut state.queue)
+            let waiting = std::mem::take(&mut state.queue);
+            self.count(&state);
+            waiting
         };
         self.called.notify_all();
         waiting.iter().for_each(|work| work.stop(JobError::Closed));
@@ -210,7 +245,12 @@ impl Drop for Present {
         };
         if orphaned && std::thread::panicking() && self.crew.staff(1).is_err() {
             // Nobody is left to do it and nobody can be found.
-            let waiting = std::mem::take(&mut self.crew.lock().queue);
+            let waiting = {
+                let mut state = self.crew.lock();
+                let waiting = std::mem::take(&mut state.queue);
+                self.crew.count(&state);
+                waiting
+            };
             waiting.iter().for_each(|work| work.stop(JobError::Closed));
         }
     }
