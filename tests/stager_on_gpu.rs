@@ -65,7 +65,8 @@ fn bytes_go_up_and_down_at_every_size() {
     cached.stores = Stores::Cached;
     for config in [StagerConfig::default(), small, cached] {
         let stager = gpu.stager(config);
-        for bytes in [1, 4096, 4097, 65_535, MIB + 3, 9 * MIB + 77, 200 * MIB + 1] {
+        for bytes in [1, 4096, 4097, 65_535, 98_305, 300_001, 512 << 10, MIB + 3, 9 * MIB + 77, 200 * MIB + 1]
+        {
             let up = pattern(bytes + 3, bytes as u8);
             let mut x = gpu.buffer(&s, bytes);
             stager.scope(|stage| stage.upload(&up[3..], &mut x).map(drop)).unwrap().unwrap();
