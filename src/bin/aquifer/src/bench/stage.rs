@@ -26,6 +26,7 @@ use crate::{
 };
 use aquifer_core::{Bytes, MemoryError, Result};
 use aquifer_host::{FileSource, ReadMode, Source};
+use nix::sys::statvfs::statvfs;
 use std::{
     env, fmt, fs,
     io::{self, Write},
@@ -55,8 +56,8 @@ const SIZES: [u64; 13] = [
 ];
 /// From here on processor time is told: less cannot be seen.
 const LONG: u64 = 64 * MIB;
-/// Of a file at most.
-const FILE: u64 = GIB;
+/// Sizes of files, in bytes.
+const FILES: [u64; 7] = [4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB, GIB, 8 * GIB];
 
 const PAGEABLE: &str = "driver, pageable memory";
 const PINNED: &str = "pinned memory, the limit";
@@ -80,7 +81,7 @@ impl fmt::Display for Mistake {
             Self::NoRow(pattern) => write!(
                 f,
                 "no row's name contains '{pattern}'; there are upload 1 MiB; download 1 MiB, of the limit; both ways \
-                 64 MiB; file 64 MiB, warm; and more"
+                 64 MiB; file 16 MiB, warm; and more"
             ),
             Self::Memory(e) => write!(f, "the bench cannot begin: {e}"),
         }
@@ -196,10 +197,10 @@ fn groups(most: u64) -> Vec<Group> {
     let largest = sizes().next_back().unwrap_or(SIZES[0]);
     // Where nothing is so long, the longest there is.
     let long = || sizes().filter(|&size| size >= LONG.min(largest));
-    let file = largest.min(FILE);
+    let files = FILES.into_iter().filter(|&size| size <= most);
     let mut groups: Vec<_> = sizes().flat_map(|size| [Group::Upload(size), Group::Download(size)]).collect();
     groups.extend(long().map(Group::Both));
-    groups.extend([Group::Warm(file), Group::Cold(file), Group::Direct(file)]);
+    groups.extend(files.flat_map(|size| [Group::Warm(size), Group::Cold(size), Group::Direct(size)]));
     groups
 }
 
@@ -234,6 +235,9 @@ impl Bench<'_> {
         }
         if more > host::available().unwrap_or(u64::MAX) / 4 * 3 {
             return self.leave_out(group, format!("needs {} of host memory", Bytes(more)));
+        }
+        if file && room_in(&self.folder).is_some_and(|room| bytes > room / 4 * 3) {
+            return self.leave_out(group, format!("needs {} in {}", Bytes(bytes), self.folder.display()));
         }
         let bytes = bytes as usize;
         if self.up.len() < bytes {
@@ -355,6 +359,12 @@ impl Bench<'_> {
         self.cpu(&name, staged_cpu, bytes, (READ_FIRST, driver_cpu));
         Ok(())
     }
+}
+
+/// Bytes that a folder's file system has left; `None` where it does not tell.
+fn room_in(folder: &Path) -> Option<u64> {
+    let found = statvfs(folder).ok()?;
+    Some(found.blocks_available() * found.fragment_size())
 }
 
 fn read_all(source: &FileSource, mut into: &mut [u8]) -> io::Result<()> {
