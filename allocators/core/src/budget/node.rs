@@ -34,6 +34,9 @@ use std::sync::{Arc, OnceLock};
 /// The priority of the first in line where nobody is.
 pub(super) const NOBODY: i64 = i64::MIN;
 
+/// A [`Node::brim`] that says nothing: somebody is in line, or a guarantee is not used up.
+pub(super) const ASK: u64 = u64::MAX;
+
 const IDLE: u8 = 0;
 const LIVE: u8 = 1;
 const BETWEEN: u8 = 2;
@@ -58,6 +61,8 @@ pub(super) struct Node {
     pub(super) easy: AtomicU64,
     /// Down to here a release meets no edge.
     pub(super) floor: AtomicU64,
+    /// What `used` could be at most, whoever charges, as far as this node goes; or [`ASK`].
+    pub(super) brim: AtomicU64,
     /// Whether more is used than the limit allows: it was lowered, and has not been met yet.
     pub(super) over: AtomicBool,
     pub(super) tree: &'static Tree,
@@ -175,6 +180,7 @@ impl Node {
             used: AtomicU64::new(0),
             easy: AtomicU64::new(0),
             floor: AtomicU64::new(0),
+            brim: AtomicU64::new(ASK),
             over: AtomicBool::new(false),
             tree,
             above: above.leak(),

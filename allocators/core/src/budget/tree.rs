@@ -11,10 +11,11 @@
 //!
 //! **The quick way.** Most charges meet no edge anywhere: no limit, no new peak, no level, no guarantee that is not used
 //! up, nobody in line. Each node keeps one figure for all of these, `easy`: up to there a charge is an addition. Another,
-//! `floor`, does the same for releases. Both are worked out anew whenever something that they depend on has changed.
+//! `floor`, does the same for releases, and a third, `brim`, for whoever only asks how much room there is. They are worked
+//! out anew whenever something that they depend on has changed.
 
 use super::{
-    node::{NOBODY, Node},
+    node::{ASK, NOBODY, Node},
     refusal::OutOfBudget,
 };
 use crate::sync::atomic::{
@@ -136,17 +137,20 @@ impl Node {
         room
     }
 
-    /// As [`Node::room`], by whoever does not hold the lock. With none above it that is a few loads.
+    /// As [`Node::room`], by whoever does not hold the lock: two loads a node, where nothing is out of the ordinary. The
+    /// priority is asked for where it counts.
     #[inline]
-    pub(super) fn glance(&'static self, priority: i64) -> u64 {
-        if !self.above.is_empty() {
-            return self.room(priority);
+    pub(super) fn glance(&'static self, priority: impl Fn() -> i64) -> u64 {
+        let look = |node: &Node| {
+            let brim = node.brim.load(Relaxed);
+            (brim != ASK).then(|| brim.saturating_sub(node.used.load(Relaxed)))
+        };
+        let Some(mut room) = look(self) else { return self.room(priority()) };
+        for above in self.above {
+            let Some(more) = look(above) else { return self.room(priority()) };
+            room = room.min(more);
         }
-        if self.line.load(Relaxed) >= priority {
-            0
-        } else {
-            self.limit.load(Relaxed).saturating_sub(self.held())
-        }
+        room
     }
 
     /// The first node by which `bytes` more would be too much, though all else were given back: what is asked is above a
@@ -257,11 +261,9 @@ impl Node {
         let met = self.unmet() == 0;
         let ceiling = self.limit.load(Relaxed).saturating_sub(extra);
         let (rise, fall) = self.thresholds();
-        let easy = if met && self.line.load(Relaxed) == NOBODY {
-            ceiling.min(self.peak.load(Relaxed)).min(rise)
-        } else {
-            0
-        };
+        let plain = met && self.line.load(Relaxed) == NOBODY;
+        self.brim.store(if plain { ceiling.min(ASK - 1) } else { ASK }, Relaxed);
+        let easy = if plain { ceiling.min(self.peak.load(Relaxed)).min(rise) } else { 0 };
         self.easy.store(easy, Relaxed);
         let limit = self.limit.load(Relaxed);
         let over = self.used.load(Relaxed) > limit;
