@@ -45,7 +45,7 @@ mod saved;
 
 pub(crate) use lodging::Lodging;
 
-use crate::{Block, DeviceBuffer, DevicePool, Request, pool::Inner};
+use crate::{Block, DeviceBuffer, DevicePool, Request, pool::Inner, request::Sensible};
 use allocator_api2::alloc::Allocator;
 use aquifer_core::{__opaque::Sealed, DeviceId, MemoryError, Opaque, PoolStats, Result, Tag};
 use aquifer_driver::site;
@@ -354,7 +354,8 @@ impl Inner {
 }
 
 impl Parkable {
-    /// A block for work that is queued on `stream` from now on. It is the tag's, whatever the request says.
+    /// A block for work that is queued on `stream` from now on. It is the tag's, whatever the request says, and counts
+    /// under the tag's [limit](DevicePool::limit_tag), also while it is parked.
     ///
     /// Where no free place is ready, takes memory as [`DevicePool::alloc_stable`] does, and may block as that may.
     ///
@@ -363,7 +364,11 @@ impl Parkable {
     #[track_caller]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let _site = site::enter();
-        self.lodging.allocate(stream, request)
+        let request = request.checked()?.tag(self.lodging.tag);
+        let of_tag = self.pool.inner().charge_tag(stream, &request)?;
+        let mut block = self.lodging.allocate(stream, request)?;
+        block.count_for_tag(of_tag);
+        Ok(block)
     }
 
     /// A buffer of `len` elements for work that is queued on `stream` from now on.

@@ -1,18 +1,19 @@
 //! Elements at addresses that stay, while memory behind them comes and goes.
 
 use crate::{
-    Block, DevicePool, DeviceSlice, DeviceSliceMut,
+    Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
     apart::{Apart, Owned, Span},
     pool::Inner,
     request::MAX_BYTES,
     stable::bounds,
 };
-use aquifer_core::{DeviceId, MemoryError, Result, Tag};
+use aquifer_core::{DeviceId, MemoryError, Result, Tag, budget::Leased};
 use aquifer_driver::{Access, Ownership, RawStream, site};
 use aquifer_stream::{Stream, Use};
 use bytemuck::Pod;
 use smallvec::smallvec;
 use std::{
+    collections::BTreeMap,
     fmt,
     marker::PhantomData,
     ops::Range,
@@ -67,6 +68,8 @@ pub struct Reserved<T> {
     pool: Weak<Inner>,
     stream: Stream,
     max_len: usize,
+    /// What its tag is charged for committed steps, by their places, if the tag has a limit.
+    of_tag: BTreeMap<u64, Leased>,
     elements: PhantomData<T>,
 }
 
@@ -116,7 +119,8 @@ impl DevicePool {
         let span = apart.reserve(requested.next_multiple_of(step), step, 0)?;
         let block = self.apart_block(stream, &span, requested, Tag::current(), None);
         let (apart, pool, stream) = (apart.clone(), Arc::downgrade(inner), stream.clone());
-        Ok(Reserved { block, span, apart, pool, stream, max_len, elements: PhantomData })
+        let of_tag = BTreeMap::new();
+        Ok(Reserved { block, span, apart, pool, stream, max_len, of_tag, elements: PhantomData })
     }
 }
 
@@ -143,8 +147,12 @@ impl<T: Pod> Reserved<T> {
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
         let apart = &pool.apart;
         let step = self.span.slot;
-        let new = pool.back(&self.span, &self.block.home(), self.block.tag(), &missing, None)?;
         let total = missing.len() as u64 * step;
+        let charged = pool.charge_tag(&self.stream, &Request::bytes(total).tag(self.block.tag()))?;
+        let new = pool.back(&self.span, &self.block.home(), self.block.tag(), &missing, None)?;
+        if let Some(mut charged) = charged {
+            self.of_tag.extend(missing.iter().filter_map(|&slot| Some((slot, charged.split(step)?))));
+        }
         apart.committed(new, total - new, self.block.tag());
         let (stream, generation) = (self.block.home().raw(), self.block.generation());
         for &slot in &missing {
@@ -194,6 +202,7 @@ impl<T: Pod> Reserved<T> {
         let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         let apart = &self.apart;
         apart.count(|a| a.let_go(bytes, bytes, self.block.tag()));
+        self.of_tag.retain(|slot, _| !slots.contains(slot));
         for run in runs {
             apart.note(
                 self.block.generation(),

@@ -16,7 +16,8 @@
 //!
 //! **What is counted** are the bytes that were asked for, of blocks that have an owner: the sum of a tenant's is
 //! [`PoolStats::requested`](aquifer_core::PoolStats::requested) of its blocks. Freed memory that other streams still use is
-//! the pool's again, as in its statistics.
+//! the pool's again, as in its statistics. Pinned memory and any other that an `Allocator` gives is counted for the same
+//! budget by a `Limit` around it.
 //!
 //! **What it costs.** Charges come out of [`Lease`]s, one for each of a few streams, so a block up to the lease's grain
 //! touches no lock of the tree as a rule. The block remembers its charge in its extras, an allocation of 88 bytes on the
@@ -184,8 +185,8 @@ impl DevicePool {
     }
 
     /// Limits the live bytes of `tag` in this pool from now on, or sets that limit anew, and answers with the budget that
-    /// counts them. Blocks that are live already are not counted. Stable blocks are; [`Reserved`](crate::Reserved) memory
-    /// is not.
+    /// counts them. Blocks that are live already are not counted. Stable and [parkable](DevicePool::parkable) blocks are,
+    /// and [`Reserved`](crate::Reserved) memory by its committed steps, under the tag of the thread that reserved it.
     ///
     /// Every allocation of this pool looks up its tag from then on, some 20 ns.
     pub fn limit_tag(&self, tag: Tag, bytes: u64) -> Budget {

@@ -6,9 +6,10 @@ mod support;
 use aquifer_core::{
     Budget, MemoryError, OutOfMemory, Tag,
     budget::{Offer, Reclaim},
+    tagged,
 };
 use aquifer_device::{Block, Debugging, DevicePool, PoolConfig, Request, Resource, Tenant};
-use aquifer_driver::{Access, DeviceId, sim::Sim};
+use aquifer_driver::{Access, Call, DeviceId, sim::Sim};
 use std::{
     sync::{
         Arc, Mutex,
@@ -254,4 +255,38 @@ fn threads_of_one_tenant_are_granted_its_last_byte_and_leave_nothing() {
     drop(whole);
     drop(rig);
     assert_eq!((a.used(), a.children().count()), (0, 0), "leases go with their pool");
+}
+
+#[test]
+fn parkable_blocks_and_committed_steps_are_under_the_limit_of_their_tag_and_leave_nothing() {
+    let rig = Rig::new(256);
+    let s = rig.stream();
+    let tag = Tag::named("limited apart");
+    let limit = rig.pool.limit_tag(tag, 8 * MIB);
+    let parkable = rig.pool.parkable(tag).unwrap();
+    let block = parkable.alloc(&s, Request::bytes(3 * MIB)).unwrap();
+    assert_eq!(live(&limit), 3 * MIB);
+    let mut cache = tagged(tag, || rig.pool.reserve_in_steps::<u8>(&s, 64 << 20, 2 * MIB)).unwrap();
+    assert_eq!(live(&limit), 3 * MIB, "addresses are no bytes");
+    cache.commit_to(4 << 20).unwrap();
+    assert_eq!(live(&limit), 7 * MIB);
+    // All of what is missing or nothing.
+    let told = refused(cache.commit_to(8 << 20));
+    assert_eq!((told.refused.unwrap().requested, told.of_live_bytes), (4 * MIB, true));
+    assert_eq!((live(&limit), cache.committed().first().cloned()), (7 * MIB, Some(0..4 << 20)));
+    assert!(refused(parkable.alloc(&s, Request::bytes(2 * MIB))).of_live_bytes);
+    cache.decommit(2 << 20..cache.max_len()).unwrap();
+    assert_eq!(live(&limit), 5 * MIB);
+    cache.commit_to(5 << 20).unwrap_err();
+    cache.commit_to(4 << 20).unwrap();
+    drop(block);
+    assert_eq!(live(&limit), 4 * MIB);
+    // What the driver refuses is not charged.
+    rig.sim.fail_every(Call::HandleCreate, 1, 999);
+    cache.commit_to(8 << 20).unwrap_err();
+    rig.sim.clear_failures();
+    assert_eq!(live(&limit), 4 * MIB);
+    drop(cache);
+    assert_eq!(live(&limit), 0);
+    rig.assert_silent();
 }

@@ -157,6 +157,25 @@ impl Leased {
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
+
+    /// Cuts `bytes` off into a charge of their own; `None` if it holds fewer. The total stays as it is.
+    ///
+    /// ```
+    /// use aquifer_core::Budget;
+    /// let tenant = Budget::new("tenant a", 100);
+    /// let lease = tenant.lease(10);
+    /// let mut both = lease.charge(70)?;
+    /// let one = both.split(30);
+    /// assert_eq!((both.bytes(), one.map(|one| one.bytes())), (40, Some(30)));
+    /// drop((both, lease));
+    /// assert_eq!(tenant.used(), 0);
+    /// # Ok::<(), aquifer_core::OutOfBudget>(())
+    /// ```
+    #[must_use]
+    pub fn split(&mut self, bytes: u64) -> Option<Leased> {
+        self.bytes = self.bytes.checked_sub(bytes)?;
+        Some(Leased { shell: self.shell, bytes })
+    }
 }
 
 impl Drop for Leased {
