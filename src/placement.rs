@@ -41,7 +41,7 @@ pub use waiting::Placing;
 
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_device::DevicePool;
-use fleet::Target;
+use fleet::{Member, Target};
 use std::{
     fmt,
     sync::{
@@ -172,19 +172,18 @@ impl Placer {
     #[inline]
     fn try_each(&self, place: &Place, turn: u64, now: u64, met: &mut Met) -> Option<Lease> {
         loop {
-            let admitted = self.fleet.admitted(place, met.refused, now).map(|c| self.weigh(c));
+            let admitted = self.fleet.admitted(place, met.refused, now, &self.weights);
             let best = self.policy.pick_from(place, admitted, turn, self.fleet.len())?;
-            if let Some(lease) = self.hold(place, best.index, best.generation, met) {
+            if let Some(lease) = self.hold(place, best.index, best.member, met) {
                 return Some(lease);
             }
         }
     }
 
     #[inline]
-    fn hold(&self, place: &Place, index: usize, generation: u32, met: &mut Met) -> Option<Lease> {
-        let member = self.fleet.at(index, generation);
+    fn hold(&self, place: &Place, index: usize, member: &Member, met: &mut Met) -> Option<Lease> {
         match member.reserve(place.size(), place.priority_asked()) {
-            Ok(held) => Some(self.fleet.lease(index, generation, held)),
+            Ok(held) => Some(self.fleet.lease(index, member.generation, held)),
             Err(error) => {
                 met.note(index, error);
                 None
@@ -226,9 +225,11 @@ impl Placer {
         now: u64,
         met: &mut Met,
     ) -> Result<Option<Lease>, PlaceError> {
-        let rest: Vec<_> = self.fleet.admitted(place, met.refused, now).collect();
+        let admitted = self.fleet.admitted(place, met.refused, now, &self.weights);
+        let rest: Vec<_> = admitted.map(|seen| seen.candidate(now)).collect();
         for best in self.ranked(place, rest.into_iter(), turn)? {
-            if let Some(lease) = self.hold(place, best.index, best.generation, met) {
+            let member = self.fleet.at(best.index, best.generation);
+            if let Some(lease) = self.hold(place, best.index, member, met) {
                 return Ok(Some(lease));
             }
         }

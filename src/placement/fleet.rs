@@ -12,7 +12,7 @@
 //! The devices stand in slots. A device that was lost and put back has a new pool and a new generation in the same slot;
 //! earlier generations stay behind it, for the leases that are still about.
 
-use super::{Candidate, Near, Passed, Place, Why, lease::Lease};
+use super::{Candidate, Near, Passed, Place, Why, lease::Lease, policy::Seen};
 use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result};
 use aquifer_device::DevicePool;
 use aquifer_driver::losses;
@@ -77,6 +77,60 @@ pub(super) struct Member {
     node: Option<NodeId>,
     /// The generation that has taken its place.
     next: OnceLock<Box<Member>>,
+}
+
+/// A device at a glance: what it has free, and where the rest can be found out.
+#[derive(Clone, Copy)]
+pub(super) struct Glimpse<'a> {
+    pub(super) member: &'a Member,
+    pub(super) index: usize,
+    free: u64,
+    weights: &'a [u32],
+}
+
+impl<'a> Glimpse<'a> {
+    /// All of it.
+    pub(super) fn candidate(&self, now: u64) -> Candidate<'a> {
+        Candidate { free: self.free, weight: self.weight(), ..self.member.candidate(self.index, now, None) }
+    }
+}
+
+impl Seen for Glimpse<'_> {
+    #[inline]
+    fn index(&self) -> usize {
+        self.index
+    }
+
+    #[inline]
+    fn device(&self) -> DeviceId {
+        self.member.device
+    }
+
+    #[inline]
+    fn free(&self) -> u64 {
+        self.free
+    }
+
+    #[inline]
+    fn total(&self) -> u64 {
+        self.member.total()
+    }
+
+    #[inline]
+    fn compute_capability(&self) -> (u32, u32) {
+        self.member.compute_capability
+    }
+
+    #[inline]
+    fn weight(&self) -> u32 {
+        self.weights.get(self.index).copied().unwrap_or(1)
+    }
+
+    /// Who asks for it looks at candidates.
+    #[inline]
+    fn far(&self) -> u32 {
+        0
+    }
 }
 
 /// What a request is to be near.
@@ -174,6 +228,12 @@ impl Member {
         self.cached.load(Relaxed).saturating_add(self.budget.estimate(priority).min(self.drivers()))
     }
 
+    /// Bytes that its pool may have at all.
+    #[inline]
+    fn total(&self) -> u64 {
+        self.total.min(self.budget.limit())
+    }
+
     /// As a policy sees it, to a request of this priority.
     #[inline]
     pub(super) fn candidate(&self, index: usize, now: u64, priority: Option<i32>) -> Candidate<'_> {
@@ -182,13 +242,20 @@ impl Member {
             device: self.device,
             generation: self.generation,
             free: self.free(priority),
-            total: self.total.min(self.budget.limit()),
+            total: self.total(),
             compute_capability: self.compute_capability,
             peers: &self.peers,
             weight: 1,
             far: 0,
             age: Duration::from_nanos(now.saturating_sub(self.sampled.load(Relaxed))),
         }
+    }
+
+    /// The free bytes after a closer look, if it satisfies `place` then.
+    #[inline(never)]
+    fn admit(&self, index: usize, free: u64, place: &Place, now: u64) -> Option<u64> {
+        let free = if free < place.needs() { self.recount(free, place, now) } else { free };
+        place.admits(&Candidate { free, ..self.candidate(index, now, None) }).then_some(free)
     }
 
     /// Counts what caches hold once more, if that could make `free` bytes as many as are needed, and the pool has grown or
@@ -269,8 +336,11 @@ impl Fleet {
         fleet
     }
 
+    #[inline]
     pub(super) fn now(&self) -> u64 {
-        u64::try_from((self.now)().as_nanos()).unwrap_or(u64::MAX)
+        let now = (self.now)();
+        // In 64 bits, for five hundred years.
+        now.as_secs() * 1_000_000_000 + u64::from(now.subsec_nanos())
     }
 
     /// The generation that stands of each device, in the order of their indices.
@@ -377,26 +447,26 @@ impl Fleet {
         place: &'a Place,
         tried: u64,
         now: u64,
-    ) -> impl Iterator<Item = Candidate<'a>> + Clone {
-        self.serving(tried, now, place.priority_asked()).filter_map(move |(mut candidate, member)| {
-            if candidate.free < place.needs() {
-                candidate.free = member.recount(candidate.free, place, now);
+        weights: &'a [u32],
+    ) -> impl Iterator<Item = Glimpse<'a>> + Clone {
+        self.serving(tried).filter_map(move |(index, member)| {
+            let mut free = member.free(place.priority_asked());
+            if free < place.needs() || place.is_choosy() {
+                free = member.admit(index, free, place, now)?;
             }
-            place.admits(&candidate).then_some(candidate)
+            Some(Glimpse { member, index, free, weights })
         })
     }
 
     /// Those that new requests may go to.
     #[inline]
-    pub(super) fn serving(
-        &self,
-        tried: u64,
-        now: u64,
-        priority: Option<i32>,
-    ) -> impl Iterator<Item = (Candidate<'_>, &Member)> + Clone {
-        self.members().enumerate().filter_map(move |(index, member)| {
-            let open = tried >> index & 1 == 0 && member.state.load(Acquire) == 0;
-            open.then(|| (member.candidate(index, now, priority), member))
+    pub(super) fn serving(&self, tried: u64) -> impl Iterator<Item = (usize, &Member)> + Clone {
+        self.slots.iter().enumerate().filter_map(move |(index, slot)| {
+            let serves = |member: &Member| member.state.load(Acquire) == 0;
+            // What has been replaced was lost before.
+            let member =
+                if serves(slot) { slot } else { Some(newest(slot)).filter(|newest| serves(newest))? };
+            (tried >> index & 1 == 0).then_some((index, member))
         })
     }
 

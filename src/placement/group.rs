@@ -170,7 +170,7 @@ impl Placer {
             return Err(PlaceError::ZeroSize);
         }
         let turn = self.turn();
-        let mut now = self.fleet.look();
+        let (mut now, priority) = (self.fleet.look(), group.each.priority_asked());
         let mut met = Met::default();
         // What each device has been seen to have room for, once it has refused.
         let mut most = vec![usize::MAX; self.fleet.len()];
@@ -178,8 +178,8 @@ impl Placer {
         loop {
             // What a wait was granted is the group's to use.
             let own = granted.as_ref().map(|granted| (granted.index, granted.held.remaining()));
-            let serving = self.fleet.serving(0, now, group.each.priority_asked());
-            let admitted = serving.map(|(c, _)| c).filter(|c| group.each.admits(&with(*c, own)));
+            let serving = self.fleet.serving(0).map(|(index, member)| member.candidate(index, now, priority));
+            let admitted = serving.filter(|c| group.each.admits(&with(*c, own)));
             let ranked = self.ranked(&group.each, admitted, turn)?;
             let options = ranked.iter().map(|&device| {
                 let device = with(device, own);

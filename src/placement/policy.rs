@@ -53,16 +53,47 @@ impl Candidate<'_> {
     pub fn reaches(&self, device: DeviceId) -> bool {
         self.device == device || self.peers.contains(&device)
     }
+}
 
-    #[inline]
-    pub(super) fn name(&self) -> Pick {
-        Pick { index: self.index, generation: self.generation }
+/// What the library's own policies ask of a device, each of them one or two things: a request looks at every device, and
+/// finds out no more than it needs.
+pub(super) trait Seen: Copy {
+    fn index(&self) -> usize;
+    fn device(&self) -> DeviceId;
+    fn free(&self) -> u64;
+    fn total(&self) -> u64;
+    fn compute_capability(&self) -> (u32, u32);
+    fn weight(&self) -> u32;
+    fn far(&self) -> u32;
+}
+
+impl Seen for Candidate<'_> {
+    fn index(&self) -> usize {
+        self.index
     }
 
-    /// Bytes that cannot be had.
-    #[inline]
-    fn used(&self) -> u64 {
-        self.total.saturating_sub(self.free)
+    fn device(&self) -> DeviceId {
+        self.device
+    }
+
+    fn free(&self) -> u64 {
+        self.free
+    }
+
+    fn total(&self) -> u64 {
+        self.total
+    }
+
+    fn compute_capability(&self) -> (u32, u32) {
+        self.compute_capability
+    }
+
+    fn weight(&self) -> u32 {
+        self.weight
+    }
+
+    fn far(&self) -> u32 {
+        self.far
     }
 }
 
@@ -192,48 +223,36 @@ impl Policy {
         matches!(self, Self::RoundRobin | Self::Weighted(_))
     }
 
-    /// The same over whatever yields candidates in the order of their indices; of the library's own policies.
+    /// The same over whatever yields devices in the order of their indices; of the library's own policies.
     #[inline]
-    pub(super) fn pick_from<'a, I>(
+    pub(super) fn pick_from<S: Seen>(
         &self,
         place: &Place,
-        candidates: I,
+        seen: impl Iterator<Item = S> + Clone,
         turn: u64,
         devices: usize,
-    ) -> Option<Pick>
-    where
-        I: Iterator<Item = Candidate<'a>> + Clone,
-    {
+    ) -> Option<S> {
         match self {
             Self::RoundRobin => {
                 let first = (turn % devices.max(1) as u64) as usize;
-                lowest(
-                    candidates,
-                    |c| {
-                        if c.index >= first { c.index - first } else { c.index + devices - first }
-                    },
-                )
+                lowest(seen, |s| {
+                    let index = s.index();
+                    if index >= first { index - first } else { index + devices - first }
+                })
             }
-            Self::LeastLoaded => lowest(candidates, |c| Load { used: c.used(), total: c.total }),
-            Self::MostFree => lowest(candidates, |c| Reverse(c.free)),
-            Self::BestFit => lowest(candidates, |c| c.free),
-            Self::BestCompute => lowest(candidates, |c| Reverse((c.compute_capability, c.free))),
-            Self::Weighted(_) => weighted(candidates, turn),
+            Self::LeastLoaded => lowest(seen, |s| Load::of(s.free(), s.total())),
+            Self::MostFree => lowest(seen, |s| Reverse(s.free())),
+            Self::BestFit => lowest(seen, S::free),
+            Self::BestCompute => lowest(seen, |s| Reverse((s.compute_capability(), s.free()))),
+            Self::Weighted(_) => weighted(seen, turn),
             Self::Affinity => match place.key_asked() {
-                Some(key) => lowest(candidates, |c| Reverse(hash::score(key, c.device))),
-                None => lowest(candidates, |c| Reverse(c.free)),
+                Some(key) => lowest(seen, |s| Reverse(hash::score(key, s.device()))),
+                None => lowest(seen, |s| Reverse(s.free())),
             },
-            Self::Near => lowest(candidates, |c| (c.far, Reverse(c.free))),
+            Self::Near => lowest(seen, |s| (s.far(), Reverse(s.free()))),
             Self::Custom(_) => None,
         }
     }
-}
-
-/// What is taken.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(super) struct Pick {
-    pub(super) index: usize,
-    pub(super) generation: u32,
 }
 
 /// The part of a device that is used, compared as a fraction: a/b < c/d where a·d < c·b.
@@ -241,6 +260,14 @@ pub(super) struct Pick {
 struct Load {
     used: u64,
     total: u64,
+}
+
+impl Load {
+    /// What cannot be had of it is used.
+    #[inline]
+    fn of(free: u64, total: u64) -> Self {
+        Self { used: total.saturating_sub(free), total }
+    }
 }
 
 impl PartialEq for Load {
@@ -257,21 +284,17 @@ impl PartialOrd for Load {
     }
 }
 
-/// The first of those with the lowest key. Only the key and the name of the best are kept: a candidate is large, and is
-/// never moved.
+/// The first of those with the lowest key.
 #[inline]
-fn lowest<'a, K: PartialOrd>(
-    candidates: impl Iterator<Item = Candidate<'a>>,
-    key: impl Fn(&Candidate<'a>) -> K,
-) -> Option<Pick> {
-    let mut best: Option<(K, Pick)> = None;
-    candidates.for_each(|candidate| {
-        let next = key(&candidate);
-        if best.as_ref().is_none_or(|(best, _)| next < *best) {
-            best = Some((next, candidate.name()));
+fn lowest<S: Seen, K: PartialOrd>(seen: impl Iterator<Item = S>, key: impl Fn(&S) -> K) -> Option<S> {
+    let mut best: Option<(K, S)> = None;
+    seen.for_each(|next| {
+        let key = key(&next);
+        if best.as_ref().is_none_or(|(best, _)| key < *best) {
+            best = Some((key, next));
         }
     });
-    best.map(|(_, pick)| pick)
+    best.map(|(_, taken)| taken)
 }
 
 /// 2⁶⁴ over the golden ratio: of the multiples of all numbers, modulo 1, its own lie most evenly.
@@ -280,23 +303,20 @@ const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 /// Lays the weights end to end and takes the device under the turn's point. Points are multiples of the golden ratio, so
 /// every stretch has its share of them in any run of turns (Weyl).
 #[inline]
-fn weighted<'a, I>(candidates: I, turn: u64) -> Option<Pick>
-where
-    I: Iterator<Item = Candidate<'a>> + Clone,
-{
+fn weighted<S: Seen>(seen: impl Iterator<Item = S> + Clone, turn: u64) -> Option<S> {
     let mut total = 0;
-    candidates.clone().for_each(|candidate| total += u64::from(candidate.weight));
+    seen.clone().for_each(|next| total += u64::from(next.weight()));
     let point = ((u128::from(turn.wrapping_mul(GOLDEN)) * u128::from(total)) >> 64) as u64;
-    let (mut end, mut pick, mut last) = (0, None, None);
-    candidates.for_each(|candidate| {
-        end += u64::from(candidate.weight);
-        if point < end && pick.is_none() {
-            pick = Some(candidate.name());
+    let (mut end, mut taken, mut last) = (0, None, None);
+    seen.for_each(|next| {
+        end += u64::from(next.weight());
+        if point < end && taken.is_none() {
+            taken = Some(next);
         }
-        last = Some(candidate.name());
+        last = Some(next);
     });
     // All weigh nothing, or one has gone between the two passes.
-    pick.or(last)
+    taken.or(last)
 }
 
 #[cfg(test)]

@@ -141,6 +141,12 @@ impl Place {
         candidate.free >= self.needs() && self.suits(candidate)
     }
 
+    /// Whether it has hints that not all devices satisfy, but for those on free bytes.
+    #[inline]
+    pub(super) fn is_choosy(&self) -> bool {
+        self.choosy
+    }
+
     /// Whether a device satisfies every hint but those on free bytes.
     #[inline]
     pub(super) fn suits(&self, candidate: &Candidate<'_>) -> bool {

@@ -159,7 +159,7 @@ proptest! {
             prop_assert!(all.iter().all(|c| c.free >= best.free));
         }
         if let Some(best) = pick(&Policy::LeastLoaded) {
-            let part = |c: &Candidate<'_>, of: &Candidate<'_>| u128::from(c.used()) * u128::from(of.total);
+            let part = |c: &Candidate<'_>, of: &Candidate<'_>| u128::from(c.total - c.free) * u128::from(of.total);
             prop_assert!(all.iter().all(|c| part(best, c) <= part(c, best)));
         }
     }
