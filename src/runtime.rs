@@ -185,7 +185,8 @@ impl RuntimeBuilder {
     }
 
     /// Watches the host's memory on a thread: control groups, stalls and what nodes have free, once a second, four times
-    /// where memory is scarce, and at once when the kernel tells of stalls. [`Runtime::pressure`] tells what was seen.
+    /// where memory is scarce, and at once when the kernel tells of stalls. [`Runtime::pressure`] tells what was seen. Unless
+    /// set, `AQUIFER_WATCH_HOST=1` has it watched by [the default](HostWatch::default).
     #[must_use]
     pub fn watch_host(mut self, watch: HostWatch) -> Self {
         self.watch_host = Some(watch);
@@ -209,6 +210,7 @@ impl RuntimeBuilder {
     pub fn build(self) -> Result<Runtime> {
         let environment = Environment::read()?;
         let keep_free = self.keep_free.or(environment.keep_free).filter(|bytes| *bytes > 0);
+        let watch_host = self.watch_host.or_else(|| environment.watch_host.then(HostWatch::default));
         let driver =
             self.driver.or_else(machine_driver).or_else(|| self.or_sim.then(|| Sim::h200(1).driver()));
         let topology = match self.topology {
@@ -240,14 +242,14 @@ impl RuntimeBuilder {
                 pools.push(pool);
             }
         }
-        let (budget, host_ceiling) = above.of_pinned(self.pinned_budget, self.watch_host.is_some());
+        let (budget, host_ceiling) = above.of_pinned(self.pinned_budget, watch_host.is_some());
         let (host, pinned, near) =
             pinned_pools(&driver, &pools, topology, &self.kernel, &budget, &self.pinned)?;
         let keep_free = match keep_free {
             Some(bytes) if !watched.is_empty() => Some(KeepFree::start(&self.kernel, bytes, watched)?),
             _ => None,
         };
-        let watched_host = match (self.watch_host, host_ceiling) {
+        let watched_host = match (watch_host, host_ceiling) {
             (Some(mut watch), Some(ceiling)) => {
                 // Without a device nothing is registered that would have to wait for one.
                 watch.may_stall |= pools.is_empty();

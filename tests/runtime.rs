@@ -276,9 +276,8 @@ fn memory_that_a_device_shares_with_the_host_is_counted_once() {
 fn child(name: &str, environment: &[(&str, &str)]) -> String {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"]);
-    for variable in ["AQUIFER_TRACE", "AQUIFER_BYPASS", "AQUIFER_DEBUG", "AQUIFER_NUMA", "AQUIFER_KEEP_FREE"]
-    {
-        command.env_remove(variable);
+    for variable in ["TRACE", "BYPASS", "DEBUG", "NUMA", "KEEP_FREE", "WATCH_HOST"] {
+        command.env_remove(format!("AQUIFER_{variable}"));
     }
     let output = command.envs(environment.iter().copied()).output().unwrap();
     let told = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -294,6 +293,7 @@ fn child_builds() {
         Ok(rt) => {
             println!("built: {}", rt.devices().len());
             rt.pressure().devices.iter().for_each(|device| println!("keeps free: {}", device.keep_free));
+            rt.pressure().host.iter().for_each(|_| println!("watches the host"));
         }
         Err(error) => println!("refused: {error:?}\n{error}"),
     }
@@ -308,6 +308,7 @@ fn a_variable_that_cannot_be_followed_is_an_error_with_its_name_and_value() {
         ("AQUIFER_TRACE", "/", "the path of a file that can be written"),
         ("AQUIFER_KEEP_FREE", "banana", "an amount like 512MiB or 20GiB, or 0"),
         ("AQUIFER_KEEP_FREE", "20GB", "an amount like 512MiB or 20GiB, or 0"),
+        ("AQUIFER_WATCH_HOST", "yes", "0 or 1"),
     ] {
         let told = child("child_builds", &[(name, value)]);
         let refused = MemoryError::BadSetting { name, value: value.to_owned(), expected };
@@ -324,6 +325,10 @@ fn a_variable_that_cannot_be_followed_is_an_error_with_its_name_and_value() {
         let built = child("child_builds", &[("AQUIFER_KEEP_FREE", value)]);
         assert!(built.contains(&format!("built: 1\n{told}")), "{value:?}: {built}");
         assert_eq!(built.contains("keeps free"), !told.is_empty(), "{value:?}: {built}");
+    }
+    for (value, watches) in [("", false), ("0", false), ("off", false), ("1", true), ("on", true)] {
+        let built = child("child_builds", &[("AQUIFER_WATCH_HOST", value)]);
+        assert_eq!(built.contains("watches the host"), watches, "{value:?}: {built}");
     }
 }
 
