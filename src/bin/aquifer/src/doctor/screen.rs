@@ -112,6 +112,10 @@ fn device(gpu: &Gpu) -> String {
         "no virtual memory management".to_owned()
     });
     parts.push(if info.async_pools { "stream-ordered pools" } else { "no stream-ordered pools" }.to_owned());
+    if !info.peers.is_empty() {
+        let peers: Vec<_> = info.peers.iter().map(ToString::to_string).collect();
+        parts.push(format!("kernels reach the memory of {}", peers.join(" and ")));
+    }
     parts.join(", ")
 }
 
@@ -267,6 +271,7 @@ fn device_json(gpu: &Gpu) -> Value {
         "granularity_bytes": info.granularity,
         "async_pools": info.async_pools,
         "integrated": info.integrated,
+        "peers": info.peers.iter().map(|peer| peer.0).collect::<Vec<_>>(),
     })
 }
 
@@ -310,6 +315,7 @@ fn host_json(host: &Topology) -> Value {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use aquifer_driver::{DeviceId, DeviceInfo};
 
     #[test]
     fn a_label_is_written_once_however_often_and_long_is_said_under_it() {
@@ -321,5 +327,22 @@ mod tests {
         page.say("", "e");
         let labels: Vec<_> = page.lines.iter().map(|line| line.get(..INDENT).unwrap().trim()).collect();
         assert_eq!(labels, ["not more", "", "", "", "", "warning 1", ""]);
+    }
+
+    #[test]
+    fn a_device_tells_whose_memory_its_kernels_reach() {
+        let mut info = DeviceInfo::new(DeviceId(0), "a GPU".to_owned(), 1 << 30);
+        let gpu = |info: &DeviceInfo| Gpu {
+            info: info.clone(),
+            memory: None,
+            node: None,
+            memory_node: None,
+            own: None,
+        };
+        assert!(!device(&gpu(&info)).contains("reach"));
+        assert_eq!(device_json(&gpu(&info))["peers"], json!([]));
+        info.peers = vec![DeviceId(1), DeviceId(3)];
+        assert!(device(&gpu(&info)).ends_with("kernels reach the memory of device 1 and device 3"));
+        assert_eq!(device_json(&gpu(&info))["peers"], json!([1, 3]));
     }
 }
