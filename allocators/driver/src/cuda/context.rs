@@ -137,6 +137,31 @@ impl CudaDriver {
         answer(call.name(), make(&self.table)).inspect_err(|error| self.note(device, error))
     }
 
+    /// The same for a call that touches another device as well, whose loss it may answer with: that is no loss of the one
+    /// that it is made for.
+    pub(super) fn call_between(
+        &self,
+        call: Call,
+        device: DeviceId,
+        other: DeviceId,
+        make: impl FnOnce(&Table) -> u32,
+    ) -> Result<()> {
+        self.calls.add(call);
+        let _bound = self.bind(device).inspect_err(|error| self.note(device, error))?;
+        answer(call.name(), make(&self.table)).inspect_err(|error| {
+            let others = error.is_device_lost() && other != device && self.answers();
+            self.note(if others { other } else { device }, error);
+        })
+    }
+
+    /// Whether the context that is current still answers (`cuMemGetInfo`, which touches nothing and breaks no capture).
+    #[cold]
+    fn answers(&self) -> bool {
+        let (mut free, mut total) = (0, 0);
+        // SAFETY: 1. both are writable.
+        unsafe { (self.table.memory_info)(&raw mut free, &raw mut total) == 0 }
+    }
+
     #[cold]
     fn note(&self, device: DeviceId, error: &DriverError) {
         if let Ok(primary) = self.primary(device) {

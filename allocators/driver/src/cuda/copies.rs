@@ -73,9 +73,10 @@ impl Copies for CudaDriver {
                 unsafe { (table.copy_on_device)(to, from, bytes as usize, object(stream.handle())) }
             });
         };
+        let other = if source == stream.device() { destination } else { source };
         let source = self.primary(source)?.retain(&self.table)?;
         let destination = self.primary(destination)?.retain(&self.table)?;
-        self.call(Call::CopyOnDevice, stream.device(), |table| {
+        self.call_between(Call::CopyOnDevice, stream.device(), other, |table| {
             let (source, destination) = (object(source), object(destination));
             // SAFETY: 1. as above. 2. both contexts are retained.
             unsafe {

@@ -60,7 +60,7 @@ impl Streams for CudaDriver {
     }
 
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
-        self.call(Call::StreamWaitEvent, stream.device(), |table| {
+        self.call_between(Call::StreamWaitEvent, stream.device(), event.device(), |table| {
             // SAFETY: 1. both handles are alive.
             unsafe { (table.stream_wait_event)(object(stream.handle()), object(event.handle()), 0) }
         })
