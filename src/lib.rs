@@ -7,7 +7,7 @@ pub mod pressure;
 mod runtime;
 pub mod staging;
 
-pub use placement::{Group, Lease, Near, Place, PlaceError, Placer, Placing, Policy};
+pub use placement::{Group, Grouping, Lease, Near, Place, PlaceError, Placer, Placing, Policy};
 pub use pressure::{HostWatch, Pressure};
 pub use runtime::{Runtime, RuntimeBuilder};
 

@@ -12,7 +12,7 @@
 //! | `fleet` | the devices: free memory by the moment, health, generations |
 //! | `lease` | [`Lease`]: bytes that are held |
 //! | `group` | several leases, all or nothing |
-//! | `waiting` | [`Placing`]: waiting until there is room |
+//! | `waiting` | [`Placing`], and of groups [`Grouping`]: waiting until there is room |
 //! | `refusal` | [`PlaceError`]: each device, and why not |
 //!
 //! # What a policy sees
@@ -32,6 +32,7 @@ mod waiting;
 
 pub use fleet::Health;
 pub(crate) use fleet::{Fleet, MAX_DEVICES};
+pub use group::Grouping;
 pub use hash::key_of;
 pub use lease::Lease;
 pub use policy::{Candidate, Custom, Policy, Weights};
@@ -132,8 +133,8 @@ impl Placer {
     }
 
     /// Picks a device that satisfies `place` and reserves its bytes there, as [`Budget::reserve`] does. Does not block: a
-    /// pool whose caches hold what its budget lacks is made to give that back first (`cuMemUnmap`, `cuMemRelease`), and the
-    /// driver is asked for its free memory when that is due (`cuMemGetInfo`).
+    /// pool whose caches hold what its budget lacks is made to give that back first (`cuMemUnmap`, `cuMemRelease`), then
+    /// those of other devices where they share a budget, and the driver is asked for its free memory when that is due (`cuMemGetInfo`).
     ///
     /// The device that the policy picks is taken if its budget grants the bytes; else the one that it picks of the rest.
     ///
@@ -239,11 +240,13 @@ impl Placer {
     /// Nothing was found by what was known: finds out anew, and tries again before it says so.
     #[cold]
     fn place_slowly(&self, place: &Place, turn: u64, mut met: Met) -> Result<Lease, PlaceError> {
-        let now = self.find_out();
-        match self.try_ranked(place, turn, now, &mut met)? {
-            Some(lease) => Ok(lease),
-            None => Err(self.nowhere(place, 1, &met)),
+        let mut now = self.find_out();
+        let mut lease = self.try_ranked(place, turn, now, &mut met)?;
+        if lease.is_none() && self.fleet.ask_others(place, place.needs()) {
+            (now, met) = (self.find_out(), Met::default());
+            lease = self.try_ranked(place, turn, now, &mut met)?;
         }
+        lease.ok_or_else(|| self.nowhere(place, 1, &met))
     }
 
     /// Asks caches and driver anew. Answers with the time.

@@ -17,14 +17,19 @@ mod health;
 mod waits;
 
 use aquifer::{
-    Access, Block, DeviceBuffer, DeviceId, DevicePool, Lease, MemoryError, Near, OutOfBudget, Place,
-    PlaceError, Placer, Policy, Request, Runtime, Tag,
+    Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Near, OutOfBudget,
+    Place, PlaceError, Placer, Policy, PoolConfig, Request, Runtime, Tag,
     driver::Call,
     host::topology::{NodeId, Topology},
     placement::{Candidate, Why},
     sim::{DeviceConfig, Sim, SimConfig},
 };
-use std::{path::Path, sync::Barrier, thread, time::Duration};
+use std::{
+    path::Path,
+    sync::Barrier,
+    thread,
+    time::{Duration, Instant},
+};
 
 const MIB: u64 = 1 << 20;
 
@@ -328,6 +333,39 @@ fn a_pool_gives_up_its_cache_for_a_lease() {
     assert_eq!(pool.budget().used(), 10 * MIB);
     let drawn = lease.alloc(&lease.stream().unwrap(), Request::bytes(6 * MIB)).unwrap();
     assert_eq!(drawn.device(), DeviceId(0));
+}
+
+#[test]
+fn what_the_cache_of_another_device_holds_of_a_shared_budget_is_given_up_for_a_lease() {
+    // One budget for both, and one for each below a common one.
+    for below in [false, true] {
+        let root = Budget::new("the process", 10 * MIB);
+        let sim = Sim::h200(2).symbolic();
+        let budget = if below { root.child("the devices", 10 * MIB) } else { root.clone() };
+        let builder = Runtime::builder().driver(sim.driver()).pools(PoolConfig::with_budget(budget));
+        let builder = if below { builder.keep_free(1) } else { builder };
+        let rt = builder.build().unwrap();
+        drop(fill(rt.device(1).unwrap(), 8).unwrap());
+        assert!(root.used() >= 8 * MIB, "its cache has them");
+        let placer = rt.placer(Policy::MostFree);
+        let here = Place::bytes(6 * MIB).only([DeviceId(0)]);
+        let lease = placer.place(&here).unwrap();
+        assert_eq!((lease.device(), lease.remaining()), (DeviceId(0), 6 * MIB));
+        drop(lease);
+        // And for whoever waits.
+        drop(fill(rt.device(1).unwrap(), 8).unwrap());
+        assert!(placer.place_by(&here, Some(Instant::now())).is_ok());
+        // And for a group.
+        drop(fill(rt.device(1).unwrap(), 8).unwrap());
+        let group = Group::of(2, Place::bytes(4 * MIB));
+        assert_eq!(placer.place_group(&group).unwrap().len(), 2);
+        drop(fill(rt.device(1).unwrap(), 8).unwrap());
+        assert!(placer.place_group_by(&group, Some(Instant::now())).is_ok());
+        // Live memory is nobody else's.
+        let _live = fill(rt.device(1).unwrap(), 8).unwrap();
+        assert!(placer.place(&here).is_err());
+        assert!(root.peak() <= 10 * MIB);
+    }
 }
 
 #[test]

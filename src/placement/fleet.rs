@@ -29,7 +29,7 @@ use std::{
         },
     },
     task::Waker,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 /// Devices of one fleet at most: a set of them is a word.
@@ -64,6 +64,8 @@ pub(super) struct Member {
     budget: Budget,
     /// No other device's pool is charged to the same budget.
     alone: bool,
+    /// Another one is charged to a budget above it, or to the same.
+    shares: bool,
     total: u64,
     /// What caches held when they were asked.
     cached: AtomicU64,
@@ -160,8 +162,17 @@ pub(crate) struct Fleet {
 }
 
 impl Member {
-    fn new(pool: DevicePool, generation: u32, alone: bool, topology: &Topology) -> Self {
+    /// `others` are the budgets of other devices' pools.
+    fn new<'a>(
+        pool: DevicePool,
+        generation: u32,
+        others: impl Iterator<Item = &'a Budget> + Clone,
+        topology: &Topology,
+    ) -> Self {
         let budget = pool.budget().clone();
+        let top = budget.root();
+        let alone = !others.clone().any(|other| other.is(&budget));
+        let shares = others.clone().any(|other| other.root().is(&top));
         let node = topology.node_of_device(pool.info()).ok().and_then(|found| found.value);
         Self {
             device: pool.device(),
@@ -173,6 +184,7 @@ impl Member {
             state: AtomicU8::new(0),
             budget,
             alone,
+            shares,
             cached: AtomicU64::new(0),
             physical: AtomicU64::new(0),
             counted: AtomicU64::new(0),
@@ -198,6 +210,11 @@ impl Member {
             return Err(MemoryError::DeviceLost { device });
         }
         Ok(())
+    }
+
+    /// Whether requests may go there.
+    pub(super) fn serves(&self) -> bool {
+        self.health() == Health::Serving && self.check().is_ok()
     }
 
     /// Bytes that the driver had left when it was asked, less what was charged since.
@@ -306,6 +323,28 @@ impl Member {
         }
     }
 
+    /// Has whoever shares a budget with this device give back what `bytes` lack there: caches of other devices, which are
+    /// not among its own free bytes. As far as that needs no waiting, and until there is `enough`; whether there is.
+    #[cold]
+    pub(super) fn ask_others(&self, bytes: u64, mut enough: impl FnMut() -> bool) -> bool {
+        // A deadline that has passed: nobody is asked who would wait.
+        let now = Instant::now();
+        let mut asking = self.budget.asking(None);
+        // What others wait for is refused as well, and nobody can give that back.
+        let lacks = || {
+            let refused = self.budget.refusal(bytes);
+            refused.is_some_and(|refused| refused.current.saturating_add(bytes) > refused.limit)
+        };
+        loop {
+            if enough() {
+                return true;
+            }
+            if !self.shares || !lacks() || asking.for_charge(bytes, Some(now)).is_none() {
+                return false;
+            }
+        }
+    }
+
     /// Has the caches give `bytes` back, as far as that needs no waiting.
     #[cold]
     pub(super) fn make_room(&self, bytes: u64) -> Result<()> {
@@ -318,11 +357,12 @@ impl Member {
 impl Fleet {
     /// The devices of these pools, and the first sample of each.
     pub(crate) fn new(pools: &[DevicePool], topology: Arc<Topology>, interval: Duration) -> Self {
-        let alone =
-            |pool: &DevicePool| pools.iter().filter(|other| other.budget().is(pool.budget())).count() < 2;
-        let member = |pool: &DevicePool| Member::new(pool.clone(), 1, alone(pool), &topology);
+        let member = |(index, pool): (usize, &DevicePool)| {
+            let others = pools.iter().enumerate().filter(move |(other, _)| *other != index);
+            Member::new(pool.clone(), 1, others.map(|(_, other)| other.budget()), &topology)
+        };
         let fleet = Self {
-            slots: pools.iter().map(member).collect(),
+            slots: pools.iter().enumerate().map(member).collect(),
             topology,
             interval: u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX),
             now: clock::coarse,
@@ -470,6 +510,21 @@ impl Fleet {
         })
     }
 
+    /// Has others give back what a common budget lacks for `bytes` on a device that suits `place`; see
+    /// [`Member::ask_others`]. Whether there is room somewhere now.
+    #[cold]
+    pub(super) fn ask_others(&self, place: &Place, bytes: u64) -> bool {
+        let mut asked: Vec<&Budget> = Vec::new();
+        self.serving(0).any(|(index, member)| {
+            if asked.iter().any(|budget| budget.is(&member.budget)) {
+                return false;
+            }
+            asked.push(&member.budget);
+            let suits = place.suits(&member.candidate(index, 0, None));
+            suits && member.shares && member.ask_others(bytes, || member.budget.refusal(bytes).is_none())
+        })
+    }
+
     /// What a request is to be near, found out now.
     #[cold]
     pub(super) fn target(&self, near: Near) -> Target {
@@ -537,11 +592,9 @@ impl Fleet {
     /// Puts a new pool in the place of a lost one. Answers with its generation.
     pub(super) fn restore(&self, pool: DevicePool) -> Result<u32> {
         let (index, _) = self.find(pool.device())?;
-        let alone = !self
-            .members()
-            .enumerate()
-            .any(|(other, member)| other != index && member.budget.is(pool.budget()));
-        let mut next = Box::new(Member::new(pool, 0, alone, &self.topology));
+        let others = self.members().enumerate().filter(|(other, _)| *other != index);
+        let others = others.map(|(_, member)| &member.budget);
+        let mut next = Box::new(Member::new(pool, 0, others, &self.topology));
         let mut last = &self.slots[index];
         loop {
             last = newest(last);

@@ -3,12 +3,14 @@
 //! Devices are chosen first, by what is known of them, and then reserved one after another in the order of their indices.
 //! A refusal gives back what was taken, last first, and another choice is made without what was refused. So whoever comes
 //! second to a device that two groups want holds nothing behind it that the first could need: of groups that meet, one gets
-//! through. Nothing is held while waiting but what the wait itself was granted, and that goes back before the next wait; so
-//! groups cannot wait for each other, whether their budgets stand under one root or not.
+//! through. How they wait is in `waiting`.
 
-use super::{Candidate, Group, Lease, Met, PlaceError, Placer, Why, waiting::TICK};
+mod waiting;
+
+pub use waiting::Grouping;
+
+use super::{Candidate, Group, Lease, Met, PlaceError, Placer, Why};
 use aquifer_core::{MemoryError, Reservation};
-use std::time::Instant;
 
 /// Bytes that a wait was granted, for a shard on that device.
 struct Granted {
@@ -89,31 +91,7 @@ impl Placer {
     /// # Errors
     /// [`PlaceError`], with every device and why it was not taken. Nothing is held.
     pub fn place_group(&self, group: &Group) -> Result<Vec<Lease>, PlaceError> {
-        self.try_group(group, &mut None)
-    }
-
-    /// As [`Placer::place_group`], waiting until there is room for all, or until `deadline`. Blocks, with no lock and no
-    /// bytes held.
-    ///
-    /// # Errors
-    /// [`PlaceError`] of the deadline; at once where there can never be room.
-    pub fn place_group_by(&self, group: &Group, deadline: Option<Instant>) -> Result<Vec<Lease>, PlaceError> {
-        let mut granted = None;
-        loop {
-            let refused = match self.try_group(group, &mut granted) {
-                Err(refused @ PlaceError::Nowhere(_)) => refused,
-                other => return other,
-            };
-            drop(granted.take());
-            let now = Instant::now();
-            let late = deadline.is_some_and(|deadline| now >= deadline);
-            if late || !self.could_ever(group) {
-                return Err(refused);
-            }
-            let tick = now + TICK;
-            granted =
-                self.wait_for_one(group, &refused, deadline.map_or(tick, |deadline| deadline.min(tick)));
-        }
+        self.try_group(group, self.turn(), &mut None)
     }
 
     /// Whether there would be room if nothing were used.
@@ -131,45 +109,15 @@ impl Placer {
         choose(&mut options, group).is_some()
     }
 
-    /// Stands in line at the device that lacks bytes and has the most, until `until`.
-    fn wait_for_one(&self, group: &Group, refused: &PlaceError, until: Instant) -> Option<Granted> {
-        let PlaceError::Nowhere(nowhere) = refused else { return None };
-        let lacking = nowhere
-            .devices
-            .iter()
-            .enumerate()
-            .filter(|(_, passed)| matches!(passed.why, Why::Free { .. } | Why::Budget(_)))
-            .max_by_key(|(_, passed)| passed.free);
-        let Some((index, _)) = lacking else {
-            // A device comes back, or a pool finds room: nobody says so.
-            std::thread::sleep(until.saturating_duration_since(Instant::now()));
-            return None;
-        };
-        let member = self.fleet.current(index)?;
-        let waiting = member.budget().charge_async(group.each.size()).until(until);
-        let waiting = match group.each.priority_asked() {
-            Some(priority) => waiting.with_priority(priority),
-            None => waiting,
-        };
-        match waiting.wait() {
-            Ok(charge) if member.is_covered() => {
-                Some(Granted { index, generation: member.generation, held: charge.into() })
-            }
-            Ok(charge) => {
-                // The budget has room and the driver has not: that is seen at the next sample.
-                drop(charge);
-                std::thread::sleep(until.saturating_duration_since(Instant::now()));
-                None
-            }
-            Err(_) => None,
-        }
-    }
-
-    fn try_group(&self, group: &Group, granted: &mut Option<Granted>) -> Result<Vec<Lease>, PlaceError> {
+    fn try_group(
+        &self,
+        group: &Group,
+        turn: u64,
+        granted: &mut Option<Granted>,
+    ) -> Result<Vec<Lease>, PlaceError> {
         if group.shards == 0 || group.each.size() == 0 {
             return Err(PlaceError::ZeroSize);
         }
-        let turn = self.turn();
         let (mut now, priority) = (self.fleet.look(), group.each.priority_asked());
         let mut met = Met::default();
         // What each device has been seen to have room for, once it has refused.
@@ -190,8 +138,12 @@ impl Placer {
                 if fresh {
                     return Err(self.nowhere(&group.each, group.shards, &met));
                 }
-                // By what was known there was none: finds out anew, once.
+                // By what was known there was none: finds out anew, once, and has others give back what they can.
                 fresh = true;
+                let all = group.each.size().saturating_mul(group.shards as u64);
+                self.fleet.ask_others(&group.each, all);
+                most.fill(usize::MAX);
+                met = Met::default();
                 now = self.find_out();
                 continue;
             };

@@ -3,7 +3,7 @@
 //! Whoever waits stands in line at the budget of every device that suits. The first that grants serves; the others' places
 //! are given up, and bytes that one of them had granted meanwhile go to the next in its line.
 
-use super::{Health, Lease, Met, Place, PlaceError, Placer, fleet::Member};
+use super::{Health, Lease, Met, Place, PlaceError, Placer};
 use aquifer_core::{Charge, Reservation, budget::Waiting};
 use std::{
     fmt,
@@ -16,7 +16,7 @@ use std::{
 };
 
 /// How often a thread that waits looks for what nobody tells: free memory of caches and of the driver.
-pub(super) const TICK: Duration = Duration::from_millis(20);
+const TICK: Duration = Duration::from_millis(20);
 
 /// A request that waits for room. A `Future` that needs no runtime.
 ///
@@ -67,10 +67,9 @@ impl Placer {
     pub fn place_by(&self, place: &Place, deadline: Option<Instant>) -> Result<Lease, PlaceError> {
         let placing = self.place_async(place.clone());
         match deadline {
-            Some(deadline) => placing.until(deadline),
-            None => placing,
+            Some(deadline) => block_on(placing.until(deadline), Some(deadline)),
+            None => block_on(placing, None),
         }
-        .block()
     }
 
     /// As [`Placer::place_by`], by a future.
@@ -88,23 +87,24 @@ impl Wake for Sleeper {
     }
 }
 
+/// Polls whenever it is woken, each tick and at the deadline, which is the future's own.
+pub(super) fn block_on<F: Future + Unpin>(mut future: F, deadline: Option<Instant>) -> F::Output {
+    let waker = Waker::from(Arc::new(Sleeper(thread::current())));
+    let mut context = Context::from_waker(&waker);
+    loop {
+        if let Poll::Ready(answer) = Pin::new(&mut future).poll(&mut context) {
+            return answer;
+        }
+        let left = deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        thread::park_timeout(left.map_or(TICK, |left| left.min(TICK)));
+    }
+}
+
 impl Placing {
     /// Ends with the refusal of that moment when it is polled after `deadline`.
     pub fn until(mut self, deadline: Instant) -> Self {
         self.deadline = Some(deadline);
         self
-    }
-
-    fn block(mut self) -> Result<Lease, PlaceError> {
-        let waker = Waker::from(Arc::new(Sleeper(thread::current())));
-        let mut context = Context::from_waker(&waker);
-        loop {
-            if let Poll::Ready(answer) = Pin::new(&mut self).poll(&mut context) {
-                return answer;
-            }
-            let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
-            thread::park_timeout(left.map_or(TICK, |left| left.min(TICK)));
-        }
     }
 
     /// Bytes that a device has to have room for.
@@ -116,7 +116,7 @@ impl Placing {
     fn take(&self, index: usize, generation: u32, charge: Charge) -> Option<Lease> {
         let fleet = &self.placer.fleet;
         let member = fleet.at(index, generation);
-        if !self.serves(member) || !member.is_covered() {
+        if !member.serves() || !member.is_covered() {
             return None;
         }
         let mut held = Reservation::from(charge);
@@ -125,14 +125,10 @@ impl Placing {
         Some(fleet.lease(index, generation, held))
     }
 
-    fn serves(&self, member: &Member) -> bool {
-        member.health() == Health::Serving && member.check().is_ok()
-    }
-
     /// Asks every line. A line at a device that has left is given up.
     fn ask(&mut self, context: &mut Context<'_>) -> Option<Lease> {
         for mut line in std::mem::take(&mut self.lines) {
-            if !self.serves(self.placer.fleet.at(line.index, line.generation)) {
+            if !self.placer.fleet.at(line.index, line.generation).serves() {
                 continue;
             }
             match Pin::new(&mut line.waiting).poll(context) {
@@ -163,7 +159,7 @@ impl Placing {
             hope = true;
             let known = self.lines.iter().any(|line| line.index == index);
             if known
-                || !self.serves(member)
+                || !member.serves()
                 || member.budget().estimate(self.place.priority_asked()) >= self.needs()
             {
                 continue;
@@ -204,8 +200,16 @@ impl Placing {
                 let _ = member.make_room(lacks);
             }
         }
-        if let Some(lease) = self.ask(context) {
-            return Ok(Some(lease));
+        let lined: Vec<_> = self.lines.iter().map(|line| fleet.at(line.index, line.generation)).collect();
+        for member in lined {
+            let mut lease = None;
+            member.ask_others(self.needs(), || {
+                lease = self.ask(context);
+                lease.is_some()
+            });
+            if lease.is_some() {
+                return Ok(lease);
+            }
         }
         if hope { Ok(None) } else { Err(self.placer.nowhere(&self.place, 1, &met)) }
     }

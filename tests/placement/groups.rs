@@ -1,8 +1,11 @@
 //! Several leases at once, all or nothing.
 
 use super::*;
-use aquifer::{Budget, Group, PoolConfig};
-use std::time::Instant;
+use std::{
+    future::Future,
+    pin::pin,
+    task::{Context, Poll, Waker},
+};
 
 fn each(mib: u64) -> Place {
     Place::bytes(mib * MIB)
@@ -117,4 +120,46 @@ fn a_group_waits_until_its_deadline() {
     assert!(placer.place_group_by(&Group::of(2, each(6)), Some(soon)).is_err());
     assert!(Instant::now() >= soon);
     assert_eq!(rt.device(1).unwrap().budget().used(), 0);
+}
+
+#[test]
+fn a_group_that_waits_by_a_future_is_served_in_order_and_dropping_it_hands_the_bytes_on() {
+    let (_, rt) = machine(2, 10);
+    let placer = rt.placer(Policy::MostFree);
+    let held = place(&placer, 8).unwrap();
+    let full = held.pool().budget().clone();
+    let mut context = Context::from_waker(Waker::noop());
+    let mut first = Box::pin(placer.place_group_async(Group::of(2, each(6))));
+    assert!(first.as_mut().poll(&mut context).is_pending());
+    let mut second = pin!(placer.place_group_async(Group::of(2, each(6))));
+    assert!(second.as_mut().poll(&mut context).is_pending());
+    assert_eq!(full.waiting(), 2, "both stand where bytes are lacking");
+    assert_eq!(rt.device(1).unwrap().budget().used(), 0, "and hold nothing");
+    // Looked at again it has not lost its place.
+    assert!(first.as_mut().poll(&mut context).is_pending());
+    drop(held);
+    assert!(second.as_mut().poll(&mut context).is_pending(), "the first one's turn");
+    // It was granted, and goes without having taken.
+    drop(first);
+    let Poll::Ready(leases) = second.as_mut().poll(&mut context) else { panic!("its turn") };
+    assert_eq!(leases.unwrap().len(), 2);
+    assert!(second.poll(&mut context).is_pending(), "it was ready once");
+    assert!(rt.devices().iter().all(|pool| pool.budget().used() == 0 && pool.budget().waiting() == 0));
+}
+
+#[test]
+fn a_group_leaves_a_line_that_does_not_move_for_one_that_does() {
+    let (_, rt) = machine(3, 10);
+    let placer = rt.placer(Policy::MostFree);
+    let on = |device, mib| placer.place(&each(mib).only([DeviceId(device)])).unwrap();
+    let [full, nearly] = [on(0, 9), on(1, 8)];
+    let mut context = Context::from_waker(Waker::noop());
+    let mut wait = pin!(placer.place_group_async(Group::of(2, each(6))));
+    assert!(wait.as_mut().poll(&mut context).is_pending());
+    let waiting = || rt.devices().iter().map(|pool| pool.budget().waiting()).collect::<Vec<_>>();
+    assert_eq!(waiting(), [0, 1, 0]);
+    drop(full);
+    let _again = [nearly, on(0, 5)];
+    assert!(wait.as_mut().poll(&mut context).is_pending());
+    assert_eq!(waiting(), [1, 0, 0], "where five are free now");
 }

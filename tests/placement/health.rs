@@ -1,7 +1,7 @@
 //! Devices that drain, are lost and come back.
 
 use super::*;
-use aquifer::{Budget, PoolConfig, placement::Health};
+use aquifer::placement::Health;
 
 /// Loses a device, and has somebody meet it.
 fn lose(sim: &Sim, device: u32) {

@@ -9,7 +9,6 @@ use std::{
         atomic::{AtomicU32, Ordering},
     },
     task::{Context, Poll, Wake, Waker},
-    time::Instant,
 };
 
 #[derive(Default)]
