@@ -9,6 +9,7 @@
 //! | the line: release and entry | `whoever_gets_in_line…` |
 //! | the line: dropped and granted | `a_wait_that_is_dropped…` |
 //! | the line: asked for while somebody is at it | `of_two_who_wait…` |
+//! | the line: entry, while others are asked for room | `what_is_asked_back…` |
 //! | leases: spare, and waited for or over a limit | `what_a_lease_makes_spare…`, `a_limit_that_is_lowered…`, `a_lease_that_closes…` |
 //! | nodes: the last handle and the last byte | `a_node_leaves_once…` |
 //! | levels: told by one at a time | `what_is_told_last…` |
@@ -16,11 +17,11 @@
 #![cfg(loom)]
 
 use aquifer_core::{
-    Action, Budget, Event, Sink, Tag,
-    budget::{Level, LevelChange, Levels},
+    Action, Budget, Charge, Event, Sink, Tag,
+    budget::{Level, LevelChange, Levels, Offer, Reclaim},
     event::{Place, RingSink},
 };
-use loom::thread;
+use loom::{sync::Mutex, thread};
 use std::{
     future::Future,
     pin::Pin,
@@ -29,6 +30,7 @@ use std::{
         atomic::{AtomicU8, Ordering},
     },
     task::{Context, Waker},
+    time::{Duration, Instant},
 };
 
 fn model(work: impl Fn() + Send + Sync + 'static) {
@@ -135,6 +137,45 @@ fn a_wait_that_is_dropped_while_it_is_granted_passes_the_bytes_on() {
         drop(most);
         giver.join().unwrap();
         assert!(Pin::new(&mut next).poll(&mut context).is_ready());
+        assert_eq!((root.used(), root.waiting()), (0, 0));
+    });
+}
+
+/// Gives back all it has when it is asked.
+struct Cache(Mutex<Option<Charge>>);
+
+impl Reclaim for Cache {
+    fn name(&self) -> &'static str {
+        "a cache"
+    }
+
+    fn offer(&self) -> Offer {
+        let bytes = self.0.lock().unwrap().as_ref().map_or(0, Charge::bytes);
+        Offer { bytes, cost: Duration::ZERO }
+    }
+
+    fn reclaim(&self, _: u64, _: Option<Instant>) {
+        let given = self.0.lock().unwrap().take();
+        drop(given);
+    }
+}
+
+#[test]
+fn what_is_asked_back_reaches_whoever_gets_in_line_meanwhile() {
+    model(|| {
+        let root = Budget::new("root", 100);
+        let (kept, cache) = (root.charge(20).unwrap(), root.child("cache", 100));
+        let cached = Arc::new(Cache(Mutex::new(Some(cache.charge(60).unwrap()))));
+        let registration = cache.on_need(&cached);
+        let waiter = {
+            let root = root.clone();
+            thread::spawn(move || drop(root.charge_by(50, None).unwrap()))
+        };
+        // Whether the waiter stands in line by now or not, it is served of this.
+        let room = root.make_room(50, None, None);
+        assert!(room.tried.iter().map(|tried| tried.gave).sum::<u64>() <= 60);
+        waiter.join().unwrap();
+        drop((kept, registration));
         assert_eq!((root.used(), root.waiting()), (0, 0));
     });
 }
