@@ -12,17 +12,21 @@
 //! | [`RmmLog`] | a row as RAPIDS' memory manager writes it |
 //! | [`TracingSink`] | whatever the program logs with |
 //! | [`NullSink`] | nothing |
+//!
+//! What a ring has kept, a [`MemorySnapshot`] writes for the memory viewer of PyTorch.
 
 mod clock;
 mod lines;
 mod ring;
 mod rmm;
 mod sinks;
+pub mod snapshot;
 mod trace;
 
 pub use ring::RingSink;
 pub use rmm::RmmLog;
 pub use sinks::{NullSink, TracingSink};
+pub use snapshot::{HeldBlock, MemorySnapshot};
 pub use trace::TraceFile;
 
 use crate::{DeviceId, Tag};

@@ -180,6 +180,7 @@ mod request;
 mod reserved;
 mod resource;
 mod retention;
+mod snapshot;
 mod stable;
 mod stream_ordered;
 mod tenants;

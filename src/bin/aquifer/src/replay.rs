@@ -8,6 +8,7 @@
 //! | `stamp` | the same on real bytes |
 //! | `tally` | what a round cost in calls, waits and concurrency |
 //! | `bench` | one pass over a trace: with checks, for time, or for what it costs besides |
+//! | `record` | the same for a memory snapshot |
 //! | `fit` | the search for the smallest budget |
 //! | `report`, `screen` | what was found, in JSON and for a person |
 //!
@@ -29,6 +30,7 @@
 mod bench;
 mod engine;
 mod fit;
+mod record;
 mod report;
 mod screen;
 mod stamp;
@@ -48,7 +50,7 @@ use aquifer_core::{Bytes, MemoryError};
 use bench::{Bench, Checked};
 use engine::Order;
 use report::{Round, Search};
-use std::{fmt, num::NonZeroU32, path::PathBuf};
+use std::{fmt, io, num::NonZeroU32, path::PathBuf};
 
 /// Why there is nothing to report.
 #[derive(Debug)]
@@ -73,6 +75,8 @@ pub(crate) enum Mistake {
     },
     /// The allocator or its streams could not be had.
     Setup(MemoryError),
+    /// A file that cannot be written.
+    Snapshot(PathBuf, io::Error),
 }
 
 impl fmt::Display for Mistake {
@@ -92,6 +96,7 @@ impl fmt::Display for Mistake {
                 )
             }
             Self::Setup(e) => write!(f, "the replay cannot begin: {e}"),
+            Self::Snapshot(path, e) => write!(f, "{} cannot be written: {e}", path.display()),
         }
     }
 }
@@ -102,6 +107,7 @@ impl std::error::Error for Mistake {
             Self::Trace { error, .. } => Some(error),
             Self::Place(e) => Some(e),
             Self::Setup(e) => Some(e),
+            Self::Snapshot(_, e) => Some(e),
             Self::Budget { .. } => None,
         }
     }
@@ -110,7 +116,7 @@ impl std::error::Error for Mistake {
 /// Does what was asked for.
 ///
 /// # Errors
-/// [`Mistake`], before anything is played.
+/// [`Mistake`], before anything is played but for a snapshot that cannot be written.
 pub(crate) fn run(args: &cli::Replay) -> Result<Report, Mistake> {
     let trace = Trace::read(&args.trace, args.device_index)
         .map_err(|error| Mistake::Trace { path: args.trace.clone(), error })?;
@@ -139,6 +145,11 @@ pub(crate) fn run(args: &cli::Replay) -> Result<Report, Mistake> {
         let tallies = bench.count(budget, args.repeat, &mut progress).map_err(Mistake::Setup)?;
         report.rounds = Round::all(&timed.each, &tallies.unwrap_or_default());
         report.timing = Some(timed.timing);
+    }
+    if let Some(path) = &args.snapshot {
+        progress.phase("recording:");
+        let snapshot = bench.record(budget, &mut progress).map_err(Mistake::Setup)?;
+        snapshot.save(path).map_err(|e| Mistake::Snapshot(path.clone(), e))?;
     }
     if args.fit {
         let found = fit::search(&bench, &report, args.repeat, &mut progress).map_err(Mistake::Setup)?;

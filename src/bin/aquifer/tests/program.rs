@@ -455,6 +455,32 @@ fn a_snapshot_of_pytorch_is_replayed_by_device() {
 }
 
 #[test]
+fn a_replay_is_written_as_a_snapshot_that_is_the_same_program() {
+    let small = Scratch::new("to-snapshot.csv", SMALL);
+    for allocator in ["pool", "async", "direct"] {
+        let file = Scratch::new(&format!("{allocator}.pickle"), "");
+        let flags = format!("--device sim --json --allocator {allocator} --snapshot {}", file.0.display());
+        let (first, again) = (json(&replay(&small.0, &flags)), json(&replay(&file.0, "--device sim --json")));
+        for name in ["ops", "allocs", "streams", "peak_live_bytes", "live_at_end_bytes"] {
+            assert_eq!(first[name], again[name], "{allocator}: {name}");
+        }
+        assert_eq!(again["snapshot"]["blocks_at_start"], 0, "{allocator}");
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/snapshots/check.py");
+        match Command::new("python3").arg(script).arg(&file.0).output() {
+            Ok(said) => assert!(said.status.success(), "{allocator}: {}", text(&said.stderr)),
+            Err(e) => {
+                println!("skipped: what PyTorch's tools take for granted, since there is no python3: {e}")
+            }
+        }
+    }
+    refused(
+        &replay(&small.0, "--device sim --snapshot /nowhere/x.pickle"),
+        "/nowhere/x.pickle cannot be",
+        "path",
+    );
+}
+
+#[test]
 fn every_round_says_what_it_asked_of_the_driver() {
     let file = "made:steady,length=0.1";
     let value = json(&replay(Path::new(file), "--device sim --json --repeat 20"));

@@ -15,9 +15,9 @@ use crate::{
     progress::Progress,
     trace::Trace,
 };
-use aquifer_core::{Budget, MemoryError, PoolStats, Result};
+use aquifer_core::{Budget, MemoryError, PoolStats, Recorder, Result, budget::Registration};
 use aquifer_device::{
-    DevicePool, Direct, FailureCallback, OnFailure, PoolConfig, Request, Resource, StreamOrdered,
+    DevicePool, Direct, FailureCallback, Log, OnFailure, PoolConfig, Request, Resource, StreamOrdered,
 };
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
@@ -81,16 +81,24 @@ struct Pass {
 
 /// The allocator of a pass.
 #[derive(Debug)]
-enum Placer {
+pub(super) enum Placer {
     Pool(DevicePool),
     Backend(Arc<dyn Resource>),
 }
 
 impl Placer {
-    fn resource(&self) -> &dyn Resource {
+    pub(super) fn resource(&self) -> &dyn Resource {
         match self {
             Self::Pool(pool) => pool,
             Self::Backend(backend) => &**backend,
+        }
+    }
+
+    /// Lets a pool ask for what is open to end; backends ask by themselves.
+    pub(super) fn relieved_by<W: Work>(&self, relief: &Arc<EndOldest<W>>) -> Option<Registration> {
+        match self {
+            Self::Pool(pool) => Some(pool.budget().on_need(relief)),
+            Self::Backend(_) => None,
         }
     }
 }
@@ -179,11 +187,8 @@ impl Bench<'_> {
     ) -> Result<Pass> {
         let uses = Arc::new(OpenUses::new());
         let relief = Arc::new(EndOldest { uses: uses.clone(), work: work.clone() });
-        let (placer, streams) = self.open(session, budget, &relief)?;
-        let relieved = match &placer {
-            Placer::Pool(pool) => Some(pool.budget().on_need(&relief)),
-            Placer::Backend(_) => None,
-        };
+        let (placer, streams) = self.open(session, budget, &relief, None)?;
+        let relieved = placer.relieved_by(&relief);
         let pass = match &placer {
             // Called directly, as a program would.
             Placer::Pool(pool) => self.rounds(session, pool, &streams, &*work, &uses, rounds, progress),
@@ -200,12 +205,13 @@ impl Bench<'_> {
         Ok(pass)
     }
 
-    /// The allocator, and as many streams as the trace needs.
-    fn open<W: Work>(
+    /// The allocator, and as many streams as the trace needs. It tells `recorder` what it does, if there is one.
+    pub(super) fn open<W: Work>(
         &self,
         session: &Session,
         budget: Option<u64>,
         relief: &Arc<EndOldest<W>>,
+        recorder: Option<Arc<Recorder>>,
     ) -> Result<(Placer, Vec<Stream>)> {
         let Session { driver, device, .. } = session;
         let count = streams_needed(self.trace);
@@ -215,6 +221,7 @@ impl Bench<'_> {
                 let mut config = PoolConfig::default();
                 config.budget = budget;
                 config.streams = config.streams.max(count);
+                config.recorder = recorder;
                 let pool = DevicePool::open(driver.clone(), *device, config)?;
                 let streams = pool.streams().clone();
                 (Placer::Pool(pool), streams)
@@ -231,12 +238,12 @@ impl Bench<'_> {
                 };
                 let streams = StreamPool::new(driver.clone(), *device, count);
                 let backend = StreamOrdered::new(driver.clone(), streams.clone(), budget)?;
-                (Placer::Backend(Arc::new(relieved(backend, relief.clone()))), streams)
+                (Placer::Backend(recorded(relieved(backend, relief.clone()), recorder)), streams)
             }
             Allocator::Direct => {
                 let streams = StreamPool::new(driver.clone(), *device, count);
                 let backend = Direct::new(driver.clone(), streams.clone(), budget);
-                (Placer::Backend(Arc::new(relieved(backend, relief.clone()))), streams)
+                (Placer::Backend(recorded(relieved(backend, relief.clone()), recorder)), streams)
             }
         };
         let streams = (0..count).map(|_| streams.lease()).collect::<Result<_>>()?;
@@ -321,4 +328,12 @@ fn relieved<R: Resource, W: Work>(backend: R, relief: Arc<EndOldest<W>>) -> impl
         0 => OnFailure::GiveUp,
         _ => OnFailure::Retry,
     })
+}
+
+/// The same, telling `recorder` what it does, if there is one.
+fn recorded(backend: impl Resource + 'static, recorder: Option<Arc<Recorder>>) -> Arc<dyn Resource> {
+    match recorder {
+        Some(recorder) => Arc::new(Log::new(backend, recorder)),
+        None => Arc::new(backend),
+    }
 }

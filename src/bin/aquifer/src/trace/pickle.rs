@@ -9,6 +9,7 @@
 //! Protocols 2 to 5 are read, of Python's pickler and of PyTorch's own, which marks values with their types by calls; a
 //! call stands for its first argument.
 
+pub(super) use aquifer_core::event::snapshot::Word;
 use std::{
     collections::HashMap,
     error, fmt,
@@ -25,57 +26,6 @@ const MOST: usize = 1 << 26;
 const LONGEST: u64 = 24;
 /// The longest line of text in a pickle: numbers and names of classes.
 const LINE: u64 = 1 << 10;
-
-macro_rules! words {
-    ($($word:ident = $text:literal),+ $(,)?) => {
-        /// A string that means something in a snapshot.
-        #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-        pub(super) enum Word { $(#[doc = concat!("`", $text, "`")] $word),+ }
-
-        impl Word {
-            fn of(text: &[u8]) -> Option<Self> {
-                match text {
-                    $(text if text == $text.as_bytes() => Some(Self::$word),)+
-                    _ => None,
-                }
-            }
-
-            /// The string.
-            pub(super) fn text(self) -> &'static str {
-                match self { $(Self::$word => $text),+ }
-            }
-        }
-    };
-}
-
-words! {
-    Segments = "segments",
-    DeviceTraces = "device_traces",
-    Action = "action",
-    Addr = "addr",
-    Size = "size",
-    Stream = "stream",
-    Device = "device",
-    Blocks = "blocks",
-    State = "state",
-    Address = "address",
-    RequestedSize = "requested_size",
-    Alloc = "alloc",
-    FreeRequested = "free_requested",
-    FreeCompleted = "free_completed",
-    SegmentAlloc = "segment_alloc",
-    SegmentFree = "segment_free",
-    SegmentMap = "segment_map",
-    SegmentUnmap = "segment_unmap",
-    Snapshot = "snapshot",
-    Oom = "oom",
-    UserDefined = "user_defined",
-    WorkspaceSnapshot = "workspace_snapshot",
-    ActiveAllocated = "active_allocated",
-    ActivePendingFree = "active_pending_free",
-    ActiveAwaitingFree = "active_awaiting_free",
-    Inactive = "inactive",
-}
 
 /// What stands in a pickle.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -1,4 +1,4 @@
-//! What `torch.cuda.memory._dump_snapshot()` writes.
+//! What `torch.cuda.memory._dump_snapshot()` writes, and [`MemorySnapshot`](aquifer_core::event::MemorySnapshot).
 //!
 //! | key | what is taken from it |
 //! |---|---|
@@ -389,6 +389,11 @@ impl<'a> Snapshot<'a> {
                     Some(_) => self.bytes(block, Word::RequestedSize, place)?,
                     None => bytes,
                 };
+                // A segment of ours has blocks of several streams, and each says its own.
+                let stream = match self.objects.get(block, Word::Stream) {
+                    Some(_) => self.number(block, Word::Stream, place)?,
+                    None => stream,
+                };
                 if untold.insert(address, (asked, stream, freed)).is_some() {
                     return Err(missing(place, "address", "that of one block"));
                 }
@@ -432,3 +437,5 @@ impl History {
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod written;

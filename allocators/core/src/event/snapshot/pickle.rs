@@ -1,0 +1,154 @@
+//! Python's pickles of protocol 4, as far as a snapshot needs them.
+//!
+//! Only instructions that PyTorch's memory viewer knows are written: it runs pickles by a small machine of its own, of 35
+//! instructions. It also appends what stands between a mark and `APPENDS` by one call, so a list is written in pieces, as
+//! Python's own pickler does.
+
+use std::{
+    collections::HashMap,
+    io::{self, Write},
+};
+
+/// Items of a list that are appended at once.
+const PIECE: usize = 1000;
+
+/// Writes one pickle, from its first byte to [`end`](Pickler::end).
+pub(super) struct Pickler<W> {
+    out: W,
+    /// Where each string that was written before stands in the memo.
+    memo: HashMap<&'static str, u32>,
+}
+
+impl<W: Write> Pickler<W> {
+    pub(super) fn begin(mut out: W) -> io::Result<Self> {
+        out.write_all(&[0x80, 4])?;
+        Ok(Self { out, memo: HashMap::new() })
+    }
+
+    /// Ends the pickle and writes out what is held back.
+    pub(super) fn end(mut self) -> io::Result<()> {
+        self.out.write_all(b".")?;
+        self.out.flush()
+    }
+
+    /// A string of the format: written once, and remembered.
+    pub(super) fn word(&mut self, text: &'static str) -> io::Result<()> {
+        if let Some(&place) = self.memo.get(text) {
+            return match u8::try_from(place) {
+                Ok(place) => self.out.write_all(&[b'h', place]),
+                Err(_) => {
+                    self.out.write_all(b"j")?;
+                    self.out.write_all(&place.to_le_bytes())
+                }
+            };
+        }
+        self.text(text)?;
+        // The format and the tags of a process have fewer than 2^17 strings.
+        self.memo.insert(text, self.memo.len() as u32);
+        self.out.write_all(&[0x94])
+    }
+
+    /// Any string, cut off at 4 GiB.
+    pub(super) fn text(&mut self, text: &str) -> io::Result<()> {
+        let bytes = text.as_bytes();
+        let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+        self.out.write_all(b"X")?;
+        self.out.write_all(&length.to_le_bytes())?;
+        self.out.write_all(&bytes[..length as usize])
+    }
+
+    /// A whole number. Addresses keep their bits.
+    pub(super) fn int(&mut self, value: u64) -> io::Result<()> {
+        match value {
+            0..=0xff => self.out.write_all(&[b'K', value as u8]),
+            0x100..=0xffff => {
+                self.out.write_all(b"M")?;
+                self.out.write_all(&(value as u16).to_le_bytes())
+            }
+            _ => {
+                // As few bytes as keep the sign: the topmost bit of the last one.
+                let bits = 64 - (value as i64).unsigned_abs().leading_zeros();
+                let length = (bits as usize / 8 + 1).min(8);
+                self.out.write_all(&[0x8a, length as u8])?;
+                self.out.write_all(&value.to_le_bytes()[..length])
+            }
+        }
+    }
+
+    pub(super) fn truth(&mut self, value: bool) -> io::Result<()> {
+        self.out.write_all(&[if value { 0x88 } else { 0x89 }])
+    }
+
+    pub(super) fn pair(&mut self, first: u64, second: u64) -> io::Result<()> {
+        self.int(first)?;
+        self.int(second)?;
+        self.out.write_all(&[0x86])
+    }
+
+    /// A list of these items, each written by `write`.
+    pub(super) fn list<T>(
+        &mut self,
+        items: impl IntoIterator<Item = T>,
+        mut write: impl FnMut(&mut Self, T) -> io::Result<()>,
+    ) -> io::Result<()> {
+        self.out.write_all(b"]")?;
+        let mut items = items.into_iter().peekable();
+        while items.peek().is_some() {
+            self.out.write_all(b"(")?;
+            for item in items.by_ref().take(PIECE) {
+                write(self, item)?;
+            }
+            self.out.write_all(b"e")?;
+        }
+        Ok(())
+    }
+
+    /// A dictionary: `fill` writes keys and values in turn.
+    pub(super) fn dict(&mut self, fill: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
+        self.out.write_all(b"}(")?;
+        fill(self)?;
+        self.out.write_all(b"u")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(value: u64) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        Pickler { out: &mut bytes, memo: HashMap::new() }.int(value).unwrap();
+        bytes
+    }
+
+    #[test]
+    fn whole_numbers_take_as_few_bytes_as_keep_them_whole() {
+        assert_eq!(written(0), [b'K', 0]);
+        assert_eq!(written(255), [b'K', 255]);
+        assert_eq!(written(256), [b'M', 0, 1]);
+        assert_eq!(written(0xffff), [b'M', 0xff, 0xff]);
+        assert_eq!(written(0x1_0000), [0x8a, 3, 0, 0, 1]);
+        // The topmost bit would be a sign.
+        assert_eq!(written(0x80_0000), [0x8a, 4, 0, 0, 0x80, 0]);
+        assert_eq!(written(0x7f00_0000_0000), [0x8a, 6, 0, 0, 0, 0, 0, 0x7f]);
+        assert_eq!(written(1 << 63), [0x8a, 8, 0, 0, 0, 0, 0, 0, 0, 0x80]);
+    }
+
+    #[test]
+    fn a_string_is_written_once() {
+        let mut bytes = Vec::new();
+        let mut pickler = Pickler::begin(&mut bytes).unwrap();
+        pickler.list(["addr", "size", "addr"], |p, word| p.word(word)).unwrap();
+        pickler.end().unwrap();
+        assert_eq!(bytes, b"\x80\x04](X\x04\0\0\0addr\x94X\x04\0\0\0size\x94h\x00e.");
+    }
+
+    #[test]
+    fn a_long_list_is_appended_in_pieces() {
+        let mut bytes = Vec::new();
+        let mut pickler = Pickler::begin(&mut bytes).unwrap();
+        pickler.list(0..2 * PIECE as u64 + 1, |p, _| p.truth(true)).unwrap();
+        pickler.end().unwrap();
+        assert_eq!(bytes.iter().filter(|&&byte| byte == b'e').count(), 3);
+    }
+}

@@ -1,0 +1,62 @@
+//! What a pool did and holds, for PyTorch's memory viewer.
+
+use crate::DevicePool;
+use aquifer_core::{
+    Event,
+    event::{HeldBlock, MemorySnapshot, Place},
+};
+
+impl DevicePool {
+    /// A memory snapshot of what this pool did, by the events that were kept, and of what is live behind the last of them:
+    /// [`MemorySnapshot::save`] writes it for PyTorch's memory viewer, `_memory_viz.py` and `aquifer replay`.
+    ///
+    /// Blocks that are older than the first event are told if [`Debugging::leaks`](crate::Debugging::leaks) is switched
+    /// on, with the lines that asked for them; without it a pool has no list of its blocks, and a block that no event names
+    /// is not told. Never blocks on the driver.
+    ///
+    /// ```
+    /// use aquifer_core::{Recorder, event::RingSink};
+    /// use aquifer_device::{DevicePool, PoolConfig, Request};
+    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use std::sync::Arc;
+    /// let ring = Arc::new(RingSink::new(1 << 10));     // the last thousand events, 64 bytes each
+    /// let mut config = PoolConfig::default();
+    /// config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config)?;
+    /// let stream = pool.stream()?;
+    /// let _kept = pool.alloc(&stream, Request::bytes(1 << 20))?;
+    ///
+    /// # if cfg!(miri) { return Ok(()); }
+    /// let path = std::env::temp_dir().join(format!("memory-{}.pickle", std::process::id()));
+    /// pool.snapshot(ring.take()).save(&path)?;         // drop it on https://pytorch.org/memory_viz
+    /// # std::fs::remove_file(path)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    #[must_use]
+    pub fn snapshot(&self, events: impl IntoIterator<Item = Event>) -> MemorySnapshot {
+        let place = Place::Device(self.device());
+        let mut snapshot = MemorySnapshot::of(events.into_iter().filter(|event| event.place == place));
+        let groups = self.leaks().unwrap_or_default();
+        for block in groups.groups().iter().flat_map(|group| &group.blocks) {
+            let at = Some(block.allocated_at);
+            let held = HeldBlock {
+                address: block.address,
+                bytes: block.bytes,
+                stream: block.stream,
+                tag: block.tag,
+                at,
+            };
+            snapshot.hold(self.device(), held);
+        }
+        let (stats, config) = (self.stats(), &self.inner().config);
+        snapshot.set("budget", self.budget().limit());
+        snapshot.set("physical", stats.physical);
+        snapshot.set("peak physical", stats.peak_physical);
+        snapshot.set("cached", stats.cached);
+        snapshot.set("adoption", format!("{:?}", config.adoption));
+        snapshot.set("handle_bytes", config.handle_bytes);
+        snapshot.set("compact", config.compact);
+        snapshot.set("release_threshold", config.release_threshold);
+        snapshot
+    }
+}

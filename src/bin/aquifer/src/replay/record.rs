@@ -1,0 +1,50 @@
+//! One pass over a trace for a memory snapshot of it.
+
+use super::{
+    bench::Bench,
+    engine::Engine,
+    uses::{EndOldest, OpenUses},
+    work::Idle,
+};
+use crate::progress::Progress;
+use aquifer_core::{Event, Recorder, Result, Sink, event::MemorySnapshot};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Keeps every event: a trace is as long as it is, and a ring would lose its beginning.
+#[derive(Default, Debug)]
+struct Kept(Mutex<Vec<Event>>);
+
+impl Kept {
+    fn take(&self) -> Vec<Event> {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Sink for Kept {
+    fn record(&self, event: &Event) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(*event);
+    }
+}
+
+impl Bench<'_> {
+    /// Plays the trace once, as far as it fits, and answers with what the allocator did and what is there at the end.
+    ///
+    /// # Errors
+    /// If the allocator or its streams cannot be had, or cannot be brought to rest.
+    pub(crate) fn record(&self, budget: Option<u64>, progress: &mut Progress) -> Result<MemorySnapshot> {
+        let session = self.place.begin(false);
+        let (uses, work) = (Arc::new(OpenUses::new()), Arc::new(Idle));
+        let relief = Arc::new(EndOldest { uses: uses.clone(), work: work.clone() });
+        let kept = Arc::new(Kept::default());
+        let recorder = Arc::new(Recorder::new(kept.clone()));
+        let (placer, streams) = self.open(&session, budget, &relief, Some(recorder))?;
+        let _relieved = placer.relieved_by(&relief);
+        let mut engine = Engine::new(self.trace, &streams, placer.resource(), &*work, &uses, self.order);
+        engine.play(progress);
+        let mut snapshot = MemorySnapshot::of(kept.take());
+        snapshot.set("replayed by", self.allocator.name());
+        snapshot.set("held from the driver at the most", placer.resource().stats().peak_physical);
+        engine.clear()?;
+        Ok(snapshot)
+    }
+}
