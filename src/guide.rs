@@ -18,6 +18,9 @@ pub mod limits {}
 #[doc = include_str!("guide/without_a_gpu.md")]
 pub mod without_a_gpu {}
 
+#[doc = include_str!("guide/watching.md")]
+pub mod watching {}
+
 #[doc = include_str!("guide/tuning.md")]
 pub mod tuning {}
 
@@ -32,3 +35,5 @@ pub mod from_rmm {}
 
 #[doc = include_str!("guide/from_pytorch.md")]
 pub mod from_pytorch {}
+
+pub mod inside;

@@ -11,6 +11,8 @@ use std::{
 };
 
 /// A device as a policy sees it.
+///
+/// Its example is that of [`Policy`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Candidate<'a> {

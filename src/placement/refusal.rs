@@ -41,6 +41,8 @@ pub enum Why {
 }
 
 /// What was seen of a device, and why it was not taken.
+///
+/// Its example is that of [`Nowhere`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Passed {
     /// Which.

@@ -23,6 +23,8 @@ pub struct Pressure {
 }
 
 /// The driver's word on a device's memory.
+///
+/// Its example is that of [`Pressure`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct DeviceReading {
@@ -35,6 +37,8 @@ pub struct DeviceReading {
 }
 
 /// What was seen of a device, and done for its neighbours.
+///
+/// Its example is that of [`Pressure`].
 #[derive(Clone, PartialEq, Debug)]
 #[non_exhaustive]
 pub struct DevicePressure {
@@ -78,6 +82,8 @@ impl DevicePressure {
 }
 
 /// How scarce the host's memory was.
+///
+/// Its example is that of [`Pressure`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct HostReading {
@@ -88,6 +94,8 @@ pub struct HostReading {
 }
 
 /// What was seen of the host, and done.
+///
+/// Its example is that of [`Pressure`].
 #[derive(Clone, PartialEq, Debug)]
 #[non_exhaustive]
 pub struct HostPressure {

@@ -40,6 +40,8 @@ pub struct Frames<M = Arena<Global>> {
 }
 
 /// One arena of a ring, for one step.
+///
+/// Its example is that of [`Frames`].
 #[derive(Debug)]
 pub struct Frame<'f, M = Arena<Global>> {
     arena: &'f mut M,

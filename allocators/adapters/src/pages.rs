@@ -74,6 +74,8 @@ pub struct Pages {
 }
 
 /// Why an arena of pages refused.
+///
+/// Its example is that of [`PageArena`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum PageError {
@@ -107,6 +109,8 @@ pub enum PageError {
 }
 
 /// Pages that could not be given back, and why. They are still taken, by whoever has this.
+///
+/// Its example is that of [`PageArena`].
 #[derive(PartialEq, Eq, Debug)]
 pub struct Unfreed {
     /// The pages.

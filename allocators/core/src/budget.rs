@@ -92,6 +92,8 @@ pub struct Budget {
 }
 
 /// What stands at one node, at one moment. Bytes, unless a name says otherwise.
+///
+/// Its example is that of [`Budget`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Figures {
@@ -359,6 +361,8 @@ impl fmt::Debug for Budget {
 }
 
 /// Bytes and how many blocks one tag holds.
+///
+/// Its example is that of [`OutOfMemory`](crate::OutOfMemory).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Holding {
     /// Whose.

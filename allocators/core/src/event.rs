@@ -78,6 +78,8 @@ pub enum Place {
 }
 
 /// One thing that happened to memory.
+///
+/// Its example is that of [`Recorder`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Event {
     /// When, in nanoseconds since the recorder was made.
@@ -126,6 +128,8 @@ pub trait Sink: fmt::Debug + Send + Sync {
 }
 
 /// An event's place in the order of its recorder.
+///
+/// Its example is that of [`Recorder`].
 #[derive(Debug)]
 #[must_use = "a ticket that is not used holds up every later event"]
 pub struct Ticket {

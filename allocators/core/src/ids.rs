@@ -18,6 +18,8 @@ impl fmt::Display for DeviceId {
 }
 
 /// A name for one `K`, good in the space that minted it and nowhere else.
+///
+/// Its example is that of [`IdSpace`].
 pub struct Id<K> {
     space: u64,
     index: u32,

@@ -15,6 +15,8 @@ use std::{any::Any, sync::Arc};
 /// A source of blocks that the host cannot reach: a pool of device memory, and whatever wraps one.
 ///
 /// Object safe, once its types are named. Blocks know their way home, so there is no call to free one.
+///
+/// It is sealed: its example is any pool's, such as `DevicePool` of aquifer-device, and the wrappers' of aquifer-adapters.
 pub trait Opaque: crate::__opaque::Sealed {
     /// What work is queued on.
     type Stream;
@@ -43,6 +45,8 @@ pub trait Opaque: crate::__opaque::Sealed {
 }
 
 /// A block that the host cannot reach.
+///
+/// It is sealed: its example is any pool's, such as `DevicePool` of aquifer-device, and the wrappers' of aquifer-adapters.
 pub trait OpaqueBlock: crate::__opaque::Sealed {
     /// Keeps `thing` until the block's memory is really free: for a block that queued work still uses that is later than
     /// its drop. A block that is forgotten keeps it for good.

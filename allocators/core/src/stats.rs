@@ -6,6 +6,8 @@ use std::ops::Add;
 ///
 /// `live + cached + pending` is what the pool's blocks and caches span; `physical` is what it holds from the driver or
 /// the kernel, and what its budget is charged for.
+///
+/// Its example is that of any pool, such as `DevicePool` of aquifer-device.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct PoolStats {

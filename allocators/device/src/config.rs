@@ -6,6 +6,16 @@ use aquifer_driver::{Driver, ExportTypes};
 use std::{sync::Arc, time::Duration};
 
 /// How far one stream may take over what another's cache holds, when its own has no room.
+///
+/// ```
+/// use aquifer_device::{Adoption, DevicePool, PoolConfig};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// let mut config = PoolConfig::default();
+/// config.adoption = Adoption::DoneOnly;    // streams never wait for each other's frees
+/// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config)?;
+/// # drop(pool);
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Adoption {
     /// Never. Streams that must not be ordered with each other, such as those of collectives, need this. What the host has

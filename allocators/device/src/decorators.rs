@@ -10,6 +10,22 @@ use aquifer_stream::Stream;
 use std::{any::Any, fmt, sync::Arc};
 
 /// Reports every allocation, free and failure of another resource.
+///
+/// A free is told when the last use of the block is over, since it is then that `inner` has it back.
+///
+/// ```
+/// use aquifer_core::{Action, Opaque, Recorder, event::RingSink};
+/// use aquifer_device::{DevicePool, Log, PoolConfig, Request};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use std::sync::Arc;
+/// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+/// let ring = Arc::new(RingSink::new(16));
+/// let logged = Log::new(pool.clone(), Arc::new(Recorder::new(ring.clone())));
+/// drop(logged.allocate(&pool.stream()?, Request::bytes(512))?);
+/// let told: Vec<_> = ring.take().iter().map(|event| event.action).collect();
+/// assert_eq!(told, [Action::Allocate, Action::Free, Action::Complete]);
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct Log<R> {
     inner: R,
@@ -83,6 +99,8 @@ impl<R: Resource> Opaque for Log<R> {
 }
 
 /// What to do about a failed allocation.
+///
+/// Its example is that of [`FailureCallback`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum OnFailure {
     /// Something was freed: ask again.
@@ -92,6 +110,24 @@ pub enum OnFailure {
 }
 
 /// Asks a callback when an allocation fails, and tries again if it says so.
+///
+/// ```
+/// use aquifer_core::{Budget, Opaque};
+/// use aquifer_device::{Block, DevicePool, FailureCallback, OnFailure, PoolConfig, Request};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use std::sync::Mutex;
+/// let config = PoolConfig::with_budget(Budget::new("small", 64 << 20));
+/// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), config)?;
+/// let stream = pool.stream()?;
+/// let cache: Mutex<Vec<Block>> = Mutex::new(vec![pool.alloc(&stream, Request::bytes(48 << 20))?]);
+/// let patient = FailureCallback::new(pool, 3, |_: &_, _: &_| match cache.lock().map(|mut held| held.pop()) {
+///     Ok(Some(_let_go)) => OnFailure::Retry,
+///     _ => OnFailure::GiveUp,
+/// });
+/// assert!(patient.allocate(&stream, Request::bytes(40 << 20)).is_ok());
+/// assert!(patient.allocate(&stream, Request::bytes(80 << 20)).is_err());
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
 pub struct FailureCallback<R, F> {
     inner: R,
     callback: F,

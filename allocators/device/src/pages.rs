@@ -71,6 +71,8 @@ pub struct PageRun {
 }
 
 /// Pages that could not be given back, since they are another arena's. They are still taken, by whoever has this.
+///
+/// Its example is that of [`DevicePages`].
 #[derive(PartialEq, Eq, Debug)]
 pub struct ForeignPages(
     /// The pages.

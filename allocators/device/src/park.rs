@@ -94,6 +94,8 @@ impl Park {
 }
 
 /// What became of a tag's memory.
+///
+/// Its example is that of [`Parkable`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct ParkReport {
@@ -116,6 +118,8 @@ pub struct ParkReport {
 }
 
 /// What of a tag's memory stays on the device when it is parked.
+///
+/// Its example is that of [`Parkable`].
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Elsewhere {
@@ -129,6 +133,8 @@ pub struct Elsewhere {
 }
 
 /// What came back of a tag's memory.
+///
+/// Its example is that of [`Parkable`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct ResumeReport {

@@ -7,6 +7,22 @@ use std::fmt::Debug;
 
 /// A source of device memory: the caching pool, the driver's own allocators, and whatever wraps one of them, by
 /// aquifer-adapters' wrappers too. Its methods are those of [`Opaque`]. Object safe.
+///
+/// ```
+/// use aquifer_core::{MemoryError, Opaque, Result};
+/// use aquifer_device::{DevicePool, Direct, PoolConfig, Request, Resource};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer_stream::Stream;
+/// fn one_block(from: &dyn Resource, stream: &Stream) -> Result<u64> {
+///     Ok(from.allocate(stream, Request::bytes(4096))?.bytes())
+/// }
+/// let driver = Sim::h200(1).driver();
+/// let pool = DevicePool::open(driver.clone(), DeviceId(0), PoolConfig::default())?;
+/// let direct = Direct::new(driver, pool.streams().clone(), None);
+/// let stream = pool.stream()?;
+/// assert_eq!((one_block(&pool, &stream)?, one_block(&direct, &stream)?), (4096, 4096));
+/// # Ok::<(), MemoryError>(())
+/// ```
 pub trait Resource: Opaque<Stream = Stream, Block = Block> + Debug + Send + Sync {}
 
 impl<R: Opaque<Stream = Stream, Block = Block> + Debug + Send + Sync> Resource for R {}

@@ -24,6 +24,20 @@ use std::{
 /// The pool keeps what is freed and holds at most what its budget had left when it was made. What it reserves is charged
 /// after each allocation, since only the driver knows how much that is. When there is no room, others under the same
 /// budget are asked for what they can give back without waiting, and it gives what it does not use to them.
+///
+/// ```
+/// use aquifer_core::{Budget, Opaque};
+/// use aquifer_device::{Request, StreamOrdered};
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer_stream::StreamPool;
+/// let driver = Sim::h200(1).driver();
+/// let streams = StreamPool::new(driver.clone(), DeviceId(0), 4);
+/// let pool = StreamOrdered::new(driver, streams.clone(), Budget::new("theirs", 1 << 30))?;
+/// let block = pool.allocate(&streams.lease()?, Request::bytes(1 << 20))?;
+/// assert_eq!(pool.stats().requested, 1 << 20);
+/// # drop(block);
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
 #[derive(Clone, Debug)]
 pub struct StreamOrdered {
     ledger: Arc<Ledger<Calls>>,

@@ -102,6 +102,15 @@ impl Call {
 }
 
 /// A counter for each call.
+///
+/// ```
+/// use aquifer_driver::{Call, DeviceId, Driver, sim::Sim};
+/// let driver = Sim::h200(1).driver();
+/// let before = driver.calls().get(Call::StreamCreate);
+/// driver.stream_create(DeviceId(0), 0)?;
+/// assert_eq!(driver.calls().get(Call::StreamCreate), before + 1);
+/// # Ok::<(), aquifer_driver::DriverError>(())
+/// ```
 pub struct CallCounts {
     counts: [AtomicU64; Call::ALL.len()],
 }

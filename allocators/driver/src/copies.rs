@@ -14,6 +14,8 @@ pub struct Rows {
 }
 
 /// One side of a 2D copy or fill: where its first row starts, and how far apart rows start, in bytes.
+///
+/// Its example is that of [`Copies`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Pitched<A> {
     /// The first byte of the first row: an address on the device, or a pointer on the host.
@@ -23,6 +25,8 @@ pub struct Pitched<A> {
 }
 
 /// What a fill writes again and again.
+///
+/// Its example is that of [`Copies`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Pattern {
     /// One byte (`cuMemsetD8…`).
@@ -47,6 +51,20 @@ impl Pattern {
 
 /// Copies and fills. Each is queued on its stream and the host goes on at once where the host side is pinned; with
 /// pageable memory the driver stages it, and a copy to the device may return before the device has it.
+///
+/// ```
+/// use aquifer_driver::{DeviceId, Driver, Pattern, Pitched, Rows, sim::Sim};
+/// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
+/// let (stream, x) = (driver.stream_create(gpu, 0)?, driver.mem_alloc(gpu, 4096)?);
+/// // SAFETY: 1. the range is mapped. 2. all of the work is on one stream.
+/// unsafe {
+///     driver.fill_with(stream, x, Pattern::Word(7), 1024)?;
+///     let (every_other_row, rows) = (Pitched { start: x, pitch: 512 }, Rows { width: 256, height: 8 });
+///     driver.fill_2d(stream, every_other_row, Pattern::Byte(0), rows)?;
+/// }
+/// driver.stream_synchronize(stream)?;
+/// # Ok::<(), aquifer_driver::DriverError>(())
+/// ```
 pub trait Copies: Debug + Send + Sync {
     /// Host to device (`cuMemcpyHtoDAsync`).
     ///

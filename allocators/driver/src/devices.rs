@@ -11,6 +11,8 @@ static LOSSES: AtomicU64 = AtomicU64::new(0);
 
 /// How many devices, of all drivers of the process, have been [seen to be lost](Devices::is_lost) so far. Whoever has
 /// seen a count has to ask the drivers again only when it has changed.
+///
+/// Its example is that of [`Sim::lose_device`](crate::sim::Sim::lose_device), which it would count.
 #[inline]
 #[must_use]
 pub fn losses() -> u64 {
@@ -78,6 +80,8 @@ impl DeviceInfo {
 }
 
 /// The driver's own count of a device's memory: advice, since other programs take and give meanwhile.
+///
+/// Its example is that of [`Driver`](crate::Driver).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct MemoryInfo {
     /// Bytes that nobody holds.

@@ -5,6 +5,18 @@ use crate::{DeviceId, RawEvent, RawStream, Result};
 use std::fmt::Debug;
 
 /// Events.
+///
+/// ```
+/// use aquifer_driver::{DeviceId, Driver, sim::Sim};
+/// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
+/// let (a, b) = (driver.stream_create(gpu, 0)?, driver.stream_create(gpu, 0)?);
+/// let event = driver.event_create(gpu)?;
+/// driver.event_record(event, a)?;          // behind what is queued on `a`
+/// driver.stream_wait_event(b, event)?;     // what is queued on `b` from now on comes after it
+/// driver.event_synchronize(event)?;        // and so does the host
+/// assert!(driver.event_query(event)?);
+/// # Ok::<(), aquifer_driver::DriverError>(())
+/// ```
 pub trait Events: Debug + Send + Sync {
     /// An event without timing, in the primary context of `device` (`cuEventCreate`, about 0.1 µs).
     ///

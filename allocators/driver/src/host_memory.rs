@@ -39,6 +39,15 @@ impl Default for HostFlags {
 }
 
 /// Host memory that devices can reach.
+///
+/// ```
+/// use aquifer_driver::{DeviceId, Driver, HostFlags, sim::Sim};
+/// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
+/// let pinned = driver.host_alloc(gpu, 4096, HostFlags::default())?;
+/// // SAFETY: 1. it came from there. 2. nobody uses it.
+/// unsafe { driver.host_free(gpu, pinned) }?;
+/// # Ok::<(), aquifer_driver::DriverError>(())
+/// ```
 pub trait HostMemory: Debug + Send + Sync {
     /// Pinned memory from the driver (`cuMemHostAlloc`): its pages lie where the calling thread runs, at 2–3.5
     /// GB/s. `device` is the one whose context is used.

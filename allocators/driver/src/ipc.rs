@@ -72,6 +72,8 @@ impl ExportTypes {
 }
 
 /// Memory's name on a fabric (`CUmemFabricHandle`): bytes to send to whoever is to import it.
+///
+/// Its example is that of [`Ipc`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct FabricHandle(pub [u8; 64]);
 
@@ -82,6 +84,18 @@ impl Debug for FabricHandle {
 }
 
 /// Giving physical memory to others, and taking theirs. None of these calls waits for the device.
+///
+/// ```
+/// use aquifer_driver::{DeviceId, Driver, ExportTypes, sim::Sim};
+/// use std::os::fd::AsFd;
+/// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
+/// let handle = driver.handle_create_exportable(gpu, 2 << 20, ExportTypes::POSIX_FD)?;
+/// let file = driver.handle_export(handle)?;                              // goes to another process
+/// // SAFETY: 1. nobody works with it.
+/// let theirs = unsafe { driver.handle_import(gpu, file.as_fd()) }?;
+/// # let _ = theirs;
+/// # Ok::<(), aquifer_driver::DriverError>(())
+/// ```
 pub trait Ipc: Debug + Send + Sync {
     /// Takes physical memory from the device that can be exported in the ways of `types` (`cuMemCreate`).
     ///

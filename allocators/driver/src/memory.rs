@@ -5,6 +5,8 @@ use crate::{DeviceId, PoolHandle, RawStream, Result};
 use std::fmt::Debug;
 
 /// What a pool of the driver holds, in bytes.
+///
+/// Its example is that of [`Memory`](crate::Memory).
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct PoolUsage {
     /// Taken from the device.

@@ -4,6 +4,8 @@ use crate::{DeviceRange, RawStream};
 use std::fmt::Debug;
 
 /// Whose a range of device memory is from now on.
+///
+/// Its example is that of [`Observer`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Ownership<'a> {
     /// A block's, in stream order on `stream`. `generation` tells it from every other block that has ever been or will
@@ -24,6 +26,8 @@ pub enum Ownership<'a> {
 }
 
 /// A pool's word on whose a range is.
+///
+/// Its example is that of [`Observer`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct BlockNote<'a> {
     /// The block, whole.
@@ -33,6 +37,8 @@ pub struct BlockNote<'a> {
 }
 
 /// What the host does with memory that devices can reach.
+///
+/// Its example is that of [`Observer`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum HostAccess {
     /// The CPU reads it.
@@ -44,6 +50,17 @@ pub enum HostAccess {
 }
 
 /// Somebody who checks that nothing is touched out of turn. See [`Driver::observer`](crate::Driver::observer).
+///
+/// ```
+/// use aquifer_driver::{DeviceId, DeviceRange, Driver, sim::Sim};
+/// let driver = Sim::h200(1).driver();
+/// let range = DeviceRange { device: DeviceId(0), address: driver.mem_alloc(DeviceId(0), 4096)?, bytes: 4096 };
+/// if let Some(observer) = driver.observer() {      // the simulated GPU; a real one has nobody who checks
+///     observer.registered(range);                  // from here on a move under it is reported
+///     observer.unregistered(range);
+/// }
+/// # Ok::<(), aquifer_driver::DriverError>(())
+/// ```
 pub trait Observer: Debug + Send + Sync {
     /// A range of device memory changes hands.
     fn block(&self, note: BlockNote<'_>);

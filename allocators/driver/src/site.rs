@@ -11,6 +11,8 @@ thread_local! {
 }
 
 /// Restores what stood before, when dropped.
+///
+/// Its example is that of [`enter`].
 #[derive(Debug)]
 #[must_use = "the site holds until this is dropped"]
 pub struct Entered {
@@ -30,6 +32,8 @@ pub fn enter() -> Entered {
 
 /// Makes a line the site of driver calls on this thread: one that was [entered](fn@entered) on the thread which this one
 /// works for.
+///
+/// Its example is that of [`enter`].
 pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
     Entered { before: SITE.replace(site) }
 }
@@ -41,6 +45,8 @@ impl Drop for Entered {
 }
 
 /// The line entered, if one has been.
+///
+/// Its example is that of [`enter`].
 #[must_use]
 pub fn entered() -> Option<&'static Location<'static>> {
     SITE.get()

@@ -6,6 +6,8 @@ use std::{fmt::Debug, ops::RangeInclusive};
 
 /// How strictly a thread treats calls that could disturb a capture which is open somewhere
 /// (`CUstreamCaptureMode`).
+///
+/// Its example is that of [`Streams`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum CaptureMode {
     /// Unsafe calls fail while any thread captures in this mode, and break that capture.
@@ -17,6 +19,16 @@ pub enum CaptureMode {
 }
 
 /// Streams.
+///
+/// ```
+/// use aquifer_driver::{CaptureMode, DeviceId, Driver, sim::Sim};
+/// let (driver, gpu) = (Sim::h200(1).driver(), DeviceId(0));
+/// let urgent = driver.stream_create(gpu, *driver.stream_priorities(gpu)?.start())?;
+/// assert!(driver.stream_query(urgent)? && !driver.stream_is_capturing(urgent)?);
+/// let before = driver.exchange_capture_mode(CaptureMode::Relaxed)?;
+/// driver.exchange_capture_mode(before)?;
+/// # Ok::<(), aquifer_driver::DriverError>(())
+/// ```
 pub trait Streams: Debug + Send + Sync {
     /// A stream that does not wait for the legacy default stream (`cuStreamCreateWithPriority`, non-blocking). A lower
     /// number is a higher priority; the driver clamps it to [`Streams::stream_priorities`].

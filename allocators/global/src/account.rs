@@ -111,6 +111,8 @@ pub fn cap() -> u64 {
 }
 
 /// Starts the peak anew from what is charged now, and each tag's.
+///
+/// Its example is that of [`stats`].
 pub fn reset_peak() {
     PEAK.store(CHARGED.load(Ordering::Relaxed), Ordering::Relaxed);
     tags::reset_peaks();

@@ -27,6 +27,8 @@ pub trait Accounting: sealed::Sealed {
 }
 
 /// Nothing is counted and no cap is heeded; routes work.
+///
+/// Its example is that of [`Global`], with this in the place of its parameter.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Uncounted;
 

@@ -45,6 +45,8 @@ pub struct Mark {
 
 /// The mark lies above what is in use, or belongs to another range: the engine was rewound
 /// below it since. Nothing has changed.
+///
+/// Its example is that of [`Bump`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct StaleMark {
     /// The height of the mark, in bytes.

@@ -68,6 +68,8 @@ impl fmt::Display for Range {
 }
 
 /// A stretch of memory that is wholly free.
+///
+/// Its example is that of [`Heap`](crate::Heap).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extent {
     /// Where it lies.
@@ -101,6 +103,8 @@ pub struct Block {
 /// freeing a matter of one look, for those who keep an address anyway.
 ///
 /// Never all zero bits, so that an `Option` or an enum around it is no larger.
+///
+/// Its example is that of [`Heap`](crate::Heap).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Key {
     /// The record, or with [`SLOT`] set the slab, shifted up by one, and a one below it.
@@ -152,6 +156,8 @@ impl fmt::Debug for Block {
 }
 
 /// What a free gave back.
+///
+/// Its example is that of [`Heap`](crate::Heap).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Freed {
     /// The block's real size.

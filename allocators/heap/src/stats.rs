@@ -3,6 +3,8 @@
 /// Where a heap's bytes are, at one moment.
 ///
 /// `live_bytes + slab_free_bytes + free_bytes` is what the heap manages.
+///
+/// Its example is that of [`Heap`](crate::Heap).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct HeapStats {

@@ -28,6 +28,8 @@ use nix::{
 use std::{io, num::NonZeroUsize, ptr, ptr::NonNull, sync::Arc, thread, time::Duration};
 
 /// A range of this process's addresses.
+///
+/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct Span {
     /// The first address.
@@ -50,6 +52,8 @@ impl Span {
 }
 
 /// How a mapping gets its pages.
+///
+/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum MapPages {
     /// Base pages, or transparent huge ones by the system's mode.
@@ -72,6 +76,8 @@ impl MapPages {
 }
 
 /// Advice on a mapping (`madvise`).
+///
+/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Advice {
     /// A child process does not get it: a fork would copy pinned pages, and the device would go on with the parent's.

@@ -176,6 +176,8 @@ pub struct PinnedConfig {
 }
 
 /// When a pool registers memory with the driver, which stalls whoever launches kernels for milliseconds.
+///
+/// Its example is that of [`PinnedConfig`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 #[non_exhaustive]
 pub enum Grow {
@@ -228,6 +230,8 @@ impl PinnedConfig {
 }
 
 /// What a pool holds.
+///
+/// Its example is that of [`PinnedPool`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct PinnedStats {

@@ -75,6 +75,8 @@ use std::{fmt, num::NonZeroUsize, ptr::NonNull, sync::Arc, time::Instant};
 const LARGEST: usize = 1 << 41;
 
 /// Whether a region must be pinned.
+///
+/// Its example is that of [`RegionRequest`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub enum Pinning {
     /// Pinned, or an error.
@@ -90,6 +92,8 @@ pub enum Pinning {
 ///
 /// Asking about each base page takes about as long as populating them did, so that only strict regions always do. Of
 /// huge pages from the pool each is asked about, and counts as the base pages it holds.
+///
+/// Its example is that of [`RegionRequest`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Verify {
     /// Each base page.
@@ -109,6 +113,8 @@ impl Default for Verify {
 }
 
 /// A device and the driver that reaches it.
+///
+/// Its example is that of [`Host`].
 #[derive(Clone)]
 pub struct Reach {
     /// The driver.

@@ -33,6 +33,8 @@ use crew::{Crew, Home};
 use std::{collections::BTreeMap, error, fmt, num::NonZeroUsize, sync::Arc};
 
 /// Why a job was not taken, and nothing of it has run; or what is amiss with those that took it.
+///
+/// Its example is that of [`Workers`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum WorkerError {
@@ -216,6 +218,8 @@ impl Drop for Workers {
 }
 
 /// Why a piece of work has no result.
+///
+/// Its example is that of [`Workers`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum RunError {

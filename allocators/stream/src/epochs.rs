@@ -30,6 +30,8 @@ use crate::{
 use std::{collections::VecDeque, fmt, sync::Arc};
 
 /// The epochs of one stream. `E` is the event that proves one.
+///
+/// Its example is that of [`Timeline`](crate::Timeline), which is made of it.
 pub struct Epochs<E> {
     /// The epoch that work queued now belongs to. Only grows.
     open: AtomicU64,

@@ -25,6 +25,8 @@ pub trait Tracked: Operand {
 }
 
 /// Where the uses of a block are noted.
+///
+/// Its example is that of [`Launch`].
 #[derive(Clone)]
 pub struct Account<'a> {
     /// The block's address, which a conflict is reported with.

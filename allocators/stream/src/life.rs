@@ -7,6 +7,18 @@ use std::{
 };
 
 /// How a stream's handle is kept valid for events that are recorded later.
+///
+/// ```
+/// use aquifer_driver::{DeviceId, Driver, sim::Sim};
+/// use aquifer_stream::{Life, StreamPool};
+/// let driver = Sim::h200(1).driver();
+/// let streams = StreamPool::new(driver.clone(), DeviceId(0), 4);
+/// let theirs = driver.stream_create(DeviceId(0), 0)?;
+/// // SAFETY: 1. the handle is one, of this device. 2. nobody destroys it here.
+/// let stream = unsafe { streams.adopt(theirs, Life::Retired) }?;
+/// stream.retire()?;                       // before it is destroyed
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone)]
 pub enum Life {
     /// It is ours, and is destroyed when the last who notes it lets go.

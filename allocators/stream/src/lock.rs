@@ -45,6 +45,17 @@ use crate::sync::{
 use std::fmt;
 
 /// A value behind a spin lock.
+///
+/// ```
+/// use aquifer_stream::Spin;
+/// let count = Spin::new(0u64);
+/// std::thread::scope(|threads| {
+///     for _ in 0..2 {
+///         threads.spawn(|| (0..100).for_each(|_| count.with(|n| *n += 1)));
+///     }
+/// });
+/// assert_eq!(count.with(|n| *n), 200);
+/// ```
 pub struct Spin<T> {
     /// True while a thread is inside [`Spin::with`].
     taken: AtomicBool,

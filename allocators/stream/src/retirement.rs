@@ -130,6 +130,8 @@ impl Retirement {
 }
 
 /// A thread in a driver call for a handle: whoever retires the handle waits for it.
+///
+/// Its example is that of [`Retirement`].
 #[derive(Debug)]
 #[must_use = "the handle may go as soon as this is dropped"]
 pub struct Calling<'a>(&'a Retirement);

@@ -145,6 +145,20 @@ impl fmt::Debug for Stream {
 ///
 /// It may be made ahead of the work it stands for, and given to whoever must wait for it; it stays shut until
 /// [`Point::reached`] says that the work is queued.
+///
+/// ```
+/// use aquifer_core::Gate;
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer_stream::{Point, StreamPool};
+/// let streams = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
+/// let stream = streams.lease()?;
+/// let point = Point::ahead(stream.timeline());
+/// assert!(!point.is_open());               // its work is still to be queued
+/// // … work is queued on the stream …
+/// point.reached();
+/// assert!(point.wait(None)?);
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
 #[derive(Clone)]
 pub struct Point {
     timeline: Arc<Timeline>,

@@ -13,6 +13,8 @@ use std::{
 };
 
 /// What [`Timeline::fence`] came to.
+///
+/// Its example is that of [`Timeline`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Fence {
     /// The epoch is done or has an event already: no call was made.
@@ -73,6 +75,18 @@ static SERIALS: AtomicU64 = AtomicU64::new(0);
 /// A stream with the epochs of its past: what pools note beside a freed block instead of an event.
 ///
 /// Stamping costs a load. [`Timeline::fence`] costs an event record, and is asked for by whoever needs to know.
+///
+/// ```
+/// use aquifer_driver::{DeviceId, sim::Sim};
+/// use aquifer_stream::{Fence, StreamPool};
+/// let streams = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
+/// let stream = streams.lease()?;
+/// let timeline = stream.timeline();
+/// let freed_in = timeline.open();          // what a pool notes beside a freed block: a load
+/// let fence: Fence = timeline.fence(freed_in)?; // an event, when somebody asks
+/// assert!(timeline.open() > freed_in, "{fence:?}");
+/// # Ok::<(), aquifer_core::MemoryError>(())
+/// ```
 pub struct Timeline {
     driver: Arc<dyn Driver>,
     raw: RawStream,

@@ -34,6 +34,8 @@ use std::{fmt, ptr, sync::Arc};
 
 /// A use that was not known to be done when its block, or a part of it, was freed: as it stood when it was asked for, or
 /// as it stands now if it is [followed](Uses::follow).
+///
+/// Its example is that of [`UseList`].
 #[derive(Clone)]
 pub struct Noted {
     on: Arc<Timeline>,
@@ -91,6 +93,8 @@ impl fmt::Debug for Noted {
 /// for good. Ending the last use of a block that has been freed is free of driver calls and never blocks, except where
 /// nobody would look at the block again: if its pool has been closed, or it came from the driver's own allocators. Then
 /// it takes the block home, and may block until the work that used it is done.
+///
+/// Its example is that of [`UseList`].
 #[must_use = "a use that is dropped at once covers no work"]
 pub struct Use {
     node: &'static Node,

@@ -24,6 +24,8 @@ pub struct ArenaSettings {
 }
 
 /// What a [`reset`](crate::Arena::reset) does with an arena's chunks.
+///
+/// Its example is that of [`ArenaSettings`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 #[non_exhaustive]
 pub enum OnReset {

@@ -36,6 +36,8 @@ impl fmt::Display for Call {
 }
 
 /// A rule of the allocator contract that was broken.
+///
+/// Its example is that of [`check`](super::check).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Fault {

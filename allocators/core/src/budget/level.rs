@@ -91,6 +91,8 @@ impl Thresholds {
 }
 
 /// A level that has changed. Several changes in quick succession are told as one.
+///
+/// Its example is that of [`Budget::on_level`](super::Budget::on_level).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct LevelChange {
     /// The level that was told last.
@@ -107,6 +109,8 @@ pub struct LevelChange {
 pub type LevelHook = dyn Fn(&Budget, LevelChange) + Send + Sync;
 
 /// Keeps a hook in its place, and removes it when dropped; another thread may then still be inside of it.
+///
+/// Its example is that of [`Budget::on_need`](super::Budget::on_need).
 #[must_use = "a registration that is dropped at once removes what it has registered"]
 pub struct Registration {
     pub(super) budget: Budget,

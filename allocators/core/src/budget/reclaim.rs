@@ -96,6 +96,8 @@ pub(super) struct Reclaimer {
 }
 
 /// What was tried to make room, and what is still missing.
+///
+/// Its example is that of [`Reclaim`].
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 pub struct Room {
     /// Bytes that still do not fit; 0 where there is room.

@@ -5,6 +5,8 @@ use crate::{Bytes, OutOfBudget, budget::Holding};
 use std::{error, fmt};
 
 /// One step that was tried before giving up, and what it gave.
+///
+/// Its example is that of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Tried {
     /// The step, as the allocation chain calls it.
@@ -14,6 +16,8 @@ pub struct Tried {
 }
 
 /// Memory that a stream's cache holds.
+///
+/// Its example is that of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Stranded {
     /// The stream's number in its pool.
@@ -25,6 +29,8 @@ pub struct Stranded {
 }
 
 /// Freed memory that a stream's queued work still uses.
+///
+/// Its example is that of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct InUse {
     /// The stream's number in its pool.
@@ -34,6 +40,8 @@ pub struct InUse {
 }
 
 /// What the live blocks of one tenant come to.
+///
+/// Its example is that of [`OutOfMemory`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct TenantHolding {
     /// The name of its budget.

@@ -3,6 +3,8 @@
 use super::{Event, Sink};
 
 /// Keeps nothing.
+///
+/// Its example is that of [`Recorder`](super::Recorder), where it stands in place of a ring.
 #[derive(Clone, Copy, Default, Debug)]
 pub struct NullSink;
 
@@ -11,6 +13,13 @@ impl Sink for NullSink {
 }
 
 /// Passes each event to `tracing` at debug level under the target `aquifer`, failures and findings as warnings.
+///
+/// ```
+/// use aquifer_core::event::{Recorder, TracingSink};
+/// use std::sync::Arc;
+/// let recorder = Recorder::new(Arc::new(TracingSink)); // for a pool's settings
+/// # drop(recorder);
+/// ```
 #[derive(Clone, Copy, Default, Debug)]
 pub struct TracingSink;
 

@@ -34,6 +34,21 @@ use std::{
 
 /// A sink that writes a trace file, a line at a time, so that the trace of a program that is killed is whole as far as it
 /// goes. A line costs a system call.
+///
+/// ```
+/// use aquifer_core::event::{Action, Place, Recorder, TraceFile};
+/// use aquifer_core::{DeviceId, Tag};
+/// use std::sync::Arc;
+/// # if cfg!(miri) { return Ok(()); } // which opens no files
+/// let path = std::env::temp_dir().join(format!("trace-{}.csv", std::process::id()));
+/// let recorder = Recorder::new(Arc::new(TraceFile::create(&path)?));
+/// let place = Place::Device(DeviceId(0));
+/// recorder.record(recorder.ticket(), recorder.event(Action::Allocate, place, 2, 0x7f00, 512, Tag::NONE));
+/// let text = std::fs::read_to_string(&path)?;
+/// assert!(text.starts_with("t_us,op,id,bytes,stream\n") && text.ends_with(",a,1,512,2\n"));
+/// # std::fs::remove_file(&path)?;
+/// # Ok::<(), std::io::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct TraceFile {
     state: Mutex<State>,

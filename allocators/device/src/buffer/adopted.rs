@@ -61,6 +61,8 @@ pub struct Adopted<F: Foreign> {
 }
 
 /// What could not be taken in, or given back yet, as it was handed in.
+///
+/// Its example is that of [`Adopted`].
 pub struct Declined<V> {
     /// What was handed in.
     pub value: V,

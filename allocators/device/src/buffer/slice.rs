@@ -257,6 +257,8 @@ fn at_least_one(len: usize) -> Result<usize> {
 }
 
 /// Parts of a buffer one after the other, to be read. Made by [`DeviceSlice::chunks`].
+///
+/// Its example is that of [`DeviceBuffer::slice`](crate::DeviceBuffer::slice).
 #[derive(Debug)]
 pub struct Chunks<'a, T> {
     rest: DeviceSlice<'a, T>,
@@ -264,6 +266,8 @@ pub struct Chunks<'a, T> {
 }
 
 /// Parts of a buffer one after the other, to be written. Made by [`DeviceSliceMut::chunks_mut`].
+///
+/// Its example is that of [`DeviceBuffer::slice`](crate::DeviceBuffer::slice).
 #[derive(Debug)]
 pub struct ChunksMut<'a, T> {
     rest: DeviceSliceMut<'a, T>,

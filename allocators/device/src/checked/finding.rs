@@ -4,6 +4,8 @@ use aquifer_core::{Bytes, MemoryError, Tag};
 use std::{backtrace::Backtrace, fmt, panic::Location, sync::Arc, time::Instant};
 
 /// A block as debugging knows it.
+///
+/// Its example is that of [`LeakReport`](crate::LeakReport).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct BlockRecord {
@@ -43,6 +45,8 @@ pub struct Finding {
 }
 
 /// What is wrong with a block. Offsets count bytes from the block's first.
+///
+/// Its example is that of [`Debugging`](crate::Debugging).
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum Fault {

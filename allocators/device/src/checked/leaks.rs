@@ -25,6 +25,8 @@ pub struct LeakReport {
 }
 
 /// The live blocks that one line has asked for.
+///
+/// Its example is that of [`LeakReport`].
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct LeakGroup {

@@ -5,6 +5,9 @@ use crate::DeviceId;
 use std::{cell::Cell, fmt};
 
 /// Somebody whose actions follow one another in one order.
+///
+/// Unless a test asks for [several host agents](super::Sim::host_agents) the host is one; its example is that of
+/// [`Sim::host_edge`](super::Sim::host_edge).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Agent {

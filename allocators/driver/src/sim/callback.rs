@@ -87,6 +87,8 @@ impl Call {
 }
 
 /// A host callback that has been queued.
+///
+/// Its example is that of [`Sim`](super::Sim).
 #[derive(Debug)]
 pub struct CallbackToken {
     sim: Sim,

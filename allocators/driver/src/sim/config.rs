@@ -14,6 +14,18 @@ pub enum Mode {
 }
 
 /// When queued work runs. Checks do not depend on it: they are made when work is queued.
+///
+/// ```
+/// use aquifer_driver::{DeviceId, Driver, sim::Sim};
+/// let eager = Sim::h200(1);                 // work runs as it is queued
+/// let by_seed = Sim::h200(1).seeded(7);     // in an order that the seed decides, some of it later
+/// for sim in [eager, by_seed] {
+///     let stream = sim.driver().stream_create(DeviceId(0), 0)?;
+///     sim.driver().stream_synchronize(stream)?;
+///     assert!(sim.violations().is_empty());
+/// }
+/// # Ok::<(), aquifer_driver::DriverError>(())
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Schedule {
     /// As soon as it can, inside the call that queues it.

@@ -86,6 +86,8 @@ impl fmt::Debug for Kernel {
 }
 
 /// The bytes that a kernel has declared, one range at a time: declared ranges may overlap.
+///
+/// Its example is that of [`Kernel`].
 #[derive(Debug)]
 pub struct KernelMemory<'a> {
     /// Mapped and open as long as `'a`, and touched by nobody else meanwhile but through this.

@@ -76,6 +76,8 @@ impl fmt::Display for ViolationKind {
 }
 
 /// One of the two.
+///
+/// Its example is that of [`Violation`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Party {
     /// Who.

@@ -28,6 +28,8 @@ static EXCEEDED: AtomicBool = AtomicBool::new(false);
 static CROSSINGS: AtomicU64 = AtomicU64::new(0);
 
 /// What a hook is told.
+///
+/// Its example is that of [`on_soft_cap`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct SoftCap {
@@ -103,12 +105,16 @@ pub fn set_soft_cap(bytes: u64) -> bool {
 }
 
 /// The soft cap, in bytes; `u64::MAX` if there is none.
+///
+/// Its example is that of [`on_soft_cap`].
 #[must_use]
 pub fn soft_cap() -> u64 {
     CAP.load(Ordering::Relaxed)
 }
 
 /// Whether the soft cap is exceeded, for who asks instead of being told.
+///
+/// Its example is that of [`on_soft_cap`].
 #[must_use]
 pub fn is_soft_cap_exceeded() -> bool {
     EXCEEDED.load(Ordering::Relaxed)

@@ -15,6 +15,8 @@ use aquifer_core::Tag;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 /// What has been allocated under one tag since the start, freed or not.
+///
+/// Its example is that of [`top`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Allocated {
@@ -25,6 +27,8 @@ pub struct Allocated {
 }
 
 /// What is held under one tag.
+///
+/// Its example is that of [`held_under`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Held {
@@ -39,6 +43,8 @@ pub struct Held {
 }
 
 /// One of the largest consumers.
+///
+/// Its example is that of [`top`].
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Consumer {
@@ -396,6 +402,19 @@ pub fn held_under(tag: Tag) -> Option<Held> {
 /// tag that has never allocated.
 ///
 /// Takes time linear in the tags there are times the most threads there have been at once.
+///
+/// ```
+/// use aquifer_core::{Tag, tagged};
+/// use aquifer_global::{self as global, Global, Tracked};
+///
+/// #[global_allocator]
+/// static GLOBAL: Global<std::alloc::System, Tracked> = Global::new();
+///
+/// let kept = tagged(Tag::named("index"), || vec![0u8; 1 << 20]);
+/// let most = &global::top(1)[0];
+/// assert_eq!((most.tag.name(), most.held.map(|held| held.live)), ("index", Some(1 << 20)));
+/// # drop(kept);
+/// ```
 #[must_use]
 pub fn top(n: usize) -> Vec<Consumer> {
     let kept = KEPT.load(Ordering::Relaxed);

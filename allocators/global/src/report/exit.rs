@@ -44,6 +44,8 @@ pub enum ReportTo {
 }
 
 /// A text that names no place for a report.
+///
+/// Its example is that of [`report_at_exit`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct BadReportTo {
@@ -90,6 +92,12 @@ static PROCESS: AtomicU32 = AtomicU32::new(0);
 /// Has the process write a [`Report`](super::Report) when it exits: by `exit` or the end of `main`, not by a signal or
 /// `abort`. `AQUIFER_GLOBAL_REPORT` in the environment does the same, and has the last word where both are there. What it
 /// cannot follow is said on the standard error stream at exit.
+///
+/// ```no_run
+/// use aquifer_global as global;
+/// global::report_at_exit("stderr".parse()?);
+/// # Ok::<(), global::report::BadReportTo>(())
+/// ```
 pub fn report_at_exit(to: ReportTo) {
     *WANTED.lock().unwrap_or_else(PoisonError::into_inner) = Some(to);
     request();

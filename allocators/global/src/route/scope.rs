@@ -75,6 +75,8 @@ pub(crate) fn scoped<R>(scope: Option<Scope>, work: impl FnOnce() -> R) -> R {
 /// Runs `work` outside of all scopes: what it allocates on this thread the wrapped allocator serves.
 ///
 /// For bookkeeping that must not lie in the memory it keeps book of.
+///
+/// Its example is that of [`route`](fn@route), in whose scope it can be called.
 pub fn unrouted<R>(work: impl FnOnce() -> R) -> R {
     scoped(None, work)
 }

@@ -30,6 +30,8 @@ static WINDOW: CachePadded<Window> =
     CachePadded::new(Window { lowest: AtomicUsize::new(usize::MAX), highest: AtomicUsize::new(0) });
 
 /// A registered route.
+///
+/// Its example is that of [`register`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct RouteId(usize);
 

@@ -9,6 +9,8 @@ use crate::route::unrouted;
 use std::{cmp::Reverse, collections::BTreeMap, fmt};
 
 /// A place in the program that holds memory.
+///
+/// Its example is that of [`stacks`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Stack {

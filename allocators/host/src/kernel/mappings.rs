@@ -6,6 +6,8 @@ use nix::{libc, sys::statfs};
 use std::{fs, path::Path};
 
 /// What a mapping takes its pages from.
+///
+/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Ground {
@@ -20,6 +22,8 @@ pub enum Ground {
 }
 
 /// One mapping of this process.
+///
+/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct MapEntry {
     /// Where.

@@ -43,10 +43,14 @@ impl Bell {
 }
 
 /// The kernel's promise to tell when memory has kept some thread waiting for too long: a trigger on a PSI file.
+///
+/// Its example is that of [`Kernel`].
 #[derive(Debug)]
 pub struct StallAlarm(OwnedFd);
 
 /// Why a wait has ended; time has passed, or a signal came, if for nothing of this.
+///
+/// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct Woken {
     /// The bell was rung.

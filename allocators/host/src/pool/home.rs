@@ -57,6 +57,8 @@ static STALE_FREES: AtomicU64 = AtomicU64::new(0);
 /// Frees, in this process so far, by allocators whose pool was gone with all its blocks (a count): each was a second
 /// free, or of a block that was never theirs, and was ignored. Those that a pool refused are in its own
 /// [`PinnedStats::refused_frees`](super::PinnedStats::refused_frees).
+///
+/// Its example is that of [`PinnedPool`](super::PinnedPool).
 #[must_use]
 pub fn stale_frees() -> u64 {
     STALE_FREES.load(Ordering::Relaxed)

@@ -26,6 +26,8 @@ pub(super) fn linger(home: &'static Home) {
 
 /// Gives back what pools that were closed with blocks about or copies still on their way have left, as far as those are
 /// done now. Making a pool does it too, and an allocation that may take memory and has to. Blocks until devices are idle, if there is something to give back.
+///
+/// Its example is that of [`PinnedPool`](super::PinnedPool), whose drop it looks after.
 pub fn sweep() {
     let homes = mem::take(&mut *LINGERING.lock().unwrap_or_else(PoisonError::into_inner));
     for home in homes.into_iter().filter(|home| home.is_here()) {

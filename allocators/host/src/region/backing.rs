@@ -318,6 +318,8 @@ pub(super) fn strand(remains: Remains) {
 }
 
 /// Bytes of regions of this process that driver or kernel would not take back. They stay charged.
+///
+/// Its example is that of [`Region`](super::Region).
 #[must_use]
 pub fn stranded_bytes() -> u64 {
     STRANDED_BYTES.load(Ordering::Relaxed)
@@ -325,6 +327,8 @@ pub fn stranded_bytes() -> u64 {
 
 /// Tries again to give back what is stranded, and answers with what still is, in bytes. Making a region does it too.
 /// Blocks while devices are busy, if there is anything to do.
+///
+/// Its example is that of [`Region`](super::Region).
 pub fn retry_stranded() -> u64 {
     if stranded_bytes() == 0 {
         return 0;

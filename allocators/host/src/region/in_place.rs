@@ -148,6 +148,8 @@ struct Found {
 }
 
 /// Memory that was not pinned, with the reason.
+///
+/// Its example is that of [`InPlace`].
 pub struct Refused<T> {
     /// What was handed in, untouched.
     pub memory: T,

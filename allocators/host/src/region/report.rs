@@ -9,6 +9,8 @@ use aquifer_core::{DriverError, MemoryError, OutOfBudget, SystemError};
 use std::{error, fmt};
 
 /// The pages behind a region, best last.
+///
+/// Its example is that of [`RegionReport`].
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum PageTier {
     /// Whatever the driver took for it.
@@ -45,6 +47,8 @@ impl PageTier {
 }
 
 /// Who made a region reachable for devices.
+///
+/// Its example is that of [`RegionReport`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PinnedBy {
     /// `cuMemHostRegister`, so many times.
@@ -56,6 +60,8 @@ pub enum PinnedBy {
 }
 
 /// What made the pages lie where they should.
+///
+/// Its example is that of [`RegionReport`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum PlacedBy {
     /// The mapping's memory policy.
@@ -67,6 +73,8 @@ pub enum PlacedBy {
 }
 
 /// Where the pages are, by the kernel's own answer.
+///
+/// Its example is that of [`RegionReport`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Placement {
@@ -95,6 +103,8 @@ impl Placement {
 }
 
 /// A step of making or ending a region.
+///
+/// Its example is that of [`RegionReport`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Step {
@@ -204,6 +214,8 @@ pub enum Cause {
 }
 
 /// Why memory cannot be registered where it lies.
+///
+/// Its example is that of [`RegionReport`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Unfit {
@@ -224,6 +236,8 @@ pub enum Unfit {
 }
 
 /// Something that was wanted and not to be had.
+///
+/// Its example is that of [`RegionReport`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Shortfall {
     /// At which step.
@@ -233,6 +247,15 @@ pub struct Shortfall {
 }
 
 /// How a region was made.
+///
+/// ```
+/// use aquifer_core::Budget;
+/// use aquifer_host::{kernel::Kernel, region::{Host, Region, RegionRequest}, topology::Topology};
+/// let host = Host::new(Topology::read()?, Kernel::new());
+/// let region = Region::new(&host, &Budget::new("pinned", 1 << 20), &RegionRequest::bytes(1 << 20))?;
+/// println!("{:?}", region.report());      // pages, placement, and what was not to be had
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct RegionReport {
@@ -249,6 +272,8 @@ pub struct RegionReport {
 }
 
 /// A region that could not be made, or not be ended.
+///
+/// Its example is that of [`RegionReport`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct RegionError {

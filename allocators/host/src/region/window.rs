@@ -96,6 +96,8 @@ pub fn contains(address: usize) -> bool {
 }
 
 /// Where the window lies, once a region has been made. It never changes; memory of the driver's own lies elsewhere.
+///
+/// Its example is that of [`contains`].
 #[must_use]
 pub fn bounds() -> Option<Range<usize>> {
     let len = LEN.load(Ordering::Acquire);

@@ -102,6 +102,8 @@ impl From<MemoryError> for StageError {
 }
 
 /// A transfer that did not come about, with what was handed in.
+///
+/// Its example is that of [`Stager`](crate::Stager).
 pub struct Failed<T> {
     /// What was handed in; `None` only where it had been [taken](StageError::Taken) already. Of a download that failed
     /// some bytes may have been written.

@@ -22,6 +22,8 @@
 use super::plan::Way;
 
 /// How the CPU writes what it copies.
+///
+/// Its example is that of [`StagerConfig`](crate::StagerConfig).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub enum Stores {
     /// To the device: [`Stores::Cached`] where the last-level cache is known to hold twice the slots of the direction, else

@@ -29,6 +29,8 @@ use std::{
 
 /// Host memory with an owner that can be moved while other threads read or write it.
 ///
+/// Its example is that of [`Stager::upload`](crate::Stager::upload), which takes any.
+///
 /// # Safety
 /// 1. [`HostBuffer::elements`] answers with initialised memory that is the owner's alone, and stays where it is when the
 ///    owner is moved.

@@ -32,6 +32,8 @@ use std::{
 };
 
 /// How far a transfer is.
+///
+/// Its example is that of [`Ticket`](crate::Ticket).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Progress {
     /// Bytes that have arrived.

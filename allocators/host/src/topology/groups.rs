@@ -24,6 +24,8 @@ pub(super) struct Group {
 }
 
 /// How often a group was held up at its limits: `memory.events`. Counts, which only grow.
+///
+/// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct GroupEvents {

@@ -13,6 +13,8 @@ use std::path::Path;
 ///
 /// Page cache counts as far as the kernel gives it back without harm: what was read once, and half of what is in use.
 /// Reserved huge pages are in none of the three, since nothing but huge pages is made of them.
+///
+/// Its example is that of [`Topology`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Headroom {

@@ -7,6 +7,8 @@ use super::{
 use std::{fmt, path::Path};
 
 /// A NUMA node, by the kernel's number.
+///
+/// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct NodeId(pub u32);
 
@@ -17,6 +19,8 @@ impl fmt::Display for NodeId {
 }
 
 /// One node: its memory, its CPUs, and what the process may use of them.
+///
+/// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Node {
@@ -46,6 +50,8 @@ pub struct Node {
 }
 
 /// A pool of huge pages of one size.
+///
+/// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct HugePool {

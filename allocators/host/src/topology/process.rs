@@ -26,6 +26,8 @@ pub(super) fn allowed(files: &Files) -> Result<(Found<Bitmap>, Found<Bitmap>), T
 /// How much memory the process's control groups grant it.
 ///
 /// Populating past this limit ends in a kill, not in an error: it is for comparing before pages are touched.
+///
+/// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct MemoryLimit {
@@ -64,6 +66,8 @@ pub(super) fn wsl(files: &Files) -> Result<Found<bool>, TopologyError> {
 }
 
 /// Limits that pinned memory may meet.
+///
+/// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Limits {

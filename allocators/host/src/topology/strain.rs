@@ -14,6 +14,8 @@ use std::{
 const MACHINE: &str = "/proc/pressure/memory";
 
 /// How much of the time threads were kept waiting by memory (PSI), and for how long in all.
+///
+/// Its example is that of [`Topology`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Stalls {
@@ -26,6 +28,8 @@ pub struct Stalls {
 }
 
 /// How scarce host memory is for the process.
+///
+/// Its example is that of [`Topology`].
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Strain {

@@ -45,6 +45,8 @@ impl From<Duration> for Deadline {
 }
 
 /// Why a job, or a piece of it, was not done.
+///
+/// Its example is that of [`Workers`](super::Workers).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum JobError {
@@ -82,6 +84,8 @@ impl fmt::Display for JobError {
 impl error::Error for JobError {}
 
 /// A job that workers are at. Dropping it cancels the pieces that have not begun.
+///
+/// Its example is that of [`Workers`](super::Workers).
 #[derive(Debug)]
 #[must_use = "a job that is dropped is cancelled"]
 pub struct Job<R: Send + 'static> {

@@ -11,6 +11,8 @@ use std::{error, fmt, mem::ManuallyDrop, ptr::NonNull, sync::Arc, time::Instant}
 
 /// Host bytes with an owner that can be moved while a device reads or writes them.
 ///
+/// Its example is that of [`Stream::upload`](crate::Stream::upload), which takes any.
+///
 /// # Safety
 /// 1. [`HostOwned::bytes`] answers with initialised memory that stays where it is when `self` is moved.
 /// 2. After [`HostOwned::defer`] has answered `Ok`, the memory is neither given out again, nor written, nor unmapped
@@ -63,6 +65,8 @@ unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocBox<[T], A> {
 }
 
 /// A copy that was not queued, with the host side it would have used.
+///
+/// Its example is that of [`Stream::upload`](crate::Stream::upload).
 pub struct Refused<H> {
     /// What was handed in, untouched.
     pub host: H,

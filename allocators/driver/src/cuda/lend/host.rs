@@ -15,6 +15,8 @@ use std::{fmt, sync::Arc};
 ///
 /// If the note is refused, nothing is copied: the error is recorded in cudarc's context, which tells it at its next safe
 /// call.
+///
+/// Its example is that of [`Lend`](super::Lend).
 pub struct LentHost<'a, T, N> {
     slice: &'a mut [T],
     home: &'a Arc<CudaStream>,

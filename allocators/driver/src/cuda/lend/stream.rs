@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 /// The name of a stream of cudarc, on the device of its context.
 ///
+/// Its example is that of [`Lend`](super::Lend), which calls it.
+///
 /// # Safety
 /// 1. The stream is kept alive for as long as the name is used in a call: [`keep_alive`] gives something that does.
 #[must_use]
@@ -16,6 +18,8 @@ pub unsafe fn raw_stream(stream: &CudaStream) -> RawStream {
 }
 
 /// Something that keeps a stream of cudarc alive, and its handle valid, for those who do not know cudarc.
+///
+/// Its example is that of [`Lend`](super::Lend), which calls it.
 #[must_use]
 pub fn keep_alive(stream: &Arc<CudaStream>) -> KeepAlive {
     stream.clone()
