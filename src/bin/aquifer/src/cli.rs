@@ -71,7 +71,7 @@ pub(crate) struct Replay {
     /// Rounds that are timed, one after another with the same allocator; the first fills it
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) repeat: u32,
-    /// Also write what the allocator did as a memory snapshot, for PyTorch's memory viewer and _memory_viz.py
+    /// Also write what the allocator did as a memory snapshot, for PyTorch's memory viewer
     #[arg(long, value_name = "FILE")]
     pub(crate) snapshot: Option<PathBuf>,
     /// Do not tell the allocator which streams use a block: the checks must object

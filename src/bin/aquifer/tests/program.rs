@@ -473,7 +473,7 @@ fn a_replay_is_written_as_a_snapshot_that_is_the_same_program() {
         match Command::new("python3").arg(script).arg(&file.0).output() {
             Ok(said) => assert!(said.status.success(), "{allocator}: {}", text(&said.stderr)),
             Err(e) => {
-                println!("skipped: what PyTorch's tools take for granted, since there is no python3: {e}")
+                println!("skipped: what PyTorch's tools take for granted, since there is no python3: {e}");
             }
         }
     }
