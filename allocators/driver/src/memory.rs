@@ -6,7 +6,7 @@ use std::fmt::Debug;
 
 /// What a pool of the driver holds, in bytes.
 ///
-/// Its example is that of [`Memory`](crate::Memory).
+/// Its example is that of [`Memory`].
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub struct PoolUsage {
     /// Taken from the device.

@@ -88,7 +88,7 @@ impl Call {
 
 /// A host callback that has been queued.
 ///
-/// Its example is that of [`Sim`](super::Sim).
+/// Its example is that of [`Sim`].
 #[derive(Debug)]
 pub struct CallbackToken {
     sim: Sim,
