@@ -32,7 +32,7 @@ thread_local! {
 
 /// Has `told` called whenever this thread's current tag has changed, instead of who was told before. It must not unwind.
 ///
-/// For the global allocator, which then need not ask at each allocation.
+/// For the global allocator, which then need not ask at each allocation. It has no example: nobody else is to call it.
 pub fn follow(told: fn()) {
     FOLLOWER.set(Some(told));
 }
