@@ -124,10 +124,12 @@ fn a_quick_bench_has_every_promised_row_and_no_failure() {
         }
     }
     promised.push("both ways 1 MiB".to_owned());
-    for how in ["warm", "cold", "O_DIRECT"] {
-        let name = format!("file 1 MiB, {how}");
-        if !left.contains(&name.as_str()) {
-            promised.extend([name.clone(), format!("{name}, of the limit")]);
+    for size in ["4 KiB", "64 KiB", "1 MiB"] {
+        for how in ["warm", "cold", "O_DIRECT"] {
+            let name = format!("file {size}, {how}");
+            if !left.contains(&name.as_str()) {
+                promised.extend([name.clone(), format!("{name}, of the limit")]);
+            }
         }
     }
     let names: Vec<_> = rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
