@@ -47,7 +47,7 @@
 //! then.
 //!
 //! A child process that was forked has neither the workers nor the slots: whatever it asks for, or waits for, is answered by
-//! [`MemoryError::OtherProcess`](aquifer_core::MemoryError::OtherProcess) at once.
+//! [`MemoryError::OtherProcess`] at once.
 //!
 //! Slots that no transfer uses stay with the stager, but go back to their pool where that has no memory left, or is asked
 //! for some by others under its budget.
