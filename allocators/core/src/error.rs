@@ -194,6 +194,16 @@ pub enum MemoryError {
         /// The stream's handle.
         stream: u64,
     },
+    /// The captures of a stream have been announced already, and that announcement is still open.
+    AlreadyAnnounced {
+        /// The stream's handle.
+        stream: u64,
+    },
+    /// Some call has broken the capture that a stream takes part in. It has to be ended before the stream can be used.
+    CaptureInvalidated {
+        /// The stream's handle.
+        stream: u64,
+    },
     /// An id of another pool, or of something that is no longer there.
     UnknownId,
     /// A pool of the process that this one was forked from. Its memory was not inherited, and its locks may be held by
@@ -283,6 +293,12 @@ impl fmt::Display for MemoryError {
             Self::Capacity { max } => write!(f, "all {max} streams are leased"),
             Self::Capturing { stream } => {
                 write!(f, "stream {stream:#x} captures a graph; end the capture, or wait inside of it")
+            }
+            Self::AlreadyAnnounced { stream } => {
+                write!(f, "captures of stream {stream:#x} are announced already; end that announcement first")
+            }
+            Self::CaptureInvalidated { stream } => {
+                write!(f, "the capture of stream {stream:#x} is broken; end it, and capture anew")
             }
             Self::UnknownId => f.write_str("an id of another pool, or of something that is gone"),
             Self::OtherProcess => {

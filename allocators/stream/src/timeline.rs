@@ -2,7 +2,7 @@
 
 use crate::{Calling, Ended, Epochs, Life, Retirement, Spin, uses::node::Nodes};
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{Driver, RawEvent, RawStream, Relaxed};
+use aquifer_driver::{CaptureStatus, Driver, RawEvent, RawStream, Relaxed};
 use std::{
     fmt,
     sync::{
@@ -68,6 +68,9 @@ const LONGEST_REFUSED: Duration = Duration::from_millis(10);
 
 /// The driver's code for questions about an event that was recorded in a capture.
 const CAPTURED_EVENT: u32 = 907;
+
+/// The driver's code for a question about the legacy default stream while one that is ordered with it captures.
+const CAPTURE_IMPLICIT: u32 = 906;
 
 /// Serials given out. 2^64 of them do not run out.
 static SERIALS: AtomicU64 = AtomicU64::new(0);
@@ -318,6 +321,30 @@ impl Timeline {
         self.captures()
     }
 
+    /// The number of the capture that the stream takes part in, which no other capture of the process has
+    /// (`cuStreamGetCaptureInfo`). `None` where it takes part in none, has been retired, or is another thread's default
+    /// stream, whose captures only that thread can see. Never blocks.
+    ///
+    /// # Errors
+    /// [`MemoryError::CaptureInvalidated`]; the driver's.
+    pub fn capture(&self) -> Result<Option<u64>> {
+        let _calling = match self.calling() {
+            Ok(calling) => calling,
+            Err(MemoryError::UnknownId | MemoryError::OtherThread { .. }) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        match self.driver.capture_status(self.raw) {
+            Ok(CaptureStatus::None) => Ok(None),
+            Ok(CaptureStatus::Active { id }) => Ok(Some(id)),
+            Ok(CaptureStatus::Invalidated) => {
+                Err(MemoryError::CaptureInvalidated { stream: self.raw.handle() })
+            }
+            // The legacy default stream takes part in none, while one that is ordered with it does.
+            Err(refused) if refused.code == CAPTURE_IMPLICIT => Ok(None),
+            Err(refused) => Err(self.lost(refused)),
+        }
+    }
+
     /// The handle must be good.
     fn captures(&self) -> Result<bool> {
         self.driver.stream_is_capturing(self.raw).map_err(|e| self.lost(e))
@@ -440,18 +467,22 @@ impl Timeline {
     }
 
     /// Makes this stream wait for `epoch` of another, on the device; the host does not wait. Says whether a wait had to
-    /// be queued.
+    /// be queued. Where both take part in one capture the wait becomes part of it.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if one of the two captures a
-    /// graph, whose capture stays whole; [`MemoryError::OtherThread`] if one is the default stream of another thread, which
+    /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if only one of the two captures
+    /// a graph, or each another, whose captures stay whole; [`MemoryError::OtherThread`] if one is the default stream of another thread, which
     /// has not been fenced there; the driver's. What was queued before is as it was.
     pub fn wait_for(&self, other: &Timeline, epoch: u64) -> Result<bool> {
         let same = std::ptr::eq(self, other);
         if same || other.is_done(epoch) || self.has_waited(other, epoch) {
             return Ok(false);
         }
-        other.unfenced(other.fence(epoch)?)?;
+        let fence = other.fence(epoch)?;
+        if fence == Fence::Capturing && self.shares_capture(other)? {
+            return self.join_capture(other).map(|()| true);
+        }
+        other.unfenced(fence)?;
         let Some((proved, event)) = other.epochs.proof(epoch) else {
             // It was seen done between the two looks.
             return Ok(false);
@@ -490,6 +521,11 @@ impl Timeline {
         };
         let _calling = self.calling()?;
         self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))
+    }
+
+    /// Whether both streams take part in the same capture.
+    fn shares_capture(&self, other: &Self) -> Result<bool> {
+        Ok(self.capture()?.is_some_and(|mine| other.capture().is_ok_and(|theirs| theirs == Some(mine))))
     }
 
     fn has_waited(&self, other: &Timeline, epoch: u64) -> bool {

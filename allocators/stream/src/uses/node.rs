@@ -234,6 +234,12 @@ impl Node {
         })
     }
 
+    /// What may be queued or running, borrows included, unless a use is open.
+    pub(super) fn work(&self) -> Result<Vec<(Arc<Timeline>, u64)>, Denied> {
+        let mut work = Vec::new();
+        self.state.with(|s| s.work(&mut work)).map(|()| work)
+    }
+
     /// Uses may begin again.
     pub(super) fn resume(&self) {
         self.state.with(|s| s.parked = None);

@@ -1,8 +1,9 @@
-//! The uses of a live block, for a pool that takes its memory away for a while.
+//! The uses of a live block, for a pool that takes its memory away for a while, or runs work on it that is not its owner's.
 
 use super::{UseList, node::Node};
 use crate::Timeline;
 use aquifer_core::{Result, Tag};
+use aquifer_driver::Access;
 use std::{fmt, sync::Arc};
 
 /// A look at the uses of a live block, kept by its pool beside the token that its owner has.
@@ -50,6 +51,23 @@ impl Watch {
     /// [`Parked`](aquifer_core::MemoryError::Parked) if uses are refused already. Nothing has changed then.
     pub fn park(&self, address: u64, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>> {
         self.node.park(tag).map_err(|denied| denied.at(address))
+    }
+
+    /// The work of other streams that may be queued or running, as streams and epochs: for a borrow, whose end cannot be seen,
+    /// all that its stream has queued by now. Never blocks.
+    ///
+    /// # Errors
+    /// [`Busy`](aquifer_core::MemoryError::Busy) with `address` if a prepared use is not finished.
+    pub fn work(&self, address: u64) -> Result<Vec<(Arc<Timeline>, u64)>> {
+        self.node.work().map_err(|denied| denied.at(address))
+    }
+
+    /// Notes that work which ends in `epoch` of `on` reads and writes the block: whoever comes next waits for it.
+    ///
+    /// # Errors
+    /// [`Parked`](aquifer_core::MemoryError::Parked), and nothing is noted.
+    pub fn record(&self, on: &Arc<Timeline>, epoch: u64) -> Result<()> {
+        self.node.record(on, Access::ReadWrite, epoch).map_err(|denied| denied.at(0))
     }
 
     /// Uses may begin again.
