@@ -15,12 +15,14 @@ pub struct PoolStats {
     pub live: u64,
     /// As `live`, in the sizes that were asked for.
     pub requested: u64,
-    /// Free and backed by memory: can be given out again.
+    /// Free and backed by memory: can be given out again. Without what is free and belongs to graphs.
     pub cached: u64,
     /// Freed, but held back until a use on another stream is done.
     pub pending: u64,
     /// Held from the driver or the kernel.
     pub physical: u64,
+    /// Held for graphs, live or free: a part of `physical` that nobody else is given while a graph may be launched.
+    pub graphs: u64,
     /// The most that `requested` has been. Where each stream counts for itself, the sum of their peaks, which is no less.
     pub peak_requested: u64,
     /// The most that `live` has been, counted as `peak_requested` is.
@@ -62,6 +64,7 @@ impl Add for PoolStats {
             cached: self.cached + other.cached,
             pending: self.pending + other.pending,
             physical: self.physical + other.physical,
+            graphs: self.graphs + other.graphs,
             peak_requested: self.peak_requested + other.peak_requested,
             peak_live: self.peak_live + other.peak_live,
             peak_physical: self.peak_physical + other.peak_physical,

@@ -12,6 +12,7 @@ fn full() -> OutOfMemory {
     error.live = 73 << 30;
     error.cached = 1 << 30;
     error.physical = 74 << 30;
+    error.graphs = 2 << 30;
     error.largest_free = 1 << 30;
     let budget = Budget::new("the device", 80 << 30);
     let _most = budget.charge(76 << 30).unwrap();

@@ -28,7 +28,7 @@ use crate::{
 use aquifer_core::{
     Action, Charge, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag, budget::Holding, event::Place,
 };
-use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, RawStream};
+use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, RawStream, Relaxed};
 use aquifer_stream::Timeline;
 use smallvec::smallvec;
 use std::{
@@ -60,6 +60,8 @@ pub(crate) struct Apart {
     recorder: Option<Arc<Recorder>>,
     observed: bool,
     generations: AtomicU64,
+    /// Announcements of captures that are open. Nobody may wait for the device meanwhile.
+    pub(crate) announced: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -78,6 +80,10 @@ pub(crate) struct Account {
     pub(crate) pending: u64,
     /// Free parts of memory that several blocks share.
     cached: u64,
+    /// Memory of graphs, live or free.
+    pub(crate) graphs: u64,
+    /// Of that, what is free.
+    pub(crate) free_of_graphs: u64,
     pub(crate) blocks: u64,
     allocations: u64,
     frees: u64,
@@ -139,6 +145,7 @@ impl Apart {
             recorder: config.recorder.clone(),
             observed: driver.observer().is_some(),
             generations: AtomicU64::new(1),
+            announced: AtomicU64::new(0),
             state: Mutex::default(),
         })
     }
@@ -171,7 +178,8 @@ impl Apart {
         stats.live += a.live;
         stats.requested += a.requested;
         stats.pending += a.pending;
-        stats.cached += a.cached;
+        stats.cached += a.cached - a.free_of_graphs;
+        stats.graphs += a.graphs;
         stats.blocks += a.blocks;
         stats.allocations += a.allocations;
         stats.frees += a.frees;
@@ -221,6 +229,7 @@ impl Apart {
     pub(crate) fn whole(&self, bytes: u64, align: u64, funds: Funds<'_>) -> Result<Arc<Span>, NoHandle> {
         let charge = funds.charge(bytes).map_err(NoHandle::Budget)?;
         if self.plain {
+            let _relaxed = Relaxed::enter(&*self.driver);
             let address = self.driver.mem_alloc(self.device, bytes).map_err(NoHandle::Driver)?;
             self.held.add(bytes);
             return Ok(Arc::new(Span::whole(self, address, bytes, charge, &self.held)));
@@ -325,12 +334,24 @@ impl Apart {
         (gone, outcome)
     }
 
+    /// Waits for the device where something has left that there may be untold work on, unless somebody captures. Blocks then.
+    pub(crate) fn outlast(&self) -> Result<()> {
+        if self.announced.load(Ordering::Relaxed) > 0 {
+            return Ok(());
+        }
+        let spans = self.state().leaving.clone();
+        spans.iter().try_for_each(|span| span.outlast())
+    }
+
     /// Waits for the work of something that has left, until `until`. Says whether there was any. Blocks.
     pub(crate) fn wait_for_oldest(&self, until: Option<Instant>) -> Result<bool> {
         let spans = self.state().leaving.clone();
         for span in spans {
             if waited(|| span.wait(until))? {
                 return Ok(true);
+            }
+            if span.outlasts() && self.announced.load(Ordering::Relaxed) == 0 {
+                return span.outlast().map(|()| true);
             }
         }
         Ok(false)
@@ -392,7 +413,7 @@ impl Drop for Apart {
         let left = std::mem::take(&mut self.state.get_mut().unwrap_or_else(PoisonError::into_inner).leaving);
         for span in left {
             // Work that cannot be waited for is seen not to be done just below, and keeps its memory.
-            let _ = span.wait(None);
+            let _ = span.wait(None).and_then(|_| span.outlast());
             // What the driver would not take, and what somebody still has open uses of, stays mapped and charged.
             let _ = span.reap();
         }

@@ -8,7 +8,7 @@ use crate::{
 use aquifer_core::{
     __opaque::Sealed, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::Registration,
 };
-use aquifer_driver::Driver;
+use aquifer_driver::{Driver, Relaxed};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
 use std::sync::Arc;
 
@@ -60,6 +60,7 @@ impl Direct {
 impl Source for Calls {
     fn take(&self, _stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
         let charge = self.budget.as_ref().map(|b| b.charge(bytes)).transpose()?;
+        let _relaxed = Relaxed::enter(&*self.driver);
         let address =
             self.driver.mem_alloc(self.device, bytes).map_err(|e| MemoryError::driver(self.device, e))?;
         Ok((address, charge))
@@ -83,6 +84,7 @@ impl Source for Calls {
             Err(MemoryError::DeviceLost { .. }) => return Ok(()),
             Err(error) => return Err(error),
         }
+        let _relaxed = Relaxed::enter(&*self.driver);
         // SAFETY: 1. from `mem_alloc`; each block is given back once, and kept whole if this fails.
         // 2. its home stream and every other user have been waited for.
         unsafe { self.driver.mem_free(self.device, address) }.map_err(|e| MemoryError::driver(self.device, e))

@@ -7,6 +7,7 @@
 //! | [`DeviceBuffer`] | a block with elements of one type |
 //! | [`DeviceArena`] | a block that is handed out in parts, and taken back whole |
 //! | [`StableBlock`] | a block whose memory never moves, for whoever keeps its address; can be exported |
+//! | [`GraphPool`], [`Graph`] | memory of CUDA graphs, which belongs to them while they can be launched |
 //! | [`Reserved`] | elements at addresses that stay while memory behind them comes and goes |
 //! | [`Resource`] | what all sources of device memory have in common |
 //! | [`Direct`], [`StreamOrdered`] | the driver's own allocators as resources |
@@ -124,6 +125,11 @@
 //! beyond the limit is refused by an error that names whose it is. These limits are no part of the pool's own budget, which
 //! is charged for physical memory.
 //!
+//! # Memory of graphs
+//!
+//! A graph keeps addresses. What is allocated for captured work comes from a [`GraphPool`], which is nobody else's while a
+//! graph can be launched: captures are announced, other work goes on meanwhile.
+//!
 //! # Memory that sleeps
 //!
 //! Blocks of a tag that come from its [`Parkable`] can be [parked](DevicePool::park): their contents go to pinned memory and
@@ -168,6 +174,7 @@ mod config;
 mod decorators;
 mod direct;
 mod environment;
+mod graphs;
 mod home;
 mod leasing;
 mod pages;
@@ -199,6 +206,7 @@ pub use checked::{
 pub use config::{Adoption, PoolConfig};
 pub use decorators::{FailureCallback, Log, OnFailure};
 pub use direct::Direct;
+pub use graphs::{Announced, Captured, Graph, GraphPool};
 pub use pages::{DevicePages, ForeignPages, PageRun};
 pub use park::{Elsewhere, Park, ParkReport, Parkable, ResumeReport};
 pub use pool::DevicePool;

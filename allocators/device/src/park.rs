@@ -39,7 +39,7 @@
 //! with the pool's next slow path or trim. A resume that fails, since the budget or the driver refuses, leaves everything
 //! parked, and can be tried again. Blocks of a pool that has closed meanwhile stay parked for good.
 
-mod lodging;
+pub(crate) mod lodging;
 mod passage;
 mod saved;
 

@@ -8,6 +8,7 @@ use crate::{
     checked::{Checked, Under},
     direct::Direct,
     environment::Environment,
+    graphs::{self, Announcements},
     home::{Home, note, vacancy::Vacant},
     leasing::Leasing,
     park::Lodgings,
@@ -31,7 +32,7 @@ use std::{
     fmt,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
     time::Duration,
 };
@@ -105,8 +106,11 @@ pub(crate) struct Inner {
     pub(crate) directory: Directory,
     /// Somebody wants to know whose each block is.
     observed: bool,
-    /// Blocks come out of caches, and nobody wants to know of each: nor is any tag limited.
-    pub(crate) quick: AtomicBool,
+    /// Why blocks cannot come straight out of caches: they come from elsewhere, somebody wants to know of each, a tag is
+    /// limited, captures are announced. How many such reasons there are.
+    detours: AtomicU32,
+    /// Captures that draw from memory of graphs.
+    pub(crate) announcements: Announcements,
     pub(crate) tenants: Tenants,
     generations: AtomicU64,
     pub(crate) counters: Counters,
@@ -201,7 +205,8 @@ impl DevicePool {
             vacant: Mutex::default(),
             directory: Directory::new(),
             observed,
-            quick: AtomicBool::new(quick),
+            detours: AtomicU32::new(u32::from(!quick)),
+            announcements: Announcements::default(),
             tenants: Tenants::default(),
             generations: AtomicU64::new(1),
             counters: Counters::default(),
@@ -267,7 +272,7 @@ impl DevicePool {
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let inner = self.inner();
         if request.is_plain()
-            && inner.quick.load(Ordering::Relaxed)
+            && inner.detours.load(Ordering::Relaxed) == 0
             && !inner.leasing.takes_over(request.size())
             && let Some(home) = inner.known_home(stream)
             && let Some(block) = home.quick_alloc(&request)
@@ -283,12 +288,14 @@ impl DevicePool {
     fn alloc_fully(&self, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
         let of_tag = self.inner().charge_tag(stream, &request)?;
-        let mut block = match &self.handle.detour {
-            Some(detour) => {
+        let of_graph = self.inner().allocate_for_graph(stream, request)?;
+        let mut block = match (of_graph, &self.handle.detour) {
+            (Some(block), _) => block,
+            (None, Some(detour)) => {
                 let _site = site::enter();
                 detour.allocate(stream, request, None)?
             }
-            None => self.inner().allocate(stream, request)?,
+            (None, None) => self.inner().allocate(stream, request)?,
         };
         block.count_for_tag(of_tag);
         Ok(block)
@@ -309,12 +316,18 @@ impl DevicePool {
     ) -> Result<Block> {
         let request = request.checked()?;
         let of_tag = self.inner().charge_tag(stream, &request)?;
-        let mut block = match &self.handle.detour {
-            Some(detour) => {
+        let of_graph = self.inner().allocate_for_graph(stream, request)?;
+        let mut block = match (of_graph, &self.handle.detour) {
+            (Some(block), _) => {
+                // A graph's memory is charged as it grows: what is reserved makes room for it and no more.
+                drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(request.size()));
+                block
+            }
+            (None, Some(detour)) => {
                 let _site = site::enter();
                 detour.allocate(stream, request, Some(held))?
             }
-            None => self.inner().allocate_drawing(stream, request, held, request.size())?,
+            (None, None) => self.inner().allocate_drawing(stream, request, held, request.size())?,
         };
         block.count_for_tag(of_tag);
         Ok(block)
@@ -469,6 +482,16 @@ impl Inner {
     /// What physical memory is charged to.
     pub(crate) fn budget(&self) -> &Budget {
         &self.budget
+    }
+
+    /// One reason more why blocks cannot come straight out of caches.
+    pub(crate) fn add_detour(&self) {
+        self.detours.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// One less.
+    pub(crate) fn end_detour(&self) {
+        self.detours.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// A block from the stream's cache. The request has been checked.
@@ -727,6 +750,7 @@ impl Drop for Closer {
             self.inner.unlist(vacant.home);
             vacant.retire();
         }
+        graphs::sweep();
         self.inner.apart.reap_quietly();
         if let Some(recorder) = &self.inner.config.recorder {
             recorder.sink().flush();

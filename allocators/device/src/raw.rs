@@ -12,6 +12,7 @@
 use crate::{
     Block, DevicePool,
     block::{Extras, Freed, Owner, Rare},
+    direct::Direct,
     home::{AfterFree, Home},
     physical::Physical,
 };
@@ -224,7 +225,7 @@ impl DevicePool {
     /// [`MemoryError::ForeignBlock`] for any other address that is not out; [`MemoryError::Busy`] while somebody
     /// [looks at it](DevicePool::share_raw). Nothing changes then.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
-        if let Some(direct) = self.inner().bypass() {
+        if let Some(direct) = self.bypass(address) {
             return direct.from_raw(address);
         }
         let block = self.find(address, |home| home.take_raw(address));
@@ -252,12 +253,17 @@ impl DevicePool {
     /// # Errors
     /// As [`DevicePool::from_raw`], which it is never too busy for.
     pub fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
-        if let Some(direct) = self.inner().bypass() {
+        if let Some(direct) = self.bypass(address) {
             return direct.share_raw(address);
         }
         let block = self.find(address, |home| home.share_raw(address));
         let block = block.or_else(|| self.is_backed(address).then(|| backed().share(address)).flatten());
         block.ok_or_else(|| self.refuse(address))
+    }
+
+    /// Where each block is an allocation of its own, unless this is one of those that are not: graphs' and stable ones.
+    fn bypass(&self, address: u64) -> Option<&Direct> {
+        self.inner().bypass().filter(|_| !self.is_backed(address))
     }
 
     /// Whether a block that belongs to no cache is out as this address, and is of this pool.
@@ -272,7 +278,7 @@ impl DevicePool {
     /// # Errors
     /// As [`DevicePool::from_raw`], which it is never too busy for.
     pub fn free_raw(&self, address: u64) -> Result<()> {
-        if let Some(direct) = self.inner().bypass() {
+        if let Some(direct) = self.bypass(address) {
             return direct.free_raw(address);
         }
         if self.find(address, |home| home.free_raw(address)).is_some() {

@@ -128,6 +128,8 @@ impl DevicePool {
 impl Inner {
     /// Gives back what is free until no more than `keep` bytes are held, but for the warm reserve.
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
+        crate::graphs::sweep();
+        self.apart.outlast()?;
         let mut gone = self.apart.reap()?;
         let homes = self.homes();
         self.look(&homes)?;
@@ -146,6 +148,7 @@ impl Inner {
 
     /// The same for somebody who is short of memory, whom the warm reserve does not stop.
     pub(crate) fn press(&self, keep: u64) -> Result<u64> {
+        crate::graphs::sweep();
         let gone = self.apart.reap()? + self.lodgings.trim()?;
         let homes = self.homes();
         self.look(&homes)?;

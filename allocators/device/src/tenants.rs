@@ -196,8 +196,9 @@ impl DevicePool {
             .share(|share| share.tag == Some(tag), || Share::new(Budget::new(tag.name(), bytes), Some(tag)));
         share.budget.set_limit(bytes);
         // Whoever has seen the limit set takes the way that heeds it.
-        inner.tenants.limits_tags.store(true, Ordering::Relaxed);
-        inner.quick.store(false, Ordering::Relaxed);
+        if !inner.tenants.limits_tags.swap(true, Ordering::Relaxed) {
+            inner.add_detour();
+        }
         share.budget.clone()
     }
 }

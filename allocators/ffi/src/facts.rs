@@ -321,7 +321,8 @@ pub unsafe extern "C" fn aq_trim(runtime: aq_runtime, device: u32, keep: u64, gi
 fn stats_json(s: PoolStats) -> Value {
     json!({
         "live": s.live, "requested": s.requested, "cached": s.cached, "pending": s.pending, "physical": s.physical,
-        "peak_live": s.peak_live, "peak_requested": s.peak_requested, "peak_physical": s.peak_physical,
+        "graphs": s.graphs, "peak_live": s.peak_live, "peak_requested": s.peak_requested,
+        "peak_physical": s.peak_physical,
         "blocks": s.blocks, "allocations": s.allocations, "frees": s.frees, "failures": s.failures,
         "growths": s.growths, "reaped": s.reaped, "moves": s.moves, "adoptions": s.adoptions, "fences": s.fences,
         "stream_waits": s.stream_waits, "host_waits": s.host_waits,

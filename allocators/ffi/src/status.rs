@@ -141,7 +141,8 @@ fn status_of(error: &MemoryError) -> Status {
         MemoryError::Busy { .. } => Status::Busy,
         MemoryError::Closed => Status::Closed,
         MemoryError::Capacity { .. } => Status::Capacity,
-        MemoryError::Capturing { .. } => Status::Capturing,
+        MemoryError::Capturing { .. } | MemoryError::CaptureInvalidated { .. } => Status::Capturing,
+        MemoryError::AlreadyAnnounced { .. } => Status::Busy,
         // Ids do not cross this border: what is unknown here is a stream.
         MemoryError::UnknownId => Status::UnknownStream,
         MemoryError::OtherThread { .. } => Status::OtherThread,

@@ -71,6 +71,7 @@ pub(super) fn of(error: &OutOfMemory) -> String {
         ("cached", Number(error.cached)),
         ("pending", Number(error.pending)),
         ("physical", Number(error.physical)),
+        ("graphs", Number(error.graphs)),
         ("largest_free", Number(error.largest_free)),
         ("stranded", stranded),
         ("in_use", in_use),

@@ -82,6 +82,8 @@ pub struct OutOfMemory {
     pub cached: u64,
     /// Bytes that wait for uses on other streams.
     pub pending: u64,
+    /// Bytes of `physical` held for graphs, live or free: nobody else is given them before the graphs are gone.
+    pub graphs: u64,
     /// Bytes held from the driver or the kernel.
     pub physical: u64,
     /// The largest free range, in bytes.
@@ -112,6 +114,7 @@ impl OutOfMemory {
             cached: 0,
             pending: 0,
             physical: 0,
+            graphs: 0,
             largest_free: 0,
             stranded: Vec::new(),
             in_use: Vec::new(),
@@ -157,6 +160,9 @@ impl fmt::Display for OutOfMemory {
             Bytes(self.pending),
             Bytes(self.physical)
         )?;
+        if self.graphs > 0 {
+            writeln!(f, "  graphs      {} held for them, live or free", Bytes(self.graphs))?;
+        }
         writeln!(f, "  largest     {} free in one range", Bytes(self.largest_free))?;
         for holder in self.holders.iter().take(SHOWN) {
             let unit = if holder.blocks == 1 { "block" } else { "blocks" };

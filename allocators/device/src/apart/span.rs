@@ -10,7 +10,7 @@ use crate::{
     },
 };
 use aquifer_core::{Charge, DeviceId, DriverError, MemoryError, Result};
-use aquifer_driver::Driver;
+use aquifer_driver::{Driver, Relaxed};
 use aquifer_stream::{Noted, Timeline};
 use std::{
     collections::BTreeMap,
@@ -19,7 +19,7 @@ use std::{
     ops::Range,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::Instant,
 };
@@ -56,6 +56,8 @@ pub(crate) struct Span {
     pub(crate) slot: u64,
     /// Whether its addresses are reserved, and not those of an allocation.
     reserved: bool,
+    /// Whether there may be work on it that nobody has told of: it outlasts all that is queued on the device.
+    outlasts: AtomicBool,
     /// Who keeps the addresses. None comes any more once the owner has let go and it has been 0.
     tokens: AtomicU64,
     state: Mutex<State>,
@@ -113,6 +115,7 @@ impl Span {
             bytes,
             slot,
             reserved,
+            outlasts: AtomicBool::new(false),
             tokens: AtomicU64::new(0),
             state: Mutex::new(State { mapped, ..State::default() }),
         }
@@ -145,6 +148,27 @@ impl Span {
     /// Whether taking it down waits for nothing.
     pub(crate) fn goes_quietly(&self) -> bool {
         self.reserved
+    }
+
+    /// Whether the device has to be waited for before it goes.
+    pub(super) fn outlasts(&self) -> bool {
+        self.outlasts.load(Ordering::Relaxed)
+    }
+
+    /// There may be work on it that nobody has told of: before it goes the whole device is waited for.
+    pub(crate) fn outlast_everything(&self) {
+        self.outlasts.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits for the device, if there may be work that nobody has told of (`cuCtxSynchronize`). Blocks.
+    pub(super) fn outlast(&self) -> Result<()> {
+        if self.outlasts() {
+            let _relaxed = Relaxed::enter(&*self.driver);
+            let waited = self.driver.device_synchronize(self.device);
+            waited.map_err(|e| MemoryError::driver(self.device, e))?;
+            self.outlasts.store(false, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     /// The handle behind the first slot.
@@ -350,7 +374,7 @@ impl Span {
             match entry.poll() {
                 // Nothing runs on a lost device any more.
                 Err(MemoryError::DeviceLost { .. }) => {}
-                Ok(()) if entry.is_over() => {}
+                Ok(()) if entry.is_over() && !self.outlasts() => {}
                 looked => {
                     outcome = outcome.and(looked);
                     rest.push(entry);
@@ -408,6 +432,7 @@ impl Span {
                 // SAFETY: 1. the callers have seen all work done that used these slots, or there never was any.
                 unsafe { self.driver.unmap(self.device, address, count * self.slot) }
             } else {
+                let _relaxed = Relaxed::enter(&*self.driver);
                 // SAFETY: 1. from `mem_alloc`, and gone from the table. 2. as above.
                 unsafe { self.driver.mem_free(self.device, address) }
             };

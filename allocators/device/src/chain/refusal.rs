@@ -55,7 +55,8 @@ impl Inner {
             Some(NoHandle::Driver(refused)) => error.driver = Some(refused),
             None => {}
         }
-        (error.live, error.cached) = (stats.live, stats.cached);
+        (error.live, error.graphs) = (stats.live, stats.graphs);
+        error.cached = stats.cached;
         (error.pending, error.physical) = (stats.pending, stats.physical);
         error.tried = progress.tried;
         let mut holders: Vec<Holding> = Vec::new();

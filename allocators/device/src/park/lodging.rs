@@ -618,7 +618,7 @@ impl Release for Lodged {
 }
 
 /// The last epoch of each stream.
-fn latest(work: Vec<(Arc<Timeline>, u64)>) -> Vec<(Arc<Timeline>, u64)> {
+pub(crate) fn latest(work: Vec<(Arc<Timeline>, u64)>) -> Vec<(Arc<Timeline>, u64)> {
     let mut latest: Vec<(Arc<Timeline>, u64)> = Vec::new();
     for (timeline, epoch) in work {
         match latest.iter_mut().find(|(other, _)| Arc::ptr_eq(other, &timeline)) {
@@ -631,7 +631,7 @@ fn latest(work: Vec<(Arc<Timeline>, u64)>) -> Vec<(Arc<Timeline>, u64)> {
 }
 
 /// The first of `count` numbers in a row that are not taken.
-fn gap(taken: &BTreeSet<u64>, count: u64) -> u64 {
+pub(crate) fn gap(taken: &BTreeSet<u64>, count: u64) -> u64 {
     let mut first = 0;
     for &slot in taken {
         if slot - first >= count {

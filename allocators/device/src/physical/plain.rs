@@ -10,7 +10,7 @@ use super::{
 };
 use crate::{Request, home::Home};
 use aquifer_core::{Budget, Charge, DeviceId, MemoryError, Result};
-use aquifer_driver::Driver;
+use aquifer_driver::{Driver, Relaxed};
 use aquifer_heap::Range;
 use aquifer_stream::Timeline;
 use std::{
@@ -177,7 +177,11 @@ impl Plain {
                     continue;
                 }
             };
-            let address = match self.driver.mem_alloc(self.device, bytes) {
+            let taken = {
+                let _relaxed = Relaxed::enter(&*self.driver);
+                self.driver.mem_alloc(self.device, bytes)
+            };
+            let address = match taken {
                 Ok(address) => address,
                 Err(e) if e.is_out_of_memory() => {
                     effort.refused = Some(NoHandle::Driver(e));
@@ -234,9 +238,13 @@ impl Plain {
     /// Gives one segment back, in which nothing is in use.
     fn free(&self, address: u64) -> Result<()> {
         let Some(segment) = self.segments().remove(&address) else { return Ok(()) };
-        // SAFETY: 1. it came from `mem_alloc`, and leaves the table before it is freed. 2. it is in no cache, and the
-        // epoch that covers its last use was seen done by the host.
-        match unsafe { self.driver.mem_free(self.device, address) } {
+        let freed = {
+            let _relaxed = Relaxed::enter(&*self.driver);
+            // SAFETY: 1. it came from `mem_alloc`, and leaves the table before it is freed. 2. it is in no cache, and the
+            // epoch that covers its last use was seen done by the host.
+            unsafe { self.driver.mem_free(self.device, address) }
+        };
+        match freed {
             Ok(()) => {
                 self.held.sub(segment.bytes);
                 drop(segment.charge);

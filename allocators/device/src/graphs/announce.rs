@@ -1,0 +1,169 @@
+//! Which captures draw from which memory.
+
+use super::memory::{Capture, Memory};
+use crate::{Block, DevicePool, Request, pool::Inner};
+use aquifer_core::{MemoryError, Result};
+use aquifer_driver::RawStream;
+use aquifer_stream::{Fence, Stream, Timeline};
+use std::{
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+/// Announcements made so far.
+static NUMBERS: AtomicU64 = AtomicU64::new(1);
+
+/// Whose captures.
+pub(super) enum Whose {
+    Stream(Arc<Timeline>),
+    Those(Box<dyn Fn(RawStream) -> bool + Send + Sync>),
+}
+
+impl Whose {
+    /// Whether `timeline`, which takes part in the capture of this number, does so in one of theirs. A stream that has joined
+    /// may allocate before the one that is announced does.
+    fn includes(&self, timeline: &Arc<Timeline>, id: u64) -> bool {
+        match self {
+            Self::Stream(announced) => {
+                Arc::ptr_eq(announced, timeline) || announced.capture().is_ok_and(|theirs| theirs == Some(id))
+            }
+            Self::Those(filter) => filter(timeline.raw()),
+        }
+    }
+}
+
+/// What captures of some streams draw from.
+pub(super) struct Announcement {
+    number: u64,
+    whose: Whose,
+    memory: Arc<Memory>,
+    /// The driver's number of the last capture that has drawn; 0 before there was one. Streams that join it draw too.
+    capture: AtomicU64,
+}
+
+/// The open announcements of a pool. Nearly always none.
+#[derive(Default)]
+pub(crate) struct Announcements(Mutex<Vec<Arc<Announcement>>>);
+
+impl Announcements {
+    fn open(&self) -> MutexGuard<'_, Vec<Arc<Announcement>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where blocks for this stream come from, if it takes part in a capture that was announced. The oldest announcement
+    /// counts. Asks the driver.
+    fn memory_for(&self, stream: &Stream) -> Result<Option<(Arc<Memory>, Capture)>> {
+        // The filters are others' code, and run without the lock.
+        let open = self.open().clone();
+        let Some(id) = stream.timeline().capture()? else { return Ok(None) };
+        let draws = open.iter().find(|a| a.capture.load(Ordering::Relaxed) == id);
+        let found = draws.or_else(|| open.iter().find(|a| a.whose.includes(stream.timeline(), id)));
+        Ok(found.map(|announcement| {
+            announcement.capture.store(id, Ordering::Relaxed);
+            (announcement.memory.clone(), Capture { announced: announcement.number, id })
+        }))
+    }
+}
+
+impl Inner {
+    /// A block for work that `stream` captures, where that was announced. The request has been checked.
+    pub(crate) fn allocate_for_graph(
+        self: &Arc<Self>,
+        stream: &Stream,
+        request: Request,
+    ) -> Result<Option<Block>> {
+        if self.apart.announced.load(Ordering::Relaxed) == 0 {
+            return Ok(None);
+        }
+        let Some((memory, capture)) = self.announcements.memory_for(stream)? else { return Ok(None) };
+        memory.allocate(stream, request, capture).map(Some)
+    }
+}
+
+/// An open announcement: see [`GraphPool::announce`](super::GraphPool::announce). It ends when it is dropped, or with
+/// [`Announced::end`].
+#[must_use = "it ends when it is dropped"]
+pub struct Announced {
+    pool: DevicePool,
+    announcement: Arc<Announcement>,
+    /// Whether somebody notes the launches of what was captured.
+    noted: bool,
+}
+
+impl Announced {
+    /// # Errors
+    /// [`MemoryError::WrongDevice`]; [`MemoryError::AlreadyAnnounced`].
+    pub(super) fn new(pool: &DevicePool, memory: &Arc<Memory>, whose: Whose) -> Result<Self> {
+        if let Whose::Stream(timeline) = &whose {
+            let (expected, actual) = (pool.device(), timeline.raw().device());
+            if expected != actual {
+                return Err(MemoryError::WrongDevice { expected, actual });
+            }
+        }
+        let announcement = Arc::new(Announcement {
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            whose,
+            memory: memory.clone(),
+            capture: AtomicU64::new(0),
+        });
+        let inner = pool.inner();
+        {
+            let mut open = inner.announcements.open();
+            if let Whose::Stream(timeline) = &announcement.whose
+                && open
+                    .iter()
+                    .any(|a| matches!(&a.whose, Whose::Stream(other) if Arc::ptr_eq(other, timeline)))
+            {
+                return Err(MemoryError::AlreadyAnnounced { stream: timeline.raw().handle() });
+            }
+            open.push(announcement.clone());
+        }
+        // Whoever captures has seen this.
+        inner.apart.announced.fetch_add(1, Ordering::Relaxed);
+        inner.add_detour();
+        let announced = Self { pool: pool.clone(), announcement, noted: false };
+        let number = announced.announcement.number;
+        memory.passes(number);
+        // What runs already is fenced while it can be.
+        if let Whose::Stream(timeline) = &announced.announcement.whose
+            && timeline.fence(timeline.open()) == Ok(Fence::Recorded)
+        {
+            memory.was_fenced(number, timeline, timeline.open() - 1);
+        }
+        Ok(announced)
+    }
+
+    /// The memory, where somebody notes the launches of what was captured.
+    pub(super) fn end_noted(mut self) -> Arc<Memory> {
+        self.noted = true;
+        self.announcement.memory.clone()
+    }
+}
+
+impl Drop for Announced {
+    fn drop(&mut self) {
+        let inner = self.pool.inner();
+        let gone = {
+            let mut open = inner.announcements.open();
+            let at = open.iter().position(|a| Arc::ptr_eq(a, &self.announcement));
+            at.map(|at| open.remove(at))
+        };
+        drop(gone);
+        inner.end_detour();
+        inner.apart.announced.fetch_sub(1, Ordering::Relaxed);
+        let Announcement { memory, number, capture, .. } = &*self.announcement;
+        if !self.noted && capture.load(Ordering::Relaxed) != 0 {
+            memory.lose_sight();
+        }
+        memory.passes(*number);
+    }
+}
+
+impl fmt::Debug for Announced {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Announced").field("memory", &self.announcement.memory).finish_non_exhaustive()
+    }
+}

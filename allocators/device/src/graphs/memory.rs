@@ -1,0 +1,663 @@
+//! The memory of graphs that share a pool: what is in it, who may have what is free, and which launches touch it.
+
+use crate::{
+    Block,
+    apart::{Apart, Owned, Span},
+    backend::{Backed, Deferred, Release},
+    block::Asked,
+    leasing::Fit,
+    park::lodging::{gap, latest},
+    physical::{
+        commons::{self, Commons, Past},
+        window::Grid,
+    },
+    pool::Inner,
+};
+use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag};
+use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
+use aquifer_heap::Range;
+use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
+use smallvec::smallvec;
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+};
+
+/// Bytes that are taken at a time where the device cannot map.
+const PIECE: u64 = 2 << 20;
+
+/// Numbers of memories, for drivers that check. Never used twice.
+static NUMBERS: AtomicU64 = AtomicU64::new(1);
+
+/// A capture, as an announcement knows it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Capture {
+    /// The announcement's number.
+    pub(super) announced: u64,
+    /// The driver's number of the capture.
+    pub(super) id: u64,
+}
+
+/// Memory that graphs keep addresses of: it is never remapped, and never anybody else's, before the last who holds this
+/// is gone and all launches are done.
+///
+/// Held by the pool's handles, its graphs, its announcements and its blocks.
+pub(crate) struct Memory {
+    number: u64,
+    pool: Weak<Inner>,
+    apart: Arc<Apart>,
+    streams: StreamPool,
+    /// Addresses for as much as the device has, in slots with a handle each; `None` where the device cannot map.
+    span: Option<Arc<Span>>,
+    state: Mutex<State>,
+    /// A thread queues a launch: the next one is ordered behind it, and waits until it can be.
+    launching: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    /// Live blocks, by address.
+    blocks: BTreeMap<u64, Live>,
+    /// What any capture may draw from, once the host has seen its past done.
+    free: Commons,
+    /// Freed blocks that other streams use.
+    held_back: Vec<HeldBack>,
+    /// Of the captures that are open, what was freed within them.
+    shelves: Vec<Shelf>,
+    /// Slots that have memory, or are about to.
+    claimed: BTreeSet<u64>,
+    /// What the driver allocated where it cannot map.
+    pieces: Vec<Arc<Span>>,
+    /// Of streams whose captures are announced, by the announcement: the epoch that was closed and fenced then.
+    fenced: Vec<(u64, Arc<Timeline>, u64)>,
+    /// The last launch on each stream.
+    launches: Vec<(Arc<Timeline>, u64)>,
+    /// Bytes of memory.
+    physical: u64,
+    /// Graphs are about that nobody notes the launches of.
+    unseen: bool,
+}
+
+struct Live {
+    bytes: u64,
+    requested: u64,
+    tag: Tag,
+    home: Arc<Timeline>,
+    /// What it was allocated in.
+    capture: Capture,
+    /// `None` as soon as its owner lets go of it.
+    watch: Option<Watch>,
+}
+
+impl Live {
+    /// A launch touches it: whoever uses it next waits for that. Its own stream is in order with itself.
+    fn touched(&self, on: &Arc<Timeline>, epoch: u64) {
+        if let Some(watch) = self.watch.as_ref().filter(|_| !Arc::ptr_eq(&self.home, on)) {
+            // Only parked memory refuses it, and none of this is.
+            let _ = watch.record(on, epoch);
+        }
+    }
+}
+
+struct HeldBack {
+    block: Deferred,
+    /// The epoch of the home stream that covers the block's own work.
+    own: (Arc<Timeline>, u64),
+}
+
+/// What one stream has freed within one capture: its own at once, since what a stream has captured is in order.
+struct Shelf {
+    capture: Capture,
+    of: Arc<Timeline>,
+    free: Commons,
+}
+
+/// The turn to launch.
+struct Turn<'a>(&'a AtomicBool);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Release);
+    }
+}
+
+/// Tells a driver that checks that a range is kept for graphs no longer, when it is dropped.
+struct Kept {
+    apart: Weak<Apart>,
+    range: DeviceRange,
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        if let Some(observer) = self.apart.upgrade().as_ref().and_then(|apart| apart.driver.observer()) {
+            observer.let_go_by_graphs(self.range);
+        }
+    }
+}
+
+impl State {
+    /// Ends what earlier captures of this announcement had freed for themselves: any later one may draw from it.
+    fn enter(&mut self, capture: Capture) {
+        self.leave(|other| other.announced == capture.announced && other != capture);
+    }
+
+    fn leave(&mut self, over: impl Fn(Capture) -> bool) {
+        let closed: Vec<_> = self.shelves.extract_if(.., |shelf| over(shelf.capture)).collect();
+        // Launches meanwhile have not been noted with its blocks, which nothing but captured work could use.
+        let blocks = self.blocks.values().filter(|live| closed.iter().any(|s| s.capture == live.capture));
+        for live in blocks {
+            for (on, epoch) in &self.launches {
+                live.touched(on, *epoch);
+            }
+        }
+        for shelf in closed {
+            let ranges: Vec<_> = shelf.free.iter().map(|(range, past)| (range, past.clone())).collect();
+            ranges.into_iter().for_each(|(range, past)| self.free.add(range, past));
+        }
+    }
+
+    fn shelf(&mut self, capture: Capture, of: &Arc<Timeline>) -> Option<&mut Commons> {
+        let is = |shelf: &&mut Shelf| shelf.capture == capture && Arc::ptr_eq(&shelf.of, of);
+        self.shelves.iter_mut().find(is).map(|shelf| &mut shelf.free)
+    }
+
+    /// A free range for the capture: of what its stream has freed in it, or of what nobody uses any more.
+    fn take(
+        &mut self,
+        capture: Capture,
+        of: &Arc<Timeline>,
+        bytes: u64,
+        align: u64,
+        grid: Grid,
+    ) -> Option<Range> {
+        if let Some(own) = self.shelf(capture, of)
+            && let Some(range) = own.place(bytes, align, Fit::Lowest, grid, |_| true)
+        {
+            return own.take(range).map(|_| range);
+        }
+        let range = self.free.place(bytes, align, Fit::Lowest, grid, commons::is_done)?;
+        self.free.take(range).map(|_| range)
+    }
+
+    /// The end of what is free up to `end`, and may be had by the capture, from an aligned address on: taken.
+    fn take_tail(
+        &mut self,
+        capture: Capture,
+        of: &Arc<Timeline>,
+        end: u64,
+        align: u64,
+        most: u64,
+    ) -> Option<Range> {
+        let tail = |free: &Commons, ready: fn(&Past) -> bool| {
+            let (range, past) = free.iter().last()?;
+            let start = range.start.next_multiple_of(align);
+            // What is longer than the block lies too low for it.
+            let fits = range.end() == end && start < end && end - start < most && ready(past);
+            fits.then_some(Range { start, len: end - start })
+        };
+        if let Some(own) = self.shelf(capture, of)
+            && let Some(range) = tail(own, |_| true)
+        {
+            return own.take(range).map(|_| range);
+        }
+        let range = tail(&self.free, commons::is_done)?;
+        self.free.take(range).map(|_| range)
+    }
+
+    /// A range is free whose last work is `own`.
+    fn put(&mut self, range: Range, own: (Arc<Timeline>, u64), capture: Option<Capture>) {
+        let open = capture.filter(|capture| self.shelves.iter().any(|shelf| shelf.capture == *capture));
+        match open {
+            Some(capture) => {
+                let of = own.0.clone();
+                if self.shelf(capture, &of).is_none() {
+                    self.shelves.push(Shelf { capture, of: of.clone(), free: Commons::default() });
+                }
+                if let Some(own_shelf) = self.shelf(capture, &of) {
+                    own_shelf.add(range, smallvec![own]);
+                }
+            }
+            None => self.free.add(range, smallvec![own]),
+        }
+    }
+
+    /// What was freed and is done with becomes free. What ends with it, to be dropped outside the lock.
+    fn settle(&mut self, apart: &Apart) -> Vec<Deferred> {
+        let mut over = Vec::new();
+        for mut held in std::mem::take(&mut self.held_back) {
+            held.block.uses.forget_done();
+            if held.block.uses.is_empty() {
+                settled(apart, held.block.bytes);
+                let range = Range { start: held.block.address, len: held.block.bytes };
+                self.put(range, held.own, None);
+                over.push(held.block);
+            } else {
+                self.held_back.push(held);
+            }
+        }
+        over
+    }
+
+    /// What freed memory waits for, but for uses that are open.
+    fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        let shelves = self.shelves.iter().map(|shelf| &shelf.free);
+        let pasts = std::iter::once(&self.free).chain(shelves).flat_map(Commons::iter);
+        let mut work: Vec<_> = pasts.flat_map(|(_, past)| past.iter().cloned()).collect();
+        for held in &self.held_back {
+            work.push(held.own.clone());
+            work.extend(held.block.uses.stamped());
+        }
+        work
+    }
+
+    /// All that a launch comes after: whatever touches any of the memory.
+    fn all_work(&self) -> Result<Vec<(Arc<Timeline>, u64)>> {
+        if let Some(open) = self.held_back.iter().find(|held| held.block.uses.is_open()) {
+            return Err(MemoryError::Busy { address: open.block.address });
+        }
+        let mut work = self.freed_work();
+        for (&address, live) in &self.blocks {
+            work.push((live.home.clone(), live.home.open()));
+            if let Some(watch) = &live.watch {
+                work.extend(watch.work(address)?);
+            }
+        }
+        work.extend(self.launches.iter().cloned());
+        Ok(work)
+    }
+}
+
+/// What was freed is free, and belongs to graphs.
+fn settled(apart: &Apart, bytes: u64) {
+    apart.lodged_settled(bytes);
+    apart.count(|account| account.free_of_graphs += bytes);
+}
+
+impl Memory {
+    pub(super) fn new(pool: &Arc<Inner>) -> Result<Arc<Self>> {
+        let apart = pool.apart.clone();
+        let span = match (apart.is_plain(), apart.step()) {
+            (true, _) | (_, 0) => None,
+            (false, slot) => Some(apart.reserve(pool.info.memory.next_multiple_of(slot), slot, 0)?),
+        };
+        let (pool, streams) = (Arc::downgrade(pool), pool.streams().clone());
+        Ok(Arc::new(Self {
+            number: NUMBERS.fetch_add(1, Ordering::Relaxed),
+            pool,
+            apart,
+            streams,
+            span,
+            state: Mutex::default(),
+            launching: AtomicBool::new(false),
+        }))
+    }
+
+    pub(super) fn driver(&self) -> &Arc<dyn Driver> {
+        &self.apart.driver
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn grid(&self) -> Grid {
+        let span = self.span.as_ref();
+        span.map_or(Grid { base: 0, slot: PIECE }, |span| Grid { base: span.address, slot: span.slot })
+    }
+
+    /// A block for work that `stream` captures.
+    pub(super) fn allocate(
+        self: &Arc<Self>,
+        stream: &Stream,
+        request: Request,
+        capture: Capture,
+    ) -> Result<Block> {
+        let (expected, actual) = (self.apart.device, stream.device());
+        if expected != actual {
+            return Err(MemoryError::WrongDevice { expected, actual });
+        }
+        let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
+        let (of, align, grid) = (stream.timeline(), request.alignment(), self.grid());
+        let found = {
+            let mut state = self.state();
+            state.enter(capture);
+            state.take(capture, of, bytes, align, grid)
+        };
+        let range = match found {
+            Some(range) => range,
+            None if self.look() > 0
+                && let Some(range) = self.state().take(capture, of, bytes, align, grid) =>
+            {
+                range
+            }
+            None => self.grow(stream, bytes, &request, capture)?,
+        };
+        Ok(self.lend(stream, range, &request, capture))
+    }
+
+    /// A range with new memory behind it, as far as what is free at the end of the memory does not do.
+    fn grow(&self, stream: &Stream, bytes: u64, request: &Request, capture: Capture) -> Result<Range> {
+        let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
+        match &self.span {
+            Some(span) => self.grow_mapped(&pool, span, stream, bytes, request, capture),
+            None => self.grow_plain(&pool, bytes, request),
+        }
+    }
+
+    fn grow_mapped(
+        &self,
+        pool: &Arc<Inner>,
+        span: &Arc<Span>,
+        stream: &Stream,
+        bytes: u64,
+        request: &Request,
+        capture: Capture,
+    ) -> Result<Range> {
+        let (Grid { base, slot }, of) = (self.grid(), stream.timeline());
+        let (first, count, tail) = {
+            let mut state = self.state();
+            let next = state.claimed.last().map_or(0, |last| last + 1);
+            let tail = state.take_tail(capture, of, base + next * slot, request.alignment(), bytes);
+            let (first, count) = match tail {
+                Some(tail) => (next, (bytes - tail.len).div_ceil(slot)),
+                None => {
+                    let count = bytes.div_ceil(slot);
+                    (gap(&state.claimed, count), count)
+                }
+            };
+            if (first + count) * slot > span.bytes {
+                if let Some(tail) = tail {
+                    state.put(tail, (of.clone(), of.open()), Some(capture));
+                }
+                return Err(MemoryError::TooLarge { requested: bytes, limit: span.bytes });
+            }
+            state.claimed.extend(first..first + count);
+            (first, count, tail)
+        };
+        let slots: Vec<u64> = (first..first + count).collect();
+        match pool.back(span, of, request.owner(), &slots, None) {
+            Ok(new) => {
+                let (start, end) = (base + first * slot, base + (first + count) * slot);
+                self.keep(Range { start, len: end - start }, new);
+                let range = Range { start: tail.map_or(start, |tail| tail.start), len: bytes };
+                if range.end() < end {
+                    let rest = Range { start: range.end(), len: end - range.end() };
+                    self.state().free.add(rest, Past::new());
+                }
+                Ok(range)
+            }
+            Err(error) => {
+                let mut state = self.state();
+                slots.iter().for_each(|slot| {
+                    state.claimed.remove(slot);
+                });
+                if let Some(tail) = tail {
+                    state.put(tail, (of.clone(), of.open()), Some(capture));
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// An allocation of the driver's. What nobody is given of it at its end keeps neighbours from becoming one.
+    fn grow_plain(&self, pool: &Arc<Inner>, bytes: u64, request: &Request) -> Result<Range> {
+        let align = request.alignment();
+        let piece = (bytes + align + BLOCK_ALIGN).next_multiple_of(PIECE);
+        let span = pool
+            .with_room(piece, request.owner(), None, |funds| self.apart.whole(piece, BLOCK_ALIGN, funds))?;
+        let start = span.address.next_multiple_of(align);
+        let end = (span.address + piece - 1) / BLOCK_ALIGN * BLOCK_ALIGN;
+        self.keep(Range { start: span.address, len: piece }, piece);
+        let mut state = self.state();
+        state.pieces.push(span);
+        let range = Range { start, len: bytes };
+        if range.end() < end {
+            state.free.add(Range { start: range.end(), len: end - range.end() }, Past::new());
+        }
+        Ok(range)
+    }
+
+    /// There is new memory.
+    fn keep(&self, range: Range, new: u64) {
+        self.apart.lodged_backed(new, range.len - new);
+        self.apart.count(|account| {
+            account.graphs += range.len;
+            account.free_of_graphs += range.len;
+        });
+        if let Some(observer) = self.apart.driver.observer() {
+            observer.kept_for_graphs(self.device_range(range), self.number);
+        }
+        self.state().physical += range.len;
+    }
+
+    fn device_range(&self, range: Range) -> DeviceRange {
+        DeviceRange { device: self.apart.device, address: range.start, bytes: range.len }
+    }
+
+    /// The token of a block over a range that is the caller's.
+    fn lend(self: &Arc<Self>, stream: &Stream, range: Range, request: &Request, capture: Capture) -> Block {
+        let (apart, timeline) = (&self.apart, stream.timeline());
+        let (requested, tag) = (request.size(), request.owner());
+        let generation = apart.generation();
+        let backed = Backed {
+            ledger: self.clone(),
+            timeline: timeline.clone(),
+            streams: self.streams.clone(),
+            bytes: range.len,
+        };
+        let block = Block::backed(range.start, Asked::new(requested, tag), backed, generation);
+        let watch = Some(block.uses.watch(timeline));
+        {
+            let mut state = self.state();
+            apart.lodged_took(range.len, requested, tag);
+            apart.count(|account| account.free_of_graphs -= range.len);
+            let live = Ownership::Live { stream: stream.raw(), generation };
+            apart.note(generation, range.start, range.len, live);
+            let home = timeline.clone();
+            state.blocks.insert(range.start, Live { bytes: range.len, requested, tag, home, capture, watch });
+            // From here on what the stream frees in this capture is the stream's.
+            if state.shelf(capture, timeline).is_none() {
+                state.shelves.push(Shelf { capture, of: timeline.clone(), free: Commons::default() });
+            }
+        }
+        apart.report(Action::Allocate, stream.number(), range.start, requested, tag);
+        block
+    }
+
+    /// Looks which work is done that freed memory waits for. How much of it there was. Never blocks.
+    fn look(&self) -> usize {
+        let work = latest(self.state().freed_work());
+        for (timeline, epoch) in &work {
+            // What cannot be fenced or asked about now is not done; there is other memory.
+            let _ = timeline.fence(*epoch).and_then(|_| timeline.poll());
+        }
+        let over = self.state().settle(&self.apart);
+        self.complete(over);
+        work.len()
+    }
+
+    /// An announcement begins or ends. What was freed within it may be drawn from by every later one, as soon as it is
+    /// known to be done. Never blocks.
+    pub(super) fn passes(&self, announced: u64) {
+        let over: Vec<_> = {
+            let mut state = self.state();
+            state.leave(|capture| capture.announced == announced);
+            state.fenced.extract_if(.., |(other, ..)| *other == announced).collect()
+        };
+        drop(over);
+        self.look();
+    }
+
+    /// What a stream is about to capture is all in later epochs than this, which has been fenced.
+    pub(super) fn was_fenced(&self, announced: u64, timeline: &Arc<Timeline>, epoch: u64) {
+        self.state().fenced.push((announced, timeline.clone(), epoch));
+    }
+
+    /// The epoch that covers what a stream runs, where it captures now: nothing of its open epoch does.
+    fn ran(&self, timeline: &Arc<Timeline>) -> Option<u64> {
+        let state = self.state();
+        let fenced = state.fenced.iter().filter(|(_, other, _)| Arc::ptr_eq(other, timeline));
+        let last = fenced.map(|(_, _, epoch)| *epoch).max();
+        last.filter(|epoch| epoch + 1 == timeline.open())
+    }
+
+    /// Says that freed blocks are free, and ends what ends with them.
+    fn complete(&self, over: Vec<Deferred>) {
+        for block in over {
+            let Deferred { address, bytes, timeline, until_free, .. } = block;
+            self.apart.report(Action::Complete, timeline.number(), address, bytes, Tag::NONE);
+            drop(until_free);
+        }
+    }
+
+    fn turn(&self) -> Turn<'_> {
+        while self.launching.swap(true, Ordering::Acquire) {
+            // A few calls of the driver's long.
+            std::thread::yield_now();
+        }
+        Turn(&self.launching)
+    }
+
+    /// Orders a launch on `on` behind all that touches the memory, queues it, and notes it. The host does not wait, but for
+    /// another launch of the same memory that is being queued.
+    ///
+    /// # Errors
+    /// [`MemoryError::Capturing`]; [`MemoryError::Busy`] if a prepared use of a block is not finished; the driver's.
+    pub(super) fn launch(&self, on: &Arc<Timeline>, queue: impl FnOnce() -> Result<()>) -> Result<()> {
+        let _turn = self.turn();
+        if on.is_capturing()? {
+            return Err(MemoryError::Capturing { stream: on.raw().handle() });
+        }
+        // Taken out first: no lock over a driver call.
+        let work = self.state().all_work()?;
+        for (other, epoch) in latest(work) {
+            match (on.wait_for(&other, epoch), self.ran(&other)) {
+                (Err(MemoryError::Capturing { .. }), Some(ran)) => drop(on.wait_for(&other, ran)?),
+                (waited, _) => drop(waited?),
+            }
+            // Events of launches that are done would add up otherwise.
+            other.poll()?;
+        }
+        queue()?;
+        self.launched(on)
+    }
+
+    /// A launch has been queued on `on`: it touches all of the memory.
+    pub(super) fn launched(&self, on: &Arc<Timeline>) -> Result<()> {
+        let epoch = on.open();
+        // What is let go of goes when the lock is open: it may be the last to hold a stream.
+        let _over: Vec<_> = {
+            let mut state = self.state();
+            match state.launches.iter_mut().find(|(other, _)| Arc::ptr_eq(other, on)) {
+                Some((_, last)) => *last = epoch.max(*last),
+                None => state.launches.push((on.clone(), epoch)),
+            }
+            let state = &mut *state;
+            let captured = |live: &Live| state.shelves.iter().any(|shelf| shelf.capture == live.capture);
+            // Work that is captured waits for no launch: its own one will.
+            state.blocks.values().filter(|live| !captured(live)).for_each(|live| live.touched(on, epoch));
+            state.launches.extract_if(.., |(other, epoch)| other.is_done(*epoch)).collect()
+        };
+        on.fence_at_once(epoch)
+    }
+
+    /// A graph has been made of which nobody says when it is launched.
+    pub(super) fn lose_sight(&self) {
+        self.state().unseen = true;
+    }
+
+    pub(super) fn stats(&self) -> PoolStats {
+        let state = self.state();
+        let mut stats = PoolStats::default();
+        (stats.physical, stats.graphs) = (state.physical, state.physical);
+        stats.blocks = state.blocks.len() as u64;
+        stats.live = state.blocks.values().map(|live| live.bytes).sum();
+        stats.requested = state.blocks.values().map(|live| live.requested).sum();
+        stats.pending = state.held_back.iter().map(|held| held.block.bytes).sum();
+        stats.cached = stats.physical - stats.live - stats.pending;
+        stats
+    }
+}
+
+impl Release for Memory {
+    fn ending(&self, address: u64) {
+        // Before the block's uses are taken: what watches them is good no longer then.
+        if let Some(live) = self.state().blocks.get_mut(&address) {
+            live.watch = None;
+        }
+    }
+
+    fn release(&self, block: Deferred) {
+        let range = Range { start: block.address, len: block.bytes };
+        let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
+        let stream = block.timeline.number();
+        let own = Owned::ends(&block.timeline);
+        let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        let (requested, tag, over) = {
+            let mut state = self.state();
+            let Some(live) = state.blocks.remove(&block.address) else { return };
+            self.apart.lodged_freed(range.len, live.requested, live.tag);
+            self.apart.note(block.generation, range.start, range.len, owner);
+            let over = if users.is_empty() {
+                settled(&self.apart, range.len);
+                state.put(range, own, Some(live.capture));
+                Some(block)
+            } else {
+                state.held_back.push(HeldBack { block, own });
+                None
+            };
+            (live.requested, live.tag, over)
+        };
+        self.apart.report(Action::Free, stream, range.start, requested, tag);
+        self.complete(over.into_iter().collect());
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let state = std::mem::take(self.state.get_mut().unwrap_or_else(PoisonError::into_inner));
+        // No block lives, and launches and work of freed blocks may still run.
+        let mut work = state.freed_work();
+        work.extend(state.launches);
+        let until: Past = latest(work).into();
+        let (mut uses, mut until_free) = (Vec::new(), Vec::new());
+        for HeldBack { block, .. } in state.held_back {
+            uses.extend(block.uses.follow());
+            until_free.extend(block.until_free.map(|all| *all).unwrap_or_default());
+            settled(&self.apart, block.bytes);
+        }
+        self.apart.lodged_left(state.physical);
+        self.apart.count(|account| {
+            account.graphs -= state.physical;
+            account.free_of_graphs -= state.physical;
+        });
+        for span in self.span.iter().chain(&state.pieces) {
+            if self.apart.driver.observer().is_some() {
+                let apart = Arc::downgrade(&self.apart);
+                let range = self.device_range(Range { start: span.address, len: span.bytes });
+                until_free.push(Box::new(Kept { apart, range }));
+            }
+            if state.unseen {
+                span.outlast_everything();
+            }
+            let ends = (!until_free.is_empty()).then(|| Box::new(std::mem::take(&mut until_free)));
+            span.leave_whole(until.clone(), uses.clone(), ends);
+            self.apart.leave(span);
+        }
+    }
+}
+
+impl fmt::Debug for Memory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let stats = self.stats();
+        f.debug_struct("Memory")
+            .field("number", &self.number)
+            .field("physical", &stats.physical)
+            .field("live", &stats.live)
+            .finish_non_exhaustive()
+    }
+}

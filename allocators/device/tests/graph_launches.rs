@@ -1,0 +1,339 @@
+//! Launches of graphs over their own memory: in order with whatever touches it, beside everything else. The oracle watches,
+//! and the controls show what it sees where the pool is not told.
+#![expect(unsafe_code, reason = "captures, and launches by hand for the controls")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer_core::MemoryError;
+use aquifer_device::{DeviceBuffer, Graph, GraphPool, Request};
+use aquifer_driver::{Access, CaptureMode, RawGraphExec, sim::Sim};
+use aquifer_stream::Stream;
+use support::{MIB, Rig, range, read};
+
+const LEN: usize = 4096;
+
+/// Orders in which queues may run.
+const SEEDS: u64 = 40;
+
+/// Whether every byte is this one.
+fn all(bytes: &[u8], byte: u8) -> bool {
+    bytes.iter().all(|&b| b == byte)
+}
+
+fn seeded(seed: u64) -> Rig {
+    Rig::on(Sim::h200(1).seeded(seed), 64, |_| ())
+}
+
+/// A graph that copies its first block to its second, by way of one that is freed within it.
+fn copies(rig: &Rig, graphs: &GraphPool, on: &Stream) -> (Graph, (DeviceBuffer<u8>, DeviceBuffer<u8>)) {
+    // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
+    let made = unsafe {
+        graphs.capture(on, |s| {
+            let from = rig.pool.buffer::<u8>(s, LEN)?;
+            let mut between = rig.pool.buffer::<u8>(s, LEN)?;
+            s.copy(&from, &mut between)?;
+            let mut to = rig.pool.buffer::<u8>(s, LEN)?;
+            s.copy(&between, &mut to)?;
+            Ok((from, to))
+        })
+    };
+    made.unwrap()
+}
+
+#[test]
+fn launches_are_in_order_with_uses_of_the_graph_s_blocks_on_any_stream() {
+    for seed in 0..SEEDS {
+        let rig = seeded(seed);
+        let [s, u, v, w] = [0; 4].map(|_| rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let (graph, (mut from, to)) = copies(&rig, &graphs, &s);
+        let mut seen = Vec::new();
+        for round in 0..6_u8 {
+            u.fill(&mut from, round).unwrap();
+            graph.launch(if round % 2 == 0 { &v } else { &s }).unwrap();
+            // A copy that is still queued when the next launch comes.
+            let mut copy = rig.bytes(&w, LEN as u64);
+            w.copy(&to, &mut copy).unwrap();
+            seen.push(copy);
+        }
+        for (round, copy) in (0..).zip(&seen) {
+            assert!(all(&read(&w, copy), round), "seed {seed}");
+        }
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn an_eager_use_that_is_queued_when_its_block_is_freed_comes_before_the_next_launch() {
+    for seed in 0..SEEDS {
+        let rig = seeded(seed);
+        let [s, u, v] = [0; 3].map(|_| rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let (graph, (mut from, to)) = copies(&rig, &graphs, &s);
+        s.fill(&mut from, 5).unwrap();
+        graph.launch(&s).unwrap();
+        let mut copy = rig.bytes(&u, LEN as u64);
+        u.copy(&to, &mut copy).unwrap();
+        drop(to);
+        s.fill(&mut from, 6).unwrap();
+        graph.launch(&v).unwrap();
+        assert!(all(&read(&u, &copy), 5), "seed {seed}");
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn graphs_that_share_a_pool_run_one_after_the_other_and_in_order_with_their_blocks() {
+    for seed in 0..SEEDS {
+        let rig = seeded(seed);
+        let [s, u] = [0; 2].map(|_| rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let (first, (mut a, b)) = copies(&rig, &graphs, &s);
+        let physical = graphs.stats().physical;
+        let (second, (mut c, d)) = copies(&rig, &graphs, &u);
+        assert_eq!(graphs.stats().physical, physical);
+        for round in 0..4 {
+            s.fill(&mut a, round).unwrap();
+            first.launch(&s).unwrap();
+            // The second one's blocks lie where the first one's temporary does.
+            u.fill(&mut c, 100 + round).unwrap();
+            second.launch(&u).unwrap();
+            assert!(all(&read(&u, &d), 100 + round) && all(&read(&s, &b), round), "seed {seed}");
+        }
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_graph_is_launched_while_its_stream_captures_the_next_one() {
+    for seed in 0..SEEDS {
+        let rig = seeded(seed);
+        let [s, u, v] = [0; 3].map(|_| rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let (first, (mut a, b)) = copies(&rig, &graphs, &s);
+        s.fill(&mut a, 3).unwrap();
+        // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
+        let made = unsafe {
+            graphs.capture(&s, |s| {
+                let mut x = rig.pool.buffer::<u8>(s, LEN)?;
+                first.launch(&v)?;
+                s.fill(&mut x, 9)?;
+                drop(rig.pool.buffer::<u8>(&u, LEN)?);
+                rig.pool.trim(0)?;
+                assert_eq!(first.launch(s), Err(MemoryError::Capturing { stream: s.raw().handle() }));
+                Ok(x)
+            })
+        };
+        let (second, x) = made.unwrap();
+        second.launch(&u).unwrap();
+        assert!(all(&read(&v, &x), 9) && all(&read(&v, &b), 3), "seed {seed}");
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_capture_that_forks_and_joins_uses_blocks_of_both_streams_in_order() {
+    for seed in 0..SEEDS {
+        let rig = seeded(seed);
+        let [s, u, v] = [0; 3].map(|_| rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
+        let made = unsafe {
+            graphs.capture(&s, |s| {
+                let mut a = rig.pool.buffer::<u8>(s, LEN)?;
+                s.fill(&mut a, 4)?;
+                u.wait_for(s)?;
+                let mut b = rig.pool.buffer::<u8>(&u, LEN)?;
+                u.copy(&a, &mut b)?;
+                // `a` is used on `u`: what comes next on `s` lies elsewhere, or the branches would race.
+                drop(a);
+                let mut c = rig.pool.buffer::<u8>(s, LEN)?;
+                s.fill(&mut c, 1)?;
+                // Without a word from the user: a copy on `s` from a block of `u`'s.
+                s.copy(&b, &mut c)?;
+                drop(b);
+                Ok(c)
+            })
+        };
+        let (graph, c) = made.unwrap();
+        for on in [&v, &u, &s] {
+            graph.launch(on).unwrap();
+        }
+        assert!(all(&read(&v, &c), 4), "seed {seed}");
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn other_streams_and_eager_work_of_the_captured_one_are_never_written_by_a_launch() {
+    for seed in 0..SEEDS {
+        let rig = seeded(seed);
+        let [s, u] = [0; 2].map(|_| rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let (graph, (mut from, to)) = copies(&rig, &graphs, &s);
+        s.fill(&mut from, 1).unwrap();
+        let mut kept = Vec::new();
+        for round in 2..30_u8 {
+            graph.launch(if round % 3 == 0 { &u } else { &s }).unwrap();
+            let on = if round % 2 == 0 { &s } else { &u };
+            let mut x = rig.bytes(on, u64::from(round) << 14);
+            on.fill(&mut x, round).unwrap();
+            kept.push((round, x));
+            if round % 4 == 0 {
+                kept.swap_remove(usize::from(round) % kept.len());
+            }
+            if round % 7 == 0 {
+                rig.pool.trim(0).unwrap();
+            }
+        }
+        for (round, x) in &kept {
+            assert!(read(&u, x).iter().all(|byte| byte == round), "seed {seed}");
+        }
+        assert!(all(&read(&u, &to), 1));
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn queued_launches_keep_the_memory_of_a_graph_that_is_gone() {
+    let rig = Rig::stepped(64);
+    let [s, u, v] = [0; 3].map(|_| rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let (graph, blocks) = copies(&rig, &graphs, &s);
+    graph.launch(&u).unwrap();
+    graph.launch(&v).unwrap();
+    let calls = rig.sim.driver().calls().get(aquifer_driver::Call::Unmap);
+    drop((graph, blocks, graphs));
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.sim.driver().calls().get(aquifer_driver::Call::Unmap), calls, "launches are queued");
+    assert_eq!(rig.pool.stats().pending, 2 * MIB);
+    v.synchronize().unwrap();
+    u.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.pool.stats().physical, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_graph_is_dropped_while_somebody_captures_and_breaks_nothing() {
+    let rig = Rig::new(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let (graph, blocks) = copies(&rig, &graphs, &s);
+    u.driver().capture_begin(u.raw(), CaptureMode::Global).unwrap();
+    drop((graph, blocks));
+    let made = u.driver().capture_end(u.raw()).unwrap();
+    // SAFETY: 1. known here alone.
+    unsafe { u.driver().graph_destroy(made) }.unwrap();
+    rig.assert_silent();
+}
+
+#[test]
+fn a_capture_that_fails_leaves_no_graph_and_a_stream_that_runs() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let graphs = rig.pool.graph_pool().unwrap();
+    let failed = |work: fn(&Rig, &Stream) -> Result<(), MemoryError>| {
+        // SAFETY: 1. and 2. the work touches nothing.
+        unsafe { graphs.capture(&s, |s| work(&rig, s)) }.map(drop)
+    };
+    assert_eq!(failed(|_, _| Err(MemoryError::TimedOut)), Err(MemoryError::TimedOut));
+    let broken = Err(MemoryError::CaptureInvalidated { stream: s.raw().handle() });
+    let query = |_: &Rig, s: &Stream| s.driver().stream_query(s.raw()).map(drop).or(Ok(()));
+    assert_eq!(failed(query), broken);
+    let panicked =
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| failed(|_, _| panic!("on purpose"))));
+    assert!(panicked.is_err());
+    assert_eq!(s.timeline().is_capturing(), Ok(false));
+    assert_eq!(failed(|rig, s| rig.pool.alloc(s, Request::bytes(MIB)).map(drop)), Ok(()));
+    s.synchronize().unwrap();
+    rig.assert_silent();
+}
+
+/// Captures by hand, and answers with what can be launched by hand.
+fn by_hand(s: &Stream, work: impl FnOnce()) -> RawGraphExec {
+    let driver = s.driver();
+    driver.capture_begin(s.raw(), CaptureMode::Relaxed).unwrap();
+    work();
+    let graph = driver.capture_end(s.raw()).unwrap();
+    let exec = driver.graph_instantiate(graph).unwrap();
+    // SAFETY: 1. known here alone.
+    unsafe { driver.graph_destroy(graph) }.unwrap();
+    exec
+}
+
+/// The control: memory of a capture that goes back to the cache it came from, since nobody announced the capture.
+#[test]
+fn a_replay_over_memory_that_was_given_back_early_is_a_violation() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let mut at = 0;
+    let exec = by_hand(&s, || {
+        let mut temporary = rig.bytes(&s, LEN as u64);
+        at = temporary.block().address();
+        s.fill(&mut temporary, 1).unwrap();
+    });
+    let mut theirs = rig.bytes(&s, LEN as u64);
+    assert_eq!(theirs.block().address(), at);
+    s.fill(&mut theirs, 2).unwrap();
+    rig.assert_silent();
+    // SAFETY: 1. mapped. 2. deliberately not: it is another's by now.
+    unsafe { rig.sim.driver().graph_launch(exec, s.raw()) }.unwrap();
+    assert!(all(&read(&s, &theirs), 1), "and the bytes are wrong");
+    let found = rig.sim.take_violations();
+    assert!(!found.is_empty(), "the oracle saw nothing");
+}
+
+/// The control: launches by hand of two graphs that share a pool, on two streams that nobody orders.
+#[test]
+fn launches_that_nobody_orders_are_a_violation() {
+    let rig = Rig::stepped(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let execs = [&s, &u].map(|on| {
+        let announced = graphs.announce(on).unwrap();
+        let exec = by_hand(on, || {
+            let mut temporary = rig.bytes(on, LEN as u64);
+            on.fill(&mut temporary, 1).unwrap();
+        });
+        drop(announced.end());
+        exec
+    });
+    for (exec, on) in execs.into_iter().zip([&s, &u]) {
+        // SAFETY: 1. mapped. 2. deliberately not: the launches write the same bytes.
+        unsafe { rig.sim.driver().graph_launch(exec, on.raw()) }.unwrap();
+    }
+    rig.sim.run_all();
+    assert!(!rig.sim.take_violations().is_empty(), "the oracle saw nothing");
+}
+
+/// The control: a use of the graph's block that nobody orders with a launch.
+#[test]
+fn a_launch_by_hand_beside_a_use_of_its_block_is_a_violation_unless_it_is_noted() {
+    for noted in [false, true] {
+        let rig = Rig::stepped(64);
+        let (s, u) = (rig.stream(), rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let announced = graphs.announce(&s).unwrap();
+        let mut kept = None;
+        let exec = by_hand(&s, || {
+            let mut x = rig.bytes(&s, LEN as u64);
+            s.fill(&mut x, 1).unwrap();
+            kept = Some(x);
+        });
+        let captured = announced.end();
+        let kept = kept.unwrap();
+        // SAFETY: 1. mapped. 2. nothing else uses it so far.
+        unsafe { rig.sim.driver().graph_launch(exec, u.raw()) }.unwrap();
+        if noted {
+            captured.launched(&u).unwrap();
+        }
+        let used = kept.block().prepare(&s, Access::Write).unwrap();
+        let generation = Some(kept.block().generation());
+        rig.sim.access(s.raw(), range(kept.block()), Access::Write, generation).unwrap();
+        used.finish().unwrap();
+        rig.sim.run_all();
+        assert_eq!(rig.sim.take_violations().is_empty(), noted);
+    }
+}

@@ -1,0 +1,503 @@
+//! A graph's memory is the graph's: nobody else is given it, and it stays where it is, until the graph and its last launch
+//! are done.
+#![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer_core::{MemoryError, Tag};
+use aquifer_device::{Announced, Block, DeviceBuffer, Request};
+use aquifer_driver::{
+    Access, Call, CaptureMode, DeviceId, RawGraph,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_stream::{Life, Stream};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+use support::{MIB, Rig};
+
+const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
+
+fn begin(s: &Stream, mode: CaptureMode) {
+    s.driver().capture_begin(s.raw(), mode).unwrap();
+}
+
+fn end(s: &Stream) -> RawGraph {
+    s.driver().capture_end(s.raw()).unwrap()
+}
+
+fn alloc(rig: &Rig, s: &Stream, bytes: u64) -> Block {
+    rig.pool.alloc(s, Request::bytes(bytes)).unwrap()
+}
+
+/// A device that cannot map.
+fn plain() -> Sim {
+    let mut config = SimConfig::h200(1);
+    config.devices = vec![DeviceConfig::without_virtual_memory()];
+    Sim::new(config)
+}
+
+fn kinds() -> [Rig; 2] {
+    [Rig::new(256), Rig::on(plain(), 256, |_| ())]
+}
+
+/// What a capture leaves: the announcement's end.
+fn captured(rig: &Rig, s: &Stream, announced: Announced) -> aquifer_device::Captured {
+    let graph = end(s);
+    // SAFETY: 1. nobody else knows it.
+    unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
+    announced.end()
+}
+
+#[test]
+fn only_streams_that_take_part_in_an_announced_capture_draw_from_its_memory() {
+    for rig in kinds() {
+        let (s, joined, other) = (rig.stream(), rig.stream(), rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let announced = graphs.announce(&s).unwrap();
+        let before = alloc(&rig, &s, MIB);
+        assert_eq!(graphs.stats().blocks, 0, "it does not capture yet");
+        begin(&s, CaptureMode::Global);
+        let a = alloc(&rig, &s, MIB);
+        assert_eq!(graphs.stats().blocks, 1);
+        let elsewhere = alloc(&rig, &other, MIB);
+        let apart = alloc(&rig, &joined, MIB);
+        assert_eq!(graphs.stats().blocks, 1, "others are served as before");
+        joined.wait_for(&s).unwrap();
+        let b = alloc(&rig, &joined, MIB);
+        assert_eq!(graphs.stats().blocks, 2, "one that has joined draws as well");
+        s.wait_for(&joined).unwrap();
+        let stats = rig.pool.stats();
+        assert_eq!((stats.graphs, stats.requested), (graphs.stats().physical, 5 * MIB));
+        assert!(graphs.stats().physical >= 2 * MIB && rig.budget.used() == stats.physical);
+        drop(captured(&rig, &s, announced));
+        let after = alloc(&rig, &s, MIB);
+        assert_eq!(graphs.stats().blocks, 2, "and after the capture nobody does");
+        drop((before, a, elsewhere, apart, b, after));
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_stream_that_joins_may_be_the_first_to_allocate() {
+    let rig = Rig::new(64);
+    let (s, joined) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let announced = graphs.announce(&s).unwrap();
+    begin(&s, CaptureMode::Global);
+    joined.wait_for(&s).unwrap();
+    let block = alloc(&rig, &joined, MIB);
+    assert_eq!(graphs.stats().blocks, 1);
+    s.wait_for(&joined).unwrap();
+    drop(captured(&rig, &s, announced));
+    drop(block);
+    rig.assert_silent();
+}
+
+#[test]
+fn captures_are_announced_by_a_filter_over_handles_and_blocks_go_by_address() {
+    let rig = Rig::new(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let (raw, asked) = (s.raw(), Arc::new(AtomicU64::new(0)));
+    let count = asked.clone();
+    let announced = graphs
+        .announce_where(move |stream| {
+            count.fetch_add(1, Ordering::Relaxed);
+            stream == raw
+        })
+        .unwrap();
+    drop(alloc(&rig, &u, 4096));
+    assert_eq!(asked.load(Ordering::Relaxed), 0, "nobody captures");
+    begin(&s, CaptureMode::Global);
+    begin(&u, CaptureMode::Global);
+    let address = alloc(&rig, &s, 4096).into_raw();
+    assert_eq!(graphs.stats().blocks, 1);
+    let other = alloc(&rig, &u, 4096);
+    assert_eq!(graphs.stats().blocks, 1, "a capture that was not announced");
+    rig.pool.share_raw(address).unwrap();
+    rig.pool.free_raw(address).unwrap();
+    assert!(rig.pool.free_raw(address).is_err(), "freed already");
+    assert_eq!(graphs.stats().blocks, 0);
+    drop(captured(&rig, &s, announced));
+    end(&u);
+    drop(other);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_stream_reuses_what_it_freed_in_its_capture_and_nobody_else_does() {
+    for rig in kinds() {
+        let (s, u) = (rig.stream(), rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let announced = graphs.announce(&s).unwrap();
+        begin(&s, CaptureMode::Global);
+        u.wait_for(&s).unwrap();
+        let a = alloc(&rig, &s, MIB);
+        let at = a.address();
+        drop(a);
+        let theirs = alloc(&rig, &u, MIB);
+        assert_ne!(theirs.address(), at, "captured work of `s` is not ordered with that of `u`");
+        let again = alloc(&rig, &s, MIB);
+        assert_eq!(again.address(), at, "its own work is in order");
+        s.wait_for(&u).unwrap();
+        drop(captured(&rig, &s, announced));
+        drop((again, theirs));
+        let eager = alloc(&rig, &s, MIB);
+        assert_ne!(eager.address(), at, "launches write there");
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn what_another_captured_stream_uses_is_held_back_until_the_capture_has_ended() {
+    let rig = Rig::new(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let announced = graphs.announce(&s).unwrap();
+    begin(&s, CaptureMode::Global);
+    let a = alloc(&rig, &s, MIB);
+    let at = a.address();
+    u.wait_for(&s).unwrap();
+    a.record_use(&u, Access::Read).unwrap();
+    let calls = rig.sim.driver().calls().made();
+    drop(a);
+    assert_eq!(rig.sim.driver().calls().made(), calls, "a free makes no call");
+    assert_eq!((graphs.stats().pending, rig.pool.stats().pending), (MIB, MIB));
+    let b = alloc(&rig, &s, MIB);
+    assert_ne!(b.address(), at);
+    s.wait_for(&u).unwrap();
+    drop(captured(&rig, &s, announced));
+    assert_eq!(graphs.stats().pending, 0, "the end settles it");
+    let announced = graphs.announce(&u).unwrap();
+    begin(&u, CaptureMode::Global);
+    let c = alloc(&rig, &u, MIB);
+    assert_eq!(c.address(), at, "a capture that shares the pool draws from it");
+    drop(captured(&rig, &u, announced));
+    drop((b, c));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_block_from_outside_that_is_freed_within_a_capture_is_settled_after_it() {
+    let rig = Rig::stepped(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let outside = alloc(&rig, &u, MIB);
+    let at = outside.address();
+    let announced = graphs.announce(&s).unwrap();
+    begin(&s, CaptureMode::Global);
+    outside.record_use(&s, Access::Read).unwrap();
+    drop(outside);
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.pool.stats().pending, MIB, "no event can say when `s` is done");
+    assert_ne!(alloc(&rig, &u, MIB).address(), at);
+    let graph = end(&s);
+    drop(announced.end());
+    s.synchronize().unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!((rig.pool.stats().pending, rig.pool.stats().physical), (0, 0));
+    // SAFETY: 1. nobody else knows it.
+    unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
+    rig.assert_silent();
+}
+
+#[test]
+fn an_eager_stream_that_is_fenced_at_each_free_goes_on_after_its_capture() {
+    let rig = Rig::new(64);
+    let own = rig.stream();
+    let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
+    // SAFETY: 1. made just now. 2. destroyed by nobody.
+    let s = unsafe { rig.pool.streams().adopt(raw, Life::Fenced) }.unwrap();
+    let graphs = rig.pool.graph_pool().unwrap();
+    let outside = alloc(&rig, &s, MIB);
+    let announced = graphs.announce(&s).unwrap();
+    begin(&s, CaptureMode::Global);
+    let inside = alloc(&rig, &s, MIB);
+    drop((outside, inside));
+    drop(captured(&rig, &s, announced));
+    drop(alloc(&rig, &s, MIB));
+    drop((graphs, own));
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.pool.stats().physical, 0, "the next event covers what could not be fenced");
+    rig.assert_silent();
+}
+
+#[test]
+fn several_captures_that_share_a_pool_take_no_more_than_the_largest_and_others_get_nothing_of_it() {
+    for rig in kinds() {
+        let (s, u) = (rig.stream(), rig.stream());
+        let graphs = rig.pool.graph_pool().unwrap();
+        let mut kept = Vec::new();
+        let mut held = 0;
+        for round in 0..4 {
+            let on = if round % 2 == 0 { &s } else { &u };
+            let announced = graphs.announce(on).unwrap();
+            begin(on, CaptureMode::Global);
+            let blocks: Vec<_> = (0..4).map(|_| alloc(&rig, on, 3 * MIB)).collect();
+            drop(blocks);
+            kept.push(captured(&rig, on, announced));
+            if round == 0 {
+                held = graphs.stats().physical;
+            }
+            assert_eq!(graphs.stats().physical, held, "round {round}");
+        }
+        rig.pool.trim(0).unwrap();
+        assert_eq!(rig.pool.stats().physical, held, "a trim takes nothing that launches write");
+        // Ordinary blocks in a budget that the graphs' free memory stands in.
+        let refused = rig.pool.alloc(&s, Request::bytes(250 * MIB)).unwrap_err();
+        let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused}") };
+        assert_eq!((refused.graphs, refused.cached), (held, 0));
+        assert!(refused.to_string().contains("  graphs      "), "{refused}");
+        drop((graphs, kept));
+        assert!(rig.pool.alloc(&s, Request::bytes(250 * MIB)).is_ok(), "and it is there when they are gone");
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn memory_goes_when_handles_graphs_blocks_and_the_last_launch_on_every_stream_are_gone() {
+    let rig = Rig::stepped(64);
+    let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let announced = graphs.announce(&s).unwrap();
+    begin(&s, CaptureMode::Global);
+    let out = alloc(&rig, &s, MIB);
+    let foreign = captured(&rig, &s, announced);
+    let physical = graphs.stats().physical;
+    let busy = [&u, &v].map(|stream| {
+        let mut scratch = rig.bytes(stream, 4096);
+        stream.fill(&mut scratch, 1).unwrap();
+        foreign.launched(stream).unwrap();
+        scratch
+    });
+    drop(graphs);
+    let held = || rig.pool.trim(0).map(|_| rig.pool.stats().graphs + rig.pool.stats().pending);
+    assert_eq!(held(), Ok(physical));
+    drop(foreign);
+    assert_eq!(held(), Ok(physical), "a block lives");
+    let calls = rig.sim.driver().calls().made();
+    drop(out);
+    assert_eq!(rig.sim.driver().calls().made(), calls, "the end of all of it calls nobody");
+    assert_eq!(held(), Ok(physical), "launches run");
+    u.synchronize().unwrap();
+    assert_eq!(held(), Ok(physical), "one still runs");
+    v.synchronize().unwrap();
+    assert_eq!(held(), Ok(0));
+    drop(busy);
+    rig.assert_silent();
+}
+
+#[test]
+fn where_nobody_sees_the_launches_the_device_is_waited_for_and_never_while_somebody_captures() {
+    let rig = Rig::stepped(64);
+    let (s, u) = (rig.stream(), rig.stream());
+    let graphs = rig.pool.graph_pool().unwrap();
+    let announced = graphs.announce(&s).unwrap();
+    begin(&s, CaptureMode::Global);
+    drop(alloc(&rig, &s, MIB));
+    end(&s);
+    drop(announced);
+    let mut scratch = rig.bytes(&u, 4096);
+    u.fill(&mut scratch, 1).unwrap();
+    drop(graphs);
+    let syncs = || rig.sim.driver().calls().get(Call::DeviceSynchronize);
+    let other = rig.pool.graph_pool().unwrap();
+    let announced = other.announce(&s).unwrap();
+    let before = syncs();
+    rig.pool.trim(0).unwrap();
+    assert_eq!((syncs(), rig.pool.stats().pending), (before, 2 * MIB));
+    drop(announced);
+    rig.pool.trim(0).unwrap();
+    assert_eq!((syncs(), rig.pool.stats().pending), (before + 1, 0));
+    assert_eq!(rig.sim.pending(u.raw()), 0, "its work may have been a launch");
+    rig.assert_silent();
+}
+
+#[test]
+fn memory_that_the_driver_keeps_for_a_graph_goes_when_the_driver_says_so() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let graphs = rig.pool.graph_pool().unwrap();
+    let announced = graphs.announce(&s).unwrap();
+    begin(&s, CaptureMode::Global);
+    drop(alloc(&rig, &s, MIB));
+    let graph = end(&s);
+    announced.end().keep_until_released(graph).unwrap();
+    let exec = rig.sim.driver().graph_instantiate(graph).unwrap();
+    drop(graphs);
+    // SAFETY: 1. nobody else knows it.
+    unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.pool.stats().graphs, 2 * MIB, "the executable may be launched");
+    // SAFETY: 1. nobody else knows it.
+    unsafe { rig.sim.driver().graph_exec_destroy(exec) }.unwrap();
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.pool.stats().physical, 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn what_the_pool_does_meanwhile_breaks_no_capture_of_any_mode() {
+    for mode in MODES {
+        for rig in [
+            Rig::new(32),
+            Rig::on(plain(), 192, |_| ()),
+            Rig::on(plain(), 192, |c| c.bypass = true),
+            Rig::on(Sim::h200(1), 32, |c| c.bypass = true),
+        ] {
+            let (s, u) = (rig.stream(), rig.stream());
+            let graphs = rig.pool.graph_pool().unwrap();
+            let kept = alloc(&rig, &s, 4096);
+            let announced = graphs.announce(&s).unwrap();
+            begin(&s, mode);
+            let a = alloc(&rig, &s, 5 * MIB);
+            let elsewhere = alloc(&rig, &u, 5 * MIB);
+            drop((kept, elsewhere));
+            rig.pool.trim(0).unwrap();
+            let refused = rig.pool.alloc(&s, Request::bytes(1 << 33)).unwrap_err();
+            assert!(
+                matches!(refused, MemoryError::OutOfMemory(_) | MemoryError::OutOfBudget(_)),
+                "{refused}"
+            );
+            let refused = rig.pool.alloc(&u, Request::bytes(1 << 33)).unwrap_err();
+            assert!(
+                matches!(refused, MemoryError::OutOfMemory(_) | MemoryError::OutOfBudget(_)),
+                "{refused}"
+            );
+            let b = alloc(&rig, &s, 5 * MIB);
+            let address = b.into_raw();
+            rig.pool.free_raw(address).unwrap();
+            drop(rig.pool.alloc_stable(&u, Request::bytes(MIB)).unwrap());
+            drop(a);
+            drop(captured(&rig, &s, announced));
+            rig.assert_silent();
+        }
+    }
+}
+
+#[test]
+fn a_growth_that_fails_changes_nothing_and_the_capture_goes_on() {
+    for (rig, call) in kinds().into_iter().zip([Call::Map, Call::MemAlloc]) {
+        let s = rig.stream();
+        let graphs = rig.pool.graph_pool().unwrap();
+        let announced = graphs.announce(&s).unwrap();
+        begin(&s, CaptureMode::Global);
+        let a = alloc(&rig, &s, MIB);
+        let before = (graphs.stats(), rig.budget.used());
+        rig.sim.fail(call, 1, 999);
+        let refused = rig.pool.alloc(&s, Request::bytes(9 * MIB)).unwrap_err();
+        assert!(matches!(refused, MemoryError::Driver(e) if e.code == 999), "{refused}");
+        assert_eq!((graphs.stats(), rig.budget.used()), before);
+        let b = alloc(&rig, &s, 9 * MIB);
+        drop(captured(&rig, &s, announced));
+        drop((a, b, graphs));
+        rig.pool.trim(0).unwrap();
+        assert_eq!(rig.budget.used(), 0);
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn what_cannot_be_announced_or_captured_is_refused_by_name() {
+    let rig = Rig::on(Sim::h200(2), 64, |_| ());
+    let s = rig.stream();
+    let graphs = rig.pool.graph_pool().unwrap();
+    let other = rig.pool.graph_pool().unwrap();
+    let announced = graphs.announce(&s).unwrap();
+    let twice = MemoryError::AlreadyAnnounced { stream: s.raw().handle() };
+    assert_eq!(graphs.announce(&s).err(), Some(twice.clone()));
+    assert_eq!(other.announce(&s).err(), Some(twice));
+    begin(&s, CaptureMode::Global);
+    // A query that is not relaxed breaks it.
+    assert!(rig.sim.driver().stream_query(s.raw()).is_err());
+    let broken = MemoryError::CaptureInvalidated { stream: s.raw().handle() };
+    assert_eq!(rig.pool.alloc(&s, Request::bytes(1)).err(), Some(broken));
+    assert!(rig.sim.driver().capture_end(s.raw()).is_err());
+    drop(announced);
+    drop(graphs.announce(&s).unwrap());
+    let far = aquifer_device::DevicePool::open(rig.sim.driver(), DeviceId(1), Default::default()).unwrap();
+    let elsewhere = far.stream().unwrap();
+    let (expected, actual) = (DeviceId(0), DeviceId(1));
+    assert_eq!(graphs.announce(&elsewhere).err(), Some(MemoryError::WrongDevice { expected, actual }));
+    rig.assert_silent();
+}
+
+#[test]
+fn one_thread_ends_an_announcement_that_another_has_made() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let graphs = rig.pool.graph_pool().unwrap();
+    let announced = graphs.announce(&s).unwrap();
+    std::thread::scope(|scope| scope.spawn(|| drop(announced)).join().unwrap());
+    drop(graphs.announce(&s).unwrap());
+}
+
+#[test]
+fn after_the_last_announcement_blocks_come_straight_out_of_caches_again() {
+    let rig = Rig::on(Sim::h200(1), 64, |_| ());
+    let (s, u) = (rig.stream(), rig.stream());
+    drop(alloc(&rig, &s, 4096));
+    let asked = || rig.sim.driver().calls().get(Call::CaptureStatus);
+    let graphs = rig.pool.graph_pool().unwrap();
+    let (one, two) = (graphs.announce(&s).unwrap(), graphs.announce(&u).unwrap());
+    drop(alloc(&rig, &s, 4096));
+    let before = asked();
+    assert!(before > 0);
+    drop(one);
+    drop(alloc(&rig, &s, 4096));
+    assert!(asked() > before, "one is open");
+    drop(two);
+    let before = asked();
+    drop(alloc(&rig, &s, 4096));
+    assert_eq!(asked(), before);
+}
+
+#[test]
+fn what_is_captured_for_a_tag_or_reserved_is_counted_as_ever() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let tag = Tag::named("weights of a graph");
+    let limit = rig.pool.limit_tag(tag, MIB);
+    let graphs = rig.pool.graph_pool().unwrap();
+    let announced = graphs.announce(&s).unwrap();
+    begin(&s, CaptureMode::Global);
+    let block = rig.pool.alloc(&s, Request::bytes(MIB).tag(tag)).unwrap();
+    assert_eq!((rig.pool.held_by(tag), limit.used() - limit.spare()), (MIB, MIB));
+    assert!(rig.pool.alloc(&s, Request::bytes(1).tag(tag)).is_err());
+    let held = std::sync::Mutex::new(rig.budget.reserve(4 * MIB).unwrap());
+    let reserved = rig.pool.alloc_reserved(&s, Request::bytes(MIB), &held).unwrap();
+    assert_eq!(held.lock().unwrap().remaining(), 3 * MIB);
+    assert_eq!(graphs.stats().blocks, 2);
+    drop((block, reserved, held));
+    assert_eq!((rig.pool.held_by(tag), limit.used() - limit.spare()), (0, 0));
+    drop(captured(&rig, &s, announced));
+    rig.assert_silent();
+}
+
+#[test]
+fn a_closed_pool_leaves_nothing_when_its_last_graph_is_gone() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let graphs = rig.pool.graph_pool().unwrap();
+    // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
+    let made = unsafe {
+        graphs.capture(&s, |s| {
+            let mut x: DeviceBuffer<u8> = rig.pool.buffer(s, 4096)?;
+            s.fill(&mut x, 7)?;
+            Ok(x)
+        })
+    };
+    let (graph, x) = made.unwrap();
+    let Rig { sim, pool, budget } = rig;
+    drop((graphs, pool));
+    graph.launch(&s).unwrap();
+    drop(graph);
+    drop(x);
+    assert_eq!(budget.used(), 0);
+    drop(s);
+    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    assert!(sim.violations().is_empty());
+}
