@@ -6,6 +6,9 @@ pub mod first_steps {}
 #[doc = include_str!("guide/streams_and_kernels.md")]
 pub mod streams_and_kernels {}
 
+#[doc = include_str!("guide/graphs.md")]
+pub mod graphs {}
+
 #[doc = include_str!("guide/host_memory.md")]
 pub mod host_memory {}
 

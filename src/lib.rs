@@ -18,10 +18,11 @@ pub use aquifer_core::{
     impl_allocator, tagged,
 };
 pub use aquifer_device::{
-    self as device, Adopted, Adoption, Block, Chunks, ChunksMut, Debugging, Declined, DeviceArena,
-    DeviceBuffer, DevicePages, DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback,
-    Finding, Log, Offer, OnFailure, PageRun, Park, ParkReport, Parkable, PoolConfig, Reclaim, Registration,
-    Request, Reserved, Resource, ResumeReport, Room, StableBlock, StreamOrdered, Tenant,
+    self as device, Adopted, Adoption, Announced, Block, Captured, Chunks, ChunksMut, Debugging, Declined,
+    DeviceArena, DeviceBuffer, DevicePages, DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported,
+    FailureCallback, Finding, Graph, GraphPool, Log, Offer, OnFailure, PageRun, Park, ParkReport, Parkable,
+    PoolConfig, Reclaim, Registration, Request, Reserved, Resource, ResumeReport, Room, StableBlock,
+    StreamOrdered, Tenant,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;
