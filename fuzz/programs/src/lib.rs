@@ -11,6 +11,7 @@ pub mod arena;
 pub mod budget;
 pub mod device;
 pub mod global;
+pub mod graphs;
 pub mod heap;
 pub mod park;
 pub mod pinned;

@@ -1,0 +1,4 @@
+//! Captures, launches and what they draw from, under the oracle.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| aquifer_programs::graphs::run(bytes));

@@ -1,0 +1,462 @@
+//! Programs over graphs: captures that are announced, fork and join, end or break, launches on any stream, ours and other
+//! libraries', graph pools that several share, beside ordinary blocks under one budget and driver calls that fail.
+//!
+//! The oracle must have nothing to report: a launch writes what is a graph's, whoever has been given it since, and branches
+//! of a graph run side by side. After every operation what is held is what is charged, and no ordinary block lies where a
+//! graph's memory does.
+#![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
+#![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
+
+use crate::program::Bytes;
+use aquifer_core::{Budget, MemoryError, Result};
+use aquifer_device::{Announced, Block, Captured, DevicePool, Graph, GraphPool, PoolConfig, Request};
+use aquifer_driver::{
+    Access, Call, CaptureMode, CaptureStatus, DeviceId, DeviceRange, Operand, RawGraphExec, Relaxed,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_stream::Stream;
+use std::{
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+/// Operations of one program at most.
+const MAX_OPS: usize = 200;
+/// Accesses are declared for memory that the program holds, on streams of an idle device.
+const OURS: &str = "an access to memory of ours";
+/// Calls of an idle device that nobody has made fail.
+const IDLE: &str = "no fault is waiting for this call";
+/// The device's memory.
+const CAPACITY: u64 = 64 << 20;
+/// Calls that may fail in the middle of a program.
+const FAULTS: [Call; 9] = [
+    Call::AddressReserve,
+    Call::HandleCreate,
+    Call::Map,
+    Call::SetAccess,
+    Call::MemAlloc,
+    Call::EventCreate,
+    Call::EventRecord,
+    Call::EventQuery,
+    Call::StreamWaitEvent,
+];
+
+/// A live block. `of` is the capture that it was allocated in.
+struct Live {
+    block: Block,
+    stream: usize,
+    of: Option<u64>,
+}
+
+/// A capture that is open.
+struct Open {
+    /// The driver's number.
+    id: u64,
+    announced: Announced,
+    /// The stream that began it, and those that have joined.
+    streams: Vec<usize>,
+}
+
+/// Something to launch.
+enum Made {
+    Ours(Graph),
+    Theirs { exec: RawGraphExec, captured: Option<Captured> },
+}
+
+struct World {
+    sim: Sim,
+    budget: Budget,
+    pool: DevicePool,
+    streams: Vec<Stream>,
+    /// Graph pools by number, and those whose handle is still held.
+    pools: Vec<Option<GraphPool>>,
+    live: Vec<Live>,
+    open: Vec<Open>,
+    made: Vec<Made>,
+    /// Each ordinary block is an allocation of the driver's.
+    bypass: bool,
+}
+
+/// Runs the program that `bytes` spell.
+///
+/// # Panics
+/// When a promise is broken.
+pub fn run(bytes: &[u8]) {
+    let mut bytes = Bytes::new(bytes);
+    let mut world = World::new(&mut bytes);
+    bytes.steps(MAX_OPS, |bytes| {
+        world.step(bytes);
+        world.check();
+    });
+    world.finish();
+}
+
+/// Whether an operation that may be refused went through.
+fn went<T>(answer: Result<T>) -> Option<T> {
+    match answer {
+        Ok(value) => Some(value),
+        Err(
+            MemoryError::Driver(_)
+            | MemoryError::OutOfMemory(_)
+            | MemoryError::OutOfBudget(_)
+            | MemoryError::Capturing { .. },
+        ) => None,
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+impl World {
+    fn new(bytes: &mut Bytes<'_>) -> Self {
+        let mapping = bytes.choice(4) != 0;
+        let mut config = SimConfig::h200(1);
+        config.devices =
+            vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
+        let sim = Sim::new(config).symbolic().capacity(CAPACITY);
+        let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
+        let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(30)) + 8) << 20);
+        let mut config = PoolConfig::with_budget(budget.clone());
+        config.wait = Duration::from_micros(300);
+        config.bypass = bytes.choice(8) == 1;
+        let bypass = config.bypass;
+        let pool =
+            DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
+        let streams = (0..4).map(|_| pool.stream().expect("a stream of an idle device")).collect();
+        let (pools, live, open, made) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { sim, budget, pool, streams, pools, live, open, made, bypass }
+    }
+
+    fn step(&mut self, bytes: &mut Bytes<'_>) {
+        match bytes.choice(22) {
+            0 => self.make_pool(bytes),
+            1 => self.begin(bytes),
+            2 => self.join(bytes),
+            3 => self.end(bytes),
+            4..=7 => self.alloc(bytes),
+            8..=10 => self.free(bytes),
+            11 | 12 => self.touch(bytes),
+            13 => self.lend(bytes),
+            14 => self.capture(bytes),
+            15 | 16 => self.launch(bytes),
+            17 => self.drop_graph(bytes),
+            18 => {
+                // A fault may be waiting for it.
+                let _ = self.pool.trim(u64::from(bytes.u8()) << 18);
+            }
+            19 => {
+                let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
+                let code = if bytes.flag() { 2 } else { 999 };
+                self.sim.fail(call, u64::from(bytes.choice(5)) + 1, code);
+            }
+            20 => {
+                let stream = self.pick(bytes);
+                if bytes.flag() {
+                    self.sim.step(self.streams[stream].raw());
+                } else {
+                    let _ = self.streams[stream].synchronize();
+                }
+            }
+            _ => {
+                self.budget.set_limit((u64::from(bytes.choice(40)) + 8) << 20);
+            }
+        }
+    }
+
+    fn pick(&self, bytes: &mut Bytes<'_>) -> usize {
+        usize::from(bytes.choice(self.streams.len() as u8))
+    }
+
+    /// The capture that a stream takes part in.
+    fn capture_of(&self, stream: usize) -> Option<&Open> {
+        self.open.iter().find(|open| open.streams.contains(&stream))
+    }
+
+    /// A graph pool that has a handle.
+    fn pick_pool(&self, bytes: &mut Bytes<'_>) -> Option<usize> {
+        let at = usize::from(bytes.choice(4));
+        self.pools.get(at).is_some_and(Option::is_some).then_some(at)
+    }
+
+    fn make_pool(&mut self, bytes: &mut Bytes<'_>) {
+        if let Some(at) = self.pick_pool(bytes) {
+            // What keeps it keeps it.
+            self.pools[at] = None;
+        } else if self.pools.len() < 4 {
+            self.pools.extend(went(self.pool.graph_pool()).map(Some));
+        }
+    }
+
+    fn begin(&mut self, bytes: &mut Bytes<'_>) {
+        let (stream, mode) = (self.pick(bytes), bytes.choice(3));
+        let mode = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed][usize::from(mode)];
+        let Some(pool) = self.pick_pool(bytes).filter(|_| self.capture_of(stream).is_none()) else { return };
+        let Some(graphs) = &self.pools[pool] else { return };
+        let s = &self.streams[stream];
+        let number = Arc::new(AtomicU64::new(0));
+        let announced = if bytes.flag() {
+            // By the driver's number of the capture, as other libraries do.
+            let (driver, number) = (s.driver().clone(), number.clone());
+            graphs.announce_where(move |other| {
+                let id = number.load(Ordering::Relaxed);
+                driver.capture_status(other) == Ok(CaptureStatus::Active { id })
+            })
+        } else {
+            graphs.announce(s)
+        };
+        let announced = announced.expect("it is announced once");
+        s.driver().capture_begin(s.raw(), mode).expect(IDLE);
+        let id = s.timeline().capture().expect(IDLE).expect("it has just begun");
+        number.store(id, Ordering::Relaxed);
+        self.open.push(Open { id, announced, streams: vec![stream] });
+    }
+
+    fn join(&mut self, bytes: &mut Bytes<'_>) {
+        let (from, to) = (self.pick(bytes), self.pick(bytes));
+        if self.capture_of(to).is_some() {
+            return;
+        }
+        let (s, u) = (&self.streams[from], &self.streams[to]);
+        let joined = u.wait_for(s);
+        if let Some(open) = self.open.iter_mut().find(|open| open.streams.contains(&from))
+            && joined.is_ok()
+        {
+            open.streams.push(to);
+        }
+    }
+
+    fn end(&mut self, bytes: &mut Bytes<'_>) {
+        if self.open.is_empty() {
+            return;
+        }
+        let at = usize::from(bytes.u8()) % self.open.len();
+        let open = self.open.swap_remove(at);
+        self.end_one(open, bytes.choice(4));
+    }
+
+    fn end_one(&mut self, open: Open, how: u8) {
+        let Open { announced, streams, .. } = open;
+        let s = &self.streams[streams[0]];
+        let joined = streams[1..].iter().all(|&other| s.wait_for(&self.streams[other]).is_ok());
+        let driver = s.driver().clone();
+        let graph = match driver.capture_end(s.raw()) {
+            Ok(graph) => graph,
+            Err(refused) => {
+                assert!(!joined, "the pool broke a capture: {refused}");
+                return;
+            }
+        };
+        let _relaxed = Relaxed::enter(&*driver);
+        let captured = announced.end();
+        let captured = if how == 3 {
+            captured.keep_until_released(graph).expect(IDLE);
+            None
+        } else {
+            Some(captured)
+        };
+        let exec = driver.graph_instantiate(graph).expect(IDLE);
+        // SAFETY: 1. made just now.
+        unsafe { driver.graph_destroy(graph) }.expect(IDLE);
+        self.made.push(Made::Theirs { exec, captured });
+    }
+
+    fn alloc(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick(bytes);
+        let size = u64::from(bytes.u16()) << bytes.choice(7) | 1;
+        let of = self.capture_of(stream).map(|open| open.id);
+        let failures = self.pool.stats().physical;
+        if let Some(block) = went(self.pool.alloc(&self.streams[stream], Request::bytes(size))) {
+            self.write(&block, stream);
+            self.live.push(Live { block, stream, of });
+        } else {
+            assert!(self.pool.stats().physical <= failures.max(self.budget.limit()), "a refusal took memory");
+        }
+    }
+
+    /// Declares work of the block's own stream.
+    fn write(&self, block: &Block, stream: usize) {
+        let generation = Some(block.generation());
+        self.sim.access(self.streams[stream].raw(), block.range(), Access::Write, generation).expect(OURS);
+    }
+
+    fn free(&mut self, bytes: &mut Bytes<'_>) {
+        if self.live.is_empty() {
+            return;
+        }
+        let at = usize::from(bytes.u8()) % self.live.len();
+        let Live { block, .. } = self.live.swap_remove(at);
+        let by_address = bytes.flag();
+        let before = self.sim.driver().calls().made();
+        if by_address {
+            let out = block.into_raw();
+            self.pool.free_raw(out).expect("an address that is out");
+        } else {
+            drop(block);
+        }
+        if !self.bypass {
+            assert_eq!(before, self.sim.driver().calls().made(), "a free called the driver");
+        }
+    }
+
+    /// Work on a block by its own stream, where that is where the block is.
+    fn touch(&mut self, bytes: &mut Bytes<'_>) {
+        if self.live.is_empty() {
+            return;
+        }
+        let Live { block, stream, of } = &self.live[usize::from(bytes.u8()) % self.live.len()];
+        if self.capture_of(*stream).map(|open| open.id) == *of
+            && let Ok(used) = block.prepare(&self.streams[*stream], Access::Write)
+        {
+            self.write(block, *stream);
+            let _ = used.finish();
+        }
+    }
+
+    /// Work on a block by another stream, which is ordered with it: both run, or both take part in its capture.
+    fn lend(&mut self, bytes: &mut Bytes<'_>) {
+        if self.live.is_empty() {
+            return;
+        }
+        let other = self.pick(bytes);
+        let Live { block, stream, of } = &self.live[usize::from(bytes.u8()) % self.live.len()];
+        let theirs = self.capture_of(other).map(|open| open.id);
+        let home = self.capture_of(*stream).map(|open| open.id);
+        let within = *of;
+        // The capture of a block that is over is no matter to eager work.
+        let over = within.is_none_or(|id| self.open.iter().all(|open| open.id != id));
+        if theirs != home || !(theirs == within || (theirs.is_none() && over)) {
+            return;
+        }
+        if let Ok(used) = block.prepare(&self.streams[other], Access::Write) {
+            self.write(block, other);
+            let _ = used.finish();
+        }
+    }
+
+    /// A graph of ours, in one go.
+    fn capture(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick(bytes);
+        let Some(at) = self.pick_pool(bytes).filter(|_| self.capture_of(stream).is_none()) else { return };
+        let Some(graphs) = &self.pools[at] else { return };
+        let sizes: Vec<u64> =
+            (0..1 + bytes.choice(5)).map(|_| u64::from(bytes.u16()) << bytes.choice(7) | 1).collect();
+        let kept = usize::from(bytes.choice(3));
+        // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
+        let made = unsafe {
+            graphs.capture(&self.streams[stream], |s| {
+                let mut blocks = Vec::new();
+                for &size in &sizes {
+                    let block = self.pool.alloc(s, Request::bytes(size))?;
+                    self.write(&block, stream);
+                    blocks.push(block);
+                    if blocks.len() > kept {
+                        blocks.remove(0);
+                    }
+                }
+                Ok((s.timeline().capture()?, blocks))
+            })
+        };
+        if let Some((graph, (id, blocks))) = went(made) {
+            let id = id.expect("it captured");
+            let blocks = blocks.into_iter().map(|block| Live { block, stream, of: Some(id) });
+            self.live.extend(blocks);
+            self.made.push(Made::Ours(graph));
+        }
+    }
+
+    fn launch(&mut self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick(bytes);
+        if self.made.is_empty() || self.capture_of(stream).is_some() {
+            return;
+        }
+        let s = &self.streams[stream];
+        match &self.made[usize::from(bytes.u8()) % self.made.len()] {
+            Made::Ours(graph) => drop(went(graph.launch(s))),
+            Made::Theirs { exec, captured } => {
+                // Other libraries order by themselves; a stream that captures cannot be waited for.
+                let ordered = self.open.is_empty() && self.streams.iter().all(|u| s.wait_for(u).is_ok());
+                if !ordered {
+                    return;
+                }
+                // SAFETY: 1. the memory is kept. 2. the stream waits for all that was queued on any other.
+                unsafe { self.sim.driver().graph_launch(*exec, s.raw()) }.expect(IDLE);
+                match captured {
+                    Some(captured) => captured.launched(s).expect(IDLE),
+                    // Nobody else learns of it: what comes next is ordered here.
+                    None => {
+                        let after = self.streams.iter().all(|u| u.wait_for(s).is_ok());
+                        if !after {
+                            self.sim.clear_failures();
+                            s.synchronize().expect(IDLE);
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn drop_graph(&mut self, bytes: &mut Bytes<'_>) {
+        if !self.made.is_empty() {
+            let at = usize::from(bytes.u8()) % self.made.len();
+            let made = self.made.swap_remove(at);
+            self.destroy(made);
+        }
+    }
+
+    fn destroy(&self, made: Made) {
+        if let Made::Theirs { exec, captured } = made {
+            // A library that takes care of others' captures, as ours does.
+            let driver = self.sim.driver();
+            let _relaxed = Relaxed::enter(&*driver);
+            // SAFETY: 1. it is launched no more.
+            unsafe { driver.graph_exec_destroy(exec) }.expect(IDLE);
+            drop(captured);
+        }
+    }
+
+    fn check(&self) {
+        let violations = self.sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+        for open in &self.open {
+            let status = self.streams[open.streams[0]].timeline().capture();
+            assert_eq!(status, Ok(Some(open.id)), "somebody broke a capture");
+        }
+        let stats = self.pool.stats();
+        assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
+        let blocks: u64 = self.live.iter().map(|live| live.block.capacity()).sum();
+        assert_eq!(stats.live, blocks, "live bytes");
+        assert!(stats.graphs <= stats.physical, "{stats:?}");
+        let mut ranges: Vec<DeviceRange> = self.live.iter().map(|live| live.block.range()).collect();
+        ranges.sort_unstable_by_key(|range| range.address);
+        assert!(ranges.windows(2).all(|two| two[0].address + two[0].bytes <= two[1].address), "overlap");
+        for graphs in self.pools.iter().flatten() {
+            let stats = graphs.stats();
+            assert!(stats.live + stats.pending + stats.cached == stats.physical, "{stats:?}");
+        }
+    }
+
+    fn finish(mut self) {
+        self.sim.clear_failures();
+        while let Some(open) = self.open.pop() {
+            self.end_one(open, 0);
+        }
+        for made in std::mem::take(&mut self.made) {
+            self.destroy(made);
+        }
+        let Self { sim, budget, pool, streams, pools, live, .. } = self;
+        drop((live, pools));
+        for stream in &streams {
+            stream.synchronize().expect(IDLE);
+        }
+        pool.trim(0).expect(IDLE);
+        let stats = pool.stats();
+        assert_eq!((stats.live, stats.pending, stats.graphs, stats.physical), (0, 0, 0, 0), "{stats:?}");
+        assert_eq!(budget.used(), 0, "a charge was lost");
+        drop(pool);
+        drop(streams);
+        let violations = sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+        assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    }
+}
