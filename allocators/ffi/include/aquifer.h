@@ -69,7 +69,7 @@ extern "C" {
 /* The version of this header. With the same major version nothing that is here changes or goes; while it is 0, with the same
  * minor version too. */
 #define AQ_VERSION_MAJOR 0
-#define AQ_VERSION_MINOR 1
+#define AQ_VERSION_MINOR 2
 
 /* The version of the library that is loaded: major << 16 | minor. */
 uint32_t aq_version(void);
@@ -352,36 +352,73 @@ aq_status aq_ticket_free(aq_ticket ticket);
 
 /* What torch.cuda.memory.CUDAPluggableAllocator and its hooks call, over one runtime of the process. It is made at the first
  * of these calls, on the machine's driver with AQ_STREAMS_RETIRED, since PyTorch keeps its streams for good; one that
- * PyTorch does not own (ExternalStream) is to be retired before it is destroyed. What fails answers with null or nothing;
- * aq_last_error() has the text. The runtime is aq_torch_runtime's: for limits, statistics and snapshots.
- * Set the record_stream hook: without one PyTorch's record_stream says nothing to anybody. The hooks of graphs and memory pools
- * (begin, end, release) are C++ functions that take a std::function, and are not here. */
+ * PyTorch does not own (ExternalStream) is to be retired before it is destroyed. The runtime is aq_torch_runtime's: for
+ * limits, statistics and snapshots. `python/aquifer_torch` sets all of this up.
+ * PyTorch's own class expects nothing from its hooks and ignores the codes; what fails in aq_torch_alloc is null, and
+ * aq_last_error() has the text. Set the record_stream hook: without one PyTorch's record_stream says nothing to anybody. */
 
 /* Makes it with other options, before PyTorch's first allocation. AQ_ERROR_BUSY if there is one that is open. */
 aq_status aq_torch_setup(const aq_runtime_options *options);
 aq_status aq_torch_runtime(aq_runtime *runtime);
 
 /* `init`: makes the runtime. */
-void aq_torch_init(int device_count);
+aq_status aq_torch_init(int device_count);
 
 /* `alloc` (alloc_fn_name): null for 0 bytes, and where there is no memory. */
 void *aq_torch_alloc(ptrdiff_t size, int device, void *stream);
 
+/* The same with a code, for callers that raise errors: null in `*memory` for 0 bytes. As aq_alloc. */
+aq_status aq_torch_malloc(ptrdiff_t size, int device, void *stream, void **memory);
+
 /* `free` (free_fn_name): in the order of the stream that it was allocated for, and behind all that is queued by now on the
- * streams that it was recorded on. */
-void aq_torch_free(void *memory, ptrdiff_t size, int device, void *stream);
+ * streams that it was recorded on. A device of -1 is whichever the block is of. */
+aq_status aq_torch_free(void *memory, ptrdiff_t size, int device, void *stream);
 
 /* `record_stream`: unlike aq_record_use it covers what is queued on `stream` until the block is freed, as PyTorch has it. */
-void aq_torch_record_stream(void *memory, void *stream);
+aq_status aq_torch_record_stream(void *memory, void *stream);
 
 /* `base_alloc`: the block that begins at `memory`, and its bytes in `*size`; null for any other address. */
 void *aq_torch_base_alloc(void *memory, size_t *size);
 
 /* `memory_fraction`: limits a device to this part of its memory, 0 to 1. */
-void aq_torch_memory_fraction(double fraction, int device);
+aq_status aq_torch_memory_fraction(double fraction, int device);
 
 /* `reset`, which torch.cuda.empty_cache() calls: free memory of all devices back to the driver. */
-void aq_torch_reset(void);
+aq_status aq_torch_reset(void);
+
+/* Memory of captured graphs, and of torch.cuda.MemPool, by the two numbers that PyTorch names a pool by. What is allocated for a
+ * stream that the filter says belongs comes out of the pool from `begin` to `end`, and nobody else gets it while the pool has
+ * users. Each `begin` and `retain` is a user, and each `release` is the end of one; with the last of them the memory goes home
+ * when the work that may touch it is done. Until then a graph may be replayed any number of times, on any streams.
+ * AQ_ERROR_UNSUPPORTED where the device has no virtual memory management. */
+
+/* Not zero: work on `stream` belongs. Called by any thread that allocates or frees meanwhile. Calls nothing of the library. */
+typedef int (*aq_torch_filter)(void *data, void *stream);
+
+/* `begin`: also makes the pool. `drop(data)` is called when the filter is not used any more, unless this fails.
+ * AQ_ERROR_BUSY if it has begun already. */
+aq_status aq_torch_pool_begin(int device, uint64_t first, uint64_t second, aq_torch_filter filter, void *data,
+                              void (*drop)(void *data));
+
+/* `end` of what began last under this name. AQ_ERROR_BAD_ARGUMENT if nothing has. */
+aq_status aq_torch_pool_end(int device, uint64_t first, uint64_t second);
+
+/* A user more, who begins nothing: also makes the pool. */
+aq_status aq_torch_pool_retain(int device, uint64_t first, uint64_t second);
+
+/* `release`: a user less. Never blocks. AQ_ERROR_BAD_ARGUMENT if there is no such pool. */
+aq_status aq_torch_pool_release(int device, uint64_t first, uint64_t second);
+
+/* How many users a pool has; 0 where there is none. */
+aq_status aq_torch_pool_uses(int device, uint64_t first, uint64_t second, int *uses);
+
+/* ---- CuPy --------------------------------------------------------------------------------------------------------- */
+
+/* What cupy.cuda.CFunctionAllocator(stream, malloc_func, free_func, owner) calls, over the same runtime as PyTorch's. Its first
+ * argument, of which CuPy knows nothing, is the stream: one allocator for each. Null where there is no memory, which CuPy does
+ * not look at: limit what is asked for, or call aq_torch_malloc from cupy.cuda.PythonFunctionAllocator and raise. */
+void *aq_cupy_alloc(void *stream, size_t size, int device);
+void aq_cupy_free(void *stream, void *memory, int device);
 
 /* ---- The simulated device, for tests ------------------------------------------------------------------------------ */
 

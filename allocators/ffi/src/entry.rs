@@ -16,7 +16,7 @@ use std::{
 /// The interface's major version: raised when something that was there changes or goes.
 pub const AQ_VERSION_MAJOR: u32 = 0;
 /// The interface's minor version: raised when something is added.
-pub const AQ_VERSION_MINOR: u32 = 1;
+pub const AQ_VERSION_MINOR: u32 = 2;
 
 thread_local! {
     /// Calls that this thread is in. Const and without a destructor, so that it is there at any time of a thread's life.

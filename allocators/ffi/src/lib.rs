@@ -13,15 +13,19 @@
 //! | [`device`] | device memory |
 //! | [`stream`] | the life of foreign streams |
 //! | [`facts`] | devices, limits, statistics, snapshots |
+//! | [`graphs`] | memory of captured graphs, by PyTorch's names |
 //! | [`pinned`] | pinned host memory |
 //! | [`staging`] | pageable memory to the device and back |
 //! | [`torch`] | what PyTorch's pluggable allocator calls |
+//! | [`cupy`] | what CuPy's C function allocator calls |
 //! | [`sim`] | the simulated device |
 #![expect(non_camel_case_types, reason = "names of the C interface")]
 
+pub mod cupy;
 pub mod device;
 pub mod entry;
 pub mod facts;
+pub mod graphs;
 mod here;
 pub mod pinned;
 pub mod runtime;

@@ -1,11 +1,12 @@
 //! What `torch.cuda.memory.CUDAPluggableAllocator` calls, over one runtime of the process.
 //!
-//! Its functions cannot answer with a code: null, and [`aq_last_error`](crate::entry::aq_last_error), stand for one.
+//! PyTorch's own class takes no codes from its hooks: null, and [`aq_last_error`](crate::entry::aq_last_error), stand for
+//! one. Whoever looks at the codes, as the C++ companion in `python/` does, can raise them.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
     device::{allocate, free, handle},
-    entry::{Answer, enter, put},
+    entry::{Answer, enter, put, wanted},
     here,
     runtime::{self, AQ_DRIVER_MACHINE, AQ_STREAMS_RETIRED, aq_runtime, aq_runtime_options},
     status::{Failure, Status, aq_status},
@@ -17,7 +18,7 @@ use std::{
     ptr::{null_mut, with_exposed_provenance_mut},
     sync::{
         Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering},
     },
 };
 
@@ -26,12 +27,18 @@ static RUNTIME: AtomicU64 = AtomicU64::new(0);
 /// Held by whoever makes it.
 static MAKING: Mutex<()> = Mutex::new(());
 
-/// Streams that blocks have been recorded on, each block's by its address.
-static RECORDED: Mutex<Option<HashMap<u64, Vec<u64>>>> = Mutex::new(None);
+/// Blocks that have been recorded on other streams, by their addresses.
+static RECORDED: Mutex<Option<HashMap<u64, Recorded>>> = Mutex::new(None);
 /// Blocks in there: mostly none, and then nobody looks.
 static BLOCKS: AtomicUsize = AtomicUsize::new(0);
 
-fn recorded() -> MutexGuard<'static, Option<HashMap<u64, Vec<u64>>>> {
+/// Where a block is, and which streams it has been recorded on.
+struct Recorded {
+    device: u32,
+    streams: Vec<u64>,
+}
+
+fn recorded() -> MutexGuard<'static, Option<HashMap<u64, Recorded>>> {
     RECORDED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -100,8 +107,27 @@ pub unsafe extern "C" fn aq_torch_runtime(runtime: *mut aq_runtime) -> aq_status
 
 /// `init`: makes the runtime.
 #[unsafe(no_mangle)]
-pub extern "C" fn aq_torch_init(_device_count: c_int) {
-    enter(|| the_runtime().map(drop));
+pub extern "C" fn aq_torch_init(_device_count: c_int) -> aq_status {
+    enter(|| the_runtime().map(drop))
+}
+
+/// A block of `size` bytes, which may be none.
+///
+/// # Safety
+/// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
+#[inline(always)]
+unsafe fn take(size: isize, device: c_int, stream: *mut c_void) -> Answer<*mut c_void> {
+    let Ok(bytes) = u64::try_from(size) else {
+        return Err(Failure::new(Status::TooLarge, format!("{size} bytes asked")));
+    };
+    if bytes == 0 {
+        return Ok(null_mut());
+    }
+    let mut address = 0;
+    // SAFETY: 1. the caller's. 2. a local.
+    unsafe { allocate(the_runtime()?, device_of(device)?, Request::bytes(bytes), stream, &raw mut address) }?;
+    note_device(address, device);
+    Ok(with_exposed_provenance_mut(address as usize))
 }
 
 /// `alloc`.
@@ -110,41 +136,97 @@ pub extern "C" fn aq_torch_init(_device_count: c_int) {
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_torch_alloc(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
-    let mut address = 0;
+    let mut memory = null_mut();
     enter(|| {
-        let Ok(bytes) = u64::try_from(size) else {
-            return Err(Failure::new(Status::TooLarge, format!("{size} bytes asked")));
-        };
-        if bytes == 0 {
-            return Ok(());
-        }
-        // SAFETY: 1. the caller's. 2. a local.
-        unsafe {
-            allocate(the_runtime()?, device_of(device)?, Request::bytes(bytes), stream, &raw mut address)
-        }
+        // SAFETY: 1. the caller's.
+        memory = unsafe { take(size, device, stream) }?;
+        Ok(())
     });
-    if address == 0 { null_mut() } else { with_exposed_provenance_mut(address as usize) }
+    memory
 }
 
-/// `free`: behind all that is queued on the streams that the block was recorded on.
+/// `alloc`, with a code.
+///
+/// # Safety
+/// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
+/// 2. `memory` is null, or points to a `void *` that the caller may write.
 #[unsafe(no_mangle)]
-pub extern "C" fn aq_torch_free(memory: *mut c_void, _size: isize, device: c_int, _stream: *mut c_void) {
+pub unsafe extern "C" fn aq_torch_malloc(
+    size: isize,
+    device: c_int,
+    stream: *mut c_void,
+    memory: *mut *mut c_void,
+) -> aq_status {
     enter(|| {
-        let (runtime, device, address) = (the_runtime()?, device_of(device)?, memory.addr() as u64);
+        wanted(memory, "memory")?;
+        // SAFETY: 1. the caller's.
+        let taken = unsafe { take(size, device, stream) }?;
+        // SAFETY: 1. the caller's.
+        unsafe { put(memory, taken, "memory") }
+    })
+}
+
+/// `free`: behind all that is queued on the streams that the block was recorded on. A device of -1 is whichever it is of.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_torch_free(
+    memory: *mut c_void,
+    _size: isize,
+    device: c_int,
+    _stream: *mut c_void,
+) -> aq_status {
+    enter(|| {
+        let (runtime, address) = (the_runtime()?, memory.addr() as u64);
+        let known = if device == -1 { likely_device(address) } else { device_of(device)? };
         if BLOCKS.load(Ordering::Acquire) > 0 {
-            note_uses(runtime, device, address)?;
+            note_uses(runtime, address)?;
         }
-        free(runtime, device, address)
-    });
+        match free(runtime, known, address) {
+            Err(failure) if device == -1 && failure.status() == Status::WrongDevice => {
+                free(runtime, device_by_asking(runtime, address)?, address)
+            }
+            freed => freed,
+        }
+    })
+}
+
+/// Devices by the addresses that they have had out last, one more than their numbers: where a bare address is probably of.
+static DEVICES: [AtomicU8; 1 << 14] = [const { AtomicU8::new(0) }; 1 << 14];
+
+#[inline]
+fn device_hint(address: u64) -> &'static AtomicU8 {
+    // Physical handles are of 2 MiB or more, and ranges of devices begin at multiples of much more.
+    &DEVICES[(address >> 21 ^ address >> 35) as usize % DEVICES.len()]
+}
+
+#[inline]
+fn note_device(address: u64, device: c_int) {
+    let (hint, noted) = (device_hint(address), (device + 1) as u8);
+    // Mostly it is there already, and a line that nobody writes is everybody's.
+    if hint.load(Ordering::Relaxed) != noted {
+        hint.store(noted, Ordering::Relaxed);
+    }
+}
+
+#[inline]
+fn likely_device(address: u64) -> u32 {
+    u32::from(device_hint(address).load(Ordering::Relaxed).saturating_sub(1))
+}
+
+#[cold]
+fn device_by_asking(runtime: aq_runtime, address: u64) -> Answer<u32> {
+    here::with(runtime, |shared| {
+        let found = shared.runtime.devices().iter().position(|pool| pool.share_raw(address).is_ok());
+        found.map(|device| device as u32).ok_or_else(|| aquifer::MemoryError::ForeignBlock { address }.into())
+    })
 }
 
 /// Notes what the block's streams have been given by now. One that cannot be noted keeps the block.
 #[cold]
-fn note_uses(runtime: aq_runtime, device: u32, address: u64) -> Answer {
-    let streams = recorded().as_mut().and_then(|recorded| recorded.remove(&address)).unwrap_or_default();
-    if streams.is_empty() {
+fn note_uses(runtime: aq_runtime, address: u64) -> Answer {
+    let found = recorded().as_mut().and_then(|recorded| recorded.remove(&address));
+    let Some(Recorded { device, streams }) = found else {
         return Ok(());
-    }
+    };
     BLOCKS.fetch_sub(1, Ordering::Release);
     for stream in streams {
         // SAFETY: 1. whoever recorded the block on it keeps the stream until the block is freed.
@@ -162,26 +244,24 @@ fn note_uses(runtime: aq_runtime, device: u32, address: u64) -> Answer {
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`, until the block is freed.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn aq_torch_record_stream(memory: *mut c_void, stream: *mut c_void) {
+pub unsafe extern "C" fn aq_torch_record_stream(memory: *mut c_void, stream: *mut c_void) -> aq_status {
     enter(|| {
         let (address, stream) = (memory.addr() as u64, handle(stream));
         here::with(the_runtime()?, |shared| {
             // A free of something else at this address would take the note with it.
-            let pools = shared.runtime.devices();
-            if !pools.iter().any(|pool| pool.share_raw(address).is_ok()) {
-                return Err(aquifer::MemoryError::ForeignBlock { address }.into());
-            }
+            let found = shared.runtime.devices().iter().position(|pool| pool.share_raw(address).is_ok());
+            let device = found.ok_or(aquifer::MemoryError::ForeignBlock { address })? as u32;
             let mut recorded = recorded();
-            let streams = recorded.get_or_insert_default().entry(address).or_default();
-            if streams.is_empty() {
+            let block = recorded.get_or_insert_default().entry(address).or_insert_with(|| {
                 BLOCKS.fetch_add(1, Ordering::Release);
-            }
-            if !streams.contains(&stream) {
-                streams.push(stream);
+                Recorded { device, streams: Vec::new() }
+            });
+            if !block.streams.contains(&stream) {
+                block.streams.push(stream);
             }
             Ok(())
         })
-    });
+    })
 }
 
 /// `base_alloc`: the block that begins at `memory`, and its bytes.
@@ -209,7 +289,7 @@ pub unsafe extern "C" fn aq_torch_base_alloc(memory: *mut c_void, size: *mut usi
 
 /// `memory_fraction`: this part of the device's memory at most.
 #[unsafe(no_mangle)]
-pub extern "C" fn aq_torch_memory_fraction(fraction: f64, device: c_int) {
+pub extern "C" fn aq_torch_memory_fraction(fraction: f64, device: c_int) -> aq_status {
     enter(|| {
         if !(0.0..=1.0).contains(&fraction) {
             let text = format!("a fraction of {fraction}; it can be 0 to 1");
@@ -220,12 +300,12 @@ pub extern "C" fn aq_torch_memory_fraction(fraction: f64, device: c_int) {
             let _excess = pool.budget().set_limit((pool.info().memory as f64 * fraction) as u64);
             Ok(())
         })
-    });
+    })
 }
 
 /// `reset`, which is `empty_cache`: free memory of all devices back to the driver.
 #[unsafe(no_mangle)]
-pub extern "C" fn aq_torch_reset() {
+pub extern "C" fn aq_torch_reset() -> aq_status {
     enter(|| {
         here::with(the_runtime()?, |shared| {
             for pool in shared.runtime.devices() {
@@ -233,5 +313,5 @@ pub extern "C" fn aq_torch_reset() {
             }
             Ok(())
         })
-    });
+    })
 }

@@ -14,12 +14,40 @@ int main(void) {
     OK(aq_torch_runtime(&again));
     CHECK(runtime == again);
 
-    void *stream = stream_of(runtime, 0), *other = stream_of(runtime, 0);
+    void *stream = stream_of(runtime, 0), *other = stream_of(runtime, 0), *stream_on_1 = stream_of(runtime, 1);
     CHECK(aq_torch_alloc(0, 0, stream) == NULL);
     CHECK(aq_torch_alloc(-1, 0, stream) == NULL);
     CHECK(aq_torch_alloc(512, -1, stream) == NULL && strstr(aq_last_error(), "-1") != NULL);
     CHECK(aq_torch_alloc(512, 2, stream) == NULL);
     CHECK(aq_torch_alloc((ptrdiff_t)1 << 40, 0, stream) == NULL && strstr(aq_last_error(), "out of memory") != NULL);
+
+    void *memory = stream;
+    ANSWERS(AQ_ERROR_NULL, aq_torch_malloc(512, 0, stream, NULL));
+    ANSWERS(AQ_ERROR_TOO_LARGE, aq_torch_malloc(-1, 0, stream, &memory));
+    ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_malloc((ptrdiff_t)1 << 40, 0, stream, &memory));
+    CHECK(memory == stream);
+    OK(aq_torch_malloc(0, 0, stream, &memory));
+    CHECK(memory == NULL);
+
+    /* Whoever has only the address frees by it, of whichever device it is. */
+    for (int n = 0; n < 64; n++) {
+        void *here = NULL, *there = NULL;
+        OK(aq_torch_malloc(4096, 0, stream, &here));
+        OK(aq_torch_malloc(4096, 1, NULL, &there));
+        CHECK(stats_of(runtime, 0).blocks == 1 && stats_of(runtime, 1).blocks == 1);
+        aq_torch_record_stream(there, stream_on_1);
+        OK(aq_torch_free(there, 0, -1, NULL));
+        OK(aq_torch_free(here, 0, -1, NULL));
+        CHECK(stats_of(runtime, 0).blocks == 0 && stats_of(runtime, 1).blocks == 0);
+        ANSWERS(AQ_ERROR_DOUBLE_FREE, aq_torch_free(here, 0, -1, NULL));
+    }
+    ANSWERS(AQ_ERROR_FOREIGN_BLOCK, aq_torch_free(&memory, 0, -1, NULL));
+
+    memory = aq_cupy_alloc(stream, 4096, 0);
+    CHECK(memory != NULL && stats_of(runtime, 0).requested == 4096);
+    aq_cupy_free(stream, memory, 0);
+    CHECK(stats_of(runtime, 0).requested == 0);
+    CHECK(aq_cupy_alloc(stream, SIZE_MAX, 0) == NULL);
 
     size_t size = 0;
     void *tensor = aq_torch_alloc(1000, 0, stream);
@@ -60,7 +88,7 @@ int main(void) {
     aq_torch_memory_fraction(0.5, 1);
     OK(aq_limit(runtime, 1, &limit, NULL));
     CHECK(limit == facts.memory / 2);
-    aq_torch_memory_fraction(1.5, 1);
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_memory_fraction(1.5, 1));
     CHECK(strstr(aq_last_error(), "1.5") != NULL);
     OK(aq_limit(runtime, 1, &limit, NULL));
     CHECK(limit == facts.memory / 2);
