@@ -1,0 +1,207 @@
+"""aquifer as PyTorch's CUDA allocator.
+
+    import aquifer_torch
+    aquifer_torch.install(limit=0.9)        # before PyTorch's first use of CUDA
+
+    x = torch.empty(1 << 20, device="cuda") # from here on
+    print(aquifer_torch.statistics())
+
+or for a part of a program only, above PyTorch's own allocator:
+
+    with torch.cuda.use_mem_pool(aquifer_torch.mem_pool()):
+        x = torch.empty(1 << 20, device="cuda")
+"""
+
+import ctypes
+
+from .errors import AlreadyInitialised, AquiferError, CompanionError, LibraryNotFound, LibraryVersion
+from .library import DRIVER_MACHINE, STREAMS_RETIRED, Library, Options
+
+__all__ = [
+    "AlreadyInitialised",
+    "AquiferError",
+    "CompanionError",
+    "LibraryNotFound",
+    "LibraryVersion",
+    "Library",
+    "install",
+    "limit",
+    "mem_pool",
+    "retire",
+    "set_limit",
+    "setup",
+    "snapshot",
+    "statistics",
+    "trim",
+]
+
+_library = None
+_installed = False
+# Allocators that PyTorch holds by bare pointers.
+_kept = []
+
+
+def setup(lib=None, limit=None, wait=None, release_threshold=None, driver=DRIVER_MACHINE, sim_memory=None) -> Library:
+    """Loads the library and makes the process's runtime with these settings, once. install() and mem_pool() call it.
+
+    lib                the file; else $AQUIFER_LIB, or the nearest build
+    limit              what each device may hold at most: bytes, or a part of its memory as a float up to 1.0; else four fifths
+                       of what is free now
+    wait               seconds that an allocation waits for memory that is still in use, before it fails; else 10
+    release_threshold  idle bytes of each device above which memory goes back to the driver by itself; else no bound
+    driver, sim_memory for tests: a simulated device, and its bytes
+
+    Makes a context on each device that CUDA_VISIBLE_DEVICES leaves, as PyTorch does on those that it uses; takes no memory.
+    LibraryNotFound, LibraryVersion; AquiferError, where there is one already (AQ_ERROR_BUSY) or the driver refuses.
+    """
+    global _library
+    library = Library(lib)
+    options = Options(size=ctypes.sizeof(Options), driver=driver, streams=STREAMS_RETIRED)
+    if sim_memory is not None:
+        options.sim_memory = sim_memory
+    if isinstance(limit, int):
+        options.device_limit = limit
+    elif limit is not None and not 0 < limit <= 1:
+        raise ValueError(f"limit={limit}: bytes as an int, or a part of the memory as a float above 0 and up to 1.0")
+    if wait is not None:
+        options.wait_ns = int(wait * 1e9)
+    if release_threshold is not None:
+        options.release_threshold = release_threshold
+    library.aq_torch_setup(ctypes.byref(options))
+    if isinstance(limit, float):
+        for device in range(library.devices()):
+            library.set_limit(device, int(library.facts(device).memory * limit))
+    _library = library
+    return library
+
+
+def _opened(settings: dict) -> Library:
+    if _library is None:
+        return setup(**settings)
+    if settings:
+        raise AlreadyInitialised("the runtime of this process is made already; its limit can be changed by set_limit()")
+    return _library
+
+
+def install(companion=True, **settings) -> None:
+    """Makes aquifer the allocator of all CUDA tensors of this process. To be called before PyTorch's first use of CUDA.
+
+    Settings are those of setup(). With `companion=False` nothing is compiled, and PyTorch's own
+    CUDAPluggableAllocator calls the library: then a request that cannot be served is a null pointer that the next kernel
+    writes to, and graphs, torch.cuda.memory_stats() and cuDNN's benchmark mode are refused by PyTorch.
+
+    AlreadyInitialised; CompanionError; what setup() raises.
+    """
+    global _installed
+    import torch
+
+    if _installed:
+        raise AlreadyInitialised("aquifer_torch.install() was called before")
+    if torch.cuda.is_initialized():
+        raise AlreadyInitialised("install() comes before PyTorch's first use of CUDA, which has been")
+    if companion:
+        from . import companion as cpp
+
+        # Before the runtime, which then need not be undone: this is what fails as a rule.
+        cpp.build()
+        cpp.install(_opened(settings).path)
+    else:
+        torch.cuda.memory.change_current_allocator(_pluggable(_opened(settings)))
+    _installed = True
+
+
+def _pluggable(library: Library):
+    """PyTorch's own class over the library, with the hooks that take C functions."""
+    import torch
+
+    made = torch.cuda.memory.CUDAPluggableAllocator(library.path, "aq_torch_alloc", "aq_torch_free")
+    for hook, call in (
+        ("set_init_fn", "aq_torch_init"),
+        ("set_reset_fn", "aq_torch_reset"),
+        ("set_memory_fraction_fn", "aq_torch_memory_fraction"),
+        ("set_base_alloc_fn", "aq_torch_base_alloc"),
+        ("set_record_stream_fn", "aq_torch_record_stream"),
+    ):
+        getattr(made.allocator(), hook)(library.address(call))
+    _kept.append(made)
+    return made
+
+
+def mem_pool(**settings):
+    """A torch.cuda.MemPool whose memory comes from aquifer, under PyTorch's own allocator: for torch.cuda.use_mem_pool.
+
+    PyTorch caches in segments of 2 MiB and more above it, and raises its own torch.OutOfMemoryError. Settings are those of
+    setup(), at the first call. With install() there is no need for one: then torch.cuda.MemPool() is aquifer's anyway.
+    """
+    import torch
+
+    if _installed:
+        raise AlreadyInitialised("aquifer is the allocator of this process: torch.cuda.MemPool() is one of its pools")
+    made = _pluggable(_opened(settings))
+    return torch.cuda.MemPool(made.allocator())
+
+
+def _device(device) -> int:
+    if device is None:
+        import torch
+
+        return torch.cuda.current_device()
+    return device if isinstance(device, int) else (device.index or 0)
+
+
+def _library_or_raise() -> Library:
+    if _library is None:
+        raise RuntimeError("aquifer_torch.install() or mem_pool() comes first")
+    return _library
+
+
+def statistics(device=None) -> dict:
+    """What the pool of a device holds, by the names of torch.cuda.memory_stats() where these mean the same, and by the library's
+    own under `aquifer.`. Bytes unless the name says otherwise. No driver call."""
+    stats = _library_or_raise().stats(_device(device))
+    limit, _ = _library.limit(_device(device))
+    active = stats["live"] + stats["pending"]
+    named = {
+        "allocated_bytes.all.current": stats["live"],
+        "allocated_bytes.all.peak": stats["peak_live"],
+        "requested_bytes.all.current": stats["requested"],
+        "requested_bytes.all.peak": stats["peak_requested"],
+        "active_bytes.all.current": active,
+        "reserved_bytes.all.current": stats["physical"],
+        "reserved_bytes.all.peak": stats["peak_physical"],
+        "inactive_split_bytes.all.current": stats["cached"],
+        "allocation.all.current": stats["blocks"],
+        "allocation.all.allocated": stats["allocations"],
+        "allocation.all.freed": stats["frees"],
+        "num_ooms": stats["failures"],
+        "num_device_alloc": stats["growths"],
+        "aquifer.limit": limit,
+    }
+    named.update({f"aquifer.{name}": value for name, value in stats.items()})
+    return named
+
+
+def snapshot() -> dict:
+    """All that the runtime knows of itself: devices, budgets, pools and findings. The format is aquifer.h's."""
+    return _library_or_raise().snapshot()
+
+
+def limit(device=None) -> tuple:
+    """What a device may hold at most, and what it holds: bytes."""
+    return _library_or_raise().limit(_device(device))
+
+
+def set_limit(bytes: int, device=None) -> int:
+    """Sets it. Nothing that is held is taken away; answers with the bytes that are held above it."""
+    return _library_or_raise().set_limit(_device(device), bytes)
+
+
+def trim(keep: int = 0, device=None) -> int:
+    """Gives free memory above `keep` bytes back to the driver, without waiting for work; answers with how much."""
+    return _library_or_raise().trim(_device(device), keep)
+
+
+def retire(stream) -> None:
+    """To be called before a stream is destroyed that PyTorch does not own (torch.cuda.ExternalStream). Waits for its work."""
+    library = _library_or_raise()
+    library.aq_stream_retire(library.runtime(), _device(stream.device), stream.cuda_stream)

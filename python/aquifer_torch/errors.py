@@ -1,0 +1,33 @@
+"""What goes wrong, as types."""
+
+
+class AquiferError(RuntimeError):
+    """A call of the library answered with a status that is not AQ_OK.
+
+    `status` is its number, `name` its name in aquifer.h, such as "AQ_ERROR_OUT_OF_MEMORY". Memory that PyTorch asks for and
+    does not get is `torch.OutOfMemoryError` instead, as with its own allocator.
+    """
+
+    def __init__(self, status: int, name: str, text: str):
+        super().__init__(f"{name}: {text}")
+        self.status, self.name, self.text = status, name, text
+
+
+class LibraryNotFound(OSError):
+    """libaquifer_ffi.so is not where it was looked for; the message lists the places."""
+
+
+class LibraryVersion(ImportError):
+    """The library that was found has another version of its interface than this package."""
+
+
+class CompanionError(RuntimeError):
+    """The C++ companion could not be built or loaded. `command` is what was run, `output` what it said."""
+
+    def __init__(self, text: str, command: str = "", output: str = ""):
+        super().__init__("\n".join(part for part in (text, command, output) if part))
+        self.command, self.output = command, output
+
+
+class AlreadyInitialised(RuntimeError):
+    """PyTorch has an allocator in use already, or this package has been installed: it cannot be changed any more."""

@@ -1,0 +1,202 @@
+"""libaquifer_ffi by ctypes: what aquifer.h declares, as far as this package needs it. Knows nothing of PyTorch."""
+
+import ctypes
+import json
+import os
+import pathlib
+
+from .errors import AquiferError, LibraryNotFound, LibraryVersion
+
+# The version of aquifer.h that the declarations here follow.
+VERSION = (0, 2)
+
+DRIVER_MACHINE, DRIVER_SIM, DRIVER_MACHINE_OR_SIM = 0, 1, 2
+STREAMS_RETIRED = 1
+READ, WRITE = 1, 2
+
+
+class Options(ctypes.Structure):
+    """aq_runtime_options."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("driver", ctypes.c_uint32),
+        ("streams", ctypes.c_uint32),
+        ("sim_devices", ctypes.c_uint32),
+        ("sim_flags", ctypes.c_uint32),
+        ("sim_memory", ctypes.c_uint64),
+        ("sim_seed", ctypes.c_uint64),
+        ("device_limit", ctypes.c_uint64),
+        ("pinned_limit", ctypes.c_uint64),
+        ("wait_ns", ctypes.c_uint64),
+        ("release_threshold", ctypes.c_uint64),
+    ]
+
+
+class Stats(ctypes.Structure):
+    """aq_stats."""
+
+    _fields_ = [("size", ctypes.c_size_t)] + [
+        (name, ctypes.c_uint64)
+        for name in (
+            "live", "requested", "cached", "pending", "physical", "peak_live", "peak_requested", "peak_physical",
+            "blocks", "allocations", "frees", "failures", "growths", "reaped", "moves", "adoptions", "fences",
+            "stream_waits", "host_waits",
+        )
+    ]  # fmt: skip
+
+
+class Facts(ctypes.Structure):
+    """aq_device_facts."""
+
+    _fields_ = [
+        ("size", ctypes.c_size_t),
+        ("memory", ctypes.c_uint64),
+        ("free_memory", ctypes.c_uint64),
+        ("granularity", ctypes.c_uint64),
+        ("ordinal", ctypes.c_uint32),
+        ("major", ctypes.c_uint32),
+        ("minor", ctypes.c_uint32),
+        ("node", ctypes.c_int32),
+        ("simulated", ctypes.c_uint32),
+        ("virtual_memory", ctypes.c_uint32),
+        ("name", ctypes.c_char * 128),
+        ("pci_address", ctypes.c_char * 32),
+    ]
+
+
+_status, _int, _u32, _u64 = ctypes.c_int32, ctypes.c_int, ctypes.c_uint32, ctypes.c_uint64
+_size, _ptr, _to = ctypes.c_ssize_t, ctypes.c_void_p, ctypes.POINTER
+
+# Of each function what it answers and takes.
+_DECLARED = {
+    "aq_version": (_u32, []),
+    "aq_status_name": (ctypes.c_char_p, [_status]),
+    "aq_last_error": (ctypes.c_char_p, []),
+    "aq_text_free": (None, [_ptr]),
+    "aq_runtime_destroy": (_status, [_u64]),
+    "aq_device_count": (_status, [_u64, _to(_u32)]),
+    "aq_device": (_status, [_u64, _u32, _to(Facts)]),
+    "aq_trim": (_status, [_u64, _u32, _u64, _to(_u64)]),
+    "aq_stream_retire": (_status, [_u64, _u32, _ptr]),
+    "aq_limit": (_status, [_u64, _u32, _to(_u64), _to(_u64)]),
+    "aq_set_limit": (_status, [_u64, _u32, _u64, _to(_u64)]),
+    "aq_device_stats": (_status, [_u64, _u32, _to(Stats)]),
+    "aq_snapshot": (_status, [_u64, _to(_ptr)]),
+    "aq_torch_setup": (_status, [_to(Options)]),
+    "aq_torch_runtime": (_status, [_to(_u64)]),
+    "aq_torch_init": (_status, [_int]),
+    "aq_torch_alloc": (_ptr, [_size, _int, _ptr]),
+    "aq_torch_malloc": (_status, [_size, _int, _ptr, _to(_ptr)]),
+    "aq_torch_free": (_status, [_ptr, _size, _int, _ptr]),
+    "aq_torch_record_stream": (_status, [_ptr, _ptr]),
+    "aq_torch_base_alloc": (_ptr, [_ptr, _to(ctypes.c_size_t)]),
+    "aq_torch_memory_fraction": (_status, [ctypes.c_double, _int]),
+    "aq_torch_reset": (_status, []),
+    "aq_sim_stream_create": (_status, [_u64, _u32, _to(_ptr)]),
+    "aq_sim_stream_wait": (_status, [_u64, _u32, _ptr, _ptr]),
+    "aq_sim_stream_synchronize": (_status, [_u64, _u32, _ptr]),
+    "aq_sim_touch": (_status, [_u64, _u32, _ptr, _u64, _u64, _u32]),
+    "aq_sim_violations": (_status, [_u64, _to(_u64), _to(_ptr)]),
+}
+
+
+def find(path=None) -> str:
+    """Where the library is: `path`, or $AQUIFER_LIB, or beside this package, or in a build of the project around it."""
+    if path is not None or "AQUIFER_LIB" in os.environ:
+        places = [pathlib.Path(path if path is not None else os.environ["AQUIFER_LIB"])]
+    else:
+        here = pathlib.Path(__file__).resolve().parent
+        name, project = "libaquifer_ffi.so", here.parent.parent
+        places = [here / name] + [project / place / name for place in (".gpu/lib", "target/release", "target/debug")]
+    for place in places:
+        if place.is_file():
+            return str(place.resolve())
+    looked = "\n".join(f"  {place}" for place in places)
+    raise LibraryNotFound(
+        f"libaquifer_ffi.so is in none of these places:\n{looked}\n"
+        "Build it (cargo build --release -p aquifer-ffi) and name it: install(lib=...) or AQUIFER_LIB=..."
+    )
+
+
+class Library:
+    """The library, loaded. Its functions are attributes under their own names; what answers with a status is wrapped, and
+    raises AquiferError where that is not AQ_OK."""
+
+    def __init__(self, path=None):
+        self.path = find(path)
+        self._cdll = ctypes.CDLL(self.path)
+        for name, (answer, takes) in _DECLARED.items():
+            try:
+                call = getattr(self._cdll, name)
+            except AttributeError:
+                raise LibraryVersion(f"{self.path} has no {name}: it is of another version than this package") from None
+            call.restype, call.argtypes = answer, takes
+            setattr(self, name, self._checked(call) if answer is _status else call)
+        version = divmod(self.aq_version(), 1 << 16)
+        if version != VERSION:
+            raise LibraryVersion(f"{self.path} speaks version {version} of its interface, this package {VERSION}")
+
+    def _checked(self, call):
+        def checked(*arguments):
+            status = call(*arguments)
+            if status:
+                name = self.aq_status_name(status).decode()
+                raise AquiferError(status, name, self.aq_last_error().decode(errors="replace"))
+
+        return checked
+
+    def address(self, name: str) -> int:
+        """Where a function is, for those who take function pointers."""
+        return ctypes.cast(getattr(self._cdll, name), ctypes.c_void_p).value
+
+    def runtime(self) -> int:
+        """The runtime that serves PyTorch in this process."""
+        found = _u64()
+        self.aq_torch_runtime(ctypes.byref(found))
+        return found.value
+
+    def stats(self, device: int) -> dict:
+        """What a device's pool holds: the fields of aq_stats."""
+        stats = Stats(size=ctypes.sizeof(Stats))
+        self.aq_device_stats(self.runtime(), device, ctypes.byref(stats))
+        return {name: getattr(stats, name) for name, _ in Stats._fields_ if name != "size"}
+
+    def facts(self, device: int) -> Facts:
+        """What a device is."""
+        facts = Facts(size=ctypes.sizeof(Facts))
+        self.aq_device(self.runtime(), device, ctypes.byref(facts))
+        return facts
+
+    def devices(self) -> int:
+        """How many devices there are."""
+        count = _u32()
+        self.aq_device_count(self.runtime(), ctypes.byref(count))
+        return count.value
+
+    def limit(self, device: int) -> tuple:
+        """What a device may hold at most, and holds: bytes."""
+        limit, used = _u64(), _u64()
+        self.aq_limit(self.runtime(), device, ctypes.byref(limit), ctypes.byref(used))
+        return limit.value, used.value
+
+    def set_limit(self, device: int, limit: int) -> int:
+        """Sets it, and answers with the bytes that are held above it."""
+        excess = _u64()
+        self.aq_set_limit(self.runtime(), device, limit, ctypes.byref(excess))
+        return excess.value
+
+    def trim(self, device: int, keep: int = 0) -> int:
+        """Gives free memory above `keep` bytes back to the driver, and answers with how much that was."""
+        given = _u64()
+        self.aq_trim(self.runtime(), device, keep, ctypes.byref(given))
+        return given.value
+
+    def snapshot(self) -> dict:
+        """All that the runtime knows of itself."""
+        text = _ptr()
+        self.aq_snapshot(self.runtime(), ctypes.byref(text))
+        try:
+            return json.loads(ctypes.string_at(text.value))
+        finally:
+            self.aq_text_free(text)

@@ -1,0 +1,93 @@
+"""What the programs here have in common: which allocator, determinism, and the report at the end."""
+
+import argparse
+import hashlib
+import json
+import os
+import pathlib
+import statistics as stat
+import sys
+import time
+
+ALLOCATORS = ("native", "expandable", "cudaMallocAsync", "aquifer")
+
+
+def start(program: str):
+    """Reads the command line, chooses the allocator, and answers with (arguments, torch). Nothing has touched CUDA yet."""
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="aquifer")
+    parser.add_argument("--limit", type=int, help="bytes that aquifer may hold at most")
+    parser.add_argument("--steps", type=int, help="how many, in place of the program's own number")
+    arguments = parser.parse_args()
+    arguments.program = program
+    settings = {"expandable": "expandable_segments:True", "cudaMallocAsync": "backend:cudaMallocAsync"}
+    if arguments.allocator in settings:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = os.environ["PYTORCH_ALLOC_CONF"] = settings[arguments.allocator]
+    else:
+        os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
+        os.environ.pop("PYTORCH_ALLOC_CONF", None)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    import torch
+
+    if not torch.cuda.is_available():
+        print(json.dumps({"program": program, "skipped": "PyTorch sees no CUDA device"}))
+        sys.exit(0)
+    if arguments.allocator == "aquifer":
+        sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+        import aquifer_torch
+
+        aquifer_torch.install(**({"limit": arguments.limit} if arguments.limit else {"limit": 0.95}))
+    torch.manual_seed(20)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_tf32 = False
+    # Memory is not filled for the sake of determinism: a program that reads what it has not written is to be found out.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    return arguments, torch
+
+
+class Run:
+    """Times steps, and reports."""
+
+    def __init__(self, arguments, torch):
+        self.arguments, self.torch, self.times = arguments, torch, []
+        self.outputs = hashlib.sha256()
+        self.shown = []
+
+    def step(self, work):
+        """Runs one step, and keeps what it answers with: numbers that are the same under every allocator."""
+        self.torch.cuda.synchronize()
+        begun = time.perf_counter()
+        answer = work()
+        self.torch.cuda.synchronize()
+        self.times.append(time.perf_counter() - begun)
+        for number in answer.detach().double().flatten().tolist():
+            self.outputs.update(float(number).hex().encode())
+            self.shown.append(number)
+
+    def report(self):
+        """One line of JSON."""
+        torch, arguments = self.torch, self.arguments
+        found = torch.cuda.memory_stats()
+        settled = self.times[len(self.times) // 3 :]
+        line = {
+            "program": arguments.program,
+            "allocator": arguments.allocator,
+            "limit": arguments.limit,
+            "steps": len(self.times),
+            "outputs": self.outputs.hexdigest(),
+            "last": self.shown[-3:],
+            # The middle of the last two thirds, and their mean: a step that is slow now and then shows in the second.
+            "step_ms": stat.median(settled) * 1e3,
+            "mean_ms": stat.mean(settled) * 1e3,
+            "all_s": sum(self.times),
+            "peak_allocated": found["allocated_bytes.all.peak"],
+            "peak_requested": found.get("requested_bytes.all.peak", 0),
+            "peak_reserved": found["reserved_bytes.all.peak"],
+            "allocations": found.get("allocation.all.allocated", 0),
+        }
+        if arguments.allocator == "aquifer":
+            import aquifer_torch
+
+            line["aquifer"] = {name: value for name, value in aquifer_torch.statistics(0).items() if name.startswith("aquifer.")}
+        print(json.dumps(line), flush=True)

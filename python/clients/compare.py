@@ -1,0 +1,167 @@
+"""Runs the programs here under PyTorch's own allocators and under aquifer, and compares.
+
+    python python/clients/compare.py [PROGRAM ...] [--steps N] [--json FILE] [--no-limit]
+
+Each run is a process of its own. What a program puts out (losses, tokens) must be the same under every allocator, to the bit.
+aquifer runs once without a limit that matters and once under 1.02 times the most that the native allocator had allocated
+at once. Four minutes for all of it on an H200. Exit: 0 if every run ended, with equal outputs, and aquifer stayed under its limit.
+
+step      ms, the middle of the last two thirds of the steps; mean: their mean
+reserved  MB, the most that the allocator held from the driver, as it says itself
+NVML      MB, the most that the device had in use, less what it had before: contexts, modules and libraries as well
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import threading
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+PROGRAMS = ("llama_train", "resnet_train", "serve_mixed")
+MARGIN = 1.02
+
+
+class Memory(ctypes.Structure):
+    """nvmlMemory_t."""
+
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class Nvml:
+    """Bytes in use on the device, by the driver's own account; None where there is no NVML."""
+
+    def __init__(self):
+        self.device = None
+        try:
+            self.calls = ctypes.CDLL("libnvidia-ml.so.1")
+            device = ctypes.c_void_p()
+            # The first device that is visible: by its number, or by its name.
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip() or "0"
+            if self.calls.nvmlInit_v2():
+                return
+            if visible.isdigit():
+                failed = self.calls.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(visible)), ctypes.byref(device))
+            else:
+                failed = self.calls.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(device))
+            if not failed:
+                self.device = device
+        except OSError:
+            pass
+
+    def used(self):
+        memory = Memory()
+        if self.device is None or self.calls.nvmlDeviceGetMemoryInfo(self.device, ctypes.byref(memory)):
+            return None
+        return memory.used
+
+
+class Peak:
+    """The most that was in use while it is open, seen every 3 ms from another process than the one that is measured."""
+
+    def __init__(self, nvml):
+        self.nvml, self.over = nvml, threading.Event()
+        self.before = self.most = nvml.used()
+
+    def __enter__(self):
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while self.before is not None and not self.over.wait(0.003):
+            self.most = max(self.most, self.nvml.used() or 0)
+
+    def __exit__(self, *_):
+        self.over.set()
+        self.thread.join()
+
+    def bytes(self):
+        return None if self.before is None else self.most - self.before
+
+
+def run(program, allocator, nvml, steps=None, limit=None):
+    """Runs a program, and answers with its report, or with {"failed": why}."""
+    command = [sys.executable, str(HERE / f"{program}.py"), "--allocator", allocator]
+    command += ["--steps", str(steps)] if steps else []
+    command += ["--limit", str(limit)] if limit else []
+    begun = time.monotonic()
+    with Peak(nvml) as peak:
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        except subprocess.TimeoutExpired:
+            return {"failed": "it ran for more than 120 s"}
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    if ran.returncode or not lines:
+        return {"failed": f"exit {ran.returncode}: {ran.stderr.strip()[-1500:] or ran.stdout.strip()[-500:]}"}
+    report = json.loads(lines[-1])
+    report.update(nvml=peak.bytes(), wall_s=time.monotonic() - begun)
+    return report
+
+
+def mb(number):
+    return "-" if number is None else f"{number / 1e6:.0f}"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("programs", nargs="*", default=PROGRAMS)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--json", type=pathlib.Path)
+    parser.add_argument("--no-limit", action="store_true")
+    arguments = parser.parse_args()
+    nvml, rows, bad = Nvml(), [], []
+    for program in arguments.programs:
+        same = {}
+        for name in ("native", "expandable", "cudaMallocAsync", "aquifer", "aquifer, limited"):
+            allocator, limit = name.split(",")[0], None
+            if "limited" in name:
+                if arguments.no_limit or "native" not in same:
+                    continue
+                limit = int(same["native"]["peak_allocated"] * MARGIN)
+            report = run(program, allocator, nvml, arguments.steps, limit)
+            if "skipped" in report:
+                print(f"skipped: {report['skipped']}")
+                return 1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0
+            report.update(name=name, program=program)
+            rows.append(report)
+            print(json.dumps(report), file=sys.stderr, flush=True)
+            if "failed" in report:
+                bad.append(f"{program} under {name}: {report['failed']}")
+                continue
+            same[name] = report
+            if limit and report["peak_reserved"] > limit:
+                bad.append(f"{program} under {name} held {report['peak_reserved']} bytes, with a limit of {limit}")
+        outputs = {name: report["outputs"] for name, report in same.items()}
+        if len(set(outputs.values())) > 1:
+            bad.append(f"{program} puts out different numbers: {outputs}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1))
+    print("| program | allocator | step ms | mean ms | of native | peak allocated MB | reserved MB | reserved / allocated | NVML MB |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    native = {}
+    for row in rows:
+        if "failed" in row:
+            print(f"| {row['program']} | {row['name']} | failed | | | | | | |")
+            continue
+        if row["name"] == "native":
+            native[row["program"]] = row
+        base = native.get(row["program"], row)
+        print(
+            f"| {row['program']} | {row['name']} | {row['step_ms']:.2f} | {row['mean_ms']:.2f} | {row['step_ms'] / base['step_ms']:.3f} "
+            f"| {mb(row['peak_allocated'])} | {mb(row['peak_reserved'])} "
+            f"| {row['peak_reserved'] / base['peak_allocated']:.3f} | {mb(row['nvml'])} |"
+        )
+    for line in bad:
+        print(f"NOT SO: {line}")
+    if not bad:
+        print("every program put out the same numbers under every allocator, and aquifer kept its limit")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
