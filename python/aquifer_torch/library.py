@@ -77,6 +77,7 @@ _DECLARED = {
     "aq_runtime_destroy": (_status, [_u64]),
     "aq_device_count": (_status, [_u64, _to(_u32)]),
     "aq_device": (_status, [_u64, _u32, _to(Facts)]),
+    "aq_free_on": (_status, [_u64, _u32, _u64, _ptr]),
     "aq_trim": (_status, [_u64, _u32, _u64, _to(_u64)]),
     "aq_stream_retire": (_status, [_u64, _u32, _ptr]),
     "aq_limit": (_status, [_u64, _u32, _to(_u64), _to(_u64)]),

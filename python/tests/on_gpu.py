@@ -42,7 +42,7 @@ def raises(kind, *words):
         for word in words:
             assert word in str(error), f"{word!r} is not in: {error}"
         return
-    raise AssertionError(f"no {kind.__name__}")
+    raise AssertionError(f"nothing was raised; expected {kind}")
 
 
 def live():

@@ -1,0 +1,9 @@
+"""Says why an example does not run here, and ends: an error where a GPU is required."""
+
+import os
+import sys
+
+
+def skip(why):
+    print(f"skipped: {why}")
+    sys.exit(1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0)

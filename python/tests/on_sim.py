@@ -1,0 +1,152 @@
+"""What must hold of the Python wrapper, on a simulated device and without PyTorch.
+
+    AQUIFER_LIB=... python python/tests/on_sim.py
+"""
+
+import ctypes
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import unittest
+
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+import aquifer_torch  # noqa: E402
+from aquifer_torch import library as binding  # noqa: E402
+
+HEADER = HERE.parent.parent / "allocators/ffi/include/aquifer.h"
+MIB = 1 << 20
+
+
+def declared():
+    """Of each function of the header how many arguments it takes."""
+    text = re.sub(r"/\*.*?\*/", " ", HEADER.read_text(), flags=re.S)
+    found = {}
+    for name, arguments in re.findall(r"\b(aq_\w+)\s*\(((?:[^()]|\([^()]*\))*)\)\s*;", text):
+        flat = re.sub(r"\([^()]*\)", "", arguments).strip()
+        found[name] = 0 if flat in ("", "void") else flat.count(",") + 1
+    return found
+
+
+class TheBinding(unittest.TestCase):
+    def test_declares_what_the_header_declares(self):
+        header = declared()
+        for name, (_, takes) in binding._DECLARED.items():
+            self.assertEqual(header[name], len(takes), name)
+
+    def test_structs_have_the_headers_form(self):
+        structs = {"aq_runtime_options": binding.Options, "aq_stats": binding.Stats, "aq_device_facts": binding.Facts}
+        source = '#include "aquifer.h"\n#include <stdio.h>\nint main(void) {\n'
+        expected = []
+        for name, form in structs.items():
+            source += f'printf("%zu\\n", sizeof({name}));\n'
+            expected.append(ctypes.sizeof(form))
+            for field, _ in form._fields_:
+                source += f'printf("%zu\\n", offsetof({name}, {field}));\n'
+                expected.append(getattr(form, field).offset)
+        with tempfile.TemporaryDirectory() as at:
+            (pathlib.Path(at) / "form.c").write_text(source + "return 0;\n}\n")
+            compiler = os.environ.get("CC", "cc")
+            subprocess.run([compiler, f"-I{HEADER.parent}", f"{at}/form.c", "-o", f"{at}/form"], check=True)
+            said = subprocess.run([f"{at}/form"], capture_output=True, text=True, check=True).stdout
+        self.assertEqual([int(line) for line in said.split()], expected)
+
+    def test_has_the_headers_version(self):
+        numbers = tuple(int(re.search(rf"#define AQ_VERSION_{part} (\d+)", HEADER.read_text())[1]) for part in ("MAJOR", "MINOR"))
+        self.assertEqual(numbers, binding.VERSION)
+
+    def test_the_companion_calls_what_the_library_has(self):
+        source, header = (HERE.parent / "aquifer_torch/companion.cpp").read_text(), declared()
+        called = set(re.findall(r"call\((aq_\w+)\)", source))
+        self.assertGreater(len(called), 10)
+        self.assertEqual(set(re.findall(r"\baq\.(aq_\w+)", source)), called)
+        for name in called:
+            self.assertIn(name, header)
+            self.assertTrue(LIBRARY.address(name), name)
+
+    def test_a_library_that_is_not_there_is_looked_for_by_name(self):
+        with self.assertRaisesRegex(aquifer_torch.LibraryNotFound, "/nowhere/libx.so"):
+            aquifer_torch.Library("/nowhere/libx.so")
+
+    def test_another_library_is_refused(self):
+        with tempfile.TemporaryDirectory() as at:
+            (pathlib.Path(at) / "other.c").write_text("unsigned aq_version(void) { return 7u << 16; }\n")
+            subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", f"{at}/other.c", "-o", f"{at}/other.so"], check=True)
+            with self.assertRaisesRegex(aquifer_torch.LibraryVersion, "aq_"):
+                aquifer_torch.Library(f"{at}/other.so")
+
+
+class TheProcess(unittest.TestCase):
+    """One runtime on one simulated device of 256 MiB, whose limit is 200."""
+
+    def stream(self):
+        made = ctypes.c_void_p()
+        LIBRARY.aq_sim_stream_create(LIBRARY.runtime(), 0, ctypes.byref(made))
+        return made
+
+    def malloc(self, size, stream=None):
+        memory = ctypes.c_void_p()
+        LIBRARY.aq_torch_malloc(size, 0, stream, ctypes.byref(memory))
+        return memory.value
+
+    def tearDown(self):
+        count, report = ctypes.c_uint64(), ctypes.c_void_p()
+        LIBRARY.aq_sim_violations(LIBRARY.runtime(), ctypes.byref(count), ctypes.byref(report))
+        self.assertEqual(count.value, 0, ctypes.string_at(report.value))
+        LIBRARY.aq_text_free(report)
+        self.assertEqual(aquifer_torch.statistics(0)["allocation.all.current"], 0)
+
+    def test_counts_what_is_out(self):
+        memory = self.malloc(3 * MIB)
+        found = aquifer_torch.statistics(0)
+        self.assertEqual(found["requested_bytes.all.current"], 3 * MIB)
+        self.assertGreaterEqual(found["reserved_bytes.all.current"], 3 * MIB)
+        self.assertEqual(found["aquifer.limit"], 200 * MIB)
+        shot = aquifer_torch.snapshot()
+        self.assertEqual((shot["format"], shot["devices"][0]["stats"]["blocks"]), ("aquifer-snapshot", 1))
+        LIBRARY.aq_torch_free(memory, 3 * MIB, -1, None)
+
+    def test_says_why_there_is_no_memory(self):
+        with self.assertRaises(aquifer_torch.AquiferError) as refused:
+            self.malloc(300 * MIB)
+        self.assertEqual(refused.exception.name, "AQ_ERROR_OUT_OF_MEMORY")
+        self.assertIn("out of memory", refused.exception.text)
+        with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_FOREIGN_BLOCK"):
+            LIBRARY.aq_torch_free(0x123400, 0, -1, None)
+
+    def test_a_limit_binds_and_can_be_moved(self):
+        self.assertEqual(aquifer_torch.limit(0)[0], 200 * MIB)
+        try:
+            self.assertEqual(aquifer_torch.set_limit(8 * MIB, 0), max(0, aquifer_torch.limit(0)[1] - 8 * MIB))
+            aquifer_torch.trim(0, 0)
+            with self.assertRaises(aquifer_torch.AquiferError):
+                self.malloc(16 * MIB)
+        finally:
+            aquifer_torch.set_limit(200 * MIB, 0)
+
+    def test_what_was_recorded_on_a_stream_is_not_given_out_before_it_is_done(self):
+        runtime, home, other = LIBRARY.runtime(), self.stream(), self.stream()
+        for _ in range(50):
+            memory = self.malloc(MIB, home)
+            LIBRARY.aq_sim_touch(runtime, 0, home, memory, MIB, binding.WRITE)
+            LIBRARY.aq_sim_stream_wait(runtime, 0, other, home)
+            LIBRARY.aq_torch_record_stream(memory, other)
+            LIBRARY.aq_sim_touch(runtime, 0, other, memory, MIB, binding.READ)
+            LIBRARY.aq_torch_free(memory, MIB, -1, None)
+            again = self.malloc(MIB, home)
+            LIBRARY.aq_sim_touch(runtime, 0, home, again, MIB, binding.WRITE)
+            LIBRARY.aq_torch_free(again, MIB, -1, None)
+
+    def test_settings_come_once(self):
+        with self.assertRaisesRegex(aquifer_torch.AquiferError, "AQ_ERROR_BUSY"):
+            aquifer_torch.setup(driver=binding.DRIVER_SIM)
+        with self.assertRaises(ValueError):
+            aquifer_torch.setup(driver=binding.DRIVER_SIM, limit=1.5)
+
+
+if __name__ == "__main__":
+    LIBRARY = aquifer_torch.setup(driver=binding.DRIVER_SIM, sim_memory=256 * MIB, limit=200 * MIB)
+    unittest.main()
