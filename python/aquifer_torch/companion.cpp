@@ -23,7 +23,6 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
-#include <thread>
 
 namespace {
 
@@ -142,10 +141,8 @@ struct Aquifer final : CUDAPluggableAllocator {
             if (status != AQ_ERROR_FOREIGN_BLOCK && status != AQ_ERROR_DOUBLE_FREE) check(status);
         });
         set_begin_allocate_to_pool([](int device, MempoolId_t id, Filter filter) {
-            auto kept = std::make_unique<Filter>(std::move(filter));
-            // The library owns it as soon as it answers AQ_OK.
-            check(aq.aq_torch_pool_begin(device, id.first, id.second, belongs, kept.get(), drop_filter));
-            kept.release();
+            // The library's from here on.
+            check(aq.aq_torch_pool_begin(device, id.first, id.second, belongs, new Filter(std::move(filter)), drop_filter));
         });
         set_end_allocate_to_pool_fn([](int device, MempoolId_t id) {
             check(aq.aq_torch_pool_end(device, id.first, id.second));
@@ -207,7 +204,7 @@ struct Aquifer final : CUDAPluggableAllocator {
     }
     bool isHistoryEnabled() { return false; }
 
-    // torch.cuda.MemPool over this allocator: a pool of the library, as a graph's.
+    // torch.cuda.MemPool over this allocator: graphs may be captured into it, and all else is served as ever.
     void createOrIncrefPool(DeviceIndex device, MempoolId_t id, std::shared_ptr<CUDAAllocator> allocator) {
         TORCH_CHECK(!allocator, "a MemPool with an allocator of its own needs PyTorch's own allocator underneath");
         check(aq.aq_torch_pool_retain(device, id.first, id.second));

@@ -386,21 +386,24 @@ aq_status aq_torch_memory_fraction(double fraction, int device);
 /* `reset`, which torch.cuda.empty_cache() calls: free memory of all devices back to the driver. */
 aq_status aq_torch_reset(void);
 
-/* Memory of captured graphs, and of torch.cuda.MemPool, by the two numbers that PyTorch names a pool by. What is allocated for a
- * stream that the filter says belongs comes out of the pool from `begin` to `end`, and nobody else gets it while the pool has
- * users. Each `begin` and `retain` is a user, and each `release` is the end of one; with the last of them the memory goes home
- * when the work that may touch it is done. Until then a graph may be replayed any number of times, on any streams.
- * AQ_ERROR_UNSUPPORTED where the device has no virtual memory management. */
+/* Memory of captured graphs, by the two numbers that PyTorch names a pool by. What is allocated from `begin` to `end` for a
+ * stream that captures, and that the filter says belongs, comes out of the pool, and nobody else gets it while the pool has
+ * users or blocks. Each `begin` and `retain` is a user, and each `release` is the end of one. Until the last of them a graph may
+ * be replayed any number of times, on any streams; afterwards the memory goes back at the next aq_torch_reset, aq_trim or lack
+ * of memory, and since nobody tells when graphs are launched, that waits for the device. */
 
-/* Not zero: work on `stream` belongs. Called by any thread that allocates or frees meanwhile. Calls nothing of the library. */
+/* Not zero: work on `stream` belongs. Called by any thread that allocates meanwhile, for streams that capture; it must not
+ * allocate, and nothing may unwind out of it. */
 typedef int (*aq_torch_filter)(void *data, void *stream);
+typedef void (*aq_torch_drop)(void *data);
 
-/* `begin`: also makes the pool. `drop(data)` is called when the filter is not used any more, unless this fails.
- * AQ_ERROR_BUSY if it has begun already. */
+/* `begin`, right before the capture does: also makes the pool, whose memory comes as it is needed. `data` is the library's from
+ * now on: `drop(data)` is called once, when the filter is called no more, and at once if this fails. AQ_ERROR_BUSY if the pool
+ * has begun already. */
 aq_status aq_torch_pool_begin(int device, uint64_t first, uint64_t second, aq_torch_filter filter, void *data,
-                              void (*drop)(void *data));
+                              aq_torch_drop drop);
 
-/* `end` of what began last under this name. AQ_ERROR_BAD_ARGUMENT if nothing has. */
+/* `end`, after the capture has ended. AQ_ERROR_BAD_ARGUMENT if nothing has begun. */
 aq_status aq_torch_pool_end(int device, uint64_t first, uint64_t second);
 
 /* A user more, who begins nothing: also makes the pool. */
@@ -433,6 +436,12 @@ aq_status aq_sim_stream_wait(aq_runtime runtime, uint32_t device, void *stream, 
 
 /* Blocks until what is queued on the stream is done. */
 aq_status aq_sim_stream_synchronize(aq_runtime runtime, uint32_t device, void *stream);
+
+/* Opens a capture on the stream, in global mode; ends it, and makes a graph of it; launches that on a stream; destroys it. */
+aq_status aq_sim_capture_begin(aq_runtime runtime, uint32_t device, void *stream);
+aq_status aq_sim_capture_end(aq_runtime runtime, uint32_t device, void *stream, uint64_t *graph);
+aq_status aq_sim_graph_launch(aq_runtime runtime, uint32_t device, uint64_t graph, void *stream);
+aq_status aq_sim_graph_destroy(aq_runtime runtime, uint32_t device, uint64_t graph);
 
 /* Queues a kernel that touches `bytes` from `address` on. At the start of a block that is out it is known whose it is. */
 aq_status aq_sim_touch(aq_runtime runtime, uint32_t device, void *stream, uint64_t address, uint64_t bytes,

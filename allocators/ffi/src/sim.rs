@@ -8,7 +8,12 @@ use crate::{
     runtime::{Shared, aq_runtime, ordinal},
     status::{Failure, Status, aq_status},
 };
-use aquifer::{DeviceRange, RawStream, core::MemoryError, sim::Sim};
+use aquifer::{
+    DeviceRange, RawStream,
+    core::MemoryError,
+    driver::{CaptureMode, RawGraphExec},
+    sim::Sim,
+};
 use std::ffi::{c_char, c_void};
 
 fn sim(shared: &Shared) -> Answer<&Sim> {
@@ -96,6 +101,74 @@ pub extern "C" fn aq_sim_stream_synchronize(
     enter(|| {
         let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
         with(runtime, device, |_, sim, _| sim.driver().stream_synchronize(raw))
+    })
+}
+
+/// Opens a capture on a stream.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_sim_capture_begin(runtime: aq_runtime, device: u32, stream: *mut c_void) -> aq_status {
+    enter(|| {
+        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        with(runtime, device, |_, sim, _| sim.driver().capture_begin(raw, CaptureMode::Global))
+    })
+}
+
+/// Ends it, and makes a graph that can be launched.
+///
+/// # Safety
+/// 1. `graph` is null, or points to a `uint64_t` that the caller may write.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_sim_capture_end(
+    runtime: aq_runtime,
+    device: u32,
+    stream: *mut c_void,
+    graph: *mut u64,
+) -> aq_status {
+    enter(|| {
+        wanted(graph, "graph")?;
+        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        let made = with(runtime, device, |_, sim, _| {
+            let driver = sim.driver();
+            let template = driver.capture_end(raw)?;
+            let made = driver.graph_instantiate(template);
+            // SAFETY: 1. made above, and nobody else knows it.
+            unsafe { driver.graph_destroy(template) }?;
+            made
+        })?;
+        // SAFETY: 1. the caller's.
+        unsafe { put(graph, made.handle(), "graph") }
+    })
+}
+
+/// Launches a graph.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_sim_graph_launch(
+    runtime: aq_runtime,
+    device: u32,
+    graph: u64,
+    stream: *mut c_void,
+) -> aq_status {
+    enter(|| {
+        let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
+        with(runtime, device, |_, sim, device| {
+            // SAFETY: 1. the simulated driver refuses what is none of its graphs.
+            let graph = unsafe { RawGraphExec::from_raw(device, graph) };
+            // SAFETY: 1. 2. the simulated device has no memory of anybody's but its own, and reports what is wrong.
+            unsafe { sim.driver().graph_launch(graph, raw) }
+        })
+    })
+}
+
+/// Destroys a graph.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_sim_graph_destroy(runtime: aq_runtime, device: u32, graph: u64) -> aq_status {
+    enter(|| {
+        with(runtime, device, |_, sim, device| {
+            // SAFETY: 1. the simulated driver refuses what is none of its graphs.
+            let graph = unsafe { RawGraphExec::from_raw(device, graph) };
+            // SAFETY: 1. whoever uses it after its end is refused.
+            unsafe { sim.driver().graph_exec_destroy(graph) }
+        })
     })
 }
 

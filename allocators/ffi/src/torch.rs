@@ -44,7 +44,7 @@ fn recorded() -> MutexGuard<'static, Option<HashMap<u64, Recorded>>> {
 
 /// The runtime, made at the first call unless [`aq_torch_setup`] has.
 #[inline]
-fn the_runtime() -> Answer<aq_runtime> {
+pub(crate) fn the_runtime() -> Answer<aq_runtime> {
     match RUNTIME.load(Ordering::Acquire) {
         0 => make(None),
         made => Ok(made),
@@ -77,7 +77,7 @@ fn make(options: Option<aq_runtime_options>) -> Answer<aq_runtime> {
     Ok(made)
 }
 
-fn device_of(device: c_int) -> Answer<u32> {
+pub(crate) fn device_of(device: c_int) -> Answer<u32> {
     u32::try_from(device)
         .map_err(|_| Failure::new(Status::NoDevice, format!("device {device} asked, counted from 0")))
 }

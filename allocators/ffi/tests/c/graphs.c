@@ -1,0 +1,137 @@
+/* Captures by PyTorch's names of pools, and launches of what was captured against other traffic, on a simulated device. */
+#include "check.h"
+
+#define MIB (1u << 20)
+
+static int drops = 0, asked = 0;
+
+/* Of the streams at `data`, which end with null. */
+static int belongs(void *data, void *stream) {
+    asked++;
+    for (void **one = data; *one != NULL; one++) {
+        if (*one == stream) {
+            return 1;
+        }
+    }
+    return 0;
+}
+
+static void drop(void *data) {
+    (void)data;
+    drops++;
+}
+
+static void *take(uint64_t bytes, void *stream) {
+    void *memory = NULL;
+    OK(aq_torch_malloc((ptrdiff_t)bytes, 0, stream, &memory));
+    return memory;
+}
+
+static void touch(aq_runtime runtime, void *stream, void *memory, uint64_t bytes, uint32_t access) {
+    OK(aq_sim_touch(runtime, 0, stream, (uint64_t)(uintptr_t)memory, bytes, access));
+}
+
+int main(void) {
+    aq_runtime_options options = simulated(1);
+    options.streams = AQ_STREAMS_RETIRED;
+    options.sim_seed = 9;
+    OK(aq_torch_setup(&options));
+    aq_runtime runtime = 0;
+    OK(aq_torch_runtime(&runtime));
+    void *stream = stream_of(runtime, 0), *other = stream_of(runtime, 0);
+    void *captured[] = {stream, NULL};
+    int uses = -1;
+
+    ANSWERS(AQ_ERROR_NULL, aq_torch_pool_begin(0, 1, 0, NULL, captured, drop));
+    CHECK(drops == 1);
+    ANSWERS(AQ_ERROR_NO_DEVICE, aq_torch_pool_begin(3, 1, 0, belongs, captured, drop));
+    CHECK(drops == 2);
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pool_end(0, 1, 0));
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pool_release(0, 1, 0));
+    OK(aq_torch_pool_uses(0, 1, 0, &uses));
+    CHECK(uses == 0);
+
+    /* What another stream frees while it is captured is served there, and the graph's own is nobody else's. */
+    void *in = take(MIB, stream), *outside = take(MIB, other);
+    touch(runtime, stream, in, MIB, AQ_WRITE);
+    OK(aq_sim_stream_synchronize(runtime, 0, stream));
+    drops = 0;
+    OK(aq_torch_pool_begin(0, 1, 0, belongs, captured, drop));
+    ANSWERS(AQ_ERROR_BUSY, aq_torch_pool_begin(0, 1, 0, belongs, captured, drop));
+    CHECK(drops == 1);
+    OK(aq_sim_capture_begin(runtime, 0, stream));
+    void *x = take(MIB, stream);
+    touch(runtime, stream, in, MIB, AQ_READ);
+    touch(runtime, stream, x, MIB, AQ_WRITE);
+    aq_torch_free(outside, MIB, -1, NULL);
+    outside = take(2 * MIB, other);
+    touch(runtime, other, outside, 2 * MIB, AQ_WRITE);
+    void *out = take(MIB, stream);
+    touch(runtime, stream, x, MIB, AQ_READ);
+    touch(runtime, stream, out, MIB, AQ_WRITE);
+    aq_torch_free(x, MIB, -1, NULL);
+    uint64_t graph = 0;
+    OK(aq_sim_capture_end(runtime, 0, stream, &graph));
+    OK(aq_torch_pool_end(0, 1, 0));
+    CHECK(drops == 2 && asked > 0);
+    OK(aq_torch_pool_uses(0, 1, 0, &uses));
+    CHECK(uses == 1);
+
+    /* What was freed in the capture is written by each launch: nobody may have it. */
+    for (int n = 0; n < 200; n++) {
+        OK(aq_sim_graph_launch(runtime, 0, graph, stream));
+        void *mine = take(MIB, stream), *theirs = take((uint64_t)(1 + n % 5) * MIB, other);
+        CHECK(mine != x && theirs != x);
+        touch(runtime, stream, mine, MIB, AQ_WRITE);
+        touch(runtime, other, theirs, MIB, AQ_WRITE);
+        aq_torch_free(mine, MIB, -1, NULL);
+        aq_torch_free(theirs, MIB, -1, NULL);
+        if (n % 50 == 49) {
+            OK(aq_torch_reset());
+        }
+    }
+
+    /* Another graph that shares the pool. */
+    OK(aq_torch_pool_retain(0, 1, 0));
+    OK(aq_sim_stream_synchronize(runtime, 0, stream));
+    OK(aq_torch_pool_begin(0, 1, 0, belongs, captured, drop));
+    OK(aq_sim_capture_begin(runtime, 0, stream));
+    void *y = take(MIB, stream);
+    touch(runtime, stream, y, MIB, AQ_WRITE);
+    aq_torch_free(y, MIB, -1, NULL);
+    uint64_t second = 0;
+    OK(aq_sim_capture_end(runtime, 0, stream, &second));
+    OK(aq_torch_pool_end(0, 1, 0));
+    OK(aq_torch_pool_uses(0, 1, 0, &uses));
+    CHECK(uses == 3);
+    for (int n = 0; n < 20; n++) {
+        OK(aq_sim_graph_launch(runtime, 0, n % 2 ? second : graph, stream));
+    }
+
+    /* It stays while it has a user, and while a block of it is out. */
+    OK(aq_sim_stream_synchronize(runtime, 0, stream));
+    OK(aq_sim_stream_synchronize(runtime, 0, other));
+    aq_torch_free(in, MIB, -1, NULL);
+    aq_torch_free(outside, MIB, -1, NULL);
+    OK(aq_torch_pool_release(0, 1, 0));
+    OK(aq_torch_pool_release(0, 1, 0));
+    OK(aq_torch_reset());
+    CHECK(stats_of(runtime, 0).physical > 0);
+    OK(aq_sim_graph_launch(runtime, 0, graph, stream));
+    OK(aq_sim_graph_destroy(runtime, 0, graph));
+    OK(aq_sim_graph_destroy(runtime, 0, second));
+    OK(aq_torch_pool_release(0, 1, 0));
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pool_release(0, 1, 0));
+    CHECK(stats_of(runtime, 0).physical > 0);
+    aq_torch_free(out, MIB, -1, NULL);
+    OK(aq_torch_reset());
+    OK(aq_torch_reset());
+    CHECK(stats_of(runtime, 0).physical == 0);
+
+    in_order(runtime, 1);
+    OK(aq_stream_retire(runtime, 0, stream));
+    OK(aq_stream_retire(runtime, 0, other));
+    OK(aq_runtime_destroy(runtime));
+    puts("graphs: what was captured is nobody else's until its pool has no users");
+    return 0;
+}
