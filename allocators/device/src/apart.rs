@@ -192,6 +192,15 @@ impl Apart {
         stats.peak_physical += self.held.peak();
     }
 
+    /// Counts peaks from what is held now.
+    pub(crate) fn reset_peaks(&self) {
+        self.count(|a| {
+            a.peak_live = a.live;
+            a.peak_requested = a.requested;
+        });
+        self.held.reset_peak();
+    }
+
     /// Bytes whose owner has let go of them and that the driver has not back yet.
     pub(crate) fn leaving(&self) -> u64 {
         self.state().account.pending

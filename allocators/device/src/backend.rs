@@ -281,6 +281,14 @@ impl<S: Source> Ledger<S> {
         stats
     }
 
+    /// Counts peaks from what is held now, but for what the driver counts itself.
+    pub(crate) fn reset_peaks(&self) {
+        let stats = &mut self.state().stats;
+        stats.peak_live = stats.live;
+        stats.peak_requested = stats.requested;
+        stats.peak_physical = stats.physical;
+    }
+
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
         self.retry_deferred();
         self.source.trim(keep)

@@ -457,6 +457,13 @@ impl Checked {
         self.state().gone += capacity;
     }
 
+    /// Counts peaks of what the users hold from now.
+    pub(crate) fn reset_peaks(&self) {
+        let own = &mut self.state().own;
+        own.peak_live = own.live;
+        own.peak_requested = own.requested;
+    }
+
     /// What the users hold, over what the pool holds.
     pub(crate) fn stats(&self) -> PoolStats {
         let own = self.state().own;

@@ -55,6 +55,11 @@ impl Direct {
     pub(crate) fn free_raw(&self, address: u64) -> Result<()> {
         self.ledger.free_raw(address)
     }
+
+    /// As [`DevicePool::reset_peaks`](crate::DevicePool::reset_peaks).
+    pub(crate) fn reset_peaks(&self) {
+        self.ledger.reset_peaks();
+    }
 }
 
 impl Source for Calls {

@@ -544,7 +544,7 @@ impl State {
     /// A block for `request`: the one that was freed last if that is what was asked for then, or out of the heap. A loop
     /// that allocates and frees one block would have the heap merge and cut it each time.
     #[inline]
-    fn take(&mut self, home: &'static Home, request: &Request) -> Option<&Freed> {
+    pub(crate) fn take(&mut self, home: &'static Home, request: &Request) -> Option<&Freed> {
         let fits = |last: &Freed| {
             last.place.asked == Asked::new(request.size(), request.owner())
                 && request.alignment() == BLOCK_ALIGN
@@ -645,6 +645,12 @@ impl State {
         stats.peak_live += self.account.peak_live;
         stats.peak_requested += self.account.peak_requested;
         stats.cached += self.heap.managed_bytes() - self.heap.live_bytes();
+    }
+
+    /// Counts peaks from what is held now.
+    pub(crate) fn reset_peaks(&mut self) {
+        self.account.peak_live = self.live();
+        self.account.peak_requested = self.account.requested;
     }
 
     /// What each tag holds.

@@ -270,16 +270,22 @@ impl DevicePool {
     #[track_caller]
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
-        let inner = self.inner();
-        if request.is_plain()
-            && inner.detours.load(Ordering::Relaxed) == 0
-            && !inner.leasing.takes_over(request.size())
-            && let Some(home) = inner.known_home(stream)
+        if let Some(home) = self.quick_home(stream, &request)
             && let Some(block) = home.quick_alloc(&request)
         {
             return Ok(block);
         }
         self.alloc_fully(stream, request)
+    }
+
+    /// The stream's cache, where it may be asked at once and nobody needs to know of it.
+    #[inline]
+    pub(crate) fn quick_home(&self, stream: &Stream, request: &Request) -> Option<&'static Home> {
+        let inner = self.inner();
+        let quick = request.is_plain()
+            && inner.detours.load(Ordering::Relaxed) == 0
+            && !inner.leasing.takes_over(request.size());
+        if quick { inner.known_home(stream) } else { None }
     }
 
     /// As [`DevicePool::alloc`], with everything that the common case has no need of.
@@ -425,6 +431,34 @@ impl DevicePool {
             None => self.inner().stats(),
             Some(Detour::Direct(direct)) => self.inner().stats_over(direct.stats()),
             Some(Detour::Checked(checked)) => checked.stats(),
+        }
+    }
+
+    /// Counts the peaks of [`DevicePool::stats`] from what is held now. Never blocks.
+    ///
+    /// ```
+    /// use aquifer_device::{DevicePool, PoolConfig, Request};
+    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+    /// drop(pool.alloc(&pool.stream()?, Request::bytes(4096))?);
+    /// assert_eq!(pool.stats().peak_requested, 4096);
+    /// pool.reset_peaks();
+    /// assert_eq!(pool.stats().peak_requested, 0);
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    pub fn reset_peaks(&self) {
+        let inner = self.inner();
+        inner.homes().iter().for_each(|home| home.with(|s| s.reset_peaks()));
+        match &inner.physical {
+            Physical::Mapped(mapped) => mapped.held().reset_peak(),
+            Physical::Plain(plain) => plain.held().reset_peak(),
+        }
+        inner.apart.reset_peaks();
+        if let Some(direct) = inner.bypass() {
+            direct.reset_peaks();
+        }
+        if let Some(checked) = self.checked() {
+            checked.reset_peaks();
         }
     }
 

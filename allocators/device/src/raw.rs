@@ -10,7 +10,7 @@
 //! it names by mistake knows nothing of the address.
 
 use crate::{
-    Block, DevicePool,
+    Block, DevicePool, Request,
     block::{Extras, Freed, Owner, Rare},
     direct::Direct,
     home::{AfterFree, Home},
@@ -18,7 +18,7 @@ use crate::{
 };
 use aquifer_core::{MemoryError, Result};
 use aquifer_heap::HeapError;
-use aquifer_stream::UseList;
+use aquifer_stream::{Stream, UseList};
 use std::{
     collections::{BTreeMap, HashMap},
     hash::{BuildHasherDefault, Hasher},
@@ -206,6 +206,33 @@ pub(crate) fn keep_backed(block: Block) {
 }
 
 impl DevicePool {
+    /// A block as its bare address: [`DevicePool::alloc`] and [`Block::into_raw`] in one, for interfaces that carry nothing
+    /// else. The cache is locked once for both.
+    ///
+    /// ```
+    /// use aquifer_device::{DevicePool, PoolConfig, Request};
+    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+    /// let address = pool.alloc_raw(&pool.stream()?, Request::bytes(4096))?;
+    /// assert_eq!(pool.stats().requested, 4096);
+    /// pool.free_raw(address)?;
+    /// assert_eq!(pool.stats().requested, 0);
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`DevicePool::alloc`].
+    #[track_caller]
+    #[inline]
+    pub fn alloc_raw(&self, stream: &Stream, request: Request) -> Result<u64> {
+        if let Some(home) = self.quick_home(stream, &request)
+            && let Some(address) = home.quick_alloc_raw(&request)
+        {
+            return Ok(address);
+        }
+        self.alloc(stream, request).map(Block::into_raw)
+    }
+
     /// The block of this pool that was [turned into](Block::into_raw) this address.
     ///
     /// ```
@@ -320,6 +347,18 @@ impl DevicePool {
 }
 
 impl Home {
+    /// A block out of the cache, if it has room, as its address. The hot path where nobody listens.
+    #[inline]
+    fn quick_alloc_raw(&'static self, request: &Request) -> Option<u64> {
+        self.with_last(|s| {
+            let freed = *s.take(self, request)?;
+            let address = freed.place.address;
+            s.raw.insert(address, Raw::Alone(Token { freed, uses: UseList::new(), extras: Rare::NONE }));
+            s.note_raw(address);
+            Some(address)
+        })
+    }
+
     /// Keeps what a token held while its address is out.
     fn keep_raw(&self, address: u64, token: Token) {
         self.with_last(|s| {

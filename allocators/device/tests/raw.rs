@@ -22,6 +22,46 @@ impl Random {
     }
 }
 
+#[test]
+fn an_address_that_was_asked_for_is_one_that_a_block_was_turned_into() {
+    let rig = Rig::on(Sim::h200(1), 64, |_| ());
+    let (stream, other) = (rig.stream(), rig.stream());
+    for round in 0..3 {
+        let address = rig.pool.alloc_raw(&stream, Request::bytes(MIB).tag(Tag::OTHER)).unwrap();
+        assert_eq!((rig.pool.stats().requested, rig.pool.held_by(Tag::OTHER)), (MIB, MIB), "round {round}");
+        other.wait_for(&stream).unwrap();
+        let block = rig.pool.share_raw(address).unwrap();
+        assert_eq!((block.address(), block.bytes(), block.tag()), (address, MIB, Tag::OTHER));
+        block.record_use(&other, Access::Read).unwrap();
+        drop(block);
+        if round == 1 {
+            drop(rig.pool.from_raw(address).unwrap());
+        } else {
+            rig.pool.free_raw(address).unwrap();
+        }
+        assert!(rig.pool.free_raw(address).is_err());
+        assert_eq!(rig.pool.stats().requested, 0);
+    }
+    assert!(matches!(rig.pool.alloc_raw(&stream, Request::bytes(0)).unwrap_err(), MemoryError::ZeroSize));
+}
+
+#[test]
+fn peaks_are_counted_from_the_last_reset() {
+    let rig = Rig::on(Sim::h200(1), 64, |_| ());
+    let stream = rig.stream();
+    let kept = rig.pool.alloc(&stream, Request::bytes(2 * MIB)).unwrap();
+    drop(rig.pool.alloc(&stream, Request::bytes(8 * MIB)).unwrap());
+    assert_eq!(rig.pool.stats().peak_requested, 10 * MIB);
+    rig.pool.trim(0).unwrap();
+    rig.pool.reset_peaks();
+    let after = rig.pool.stats();
+    assert_eq!((after.peak_requested, after.peak_live), (2 * MIB, after.live));
+    assert_eq!(after.peak_physical, after.physical);
+    drop(rig.pool.alloc(&stream, Request::bytes(4 * MIB)).unwrap());
+    assert_eq!(rig.pool.stats().peak_requested, 6 * MIB);
+    drop(kept);
+}
+
 /// More streams than an entry of the directory names, whose small blocks come from all over.
 fn random_mix(seed: u64, streams: usize) {
     let rig = Rig::on(Sim::h200(1).symbolic(), 256, |_| ());

@@ -34,14 +34,16 @@ struct Bench {
 #[derive(Clone, Copy)]
 enum Row {
     Token,
+    Turned,
     Address,
     Foreign,
     Default,
 }
 
-const ROWS: [(Row, &str, &str); 4] = [
+const ROWS: [(Row, &str, &str); 5] = [
     (Row::Token, "token", "DevicePool::alloc, drop"),
-    (Row::Address, "address", "DevicePool::alloc + into_raw, free_raw"),
+    (Row::Turned, "turned", "DevicePool::alloc + into_raw, free_raw"),
+    (Row::Address, "address", "DevicePool::alloc_raw, free_raw"),
     (Row::Foreign, "aq", "aq_alloc, aq_free on a registered stream"),
     (Row::Default, "default", "aq_alloc, aq_free on the default stream"),
 ];
@@ -89,10 +91,16 @@ impl Bench {
                     drop(black_box(self.pool.alloc(&self.stream, Request::bytes(black_box(4096)))?));
                 }
             }
-            Row::Address => {
+            Row::Turned => {
                 for _ in 0..pairs {
                     let block = self.pool.alloc(&self.stream, Request::bytes(black_box(4096)))?;
                     self.pool.free_raw(black_box(block.into_raw()))?;
+                }
+            }
+            Row::Address => {
+                for _ in 0..pairs {
+                    let address = self.pool.alloc_raw(&self.stream, Request::bytes(black_box(4096)))?;
+                    self.pool.free_raw(black_box(address))?;
                 }
             }
             Row::Foreign if self.through_c(self.foreign, pairs) == 0 => {}
@@ -108,7 +116,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let bench = Bench::new()?;
     if let Some(at) = arguments.iter().position(|argument| argument == "--count") {
         let asked = arguments.get(at + 1).map_or("", String::as_str);
-        let row = ROWS.iter().find(|(_, name, _)| *name == asked).ok_or("token, address, aq or default")?;
+        let row =
+            ROWS.iter().find(|(_, name, _)| *name == asked).ok_or("token, turned, address, aq or default")?;
         bench.measured(row.0, 100)?;
         bench.measured(row.0, 1000)?;
         return Ok(());

@@ -280,6 +280,9 @@ typedef struct aq_stats {
 /* What the pool of a device holds. No driver call; each field is right, and they may be of moments apart. */
 aq_status aq_device_stats(aq_runtime runtime, uint32_t device, aq_stats *stats);
 
+/* Counts the three peaks from what is held now. */
+aq_status aq_reset_peaks(aq_runtime runtime, uint32_t device);
+
 /* What the pool of pinned memory near a device holds. */
 aq_status aq_pinned_stats(aq_runtime runtime, uint32_t device, aq_stats *stats);
 

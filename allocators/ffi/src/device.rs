@@ -97,21 +97,21 @@ pub(crate) unsafe fn allocate(
 ) -> Answer {
     wanted(address, "address")?;
     // SAFETY: 1. 2. the caller's.
-    let block = unsafe {
+    let taken = unsafe {
         here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
-            let block = pool.alloc(stream, request)?;
+            let address = pool.alloc_raw(stream, request)?;
             // Whoever destroys the runtime counts blocks afterwards, under the lock that the block has just been given out
             // under: this block is counted, or this is seen.
             if shared.closed.load(Ordering::Acquire) {
-                drop(block);
+                let _ = pool.free_raw(address);
                 shared.leave();
                 return Err(runtime::absent(shared.id));
             }
-            Ok(block.into_raw())
+            Ok(address)
         })
     }?;
     // SAFETY: 1. the caller's.
-    unsafe { put(address, block, "address") }
+    unsafe { put(address, taken, "address") }
 }
 
 /// Frees a block in the order of its own stream.

@@ -202,6 +202,17 @@ pub unsafe extern "C" fn aq_device_stats(
     })
 }
 
+/// Counts the peaks of a device's pool from now.
+#[unsafe(no_mangle)]
+pub extern "C" fn aq_reset_peaks(runtime: aq_runtime, device: u32) -> aq_status {
+    enter(|| {
+        here::with(runtime, |shared| {
+            shared.pool(device)?.reset_peaks();
+            Ok(())
+        })
+    })
+}
+
 /// What the pool of pinned memory near a device holds.
 ///
 /// # Safety

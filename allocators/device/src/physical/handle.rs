@@ -69,6 +69,13 @@ impl Held {
         self.peak.fetch_max(now, Ordering::Relaxed);
     }
 
+    /// Counts the peak from what is held now.
+    pub(crate) fn reset_peak(&self) {
+        self.peak.store(self.now(), Ordering::Relaxed);
+        // Of what came meanwhile.
+        self.peak.fetch_max(self.now(), Ordering::Relaxed);
+    }
+
     pub(crate) fn sub(&self, bytes: u64) {
         self.now.fetch_sub(bytes, Ordering::Relaxed);
     }

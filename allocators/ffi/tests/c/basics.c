@@ -111,6 +111,11 @@ static void blocks(aq_runtime runtime) {
     CHECK(asked == 1000 && capacity == 1024);
     OK(aq_block_size(runtime, 0, block, NULL, NULL));
     CHECK(stats_of(runtime, 0).blocks == 1 && stats_of(runtime, 0).requested == 1000);
+    OK(aq_free(runtime, 0, alloc(runtime, 0, 4096, stream)));
+    CHECK(stats_of(runtime, 0).peak_requested == 5096);
+    OK(aq_reset_peaks(runtime, 0));
+    CHECK(stats_of(runtime, 0).peak_requested == 1000 && stats_of(runtime, 0).peak_live == 1024);
+    ANSWERS(AQ_ERROR_NO_DEVICE, aq_reset_peaks(runtime, 2));
 
     ANSWERS(AQ_ERROR_NULL, aq_alloc(runtime, 0, 512, stream, NULL));
     ANSWERS(AQ_ERROR_ZERO_SIZE, aq_alloc(runtime, 0, 0, stream, &address));
