@@ -35,7 +35,7 @@ using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
 // What is called of the library, by its names in aquifer.h. Found at run time, so that a program can name the file.
 #define AQUIFER_CALLS(call)                                                                                              \
     call(aq_last_error) call(aq_status_name) call(aq_device_stats) call(aq_limit) call(aq_set_limit) call(aq_device)     \
-    call(aq_torch_runtime) call(aq_torch_init) call(aq_torch_malloc) call(aq_torch_free) call(aq_torch_record_stream)    \
+    call(aq_reset_peaks) call(aq_torch_runtime) call(aq_torch_init) call(aq_torch_malloc) call(aq_torch_free) call(aq_torch_record_stream)    \
     call(aq_torch_base_alloc) call(aq_torch_reset) call(aq_torch_pool_begin) call(aq_torch_pool_end)                     \
     call(aq_torch_pool_retain) call(aq_torch_pool_release) call(aq_torch_pool_uses)
 
@@ -47,19 +47,11 @@ struct Calls {
 Calls aq;
 
 [[noreturn]] C10_NOINLINE void raise(aq_status status) {
-    const std::string text = aq.aq_last_error();
-    TORCH_CHECK_WITH(OutOfMemoryError, status != AQ_ERROR_OUT_OF_MEMORY && status != AQ_ERROR_OUT_OF_BUDGET, text);
-    TORCH_CHECK(false, aq.aq_status_name(status), ": ", text);
+    TORCH_CHECK(false, aq.aq_status_name(status), ": ", aq.aq_last_error());
 }
 
 void check(aq_status status) {
     if (C10_UNLIKELY(status != AQ_OK)) raise(status);
-}
-
-void* take(size_t size, DeviceIndex device, cudaStream_t stream) {
-    void* memory = nullptr;
-    check(aq.aq_torch_malloc(static_cast<ptrdiff_t>(size), device, stream, &memory));
-    return memory;
 }
 
 // Of a tensor's destructor, which nothing may be raised in.
@@ -103,6 +95,36 @@ uint64_t memory_of(DeviceIndex device) {
     return facts.memory;
 }
 
+// There is no memory: begins as PyTorch's own error does, which programs look for, and goes on with our account.
+[[noreturn]] C10_NOINLINE void refuse(aq_status status, size_t size, DeviceIndex device) {
+    const std::string text = aq.aq_last_error();
+    const bool absurd = size >= 1152921504606846976ULL;
+    const bool memory = status == AQ_ERROR_OUT_OF_MEMORY || status == AQ_ERROR_OUT_OF_BUDGET || status == AQ_ERROR_TOO_LARGE;
+    TORCH_CHECK_WITH(OutOfMemoryError, !absurd, "CUDA out of memory. Tried to allocate more than 1EB memory.");
+    TORCH_CHECK_WITH(
+        OutOfMemoryError, !memory, "CUDA out of memory. Tried to allocate ", c10::CachingAllocator::format_size(size),
+        ". GPU ", static_cast<int>(device), " has a total capacity of ",
+        c10::CachingAllocator::format_size(memory_of(device)), ".\n", text);
+    raise(status);
+}
+
+void* take(size_t size, DeviceIndex device, cudaStream_t stream) {
+    void* memory = nullptr;
+    const aq_status status = aq.aq_torch_malloc(static_cast<ptrdiff_t>(size), device, stream, &memory);
+    if (C10_UNLIKELY(status != AQ_OK)) refuse(status, size, device);
+    return memory;
+}
+
+// The memory fraction that was set last, and the limit that it made.
+struct Fraction {
+    double fraction;
+    uint64_t bytes;
+};
+Fraction& fraction_of(DeviceIndex device) {
+    static Fraction set[C10_COMPILE_TIME_MAX_GPUS];
+    return set[device];
+}
+
 // Whether work on a stream belongs to a capture or a pool. What PyTorch's filter throws must not pass through the library.
 using Filter = std::function<bool(cudaStream_t)>;
 int belongs(void* filter, void* stream) {
@@ -129,6 +151,7 @@ struct Aquifer final : CUDAPluggableAllocator {
             TORCH_CHECK(fraction >= 0 && fraction <= 1, "invalid fraction: ", fraction, ". Please set within [0, 1]");
             const auto bytes = static_cast<uint64_t>(fraction * static_cast<double>(memory_of(static_cast<DeviceIndex>(device))));
             check(aq.aq_set_limit(runtime(), static_cast<uint32_t>(device), bytes, nullptr));
+            fraction_of(static_cast<DeviceIndex>(device)) = {fraction, bytes};
         });
         set_base_alloc_fn([](void* memory, size_t* size) {
             void* base = aq.aq_torch_base_alloc(memory, size);
@@ -179,7 +202,7 @@ struct Aquifer final : CUDAPluggableAllocator {
             stat[0].peak = static_cast<int64_t>(peak);
         };
         const uint64_t active = from.live + from.pending;
-        // Peaks are since the start. Blocks are counted, but not how many there have been at once.
+        // Blocks are counted, but not how many there have been at once.
         set(to.allocation, from.blocks, from.blocks);
         to.allocation[0].allocated = static_cast<int64_t>(from.allocations);
         to.allocation[0].freed = static_cast<int64_t>(from.frees);
@@ -199,8 +222,15 @@ struct Aquifer final : CUDAPluggableAllocator {
         const uint64_t limit = limit_of(device), used = stats.live + stats.pending;
         *largest = limit > used ? limit - used : 0;
     }
+    void resetPeakStats(DeviceIndex device) override {
+        check(aq.aq_reset_peaks(runtime(), static_cast<uint32_t>(device)));
+    }
+    // What was set, to the bit, unless the limit has been changed since.
     double getMemoryFraction(DeviceIndex device) {
-        return std::min(1.0, static_cast<double>(limit_of(device)) / static_cast<double>(memory_of(device)));
+        const auto [fraction, bytes] = fraction_of(device);
+        const uint64_t limit = limit_of(device);
+        if (limit == bytes) return fraction;
+        return std::min(1.0, static_cast<double>(limit) / static_cast<double>(memory_of(device)));
     }
     bool isHistoryEnabled() { return false; }
 

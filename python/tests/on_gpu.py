@@ -76,8 +76,10 @@ def empty_tensors_take_nothing():
 def what_does_not_fit_is_pytorchs_own_error_with_our_account_and_the_next_fits():
     limit, _ = aquifer_torch.limit(0)
     before = live()
-    with raises(torch.OutOfMemoryError, "out of memory"):
+    with raises(torch.OutOfMemoryError, "CUDA out of memory. Tried to allocate", "has a total capacity of"):
         torch.empty(limit + MIB, dtype=torch.uint8, device="cuda")
+    with raises(torch.OutOfMemoryError, "Tried to allocate more than 1EB memory"):
+        torch.empty(1 << 63 >> 2, dtype=torch.uint8, device="cuda")
     with raises(torch.cuda.OutOfMemoryError):
         torch.empty(1 << 45, dtype=torch.uint8, device="cuda")
     assert live() == before
@@ -104,6 +106,9 @@ def the_memory_fraction_is_a_limit():
     before, _ = aquifer_torch.limit(0)
     total = torch.cuda.get_device_properties(0).total_memory
     try:
+        for fraction in (1.0, 0.0, 0.123456789):
+            torch.cuda.set_per_process_memory_fraction(fraction)
+            assert torch.cuda.get_per_process_memory_fraction() == fraction
         torch.cuda.set_per_process_memory_fraction(0.01)
         assert aquifer_torch.limit(0)[0] <= total * 0.011
         torch.cuda.empty_cache()
@@ -195,6 +200,20 @@ def statistics_of_pytorch_are_aquifers():
     shot = aquifer_torch.snapshot()
     assert shot["format"] == "aquifer-snapshot" and shot["devices"][0]["stats"]["blocks"] >= 1
     del x
+
+
+@of("process")
+def peaks_are_counted_from_their_reset():
+    x = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    del x
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+    assert torch.cuda.max_memory_reserved() == torch.cuda.memory_reserved()
+    before = torch.cuda.memory_allocated()
+    x = torch.empty(8 * MIB, dtype=torch.uint8, device="cuda")
+    del x
+    assert torch.cuda.max_memory_allocated() == before + 8 * MIB
 
 
 @of("process")
