@@ -444,6 +444,122 @@ def a_mem_pool_of_the_process_is_a_pool_of_aquifers():
     torch.cuda.synchronize()
 
 
+def temporaries(t, value):
+    return (t.clone() + value) + (t.clone() + value)
+
+
+@of("graphs")
+def graphs_that_follow_each_other_give_what_eager_code_gives():
+    for share in ("apart", "pool()", "graph_pool_handle()"):
+        first, second, stream = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        a = torch.ones(1000, device="cuda")
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            handle = (torch.cuda.graph_pool_handle(),) if share == "graph_pool_handle()" else ()
+            first.capture_begin(*handle)
+            b = a.clone()
+            for _ in range(5):
+                b = temporaries(b, 1)
+            first.capture_end()
+            second.capture_begin(*((first.pool(),) if share == "pool()" else handle))
+            for _ in range(5):
+                b = temporaries(b, 1)
+            second.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        c = a.clone()
+        for graph in (first, second):
+            c = temporaries(temporaries(c, 3), 3)
+            graph.replay()
+        c = temporaries(temporaries(c, 3), 3)
+        assert b.sum().item() == 1000 * 3070, share
+        assert c.sum().item() == 1000 * 442, share
+        del a, b, c, first, second
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+@of("graphs")
+def a_result_outlives_its_graph_and_a_graph_can_be_captured_anew():
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        a = torch.full((1000,), 1.0, device="cuda")
+        graph.capture_begin()
+        b = a
+        for _ in range(10):
+            b = b + 1
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph.replay()
+    assert b.sum().item() == 11000
+    graph.reset()
+    torch.cuda.empty_cache()
+    noise = [torch.full((1000,), -1.0, device="cuda") for _ in range(50)]
+    assert b.sum().item() == 11000
+    with torch.cuda.stream(stream):
+        graph.capture_begin()
+        b.fill_(2.0)
+        for _ in range(10):
+            b = b + 2
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph.replay()
+    assert b.sum().item() == 22000
+    del noise
+
+
+@of("graphs")
+def what_does_not_fit_in_a_capture_is_pytorchs_own_error_and_the_next_capture_works():
+    with raises(torch.OutOfMemoryError, "out of memory"):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(2**40, device="cuda")
+    torch.cuda.synchronize()
+    graph, x, out = graphed()
+    x.fill_(1)
+    graph.replay()
+    assert (out == 9).all().item()
+
+
+@of("graphs")
+def recorded_uses_before_and_within_a_capture_do_not_break_it():
+    busy, a = torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda")
+    before, first, second = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(before):
+        busy.record_stream(before)
+        torch.cuda._sleep(50_000_000)
+        busy.fill_(1.0)
+    del busy
+    with torch.cuda.stream(first):
+        graph.capture_begin()
+        b = a.clone()
+        second.wait_stream(first)
+        with torch.cuda.stream(second):
+            b.fill_(1.0)
+            b.record_stream(second)
+            del b
+        first.wait_stream(second)
+        graph.capture_end()
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.zeros(3, device="cuda")
+    torch.cuda.synchronize()
+
+
+@of("graphs")
+def many_captures_take_no_more_memory_than_a_few():
+    a, b = torch.rand(1024, 512, device="cuda"), torch.rand(512, 64, device="cuda")
+    torch.mm(a, b)
+    before, _ = torch.cuda.mem_get_info()
+    for _ in range(100):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            torch.mm(a, b)
+        graph.replay()
+    after, _ = torch.cuda.mem_get_info()
+    assert after > before - 100e6, (before, after)
+
+
 # ---- torch.compile ----------------------------------------------------------------------------------------------------------
 
 
