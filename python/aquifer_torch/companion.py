@@ -19,7 +19,7 @@ def _header() -> pathlib.Path:
     for place in (_HERE, _HERE.parent.parent / "allocators" / "ffi" / "include"):
         if (place / "aquifer.h").is_file():
             return place
-    raise CompanionError(f"aquifer.h is neither in {_HERE} nor in the project around it")
+    raise CompanionError(f"aquifer.h is neither in {_HERE} nor in the project around it (allocators/ffi/include)")
 
 
 def _cuda_includes() -> list:

@@ -11,7 +11,7 @@ from .errors import AquiferError, LibraryNotFound, LibraryVersion
 VERSION = (0, 2)
 
 DRIVER_MACHINE, DRIVER_SIM, DRIVER_MACHINE_OR_SIM = 0, 1, 2
-STREAMS_RETIRED = 1
+STREAMS_UNTOLD, STREAMS_RETIRED = 0, 1
 READ, WRITE = 1, 2
 
 

@@ -20,7 +20,8 @@ try:
 except cupy.cuda.runtime.CUDARuntimeError as error:
     skip(f"{error}")
 
-library = setup(limit=1 << 30)
+# Streams are destroyed here as Python likes, and nobody is told.
+library = setup(limit=1 << 30, streams_retired=False)
 
 
 # In Python: each array belongs to the stream that is current when it is made, and goes back in that stream's order.

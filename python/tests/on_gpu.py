@@ -143,6 +143,29 @@ def a_block_recorded_on_a_stream_is_not_reused_before_that_stream_is_done():
 
 
 @of("process")
+def blocks_that_wait_for_a_stream_are_waited_for_before_memory_is_refused():
+    before, _ = aquifer_torch.limit(0)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    aquifer_torch.set_limit(aquifer_torch.limit(0)[1] + 640 * MIB, 0)
+    try:
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            y = torch.zeros(40 * MIB, device="cuda")
+        for _ in range(40):
+            x = torch.ones(40 * MIB, device="cuda")
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                y += x
+            x.record_stream(stream)
+            del x
+        torch.cuda.synchronize()
+        assert (y == 40).all().item()
+    finally:
+        aquifer_torch.set_limit(before, 0)
+
+
+@of("process")
 def a_block_that_was_freed_on_its_own_stream_is_reused_at_once():
     torch.cuda.synchronize()
     x = torch.empty(MIB, dtype=torch.uint8, device="cuda")
@@ -574,6 +597,19 @@ def compiled_code_gives_what_eager_code_gives():
     model.zero_grad()
     compiled(x).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
+
+
+@of("compile")
+def graph_trees_are_refused_by_pytorch():
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: (x * 2).relu() + 1, mode="reduce-overhead")
+    x = torch.randn(64, device="cuda")
+    try:
+        for _ in range(4):
+            compiled(x)
+        print("    not refused any more: reduce-overhead")
+    except RuntimeError as error:
+        assert "support" in str(error), error
 
 
 # ---- a MemPool under PyTorch's own allocator --------------------------------------------------------------------------------
