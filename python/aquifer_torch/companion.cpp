@@ -54,13 +54,16 @@ void check(aq_status status) {
     if (C10_UNLIKELY(status != AQ_OK)) raise(status);
 }
 
-// Of a tensor's destructor, which nothing may be raised in.
+// What PyTorch calls in destructors may raise nothing.
+C10_NOINLINE void report(const char* what, aq_status status) {
+    std::fprintf(stderr, "aquifer: %s: %s: %s\n", what, aq.aq_status_name(status), aq.aq_last_error());
+}
+
+// Of a tensor's destructor.
 void drop(void* memory) {
     if (memory == nullptr) return;
     const aq_status status = aq.aq_torch_free(memory, 0, -1, nullptr);
-    if (C10_UNLIKELY(status != AQ_OK)) {
-        std::fprintf(stderr, "aquifer: %p was not freed: %s: %s\n", memory, aq.aq_status_name(status), aq.aq_last_error());
-    }
+    if (C10_UNLIKELY(status != AQ_OK)) report("a tensor's memory was not freed", status);
 }
 
 DeviceIndex current_device() {
@@ -146,7 +149,11 @@ struct Aquifer final : CUDAPluggableAllocator {
               },
               [](void* memory, size_t, int, cudaStream_t) { drop(memory); }) {
         set_init_fn([](int devices) { check(aq.aq_torch_init(devices)); });
-        set_reset_fn([] { check(aq.aq_torch_reset()); });
+        set_reset_fn([] {
+            // Also of a MemPool's destructor.
+            const aq_status status = aq.aq_torch_reset();
+            if (status != AQ_OK) report("memory was not given back", status);
+        });
         set_memory_fraction_fn([](double fraction, int device) {
             TORCH_CHECK(fraction >= 0 && fraction <= 1, "invalid fraction: ", fraction, ". Please set within [0, 1]");
             const auto bytes = static_cast<uint64_t>(fraction * static_cast<double>(memory_of(static_cast<DeviceIndex>(device))));
@@ -171,7 +178,9 @@ struct Aquifer final : CUDAPluggableAllocator {
             check(aq.aq_torch_pool_end(device, id.first, id.second));
         });
         set_release_pool([](int device, MempoolId_t id) {
-            check(aq.aq_torch_pool_release(device, id.first, id.second));
+            // Of a graph's destructor, or a MemPool's.
+            const aq_status status = aq.aq_torch_pool_release(device, id.first, id.second);
+            if (status != AQ_OK) report("a pool was not released", status);
         });
     }
 

@@ -83,6 +83,6 @@ def step():
     return loss
 
 
-for _ in range(arguments.steps or 40):
+for _ in range(arguments.steps or 30):
     run.step(step)
 run.report()

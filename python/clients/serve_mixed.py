@@ -104,6 +104,6 @@ def step():
     return drawn
 
 
-for _ in range(arguments.steps or 40):
+for _ in range(arguments.steps or 30):
     run.step(step)
 run.report()
