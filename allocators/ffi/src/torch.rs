@@ -310,6 +310,10 @@ pub extern "C" fn aq_torch_reset() -> aq_status {
         here::with(the_runtime()?, |shared| {
             for pool in shared.runtime.devices() {
                 pool.trim(0)?;
+                if pool.stats().cached > 0 {
+                    // What was covered by no event is by now, and where the device is idle that event is done.
+                    pool.trim(0)?;
+                }
             }
             Ok(())
         })

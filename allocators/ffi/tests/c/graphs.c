@@ -70,6 +70,10 @@ int main(void) {
     touch(runtime, stream, x, MIB, AQ_READ);
     touch(runtime, stream, out, MIB, AQ_WRITE);
     aq_torch_free(x, MIB, -1, NULL);
+    /* What does not fit is refused as ever, and breaks no capture. */
+    void *none = NULL;
+    ANSWERS(AQ_ERROR_TOO_LARGE, aq_torch_malloc((ptrdiff_t)1 << 42, 0, stream, &none));
+    ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_malloc((ptrdiff_t)512 * MIB, 0, stream, &none));
     uint64_t graph = 0;
     OK(aq_sim_capture_end(runtime, 0, stream, &graph));
     OK(aq_torch_pool_end(0, 1, 0));
@@ -111,7 +115,6 @@ int main(void) {
     /* It stays while it has a user, and while a block of it is out. */
     OK(aq_sim_stream_synchronize(runtime, 0, stream));
     OK(aq_sim_stream_synchronize(runtime, 0, other));
-    aq_torch_free(in, MIB, -1, NULL);
     aq_torch_free(outside, MIB, -1, NULL);
     OK(aq_torch_pool_release(0, 1, 0));
     OK(aq_torch_pool_release(0, 1, 0));
@@ -120,6 +123,7 @@ int main(void) {
     OK(aq_sim_graph_launch(runtime, 0, graph, stream));
     OK(aq_sim_graph_destroy(runtime, 0, graph));
     OK(aq_sim_graph_destroy(runtime, 0, second));
+    aq_torch_free(in, MIB, -1, NULL);
     OK(aq_torch_pool_release(0, 1, 0));
     ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_torch_pool_release(0, 1, 0));
     CHECK(stats_of(runtime, 0).physical > 0);
