@@ -125,8 +125,9 @@ impl Neighbour {
     fn end(mut self) -> String {
         drop(self.0.stdin.take());
         let lines = BufReader::new(self.0.stdout.take().unwrap()).lines();
+        // To the end: whoever writes to a pipe that nobody reads any more ends with an error.
         let said =
-            lines.map(Result::unwrap).find_map(|line| Some(line.split_once("neighbour: ")?.1.to_owned()));
+            lines.filter_map(|line| Some(line.unwrap().split_once("neighbour: ")?.1.to_owned())).last();
         assert!(self.0.wait().unwrap().success());
         said.unwrap()
     }

@@ -248,6 +248,10 @@ struct Aquifer final : CUDAPluggableAllocator {
         TORCH_CHECK(!allocator, "a MemPool with an allocator of its own needs PyTorch's own allocator underneath");
         check(aq.aq_torch_pool_retain(device, id.first, id.second));
     }
+    // A MemPool's destructor takes this back, whether it was asked or not, and may raise nothing.
+    void setUseOnOOM(DeviceIndex, MempoolId_t, bool use) {
+        TORCH_CHECK(!use, "pools are not taken from when memory is out: aquifer moves memory together by itself");
+    }
     int getPoolUseCount(DeviceIndex device, MempoolId_t id) {
         int uses = 0;
         check(aq.aq_torch_pool_uses(device, id.first, id.second, &uses));

@@ -205,19 +205,43 @@ fn what_makes_no_sense_is_refused_by_its_code() {
     // Work of a stream that took part, and is not waited for.
     m.order(a, b);
     m.write(b, x);
-    assert_eq!(code(m.driver.capture_end(b)), 903);
     assert_eq!(code(m.driver.capture_end(a)), 904);
+    m.driver.capture_begin(a, CaptureMode::ThreadLocal).unwrap();
+    m.order(a, b);
+    assert_eq!(code(m.driver.capture_end(b)), 903);
+    assert_eq!(code(m.driver.capture_end(a)), 901, "and that breaks it");
     assert_eq!(m.driver.capture_status(b), Ok(CaptureStatus::None), "that ends it too");
     // A stream that took part without work needs no joining.
     m.driver.capture_begin(a, CaptureMode::ThreadLocal).unwrap();
     let event = m.fence(a);
     m.driver.stream_wait_event(b, event).unwrap();
     m.driver.capture_end(a).unwrap();
-    assert_eq!(code(m.driver.event_query(event)), 907);
-    assert_eq!(code(m.driver.event_synchronize(event)), 907);
+    assert_eq!(code(m.driver.event_query(event)), 1);
+    assert_eq!(code(m.driver.event_synchronize(event)), 1);
     assert_eq!(code(m.driver.stream_wait_event(b, event)), 1, "its capture is over");
     m.driver.event_record(event, a).unwrap();
     assert_eq!(m.driver.event_query(event), Ok(true), "recorded again it is an event as any");
+}
+
+#[test]
+fn instantiating_beside_a_strict_capture_breaks_it_and_is_refused() {
+    let m = bytes();
+    let (a, b, x) = (m.stream(), m.stream(), m.alloc(4));
+    m.driver.capture_begin(a, CaptureMode::ThreadLocal).unwrap();
+    m.write(a, x);
+    let graph = m.driver.capture_end(a).unwrap();
+    m.driver.capture_begin(b, CaptureMode::Global).unwrap();
+    assert_eq!(code(m.driver.graph_instantiate(graph)), 900);
+    assert_eq!(code(m.driver.capture_end(b)), 901);
+    m.driver.capture_begin(b, CaptureMode::Relaxed).unwrap();
+    let exec = m.driver.graph_instantiate(graph).unwrap();
+    let other = m.driver.capture_end(b).unwrap();
+    // SAFETY: 1. no copy of a handle is kept.
+    unsafe {
+        m.driver.graph_exec_destroy(exec).unwrap();
+        m.driver.graph_destroy(graph).unwrap();
+        m.driver.graph_destroy(other).unwrap();
+    }
 }
 
 #[test]

@@ -135,6 +135,7 @@ impl State {
         let id = self.streams[place].capture.ok_or(codes::ILLEGAL_STATE)?;
         let capture = self.captures.open.get(&id).ok_or(codes::ILLEGAL_STATE)?;
         if !self.began(place) {
+            self.captures.invalidate(id);
             return Err(codes::CAPTURE_UNMATCHED);
         }
         if capture.thread != thread::current().id() && capture.mode != CaptureMode::Relaxed {
@@ -222,6 +223,14 @@ impl State {
         let capture = self.streams[stream].capture?;
         let tail = self.captures.open.get_mut(&capture)?.member(stream)?.tail.clone();
         Some(Captured { capture, tail })
+    }
+
+    /// A query of, or a wait for, an event that was recorded in a capture: while that is open it says so, and later it is
+    /// no event that there is.
+    pub(crate) fn refuse_captured(&self, event: Option<&Captured>) -> Result<(), Refused> {
+        let Some(Captured { capture, .. }) = event else { return Ok(()) };
+        let open = self.captures.open.contains_key(capture);
+        Err(if open { codes::CAPTURED_EVENT } else { codes::INVALID_VALUE })
     }
 
     /// A query of, or a wait for, a stream that captures.

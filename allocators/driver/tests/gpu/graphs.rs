@@ -241,10 +241,11 @@ fn mapping_leaves_a_capture_alone_and_its_graph_runs_over_what_is_mapped_later()
     begin(&driver, s.raw);
     let first = map();
     fill(&driver, s.raw, range, 5);
-    unmap(first);
     let graph = driver.capture_end(s.raw).unwrap();
+    // A fill over what is mapped nowhere is refused here, with 1.
     let exec = driver.graph_instantiate(graph).unwrap();
     destroy(&driver, graph);
+    unmap(first);
     // The addresses are what a graph keeps, and other memory lies there now.
     let second = map();
     launch(&driver, exec, s.raw).unwrap();

@@ -65,13 +65,11 @@ impl Events for Shared {
         let call = Call::EventQuery;
         let mut state = self.enter(call, Some(event.device()))?;
         state.captures.disturb().map_err(at(call))?;
-        let there = state.event(event).map_err(at(call))?;
-        if there.captured.is_some() {
-            return Err(at(call)(codes::CAPTURED_EVENT));
-        }
+        let captured = state.event(event).map_err(at(call))?.captured.clone();
+        state.refuse_captured(captured.as_ref()).map_err(at(call))?;
         self.cost(call, 0);
         // Taken out and put back, since a clock is not worth a copy at every poll.
-        let Some(point) = there.point.take() else { return Ok(true) };
+        let Some(point) = state.event(event).map_err(at(call))?.point.take() else { return Ok(true) };
         let done = state.reached(point.stream, point.count);
         if done {
             state.host_learns(&point.clock);
@@ -84,12 +82,10 @@ impl Events for Shared {
         let call = Call::EventSynchronize;
         let mut state = self.enter(call, Some(event.device()))?;
         state.captures.disturb().map_err(at(call))?;
-        let there = state.event(event).map_err(at(call))?;
-        if there.captured.is_some() {
-            return Err(at(call)(codes::CAPTURED_EVENT));
-        }
+        let captured = state.event(event).map_err(at(call))?.captured.clone();
+        state.refuse_captured(captured.as_ref()).map_err(at(call))?;
         self.cost(call, 0);
-        let Some(point) = there.point.clone() else { return Ok(()) };
+        let Some(point) = state.event(event).map_err(at(call))?.point.clone() else { return Ok(()) };
         let waits = !state.reached(point.stream, point.count);
         let mut state = self.run_until(state, point.stream, point.count);
         state.device(event.device()).map_err(at(call))?;

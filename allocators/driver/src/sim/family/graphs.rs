@@ -39,6 +39,7 @@ impl Graphs for Shared {
     fn graph_instantiate(&self, graph: RawGraph) -> Result<RawGraphExec> {
         let call = Call::GraphInstantiate;
         let mut state = self.enter(call, Some(graph.device()))?;
+        state.captures.disturb().map_err(at(call))?;
         let handle = state.instantiate(graph).map_err(at(call))?;
         self.cost(call, 0);
         // SAFETY: 1. The handle is that of the executable just made.
