@@ -23,6 +23,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <string>
 
 namespace {
 
@@ -46,8 +47,23 @@ struct Calls {
 };
 Calls aq;
 
+// Texts are put together here and raised as they are: where compilers link the C++ library statically, its streams, which
+// PyTorch's macros would use, have no locale within this file.
 [[noreturn]] C10_NOINLINE void raise(aq_status status) {
-    TORCH_CHECK(false, aq.aq_status_name(status), ": ", aq.aq_last_error());
+    const std::string text = std::string(aq.aq_status_name(status)) + ": " + aq.aq_last_error();
+    TORCH_CHECK(false, text);
+}
+
+// As PyTorch writes them.
+std::string bytes_text(uint64_t bytes) {
+    const char* const units[] = {" KiB", " MiB", " GiB"};
+    if (bytes <= 1024) return std::to_string(bytes) + " bytes";
+    double size = static_cast<double>(bytes) / 1024;
+    int unit = 0;
+    for (; size > 1024 && unit < 2; ++unit) size /= 1024;
+    char text[64];
+    std::snprintf(text, sizeof text, "%.2f", size);
+    return std::string(text) + units[unit];
 }
 
 void check(aq_status status) {
@@ -104,10 +120,9 @@ uint64_t memory_of(DeviceIndex device) {
     const bool absurd = size >= 1152921504606846976ULL;
     const bool memory = status == AQ_ERROR_OUT_OF_MEMORY || status == AQ_ERROR_OUT_OF_BUDGET || status == AQ_ERROR_TOO_LARGE;
     TORCH_CHECK_WITH(OutOfMemoryError, !absurd, "CUDA out of memory. Tried to allocate more than 1EB memory.");
-    TORCH_CHECK_WITH(
-        OutOfMemoryError, !memory, "CUDA out of memory. Tried to allocate ", c10::CachingAllocator::format_size(size),
-        ". GPU ", static_cast<int>(device), " has a total capacity of ",
-        c10::CachingAllocator::format_size(memory_of(device)), ".\n", text);
+    const std::string said = "CUDA out of memory. Tried to allocate " + bytes_text(size) + ". GPU " + std::to_string(device) +
+        " has a total capacity of " + bytes_text(memory_of(device)) + ".\n" + text;
+    TORCH_CHECK_WITH(OutOfMemoryError, !memory, said);
     raise(status);
 }
 
@@ -155,14 +170,16 @@ struct Aquifer final : CUDAPluggableAllocator {
             if (status != AQ_OK) report("memory was not given back", status);
         });
         set_memory_fraction_fn([](double fraction, int device) {
-            TORCH_CHECK(fraction >= 0 && fraction <= 1, "invalid fraction: ", fraction, ". Please set within [0, 1]");
+            const std::string invalid = "invalid fraction: " + std::to_string(fraction) + ". Please set within [0, 1]";
+            TORCH_CHECK(fraction >= 0 && fraction <= 1, invalid);
             const auto bytes = static_cast<uint64_t>(fraction * static_cast<double>(memory_of(static_cast<DeviceIndex>(device))));
             check(aq.aq_set_limit(runtime(), static_cast<uint32_t>(device), bytes, nullptr));
             fraction_of(static_cast<DeviceIndex>(device)) = {fraction, bytes};
         });
         set_base_alloc_fn([](void* memory, size_t* size) {
             void* base = aq.aq_torch_base_alloc(memory, size);
-            TORCH_CHECK(base != nullptr, aq.aq_last_error());
+            const std::string said = base == nullptr ? aq.aq_last_error() : "";
+            TORCH_CHECK(base != nullptr, said);
             return base;
         });
         set_record_stream_fn([](void* memory, cudaStream_t stream) {
@@ -262,7 +279,8 @@ struct Aquifer final : CUDAPluggableAllocator {
 template <typename F>
 void find(void* library, const char* name, F& to) {
     to = reinterpret_cast<F>(dlsym(library, name));
-    TORCH_CHECK(to != nullptr, "the library has no ", name, ": it is of another version than aquifer_torch");
+    const std::string said = std::string("the library has no ") + name + ": it is of another version than aquifer_torch";
+    TORCH_CHECK(to != nullptr, said);
 }
 
 // Runs `work`, and writes what it throws to `error`: 0, 1 for an allocator that is in use already, or 2.
@@ -290,7 +308,8 @@ int told(char* error, size_t bytes, Work work) {
 extern "C" __attribute__((visibility("default"))) int aquifer_companion_install(const char* path, char* error, size_t bytes) {
     return told(error, bytes, [&] {
         void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-        TORCH_CHECK(library != nullptr, dlerror());
+        const std::string said = library == nullptr ? dlerror() : "";
+        TORCH_CHECK(library != nullptr, said);
 #define AQUIFER_FIND(name) find(library, #name, aq.name);
         AQUIFER_CALLS(AQUIFER_FIND)
 #undef AQUIFER_FIND

@@ -37,6 +37,13 @@ def _cuda_includes() -> list:
     return [place for place in dict.fromkeys(places) if place.is_dir()]
 
 
+def _cxx_library() -> list:
+    """The C++ library that PyTorch has loaded: where a compiler would link another one, statically, texts could not be made."""
+    with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+        found = {line.split(maxsplit=5)[5].strip() for line in maps if "/libstdc++.so" in line}
+    return sorted(found)[:1]
+
+
 def _cache() -> pathlib.Path:
     home = os.environ.get("AQUIFER_CACHE") or os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return pathlib.Path(home) / "aquifer_torch"
@@ -66,7 +73,7 @@ def build(source=_HERE / "companion.cpp") -> pathlib.Path:
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     command = [compiler, "-std=c++17", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
     command += [f"-I{header}", f"-isystem{root / 'include'}"] + [f"-isystem{place}" for place in includes]
-    libraries = [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cuda", "-lc10_cuda", "-ltorch_cpu", "-lc10", "-ldl"]
+    libraries = _cxx_library() + [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-ltorch_cuda", "-lc10_cuda", "-ltorch_cpu", "-lc10", "-ldl"]
     name = hashlib.sha256()
     for part in (torch.__version__, str(command), source.read_text(), (header / "aquifer.h").read_text()):
         name.update(part.encode() + b"\0")
