@@ -1,8 +1,8 @@
 //! Streams that are leased and come back.
 
 use crate::{Life, Stream, Timeline};
-use aquifer_core::{DeviceId, Id, IdSpace, MemoryError, Result};
-use aquifer_driver::{Driver, KeepAlive, RawStream};
+use aquifer_core::{DeviceId, DriverError, Id, IdSpace, MemoryError, Result};
+use aquifer_driver::{Driver, KeepAlive, RawStream, Relaxed};
 use std::{
     collections::HashMap,
     fmt,
@@ -402,14 +402,20 @@ impl Inner {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lost(&self, error: aquifer_core::DriverError) -> MemoryError {
+    fn lost(&self, error: DriverError) -> MemoryError {
         MemoryError::driver(self.device, error)
+    }
+
+    /// The driver's number of a stream, which breaks nobody's capture.
+    fn id_of(&self, raw: RawStream) -> Result<u64, DriverError> {
+        let _relaxed = Relaxed::enter(&*self.driver);
+        self.driver.stream_id(raw)
     }
 
     /// A new stream of the driver's; its number is known only under the lock.
     fn make(&self, kind: Lease) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
         let raw = self.driver.stream_create(self.device, kind.priority).map_err(|e| self.lost(e))?;
-        let id = match self.driver.stream_id(raw) {
+        let id = match self.id_of(raw) {
             Ok(id) => id,
             Err(error) => {
                 self.unmake(raw);
@@ -448,9 +454,7 @@ impl Inner {
         }
         let same = match known.life() {
             Life::Owned | Life::KeptAlive(_) | Life::Legacy | Life::Thread(_) => true,
-            Life::Retired | Life::Fenced => {
-                self.driver.stream_id(raw).map_err(|e| self.lost(e))? == known.id()
-            }
+            Life::Retired | Life::Fenced => self.id_of(raw).map_err(|e| self.lost(e))? == known.id(),
         };
         Ok(same.then_some(known))
     }
@@ -461,7 +465,7 @@ impl Inner {
         if let Some(known) = self.lookup(raw)? {
             return Ok(known);
         }
-        let id = self.driver.stream_id(raw).map_err(|e| self.lost(e))?;
+        let id = self.id_of(raw).map_err(|e| self.lost(e))?;
         // Before the other lock is taken: whoever leases takes the two in the other order.
         let number = {
             let mut slots = self.slots();

@@ -9,7 +9,7 @@ mod support;
 
 use aquifer_core::{DeviceId, Gate, MemoryError};
 use aquifer_driver::{Access, Call, CaptureMode, sim::Sim};
-use aquifer_stream::{Fence, Grid, HostOwned, Stream, UseList};
+use aquifer_stream::{Fence, Grid, HostOwned, Life, Stream, UseList};
 use std::{
     ptr::NonNull,
     sync::{Arc, Barrier},
@@ -35,6 +35,25 @@ const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, 
 
 fn capturing(stream: &Stream) -> MemoryError {
     MemoryError::Capturing { stream: stream.raw().handle() }
+}
+
+#[test]
+fn a_stream_is_leased_or_taken_in_while_another_captures_and_breaks_nothing() {
+    for mode in MODES {
+        let rig = Rig::stepped(1);
+        let (s, driver) = (rig.lease(), rig.sim.driver());
+        let foreign = driver.stream_create(s.device(), 0).unwrap();
+        driver.capture_begin(s.raw(), mode).unwrap();
+        rig.launch(&s);
+        // SAFETY: 1. it is destroyed at the end.
+        let taken = unsafe { rig.pool.adopt(foreign, Life::Fenced) }.unwrap();
+        // SAFETY: 1. as above. Known already, it is asked whether it is the same.
+        let again = unsafe { rig.pool.adopt(foreign, Life::Fenced) }.unwrap();
+        assert_eq!(rig.end_capture(s.raw()), Ok(1));
+        drop((taken, again));
+        // SAFETY: 1. no copy of the handle is used any more.
+        unsafe { driver.stream_destroy(foreign) }.unwrap();
+    }
 }
 
 #[test]

@@ -327,13 +327,10 @@ impl Memory {
             state.enter(capture);
             state.take(capture, of, bytes, align, grid)
         };
-        let range = match found {
+        let again =
+            || (self.look() > 0).then(|| self.state().take(capture, of, bytes, align, grid)).flatten();
+        let range = match found.or_else(again) {
             Some(range) => range,
-            None if self.look() > 0
-                && let Some(range) = self.state().take(capture, of, bytes, align, grid) =>
-            {
-                range
-            }
             None => self.grow(stream, bytes, &request, capture)?,
         };
         Ok(self.lend(stream, range, &request, capture))

@@ -117,6 +117,9 @@ fn captures(driver: &Arc<dyn Driver>, answers: &mut Answers) {
             })
         });
         end(answers, "end a capture beside a launch", &a);
+        answers.note("capture beside a question", begin());
+        answers.note("number of a stream beside a capture", driver.stream_id(b.raw));
+        end(answers, "end a capture beside a question", &a);
         answers.note("capture beside an end", begin());
         let ended = driver.graph_exec_destroy(exec);
         answers.note("end an executable beside a capture", ended);

@@ -46,6 +46,7 @@ impl Streams for Shared {
 
     fn stream_id(&self, stream: RawStream) -> Result<u64> {
         let mut state = self.enter(Call::StreamId, Some(stream.device()))?;
+        state.captures.disturb().map_err(at(Call::StreamId))?;
         self.cost(Call::StreamId, 0);
         let place = state.stream(stream).map_err(at(Call::StreamId))?;
         Ok(state.streams[place].id)
