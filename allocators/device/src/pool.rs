@@ -1,5 +1,7 @@
 //! The caching pool of one device.
 
+mod figures;
+
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
     apart::Apart,
@@ -21,7 +23,7 @@ use crate::{
 use aquifer_core::{
     __opaque::Sealed,
     Action, Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
-    budget::{Holding, Registration},
+    budget::Registration,
     event::{self, Ticket},
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, Ownership, site};
@@ -339,26 +341,6 @@ impl DevicePool {
         Ok(block)
     }
 
-    /// Bytes held from the driver now, as [`PoolStats::physical`] says, without looking at what they are used for.
-    #[inline]
-    #[must_use]
-    pub fn physical(&self) -> u64 {
-        match &self.handle.detour {
-            Some(Detour::Direct(direct)) => self.inner().held() + direct.stats().physical,
-            _ => self.inner().held(),
-        }
-    }
-
-    /// Bytes that live blocks of this tag hold here. Looks through all caches; never blocks on the driver.
-    #[must_use]
-    pub fn held_by(&self, tag: Tag) -> u64 {
-        let inner = self.inner();
-        let of = |holding: &Holding| if holding.tag == tag { holding.bytes } else { 0 };
-        let cached: u64 =
-            inner.homes().iter().map(|home| home.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>())).sum();
-        cached + inner.apart.holdings().iter().map(of).sum::<u64>()
-    }
-
     /// Drops a block, or what holds one, and names the caller's line in what [debugging](crate::Debugging) reports of it
     /// from now on. A plain drop is as good, but for that.
     #[track_caller]
@@ -421,44 +403,6 @@ impl DevicePool {
                 Ok(gone + direct.trim(keep)?)
             }
             Some(Detour::Checked(checked)) => checked.trim(keep),
-        }
-    }
-
-    /// What the pool holds.
-    #[must_use]
-    pub fn stats(&self) -> PoolStats {
-        match &self.handle.detour {
-            None => self.inner().stats(),
-            Some(Detour::Direct(direct)) => self.inner().stats_over(direct.stats()),
-            Some(Detour::Checked(checked)) => checked.stats(),
-        }
-    }
-
-    /// Counts the peaks of [`DevicePool::stats`] from what is held now. Never blocks.
-    ///
-    /// ```
-    /// use aquifer_device::{DevicePool, PoolConfig, Request};
-    /// use aquifer_driver::{DeviceId, sim::Sim};
-    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
-    /// drop(pool.alloc(&pool.stream()?, Request::bytes(4096))?);
-    /// assert_eq!(pool.stats().peak_requested, 4096);
-    /// pool.reset_peaks();
-    /// assert_eq!(pool.stats().peak_requested, 0);
-    /// # Ok::<(), aquifer_core::MemoryError>(())
-    /// ```
-    pub fn reset_peaks(&self) {
-        let inner = self.inner();
-        inner.homes().iter().for_each(|home| home.with(|s| s.reset_peaks()));
-        match &inner.physical {
-            Physical::Mapped(mapped) => mapped.held().reset_peak(),
-            Physical::Plain(plain) => plain.held().reset_peak(),
-        }
-        inner.apart.reset_peaks();
-        if let Some(direct) = inner.bypass() {
-            direct.reset_peaks();
-        }
-        if let Some(checked) = self.checked() {
-            checked.reset_peaks();
         }
     }
 
@@ -701,29 +645,6 @@ impl Inner {
             Physical::Plain(plain) => plain.held().now(),
         };
         cached + self.apart.held().now()
-    }
-
-    pub(crate) fn stats(&self) -> PoolStats {
-        self.stats_over(PoolStats::default())
-    }
-
-    /// What the pool holds besides what `stats` says.
-    fn stats_over(&self, mut stats: PoolStats) -> PoolStats {
-        for home in self.homes() {
-            home.with(|s| s.add_to(&mut stats));
-        }
-        let held = match &self.physical {
-            Physical::Mapped(mapped) => {
-                stats.cached += mapped.spare_bytes();
-                mapped.held()
-            }
-            Physical::Plain(plain) => plain.held(),
-        };
-        stats.physical += held.now();
-        stats.peak_physical += held.peak();
-        self.apart.add_to(&mut stats);
-        self.counters.add_to(&mut stats);
-        stats
     }
 
     /// A cache has retired whose stream could not be waited for: work may still run on what it held.
