@@ -10,7 +10,7 @@ use super::{
     queue::{Kind, Task},
     state::{Refused, State},
 };
-use crate::{CaptureMode, CaptureStatus, DeviceId, RawStream};
+use crate::{CaptureMode, CaptureStatus, DeviceId, RawEvent, RawStream};
 use std::{
     collections::HashMap,
     thread::{self, ThreadId},
@@ -227,9 +227,9 @@ impl State {
 
     /// A query of, or a wait for, an event that was recorded in a capture: while that is open it says so, and later it is
     /// no event that there is.
-    pub(crate) fn refuse_captured(&self, event: Option<&Captured>) -> Result<(), Refused> {
-        let Some(Captured { capture, .. }) = event else { return Ok(()) };
-        let open = self.captures.open.contains_key(capture);
+    pub(crate) fn refuse_captured(&mut self, event: RawEvent) -> Result<(), Refused> {
+        let Some(capture) = self.event(event)?.captured.as_ref().map(|at| at.capture) else { return Ok(()) };
+        let open = self.captures.open.contains_key(&capture);
         Err(if open { codes::CAPTURED_EVENT } else { codes::INVALID_VALUE })
     }
 

@@ -65,8 +65,7 @@ impl Events for Shared {
         let call = Call::EventQuery;
         let mut state = self.enter(call, Some(event.device()))?;
         state.captures.disturb().map_err(at(call))?;
-        let captured = state.event(event).map_err(at(call))?.captured.clone();
-        state.refuse_captured(captured.as_ref()).map_err(at(call))?;
+        state.refuse_captured(event).map_err(at(call))?;
         self.cost(call, 0);
         // Taken out and put back, since a clock is not worth a copy at every poll.
         let Some(point) = state.event(event).map_err(at(call))?.point.take() else { return Ok(true) };
@@ -82,8 +81,7 @@ impl Events for Shared {
         let call = Call::EventSynchronize;
         let mut state = self.enter(call, Some(event.device()))?;
         state.captures.disturb().map_err(at(call))?;
-        let captured = state.event(event).map_err(at(call))?.captured.clone();
-        state.refuse_captured(captured.as_ref()).map_err(at(call))?;
+        state.refuse_captured(event).map_err(at(call))?;
         self.cost(call, 0);
         let Some(point) = state.event(event).map_err(at(call))?.point.clone() else { return Ok(()) };
         let waits = !state.reached(point.stream, point.count);
