@@ -39,6 +39,14 @@ use std::{
 /// Elements that each piece of captured work is over: 64 KiB.
 const LEN: u32 = 16 << 10;
 
+/// The end of kernels that count in `bad` what is not so.
+const COUNT_UNLESS_EARLY: &str = "
+    @%early bra DONE;
+    ld.param.u64 %a3, [bad];
+    cvta.to.global.u64 %a3, %a3;
+    mov.u32 %r1, 1;
+    red.global.add.u32 [%a3], %r1;";
+
 /// `differs(a, b, more, n, bad, spin)`: counts in `bad` where `b[i]` is not `a[i] + more`.
 fn differs() -> String {
     let params =
@@ -54,13 +62,8 @@ fn differs() -> String {
     ld.global.u32 %r2, [%a1];
     add.u32 %r1, %r1, %r2;
     ld.global.u32 %r2, [%a2];
-    setp.eq.u32 %early, %r1, %r2;
-    @%early bra DONE;
-    ld.param.u64 %a3, [bad];
-    cvta.to.global.u64 %a3, %a3;
-    mov.u32 %r1, 1;
-    red.global.add.u32 [%a3], %r1;";
-    kernel("differs", params, body)
+    setp.eq.u32 %early, %r1, %r2;";
+    kernel("differs", params, &(body.to_owned() + COUNT_UNLESS_EARLY))
 }
 
 /// `is_not(x, value, n, bad, spin)`: counts in `bad` where `x[i]` is not `value`.
@@ -72,13 +75,8 @@ fn is_not() -> String {
     add.s64 %a1, %a1, %at;
     ld.param.u32 %r1, [value];
     ld.global.u32 %r2, [%a1];
-    setp.eq.u32 %early, %r1, %r2;
-    @%early bra DONE;
-    ld.param.u64 %a3, [bad];
-    cvta.to.global.u64 %a3, %a3;
-    mov.u32 %r1, 1;
-    red.global.add.u32 [%a3], %r1;";
-    kernel("is_not", params, body)
+    setp.eq.u32 %early, %r1, %r2;";
+    kernel("is_not", params, &(body.to_owned() + COUNT_UNLESS_EARLY))
 }
 
 struct Rig {
