@@ -64,15 +64,15 @@
 //! grows changed random rows by -4 to +4 %; a leaf of the map from pages to records remembered from call to call by less
 //! than 1 %. Neither is worth its rules.
 
+mod figures;
 pub(crate) mod vacancy;
 
 use crate::{
     BLOCK_ALIGN, Block, Request,
     block::{Asked, Extras, Freed, Place, Rare, UntilFree, Way},
-    leasing::Holds,
     pool::Inner,
 };
-use aquifer_core::{Action, MemoryError, PoolStats, Tag, budget::Holding, event::Ticket};
+use aquifer_core::{Action, MemoryError, Tag, budget::Holding, event::Ticket};
 use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream};
 use aquifer_heap::{Config, Heap, Key, Range};
 use aquifer_stream::{LastUse, Noted, Spin, StreamPool, Timeline, UseList, Uses};
@@ -614,59 +614,6 @@ impl State {
             holding.bytes += request.size();
             holding.blocks += 1;
         }
-    }
-
-    /// Bytes that have an owner, and bytes in the cache or on their way there.
-    pub(crate) fn holds(&self) -> Holds {
-        let live = self.live();
-        Holds { live, free: self.heap.managed_bytes() - live }
-    }
-
-    /// Bytes of the blocks that have an owner.
-    #[inline]
-    fn live(&self) -> u64 {
-        self.heap.live_bytes() - self.account.pending
-    }
-
-    /// Blocks that have an owner.
-    fn blocks(&self) -> u64 {
-        self.heap.live_blocks() - self.account.pending_blocks
-    }
-
-    /// Adds what is counted here.
-    pub(crate) fn add_to(&self, stats: &mut PoolStats) {
-        let blocks = self.blocks();
-        stats.live += self.live();
-        stats.requested += self.account.requested;
-        stats.pending += self.account.pending;
-        stats.blocks += blocks;
-        stats.allocations += self.account.allocations;
-        stats.frees += self.account.allocations - blocks;
-        stats.peak_live += self.account.peak_live;
-        stats.peak_requested += self.account.peak_requested;
-        stats.cached += self.heap.managed_bytes() - self.heap.live_bytes();
-    }
-
-    /// Counts peaks from what is held now.
-    pub(crate) fn reset_peaks(&mut self) {
-        self.account.peak_live = self.live();
-        self.account.peak_requested = self.account.requested;
-    }
-
-    /// What each tag holds.
-    pub(crate) fn holdings(&self) -> impl Iterator<Item = Holding> {
-        let tagged = &self.account.tagged;
-        let untagged = Holding {
-            tag: Tag::NONE,
-            bytes: self.account.requested - tagged.iter().map(|h| h.bytes).sum::<u64>(),
-            blocks: self.blocks() - tagged.iter().map(|h| h.blocks).sum::<u64>(),
-        };
-        std::iter::once(untagged).chain(tagged.iter().copied())
-    }
-
-    /// The numbers of the streams that use pending blocks, with the bytes of each block.
-    pub(crate) fn users(&self) -> impl Iterator<Item = (u32, u64)> {
-        self.pending.iter().flat_map(|p| p.uses.iter().map(|used| (used.on().number(), p.bytes)))
     }
 
     /// The open epoch of the stream.
