@@ -91,7 +91,7 @@ fn a_quick_run_has_every_promised_row_and_no_failure() {
         assert_eq!(row["ratio"].is_null(), peer.is_none(), "{row}");
         if let (Some(value), Some(peer)) = (number("value"), number("peer_value")) {
             let ratio = number("ratio").expect("a ratio");
-            assert!((ratio - value / peer).abs() <= 0.001 + ratio * 0.01, "{row}");
+            assert!((ratio * peer / value - 1.0).abs() < 1e-3, "{row}");
         }
         let unit = match name {
             _ if name.contains("pair") || name.starts_with("past") => "ns/pair",

@@ -199,8 +199,8 @@ mod tests {
         let text = report().to_json();
         let value: Value = serde_json::from_str(&text).unwrap();
         let expected = json!({
-            "name": "pair 256 B", "value": 24.123, "unit": "ns/pair",
-            "peer": "malloc 64 B", "peer_value": 8.0, "ratio": 3.015,
+            "name": "pair 256 B", "value": 24.1235, "unit": "ns/pair",
+            "peer": "malloc 64 B", "peer_value": 8.0, "ratio": 3.01543,
         });
         assert_eq!(value["rows"][1], expected);
         assert_eq!(value["rows"][0]["ratio"], Value::Null);

@@ -103,9 +103,9 @@ pub(crate) struct Row {
     pub(crate) interval: Option<[f64; 2]>,
 }
 
-/// Three decimals are more than any of the figures has.
+/// Six digits are more than any of the figures has; of a small one too, so that a ratio is that of the figures beside it.
 fn rounded(figure: f64) -> Value {
-    json!((figure * 1000.0).round() / 1000.0)
+    json!(format!("{figure:.5e}").parse::<f64>().unwrap_or(figure))
 }
 
 impl Row {
@@ -179,6 +179,14 @@ mod tests {
         let row = Row { interval: Some([1.5, 2.5]), ..row(2.0, Unit::NsPerPair, None) };
         assert_eq!(row.fields().last(), Some(&("interval", json!([1.5, 2.5]))));
         assert_eq!(Row { interval: None, ..row }.fields().len(), 6);
+    }
+
+    #[test]
+    fn small_figures_keep_their_digits() {
+        let fields = row(4096.0 * 3.0e6, Unit::GbPerSecond, Some(2.0e12)).fields();
+        let figure = |name| fields.iter().find(|(field, _)| *field == name).unwrap().1.as_f64().unwrap();
+        assert_eq!((figure("value"), figure("peer_value")), (0.081_380_2, 0.000_5));
+        assert!((figure("ratio") * figure("value") / figure("peer_value") - 1.0).abs() < 1e-4);
     }
 
     #[test]
