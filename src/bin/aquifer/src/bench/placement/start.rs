@@ -1,0 +1,61 @@
+//! What a runtime takes from nothing to its end: the environment and the machine read, budgets and pools made, and all of it
+//! taken down again.
+//!
+//! Over simulated devices, whose driver takes no time of its own; and over this machine's GPUs, beside what their driver
+//! takes to be opened and to make a context on each.
+
+use super::{Bench, over, simulated};
+use crate::{
+    bench::{lap::repeat, row::Unit},
+    gpu::Gpus,
+};
+use aquifer::Runtime;
+use aquifer_core::{MemoryError, Result};
+use aquifer_driver::Driver;
+use std::{sync::Arc, time::Instant};
+
+const DEVICES: [u32; 2] = [1, 8];
+const HERE: &str = "start + end, this machine's GPUs";
+const DRIVER: &str = "driver, with contexts";
+
+pub(super) fn names(_: &Bench) -> Vec<String> {
+    let simulated = DEVICES.map(|devices| format!("start + end, {}", over(devices)));
+    simulated.into_iter().chain([HERE.to_owned()]).collect()
+}
+
+pub(super) fn measure(bench: &mut Bench) -> Result<()> {
+    for (name, devices) in names(bench).iter().zip(DEVICES) {
+        if bench.sheet.wants(name) {
+            let [took] = repeat(bench.pace, || started(simulated(devices)).map(|ns| [ns]))?;
+            bench.sheet.add(name, Unit::Us, took, None);
+        }
+    }
+    if bench.sheet.wants(HERE) {
+        match Gpus::open() {
+            Err(none) => bench.sheet.leave_out(HERE, none.to_string()),
+            Ok(_) => {
+                let [own, driver] = repeat(bench.pace, opened_and_started)?;
+                bench.sheet.add(HERE, Unit::Us, own, Some((DRIVER, driver)));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Nanoseconds for a runtime on a driver that is open.
+fn started(driver: Arc<dyn Driver>) -> Result<f64> {
+    let begun = Instant::now();
+    drop(Runtime::builder().driver(driver).build()?);
+    Ok(begun.elapsed().as_nanos() as f64)
+}
+
+/// Nanoseconds for one on this machine's driver, and for that driver before.
+fn opened_and_started() -> Result<[f64; 2]> {
+    let begun = Instant::now();
+    let Gpus { driver, devices } = Gpus::open().map_err(|_| MemoryError::NoDevice { asked: 0, count: 0 })?;
+    for info in &devices {
+        driver.memory_info(info.device).map_err(|e| MemoryError::driver(info.device, e))?;
+    }
+    let opened = begun.elapsed().as_nanos() as f64;
+    Ok([started(driver)?, opened])
+}
