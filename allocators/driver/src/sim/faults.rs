@@ -4,7 +4,7 @@ use crate::Call;
 use std::{
     sync::{
         Arc, Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicU64, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -56,6 +56,8 @@ impl Faults {
 #[derive(Default, Debug)]
 pub(crate) struct Stalls {
     active: AtomicUsize,
+    /// Of the next one that is held up. None is used twice: who wakes up must not take a later one for his.
+    key: AtomicU64,
     held: Mutex<Vec<Held>>,
     changed: Condvar,
 }
@@ -90,11 +92,9 @@ impl Stalls {
     }
 
     pub(crate) fn hold(self: Arc<Self>, call: Call) -> StallGuard {
-        let mut held = self.lock();
-        let key = held.last().map_or(0, |last| last.key + 1);
-        held.push(Held { key, call, waiting: 0 });
+        let key = self.key.fetch_add(1, Ordering::Relaxed);
+        self.lock().push(Held { key, call, waiting: 0 });
         self.active.fetch_add(1, Ordering::Release);
-        drop(held);
         StallGuard { stalls: self, key }
     }
 }
@@ -172,5 +172,15 @@ mod tests {
         assert_eq!(met, [false, true, false, true, false, true]);
         faults.clear();
         assert_eq!((faults.meet(Call::Map), faults.meet(Call::Map)), (None, None));
+    }
+
+    /// A thread that has been let go may wake up when the call is held up again, and would count itself out there.
+    #[test]
+    fn a_call_that_is_held_up_again_is_held_up_by_another_guard() {
+        let stalls = Arc::new(Stalls::default());
+        let first = stalls.clone().hold(Call::Map);
+        let key = first.key;
+        drop(first);
+        assert_ne!(stalls.hold(Call::Map).key, key);
     }
 }
