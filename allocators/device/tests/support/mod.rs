@@ -5,8 +5,11 @@ use aquifer_core::Budget;
 use aquifer_device::{Block, DeviceBuffer, DevicePool, PoolConfig};
 use aquifer_driver::{DeviceId, DeviceRange, sim::Sim};
 use aquifer_stream::Stream;
+use std::time::Duration;
 
 pub(crate) const MIB: u64 = 1 << 20;
+/// Longer than anything takes that does not hang, on whatever machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A pool on a simulated device, under a limit in MiB.
 pub(crate) struct Rig {
