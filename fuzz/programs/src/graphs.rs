@@ -7,7 +7,7 @@
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 #![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
 
-use crate::program::Bytes;
+use crate::program::{Bytes, alone};
 use aquifer_core::{Budget, MemoryError, Result};
 use aquifer_device::{Announced, Block, Captured, DevicePool, Graph, GraphPool, PoolConfig, Request};
 use aquifer_driver::{
@@ -85,6 +85,7 @@ struct World {
 /// # Panics
 /// When a promise is broken.
 pub fn run(bytes: &[u8]) {
+    let _alone = alone();
     let mut bytes = Bytes::new(bytes);
     let mut world = World::new(&mut bytes);
     bytes.steps(MAX_OPS, |bytes| {

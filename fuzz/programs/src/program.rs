@@ -92,7 +92,8 @@ impl<'a> Bytes<'a> {
     }
 }
 
-/// One program at a time: what is stranded, and which closed pools linger, is known to the process.
+/// One program at a time: what is stranded, which closed pools linger, what drivers keep for graphs, and what is out as bare
+/// addresses, which machines without bytes have in common, is known to the process.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
