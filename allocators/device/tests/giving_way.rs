@@ -13,7 +13,7 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::MIB;
+use support::{MIB, PATIENCE};
 
 /// A pool on device 0 under this budget.
 fn open(sim: &Sim, budget: &Budget, set: impl FnOnce(&mut PoolConfig)) -> DevicePool {
@@ -239,10 +239,7 @@ fn an_offer_waits_for_no_driver_call_and_nobody_else_waits_for_one_that_is_asked
     thread::scope(|scope| {
         let stalled = sim.stall(Call::HandleRelease);
         let asks = scope.spawn(|| take(&ours, 20).map(drop));
-        assert!(
-            stalled.wait_for(1, Duration::from_secs(20)),
-            "it asks the other pool, which asks the driver"
-        );
+        assert!(stalled.wait_for(1, PATIENCE), "it asks the other pool, which asks the driver");
         // Both hot paths, both pools' books, and the budget.
         drop(ours.alloc(&s, Request::bytes(MIB)).unwrap());
         drop(theirs.alloc(&u, Request::bytes(MIB / 2)).unwrap());
@@ -304,7 +301,7 @@ fn memory_for_a_foreign_library_is_the_drivers_when_it_has_been_given_back() {
 fn pools_that_take_from_each_other_from_many_threads_lose_no_byte_and_no_thread() {
     let sim = Sim::h200(1).symbolic();
     let budget = Budget::new("both", 48 * MIB);
-    let pools = [0, 1].map(|_| open(&sim, &budget, |config| config.wait = Duration::from_secs(20)));
+    let pools = [0, 1].map(|_| open(&sim, &budget, |config| config.wait = PATIENCE));
     thread::scope(|scope| {
         for at in 0..4u64 {
             let (pool, budget) = (&pools[at as usize % 2], &budget);

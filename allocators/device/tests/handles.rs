@@ -8,7 +8,7 @@ use aquifer_device::{Block, Request};
 use aquifer_driver::{Access, Call, sim::Sim};
 use aquifer_stream::Stream;
 use std::{thread, time::Duration};
-use support::{MIB, Rig, range};
+use support::{MIB, PATIENCE, Rig, range};
 
 const GIB: u64 = 1 << 30;
 
@@ -103,7 +103,7 @@ fn a_handle_that_fits_nowhere_is_melted_and_its_charge_never_leaves_the_budget()
     thread::scope(|scope| {
         let stalled = rig.sim.stall(Call::HandleCreate);
         let asking = scope.spawn(|| take(&rig, &s, 70).capacity());
-        assert!(stalled.wait_for(1, Duration::from_secs(10)), "new handles are made");
+        assert!(stalled.wait_for(1, PATIENCE), "new handles are made");
         assert!(made(&rig, Call::HandleRelease) > 0, "of one that is no more");
         assert_eq!(rig.budget.used(), 256 * MIB, "nobody else gets what is melted");
         drop(stalled);

@@ -21,7 +21,7 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{MIB, Rig, range};
+use support::{MIB, PATIENCE, Rig, range};
 
 #[test]
 fn a_fragmented_cache_serves_a_large_block_by_moving_handles_and_not_by_growing() {
@@ -247,7 +247,7 @@ fn a_thread_that_waits_for_the_device_stops_no_other_from_allocating() {
         thread::scope(|scope| {
             let stalled = rig.sim.stall(call);
             let slow = scope.spawn(|| rig.pool.alloc(&s, Request::bytes(32 * MIB)).map(drop));
-            assert!(stalled.wait_for(1, Duration::from_secs(10)), "the slow path calls {call:?}");
+            assert!(stalled.wait_for(1, PATIENCE), "the slow path calls {call:?}");
             drop(rig.pool.alloc(&u, Request::bytes(MIB / 2)).unwrap());
             assert!(rig.pool.stats().physical > 0);
             drop(stalled);
@@ -510,7 +510,7 @@ impl Reclaim for LetGo {
 #[test]
 fn what_another_thread_is_giving_back_to_the_driver_is_waited_for_and_not_told_as_out_of_memory() {
     let let_go = Arc::new(LetGo(Mutex::default()));
-    let rig = Rig::on(Sim::h200(1).symbolic(), 64, |_| ());
+    let rig = Rig::on(Sim::h200(1).symbolic(), 64, |config| config.wait = PATIENCE);
     let _registration = rig.budget.on_need(&let_go);
     let s = rig.stream();
     drop(rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap());
@@ -519,7 +519,7 @@ fn what_another_thread_is_giving_back_to_the_driver_is_waited_for_and_not_told_a
     thread::scope(|scope| {
         scope.spawn(|| rig.pool.trim(0).unwrap());
         // All of it is out of the cache, and charged.
-        assert!(slow.wait_for(1, Duration::from_secs(20)));
+        assert!(slow.wait_for(1, PATIENCE));
         *let_go.0.lock().unwrap() = Some(slow);
         rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap();
     });

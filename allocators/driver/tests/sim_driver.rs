@@ -9,7 +9,7 @@ use aquifer_driver::{
     BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostFlags, Ownership, PoolUsage, RawStream, Relaxed,
     sim::{Costs, DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
 };
-use sim_fixtures::{GPU, GRANULE, Machine, everywhere};
+use sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use std::{ptr::NonNull, time::Duration};
 
 const SECOND: DeviceId = DeviceId(1);
@@ -296,7 +296,7 @@ fn a_stalled_call_holds_its_thread_and_nothing_else() {
     let stall = m.sim.stall(Call::StreamSynchronize);
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| m.driver.stream_synchronize(a));
-        assert!(stall.wait_for(1, Duration::from_secs(10)));
+        assert!(stall.wait_for(1, PATIENCE));
         m.write(a, m.alloc(64));
         assert_eq!(m.driver.stream_query(a), Ok(true), "other calls go on");
         assert!(!waiter.is_finished());

@@ -9,13 +9,10 @@ use aquifer_driver::{
     Access, Call, CaptureMode, CaptureStatus, DriverError, RawGraph, RawGraphExec, RawStream, Relaxed,
     sim::{Callback, Kernel, Sim},
 };
-use sim_fixtures::{GPU, Machine, everywhere};
-use std::{
-    sync::{
-        Arc,
-        atomic::{AtomicU32, Ordering},
-    },
-    time::Duration,
+use sim_fixtures::{GPU, Machine, PATIENCE, everywhere};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering},
 };
 
 fn bytes() -> Machine {
@@ -500,7 +497,7 @@ fn a_launch_that_is_held_up_holds_up_nobody_else() {
     let stall = m.sim.stall(Call::GraphLaunch);
     std::thread::scope(|scope| {
         let waiter = scope.spawn(|| m.launch(exec, a));
-        assert!(stall.wait_for(1, Duration::from_secs(10)));
+        assert!(stall.wait_for(1, PATIENCE));
         assert_eq!(m.driver.stream_query(b), Ok(true));
         assert!(!waiter.is_finished());
         drop(stall);

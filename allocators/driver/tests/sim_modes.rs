@@ -9,7 +9,7 @@ use aquifer_driver::{
     DeviceRange, RawStream,
     sim::{Callback, Kernel, Mode, Schedule, Sim},
 };
-use sim_fixtures::{GPU, GRANULE, Machine, everywhere};
+use sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
 use std::{
     ptr::NonNull,
     sync::{
@@ -291,7 +291,7 @@ fn a_thread_that_waits_is_woken_by_the_work_of_another() {
             assert!(!waiter.is_finished());
             // Where nothing runs by itself, the thread that waits runs this.
             m.sim.write_value(a, flag.address, 1).unwrap();
-            let deadline = Instant::now() + Duration::from_secs(10);
+            let deadline = Instant::now() + PATIENCE;
             while !waiter.is_finished() && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(1));
             }

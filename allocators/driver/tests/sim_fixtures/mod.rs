@@ -12,10 +12,12 @@ use aquifer_driver::{
     RawStream,
     sim::{Sim, Violation, ViolationKind},
 };
-use std::{ptr::NonNull, sync::Arc};
+use std::{ptr::NonNull, sync::Arc, time::Duration};
 
 pub const GPU: DeviceId = DeviceId(0);
 pub const GRANULE: u64 = 2 << 20;
+/// Longer than anything takes that does not hang, on whatever machine.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Runs an expression as this line's doing, and answers with its value and the line.
 macro_rules! at {
