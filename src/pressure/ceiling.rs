@@ -2,6 +2,9 @@
 
 use aquifer_core::Budget;
 
+/// Looks in a row at most, each because something was charged or released during the one before.
+const LOOKS: u32 = 4;
+
 /// A budget above all that this process charges for one memory. Only whoever watches that memory sets its limit, so that
 /// limits below it stay the program's own.
 #[derive(Clone, Debug)]
@@ -23,17 +26,34 @@ impl Ceiling {
         &self.budget
     }
 
-    /// Reads what is free by `free` and sets the limit so that all but `keep` of it may be taken, or that as much must be
+    /// Reads what is free by `look` and sets the limit so that all but `keep` of it may be taken, or that as much must be
     /// given back first as is missing.
     ///
-    /// Bytes that are charged or released while `free` looks are in neither sum or in both; of the counts before and after
-    /// the lower is taken, so that what is granted is rather too little, until the next look.
-    pub(crate) fn follow<T, E>(&self, keep: u64, free: impl FnOnce() -> Result<(T, u64), E>) -> Result<T, E> {
-        let before = self.budget.used();
-        let (read, free) = free()?;
-        let used = before.min(self.budget.used());
-        self.set(used.saturating_add(free).saturating_sub(keep));
-        Ok(read)
+    /// Bytes that are charged or released during a look are in neither sum or in both, so it looks again then. Where that
+    /// happens [each time](LOOKS), what is ours lies between the counts before and after, and the limit moves no further
+    /// than those prove: our own growth, which takes from one sum what it adds to the other, is no reason to refuse any.
+    ///
+    /// Bytes that were charged before a look and are not yet taken from the memory are in both sums, and as much too much may
+    /// be granted, until the next one.
+    pub(crate) fn follow<T, E>(
+        &self,
+        keep: u64,
+        mut look: impl FnMut() -> Result<(T, u64), E>,
+    ) -> Result<T, E> {
+        let mut looks = 0;
+        let mut before = self.budget.used();
+        loop {
+            let (read, free) = look()?;
+            let after = self.budget.used();
+            looks += 1;
+            if before == after || looks == LOOKS {
+                let limit = |used: u64| used.saturating_add(free).saturating_sub(keep);
+                let (least, most) = (limit(before.min(after)), limit(before.max(after)));
+                self.set(self.budget.limit().clamp(least, most));
+                return Ok(read);
+            }
+            before = after;
+        }
     }
 
     /// No limit any more.
@@ -52,6 +72,7 @@ impl Ceiling {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use aquifer_core::Charge;
 
     fn follow(ceiling: &Ceiling, keep: u64, free: u64) -> u64 {
         ceiling.follow(keep, || Ok::<_, ()>(((), free))).unwrap();
@@ -74,8 +95,48 @@ mod tests {
         assert!(pool.charge(1000).is_ok());
     }
 
+    /// A memory of 100 bytes that only the pool takes of: 5 in the middle of a look, before it is read what is free, or after.
+    fn follow_and_grow(ceiling: &Ceiling, held: &mut Vec<Charge>, mut growths: u32, then_read: bool) -> u64 {
+        let read = ceiling.follow(20, || {
+            let before = 100 - ceiling.budget().used();
+            if growths > 0 {
+                held.push(ceiling.budget().charge(5).unwrap());
+                growths -= 1;
+            }
+            Ok::<_, ()>(((), if then_read { 100 - ceiling.budget().used() } else { before }))
+        });
+        read.unwrap();
+        ceiling.budget().limit()
+    }
+
     #[test]
-    fn bytes_that_come_or_go_during_the_look_are_not_granted_twice() {
+    fn our_own_growth_during_looks_moves_no_limit() {
+        for then_read in [false, true] {
+            for growths in [1, LOOKS - 1, LOOKS] {
+                let (ceiling, mut held) = (Ceiling::new(None, "beside neighbours"), Vec::new());
+                assert_eq!(follow(&ceiling, 20, 100), 80);
+                assert_eq!(follow_and_grow(&ceiling, &mut held, growths, then_read), 80, "{growths} growths");
+                assert_eq!(held.len(), growths as usize);
+                held.pop();
+                assert_eq!(follow_and_grow(&ceiling, &mut held, 0, then_read), 80);
+            }
+        }
+    }
+
+    #[test]
+    fn the_first_limit_is_right_where_a_look_is_undisturbed_and_else_by_no_more_than_came_during_one() {
+        for then_read in [false, true] {
+            for growths in [0, 1, LOOKS - 1, LOOKS] {
+                let (ceiling, mut held) = (Ceiling::new(None, "beside neighbours"), Vec::new());
+                let limit = follow_and_grow(&ceiling, &mut held, growths, then_read);
+                let most = if growths == LOOKS { 85 } else { 80 };
+                assert!((80..=most).contains(&limit), "{limit} after {growths} growths");
+            }
+        }
+    }
+
+    #[test]
+    fn what_neighbours_take_and_what_is_released_during_looks_is_not_granted_twice() {
         let ceiling = Ceiling::new(None, "beside neighbours");
         let mut held = Some(ceiling.budget().charge(50).unwrap());
         let read = ceiling.follow(0, || {
@@ -84,12 +145,14 @@ mod tests {
         });
         read.unwrap();
         assert_eq!(ceiling.budget().limit(), 100, "the 50 are among what is free");
+        // 40 go to a neighbour while we take 5 in each look.
+        let mut held = Vec::new();
         let read = ceiling.follow(0, || {
-            held = ceiling.budget().charge(50).ok();
-            Ok::<_, ()>(((), 50))
+            held.push(ceiling.budget().charge(5).unwrap());
+            Ok::<_, ()>(((), 60 - 5 * held.len() as u64))
         });
         read.unwrap();
-        assert_eq!(ceiling.budget().limit(), 50);
-        assert!(held.is_some());
+        let limit = ceiling.budget().limit();
+        assert!((55..=60).contains(&limit), "{limit}");
     }
 }
