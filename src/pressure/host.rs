@@ -300,6 +300,8 @@ impl WatchedHost {
             match looker.look(woken.stalled) {
                 Ok(pause) => Next::In(pause),
                 Err(error) => {
+                    // Before anybody is told: nothing limits pinned memory any more.
+                    looker.pinned.ceiling.lift();
                     lock(&looker.seen).report.ended = Some(error);
                     Next::Over
                 }
