@@ -3,11 +3,11 @@
 mod support;
 
 use allocator_api2::{boxed::Box as PinnedBox, unsize_box};
-use aquifer::{PinnedAllocator, Vec as PinnedVec, host::pool, sim::Sim};
+use aquifer::{PinnedAllocator, Vec as PinnedVec, sim::Sim};
 use bump_scope::{Bump, alloc::compat::AllocatorApi2V02Compat};
 use hashbrown::HashMap;
 use std::{collections::hash_map::RandomState, fmt, ptr::NonNull, thread};
-use support::{assert_silent, runtime};
+use support::{assert_all_given_back, assert_silent, runtime};
 
 type Map<V> = HashMap<u64, V, RandomState, PinnedAllocator>;
 
@@ -134,7 +134,6 @@ fn a_map_outlives_its_pool_and_its_runtime() {
     assert_eq!(index.len(), 1000, "a refusal changes nothing");
     drop(index);
     // The last free may come while kernels are launched, so the registration ends at a moment of the program's choice.
-    pool::sweep();
-    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    assert_all_given_back(&sim);
     assert_silent(&sim);
 }

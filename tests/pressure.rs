@@ -21,7 +21,7 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
-use support::{PATIENCE, assert_silent, read, small};
+use support::{PATIENCE, assert_all_given_back, assert_silent, read, small};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -100,13 +100,19 @@ fn our_own_demand_ends_where_memory_is_kept_free_and_goes_on_when_neighbours_lea
     drop(blocks(pool, 2 * GIB));
     let (theirs, _) = neighbour(&driver, 2 * GIB);
     eventually(|| free(&driver) >= GIB && seen(&rt).ceiling <= GIB);
+    // The watch stays in a look from here on: one that fell between a charge and the memory behind it would count that
+    // memory twice, as ours and as free, and allow as much more until the next one.
+    let looking = sim.stall(Call::MemoryInfo);
+    assert!(looking.wait_for(1, PATIENCE));
     // What was given back is not taken again. As much as we like is refused, and free memory stays.
     let mut held = Vec::new();
     while let Ok(block) = pool.alloc(&stream, Request::bytes(64 * MIB)) {
         held.push(block);
-        assert!(free(&driver) >= GIB, "{}", free(&driver));
+        assert!(pool.stats().physical <= GIB, "{:?}", pool.stats());
     }
     assert_eq!(pool.budget().charge(64 * MIB).unwrap_err().budget, "the device beside its neighbours");
+    drop(looking);
+    assert!(free(&driver) >= GIB, "{}", free(&driver));
     assert!(held.len() >= 14, "up to the mark everything is ours: {}", held.len());
     // SAFETY: 1. it came from there, once. 2. nothing touched it.
     #[expect(unsafe_code, reason = "a neighbour leaves")]
@@ -156,8 +162,8 @@ fn memory_that_is_in_use_stays_and_the_shortage_is_told() {
     assert!(reading.age < PATIENCE);
     // What becomes idle goes at the next look.
     drop(held);
-    eventually(|| free(&driver) >= GIB);
-    assert!(seen(&rt).given_back >= GIB / 2);
+    // Told when it is done, and so after the driver has it.
+    eventually(|| free(&driver) >= GIB && seen(&rt).given_back >= GIB / 2);
 }
 
 /// A cache of a program's own, which holds the driver's memory and is charged for it.
@@ -196,9 +202,10 @@ fn others_under_the_same_budget_are_asked_when_the_pool_has_nothing_left() {
     let _registration = budget.on_need(&cache);
     neighbour(&driver, 2 * GIB);
     neighbour(&driver, GIB);
+    // The neighbour may have it before the cache has given up its charge, and before anybody is told.
+    eventually(|| budget.used() == 0 && seen(&rt).given_back >= GIB);
     let now = seen(&rt);
-    assert_eq!(budget.used(), 0);
-    assert!(now.given_back >= GIB && now.asked[0].step == "a program's cache", "{now:?}");
+    assert_eq!(now.asked[0].step, "a program's cache", "{now:?}");
 }
 
 #[test]
@@ -376,10 +383,12 @@ fn a_host_that_runs_out_holds_pinned_pools_and_has_them_give_back_at_a_quiet_poi
         (Level::Critical, Level::Warning, 80),
         (Level::Warning, Level::Nominal, 80),
     ];
+    // Whoever is told is told of a level that stands.
+    eventually(|| told.lock().unwrap().len() == all.len());
     assert_eq!(*told.lock().unwrap(), all);
     assert_eq!(host().rises, 2);
     drop(rt);
-    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+    assert_all_given_back(&sim);
 }
 
 #[test]

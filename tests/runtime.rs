@@ -17,10 +17,8 @@ use std::{
     env, fs,
     path::{Path, PathBuf},
     process::{self, Command},
-    thread,
-    time::Instant,
 };
-use support::{MIB, assert_silent, runtime, small};
+use support::{MIB, assert_all_given_back, assert_silent, runtime, small};
 
 #[test]
 fn every_device_has_a_pool_and_one_that_is_not_there_is_an_error() {
@@ -229,13 +227,7 @@ fn everything_may_be_dropped_in_any_order_and_nothing_is_left() {
         order.iter().for_each(|&which| all.drop_one(which));
         // The copy that was on its way may have ended after the pool of its block.
         sim.run_all();
-        let deadline = Instant::now() + support::PATIENCE;
-        while !sim.outstanding().is_empty() {
-            assert!(Instant::now() < deadline, "{order:?}: {}", sim.outstanding());
-            // Again, since another test's may be at it just now.
-            aquifer::host::pool::sweep();
-            thread::yield_now();
-        }
+        assert_all_given_back(&sim);
         assert_silent(&sim);
     });
 }

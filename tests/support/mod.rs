@@ -2,12 +2,16 @@
 #![allow(dead_code, reason = "each test binary uses some of it")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a support function that fails is a failed test")]
 
-use aquifer::{DeviceBuffer, PinnedConfig, Runtime, Stream, host::region::PageTier, sim::Sim};
-use std::{sync::mpsc, thread, time::Duration};
+use aquifer::{DeviceBuffer, PinnedConfig, Runtime, Stream, host::pool, host::region::PageTier, sim::Sim};
+use std::{
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
 
 pub(crate) const MIB: usize = 1 << 20;
-/// Longer than anything takes that does not hang.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+/// Longer than anything takes that does not hang, on whatever machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Pinned pools that take little, and do not wait.
 pub(crate) fn small() -> PinnedConfig {
@@ -29,6 +33,18 @@ pub(crate) fn read(stream: &Stream, buffer: &DeviceBuffer<u8>) -> Vec<u8> {
     let mut back = vec![0; buffer.len()];
     stream.scope(|c| c.download(buffer, &mut back)).unwrap().unwrap();
     back
+}
+
+/// The machine has everything back. What closed pools of pinned memory have left comes back by a sweep: this thread's, or
+/// that of another test, which may have it in hand just now.
+#[track_caller]
+pub(crate) fn assert_all_given_back(sim: &Sim) {
+    let begun = Instant::now();
+    while !sim.outstanding().is_empty() {
+        assert!(begun.elapsed() < PATIENCE, "{}", sim.outstanding());
+        pool::sweep();
+        thread::yield_now();
+    }
 }
 
 #[track_caller]
