@@ -333,13 +333,17 @@ pub(crate) fn stress(
     let samples = thread::scope(|scope| {
         let watch = scope.spawn(|| {
             let mut samples = 0u64;
-            while !over.load(Relaxed) {
+            // At the end at the latest: it may get no turn before.
+            loop {
+                let last = over.load(Relaxed);
                 assert!(root.used() <= scale.process && shared.used() <= scale.devices);
                 assert!(tenants.iter().all(|tenant| tenant.used() <= scale.tenant));
                 samples += 1;
+                if last {
+                    break samples;
+                }
                 thread::yield_now();
             }
-            samples
         });
         let workers: Vec<_> = (0..TENANTS)
             .zip(&tenants)
@@ -353,7 +357,7 @@ pub(crate) fn stress(
         while placers[0].device(1).unwrap().health != Health::Lost {
             // Any call that meets it will do; tenants make some as well.
             let _ = old.stream().and_then(|s| s.fill(&mut old.buffer::<u32>(&s, 1)?, 0).and(s.synchronize()));
-            assert!(begun.elapsed() < Duration::from_secs(20), "nobody has met the loss");
+            assert!(begun.elapsed() < Duration::from_secs(60), "nobody has met the loss");
         }
         seen = begun.elapsed();
         let ended: Vec<_> = workers.into_iter().map(|worker| worker.join()).collect();

@@ -133,7 +133,7 @@ fn one_thread_asks_the_driver_and_others_go_on_with_what_is_known() {
     let slow = sim.stall(Call::MemoryInfo);
     thread::scope(|scope| {
         let asks = scope.spawn(|| place(&placer, 1));
-        assert!(slow.wait_for(1, Duration::from_secs(10)));
+        assert!(slow.wait_for(1, support::PATIENCE));
         for _ in 0..10 {
             assert!(place(&placer, 1).is_ok(), "while another is in the driver");
         }
