@@ -88,7 +88,8 @@ pub trait Graphs: Debug + Send + Sync {
     /// each other. May take long: milliseconds for some thousands of nodes.
     ///
     /// # Errors
-    /// The driver's.
+    /// Invalid value (1) where a copy or a fill has an address with nothing mapped behind it now: the driver looks at those,
+    /// and not at what kernels are given. The driver's own.
     fn graph_instantiate(&self, graph: RawGraph) -> Result<RawGraphExec>;
 
     /// Queues all of a graph on a stream (`cuGraphLaunch`): behind what is queued there, and behind the launches of the

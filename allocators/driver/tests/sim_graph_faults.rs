@@ -6,7 +6,7 @@
 mod sim_fixtures;
 
 use aquifer_driver::{
-    Access, BlockNote, DeviceRange, Observer, Ownership, Pattern, RawStream,
+    Access, BlockNote, CaptureMode, DeviceRange, Observer, Ownership, Pattern, Pitched, RawStream, Rows,
     sim::{Agent, Kernel, Sim, Violation, ViolationKind},
 };
 use sim_fixtures::{GPU, GRANULE, Machine, everywhere};
@@ -86,7 +86,7 @@ fn two_executables_of_one_graph_are_not_ordered() {
     everywhere(|m| {
         let (a, b, x) = (m.stream(), m.stream(), m.alloc(64));
         let mut captured = 0;
-        m.driver.capture_begin(a, aquifer_driver::CaptureMode::Global).unwrap();
+        m.driver.capture_begin(a, CaptureMode::Global).unwrap();
         captured += at!(fill(m, a, x)).1;
         let graph = m.driver.capture_end(a).unwrap();
         let (one, two) =
@@ -283,6 +283,48 @@ fn a_mapping_that_is_gone_is_met_by_the_launch() {
 }
 
 #[test]
+fn a_copy_or_a_fill_over_what_is_not_mapped_makes_nothing_that_can_be_launched_and_a_kernel_does() {
+    everywhere(|m| {
+        let (a, y, pinned) = (m.stream(), m.alloc(64), m.pinned(64));
+        let (x, handle) = m.granule();
+        let d = &m.driver;
+        let rows = Rows { width: 8, height: 2 };
+        let (at_x, at_y) = [x, y].map(|range| Pitched { start: range.address, pitch: 8 }).into();
+        // SAFETY: 1. and 2. The simulator checks what these ask for.
+        let by_driver: [(&str, &dyn Fn()); 7] = unsafe {
+            [
+                ("fill", &|| fill(m, a, x)),
+                ("copy from it", &|| d.copy_on_device(a, y.address, x.address, 64).unwrap()),
+                ("copy to it", &|| d.copy_on_device(a, x.address, y.address, 64).unwrap()),
+                ("upload", &|| d.copy_to_device(a, x.address, pinned, 64).unwrap()),
+                ("download", &|| d.copy_to_host(a, pinned, x.address, 64).unwrap()),
+                ("copy of rows", &|| d.copy_2d_on_device(a, at_y, at_x, rows).unwrap()),
+                ("fill of rows", &|| d.fill_2d(a, at_x, Pattern::Byte(1), rows).unwrap()),
+            ]
+        };
+        let captured = |work: &dyn Fn()| {
+            d.capture_begin(a, CaptureMode::Global).unwrap();
+            work();
+            d.capture_end(a).unwrap()
+        };
+        let graphs = by_driver.map(|(what, work)| (what, captured(work)));
+        let by_kernel = captured(&|| m.sim.launch(a, Kernel::new("kernel").writes(x, None)).unwrap());
+        let before = m.sim.outstanding().graph_execs;
+        m.unmap(x.address);
+        for (what, graph) in graphs {
+            assert_eq!(d.graph_instantiate(graph).map_err(|e| e.code), Err(1), "{what}");
+        }
+        assert_eq!(m.sim.outstanding().graph_execs, before, "nothing was made");
+        d.graph_instantiate(by_kernel).unwrap();
+        m.map(x.address, handle);
+        for (what, graph) in graphs {
+            assert!(d.graph_instantiate(graph).is_ok(), "{what}");
+        }
+        m.silent();
+    });
+}
+
+#[test]
 fn pinned_memory_that_is_gone_is_met_by_the_launch_and_not_touched() {
     everywhere(|m| {
         let (a, x) = (m.stream(), m.alloc(64));
@@ -336,7 +378,7 @@ fn a_release_orders_the_host_and_nothing_less_does() {
         let (a, b, x) = (m.stream(), m.stream(), m.alloc(64));
         for told in [true, false] {
             let mut captured = 0;
-            m.driver.capture_begin(a, aquifer_driver::CaptureMode::Global).unwrap();
+            m.driver.capture_begin(a, CaptureMode::Global).unwrap();
             captured += at!(fill(m, a, x)).1;
             let graph = m.driver.capture_end(a).unwrap();
             if told {

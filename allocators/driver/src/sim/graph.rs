@@ -123,12 +123,16 @@ impl State {
         }
     }
 
-    /// Makes an executable of a graph.
+    /// Makes an executable of a graph. Copies and fills over what is not mapped now are refused.
     pub(crate) fn instantiate(&mut self, graph: RawGraph) -> Result<u64, Refused> {
         let Graph { device, nodes, branches, keepers, holds } = self.graph(graph)?;
         let (device, nodes, keepers, holds) =
             (*device, Arc::clone(nodes), Arc::clone(keepers), holds.clone());
         let branches = branches.clone();
+        let mut told = nodes.iter().flat_map(|node| node.task.work.told());
+        if told.any(|u| self.space.unreachable(u).is_some()) {
+            return Err(codes::INVALID_VALUE);
+        }
         self.graphs.made += 1;
         let agent = Agent::Graph { device, id: self.graphs.made };
         let branches =

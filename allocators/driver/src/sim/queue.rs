@@ -130,7 +130,7 @@ impl Task {
 pub(crate) enum Work {
     /// Nothing: what it was to touch cannot be touched, as has been reported.
     Refused,
-    /// One declared access, without bytes.
+    /// A kernel with one declared access, which does nothing.
     Touch(Use),
     /// A user's kernel.
     Kernel { uses: Arc<[Use]>, body: Option<Body> },
@@ -162,6 +162,14 @@ impl Work {
     /// Whether it calls code of the program's, which must not happen under the simulator's lock.
     pub(crate) fn calls_out(&self) -> bool {
         matches!(self, Self::Kernel { body: Some(_), .. } | Self::Callback(_) | Self::Launched(_))
+    }
+
+    /// The device memory that the driver knows it to touch: of copies and fills, and not what a kernel is given.
+    pub(crate) fn told(&self) -> &[Use] {
+        match self {
+            Self::Touch(_) | Self::Kernel { .. } => &[],
+            other => other.uses(),
+        }
     }
 
     /// The device memory that it touches, in the order in which that is checked.

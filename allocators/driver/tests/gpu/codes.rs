@@ -37,7 +37,63 @@ fn ask(driver: &Arc<dyn Driver>) -> Answers {
     pinned(driver, &mut answers);
     rows(driver, &mut answers);
     captures(driver, &mut answers);
+    unmapped_graphs(driver, &mut answers);
     answers
+}
+
+/// What the driver looks at when a graph is instantiated whose memory is not mapped any more.
+fn unmapped_graphs(driver: &Arc<dyn Driver>, answers: &mut Answers) {
+    let granule = driver.device_info(DEVICE).unwrap().granularity;
+    if granule == 0 {
+        return;
+    }
+    let stream = OwnStream::new(driver);
+    let block = driver.mem_alloc(DEVICE, 4096).unwrap();
+    let pinned = driver.host_alloc(DEVICE, 4096, HostFlags::default()).unwrap();
+    let range = driver.address_reserve(DEVICE, granule, 0).unwrap();
+    let handle = driver.handle_create(DEVICE, granule).unwrap();
+    let rows = Rows { width: 64, height: 4 };
+    let at = |start| Pitched { start, pitch: 64 };
+    // SAFETY: throughout: 1. nothing is launched, so that nothing is touched. 2. each object goes once.
+    unsafe {
+        driver.map(range, granule, handle).unwrap();
+        driver.set_access(range, granule, &[DEVICE]).unwrap();
+        let captured = |work: &dyn Fn() -> Result<()>| {
+            // Other tests of this process make calls meanwhile, so nothing is captured in global mode.
+            driver.capture_begin(stream.raw, CaptureMode::ThreadLocal).unwrap();
+            work().unwrap();
+            driver.capture_end(stream.raw).unwrap()
+        };
+        let (d, s) = (driver, stream.raw);
+        let graphs = [
+            ("graph: fill of what is unmapped", captured(&|| d.fill(s, range, 1, 4096))),
+            ("graph: copy from what is unmapped", captured(&|| d.copy_on_device(s, block, range, 4096))),
+            ("graph: copy to what is unmapped", captured(&|| d.copy_on_device(s, range, block, 4096))),
+            ("graph: upload to what is unmapped", captured(&|| d.copy_to_device(s, range, pinned, 4096))),
+            ("graph: download of what is unmapped", captured(&|| d.copy_to_host(s, pinned, range, 4096))),
+            (
+                "graph: copy of rows from what is unmapped",
+                captured(&|| d.copy_2d_on_device(s, at(block), at(range), rows)),
+            ),
+            (
+                "graph: fill of rows of what is unmapped",
+                captured(&|| d.fill_2d(s, at(range), Pattern::Byte(1), rows)),
+            ),
+        ];
+        driver.unmap(DEVICE, range, granule).unwrap();
+        for (what, graph) in graphs {
+            let exec = driver.graph_instantiate(graph);
+            answers.note(what, exec);
+            if let Ok(exec) = exec {
+                driver.graph_exec_destroy(exec).unwrap();
+            }
+            driver.graph_destroy(graph).unwrap();
+        }
+        driver.handle_release(handle).unwrap();
+        driver.address_free(DEVICE, range, granule).unwrap();
+        driver.host_free(DEVICE, pinned).unwrap();
+        driver.mem_free(DEVICE, block).unwrap();
+    }
 }
 
 fn captures(driver: &Arc<dyn Driver>, answers: &mut Answers) {
@@ -335,6 +391,7 @@ fn what_callers_rely_on_is_refused_by_its_code() {
         ("rows: fill", 0),
         ("fill halves off their address", 1),
         ("fill words off their address", 1),
+        ("graph: fill of what is unmapped", 1),
     ] {
         assert_eq!(answers.of(what), Some(code), "{what}");
     }

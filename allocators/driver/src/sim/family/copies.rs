@@ -76,9 +76,7 @@ impl Shared {
         let to = side(device, to, bytes as u64, true);
         // What is captured reads the host when it is launched, whatever memory that is.
         let staged = !pinned && state.streams[stream].capture.is_none();
-        let work = if !state.space.store.has_bytes() {
-            Work::Touch(to)
-        } else if staged {
+        let work = if staged && state.space.store.has_bytes() {
             // SAFETY: 1. `from` is readable for `bytes`, and nobody writes it, by the caller's word.
             let staged = unsafe { std::slice::from_raw_parts(from.as_ptr(), bytes) };
             Work::FromStaging { to, from: staged.into() }
@@ -112,11 +110,7 @@ impl Shared {
         let pinned = state.host_side((address, bytes as u64), Act::Write, name, site)? == Side::Pinned;
         let device = state.streams[stream].device;
         let from = side(device, from, bytes as u64, false);
-        let work = if state.space.store.has_bytes() {
-            Work::ToHost { to: address, from }
-        } else {
-            Work::Touch(from)
-        };
+        let work = Work::ToHost { to: address, from };
         let host = by_device(pinned, address, bytes as u64, Act::Write);
         Ok((self.submit(state, stream, Task { name, site, host, work })?, pinned))
     }
