@@ -51,6 +51,7 @@ pub struct RingSink {
 }
 
 /// What has been taken out.
+#[derive(Clone, Copy)]
 struct Taken {
     /// All places before have been, or were dropped.
     next: u64,
@@ -123,10 +124,32 @@ impl RingSink {
     /// Takes out what is there, oldest first. Events that come meanwhile may be among them; nobody who records waits.
     #[must_use]
     pub fn take(&self) -> Vec<Event> {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        self.read(&mut self.taken.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// What [`take`](RingSink::take) would take out, left where it is: what comes later may still come over it.
+    ///
+    /// ```
+    /// use aquifer_core::event::{Action, Place, Recorder, RingSink};
+    /// use aquifer_core::{DeviceId, Tag};
+    /// use std::sync::Arc;
+    /// let ring = Arc::new(RingSink::new(16));
+    /// let recorder = Recorder::new(ring.clone());
+    /// let event = recorder.event(Action::Allocate, Place::Device(DeviceId(0)), 0, 0x1000, 512, Tag::NONE);
+    /// recorder.record(recorder.ticket(), event);
+    /// assert_eq!(ring.kept(), ring.kept());
+    /// assert_eq!((ring.take().len(), ring.kept().len()), (1, 0));
+    /// ```
+    #[must_use]
+    pub fn kept(&self) -> Vec<Event> {
+        let mut from = *self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        self.read(&mut from)
+    }
+
+    fn read(&self, taken: &mut Taken) -> Vec<Event> {
         let mut events = Vec::new();
         let end = self.next.load(Ordering::Acquire);
-        self.skip(&mut taken, end);
+        self.skip(taken, end);
         while taken.next < end {
             let Some(slot) = self.slot(taken.next) else { break };
             match slot.read(taken.next) {
