@@ -24,6 +24,7 @@ __all__ = [
     "LibraryNotFound",
     "LibraryVersion",
     "Library",
+    "dump_snapshot",
     "install",
     "limit",
     "mem_pool",
@@ -42,7 +43,14 @@ _kept = []
 
 
 def setup(
-    lib=None, limit=None, wait=None, release_threshold=None, streams_retired=True, driver=DRIVER_MACHINE, sim_memory=None
+    lib=None,
+    limit=None,
+    wait=None,
+    release_threshold=None,
+    streams_retired=True,
+    history=0,
+    driver=DRIVER_MACHINE,
+    sim_memory=None,
 ) -> Library:
     """Loads the library and makes the process's runtime with these settings, once. install() and mem_pool() call it.
 
@@ -53,6 +61,7 @@ def setup(
     release_threshold  idle bytes of each device above which memory goes back to the driver by itself; else no bound
     streams_retired    that no stream is destroyed before retire() was called for it: so it is with PyTorch's own, which live
                        for ever. Not so with CuPy's and RMM's: False, and each free and noted use records an event (0.2 us)
+    history            how many of the last events are kept for dump_snapshot(), 64 bytes each; costs every call some 100 ns
     driver, sim_memory for tests: a simulated device, and its bytes
 
     Makes a context on each device that CUDA_VISIBLE_DEVICES leaves, as PyTorch does on those that it uses; takes no memory.
@@ -60,7 +69,8 @@ def setup(
     """
     global _library
     library = Library(lib)
-    options = Options(size=ctypes.sizeof(Options), driver=driver, streams=STREAMS_RETIRED if streams_retired else STREAMS_UNTOLD)
+    streams = STREAMS_RETIRED if streams_retired else STREAMS_UNTOLD
+    options = Options(size=ctypes.sizeof(Options), driver=driver, streams=streams, history=history)
     if sim_memory is not None:
         options.sim_memory = sim_memory
     if isinstance(limit, int):
@@ -188,6 +198,12 @@ def statistics(device=None) -> dict:
 def snapshot() -> dict:
     """All that the runtime knows of itself: devices, budgets, pools and findings. The format is aquifer.h's."""
     return _library_or_raise().snapshot()
+
+
+def dump_snapshot(path="aquifer_snapshot.pickle", device=None) -> None:
+    """Writes what a device's pool did last and which blocks are out to a file, as torch.cuda.memory._dump_snapshot() does: for
+    https://pytorch.org/memory_viz and `python -m torch.cuda._memory_viz`. Needs setup(history=...), or install(history=...)."""
+    _library_or_raise().memory_snapshot(_device(device), path)
 
 
 def limit(device=None) -> tuple:

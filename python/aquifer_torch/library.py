@@ -8,7 +8,7 @@ import pathlib
 from .errors import AquiferError, LibraryNotFound, LibraryVersion
 
 # The version of aquifer.h that the declarations here follow.
-VERSION = (0, 2)
+VERSION = (0, 3)
 
 DRIVER_MACHINE, DRIVER_SIM, DRIVER_MACHINE_OR_SIM = 0, 1, 2
 STREAMS_UNTOLD, STREAMS_RETIRED = 0, 1
@@ -30,6 +30,7 @@ class Options(ctypes.Structure):
         ("pinned_limit", ctypes.c_uint64),
         ("wait_ns", ctypes.c_uint64),
         ("release_threshold", ctypes.c_uint64),
+        ("history", ctypes.c_uint64),
     ]
 
 
@@ -84,6 +85,7 @@ _DECLARED = {
     "aq_set_limit": (_status, [_u64, _u32, _u64, _to(_u64)]),
     "aq_device_stats": (_status, [_u64, _u32, _to(Stats)]),
     "aq_snapshot": (_status, [_u64, _to(_ptr)]),
+    "aq_memory_snapshot": (_status, [_u64, _u32, ctypes.c_char_p]),
     "aq_torch_setup": (_status, [_to(Options)]),
     "aq_torch_runtime": (_status, [_to(_u64)]),
     "aq_torch_init": (_status, [_int]),
@@ -201,3 +203,7 @@ class Library:
             return json.loads(ctypes.string_at(text.value))
         finally:
             self.aq_text_free(text)
+
+    def memory_snapshot(self, device: int, path) -> None:
+        """Writes what a device's pool did last and holds, as PyTorch's memory viewer reads it."""
+        self.aq_memory_snapshot(self.runtime(), device, os.fsencode(path))

@@ -6,6 +6,7 @@
 import ctypes
 import os
 import pathlib
+import pickle
 import re
 import subprocess
 import sys
@@ -109,6 +110,19 @@ class TheProcess(unittest.TestCase):
         self.assertEqual((shot["format"], shot["devices"][0]["stats"]["blocks"]), ("aquifer-snapshot", 1))
         LIBRARY.aq_torch_free(memory, 3 * MIB, -1, None)
 
+    def test_writes_what_pytorchs_viewer_reads(self):
+        memory = self.malloc(3 * MIB)
+        LIBRARY.aq_torch_free(self.malloc(MIB), MIB, -1, None)
+        with tempfile.TemporaryDirectory() as at:
+            path = pathlib.Path(at) / "memory.pickle"
+            aquifer_torch.dump_snapshot(path, 0)
+            shot = pickle.loads(path.read_bytes())
+        told = [(entry["action"], entry["size"]) for entry in shot["device_traces"][0]][-3:]
+        self.assertEqual(told, [("alloc", MIB), ("free_requested", MIB), ("free_completed", MIB)])
+        held = [block for segment in shot["segments"] for block in segment["blocks"] if block["state"] == "active_allocated"]
+        self.assertEqual([(block["address"], block["requested_size"]) for block in held], [(memory, 3 * MIB)])
+        LIBRARY.aq_torch_free(memory, 3 * MIB, -1, None)
+
     def test_says_why_there_is_no_memory(self):
         with self.assertRaises(aquifer_torch.AquiferError) as refused:
             self.malloc(300 * MIB)
@@ -148,5 +162,5 @@ class TheProcess(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    LIBRARY = aquifer_torch.setup(driver=binding.DRIVER_SIM, sim_memory=256 * MIB, limit=200 * MIB)
+    LIBRARY = aquifer_torch.setup(driver=binding.DRIVER_SIM, sim_memory=256 * MIB, limit=200 * MIB, history=1000)
     unittest.main()

@@ -16,7 +16,7 @@ use std::{
 /// The interface's major version: raised when something that was there changes or goes.
 pub const AQ_VERSION_MAJOR: u32 = 0;
 /// The interface's minor version: raised when something is added.
-pub const AQ_VERSION_MINOR: u32 = 2;
+pub const AQ_VERSION_MINOR: u32 = 3;
 
 thread_local! {
     /// Calls that this thread is in. Const and without a destructor, so that it is there at any time of a thread's life.
@@ -122,6 +122,18 @@ pub(crate) fn wanted<T>(to: *mut T, name: &'static str) -> Answer {
 #[cold]
 pub(crate) fn null(name: &'static str) -> Failure {
     Failure::new(Status::Null, format!("{name} is null"))
+}
+
+/// A text of the caller's.
+///
+/// # Safety
+/// 1. `text` is null, or points to bytes that end with a zero and stay as they are for `'a`.
+pub(crate) unsafe fn text_of<'a>(text: *const c_char, name: &'static str) -> Answer<&'a CStr> {
+    if text.is_null() {
+        return Err(null(name));
+    }
+    // SAFETY: 1. the caller's.
+    Ok(unsafe { CStr::from_ptr(text) })
 }
 
 /// A struct of the caller's: how many bytes of it both sides know.

@@ -2,14 +2,18 @@
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
-    entry::{Answer, enter, fill, put, put_if_wanted, text, wanted},
+    entry::{Answer, enter, fill, put, put_if_wanted, text, text_of, wanted},
     here,
     runtime::{Shared, aq_runtime},
-    status::aq_status,
+    status::{Failure, Status, aq_status},
 };
 use aquifer::{Budget, DevicePool, PinnedPool, PoolStats, core::MemoryError};
 use serde_json::{Value, json};
-use std::ffi::c_char;
+use std::{
+    ffi::{OsStr, c_char},
+    os::unix::ffi::OsStrExt,
+    path::Path,
+};
 
 /// What a device is and can do.
 #[derive(Clone, Copy, Debug)]
@@ -407,5 +411,30 @@ pub unsafe extern "C" fn aq_snapshot(runtime: aq_runtime, json: *mut *mut c_char
         let said = here::with(runtime, |shared| Ok(snapshot(shared).to_string()))?;
         // SAFETY: 1. the caller's.
         unsafe { put(json, text(&said), "json") }
+    })
+}
+
+/// Writes what a device's pool has done and holds to a file, for PyTorch's memory viewer.
+///
+/// # Safety
+/// 1. `path` is null, or a text that ends with a zero.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn aq_memory_snapshot(
+    runtime: aq_runtime,
+    device: u32,
+    path: *const c_char,
+) -> aq_status {
+    enter(|| {
+        // SAFETY: 1. the caller's.
+        let path = Path::new(OsStr::from_bytes(unsafe { text_of(path, "path") }?.to_bytes()));
+        here::with(runtime, |shared| {
+            let pool = shared.pool(device)?;
+            let history = shared.history.as_ref().ok_or_else(|| {
+                let text = "the runtime keeps no events; make it with options->history";
+                Failure::new(Status::Unsupported, text)
+            })?;
+            let saved = pool.snapshot(history.kept()).save(path);
+            saved.map_err(|error| Failure::new(Status::System, format!("{}: {error}", path.display())))
+        })
     })
 }

@@ -16,7 +16,9 @@ use crate::{
     status::{Failure, Status, aq_status},
 };
 use aquifer::{
-    DeviceId, DevicePool, Life, MemoryError, PoolConfig, RawStream, Runtime, Stager, StagerConfig, Stream,
+    DeviceId, DevicePool, Life, MemoryError, PoolConfig, RawStream, Recorder, Runtime, Stager, StagerConfig,
+    Stream,
+    event::RingSink,
     sim::{DeviceConfig, Schedule, Sim, SimConfig},
 };
 use std::{
@@ -49,6 +51,9 @@ pub const AQ_SIM_PLAIN: u32 = 1;
 /// Simulated devices that check nothing: to measure.
 pub const AQ_SIM_UNCHECKED: u32 = 2;
 
+/// Events that a runtime keeps at most: 1 GiB of them.
+const LONGEST_HISTORY: u64 = 1 << 24;
+
 /// How a runtime is to be made. Zeros are defaults.
 #[derive(Clone, Copy, Default, Debug)]
 #[repr(C)]
@@ -75,6 +80,8 @@ pub struct aq_runtime_options {
     pub wait_ns: u64,
     /// Idle bytes of each device above which memory goes back to the driver.
     pub release_threshold: u64,
+    /// Events that are kept for memory snapshots.
+    pub history: u64,
 }
 
 /// What a stream's handle means here.
@@ -104,6 +111,8 @@ pub(crate) struct Shared {
     pub(crate) id: aq_runtime,
     pub(crate) runtime: Runtime,
     pub(crate) sim: Option<Sim>,
+    /// The last events of all devices, if they are kept.
+    pub(crate) history: Option<Arc<RingSink>>,
     life: u32,
     /// What threads remember of it is good while this stays.
     pub(crate) version: AtomicU64,
@@ -350,6 +359,23 @@ impl aq_runtime_options {
         sim
     }
 
+    /// What is to keep events.
+    fn history(&self) -> Answer<Option<Arc<RingSink>>> {
+        if self.history == 0 {
+            return Ok(None);
+        }
+        if self.history > LONGEST_HISTORY {
+            let text =
+                format!("options->history is {}; it can be {LONGEST_HISTORY} events at most", self.history);
+            return Err(Failure::new(Status::BadArgument, text));
+        }
+        if std::env::var_os("AQUIFER_TRACE").is_some_and(|path| !path.is_empty()) {
+            let text = "options->history and AQUIFER_TRACE are both set, and events go to one of them";
+            return Err(Failure::new(Status::BadSetting, text));
+        }
+        Ok(Some(Arc::new(RingSink::new(self.history as usize))))
+    }
+
     fn build(self) -> Answer<Shared> {
         if self.streams > AQ_STREAMS_RETIRED {
             return Err(bad("streams", self.streams, "AQ_STREAMS_UNTOLD or AQ_STREAMS_RETIRED"));
@@ -363,6 +389,12 @@ impl aq_runtime_options {
         }
         if self.release_threshold > 0 {
             pools.release_threshold = self.release_threshold;
+        }
+        let history = self.history()?;
+        if let Some(history) = &history {
+            pools.recorder = Some(Arc::new(Recorder::new(history.clone())));
+            // Blocks that are out are told however long ago they were asked for.
+            pools.debug.leaks = true;
         }
         let settled = |sim: Option<&Sim>| {
             let mut builder = Runtime::builder().pools(pools.clone());
@@ -397,6 +429,7 @@ impl aq_runtime_options {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             runtime,
             sim,
+            history,
             life: self.streams,
             version: AtomicU64::new(0),
             closed: AtomicBool::new(false),

@@ -140,6 +140,7 @@ fn c_and_rust_agree_on_forms_and_numbers() {
             pinned_limit,
             wait_ns,
             release_threshold,
+            history,
         }
     );
     form!(

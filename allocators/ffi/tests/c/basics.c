@@ -1,5 +1,6 @@
 /* Each function once as it is meant, and once with everything that can be wrong with it: a code, a text, and nothing lost. */
 #include "check.h"
+#include <unistd.h>
 
 static void versions(void) {
     CHECK(aq_version() == ((uint32_t)AQ_VERSION_MAJOR << 16 | AQ_VERSION_MINOR));
@@ -197,6 +198,56 @@ static void snapshots(aq_runtime runtime) {
     OK(aq_free(runtime, 0, block));
 }
 
+/* How often `word` is in the file, which must be a whole pickle. */
+static int told(const char *path, const char *word) {
+    static unsigned char bytes[1 << 16];
+    FILE *file = fopen(path, "rb");
+    CHECK(file != NULL);
+    size_t count = fread(bytes, 1, sizeof bytes, file);
+    CHECK(count < sizeof bytes && fclose(file) == 0);
+    CHECK(count > 2 && bytes[0] == 0x80 && bytes[1] == 4 && bytes[count - 1] == '.');
+    int found = 0;
+    for (size_t at = 0; at + strlen(word) <= count; at++) found += memcmp(bytes + at, word, strlen(word)) == 0;
+    return found;
+}
+
+static void memory_snapshots(void) {
+    char path[] = "/tmp/aquifer-basics-XXXXXX";
+    int made = mkstemp(path);
+    CHECK(made >= 0 && close(made) == 0);
+    aq_runtime_options options = simulated(2);
+    aq_runtime runtime = create(&options);
+    ANSWERS(AQ_ERROR_UNSUPPORTED, aq_memory_snapshot(runtime, 0, path));
+    CHECK(strstr(aq_last_error(), "options->history") != NULL);
+    OK(aq_runtime_destroy(runtime));
+
+    options.history = UINT64_MAX;
+    ANSWERS(AQ_ERROR_BAD_ARGUMENT, aq_runtime_create(&options, &runtime));
+    options.history = 4;
+    CHECK(setenv("AQUIFER_TRACE", "/nowhere/trace", 1) == 0);
+    ANSWERS(AQ_ERROR_BAD_SETTING, aq_runtime_create(&options, &runtime));
+    CHECK(unsetenv("AQUIFER_TRACE") == 0);
+    runtime = create(&options);
+    /* The first block is older than the last four events, and out all the same; device 1 has nothing of it. */
+    uint64_t old = alloc(runtime, 0, 12345, NULL);
+    for (int n = 0; n < 4; n++) OK(aq_free(runtime, 0, alloc(runtime, 0, 4096, NULL)));
+    for (int n = 0; n < 2; n++) {
+        OK(aq_memory_snapshot(runtime, 0, path));
+        CHECK(told(path, "free_completed") == 1 && told(path, "active_allocated") == 1);
+    }
+    OK(aq_memory_snapshot(runtime, 1, path));
+    CHECK(told(path, "device_traces") == 1 && told(path, "active_allocated") == 0);
+    ANSWERS(AQ_ERROR_NULL, aq_memory_snapshot(runtime, 0, NULL));
+    ANSWERS(AQ_ERROR_NO_DEVICE, aq_memory_snapshot(runtime, 2, path));
+    ANSWERS(AQ_ERROR_SYSTEM, aq_memory_snapshot(runtime, 0, "/nowhere/memory.pickle"));
+    CHECK(strstr(aq_last_error(), "/nowhere/memory.pickle") != NULL);
+    OK(aq_free(runtime, 0, old));
+    in_order(runtime, 2);
+    OK(aq_runtime_destroy(runtime));
+    ANSWERS(AQ_ERROR_CLOSED, aq_memory_snapshot(runtime, 0, path));
+    CHECK(remove(path) == 0);
+}
+
 /* A device whose memory cannot be mapped in parts. */
 static void plain_devices(void) {
     aq_runtime_options options = simulated(1);
@@ -268,6 +319,7 @@ int main(void) {
     panics(runtime);
     in_order(runtime, 2);
     OK(aq_runtime_destroy(runtime));
+    memory_snapshots();
     plain_devices();
     runtimes_that_are_over();
     puts("basics: as the header says");
