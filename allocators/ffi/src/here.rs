@@ -10,7 +10,8 @@ use crate::{
 };
 use aquifer::{DevicePool, Stream};
 use std::{
-    cell::RefCell,
+    cell::{Ref, RefCell},
+    ptr,
     sync::{Arc, atomic::Ordering},
 };
 
@@ -44,23 +45,42 @@ impl Here {
     fn is(&self, runtime: aq_runtime) -> bool {
         self.shared.id == runtime && self.shared.version.load(Ordering::Acquire) == self.version
     }
+
+    /// A stream that is remembered, if the handle still means it.
+    #[inline]
+    fn seen(&self, device: u32, handle: u64) -> Option<&Seen> {
+        let seen = self.streams[place(device, handle)].as_ref()?;
+        (seen.handle == handle && seen.device == device && seen.known.is_current()).then_some(seen)
+    }
+}
+
+/// What this thread knows, unless it is ending or knows nothing. While the answer is held it knows nothing else.
+///
+/// Work is not done within `LocalKey::with`: the compiler keeps a closure that long apart, and every call would go through
+/// a function more, with its arguments in memory.
+///
+/// # Safety
+/// 1. The answer does not outlive the call of the library that asks.
+#[inline(always)]
+#[expect(unsafe_code, reason = "takes a thread's own value out of the closure that sees it")]
+unsafe fn known<'a>() -> Option<Ref<'a, Here>> {
+    let here = HERE.try_with(ptr::from_ref).ok()?;
+    // SAFETY: 1. it is there until the thread ends, which it does not before the call that it is in is over. 2. nobody but
+    // this thread has it.
+    let here = unsafe { &*here };
+    Ref::filter_map(here.try_borrow().ok()?, Option::as_ref).ok()
 }
 
 /// Runs `work` with a runtime that is open.
 #[inline(always)]
+#[expect(unsafe_code, reason = "asks what the thread knows")]
 pub(crate) fn with<R>(runtime: aq_runtime, work: impl FnOnce(&Arc<Shared>) -> Answer<R>) -> Answer<R> {
-    let mut work = Some(work);
-    let known = HERE.try_with(|here| {
-        let here = here.try_borrow().ok()?;
-        let here = here.as_ref().filter(|here| here.is(runtime))?;
-        work.take().map(|work| work(&here.shared))
-    });
-    if let Ok(Some(answer)) = known {
-        return answer;
+    // SAFETY: 1. it is dropped in here.
+    match unsafe { known() } {
+        Some(here) if here.is(runtime) => return work(&here.shared),
+        _ => {}
     }
-    let shared = remember(runtime)?;
-    // It was not taken, or there would be an answer.
-    work.map_or_else(|| unreachable!("work that was taken has an answer"), |work| work(&shared))
+    work(&remember(runtime)?)
 }
 
 /// Runs `work` with a runtime that is open, the pool of a device and what a raw handle means there.
@@ -75,27 +95,18 @@ pub(crate) unsafe fn with_stream<R>(
     handle: u64,
     work: impl FnOnce(&Arc<Shared>, &DevicePool, &Stream) -> Answer<R>,
 ) -> Answer<R> {
-    let mut work = Some(work);
-    let known = HERE.try_with(|here| {
-        let here = here.try_borrow().ok()?;
-        let here = here.as_ref().filter(|here| here.is(runtime))?;
-        let seen = here.streams[place(device, handle)].as_ref()?;
-        if seen.handle != handle || seen.device != device || !seen.known.is_current() {
-            return None;
+    // SAFETY: 1. it is dropped in here.
+    match unsafe { known() } {
+        Some(here) if here.is(runtime) => {
+            if let Some(seen) = here.seen(device, handle) {
+                return work(&here.shared, here.shared.pool(device)?, &seen.known.stream);
+            }
         }
-        let pool = here.shared.pool(device).ok()?;
-        work.take().map(|work| work(&here.shared, pool, &seen.known.stream))
-    });
-    if let Ok(Some(answer)) = known {
-        return answer;
+        _ => {}
     }
     // SAFETY: 1. 2. the caller's.
     let (shared, known) = unsafe { remember_with_stream(runtime, device, handle) }?;
-    let pool = shared.pool(device)?;
-    work.map_or_else(
-        || unreachable!("work that was taken has an answer"),
-        |work| work(&shared, pool, &known.stream),
-    )
+    work(&shared, shared.pool(device)?, &known.stream)
 }
 
 /// Looks a runtime and a stream up, and remembers them.
