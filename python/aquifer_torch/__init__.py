@@ -141,18 +141,20 @@ def _pluggable(library: Library):
     return made
 
 
-def mem_pool(**settings):
+def mem_pool(use_on_oom=False, no_split=False, **settings):
     """A torch.cuda.MemPool whose memory comes from aquifer, under PyTorch's own allocator: for torch.cuda.use_mem_pool.
 
-    PyTorch caches in segments of 2 MiB and more above it, and raises its own torch.OutOfMemoryError. Settings are those of
-    setup(), at the first call. With install() there is no need for one: then torch.cuda.MemPool() is aquifer's anyway.
+    PyTorch caches in segments of 2 MiB and more above it, and raises its own torch.OutOfMemoryError. `use_on_oom` and `no_split`
+    are MemPool's own. Settings are those of setup(), at the first call. With install() there is no need for one: then torch.cuda.MemPool() is aquifer's anyway.
     """
     import torch
 
     if _installed:
         raise AlreadyInitialised("aquifer is the allocator of this process: torch.cuda.MemPool() is one of its pools")
     made = _pluggable(_opened(settings))
-    return torch.cuda.MemPool(made.allocator())
+    # Only what is asked for: older versions of PyTorch do not know them.
+    asked = {name: True for name, wanted in (("use_on_oom", use_on_oom), ("no_split", no_split)) if wanted}
+    return torch.cuda.MemPool(made.allocator(), **asked)
 
 
 def _device(device) -> int:

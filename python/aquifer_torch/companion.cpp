@@ -23,7 +23,9 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 namespace {
 
@@ -31,6 +33,7 @@ using c10::DeviceIndex;
 using c10::cuda::MempoolId_t;
 using c10::cuda::CUDACachingAllocator::CUDAAllocator;
 using c10::cuda::CUDACachingAllocator::DeviceStats;
+using c10::cuda::CUDACachingAllocator::OutOfMemoryObserver;
 using torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
 
 // What is called of the library, by its names in aquifer.h. Found at run time, so that a program can name the file.
@@ -107,11 +110,28 @@ uint64_t limit_of(DeviceIndex device) {
     return limit;
 }
 
-uint64_t memory_of(DeviceIndex device) {
+aq_device_facts facts_of(DeviceIndex device) {
     aq_device_facts facts{};
     facts.size = sizeof facts;
     check(aq.aq_device(runtime(), static_cast<uint32_t>(device), &facts));
-    return facts.memory;
+    return facts;
+}
+
+uint64_t memory_of(DeviceIndex device) { return facts_of(device).memory; }
+
+// Who wants to be told before there is an error for lack of memory: they stay for good, as PyTorch has it.
+std::mutex observers_mutex;
+std::vector<OutOfMemoryObserver> observers;
+
+void tell_observers(DeviceIndex device, size_t asked) {
+    std::vector<OutOfMemoryObserver> told;
+    {
+        const std::lock_guard<std::mutex> lock(observers_mutex);
+        told = observers;
+    }
+    if (told.empty()) return;
+    const aq_device_facts facts = facts_of(device);
+    for (const auto& observer : told) observer(device, asked, facts.memory, facts.free_memory);
 }
 
 // There is no memory: begins as PyTorch's own error does, which programs look for, and goes on with our account.
@@ -119,6 +139,7 @@ uint64_t memory_of(DeviceIndex device) {
     const std::string text = aq.aq_last_error();
     const bool absurd = size >= 1152921504606846976ULL;
     const bool memory = status == AQ_ERROR_OUT_OF_MEMORY || status == AQ_ERROR_OUT_OF_BUDGET || status == AQ_ERROR_TOO_LARGE;
+    if (absurd || memory) tell_observers(device, size);
     TORCH_CHECK_WITH(OutOfMemoryError, !absurd, "CUDA out of memory. Tried to allocate more than 1EB memory.");
     const std::string said = "CUDA out of memory. Tried to allocate " + bytes_text(size) + ". GPU " + std::to_string(device) +
         " has a total capacity of " + bytes_text(memory_of(device)) + ".\n" + text;
@@ -259,6 +280,10 @@ struct Aquifer final : CUDAPluggableAllocator {
         return std::min(1.0, static_cast<double>(limit) / static_cast<double>(memory_of(device)));
     }
     bool isHistoryEnabled() { return false; }
+    void attachOutOfMemoryObserver(OutOfMemoryObserver observer) override {
+        const std::lock_guard<std::mutex> lock(observers_mutex);
+        observers.push_back(std::move(observer));
+    }
 
     // torch.cuda.MemPool over this allocator: graphs may be captured into it, and all else is served as ever.
     void createOrIncrefPool(DeviceIndex device, MempoolId_t id, std::shared_ptr<CUDAAllocator> allocator) {
