@@ -7,13 +7,13 @@ property. `README.md` says which of PyTorch's own tests it stands for. Exit: 0 i
 under AQUIFER_REQUIRE_GPU=1.
 """
 
-import contextlib
 import ctypes
 import gc
 import json
 import os
 import pathlib
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,32 +22,7 @@ import traceback
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-MIB = 1 << 20
-GROUPS = {}
-
-
-def of(group):
-    def enter(test):
-        GROUPS.setdefault(group, []).append(test)
-        return test
-
-    return enter
-
-
-@contextlib.contextmanager
-def raises(kind, *words):
-    try:
-        yield
-    except kind as error:
-        for word in words:
-            assert word in str(error), f"{word!r} is not in: {error}"
-        return
-    raise AssertionError(f"nothing was raised; expected {kind}")
-
-
-def live():
-    return aquifer_torch.statistics(0)["aquifer.requested"]
-
+from groups import GROUPS, MIB, live, of, raises  # noqa: E402
 
 # ---- aquifer as the allocator of the process -----------------------------------------------------------------------------
 
@@ -211,6 +186,48 @@ def raw_memory_is_served_on_any_stream_and_what_is_not_ours_is_refused():
 
 
 @of("process")
+def random_blocks_keep_their_bytes_while_the_cache_is_emptied():
+    pick, held, total = random.Random(123), [], 0
+    for n in range(10_000):
+        while total >= 100 * MIB or (held and pick.random() < 0.48):
+            value, x = held.pop(pick.randrange(len(held)))
+            assert (x == value).all().item(), value
+            total -= x.nbytes
+        held.append((n, torch.full((pick.randint(MIB >> 1, 5 * MIB),), n, dtype=torch.int32, device="cuda")))
+        total += held[-1][1].nbytes
+        if pick.random() < 0.05:
+            torch.cuda.empty_cache()
+    assert all((x == value).all().item() for value, x in held)
+
+
+@of("process")
+def an_observer_is_told_before_an_out_of_memory_error_is_raised():
+    told = []
+    torch._C._cuda_attach_out_of_memory_observer(lambda *facts: told.append(facts))
+    with raises(torch.OutOfMemoryError):
+        torch.empty(1 << 42, dtype=torch.uint8, device="cuda")
+    device, asked, total, free = told[0]
+    assert (len(told), device, asked) == (1, 0, 1 << 42)
+    assert 0 < free <= total == torch.cuda.get_device_properties(0).total_memory
+
+
+@of("process")
+def an_expanded_matrix_takes_no_more_memory_to_multiply_than_one_that_is_not():
+    def peak(work):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    a, b = torch.rand(1, 32, 32, device="cuda"), torch.rand(24, 32, 1, device="cuda")
+    torch.matmul(a, b)
+    expanded = a.expand(24, 32, 32)
+    assert len({peak(lambda: torch.matmul(a, b)), peak(lambda: torch.matmul(expanded, b)), peak(lambda: torch.bmm(expanded, b))}) == 1
+
+
+@of("process")
 def statistics_of_pytorch_are_aquifers():
     x = torch.empty(MIB, dtype=torch.uint8, device="cuda")
     theirs, ours = torch.cuda.memory_stats(), aquifer_torch.statistics(0)
@@ -299,13 +316,13 @@ def pinned_memory_and_copies_work_beside_it():
     assert torch.equal(host, back)
 
 
-@of("process")
-def what_pytorch_refuses_for_pluggable_allocators_says_so():
+@of("refused")
+def what_pytorch_refuses_for_pluggable_allocators_says_so_and_where():
     x = torch.ones(4, device="cuda")
     refused = {
+        "MemPool(no_split=True)": lambda: torch.cuda.MemPool(no_split=True),
         "memory_snapshot": lambda: torch.cuda.memory_snapshot(),
         "_record_memory_history": lambda: torch.cuda.memory._record_memory_history(max_entries=10),
-        "the out-of-memory observer": lambda: torch._C._cuda_attach_out_of_memory_observer(lambda *a: None),
         "reset_accumulated_memory_stats": lambda: torch.cuda.reset_accumulated_memory_stats(),
         "sharing with another process": lambda: x.untyped_storage()._share_cuda_(),
     }
@@ -315,6 +332,8 @@ def what_pytorch_refuses_for_pluggable_allocators_says_so():
             print(f"    not refused any more: {name}")
         except RuntimeError as error:
             assert "CUDAPluggableAllocator" in str(error) or "not yet support" in str(error), (name, error)
+            where = re.search(r"Exception raised from (\w+) at (\S+)", str(error))
+            print(f"    {name}: {' at '.join(where.groups()) if where else str(error).splitlines()[0]}")
 
 
 @of("process")
@@ -339,248 +358,6 @@ def a_collected_cycle_gives_its_memory_back():
     del a, b
     gc.collect()
     assert live() == before
-
-
-# ---- graphs -----------------------------------------------------------------------------------------------------------------
-
-
-def graphed(pool=None, stream=None):
-    x = torch.zeros(MIB, device="cuda")
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            (x * 2 + 1).relu().sum()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
-        y = x * 2
-        y = y + 1
-        out = y.relu() * 3
-    return graph, x, out
-
-
-@of("graphs")
-def a_graph_replays_against_other_traffic_with_no_wrong_byte():
-    graph, x, out = graphed()
-    pick, kept = random.Random(2), []
-    for n in range(2000):
-        x.fill_(n % 100)
-        noise = torch.full((pick.randint(1, 4 * MIB),), -1.0, device="cuda")
-        kept.append(noise)
-        graph.replay()
-        del kept[: -pick.randint(1, 8)]
-        if n % 50 == 0:
-            assert (out == (n % 100 * 2 + 1) * 3).all().item(), n
-
-
-@of("graphs")
-def graphs_may_share_a_pool():
-    first, x, out = graphed()
-    second, z, end = graphed(pool=first.pool())
-    for value in (2.0, 5.0):
-        x.fill_(value)
-        first.replay()
-        assert (out == (value * 2 + 1) * 3).all().item()
-        z.fill_(value)
-        second.replay()
-        assert (end == (value * 2 + 1) * 3).all().item()
-
-
-@of("graphs")
-def a_graphs_memory_comes_back_when_it_is_gone():
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    graph, x, out = graphed()
-    graph.replay()
-    del graph, x, out
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    # What remains are the random generator's own two tensors.
-    assert torch.cuda.memory_reserved() <= before + 8 * MIB, (before, torch.cuda.memory_reserved())
-
-
-@of("graphs")
-def frees_and_other_threads_go_on_during_a_capture():
-    outside = [torch.full((MIB,), 4.0, device="cuda") for _ in range(8)]
-    stop, wrong = threading.Event(), []
-
-    def work():
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            while not stop.is_set():
-                x = torch.full((1 << random.randint(4, 20),), 1.0, device="cuda")
-                stream.synchronize() if random.random() < 0.1 else None
-                del x
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    graph, x = torch.cuda.CUDAGraph(), torch.zeros(MIB, device="cuda")
-    try:
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            y = x + 1
-            del outside[:4]
-            z = y * 2
-            del y
-            w = z + 1
-    finally:
-        stop.set()
-        thread.join()
-    for _ in range(100):
-        x.fill_(1)
-        noise = torch.full((MIB,), 7.0, device="cuda")
-        graph.replay()
-        del noise
-    torch.cuda.synchronize()
-    assert (w == 5).all().item() and not wrong
-    assert all((t == 4).all().item() for t in outside)
-
-
-@of("graphs")
-def graphed_callables_train_as_without():
-    torch.manual_seed(3)
-    plain = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 8)).cuda()
-    import copy
-
-    twin = copy.deepcopy(plain)
-    graph = torch.cuda.make_graphed_callables(twin, (torch.randn(16, 64, device="cuda"),))
-    x = torch.randn(16, 64, device="cuda")
-    for _ in range(5):
-        for model in (plain, graph):
-            model.zero_grad(set_to_none=True)
-            model(x).square().sum().backward()
-        for a, b in zip(plain.parameters(), twin.parameters()):
-            torch.testing.assert_close(a.grad, b.grad)
-
-
-@of("graphs")
-def a_mem_pool_of_the_process_is_a_pool_of_aquifers():
-    pool = torch.cuda.MemPool()
-    before = live()
-    with torch.cuda.use_mem_pool(pool):
-        x = torch.ones(MIB, device="cuda")
-    assert live() >= before + 4 * MIB
-    assert x.sum().item() == MIB
-    del x, pool
-    torch.cuda.synchronize()
-
-
-def temporaries(t, value):
-    return (t.clone() + value) + (t.clone() + value)
-
-
-@of("graphs")
-def graphs_that_follow_each_other_give_what_eager_code_gives():
-    for share in ("apart", "pool()", "graph_pool_handle()"):
-        first, second, stream = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        a = torch.ones(1000, device="cuda")
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            handle = (torch.cuda.graph_pool_handle(),) if share == "graph_pool_handle()" else ()
-            first.capture_begin(*handle)
-            b = a.clone()
-            for _ in range(5):
-                b = temporaries(b, 1)
-            first.capture_end()
-            second.capture_begin(*((first.pool(),) if share == "pool()" else handle))
-            for _ in range(5):
-                b = temporaries(b, 1)
-            second.capture_end()
-        torch.cuda.current_stream().wait_stream(stream)
-        c = a.clone()
-        for graph in (first, second):
-            c = temporaries(temporaries(c, 3), 3)
-            graph.replay()
-        c = temporaries(temporaries(c, 3), 3)
-        assert b.sum().item() == 1000 * 3070, share
-        assert c.sum().item() == 1000 * 442, share
-        del a, b, c, first, second
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-
-
-@of("graphs")
-def a_result_outlives_its_graph_and_a_graph_can_be_captured_anew():
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        a = torch.full((1000,), 1.0, device="cuda")
-        graph.capture_begin()
-        b = a
-        for _ in range(10):
-            b = b + 1
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph.replay()
-    assert b.sum().item() == 11000
-    graph.reset()
-    torch.cuda.empty_cache()
-    noise = [torch.full((1000,), -1.0, device="cuda") for _ in range(50)]
-    assert b.sum().item() == 11000
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
-        b.fill_(2.0)
-        for _ in range(10):
-            b = b + 2
-        graph.capture_end()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph.replay()
-    assert b.sum().item() == 22000
-    del noise
-
-
-@of("graphs")
-def what_does_not_fit_in_a_capture_is_pytorchs_own_error_and_the_next_capture_works():
-    with raises(torch.OutOfMemoryError, "out of memory"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros(2**40, device="cuda")
-    torch.cuda.synchronize()
-    graph, x, out = graphed()
-    x.fill_(1)
-    graph.replay()
-    assert (out == 9).all().item()
-
-
-@of("graphs")
-def recorded_uses_before_and_within_a_capture_do_not_break_it():
-    busy, a = torch.zeros(3, device="cuda"), torch.zeros(3, device="cuda")
-    before, first, second = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Stream()
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(before):
-        busy.record_stream(before)
-        torch.cuda._sleep(50_000_000)
-        busy.fill_(1.0)
-    del busy
-    with torch.cuda.stream(first):
-        graph.capture_begin()
-        b = a.clone()
-        second.wait_stream(first)
-        with torch.cuda.stream(second):
-            b.fill_(1.0)
-            b.record_stream(second)
-            del b
-        first.wait_stream(second)
-        graph.capture_end()
-    torch.cuda.synchronize()
-    graph.replay()
-    torch.zeros(3, device="cuda")
-    torch.cuda.synchronize()
-
-
-@of("graphs")
-def many_captures_take_no_more_memory_than_a_few():
-    a, b = torch.rand(1024, 512, device="cuda"), torch.rand(512, 64, device="cuda")
-    torch.mm(a, b)
-    before, _ = torch.cuda.mem_get_info()
-    for _ in range(100):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            torch.mm(a, b)
-        graph.replay()
-    after, _ = torch.cuda.mem_get_info()
-    assert after > before - 100e6, (before, after)
 
 
 # ---- torch.compile ----------------------------------------------------------------------------------------------------------
@@ -613,35 +390,6 @@ def graph_trees_are_refused_by_pytorch():
     # What a capture that was broken off leaves behind is PyTorch's own affair.
     print("  ok      graph_trees_are_refused_by_pytorch", flush=True)
     os._exit(0)
-
-
-# ---- a MemPool under PyTorch's own allocator --------------------------------------------------------------------------------
-
-
-@of("mem_pool")
-def a_mem_pools_tensors_are_in_aquifers_memory_and_others_are_not():
-    pool = aquifer_torch.mem_pool(limit=2048 * MIB)
-    outside = torch.ones(MIB, device="cuda")
-    assert live() == 0
-    with torch.cuda.use_mem_pool(pool):
-        inside = torch.full((8 * MIB,), 2.0, device="cuda")
-    assert live() >= 32 * MIB
-    held = live()
-    another = torch.ones(8 * MIB, device="cuda")
-    assert live() == held and another.sum().item() == 8 * MIB
-    assert (inside == 2).all().item() and outside.sum().item() == MIB
-    with torch.cuda.use_mem_pool(pool), raises(torch.OutOfMemoryError):
-        torch.empty(4096 * MIB, dtype=torch.uint8, device="cuda")
-    del inside
-    with torch.cuda.use_mem_pool(pool):
-        again = torch.zeros(8 * MIB, device="cuda")
-    assert live() == held and again.sum().item() == 0
-    del again
-    torch.cuda.synchronize()
-    del pool
-    gc.collect()
-    torch.cuda.empty_cache()
-    assert live() == 0, live()
 
 
 # ---- without the companion -----------------------------------------------------------------------------------------------
@@ -722,7 +470,12 @@ def pairs():
 
 # ---- the runner -------------------------------------------------------------------------------------------------------------
 
-INSTALLED = {"process": {}, "graphs": {}, "compile": {}, "trees": {}, "plain": {"companion": False}}
+INSTALLED = {name: {} for name in ("process", "refused", "graphs", "replays", "pools", "compile", "trees")}
+INSTALLED["plain"] = {"companion": False}
+# How long a group may take.
+SECONDS = {"replays": 420}
+# Errors of this group say where they come from.
+WHERE = {"TORCH_SHOW_CPP_STACKTRACES": "1", "TORCH_DISABLE_ADDR2LINE": "1"}
 
 
 def one(group):
@@ -764,7 +517,8 @@ def main():
                 print(f"| {name} | " + " | ".join(f"{row.get(name, float('nan')):.0f}" for row in rows.values()) + " |")
             continue
         print(f"{group}:", flush=True)
-        ran = subprocess.run([sys.executable, __file__, "--one", group], timeout=240)
+        environment = os.environ | (WHERE if group == "refused" else {})
+        ran = subprocess.run([sys.executable, __file__, "--one", group], env=environment, timeout=SECONDS.get(group, 240))
         if ran.returncode:
             failed.append(group)
             print(f"  {group} ended with {ran.returncode}")
@@ -779,5 +533,7 @@ if __name__ == "__main__":
         print("skipped: no PyTorch")
         sys.exit(1 if os.environ.get("AQUIFER_REQUIRE_GPU") == "1" else 0)
     import aquifer_torch
+    import graphs  # noqa: F401
+    import pools  # noqa: F401
 
     sys.exit(one(sys.argv[2]) if sys.argv[1:2] == ["--one"] else main())

@@ -3,6 +3,7 @@
     AQUIFER_LIB=... python python/tests/on_sim.py
 """
 
+import ast
 import ctypes
 import os
 import pathlib
@@ -159,6 +160,39 @@ class TheProcess(unittest.TestCase):
             aquifer_torch.setup(driver=binding.DRIVER_SIM)
         with self.assertRaises(ValueError):
             aquifer_torch.setup(driver=binding.DRIVER_SIM, limit=1.5)
+
+
+class TheTestsOnAGpu(unittest.TestCase):
+    """What can be seen of them without one."""
+
+    def written(self):
+        found = {}
+        for name in ("on_gpu", "graphs", "pools"):
+            for node in ast.parse((HERE / f"{name}.py").read_text()).body:
+                if isinstance(node, ast.FunctionDef):
+                    groups = [mark.args[0].value for mark in node.decorator_list if getattr(mark.func, "id", "") == "of"]
+                    found.update({node.name: group for group in groups})
+        return found
+
+    def test_are_those_that_the_readme_names(self):
+        tests, readme = self.written(), (HERE.parent / "README.md").read_text()
+        self.assertGreater(len(tests), 50)
+        table = readme[readme.index("## PyTorch's own tests") :]
+        rows = [line.split("|")[2] for line in table.splitlines() if line.startswith("| `test_") or line.startswith("| `Test")]
+        named = {name for row in rows for name in re.findall(r"`(\w+)`", row) if "_" in name}
+        self.assertGreater(len(named), 25)
+        self.assertLessEqual(named, set(tests), named - set(tests))
+
+    def test_of_pytorchs_own_are_told_apart_by_name(self):
+        source = "class TestMemPool(T):\n    def test_mempool_id(self): pass\n    def test_mempool_no_split(self): pass\n"
+        source += "class TestCuda(T):\n    def helper(self): pass\n    def test_memory_stats(self): pass\n    def test_memory_stats_more(self): pass\n"
+        with tempfile.TemporaryDirectory() as at:
+            (pathlib.Path(at) / "test_cuda.py").write_text(source)
+            command = [sys.executable, str(HERE / "pytorchs_own.py"), "--list", f"{at}/test_cuda.py"]
+            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        self.assertEqual([line.split()[0] for line in said], ["applies", "not", "not", "applies"])
+        self.assertRegex(said[1], "test_mempool_no_split: segments")
+        self.assertRegex(said[2], "test_memory_stats: accumulated")
 
 
 if __name__ == "__main__":
