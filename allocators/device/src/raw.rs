@@ -16,7 +16,7 @@ use crate::{
     home::{AfterFree, Home},
     physical::Physical,
 };
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::{MemoryError, Result, event::HeldBlock};
 use aquifer_heap::HeapError;
 use aquifer_stream::{Stream, UseList};
 use std::{
@@ -322,6 +322,11 @@ impl DevicePool {
         likely.or_else(|| inner.homes().into_iter().find_map(ask))
     }
 
+    /// The blocks of streams' caches that are out as bare addresses.
+    pub(crate) fn raw_blocks(&self) -> impl Iterator<Item = HeldBlock> {
+        self.inner().homes().into_iter().flat_map(Home::raw_blocks)
+    }
+
     /// Why there is no such address out.
     #[cold]
     fn refuse(&self, address: u64) -> MemoryError {
@@ -357,6 +362,22 @@ impl Home {
             s.note_raw(address);
             Some(address)
         })
+    }
+
+    /// The blocks of this cache that are out as bare addresses.
+    fn raw_blocks(&'static self) -> Vec<HeldBlock> {
+        let stream = self.timeline().number();
+        let told = |(&address, raw): (&u64, &Raw)| {
+            let asked = match raw {
+                Raw::Alone(token) => token.freed.place.asked,
+                Raw::Shared(block) => block.place.asked,
+            };
+            HeldBlock { address, bytes: asked.bytes(), stream, tag: asked.tag(), at: None }
+        };
+        // The memory for the list is taken before the lock; what has come meanwhile takes its own.
+        let mut blocks = Vec::with_capacity(self.with(|s| s.raw.len()));
+        self.with(|s| blocks.extend(s.raw.iter().map(told)));
+        blocks
     }
 
     /// Keeps what a token held while its address is out.

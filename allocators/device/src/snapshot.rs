@@ -10,9 +10,10 @@ impl DevicePool {
     /// A memory snapshot of what this pool did, by the events that were kept, and of what is live behind the last of them:
     /// [`MemorySnapshot::save`] writes it for PyTorch's memory viewer, `_memory_viz.py` and `aquifer replay`.
     ///
-    /// Blocks that are older than the first event are told if [`Debugging::leaks`](crate::Debugging::leaks) is switched
-    /// on, with the lines that asked for them; without it a pool has no list of its blocks, and a block that no event names
-    /// is not told. Never blocks on the driver.
+    /// Blocks that are older than the first event are told if they are out as [addresses](DevicePool::alloc_raw), of which a
+    /// pool has a list, or if [`Debugging::leaks`](crate::Debugging::leaks) is switched on, with the lines that asked for
+    /// them; without it a pool has no list of the others, nor of graphs' blocks, and one that no event names is not told.
+    /// Never blocks on the driver.
     ///
     /// ```
     /// use aquifer_core::{Recorder, event::RingSink};
@@ -36,6 +37,9 @@ impl DevicePool {
     pub fn snapshot(&self, events: impl IntoIterator<Item = Event>) -> MemorySnapshot {
         let place = Place::Device(self.device());
         let mut snapshot = MemorySnapshot::of(events.into_iter().filter(|event| event.place == place));
+        for block in self.raw_blocks() {
+            snapshot.hold(self.device(), block);
+        }
         let groups = self.leaks().unwrap_or_default();
         for block in groups.groups().iter().flat_map(|group| &group.blocks) {
             let at = Some(block.allocated_at);

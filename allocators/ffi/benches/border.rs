@@ -29,6 +29,8 @@ struct Bench {
     stream: Stream,
     runtime: aq_runtime,
     foreign: *mut c_void,
+    /// One that keeps events, and a stream of its.
+    recorded: (aq_runtime, *mut c_void),
 }
 
 #[derive(Clone, Copy)]
@@ -38,15 +40,32 @@ enum Row {
     Address,
     Foreign,
     Default,
+    Recorded,
 }
 
-const ROWS: [(Row, &str, &str); 5] = [
+const ROWS: [(Row, &str, &str); 6] = [
     (Row::Token, "token", "DevicePool::alloc, drop"),
     (Row::Turned, "turned", "DevicePool::alloc + into_raw, free_raw"),
     (Row::Address, "address", "DevicePool::alloc_raw, free_raw"),
     (Row::Foreign, "aq", "aq_alloc, aq_free on a registered stream"),
     (Row::Default, "default", "aq_alloc, aq_free on the default stream"),
+    (Row::Recorded, "history", "aq_alloc, aq_free on a registered stream, with a history"),
 ];
+
+/// A runtime on a device that checks nothing, which keeps so many events, and a registered stream of it.
+fn opened(history: u64) -> Result<(aq_runtime, *mut c_void), Box<dyn Error>> {
+    let mut options = aq_runtime_options { size: size_of::<aq_runtime_options>(), ..Default::default() };
+    options.driver = AQ_DRIVER_SIM;
+    options.sim_flags = AQ_SIM_UNCHECKED;
+    options.streams = AQ_STREAMS_RETIRED;
+    options.history = history;
+    let (mut runtime, mut foreign) = (0, null_mut());
+    // SAFETY: 1. of this version, with its size. 2. a local.
+    let made = unsafe { aq_runtime_create(&raw const options, &raw mut runtime) };
+    // SAFETY: 1. a local.
+    let made = made | unsafe { aq_sim_stream_create(runtime, 0, &raw mut foreign) };
+    if made == 0 { Ok((runtime, foreign)) } else { Err("no runtime, or no stream".into()) }
+}
 
 impl Bench {
     fn new() -> Result<Self, Box<dyn Error>> {
@@ -56,29 +75,18 @@ impl Bench {
         let runtime = Runtime::on(driver.clone())?;
         let pool = runtime.device(0)?.clone();
         let stream = pool.stream()?;
-        let mut options = aq_runtime_options { size: size_of::<aq_runtime_options>(), ..Default::default() };
-        options.driver = AQ_DRIVER_SIM;
-        options.sim_flags = AQ_SIM_UNCHECKED;
-        options.streams = AQ_STREAMS_RETIRED;
-        let (mut runtime, mut foreign) = (0, null_mut());
-        // SAFETY: 1. of this version, with its size. 2. a local.
-        let made = unsafe { aq_runtime_create(&raw const options, &raw mut runtime) };
-        // SAFETY: 1. a local.
-        let made = made | unsafe { aq_sim_stream_create(runtime, 0, &raw mut foreign) };
-        if made != 0 {
-            return Err("no runtime, or no stream".into());
-        }
-        Ok(Self { pool, stream, runtime, foreign })
+        let (runtime, foreign) = opened(0)?;
+        Ok(Self { pool, stream, runtime, foreign, recorded: opened(10_000)? })
     }
 
     /// Of each call a status, which are or'd.
-    fn through_c(&self, stream: *mut c_void, pairs: usize) -> i32 {
+    fn through_c(runtime: aq_runtime, stream: *mut c_void, pairs: usize) -> i32 {
         let mut status = 0;
         for _ in 0..pairs {
             let mut address = 0;
             // SAFETY: 1. the simulated driver's, and never destroyed. 2. a local.
-            status |= unsafe { aq_alloc(self.runtime, 0, black_box(4096), stream, &raw mut address) };
-            status |= aq_free(self.runtime, 0, black_box(address));
+            status |= unsafe { aq_alloc(runtime, 0, black_box(4096), stream, &raw mut address) };
+            status |= aq_free(runtime, 0, black_box(address));
         }
         status
     }
@@ -103,8 +111,9 @@ impl Bench {
                     self.pool.free_raw(black_box(address))?;
                 }
             }
-            Row::Foreign if self.through_c(self.foreign, pairs) == 0 => {}
-            Row::Default if self.through_c(null_mut(), pairs) == 0 => {}
+            Row::Foreign if Self::through_c(self.runtime, self.foreign, pairs) == 0 => {}
+            Row::Default if Self::through_c(self.runtime, null_mut(), pairs) == 0 => {}
+            Row::Recorded if Self::through_c(self.recorded.0, self.recorded.1, pairs) == 0 => {}
             _ => return Err("a call failed".into()),
         }
         Ok(())
@@ -116,8 +125,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let bench = Bench::new()?;
     if let Some(at) = arguments.iter().position(|argument| argument == "--count") {
         let asked = arguments.get(at + 1).map_or("", String::as_str);
-        let row =
-            ROWS.iter().find(|(_, name, _)| *name == asked).ok_or("token, turned, address, aq or default")?;
+        let row = ROWS
+            .iter()
+            .find(|(_, name, _)| *name == asked)
+            .ok_or("token, turned, address, aq, default or history")?;
         bench.measured(row.0, 100)?;
         bench.measured(row.0, 1000)?;
         return Ok(());

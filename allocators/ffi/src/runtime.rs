@@ -393,8 +393,6 @@ impl aq_runtime_options {
         let history = self.history()?;
         if let Some(history) = &history {
             pools.recorder = Some(Arc::new(Recorder::new(history.clone())));
-            // Blocks that are out are told however long ago they were asked for.
-            pools.debug.leaks = true;
         }
         let settled = |sim: Option<&Sim>| {
             let mut builder = Runtime::builder().pools(pools.clone());
