@@ -30,6 +30,9 @@ pub mod tuning {}
 #[doc = include_str!("guide/safety.md")]
 pub mod safety {}
 
+#[doc = include_str!("guide/c_and_python.md")]
+pub mod c_and_python {}
+
 #[doc = include_str!("guide/from_cudarc.md")]
 pub mod from_cudarc {}
 

@@ -61,7 +61,7 @@ def setup(
     release_threshold  idle bytes of each device above which memory goes back to the driver by itself; else no bound
     streams_retired    that no stream is destroyed before retire() was called for it: so it is with PyTorch's own, which live
                        for ever. Not so with CuPy's and RMM's: False, and each free and noted use records an event (0.2 us)
-    history            how many of the last events are kept for dump_snapshot(), 64 bytes each; costs every call some 100 ns
+    history            how many of the last events are kept for dump_snapshot(), 64 bytes each; costs a pair of calls up to 0.5 us
     driver, sim_memory for tests: a simulated device, and its bytes
 
     Makes a context on each device that CUDA_VISIBLE_DEVICES leaves, as PyTorch does on those that it uses; takes no memory.

@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import pathlib
+import pickle
 import random
 import re
 import subprocess
@@ -417,6 +418,29 @@ def pytorchs_own_class_serves_streams_and_uses():
     assert aquifer_torch.limit(0)[0] <= torch.cuda.get_device_properties(0).total_memory * 0.51
 
 
+# ---- what PyTorch's viewer shows ----------------------------------------------------------------------------------------------
+
+
+@of("viewer")
+def pytorchs_viewer_opens_what_was_kept():
+    from torch.cuda import _memory_viz
+
+    kept = torch.ones(3 * MIB, dtype=torch.uint8, device="cuda")
+    del_me = torch.ones(5 * MIB, dtype=torch.uint8, device="cuda")
+    del del_me
+    path = pathlib.Path(tempfile.mkdtemp()) / "memory.pickle"
+    for _ in range(2):
+        aquifer_torch.dump_snapshot(path)
+        shot = pickle.loads(path.read_bytes())
+    text = _memory_viz.trace(shot)
+    assert "5.0MiB" in text and "free completed" in text, text[:2000]
+    assert "segments:" in _memory_viz.segsum(shot)
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert "<html" in plot(shot) or "<script" in plot(shot)
+    blocks = [block for segment in shot["segments"] for block in segment["blocks"] if block["state"] == "active_allocated"]
+    assert kept.data_ptr() in [block["address"] for block in blocks if block["requested_size"] == 3 * MIB], blocks
+
+
 # ---- refusals of the package ------------------------------------------------------------------------------------------------
 
 
@@ -472,6 +496,7 @@ def pairs():
 
 INSTALLED = {name: {} for name in ("process", "refused", "graphs", "replays", "pools", "compile", "trees")}
 INSTALLED["plain"] = {"companion": False}
+INSTALLED["viewer"] = {"history": 10_000}
 # How long a group may take.
 SECONDS = {"replays": 420}
 # Errors of this group say where they come from.

@@ -155,8 +155,8 @@ typedef struct aq_runtime_options {
     uint64_t wait_ns;           /* how long an allocation waits for memory that is still in use; 0: 10 s */
     uint64_t release_threshold; /* idle bytes of each device above which memory goes back to the driver; 0: no bound */
     uint64_t history;           /* how many of the last events are kept for aq_memory_snapshot, 64 bytes each, 2^24 of them at
-                                   most, and which blocks are out; 0: none. Costs every call some 100 ns. Not beside
-                                   AQUIFER_TRACE (AQ_ERROR_BAD_SETTING) */
+                                   most; 0: none. Costs an allocation and its free up to 0.5 us. Not beside AQUIFER_TRACE
+                                   (AQ_ERROR_BAD_SETTING) */
 } aq_runtime_options;
 
 /* Makes a runtime: opens the driver, makes a context for each device (the driver's own time for that), reads the machine's
@@ -294,10 +294,10 @@ aq_status aq_pinned_stats(aq_runtime runtime, uint32_t device, aq_stats *stats);
  * "regions"}]}. Later versions add fields. Give the text back with aq_text_free. */
 aq_status aq_snapshot(aq_runtime runtime, char **json);
 
-/* Writes to the file at `path`, which is made or made anew, what the pool of a device did last and which blocks are out: the
- * pickle that torch.cuda.memory._dump_snapshot() writes, for https://pytorch.org/memory_viz, `python -m
- * torch.cuda._memory_viz` and `aquifer replay`. What was kept stays, so the next one tells it again. Blocks for as long as the
- * file system takes.
+/* Writes to the file at `path`, which is made or made anew, what the pool of a device did last and which blocks are out,
+ * however old (those of graphs as long as they are among the events): the pickle that torch.cuda.memory._dump_snapshot()
+ * writes, for https://pytorch.org/memory_viz, `python -m torch.cuda._memory_viz` and `aquifer replay`. What was kept stays, so
+ * the next one tells it again. Blocks for as long as the file system takes.
  * AQ_ERROR_NULL, _NO_DEVICE; _UNSUPPORTED for a runtime that was made without `history`; _SYSTEM, after which a part of the
  * file may be there. */
 aq_status aq_memory_snapshot(aq_runtime runtime, uint32_t device, const char *path);

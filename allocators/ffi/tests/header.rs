@@ -206,3 +206,24 @@ fn c_and_rust_agree_on_forms_and_numbers() {
     assert_eq!(as_c_sees_it(&header()), lines);
     assert_eq!(aq_version(), AQ_VERSION_MAJOR << 16 | AQ_VERSION_MINOR);
 }
+
+/// The blocks of a language on the guide's page.
+fn shown(language: &str) -> Vec<String> {
+    let page = fs::read_to_string(root().join("../../src/guide/c_and_python.md")).unwrap();
+    let opening = format!("```{language}\n");
+    let blocks = page.split(&opening).skip(1);
+    blocks.map(|block| block[..block.find("```").unwrap()].to_owned()).collect()
+}
+
+#[test]
+fn what_the_guide_shows_is_what_is_compiled_and_run_elsewhere() {
+    let read = |path: &str| fs::read_to_string(root().join(path)).unwrap();
+    let (c, python) = (read("tests/c/guide.c"), read("../../python/examples/on_torch.py"));
+    for (language, source, blocks) in [("c", c, 1), ("python", python, 2)] {
+        let shown = shown(language);
+        assert_eq!(shown.len(), blocks, "{language}");
+        for block in shown {
+            assert!(source.contains(&block), "no part of a program in {language}:\n{block}");
+        }
+    }
+}
