@@ -212,12 +212,7 @@ fn a_mapping_that_the_kernel_keeps_is_stranded_with_its_charge_and_tried_again()
     retry_stranded();
     assert_eq!(budget.used(), 4 * MIB as u64);
     faults.clear();
-    // Another test's region may have it in hand to try.
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while budget.used() > 0 && Instant::now() < deadline {
-        retry_stranded();
-    }
-    assert_eq!(budget.used(), 0);
+    support::retry_out(&budget);
 }
 
 #[test]
@@ -257,7 +252,7 @@ fn a_deadline_ends_it_and_memory_and_charge_follow() {
     let late = Region::new(&host, &budget, &request).unwrap_err();
     assert_eq!((late.step, late.cause), (Step::Populate, Cause::TimedOut));
     // A worker may be at a piece still; the memory goes with its last reference.
-    let patience = Instant::now() + Duration::from_secs(10);
+    let patience = Instant::now() + support::PATIENCE;
     while budget.used() > 0 && Instant::now() < patience {
         std::thread::yield_now();
     }
