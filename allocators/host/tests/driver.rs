@@ -55,7 +55,7 @@ fn config() -> PinnedConfig {
 }
 
 fn eventually(what: impl Fn() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + support::PATIENCE;
     while !what() {
         assert!(Instant::now() < deadline, "this should have come true by now");
         retry_stranded();
@@ -325,7 +325,7 @@ fn no_lock_is_held_while_the_driver_registers() {
     let stalled = sim.stall(Call::HostRegister);
     thread::scope(|scope| {
         let grower = scope.spawn(|| pool.buffer::<u8>(5 * MIB).map(drop));
-        assert!(stalled.wait_for(1, Duration::from_secs(10)));
+        assert!(stalled.wait_for(1, support::PATIENCE));
         // While it hangs there, others allocate and free what the pool has, and look at it.
         for _ in 0..100 {
             drop(pool.buffer::<u8>(MIB).unwrap());

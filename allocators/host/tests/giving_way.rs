@@ -150,7 +150,7 @@ fn pools_that_take_from_each_other_from_many_threads_lose_no_byte_and_no_thread(
     let host = support::host();
     let pools = [0, 1].map(|_| {
         pool(&host, &budget, |config| {
-            config.patience = Duration::from_secs(20);
+            config.patience = support::PATIENCE;
         })
     });
     std::thread::scope(|scope| {

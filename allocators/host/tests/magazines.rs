@@ -713,7 +713,7 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
             let child = unsafe { libc::fork() };
             if child == 0 {
                 // SAFETY: 1. takes a number. A child that waits is ended by it.
-                unsafe { libc::alarm(20) };
+                unsafe { libc::alarm(120) };
                 let nothing = take(&allocator, 100).is_none() && take(&allocator, MIB).is_none();
                 give(&allocator, live, 100);
                 let told = pool.allocate(bytes(100)) == Err(MemoryError::OtherProcess)

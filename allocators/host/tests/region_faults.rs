@@ -24,7 +24,7 @@ use nix::libc;
 use std::{
     os::fd::{AsFd, OwnedFd},
     sync::Arc,
-    time::{Duration, Instant},
+    time::Instant,
 };
 use support::MIB;
 
@@ -195,7 +195,7 @@ impl Machine {
         }
         self.faults.clear();
         self.sim.clear_failures();
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + support::PATIENCE;
         while self.budget.used() > 0 {
             assert!(Instant::now() < deadline, "{what}: {} bytes stay charged", self.budget.used());
             retry_stranded();

@@ -14,6 +14,7 @@ use nix::libc;
 use rig::{GPU, KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
 use std::{
     io,
+    mem::ManuallyDrop,
     sync::{
         Arc,
         atomic::{AtomicUsize, Ordering},
@@ -147,17 +148,19 @@ fn a_forked_child_is_refused_by_its_parents_stager_and_waits_for_nothing() {
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: 1. takes a number. A child that waits is ended by it.
-        unsafe { libc::alarm(20) };
+        unsafe { libc::alarm(120) };
         let elsewhere = |error: &StageError| matches!(error, StageError::Memory(MemoryError::OtherProcess));
         let stager = &rig.stager;
         let long = stager.scope(|s| s.upload(&up[..x.len()], &mut x).map(drop)).unwrap();
         let small = std::mem::take(&mut small).unwrap();
         let permits: Vec<_> = (0..20).map(|_| stager.permit()).collect();
+        // Never dropped: an operand asks the simulator, whose lock the parent's thread may have held.
+        let failed = ManuallyDrop::new(block_on(stager.ready()).upload(vec![1], small));
         let right = [
             long.is_err_and(|error| elsewhere(&error)),
             stager.warm() == Err(MemoryError::OtherProcess) && stager.trim() == 0,
             stager.try_permit().is_some() && stager.permit_until(Instant::now()).is_ok(),
-            block_on(stager.ready()).upload(vec![1], small).is_err_and(|failed| elsewhere(&failed.error)),
+            failed.as_ref().is_err_and(|failed| elsewhere(&failed.error)),
             ticket.is_done() && ticket.watch().wait().is_err_and(|error| elsewhere(&error)),
             ticket.watch().try_wait().is_some_and(|told| told.is_err_and(|error| elsewhere(&error))),
         ];

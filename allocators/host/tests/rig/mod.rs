@@ -25,7 +25,7 @@ use std::{
 
 pub(crate) const GPU: DeviceId = DeviceId(0);
 /// Longer than anything takes that does not hang.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) const KIB: usize = 1 << 10;
 pub(crate) const SLOT: usize = 64 * KIB;
 
