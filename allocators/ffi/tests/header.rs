@@ -16,7 +16,7 @@ use std::{
     fs,
     mem::{align_of, offset_of},
     path::{Path, PathBuf},
-    process::Command,
+    process::{self, Command},
 };
 
 fn root() -> &'static Path {
@@ -100,8 +100,10 @@ fn as_c_sees_it(header: &str) -> BTreeSet<String> {
         source += &format!("printf(\"{number} %lld\\n\", (long long)({number}));\n");
     }
     source += "return 0;\n}\n";
-    let at = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    // Of this process alone: nobody runs a program that another process writes.
+    let at = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(format!("layout-{}", process::id()));
     let (file, program) = (at.join("layout.c"), at.join("layout"));
+    fs::create_dir_all(&at).unwrap();
     fs::write(&file, source).unwrap();
     let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".into());
     let compiled = Command::new(compiler)
@@ -113,6 +115,7 @@ fn as_c_sees_it(header: &str) -> BTreeSet<String> {
         .status();
     assert!(compiled.unwrap().success());
     let said = Command::new(program).output().unwrap();
+    fs::remove_dir_all(at).unwrap();
     String::from_utf8(said.stdout).unwrap().lines().map(str::to_owned).collect()
 }
 
