@@ -5,6 +5,7 @@
 //! region can be seen to fail without a machine that is broken in just that way.
 #![expect(unsafe_code, reason = "makes system calls")]
 
+mod across_forks;
 mod barrier;
 mod faults;
 mod files;
@@ -12,6 +13,7 @@ mod mappings;
 mod process;
 mod wait;
 
+pub(crate) use across_forks::{AcrossForks, Guard, Of};
 pub use faults::{Faults, SystemCall};
 pub use mappings::{Ground, MapEntry};
 pub use process::Process;

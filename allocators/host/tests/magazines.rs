@@ -740,3 +740,42 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
     give(&allocator, live, 100);
     assert_eq!(pool.stats().memory.live, 0, "what the child freed was the parent's still");
 }
+
+#[test]
+fn a_forked_child_makes_a_pool_of_its_own_whatever_its_parents_threads_were_at() {
+    /// Ends the other thread, also where a child has found something.
+    struct Stop<'a>(&'a AtomicBool);
+    impl Drop for Stop<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
+    // From here on forks wait.
+    drop(small_pool());
+    let stop = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let _stop = Stop(&stop);
+        // Has what all pools of a process share in hand most of the time, also when the process forks.
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                pool::sweep();
+            }
+        });
+        for _ in 0..40 {
+            // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by `_exit`.
+            let child = unsafe { libc::fork() };
+            if child == 0 {
+                // SAFETY: 1. takes a number. A child that waits is ended by it.
+                unsafe { libc::alarm(60) };
+                let (own, _budget) = small_pool();
+                let served = take(&own.allocator(), 100).is_some();
+                // SAFETY: 1. ends the child.
+                unsafe { libc::_exit(i32::from(!served)) };
+            }
+            let mut status = -1;
+            // SAFETY: 1. the child is this process's, and the status a local.
+            let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+            assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
+        }
+    });
+}

@@ -11,7 +11,7 @@ use super::{
     state::{Freed, Released, State},
     thread::{self, AtWork, THREADS},
 };
-use crate::kernel::{Process, pointer};
+use crate::kernel::{AcrossForks, Of, Process, pointer};
 use aquifer_core::{Action, Gate, MemoryError, Result, Tag, event::Ticket};
 use aquifer_driver::HostAccess;
 use aquifer_stream::Spin;
@@ -65,14 +65,14 @@ pub fn stale_frees() -> u64 {
 }
 
 /// Shells without a pool.
-static RETIRED: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
+static RETIRED: AcrossForks<Vec<&'static Home>> = AcrossForks::new(Of::Shells, Vec::new());
 
 impl Home {
     /// A shell for a new pool, and the generation of its allocators.
     pub(super) fn open(shared: Arc<Shared>) -> (&'static Self, u64) {
         super::sweep();
         let process = Process::current();
-        let retired = || RETIRED.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let retired = || RETIRED.lock().pop();
         let retired = std::iter::from_fn(retired).find(|home| home.process == process);
         let home = retired.unwrap_or_else(|| {
             &*Box::leak(Box::new(Self {
@@ -231,7 +231,7 @@ impl Home {
         });
         drop(old);
         if over {
-            RETIRED.lock().unwrap_or_else(PoisonError::into_inner).push(self);
+            RETIRED.lock().push(self);
         } else if self.with(|state| !state.open && (state.holds_back() || self.is_stocked(state.generation)))
         {
             super::pending::linger(self);

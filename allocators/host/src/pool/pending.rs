@@ -4,21 +4,23 @@ use super::{
     home::Home,
     state::{Asked, Freed},
 };
-use crate::region;
+use crate::{
+    kernel::{AcrossForks, Of},
+    region,
+};
 use aquifer_core::{Action, Gate};
 use aquifer_driver::HostAccess;
 use std::{
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 /// Shells of closed pools with pending blocks: nobody else would ask after those.
-static LINGERING: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
+static LINGERING: AcrossForks<Vec<&'static Home>> = AcrossForks::new(Of::Lingering, Vec::new());
 
 pub(super) fn linger(home: &'static Home) {
-    let mut lingering = LINGERING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut lingering = LINGERING.lock();
     if !lingering.iter().any(|other| std::ptr::eq(*other, home)) {
         lingering.push(home);
     }
@@ -29,7 +31,7 @@ pub(super) fn linger(home: &'static Home) {
 ///
 /// Its example is that of [`PinnedPool`](super::PinnedPool), whose drop it looks after.
 pub fn sweep() {
-    let homes = mem::take(&mut *LINGERING.lock().unwrap_or_else(PoisonError::into_inner));
+    let homes = mem::take(&mut *LINGERING.lock());
     for home in homes.into_iter().filter(|home| home.is_here()) {
         home.poll_all();
         if let Some(shared) = home.with(|state| state.shared.clone().filter(|_| !state.open)) {

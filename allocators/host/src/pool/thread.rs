@@ -11,13 +11,9 @@
 #![expect(unsafe_code, reason = "makes a key of the C library's threads")]
 
 use super::magazine::Magazine;
+use crate::kernel::{AcrossForks, Guard, Of};
 use nix::libc;
-use std::{
-    cell::Cell,
-    ffi::c_void,
-    ptr,
-    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
-};
+use std::{cell::Cell, ffi::c_void, ptr, sync::OnceLock};
 
 /// Threads with magazines at one time; others go by the lock.
 pub(super) const THREADS: usize = 1024;
@@ -92,10 +88,11 @@ struct Register {
     next: u32,
 }
 
-static REGISTER: Mutex<Register> = Mutex::new(Register { free: Vec::new(), next: 0 });
+static REGISTER: AcrossForks<Register> =
+    AcrossForks::new(Of::Threads, Register { free: Vec::new(), next: 0 });
 
-fn register() -> MutexGuard<'static, Register> {
-    REGISTER.lock().unwrap_or_else(PoisonError::into_inner)
+fn register() -> Guard<'static, Register> {
+    REGISTER.lock()
 }
 
 /// The number of this thread, which gets one if it has none and one is to be had.

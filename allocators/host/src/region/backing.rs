@@ -5,7 +5,7 @@
 #![expect(unsafe_code, reason = "ends registrations and driver allocations")]
 
 use super::{Cause, Reach, RegionError, Step, claims, mapping::Mapping, retired::retire, window};
-use crate::kernel::{Span, pointer};
+use crate::kernel::{AcrossForks, Guard, Of, Span, pointer};
 use aquifer_core::{Charge, DriverError, Gate};
 use aquifer_driver::Relaxed;
 use std::{
@@ -13,7 +13,7 @@ use std::{
     mem,
     os::fd::BorrowedFd,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -300,11 +300,11 @@ pub(super) enum Remains {
     Backing(Backing),
 }
 
-static STRANDED: Mutex<Vec<(u64, Remains)>> = Mutex::new(Vec::new());
+static STRANDED: AcrossForks<Vec<(u64, Remains)>> = AcrossForks::new(Of::Stranded, Vec::new());
 static STRANDED_BYTES: AtomicU64 = AtomicU64::new(0);
 
-fn stranded() -> MutexGuard<'static, Vec<(u64, Remains)>> {
-    STRANDED.lock().unwrap_or_else(PoisonError::into_inner)
+fn stranded() -> Guard<'static, Vec<(u64, Remains)>> {
+    STRANDED.lock()
 }
 
 pub(super) fn strand(remains: Remains) {

@@ -4,17 +4,14 @@
 //! by one at a time.
 
 use super::window;
-use crate::kernel::Span;
-use std::{
-    collections::BTreeMap,
-    sync::{Mutex, MutexGuard, PoisonError},
-};
+use crate::kernel::{AcrossForks, Guard, Of, Span};
+use std::collections::BTreeMap;
 
 /// By first address, the end.
-static CLAIMED: Mutex<BTreeMap<usize, usize>> = Mutex::new(BTreeMap::new());
+static CLAIMED: AcrossForks<BTreeMap<usize, usize>> = AcrossForks::new(Of::Claims, BTreeMap::new());
 
-fn lock() -> MutexGuard<'static, BTreeMap<usize, usize>> {
-    CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock() -> Guard<'static, BTreeMap<usize, usize>> {
+    CLAIMED.lock()
 }
 
 /// Claims whole pages, or answers with those that somebody has.

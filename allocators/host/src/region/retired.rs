@@ -4,21 +4,18 @@
 //! given up early waits here, mapped, registered and charged, for a quiet point.
 
 use super::backing::Backing;
-use crate::kernel::Process;
+use crate::kernel::{AcrossForks, Guard, Of, Process};
 use std::{
     mem,
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 /// With the process that has them: a child of it has not inherited their memory.
-static RETIRED: Mutex<Vec<(Process, Backing)>> = Mutex::new(Vec::new());
+static RETIRED: AcrossForks<Vec<(Process, Backing)>> = AcrossForks::new(Of::Retired, Vec::new());
 static BYTES: AtomicU64 = AtomicU64::new(0);
 
-fn list() -> MutexGuard<'static, Vec<(Process, Backing)>> {
-    RETIRED.lock().unwrap_or_else(PoisonError::into_inner)
+fn list() -> Guard<'static, Vec<(Process, Backing)>> {
+    RETIRED.lock()
 }
 
 pub(super) fn retire(backing: Backing) {

@@ -9,17 +9,14 @@
 //! Memory that the driver allocated lies wherever the driver put it. There are few such regions, and a table of them
 //! stands beside the window.
 
-use crate::kernel::{Kernel, Span};
+use crate::kernel::{AcrossForks, Guard, Kernel, Of, Span};
 use aquifer_core::SystemError;
 use nix::libc;
 use std::{
     collections::BTreeMap,
     num::NonZeroUsize,
     ops::Range,
-    sync::{
-        Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicU64, AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicU64, AtomicUsize, Ordering},
 };
 
 /// What regions are aligned to, and the least gap between two: a huge page, in bytes.
@@ -34,7 +31,7 @@ static START: AtomicUsize = AtomicUsize::new(0);
 static LEN: AtomicUsize = AtomicUsize::new(0);
 
 /// The parts of the window that are free, by start. `None` before it is reserved.
-static FREE: Mutex<Option<Free>> = Mutex::new(None);
+static FREE: AcrossForks<Option<Free>> = AcrossForks::new(Of::Window, None);
 
 /// Free addresses: lengths by start, no two of them adjacent.
 #[derive(Default)]
@@ -114,8 +111,8 @@ fn is_outside(address: usize) -> bool {
     })
 }
 
-fn lock() -> MutexGuard<'static, Option<Free>> {
-    FREE.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock() -> Guard<'static, Option<Free>> {
+    FREE.lock()
 }
 
 const fn out_of_addresses() -> SystemError {
