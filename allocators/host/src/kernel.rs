@@ -273,25 +273,34 @@ impl Kernel {
     /// Which node each page lies on (`move_pages` without nodes). A negative answer is an error number: `-ENOENT` for
     /// a page that is not there.
     ///
+    /// While the kernel moves a page, as it does to make room for huge ones, it says of it that it is not there. Those that
+    /// are (`mincore`) are waited for (`MADV_POPULATE_READ`) and asked about again.
+    ///
     /// # Errors
     /// `EPERM` or `ENOSYS` where a sandbox refuses.
     pub fn nodes_of(&self, pages: &[usize]) -> Result<Vec<c_int>> {
         self.ask(SystemCall::Query)?;
-        let mut nodes = vec![-libc::ENOENT; pages.len()];
-        // SAFETY: 1. both arrays have as many elements as are told. 2. without nodes nothing is moved. 3. the pages are
-        // looked up by address and not read.
-        let answer = unsafe {
-            libc::syscall(
-                libc::SYS_move_pages,
-                0,
-                pages.len(),
-                pages.as_ptr(),
-                ptr::null::<c_int>(),
-                nodes.as_mut_ptr(),
-                0,
-            )
-        };
-        if answer >= 0 { Ok(nodes) } else { Err(last("move_pages")) }
+        let mut nodes = look_up(pages)?;
+        let seeming = self.faults.as_ref().map_or(0, |faults| faults.moving());
+        nodes.iter_mut().take(seeming).for_each(|node| *node = -libc::ENOENT);
+        for _ in 0..LOOKS {
+            let nowhere = |&place: &usize| nodes[place] == -libc::ENOENT && is_there(pages[place]);
+            let moving: Vec<usize> = (0..pages.len()).filter(nowhere).collect();
+            if moving.is_empty() {
+                break;
+            }
+            // A fault waits until a page has come to where it goes, however long that takes; kernels before 5.14 know none
+            // that only reads.
+            let arrives = |&place: &usize| {
+                fault_in(Span { start: pages[place], len: 1 }, libc::MADV_POPULATE_READ).is_ok()
+            };
+            if !moving.iter().all(arrives) {
+                thread::sleep(PAUSE);
+            }
+            let again: Vec<usize> = moving.iter().map(|&place| pages[place]).collect();
+            moving.into_iter().zip(look_up(&again)?).for_each(|(place, node)| nodes[place] = node);
+        }
+        Ok(nodes)
     }
 
     /// Binds the calling thread to CPUs (`sched_setaffinity`), however many the machine has.
@@ -325,6 +334,38 @@ impl Kernel {
 /// A pointer to an address of a mapping that this crate made, or that the driver handed to it.
 pub(crate) fn pointer(address: usize) -> Option<NonNull<u8>> {
     NonNull::new(ptr::with_exposed_provenance_mut(address))
+}
+
+/// How often pages are asked about again that the kernel was moving, and how long it has for that in between where it cannot
+/// be waited for.
+const LOOKS: usize = 50;
+const PAUSE: Duration = Duration::from_micros(200);
+
+/// Asks once which node each page lies on.
+fn look_up(pages: &[usize]) -> Result<Vec<c_int>> {
+    let mut nodes = vec![-libc::ENOENT; pages.len()];
+    // SAFETY: 1. both arrays have as many elements as are told. 2. without nodes nothing is moved. 3. the pages are looked up
+    // by address and not read.
+    let answer = unsafe {
+        libc::syscall(
+            libc::SYS_move_pages,
+            0,
+            pages.len(),
+            pages.as_ptr(),
+            ptr::null::<c_int>(),
+            nodes.as_mut_ptr(),
+            0,
+        )
+    };
+    if answer >= 0 { Ok(nodes) } else { Err(last("move_pages")) }
+}
+
+/// Whether there is memory for a page, also while it is moved.
+fn is_there(page: usize) -> bool {
+    let mut there = 0;
+    // SAFETY: 1. one byte is written, for the one page. 2. the page is looked up by address and not read.
+    let answer = unsafe { libc::mincore(ptr::with_exposed_provenance_mut(page), 1, &raw mut there) };
+    answer == 0 && there & 1 == 1
 }
 
 /// The processor's time that this thread has had.
@@ -383,6 +424,28 @@ mod tests {
             kernel.unmap(span).unwrap();
         }
         assert!(kernel.nodes_of(&pages).unwrap().iter().all(|&node| node < 0), "the memory is gone");
+    }
+
+    #[test]
+    fn a_page_that_is_on_its_way_is_asked_about_again_and_one_that_is_not_there_is_not() {
+        let faults = Arc::new(Faults::new());
+        let kernel = Kernel::with_faults(faults.clone());
+        let span = kernel.reserve(NonZeroUsize::new(16 * PAGE).unwrap()).unwrap();
+        // SAFETY: 1. reserved above; nobody else knows of it.
+        unsafe {
+            kernel.map(span, MapPages::Ordinary).unwrap();
+            // No neighbours with a page, where the kernel knows of such.
+            let _ = kernel.advise(span, Advice::NoHugePage);
+        }
+        kernel.populate(Span { len: 8 * PAGE, ..span }).unwrap();
+        let pages: Vec<usize> = (0..16).map(|i| span.start + i * PAGE).collect();
+        faults.seem_moving(16);
+        let nodes = kernel.nodes_of(&pages).unwrap();
+        assert!(nodes[..8].iter().all(|&node| node >= 0), "{nodes:?}");
+        assert!(nodes[8..].iter().all(|&node| node == -libc::ENOENT), "{nodes:?}");
+        assert_eq!(faults.made(SystemCall::Query), 1, "to whoever asks it is one question");
+        // SAFETY: as above.
+        unsafe { kernel.unmap(span).unwrap() };
     }
 
     #[test]

@@ -133,6 +133,7 @@ struct Plan {
     faults: Vec<Fault>,
     times: Vec<Timed>,
     version: Option<(u32, u32)>,
+    moving: usize,
 }
 
 /// Calls that seem to take so long, however long they do.
@@ -183,6 +184,15 @@ impl Faults {
         plan.times.push(Timed { call, first: before + 1, last: before.saturating_add(count), time });
     }
 
+    /// The first so many pages that are asked about next seem to be moved by the kernel at that moment.
+    pub fn seem_moving(&self, pages: usize) {
+        self.lock().moving = pages;
+    }
+
+    pub(super) fn moving(&self) -> usize {
+        std::mem::take(&mut self.lock().moving)
+    }
+
     /// The kernel seems to be of this version.
     pub fn seem_version(&self, major: u32, minor: u32) {
         self.lock().version = Some((major, minor));
@@ -198,6 +208,7 @@ impl Faults {
         plan.faults.clear();
         plan.times.clear();
         plan.version = None;
+        plan.moving = 0;
     }
 
     /// How often a call has been made, failures included.
