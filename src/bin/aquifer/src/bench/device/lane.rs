@@ -25,7 +25,10 @@ impl<S: Source> Lane<S> {
     }
 
     /// A block, or none and a failure counted.
-    #[inline]
+    ///
+    /// In the loop that is timed, as it is where a collection allocates: what a call and a result that passes through memory
+    /// cost is not the source's.
+    #[inline(always)]
     pub(in crate::bench) fn take(&mut self, bytes: u64) -> Option<S::Held> {
         match self.source.take(bytes) {
             Ok(held) => Some(held),
@@ -36,8 +39,8 @@ impl<S: Source> Lane<S> {
         }
     }
 
-    /// Frees a block.
-    #[inline]
+    /// Frees a block; in the loop, as [`Lane::take`].
+    #[inline(always)]
     pub(in crate::bench) fn give(&mut self, held: S::Held) {
         if let Err(refused) = self.source.give(held) {
             self.failed.note(&refused);

@@ -108,11 +108,11 @@ fn wasted(source: &Pinned, pool: &aquifer_host::PinnedPool, work: &Work) -> Resu
         if bytes > work.peak {
             break;
         }
-        held.push(source.take(step.bytes)?);
+        held.push(source.take(step.bytes).map_err(|refused| *refused)?);
     }
     let memory = pool.stats().memory;
     for block in held {
-        source.give(block)?;
+        source.give(block).map_err(|refused| *refused)?;
     }
     Ok((memory.live as f64 / memory.requested.max(1) as f64 - 1.0) * 100.0)
 }

@@ -19,6 +19,20 @@ impl Pinned {
     pub(super) fn on(pool: &PinnedPool) -> Self {
         Self { pool: pool.clone(), allocator: pool.allocator() }
     }
+
+    /// Why there is no block: asks once more.
+    #[cold]
+    #[inline(never)]
+    fn reason(&self, layout: Layout) -> Box<MemoryError> {
+        Box::new(match self.pool.allocate(layout) {
+            Ok(block) => {
+                // SAFETY: 1. allocated just now, with that layout.
+                unsafe { self.allocator.deallocate(block.cast(), layout) };
+                MemoryError::Busy { address: 0 }
+            }
+            Err(error) => error,
+        })
+    }
 }
 
 /// Memory of [`Pinned`], which only [`Pinned::give`] takes.
@@ -34,27 +48,28 @@ fn layout(bytes: u64) -> Option<Layout> {
 
 impl Source for Pinned {
     type Held = Held;
-    type Refused = MemoryError;
+    // No longer than a pointer: a block that comes in a result as long as an error passes through memory, and is read there
+    // before it is written whole, which takes longer than the pair.
+    type Refused = Box<MemoryError>;
 
-    #[inline]
-    fn take(&self, bytes: u64) -> Result<Held, MemoryError> {
-        let too_large = MemoryError::TooLarge { requested: bytes, limit: isize::MAX as u64 };
-        let Some(layout) = layout(bytes) else { return Err(too_large) };
+    #[inline(always)]
+    fn take(&self, bytes: u64) -> Result<Held, Self::Refused> {
+        let too_large = || Box::new(MemoryError::TooLarge { requested: bytes, limit: isize::MAX as u64 });
+        let layout = layout(bytes).ok_or_else(too_large)?;
         match self.allocator.allocate(layout) {
             Ok(block) => Ok(Held(block.cast(), layout)),
-            // Asked again for the reason.
-            Err(_) => self.pool.allocate(layout).map(|block| Held(block.cast(), layout)),
+            Err(_) => Err(self.reason(layout)),
         }
     }
 
-    #[inline]
-    fn give(&self, Held(block, layout): Held) -> Result<(), MemoryError> {
+    #[inline(always)]
+    fn give(&self, Held(block, layout): Held) -> Result<(), Self::Refused> {
         // SAFETY: 1. a `Held` comes from `take` only, with its layout, and goes here.
         unsafe { self.allocator.deallocate(block, layout) };
         Ok(())
     }
 
-    fn rest(&self) -> Result<(), MemoryError> {
+    fn rest(&self) -> Result<(), Self::Refused> {
         Ok(())
     }
 }
