@@ -29,7 +29,8 @@ const NEAR: usize = 4;
 struct Here {
     at_work: Cell<bool>,
     number: Cell<u32>,
-    /// By generation: the last one that was looked up. It says itself whom it serves.
+    /// By generation: the last one that was looked up. It says itself whom it serves. None while the thread is at work for a
+    /// pool, so that whoever finds one need not ask for that.
     magazines: [Cell<Option<&'static Magazine>>; NEAR],
 }
 
@@ -44,9 +45,7 @@ thread_local! {
 /// at work for a pool. By reference, so that it need not be kept where thread-locals are found by a call.
 #[inline(always)]
 pub(super) fn magazine(generation: &u64) -> Option<&'static Magazine> {
-    HERE.with(
-        |here| if here.at_work.get() { None } else { here.magazines[*generation as usize % NEAR].get() },
-    )
+    HERE.with(|here| here.magazines[*generation as usize % NEAR].get())
 }
 
 /// Notes which magazine this thread has for the pool of this generation.
@@ -61,22 +60,32 @@ pub(super) fn is_at_work() -> bool {
 }
 
 /// While it lives, this thread is at work for a pool, and pools refuse its allocations: see the module's surprises.
-pub(super) struct AtWork(());
+pub(super) struct AtWork {
+    /// The thread's magazines.
+    aside: [Option<&'static Magazine>; NEAR],
+}
 
 impl AtWork {
     /// `None` if the thread is at work for a pool already.
     #[inline]
     pub(super) fn begin() -> Option<Self> {
-        let was = HERE.with(|here| here.at_work.replace(true));
         // Made only where it is the first: the end of another would end the first one's work.
-        (!was).then(|| Self(()))
+        HERE.with(|here| {
+            let was = here.at_work.replace(true);
+            (!was).then(|| Self { aside: here.magazines.each_ref().map(Cell::take) })
+        })
     }
 }
 
 impl Drop for AtWork {
     #[inline]
     fn drop(&mut self) {
-        HERE.with(|here| here.at_work.set(false));
+        HERE.with(|here| {
+            // Not in a child of a fork meanwhile, which has forgotten them.
+            if here.at_work.replace(false) {
+                here.magazines.iter().zip(self.aside).for_each(|(place, magazine)| place.set(magazine));
+            }
+        });
     }
 }
 
@@ -145,7 +154,10 @@ fn key() -> &'static Option<libc::pthread_key_t> {
 
 /// The C library calls it in a child, in the one thread that it has.
 unsafe extern "C" fn forked() {
-    HERE.with(|here| here.magazines.iter().for_each(|magazine| magazine.set(None)));
+    HERE.with(|here| {
+        here.at_work.set(false);
+        here.magazines.iter().for_each(|magazine| magazine.set(None));
+    });
 }
 
 /// The C library calls it in a thread that ends, with what was noted.
@@ -170,5 +182,17 @@ mod tests {
         assert!(is_at_work(), "whoever came second has ended it");
         drop(first);
         assert!(!is_at_work());
+    }
+
+    #[test]
+    fn a_thread_at_work_finds_no_magazine_and_its_own_again_afterwards() {
+        let own: &'static Magazine = Box::leak(Box::new(Magazine::new(0)));
+        set_magazine(7, own);
+        let first = AtWork::begin();
+        assert!(magazine(&7).is_none());
+        drop(AtWork::begin());
+        assert!(magazine(&7).is_none(), "whoever came second has ended it");
+        drop(first);
+        assert!(magazine(&7).is_some_and(|found| ptr::eq(found, own)));
     }
 }
