@@ -144,18 +144,21 @@ impl PinnedAllocator {
     }
 
     /// As `allocate` answers, so that it is the last thing that does.
+    #[cold]
     #[inline(never)]
     fn by_chain<E>(&self, layout: Layout, none: E) -> std::result::Result<NonNull<[u8]>, E> {
         let block = self.home.allocate_slowly(self.generation, layout, &Effort::Configured);
         block.inspect(|block| poison::given(block.cast(), layout.size())).map_err(|_| none)
     }
 
+    #[cold]
     #[inline(never)]
     fn free_slowly(&self, block: NonNull<u8>, layout: Layout) {
         self.home.deallocate_slowly(self.generation, block, layout);
     }
 
     /// Takes a live block back that did not go into the magazine's racks.
+    #[cold]
     #[inline(never)]
     fn free_beyond(&self, magazine: &Magazine, span: &'static Span, block: NonNull<u8>, layout: Layout) {
         if !self.home.quick_free_shared(magazine, self.generation, span, block, layout) {

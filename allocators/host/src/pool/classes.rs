@@ -35,8 +35,19 @@ pub(super) const CLASSES: usize = medium(MEDIUM_MAX) + 1;
 /// The classes of blocks of their own, for which threads share a depot.
 pub(super) const SHARED: std::ops::Range<usize> = SLOTTED..CLASSES;
 
+/// The classes of all that get a slot, by units less one: what each request looks up, since to work it out takes more
+/// than ten instructions.
+static SLOTTED_BY_UNITS: [u8; SMALL_MAX / UNIT] = {
+    let mut classes = [0; SMALL_MAX / UNIT];
+    let mut units = 0;
+    while units < classes.len() {
+        classes[units] = small((units + 1) * UNIT) as u8;
+        units += 1;
+    }
+    classes
+};
+
 /// The class of so many bytes, at least one and at most [`SMALL_MAX`].
-#[inline(always)]
 const fn small(bytes: usize) -> usize {
     let below = (bytes - 1) / UNIT;
     let step = (below | 16).ilog2() as usize - 4;
@@ -76,9 +87,9 @@ pub(super) fn slotted(layout: Layout) -> Option<usize> {
     if size.wrapping_sub(1) >= SMALL_MAX || align > SLAB_ALIGN as usize {
         return None;
     }
-    // A layout is no longer than `isize::MAX` when rounded up to its alignment.
-    let rounded = (size + align - 1) & !(align - 1);
-    Some(small(rounded))
+    // The last byte of as many as that, rounded up to a multiple of the alignment.
+    let last = (size - 1) | (align - 1);
+    Some(usize::from(SLOTTED_BY_UNITS[last / UNIT % SLOTTED_BY_UNITS.len()]))
 }
 
 /// Bytes of a single block for so many: a class's, or whole lines.

@@ -28,7 +28,7 @@ use super::{
 };
 use aquifer_stream::Spin;
 use crossbeam_utils::CachePadded;
-use std::sync::atomic::AtomicU8;
+use std::{ptr::NonNull, sync::atomic::AtomicU8};
 
 /// For each byte that is free in the books, shelves may have room for so many.
 const FOR_FREE: u64 = 4;
@@ -62,7 +62,7 @@ impl Depot {
     }
 
     /// A block of the class, which is its taker's from now on.
-    pub(super) fn take(&self, class: usize) -> Option<u64> {
+    pub(super) fn take(&self, class: usize) -> Option<NonNull<u8>> {
         self.shelf(class)?.with(|rack| rack.pop())
     }
 
@@ -158,7 +158,7 @@ mod tests {
         depot.make_room(class, &mut room, 2 * bytes, |address| given.push(address));
         assert_eq!((given.as_slice(), depot.tally().blocks), (&[7 << 20][..], 6));
         assert!(put(9));
-        assert_eq!((depot.take(class), depot.take(class + 1)), (Some(9 << 20), None));
+        assert_eq!((depot.take(class), depot.take(class + 1)), (crate::kernel::pointer(9 << 20), None));
         // What fits none of its classes.
         assert!(!depot.put(SHARED.start - 1, 0, block(class, 10).1) && depot.take(SHARED.end).is_none());
     }

@@ -154,11 +154,17 @@ impl Home {
         let _one = self.draining.lock().unwrap_or_else(PoisonError::into_inner);
         let wanted = |magazine: &&Magazine| magazine.door.of() != 0 && (close || magazine.tally().blocks > 0);
         let magazines = || self.magazines.iter().filter_map(OnceLock::get).map(|magazine| &**magazine);
-        if !magazines().any(|magazine| wanted(&magazine)) {
-            return self.with(|state| self.empty_depot(state));
+        let all = self.with(|state| {
+            if !magazines().any(|magazine| wanted(&magazine)) {
+                return Some(self.empty_depot(state));
+            }
+            // All that are there now, so that the same ones are let go.
+            magazines().for_each(|magazine| magazine.door.want(&mut state.key));
+            None
+        });
+        if let Some(any) = all {
+            return any;
         }
-        // All that are there now, so that the same ones are let go.
-        self.with(|state| magazines().for_each(|magazine| magazine.door.want(&mut state.key)));
         let mut any = false;
         if shared.host.kernel.barrier().is_ok() {
             for magazine in magazines() {
@@ -258,26 +264,25 @@ impl Home {
         layout: Layout,
     ) -> Option<NonNull<u8>> {
         let class = classes::slotted(layout)?;
-        pointer(magazine.pop(generation, class, layout.size() as u64, &self.look)? as usize)
+        magazine.pop(generation, class, layout.size() as u64, &self.look)
     }
 
     /// A block from a magazine that was looked up, of any request.
     fn quick_from(&self, magazine: &Magazine, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
         let asked = layout.size() as u64;
         if let Some(class) = classes::of(layout) {
-            let block = if class < classes::SLOTTED {
+            return if class < classes::SLOTTED {
                 magazine.pop(generation, class, asked, &self.look)
             } else {
                 magazine.pop_shared(generation, class, asked, &self.look, &self.depot)
             };
-            return pointer(block? as usize);
         }
         let bytes = classes::single(asked)?;
         // Those of no bytes have no block, and those that are aligned beyond slabs not any block.
         if !(classes::MEDIUM_MAX as u64 + 1..=LARGE_MAX).contains(&bytes) || layout.align() as u64 > LINE {
             return None;
         }
-        pointer(magazine.pop_large(generation, bytes, asked, &self.look)? as usize)
+        magazine.pop_large(generation, bytes, asked, &self.look)
     }
 
     /// Puts a slot into what may be this thread's magazine for this pool. Answers with the span of a block that is live but

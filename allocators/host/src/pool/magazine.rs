@@ -22,11 +22,16 @@ use super::{
     rack::{Entry, Rack},
     span::Span,
 };
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::{
+    ptr::NonNull,
+    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering::Relaxed},
+};
 
 /// Blocks above the classes that a magazine keeps at most, and how long they may be.
 const LARGE: usize = 4;
 pub(super) const LARGE_MAX: u64 = 64 << 20;
+/// One for each value of a byte, [`NO_RACK`](super::span::NO_RACK) among them.
+const RACKS: usize = 1 << u8::BITS;
 /// Blocks that a rack may come to hold at most.
 const MOST: u32 = 1 << 16;
 /// Blocks that a magazine keeps at most of classes for which there is a depot.
@@ -62,13 +67,16 @@ pub(super) struct Magazine {
     /// What the owner has done without the lock; the pool's own count is beside it.
     allocations: AtomicU64,
     frees: AtomicU64,
-    /// Bytes asked for less bytes freed, wrapping: what one thread allocates another may free.
+    /// Bytes asked for, and bytes freed. Each is added to only, so that a free need not wait for what the allocation before it
+    /// has written.
     requested: AtomicU64,
-    /// At how many allocations its owner was last sent to look whether gates have opened.
-    looked: AtomicU64,
+    freed: AtomicU64,
+    /// Allocations while blocks waited for gates.
+    asked: AtomicU64,
     /// How many bytes its racks may hold beyond what they begin with.
     extra: AtomicU64,
-    racks: [Rack; classes::SLOTTED],
+    /// By class, with as many more as a byte may tell of, in which there is never room: so no class has to be compared.
+    racks: [Rack; RACKS],
     /// By class, but many have one place.
     last: [Last; LAST],
     large: [Large; LARGE],
@@ -79,6 +87,7 @@ pub(super) struct Magazine {
 pub(super) struct Tally {
     pub(super) allocations: u64,
     pub(super) frees: u64,
+    /// Bytes asked for less bytes freed, wrapping: what one thread allocates another may free.
     pub(super) requested: u64,
     /// Bytes of the free blocks in it.
     pub(super) cached: u64,
@@ -116,7 +125,8 @@ impl Magazine {
             allocations: AtomicU64::new(0),
             frees: AtomicU64::new(0),
             requested: AtomicU64::new(0),
-            looked: AtomicU64::new(u64::MAX),
+            freed: AtomicU64::new(0),
+            asked: AtomicU64::new(0),
             extra: AtomicU64::new(0),
             racks: std::array::from_fn(|_| Rack::empty()),
             last: [const { Last { class: AtomicU32::new(0), entry: Entry::empty() } }; LAST],
@@ -131,38 +141,39 @@ impl Magazine {
     /// A block of the class for the owner, which asked for so many bytes. `None` too, now and then, where somebody should
     /// look whether gates have opened.
     #[inline(always)]
-    pub(super) fn pop(&self, life: u64, class: usize, bytes: u64, look: &AtomicBool) -> Option<u64> {
+    pub(super) fn pop(&self, life: u64, class: usize, bytes: u64, look: &AtomicBool) -> Option<NonNull<u8>> {
         let _inside = self.door.enter(life)?;
-        let rack = self.racks.get(class)?;
-        let count = self.allocations.load(Relaxed);
-        if count.is_multiple_of(LOOK_EVERY) && self.should_look(count, look) {
+        if self.should_look(look) {
             return None;
         }
-        let address = rack.pop()?;
-        self.count_out(count, bytes);
+        let address = self.racks.get(class)?.pop()?;
+        self.count_out(bytes);
         Some(address)
     }
 
-    /// Whether the owner should look for open gates now: once at each such count, if anything waits for one.
+    /// Whether the owner should look for open gates now: each so many times, while anything waits for one.
     ///
     /// In place: a call in the middle of the shortest way has it save and restore seven registers each time.
     #[inline(always)]
-    fn should_look(&self, count: u64, look: &AtomicBool) -> bool {
-        let first = self.looked.load(Relaxed) != count;
-        self.looked.store(count, Relaxed);
-        first && look.load(Relaxed)
+    fn should_look(&self, look: &AtomicBool) -> bool {
+        if !look.load(Relaxed) {
+            return false;
+        }
+        let asked = self.asked.load(Relaxed);
+        self.asked.store(asked.wrapping_add(1), Relaxed);
+        asked.is_multiple_of(LOOK_EVERY)
     }
 
     #[inline(always)]
-    fn count_out(&self, count: u64, bytes: u64) {
-        self.allocations.store(count + 1, Relaxed);
+    fn count_out(&self, bytes: u64) {
+        self.allocations.store(self.allocations.load(Relaxed) + 1, Relaxed);
         self.requested.store(self.requested.load(Relaxed).wrapping_add(bytes), Relaxed);
     }
 
     #[inline(always)]
     fn count_in(&self, bytes: u64) {
         self.frees.store(self.frees.load(Relaxed) + 1, Relaxed);
-        self.requested.store(self.requested.load(Relaxed).wrapping_sub(bytes), Relaxed);
+        self.freed.store(self.freed.load(Relaxed).wrapping_add(bytes), Relaxed);
     }
 
     /// Puts the block at `address` back that its owner frees, of which so many bytes had been asked for; says whether
@@ -178,9 +189,8 @@ impl Magazine {
         bytes: u64,
         life: u64,
     ) -> bool {
-        let Some(rack) = self.racks.get(span.class() as usize) else { return false };
         let Some(_inside) = self.door.enter(life) else { return false };
-        let put = rack.push(address, span.state(slot));
+        let put = self.racks[usize::from(span.rack())].push(address, span.state(slot));
         if put {
             self.count_in(bytes);
         }
@@ -196,21 +206,19 @@ impl Magazine {
         bytes: u64,
         look: &AtomicBool,
         depot: &Depot,
-    ) -> Option<u64> {
+    ) -> Option<NonNull<u8>> {
         let _inside = self.door.enter(life)?;
-        let count = self.allocations.load(Relaxed);
-        if count.is_multiple_of(LOOK_EVERY) && self.should_look(count, look) {
+        if self.should_look(look) {
             return None;
         }
         let last = &self.last[class % LAST];
         let address = if last.class.load(Relaxed) == class as u32 {
             last.class.store(0, Relaxed);
-            // SAFETY: 1. where there is a class a block has been put in.
-            unsafe { last.entry.take() }
+            last.entry.take()?
         } else {
             depot.take(class)?
         };
-        self.count_out(count, bytes);
+        self.count_out(bytes);
         Some(address)
     }
 
@@ -247,17 +255,21 @@ impl Magazine {
 
     /// A block of exactly so many bytes above the classes.
     #[inline]
-    pub(super) fn pop_large(&self, life: u64, wanted: u64, bytes: u64, look: &AtomicBool) -> Option<u64> {
+    pub(super) fn pop_large(
+        &self,
+        life: u64,
+        wanted: u64,
+        bytes: u64,
+        look: &AtomicBool,
+    ) -> Option<NonNull<u8>> {
         let _inside = self.door.enter(life)?;
-        let count = self.allocations.load(Relaxed);
-        if count.is_multiple_of(LOOK_EVERY) && self.should_look(count, look) {
+        if self.should_look(look) {
             return None;
         }
         let large = self.large.iter().find(|large| large.bytes.load(Relaxed) == wanted)?;
         large.bytes.store(0, Relaxed);
-        // SAFETY: 1. where there are bytes a block has been put in.
-        let address = unsafe { large.entry.take() };
-        self.count_out(count, bytes);
+        let address = large.entry.take()?;
+        self.count_out(bytes);
         Some(address)
     }
 
@@ -311,9 +323,7 @@ impl Magazine {
 
     /// Puts a block of a class in that is the pool's own. For whoever is inside, who has seen that there is room.
     pub(super) fn stock(&self, span: &'static Span, slot: usize) {
-        if let Some(rack) = self.racks.get(span.class() as usize) {
-            rack.push(span.address(slot), span.state(slot));
-        }
+        self.racks[usize::from(span.rack())].push(span.address(slot), span.state(slot));
     }
 
     /// Takes blocks of a class out, half of what a rack may hold: when it is full. For whoever is inside.
@@ -333,7 +343,7 @@ impl Magazine {
 
     /// Takes everything out, and begins anew. For whoever is inside.
     pub(super) fn empty(&self, mut give: impl FnMut(u64)) {
-        for (class, rack) in self.racks.iter().enumerate() {
+        for (class, rack) in self.racks.iter().enumerate().take(classes::SLOTTED) {
             rack.shed(0, &mut give);
             if rack.most() > first(class) {
                 rack.set_most(first(class));
@@ -346,16 +356,16 @@ impl Magazine {
         self.shed_large(give);
     }
 
-    /// What it has counted and holds: exact while the owner does nothing.
+    /// What it has counted and holds: exact while the owner does nothing. For the holder of the pool's lock.
     pub(super) fn tally(&self) -> Tally {
         let mut tally = Tally {
             allocations: self.allocations.load(Relaxed),
             frees: self.frees.load(Relaxed),
-            requested: self.requested.load(Relaxed),
+            requested: self.requested.load(Relaxed).wrapping_sub(self.freed.load(Relaxed)),
             cached: 0,
             blocks: 0,
         };
-        for (class, rack) in self.racks.iter().enumerate() {
+        for (class, rack) in self.racks.iter().enumerate().take(classes::SLOTTED) {
             let len = u64::from(rack.len());
             tally.blocks += len;
             tally.cached += len * classes::bytes_of(class) as u64;
@@ -373,7 +383,7 @@ impl Magazine {
 
     /// Forgets what it has counted. For whoever is inside, who has emptied it.
     pub(super) fn forget(&self) {
-        for count in [&self.allocations, &self.frees, &self.requested] {
+        for count in [&self.allocations, &self.frees, &self.requested, &self.freed] {
             count.store(0, Relaxed);
         }
     }
@@ -385,6 +395,10 @@ mod tests {
         super::{door::Key, span::Slot},
         *,
     };
+
+    fn pointer(address: u64) -> Option<NonNull<u8>> {
+        crate::kernel::pointer(address as usize)
+    }
 
     fn slab(class: usize) -> &'static Span {
         let span = Box::leak(Box::new(Span::vacant(0)));
@@ -412,7 +426,7 @@ mod tests {
             }
         );
         assert_eq!((span.get(31), magazine.pop(2, 3, 60, &look)), (Slot::Cached, None));
-        assert_eq!(magazine.pop(1, 3, 60, &look), Some(span.address(31)));
+        assert_eq!(magazine.pop(1, 3, 60, &look), pointer(span.address(31)));
         assert_eq!(span.get(31), Slot::Live);
         let mut given = Vec::new();
         magazine.empty(|address| given.push(address));
@@ -432,7 +446,7 @@ mod tests {
             (None, false)
         );
         magazine.door.let_go(&mut Key::new(), 1);
-        assert_eq!(magazine.pop(1, 3, 64, &look), Some(span.address(0)));
+        assert_eq!(magazine.pop(1, 3, 64, &look), pointer(span.address(0)));
     }
 
     #[test]
@@ -444,8 +458,11 @@ mod tests {
             span.exact(1, n << 20, (2 << 20) + n * 64);
             assert_eq!(magazine.push_large(n << 20, span, 2 << 20, 1), n < 5, "four of them");
         }
+        let single: &'static Span = Box::leak(Box::new(Span::vacant(0)));
+        single.exact(1, 9 << 20, classes::bytes_of(classes::SLOTTED) as u64);
+        assert!(!magazine.push(9 << 20, (single, 0), 1, 1), "it is no slot");
         assert_eq!(magazine.pop_large(1, 2 << 20, 1, &look), None);
-        assert_eq!(magazine.pop_large(1, (2 << 20) + 128, 1, &look), Some(2 << 20));
+        assert_eq!(magazine.pop_large(1, (2 << 20) + 128, 1, &look), pointer(2 << 20));
     }
 
     #[test]
@@ -460,7 +477,7 @@ mod tests {
         assert!(!magazine.grow(3, 32 * 64 - 1), "that would be more than is free");
         assert!(magazine.grow(3, 32 * 64));
         assert_eq!(put(32, 64), 32);
-        assert_eq!(magazine.pop(1, 3, 64, &look), Some(span.address(63)), "what was there stays");
+        assert_eq!(magazine.pop(1, 3, 64, &look), pointer(span.address(63)), "what was there stays");
         assert!(!magazine.grow(3, 64 * 64), "a half of it counts already");
         magazine.shed_half(3, |_| ());
         assert_eq!((magazine.room(3), magazine.tally().blocks), (32, 32));

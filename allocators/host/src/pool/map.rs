@@ -31,7 +31,8 @@ static TOP: [AtomicPtr<Table>; TABLES] = [const { AtomicPtr::new(ptr::null_mut()
 
 #[inline(always)]
 fn entry(address: u64) -> Option<&'static AtomicPtr<Span>> {
-    let table = TOP.get((address >> TABLE_SHIFT) as usize)?.load(Ordering::Acquire);
+    // An address beyond the table meets the entry of another, and does not lie in its span.
+    let table = TOP[(address >> TABLE_SHIFT) as usize % TABLES].load(Ordering::Acquire);
     // SAFETY: 1. null, or a table that `cover` made, which is never freed. 2. only atomics in it, and all zeros are a null
     // pointer.
     let table = unsafe { table.as_ref()? };
@@ -152,6 +153,9 @@ mod tests {
         assert_eq!(found(start), Some((ptr::from_ref(block), 0)));
         assert_eq!(found(start + 100_000), Some((ptr::from_ref(next), 0)));
         assert_eq!((found(AT + 16), found(start + 16), found(start + 4096)), (None, None, None));
+        for beyond in [1 << 47, 1 << 60, 1 << 63] {
+            assert_eq!((found(AT + beyond), found(start + beyond)), (None, None), "{beyond:x}");
+        }
         clear(start, 100_000, false);
         assert_eq!((found(start), found(start + 100_000)), (None, Some((ptr::from_ref(next), 0))));
         assert!(found(u64::MAX).is_none() && found(0).is_none());

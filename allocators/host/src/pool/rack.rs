@@ -1,13 +1,17 @@
 //! Free blocks of one class, the one that came last first.
 //!
 //! A rack is behind a [door](super::door), or behind the lock of a [depot](super::depot)'s shelf. Its methods are for
-//! whoever is inside; how many blocks there are may be asked by all. Everything in it is atomic, so whatever happens no
+//! whoever is inside; how many blocks there are may be asked by all who have the lock under which the rack is made larger or
+//! smaller. Everything in it is atomic, so whatever happens no
 //! memory is torn; what keeps two threads from having one block is the door.
 #![expect(unsafe_code, reason = "keeps pointers to what is never freed")]
 
 use super::span::Slot;
-use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering::Relaxed};
+use crate::kernel::pointer;
+use std::{
+    ptr::{self, NonNull},
+    sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, Ordering::Relaxed},
+};
 
 /// A free block.
 #[derive(Debug)]
@@ -22,15 +26,13 @@ impl Entry {
         Self { address: AtomicU64::new(0), state: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// The block, which is its taker's from now on.
-    ///
-    /// # Safety
-    /// Something has been [put](Entry::put) in.
+    /// The block, which is its taker's from now on; `None` where nothing has been [put](Entry::put) in.
     #[inline(always)]
-    pub(super) unsafe fn take(&self) -> u64 {
-        // SAFETY: 1. by the caller's word.
+    pub(super) fn take(&self) -> Option<NonNull<u8>> {
+        let block = pointer(self.address() as usize)?;
+        // SAFETY: 1. where there is an address a block has been put in.
         unsafe { self.state() }.store(Slot::Live as u8, Relaxed);
-        self.address()
+        Some(block)
     }
 
     #[inline(always)]
@@ -56,87 +58,108 @@ impl Entry {
     }
 }
 
+/// Where a rack ends that has never had room.
+static NOTHING: Entry = Entry::empty();
+
 /// The blocks of one class.
+///
+/// ```text
+///   first       top         end
+///     │ 0 │ block │ block │     │     │      an entry without a block below the first, so that
+///     └──────────────┘                       who takes one sees by it that there is none
+/// ```
+///
+/// As long as a power of two, so that an index is a shift.
 #[derive(Debug)]
+#[repr(align(32))]
 pub(super) struct Rack {
-    /// How many there are: at most `most`.
-    len: AtomicU32,
-    /// How many entries there are room for.
-    most: AtomicU32,
-    /// A boxed slice of `most`; dangling when that is zero.
-    entries: AtomicPtr<Entry>,
+    /// The entry of the block that came last: `first` if there is none.
+    top: AtomicPtr<Entry>,
+    /// The last entry. Where `top` is, it is full.
+    end: AtomicPtr<Entry>,
+    /// An entry of no block, and the start of a boxed slice of all; [`NOTHING`] where there is no room.
+    first: AtomicPtr<Entry>,
 }
 
 impl Rack {
     pub(super) fn empty() -> Self {
-        Self { len: AtomicU32::new(0), most: AtomicU32::new(0), entries: AtomicPtr::new(ptr::dangling_mut()) }
+        let nothing = || AtomicPtr::new(ptr::from_ref(&NOTHING).cast_mut());
+        Self { top: nothing(), end: nothing(), first: nothing() }
     }
 
-    #[inline(always)]
+    /// How many entries there are from the first one to that.
+    fn count(&self, to: &AtomicPtr<Entry>) -> u32 {
+        (to.load(Relaxed).addr().wrapping_sub(self.first.load(Relaxed).addr()) / size_of::<Entry>()) as u32
+    }
+
+    /// How many blocks there are: at most `most`.
     pub(super) fn len(&self) -> u32 {
-        self.len.load(Relaxed)
+        self.count(&self.top)
     }
 
-    #[inline(always)]
+    /// How many blocks there is room for.
     pub(super) fn most(&self) -> u32 {
-        self.most.load(Relaxed)
-    }
-
-    /// # Safety
-    /// 1. `place` is below `most`. 2. The caller is inside.
-    #[inline(always)]
-    unsafe fn entry(&self, place: u32) -> &Entry {
-        // SAFETY: 1. the slice has `most` entries. 2. who is inside alone replaces it.
-        unsafe { &*self.entries.load(Relaxed).add(place as usize) }
+        self.count(&self.end)
     }
 
     /// Takes the block out that came last.
     #[inline(always)]
-    pub(super) fn pop(&self) -> Option<u64> {
-        let last = self.len().checked_sub(1)?;
-        // SAFETY: 1. below `len`, and so `most`. 2. by the caller's word. 3. of `take`: entries below `len` have been put in.
-        let address = unsafe { self.entry(last).take() };
-        self.len.store(last, Relaxed);
-        Some(address)
+    pub(super) fn pop(&self) -> Option<NonNull<u8>> {
+        let top = self.top.load(Relaxed);
+        // SAFETY: 1. one of the entries, or the first: who is inside alone replaces them, which is the caller.
+        let block = unsafe { &*top }.take()?;
+        self.top.store(top.wrapping_sub(1), Relaxed);
+        Some(block)
     }
 
     /// Puts a block in if there is room.
     #[inline(always)]
     pub(super) fn push(&self, address: u64, state: &'static AtomicU8) -> bool {
-        let len = self.len();
-        if len >= self.most() {
+        let top = self.top.load(Relaxed);
+        if top == self.end.load(Relaxed) {
             return false;
         }
-        // SAFETY: 1. just seen. 2. by the caller's word.
-        unsafe { self.entry(len) }.put(address, state);
-        self.len.store(len + 1, Relaxed);
+        let next = top.wrapping_add(1);
+        // SAFETY: 1. at most `end`, which is an entry. 2. who is inside alone replaces them, which is the caller.
+        unsafe { &*next }.put(address, state);
+        self.top.store(next, Relaxed);
         true
     }
 
     /// Gives blocks away, the one that came last first, until so many are left.
     pub(super) fn shed(&self, keep: u32, mut give: impl FnMut(u64)) {
-        let len = self.len();
-        for place in (keep..len).rev() {
-            // SAFETY: 1. below `len`, and so `most`. 2. by the caller's word.
-            give(unsafe { self.entry(place) }.address());
+        for _ in keep..self.len() {
+            let top = self.top.load(Relaxed);
+            // SAFETY: 1. one of the entries: who is inside alone replaces them, which is the caller.
+            give(unsafe { &*top }.address());
+            self.top.store(top.wrapping_sub(1), Relaxed);
         }
-        self.len.store(len.min(keep), Relaxed);
     }
 
     /// Makes it as large as that, which holds what is in it.
     pub(super) fn set_most(&self, most: u32) {
-        let next: Box<[Entry]> = (0..most).map(|_| Entry::empty()).collect();
-        for (place, to) in next.iter().enumerate().take(self.len().min(most) as usize) {
-            // SAFETY: 1. below `len`, which is at most `most`. 2. by the caller's word.
-            let from = unsafe { self.entry(place as u32) };
-            to.address.store(from.address(), Relaxed);
-            to.state.store(from.state.load(Relaxed), Relaxed);
+        let (old, len, count) = (self.first.load(Relaxed), self.len().min(most), self.most());
+        let next = if most == 0 {
+            ptr::from_ref(&NOTHING).cast_mut()
+        } else {
+            let next: Box<[Entry]> = (0..=most).map(|_| Entry::empty()).collect();
+            for (place, to) in next.iter().enumerate().take(len as usize + 1) {
+                // SAFETY: 1. there are `most` entries above the first. 2. who is inside alone replaces them, which is the
+                // caller.
+                let from = unsafe { &*old.add(place) };
+                to.address.store(from.address(), Relaxed);
+                to.state.store(from.state.load(Relaxed), Relaxed);
+            }
+            Box::into_raw(next).cast::<Entry>()
+        };
+        self.first.store(next, Relaxed);
+        self.top.store(next.wrapping_add(len as usize), Relaxed);
+        self.end.store(next.wrapping_add(most as usize), Relaxed);
+        if count > 0 {
+            // SAFETY: 1. made here with one entry more than there was room for. 2. nobody has a reference into it: those are
+            // for whoever is inside, which is the caller.
+            drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(old, count as usize + 1)) });
         }
-        let next = Box::into_raw(next).cast::<Entry>();
-        let (old, count) = (self.entries.swap(next, Relaxed), self.most.swap(most, Relaxed));
-        // SAFETY: 1. made here with so many entries, or dangling for none. 2. nobody has a reference into it: those are for
-        // whoever is inside, which is the caller.
-        drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(old, count as usize)) });
     }
 }
 

@@ -10,6 +10,8 @@ use std::sync::atomic::{
 pub(super) const MAX_SLOTS: usize = 256;
 /// The class of a span that is one block of a length that no class has.
 pub(super) const EXACT: u32 = u32::MAX;
+/// The rack of a span that is one block: there is never room in it.
+pub(super) const NO_RACK: u8 = u8::MAX;
 
 /// How a slot stands.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -57,10 +59,12 @@ pub(super) struct Span {
     bytes: AtomicU64,
     /// Bytes of a slot.
     slot: AtomicU64,
-    /// What to multiply an offset by in place of a division by `slot`; zero for a single block.
+    /// What to multiply an offset by in place of a division by `slot`: 2⁶⁴ / `slot`, rounded up. One for a single block.
     reciprocal: AtomicU64,
     class: AtomicU32,
     slots: AtomicU32,
+    /// The rack of a magazine that its slots go to.
+    rack: AtomicU8,
     states: [AtomicU8; MAX_SLOTS],
     /// How many slots are not free. This and the following are for the holder of the lock only.
     used: AtomicU32,
@@ -74,10 +78,6 @@ pub(super) struct Span {
     number: u32,
 }
 
-/// How far a product with a reciprocal is shifted right. Exact while offset × slot is below 2⁴⁰: a slab is at most
-/// 2¹⁸ bytes long, its slots at most 2¹⁶.
-const SHIFT: u32 = 40;
-
 impl Span {
     /// Describes nothing yet.
     pub(super) fn vacant(number: u32) -> Self {
@@ -89,6 +89,7 @@ impl Span {
             reciprocal: AtomicU64::new(0),
             class: AtomicU32::new(EXACT),
             slots: AtomicU32::new(0),
+            rack: AtomicU8::new(NO_RACK),
             used: AtomicU32::new(0),
             place: AtomicU32::new(0),
             shard: AtomicU32::new(0),
@@ -104,8 +105,9 @@ impl Span {
         self.start.store(start, Relaxed);
         self.slot.store(bytes, Relaxed);
         self.bytes.store(bytes * slots as u64, Relaxed);
-        self.reciprocal.store((1 << SHIFT) / bytes + 1, Relaxed);
+        self.reciprocal.store(u64::MAX / bytes + 1, Relaxed);
         self.class.store(class as u32, Relaxed);
+        self.rack.store(class as u8, Relaxed);
         self.slots.store(slots as u32, Relaxed);
         for (n, word) in self.free.iter().enumerate() {
             let left = slots.saturating_sub(n * 64);
@@ -119,7 +121,8 @@ impl Span {
     pub(super) fn exact(&self, life: u64, start: u64, bytes: u64) {
         self.start.store(start, Relaxed);
         self.resize(bytes);
-        self.reciprocal.store(0, Relaxed);
+        self.reciprocal.store(1, Relaxed);
+        self.rack.store(NO_RACK, Relaxed);
         self.slots.store(1, Relaxed);
         self.used.store(1, Relaxed);
         self.set(0, Slot::Live);
@@ -171,6 +174,13 @@ impl Span {
         self.class.load(Relaxed)
     }
 
+    /// The rack that its slots go to: their class, or [`NO_RACK`].
+    #[inline(always)]
+    pub(super) fn rack(&self) -> u8 {
+        self.rack.load(Relaxed)
+    }
+
+    #[inline(always)]
     pub(super) fn slots(&self) -> usize {
         self.slots.load(Relaxed) as usize
     }
@@ -185,19 +195,27 @@ impl Span {
     #[inline(always)]
     pub(super) fn slot_at(&self, address: u64) -> Option<usize> {
         let offset = address.wrapping_sub(self.start());
-        (offset < self.bytes())
-            .then(|| (offset.wrapping_mul(self.reciprocal.load(Relaxed)) >> SHIFT) as usize)
+        (offset < self.bytes()).then(|| self.divide(offset).0)
     }
 
     /// The slot that begins at `address`.
     #[inline(always)]
     pub(super) fn slot_from(&self, address: u64) -> Option<usize> {
-        let offset = address.wrapping_sub(self.start());
-        if offset >= self.bytes() {
-            return None;
-        }
-        let slot = offset.wrapping_mul(self.reciprocal.load(Relaxed)) >> SHIFT;
-        (slot.wrapping_mul(self.slot_bytes()) == offset).then_some(slot as usize)
+        let (slot, begins) = self.divide(address.wrapping_sub(self.start()));
+        (slot < self.slots() && begins).then_some(slot)
+    }
+
+    /// The slot that an offset lies in, and whether it begins there; a slot beyond all where the offset is.
+    ///
+    /// After D. Lemire, O. Kaser, N. Kurz, *Faster remainder by direct computation* (2019): the upper half of the product
+    /// with a reciprocal is the quotient, the lower half, for a divisor, below the reciprocal. A slab is at most 2¹⁸ bytes
+    /// long and its slots at most 2¹⁶, so that what the reciprocal was rounded up by stays far below it; a longer offset's
+    /// quotient is at least the true one.
+    #[inline(always)]
+    fn divide(&self, offset: u64) -> (usize, bool) {
+        let reciprocal = self.reciprocal.load(Relaxed);
+        let product = u128::from(offset) * u128::from(reciprocal);
+        ((product >> 64) as usize, (product as u64) < reciprocal)
     }
 
     #[inline(always)]
@@ -254,7 +272,7 @@ impl Span {
     }
 
     pub(super) fn is_full(&self) -> bool {
-        self.used() == self.slots.load(Relaxed)
+        self.used() as usize == self.slots()
     }
 
     pub(super) fn place(&self) -> usize {
@@ -293,6 +311,12 @@ mod tests {
             }
             assert_eq!(span.slot_at((1 << 30) + slots as u64 * bytes), None);
             assert_eq!(span.slot_at((1 << 30) - 1), None);
+            // Far away, before and behind: offsets whose products with the reciprocal wrap.
+            for far in (18..64).map(|power| 1 << power).filter(|&far| far >= span.bytes()) {
+                for address in [(1u64 << 30).wrapping_add(far), (1u64 << 30).wrapping_sub(far)] {
+                    assert_eq!((span.slot_at(address), span.slot_from(address)), (None, None));
+                }
+            }
         }
         span.exact(1, 4096, 1 << 40);
         assert_eq!(
