@@ -29,6 +29,8 @@ pub mod ids;
 pub mod opaque;
 pub mod request;
 pub mod sanitizer;
+#[doc(hidden)]
+pub mod scratch;
 pub mod stats;
 pub mod step;
 mod sync;

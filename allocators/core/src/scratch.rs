@@ -1,0 +1,145 @@
+//! Memory that a pass over books needs for a moment: this workspace's own passes use it, and nobody else needs to.
+//!
+//! A pass lists what is free in many places, sorts it, takes some of it, and forgets the lists. It runs when memory is
+//! short, which may be the host's too, in the middle of a chain of others who were asked, and parts of it run under the
+//! lock of a cache. The process's allocator would be asked a dozen times there, and it may be our own `Global`, at its cap
+//! or with a route to somebody else's pool. So a pass takes its lists from a [`Bump`] that is there already: made with
+//! the pool, grown where a pass was larger than all before it, emptied when the pass is over, and kept.
+//!
+//! ```text
+//!   Scratch   ┌ idle ──────┐   begin    ┌ Pass ───────────────┐   end: emptied, its largest chunk stays
+//!             │ Bump, Bump │ ─────────► │ list, list, list …  │ ──────────► idle
+//!             └────────────┘            └─────────────────────┘
+//! ```
+//!
+//! A pass within a pass, or beside one on another thread, has a `Bump` of its own.
+
+use crate::sync::{Mutex, lock};
+use allocator_api2::vec::Vec as AllocVec;
+pub use bumpalo::Bump;
+use std::{fmt, mem, ops::Deref};
+
+/// Bytes that there are from the start.
+const FIRST: usize = 4 << 10;
+/// How many passes at once, or within each other, find one that is kept.
+const KEPT: usize = 4;
+
+/// A list in a pass.
+pub type List<'s, T> = AllocVec<T, &'s Bump>;
+
+/// A list of all these.
+pub fn list<'s, T>(bump: &'s Bump, all: impl IntoIterator<Item = T>) -> List<'s, T> {
+    let mut list = List::new_in(bump);
+    list.extend(all);
+    list
+}
+
+/// What is kept for the passes of one owner.
+///
+/// ```
+/// use aquifer_core::scratch::{Scratch, list};
+/// let scratch = Scratch::new();
+/// let pass = scratch.begin();
+/// let mut largest = list(&pass, [3, 9, 4]);
+/// largest.sort_unstable();
+/// assert_eq!(largest.last(), Some(&9));
+/// ```
+pub struct Scratch {
+    /// Never more than it has room for, so that to put one back takes no memory.
+    idle: Mutex<Vec<Bump>>,
+}
+
+impl Scratch {
+    /// With one to begin with, of 4 KiB.
+    #[must_use]
+    pub fn new() -> Self {
+        let mut idle = Vec::with_capacity(KEPT);
+        // Where that is refused, the first pass asks again.
+        idle.extend(Bump::try_with_capacity(FIRST));
+        Self { idle: Mutex::new(idle) }
+    }
+
+    /// Begins a pass. Never blocks on another one.
+    #[must_use]
+    pub fn begin(&self) -> Pass<'_> {
+        let idle = lock(&self.idle).pop();
+        Pass { bump: idle.unwrap_or_default(), of: self }
+    }
+}
+
+impl Default for Scratch {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for Scratch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Scratch").finish_non_exhaustive()
+    }
+}
+
+/// A pass: what lists are made in.
+///
+/// Its example is that of [`Scratch`].
+#[derive(Debug)]
+pub struct Pass<'a> {
+    bump: Bump,
+    of: &'a Scratch,
+}
+
+impl Deref for Pass<'_> {
+    type Target = Bump;
+
+    fn deref(&self) -> &Bump {
+        &self.bump
+    }
+}
+
+impl Drop for Pass<'_> {
+    fn drop(&mut self) {
+        self.bump.reset();
+        let bump = mem::take(&mut self.bump);
+        let mut idle = lock(&self.of.idle);
+        if idle.len() < idle.capacity() {
+            idle.push(bump);
+        } else {
+            drop(idle);
+            drop(bump);
+        }
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pass_finds_the_chunk_that_the_one_before_it_has_grown() {
+        let scratch = Scratch::new();
+        let pass = scratch.begin();
+        assert!(pass.allocated_bytes() >= FIRST);
+        let all = list(&pass, 0..100_000u64);
+        assert_eq!(all.len(), 100_000);
+        drop(all);
+        drop(pass);
+        let kept = scratch.begin().allocated_bytes();
+        assert!(kept >= 800_000 / 2, "{kept}");
+        // What it held is nobody's: as much again has room where it was.
+        let pass = scratch.begin();
+        drop(list(&pass, 0..10_000u64));
+        assert_eq!(pass.allocated_bytes(), kept);
+    }
+
+    #[test]
+    fn passes_within_each_other_do_not_share_and_the_last_few_are_kept() {
+        let scratch = Scratch::new();
+        let outer = scratch.begin();
+        let ours = list(&outer, [1; 100]);
+        let others: Vec<_> = (0..2 * KEPT).map(|_| scratch.begin()).collect();
+        others.iter().for_each(|pass| assert_eq!(list(pass, [2; 100]).len(), 100));
+        drop(others);
+        assert_eq!(lock(&scratch.idle).len(), KEPT);
+        assert!(ours.iter().all(|one| *one == 1));
+    }
+}
