@@ -31,7 +31,12 @@ use crate::{
     pool::{Inner, deadline},
     reclaim::Others,
 };
-use aquifer_core::{Action, MemoryError, PoolStats, Reservation, Result, Tag, error::Tried};
+use aquifer_core::{
+    Action, MemoryError, PoolStats, Reservation, Result, Tag,
+    error::Tried,
+    scratch::{Bump, List, list},
+};
+use smallvec::SmallVec;
 use std::{
     sync::{
         Arc, Mutex, PoisonError, Weak,
@@ -152,6 +157,9 @@ fn count(counter: &AtomicU64, by: u64) {
 /// How many times others' memory in hand is waited for before a request is refused.
 const OTHERS_TURNS: u32 = 64;
 
+/// How many steps a chain notes before it takes memory for them: as many as it has, and some of others'.
+const STEPS: usize = 16;
+
 /// Between two looks whether others still have memory in hand.
 const SHORTEST_PAUSE: Duration = Duration::from_micros(1);
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
@@ -167,7 +175,7 @@ pub(crate) struct Progress<'a> {
     traffic: Traffic,
     /// How often this chain has itself taken memory in hand since.
     own: u64,
-    tried: Vec<Tried>,
+    tried: SmallVec<[Tried; STEPS]>,
     pub(crate) refused: Option<NoHandle>,
 }
 
@@ -352,7 +360,8 @@ impl Inner {
     ) -> Result<Option<Block>> {
         (progress.traffic, progress.own) = (self.traffic(), 0);
         self.apart.reap_quietly();
-        let homes = self.homes();
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
         let sharing = self.config.adoption != Adoption::Never;
         let own = [home];
         let givers: &[&'static Home] = if sharing { &homes } else { &own };
@@ -361,8 +370,8 @@ impl Inner {
         if gathers && let Some(block) = self.take_shared(home, givers, request, progress) {
             return Ok(Some(block));
         }
-        let mut settled = self.look(&homes)?;
-        let (inherited, transits) = self.share_abandoned(&homes, home);
+        let mut settled = self.look(&pass, &homes)?;
+        let (inherited, transits) = self.share_abandoned(&pass, &homes, home);
         settled += inherited;
         progress.own += transits;
         if let (true, Physical::Mapped(mapped)) = (self.retention.stream_cache < u64::MAX, &self.physical) {
@@ -402,8 +411,8 @@ impl Inner {
                     self.place(home, givers, request, how, progress)?
                 }
                 Step::In(how) if *waits => {
-                    let waited_for: Vec<_> =
-                        givers.iter().copied().filter(|giver| giver.is_waited_for()).collect();
+                    let waited_for =
+                        list(&pass, givers.iter().copied().filter(|giver| giver.is_waited_for()));
                     self.place(home, &waited_for, request, how, progress)?
                 }
                 Step::Wait if *waits => {
@@ -428,7 +437,8 @@ impl Inner {
         request: &Request,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
-        let homes = self.homes();
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
         let gone = self.apart.reap()? + self.lodgings.trim()?;
         let (wanted, idle) = match &self.physical {
             Physical::Mapped(mapped) => (mapped.whole(request.size()), mapped.idle(&homes)),
@@ -481,12 +491,12 @@ impl Inner {
 
     /// Records an event behind every stream that has freed since its last, looks which have passed, and settles what
     /// they let go of. Answers with those bytes. Never blocks.
-    pub(crate) fn look(&self, homes: &[&'static Home]) -> Result<u64> {
-        let mut held = Vec::with_capacity(homes.len());
+    pub(crate) fn look(&self, bump: &Bump, homes: &[&'static Home]) -> Result<u64> {
+        let mut held = List::with_capacity_in(homes.len(), bump);
         for &home in homes {
             let (timeline, last_free, users) = home.with(|s| {
                 held.push(s.holds());
-                let users: Vec<_> = s.pending.iter().flat_map(|p| p.uses.stamped()).collect();
+                let users = list(bump, s.pending.iter().flat_map(|p| p.uses.stamped()));
                 (s.timeline().cloned(), s.last_free, users)
             });
             let Some(timeline) = timeline else { continue };
@@ -506,7 +516,7 @@ impl Inner {
         // What is held ahead of the need does not lie idle.
         self.leasing.decide(&self.budget, &held, shared.saturating_sub(self.retention.reserve()));
         if let Physical::Mapped(mapped) = &self.physical {
-            for (timeline, epoch) in mapped.zombie_fences() {
+            for (timeline, epoch) in mapped.zombie_fences(bump) {
                 count(&self.counters.fences, u64::from(timeline.fence(epoch)?.is_new()));
                 timeline.poll()?;
             }
@@ -575,7 +585,8 @@ impl Inner {
         first: Option<&'static Home>,
         until: Option<Instant>,
     ) -> Result<bool> {
-        let homes = self.homes();
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
         let pending = |home: &'static Home| move || home.wait_for_pending(until);
         let freed = |home: &'static Home| {
             move || {

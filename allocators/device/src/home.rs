@@ -70,6 +70,7 @@ pub(crate) mod vacancy;
 use crate::{
     BLOCK_ALIGN, Block, Request,
     block::{Asked, Extras, Freed, Place, Rare, UntilFree, Way},
+    physical::commons::Past,
     pool::Inner,
 };
 use aquifer_core::{Action, MemoryError, Tag, budget::Holding, event::Ticket};
@@ -505,9 +506,9 @@ impl Home {
         &'static self,
         deadline: Option<std::time::Instant>,
     ) -> aquifer_core::Result<bool> {
-        let oldest: Vec<(Arc<Timeline>, u64)> = self.with(|s| {
+        let oldest: Past = self.with(|s| {
             let first = s.pending.iter().find(|p| !p.uses.is_open());
-            first.map_or_else(Vec::new, |p| p.uses.stamped().collect())
+            first.into_iter().flat_map(|p| p.uses.stamped()).collect()
         });
         for (timeline, epoch) in &oldest {
             timeline.wait(*epoch, deadline)?;

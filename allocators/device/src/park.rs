@@ -253,7 +253,8 @@ impl Lodgings {
 impl Inner {
     /// Bytes of a tag in live blocks that are on the device.
     fn held_by(&self, tag: Tag) -> u64 {
-        let homes = self.homes();
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
         let cached = homes
             .iter()
             .map(|home| home.with(|s| s.holdings().filter(|h| h.tag == tag).map(|h| h.bytes).sum::<u64>()));

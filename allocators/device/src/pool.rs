@@ -25,6 +25,7 @@ use aquifer_core::{
     Action, Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
     budget::Registration,
     event::{self, Ticket},
+    scratch::{Bump, List, Scratch, list},
 };
 use aquifer_driver::{DeviceInfo, DeviceRange, Driver, Ownership, site};
 use aquifer_heap::Heap;
@@ -103,6 +104,8 @@ pub(crate) struct Inner {
     pub(crate) config: PoolConfig,
     /// Its caches, also those that wait for another stream.
     homes: RwLock<Vec<&'static Home>>,
+    /// What passes over them list.
+    pub(crate) scratch: Scratch,
     vacant: Mutex<Vec<Vacant>>,
     /// Where addresses are out.
     pub(crate) directory: Directory,
@@ -204,6 +207,7 @@ impl DevicePool {
             budget,
             config,
             homes: RwLock::default(),
+            scratch: Scratch::new(),
             vacant: Mutex::default(),
             directory: Directory::new(),
             observed,
@@ -578,8 +582,8 @@ impl Inner {
     }
 
     /// Every cache of the pool.
-    pub(crate) fn homes(&self) -> Vec<&'static Home> {
-        self.homes.read().unwrap_or_else(PoisonError::into_inner).clone()
+    pub(crate) fn homes<'s>(&self, bump: &'s Bump) -> List<'s, &'static Home> {
+        list(bump, self.homes.read().unwrap_or_else(PoisonError::into_inner).iter().copied())
     }
 
     /// Makes the block's token, and tells whoever wants to know.
@@ -697,7 +701,8 @@ impl Drop for Closer {
         if let Some(Detour::Checked(checked)) = &self.detour {
             checked.close();
         }
-        for home in self.inner.homes() {
+        let pass = self.inner.scratch.begin();
+        for home in self.inner.homes(&pass) {
             home.close(&self.inner);
         }
         let vacant = std::mem::take(&mut *self.inner.vacant());

@@ -319,18 +319,20 @@ impl DevicePool {
     fn find<T>(&self, address: u64, mut ask: impl FnMut(&'static Home) -> Option<T>) -> Option<T> {
         let inner = self.inner();
         let likely = inner.directory.likely(address).find_map(&mut ask);
-        likely.or_else(|| inner.homes().into_iter().find_map(ask))
+        likely.or_else(|| inner.homes(&inner.scratch.begin()).into_iter().find_map(ask))
     }
 
     /// The blocks of streams' caches that are out as bare addresses.
-    pub(crate) fn raw_blocks(&self) -> impl Iterator<Item = HeldBlock> {
-        self.inner().homes().into_iter().flat_map(Home::raw_blocks)
+    pub(crate) fn raw_blocks(&self) -> Vec<HeldBlock> {
+        let inner = self.inner();
+        inner.homes(&inner.scratch.begin()).into_iter().flat_map(Home::raw_blocks).collect()
     }
 
     /// Why there is no such address out.
     #[cold]
     fn refuse(&self, address: u64) -> MemoryError {
-        let freed = self.inner().homes().into_iter().any(|home| {
+        let inner = self.inner();
+        let freed = inner.homes(&inner.scratch.begin()).into_iter().any(|home| {
             home.with(|s| {
                 let pending = || s.pending.iter().any(|pending| pending.freed.place.address == address);
                 match s.heap.block_at(address) {

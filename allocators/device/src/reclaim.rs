@@ -97,7 +97,8 @@ impl Inner {
 
     /// Bytes that are in no block, or will be in none when work that is queued is done.
     fn idle(&self) -> u64 {
-        let live: u64 = self.homes().iter().map(|home| home.with(|s| s.holds().live)).sum();
+        let pass = self.scratch.begin();
+        let live: u64 = self.homes(&pass).iter().map(|home| home.with(|s| s.holds().live)).sum();
         let (held, grain) = match &self.physical {
             Physical::Mapped(mapped) => (mapped.held().now(), mapped.whole(1)),
             Physical::Plain(plain) => (plain.held().now(), 1),

@@ -131,8 +131,9 @@ impl Inner {
         crate::graphs::sweep();
         self.apart.outlast()?;
         let mut gone = self.apart.reap()?;
-        let homes = self.homes();
-        self.look(&homes)?;
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
+        self.look(&pass, &homes)?;
         let asked = keep < self.held();
         if asked {
             self.retention.forget();
@@ -150,8 +151,9 @@ impl Inner {
     pub(crate) fn press(&self, keep: u64) -> Result<u64> {
         crate::graphs::sweep();
         let gone = self.apart.reap()? + self.lodgings.trim()?;
-        let homes = self.homes();
-        self.look(&homes)?;
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
+        self.look(&pass, &homes)?;
         let given = self.give_back(&homes, keep.saturating_sub(self.apart.held().now()))?;
         Ok(gone + given)
     }
@@ -162,7 +164,8 @@ impl Inner {
         if self.retention.keeps_all() {
             return;
         }
-        let homes = self.homes();
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
         let keep = self.retention.keep(live(&homes));
         if mapped.held().now() > keep {
             self.retention.gave_back(self.give_back(&homes, keep).unwrap_or(0));

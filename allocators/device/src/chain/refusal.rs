@@ -58,9 +58,9 @@ impl Inner {
         (error.live, error.graphs) = (stats.live, stats.graphs);
         error.cached = stats.cached;
         (error.pending, error.physical) = (stats.pending, stats.physical);
-        error.tried = progress.tried;
+        error.tried = progress.tried.into_vec();
         let mut holders: Vec<Holding> = Vec::new();
-        for other in self.homes() {
+        for other in self.homes(&self.scratch.begin()) {
             other.with(|s| {
                 error.largest_free = error.largest_free.max(s.heap.largest_free());
                 s.holdings().filter(|h| h.bytes > 0).for_each(|holding| add(&mut holders, holding));

@@ -8,6 +8,7 @@
 
 use super::{Account, Home, RETIRED, Serving};
 use crate::{physical::Physical, pool::Inner};
+use aquifer_core::scratch::{Bump, List, list};
 use aquifer_stream::Timeline;
 use std::sync::{Arc, PoisonError};
 
@@ -66,12 +67,13 @@ impl Inner {
     /// Lets go of streams that nobody leases any more and whose work is known to be done, so that there are never more
     /// caches than streams at once. Ends their events, and streams that are the pool's own.
     pub(crate) fn vacate(&self) {
-        let homes = self.homes();
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
         if homes.is_empty() {
             return;
         }
         if let Physical::Mapped(mapped) = &self.physical {
-            mapped.pool_together(&abandoned(&homes), 0);
+            mapped.pool_together(&abandoned(&pass, &homes), 0);
             mapped.forget_done();
         }
         for home in homes {
@@ -84,8 +86,13 @@ impl Inner {
 
     /// Brings what is free in the caches of streams that nobody leases any more to all others; on devices that cannot map
     /// to `heir`. Answers with what that got, and how often memory was taken in hand. No driver call.
-    pub(crate) fn share_abandoned(&self, homes: &[&'static Home], heir: &'static Home) -> (u64, u64) {
-        let abandoned = abandoned(homes);
+    pub(crate) fn share_abandoned(
+        &self,
+        bump: &Bump,
+        homes: &[&'static Home],
+        heir: &'static Home,
+    ) -> (u64, u64) {
+        let abandoned = abandoned(bump, homes);
         if abandoned.is_empty() {
             return (0, 0);
         }
@@ -99,8 +106,8 @@ impl Inner {
     }
 }
 
-fn abandoned(homes: &[&'static Home]) -> Vec<&'static Home> {
-    homes.iter().copied().filter(|home| home.is_abandoned()).collect()
+fn abandoned<'s>(bump: &'s Bump, homes: &[&'static Home]) -> List<'s, &'static Home> {
+    list(bump, homes.iter().copied().filter(|home| home.is_abandoned()))
 }
 
 #[cfg(test)]
@@ -143,7 +150,7 @@ mod tests {
                 })?;
             }
             // Those of which a block is out, the last, and the one before it.
-            let caches = pool.inner().homes().len();
+            let caches = pool.inner().homes(&pool.inner().scratch.begin()).len();
             assert!(caches <= kept.len() + 2, "{caches} caches");
             // A block finds its own by its address still.
             for (address, stream) in kept {

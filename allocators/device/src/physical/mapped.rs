@@ -37,10 +37,13 @@ use super::{
     window::{self, Grid, Window},
 };
 use crate::{Request, home::Home, leasing::Fit};
-use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result};
+use aquifer_core::{
+    Budget, DeviceId, MemoryError, Reservation, Result,
+    scratch::{List, Scratch},
+};
 use aquifer_driver::Driver;
 use aquifer_heap::{Config, Range};
-use offers::Piece;
+use offers::{Offers, Piece};
 use std::{
     fmt,
     sync::{
@@ -128,6 +131,8 @@ pub(crate) struct Mapped {
     slots: Mutex<Slots>,
     /// What is free and in no cache.
     commons: Mutex<Commons>,
+    /// What passes list.
+    scratch: Scratch,
     /// Attempts that have taken something, and those of them that are over.
     departed: AtomicU64,
     arrived: AtomicU64,
@@ -137,8 +142,8 @@ pub(crate) struct Mapped {
 
 /// A window whose slots are claimed and whose backed parts are out of their caches.
 struct Claim<'a> {
-    window: Window,
-    taken: Vec<Piece>,
+    window: Window<'a>,
+    taken: List<'a, Piece>,
     /// Slots that one handle may cover, at most.
     largest: u64,
     /// From before anything is taken until all of it is somebody's again.
@@ -201,6 +206,7 @@ impl Mapped {
             held: Arc::default(),
             slots: Mutex::new(Slots::new(bytes / slot)),
             commons: Mutex::default(),
+            scratch: Scratch::new(),
             departed: AtomicU64::new(0),
             arrived: AtomicU64::new(0),
             kept: AtomicBool::new(false),
@@ -282,39 +288,40 @@ impl Mapped {
         fit: Fit,
         effort: &mut Effort<'_>,
     ) -> Result<Option<aquifer_heap::Block>> {
-        self.reap_zombies()?;
+        let pass = self.scratch.begin();
+        self.reap_zombies(&pass)?;
         // Whoever is outrun looks again: another thread got somewhere meanwhile, so this ends.
         let claim = loop {
-            match self.claim(home, givers, request, how, fit, effort) {
+            let offers = self.offers(&pass, givers, Some(home), how.reach);
+            match self.claim(home, &offers, request, how, fit, effort) {
                 Picked::Claimed(claim) => break claim,
                 Picked::Nothing => return Ok(None),
                 Picked::Outrun => std::thread::yield_now(),
             }
         };
-        let mut stock = Stock::default();
+        let mut stock = Stock::new(&pass);
         match self.back(home, givers, &claim, how, &mut stock, effort) {
             Ok(true) => {
                 let (used, unused) = stock.take_busy();
                 self.zombify(used);
                 self.give_back(unused);
-                self.put_aside(stock);
+                self.put_aside(&mut stock);
                 let foreign = claim.taken.iter().filter(|piece| !piece.is_from(home));
                 effort.adopted += foreign.map(|piece| piece.range.len).sum::<u64>();
                 Ok(self.settle_in(home, claim, request))
             }
             Ok(false) => {
-                self.give_back(std::mem::take(&mut stock.busy));
-                self.put_aside(stock);
+                self.give_back(stock.busy.drain(..));
+                self.put_aside(&mut stock);
                 self.unclaim(claim);
                 Ok(None)
             }
             Err(error) => {
-                self.give_back(std::mem::take(&mut stock.busy));
+                self.give_back(stock.busy.drain(..));
                 stock.forget_fresh();
-                let stuck = std::mem::take(&mut stock.stuck);
-                self.put_aside(stock);
-                self.unclaim_but(claim, &stuck);
-                self.zombify_mappings(stuck);
+                self.put_aside(&mut stock);
+                self.unclaim_but(claim, &stock.stuck);
+                self.zombify_mappings(stock.stuck);
                 Err(error)
             }
         }
@@ -357,7 +364,7 @@ impl Mapped {
         givers: &[&'static Home],
         claim: &Claim<'_>,
         how: Attempt,
-        stock: &mut Stock,
+        stock: &mut Stock<'_>,
         effort: &mut Effort<'_>,
     ) -> Result<bool> {
         if !self.gather(givers, claim, how, stock, effort)? {
@@ -372,18 +379,18 @@ impl Mapped {
         Ok(true)
     }
 
-    /// Picks the window and takes it: its slots from nobody, its backed parts from who has them. What is not claimed is
-    /// as it was.
-    fn claim(
-        &self,
+    /// Picks the window among what is offered and takes it: its slots from nobody, its backed parts from who has them. What
+    /// is not claimed is as it was.
+    fn claim<'a>(
+        &'a self,
         home: &'static Home,
-        givers: &[&'static Home],
+        offers: &Offers<'a>,
         request: &Request,
         how: Attempt,
         fit: Fit,
         effort: &mut Effort<'_>,
-    ) -> Picked<'_> {
-        let offers = self.offers(givers, Some(home), how.reach);
+    ) -> Picked<'a> {
+        let bump = offers.bump();
         let small = request.size() <= UNITS.small_max;
         let Some(exact) = request.size().checked_next_multiple_of(UNITS.unit) else { return Picked::Nothing };
         let mut claim = None;
@@ -401,8 +408,8 @@ impl Mapped {
                 (range.len > 0 && !(effort.whole && how.grow && !how.steal)).then_some(range)
             });
             let mut slots = self.slots();
-            let window = window::best(ranges, slots.free_runs(), self.grid(), *bytes, *align, fit);
-            let allowed = |window: &Window| window.missing.is_empty() || how.grow || how.steal;
+            let window = window::best(bump, ranges, slots.free_runs(), self.grid(), *bytes, *align, fit);
+            let allowed = |window: &Window<'_>| window.missing.is_empty() || how.grow || how.steal;
             let Some(window) = window.filter(allowed) else { continue };
             let transit = self.transit();
             effort.transits += 1;
@@ -411,7 +418,7 @@ impl Mapped {
             }
             drop(slots);
             let largest = self.largest_handle(offers.live);
-            claim = Some(Claim { window, taken: Vec::new(), largest, _transit: transit });
+            claim = Some(Claim { window, taken: List::new_in(bump), largest, _transit: transit });
             break;
         }
         let Some(mut claim) = claim else { return Picked::Nothing };
@@ -425,7 +432,7 @@ impl Mapped {
             };
             let Some(range) = intersection(range, within) else { continue };
             // Another thread may have been faster, or have used it again.
-            let piece = self.take_piece(&offers, offer, range);
+            let piece = self.take_piece(offers, offer, range);
             let ready = |piece: &Piece| how.reach == Reach::Wait || piece.is_done_but_for(Some(&taker));
             let ready = piece.as_ref().is_some_and(ready);
             claim.taken.extend(piece);
@@ -457,7 +464,7 @@ impl Mapped {
 
     /// Takes a claim back, but for the slots under `stuck`.
     fn unclaim_but(&self, mut claim: Claim<'_>, stuck: &[Mapping]) {
-        self.put_back(std::mem::take(&mut claim.taken));
+        self.put_back(claim.taken.drain(..));
         let mut slots = self.slots();
         for &(first, count) in &claim.window.missing {
             slots.release(first, count);
@@ -474,14 +481,13 @@ impl Mapped {
         mut claim: Claim<'_>,
         request: &Request,
     ) -> Option<aquifer_heap::Block> {
-        let taken = std::mem::take(&mut claim.taken);
         home.with(|s| {
             // The stream has waited for whoever used this memory before, in its open epoch.
             let epoch = s.timeline().map_or(0, |t| t.open());
             for &(first, count) in &claim.window.missing {
                 s.add(self.range(first, count), epoch);
             }
-            for piece in taken {
+            for piece in claim.taken.drain(..) {
                 let stamp =
                     if piece.is_from(home) { piece.past.iter().map(|(_, epoch)| *epoch).max() } else { None };
                 s.add(piece.range, stamp.unwrap_or(epoch));

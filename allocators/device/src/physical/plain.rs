@@ -9,11 +9,15 @@ use super::{
     mapped::{Effort, Reach},
 };
 use crate::{Request, home::Home};
-use aquifer_core::{Budget, Charge, DeviceId, MemoryError, Result};
+use aquifer_core::{
+    Budget, Charge, DeviceId, MemoryError, Result,
+    scratch::{Bump, List, Scratch, list},
+};
 use aquifer_driver::{Driver, Relaxed};
 use aquifer_heap::Range;
 use aquifer_stream::Timeline;
 use std::{
+    cmp::Reverse,
     collections::BTreeMap,
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -32,6 +36,8 @@ pub(crate) struct Plain {
     held: Arc<Held>,
     /// By address.
     segments: Mutex<BTreeMap<u64, Segment>>,
+    /// What passes list.
+    scratch: Scratch,
 }
 
 struct Segment {
@@ -41,7 +47,8 @@ struct Segment {
 
 impl Plain {
     pub(crate) fn new(driver: &Arc<dyn Driver>, device: DeviceId, budget: Budget) -> Self {
-        Self { driver: driver.clone(), device, budget, held: Arc::default(), segments: Mutex::default() }
+        let (driver, segments) = (driver.clone(), Mutex::default());
+        Self { driver, device, budget, held: Arc::default(), segments, scratch: Scratch::new() }
     }
 
     pub(crate) fn held(&self) -> &Held {
@@ -50,6 +57,11 @@ impl Plain {
 
     fn segments(&self) -> MutexGuard<'_, BTreeMap<u64, Segment>> {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where segments lie, by address: to be read before any cache is locked, since the table's lock may sleep.
+    fn ranges<'s>(&self, bump: &'s Bump) -> List<'s, Range> {
+        list(bump, self.segments().iter().map(|(&at, segment)| Range::new(at, segment.bytes)))
     }
 
     /// A free segment in another cache than `home`'s that holds the request, the smallest: whole, or its pieces would be
@@ -62,10 +74,9 @@ impl Plain {
         request: &Request,
         reach: Reach,
     ) -> Option<(Range, &'static Home, Arc<Timeline>, u64)> {
-        // Read before any cache is locked: the table's lock may sleep.
-        let lengths: BTreeMap<u64, u64> =
-            self.segments().iter().map(|(&at, segment)| (at, segment.bytes)).collect();
-        let is_segment = |range: Range| lengths.get(&range.start) == Some(&range.len);
+        let pass = self.scratch.begin();
+        let segments = self.ranges(&pass);
+        let is_segment = |range: Range| is_one_of(&segments, range);
         let mut best: Option<(bool, Range, &'static Home)> = None;
         for &giver in givers.iter().filter(|giver| !std::ptr::eq(**giver, home)) {
             giver.with(|s| {
@@ -119,16 +130,16 @@ impl Plain {
 
     /// Gives the cache of `home` all free segments of the caches `from` whose work is known to be done. The bytes.
     pub(crate) fn inherit(&self, home: &'static Home, from: &[&'static Home]) -> u64 {
-        let lengths: BTreeMap<u64, u64> =
-            self.segments().iter().map(|(&at, segment)| (at, segment.bytes)).collect();
+        let pass = self.scratch.begin();
+        let segments = self.ranges(&pass);
         let mut inherited = 0;
         for &giver in from {
-            let taken: Vec<Range> = giver.with(|s| {
-                let Some(timeline) = s.timeline().cloned() else { return Vec::new() };
-                let whole = |range: &Range| lengths.get(&range.start) == Some(&range.len);
+            let taken = giver.with(|s| {
+                let Some(timeline) = s.timeline().cloned() else { return List::new_in(&*pass) };
                 let free = s.heap.free_extents().filter(|e| timeline.is_done(e.stamp)).map(|e| e.range);
-                let free: Vec<_> = free.filter(whole).collect();
-                free.into_iter().filter(|&range| s.heap.remove(range).is_ok()).collect()
+                let mut free = list(&pass, free.filter(|&range| is_one_of(&segments, range)));
+                free.retain(|&range| s.heap.remove(range).is_ok());
+                free
             });
             inherited += taken.iter().map(|range| range.len).sum::<u64>();
             home.with(|s| {
@@ -141,8 +152,8 @@ impl Plain {
 
     /// Bytes of segments that a trim could give back now.
     pub(crate) fn idle(&self, givers: &[&'static Home]) -> u64 {
-        let segments: Vec<Range> =
-            self.segments().iter().map(|(&at, segment)| Range::new(at, segment.bytes)).collect();
+        let pass = self.scratch.begin();
+        let segments = self.ranges(&pass);
         let in_cache = |home: &&'static Home| -> u64 {
             home.with(|s| {
                 let Some(timeline) = s.timeline() else { return 0 };
@@ -207,14 +218,13 @@ impl Plain {
     /// are held. Blocks until the device is idle if it gives any back. Answers with the bytes.
     pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
         let before = self.held.now();
-        let mut whole: Vec<(u64, u64)> =
-            self.segments().iter().map(|(&address, segment)| (segment.bytes, address)).collect();
-        whole.sort_unstable_by(|a, b| b.cmp(a));
-        for (bytes, address) in whole {
+        let pass = self.scratch.begin();
+        let mut segments = self.ranges(&pass);
+        segments.sort_unstable_by_key(|segment| Reverse((segment.len, segment.start)));
+        for usable in segments {
             if self.held.now() <= keep {
                 break;
             }
-            let usable = Range::new(address, bytes);
             let taken = givers.iter().find_map(|&home| {
                 home.with(|s| {
                     let timeline = s.timeline()?.clone();
@@ -227,7 +237,7 @@ impl Plain {
             });
             // While its stream is held, the cache serves no other.
             let Some((home, _timeline, stamp)) = taken else { continue };
-            if let Err(error) = self.free(address) {
+            if let Err(error) = self.free(usable.start) {
                 home.with(|s| s.add_segment(usable, stamp));
                 return Err(error);
             }
@@ -256,6 +266,12 @@ impl Plain {
             }
         }
     }
+}
+
+/// Whether a range is exactly one of these, which are in order.
+fn is_one_of(segments: &[Range], range: Range) -> bool {
+    let at = segments.partition_point(|segment| segment.start < range.start);
+    segments.get(at) == Some(&range)
 }
 
 impl Drop for Plain {

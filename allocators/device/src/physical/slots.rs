@@ -5,7 +5,7 @@
 
 use super::handle::Handle;
 use aquifer_stream::Timeline;
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, iter, sync::Arc};
 
 /// The table of one address range. Slots are counted from its start.
 #[derive(Debug, Default)]
@@ -126,15 +126,15 @@ impl Slots {
 }
 
 /// Merges pieces of slots (first and count), sorted, into runs.
-pub(crate) fn runs(pieces: impl IntoIterator<Item = (u64, u64)>) -> Vec<(u64, u64)> {
-    let mut runs: Vec<(u64, u64)> = Vec::new();
-    for (first, count) in pieces {
-        match runs.last_mut() {
-            Some((start, len)) if *start + *len == first => *len += count,
-            _ => runs.push((first, count)),
+pub(crate) fn runs(pieces: impl IntoIterator<Item = (u64, u64)>) -> impl Iterator<Item = (u64, u64)> {
+    let mut pieces = pieces.into_iter().peekable();
+    iter::from_fn(move || {
+        let (first, mut count) = pieces.next()?;
+        while let Some((_, more)) = pieces.next_if(|(next, _)| *next == first + count) {
+            count += more;
         }
-    }
-    runs
+        Some((first, count))
+    })
 }
 
 #[cfg(test)]
@@ -162,8 +162,8 @@ mod tests {
 
     #[test]
     fn runs_of_neighbouring_slots_are_merged() {
-        assert_eq!(runs([(1, 2), (3, 1), (7, 1), (9, 1), (10, 1)]), [(1, 3), (7, 1), (9, 2)]);
-        assert_eq!(runs([]), []);
+        assert!(runs([(1, 2), (3, 1), (7, 1), (9, 1), (10, 1)]).eq([(1, 3), (7, 1), (9, 2)]));
+        assert!(runs([]).eq([]));
     }
 
     #[test]

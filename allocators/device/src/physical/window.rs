@@ -14,18 +14,19 @@
 //! windows that start or end at one.
 
 use crate::leasing::Fit;
+use aquifer_core::scratch::{Bump, List, list};
 use aquifer_heap::Range;
 
 /// A place for a block.
 #[derive(Clone, PartialEq, Eq, Debug)]
-pub(crate) struct Window {
+pub(crate) struct Window<'s> {
     /// Where the block will lie.
     pub(crate) block: Range,
     /// Runs of slots that have to be backed, first and count, by address.
-    pub(crate) missing: Vec<(u64, u64)>,
+    pub(crate) missing: List<'s, (u64, u64)>,
 }
 
-impl Window {
+impl Window<'_> {
     /// How many slots have to be backed.
     pub(crate) fn need(&self) -> u64 {
         self.missing.iter().map(|&(_, count)| count).sum()
@@ -62,48 +63,58 @@ impl Grid {
 
 /// The window of `bytes` at `align` that needs the fewest slots, and of those the best by `fit`. `backed` are free ranges
 /// and `bare` the runs of slots that are nobody's, each by address.
-pub(crate) fn best(
+pub(crate) fn best<'s>(
+    bump: &'s Bump,
     backed: impl Iterator<Item = Range>,
     bare: impl Iterator<Item = (u64, u64)>,
     grid: Grid,
     bytes: u64,
     align: u64,
     fit: Fit,
-) -> Option<Window> {
+) -> Option<Window<'s>> {
     let Grid { base, slot } = grid;
     let backed = backed.map(|r| Piece { start: r.start, end: r.start + r.len, backed: true });
     let bare = bare.map(|(first, count)| {
         let start = base + first * slot;
         Piece { start, end: start + count * slot, backed: false }
     });
-    let mut pieces: Vec<Piece> = backed.chain(bare).collect();
+    let mut pieces = list(bump, backed.chain(bare));
     pieces.sort_unstable_by_key(|p| p.start);
-    let mut best: Option<Rank> = None;
+    let (mut before, mut best) = (List::new_in(bump), None);
     let mut from = 0;
     while from < pieces.len() {
         let mut to = from + 1;
         while to < pieces.len() && pieces[to].start == pieces[to - 1].end {
             to += 1;
         }
-        best_in_run(&pieces[from..to], grid, bytes, align, fit, &mut best);
+        best_in_run(&pieces[from..to], grid, bytes, align, fit, &mut before, &mut best);
         from = to;
     }
     let (_, _, start) = best?;
-    Some(Window { block: Range { start, len: bytes }, missing: missing(&pieces, base, slot, start, bytes) })
+    let missing = list(bump, missing(&pieces, base, slot, start, bytes));
+    Some(Window { block: Range { start, len: bytes }, missing })
 }
 
 /// What windows are compared by: slots that are missing, slots that are pinned where that matters, the start.
 type Rank = (u64, u64, u64);
 
-/// Tries the windows of one run of touching pieces against the best so far.
-fn best_in_run(run: &[Piece], grid: Grid, bytes: u64, align: u64, fit: Fit, best: &mut Option<Rank>) {
+/// Tries the windows of one run of touching pieces against the best so far. `bare_before` is room for what it sums up.
+fn best_in_run(
+    run: &[Piece],
+    grid: Grid,
+    bytes: u64,
+    align: u64,
+    fit: Fit,
+    bare_before: &mut List<'_, u64>,
+    best: &mut Option<Rank>,
+) {
     let slot = grid.slot;
     let (Some(first), Some(last)) = (run.first(), run.last()) else { return };
     if last.end - first.start < bytes {
         return;
     }
     // Bare bytes before each piece, so that a window's need is a difference of two sums.
-    let mut bare_before = Vec::with_capacity(run.len() + 1);
+    bare_before.clear();
     let mut sum = 0;
     for piece in run {
         bare_before.push(sum);
@@ -150,14 +161,19 @@ fn best_in_run(run: &[Piece], grid: Grid, bytes: u64, align: u64, fit: Fit, best
 }
 
 /// The slots of a window that are bare.
-fn missing(pieces: &[Piece], base: u64, slot: u64, start: u64, bytes: u64) -> Vec<(u64, u64)> {
+fn missing(
+    pieces: &[Piece],
+    base: u64,
+    slot: u64,
+    start: u64,
+    bytes: u64,
+) -> impl Iterator<Item = (u64, u64)> {
     let end = start + bytes;
-    let bare = pieces.iter().filter(|p| !p.backed && p.start < end && p.end > start);
-    let slots = bare.map(|piece| {
+    let bare = pieces.iter().filter(move |p| !p.backed && p.start < end && p.end > start);
+    bare.map(move |piece| {
         let first = (piece.start.max(start) - base) / slot;
         (first, (piece.end.min(end) - base).div_ceil(slot) - first)
-    });
-    slots.collect()
+    })
 }
 
 #[cfg(test)]
@@ -168,8 +184,9 @@ mod tests {
 
     fn find(backed: &[(u64, u64)], bare: &[(u64, u64)], bytes: u64) -> Option<(u64, Vec<(u64, u64)>)> {
         let backed = backed.iter().map(|&(start, len)| Range { start, len });
-        best(backed, bare.iter().copied(), Grid { base: 0, slot: SLOT }, bytes, 1, Fit::Lowest)
-            .map(|w| (w.block.start, w.missing))
+        let bump = Bump::new();
+        best(&bump, backed, bare.iter().copied(), Grid { base: 0, slot: SLOT }, bytes, 1, Fit::Lowest)
+            .map(|w| (w.block.start, w.missing.to_vec()))
     }
 
     #[test]
@@ -202,7 +219,9 @@ mod tests {
         let backed = [(0, 200), (550, 110)].map(|(start, len)| Range { start, len });
         let at = |fit| {
             let grid = Grid { base: 0, slot: SLOT };
-            best(backed.into_iter(), [].into_iter(), grid, 100, 1, fit).map(|window| window.block.start)
+            let bump = Bump::new();
+            best(&bump, backed.into_iter(), [].into_iter(), grid, 100, 1, fit)
+                .map(|window| window.block.start)
         };
         assert_eq!((at(Fit::Lowest), at(Fit::FewestPinned)), (Some(0), Some(550)));
     }

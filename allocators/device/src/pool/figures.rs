@@ -20,8 +20,12 @@ impl DevicePool {
     pub fn held_by(&self, tag: Tag) -> u64 {
         let inner = self.inner();
         let of = |holding: &Holding| if holding.tag == tag { holding.bytes } else { 0 };
-        let cached: u64 =
-            inner.homes().iter().map(|home| home.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>())).sum();
+        let pass = inner.scratch.begin();
+        let cached: u64 = inner
+            .homes(&pass)
+            .iter()
+            .map(|home| home.with(|s| s.holdings().map(|h| of(&h)).sum::<u64>()))
+            .sum();
         cached + inner.apart.holdings().iter().map(of).sum::<u64>()
     }
 
@@ -49,7 +53,7 @@ impl DevicePool {
     /// ```
     pub fn reset_peaks(&self) {
         let inner = self.inner();
-        inner.homes().iter().for_each(|home| home.with(|s| s.reset_peaks()));
+        inner.homes(&inner.scratch.begin()).iter().for_each(|home| home.with(|s| s.reset_peaks()));
         match &inner.physical {
             Physical::Mapped(mapped) => mapped.held().reset_peak(),
             Physical::Plain(plain) => plain.held().reset_peak(),
@@ -71,7 +75,7 @@ impl Inner {
 
     /// What the pool holds besides what `stats` says.
     fn stats_over(&self, mut stats: PoolStats) -> PoolStats {
-        for home in self.homes() {
+        for home in self.homes(&self.scratch.begin()) {
             home.with(|s| s.add_to(&mut stats));
         }
         let held = match &self.physical {

@@ -6,14 +6,17 @@ use crate::physical::{
     handle::Handle,
     slots::{Mapping, Zombie, runs},
 };
-use aquifer_core::Result;
+use aquifer_core::{
+    Result,
+    scratch::{Bump, List, list},
+};
 use aquifer_stream::Timeline;
 use std::sync::Arc;
 
 impl Mapped {
     /// Maps what is planned and lets the device and its peers at it. If that fails, nothing new is mapped and the stock is whole, but
     /// for what the driver would not unmap again, which is stuck.
-    pub(super) fn map_all(&self, stock: &mut Stock) -> Result<()> {
+    pub(super) fn map_all(&self, stock: &mut Stock<'_>) -> Result<()> {
         let mut mapped = 0;
         let outcome = self.map_planned(stock, &mut mapped);
         if outcome.is_err() {
@@ -35,7 +38,7 @@ impl Mapped {
         Ok(())
     }
 
-    fn map_planned(&self, stock: &Stock, mapped: &mut usize) -> Result<()> {
+    fn map_planned(&self, stock: &Stock<'_>, mapped: &mut usize) -> Result<()> {
         for planned in &stock.planned {
             let mapping = planned.mapping();
             let (address, bytes) = (self.address(planned.first), planned.count * self.slot);
@@ -54,12 +57,15 @@ impl Mapped {
 
     /// Unmaps stolen memory whose work the host has seen done, makes its slots nobody's, and answers with the handles. If
     /// a call fails, what was not unmapped by then is back in its caches.
-    pub(super) fn unmap_done(&self, mut stolen: Vec<Stolen>) -> (Vec<Arc<Handle>>, Result<()>) {
+    pub(super) fn unmap_done<'s>(
+        &self,
+        mut stolen: List<'s, Stolen<'s>>,
+    ) -> (List<'s, Arc<Handle>>, Result<()>) {
         stolen.sort_unstable_by_key(|s| s.mapping.first);
-        let pieces = stolen.iter().map(|s| (s.mapping.first, s.mapping.count));
-        let together = runs(pieces);
+        let bump = *stolen.allocator();
+        let together = list(bump, runs(stolen.iter().map(|s| (s.mapping.first, s.mapping.count))));
+        let mut loose = List::with_capacity_in(stolen.len(), bump);
         let mut stolen = stolen.into_iter().peekable();
-        let mut loose = Vec::with_capacity(stolen.len());
         for (first, count) in together {
             if let Err(error) = self.unmap_run(first, count) {
                 self.give_back(stolen);
@@ -83,7 +89,7 @@ impl Mapped {
     }
 
     /// Keeps the old mappings of what has been mapped a second time, until their work is done.
-    pub(super) fn zombify(&self, busy: Vec<Stolen>) {
+    pub(super) fn zombify(&self, busy: List<'_, Stolen<'_>>) {
         let zombies = busy.into_iter().map(|Stolen { mapping, pieces }| {
             let until = pieces.into_iter().flat_map(|piece| piece.past).collect();
             Zombie { mapping, until }
@@ -99,15 +105,8 @@ impl Mapped {
     }
 
     /// Unmaps zombies whose streams are done with them. Never blocks.
-    pub(crate) fn reap_zombies(&self) -> Result<()> {
-        let (over, rest): (Vec<_>, Vec<_>) = {
-            let mut slots = self.slots();
-            if slots.zombies.is_empty() {
-                return Ok(());
-            }
-            std::mem::take(&mut slots.zombies).into_iter().partition(Zombie::is_over)
-        };
-        self.slots().zombies.extend(rest);
+    pub(super) fn reap_zombies(&self, bump: &Bump) -> Result<()> {
+        let over = list(bump, self.slots().zombies.extract_if(.., |zombie| zombie.is_over()));
         let mut over = over.into_iter();
         while let Some(zombie) = over.next() {
             if let Err(error) = self.unmap_run(zombie.mapping.first, zombie.mapping.count) {
@@ -119,7 +118,7 @@ impl Mapped {
     }
 
     /// The streams and epochs that zombies wait for.
-    pub(crate) fn zombie_fences(&self) -> Vec<(Arc<Timeline>, u64)> {
-        self.slots().zombies.iter().flat_map(|zombie| zombie.until.iter().cloned()).collect()
+    pub(crate) fn zombie_fences<'s>(&self, bump: &'s Bump) -> List<'s, (Arc<Timeline>, u64)> {
+        list(bump, self.slots().zombies.iter().flat_map(|zombie| zombie.until.iter().cloned()))
     }
 }

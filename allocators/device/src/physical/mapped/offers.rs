@@ -1,5 +1,5 @@
 //! What could be had: free ranges of caches and of the commons in one list, by address, and the handles that lie wholly
-//! in them.
+//! in them. The lists are a pass's, made in part under the locks of caches: see [`Scratch`](aquifer_core::scratch::Scratch).
 
 use super::{Mapped, Reach, intersection};
 use crate::{
@@ -9,6 +9,7 @@ use crate::{
         slots::Mapping,
     },
 };
+use aquifer_core::scratch::{Bump, List, list};
 use aquifer_heap::Range;
 use aquifer_stream::Timeline;
 use smallvec::smallvec;
@@ -30,9 +31,9 @@ pub(super) struct Offer {
 }
 
 /// Free ranges, by address. Seen, not taken: another thread may be faster.
-pub(super) struct Offers {
-    homes: Vec<(&'static Home, Arc<Timeline>)>,
-    pub(super) all: Vec<Offer>,
+pub(super) struct Offers<'s> {
+    homes: List<'s, (&'static Home, Arc<Timeline>)>,
+    pub(super) all: List<'s, Offer>,
     /// Bytes of these caches that have an owner.
     pub(super) live: u64,
 }
@@ -56,9 +57,9 @@ pub(super) struct Candidate {
 }
 
 /// A mapping taken out of the table, with the memory over it, which is nobody's.
-pub(super) struct Stolen {
+pub(super) struct Stolen<'s> {
     pub(super) mapping: Mapping,
-    pub(super) pieces: Vec<Piece>,
+    pub(super) pieces: List<'s, Piece>,
 }
 
 impl Piece {
@@ -72,13 +73,18 @@ impl Piece {
     }
 }
 
-impl Stolen {
+impl Stolen<'_> {
     pub(super) fn is_done(&self) -> bool {
         self.pieces.iter().all(|piece| is_done(&piece.past))
     }
 }
 
-impl Offers {
+impl<'s> Offers<'s> {
+    /// What it lies in.
+    pub(super) fn bump(&self) -> &'s Bump {
+        self.all.allocator()
+    }
+
     pub(super) fn home(&self, offer: &Offer) -> Option<&'static Home> {
         match offer.owner {
             Owner::Cache(at) => Some(self.homes[at].0),
@@ -102,13 +108,15 @@ impl Offers {
 impl Mapped {
     /// What is free in `givers` and in the commons: what is done, what only `home` itself waits for, and within reach of
     /// a wait all of it.
-    pub(super) fn offers(
+    pub(super) fn offers<'s>(
         &self,
+        bump: &'s Bump,
         givers: &[&'static Home],
         home: Option<&'static Home>,
         reach: Reach,
-    ) -> Offers {
-        let mut offers = Offers { homes: Vec::with_capacity(givers.len()), all: Vec::new(), live: 0 };
+    ) -> Offers<'s> {
+        let mut offers = Offers { homes: List::new_in(bump), all: List::new_in(bump), live: 0 };
+        offers.homes.reserve(givers.len());
         let Offers { homes, all, live } = &mut offers;
         for &giver in givers {
             let owner = Owner::Cache(homes.len());
@@ -126,7 +134,7 @@ impl Mapped {
             });
         }
         let own = home.map(Home::timeline);
-        let mut in_use = Vec::new();
+        let mut in_use = List::new_in(bump);
         for (range, past) in self.commons().iter() {
             let done = is_done(past);
             if done || is_done_but_for(past, own.as_ref()) {
@@ -148,7 +156,8 @@ impl Mapped {
     /// bytes. What it costs grows with what is brought.
     pub(crate) fn pool_together(&self, givers: &[&'static Home], least: u64) {
         let _transit = self.transit();
-        let mut taken = Vec::new();
+        let pass = self.scratch.begin();
+        let mut taken = List::new_in(&*pass);
         for &giver in givers {
             let timeline = giver.with(|s| {
                 let timeline = s.timeline().filter(|_| s.heap.free_bytes() > 0).cloned()?;
@@ -173,13 +182,14 @@ impl Mapped {
                 continue;
             }
             let _transit = self.transit();
+            let pass = self.scratch.begin();
             transits += 1;
             let (taken, timeline) = giver.with(|s| {
                 let timeline = s.timeline().cloned();
                 let done = |stamp| timeline.as_ref().is_some_and(|timeline| timeline.is_done(stamp));
-                let mut free: Vec<_> = s.heap.free_extents().filter(|extent| done(extent.stamp)).collect();
+                let mut free = list(&pass, s.heap.free_extents().filter(|extent| done(extent.stamp)));
                 free.sort_unstable_by_key(|extent| Reverse(extent.range.len));
-                let mut taken = Vec::new();
+                let mut taken = List::new_in(&*pass);
                 for Range { start, len } in free.into_iter().map(|extent| extent.range) {
                     let over = over(s);
                     if over == 0 {
@@ -208,7 +218,7 @@ impl Mapped {
     }
 
     /// Takes the part of an offer that lies in `within`. `None` if another thread was faster.
-    pub(super) fn take_piece(&self, offers: &Offers, offer: &Offer, range: Range) -> Option<Piece> {
+    pub(super) fn take_piece(&self, offers: &Offers<'_>, offer: &Offer, range: Range) -> Option<Piece> {
         let (from, past) = match offer.owner {
             Owner::Cache(at) => {
                 let (home, timeline) = &offers.homes[at];
@@ -221,9 +231,9 @@ impl Mapped {
     }
 
     /// The handles that lie wholly in what is offered.
-    pub(super) fn candidates(&self, offers: &Offers) -> Vec<Candidate> {
+    pub(super) fn candidates<'s>(&self, offers: &Offers<'s>) -> List<'s, Candidate> {
+        let mut found = List::new_in(offers.bump());
         let slots = self.slots();
-        let mut found = Vec::new();
         for stretch in offers.stretches() {
             let (Some(lowest), Some(highest)) = (stretch.first(), stretch.last()) else { continue };
             let start = lowest.range.start;
@@ -241,9 +251,14 @@ impl Mapped {
 
     /// Takes a candidate: the memory over it from who has it, the mapping out of the table. `None` if another thread was
     /// faster.
-    pub(super) fn take(&self, candidate: &Candidate, offers: &Offers, reach: Reach) -> Option<Stolen> {
+    pub(super) fn take<'s>(
+        &self,
+        candidate: &Candidate,
+        offers: &Offers<'s>,
+        reach: Reach,
+    ) -> Option<Stolen<'s>> {
         let whole = self.range(candidate.first, candidate.count);
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces = List::new_in(offers.bump());
         for offer in offers.touching(whole) {
             let Some(range) = intersection(offer.range, whole) else { continue };
             let Some(piece) = self.take_piece(offers, offer, range) else { break };
@@ -265,14 +280,14 @@ impl Mapped {
     }
 
     /// Puts stolen memory back as it was.
-    pub(super) fn give_back(&self, stolen: impl IntoIterator<Item = Stolen>) {
+    pub(super) fn give_back<'s>(&self, stolen: impl IntoIterator<Item = Stolen<'s>>) {
         for Stolen { mapping, pieces } in stolen {
             self.slots().map(mapping);
             self.put_back(pieces);
         }
     }
 
-    pub(super) fn put_back(&self, pieces: Vec<Piece>) {
+    pub(super) fn put_back(&self, pieces: impl IntoIterator<Item = Piece>) {
         for Piece { range, from, past } in pieces {
             match from {
                 Some(home) => {

@@ -9,7 +9,10 @@ use crate::{
         slots::runs,
     },
 };
-use aquifer_core::{DriverError, Result};
+use aquifer_core::{
+    DriverError, Result,
+    scratch::{List, list},
+};
 use aquifer_heap::Range;
 use std::{
     cmp::Reverse,
@@ -30,7 +33,8 @@ impl Mapped {
             return;
         }
         let _transit = self.transit();
-        let spare = std::mem::take(&mut slots.spare);
+        let pass = self.scratch.begin();
+        let spare = list(&pass, slots.spare.drain(..));
         drop(slots);
         drop(spare);
     }
@@ -39,7 +43,8 @@ impl Mapped {
     /// known to be done allows. Long stretches first, and of each the large handles, which cost the driver as much as small
     /// ones, from the high end. Answers with the bytes.
     pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
-        self.reap_zombies()?;
+        let pass = self.scratch.begin();
+        self.reap_zombies(&pass)?;
         let before = self.held.now();
         let over = || self.held.now().saturating_sub(keep);
         if over() == 0 {
@@ -54,9 +59,9 @@ impl Mapped {
             }
         }
         if over() > 0 {
-            let offers = self.offers(givers, None, Reach::Done);
+            let offers = self.offers(&pass, givers, None, Reach::Done);
             let mut candidates = self.candidates(&offers);
-            let (mut left, mut taken) = (over(), Vec::new());
+            let (mut left, mut taken) = (over(), List::new_in(&*pass));
             let mut give = |candidates: &[Candidate], beyond: bool| {
                 for candidate in candidates {
                     if left == 0 || (candidate.count * self.slot > left && !beyond) {
@@ -82,7 +87,8 @@ impl Mapped {
     /// Bytes of handles that a trim could give back now.
     pub(crate) fn idle(&self, givers: &[&'static Home]) -> u64 {
         let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
-        let candidates = self.candidates(&self.offers(givers, None, Reach::Done));
+        let pass = self.scratch.begin();
+        let candidates = self.candidates(&self.offers(&pass, givers, None, Reach::Done));
         spare + candidates.iter().filter(|c| !c.busy).map(|c| c.count * self.slot).sum::<u64>()
     }
 
@@ -99,18 +105,19 @@ impl Mapped {
 
     /// What a retired cache held. All of its stream's work has been waited for.
     pub(crate) fn take_back(&self, ranges: impl Iterator<Item = Range>) {
-        let whole: Vec<Range> = {
+        let pass = self.scratch.begin();
+        let whole = {
             let mut commons = self.commons();
             ranges.for_each(|range| commons.add(range, Past::new()));
-            commons.iter().filter(|(_, past)| is_done(past)).map(|(range, _)| range).collect()
+            list(&pass, commons.iter().filter(|(_, past)| is_done(past)).map(|(range, _)| range))
         };
         // A handle goes when the last of the caches that shared it has left its part.
         for range in whole {
             let (first, count) = self.whole_slots(range);
-            let mappings: Vec<_> = {
+            let mappings = {
                 let mut slots = self.slots();
-                let inside: Vec<u64> = slots.inside(first, count).map(|mapping| mapping.first).collect();
-                inside.into_iter().filter_map(|first| slots.unmap(first)).collect()
+                let inside = list(&pass, slots.inside(first, count).map(|mapping| mapping.first));
+                list(&pass, inside.into_iter().filter_map(|first| slots.unmap(first)))
             };
             for mapping in mappings {
                 // Nobody else is there to take it: the pool is closed.
@@ -145,7 +152,7 @@ impl Drop for Mapped {
                 let _kept = ManuallyDrop::new(zombie);
             }
         }
-        let left = runs(slots.mapped().map(|mapping| (mapping.first, mapping.count)));
+        let left: Vec<_> = runs(slots.mapped().map(|mapping| (mapping.first, mapping.count))).collect();
         for (first, count) in left {
             let firsts: Vec<u64> = slots.inside(first, count).map(|mapping| mapping.first).collect();
             let mappings: Vec<_> = firsts.into_iter().filter_map(|first| slots.unmap(first)).collect();

@@ -8,24 +8,26 @@ use crate::{
         slots::Mapping,
     },
 };
-use aquifer_core::{Charge, Result};
+use aquifer_core::{
+    Charge, Result,
+    scratch::{Bump, List},
+};
 use std::{cmp::Reverse, sync::Arc};
 
 /// What an attempt has in hand. None of it is in a cache.
-#[derive(Default)]
-pub(super) struct Stock {
+pub(super) struct Stock<'s> {
     /// Handles that are mapped nowhere.
-    loose: Vec<Loose>,
+    loose: List<'s, Loose>,
     /// Paid for, and not made into a handle: what melted ones were charged.
     pot: Option<Charge>,
     /// Bytes of the pot that the budget was asked for by this attempt.
     new: u64,
     /// What goes where.
-    pub(super) planned: Vec<Planned>,
+    pub(super) planned: List<'s, Planned>,
     /// Mappings whose work is not done. Their handles are mapped a second time.
-    pub(super) busy: Vec<Stolen>,
+    pub(super) busy: List<'s, Stolen<'s>>,
     /// Mapped by this attempt, and the driver would not unmap it again.
-    pub(super) stuck: Vec<Mapping>,
+    pub(super) stuck: List<'s, Mapping>,
 }
 
 pub(super) struct Loose {
@@ -49,7 +51,23 @@ impl Planned {
     }
 }
 
-impl Stock {
+impl<'s> Stock<'s> {
+    pub(super) fn new(bump: &'s Bump) -> Self {
+        Self {
+            loose: List::new_in(bump),
+            pot: None,
+            new: 0,
+            planned: List::new_in(bump),
+            busy: List::new_in(bump),
+            stuck: List::new_in(bump),
+        }
+    }
+
+    /// What it lies in.
+    fn bump(&self) -> &'s Bump {
+        self.loose.allocator()
+    }
+
     fn bytes(&self) -> u64 {
         let pot = self.pot.as_ref().map_or(0, Charge::bytes);
         pot + self.loose.iter().map(|loose| loose.handle.bytes()).sum::<u64>()
@@ -88,10 +106,14 @@ impl Stock {
     }
 
     /// The mappings whose work is not done: those whose handles were mapped a second time, and the others.
-    pub(super) fn take_busy(&mut self) -> (Vec<Stolen>, Vec<Stolen>) {
-        let loose = &self.loose;
-        let is_loose = |s: &Stolen| loose.iter().any(|l| l.busy && Arc::ptr_eq(&l.handle, &s.mapping.handle));
-        std::mem::take(&mut self.busy).into_iter().partition(|stolen| !is_loose(stolen))
+    pub(super) fn take_busy(&mut self) -> (List<'s, Stolen<'s>>, List<'s, Stolen<'s>>) {
+        let (mut used, mut unused) = (List::new_in(self.bump()), List::new_in(self.bump()));
+        for stolen in self.busy.drain(..) {
+            let handle = &stolen.mapping.handle;
+            let is_loose = self.loose.iter().any(|loose| loose.busy && Arc::ptr_eq(&loose.handle, handle));
+            if is_loose { &mut unused } else { &mut used }.push(stolen);
+        }
+        (used, unused)
     }
 
     /// The largest loose handle of at most `bytes`.
@@ -122,15 +144,15 @@ impl Mapped {
         givers: &[&'static Home],
         claim: &Claim<'_>,
         how: Attempt,
-        stock: &mut Stock,
+        stock: &mut Stock<'_>,
         effort: &mut Effort<'_>,
     ) -> Result<bool> {
         let need = claim.window.need() * self.slot;
         if need == 0 {
             return Ok(true);
         }
-        let spare = std::mem::take(&mut self.slots().spare);
-        stock.loose.extend(spare.into_iter().map(|handle| Loose { handle, fresh: false, busy: false }));
+        let as_loose = |handle| Loose { handle, fresh: false, busy: false };
+        stock.loose.extend(self.slots().spare.drain(..).map(as_loose));
         let funds = Funds { budget: &self.budget, reserved: effort.reserved };
         let mut room = if how.grow { funds.remaining() } else { 0 };
         let mut grows = how.grow;
@@ -189,7 +211,7 @@ impl Mapped {
     fn cut(
         &self,
         claim: &Claim<'_>,
-        stock: &mut Stock,
+        stock: &mut Stock<'_>,
         funds: Option<Funds<'_>>,
         effort: &mut Effort<'_>,
     ) -> Result<(), Option<NoHandle>> {
@@ -233,7 +255,7 @@ impl Mapped {
     fn make(
         &self,
         slots: u64,
-        stock: &mut Stock,
+        stock: &mut Stock<'_>,
         funds: Option<Funds<'_>>,
         effort: &mut Effort<'_>,
     ) -> Result<Arc<Handle>, Option<NoHandle>> {
@@ -278,15 +300,15 @@ impl Mapped {
         claim: &Claim<'_>,
         bytes: u64,
         reach: Reach,
-        stock: &mut Stock,
+        stock: &mut Stock<'_>,
     ) -> Result<u64> {
-        let offers = self.offers(givers, None, reach);
+        let offers = self.offers(stock.bump(), givers, None, reach);
         let mut candidates = self.candidates(&offers);
         let longest = claim.window.missing.iter().map(|&(_, count)| count).max().unwrap_or(0);
         // What is busy cannot be melted, so it has to fit.
         candidates.retain(|c| !c.busy || c.count <= longest);
         candidates.sort_unstable_by_key(|c| (c.busy, Reverse(c.first)));
-        let (mut got, mut moved, mut done) = (0, 0, Vec::new());
+        let (mut got, mut moved, mut done) = (0, 0, List::new_in(stock.bump()));
         for candidate in &candidates {
             if got >= bytes {
                 break;
@@ -309,10 +331,10 @@ impl Mapped {
 
     /// What was not needed: handles become spare, what is only paid for goes back to the budget. Those that are mapped
     /// elsewhere as well belong there.
-    pub(super) fn put_aside(&self, mut stock: Stock) {
+    pub(super) fn put_aside(&self, stock: &mut Stock<'_>) {
         stock.unplan();
-        let spare = stock.loose.into_iter().filter(|loose| !loose.busy).map(|loose| loose.handle);
+        let spare = stock.loose.drain(..).filter(|loose| !loose.busy).map(|loose| loose.handle);
         self.slots().spare.extend(spare);
-        drop(stock.pot);
+        drop(stock.pot.take());
     }
 }

@@ -5,7 +5,7 @@ use crate::{
     leasing::Fit,
     physical::{commons::Past, window},
 };
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::{MemoryError, Result, scratch::List};
 use aquifer_heap::Range;
 
 /// New memory and nobody else's.
@@ -19,9 +19,11 @@ impl Mapped {
         if need == 0 {
             return Ok(0);
         }
+        let pass = self.scratch.begin();
         let claim = {
             let mut slots = self.slots();
             let window = window::best(
+                &pass,
                 std::iter::empty(),
                 slots.free_runs(),
                 self.grid(),
@@ -33,9 +35,14 @@ impl Mapped {
             for &(first, count) in &window.missing {
                 slots.claim(first, count);
             }
-            Claim { window, taken: Vec::new(), largest: self.largest_handle(0), _transit: self.transit() }
+            Claim {
+                window,
+                taken: List::new_in(&pass),
+                largest: self.largest_handle(0),
+                _transit: self.transit(),
+            }
         };
-        let (mut stock, mut effort) = (Stock::default(), Effort::default());
+        let (mut stock, mut effort) = (Stock::new(&pass), Effort::default());
         let backed = self.gather(&[], &claim, NEW, &mut stock, &mut effort);
         let backed = backed.and_then(|enough| {
             if enough {
@@ -45,7 +52,7 @@ impl Mapped {
         });
         match backed {
             Ok(true) => {
-                self.put_aside(stock);
+                self.put_aside(&mut stock);
                 let mut commons = self.commons();
                 for &(first, count) in &claim.window.missing {
                     commons.add(self.range(first, count), Past::new());
@@ -54,7 +61,7 @@ impl Mapped {
             }
             Ok(false) => {
                 stock.forget_fresh();
-                self.put_aside(stock);
+                self.put_aside(&mut stock);
                 let Range { len, .. } = claim.window.block;
                 self.unclaim(claim);
                 Err(match effort.refused {
@@ -64,10 +71,9 @@ impl Mapped {
             }
             Err(error) => {
                 stock.forget_fresh();
-                let stuck = std::mem::take(&mut stock.stuck);
-                self.put_aside(stock);
-                self.unclaim_but(claim, &stuck);
-                self.zombify_mappings(stuck);
+                self.put_aside(&mut stock);
+                self.unclaim_but(claim, &stock.stuck);
+                self.zombify_mappings(stock.stuck);
                 Err(error)
             }
         }
