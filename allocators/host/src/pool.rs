@@ -125,7 +125,7 @@ use crate::{
     region::{self, Host, PageTier, Pinning, RegionReport, Verify, window::GRANULE},
     topology::NodeId,
 };
-use aquifer_core::{Budget, MemoryError, PoolStats, Recorder, Result, event::Place};
+use aquifer_core::{Budget, MemoryError, PoolStats, Recorder, Result, event::Place, scratch::Scratch};
 use aquifer_driver::{HostFlags, site};
 use bytemuck::Pod;
 use home::{Effort, Home};
@@ -260,6 +260,8 @@ struct Shared {
     known: OnceLock<reclaim::Known>,
     /// Those who keep blocks that nobody uses now.
     keepers: Mutex<Vec<Weak<dyn Keeper>>>,
+    /// What passes list.
+    scratch: Scratch,
 }
 
 impl Shared {
@@ -310,7 +312,10 @@ impl PinnedPool {
         config.check()?;
         let observed = host.reach.as_ref().is_some_and(|reach| reach.driver.observer().is_some());
         let (host, budget, known) = (host.clone(), budget.clone(), OnceLock::new());
-        let shared = Arc::new(Shared { host, budget, config, observed, known, keepers: Mutex::default() });
+        let shared = {
+            let (keepers, scratch) = (Mutex::default(), Scratch::new());
+            Arc::new(Shared { host, budget, config, observed, known, keepers, scratch })
+        };
         let (home, generation) = Home::open(shared.clone());
         shared.register(home, generation);
         Ok(Self { handle: Arc::new(Handle { home, generation, shared }) })

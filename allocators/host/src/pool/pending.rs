@@ -8,7 +8,7 @@ use crate::{
     kernel::{AcrossForks, Of},
     region,
 };
-use aquifer_core::{Action, Gate};
+use aquifer_core::{Action, Gate, event::Ticket};
 use aquifer_driver::HostAccess;
 use std::{
     mem,
@@ -48,6 +48,11 @@ pub(super) fn is_open(gate: &dyn Gate) -> bool {
     catch_unwind(AssertUnwindSafe(|| gate.is_open())).unwrap_or(false)
 }
 
+/// Those whose gates are all open.
+fn done(asked: &[Asked]) -> impl Iterator<Item = Freed> {
+    asked.iter().filter(|one| one.gates.is_empty()).map(|one| one.block)
+}
+
 impl Home {
     /// Asks all pending blocks' gates.
     pub(super) fn poll_all(&'static self) {
@@ -65,18 +70,19 @@ impl Home {
             // the books must not have been allocated meanwhile, when allocations may be routed to this very pool.
             one.gates.retain(|gate| !is_open(&**gate));
         }
-        let done: Vec<Freed> = asked.iter().filter(|one| one.gates.is_empty()).map(|one| one.block).collect();
         let shared = self.with(|state| state.shared.clone());
         if let Some(shared) = shared.as_ref().filter(|shared| shared.observed) {
-            done.iter().for_each(|&block| shared.observe(block, HostAccess::Free));
+            done(&asked).for_each(|block| shared.observe(block, HostAccess::Free));
         }
-        let tickets: Vec<_> = self.with(|state| {
-            state.answer(asked);
+        let told: Vec<(Freed, Ticket)> = self.with(|state| {
             let recorder = shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
-            recorder.map(|recorder| done.iter().map(|_| recorder.ticket()).collect()).unwrap_or_default()
+            let told =
+                recorder.map(|recorder| done(&asked).map(|block| (block, recorder.ticket())).collect());
+            state.answer(asked);
+            told.unwrap_or_default()
         });
         self.note_waiting();
-        for (block, ticket) in done.iter().zip(tickets) {
+        for (block, ticket) in told {
             self.tell(&shared, Some(ticket), Action::Complete, block.address, block.requested);
         }
     }

@@ -6,12 +6,13 @@
 //! Whoever keeps blocks of a pool that nobody uses now is a [`Keeper`]: a stager with its slots. Where the pool has no
 //! memory left or is asked for some, they come back to it first.
 
-use super::{Grow, PinnedPool, Shared, home::Home};
+use super::{Grow, PinnedPool, Shared, home::Home, thread::AtWork};
 use crate::region::{self, Cause, Pinning, RegionError};
 use aquifer_core::{
     budget::{Offer, Reclaim, Registration},
     error::Tried,
     event::Place,
+    scratch::{Bump, List, list},
 };
 use std::{
     fmt,
@@ -76,14 +77,16 @@ impl Shared {
     }
 
     /// Those who keep idle blocks. Nobody is asked anything under the lock.
-    fn keepers(&self) -> Vec<Arc<dyn Keeper>> {
+    fn keepers<'s>(&self, bump: &'s Bump) -> List<'s, Arc<dyn Keeper>> {
+        // What is kept for lists must not grow by memory of the pool's own.
+        let _at_work = AtWork::begin();
         let all = self.keepers.lock().unwrap_or_else(PoisonError::into_inner);
-        all.iter().filter_map(Weak::upgrade).collect()
+        list(bump, all.iter().filter_map(Weak::upgrade))
     }
 
     /// Has those who keep idle blocks free them. Answers with their bytes.
     pub(super) fn ask_keepers(&self) -> u64 {
-        self.keepers().iter().map(|keeper| keeper.give()).sum()
+        self.keepers(&self.scratch.begin()).iter().map(|keeper| keeper.give()).sum()
     }
 
     /// Calls `grow` again as long as it is refused by a budget and others below that give something back.
@@ -121,7 +124,9 @@ impl Reclaim for Giver {
             return Offer::default();
         }
         let shared = self.home.with(|state| state.open_as(self.generation).cloned());
-        let kept: u64 = shared.map_or(0, |shared| shared.keepers().iter().map(|keeper| keeper.idle()).sum());
+        let kept: u64 = shared.map_or(0, |shared| {
+            shared.keepers(&shared.scratch.begin()).iter().map(|keeper| keeper.idle()).sum()
+        });
         let bytes = self.home.with_tally(|state, tally| {
             let reserve = match state.open_as(self.generation).map(|shared| &shared.config) {
                 Ok(config) if config.grow == Grow::Now => config.reserve as u64,

@@ -49,6 +49,8 @@ pub(super) struct State {
     held: BTreeMap<u64, Held>,
     /// The pending ones of them, oldest first.
     pending: VecDeque<u64>,
+    /// Room for those that somebody asks about, so that asking takes none.
+    asked: Vec<Asked>,
     /// Bytes of the blocks that are live or in magazines.
     out: u64,
     /// What was done under the lock; magazines count beside it. `live`, `cached` and `blocks` are made up when asked.
@@ -118,6 +120,7 @@ impl State {
             regions: BTreeMap::new(),
             held: BTreeMap::new(),
             pending: VecDeque::new(),
+            asked: Vec::new(),
             out: 0,
             counts: PoolStats::default(),
             looked: 0,
@@ -363,7 +366,10 @@ impl State {
 
     /// Up to `most` of the oldest pending blocks that nobody is asking about.
     pub(super) fn ask(&mut self, most: usize) -> Vec<Asked> {
-        let mut asked = Vec::new();
+        if self.pending.is_empty() {
+            return Vec::new();
+        }
+        let mut asked = std::mem::take(&mut self.asked);
         for _ in 0..most.min(self.pending.len()) {
             let Some(address) = self.pending.pop_front() else { break };
             let Some(held) = self.held.get_mut(&address) else { continue };
@@ -375,8 +381,8 @@ impl State {
 
     /// Takes the answers in: blocks whose gates are all open are free, the others wait on, before those that are
     /// younger.
-    pub(super) fn answer(&mut self, asked: Vec<Asked>) {
-        for Asked { block, gates } in asked.into_iter().rev() {
+    pub(super) fn answer(&mut self, mut asked: Vec<Asked>) {
+        for Asked { block, gates } in asked.drain(..).rev() {
             if gates.is_empty() {
                 self.held.remove(&block.address);
                 if let Some((span, slot)) = map::block_from(block.address) {
@@ -387,6 +393,9 @@ impl State {
                 held.gates = gates;
                 self.pending.push_front(block.address);
             }
+        }
+        if asked.capacity() > self.asked.capacity() {
+            self.asked = asked;
         }
     }
 

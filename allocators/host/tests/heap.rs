@@ -1,0 +1,50 @@
+//! What takes nothing from the host's heap, once as much has been done at once before: looking for gates that have opened,
+//! and telling others what could be had.
+#![expect(unsafe_code, reason = "counts what an allocator is asked for, and frees by hand")]
+
+#[path = "../../../tests/support/counting.rs"]
+mod counting;
+mod support;
+
+use allocator_api2::alloc::Allocator;
+use aquifer_core::{Budget, DeferReuse};
+use aquifer_host::{PinnedConfig, PinnedPool, region::Pinning};
+use counting::asked;
+use std::{
+    alloc::Layout,
+    sync::atomic::Ordering,
+    time::{Duration, Instant},
+};
+use support::{Latch, MIB, host};
+
+#[test]
+fn in_a_steady_state_looking_whether_gates_have_opened_takes_nothing_from_the_heap() {
+    let budget = Budget::new("test", 8 * MIB as u64);
+    let mut config = PinnedConfig::default();
+    (config.pinning, config.chunk, config.patience) = (Pinning::Off, 8 * MIB, Duration::ZERO);
+    // So that each allocation looks.
+    config.magazines = false;
+    let pool = PinnedPool::new(&host(), &budget, config).unwrap();
+    let allocator = pool.allocator();
+    let layout = Layout::from_size_align(64 << 10, 64).unwrap();
+    let pair = |layout| {
+        let block = allocator.allocate(layout).unwrap().cast();
+        // SAFETY: 1. taken just now, with this layout.
+        unsafe { allocator.deallocate(block, layout) };
+    };
+    let gate = Latch::shut();
+    for _ in 0..50 {
+        let block = allocator.allocate(layout).unwrap().cast();
+        allocator.defer(block, gate.clone()).unwrap();
+        // SAFETY: 1. taken just now, with this layout.
+        unsafe { allocator.deallocate(block, layout) };
+    }
+    assert_eq!(pool.stats().memory.pending, 50 * layout.size() as u64);
+    let before = gate.asked.load(Ordering::Relaxed);
+    let few = asked(|| pair(layout));
+    assert!(gate.asked.load(Ordering::Relaxed) >= before + 100, "a few gates at each turn");
+    let all = asked(|| assert_eq!(pool.trim(0).unwrap(), 0));
+    let offered = asked(|| assert_eq!(budget.reclaim(1, Some(Instant::now()), None).missing, 1));
+    assert_eq!((few, all, offered), (0, 0, 0));
+    gate.open();
+}
