@@ -20,6 +20,7 @@ fn main() {
 
     estimates_are_near_the_truth_whatever_the_sizes();
     stacks_name_their_functions();
+    a_report_asks_for_less_than_there_are_places();
     a_sampled_block_keeps_its_tag_and_is_forgotten_when_it_ends();
     threads_sample_and_report_at_once();
     a_walk_below_a_printed_backtrace_waits_for_nothing();
@@ -63,6 +64,25 @@ fn stacks_name_their_functions() {
     assert!(named.contains("holds_large_blocks") && named.contains("stacks_name_their_functions"), "{named}");
     assert!(!first.contains("aquifer_global") && !first.contains("__rust"), "{named}");
     drop(large);
+}
+
+/// A block whose stack is so much deeper than its caller's.
+#[inline(never)]
+fn holds_at_depth(depth: usize) -> Vec<u8> {
+    match depth {
+        0 => vec![1u8; 1 << 20],
+        _ => black_box(holds_at_depth(depth - 1)),
+    }
+}
+
+fn a_report_asks_for_less_than_there_are_places() {
+    let held: Vec<_> = (0..30).map(holds_at_depth).collect();
+    let places = stacks(usize::MAX).len() as u64;
+    let before = stats().allocations;
+    assert_eq!(stacks(1).len(), 1);
+    let asked = stats().allocations - before;
+    assert!(places >= 30 && asked < places, "{asked} allocations to tell one of {places} places");
+    drop(held);
 }
 
 fn a_sampled_block_keeps_its_tag_and_is_forgotten_when_it_ends() {

@@ -6,6 +6,7 @@
 
 use super::{paused, record};
 use crate::route::unrouted;
+use aquifer_core::scratch::{Bump, list};
 use std::{cmp::Reverse, collections::BTreeMap, fmt};
 
 /// A place in the program that holds memory.
@@ -57,24 +58,40 @@ pub fn stacks(n: usize) -> Vec<Stack> {
     paused(|| unrouted(|| largest(n)))
 }
 
+/// What the samples of one place come to.
+#[derive(Clone, Copy, Default)]
+struct Sums {
+    live: u64,
+    sampled: u64,
+    blocks: u64,
+}
+
 fn largest(n: usize) -> Vec<Stack> {
-    let mut all = BTreeMap::<Vec<usize>, Stack>::new();
+    // A program has many more places than are answered with, and may be asked because it is at its cap.
+    let bump = Bump::new();
+    let mut all = BTreeMap::<&[usize], Sums>::new();
     for sample in record::samples() {
         let frames = sample.frames.get(..sample.depth).unwrap_or_default();
+        let add = |sums: &mut Sums| {
+            sums.live += sample.stands_for;
+            sums.sampled += sample.bytes;
+            sums.blocks += 1;
+        };
         // Most samples are of places that are there already: they allocate nothing.
-        if let Some(stack) = all.get_mut(frames) {
-            stack.live += sample.stands_for;
-            stack.sampled += sample.bytes;
-            stack.blocks += 1;
-        } else {
-            let (live, sampled, frames) = (sample.stands_for, sample.bytes, frames.to_vec());
-            all.insert(frames.clone(), Stack { live, sampled, blocks: 1, frames });
+        match all.get_mut(frames) {
+            Some(sums) => add(sums),
+            None => add(all.entry(bump.alloc_slice_copy(frames)).or_default()),
         }
     }
-    let mut all: Vec<_> = all.into_values().collect();
-    all.sort_by_key(|stack| Reverse(stack.live));
-    all.truncate(n);
-    all
+    let mut all = list(&bump, all);
+    all.sort_by_key(|(_, sums)| Reverse(sums.live));
+    let stack = |(frames, Sums { live, sampled, blocks }): (&[usize], Sums)| Stack {
+        live,
+        sampled,
+        blocks,
+        frames: frames.to_vec(),
+    };
+    all.into_iter().take(n).map(stack).collect()
 }
 
 /// What stands on every stack before the caller: the walk, this crate, and the language's own way to it.
