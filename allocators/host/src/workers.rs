@@ -18,6 +18,14 @@
 //!
 //! A child process that was forked has none of its parent's threads. It is told so by [`WorkerError::Forked`] and
 //! [`JobError::Closed`] instead of waiting for them, and can make [`Workers`] of its own.
+//!
+//! # What workers keep
+//! Records that a worker makes lie on its node already, and cost no allocation by the task, so that no arena holds them. A
+//! staging worker lists what a slot carries in the slot's own list: it has touched that first, empties it and fills it
+//! again. A thread's magazine is made by that thread. What a job has of its own, the list of its results and the chunks of a
+//! transfer, is made once by who submits it, in a few allocations for the whole of it; workers read some bytes of that for
+//! each chunk of megabytes. `aquifer bench arena` has the staging worker's list in three ways: 16 ns for sixteen pieces in the
+//! list that is kept, 48 in bumpalo, 76 by `malloc` (two cores of an EPYC).
 
 mod crew;
 mod job;

@@ -214,12 +214,17 @@ fn a_quick_run_over_arenas_has_every_promised_row_and_no_failure() {
     promised.extend(with_pinned(&returns).into_iter().map(|name| (name, "bump-scope")));
     promised.extend(beside("malloc").map(|name| (name, "malloc")));
     promised.extend(returns.map(|name| (format!("{name}, beside malloc"), "malloc")));
-    for scratch in ["scratch of a pass", "scratch of a report", "metadata of a worker"] {
+    for scratch in ["lists of a pass", "lists of a report", "list of a worker"] {
         promised.extend(["in bumpalo", "in an arena"].map(|place| (format!("{scratch}, {place}"), "malloc")));
     }
+    promised.push(("list of a worker, kept".to_owned(), "malloc"));
     let value = measured("arena --device sim --quick --json");
     assert_eq!((value["bench"].as_str(), &value["failures"]), (Some("arena"), &0.into()));
     let rows = value["rows"].as_array().expect("rows");
+    // What has no peer comes first.
+    let (alone, rows) = rows.split_at(1);
+    assert_eq!(alone[0]["name"], "whole pass of a pool");
+    assert!(alone[0]["value"].as_f64() > Some(0.0) && alone[0]["peer"].is_null(), "{:?}", alone[0]);
     let found: Vec<_> = rows.iter().map(|row| (text_of(row, "name"), text_of(row, "peer"))).collect();
     let promised: Vec<_> = promised.into_iter().map(|(name, peer)| (name, peer.to_owned())).collect();
     assert_eq!(found, promised);

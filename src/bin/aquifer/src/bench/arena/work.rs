@@ -2,9 +2,11 @@
 
 use super::sides::{Rewinds, Side};
 use crate::bench::lap::{Contender, Failed, Lap};
-use allocator_api2::{alloc::Allocator, boxed::Box as AllocBox, vec::Vec as AllocVec};
+use allocator_api2::{alloc::Allocator, vec::Vec as AllocVec};
 use std::{
     alloc::Layout,
+    array,
+    cmp::Reverse,
     hint::black_box,
     time::{Duration, Instant},
 };
@@ -124,22 +126,23 @@ fn mixed(at: u64) -> Layout {
 /// What is needed for a moment and goes together. Its name is its rows'.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Scratch {
-    /// A look for memory in a handful of places: what is free in each is collected, and then all of it.
+    /// A device pool's look for memory, of the shape of `trim`: what is free in eight caches in one list, by address, the
+    /// handles that lie wholly in it in another, and the pieces that are taken with the first of them.
     Pass,
-    /// A report: samples are copied, brought into order, and summed up by what they have in common.
+    /// The global allocator's report, of the shape of `stacks`: samples are summed up by their call stacks.
     Report,
-    /// Records that a thread makes for itself, each in a place of its own, and follows.
-    Metadata,
+    /// A staging worker's list of what one slot carries.
+    Moves,
 }
 
 impl Scratch {
-    pub(super) const ALL: [Self; 3] = [Self::Pass, Self::Report, Self::Metadata];
+    pub(super) const ALL: [Self; 3] = [Self::Pass, Self::Report, Self::Moves];
 
     pub(super) fn name(self) -> &'static str {
         match self {
-            Self::Pass => "scratch of a pass",
-            Self::Report => "scratch of a report",
-            Self::Metadata => "metadata of a worker",
+            Self::Pass => "lists of a pass",
+            Self::Report => "lists of a report",
+            Self::Moves => "list of a worker",
         }
     }
 
@@ -147,43 +150,59 @@ impl Scratch {
         match self {
             Self::Pass => pass(allocator),
             Self::Report => report(allocator),
-            Self::Metadata => metadata(allocator),
+            Self::Moves => moves(&mut AllocVec::new_in(allocator)),
         }
     }
 }
 
+/// A free range: start, bytes, whose, whether it is done.
+type Offer = (u64, u64, usize, bool);
+
 fn pass<A: Allocator + Copy>(allocator: A) {
-    let mut all: AllocVec<[u64; 3], A> = AllocVec::new_in(allocator);
-    for place in 0..8u64 {
-        let mut found = AllocVec::new_in(allocator);
-        (0..black_box(40)).for_each(|at| found.push([at, place, 0]));
-        all.extend_from_slice(&found);
+    let (mut offers, mut live) = (AllocVec::<Offer, A>::new_in(allocator), 0);
+    for cache in 0..black_box(8) {
+        (0..40).for_each(|at| offers.push((at * 800 + cache * 100, 100, cache as usize, true)));
+        live += cache;
     }
-    black_box(&all);
+    offers.sort_unstable_by_key(|offer| offer.0);
+    let mut candidates = AllocVec::new_in(allocator);
+    for stretch in offers.chunk_by(|a, b| a.0 + a.1 == b.0) {
+        candidates.extend(stretch.iter().step_by(16).map(|offer| (offer.0, stretch.len() as u64)));
+    }
+    candidates.sort_unstable_by_key(|candidate| Reverse(*candidate));
+    let mut taken = AllocVec::new_in(allocator);
+    for candidate in candidates.iter().take(8) {
+        let from = offers.partition_point(|offer| offer.0 < candidate.0);
+        let mut pieces = AllocVec::new_in(allocator);
+        offers[from..].iter().take(2).for_each(|offer| pieces.push(*offer));
+        taken.push((candidate.0, pieces));
+    }
+    black_box((&taken, live));
 }
 
 /// Call stacks of a hundred samples, of eight places.
 fn report<A: Allocator + Copy>(allocator: A) {
-    let mut samples = AllocVec::new_in(allocator);
+    let mut places: AllocVec<(AllocVec<u64, A>, u64), A> = AllocVec::new_in(allocator);
     for sample in 0..black_box(100u64) {
-        let mut frames = AllocVec::with_capacity_in(20, allocator);
-        frames.extend((0..20).map(|frame| frame + sample % 8));
-        samples.push((frames, sample));
+        let frames: [u64; 20] = array::from_fn(|frame| frame as u64 + sample % 8);
+        match places.binary_search_by(|(known, _)| known[..].cmp(&frames[..])) {
+            Ok(at) => places[at].1 += sample,
+            Err(at) => {
+                let mut new = AllocVec::with_capacity_in(frames.len(), allocator);
+                new.extend_from_slice(&frames);
+                places.insert(at, (new, sample));
+            }
+        }
     }
-    samples.sort_unstable_by(|a, b| a.0.cmp(&b.0));
-    let mut places = AllocVec::new_in(allocator);
-    for of_one in samples.chunk_by(|a, b| a.0 == b.0) {
-        places.push(of_one.iter().map(|&(_, bytes)| bytes).sum::<u64>());
-    }
+    places.sort_by_key(|(_, bytes)| Reverse(*bytes));
     black_box(&places);
 }
 
-fn metadata<A: Allocator + Copy>(allocator: A) {
-    let mut records = AllocVec::new_in(allocator);
-    for record in 0..black_box(100u64) {
-        records.push(AllocBox::new_in([record; 6], allocator));
-    }
-    black_box(records.iter().map(|record| record[5]).sum::<u64>());
+/// Sixteen pieces: on the host, on the device, in the slot, bytes.
+pub(super) fn moves<A: Allocator>(list: &mut AllocVec<[u64; 5], A>) {
+    list.clear();
+    (0..black_box(16)).for_each(|at| list.push([0, at, at << 16, at << 12, 4096]));
+    black_box(&list);
 }
 
 /// A contender that runs a round of [`ROUND`] operations for each piece.
