@@ -43,6 +43,15 @@ fn bytes(size: usize) -> Layout {
     Layout::from_size_align(size, 16).unwrap()
 }
 
+/// Ends threads that go on until they are told, also where another has found something.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 /// A block's address, for another thread.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 struct At(NonNull<u8>);
@@ -546,6 +555,7 @@ fn threads_that_pass_blocks_on_while_others_trim_never_share_one() {
     let (pool, budget) = pool_of(config(), 256 * MIB);
     let (allocator, stop) = (pool.allocator(), AtomicBool::new(false));
     thread::scope(|scope| {
+        let over = Stop(&stop);
         let trimmer = scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
                 pool.trim(0).unwrap();
@@ -596,7 +606,7 @@ fn threads_that_pass_blocks_on_while_others_trim_never_share_one() {
         for (at, size, _) in left.iter().flat_map(|receiver| receiver.try_iter()) {
             give(&allocator, at, size);
         }
-        stop.store(true, Ordering::Relaxed);
+        drop(over);
         trimmer.join().unwrap();
     });
     assert!(pool.is_consistent());
@@ -693,13 +703,6 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
     give(&allocator, take(&allocator, 100).unwrap(), 100);
     let live = take(&allocator, 100).unwrap();
     let stop = AtomicBool::new(false);
-    /// Ends the other thread, also where a child has found something.
-    struct Stop<'a>(&'a AtomicBool);
-    impl Drop for Stop<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
     thread::scope(|scope| {
         let _stop = Stop(&stop);
         // Holds the books most of the time, also when the process forks.
@@ -743,13 +746,6 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
 
 #[test]
 fn a_forked_child_makes_a_pool_of_its_own_whatever_its_parents_threads_were_at() {
-    /// Ends the other thread, also where a child has found something.
-    struct Stop<'a>(&'a AtomicBool);
-    impl Drop for Stop<'_> {
-        fn drop(&mut self) {
-            self.0.store(true, Ordering::Relaxed);
-        }
-    }
     // From here on forks wait.
     drop(small_pool());
     let stop = AtomicBool::new(false);

@@ -7,7 +7,7 @@ mod support;
 use allocator_api2::{alloc::Allocator, boxed::Box as AllocBox, vec::Vec as AllocVec};
 use aquifer_core::{
     Action, Budget, DeferReuse, MemoryError, Recorder,
-    event::{Place, RingSink},
+    event::{Event, Place, RingSink, Sink},
 };
 use aquifer_host::{PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, pool, region, topology::NodeId};
 use hashbrown::HashMap;
@@ -16,7 +16,7 @@ use std::{
     collections::BTreeMap,
     hash::RandomState,
     ptr::NonNull,
-    sync::Arc,
+    sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
@@ -509,6 +509,40 @@ fn every_step_is_told_to_the_recorder_in_order() {
     );
     Block::new(&allocator, bytes(1), 1).unwrap().free(&allocator);
     assert!(ring.take().iter().all(|event| event.place == Place::Host(None)));
+}
+
+/// Has another thread give all that is free back whenever the pool has grown.
+#[derive(Debug, Default)]
+struct Trims(Mutex<Option<PinnedPool>>);
+
+impl Sink for Trims {
+    fn record(&self, event: &Event) {
+        let pool = self.0.lock().unwrap().clone().filter(|_| event.action == Action::Grow);
+        if let Some(pool) = pool {
+            thread::spawn(move || pool.trim(0).unwrap()).join().unwrap();
+        }
+    }
+
+    /// In no order: what that thread gives back is told meanwhile.
+    fn reserve(&self) -> Option<u64> {
+        Some(0)
+    }
+}
+
+#[test]
+fn what_was_grown_for_a_request_serves_it_whoever_gives_back_what_is_free() {
+    let (budget, trims) = (Budget::new("pinned", 16 * MIB as u64), Arc::new(Trims::default()));
+    let mut config = config();
+    config.recorder = Some(Arc::new(Recorder::new(trims.clone())));
+    let pool = PinnedPool::new(&support::host(), &budget, config).unwrap();
+    *trims.0.lock().unwrap() = Some(pool.clone());
+    for size in [100, 90_000, 3 * MIB, 9 * MIB] {
+        let block = Block::new(&pool.allocator(), bytes(size), 1).unwrap();
+        block.free(&pool.allocator());
+        pool.trim(0).unwrap();
+        assert_eq!(budget.used(), 0);
+    }
+    trims.0.lock().unwrap().take();
 }
 
 #[test]

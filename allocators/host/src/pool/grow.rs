@@ -127,14 +127,15 @@ impl Home {
         if shared.config.grow == Grow::AtQuietPoints {
             tried.push(Tried { step: "grow, but at quiet points only", gave: 0 });
         } else {
-            // Others may be faster with what was brought, and the driver's own memory begins at any page.
-            for roomy in [false, true, true] {
-                if let Err(error) = self.grow_for(&shared, generation, layout, roomy, until, tried) {
-                    *refused = Some(error);
-                    break;
-                }
-                if let Some(taken) = self.try_take(generation, layout)? {
-                    return Ok(Ok(taken));
+            // The driver's own memory begins at any page.
+            for roomy in [false, true] {
+                match self.grow_for(&shared, generation, layout, roomy, until, tried) {
+                    Ok(Some(taken)) => return Ok(Ok(taken)),
+                    Ok(None) => {}
+                    Err(error) => {
+                        *refused = Some(error);
+                        break;
+                    }
                 }
             }
         }
@@ -155,7 +156,8 @@ impl Home {
         Ok(Err(in_vain))
     }
 
-    /// A region that holds the request: of the chunk's size, else of its own, else the same with room made.
+    /// A region that holds the request, and the block in it, unless that does not fit where the region begins: of the chunk's
+    /// size, else of its own, else the same with room made.
     fn grow_for(
         &'static self,
         shared: &Arc<Shared>,
@@ -164,31 +166,31 @@ impl Home {
         roomy: bool,
         until: Instant,
         tried: &mut Vec<Tried>,
-    ) -> Result<(), RegionError> {
+    ) -> Result<Option<Taken>, RegionError> {
+        let grow = |bytes| self.grow(shared, generation, bytes, bytes, Some(layout));
         let own = Self::own_size(layout, roomy)?;
         let chunk = shared.config.chunk.max(own);
-        let first = self.grow(shared, generation, chunk, chunk);
+        let first = grow(chunk);
         tried.push(Tried { step: "grow", gave: if first.is_ok() { chunk as u64 } else { 0 } });
-        let Err(error) = first else { return Ok(()) };
-        if matches!(error.cause, Cause::TimedOut | Cause::UnknownNode(_)) {
-            return Err(error);
-        }
-        let mut error = error;
+        let mut error = match first {
+            Ok(taken) => return Ok(taken),
+            Err(error) if matches!(error.cause, Cause::TimedOut | Cause::UnknownNode(_)) => {
+                return Err(error);
+            }
+            Err(error) => error,
+        };
         if own < chunk {
-            let answer = self.grow(shared, generation, own, own);
+            let answer = grow(own);
             tried.push(Tried { step: "grow less", gave: if answer.is_ok() { own as u64 } else { 0 } });
             match answer {
-                Ok(()) => return Ok(()),
+                Ok(taken) => return Ok(taken),
                 Err(e) => error = e,
             }
         }
         let given = self.reap(shared, 0, u64::MAX, None);
         tried.push(Tried { step: "give back free regions", gave: given });
-        let again = if given == 0 { Err(error) } else { self.grow(shared, generation, own, own) };
-        match again {
-            Ok(()) => Ok(()),
-            Err(error) => shared.ask_others(error, until, tried, || self.grow(shared, generation, own, own)),
-        }
+        let again = if given == 0 { Err(error) } else { grow(own) };
+        again.or_else(|error| shared.ask_others(error, until, tried, || grow(own)))
     }
 
     /// Bytes of a region for one request, with room to move to its alignment if that is asked for.
@@ -202,14 +204,16 @@ impl Home {
         Ok(if huge - bytes <= bytes / 32 { huge } else { bytes })
     }
 
-    /// Makes one region and puts it in.
+    /// Makes one region and puts it in. Takes a block of `layout` in the same breath, if it fits: whoever looks for free regions
+    /// to give back would find this one, and the request that it was made for would be refused.
     fn grow(
         &'static self,
         shared: &Arc<Shared>,
         generation: u64,
         bytes: usize,
         registration: usize,
-    ) -> Result<(), RegionError> {
+        layout: Option<Layout>,
+    ) -> Result<Option<Taken>, RegionError> {
         // Its description must not be allocated from a pool either.
         let _at_work = AtWork::begin();
         let config = &shared.config;
@@ -225,17 +229,19 @@ impl Home {
         let region = Region::new(&shared.host, &shared.budget, &request)?;
         let (start, len) = (region.span().start as u64, region.span().len as u64);
         let mut region = Some(region);
-        let ticket = self.with(|state| {
+        let put_in = self.with(|state| {
             state.open_as(generation).ok()?;
             region = region.take().and_then(|region| state.add(region));
             if region.is_some() {
                 return None;
             }
-            config.recorder.as_ref().map(|recorder| recorder.ticket())
+            let ticket = config.recorder.as_ref().map(|recorder| recorder.ticket());
+            Some((ticket, layout.and_then(|layout| self.take(state, None, layout))))
         });
+        let (ticket, taken) = put_in.unwrap_or_default();
         self.tell(&Some(shared.clone()), ticket, Action::Grow, start, len);
         match region {
-            None => Ok(()),
+            None => Ok(taken),
             // The pool was closed meanwhile, or its books are full; the region goes its way back.
             Some(region) => {
                 drop(region);
@@ -328,7 +334,8 @@ impl Home {
         }
         let missing = usize::try_from(missing).unwrap_or(usize::MAX);
         let wanted = missing.max(shared.config.chunk);
-        self.grow(&shared, generation, wanted, shared.config.registration).map_err(MemoryError::from)?;
+        let grown = self.grow(&shared, generation, wanted, shared.config.registration, None);
+        grown.map_err(MemoryError::from)?;
         Ok(wanted as u64)
     }
 

@@ -423,7 +423,12 @@ impl Home {
 
     /// A block from the books, and some more of its class for the magazine.
     #[inline]
-    fn take(&self, state: &mut State, magazine: Option<&Magazine>, layout: Layout) -> Option<Taken> {
+    pub(super) fn take(
+        &self,
+        state: &mut State,
+        magazine: Option<&Magazine>,
+        layout: Layout,
+    ) -> Option<Taken> {
         let magazine = magazine.filter(|magazine| !magazine.door.is_wanted());
         let class = classes::of(layout);
         if let Some(magazine) = magazine

@@ -90,13 +90,13 @@ impl Shared {
     }
 
     /// Calls `grow` again as long as it is refused by a budget and others below that give something back.
-    pub(super) fn ask_others(
+    pub(super) fn ask_others<T>(
         &self,
         refused: RegionError,
         deadline: Instant,
         tried: &mut Vec<Tried>,
-        mut grow: impl FnMut() -> Result<(), RegionError>,
-    ) -> Result<(), RegionError> {
+        mut grow: impl FnMut() -> Result<T, RegionError>,
+    ) -> Result<T, RegionError> {
         let mut asking = self.budget.asking(self.known.get().map(|known| &known.registration));
         let mut error = refused;
         while let Cause::Budget(refused) = &error.cause {
@@ -106,7 +106,7 @@ impl Shared {
                 None => tried.push(asked),
             }
             match grow() {
-                Ok(()) => return Ok(()),
+                Ok(grown) => return Ok(grown),
                 Err(again) => error = again,
             }
         }
