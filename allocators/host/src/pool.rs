@@ -312,10 +312,8 @@ impl PinnedPool {
         config.check()?;
         let observed = host.reach.as_ref().is_some_and(|reach| reach.driver.observer().is_some());
         let (host, budget, known) = (host.clone(), budget.clone(), OnceLock::new());
-        let shared = {
-            let (keepers, scratch) = (Mutex::default(), Scratch::new());
-            Arc::new(Shared { host, budget, config, observed, known, keepers, scratch })
-        };
+        let (keepers, scratch) = (Mutex::default(), Scratch::new());
+        let shared = Arc::new(Shared { host, budget, config, observed, known, keepers, scratch });
         let (home, generation) = Home::open(shared.clone());
         shared.register(home, generation);
         Ok(Self { handle: Arc::new(Handle { home, generation, shared }) })
