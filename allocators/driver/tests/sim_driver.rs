@@ -385,6 +385,11 @@ fn waiting_for_a_capturing_stream_breaks_its_capture() {
     m.driver.capture_begin(a, CaptureMode::Relaxed).unwrap();
     assert_eq!(code(m.driver.stream_query(a)), 900);
     assert_eq!(code(m.end_capture(a)), 901);
+    // Nor does the driver tell its number then; that of another stream it tells.
+    m.driver.capture_begin(a, CaptureMode::ThreadLocal).unwrap();
+    m.driver.stream_id(m.stream()).unwrap();
+    assert_eq!(code(m.driver.stream_id(a)), 900);
+    assert_eq!(code(m.end_capture(a)), 901);
     let blocking = m.sim.blocking_stream(GPU).unwrap();
     m.driver.capture_begin(blocking, CaptureMode::Relaxed).unwrap();
     assert_eq!(code(m.sim.fill_now(GPU, m.alloc(1).address, 0, 1)), 906);

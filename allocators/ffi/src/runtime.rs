@@ -93,7 +93,7 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// Whether the handle still means this stream. At most one driver call.
+    /// Whether the handle still means this stream.
     #[inline]
     pub(crate) fn is_current(&self) -> bool {
         !self.doubtful || self.is_same()
@@ -101,8 +101,7 @@ impl Known {
 
     #[cold]
     fn is_same(&self) -> bool {
-        let timeline = self.stream.timeline();
-        timeline.driver().stream_id(timeline.raw()) == Ok(timeline.id())
+        self.stream.timeline().is_current() == Ok(true)
     }
 }
 

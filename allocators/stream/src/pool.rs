@@ -1,8 +1,8 @@
 //! Streams that are leased and come back.
 
-use crate::{Life, Stream, Timeline};
+use crate::{Life, Stream, Timeline, timeline::id_of};
 use aquifer_core::{DeviceId, DriverError, Id, IdSpace, MemoryError, Result};
-use aquifer_driver::{Driver, KeepAlive, RawStream, Relaxed};
+use aquifer_driver::{Driver, KeepAlive, RawStream};
 use std::{
     collections::HashMap,
     fmt,
@@ -406,16 +406,10 @@ impl Inner {
         MemoryError::driver(self.device, error)
     }
 
-    /// The driver's number of a stream, which breaks nobody's capture.
-    fn id_of(&self, raw: RawStream) -> Result<u64, DriverError> {
-        let _relaxed = Relaxed::enter(&*self.driver);
-        self.driver.stream_id(raw)
-    }
-
     /// A new stream of the driver's; its number is known only under the lock.
     fn make(&self, kind: Lease) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
         let raw = self.driver.stream_create(self.device, kind.priority).map_err(|e| self.lost(e))?;
-        let id = match self.id_of(raw) {
+        let id = match id_of(&*self.driver, raw) {
             Ok(id) => id,
             Err(error) => {
                 self.unmake(raw);
@@ -452,11 +446,7 @@ impl Inner {
         if known.is_retired() {
             return Ok(None);
         }
-        let same = match known.life() {
-            Life::Owned | Life::KeptAlive(_) | Life::Legacy | Life::Thread(_) => true,
-            Life::Retired | Life::Fenced => self.id_of(raw).map_err(|e| self.lost(e))? == known.id(),
-        };
-        Ok(same.then_some(known))
+        Ok(known.is_current()?.then_some(known))
     }
 
     fn adopted(&self, raw: RawStream, life: Life) -> Result<Arc<Timeline>> {
@@ -465,7 +455,7 @@ impl Inner {
         if let Some(known) = self.lookup(raw)? {
             return Ok(known);
         }
-        let id = self.id_of(raw).map_err(|e| self.lost(e))?;
+        let id = id_of(&*self.driver, raw).map_err(|e| self.lost(e))?;
         // Before the other lock is taken: whoever leases takes the two in the other order.
         let number = {
             let mut slots = self.slots();
@@ -477,7 +467,7 @@ impl Inner {
         known.retain(|_, timeline| timeline.strong_count() > 0);
         // Another thread may have taken it in meanwhile.
         let other = known.get(&key).and_then(Weak::upgrade);
-        let same = other.as_ref().is_some_and(|other| other.id() == id && !other.is_retired());
+        let same = other.as_ref().is_some_and(|other| id.is_none_or(|id| other.has(id)) && !other.is_retired());
         if !same {
             known.insert(key, Arc::downgrade(&timeline));
         }

@@ -1,7 +1,7 @@
 //! One stream's past and what may be known of it.
 
 use crate::{Calling, Ended, Epochs, Life, Retirement, Spin, uses::node::Nodes};
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::{DriverError, MemoryError, Result};
 use aquifer_driver::{CaptureStatus, Driver, RawEvent, RawStream, Relaxed};
 use std::{
     fmt,
@@ -95,8 +95,8 @@ pub struct Timeline {
     raw: RawStream,
     /// Its number among the streams of its pool, for people.
     number: u32,
-    /// The driver's own number, which never comes back.
-    id: u64,
+    /// The driver's own number, which never comes back, once it is known.
+    id: OnceLock<u64>,
     /// This account's own number. A stream that is let go of and taken in again has another, and its epochs start anew.
     serial: u64,
     life: Life,
@@ -126,7 +126,7 @@ impl Timeline {
         driver: Arc<dyn Driver>,
         raw: RawStream,
         number: u32,
-        id: u64,
+        id: Option<u64>,
         life: Life,
         isolated: bool,
     ) -> Self {
@@ -134,7 +134,7 @@ impl Timeline {
             driver,
             raw,
             number,
-            id,
+            id: id.map_or_else(OnceLock::new, OnceLock::from),
             serial: SERIALS.fetch_add(1, Ordering::Relaxed),
             life,
             leases: AtomicU32::new(0),
@@ -167,18 +167,39 @@ impl Timeline {
         self.number
     }
 
-    /// The driver's number for the stream, which never comes back, unlike the handle.
+    /// The driver's number for the stream, which never comes back, unlike the handle. `None` for one that was taken in while
+    /// it captured, since the driver tells it of no stream that does; until somebody asks [`Timeline::is_current`] later.
     #[must_use]
-    pub fn id(&self) -> u64 {
-        self.id
+    pub fn id(&self) -> Option<u64> {
+        self.id.get().copied()
+    }
+
+    /// Whether the handle still means this stream, and not one that was made after it had been destroyed. While the handle's
+    /// stream captures, the driver does not tell, and it is taken for the same. Four driver calls at most; never blocks.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn is_current(&self) -> Result<bool> {
+        match self.life {
+            Life::Owned | Life::KeptAlive(_) | Life::Legacy | Life::Thread(_) => Ok(true),
+            Life::Retired | Life::Fenced => {
+                let id = id_of(&*self.driver, self.raw).map_err(|e| self.lost(e))?;
+                Ok(id.is_none_or(|id| self.has(id)))
+            }
+        }
+    }
+
+    /// Whether the stream has this number. One that has not been numbered yet has it if it lives until it is retired, and
+    /// so cannot have been destroyed without a word meanwhile.
+    pub(crate) fn has(&self, id: u64) -> bool {
+        match self.life {
+            Life::Fenced => self.id.get() == Some(&id),
+            _ => *self.id.get_or_init(|| id) == id,
+        }
     }
 
     pub(crate) fn nodes(&self) -> &Nodes {
         &self.nodes
-    }
-
-    pub(crate) fn life(&self) -> &Life {
-        &self.life
     }
 
     pub(crate) fn lease(&self) {
@@ -405,7 +426,7 @@ impl Timeline {
         Ok(Arc::new(OwnedEvent { driver: self.driver.clone(), raw }))
     }
 
-    fn lost(&self, error: aquifer_core::DriverError) -> MemoryError {
+    fn lost(&self, error: DriverError) -> MemoryError {
         MemoryError::driver(self.raw.device(), error)
     }
 
@@ -431,7 +452,7 @@ impl Timeline {
 
     /// The error of a question about the event that was published for `epoch`. Where a capture began and ended around the
     /// record, unseen by both looks, the event is part of a graph and is taken back.
-    fn disproved(&self, epoch: u64, error: aquifer_core::DriverError) -> MemoryError {
+    fn disproved(&self, epoch: u64, error: DriverError) -> MemoryError {
         if error.code == CAPTURED_EVENT {
             drop(self.epochs.withdraw(epoch));
         }
@@ -730,6 +751,16 @@ impl Timeline {
     pub fn detach(&self, key: u64) {
         self.attached_more.write().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != key);
     }
+}
+
+/// The driver's number of a stream. `None` for one that captures: asked for that, the driver refuses and breaks the capture.
+/// Breaks nobody else's.
+pub(crate) fn id_of(driver: &dyn Driver, raw: RawStream) -> std::result::Result<Option<u64>, DriverError> {
+    let _relaxed = Relaxed::enter(driver);
+    if driver.stream_is_capturing(raw)? {
+        return Ok(None);
+    }
+    driver.stream_id(raw).map(Some)
 }
 
 impl Drop for Timeline {

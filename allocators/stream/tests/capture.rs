@@ -57,6 +57,34 @@ fn a_stream_is_leased_or_taken_in_while_another_captures_and_breaks_nothing() {
 }
 
 #[test]
+fn a_stream_that_captures_is_taken_in_and_found_again_and_its_capture_is_whole() {
+    for mode in MODES {
+        for life in [Life::Retired, Life::Fenced] {
+            let rig = Rig::stepped(1);
+            let (foreign, driver) = (rig.foreign(), rig.sim.driver());
+            driver.capture_begin(foreign, mode).unwrap();
+            let new = rig.adopt(foreign, life.clone()).unwrap();
+            assert_eq!(new.timeline().id(), None, "the driver does not tell");
+            assert_eq!(rig.adopt(foreign, life.clone()), Ok(new.clone()));
+            assert!(Arc::ptr_eq(&rig.pool.timeline(foreign, None).unwrap(), new.timeline()));
+            rig.launch(&new);
+            assert_eq!(rig.end_capture(foreign), Ok(1));
+            // Now it tells. One that may have been destroyed without a word meanwhile is not taken for the same.
+            let later = rig.adopt(foreign, life.clone()).unwrap();
+            assert_eq!(later == new, matches!(life, Life::Retired), "{life:?}");
+            assert!(later.timeline().id().is_some());
+            // One that is known stays what it is while it captures.
+            driver.capture_begin(foreign, mode).unwrap();
+            assert_eq!(rig.adopt(foreign, life.clone()), Ok(later.clone()));
+            assert_eq!(rig.end_capture(foreign), Ok(0));
+            drop((new, later));
+            rig.destroy(foreign);
+            rig.assert_all_given_back();
+        }
+    }
+}
+
+#[test]
 fn a_fence_during_a_capture_proves_nothing_and_the_next_one_after_it_covers_the_epoch() {
     for mode in MODES {
         let rig = Rig::stepped(2);

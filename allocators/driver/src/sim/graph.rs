@@ -123,7 +123,7 @@ impl State {
         }
     }
 
-    /// Makes an executable of a graph. Copies and fills over what is not mapped now are refused.
+    /// Makes an executable of a graph. Fills of what is not mapped now are refused.
     pub(crate) fn instantiate(&mut self, graph: RawGraph) -> Result<u64, Refused> {
         let Graph { device, nodes, branches, keepers, holds } = self.graph(graph)?;
         let (device, nodes, keepers, holds) =

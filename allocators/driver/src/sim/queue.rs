@@ -164,11 +164,13 @@ impl Work {
         matches!(self, Self::Kernel { body: Some(_), .. } | Self::Callback(_) | Self::Launched(_))
     }
 
-    /// The device memory that the driver knows it to touch: of copies and fills, and not what a kernel is given.
+    /// The device memory that the driver looks at when a graph of it is instantiated: of fills, and not of copies nor what a
+    /// kernel is given.
     pub(crate) fn told(&self) -> &[Use] {
         match self {
-            Self::Touch(_) | Self::Kernel { .. } => &[],
-            other => other.uses(),
+            Self::Fill { to, .. } => std::slice::from_ref(to),
+            Self::Rows(work) if work.fills() => &work.uses,
+            _ => &[],
         }
     }
 

@@ -40,6 +40,11 @@ enum Source {
 }
 
 impl RowWork {
+    /// Whether rows are filled with a pattern, and not copied.
+    pub(crate) fn fills(&self) -> bool {
+        matches!(self.from, Source::Pattern(_))
+    }
+
     /// # Safety
     /// 1. With bytes, the source's rows are readable and the destination's writable.
     /// 2. Nobody else touches the destination's, or writes the source's, meanwhile.

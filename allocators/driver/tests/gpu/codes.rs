@@ -176,6 +176,9 @@ fn captures(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         answers.note("capture beside a question", begin());
         answers.note("number of a stream beside a capture", driver.stream_id(b.raw));
         end(answers, "end a capture beside a question", &a);
+        answers.note("capture before a question", begin());
+        answers.note("number of a stream that captures", driver.stream_id(a.raw));
+        end(answers, "end a capture after a question", &a);
         answers.note("capture beside an end", begin());
         let ended = driver.graph_exec_destroy(exec);
         answers.note("end an executable beside a capture", ended);

@@ -39,7 +39,7 @@ int main(void) {
     aq_runtime runtime = 0;
     OK(aq_torch_runtime(&runtime));
     void *stream = stream_of(runtime, 0), *other = stream_of(runtime, 0);
-    void *captured[] = {stream, NULL};
+    void *captured[] = {stream, NULL, NULL};
     int uses = -1;
 
     ANSWERS(AQ_ERROR_NULL, aq_torch_pool_begin(0, 1, 0, NULL, captured, drop));
@@ -111,6 +111,22 @@ int main(void) {
     for (int n = 0; n < 20; n++) {
         OK(aq_sim_graph_launch(runtime, 0, n % 2 ? second : graph, stream));
     }
+
+    /* A stream that is first heard of while it is captured. */
+    void *late = captured[1] = stream_of(runtime, 0);
+    OK(aq_torch_pool_begin(0, 2, 0, belongs, captured, drop));
+    OK(aq_sim_capture_begin(runtime, 0, late));
+    void *z = take(MIB, late);
+    touch(runtime, late, z, MIB, AQ_WRITE);
+    aq_torch_free(z, MIB, -1, NULL);
+    uint64_t third = 0;
+    OK(aq_sim_capture_end(runtime, 0, late, &third));
+    OK(aq_torch_pool_end(0, 2, 0));
+    OK(aq_sim_graph_launch(runtime, 0, third, late));
+    OK(aq_sim_stream_synchronize(runtime, 0, late));
+    OK(aq_sim_graph_destroy(runtime, 0, third));
+    OK(aq_torch_pool_release(0, 2, 0));
+    OK(aq_stream_retire(runtime, 0, late));
 
     /* It stays while it has a user, and while a block of it is out. */
     OK(aq_sim_stream_synchronize(runtime, 0, stream));

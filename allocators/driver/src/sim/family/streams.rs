@@ -46,9 +46,9 @@ impl Streams for Shared {
 
     fn stream_id(&self, stream: RawStream) -> Result<u64> {
         let mut state = self.enter(Call::StreamId, Some(stream.device()))?;
-        state.captures.disturb().map_err(at(Call::StreamId))?;
-        self.cost(Call::StreamId, 0);
         let place = state.stream(stream).map_err(at(Call::StreamId))?;
+        state.refuse_capturing(place).map_err(at(Call::StreamId))?;
+        self.cost(Call::StreamId, 0);
         Ok(state.streams[place].id)
     }
 
