@@ -40,6 +40,7 @@ calls! {
     StreamId = "cuStreamGetId",
     StreamQuery = "cuStreamQuery",
     StreamSynchronize = "cuStreamSynchronize",
+    StreamWriteValue = "cuStreamWriteValue32",
     StreamWaitEvent = "cuStreamWaitEvent",
     StreamIsCapturing = "cuStreamIsCapturing",
     ExchangeCaptureMode = "cuThreadExchangeStreamCaptureMode",

@@ -1,8 +1,8 @@
 //! Queues of work.
-#![expect(unsafe_code, reason = "declares calls that end a handle's life; holds no unsafe block")]
+#![expect(unsafe_code, reason = "declares calls with conditions of their own; holds no unsafe block")]
 
 use crate::{DeviceId, Driver, RawEvent, RawStream, Result};
-use std::{fmt::Debug, ops::RangeInclusive};
+use std::{fmt::Debug, ops::RangeInclusive, sync::atomic::AtomicU32};
 
 /// How strictly a thread treats calls that could disturb a capture which is open somewhere
 /// (`CUstreamCaptureMode`).
@@ -69,6 +69,19 @@ pub trait Streams: Debug + Send + Sync {
     /// # Errors
     /// Those of work queued before.
     fn stream_synchronize(&self, stream: RawStream) -> Result<()>;
+
+    /// As [`Streams::stream_synchronize`], and sooner: the device writes a word of pinned memory behind all that was queued
+    /// (`cuStreamWriteValue32`), and the thread looks at that. A wait for a few KiB takes 0.7 µs less of 7 so (one H200).
+    /// After some tens of microseconds, and where the device cannot write it, it goes on as
+    /// [`Streams::stream_synchronize`]. Blocks; meant for waits that are short.
+    ///
+    /// # Safety
+    /// 1. `word` lies in pinned memory of this driver that devices reach by the host's address. Nobody else writes it, or
+    ///    waits by it, until this returns; after an error it stays until what was queued is known to be done.
+    ///
+    /// # Errors
+    /// Those of work queued before.
+    unsafe fn stream_synchronize_by(&self, stream: RawStream, word: &AtomicU32) -> Result<()>;
 
     /// Makes work queued on `stream` from now on wait for the event's last record (`cuStreamWaitEvent`). The host does
     /// not wait.

@@ -10,7 +10,7 @@ use aquifer_driver::{
     sim::{Costs, DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
 };
 use sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
-use std::{ptr::NonNull, time::Duration};
+use std::{ptr::NonNull, sync::atomic::AtomicU32, time::Duration};
 
 const SECOND: DeviceId = DeviceId(1);
 
@@ -394,6 +394,29 @@ fn waiting_for_a_capturing_stream_breaks_its_capture() {
     m.driver.capture_begin(blocking, CaptureMode::Relaxed).unwrap();
     assert_eq!(code(m.sim.fill_now(GPU, m.alloc(1).address, 0, 1)), 906);
     assert_eq!(code(m.end_capture(blocking)), 901);
+}
+
+#[test]
+fn a_wait_by_a_word_is_a_wait_for_the_stream_and_its_word_is_pinned() {
+    let m = Machine::new(Sim::h200(1).stepped());
+    let (a, x, pinned) = (m.stream(), m.alloc(64), m.pinned(64));
+    // SAFETY: 1. 64 bytes that are pinned, this test's own.
+    let word = unsafe { AtomicU32::from_ptr(pinned.as_ptr().cast()) };
+    // SAFETY: 1. one thread at a time waits by a word, and both are there until the end.
+    let wait = |word: &AtomicU32| unsafe { m.driver.stream_synchronize_by(a, word) };
+    for refused in [false, true] {
+        // SAFETY: 1. mapped, until the end. 2. one stream.
+        unsafe { m.driver.fill(a, x.address, 7, 64) }.unwrap();
+        assert_eq!(m.driver.stream_query(a), Ok(false));
+        if refused {
+            m.sim.fail(Call::StreamWriteValue, 1, 801);
+        }
+        wait(word).unwrap();
+        assert_eq!(m.driver.stream_query(a), Ok(true));
+    }
+    assert_eq!(code(wait(&AtomicU32::new(0))), 1);
+    m.sim.fail(Call::StreamSynchronize, 1, 700);
+    assert_eq!(code(wait(word)), 700, "what the wait meets is told");
 }
 
 #[test]

@@ -311,7 +311,8 @@ fn a_fill_of_what_is_not_mapped_makes_nothing_that_can_be_launched_and_a_copy_or
         let by_kernel = captured(&|| m.sim.launch(a, Kernel::new("kernel").writes(x, None)).unwrap());
         let before = m.sim.outstanding().graph_execs;
         m.unmap(x.address);
-        let (fills, copies): (Vec<_>, Vec<_>) = graphs.into_iter().partition(|(what, _)| what.starts_with("fill"));
+        let (fills, copies): (Vec<_>, Vec<_>) =
+            graphs.into_iter().partition(|(what, _)| what.starts_with("fill"));
         for (what, graph) in fills {
             assert_eq!(d.graph_instantiate(graph).map_err(|e| e.code), Err(1), "{what}");
         }

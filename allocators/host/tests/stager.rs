@@ -130,7 +130,7 @@ fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
                 })
                 .filter(|&(_, count)| count > 0)
                 .collect();
-            let mut expected = [
+            let mut expected = vec![
                 // That nobody captures, before the copy and before the wait.
                 (Call::StreamIsCapturing, 2),
                 (Call::StreamSynchronize, 1),
@@ -138,6 +138,10 @@ fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
                 (Call::ExchangeCaptureMode, 2),
                 (copy, 1),
             ];
+            if size > config().direct {
+                // What comes through a slot is waited for by a word; the simulator goes on to the longer wait.
+                expected.push((Call::StreamWriteValue, 1));
+            }
             let order = |call: Call| Call::ALL.iter().position(|&other| other == call);
             expected.sort_by_key(|&(call, _)| order(call));
             assert_eq!(calls, expected, "{size} bytes, upload: {upload}");

@@ -467,7 +467,8 @@ impl Inner {
         known.retain(|_, timeline| timeline.strong_count() > 0);
         // Another thread may have taken it in meanwhile.
         let other = known.get(&key).and_then(Weak::upgrade);
-        let same = other.as_ref().is_some_and(|other| id.is_none_or(|id| other.has(id)) && !other.is_retired());
+        let same =
+            other.as_ref().is_some_and(|other| id.is_none_or(|id| other.has(id)) && !other.is_retired());
         if !same {
             known.insert(key, Arc::downgrade(&timeline));
         }

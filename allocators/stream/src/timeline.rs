@@ -638,12 +638,36 @@ impl Timeline {
         Ok(())
     }
 
+    /// As [`Timeline::synchronize`], by a word of pinned memory that the device writes, which takes less of a short wait:
+    /// [`Streams::stream_synchronize_by`](aquifer_driver::Streams::stream_synchronize_by).
+    ///
+    /// # Safety
+    /// 1. As there, of `word`.
+    ///
+    /// # Errors
+    /// As [`Timeline::synchronize`].
+    #[expect(unsafe_code, reason = "passes a caller's promise on")]
+    pub unsafe fn synchronize_by(&self, word: &AtomicU32) -> Result<()> {
+        match self.calling() {
+            // SAFETY: 1. the caller's.
+            Ok(_calling) => {
+                self.synchronized(|| unsafe { self.driver.stream_synchronize_by(self.raw, word) })
+            }
+            Err(_) => self.synchronize(),
+        }
+    }
+
     /// The handle must be good.
     fn synchronize_now(&self) -> Result<()> {
+        self.synchronized(|| self.driver.stream_synchronize(self.raw))
+    }
+
+    /// Notes that all is done that was queued before `wait`, which waits for it.
+    fn synchronized(&self, wait: impl FnOnce() -> std::result::Result<(), DriverError>) -> Result<()> {
         let _relaxed = Relaxed::enter(&*self.driver);
         self.refuse_capturing()?;
         let closed = self.epochs.close();
-        self.driver.stream_synchronize(self.raw).map_err(|e| self.lost(e))?;
+        wait().map_err(|e| self.lost(e))?;
         self.finish(closed);
         Ok(())
     }

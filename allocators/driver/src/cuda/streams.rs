@@ -7,7 +7,14 @@ use super::{
     codes::{self, answer},
 };
 use crate::{Call, CaptureMode, DeviceId, RawEvent, RawStream, Result, Streams};
-use std::ops::RangeInclusive;
+use std::{
+    hint,
+    ops::RangeInclusive,
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+/// How often somebody looks at a word before he leaves the wait to the driver: some tens of microseconds.
+const LOOKS: u32 = 1000;
 
 impl Streams for CudaDriver {
     fn stream_create(&self, device: DeviceId, priority: i32) -> Result<RawStream> {
@@ -57,6 +64,24 @@ impl Streams for CudaDriver {
             // SAFETY: 1. the handle is alive.
             unsafe { (table.stream_synchronize)(object(stream.handle())) }
         })
+    }
+
+    unsafe fn stream_synchronize_by(&self, stream: RawStream, word: &AtomicU32) -> Result<()> {
+        let value = word.load(Ordering::Relaxed).wrapping_add(1);
+        let queued = self.call(Call::StreamWriteValue, stream.device(), |table| {
+            // SAFETY: 1. the handle is alive. 2. the word is the device's to write until then, by the caller's word.
+            unsafe { (table.stream_write_value)(object(stream.handle()), word.as_ptr() as u64, value, 0) }
+        });
+        if queued.is_ok() {
+            for _ in 0..LOOKS {
+                // What the device has written before it is seen with it.
+                if word.load(Ordering::Acquire) == value {
+                    return Ok(());
+                }
+                hint::spin_loop();
+            }
+        }
+        self.stream_synchronize(stream)
     }
 
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {

@@ -67,6 +67,7 @@ table! {
     stream_id = "cuStreamGetId"(stream: Object, id: *mut c_ulonglong);
     stream_query = "cuStreamQuery"(stream: Object);
     stream_synchronize = "cuStreamSynchronize"(stream: Object);
+    stream_write_value = "cuStreamWriteValue32_v2"(stream: Object, address: u64, value: u32, flags: c_uint);
     stream_wait_event = "cuStreamWaitEvent"(stream: Object, event: Object, flags: c_uint);
     stream_is_capturing = "cuStreamIsCapturing"(stream: Object, status: *mut c_uint);
     exchange_capture_mode = "cuThreadExchangeStreamCaptureMode"(mode: *mut c_uint);

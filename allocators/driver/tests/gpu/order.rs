@@ -1,8 +1,11 @@
 //! Devices, streams, events, and what they order.
 
 use super::support::{DEVICE, OwnStream, cuda, driver, read_back, write};
-use aquifer_driver::{Call, CaptureMode, DeviceId, Driver, Relaxed};
-use std::sync::Arc;
+use aquifer_driver::{Call, CaptureMode, DeviceId, Driver, HostFlags, Relaxed};
+use std::sync::{
+    Arc,
+    atomic::{AtomicU32, Ordering},
+};
 
 #[test]
 fn a_device_tells_what_it_is_without_taking_a_context() {
@@ -53,6 +56,46 @@ fn streams_have_ids_that_never_come_back() {
     ids.sort_unstable();
     ids.dedup();
     assert_eq!(ids.len(), 4);
+}
+
+#[test]
+fn a_wait_by_a_word_sees_all_that_was_queued_before_it_and_leaves_a_long_one_to_the_driver() {
+    const LARGEST: usize = 64 << 20;
+    let Some(driver) = driver() else { return };
+    let stream = OwnStream::new(&driver);
+    let block = driver.mem_alloc(DEVICE, LARGEST as u64).unwrap();
+    let host = driver.host_alloc(DEVICE, LARGEST, HostFlags::default()).unwrap();
+    let word = driver.host_alloc(DEVICE, 4096, HostFlags::default()).unwrap();
+    let waits = driver.calls().get(Call::StreamSynchronize);
+    // SAFETY: throughout: 1. the memory lives until the end, and is this test's own. 2. one stream; the host looks at what
+    // it has waited for.
+    unsafe {
+        let word_of = AtomicU32::from_ptr(word.cast().as_ptr());
+        word_of.store(u32::MAX - 50, Ordering::Relaxed);
+        for round in 0..200u8 {
+            let bytes = [4, 4096, 64 << 10][usize::from(round) % 3];
+            driver.fill(stream.raw, block, round, bytes as u64).unwrap();
+            driver.copy_to_host(stream.raw, host, block, bytes).unwrap();
+            driver.stream_synchronize_by(stream.raw, word_of).unwrap();
+            assert_eq!(host.cast::<u8>().read(), round, "round {round}");
+            assert_eq!(host.cast::<u8>().as_ptr().add(bytes - 1).read(), round, "round {round}");
+            assert!(driver.stream_query(stream.raw).unwrap(), "nothing is left");
+        }
+        let longer = driver.calls().get(Call::StreamSynchronize) - waits;
+        assert!(longer < 20, "{longer} of 200 short waits were left to the driver");
+        for round in 0..8 {
+            driver.fill(stream.raw, block, round, LARGEST as u64).unwrap();
+            driver.copy_to_host(stream.raw, host, block, LARGEST).unwrap();
+            driver.stream_synchronize_by(stream.raw, word_of).unwrap();
+            assert_eq!(host.cast::<u8>().as_ptr().add(LARGEST - 1).read(), round, "round {round}");
+        }
+        assert!(driver.calls().get(Call::StreamSynchronize) - waits >= 8, "64 MiB take a millisecond");
+        // A word that the device cannot write is no error.
+        driver.stream_synchronize_by(stream.raw, &AtomicU32::new(0)).unwrap();
+        driver.host_free(DEVICE, word).unwrap();
+        driver.host_free(DEVICE, host).unwrap();
+        driver.mem_free(DEVICE, block).unwrap();
+    }
 }
 
 #[test]

@@ -13,7 +13,7 @@
 
 use super::{
     Front, Shared, StageError,
-    lane::{Lane, Lanes, settle},
+    lane::{Lane, Lanes, settle, settle_by},
     parts::Parts,
     permit::Permit,
     plan::{Far, HostSide, Move, Part, Plan, Way},
@@ -246,16 +246,18 @@ unsafe fn through_slot(
     stores: Stores,
 ) -> (MemoryResult<()>, MemoryResult<()>) {
     let mut lent = Lent { lane: Some(lane), on, lanes };
-    let Some(lane) = lent.lane.as_mut() else { return (Ok(()), Ok(())) };
+    let Some((slot, others)) = lent.lane.as_mut().and_then(|lane| lane.slots.split_first_mut()) else {
+        return (Ok(()), Ok(()));
+    };
     let cuts = cuts(parts.way, parts.total as usize);
-    let mut moves = std::mem::take(&mut lane.slots[0].moves);
+    let mut moves = std::mem::take(&mut slot.moves);
     let at = cut_into(&mut moves, &parts.parts, &cuts);
     let piece_of = |one: &Move| cuts.partition_point(|&cut| cut <= one.at);
     let mut pieces = moves.chunk_by(|a, b| piece_of(a) == piece_of(b));
-    let start = lane.slots[0].start();
+    let start = slot.start();
     let (moved, settled) = match parts.way {
         Way::Up => {
-            lane.slots[0].touch(on, 0..at, HostAccess::Write);
+            slot.touch(on, 0..at, HostAccess::Write);
             let queued = pieces.try_for_each(|piece| {
                 // SAFETY: 1. the caller's: the parts are readable, and fit into the slot, which is this thread's; no copy
                 // reads these bytes of it yet.
@@ -265,7 +267,7 @@ unsafe fn through_slot(
                 unsafe { queue_moves(on, Way::Up, start, piece) }
             });
             // Also after a refusal: some may have been queued.
-            (queued, settle(on))
+            (queued, settle_by(others, on))
         }
         Way::Down => {
             // Behind each piece but the last an event: the stream is waited for then.
@@ -285,7 +287,7 @@ unsafe fn through_slot(
             let mut empty = |piece: &[Move]| {
                 let bytes =
                     piece.first().map_or(0, |one| one.at)..piece.last().map_or(0, |one| one.at + one.bytes);
-                lane.slots[0].touch(on, bytes, HostAccess::Read);
+                slot.touch(on, bytes, HostAccess::Read);
                 // SAFETY: 1. the caller's: the parts are writable, and nobody else's; no copy touches these bytes of the
                 // slot any more.
                 unsafe { move_host(Way::Down, start, piece, stores) };
@@ -298,14 +300,14 @@ unsafe fn through_slot(
                 pieces.next().into_iter().for_each(&mut empty);
             }
             // Also after a refusal: some may have been queued.
-            let settled = settle(on);
+            let settled = settle_by(others, on);
             if settled.is_ok() && queued.is_ok() {
                 pieces.for_each(empty);
             }
             (queued, settled)
         }
     };
-    lane.slots[0].moves = moves;
+    slot.moves = moves;
     if settled.is_ok() {
         lent.lane.take().into_iter().for_each(|lane| lanes.give(lane));
     }

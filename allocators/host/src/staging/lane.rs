@@ -15,7 +15,7 @@ use std::{
     mem::ManuallyDrop,
     ops::Range,
     ptr::NonNull,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic::AtomicU32},
     thread,
     time::Duration,
 };
@@ -117,6 +117,23 @@ pub(super) fn settle(timeline: &Timeline) -> Result<()> {
             settled => return settled,
         }
     }
+}
+
+/// As [`settle`]. The device writes a word of a slot that carries nothing, if there is one, behind all that is queued.
+///
+/// # Errors
+/// As [`settle`]. Those slots are busy as well.
+pub(super) fn settle_by(slots: &mut [Slot], on: &Timeline) -> Result<()> {
+    if let Some(slot) = slots.first_mut() {
+        // SAFETY: 1. a slot is of pages, and nobody else's.
+        let word = unsafe { AtomicU32::from_ptr(slot.start().cast().as_ptr()) };
+        // SAFETY: 1. pinned memory of the driver's, as its pool says, and the caller's; after an error the slot goes back only
+        // when the stream's work is known to be done.
+        if unsafe { on.synchronize_by(word) }.is_ok() {
+            return Ok(());
+        }
+    }
+    settle(on)
 }
 
 impl Lane {

@@ -5,11 +5,16 @@ use crate::{
     Call, CaptureMode, DeviceId, RawEvent, RawStream, Result, Streams,
     sim::{
         codes,
+        ledger::Act,
+        pinned::Side,
         queue::{self, Kind},
         shared::{Shared, at, here},
     },
 };
-use std::ops::RangeInclusive;
+use std::{
+    ops::RangeInclusive,
+    sync::atomic::{AtomicU32, Ordering},
+};
 
 /// The priorities of an H200.
 const PRIORITIES: RangeInclusive<i32> = -5..=0;
@@ -83,6 +88,22 @@ impl Streams for Shared {
         }
         state.host_learns(&point.clock);
         Ok(())
+    }
+
+    unsafe fn stream_synchronize_by(&self, stream: RawStream, word: &AtomicU32) -> Result<()> {
+        let (call, site) = (Call::StreamWriteValue, here());
+        let reach = (word.as_ptr() as u64, size_of::<AtomicU32>() as u64);
+        // What is refused for what it is: an injected refusal is met as any driver's, by the longer wait.
+        if let Ok(mut state) = self.enter(call, Some(stream.device())) {
+            self.cost(call, 0);
+            let side = state.host_side(reach, Act::Write, "write of a word", site).map_err(at(call))?;
+            if side != Side::Pinned {
+                return Err(at(call)(codes::INVALID_VALUE));
+            }
+            drop(state);
+            word.fetch_add(1, Ordering::Relaxed);
+        }
+        self.stream_synchronize(stream)
     }
 
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {
