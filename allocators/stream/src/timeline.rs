@@ -649,8 +649,8 @@ impl Timeline {
     #[expect(unsafe_code, reason = "passes a caller's promise on")]
     pub unsafe fn synchronize_by(&self, word: &AtomicU32) -> Result<()> {
         match self.calling() {
-            // SAFETY: 1. the caller's.
             Ok(_calling) => {
+                // SAFETY: 1. the caller's.
                 self.synchronized(|| unsafe { self.driver.stream_synchronize_by(self.raw, word) })
             }
             Err(_) => self.synchronize(),
