@@ -73,7 +73,8 @@ pub trait Streams: Debug + Send + Sync {
     /// As [`Streams::stream_synchronize`], and sooner: the device writes a word of pinned memory behind all that was queued
     /// (`cuStreamWriteValue32`), and the thread looks at that. A wait for a few KiB takes 0.7 µs less of 7 so (one H200).
     /// After some tens of microseconds, and where the device cannot write it, it goes on as
-    /// [`Streams::stream_synchronize`]. Blocks; meant for waits that are short.
+    /// [`Streams::stream_synchronize`]. Blocks; meant for waits that are short. The write itself may not be done yet: a query
+    /// of the stream may answer so.
     ///
     /// # Safety
     /// 1. `word` lies in pinned memory of this driver that devices reach by the host's address. Nobody else writes it, or

@@ -188,8 +188,9 @@ impl StagerConfig {
         let (least, slot) = (self.least_chunk as u64, self.slot as u64);
         let (least, most, shares) = match way {
             // What is being filled is not on its way: with long chunks, which all are filled side by side, the link has
-            // nothing to do at first and too much in the end.
-            Way::Up => (least, (total / 64).max(MIB).clamp(least, slot), 1),
+            // nothing to do at first and too much in the end. They also touch more of the slots before any of these is
+            // used again: 256 MiB go at 43 GB/s in chunks of 2 MiB, and at 39 in 4.
+            Way::Up => (least, (total / 128).max(MIB).clamp(least, slot), 1),
             // Here the link begins at once.
             Way::Down => ((total / 32).min(2 * MIB).clamp(least, slot), slot, 2),
         };
@@ -204,8 +205,12 @@ struct Side {
     workers: Workers,
     workers_most: usize,
     lanes: Arc<Lanes>,
-    /// As it is settled for this machine.
+    /// As it is configured.
     stores: Stores,
+    /// Bytes of all its slots.
+    slots: u64,
+    /// Of the CPUs' last-level cache, where it is known.
+    cache: Option<u64>,
 }
 
 impl Side {
@@ -225,7 +230,9 @@ impl Side {
             workers: Workers::with_threads(&host.topology, host.kernel.clone(), threads),
             workers_most: workers,
             lanes,
-            stores: stores.settled(way, slots, cache),
+            stores,
+            slots,
+            cache,
         }
     }
 }

@@ -207,7 +207,8 @@ impl Transfer {
     }
 
     fn stores(&self) -> Stores {
-        self.shared.side(self.plan.way).stores
+        let side = self.shared.side(self.plan.way);
+        side.stores.settled(self.plan.way, self.plan.total(), side.slots, side.cache)
     }
 
     /// Copies out of a slot that the device has written.

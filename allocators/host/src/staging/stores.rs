@@ -1,19 +1,21 @@
 //! Copies by the CPU: through its caches, or past them.
 //!
 //! A slot is read by the device and not by the CPU that fills it. Where the last-level cache holds all the slots of a
-//! direction they never leave it: the CPU writes into the cache, and the device reads from there. Elsewhere an ordinary
-//! store first reads the line that it overwrites, and writes it back later: three bytes on the memory bus for each one
-//! copied. A non-temporal store writes the line alone.
+//! direction they stay in it: the CPU writes into the cache, and the device reads from there. Elsewhere, and the first time
+//! after something else was in the cache, an ordinary store first reads the line that it overwrites, and writes it back
+//! later: three bytes on the memory bus for each one copied. A non-temporal store writes the line alone.
 //!
-//! | eight threads, slots of 2 x 4 MiB each | fill slots | and copy to the device |
-//! |---|---|---|
-//! | through the caches | 68 GB/s | 52.5 GB/s |
-//! | past them, by 64 bytes | 55 GB/s | 46.5 GB/s |
-//! | past them, by 32 bytes | 46 GB/s | 40.6 GB/s |
-//! | past them, by 32 bytes, asking 1 KiB ahead (`prefetchnta`) | 31 GB/s | 28 GB/s |
+//! | eight workers, slots of 2 x 4 MiB each | 64 MiB | 256 MiB | 1 GiB | 8 GiB, on a faster day |
+//! |---|---|---|---|---|
+//! | through the caches | 37 GB/s | 43 GB/s | 49 GB/s | 52.5 GB/s |
+//! | past them, by 64 bytes | 38 | 40 | 44 | 46.5 |
+//! | past them, by 64 bytes, asking 8 KiB ahead | 39 | 42 | 45 | |
 //!
-//! That is one H200's host, an Intel with 300 MiB of last-level cache. One thread of an EPYC, whose last-level cache comes
-//! in slices of 32 MiB, copies at 12–18 GB/s past the caches, and at 9 through them.
+//! That is one H200's host, an Intel with 300 MiB of last-level cache, whose link takes 55. More is not to be had there:
+//! while eight threads write past their caches the device reads pinned memory at 44 to 50 GB/s, and what they have just
+//! written into a cache at 40. Asking ahead (`prefetcht0`, 4 KiB) lets five threads fill 42 GB/s instead of 38, and one
+//! thread of an EPYC 18 instead of 16; 8 KiB into the second cache (`prefetcht1`) suit the Intel better and the EPYC worse.
+//! `cldemote` brings the device back to 53 GB/s and the threads down to 4 each.
 //!
 //! The non-temporal stores are weakly ordered: a fence stands at the end of each copy, so that whoever is told of it, the
 //! device included, sees the bytes.
@@ -26,8 +28,9 @@ use super::plan::Way;
 /// Its example is that of [`StagerConfig`](crate::StagerConfig).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub enum Stores {
-    /// To the device: [`Stores::Cached`] where the last-level cache is known to hold twice the slots of the direction, else
-    /// [`Stores::NonTemporal`]. To the host: [`Stores::NonTemporal`], since what large downloads write stays in no cache.
+    /// To the device: [`Stores::Cached`] where the last-level cache is known to hold twice the slots of the direction, and a
+    /// transfer is twice as long as these, else [`Stores::NonTemporal`]. To the host: [`Stores::NonTemporal`], since what large
+    /// downloads write stays in no cache.
     #[default]
     Auto,
     /// Past the caches, where the processor has such stores (x86-64); as [`Stores::Cached`] elsewhere.
@@ -37,9 +40,10 @@ pub enum Stores {
 }
 
 impl Stores {
-    /// What is meant where a direction has so many bytes of slots, and the CPUs a last-level cache of so many.
-    pub(super) fn settled(self, way: Way, slots: u64, cache: Option<u64>) -> Self {
-        let held = || cache.is_some_and(|cache| cache / 2 >= slots);
+    /// What is meant for a transfer of so many bytes where its direction has so many bytes of slots, and the CPUs a last-level
+    /// cache of so many.
+    pub(super) fn settled(self, way: Way, total: u64, slots: u64, cache: Option<u64>) -> Self {
+        let held = || cache.is_some_and(|cache| cache / 2 >= slots) && total / 2 >= slots;
         match self {
             Self::Auto if way == Way::Up && held() => Self::Cached,
             Self::Auto => Self::NonTemporal,
@@ -105,6 +109,21 @@ const WIDEST: usize = 64;
 /// Bytes of one round of the loops: two lines.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 const BLOCK: usize = 128;
+/// How far ahead the loops ask for what they will read. The processor asks ahead by itself, and not beyond a page.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+const AHEAD: usize = 4096;
+
+/// Asks for the two lines that are read a while after `from`. They need not be there: it is no access.
+#[cfg(all(target_arch = "x86_64", not(miri)))]
+#[inline(always)]
+fn ask_ahead(from: *const u8) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    for line in [0, BLOCK / 2] {
+        // SAFETY: 1. it touches nothing, wherever it points. SSE is part of x86-64.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD + line).cast()) };
+    }
+}
+
 /// # Safety
 /// 1. to 3. as [`copy`]. 4. `to` is aligned to 64 bytes, `bytes` a multiple of [`BLOCK`], and the processor has AVX-512.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
@@ -114,6 +133,7 @@ unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
     for at in (0..bytes).step_by(BLOCK) {
         // SAFETY: 1. to 4. the caller's: the round lies within both ranges.
         unsafe {
+            ask_ahead(from.add(at));
             let (source, target) = (from.add(at).cast::<__m512i>(), to.add(at).cast::<__m512i>());
             let a = _mm512_loadu_si512(source);
             let b = _mm512_loadu_si512(source.add(1));
@@ -132,6 +152,7 @@ unsafe fn stream_avx(to: *mut u8, from: *const u8, bytes: usize) {
     for at in (0..bytes).step_by(BLOCK) {
         // SAFETY: 1. to 4. the caller's: the round lies within both ranges.
         unsafe {
+            ask_ahead(from.add(at));
             let (source, target) = (from.add(at).cast::<__m256i>(), to.add(at).cast::<__m256i>());
             let a = _mm256_loadu_si256(source);
             let b = _mm256_loadu_si256(source.add(1));
@@ -198,19 +219,20 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_written_through_a_cache_that_holds_them_twice() {
-        let slots = 72 << 20;
-        for (way, cache, settled) in [
-            (Way::Up, Some(300 << 20), Stores::Cached),
-            (Way::Up, Some(144 << 20), Stores::Cached),
-            (Way::Up, Some((144 << 20) - 1), Stores::NonTemporal),
-            (Way::Up, Some(32 << 20), Stores::NonTemporal),
-            (Way::Up, None, Stores::NonTemporal),
-            (Way::Down, Some(300 << 20), Stores::NonTemporal),
+    fn slots_are_written_through_a_cache_that_holds_them_twice_by_a_transfer_that_fills_them_twice() {
+        let (slots, long) = (72 << 20, 144 << 20);
+        for (way, total, cache, settled) in [
+            (Way::Up, long, Some(300 << 20), Stores::Cached),
+            (Way::Up, long - 1, Some(300 << 20), Stores::NonTemporal),
+            (Way::Up, long, Some(144 << 20), Stores::Cached),
+            (Way::Up, long, Some((144 << 20) - 1), Stores::NonTemporal),
+            (Way::Up, long, Some(32 << 20), Stores::NonTemporal),
+            (Way::Up, long, None, Stores::NonTemporal),
+            (Way::Down, long, Some(300 << 20), Stores::NonTemporal),
         ] {
-            assert_eq!(Stores::Auto.settled(way, slots, cache), settled, "{way:?} {cache:?}");
+            assert_eq!(Stores::Auto.settled(way, total, slots, cache), settled, "{way:?} {total} {cache:?}");
             for said in [Stores::Cached, Stores::NonTemporal] {
-                assert_eq!(said.settled(way, slots, cache), said);
+                assert_eq!(said.settled(way, total, slots, cache), said);
             }
         }
     }
