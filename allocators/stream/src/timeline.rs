@@ -168,7 +168,8 @@ impl Timeline {
     }
 
     /// The driver's number for the stream, which never comes back, unlike the handle. `None` for one that was taken in while
-    /// it captured, since the driver tells it of no stream that does; until somebody asks [`Timeline::is_current`] later.
+    /// it captured, since the driver tells it of no stream that does; one that lives until it is retired is numbered when
+    /// [`Timeline::is_current`] is next asked.
     #[must_use]
     pub fn id(&self) -> Option<u64> {
         self.id.get().copied()
