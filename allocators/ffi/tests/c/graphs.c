@@ -31,6 +31,19 @@ static void touch(aq_runtime runtime, void *stream, void *memory, uint64_t bytes
     OK(aq_sim_touch(runtime, 0, stream, (uint64_t)(uintptr_t)memory, bytes, access));
 }
 
+/* Captures, into a pool, a block that is written and freed. The graph. */
+static uint64_t temporary(aq_runtime runtime, uint64_t pool, void *stream, void **captured) {
+    uint64_t graph = 0;
+    OK(aq_torch_pool_begin(0, pool, 0, belongs, captured, drop));
+    OK(aq_sim_capture_begin(runtime, 0, stream));
+    void *block = take(MIB, stream);
+    touch(runtime, stream, block, MIB, AQ_WRITE);
+    aq_torch_free(block, MIB, -1, NULL);
+    OK(aq_sim_capture_end(runtime, 0, stream, &graph));
+    OK(aq_torch_pool_end(0, pool, 0));
+    return graph;
+}
+
 int main(void) {
     aq_runtime_options options = simulated(1);
     options.streams = AQ_STREAMS_RETIRED;
@@ -98,14 +111,7 @@ int main(void) {
     /* Another graph that shares the pool. */
     OK(aq_torch_pool_retain(0, 1, 0));
     OK(aq_sim_stream_synchronize(runtime, 0, stream));
-    OK(aq_torch_pool_begin(0, 1, 0, belongs, captured, drop));
-    OK(aq_sim_capture_begin(runtime, 0, stream));
-    void *y = take(MIB, stream);
-    touch(runtime, stream, y, MIB, AQ_WRITE);
-    aq_torch_free(y, MIB, -1, NULL);
-    uint64_t second = 0;
-    OK(aq_sim_capture_end(runtime, 0, stream, &second));
-    OK(aq_torch_pool_end(0, 1, 0));
+    uint64_t second = temporary(runtime, 1, stream, captured);
     OK(aq_torch_pool_uses(0, 1, 0, &uses));
     CHECK(uses == 3);
     for (int n = 0; n < 20; n++) {
@@ -114,14 +120,7 @@ int main(void) {
 
     /* A stream that is first heard of while it is captured. */
     void *late = captured[1] = stream_of(runtime, 0);
-    OK(aq_torch_pool_begin(0, 2, 0, belongs, captured, drop));
-    OK(aq_sim_capture_begin(runtime, 0, late));
-    void *z = take(MIB, late);
-    touch(runtime, late, z, MIB, AQ_WRITE);
-    aq_torch_free(z, MIB, -1, NULL);
-    uint64_t third = 0;
-    OK(aq_sim_capture_end(runtime, 0, late, &third));
-    OK(aq_torch_pool_end(0, 2, 0));
+    uint64_t third = temporary(runtime, 2, late, captured);
     OK(aq_sim_graph_launch(runtime, 0, third, late));
     OK(aq_sim_stream_synchronize(runtime, 0, late));
     OK(aq_sim_graph_destroy(runtime, 0, third));
