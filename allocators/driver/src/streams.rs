@@ -70,19 +70,20 @@ pub trait Streams: Debug + Send + Sync {
     /// Those of work queued before.
     fn stream_synchronize(&self, stream: RawStream) -> Result<()>;
 
-    /// As [`Streams::stream_synchronize`], and sooner: the device writes a word of pinned memory behind all that was queued
-    /// (`cuStreamWriteValue32`), and the thread looks at that. A wait for a few KiB takes 0.7 µs less of 7 so (one H200).
-    /// After some tens of microseconds, and where the device cannot write it, it goes on as
-    /// [`Streams::stream_synchronize`]. Blocks; meant for waits that are short. The write itself may not be done yet: a query
-    /// of the stream may answer so.
+    /// Has the device write `value` into a word of pinned memory behind all that was queued (`cuStreamWriteValue32`), and
+    /// looks at it for some tens of microseconds: whether it is there, and so all of that is done. A wait for a few KiB takes
+    /// 0.7 µs less of 7 so than by [`Streams::stream_synchronize`], which is to follow where the answer is `false`. The write
+    /// itself may not be done yet: a query of the stream may answer so. In a stream that captures it becomes a part of the
+    /// graph, and the word stays as it is.
     ///
     /// # Safety
     /// 1. `word` lies in pinned memory of this driver that devices reach by the host's address. Nobody else writes it, or
-    ///    waits by it, until this returns; after an error it stays until what was queued is known to be done.
+    ///    waits by it, until this returns; after `false` it stays until what was queued is known to be done, or for as long as
+    ///    there is the graph.
     ///
     /// # Errors
-    /// Those of work queued before.
-    unsafe fn stream_synchronize_by(&self, stream: RawStream, word: &AtomicU32) -> Result<()>;
+    /// The driver's; nothing has been queued.
+    unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool>;
 
     /// Makes work queued on `stream` from now on wait for the event's last record (`cuStreamWaitEvent`). The host does
     /// not wait.

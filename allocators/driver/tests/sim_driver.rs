@@ -10,7 +10,11 @@ use aquifer_driver::{
     sim::{Costs, DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
 };
 use sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
-use std::{ptr::NonNull, sync::atomic::AtomicU32, time::Duration};
+use std::{
+    ptr::NonNull,
+    sync::atomic::{AtomicU32, Ordering},
+    time::Duration,
+};
 
 const SECOND: DeviceId = DeviceId(1);
 
@@ -403,20 +407,26 @@ fn a_wait_by_a_word_is_a_wait_for_the_stream_and_its_word_is_pinned() {
     // SAFETY: 1. 64 bytes that are pinned, this test's own.
     let word = unsafe { AtomicU32::from_ptr(pinned.as_ptr().cast()) };
     // SAFETY: 1. one thread at a time waits by a word, and both are there until the end.
-    let wait = |word: &AtomicU32| unsafe { m.driver.stream_synchronize_by(a, word) };
-    for refused in [false, true] {
+    let watch = |word: &AtomicU32| unsafe { m.driver.stream_watch(a, word, 7) };
+    let fill = || {
         // SAFETY: 1. mapped, until the end. 2. one stream.
         unsafe { m.driver.fill(a, x.address, 7, 64) }.unwrap();
         assert_eq!(m.driver.stream_query(a), Ok(false));
-        if refused {
-            m.sim.fail(Call::StreamWriteValue, 1, 801);
-        }
-        wait(word).unwrap();
-        assert_eq!(m.driver.stream_query(a), Ok(true));
-    }
-    assert_eq!(code(wait(&AtomicU32::new(0))), 1);
-    m.sim.fail(Call::StreamSynchronize, 1, 700);
-    assert_eq!(code(wait(word)), 700, "what the wait meets is told");
+    };
+    fill();
+    assert_eq!(watch(word), Ok(true));
+    assert_eq!((word.load(Ordering::Relaxed), m.driver.stream_query(a)), (7, Ok(true)));
+    word.store(0, Ordering::Relaxed);
+    fill();
+    m.sim.fail(Call::StreamWriteValue, 1, 801);
+    assert_eq!(code(watch(word)), 801);
+    assert_eq!(code(watch(&AtomicU32::new(0))), 1, "a word that the device cannot write");
+    assert_eq!(m.driver.stream_query(a), Ok(false), "nobody has waited");
+    m.driver.capture_begin(a, CaptureMode::Global).unwrap();
+    assert_eq!(watch(word), Ok(false));
+    m.end_capture(a).unwrap();
+    assert_eq!(word.load(Ordering::Relaxed), 0, "what is captured does not run");
+    assert_eq!(watch(word), Ok(true));
 }
 
 #[test]

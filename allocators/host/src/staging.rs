@@ -110,10 +110,11 @@ pub struct StagerConfig {
     pub slots: usize,
     /// Bytes of the shortest chunk, with which a transfer begins and ends. 4096 up to a slot.
     pub least_chunk: usize,
-    /// Bytes up to which a transfer from memory to the device goes through the driver, by the calling thread. It sends 4 KiB
-    /// in 7.6 µs and 16 KiB in 10.2, where a slot takes 6.8 and 9.3.
+    /// Bytes up to which a transfer from memory to the device goes through the driver, by the calling thread. It reads what
+    /// is so short before it returns, as it would a slot: 4 and 16 KiB take 6.9 and 8.8 µs, through a slot 6.9 and 9.0, and
+    /// 64 KiB 16.8 and 13.5.
     pub direct: usize,
-    /// The same for a transfer to memory. The driver takes 7.8 and 8.8 µs for these, a slot 6.0 and 6.1.
+    /// The same for a transfer to memory. The driver takes 10.1 and 11.6 µs for 4 and 16 KiB, a slot 6.8 and 7.5.
     pub down_direct: usize,
     /// Bytes up to which the calling thread makes a transfer from memory to the device by itself, through a slot. Not more
     /// than a slot. 512 KiB take it 40 µs and eight workers, who have to be woken, 54; 1 MiB 74 and 84; 4 MiB some 300.
@@ -137,7 +138,7 @@ impl Default for StagerConfig {
             slot: 4 << 20,
             slots: 2,
             least_chunk: 256 << 10,
-            direct: 0,
+            direct: 16 << 10,
             down_direct: 0,
             alone: 4 << 20,
             down_alone: 512 << 10,
@@ -186,15 +187,18 @@ impl StagerConfig {
     /// How a transfer of so many bytes is cut.
     fn grain(&self, way: Way, total: u64) -> Grain {
         let (least, slot) = (self.least_chunk as u64, self.slot as u64);
-        let (least, most, shares) = match way {
+        let (least, last, most, shares) = match way {
             // What is being filled is not on its way: with long chunks, which all are filled side by side, the link has
             // nothing to do at first and too much in the end. They also touch more of the slots before any of these is
             // used again: 256 MiB go at 43 GB/s in chunks of 2 MiB, and at 39 in 4.
-            Way::Up => (least, (total / 128).max(MIB).clamp(least, slot), 1),
+            Way::Up => (least, None, (total / 128).max(MIB).clamp(least, slot), 1),
             // Here the link begins at once.
-            Way::Down => ((total / 32).min(2 * MIB).clamp(least, slot), slot, 2),
+            Way::Down => {
+                let usual = (total / 32).min(2 * MIB).clamp(least, slot);
+                (usual, Some(2 * least).filter(|&last| last < usual), slot, 2)
+            }
         };
-        Grain { least, most, workers: self.workers(way) as u64, shares }
+        Grain { least, last, most, workers: self.workers(way) as u64, shares }
     }
 }
 

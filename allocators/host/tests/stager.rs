@@ -130,18 +130,8 @@ fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
                 })
                 .filter(|&(_, count)| count > 0)
                 .collect();
-            let mut expected = vec![
-                // That nobody captures, before the copy and before the wait.
-                (Call::StreamIsCapturing, 2),
-                (Call::StreamSynchronize, 1),
-                // Around the wait.
-                (Call::ExchangeCaptureMode, 2),
-                (copy, 1),
-            ];
-            if size > config().direct {
-                // What comes through a slot is waited for by a word; the simulator goes on to the longer wait.
-                expected.push((Call::StreamWriteValue, 1));
-            }
+            // That nobody captures, the copy, and the wait, which is by a word.
+            let mut expected = vec![(Call::StreamIsCapturing, 1), (Call::StreamWriteValue, 1), (copy, 1)];
             let order = |call: Call| Call::ALL.iter().position(|&other| other == call);
             expected.sort_by_key(|&(call, _)| order(call));
             assert_eq!(calls, expected, "{size} bytes, upload: {upload}");
@@ -215,6 +205,52 @@ fn a_short_transfer_of_a_home_that_captures_is_refused_and_the_capture_is_whole(
         assert!(rig.bytes(&x) == up);
         drop(x);
         rig.assert_all_given_back();
+    }
+}
+
+#[test]
+fn a_short_transfer_whose_home_captures_meanwhile_is_told_and_what_the_graph_touches_is_nobodys() {
+    for (size, copy) in
+        [(KIB, Call::CopyToDevice), (6 * KIB, Call::CopyToDevice), (6 * KIB, Call::CopyToHost)]
+    {
+        // The capture is over before the wait, or not.
+        for over in [true, false] {
+            let rig = Rig::new();
+            rig.stager.warm().unwrap();
+            let lanes = rig.pool.stats().memory.live;
+            let (mut x, up, mut down) = (rig.operand(size), pattern(size, 3), vec![0; size]);
+            let (driver, home) = (rig.sim.driver(), rig.home.raw());
+            let refused = thread::scope(|threads| {
+                let at_copy = rig.sim.stall(copy);
+                let transfer = threads.spawn(|| match copy {
+                    Call::CopyToDevice => rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)),
+                    _ => rig.stager.scope(|s| s.download(&x, &mut down).map(drop)),
+                });
+                assert!(at_copy.wait_for(1, PATIENCE));
+                driver.capture_begin(home, CaptureMode::Relaxed).unwrap();
+                let next = if over { Call::ExchangeCaptureMode } else { Call::StreamIsCapturing };
+                let made = driver.calls().get(next);
+                let at_wait = over.then(|| rig.sim.stall(next));
+                drop(at_copy);
+                match &at_wait {
+                    Some(at_wait) => assert!(at_wait.wait_for(1, PATIENCE)),
+                    None => while driver.calls().get(next) == made {},
+                }
+                let graph = driver.capture_end(home).unwrap();
+                // SAFETY: 1. nobody else has the handle.
+                unsafe { driver.graph_destroy(graph) }.unwrap();
+                drop(at_wait);
+                transfer.join().unwrap().unwrap()
+            });
+            assert!(
+                matches!(refused, Err(StageError::Memory(MemoryError::Capturing { .. }))),
+                "{size} bytes, {copy:?}, {over}: {refused:?}"
+            );
+            rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+            assert!(rig.bytes(&x) == up);
+            let (given, lost) = (rig.stager.trim(), rig.pool.stats().memory.live);
+            assert!(lost > 0 && lost + given == lanes, "{lost} and {given} of {lanes}");
+        }
     }
 }
 

@@ -13,13 +13,14 @@ use std::{io, thread, time::Instant};
 const REFUSED: u32 = 999;
 
 /// What a transfer makes.
-const CALLS: [Call; 14] = [
+const CALLS: [Call; 15] = [
     Call::StreamCreate,
     Call::StreamId,
     Call::StreamDestroy,
     Call::StreamWaitEvent,
     Call::StreamIsCapturing,
     Call::StreamSynchronize,
+    Call::StreamWriteValue,
     Call::ExchangeCaptureMode,
     Call::EventCreate,
     Call::EventRecord,
@@ -90,8 +91,13 @@ fn calls_that_fail_again_and_again_lose_no_slot() {
 }
 
 /// Whatever says that work is done.
-const SAY_DONE: [Call; 4] =
-    [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize];
+const SAY_DONE: [Call; 5] = [
+    Call::EventSynchronize,
+    Call::EventQuery,
+    Call::StreamWriteValue,
+    Call::StreamSynchronize,
+    Call::DeviceSynchronize,
+];
 
 /// An upload that ends with the driver's refusal, since failures were planned when its first copy was about to be queued.
 #[allow(clippy::unwrap_used, reason = "a support function that fails is a failed test")]

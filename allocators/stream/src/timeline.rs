@@ -640,35 +640,42 @@ impl Timeline {
     }
 
     /// As [`Timeline::synchronize`], by a word of pinned memory that the device writes, which takes less of a short wait:
-    /// [`Streams::stream_synchronize_by`](aquifer_driver::Streams::stream_synchronize_by).
+    /// [`Streams::stream_watch`](aquifer_driver::Streams::stream_watch).
     ///
     /// # Safety
     /// 1. As there, of `word`.
     ///
     /// # Errors
-    /// As [`Timeline::synchronize`].
+    /// As [`Timeline::synchronize`]; [`MemoryError::Capturing`] also where a capture has ended meanwhile of which the write
+    /// became a part, and with it maybe what was queued before.
     #[expect(unsafe_code, reason = "passes a caller's promise on")]
     pub unsafe fn synchronize_by(&self, word: &AtomicU32) -> Result<()> {
-        match self.calling() {
-            Ok(_calling) => {
-                // SAFETY: 1. the caller's.
-                self.synchronized(|| unsafe { self.driver.stream_synchronize_by(self.raw, word) })
+        let value = word.load(Ordering::Relaxed).wrapping_add(1);
+        let watched = self.calling().ok().map(|_calling| {
+            let closed = self.epochs.close();
+            // SAFETY: 1. the caller's.
+            (closed, unsafe { self.driver.stream_watch(self.raw, word, value) })
+        });
+        match watched {
+            Some((closed, Ok(true))) => self.finish(closed),
+            Some((_, Ok(false))) => {
+                self.synchronize()?;
+                if word.load(Ordering::Acquire) != value {
+                    return Err(self.capturing());
+                }
             }
-            Err(_) => self.synchronize(),
+            // What was refused is refused again, or can be waited for all the same.
+            Some((_, Err(_))) | None => self.synchronize()?,
         }
+        Ok(())
     }
 
     /// The handle must be good.
     fn synchronize_now(&self) -> Result<()> {
-        self.synchronized(|| self.driver.stream_synchronize(self.raw))
-    }
-
-    /// Notes that all is done that was queued before `wait`, which waits for it.
-    fn synchronized(&self, wait: impl FnOnce() -> std::result::Result<(), DriverError>) -> Result<()> {
         let _relaxed = Relaxed::enter(&*self.driver);
         self.refuse_capturing()?;
         let closed = self.epochs.close();
-        wait().map_err(|e| self.lost(e))?;
+        self.driver.stream_synchronize(self.raw).map_err(|e| self.lost(e))?;
         self.finish(closed);
         Ok(())
     }

@@ -8,13 +8,12 @@ use super::{
 };
 use crate::{Call, CaptureMode, DeviceId, RawEvent, RawStream, Result, Streams};
 use std::{
-    hint,
     ops::RangeInclusive,
     sync::atomic::{AtomicU32, Ordering},
 };
 
 /// How often somebody looks at a word before he leaves the wait to the driver: some tens of microseconds.
-const LOOKS: u32 = 1000;
+const LOOKS: u32 = 30_000;
 
 impl Streams for CudaDriver {
     fn stream_create(&self, device: DeviceId, priority: i32) -> Result<RawStream> {
@@ -66,22 +65,13 @@ impl Streams for CudaDriver {
         })
     }
 
-    unsafe fn stream_synchronize_by(&self, stream: RawStream, word: &AtomicU32) -> Result<()> {
-        let value = word.load(Ordering::Relaxed).wrapping_add(1);
-        let queued = self.call(Call::StreamWriteValue, stream.device(), |table| {
+    unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool> {
+        self.call(Call::StreamWriteValue, stream.device(), |table| {
             // SAFETY: 1. the handle is alive. 2. the word is the device's to write until then, by the caller's word.
             unsafe { (table.stream_write_value)(object(stream.handle()), word.as_ptr() as u64, value, 0) }
-        });
-        if queued.is_ok() {
-            for _ in 0..LOOKS {
-                // What the device has written before it is seen with it.
-                if word.load(Ordering::Acquire) == value {
-                    return Ok(());
-                }
-                hint::spin_loop();
-            }
-        }
-        self.stream_synchronize(stream)
+        })?;
+        // What the device has written before it is seen with it. Without a pause, which is as long as fifty looks.
+        Ok((0..LOOKS).any(|_| word.load(Ordering::Acquire) == value))
     }
 
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {

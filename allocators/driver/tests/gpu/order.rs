@@ -66,31 +66,43 @@ fn a_wait_by_a_word_sees_all_that_was_queued_before_it_and_leaves_a_long_one_to_
     let block = driver.mem_alloc(DEVICE, LARGEST as u64).unwrap();
     let host = driver.host_alloc(DEVICE, LARGEST, HostFlags::default()).unwrap();
     let word = driver.host_alloc(DEVICE, 4096, HostFlags::default()).unwrap();
-    let waits = driver.calls().get(Call::StreamSynchronize);
     // SAFETY: throughout: 1. the memory lives until the end, and is this test's own. 2. one stream; the host looks at what
     // it has waited for.
     unsafe {
         let word_of = AtomicU32::from_ptr(word.cast().as_ptr());
         word_of.store(u32::MAX - 50, Ordering::Relaxed);
+        let wait = |word| {
+            let value = AtomicU32::load(word, Ordering::Relaxed).wrapping_add(1);
+            let seen = driver.stream_watch(stream.raw, word, value).unwrap();
+            if !seen {
+                driver.stream_synchronize(stream.raw).unwrap();
+            }
+            assert_eq!(word.load(Ordering::Acquire), value);
+            seen
+        };
+        let mut seen = 0;
         for round in 0..200u8 {
             let bytes = [4, 4096, 64 << 10][usize::from(round) % 3];
             driver.fill(stream.raw, block, round, bytes as u64).unwrap();
             driver.copy_to_host(stream.raw, host, block, bytes).unwrap();
-            driver.stream_synchronize_by(stream.raw, word_of).unwrap();
+            seen += u32::from(wait(word_of));
             assert_eq!(host.cast::<u8>().read(), round, "round {round}");
             assert_eq!(host.cast::<u8>().as_ptr().add(bytes - 1).read(), round, "round {round}");
         }
-        let longer = driver.calls().get(Call::StreamSynchronize) - waits;
-        assert!(longer < 20, "{longer} of 200 short waits were left to the driver");
+        assert!(seen > 180, "only {seen} of 200 short waits ended by the word");
         for round in 0..8 {
             driver.fill(stream.raw, block, round, LARGEST as u64).unwrap();
             driver.copy_to_host(stream.raw, host, block, LARGEST).unwrap();
-            driver.stream_synchronize_by(stream.raw, word_of).unwrap();
+            assert!(!wait(word_of), "64 MiB take a millisecond");
             assert_eq!(host.cast::<u8>().as_ptr().add(LARGEST - 1).read(), round, "round {round}");
         }
-        assert!(driver.calls().get(Call::StreamSynchronize) - waits >= 8, "64 MiB take a millisecond");
-        // A word that the device cannot write is no error.
-        driver.stream_synchronize_by(stream.raw, &AtomicU32::new(0)).unwrap();
+        driver.stream_watch(stream.raw, &AtomicU32::new(0), 1).expect_err("the device cannot write that");
+        driver.capture_begin(stream.raw, CaptureMode::Global).unwrap();
+        let value = word_of.load(Ordering::Relaxed).wrapping_add(1);
+        assert_eq!(driver.stream_watch(stream.raw, word_of, value), Ok(false));
+        let graph = driver.capture_end(stream.raw).expect("the capture is whole");
+        assert_ne!(word_of.load(Ordering::Acquire), value, "what is captured does not run");
+        driver.graph_destroy(graph).unwrap();
         driver.host_free(DEVICE, word).unwrap();
         driver.host_free(DEVICE, host).unwrap();
         driver.mem_free(DEVICE, block).unwrap();

@@ -13,7 +13,7 @@
 
 use super::{
     Front, Shared, StageError,
-    lane::{Lane, Lanes, settle, settle_by},
+    lane::{Lane, Lanes, Slot, settle, settle_by},
     parts::Parts,
     permit::Permit,
     plan::{Far, HostSide, Move, Part, Plan, Way},
@@ -177,11 +177,7 @@ impl Shared {
     ) -> Result<()> {
         self.check(parts)?;
         let lanes = &self.side(parts.way).lanes;
-        let lane = if (self.direct(parts.way) + 1..=self.alone(parts.way)).contains(&parts.total) {
-            lanes.one_pinned()
-        } else {
-            None
-        };
+        let lane = if parts.total <= self.alone(parts.way) { lanes.one_pinned() } else { None };
         let front = match self.front(home, order) {
             Ok(front) => front,
             Err(error) => {
@@ -190,12 +186,22 @@ impl Shared {
             }
         };
         let on = front.timeline();
-        let (moved, settled) = match lane {
+        let mut lent = Lent { lane, on, lanes };
+        let slots = lent.lane.as_mut().map(|lane| &mut lane.slots[..]);
+        let (moved, settled) = match slots {
+            Some([slot, others @ ..]) if parts.total > self.direct(parts.way) => {
+                // SAFETY: 1. the caller's, and none is longer than a slot. 2. the operands have just been ordered.
+                unsafe { through_slot(on, parts, slot, others.first_mut(), self.stores_alone(parts)) }
+            }
             // SAFETY: 1. the caller's. 2. the operands have just been ordered.
-            Some(lane) => unsafe { through_slot(on, parts, lane, lanes, self.stores_alone(parts)) },
-            // SAFETY: 1. the caller's. 2. the operands have just been ordered.
-            None => unsafe { through_driver(on, parts) },
+            slots => unsafe { through_driver(on, parts, slots.and_then(<[_]>::first_mut)) },
         };
+        match &settled {
+            Ok(()) => lent.give(),
+            Err(MemoryError::Capturing { .. }) => lent.lose(),
+            // As it is dropped.
+            Err(_) => {}
+        }
         if let Front::Own(road) = &front
             && settled.is_ok()
         {
@@ -205,11 +211,15 @@ impl Shared {
     }
 }
 
-/// Copies by the driver, and waits for that. Answers with what came of both.
+/// Copies by the driver, and waits for that, by a word of a slot if there is one. Answers with what came of both.
 ///
 /// # Safety
 /// 1. As [`Shared::move_alone`]. 2. The operands have been ordered for the stream.
-unsafe fn through_driver(on: &Timeline, parts: &Parts) -> (MemoryResult<()>, MemoryResult<()>) {
+unsafe fn through_driver(
+    on: &Timeline,
+    parts: &Parts,
+    word: Option<&mut Slot>,
+) -> (MemoryResult<()>, MemoryResult<()>) {
     if parts.total == 0 {
         return (Ok(()), Ok(()));
     }
@@ -231,24 +241,20 @@ unsafe fn through_driver(on: &Timeline, parts: &Parts) -> (MemoryResult<()>, Mem
     };
     let queued = queue();
     // Also after a refusal: some may have been queued.
-    (queued, settle(on))
+    (queued, settle_by(word, on))
 }
 
-/// Copies through the first slot of a lane, and waits for that. Answers with what came of both.
+/// Copies through a slot, and waits for that, by a word of another if there is one. Answers with what came of both.
 ///
 /// # Safety
 /// 1. As [`Shared::move_alone`]; the parts fit into a slot. 2. The operands have been ordered for the stream.
 unsafe fn through_slot(
-    on: &Arc<Timeline>,
+    on: &Timeline,
     parts: &Parts,
-    lane: Lane,
-    lanes: &Lanes,
+    slot: &mut Slot,
+    word: Option<&mut Slot>,
     stores: Stores,
 ) -> (MemoryResult<()>, MemoryResult<()>) {
-    let mut lent = Lent { lane: Some(lane), on, lanes };
-    let Some((slot, others)) = lent.lane.as_mut().and_then(|lane| lane.slots.split_first_mut()) else {
-        return (Ok(()), Ok(()));
-    };
     let cuts = cuts(parts.way, parts.total as usize);
     let mut moves = std::mem::take(&mut slot.moves);
     let at = cut_into(&mut moves, &parts.parts, &cuts);
@@ -267,7 +273,7 @@ unsafe fn through_slot(
                 unsafe { queue_moves(on, Way::Up, start, piece) }
             });
             // Also after a refusal: some may have been queued.
-            (queued, settle_by(others, on))
+            (queued, settle_by(word, on))
         }
         Way::Down => {
             // Behind each piece but the last an event: the stream is waited for then.
@@ -300,7 +306,7 @@ unsafe fn through_slot(
                 pieces.next().into_iter().for_each(&mut empty);
             }
             // Also after a refusal: some may have been queued.
-            let settled = settle_by(others, on);
+            let settled = settle_by(word, on);
             if settled.is_ok() && queued.is_ok() {
                 pieces.for_each(empty);
             }
@@ -308,9 +314,6 @@ unsafe fn through_slot(
         }
     };
     slot.moves = moves;
-    if settled.is_ok() {
-        lent.lane.take().into_iter().for_each(|lane| lanes.give(lane));
-    }
     (moved, settled)
 }
 
@@ -346,11 +349,23 @@ unsafe fn move_host(way: Way, start: NonNull<u8>, moves: &[Move], stores: Stores
     }
 }
 
-/// A lane whose first slot is used on another stream. Dropped with it, that stream is waited for first.
+/// A lane, if there is one, whose slots are used on a stream. Dropped with it, that stream is waited for first.
 struct Lent<'a> {
     lane: Option<Lane>,
     on: &'a Arc<Timeline>,
     lanes: &'a Lanes,
+}
+
+impl Lent<'_> {
+    /// Gives the lane back, which no copy touches any more.
+    fn give(&mut self) {
+        self.lane.take().into_iter().for_each(|lane| self.lanes.give(lane));
+    }
+
+    /// Never uses the lane again, which a graph may touch.
+    fn lose(&mut self) {
+        self.lane.take().into_iter().for_each(|lane| self.lanes.lose(lane));
+    }
 }
 
 impl Drop for Lent<'_> {

@@ -100,37 +100,45 @@ impl Slot {
 /// A few slots. None is busy while nobody has the lane.
 pub(super) struct Lane {
     pub(super) slots: Vec<Slot>,
+    /// Devices reach all of them.
+    pinned: bool,
 }
 
 /// How long is waited between two looks whether a capture has ended.
 const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
 
 /// Waits until nothing that was queued on a stream runs any more, by every means that the driver has. Blocks, also while
-/// somebody captures on the stream what came behind: nothing can be waited for before.
+/// somebody captures on the stream: nothing can be waited for before.
 ///
 /// # Errors
-/// As [`Timeline::settle`]: the device is lost, or the driver gone.
+/// As [`Timeline::settle`]: the device is lost, or the driver gone. [`MemoryError::Capturing`] when a capture has ended that
+/// was seen: what was queued may have become a part of it, and never have run.
 pub(super) fn settle(timeline: &Timeline) -> Result<()> {
+    let mut seen = Ok(());
     loop {
         match timeline.settle() {
-            Err(MemoryError::Capturing { .. }) => thread::sleep(CAPTURE_PAUSE),
-            settled => return settled,
+            Ok(()) => return seen,
+            Err(capturing @ MemoryError::Capturing { .. }) => seen = Err(capturing),
+            refused => return refused,
         }
+        thread::sleep(CAPTURE_PAUSE);
     }
 }
 
 /// As [`settle`]. The device writes a word of a slot that carries nothing, if there is one, behind all that is queued.
 ///
 /// # Errors
-/// As [`settle`]. Those slots are busy as well.
-pub(super) fn settle_by(slots: &mut [Slot], on: &Timeline) -> Result<()> {
-    if let Some(slot) = slots.first_mut() {
+/// As [`settle`]. That slot is busy as well, and for ever if the stream captured: the graph may write it.
+pub(super) fn settle_by(slot: Option<&mut Slot>, on: &Timeline) -> Result<()> {
+    if let Some(slot) = slot {
         // SAFETY: 1. a slot is of pages, and nobody else's.
         let word = unsafe { AtomicU32::from_ptr(slot.start().cast().as_ptr()) };
         // SAFETY: 1. pinned memory of the driver's, as its pool says, and the caller's; after an error the slot goes back only
         // when the stream's work is known to be done.
-        if unsafe { on.synchronize_by(word) }.is_ok() {
-            return Ok(());
+        match unsafe { on.synchronize_by(word) } {
+            Ok(()) => return Ok(()),
+            Err(capturing @ MemoryError::Capturing { .. }) => return settle(on).and(Err(capturing)),
+            Err(_) => {}
         }
     }
     settle(on)
@@ -143,11 +151,9 @@ impl Lane {
             let receipt = Arc::new(Receipt::default());
             Ok(Slot { pages, moves: Vec::new(), bytes: 0, busy: None, handed_in: false, receipt })
         };
-        Ok(Self { slots: (0..slots).map(|_| slot()).collect::<Result<_>>()? })
-    }
-
-    pub(super) fn is_pinned(&self) -> bool {
-        self.slots.iter().all(|slot| slot.pages.is_pinned())
+        let slots = (0..slots).map(|_| slot()).collect::<Result<Vec<_>>>()?;
+        let pinned = slots.iter().all(|slot| slot.pages.is_pinned());
+        Ok(Self { slots, pinned })
     }
 
     /// Waits until the copies of a slot are done, which were queued on this stream or are about to be.
@@ -289,7 +295,7 @@ impl Lanes {
                 self.try_take()?
             }
         };
-        if lane.is_pinned() {
+        if lane.pinned {
             return Some(lane);
         }
         self.give(lane);
@@ -339,6 +345,12 @@ impl Lanes {
         self.forget_one();
     }
 
+    /// Takes back a lane that a graph may touch whenever it is launched: nobody ever uses it again.
+    pub(super) fn lose(&self, lane: Lane) {
+        let _leaked = ManuallyDrop::new(lane);
+        self.forget_one();
+    }
+
     /// Counts out a lane; answers with how many are left.
     fn forget_one(&self) -> usize {
         let mut state = self.lock();
@@ -349,7 +361,7 @@ impl Lanes {
 
     /// Whether the slots are pinned, as far as there are any idle ones.
     pub(super) fn is_pinned(&self) -> bool {
-        self.lock().idle.iter().all(Lane::is_pinned)
+        self.lock().idle.iter().all(|lane| lane.pinned)
     }
 
     /// Gives the slots of idle lanes back to their pool. Answers with their bytes.

@@ -3,19 +3,21 @@
 use super::plan::{HostSide, Part, Way};
 use aquifer_core::{MemoryError, Result as MemoryResult};
 use aquifer_driver::DeviceRange;
+use smallvec::SmallVec;
 use std::{ops::Range, ptr::NonNull};
 
 /// Parts on their way into a plan.
 pub(super) struct Parts {
     pub(super) way: Way,
-    pub(super) parts: Vec<Part>,
+    /// Most transfers are of one slice.
+    pub(super) parts: SmallVec<[Part; 2]>,
     pub(super) total: u64,
     pub(super) range: Option<DeviceRange>,
 }
 
 impl Parts {
     pub(super) fn new(way: Way) -> Self {
-        Self { way, parts: Vec::new(), total: 0, range: None }
+        Self { way, parts: SmallVec::new(), total: 0, range: None }
     }
 
     /// Adds slices that follow one another in `range`.

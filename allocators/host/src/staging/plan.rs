@@ -11,7 +11,8 @@
 //! twice as much, bit by bit, so that workers who began together do not come to the driver together. The last ones are
 //! short too, so that nobody waits long for the slowest worker's last one: each chunk is at most an equal share of what
 //! is left (guided self-scheduling, Polychronopoulos and Kuck, 1987). To the host it is half of that, since a worker
-//! claims two before it has emptied one, and the link has nothing to do while the last ones are emptied.
+//! claims two before it has emptied one. The link, which has all of the last ones on its way then, has nothing to do while
+//! they are emptied, so there the very last are shorter than any other.
 
 #![expect(unsafe_code, reason = "sends addresses to other threads; holds no unsafe block")]
 
@@ -104,6 +105,8 @@ pub(super) struct Plan {
 pub(super) struct Grain {
     /// Bytes of a chunk at least.
     pub(super) least: u64,
+    /// The same of the last ones, where these are to be shorter still: each at most a sixth of what is left.
+    pub(super) last: Option<u64>,
     /// Bytes of a chunk at most.
     pub(super) most: u64,
     /// Workers that share them.
@@ -217,9 +220,12 @@ fn follows(end: HostSide, next: HostSide) -> bool {
 /// together, and each costs the driver a copy and an event.
 const LONG: u64 = 128;
 
+/// The part of what is left that none of the last chunks is longer than.
+const LAST: u64 = 6;
+
 /// Cuts `total` bytes of which the first lies `phase` bytes behind the start of a page.
 fn cut(total: u64, phase: u64, grain: Grain) -> Vec<u64> {
-    let Grain { least, most, workers, shares } = grain;
+    let Grain { least, last, most, workers, shares } = grain;
     let workers = workers.max(1);
     let first = (total / LONG).clamp(least, most.min(2 * least).max(least));
     let (mut cuts, mut at) = (vec![0], 0);
@@ -229,11 +235,12 @@ fn cut(total: u64, phase: u64, grain: Grain) -> Vec<u64> {
         let round = first.saturating_mul(1 << (before / workers).min(32));
         let ramp = round.saturating_add((round / workers).saturating_mul(before % workers));
         let want = ramp.min(left / (shares * workers).max(1)).clamp(least, most);
+        let want = last.map_or(want, |last| want.min((left / LAST).max(last)));
         let end = (at + want + phase) / PAGE * PAGE;
         let end = end.saturating_sub(phase);
-        // A rest of less than half the least goes with the chunk before it, where that may be as long.
+        // A rest of less than half the shortest goes with the chunk before it, where that may be as long.
         let rest = total.saturating_sub(end);
-        at = if end <= at || rest == 0 || (rest < least / 2 && left <= most) {
+        at = if end <= at || rest == 0 || (rest < last.unwrap_or(least) / 2 && left <= most) {
             total.min(at + most)
         } else {
             end
@@ -248,7 +255,7 @@ mod tests {
     use super::*;
 
     fn grain() -> Grain {
-        Grain { least: 256 << 10, most: 4 << 20, workers: 8, shares: 2 }
+        Grain { least: 256 << 10, last: None, most: 4 << 20, workers: 8, shares: 2 }
     }
 
     fn lengths(cuts: &[u64]) -> Vec<u64> {
@@ -279,6 +286,20 @@ mod tests {
             assert!(lengths[..16].is_sorted_by(|a, b| a < b), "no two are as long: {lengths:?}");
             assert!(lengths.iter().filter(|&&len| len == 4 << 20).count() > 200);
             assert!(lengths.iter().rev().take(4).all(|&len| len <= 384 << 10), "{lengths:?}");
+        }
+    }
+
+    #[test]
+    fn the_very_last_chunks_may_be_shorter_than_any_other() {
+        let (least, last) = (2 << 20, 512 << 10);
+        let lengths = lengths(&cut(64 << 20, 0, Grain { least, last: Some(last), ..grain() }));
+        let (long, short) = lengths.split_at(lengths.iter().position(|&len| len < least).unwrap());
+        assert!(long.iter().all(|&len| len >= least) && long.len() > 20, "{lengths:?}");
+        assert!(short.iter().all(|&len| len <= least && len >= last) && short.len() < 14, "{lengths:?}");
+        let mut left: u64 = short.iter().sum();
+        for &len in short {
+            assert!(len <= (left / 6).max(last + last / 2), "{lengths:?}");
+            left -= len;
         }
     }
 

@@ -51,9 +51,9 @@ fn worth_waking(bytes: u64) -> usize {
     usize::try_from(bytes / WORTH_WAKING).unwrap_or(usize::MAX).max(1)
 }
 
-/// How often somebody who has nothing left to do looks whether a transfer is finished before he goes to sleep: for
-/// less than it takes a worker to move its last chunk, and a few times what it takes to be woken.
-const LOOKS: u32 = 2000;
+/// How often somebody who has nothing left to do looks whether a transfer is finished before he goes to sleep: for about
+/// as long as workers take for their last chunks, and many times what it takes to be woken.
+const LOOKS: u32 = 8000;
 
 /// What owns the memory of a transfer until it is finished.
 pub(super) type Keep = Arc<dyn Any + Send + Sync>;

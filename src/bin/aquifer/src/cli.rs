@@ -260,16 +260,16 @@ pub(crate) struct StagerFlags {
     pub(crate) chunk: Option<Size>,
     /// Bytes up to which the driver copies to the device by itself
     #[arg(long, value_name = "BYTES")]
-    pub(crate) direct: Option<Size>,
+    pub(crate) direct: Option<UpTo>,
     /// Bytes up to which the driver copies to the host by itself
     #[arg(long, value_name = "BYTES")]
-    pub(crate) down_direct: Option<Size>,
+    pub(crate) down_direct: Option<UpTo>,
     /// Bytes up to which the calling thread copies to the device by itself
     #[arg(long, value_name = "BYTES")]
-    pub(crate) alone: Option<Size>,
+    pub(crate) alone: Option<UpTo>,
     /// Bytes up to which the calling thread copies to the host by itself
     #[arg(long, value_name = "BYTES")]
-    pub(crate) down_alone: Option<Size>,
+    pub(crate) down_alone: Option<UpTo>,
     /// How the processor writes into slots
     #[arg(long, value_enum)]
     pub(crate) stores: Option<StoresChoice>,
@@ -304,15 +304,16 @@ impl StagerFlags {
     pub(crate) fn config(&self) -> StagerConfig {
         let mut config = StagerConfig::default();
         let bytes = |size: Option<Size>, usual| size.map_or(usual, |size| size.0 as usize);
+        let up_to = |size: Option<UpTo>, usual| size.map_or(usual, |size| size.0 as usize);
         config.up_workers = self.workers.unwrap_or(config.up_workers);
         config.down_workers = self.down_workers.or(self.workers).unwrap_or(config.down_workers);
         config.slots = self.slots.unwrap_or(config.slots);
         config.slot = bytes(self.slot, config.slot);
         config.least_chunk = bytes(self.chunk, config.least_chunk.min(config.slot));
-        config.direct = bytes(self.direct, config.direct);
-        config.down_direct = bytes(self.down_direct, config.down_direct);
-        config.alone = bytes(self.alone, config.alone);
-        config.down_alone = bytes(self.down_alone, config.down_alone);
+        config.direct = up_to(self.direct, config.direct);
+        config.down_direct = up_to(self.down_direct, config.down_direct);
+        config.alone = up_to(self.alone, config.alone);
+        config.down_alone = up_to(self.down_alone, config.down_alone);
         config.stores = self.stores.map_or(config.stores, Stores::from);
         config.down_stores = self.down_stores.map_or(config.down_stores, Stores::from);
         config
@@ -330,6 +331,22 @@ impl FromStr for Size {
         match Amount::parse(text)? {
             Amount::Bytes(bytes) => Ok(Self(bytes)),
             Amount::OfPeak(_) => Err(AmountError::NotAnAmount),
+        }
+    }
+}
+
+/// A number of bytes as people write it, or 0 for none.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct UpTo(pub(crate) u64);
+
+impl FromStr for UpTo {
+    type Err = AmountError;
+
+    fn from_str(text: &str) -> Result<Self, AmountError> {
+        match text.parse() {
+            Ok(Size(bytes)) => Ok(Self(bytes)),
+            Err(AmountError::Zero) => Ok(Self(0)),
+            Err(error) => Err(error),
         }
     }
 }
@@ -471,6 +488,14 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn limits_of_a_stager_may_be_nothing_and_slots_not() {
+        for (text, bytes) in [("0", Ok(0)), ("16K", Ok(16 << 10)), ("x", Err(AmountError::NotAnAmount))] {
+            assert_eq!(text.parse().map(|UpTo(bytes)| bytes), bytes, "{text}");
+        }
+        assert!(matches!("0".parse::<Size>(), Err(AmountError::Zero)));
     }
 
     #[test]

@@ -90,20 +90,31 @@ impl Streams for Shared {
         Ok(())
     }
 
-    unsafe fn stream_synchronize_by(&self, stream: RawStream, word: &AtomicU32) -> Result<()> {
+    unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool> {
         let (call, site) = (Call::StreamWriteValue, here());
         let reach = (word.as_ptr() as u64, size_of::<AtomicU32>() as u64);
-        // What is refused for what it is: an injected refusal is met as any driver's, by the longer wait.
-        if let Ok(mut state) = self.enter(call, Some(stream.device())) {
-            self.cost(call, 0);
-            let side = state.host_side(reach, Act::Write, "write of a word", site).map_err(at(call))?;
-            if side != Side::Pinned {
-                return Err(at(call)(codes::INVALID_VALUE));
-            }
-            drop(state);
-            word.fetch_add(1, Ordering::Relaxed);
+        let mut state = self.enter(call, Some(stream.device()))?;
+        let place = state.stream(stream).map_err(at(call))?;
+        if state.host_side(reach, Act::Write, "write of a word", site).map_err(at(call))? != Side::Pinned {
+            return Err(at(call)(codes::INVALID_VALUE));
         }
-        self.stream_synchronize(stream)
+        self.cost(call, 0);
+        if state.streams[place].capture.is_some() {
+            return Ok(false);
+        }
+        let point = state.point(place);
+        let waits = !state.reached(point.stream, point.count);
+        let mut state = self.run_until(state, point.stream, point.count);
+        if state.device(stream.device()).is_err() {
+            // The wait that follows tells.
+            return Ok(false);
+        }
+        if waits {
+            state.host_waited(point.path);
+        }
+        state.host_learns(&point.clock);
+        word.store(value, Ordering::Relaxed);
+        Ok(true)
     }
 
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {

@@ -37,6 +37,8 @@ use std::{
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
+/// What the memory of direct reads is aligned to, in bytes.
+const PAGE: usize = 4096;
 
 /// Sizes of transfers, in bytes.
 const SIZES: [u64; 13] = [
@@ -242,7 +244,7 @@ impl Bench<'_> {
         let bytes = bytes as usize;
         if self.up.len() < bytes {
             // Made anew, and touched.
-            (self.up, self.down) = (vec![1; bytes], vec![2; bytes]);
+            (self.up, self.down) = (vec![1; bytes], vec![2; bytes + PAGE]);
         }
         let measured = match group {
             Group::Upload(_) => self.one_way(group, true),
@@ -337,7 +339,9 @@ impl Bench<'_> {
         let cold = matches!(group, Group::Cold(_));
         let mut device = bed.buffer(bytes)?;
         let pinned = bed.limit(bytes)?;
-        let host = &mut self.down[..bytes as usize];
+        // What is not aligned is read through the page cache.
+        let page = self.down.as_ptr().align_offset(PAGE);
+        let host = &mut self.down[page..][..bytes as usize];
         let [staged, staged_cpu, driver, driver_cpu, limit_] = repeat(self.pace, || {
             let forget = || if cold { cached.drop_cache().map_err(refused) } else { Ok(()) };
             forget()?;
