@@ -62,6 +62,7 @@ mod permit;
 mod plan;
 mod pump;
 mod scope;
+mod settle;
 mod source;
 mod stores;
 mod submit;
@@ -73,6 +74,7 @@ pub use file::{FileSource, ReadMode};
 pub use installed::{install, installed};
 pub use permit::{Permit, Ready};
 pub use scope::{StageScope, Staged};
+pub use settle::ShortWait;
 pub use source::{Sink, Source};
 pub use stores::Stores;
 pub use ticket::{Begun, HostBuffer, Ticket};
@@ -84,6 +86,7 @@ use aquifer_stream::{Stream, StreamPool, Timeline};
 use lane::Lanes;
 use permit::Permits;
 use plan::{Grain, Way};
+use settle::Waits;
 use std::{
     collections::VecDeque,
     fmt,
@@ -128,6 +131,8 @@ pub struct StagerConfig {
     pub stores: Stores,
     /// How the CPU writes what comes from the device.
     pub down_stores: Stores,
+    /// How the calling thread waits for a transfer that it makes by itself.
+    pub short_wait: ShortWait,
 }
 
 impl Default for StagerConfig {
@@ -145,6 +150,7 @@ impl Default for StagerConfig {
             depth: 16,
             stores: Stores::Auto,
             down_stores: Stores::Auto,
+            short_wait: ShortWait::Auto,
         }
     }
 }
@@ -270,6 +276,7 @@ struct Shared {
     up: Side,
     down: Side,
     permits: Permits,
+    waits: Waits,
     /// Streams for transfers, used in turn: operands without a home in common are noted on theirs until somebody asks.
     roads: Mutex<VecDeque<Stream>>,
 }
@@ -358,6 +365,7 @@ impl Stager {
             up: side(Way::Up),
             down: side(Way::Down),
             permits: Permits::new(config.depth),
+            waits: Waits::new(config.short_wait),
             roads: Mutex::default(),
             streams: streams.clone(),
             config,

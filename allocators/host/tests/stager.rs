@@ -7,7 +7,9 @@ mod support;
 
 use aquifer_core::{DeviceId, MemoryError};
 use aquifer_driver::{Call, CaptureMode, Typed, sim::Sim};
-use aquifer_host::{PinnedConfig, Source, StageError, Stager, StagerConfig, Stores, Ticket, region::Pinning};
+use aquifer_host::{
+    PinnedConfig, ShortWait, Source, StageError, Stager, StagerConfig, Stores, Ticket, region::Pinning,
+};
 use rig::{KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
 use std::{
     future::Future,
@@ -137,6 +139,41 @@ fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
             assert_eq!(calls, expected, "{size} bytes, upload: {upload}");
         }
         assert!(down == up);
+        drop(x);
+        rig.assert_all_given_back();
+    }
+}
+
+#[test]
+fn the_first_short_waits_take_turns_and_all_others_are_of_one_kind() {
+    for (said, expected) in
+        [(ShortWait::Auto, None), (ShortWait::Stream, Some(0)), (ShortWait::Word, Some(200))]
+    {
+        let mut config = config();
+        config.short_wait = said;
+        let rig = Rig::with(config);
+        rig.stager.warm().unwrap();
+        let (mut x, up) = (rig.operand(KIB), pattern(KIB, 3));
+        let words = |rig: &Rig| rig.sim.driver().calls().get(Call::StreamWriteValue);
+        let mut by_word = Vec::new();
+        for _ in 0..200 {
+            let before = words(&rig);
+            rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+            by_word.push(words(&rig) - before);
+        }
+        match expected {
+            Some(all) => assert_eq!(by_word.iter().sum::<u64>(), all, "{said:?}"),
+            None => {
+                assert_eq!(by_word[..8], [1, 0, 0, 1, 0, 1, 1, 0]);
+                assert_eq!(by_word[..128].iter().sum::<u64>(), 64);
+                assert!(by_word[128..].iter().all(|&one| one == by_word[128]), "{by_word:?}");
+            }
+        }
+        // Where there is no word to write, the stream is waited for, whatever was said.
+        rig.sim.fail_every(Call::StreamWriteValue, 1, 801);
+        rig.stager.scope(|s| s.upload(&up, &mut x).map(drop)).unwrap().unwrap();
+        rig.sim.clear_failures();
+        assert!(rig.bytes(&x) == up);
         drop(x);
         rig.assert_all_given_back();
     }

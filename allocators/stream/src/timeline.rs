@@ -639,8 +639,8 @@ impl Timeline {
         Ok(())
     }
 
-    /// As [`Timeline::synchronize`], by a word of pinned memory that the device writes, which takes less of a short wait:
-    /// [`Streams::stream_watch`](aquifer_driver::Streams::stream_watch).
+    /// As [`Timeline::synchronize`], by a word of pinned memory that the device writes, which is shorter on some
+    /// machines: [`Streams::stream_watch`](aquifer_driver::Streams::stream_watch).
     ///
     /// # Safety
     /// 1. As there, of `word`.

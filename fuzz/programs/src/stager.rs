@@ -14,7 +14,7 @@ use aquifer_driver::{
     sim::{Kernel, Sim},
 };
 use aquifer_host::{
-    Failed, PinnedConfig, PinnedPool, Source, StageError, Stager, StagerConfig, Stores, Ticket,
+    Failed, PinnedConfig, PinnedPool, ShortWait, Source, StageError, Stager, StagerConfig, Stores, Ticket,
     kernel::Kernel as System,
     pool,
     region::{Host, PageTier, retry_stranded},
@@ -146,6 +146,8 @@ impl Machine {
         (config.slots, config.depth) = (1 + usize::from(settings >> 4 & 1), 2 * MOST);
         config.stores = if settings >> 5 & 1 == 0 { Stores::NonTemporal } else { Stores::Cached };
         config.down_stores = config.stores;
+        // By the clock which, if it were left to the stager.
+        config.short_wait = if config.stores == Stores::Cached { ShortWait::Stream } else { ShortWait::Word };
         let stager = Stager::new(&host, &pinned, pool.streams(), config).ok()?;
         let home = pool.stream().ok()?;
         Some(Self {
@@ -369,11 +371,12 @@ impl Machine {
     }
 
     fn plan_fault(&mut self, bytes: &mut Bytes<'_>) {
-        const CALLS: [Call; 12] = [
+        const CALLS: [Call; 13] = [
             Call::StreamCreate,
             Call::StreamWaitEvent,
             Call::StreamIsCapturing,
             Call::StreamSynchronize,
+            Call::StreamWriteValue,
             Call::DeviceSynchronize,
             Call::EventCreate,
             Call::EventRecord,

@@ -8,12 +8,13 @@ use super::{
 };
 use crate::{Call, CaptureMode, DeviceId, RawEvent, RawStream, Result, Streams};
 use std::{
+    hint,
     ops::RangeInclusive,
     sync::atomic::{AtomicU32, Ordering},
 };
 
 /// How often somebody looks at a word before he leaves the wait to the driver: some tens of microseconds.
-const LOOKS: u32 = 30_000;
+const LOOKS: u32 = 1000;
 
 impl Streams for CudaDriver {
     fn stream_create(&self, device: DeviceId, priority: i32) -> Result<RawStream> {
@@ -70,8 +71,14 @@ impl Streams for CudaDriver {
             // SAFETY: 1. the handle is alive. 2. the word is the device's to write until then, by the caller's word.
             unsafe { (table.stream_write_value)(object(stream.handle()), word.as_ptr() as u64, value, 0) }
         })?;
-        // What the device has written before it is seen with it. Without a pause, which is as long as fifty looks.
-        Ok((0..LOOKS).any(|_| word.load(Ordering::Acquire) == value))
+        for _ in 0..LOOKS {
+            // What the device has written before it is seen with it.
+            if word.load(Ordering::Acquire) == value {
+                return Ok(true);
+            }
+            hint::spin_loop();
+        }
+        Ok(false)
     }
 
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()> {

@@ -13,11 +13,12 @@
 
 use super::{
     Front, Shared, StageError,
-    lane::{Lane, Lanes, Slot, settle, settle_by},
+    lane::{Lane, Lanes, Slot},
     parts::Parts,
     permit::Permit,
     plan::{Far, HostSide, Move, Part, Plan, Way},
     pump::queue_moves,
+    settle::{Waits, settle},
     stores::{self, Stores},
     transfer::Transfer,
 };
@@ -191,10 +192,12 @@ impl Shared {
         let (moved, settled) = match slots {
             Some([slot, others @ ..]) if parts.total > self.direct(parts.way) => {
                 // SAFETY: 1. the caller's, and none is longer than a slot. 2. the operands have just been ordered.
-                unsafe { through_slot(on, parts, slot, others.first_mut(), self.stores_alone(parts)) }
+                unsafe {
+                    through_slot(on, &self.waits, parts, slot, others.first_mut(), self.stores_alone(parts))
+                }
             }
             // SAFETY: 1. the caller's. 2. the operands have just been ordered.
-            slots => unsafe { through_driver(on, parts, slots.and_then(<[_]>::first_mut)) },
+            slots => unsafe { through_driver(on, &self.waits, parts, slots.and_then(<[_]>::first_mut)) },
         };
         match &settled {
             Ok(()) => lent.give(),
@@ -211,12 +214,13 @@ impl Shared {
     }
 }
 
-/// Copies by the driver, and waits for that, by a word of a slot if there is one. Answers with what came of both.
+/// Copies by the driver, and waits for that, with a slot for a word if there is one. Answers with what came of both.
 ///
 /// # Safety
 /// 1. As [`Shared::move_alone`]. 2. The operands have been ordered for the stream.
 unsafe fn through_driver(
     on: &Timeline,
+    waits: &Waits,
     parts: &Parts,
     word: Option<&mut Slot>,
 ) -> (MemoryResult<()>, MemoryResult<()>) {
@@ -241,15 +245,16 @@ unsafe fn through_driver(
     };
     let queued = queue();
     // Also after a refusal: some may have been queued.
-    (queued, settle_by(word, on))
+    (queued, waits.settle(word, on))
 }
 
-/// Copies through a slot, and waits for that, by a word of another if there is one. Answers with what came of both.
+/// Copies through a slot, and waits for that, with another for a word if there is one. Answers with what came of both.
 ///
 /// # Safety
 /// 1. As [`Shared::move_alone`]; the parts fit into a slot. 2. The operands have been ordered for the stream.
 unsafe fn through_slot(
     on: &Timeline,
+    waits: &Waits,
     parts: &Parts,
     slot: &mut Slot,
     word: Option<&mut Slot>,
@@ -273,7 +278,7 @@ unsafe fn through_slot(
                 unsafe { queue_moves(on, Way::Up, start, piece) }
             });
             // Also after a refusal: some may have been queued.
-            (queued, settle_by(word, on))
+            (queued, waits.settle(word, on))
         }
         Way::Down => {
             // Behind each piece but the last an event: the stream is waited for then.
@@ -306,7 +311,7 @@ unsafe fn through_slot(
                 pieces.next().into_iter().for_each(&mut empty);
             }
             // Also after a refusal: some may have been queued.
-            let settled = settle_by(word, on);
+            let settled = waits.settle(word, on);
             if settled.is_ok() && queued.is_ok() {
                 pieces.for_each(empty);
             }

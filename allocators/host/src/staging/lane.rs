@@ -4,10 +4,11 @@
 use super::{
     StageError,
     plan::Move,
+    settle::settle,
     submit::{Receipt, Submission},
 };
 use crate::{PinnedBuf, PinnedPool, pool::Keeper};
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::Result;
 use aquifer_driver::HostAccess;
 use aquifer_stream::{HostOwned, Point, Timeline};
 use bytemuck::{Pod, Zeroable};
@@ -15,9 +16,7 @@ use std::{
     mem::ManuallyDrop,
     ops::Range,
     ptr::NonNull,
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, atomic::AtomicU32},
-    thread,
-    time::Duration,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
 };
 
 /// What slots are made of, so that each begins with a page: direct reads of files ask for it.
@@ -102,46 +101,6 @@ pub(super) struct Lane {
     pub(super) slots: Vec<Slot>,
     /// Devices reach all of them.
     pinned: bool,
-}
-
-/// How long is waited between two looks whether a capture has ended.
-const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
-
-/// Waits until nothing that was queued on a stream runs any more, by every means that the driver has. Blocks, also while
-/// somebody captures on the stream: nothing can be waited for before.
-///
-/// # Errors
-/// As [`Timeline::settle`]: the device is lost, or the driver gone. [`MemoryError::Capturing`] when a capture has ended that
-/// was seen: what was queued may have become a part of it, and never have run.
-pub(super) fn settle(timeline: &Timeline) -> Result<()> {
-    let mut seen = Ok(());
-    loop {
-        match timeline.settle() {
-            Ok(()) => return seen,
-            Err(capturing @ MemoryError::Capturing { .. }) => seen = Err(capturing),
-            refused => return refused,
-        }
-        thread::sleep(CAPTURE_PAUSE);
-    }
-}
-
-/// As [`settle`]. The device writes a word of a slot that carries nothing, if there is one, behind all that is queued.
-///
-/// # Errors
-/// As [`settle`]. That slot is busy as well, and for ever if the stream captured: the graph may write it.
-pub(super) fn settle_by(slot: Option<&mut Slot>, on: &Timeline) -> Result<()> {
-    if let Some(slot) = slot {
-        // SAFETY: 1. a slot is of pages, and nobody else's.
-        let word = unsafe { AtomicU32::from_ptr(slot.start().cast().as_ptr()) };
-        // SAFETY: 1. pinned memory of the driver's, as its pool says, and the caller's; after an error the slot goes back only
-        // when the stream's work is known to be done.
-        match unsafe { on.synchronize_by(word) } {
-            Ok(()) => return Ok(()),
-            Err(capturing @ MemoryError::Capturing { .. }) => return settle(on).and(Err(capturing)),
-            Err(_) => {}
-        }
-    }
-    settle(on)
 }
 
 impl Lane {

@@ -1,7 +1,7 @@
 //! What can be asked for, and how a wrong request is told.
 
 use crate::amount::{Amount, AmountError};
-use aquifer_host::{StagerConfig, Stores};
+use aquifer_host::{ShortWait, StagerConfig, Stores};
 use clap::{Args, Parser, Subcommand, ValueEnum, error::ErrorKind};
 use std::{error, fmt, path::PathBuf, str::FromStr};
 
@@ -276,6 +276,30 @@ pub(crate) struct StagerFlags {
     /// How the processor writes what comes from the device
     #[arg(long, value_enum)]
     pub(crate) down_stores: Option<StoresChoice>,
+    /// How the calling thread waits for what it copies by itself
+    #[arg(long, value_enum)]
+    pub(crate) short_wait: Option<WaitChoice>,
+}
+
+/// How a thread waits for a short transfer.
+#[derive(ValueEnum, Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum WaitChoice {
+    /// As the first waits tell
+    Auto,
+    /// For the stream
+    Stream,
+    /// For a word that the device writes
+    Word,
+}
+
+impl From<WaitChoice> for ShortWait {
+    fn from(choice: WaitChoice) -> Self {
+        match choice {
+            WaitChoice::Auto => Self::Auto,
+            WaitChoice::Stream => Self::Stream,
+            WaitChoice::Word => Self::Word,
+        }
+    }
 }
 
 /// How the processor writes.
@@ -316,6 +340,7 @@ impl StagerFlags {
         config.down_alone = up_to(self.down_alone, config.down_alone);
         config.stores = self.stores.map_or(config.stores, Stores::from);
         config.down_stores = self.down_stores.map_or(config.down_stores, Stores::from);
+        config.short_wait = self.short_wait.map_or(config.short_wait, ShortWait::from);
         config
     }
 }
