@@ -221,7 +221,8 @@ fn flags_give_what_they_say() {
             region.device_address(&reach),
             region.span().start
         );
-        assert_eq!(write_combined, region.report().pages == PageTier::DriverChosen);
+        let chosen = region.report().pages == PageTier::DriverChosen;
+        assert_eq!(chosen, write_combined, "{name}: {:?}", region.report());
         if mapped {
             assert!(region.device_address(&reach).unwrap() > 0);
         }

@@ -96,7 +96,7 @@ fn whoever_waits_has_what_a_reservation_of_several_gives_back() {
 fn of_two_that_do_not_both_fit_one_is_granted_whole_each_time() {
     let [machine, left, right] = machine();
     let begun = Barrier::new(2);
-    for _ in 0..500 {
+    for _ in 0..if cfg!(miri) { 20 } else { 500 } {
         let ask = |first: &Budget, second: &Budget| {
             begun.wait();
             let answer = Budget::reserve_all(&[(first, 60), (second, 30)]);

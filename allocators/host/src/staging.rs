@@ -19,8 +19,9 @@
 //! takes part in it. Transfers of one direction are begun in the order in which they came; the two directions go on side
 //! by side.
 //!
-//! Short transfers ([`StagerConfig::alone`]) are made by the calling thread, through a slot: waking others takes longer. It
-//! waits for them by a word that the device writes, which takes a tenth less of the shortest than the driver's own wait.
+//! Short transfers ([`StagerConfig::alone`]) are made by the calling thread, through a slot, or the shortest to the device by
+//! the driver: waking others takes longer. It waits for them by a word that the device writes where that takes less time than
+//! the driver's own wait ([`ShortWait`]).
 //!
 //! # Order
 //! A transfer waits, on the device, for what has been queued for its operands before: its stream is made to wait for their

@@ -6,7 +6,7 @@
 //! | 4 KiB to the device, medians | `cuStreamSynchronize` | a word that the device writes |
 //! |---|---|---|
 //! | a host with one H200 and 16 processors | 7.7 µs | 6.9 µs |
-//! | a host with two, joined by NVLink, and 32 | 6.6 µs | 7.1 µs |
+//! | a host with two, joined by `NVLink`, and 32 | 6.6 µs | 7.1 µs |
 //!
 //! So the first waits of a stager take turns, and the shortest of each kind decides. In turns as they are in the sequence of
 //! Thue and Morse, of which no rhythm of a program's own can give one kind all the longer transfers.
@@ -67,7 +67,9 @@ impl Waits {
         let by_word = match self.said {
             ShortWait::Stream => false,
             ShortWait::Word => true,
-            ShortWait::Auto if trial => self.tried.fetch_add(1, Ordering::Relaxed).count_ones() % 2 == 0,
+            ShortWait::Auto if trial => {
+                self.tried.fetch_add(1, Ordering::Relaxed).count_ones().is_multiple_of(2)
+            }
             ShortWait::Auto => self.by_word.load(Ordering::Relaxed) <= self.by_stream.load(Ordering::Relaxed),
         };
         let begun = trial.then(Instant::now);
