@@ -10,8 +10,11 @@
 //! | [`Retirement`] | who may still call for a handle that is about to go |
 //! | [`Spin`] | the lock in front of a stream's cache |
 
+mod attachments;
 mod copy;
 pub mod epochs;
+mod events;
+mod identity;
 mod launch;
 mod life;
 mod lock;
@@ -21,6 +24,7 @@ mod stream;
 mod sync;
 mod timeline;
 mod uses;
+mod waited;
 
 pub use copy::{Grid, HostOwned, InFlight, Refused, Scope};
 pub use epochs::Epochs;

@@ -1,6 +1,6 @@
 //! Streams that are leased and come back.
 
-use crate::{Life, Stream, Timeline, timeline::id_of};
+use crate::{Life, Stream, Timeline, identity::id_of};
 use aquifer_core::{DeviceId, DriverError, Id, IdSpace, MemoryError, Result};
 use aquifer_driver::{Driver, KeepAlive, RawStream};
 use std::{

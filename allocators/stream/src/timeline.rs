@@ -1,12 +1,19 @@
 //! One stream's past and what may be known of it.
 
-use crate::{Calling, Ended, Epochs, Life, Retirement, Spin, uses::node::Nodes};
+use crate::{
+    Calling, Ended, Epochs, Life, Retirement,
+    attachments::Attachments,
+    events::{OwnedEvent, SpareEvents},
+    identity::{Identity, id_of},
+    uses::node::Nodes,
+    waited::Waited,
+};
 use aquifer_core::{DriverError, MemoryError, Result};
-use aquifer_driver::{CaptureStatus, Driver, RawEvent, RawStream, Relaxed};
+use aquifer_driver::{CaptureStatus, Driver, RawStream, Relaxed};
 use std::{
     fmt,
     sync::{
-        Arc, OnceLock, PoisonError, RwLock,
+        Arc,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -38,25 +45,6 @@ impl Fence {
     }
 }
 
-/// An event that is destroyed with its last owner.
-struct OwnedEvent {
-    driver: Arc<dyn Driver>,
-    raw: RawEvent,
-}
-
-impl Drop for OwnedEvent {
-    #[expect(unsafe_code, reason = "ends a handle")]
-    fn drop(&mut self) {
-        // SAFETY: 1. the handle is private to this value, which made it and is going.
-        // A refusal leaks an event, which is all that can be done about it here.
-        let _ = unsafe { self.driver.event_destroy(self.raw) };
-    }
-}
-
-/// Events kept for the next fences of one stream; more than that are destroyed.
-const SPARE_EVENTS: usize = 64;
-/// How many other streams a stream remembers having waited for.
-const REMEMBERED_WAITS: usize = 64;
 /// The longest pause between two looks when a wait has a deadline.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
@@ -95,8 +83,7 @@ pub struct Timeline {
     raw: RawStream,
     /// Its number among the streams of its pool, for people.
     number: u32,
-    /// The driver's own number, which never comes back, once it is known.
-    id: OnceLock<u64>,
+    identity: Identity,
     /// This account's own number. A stream that is let go of and taken in again has another, and its epochs start anew.
     serial: u64,
     life: Life,
@@ -105,21 +92,14 @@ pub struct Timeline {
     /// Whether its waits are its users' alone. Once set it stays.
     isolated: AtomicBool,
     epochs: Epochs<OwnedEvent>,
-    /// Events that were seen done and that nobody holds.
-    spare: Spin<Vec<Arc<OwnedEvent>>>,
+    spare: SpareEvents,
     /// Accounts for the uses of this stream's blocks by others.
     nodes: Nodes,
-    /// What this stream has been made to wait for: (other's serial, epoch), so that it need not wait twice.
-    waited: Spin<Vec<(u64, u64)>>,
+    waited: Waited,
     /// Whether the handle is good, and who calls for it.
     retirement: Retirement,
-    /// What pools keep for this stream, by pool.
-    attached: OnceLock<Attached>,
-    attached_more: RwLock<Vec<Attached>>,
+    attachments: Attachments,
 }
-
-/// A pool and the number that it keeps for a stream.
-type Attached = (u64, u32);
 
 impl Timeline {
     pub(crate) fn new(
@@ -134,18 +114,17 @@ impl Timeline {
             driver,
             raw,
             number,
-            id: id.map_or_else(OnceLock::new, OnceLock::from),
+            identity: Identity::new(id),
             serial: SERIALS.fetch_add(1, Ordering::Relaxed),
             life,
             leases: AtomicU32::new(0),
             isolated: AtomicBool::new(isolated),
             epochs: Epochs::new(),
-            spare: Spin::new(Vec::new()),
+            spare: SpareEvents::new(),
             nodes: Nodes::default(),
-            waited: Spin::new(Vec::new()),
+            waited: Waited::new(),
             retirement: Retirement::new(),
-            attached: OnceLock::new(),
-            attached_more: RwLock::new(Vec::new()),
+            attachments: Attachments::default(),
         }
     }
 
@@ -172,7 +151,7 @@ impl Timeline {
     /// [`Timeline::is_current`] is next asked.
     #[must_use]
     pub fn id(&self) -> Option<u64> {
-        self.id.get().copied()
+        self.identity.id()
     }
 
     /// Whether the handle still means this stream, and not one that was made after it had been destroyed. While the handle's
@@ -190,13 +169,9 @@ impl Timeline {
         }
     }
 
-    /// Whether the stream has this number. One that has not been numbered yet has it if it lives until it is retired, and
-    /// so cannot have been destroyed without a word meanwhile.
+    /// Whether the stream has this number.
     pub(crate) fn has(&self, id: u64) -> bool {
-        match self.life {
-            Life::Fenced => self.id.get() == Some(&id),
-            _ => *self.id.get_or_init(|| id) == id,
-        }
+        self.identity.is(id, &self.life)
     }
 
     pub(crate) fn nodes(&self) -> &Nodes {
@@ -420,11 +395,7 @@ impl Timeline {
     }
 
     fn take_event(&self) -> Result<Arc<OwnedEvent>> {
-        if let Some(event) = self.spare.with(Vec::pop) {
-            return Ok(event);
-        }
-        let raw = self.driver.event_create(self.raw.device()).map_err(|e| self.lost(e))?;
-        Ok(Arc::new(OwnedEvent { driver: self.driver.clone(), raw }))
+        self.spare.take(&self.driver, self.raw.device()).map_err(|e| self.lost(e))
     }
 
     fn lost(&self, error: DriverError) -> MemoryError {
@@ -465,27 +436,7 @@ impl Timeline {
         if over.is_empty() {
             return;
         }
-        self.recycle(over);
-    }
-
-    /// Keeps events for later fences that this was the last to hold. One that somebody else holds may be waited for: it is
-    /// not recorded again before he has done this too.
-    fn recycle(&self, events: impl IntoIterator<Item = Arc<OwnedEvent>>) {
-        let free = events.into_iter().filter_map(|mut event| {
-            if Arc::get_mut(&mut event).is_some() {
-                Some(event)
-            } else {
-                Arc::into_inner(event).map(Arc::new)
-            }
-        });
-        let free: Vec<_> = free.collect();
-        let too_many = self.spare.with(|spare| {
-            let room = SPARE_EVENTS.saturating_sub(spare.len());
-            let mut free = free.into_iter();
-            spare.extend(free.by_ref().take(room));
-            free
-        });
-        drop(too_many);
+        self.spare.keep(over);
     }
 
     /// Makes this stream wait for `epoch` of another, on the device; the host does not wait. Says whether a wait had to
@@ -497,7 +448,7 @@ impl Timeline {
     /// has not been fenced there; the driver's. What was queued before is as it was.
     pub fn wait_for(&self, other: &Timeline, epoch: u64) -> Result<bool> {
         let same = std::ptr::eq(self, other);
-        if same || other.is_done(epoch) || self.has_waited(other, epoch) {
+        if same || other.is_done(epoch) || self.waited.has(other.serial, epoch) {
             return Ok(false);
         }
         let fence = other.fence(epoch)?;
@@ -515,16 +466,7 @@ impl Timeline {
             self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))?;
         }
         drop(event);
-        self.waited.with(|waited| match waited.iter_mut().find(|(serial, _)| *serial == other.serial) {
-            Some((_, newest)) => *newest = (*newest).max(proved),
-            None => {
-                if waited.len() == REMEMBERED_WAITS {
-                    // Forgetting one costs a wait that was not needed.
-                    waited.remove(0);
-                }
-                waited.push((other.serial, proved));
-            }
-        });
+        self.waited.note(other.serial, proved);
         Ok(true)
     }
 
@@ -550,11 +492,6 @@ impl Timeline {
         Ok(self.capture()?.is_some_and(|mine| other.capture().is_ok_and(|theirs| theirs == Some(mine))))
     }
 
-    fn has_waited(&self, other: &Timeline, epoch: u64) -> bool {
-        self.waited
-            .with(|waited| waited.iter().any(|&(serial, newest)| serial == other.serial && epoch <= newest))
-    }
-
     /// Blocks until `epoch` is done or the deadline has passed; says whether it is done.
     ///
     /// # Errors
@@ -574,7 +511,7 @@ impl Timeline {
             let _relaxed = Relaxed::enter(&*self.driver);
             self.driver.event_synchronize(event.raw).map_err(|e| self.disproved(proved, e))?;
             self.finish(proved);
-            self.recycle([event]);
+            self.spare.keep([event]);
             return Ok(true);
         };
         // The driver has no wait with a deadline.
@@ -586,7 +523,7 @@ impl Timeline {
             };
             if done {
                 self.finish(proved);
-                self.recycle([event]);
+                self.spare.keep([event]);
                 return Ok(true);
             }
             let now = Instant::now();
@@ -751,48 +688,19 @@ impl Timeline {
     #[inline]
     #[must_use]
     pub fn attachment(&self, key: u64) -> Option<u32> {
-        match self.attached.get() {
-            Some(&(first, number)) if first == key => Some(number),
-            Some(_) => self.further_attachment(key),
-            None => None,
-        }
-    }
-
-    #[cold]
-    fn further_attachment(&self, key: u64) -> Option<u32> {
-        let more = self.attached_more.read().unwrap_or_else(PoisonError::into_inner);
-        more.iter().find(|(other, _)| *other == key).map(|&(_, number)| number)
+        self.attachments.get(key)
     }
 
     /// Keeps `number` for the pool called `key`, unless it keeps one already; answers with the one that is kept.
     /// `key` must never have another meaning.
     pub fn attach(&self, key: u64, number: u32) -> u32 {
-        let mut more = self.attached_more.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kept) =
-            self.attached.get().into_iter().chain(more.iter()).find(|(other, _)| *other == key)
-        {
-            return kept.1;
-        }
-        if self.attached.set((key, number)).is_err() {
-            more.push((key, number));
-        }
-        number
+        self.attachments.attach(key, number)
     }
 
     /// Lets go of what was kept for `key`, where it can; the first pool's stays and is never asked for again.
     pub fn detach(&self, key: u64) {
-        self.attached_more.write().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != key);
+        self.attachments.detach(key);
     }
-}
-
-/// The driver's number of a stream. `None` for one that captures: asked for that, the driver refuses and breaks the capture.
-/// Breaks nobody else's.
-pub(crate) fn id_of(driver: &dyn Driver, raw: RawStream) -> std::result::Result<Option<u64>, DriverError> {
-    let _relaxed = Relaxed::enter(driver);
-    if driver.stream_is_capturing(raw)? {
-        return Ok(None);
-    }
-    driver.stream_id(raw).map(Some)
 }
 
 impl Drop for Timeline {

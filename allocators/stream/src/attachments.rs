@@ -1,0 +1,47 @@
+//! What pools keep for a stream.
+
+use std::sync::{OnceLock, PoisonError, RwLock};
+
+/// A number for each pool. The first pool's is found without a lock: most streams are of one.
+#[derive(Default)]
+pub(crate) struct Attachments {
+    first: OnceLock<Attached>,
+    more: RwLock<Vec<Attached>>,
+}
+
+/// A pool and its number.
+type Attached = (u64, u32);
+
+impl Attachments {
+    #[inline]
+    pub(crate) fn get(&self, key: u64) -> Option<u32> {
+        match self.first.get() {
+            Some(&(first, number)) if first == key => Some(number),
+            Some(_) => self.further(key),
+            None => None,
+        }
+    }
+
+    #[cold]
+    fn further(&self, key: u64) -> Option<u32> {
+        let more = self.more.read().unwrap_or_else(PoisonError::into_inner);
+        more.iter().find(|(other, _)| *other == key).map(|&(_, number)| number)
+    }
+
+    /// Keeps `number`, unless there is one already; answers with the one that is kept.
+    pub(crate) fn attach(&self, key: u64, number: u32) -> u32 {
+        let mut more = self.more.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kept) = self.first.get().into_iter().chain(more.iter()).find(|(other, _)| *other == key) {
+            return kept.1;
+        }
+        if self.first.set((key, number)).is_err() {
+            more.push((key, number));
+        }
+        number
+    }
+
+    /// Lets go of what was kept, where it can; the first stays.
+    pub(crate) fn detach(&self, key: u64) {
+        self.more.write().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != key);
+    }
+}
