@@ -178,7 +178,9 @@ impl Shared {
     ) -> Result<()> {
         self.check(parts)?;
         let lanes = &self.side(parts.way).lanes;
-        let lane = if parts.total <= self.alone(parts.way) { lanes.one_pinned() } else { None };
+        let direct = parts.total <= self.direct(parts.way);
+        let wanted = parts.total <= self.alone(parts.way) && (!direct || self.waits.want_word());
+        let lane = if wanted { lanes.one_pinned() } else { None };
         let front = match self.front(home, order) {
             Ok(front) => front,
             Err(error) => {
@@ -190,7 +192,7 @@ impl Shared {
         let mut lent = Lent { lane, on, lanes };
         let slots = lent.lane.as_mut().map(|lane| &mut lane.slots[..]);
         let (moved, settled) = match slots {
-            Some([slot, others @ ..]) if parts.total > self.direct(parts.way) => {
+            Some([slot, others @ ..]) if !direct => {
                 // SAFETY: 1. the caller's, and none is longer than a slot. 2. the operands have just been ordered.
                 unsafe {
                     through_slot(on, &self.waits, parts, slot, others.first_mut(), self.stores_alone(parts))

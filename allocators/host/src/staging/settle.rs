@@ -57,6 +57,19 @@ impl Waits {
         Self { said, tried: AtomicU32::new(0), by_stream, by_word }
     }
 
+    /// Whether the next wait may be by a word.
+    pub(super) fn want_word(&self) -> bool {
+        match self.said {
+            ShortWait::Stream => false,
+            ShortWait::Word => true,
+            ShortWait::Auto => self.tried.load(Ordering::Relaxed) < TRIES || self.is_word_shorter(),
+        }
+    }
+
+    fn is_word_shorter(&self) -> bool {
+        self.by_word.load(Ordering::Relaxed) <= self.by_stream.load(Ordering::Relaxed)
+    }
+
     /// As [`settle`], by whichever way is shorter. For the one by a word there must be a slot that carries nothing.
     ///
     /// # Errors
@@ -70,7 +83,7 @@ impl Waits {
             ShortWait::Auto if trial => {
                 self.tried.fetch_add(1, Ordering::Relaxed).count_ones().is_multiple_of(2)
             }
-            ShortWait::Auto => self.by_word.load(Ordering::Relaxed) <= self.by_stream.load(Ordering::Relaxed),
+            ShortWait::Auto => self.is_word_shorter(),
         };
         let begun = trial.then(Instant::now);
         if by_word { settle_by(word, on) } else { settle(on) }?;
