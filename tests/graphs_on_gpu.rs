@@ -29,7 +29,7 @@ use first_gpu::{
 use std::{
     env,
     sync::{
-        Arc,
+        Arc, PoisonError, RwLock, RwLockReadGuard,
         atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread,
@@ -101,9 +101,19 @@ struct Kept {
     bad: DeviceBuffer<u32>,
 }
 
+/// Held while somebody captures in the strictest mode: another thread is refused a context, code and a stream then, and
+/// another test's are no part of what is tested.
+static STRICT: RwLock<()> = RwLock::new(());
+
+/// Held while a context, code or a stream is made.
+fn making() -> RwLockReadGuard<'static, ()> {
+    STRICT.read().unwrap_or_else(PoisonError::into_inner)
+}
+
 impl Rig {
     #[track_caller]
     fn new() -> Option<Self> {
+        let _making = making();
         let gpu = Gpu::with("fill", fill())?;
         let load =
             |name, text| gpu.context.load_module(Ptx::from_src(text)).unwrap().load_function(name).unwrap();
@@ -115,6 +125,7 @@ impl Rig {
     }
 
     fn stream(&self) -> Both {
+        let _making = making();
         let cu = self.gpu.cu();
         // SAFETY: 1. a stream of this device, 2. kept alive by its own `Arc`.
         let s = unsafe { self.pool.streams().adopt(raw_stream(&cu), Life::KeptAlive(keep_alive(&cu))) };
@@ -304,6 +315,7 @@ fn two_graphs_share_a_pool_and_their_launches_follow_each_other() {
 fn by_cudarc(rig: &Rig, on: &Both) -> (cudarc::driver::CudaGraph, Captured, Kept) {
     let graphs = rig.pool.graph_pool().unwrap();
     let announced = graphs.announce(&on.s).unwrap();
+    let _strict = STRICT.write().unwrap_or_else(PoisonError::into_inner);
     on.cu.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).unwrap();
     let kept = rig.work(on, rig.kept(on));
     // What the pool does for others meanwhile breaks nothing.

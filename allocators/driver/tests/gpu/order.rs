@@ -98,13 +98,6 @@ fn a_wait_by_a_word_sees_all_that_was_queued_before_it_and_leaves_a_long_one_to_
             assert_eq!(host.cast::<u8>().as_ptr().add(LARGEST - 1).read(), round, "round {round}");
         }
         driver.stream_watch(stream.raw, &AtomicU32::new(0), 1).expect_err("the device cannot write that");
-        // What other tests do meanwhile breaks no capture of this mode, nor does this one break theirs.
-        driver.capture_begin(stream.raw, CaptureMode::Relaxed).unwrap();
-        let value = word_of.load(Ordering::Relaxed).wrapping_add(1);
-        assert_eq!(driver.stream_watch(stream.raw, word_of, value), Ok(false));
-        let graph = driver.capture_end(stream.raw).expect("the capture is whole");
-        assert_ne!(word_of.load(Ordering::Acquire), value, "what is captured does not run");
-        driver.graph_destroy(graph).unwrap();
         driver.host_free(DEVICE, word).unwrap();
         driver.host_free(DEVICE, host).unwrap();
         driver.mem_free(DEVICE, block).unwrap();
