@@ -395,6 +395,18 @@ impl Shared {
         state
     }
 
+    /// The host waits until a stream of `device` has come so far, and knows what came before.
+    pub(crate) fn host_waits(&self, state: Guard<'_>, device: DeviceId, until: &Point) -> Result<(), u32> {
+        let waits = !state.reached(until.stream, until.count);
+        let mut state = self.run_until(state, until.stream, until.count);
+        state.device(device)?;
+        if waits {
+            state.host_waited(until.path);
+        }
+        state.host_learns(&until.clock);
+        Ok(())
+    }
+
     /// Runs all that has been queued on a device.
     pub(crate) fn run_device<'a>(&'a self, mut state: Guard<'a>, device: DeviceId) -> Guard<'a> {
         let until: Vec<_> = state.streams.iter().map(|stream| (stream.device, stream.enqueued)).collect();

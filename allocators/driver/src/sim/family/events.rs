@@ -84,13 +84,6 @@ impl Events for Shared {
         state.refuse_captured(event).map_err(at(call))?;
         self.cost(call, 0);
         let Some(point) = state.event(event).map_err(at(call))?.point.clone() else { return Ok(()) };
-        let waits = !state.reached(point.stream, point.count);
-        let mut state = self.run_until(state, point.stream, point.count);
-        state.device(event.device()).map_err(at(call))?;
-        if waits {
-            state.host_waited(point.path);
-        }
-        state.host_learns(&point.clock);
-        Ok(())
+        self.host_waits(state, event.device(), &point).map_err(at(call))
     }
 }

@@ -80,14 +80,7 @@ impl Streams for Shared {
         state.captures.disturb().map_err(at(call))?;
         self.cost(call, 0);
         let point = state.point(place);
-        let waits = !state.reached(point.stream, point.count);
-        let mut state = self.run_until(state, point.stream, point.count);
-        state.device(stream.device()).map_err(at(call))?;
-        if waits {
-            state.host_waited(point.path);
-        }
-        state.host_learns(&point.clock);
-        Ok(())
+        self.host_waits(state, stream.device(), &point).map_err(at(call))
     }
 
     unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool> {
@@ -103,16 +96,10 @@ impl Streams for Shared {
             return Ok(false);
         }
         let point = state.point(place);
-        let waits = !state.reached(point.stream, point.count);
-        let mut state = self.run_until(state, point.stream, point.count);
-        if state.device(stream.device()).is_err() {
+        if self.host_waits(state, stream.device(), &point).is_err() {
             // The wait that follows tells.
             return Ok(false);
         }
-        if waits {
-            state.host_waited(point.path);
-        }
-        state.host_learns(&point.clock);
         word.store(value, Ordering::Relaxed);
         Ok(true)
     }
