@@ -116,9 +116,6 @@ impl<E> Epochs<E> {
         self.done.fetch_max(epoch, Ordering::AcqRel);
         self.recorded.with(|recorded| {
             let over = recorded.partition_point(|&(other, _)| other <= epoch);
-            if over == 0 {
-                return Vec::new();
-            }
             recorded.drain(..over).map(|(_, event)| event).collect()
         })
     }

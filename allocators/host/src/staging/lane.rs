@@ -99,8 +99,6 @@ impl Slot {
 /// A few slots. None is busy while nobody has the lane.
 pub(super) struct Lane {
     pub(super) slots: Vec<Slot>,
-    /// Devices reach all of them.
-    pinned: bool,
 }
 
 impl Lane {
@@ -110,9 +108,11 @@ impl Lane {
             let receipt = Arc::new(Receipt::default());
             Ok(Slot { pages, moves: Vec::new(), bytes: 0, busy: None, handed_in: false, receipt })
         };
-        let slots = (0..slots).map(|_| slot()).collect::<Result<Vec<_>>>()?;
-        let pinned = slots.iter().all(|slot| slot.pages.is_pinned());
-        Ok(Self { slots, pinned })
+        Ok(Self { slots: (0..slots).map(|_| slot()).collect::<Result<_>>()? })
+    }
+
+    pub(super) fn is_pinned(&self) -> bool {
+        self.slots.iter().all(|slot| slot.pages.is_pinned())
     }
 
     /// Waits until the copies of a slot are done, which were queued on this stream or are about to be.
@@ -254,7 +254,7 @@ impl Lanes {
                 self.try_take()?
             }
         };
-        if lane.pinned {
+        if lane.is_pinned() {
             return Some(lane);
         }
         self.give(lane);
@@ -320,7 +320,7 @@ impl Lanes {
 
     /// Whether the slots are pinned, as far as there are any idle ones.
     pub(super) fn is_pinned(&self) -> bool {
-        self.lock().idle.iter().all(|lane| lane.pinned)
+        self.lock().idle.iter().all(Lane::is_pinned)
     }
 
     /// Gives the slots of idle lanes back to their pool. Answers with their bytes.

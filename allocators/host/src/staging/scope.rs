@@ -155,12 +155,8 @@ impl Stager {
         let unwound = Settle(&begun);
         let result = work(&StageScope { stager: self, begun: &begun, scope: PhantomData, env: PhantomData });
         let returned = ManuallyDrop::new(unwound);
-        let begun = returned.take();
-        if !begun.is_empty() {
-            // All of them, whatever comes of one.
-            let outcomes: Vec<_> = begun.iter().map(|transfer| transfer.wait()).collect();
-            outcomes.into_iter().collect::<Result<()>>()?;
-        }
+        let outcomes: Vec<_> = returned.take().iter().map(|transfer| transfer.wait()).collect();
+        outcomes.into_iter().collect::<Result<()>>()?;
         Ok(result)
     }
 }

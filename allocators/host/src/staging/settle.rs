@@ -57,17 +57,21 @@ impl Waits {
         Self { said, tried: AtomicU32::new(0), by_stream, by_word }
     }
 
-    /// Whether the next wait may be by a word.
+    /// Whether the next wait takes its turn.
+    fn is_trial(&self) -> bool {
+        self.said == ShortWait::Auto && self.tried.load(Ordering::Relaxed) < TRIES
+    }
+
+    /// Whether the next wait may be by a word; is by one, where it takes no turn.
     pub(super) fn want_word(&self) -> bool {
         match self.said {
             ShortWait::Stream => false,
             ShortWait::Word => true,
-            ShortWait::Auto => self.tried.load(Ordering::Relaxed) < TRIES || self.is_word_shorter(),
+            ShortWait::Auto => {
+                self.is_trial()
+                    || self.by_word.load(Ordering::Relaxed) <= self.by_stream.load(Ordering::Relaxed)
+            }
         }
-    }
-
-    fn is_word_shorter(&self) -> bool {
-        self.by_word.load(Ordering::Relaxed) <= self.by_stream.load(Ordering::Relaxed)
     }
 
     /// As [`settle`], by whichever way is shorter. For the one by a word there must be a slot that carries nothing.
@@ -76,14 +80,11 @@ impl Waits {
     /// As [`settle`]. The slot is busy as well, and for ever if the stream captured: the graph may write it.
     pub(super) fn settle(&self, word: Option<&mut Slot>, on: &Timeline) -> Result<()> {
         let Some(word) = word else { return settle(on) };
-        let trial = self.said == ShortWait::Auto && self.tried.load(Ordering::Relaxed) < TRIES;
-        let by_word = match self.said {
-            ShortWait::Stream => false,
-            ShortWait::Word => true,
-            ShortWait::Auto if trial => {
-                self.tried.fetch_add(1, Ordering::Relaxed).count_ones().is_multiple_of(2)
-            }
-            ShortWait::Auto => self.is_word_shorter(),
+        let trial = self.is_trial();
+        let by_word = if trial {
+            self.tried.fetch_add(1, Ordering::Relaxed).count_ones().is_multiple_of(2)
+        } else {
+            self.want_word()
         };
         let begun = trial.then(Instant::now);
         if by_word { settle_by(word, on) } else { settle(on) }?;

@@ -259,17 +259,17 @@ pub(crate) struct StagerFlags {
     #[arg(long, value_name = "BYTES")]
     pub(crate) chunk: Option<Size>,
     /// Bytes up to which the driver copies to the device by itself
-    #[arg(long, value_name = "BYTES")]
-    pub(crate) direct: Option<UpTo>,
+    #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
+    pub(crate) direct: Option<Size>,
     /// Bytes up to which the driver copies to the host by itself
-    #[arg(long, value_name = "BYTES")]
-    pub(crate) down_direct: Option<UpTo>,
+    #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
+    pub(crate) down_direct: Option<Size>,
     /// Bytes up to which the calling thread copies to the device by itself
-    #[arg(long, value_name = "BYTES")]
-    pub(crate) alone: Option<UpTo>,
+    #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
+    pub(crate) alone: Option<Size>,
     /// Bytes up to which the calling thread copies to the host by itself
-    #[arg(long, value_name = "BYTES")]
-    pub(crate) down_alone: Option<UpTo>,
+    #[arg(long, value_name = "BYTES", value_parser = size_or_none)]
+    pub(crate) down_alone: Option<Size>,
     /// How the processor writes into slots
     #[arg(long, value_enum)]
     pub(crate) stores: Option<StoresChoice>,
@@ -328,16 +328,15 @@ impl StagerFlags {
     pub(crate) fn config(&self) -> StagerConfig {
         let mut config = StagerConfig::default();
         let bytes = |size: Option<Size>, usual| size.map_or(usual, |size| size.0 as usize);
-        let up_to = |size: Option<UpTo>, usual| size.map_or(usual, |size| size.0 as usize);
         config.up_workers = self.workers.unwrap_or(config.up_workers);
         config.down_workers = self.down_workers.or(self.workers).unwrap_or(config.down_workers);
         config.slots = self.slots.unwrap_or(config.slots);
         config.slot = bytes(self.slot, config.slot);
         config.least_chunk = bytes(self.chunk, config.least_chunk.min(config.slot));
-        config.direct = up_to(self.direct, config.direct);
-        config.down_direct = up_to(self.down_direct, config.down_direct);
-        config.alone = up_to(self.alone, config.alone);
-        config.down_alone = up_to(self.down_alone, config.down_alone);
+        config.direct = bytes(self.direct, config.direct);
+        config.down_direct = bytes(self.down_direct, config.down_direct);
+        config.alone = bytes(self.alone, config.alone);
+        config.down_alone = bytes(self.down_alone, config.down_alone);
         config.stores = self.stores.map_or(config.stores, Stores::from);
         config.down_stores = self.down_stores.map_or(config.down_stores, Stores::from);
         config.short_wait = self.short_wait.map_or(config.short_wait, ShortWait::from);
@@ -360,19 +359,11 @@ impl FromStr for Size {
     }
 }
 
-/// A number of bytes as people write it, or 0 for none.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct UpTo(pub(crate) u64);
-
-impl FromStr for UpTo {
-    type Err = AmountError;
-
-    fn from_str(text: &str) -> Result<Self, AmountError> {
-        match text.parse() {
-            Ok(Size(bytes)) => Ok(Self(bytes)),
-            Err(AmountError::Zero) => Ok(Self(0)),
-            Err(error) => Err(error),
-        }
+/// A size, or 0 for none.
+fn size_or_none(text: &str) -> Result<Size, AmountError> {
+    match text.parse() {
+        Err(AmountError::Zero) => Ok(Size(0)),
+        size => size,
     }
 }
 
@@ -518,7 +509,7 @@ mod tests {
     #[test]
     fn limits_of_a_stager_may_be_nothing_and_slots_not() {
         for (text, bytes) in [("0", Ok(0)), ("16K", Ok(16 << 10)), ("x", Err(AmountError::NotAnAmount))] {
-            assert_eq!(text.parse().map(|UpTo(bytes)| bytes), bytes, "{text}");
+            assert_eq!(size_or_none(text).map(|Size(bytes)| bytes), bytes, "{text}");
         }
         assert!(matches!("0".parse::<Size>(), Err(AmountError::Zero)));
     }
