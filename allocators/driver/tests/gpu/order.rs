@@ -80,17 +80,21 @@ fn a_wait_by_a_word_sees_all_that_was_queued_before_it_and_leaves_a_long_one_to_
             assert_eq!(word.load(Ordering::Acquire), value);
             seen
         };
-        let mut seen = 0;
-        for round in 0..200u8 {
-            let bytes = [4, 4096, 64 << 10][usize::from(round) % 3];
-            driver.fill(stream.raw, block, round, bytes as u64).unwrap();
-            driver.copy_to_host(stream.raw, host, block, bytes).unwrap();
-            seen += u32::from(wait(word_of));
-            assert_eq!(host.cast::<u8>().read(), round, "round {round}");
-            assert_eq!(host.cast::<u8>().as_ptr().add(bytes - 1).read(), round, "round {round}");
+        // Other tests hold some of them up: the best of a few goes counts.
+        let mut most = 0;
+        for _ in 0..5 {
+            let mut seen = 0;
+            for round in 0..200u8 {
+                let bytes = [4, 4096, 64 << 10][usize::from(round) % 3];
+                driver.fill(stream.raw, block, round, bytes as u64).unwrap();
+                driver.copy_to_host(stream.raw, host, block, bytes).unwrap();
+                seen += u32::from(wait(word_of));
+                assert_eq!(host.cast::<u8>().read(), round, "round {round}");
+                assert_eq!(host.cast::<u8>().as_ptr().add(bytes - 1).read(), round, "round {round}");
+            }
+            most = most.max(seen);
         }
-        // All but those that were held up by something else.
-        assert!(seen > 0, "none of 200 short waits ended by the word");
+        assert!(most > 180, "only {most} of 200 short waits ended by the word");
         for round in 0..8 {
             driver.fill(stream.raw, block, round, LARGEST as u64).unwrap();
             driver.copy_to_host(stream.raw, host, block, LARGEST).unwrap();
