@@ -45,8 +45,12 @@ pub(crate) struct Slab {
     pub(crate) used: u32,
     /// Bit n: slot n is free.
     free: [u64; WORDS],
-    /// Goes up each time the slot is freed, and outlives the slab's use.
+    /// The generation of the block in each live slot; what a free slot holds means nothing.
     generations: Box<[u32]>,
+    /// The generation of the next block. It counts the blocks of all slots and outlives the slab's use:
+    /// a slab that is made anew at another start puts an old address into another slot, so a count kept
+    /// for each slot would repeat an old key.
+    next_generation: u32,
 }
 
 impl Slab {
@@ -233,6 +237,7 @@ impl Slabs {
                 used: 0,
                 free: [0; WORDS],
                 generations: vec![0; longest as usize].into_boxed_slice(),
+                next_generation: 0,
             });
             (self.slabs.len() - 1) as u32
         } else {
@@ -284,8 +289,10 @@ impl Slabs {
             }
         }
         slab.used += 1;
-        let taken =
-            Taken { address: slab.address(slot), bytes: slab.slot, generation: slab.generations[slot] };
+        let generation = slab.next_generation;
+        slab.next_generation = generation.wrapping_add(1);
+        slab.generations[slot] = generation;
+        let taken = Taken { address: slab.address(slot), bytes: slab.slot, generation };
         if slab.used == slab.slots {
             self.unlink(id);
         }
@@ -304,8 +311,6 @@ impl Slabs {
     pub(crate) fn give(&mut self, id: u32, slot: usize, stamp: u64) -> Given {
         let slab = &mut self.slabs[id as usize];
         slab.free[slot / 64 % WORDS] |= 1 << (slot % 64);
-        let generation = &mut slab.generations[slot];
-        *generation = generation.wrapping_add(1);
         slab.stamp = slab.stamp.max(stamp);
         let (was_full, bytes) = (slab.used == slab.slots, slab.slot);
         slab.used -= 1;

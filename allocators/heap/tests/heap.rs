@@ -509,3 +509,48 @@ fn draining_takes_exactly_what_is_free_with_its_stamps_and_leaves_what_lives() {
     }
     heap.check().unwrap();
 }
+
+#[test]
+fn freed_slot_key_is_refused_after_its_slab_is_rebuilt_at_another_start() {
+    let mut heap = device(64 * MIB);
+    let large = heap.alloc(1536, 512).unwrap();
+    let stale = heap.alloc(512, 512).unwrap();
+    heap.free_block(&large, 0).unwrap();
+    heap.free_block(&stale, 0).unwrap();
+    // The slab of 512 B slots comes back at another start, so the same address has another slot number.
+    let again: Vec<_> = [1024, 512, 512].map(|bytes| heap.alloc(bytes, 512).unwrap()).into();
+    assert_eq!(again[2].address, stale.address, "the address lives again");
+    assert_ne!(again[2].key, stale.key);
+    assert_eq!(heap.size_of_keyed(stale.address, stale.key), None);
+    assert_eq!(heap.free_block(&stale, 0), Err(HeapError::Stale { address: stale.address }));
+    assert_eq!(
+        heap.free_keyed(stale.address, stale.key, 0),
+        Err(HeapError::Stale { address: stale.address })
+    );
+    heap.check().unwrap();
+}
+
+#[test]
+fn no_two_blocks_of_a_heap_ever_have_the_same_address_and_key() {
+    use std::collections::HashSet;
+    let mut seen = HashSet::new();
+    let mut heap = device(256 * KIB);
+    let mut live = Vec::new();
+    let mut random = 1u64;
+    for _ in 0..20_000 {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let draw = random >> 33;
+        if draw % 3 == 0 && !live.is_empty() {
+            let block: Block = live.swap_remove(draw as usize / 3 % live.len());
+            heap.free_block(&block, 0).unwrap();
+        } else if let Some(block) = heap.alloc(512 << (draw / 3 % 5), 512) {
+            assert!(seen.insert((block.address, block.key)), "{block:?} was handed out before");
+            live.push(block);
+        } else {
+            // Everything goes at once, so that slabs are dissolved and built elsewhere.
+            for block in live.drain(..) {
+                heap.free_block(&block, 0).unwrap();
+            }
+        }
+    }
+}
