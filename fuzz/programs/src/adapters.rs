@@ -6,7 +6,7 @@
 //! open; in the end every wrapper's account is at zero, and the device has everything back.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::Bytes;
+use crate::program::{Bytes, MAX_OPS};
 use aquifer_adapters::{Counted, Fallback, Frames, Limit, Segregate, Tagged};
 use aquifer_core::{Budget, MemoryError, Opaque, Result, Tag};
 use aquifer_device::{DeviceArena, DeviceBuffer, DevicePages, DevicePool, PageRun, PoolConfig, Resource};
@@ -14,8 +14,6 @@ use aquifer_driver::{Access, DeviceId, sim::Sim};
 use aquifer_stream::{Stream, Use};
 use std::{sync::Arc, time::Duration};
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 120;
 /// The pool's limit.
 const CAPACITY: u64 = 16 << 20;
 /// Bytes of a frame.

@@ -17,14 +17,18 @@
 //!
 //! [`Program::careless`] is the same program without its waits between streams, for the negative control: an oracle that
 //! does not object to it sees nothing.
+#![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
 mod execute;
 mod faults;
 mod generate;
 mod host;
 
-use crate::program::seeded;
-use aquifer_driver::{CaptureMode, Pattern, Rows};
+use crate::program::{count_operations, seeded};
+use aquifer_driver::{
+    CaptureMode, DeviceId, Pattern, Rows,
+    sim::{Sim, ViolationKind},
+};
 use std::fmt;
 
 /// The unit of physical memory and of mappings, in bytes. A device's own granularity must divide it.
@@ -193,6 +197,39 @@ pub enum Fault {
     LeaveUnjoined { stream: usize, other: usize, event: usize, slot: usize },
     /// A question about an event that was recorded in a capture.
     QueryCaptured { stream: usize, event: usize },
+}
+
+/// Runs the program that `bytes` choose on simulated devices that differ in when they do queued work, and in whether they
+/// keep bytes at all.
+///
+/// # Panics
+/// When two of them differ in what they answer or leave behind, when the oracle objects to a program without races, or when
+/// something is not given back.
+pub fn run(bytes: &[u8]) {
+    let program = Program::from_bytes(bytes);
+    let seed = bytes.iter().fold(0, |seed: u64, &byte| seed.wrapping_mul(257).wrapping_add(byte.into()));
+    let run_on = |how: &str, sim: Sim| {
+        count_operations(program.operations.len());
+        let outcome = match program.run(&sim.driver(), DeviceId(0)) {
+            Ok(outcome) => outcome,
+            Err(refused) => panic!("{how}: {refused}"),
+        };
+        // Programs copy across registrations on purpose; the oracle reports that beside the error.
+        let violations = sim.violations();
+        let other = violations.iter().find(|violation| violation.kind != ViolationKind::AcrossRegistrations);
+        assert!(other.is_none(), "{how}: {}", violations[0]);
+        assert!(sim.outstanding().is_empty(), "{how}: {}", sim.outstanding());
+        outcome
+    };
+    let sim = || Sim::h200(1).capacity(1 << 30);
+    let eager = run_on("eager", sim());
+    for (how, sim) in [("seeded", sim().seeded(seed)), ("paced", sim().seeded(!seed).paced(64))] {
+        let late = run_on(how, sim);
+        let differences = eager.differences(&late, &program);
+        assert!(differences.is_empty(), "eager and {how}:\n{differences}");
+    }
+    let symbolic = run_on("symbolic", sim().symbolic());
+    assert_eq!(eager.codes, symbolic.codes, "{}", eager.differences(&symbolic, &program));
 }
 
 /// A program for a driver.

@@ -19,9 +19,6 @@ pub mod steps;
 
 use crate::program::Bytes;
 
-/// Operations of one program at most.
-pub(crate) const MAX_OPS: usize = 200;
-
 /// Runs the program that `bytes` spell.
 ///
 /// # Panics

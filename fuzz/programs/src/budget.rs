@@ -7,7 +7,7 @@
 
 mod model;
 
-use crate::program::Bytes;
+use crate::program::{Bytes, MAX_OPS};
 use aquifer_core::{
     Budget, Charge, OutOfBudget, Reservation,
     budget::{Lease, Leased, Levels, StrandedCharge, Waiting},
@@ -24,8 +24,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 300;
 /// Nodes of one program at most, those that are gone included.
 const MAX_NODES: usize = 24;
 /// No clock reaches the first deadline while a program runs.

@@ -9,7 +9,7 @@
 //! handles of up to 64 MiB, until the limit comes down on them and handles are small, move, and are melted.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::Bytes;
+use crate::program::{Bytes, MAX_OPS};
 use aquifer_core::{Budget, MemoryError};
 use aquifer_device::{Adoption, Block, Debugging, DeviceBuffer, DevicePool, Fault, PoolConfig, Request};
 use aquifer_driver::{
@@ -19,8 +19,6 @@ use aquifer_driver::{
 use aquifer_stream::{Life, Stream, Use};
 use std::time::Duration;
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 300;
 /// Accesses are declared for blocks that the program holds, on streams of an idle device.
 const OURS: &str = "an access to a block of ours";
 /// The device's memory, of a small one and of a vast one. All sizes of a program go with it.

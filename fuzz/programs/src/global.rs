@@ -15,7 +15,7 @@
 
 pub mod below;
 
-use crate::program::{Bytes, alone};
+use crate::program::{Bytes, MAX_OPS, alone, count_operation};
 use aquifer_core::{Tag, tagged};
 use aquifer_global::{
     Counted, Global, Tracked, Uncounted, allocated_under, capture, held_under, report, route, sample_every,
@@ -29,8 +29,6 @@ use std::{
     thread,
 };
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 300;
 /// Scopes within each other at most.
 const MAX_DEPTH: usize = 5;
 /// What other threads of the process may hold as change, in bytes, with room.
@@ -153,6 +151,7 @@ impl Run {
     fn steps(&mut self, bytes: &mut Bytes<'_>, depth: usize) {
         while !bytes.is_empty() && self.ops < MAX_OPS {
             self.ops += 1;
+            count_operation();
             match bytes.choice(24) {
                 0..=6 => self.allocate(bytes),
                 7..=10 => {

@@ -7,7 +7,7 @@
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 #![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
 
-use crate::program::{Bytes, alone};
+use crate::program::{Bytes, MAX_OPS, alone};
 use aquifer_core::{Budget, MemoryError, Result};
 use aquifer_device::{Announced, Block, Captured, DevicePool, Graph, GraphPool, PoolConfig, Request};
 use aquifer_driver::{
@@ -23,8 +23,6 @@ use std::{
     time::Duration,
 };
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 200;
 /// Accesses are declared for memory that the program holds, on streams of an idle device.
 const OURS: &str = "an access to memory of ours";
 /// Calls of an idle device that nobody has made fail.

@@ -6,11 +6,8 @@
 #[path = "../../../allocators/heap/tests/shadow/mod.rs"]
 mod shadow;
 
-use crate::program::Bytes;
+use crate::program::{Bytes, MAX_OPS};
 use shadow::{Op, Shadow};
-
-/// Operations of one program at most: the model looks at everything after each.
-const MAX_OPS: usize = 400;
 
 /// Runs the program that `bytes` spell.
 ///

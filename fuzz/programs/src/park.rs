@@ -7,7 +7,7 @@
 #![expect(unsafe_code, reason = "parks memory that nobody is about to use")]
 
 use crate::{
-    program::Bytes,
+    program::{Bytes, MAX_OPS},
     rig::{Rig, went},
 };
 use allocator_api2::alloc::Global;
@@ -20,8 +20,6 @@ use aquifer_driver::{
 use aquifer_stream::Use;
 use std::time::Duration;
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 200;
 /// Accesses are declared for memory that the program holds, on streams of an idle device.
 const OURS: &str = "an access to memory of ours";
 /// The device's memory.

@@ -9,7 +9,7 @@
 //! A thread does what it is told while the program waits for it, so a program does the same each time.
 #![expect(unsafe_code, reason = "calls the allocator trait, queues copies, and looks into blocks")]
 
-use crate::program::{Bytes, alone};
+use crate::program::{Bytes, MAX_OPS, alone};
 use allocator_api2::alloc::Allocator;
 use aquifer_core::{Budget, DeferReuse, Gate, Result};
 use aquifer_driver::{Call, DeviceId, Driver, RawEvent, RawStream, sim::Sim};
@@ -34,8 +34,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 200;
 /// Live blocks at most, so that looking at all of them after each operation stays cheap.
 const MAX_BLOCKS: usize = 48;
 /// Owners, each with a pool of its own at a time, all under one budget.

@@ -6,7 +6,7 @@
 //! or is lost is never chosen, and a request is refused only where no device has room. In the end nothing is charged.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
-use crate::program::{Bytes, alone};
+use crate::program::{Bytes, MAX_OPS, alone};
 use aquifer::{
     Block, Budget, DeviceId, DevicePool, Group, Lease, MemoryError, Place, PlaceError, Placer, Placing,
     Policy, PoolConfig, Request, Runtime, Stream, placement::Health, sim::Sim,
@@ -18,8 +18,6 @@ use std::{
     time::Duration,
 };
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 120;
 const DEVICES: usize = 4;
 /// A physical handle, of which all sizes here are multiples: what a lease is drawn by is what a block takes.
 const UNIT: u64 = 2 << 20;

@@ -9,7 +9,7 @@
 
 use crate::{
     pinned::shared_host,
-    program::{Bytes, alone},
+    program::{Bytes, MAX_OPS, alone},
 };
 use aquifer_core::{
     Budget, MemoryError, OutOfMemory,
@@ -27,8 +27,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 200;
 const MIB: u64 = 1 << 20;
 /// The device's memory.
 const CAPACITY: u64 = 64 * MIB;

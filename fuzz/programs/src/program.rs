@@ -1,6 +1,30 @@
 //! Bytes as a program: how a fuzz target reads what to do next.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{
+    Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicU64, Ordering},
+};
+
+/// Operations of one program at most: what a program of some 8,000 bytes has.
+pub const MAX_OPS: usize = 2_000;
+
+static OPERATIONS: AtomicU64 = AtomicU64::new(0);
+
+/// Returns the number of operations that the programs of this process have done.
+#[must_use]
+pub fn operations() -> u64 {
+    OPERATIONS.load(Ordering::Relaxed)
+}
+
+/// Counts one operation of a program that does not run by [`Bytes::steps`].
+pub(crate) fn count_operation() {
+    count_operations(1);
+}
+
+/// Counts as many.
+pub(crate) fn count_operations(count: usize) {
+    OPERATIONS.fetch_add(count as u64, Ordering::Relaxed);
+}
 
 /// Reads numbers from bytes, and zeros once they have run out, so that every input is a program.
 ///
@@ -36,12 +60,13 @@ impl<'a> Bytes<'a> {
         self.rest.is_empty()
     }
 
-    /// Does `step` while bytes are left, at most so many times. Answers with how often it did.
+    /// Does `step` while bytes are left, at most `most` times. Returns the number of steps done.
     pub fn steps(&mut self, most: usize, mut step: impl FnMut(&mut Self)) -> usize {
         for done in 0..most {
             if self.is_empty() {
                 return done;
             }
+            count_operation();
             step(self);
         }
         most
@@ -97,6 +122,14 @@ impl<'a> Bytes<'a> {
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the length of the program of `seed`: log-uniform over 40 to 8,000 bytes.
+#[must_use]
+pub fn length(seed: u64) -> usize {
+    let word = u64::from_le_bytes(std::array::from_fn(|at| seeded(!seed, 8)[at]));
+    let uniform = (word >> 11) as f64 / (1_u64 << 53) as f64;
+    (40.0 * 200_f64.powf(uniform)) as usize
 }
 
 /// `len` bytes that look random and are the same for the same `seed`: the input of a test that

@@ -7,7 +7,7 @@
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::{
-    program::Bytes,
+    program::{Bytes, MAX_OPS},
     rig::{Rig, went},
 };
 use aquifer_core::{Budget, MemoryError};
@@ -19,8 +19,6 @@ use aquifer_driver::{
 use aquifer_stream::Use;
 use std::{collections::BTreeSet, time::Duration};
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 200;
 /// Accesses are declared for memory that the program holds, on streams of an idle device.
 const OURS: &str = "an access to memory of ours";
 /// The device's memory.

@@ -6,7 +6,7 @@
 //! harms no other. No copy touches memory out of turn: the oracle looks at all of them, and at every slot that is filled.
 //! In the end everything is given back.
 
-use crate::program::{Bytes, alone};
+use crate::program::{Bytes, MAX_OPS, alone};
 use aquifer_core::Budget;
 use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
 use aquifer_driver::{
@@ -31,8 +31,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Operations of one program at most.
-const MAX_OPS: usize = 60;
 /// Tickets at a time, and operands.
 const MOST: usize = 5;
 const GPU: DeviceId = DeviceId(0);

@@ -1,11 +1,8 @@
 //! Runs of pages against a row of flags.
 #![expect(clippy::panic, reason = "a broken promise ends the program")]
 
-use super::{
-    MAX_OPS,
-    books::{Books, Latch},
-};
-use crate::program::Bytes;
+use super::books::{Books, Latch};
+use crate::program::{Bytes, MAX_OPS, count_operation};
 use aquifer_adapters::{PageArena, Pages};
 use aquifer_core::Gate;
 use std::sync::Arc;
@@ -28,6 +25,7 @@ pub fn run(bytes: &mut Bytes<'_>) {
         if bytes.is_empty() {
             break;
         }
+        count_operation();
         match bytes.choice(8) {
             0..=3 => {
                 let size = usize::from(bytes.small()) % (PAGE * 40);

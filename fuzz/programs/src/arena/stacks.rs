@@ -1,7 +1,7 @@
 //! Wrappers over wrappers, arenas among them.
 
-use super::{MAX_OPS, books::Books, shadow::Shadow};
-use crate::program::Bytes;
+use super::{books::Books, shadow::Shadow};
+use crate::program::{Bytes, MAX_OPS};
 use allocator_api2::alloc::Allocator;
 use aquifer_adapters::{Arena, ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, Segregate, Tagged};
 use aquifer_core::{Budget, Tag};

@@ -1,8 +1,8 @@
 //! A ring of arenas, one for each step, whose blocks devices still read.
 #![expect(clippy::panic, reason = "a broken promise ends the program")]
 
-use super::{MAX_OPS, books::Books, shadow::Shadow};
-use crate::program::Bytes;
+use super::{books::Books, shadow::Shadow};
+use crate::program::{Bytes, MAX_OPS, count_operation};
 use aquifer_adapters::{Arena, ArenaSettings, Frames, OnReset, Scope};
 use aquifer_core::{DeferReuse, MemoryError};
 
@@ -117,6 +117,7 @@ fn some<A: DeferReuse>(
     let mut held = false;
     for _ in 0..bytes.choice(12) {
         *ops += 1;
+        count_operation();
         match bytes.choice(12) {
             0 => {
                 own.defer(arena, bytes);

@@ -1,0 +1,456 @@
+//! Runs the fuzz programs from fresh seeds on all cores, and makes what it finds short.
+//!
+//! Each core runs one worker process at a time, which does programs of one target for some seconds; the target that has
+//! had the least time comes next. A worker says in a file which seed it is at, so that a panic, an abort and a program
+//! that does not end are all told with their seed and length. A failing program is then made short in processes of its own.
+//!
+//! ```text
+//! soak [--until-found] [MINUTES] [TARGET…]     all targets for ten minutes, unless told otherwise
+//! soak --minimise TARGET SEED LENGTH           makes one failing program short
+//! ```
+//!
+//! `SOAK_SEED` makes the seeds the same each time, as far as the clock lets it. Exits with 1 if anything was found, and
+//! with 2 if it was called wrongly.
+#![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
+
+use aquifer_programs::{
+    minimise::minimise,
+    program::{length, operations, seeded},
+    targets::{self, TARGETS, Target},
+};
+use std::{
+    collections::hash_map::RandomState,
+    env,
+    error::Error,
+    fs::{self, File},
+    hash::{BuildHasher, Hasher},
+    io::{Read, Write},
+    os::unix::fs::FileExt,
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitCode, ExitStatus, Stdio},
+    sync::{Mutex, MutexGuard, PoisonError},
+    thread,
+    time::{Duration, Instant},
+};
+
+type Failed = Box<dyn Error + Send + Sync>;
+
+/// How long a program may take. The longest ones take some hundred milliseconds on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a shorter program may take that is tried in place of one that ends with a failure.
+const TRIAL: Duration = Duration::from_secs(10);
+/// How long one finding is made shorter.
+const MINIMISE: Duration = Duration::from_secs(60);
+/// How often a child is looked at.
+const LOOK: Duration = Duration::from_millis(2);
+/// The width of a worker's line: seven numbers.
+const LINE: usize = 7 * 21;
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let done = match arguments[..] {
+        ["--worker", target, seed, millis, line] => work(target, seed, millis, line.as_ref()),
+        ["--program", target] => run_input(target),
+        ["--minimise", target, seed, length] => minimise_one(target, seed, length),
+        _ => soak(&arguments),
+    };
+    match done {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::from(1),
+        Err(error) => {
+            eprintln!("soak: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn find(name: &str) -> Result<Target, Failed> {
+    let names = || TARGETS.map(|target| target.name).join(" ");
+    targets::find(name).ok_or_else(|| format!("no target {name}; there are: {}", names()).into())
+}
+
+/// What a worker has done, and what it is at.
+#[derive(Clone, Copy, Default)]
+struct Progress {
+    seed: u64,
+    programs: u64,
+    operations: u64,
+    /// Microseconds, by the clock and of all threads' time on a core.
+    micros: u64,
+    cpu_micros: u64,
+    longest_micros: u64,
+    /// Bytes of the longest.
+    longest_len: u64,
+}
+
+impl Progress {
+    fn write(&self, file: &File) -> std::io::Result<()> {
+        let Self { seed, programs, operations, micros, cpu_micros, longest_micros, longest_len } = self;
+        let line = format!(
+            "{seed:21}{programs:21}{operations:21}{micros:21}{cpu_micros:21}{longest_micros:21}{longest_len:21}"
+        );
+        file.write_all_at(line.as_bytes(), 0)
+    }
+
+    fn read(path: &Path) -> Option<Self> {
+        let line = fs::read_to_string(path).ok().filter(|line| line.len() == LINE)?;
+        let mut numbers = line.split_whitespace().map(|number| number.parse().ok());
+        let mut next = || numbers.next().flatten();
+        Some(Self {
+            seed: next()?,
+            programs: next()?,
+            operations: next()?,
+            micros: next()?,
+            cpu_micros: next()?,
+            longest_micros: next()?,
+            longest_len: next()?,
+        })
+    }
+
+    fn add(&mut self, other: &Self) {
+        self.programs += other.programs;
+        self.operations += other.operations;
+        self.micros += other.micros;
+        self.cpu_micros += other.cpu_micros;
+        if other.longest_micros > self.longest_micros {
+            (self.longest_micros, self.longest_len) = (other.longest_micros, other.longest_len);
+        }
+    }
+}
+
+/// The time that this process has had on cores, in microseconds. The kernel counts it in hundredths of a second.
+fn cpu_micros() -> u64 {
+    let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let after_name = stat.rsplit(") ").next().unwrap_or_default();
+    let ticks = after_name.split(' ').skip(11).take(2).filter_map(|ticks| ticks.parse::<u64>().ok());
+    ticks.sum::<u64>() * 10_000
+}
+
+/// The programs of consecutive seeds, until the time is up.
+fn work(target: &str, seed: &str, millis: &str, line: &Path) -> Result<bool, Failed> {
+    let (target, first) = (find(target)?, seed.parse::<u64>()?);
+    let limit = Duration::from_millis(millis.parse()?);
+    let file = File::create(line)?;
+    let begun = Instant::now();
+    let mut progress = Progress::default();
+    let mut cpu_known = begun;
+    while begun.elapsed() < limit {
+        progress.seed = first.wrapping_add(progress.programs);
+        progress.write(&file)?;
+        let len = length(progress.seed);
+        let bytes = seeded(progress.seed, len);
+        let program = Instant::now();
+        (target.run)(&bytes);
+        let took = program.elapsed().as_micros() as u64;
+        if took > progress.longest_micros {
+            (progress.longest_micros, progress.longest_len) = (took, len as u64);
+        }
+        progress.programs += 1;
+        progress.operations = operations();
+        progress.micros = begun.elapsed().as_micros() as u64;
+        if cpu_known.elapsed() > Duration::from_millis(100) {
+            (progress.cpu_micros, cpu_known) = (cpu_micros(), Instant::now());
+        }
+    }
+    progress.cpu_micros = cpu_micros();
+    progress.write(&file)?;
+    Ok(true)
+}
+
+/// The program on the standard input.
+fn run_input(target: &str) -> Result<bool, Failed> {
+    let target = find(target)?;
+    let mut bytes = Vec::new();
+    std::io::stdin().read_to_end(&mut bytes)?;
+    (target.run)(&bytes);
+    Ok(true)
+}
+
+/// A failing program.
+#[derive(Clone)]
+struct Finding {
+    target: &'static str,
+    seed: u64,
+    length: usize,
+    symptom: Symptom,
+}
+
+/// How a process failed. Two programs with the same place are taken to have found the same.
+#[derive(Clone)]
+struct Symptom {
+    /// The line of the panic, or how the process ended.
+    place: String,
+    message: String,
+}
+
+impl Symptom {
+    fn of(status: ExitStatus, said: &str) -> Self {
+        let mut lines = said.lines().skip_while(|line| !line.contains(" panicked at "));
+        let place = lines.next().and_then(|line| line.split(" panicked at ").nth(1));
+        let place = place.map_or_else(|| status.to_string(), |place| place.trim_end_matches(':').to_owned());
+        Self { place, message: lines.next().unwrap_or_default().to_owned() }
+    }
+
+    fn hang(limit: Duration) -> Self {
+        Self { place: format!("no end in {} s", limit.as_secs()), message: String::new() }
+    }
+}
+
+fn spawn(arguments: &[&str], said: &Path) -> Result<Child, Failed> {
+    let child = Command::new(env::current_exe()?)
+        .args(arguments)
+        .env("RUST_BACKTRACE", "0")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(File::create(said)?)
+        .spawn()?;
+    Ok(child)
+}
+
+/// Waits for a child as long as `alive` holds. `None` when it had to be ended.
+fn wait(mut child: Child, mut alive: impl FnMut() -> bool) -> Result<Option<ExitStatus>, Failed> {
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(Some(status));
+        }
+        if !alive() {
+            child.kill()?;
+            child.wait()?;
+            return Ok(None);
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+/// Files of this run, which go with it.
+struct Folder(PathBuf);
+
+impl Folder {
+    fn new() -> Result<Self, Failed> {
+        let path = env::temp_dir().join(format!("aquifer-soak-{}", std::process::id()));
+        fs::create_dir_all(&path)?;
+        Ok(Self(path))
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.join(name)
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Runs a program in a process of its own. `None` if it does not fail.
+fn try_program(
+    folder: &Folder,
+    target: &str,
+    bytes: &[u8],
+    limit: Duration,
+) -> Result<Option<Symptom>, Failed> {
+    let said = folder.file("trial");
+    let mut child = spawn(&["--program", target], &said)?;
+    if let Some(mut input) = child.stdin.take() {
+        input.write_all(bytes)?;
+    }
+    let begun = Instant::now();
+    match wait(child, || begun.elapsed() < limit)? {
+        Some(status) if status.success() => Ok(None),
+        Some(status) => Ok(Some(Symptom::of(status, &fs::read_to_string(&said)?))),
+        None => Ok(Some(Symptom::hang(limit))),
+    }
+}
+
+/// Makes a failing program short, and prints it.
+fn shorten(folder: &Folder, finding: &Finding) -> Result<(), Failed> {
+    let Finding { target, seed, length, symptom } = finding;
+    let bytes = seeded(*seed, *length);
+    let limit = if symptom.place == Symptom::hang(PATIENCE).place { PATIENCE } else { TRIAL };
+    let again = try_program(folder, target, &bytes, limit)?;
+    let Some(again) = again else {
+        println!("{target}, seed {seed}, {length} bytes: it does not fail by itself, or not each time");
+        return Ok(());
+    };
+    let begun = Instant::now();
+    let mut broken = None;
+    let mut fails = |bytes: &[u8]| match try_program(folder, target, bytes, TRIAL) {
+        _ if begun.elapsed() > MINIMISE => false,
+        Ok(Some(symptom)) => symptom.place.starts_with("no end in") || symptom.place == again.place,
+        Ok(None) => false,
+        Err(error) => {
+            broken.get_or_insert(error);
+            false
+        }
+    };
+    let least = minimise(&bytes, 20_000, &mut fails);
+    if let Some(error) = broken {
+        return Err(error);
+    }
+    println!("{target}, seed {seed}: {length} bytes come down to {} ({})", least.len(), again.place);
+    println!("    const PROGRAM: [u8; {}] = {least:?};", least.len());
+    println!("    (\"{target}\", {seed}, {length}, \"{}\"),", again.message.replace('"', "'"));
+    Ok(())
+}
+
+fn minimise_one(target: &str, seed: &str, length: &str) -> Result<bool, Failed> {
+    let (target, seed, length) = (find(target)?.name, seed.parse()?, length.parse()?);
+    let folder = Folder::new()?;
+    let Some(symptom) = try_program(&folder, target, &seeded(seed, length), PATIENCE)? else {
+        println!("{target}, seed {seed}, {length} bytes: it does not fail");
+        return Ok(true);
+    };
+    shorten(&folder, &Finding { target, seed, length, symptom })?;
+    Ok(false)
+}
+
+/// What all cores know.
+struct Table {
+    targets: Vec<Target>,
+    done: Vec<Progress>,
+    /// The time that each has had or is about to have.
+    given: Vec<Duration>,
+    findings: Vec<Finding>,
+    /// The last seed that seeds were made from.
+    seed: u64,
+}
+
+impl Table {
+    /// The target to run next and where its seeds begin.
+    fn next(&mut self, slice: Duration) -> (usize, u64) {
+        let least = (0..self.targets.len()).min_by_key(|&at| self.given[at]).unwrap_or_default();
+        self.given[least] += slice;
+        self.seed = self.seed.wrapping_add(1);
+        let seed = u64::from_le_bytes(std::array::from_fn(|at| seeded(self.seed, 8)[at]));
+        (least, seed)
+    }
+
+    fn print(&self) {
+        println!(
+            "\n{:<10} {:>9} {:>11} {:>12} {:>14} {:>11} {:>12} {:>9}",
+            "target",
+            "programs",
+            "operations",
+            "operations/s",
+            "per core and s",
+            "longest, ms",
+            "its bytes",
+            "findings"
+        );
+        for (target, done) in self.targets.iter().zip(&self.done) {
+            let rate = |micros: u64| (done.operations * 1_000_000).checked_div(micros).unwrap_or(0);
+            println!(
+                "{:<10} {:>9} {:>11} {:>12} {:>14} {:>11} {:>12} {:>9}",
+                target.name,
+                done.programs,
+                done.operations,
+                rate(done.micros),
+                rate(done.cpu_micros),
+                done.longest_micros / 1000,
+                done.longest_len,
+                self.findings.iter().filter(|finding| finding.target == target.name).count()
+            );
+        }
+    }
+}
+
+fn lock(table: &Mutex<Table>) -> MutexGuard<'_, Table> {
+    table.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn soak(arguments: &[&str]) -> Result<bool, Failed> {
+    let (until_found, rest) = match arguments {
+        ["--until-found", rest @ ..] => (true, rest),
+        rest => (false, rest),
+    };
+    let (minutes, names) = match rest.split_first() {
+        Some((first, names)) if first.parse::<f64>().is_ok() => (first.parse()?, names),
+        _ => (10.0, rest),
+    };
+    let time = Duration::try_from_secs_f64(minutes * 60.0)?;
+    let targets: Vec<Target> = match names {
+        [] => TARGETS.to_vec(),
+        names => names.iter().map(|name| find(name)).collect::<Result<_, _>>()?,
+    };
+    let seed = match env::var("SOAK_SEED") {
+        Ok(seed) => seed.parse()?,
+        Err(_) => RandomState::new().build_hasher().finish(),
+    };
+    let cores = thread::available_parallelism()?.get();
+    println!("{} targets on {cores} cores for {minutes} minutes, SOAK_SEED={seed}", targets.len());
+    let count = targets.len();
+    let table = Mutex::new(Table {
+        targets,
+        done: vec![Progress::default(); count],
+        given: vec![Duration::ZERO; count],
+        findings: Vec::new(),
+        seed,
+    });
+    // Each target has a few turns, and a process its start many times over.
+    let slice =
+        (time * cores as u32 / count as u32 / 4).clamp(Duration::from_millis(500), Duration::from_secs(10));
+    let folder = Folder::new()?;
+    let begun = Instant::now();
+    let ended = || begun.elapsed() >= time || until_found && !lock(&table).findings.is_empty();
+    thread::scope(|threads| {
+        let core = |core: usize| {
+            while !ended() {
+                run_slice(&table, &folder, core, slice.min(time.saturating_sub(begun.elapsed())))?;
+            }
+            Ok(())
+        };
+        let cores: Vec<_> = (0..cores).map(|at| threads.spawn(move || core(at))).collect();
+        let ends = cores
+            .into_iter()
+            .map(|core| core.join().unwrap_or_else(|_| Err("a core's thread is gone".into())));
+        ends.collect::<Result<(), Failed>>()
+    })?;
+    let table = lock(&table);
+    table.print();
+    if !until_found {
+        println!();
+        let mut places = Vec::new();
+        for finding in &table.findings {
+            let place = (finding.target, &finding.symptom.place);
+            if !places.contains(&place) {
+                places.push(place);
+                shorten(&folder, finding)?;
+            }
+        }
+    }
+    println!("{} findings", table.findings.len());
+    Ok(table.findings.is_empty())
+}
+
+/// One worker, and what became of it.
+fn run_slice(table: &Mutex<Table>, folder: &Folder, core: usize, slice: Duration) -> Result<(), Failed> {
+    let (at, seed) = lock(table).next(slice);
+    let target = lock(table).targets[at].name;
+    let (line, said) = (folder.file(&format!("line-{core}")), folder.file(&format!("said-{core}")));
+    let _ = fs::remove_file(&line);
+    let (seed, millis) = (seed.to_string(), slice.as_millis().to_string());
+    let child = spawn(&["--worker", target, &seed, &millis, &line.to_string_lossy()], &said)?;
+    // A program that takes too long is one that the worker has been at for too long.
+    let (mut programs, mut since) = (0, Instant::now());
+    let status = wait(child, || {
+        let now = Progress::read(&line).map_or(0, |progress| progress.programs);
+        if now != programs {
+            (programs, since) = (now, Instant::now());
+        }
+        since.elapsed() < PATIENCE
+    })?;
+    let progress = Progress::read(&line).unwrap_or_default();
+    lock(table).done[at].add(&progress);
+    let symptom = match status {
+        Some(status) if status.success() => return Ok(()),
+        Some(status) => Symptom::of(status, &fs::read_to_string(&said)?),
+        None => Symptom::hang(PATIENCE),
+    };
+    let finding = Finding { target, seed: progress.seed, length: length(progress.seed), symptom };
+    let Finding { seed, length, symptom, .. } = &finding;
+    println!("FOUND {target}, seed {seed}, {length} bytes: {}: {}", symptom.place, symptom.message);
+    lock(table).findings.push(finding);
+    Ok(())
+}

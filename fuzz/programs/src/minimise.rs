@@ -1,0 +1,69 @@
+//! Makes a failing program short: the smallest input found that still fails.
+
+/// Returns the shortest program found for which `fails` holds: first without parts of it, then with smaller bytes
+/// (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002).
+///
+/// `fails` holds for `bytes`; the caller knows. It is asked at most `tries` times.
+///
+/// ```
+/// use aquifer_programs::minimise::minimise;
+///
+/// let program: Vec<u8> = (0..200).collect();
+/// let least = minimise(&program, 10_000, |bytes| bytes.contains(&77) && bytes.len() > 3);
+/// assert_eq!(least, [0, 0, 0, 77]);
+/// ```
+pub fn minimise(bytes: &[u8], tries: usize, mut fails: impl FnMut(&[u8]) -> bool) -> Vec<u8> {
+    let mut least = bytes.to_vec();
+    let mut left = tries;
+    let mut try_one = |candidate: &[u8]| {
+        left > 0 && {
+            left -= 1;
+            fails(candidate)
+        }
+    };
+    // What follows the operation that fails is of no account: halves of it first.
+    let mut cut = least.len() / 2;
+    while cut > 0 {
+        if try_one(&least[..least.len() - cut]) {
+            least.truncate(least.len() - cut);
+            cut = cut.min(least.len() / 2);
+        } else {
+            cut /= 2;
+        }
+    }
+    loop {
+        let before = least.clone();
+        let mut chunk = (least.len() / 2).max(1);
+        loop {
+            let mut at = 0;
+            while at < least.len() {
+                let end = (at + chunk).min(least.len());
+                let candidate = [&least[..at], &least[end..]].concat();
+                if try_one(&candidate) {
+                    least = candidate;
+                } else {
+                    at = end;
+                }
+            }
+            if chunk == 1 {
+                break;
+            }
+            chunk /= 2;
+        }
+        for at in 0..least.len() {
+            for byte in [0, 1, least[at] / 2] {
+                if byte < least[at] {
+                    let mut candidate = least.clone();
+                    candidate[at] = byte;
+                    if try_one(&candidate) {
+                        least = candidate;
+                        break;
+                    }
+                }
+            }
+        }
+        if least == before {
+            return least;
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! The fuzz programs by name, for everything that runs all of them.
+
+use crate::{
+    adapters, agree, arena, budget, device, global, graphs, heap, park, pinned, placement, pressure, stable,
+    stager,
+};
+
+/// A fuzz program and its name.
+#[derive(Clone, Copy, Debug)]
+pub struct Target {
+    /// The name, which a cargo-fuzz target has too.
+    pub name: &'static str,
+    /// Runs the program that the bytes spell. Panics when a promise is broken.
+    pub run: fn(&[u8]),
+}
+
+/// All of them, in the order of their names.
+pub const TARGETS: [Target; 16] = [
+    Target { name: "adapters", run: adapters::run },
+    Target { name: "agree", run: agree::run },
+    Target { name: "arena", run: arena::run },
+    Target { name: "budget", run: budget::run },
+    Target { name: "checked", run: device::run_checked },
+    Target { name: "device", run: |bytes| _ = device::run(bytes) },
+    Target { name: "global", run: global::run },
+    Target { name: "graphs", run: graphs::run },
+    Target { name: "heap", run: heap::run },
+    Target { name: "park", run: |bytes| _ = park::run(bytes) },
+    Target { name: "pinned", run: pinned::run },
+    Target { name: "placement", run: placement::run },
+    Target { name: "pressure", run: pressure::run },
+    Target { name: "retaining", run: device::run_retaining },
+    Target { name: "stable", run: stable::run },
+    Target { name: "stager", run: stager::run },
+];
+
+/// Returns the target of this name.
+#[must_use]
+pub fn find(name: &str) -> Option<Target> {
+    TARGETS.into_iter().find(|target| target.name == name)
+}
