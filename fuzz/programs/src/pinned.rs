@@ -323,7 +323,7 @@ impl Machine {
     fn allocate(&mut self, bytes: &mut Bytes<'_>) {
         let (owner, layout) = (usize::from(bytes.choice(OWNERS as u8)), Self::layout(bytes));
         let thread = bytes.choice(THREADS as u8 + 1);
-        self.take(owner, layout, thread);
+        self.take(owner, layout, thread, 1);
     }
 
     /// Runs `job` on the program's own thread, which is 0, or another.
@@ -334,13 +334,15 @@ impl Machine {
         }
     }
 
-    /// Frees a live block on a thread.
-    fn give(&self, block: &Block, thread: u8) {
-        let (at, layout, allocator) = (At(block.at), block.layout, block.allocator);
+    /// Frees live blocks on a thread.
+    fn give(&self, blocks: &[Block], thread: u8) {
+        let blocks: Vec<_> =
+            blocks.iter().map(|block| (At(block.at), block.layout, block.allocator)).collect();
         self.on(thread, move || {
-            let At(at) = { at };
-            // SAFETY: 1. alive, with its own layout, by a copy of its own allocator.
-            unsafe { allocator.deallocate(at, layout) };
+            for (At(at), layout, allocator) in blocks {
+                // SAFETY: 1. alive, with its own layout, by a copy of its own allocator.
+                unsafe { allocator.deallocate(at, layout) };
+            }
         });
     }
 
@@ -355,26 +357,27 @@ impl Machine {
             0x1_0001..=0x10_0000 => 6,
             _ => 0,
         };
-        for _ in 0..count {
-            self.take(owner, layout, taker);
-        }
-        for block in self.blocks.split_off(before) {
-            block.check();
-            self.give(&block, giver);
-        }
+        self.take(owner, layout, taker, count);
+        let blocks = self.blocks.split_off(before);
+        blocks.iter().for_each(Block::check);
+        self.give(&blocks, giver);
     }
 
-    fn take(&mut self, owner: usize, layout: Layout, thread: u8) {
-        if self.blocks.len() >= 2 * MAX_BLOCKS {
-            return;
-        }
+    /// Allocates as many blocks on a thread, in one go.
+    fn take(&mut self, owner: usize, layout: Layout, thread: u8, count: usize) {
+        let count = count.min((2 * MAX_BLOCKS).saturating_sub(self.blocks.len()));
         let allocator = self.pools[owner].pool.allocator();
-        let (tell, answer) = channel();
+        let (tell, answers) = channel();
         self.on(thread, move || {
-            let block = allocator.allocate(layout).ok();
-            let _told = tell.send(block.map(|block| (At(block.cast()), block.len())));
+            for block in (0..count).map_while(|_| allocator.allocate(layout).ok()) {
+                let _told = tell.send((At(block.cast()), block.len()));
+            }
         });
-        let Ok(Some((At(block), len))) = answer.recv() else { return };
+        answers.into_iter().for_each(|(At(block), len)| self.keep(owner, layout, block, len));
+    }
+
+    fn keep(&mut self, owner: usize, layout: Layout, block: NonNull<u8>, len: usize) {
+        let allocator = self.pools[owner].pool.allocator();
         assert_eq!(len, layout.size());
         assert!(block.addr().get().is_multiple_of(layout.align()), "not aligned to {layout:?}");
         let stamp = self.next;
@@ -394,7 +397,7 @@ impl Machine {
         let Some(which) = which else { return };
         let block = self.blocks.swap_remove(which);
         block.check();
-        self.give(&block, thread);
+        self.give(std::slice::from_ref(&block), thread);
         if block.gates.is_empty() {
             self.freed = Some((block.at, block.owner, block.allocator));
         } else {
