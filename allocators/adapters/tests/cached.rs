@@ -8,9 +8,14 @@ use allocator_api2::{
     vec::Vec,
 };
 use aquifer_adapters::{Cached, Counted, Limit};
-use aquifer_core::{Budget, impl_allocator};
-use std::{alloc::Layout, ptr::NonNull, sync::Barrier, thread};
-use support::Owned;
+use aquifer_core::{Budget, DeferReuse, Gate, impl_allocator};
+use std::{
+    alloc::Layout,
+    ptr::NonNull,
+    sync::{Arc, Barrier},
+    thread,
+};
+use support::{Latch, Owned};
 
 #[test]
 fn a_loop_of_the_same_sizes_settles() {
@@ -191,4 +196,175 @@ fn all_zero(block: NonNull<[u8]>) -> bool {
 fn release<A: Allocator>(allocator: &A, block: NonNull<u8>, layout: Layout) {
     // SAFETY: the tests hand in a live block of this layout and forget it.
     unsafe { allocator.deallocate(block, layout) };
+}
+
+/// Four places of 64 bytes, the lowest free one first. A growth moves and a shrinkage stays; between the two a hook may act
+/// as another thread does while the call that moved a block is still on its way back.
+#[expect(unsafe_code, reason = "implements the allocator traits")]
+mod places {
+    use super::*;
+    use aquifer_core::{MemoryError, Result as MemoryResult};
+    use std::cell::{Cell, RefCell};
+
+    const BYTES: usize = 64;
+    type Hook = std::boxed::Box<dyn FnOnce()>;
+
+    pub(super) struct Places {
+        memory: NonNull<u8>,
+        taken: RefCell<[bool; 4]>,
+        gates: RefCell<std::vec::Vec<(usize, Arc<dyn Gate>)>>,
+        refuses: Cell<bool>,
+        moved: RefCell<Option<Hook>>,
+    }
+
+    fn memory() -> Layout {
+        Layout::new::<[[u64; BYTES / 8]; 4]>()
+    }
+
+    impl Places {
+        pub(super) fn new() -> Self {
+            let memory = Global.allocate(memory()).unwrap().cast();
+            let (taken, gates) = (RefCell::default(), RefCell::default());
+            Self { memory, taken, gates, refuses: Cell::new(false), moved: RefCell::new(None) }
+        }
+
+        /// Runs `hook` once, when a growth has given the old place up and has not returned yet.
+        pub(super) fn when_moved(&self, hook: impl FnOnce() + 'static) {
+            *self.moved.borrow_mut() = Some(std::boxed::Box::new(hook));
+        }
+
+        /// Refuses growths from now on.
+        pub(super) fn refuse(&self) {
+            self.refuses.set(true);
+        }
+
+        fn place(&self, address: NonNull<u8>) -> usize {
+            (address.addr().get() - self.memory.addr().get()) / BYTES
+        }
+
+        fn is_held(&self, place: usize) -> bool {
+            self.gates.borrow().iter().any(|(held, gate)| *held == place && !gate.is_open())
+        }
+    }
+
+    impl Drop for Places {
+        fn drop(&mut self) {
+            // SAFETY: it came from `Global` with this layout.
+            unsafe { Global.deallocate(self.memory, memory()) };
+        }
+    }
+
+    impl_allocator! {
+        // SAFETY: a place is handed out once at a time, and not while a gate of its is shut; it lives as long as all do.
+        impl [] for Places {
+            fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+                let mut taken = self.taken.borrow_mut();
+                let free = (0..4).find(|&place| !taken[place] && !self.is_held(place)).ok_or(AllocError)?;
+                assert!(layout.size() <= BYTES && layout.align() <= 8);
+                taken[free] = true;
+                // SAFETY: the place lies in the memory.
+                let start = unsafe { self.memory.add(free * BYTES) };
+                Ok(NonNull::slice_from_raw_parts(start, layout.size()))
+            }
+
+            unsafe fn deallocate(&self, block: NonNull<u8>, _layout: Layout) {
+                self.taken.borrow_mut()[self.place(block)] = false;
+            }
+
+            unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+                if self.refuses.get() {
+                    return Err(AllocError);
+                }
+                let moved = self.allocate(new)?;
+                // SAFETY: both are places of at least as many bytes.
+                unsafe { moved.cast::<u8>().copy_from_nonoverlapping(block, old.size()) };
+                // SAFETY: the caller hands it over.
+                unsafe { self.deallocate(block, old) };
+                let hook = self.moved.take();
+                hook.into_iter().for_each(|hook| hook());
+                Ok(moved)
+            }
+
+            unsafe fn shrink(&self, block: NonNull<u8>, _old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+                Ok(NonNull::slice_from_raw_parts(block, new.size()))
+            }
+        }
+    }
+
+    // SAFETY: a place with a shut gate is not handed out.
+    unsafe impl DeferReuse for Places {
+        fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
+            let place = self.place(address);
+            let foreign = MemoryError::ForeignBlock { address: address.addr().get() as u64 };
+            self.taken.borrow().get(place).filter(|taken| **taken).ok_or(foreign)?;
+            self.gates.borrow_mut().push((place, until));
+            Ok(())
+        }
+    }
+}
+
+#[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
+fn grow<A: Allocator>(
+    allocator: &A,
+    block: NonNull<u8>,
+    old: Layout,
+    new: Layout,
+) -> Result<NonNull<u8>, allocator_api2::alloc::AllocError> {
+    // SAFETY: the tests hand in a live block of the layout `old`.
+    unsafe { allocator.grow(block, old, new) }.map(NonNull::cast)
+}
+
+#[test]
+fn a_deferral_by_the_next_owner_of_a_moved_block_stays() {
+    let cached = Cached::new(places::Places::new());
+    let (small, large) = (Layout::new::<[u64; 2]>(), Layout::new::<[u64; 4]>());
+    let first: NonNull<u8> = cached.allocate(small).unwrap().cast();
+    let latch = Latch::closed();
+    let (other, gate) = (cached.clone(), latch.clone());
+    cached.inner().when_moved(move || {
+        let next: NonNull<u8> = other.allocate(small).unwrap().cast();
+        assert_eq!(next, first, "the place that was given up");
+        other.defer(next, gate).unwrap();
+    });
+    let moved = grow(&cached, first, small, large).unwrap();
+    assert_ne!(moved, first);
+    // The next owner frees its block while a device still reads it.
+    release(&cached, first, small);
+    let another: NonNull<u8> = cached.allocate(small).unwrap().cast();
+    assert_ne!(another, first, "handed out while its gate is shut");
+    latch.open();
+    release(&cached, another, small);
+    release(&cached, moved, large);
+}
+
+#[test]
+fn a_deferral_outlives_a_refused_growth_and_a_shrinkage_in_place() {
+    let (small, large) = (Layout::new::<[u64; 2]>(), Layout::new::<[u64; 4]>());
+    let cached = Cached::new(places::Places::new());
+    let latch = Latch::closed();
+
+    let block: NonNull<u8> = cached.allocate(small).unwrap().cast();
+    cached.defer(block, latch.clone()).unwrap();
+    cached.inner().refuse();
+    assert!(grow(&cached, block, small, large).is_err());
+    release(&cached, block, small);
+    assert_ne!(cached.allocate(small).unwrap().cast(), block, "handed out while its gate is shut");
+
+    let block: NonNull<u8> = cached.allocate(large).unwrap().cast();
+    let last = NonNull::new(block.as_ptr().wrapping_add(large.size() - 1)).unwrap();
+    cached.defer(last, latch.clone()).unwrap();
+    assert_eq!(shrink(&cached, block, large, small), Ok(block));
+    release(&cached, block, small);
+    assert_ne!(cached.allocate(small).unwrap().cast(), block, "its deferral went with the tail");
+}
+
+#[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
+fn shrink<A: Allocator>(
+    allocator: &A,
+    block: NonNull<u8>,
+    old: Layout,
+    new: Layout,
+) -> Result<NonNull<u8>, allocator_api2::alloc::AllocError> {
+    // SAFETY: the tests hand in a live block of the layout `old`.
+    unsafe { allocator.shrink(block, old, new) }.map(NonNull::cast)
 }

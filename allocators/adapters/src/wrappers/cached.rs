@@ -8,7 +8,7 @@ use slot::Slot;
 use std::{
     alloc::Layout,
     cell::Cell,
-    fmt,
+    fmt, iter,
     num::NonZero,
     ptr::NonNull,
     sync::{
@@ -163,17 +163,50 @@ impl<A: UpstreamAllocator> Shared<A> {
         self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forgets that a device may read a block, which leaves the user's hands. Says whether one might.
-    fn forget_deferral(&self, block: NonNull<u8>, bytes: usize) -> bool {
+    /// Removes the notes that lie in a block, before the allocator below can hand the block to another owner. Returns how
+    /// many there were.
+    fn take_deferrals(&self, block: NonNull<u8>, bytes: usize) -> usize {
         if self.deferrals.load(Ordering::Relaxed) == 0 {
-            return false;
+            return 0;
         }
         let start = block.addr().get();
         let mut deferred = self.deferred();
         let before = deferred.len();
         deferred.retain(|address| !(start..start + bytes).contains(address));
         self.deferrals.store(deferred.len(), Ordering::Relaxed);
-        deferred.len() < before
+        before - deferred.len()
+    }
+
+    /// Puts notes back that were taken out of a block which has stayed where it is. They go to its first byte, so that a
+    /// block that has shrunk still holds them.
+    fn put_deferrals(&self, block: NonNull<u8>, notes: usize) {
+        if notes == 0 {
+            return;
+        }
+        let mut deferred = self.deferred();
+        deferred.extend(iter::repeat_n(block.addr().get(), notes));
+        self.deferrals.store(deferred.len(), Ordering::Relaxed);
+    }
+
+    /// Resizes a block by `call`. Its notes are out of the list while the allocator below works: once the block has moved,
+    /// its old address may belong to another owner, who may defer it before this call is back.
+    fn resize<E>(
+        &self,
+        block: NonNull<u8>,
+        old: Layout,
+        new: Layout,
+        call: impl Fn(&A) -> Result<NonNull<[u8]>, E>,
+    ) -> Result<NonNull<[u8]>, E> {
+        let notes = self.take_deferrals(block, old.size());
+        let resized = self.ask(call);
+        let left = match &resized {
+            Ok(resized) if resized.cast() != block => 0,
+            // A block of no bytes goes below when it is freed, whatever is noted.
+            Ok(_) if new.size() == 0 => 0,
+            _ => notes,
+        };
+        self.put_deferrals(block, left);
+        resized.map(|resized| exact(resized.cast(), new))
     }
 }
 
@@ -216,8 +249,8 @@ impl_allocator! {
         #[inline]
         unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout) {
             let shared = &*self.shared;
-            let held = shared.forget_deferral(block, layout.size());
-            if held || layout.size() == 0 {
+            let is_deferred = shared.take_deferrals(block, layout.size()) > 0;
+            if is_deferred || layout.size() == 0 {
                 shared.give_back(block, layout);
             } else {
                 shared.slot().keep(block, layout, shared.room, |block, layout| shared.give_back(block, layout));
@@ -226,35 +259,25 @@ impl_allocator! {
 
         unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: the caller's promise; a call that was refused has left the block as it was.
-            let grown = self.shared.ask(|inner| unsafe { inner.grow(block, old, new) }).map_err(|_| AllocError)?;
-            if grown.cast() != block {
-                self.shared.forget_deferral(block, old.size());
-            }
-            Ok(exact(grown.cast(), new))
+            self.shared.resize(block, old, new, |inner| unsafe { inner.grow(block, old, new) }).map_err(|_| AllocError)
         }
 
         unsafe fn grow_zeroed(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: as in `grow`. `old` is exact, so everything after it becomes zero.
-            let grown = self.shared.ask(|inner| unsafe { inner.grow_zeroed(block, old, new) }).map_err(|_| AllocError)?;
-            if grown.cast() != block {
-                self.shared.forget_deferral(block, old.size());
-            }
-            Ok(exact(grown.cast(), new))
+            let grown = self.shared.resize(block, old, new, |inner| unsafe { inner.grow_zeroed(block, old, new) });
+            grown.map_err(|_| AllocError)
         }
 
         unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
             // SAFETY: as in `grow`.
-            let shrunk = self.shared.ask(|inner| unsafe { inner.shrink(block, old, new) }).map_err(|_| AllocError)?;
-            if shrunk.cast() != block {
-                self.shared.forget_deferral(block, old.size());
-            }
-            Ok(exact(shrunk.cast(), new))
+            self.shared.resize(block, old, new, |inner| unsafe { inner.shrink(block, old, new) }).map_err(|_| AllocError)
         }
     }
 }
 
 // SAFETY: 1. a block with a deferral goes to the allocator below, whose promise this is, and not into a slot: the note of it
-// stands from before the deferral until the block is given back or has moved.
+// stands from before the deferral until its owner gives the block back or has it resized, and again behind a resize that
+// left the block in place. No other call of the owner runs meanwhile.
 unsafe impl<A: DeferReuse> DeferReuse for Cached<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         let note = address.addr().get();
