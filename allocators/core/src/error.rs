@@ -33,6 +33,14 @@ impl DriverError {
         matches!(self.code, 214 | 700 | 702 | 710 | 714..=719 | 721)
     }
 
+    /// Whether the code says that the driver, or the context of the call, has been torn down, or was never there in this
+    /// process: whatever was queued does not run any more.
+    #[must_use]
+    pub fn is_driver_gone(&self) -> bool {
+        // Not initialised (a forked child), deinitialised (the process ends), context destroyed (the application's reset).
+        matches!(self.code, 3 | 4 | 709)
+    }
+
     /// Whether the code is the driver's out of memory.
     #[must_use]
     pub fn is_out_of_memory(&self) -> bool {

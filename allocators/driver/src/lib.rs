@@ -40,6 +40,7 @@ mod operand;
 mod physical;
 pub mod site;
 mod streams;
+pub mod unreleased;
 
 #[cfg(feature = "cuda")]
 pub mod cuda;

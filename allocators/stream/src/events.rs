@@ -2,7 +2,10 @@
 
 use crate::Spin;
 use aquifer_core::{DeviceId, DriverError};
-use aquifer_driver::{Driver, RawEvent};
+use aquifer_driver::{
+    Driver, RawEvent,
+    unreleased::{self, Object},
+};
 use std::sync::Arc;
 
 /// An event that is destroyed with its last owner.
@@ -15,8 +18,7 @@ impl Drop for OwnedEvent {
     #[expect(unsafe_code, reason = "ends a handle")]
     fn drop(&mut self) {
         // SAFETY: 1. the handle is private to this value, which made it and is going.
-        // A refusal leaks an event, which is all that can be done about it here.
-        let _ = unsafe { self.driver.event_destroy(self.raw) };
+        unsafe { unreleased::release(&self.driver, Object::Event(self.raw)) };
     }
 }
 
@@ -40,6 +42,7 @@ impl SpareEvents {
         if let Some(event) = self.0.with(Vec::pop) {
             return Ok(event);
         }
+        unreleased::retry();
         let raw = driver.event_create(device)?;
         Ok(Arc::new(OwnedEvent { driver: driver.clone(), raw }))
     }

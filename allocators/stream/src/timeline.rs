@@ -9,9 +9,14 @@ use crate::{
     waited::Waited,
 };
 use aquifer_core::{DriverError, MemoryError, Result};
-use aquifer_driver::{CaptureStatus, Driver, RawStream, Relaxed};
+use aquifer_driver::{
+    CaptureStatus, Driver, RawStream, Relaxed,
+    unreleased::{self, Object},
+};
 use std::{
     fmt,
+    io::{self, Write},
+    process,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
@@ -51,6 +56,9 @@ const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 /// How long a driver is asked again that refuses every way to wait for a stream. What it refuses for a moment it does not
 /// refuse for so long; what it refuses for good must not stop a program for good.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a driver is asked again before the process ends, where the work that it refuses to tell of may touch memory that
+/// is about to be freed.
+const LAST_RESORT: Duration = Duration::from_secs(10);
 /// The longest pause before it is asked again.
 const LONGEST_REFUSED: Duration = Duration::from_millis(10);
 
@@ -617,12 +625,12 @@ impl Timeline {
         Ok(())
     }
 
-    /// As [`Timeline::synchronize`], by every means that the driver has, again and again: for those who cannot go on while
-    /// work is queued. A driver that refuses all of them for a second is taken for one that is gone, and with it
-    /// whatever was queued. Blocks.
+    /// As [`Timeline::synchronize`], by every means that the driver has, again and again, for a second: for callers that can
+    /// hold back what the work touches if the driver refuses them all. Blocks.
     ///
     /// # Errors
-    /// [`MemoryError::DeviceLost`] and [`MemoryError::Capturing`] at once; the last refusal of a driver that is gone.
+    /// [`MemoryError::DeviceLost`], [`MemoryError::Capturing`] and those of a driver [that is
+    /// gone](DriverError::is_driver_gone) at once; the last refusal after a second, and work may still run then.
     pub fn settle(&self) -> Result<()> {
         let (mut given_up, mut pause) = (None, Duration::from_micros(10));
         loop {
@@ -630,6 +638,9 @@ impl Timeline {
                 Ok(()) => return Ok(()),
                 Err(at_once @ (MemoryError::DeviceLost { .. } | MemoryError::Capturing { .. })) => {
                     return Err(at_once);
+                }
+                Err(MemoryError::Driver(gone)) if gone.is_driver_gone() => {
+                    return Err(MemoryError::Driver(gone));
                 }
                 Err(refused) => refused,
             };
@@ -643,6 +654,45 @@ impl Timeline {
             std::thread::sleep(pause);
             pause = (pause * 2).min(LONGEST_REFUSED);
         }
+    }
+
+    /// As [`Timeline::settle`], for callers that cannot hold back what the work touches, such as memory that is borrowed: does
+    /// not return while work may run. Blocks.
+    ///
+    /// # Aborts
+    /// Ends the process with a message if the driver refuses every way to wait for ten seconds and is neither lost nor gone.
+    /// To return would let a device write memory that has another owner by then, to wait for ever would hang without a word,
+    /// and neither can be mended by the caller.
+    ///
+    /// # Errors
+    /// [`MemoryError::Capturing`]: what was queued may be part of a graph. [`MemoryError::DeviceLost`] and those of a driver
+    /// [that is gone](DriverError::is_driver_gone): nothing that was queued runs any more.
+    pub fn settle_or_abort(&self) -> Result<()> {
+        let begun = Instant::now();
+        loop {
+            match self.settle() {
+                Err(MemoryError::Driver(refused)) if !refused.is_driver_gone() => {
+                    if begun.elapsed() >= LAST_RESORT {
+                        self.abort(refused);
+                    }
+                }
+                settled => return settled,
+            }
+        }
+    }
+
+    #[cold]
+    fn abort(&self, refused: DriverError) -> ! {
+        // A standard error that is closed changes nothing.
+        let _ = writeln!(
+            io::stderr(),
+            "aquifer: {} has refused every wait for stream {} for {} s ({refused}). Copies that it may still run touch memory \
+             that is about to be freed, so the process ends here.",
+            self.raw.device(),
+            self.number,
+            LAST_RESORT.as_secs(),
+        );
+        process::abort()
     }
 
     /// Synchronises, and never calls the driver for this stream again: its handle is about to be destroyed. Whoever goes
@@ -708,8 +758,8 @@ impl Drop for Timeline {
     fn drop(&mut self) {
         if matches!(self.life, Life::Owned) {
             // SAFETY: 1. the stream was made for this timeline, and who copies its handle out keeps the timeline.
-            // Work that is still queued runs on; a refusal leaks a stream, which is all that can be done about it here.
-            let _ = unsafe { self.driver.stream_destroy(self.raw) };
+            // Work that is still queued runs on.
+            unsafe { unreleased::release(&self.driver, Object::Stream(self.raw)) };
         }
     }
 }

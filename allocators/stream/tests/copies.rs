@@ -4,10 +4,18 @@
 
 mod support;
 
+use aquifer_driver::{Call, sim::Sim};
+use std::{
+    env,
+    process::Command,
+    thread,
+    time::{Duration, Instant},
+};
+
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, Typed};
 use aquifer_stream::{Grid, UseList};
-use support::{GPU, Rig};
+use support::{GPU, Plain, Rig};
 
 /// A window on device memory that others may lie over, as no operand should.
 struct Window(DeviceRange);
@@ -103,4 +111,88 @@ fn borrows_of_one_kind_by_one_stream_are_noted_once_however_many_they_are() {
     assert!(!left[0].is_done());
     assert_eq!(left[0].epoch(), Some(u.timeline().open()), "and by the last of them");
     rig.sim.run_all();
+}
+
+/// Whatever says that work is done.
+const SAY_DONE: [Call; 4] =
+    [Call::EventSynchronize, Call::EventQuery, Call::StreamSynchronize, Call::DeviceSynchronize];
+/// No code of a lost device.
+const REFUSED: u32 = 999;
+const CHILD: &str = "AQUIFER_SCOPE_CHILD";
+
+fn refuse_every_wait(rig: &Rig) {
+    SAY_DONE.into_iter().for_each(|call| rig.sim.fail_every(call, 1, REFUSED));
+}
+
+#[test]
+fn a_scope_returns_only_when_its_copies_are_done_however_long_waits_are_refused() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 2);
+    let s = rig.lease();
+    let mut x = Plain::new(&rig, &s, 1 << 10);
+    let up = vec![7u8; 1 << 10];
+    refuse_every_wait(&rig);
+    let begun = Instant::now();
+    let refused_for = Duration::from_millis(1500);
+    thread::scope(|threads| {
+        threads.spawn(|| {
+            thread::sleep(refused_for);
+            rig.sim.clear_failures();
+        });
+        s.scope(|c| c.upload(&up, &mut x)).unwrap().unwrap();
+    });
+    assert!(begun.elapsed() >= refused_for);
+    assert_eq!(rig.sim.pending(s.raw()), 0, "what it borrowed may be freed now");
+    drop((x, s));
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_scope_on_a_lost_device_returns_at_once() {
+    let rig = Rig::on(Sim::h200(1).stepped(), 2);
+    let s = rig.lease();
+    let x = rig.sim.driver().mem_alloc(GPU, 64).unwrap();
+    let up = [7u8; 64];
+    let told = s.scope(|c| {
+        c.upload(&up, &mut Window(DeviceRange { device: GPU, address: x, bytes: 64 })).unwrap();
+        rig.sim.lose_device(GPU);
+    });
+    assert_eq!(told, Err(MemoryError::DeviceLost { device: GPU }));
+    // And with a driver that is gone, as at the end of a process.
+    let rig = Rig::on(Sim::h200(1).stepped(), 2);
+    let s = rig.lease();
+    SAY_DONE.into_iter().for_each(|call| rig.sim.fail_every(call, 1, 4));
+    let begun = Instant::now();
+    assert!(s.scope(|_| ()).is_err());
+    assert!(begun.elapsed() < Duration::from_secs(1));
+}
+
+#[test]
+fn a_process_whose_copies_cannot_be_waited_for_ends_with_a_message() {
+    let child = Command::new(env::current_exe().unwrap())
+        .args(["--exact", "the_process_that_cannot_wait", "--nocapture"])
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&child.stderr).into_owned();
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&child.status), Some(6), "{child:?}");
+    assert!(
+        said.contains("aquifer: device 0 has refused every wait for stream 0") && said.contains("(999)"),
+        "{said}"
+    );
+    assert!(!String::from_utf8_lossy(&child.stdout).contains("returned"));
+}
+
+/// What the test above runs in another process; by itself it has nothing to do.
+#[test]
+fn the_process_that_cannot_wait() {
+    if env::var_os(CHILD).is_none() {
+        return;
+    }
+    let rig = Rig::on(Sim::h200(1).stepped(), 2);
+    let s = rig.lease();
+    let mut x = Plain::new(&rig, &s, 1 << 10);
+    let up = vec![7u8; 1 << 10];
+    refuse_every_wait(&rig);
+    let _told = s.scope(|c| c.upload(&up, &mut x));
+    println!("returned");
 }

@@ -18,7 +18,7 @@ use super::{
     permit::Permit,
     plan::{Far, HostSide, Move, Part, Plan, Way},
     pump::queue_moves,
-    settle::{Waits, settle},
+    settle::{Waits, settle, settle_or_abort},
     stores::{self, Stores},
     transfer::Transfer,
 };
@@ -246,8 +246,8 @@ unsafe fn through_driver(
         Ok(())
     };
     let queued = queue();
-    // Also after a refusal: some may have been queued.
-    (queued, waits.settle(word, on))
+    // Also after a refusal: some may have been queued. The memory is borrowed, and the driver reads or writes it itself.
+    (queued, waits.settle(word, on, settle_or_abort))
 }
 
 /// Copies through a slot, and waits for that, with another for a word if there is one. Answers with what came of both.
@@ -280,7 +280,7 @@ unsafe fn through_slot(
                 unsafe { queue_moves(on, Way::Up, start, piece) }
             });
             // Also after a refusal: some may have been queued.
-            (queued, waits.settle(word, on))
+            (queued, waits.settle(word, on, settle))
         }
         Way::Down => {
             // Behind each piece but the last an event: the stream is waited for then.
@@ -313,7 +313,7 @@ unsafe fn through_slot(
                 pieces.next().into_iter().for_each(&mut empty);
             }
             // Also after a refusal: some may have been queued.
-            let settled = waits.settle(word, on);
+            let settled = waits.settle(word, on, settle);
             if settled.is_ok() && queued.is_ok() {
                 pieces.for_each(empty);
             }

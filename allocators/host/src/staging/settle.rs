@@ -74,12 +74,13 @@ impl Waits {
         }
     }
 
-    /// As [`settle`], by whichever way is shorter. For the one by a word there must be a slot that carries nothing.
+    /// As `last` ([`settle`] or [`settle_or_abort`]), by whichever way is shorter. For the one by a word there must be a slot
+    /// that carries nothing.
     ///
     /// # Errors
-    /// As [`settle`]. The slot is busy as well, and for ever if the stream captured: the graph may write it.
-    pub(super) fn settle(&self, word: Option<&mut Slot>, on: &Timeline) -> Result<()> {
-        let Some(word) = word else { return settle(on) };
+    /// As `last`. The slot is busy as well, and for ever if the stream captured: the graph may write it.
+    pub(super) fn settle(&self, word: Option<&mut Slot>, on: &Timeline, last: Settle) -> Result<()> {
+        let Some(word) = word else { return last(on) };
         let trial = self.is_trial();
         let by_word = if trial {
             self.tried.fetch_add(1, Ordering::Relaxed).count_ones().is_multiple_of(2)
@@ -87,7 +88,7 @@ impl Waits {
             self.want_word()
         };
         let begun = trial.then(Instant::now);
-        if by_word { settle_by(word, on) } else { settle(on) }?;
+        if by_word { settle_by(word, on, last) } else { last(on) }?;
         if let Some(begun) = begun {
             let shortest = if by_word { &self.by_word } else { &self.by_stream };
             shortest.fetch_min(begun.elapsed().as_nanos() as u64, Ordering::Relaxed);
@@ -96,16 +97,31 @@ impl Waits {
     }
 }
 
-/// Waits until nothing that was queued on a stream runs any more, by every means that the driver has. Blocks, also while
-/// somebody captures on the stream: nothing can be waited for before.
+/// A way to wait until nothing that was queued on a stream runs any more.
+pub(super) type Settle = fn(&Timeline) -> Result<()>;
+
+/// Waits until nothing that was queued on a stream runs any more, by every means that the driver has, for callers that can
+/// hold back what that work touches. Blocks, also while a capture is open on the stream: nothing can be waited for before.
 ///
 /// # Errors
-/// As [`Timeline::settle`]: the device is lost, or the driver gone. [`MemoryError::Capturing`] when a capture has ended that
-/// was seen: what was queued may have become a part of it, and never have run.
+/// As [`Timeline::settle`]. [`MemoryError::Capturing`] when a capture has ended that was seen: what was queued may have
+/// become a part of it, and never have run.
 pub(super) fn settle(timeline: &Timeline) -> Result<()> {
+    behind_captures(timeline, Timeline::settle)
+}
+
+/// As [`settle`], for callers that cannot: does not return while work may run, see [`Timeline::settle_or_abort`].
+///
+/// # Errors
+/// As [`settle`]. No work runs any more.
+pub(super) fn settle_or_abort(timeline: &Timeline) -> Result<()> {
+    behind_captures(timeline, Timeline::settle_or_abort)
+}
+
+fn behind_captures(timeline: &Timeline, settle: Settle) -> Result<()> {
     let mut seen = Ok(());
     loop {
-        match timeline.settle() {
+        match settle(timeline) {
             Ok(()) => return seen,
             Err(capturing @ MemoryError::Capturing { .. }) => seen = Err(capturing),
             refused => return refused,
@@ -114,15 +130,15 @@ pub(super) fn settle(timeline: &Timeline) -> Result<()> {
     }
 }
 
-/// As [`settle`], by a word of a slot.
-fn settle_by(slot: &mut Slot, on: &Timeline) -> Result<()> {
+/// As `last`, by a word of a slot.
+fn settle_by(slot: &mut Slot, on: &Timeline, last: Settle) -> Result<()> {
     // SAFETY: 1. a slot is of pages, and nobody else's.
     let word = unsafe { AtomicU32::from_ptr(slot.start().cast().as_ptr()) };
     // SAFETY: 1. pinned memory of the driver's, as its pool says, and the caller's; after an error the slot goes back only when
     // the stream's work is known to be done, and never if a graph may have it.
     match unsafe { on.synchronize_by(word) } {
         Ok(()) => Ok(()),
-        Err(capturing @ MemoryError::Capturing { .. }) => settle(on).and(Err(capturing)),
-        Err(_) => settle(on),
+        Err(capturing @ MemoryError::Capturing { .. }) => last(on).and(Err(capturing)),
+        Err(_) => last(on),
     }
 }

@@ -13,6 +13,7 @@ use super::{
     lane::Lane,
     permit::Permit,
     plan::{Plan, Way},
+    settle::settle_or_abort,
     submit::Submissions,
 };
 use crate::workers::Job;
@@ -411,9 +412,12 @@ impl Drop for Handed<'_> {
         match lane.settle(road) {
             Ok(()) => lanes.give(lane),
             Err(error) => {
-                // Whoever uses the operands next on their home stream must come after the copies. If that is refused too,
-                // the device is lost or the driver gone, and with it whatever was queued.
-                let _joined = transfer.home.as_ref().map(|home| home.wait_for(road, road.open()));
+                // Uses of the operands on their home stream must come after the copies. If that is refused too, the operands
+                // go back only when no copy runs any more: it is done, or the device is lost or the driver gone.
+                let joined = transfer.home.as_ref().map(|home| home.wait_for(road, road.open()));
+                if let Some(Err(_)) = joined {
+                    let _over = settle_or_abort(road);
+                }
                 transfer.fail(StageError::Memory(error));
                 lanes.discard(lane, road);
             }

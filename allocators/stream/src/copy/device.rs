@@ -91,7 +91,8 @@ impl Stream {
     ///
     /// # Errors
     /// Lengths that differ, an operand that is not on its stream's device, a conflicting use, the driver's. Nothing is
-    /// queued, but for one case: if the driver refuses to make `there` wait, the copy is waited for here, and done.
+    /// queued, but for one case: if the driver refuses to make `there` wait, the copy is waited for here, and done, as at the
+    /// end of a [scope](Stream::scope).
     #[track_caller]
     pub fn copy_to_peer<T, S, D>(&self, from: &S, to: &mut D, there: &Stream) -> Result<()>
     where
@@ -124,7 +125,7 @@ impl Stream {
         let waits = there.timeline().wait_for(self.timeline(), self.timeline().open());
         if waits.is_err() {
             // Nothing on `there` would come after the copy. A lost device, where this fails too, runs nothing any more.
-            self.timeline().settle()?;
+            self.timeline().settle_or_abort()?;
         }
         waits.map(drop)
     }

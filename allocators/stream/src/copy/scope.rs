@@ -26,9 +26,13 @@ impl Stream {
     /// the stream has begun to capture a graph behind copies that were queued here, it blocks until that capture has
     /// ended: nothing can be waited for before.
     ///
+    /// # Aborts
+    /// Ends the process with a message if the driver refuses every way to wait for a copy for ten seconds, and the device is
+    /// not lost: see [`Timeline::settle_or_abort`](crate::Timeline::settle_or_abort).
+    ///
     /// # Errors
-    /// [`MemoryError::Capturing`] if the stream captures, and so no copy was queued here; the driver's, when the stream
-    /// cannot be waited for: the device is lost.
+    /// [`MemoryError::Capturing`] if the stream captures, and so no copy was queued here; the driver's, when the device is
+    /// lost, or no copy was queued here and the stream cannot be waited for. No copy of the scope runs any more.
     #[track_caller]
     pub fn scope<'env, R>(
         &'env self,
@@ -36,11 +40,13 @@ impl Stream {
     ) -> Result<R> {
         struct Settle<'a>(&'a Stream, &'a AtomicBool);
         impl Settle<'_> {
-            /// By every means: what is borrowed must not be left to a copy because one wait was refused.
+            /// Returns only when no copy can touch what is borrowed, however many waits are refused.
             fn settle(&self) -> Result<()> {
+                let timeline = self.0.timeline();
                 loop {
-                    match self.0.timeline().settle() {
-                        Err(MemoryError::Capturing { .. }) if self.1.load(Ordering::Relaxed) => {
+                    let copied = self.1.load(Ordering::Relaxed);
+                    match if copied { timeline.settle_or_abort() } else { timeline.settle() } {
+                        Err(MemoryError::Capturing { .. }) if copied => {
                             thread::sleep(CAPTURE_PAUSE);
                         }
                         settled => return settled,
@@ -50,7 +56,7 @@ impl Stream {
         }
         impl Drop for Settle<'_> {
             fn drop(&mut self) {
-                // On unwind only. A refusal means a lost device, on which nothing runs any more.
+                // On unwind only. What was copied is done, or the device is lost and runs nothing any more.
                 let _ = self.settle();
             }
         }
