@@ -509,3 +509,30 @@ fn a_closed_pool_leaves_nothing_when_its_last_graph_is_gone() {
     assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
     assert!(sim.violations().is_empty());
 }
+
+#[test]
+fn a_capture_whose_end_is_refused_is_ended_by_the_next_try() {
+    let rig = Rig::new(256);
+    let graphs = rig.pool.graph_pool().unwrap();
+    let s = rig.stream();
+    let capture = |s: &Stream| {
+        // SAFETY: 1. the work touches nothing. 2. nor does anything else.
+        unsafe { graphs.capture(s, |_| Ok(())) }.map(drop)
+    };
+    rig.sim.fail(Call::CaptureEnd, 1, 999);
+    assert!(matches!(capture(&s), Err(MemoryError::Driver(refused)) if refused.code == 999));
+    assert_eq!(s.timeline().is_capturing(), Ok(false), "the next try has ended it");
+    assert_eq!(rig.sim.outstanding().graphs, 0);
+    capture(&s).unwrap();
+
+    // Refused for good, it stays open, and the stream is leased to nobody while it is.
+    rig.sim.fail_every(Call::CaptureEnd, 1, 999);
+    assert!(capture(&s).is_err());
+    rig.sim.clear_failures();
+    assert_eq!(s.timeline().is_capturing(), Ok(true));
+    let raw = s.raw();
+    drop(s);
+    let next = rig.stream();
+    assert_ne!(next.raw(), raw);
+    capture(&next).unwrap();
+}

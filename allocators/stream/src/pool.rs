@@ -2,7 +2,10 @@
 
 use crate::{Life, Stream, Timeline, identity::id_of};
 use aquifer_core::{DeviceId, DriverError, Id, IdSpace, MemoryError, Result};
-use aquifer_driver::{Driver, KeepAlive, RawStream};
+use aquifer_driver::{
+    Driver, KeepAlive, RawStream,
+    unreleased::{self, Object},
+};
 use std::{
     collections::HashMap,
     fmt,
@@ -214,26 +217,55 @@ impl StreamPool {
         self.lease_as(Lease::default().isolated())
     }
 
-    /// Leases a stream of this kind: one that came back, or a new one.
+    /// Leases a stream of this kind: one that came back, or a new one. A stream that came back and still captures a graph is
+    /// not leased; where the pool has no other left, a new one takes its place.
     ///
     /// # Errors
     /// As [`StreamPool::lease`].
     pub fn lease_as(&self, kind: Lease) -> Result<Stream> {
         let inner = &self.inner;
-        let found = {
+        let mut capturing = Vec::new();
+        let found = loop {
+            let (slot, timeline) = {
+                let mut slots = inner.slots();
+                let fits =
+                    |&slot: &u32| slots.slots[slot as usize].kind == kind && !capturing.contains(&slot);
+                match slots.idle.iter().position(fits) {
+                    Some(at) => {
+                        let slot = slots.idle.swap_remove(at);
+                        (slot, slots.slots[slot as usize].timeline.clone())
+                    }
+                    None if (slots.slots.len() as u32) + slots.coming < inner.cap => {
+                        slots.coming += 1;
+                        break None;
+                    }
+                    None => {
+                        // All streams exist; an idle one of another kind gives way, else one that captures.
+                        let gives_way = slots.idle.iter().rposition(|slot| !capturing.contains(slot));
+                        let at = gives_way.or(slots.idle.len().checked_sub(1));
+                        break Some(
+                            slots.idle.swap_remove(at.ok_or(MemoryError::Capacity { max: inner.cap })?),
+                        );
+                    }
+                }
+            };
+            // A call of the driver's, so outside of the lock. Nobody leases the slot meanwhile.
+            let captures = match timeline.is_capturing() {
+                // Nothing is captured on a device that is lost; the first call for the stream says so.
+                Err(MemoryError::DeviceLost { .. }) => Ok(false),
+                captures => captures,
+            };
             let mut slots = inner.slots();
-            let at = slots.idle.iter().position(|&slot| slots.slots[slot as usize].kind == kind);
-            match at {
-                Some(at) => {
-                    let slot = slots.idle.swap_remove(at);
-                    return Ok(inner.lease_slot(&mut slots, slot));
+            match captures {
+                Ok(false) => return Ok(inner.lease_slot(&mut slots, slot)),
+                Ok(true) => {
+                    slots.idle.push(slot);
+                    capturing.push(slot);
                 }
-                None if (slots.slots.len() as u32) + slots.coming < inner.cap => {
-                    slots.coming += 1;
-                    None
+                Err(error) => {
+                    slots.idle.push(slot);
+                    return Err(error);
                 }
-                // All streams exist; one of another kind that is idle gives way.
-                None => Some(slots.idle.pop().ok_or(MemoryError::Capacity { max: inner.cap })?),
             }
         };
         let made = inner.make(kind);
@@ -408,6 +440,7 @@ impl Inner {
 
     /// A new stream of the driver's; its number is known only under the lock.
     fn make(&self, kind: Lease) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
+        unreleased::retry();
         let raw = self.driver.stream_create(self.device, kind.priority).map_err(|e| self.lost(e))?;
         let id = match id_of(&*self.driver, raw) {
             Ok(id) => id,
@@ -423,8 +456,7 @@ impl Inner {
     #[expect(unsafe_code, reason = "ends a handle")]
     fn unmake(&self, raw: RawStream) {
         // SAFETY: 1. the stream has just been made, and nobody else has its handle.
-        // A refusal leaks a stream, which is all that can be done about it here.
-        let _ = unsafe { self.driver.stream_destroy(raw) };
+        unsafe { unreleased::release(&self.driver, Object::Stream(raw)) };
     }
 
     fn lease_slot(self: &Arc<Self>, slots: &mut Slots, slot: u32) -> Stream {

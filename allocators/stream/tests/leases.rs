@@ -7,7 +7,7 @@
 mod support;
 
 use aquifer_core::MemoryError;
-use aquifer_driver::{Call, RawStream, sim::Sim};
+use aquifer_driver::{Call, CaptureMode, RawStream, sim::Sim};
 use aquifer_stream::{Lease, Life, StreamPool};
 use std::{
     collections::HashSet,
@@ -307,4 +307,40 @@ fn an_adopted_stream_is_isolated_from_the_moment_that_somebody_says_so() {
     assert!(before.timeline().is_isolated());
     drop(rig.adopt(foreign, Life::Retired).unwrap());
     assert!(before.timeline().is_isolated());
+}
+
+#[test]
+fn a_stream_that_still_captures_is_not_leased_and_gives_way_when_there_is_no_other() {
+    let rig = Rig::new(2);
+    let first = rig.lease();
+    let raw = first.raw();
+    rig.sim.driver().capture_begin(raw, CaptureMode::Relaxed).unwrap();
+    drop(first);
+    let second = rig.lease();
+    assert_ne!(second.raw(), raw, "it captures");
+    assert_eq!(second.timeline().is_capturing(), Ok(false));
+    // Once the capture is over it is as good as any.
+    rig.end_capture(raw).unwrap();
+    let third = rig.lease();
+    assert_eq!(third.raw(), raw);
+    rig.sim.driver().capture_begin(raw, CaptureMode::Relaxed).unwrap();
+    drop(third);
+    let fourth = rig.lease();
+    assert_eq!(fourth.timeline().is_capturing(), Ok(false));
+    assert_eq!(rig.pool.lease().err(), Some(MemoryError::Capacity { max: 2 }));
+    drop((second, fourth));
+    assert_eq!(rig.sim.outstanding().streams, 2);
+    rig.assert_all_given_back();
+}
+
+#[test]
+fn a_driver_that_cannot_say_whether_a_stream_captures_leases_none_and_loses_none() {
+    let rig = Rig::new(1);
+    drop(rig.lease());
+    rig.sim.fail(Call::StreamIsCapturing, 1, 999);
+    assert!(matches!(rig.pool.lease(), Err(MemoryError::Driver(refused)) if refused.code == 999));
+    assert_eq!(rig.pool.leased(), 0);
+    drop(rig.lease());
+    assert_eq!(rig.made(Call::StreamCreate), 1);
+    rig.assert_all_given_back();
 }

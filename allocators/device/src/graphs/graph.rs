@@ -3,7 +3,10 @@
 
 use super::{Announced, GraphPool, memory::Memory};
 use aquifer_core::{DeviceId, MemoryError, Result};
-use aquifer_driver::{CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, site};
+use aquifer_driver::{
+    CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, site,
+    unreleased::{self, Object},
+};
 use aquifer_stream::Stream;
 use std::{
     fmt,
@@ -36,9 +39,12 @@ struct Open<'a> {
 }
 
 impl Open<'_> {
+    /// Ends the capture. It stays open if the driver refused and the stream still captures.
     fn end(&mut self) -> Result<RawGraph> {
-        self.ended = true;
-        self.driver.capture_end(self.stream).map_err(|refused| match refused.code {
+        let ended = self.driver.capture_end(self.stream);
+        // A capture that was broken, or not joined, is over all the same; one whose end was refused is not.
+        self.ended = ended.is_ok() || matches!(self.driver.stream_is_capturing(self.stream), Ok(false));
+        ended.map_err(|refused| match refused.code {
             CAPTURE_INVALIDATED => MemoryError::CaptureInvalidated { stream: self.stream.handle() },
             _ => MemoryError::driver(self.stream.device(), refused),
         })
@@ -50,9 +56,8 @@ impl Drop for Open<'_> {
         if !self.ended
             && let Ok(graph) = self.end()
         {
-            let _relaxed = Relaxed::enter(&**self.driver);
-            // SAFETY: 1. made just now, and known here alone. A refusal leaks it.
-            let _ = unsafe { self.driver.graph_destroy(graph) };
+            // SAFETY: 1. made just now, and known here alone.
+            unsafe { unreleased::release(self.driver, Object::Graph(graph)) };
         }
     }
 }
@@ -75,7 +80,7 @@ impl GraphPool {
     /// # Errors
     /// Those of `work`; [`MemoryError::WrongDevice`], [`MemoryError::AlreadyAnnounced`];
     /// [`MemoryError::CaptureInvalidated`] if some call has broken the capture; the driver's. There is no graph then, and the
-    /// stream captures no longer.
+    /// stream captures no longer, unless the driver has refused twice to end the capture.
     #[track_caller]
     pub unsafe fn capture<T>(
         &self,
@@ -97,8 +102,8 @@ impl GraphPool {
         // Others may capture: neither is a call that they could bear.
         let _relaxed = Relaxed::enter(&**driver);
         let exec = driver.graph_instantiate(graph);
-        // SAFETY: 1. made just now, and known here alone. A refusal leaks it.
-        let _ = unsafe { driver.graph_destroy(graph) };
+        // SAFETY: 1. made just now, and known here alone.
+        unsafe { unreleased::release(driver, Object::Graph(graph)) };
         let exec = exec.map_err(lost)?;
         Ok((Graph { driver: driver.clone(), device, exec, memory }, made))
     }
@@ -142,10 +147,8 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // It would break captures that somebody has open.
-        let _relaxed = Relaxed::enter(&*self.driver);
-        // SAFETY: 1. the handle is this value's alone. A refusal leaks it.
-        let _ = unsafe { self.driver.graph_exec_destroy(self.exec) };
+        // SAFETY: 1. the handle is this value's alone.
+        unsafe { unreleased::release(&self.driver, Object::GraphExec(self.exec)) };
     }
 }
 

@@ -1,0 +1,39 @@
+//! Objects that the driver would not destroy are destroyed later. One test, since the list is the process's.
+#![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
+
+mod support;
+
+use aquifer_driver::{Call, unreleased};
+use support::Rig;
+
+const REFUSED: u32 = 999;
+
+#[test]
+fn what_the_driver_would_not_destroy_is_counted_and_destroyed_later() {
+    let rig = Rig::new(2);
+    let s = rig.lease();
+    rig.launch(&s);
+    s.timeline().fence(s.timeline().open()).unwrap();
+    rig.sim.fail(Call::EventDestroy, 1, REFUSED);
+    rig.sim.fail_every(Call::StreamDestroy, 1, REFUSED);
+    let Rig { sim, pool } = rig;
+    drop((s, pool));
+    assert_eq!((sim.outstanding().streams, sim.outstanding().events), (1, 1), "{}", sim.outstanding());
+    assert_eq!(unreleased::count(), 2);
+    // The next stream of any pool tries again.
+    let other = Rig { pool: aquifer_stream::StreamPool::new(sim.driver(), support::GPU, 1), sim };
+    let s = other.lease();
+    assert_eq!((other.sim.outstanding().streams, other.sim.outstanding().events), (2, 0));
+    assert_eq!(unreleased::count(), 1);
+    other.sim.clear_failures();
+    drop(s);
+    other.assert_all_given_back();
+    assert_eq!(unreleased::count(), 0);
+
+    // A lost device has nothing that could be destroyed.
+    let rig = Rig::new(1);
+    drop(rig.lease());
+    rig.sim.lose_device(support::GPU);
+    drop(rig);
+    assert_eq!(unreleased::count(), 0);
+}
