@@ -79,4 +79,9 @@ pub trait Driver:
     fn observer(&self) -> Option<&dyn Observer> {
         None
     }
+
+    /// Returns the simulated machine that this is the driver of; `None` for any other driver.
+    fn simulator(self: std::sync::Arc<Self>) -> Option<sim::Sim> {
+        None
+    }
 }

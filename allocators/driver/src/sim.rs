@@ -100,6 +100,11 @@
 //! What goes row by row is held against the order row by row: two streams may work on the two halves of every row. It costs
 //! as many accesses as there are rows.
 //!
+//! # Who hears of it
+//! A test takes what was found by [`Sim::violations`]. What nobody takes is written to standard error when the machine
+//! ends, or the process if that is earlier; [`OnViolation`] says what can be done instead, [`Sim::on_violation`] chooses
+//! it, and so does `AQUIFER_SIM_VIOLATIONS` where the program does not.
+//!
 //! # Which line is named
 //! Methods of [`Sim`] name their caller. A driver call is made through a trait object, where that ends: it names the line
 //! that was [entered](crate::site::enter) on its thread, which the public functions of this library's other crates do for
@@ -131,6 +136,7 @@ mod pinned;
 mod pool;
 mod queue;
 mod registered;
+mod reporting;
 mod rows;
 mod schedule;
 mod shared;
@@ -149,6 +155,7 @@ pub use control::StallGuard;
 pub use cost::Costs;
 pub use kernel::{Kernel, KernelMemory};
 pub use outstanding::Outstanding;
+pub use reporting::{BadOnViolation, OnViolation};
 pub use violation::{Party, Place, Violation, ViolationKind};
 
 use crate::Driver;
@@ -181,7 +188,9 @@ impl Sim {
     /// A machine of the user's own making.
     #[must_use]
     pub fn new(config: SimConfig) -> Self {
-        Self { shared: Arc::new(Shared::new(config)) }
+        let shared = Arc::new(Shared::new(config));
+        reporting::register(&shared);
+        Self { shared }
     }
 
     /// A machine with `devices` H200s, with bytes, that runs work as soon as it can.
@@ -233,6 +242,26 @@ impl Sim {
     #[must_use]
     pub fn host_agents(self, agents: u32) -> Self {
         self.with(|config| config.host_agents = agents.max(1))
+    }
+
+    /// Returns a new machine that does this with violations which the program does not
+    /// [take](Sim::violations), whatever `AQUIFER_SIM_VIOLATIONS` says.
+    ///
+    /// ```should_panic
+    /// use aquifer_driver::{Access, DeviceId, DeviceRange, sim::{OnViolation, Sim}};
+    /// # fn main() -> aquifer_driver::Result<()> {
+    /// let sim = Sim::h200(1).on_violation(OnViolation::Panic);
+    /// let driver = sim.driver();
+    /// let (a, b) = (driver.stream_create(DeviceId(0), 0)?, driver.stream_create(DeviceId(0), 0)?);
+    /// let range = DeviceRange { device: DeviceId(0), address: driver.mem_alloc(DeviceId(0), 4096)?, bytes: 4096 };
+    /// sim.access(a, range, Access::Write, None)?;
+    /// sim.access(b, range, Access::Read, None)?; // panics: nothing makes b wait for a
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn on_violation(self, what: OnViolation) -> Self {
+        self.with(|config| config.on_violation = Some(what))
     }
 
     /// What is simulated.

@@ -1,6 +1,6 @@
 //! What is simulated, and how.
 
-use super::cost::Costs;
+use super::{cost::Costs, reporting::OnViolation};
 use crate::{DeviceId, DeviceInfo, ExportTypes};
 
 /// What lies behind device addresses.
@@ -117,6 +117,9 @@ pub struct SimConfig {
     pub peers: bool,
     /// The most memory that each device has, in bytes. `None`: what its kind has, and 16 GiB in [`Mode::Bytes`].
     pub capacity: Option<u64>,
+    /// What happens with violations that the program does not take. `None`: what `AQUIFER_SIM_VIOLATIONS` says, and
+    /// [`OnViolation::Report`] where it says nothing.
+    pub on_violation: Option<OnViolation>,
     /// What calls cost on the machine that is simulated.
     pub costs: Costs,
     /// The version of the driver's interface: 13000 for CUDA 13.0.
@@ -140,6 +143,7 @@ impl SimConfig {
             host_agents: 1,
             peers: true,
             capacity: None,
+            on_violation: None,
             costs: Costs::h200(),
             driver_version: 13_000,
         }

@@ -17,13 +17,14 @@ use std::sync::{Arc, atomic::Ordering};
 pub use super::faults::StallGuard;
 
 impl Sim {
-    /// What the oracle has found so far, in the order of finding.
+    /// Returns what the oracle has found so far, in the order of finding. What has been returned is not
+    /// [reported](super::OnViolation) any more.
     #[must_use]
     pub fn violations(&self) -> Vec<Violation> {
         self.shared.lock().reports.list().to_vec()
     }
 
-    /// The same, and forgets it.
+    /// Returns the same, and forgets it.
     #[must_use]
     pub fn take_violations(&self) -> Vec<Violation> {
         self.shared.lock().reports.take()
@@ -83,26 +84,39 @@ impl Sim {
         self.shared.lock().longest_path
     }
 
+    /// Writes violations that have been neither taken nor written before to standard error, as at the end of the machine.
+    /// Returns whether there were any. Writes nothing under [`OnViolation::Quiet`](super::OnViolation::Quiet).
+    pub fn report(&self) -> bool {
+        self.shared.report()
+    }
+
     /// Runs the next item of a stream, if it waits for nothing; where it waits for another branch of a graph that is
     /// launched on it, the next item of that. Whether one ran.
+    #[track_caller]
     pub fn step(&self, stream: RawStream) -> bool {
         if inside::any() {
             return false;
         }
-        let mut state = self.shared.lock();
-        match state.stream(stream) {
-            Ok(place) => {
-                let place = state.in_branch(place);
-                self.shared.step(state, place).1
+        let ran = {
+            let mut state = self.shared.lock();
+            match state.stream(stream) {
+                Ok(place) => {
+                    let place = state.in_branch(place);
+                    self.shared.step(state, place).1
+                }
+                Err(_) => false,
             }
-            Err(_) => false,
-        }
+        };
+        self.shared.checkpoint();
+        ran
     }
 
     /// Runs everything that can run.
+    #[track_caller]
     pub fn run_all(&self) {
         if !inside::any() {
             drop(self.shared.drain(self.shared.lock()));
+            self.shared.checkpoint();
         }
     }
 

@@ -69,7 +69,8 @@ impl State {
     pub(crate) fn by_block(&self, uses: &[Use]) -> Vec<Use> {
         let mut pieces = Vec::with_capacity(uses.len());
         for u in uses {
-            if u.generation.is_some() {
+            // What reaches past the last address is checked whole, and refused.
+            if u.generation.is_some() || u.range.address.checked_add(u.range.bytes).is_none() {
                 pieces.push(*u);
                 continue;
             }

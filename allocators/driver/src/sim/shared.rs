@@ -7,6 +7,7 @@ use super::{
     cost::Costs,
     faults::Stalls,
     inside,
+    reporting::{self, OnViolation},
     state::State,
     store::Store,
 };
@@ -26,6 +27,9 @@ pub(crate) struct Shared {
     pub(crate) stalls: Arc<Stalls>,
     /// Whether the oracle looks. The state's own flag is the same; this one is read without the lock.
     pub(crate) watched: AtomicBool,
+    pub(crate) on_violation: OnViolation,
+    /// The process that made it: a child that it forks has nothing to report.
+    process: u32,
     modelled: AtomicU64,
     costs: Costs,
     state: Mutex<State>,
@@ -65,14 +69,19 @@ impl Shared {
                 Store::symbolic()
             }),
         };
+        let on_violation = config.on_violation.unwrap_or_else(OnViolation::of_process);
+        let mut state = State::new(config.clone(), store);
+        state.reports.at_once = on_violation == OnViolation::ReportAtOnce;
         Self {
+            on_violation,
+            process: std::process::id(),
             calls: CallCounts::new(),
             machine: MACHINES.fetch_add(1, Ordering::Relaxed),
             stalls: Arc::new(Stalls::default()),
             watched: AtomicBool::new(true),
             modelled: AtomicU64::new(0),
             costs: config.costs,
-            state: Mutex::new(State::new(config.clone(), store)),
+            state: Mutex::new(state),
             changed: Condvar::new(),
             config,
         }
@@ -81,6 +90,44 @@ impl Shared {
     /// The state. A panic of another thread while it held this left it whole: closures never run under it.
     pub(crate) fn lock(&self) -> Guard<'_> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes what has not been told to standard error. Whether there was anything.
+    pub(crate) fn report(&self) -> bool {
+        self.report_of(self.lock())
+    }
+
+    /// The same when the process ends, where another thread may keep the lock for good.
+    pub(crate) fn report_at_exit(&self) {
+        if let Ok(state) = self.state.try_lock() {
+            self.report_of(state);
+        }
+    }
+
+    fn report_of(&self, mut state: Guard<'_>) -> bool {
+        if self.on_violation == OnViolation::Quiet || self.process != std::process::id() {
+            return false;
+        }
+        let untold = state.reports.untold();
+        drop(state);
+        reporting::write(&untold);
+        if let (OnViolation::Exit(code), false) = (self.on_violation, untold.is_empty()) {
+            reporting::exit_with(code);
+        }
+        !untold.is_empty()
+    }
+
+    /// Panics where violations are to, and there are some that have not been told. Never called by a drop.
+    #[track_caller]
+    #[expect(clippy::panic, reason = "the program has asked for it")]
+    pub(crate) fn checkpoint(&self) {
+        if self.on_violation != OnViolation::Panic || std::thread::panicking() || inside::any() {
+            return;
+        }
+        let untold = self.lock().reports.untold();
+        if !untold.is_empty() {
+            panic!("{}", reporting::Text(&untold));
+        }
     }
 
     /// Waits until something has run.
@@ -151,6 +198,13 @@ impl Shared {
     /// What all calls so far have cost, in nanoseconds.
     pub(crate) fn modelled(&self) -> u64 {
         self.modelled.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        reporting::forget(self.machine);
+        self.report();
     }
 }
 

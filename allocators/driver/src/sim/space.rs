@@ -149,7 +149,7 @@ impl Space {
 
     /// Whether anything is mapped in a range.
     pub(crate) fn is_empty(&self, address: u64, bytes: u64) -> bool {
-        self.overlapping(address, address + bytes).next().is_none()
+        self.overlapping(address, address.saturating_add(bytes)).next().is_none()
     }
 
     /// Ends a reservation in which nothing is mapped.
@@ -365,7 +365,10 @@ impl Space {
     /// Notes a use of a range by `mark`, whose stream has `clock`. Whether all of it can be reached.
     pub(crate) fn touch(&mut self, u: &Use, mark: &Mark, clock: &Clock, found: &mut Vec<Finding>) -> bool {
         let DeviceRange { device, address, bytes } = u.range;
-        let end = address.saturating_add(bytes);
+        let Some(end) = address.checked_add(bytes) else {
+            found.push(nobody(&self.ghosts, address, bytes));
+            return false;
+        };
         let mut cursor = address;
         let mut reached = true;
         for (&start, mapping) in self.mappings.range_mut(self.first(address)..end) {
@@ -420,7 +423,9 @@ impl Space {
     /// The first part of a range that cannot be reached, if any.
     pub(crate) fn unreachable(&self, u: &Use) -> Option<Finding> {
         let DeviceRange { device, address, bytes } = u.range;
-        let end = address.saturating_add(bytes);
+        let Some(end) = address.checked_add(bytes) else {
+            return Some(nobody(&self.ghosts, address, bytes));
+        };
         let mut cursor = address;
         for (&start, mapping) in self.overlapping(address, end) {
             if start > cursor {
@@ -487,7 +492,7 @@ pub(crate) struct Held {
 
 /// A use of addresses with nothing behind them, with whoever took it away.
 fn nobody(ghosts: &BTreeMap<u64, Ghost>, address: u64, bytes: u64) -> Finding {
-    let ghost = ghosts.range(..address + bytes).next_back();
+    let ghost = ghosts.range(..address.saturating_add(bytes)).next_back();
     let earlier = ghost.filter(|(start, ghost)| **start + ghost.bytes > address).map(|(_, ghost)| ghost.by);
     Finding { kind: ViolationKind::Unmapped, earlier, address, bytes }
 }

@@ -3,6 +3,7 @@
 use super::{
     agents::{Agent, Components},
     ledger::{Act, Mark},
+    reporting,
 };
 use crate::{DeviceId, DeviceRange};
 use std::{collections::HashMap, fmt, panic::Location};
@@ -205,6 +206,10 @@ const MOST: usize = 1000;
 pub(crate) struct Reports {
     list: Vec<Violation>,
     places: HashMap<Key, usize>,
+    /// How many of the list, from its start, the program has taken or standard error has been given.
+    told: usize,
+    /// Whether each is to be written to standard error as it is found.
+    pub(crate) at_once: bool,
 }
 
 type Key = (std::mem::Discriminant<ViolationKind>, Option<Line>, Line);
@@ -248,14 +253,26 @@ impl Reports {
             place,
             count: 1,
         });
+        if self.at_once {
+            reporting::write(&self.untold());
+        }
     }
 
-    pub(crate) fn list(&self) -> &[Violation] {
+    /// Everything found so far, which counts as told from now on.
+    pub(crate) fn list(&mut self) -> &[Violation] {
+        self.told = self.list.len();
         &self.list
     }
 
     pub(crate) fn take(&mut self) -> Vec<Violation> {
         self.places.clear();
+        self.told = 0;
         std::mem::take(&mut self.list)
+    }
+
+    /// What has not been told yet, which counts as told from now on.
+    pub(crate) fn untold(&mut self) -> Vec<Violation> {
+        let from = std::mem::replace(&mut self.told, self.list.len());
+        self.list[from..].to_vec()
     }
 }

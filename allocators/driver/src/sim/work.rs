@@ -52,7 +52,9 @@ impl Sim {
         let uses = declared.iter().map(|declared| by_kernel(stream.device(), declared)).collect();
         let body = body.filter(|_| state.space.store.has_bytes());
         let task = Task::new(name, site, Work::Kernel { uses, body });
-        self.shared.submit(state, place, task).map(drop).map_err(named(LAUNCH))
+        let queued = self.shared.submit(state, place, task).map(drop).map_err(named(LAUNCH));
+        self.shared.checkpoint();
+        queued
     }
 
     /// Queues a kernel that touches one range and does nothing: the lightest way to say that a stream uses a block.
@@ -71,22 +73,26 @@ impl Sim {
         let (state, place) = self.enter_stream(LAUNCH, stream)?;
         let name = if access.writes() { "write" } else { "read" };
         let u = by_kernel(stream.device(), &Declared { range, access, generation });
-        self.shared
-            .submit(state, place, Task::new(name, site, Work::Touch(u)))
-            .map(drop)
-            .map_err(named(LAUNCH))
+        let task = Task::new(name, site, Work::Touch(u));
+        let queued = self.shared.submit(state, place, task).map(drop).map_err(named(LAUNCH));
+        self.shared.checkpoint();
+        queued
     }
 
     /// Declares that the CPU reads pinned memory, as the agent that this thread acts as.
     #[track_caller]
     pub fn host_read(&self, address: u64, bytes: u64) {
-        self.shared.lock().host_touch(address, bytes, HostAccess::Read, here());
+        let site = here();
+        self.shared.lock().host_touch(address, bytes, HostAccess::Read, site);
+        self.shared.checkpoint();
     }
 
     /// Declares that the CPU writes pinned memory, as the agent that this thread acts as.
     #[track_caller]
     pub fn host_write(&self, address: u64, bytes: u64) {
-        self.shared.lock().host_touch(address, bytes, HostAccess::Write, here());
+        let site = here();
+        self.shared.lock().host_touch(address, bytes, HostAccess::Write, site);
+        self.shared.checkpoint();
     }
 
     /// Queues a write of a value that other streams may wait for (`cuStreamWriteValue64`).
@@ -131,7 +137,9 @@ impl Sim {
             HostUse { address, bytes, act, by_device: false }
         });
         let task = Task { host: host.collect(), ..Task::new(name, site, Work::Callback(call)) };
-        self.shared.submit(state, place, task).map(|_| token).map_err(named(CALLBACK))
+        let queued = self.shared.submit(state, place, task).map(|_| token).map_err(named(CALLBACK));
+        self.shared.checkpoint();
+        queued
     }
 
     /// A stream that is ordered with the device's legacy default stream, both ways (`cuStreamCreate`, default flags).
@@ -174,7 +182,13 @@ impl Sim {
         // SAFETY: 1. is the caller's; the copy is done, or staged, when this returns.
         let queued = unsafe { self.shared.queue_to_device(state, place, to, from, bytes, site) };
         let (state, pinned) = queued.map_err(named(COPY_TO_DEVICE))?;
-        if pinned { self.finish(state, place, COPY_TO_DEVICE) } else { Ok(()) }
+        if pinned {
+            self.finish(state, place, COPY_TO_DEVICE)?;
+        } else {
+            drop(state);
+        }
+        self.shared.checkpoint();
+        Ok(())
     }
 
     /// Copies to the host on the legacy stream (`cuMemcpyDtoH`). The host waits until the bytes are there.
@@ -197,7 +211,9 @@ impl Sim {
         // SAFETY: 1. is the caller's; the copy is done when this returns.
         let queued = unsafe { self.shared.queue_to_host(state, place, to, from, bytes, site) };
         let (state, _) = queued.map_err(named(COPY_TO_HOST))?;
-        self.finish(state, place, COPY_TO_HOST)
+        self.finish(state, place, COPY_TO_HOST)?;
+        self.shared.checkpoint();
+        Ok(())
     }
 
     /// Copies on the device on its legacy stream (`cuMemcpyDtoD`). Called synchronous, and the host learns nothing.
@@ -209,7 +225,9 @@ impl Sim {
         let site = here();
         let (state, place) = self.enter_legacy(COPY_ON_DEVICE, device)?;
         let queued = self.shared.queue_on_device(state, place, to, from, bytes, site);
-        queued.map(drop).map_err(named(COPY_ON_DEVICE))
+        queued.map(drop).map_err(named(COPY_ON_DEVICE))?;
+        self.shared.checkpoint();
+        Ok(())
     }
 
     /// Fills on the device's legacy stream (`cuMemsetD8`). The host learns nothing.
@@ -220,10 +238,10 @@ impl Sim {
     pub fn fill_now(&self, device: DeviceId, to: u64, byte: u8, bytes: u64) -> Result<()> {
         let site = here();
         let (state, place) = self.enter_legacy(FILL, device)?;
-        self.shared
-            .queue_fill(state, place, to, Pattern::Byte(byte), bytes, site)
-            .map(drop)
-            .map_err(named(FILL))
+        let queued = self.shared.queue_fill(state, place, to, Pattern::Byte(byte), bytes, site);
+        queued.map(drop).map_err(named(FILL))?;
+        self.shared.checkpoint();
+        Ok(())
     }
 
     fn enter_stream(&self, call: &'static str, stream: RawStream) -> Result<(Guard<'_>, usize)> {

@@ -2,9 +2,12 @@
 
 use crate::{
     BlockNote, CallCounts, DeviceRange, Driver, HostAccess, Observer,
-    sim::shared::{Shared, here},
+    sim::{
+        Sim,
+        shared::{Shared, here},
+    },
 };
-use std::sync::atomic::Ordering;
+use std::sync::{Arc, atomic::Ordering};
 
 impl Driver for Shared {
     fn name(&self) -> &'static str {
@@ -17,6 +20,10 @@ impl Driver for Shared {
 
     fn observer(&self) -> Option<&dyn Observer> {
         if self.watched.load(Ordering::Relaxed) { Some(self) } else { None }
+    }
+
+    fn simulator(self: Arc<Self>) -> Option<Sim> {
+        Some(Sim { shared: self })
     }
 }
 
@@ -50,5 +57,9 @@ impl Observer for Shared {
     fn host(&self, address: u64, bytes: u64, access: HostAccess) {
         let site = here();
         self.lock().host_touch(address, bytes, access, site);
+    }
+
+    fn checkpoint(&self) {
+        Shared::checkpoint(self);
     }
 }

@@ -1,0 +1,229 @@
+//! What happens with violations that the program does not take.
+#![expect(unsafe_code, reason = "has the end of the process call it, and ends it with a status")]
+
+use super::{shared::Shared, violation::Violation};
+use nix::libc;
+use std::{
+    collections::HashMap,
+    env, error, fmt,
+    io::{self, Write},
+    mem::ManuallyDrop,
+    panic::{AssertUnwindSafe, catch_unwind},
+    str::FromStr,
+    sync::{
+        Arc, Mutex, Once, OnceLock, PoisonError, Weak,
+        atomic::{AtomicI32, Ordering},
+    },
+};
+
+/// The variable that says what happens, where the program does not.
+const VARIABLE: &str = "AQUIFER_SIM_VIOLATIONS";
+
+/// The status that a process ends with under [`OnViolation::Exit`], where no other is named.
+const STATUS: i32 = 86;
+
+/// What happens with violations that the program does not take by [`Sim::violations`](super::Sim::violations).
+///
+/// A machine ends with the last handle to it: [`Sim`](super::Sim)s, its [driver](super::Sim::driver), and every pool and
+/// block over that. One that is never dropped ends with the process, if that returns from `main` or calls `exit`.
+///
+/// | variant | `AQUIFER_SIM_VIOLATIONS` |
+/// |---|---|
+/// | [`Report`](Self::Report), the default | `report` |
+/// | [`ReportAtOnce`](Self::ReportAtOnce) | `now` |
+/// | [`Panic`](Self::Panic) | `panic` |
+/// | [`Exit`](Self::Exit) | `exit` for status 86, `exit=STATUS` for 1 to 255 |
+/// | [`Quiet`](Self::Quiet) | `quiet` |
+///
+/// ```
+/// use aquifer_driver::sim::OnViolation;
+/// assert_eq!("exit=3".parse(), Ok(OnViolation::Exit(3)));
+/// assert!("loud".parse::<OnViolation>().is_err());
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
+#[non_exhaustive]
+pub enum OnViolation {
+    /// They are written to standard error when the machine ends.
+    #[default]
+    Report,
+    /// Each is written to standard error when it is found. Its count is 1 then: repetitions are not written.
+    ReportAtOnce,
+    /// The next call that the program itself makes panics with them: one of [`Sim`](super::Sim)'s methods that queues,
+    /// runs or declares work, or a synchronisation or a copy scope of the stream crate. Never a drop: what no such call
+    /// follows is written to standard error when the machine ends.
+    Panic,
+    /// They are written when the machine ends, and the process then ends with this status whatever its own would be.
+    Exit(i32),
+    /// Nothing. They stay in [`Sim::violations`](super::Sim::violations).
+    Quiet,
+}
+
+/// A text that names no [`OnViolation`].
+///
+/// Its example is that of [`OnViolation`].
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub struct BadOnViolation {
+    /// The text.
+    pub value: String,
+}
+
+impl BadOnViolation {
+    /// What the text may be.
+    pub const EXPECTED: &'static str = "report, now, panic, exit, exit=STATUS with 1 to 255, or quiet";
+}
+
+impl fmt::Display for BadOnViolation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{VARIABLE} is {:?}; it can be {}", self.value, Self::EXPECTED)
+    }
+}
+
+impl error::Error for BadOnViolation {}
+
+impl FromStr for OnViolation {
+    type Err = BadOnViolation;
+
+    fn from_str(text: &str) -> Result<Self, BadOnViolation> {
+        let status = |status: &str| status.parse().ok().filter(|status| (1..=255).contains(status));
+        let known = match text.split_once('=').unwrap_or((text, "")) {
+            ("report", "") => Some(Self::Report),
+            ("now", "") => Some(Self::ReportAtOnce),
+            ("panic", "") => Some(Self::Panic),
+            ("quiet", "") => Some(Self::Quiet),
+            ("exit", "") => Some(Self::Exit(STATUS)),
+            ("exit", code) => status(code).map(Self::Exit),
+            _ => None,
+        };
+        known.filter(|_| !text.ends_with('=')).ok_or_else(|| BadOnViolation { value: text.to_owned() })
+    }
+}
+
+impl OnViolation {
+    /// Returns what `AQUIFER_SIM_VIOLATIONS` says; `None` where it is unset or empty.
+    ///
+    /// # Errors
+    /// [`BadOnViolation`] for a value that names nothing.
+    pub fn from_env() -> Result<Option<Self>, BadOnViolation> {
+        match env::var_os(VARIABLE).filter(|text| !text.is_empty()) {
+            None => Ok(None),
+            Some(text) => text.to_string_lossy().parse().map(Some),
+        }
+    }
+
+    /// What the environment said when the first machine was made. A value that names nothing is written to standard
+    /// error, once.
+    pub(crate) fn of_process() -> Self {
+        static OF_PROCESS: OnceLock<OnViolation> = OnceLock::new();
+        *OF_PROCESS.get_or_init(|| match Self::from_env() {
+            Ok(said) => said.unwrap_or_default(),
+            Err(error) => {
+                say(format_args!("aquifer: {error}\n"));
+                Self::Report
+            }
+        })
+    }
+}
+
+/// Violations as they are reported.
+pub(crate) struct Text<'a>(pub(crate) &'a [Violation]);
+
+impl fmt::Display for Text<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(violations) = self;
+        let plural = if violations.len() == 1 { "" } else { "s" };
+        write!(f, "aquifer: the simulated GPU found {} violation{plural}", violations.len())?;
+        for violation in *violations {
+            // Each of its lines, or a reader could not tell where one ends.
+            for (n, line) in violation.to_string().lines().enumerate() {
+                write!(f, "\n{}{line}", if n == 0 { "  " } else { "    " })?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Writes violations to standard error, if there are any.
+pub(crate) fn write(violations: &[Violation]) {
+    if !violations.is_empty() {
+        say(format_args!("{}\n", Text(violations)));
+    }
+}
+
+fn say(text: fmt::Arguments<'_>) {
+    // In one piece, so that two machines do not mix. There is no way to tell of a refusal.
+    let _ = io::stderr().lock().write_all(text.to_string().as_bytes());
+}
+
+/// The machines that live, by their numbers.
+static LIVING: Mutex<Option<HashMap<u64, Weak<Shared>>>> = Mutex::new(None);
+
+/// The status that the process is to end with; 0 for its own.
+static EXIT: AtomicI32 = AtomicI32::new(0);
+
+/// Has a machine report when the process ends, if it lives then.
+pub(crate) fn register(machine: &Arc<Shared>) {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        if !cfg!(miri) {
+            // SAFETY: 1. the function neither unwinds nor takes anything. A refusal costs the report of machines that
+            // are never dropped.
+            let _refused = unsafe { libc::atexit(at_exit) };
+        }
+    });
+    let mut living = LIVING.lock().unwrap_or_else(PoisonError::into_inner);
+    living.get_or_insert_default().insert(machine.machine, Arc::downgrade(machine));
+}
+
+/// A machine has ended.
+pub(crate) fn forget(machine: u64) {
+    if let Some(living) = LIVING.lock().unwrap_or_else(PoisonError::into_inner).as_mut() {
+        living.remove(&machine);
+    }
+}
+
+/// Has the process end with this status.
+pub(crate) fn exit_with(status: i32) {
+    EXIT.store(status, Ordering::Relaxed);
+}
+
+/// The process ends.
+extern "C" fn at_exit() {
+    let _never = catch_unwind(AssertUnwindSafe(|| {
+        let mut machines: Vec<Arc<Shared>> = match LIVING.try_lock() {
+            Ok(living) => living.iter().flat_map(HashMap::values).filter_map(Weak::upgrade).collect(),
+            Err(_) => Vec::new(),
+        };
+        machines.sort_by_key(|machine| machine.machine);
+        machines.iter().for_each(|machine| machine.report_at_exit());
+        // Threads that still run may use what the last handle would end.
+        let _kept = ManuallyDrop::new(machines);
+    }));
+    let status = EXIT.load(Ordering::Relaxed);
+    if status != 0 {
+        // SAFETY: 1. it takes no pointer and does not return. What Rust's own streams held has been flushed before the
+        // functions for the end of the process are called; what the C library's hold is flushed here.
+        unsafe {
+            libc::fflush(std::ptr::null_mut());
+            libc::_exit(status);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_text_names_what_happens_or_is_refused() {
+        let parsed = |text: &str| text.parse::<OnViolation>().ok();
+        assert_eq!(parsed("report"), Some(OnViolation::Report));
+        assert_eq!(parsed("now"), Some(OnViolation::ReportAtOnce));
+        assert_eq!(parsed("panic"), Some(OnViolation::Panic));
+        assert_eq!(parsed("quiet"), Some(OnViolation::Quiet));
+        assert_eq!(parsed("exit"), Some(OnViolation::Exit(STATUS)));
+        assert_eq!(parsed("exit=255"), Some(OnViolation::Exit(255)));
+        for wrong in ["", "Report", "exit=", "exit=0", "exit=256", "exit=-1", "report=1", "quiet=", "loud"] {
+            assert_eq!(parsed(wrong), None, "{wrong:?}");
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! What happens with violations that no test takes: on standard error, by a panic, by the status of the process.
+
+use aquifer_driver::{
+    Access, DeviceId, DeviceRange,
+    sim::{OnViolation, Sim},
+};
+use std::{
+    env,
+    panic::{AssertUnwindSafe, catch_unwind},
+    process::{Command, Output},
+    sync::OnceLock,
+};
+
+/// Two streams and a write that nothing orders before a read, on lines 21 and 22.
+fn race(sim: &Sim) {
+    let driver = sim.driver();
+    let (a, b) =
+        (driver.stream_create(DeviceId(0), 0).unwrap(), driver.stream_create(DeviceId(0), 0).unwrap());
+    let range =
+        DeviceRange { device: DeviceId(0), address: driver.mem_alloc(DeviceId(0), 64).unwrap(), bytes: 64 };
+    sim.access(a, range, Access::Write, None).unwrap();
+    sim.access(b, range, Access::Read, None).unwrap();
+}
+
+/// Runs `child` in a process of its own.
+fn run(what: &str, variable: Option<&str>) -> (Output, String) {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", "child", "--nocapture", "--include-ignored"]).env("SIM_REPORTS_CHILD", what);
+    command.env_remove("AQUIFER_SIM_VIOLATIONS");
+    if let Some(value) = variable {
+        command.env("AQUIFER_SIM_VIOLATIONS", value);
+    }
+    let output = command.output().unwrap();
+    let text = String::from_utf8(output.stderr.clone()).unwrap();
+    (output, text)
+}
+
+/// What the other tests run, each in a process of its own.
+#[test]
+#[ignore = "run by the others, in processes of their own"]
+fn child() {
+    static KEPT: OnceLock<Sim> = OnceLock::new();
+    let Ok(what) = env::var("SIM_REPORTS_CHILD") else { return };
+    let what = what.as_str();
+    let sim = match what {
+        "quiet by the program" => Sim::h200(1).on_violation(OnViolation::Quiet),
+        "exit by the program" => Sim::h200(1).on_violation(OnViolation::Exit(7)),
+        _ => Sim::h200(1),
+    };
+    race(&sim);
+    match what {
+        "taken" => assert_eq!(sim.violations().len(), 1),
+        "forgotten" => KEPT.set(sim.clone()).unwrap(),
+        "reported" => assert!(sim.report() && !sim.report()),
+        "one more" => {
+            assert_eq!(sim.violations().len(), 1);
+            race(&sim);
+            let range = DeviceRange { device: DeviceId(0), address: 4096, bytes: 64 };
+            let stream = sim.driver().stream_create(DeviceId(0), 0).unwrap();
+            sim.access(stream, range, Access::Read, None).unwrap();
+        }
+        "before the end" => eprintln!("still here"),
+        _ => {}
+    }
+    drop(sim);
+    eprintln!("dropped");
+}
+
+#[test]
+fn what_nobody_takes_is_written_when_the_machine_ends_with_both_lines() {
+    let (output, text) = run("dropped", None);
+    assert!(output.status.success(), "{text}");
+    assert!(text.contains("aquifer: the simulated GPU found 1 violation\n"), "{text}");
+    assert!(text.contains("unordered read after write"), "{text}");
+    for line in ["sim_reports.rs:21", "sim_reports.rs:22"] {
+        assert_eq!(text.matches(line).count(), 1, "{text}");
+    }
+    assert!(text.find("violation").unwrap() < text.find("dropped").unwrap(), "{text}");
+}
+
+#[test]
+fn a_machine_that_is_never_dropped_reports_when_the_process_ends() {
+    let (output, text) = run("forgotten", None);
+    assert!(output.status.success(), "{text}");
+    assert!(text.find("dropped").unwrap() < text.find("1 violation").unwrap(), "{text}");
+}
+
+#[test]
+fn what_has_been_taken_or_written_is_not_written_again() {
+    assert!(!run("taken", None).1.contains("violation"));
+    assert_eq!(run("reported", None).1.matches("1 violation").count(), 1);
+    let (_, text) = run("one more", None);
+    assert!(text.contains("1 violation\n  use of unmapped"), "{text}");
+    assert!(!text.contains("unordered"), "{text}");
+}
+
+#[test]
+fn the_environment_chooses_where_the_program_does_not() {
+    let (output, text) = run("before the end", Some("now"));
+    assert!(output.status.success(), "{text}");
+    assert!(text.find("1 violation").unwrap() < text.find("still here").unwrap(), "{text}");
+    assert!(!run("dropped", Some("quiet")).1.contains("violation"));
+    for (value, status) in [("exit", 86), ("exit=3", 3)] {
+        for what in ["dropped", "forgotten"] {
+            let (output, text) = run(what, Some(value));
+            assert_eq!(output.status.code(), Some(status), "{what}: {text}");
+            assert!(text.contains("1 violation"), "{text}");
+        }
+        assert!(run("taken", Some(value)).0.status.success(), "what a test takes decides no status");
+    }
+    let (output, text) = run("dropped", Some("panic"));
+    assert!(!output.status.success(), "{text}");
+    assert!(text.contains("sim_reports.rs:22"), "the panic names the line that asked: {text}");
+    let (output, text) = run("quiet by the program", Some("exit"));
+    assert!(output.status.success() && !text.contains("violation"), "{text}");
+    assert_eq!(run("exit by the program", Some("quiet")).0.status.code(), Some(7));
+}
+
+#[test]
+fn a_value_of_the_environment_that_says_nothing_is_told_once_and_nothing_is_hidden() {
+    let (output, text) = run("dropped", Some("loud"));
+    assert!(output.status.success());
+    assert_eq!(text.matches("AQUIFER_SIM_VIOLATIONS is \"loud\"; it can be report").count(), 1, "{text}");
+    assert!(text.contains("1 violation"), "{text}");
+}
+
+#[test]
+fn a_panic_comes_from_the_call_that_is_wrong_and_never_from_a_drop() {
+    let sim = Sim::h200(1).on_violation(OnViolation::Panic);
+    let panicked = catch_unwind(AssertUnwindSafe(|| race(&sim))).unwrap_err();
+    let text = panicked.downcast_ref::<String>().unwrap();
+    assert!(text.contains("unordered read after write"), "{text}");
+    assert_eq!(sim.violations().len(), 1, "what has panicked is there still");
+    drop(sim);
+}
