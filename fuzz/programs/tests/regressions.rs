@@ -1,0 +1,34 @@
+//! Programs that once broke a promise, each by the name of the promise.
+//!
+//! `ci/soak` prints the line for what it finds. The bytes are those of `program::seeded(seed, length)`.
+
+use aquifer_programs::{program::seeded, targets};
+
+macro_rules! regressions {
+    ($($(#[$meta:meta])* $name:ident: $target:literal [$(($seed:literal, $length:literal)),+ $(,)?];)+) => {
+        $($(#[$meta])* #[test]
+        fn $name() {
+            let target = targets::find($target).expect("a target of this name");
+            for (seed, length) in [$(($seed, $length)),+] {
+                println!("{} {seed} {length}", target.name);
+                (target.run)(&seeded(seed, length));
+            }
+        })+
+    };
+}
+
+regressions! {
+    a_block_freed_before_is_refused_as_stale_whatever_its_range_has_become_since: "heap" [
+        (7002522, 930),
+        (7004475, 865),
+        (7010749, 2313),
+        (7016129, 1792),
+        (7023805, 1935),
+        (7027065, 1923),
+        (7030248, 1698),
+        (7040028, 1662),
+        (7044863, 978),
+        (1795365888510791935, 2262),
+        (13679457532755276395, 2649),
+    ];
+}
