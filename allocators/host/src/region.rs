@@ -123,6 +123,29 @@ pub struct Reach {
     pub device: DeviceId,
 }
 
+impl Reach {
+    /// Makes a call that pins host memory, or ends that, for the device, or for another one that lives if this one is lost:
+    /// pinned memory belongs to the process, and any context can register it and end that (seen on two H200). A loss that
+    /// takes all contexts along, as an illegal address does there, is answered for all of them.
+    ///
+    /// # Errors
+    /// The device's own, if no other device's call goes through.
+    fn call<T>(
+        &self,
+        call: impl Fn(&dyn Driver, DeviceId) -> Result<T, DriverError>,
+    ) -> Result<T, DriverError> {
+        let driver = &*self.driver;
+        call(driver, self.device).or_else(|refused| {
+            if !refused.is_device_lost() {
+                return Err(refused);
+            }
+            let devices = (0..driver.device_count().unwrap_or(0)).map(DeviceId);
+            let mut others = devices.filter(|&other| other != self.device && !driver.is_lost(other));
+            others.find_map(|other| call(driver, other).ok()).ok_or(refused)
+        })
+    }
+}
+
 impl fmt::Debug for Reach {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Reach").field("driver", &self.driver.name()).field("device", &self.device).finish()

@@ -14,7 +14,10 @@ use aquifer_host::{
     PinnedBuf, PinnedConfig, PinnedPool,
     kernel::SystemCall,
     pool,
-    region::{Cause, Host, PageTier, PinnedBy, Pinning, Region, RegionRequest, Step, retry_stranded, window},
+    region::{
+        Cause, Host, PageTier, PinnedBy, Pinning, Region, RegionRequest, Step, end_retired, retry_stranded,
+        window,
+    },
 };
 use std::{
     alloc::Layout,
@@ -274,6 +277,41 @@ fn what_the_driver_will_not_end_stays_mapped_and_charged_until_it_does() {
     sim.clear_failures();
     eventually(|| budget.used() == 0);
     assert!(sim.outstanding().is_empty());
+}
+
+#[test]
+fn a_quiet_point_tries_again_and_counts_only_what_has_ended() {
+    let (sim, host) = machine();
+    let budget = budget();
+    Region::new(&host, &budget, &request()).unwrap().retire();
+    let bytes = budget.used();
+    sim.fail(Call::HostUnregister, 1, 999);
+    assert_eq!(end_retired(), 0, "the driver has kept it");
+    assert_eq!(budget.used(), bytes);
+    assert_eq!(end_retired(), bytes);
+    assert!(sim.outstanding().is_empty() && budget.used() == 0);
+}
+
+#[test]
+fn pinned_memory_of_a_lost_device_is_given_back_through_another_that_lives() {
+    let sim = Sim::h200(2);
+    let host = support::host().with_driver(sim.driver(), GPU);
+    let budget = budget();
+    for write_combined in [false, true] {
+        let mut request = request();
+        request.flags.write_combined = write_combined;
+        let region = Region::new(&host, &budget, &request).unwrap();
+        assert!(region.is_pinned() && budget.used() > 0);
+        sim.lose_device(GPU);
+        region.close().unwrap();
+        assert_eq!(budget.used(), 0);
+        // And memory is pinned through it from now on.
+        let region = Region::new(&host, &budget, &request).unwrap();
+        assert!(region.is_pinned());
+        drop(region);
+        assert_eq!(budget.used(), 0);
+    }
+    assert_eq!((sim.outstanding().registrations, sim.outstanding().host_allocations), (0, 0));
 }
 
 #[test]

@@ -93,9 +93,9 @@ impl DriverBlock {
         }
         let Some(address) = pointer(self.span.start) else { return Ok(self.charge.take()) };
         let _relaxed = Relaxed::enter(&*self.reach.driver);
-        // SAFETY: 1. it came from this driver, and the charge says that it has not been freed. 2. whoever had the region
-        // has ended.
-        let freed = unsafe { self.reach.driver.host_free(self.reach.device, address) };
+        // SAFETY: 1. it came from this driver, and the charge says that it has not been freed. 2. the region's owner has
+        // ended.
+        let freed = self.reach.call(|driver, device| unsafe { driver.host_free(device, address) });
         freed.or_else(forgive)?;
         window::forget_outside(self.span);
         Ok(self.charge.take())
@@ -113,13 +113,8 @@ impl Drop for DriverBlock {
 
 /// A driver that has gone, at the end of the process, has ended everything; and what it never heard of needs no end.
 fn forgive(error: DriverError) -> Result<(), DriverError> {
-    const NOT_INITIALIZED: u32 = 3;
-    const DEINITIALIZED: u32 = 4;
     const NOT_REGISTERED: u32 = 713;
-    match error.code {
-        NOT_INITIALIZED | DEINITIALIZED | NOT_REGISTERED => Ok(()),
-        _ => Err(error),
-    }
+    if error.is_driver_gone() || error.code == NOT_REGISTERED { Ok(()) } else { Err(error) }
 }
 
 impl Backing {
@@ -190,7 +185,7 @@ impl Backing {
         let (Some(reach), Some(address)) = (&self.reach, pointer(part.start)) else { return Ok(()) };
         let _relaxed = Relaxed::enter(&*reach.driver);
         // SAFETY: 1. the part is populated and stays mapped until `unregister` has ended the registration.
-        unsafe { reach.driver.host_register(reach.device, address, part.len, flags)? };
+        reach.call(|driver, device| unsafe { driver.host_register(device, address, part.len, flags) })?;
         self.registrations.push(part);
         Ok(())
     }
@@ -204,8 +199,8 @@ impl Backing {
         let _relaxed = Relaxed::enter(&*reach.driver);
         while let Some(part) = self.registrations.last() {
             if let Some(address) = pointer(part.start) {
-                // SAFETY: 1. the start of a registration that has not been ended. 2. whoever had the region has ended.
-                let ended = unsafe { reach.driver.host_unregister(reach.device, address) };
+                // SAFETY: 1. the start of a registration that has not been ended. 2. the region's owner has ended.
+                let ended = reach.call(|driver, device| unsafe { driver.host_unregister(device, address) });
                 ended.or_else(forgive)?;
             }
             self.registrations.pop();
@@ -325,7 +320,8 @@ pub fn stranded_bytes() -> u64 {
     STRANDED_BYTES.load(Ordering::Relaxed)
 }
 
-/// Tries again to give back what is stranded, and answers with what still is, in bytes. Making a region does it too.
+/// Tries again to give back what is stranded, and returns what still is, in bytes. Making a region does it too, and every
+/// quiet point.
 /// Blocks while devices are busy, if there is anything to do.
 ///
 /// Its example is that of [`Region`](super::Region).

@@ -355,7 +355,7 @@ impl<'a> Making<'a> {
             let charge = for_worker.lock().unwrap_or_else(PoisonError::into_inner).take();
             let Some(charge) = charge else { return Err((Step::DriverAlloc, Cause::TimedOut, None)) };
             let _relaxed = Relaxed::enter(&*its_reach.driver);
-            let address = match its_reach.driver.host_alloc(its_reach.device, bytes, flags) {
+            let address = match its_reach.call(|driver, device| driver.host_alloc(device, bytes, flags)) {
                 Ok(address) => address.as_ptr().expose_provenance(),
                 Err(e) => return Err((Step::DriverAlloc, Cause::Driver(e), Some(charge))),
             };

@@ -3,7 +3,7 @@
 //! Ending a registration makes the driver wait for the whole device, so it is not done where a program is busy: what is
 //! given up early waits here, mapped, registered and charged, for a quiet point.
 
-use super::backing::Backing;
+use super::backing::{Backing, retry_stranded, stranded_bytes};
 use crate::kernel::{AcrossForks, Guard, Of, Process};
 use std::{
     mem,
@@ -29,8 +29,9 @@ pub fn retired_bytes() -> u64 {
     BYTES.load(Ordering::Relaxed)
 }
 
-/// Ends what was [retired](super::Region::retire), or dropped while a copy was on its way, unless one still is. Answers
-/// with the bytes that were ended. For quiet points: blocks until devices are idle, if there is anything to do.
+/// Ends what was [retired](super::Region::retire), or dropped while a copy was on its way, unless one still is, and
+/// [what is stranded](super::retry_stranded). Returns the bytes that were ended: what the driver refuses to end is stranded
+/// and does not count. For quiet points: blocks until devices are idle, if there is anything to do.
 ///
 /// A budget that would refuse a new region has it done first.
 ///
@@ -46,16 +47,20 @@ pub fn retired_bytes() -> u64 {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub fn end_retired() -> u64 {
+    let stranded = stranded_bytes();
+    let retried = stranded.saturating_sub(retry_stranded());
     if retired_bytes() == 0 {
-        return 0;
+        return retried;
     }
     let waiting = mem::take(&mut *list());
     let (idle, busy): (Vec<_>, Vec<_>) =
         waiting.into_iter().partition(|(process, backing)| process.is_current() && backing.is_idle());
     list().extend(busy);
-    let ended = idle.iter().map(|(_, backing)| backing.bytes()).sum();
-    BYTES.fetch_sub(ended, Ordering::Relaxed);
+    BYTES.fetch_sub(idle.iter().map(|(_, backing)| backing.bytes()).sum(), Ordering::Relaxed);
     // Each ends, or is stranded, without the lock.
-    drop(idle);
-    ended
+    let end = |(_, backing): (_, Backing)| {
+        let bytes = backing.bytes();
+        if backing.close().is_ok() { bytes } else { 0 }
+    };
+    retried + idle.into_iter().map(end).sum::<u64>()
 }
