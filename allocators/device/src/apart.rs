@@ -201,6 +201,11 @@ impl Apart {
         self.held.reset_peak();
     }
 
+    /// Bytes that are live.
+    pub(crate) fn live(&self) -> u64 {
+        self.state().account.live
+    }
+
     /// Bytes whose owner has let go of them and that the driver has not back yet.
     pub(crate) fn leaving(&self) -> u64 {
         self.state().account.pending

@@ -7,7 +7,7 @@ use crate::{
     Block, Request,
     block::{Asked, UntilFree},
     home::note,
-    raw::Backlog,
+    raw::{Backlog, FreedAddresses},
     reclaim::{Others, is_shortage},
     request::Sensible,
 };
@@ -75,6 +75,7 @@ struct State {
     deferred: Vec<Deferred>,
     /// Blocks that are out as bare addresses.
     raw: Backlog,
+    freed: FreedAddresses,
 }
 
 /// A block that has been freed by its owner.
@@ -167,7 +168,9 @@ impl<S: Source> Ledger<S> {
             0
         };
         {
-            let stats = &mut self.state().stats;
+            let mut state = self.state();
+            state.freed.forget(address);
+            let stats = &mut state.stats;
             stats.live += request.size();
             stats.requested += request.size();
             stats.blocks += 1;
@@ -216,18 +219,23 @@ impl<S: Source> Ledger<S> {
 
     /// The block that is out as this address.
     pub(crate) fn take_raw(&self, address: u64) -> Result<Block> {
-        let block = self.state().raw.take(address);
-        block.unwrap_or(Err(MemoryError::ForeignBlock { address }))
+        let mut state = self.state();
+        let block = state.raw.take(address);
+        block.unwrap_or_else(|| Err(state.freed.refuse(address)))
     }
 
     pub(crate) fn share_raw(&self, address: u64) -> Result<Arc<Block>> {
-        self.state().raw.share(address).ok_or(MemoryError::ForeignBlock { address })
+        let state = self.state();
+        state.raw.share(address).ok_or_else(|| state.freed.refuse(address))
     }
 
     pub(crate) fn free_raw(&self, address: u64) -> Result<()> {
         // Its end takes the lock again.
-        let block = self.state().raw.let_go(address);
-        block.map(drop).ok_or(MemoryError::ForeignBlock { address })
+        let block = {
+            let mut state = self.state();
+            state.raw.let_go(address).ok_or_else(|| state.freed.refuse(address))
+        };
+        block.map(drop)
     }
 
     /// Tries to give back what could not be given back before.
@@ -302,7 +310,9 @@ impl<S: Source> Release for Ledger<S> {
 
     fn release(&self, block: Deferred) {
         {
-            let stats = &mut self.state().stats;
+            let mut state = self.state();
+            state.freed.note(block.address);
+            let stats = &mut state.stats;
             stats.live -= block.bytes;
             stats.requested -= block.bytes;
             stats.blocks -= 1;

@@ -1,6 +1,6 @@
 //! A block of device memory, as its owner holds it.
 
-use crate::{Request, backend::Backed, home::Home};
+use crate::{Request, backend::Backed, checked::Listed, home::Home};
 use aquifer_core::{__opaque::Sealed, DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, site};
 use aquifer_heap::Key;
@@ -151,6 +151,8 @@ pub(crate) struct Extras {
 pub(crate) struct LiveBytes {
     pub(crate) of_tenant: Option<Leased>,
     pub(crate) of_tag: Option<Leased>,
+    /// Its place in the list of live blocks, where leaks are reported and no cache is asked.
+    pub(crate) listed: Option<Listed>,
 }
 
 impl Extras {

@@ -38,6 +38,7 @@ mod twice;
 pub use finding::{BlockRecord, Fault, Finding};
 pub use guards::{CANARY, GUARD_BYTES, POISON_ALLOCATED, POISON_FREED};
 pub use leaks::{LeakGroup, LeakReport};
+pub(crate) use leaks::{Listed, Listing};
 pub use settings::{Debugging, FindingHook};
 
 use crate::{
@@ -46,6 +47,7 @@ use crate::{
     block::{Asked, UntilFree},
     home::note,
     pool::Inner,
+    raw::FreedAddresses,
     reclaim::is_shortage,
 };
 use aquifer_core::{
@@ -90,6 +92,7 @@ pub(crate) struct Checked {
     waits: bool,
     /// How long the host waits for other streams' uses then.
     patience: Duration,
+    listing: Arc<Listing>,
     /// What blocks are read back on, while the pool is open.
     reader: Mutex<Option<Reader>>,
     findings: Mutex<Vec<Finding>>,
@@ -120,8 +123,8 @@ struct State {
     looking: u32,
     /// Bytes that have gone home so far.
     gone: u64,
-    /// The number of the last block.
-    number: u64,
+    /// Addresses whose blocks have been freed, and that no block has had since.
+    freed: FreedAddresses,
     closed: bool,
     /// What the users of the pool hold and have held.
     own: PoolStats,
@@ -160,6 +163,7 @@ struct Freed {
     held: Held,
     uses: Uses,
     until_free: UntilFree,
+    generation: u64,
     /// It has been filled with [`POISON_FREED`].
     filled: bool,
     /// It could not be read back once.
@@ -196,17 +200,33 @@ impl Under {
         direct.allocate(stream, request)
     }
 
-    fn stats(&self) -> PoolStats {
+    fn stats(&self, pool: &Inner) -> PoolStats {
         match self {
-            Self::Pool(inner) => inner.stats(),
-            Self::Direct(direct) => direct.stats(),
+            Self::Pool(_) => pool.stats(),
+            Self::Direct(direct) => pool.stats_over(direct.stats()),
         }
     }
 
-    fn trim(&self, keep: u64) -> Result<u64> {
+    /// Bytes held from the driver besides what the pool itself holds.
+    pub(crate) fn physical(&self) -> u64 {
         match self {
-            Self::Pool(inner) => inner.trim(keep),
-            Self::Direct(direct) => direct.trim(keep),
+            Self::Pool(_) => 0,
+            Self::Direct(direct) => direct.stats().physical,
+        }
+    }
+
+    /// Live bytes that do not come through the checks, where a refusal counts them.
+    fn live_apart(&self) -> u64 {
+        match self {
+            Self::Pool(inner) => inner.apart.live(),
+            Self::Direct(_) => 0,
+        }
+    }
+
+    fn trim(&self, pool: &Inner, keep: u64) -> Result<u64> {
+        match self {
+            Self::Pool(_) => pool.trim(keep),
+            Self::Direct(direct) => pool.trim_over(&**direct, keep),
         }
     }
 }
@@ -224,6 +244,7 @@ impl Checked {
         patience: Duration,
     ) -> Result<Arc<Self>> {
         let device = streams.device();
+        let listing = Arc::new(Listing::new(settings.backtraces));
         let reader = if settings.looks_at_freed() {
             let stream = StreamPool::new(driver.clone(), device, 1).lease()?;
             let alive: KeepAlive = Arc::new(stream.clone());
@@ -241,6 +262,7 @@ impl Checked {
             recorder,
             waits,
             patience,
+            listing,
             reader: Mutex::new(reader),
             findings: Mutex::default(),
             state: Mutex::new(State {
@@ -251,7 +273,7 @@ impl Checked {
                 quarantined: 0,
                 looking: 0,
                 gone: 0,
-                number: 0,
+                freed: FreedAddresses::default(),
                 closed: false,
                 own: PoolStats::default(),
             }),
@@ -304,7 +326,8 @@ impl Checked {
                 // In the user's figures.
                 Err(MemoryError::OutOfMemory(mut error)) => {
                     error.requested = request.size();
-                    let held_back = error.live.saturating_sub(self.state().own.live);
+                    let users = self.state().own.live + self.under.live_apart();
+                    let held_back = error.live.saturating_sub(users);
                     error.live -= held_back;
                     error.pending += held_back;
                     return Err(MemoryError::OutOfMemory(error));
@@ -319,7 +342,8 @@ impl Checked {
             bytes: request.size(),
             tag: request.owner(),
             number: 0,
-            stream: home.number(),
+            stream: stream_of(&home),
+            of_pool: home.number(),
             born: Instant::now(),
             allocated_at,
             freed_at: None,
@@ -333,7 +357,7 @@ impl Checked {
             self.report(Fault::Overlap { held: Box::new(other) }, record);
             return Err(MemoryError::BlockOverlap { address, held });
         }
-        let filled = self.fill_new(&held, &home, &layout);
+        let filled = self.fill_new(&held, &home, &layout, generation);
         let held = filled.and_then(|()| DeviceBuffer::from_alloc(around.size() as usize, |_| Ok(held)));
         let memory = match held {
             Ok(memory) => memory,
@@ -354,6 +378,7 @@ impl Checked {
             own.allocations += 1;
             own.peak_live = own.peak_live.max(own.live);
             own.peak_requested = own.peak_requested.max(own.requested);
+            state.freed.forget(address);
             state.live.insert(address, Live { record, capacity, held, freed: None });
         }
         let backed = Backed { ledger: self.clone(), timeline: home, streams: self.streams.clone(), bytes };
@@ -362,9 +387,8 @@ impl Checked {
 
     /// Gives a block its number and its place among what is held, or answers with what is there already.
     fn number(&self, start: u64, end: u64, record: &mut BlockRecord) -> Result<(), BlockRecord> {
+        record.number = self.listing.number();
         let mut state = self.state();
-        state.number += 1;
-        record.number = state.number;
         if self.settings.overlap {
             state.ranges.enter(start, end, record.clone()).map_err(|held| held.clone())
         } else {
@@ -378,9 +402,13 @@ impl Checked {
         }
     }
 
-    fn fill_new(&self, held: &Block, home: &Timeline, layout: &Layout) -> Result<()> {
+    fn fill_new(&self, held: &Block, home: &Timeline, layout: &Layout, generation: u64) -> Result<()> {
         for guard in [layout.before(), layout.behind()].into_iter().flatten() {
-            guards::fill(held, home, guard, CANARY)?;
+            guards::fill(held, home, guard.clone(), CANARY)?;
+            let address = held.address() + guard.start;
+            let range = DeviceRange { device: self.device, address, bytes: guard.end - guard.start };
+            let readers = self.reader().map(|reader| reader.stream.raw());
+            note(&self.driver, generation, range, Ownership::Guard { users: readers.as_slice() });
         }
         if self.settings.poison {
             guards::fill(held, home, layout.body(), POISON_ALLOCATED)?;
@@ -396,15 +424,17 @@ impl Checked {
     fn freed(&self, live: Live, deferred: Deferred) {
         let Live { record, capacity, held: Some(held), .. } = live else { return };
         let Deferred { uses, until_free, generation, .. } = deferred;
-        let mut freed = Freed { record, capacity, held, uses, until_free, filled: false, refused: false };
+        let mut freed =
+            Freed { record, capacity, held, uses, until_free, generation, filled: false, refused: false };
         let waits = !freed.uses.is_empty();
         let kept = self.settings.looks_at_freed() || (waits && self.settings.fills_freed());
         let kept = kept && can_be_used(&freed.held.home);
-        if kept && !self.state().closed {
-            self.note_kept(&freed, generation);
-        }
+        // While it is the user's still: to a driver that checks, its stream has no business there any more afterwards.
         if !waits {
             self.fill_freed(&mut freed);
+        }
+        if kept && !self.state().closed {
+            self.note_kept(&freed, None);
         }
         // Without debugging the memory would be free now; limits of wrappers are not to notice the difference.
         let over = if kept && !waits { freed.until_free.take() } else { None };
@@ -426,27 +456,41 @@ impl Checked {
         }
     }
 
-    /// Tells a driver that checks who may still touch a freed block.
-    fn note_kept(&self, freed: &Freed, generation: u64) {
+    /// Tells a driver that checks who may still touch a freed block: other streams whose uses are open, the pool's reader,
+    /// and `filler`. The stream that it belonged to may not.
+    fn note_kept(&self, freed: &Freed, filler: Option<&Timeline>) {
         let mut users: Vec<RawStream> = freed.uses.iter().map(|u| u.on().raw()).collect();
-        users.push(freed.held.home.raw());
+        users.extend(filler.map(Timeline::raw));
         users.extend(self.reader().map(|reader| reader.stream.raw()));
         let address = freed.held.memory.block().address();
         let range = DeviceRange { device: self.device, address, bytes: freed.capacity };
-        note(&self.driver, generation, range, Ownership::Pending { users: &users });
+        let _named = freed.name_site();
+        note(&self.driver, freed.generation, range, Ownership::Pending { users: &users });
     }
 
     /// Fills a freed block whose uses are done. A refusal leaves it as it is: late writes to it are not seen then.
     fn fill_freed(&self, freed: &mut Freed) {
         let Held { memory, layout, home, .. } = &freed.held;
         if self.settings.fills_freed() && can_be_used(home) {
+            let _named = freed.name_site();
             freed.filled = guards::fill(memory.block(), home, layout.body(), POISON_FREED).is_ok();
+        }
+    }
+
+    /// The same for one that has been kept until its uses were done.
+    fn fill_kept(&self, freed: &mut Freed) {
+        if self.settings.fills_freed() && can_be_used(&freed.held.home) {
+            let home = freed.held.home.clone();
+            self.note_kept(freed, Some(&home));
+            self.fill_freed(freed);
+            self.note_kept(freed, None);
         }
     }
 
     /// Gives the memory back to the pool, with the uses that are not over and what is to end when they are.
     fn go_home(&self, freed: Freed) {
-        let Freed { held, uses, until_free, capacity, .. } = freed;
+        let Freed { record, held, uses, until_free, capacity, .. } = freed;
+        let _named = site::enter_as(site::entered().or(record.freed_at));
         let mut block = held.memory.into_block();
         self.forget_range(block.address());
         block.uses.take_over(&held.home, uses);
@@ -464,20 +508,32 @@ impl Checked {
         own.peak_requested = own.requested;
     }
 
-    /// What the users hold, over what the pool holds.
-    pub(crate) fn stats(&self) -> PoolStats {
+    /// What the users hold, over what the pool holds: `apart` beside the checks, and through them what is told here.
+    pub(crate) fn stats(&self, pool: &Inner) -> PoolStats {
         let own = self.state().own;
-        let mut stats = self.under.stats();
-        // What is held and nobody's is held back.
-        stats.pending += stats.live.saturating_sub(own.live);
-        stats.live = own.live;
-        stats.requested = own.requested;
-        stats.peak_requested = own.peak_requested;
-        stats.peak_live = own.peak_live;
-        stats.blocks = own.blocks;
-        stats.allocations = own.allocations;
-        stats.frees = own.frees;
+        let mut apart = PoolStats::default();
+        pool.apart.add_to(&mut apart);
+        let mut stats = self.under.stats(pool);
+        // What comes through the checks, is held and is nobody's is held back.
+        stats.pending += (stats.live - apart.live).saturating_sub(own.live);
+        stats.live = own.live + apart.live;
+        stats.requested = own.requested + apart.requested;
+        stats.peak_requested = own.peak_requested + apart.peak_requested;
+        stats.peak_live = own.peak_live + apart.peak_live;
+        stats.blocks = own.blocks + apart.blocks;
+        stats.allocations = own.allocations + apart.allocations;
+        stats.frees = own.frees + apart.frees;
         stats
+    }
+
+    /// Whether a block at this address has been freed, and none has been there since.
+    pub(crate) fn was_freed(&self, address: u64) -> bool {
+        self.state().freed.has(address)
+    }
+
+    /// What numbers the blocks, and lists those that do not come through here, if leaks are to be reported.
+    pub(crate) fn listing(&self) -> Option<&Arc<Listing>> {
+        self.settings.leaks.then_some(&self.listing)
     }
 
     /// Everything found so far, as far as it is kept.
@@ -488,7 +544,11 @@ impl Checked {
     /// The live blocks, if they are to be reported.
     pub(crate) fn leaks(&self) -> Option<LeakReport> {
         let live = |live: &Live| live.freed.is_none().then(|| live.record.clone());
-        self.settings.leaks.then(|| LeakReport::of(self.state().live.values().filter_map(live)))
+        self.settings.leaks.then(|| {
+            let mut records: Vec<_> = self.state().live.values().filter_map(live).collect();
+            records.append(&mut self.listing.records());
+            LeakReport::of(records.into_iter())
+        })
     }
 
     fn report(&self, fault: Fault, block: BlockRecord) -> Finding {
@@ -500,7 +560,7 @@ impl Checked {
             }
         }
         if let Some(recorder) = &self.recorder {
-            let BlockRecord { address, bytes, tag, stream, .. } = finding.block;
+            let BlockRecord { address, bytes, tag, of_pool: stream, .. } = finding.block;
             let place = Place::Device(self.device);
             let event = recorder.event(Action::Finding, place, stream, address, bytes, tag);
             recorder.record(recorder.ticket(), event);
@@ -518,10 +578,23 @@ impl Checked {
     }
 }
 
+/// The number of a stream by which findings name it: the driver's own, which violations of the simulated GPU name it by
+/// too. One that the driver tells none of, since it captures, is named by its number in its pool.
+pub(crate) fn stream_of(stream: &Timeline) -> u64 {
+    stream.id().unwrap_or_else(|| u64::from(stream.number()))
+}
+
 /// Whether work may be queued on the stream later, when no call of its owner's is in progress. One that has been retired
 /// refuses it by itself.
 fn can_be_used(home: &Timeline) -> bool {
     !home.fences_at_once()
+}
+
+impl Freed {
+    /// Names calls that are made for it by the line that freed it, or the one that it came from.
+    fn name_site(&self) -> site::Entered {
+        site::enter_as(site::entered().or(self.record.freed_at).or(Some(self.record.allocated_at)))
+    }
 }
 
 impl State {
@@ -546,6 +619,7 @@ impl Release for Checked {
             own.requested -= bytes;
             own.blocks -= 1;
             own.frees += 1;
+            state.freed.note(address);
             if looked_at {
                 // Whoever looks at it goes on with this.
                 if let Some(live) = state.live.get_mut(&address) {

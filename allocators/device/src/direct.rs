@@ -41,7 +41,8 @@ impl Direct {
     /// The block of these that was [turned into](Block::into_raw) this address.
     ///
     /// # Errors
-    /// [`MemoryError::ForeignBlock`] if there is none.
+    /// [`MemoryError::DoubleFree`] if it has been freed, as long as that is remembered; [`MemoryError::ForeignBlock`] if
+    /// there is none.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
         self.ledger.take_raw(address)
     }

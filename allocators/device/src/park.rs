@@ -375,6 +375,7 @@ impl Parkable {
         let of_tag = self.pool.inner().charge_tag(stream, &request)?;
         let mut block = self.lodging.allocate(stream, request)?;
         block.count_for_tag(of_tag);
+        self.pool.inner().list(&mut block, None);
         Ok(block)
     }
 

@@ -4,10 +4,10 @@ mod figures;
 
 use crate::{
     Adoption, Block, DeviceBuffer, Finding, LeakReport, Log, PoolConfig, Request, Resource,
-    apart::Apart,
+    apart::{Apart, Span},
     block::{Freed, Place},
     chain::Counters,
-    checked::{Checked, Under},
+    checked::{Checked, Listing, Under},
     direct::Direct,
     environment::Environment,
     graphs::{self, Announcements},
@@ -125,6 +125,8 @@ pub(crate) struct Inner {
     bypass: Option<Direct>,
     /// What gives way before anybody else is asked. It holds the pool.
     pub(crate) quarantine: OnceLock<Weak<Checked>>,
+    /// Live blocks from elsewhere than the caches, where leaks are reported.
+    listing: OnceLock<Arc<Listing>>,
     /// Under what others find it.
     pub(crate) registration: OnceLock<Registration>,
 }
@@ -220,6 +222,7 @@ impl DevicePool {
             retention,
             bypass,
             quarantine: OnceLock::new(),
+            listing: OnceLock::new(),
             registration: OnceLock::new(),
         });
         inner.register();
@@ -231,6 +234,9 @@ impl DevicePool {
             let under = direct.map_or_else(|| Under::Pool(inner.clone()), Under::Direct);
             let checked = Checked::new(under, debug, driver, streams, recorder, waits, wait)?;
             let _only_once = inner.quarantine.set(Arc::downgrade(&checked));
+            if let Some(listing) = checked.listing() {
+                let _only_once = inner.listing.set(listing.clone());
+            }
             checked.register(&inner.budget);
             Some(Detour::Checked(checked))
         } else {
@@ -244,7 +250,7 @@ impl DevicePool {
         &self.handle.inner
     }
 
-    fn checked(&self) -> Option<&Arc<Checked>> {
+    pub(crate) fn checked(&self) -> Option<&Arc<Checked>> {
         match &self.handle.detour {
             Some(Detour::Checked(checked)) => Some(checked),
             _ => None,
@@ -302,7 +308,10 @@ impl DevicePool {
         let of_tag = self.inner().charge_tag(stream, &request)?;
         let of_graph = self.inner().allocate_for_graph(stream, request)?;
         let mut block = match (of_graph, &self.handle.detour) {
-            (Some(block), _) => block,
+            (Some(mut block), _) => {
+                self.inner().list(&mut block, None);
+                block
+            }
             (None, Some(detour)) => {
                 let _site = site::enter();
                 detour.allocate(stream, request, None)?
@@ -330,7 +339,8 @@ impl DevicePool {
         let of_tag = self.inner().charge_tag(stream, &request)?;
         let of_graph = self.inner().allocate_for_graph(stream, request)?;
         let mut block = match (of_graph, &self.handle.detour) {
-            (Some(block), _) => {
+            (Some(mut block), _) => {
+                self.inner().list(&mut block, None);
                 // A graph's memory is charged as it grows: what is reserved makes room for it and no more.
                 drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(request.size()));
                 block
@@ -400,13 +410,8 @@ impl DevicePool {
         let _site = site::enter();
         match &self.handle.detour {
             None => self.inner().trim(keep),
-            Some(Detour::Direct(direct)) => {
-                // What has addresses of its own comes from the pool itself in any case.
-                let gone = self.inner().trim(keep)?;
-                let keep = keep.saturating_sub(self.inner().apart.held().now());
-                Ok(gone + direct.trim(keep)?)
-            }
-            Some(Detour::Checked(checked)) => checked.trim(keep),
+            Some(Detour::Direct(direct)) => self.inner().trim_over(&**direct, keep),
+            Some(Detour::Checked(checked)) => checked.trim(self.inner(), keep),
         }
     }
 
@@ -534,6 +539,24 @@ impl Inner {
     #[cold]
     fn further_home(&self, number: usize) -> Option<&'static Home> {
         self.homes.read().unwrap_or_else(PoisonError::into_inner).get(number).copied()
+    }
+
+    /// Gives free memory back where each block is an allocation of the driver's.
+    pub(crate) fn trim_over(&self, direct: &dyn Resource, keep: u64) -> Result<u64> {
+        // What has addresses of its own comes from the pool itself in any case.
+        let gone = self.trim(keep)?;
+        let keep = keep.saturating_sub(self.apart.held().now());
+        Ok(gone + direct.trim(keep)?)
+    }
+
+    /// Lists a block that comes from elsewhere than the streams' caches, until it is freed, where leaks are reported. Of
+    /// reserved memory what is committed counts.
+    #[track_caller]
+    pub(crate) fn list(&self, block: &mut Block, committed: Option<&Arc<Span>>) {
+        if let Some(listing) = self.listing.get() {
+            let (place, tag, home) = ((block.address(), block.bytes()), block.tag(), block.home());
+            block.extras_mut().live.listed = Some(listing.list(place, tag, &home, committed));
+        }
     }
 
     /// Where each block is an allocation of its own.

@@ -20,7 +20,7 @@ use aquifer_core::{MemoryError, Result, event::HeldBlock};
 use aquifer_heap::HeapError;
 use aquifer_stream::{Stream, UseList};
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::{BTreeMap, HashMap, VecDeque},
     hash::{BuildHasherDefault, Hasher},
     mem::{self, ManuallyDrop},
     sync::{
@@ -196,6 +196,53 @@ impl Backlog {
     }
 }
 
+/// Addresses that so many blocks had are remembered when they are freed.
+const REMEMBERED: usize = 1 << 16;
+
+/// Addresses whose blocks have been freed and that no block has had since, the newest of them: so that a second free is
+/// told from an address that never was a block's.
+#[derive(Default, Debug)]
+pub(crate) struct FreedAddresses {
+    /// The free that each was noted at.
+    at: HashMap<u64, u64>,
+    /// Oldest first, some of them out of date.
+    order: VecDeque<(u64, u64)>,
+    frees: u64,
+}
+
+impl FreedAddresses {
+    /// A block at this address is freed.
+    pub(crate) fn note(&mut self, address: u64) {
+        self.frees += 1;
+        self.at.insert(address, self.frees);
+        self.order.push_back((address, self.frees));
+        if self.order.len() > REMEMBERED
+            && let Some((oldest, free)) = self.order.pop_front()
+            && self.at.get(&oldest) == Some(&free)
+        {
+            self.at.remove(&oldest);
+        }
+    }
+
+    /// A block is given out at this address.
+    pub(crate) fn forget(&mut self, address: u64) {
+        self.at.remove(&address);
+    }
+
+    pub(crate) fn has(&self, address: u64) -> bool {
+        self.at.contains_key(&address)
+    }
+
+    /// Why no block is out as this address.
+    pub(crate) fn refuse(&self, address: u64) -> MemoryError {
+        if self.has(address) {
+            MemoryError::DoubleFree { address }
+        } else {
+            MemoryError::ForeignBlock { address }
+        }
+    }
+}
+
 fn backed() -> MutexGuard<'static, Backlog> {
     BACKED.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -345,7 +392,8 @@ impl DevicePool {
             Physical::Mapped(mapped) => mapped.is_in_commons(address),
             Physical::Plain(_) => false,
         };
-        if freed || shared() {
+        let checked = || self.checked().is_some_and(|checked| checked.was_freed(address));
+        if freed || shared() || checked() {
             MemoryError::DoubleFree { address }
         } else {
             MemoryError::ForeignBlock { address }

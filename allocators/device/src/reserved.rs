@@ -117,7 +117,8 @@ impl DevicePool {
         apart.reap_quietly();
         let step = step.max(1).next_multiple_of(self.info().granularity);
         let span = apart.reserve(requested.next_multiple_of(step), step, 0)?;
-        let block = self.apart_block(stream, &span, requested, Tag::current(), None);
+        let mut block = self.apart_block(stream, &span, requested, Tag::current(), None);
+        inner.list(&mut block, Some(&span));
         let (apart, pool, stream) = (apart.clone(), Arc::downgrade(inner), stream.clone());
         let of_tag = BTreeMap::new();
         Ok(Reserved { block, span, apart, pool, stream, max_len, of_tag, elements: PhantomData })

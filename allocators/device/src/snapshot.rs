@@ -46,7 +46,7 @@ impl DevicePool {
             let held = HeldBlock {
                 address: block.address,
                 bytes: block.bytes,
-                stream: block.stream,
+                stream: block.of_pool,
                 tag: block.tag,
                 at,
             };

@@ -174,6 +174,7 @@ impl DevicePool {
     }
 
     /// The block of a span that is mapped whole.
+    #[track_caller]
     fn stable(&self, stream: &Stream, span: Arc<Span>, request: Request, imported: bool) -> StableBlock {
         let apart = self.inner().apart.clone();
         let (live, requested) = if imported { (0, 0) } else { (span.bytes, request.size()) };
@@ -185,6 +186,7 @@ impl DevicePool {
             // It is others' memory in others' order: to a driver that checks, nobody gives it out here.
             block.extras_mut().generation = 0;
         }
+        self.inner().list(&mut block, None);
         let live = Ownership::Live { stream: stream.raw(), generation: block.generation() };
         apart.note(block.generation(), span.address, span.bytes, live);
         StableBlock { block, span, apart, imported }

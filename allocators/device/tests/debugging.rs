@@ -13,7 +13,7 @@ use aquifer_device::{
 };
 use aquifer_driver::{
     Access, Call, CallCounts, DeviceId, DeviceRange,
-    sim::{DeviceConfig, Kernel, Sim, SimConfig},
+    sim::{DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
 };
 use aquifer_stream::{Life, Stream};
 use std::{
@@ -48,6 +48,13 @@ fn write(sim: &Sim, stream: &Stream, address: u64, value: u8) {
 fn one(mut findings: Vec<Finding>) -> Finding {
     assert_eq!(findings.len(), 1, "{findings:?}");
     findings.remove(0)
+}
+
+/// The oracle has seen this, and nothing else.
+#[track_caller]
+fn assert_violations(rig: &Rig, kind: ViolationKind) {
+    let found = rig.sim.take_violations();
+    assert!(!found.is_empty() && found.iter().all(|violation| violation.kind == kind), "{found:?}");
 }
 
 // ---- canaries
@@ -85,7 +92,7 @@ fn a_byte_written_right_before_or_right_behind_a_block_is_found_with_its_offset_
         {
             assert!(text.contains(&part), "{part} is not in {text}");
         }
-        rig.assert_silent();
+        assert_violations(&rig, ViolationKind::OutsideBlock);
     }
 }
 
@@ -120,7 +127,7 @@ fn a_check_finds_a_broken_guard_of_a_live_block_once_and_leaves_the_block_alone(
     drop(x);
     rig.pool.trim(0).unwrap();
     assert_eq!(rig.pool.findings().len(), 1, "it is told once");
-    rig.assert_silent();
+    assert_violations(&rig, ViolationKind::OutsideBlock);
 }
 
 #[test]
@@ -176,6 +183,7 @@ fn a_kernel_that_writes_after_the_free_is_found_on_the_way_out_of_quarantine() {
     assert_eq!((finding.block.address, finding.block.number), (address, 1));
     assert_eq!(finding.block.allocated_at.line(), line);
     assert_eq!(finding.block.freed_at.unwrap().line(), freed);
+    assert_violations(&rig, ViolationKind::UseAfterFree);
 }
 
 #[test]
@@ -192,6 +200,7 @@ fn a_check_finds_a_late_write_in_quarantine_and_keeps_it_there() {
     assert_eq!(finding.block.freed_at, None, "a plain drop tells nobody its line");
     assert_eq!(rig.pool.stats().pending, held);
     assert!(rig.pool.check().unwrap().is_empty());
+    assert_violations(&rig, ViolationKind::UseAfterFree);
 }
 
 #[test]
@@ -206,6 +215,7 @@ fn the_stack_of_a_plain_drop_is_told_where_stacks_are_asked_for() {
     assert!(finding.block.allocated_by.is_some() && finding.block.freed_by.is_some());
     let stack = finding.block.freed_by.unwrap().to_string();
     assert!(stack.contains("the_stack_of_a_plain_drop"), "{stack}");
+    assert_violations(&rig, ViolationKind::OutsideBlock);
 }
 
 #[test]
@@ -387,7 +397,7 @@ fn a_stream_that_was_retired_gets_no_work_from_a_later_free() {
     rig.pool.trim(0).unwrap();
     assert!(matches!(one(rig.pool.findings()).fault, Fault::Overrun { offset: 1000, .. }));
     assert_eq!(rig.budget.used(), 0);
-    rig.assert_silent();
+    assert_violations(&rig, ViolationKind::OutsideBlock);
 }
 
 #[test]
@@ -500,6 +510,7 @@ fn a_finding_is_listed_recorded_and_told_to_the_hook_whose_panic_ends_there() {
     let told: Vec<_> = events.iter().filter(|e| e.action == Action::Finding).collect();
     assert_eq!(told.len(), 1);
     assert_eq!((told[0].address, told[0].bytes), (address, 1000));
+    assert_violations(&rig, ViolationKind::OutsideBlock);
 }
 
 // ---- settings

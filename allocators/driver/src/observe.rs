@@ -21,6 +21,11 @@ pub enum Ownership<'a> {
         /// The streams whose uses are open.
         users: &'a [RawStream],
     },
+    /// A guard beside a block, which its pool has filled to see whether it is written to: only these streams may touch it.
+    Guard {
+        /// The streams that the pool reads it back on.
+        users: &'a [RawStream],
+    },
     /// Nobody's: in a cache, or not in use at all. Whoever touches it touches freed memory.
     Free,
 }

@@ -17,8 +17,10 @@ pub struct BlockRecord {
     pub tag: Tag,
     /// How many blocks the pool had given out when it gave out this one, itself included.
     pub number: u64,
-    /// The number of the stream that it belongs to.
-    pub stream: u32,
+    /// The driver's number of the stream that it belongs to (`cuStreamGetId`), by which the simulated GPU names it too.
+    pub stream: u64,
+    /// That stream's number in its pool, as recorders and snapshots name it.
+    pub(crate) of_pool: u32,
     /// When it was given out.
     pub born: Instant,
     /// The line that asked for it.

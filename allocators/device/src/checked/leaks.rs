@@ -1,10 +1,26 @@
 //! Blocks that are live, by the lines that asked for them.
 
 use super::BlockRecord;
-use aquifer_core::Bytes;
-use std::{collections::HashMap, fmt, panic::Location};
+use crate::apart::Span;
+use aquifer_core::{Bytes, Tag};
+use aquifer_driver::site;
+use aquifer_stream::Timeline;
+use std::{
+    backtrace::Backtrace,
+    collections::{BTreeMap, HashMap},
+    fmt,
+    panic::Location,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Instant,
+};
 
 /// The blocks of a pool that are live, grouped by the lines that asked for them, most bytes first.
+///
+/// Stable and reserved memory, memory of graphs and parked memory are among them; reserved memory counts by what is
+/// committed.
 ///
 /// ```
 /// use aquifer_device::{Debugging, DevicePool, PoolConfig};
@@ -36,6 +52,91 @@ pub struct LeakGroup {
     pub bytes: u64,
     /// The blocks, largest first, older ones first among equals.
     pub blocks: Vec<BlockRecord>,
+}
+
+/// The live blocks of a pool that do not come through its checks: stable and reserved memory, memory of graphs and what
+/// can be parked. It numbers all blocks of the pool.
+#[derive(Default)]
+pub(crate) struct Listing {
+    numbers: AtomicU64,
+    backtraces: bool,
+    live: Mutex<BTreeMap<u64, Unchecked>>,
+}
+
+/// A block that does not come through the checks.
+struct Unchecked {
+    record: BlockRecord,
+    /// Of reserved memory, where it is committed.
+    committed: Option<Weak<Span>>,
+}
+
+/// Ends with the block that it lists.
+pub(crate) struct Listed {
+    listing: Arc<Listing>,
+    number: u64,
+}
+
+impl Drop for Listed {
+    fn drop(&mut self) {
+        self.listing.live().remove(&self.number);
+    }
+}
+
+impl Listing {
+    pub(super) fn new(backtraces: bool) -> Self {
+        Self { backtraces, ..Self::default() }
+    }
+
+    fn live(&self) -> MutexGuard<'_, BTreeMap<u64, Unchecked>> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of the next block.
+    pub(super) fn number(&self) -> u64 {
+        self.numbers.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Lists a block of `bytes`, or of what is `committed`, as long as the answer lives.
+    #[track_caller]
+    pub(crate) fn list(
+        self: &Arc<Self>,
+        (address, bytes): (u64, u64),
+        tag: Tag,
+        home: &Timeline,
+        committed: Option<&Arc<Span>>,
+    ) -> Listed {
+        let number = self.number();
+        let record = BlockRecord {
+            address,
+            bytes,
+            tag,
+            number,
+            stream: super::stream_of(home),
+            of_pool: home.number(),
+            born: Instant::now(),
+            allocated_at: site::current(),
+            freed_at: None,
+            allocated_by: self.backtraces.then(|| Arc::new(Backtrace::force_capture())),
+            freed_by: None,
+        };
+        let committed = committed.map(Arc::downgrade);
+        self.live().insert(number, Unchecked { record, committed });
+        Listed { listing: self.clone(), number }
+    }
+
+    /// What is live now. Reserved memory counts by what is committed, and not at all where nothing is.
+    pub(super) fn records(&self) -> Vec<BlockRecord> {
+        let live = self.live();
+        let records = live.values().filter_map(|block| {
+            let committed = block.committed.as_ref().map(Weak::upgrade);
+            let bytes = match committed {
+                None => block.record.bytes,
+                Some(span) => span?.charged_bytes(),
+            };
+            (bytes > 0).then(|| BlockRecord { bytes, ..block.record.clone() })
+        });
+        records.collect()
+    }
 }
 
 impl LeakReport {

@@ -3,6 +3,7 @@
 use super::{
     CANARY, Checked, Fault, Finding, Freed, Held, Live, POISON_FREED, can_be_used, guards::first_wrong,
 };
+use crate::pool::Inner;
 use aquifer_core::{MemoryError, Result};
 use aquifer_stream::Stream;
 use std::{
@@ -70,7 +71,7 @@ impl Checked {
     fn unused(&self, mut freed: Freed) {
         // Without debugging the memory would be free now; limits of wrappers are not to notice the difference.
         drop(freed.until_free.take());
-        self.fill_freed(&mut freed);
+        self.fill_kept(&mut freed);
         if self.settings.looks_at_freed() {
             self.state().keep(freed);
         } else {
@@ -248,17 +249,17 @@ impl Checked {
     }
 
     /// Free memory back to the driver, the quarantine's included, until the pool holds no more than `keep` bytes.
-    pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
+    pub(crate) fn trim(&self, pool: &Inner, keep: u64) -> Result<u64> {
         self.settle();
-        let mut given = self.under.trim(keep)?;
+        let mut given = self.under.trim(pool, keep)?;
         // One after the other, so that what need not go stays.
-        while self.under.stats().physical > keep
+        while self.under.stats(pool).physical > keep
             && let Some(freed) = self.take_oldest(0)
         {
             if !self.let_out(freed, Unseen::Stays) {
                 break;
             }
-            given += self.under.trim(keep)?;
+            given += self.under.trim(pool, keep)?;
         }
         Ok(given)
     }

@@ -10,8 +10,9 @@ impl DevicePool {
     #[must_use]
     pub fn physical(&self) -> u64 {
         match &self.handle.detour {
+            None => self.inner().held(),
             Some(Detour::Direct(direct)) => self.inner().held() + direct.stats().physical,
-            _ => self.inner().held(),
+            Some(Detour::Checked(checked)) => self.inner().held() + checked.under().physical(),
         }
     }
 
@@ -35,7 +36,7 @@ impl DevicePool {
         match &self.handle.detour {
             None => self.inner().stats(),
             Some(Detour::Direct(direct)) => self.inner().stats_over(direct.stats()),
-            Some(Detour::Checked(checked)) => checked.stats(),
+            Some(Detour::Checked(checked)) => checked.stats(self.inner()),
         }
     }
 
@@ -74,7 +75,7 @@ impl Inner {
     }
 
     /// What the pool holds besides what `stats` says.
-    fn stats_over(&self, mut stats: PoolStats) -> PoolStats {
+    pub(crate) fn stats_over(&self, mut stats: PoolStats) -> PoolStats {
         for home in self.homes(&self.scratch.begin()) {
             home.with(|s| s.add_to(&mut stats));
         }

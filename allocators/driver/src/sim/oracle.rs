@@ -135,11 +135,19 @@ impl State {
     }
 
     /// A pool tells whose a range is.
-    pub(crate) fn note(&mut self, note: BlockNote<'_>, site: Site) {
+    ///
+    /// A free without a line is a plain drop's. It is named by the line that the block came from.
+    pub(crate) fn note(&mut self, note: BlockNote<'_>, site: Option<Site>, own: Site) {
         let range = note.range;
         if !self.oracle || range.bytes == 0 {
             return;
         }
+        let (freed, freed_at) = match (site, self.owners.site_at(range.address)) {
+            (Some(site), _) => ("free", site),
+            (None, Some(made)) => ("drop of the block allocated", made),
+            (None, None) => ("free", own),
+        };
+        let site = site.unwrap_or(own);
         let (owner, by) = match note.owner {
             Ownership::Live { stream, generation } => {
                 let by = match self.stream(stream) {
@@ -155,9 +163,13 @@ impl State {
             }
             Ownership::Pending { users } => {
                 let users = users.iter().filter_map(|&user| self.stream(user).ok()).collect();
-                (Owner::Pending { users }, self.host_name(Act::Free, "free", site))
+                (Owner::Pending { users }, self.host_name(Act::Free, freed, freed_at))
             }
-            Ownership::Free => (Owner::Free, self.host_name(Act::Free, "free", site)),
+            Ownership::Guard { users } => {
+                let users = users.iter().filter_map(|&user| self.stream(user).ok()).collect();
+                (Owner::Guard { users }, self.host_name(Act::Allocate, "the block allocated", freed_at))
+            }
+            Ownership::Free => (Owner::Free, self.host_name(Act::Free, freed, freed_at)),
         };
         self.owners.set(range.address, range.bytes, owner, by);
     }

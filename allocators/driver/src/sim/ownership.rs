@@ -8,7 +8,12 @@ use super::{
     ledger::Mark,
     violation::{Finding, ViolationKind},
 };
-use std::collections::{BTreeMap, VecDeque};
+use std::{
+    collections::{BTreeMap, VecDeque},
+    panic::Location,
+};
+
+type Site = &'static Location<'static>;
 
 /// The state of an interval of addresses.
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -17,6 +22,8 @@ pub(crate) enum Owner {
     Live { generation: Option<u64> },
     /// Freed, while uses by these streams, by index, may be open.
     Pending { users: Box<[usize]> },
+    /// Beside a block, for these streams, by index, to read.
+    Guard { users: Box<[usize]> },
     /// Nobody's.
     Free,
 }
@@ -144,6 +151,12 @@ impl Ownership {
         }
     }
 
+    /// The line that the last word on an address came from.
+    pub(crate) fn site_at(&self, address: u64) -> Option<Site> {
+        let (_, owned) = self.owned.range(..=address).next_back()?;
+        (owned.end > address).then_some(owned.by.site)
+    }
+
     /// Calls `each` with the parts of a range that are not this block's already.
     pub(crate) fn not_yet(&self, address: u64, bytes: u64, generation: u64, mut each: impl FnMut(u64, u64)) {
         let end = address.saturating_add(bytes);
@@ -203,7 +216,8 @@ impl Ownership {
                     ViolationKind::StaleBlock { declared, live: *live }
                 }
                 (Owner::Live { .. }, _) => continue,
-                (Owner::Pending { users }, _) if users.contains(&stream) => continue,
+                (Owner::Pending { users } | Owner::Guard { users }, _) if users.contains(&stream) => continue,
+                (Owner::Guard { .. }, _) => ViolationKind::OutsideBlock,
                 (Owner::Pending { .. } | Owner::Free, _) => ViolationKind::UseAfterFree,
             };
             let from = start.max(address);
@@ -220,7 +234,6 @@ impl Ownership {
 #[cfg(test)]
 mod tests {
     use super::{super::ledger::Act, *};
-    use std::panic::Location;
 
     fn by() -> Mark {
         Mark { count: 1, slot: 0, act: Act::Allocate, work: "test", site: Location::caller(), launch: None }

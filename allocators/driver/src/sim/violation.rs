@@ -24,6 +24,8 @@ pub enum ViolationKind {
     BeforeReady,
     /// A use of memory that its owner has freed.
     UseAfterFree,
+    /// A use of bytes right before or right behind a block, where its pool has put a guard.
+    OutsideBlock,
     /// Work made for a block that is gone: its bytes belong to another by now.
     StaleBlock {
         /// The block that the work declares.
@@ -61,6 +63,7 @@ impl fmt::Display for ViolationKind {
             Self::Reuse => "memory reused before its last use is done",
             Self::BeforeReady => "use before the allocation is ready",
             Self::UseAfterFree => "use after free",
+            Self::OutsideBlock => "use of bytes outside of a block",
             Self::StaleBlock { declared, live } => {
                 return write!(f, "work for block {declared} on memory that is block {live} by now");
             }
@@ -155,6 +158,7 @@ impl fmt::Display for Violation {
         write!(f, "{}: {}", self.kind, self.later)?;
         if let Some(earlier) = &self.earlier {
             let relation = match self.kind {
+                ViolationKind::OutsideBlock => "beside",
                 ViolationKind::UseAfterFree
                 | ViolationKind::StaleBlock { .. }
                 | ViolationKind::Unmapped

@@ -6,6 +6,7 @@ use crate::{
         Sim,
         shared::{Shared, here},
     },
+    site,
 };
 use std::sync::{Arc, atomic::Ordering};
 
@@ -29,8 +30,8 @@ impl Driver for Shared {
 
 impl Observer for Shared {
     fn block(&self, note: BlockNote<'_>) {
-        let site = here();
-        self.lock().note(note, site);
+        let (entered, own) = (site::entered(), here());
+        self.lock().note(note, entered, own);
     }
 
     fn registered(&self, range: DeviceRange) {
