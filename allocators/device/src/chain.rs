@@ -36,6 +36,7 @@ use aquifer_core::{
     error::Tried,
     scratch::{Bump, List, list},
 };
+use aquifer_stream::Timeline;
 use smallvec::SmallVec;
 use std::{
     sync::{
@@ -156,6 +157,17 @@ fn count(counter: &AtomicU64, by: u64) {
 
 /// How many times others' memory in hand is waited for before a request is refused.
 const OTHERS_TURNS: u32 = 64;
+
+/// How often a pool gives back what it holds idle itself, between asking others: once for each budget above it, and for
+/// the rare case that another thread takes what was given.
+const OWN_TURNS: u32 = 8;
+
+/// Counts down; says whether there was anything left.
+fn spend(turns: &mut u32) -> bool {
+    let left = *turns > 0;
+    *turns = turns.saturating_sub(1);
+    left
+}
 
 /// How many steps a chain notes before it takes memory for them: as many as it has, and some of others'.
 const STEPS: usize = 16;
@@ -306,7 +318,10 @@ impl Inner {
         }
         let mut others = self.others();
         // What is to be had without waiting comes before this pool waits for its own work.
-        while self.ask(&mut others, wanted, progress, Some(Instant::now())) {
+        let mut own = OWN_TURNS;
+        while self.ask(&mut others, wanted, progress, Some(Instant::now()))
+            || spend(&mut own) && self.give_own(wanted, progress)?
+        {
             if let Some(taken) = attempt(progress)? {
                 return Ok(Some(taken));
             }
@@ -318,7 +333,10 @@ impl Inner {
                 return Ok(Some(taken));
             }
         }
-        while self.ask(&mut others, wanted, progress, until) {
+        let mut own = OWN_TURNS;
+        while self.ask(&mut others, wanted, progress, until)
+            || spend(&mut own) && self.give_own(wanted, progress)?
+        {
             if let Some(taken) = attempt(progress)? {
                 return Ok(Some(taken));
             }
@@ -437,23 +455,58 @@ impl Inner {
         request: &Request,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
+        crate::graphs::sweep();
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
         let gone = self.apart.reap()? + self.lodgings.trim()?;
-        let (wanted, idle) = match &self.physical {
-            Physical::Mapped(mapped) => (mapped.whole(request.size()), mapped.idle(&homes)),
-            Physical::Plain(plain) => (Plain::whole(request), plain.idle(&homes)),
-        };
-        let funds = Funds { budget: &self.budget, reserved: progress.reserved };
-        let left = funds.remaining();
-        if gone + idle == 0 || left.saturating_add(idle) < wanted {
+        // Blocks that earlier steps of this chain have settled are free, but not yet known to be done.
+        self.look(&pass, &homes)?;
+        let wanted = self.whole(request);
+        let idle = self.idle_handles(&homes);
+        let short = Funds { budget: &self.budget, reserved: progress.reserved }.shortfall(wanted);
+        if gone + idle == 0 || idle < short {
             return Ok(None);
         }
         // Where it is not the budget that is short, the device is.
-        let short = if left < wanted || gone > 0 { wanted.saturating_sub(left) } else { wanted };
+        let short = if short > 0 || gone > 0 { short } else { wanted };
         let gave = if short > 0 { self.press(self.held().saturating_sub(short))? } else { 0 };
         progress.note("give back what is free", gone + gave);
         self.place(home, &[home], request, GROW, progress)
+    }
+
+    /// Returns the bytes of physical memory that hold any block of this request.
+    fn whole(&self, request: &Request) -> u64 {
+        match &self.physical {
+            Physical::Mapped(mapped) => mapped.whole(request.size()),
+            Physical::Plain(_) => Plain::whole(request),
+        }
+    }
+
+    /// Returns the bytes that a trim of the caches could give back now.
+    fn idle_handles(&self, homes: &[&'static Home]) -> u64 {
+        match &self.physical {
+            Physical::Mapped(mapped) => mapped.idle(homes),
+            Physical::Plain(plain) => plain.idle(homes),
+        }
+    }
+
+    /// Gives back idle memory of this pool's own, where the budget that refuses has nothing else below it that could: the
+    /// others that are to give the rest are found only once the next budget above refuses. Gives nothing unless it is
+    /// enough for that budget. Returns whether it gave any.
+    fn give_own(&self, wanted: u64, progress: &mut Progress<'_>) -> Result<bool> {
+        let Some(NoHandle::Budget(refused)) = progress.refused else { return Ok(false) };
+        let wanted = self.whole(&Request::bytes(wanted)).max(refused.requested);
+        let Some(refused) = self.budget.refusal(wanted) else { return Ok(false) };
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
+        self.look(&pass, &homes)?;
+        let short = refused.missing();
+        if self.idle_handles(&homes) < short {
+            return Ok(false);
+        }
+        let gave = self.press(self.held().saturating_sub(short))?;
+        progress.note("give back what is free", gave);
+        Ok(gave > 0)
     }
 
     /// A block out of what streams share, which caches give to first if it is to come from there.
@@ -493,6 +546,15 @@ impl Inner {
     /// they let go of. Answers with those bytes. Never blocks.
     pub(crate) fn look(&self, bump: &Bump, homes: &[&'static Home]) -> Result<u64> {
         let mut held = List::with_capacity_in(homes.len(), bump);
+        // All fences before the first poll: a device needs a moment to pass the event of an idle stream.
+        let mut fenced = List::new_in(bump);
+        let mut fence = |timeline: Arc<Timeline>, epoch: u64| -> Result<()> {
+            count(&self.counters.fences, u64::from(epoch > 0 && timeline.fence(epoch)?.is_new()));
+            if !fenced.iter().any(|other| Arc::ptr_eq(other, &timeline)) {
+                fenced.push(timeline);
+            }
+            Ok(())
+        };
         for &home in homes {
             let (timeline, last_free, users) = home.with(|s| {
                 held.push(s.holds());
@@ -500,14 +562,20 @@ impl Inner {
                 (s.timeline().cloned(), s.last_free, users)
             });
             let Some(timeline) = timeline else { continue };
-            count(&self.counters.fences, u64::from(last_free > 0 && timeline.fence(last_free)?.is_new()));
-            timeline.poll()?;
+            fence(timeline, last_free)?;
             for (user, epoch) in users {
                 if !user.is_done(epoch) {
-                    count(&self.counters.fences, u64::from(user.fence(epoch)?.is_new()));
-                    user.poll()?;
+                    fence(user, epoch)?;
                 }
             }
+        }
+        if let Physical::Mapped(mapped) = &self.physical {
+            for (timeline, epoch) in mapped.zombie_fences(bump) {
+                fence(timeline, epoch)?;
+            }
+        }
+        for timeline in fenced {
+            timeline.poll()?;
         }
         let shared = match &self.physical {
             Physical::Mapped(mapped) => mapped.spare_bytes(),
@@ -515,12 +583,6 @@ impl Inner {
         };
         // What is held ahead of the need does not lie idle.
         self.leasing.decide(&self.budget, &held, shared.saturating_sub(self.retention.reserve()));
-        if let Physical::Mapped(mapped) = &self.physical {
-            for (timeline, epoch) in mapped.zombie_fences(bump) {
-                count(&self.counters.fences, u64::from(timeline.fence(epoch)?.is_new()));
-                timeline.poll()?;
-            }
-        }
         let mut settled = 0;
         for &home in homes {
             settled += home.settle(Settle::Done)?.0;

@@ -120,8 +120,8 @@ impl DevicePool {
             // Without it the rest asks for all of it, and what is held here waits.
             let lacks = || self.budget().charge(bytes - had);
             let more = lacks().or_else(|refused| {
-                let physical = self.stats().physical;
-                self.trim(physical.saturating_sub(bytes - had)).map_err(|_| refused)?;
+                let (physical, short) = (self.stats().physical, self.budget().shortfall(bytes - had));
+                self.trim(physical.saturating_sub(short)).map_err(|_| refused)?;
                 lacks()
             });
             if let Ok(more) = more {

@@ -194,6 +194,30 @@ impl Budget {
         if self.node.recall_all() > 0 { admit() } else { Some(refused) }
     }
 
+    /// Returns how many bytes have to be given back, of what is charged here, before a charge of `bytes` fits here and in
+    /// every budget above; 0 where it fits now. Where a limit was lowered below what is used, that excess counts too.
+    /// Never blocks.
+    ///
+    /// ```
+    /// use aquifer_core::Budget;
+    /// let budget = Budget::new("device 0", 64);
+    /// let _held = budget.charge(40)?;
+    /// assert_eq!((budget.shortfall(24), budget.shortfall(26)), (0, 2));
+    /// budget.set_limit(24);
+    /// assert_eq!((budget.remaining(), budget.shortfall(2)), (0, 18));
+    /// # Ok::<(), aquifer_core::OutOfBudget>(())
+    /// ```
+    #[must_use]
+    pub fn shortfall(&self, bytes: u64) -> u64 {
+        let look = || {
+            let _inside = self.node.tree.lock.enter();
+            self.node.shortfall(bytes, self.node.priority.load(Relaxed))
+        };
+        let missing = look();
+        // The spare bytes of leases are free for any charge.
+        if missing > 0 && self.node.recall_all() > 0 { look() } else { missing }
+    }
+
     /// The budget above all others: this one, if there is none above it.
     #[must_use]
     pub fn root(&self) -> Budget {
@@ -426,9 +450,7 @@ impl Node {
     fn missing(&'static self, bytes: u64) -> Option<(&'static Node, u64)> {
         self.recall_all();
         let _inside = self.tree.lock.enter();
-        let (node, OutOfBudget { requested, current, remaining, limit, .. }) =
-            self.admit(bytes, self.priority.load(Relaxed)).err()?;
-        let above = current.saturating_add(requested).saturating_sub(limit);
-        Some((node, requested.saturating_sub(remaining).max(above)))
+        let (node, refused) = self.admit(bytes, self.priority.load(Relaxed)).err()?;
+        Some((node, refused.missing()))
     }
 }

@@ -19,6 +19,14 @@ pub struct OutOfBudget {
 }
 
 impl OutOfBudget {
+    /// Returns how many bytes have to be given back there before it grants what was asked for: also what is used beyond a
+    /// limit that was lowered.
+    #[must_use]
+    pub fn missing(&self) -> u64 {
+        let above = self.current.saturating_add(self.requested).saturating_sub(self.limit);
+        self.requested.saturating_sub(self.remaining).max(above)
+    }
+
     /// Bytes below the limit that are kept for others: guaranteed to them, or waited for by them.
     #[must_use]
     pub fn kept(&self) -> u64 {

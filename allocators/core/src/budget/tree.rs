@@ -137,6 +137,22 @@ impl Node {
         room
     }
 
+    /// How many bytes have to be given back before a charge of `bytes` by one of this priority fits everywhere.
+    pub(super) fn shortfall(&'static self, bytes: u64, priority: i64) -> u64 {
+        let (mut most, mut more) = (0, bytes);
+        for node in self.path() {
+            let limit = node.limit.load(Relaxed);
+            let over = |now: u64, more: u64| now.saturating_add(more).saturating_sub(limit);
+            most = most.max(over(node.used.load(Relaxed), bytes));
+            if more > 0 {
+                let in_line = node.line.load(Relaxed) >= priority;
+                most = most.max(if in_line { more } else { over(node.held(), more) });
+            }
+            more -= more.min(node.unmet());
+        }
+        most
+    }
+
     /// As [`Node::room`], by whoever does not hold the lock: two loads a node, where nothing is out of the ordinary. The
     /// priority is asked for where it counts.
     #[inline]

@@ -42,7 +42,12 @@ impl Inner {
             if let Some(taken) = attempt(progress)? {
                 return Ok(Some(taken));
             }
-            let gave = self.press(self.held().saturating_sub(wanted))?;
+            // Where a limit was lowered below what is used, that excess has to go as well.
+            let short = match progress.refused {
+                Some(NoHandle::Budget(_)) => self.budget().shortfall(wanted),
+                _ => wanted,
+            };
+            let gave = self.press(self.held().saturating_sub(short))?;
             progress.note("give back what is free", gave);
             if gave > 0 { attempt(progress) } else { Ok(None) }
         });

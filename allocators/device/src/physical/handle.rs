@@ -35,6 +35,11 @@ impl Funds<'_> {
         self.budget.remaining().saturating_add(self.reserved_bytes())
     }
 
+    /// Returns how many bytes have to be given back before `bytes` could be charged; 0 where they could be now.
+    pub(crate) fn shortfall(&self, bytes: u64) -> u64 {
+        self.budget.shortfall(bytes.saturating_sub(self.reserved_bytes()))
+    }
+
     /// How `bytes` would be refused now, if they would: by the budget that has no room for them, this one or one above.
     pub(crate) fn refusal(&self, bytes: u64) -> Option<NoHandle> {
         let reserved = self.reserved_bytes();

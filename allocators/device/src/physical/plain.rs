@@ -142,10 +142,8 @@ impl Plain {
                 free
             });
             inherited += taken.iter().map(|range| range.len).sum::<u64>();
-            home.with(|s| {
-                let epoch = s.timeline().map_or(0, |t| t.open());
-                taken.into_iter().for_each(|range| s.add_segment(range, epoch));
-            });
+            // The host has seen their work done, so no epoch of the heir has to be waited for.
+            home.with(|s| taken.into_iter().for_each(|range| s.add_segment(range, 0)));
         }
         inherited
     }
