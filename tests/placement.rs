@@ -535,3 +535,32 @@ fn near_a_node_is_the_device_on_it_and_then_the_one_on_the_nearest() {
     assert_eq!(on(one().not_on([DeviceId(2)]), 0), 1);
     assert_eq!(on(one().not_on([DeviceId(1), DeviceId(2)]), 0), 0);
 }
+
+#[test]
+fn growable_memory_draws_from_its_lease_and_then_from_the_budget() {
+    let (_sim, rt) = machine(1, 64);
+    let placer = rt.placer(Policy::MostFree);
+    let lease = place(&placer, 8).unwrap();
+    let budget = rt.device(0).unwrap().budget().clone();
+    let s = lease.stream().unwrap();
+    let mut keys = lease.reserve::<u8>(&s, 1 << 30).unwrap();
+    assert_eq!((lease.remaining(), budget.used()), (8 * MIB, 8 * MIB), "addresses are not charged");
+    keys.commit_to(6 << 20).unwrap();
+    assert_eq!((lease.remaining(), budget.used()), (2 * MIB, 8 * MIB));
+
+    // All but 2 MiB of the device is taken, and the lease has 2 MiB: 4 MiB more fit in both together only.
+    let other = budget.charge(54 * MIB).unwrap();
+    assert!(keys.commit_to(12 << 20).is_err());
+    assert_eq!((lease.remaining(), budget.used()), (2 * MIB, 62 * MIB), "a refusal changes nothing");
+    keys.commit_to(10 << 20).unwrap();
+    assert_eq!((lease.remaining(), budget.used()), (0, 64 * MIB));
+    drop(other);
+
+    drop(place(&placer, 4).unwrap());
+    let second = place(&placer, 4).unwrap();
+    let mut more = second.reserve_in_steps::<u8>(&s, 1 << 30, 4 * MIB).unwrap();
+    drop(second);
+    assert_eq!(budget.used(), 10 * MIB, "the rest of a lease goes back though memory could grow from it");
+    more.commit_to(1).unwrap();
+    assert_eq!((more.step(), budget.used()), (4 * MIB, 14 * MIB));
+}

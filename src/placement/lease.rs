@@ -2,7 +2,7 @@
 
 use super::fleet::{Fleet, Member};
 use aquifer_core::{DeviceId, Reservation, Result};
-use aquifer_device::{Block, DeviceBuffer, DevicePool, Request, StableBlock};
+use aquifer_device::{Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock};
 use aquifer_stream::Stream;
 use bytemuck::Pod;
 use std::{
@@ -21,13 +21,14 @@ pub struct Lease {
     fleet: Arc<Fleet>,
     index: usize,
     generation: u32,
-    held: Mutex<Reservation>,
+    /// [`Reserved`] memory draws from it as it grows, and does not keep it.
+    held: Arc<Mutex<Reservation>>,
 }
 
 impl Lease {
     #[inline]
     pub(super) fn new(fleet: Arc<Fleet>, index: usize, generation: u32, held: Reservation) -> Self {
-        Self { fleet, index, generation, held: Mutex::new(held) }
+        Self { fleet, index, generation, held: Arc::new(Mutex::new(held)) }
     }
 
     fn member(&self) -> &Member {
@@ -95,6 +96,41 @@ impl Lease {
     #[track_caller]
     pub fn alloc_stable(&self, stream: &Stream, request: Request) -> Result<StableBlock> {
         self.usable()?.alloc_stable_reserved(stream, request, &self.held)
+    }
+
+    /// Addresses for `max_len` elements, with no memory behind them, as [`DevicePool::reserve`]: each
+    /// [`commit`](Reserved::commit) draws from what is held and asks the budget for the rest. Once the lease is dropped,
+    /// commits ask the budget alone. Memory that is decommitted goes back to the budget, not to the lease.
+    ///
+    /// ```
+    /// use aquifer::{Place, Policy, Runtime, sim::Sim};
+    /// let rt = Runtime::on(Sim::h200(2).driver())?;
+    /// let lease = rt.placer(Policy::MostFree).place(&Place::bytes(1 << 30))?;
+    /// let mut keys = lease.reserve::<f32>(&lease.stream()?, 1 << 30)?; // addresses for 4 GiB
+    /// keys.commit_to(1 << 20)?;
+    /// assert_eq!(lease.remaining(), (1 << 30) - (4 << 20));
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`DevicePool::reserve`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
+    #[track_caller]
+    pub fn reserve<T: Pod>(&self, stream: &Stream, max_len: usize) -> Result<Reserved<T>> {
+        self.usable()?.reserve_drawing(stream, max_len, None, &self.held)
+    }
+
+    /// As [`Lease::reserve`], committed in steps of `step` bytes, rounded up to the device's granularity.
+    ///
+    /// # Errors
+    /// As [`Lease::reserve`].
+    #[track_caller]
+    pub fn reserve_in_steps<T: Pod>(
+        &self,
+        stream: &Stream,
+        max_len: usize,
+        step: u64,
+    ) -> Result<Reserved<T>> {
+        self.usable()?.reserve_drawing(stream, max_len, Some(step), &self.held)
     }
 
     /// A buffer drawn from what is held.

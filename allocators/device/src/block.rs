@@ -155,6 +155,19 @@ pub(crate) struct LiveBytes {
     pub(crate) listed: Option<Listed>,
 }
 
+impl LiveBytes {
+    /// Whether neither is charged.
+    pub(crate) fn is_none(&self) -> bool {
+        self.of_tenant.is_none() && self.of_tag.is_none()
+    }
+
+    /// Takes `bytes` of each charge off, where it has as many.
+    pub(crate) fn split(&mut self, bytes: u64) -> Self {
+        let split = |charge: &mut Option<Leased>| charge.as_mut()?.split(bytes);
+        Self { of_tenant: split(&mut self.of_tenant), of_tag: split(&mut self.of_tag) }
+    }
+}
+
 impl Extras {
     /// Whether the cache has nothing to do with it.
     fn is_account_only(&self) -> bool {

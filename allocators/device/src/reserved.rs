@@ -3,11 +3,13 @@
 use crate::{
     Block, DevicePool, DeviceSlice, DeviceSliceMut, Request,
     apart::{Apart, Owned, Span},
+    block::LiveBytes,
     pool::Inner,
     request::MAX_BYTES,
     stable::bounds,
+    tenants::Share,
 };
-use aquifer_core::{DeviceId, MemoryError, Result, Tag, budget::Leased};
+use aquifer_core::{DeviceId, MemoryError, Reservation, Result, Tag};
 use aquifer_driver::{Access, Ownership, RawStream, site};
 use aquifer_stream::{Stream, Use};
 use bytemuck::Pod;
@@ -17,7 +19,7 @@ use std::{
     fmt,
     marker::PhantomData,
     ops::Range,
-    sync::{Arc, Weak},
+    sync::{Arc, Mutex, Weak},
 };
 
 /// Room for `max_len` elements of `T` at a fixed address, with memory behind those that are committed.
@@ -30,6 +32,8 @@ use std::{
 /// [`Reserved::decommit`] and dropping make no driver call and never block: the memory stays mapped and charged until the
 /// pool's next slow path or trim finds that the work which used it is done; what is committed again before then is the
 /// same memory. Elements are not initialised.
+///
+/// [`Tenant::reserve`](crate::Tenant::reserve) counts committed steps as a tenant's live bytes.
 ///
 /// A cache of keys and values that grows by a token at a time, and is cut back when a sequence ends:
 ///
@@ -68,9 +72,29 @@ pub struct Reserved<T> {
     pool: Weak<Inner>,
     stream: Stream,
     max_len: usize,
-    /// What its tag is charged for committed steps, by their places, if the tag has a limit.
-    of_tag: BTreeMap<u64, Leased>,
+    /// Who is charged besides the pool's budget.
+    account: StepAccount,
+    /// What the tenant and the tag are charged for committed steps, by step number. Steps that are charged to neither are
+    /// not listed.
+    live: BTreeMap<u64, LiveBytes>,
     elements: PhantomData<T>,
+}
+
+/// Who is charged for committed steps besides the pool's budget.
+#[derive(Default)]
+pub(crate) struct StepAccount {
+    /// The tenant whose live bytes they are.
+    pub(crate) tenant: Option<Arc<Share>>,
+    /// Bytes that new memory is drawn from before the pool's budget is asked. Their holder may drop the rest at any time.
+    pub(crate) held: Weak<Mutex<Reservation>>,
+}
+
+impl StepAccount {
+    /// Takes `request`'s bytes of the tenant's limit and of the tag's. A refusal by the second gives the first back.
+    fn charge(&self, pool: &Inner, stream: &Stream, request: &Request) -> Result<LiveBytes> {
+        let of_tenant = self.tenant.as_ref().map(|share| share.charge(pool, stream, request)).transpose()?;
+        Ok(LiveBytes { of_tenant, of_tag: pool.charge_tag(stream, request)? })
+    }
 }
 
 impl DevicePool {
@@ -99,6 +123,35 @@ impl DevicePool {
         step: u64,
     ) -> Result<Reserved<T>> {
         let _site = site::enter();
+        self.reserve_for(stream, max_len, step, StepAccount::default())
+    }
+
+    /// As [`DevicePool::reserve_in_steps`], with the memory of each commit drawn from `held` before the budget is asked, as
+    /// long as another owner keeps `held`. Memory that is decommitted goes back to the budget, not to `held`. The pool's
+    /// handle size is the step where `step` is `None`.
+    ///
+    /// # Errors
+    /// As [`DevicePool::reserve`].
+    #[track_caller]
+    pub fn reserve_drawing<T: Pod>(
+        &self,
+        stream: &Stream,
+        max_len: usize,
+        step: Option<u64>,
+        held: &Arc<Mutex<Reservation>>,
+    ) -> Result<Reserved<T>> {
+        let _site = site::enter();
+        let step = step.unwrap_or(self.inner().apart.step());
+        self.reserve_for(stream, max_len, step, StepAccount { tenant: None, held: Arc::downgrade(held) })
+    }
+
+    pub(crate) fn reserve_for<T: Pod>(
+        &self,
+        stream: &Stream,
+        max_len: usize,
+        step: u64,
+        account: StepAccount,
+    ) -> Result<Reserved<T>> {
         self.check_stream(stream)?;
         let inner = self.inner();
         let apart = &inner.apart;
@@ -120,8 +173,8 @@ impl DevicePool {
         let mut block = self.apart_block(stream, &span, requested, Tag::current(), None);
         inner.list(&mut block, Some(&span));
         let (apart, pool, stream) = (apart.clone(), Arc::downgrade(inner), stream.clone());
-        let of_tag = BTreeMap::new();
-        Ok(Reserved { block, span, apart, pool, stream, max_len, of_tag, elements: PhantomData })
+        let live = BTreeMap::new();
+        Ok(Reserved { block, span, apart, pool, stream, max_len, account, live, elements: PhantomData })
     }
 }
 
@@ -130,7 +183,8 @@ impl<T: Pod> Reserved<T> {
     /// have some too. Makes room as [`DevicePool::alloc_stable`] does, and may block as that may.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`]; [`MemoryError::OutOfMemory`]; [`MemoryError::Closed`] if the pool is gone;
+    /// [`MemoryError::OutOfBounds`]; [`MemoryError::OutOfMemory`], also where the limit of the tenant or of the tag
+    /// refuses; [`MemoryError::Closed`] if the pool is gone;
     /// [`MemoryError::Busy`] if memory that was decommitted just now has a prepared use which is not finished; the
     /// driver's. Nothing has changed then.
     #[track_caller]
@@ -149,10 +203,12 @@ impl<T: Pod> Reserved<T> {
         let apart = &pool.apart;
         let step = self.span.slot;
         let total = missing.len() as u64 * step;
-        let charged = pool.charge_tag(&self.stream, &Request::bytes(total).tag(self.block.tag()))?;
-        let new = pool.back(&self.span, &self.block.home(), self.block.tag(), &missing, None)?;
-        if let Some(mut charged) = charged {
-            self.of_tag.extend(missing.iter().filter_map(|&slot| Some((slot, charged.split(step)?))));
+        let request = Request::bytes(total).tag(self.block.tag());
+        let mut charged = self.account.charge(&pool, &self.stream, &request)?;
+        let held = self.account.held.upgrade();
+        let new = pool.back(&self.span, &self.block.home(), self.block.tag(), &missing, held.as_deref())?;
+        if !charged.is_none() {
+            self.live.extend(missing.iter().map(|&slot| (slot, charged.split(step))));
         }
         apart.committed(new, total - new, self.block.tag());
         let (stream, generation) = (self.block.home().raw(), self.block.generation());
@@ -203,7 +259,7 @@ impl<T: Pod> Reserved<T> {
         let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         let apart = &self.apart;
         apart.count(|a| a.let_go(bytes, bytes, self.block.tag()));
-        self.of_tag.retain(|slot, _| !slots.contains(slot));
+        self.live.retain(|slot, _| !slots.contains(slot));
         for run in runs {
             apart.note(
                 self.block.generation(),

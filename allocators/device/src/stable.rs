@@ -29,7 +29,7 @@ use bytemuck::Pod;
 use std::{
     fmt,
     ops::Range,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 /// A block with a physical handle and addresses of its own, which are never remapped or given to anybody else.
@@ -107,39 +107,8 @@ impl DevicePool {
         held: &Mutex<Reservation>,
     ) -> Result<StableBlock> {
         let _site = site::enter();
-        let inside = || held.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = self.inner().apart.rounded(request.checked()?.size());
-        let taken = {
-            let mut held = inside();
-            let most = bytes.min(held.remaining());
-            held.draw(most)
-        };
-        let mut funds = taken.map(Reservation::from)?;
-        let had = funds.remaining();
-        if had < bytes {
-            // Without it the rest asks for all of it, and what is held here waits.
-            let lacks = || self.budget().charge(bytes - had);
-            let more = lacks().or_else(|refused| {
-                let (physical, short) = (self.stats().physical, self.budget().shortfall(bytes - had));
-                self.trim(physical.saturating_sub(short)).map_err(|_| refused)?;
-                lacks()
-            });
-            if let Ok(more) = more {
-                // Of the same budget, or its own: then the chain charges it again.
-                let _ = funds.put_back(more);
-            }
-        }
-        let funds = Mutex::new(funds);
-        let block = self.stable_block(stream, request, Some(&funds));
-        let mut left = funds.into_inner().unwrap_or_else(PoisonError::into_inner);
-        if block.is_err() {
-            let gone = had.saturating_sub(left.remaining());
-            let back = left.draw(had - gone).ok().into_iter().chain(self.budget().charge(gone).ok());
-            let mut held = inside();
-            // Theirs is the budget that they were drawn from.
-            back.for_each(|charge| drop(held.put_back(charge)));
-        }
-        block
+        self.inner().drawing(held, bytes, |funds| self.stable_block(stream, request, Some(funds)))
     }
 
     #[track_caller]

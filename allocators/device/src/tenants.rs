@@ -15,7 +15,8 @@
 //! devices. One that has its root in common with the pool's budget is refused.
 //!
 //! **What is counted** are the bytes that were asked for, of blocks that have an owner: the sum of a tenant's is
-//! [`PoolStats::requested`](aquifer_core::PoolStats::requested) of its blocks. Freed memory that other streams still use is
+//! [`PoolStats::requested`](aquifer_core::PoolStats::requested) of its blocks. [`Reserved`] memory is counted by its
+//! committed steps. Freed memory that other streams still use is
 //! the pool's again, as in its statistics. Pinned memory and any other that an `Allocator` gives is counted for the same
 //! budget by a `Limit` around it.
 //!
@@ -26,7 +27,8 @@
 //! of random sizes as before. A pool with a limited tag takes the longer way for all its blocks.
 
 use crate::{
-    Block, DeviceBuffer, DevicePool, Request, StableBlock, pool::Inner, pool::deadline, request::Sensible,
+    Block, DeviceBuffer, DevicePool, Request, Reserved, StableBlock, pool::Inner, pool::deadline,
+    request::Sensible, reserved::StepAccount,
 };
 use aquifer_core::{
     __opaque::Sealed,
@@ -34,6 +36,7 @@ use aquifer_core::{
     budget::{Lease, Leased},
     error::TenantHolding,
 };
+use aquifer_driver::site;
 use aquifer_stream::Stream;
 use bytemuck::Pod;
 use std::sync::{
@@ -58,7 +61,7 @@ pub(crate) struct Tenants {
 
 /// What one tenant or tag has in one pool.
 #[derive(Debug)]
-struct Share {
+pub(crate) struct Share {
     budget: Budget,
     leases: [Lease; LANES],
     /// The tag whose limit it is.
@@ -77,7 +80,7 @@ impl Share {
     }
 
     #[inline]
-    fn charge(&self, pool: &Inner, stream: &Stream, request: &Request) -> Result<Leased> {
+    pub(crate) fn charge(&self, pool: &Inner, stream: &Stream, request: &Request) -> Result<Leased> {
         let lease = &self.leases[stream.number() as usize % LANES];
         match lease.charge(request.size()) {
             Ok(leased) => Ok(leased),
@@ -262,6 +265,50 @@ impl Tenant {
     #[track_caller]
     pub fn buffer<T: Pod>(&self, stream: &Stream, len: usize) -> Result<DeviceBuffer<T>> {
         DeviceBuffer::new_in(self, stream, len)
+    }
+
+    /// As [`DevicePool::reserve`], with committed steps counted as the tenant's live bytes: growable memory, such as a
+    /// cache of keys and values. Addresses are not counted.
+    ///
+    /// ```
+    /// use aquifer_core::{Budget, MemoryError};
+    /// use aquifer_device::{DevicePool, PoolConfig};
+    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+    /// let s = pool.stream()?;
+    /// let tenant = pool.for_tenant(&Budget::new("tenant a", 8 << 20))?;
+    /// let mut keys = tenant.reserve::<u8>(&s, 1 << 30)?; // addresses for 1 GiB
+    /// keys.commit_to(5 << 20)?;                          // three steps of 2 MiB
+    /// assert_eq!(tenant.live(), 6 << 20);
+    /// let refused = keys.commit_to(9 << 20).unwrap_err();
+    /// assert!(matches!(&refused, MemoryError::OutOfMemory(error) if error.of_live_bytes));
+    /// keys.decommit(2 << 20..1 << 30)?;
+    /// assert_eq!(tenant.live(), 2 << 20);
+    /// # Ok::<(), MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`DevicePool::reserve`]. [`Reserved::commit`] is refused by the tenant's limit as [`Tenant::alloc`] is.
+    #[track_caller]
+    pub fn reserve<T: Pod>(&self, stream: &Stream, max_len: usize) -> Result<Reserved<T>> {
+        let _site = site::enter();
+        self.reserve_in_steps(stream, max_len, self.pool.inner().apart.step())
+    }
+
+    /// As [`DevicePool::reserve_in_steps`], with committed steps counted as the tenant's live bytes.
+    ///
+    /// # Errors
+    /// As [`Tenant::reserve`].
+    #[track_caller]
+    pub fn reserve_in_steps<T: Pod>(
+        &self,
+        stream: &Stream,
+        max_len: usize,
+        step: u64,
+    ) -> Result<Reserved<T>> {
+        let _site = site::enter();
+        let account = StepAccount { tenant: Some(self.share.clone()), ..StepAccount::default() };
+        self.pool.reserve_for(stream, max_len, step, account)
     }
 
     fn charge(&self, stream: &Stream, request: Request) -> Result<Leased> {

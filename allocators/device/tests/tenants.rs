@@ -290,3 +290,57 @@ fn parkable_blocks_and_committed_steps_are_under_the_limit_of_their_tag_and_leav
     assert_eq!(live(&limit), 0);
     rig.assert_silent();
 }
+
+#[test]
+fn committed_steps_are_the_tenants_live_bytes_until_they_are_decommitted() {
+    let rig = Rig::new(256);
+    let s = rig.stream();
+    let all = Budget::new("all tenants", 24 * MIB);
+    let (a, b) = (all.child("tenant a", 16 * MIB), all.child("tenant b", 16 * MIB));
+    let (for_a, for_b) = (rig.pool.for_tenant(&a).unwrap(), rig.pool.for_tenant(&b).unwrap());
+    let (mut x, mut y) =
+        (for_a.reserve::<u8>(&s, 1 << 30).unwrap(), for_b.reserve::<u8>(&s, 1 << 30).unwrap());
+    assert_eq!(live(&all), 0, "addresses are not counted");
+    x.commit_to(15 << 20).unwrap();
+    assert_eq!((for_a.live(), for_b.live()), (16 * MIB, 0));
+
+    let (before, physical) = (rig.pool.stats().live, rig.budget.used());
+    let told = refused(x.commit_to(17 << 20));
+    let by = told.refused.unwrap();
+    assert_eq!((by.budget, by.current, by.limit, told.of_live_bytes), ("tenant a", 16 * MIB, 16 * MIB, true));
+    let of_block = refused(for_a.alloc(&s, Request::bytes(2 * MIB)));
+    assert_eq!(of_block.refused, told.refused, "the same refusal as a block's");
+    assert_eq!((rig.pool.stats().live, rig.budget.used(), x.committed_bytes()), (before, physical, 16 * MIB));
+
+    y.commit_to(8 << 20).unwrap();
+    assert_eq!(refused(y.commit_to(10 << 20)).refused.unwrap().budget, "all tenants");
+    assert_eq!(x.decommit(4 << 20..1 << 30).unwrap(), 12 * MIB);
+    assert_eq!(
+        (for_a.live(), live(&all)),
+        (4 * MIB, 12 * MIB),
+        "at the decommit, not when the memory is gone"
+    );
+    y.commit_to(16 << 20).unwrap();
+    drop((x, y));
+    assert_eq!(live(&all), 0);
+    rig.assert_silent();
+}
+
+#[test]
+fn a_commit_that_the_pool_or_the_tag_refuses_charges_no_tenant() {
+    let rig = Rig::new(8);
+    let s = rig.stream();
+    let a = Budget::new("tenant a", 64 * MIB);
+    let tenant = rig.pool.for_tenant(&a).unwrap();
+    let mut x = tenant.reserve::<u8>(&s, 1 << 30).unwrap();
+    assert!(!refused(x.commit_to(10 << 20)).of_live_bytes);
+    assert_eq!((live(&a), rig.budget.used()), (0, 0));
+    let tag = Tag::named("limited kv");
+    let limit = rig.pool.limit_tag(tag, 2 * MIB);
+    let mut y = tagged(tag, || tenant.reserve::<u8>(&s, 1 << 30)).unwrap();
+    y.commit_to(1).unwrap();
+    assert_eq!(refused(y.commit_to(3 << 20)).refused.unwrap().budget, "limited kv");
+    assert_eq!((live(&a), live(&limit)), (2 * MIB, 2 * MIB));
+    drop(y);
+    assert_eq!((live(&a), live(&limit)), (0, 0));
+}

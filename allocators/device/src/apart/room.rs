@@ -11,7 +11,7 @@ use aquifer_driver::ExportTypes;
 use aquifer_stream::Timeline;
 use std::{
     collections::BTreeSet,
-    sync::{Arc, Mutex},
+    sync::{Arc, Mutex, PoisonError},
 };
 
 impl Inner {
@@ -59,6 +59,50 @@ impl Inner {
             None => Err(MemoryError::OutOfMemory(Box::new(self.explain(wanted, None, progress)))),
         }
     }
+
+    /// Runs `work` with `bytes` of funds: what `held` has of them, and the rest charged to the budget. If `work` fails, `held`
+    /// is as it was, unless others have taken what a call of the driver gave back as it failed. Where the budget refuses
+    /// the rest, `work` runs with what `held` has.
+    pub(crate) fn drawing<T>(
+        &self,
+        held: &Mutex<Reservation>,
+        bytes: u64,
+        work: impl FnOnce(&Mutex<Reservation>) -> Result<T>,
+    ) -> Result<T> {
+        let inside = || held.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = {
+            let mut held = inside();
+            let most = bytes.min(held.remaining());
+            held.draw(most)
+        };
+        let mut funds = taken.map(Reservation::from)?;
+        let had = funds.remaining();
+        if had < bytes {
+            // Without it the rest asks for all of it, and what is held here waits.
+            let lacks = || self.budget().charge(bytes - had);
+            let more = lacks().or_else(|refused| {
+                let short = self.budget().shortfall(bytes - had);
+                self.press(self.held().saturating_sub(short)).map_err(|_| refused)?;
+                lacks()
+            });
+            if let Ok(more) = more {
+                // Of the same budget, or its own: then the chain charges it again.
+                let _ = funds.put_back(more);
+            }
+        }
+        let funds = Mutex::new(funds);
+        let done = work(&funds);
+        let mut left = funds.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if done.is_err() {
+            let gone = had.saturating_sub(left.remaining());
+            let back = left.draw(had - gone).ok().into_iter().chain(self.budget().charge(gone).ok());
+            let mut held = inside();
+            // Theirs is the budget that they were drawn from.
+            back.for_each(|charge| drop(held.put_back(charge)));
+        }
+        done
+    }
+
     /// Puts memory behind all of `missing`, slots of a span, ascending: what was about to leave there, of which `home` waits
     /// for other streams' uses, and new handles. Answers with the bytes that are new. Makes room as
     /// [`Inner::with_room`] does.
@@ -106,7 +150,7 @@ impl Inner {
             return Ok(());
         }
         let (step, wanted) = (span.slot, slots.len() as u64 * span.slot);
-        self.with_room(wanted, tag, reserved, |funds| {
+        let take = |funds: Funds<'_>| {
             // All of it or nothing, so that a refusal is one of the whole need.
             let mut paid = funds.charge(wanted).map_err(NoHandle::Budget)?;
             let mut parts = Vec::with_capacity(slots.len());
@@ -114,6 +158,10 @@ impl Inner {
                 parts.push((slot, self.apart.handle(charge, ExportTypes::NONE)?));
             }
             self.apart.map(span, parts).map_err(NoHandle::Driver)
-        })
+        };
+        match reserved {
+            Some(held) => self.drawing(held, wanted, |funds| self.with_room(wanted, tag, Some(funds), take)),
+            None => self.with_room(wanted, tag, None, take),
+        }
     }
 }
