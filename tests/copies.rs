@@ -6,8 +6,9 @@
 mod support;
 
 use aquifer::{
-    Access, DeviceBuffer, DeviceId, HostOwned, InFlight, MemoryError, PinnedAllocator, PinnedBuf, Refused,
-    Runtime, Stream, Vec as PinnedVec, boxed::Box as PinnedBox, driver::Call, sim::Sim, stream::Life,
+    Access, DeviceBuffer, DeviceId, DevicePool, Grid, HostOwned, InFlight, MemoryError, PinnedAllocator,
+    PinnedBuf, PoolConfig, Refused, Runtime, StagerConfig, Stream, Vec as PinnedVec, boxed::Box as PinnedBox,
+    driver::Call, sim::Sim, stream::Life,
 };
 use std::{
     mem::ManuallyDrop,
@@ -495,5 +496,90 @@ fn a_scope_may_borrow_from_a_scope_around_it() {
         .unwrap()
         .unwrap();
     assert!(one.iter().chain(two.iter()).all(|&byte| byte == 9));
+    assert_silent(&rig.sim);
+}
+
+/// A second pool of the first device, with streams of its own.
+fn second_pool(rig: &Rig) -> DevicePool {
+    let driver = rig.rt.device(0).unwrap().driver().clone();
+    DevicePool::open(driver, DeviceId(0), PoolConfig::default()).unwrap()
+}
+
+#[test]
+fn work_on_a_stream_of_one_pool_copies_and_fills_memory_of_another_in_order() {
+    let mut rig = Rig::stepped();
+    let other = second_pool(&rig);
+    let t = other.stream().unwrap();
+    let mut y: DeviceBuffer<u8> = other.buffer(&t, MIB).unwrap();
+    let (x, s) = (&mut rig.x, &rig.s);
+
+    t.fill(&mut y, 1).unwrap();
+    s.copy(&y, x).unwrap(); // the pool of `y` does not lease `s`
+    t.copy(x, &mut y).unwrap();
+    s.fill(&mut y, 2).unwrap();
+    t.copy_2d(&y, x, Grid::new(1024, 512)).unwrap();
+    assert_eq!(read(&t, x)[..1 << 19], vec![2; 1 << 19]);
+
+    let up = vec![3; MIB];
+    s.scope(|c| c.upload(&up, &mut y)).unwrap().unwrap();
+    let mut pinned = PinnedVec::with_capacity_in(MIB, rig.rt.pinned_near(0).allocator());
+    pinned.resize(MIB, 4);
+    let pinned = t.upload(pinned, x).unwrap().wait().unwrap();
+    assert_eq!(read(&t, x), &pinned[..]);
+    assert_eq!(read(s, &y), up);
+    assert_silent(&rig.sim);
+}
+
+#[test]
+fn a_block_that_a_stream_of_another_pool_still_uses_is_not_given_out_again() {
+    let rig = Rig::stepped();
+    let other = second_pool(&rig);
+    let t = other.stream().unwrap();
+    let y: DeviceBuffer<u8> = other.buffer(&t, MIB).unwrap();
+    let address = y.block().address();
+    let mut x = rig.rt.device(0).unwrap().buffer::<u8>(&rig.s, MIB).unwrap();
+    rig.s.copy(&y, &mut x).unwrap();
+    drop(y);
+    let next: DeviceBuffer<u8> = other.buffer(&t, MIB).unwrap();
+    assert_ne!(next.block().address(), address, "`s` still reads it");
+    rig.s.synchronize().unwrap();
+    drop((next, other.buffer::<u8>(&t, MIB).unwrap()));
+    assert_silent(&rig.sim);
+}
+
+#[test]
+#[expect(unsafe_code, reason = "plays another library")]
+fn a_retired_stream_of_one_pool_takes_no_copies_of_memory_of_another() {
+    let rig = Rig::stepped();
+    let other = second_pool(&rig);
+    let mut y: DeviceBuffer<u8> = other.buffer(&other.stream().unwrap(), MIB).unwrap();
+    let foreign = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
+    // SAFETY: 1. a stream of this device, 2. retired below before it is destroyed.
+    let adopted = unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, Life::Retired) }.unwrap();
+    adopted.fill(&mut y, 1).unwrap();
+    adopted.clone().retire().unwrap();
+    // SAFETY: 1. it has been retired, and nobody uses it from here on.
+    unsafe { rig.sim.driver().stream_destroy(foreign) }.unwrap();
+    assert_eq!(adopted.fill(&mut y, 2), Err(MemoryError::UnknownId));
+    assert!(read(&rig.s, &y).iter().all(|&byte| byte == 1));
+    assert_silent(&rig.sim);
+}
+
+#[test]
+fn a_stager_moves_memory_of_any_pool_of_its_device() {
+    let rig = Rig::new(Sim::h200(1));
+    let other = second_pool(&rig);
+    let t = other.stream().unwrap();
+    let mut y: DeviceBuffer<u8> = other.buffer(&t, MIB).unwrap();
+    t.fill(&mut y, 7).unwrap();
+    let stager = rig.rt.stager(0, StagerConfig::default()).unwrap();
+    let up: Vec<u8> = (0..MIB).map(|i| (i % 251) as u8).collect();
+    for bytes in [MIB, 4096] {
+        let mut part = y.slice_mut(0..bytes).unwrap();
+        stager.scope(|c| c.upload(&up[..bytes], &mut part).map(drop)).unwrap().unwrap();
+        let (mut down, part) = (vec![0; bytes], y.slice(0..bytes).unwrap());
+        stager.scope(|c| c.download(&part, &mut down).map(drop)).unwrap().unwrap();
+        assert!(down == up[..bytes], "{bytes} bytes");
+    }
     assert_silent(&rig.sim);
 }

@@ -164,7 +164,7 @@ impl LiveBytes {
     /// Takes `bytes` of each charge off, where it has as many.
     pub(crate) fn split(&mut self, bytes: u64) -> Self {
         let split = |charge: &mut Option<Leased>| charge.as_mut()?.split(bytes);
-        Self { of_tenant: split(&mut self.of_tenant), of_tag: split(&mut self.of_tag) }
+        Self { of_tenant: split(&mut self.of_tenant), of_tag: split(&mut self.of_tag), listed: None }
     }
 }
 

@@ -93,7 +93,7 @@ impl StepAccount {
     /// Takes `request`'s bytes of the tenant's limit and of the tag's. A refusal by the second gives the first back.
     fn charge(&self, pool: &Inner, stream: &Stream, request: &Request) -> Result<LiveBytes> {
         let of_tenant = self.tenant.as_ref().map(|share| share.charge(pool, stream, request)).transpose()?;
-        Ok(LiveBytes { of_tenant, of_tag: pool.charge_tag(stream, request)? })
+        Ok(LiveBytes { of_tenant, of_tag: pool.charge_tag(stream, request)?, listed: None })
     }
 }
 

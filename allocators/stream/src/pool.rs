@@ -361,9 +361,24 @@ impl StreamPool {
     /// The timeline of a stream by its handle: one that is leased here or adopted, or one that `alive` keeps valid, or a
     /// default stream, which is adopted now.
     ///
+    /// Where `alive` is the [`Timeline`] of this handle, as [`Timeline::keep_alive`] gives it, the stream belongs to another
+    /// pool of the device: that timeline is returned, unless the stream is known here. So two pools share one account of it.
+    ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] for a stream that is not known without `alive`; those of adoption.
+    /// [`MemoryError::UnknownId`] for a stream that is not known without `alive`, that has been retired, or that belongs to
+    /// another driver; those of adoption.
     pub fn timeline(&self, raw: RawStream, alive: Option<KeepAlive>) -> Result<Arc<Timeline>> {
+        let alive = match alive.map(Arc::downcast::<Timeline>) {
+            Some(Ok(timeline)) => {
+                // A default stream's handle means a stream of each thread, so this pool's own account is asked for it.
+                return match self.timeline(raw, None) {
+                    Err(MemoryError::UnknownId) if self.inner.shares(&timeline, raw) => Ok(timeline),
+                    known => known,
+                };
+            }
+            Some(Err(alive)) => Some(alive),
+            None => None,
+        };
         match alive {
             Some(alive) => self.inner.adopted(raw, Life::KeptAlive(alive)),
             None => match Key::of(raw).default_life() {
@@ -467,6 +482,11 @@ impl Inner {
         entry.leased = Arc::downgrade(&lease);
         self.known().insert(Key::of(entry.timeline.raw()), Arc::downgrade(&entry.timeline));
         Stream { lease }
+    }
+
+    /// Whether the account of a stream of another pool can be used here: it is the handle's, good, and of the same driver.
+    fn shares(&self, timeline: &Timeline, raw: RawStream) -> bool {
+        timeline.raw() == raw && !timeline.is_retired() && Arc::ptr_eq(timeline.driver(), &self.driver)
     }
 
     /// The timeline known for a handle, if its stream is still the same one.

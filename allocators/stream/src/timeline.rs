@@ -10,7 +10,7 @@ use crate::{
 };
 use aquifer_core::{DriverError, MemoryError, Result};
 use aquifer_driver::{
-    CaptureStatus, Driver, RawStream, Relaxed,
+    CaptureStatus, Driver, KeepAlive, RawStream, Relaxed,
     unreleased::{self, Object},
 };
 use std::{
@@ -146,6 +146,28 @@ impl Timeline {
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
         &self.driver
+    }
+
+    /// This timeline as what keeps its stream known: [`Operand::order`](aquifer_driver::Operand::order) takes it, so that
+    /// memory of another pool is ordered by the same account of the stream.
+    ///
+    /// ```
+    /// use aquifer_core::DeviceId;
+    /// use aquifer_driver::sim::Sim;
+    /// use aquifer_stream::StreamPool;
+    /// use std::sync::Arc;
+    /// let driver = Sim::h200(1).driver();
+    /// let (first, second) =
+    ///     (StreamPool::new(driver.clone(), DeviceId(0), 4), StreamPool::new(driver.clone(), DeviceId(0), 4));
+    /// let stream = first.lease()?;
+    /// assert!(second.timeline(stream.raw(), None).is_err()); // a handle alone is not known there
+    /// let timeline = second.timeline(stream.raw(), Some(stream.timeline().keep_alive()))?;
+    /// assert!(Arc::ptr_eq(&timeline, stream.timeline()));
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    #[must_use]
+    pub fn keep_alive(self: &Arc<Self>) -> KeepAlive {
+        self.clone()
     }
 
     /// Its number among the streams of its pool.

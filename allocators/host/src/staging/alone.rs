@@ -79,17 +79,17 @@ impl Shared {
     fn front(
         &self,
         home: Option<RawStream>,
-        order: impl FnOnce(RawStream) -> MemoryResult<()>,
+        order: impl FnOnce(&Arc<Timeline>) -> MemoryResult<()>,
     ) -> MemoryResult<Front> {
         let home = home.and_then(|raw| self.streams.timeline(raw, None).ok());
         if let Some(home) = home.filter(|home| !home.fences_at_once())
             && !home.is_capturing()?
         {
-            order(home.raw())?;
+            order(&home)?;
             return Ok(Front::Home(home));
         }
         let road = self.take_road()?;
-        match order(road.raw()) {
+        match order(road.timeline()) {
             Ok(()) => Ok(Front::Own(road)),
             Err(error) => {
                 self.give_road(&road);
@@ -109,7 +109,7 @@ impl Shared {
         far: Option<Far>,
         permit: Permit,
         home: Option<RawStream>,
-        order: impl FnOnce(RawStream) -> MemoryResult<()>,
+        order: impl FnOnce(&Arc<Timeline>) -> MemoryResult<()>,
     ) -> Result<Arc<Transfer>> {
         self.check(&parts)?;
         let (road, home) = match self.front(home, order)? {
@@ -174,7 +174,7 @@ impl Shared {
         &self,
         parts: &Parts,
         home: Option<RawStream>,
-        order: impl FnOnce(RawStream) -> MemoryResult<()>,
+        order: impl FnOnce(&Arc<Timeline>) -> MemoryResult<()>,
     ) -> Result<()> {
         self.check(parts)?;
         let lanes = &self.side(parts.way).lanes;

@@ -9,6 +9,7 @@ use super::{
 };
 use aquifer_core::Result as MemoryResult;
 use aquifer_driver::{Access, OperandMut, RawStream, Typed, site};
+use aquifer_stream::Timeline;
 use bytemuck::Pod;
 use std::{
     fmt,
@@ -256,7 +257,9 @@ impl<'env> StageScope<'_, 'env> {
         let mut parts = Parts::new(Way::Up);
         let range = to.range();
         parts.slices(from.into_iter().map(NonNull::from), range)?;
-        self.begin(parts, None, to.home_stream(), |front| to.order_mut(front, None, Access::Write))
+        self.begin(parts, None, to.home_stream(), |front| {
+            to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
+        })
     }
 
     /// Copies from the device into many slices, one after the other. They share slots, so small ones cost little.
@@ -270,7 +273,9 @@ impl<'env> StageScope<'_, 'env> {
     ) -> Result<Staged> {
         let mut parts = Parts::new(Way::Down);
         parts.slices(to.into_iter().map(NonNull::from), from.range())?;
-        self.begin(parts, None, from.home_stream(), |front| from.order(front, None, Access::Read))
+        self.begin(parts, None, from.home_stream(), |front| {
+            from.order(front.raw(), Some(front.keep_alive()), Access::Read)
+        })
     }
 
     /// Copies many slices, each to its own operand, as one transfer. They share slots, so small ones cost little.
@@ -292,7 +297,9 @@ impl<'env> StageScope<'_, 'env> {
             operands.push(to);
         }
         self.begin(parts, None, common(operands.iter().map(|to| to.home_stream())), |front| {
-            operands.iter_mut().try_for_each(|to| to.order_mut(front, None, Access::Write))
+            operands
+                .iter_mut()
+                .try_for_each(|to| to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write))
         })
     }
 
@@ -311,7 +318,9 @@ impl<'env> StageScope<'_, 'env> {
             operands.push(from);
         }
         self.begin(parts, None, common(operands.iter().map(|from| from.home_stream())), |front| {
-            operands.iter().try_for_each(|from| from.order(front, None, Access::Read))
+            operands
+                .iter()
+                .try_for_each(|from| from.order(front.raw(), Some(front.keep_alive()), Access::Read))
         })
     }
 
@@ -346,7 +355,7 @@ impl<'env> StageScope<'_, 'env> {
         let mut parts = Parts::new(Way::Up);
         parts.ranges(from, to.range())?;
         self.begin(parts, Some(from_source(source)), to.home_stream(), |front| {
-            to.order_mut(front, None, Access::Write)
+            to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
         })
     }
 
@@ -363,7 +372,7 @@ impl<'env> StageScope<'_, 'env> {
         let range = from.range();
         parts.ranges(iter::once(offset..offset.saturating_add(range.bytes)), range)?;
         self.begin(parts, Some(to_sink(sink)), from.home_stream(), |front| {
-            from.order(front, None, Access::Read)
+            from.order(front.raw(), Some(front.keep_alive()), Access::Read)
         })
     }
 
@@ -372,7 +381,7 @@ impl<'env> StageScope<'_, 'env> {
         parts: Parts,
         far: Option<Far>,
         home: Option<RawStream>,
-        order: impl FnOnce(RawStream) -> MemoryResult<()>,
+        order: impl FnOnce(&Arc<Timeline>) -> MemoryResult<()>,
     ) -> Result<Staged> {
         let shared = &self.stager.shared;
         let bytes = parts.total;

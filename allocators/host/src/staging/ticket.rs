@@ -226,7 +226,7 @@ impl Permit {
             // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it is finished.
             unsafe {
                 shared.transfer(parts, None, self, to.home_stream(), |front| {
-                    to.order_mut(front, None, Access::Write)
+                    to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
                 })
             }
         });
@@ -251,7 +251,7 @@ impl Permit {
             // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it is finished.
             unsafe {
                 shared.transfer(parts, None, self, from.home_stream(), |front| {
-                    from.order(front, None, Access::Read)
+                    from.order(front.raw(), Some(front.keep_alive()), Access::Read)
                 })
             }
         });
@@ -297,7 +297,7 @@ impl Permit {
             // source with it.
             unsafe {
                 shared.transfer(parts, from, self, to.home_stream(), |front| {
-                    to.order_mut(front, None, Access::Write)
+                    to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
                 })
             }
         });
@@ -324,7 +324,7 @@ impl Permit {
             // sink with it.
             unsafe {
                 shared.transfer(parts, to, self, from.home_stream(), |front| {
-                    from.order(front, None, Access::Read)
+                    from.order(front.raw(), Some(front.keep_alive()), Access::Read)
                 })
             }
         });

@@ -26,8 +26,8 @@ impl Stream {
         self.check_device(target)?;
         same_length(source, target)?;
         apart(source, target)?;
-        from.order(self.raw(), None, Access::Read)?;
-        to.order_mut(self.raw(), None, Access::Write)?;
+        from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
+        to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
         if source.bytes == 0 {
             return Ok(());
         }
@@ -70,8 +70,8 @@ impl Stream {
             DeviceRange { bytes: grid.source_span(source.bytes)?, ..source },
             DeviceRange { bytes: grid.target_span(target.bytes)?, ..target },
         )?;
-        from.order(self.raw(), None, Access::Read)?;
-        to.order_mut(self.raw(), None, Access::Write)?;
+        from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
+        to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
         if grid.bytes() == 0 {
             return Ok(());
         }
@@ -106,8 +106,8 @@ impl Stream {
         there.check_device(target)?;
         same_length(source, target)?;
         apart(source, target)?;
-        from.order(self.raw(), None, Access::Read)?;
-        to.order_mut(there.raw(), None, Access::Write)?;
+        from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
+        to.order_mut(there.raw(), Some(there.timeline().keep_alive()), Access::Write)?;
         if source.bytes == 0 {
             return Ok(());
         }

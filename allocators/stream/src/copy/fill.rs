@@ -49,7 +49,7 @@ impl Stream {
     fn fill_all<D: OperandMut + ?Sized>(&self, to: &mut D, element: &[u8]) -> Result<()> {
         let range = to.range();
         self.check_device(range)?;
-        to.order_mut(self.raw(), None, Access::Write)?;
+        to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
         if range.bytes == 0 {
             return Ok(());
         }
@@ -83,7 +83,7 @@ impl Stream {
         let rows = Rows { width: bytes(width)?, height: height as u64 };
         let pitch = bytes(pitch)?;
         let spanned = span(rows, pitch, range.bytes)?;
-        to.order_mut(self.raw(), None, Access::Write)?;
+        to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
         if spanned == 0 {
             return Ok(());
         }

@@ -216,7 +216,7 @@ impl Stream {
     {
         let _site = site::enter();
         let range = to.range();
-        let order = || to.order_mut(self.raw(), None, Access::Write);
+        let order = || to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write);
         self.fly(from, Direction::Up, None, range, order)
     }
 
@@ -232,7 +232,7 @@ impl Stream {
         D: Typed<Item = H::Item>,
     {
         let _site = site::enter();
-        let order = || from.order(self.raw(), None, Access::Read);
+        let order = || from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read);
         self.fly(to, Direction::Down, None, from.range(), order)
     }
 
@@ -250,7 +250,7 @@ impl Stream {
     {
         let _site = site::enter();
         let range = to.range();
-        let order = || to.order_mut(self.raw(), None, Access::Write);
+        let order = || to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write);
         self.fly(from, Direction::Up, Some(grid), range, order)
     }
 
@@ -267,7 +267,7 @@ impl Stream {
         D: Typed<Item = H::Item>,
     {
         let _site = site::enter();
-        let order = || from.order(self.raw(), None, Access::Read);
+        let order = || from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read);
         self.fly(to, Direction::Down, Some(grid), from.range(), order)
     }
 

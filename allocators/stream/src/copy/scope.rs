@@ -191,7 +191,7 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         D: Typed<Item = T> + OperandMut,
     {
         let plan = Plan::new::<T>(self.stream, Direction::Up, from.len(), to.range(), grid)?;
-        to.order_mut(self.stream.raw(), None, Access::Write)?;
+        to.order_mut(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Write)?;
         self.copied.store(true, Ordering::Relaxed);
         // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy; `to` keeps its range.
         // 2. it has just been ordered.
@@ -204,7 +204,7 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         D: Typed<Item = T>,
     {
         let plan = Plan::new::<T>(self.stream, Direction::Down, to.len(), from.range(), grid)?;
-        from.order(self.stream.raw(), None, Access::Read)?;
+        from.order(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Read)?;
         self.copied.store(true, Ordering::Relaxed);
         // SAFETY: 1. `to` is borrowed for longer than the scope, which waits for the copy; `from` keeps its range.
         // 2. it has just been ordered.
