@@ -35,6 +35,7 @@ use std::{
     cell::Cell,
     collections::BTreeMap,
     fmt,
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicU32, AtomicU64, Ordering},
@@ -100,9 +101,10 @@ pub struct Event {
     pub tag: Tag,
 }
 
-/// Where events go. Called with one event at a time, in order, never under a lock of a pool.
+/// Where events go. Called with one event at a time, in order, never under a lock of a pool or of the recorder.
 ///
-/// A sink must not allocate from the pool it listens to.
+/// A sink may use the pool that it listens to: events of that come after the one that it is being called with. A panic in
+/// it ends there, and it is called with the next event all the same.
 pub trait Sink: fmt::Debug + Send + Sync {
     /// Takes one event.
     fn record(&self, event: &Event);
@@ -164,6 +166,8 @@ pub struct Recorder {
 struct Early {
     next: u64,
     waiting: BTreeMap<u64, Event>,
+    /// A thread hands events over; it goes on with those whose turn has come when it is done with one.
+    busy: bool,
 }
 
 impl Recorder {
@@ -174,7 +178,7 @@ impl Recorder {
             sink,
             clock: Clock::start(),
             tickets: AtomicU64::new(0),
-            early: Mutex::new(Early { next: 0, waiting: BTreeMap::new() }),
+            early: Mutex::new(Early { next: 0, waiting: BTreeMap::new(), busy: false }),
         }
     }
 
@@ -202,29 +206,41 @@ impl Recorder {
         Event { at_ns: self.clock.elapsed(), action, place, thread: thread(), stream, address, bytes, tag }
     }
 
-    /// Hands the event over: at once to a sink that has a place for it, else when its turn has come. Then the sink is called
-    /// under the recorder's own lock.
+    /// Hands the event over: at once to a sink that has a place for it, else when its turn has come, which is in this call
+    /// unless an earlier ticket is still out or another event is being handed over.
     #[inline]
     pub fn record(&self, ticket: Ticket, event: Event) {
         if ticket.reserved {
-            self.sink.fill(ticket.number, &event);
+            contained(|| self.sink.fill(ticket.number, &event));
         } else {
             self.record_in_turn(ticket.number, event);
         }
     }
 
     fn record_in_turn(&self, number: u64, event: Event) {
-        let mut early = self.early.lock().unwrap_or_else(PoisonError::into_inner);
-        if number != early.next {
-            early.waiting.insert(number, event);
-            return;
+        let early = || self.early.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut now = event;
+        {
+            let mut early = early();
+            if number != early.next || early.busy {
+                early.waiting.insert(number, event);
+                return;
+            }
+            early.busy = true;
         }
-        let mut event = Some(event);
-        while let Some(now) = event {
+        loop {
+            // No lock is held: what the sink does may make events, which wait for their turn.
+            contained(|| self.sink.record(&now));
+            let mut early = early();
             early.next += 1;
-            self.sink.record(&now);
             let next = early.next;
-            event = early.waiting.remove(&next);
+            match early.waiting.remove(&next) {
+                Some(event) => now = event,
+                None => {
+                    early.busy = false;
+                    return;
+                }
+            }
         }
     }
 
@@ -233,6 +249,13 @@ impl Recorder {
     pub fn sink(&self) -> &Arc<dyn Sink> {
         &self.sink
     }
+}
+
+/// Runs what a sink does. It is called by allocations and drops, so a panic must not leave it; the panic's own message has
+/// told of it.
+#[inline]
+fn contained(call: impl FnOnce()) {
+    let _panicked = catch_unwind(AssertUnwindSafe(call));
 }
 
 /// The calling thread's number.

@@ -1,0 +1,122 @@
+//! What a sink does is its own affair: a panic in it and events that it makes itself neither lose an event nor change their
+//! order.
+#![expect(clippy::unwrap_used, reason = "in tests")]
+
+use aquifer_core::{
+    Action, DeviceId, Event, Recorder, Sink, Tag,
+    event::{Place, RingSink},
+};
+use std::{
+    fmt,
+    sync::{Arc, Mutex, OnceLock, mpsc},
+    thread,
+    time::Duration,
+};
+
+fn event(recorder: &Recorder, bytes: u64) -> Event {
+    recorder.event(Action::Allocate, Place::Device(DeviceId(0)), 0, 0, bytes, Tag::NONE)
+}
+
+/// Keeps what it is told, and does something at each.
+struct Hook {
+    told: Mutex<Vec<u64>>,
+    recorder: OnceLock<Arc<Recorder>>,
+    act: fn(&Hook, u64),
+}
+
+impl fmt::Debug for Hook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Hook")
+    }
+}
+
+impl Sink for Hook {
+    fn record(&self, event: &Event) {
+        self.told.lock().unwrap().push(event.bytes);
+        (self.act)(self, event.bytes);
+    }
+}
+
+fn hook(act: fn(&Hook, u64)) -> (Arc<Hook>, Arc<Recorder>) {
+    let hook = Arc::new(Hook { told: Mutex::default(), recorder: OnceLock::new(), act });
+    let recorder = Arc::new(Recorder::new(hook.clone()));
+    hook.recorder.set(recorder.clone()).unwrap();
+    (hook, recorder)
+}
+
+#[test]
+fn a_sink_that_panics_is_told_the_next_event_and_those_that_waited() {
+    let (hook, recorder) = hook(|_, bytes| assert_ne!(bytes, 1, "a sink of the user's"));
+    let tickets: Vec<_> = (0..4).map(|_| recorder.ticket()).collect();
+    // The first panics with two behind it.
+    for (bytes, ticket) in tickets.into_iter().enumerate().rev() {
+        recorder.record(ticket, event(&recorder, bytes as u64));
+    }
+    recorder.record(recorder.ticket(), event(&recorder, 4));
+    assert_eq!(*hook.told.lock().unwrap(), [0, 1, 2, 3, 4]);
+}
+
+#[test]
+fn a_sink_that_has_places_and_panics_does_not_unwind_into_the_pool() {
+    #[derive(Debug)]
+    struct Panics(RingSink);
+    impl Sink for Panics {
+        fn record(&self, event: &Event) {
+            self.0.record(event);
+        }
+        fn reserve(&self) -> Option<u64> {
+            self.0.reserve()
+        }
+        fn fill(&self, place: u64, event: &Event) {
+            self.0.fill(place, event);
+            panic!("a sink of the user's");
+        }
+    }
+    let sink = Arc::new(Panics(RingSink::new(8)));
+    let recorder = Recorder::new(sink.clone());
+    for bytes in 0..3 {
+        recorder.record(recorder.ticket(), event(&recorder, bytes));
+    }
+    assert_eq!(sink.0.take().len(), 3);
+}
+
+#[test]
+fn a_sink_may_make_events_itself_and_they_come_after_the_one_it_is_told() {
+    let (done, over) = mpsc::channel();
+    let (hook, recorder) = hook(|hook, bytes| {
+        if bytes < 3 {
+            let recorder = hook.recorder.get().unwrap();
+            recorder.record(recorder.ticket(), event(recorder, bytes + 10));
+        }
+    });
+    let worker = thread::spawn(move || {
+        for bytes in 0..3 {
+            recorder.record(recorder.ticket(), event(&recorder, bytes));
+        }
+        done.send(()).unwrap();
+    });
+    over.recv_timeout(Duration::from_secs(60)).expect("it waits for itself");
+    worker.join().unwrap();
+    assert_eq!(*hook.told.lock().unwrap(), [0, 10, 1, 11, 2, 12]);
+}
+
+#[test]
+fn events_of_several_threads_come_one_at_a_time_and_in_order() {
+    let (hook, recorder) = hook(|_, _| ());
+    let order = Mutex::new(0);
+    thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                for _ in 0..500 {
+                    let (ticket, bytes) = {
+                        let mut order = order.lock().unwrap();
+                        *order += 1;
+                        (recorder.ticket(), *order)
+                    };
+                    recorder.record(ticket, event(&recorder, bytes));
+                }
+            });
+        }
+    });
+    assert_eq!(*hook.told.lock().unwrap(), (1..=2000).collect::<Vec<u64>>());
+}
