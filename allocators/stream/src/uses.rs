@@ -98,7 +98,7 @@ impl fmt::Debug for Noted {
 #[must_use = "a use that is dropped at once covers no work"]
 pub struct Use {
     node: &'static Node,
-    id: u32,
+    id: u64,
     on: Arc<Timeline>,
     ended: bool,
 }
@@ -163,7 +163,7 @@ pub struct UseList {
 pub(crate) struct Entered {
     node: &'static Node,
     /// The note; `None` for a borrow that needs none.
-    id: Option<u32>,
+    id: Option<u64>,
 }
 
 /// Conflicting uses that a new one comes after.

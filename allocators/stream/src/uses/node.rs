@@ -58,7 +58,7 @@ struct Note {
     on: Option<Arc<Timeline>>,
     stamp: Stamp,
     /// Its name in the node, for whoever will finish it.
-    id: u32,
+    id: u64,
     access: Access,
     /// Whether it is on the block's own stream, which is in order with itself. Not once the block is freed.
     at_home: bool,
@@ -119,12 +119,12 @@ pub trait LastUse: Send + Sync {
 #[derive(Default)]
 struct State {
     notes: Few<Note>,
-    next_id: u32,
+    next_id: u64,
     watcher: Option<Arc<dyn LastUse>>,
     /// Accounts of uses that came back with memory that was lent on. None is waited for by anybody who holds this lock.
     joined: Vec<Held>,
     /// Who wants to know the epochs in which open uses end, by their names.
-    followed: Vec<(u32, Arc<AtomicU64>)>,
+    followed: Vec<(u64, Arc<AtomicU64>)>,
     /// Nobody but the holders of open uses refers to it any more.
     left: bool,
     /// Whose memory is parked, the block's with it: no use may begin.
@@ -190,7 +190,7 @@ impl Node {
         stamp: Stamp,
         borrows: Borrows,
         before: &mut Few<(Arc<Timeline>, u64)>,
-    ) -> Result<Option<u32>, Denied> {
+    ) -> Result<Option<u64>, Denied> {
         // What is let go of goes when the lock is open: it may be the last to hold another library's stream.
         let mut over = Few::new();
         self.state.with(|s| {
@@ -246,7 +246,7 @@ impl Node {
     }
 
     /// Ends an open use on `on` in `epoch`; `None` calls it off.
-    pub(super) fn end(&'static self, id: u32, on: &Arc<Timeline>, epoch: Option<u64>) {
+    pub(super) fn end(&'static self, id: u64, on: &Arc<Timeline>, epoch: Option<u64>) {
         let mut over = Few::new();
         let (watcher, spare) = self.state.with(|s| {
             let Some(at) = s.notes.iter().position(|note| note.id == id && note.is_open()) else {
@@ -281,7 +281,7 @@ impl Node {
     }
 
     /// Takes a use back that could not be ordered.
-    pub(super) fn withdraw(&self, id: u32) {
+    pub(super) fn withdraw(&self, id: u64) {
         let mut over = Few::new();
         self.state.with(|s| {
             s.take_out(&mut over, |note| note.id == id);
@@ -460,7 +460,7 @@ impl State {
 
     /// Tells whoever follows an open use that it has ended.
     #[inline]
-    fn tell_followers(&mut self, id: u32, epoch: Option<u64>) {
+    fn tell_followers(&mut self, id: u64, epoch: Option<u64>) {
         if !self.followed.is_empty() {
             let ended = epoch.unwrap_or(CALLED_OFF);
             for (_, end) in self.followed.extract_if(.., |(followed, _)| *followed == id) {
@@ -477,9 +477,9 @@ impl State {
         self.notes.iter().all(|note| note.on.is_none())
     }
 
-    fn note(&mut self, on: &Arc<Timeline>, access: Access, stamp: Stamp, at_home: bool) -> u32 {
+    fn note(&mut self, on: &Arc<Timeline>, access: Access, stamp: Stamp, at_home: bool) -> u64 {
         let id = self.next_id;
-        self.next_id = id.wrapping_add(1);
+        self.next_id = id + 1;
         let at = self.notes.iter().position(|note| note.on.is_none()).unwrap_or_else(|| {
             self.notes.push(Note::FREE);
             self.notes.len() - 1
