@@ -13,7 +13,7 @@
 //! earlier generations stay behind it, for the leases that are still about.
 
 use super::{Candidate, Near, Passed, Place, Why, lease::Lease, policy::Seen};
-use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result};
+use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result, panics::contain};
 use aquifer_device::DevicePool;
 use aquifer_driver::losses;
 use aquifer_host::{
@@ -639,7 +639,10 @@ impl Fleet {
 
     fn wake(&self) {
         let wakers = std::mem::take(&mut *self.wakers.lock().unwrap_or_else(PoisonError::into_inner));
-        wakers.into_iter().for_each(|(_, waker)| waker.wake());
+        // Code of others, and the rest is woken all the same.
+        for (_, waker) in wakers {
+            contain(|| waker.wake());
+        }
     }
 
     /// A lease of what was reserved.

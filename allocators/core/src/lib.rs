@@ -27,6 +27,8 @@ pub mod event;
 pub mod gate;
 pub mod ids;
 pub mod opaque;
+#[doc(hidden)]
+pub mod panics;
 pub mod request;
 pub mod sanitizer;
 #[doc(hidden)]

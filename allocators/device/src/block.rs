@@ -1,7 +1,9 @@
 //! A block of device memory, as its owner holds it.
 
 use crate::{Request, backend::Backed, checked::Listed, home::Home};
-use aquifer_core::{__opaque::Sealed, DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased};
+use aquifer_core::{
+    __opaque::Sealed, DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased, panics::Contained,
+};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, site};
 use aquifer_heap::Key;
 use aquifer_stream::{Account, Stream, StreamPool, Timeline, Tracked, Use, UseList};
@@ -324,7 +326,8 @@ impl Block {
 impl Sealed for Block {}
 impl OpaqueBlock for Block {
     fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {
-        self.extras_mut().until_free.get_or_insert_default().push(thing);
+        // It goes while the pool settles what is done, which its panic must not cut short.
+        self.extras_mut().until_free.get_or_insert_default().push(Box::new(Contained::new(thing)));
     }
 }
 

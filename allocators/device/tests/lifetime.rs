@@ -2,11 +2,11 @@
 
 mod support;
 
-use aquifer_core::{Budget, DeviceId, MemoryError, PoolStats};
+use aquifer_core::{Budget, DeviceId, MemoryError, OpaqueBlock, PoolStats};
 use aquifer_device::{DeviceBuffer, Direct, Request, Resource, StreamOrdered};
 use aquifer_driver::{Access, Call, sim::Sim};
 use aquifer_stream::StreamPool;
-use std::{collections::HashSet, thread};
+use std::{collections::HashSet, sync::Arc, thread};
 use support::{MIB, Rig, range, read};
 
 #[test]
@@ -310,4 +310,34 @@ fn blocks_may_outlive_their_pool_and_the_last_one_returns_everything() {
     assert_eq!(budget.used(), 0);
     assert!(sim.outstanding().is_empty(), "{:?}", sim.outstanding());
     assert!(sim.violations().is_empty());
+}
+
+/// What panics when it is dropped.
+struct Rude;
+impl Drop for Rude {
+    fn drop(&mut self) {
+        panic!("on purpose");
+    }
+}
+
+#[test]
+fn what_is_kept_until_a_free_may_panic_when_it_goes() {
+    let rig = Rig::new(64);
+    let (s, other) = (rig.stream(), rig.stream());
+    for used_elsewhere in [false, true] {
+        let mut block = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap();
+        block.keep_until_free(Box::new(Rude));
+        let kept = Arc::new(());
+        block.keep_until_free(Box::new(kept.clone()));
+        if used_elsewhere {
+            block.prepare(&other, Access::Read).unwrap().finish().unwrap();
+        }
+        drop(block);
+        rig.sim.run_all();
+        rig.pool.trim(0).unwrap();
+        assert_eq!(Arc::strong_count(&kept), 1, "the next one goes all the same");
+        let stats = rig.pool.stats();
+        assert_eq!((stats.live, stats.pending), (0, 0), "{stats:?}");
+    }
+    rig.assert_silent();
 }

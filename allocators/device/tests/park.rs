@@ -471,6 +471,35 @@ fn an_allocator_that_has_only_small_memory_is_asked_for_less_and_one_that_has_no
 }
 
 #[test]
+fn an_allocator_that_panics_refuses_and_the_blocks_stay_awake() {
+    struct Panics(AtomicBool);
+    // SAFETY: 1. as the global allocator's, where it answers.
+    unsafe impl Allocator for Panics {
+        fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
+            assert!(!self.0.load(Ordering::Relaxed), "on purpose");
+            Global.allocate(layout)
+        }
+        unsafe fn deallocate(&self, start: NonNull<u8>, layout: Layout) {
+            // SAFETY: 1. the caller's.
+            unsafe { Global.deallocate(start, layout) };
+            panic!("on purpose");
+        }
+    }
+    let rig = rig(64);
+    let s = rig.stream();
+    let parkable = rig.pool.parkable(tag()).unwrap();
+    let all = several(&s, &parkable);
+    let refused = park(&rig, Park::save_in(Panics(AtomicBool::new(true))));
+    assert!(matches!(refused, Err(MemoryError::System(_))), "{refused:?}");
+    assert!(!parkable.is_parked());
+    // One that panics when memory goes back to it has it back all the same.
+    park(&rig, Park::save_in(Panics(AtomicBool::new(false)))).unwrap();
+    rig.pool.resume(tag(), None).unwrap();
+    all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
+    rig.assert_silent();
+}
+
+#[test]
 fn a_capture_refuses_the_park_and_stays_whole() {
     let rig = rig(64);
     let s = rig.stream();

@@ -228,3 +228,23 @@ fn what_goes_wrong_in_a_sink_is_told() {
         rig.assert_all_given_back();
     }
 }
+
+#[test]
+fn a_source_that_panics_when_asked_for_its_alignment_is_read_without_one() {
+    struct Rude(Vec<u8>);
+    impl Source for Rude {
+        fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+            self.0.read_at(offset, into)
+        }
+        fn alignment(&self) -> usize {
+            panic!("on purpose");
+        }
+    }
+    let rig = Rig::new();
+    let source = Rude(pattern(5 * SLOT, 3));
+    let mut x = rig.operand(5 * SLOT);
+    rig.stager.scope(|s| s.read(&source, 0, &mut x).map(drop)).unwrap().unwrap();
+    assert!(rig.bytes(&x) == source.0);
+    drop(x);
+    rig.assert_all_given_back();
+}

@@ -1,15 +1,14 @@
 //! What somebody has asked to be called, by the one who calls it.
 
-use crate::sync::{
-    Mutex,
-    atomic::{AtomicU64, Ordering::Relaxed},
-    lock,
+use crate::{
+    panics::contain,
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering::Relaxed},
+        lock,
+    },
 };
-use std::{
-    mem::ManuallyDrop,
-    panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
-};
+use std::sync::Arc;
 
 /// All hooks, with their numbers.
 type All<H> = Option<Arc<[(u64, H)]>>;
@@ -65,7 +64,7 @@ impl<H: Clone> Hooks<H> {
 
     /// Calls a hook. One that panics is counted, and the caller goes on.
     pub(super) fn call<R>(&self, hook: impl FnOnce() -> R) -> Option<R> {
-        let answer = survive(hook);
+        let answer = contain(hook);
         if answer.is_none() {
             self.panics.fetch_add(1, Relaxed);
         }
@@ -74,19 +73,5 @@ impl<H: Clone> Hooks<H> {
 
     pub(super) fn panics(&self) -> u64 {
         self.panics.load(Relaxed)
-    }
-}
-
-/// Calls what is somebody else's. `None` if it has panicked.
-pub(super) fn survive<R>(work: impl FnOnce() -> R) -> Option<R> {
-    match catch_unwind(AssertUnwindSafe(work)) {
-        Ok(answer) => Some(answer),
-        Err(panic) => {
-            // What was thrown may throw again when it goes; what is thrown then stays.
-            if let Err(again) = catch_unwind(AssertUnwindSafe(move || drop(panic))) {
-                let _kept = ManuallyDrop::new(again);
-            }
-            None
-        }
     }
 }

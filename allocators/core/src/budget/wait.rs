@@ -24,17 +24,19 @@
 
 use super::{
     Budget, Charge,
-    hooks::survive,
     node::{NOBODY, Node},
     refusal::OutOfBudget,
 };
-use crate::sync::{
-    Bed, Mutex, MutexGuard,
-    atomic::{
-        AtomicBool, AtomicU64,
-        Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
+use crate::{
+    panics::contain,
+    sync::{
+        Bed, Mutex, MutexGuard,
+        atomic::{
+            AtomicBool, AtomicU64,
+            Ordering::{AcqRel, Acquire, Relaxed, Release, SeqCst},
+        },
+        lock, try_lock,
     },
-    lock, try_lock,
 };
 use std::{
     cmp::Reverse,
@@ -88,7 +90,7 @@ impl Told {
     fn tell(self) {
         for waker in self.wakers {
             // It is code of others; the rest is woken all the same.
-            survive(|| waker.wake());
+            contain(|| waker.wake());
         }
         for node in self.crossed {
             node.tell_path();
@@ -359,7 +361,7 @@ impl Waiting {
             (queue.answered.remove(&place.1), told)
         });
         // The waker that was there before goes here, where its end may do what it likes.
-        drop(next);
+        contain(move || drop(next));
         told.tell();
         match answer {
             Some(answer) => self.finish(answer),
@@ -411,7 +413,7 @@ impl Drop for Waiting {
             let told = if gone.is_some() { queue.look(line, None) } else { Told::default() };
             (gone, queue.answered.remove(&place.1), told)
         });
-        drop(gone);
+        contain(move || drop(gone));
         told.tell();
         if let Some(Ok(())) = answer {
             drop(Charge::granted(self.budget.node, self.bytes));

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "copies between a device and memory of a caller's allocator")]
 
 use allocator_api2::alloc::Allocator;
-use aquifer_core::{MemoryError, Result, SystemError};
+use aquifer_core::{MemoryError, Result, SystemError, panics::contain};
 use aquifer_heap::Range;
 use aquifer_stream::Stream;
 use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
@@ -44,7 +44,8 @@ unsafe impl Send for HostBytes {}
 impl HostBytes {
     fn new(from: &Host, bytes: u64) -> Option<Self> {
         let layout = Layout::from_size_align(usize::try_from(bytes).ok()?, ALIGN).ok()?;
-        let start = from.allocate(layout).ok()?.cast();
+        // A panic of the caller's allocator is a refusal.
+        let start = contain(|| from.allocate(layout))?.ok()?.cast();
         Some(Self { start, layout, from: from.clone() })
     }
 }
@@ -53,7 +54,7 @@ impl Drop for HostBytes {
     fn drop(&mut self) {
         // SAFETY: 1. from this allocator, with this layout, and given back once. No copy touches it any more: `save` and
         // `restore` wait for theirs.
-        unsafe { self.from.deallocate(self.start, self.layout) }
+        contain(|| unsafe { self.from.deallocate(self.start, self.layout) });
     }
 }
 

@@ -1,7 +1,7 @@
 //! How many transfers are under way at once.
 
 use super::{Shared, StageError, Stager};
-use aquifer_core::MemoryError;
+use aquifer_core::{MemoryError, panics::contain};
 use std::{
     fmt,
     future::Future,
@@ -71,7 +71,10 @@ impl Drop for Permit {
             std::mem::take(&mut state.wakers)
         };
         permits.changed.notify_one();
-        wakers.into_iter().for_each(Waker::wake);
+        // Code of others, and the rest is woken all the same.
+        for waker in wakers {
+            contain(|| waker.wake());
+        }
     }
 }
 

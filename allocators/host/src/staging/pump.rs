@@ -17,15 +17,10 @@ use super::{
     stores::{self, Stores},
     transfer::Transfer,
 };
-use aquifer_core::{MemoryError, Result as MemoryResult};
+use aquifer_core::{MemoryError, Result as MemoryResult, panics::contain};
 use aquifer_driver::HostAccess;
 use aquifer_stream::Timeline;
-use std::{
-    io,
-    panic::{AssertUnwindSafe, catch_unwind},
-    ptr::NonNull,
-    sync::Arc,
-};
+use std::{io, ptr::NonNull, sync::Arc};
 
 type Result<T> = std::result::Result<T, StageError>;
 
@@ -120,11 +115,12 @@ impl Transfer {
         }
     }
 
-    /// Decides what a slot carries next.
+    /// Decides what a slot carries next. A source that panics when it is asked for its alignment has none; a panic in a read
+    /// is told.
     fn load(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) {
         let align = match self.plan.far {
             // SAFETY: 1. the source outlives the transfer, which is under way.
-            Some(Far::From(source)) => unsafe { source.as_ref() }.alignment(),
+            Some(Far::From(source)) => contain(|| unsafe { source.as_ref() }.alignment()).unwrap_or(1),
             _ => 1,
         };
         let align = if align.is_power_of_two() { align.min(4096) } else { 1 };
@@ -166,20 +162,20 @@ impl Transfer {
         // SAFETY: 1. the source outlives the transfer, which is under way.
         let source = unsafe { source.as_ref() };
         while !into.is_empty() {
-            let asked = catch_unwind(AssertUnwindSafe(|| source.read_at(offset, into)));
+            let asked = contain(|| source.read_at(offset, into));
             match asked {
-                Ok(Ok(0)) => {
+                Some(Ok(0)) => {
                     return Err(StageError::SourceEnded { offset, missing: into.len() as u64 });
                 }
-                Ok(Ok(read)) => {
+                Some(Ok(read)) => {
                     // One that claims more than was asked for has read that.
                     let read = read.min(into.len());
                     into = &mut into[read..];
                     offset += read as u64;
                 }
-                Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                Ok(Err(error)) => return Err(StageError::Source { offset, error: Arc::new(error) }),
-                Err(_panic) => return Err(StageError::SourcePanicked { offset }),
+                Some(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                Some(Err(error)) => return Err(StageError::Source { offset, error: Arc::new(error) }),
+                None => return Err(StageError::SourcePanicked { offset }),
             }
             if self.is_stopped() {
                 return Err(StageError::Cancelled);
@@ -244,19 +240,19 @@ impl Transfer {
         // SAFETY: 1. the sink outlives the transfer, which is under way.
         let sink = unsafe { sink.as_ref() };
         while !from.is_empty() {
-            match catch_unwind(AssertUnwindSafe(|| sink.write_at(offset, from))) {
-                Ok(Ok(0)) => {
+            match contain(|| sink.write_at(offset, from)) {
+                Some(Ok(0)) => {
                     let error = Arc::new(io::ErrorKind::WriteZero.into());
                     return Err(StageError::Sink { offset, error });
                 }
-                Ok(Ok(written)) => {
+                Some(Ok(written)) => {
                     let written = written.min(from.len());
                     from = &from[written..];
                     offset += written as u64;
                 }
-                Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                Ok(Err(error)) => return Err(StageError::Sink { offset, error: Arc::new(error) }),
-                Err(_panic) => return Err(StageError::SourcePanicked { offset }),
+                Some(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                Some(Err(error)) => return Err(StageError::Sink { offset, error: Arc::new(error) }),
+                None => return Err(StageError::SourcePanicked { offset }),
             }
             if self.is_stopped() {
                 return Err(StageError::Cancelled);

@@ -17,6 +17,7 @@ use super::{
     submit::Submissions,
 };
 use crate::workers::Job;
+use aquifer_core::panics::contain;
 use aquifer_driver::site;
 use aquifer_stream::{Stream, Timeline};
 use std::{
@@ -273,10 +274,13 @@ impl Transfer {
             std::mem::take(&mut state.wakers)
         };
         self.changed.notify_all();
-        wakers.into_iter().for_each(Waker::wake);
+        // Code of others, and the rest is woken all the same.
+        for waker in wakers {
+            contain(|| waker.wake());
+        }
         drop(job);
         // Last, and outside of all locks: it may be anything.
-        drop(keep);
+        contain(|| drop(keep));
     }
 
     pub(super) fn is_finished(&self) -> bool {
