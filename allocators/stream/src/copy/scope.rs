@@ -27,12 +27,12 @@ impl Stream {
     /// ended: nothing can be waited for before.
     ///
     /// # Aborts
-    /// Ends the process with a message if the driver refuses every way to wait for a copy for ten seconds, and the device is
-    /// not lost: see [`Timeline::settle_or_abort`](crate::Timeline::settle_or_abort).
+    /// Ends the process with a message if the driver refuses every way to wait for ten seconds, and the device is not lost:
+    /// see [`Timeline::settle_or_abort`](crate::Timeline::settle_or_abort).
     ///
     /// # Errors
     /// [`MemoryError::Capturing`] if the stream captures, and so no copy was queued here; the driver's, when the device is
-    /// lost, or no copy was queued here and the stream cannot be waited for. No copy of the scope runs any more.
+    /// lost. No copy of the scope runs any more.
     #[track_caller]
     pub fn scope<'env, R>(
         &'env self,
@@ -42,11 +42,9 @@ impl Stream {
         impl Settle<'_> {
             /// Returns only when no copy can touch what is borrowed, however many waits are refused.
             fn settle(&self) -> Result<()> {
-                let timeline = self.0.timeline();
                 loop {
-                    let copied = self.1.load(Ordering::Relaxed);
-                    match if copied { timeline.settle_or_abort() } else { timeline.settle() } {
-                        Err(MemoryError::Capturing { .. }) if copied => {
+                    match self.0.timeline().settle_or_abort() {
+                        Err(MemoryError::Capturing { .. }) if self.1.load(Ordering::Relaxed) => {
                             thread::sleep(CAPTURE_PAUSE);
                         }
                         settled => return settled,
