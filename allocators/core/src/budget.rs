@@ -50,6 +50,8 @@
 
 mod admission;
 mod charge;
+#[doc(hidden)]
+pub mod forks;
 mod hooks;
 mod lease;
 mod level;

@@ -30,6 +30,7 @@ mod copies;
 mod devices;
 mod events;
 mod foreign;
+pub mod forks;
 mod graphs;
 mod handles;
 mod host_memory;

@@ -188,6 +188,7 @@ impl Sim {
     /// A machine of the user's own making.
     #[must_use]
     pub fn new(config: SimConfig) -> Self {
+        crate::forks::hold_budgets();
         let shared = Arc::new(Shared::new(config));
         reporting::register(&shared);
         Self { shared }

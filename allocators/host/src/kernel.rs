@@ -108,6 +108,7 @@ impl Kernel {
     /// The kernel as it is.
     #[must_use]
     pub fn new() -> Self {
+        aquifer_driver::forks::hold_budgets();
         Self::default()
     }
 

@@ -50,6 +50,20 @@ impl Lock {
     }
 }
 
+impl Lock {
+    /// Ends what [`Inside::keep`] has left open, on the same thread.
+    pub(super) fn give_back(&self) {
+        self.taken.store(false, Ordering::Release);
+    }
+}
+
+impl Inside<'_> {
+    /// Stays inside until [`Lock::give_back`].
+    pub(super) fn keep(self) {
+        std::mem::forget(self);
+    }
+}
+
 impl Drop for Inside<'_> {
     #[inline]
     fn drop(&mut self) {

@@ -134,7 +134,7 @@ impl<T> Shells<T> {
 }
 
 /// All that have no parent.
-static ROOTS: Shells<Node> = Shells::new();
+pub(super) static ROOTS: Shells<Node> = Shells::new();
 
 impl Node {
     /// A live node with one handle and nothing in it.

@@ -28,6 +28,7 @@ impl CudaDriver {
     /// # Errors
     /// [`OpenError`], by the step that failed.
     pub fn open() -> Result<Arc<Self>, OpenError> {
+        crate::forks::hold_budgets();
         let table = Table::load()?;
         // SAFETY: 1. takes flags, which must be 0. May be called any number of times.
         answer("cuInit", unsafe { (table.init)(0) }).map_err(OpenError::Start)?;

@@ -100,6 +100,8 @@ impl<T> fmt::Debug for AcrossForks<T> {
 fn tell_of_forks() {
     static TOLD: OnceLock<()> = OnceLock::new();
     TOLD.get_or_init(|| {
+        // The C library calls those first that it was told of last: a thread that holds one of these may charge a budget.
+        aquifer_driver::forks::hold_budgets();
         // SAFETY: 1. both are there as long as the program is. `after` may run in a child of a process with threads: it lets go
         // of what its thread has.
         let _told = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
