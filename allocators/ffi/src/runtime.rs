@@ -342,7 +342,11 @@ impl aq_runtime_options {
         Ok(ours)
     }
 
-    fn sim(&self) -> Sim {
+    fn sim(&self) -> Answer<Sim> {
+        if self.sim_devices > SimConfig::MOST_DEVICES {
+            let (name, value) = ("sim_devices", self.sim_devices.to_string());
+            return Err(MemoryError::BadSetting { name, value, expected: "at most 64 of them" }.into());
+        }
         let mut config = SimConfig::h200(self.sim_devices.max(1));
         if self.sim_flags & AQ_SIM_PLAIN != 0 {
             config.devices.iter_mut().for_each(|device| *device = DeviceConfig::without_virtual_memory());
@@ -355,7 +359,7 @@ impl aq_runtime_options {
         }
         let sim = Sim::new(config);
         sim.oracle(self.sim_flags & AQ_SIM_UNCHECKED == 0);
-        sim
+        Ok(sim)
     }
 
     /// What is to keep events.
@@ -409,13 +413,13 @@ impl aq_runtime_options {
         let (runtime, sim) = match self.driver {
             AQ_DRIVER_MACHINE => (settled(None)?, None),
             AQ_DRIVER_SIM => {
-                let sim = self.sim();
+                let sim = self.sim()?;
                 (settled(Some(&sim))?, Some(sim))
             }
             AQ_DRIVER_MACHINE_OR_SIM => match settled(None)? {
                 runtime if runtime.driver().is_some() => (runtime, None),
                 _ => {
-                    let sim = self.sim();
+                    let sim = self.sim()?;
                     (settled(Some(&sim))?, Some(sim))
                 }
             },

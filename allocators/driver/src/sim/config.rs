@@ -127,10 +127,13 @@ pub struct SimConfig {
 }
 
 impl SimConfig {
-    /// `devices` H200s that reach each other's memory, with bytes, eager.
+    /// How many devices a machine has at most.
+    pub const MOST_DEVICES: u32 = 64;
+
+    /// `devices` H200s that reach each other's memory, with bytes, eager. At most [`MOST_DEVICES`](Self::MOST_DEVICES).
     #[must_use]
     pub fn h200(devices: u32) -> Self {
-        let devices = (0..devices).map(|ordinal| {
+        let devices = (0..devices.min(Self::MOST_DEVICES)).map(|ordinal| {
             let mut device = DeviceConfig::h200();
             device.info.pci_address = Some(format!("0000:{:02x}:00.0", 0x1b + ordinal));
             device
