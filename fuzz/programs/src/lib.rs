@@ -14,6 +14,7 @@ pub mod global;
 pub mod graphs;
 pub mod heap;
 pub mod minimise;
+pub mod mixed;
 pub mod park;
 pub mod pinned;
 pub mod placement;

@@ -51,15 +51,17 @@ pub fn minimise(bytes: &[u8], tries: usize, mut fails: impl FnMut(&[u8]) -> bool
             chunk /= 2;
         }
         for at in 0..least.len() {
-            for byte in [0, 1, least[at] / 2] {
-                if byte < least[at] {
-                    let mut candidate = least.clone();
-                    candidate[at] = byte;
-                    if try_one(&candidate) {
-                        least = candidate;
-                        break;
-                    }
+            // Zero most of the time, or else the least by halves.
+            let (mut low, mut byte) = (0, 0);
+            while byte < least[at] {
+                let mut candidate = least.clone();
+                candidate[at] = byte;
+                if try_one(&candidate) {
+                    least = candidate;
+                } else {
+                    low = byte + 1;
                 }
+                byte = low.midpoint(least[at]);
             }
         }
         if least == before {

@@ -43,6 +43,8 @@ const TRIAL: Duration = Duration::from_secs(10);
 const MINIMISE: Duration = Duration::from_secs(60);
 /// How often a child is looked at.
 const LOOK: Duration = Duration::from_millis(2);
+/// Characters of a panic's message that are shown.
+const MESSAGE: usize = 200;
 /// The width of a worker's line: seven numbers.
 const LINE: usize = 7 * 21;
 
@@ -189,7 +191,8 @@ impl Symptom {
         let mut lines = said.lines().skip_while(|line| !line.contains(" panicked at "));
         let place = lines.next().and_then(|line| line.split(" panicked at ").nth(1));
         let place = place.map_or_else(|| status.to_string(), |place| place.trim_end_matches(':').to_owned());
-        Self { place, message: lines.next().unwrap_or_default().to_owned() }
+        let message = lines.next().unwrap_or_default().chars().take(MESSAGE).collect();
+        Self { place, message }
     }
 
     fn hang(limit: Duration) -> Self {
@@ -450,7 +453,11 @@ fn run_slice(table: &Mutex<Table>, folder: &Folder, core: usize, slice: Duration
     };
     let finding = Finding { target, seed: progress.seed, length: length(progress.seed), symptom };
     let Finding { seed, length, symptom, .. } = &finding;
-    println!("FOUND {target}, seed {seed}, {length} bytes: {}: {}", symptom.place, symptom.message);
-    lock(table).findings.push(finding);
+    let mut table = lock(table);
+    // The first of each place is shown, and the rest counted.
+    if !table.findings.iter().any(|other| other.target == target && other.symptom.place == symptom.place) {
+        println!("FOUND {target}, seed {seed}, {length} bytes: {}: {}", symptom.place, symptom.message);
+    }
+    table.findings.push(finding);
     Ok(())
 }

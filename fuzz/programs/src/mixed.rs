@@ -1,0 +1,841 @@
+//! Programs that do everything at once, as a server does: three device pools on two devices and a pinned pool under one
+//! tree of budgets, two tenants, an application that evicts, graphs, parked, stable and reserved memory, copies on their
+//! way, streams that come and go, limits that move and driver calls that fail, one at a time and in pairs.
+//!
+//! One program in four has threads besides: a stager with its workers, and phases in which several threads allocate, use
+//! and free while the limits move and a driver call stalls. Every other one is determined by its bytes, and some are run
+//! twice to show that.
+//!
+//! After every operation:
+//! - the oracle has nothing to report, and no two live blocks of a device overlap;
+//! - each budget holds what its pools hold, and none was above its limit at any instant;
+//! - each device misses what its pools hold, and each pool's account is the sum over its blocks;
+//! - a tenant has live what its blocks have, and contents are what was last written.
+//!
+//! In the end everything is given back.
+#![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
+
+mod special;
+mod threads;
+
+use crate::{
+    pinned::shared_host,
+    program::{Bytes, MAX_OPS, alone},
+};
+use aquifer_core::{
+    Budget, Charge, MemoryError, Result, Tag,
+    budget::{Levels, Offer, Reclaim, Registration, Waiting},
+};
+use aquifer_device::{
+    Adoption, Block, DeviceBuffer, DevicePool, Graph, GraphPool, Parkable, PoolConfig, Request, Reserved,
+    StableBlock, Tenant,
+};
+use aquifer_driver::{
+    Access, Call, DeviceId, DeviceRange, Operand,
+    sim::{DeviceConfig, Sim, SimConfig},
+};
+use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, Stager, pool, region::retry_stranded};
+use aquifer_stream::{InFlight, Stream, Use};
+use std::{
+    future::Future,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll, Waker},
+    time::{Duration, Instant},
+};
+
+const MIB: u64 = 1 << 20;
+/// The memory of each device.
+const CAPACITY: u64 = 64 * MIB;
+/// Accesses are declared for memory that the program holds.
+const OURS: &str = "an access to memory of ours";
+const IDLE: &str = "no fault is left";
+/// Steps of reserved memory, in bytes, and how many there are addresses for.
+const STEP: usize = 2 << 20;
+const STEPS: usize = 6;
+/// Bytes of a copy at most.
+const COPY: u64 = 64 << 10;
+/// Live blocks at most: all of them are looked at after each operation.
+const MOST: usize = 96;
+/// Calls that may fail in the middle of a program, and leave nothing behind.
+const FAULTS: [Call; 15] = [
+    Call::AddressReserve,
+    Call::HandleCreate,
+    Call::Map,
+    Call::SetAccess,
+    Call::Unmap,
+    Call::MemAlloc,
+    Call::EventCreate,
+    Call::EventRecord,
+    Call::EventQuery,
+    Call::StreamWaitEvent,
+    Call::StreamCreate,
+    Call::StreamSynchronize,
+    Call::CopyToDevice,
+    Call::CopyToHost,
+    Call::HostRegister,
+];
+
+/// The budgets, by their place.
+const ROOT: usize = 0;
+const DEVICE: usize = 1;
+const ENGINE: usize = 2;
+const OTHER: usize = 3;
+const HOST: usize = 4;
+
+/// A pool, and what a program has of it besides blocks.
+struct Owner {
+    pool: DevicePool,
+    streams: Vec<Stream>,
+    tenant: Tenant,
+}
+
+/// An ordinary block.
+struct Live {
+    buffer: DeviceBuffer<u8>,
+    owner: usize,
+    of_tenant: bool,
+    /// What all of it was filled with, where that is known.
+    content: Option<u8>,
+}
+
+struct Stable {
+    block: StableBlock,
+    owner: usize,
+}
+
+struct Lodged {
+    buffer: DeviceBuffer<u8>,
+    content: Option<u8>,
+}
+
+/// A use that has been prepared, with what its work will touch.
+struct Open {
+    used: Use,
+    stream: Stream,
+    range: DeviceRange,
+    generation: u64,
+    access: Access,
+}
+
+/// Blocks that an application can do without.
+struct App {
+    blocks: Mutex<Vec<Live>>,
+    cost: Duration,
+}
+
+impl App {
+    fn blocks(&self) -> MutexGuard<'_, Vec<Live>> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Reclaim for App {
+    fn name(&self) -> &'static str {
+        "an application"
+    }
+
+    fn offer(&self) -> Offer {
+        Offer {
+            bytes: self.blocks().iter().map(|live| live.buffer.block().capacity()).sum(),
+            cost: self.cost,
+        }
+    }
+
+    fn reclaim(&self, bytes: u64, _: Option<Instant>) {
+        let mut gave = 0;
+        while gave < bytes {
+            let Some(live) = self.blocks().pop() else { break };
+            gave += live.buffer.block().capacity();
+        }
+    }
+}
+
+struct World {
+    sim: Sim,
+    /// The devices keep bytes.
+    keeps: bool,
+    budgets: [Budget; 5],
+    /// The most that each may have held since the last operation.
+    most: [u64; 5],
+    owners: [Owner; 3],
+    live: Vec<Live>,
+    stable: Vec<Stable>,
+    rooms: Vec<(Reserved<u8>, usize)>,
+    parkable: Parkable,
+    lodged: Vec<Lodged>,
+    graph_pool: Option<GraphPool>,
+    graphs: Vec<Graph>,
+    open: Vec<Open>,
+    pinned: PinnedPool,
+    buffers: Vec<PinnedBuf<u8>>,
+    flights: Vec<InFlight<PinnedBuf<u8>>>,
+    waits: Vec<(usize, Waiting)>,
+    charges: Vec<(usize, Charge)>,
+    app: Arc<App>,
+    /// How often a level has changed.
+    changes: Arc<AtomicU64>,
+    registrations: Vec<Registration>,
+    stager: Option<Stager>,
+    with_threads: bool,
+    /// Whether a registration of host memory has been made to fail: what cannot be given back is charged for longer.
+    faulty_host: bool,
+    /// What has been answered so far.
+    digest: u64,
+}
+
+/// Runs the program that `bytes` spell. On a machine that cannot be read it runs nothing.
+///
+/// # Panics
+/// When a promise is broken.
+pub fn run(bytes: &[u8]) {
+    let _alone = alone();
+    let Some((digest, with_threads)) = run_once(bytes) else { return };
+    if !with_threads && digest.is_multiple_of(8) {
+        let again = run_once(bytes).map(|(digest, _)| digest);
+        assert_eq!(again, Some(digest), "the same program was answered otherwise");
+    }
+}
+
+fn run_once(bytes: &[u8]) -> Option<(u64, bool)> {
+    let bytes = &mut Bytes::new(bytes);
+    let mut world = World::new(bytes)?;
+    bytes.steps(MAX_OPS, |bytes| {
+        world.step(bytes);
+        world.check();
+    });
+    let answers = (world.digest, world.with_threads);
+    world.finish();
+    Some(answers)
+}
+
+/// Whether an operation that may be refused went through.
+fn went<T>(answer: Result<T>) -> Option<T> {
+    match answer {
+        Ok(value) => Some(value),
+        Err(
+            MemoryError::Driver(_)
+            | MemoryError::OutOfMemory(_)
+            | MemoryError::OutOfBudget(_)
+            | MemoryError::Busy { .. }
+            | MemoryError::Parked { .. }
+            | MemoryError::TimedOut
+            | MemoryError::Capturing { .. },
+        ) => None,
+        Err(other) => panic!("{other:?}"),
+    }
+}
+
+fn pick<T>(of: &[T], bytes: &mut Bytes<'_>) -> Option<usize> {
+    usize::from(bytes.u8()).checked_rem(of.len())
+}
+
+/// Declares work on a block that is in order with the stream.
+fn access(sim: &Sim, stream: &Stream, block: &Block, access: Access) {
+    sim.access(stream.raw(), block.range(), access, Some(block.generation())).expect(OURS);
+}
+
+impl World {
+    fn new(bytes: &mut Bytes<'_>) -> Option<Self> {
+        let with_threads = bytes.choice(4) == 1;
+        let mut config = SimConfig::h200(2);
+        if bytes.choice(4) == 1 {
+            config.devices[1] = DeviceConfig::without_virtual_memory();
+        }
+        // A stager's copies are worth nothing without bytes.
+        let keeps = with_threads || bytes.choice(4) == 1;
+        let sim = Sim::new(config).capacity(CAPACITY);
+        let sim = if keeps { sim } else { sim.symbolic() };
+        let sim = match bytes.choice(3) {
+            0 => sim,
+            1 => sim.seeded(bytes.u64()),
+            _ => sim.seeded(bytes.u64()).paced(1 << (2 + bytes.choice(8))),
+        };
+        let mut limit = |least: u64| (u64::from(bytes.choice(24)) + least) << 21;
+        let root = Budget::new("the server", limit(12));
+        let device = root.child("device 0", limit(6));
+        let engine = device.child("the engine", limit(4));
+        let other = root.child("device 1", limit(4));
+        let host = root.child("the host", limit(2));
+        let tenants = Budget::new("all tenants", limit(4));
+        let budgets = [root, device, engine, other, host];
+        let mut open = |device: u32, budget: usize, tenant: &'static str| {
+            let mut config = PoolConfig::with_budget(budgets[budget].clone());
+            config.adoption =
+                [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
+            // How long a wait takes is no part of a program that has no threads.
+            config.wait = if with_threads { Duration::from_micros(300) } else { Duration::ZERO };
+            config.compact = bytes.choice(4) == 0;
+            config.handle_bytes = [0, 4 << 20][usize::from(bytes.choice(2))];
+            let pool = DevicePool::open(sim.driver(), DeviceId(device), config).expect(IDLE);
+            let streams = (0..2).map(|_| pool.stream().expect(IDLE)).collect();
+            let share = tenants.child(tenant, (u64::from(bytes.choice(16)) + 1) << 20);
+            let tenant = pool.for_tenant(&share).expect("a tree of its own");
+            Owner { pool, streams, tenant }
+        };
+        let owners = [open(0, DEVICE, "tenant a"), open(0, ENGINE, "tenant b"), open(1, OTHER, "tenant c")];
+        let mut config = PinnedConfig::default();
+        config.chunk = 2 << 20;
+        config.patience = Duration::ZERO;
+        let shared = shared_host()?.clone().with_driver(sim.driver(), DeviceId(0));
+        let pinned =
+            PinnedPool::new(&shared, &budgets[HOST], config).expect("a configuration that can be followed");
+        let stager = with_threads.then(|| threads::stager(&shared, &pinned, &owners[0].pool));
+        let parkable = owners[0].pool.parkable(Tag::named("mixed cache")).expect(IDLE);
+        let graph_pool = Some(owners[0].pool.graph_pool().expect(IDLE));
+        let app =
+            Arc::new(App { blocks: Mutex::default(), cost: Duration::from_micros(u64::from(bytes.u16())) });
+        let changes = Arc::new(AtomicU64::new(0));
+        let seen = Arc::clone(&changes);
+        let registrations = vec![
+            budgets[usize::from(bytes.choice(4))].on_need(&app),
+            budgets[DEVICE].on_level(Arc::new(move |budget: &Budget, _| {
+                // A hook may ask whatever it likes.
+                let _ = budget.figures();
+                seen.fetch_add(1, Ordering::Relaxed);
+            })),
+        ];
+        let most = budgets.each_ref().map(Budget::limit);
+        Some(Self {
+            sim,
+            keeps,
+            budgets,
+            most,
+            owners,
+            live: Vec::new(),
+            stable: Vec::new(),
+            rooms: Vec::new(),
+            parkable,
+            lodged: Vec::new(),
+            graph_pool,
+            graphs: Vec::new(),
+            open: Vec::new(),
+            pinned,
+            buffers: Vec::new(),
+            flights: Vec::new(),
+            waits: Vec::new(),
+            charges: Vec::new(),
+            app,
+            changes,
+            registrations,
+            stager,
+            with_threads,
+            faulty_host: false,
+            digest: 0,
+        })
+    }
+
+    /// Notes an answer, which another run of the same bytes must give too.
+    fn answered(&mut self, what: u64) {
+        self.digest = (self.digest.rotate_left(5) ^ what).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    /// Notes an address. The system has a say in those of devices that keep bytes.
+    fn placed(&mut self, address: u64) {
+        self.answered(if self.keeps { 0 } else { address });
+    }
+
+    fn step(&mut self, bytes: &mut Bytes<'_>) {
+        for (most, budget) in self.most.iter_mut().zip(&self.budgets) {
+            *most = budget.limit().max(budget.used());
+            budget.reset_peak();
+        }
+        match bytes.choice(48) {
+            0..=8 => self.alloc(bytes),
+            9..=14 => self.free(bytes),
+            15 | 16 => self.touch(bytes),
+            17 | 18 => self.fill(bytes),
+            19 | 20 => self.look(bytes),
+            21 => self.prepare(bytes),
+            22 | 23 => self.finish_one(bytes),
+            24 => self.trim(bytes),
+            25 | 26 => self.fail(bytes),
+            27 | 28 => self.go_on(bytes),
+            29 | 30 => self.limit(bytes),
+            31 => self.stream(bytes),
+            32 => self.stable(bytes),
+            33 => self.reserve(bytes),
+            34 | 35 => self.commit(bytes),
+            36 => self.lodge(bytes),
+            37 => self.park_or_resume(bytes),
+            38 => self.capture(bytes),
+            39 | 40 => self.launch(bytes),
+            41 => self.pin(bytes),
+            42 => self.fly(bytes),
+            43 => self.land(bytes),
+            44 => self.wait(bytes),
+            45 => self.evictable(bytes),
+            46 if self.with_threads => self.stage(bytes),
+            47 if self.with_threads => self.phase(bytes),
+            _ => self.give_back(bytes),
+        }
+        let changes = self.changes.load(Ordering::Relaxed);
+        self.answered(self.budgets[ROOT].used() ^ changes);
+    }
+
+    fn pick_owner(bytes: &mut Bytes<'_>) -> usize {
+        usize::from(bytes.choice(3))
+    }
+
+    fn pick_stream(&self, owner: usize, bytes: &mut Bytes<'_>) -> Stream {
+        let streams = &self.owners[owner].streams;
+        streams[usize::from(bytes.choice(streams.len() as u8))].clone()
+    }
+
+    /// Small most of the time, up to 16 MiB.
+    fn size(bytes: &mut Bytes<'_>) -> u64 {
+        match bytes.choice(4) {
+            0 => u64::from(bytes.u16()) + 1,
+            1 => (u64::from(bytes.u16()) + 1) << 4,
+            2 => (u64::from(bytes.u8()) + 1) << 13,
+            _ => (u64::from(bytes.u8()) + 1) << 16,
+        }
+    }
+
+    fn alloc(&mut self, bytes: &mut Bytes<'_>) {
+        let owner = Self::pick_owner(bytes);
+        let (stream, size) = (self.pick_stream(owner, bytes), Self::size(bytes));
+        let of_tenant = bytes.choice(4) == 0;
+        if self.live.len() >= MOST {
+            return;
+        }
+        let Owner { pool, tenant, .. } = &self.owners[owner];
+        let request = Request::bytes(size).align(1 << bytes.choice(13));
+        let answer = if of_tenant { tenant.alloc(&stream, request) } else { pool.alloc(&stream, request) };
+        let Some(block) = went(answer) else { return };
+        assert!(block.bytes() == size && block.capacity() >= size, "a short block");
+        // A block is for use at once.
+        access(&self.sim, &stream, &block, Access::Write);
+        self.placed(block.address());
+        let buffer = DeviceBuffer::from_block(block).expect("bytes are as small as elements get");
+        self.live.push(Live { buffer, owner, of_tenant, content: None });
+    }
+
+    fn free(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = pick(&self.live, bytes) else { return };
+        let Live { buffer, owner, .. } = self.live.swap_remove(at);
+        let block = buffer.into_block();
+        let before = self.sim.driver().calls().made();
+        if bytes.flag() {
+            let address = block.into_raw();
+            self.owners[owner].pool.free_raw(address).expect("an address that is out");
+        } else {
+            drop(block);
+        }
+        assert_eq!(before, self.sim.driver().calls().made(), "a free called the driver");
+    }
+
+    /// Work on a block by any stream of its pool.
+    fn touch(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = pick(&self.live, bytes) else { return };
+        let stream = self.pick_stream(self.live[at].owner, bytes);
+        let kind = [Access::Read, Access::ReadWrite][usize::from(bytes.choice(2))];
+        let Live { buffer, content, .. } = &mut self.live[at];
+        let block = buffer.block();
+        if let Some(used) = went(block.prepare(&stream, kind)) {
+            access(&self.sim, &stream, block, kind);
+            if kind.writes() {
+                *content = None;
+            }
+            let _ = used.finish();
+        }
+    }
+
+    /// Fills a block on any stream of its pool.
+    fn fill(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = pick(&self.live, bytes) else { return };
+        let (stream, byte) = (self.pick_stream(self.live[at].owner, bytes), bytes.u8());
+        let Live { buffer, content, .. } = &mut self.live[at];
+        match stream.fill(buffer, byte) {
+            Ok(()) => *content = Some(byte),
+            Err(refused) => {
+                // What a driver call left half done is not known.
+                if matches!(refused, MemoryError::Driver(_)) {
+                    *content = None;
+                }
+                let _ = went::<()>(Err(refused));
+            }
+        }
+    }
+
+    /// Reads a block's beginning.
+    fn look(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = pick(&self.live, bytes) else { return };
+        let stream = self.pick_stream(self.live[at].owner, bytes);
+        let Live { buffer, content, .. } = &self.live[at];
+        self.compare(buffer, *content, &stream);
+    }
+
+    /// What a buffer begins with is what was written last.
+    fn compare(&self, buffer: &DeviceBuffer<u8>, content: Option<u8>, stream: &Stream) {
+        let len = (buffer.len() as u64).min(COPY) as usize;
+        let part = buffer.slice(0..len).expect("within its bounds");
+        let mut back = vec![0; len];
+        let copied = stream.scope(|c| c.download(&part, &mut back)).and_then(|copied| copied);
+        if let (Some(()), Some(byte), true) = (went(copied), content, self.keeps) {
+            assert!(back.iter().all(|&there| there == byte), "not what was written");
+        }
+    }
+
+    fn prepare(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = pick(&self.live, bytes) else { return };
+        let stream = self.pick_stream(self.live[at].owner, bytes);
+        let access = [Access::Read, Access::Write, Access::ReadWrite][usize::from(bytes.choice(3))];
+        let Live { buffer, content, .. } = &mut self.live[at];
+        let block = buffer.block();
+        if let Some(used) = went(block.prepare(&stream, access)) {
+            if access.writes() {
+                *content = None;
+            }
+            let (range, generation) = (block.range(), block.generation());
+            self.open.push(Open { used, stream, range, generation, access });
+        }
+    }
+
+    fn finish_one(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = pick(&self.open, bytes) else { return };
+        let open = self.open.swap_remove(at);
+        if bytes.flag() { self.work(open) } else { open.used.abort() }
+    }
+
+    fn work(&self, Open { used, stream, range, generation, access }: Open) {
+        self.sim.access(stream.raw(), range, access, Some(generation)).expect(OURS);
+        let _ = used.finish();
+    }
+
+    fn trim(&self, bytes: &mut Bytes<'_>) {
+        let pool = &self.owners[Self::pick_owner(bytes)].pool;
+        let before = pool.stats();
+        if pool.trim(u64::from(bytes.u8()) << 18).is_ok() {
+            let after = pool.stats();
+            assert_eq!(before.live, after.live, "a trim took live memory");
+            assert!(after.physical <= before.physical, "a trim took memory");
+        }
+        if bytes.choice(4) == 0 {
+            let _ = self.pinned.trim(usize::from(bytes.choice(4)) << 20);
+        }
+    }
+
+    /// Has a call fail soon, or two, or one again and again; or none any more.
+    fn fail(&mut self, bytes: &mut Bytes<'_>) {
+        let how = bytes.choice(8);
+        if how == 7 {
+            return self.sim.clear_failures();
+        }
+        for _ in 0..1 + how % 2 {
+            let call = FAULTS[usize::from(bytes.choice(FAULTS.len() as u8))];
+            let (nth, code) = (u64::from(bytes.choice(6)) + 1, if bytes.flag() { 2 } else { 999 });
+            self.faulty_host |= call == Call::HostRegister;
+            if how == 6 {
+                self.sim.fail_every(call, nth + 1, code);
+            } else {
+                self.sim.fail(call, nth, code);
+            }
+        }
+    }
+
+    /// Lets a stream do one thing more, or waits for all that it has to do.
+    fn go_on(&self, bytes: &mut Bytes<'_>) {
+        let stream = self.pick_stream(Self::pick_owner(bytes), bytes);
+        if bytes.flag() {
+            self.sim.step(stream.raw());
+        } else {
+            // A fault may be waiting for it.
+            let _ = stream.synchronize();
+        }
+    }
+
+    /// Moves a limit anywhere, or to just above what is used, or has it shrunk to.
+    fn limit(&mut self, bytes: &mut Bytes<'_>) {
+        let at = usize::from(bytes.choice(6));
+        let Some(budget) = self.budgets.get(at) else {
+            let tenant = &self.owners[Self::pick_owner(bytes)].tenant;
+            tenant.budget().set_limit((u64::from(bytes.choice(32)) + 1) << 19);
+            return;
+        };
+        let some = u64::from(bytes.choice(32));
+        let (limit, shrinks) = match bytes.choice(4) {
+            0 => (budget.used() + (some << 16), false),
+            1 => ((some + 1) << 21, true),
+            2 => {
+                let (soft, more) = (some << 20, u64::from(bytes.u8()) << 16);
+                budget.set_levels(Levels { soft, critical: soft + more, slack: 1 << 20 });
+                return;
+            }
+            _ => ((some + 1) << 21, false),
+        };
+        // Who waits is served from the new limit at once, here and below.
+        for most in &mut self.most {
+            *most = (*most).max(limit);
+        }
+        for (most, budget) in self.most.iter_mut().zip(&self.budgets) {
+            *most = (*most).min(budget.limit().max(budget.used()).max(limit));
+        }
+        if shrinks {
+            let room = budget.shrink(limit, Some(Instant::now()));
+            assert_eq!(room.missing, budget.used().saturating_sub(limit));
+        } else {
+            budget.set_limit(limit);
+        }
+        self.most[at] = self.most[at].max(limit);
+    }
+
+    /// A stream comes, or one goes while blocks of it live.
+    fn stream(&mut self, bytes: &mut Bytes<'_>) {
+        let owner = &mut self.owners[Self::pick_owner(bytes)];
+        let isolated = bytes.choice(8) == 0;
+        if owner.streams.len() > 1 && bytes.flag() {
+            let which = usize::from(bytes.u8()) % owner.streams.len();
+            owner.streams.swap_remove(which);
+        } else if owner.streams.len() < 4 {
+            let stream = if isolated { owner.pool.streams().lease_isolated() } else { owner.pool.stream() };
+            owner.streams.extend(went(stream));
+        }
+    }
+
+    fn pin(&mut self, bytes: &mut Bytes<'_>) {
+        let size = (usize::from(bytes.u8()) + 1) << 11;
+        if bytes.flag() && !self.buffers.is_empty() {
+            self.buffers.swap_remove(usize::from(bytes.u8()) % self.buffers.len());
+        } else if self.buffers.len() < 24 {
+            self.buffers.extend(went(self.pinned.buffer::<u8>(size)));
+        }
+    }
+
+    /// Begins a copy of a whole small block, either way, from or to pinned memory.
+    fn fly(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = pick(&self.live, bytes) else { return };
+        let stream = self.pick_stream(self.live[at].owner, bytes);
+        let (up, byte) = (bytes.flag(), bytes.u8());
+        let Live { buffer, content, .. } = &mut self.live[at];
+        if buffer.len() as u64 > COPY || self.flights.len() >= 16 {
+            return;
+        }
+        let Some(mut host) = went(self.pinned.buffer::<u8>(buffer.len())) else { return };
+        let flight = if up {
+            host.fill(byte);
+            stream.upload(host, buffer)
+        } else {
+            stream.download(&*buffer, host)
+        };
+        match flight {
+            Ok(flight) => {
+                self.flights.push(flight);
+                if up {
+                    *content = Some(byte);
+                }
+            }
+            Err(refused) => {
+                if up && matches!(refused.error, MemoryError::Driver(_)) {
+                    *content = None;
+                }
+                let _ = went::<()>(Err(refused.error));
+            }
+        }
+    }
+
+    /// Waits for a copy, or parts with it.
+    fn land(&mut self, bytes: &mut Bytes<'_>) {
+        let Some(at) = pick(&self.flights, bytes) else { return };
+        let flight = self.flights.swap_remove(at);
+        if bytes.flag() {
+            self.buffers.extend(went(flight.wait()));
+        }
+    }
+
+    /// Waits for bytes of a budget, goes on with a wait, gives one up, or gives back what one was granted.
+    fn wait(&mut self, bytes: &mut Bytes<'_>) {
+        let (at, asked) = (usize::from(bytes.choice(5)), u64::from(bytes.u8()) << 14);
+        match bytes.choice(4) {
+            0 if self.waits.len() < 4 => {
+                let waiting = self.budgets[at].charge_async(asked);
+                self.poll(at, waiting);
+            }
+            1 => drop(pick(&self.waits, bytes).map(|which| self.waits.swap_remove(which))),
+            2 => drop(pick(&self.charges, bytes).map(|which| self.charges.swap_remove(which))),
+            _ => {
+                if let Some(which) = pick(&self.waits, bytes) {
+                    let (at, waiting) = self.waits.swap_remove(which);
+                    self.poll(at, waiting);
+                }
+            }
+        }
+    }
+
+    fn poll(&mut self, at: usize, mut waiting: Waiting) {
+        match Pin::new(&mut waiting).poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Pending => self.waits.push((at, waiting)),
+            Poll::Ready(answer) => self.charges.extend(answer.ok().map(|charge| (at, charge))),
+        }
+    }
+
+    /// The application may evict a block from now on.
+    fn evictable(&mut self, bytes: &mut Bytes<'_>) {
+        if let Some(at) = pick(&self.live, bytes)
+            && !self.live[at].of_tenant
+        {
+            let live = self.live.swap_remove(at);
+            self.app.blocks().push(live);
+        }
+    }
+
+    fn give_back(&mut self, bytes: &mut Bytes<'_>) {
+        let owner = Self::pick_owner(bytes);
+        let wanted = u64::from(bytes.u8()) << 17;
+        let before = self.budgets[ROOT].used();
+        let room = self.owners[owner].pool.give_back(wanted, Some(Instant::now()));
+        let gone = before.saturating_sub(self.budgets[ROOT].used());
+        let waits = !self.waits.is_empty();
+        assert!(
+            waits || room.missing == wanted.saturating_sub(gone),
+            "{room:?}: {gone} of {wanted} are gone"
+        );
+        self.answered(gone);
+    }
+
+    fn check(&self) {
+        let violations = self.sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+        self.check_budgets();
+        self.check_accounts();
+        self.check_ranges();
+    }
+
+    fn check_budgets(&self) {
+        let [a, b, c] = self.owners.each_ref().map(|owner| owner.pool.stats().physical);
+        let pinned = self.pinned.stats().memory.physical;
+        let mut held = [a + b + c + pinned, a + b, b, c, pinned];
+        for (at, charge) in &self.charges {
+            let path: &[usize] = match *at {
+                ROOT => &[ROOT],
+                ENGINE => &[ROOT, DEVICE, ENGINE],
+                other => &[ROOT, other],
+            };
+            path.iter().for_each(|&node| held[node] += charge.bytes());
+        }
+        for (at, (budget, held)) in self.budgets.iter().zip(held).enumerate() {
+            let used = budget.used();
+            // What a wait has been granted and has not taken, and host memory that cannot be given back, come on top.
+            let more = !self.waits.is_empty() || self.faulty_host && (at == ROOT || at == HOST);
+            assert!(used == held || more && used > held, "{used} charged, {held} held: {budget:?}");
+            assert!(
+                budget.peak() <= self.most[at],
+                "{} above the limit: {budget:?}",
+                budget.peak() - self.most[at]
+            );
+            assert_eq!(budget.panics(), 0);
+        }
+        for device in [0, 1] {
+            let memory = self.sim.driver().memory_info(DeviceId(device)).expect("an idle device tells");
+            let missing = memory.total - memory.free;
+            let held = if device == 0 { a + b } else { c };
+            // Where nothing is mapped the driver rounds up what it gives.
+            let exact = self.owners[2 * device as usize].pool.info().virtual_memory;
+            assert!(held == missing || !exact && held < missing, "{held} held, the device misses {missing}");
+        }
+    }
+
+    fn check_accounts(&self) {
+        let evictable = self.app.blocks();
+        for (at, Owner { pool, tenant, .. }) in self.owners.iter().enumerate() {
+            let mine = || self.live.iter().chain(evictable.iter()).filter(|live| live.owner == at);
+            let blocks: u64 = mine().map(|live| live.buffer.block().capacity()).sum();
+            let stable = self.stable.iter().filter(|stable| stable.owner == at);
+            let stable: u64 = stable.map(|stable| stable.block.capacity()).sum();
+            let rooms = self.rooms.iter().filter(|(_, owner)| *owner == at);
+            let rooms: u64 = rooms.map(|(reserved, _)| reserved.committed_bytes()).sum();
+            let lodged = self.lodged.iter().filter(|_| at == 0 && !self.parkable.is_parked());
+            let lodged: u64 = lodged.map(|lodged| lodged.buffer.block().capacity()).sum();
+            let stats = pool.stats();
+            assert_eq!(stats.live, blocks + stable + rooms + lodged, "live bytes of pool {at}: {stats:?}");
+            assert!(
+                stats.live + stats.cached + stats.pending <= stats.physical,
+                "more than is held: {stats:?}"
+            );
+            let of_tenant = mine().filter(|live| live.of_tenant);
+            let of_tenant: u64 = of_tenant.map(|live| live.buffer.block().bytes()).sum();
+            assert_eq!(tenant.live(), of_tenant, "live bytes of a tenant");
+        }
+        assert!(self.with_threads || self.pinned.is_consistent(), "the books of the pinned pool disagree");
+    }
+
+    /// No two live blocks of a device share bytes.
+    fn check_ranges(&self) {
+        let evictable = self.app.blocks();
+        let blocks = self.live.iter().chain(evictable.iter()).map(|live| live.buffer.block());
+        let stable = self.stable.iter().map(|stable| stable.block.block());
+        let lodged = self.lodged.iter().map(|lodged| lodged.buffer.block());
+        let mut ranges: Vec<(u32, u64, u64)> = blocks
+            .chain(stable)
+            .chain(lodged)
+            .map(|block| (block.device().0, block.address(), block.capacity()))
+            .chain(
+                self.rooms.iter().map(|(room, _)| (room.device().0, room.address(), (STEP * STEPS) as u64)),
+            )
+            .collect();
+        ranges.sort_unstable();
+        let apart = |two: &[(u32, u64, u64)]| two[0].0 != two[1].0 || two[0].1 + two[0].2 <= two[1].1;
+        assert!(ranges.windows(2).all(apart), "two live blocks overlap");
+    }
+
+    fn finish(mut self) {
+        self.sim.clear_failures();
+        self.waits.clear();
+        self.charges.clear();
+        self.app.blocks().clear();
+        for budget in &self.budgets {
+            budget.set_limit(4 * CAPACITY);
+        }
+        self.most = [4 * CAPACITY; 5];
+        while let Some(open) = self.open.pop() {
+            self.work(open);
+        }
+        self.owners.iter().for_each(|owner| owner.pool.trim(0).map(drop).expect(IDLE));
+        self.owners[0].pool.resume(self.parkable.tag(), None).expect("all of the device's memory");
+        self.check();
+        for Live { buffer, owner, content, .. } in &self.live {
+            self.compare(buffer, *content, &self.owners[*owner].streams[0]);
+        }
+        for Lodged { buffer, content } in &self.lodged {
+            self.compare(buffer, *content, &self.owners[0].streams[0]);
+        }
+        for flight in self.flights.drain(..) {
+            flight.wait().expect(IDLE);
+        }
+        let Self { sim, budgets, owners, pinned, buffers, stager, app, registrations, .. } = self;
+        let (live, stable, rooms, lodged) = (self.live, self.stable, self.rooms, self.lodged);
+        drop((live, stable, rooms, lodged, self.graphs, self.graph_pool, self.parkable, buffers));
+        drop((stager, registrations, app));
+        for Owner { pool, streams, tenant, .. } in &owners {
+            streams.iter().for_each(|stream| stream.synchronize().expect(IDLE));
+            sim.run_all();
+            // What a stream left that has ended comes free with the first, and goes with the next.
+            (0..2).for_each(|_| _ = pool.trim(0).expect(IDLE));
+            let stats = pool.stats();
+            let left = (stats.live, stats.pending, stats.cached, stats.graphs, stats.physical);
+            assert_eq!(left, (0, 0, 0, 0, 0), "{stats:?}");
+            assert_eq!(tenant.live(), 0, "a tenant's bytes were lost");
+        }
+        drop((owners, pinned));
+        let patience = Instant::now() + threads::PATIENCE;
+        loop {
+            pool::sweep();
+            let (stranded, left) = (retry_stranded(), sim.outstanding());
+            if stranded == 0 && left.is_empty() && budgets[ROOT].used() == 0 {
+                break;
+            }
+            assert!(
+                Instant::now() < patience,
+                "{} charged, {stranded} stranded, {left}",
+                budgets[ROOT].used()
+            );
+            std::thread::yield_now();
+        }
+        assert_eq!(budgets.each_ref().map(Budget::used), [0; 5], "a charge was lost");
+        let violations = sim.violations();
+        assert!(violations.is_empty(), "{}", violations[0]);
+    }
+}

@@ -1,0 +1,135 @@
+//! What programs with threads do besides: staged transfers, and phases in which threads work side by side.
+
+use super::{Live, Owner, World, access, went};
+use crate::program::{Bytes, seeded};
+use aquifer_device::{Block, DeviceBuffer, DevicePool, Request};
+use aquifer_driver::{Access, Call, sim::Sim};
+use aquifer_host::{PinnedPool, StageError, Stager, StagerConfig, region::Host};
+use aquifer_stream::Stream;
+use std::{thread, time::Duration};
+
+/// Longer than anything takes that does not hang.
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+/// Operations of each thread in a phase.
+const WORK: usize = 40;
+/// Calls that may stall while others go on.
+const STALLS: [Call; 6] =
+    [Call::HandleCreate, Call::Map, Call::Unmap, Call::EventRecord, Call::EventQuery, Call::MemAlloc];
+
+pub(super) fn stager(host: &Host, pinned: &PinnedPool, pool: &DevicePool) -> Stager {
+    let mut config = StagerConfig::default();
+    (config.slot, config.least_chunk) = (16 << 10, 4096);
+    (config.direct, config.down_direct) = (1024, 512);
+    (config.alone, config.down_alone) = (4096, 3072);
+    (config.up_workers, config.down_workers, config.slots) = (1, 1, 2);
+    match Stager::new(host, pinned, pool.streams(), config) {
+        Ok(stager) => stager,
+        Err(refused) => panic!("no stager on an idle device: {refused}"),
+    }
+}
+
+impl World {
+    /// A block goes up and comes back by way of the stager.
+    pub(super) fn stage(&mut self, bytes: &mut Bytes<'_>) {
+        let byte = bytes.u8();
+        let at = self.live.iter().position(|live| live.owner == 0 && live.buffer.len() <= 128 << 10);
+        let (Some(stager), Some(at)) = (&self.stager, at) else { return };
+        let Live { buffer, content, .. } = &mut self.live[at];
+        let up = vec![byte; buffer.len()];
+        let mut down = vec![!byte; buffer.len()];
+        *content = None;
+        let moved = stager.scope(|s| s.upload(&up, buffer).map(drop)).and_then(|taken| taken);
+        let moved =
+            moved.and_then(|()| stager.scope(|s| s.download(buffer, &mut down).map(drop)).and_then(|t| t));
+        match moved {
+            Ok(()) => {
+                assert!(up == down, "bytes were lost on the way");
+                *content = Some(byte);
+            }
+            // A call that fails, a use that is open, no room for slots.
+            Err(StageError::Memory(refused)) => drop(went::<()>(Err(refused))),
+            Err(other) => panic!("{other}"),
+        }
+    }
+
+    /// Each pool has a thread that allocates, uses and frees on a stream of its own, while limits move and a call of the
+    /// driver may stall. What the threads keep the program has afterwards.
+    pub(super) fn phase(&mut self, bytes: &mut Bytes<'_>) {
+        let seeds = [bytes.u64(), bytes.u64(), bytes.u64()];
+        let limits: Vec<(usize, u64)> = (0..bytes.choice(6))
+            .map(|_| (usize::from(bytes.choice(4)), (u64::from(bytes.choice(32)) + 1) << 21))
+            .collect();
+        let stall = STALLS.get(usize::from(bytes.choice(2 * STALLS.len() as u8))).copied();
+        for &(at, limit) in &limits {
+            self.most[at] = self.most[at].max(limit);
+        }
+        let (sim, budgets, owners) = (&self.sim, &self.budgets, &self.owners);
+        let kept = thread::scope(|threads| {
+            let stalled = stall.map(|call| sim.stall(call));
+            let work = |owner: usize, seed: u64| {
+                let Owner { pool, streams, .. } = &owners[owner];
+                let stream = streams[0].clone();
+                move || work(sim, pool, &stream, seed)
+            };
+            let workers: Vec<_> =
+                seeds.iter().enumerate().map(|(owner, &seed)| threads.spawn(work(owner, seed))).collect();
+            if let Some(stalled) = stalled {
+                // Figures are there for the asking, whoever is in a call.
+                let _ = stalled.wait_for(1, Duration::from_micros(200));
+                budgets.iter().for_each(|budget| _ = budget.figures());
+                owners.iter().for_each(|owner| _ = owner.pool.stats());
+                drop(stalled);
+            }
+            for &(at, limit) in &limits {
+                budgets[at].set_limit(limit);
+                thread::yield_now();
+            }
+            let joined = workers.into_iter().map(|worker| match worker.join() {
+                Ok(blocks) => blocks,
+                Err(panic) => std::panic::resume_unwind(panic),
+            });
+            joined.collect::<Vec<Vec<Block>>>()
+        });
+        for (owner, blocks) in kept.into_iter().enumerate() {
+            for block in blocks {
+                if let Ok(buffer) = DeviceBuffer::from_block(block) {
+                    self.live.push(Live { buffer, owner, of_tenant: false, content: None });
+                }
+            }
+        }
+    }
+}
+
+/// What a thread does: the blocks that it still has.
+fn work(sim: &Sim, pool: &DevicePool, stream: &Stream, seed: u64) -> Vec<Block> {
+    let script = seeded(seed, 6 * WORK);
+    let mut bytes = Bytes::new(&script);
+    let mut blocks: Vec<Block> = Vec::new();
+    for _ in 0..WORK {
+        match bytes.choice(8) {
+            0..=3 => {
+                let size = (u64::from(bytes.u16()) << bytes.choice(6)) + 1;
+                if let Some(block) = went(pool.alloc(stream, Request::bytes(size))) {
+                    access(sim, stream, &block, Access::Write);
+                    blocks.push(block);
+                }
+            }
+            4 | 5 => {
+                if let Some(at) = super::pick(&blocks, &mut bytes) {
+                    blocks.swap_remove(at);
+                }
+            }
+            6 => {
+                if let Some(block) = blocks.last()
+                    && let Some(used) = went(block.prepare(stream, Access::ReadWrite))
+                {
+                    access(sim, stream, block, Access::ReadWrite);
+                    let _ = used.finish();
+                }
+            }
+            _ => drop(pool.trim(u64::from(bytes.u8()) << 18)),
+        }
+    }
+    blocks.truncate(3);
+    blocks
+}
