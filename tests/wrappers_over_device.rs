@@ -35,7 +35,7 @@ fn a_limit_refuses_before_the_pool_is_asked_and_ends_when_the_bytes_are_free() {
     let rig = rig();
     let below = Counted::new(rig.pool.clone());
     let limit = Limit::new(&below, Budget::new("tenant", MIB));
-    assert!(matches!(limit.allocate(&rig.s, Request::bytes(MIB + 1)), Err(MemoryError::OutOfBudget(_))));
+    assert!(matches!(limit.allocate(&rig.s, Request::bytes(MIB + 1)), Err(MemoryError::OutOfMemory(_))));
     assert_eq!(below.stats(), PoolStats::default(), "a request that is refused never reaches the pool");
     assert_eq!(limit.allocate(&rig.s, Request::bytes(0)).unwrap_err(), MemoryError::ZeroSize);
     assert_eq!((limit.live(), limit.budget().used(), below.stats().failures), (0, 0, 1));

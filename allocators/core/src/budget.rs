@@ -22,7 +22,7 @@
 //! | `admission` | the way in and out |
 //! | `charge` | [`Charge`], [`Reservation`], [`StrandedCharge`] |
 //! | `together` | [`Budget::reserve_all`]: several nodes at once |
-//! | `refusal` | [`OutOfBudget`] |
+//! | `refusal` | [`OutOfBudget`], [`Raise`] |
 //! | `wait` | [`Waiting`]: the line |
 //! | `lease` | [`Lease`]: bytes paid for in advance |
 //! | `level` | [`Level`]: soft limits and who is told |
@@ -67,7 +67,7 @@ pub use charge::{Charge, Reservation, StrandedCharge};
 pub use lease::{Lease, Leased};
 pub use level::{Level, LevelChange, LevelHook, Levels, Registration};
 pub use reclaim::{Asking, Offer, Reclaim, Room};
-pub use refusal::OutOfBudget;
+pub use refusal::{OutOfBudget, Raise};
 pub use wait::Waiting;
 
 use crate::{Tag, sync::atomic::Ordering::Relaxed};

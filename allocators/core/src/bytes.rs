@@ -13,6 +13,42 @@ use std::fmt;
 pub struct Bytes(pub u64);
 
 impl Bytes {
+    /// Returns the smallest count that is no less and that `Display` writes without rounding, to a byte: for an amount that a
+    /// person is to read and set.
+    ///
+    /// ```
+    /// use aquifer_core::Bytes;
+    /// let exact = Bytes((28 << 20) + 1).rounded_up();
+    /// assert_eq!((exact.to_string(), exact.0 / 10_486), ("28.01 MiB".to_owned(), 2800));
+    /// assert_eq!(Bytes(28 << 20).rounded_up(), Bytes(28 << 20));
+    /// ```
+    #[must_use]
+    pub fn rounded_up(self) -> Self {
+        if self.0 < 1024 {
+            return self;
+        }
+        // A hundredth of the unit is the least that is written. PiB is the largest unit.
+        let unit = 1u128 << (self.0.ilog2() / 10 * 10).min(50);
+        let hundredths = (u128::from(self.0) * 100).div_ceil(unit);
+        Self(u64::try_from(hundredths * unit / 100).unwrap_or(self.0))
+    }
+
+    /// Returns the largest count that is no more and that `Display` writes without rounding, to a byte.
+    ///
+    /// ```
+    /// use aquifer_core::Bytes;
+    /// assert_eq!(Bytes((28 << 20) - 1).rounded_down().to_string(), "27.99 MiB");
+    /// ```
+    #[must_use]
+    pub fn rounded_down(self) -> Self {
+        if self.0 < 1024 {
+            return self;
+        }
+        let unit = 1u128 << (self.0.ilog2() / 10 * 10).min(50);
+        let hundredths = u128::from(self.0) * 100 / unit;
+        Self(u64::try_from(hundredths * unit / 100).unwrap_or(self.0))
+    }
+
     /// Reads an amount as settings write it: `512`, `4096B`, `64MiB`, `1GiB`. `None` for anything else, and for more than can
     /// be counted.
     ///

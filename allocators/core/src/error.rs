@@ -5,7 +5,7 @@ mod out_of_memory;
 mod remedy;
 
 pub use out_of_memory::{InUse, OutOfMemory, Stranded, TenantHolding, Tried};
-pub use remedy::Remedy;
+pub use remedy::{Limits, Remedy};
 
 use crate::{Bytes, DeviceId, OutOfBudget, Tag};
 use std::{error, fmt};

@@ -1,8 +1,8 @@
 //! What an error says to the person who reads it, and to a program.
 
 use aquifer_core::{
-    Budget, DriverError, MemoryError, OutOfMemory, Tag,
-    budget::Holding,
+    Budget, DriverError, MemoryError, OutOfBudget, OutOfMemory, Tag,
+    budget::{Holding, Raise},
     error::{InUse, Remedy, Stranded, TenantHolding, Tried},
 };
 
@@ -13,7 +13,7 @@ fn full() -> OutOfMemory {
     error.cached = 1 << 30;
     error.physical = 74 << 30;
     error.graphs = 2 << 30;
-    error.largest_free = 1 << 30;
+    (error.largest_free, error.available) = (1 << 30, 1 << 30);
     let budget = Budget::new("the device", 80 << 30);
     let _most = budget.charge(76 << 30).unwrap();
     error.refused = budget.charge(6 << 30).err();
@@ -44,6 +44,8 @@ fn the_json_holds_every_figure_under_its_name() {
     let (call, code, name) = ("cuMemCreate", 2, "CUDA_ERROR_OUT_OF_MEMORY");
     error.driver = Some(DriverError { call, code, name });
     error.pending = 3 << 29;
+    error.capacity = 141 << 30;
+    error.raise = vec![Raise { budget: "the device", by: 2 << 30, to: 82 << 30 }];
     error.in_use = vec![InUse { stream: 7, bytes: 3 << 29 }];
     // The golden file has a line for each field.
     let folded: String = expected.lines().map(str::trim).collect();
@@ -86,34 +88,50 @@ fn the_action_fits_the_cause() {
     assert_eq!(action(&pending), "finish or synchronise the work that still uses 5.00 GiB of freed blocks");
     pending.in_use = vec![InUse { stream: 3, bytes: 4 << 30 }, InUse { stream: 1, bytes: 1 << 30 }];
     assert_eq!(action(&pending), "synchronise stream 3, whose work still uses 4.00 GiB of freed blocks");
+    pending.in_use[0].bytes = 1 << 30;
+    assert_eq!(action(&pending), "finish or synchronise the work that still uses 5.00 GiB of freed blocks");
 
     let mut absurd = full();
     absurd.requested = 90 << 30;
-    assert_eq!(action(&absurd), "raise the limit of the device to 90.00 GiB, or ask for less at a time");
+    absurd.refused = absurd.refused.map(|refused| OutOfBudget { requested: 90 << 30, ..refused });
+    assert_eq!(action(&absurd), "raise the limit of the device to 166.00 GiB, or ask for less at a time");
+    absurd.raise = vec![
+        Raise { budget: "the device", by: 86 << 30, to: 166 << 30 },
+        Raise { budget: "the machine", by: 1 << 30, to: (200 << 30) + 1 },
+    ];
+    let both = "raise the limit of the device to 166.00 GiB and that of the machine to 200.01 GiB, or ask for less at a time";
+    assert_eq!(action(&absurd), both);
+    absurd.capacity = 80 << 30;
+    assert_eq!(action(&absurd), "ask for less at a time: device 0 has 80.00 GiB in all");
 
     let mut apart = full();
     apart.cached = 3 << 30;
     assert_eq!(
         action(&apart),
-        "ask for at most 1.00 GiB at a time: 7.00 GiB are free, and lie apart between live blocks"
+        "ask for at most 1.00 GiB at a time: 7.00 GiB are free, and lie apart between live blocks; or raise the limit of \
+         the device to 82.00 GiB"
     );
     (apart.cached, apart.largest_free, apart.stranded[0].cached) = (9 << 30, 8 << 30, 9 << 30);
-    assert_eq!(
-        action(&apart),
-        "trim the pool, or ask on stream 2: its cache has 9.00 GiB free and keeps them to itself"
-    );
-    assert_eq!(apart.remedy(), Remedy::Trim { stream: 2, bytes: 9 << 30 });
+    assert_eq!(action(&apart), "ask on stream 2: its cache has 9.00 GiB free and keeps them to itself");
+    assert_eq!(apart.remedy(), Remedy::AskOn { stream: 2, bytes: 9 << 30 });
 
     let mut device = full();
     device.refused = None;
     assert_eq!(
         action(&device),
-        "free some of the 50.00 GiB that \"kv-cache\" holds: nothing else is left there"
+        "free 6.00 GiB or more of the 50.00 GiB that \"kv-cache\" holds: nothing else is left there"
     );
+    device.requested = 60 << 30;
+    assert_eq!(
+        action(&device),
+        "free 60.00 GiB or more (\"kv-cache\" holds most, 50.00 GiB): nothing else is left there"
+    );
+    device.live = 50 << 30;
+    assert_eq!(action(&device), "free memory that other programs hold on device 0");
 
     let mut unknown = full();
     unknown.holders.clear();
-    assert_eq!(action(&unknown), "raise the limit of the device by 2.00 GiB");
+    assert_eq!(action(&unknown), "raise the limit of the device to 82.00 GiB");
 
     let empty = OutOfMemory::new("node 1".into(), 1);
     assert_eq!(action(&empty), "free memory that other programs hold on node 1");

@@ -12,7 +12,7 @@ use crate::{
     request::Sensible,
 };
 use aquifer_core::{
-    Budget, Charge, DeviceId, MemoryError, OpaqueBlock, PoolStats, Result, budget::Registration,
+    Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result, budget::Registration,
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
 use aquifer_stream::{LastUse, Stream, StreamPool, Timeline, Uses};
@@ -155,7 +155,7 @@ impl<S: Source> Ledger<S> {
             Ok(taken) => taken,
             Err(error) => {
                 self.state().stats.failures += 1;
-                return Err(error);
+                return Err(self.explained(request.size(), error));
             }
         };
         let timeline = stream.timeline().clone();
@@ -190,6 +190,26 @@ impl<S: Source> Ledger<S> {
             block.keep_until_free(Box::new(charge));
         }
         Ok(block)
+    }
+
+    /// Turns a refusal of `bytes` by the budget or the driver into the error that every pool answers with. Leaves other errors
+    /// as they are.
+    fn explained(&self, bytes: u64, error: MemoryError) -> MemoryError {
+        let device = self.device();
+        let mut full = OutOfMemory::new(device.to_string(), bytes);
+        match error {
+            MemoryError::OutOfBudget(refused) => full.refused = Some(refused),
+            MemoryError::Driver(refused) if refused.is_out_of_memory() => full.driver = Some(refused),
+            other => return other,
+        }
+        if let (Some(_), Some((budget, _))) = (full.refused, self.source.budget()) {
+            full.raise = budget.raises(bytes, 0);
+        }
+        full.capacity = self.driver.device_info(device).map_or(0, |info| info.memory);
+        let stats = self.stats();
+        (full.live, full.cached) = (stats.live, stats.cached);
+        (full.pending, full.physical) = (stats.pending, stats.physical);
+        MemoryError::OutOfMemory(Box::new(full))
     }
 
     /// Memory from the source, with what others can give back without waiting where there is none.

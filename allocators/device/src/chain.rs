@@ -220,6 +220,9 @@ impl Inner {
         request: &Request,
         reserved: Option<&Mutex<Reservation>>,
     ) -> Result<Block> {
+        if let Some(error) = self.refuse_beyond(request.size(), request.owner()) {
+            return Err(error);
+        }
         let mut progress = Progress { reserved, ..Progress::default() };
         let mut block = self.run_chain(home, request, &mut progress);
         let until = deadline(self.config.wait);

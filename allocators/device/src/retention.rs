@@ -116,7 +116,7 @@ impl DevicePool {
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`] on devices that cannot map, and beside bypass; [`MemoryError::OutOfBudget`]; the driver's.
+    /// [`MemoryError::Unsupported`] on devices that cannot map, and beside bypass; [`MemoryError::OutOfMemory`]; the driver's.
     /// The pool holds what it held then, and the reserve is as it was.
     #[track_caller]
     pub fn warm(&self, bytes: u64) -> Result<u64> {
@@ -189,7 +189,9 @@ impl Inner {
     pub(crate) fn warm(&self, bytes: u64) -> Result<u64> {
         let taken = match &self.physical {
             _ if bytes == 0 => 0,
-            Physical::Mapped(mapped) if self.bypass().is_none() => mapped.warm(bytes)?,
+            Physical::Mapped(mapped) if self.bypass().is_none() => {
+                mapped.warm(bytes).map_err(|error| self.explained(bytes, error))?
+            }
             _ => {
                 return Err(MemoryError::Unsupported { feature: "a warm reserve (cuMemMap, and no bypass)" });
             }

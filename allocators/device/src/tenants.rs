@@ -92,7 +92,7 @@ impl Share {
     #[cold]
     fn charge_slowly(&self, pool: &Inner, lease: &Lease, request: &Request) -> Result<Leased> {
         let room = self.budget.make_room(request.size(), deadline(pool.config.wait), None);
-        lease.charge(request.size()).map_err(|refused| pool.refuse(request, refused, &room))
+        lease.charge(request.size()).map_err(|refused| pool.refuse(request, &self.budget, refused, &room))
     }
 }
 

@@ -127,7 +127,7 @@ out of memory on device 0: 10.00 MiB requested
   holder      9.00 MiB in 1 block: \"kv-cache\"
   holder      3.00 MiB in 1 block: \"step\"
   tried       settle own frees: 0 B; fence and poll: 0 B; take over what is done: 0 B; wait on the device: 0 B; take over what is in use: 0 B; grow: 0 B; move what is done: 0 B
-  do          free some of the 9.00 MiB that \"kv-cache\" holds, or raise the limit of the device by 6.00 MiB";
+  do          free 6.00 MiB or more of the 9.00 MiB that \"kv-cache\" holds, or raise the limit of the device to 22.00 MiB";
     assert_eq!(error.to_string(), expected);
     assert_eq!(rig.budget.used(), 12 * MIB, "a failed request has taken nothing");
 }
@@ -371,7 +371,7 @@ fn a_limit_rolls_back_when_the_layer_below_fails_and_never_asks_it_for_what_it_r
     let limit = Limit::new(below.clone() as Arc<dyn Resource>, Budget::new("tenant", 100));
     assert_eq!(limit.allocate(&s, Request::bytes(60)).unwrap_err(), MemoryError::Closed);
     assert_eq!(limit.budget().used(), 0);
-    assert!(matches!(limit.allocate(&s, Request::bytes(101)), Err(MemoryError::OutOfBudget(_))));
+    assert!(matches!(limit.allocate(&s, Request::bytes(101)), Err(MemoryError::OutOfMemory(_))));
     assert_eq!(below.0.load(Ordering::Relaxed), 1);
 }
 

@@ -48,7 +48,7 @@ fn a_refusal_names_the_tenant_while_the_pool_has_room_for_others_and_changes_not
     assert_eq!((by.budget, by.current, by.limit, told.of_live_bytes), ("tenant a", 10 * MIB, 16 * MIB, true));
     assert_eq!((told.tenants[0].name, told.tenants[0].live), ("tenant a", 10 * MIB));
     assert_eq!((told.holders[0].tag, told.holders[0].bytes), (Tag::named("kv"), 10 * MIB));
-    let last = "free some of the 10.00 MiB that tenant a holds, or raise its limit by 4.00 MiB";
+    let last = "free 4.00 MiB or more of the 10.00 MiB that tenant a holds, or raise the limit of tenant a to 20.00 MiB";
     assert!(told.to_string().ends_with(last), "{told}");
     assert!(told.to_json().contains(r#""of_live_bytes":true"#));
     let after = rig.pool.stats();
@@ -138,7 +138,7 @@ fn a_tag_is_limited_from_then_on_beside_its_tenant_and_can_be_limited_anew() {
     assert_eq!((told.refused.unwrap().budget, told.of_live_bytes), ("kv-cache", true));
     assert_eq!(
         refused(alloc(20, tag)).remedy().to_string(),
-        "raise the limit of kv-cache to 20.00 MiB, or ask for less at a time"
+        "raise the limit of kv-cache to 28.00 MiB, or ask for less at a time"
     );
     drop((alloc(30, other).unwrap(), alloc(30, Tag::NONE).unwrap()));
     drop(before);

@@ -3,8 +3,8 @@
 
 use super::Owns;
 use aquifer_core::{
-    __opaque::Sealed, Budget, Charge, DeferReuse, DeviceId, Gate, Opaque, OpaqueBlock, OutOfBudget,
-    PoolStats, Request, Result as MemoryResult, impl_allocator,
+    __opaque::Sealed, Budget, Charge, DeferReuse, DeviceId, Gate, MemoryError, Opaque, OpaqueBlock,
+    OutOfBudget, OutOfMemory, PoolStats, Request, Result as MemoryResult, impl_allocator,
 };
 use std::{
     ptr::NonNull,
@@ -18,7 +18,8 @@ use std::{
 /// stays charged, even when the limit itself is gone.
 ///
 /// A block of a device's memory is charged until its bytes are really free, which for one that another stream still uses
-/// is later than its drop. A request that is refused never reaches the pool.
+/// is later than its drop. Before a request is refused the pool looks once which work is done; it is not asked for the
+/// block. The refusal is [`MemoryError::OutOfMemory`], as the pool's own.
 ///
 /// A pool that holds physical memory charges that itself; use this one where live bytes are the thing to bound.
 ///
@@ -184,6 +185,19 @@ impl Drop for Charged {
     }
 }
 
+impl<M: Opaque> Limit<M> {
+    /// The error of every source of device memory that has no room.
+    fn refuse(&self, bytes: usize, refused: OutOfBudget) -> MemoryError {
+        let (stats, bytes) = (self.inner.stats(), bytes as u64);
+        let mut error = OutOfMemory::new(self.inner.device().to_string(), bytes);
+        (error.refused, error.of_live_bytes) = (Some(refused), true);
+        error.raise = self.account.budget.raises(bytes, 0);
+        (error.live, error.cached) = (stats.live, stats.cached);
+        (error.pending, error.physical) = (stats.pending, stats.physical);
+        MemoryError::OutOfMemory(Box::new(error))
+    }
+}
+
 impl<M> Sealed for Limit<M> {}
 impl<M: Opaque> Opaque for Limit<M> {
     type Stream = M::Stream;
@@ -196,7 +210,15 @@ impl<M: Opaque> Opaque for Limit<M> {
     #[track_caller]
     fn allocate(&self, stream: &M::Stream, request: Request) -> MemoryResult<M::Block> {
         let bytes = request.size() as usize;
-        let charge = self.account.charge(bytes)?;
+        let charge = match self.account.charge(bytes) {
+            Ok(charge) => charge,
+            Err(_) => {
+                // Blocks whose last use is over may be charged still: nothing has looked since. A refused request would
+                // never reach the pool, and so nothing ever would.
+                self.inner.trim(u64::MAX)?;
+                self.account.charge(bytes).map_err(|refused| self.refuse(bytes, refused))?
+            }
+        };
         let mut block = self.inner.allocate(stream, request)?;
         self.account.keep(charge);
         block.keep_until_free(Box::new(Charged { account: self.account.clone(), bytes }));

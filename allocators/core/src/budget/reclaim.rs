@@ -16,7 +16,12 @@
 //! 3. A charge is taken whole or not at all, so two who look for the same bytes do not each end up with a half: one of them
 //!    gets all.
 
-use super::{Budget, level::Registration, node::Node, refusal::OutOfBudget};
+use super::{
+    Budget,
+    level::Registration,
+    node::Node,
+    refusal::{OutOfBudget, Raise},
+};
 use crate::{
     error::Tried,
     event::Place,
@@ -216,6 +221,19 @@ impl Budget {
         let missing = look();
         // The spare bytes of leases are free for any charge.
         if missing > 0 && self.node.recall_all() > 0 { look() } else { missing }
+    }
+
+    /// Returns the limits, of this budget and of those above, that are too low for a charge of `bytes` now, where `spared`
+    /// bytes that are charged here are given back first; none where it fits. With all of them raised it fits, unless
+    /// others are in line for the bytes. Never blocks.
+    ///
+    /// Its example is that of [`Raise`].
+    #[must_use]
+    pub fn raises(&self, bytes: u64, spared: u64) -> Vec<Raise> {
+        // What leases have spare is free for any charge.
+        self.node.recall_all();
+        // Without the tree's lock, under which nothing may allocate: figures that others move meanwhile are of a moment each.
+        self.node.raises(bytes, spared)
     }
 
     /// The budget above all others: this one, if there is none above it.

@@ -18,6 +18,25 @@ pub struct OutOfBudget {
     pub limit: u64,
 }
 
+/// A limit that is too low for a charge.
+///
+/// ```
+/// use aquifer_core::{Budget, budget::Raise};
+/// let device = Budget::new("device 0", 64);
+/// let _held = device.charge(60)?;
+/// assert_eq!(device.raises(22, 0), [Raise { budget: "device 0", by: 18, to: 82 }]);
+/// # Ok::<(), aquifer_core::OutOfBudget>(())
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Raise {
+    /// The budget whose limit it is.
+    pub budget: &'static str,
+    /// Bytes that are missing there.
+    pub by: u64,
+    /// The limit with which the charge would fit, in bytes.
+    pub to: u64,
+}
+
 impl OutOfBudget {
     /// Returns how many bytes have to be given back there before it grants what was asked for: also what is used beyond a
     /// limit that was lowered.

@@ -16,7 +16,7 @@
 
 use super::{
     node::{ASK, NOBODY, Node},
-    refusal::OutOfBudget,
+    refusal::{OutOfBudget, Raise},
 };
 use crate::sync::atomic::{
     AtomicU64,
@@ -151,6 +151,23 @@ impl Node {
             more -= more.min(node.unmet());
         }
         most
+    }
+
+    /// The limits on the path that are too low for a charge of `bytes`, by how much and what they would have to be, where
+    /// `spared` of what is charged here goes back first.
+    pub(super) fn raises(&'static self, bytes: u64, spared: u64) -> Vec<Raise> {
+        let (mut raises, mut more) = (Vec::new(), bytes);
+        for node in self.path() {
+            let limit = node.limit.load(Relaxed);
+            let over = |now: u64, more: u64| now.saturating_add(more).saturating_sub(limit);
+            let aside = if more > 0 { over(node.held(), more) } else { 0 };
+            let by = over(node.used.load(Relaxed), bytes).max(aside).saturating_sub(spared);
+            if by > 0 {
+                raises.push(Raise { budget: node.name(), by, to: limit.saturating_add(by) });
+            }
+            more -= more.min(node.unmet());
+        }
+        raises
     }
 
     /// As [`Node::room`], by whoever does not hold the lock: two loads a node, where nothing is out of the ordinary. The

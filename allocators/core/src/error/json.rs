@@ -33,6 +33,13 @@ pub(super) fn of(error: &OutOfMemory) -> String {
             ("name", Text(driver.name)),
         ])))
     });
+    let raise = list(&error.raise, |raise| {
+        written(&Object(&[
+            ("budget", Text(raise.budget)),
+            ("by", Number(raise.by)),
+            ("to", Number(raise.to)),
+        ]))
+    });
     let stranded = list(&error.stranded, |stream| {
         written(&Object(&[
             ("stream", Number(stream.stream.into())),
@@ -67,12 +74,15 @@ pub(super) fn of(error: &OutOfMemory) -> String {
         ("refused", refused),
         ("of_live_bytes", Bool(error.of_live_bytes)),
         ("driver", driver),
+        ("raise", raise),
+        ("capacity", Number(error.capacity)),
         ("live", Number(error.live)),
         ("cached", Number(error.cached)),
         ("pending", Number(error.pending)),
         ("physical", Number(error.physical)),
         ("graphs", Number(error.graphs)),
         ("largest_free", Number(error.largest_free)),
+        ("available", Number(error.available)),
         ("stranded", stranded),
         ("in_use", in_use),
         ("holders", holders),

@@ -1,7 +1,10 @@
 //! Out of memory, explained.
 
 use super::{DriverError, Remedy, json};
-use crate::{Bytes, OutOfBudget, budget::Holding};
+use crate::{
+    Bytes, OutOfBudget,
+    budget::{Holding, Raise},
+};
 use std::{error, fmt};
 
 /// One step that was tried before giving up, and what it gave.
@@ -76,6 +79,11 @@ pub struct OutOfMemory {
     pub of_live_bytes: bool,
     /// The driver's refusal, if one stood in the way.
     pub driver: Option<DriverError>,
+    /// The limits that are too low, the one that refused first: with all of them raised the request would fit, as far as
+    /// limits go. Empty where that is not known.
+    pub raise: Vec<Raise>,
+    /// Bytes of memory that the place has in all; 0 where that is not known.
+    pub capacity: u64,
     /// Bytes in live blocks.
     pub live: u64,
     /// Free bytes in caches.
@@ -88,9 +96,11 @@ pub struct OutOfMemory {
     pub physical: u64,
     /// The largest free range, in bytes.
     pub largest_free: u64,
+    /// The most that a smaller request of the same kind could have now, in bytes; 0 where that is nothing or not known.
+    pub available: u64,
     /// What each other stream's cache holds, largest first.
     pub stranded: Vec<Stranded>,
-    /// Whose queued work keeps the pending bytes, most first.
+    /// Whose queued work uses freed bytes still, pending or cached, most first.
     pub in_use: Vec<InUse>,
     /// Which tags hold most, largest first, memory with addresses of its own included.
     pub holders: Vec<Holding>,
@@ -110,18 +120,26 @@ impl OutOfMemory {
             refused: None,
             of_live_bytes: false,
             driver: None,
+            raise: Vec::new(),
+            capacity: 0,
             live: 0,
             cached: 0,
             pending: 0,
             physical: 0,
             graphs: 0,
             largest_free: 0,
+            available: 0,
             stranded: Vec::new(),
             in_use: Vec::new(),
             holders: Vec::new(),
             tenants: Vec::new(),
             tried: Vec::new(),
         }
+    }
+
+    /// Returns whether more was asked for than the place has in all.
+    pub(super) fn is_beyond(&self) -> bool {
+        self.capacity > 0 && self.requested > self.capacity
     }
 
     /// The one thing to do about it.
@@ -151,6 +169,9 @@ impl fmt::Display for OutOfMemory {
         }
         if let Some(driver) = &self.driver {
             writeln!(f, "  refused by  {driver}")?;
+        }
+        if self.is_beyond() {
+            writeln!(f, "  refused by  {}, which has {} in all", self.place, Bytes(self.capacity))?;
         }
         writeln!(
             f,

@@ -1,48 +1,57 @@
 //! What a person can do about memory that is not there.
 
 use super::OutOfMemory;
-use crate::{Bytes, budget::Holding};
+use crate::{
+    Bytes, OutOfBudget,
+    budget::{Holding, Raise},
+};
 use std::fmt;
 
 /// The one thing to do about an [`OutOfMemory`]: the first of these whose case it is. Its text is the error's last line.
 ///
 /// ```
-/// use aquifer_core::{Budget, OutOfMemory, error::Remedy};
+/// use aquifer_core::{Budget, OutOfMemory, error::{Limits, Remedy}};
 /// let tenant = Budget::new("tenant a", 100);
 /// let live = tenant.charge(80)?;
 /// let mut error = OutOfMemory::new("device 0".into(), 30);
 /// (error.refused, error.of_live_bytes) = (tenant.charge(30).err(), true);
-/// assert_eq!(error.remedy(), Remedy::FreeOrRaise { name: "tenant a", live: 80, missing: 10 });
+/// let raise = Limits { budget: "tenant a", to: 110, more: &[] };
+/// assert_eq!(error.remedy(), Remedy::FreeOrRaise { live: 80, missing: 10, raise });
 /// # Ok::<(), aquifer_core::OutOfBudget>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub enum Remedy<'a> {
+    /// More was asked than the place has in all.
+    BeyondPlace {
+        /// The place.
+        place: &'a str,
+        /// Bytes that it has.
+        capacity: u64,
+    },
     /// More was asked than the limit has in all.
     RaiseLimit {
-        /// Whose limit.
-        budget: &'a str,
-        /// To how many bytes at least.
-        to: u64,
+        /// The limits, and what each has to be.
+        raise: Limits<'a>,
     },
     /// A limit on live bytes has been met: no memory is missing, this tenant's or tag's share is used up.
     FreeOrRaise {
-        /// Whose share and limit.
-        name: &'a str,
         /// Bytes that it holds.
         live: u64,
         /// Bytes that are missing.
         missing: u64,
+        /// Its limit, and those above it that are too low.
+        raise: Limits<'a>,
     },
     /// Enough is freed, and waits for a stream's queued work.
     Synchronise {
-        /// The stream that keeps most of it, where that is known.
+        /// The stream that keeps enough of it, where one stream does.
         stream: Option<u32>,
         /// Bytes that it keeps.
         bytes: u64,
     },
     /// Enough is free in one range, in the cache of a stream that keeps it from others.
-    Trim {
+    AskOn {
         /// The stream that has most.
         stream: u32,
         /// Bytes that are free there.
@@ -50,24 +59,26 @@ pub enum Remedy<'a> {
     },
     /// Enough is free, and lies apart.
     AskForLess {
-        /// The largest free range, in bytes.
+        /// The most that can be had, in bytes.
         largest: u64,
         /// Bytes free in all.
         free: u64,
+        /// The limits that could be raised instead.
+        or_raise: Option<Limits<'a>>,
     },
     /// What is live is too much.
     Free {
         /// The tag that holds most.
         holder: Holding,
-        /// The budget whose limit could be raised instead, and by how many bytes. Without one the place itself is full.
-        or_raise: Option<(&'a str, u64)>,
+        /// Bytes that are missing.
+        missing: u64,
+        /// The limits that could be raised instead. Without any the place itself is full.
+        or_raise: Option<Limits<'a>>,
     },
     /// A limit is met, by something that is not known here.
-    RaiseBy {
-        /// Whose limit.
-        budget: &'a str,
-        /// By how many bytes.
-        by: u64,
+    Raise {
+        /// The limits, and what each has to be.
+        raise: Limits<'a>,
     },
     /// What is missing is not here.
     FreeElsewhere {
@@ -76,39 +87,81 @@ pub enum Remedy<'a> {
     },
 }
 
+/// Limits that are too low, and what each has to be. All of them have to be raised.
+///
+/// Its example is that of [`Remedy`].
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Limits<'a> {
+    /// The budget that refused.
+    pub budget: &'a str,
+    /// What its limit has to be, in bytes.
+    pub to: u64,
+    /// Those above it that would refuse next.
+    pub more: &'a [Raise],
+}
+
+impl fmt::Display for Limits<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "raise the limit of {} to {}", self.budget, Bytes(self.to).rounded_up())?;
+        for Raise { budget, to, .. } in self.more {
+            write!(f, " and that of {budget} to {}", Bytes(*to).rounded_up())?;
+        }
+        Ok(())
+    }
+}
+
 impl<'a> Remedy<'a> {
     pub(super) fn of(error: &'a OutOfMemory) -> Self {
         let requested = error.requested;
         let refused = error.refused.as_ref();
-        let missing = requested.saturating_sub(refused.map_or(0, |refused| refused.remaining));
-        if let Some(refused) = refused.filter(|refused| refused.limit < requested) {
-            return Self::RaiseLimit { budget: refused.budget, to: requested };
+        let raise = match (error.raise.split_first(), refused) {
+            (Some((first, more)), _) => Some(Limits { budget: first.budget, to: first.to, more }),
+            (None, Some(refused)) => {
+                let to = refused.limit.saturating_add(refused.missing());
+                Some(Limits { budget: refused.budget, to, more: &[] })
+            }
+            (None, None) => None,
+        };
+        let most = error.raise.iter().map(|raise| raise.by).max();
+        let missing = most.or(refused.map(OutOfBudget::missing)).unwrap_or(requested);
+        if error.is_beyond() {
+            return Self::BeyondPlace { place: &error.place, capacity: error.capacity };
         }
-        if let Some(refused) = refused.filter(|_| error.of_live_bytes) {
-            return Self::FreeOrRaise { name: refused.budget, live: refused.current, missing };
+        if let (Some(raise), Some(_)) = (raise, refused.filter(|refused| refused.limit < requested)) {
+            return Self::RaiseLimit { raise };
         }
+        if let (Some(refused), Some(raise)) = (refused.filter(|_| error.of_live_bytes), raise) {
+            return Self::FreeOrRaise { live: refused.current, missing, raise };
+        }
+        // A limit beyond what the place has in all is no help.
+        let within = |raise: &Limits<'_>| error.capacity == 0 || raise.to <= error.capacity;
         let others: u64 = error.stranded.iter().map(|stream| stream.cached).sum();
-        if error.pending > 0 && error.pending + others >= missing {
-            return match error.in_use.first() {
-                Some(user) => Self::Synchronise { stream: Some(user.stream), bytes: user.bytes },
-                None => Self::Synchronise { stream: None, bytes: error.pending },
+        let waiting = error.pending.max(error.in_use.iter().map(|user| user.bytes).sum());
+        if waiting > 0 && waiting.saturating_add(others) >= missing {
+            return match error.in_use.split_first() {
+                Some((user, rest)) if rest.is_empty() || user.bytes >= missing => {
+                    Self::Synchronise { stream: Some(user.stream), bytes: user.bytes }
+                }
+                _ => Self::Synchronise { stream: None, bytes: waiting },
             };
         }
         let free = error.cached.saturating_add(refused.map_or(0, |refused| refused.remaining));
         if error.cached > 0 && free >= requested {
-            return match error.stranded.iter().max_by_key(|stream| stream.cached) {
-                Some(most) if error.largest_free >= requested && most.cached >= requested => {
-                    Self::Trim { stream: most.stream, bytes: most.cached }
-                }
-                _ => Self::AskForLess { largest: error.largest_free.min(requested - 1), free },
-            };
-        }
-        match (error.holders.first(), refused) {
-            (Some(&holder), refused) => {
-                Self::Free { holder, or_raise: refused.map(|refused| (refused.budget, missing)) }
+            let most = error.stranded.iter().max_by_key(|stream| stream.cached);
+            if let Some(most) = most.filter(|most| error.largest_free >= requested && most.cached >= requested) {
+                return Self::AskOn { stream: most.stream, bytes: most.cached };
             }
-            (None, Some(refused)) => Self::RaiseBy { budget: refused.budget, by: missing },
-            (None, None) => Self::FreeElsewhere { place: &error.place },
+            if error.available > 0 {
+                let largest = error.available.min(requested - 1);
+                return Self::AskForLess { largest, free, or_raise: raise.filter(within) };
+            }
+        }
+        match (error.holders.first(), raise) {
+            (Some(&holder), raise) if error.live == 0 || error.live >= missing => {
+                Self::Free { holder, missing, or_raise: raise.filter(within) }
+            }
+            (_, Some(raise)) => Self::Raise { raise },
+            (_, None) => Self::FreeElsewhere { place: &error.place },
         }
     }
 }
@@ -116,15 +169,14 @@ impl<'a> Remedy<'a> {
 impl fmt::Display for Remedy<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
-            Self::RaiseLimit { budget, to } => {
-                write!(f, "raise the limit of {budget} to {}, or ask for less at a time", Bytes(to))
+            Self::BeyondPlace { place, capacity } => {
+                write!(f, "ask for less at a time: {place} has {} in all", Bytes(capacity))
             }
-            Self::FreeOrRaise { name, live, missing } => write!(
-                f,
-                "free some of the {} that {name} holds, or raise its limit by {}",
-                Bytes(live),
-                Bytes(missing)
-            ),
+            Self::RaiseLimit { raise } => write!(f, "{raise}, or ask for less at a time"),
+            Self::FreeOrRaise { live, missing, raise } => {
+                let (missing, live) = (Bytes(missing).rounded_up(), Bytes(live));
+                write!(f, "free {missing} or more of the {live} that {} holds, or {raise}", raise.budget)
+            }
             Self::Synchronise { stream: Some(stream), bytes } => {
                 let bytes = Bytes(bytes);
                 write!(f, "synchronise stream {stream}, whose work still uses {bytes} of freed blocks")
@@ -132,25 +184,34 @@ impl fmt::Display for Remedy<'_> {
             Self::Synchronise { stream: None, bytes } => {
                 write!(f, "finish or synchronise the work that still uses {} of freed blocks", Bytes(bytes))
             }
-            Self::Trim { stream, bytes } => write!(
-                f,
-                "trim the pool, or ask on stream {stream}: its cache has {} free and keeps them to itself",
-                Bytes(bytes)
-            ),
-            Self::AskForLess { largest, free } => write!(
-                f,
-                "ask for at most {} at a time: {} are free, and lie apart between live blocks",
-                Bytes(largest),
-                Bytes(free)
-            ),
-            Self::Free { holder, or_raise } => {
-                write!(f, "free some of the {} that \"{}\" holds", Bytes(holder.bytes), holder.tag)?;
+            Self::AskOn { stream, bytes } => {
+                write!(
+                    f,
+                    "ask on stream {stream}: its cache has {} free and keeps them to itself",
+                    Bytes(bytes)
+                )
+            }
+            Self::AskForLess { largest, free, or_raise } => {
+                let (largest, free) = (Bytes(largest).rounded_down(), Bytes(free));
+                write!(
+                    f,
+                    "ask for at most {largest} at a time: {free} are free, and lie apart between live blocks"
+                )?;
+                or_raise.map_or(Ok(()), |raise| write!(f, "; or {raise}"))
+            }
+            Self::Free { holder, missing, or_raise } => {
+                let (bytes, tag) = (Bytes(holder.bytes), holder.tag);
+                write!(f, "free {} or more", Bytes(missing).rounded_up())?;
+                match holder.bytes >= missing {
+                    true => write!(f, " of the {bytes} that \"{tag}\" holds")?,
+                    false => write!(f, " (\"{tag}\" holds most, {bytes})")?,
+                }
                 match or_raise {
-                    Some((budget, by)) => write!(f, ", or raise the limit of {budget} by {}", Bytes(by)),
+                    Some(raise) => write!(f, ", or {raise}"),
                     None => f.write_str(": nothing else is left there"),
                 }
             }
-            Self::RaiseBy { budget, by } => write!(f, "raise the limit of {budget} by {}", Bytes(by)),
+            Self::Raise { raise } => write!(f, "{raise}"),
             Self::FreeElsewhere { place } => write!(f, "free memory that other programs hold on {place}"),
         }
     }

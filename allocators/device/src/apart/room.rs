@@ -28,6 +28,9 @@ impl Inner {
         reserved: Option<&Mutex<Reservation>>,
         mut take: impl FnMut(Funds<'_>) -> Result<T, NoHandle>,
     ) -> Result<T> {
+        if let Some(error) = self.refuse_beyond(wanted, tag) {
+            return Err(error);
+        }
         let mut attempt = |progress: &mut Progress<'_>| match take(Funds { budget: self.budget(), reserved })
         {
             Ok(taken) => Ok(Some(taken)),

@@ -339,6 +339,9 @@ impl Memory {
     /// A range with new memory behind it, as far as what is free at the end of the memory does not do.
     fn grow(&self, stream: &Stream, bytes: u64, request: &Request, capture: Capture) -> Result<Range> {
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
+        if let Some(error) = pool.refuse_beyond(bytes, request.owner()) {
+            return Err(error);
+        }
         match &self.span {
             Some(span) => self.grow_mapped(&pool, span, stream, bytes, request, capture),
             None => self.grow_plain(&pool, bytes, request),

@@ -53,6 +53,15 @@ impl State {
         std::iter::once(untagged).chain(tagged.iter().copied())
     }
 
+    /// Returns the stream's number and the bytes of its cache that its own queued work may still use; `None` where there are
+    /// none.
+    pub(crate) fn in_use(&self) -> Option<(u32, u64)> {
+        let timeline = self.timeline()?;
+        let busy = self.heap.free_extents().filter(|extent| !timeline.is_done(extent.stamp));
+        let bytes: u64 = busy.map(|extent| extent.range.len).sum();
+        (bytes > 0).then(|| (timeline.number(), bytes))
+    }
+
     /// The numbers of the streams that use pending blocks, with the bytes of each block.
     pub(crate) fn users(&self) -> impl Iterator<Item = (u32, u64)> {
         self.pending.iter().flat_map(|p| p.uses.iter().map(|used| (used.on().number(), p.bytes)))

@@ -258,6 +258,9 @@ impl Lodging {
             return Err(MemoryError::WrongDevice { expected, actual });
         }
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
+        if let Some(error) = pool.refuse_beyond(request.size(), self.tag) {
+            return Err(error);
+        }
         let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
         let own = Some(stream.timeline());
         let done = |past: &Past| commons::is_done_but_for(past, own);

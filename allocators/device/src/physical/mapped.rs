@@ -223,6 +223,15 @@ impl Mapped {
         spare + self.commons().bytes()
     }
 
+    /// Calls `note` with the numbers of the streams whose queued work may still use what is free and in no cache, and the
+    /// bytes.
+    pub(crate) fn shared_in_use(&self, mut note: impl FnMut(u32, u64)) {
+        for (range, past) in self.commons().iter() {
+            let busy = past.iter().filter(|(timeline, epoch)| !timeline.is_done(*epoch));
+            busy.for_each(|(timeline, _)| note(timeline.number(), range.len));
+        }
+    }
+
     /// Whether an address is free and in no cache.
     pub(crate) fn is_in_commons(&self, address: u64) -> bool {
         self.commons().covers(address)

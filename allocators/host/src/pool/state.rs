@@ -524,6 +524,7 @@ impl State {
         let PoolStats { live, cached, pending, physical, .. } = self.stats(magazines).memory;
         (error.live, error.cached, error.pending, error.physical) = (live, cached, pending, physical);
         error.largest_free = self.heap.largest_free();
+        error.available = error.largest_free;
         MemoryError::OutOfMemory(error)
     }
 
