@@ -11,8 +11,6 @@ use aquifer_core::{Budget, MemoryError, Result};
 use aquifer_driver::{DeviceInfo, Driver};
 use aquifer_host::topology::Topology;
 
-const DEVICE: &str = "the device";
-
 /// Bytes that are assumed where nobody tells what the host has.
 const UNKNOWN_HOST: u64 = 16 << 30;
 
@@ -69,13 +67,13 @@ impl Above {
         }
         let ceiling = watched.then(|| Ceiling::new(shared, BESIDE));
         let Some(above) = ceiling.as_ref().map(Ceiling::budget).or(shared) else {
-            return Ok((limits.bytes.map(|bytes| Budget::new(DEVICE, bytes)), None));
+            return Ok((limits.bytes.map(|bytes| Budget::new(info.device.name(), bytes)), None));
         };
         let bytes = match limits.bytes {
             Some(bytes) => bytes,
             None => free(driver, info)? / 5 * 4,
         };
-        Ok((Some(above.child(DEVICE, bytes)), ceiling))
+        Ok((Some(above.child(info.device.name(), bytes)), ceiling))
     }
 
     /// The budget of pinned memory, half of what is left unless set, and the ceiling above it where the host is watched.

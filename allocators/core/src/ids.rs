@@ -11,6 +11,88 @@ use std::{fmt, hash, marker::PhantomData, sync::atomic::AtomicU64, sync::atomic:
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct DeviceId(pub u32);
 
+/// The names of the first devices.
+const NAMES: [&str; 64] = [
+    "device 0",
+    "device 1",
+    "device 2",
+    "device 3",
+    "device 4",
+    "device 5",
+    "device 6",
+    "device 7",
+    "device 8",
+    "device 9",
+    "device 10",
+    "device 11",
+    "device 12",
+    "device 13",
+    "device 14",
+    "device 15",
+    "device 16",
+    "device 17",
+    "device 18",
+    "device 19",
+    "device 20",
+    "device 21",
+    "device 22",
+    "device 23",
+    "device 24",
+    "device 25",
+    "device 26",
+    "device 27",
+    "device 28",
+    "device 29",
+    "device 30",
+    "device 31",
+    "device 32",
+    "device 33",
+    "device 34",
+    "device 35",
+    "device 36",
+    "device 37",
+    "device 38",
+    "device 39",
+    "device 40",
+    "device 41",
+    "device 42",
+    "device 43",
+    "device 44",
+    "device 45",
+    "device 46",
+    "device 47",
+    "device 48",
+    "device 49",
+    "device 50",
+    "device 51",
+    "device 52",
+    "device 53",
+    "device 54",
+    "device 55",
+    "device 56",
+    "device 57",
+    "device 58",
+    "device 59",
+    "device 60",
+    "device 61",
+    "device 62",
+    "device 63",
+];
+
+impl DeviceId {
+    /// Returns the name that budgets of this device carry: `device 0`. From the 65th on all have one name.
+    ///
+    /// ```
+    /// use aquifer_core::DeviceId;
+    /// assert_eq!(DeviceId(3).name(), "device 3");
+    /// assert_eq!(DeviceId(64).name(), "a device beyond the 64th");
+    /// ```
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        NAMES.get(self.0 as usize).copied().unwrap_or("a device beyond the 64th")
+    }
+}
+
 impl fmt::Display for DeviceId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "device {}", self.0)

@@ -156,7 +156,7 @@ impl DevicePool {
         }
         let budget = match &config.budget {
             Some(budget) => budget.clone(),
-            None => Budget::new("the device", driver.memory_info(device).map_err(lost)?.free / 5 * 4),
+            None => Budget::new(device.name(), driver.memory_info(device).map_err(lost)?.free / 5 * 4),
         };
         if budget.limit() == 0 {
             let (name, value) = ("budget", "0".to_owned());
