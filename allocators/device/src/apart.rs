@@ -28,7 +28,9 @@ use crate::{
 use aquifer_core::{
     Action, Charge, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag, budget::Holding, event::Place,
 };
-use aquifer_driver::{DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, RawStream, Relaxed};
+use aquifer_driver::{
+    DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, RawStream, Relaxed, leftovers,
+};
 use aquifer_stream::Timeline;
 use smallvec::smallvec;
 use std::{
@@ -177,7 +179,7 @@ impl Apart {
         let a = &self.state().account;
         stats.live += a.live;
         stats.requested += a.requested;
-        stats.pending += a.pending;
+        stats.pending += a.pending + self.held.stuck();
         stats.cached += a.cached - a.free_of_graphs;
         stats.graphs += a.graphs;
         stats.blocks += a.blocks;
@@ -208,7 +210,7 @@ impl Apart {
 
     /// Bytes whose owner has let go of them and that the driver has not back yet.
     pub(crate) fn leaving(&self) -> u64 {
-        self.state().account.pending
+        self.state().account.pending + self.held.stuck()
     }
 
     /// What each tag holds: stable blocks by what was asked for, reserved elements by what is committed.
@@ -334,16 +336,23 @@ impl Apart {
     /// Takes down what has left of a span and whose work is done. The bytes, and the driver's first refusal: what it
     /// refused is tried again by whoever reaps next.
     pub(crate) fn take_down(&self, span: &Arc<Span>) -> (u64, Result<()>) {
+        let before = self.held.stuck();
         let (gone, outcome) = span.reap();
         if !span.is_over() {
             self.leave(span);
         }
         if gone > 0 {
+            // Unmapped, but not taken back by the driver: still held, and pending in the pool's account.
+            let stuck = self.held.stuck().saturating_sub(before).min(gone);
+            let given = gone - stuck;
             self.count(|a| {
                 a.pending -= gone;
-                a.reaped += gone;
+                a.reaped += given;
             });
-            self.report(Action::Reap, 0, 0, gone, Tag::NONE);
+            if given > 0 {
+                self.report(Action::Reap, 0, 0, given, Tag::NONE);
+            }
+            return (given, outcome);
         }
         (gone, outcome)
     }
@@ -355,6 +364,12 @@ impl Apart {
         }
         let spans = self.state().leaving.clone();
         spans.iter().try_for_each(|span| span.outlast())
+    }
+
+    /// Returns what the memory waits for that has left, but for uses that are open.
+    pub(crate) fn leaving_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        let spans = self.state().leaving.clone();
+        spans.iter().flat_map(|span| span.leaving_work()).collect()
     }
 
     /// Waits for the work of something that has left, until `until`. Says whether there was any. Blocks.
@@ -428,8 +443,11 @@ impl Drop for Apart {
         for span in left {
             // Work that cannot be waited for is seen not to be done just below, and keeps its memory.
             let _ = span.wait(None).and_then(|_| span.outlast());
-            // What the driver would not take, and what somebody still has open uses of, stays mapped and charged.
-            let _ = span.reap();
+            // What the driver refuses is left to a later sweep. What has open uses stays mapped and charged.
+            leftovers::release(&self.driver, move || match span.reap() {
+                (_, Err(MemoryError::Driver(refused))) => Err(refused),
+                _ => Ok(()),
+            });
         }
     }
 }

@@ -212,6 +212,27 @@ pub(crate) fn waited(wait: impl FnOnce() -> Result<bool>) -> Result<bool> {
     }
 }
 
+/// Of which streams that cannot be fenced the work is waited for.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) enum Unfenced {
+    /// All of them.
+    All,
+    /// Those without a lease: nothing will ever fence them.
+    Abandoned,
+}
+
+/// Waits for the device until these epochs are proved, as far as no event can prove them. Returns whether there were any.
+fn outlast(work: impl IntoIterator<Item = (Arc<Timeline>, u64)>, whose: Unfenced) -> Result<bool> {
+    let mut waited = false;
+    for (timeline, epoch) in work {
+        let included = whose == Unfenced::All || !timeline.is_leased();
+        if included && timeline.is_out_of_reach(epoch) {
+            waited |= timeline.wait(epoch, None)?;
+        }
+    }
+    Ok(waited)
+}
+
 impl Inner {
     #[cold]
     pub(crate) fn allocate_slowly(
@@ -458,10 +479,9 @@ impl Inner {
         request: &Request,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
-        crate::graphs::sweep();
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
-        let gone = self.apart.reap()? + self.lodgings.trim()?;
+        let gone = self.sweep() + self.apart.reap()? + self.lodgings.trim()?;
         // Blocks that earlier steps of this chain have settled are free, but not yet known to be done.
         self.look(&pass, &homes)?;
         let wanted = self.whole(request);
@@ -678,7 +698,29 @@ impl Inner {
                 return Ok(true);
             }
         }
-        Ok(false)
+        self.outlast(&pass, &homes, Unfenced::All)
+    }
+
+    /// Waits for the device where caches hold memory of streams that this thread cannot fence, such as the default streams of
+    /// threads that have ended: nothing else proves that their work is over. Not while a capture is announced. Returns
+    /// whether there was any. Blocks, with no deadline.
+    pub(crate) fn outlast(&self, bump: &Bump, homes: &[&'static Home], whose: Unfenced) -> Result<bool> {
+        if self.apart.announced.load(Ordering::Relaxed) > 0 {
+            return Ok(false);
+        }
+        let mut waited = false;
+        for &home in homes {
+            let work = home.with(|s| {
+                let own = s.timeline().map(|timeline| (timeline.clone(), s.last_free));
+                list(bump, own.into_iter().chain(s.pending.iter().flat_map(|p| p.uses.stamped())))
+            });
+            waited |= outlast(work, whose)?;
+        }
+        for lodging in self.lodgings.all() {
+            waited |= outlast(lodging.freed_work(), whose)?;
+        }
+        waited |= outlast(self.apart.leaving_work(), whose)?;
+        Ok(waited)
     }
 
     fn drop_spare(&self) {

@@ -210,19 +210,23 @@ pub struct Parkable {
 pub(crate) struct Lodgings(Mutex<Vec<Weak<Lodging>>>);
 
 impl Lodgings {
-    fn all(&self) -> MutexGuard<'_, Vec<Weak<Lodging>>> {
+    fn list(&self) -> MutexGuard<'_, Vec<Weak<Lodging>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns those that are in use, with no lock held.
+    pub(crate) fn all(&self) -> Vec<Arc<Lodging>> {
+        self.list().iter().filter_map(Weak::upgrade).collect()
     }
 
     fn of(&self, tag: Tag) -> Option<Arc<Lodging>> {
         // Those that end here do so when the lock is open.
-        let all: Vec<_> = self.all().iter().filter_map(Weak::upgrade).collect();
-        all.into_iter().find(|lodging| lodging.tag == tag)
+        self.all().into_iter().find(|lodging| lodging.tag == tag)
     }
 
     /// Takes one in, unless somebody was faster: that one then.
     fn add(&self, new: Arc<Lodging>) -> Arc<Lodging> {
-        let mut all = self.all();
+        let mut all = self.list();
         let known: Vec<_> = all.iter().filter_map(Weak::upgrade).collect();
         let found = known.iter().find(|lodging| lodging.tag == new.tag).cloned();
         if found.is_none() {
@@ -238,7 +242,7 @@ impl Lodgings {
     /// # Errors
     /// The driver's first refusal; all others have been tried.
     pub(crate) fn trim(&self) -> Result<u64> {
-        let all: Vec<_> = self.all().iter().filter_map(Weak::upgrade).collect();
+        let all = self.all();
         let (mut gone, mut outcome) = (0, Ok(()));
         for lodging in all {
             match lodging.trim() {

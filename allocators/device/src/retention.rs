@@ -9,9 +9,9 @@
 //! taken again is kept on top of the threshold from then on. A loop pays once for what it turns out to need, and its
 //! later rounds make no memory call; what it never needed again stays given back. An explicit trim starts this anew.
 
-use crate::{DevicePool, home::Home, physical::Physical, pool::Inner};
-use aquifer_core::{Action, MemoryError, Result, Tag};
-use aquifer_driver::site;
+use crate::{DevicePool, chain::Unfenced, home::Home, physical::Physical, pool::Inner};
+use aquifer_core::{Action, DriverError, MemoryError, Result, Tag};
+use aquifer_driver::{leftovers, site};
 use std::sync::{
     Mutex, MutexGuard, PoisonError,
     atomic::{AtomicU64, Ordering},
@@ -128,11 +128,13 @@ impl DevicePool {
 impl Inner {
     /// Gives back what is free until no more than `keep` bytes are held, but for the warm reserve.
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
-        crate::graphs::sweep();
+        let mut gone = self.sweep();
+        self.tenants.trim();
         self.apart.outlast()?;
-        let mut gone = self.apart.reap()?;
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
+        self.outlast(&pass, &homes, Unfenced::Abandoned)?;
+        gone += self.apart.reap()?;
         self.look(&pass, &homes)?;
         let asked = keep < self.held();
         if asked {
@@ -144,18 +146,49 @@ impl Inner {
         if !asked {
             self.retention.gave_back(given);
         }
+        // What was refused just now is tried once more. What is refused again stays charged, and is reported.
+        let (given_later, swept) = self.sweep_leftovers();
+        gone += given_later;
+        swept.map_err(|refused| MemoryError::driver(self.info.device, refused))?;
         Ok(gone + given)
+    }
+
+    /// Lets go of what drivers keep for graphs that are gone, and of what the driver has refused to release before. Returns
+    /// the bytes given back. What is refused again is left for the next sweep.
+    pub(crate) fn sweep(&self) -> u64 {
+        crate::graphs::sweep();
+        self.sweep_leftovers().0
+    }
+
+    /// Releases what the driver has refused to release before. Returns the bytes, and the driver's first refusal.
+    fn sweep_leftovers(&self) -> (u64, Result<(), DriverError>) {
+        let before = self.stuck();
+        let outcome = leftovers::sweep(&self.driver);
+        let given = before.saturating_sub(self.stuck());
+        if given > 0 {
+            self.counters.reaped.fetch_add(given, Ordering::Relaxed);
+            self.report_pool(Action::Reap, given, Tag::NONE);
+        }
+        (given, outcome)
+    }
+
+    /// Returns the bytes that the driver has refused to take back.
+    fn stuck(&self) -> u64 {
+        let cached = match &self.physical {
+            Physical::Mapped(mapped) => mapped.held().stuck(),
+            Physical::Plain(plain) => plain.held().stuck(),
+        };
+        cached + self.apart.held().stuck()
     }
 
     /// The same for somebody who is short of memory, whom the warm reserve does not stop.
     pub(crate) fn press(&self, keep: u64) -> Result<u64> {
-        crate::graphs::sweep();
-        let gone = self.apart.reap()? + self.lodgings.trim()?;
+        let gone = self.sweep() + self.apart.reap()? + self.lodgings.trim()?;
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
         self.look(&pass, &homes)?;
         let given = self.give_back(&homes, keep.saturating_sub(self.apart.held().now()))?;
-        Ok(gone + given)
+        Ok(gone + given + self.sweep())
     }
 
     /// Gives back what the release threshold says, where that waits for nothing. A refusal is met again by whoever trims.

@@ -74,6 +74,11 @@ impl Share {
         Self { leases: std::array::from_fn(|_| budget.lease(grain)), budget, tag }
     }
 
+    /// Whether nobody but the pool has it, and nothing of the tenant is live.
+    fn is_forgotten(self: &Arc<Self>) -> bool {
+        self.tag.is_none() && Arc::strong_count(self) == 1 && self.live() == 0
+    }
+
     /// The live bytes of the whole tenant, wherever they are.
     fn live(&self) -> u64 {
         self.budget.used().saturating_sub(self.budget.spare())
@@ -114,12 +119,23 @@ impl Tenants {
         }
         shares.push(new.clone());
         // Those that nobody uses any more and that have nothing left. Their leases go after the lock.
-        let gone: Vec<_> = shares
-            .extract_if(.., |share| share.tag.is_none() && Arc::strong_count(share) == 1 && share.live() == 0)
-            .collect();
+        let gone: Vec<_> = shares.extract_if(.., |share| share.is_forgotten()).collect();
         drop(shares);
         drop(gone);
         new
+    }
+
+    /// Gives back what leases have spare, and forgets tenants that have no handle and nothing live: a budget with no live
+    /// bytes is charged for none afterwards.
+    pub(crate) fn trim(&self) {
+        let gone: Vec<_> = {
+            let mut shares = self.shares.write().unwrap_or_else(PoisonError::into_inner);
+            shares.extract_if(.., |share| share.is_forgotten()).collect()
+        };
+        // Their leases go after the lock.
+        drop(gone);
+        let shares = self.shares.read().unwrap_or_else(PoisonError::into_inner).clone();
+        shares.iter().flat_map(|share| &share.leases).for_each(Lease::trim);
     }
 
     /// What each has live, most first.

@@ -4,13 +4,13 @@
 mod support;
 
 use aquifer_core::{Budget, Tag};
-use aquifer_device::{Adoption, DevicePool, PoolConfig, Request, Reserved};
+use aquifer_device::{Adoption, Block, DevicePool, Park, PoolConfig, Request, Reserved};
 use aquifer_driver::{
-    DeviceId,
+    Call, DeviceId, leftovers,
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::Stream;
-use std::time::Duration;
+use std::{thread, time::Duration};
 use support::{MIB, Rig};
 
 fn plain() -> Sim {
@@ -164,4 +164,193 @@ fn a_pool_gives_its_own_idle_memory_where_its_own_limit_refuses_and_its_neighbou
     drop(neighbour.alloc(&u, Request::bytes(10 * MIB)).unwrap());
     assert!(pool.alloc(&pool.stream().unwrap(), Request::bytes(16 * MIB)).is_ok());
     assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+}
+
+/// Refuses every call of this kind until the failures are cleared.
+fn refuse(rig: &Rig, call: Call) {
+    rig.sim.fail_every(call, 1, 999);
+}
+
+/// Ends a pool, and says whether all that it had from the driver is back.
+fn assert_all_back(rig: Rig) {
+    let Rig { sim, pool, budget } = rig;
+    drop(pool);
+    assert_eq!((budget.used(), budget.stranded()), (0, 0));
+    assert!(sim.outstanding().is_empty(), "{}", sim.outstanding());
+}
+
+#[test]
+fn a_handle_whose_release_is_refused_is_reported_as_stranded_and_released_by_the_next_trim() {
+    let makes: [fn(&Rig) -> Block; 2] = [
+        |rig| rig.pool.alloc(&rig.stream(), Request::bytes(4 * MIB)).unwrap(),
+        |rig| rig.pool.alloc_stable(&rig.stream(), Request::bytes(4 * MIB)).unwrap().into_block(),
+    ];
+    for make in makes {
+        let rig = Rig::new(16);
+        drop(make(&rig));
+        refuse(&rig, Call::HandleRelease);
+        assert!(rig.pool.trim(0).is_err(), "the refusal is told");
+        let stats = rig.pool.stats();
+        assert_eq!((stats.physical, stats.pending, stats.reaped), (4 * MIB, 4 * MIB, 0), "{stats:?}");
+        assert_eq!((rig.budget.used(), rig.budget.stranded()), (4 * MIB, 4 * MIB));
+        rig.sim.clear_failures();
+        assert_eq!(rig.pool.trim(0), Ok(4 * MIB));
+        let stats = rig.pool.stats();
+        assert_eq!((stats.physical, stats.pending), (0, 0), "{stats:?}");
+        assert_all_back(rig);
+    }
+}
+
+#[test]
+fn a_release_that_is_refused_once_delays_nothing() {
+    let rig = Rig::new(16);
+    drop(rig.pool.alloc(&rig.stream(), Request::bytes(4 * MIB)).unwrap());
+    rig.sim.fail(Call::HandleRelease, 1, 999);
+    assert_eq!(rig.pool.trim(0), Ok(4 * MIB));
+    assert_all_back(rig);
+}
+
+#[test]
+fn a_request_has_the_memory_whose_release_was_refused_before() {
+    let rig = Rig::new(16);
+    let s = rig.stream();
+    drop(rig.pool.alloc_stable(&s, Request::bytes(12 * MIB)).unwrap());
+    refuse(&rig, Call::HandleRelease);
+    assert!(rig.pool.trim(0).is_err());
+    assert!(rig.pool.alloc(&s, Request::bytes(12 * MIB)).is_err());
+    rig.sim.clear_failures();
+    assert!(rig.pool.alloc(&s, Request::bytes(12 * MIB)).is_ok());
+}
+
+#[test]
+#[expect(unsafe_code, reason = "parks")]
+fn memory_that_was_parked_and_not_released_is_reported_as_kept() {
+    let rig = Rig::new(64);
+    let tag = Tag::named("parked");
+    let _block = rig.pool.parkable(tag).unwrap().alloc(&rig.stream(), Request::bytes(MIB)).unwrap();
+    let held = rig.budget.used();
+    refuse(&rig, Call::HandleRelease);
+    // SAFETY: 1. and 2. nothing is queued.
+    let report = unsafe { rig.pool.park(tag, Park::discard()) }.unwrap();
+    assert_eq!((report.released, report.kept.refused), (0, held));
+    rig.sim.clear_failures();
+    rig.pool.trim(0).unwrap();
+    assert_eq!((rig.budget.used(), rig.budget.stranded()), (0, 0));
+}
+
+#[test]
+#[expect(unsafe_code, reason = "captures a graph")]
+fn what_the_driver_refuses_to_release_at_the_end_of_a_pool_is_released_by_a_later_sweep() {
+    let calls = [
+        Call::HandleRelease,
+        Call::Unmap,
+        Call::AddressFree,
+        Call::EventDestroy,
+        Call::StreamDestroy,
+        Call::GraphDestroy,
+        Call::GraphExecDestroy,
+        Call::MemFree,
+    ];
+    for call in calls {
+        for sim in [Sim::h200(1), plain()] {
+            let rig = Rig::on(sim, 256, |_| ());
+            refuse(&rig, call);
+            {
+                let (s, u) = (rig.stream(), rig.stream());
+                let graphs = rig.pool.graph_pool().unwrap();
+                // SAFETY: 1. and 2. the captured work touches nothing.
+                let made = unsafe { graphs.capture(&s, |s| rig.pool.alloc(s, Request::bytes(MIB))) }.unwrap();
+                let mut buffer = rig.bytes(&s, 4 * MIB);
+                u.fill(&mut buffer, 1).unwrap();
+                drop((buffer, made, rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap()));
+                let _told = rig.pool.trim(0);
+            }
+            let Rig { sim, pool, budget } = rig;
+            drop(pool);
+            let left = !sim.outstanding().is_empty();
+            assert_eq!(left, leftovers::count(&sim.driver()) > 0, "{call:?}: {}", sim.outstanding());
+            sim.clear_failures();
+            // One may free what another lies in.
+            while leftovers::count(&sim.driver()) > 0 {
+                leftovers::sweep(&sim.driver()).unwrap();
+            }
+            assert_eq!((budget.used(), budget.stranded()), (0, 0), "{call:?}");
+            assert!(sim.outstanding().is_empty(), "{call:?}: {}", sim.outstanding());
+            assert!(sim.violations().is_empty(), "{}", sim.violations()[0]);
+        }
+    }
+}
+
+/// Leaves a block that lies on the default stream of a thread which has ended since.
+fn of_a_thread_that_ended(rig: &Rig, make: fn(&Rig, &Stream) -> Block) -> Block {
+    thread::scope(|scope| {
+        scope.spawn(|| make(rig, &rig.pool.streams().thread_default().unwrap())).join().unwrap()
+    })
+}
+
+const KINDS: [fn(&Rig, &Stream) -> Block; 3] = [
+    |rig, s| rig.pool.alloc(s, Request::bytes(2 * MIB)).unwrap(),
+    |rig, s| rig.pool.alloc_stable(s, Request::bytes(2 * MIB)).unwrap().into_block(),
+    |rig, s| rig.pool.parkable(Tag::named("of threads")).unwrap().alloc(s, Request::bytes(2 * MIB)).unwrap(),
+];
+
+#[test]
+fn blocks_of_threads_that_have_ended_serve_others_when_memory_is_short() {
+    for kind in KINDS {
+        let rig = Rig::new(32);
+        for _ in 0..40 {
+            drop(of_a_thread_that_ended(&rig, kind));
+        }
+        assert!(rig.pool.alloc(&rig.stream(), Request::bytes(30 * MIB)).is_ok());
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_trim_gives_back_the_blocks_of_threads_that_have_ended() {
+    for kind in KINDS {
+        let rig = Rig::new(32);
+        for _ in 0..8 {
+            drop(of_a_thread_that_ended(&rig, kind));
+        }
+        rig.pool.trim(0).unwrap();
+        assert_eq!((rig.budget.used(), rig.pool.stats().physical), (0, 0));
+        rig.assert_silent();
+    }
+}
+
+#[test]
+fn a_block_that_an_ended_threads_stream_used_last_is_had_again() {
+    let rig = Rig::new(32);
+    let s = rig.stream();
+    let mut buffer = rig.bytes(&s, 20 * MIB);
+    thread::scope(|scope| {
+        scope.spawn(|| rig.pool.streams().thread_default().unwrap().fill(&mut buffer, 1).unwrap());
+    });
+    drop(buffer);
+    assert!(rig.pool.alloc(&rig.stream(), Request::bytes(30 * MIB)).is_ok());
+    rig.assert_silent();
+}
+
+#[test]
+fn a_tenants_budget_is_back_at_nothing_after_all_is_dropped_and_trimmed() {
+    let rig = Rig::new(64);
+    let s = rig.stream();
+    let tenant = Budget::new("tenant a", 32 * MIB);
+    let held = rig.pool.for_tenant(&tenant).unwrap();
+    drop(held.alloc(&s, Request::bytes(1000)).unwrap());
+    let of_tag = rig.pool.limit_tag(Tag::named("limited"), 32 * MIB);
+    drop(rig.pool.alloc(&s, Request::bytes(1000).tag(Tag::named("limited"))).unwrap());
+    rig.pool.trim(0).unwrap();
+    assert_eq!((tenant.used(), of_tag.used()), (0, 0));
+    drop(held.alloc(&s, Request::bytes(1000)).unwrap());
+    drop(held);
+    rig.pool.trim(0).unwrap();
+    assert_eq!(tenant.used(), 0);
+}
+
+#[test]
+fn a_budget_that_a_pool_makes_for_itself_is_named_after_its_device() {
+    let pool = DevicePool::open(Sim::h200(2).driver(), DeviceId(1), PoolConfig::default()).unwrap();
+    assert_eq!(pool.budget().name(), "device 1");
 }

@@ -35,13 +35,13 @@ mod graphs;
 mod handles;
 mod host_memory;
 mod ipc;
+pub mod leftovers;
 mod memory;
 mod observe;
 mod operand;
 mod physical;
 pub mod site;
 mod streams;
-pub mod unreleased;
 
 #[cfg(feature = "cuda")]
 pub mod cuda;

@@ -2,10 +2,7 @@
 
 use crate::Spin;
 use aquifer_core::{DeviceId, DriverError};
-use aquifer_driver::{
-    Driver, RawEvent,
-    unreleased::{self, Object},
-};
+use aquifer_driver::{Driver, RawEvent, leftovers};
 use std::sync::Arc;
 
 /// An event that is destroyed with its last owner.
@@ -17,8 +14,9 @@ pub(crate) struct OwnedEvent {
 impl Drop for OwnedEvent {
     #[expect(unsafe_code, reason = "ends a handle")]
     fn drop(&mut self) {
-        // SAFETY: 1. the handle is private to this value, which made it and is going.
-        unsafe { unreleased::release(&self.driver, Object::Event(self.raw)) };
+        let (driver, raw) = (self.driver.clone(), self.raw);
+        // SAFETY: 1. the handle is private to this value, which made it and is going; no release of it has succeeded yet.
+        leftovers::release(&self.driver, move || unsafe { driver.event_destroy(raw) });
     }
 }
 
@@ -42,7 +40,8 @@ impl SpareEvents {
         if let Some(event) = self.0.with(Vec::pop) {
             return Ok(event);
         }
-        unreleased::retry();
+        // What was refused may be released by now. What is refused again stays for the next sweep.
+        let _ = leftovers::sweep(driver);
         let raw = driver.event_create(device)?;
         Ok(Arc::new(OwnedEvent { driver: driver.clone(), raw }))
     }

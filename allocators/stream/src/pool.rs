@@ -2,10 +2,7 @@
 
 use crate::{Life, Stream, Timeline, identity::id_of};
 use aquifer_core::{DeviceId, DriverError, Id, IdSpace, MemoryError, Result};
-use aquifer_driver::{
-    Driver, KeepAlive, RawStream,
-    unreleased::{self, Object},
-};
+use aquifer_driver::{Driver, KeepAlive, RawStream, leftovers};
 use std::{
     collections::HashMap,
     fmt,
@@ -455,7 +452,8 @@ impl Inner {
 
     /// A new stream of the driver's; its number is known only under the lock.
     fn make(&self, kind: Lease) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
-        unreleased::retry();
+        // What was refused may be released by now. What is refused again stays for the next sweep.
+        let _ = leftovers::sweep(&self.driver);
         let raw = self.driver.stream_create(self.device, kind.priority).map_err(|e| self.lost(e))?;
         let id = match id_of(&*self.driver, raw) {
             Ok(id) => id,
@@ -470,8 +468,9 @@ impl Inner {
 
     #[expect(unsafe_code, reason = "ends a handle")]
     fn unmake(&self, raw: RawStream) {
-        // SAFETY: 1. the stream has just been made, and nobody else has its handle.
-        unsafe { unreleased::release(&self.driver, Object::Stream(raw)) };
+        let driver = self.driver.clone();
+        // SAFETY: 1. the stream has just been made, nothing else has its handle, and no release of it has succeeded yet.
+        leftovers::release(&self.driver, move || unsafe { driver.stream_destroy(raw) });
     }
 
     fn lease_slot(self: &Arc<Self>, slots: &mut Slots, slot: u32) -> Stream {

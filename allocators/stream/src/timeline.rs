@@ -9,10 +9,7 @@ use crate::{
     waited::Waited,
 };
 use aquifer_core::{DriverError, MemoryError, Result};
-use aquifer_driver::{
-    CaptureStatus, Driver, KeepAlive, RawStream, Relaxed,
-    unreleased::{self, Object},
-};
+use aquifer_driver::{CaptureStatus, Driver, KeepAlive, RawStream, Relaxed, leftovers};
 use std::{
     fmt,
     io::{self, Write},
@@ -295,6 +292,34 @@ impl Timeline {
     #[must_use]
     pub fn is_fenced(&self, epoch: u64) -> bool {
         epoch <= self.epochs.proved()
+    }
+
+    /// Returns whether nothing proves `epoch` and this thread can record no event that would, although the work may be over:
+    /// the stream is another thread's default stream, or could not be fenced when it had to be. [`Timeline::wait`] without
+    /// a deadline proves such an epoch, by waiting for the whole device. Makes no driver call.
+    ///
+    /// ```
+    /// use aquifer_driver::{DeviceId, sim::Sim};
+    /// use aquifer_stream::StreamPool;
+    /// let streams = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
+    /// let theirs = std::thread::spawn({
+    ///     let streams = streams.clone();
+    ///     move || streams.thread_default().map(|stream| stream.timeline().clone())
+    /// });
+    /// let timeline = theirs.join().expect("it does not panic")?;
+    /// assert!(timeline.is_out_of_reach(timeline.open()));
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    #[must_use]
+    pub fn is_out_of_reach(&self, epoch: u64) -> bool {
+        if self.is_fenced(epoch) || self.is_retired() {
+            return false;
+        }
+        match self.life {
+            Life::Thread(_) => !self.life.is_meant_here(),
+            Life::Fenced => epoch < self.open(),
+            Life::Owned | Life::KeptAlive(_) | Life::Retired | Life::Legacy => false,
+        }
     }
 
     /// Records an event that will prove `epoch` (`cuEventRecord`), unless there is one, or the stream captures. Does not
@@ -779,9 +804,11 @@ impl Drop for Timeline {
     #[expect(unsafe_code, reason = "ends a handle")]
     fn drop(&mut self) {
         if matches!(self.life, Life::Owned) {
-            // SAFETY: 1. the stream was made for this timeline, and who copies its handle out keeps the timeline.
+            let (driver, raw) = (self.driver.clone(), self.raw);
             // Work that is still queued runs on.
-            unsafe { unreleased::release(&self.driver, Object::Stream(self.raw)) };
+            // SAFETY: 1. the stream was made for this timeline, and who copies its handle out keeps the timeline; no release
+            // of it has succeeded yet.
+            leftovers::release(&self.driver, move || unsafe { driver.stream_destroy(raw) });
         }
     }
 }

@@ -148,7 +148,9 @@ impl<'a> Remedy<'a> {
         let free = error.cached.saturating_add(refused.map_or(0, |refused| refused.remaining));
         if error.cached > 0 && free >= requested {
             let most = error.stranded.iter().max_by_key(|stream| stream.cached);
-            if let Some(most) = most.filter(|most| error.largest_free >= requested && most.cached >= requested) {
+            if let Some(most) =
+                most.filter(|most| error.largest_free >= requested && most.cached >= requested)
+            {
                 return Self::AskOn { stream: most.stream, bytes: most.cached };
             }
             if error.available > 0 {

@@ -346,12 +346,17 @@ impl Span {
         state.leaving.is_empty() && (!state.closed || state.freed)
     }
 
+    /// Returns what the slots that leave wait for, but for uses that are open.
+    pub(super) fn leaving_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+        self.state().leaving.iter().flat_map(Leaving::work).collect()
+    }
+
     /// Waits for the work of what leaves, until `until`. Says whether there was any to wait for.
     pub(super) fn wait(&self, until: Option<Instant>) -> Result<bool> {
         if self.kept_by() > 0 {
             return Ok(false);
         }
-        let work: Vec<_> = self.state().leaving.iter().flat_map(Leaving::work).collect();
+        let work = self.leaving_work();
         for (timeline, epoch) in &work {
             timeline.wait(*epoch, until)?;
         }

@@ -3,10 +3,7 @@
 
 use super::{Announced, GraphPool, memory::Memory};
 use aquifer_core::{DeviceId, MemoryError, Result};
-use aquifer_driver::{
-    CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, site,
-    unreleased::{self, Object},
-};
+use aquifer_driver::{CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, leftovers, site};
 use aquifer_stream::Stream;
 use std::{
     fmt,
@@ -56,10 +53,19 @@ impl Drop for Open<'_> {
         if !self.ended
             && let Ok(graph) = self.end()
         {
-            // SAFETY: 1. made just now, and known here alone.
-            unsafe { unreleased::release(self.driver, Object::Graph(graph)) };
+            destroy(self.driver, graph);
         }
     }
+}
+
+/// Destroys a graph that is known to the caller alone, now or in a later sweep.
+fn destroy(driver: &Arc<dyn Driver>, graph: RawGraph) {
+    let of = driver.clone();
+    leftovers::release(driver, move || {
+        let _relaxed = Relaxed::enter(&*of);
+        // SAFETY: 1. made by the caller and known to it alone, and no release of it has succeeded yet.
+        unsafe { of.graph_destroy(graph) }
+    });
 }
 
 impl GraphPool {
@@ -102,8 +108,7 @@ impl GraphPool {
         // Others may capture: neither is a call that they could bear.
         let _relaxed = Relaxed::enter(&**driver);
         let exec = driver.graph_instantiate(graph);
-        // SAFETY: 1. made just now, and known here alone.
-        unsafe { unreleased::release(driver, Object::Graph(graph)) };
+        destroy(driver, graph);
         let exec = exec.map_err(lost)?;
         Ok((Graph { driver: driver.clone(), device, exec, memory }, made))
     }
@@ -147,8 +152,13 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: 1. the handle is this value's alone.
-        unsafe { unreleased::release(&self.driver, Object::GraphExec(self.exec)) };
+        let (driver, exec) = (self.driver.clone(), self.exec);
+        leftovers::release(&self.driver, move || {
+            // It would break captures that other threads have open.
+            let _relaxed = Relaxed::enter(&*driver);
+            // SAFETY: 1. the handle was this value's alone, and no release of it has succeeded yet.
+            unsafe { driver.graph_exec_destroy(exec) }
+        });
     }
 }
 

@@ -444,7 +444,7 @@ impl Lodging {
     }
 
     /// What freed blocks wait for, but for uses that are open.
-    fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
+    pub(crate) fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let state = self.state();
         let mut work: Vec<_> = state.free.iter().flat_map(|(_, past)| past.iter().cloned()).collect();
         for held in &state.held_back {

@@ -126,9 +126,12 @@ impl Lodging {
         };
         drop(dropped);
         self.complete(over);
+        let before = self.apart.held().stuck();
         let (_, refused) = self.apart.take_down(&self.span);
-        // Somebody else may have unmapped some of it meanwhile: what counts is what is left.
-        let stuck = self.span.leaving_bytes();
+        // Another thread may have unmapped some of it meanwhile: what counts is what is left. What was unmapped and not
+        // released is left too.
+        let unreleased = self.apart.held().stuck().saturating_sub(before);
+        let stuck = self.span.leaving_bytes() + unreleased;
         report.released = held.saturating_sub(stuck);
         report.kept = Elsewhere { refused: stuck, refusal: refused.err(), shared: pool.held_by(self.tag) };
         report.took = began.elapsed();

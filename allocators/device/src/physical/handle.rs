@@ -1,8 +1,8 @@
 //! Physical memory that is charged for as long as the device is short of it.
 #![expect(unsafe_code, reason = "ends a handle's life")]
 
-use aquifer_core::{Budget, Charge, DeviceId, MemoryError, OutOfBudget, Reservation};
-use aquifer_driver::{Driver, DriverError, ExportTypes, PhysicalHandle};
+use aquifer_core::{Budget, Charge, DeviceId, MemoryError, OutOfBudget, Reservation, budget::StrandedCharge};
+use aquifer_driver::{Driver, DriverError, ExportTypes, PhysicalHandle, leftovers};
 use std::{
     fmt,
     sync::{
@@ -58,6 +58,8 @@ impl Funds<'_> {
 pub(crate) struct Held {
     now: AtomicU64,
     peak: AtomicU64,
+    /// Of what is held now, what the driver has refused to take back.
+    stuck: AtomicU64,
 }
 
 impl Held {
@@ -79,6 +81,22 @@ impl Held {
         self.peak.store(self.now(), Ordering::Relaxed);
         // Of what came meanwhile.
         self.peak.fetch_max(self.now(), Ordering::Relaxed);
+    }
+
+    /// Returns the bytes whose release the driver has refused so far.
+    pub(crate) fn stuck(&self) -> u64 {
+        self.stuck.load(Ordering::Relaxed)
+    }
+
+    /// The driver has refused to take bytes back. They stay held.
+    pub(crate) fn strand(&self, bytes: u64) {
+        self.stuck.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    /// It has taken them after all.
+    pub(crate) fn unstrand(&self, bytes: u64) {
+        self.stuck.fetch_sub(bytes, Ordering::Relaxed);
+        self.sub(bytes);
     }
 
     pub(crate) fn sub(&self, bytes: u64) {
@@ -195,8 +213,7 @@ impl Handle {
         // SAFETY: 1. the handle is private to this value, which has not released it before.
         match unsafe { self.driver.handle_release(self.raw) } {
             Err(e) if !e.is_device_lost() => {
-                // The memory is still taken, so it stays charged: the charge is forgotten on purpose.
-                let _still_charged = std::mem::ManuallyDrop::new(charge);
+                self.leave(charge);
                 None
             }
             _ => {
@@ -204,6 +221,23 @@ impl Handle {
                 charge
             }
         }
+    }
+
+    /// The driver has refused to take the memory back. It stays charged, as stranded, until a later sweep releases it.
+    fn leave(&self, charge: Option<Charge>) {
+        let (driver, raw) = (self.driver.clone(), self.raw);
+        let (held, bytes) = (self.held.clone(), self.bytes);
+        held.strand(bytes);
+        let mut stranded = charge.map(Charge::strand);
+        leftovers::keep(&self.driver, move || {
+            // SAFETY: 1. the handle was private to the value that left it here, and no release of it has succeeded yet.
+            let released = unsafe { driver.handle_release(raw) };
+            if released.is_ok() || released.is_err_and(|e| e.is_device_lost()) {
+                held.unstrand(bytes);
+                stranded.take().into_iter().for_each(StrandedCharge::freed);
+            }
+            released
+        });
     }
 }
 

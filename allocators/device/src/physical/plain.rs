@@ -11,9 +11,10 @@ use super::{
 use crate::{Request, home::Home};
 use aquifer_core::{
     Budget, Charge, DeviceId, MemoryError, Result,
+    budget::StrandedCharge,
     scratch::{Bump, List, Scratch, list},
 };
-use aquifer_driver::{Driver, Relaxed};
+use aquifer_driver::{Driver, Relaxed, leftovers};
 use aquifer_heap::Range;
 use aquifer_stream::Timeline;
 use std::{
@@ -243,6 +244,27 @@ impl Plain {
         Ok(before.saturating_sub(self.held.now()))
     }
 
+    /// The driver has refused to take a segment back, and the pool is ending. The segment stays charged, as stranded, until
+    /// a later sweep frees it.
+    fn leave(&self, address: u64) {
+        let Some(Segment { bytes, charge }) = self.segments().remove(&address) else { return };
+        let (driver, device, held) = (self.driver.clone(), self.device, self.held.clone());
+        held.strand(bytes);
+        let mut stranded = Some(charge.strand());
+        leftovers::keep(&self.driver, move || {
+            let freed = {
+                let _relaxed = Relaxed::enter(&*driver);
+                // SAFETY: 1. as in `Plain::free`, which has not succeeded. 2. its pool is gone, and with it all caches.
+                unsafe { driver.mem_free(device, address) }
+            };
+            if freed.is_ok() || freed.is_err_and(|e| e.is_device_lost()) {
+                held.unstrand(bytes);
+                stranded.take().into_iter().for_each(StrandedCharge::freed);
+            }
+            freed
+        });
+    }
+
     /// Gives one segment back, in which nothing is in use.
     fn free(&self, address: u64) -> Result<()> {
         let Some(segment) = self.segments().remove(&address) else { return Ok(()) };
@@ -276,8 +298,11 @@ impl Drop for Plain {
     fn drop(&mut self) {
         let left: Vec<u64> = self.segments().keys().copied().collect();
         for address in left {
-            // Every cache has been retired and its stream waited for. A refusal leaves the segment to the process's end.
-            let _ = self.free(address);
+            // Every cache has been retired and its stream waited for.
+            match self.free(address) {
+                Ok(()) | Err(MemoryError::DeviceLost { .. }) => {}
+                Err(_) => self.leave(address),
+            }
         }
     }
 }

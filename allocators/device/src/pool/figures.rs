@@ -86,6 +86,7 @@ impl Inner {
             }
             Physical::Plain(plain) => plain.held(),
         };
+        stats.pending += held.stuck();
         stats.physical += held.now();
         stats.peak_physical += held.peak();
         self.apart.add_to(&mut stats);

@@ -6,16 +6,18 @@ use crate::{
     home::Home,
     physical::{
         commons::{Past, is_done},
-        slots::runs,
+        slots::{Mapping, runs},
     },
 };
 use aquifer_core::{
     DriverError, Result,
     scratch::{List, list},
 };
+use aquifer_driver::leftovers;
 use aquifer_heap::Range;
 use std::{
     cmp::Reverse,
+    iter,
     mem::ManuallyDrop,
     sync::{PoisonError, atomic::Ordering},
 };
@@ -139,31 +141,55 @@ impl Drop for Mapped {
     fn drop(&mut self) {
         let slots = self.slots.get_mut().unwrap_or_else(PoisonError::into_inner);
         let kept = self.kept.load(Ordering::Relaxed);
-        // What the driver will not unmap is still taken, so its handles stay, and stay charged.
+        // Work that cannot be waited for may run on some of it, which stays mapped, and charged, for good.
+        let mut for_good = false;
+        let mut mapped = Vec::new();
         for zombie in std::mem::take(&mut slots.zombies) {
             let over = zombie
                 .until
                 .iter()
                 .all(|(timeline, epoch)| timeline.wait(*epoch, None).is_ok() || timeline.is_retired());
-            let address = self.base + zombie.mapping.first * self.slot;
-            let bytes = zombie.mapping.count * self.slot;
-            // SAFETY: 1. the waits just before it.
-            if !over || !is_gone(unsafe { self.driver.unmap(self.device, address, bytes) }) {
+            if over {
+                mapped.push(zombie.mapping);
+            } else {
+                for_good = true;
                 let _kept = ManuallyDrop::new(zombie);
             }
         }
-        let left: Vec<_> = runs(slots.mapped().map(|mapping| (mapping.first, mapping.count))).collect();
-        for (first, count) in left {
-            let firsts: Vec<u64> = slots.inside(first, count).map(|mapping| mapping.first).collect();
-            let mappings: Vec<_> = firsts.into_iter().filter_map(|first| slots.unmap(first)).collect();
-            let address = self.base + first * self.slot;
-            // SAFETY: 1. every cache has been retired and its stream waited for, or `kept` says otherwise.
-            if kept || !is_gone(unsafe { self.driver.unmap(self.device, address, count * self.slot) }) {
-                let _kept = ManuallyDrop::new(mappings);
-            }
+        let firsts: Vec<u64> = slots.mapped().map(|mapping| mapping.first).collect();
+        let rest = firsts.into_iter().filter_map(|first| slots.unmap(first));
+        if kept {
+            let _kept = ManuallyDrop::new(rest.collect::<Vec<_>>());
+            for_good = true;
+        } else {
+            mapped.extend(rest);
         }
         slots.spare.clear();
-        // SAFETY: 1. reserved in `open`, and everything in it has been unmapped; a refusal above makes this one refuse.
-        let _ = unsafe { self.driver.address_free(self.device, self.base, self.bytes) };
+        mapped.sort_unstable_by_key(|mapping| mapping.first);
+        let together: Vec<_> = runs(mapped.iter().map(|mapping| (mapping.first, mapping.count))).collect();
+        let mut mapped = mapped.into_iter().peekable();
+        let mut left: Vec<(u64, u64, Vec<Mapping>)> = Vec::with_capacity(together.len());
+        for (first, count) in together {
+            let these = iter::from_fn(|| mapped.next_if(|mapping| mapping.first < first + count)).collect();
+            left.push((self.base + first * self.slot, count * self.slot, these));
+        }
+        let (driver, device, base, bytes) = (self.driver.clone(), self.device, self.base, self.bytes);
+        // What the driver refuses to unmap is still taken, so its handles stay, and stay charged, until a later sweep.
+        leftovers::release(&self.driver, move || {
+            let mut refused = None;
+            left.retain(|(address, bytes, _)| {
+                // SAFETY: 1. every cache has been retired and its stream waited for, and what zombies wait for as well.
+                let unmapped = unsafe { driver.unmap(device, *address, *bytes) };
+                let gone = is_gone(unmapped);
+                refused = refused.or(unmapped.err().filter(|_| !gone));
+                !gone
+            });
+            match refused {
+                Some(refused) => Err(refused),
+                None if for_good => Ok(()),
+                // SAFETY: 1. reserved in `open`, and everything in it has been unmapped.
+                None => unsafe { driver.address_free(device, base, bytes) },
+            }
+        });
     }
 }

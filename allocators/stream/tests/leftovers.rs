@@ -3,7 +3,7 @@
 
 mod support;
 
-use aquifer_driver::{Call, unreleased};
+use aquifer_driver::{Call, leftovers};
 use support::Rig;
 
 const REFUSED: u32 = 999;
@@ -19,21 +19,25 @@ fn what_the_driver_would_not_destroy_is_counted_and_destroyed_later() {
     let Rig { sim, pool } = rig;
     drop((s, pool));
     assert_eq!((sim.outstanding().streams, sim.outstanding().events), (1, 1), "{}", sim.outstanding());
-    assert_eq!(unreleased::count(), 2);
+    assert_eq!(leftovers::count(&sim.driver()), 2);
     // The next stream of any pool tries again.
     let other = Rig { pool: aquifer_stream::StreamPool::new(sim.driver(), support::GPU, 1), sim };
     let s = other.lease();
     assert_eq!((other.sim.outstanding().streams, other.sim.outstanding().events), (2, 0));
-    assert_eq!(unreleased::count(), 1);
+    assert_eq!(leftovers::count(&other.sim.driver()), 1);
     other.sim.clear_failures();
     drop(s);
-    other.assert_all_given_back();
-    assert_eq!(unreleased::count(), 0);
+    let Rig { sim, pool } = other;
+    drop(pool);
+    leftovers::sweep(&sim.driver()).unwrap();
+    assert_eq!((sim.outstanding().streams, sim.outstanding().events), (0, 0));
+    assert_eq!(leftovers::count(&sim.driver()), 0);
 
     // A lost device has nothing that could be destroyed.
     let rig = Rig::new(1);
     drop(rig.lease());
     rig.sim.lose_device(support::GPU);
-    drop(rig);
-    assert_eq!(unreleased::count(), 0);
+    let Rig { sim, pool } = rig;
+    drop(pool);
+    assert_eq!(leftovers::count(&sim.driver()), 0);
 }
