@@ -77,7 +77,7 @@ mod by {
 
     impl_allocator! {
         // SAFETY: blocks are the global allocator's, each given back to it with its layout, since they are exact.
-        impl [A: GlobalAlloc] for By<A> {
+        unsafe impl [A: GlobalAlloc] for By<A> {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
                 // SAFETY: only asked for where the layout has a size.
                 Self::ask(layout, || unsafe { self.0.alloc(layout) }).ok_or(AllocError)

@@ -157,7 +157,7 @@ mod reentrant {
 
     impl_allocator! {
         // SAFETY: blocks are the global allocator's.
-        impl [] for Reentrant {
+        unsafe impl [] for Reentrant {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
                 if layout.size() > 100 {
                     ABOVE.with_borrow(|above| above.iter().for_each(|above| drop(Box::new_in(1u64, above))));
@@ -256,7 +256,7 @@ mod places {
 
     impl_allocator! {
         // SAFETY: a place is handed out once at a time, and not while a gate of its is shut; it lives as long as all do.
-        impl [] for Places {
+        unsafe impl [] for Places {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
                 let mut taken = self.taken.borrow_mut();
                 let free = (0..4).find(|&place| !taken[place] && !self.is_held(place)).ok_or(AllocError)?;

@@ -31,7 +31,7 @@ mod generous {
     impl_allocator! {
         // SAFETY: blocks are the global allocator's, with `EXTRA` bytes more; the layout they were asked for with follows
         // from any that fits, since callers here use no size in between.
-        impl [] for Generous {
+        unsafe impl [] for Generous {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
                 self.tag.set(Some(Tag::current()));
                 if self.refuse.get() {

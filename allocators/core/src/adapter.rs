@@ -8,14 +8,16 @@
 //! The switches stand on helper macros of this crate, not inside the expansion: a `#[cfg]` there would read the
 //! features of the crate that expands it.
 
-/// Implements every `Allocator` trait of this build for one type, from one body.
+/// Implements every `Allocator` trait of this build for one type, from one body. The traits are unsafe to implement, so the
+/// macro asks for that word, and for a SAFETY argument beside it:
 ///
 /// ```
 /// use std::{alloc::Layout, ptr::NonNull};
 /// /// Refuses everything.
 /// struct Empty;
 /// aquifer_core::impl_allocator! {
-///     impl [] for Empty {
+///     // SAFETY: it hands out no block.
+///     unsafe impl [] for Empty {
 ///         fn allocate(&self, _layout: Layout) -> Result<NonNull<[u8]>, AllocError> { Err(AllocError) }
 ///         unsafe fn deallocate(&self, _block: NonNull<u8>, _layout: Layout) {}
 ///     }
@@ -23,17 +25,32 @@
 /// use allocator_api2::alloc::Allocator;
 /// assert!(Empty.allocate(Layout::new::<u64>()).is_err());
 /// ```
+///
+/// ```compile_fail
+/// # use std::{alloc::Layout, ptr::NonNull};
+/// struct Empty;
+/// aquifer_core::impl_allocator! {
+///     impl [] for Empty { // no `unsafe`
+///         fn allocate(&self, _layout: Layout) -> Result<NonNull<[u8]>, AllocError> { Err(AllocError) }
+///         unsafe fn deallocate(&self, _block: NonNull<u8>, _layout: Layout) {}
+///     }
+/// }
+/// ```
+///
+/// # Safety
+/// The body keeps the promises of `Allocator`: blocks are valid, aligned and the caller's until they are given back to any
+/// clone, moving the allocator moves none of them, and nothing unwinds.
 #[macro_export]
 macro_rules! impl_allocator {
-    ($(#[$attr:meta])* impl [$($generics:tt)*] for $t:ty { $($body:tt)* }) => {
+    ($(#[$attr:meta])* unsafe impl [$($generics:tt)*] for $t:ty { $($body:tt)* }) => {
         const _: () = {
             #[allow(unused_imports, reason = "a body may name all three or fewer")]
             use $crate::__api::api2::alloc::{AllocError, Allocator, Layout};
             $(#[$attr])*
             unsafe impl<$($generics)*> Allocator for $t { $($body)* }
         };
-        $crate::__impl_allocator_04! { $(#[$attr])* impl [$($generics)*] for $t { $($body)* } }
-        $crate::__impl_allocator_std! { $(#[$attr])* impl [$($generics)*] for $t { $($body)* } }
+        $crate::__impl_allocator_04! { $(#[$attr])* unsafe impl [$($generics)*] for $t { $($body)* } }
+        $crate::__impl_allocator_std! { $(#[$attr])* unsafe impl [$($generics)*] for $t { $($body)* } }
     };
 }
 
@@ -42,7 +59,7 @@ macro_rules! impl_allocator {
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __impl_allocator_04 {
-    ($(#[$attr:meta])* impl [$($generics:tt)*] for $t:ty { $($body:tt)* }) => {
+    ($(#[$attr:meta])* unsafe impl [$($generics:tt)*] for $t:ty { $($body:tt)* }) => {
         const _: () = {
             #[allow(unused_imports, reason = "a body may name all three or fewer")]
             use $crate::__api::api4::alloc::{AllocError, Allocator, Layout};
@@ -65,7 +82,7 @@ macro_rules! __impl_allocator_04 {
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __impl_allocator_std {
-    ($(#[$attr:meta])* impl [$($generics:tt)*] for $t:ty { $($body:tt)* }) => {
+    ($(#[$attr:meta])* unsafe impl [$($generics:tt)*] for $t:ty { $($body:tt)* }) => {
         const _: () = {
             #[allow(unused_imports, reason = "a body may name all three or fewer")]
             use ::std::alloc::{AllocError, Allocator, Layout};

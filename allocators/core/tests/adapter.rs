@@ -15,7 +15,7 @@ struct Counting(Cell<usize>);
 
 impl_allocator! {
     // SAFETY: blocks are the global allocator's, given back with the layout they were taken with, since they are exact.
-    impl ['c] for &'c Counting {
+    unsafe impl ['c] for &'c Counting {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() == 0 {
                 let nowhere = NonNull::without_provenance(layout.align().try_into().map_err(|_| AllocError)?);

@@ -65,7 +65,11 @@ impl Pattern {
 /// driver.stream_synchronize(stream)?;
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
-pub trait Copies: Debug + Send + Sync {
+///
+/// # Safety
+/// 1. The work touches the ranges that are named, of that length, in the order of its stream, and nothing else.
+/// 2. A call that is refused has queued nothing.
+pub unsafe trait Copies: Debug + Send + Sync {
     /// Host to device (`cuMemcpyHtoDAsync`).
     ///
     /// # Safety

@@ -91,7 +91,14 @@ pub struct MemoryInfo {
 }
 
 /// Devices.
-pub trait Devices: Debug + Send + Sync {
+///
+/// # Safety
+/// 1. After [`Devices::device_synchronize`] has answered `Ok`, all that was queued on the device before the call is done.
+/// 2. What [`Devices::device_info`] says of alignment, granularity and peers holds for the calls of the other families.
+/// 3. [`Devices::is_lost`], and a [sticky error](crate::DriverError::is_device_lost) of any call for a device, are told only
+///    where nothing that was queued there runs any more.
+#[expect(unsafe_code, reason = "declares a trait whose answers are trusted; holds no unsafe block")]
+pub unsafe trait Devices: Debug + Send + Sync {
     /// How many devices the driver shows to this process (`cuDeviceGetCount`).
     ///
     /// # Errors

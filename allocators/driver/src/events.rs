@@ -17,7 +17,13 @@ use std::fmt::Debug;
 /// assert!(driver.event_query(event)?);
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
-pub trait Events: Debug + Send + Sync {
+///
+/// # Safety
+/// 1. An event that [`Events::event_create`] answers with is a new one, valid until it is destroyed.
+/// 2. `Ok(true)` of [`Events::event_query`] and `Ok` of [`Events::event_synchronize`] mean that all that was queued on the
+///    stream before the last record is done.
+/// 3. A call that is refused has changed nothing.
+pub unsafe trait Events: Debug + Send + Sync {
     /// An event without timing, in the primary context of `device` (`cuEventCreate`, about 0.1 µs).
     ///
     /// # Errors

@@ -60,7 +60,15 @@ pub enum CaptureStatus {
 /// # Ok(())
 /// # }
 /// ```
-pub trait Graphs: Debug + Send + Sync {
+///
+/// # Safety
+/// 1. Graphs and executables are new ones, valid until they are destroyed.
+/// 2. Work that is captured does not run before its graph is launched, and then in the order of the stream it is launched on.
+/// 3. [`Graphs::capture_status`] tells two captures by different numbers, and never a stream that captures as one that does
+///    not.
+/// 4. What is registered with [`Graphs::graph_on_release`] is called only when neither the graph, nor an executable of it, nor
+///    a launch of one is left.
+pub unsafe trait Graphs: Debug + Send + Sync {
     /// Opens a capture on a stream (`cuStreamBeginCapture`). `mode` says which calls are refused, and break it, until it
     /// is ended. Does not block.
     ///

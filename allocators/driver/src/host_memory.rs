@@ -48,7 +48,13 @@ impl Default for HostFlags {
 /// unsafe { driver.host_free(gpu, pinned) }?;
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
-pub trait HostMemory: Debug + Send + Sync {
+///
+/// # Safety
+/// 1. [`HostMemory::host_alloc`] answers with memory that is mapped, readable and writable for as many bytes, aligned to a page,
+///    and the caller's until it is freed.
+/// 2. After `Ok` of [`HostMemory::host_unregister`] and [`HostMemory::host_free`] no device touches the memory.
+/// 3. A call that is refused has changed nothing.
+pub unsafe trait HostMemory: Debug + Send + Sync {
     /// Pinned memory from the driver (`cuMemHostAlloc`): its pages lie where the calling thread runs, at 2–3.5
     /// GB/s. `device` is the one whose context is used.
     ///

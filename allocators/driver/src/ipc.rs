@@ -96,7 +96,11 @@ impl Debug for FabricHandle {
 /// # let _ = theirs;
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
-pub trait Ipc: Debug + Send + Sync {
+///
+/// # Safety
+/// 1. A handle that is made or imported is a new one, of as many bytes as were asked for or were exported.
+/// 2. A call that is refused has changed nothing.
+pub unsafe trait Ipc: Debug + Send + Sync {
     /// Takes physical memory from the device that can be exported in the ways of `types` (`cuMemCreate`).
     ///
     /// # Errors

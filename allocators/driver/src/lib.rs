@@ -20,6 +20,9 @@
 //! can only be made by `unsafe fn from_raw`, so whoever holds one may believe that it was valid once; calls that end its
 //! life are `unsafe` too, since copies of it may be about.
 //!
+//! What a driver answers is trusted: memory that it says is free is handed out, work that it says is done is not waited for.
+//! So its traits are `unsafe` to implement.
+//!
 //! # What may touch what
 //! Calls that give addresses to the device, or take them away, are `unsafe`: the caller answers for what queued work
 //! still does with them. The simulated GPU checks exactly that and reports it, with the source lines of both parties;
@@ -67,7 +70,12 @@ pub use streams::{CaptureMode, Relaxed, Streams};
 pub type Result<T, E = DriverError> = std::result::Result<T, E>;
 
 /// A GPU driver: every family, and what it tells about itself.
-pub trait Driver:
+///
+/// # Safety
+/// 1. All families are of one driver: a device, a handle or an address that one of them has given out means the same to the
+///    others.
+#[expect(unsafe_code, reason = "declares a trait whose answers are trusted; holds no unsafe block")]
+pub unsafe trait Driver:
     Devices + Streams + Events + Graphs + Memory + Physical + Ipc + HostMemory + Copies
 {
     /// `cuda`, `sim`.

@@ -18,7 +18,12 @@ pub struct PoolUsage {
 }
 
 /// Device memory by the driver's own allocators.
-pub trait Memory: Debug + Send + Sync {
+///
+/// # Safety
+/// 1. A range that an allocation answers with is mapped, aligned as told, overlaps no other that has not been given back, and
+///    stays the caller's until it is.
+/// 2. A call that is refused has changed nothing: what was to be given back is there still.
+pub unsafe trait Memory: Debug + Send + Sync {
     /// An allocation of its own (`cuMemAlloc`, 50–400 µs). Aligned to 256 bytes at least.
     ///
     /// # Errors

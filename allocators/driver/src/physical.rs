@@ -27,7 +27,14 @@ use std::fmt::Debug;
 /// }
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
-pub trait Physical: Debug + Send + Sync {
+///
+/// # Safety
+/// 1. A range that [`Physical::address_reserve`] answers with overlaps no other that has not been given back, and a handle is a
+///    new one, of as many bytes as were asked for.
+/// 2. After `Ok` of [`Physical::map`] and [`Physical::set_access`] the range leads to the handle's memory, for the devices that
+///    were named, until it is unmapped.
+/// 3. A call that is refused has changed nothing.
+pub unsafe trait Physical: Debug + Send + Sync {
     /// Reserves a range of addresses with nothing behind it (`cuMemAddressReserve`). `align` 0 leaves it to the driver.
     ///
     /// # Errors

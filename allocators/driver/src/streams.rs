@@ -29,7 +29,16 @@ pub enum CaptureMode {
 /// driver.exchange_capture_mode(before)?;
 /// # Ok::<(), aquifer_driver::DriverError>(())
 /// ```
-pub trait Streams: Debug + Send + Sync {
+///
+/// # Safety
+/// 1. A stream that [`Streams::stream_create`] answers with is a new one, valid until it is destroyed.
+/// 2. Work that is queued on a stream runs in order, and after what [`Streams::stream_wait_event`] made the stream wait for.
+/// 3. `Ok` of [`Streams::stream_synchronize`], and `Ok(true)` of [`Streams::stream_query`] and [`Streams::stream_watch`], mean
+///    that all that was queued on the stream before the call is done.
+/// 4. [`Streams::stream_id`] never tells two streams by the same number, and [`Streams::stream_is_capturing`] never answers
+///    `Ok(false)` for a stream whose work becomes part of a graph.
+/// 5. A call that is refused has changed nothing.
+pub unsafe trait Streams: Debug + Send + Sync {
     /// A stream that does not wait for the legacy default stream (`cuStreamCreateWithPriority`, non-blocking). A lower
     /// number is a higher priority; the driver clamps it to [`Streams::stream_priorities`].
     ///

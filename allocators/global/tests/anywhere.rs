@@ -69,7 +69,7 @@ mod linux {
 
     impl_allocator! {
         // SAFETY: blocks are cut off one after another.
-        impl ['s] for &'s Strip {
+        unsafe impl ['s] for &'s Strip {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
                 let bytes = layout.size().next_multiple_of(64);
                 let at = self.used.fetch_add(bytes, Ordering::Relaxed);

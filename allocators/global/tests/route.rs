@@ -100,7 +100,7 @@ impl Region {
 
 impl_allocator! {
     // SAFETY: blocks are cut from the region where no live one is.
-    impl ['r] for &'r Region {
+    unsafe impl ['r] for &'r Region {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let block = self.take(layout).ok_or(AllocError)?;
             Ok(NonNull::slice_from_raw_parts(block, layout.size()))
@@ -297,7 +297,7 @@ struct Unwinds;
 
 impl_allocator! {
     // SAFETY: it hands out nothing.
-    impl [] for Unwinds {
+    unsafe impl [] for Unwinds {
         fn allocate(&self, _layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             std::panic::resume_unwind(Box::new("on purpose"))
         }

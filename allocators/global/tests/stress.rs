@@ -65,7 +65,7 @@ mod linux {
 
     impl_allocator! {
         // SAFETY: a piece is handed out by whoever sets its flag, and the flag is cleared when it comes back.
-        impl ['s] for &'s Strip {
+        unsafe impl ['s] for &'s Strip {
             fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
                 if layout.size() > PIECE || layout.align() > 64 {
                     return Err(AllocError);

@@ -270,7 +270,7 @@ unsafe impl Sync for Strip {}
 
 impl_allocator! {
     // SAFETY: blocks are cut off one after another.
-    impl ['s] for &'s Strip {
+    unsafe impl ['s] for &'s Strip {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let mut used = self.used.lock().map_err(|_| AllocError)?;
             let at = used.0.next_multiple_of(layout.align());

@@ -15,7 +15,7 @@ macro_rules! bump_allocator {
             // stands in the type. 2. Two blocks never overlap: `next` moves past each, and back only over the last
             // block when that is given up, or at a reset or a rewind, which the borrow excludes or whose caller
             // answers for it. 3. Copies of the reference lead to the same arena.
-            impl [$($generics)*] for $t {
+            unsafe impl [$($generics)*] for $t {
                 #[inline]
                 fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
                     let block = self.bump().allocate(layout).ok_or(AllocError)?;

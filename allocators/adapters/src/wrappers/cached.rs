@@ -226,7 +226,7 @@ impl_allocator! {
     // nobody's: it was given back, and leaves its slot when it is handed out. Its pointer is the one that it came back
     // with, good for the bytes of its layout, and it is handed out for that layout alone. 3. Clones share the slots and the
     // allocator below.
-    impl [A: UpstreamAllocator] for Cached<A> {
+    unsafe impl [A: UpstreamAllocator] for Cached<A> {
         #[inline]
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if let Some(block) = self.shared.take(layout) {

@@ -106,7 +106,7 @@ impl Counters {
 impl_allocator! {
     // SAFETY: 1. Every block is one of the allocator below, cut to the size that was asked for, which fits it. 2. A
     // clone has a clone of that allocator.
-    impl [A: Allocator] for Counted<A> {
+    unsafe impl [A: Allocator] for Counted<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let block = self.inner.allocate(layout).map_err(|e| self.counters.failed(e))?;
             self.counters.allocated(layout.size());

@@ -55,7 +55,7 @@ impl<A, B> Fallback<A, B> {
 impl_allocator! {
     // SAFETY: 1. Every block is one of `first` or of `second`, or has no bytes, and `Owns` tells which for as long as it
     // lives. 2. A clone has clones of both.
-    impl [A: Allocator + Owns, B: Allocator] for Fallback<A, B> {
+    unsafe impl [A: Allocator + Owns, B: Allocator] for Fallback<A, B> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() == 0 {
                 return Ok(nothing(layout));

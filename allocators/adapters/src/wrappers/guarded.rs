@@ -301,7 +301,7 @@ impl_allocator! {
     // SAFETY: 1. Every block lies within one of the allocator below, which stays until the record that names it is taken.
     // 2. Clones have clones of that allocator and the same table. 3. Every block has exactly the bytes that were asked
     // for, so one layout fits it.
-    impl [A: Allocator] for Guarded<A> {
+    unsafe impl [A: Allocator] for Guarded<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() == 0 {
                 return Ok(nothing(layout));

@@ -113,7 +113,7 @@ impl Drop for Account {
 impl_allocator! {
     // SAFETY: 1. Every block is one of the allocator below, cut to the size that was asked for, which fits it. 2. A
     // clone has a clone of that allocator.
-    impl [A: Allocator] for Limit<A> {
+    unsafe impl [A: Allocator] for Limit<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let charge = self.account.charge(layout.size()).map_err(|_| AllocError)?;
             let block = self.inner.allocate(layout)?;

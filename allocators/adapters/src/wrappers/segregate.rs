@@ -64,7 +64,7 @@ impl_allocator! {
     // SAFETY: 1. Every block is one of `small` or of `large`. 2. Which one follows from any size that fits it: those of
     // `small` are cut to the threshold, those of `large` are longer than it. 3. A clone has clones of both and the same
     // threshold.
-    impl [S: Allocator, L: Allocator] for Segregate<S, L> {
+    unsafe impl [S: Allocator, L: Allocator] for Segregate<S, L> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             if layout.size() > self.threshold {
                 return self.large.allocate(layout);

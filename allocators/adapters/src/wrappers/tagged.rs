@@ -47,7 +47,7 @@ impl<A> Tagged<A> {
 
 impl_allocator! {
     // SAFETY: every call is one of the allocator below, whose promise this is.
-    impl [A: Allocator] for Tagged<A> {
+    unsafe impl [A: Allocator] for Tagged<A> {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             tagged(self.tag, || self.inner.allocate(layout))
         }

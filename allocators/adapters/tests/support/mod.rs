@@ -100,7 +100,7 @@ impl Gated {
 
 impl_allocator! {
     // SAFETY: blocks are the global allocator's, given back later at the earliest.
-    impl [] for Gated {
+    unsafe impl [] for Gated {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             self.reap();
             let block = Global.allocate(layout).map_err(|_| AllocError)?;
@@ -170,7 +170,7 @@ impl Owned {
 
 impl_allocator! {
     // SAFETY: blocks are the global allocator's, each given back with the layout it was taken with.
-    impl [] for Owned {
+    unsafe impl [] for Owned {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let size = layout.size().checked_add(Self::EXTRA).ok_or(AllocError)?;
             let larger = Layout::from_size_align(size, layout.align()).map_err(|_| AllocError)?;

@@ -42,7 +42,9 @@ impl CudaDriver {
     }
 }
 
-impl Copies for CudaDriver {
+// SAFETY: the driver makes the copies that it is asked for, in stream order, and queues none
+// that it refuses (CUDA driver API, "Memory Management").
+unsafe impl Copies for CudaDriver {
     unsafe fn copy_to_device(
         &self,
         stream: RawStream,

@@ -78,7 +78,9 @@ impl CudaDriver {
     }
 }
 
-impl Devices for CudaDriver {
+// SAFETY: 1. and 2. the CUDA driver's own word. 3. a context with a sticky error runs nothing
+// any more, and only those are told as lost.
+unsafe impl Devices for CudaDriver {
     fn device_count(&self) -> Result<u32> {
         self.calls.add(Call::DeviceCount);
         // The driver counts once, when it starts; so have we.

@@ -7,7 +7,8 @@ use super::{
 };
 use crate::{Call, DeviceId, Events, RawEvent, RawStream, Result};
 
-impl Events for CudaDriver {
+// SAFETY: 1. to 3. handles are the driver's own and its answers are passed on as they are.
+unsafe impl Events for CudaDriver {
     fn event_create(&self, device: DeviceId) -> Result<RawEvent> {
         let mut event = std::ptr::null_mut();
         self.call(Call::EventCreate, device, |table| {

@@ -9,7 +9,9 @@ use super::{
 use crate::{Call, CaptureMode, CaptureStatus, Graphs, OnRelease, RawGraph, RawGraphExec, RawStream, Result};
 use std::{ffi::c_void, ptr};
 
-impl Graphs for CudaDriver {
+// SAFETY: 1. to 4. handles are the driver's own and its answers are passed on as they are; what
+// is to be called on release is a user object's destructor.
+unsafe impl Graphs for CudaDriver {
     fn capture_begin(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
         self.call(Call::CaptureBegin, stream.device(), |table| {
             // SAFETY: 1. the handle is alive.

@@ -9,7 +9,9 @@ fn bits(flags: &[(bool, u32)]) -> u32 {
     flags.iter().filter(|(on, _)| *on).fold(0, |bits, (_, bit)| bits | bit)
 }
 
-impl HostMemory for CudaDriver {
+// SAFETY: 1. and 3. the driver's own word. 2. it waits for the device before it ends a
+// registration or frees memory.
+unsafe impl HostMemory for CudaDriver {
     fn host_alloc(&self, device: DeviceId, bytes: usize, flags: HostFlags) -> Result<NonNull<u8>> {
         if flags.read_only {
             // There is no bit for it: memory that the driver makes can be written.

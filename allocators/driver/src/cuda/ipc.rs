@@ -27,7 +27,8 @@ impl CudaDriver {
     }
 }
 
-impl Ipc for CudaDriver {
+// SAFETY: 1. and 2. handles are the driver's own and its answers are passed on as they are.
+unsafe impl Ipc for CudaDriver {
     fn handle_create_exportable(
         &self,
         device: DeviceId,

@@ -17,7 +17,8 @@ fn figure(table: &Table, pool: Object, attribute: u32) -> Result<u64> {
     answer(Call::PoolUsage.name(), code).map(|()| value)
 }
 
-impl Memory for CudaDriver {
+// SAFETY: 1. and 2. addresses are the driver's own and its answers are passed on as they are.
+unsafe impl Memory for CudaDriver {
     fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<u64> {
         let mut address = 0;
         self.call(Call::MemAlloc, device, |table| {

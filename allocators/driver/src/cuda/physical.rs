@@ -8,7 +8,9 @@ use super::{
 };
 use crate::{Call, DeviceId, Physical, PhysicalHandle, Result};
 
-impl Physical for CudaDriver {
+// SAFETY: 1. to 3. addresses and handles are the driver's own and its answers are passed on as
+// they are.
+unsafe impl Physical for CudaDriver {
     fn address_reserve(&self, device: DeviceId, bytes: u64, align: u64) -> Result<u64> {
         let mut address = 0;
         self.call(Call::AddressReserve, device, |table| {

@@ -61,7 +61,8 @@ impl CudaDriver {
     }
 }
 
-impl Driver for CudaDriver {
+// SAFETY: 1. one driver library, opened once.
+unsafe impl Driver for CudaDriver {
     fn name(&self) -> &'static str {
         "cuda"
     }

@@ -16,7 +16,9 @@ use std::{
 /// How often somebody looks at a word before he leaves the wait to the driver: some tens of microseconds.
 const LOOKS: u32 = 1000;
 
-impl Streams for CudaDriver {
+// SAFETY: 1. to 5. handles are the driver's own and its answers are passed on as they are; a
+// watched word has its value only once the device has written it, in stream order.
+unsafe impl Streams for CudaDriver {
     fn stream_create(&self, device: DeviceId, priority: i32) -> Result<RawStream> {
         let mut stream = std::ptr::null_mut();
         self.call(Call::StreamCreate, device, |table| {

@@ -32,7 +32,7 @@ const ROOM: usize = 256 << 20;
 
 impl_allocator! {
     // SAFETY: blocks are cut off one after another.
-    impl ['s] for &'s Apart {
+    unsafe impl ['s] for &'s Apart {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let bytes = layout.size().next_multiple_of(64);
             let at = self.used.fetch_add(bytes, Ordering::Relaxed);

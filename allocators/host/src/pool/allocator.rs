@@ -60,7 +60,7 @@ impl_allocator! {
     // ranges of regions that live as long as a block of theirs does. 2. copies of the allocator share the shell, which is
     // never freed, so any of them frees any block, and moving one moves no memory. 3. no method unwinds: nothing that users
     // wrote runs but gates, whose panics are caught.
-    impl [] for PinnedAllocator {
+    unsafe impl [] for PinnedAllocator {
         #[inline]
         fn allocate(&self, layout: Layout) -> std::result::Result<NonNull<[u8]>, AllocError> {
             match self.quick(layout) {

@@ -184,7 +184,7 @@ impl Strip {
 
 impl_allocator! {
     // SAFETY: blocks are cut from the strip where no live one is.
-    impl ['s] for &'s Strip {
+    unsafe impl ['s] for &'s Strip {
         fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
             let block = self.take(layout).ok_or(AllocError)?;
             Ok(NonNull::slice_from_raw_parts(block, layout.size()))

@@ -150,7 +150,9 @@ impl Shared {
     }
 }
 
-impl Copies for Shared {
+// SAFETY: 1. and 2. a copy is one task of its stream's queue, which is checked before it is
+// queued.
+unsafe impl Copies for Shared {
     unsafe fn copy_to_device(
         &self,
         stream: RawStream,

@@ -8,7 +8,10 @@ use crate::{
     },
 };
 
-impl Devices for Shared {
+// SAFETY: 1. the queues of the device have run before it answers. 2. the calls of the other
+// families keep to the same configuration. 3. the queues of a lost device never run again.
+#[expect(unsafe_code, reason = "promises what a driver answers; holds no unsafe block")]
+unsafe impl Devices for Shared {
     fn device_count(&self) -> Result<u32> {
         let state = self.enter(Call::DeviceCount, None)?;
         self.cost(Call::DeviceCount, 0);

@@ -21,7 +21,9 @@ impl State {
     }
 }
 
-impl Events for Shared {
+// SAFETY: 1. places of events are used again under another handle only. 2. an answer follows
+// from how far the stream's queue has run. 3. faults are looked for before anything changes.
+unsafe impl Events for Shared {
     fn event_create(&self, device: DeviceId) -> Result<RawEvent> {
         let mut state = self.enter(Call::EventCreate, Some(device))?;
         self.cost(Call::EventCreate, 0);

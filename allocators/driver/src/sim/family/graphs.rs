@@ -9,7 +9,10 @@ use crate::{
     },
 };
 
-impl Graphs for Shared {
+// SAFETY: 1. graphs are kept by numbers that do not come back. 2. captured tasks lie in their
+// graph until a launch queues them. 3. captures are counted. 4. what is to be called goes with
+// the last launch of the last executable.
+unsafe impl Graphs for Shared {
     fn capture_begin(&self, stream: RawStream, mode: CaptureMode) -> Result<()> {
         let call = Call::CaptureBegin;
         let mut state = self.enter(call, Some(stream.device()))?;

@@ -44,7 +44,9 @@ impl Shared {
     }
 }
 
-impl HostMemory for Shared {
+// SAFETY: 1. whole pages of the system, which are unmapped when they are freed. 2. the device's
+// queues have run by then. 3. faults are looked for before anything changes.
+unsafe impl HostMemory for Shared {
     fn host_alloc(&self, device: DeviceId, bytes: usize, flags: HostFlags) -> Result<NonNull<u8>> {
         let site = here();
         let call = Call::HostAlloc;

@@ -66,7 +66,9 @@ impl Shared {
     }
 }
 
-impl Ipc for Shared {
+// SAFETY: 1. handles are kept by numbers that do not come back, with their bytes. 2. faults are
+// looked for before anything changes.
+unsafe impl Ipc for Shared {
     fn handle_create_exportable(
         &self,
         device: DeviceId,

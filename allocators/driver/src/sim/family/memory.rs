@@ -32,7 +32,9 @@ impl State {
     }
 }
 
-impl Memory for Shared {
+// SAFETY: 1. ranges are carved from an address space that is kept here, and none is handed out
+// twice. 2. faults are looked for before anything changes.
+unsafe impl Memory for Shared {
     fn mem_alloc(&self, device: DeviceId, bytes: u64) -> Result<u64> {
         let site = here();
         let call = Call::MemAlloc;

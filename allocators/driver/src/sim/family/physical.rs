@@ -47,7 +47,10 @@ impl State {
     }
 }
 
-impl Physical for Shared {
+// SAFETY: 1. as for the driver's own allocations; handles are counted. 2. the address space
+// leads each access to the handle that is mapped there. 3. faults are looked for before
+// anything changes.
+unsafe impl Physical for Shared {
     fn address_reserve(&self, device: DeviceId, bytes: u64, align: u64) -> Result<u64> {
         let call = Call::AddressReserve;
         let mut state = self.enter(call, Some(device))?;

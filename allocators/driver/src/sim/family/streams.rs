@@ -19,7 +19,10 @@ use std::{
 /// The priorities of an H200.
 const PRIORITIES: RangeInclusive<i32> = -5..=0;
 
-impl Streams for Shared {
+// SAFETY: 1. and 4. places of streams are used again under another handle, and numbers are
+// counted. 2. queues run in order and stop at an event that is not reached. 3. an answer
+// follows from how far the queue has run. 5. faults are looked for before anything changes.
+unsafe impl Streams for Shared {
     fn stream_create(&self, device: DeviceId, _priority: i32) -> Result<RawStream> {
         let mut state = self.enter(Call::StreamCreate, Some(device))?;
         self.cost(Call::StreamCreate, 0);
