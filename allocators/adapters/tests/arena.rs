@@ -450,3 +450,13 @@ fn a_scope_whose_first_chunk_made_way_and_came_second_goes_back_to_nothing() {
         assert_eq!(arena.stats().allocated, 0);
     }
 }
+
+#[test]
+fn chunks_that_no_allocator_has_are_asked_for_smaller() {
+    for bytes in [usize::MAX, usize::MAX / 2, isize::MAX as usize - 3] {
+        let settings = ArenaSettings::new().first_chunk(bytes).max_chunk(bytes);
+        let arena = Arena::with_settings_in(settings, Limit::new(Global, Budget::new("arena", 1 << 16)));
+        assert_eq!(arena.try_alloc(7u64).map(|seven| *seven).ok(), Some(7));
+        assert!(arena.try_alloc_slice_copy(&[0u8; 1 << 12]).is_ok());
+    }
+}

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "asks the kernel for the time")]
 
 use nix::libc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Time since some moment in the past, to the kernel's last tick: 1 to 10 ms ago (`CLOCK_MONOTONIC_COARSE`). It costs a
 /// fraction of [`Instant::now`](std::time::Instant::now), which asks the hardware, and never goes back.
@@ -20,4 +20,11 @@ pub fn coarse() -> Duration {
     // Every kernel since 2.6.32 has this clock; without it no time passes.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut time) };
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
+}
+
+/// The moment that lies so far ahead. A time that no clock can tell is a century and more ahead.
+pub(crate) fn after(wait: Duration) -> Instant {
+    const AGES: Duration = Duration::from_secs(u32::MAX as u64);
+    let now = Instant::now();
+    now.checked_add(wait).unwrap_or_else(|| now + AGES)
 }

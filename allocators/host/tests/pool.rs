@@ -587,3 +587,18 @@ fn a_growth_that_fails_at_any_system_call_changes_nothing() {
         }
     }
 }
+
+#[test]
+fn times_that_no_clock_can_tell_are_waited_for_like_long_ones() {
+    let host = support::host();
+    let mut config = config();
+    (config.patience, config.deadline) = (Duration::MAX, Some(Duration::MAX));
+    let pool = PinnedPool::new(&host, &Budget::new("pinned", 64 << 20), config).unwrap();
+    let allocator = pool.allocator();
+    let layout = Layout::from_size_align(1 << 20, 64).unwrap();
+    let block = Allocator::allocate(&allocator, layout).unwrap();
+    // SAFETY: 1. the block is live, and of this layout.
+    unsafe { Allocator::deallocate(&allocator, block.cast(), layout) };
+    let too_large = Layout::from_size_align(1 << 30, 64).unwrap();
+    assert!(Allocator::allocate(&allocator, too_large).is_err());
+}

@@ -511,7 +511,7 @@ impl Inner {
         let number = {
             let mut slots = self.slots();
             slots.adopted += 1;
-            self.cap + slots.adopted - 1
+            self.cap.saturating_add(slots.adopted - 1)
         };
         let timeline = Arc::new(Timeline::new(self.driver.clone(), raw, number, id, life, false));
         let mut known = self.known();

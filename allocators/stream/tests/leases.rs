@@ -344,3 +344,12 @@ fn a_driver_that_cannot_say_whether_a_stream_captures_leases_none_and_loses_none
     assert_eq!(rig.made(Call::StreamCreate), 1);
     rig.assert_all_given_back();
 }
+
+#[test]
+fn a_pool_without_a_cap_takes_streams_in() {
+    let rig = Rig::new(u32::MAX);
+    let (legacy, own) = (rig.pool.legacy_default().unwrap(), rig.pool.thread_default().unwrap());
+    assert_ne!(legacy.raw(), own.raw());
+    drop((legacy, own, rig.lease()));
+    rig.assert_all_given_back();
+}

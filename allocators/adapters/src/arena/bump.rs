@@ -246,9 +246,14 @@ impl<A: Allocator> Bump<A> {
             self.return_chunk(spare.block(), spare.layout);
         }
         let mut size = wish.clamp(need, room.max(need));
+        // There is no such block: no spare is worth giving back for it.
+        Layout::from_size_align(need, align).ok()?;
         loop {
-            let asked = Layout::from_size_align(size, align).ok()?;
-            if let Ok(block) = self.upstream.allocate(asked) {
+            // Chunks that no layout can be as large as are refused like any other.
+            let asked = Layout::from_size_align(size, align).ok();
+            if let Some(asked) = asked
+                && let Ok(block) = self.upstream.allocate(asked)
+            {
                 if block.addr().get() + block.len() <= isize::MAX as usize {
                     return Some((block, asked));
                 }

@@ -7,7 +7,10 @@ use super::{
     state::State,
     thread::AtWork,
 };
-use crate::region::{self, Cause, Region, RegionError, RegionRequest, window::GRANULE};
+use crate::{
+    clock,
+    region::{self, Cause, Region, RegionError, RegionRequest, window::GRANULE},
+};
 use aquifer_core::{Action, MemoryError, OutOfMemory, Result, error::Tried};
 use std::{
     alloc::Layout,
@@ -121,7 +124,7 @@ impl Home {
             Effort::Until(end) => shared.config.patience.min(end.saturating_duration_since(Instant::now())),
             Effort::Configured | Effort::None => shared.config.patience,
         };
-        let until = Instant::now() + patience;
+        let until = clock::after(patience);
         let mut in_vain = InVain::default();
         let InVain { refused, tried } = &mut in_vain;
         if shared.config.grow == Grow::AtQuietPoints {
@@ -225,7 +228,7 @@ impl Home {
         request.flags = config.flags;
         request.registration = registration.next_multiple_of(GRANULE);
         request.verify = config.verify;
-        request.deadline = config.deadline.map(|limit| Instant::now() + limit);
+        request.deadline = config.deadline.map(clock::after);
         let region = Region::new(&shared.host, &shared.budget, &request)?;
         let (start, len) = (region.span().start as u64, region.span().len as u64);
         let mut region = Some(region);
@@ -258,7 +261,7 @@ impl Home {
         layout: Layout,
         tried: &mut Vec<Tried>,
     ) -> Result<Option<Taken>> {
-        let end = Instant::now() + patience;
+        let end = clock::after(patience);
         if patience.is_zero() {
             return Ok(None);
         }

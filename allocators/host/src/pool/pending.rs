@@ -5,6 +5,7 @@ use super::{
     state::{Asked, Freed},
 };
 use crate::{
+    clock,
     kernel::{AcrossForks, Of},
     region,
 };
@@ -13,7 +14,7 @@ use aquifer_driver::HostAccess;
 use std::{
     mem,
     panic::{AssertUnwindSafe, catch_unwind},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 /// Shells of closed pools with pending blocks: nobody else would ask after those.
@@ -94,7 +95,7 @@ impl Home {
             return false;
         }
         self.with(|state| state.waited());
-        let deadline = Instant::now() + patience;
+        let deadline = clock::after(patience);
         for gate in asked.iter().flat_map(|one| &one.gates) {
             // Whatever it answers, it is asked again below; a gate that panics is one that stays shut.
             let _answer = catch_unwind(AssertUnwindSafe(|| gate.wait(Some(deadline))));
