@@ -168,6 +168,30 @@ pub(crate) enum Settle {
 /// Shells without a stream.
 static RETIRED: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
 
+/// What is left to do of the end of a cache because the driver has refused to wait: within a host callback it refuses every
+/// call.
+enum Unended {
+    Close(&'static Home, Arc<Inner>),
+    Finish(&'static Home, Retired),
+}
+
+static UNENDED: Mutex<Vec<Unended>> = Mutex::new(Vec::new());
+
+fn end_later(unended: Unended) {
+    UNENDED.lock().unwrap_or_else(PoisonError::into_inner).push(unended);
+}
+
+/// Ends caches whose end the driver has refused. What it refuses again is kept for the next time.
+pub(crate) fn sweep() {
+    let unended = mem::take(&mut *UNENDED.lock().unwrap_or_else(PoisonError::into_inner));
+    for one in unended {
+        match one {
+            Unended::Close(home, pool) => home.close(&pool),
+            Unended::Finish(home, retired) => home.finish(retired),
+        }
+    }
+}
+
 /// What is to be done once the lock is open again.
 pub(crate) struct AfterFree {
     /// An event that cannot be recorded later.
@@ -486,6 +510,10 @@ impl Home {
                     let _ = self.settle(Settle::Done);
                     break;
                 }
+                Err(MemoryError::Driver(_)) => {
+                    end_later(Unended::Close(self, pool.clone()));
+                    break;
+                }
                 Err(_) => break,
             }
         }
@@ -524,18 +552,25 @@ impl Home {
 
     /// Ends a shell's service: everything queued on its stream is waited for, and its ranges go back to the pool.
     #[cold]
-    pub(crate) fn finish(&'static self, retired: Retired) {
-        if let Some(Serving { pool, timeline, .. }) = retired.serving {
+    pub(crate) fn finish(&'static self, mut retired: Retired) {
+        if let Some(serving) = retired.serving.take() {
+            let Serving { pool, timeline, .. } = &serving;
             match timeline.quiesce() {
-                Ok(()) => pool.take_home_back(self, &timeline, &retired.heap),
+                Ok(()) => pool.take_home_back(self, timeline, &retired.heap),
                 Err(MemoryError::DeviceLost { .. }) => {
                     // Nothing runs there any more.
                     timeline.abandon();
-                    pool.take_home_back(self, &timeline, &retired.heap);
+                    pool.take_home_back(self, timeline, &retired.heap);
                 }
-                // Work may still run on this memory, so it stays mapped and charged.
-                Err(_) => pool.keep_home(self, &timeline),
+                // Work may still run on this memory, so it stays mapped and charged until the driver is asked again.
+                Err(MemoryError::Driver(_)) => {
+                    retired.serving = Some(serving);
+                    return end_later(Unended::Finish(self, retired));
+                }
+                // Nor can it ever be told when that work is done.
+                Err(_) => pool.keep_home(self, timeline),
             }
+            let Serving { pool, timeline, .. } = serving;
             drop(timeline);
             drop(pool);
         }

@@ -141,6 +141,7 @@ impl DevicePool {
     /// bypass; [`MemoryError::Unsupported`] for an export or a retention that the device cannot; those of
     /// [`DevicePool::warm`]; the driver's.
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
+        graphs::sweep();
         let environment = Environment::read()?;
         config.bypass |= environment.bypass;
         config.recorder = config.recorder.or(environment.recorder);

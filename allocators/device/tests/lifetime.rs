@@ -4,7 +4,10 @@ mod support;
 
 use aquifer_core::{Budget, DeviceId, MemoryError, OpaqueBlock, PoolStats};
 use aquifer_device::{DeviceBuffer, Direct, Request, Resource, StreamOrdered};
-use aquifer_driver::{Access, Call, sim::Sim};
+use aquifer_driver::{
+    Access, Call,
+    sim::{Callback, Sim},
+};
 use aquifer_stream::StreamPool;
 use std::{collections::HashSet, sync::Arc, thread};
 use support::{MIB, Rig, range, read};
@@ -340,4 +343,29 @@ fn what_is_kept_until_a_free_may_panic_when_it_goes() {
         assert_eq!((stats.live, stats.pending), (0, 0), "{stats:?}");
     }
     rig.assert_silent();
+}
+
+#[test]
+fn a_pool_that_is_closed_within_a_host_callback_is_given_back_later() {
+    for pending in [false, true] {
+        let Rig { sim, pool, budget } = Rig::new(64);
+        let (s, other) = (pool.stream().unwrap(), pool.stream().unwrap());
+        let block = pool.alloc(&s, Request::bytes(MIB)).unwrap();
+        if pending {
+            block.prepare(&other, Access::Read).unwrap().finish().unwrap();
+        }
+        drop(block);
+        let stream = other.raw();
+        // Every call is refused within one, those that wait for work as well.
+        let mut held = Some((pool, s, other));
+        let close = Callback::new("close", move || drop(held.take()));
+        let ran = sim.host_callback(stream, close).unwrap();
+        sim.run_all();
+        assert!(ran.has_run() && budget.used() > 0, "it could not be ended there");
+        // The next pool has it ended.
+        drop(Rig::new(64));
+        assert_eq!(budget.used(), 0);
+        drop(ran);
+        assert!(sim.violations().is_empty(), "{:?}", sim.violations());
+    }
 }

@@ -8,6 +8,7 @@ use crate::sync::{
     atomic::{AtomicBool, Ordering},
     spin_loop, yield_now,
 };
+use std::mem::ManuallyDrop;
 
 /// Lets one thread in at a time. Whoever is inside does a few dozen loads and stores, calls nothing and allocates nothing.
 #[derive(Debug)]
@@ -60,7 +61,7 @@ impl Lock {
 impl Inside<'_> {
     /// Stays inside until [`Lock::give_back`].
     pub(super) fn keep(self) {
-        std::mem::forget(self);
+        let _stays = ManuallyDrop::new(self);
     }
 }
 

@@ -247,8 +247,9 @@ fn kept() -> MutexGuard<'static, Vec<Held>> {
     KEPT.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Lets go of memory whose graphs the driver has said are gone.
+/// Lets go of memory whose graphs the driver has said are gone, and ends caches whose end the driver has refused.
 pub(crate) fn sweep() {
+    crate::home::sweep();
     let gone: Vec<_> = kept().extract_if(.., |held| held.released.load(Ordering::Acquire)).collect();
     gone.into_iter().for_each(|held| drop(held.memory));
 }
