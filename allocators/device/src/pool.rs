@@ -399,13 +399,52 @@ impl DevicePool {
         DeviceBuffer::new_in(self, stream, len)
     }
 
+    /// Looks which queued work is done, so that freed blocks whose last use is over are free, and drops what was
+    /// [kept until then](aquifer_core::OpaqueBlock::keep_until_free). Nothing else does so while a program neither allocates
+    /// slowly nor trims: a free makes no driver call. Gives no cached memory back, and never blocks; with
+    /// [debugging](crate::Debugging) it waits as [`DevicePool::trim`] does.
+    ///
+    /// ```
+    /// use aquifer_core::OpaqueBlock;
+    /// use aquifer_device::{DevicePool, PoolConfig, Request};
+    /// use aquifer_driver::{Access, DeviceId, sim::Sim};
+    /// use std::sync::Arc;
+    /// let pool = DevicePool::open(Sim::h200(1).driver(), DeviceId(0), PoolConfig::default())?;
+    /// let (s, u) = (pool.stream()?, pool.stream()?);
+    /// let (mut block, kept) = (pool.alloc(&s, Request::bytes(4096))?, Arc::new(()));
+    /// block.keep_until_free(Box::new(kept.clone()));
+    /// block.prepare(&u, Access::Read)?.finish()?;
+    /// drop(block);                                // `u` may still use it
+    /// u.synchronize()?;
+    /// pool.poll()?;
+    /// assert_eq!(Arc::strong_count(&kept), 1);
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// The driver's.
+    #[track_caller]
+    pub fn poll(&self) -> Result<()> {
+        let _site = site::enter();
+        match &self.handle.detour {
+            None => self.inner().poll(),
+            Some(Detour::Direct(direct)) => {
+                self.inner().poll()?;
+                direct.trim(u64::MAX).map(drop)
+            }
+            Some(Detour::Checked(checked)) => checked.trim(u64::MAX).map(drop),
+        }
+    }
+
     /// Free memory back to the driver until no more than `keep` bytes are held, or the
     /// [release threshold](PoolConfig::release_threshold) if that is less, as far as that needs no waiting and leaves the
-    /// [warm reserve](DevicePool::warm).
+    /// [warm reserve](DevicePool::warm). It waits for the device where memory is left of streams that nothing else can prove
+    /// done: default streams of threads that have ended.
     /// Answers with the bytes given back. With [debugging](crate::Debugging) it waits for blocks that are to be looked at.
     ///
     /// # Errors
-    /// The driver's; what was given back before stays given back.
+    /// The driver's, also where it refuses to release what it has unmapped: that stays charged, and is tried again by the
+    /// next trim. What was given back before stays given back.
     #[track_caller]
     pub fn trim(&self, keep: u64) -> Result<u64> {
         let _site = site::enter();

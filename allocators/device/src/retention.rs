@@ -181,6 +181,15 @@ impl Inner {
         cached + self.apart.held().stuck()
     }
 
+    /// As [`DevicePool::poll`].
+    pub(crate) fn poll(&self) -> Result<()> {
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
+        self.look(&pass, &homes)?;
+        self.apart.reap_quietly();
+        self.lodgings.all().iter().try_for_each(|lodging| lodging.look())
+    }
+
     /// The same for somebody who is short of memory, whom the warm reserve does not stop.
     pub(crate) fn press(&self, keep: u64) -> Result<u64> {
         let gone = self.sweep() + self.apart.reap()? + self.lodgings.trim()?;

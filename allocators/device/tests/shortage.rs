@@ -3,15 +3,15 @@
 
 mod support;
 
-use aquifer_core::{Budget, Tag};
+use aquifer_core::{Budget, OpaqueBlock, Tag};
 use aquifer_device::{Adoption, Block, DevicePool, Park, PoolConfig, Request, Reserved};
 use aquifer_driver::{
-    Call, DeviceId, leftovers,
+    Access, Call, DeviceId, leftovers,
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::Stream;
-use std::{thread, time::Duration};
-use support::{MIB, Rig};
+use std::{sync::Arc, thread, time::Duration};
+use support::{MIB, Rig, range};
 
 fn plain() -> Sim {
     let mut config = SimConfig::h200(1);
@@ -353,4 +353,24 @@ fn a_tenants_budget_is_back_at_nothing_after_all_is_dropped_and_trimmed() {
 fn a_budget_that_a_pool_makes_for_itself_is_named_after_its_device() {
     let pool = DevicePool::open(Sim::h200(2).driver(), DeviceId(1), PoolConfig::default()).unwrap();
     assert_eq!(pool.budget().name(), "device 1");
+}
+
+#[test]
+fn what_is_kept_until_a_free_is_dropped_by_a_poll_of_an_idle_pool() {
+    for make in KINDS {
+        let rig = Rig::stepped(32);
+        let (s, u) = (rig.stream(), rig.stream());
+        let (mut block, kept) = (make(&rig, &s), Arc::new(()));
+        block.keep_until_free(Box::new(kept.clone()));
+        let used = block.prepare(&u, Access::Write).unwrap();
+        rig.sim.access(u.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+        used.finish().unwrap();
+        drop(block);
+        rig.pool.poll().unwrap();
+        assert_eq!(Arc::strong_count(&kept), 2, "its use is queued");
+        rig.sim.run_all();
+        rig.pool.poll().unwrap();
+        assert_eq!(Arc::strong_count(&kept), 1);
+        rig.assert_silent();
+    }
 }

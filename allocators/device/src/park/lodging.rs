@@ -432,7 +432,7 @@ impl Lodging {
     }
 
     /// Looks which work is done that freed blocks wait for. Never blocks.
-    fn look(&self) -> Result<()> {
+    pub(crate) fn look(&self) -> Result<()> {
         let work = latest(self.freed_work());
         for (timeline, epoch) in work {
             timeline.fence(epoch)?;
