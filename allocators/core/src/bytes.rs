@@ -13,8 +13,8 @@ use std::fmt;
 pub struct Bytes(pub u64);
 
 impl Bytes {
-    /// Returns the smallest count that is no less and that `Display` writes without rounding, to a byte: for an amount that a
-    /// person is to read and set.
+    /// Returns the smallest count that is no less and that `Display` writes without rounding, to a
+    /// byte: for an amount that a person is to read and set.
     ///
     /// ```
     /// use aquifer_core::Bytes;
@@ -33,7 +33,8 @@ impl Bytes {
         Self(u64::try_from(hundredths * unit / 100).unwrap_or(self.0))
     }
 
-    /// Returns the largest count that is no more and that `Display` writes without rounding, to a byte.
+    /// Returns the largest count that is no more and that `Display` writes without rounding, to a
+    /// byte.
     ///
     /// ```
     /// use aquifer_core::Bytes;

@@ -80,7 +80,8 @@ const NAMES: [&str; 64] = [
 ];
 
 impl DeviceId {
-    /// Returns the name that budgets of this device carry: `device 0`. From the 65th on all have one name.
+    /// Returns the name that budgets of this device carry: `device 0`. From the 65th on all have
+    /// one name.
     ///
     /// ```
     /// use aquifer_core::DeviceId;

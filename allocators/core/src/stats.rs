@@ -17,7 +17,8 @@ pub struct PoolStats {
     pub requested: u64,
     /// Free and backed by memory: can be given out again. Without what is free and belongs to graphs.
     pub cached: u64,
-    /// Freed, but held back until a use on another stream is done, or until the driver takes back what it has refused to.
+    /// Freed, but held back until a use on another stream is done, or until the driver takes back
+    /// what it has refused to.
     pub pending: u64,
     /// Held from the driver or the kernel.
     pub physical: u64,

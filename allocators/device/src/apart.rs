@@ -342,7 +342,8 @@ impl Apart {
             self.leave(span);
         }
         if gone > 0 {
-            // Unmapped, but not taken back by the driver: still held, and pending in the pool's account.
+            // Unmapped, but not taken back by the driver: still held, and pending in the pool's
+            // account.
             let stuck = self.held.stuck().saturating_sub(before).min(gone);
             let given = gone - stuck;
             self.count(|a| {
@@ -443,7 +444,8 @@ impl Drop for Apart {
         for span in left {
             // Work that cannot be waited for is seen not to be done just below, and keeps its memory.
             let _ = span.wait(None).and_then(|_| span.outlast());
-            // What the driver refuses is left to a later sweep. What has open uses stays mapped and charged.
+            // What the driver refuses is left to a later sweep. What has open uses stays mapped and
+            // charged.
             leftovers::release(&self.driver, move || match span.reap() {
                 (_, Err(MemoryError::Driver(refused))) => Err(refused),
                 _ => Ok(()),

@@ -192,8 +192,8 @@ impl<S: Source> Ledger<S> {
         Ok(block)
     }
 
-    /// Turns a refusal of `bytes` by the budget or the driver into the error that every pool answers with. Leaves other errors
-    /// as they are.
+    /// Turns a refusal of `bytes` by the budget or the driver into the error that every pool
+    /// answers with. Leaves other errors as they are.
     fn explained(&self, bytes: u64, error: MemoryError) -> MemoryError {
         let device = self.device();
         let mut full = OutOfMemory::new(device.to_string(), bytes);

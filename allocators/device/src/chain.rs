@@ -158,8 +158,8 @@ fn count(counter: &AtomicU64, by: u64) {
 /// How many times others' memory in hand is waited for before a request is refused.
 const OTHERS_TURNS: u32 = 64;
 
-/// How often a pool gives back what it holds idle itself, between asking others: once for each budget above it, and for
-/// the rare case that another thread takes what was given.
+/// How often a pool gives back what it holds idle itself, between asking others: once for each
+/// budget above it, and for the rare case that another thread takes what was given.
 const OWN_TURNS: u32 = 8;
 
 /// Counts down; says whether there was anything left.
@@ -221,7 +221,8 @@ pub(crate) enum Unfenced {
     Abandoned,
 }
 
-/// Waits for the device until these epochs are proved, as far as no event can prove them. Returns whether there were any.
+/// Waits for the device until these epochs are proved, as far as no event can prove them. Returns
+/// whether there were any.
 fn outlast(work: impl IntoIterator<Item = (Arc<Timeline>, u64)>, whose: Unfenced) -> Result<bool> {
     let mut waited = false;
     for (timeline, epoch) in work {
@@ -482,7 +483,8 @@ impl Inner {
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
         let gone = self.sweep() + self.apart.reap()? + self.lodgings.trim()?;
-        // Blocks that earlier steps of this chain have settled are free, but not yet known to be done.
+        // Blocks that earlier steps of this chain have settled are free, but not yet known to be
+        // done.
         self.look(&pass, &homes)?;
         let wanted = self.whole(request);
         let idle = self.idle_handles(&homes);
@@ -513,9 +515,10 @@ impl Inner {
         }
     }
 
-    /// Gives back idle memory of this pool's own, where the budget that refuses has nothing else below it that could: the
-    /// others that are to give the rest are found only once the next budget above refuses. Gives nothing unless it is
-    /// enough for that budget. Returns whether it gave any.
+    /// Gives back idle memory of this pool's own, where the budget that refuses has nothing else
+    /// below it that could: the others that are to give the rest are found only once the next
+    /// budget above refuses. Gives nothing unless it is enough for that budget. Returns whether it
+    /// gave any.
     fn give_own(&self, wanted: u64, progress: &mut Progress<'_>) -> Result<bool> {
         let Some(NoHandle::Budget(refused)) = progress.refused else { return Ok(false) };
         let wanted = self.whole(&Request::bytes(wanted)).max(refused.requested);
@@ -569,7 +572,8 @@ impl Inner {
     /// they let go of. Answers with those bytes. Never blocks.
     pub(crate) fn look(&self, bump: &Bump, homes: &[&'static Home]) -> Result<u64> {
         let mut held = List::with_capacity_in(homes.len(), bump);
-        // All fences before the first poll: a device needs a moment to pass the event of an idle stream.
+        // All fences before the first poll: a device needs a moment to pass the event of an idle
+        // stream.
         let mut fenced = List::new_in(bump);
         let mut fence = |timeline: Arc<Timeline>, epoch: u64| -> Result<()> {
             count(&self.counters.fences, u64::from(epoch > 0 && timeline.fence(epoch)?.is_new()));
@@ -701,9 +705,10 @@ impl Inner {
         self.outlast(&pass, &homes, Unfenced::All)
     }
 
-    /// Waits for the device where caches hold memory of streams that this thread cannot fence, such as the default streams of
-    /// threads that have ended: nothing else proves that their work is over. Not while a capture is announced. Returns
-    /// whether there was any. Blocks, with no deadline.
+    /// Waits for the device where caches hold memory of streams that this thread cannot fence, such
+    /// as the default streams of threads that have ended: nothing else proves that their work is
+    /// over. Not while a capture is announced. Returns whether there was any. Blocks, with no
+    /// deadline.
     pub(crate) fn outlast(&self, bump: &Bump, homes: &[&'static Home], whose: Unfenced) -> Result<bool> {
         if self.apart.announced.load(Ordering::Relaxed) > 0 {
             return Ok(false);

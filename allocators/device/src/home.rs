@@ -96,8 +96,8 @@ pub(crate) struct State {
     /// Threads that have taken the pending blocks out to settle them.
     settling: u32,
     pub(crate) account: Account,
-    /// The epoch of the last free, also of blocks that are pending: what has to be fenced before other streams may have
-    /// what is free here.
+    /// The epoch of the last free, also of blocks that are pending: what has to be fenced before
+    /// other streams may have what is free here.
     pub(crate) last_free: u64,
     /// `None` in a shell that waits for a stream.
     serving: Option<Serving>,
@@ -380,7 +380,8 @@ impl Home {
             s.account.freed(freed.place.asked);
             s.account.pending += bytes;
             s.account.pending_blocks += 1;
-            // The block's own work ends in this epoch, so the next fence of this stream has to cover it.
+            // The block's own work ends in this epoch, so the next fence of this stream has to
+            // cover it.
             s.last_free = s.last_free.max(epoch);
             s.pending.push(Pending { freed, bytes, generation, epoch, uses, until_free });
             let closed = s.serving.as_ref().filter(|serving| !serving.open);

@@ -399,10 +399,11 @@ impl DevicePool {
         DeviceBuffer::new_in(self, stream, len)
     }
 
-    /// Looks which queued work is done, so that freed blocks whose last use is over are free, and drops what was
-    /// [kept until then](aquifer_core::OpaqueBlock::keep_until_free). Nothing else does so while a program neither allocates
-    /// slowly nor trims: a free makes no driver call. Gives no cached memory back, and never blocks; with
-    /// [debugging](crate::Debugging) it waits as [`DevicePool::trim`] does.
+    /// Looks which queued work is done, so that freed blocks whose last use is over are free, and
+    /// drops what was [kept until then](aquifer_core::OpaqueBlock::keep_until_free). Nothing else
+    /// does so while a program neither allocates slowly nor trims: a free makes no driver call.
+    /// Gives no cached memory back, and never blocks; with [debugging](crate::Debugging) it waits
+    /// as [`DevicePool::trim`] does.
     ///
     /// ```
     /// use aquifer_core::OpaqueBlock;
@@ -436,15 +437,16 @@ impl DevicePool {
         }
     }
 
-    /// Free memory back to the driver until no more than `keep` bytes are held, or the
-    /// [release threshold](PoolConfig::release_threshold) if that is less, as far as that needs no waiting and leaves the
-    /// [warm reserve](DevicePool::warm). It waits for the device where memory is left of streams that nothing else can prove
-    /// done: default streams of threads that have ended.
-    /// Answers with the bytes given back. With [debugging](crate::Debugging) it waits for blocks that are to be looked at.
+    /// Free memory back to the driver until no more than `keep` bytes are held, or the [release
+    /// threshold](PoolConfig::release_threshold) if that is less, as far as that needs no waiting
+    /// and leaves the [warm reserve](DevicePool::warm). It waits for the device where memory is
+    /// left of streams that nothing else can prove done: default streams of threads that have
+    /// ended. Answers with the bytes given back. With [debugging](crate::Debugging) it waits for
+    /// blocks that are to be looked at.
     ///
     /// # Errors
-    /// The driver's, also where it refuses to release what it has unmapped: that stays charged, and is tried again by the
-    /// next trim. What was given back before stays given back.
+    /// The driver's, also where it refuses to release what it has unmapped: that stays charged, and
+    /// is tried again by the next trim. What was given back before stays given back.
     #[track_caller]
     pub fn trim(&self, keep: u64) -> Result<u64> {
         let _site = site::enter();

@@ -116,8 +116,9 @@ impl DevicePool {
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`] on devices that cannot map, and beside bypass; [`MemoryError::OutOfMemory`]; the driver's.
-    /// The pool holds what it held then, and the reserve is as it was.
+    /// [`MemoryError::Unsupported`] on devices that cannot map, and beside bypass;
+    /// [`MemoryError::OutOfMemory`]; the driver's. The pool holds what it held then, and the
+    /// reserve is as it was.
     #[track_caller]
     pub fn warm(&self, bytes: u64) -> Result<u64> {
         let _site = site::enter();
@@ -146,21 +147,24 @@ impl Inner {
         if !asked {
             self.retention.gave_back(given);
         }
-        // What was refused just now is tried once more. What is refused again stays charged, and is reported.
+        // What was refused just now is tried once more. What is refused again stays charged, and is
+        // reported.
         let (given_later, swept) = self.sweep_leftovers();
         gone += given_later;
         swept.map_err(|refused| MemoryError::driver(self.info.device, refused))?;
         Ok(gone + given)
     }
 
-    /// Lets go of what drivers keep for graphs that are gone, and of what the driver has refused to release before. Returns
-    /// the bytes given back. What is refused again is left for the next sweep.
+    /// Lets go of what drivers keep for graphs that are gone, and of what the driver has refused to
+    /// release before. Returns the bytes given back. What is refused again is left for the next
+    /// sweep.
     pub(crate) fn sweep(&self) -> u64 {
         crate::graphs::sweep();
         self.sweep_leftovers().0
     }
 
-    /// Releases what the driver has refused to release before. Returns the bytes, and the driver's first refusal.
+    /// Releases what the driver has refused to release before. Returns the bytes, and the driver's
+    /// first refusal.
     fn sweep_leftovers(&self) -> (u64, Result<(), DriverError>) {
         let before = self.stuck();
         let outcome = leftovers::sweep(&self.driver);

@@ -125,8 +125,8 @@ impl Tenants {
         new
     }
 
-    /// Gives back what leases have spare, and forgets tenants that have no handle and nothing live: a budget with no live
-    /// bytes is charged for none afterwards.
+    /// Gives back what leases have spare, and forgets tenants that have no handle and nothing live:
+    /// a budget with no live bytes is charged for none afterwards.
     pub(crate) fn trim(&self) {
         let gone: Vec<_> = {
             let mut shares = self.shares.write().unwrap_or_else(PoisonError::into_inner);

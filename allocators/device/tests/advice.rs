@@ -1,5 +1,6 @@
-//! Every source of device memory refuses with one error, and whoever follows its advice has the memory.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+//! Every source of device memory refuses with one error, and whoever follows its advice has the
+//! memory.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 mod support;
 
@@ -98,7 +99,8 @@ fn limits_that_are_raised_as_advised_let_the_request_through() {
                     let (s, u) = (rig.stream(), rig.stream());
                     // The size of its slots is that of the limit at its first use.
                     let _parkable = rig.pool.parkable(Tag::named("parkable")).ok();
-                    // Live blocks of odd sizes with free ones between them, until nothing more fits.
+                    // Live blocks of odd sizes with free ones between them, until nothing more
+                    // fits.
                     let mut live = Vec::new();
                     while let Ok(block) = rig.pool.alloc(&s, Request::bytes(3 * MIB + 700_000)) {
                         live.push(block);
@@ -212,7 +214,8 @@ fn every_source_of_device_memory_refuses_with_the_same_error() {
     }
 }
 
-/// Blocks whose last use is over are free at the next request, though a refused request never reaches the pool.
+/// Blocks whose last use is over are free at the next request, though a refused request never
+/// reaches the pool.
 #[test]
 fn a_limit_over_a_pool_locks_nobody_out_after_a_use_on_a_second_stream() {
     let rig = Rig::new(64);

@@ -28,7 +28,8 @@ fn pools<const N: usize>(sim: &Sim, budgets: [&Budget; N]) -> [DevicePool; N] {
     })
 }
 
-/// Leaves a free block in the cache of `pool` whose last use was on another stream than its own. Returns the two streams.
+/// Leaves a free block in the cache of `pool` whose last use was on another stream than its own.
+/// Returns the two streams.
 fn leave_a_block_that_another_stream_used(pool: &DevicePool, bytes: u64) -> [Stream; 2] {
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
     let mut block = pool.buffer::<u8>(&s, bytes as usize).unwrap();

@@ -1,8 +1,8 @@
 //! Driver objects that the driver refused to release: kept here and released by a later sweep.
 //!
-//! A release can be refused for a moment, for example by an error of earlier work that comes out of it. The owner of the
-//! object is often being dropped then and cannot try again. It leaves the call here. Pools sweep when they trim and when
-//! memory is short, and report what is refused again.
+//! A release can be refused for a moment, for example by an error of earlier work that comes out of
+//! it. The owner of the object is often being dropped then and cannot try again. It leaves the call
+//! here. Pools sweep when they trim and when memory is short, and report what is refused again.
 //!
 //! An object of a lost device, or of a driver that is gone, counts as released: it ends with its context.
 
@@ -33,7 +33,8 @@ fn is_over(released: &Result<(), DriverError>) -> bool {
     released.as_ref().map_or_else(|refused| refused.is_device_lost() || refused.is_driver_gone(), |()| true)
 }
 
-/// Calls `release` now, and keeps it for [`sweep`] if the driver refuses. May call the driver, so never under a lock.
+/// Calls `release` now, and keeps it for [`sweep`] if the driver refuses. May call the driver, so
+/// never under a lock.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, DriverError, leftovers, sim::Sim};

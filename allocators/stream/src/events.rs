@@ -15,7 +15,8 @@ impl Drop for OwnedEvent {
     #[expect(unsafe_code, reason = "ends a handle")]
     fn drop(&mut self) {
         let (driver, raw) = (self.driver.clone(), self.raw);
-        // SAFETY: 1. the handle is private to this value, which made it and is going; no release of it has succeeded yet.
+        // SAFETY: 1. the handle is private to this value, which made it and is going; no release of
+        // it has succeeded yet.
         leftovers::release(&self.driver, move || unsafe { driver.event_destroy(raw) });
     }
 }

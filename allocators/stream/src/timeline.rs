@@ -294,9 +294,10 @@ impl Timeline {
         epoch <= self.epochs.proved()
     }
 
-    /// Returns whether nothing proves `epoch` and this thread can record no event that would, although the work may be over:
-    /// the stream is another thread's default stream, or could not be fenced when it had to be. [`Timeline::wait`] without
-    /// a deadline proves such an epoch, by waiting for the whole device. Makes no driver call.
+    /// Returns whether nothing proves `epoch` and this thread can record no event that would,
+    /// although the work may be over: the stream is another thread's default stream, or could not
+    /// be fenced when it had to be. [`Timeline::wait`] without a deadline proves such an epoch, by
+    /// waiting for the whole device. Makes no driver call.
     ///
     /// ```
     /// use aquifer_driver::{DeviceId, sim::Sim};
@@ -805,9 +806,8 @@ impl Drop for Timeline {
     fn drop(&mut self) {
         if matches!(self.life, Life::Owned) {
             let (driver, raw) = (self.driver.clone(), self.raw);
-            // Work that is still queued runs on.
-            // SAFETY: 1. the stream was made for this timeline, and who copies its handle out keeps the timeline; no release
-            // of it has succeeded yet.
+            // Work that is still queued runs on. SAFETY: 1. the stream was made for this timeline,
+            // and who copies its handle out keeps the timeline; no release of it has succeeded yet.
             leftovers::release(&self.driver, move || unsafe { driver.stream_destroy(raw) });
         }
     }

@@ -17,9 +17,10 @@ use std::{
 /// it took the block back. Several limits may share a budget; clones of one share its account. A block that is leaked
 /// stays charged, even when the limit itself is gone.
 ///
-/// A block of a device's memory is charged until its bytes are really free, which for one that another stream still uses
-/// is later than its drop. Before a request is refused the pool looks once which work is done; it is not asked for the
-/// block. The refusal is [`MemoryError::OutOfMemory`], as the pool's own.
+/// A block of a device's memory is charged until its bytes are really free, which for one that
+/// another stream still uses is later than its drop. Before a request is refused the pool looks
+/// once which work is done; it is not asked for the block. The refusal is
+/// [`MemoryError::OutOfMemory`], as the pool's own.
 ///
 /// A pool that holds physical memory charges that itself; use this one where live bytes are the thing to bound.
 ///
@@ -213,8 +214,8 @@ impl<M: Opaque> Opaque for Limit<M> {
         let charge = match self.account.charge(bytes) {
             Ok(charge) => charge,
             Err(_) => {
-                // Blocks whose last use is over may be charged still: nothing has looked since. A refused request would
-                // never reach the pool, and so nothing ever would.
+                // Blocks whose last use is over may be charged still: nothing has looked since. A
+                // refused request would never reach the pool, and so nothing ever would.
                 self.inner.trim(u64::MAX)?;
                 self.account.charge(bytes).map_err(|refused| self.refuse(bytes, refused))?
             }

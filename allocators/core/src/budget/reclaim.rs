@@ -199,9 +199,9 @@ impl Budget {
         if self.node.recall_all() > 0 { admit() } else { Some(refused) }
     }
 
-    /// Returns how many bytes have to be given back, of what is charged here, before a charge of `bytes` fits here and in
-    /// every budget above; 0 where it fits now. Where a limit was lowered below what is used, that excess counts too.
-    /// Never blocks.
+    /// Returns how many bytes have to be given back, of what is charged here, before a charge of
+    /// `bytes` fits here and in every budget above; 0 where it fits now. Where a limit was lowered
+    /// below what is used, that excess counts too. Never blocks.
     ///
     /// ```
     /// use aquifer_core::Budget;
@@ -223,16 +223,18 @@ impl Budget {
         if missing > 0 && self.node.recall_all() > 0 { look() } else { missing }
     }
 
-    /// Returns the limits, of this budget and of those above, that are too low for a charge of `bytes` now, where `spared`
-    /// bytes that are charged here are given back first; none where it fits. With all of them raised it fits, unless
-    /// others are in line for the bytes. Never blocks.
+    /// Returns the limits, of this budget and of those above, that are too low for a charge of
+    /// `bytes` now, where `spared` bytes that are charged here are given back first; none where it
+    /// fits. With all of them raised it fits, unless others are in line for the bytes. Never
+    /// blocks.
     ///
     /// Its example is that of [`Raise`].
     #[must_use]
     pub fn raises(&self, bytes: u64, spared: u64) -> Vec<Raise> {
         // What leases have spare is free for any charge.
         self.node.recall_all();
-        // Without the tree's lock, under which nothing may allocate: figures that others move meanwhile are of a moment each.
+        // Without the tree's lock, under which nothing may allocate: figures that others move
+        // meanwhile are of a moment each.
         self.node.raises(bytes, spared)
     }
 

@@ -38,8 +38,8 @@ pub struct Raise {
 }
 
 impl OutOfBudget {
-    /// Returns how many bytes have to be given back there before it grants what was asked for: also what is used beyond a
-    /// limit that was lowered.
+    /// Returns how many bytes have to be given back there before it grants what was asked for: also
+    /// what is used beyond a limit that was lowered.
     #[must_use]
     pub fn missing(&self) -> u64 {
         let above = self.current.saturating_add(self.requested).saturating_sub(self.limit);

@@ -137,7 +137,8 @@ impl Node {
         room
     }
 
-    /// How many bytes have to be given back before a charge of `bytes` by one of this priority fits everywhere.
+    /// How many bytes have to be given back before a charge of `bytes` by one of this priority fits
+    /// everywhere.
     pub(super) fn shortfall(&'static self, bytes: u64, priority: i64) -> u64 {
         let (mut most, mut more) = (0, bytes);
         for node in self.path() {
@@ -153,8 +154,8 @@ impl Node {
         most
     }
 
-    /// The limits on the path that are too low for a charge of `bytes`, by how much and what they would have to be, where
-    /// `spared` of what is charged here goes back first.
+    /// The limits on the path that are too low for a charge of `bytes`, by how much and what they
+    /// would have to be, where `spared` of what is charged here goes back first.
     pub(super) fn raises(&'static self, bytes: u64, spared: u64) -> Vec<Raise> {
         let (mut raises, mut more) = (Vec::new(), bytes);
         for node in self.path() {

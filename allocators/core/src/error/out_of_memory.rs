@@ -79,8 +79,8 @@ pub struct OutOfMemory {
     pub of_live_bytes: bool,
     /// The driver's refusal, if one stood in the way.
     pub driver: Option<DriverError>,
-    /// The limits that are too low, the one that refused first: with all of them raised the request would fit, as far as
-    /// limits go. Empty where that is not known.
+    /// The limits that are too low, the one that refused first: with all of them raised the request
+    /// would fit, as far as limits go. Empty where that is not known.
     pub raise: Vec<Raise>,
     /// Bytes of memory that the place has in all; 0 where that is not known.
     pub capacity: u64,
@@ -96,7 +96,8 @@ pub struct OutOfMemory {
     pub physical: u64,
     /// The largest free range, in bytes.
     pub largest_free: u64,
-    /// The most that a smaller request of the same kind could have now, in bytes; 0 where that is nothing or not known.
+    /// The most that a smaller request of the same kind could have now, in bytes; 0 where that is
+    /// nothing or not known.
     pub available: u64,
     /// What each other stream's cache holds, largest first.
     pub stranded: Vec<Stranded>,

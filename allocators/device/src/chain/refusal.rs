@@ -52,8 +52,8 @@ impl Inner {
         MemoryError::OutOfMemory(Box::new(error))
     }
 
-    /// Returns a refusal for a request of `bytes` that the device could not hold if it were empty; `None` where it could.
-    /// Nothing is given back for such a request.
+    /// Returns a refusal for a request of `bytes` that the device could not hold if it were empty;
+    /// `None` where it could. Nothing is given back for such a request.
     pub(crate) fn refuse_beyond(&self, bytes: u64, tag: Tag) -> Option<MemoryError> {
         if bytes <= self.info.memory {
             return None;
@@ -73,8 +73,8 @@ impl Inner {
         }
     }
 
-    /// Turns the refusal of `bytes`, for which nothing else was tried, into the error of a request that found no room. Leaves
-    /// other errors as they are.
+    /// Turns the refusal of `bytes`, for which nothing else was tried, into the error of a request
+    /// that found no room. Leaves other errors as they are.
     pub(crate) fn explained(&self, bytes: u64, error: MemoryError) -> MemoryError {
         let refused = match error {
             MemoryError::OutOfBudget(refused) => NoHandle::Budget(refused),
@@ -127,7 +127,8 @@ impl Inner {
                 let cached = s.heap.stats().free_bytes;
                 let pending = s.account.pending;
                 let is_own = own.is_some_and(|own| std::ptr::eq(other, own));
-                // Memory with addresses of its own takes nothing out of caches but what they give back whole.
+                // Memory with addresses of its own takes nothing out of caches but what they give
+                // back whole.
                 if own.is_some() && (is_own || self.gives_parts(s)) {
                     error.available = error.available.max(s.heap.largest_free());
                 }

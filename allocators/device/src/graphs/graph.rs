@@ -63,7 +63,8 @@ fn destroy(driver: &Arc<dyn Driver>, graph: RawGraph) {
     let of = driver.clone();
     leftovers::release(driver, move || {
         let _relaxed = Relaxed::enter(&*of);
-        // SAFETY: 1. made by the caller and known to it alone, and no release of it has succeeded yet.
+        // SAFETY: 1. made by the caller and known to it alone, and no release of it has succeeded
+        // yet.
         unsafe { of.graph_destroy(graph) }
     });
 }

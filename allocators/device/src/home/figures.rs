@@ -53,8 +53,8 @@ impl State {
         std::iter::once(untagged).chain(tagged.iter().copied())
     }
 
-    /// Returns the stream's number and the bytes of its cache that its own queued work may still use; `None` where there are
-    /// none.
+    /// Returns the stream's number and the bytes of its cache that its own queued work may still
+    /// use; `None` where there are none.
     pub(crate) fn in_use(&self) -> Option<(u32, u64)> {
         let timeline = self.timeline()?;
         let busy = self.heap.free_extents().filter(|extent| !timeline.is_done(extent.stamp));

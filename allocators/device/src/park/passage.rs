@@ -128,8 +128,8 @@ impl Lodging {
         self.complete(over);
         let before = self.apart.held().stuck();
         let (_, refused) = self.apart.take_down(&self.span);
-        // Another thread may have unmapped some of it meanwhile: what counts is what is left. What was unmapped and not
-        // released is left too.
+        // Another thread may have unmapped some of it meanwhile: what counts is what is left. What
+        // was unmapped and not released is left too.
         let unreleased = self.apart.held().stuck().saturating_sub(before);
         let stuck = self.span.leaving_bytes() + unreleased;
         report.released = held.saturating_sub(stuck);

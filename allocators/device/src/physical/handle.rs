@@ -35,7 +35,8 @@ impl Funds<'_> {
         self.budget.remaining().saturating_add(self.reserved_bytes())
     }
 
-    /// Returns how many bytes have to be given back before `bytes` could be charged; 0 where they could be now.
+    /// Returns how many bytes have to be given back before `bytes` could be charged; 0 where they
+    /// could be now.
     pub(crate) fn shortfall(&self, bytes: u64) -> u64 {
         self.budget.shortfall(bytes.saturating_sub(self.reserved_bytes()))
     }
@@ -223,14 +224,16 @@ impl Handle {
         }
     }
 
-    /// The driver has refused to take the memory back. It stays charged, as stranded, until a later sweep releases it.
+    /// The driver has refused to take the memory back. It stays charged, as stranded, until a later
+    /// sweep releases it.
     fn leave(&self, charge: Option<Charge>) {
         let (driver, raw) = (self.driver.clone(), self.raw);
         let (held, bytes) = (self.held.clone(), self.bytes);
         held.strand(bytes);
         let mut stranded = charge.map(Charge::strand);
         leftovers::keep(&self.driver, move || {
-            // SAFETY: 1. the handle was private to the value that left it here, and no release of it has succeeded yet.
+            // SAFETY: 1. the handle was private to the value that left it here, and no release of
+            // it has succeeded yet.
             let released = unsafe { driver.handle_release(raw) };
             if released.is_ok() || released.is_err_and(|e| e.is_device_lost()) {
                 held.unstrand(bytes);

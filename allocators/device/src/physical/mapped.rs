@@ -223,8 +223,8 @@ impl Mapped {
         spare + self.commons().bytes()
     }
 
-    /// Calls `note` with the numbers of the streams whose queued work may still use what is free and in no cache, and the
-    /// bytes.
+    /// Calls `note` with the numbers of the streams whose queued work may still use what is free
+    /// and in no cache, and the bytes.
     pub(crate) fn shared_in_use(&self, mut note: impl FnMut(u32, u64)) {
         for (range, past) in self.commons().iter() {
             let busy = past.iter().filter(|(timeline, epoch)| !timeline.is_done(*epoch));

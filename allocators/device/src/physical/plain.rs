@@ -244,8 +244,8 @@ impl Plain {
         Ok(before.saturating_sub(self.held.now()))
     }
 
-    /// The driver has refused to take a segment back, and the pool is ending. The segment stays charged, as stranded, until
-    /// a later sweep frees it.
+    /// The driver has refused to take a segment back, and the pool is ending. The segment stays
+    /// charged, as stranded, until a later sweep frees it.
     fn leave(&self, address: u64) {
         let Some(Segment { bytes, charge }) = self.segments().remove(&address) else { return };
         let (driver, device, held) = (self.driver.clone(), self.device, self.held.clone());
@@ -254,7 +254,8 @@ impl Plain {
         leftovers::keep(&self.driver, move || {
             let freed = {
                 let _relaxed = Relaxed::enter(&*driver);
-                // SAFETY: 1. as in `Plain::free`, which has not succeeded. 2. its pool is gone, and with it all caches.
+                // SAFETY: 1. as in `Plain::free`, which has not succeeded. 2. its pool is gone, and
+                // with it all caches.
                 unsafe { driver.mem_free(device, address) }
             };
             if freed.is_ok() || freed.is_err_and(|e| e.is_device_lost()) {

@@ -141,7 +141,8 @@ impl Drop for Mapped {
     fn drop(&mut self) {
         let slots = self.slots.get_mut().unwrap_or_else(PoisonError::into_inner);
         let kept = self.kept.load(Ordering::Relaxed);
-        // Work that cannot be waited for may run on some of it, which stays mapped, and charged, for good.
+        // Work that cannot be waited for may run on some of it, which stays mapped, and charged,
+        // for good.
         let mut for_good = false;
         let mut mapped = Vec::new();
         for zombie in std::mem::take(&mut slots.zombies) {
@@ -174,11 +175,13 @@ impl Drop for Mapped {
             left.push((self.base + first * self.slot, count * self.slot, these));
         }
         let (driver, device, base, bytes) = (self.driver.clone(), self.device, self.base, self.bytes);
-        // What the driver refuses to unmap is still taken, so its handles stay, and stay charged, until a later sweep.
+        // What the driver refuses to unmap is still taken, so its handles stay, and stay charged,
+        // until a later sweep.
         leftovers::release(&self.driver, move || {
             let mut refused = None;
             left.retain(|(address, bytes, _)| {
-                // SAFETY: 1. every cache has been retired and its stream waited for, and what zombies wait for as well.
+                // SAFETY: 1. every cache has been retired and its stream waited for, and what
+                // zombies wait for as well.
                 let unmapped = unsafe { driver.unmap(device, *address, *bytes) };
                 let gone = is_gone(unmapped);
                 refused = refused.or(unmapped.err().filter(|_| !gone));
