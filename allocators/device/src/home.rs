@@ -172,7 +172,7 @@ static RETIRED: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
 /// call.
 enum Unended {
     Close(&'static Home, Arc<Inner>),
-    Finish(&'static Home, Retired),
+    Finish(&'static Home, Box<Retired>),
 }
 
 static UNENDED: Mutex<Vec<Unended>> = Mutex::new(Vec::new());
@@ -187,7 +187,7 @@ pub(crate) fn sweep() {
     for one in unended {
         match one {
             Unended::Close(home, pool) => home.close(&pool),
-            Unended::Finish(home, retired) => home.finish(retired),
+            Unended::Finish(home, retired) => home.finish(*retired),
         }
     }
 }
@@ -566,7 +566,7 @@ impl Home {
                 // Work may still run on this memory, so it stays mapped and charged until the driver is asked again.
                 Err(MemoryError::Driver(_)) => {
                     retired.serving = Some(serving);
-                    return end_later(Unended::Finish(self, retired));
+                    return end_later(Unended::Finish(self, Box::new(retired)));
                 }
                 // Nor can it ever be told when that work is done.
                 Err(_) => pool.keep_home(self, timeline),
