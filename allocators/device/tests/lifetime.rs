@@ -318,6 +318,7 @@ fn blocks_may_outlive_their_pool_and_the_last_one_returns_everything() {
 /// What panics when it is dropped.
 struct Rude;
 impl Drop for Rude {
+    #[expect(clippy::panic, reason = "what is tested")]
     fn drop(&mut self) {
         panic!("on purpose");
     }
