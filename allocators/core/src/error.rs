@@ -1,9 +1,11 @@
 //! What can go wrong, with the figures a person needs to act on it.
 
 mod json;
+mod no_gpu;
 mod out_of_memory;
 mod remedy;
 
+pub use no_gpu::NoGpu;
 pub use out_of_memory::{InUse, OutOfMemory, Stranded, TenantHolding, Tried};
 pub use remedy::{Limits, Remedy};
 
@@ -110,6 +112,20 @@ pub enum MemoryError {
         asked: u32,
         /// How many there are.
         count: u32,
+    },
+    /// A device was asked for where no GPU can be used.
+    NoGpu {
+        /// Which was asked for, by its index.
+        asked: u32,
+        /// Why there is none.
+        why: NoGpu,
+    },
+    /// A block or stream of one machine was used with another: of two simulated ones, or of a simulated one and this host.
+    OtherMachine {
+        /// The machine of the pool or stream: 0 is this host's own GPUs, others are simulated.
+        expected: u64,
+        /// The machine of what was handed in.
+        actual: u64,
     },
     /// A block or stream of one device was used on another.
     WrongDevice {
@@ -271,6 +287,15 @@ impl fmt::Display for MemoryError {
             Self::NoDevice { asked, count } => {
                 write!(f, "device {asked} asked, there are {count}, counted from 0")
             }
+            Self::NoGpu { asked, why } => write!(f, "device {asked} asked, and there is none: {why}"),
+            Self::OtherMachine { expected, actual } => {
+                let machine = |number: &u64| match number {
+                    0 => "this host".to_owned(),
+                    number => format!("simulated machine {number}"),
+                };
+                let (expected, actual) = (machine(expected), machine(actual));
+                write!(f, "a stream or memory of {actual} where one of {expected} is needed")
+            }
             Self::WrongDevice { expected, actual } => write!(f, "{actual} where {expected} is needed"),
             Self::ForeignBlock { address } => write!(f, "{address:#x} is no block of this pool"),
             Self::DoubleFree { address } => write!(f, "the block at {address:#x} has been freed already"),
@@ -298,7 +323,9 @@ impl fmt::Display for MemoryError {
                 write!(f, "one launch lists the block at {address:#x} twice, and writes it")
             }
             Self::Closed => f.write_str("the pool has been shut down"),
-            Self::Capacity { max } => write!(f, "all {max} streams are leased"),
+            Self::Capacity { max } => {
+                write!(f, "all {max} streams are leased; the pool's setting `streams` allows more")
+            }
             Self::Capturing { stream } => {
                 write!(f, "stream {stream:#x} captures a graph; end the capture, or wait inside of it")
             }
@@ -334,6 +361,7 @@ impl error::Error for MemoryError {
         match self {
             Self::OutOfBudget(e) => Some(e),
             Self::OutOfMemory(e) => Some(e),
+            Self::NoGpu { why, .. } => Some(why),
             Self::Driver(e) => Some(e),
             Self::System(e) => Some(e),
             _ => None,

@@ -41,7 +41,7 @@ pub mod tag;
 pub use budget::{Budget, Charge, OutOfBudget, Reservation};
 pub use bytes::Bytes;
 pub use defer::DeferReuse;
-pub use error::{DriverError, MemoryError, OutOfMemory, Result, SystemError};
+pub use error::{DriverError, MemoryError, NoGpu, OutOfMemory, Result, SystemError};
 pub use event::{Action, Event, Recorder, Sink};
 pub use gate::Gate;
 pub use ids::{DeviceId, Id, IdSpace};

@@ -6,7 +6,7 @@
 use crate::{
     Block, Request,
     block::{Asked, UntilFree},
-    home::note,
+    home::{check_home, note},
     raw::{Backlog, FreedAddresses},
     reclaim::{Others, is_shortage},
     request::Sensible,
@@ -141,10 +141,7 @@ impl<S: Source> Ledger<S> {
 
     pub(crate) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
-        let (expected, actual) = (self.device(), stream.device());
-        if expected != actual {
-            return Err(MemoryError::WrongDevice { expected, actual });
-        }
+        check_home(&*self.driver, self.device(), stream.timeline())?;
         // The driver aligns to 256 bytes or more, and promises no more than that.
         if request.alignment() > crate::BLOCK_ALIGN {
             return Err(MemoryError::BadAlignment { align: request.alignment() });

@@ -4,7 +4,7 @@ use crate::{Request, backend::Backed, checked::Listed, home::Home};
 use aquifer_core::{
     __opaque::Sealed, DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased, panics::Contained,
 };
-use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, site};
+use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, same_machine, site};
 use aquifer_heap::Key;
 use aquifer_stream::{Account, Stream, StreamPool, Timeline, Tracked, Use, UseList};
 use std::{any::Any, fmt, sync::Arc};
@@ -281,7 +281,7 @@ impl Block {
     pub fn prepare(&self, stream: &Stream, access: Access) -> Result<Use> {
         let _site = site::enter();
         let home = self.home();
-        self.check_device(&home, stream.device())?;
+        self.check_stream(&home, stream)?;
         self.uses.prepare(self.address(), &home, stream.timeline(), access)
     }
 
@@ -294,8 +294,13 @@ impl Block {
     pub fn record_use(&self, stream: &Stream, access: Access) -> Result<()> {
         let _site = site::enter();
         let home = self.home();
-        self.check_device(&home, stream.device())?;
+        self.check_stream(&home, stream)?;
         self.uses.record(&home, stream.timeline(), access)
+    }
+
+    fn check_stream(&self, home: &Timeline, stream: &Stream) -> Result<()> {
+        self.check_device(home, stream.device())?;
+        same_machine(&**home.driver(), &**stream.driver())
     }
 
     fn check_device(&self, home: &Timeline, device: DeviceId) -> Result<()> {
@@ -324,6 +329,7 @@ impl Block {
 }
 
 impl Sealed for Block {}
+
 impl OpaqueBlock for Block {
     fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {
         // It goes while the pool settles what is done, which its panic must not cut short.
@@ -335,9 +341,14 @@ impl OpaqueBlock for Block {
 // SAFETY: 1. the range is the block's own until it is dropped, and its pool gives it to nobody else before.
 // 2. `UseList::lend` makes the stream wait for the home stream and for conflicting uses, and the pool holds the bytes
 // back until every noted use is done. 3. a stream that is not fenced at once is good until it is retired.
+// 4. it is the driver's that the memory comes from.
 unsafe impl Operand for Block {
     fn range(&self) -> DeviceRange {
         DeviceRange { device: self.device(), address: self.address(), bytes: self.bytes() }
+    }
+
+    fn machine(&self) -> Option<u64> {
+        Some(self.home().driver().machine())
     }
 
     fn home_stream(&self) -> Option<RawStream> {
@@ -366,7 +377,6 @@ impl Tracked for Block {
         Account { address: self.address(), home: self.home(), uses: &self.uses, alone: true }
     }
 }
-
 impl Owner {
     /// The streams of the pool that the block came from.
     fn streams(&self) -> Result<StreamPool> {

@@ -271,6 +271,9 @@ unsafe impl<T> Operand for DeviceBuffer<T> {
     fn range(&self) -> DeviceRange {
         DeviceRange { bytes: (self.len * size_of::<T>()) as u64, ..self.block.range() }
     }
+    fn machine(&self) -> Option<u64> {
+        self.block.machine()
+    }
     fn home_stream(&self) -> Option<RawStream> {
         self.block.home_stream()
     }

@@ -73,8 +73,8 @@ use crate::{
     physical::commons::Past,
     pool::Inner,
 };
-use aquifer_core::{Action, MemoryError, Tag, budget::Holding, event::Ticket};
-use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream};
+use aquifer_core::{Action, DeviceId, MemoryError, Tag, budget::Holding, event::Ticket};
+use aquifer_driver::{BlockNote, DeviceRange, Driver, Ownership, RawStream, same_machine};
 use aquifer_heap::{Config, Heap, Key, Range};
 use aquifer_stream::{LastUse, Noted, Spin, StreamPool, Timeline, UseList, Uses};
 use crossbeam_utils::CachePadded;
@@ -770,6 +770,19 @@ impl Account {
             self.tagged.len() - 1
         })
     }
+}
+
+/// Refuses a stream of another device or machine.
+pub(crate) fn check_home(
+    driver: &dyn Driver,
+    expected: DeviceId,
+    stream: &Timeline,
+) -> aquifer_core::Result<()> {
+    let actual = stream.raw().device();
+    if expected != actual {
+        return Err(MemoryError::WrongDevice { expected, actual });
+    }
+    same_machine(driver, &**stream.driver())
 }
 
 /// Tells a driver that checks whose a range is.

@@ -11,7 +11,7 @@ use crate::{
     direct::Direct,
     environment::Environment,
     graphs::{self, Announcements},
-    home::{Home, note, vacancy::Vacant},
+    home::{Home, check_home, note, vacancy::Vacant},
     leasing::Leasing,
     park::Lodgings,
     physical::{Physical, mapped::Mapped, plain::Plain},
@@ -33,6 +33,7 @@ use aquifer_stream::{Stream, StreamPool, Timeline};
 use bytemuck::Pod;
 use std::{
     fmt,
+    panic::Location,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
         atomic::{AtomicU32, AtomicU64, Ordering},
@@ -77,6 +78,8 @@ pub struct DevicePool {
 /// Closes the pool with the last handle to it.
 struct Closer {
     inner: Arc<Inner>,
+    /// The line that opened the pool, which names what its end does.
+    opened_at: &'static Location<'static>,
     /// What blocks come through instead, if anything. It may hold the pool, which therefore must not hold it.
     detour: Option<Detour>,
 }
@@ -140,8 +143,10 @@ impl DevicePool {
     /// or the release threshold, or a variable of the environment, or for debugging or a reserve that cannot be had beside
     /// bypass; [`MemoryError::Unsupported`] for an export or a retention that the device cannot; those of
     /// [`DevicePool::warm`]; the driver's.
+    #[track_caller]
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
         graphs::sweep();
+        let _site = site::enter();
         let environment = Environment::read()?;
         config.bypass |= environment.bypass;
         config.recorder = config.recorder.or(environment.recorder);
@@ -243,7 +248,7 @@ impl DevicePool {
         } else {
             direct.map(Detour::Direct)
         };
-        Ok(Self { handle: Arc::new(Closer { inner, detour }) })
+        Ok(Self { handle: Arc::new(Closer { inner, opened_at: site::current(), detour }) })
     }
 
     #[inline]
@@ -433,7 +438,7 @@ impl DevicePool {
                 self.inner().poll()?;
                 direct.trim(u64::MAX).map(drop)
             }
-            Some(Detour::Checked(checked)) => checked.trim(u64::MAX).map(drop),
+            Some(Detour::Checked(checked)) => checked.trim(self.inner(), u64::MAX).map(drop),
         }
     }
 
@@ -613,10 +618,7 @@ impl Inner {
 
     #[cold]
     fn new_home(self: &Arc<Self>, stream: &Stream) -> Result<&'static Home> {
-        let (expected, actual) = (self.info.device, stream.device());
-        if expected != actual {
-            return Err(MemoryError::WrongDevice { expected, actual });
-        }
+        check_home(&*self.driver, self.info.device, stream.timeline())?;
         self.vacate();
         // Under the list's lock, so that two threads do not make two. No driver call in here.
         let mut homes = self.homes.write().unwrap_or_else(PoisonError::into_inner);
@@ -763,6 +765,7 @@ impl Detour {
 
 impl Drop for Closer {
     fn drop(&mut self) {
+        let _site = site::enter_or(self.opened_at);
         if let Some(Detour::Checked(checked)) = &self.detour {
             checked.close();
         }

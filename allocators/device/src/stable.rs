@@ -20,6 +20,7 @@ use crate::{
     apart::{Apart, Owned, Span},
     backend::Backed,
     block::Asked,
+    home::check_home,
     request::Sensible,
 };
 use aquifer_core::{Action, DeviceId, MemoryError, Reservation, Result, Tag};
@@ -136,10 +137,9 @@ impl DevicePool {
         Ok(stable)
     }
 
-    /// Refuses another device's stream.
+    /// Refuses another device's or machine's stream.
     pub(crate) fn check_stream(&self, stream: &Stream) -> Result<()> {
-        let (expected, actual) = (self.device(), stream.device());
-        if expected == actual { Ok(()) } else { Err(MemoryError::WrongDevice { expected, actual }) }
+        check_home(&**self.driver(), self.device(), stream.timeline())
     }
 
     /// The block of a span that is mapped whole.
@@ -282,6 +282,9 @@ pub(crate) fn bounds<T>(range: &Range<usize>, bytes: u64) -> Result<(u64, usize)
 unsafe impl Operand for StableBlock {
     fn range(&self) -> DeviceRange {
         self.block.range()
+    }
+    fn machine(&self) -> Option<u64> {
+        self.block.machine()
     }
     fn home_stream(&self) -> Option<RawStream> {
         self.block.home_stream()

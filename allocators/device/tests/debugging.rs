@@ -239,6 +239,26 @@ fn a_quarantine_keeps_its_bound_and_lets_the_oldest_out_first() {
 }
 
 #[test]
+fn a_quarantine_without_a_bound_gives_way_to_every_request_and_ends_with_its_pool() {
+    let rig = rig(Sim::h200(1), 16, only(|d| d.quarantine = u64::MAX));
+    let s = rig.stream();
+    for _ in 0..200 {
+        drop(rig.pool.alloc(&s, Request::bytes(MIB)).unwrap());
+    }
+    assert!(rig.pool.stats().pending >= 8 * MIB, "{:?}", rig.pool.stats());
+    assert!(rig.pool.check().unwrap().is_empty());
+    rig.pool.trim(0).unwrap();
+    assert_eq!(rig.budget.used(), 0);
+    for _ in 0..20 {
+        drop(rig.pool.alloc(&s, Request::bytes(MIB)).unwrap());
+    }
+    let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
+    drop((rig, s));
+    assert_eq!(budget.used(), 0);
+    assert!(sim.violations().is_empty() && sim.outstanding().is_empty());
+}
+
+#[test]
 fn a_quarantine_gives_way_before_the_pool_refuses_or_asks_the_application() {
     #[derive(Debug)]
     struct Never;

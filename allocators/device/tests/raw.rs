@@ -185,7 +185,8 @@ fn a_bypassed_block_comes_back_from_its_address_too() {
     let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
     assert_eq!(rig.pool.from_raw(address).unwrap().into_raw(), address);
     rig.pool.free_raw(address).unwrap();
-    assert_eq!(rig.pool.free_raw(address), Err(MemoryError::ForeignBlock { address }));
+    assert_eq!(rig.pool.free_raw(address), Err(MemoryError::DoubleFree { address }));
+    assert_eq!(rig.pool.free_raw(address + 8), Err(MemoryError::ForeignBlock { address: address + 8 }));
     assert_eq!(rig.pool.stats().live, 0);
 }
 

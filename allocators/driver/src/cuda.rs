@@ -44,14 +44,13 @@ mod host_memory;
 mod ipc;
 pub mod lend;
 mod memory;
-mod open;
 mod physical;
 mod start;
 mod streams;
 mod table;
 
+pub use aquifer_core::NoGpu as OpenError;
 /// The bindings themselves, in the version that [`lend`] implements the traits of.
 pub use cudarc;
 pub use lend::{Lend, Lent, LentHost, LentMut, keep_alive, raw_stream};
-pub use open::OpenError;
 pub use start::CudaDriver;

@@ -66,6 +66,19 @@ pub use operand::{Access, DeviceRange, KeepAlive, Operand, OperandMut, Typed};
 pub use physical::Physical;
 pub use streams::{CaptureMode, Relaxed, Streams};
 
+/// Refuses what belongs to another machine.
+///
+/// # Errors
+/// [`MemoryError::OtherMachine`](aquifer_core::MemoryError::OtherMachine).
+pub fn same_machine(expected: &dyn Driver, actual: &dyn Driver) -> aquifer_core::Result<()> {
+    let (expected, actual) = (expected.machine(), actual.machine());
+    if expected == actual {
+        Ok(())
+    } else {
+        Err(aquifer_core::MemoryError::OtherMachine { expected, actual })
+    }
+}
+
 /// The answer of a driver call.
 pub type Result<T, E = DriverError> = std::result::Result<T, E>;
 
@@ -87,6 +100,12 @@ pub unsafe trait Driver:
     /// Whoever wants to know which block belongs to whom. The simulated GPU does; a real one does not.
     fn observer(&self) -> Option<&dyn Observer> {
         None
+    }
+
+    /// Returns the number of the machine whose devices these are: 0 for the GPUs of this host, another for each simulated
+    /// machine. Streams and memory of two machines have nothing to do with each other, whatever their numbers.
+    fn machine(&self) -> u64 {
+        0
     }
 
     /// Returns the simulated machine that this is the driver of; `None` for any other driver.

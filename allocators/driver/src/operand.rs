@@ -54,9 +54,16 @@ impl Access {
 ///    memory is not given out, written or unmapped before that work is done, whatever is dropped or forgotten.
 /// 3. What [`Operand::home_stream`] answers with may be called for on any thread while the operand is borrowed, unless its
 ///    owner retires it.
+/// 4. [`Operand::machine`] answers with the machine that the range lies on, or with `None`.
 pub unsafe trait Operand {
     /// Where it lies.
     fn range(&self) -> DeviceRange;
+
+    /// Returns the [machine](crate::Driver::machine) whose memory it is, so that the stream of another machine is refused;
+    /// `None` where it is not known, and any stream of the same device is taken.
+    fn machine(&self) -> Option<u64> {
+        None
+    }
 
     /// The stream that the memory lives on, if it has one that any thread may queue work on: there, [`Operand::order`] makes
     /// nothing wait for anything unless another stream has used the memory. Never blocks.

@@ -38,6 +38,26 @@ pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
     Entered { before: SITE.replace(site) }
 }
 
+impl Entered {
+    /// Panics for violations of the simulated GPU where they are to
+    /// ([`OnViolation::Panic`](crate::sim::OnViolation::Panic)) and no outer function has entered a site: called by public
+    /// functions that queue work or wait for it, at their end, under no lock.
+    #[track_caller]
+    pub fn checkpoint(&self, driver: &dyn crate::Driver) {
+        if self.before.is_none()
+            && let Some(observer) = driver.observer()
+        {
+            observer.checkpoint();
+        }
+    }
+}
+
+/// Makes `site` the site of driver calls on this thread, unless an outer function has entered one: for drops, which have no
+/// caller's line, and name the one that made what they end.
+pub fn enter_or(site: &'static Location<'static>) -> Entered {
+    Entered { before: SITE.replace(Some(SITE.get().unwrap_or(site))) }
+}
+
 impl Drop for Entered {
     fn drop(&mut self) {
         SITE.set(self.before);

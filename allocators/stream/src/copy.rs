@@ -41,7 +41,7 @@ pub use scope::Scope;
 
 use crate::Stream;
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{DeviceRange, Pitched};
+use aquifer_driver::{DeviceRange, Operand, Pitched};
 use std::ptr::NonNull;
 
 #[derive(Clone, Copy, PartialEq)]
@@ -66,10 +66,10 @@ impl Plan {
         stream: &Stream,
         way: Direction,
         host: usize,
-        range: DeviceRange,
+        (range, machine): (DeviceRange, Option<u64>),
         grid: Option<Grid>,
     ) -> Result<Self> {
-        stream.check_device(range)?;
+        stream.check_range(range, machine)?;
         if stream.timeline().is_capturing()? {
             return Err(MemoryError::Capturing { stream: stream.raw().handle() });
         }
@@ -120,11 +120,19 @@ impl Plan {
 }
 
 impl Stream {
-    fn check_device(&self, range: DeviceRange) -> Result<()> {
-        if range.device == self.device() {
-            Ok(())
-        } else {
-            Err(MemoryError::WrongDevice { expected: self.device(), actual: range.device })
+    /// Refuses an operand of another device or machine.
+    fn check_operand<D: Operand + ?Sized>(&self, operand: &D) -> Result<()> {
+        self.check_range(operand.range(), operand.machine())
+    }
+
+    fn check_range(&self, range: DeviceRange, machine: Option<u64>) -> Result<()> {
+        if range.device != self.device() {
+            return Err(MemoryError::WrongDevice { expected: self.device(), actual: range.device });
+        }
+        let expected = self.driver().machine();
+        match machine.filter(|&actual| actual != expected) {
+            Some(actual) => Err(MemoryError::OtherMachine { expected, actual }),
+            None => Ok(()),
         }
     }
 }

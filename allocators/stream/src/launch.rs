@@ -11,7 +11,7 @@ use crate::{
     uses::{Before, Entered, node::Borrows},
 };
 use aquifer_core::{MemoryError, Result};
-use aquifer_driver::{Access, DeviceRange, Operand, site};
+use aquifer_driver::{Access, DeviceRange, Operand, same_machine, site};
 use smallvec::SmallVec;
 use std::{fmt, sync::Arc};
 
@@ -131,7 +131,7 @@ impl<'a> Launch<'a> {
     /// noted then; waits that had been queued by then stay queued, and are harmless.
     #[track_caller]
     pub fn preflight(self) -> Result<Ready> {
-        let _site = site::enter();
+        let site = site::enter();
         self.check()?;
         let on = self.on.timeline();
         let (mut entered, mut before) = (Several::<Entered>::new(), Several::<Before>::new());
@@ -157,6 +157,7 @@ impl<'a> Launch<'a> {
             }
             uses.push(entered.into_use(on));
         }
+        site.checkpoint(&**self.on.driver());
         Ok(Ready { on: on.clone(), uses })
     }
 
@@ -167,6 +168,7 @@ impl<'a> Launch<'a> {
             if expected != device {
                 return Err(MemoryError::WrongDevice { expected, actual: device });
             }
+            same_machine(&**account.home.driver(), &**self.on.driver())?;
             if !self.strict {
                 continue;
             }

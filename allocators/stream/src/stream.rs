@@ -2,7 +2,7 @@
 
 use crate::{Timeline, pool::Leased};
 use aquifer_core::{DeviceId, Gate, Id, MemoryError, Result};
-use aquifer_driver::{Driver, RawStream, site};
+use aquifer_driver::{Driver, RawStream, same_machine, site};
 use std::{
     fmt,
     sync::{
@@ -65,8 +65,10 @@ impl Stream {
     /// [`MemoryError::Capturing`]; the driver's, and those of the work itself.
     #[track_caller]
     pub fn synchronize(&self) -> Result<()> {
-        let _site = site::enter();
-        self.timeline().synchronize()
+        let site = site::enter();
+        self.timeline().synchronize()?;
+        site.checkpoint(&**self.driver());
+        Ok(())
     }
 
     /// Whether all that was queued is done; it is in a stream that has been retired. Never blocks.
@@ -97,6 +99,7 @@ impl Stream {
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         let _site = site::enter();
         let (mine, theirs) = (self.timeline(), other.timeline());
+        same_machine(&**self.driver(), &**other.driver())?;
         if !Arc::ptr_eq(mine, theirs) && theirs.is_capturing()? {
             return mine.join_capture(theirs);
         }

@@ -9,7 +9,7 @@ use crate::{
     waited::Waited,
 };
 use aquifer_core::{DriverError, MemoryError, Result};
-use aquifer_driver::{CaptureStatus, Driver, KeepAlive, RawStream, Relaxed, leftovers};
+use aquifer_driver::{CaptureStatus, Driver, KeepAlive, RawStream, Relaxed, leftovers, same_machine};
 use std::{
     fmt,
     io::{self, Write},
@@ -507,6 +507,7 @@ impl Timeline {
         if same || other.is_done(epoch) || self.waited.has(other.serial, epoch) {
             return Ok(false);
         }
+        same_machine(&*self.driver, &*other.driver)?;
         let fence = other.fence(epoch)?;
         if fence == Fence::Capturing && self.shares_capture(other)? {
             return self.join_capture(other).map(|()| true);

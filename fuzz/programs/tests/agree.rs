@@ -1,5 +1,10 @@
 //! The simulated GPU does what a real one does, on two hundred programs, or on as many others as wanted.
-#![expect(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "what the tests share is a test too")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    clippy::print_stdout,
+    reason = "what the tests share is a test too"
+)]
 
 #[path = "../../../tests/support/gpu.rs"]
 mod gpu;

@@ -251,6 +251,9 @@ unsafe impl<F: Foreign> Operand for Adopted<F> {
     fn range(&self) -> DeviceRange {
         self.buffer.range()
     }
+    fn machine(&self) -> Option<u64> {
+        self.buffer.machine()
+    }
     fn home_stream(&self) -> Option<RawStream> {
         self.buffer.home_stream()
     }

@@ -309,6 +309,9 @@ macro_rules! part {
             fn range(&self) -> DeviceRange {
                 self.part.range::<T>()
             }
+            fn machine(&self) -> Option<u64> {
+                self.part.block.machine()
+            }
             fn home_stream(&self) -> Option<RawStream> {
                 self.part.block.home_stream()
             }

@@ -1,7 +1,7 @@
 //! Which captures draw from which memory.
 
 use super::memory::{Capture, Memory};
-use crate::{Block, DevicePool, Request, pool::Inner};
+use crate::{Block, DevicePool, Request, home::check_home, pool::Inner};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::RawStream;
 use aquifer_stream::{Fence, Stream, Timeline};
@@ -98,10 +98,7 @@ impl Announced {
     /// [`MemoryError::WrongDevice`]; [`MemoryError::AlreadyAnnounced`].
     pub(super) fn new(pool: &DevicePool, memory: &Arc<Memory>, whose: Whose) -> Result<Self> {
         if let Whose::Stream(timeline) = &whose {
-            let (expected, actual) = (pool.device(), timeline.raw().device());
-            if expected != actual {
-                return Err(MemoryError::WrongDevice { expected, actual });
-            }
+            check_home(&**pool.driver(), pool.device(), timeline)?;
         }
         let announcement = Arc::new(Announcement {
             number: NUMBERS.fetch_add(1, Ordering::Relaxed),

@@ -2,6 +2,7 @@
 #![expect(unsafe_code, reason = "launches and ends graphs")]
 
 use super::{Announced, GraphPool, memory::Memory};
+use crate::home::check_home;
 use aquifer_core::{DeviceId, MemoryError, Result};
 use aquifer_driver::{CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, leftovers, site};
 use aquifer_stream::Stream;
@@ -129,10 +130,7 @@ impl Graph {
     #[track_caller]
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         let _site = site::enter();
-        let (expected, actual) = (self.device, stream.device());
-        if expected != actual {
-            return Err(MemoryError::WrongDevice { expected, actual });
-        }
+        check_home(&*self.driver, self.device, stream.timeline())?;
         self.memory.launch(stream.timeline(), || {
             let _calling = stream.timeline().calling()?;
             // SAFETY: 1. the pool's memory is mapped until the last launch that is noted is done, and this one is about to be;

@@ -5,6 +5,7 @@ use crate::{
     apart::{Apart, Owned, Span},
     backend::{Backed, Deferred, Release},
     block::Asked,
+    home::check_home,
     leasing::Fit,
     park::lodging::{gap, latest},
     physical::{
@@ -316,10 +317,7 @@ impl Memory {
         request: Request,
         capture: Capture,
     ) -> Result<Block> {
-        let (expected, actual) = (self.apart.device, stream.device());
-        if expected != actual {
-            return Err(MemoryError::WrongDevice { expected, actual });
-        }
+        check_home(&*self.apart.driver, self.apart.device, stream.timeline())?;
         let bytes = request.size().next_multiple_of(BLOCK_ALIGN);
         let (of, align, grid) = (stream.timeline(), request.alignment(), self.grid());
         let found = {

@@ -12,6 +12,7 @@ use crate::{
     backend::{Backed, Deferred, Release},
     block::Asked,
     chain::waited,
+    home::check_home,
     leasing::Fit,
     physical::{
         commons::{self, Commons, Past},
@@ -253,10 +254,7 @@ impl Lodging {
     /// A block for work that is queued on `stream` from now on.
     pub(super) fn allocate(self: &Arc<Self>, stream: &Stream, request: Request) -> Result<Block> {
         let request = request.checked()?;
-        let (expected, actual) = (self.apart.device, stream.device());
-        if expected != actual {
-            return Err(MemoryError::WrongDevice { expected, actual });
-        }
+        check_home(&*self.apart.driver, self.apart.device, stream.timeline())?;
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
         if let Some(error) = pool.refuse_beyond(request.size(), self.tag) {
             return Err(error);

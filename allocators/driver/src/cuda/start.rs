@@ -7,7 +7,7 @@ use super::{
     context::Primary,
     table::Table,
 };
-use crate::{CallCounts, DeviceId, Driver, Result};
+use crate::{CallCounts, DeviceId, Driver, DriverError, Result};
 use std::{fmt, sync::Arc};
 
 /// The CUDA driver of this process. See the [module](super) for what it promises.
@@ -31,8 +31,8 @@ impl CudaDriver {
         crate::forks::hold_budgets();
         let table = Table::load()?;
         // SAFETY: 1. takes flags, which must be 0. May be called any number of times.
-        answer("cuInit", unsafe { (table.init)(0) }).map_err(OpenError::Start)?;
-        let devices = Self::devices_of(&table).map_err(OpenError::Start)?;
+        answer("cuInit", unsafe { (table.init)(0) }).map_err(refused)?;
+        let devices = Self::devices_of(&table).map_err(refused)?;
         Ok(Arc::new(Self { table, devices, calls: CallCounts::new() }))
     }
 
@@ -58,6 +58,15 @@ impl CudaDriver {
     #[must_use]
     pub fn holds_context(&self, device: DeviceId) -> bool {
         self.primary(device).is_ok_and(Primary::is_retained)
+    }
+}
+
+/// Why the driver does not start.
+fn refused(error: DriverError) -> OpenError {
+    if error.code == codes::NO_DEVICE && std::env::var_os("CUDA_VISIBLE_DEVICES").is_some() {
+        OpenError::Hidden
+    } else {
+        OpenError::Start(error)
     }
 }
 

@@ -56,14 +56,17 @@ pub(crate) struct Stream {
 pub(crate) const FIRST_HANDLE: u64 = 0x100;
 const HANDLE_STEP: u64 = 0x40;
 
-/// The handle of the stream at a place in the table.
-pub(crate) fn handle(index: usize) -> u64 {
-    FIRST_HANDLE + index as u64 * HANDLE_STEP
+/// The handles of one machine are no other's.
+const MACHINE_STEP: u64 = 1 << 32;
+
+/// The handle of the stream at a place in the table of a machine.
+pub(crate) fn handle(machine: u64, index: usize) -> u64 {
+    machine * MACHINE_STEP + FIRST_HANDLE + index as u64 * HANDLE_STEP
 }
 
-/// The place in the table that a handle means, if it could be one.
-pub(crate) fn place(stream: RawStream) -> Option<usize> {
-    let offset = stream.handle().checked_sub(FIRST_HANDLE)?;
+/// The place in the table of a machine that a handle means, if it could be one.
+pub(crate) fn place(machine: u64, stream: RawStream) -> Option<usize> {
+    let offset = stream.handle().checked_sub(machine * MACHINE_STEP)?.checked_sub(FIRST_HANDLE)?;
     offset.is_multiple_of(HANDLE_STEP).then_some((offset / HANDLE_STEP) as usize)
 }
 

@@ -69,14 +69,15 @@ impl Shared {
                 Store::symbolic()
             }),
         };
+        let machine = MACHINES.fetch_add(1, Ordering::Relaxed);
         let on_violation = config.on_violation.unwrap_or_else(OnViolation::of_process);
-        let mut state = State::new(config.clone(), store);
+        let mut state = State::new(machine, config.clone(), store);
         state.reports.at_once = on_violation == OnViolation::ReportAtOnce;
         Self {
             on_violation,
             process: std::process::id(),
             calls: CallCounts::new(),
-            machine: MACHINES.fetch_add(1, Ordering::Relaxed),
+            machine,
             stalls: Arc::new(Stalls::default()),
             watched: AtomicBool::new(true),
             modelled: AtomicU64::new(0),

@@ -47,6 +47,8 @@ pub(crate) struct Device {
 /// The machine. One lock guards it; no call waits while it holds that.
 #[derive(Debug)]
 pub(crate) struct State {
+    /// Tells it from every other machine of the process.
+    machine: u64,
     pub(crate) config: SimConfig,
     pub(crate) devices: Vec<Device>,
     pub(crate) space: Space,
@@ -98,7 +100,7 @@ impl Device {
 }
 
 impl State {
-    pub(crate) fn new(config: SimConfig, store: Store) -> Self {
+    pub(crate) fn new(machine: u64, config: SimConfig, store: Store) -> Self {
         let devices = config.infos().into_iter().map(|info| Device {
             info,
             taken: 0,
@@ -117,6 +119,7 @@ impl State {
             Schedule::Eager | Schedule::Stepped => 0,
         };
         Self {
+            machine,
             devices: devices.collect(),
             space: Space::new(store),
             pinned: PinnedMemory::default(),
@@ -247,7 +250,7 @@ impl State {
                 Ok(place)
             }
             _ => {
-                let place = queue::place(stream).ok_or(codes::INVALID_HANDLE)?;
+                let place = queue::place(self.machine, stream).ok_or(codes::INVALID_HANDLE)?;
                 match self.streams.get(place) {
                     Some(s) if s.alive && s.device == device && s.kind != Kind::Branch => Ok(place),
                     _ => Err(codes::INVALID_HANDLE),

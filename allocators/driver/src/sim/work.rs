@@ -151,7 +151,7 @@ impl Sim {
         let mut state = self.shared.enter_named("cuStreamCreate", device)?;
         let place = state.make_stream(device, Kind::Blocking);
         // SAFETY: 1. The handle is that of the stream just made.
-        Ok(unsafe { RawStream::from_raw(device, handle(place)) })
+        Ok(unsafe { RawStream::from_raw(device, handle(self.shared.machine, place)) })
     }
 
     /// The device's legacy default stream.

@@ -71,7 +71,12 @@ impl Shared {
             Some(range) if range.device != self.device => {
                 Err(MemoryError::WrongDevice { expected: self.device, actual: range.device })
             }
-            _ => Ok(()),
+            _ => match parts.machine.filter(|&machine| machine != self.streams.driver().machine()) {
+                Some(actual) => {
+                    Err(MemoryError::OtherMachine { expected: self.streams.driver().machine(), actual })
+                }
+                None => Ok(()),
+            },
         }
     }
 

@@ -3,7 +3,7 @@
 
 use super::{
     Progress, Sink, Source, StageError, Stager,
-    parts::Parts,
+    parts::{Parts, place},
     plan::{Far, Way},
     transfer::Transfer,
 };
@@ -151,13 +151,15 @@ impl Stager {
                 begun.iter().for_each(|transfer| drop(transfer.wait()));
             }
         }
-        let _site = site::enter();
         let begun = Mutex::new(Vec::new());
         let unwound = Settle(&begun);
+        // What is called inside names its own lines.
         let result = work(&StageScope { stager: self, begun: &begun, scope: PhantomData, env: PhantomData });
         let returned = ManuallyDrop::new(unwound);
+        let site = site::enter();
         let outcomes: Vec<_> = returned.take().iter().map(|transfer| transfer.wait()).collect();
         outcomes.into_iter().collect::<Result<()>>()?;
+        site.checkpoint(&**self.shared.streams.driver());
         Ok(result)
     }
 }
@@ -229,11 +231,13 @@ impl<'env> StageScope<'_, 'env> {
     ///
     /// # Errors
     /// Lengths that differ, a conflicting use of `to`, the driver's. Nothing is begun.
+    #[track_caller]
     pub fn upload<T, D>(&self, from: &'env [T], to: &'env mut D) -> Result<Staged>
     where
         T: Pod,
         D: Typed<Item = T> + OperandMut,
     {
+        let _site = site::enter();
         self.gather([from], to)
     }
 
@@ -241,7 +245,9 @@ impl<'env> StageScope<'_, 'env> {
     ///
     /// # Errors
     /// Lengths that differ, a conflicting use of `from`, the driver's. Nothing is begun.
+    #[track_caller]
     pub fn download<T: Pod, D: Typed<Item = T>>(&self, from: &'env D, to: &'env mut [T]) -> Result<Staged> {
+        let _site = site::enter();
         self.scatter(from, [to])
     }
 
@@ -249,14 +255,15 @@ impl<'env> StageScope<'_, 'env> {
     ///
     /// # Errors
     /// As [`StageScope::upload`].
+    #[track_caller]
     pub fn gather<T, D>(&self, from: impl IntoIterator<Item = &'env [T]>, to: &'env mut D) -> Result<Staged>
     where
         T: Pod,
         D: Typed<Item = T> + OperandMut,
     {
+        let _site = site::enter();
         let mut parts = Parts::new(Way::Up);
-        let range = to.range();
-        parts.slices(from.into_iter().map(NonNull::from), range)?;
+        parts.slices(from.into_iter().map(NonNull::from), place(to))?;
         self.begin(parts, None, to.home_stream(), |front| {
             to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
         })
@@ -266,13 +273,15 @@ impl<'env> StageScope<'_, 'env> {
     ///
     /// # Errors
     /// As [`StageScope::download`].
+    #[track_caller]
     pub fn scatter<T: Pod, D: Typed<Item = T>>(
         &self,
         from: &'env D,
         to: impl IntoIterator<Item = &'env mut [T]>,
     ) -> Result<Staged> {
+        let _site = site::enter();
         let mut parts = Parts::new(Way::Down);
-        parts.slices(to.into_iter().map(NonNull::from), from.range())?;
+        parts.slices(to.into_iter().map(NonNull::from), place(from))?;
         self.begin(parts, None, from.home_stream(), |front| {
             from.order(front.raw(), Some(front.keep_alive()), Access::Read)
         })
@@ -282,6 +291,7 @@ impl<'env> StageScope<'_, 'env> {
     ///
     /// # Errors
     /// As [`StageScope::upload`].
+    #[track_caller]
     pub fn upload_all<T, D>(
         &self,
         pairs: impl IntoIterator<Item = (&'env [T], &'env mut D)>,
@@ -290,10 +300,11 @@ impl<'env> StageScope<'_, 'env> {
         T: Pod,
         D: Typed<Item = T> + OperandMut + 'env,
     {
+        let _site = site::enter();
         let mut parts = Parts::new(Way::Up);
         let mut operands = Vec::new();
         for (from, to) in pairs {
-            parts.slices([NonNull::from(from)], to.range())?;
+            parts.slices([NonNull::from(from)], place(to))?;
             operands.push(to);
         }
         self.begin(parts, None, common(operands.iter().map(|to| to.home_stream())), |front| {
@@ -307,14 +318,16 @@ impl<'env> StageScope<'_, 'env> {
     ///
     /// # Errors
     /// As [`StageScope::download`].
+    #[track_caller]
     pub fn download_all<T: Pod, D: Typed<Item = T> + 'env>(
         &self,
         pairs: impl IntoIterator<Item = (&'env D, &'env mut [T])>,
     ) -> Result<Staged> {
+        let _site = site::enter();
         let mut parts = Parts::new(Way::Down);
         let mut operands = Vec::new();
         for (from, to) in pairs {
-            parts.slices([NonNull::from(to)], from.range())?;
+            parts.slices([NonNull::from(to)], place(from))?;
             operands.push(from);
         }
         self.begin(parts, None, common(operands.iter().map(|from| from.home_stream())), |front| {
@@ -328,11 +341,13 @@ impl<'env> StageScope<'_, 'env> {
     ///
     /// # Errors
     /// A conflicting use of `to`, the driver's. Nothing is begun.
+    #[track_caller]
     pub fn read<D>(&self, source: &'env dyn Source, offset: u64, to: &'env mut D) -> Result<Staged>
     where
         D: Typed + OperandMut,
         D::Item: Pod,
     {
+        let _site = site::enter();
         let end = offset.saturating_add(to.range().bytes);
         self.read_ranges(source, iter::once(offset..end), to)
     }
@@ -342,6 +357,7 @@ impl<'env> StageScope<'_, 'env> {
     ///
     /// # Errors
     /// Ranges that are not as long as `to` together, a conflicting use of `to`, the driver's. Nothing is begun.
+    #[track_caller]
     pub fn read_ranges<D>(
         &self,
         source: &'env dyn Source,
@@ -352,8 +368,9 @@ impl<'env> StageScope<'_, 'env> {
         D: Typed + OperandMut,
         D::Item: Pod,
     {
+        let _site = site::enter();
         let mut parts = Parts::new(Way::Up);
-        parts.ranges(from, to.range())?;
+        parts.ranges(from, place(to))?;
         self.begin(parts, Some(from_source(source)), to.home_stream(), |front| {
             to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
         })
@@ -363,14 +380,16 @@ impl<'env> StageScope<'_, 'env> {
     ///
     /// # Errors
     /// A conflicting use of `from`, the driver's. Nothing is begun.
+    #[track_caller]
     pub fn write<D>(&self, from: &'env D, sink: &'env dyn Sink, offset: u64) -> Result<Staged>
     where
         D: Typed,
         D::Item: Pod,
     {
+        let _site = site::enter();
         let mut parts = Parts::new(Way::Down);
         let range = from.range();
-        parts.ranges(iter::once(offset..offset.saturating_add(range.bytes)), range)?;
+        parts.ranges(iter::once(offset..offset.saturating_add(range.bytes)), place(from))?;
         self.begin(parts, Some(to_sink(sink)), from.home_stream(), |front| {
             from.order(front.raw(), Some(front.keep_alive()), Access::Read)
         })

@@ -6,7 +6,7 @@
 
 use super::{
     Failed, Progress, Sink, Source, StageError, Staged, Stager,
-    parts::Parts,
+    parts::{Parts, place},
     permit::Permit,
     plan::Way,
     scope::{from_source, to_sink},
@@ -221,7 +221,7 @@ impl Permit {
     {
         let _site = site::enter();
         let mut parts = Parts::new(Way::Up);
-        let made = parts.slices([from.elements()], to.range()).map_err(Into::into).and_then(|()| {
+        let made = parts.slices([from.elements()], place(&to)).map_err(Into::into).and_then(|()| {
             let shared = self.shared.clone();
             // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it is finished.
             unsafe {
@@ -246,7 +246,7 @@ impl Permit {
     {
         let _site = site::enter();
         let mut parts = Parts::new(Way::Down);
-        let made = parts.slices([to.elements()], from.range()).map_err(Into::into).and_then(|()| {
+        let made = parts.slices([to.elements()], place(&from)).map_err(Into::into).and_then(|()| {
             let shared = self.shared.clone();
             // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it is finished.
             unsafe {
@@ -291,7 +291,7 @@ impl Permit {
     {
         let _site = site::enter();
         let mut parts = Parts::new(Way::Up);
-        let made = parts.ranges(from, to.range()).map_err(Into::into).and_then(|()| {
+        let made = parts.ranges(from, place(&to)).map_err(Into::into).and_then(|()| {
             let (shared, from) = (self.shared.clone(), Some(from_source(&*source)));
             // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until it is finished, and the
             // source with it.
@@ -318,7 +318,7 @@ impl Permit {
         let _site = site::enter();
         let (mut parts, range) = (Parts::new(Way::Down), from.range());
         let to = iter::once(offset..offset.saturating_add(range.bytes));
-        let made = parts.ranges(to, range).map_err(Into::into).and_then(|()| {
+        let made = parts.ranges(to, place(&from)).map_err(Into::into).and_then(|()| {
             let (shared, to) = (self.shared.clone(), Some(to_sink(&*sink)));
             // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until it is finished, and the
             // sink with it.

@@ -20,10 +20,10 @@ impl Stream {
         S: Typed<Item = T>,
         D: Typed<Item = T> + OperandMut,
     {
-        let _site = site::enter();
+        let site = site::enter();
         let (source, target) = (from.range(), to.range());
-        self.check_device(source)?;
-        self.check_device(target)?;
+        self.check_operand(from)?;
+        self.check_operand(to)?;
         same_length(source, target)?;
         apart(source, target)?;
         from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
@@ -31,11 +31,14 @@ impl Stream {
         if source.bytes == 0 {
             return Ok(());
         }
-        let _calling = self.timeline().calling()?;
+        let calling = self.timeline().calling()?;
         // SAFETY: 1. and 2. the operands keep their ranges, and have been ordered for this access on this stream.
         let copied =
             unsafe { self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes) };
-        copied.map_err(|e| MemoryError::driver(self.device(), e))
+        copied.map_err(|e| MemoryError::driver(self.device(), e))?;
+        drop(calling);
+        site.checkpoint(&**self.driver());
+        Ok(())
     }
 
     /// Copies the rows of `grid` between two operands of this device, in order on this stream (`cuMemcpy2DAsync`).
@@ -61,10 +64,10 @@ impl Stream {
         S: Typed<Item = T>,
         D: Typed<Item = T> + OperandMut,
     {
-        let _site = site::enter();
+        let site = site::enter();
         let (source, target) = (from.range(), to.range());
-        self.check_device(source)?;
-        self.check_device(target)?;
+        self.check_operand(from)?;
+        self.check_operand(to)?;
         let grid = grid.in_bytes(size_of::<T>() as u64, source.bytes, target.bytes)?;
         apart(
             DeviceRange { bytes: grid.source_span(source.bytes)?, ..source },
@@ -77,11 +80,14 @@ impl Stream {
         }
         let to = Pitched { start: target.address, pitch: grid.to_pitch };
         let from = Pitched { start: source.address, pitch: grid.from_pitch };
-        let _calling = self.timeline().calling()?;
+        let calling = self.timeline().calling()?;
         // SAFETY: 1. the operands keep their ranges, in which the rows lie, apart. 2. both have been ordered for this
         // access on this stream.
         let copied = unsafe { self.driver().copy_2d_on_device(self.raw(), to, from, grid.rows) };
-        copied.map_err(|e| MemoryError::driver(self.device(), e))
+        copied.map_err(|e| MemoryError::driver(self.device(), e))?;
+        drop(calling);
+        site.checkpoint(&**self.driver());
+        Ok(())
     }
 
     /// Copies to an operand of another device, in order on this stream and on `there`, a stream of that device
@@ -100,10 +106,10 @@ impl Stream {
         S: Typed<Item = T>,
         D: Typed<Item = T> + OperandMut,
     {
-        let _site = site::enter();
+        let site = site::enter();
         let (source, target) = (from.range(), to.range());
-        self.check_device(source)?;
-        there.check_device(target)?;
+        self.check_operand(from)?;
+        there.check_operand(to)?;
         same_length(source, target)?;
         apart(source, target)?;
         from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read)?;
@@ -127,7 +133,9 @@ impl Stream {
             // Nothing on `there` would come after the copy. A lost device, where this fails too, runs nothing any more.
             self.timeline().settle_or_abort()?;
         }
-        waits.map(drop)
+        waits?;
+        site.checkpoint(&**self.driver());
+        Ok(())
     }
 }
 

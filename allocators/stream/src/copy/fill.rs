@@ -28,8 +28,10 @@ impl Stream {
         T: Pod,
         D: Typed<Item = T> + OperandMut + ?Sized,
     {
-        let _site = site::enter();
-        self.fill_all(to, bytemuck::bytes_of(&value))
+        let site = site::enter();
+        self.fill_all(to, bytemuck::bytes_of(&value))?;
+        site.checkpoint(&**self.driver());
+        Ok(())
     }
 
     /// Fills `to` with one byte, in order on this stream (`cuMemsetD8Async`), whatever its elements are.
@@ -42,13 +44,15 @@ impl Stream {
         D: Typed + OperandMut + ?Sized,
         D::Item: Pod,
     {
-        let _site = site::enter();
-        self.fill_all(to, &[byte])
+        let site = site::enter();
+        self.fill_all(to, &[byte])?;
+        site.checkpoint(&**self.driver());
+        Ok(())
     }
 
     fn fill_all<D: OperandMut + ?Sized>(&self, to: &mut D, element: &[u8]) -> Result<()> {
         let range = to.range();
-        self.check_device(range)?;
+        self.check_operand(to)?;
         to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write)?;
         if range.bytes == 0 {
             return Ok(());
@@ -72,9 +76,9 @@ impl Stream {
         T: Pod,
         D: Typed<Item = T> + OperandMut + ?Sized,
     {
-        let _site = site::enter();
+        let site = site::enter();
         let range = to.range();
-        self.check_device(range)?;
+        self.check_operand(to)?;
         let element = bytemuck::bytes_of(&value);
         let bytes = |elements: usize| {
             let bytes = (elements as u64).checked_mul(element.len() as u64);
@@ -87,10 +91,13 @@ impl Stream {
         if spanned == 0 {
             return Ok(());
         }
-        let _calling = self.timeline().calling()?;
+        let calling = self.timeline().calling()?;
         // SAFETY: 1. the operand keeps its range, in which the rows lie. 2. it has been ordered for this access on this
         // stream.
-        unsafe { self.fill_rows(Pitched { start: range.address, pitch }, element, rows) }
+        unsafe { self.fill_rows(Pitched { start: range.address, pitch }, element, rows) }?;
+        drop(calling);
+        site.checkpoint(&**self.driver());
+        Ok(())
     }
 
     /// # Safety

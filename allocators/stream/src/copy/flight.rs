@@ -214,10 +214,12 @@ impl Stream {
         H: HostOwned,
         D: Typed<Item = H::Item> + OperandMut,
     {
-        let _site = site::enter();
-        let range = to.range();
+        let site = site::enter();
+        let place = (to.range(), to.machine());
         let order = || to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write);
-        self.fly(from, Direction::Up, None, range, order)
+        let flight = self.fly(from, Direction::Up, None, place, order)?;
+        site.checkpoint(&**self.driver());
+        Ok(flight)
     }
 
     /// Copies `from` into `to`, in order on this stream (`cuMemcpyDtoHAsync`). Owns `to` until the copy is done.
@@ -231,9 +233,11 @@ impl Stream {
         H: HostOwned,
         D: Typed<Item = H::Item>,
     {
-        let _site = site::enter();
+        let site = site::enter();
         let order = || from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read);
-        self.fly(to, Direction::Down, None, from.range(), order)
+        let flight = self.fly(to, Direction::Down, None, (from.range(), from.machine()), order)?;
+        site.checkpoint(&**self.driver());
+        Ok(flight)
     }
 
     /// Copies the rows of `grid` from `from` to the device, in order on this stream (`cuMemcpy2DAsync`). Owns `from` until
@@ -248,10 +252,12 @@ impl Stream {
         H: HostOwned,
         D: Typed<Item = H::Item> + OperandMut,
     {
-        let _site = site::enter();
-        let range = to.range();
+        let site = site::enter();
+        let place = (to.range(), to.machine());
         let order = || to.order_mut(self.raw(), Some(self.timeline().keep_alive()), Access::Write);
-        self.fly(from, Direction::Up, Some(grid), range, order)
+        let flight = self.fly(from, Direction::Up, Some(grid), place, order)?;
+        site.checkpoint(&**self.driver());
+        Ok(flight)
     }
 
     /// Copies the rows of `grid` from `from` into `to`, in order on this stream (`cuMemcpy2DAsync`). Owns `to` until the
@@ -266,9 +272,11 @@ impl Stream {
         H: HostOwned,
         D: Typed<Item = H::Item>,
     {
-        let _site = site::enter();
+        let site = site::enter();
         let order = || from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read);
-        self.fly(to, Direction::Down, Some(grid), from.range(), order)
+        let flight = self.fly(to, Direction::Down, Some(grid), (from.range(), from.machine()), order)?;
+        site.checkpoint(&**self.driver());
+        Ok(flight)
     }
 
     fn fly<H: HostOwned>(
@@ -276,20 +284,20 @@ impl Stream {
         mut host: H,
         way: Direction,
         grid: Option<Grid>,
-        range: DeviceRange,
+        place: (DeviceRange, Option<u64>),
         order: impl FnOnce() -> Result<()>,
     ) -> Result<InFlight<H>, Refused<H>> {
         let landed = Point::ahead(self.timeline());
         let queue = |host: &mut H| -> Result<()> {
             let bytes = host.bytes();
-            let plan = Plan::new::<H::Item>(self, way, bytes.len(), range, grid)?;
+            let plan = Plan::new::<H::Item>(self, way, bytes.len(), place, grid)?;
             order()?;
             // The gate is given before the copy is queued, and stays shut until it is: a gate made after would leave a
             // copy on its way with nobody to wait for it, should the allocator refuse.
             host.defer(Arc::new(landed.clone()))?;
             // SAFETY: 1. `bytes` is the flight's, and held back until `landed` opens; the operand keeps its range for as
             // long, both by the promises of their traits. 2. `order` has put this stream behind every other use.
-            unsafe { plan.queue(self, bytes.cast(), range.address) }
+            unsafe { plan.queue(self, bytes.cast(), place.0.address) }
         };
         let queued = queue(&mut host);
         // Also where nothing was queued: the gate must not stay shut.

@@ -58,12 +58,14 @@ impl Stream {
                 let _ = self.settle();
             }
         }
-        let _site = site::enter();
         let copied = AtomicBool::new(false);
         let unwound = Settle(self, &copied);
+        // What is called inside names its own lines.
         let result = work(&Scope { stream: self, copied: &copied, scope: PhantomData, env: PhantomData });
         let returned = ManuallyDrop::new(unwound);
+        let site = site::enter();
         returned.settle()?;
+        site.checkpoint(&**self.driver());
         Ok(result)
     }
 }
@@ -139,11 +141,13 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// # Errors
     /// Lengths that differ, a conflicting use of `to`,
     /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    #[track_caller]
     pub fn upload<T, D>(&'scope self, from: &'env [T], to: &mut D) -> Result<()>
     where
         T: Pod,
         D: Typed<Item = T> + OperandMut,
     {
+        let _site = site::enter();
         self.up(from, to, None)
     }
 
@@ -152,7 +156,9 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// # Errors
     /// Lengths that differ, a conflicting use of `from`,
     /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    #[track_caller]
     pub fn download<T: Pod, D: Typed<Item = T>>(&'scope self, from: &D, to: &'env mut [T]) -> Result<()> {
+        let _site = site::enter();
         self.down(from, to, None)
     }
 
@@ -161,11 +167,13 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// # Errors
     /// Rows that do not lie in one of the sides, a conflicting use of `to`,
     /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    #[track_caller]
     pub fn upload_2d<T, D>(&'scope self, from: &'env [T], to: &mut D, grid: Grid) -> Result<()>
     where
         T: Pod,
         D: Typed<Item = T> + OperandMut,
     {
+        let _site = site::enter();
         self.up(from, to, Some(grid))
     }
 
@@ -175,11 +183,13 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// # Errors
     /// Rows that do not lie in one of the sides, a conflicting use of `from`,
     /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    #[track_caller]
     pub fn download_2d<T, D>(&'scope self, from: &D, to: &'env mut [T], grid: Grid) -> Result<()>
     where
         T: Pod,
         D: Typed<Item = T>,
     {
+        let _site = site::enter();
         self.down(from, to, Some(grid))
     }
 
@@ -188,7 +198,7 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         T: Pod,
         D: Typed<Item = T> + OperandMut,
     {
-        let plan = Plan::new::<T>(self.stream, Direction::Up, from.len(), to.range(), grid)?;
+        let plan = Plan::new::<T>(self.stream, Direction::Up, from.len(), (to.range(), to.machine()), grid)?;
         to.order_mut(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Write)?;
         self.copied.store(true, Ordering::Relaxed);
         // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy; `to` keeps its range.
@@ -201,7 +211,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         T: Pod,
         D: Typed<Item = T>,
     {
-        let plan = Plan::new::<T>(self.stream, Direction::Down, to.len(), from.range(), grid)?;
+        let plan =
+            Plan::new::<T>(self.stream, Direction::Down, to.len(), (from.range(), from.machine()), grid)?;
         from.order(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Read)?;
         self.copied.store(true, Ordering::Relaxed);
         // SAFETY: 1. `to` is borrowed for longer than the scope, which waits for the copy; `from` keeps its range.

@@ -25,6 +25,10 @@ unsafe impl Driver for Shared {
         if self.watched.load(Ordering::Relaxed) { Some(self) } else { None }
     }
 
+    fn machine(&self) -> u64 {
+        self.machine + 1
+    }
+
     fn simulator(self: Arc<Self>) -> Option<Sim> {
         Some(Sim { shared: self })
     }

@@ -28,7 +28,7 @@ unsafe impl Streams for Shared {
         self.cost(Call::StreamCreate, 0);
         let place = state.make_stream(device, Kind::NonBlocking);
         // SAFETY: 1. The handle is that of the stream just made.
-        Ok(unsafe { RawStream::from_raw(device, queue::handle(place)) })
+        Ok(unsafe { RawStream::from_raw(device, queue::handle(self.machine, place)) })
     }
 
     unsafe fn stream_destroy(&self, stream: RawStream) -> Result<()> {

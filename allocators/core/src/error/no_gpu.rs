@@ -1,14 +1,21 @@
-//! Why there is no driver to talk to.
+//! Why there is no GPU to use.
 
 use crate::DriverError;
 use std::{error, fmt};
 
-/// Why [`CudaDriver::open`](super::CudaDriver::open) has no driver to give.
+/// Why no GPU can be used here.
 ///
-/// On a machine without a GPU this is the ordinary case, and `NoLibrary` the ordinary reason.
+/// On a machine without a GPU this is the ordinary case, and [`NoLibrary`](Self::NoLibrary) the ordinary reason.
+///
+/// ```
+/// use aquifer_core::NoGpu;
+/// println!("no GPU: {}", NoGpu::NoLibrary);
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[non_exhaustive]
-pub enum OpenError {
+pub enum NoGpu {
+    /// This build has no CUDA: none of its features is on.
+    NotBuilt,
     /// The driver's library, `libcuda.so.1`, is not installed or not on the loader's path.
     NoLibrary,
     /// The library lacks a function: the driver is older than CUDA 12.0, the first that has all of them.
@@ -16,20 +23,29 @@ pub enum OpenError {
         /// The function.
         symbol: &'static str,
     },
+    /// The driver sees no device, and `CUDA_VISIBLE_DEVICES` is set: it names none that is there.
+    Hidden,
+    /// The driver was opened and has no device.
+    NoDevices,
     /// The library is there and does not start. Code 100 says that there is no device, 34 that the library is the
     /// toolkit's stub for linking, 803 that the kernel module is another version.
     Start(DriverError),
 }
 
-impl fmt::Display for OpenError {
+impl fmt::Display for NoGpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            Self::NotBuilt => f.write_str("this build has no CUDA; build it with one of its `cuda` features"),
             Self::NoLibrary => f.write_str(
                 "no CUDA driver: libcuda.so.1 is not on the loader's path; install the NVIDIA driver",
             ),
             Self::MissingSymbol { symbol } => {
                 write!(f, "the CUDA driver has no {symbol}; it needs to be of CUDA 12.0 or later")
             }
+            Self::Hidden => f.write_str(
+                "the CUDA driver sees no device: CUDA_VISIBLE_DEVICES is set and names none that is there; unset it",
+            ),
+            Self::NoDevices => f.write_str("the driver is installed and has no device"),
             Self::Start(e) => match e.code {
                 34 => write!(
                     f,
@@ -46,7 +62,7 @@ impl fmt::Display for OpenError {
     }
 }
 
-impl error::Error for OpenError {
+impl error::Error for NoGpu {
     fn source(&self) -> Option<&(dyn error::Error + 'static)> {
         match self {
             Self::Start(e) => Some(e),
@@ -58,14 +74,19 @@ impl error::Error for OpenError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::MemoryError;
 
     #[test]
     fn each_reason_says_what_to_do() {
-        let start = |code| OpenError::Start(super::super::codes::error("cuInit", code)).to_string();
-        assert!(OpenError::NoLibrary.to_string().contains("install"));
-        assert!(OpenError::MissingSymbol { symbol: "cuStreamGetId" }.to_string().contains("cuStreamGetId"));
-        assert!(start(100).contains("sees no device"));
-        assert!(start(803).contains("reboot"));
-        assert_eq!(start(999), "cuInit: CUDA_ERROR_UNKNOWN (999)");
+        let start = |code, name| NoGpu::Start(DriverError { call: "cuInit", code, name }).to_string();
+        assert!(NoGpu::NoLibrary.to_string().contains("install"));
+        assert!(NoGpu::MissingSymbol { symbol: "cuStreamGetId" }.to_string().contains("cuStreamGetId"));
+        assert!(NoGpu::Hidden.to_string().contains("CUDA_VISIBLE_DEVICES"));
+        assert!(NoGpu::NotBuilt.to_string().contains("feature"));
+        assert!(start(100, "CUDA_ERROR_NO_DEVICE").contains("sees no device"));
+        assert!(start(803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH").contains("reboot"));
+        assert_eq!(start(999, "CUDA_ERROR_UNKNOWN"), "cuInit: CUDA_ERROR_UNKNOWN (999)");
+        let refused = MemoryError::NoGpu { asked: 3, why: NoGpu::NoLibrary }.to_string();
+        assert!(refused.contains("device 3") && refused.contains("libcuda.so.1"), "{refused}");
     }
 }
