@@ -27,6 +27,7 @@ use crate::{
 };
 use aquifer_core::{
     Action, Charge, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag, budget::Holding, event::Place,
+    panics::Contained,
 };
 use aquifer_driver::{
     DeviceInfo, DeviceRange, Driver, ExportTypes, Ownership, RawStream, Relaxed, leftovers,
@@ -522,7 +523,7 @@ impl Release for Owned {
             if apart.recorder.is_some() {
                 let apart = Arc::downgrade(apart);
                 let completes = Completes { apart, stream, address: block.address, bytes, tag };
-                until_free.get_or_insert_default().push(Box::new(completes));
+                until_free.get_or_insert_default().push(Contained::new(Box::new(completes) as Box<_>));
             }
         }
         span.leave_whole(smallvec![Self::ends(&block.timeline)], block.uses.follow(), until_free);

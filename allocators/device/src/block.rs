@@ -178,7 +178,9 @@ impl Extras {
 }
 
 /// What ends when a block's memory is really free.
-pub(crate) type UntilFree = Option<Box<Vec<Box<dyn Any + Send + Sync>>>>;
+///
+/// A panic as one of them is dropped ends there: the pool may be within a drop itself.
+pub(crate) type UntilFree = Option<Box<Vec<Contained<Box<dyn Any + Send + Sync>>>>>;
 
 /// A stream's cache in a caching pool, and where that keeps the block's record.
 #[derive(Clone, Copy)]
@@ -332,8 +334,7 @@ impl Sealed for Block {}
 
 impl OpaqueBlock for Block {
     fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {
-        // It goes while the pool settles what is done, which its panic must not cut short.
-        self.extras_mut().until_free.get_or_insert_default().push(Box::new(Contained::new(thing)));
+        self.extras_mut().until_free.get_or_insert_default().push(Contained::new(thing));
     }
 }
 

@@ -51,8 +51,8 @@ use crate::{
     reclaim::is_shortage,
 };
 use aquifer_core::{
-    Action, Budget, DeviceId, MemoryError, OpaqueBlock, PoolStats, Recorder, Reservation, Result,
-    budget::Registration, event::Place,
+    Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, budget::Registration,
+    event::Place,
 };
 use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
@@ -464,7 +464,8 @@ impl Checked {
         users.extend(self.reader().map(|reader| reader.stream.raw()));
         let address = freed.held.memory.block().address();
         let range = DeviceRange { device: self.device, address, bytes: freed.capacity };
-        let _named = freed.name_site();
+        // Whatever call this happens in. A plain drop has no line, and is named by the one that the block came from.
+        let _named = site::enter_as(freed.record.freed_at);
         note(&self.driver, freed.generation, range, Ownership::Pending { users: &users });
     }
 
@@ -490,12 +491,12 @@ impl Checked {
     /// Gives the memory back to the pool, with the uses that are not over and what is to end when they are.
     fn go_home(&self, freed: Freed) {
         let Freed { record, held, uses, until_free, capacity, .. } = freed;
-        let _named = site::enter_as(site::entered().or(record.freed_at));
+        let _named = site::enter_as(record.freed_at);
         let mut block = held.memory.into_block();
         self.forget_range(block.address());
         block.uses.take_over(&held.home, uses);
-        for thing in until_free.into_iter().flat_map(|things| *things) {
-            block.keep_until_free(thing);
+        if let Some(mut things) = until_free {
+            block.extras_mut().until_free.get_or_insert_default().append(&mut things);
         }
         drop(block);
         self.state().gone += capacity;
@@ -593,7 +594,7 @@ fn can_be_used(home: &Timeline) -> bool {
 impl Freed {
     /// Names calls that are made for it by the line that freed it, or the one that it came from.
     fn name_site(&self) -> site::Entered {
-        site::enter_as(site::entered().or(self.record.freed_at).or(Some(self.record.allocated_at)))
+        site::enter_as(self.record.freed_at.or(Some(self.record.allocated_at)))
     }
 }
 

@@ -14,7 +14,7 @@ use crate::{
     },
     pool::Inner,
 };
-use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag};
+use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, panics::Contained};
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
@@ -637,7 +637,7 @@ impl Drop for Memory {
             if self.apart.driver.observer().is_some() {
                 let apart = Arc::downgrade(&self.apart);
                 let range = self.device_range(Range { start: span.address, len: span.bytes });
-                until_free.push(Box::new(Kept { apart, range }));
+                until_free.push(Contained::new(Box::new(Kept { apart, range })));
             }
             if state.unseen {
                 span.outlast_everything();
