@@ -4,14 +4,18 @@ mod budgets;
 
 use crate::{
     Placer, Policy,
-    environment::Environment,
+    environment::{self, Environment, Fallback},
     placement::{Fleet, MAX_DEVICES},
     pressure::{HostWatch, KeepFree, Pressure, WatchedDevice, WatchedHost},
     staging,
 };
-use aquifer_core::{Budget, DeviceId, MemoryError, Result};
+use aquifer_core::{Budget, DeviceId, MemoryError, NoGpu, Result};
 use aquifer_device::{DevicePool, PoolConfig};
-use aquifer_driver::{DeviceInfo, Driver, sim::Sim};
+use aquifer_driver::{
+    DeviceInfo, Driver,
+    sim::{OnViolation, Sim},
+    site,
+};
 use aquifer_host::{
     PinnedConfig, PinnedPool, Stager, StagerConfig,
     kernel::Kernel,
@@ -44,6 +48,8 @@ struct Inner {
     keep_free: Option<KeepFree>,
     watched_host: Option<WatchedHost>,
     driver: Option<Arc<dyn Driver>>,
+    /// Why there is no driver, or none with a device.
+    no_gpu: Option<NoGpu>,
     /// As they were opened.
     pools: Vec<DevicePool>,
     fleet: Arc<Fleet>,
@@ -52,6 +58,17 @@ struct Inner {
     pinned: Vec<PinnedPool>,
     /// Which of `pinned` each device is near.
     near: Vec<usize>,
+    /// The last to go, when the pools have closed.
+    _reported: Option<ReportedAtEnd>,
+}
+
+/// A simulated machine of the runtime's own, whose violations are reported when the runtime ends.
+struct ReportedAtEnd(Sim);
+
+impl Drop for ReportedAtEnd {
+    fn drop(&mut self) {
+        self.0.report();
+    }
 }
 
 /// How a [`Runtime`] is to be built.
@@ -59,6 +76,8 @@ struct Inner {
 pub struct RuntimeBuilder {
     driver: Option<Arc<dyn Driver>>,
     or_sim: bool,
+    fallback: Option<Fallback>,
+    on_violation: Option<OnViolation>,
     devices: Option<Vec<DeviceId>>,
     device_budget: Option<u64>,
     pinned_budget: Option<u64>,
@@ -77,6 +96,8 @@ impl Default for RuntimeBuilder {
         Self {
             driver: None,
             or_sim: false,
+            fallback: None,
+            on_violation: None,
             devices: None,
             device_budget: None,
             pinned_budget: None,
@@ -100,10 +121,36 @@ impl RuntimeBuilder {
         self
     }
 
-    /// On a simulated GPU where the machine has none.
+    /// On a simulated GPU where the machine has none. That is said once on standard error, with the reason, unless
+    /// `AQUIFER_SIM_FALLBACK=quiet`.
     #[must_use]
     pub fn or_sim(mut self) -> Self {
         self.or_sim = true;
+        self
+    }
+
+    /// The same, and says nothing of it, whatever the environment says.
+    #[must_use]
+    pub fn or_sim_quietly(mut self) -> Self {
+        self.fallback = Some(Fallback::Quiet);
+        self.or_sim()
+    }
+
+    /// Does this with the violations that a simulated GPU of [`or_sim`](Self::or_sim) finds and the program does not take
+    /// by [`Runtime::simulator`], whatever `AQUIFER_SIM_VIOLATIONS` says. They are reported when the runtime ends, and what
+    /// is found later when the last of its blocks does.
+    ///
+    /// ```
+    /// use aquifer::{Runtime, driver::sim::OnViolation};
+    /// let rt = Runtime::builder().or_sim_quietly().on_violation(OnViolation::Panic).build()?;
+    /// if let Some(sim) = rt.simulator() {
+    ///     assert!(sim.violations().is_empty());
+    /// }
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    #[must_use]
+    pub fn on_violation(mut self, what: OnViolation) -> Self {
+        self.on_violation = Some(what);
         self
     }
 
@@ -207,12 +254,31 @@ impl RuntimeBuilder {
     /// # Errors
     /// [`MemoryError::BadSetting`] for a variable of the environment, or a machine, that cannot be read;
     /// [`MemoryError::NoDevice`] for a device that is not there; the driver's. That there is no GPU is no error.
+    #[track_caller]
     pub fn build(self) -> Result<Runtime> {
+        // What its pools do when they end is named by the line that built it.
+        let _site = site::enter();
         let environment = Environment::read()?;
         let keep_free = self.keep_free.or(environment.keep_free).filter(|bytes| *bytes > 0);
         let watch_host = self.watch_host.or_else(|| environment.watch_host.then(HostWatch::default));
-        let driver =
-            self.driver.or_else(machine_driver).or_else(|| self.or_sim.then(|| Sim::h200(1).driver()));
+        let opened = match self.driver {
+            Some(driver) => Ok(driver),
+            None => machine_driver(),
+        };
+        let (driver, no_gpu, own) = match opened {
+            Ok(driver) => (Some(driver), None, None),
+            Err(why) if self.or_sim => {
+                if self.fallback.unwrap_or(environment.fallback) == Fallback::Tell {
+                    environment::tell_fallback(&why);
+                }
+                let sim = match self.on_violation {
+                    Some(what) => Sim::h200(1).on_violation(what),
+                    None => Sim::h200(1),
+                };
+                (Some(sim.driver()), None, Some(ReportedAtEnd(sim)))
+            }
+            Err(why) => (None, Some(why), None),
+        };
         let topology = match self.topology {
             Some(topology) => topology,
             None => Topology::read().map_err(|e| MemoryError::BadSetting {
@@ -220,6 +286,10 @@ impl RuntimeBuilder {
                 value: e.to_string(),
                 expected: "what the kernel tells under /sys and /proc",
             })?,
+        };
+        let no_gpu = match &driver {
+            Some(driver) if driver.device_count() == Ok(0) => Some(NoGpu::NoDevices),
+            _ => no_gpu,
         };
         let infos = match &driver {
             Some(driver) => chosen(&**driver, self.devices)?,
@@ -259,18 +329,28 @@ impl RuntimeBuilder {
             _ => None,
         };
         let fleet = Arc::new(Fleet::new(&pools, host.topology.clone(), self.sampled));
-        let inner = Inner { keep_free, watched_host, driver, pools, fleet, host, pinned, near };
+        let inner = Inner {
+            keep_free,
+            watched_host,
+            driver,
+            no_gpu,
+            pools,
+            fleet,
+            host,
+            pinned,
+            near,
+            _reported: own,
+        };
         Ok(Runtime { inner: Arc::new(inner) })
     }
 }
 
 /// The machine's CUDA driver, if this build has it and it opens.
-fn machine_driver() -> Option<Arc<dyn Driver>> {
+fn machine_driver() -> Result<Arc<dyn Driver>, NoGpu> {
     #[cfg(feature = "cuda")]
-    if let Ok(driver) = aquifer_driver::cuda::CudaDriver::open() {
-        return Some(driver);
-    }
-    None
+    return Ok(aquifer_driver::cuda::CudaDriver::open()?);
+    #[cfg(not(feature = "cuda"))]
+    Err(NoGpu::NotBuilt)
 }
 
 /// The devices that are asked for, or all.
@@ -339,6 +419,7 @@ impl Runtime {
     ///
     /// # Errors
     /// As [`RuntimeBuilder::build`].
+    #[track_caller]
     pub fn on(driver: Arc<dyn Driver>) -> Result<Self> {
         Self::builder().driver(driver).build()
     }
@@ -347,24 +428,28 @@ impl Runtime {
     /// back](Placer::restore).
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`].
+    /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`] where there is none, with the reason.
     pub fn device(&self, index: usize) -> Result<&DevicePool> {
-        let missing = || MemoryError::NoDevice {
-            asked: u32::try_from(index).unwrap_or(u32::MAX),
-            count: u32::try_from(self.inner.pools.len()).unwrap_or(u32::MAX),
-        };
-        self.inner.fleet.pool(index).ok_or_else(missing)
+        self.inner.fleet.pool(index).ok_or_else(|| self.missing(u32::try_from(index).unwrap_or(u32::MAX)))
     }
 
     /// The pool of the device with this ordinal; the new one, where a lost device was put back.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`].
+    /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`] where there is none, with the reason.
     pub fn by_ordinal(&self, device: DeviceId) -> Result<&DevicePool> {
-        let count = u32::try_from(self.inner.pools.len()).unwrap_or(u32::MAX);
         let index = self.inner.pools.iter().position(|pool| pool.device() == device);
         let found = index.and_then(|index| self.inner.fleet.pool(index));
-        found.ok_or(MemoryError::NoDevice { asked: device.0, count })
+        found.ok_or_else(|| self.missing(device.0))
+    }
+
+    /// Why there is no such device.
+    fn missing(&self, asked: u32) -> MemoryError {
+        let count = u32::try_from(self.inner.pools.len()).unwrap_or(u32::MAX);
+        match self.inner.no_gpu {
+            Some(why) => MemoryError::NoGpu { asked, why },
+            None => MemoryError::NoDevice { asked, count },
+        }
     }
 
     /// The pools of all devices, as they were opened.
@@ -451,6 +536,27 @@ impl Runtime {
             pool.quiet_point()?;
         }
         Ok(0)
+    }
+
+    /// Returns the simulated machine that the runtime is on, to look at what it has found, fail its calls or run its work;
+    /// `None` on GPUs.
+    ///
+    /// ```
+    /// use aquifer::{Runtime, driver::sim::Sim};
+    /// let rt = Runtime::on(Sim::h200(2).driver())?;
+    /// let sim = rt.simulator().ok_or(aquifer::MemoryError::Closed)?;
+    /// assert!(sim.violations().is_empty());
+    /// # Ok::<(), aquifer::MemoryError>(())
+    /// ```
+    #[must_use]
+    pub fn simulator(&self) -> Option<Sim> {
+        self.inner.driver.clone()?.simulator()
+    }
+
+    /// Returns why there is no GPU to use, as `aquifer doctor` says it; `None` where there is one, simulated ones included.
+    #[must_use]
+    pub fn no_gpu(&self) -> Option<NoGpu> {
+        self.inner.no_gpu
     }
 
     /// The driver, if there is one.

@@ -7,8 +7,9 @@
 mod support;
 
 use aquifer::{
-    Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, PinnedAllocator, PinnedPool, PoolConfig,
-    Request, Runtime, StagerConfig, Stream, Vec as PinnedVec,
+    Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Operand, PinnedAllocator,
+    PinnedPool, PoolConfig, Request, Runtime, StagerConfig, Stream, Vec as PinnedVec,
+    core::NoGpu,
     driver::Call,
     host::topology::{NodeId, Topology},
     sim::{DeviceConfig, Mode, Sim, SimConfig},
@@ -75,7 +76,8 @@ fn without_a_device_host_memory_serves_all_the_same_and_says_that_it_is_not_pinn
     let sim = Sim::h200(0);
     let rt = Runtime::builder().driver(sim.driver()).pinned(small()).build().unwrap();
     assert!(rt.devices().is_empty());
-    assert_eq!(rt.device(0).unwrap_err(), MemoryError::NoDevice { asked: 0, count: 0 });
+    assert_eq!(rt.device(0).unwrap_err(), MemoryError::NoGpu { asked: 0, why: NoGpu::NoDevices });
+    assert_eq!(rt.no_gpu(), Some(NoGpu::NoDevices));
     let buffer = rt.pinned_near(0).buffer::<u8>(100).unwrap();
     assert!(!buffer.is_pinned());
 }
@@ -261,14 +263,101 @@ fn memory_that_a_device_shares_with_the_host_is_counted_once() {
     }
 }
 
+#[test]
+fn a_runtime_on_a_simulator_leads_to_it() {
+    let sim = Sim::h200(2);
+    let rt = Runtime::on(sim.driver()).unwrap();
+    sim.fail(Call::StreamCreate, 1, 999);
+    let refused = rt.device(0).unwrap().stream().unwrap_err();
+    assert!(matches!(refused, MemoryError::Driver(error) if error.code == 999));
+    let same = rt.simulator().unwrap();
+    assert_eq!(same.config().devices.len(), 2);
+    let (stream, pool) = (rt.device(1).unwrap().stream().unwrap(), rt.device(1).unwrap());
+    let block = pool.alloc(&stream, Request::bytes(1000)).unwrap();
+    assert_eq!(same.outstanding().is_empty(), sim.outstanding().is_empty());
+    assert!(!same.outstanding().is_empty());
+    drop((block, stream));
+}
+
 // ---- in processes of their own
+
+/// A runtime that falls back, with a race that no one takes.
+#[test]
+#[ignore = "half of another test"]
+fn child_races() {
+    let builder = Runtime::builder().pinned(small());
+    let builder = match env::var("RUNTIME_FALLBACK").as_deref() {
+        Ok("quiet") => builder.or_sim_quietly(),
+        Ok("none") => builder,
+        _ => builder.or_sim(),
+    };
+    let rt = builder.build().unwrap();
+    println!("no gpu: {:?}", rt.device(0).map(|_| ()).map_err(|error| error.to_string()));
+    drop(Runtime::builder().or_sim().pinned(small()).build().unwrap());
+    let Some(sim) = rt.simulator() else { return };
+    let pool = rt.device(0).unwrap();
+    let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
+    let mut x: DeviceBuffer<u8> = pool.buffer(&s, 4096).unwrap();
+    s.fill(&mut x, 1).unwrap();
+    sim.access(u.raw(), x.range(), Access::Read, None).unwrap();
+    u.synchronize().unwrap();
+    drop((sim, x, s, u));
+    drop(rt);
+    eprintln!("the runtime is gone");
+}
+
+#[test]
+fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
+    let run = |environment: &[(&str, &str)]| {
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args(["--exact", "child_races", "--ignored", "--nocapture", "--test-threads=1"]);
+        for variable in ["DEBUG", "SIM_VIOLATIONS", "SIM_FALLBACK"] {
+            command.env_remove(format!("AQUIFER_{variable}"));
+        }
+        // Where there is a GPU, it is hidden.
+        let output = command.env("CUDA_VISIBLE_DEVICES", "").envs(environment.iter().copied()).output();
+        let output = output.unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        (output.status.code(), text(&output.stdout), text(&output.stderr))
+    };
+    for debug in ["", "all"] {
+        let (status, _, told) = run(&[("AQUIFER_DEBUG", debug)]);
+        assert_eq!(status, Some(0), "{told}");
+        assert_eq!(told.matches("aquifer: a simulated GPU is used, since ").count(), 1, "{told}");
+        assert!(told.contains("libcuda") || told.contains("CUDA"), "{told}");
+        let (found, gone) = (told.find("found 1 violation").unwrap(), told.find("is gone").unwrap());
+        assert!(found < gone, "it is reported when the runtime ends: {told}");
+        assert!(told.matches("tests/runtime.rs:").count() == 2, "both lines are the program's: {told}");
+    }
+    for quiet in [[("RUNTIME_FALLBACK", "quiet"), ("A", "")], [("AQUIFER_SIM_FALLBACK", "quiet"), ("A", "")]]
+    {
+        let (status, _, told) = run(&quiet);
+        assert_eq!(status, Some(0), "{told}");
+        let said = told.contains("is used, since");
+        assert_eq!(
+            said,
+            quiet[0].0 == "RUNTIME_FALLBACK",
+            "the other runtime of the process says it: {told}"
+        );
+    }
+    let (status, _, told) = run(&[("AQUIFER_SIM_VIOLATIONS", "exit=9")]);
+    assert_eq!(status, Some(9), "{told}");
+    let (status, _, told) = run(&[("AQUIFER_SIM_VIOLATIONS", "quiet")]);
+    assert!(status == Some(0) && !told.contains("violation"), "{told}");
+    let (status, said, told) = run(&[("RUNTIME_FALLBACK", "none")]);
+    assert_eq!(status, Some(0), "{told}");
+    let reasons = ["libcuda.so.1", "CUDA_VISIBLE_DEVICES", "no CUDA"];
+    assert!(said.contains("there is none: ") && reasons.iter().any(|why| said.contains(why)), "{said}");
+}
 
 /// Runs one of the ignored tests below in a process of its own; answers with what it wrote, if it went well.
 #[track_caller]
 fn child(name: &str, environment: &[(&str, &str)]) -> String {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"]);
-    for variable in ["TRACE", "BYPASS", "DEBUG", "NUMA", "KEEP_FREE", "WATCH_HOST"] {
+    for variable in
+        ["TRACE", "BYPASS", "DEBUG", "NUMA", "KEEP_FREE", "WATCH_HOST", "SIM_VIOLATIONS", "SIM_FALLBACK"]
+    {
         command.env_remove(format!("AQUIFER_{variable}"));
     }
     let output = command.envs(environment.iter().copied()).output().unwrap();
@@ -301,6 +390,8 @@ fn a_variable_that_cannot_be_followed_is_an_error_with_its_name_and_value() {
         ("AQUIFER_KEEP_FREE", "banana", "an amount like 512MiB or 20GiB, or 0"),
         ("AQUIFER_KEEP_FREE", "20GB", "an amount like 512MiB or 20GiB, or 0"),
         ("AQUIFER_WATCH_HOST", "yes", "0 or 1"),
+        ("AQUIFER_SIM_FALLBACK", "loud", "tell or quiet"),
+        ("AQUIFER_SIM_VIOLATIONS", "loud", "report, now, panic, exit, exit=STATUS with 1 to 255, or quiet"),
     ] {
         let told = child("child_builds", &[(name, value)]);
         let refused = MemoryError::BadSetting { name, value: value.to_owned(), expected };
@@ -339,7 +430,7 @@ fn child_allocates() {
     let there = other.device(1).unwrap();
     let c = there.alloc(&there.stream().unwrap(), Request::bytes(77)).unwrap();
     // Used elsewhere when it is freed: complete only when that use is.
-    let used = b.prepare(&s, aquifer::Access::Read).unwrap();
+    let used = b.prepare(&s, Access::Read).unwrap();
     drop(b);
     drop(c);
     used.finish().unwrap();
