@@ -31,4 +31,8 @@ regressions! {
         (1795365888510791935, 2262),
         (13679457532755276395, 2649),
     ];
+    a_pool_is_refused_only_what_giving_back_all_that_lies_idle_could_not_serve: "pressure" [
+        (17264232662068481788, 3099),
+        (2475505609494469592, 5010),
+    ];
 }
