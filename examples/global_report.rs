@@ -9,7 +9,6 @@
 use aquifer::{Bytes, DeviceBuffer, Runtime, Stream, Tag, global, staging, tagged};
 use arrow_array::{Array, RecordBatch, cast::AsArray, types::Int64Type};
 use arrow_csv::{ReaderBuilder, reader::Format};
-use lzma_rust2::XzReader;
 use std::{
     env,
     error::Error,
@@ -21,6 +20,7 @@ use std::{
     sync::Arc,
     time::{Duration, Instant},
 };
+use xz4rust::XzReader;
 
 #[global_allocator]
 static GLOBAL: aquifer::Global = aquifer::Global::new();
@@ -35,7 +35,7 @@ const ENOUGH: usize = 64 << 20;
 fn open(path: &Path) -> Result<Box<dyn Read>> {
     let file = BufReader::new(File::open(path)?);
     let packed = path.extension().is_some_and(|extension| extension == "xz");
-    Ok(if packed { Box::new(XzReader::new(file, false)) } else { Box::new(file) })
+    Ok(if packed { Box::new(XzReader::new(file)) } else { Box::new(file) })
 }
 
 /// The file's columns, batch by batch, as Arrow's reader makes them.

@@ -16,12 +16,15 @@
 //! What a ring has kept, a [`MemorySnapshot`] writes for the memory viewer of PyTorch.
 
 mod clock;
+mod environment;
 mod lines;
+mod process;
 mod ring;
 mod rmm;
 mod sinks;
 pub mod snapshot;
 mod trace;
+mod turns;
 
 pub use ring::RingSink;
 pub use rmm::RmmLog;
@@ -29,18 +32,18 @@ pub use sinks::{NullSink, TracingSink};
 pub use snapshot::{HeldBlock, MemorySnapshot};
 pub use trace::TraceFile;
 
-use crate::{DeviceId, Tag};
+use crate::{DeviceId, Tag, panics::contain};
 use clock::Clock;
+use process::PerProcess;
 use std::{
     cell::Cell,
-    collections::BTreeMap,
     fmt,
-    panic::{AssertUnwindSafe, catch_unwind},
     sync::{
-        Arc, Mutex, PoisonError,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        Arc,
+        atomic::{AtomicU32, Ordering},
     },
 };
+use turns::Turns;
 
 /// What happened.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -64,6 +67,58 @@ pub enum Action {
     Fail,
     /// A pool that debugs has found something wrong with a block: its bytes, its place or its owner.
     Finding,
+}
+
+/// What a block is, by the way it is held.
+///
+/// ```
+/// use aquifer_core::event::BlockKind;
+/// assert_eq!(BlockKind::Reserved.name(), "reserved");
+/// assert_eq!(BlockKind::from_name("reserved"), Some(BlockKind::Reserved));
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+#[non_exhaustive]
+pub enum BlockKind {
+    /// Device memory of a stream's cache, or an allocation of the driver's in its place.
+    Cached,
+    /// Device memory whose physical memory and addresses are its own.
+    Stable,
+    /// A committed step of reserved device memory. Committing allocates it, decommitting frees it.
+    Reserved,
+    /// Device memory that can be parked. Parking frees it, resuming allocates it again at the same address.
+    Parkable,
+    /// Device memory of captured graphs.
+    Graph,
+    /// Pinned host memory.
+    Pinned,
+    /// Memory of the global allocator.
+    Global,
+}
+
+impl BlockKind {
+    /// Every kind.
+    pub const ALL: [Self; 7] =
+        [Self::Cached, Self::Stable, Self::Reserved, Self::Parkable, Self::Graph, Self::Pinned, Self::Global];
+
+    /// Returns its name, as traces have it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Cached => "cached",
+            Self::Stable => "stable",
+            Self::Reserved => "reserved",
+            Self::Parkable => "parkable",
+            Self::Graph => "graph",
+            Self::Pinned => "pinned",
+            Self::Global => "global",
+        }
+    }
+
+    /// Returns the kind of that name.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|kind| kind.name() == name)
+    }
 }
 
 /// Where something happened.
@@ -97,8 +152,19 @@ pub struct Event {
     pub address: u64,
     /// Bytes: what was asked for when a block is allocated, freed or completed, else what was taken or given.
     pub bytes: u64,
+    /// What kind of memory it is about.
+    pub kind: BlockKind,
     /// Whose.
     pub tag: Tag,
+}
+
+impl Event {
+    /// Returns the same event for memory of this kind.
+    #[inline]
+    #[must_use]
+    pub fn of_kind(self, kind: BlockKind) -> Self {
+        Self { kind, ..self }
+    }
 }
 
 /// Where events go. Called with one event at a time, in order, never under a lock of a pool or of the recorder.
@@ -155,31 +221,28 @@ pub struct Ticket {
 /// let order: Vec<_> = ring.take().into_iter().map(|e| e.action).collect();
 /// assert_eq!(order, [Action::Allocate, Action::Free]);
 /// ```
+///
+/// When it is dropped, events that wait for the ticket of another are passed on without it. A child of a fork has an order
+/// of its own, so events that other threads of its parent had begun hold nothing up there.
 pub struct Recorder {
     sink: Arc<dyn Sink>,
     clock: Clock,
-    tickets: AtomicU64,
-    early: Mutex<Early>,
-}
-
-/// Events whose ticket's turn has not come.
-struct Early {
-    next: u64,
-    waiting: BTreeMap<u64, Event>,
-    /// A thread hands events over; it goes on with those whose turn has come when it is done with one.
-    busy: bool,
+    turns: PerProcess<Turns>,
 }
 
 impl Recorder {
     /// A recorder in front of `sink`.
     #[must_use]
     pub fn new(sink: Arc<dyn Sink>) -> Self {
-        Self {
-            sink,
-            clock: Clock::start(),
-            tickets: AtomicU64::new(0),
-            early: Mutex::new(Early { next: 0, waiting: BTreeMap::new(), busy: false }),
-        }
+        Self::with_clock(sink, Clock::start())
+    }
+
+    fn with_clock(sink: Arc<dyn Sink>, clock: Clock) -> Self {
+        Self { sink, clock, turns: PerProcess::new(Turns::default()) }
+    }
+
+    fn turns(&self) -> &Turns {
+        self.turns.get(|_| Turns::default())
     }
 
     /// The next place in the order. Taken under the lock that makes the thing happen.
@@ -187,11 +250,11 @@ impl Recorder {
     pub fn ticket(&self) -> Ticket {
         match self.sink.reserve() {
             Some(number) => Ticket { number, reserved: true },
-            None => Ticket { number: self.tickets.fetch_add(1, Ordering::Relaxed), reserved: false },
+            None => Ticket { number: self.turns().ticket(), reserved: false },
         }
     }
 
-    /// An event that happens now.
+    /// An event that happens now. Its kind is the one that `place` has as a rule: see [`Event::of_kind`].
     #[inline]
     #[must_use]
     pub fn event(
@@ -203,7 +266,13 @@ impl Recorder {
         bytes: u64,
         tag: Tag,
     ) -> Event {
-        Event { at_ns: self.clock.elapsed(), action, place, thread: thread(), stream, address, bytes, tag }
+        let kind = match place {
+            Place::Device(_) => BlockKind::Cached,
+            Place::Host(_) => BlockKind::Pinned,
+            Place::Global => BlockKind::Global,
+        };
+        let (at_ns, thread) = (self.clock.elapsed(), thread());
+        Event { at_ns, action, place, thread, stream, address, bytes, kind, tag }
     }
 
     /// Hands the event over: at once to a sink that has a place for it, else when its turn has come, which is in this call
@@ -213,35 +282,15 @@ impl Recorder {
         if ticket.reserved {
             contained(|| self.sink.fill(ticket.number, &event));
         } else {
-            self.record_in_turn(ticket.number, event);
+            self.turns().pass(ticket.number, event, |event| contained(|| self.sink.record(event)));
         }
     }
 
-    fn record_in_turn(&self, number: u64, event: Event) {
-        let early = || self.early.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut now = event;
-        {
-            let mut early = early();
-            if number != early.next || early.busy {
-                early.waiting.insert(number, event);
-                return;
-            }
-            early.busy = true;
-        }
-        loop {
-            // No lock is held: what the sink does may make events, which wait for their turn.
-            contained(|| self.sink.record(&now));
-            let mut early = early();
-            early.next += 1;
-            let next = early.next;
-            match early.waiting.remove(&next) {
-                Some(event) => now = event,
-                None => {
-                    early.busy = false;
-                    return;
-                }
-            }
-        }
+    /// Waits for events that other threads have begun to record, for a tenth of a second at most, then has the sink write
+    /// out what it holds back. Pools do so when they close.
+    pub fn flush(&self) {
+        self.turns().flush(|event| contained(|| self.sink.record(event)));
+        contained(|| self.sink.flush());
     }
 
     /// Where the events go.
@@ -255,7 +304,7 @@ impl Recorder {
 /// told of it.
 #[inline]
 fn contained(call: impl FnOnce()) {
-    let _panicked = catch_unwind(AssertUnwindSafe(call));
+    let _panicked = contain(call);
 }
 
 /// The calling thread's number.
@@ -273,6 +322,12 @@ fn thread() -> u32 {
         }
         there => there,
     })
+}
+
+impl Drop for Recorder {
+    fn drop(&mut self) {
+        self.flush();
+    }
 }
 
 impl fmt::Debug for Recorder {

@@ -2,9 +2,15 @@
 
 use aquifer_core::{
     Action, DeviceId, Event, Recorder, Sink, Tag,
-    event::{NullSink, Place, RingSink, RmmLog, TraceFile},
+    event::{BlockKind, NullSink, Place, RingSink, RmmLog, TraceFile},
 };
-use std::{env, fs, process, sync::Arc, thread};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process,
+    sync::Arc,
+    thread,
+};
 
 const PLACE: Place = Place::Device(DeviceId(0));
 
@@ -138,8 +144,115 @@ fn a_trace_file_tells_blocks_at_one_address_apart() {
     fs::remove_file(&path).unwrap();
     let rows: Vec<String> =
         text.lines().skip(1).map(|row| row.split_once(',').unwrap().1.to_owned()).collect();
-    assert!(text.starts_with("t_us,op,id,bytes,stream\n"));
-    assert_eq!(rows, ["a,1,100,3", "f,1,100,3", "c,1,100,3", "a,2,200,3"]);
+    assert!(text.starts_with("t_us,op,id,bytes,stream,kind,device,tag\n"));
+    let told = ["a,1,100,3", "f,1,100,3", "c,1,100,3", "g,0,5,3", "a,2,200,3"];
+    assert_eq!(rows, told.map(|row| format!("{row},cached,0,")));
+}
+
+fn file(name: &str) -> PathBuf {
+    env::temp_dir().join(format!("aquifer-{name}-{}.csv", process::id()))
+}
+
+fn rows(path: &Path) -> Vec<String> {
+    let text = fs::read_to_string(path).unwrap();
+    text.lines().skip(1).map(|row| row.split_once(',').unwrap().1.to_owned()).collect()
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "writes a file")]
+fn a_trace_file_says_kind_device_and_tag_of_every_block() {
+    let path = file("kinds");
+    let recorder = Recorder::new(Arc::new(TraceFile::create(&path).unwrap()));
+    let tag = Tag::named("kv, 100 %\nof \u{85}\u{fc}");
+    let places = [Place::Device(DeviceId(7)), Place::Host(Some(1)), Place::Host(None), Place::Global];
+    for (place, kind) in places.into_iter().zip(BlockKind::ALL) {
+        let event = recorder.event(Action::Allocate, place, 4, 0x1000, 64, tag).of_kind(kind);
+        recorder.record(recorder.ticket(), event);
+    }
+    let long = Tag::named(&"\u{fc}".repeat(600));
+    recorder.record(recorder.ticket(), recorder.event(Action::Fail, PLACE, 0, 0, 9, long));
+    // Imported memory has no bytes of its own.
+    tell(&recorder, Action::Allocate, 0x2000, 0);
+    tell(&recorder, Action::Free, 0x2000, 0);
+    let told = rows(&path);
+    fs::remove_file(&path).unwrap();
+    let name = "kv%2C 100 %25%0Aof %C2%85\u{fc}";
+    let expected = [
+        format!("a,1,64,4,cached,7,{name}"),
+        format!("a,2,64,4,stable,host:1,{name}"),
+        format!("a,3,64,4,reserved,host,{name}"),
+        format!("x,0,9,0,cached,0,{}", "\u{fc}".repeat(512)),
+    ];
+    assert_eq!(told, expected);
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "writes a file")]
+fn a_block_ends_in_the_trace_when_another_has_its_address() {
+    let path = file("again");
+    let recorder = Recorder::new(Arc::new(TraceFile::create(&path).unwrap()));
+    tell(&recorder, Action::Allocate, 0x1000, 1);
+    tell(&recorder, Action::Complete, 0x1000, 1);
+    tell(&recorder, Action::Free, 0x1000, 1);
+    tell(&recorder, Action::Free, 0x1000, 1);
+    tell(&recorder, Action::Allocate, 0x1000, 2);
+    tell(&recorder, Action::Allocate, 0x1000, 3);
+    let told = rows(&path);
+    fs::remove_file(&path).unwrap();
+    let expected = ["a,1,1,3", "f,1,1,3", "c,1,1,3", "a,2,2,3", "f,2,2,3", "c,2,2,3", "a,3,3,3"];
+    // The end of the one before comes ahead of the next.
+    assert_eq!(told, expected.map(|row| format!("{row},cached,0,")));
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "writes files")]
+fn two_trace_files_under_one_name_lose_nothing_and_one_that_is_done_is_replaced() {
+    let path = file("twice");
+    let files: Vec<_> = (0..3).map(|_| Arc::new(TraceFile::create(&path).unwrap())).collect();
+    let paths: Vec<_> = files.iter().map(|file| file.path()).collect();
+    for (file, bytes) in files.into_iter().zip(1..) {
+        tell(&Recorder::new(file), Action::Allocate, 0x1000, bytes);
+    }
+    let stem = path.file_stem().unwrap().to_str().unwrap();
+    let beside = |part: &str| path.with_file_name(format!("{stem}.{}{part}.csv", process::id()));
+    assert_eq!(paths, [path.clone(), beside(""), beside(".2")]);
+    for (path, bytes) in paths.iter().zip(1..) {
+        assert_eq!(rows(path), [format!("a,1,{bytes},3,cached,0,")]);
+    }
+    let again = TraceFile::create(&path).unwrap();
+    assert_eq!((again.path(), rows(&path)), (path.clone(), Vec::new()));
+    paths.iter().for_each(|path| fs::remove_file(path).unwrap());
+
+    let template = file("of-%p");
+    let named = TraceFile::create(&template).unwrap().path();
+    assert_eq!(named, file(&format!("of-{}", process::id())));
+    fs::remove_file(named).unwrap();
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "writes a file")]
+fn events_behind_a_ticket_that_never_comes_are_written_when_the_recorder_is_dropped() {
+    let path = file("dropped");
+    let recorder = Recorder::new(Arc::new(TraceFile::create(&path).unwrap()));
+    let (lost, late) = (recorder.ticket(), recorder.ticket());
+    tell(&recorder, Action::Allocate, 0x1000, 1);
+    assert_eq!(rows(&path).len(), 0);
+    recorder.flush();
+    assert_eq!(rows(&path).len(), 1);
+    recorder.record(late, recorder.event(Action::Allocate, PLACE, 0, 0x2000, 2, Tag::NONE));
+    assert_eq!(rows(&path).len(), 2, "whose turn was passed over comes all the same");
+    let before = recorder.ticket();
+    tell(&recorder, Action::Free, 0x1000, 1);
+    drop((lost, before, recorder));
+    assert_eq!(rows(&path).len(), 3);
+    fs::remove_file(&path).unwrap();
+}
+
+#[test]
+#[cfg_attr(miri, ignore = "opens a file")]
+fn a_trace_that_cannot_be_begun_is_an_error() {
+    assert!(TraceFile::create(Path::new("/dev/full")).is_err());
+    assert!(TraceFile::create(Path::new("/no/such/folder/trace.csv")).is_err());
 }
 
 #[test]

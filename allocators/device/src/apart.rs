@@ -26,7 +26,9 @@ use crate::{
     physical::handle::{Funds, Handle, Held, NoHandle},
 };
 use aquifer_core::{
-    Action, Charge, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag, budget::Holding, event::Place,
+    Action, Charge, DeviceId, MemoryError, PoolStats, Recorder, Result, Tag,
+    budget::Holding,
+    event::{BlockKind, Event, Place, Ticket},
     panics::Contained,
 };
 use aquifer_driver::{
@@ -230,10 +232,10 @@ impl Apart {
     }
 
     /// Addresses for `bytes`, in slots of `slot` bytes, with nothing behind them.
-    pub(crate) fn reserve(&self, bytes: u64, slot: u64, align: u64) -> Result<Arc<Span>> {
+    pub(crate) fn reserve(&self, kind: BlockKind, bytes: u64, slot: u64, align: u64) -> Result<Arc<Span>> {
         let align = align.max(self.granularity);
         let address = self.driver.address_reserve(self.device, bytes, align).map_err(|e| self.lost(e))?;
-        Ok(Arc::new(Span::mapped(self, address, bytes, slot)))
+        Ok(Arc::new(Span::mapped(self, kind, address, bytes, slot)))
     }
 
     /// Physical memory for one slot of a span.
@@ -243,28 +245,35 @@ impl Apart {
     }
 
     /// Memory for a block of `bytes`, rounded: one handle at addresses of its own, or one allocation of the driver's.
-    pub(crate) fn whole(&self, bytes: u64, align: u64, funds: Funds<'_>) -> Result<Arc<Span>, NoHandle> {
+    pub(crate) fn whole(
+        &self,
+        kind: BlockKind,
+        bytes: u64,
+        align: u64,
+        funds: Funds<'_>,
+    ) -> Result<Arc<Span>, NoHandle> {
         let charge = funds.charge(bytes).map_err(NoHandle::Budget)?;
         if self.plain {
             let _relaxed = Relaxed::enter(&*self.driver);
             let address = self.driver.mem_alloc(self.device, bytes).map_err(NoHandle::Driver)?;
             self.held.add(bytes);
-            return Ok(Arc::new(Span::whole(self, address, bytes, charge, &self.held)));
+            return Ok(Arc::new(Span::whole(self, kind, address, bytes, charge, &self.held)));
         }
         let handle = self.handle(charge, self.export)?;
-        self.around(handle, bytes, align).map_err(NoHandle::Driver)
+        self.around(kind, handle, bytes, align).map_err(NoHandle::Driver)
     }
 
     /// Maps one handle, whole, at addresses of its own. If that fails, nothing is mapped, or it leaves.
     pub(crate) fn around(
         &self,
+        kind: BlockKind,
         handle: Arc<Handle>,
         bytes: u64,
         align: u64,
     ) -> Result<Arc<Span>, aquifer_core::DriverError> {
         let align = align.max(self.granularity);
         let address = self.driver.address_reserve(self.device, bytes, align)?;
-        let span = Arc::new(Span::mapped(self, address, bytes, bytes));
+        let span = Arc::new(Span::mapped(self, kind, address, bytes, bytes));
         match self.map(&span, vec![(0, handle)]) {
             Ok(()) => Ok(span),
             Err(error) => {
@@ -352,7 +361,7 @@ impl Apart {
                 a.reaped += given;
             });
             if given > 0 {
-                self.report(Action::Reap, 0, 0, given, Tag::NONE);
+                self.report(span.kind(), Action::Reap, 0, 0, given, Tag::NONE);
             }
             return (given, outcome);
         }
@@ -398,11 +407,38 @@ impl Apart {
         note(&self.driver, generation, DeviceRange { device: self.device, address, bytes }, owner);
     }
 
-    pub(crate) fn report(&self, action: Action, stream: u32, address: u64, bytes: u64, tag: Tag) {
+    /// Tells the recorder of something, if there is one. Called under no lock.
+    pub(crate) fn report(
+        &self,
+        kind: BlockKind,
+        action: Action,
+        stream: u32,
+        address: u64,
+        bytes: u64,
+        tag: Tag,
+    ) {
+        self.send(self.event(kind, action, stream, address, bytes, tag));
+    }
+
+    /// An event with its place in the order, if there is a recorder: made under the lock of what happens, to be sent
+    /// without it.
+    pub(crate) fn event(
+        &self,
+        kind: BlockKind,
+        action: Action,
+        stream: u32,
+        address: u64,
+        bytes: u64,
+        tag: Tag,
+    ) -> Option<(Ticket, Event)> {
+        let recorder = self.recorder.as_ref()?;
+        let event = recorder.event(action, Place::Device(self.device), stream, address, bytes, tag);
+        Some((recorder.ticket(), event.of_kind(kind)))
+    }
+
+    pub(crate) fn send(&self, events: impl IntoIterator<Item = (Ticket, Event)>) {
         if let Some(recorder) = &self.recorder {
-            let place = Place::Device(self.device);
-            let event = recorder.event(action, place, stream, address, bytes, tag);
-            recorder.record(recorder.ticket(), event);
+            events.into_iter().for_each(|(ticket, event)| recorder.record(ticket, event));
         }
     }
 
@@ -416,14 +452,49 @@ impl Apart {
         });
     }
 
-    pub(crate) fn failed(&self, bytes: u64, tag: Tag) {
+    pub(crate) fn failed(&self, kind: BlockKind, bytes: u64, tag: Tag) {
         self.count(|a| a.failures += 1);
-        self.report(Action::Fail, 0, 0, bytes, tag);
+        self.report(kind, Action::Fail, 0, 0, bytes, tag);
     }
 
     /// A tag has one thing more.
     pub(crate) fn made(&self, tag: Tag) {
         self.count(|a| a.holder(tag).blocks += 1);
+    }
+
+    /// Tells the recorder of steps that memory was put behind.
+    pub(crate) fn report_committed(
+        &self,
+        steps: impl Iterator<Item = u64>,
+        step: u64,
+        stream: u32,
+        tag: Tag,
+    ) {
+        if self.recorder.is_some() {
+            steps.for_each(|at| self.report(BlockKind::Reserved, Action::Allocate, stream, at, step, tag));
+        }
+    }
+
+    /// Tells the recorder of steps in `ranges` whose owner has let go of them; `completed` where no other stream uses them.
+    pub(crate) fn decommitted(
+        &self,
+        ranges: impl IntoIterator<Item = (u64, u64)>,
+        step: u64,
+        stream: u32,
+        completed: bool,
+        tag: Tag,
+    ) {
+        if self.recorder.is_none() {
+            return;
+        }
+        for (start, bytes) in ranges {
+            for address in (start..start + bytes).step_by(step as usize) {
+                self.report(BlockKind::Reserved, Action::Free, stream, address, step, tag);
+                if completed {
+                    self.report(BlockKind::Reserved, Action::Complete, stream, address, step, tag);
+                }
+            }
+        }
     }
 
     /// Elements have been committed.
@@ -434,7 +505,7 @@ impl Apart {
             a.growths += u64::from(new > 0);
         });
         if new > 0 {
-            self.report(Action::Grow, 0, 0, new, Tag::NONE);
+            self.report(BlockKind::Reserved, Action::Grow, 0, 0, new, Tag::NONE);
         }
     }
 }
@@ -483,7 +554,14 @@ struct Completes {
 impl Drop for Completes {
     fn drop(&mut self) {
         if let Some(apart) = self.apart.upgrade() {
-            apart.report(Action::Complete, self.stream, self.address, self.bytes, self.tag);
+            apart.report(
+                BlockKind::Stable,
+                Action::Complete,
+                self.stream,
+                self.address,
+                self.bytes,
+                self.tag,
+            );
         }
     }
 }
@@ -516,15 +594,17 @@ impl Release for Owned {
             a.blocks -= u64::from(asked.is_some());
             a.frees += u64::from(asked.is_some());
         });
-        let mut until_free = block.until_free;
+        let (mut until_free, stream) = (block.until_free, block.timeline.number());
         if let (Some(bytes), tag) = (*asked, *tag) {
-            let stream = block.timeline.number();
-            apart.report(Action::Free, stream, block.address, bytes, tag);
+            apart.report(BlockKind::Stable, Action::Free, stream, block.address, bytes, tag);
             if apart.recorder.is_some() {
                 let apart = Arc::downgrade(apart);
                 let completes = Completes { apart, stream, address: block.address, bytes, tag };
                 until_free.get_or_insert_default().push(Contained::new(Box::new(completes) as Box<_>));
             }
+        }
+        if asked.is_none() {
+            apart.decommitted(span.ranges(), span.slot, stream, users.is_empty(), *tag);
         }
         span.leave_whole(smallvec![Self::ends(&block.timeline)], block.uses.follow(), until_free);
         apart.leave(span);

@@ -2,7 +2,7 @@
 //!
 //! | variable | is | default |
 //! |---|---|---|
-//! | `AQUIFER_TRACE` | a file that the life of every device block is written to, for `aquifer replay` | none |
+//! | `AQUIFER_TRACE` | a file that the life of every block is written to, also of pinned pools, for `aquifer replay`: see [`TraceFile`](aquifer_core::event::TraceFile) for its name and format. The pool's own recorder gets all events as well | none |
 //! | `AQUIFER_BYPASS` | `1`: each block an allocation of its own from the driver, which memory checkers can see | `0` |
 //! | `AQUIFER_DEBUG` | what every pool checks: any of `poison`, `canaries`, `quarantine`, `overlap`, `leaks` and `backtraces` with commas between them, or `all` for the first five; `quarantine=AMOUNT` with an amount like `64MiB`, which is what it is without one | nothing |
 //!
@@ -11,48 +11,23 @@
 //! A value that cannot be followed is an error of whoever opens a pool, never ignored.
 
 use crate::{Debugging, Finding};
-use aquifer_core::{MemoryError, Recorder, Result, event::TraceFile};
+use aquifer_core::{MemoryError, Result};
 use std::{
     env,
     io::{self, Write},
-    path::Path,
-    sync::{Arc, Mutex, PoisonError},
 };
 
 /// The variables of this process.
 #[derive(Debug, Default)]
 pub(crate) struct Environment {
-    pub(crate) recorder: Option<Arc<Recorder>>,
     pub(crate) bypass: bool,
     pub(crate) debug: Debugging,
 }
 
-/// The trace of this process. All pools write to one, or each would start the file anew.
-static TRACE: Mutex<Option<Arc<Recorder>>> = Mutex::new(None);
-
 impl Environment {
     pub(crate) fn read() -> Result<Self> {
-        let recorder = match env::var_os("AQUIFER_TRACE").filter(|path| !path.is_empty()) {
-            Some(path) => Some(trace(Path::new(&path))?),
-            None => None,
-        };
-        Ok(Self { recorder, bypass: switch("AQUIFER_BYPASS")?, debug: debug()? })
+        Ok(Self { bypass: switch("AQUIFER_BYPASS")?, debug: debug()? })
     }
-}
-
-fn trace(path: &Path) -> Result<Arc<Recorder>> {
-    let mut trace = TRACE.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(recorder) = &*trace {
-        return Ok(recorder.clone());
-    }
-    let file = TraceFile::create(path).map_err(|_| MemoryError::BadSetting {
-        name: "AQUIFER_TRACE",
-        value: path.display().to_string(),
-        expected: "the path of a file that can be written",
-    })?;
-    let recorder = Arc::new(Recorder::new(Arc::new(file)));
-    *trace = Some(recorder.clone());
-    Ok(recorder)
 }
 
 fn switch(name: &'static str) -> Result<bool> {

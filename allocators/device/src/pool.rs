@@ -149,7 +149,7 @@ impl DevicePool {
         let _site = site::enter();
         let environment = Environment::read()?;
         config.bypass |= environment.bypass;
-        config.recorder = config.recorder.or(environment.recorder);
+        config.recorder = Recorder::with_environment(config.recorder)?;
         config.debug = config.debug.or(environment.debug);
         if config.bypass {
             config.debug.beside_bypass()?;
@@ -781,7 +781,7 @@ impl Drop for Closer {
         graphs::sweep();
         self.inner.apart.reap_quietly();
         if let Some(recorder) = &self.inner.config.recorder {
-            recorder.sink().flush();
+            recorder.flush();
         }
     }
 }

@@ -9,7 +9,7 @@ use crate::{
     stable::bounds,
     tenants::Share,
 };
-use aquifer_core::{DeviceId, MemoryError, Reservation, Result, Tag};
+use aquifer_core::{DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::{Access, Ownership, RawStream, site};
 use aquifer_stream::{Stream, Use};
 use bytemuck::Pod;
@@ -169,7 +169,7 @@ impl DevicePool {
         }
         apart.reap_quietly();
         let step = step.max(1).next_multiple_of(self.info().granularity);
-        let span = apart.reserve(requested.next_multiple_of(step), step, 0)?;
+        let span = apart.reserve(BlockKind::Reserved, requested.next_multiple_of(step), step, 0)?;
         let mut block = self.apart_block(stream, &span, requested, Tag::current(), None);
         inner.list(&mut block, Some(&span));
         let (apart, pool, stream) = (apart.clone(), Arc::downgrade(inner), stream.clone());
@@ -216,6 +216,8 @@ impl<T: Pod> Reserved<T> {
             let address = self.span.address + slot * step;
             apart.note(generation, address, step, Ownership::Live { stream, generation });
         }
+        let steps = missing.iter().map(|slot| self.span.address + slot * step);
+        apart.report_committed(steps, step, self.stream.number(), self.block.tag());
         Ok(())
     }
 
@@ -260,14 +262,14 @@ impl<T: Pod> Reserved<T> {
         let apart = &self.apart;
         apart.count(|a| a.let_go(bytes, bytes, self.block.tag()));
         self.live.retain(|slot, _| !slots.contains(slot));
-        for run in runs {
-            apart.note(
-                self.block.generation(),
-                self.span.address + run.start * step,
-                (run.end - run.start) * step,
-                owner,
-            );
+        let ranges: Vec<(u64, u64)> = runs
+            .into_iter()
+            .map(|run| (self.span.address + run.start * step, (run.end - run.start) * step))
+            .collect();
+        for &(address, bytes) in &ranges {
+            apart.note(self.block.generation(), address, bytes, owner);
         }
+        apart.decommitted(ranges, step, self.stream.number(), users.is_empty(), self.block.tag());
         self.span.leave(slots, smallvec![Owned::ends(&home)], uses);
         apart.leave(&self.span);
         Ok(bytes)

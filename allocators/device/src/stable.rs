@@ -23,7 +23,7 @@ use crate::{
     home::check_home,
     request::Sensible,
 };
-use aquifer_core::{Action, DeviceId, MemoryError, Reservation, Result, Tag};
+use aquifer_core::{Action, DeviceId, MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, Ownership, RawStream, site};
 use aquifer_stream::{Account, Stream, Tracked};
 use bytemuck::Pod;
@@ -129,8 +129,8 @@ impl DevicePool {
         let of_tag = inner.charge_tag(stream, &request)?;
         apart.reap_quietly();
         let bytes = apart.rounded(request.size());
-        let span = inner.with_room(bytes, request.owner(), held, |funds| {
-            apart.whole(bytes, request.alignment(), funds)
+        let span = inner.with_room(BlockKind::Stable, bytes, request.owner(), held, |funds| {
+            apart.whole(BlockKind::Stable, bytes, request.alignment(), funds)
         })?;
         let mut stable = self.stable(stream, span, request, false);
         stable.block.count_for_tag(of_tag);
@@ -149,7 +149,7 @@ impl DevicePool {
         let (live, requested) = if imported { (0, 0) } else { (span.bytes, request.size()) };
         apart.took_block(live, requested, request.owner());
         let number = stream.number();
-        apart.report(Action::Allocate, number, span.address, requested, request.owner());
+        apart.report(BlockKind::Stable, Action::Allocate, number, span.address, requested, request.owner());
         let mut block = self.apart_block(stream, &span, request.size(), request.owner(), Some(requested));
         if imported {
             // It is others' memory in others' order: to a driver that checks, nobody gives it out here.

@@ -170,7 +170,8 @@ pub struct PinnedConfig {
     pub reserve: usize,
     /// Whether each thread keeps free blocks at hand. Without, every call takes the pool's lock.
     pub magazines: bool,
-    /// Where the pool's events go. A pool whose events are recorded has no magazines.
+    /// Where the pool's events go, besides the file that `AQUIFER_TRACE` names. A pool whose events are recorded has no
+    /// magazines.
     pub recorder: Option<Arc<Recorder>>,
 }
 
@@ -300,6 +301,9 @@ struct Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.home.close(self.generation);
+        if let Some(recorder) = &self.shared.config.recorder {
+            recorder.flush();
+        }
     }
 }
 
@@ -307,9 +311,11 @@ impl PinnedPool {
     /// A pool whose regions are charged to `budget`. Takes no memory yet.
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a configuration that cannot be followed.
-    pub fn new(host: &Host, budget: &Budget, config: PinnedConfig) -> Result<Self> {
+    /// [`MemoryError::BadSetting`] for a configuration that cannot be followed, or an `AQUIFER_TRACE` that cannot be
+    /// written.
+    pub fn new(host: &Host, budget: &Budget, mut config: PinnedConfig) -> Result<Self> {
         config.check()?;
+        config.recorder = Recorder::with_environment(config.recorder)?;
         let observed = host.reach.as_ref().is_some_and(|reach| reach.driver.observer().is_some());
         let (host, budget, known) = (host.clone(), budget.clone(), OnceLock::new());
         let (keepers, scratch) = (Mutex::default(), Scratch::new());

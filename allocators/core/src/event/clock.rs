@@ -3,6 +3,7 @@
 /// Reads the processor's counter: 10 ns, where the system's clock takes 26 to 44; where the counter is no clock, that
 /// one. The first of a process takes some milliseconds to compare the two, and none of them more.
 #[cfg(not(miri))]
+#[derive(Clone)]
 pub(super) struct Clock {
     counter: quanta::Clock,
     began: u64,
@@ -25,6 +26,7 @@ impl Clock {
 
 /// Miri knows the system's clock alone.
 #[cfg(miri)]
+#[derive(Clone)]
 pub(super) struct Clock(std::time::Instant);
 
 #[cfg(miri)]

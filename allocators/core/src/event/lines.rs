@@ -1,45 +1,215 @@
 //! A file of lines, and a count of those that could not be written: what every sink that writes a log needs.
 
 use std::{
-    fmt,
-    fs::File,
-    io::{self, LineWriter, Write},
-    path::Path,
+    ffi::{OsStr, OsString},
+    fmt::{self, Write as _},
+    fs::{File, TryLockError},
+    io::{self, Seek, SeekFrom, Write},
+    path::{Path, PathBuf},
+    process,
 };
 
+/// Names that are tried before a file is given up.
+const NAMES: u32 = 1000;
+
 /// Written a line at a time, so that the log of a program that is killed is whole as far as it goes.
+///
+/// The file ends with the last line that was written whole: after a failure nothing is written any more, since a line
+/// that refers to a missing one would make no sense.
 #[derive(Debug)]
 pub(super) struct Lines {
-    file: LineWriter<File>,
+    path: PathBuf,
+    /// `None` after a failure to create it.
+    file: Option<File>,
+    /// Bytes in it.
+    bytes: u64,
+    line: String,
+    failed: bool,
     dropped: u64,
 }
 
 impl Lines {
-    /// Creates or truncates the file at `path`, and writes its first line.
-    pub(super) fn create(path: &Path, header: &str) -> io::Result<Self> {
-        let mut file = LineWriter::new(File::create(path)?);
-        writeln!(file, "{header}")?;
-        file.flush()?;
-        Ok(Self { file, dropped: 0 })
+    /// Creates or replaces the file, and writes its first line. `%p` in `template` stands for the process id. A file that
+    /// is being written already, by another process or by this one, stays as it is, and the new one has the process id in
+    /// its name.
+    pub(super) fn create(template: &Path, header: &str) -> io::Result<Self> {
+        Self::begin(open(template, false)?, header)
+    }
+
+    fn begin((file, path): (File, PathBuf), header: &str) -> io::Result<Self> {
+        let line = String::with_capacity(128);
+        let mut lines = Self { path, file: Some(file), bytes: 0, line, failed: false, dropped: 0 };
+        lines.try_write(format_args!("{header}"))?;
+        Ok(lines)
+    }
+
+    /// The same in a child of a fork, which has a file of its own. A failure is reported, and every line is dropped.
+    pub(super) fn in_child(template: &Path, header: &str) -> Self {
+        let begun = open(template, true).and_then(|opened| Self::begin(opened, header));
+        begun.unwrap_or_else(|error| {
+            report(template, &error);
+            let (path, line) = (template.to_owned(), String::new());
+            Self { path, file: None, bytes: 0, line, failed: true, dropped: 0 }
+        })
+    }
+
+    /// The file that is written.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// Writes a line, or counts it.
     pub(super) fn write(&mut self, line: fmt::Arguments<'_>) {
-        let outcome = writeln!(self.file, "{line}");
-        self.count(&outcome);
+        if !self.failed
+            && let Err(error) = self.try_write(line)
+        {
+            self.failed = true;
+            report(&self.path, &error);
+        }
+        self.dropped += u64::from(self.failed);
     }
 
-    pub(super) fn flush(&mut self) {
-        let outcome = self.file.flush();
-        self.count(&outcome);
+    fn try_write(&mut self, line: fmt::Arguments<'_>) -> io::Result<()> {
+        self.line.clear();
+        writeln!(self.line, "{line}").map_err(io::Error::other)?;
+        let Some(file) = &mut self.file else { return Ok(()) };
+        match file.write_all(self.line.as_bytes()) {
+            Ok(()) => {
+                self.bytes += self.line.len() as u64;
+                Ok(())
+            }
+            Err(error) => {
+                // A part of the line may be there. What is no file on a disk cannot be cut, and is left.
+                let _ = file.set_len(self.bytes).and_then(|()| file.seek(SeekFrom::Start(self.bytes)));
+                Err(error)
+            }
+        }
     }
 
     /// Lines that could not be written.
     pub(super) fn dropped(&self) -> u64 {
         self.dropped
     }
+}
 
-    fn count(&mut self, outcome: &io::Result<()>) {
-        self.dropped += u64::from(outcome.is_err());
+/// Says on the standard error stream that a file has ended.
+fn report(path: &Path, error: &io::Error) {
+    // Where that cannot be written either, only the count of dropped events says so.
+    let _ = writeln!(
+        io::stderr().lock(),
+        "aquifer: {} cannot be written: {error}; what happens from here on is not recorded",
+        path.display()
+    );
+}
+
+/// Opens the file that `template` stands for, locked against other writers and empty. A child of a fork never takes the
+/// name that its parent may have.
+fn open(template: &Path, child: bool) -> io::Result<(File, PathBuf)> {
+    let process = process::id().to_string();
+    let named = replaced(template.as_os_str(), &process);
+    let tells_processes_apart = named.as_os_str() != template.as_os_str();
+    if (tells_processes_apart || !child)
+        && let Some(file) = take(&named, tells_processes_apart)?
+    {
+        return Ok((file, named));
+    }
+    for number in 1..NAMES {
+        let part = match (tells_processes_apart, number) {
+            (false, 1) => process.clone(),
+            (false, _) => format!("{process}.{number}"),
+            (true, _) => format!("{}", number + 1),
+        };
+        let path = with_part(&named, &part);
+        if let Some(file) = take(&path, true)? {
+            return Ok((file, path));
+        }
+    }
+    Err(io::Error::new(io::ErrorKind::AlreadyExists, "every name for it is in use"))
+}
+
+/// Opens a file and empties it, unless it is being written. Where files cannot be locked, only one whose name no other
+/// process has is taken.
+fn take(path: &Path, own: bool) -> io::Result<Option<File>> {
+    let file = File::options().write(true).create(true).truncate(false).open(path)?;
+    if !file.metadata()?.is_file() {
+        // A pipe or a terminal: all lines of all processes are wanted there.
+        return Ok(Some(file));
+    }
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::Error(_)) if own => {}
+        Err(TryLockError::WouldBlock | TryLockError::Error(_)) => return Ok(None),
+    }
+    file.set_len(0)?;
+    Ok(Some(file))
+}
+
+/// `template` with the process in place of every `%p`.
+fn replaced(template: &OsStr, process: &str) -> PathBuf {
+    let bytes = template.as_encoded_bytes();
+    if !bytes.windows(2).any(|two| two == b"%p") {
+        return template.into();
+    }
+    match template.to_str() {
+        Some(text) => text.replace("%p", process).into(),
+        // Not text as a whole: the name of the file at least may be.
+        None => {
+            let path = Path::new(template);
+            match path.file_name().and_then(OsStr::to_str) {
+                Some(name) => path.with_file_name(name.replace("%p", process)),
+                None => template.into(),
+            }
+        }
+    }
+}
+
+/// `trace.csv` becomes `trace.PART.csv`.
+fn with_part(path: &Path, part: &str) -> PathBuf {
+    let mut name = OsString::from(path.file_stem().unwrap_or_default());
+    name.push(".");
+    name.push(part);
+    if let Some(extension) = path.extension() {
+        name.push(".");
+        name.push(extension);
+    }
+    path.with_file_name(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_file_ends_with_the_last_line_that_was_written_whole() {
+        let path = std::env::temp_dir().join(format!("aquifer-lines-{}", process::id()));
+        let mut lines = Lines::create(&path, "first").unwrap();
+        lines.write(format_args!("second"));
+        let disk = lines.file.replace(File::options().write(true).open("/dev/full").unwrap());
+        lines.write(format_args!("third"));
+        lines.file = disk;
+        lines.write(format_args!("fourth"));
+        assert_eq!(
+            (std::fs::read_to_string(&path).unwrap().as_str(), lines.dropped()),
+            ("first\nsecond\n", 2)
+        );
+        std::fs::remove_file(path).unwrap();
+    }
+
+    #[test]
+    fn the_process_stands_in_the_name_where_it_is_asked_for() {
+        let table = [
+            ("/tmp/trace.csv", "/tmp/trace.csv", "/tmp/trace.7.csv"),
+            ("/tmp/%p/trace-%p.csv", "/tmp/7/trace-7.csv", "/tmp/7/trace-7.7.csv"),
+            ("trace", "trace", "trace.7"),
+            ("trace%p%", "trace7%", "trace7%.7"),
+        ];
+        for (template, expected, beside) in table {
+            let path = replaced(template.as_ref(), "7");
+            assert_eq!(
+                (path.as_path(), with_part(&path, "7").as_path()),
+                (expected.as_ref(), beside.as_ref())
+            );
+        }
     }
 }

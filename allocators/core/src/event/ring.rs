@@ -12,7 +12,7 @@
 //! anybody. Those who take events out look at the stamp before and after they read, so a slot that is written meanwhile
 //! counts as lost. All that is in a slot is atomics, so a torn event is thrown away and never a data race.
 
-use super::{Action, Event, Place, Sink};
+use super::{Action, BlockKind, Event, Place, Sink};
 use crate::{
     DeviceId, Tag,
     sync::atomic::{AtomicU64, Ordering},
@@ -232,7 +232,7 @@ fn encode(event: &Event) -> [u64; 5] {
     let place = u64::from(event.stream) << 32 | u64::from(number);
     let what = u64::from(event.thread) << 32
         | (event.tag.index() as u64) << 16
-        | kind << 8
+        | (kind | (event.kind as u64) << 4) << 8
         | u64::from(event.action as u8);
     [event.at_ns, event.address, event.bytes, place, what]
 }
@@ -240,7 +240,7 @@ fn encode(event: &Event) -> [u64; 5] {
 /// What [`encode`] has made of an event; `None` for what it has not made.
 fn decode([at_ns, address, bytes, place, what]: [u64; 5]) -> Option<Event> {
     let number = place as u32;
-    let at = match what >> 8 & 0xff {
+    let at = match what >> 8 & 0xf {
         0 => Place::Device(DeviceId(number)),
         1 => Place::Host(Some(number)),
         2 => Place::Host(None),
@@ -254,6 +254,7 @@ fn decode([at_ns, address, bytes, place, what]: [u64; 5]) -> Option<Event> {
         stream: (place >> 32) as u32,
         address,
         bytes,
+        kind: *BlockKind::ALL.get(what as usize >> 12 & 0xf)?,
         tag: Tag::from_index(what as usize >> 16 & 0xffff)?,
     })
 }
@@ -266,7 +267,7 @@ mod tests {
     fn every_event_is_the_same_after_it_has_been_in_a_slot() {
         let places =
             [Place::Device(DeviceId(u32::MAX)), Place::Host(Some(7)), Place::Host(None), Place::Global];
-        for action in ACTIONS {
+        for (number, action) in ACTIONS.into_iter().enumerate() {
             for place in places {
                 let event = Event {
                     at_ns: u64::MAX,
@@ -276,6 +277,7 @@ mod tests {
                     stream: u32::MAX - 2,
                     address: 0x7fff_ffff_fe00,
                     bytes: u64::MAX - 3,
+                    kind: BlockKind::ALL[number % BlockKind::ALL.len()],
                     tag: Tag::from_index(Tag::MAX - 1).unwrap(),
                 };
                 assert_eq!(decode(encode(&event)), Some(event));

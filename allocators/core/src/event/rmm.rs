@@ -5,10 +5,10 @@
 //! `allocate failure`; the address as `0x7f04c0000200`, or `(nil)` where there is none; the bytes that were asked for; the
 //! stream as `0x1f`, or `0` for none. So whatever reads RMM's logs reads these: its replay benchmark, its scripts.
 
-use super::{Action, Event, Place, Sink, lines::Lines};
+use super::{Action, Event, Place, Sink, lines::Lines, process::PerProcess};
 use std::{
     io,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{Mutex, MutexGuard, PoisonError},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -38,27 +38,31 @@ use std::{
 /// ```
 #[derive(Debug)]
 pub struct RmmLog {
-    lines: Mutex<Lines>,
+    path: PathBuf,
+    lines: PerProcess<Mutex<Lines>>,
     /// The time of day at which the recorder is taken to have begun, in microseconds.
     began_us: u64,
 }
 
+const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
 const DAY_US: u64 = 24 * 60 * 60 * 1_000_000;
 
 impl RmmLog {
-    /// Creates or truncates the file at `path`. Times are told as if the recorder had been made now.
+    /// Creates or replaces the file at `path`, under the names that [`TraceFile::create`](super::TraceFile::create)
+    /// documents. Times are told as if the recorder had been made now.
     ///
     /// # Errors
     /// The operating system's, if the file cannot be created or its first line not written.
     pub fn create(path: &Path) -> io::Result<Self> {
-        let lines = Lines::create(path, "Thread,Time,Action,Pointer,Size,Stream")?;
+        let lines = Lines::create(path, HEADER)?;
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         let began_us = (since.as_micros() % u128::from(DAY_US)) as u64;
-        Ok(Self { lines: Mutex::new(lines), began_us })
+        Ok(Self { path: path.to_owned(), lines: PerProcess::new(Mutex::new(lines)), began_us })
     }
 
     fn lines(&self) -> MutexGuard<'_, Lines> {
-        self.lines.lock().unwrap_or_else(PoisonError::into_inner)
+        let lines = self.lines.get(|_| Mutex::new(Lines::in_child(&self.path, HEADER)));
+        lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The row of an event, if RMM has one for it.
@@ -98,9 +102,5 @@ impl Sink for RmmLog {
 
     fn dropped(&self) -> u64 {
         self.lines().dropped()
-    }
-
-    fn flush(&self) {
-        self.lines().flush();
     }
 }

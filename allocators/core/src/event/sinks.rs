@@ -1,6 +1,7 @@
 //! Sinks that drop events, or pass them on.
 
 use super::{Event, Sink};
+use std::sync::Arc;
 
 /// Keeps nothing.
 ///
@@ -25,12 +26,37 @@ pub struct TracingSink;
 
 impl Sink for TracingSink {
     fn record(&self, event: &Event) {
-        let Event { at_ns, action, place, thread, stream, address, bytes, tag } = *event;
-        let tag = tag.name();
+        let Event { at_ns, action, place, thread, stream, address, bytes, kind, tag } = *event;
+        let (kind, tag) = (kind.name(), tag.name());
         if matches!(action, super::Action::Fail | super::Action::Finding) {
-            tracing::warn!(target: "aquifer", at_ns, ?action, ?place, thread, stream, address, bytes, tag);
+            tracing::warn!(target: "aquifer", at_ns, ?action, ?place, thread, stream, address, bytes, kind, tag);
         } else {
-            tracing::debug!(target: "aquifer", at_ns, ?action, ?place, thread, stream, address, bytes, tag);
+            tracing::debug!(target: "aquifer", at_ns, ?action, ?place, thread, stream, address, bytes, kind, tag);
         }
+    }
+}
+
+/// Passes each event to two sinks.
+#[derive(Debug)]
+pub(super) struct Both {
+    pub(super) first: Arc<dyn Sink>,
+    pub(super) second: Arc<dyn Sink>,
+    /// What is added to the time of an event for the second, whose recorder was made earlier: wraps.
+    pub(super) offset_ns: u64,
+}
+
+impl Sink for Both {
+    fn record(&self, event: &Event) {
+        self.first.record(event);
+        self.second.record(&Event { at_ns: event.at_ns.wrapping_add(self.offset_ns), ..*event });
+    }
+
+    fn dropped(&self) -> u64 {
+        self.first.dropped() + self.second.dropped()
+    }
+
+    fn flush(&self) {
+        self.first.flush();
+        self.second.flush();
     }
 }

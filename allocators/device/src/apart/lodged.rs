@@ -8,18 +8,18 @@
 //! ```
 
 use super::Apart;
-use aquifer_core::{Action, Tag};
+use aquifer_core::{Action, Tag, event::BlockKind};
 
 impl Apart {
     /// Slots have memory: `new` bytes of it from the driver, `again` that were about to leave.
-    pub(crate) fn lodged_backed(&self, new: u64, again: u64) {
+    pub(crate) fn lodged_backed(&self, kind: BlockKind, new: u64, again: u64) {
         self.count(|a| {
             a.cached += new + again;
             a.pending -= again;
             a.growths += u64::from(new > 0);
         });
         if new > 0 {
-            self.report(Action::Grow, 0, 0, new, Tag::NONE);
+            self.report(kind, Action::Grow, 0, 0, new, Tag::NONE);
         }
     }
 

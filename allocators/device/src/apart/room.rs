@@ -6,7 +6,7 @@ use crate::{
     physical::handle::{Funds, NoHandle},
     pool::Inner,
 };
-use aquifer_core::{MemoryError, Reservation, Result, Tag};
+use aquifer_core::{MemoryError, Reservation, Result, Tag, event::BlockKind};
 use aquifer_driver::ExportTypes;
 use aquifer_stream::Timeline;
 use std::{
@@ -23,6 +23,7 @@ impl Inner {
     /// [`MemoryError::OutOfMemory`] when all of that made no room; the driver's.
     pub(crate) fn with_room<T>(
         &self,
+        kind: BlockKind,
         wanted: u64,
         tag: Tag,
         reserved: Option<&Mutex<Reservation>>,
@@ -55,7 +56,7 @@ impl Inner {
             if gave > 0 { attempt(progress) } else { Ok(None) }
         });
         if !matches!(taken, Ok(Some(_))) {
-            self.apart.failed(wanted, tag);
+            self.apart.failed(kind, wanted, tag);
         }
         match taken? {
             Some(taken) => Ok(taken),
@@ -163,8 +164,9 @@ impl Inner {
             self.apart.map(span, parts).map_err(NoHandle::Driver)
         };
         match reserved {
-            Some(held) => self.drawing(held, wanted, |funds| self.with_room(wanted, tag, Some(funds), take)),
-            None => self.with_room(wanted, tag, None, take),
+            Some(held) => self
+                .drawing(held, wanted, |funds| self.with_room(span.kind(), wanted, tag, Some(funds), take)),
+            None => self.with_room(span.kind(), wanted, tag, None, take),
         }
     }
 }

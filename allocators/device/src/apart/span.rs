@@ -9,7 +9,7 @@ use crate::{
         handle::{Handle, Held},
     },
 };
-use aquifer_core::{Charge, DeviceId, DriverError, MemoryError, Result};
+use aquifer_core::{Charge, DeviceId, DriverError, MemoryError, Result, event::BlockKind};
 use aquifer_driver::{Driver, Relaxed};
 use aquifer_stream::{Noted, Timeline};
 use std::{
@@ -49,6 +49,8 @@ pub(crate) struct Span {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     reach: Arc<[DeviceId]>,
+    /// What it is for.
+    kind: BlockKind,
     pub(crate) address: u64,
     /// Bytes of addresses.
     pub(crate) bytes: u64,
@@ -100,17 +102,25 @@ impl Leaving {
 
 impl Span {
     /// Reserved addresses with nothing behind them.
-    pub(super) fn mapped(apart: &Apart, address: u64, bytes: u64, slot: u64) -> Self {
-        Self::new(apart, address, bytes, slot, None)
+    pub(super) fn mapped(apart: &Apart, kind: BlockKind, address: u64, bytes: u64, slot: u64) -> Self {
+        Self::new(apart, kind, address, bytes, slot, None)
     }
 
-    fn new(apart: &Apart, address: u64, bytes: u64, slot: u64, whole: Option<Memory>) -> Self {
+    fn new(
+        apart: &Apart,
+        kind: BlockKind,
+        address: u64,
+        bytes: u64,
+        slot: u64,
+        whole: Option<Memory>,
+    ) -> Self {
         let reserved = whole.is_none();
         let mapped = whole.into_iter().map(|memory| (0, memory)).collect();
         Self {
             driver: apart.driver.clone(),
             device: apart.device,
             reach: apart.reach.clone(),
+            kind,
             address,
             bytes,
             slot,
@@ -122,9 +132,21 @@ impl Span {
     }
 
     /// An allocation of the driver's.
-    pub(super) fn whole(apart: &Apart, address: u64, bytes: u64, charge: Charge, held: &Arc<Held>) -> Self {
+    pub(super) fn whole(
+        apart: &Apart,
+        kind: BlockKind,
+        address: u64,
+        bytes: u64,
+        charge: Charge,
+        held: &Arc<Held>,
+    ) -> Self {
         let allocation = Memory::Allocation { charge, held: held.clone() };
-        Self::new(apart, address, bytes, bytes, Some(allocation))
+        Self::new(apart, kind, address, bytes, bytes, Some(allocation))
+    }
+
+    /// What it is for.
+    pub(crate) fn kind(&self) -> BlockKind {
+        self.kind
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -14,7 +14,9 @@ use crate::{
     },
     pool::Inner,
 };
-use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, panics::Contained};
+use aquifer_core::{
+    Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind, panics::Contained,
+};
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
@@ -283,7 +285,9 @@ impl Memory {
         let apart = pool.apart.clone();
         let span = match (apart.is_plain(), apart.step()) {
             (true, _) | (_, 0) => None,
-            (false, slot) => Some(apart.reserve(pool.info.memory.next_multiple_of(slot), slot, 0)?),
+            (false, slot) => {
+                Some(apart.reserve(BlockKind::Graph, pool.info.memory.next_multiple_of(slot), slot, 0)?)
+            }
         };
         let (pool, streams) = (Arc::downgrade(pool), pool.streams().clone());
         Ok(Arc::new(Self {
@@ -405,8 +409,9 @@ impl Memory {
     fn grow_plain(&self, pool: &Arc<Inner>, bytes: u64, request: &Request) -> Result<Range> {
         let align = request.alignment();
         let piece = (bytes + align + BLOCK_ALIGN).next_multiple_of(PIECE);
-        let span = pool
-            .with_room(piece, request.owner(), None, |funds| self.apart.whole(piece, BLOCK_ALIGN, funds))?;
+        let span = pool.with_room(BlockKind::Graph, piece, request.owner(), None, |funds| {
+            self.apart.whole(BlockKind::Graph, piece, BLOCK_ALIGN, funds)
+        })?;
         let start = span.address.next_multiple_of(align);
         let end = (span.address + piece - 1) / BLOCK_ALIGN * BLOCK_ALIGN;
         self.keep(Range { start: span.address, len: piece }, piece);
@@ -421,7 +426,7 @@ impl Memory {
 
     /// There is new memory.
     fn keep(&self, range: Range, new: u64) {
-        self.apart.lodged_backed(new, range.len - new);
+        self.apart.lodged_backed(BlockKind::Graph, new, range.len - new);
         self.apart.count(|account| {
             account.graphs += range.len;
             account.free_of_graphs += range.len;
@@ -462,7 +467,7 @@ impl Memory {
                 state.shelves.push(Shelf { capture, of: timeline.clone(), free: Commons::default() });
             }
         }
-        apart.report(Action::Allocate, stream.number(), range.start, requested, tag);
+        apart.report(BlockKind::Graph, Action::Allocate, stream.number(), range.start, requested, tag);
         block
     }
 
@@ -507,7 +512,14 @@ impl Memory {
     fn complete(&self, over: Vec<Deferred>) {
         for block in over {
             let Deferred { address, bytes, timeline, until_free, .. } = block;
-            self.apart.report(Action::Complete, timeline.number(), address, bytes, Tag::NONE);
+            self.apart.report(
+                BlockKind::Graph,
+                Action::Complete,
+                timeline.number(),
+                address,
+                bytes,
+                Tag::NONE,
+            );
             drop(until_free);
         }
     }
@@ -610,7 +622,7 @@ impl Release for Memory {
             };
             (live.requested, live.tag, over)
         };
-        self.apart.report(Action::Free, stream, range.start, requested, tag);
+        self.apart.report(BlockKind::Graph, Action::Free, stream, range.start, requested, tag);
         self.complete(over.into_iter().collect());
     }
 }

@@ -21,7 +21,10 @@ use crate::{
     pool::{Inner, deadline},
     request::Sensible,
 };
-use aquifer_core::{Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag};
+use aquifer_core::{
+    Action, BLOCK_ALIGN, Event, MemoryError, PoolStats, Request, Result, Tag,
+    event::{BlockKind, Ticket},
+};
 use aquifer_driver::{Ownership, RawStream};
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, StreamPool, Timeline, Watch};
@@ -111,6 +114,18 @@ impl HeldBack {
 struct Lodged(Arc<Lodging>);
 
 impl State {
+    /// For each live block an event of each of these, to be sent without the lock.
+    pub(super) fn events(&self, apart: &Apart, tag: Tag, actions: &[Action]) -> Vec<(Ticket, Event)> {
+        let of = |(&address, lodger): (&u64, &Lodger)| {
+            let (stream, requested) = (lodger.home.number(), lodger.requested);
+            let event = move |&action: &Action| {
+                apart.event(BlockKind::Parkable, action, stream, address, requested, tag)
+            };
+            actions.iter().filter_map(event)
+        };
+        self.blocks.iter().flat_map(of).collect()
+    }
+
     /// The live blocks as ranges, those that touch as one, by address.
     pub(super) fn live_ranges(&self) -> Vec<Range> {
         let mut ranges: Vec<Range> = Vec::new();
@@ -220,7 +235,7 @@ impl Lodging {
     pub(super) fn new(pool: &Arc<Inner>, tag: Tag, slot: u64) -> Result<Arc<Self>> {
         let apart = pool.apart.clone();
         let bytes = pool.info.memory.saturating_mul(2).next_multiple_of(slot);
-        let span = apart.reserve(bytes, slot, 0)?;
+        let span = apart.reserve(BlockKind::Parkable, bytes, slot, 0)?;
         let state = State {
             phase: Phase::Awake,
             blocks: BTreeMap::new(),
@@ -362,7 +377,7 @@ impl Lodging {
         let mut state = self.state();
         match backed {
             Ok(new) => {
-                self.apart.lodged_backed(new, count * slot - new);
+                self.apart.lodged_backed(BlockKind::Parkable, new, count * slot - new);
                 let end = base + (first + count) * slot;
                 let (tail, past) = tail.unwrap_or((Range { start: end - count * slot, len: 0 }, Past::new()));
                 let range = Range { start: tail.start, len: bytes };
@@ -413,11 +428,14 @@ impl Lodging {
                 let lodger = Lodger { bytes: range.len, requested, home, generation, watch };
                 state.blocks.insert(range.start, lodger);
             }
-            admitted
+            admitted.map(|()| {
+                let (kind, stream) = (BlockKind::Parkable, stream.number());
+                apart.event(kind, Action::Allocate, stream, range.start, requested, tag)
+            })
         };
         match entered {
-            Ok(()) => {
-                apart.report(Action::Allocate, stream.number(), range.start, requested, tag);
+            Ok(event) => {
+                apart.send(event);
                 Ok(block)
             }
             Err(error) => {
@@ -456,7 +474,14 @@ impl Lodging {
     pub(super) fn complete(&self, over: Vec<Deferred>) {
         for block in over {
             let Deferred { address, bytes, timeline, until_free, .. } = block;
-            self.apart.report(Action::Complete, timeline.number(), address, bytes, self.tag);
+            self.apart.report(
+                BlockKind::Parkable,
+                Action::Complete,
+                timeline.number(),
+                address,
+                bytes,
+                self.tag,
+            );
             drop(until_free);
         }
     }
@@ -552,7 +577,7 @@ impl Lodging {
         let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
         let stream = block.timeline.number();
         let own = Owned::ends(&block.timeline);
-        let (requested, over, pieces) = {
+        let (over, pieces, events) = {
             let mut state = self.state();
             // One that was never given out is not known, and lies in what its maker has in hand.
             let Some(lodger) = state.blocks.remove(&block.address) else { return };
@@ -581,11 +606,17 @@ impl Lodging {
                 state.held_back.push(HeldBack { block, own });
                 None
             };
-            (lodger.requested, over, pieces)
+            let event = |action| {
+                self.apart.event(BlockKind::Parkable, action, stream, range.start, lodger.requested, self.tag)
+            };
+            // A block without memory was freed by every account when it was parked.
+            let freed = there.then(|| event(Action::Free)).flatten();
+            let completed = (freed.is_some() && over.is_some()).then(|| event(Action::Complete)).flatten();
+            (over, pieces, freed.into_iter().chain(completed))
         };
         drop(pieces);
-        self.apart.report(Action::Free, stream, range.start, requested, self.tag);
-        self.complete(over.into_iter().collect());
+        self.apart.send(events);
+        drop(over.and_then(|block| block.until_free));
     }
 }
 

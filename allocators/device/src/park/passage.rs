@@ -9,7 +9,7 @@ use crate::{
     physical::commons::Past,
     pool::{Inner, deadline},
 };
-use aquifer_core::{MemoryError, Result};
+use aquifer_core::{Action, MemoryError, Result, event::BlockKind};
 use aquifer_driver::Ownership;
 use aquifer_heap::Range;
 use aquifer_stream::{Stream, Timeline};
@@ -107,12 +107,13 @@ impl Lodging {
     fn take_away(&self, pool: &Inner, copied: Copied, began: Instant) -> ParkReport {
         let mut report = ParkReport::of(self.tag);
         report.copying = copied.took;
-        let (over, dropped, held) = {
+        let (over, dropped, held, events) = {
             let mut state = self.state();
             let over = state.settle(&self.apart, true);
             let (bytes, requested) = state.live();
             self.apart.lodged_parked(bytes, requested, self.tag);
             (report.blocks, report.parked) = (state.blocks.len() as u64, bytes);
+            let events = state.events(&self.apart, self.tag, &[Action::Free, Action::Complete]);
             state.note_parked(self);
             state.tell(&self.apart);
             state.vacate_empty(self);
@@ -122,9 +123,10 @@ impl Lodging {
             self.apart.lodged_left(held);
             self.span.leave(0..u64::MAX, Past::new(), Vec::new());
             state.phase = Phase::Parked;
-            (over, dropped, held)
+            (over, dropped, held, events)
         };
         drop(dropped);
+        self.apart.send(events);
         self.complete(over);
         let before = self.apart.held().stuck();
         let (_, refused) = self.apart.take_down(&self.span);
@@ -161,8 +163,10 @@ impl Lodging {
                 let (bytes, requested) = state.live();
                 self.apart.lodged_resumed(bytes, requested, self.tag);
                 report.blocks = state.blocks.len() as u64;
+                let events = state.events(&self.apart, self.tag, &[Action::Allocate]);
                 state.wake(&self.apart);
                 drop(state);
+                self.apart.send(events);
                 report.took = began.elapsed();
                 Ok(report)
             }
@@ -191,7 +195,7 @@ impl Lodging {
         let stream = pool.streams().lease()?;
         let new = self.back_by(pool, &stream, slots, until)?;
         let bytes = slots.len() as u64 * self.span.slot;
-        self.apart.lodged_backed(new, bytes - new);
+        self.apart.lodged_backed(BlockKind::Parkable, new, bytes - new);
         self.state().note_backed(self, (!pieces.is_empty()).then_some(&stream));
         let began = Instant::now();
         match saved::restore(&stream, pieces, ranges) {

@@ -2,7 +2,7 @@
 #![expect(unsafe_code, reason = "imports memory that others work with")]
 
 use crate::{DevicePool, Request, StableBlock, physical::handle::Handle, request::Sensible};
-use aquifer_core::{DeviceId, MemoryError, Result};
+use aquifer_core::{DeviceId, MemoryError, Result, event::BlockKind};
 use aquifer_driver::{ExportTypes, FabricHandle, site};
 use aquifer_stream::Stream;
 use std::{
@@ -173,7 +173,9 @@ impl DevicePool {
             By::Fabric(name) => unsafe { apart.driver.handle_import_fabric(apart.device, name) },
         };
         let handle = Handle::imported(&apart.driver, raw.map_err(|e| apart.lost(e))?);
-        let span = apart.around(handle, exported.bytes, request.alignment()).map_err(|e| apart.lost(e))?;
+        let span = apart
+            .around(BlockKind::Stable, handle, exported.bytes, request.alignment())
+            .map_err(|e| apart.lost(e))?;
         Ok(self.stable(stream, span, request, true))
     }
 }

@@ -536,7 +536,24 @@ impl Home {
                 return true;
             }
         }
-        self.is_here() && self.with(|state| state.generation == generation && state.resize(address, old, new))
+        if !self.is_here() {
+            return false;
+        }
+        let (resized, shared, tickets) = self.with(|state| {
+            if state.generation != generation || !state.resize(address, old, new) {
+                return (false, None, None);
+            }
+            let recorder = state.shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
+            let tickets = recorder.map(|recorder| [(); 3].map(|()| recorder.ticket()));
+            (true, tickets.as_ref().and_then(|_| state.shared.clone()), tickets)
+        });
+        if let Some([freed, completed, allocated]) = tickets {
+            // To a recorder it is another block at the same address.
+            self.tell(&shared, Some(freed), Action::Free, address, old);
+            self.tell(&shared, Some(completed), Action::Complete, address, old);
+            self.tell(&shared, Some(allocated), Action::Allocate, address, new);
+        }
+        resized
     }
 
     /// Notes a gate on the live block that holds `address`.

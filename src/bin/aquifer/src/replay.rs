@@ -191,5 +191,8 @@ fn describe(args: &cli::Replay, bench: &Bench<'_>, budget: Option<u64>, checked:
         violations: checked.verdict.violations,
         leaked: checked.leaked,
         fit: None,
+        memory: trace.memory.clone(),
+        of_device: trace.device,
+        notes: trace.notes.clone(),
     }
 }

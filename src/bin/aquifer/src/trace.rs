@@ -1,14 +1,15 @@
 //! A recorded life of device memory, ready to be lived again.
 //!
-//! A trace comes as CSV in one of two forms or as a memory snapshot of PyTorch's, plain or xz-compressed;
+//! A trace comes as CSV in one of two forms or as a memory snapshot of PyTorch's, plain or compressed by xz, gzip or zstd;
 //! [`Trace::read`] tells them apart by their first bytes. All become the same [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps, and a
 //! list of steps. Whatever cannot have happened is refused with the row at fault, so that a replay never has to ask
 //! whether a step makes sense.
 //!
 //! | module | holds |
 //! |---|---|
-//! | `source` | bytes to rows: files, xz, cut ends |
-//! | `events` | the form with `a`, `f` and `c`, which this library and the recorder for PyTorch write |
+//! | `source` | bytes to rows: files, cut ends |
+//! | `compressed` | xz, gzip and zstd, within a bound of memory |
+//! | `events` | the form whose header names the fields, which this library and the recorder for PyTorch write |
 //! | `rmm` | the log of RAPIDS' memory manager |
 //! | `pickle`, `snapshot` | memory snapshots of PyTorch's |
 //! | `made` | workloads that are made from a seed, with no file behind them |
@@ -17,6 +18,7 @@
 //! | `error` | how that is said |
 
 mod builder;
+mod compressed;
 mod error;
 mod events;
 pub(crate) mod made;
@@ -26,12 +28,14 @@ mod snapshot;
 mod source;
 mod split;
 
+pub(crate) use builder::Account;
 pub(crate) use error::{Fault, TraceError};
 pub(crate) use snapshot::Facts;
 
 use builder::Builder;
+use events::Columns;
 use source::Source;
-use std::path::Path;
+use std::{collections::BTreeMap, fmt, path::Path};
 
 /// The largest block that is believed: all addresses that a process has.
 pub(crate) const MAX_BLOCK: u64 = 1 << 47;
@@ -41,7 +45,7 @@ pub(crate) const MAX_STREAMS: usize = 1024;
 /// Which form the file had.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Format {
-    /// `t_us,op,id,bytes,stream`
+    /// `t_us,op,id,bytes,stream`, with or without `kind`, `device` and `tag`
     Events,
     /// `Thread,Time,Action,Pointer,Size,Stream`
     Rmm,
@@ -82,13 +86,42 @@ pub(crate) enum Action {
     Complete,
 }
 
-/// One thing that happens.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+/// One thing that happens. Two are equal wherever they stand.
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Step {
     /// What.
     pub(crate) action: Action,
     /// To which of [`Trace::blocks`].
     pub(crate) block: u32,
+    /// The row that says so, or the event of a snapshot, counted from 1.
+    pub(crate) row: u32,
+}
+
+impl PartialEq for Step {
+    fn eq(&self, other: &Self) -> bool {
+        (self.action, self.block) == (other.action, other.block)
+    }
+}
+
+impl Eq for Step {}
+
+/// Where memory of a trace is.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub(crate) enum Device {
+    /// On a device, by its ordinal.
+    Gpu(u32),
+    /// Pinned on a NUMA node of the host, or on one that is not known.
+    Host(Option<u32>),
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Gpu(device) => write!(f, "{device}"),
+            Self::Host(Some(node)) => write!(f, "host:{node}"),
+            Self::Host(None) => f.write_str("host"),
+        }
+    }
 }
 
 /// A trace that makes sense.
@@ -110,6 +143,12 @@ pub(crate) struct Trace {
     pub(crate) live_at_end: u64,
     /// Rows that tell of something a replay cannot repeat: requests that failed, requests for nothing.
     pub(crate) skipped: u64,
+    /// What is in the file by device, kind and tag, also what is not replayed; nothing where it does not say.
+    pub(crate) memory: Vec<(Device, Account)>,
+    /// The device whose memory this is, where the file tells devices apart.
+    pub(crate) device: Option<u32>,
+    /// What a reader of the result should know about the file.
+    pub(crate) notes: Vec<String>,
     /// More about a snapshot, if it was one.
     pub(crate) snapshot: Option<Facts>,
 }
@@ -136,27 +175,101 @@ impl Trace {
         source.unwrap_or_else(|e| panic!("{e}"))
     }
 
-    fn parse(mut source: Source<'_>, device: Option<u32>) -> Result<Self, TraceError> {
+    fn parse(mut source: Source, device: Option<u32>) -> Result<Self, TraceError> {
         if source.begins_with(pickle::MAGIC)? {
             return snapshot::read(source.bytes(), device);
         }
-        if device.is_some() {
+        let columns = match source.next_row()? {
+            None => return Err(TraceError::whole(Fault::Empty)),
+            Some((_, rmm::HEADER)) => None,
+            Some((row, header)) => match Columns::of(header) {
+                Some(columns) => Some(columns),
+                None => {
+                    let fault = Fault::Header { found: header.to_owned() };
+                    return Err(TraceError { row: Some(row), fault });
+                }
+            },
+        };
+        if device.is_some() && !columns.as_ref().is_some_and(Columns::tells_devices) {
             return Err(TraceError::whole(Fault::NoDevices));
         }
-        type Take = fn(&str, u64, &mut Builder) -> Result<(), Fault>;
-        let (format, take): (Format, Take) = match source.next_row()? {
-            None => return Err(TraceError::whole(Fault::Empty)),
-            Some((_, events::HEADER)) => (Format::Events, events::take),
-            Some((_, rmm::HEADER)) => (Format::Rmm, rmm::take),
-            Some((row, other)) => {
-                return Err(TraceError { row: Some(row), fault: Fault::Header { found: other.to_owned() } });
+        let Some(columns) = columns else {
+            let mut builder = Builder::new();
+            while let Some((row, text)) = source.next_row()? {
+                rmm::take(text, row, &mut builder).map_err(|fault| TraceError { row: Some(row), fault })?;
             }
+            return builder.finish(Format::Rmm).map_err(TraceError::whole);
         };
-        let mut builder = Builder::new();
+        let mut builders = BTreeMap::new();
         while let Some((row, text)) = source.next_row()? {
-            take(text, row, &mut builder).map_err(|fault| TraceError { row: Some(row), fault })?;
+            columns.take(text, row, &mut builders).map_err(|fault| TraceError { row: Some(row), fault })?;
         }
-        builder.finish(format).map_err(TraceError::whole)
+        Self::of_device(builders, &columns, device).map_err(TraceError::whole)
+    }
+
+    /// The trace of one device of several: of the one that is asked for, or of the one with most steps.
+    fn of_device(
+        mut builders: BTreeMap<Device, Builder>,
+        columns: &Columns,
+        asked: Option<u32>,
+    ) -> Result<Self, Fault> {
+        let accounts = |(&device, builder): (&Device, &Builder)| {
+            builder.accounts().iter().cloned().map(move |account| (device, account)).collect::<Vec<_>>()
+        };
+        let memory: Vec<_> = builders.iter().flat_map(accounts).collect();
+        let gpus: Vec<u32> = builders
+            .iter()
+            .filter_map(|(device, builder)| match device {
+                Device::Gpu(device) if builder.blocks() > 0 => Some(*device),
+                _ => None,
+            })
+            .collect();
+        let steps = |device: &u32| (builders[&Device::Gpu(*device)].steps(), std::cmp::Reverse(*device));
+        let chosen = match asked {
+            Some(asked) if !gpus.contains(&asked) => Err(Fault::NoSuchDevice { asked, there: gpus.clone() }),
+            Some(asked) => Ok(asked),
+            None => gpus.iter().copied().max_by_key(steps).ok_or(match memory.len() {
+                0 => Fault::NoAllocation,
+                _ => {
+                    Fault::OnlyPinned { blocks: memory.iter().map(|(_, account)| account.allocations).sum() }
+                }
+            }),
+        }?;
+        let builder = builders.remove(&Device::Gpu(chosen)).ok_or(Fault::NoAllocation)?;
+        let mut trace = builder.finish(Format::Events)?;
+        if !columns.unknown.is_empty() {
+            let names = columns.unknown.join(", ");
+            trace.notes.push(format!("fields of the trace that mean nothing here are passed over: {names}"));
+        }
+        if gpus.len() > 1 {
+            let others = gpus.len() - 1;
+            trace.notes.push(format!(
+                "the trace has memory of {} devices: that of device {chosen} is replayed, that of {others} not; \
+                 --device-index picks another",
+                gpus.len()
+            ));
+        }
+        let pinned: u64 = memory
+            .iter()
+            .filter(|(device, _)| matches!(device, Device::Host(_)))
+            .map(|(_, account)| account.allocations)
+            .sum();
+        if pinned > 0 {
+            trace.notes.push(format!("{pinned} blocks of pinned host memory in the trace are not replayed"));
+        }
+        if columns.tells_devices() {
+            (trace.memory, trace.device) = (memory, Some(chosen));
+        }
+        Ok(trace)
+    }
+
+    /// What the numbers of its steps count.
+    pub(crate) fn unit(&self) -> &'static str {
+        match self.format {
+            Format::Events | Format::Rmm => "row",
+            Format::Made => "step",
+            Format::Snapshot => "event",
+        }
     }
 
     /// How many blocks are allocated.
@@ -176,5 +289,7 @@ impl Trace {
     }
 }
 
+#[cfg(test)]
+mod recorded;
 #[cfg(test)]
 mod tests;

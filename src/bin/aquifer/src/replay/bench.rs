@@ -111,7 +111,10 @@ impl Bench<'_> {
     pub(crate) fn check(&self, budget: Option<u64>, progress: &mut Progress) -> Result<Checked> {
         let session = self.place.begin(true);
         let pass = match &session.sim {
-            Some(sim) => self.pass(&session, budget, Arc::new(Declared::new(sim)), 1, progress)?,
+            Some(sim) => {
+                let declared = Declared::with_rows(sim, self.trace);
+                self.pass(&session, budget, Arc::new(declared), 1, progress)?
+            }
             None => {
                 let stamps = Stamped::new(&session.driver, session.device, self.trace)?;
                 self.pass(&session, budget, Arc::new(stamps), 1, progress)?

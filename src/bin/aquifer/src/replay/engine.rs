@@ -102,6 +102,7 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
         let begun = Instant::now();
         'steps: for (number, steps) in trace.steps.chunks(STRIDE).enumerate() {
             for (place, step) in steps.iter().enumerate() {
+                self.work.at(step.row);
                 let taken = match step.action {
                     Action::Allocate => self.allocate(step.block),
                     Action::Free => self.free(step.block, (number * STRIDE + place) as u64),

@@ -1,7 +1,11 @@
 //! What a replay found, and how it is said in JSON.
 
 use super::tally::{Paths, Tally};
-use crate::{cli::Allocator, json, trace::Facts};
+use crate::{
+    cli::Allocator,
+    json,
+    trace::{Account, Device, Facts},
+};
 use serde_json::{Value, json};
 
 /// Everything a replay found.
@@ -63,6 +67,12 @@ pub(crate) struct Report {
     pub(crate) leaked: u64,
     /// What the search found, if there was one.
     pub(crate) fit: Option<Search>,
+    /// What the trace holds by device, kind and tag, where it says so.
+    pub(crate) memory: Vec<(Device, Account)>,
+    /// The trace's device that was played, where it tells devices apart.
+    pub(crate) of_device: Option<u32>,
+    /// What a reader should know about the trace.
+    pub(crate) notes: Vec<String>,
 }
 
 /// Where and why a trace stopped.
@@ -176,6 +186,18 @@ impl Waits {
     }
 }
 
+fn of_memory((device, account): &(Device, Account)) -> Value {
+    json!({
+        "device": device.to_string(),
+        "kind": account.kind.name(),
+        "tag": account.tag,
+        "allocations": account.allocations,
+        "peak_bytes": account.peak,
+        "blocks_at_end": account.blocks,
+        "bytes_at_end": account.bytes,
+    })
+}
+
 fn of_snapshot(facts: Facts) -> Value {
     json!({
         "device_index": facts.device,
@@ -238,6 +260,16 @@ impl Report {
         self.completed() && self.violations.count == 0 && self.leaked == 0
     }
 
+    /// The most that was held from the driver in any round, and that round, counted from 1; that of the checked round
+    /// where none held more.
+    pub(crate) fn worst_physical(&self) -> (u64, Option<usize>) {
+        let rounds = (1..).zip(&self.rounds).map(|(round, tally)| (tally.tally.peak_physical, round));
+        match rounds.max_by_key(|&(peak, round)| (peak, std::cmp::Reverse(round))) {
+            Some((peak, round)) if peak > self.peak_physical => (peak, Some(round)),
+            _ => (self.peak_physical, None),
+        }
+    }
+
     /// As one JSON object.
     pub(crate) fn to_json(&self) -> String {
         let ns = |timing: Option<Timing>| timing.map_or(Value::Null, |t| json!(rounded(t.warm, 1)));
@@ -252,8 +284,12 @@ impl Report {
             ("streams", json!(self.streams)),
             ("split", json!(self.split)),
             ("snapshot", self.snapshot.map_or(Value::Null, of_snapshot)),
+            ("device_of_trace", json!(self.of_device)),
+            ("memory", self.memory.iter().map(of_memory).collect()),
+            ("notes", json!(self.notes)),
             ("peak_live_bytes", json!(self.peak_live)),
             ("peak_physical_bytes", json!(self.peak_physical)),
+            ("peak_physical_bytes_of_all_rounds", json!(self.worst_physical().0)),
             ("completed", json!(self.completed())),
             ("ns_per_op", ns(self.timing)),
             ("driver_calls", Value::Object(calls)),

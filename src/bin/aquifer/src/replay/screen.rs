@@ -1,12 +1,14 @@
 //! What a replay found, on one screen: at most 24 lines of 80 columns, the last of them the next command to try.
 
 use super::report::{Failure, Report, Round, Search, Timing, Waits};
+use crate::trace::Device;
 use crate::{
     cli::Allocator,
     figures::{Count, Nanoseconds, Of},
     layout::{clip, clip_middle, shell_word, wrap},
 };
-use aquifer_core::Bytes;
+use aquifer_core::{Bytes, event::BlockKind};
+use std::collections::BTreeMap;
 
 /// Columns of the screen.
 const WIDTH: usize = 80;
@@ -86,18 +88,29 @@ impl Report {
                 ),
             );
         }
+        if let (Some(device), None, 0) = (self.of_device, &self.failure, self.violations.count)
+            && (device > 0 || self.memory.iter().any(|(_, account)| account.kind != BlockKind::Cached))
+        {
+            row(lines, "recorded on", &format!("device {device}"), &self.kinds(device));
+        }
         row(
             lines,
             "peak live",
             &Bytes(self.peak_live).to_string(),
             &format!("{} bytes", Count(self.peak_live)),
         );
-        let ratio = match self.failure {
+        let times = |bytes: u64| format!("{:.4} x live", bytes as f64 / self.peak_live.max(1) as f64);
+        let (worst, round) = self.worst_physical();
+        let remark = match (&self.failure, round) {
             // The trace's peak may lie in what was never played.
-            Some(_) => "until then".to_owned(),
-            None => format!("{:.4} x live", self.peak_physical as f64 / self.peak_live.max(1) as f64),
+            (Some(_), _) => "until then".to_owned(),
+            (None, Some(round)) => {
+                let first = self.peak_physical as f64 / self.peak_live.max(1) as f64;
+                format!("{} in round {round}; {first:.4} x when checked", times(worst))
+            }
+            (None, None) => times(worst),
         };
-        row(lines, "peak physical", &Bytes(self.peak_physical).to_string(), &ratio);
+        row(lines, "peak physical", &Bytes(worst).to_string(), &remark);
         match &self.fit {
             Some(Search::Found(fit)) => {
                 let ratio = fit.bytes as f64 / self.peak_live.max(1) as f64;
@@ -118,6 +131,16 @@ impl Report {
             Some(Search::Nothing) => row(lines, "fits in", "nothing", "not even the whole device is enough"),
             None => {}
         }
+    }
+
+    /// The blocks of a device by kind.
+    fn kinds(&self, device: u32) -> String {
+        let mut kinds = BTreeMap::<BlockKind, u64>::new();
+        for (_, account) in self.memory.iter().filter(|(of, _)| *of == Device::Gpu(device)) {
+            *kinds.entry(account.kind).or_default() += account.allocations;
+        }
+        let texts = kinds.iter().map(|(kind, blocks)| format!("{}\u{a0}{}", Count(*blocks), kind.name()));
+        texts.collect::<Vec<_>>().join(", ")
     }
 
     fn cost(&self, lines: &mut Vec<String>) {

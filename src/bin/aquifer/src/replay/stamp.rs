@@ -9,7 +9,7 @@ use super::{
     report::Violations,
     work::{Spot, TOLD, Verdict, Work},
 };
-use crate::trace::Trace;
+use crate::trace::{Action, Trace};
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::{Call, DeviceId, Driver, HostFlags};
 use aquifer_stream::Stream;
@@ -78,6 +78,10 @@ pub(crate) struct Stamped {
     driver: Arc<dyn Driver>,
     device: DeviceId,
     blocks: usize,
+    /// The row that allocates each block.
+    rows: Vec<u32>,
+    /// What rows are called.
+    unit: &'static str,
     /// A stamp for each block.
     patterns: Pinned,
     /// Two stamps for each read, in the order of `reads`.
@@ -96,6 +100,8 @@ impl Stamped {
     /// The driver's, if pinned memory cannot be had.
     pub(crate) fn new(driver: &Arc<dyn Driver>, device: DeviceId, trace: &Trace) -> Result<Self> {
         let blocks = trace.blocks.len();
+        let allocations = trace.steps.iter().filter(|step| step.action == Action::Allocate);
+        let rows = allocations.map(|step| step.row).collect();
         // At home, on the stream that frees it, and twice on the stream that it lingers on.
         let reads = |block: &crate::trace::Block| {
             1 + usize::from(block.freed_on.is_some_and(|on| on != block.stream))
@@ -114,6 +120,8 @@ impl Stamped {
             driver: driver.clone(),
             device,
             blocks,
+            rows,
+            unit: trace.unit(),
             patterns,
             found,
             reads,
@@ -127,14 +135,22 @@ impl Stamped {
         (0..self.blocks as u32).find(|&block| pattern(block).starts_with(found))
     }
 
+    /// A block by the row that allocates it.
+    fn block(&self, block: u32) -> String {
+        match self.rows.get(block as usize) {
+            Some(row) => format!("the block of {} {row}", self.unit),
+            None => format!("block {block}"),
+        }
+    }
+
     fn tell(&self, read: Read, found: &[u8], end: &str) -> String {
         let whose = match self.owner(found) {
-            Some(other) => format!("those of block {}", u64::from(other) + 1),
+            Some(other) => format!("those of {}", self.block(other)),
             None => "nobody's".to_owned(),
         };
         format!(
-            "block {} ({} bytes at {:#x}), read on stream {}: the {end} bytes are {whose}",
-            u64::from(read.block) + 1,
+            "{} ({} bytes at {:#x}), read on stream {}: the {end} bytes are {whose}",
+            self.block(read.block),
             read.spot.bytes,
             read.spot.address,
             read.stream
@@ -288,8 +304,8 @@ mod tests {
         });
         assert_eq!((verdict.checked, verdict.violations.count), (2, 1));
         let told = &verdict.violations.first[0];
-        assert!(told.starts_with("block 1 (1000 bytes at 0x"), "{told}");
-        assert!(told.ends_with("the first bytes are those of block 2"), "{told}");
+        assert!(told.starts_with("the block of row 2 (1000 bytes at 0x"), "{told}");
+        assert!(told.ends_with("the first bytes are those of the block of row 3"), "{told}");
     }
 
     #[test]

@@ -39,47 +39,73 @@ impl Held {
 /// allocation; so the lock is held for moving an entry only.
 #[derive(Debug)]
 pub(crate) struct OpenUses {
-    queue: Mutex<BTreeMap<u64, Held>>,
+    queue: Mutex<Queue>,
     early: AtomicU64,
+}
+
+/// Those that keep bytes, apart from those of which the allocator was told nothing.
+#[derive(Default, Debug)]
+struct Queue {
+    keeping: BTreeMap<u64, Held>,
+    untold: BTreeMap<u64, Held>,
+    /// Bytes that the first keep.
+    bytes: u64,
+}
+
+impl Queue {
+    fn take(&mut self, number: u64) -> Option<Held> {
+        let held = self.keeping.remove(&number);
+        self.bytes -= held.as_ref().map_or(0, |held| held.spot.bytes);
+        held.or_else(|| self.untold.remove(&number))
+    }
 }
 
 impl OpenUses {
     /// None.
     pub(crate) fn new() -> Self {
-        Self { queue: Mutex::new(BTreeMap::new()), early: AtomicU64::new(0) }
+        Self { queue: Mutex::default(), early: AtomicU64::new(0) }
     }
 
-    fn queue(&self) -> MutexGuard<'_, BTreeMap<u64, Held>> {
+    fn queue(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Adds one under a number that is higher than all before.
     pub(crate) fn hold(&self, number: u64, held: Held) {
-        self.queue().insert(number, held);
+        let mut queue = self.queue();
+        if held.open.is_some() {
+            queue.bytes += held.spot.bytes;
+            queue.keeping.insert(number, held);
+        } else {
+            queue.untold.insert(number, held);
+        }
     }
 
     /// Takes one out by its number; none if it has ended early.
     pub(crate) fn take(&self, number: u64) -> Option<Held> {
-        self.queue().remove(&number)
+        self.queue().take(number)
     }
 
     /// Takes the oldest out.
     pub(crate) fn take_oldest(&self) -> Option<Held> {
-        self.queue().pop_first().map(|(_, held)| held)
+        let mut queue = self.queue();
+        let first = |of: &BTreeMap<u64, Held>| of.first_key_value().map(|(number, _)| *number);
+        let oldest = first(&queue.keeping).into_iter().chain(first(&queue.untold)).min()?;
+        queue.take(oldest)
     }
 
     /// Takes out the oldest that keeps bytes, and counts it as ended early.
     pub(crate) fn take_early(&self) -> Option<Held> {
         let mut queue = self.queue();
-        let number = *queue.iter().find(|(_, held)| held.open.is_some())?.0;
-        let held = queue.remove(&number);
+        let number = *queue.keeping.first_key_value()?.0;
+        let held = queue.take(number);
         self.early.fetch_add(1, Ordering::Relaxed);
         held
     }
 
     /// Bytes that they keep.
     fn bytes(&self) -> u64 {
-        self.queue().values().filter(|held| held.open.is_some()).map(|held| held.spot.bytes).sum()
+        self.queue().bytes
     }
 
     /// How many have ended early.

@@ -1,13 +1,20 @@
 //! What a replay does with the memory it is given.
 
 use super::{report::Violations, tally::Paths};
+use crate::trace::Trace;
 use aquifer_core::{MemoryError, Result};
 use aquifer_device::Block;
-use aquifer_driver::{Access, Call, DeviceRange, sim::Sim};
+use aquifer_driver::{
+    Access, Call, DeviceRange,
+    sim::{Kernel, Party, Sim, Violation},
+};
 use aquifer_stream::Stream;
 use std::{
-    fmt::Debug,
-    sync::{Mutex, MutexGuard, PoisonError},
+    fmt::{Debug, Write},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 /// Violations that are put into words.
@@ -34,6 +41,9 @@ impl Spot {
 
 /// Work on blocks. Implementations queue it and return at once.
 pub(crate) trait Work: Debug + Send + Sync + 'static {
+    /// What follows is of this row of the trace.
+    fn at(&self, _row: u32) {}
+
     /// The block's own stream writes all of it.
     fn write(&self, block: u32, spot: Spot, stream: &Stream) -> Result<()>;
 
@@ -94,6 +104,52 @@ impl Work for Idle {
 pub(crate) struct Declared {
     sim: Sim,
     lanes: Mutex<Vec<Lane>>,
+    /// What reports are to call the work of each row; nothing where nobody reads them.
+    labels: Option<Labels>,
+    row: AtomicU32,
+}
+
+/// Names for the reads and writes of each row. Work keeps its name for good, so these are never freed; a process replays
+/// one trace.
+#[derive(Debug)]
+struct Labels(Vec<[&'static str; 2]>);
+
+impl Labels {
+    fn of(trace: &Trace) -> Self {
+        let (unit, mut text, mut ends) = (trace.unit(), String::new(), Vec::new());
+        let last = trace.steps.iter().map(|step| step.row).max().unwrap_or(0);
+        for row in 0..=last {
+            for what in ["read", "write"] {
+                // Writing to a string does not fail.
+                let _ = write!(text, "the {what} of {unit} {row}");
+                ends.push(text.len());
+            }
+        }
+        let text: &'static str = text.leak();
+        let starts = std::iter::once(0).chain(ends.iter().copied());
+        let names: Vec<&'static str> = starts.zip(&ends).map(|(start, end)| &text[start..*end]).collect();
+        Self(names.chunks_exact(2).map(|pair| [pair[0], pair[1]]).collect())
+    }
+
+    fn name(&self, row: u32, access: Access) -> &'static str {
+        let rows = self.0.get(row as usize).or(self.0.last());
+        rows.map_or("work", |[read, write]| if access.writes() { write } else { read })
+    }
+}
+
+/// A violation in words, with rows of the trace where it has lines of this program.
+fn told(violation: &Violation) -> String {
+    let party = |party: &Party| format!("{} by {}", party.work, party.agent);
+    let mut text = format!("{}: {}", violation.kind, party(&violation.later));
+    if let Some(earlier) = &violation.earlier {
+        // Writing to a string does not fail.
+        let _ = write!(text, ", after {}", party(earlier));
+    }
+    let _ = write!(text, " ({})", violation.place);
+    if violation.count > 1 {
+        let _ = write!(text, ", {} times", violation.count);
+    }
+    text
 }
 
 /// The reads and writes of one stream.
@@ -107,7 +163,12 @@ struct Lane {
 impl Declared {
     /// Tells `sim`.
     pub(crate) fn new(sim: &Sim) -> Self {
-        Self { sim: sim.clone(), lanes: Mutex::default() }
+        Self { sim: sim.clone(), lanes: Mutex::default(), labels: None, row: AtomicU32::new(0) }
+    }
+
+    /// Tells `sim`, whose reports name the rows of `trace`.
+    pub(crate) fn with_rows(sim: &Sim, trace: &Trace) -> Self {
+        Self { labels: Some(Labels::of(trace)), ..Self::new(sim) }
     }
 
     fn lanes(&self, streams: &[&Stream]) -> MutexGuard<'_, Vec<Lane>> {
@@ -125,12 +186,22 @@ impl Declared {
         let range = DeviceRange { device, address: spot.address, bytes: spot.bytes };
         let lane = &mut self.lanes(&[stream])[stream.number() as usize];
         (lane.own, lane.needed) = (lane.own + 1, lane.needed + 1);
-        let told = self.sim.access(stream.raw(), range, access, Some(spot.generation));
+        let told = match &self.labels {
+            Some(labels) => {
+                let name = labels.name(self.row.load(Ordering::Relaxed), access);
+                self.sim.launch(stream.raw(), Kernel::new(name).touches(range, access, Some(spot.generation)))
+            }
+            None => self.sim.access(stream.raw(), range, access, Some(spot.generation)),
+        };
         told.map_err(|e| MemoryError::driver(device, e))
     }
 }
 
 impl Work for Declared {
+    fn at(&self, row: u32) {
+        self.row.store(row, Ordering::Relaxed);
+    }
+
     fn write(&self, _: u32, spot: Spot, stream: &Stream) -> Result<()> {
         self.tell(spot, stream, Access::Write)
     }
@@ -161,7 +232,7 @@ impl Work for Declared {
     fn verdict(&self) -> Result<Verdict> {
         let found = self.sim.violations();
         let count = found.iter().map(|violation| violation.count).sum();
-        let first = found.iter().take(TOLD).map(ToString::to_string).collect();
+        let first = found.iter().take(TOLD).map(told).collect();
         Ok(Verdict { checked: self.sim.accesses_checked(), violations: Violations { count, first } })
     }
 }

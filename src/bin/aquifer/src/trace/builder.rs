@@ -1,6 +1,7 @@
 //! From rows to steps. What cannot have happened ends here.
 
 use super::{Action, Block, Fault, Format, MAX_BLOCK, MAX_STREAMS, Step, Trace, error::Name};
+use aquifer_core::event::BlockKind;
 use std::collections::{BTreeMap, HashMap};
 
 /// A trace in the making.
@@ -17,11 +18,32 @@ pub(super) struct Builder {
     peak_live: u64,
     frees: u64,
     skipped: u64,
+    /// What blocks of each kind and tag came to, and where the last one stands.
+    accounts: Vec<Account>,
+    last: usize,
+}
+
+/// What blocks of one kind and one tag came to.
+#[derive(Clone, PartialEq, Eq, Debug)]
+pub(crate) struct Account {
+    /// What they are.
+    pub(crate) kind: BlockKind,
+    /// Whose; empty where nobody said.
+    pub(crate) tag: String,
+    /// How many were allocated.
+    pub(crate) allocations: u64,
+    /// How many of them are still allocated.
+    pub(crate) blocks: u64,
+    /// Their bytes.
+    pub(crate) bytes: u64,
+    /// The most bytes that were allocated at once.
+    pub(crate) peak: u64,
 }
 
 /// What is known of a name.
 struct Known {
     block: u32,
+    account: u32,
     allocated: u64,
     state: State,
 }
@@ -50,7 +72,36 @@ impl Builder {
             peak_live: 0,
             frees: 0,
             skipped: 0,
+            accounts: Vec::new(),
+            last: 0,
         }
+    }
+
+    /// How many steps there are.
+    pub(super) fn steps(&self) -> usize {
+        self.steps.len()
+    }
+
+    /// How many blocks were allocated.
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks.len()
+    }
+
+    /// What blocks came to.
+    pub(super) fn accounts(&self) -> &[Account] {
+        &self.accounts
+    }
+
+    fn account(&mut self, kind: BlockKind, tag: &str) -> usize {
+        let fits = |account: &Account| account.kind == kind && account.tag == tag;
+        if !self.accounts.get(self.last).is_some_and(fits) {
+            self.last = self.accounts.iter().position(fits).unwrap_or_else(|| {
+                let tag = tag.to_owned();
+                self.accounts.push(Account { kind, tag, allocations: 0, blocks: 0, bytes: 0, peak: 0 });
+                self.accounts.len() - 1
+            });
+        }
+        self.last
     }
 
     /// Counts a row that a replay cannot repeat.
@@ -59,6 +110,18 @@ impl Builder {
     }
 
     pub(super) fn allocate(&mut self, row: u64, id: Name, bytes: u64, stream: u64) -> Result<(), Fault> {
+        self.allocate_as(row, id, bytes, stream, BlockKind::Cached, "")
+    }
+
+    pub(super) fn allocate_as(
+        &mut self,
+        row: u64,
+        id: Name,
+        bytes: u64,
+        stream: u64,
+        kind: BlockKind,
+        tag: &str,
+    ) -> Result<(), Fault> {
         if let Some(known) = self.names.get(&key(id)) {
             match known.state {
                 State::Live => return Err(Fault::TwiceAllocated { id, first: known.allocated }),
@@ -74,8 +137,12 @@ impl Builder {
         self.live = live;
         self.peak_live = self.peak_live.max(live);
         self.blocks.push(Block { bytes, stream, freed_on: None, lingers: false });
-        self.steps.push(Step { action: Action::Allocate, block });
-        self.names.insert(key(id), Known { block, allocated: row, state: State::Live });
+        self.steps.push(Step { action: Action::Allocate, block, row: short(row) });
+        // As many as there are tags, which are fewer than blocks.
+        let account = self.account(kind, tag);
+        self.accounts[account].allocate(bytes);
+        let account = account as u32;
+        self.names.insert(key(id), Known { block, account, allocated: row, state: State::Live });
         Ok(())
     }
 
@@ -96,13 +163,15 @@ impl Builder {
         block.lingers = true;
         block.freed_on = Some(stream);
         known.state = State::Freed { row, step: self.steps.len() };
-        self.steps.push(Step { action: Action::Free, block: known.block });
+        self.steps.push(Step { action: Action::Free, block: known.block, row: short(row) });
+        self.accounts[known.account as usize].free(bytes);
         self.live -= bytes;
         self.frees += 1;
         Ok(())
     }
 
-    pub(super) fn complete(&mut self, id: Name, bytes: u64, stream: u64) -> Result<(), Fault> {
+    pub(super) fn complete(&mut self, row: u64, id: Name, bytes: u64, stream: u64) -> Result<(), Fault> {
+        let here = short(row);
         self.stream(stream)?;
         let known = self.names.get_mut(&key(id)).ok_or(Fault::Unknown { id, done: "completed" })?;
         let (row, step) = match known.state {
@@ -119,7 +188,7 @@ impl Builder {
             // The row right behind the free: nobody else had it.
             block.lingers = false;
         } else {
-            self.steps.push(Step { action: Action::Complete, block: known.block });
+            self.steps.push(Step { action: Action::Complete, block: known.block, row: here });
         }
         Ok(())
     }
@@ -159,9 +228,31 @@ impl Builder {
             frees: self.frees,
             live_at_end: self.live,
             skipped: self.skipped,
+            memory: Vec::new(),
+            device: None,
+            notes: Vec::new(),
             snapshot: None,
         })
     }
+}
+
+impl Account {
+    fn allocate(&mut self, bytes: u64) {
+        self.allocations += 1;
+        self.blocks += 1;
+        self.bytes += bytes;
+        self.peak = self.peak.max(self.bytes);
+    }
+
+    fn free(&mut self, bytes: u64) {
+        self.blocks -= 1;
+        self.bytes -= bytes;
+    }
+}
+
+/// A row as steps have it: the last that fits for those beyond.
+fn short(row: u64) -> u32 {
+    u32::try_from(row).unwrap_or(u32::MAX)
 }
 
 /// Ids and pointers never meet in one trace.

@@ -27,9 +27,16 @@ pub(crate) enum Fault {
     /// There is nothing in it.
     Empty,
     /// The compressed stream ends before its end.
-    CutXz,
+    CutStream,
     /// The compressed stream contradicts itself.
-    BadXz(String),
+    BadStream(String),
+    /// The compressed stream asks for more memory than is given.
+    TooMuchMemory {
+        /// Bytes that it asks for.
+        bytes: u64,
+        /// Bytes that it may have.
+        most: u64,
+    },
     /// The last row has no line end.
     CutRow,
     /// A row that is no text, or longer than any row of a trace.
@@ -124,6 +131,18 @@ pub(crate) enum Fault {
     Snapshot(Box<SnapshotError>),
     /// A device of what has none.
     NoDevices,
+    /// A device that has no memory in it.
+    NoSuchDevice {
+        /// The one asked for.
+        asked: u32,
+        /// Those that have.
+        there: Vec<u32>,
+    },
+    /// There is pinned memory in it and no device's.
+    OnlyPinned {
+        /// Blocks.
+        blocks: u64,
+    },
 }
 
 /// How a trace names a block.
@@ -158,8 +177,12 @@ impl fmt::Display for Fault {
         match self {
             Self::Io(e) => e.fmt(f),
             Self::Empty => f.write_str("the file is empty"),
-            Self::CutXz => f.write_str("cut off: the compressed stream ends before its end"),
-            Self::BadXz(what) => write!(f, "the compressed stream is damaged: {what}"),
+            Self::CutStream => f.write_str("cut off: the compressed stream ends before its end"),
+            Self::BadStream(what) => write!(f, "the compressed stream is damaged: {what}"),
+            Self::TooMuchMemory { bytes, most } => write!(
+                f,
+                "the compressed stream needs {bytes} bytes of memory to be read; {most} are the most that it may have"
+            ),
             Self::CutRow => f.write_str("cut off: the row has no line end"),
             Self::NoText => f.write_str("not a row of text"),
             Self::Header { found } => write!(
@@ -197,7 +220,20 @@ impl fmt::Display for Fault {
             Self::TooManyBlocks => write!(f, "more than {} blocks", u32::MAX),
             Self::Made(e) => e.fmt(f),
             Self::Snapshot(e) => e.fmt(f),
-            Self::NoDevices => f.write_str("only a snapshot of PyTorch's has devices to choose from"),
+            Self::NoDevices => f.write_str(
+                "it has no devices to choose from: neither a field `device` nor a snapshot of PyTorch's",
+            ),
+            Self::NoSuchDevice { asked, there } => {
+                write!(f, "nothing is allocated on device {asked} in it, but on ")?;
+                match there.as_slice() {
+                    [one] => write!(f, "device {one}"),
+                    [first, .., last] => write!(f, "{} devices from {first} to {last}", there.len()),
+                    [] => f.write_str("none"),
+                }
+            }
+            Self::OnlyPinned { blocks } => {
+                write!(f, "no device memory is allocated in it; its {blocks} blocks are pinned host memory")
+            }
         }
     }
 }

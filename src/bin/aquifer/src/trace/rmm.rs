@@ -47,7 +47,7 @@ pub(super) fn take(text: &str, row: u64, builder: &mut Builder) -> Result<(), Fa
         builder.allocate(row, id, bytes, stream)
     } else {
         builder.free(row, id, bytes, stream)?;
-        builder.complete(id, bytes, stream)
+        builder.complete(row, id, bytes, stream)
     }
 }
 

@@ -420,7 +420,7 @@ impl History {
             match deed {
                 Deed::Allocate => builder.allocate(row, Name::Id(id), bytes, stream)?,
                 Deed::Free => builder.free(row, Name::Id(id), bytes, stream)?,
-                Deed::Complete => builder.complete(Name::Id(id), bytes, stream)?,
+                Deed::Complete => builder.complete(row, Name::Id(id), bytes, stream)?,
             }
         }
         (0..self.skipped).for_each(|_| builder.skip());

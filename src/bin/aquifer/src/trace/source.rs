@@ -1,47 +1,44 @@
 //! From a file to rows of fields.
 
-use super::{Fault, TraceError};
-use lzma_rust2::XzReader;
+use super::{
+    Fault, TraceError,
+    compressed::{self, NeedsMemory},
+};
 use std::{
     fs::File,
     io::{self, BufRead, BufReader, Cursor, Read},
     path::Path,
 };
 
-/// How every xz file begins.
-const XZ_MAGIC: &[u8] = &[0xFD, b'7', b'z', b'X', b'Z', 0];
 /// No row of a trace is longer; a file that is no text would otherwise be read into one.
 const MAX_ROW: u64 = 4096;
 
 /// Rows of a file, one at a time: memory does not grow with the file.
-pub(super) struct Source<'a> {
-    reader: Box<dyn BufRead + 'a>,
+pub(super) struct Source {
+    reader: Box<dyn BufRead>,
     /// The row in `line`, counted from 1.
     row: u64,
     line: Vec<u8>,
 }
 
-impl<'a> Source<'a> {
-    /// Opens the file at `path`, and looks inside whether it is compressed.
+impl Source {
+    /// Opens the file at `path`, or the standard input for `-`, and looks inside whether it is compressed.
     pub(super) fn open(path: &Path) -> Result<Self, TraceError> {
+        if path.as_os_str() == "-" {
+            return Self::new(io::stdin().lock());
+        }
         let file = File::open(path).map_err(|e| TraceError::whole(Fault::Io(e)))?;
         Self::new(BufReader::with_capacity(1 << 16, file))
     }
 
     /// Reads from anything.
-    pub(super) fn new(mut raw: impl BufRead + 'a) -> Result<Self, TraceError> {
-        let mut first = Vec::with_capacity(XZ_MAGIC.len());
+    pub(super) fn new(mut raw: impl BufRead + 'static) -> Result<Self, TraceError> {
+        let mut first = Vec::with_capacity(compressed::MAGIC);
         raw.by_ref()
-            .take(XZ_MAGIC.len() as u64)
+            .take(compressed::MAGIC as u64)
             .read_to_end(&mut first)
             .map_err(|e| TraceError::whole(Fault::Io(e)))?;
-        let compressed = first == XZ_MAGIC;
-        let whole = Cursor::new(first).chain(raw);
-        let reader: Box<dyn BufRead + 'a> = if compressed {
-            Box::new(BufReader::with_capacity(1 << 16, XzReader::new(whole, true)))
-        } else {
-            Box::new(whole)
-        };
+        let reader = compressed::reader(&first.clone(), Cursor::new(first).chain(raw));
         Ok(Self { reader, row: 0, line: Vec::with_capacity(128) })
     }
 
@@ -52,7 +49,7 @@ impl<'a> Source<'a> {
     }
 
     /// All bytes that have not been read as rows, before compression.
-    pub(super) fn bytes(&mut self) -> &mut (dyn BufRead + 'a) {
+    pub(super) fn bytes(&mut self) -> &mut dyn BufRead {
         &mut *self.reader
     }
 
@@ -81,10 +78,13 @@ impl<'a> Source<'a> {
 
 /// What a failed read means. The decompressor tells a file that ends too soon and one that makes no sense by the kind.
 fn reading(e: io::Error) -> Fault {
+    if let Some(needs) = e.get_ref().and_then(|inner| inner.downcast_ref::<NeedsMemory>()) {
+        return Fault::TooMuchMemory { bytes: needs.bytes, most: compressed::MOST };
+    }
     match e.kind() {
-        io::ErrorKind::UnexpectedEof => Fault::CutXz,
+        io::ErrorKind::UnexpectedEof => Fault::CutStream,
         io::ErrorKind::InvalidData | io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported => {
-            Fault::BadXz(e.to_string())
+            Fault::BadStream(e.to_string())
         }
         _ => Fault::Io(e),
     }

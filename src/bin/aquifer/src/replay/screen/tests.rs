@@ -61,6 +61,9 @@ fn clean() -> Report {
         violations: Violations::default(),
         leaked: 0,
         fit: None,
+        memory: Vec::new(),
+        of_device: None,
+        notes: Vec::new(),
     }
 }
 

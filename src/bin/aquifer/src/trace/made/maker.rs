@@ -86,7 +86,7 @@ impl Maker {
         self.row += 2;
         let id = Name::Id(held.id);
         self.builder.free(self.row - 1, id, held.bytes, stream)?;
-        self.builder.complete(id, held.bytes, stream)?;
+        self.builder.complete(self.row, id, held.bytes, stream)?;
         self.live -= held.bytes;
         Ok(())
     }

@@ -85,7 +85,10 @@ fn the_device_with_most_events_is_played_unless_another_is_asked_for() {
     let rows = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data/resnet_train.csv.xz");
     for other in [rows.as_path(), Path::new("made:edge")] {
         let said = Trace::read(other, Some(0)).unwrap_err().to_string();
-        assert_eq!(said, "only a snapshot of PyTorch's has devices to choose from");
+        assert_eq!(
+            said,
+            "it has no devices to choose from: neither a field `device` nor a snapshot of PyTorch's"
+        );
     }
 }
 

@@ -4,7 +4,7 @@ use super::super::{Action, Block, Trace, pickle::Word};
 use crate::trace::source::Source;
 use aquifer_core::{
     self as core, DeviceId, Event, Recorder, Tag,
-    event::{HeldBlock, MemorySnapshot, Place, RingSink, TraceFile},
+    event::{BlockKind, HeldBlock, MemorySnapshot, Place, RingSink, TraceFile},
 };
 use aquifer_device::{DevicePool, PoolConfig, Request};
 use aquifer_driver::{Access, sim::Sim};
@@ -135,6 +135,7 @@ fn a_device_that_did_nothing_has_an_empty_trace_between_those_that_did() {
         stream: 7,
         address: 1 << 46,
         bytes: 1000,
+        kind: BlockKind::Cached,
         tag: Tag::NONE,
     };
     let of = |place| Event { place, ..event(0, core::Action::Allocate) };
@@ -172,7 +173,17 @@ fn torn(seed: u64, lost: u64) -> Vec<Event> {
         let tag = [Tag::NONE, Tag::named("weights")][below(2) as usize];
         let (place, stream) = (Place::Device(DeviceId(0)), stream as u32);
         let address = (1 << 46) + slot * (3 << 20);
-        let event = Event { at_ns: at * 1000, action, place, thread: 1, stream, address, bytes, tag };
+        let event = Event {
+            at_ns: at * 1000,
+            action,
+            place,
+            thread: 1,
+            stream,
+            address,
+            bytes,
+            kind: BlockKind::Cached,
+            tag,
+        };
         if below(lost) > 0 {
             told.push(event);
         }

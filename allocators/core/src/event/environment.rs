@@ -1,0 +1,61 @@
+//! The trace that `AQUIFER_TRACE` asks for.
+
+use super::{Recorder, TraceFile, sinks::Both};
+use crate::{MemoryError, Result};
+use std::{
+    env,
+    path::Path,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+const NAME: &str = "AQUIFER_TRACE";
+
+/// The trace of this process. All pools write to one.
+static TRACE: Mutex<Option<Arc<Recorder>>> = Mutex::new(None);
+
+impl Recorder {
+    /// Returns the recorder of a pool that was given `own`: both that one and the file that `AQUIFER_TRACE` names get
+    /// every event. Returns `own` where the variable is not set or empty. The file is the same for all pools of the
+    /// process, and is created at the first call.
+    ///
+    /// ```
+    /// use aquifer_core::Recorder;
+    /// if std::env::var_os("AQUIFER_TRACE").is_none() {
+    ///     assert!(Recorder::with_environment(None)?.is_none());
+    /// }
+    /// # Ok::<(), aquifer_core::MemoryError>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`MemoryError::BadSetting`] if the file cannot be created.
+    pub fn with_environment(own: Option<Arc<Self>>) -> Result<Option<Arc<Self>>> {
+        let Some(path) = env::var_os(NAME).filter(|path| !path.is_empty()) else { return Ok(own) };
+        let trace = trace(Path::new(&path))?;
+        Ok(Some(match own {
+            Some(own) if !Arc::ptr_eq(&own, &trace) => Arc::new(own.beside(&trace)),
+            _ => trace,
+        }))
+    }
+
+    /// A recorder with the clock of this one, whose events reach the sinks of both.
+    fn beside(&self, other: &Self) -> Self {
+        let offset_ns = other.clock.elapsed().wrapping_sub(self.clock.elapsed());
+        let (first, second) = (self.sink.clone(), other.sink.clone());
+        Self::with_clock(Arc::new(Both { first, second, offset_ns }), self.clock.clone())
+    }
+}
+
+fn trace(path: &Path) -> Result<Arc<Recorder>> {
+    let mut trace = TRACE.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(recorder) = &*trace {
+        return Ok(recorder.clone());
+    }
+    let file = TraceFile::create(path).map_err(|_| MemoryError::BadSetting {
+        name: NAME,
+        value: path.display().to_string(),
+        expected: "the path of a file that can be written",
+    })?;
+    let recorder = Arc::new(Recorder::new(Arc::new(file)));
+    *trace = Some(recorder.clone());
+    Ok(recorder)
+}

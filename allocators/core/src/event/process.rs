@@ -1,0 +1,36 @@
+//! A value of each process, so that a child of a fork does not meet its parent's locks.
+//!
+//! A child of a fork has one thread. A lock that another thread of the parent held at that moment stays locked there for
+//! ever, and a file that both write is mixed up. A child therefore gets a value of its own at its first call.
+
+use std::{process, sync::OnceLock};
+
+/// A value, and the one that replaces it in a child process.
+#[derive(Debug)]
+pub(super) struct PerProcess<T> {
+    process: u32,
+    value: T,
+    child: OnceLock<Box<PerProcess<T>>>,
+}
+
+impl<T> PerProcess<T> {
+    /// A value of this process.
+    pub(super) fn new(value: T) -> Self {
+        Self { process: process::id(), value, child: OnceLock::new() }
+    }
+
+    /// The value of this process. In a child of a fork the first call makes it, from its parent's.
+    pub(super) fn get(&self, make: impl FnOnce(&T) -> T) -> &T {
+        let here = process::id();
+        let mut known = self;
+        loop {
+            if known.process == here {
+                return &known.value;
+            }
+            match known.child.get() {
+                Some(child) => known = child,
+                None => return &known.child.get_or_init(|| Box::new(Self::new(make(&known.value)))).value,
+            }
+        }
+    }
+}

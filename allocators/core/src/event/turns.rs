@@ -1,0 +1,109 @@
+//! Events in the order of their tickets, though they are handed over by many threads.
+
+use super::Event;
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+/// How long a flush waits for events whose tickets are out.
+const PATIENCE: Duration = Duration::from_millis(100);
+
+/// The order of one recorder in one process.
+#[derive(Debug, Default)]
+pub(super) struct Turns {
+    tickets: AtomicU64,
+    early: Mutex<Early>,
+}
+
+/// Events whose turn has not come.
+#[derive(Debug, Default)]
+struct Early {
+    next: u64,
+    waiting: BTreeMap<u64, Event>,
+    /// A thread hands events over. When it is done with one, it goes on with those whose turn has come.
+    busy: bool,
+}
+
+impl Early {
+    /// The next event whose turn has come.
+    fn due(&mut self) -> Option<Event> {
+        let first = self.waiting.first_entry().filter(|entry| *entry.key() <= self.next)?;
+        let (number, event) = first.remove_entry();
+        self.next = self.next.max(number + 1);
+        Some(event)
+    }
+}
+
+impl Turns {
+    /// The next place in the order.
+    pub(super) fn ticket(&self) -> u64 {
+        self.tickets.fetch_add(1, Ordering::Relaxed)
+    }
+
+    fn early(&self) -> MutexGuard<'_, Early> {
+        self.early.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Passes an event to `sink` when its turn has come: in this call, unless an earlier ticket is still out or another
+    /// event is being handed over. Those that have waited for it follow. No lock is held while `sink` runs.
+    pub(super) fn pass(&self, number: u64, event: Event, sink: impl Fn(&Event)) {
+        let mut early = self.early();
+        if early.busy || number > early.next {
+            early.waiting.insert(number, event);
+            return;
+        }
+        // One whose turn a flush has passed over comes now.
+        early.next = early.next.max(number + 1);
+        let early = self.call(early, &event, &sink);
+        self.hand_over(early, sink);
+    }
+
+    /// Hands over what is due, unless a thread is at it already.
+    fn hand_over<'a>(&'a self, mut early: MutexGuard<'a, Early>, sink: impl Fn(&Event)) {
+        if early.busy {
+            return;
+        }
+        while let Some(event) = early.due() {
+            early = self.call(early, &event, &sink);
+        }
+    }
+
+    /// Calls `sink` without the lock. What it does may make events, which wait for their turn.
+    fn call<'a>(
+        &'a self,
+        mut early: MutexGuard<'a, Early>,
+        event: &Event,
+        sink: impl Fn(&Event),
+    ) -> MutexGuard<'a, Early> {
+        early.busy = true;
+        drop(early);
+        sink(event);
+        let mut early = self.early();
+        early.busy = false;
+        early
+    }
+
+    /// Waits for events whose tickets are out, for a tenth of a second at most, and passes on what still waits behind
+    /// them.
+    pub(super) fn flush(&self, sink: impl Fn(&Event)) {
+        let until = Instant::now() + PATIENCE;
+        loop {
+            let mut early = self.early();
+            if early.waiting.is_empty() && !early.busy {
+                return;
+            }
+            if Instant::now() >= until {
+                early.next = early.waiting.last_key_value().map_or(early.next, |(last, _)| last + 1);
+                return self.hand_over(early, sink);
+            }
+            drop(early);
+            thread::sleep(Duration::from_micros(50));
+        }
+    }
+}

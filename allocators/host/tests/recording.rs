@@ -1,0 +1,95 @@
+//! What is recorded of pinned memory, also in a child of a fork.
+#![expect(unsafe_code, reason = "forks, and frees blocks by the allocator trait")]
+
+mod support;
+
+use allocator_api2::alloc::Allocator;
+use aquifer_core::{
+    Action, Budget, Recorder, Tag,
+    event::{Place, TraceFile},
+};
+use aquifer_host::{PinnedConfig, PinnedPool};
+use nix::libc;
+use std::{
+    alloc::Layout,
+    env, fs,
+    path::{Path, PathBuf},
+    process,
+    sync::Arc,
+};
+
+fn file(name: &str) -> PathBuf {
+    env::temp_dir().join(format!("aquifer-{name}-{}.csv", process::id()))
+}
+
+/// The rows without their times.
+fn rows(path: &Path) -> Vec<String> {
+    let text = fs::read_to_string(path).unwrap();
+    text.lines().skip(1).map(|row| row.split_once(',').unwrap().1.to_owned()).collect()
+}
+
+fn pool(recorder: &Arc<Recorder>) -> PinnedPool {
+    let mut config = PinnedConfig::default();
+    config.recorder = Some(recorder.clone());
+    config.chunk = 4 * support::MIB;
+    PinnedPool::new(&support::host(), &Budget::new("pinned", 64 << 20), config).unwrap()
+}
+
+#[test]
+fn a_block_that_is_resized_where_it_is_is_recorded_as_another() {
+    let path = file("resized");
+    let recorder = Arc::new(Recorder::new(Arc::new(TraceFile::create(&path).unwrap())));
+    let pool = pool(&recorder);
+    let (old, new) = (Layout::from_size_align(3000, 16).unwrap(), Layout::from_size_align(2900, 16).unwrap());
+    let block = pool.allocate(old).unwrap().cast();
+    // SAFETY: 1. the block is this allocator's, of that layout, and the new one is smaller.
+    let block = unsafe { pool.allocator().shrink(block, old, new) }.unwrap().cast();
+    assert_eq!(pool.stats().memory.requested, 2900);
+    // SAFETY: 1. the block is this allocator's and of that layout. It is not used again.
+    unsafe { pool.allocator().deallocate(block, new) };
+    let told = rows(&path);
+    fs::remove_file(path).unwrap();
+    let blocks: Vec<_> = told.iter().filter(|row| !row.starts_with(['g', 's'])).cloned().collect();
+    let expected = ["a,1,3000", "f,1,3000", "c,1,3000", "a,2,2900", "f,2,2900", "c,2,2900"];
+    assert_eq!(blocks, expected.map(|row| format!("{row},0,pinned,host,")));
+}
+
+#[test]
+fn a_child_of_a_fork_records_to_a_file_of_its_own_and_waits_for_no_thread_of_its_parent() {
+    let path = file("forked");
+    let recorder = Arc::new(Recorder::new(Arc::new(TraceFile::create(&path).unwrap())));
+    let pool = pool(&recorder);
+    let record = |address| {
+        let event = recorder.event(Action::Allocate, Place::Host(None), 0, address, 7, Tag::NONE);
+        recorder.record(recorder.ticket(), event);
+    };
+    let kept = pool.buffer::<u8>(100).unwrap();
+    // A thread that has begun to record does not go on in the child.
+    let begun = recorder.ticket();
+    // SAFETY: 1. the child uses memory and files, which the C library makes fit for it, and leaves by `_exit`.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: 1. takes a number. A child that waits is ended by it.
+        unsafe { libc::alarm(120) };
+        record(0x1000);
+        // The parent's memory is not here, nor is its life.
+        drop(kept);
+        let name = format!("{}.{}.csv", path.file_stem().unwrap().to_str().unwrap(), process::id());
+        let own = path.with_file_name(name);
+        let right = rows(&own) == ["a,1,7,0,pinned,host,"];
+        let removed = fs::remove_file(own).is_ok();
+        // SAFETY: 1. ends the child.
+        unsafe { libc::_exit(if right && removed { 0 } else { 1 }) };
+    }
+    let mut status = -1;
+    // SAFETY: 1. the child is this process's, and the status a local.
+    let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
+    assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
+    recorder.record(begun, recorder.event(Action::Fail, Place::Host(None), 0, 0, 9, Tag::NONE));
+    drop((kept, pool));
+    let told = rows(&path);
+    fs::remove_file(path).unwrap();
+    let ends = ["a,1,100", "x,0,9", "f,1,100", "c,1,100"].map(|row| format!("{row},0,pinned,host,"));
+    assert!(ends.iter().all(|row| told.contains(row)), "{told:?}");
+    assert!(!told.iter().any(|row| row.contains(",7,0,")), "the child's events are the child's: {told:?}");
+}
