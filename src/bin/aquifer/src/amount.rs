@@ -18,6 +18,8 @@ pub(crate) enum AmountError {
     Zero,
     /// More than can be counted.
     TooMuch,
+    /// A fraction of a byte: a decimal point without a unit.
+    Fraction,
     /// Something else.
     NotAnAmount,
 }
@@ -27,6 +29,9 @@ impl fmt::Display for AmountError {
         f.write_str(match self {
             Self::Zero => "a budget of zero bytes holds nothing",
             Self::TooMuch => "more bytes than can be counted",
+            Self::Fraction => {
+                "a decimal number needs a unit: 1.5GiB is an amount of memory, 1.5x a multiple of the trace's peak"
+            }
             Self::NotAnAmount => {
                 "an amount is bytes, as in 4076911904, 500M or 3.9GiB, or a multiple, as in 1.05x"
             }
@@ -77,6 +82,12 @@ impl Amount {
         } else {
             UNITS.iter().find(|(name, _)| *name == suffix).ok_or(AmountError::NotAnAmount)?.1
         };
+        if number.matches('.').count() > 1 {
+            return Err(AmountError::NotAnAmount);
+        }
+        if number.contains('.') && suffix.is_empty() {
+            return Err(AmountError::Fraction);
+        }
         let bytes = match number.split_once('.') {
             None => {
                 number.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)).ok_or(AmountError::TooMuch)?
@@ -137,6 +148,10 @@ mod tests {
         ] {
             assert_eq!(Amount::parse(text), Err(AmountError::NotAnAmount), "{text}");
         }
+        for text in ["1.0", "1.", ".5", "0.0"] {
+            assert_eq!(Amount::parse(text), Err(AmountError::Fraction), "{text}");
+        }
+        assert_eq!(Amount::parse("1.5GiB"), Ok(Amount::Bytes(3 << 29)));
         for text in ["0", "0x", "0.0x", "0G", "0.0001b"] {
             assert_eq!(Amount::parse(text), Err(AmountError::Zero), "{text}");
         }

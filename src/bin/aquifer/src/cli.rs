@@ -2,7 +2,8 @@
 
 use crate::amount::{Amount, AmountError};
 use aquifer_host::{ShortWait, StagerConfig, Stores};
-use clap::{Args, Parser, Subcommand, ValueEnum, error::ErrorKind};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum, error::ErrorKind};
+use clap_complete::Shell;
 use std::{error, fmt, path::PathBuf, str::FromStr};
 
 /// The command line.
@@ -27,11 +28,12 @@ pub(crate) struct Cli {
 pub(crate) enum Command {
     /// Live through a recorded allocation trace again, and check every access
     #[command(after_help = "\
-The trace is CSV with the header `t_us,op,id,bytes,stream`, as AQUIFER_TRACE=FILE
-makes any program that uses the library write it, the log of RAPIDS' memory
-manager, or what torch.cuda.memory._dump_snapshot() writes; plain or
-xz-compressed. `made:NAME` is a workload made to break a
-policy, `made:` lists them. Without a GPU a simulated one is used.")]
+The trace is CSV with the header `t_us,op,id,bytes,stream,kind,device,tag`, or its
+first five fields, as AQUIFER_TRACE=FILE makes any program that uses the library
+write it, the log of RAPIDS' memory manager, or what
+torch.cuda.memory._dump_snapshot() writes; plain, or compressed by xz, gzip or zstd,
+whatever the file is called. `-` is the standard input. `made:NAME` is a workload
+made to break a policy, `made:` lists them. Without a GPU a simulated one is used.")]
     Replay(Replay),
     /// Measure what calls cost here, beside their peers
     #[command(arg_required_else_help = false)]
@@ -43,12 +45,24 @@ same bytes from pageable memory, and the copy from pinned memory, which is the l
     Stage(Stage),
     /// Say what this machine offers, what a program would get, and what to mend
     Doctor(Doctor),
+    /// Write completions for a shell to the standard output
+    Completions(Completions),
+    /// Write the manual page to the standard output
+    Man,
+}
+
+/// Arguments of `completions`.
+#[derive(Args, Debug)]
+pub(crate) struct Completions {
+    /// The shell
+    #[arg(value_enum)]
+    pub(crate) shell: Shell,
 }
 
 /// Flags of `replay`.
 #[derive(Args, Debug)]
 pub(crate) struct Replay {
-    /// The trace: a file, or made:NAME
+    /// The trace: a file, - for the standard input, or made:NAME
     pub(crate) trace: PathBuf,
     /// Where to run it: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
@@ -56,7 +70,7 @@ pub(crate) struct Replay {
     /// Spread the blocks over N streams, in turn as they are allocated; what crossed streams still does
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) streams: Option<u32>,
-    /// Which device of a PyTorch snapshot, from 0; by default the one with most events
+    /// Which device of a trace or snapshot that has several, from 0; by default the one with most events
     #[arg(long, value_name = "N")]
     pub(crate) device_index: Option<u32>,
     /// Who places the blocks
@@ -465,6 +479,44 @@ where
     })
 }
 
+/// The completions of a shell, as a script for it.
+pub(crate) fn completions(shell: Shell) -> Vec<u8> {
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "aquifer", &mut script);
+    script
+}
+
+/// The manual page, in roff: the command, then each of its subcommands.
+///
+/// # Errors
+/// None but those of memory that cannot be had.
+pub(crate) fn man() -> std::io::Result<Vec<u8>> {
+    let mut page = Vec::new();
+    let mut command = Cli::command();
+    command.build();
+    clap_mangen::Man::new(command.clone()).render(&mut page)?;
+    let subcommands = |of: &clap::Command| {
+        let mut found: Vec<_> = of.get_subcommands().cloned().collect();
+        found.reverse();
+        found
+    };
+    let mut open = subcommands(&command);
+    while let Some(subcommand) = open.pop() {
+        if subcommand.get_name() == "help" {
+            continue;
+        }
+        // Its name is that of the whole command: `aquifer bench stage`.
+        let name = subcommand.get_display_name().unwrap_or(subcommand.get_name()).replace('-', " ");
+        page.extend(format!(".SH {}\n", name.to_uppercase()).bytes());
+        let man = clap_mangen::Man::new(subcommand.clone());
+        man.render_synopsis_section(&mut page)?;
+        man.render_description_section(&mut page)?;
+        man.render_options_section(&mut page)?;
+        open.extend(subcommands(&subcommand));
+    }
+    Ok(page)
+}
+
 /// The parser's message without its usage, in one line.
 fn one_line(message: &str) -> String {
     let mut line = String::new();
@@ -491,7 +543,6 @@ impl FromStr for Amount {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     fn mistake(line: &str) -> String {
         let arguments = line.split(' ').map(Into::into);
@@ -543,6 +594,11 @@ mod tests {
             ),
             ("aquifer bench device --fast", "unexpected argument '--fast' found"),
             ("aquifer bench pinned --driver", "unexpected argument '--driver' found"),
+            (
+                "aquifer replay t.csv --budget 1.0",
+                "invalid value '1.0' for '--budget <BYTES|1.05x>': a decimal",
+            ),
+            ("aquifer completions tcsh", "invalid value 'tcsh' for '<SHELL>'"),
             ("aquifer stage", "the following required arguments were not provided: <FILE>"),
             ("aquifer stage f --slot 2x", "invalid value '2x' for '--slot <BYTES>': an amount is bytes"),
             ("aquifer doctor now", "unexpected argument 'now' found"),

@@ -48,8 +48,17 @@ fn main() -> ExitCode {
     let (text, status) = match cli::parse(env::args_os()) {
         Ok(cli) => match cli.command {
             Command::Replay(args) if made::asks_for_list(&args.trace) => (made::list(args.json), WELL),
+            Command::Completions(args) => return raw(&cli::completions(args.shell)),
+            Command::Man => match cli::man() {
+                Ok(page) => return raw(&page),
+                Err(e) => return refuse(&e.to_string()),
+            },
             Command::Replay(args) => match replay::run(&args) {
                 Ok(report) => {
+                    for note in &report.notes {
+                        // A note that cannot be written is in the JSON too.
+                        let _ = writeln!(io::stderr().lock(), "aquifer: {note}");
+                    }
                     let text = if args.json { report.to_json() } else { report.to_screen() };
                     (text, if report.is_clean() { WELL } else { NO })
                 }
@@ -108,6 +117,16 @@ fn main() -> ExitCode {
         // Whoever reads has seen enough.
         Err(e) if e.kind() == io::ErrorKind::BrokenPipe => ExitCode::from(status),
         Err(e) => refuse(&format!("the result cannot be written: {e}")),
+    }
+}
+
+/// Writes bytes to stdout as they are.
+fn raw(bytes: &[u8]) -> ExitCode {
+    match io::stdout().lock().write_all(bytes) {
+        Err(e) if e.kind() != io::ErrorKind::BrokenPipe => {
+            refuse(&format!("the result cannot be written: {e}"))
+        }
+        _ => ExitCode::from(WELL),
     }
 }
 

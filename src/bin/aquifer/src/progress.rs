@@ -6,6 +6,8 @@
 use std::{
     fmt,
     io::{self, IsTerminal, Write},
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    thread::{self, Thread},
     time::{Duration, Instant},
 };
 
@@ -61,6 +63,32 @@ impl Progress {
         let _ = write!(io::stderr(), "\r\x1b[K{} {percent:>3} %", self.phase);
     }
 
+    /// Does `work`, which counts in `done` what it has done of `all`, and says meanwhile how far it has come.
+    pub(crate) fn during<T>(&mut self, done: &AtomicU64, all: u64, work: impl FnOnce() -> T) -> T {
+        /// Ends the thread that looks, also on unwind.
+        struct Over<'a>(&'a AtomicBool, Thread);
+        impl Drop for Over<'_> {
+            fn drop(&mut self) {
+                self.0.store(true, Ordering::Relaxed);
+                self.1.unpark();
+            }
+        }
+        if self.next.is_none() {
+            return work();
+        }
+        let over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let looker = scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    self.at(done.load(Ordering::Relaxed), all);
+                    thread::park_timeout(PACE);
+                }
+            });
+            let _over = Over(&over, looker.thread().clone());
+            work()
+        })
+    }
+
     /// Wipes the line away.
     pub(crate) fn clear(&mut self) {
         if std::mem::take(&mut self.shown) {
@@ -72,5 +100,25 @@ impl Progress {
 impl Drop for Progress {
     fn drop(&mut self) {
         self.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_that_takes_a_while_is_told_of_while_it_runs() {
+        let mut progress = Progress::new(true);
+        let done = AtomicU64::new(0);
+        let answer = progress.during(&done, 4, || {
+            for _ in 0..4 {
+                thread::sleep(PATIENCE / 2);
+                done.fetch_add(1, Ordering::Relaxed);
+            }
+            7
+        });
+        assert!(answer == 7 && progress.shown, "a line came before the work was over");
+        assert_eq!(Progress::silent().during(&done, 4, || 8), 8);
     }
 }

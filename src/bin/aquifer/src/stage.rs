@@ -22,6 +22,10 @@ use serde_json::{Value, json};
 use std::{
     fmt, io,
     path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 /// Device memory that is loaded at a time at most.
@@ -38,6 +42,8 @@ pub(crate) enum Mistake {
     Place(NoPlace),
     /// The file cannot be read.
     File(PathBuf, io::Error),
+    /// It is a directory.
+    Directory(PathBuf),
     /// The file has no bytes.
     Empty(PathBuf),
     /// The device, or pinned memory, cannot be had; or a transfer was refused.
@@ -49,6 +55,9 @@ impl fmt::Display for Mistake {
         match self {
             Self::Place(e) => e.fmt(f),
             Self::File(path, e) => write!(f, "{}: {e}", path.display()),
+            Self::Directory(path) => {
+                write!(f, "{} is a directory; stage loads one file", path.display())
+            }
             Self::Empty(path) => write!(f, "{} has no bytes", path.display()),
             Self::Memory(e) => write!(f, "the file cannot be staged: {e}"),
         }
@@ -61,7 +70,7 @@ impl std::error::Error for Mistake {
             Self::Place(e) => Some(e),
             Self::File(_, e) => Some(e),
             Self::Memory(e) => Some(e),
-            Self::Empty(_) => None,
+            Self::Empty(_) | Self::Directory(_) => None,
         }
     }
 }
@@ -85,6 +94,8 @@ pub(crate) struct Report {
     left_out: Vec<(&'static str, &'static str)>,
     /// Bytes that were not what the file holds.
     wrong: u64,
+    /// Whether no device took part.
+    simulated: bool,
 }
 
 /// Loads the file each way.
@@ -94,7 +105,11 @@ pub(crate) struct Report {
 pub(crate) fn run(args: &cli::Stage) -> Result<Report, Mistake> {
     let path = &args.file;
     let unreadable = |e| Mistake::File(path.clone(), e);
-    let bytes = std::fs::metadata(path).map_err(unreadable)?.len();
+    let found = std::fs::metadata(path).map_err(unreadable)?;
+    if found.is_dir() {
+        return Err(Mistake::Directory(path.clone()));
+    }
+    let bytes = found.len();
     let cached = FileSource::open(path, ReadMode::Cached).map_err(unreadable)?;
     let direct = FileSource::open(path, ReadMode::Direct).map_err(unreadable)?;
     if bytes == 0 {
@@ -104,10 +119,14 @@ pub(crate) fn run(args: &cli::Stage) -> Result<Report, Mistake> {
     let session = place.begin_with_bytes();
     let bed = Bed::open(&session, args.stager.config())?;
     let mut progress = Progress::on_terminal();
-    let mut load = Load { path, bed: &bed, bytes, window: WINDOW.min(bytes).min(bed.room() / 2), wrong: 0 };
+    let window = WINDOW.min(bytes).min(bed.room() / 2);
+    let mut load = Load { path, bed: &bed, bytes, window, wrong: 0, done: Arc::default() };
     // Device memory, and the driver's ways through it, are had once before they are timed.
-    load.peers(true)?;
-    let (driver, pinned, memory) = load.peers(false)?;
+    progress.phase("copies of memory, to compare with:");
+    let (driver, pinned, memory) = load.during(&mut progress, 4 * COPIES, |load| {
+        load.peers(true)?;
+        load.peers(false)
+    })?;
     let peer = || Some(Peer { name: "driver, pageable memory".to_owned(), ns: driver.wall });
     let row = |name: &str, took: Took, peer| Row {
         name: name.to_owned(),
@@ -144,7 +163,9 @@ pub(crate) fn run(args: &cli::Stage) -> Result<Report, Mistake> {
     rows.push(row("pageable memory", memory, peer()));
     rows.push(row("pinned memory, the limit", pinned, peer()));
     progress.clear();
+    let simulated = matches!(place, Place::Sim(_));
     Ok(Report {
+        simulated,
         file: path.display().to_string(),
         bytes,
         device: place.name(),
@@ -163,27 +184,60 @@ struct Load<'a> {
     bytes: u64,
     window: u64,
     wrong: u64,
+    /// What is done of what is under way, for whoever looks.
+    done: Arc<AtomicU64>,
+}
+
+/// Copies of memory in each round of those that are compared with.
+const COPIES: u64 = 3;
+
+/// A file whose reads are counted.
+struct Counted<'a>(&'a FileSource, &'a AtomicU64);
+
+impl Source for Counted<'_> {
+    fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<usize> {
+        let read = self.0.read_at(offset, into)?;
+        self.1.fetch_add(read as u64, Ordering::Relaxed);
+        Ok(read)
+    }
+
+    fn alignment(&self) -> usize {
+        self.0.alignment()
+    }
 }
 
 impl Load<'_> {
+    /// Does `work`, which counts what is done of `all`.
+    fn during<T>(&mut self, progress: &mut Progress, all: u64, work: impl FnOnce(&mut Self) -> T) -> T {
+        let done = Arc::new(AtomicU64::new(0));
+        self.done = done.clone();
+        progress.during(&done, all, || work(self))
+    }
+
     /// Loads all of the file, window by window, and compares. The time of 10⁹ bytes.
     fn each_window(
         &mut self,
         source: &FileSource,
         progress: &mut Progress,
-        mut before: impl FnMut(),
+        before: impl FnMut(),
     ) -> Result<Took, Mistake> {
+        // It is loaded, read back and compared.
+        let all = self.bytes.saturating_mul(3);
+        self.during(progress, all, |load| load.load_all(source, before))
+    }
+
+    fn load_all(&mut self, source: &FileSource, mut before: impl FnMut()) -> Result<Took, Mistake> {
         let mut all = Took::default();
         let mut offset = 0;
         while offset < self.bytes {
-            progress.at(offset, self.bytes);
             let bytes = self.window.min(self.bytes - offset);
             let mut buffer = self.bed.buffer(bytes)?;
             before();
-            let took = self.bed.read(source, offset, &mut buffer)?;
+            let took = self.bed.read(&Counted(source, &self.done), offset, &mut buffer)?;
             all = Took { wall: all.wall + took.wall, cpu: all.cpu + took.cpu };
             let mut back = vec![0; bytes as usize];
             self.bed.download(&buffer, &mut back)?;
+            self.done.fetch_add(bytes, Ordering::Relaxed);
             self.compare(offset, &back)?;
             offset += bytes;
         }
@@ -210,6 +264,7 @@ impl Load<'_> {
             if expected[..loaded.len()] != *loaded {
                 wrong += expected.iter().zip(loaded).filter(|(a, b)| a != b).count() as u64;
             }
+            self.done.fetch_add(loaded.len() as u64, Ordering::Relaxed);
         }
         self.wrong += wrong;
         Ok(())
@@ -229,6 +284,7 @@ impl Load<'_> {
                 self.bed.driver_upload(&limit, &mut buffer)?,
                 self.bed.upload(&host, &mut buffer)?,
             ];
+            self.done.fetch_add(COPIES, Ordering::Relaxed);
             for (best, took) in best.iter_mut().zip(took) {
                 *best = Some(best.map_or(took, |best| if took.wall < best.wall { took } else { best }));
             }
@@ -256,6 +312,7 @@ impl Report {
             ("device_name", text(json!(self.device_title))),
             ("date", text(json!(self.date))),
             ("version", text(json!(env!("CARGO_PKG_VERSION")))),
+            ("simulated", text(json!(self.simulated))),
             ("wrong_bytes", text(json!(self.wrong))),
             ("left_out", json::table(left_out)),
             ("rows", json::table(rows)),
@@ -271,6 +328,12 @@ impl Report {
             let ratio = row.ratio().map_or(String::new(), |ratio| format!("{ratio:.2} × the driver's time"));
             let line = format!("{:<28}{:>14}   {ratio}", clip(&row.name, 28), row.unit.of(row.ns));
             lines.push(line.trim_end().to_owned());
+        }
+        if self.simulated {
+            lines.extend(wrap(
+                "simulated: the device is memory of this host, so these are not the rates of any link",
+                WIDTH,
+            ));
         }
         for (row, why) in &self.left_out {
             lines.extend(wrap(&format!("left out: {row}: {why}"), WIDTH));

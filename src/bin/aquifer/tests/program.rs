@@ -6,7 +6,7 @@ use serde_json::Value;
 use std::{
     env, fs,
     path::{Path, PathBuf},
-    process::{Command, Output},
+    process::{Command, Output, Stdio},
 };
 
 /// The program: the one that was built with these tests, or one that was brought along.
@@ -82,7 +82,7 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
         ("cut", format!("{HEADER}0,a,1,5,0\n1,f,1,").into(), "row 3: cut off"),
         ("cut.xz", whole[..whole.len() / 2].to_vec(), "cut off"),
         ("fields", format!("{HEADER}0,a,1,5\n").into(), "row 2: 4 fields"),
-        ("op", format!("{HEADER}0,x,1,5,0\n").into(), "row 2: op"),
+        ("op", format!("{HEADER}0,z,1,5,0\n").into(), "row 2: op"),
         (
             "unknown",
             format!("{HEADER}0,a,1,5,0\n1,f,2,5,0\n").into(),
@@ -162,7 +162,7 @@ fn help_and_version_are_no_mistakes() {
 }
 
 /// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array, `?` object or null.
-const FIELDS: [(&str, char); 25] = [
+const FIELDS: [(&str, char); 29] = [
     ("trace", 's'),
     ("device", 's'),
     ("allocator", 's'),
@@ -174,6 +174,10 @@ const FIELDS: [(&str, char); 25] = [
     ("snapshot", '?'),
     ("peak_live_bytes", 'n'),
     ("peak_physical_bytes", 'n'),
+    ("peak_physical_bytes_of_all_rounds", 'n'),
+    ("device_of_trace", 'n'),
+    ("memory", 'a'),
+    ("notes", 'a'),
     ("completed", 'b'),
     ("ns_per_op", 'n'),
     ("driver_calls", 'o'),
@@ -203,7 +207,8 @@ const FIT: [&str; 8] = [
 ];
 
 /// Fields that may be null.
-const NULL: [&str; 7] = [
+const NULL: [&str; 8] = [
+    "device_of_trace",
     "ns_per_op",
     "modelled_driver_ns",
     "split",
@@ -339,6 +344,101 @@ fn the_oracle_objects_when_the_pool_is_not_told_who_uses_what() {
     let value = json(&output);
     assert!(value["violations"].as_u64() > Some(0), "{value}");
     assert_eq!(value["completed"], true);
+    let screen = text(&replay(&data("serve_mixed.csv.xz"), "--device sim --repeat 1 --ignore-order").stdout);
+    let words = screen.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words.contains("the read of row ") || words.contains("the write of row "), "{screen}");
+    assert!(!words.contains(".rs:"), "no line of the replay's own source: {screen}");
+}
+
+#[test]
+fn a_trace_may_come_by_the_standard_input() {
+    let small = Scratch::new("small-stdin", SMALL);
+    let mut command = program();
+    let input = fs::File::open(&small.0).expect("a file");
+    let output =
+        command.args(["replay", "-", "--device", "sim", "--json"]).stdin(input).output().expect("starts");
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert_eq!(json(&output)["ops"], json(&replay(&small.0, "--device sim --json"))["ops"]);
+}
+
+#[test]
+fn completions_and_the_manual_name_every_command() {
+    for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
+        let output = run(["completions", shell]);
+        assert_eq!((output.status.code(), text(&output.stderr).as_str()), (Some(0), ""), "{shell}");
+        let script = text(&output.stdout);
+        for word in ["replay", "doctor", "ignore-order", "placement", "completions"] {
+            assert!(script.contains(word), "{shell}: {word}");
+        }
+    }
+    let bash = Scratch::new("completions.bash", run(["completions", "bash"]).stdout);
+    let read = Command::new("bash").arg("-n").arg(&bash.0).output();
+    assert!(read.map_or(true, |read| read.status.success()), "a shell can read it");
+    let page = text(&run(["man"]).stdout);
+    assert!(page.contains(".TH aquifer 1"), "{page}");
+    for section in [
+        ".SH NAME",
+        ".SH AQUIFER REPLAY",
+        ".SH AQUIFER BENCH STAGE",
+        ".SH AQUIFER STAGE",
+        ".SH AQUIFER DOCTOR",
+    ] {
+        assert!(page.contains(section), "{section}: {page}");
+    }
+    assert!(page.contains("ignore\\-order") && !page.contains("AQUIFER HELP"), "{page}");
+}
+
+#[test]
+fn each_process_records_to_a_file_of_its_own() {
+    let small = Scratch::new("small-recorded", SMALL);
+    let folder = env::temp_dir().join(format!("aquifer-recorded-{}", std::process::id()));
+    fs::create_dir_all(&folder).expect("a folder");
+    let record = |name: &str| {
+        let mut command = program();
+        command.arg("replay").arg(&small.0).args(["--device", "sim", "--repeat", "1"]);
+        let mut child =
+            command.env("AQUIFER_TRACE", folder.join(name)).stdout(Stdio::null()).spawn().expect("starts");
+        let process = child.id();
+        assert!(child.wait().expect("it ends").success());
+        process
+    };
+    let check = |name: String| {
+        let output = replay(&folder.join(name), "--device sim --json");
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        let value = json(&output);
+        assert_eq!(value["memory"][0]["bytes_at_end"], 0, "{value}");
+        assert!(value["allocs"].as_u64() >= Some(3), "{value}");
+    };
+    let process = record("of-%p.csv");
+    check(format!("of-{process}.csv"));
+    let shared = folder.join("shared.csv");
+    let own = aquifer_core::event::TraceFile::create(&shared).expect("a trace");
+    let process = record("shared.csv");
+    check(format!("shared.{process}.csv"));
+    let written = fs::read_to_string(&shared).expect("a file");
+    assert_eq!(written.lines().count(), 1, "what another process writes is left alone");
+    drop(own);
+    record("shared.csv");
+    check("shared.csv".to_owned());
+    fs::remove_dir_all(folder).expect("it goes");
+}
+
+#[test]
+fn stage_says_that_a_directory_is_one() {
+    refused(&run(["stage", "/tmp"]), "/tmp is a directory", "stage");
+}
+
+#[test]
+fn no_rate_is_told_of_copies_that_move_nothing() {
+    let folder = env::temp_dir();
+    let folder = folder.to_str().expect("text");
+    let output = run(["bench", "stage", "--quick", "--device", "sim", "--folder", folder, "--most", "64K"]);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    let page = text(&output.stdout);
+    assert!(!page.contains("GB/s") && page.contains("simulated"), "{page}");
+    let left = fs::read_dir(folder).expect("a folder").filter_map(Result::ok);
+    let left = left.filter(|entry| entry.file_name().to_string_lossy().starts_with("aquifer-bench-stage-"));
+    assert_eq!(left.count(), 0);
 }
 
 /// A screen with its figures replaced: what a person always sees.

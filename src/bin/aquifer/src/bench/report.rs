@@ -1,18 +1,15 @@
 //! What a bench found, on a page and in JSON.
 
 use super::row::Row;
-use crate::{
-    json,
-    layout::{clip, wrap},
-};
+use crate::{json, layout::wrap};
 use serde_json::{Value, json};
 
 /// Columns of the page.
 const WIDTH: usize = 80;
 /// Columns of a row's name, of its figure and the peer's, and of the ratio.
 const NAME: usize = 41;
-const FIGURE: usize = 15;
-const RATIO: usize = WIDTH - NAME - 2 * FIGURE;
+const FIGURE: usize = 14;
+const RATIO: usize = WIDTH - NAME - 2 * FIGURE - 3;
 
 /// Everything a bench found.
 #[derive(Clone, PartialEq, Debug)]
@@ -130,9 +127,12 @@ impl Report {
                 (None, None) => String::new(),
             };
             let ratio = row.ratio().map_or(String::new(), times);
-            let name = clip(&row.name, NAME);
             let figure = row.unit.of(row.ns);
-            let line = format!("{name:<NAME$}{figure:>FIGURE$}{other:>FIGURE$}{ratio:>RATIO$}");
+            // Two long names may differ at their ends alone, so none is cut: it has a line of its own.
+            let mut names = wrap(&row.name, WIDTH);
+            let name = names.pop_if(|name| name.chars().count() <= NAME).unwrap_or_default();
+            lines.append(&mut names);
+            let line = format!("{name:<NAME$} {figure:>FIGURE$} {other:>FIGURE$} {ratio:>RATIO$}");
             lines.push(line.trim_end().to_owned());
         }
         for left in &self.left_out {
@@ -232,6 +232,21 @@ mod tests {
         report.rows[0].interval = Some([7.96, 8.14]);
         let screen = report.to_screen();
         assert!(screen.contains("8.00 ns/pair      8.0 … 8.1\n"), "{screen}");
+    }
+
+    #[test]
+    fn long_names_are_told_whole_and_columns_never_touch() {
+        let mut report = report();
+        let long = "a row whose name is longer than its column and ends with the part that matters: ";
+        report.rows[1].name = format!("{long}upload");
+        report.rows[2].name = format!("{long}download");
+        report.rows[1].ns = 123_456_789.0;
+        report.rows[1].unit = Unit::CpuPerGib;
+        let screen = report.to_screen();
+        let words = screen.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(words.contains("matters: upload") && words.contains("matters: download"), "{screen}");
+        let row = screen.lines().find(|line| line.contains("CPU/GiB")).unwrap();
+        assert!(row.split_whitespace().filter(|word| word.ends_with("CPU/GiB")).count() == 2, "{screen}");
     }
 
     #[test]

@@ -8,8 +8,8 @@
 //! | `both ways 1 GiB` | both ways with pinned memory |
 //! | `file 1 GiB, warm` and so on | the file read into memory, and the driver's own copy of that |
 //!
-//! Host memory is touched once before anything is timed. On the simulated device the figures say nothing about staging:
-//! its copies move no bytes.
+//! Host memory is touched once before anything is timed. On the simulated device copies move no bytes, so there are times
+//! of transfers, which are those of the calls, and no rates.
 
 use super::{
     host,
@@ -30,6 +30,7 @@ use nix::sys::statvfs::statvfs;
 use std::{
     env, fmt, fs,
     io::{self, Write},
+    os::fd::AsRawFd,
     path::{Path, PathBuf},
     process,
 };
@@ -180,6 +181,7 @@ pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
         up: Vec::new(),
         down: Vec::new(),
         sheet,
+        simulated,
     };
     let mut progress = Progress::on_terminal();
     progress.phase("measuring:");
@@ -189,6 +191,10 @@ pub(crate) fn run(args: &cli::BenchStage) -> Result<Report, Mistake> {
     }
     progress.clear();
     let mut sheet = bench.sheet;
+    if simulated {
+        let why = "simulated: copies move no bytes, so these are the times of the calls".to_owned();
+        sheet.left_out.push(LeftOut { row: "rates".to_owned(), why });
+    }
     sheet.rows.sort_by_key(place_on_page);
     Ok(sheet.report("stage", &place, version, args.rows.quick))
 }
@@ -209,9 +215,9 @@ fn groups(most: u64) -> Vec<Group> {
 /// Rows with one peer stand together.
 fn place_on_page(row: &Row) -> u32 {
     match (row.unit, row.peer.as_ref().map(|peer| peer.name.as_str())) {
-        (Unit::GbPerSecond, Some(PAGEABLE)) => 0,
-        (Unit::GbPerSecond, Some(READ_FIRST)) => 1,
-        (Unit::GbPerSecond, _) => 2,
+        (Unit::GbPerSecond | Unit::Us, Some(PAGEABLE)) => 0,
+        (Unit::GbPerSecond | Unit::Us, Some(READ_FIRST)) => 1,
+        (Unit::GbPerSecond | Unit::Us, _) => 2,
         _ => 3,
     }
 }
@@ -224,6 +230,8 @@ struct Bench<'a> {
     up: Vec<u8>,
     down: Vec<u8>,
     sheet: Sheet,
+    /// No bytes move: there are times of calls, and no rates.
+    simulated: bool,
 }
 
 impl Bench<'_> {
@@ -263,12 +271,16 @@ impl Bench<'_> {
 
     fn speed(&mut self, name: String, took: f64, bytes: u64, peer: (&str, f64)) {
         // Nanoseconds of 10⁹ bytes.
+        if self.simulated {
+            self.sheet.add(&name, Unit::Us, took, Some((peer.0, peer.1)));
+            return;
+        }
         let scale = 1e9 / bytes as f64;
         self.sheet.add(&name, Unit::GbPerSecond, took * scale, Some((peer.0, peer.1 * scale)));
     }
 
     fn cpu(&mut self, name: &str, took: f64, bytes: u64, peer: (&str, f64)) {
-        if bytes >= LONG {
+        if bytes >= LONG && !self.simulated {
             let scale = GIB as f64 / bytes as f64;
             let peer = Some((peer.0, peer.1 * scale));
             self.sheet.add(&processor(name), Unit::CpuPerGib, took * scale, peer);
@@ -316,7 +328,7 @@ impl Bench<'_> {
         let name = group.name();
         // What goes both ways is twice the bytes.
         self.speed(name.clone(), staged, 2 * bytes, (PINNED, limit));
-        if bytes >= LONG {
+        if bytes >= LONG && !self.simulated {
             let ns = cpu * GIB as f64 / (2 * bytes) as f64;
             self.sheet.add(&processor(&name), Unit::CpuPerGib, ns, None);
         }
@@ -385,22 +397,21 @@ fn read_all(source: &FileSource, mut into: &mut [u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// A file that goes when it is dropped.
+/// A file without a name, which goes when it is closed.
 struct Written {
+    /// Where it can be opened again.
     path: PathBuf,
+    _file: fs::File,
 }
 
 impl Written {
     fn new(folder: &Path, bytes: &[u8]) -> io::Result<Self> {
-        let written = Self { path: folder.join(format!("aquifer-bench-stage-{}", process::id())) };
-        fs::File::create(&written.path)?.write_all(bytes)?;
-        Ok(written)
-    }
-}
-
-impl Drop for Written {
-    fn drop(&mut self) {
-        // What cannot be removed stays, in a folder for such files.
-        let _removed = fs::remove_file(&self.path);
+        let name = folder.join(format!("aquifer-bench-stage-{}", process::id()));
+        let mut file = fs::File::create_new(&name)?;
+        // From here on it has no name, and goes with the process, however that ends.
+        fs::remove_file(&name)?;
+        file.write_all(bytes)?;
+        let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
+        Ok(Self { path, _file: file })
     }
 }
