@@ -14,7 +14,7 @@ pub(crate) use slot::{
 pub use soft::{SoftCap, is_soft_cap_exceeded, on_soft_cap, set_soft_cap, soft_cap};
 pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
 
-use crate::route;
+use crate::{report, route};
 use crossbeam_utils::CachePadded;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -98,7 +98,13 @@ pub fn stats() -> Stats {
 /// global::set_cap(u64::MAX);
 /// assert!(buffer.try_reserve_exact(2 << 20).is_ok());
 /// ```
+///
+/// Where [`Global`](crate::Global) is not the program's global allocator the cap holds for what is allocated from it by
+/// name alone, and the first call says so on the standard error stream: see [`is_installed`](crate::is_installed).
 pub fn set_cap(bytes: u64) -> u64 {
+    if bytes != u64::MAX {
+        report::warn_unless_installed();
+    }
     CAP.store(bytes, Ordering::Relaxed);
     slot::recall();
     stats().live.saturating_sub(bytes)

@@ -38,7 +38,7 @@ pub struct Counted;
 
 /// As [`Counted`], and four bytes behind each block say whose it is: what each tag holds
 /// ([`held_under`](crate::held_under), [`top`](crate::top)), and where what is held was allocated
-/// ([`sample_every`](crate::sample_every)).
+/// (`sample_every`, with the feature `stacks`).
 #[derive(Clone, Copy, Default, Debug)]
 pub struct Tracked;
 

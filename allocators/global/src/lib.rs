@@ -16,7 +16,7 @@
 //! | [`allocator`] | [`Global`]: the wrapper itself |
 //! | [`account`] | live bytes, peak, counts: [`stats`]; by tag: [`held_under`], [`allocated_under`], [`top`]; the caps: [`set_cap`], [`set_soft_cap`], [`on_soft_cap`] |
 //! | [`context`] | tags and routes for work on other threads: [`capture`] |
-//! | [`sample`] | where what is held was allocated: [`sample_every`], [`stacks`] |
+//! | [`sample`] | where what is held was allocated: `sample_every` with the feature `stacks`, [`stacks`] |
 //! | [`report`](mod@report) | all of it in words, also at exit: [`report()`], [`report_at_exit`], `AQUIFER_GLOBAL_REPORT` |
 //! | [`route`](mod@route) | scopes whose allocations another allocator serves: [`register`], [`route()`], [`unrouted`] |
 //!

@@ -2,16 +2,19 @@
 
 mod exit;
 
-pub(crate) use exit::request;
 pub use exit::{BadReportTo, ReportTo, report_at_exit};
+pub(crate) use exit::{request, warn_unless_installed};
 
 use crate::{
     account::{self, Consumer, Stats},
-    route::unrouted,
+    route::{is_installed, unrouted},
     sample::{self, Stack},
 };
 use aquifer_core::Bytes;
 use std::fmt;
+
+/// What is missing where figures stay at nothing.
+pub(crate) const NOT_INSTALLED: &str = "aquifer's Global is not this program's #[global_allocator]";
 
 /// Tags and call stacks in a report.
 const LARGEST: usize = 20;
@@ -29,6 +32,9 @@ const LARGEST: usize = 20;
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Report {
+    /// Whether [`Global`](crate::Global) is the program's global allocator. If it is not, the figures are those of what
+    /// was allocated from it by name alone.
+    pub installed: bool,
     /// Of the process.
     pub stats: Stats,
     /// The cap, in bytes; `u64::MAX` if there is none.
@@ -47,6 +53,7 @@ pub fn report() -> Report {
     let stats = account::stats();
     sample::paused(|| {
         unrouted(|| Report {
+            installed: is_installed(),
             stats,
             cap: account::cap(),
             soft_cap: account::soft_cap(),
@@ -60,6 +67,9 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Stats { live, peak, allocations, frees, refusals, routed, routed_allocations, route_refusals } =
             self.stats;
+        if !self.installed {
+            writeln!(f, "{NOT_INSTALLED}: most allocations are not counted")?;
+        }
         write!(f, "live {}, peak {}, {allocations} allocations, {frees} frees", Bytes(live), Bytes(peak))?;
         for (what, cap) in [("cap", self.cap), ("soft cap", self.soft_cap)] {
             if cap != u64::MAX {

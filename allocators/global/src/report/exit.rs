@@ -5,8 +5,11 @@
 //! look at it inside an allocation could wait for whoever is changing it, who may be the caller.
 #![expect(unsafe_code, reason = "registers a function with the C library")]
 
-use super::report;
-use crate::{route::unrouted, sample::paused};
+use super::{NOT_INSTALLED, report};
+use crate::{
+    route::{is_installed, unrouted},
+    sample::paused,
+};
 use std::{
     env, error,
     ffi::{OsStr, OsString},
@@ -18,7 +21,7 @@ use std::{
     str::FromStr,
     sync::{
         Mutex, PoisonError,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
 };
 
@@ -146,6 +149,14 @@ fn tell() {
                 say(&format!("the report cannot be written to {}: {e}", path.display()));
             }
         }
+    }
+}
+
+/// Says once that a cap holds for little, where it does.
+pub(crate) fn warn_unless_installed() {
+    static LOOKED: AtomicBool = AtomicBool::new(false);
+    if !cfg!(miri) && !LOOKED.swap(true, Ordering::Relaxed) && !is_installed() {
+        say(&format!("{NOT_INSTALLED}: a cap refuses nothing that other code allocates"));
     }
 }
 
