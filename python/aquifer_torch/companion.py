@@ -5,6 +5,7 @@ import hashlib
 import os
 import pathlib
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -49,11 +50,31 @@ def _cache() -> pathlib.Path:
     return pathlib.Path(home) / "aquifer_torch"
 
 
+def _only_ours(path: pathlib.Path) -> bool:
+    """Whether this user alone can have written it: whoever may write a library decides what this process runs."""
+    found = path.lstat()
+    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o022
+
+
+def _own_folder(folder: pathlib.Path) -> None:
+    """Makes a folder that only this user writes to, or refuses one of somebody else's."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not _only_ours(folder) and folder.lstat().st_uid == os.geteuid() and not folder.is_symlink():
+            folder.chmod(0o700)
+    except OSError as error:
+        raise CompanionError(f"{folder} cannot be written ({error}); name another place by AQUIFER_CACHE") from error
+    if not _only_ours(folder):
+        raise CompanionError(f"{folder} belongs to another user or is a link, so nothing is loaded from it; name another place by AQUIFER_CACHE")
+
+
 def build(source=_HERE / "companion.cpp") -> pathlib.Path:
     """A source against this PyTorch, the companion as a rule: out of the cache, or compiled now, which takes some seconds.
 
     The compiler is $CXX, or c++ or g++. The cache is $AQUIFER_CACHE/aquifer_torch, or in ~/.cache; what it holds is named
-    by a hash of the sources, the compiler and PyTorch's version, so nothing stale is ever loaded.
+    by a hash of the sources, the compiler and PyTorch's version, so nothing stale is ever loaded. Only what this user alone
+    can have written is loaded; a folder of another user's is refused.
     """
     import torch
 
@@ -78,10 +99,10 @@ def build(source=_HERE / "companion.cpp") -> pathlib.Path:
     for part in (torch.__version__, str(command), source.read_text(), (header / "aquifer.h").read_text()):
         name.update(part.encode() + b"\0")
     made = _cache() / f"{source.stem}-{name.hexdigest()[:16]}.so"
-    if made.is_file():
+    _own_folder(made.parent)
+    if made.is_file() and _only_ours(made):
         return made
     try:
-        made.parent.mkdir(parents=True, exist_ok=True)
         # Under a name of its own, then moved: two processes may build at once, and neither loads half a file.
         handle, own = tempfile.mkstemp(dir=made.parent, suffix=".so")
         os.close(handle)
@@ -92,6 +113,7 @@ def build(source=_HERE / "companion.cpp") -> pathlib.Path:
         ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if ran.returncode:
             raise CompanionError(f"{source.name} did not compile", " ".join(command), ran.stderr[-6000:])
+        os.chmod(own, 0o700)
         os.replace(own, made)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompanionError(f"the compiler could not be run: {error}", " ".join(command)) from error

@@ -33,6 +33,37 @@ def declared():
     return found
 
 
+class TheCompanionsCache(unittest.TestCase):
+    def test_loads_nothing_that_another_user_could_have_written(self):
+        from aquifer_torch import companion
+
+        with tempfile.TemporaryDirectory() as at:
+            folder = pathlib.Path(at) / "cache" / "aquifer_torch"
+            companion._own_folder(folder)
+            self.assertEqual(folder.stat().st_mode & 0o777, 0o700)
+            folder.chmod(0o777)
+            companion._own_folder(folder)
+            self.assertEqual(folder.stat().st_mode & 0o022, 0)
+            library = folder / "companion.so"
+            library.write_bytes(b"")
+            for mode, ours in [(0o700, True), (0o755, True), (0o775, False), (0o707, False)]:
+                library.chmod(mode)
+                self.assertEqual(companion._only_ours(library), ours, oct(mode))
+            link = folder / "link.so"
+            link.symlink_to(library)
+            self.assertFalse(companion._only_ours(link))
+            elsewhere = pathlib.Path(at) / "elsewhere"
+            elsewhere.symlink_to(folder)
+            with self.assertRaises(aquifer_torch.CompanionError):
+                companion._own_folder(elsewhere)
+            if os.geteuid() == 0:
+                os.chown(library, 12345, -1)
+                self.assertFalse(companion._only_ours(library))
+                os.chown(folder, 12345, -1)
+                with self.assertRaises(aquifer_torch.CompanionError):
+                    companion._own_folder(folder)
+
+
 class TheBinding(unittest.TestCase):
     def test_declares_what_the_header_declares(self):
         header = declared()
