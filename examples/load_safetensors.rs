@@ -72,10 +72,11 @@ fn header(path: &Path, shard: usize) -> Result<Vec<Tensor>> {
     let mut length = [0; 8];
     file.read_exact(&mut length)?;
     let length = u64::from_le_bytes(length);
-    let data = 8 + length;
-    if data > file.metadata()?.len() {
-        return Err(format!("{}: a header of {length} bytes", path.display()).into());
-    }
+    let bytes = file.metadata()?.len();
+    let refused = |what: String| format!("{}: {what}", path.display());
+    // Lengths and offsets are the file's word: none of them may wrap.
+    let data = length.checked_add(8).filter(|&data| data <= bytes);
+    let data = data.ok_or_else(|| refused(format!("a header of {length} bytes in a file of {bytes}")))?;
     let mut text = vec![0; length as usize];
     file.read_exact(&mut text)?;
     let entries: BTreeMap<String, Value> = serde_json::from_slice(&text)?;
@@ -86,8 +87,10 @@ fn header(path: &Path, shard: usize) -> Result<Vec<Tensor>> {
             entry["shape"].as_array().into_iter().flatten().map(number).collect::<Result<Vec<_>, _>>()?;
         let rows = shape.first().copied().unwrap_or(1);
         let elements = shape.iter().fold(1u64, |all, &n| all.saturating_mul(n));
-        let bytes = to.saturating_sub(from);
-        let (row_bytes, element) = (bytes / rows.max(1), bytes / elements.max(1));
+        let held = to.saturating_sub(from);
+        let (row_bytes, element) = (held / rows.max(1), held / elements.max(1));
+        let end = data.checked_add(to).filter(|&end| from <= to && end <= bytes);
+        end.ok_or_else(|| refused(format!("{name}: bytes {from} to {to} are not in the file")))?;
         Ok(Tensor { name, shard, offset: data + from, rows, row_bytes, element: element.max(1) })
     });
     tensors.collect()

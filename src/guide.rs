@@ -27,6 +27,9 @@ pub mod watching {}
 #[doc = include_str!("guide/tuning.md")]
 pub mod tuning {}
 
+#[doc = include_str!("guide/environment.md")]
+pub mod environment {}
+
 #[doc = include_str!("guide/safety.md")]
 pub mod safety {}
 
