@@ -126,9 +126,13 @@ impl<R: BufRead> Zstd<R> {
 
     /// What a refusal means: a file that is cut is one whose reader has come to its end.
     fn refused(&mut self, error: ruzstd::decoding::errors::FrameDecoderError) -> io::Error {
-        use ruzstd::decoding::errors::FrameDecoderError as E;
+        use ruzstd::decoding::errors::{FrameDecoderError as E, FrameHeaderError};
         match error {
-            E::WindowSizeTooBig { requested, .. } => invalid(NeedsMemory { bytes: requested }),
+            E::WindowSizeTooBig { requested: bytes, .. }
+            | E::FrameHeaderError(FrameHeaderError::WindowTooBig { got: bytes })
+            | E::FailedToInitialize(FrameHeaderError::WindowTooBig { got: bytes }) => {
+                invalid(NeedsMemory { bytes })
+            }
             other => match self.inner.fill_buf() {
                 Ok([]) => io::Error::new(io::ErrorKind::UnexpectedEof, other),
                 _ => invalid(other),
