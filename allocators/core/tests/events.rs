@@ -1,4 +1,5 @@
 //! Records arrive whole, in order, and nowhere else.
+#![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 
 use aquifer_core::{
     Action, DeviceId, Event, Recorder, Sink, Tag,

@@ -1,4 +1,5 @@
 //! What is recorded of pinned memory, also in a child of a fork.
+#![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "forks, and frees blocks by the allocator trait")]
 
 mod support;
