@@ -22,7 +22,7 @@
 //! | `stream` | the number that its pool gave to the stream: in `a` the one that it was allocated for, in `f` the one that it was freed on; 0 where there is none. Streams of different devices have nothing to do with each other |
 //! | `kind` | the name of a [`BlockKind`] |
 //! | `device` | the device's ordinal; `host:N` for pinned memory of NUMA node N, `host` where the node is not known |
-//! | `tag` | the name of its [`Tag`](crate::Tag), with `%`, `,`, and control characters as `%` and two hexadecimal digits for each byte; at most 1,024 bytes of it; empty for none |
+//! | `tag` | the name of its [`Tag`], with `%`, `,`, and control characters as `%` and two hexadecimal digits for each byte; at most 1,024 bytes of it; empty for none |
 //!
 //! Each block has one `a`, at most one `f` behind it, and at most one `c` behind that. What is still held when the file ends
 //! has no `f`. A `c` right behind its `f` says that nothing outlived the free; without one, the last use is not known to be
