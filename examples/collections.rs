@@ -1,7 +1,7 @@
 //! Plain Rust collections in pinned memory, on the node next to the first device.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
-use aquifer::{Runtime, Vec};
+use aquifer::{Runtime, vec::Vec};
 use hashbrown::HashMap;
 use std::{error::Error, hash::RandomState};
 

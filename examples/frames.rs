@@ -1,7 +1,7 @@
 //! A ring of arenas for buffers that live for one step, while the steps before are still being copied.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
-use aquifer::{DeviceBuffer, Frames, MemoryError, Runtime, Vec};
+use aquifer::{DeviceBuffer, Frames, MemoryError, Runtime, vec::Vec};
 
 fn main() -> Result<(), MemoryError> {
     let rt = Runtime::builder().or_sim().build()?;
@@ -18,7 +18,7 @@ fn main() -> Result<(), MemoryError> {
     }
 
     let mut back = vec![0u32; 1024];
-    s.scope(|c| c.download(&x, &mut back))??;
+    s.try_scope(|c| c.download(&x, &mut back))?;
     assert_eq!(back[5], 5 + 9);
     println!("ten steps through three frames");
     Ok(())

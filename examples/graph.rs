@@ -36,9 +36,9 @@ fn main() -> Result<(), MemoryError> {
         // An ordinary block, which no launch writes.
         let mut other: DeviceBuffer<u8> = pool.buffer(&u, BYTES)?;
         u.fill(&mut other, 0xff)?;
-        u.scope(|c| c.download(&output, &mut back))??;
+        u.try_scope(|c| c.download(&output, &mut back))?;
         assert!(back.iter().all(|&byte| byte == round));
-        u.scope(|c| c.download(&other, &mut back))??;
+        u.try_scope(|c| c.download(&other, &mut back))?;
         assert!(back.iter().all(|&byte| byte == 0xff));
     }
     println!("a hundred launches over {} bytes of a graph's own", graphs.stats().physical);

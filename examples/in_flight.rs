@@ -1,7 +1,7 @@
 //! An asynchronous copy in safe code: the flight owns the vector, and gives it back.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
-use aquifer::{DeviceBuffer, Runtime, Vec};
+use aquifer::{DeviceBuffer, Runtime, vec::Vec};
 use std::error::Error;
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -63,7 +63,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let s = pool.stream()?;
     let host: Vec<f32> = (0..1u16 << 12).map(f32::from).collect();
     let mut x: DeviceBuffer<f32> = pool.buffer(&s, host.len())?;
-    s.scope(|c| c.upload(&host, &mut x))??;
+    s.try_scope(|c| c.upload(&host, &mut x))?;
 
     let (by, n) = (3.0f32, u32::try_from(x.len())?);
     let mut lent = x.on_mut(&cu)?; // `cu` waits for the upload on `s`
@@ -74,7 +74,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }?;
 
     let mut back = vec![0.0f32; host.len()];
-    s.scope(|c| c.download(&x, &mut back))??; // and `s` waits for the kernel on `cu`
+    s.try_scope(|c| c.download(&x, &mut back))?; // and `s` waits for the kernel on `cu`
     assert!(host.iter().zip(&back).all(|(before, after)| before * by == *after));
     println!("scaled {n} floats on {}", pool.info().name);
     Ok(())

@@ -251,7 +251,7 @@ fn run(folder: &Path) -> Result<()> {
     for (((stager, s), parts), buffers) in stagers.iter().zip(&parts).zip(&mut held) {
         for (part, x) in parts.iter().zip(buffers) {
             let mut bytes = vec![0; part.bytes as usize];
-            stager.scope(|stage| stage.download(x, &mut bytes).map(drop))??;
+            stager.try_scope(|stage| stage.download(x, &mut bytes).map(drop))?;
             let mut expected = Vec::with_capacity(bytes.len());
             for range in &part.ranges {
                 read_whole(&shards[part.shard], range, &mut expected)?;
@@ -260,7 +260,7 @@ fn run(folder: &Path) -> Result<()> {
                 return Err("bytes were lost on the way".into());
             }
             let begun = Instant::now();
-            s.scope(|c| c.upload(&expected, x))??;
+            s.try_scope(|c| c.upload(&expected, x))?;
             copied += begun.elapsed();
         }
     }

@@ -16,7 +16,7 @@ fn my_code(rt: &Runtime) -> Result<u8, MemoryError> {
         drop(a);
 
         let mut back = [0; 1 << 16];
-        copying.scope(|c| c.download(&b, &mut back))??;
+        copying.try_scope(|c| c.download(&b, &mut back))?;
         assert!(back.iter().all(|&byte| byte == round));
         last = back[0];
     }

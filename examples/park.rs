@@ -20,7 +20,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     for layer in 0..LAYERS {
         let mut of_layer: DeviceBuffer<f32> = parkable.buffer(&s, PARAMETERS)?;
         let parameters = vec![layer as f32; PARAMETERS];
-        s.scope(|c| c.upload(&parameters, &mut of_layer))??;
+        s.try_scope(|c| c.upload(&parameters, &mut of_layer))?;
         weights.push(of_layer);
     }
     let addresses: Vec<u64> = weights.iter().map(|of_layer| of_layer.range().address).collect();
@@ -51,7 +51,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     println!("awake: {} restored in {:?}", Bytes(resumed.restored), begun.elapsed());
     for (layer, (of_layer, address)) in weights.iter().zip(addresses).enumerate() {
         let mut back = vec![0.0; PARAMETERS];
-        s.scope(|c| c.download(of_layer, &mut back))??;
+        s.try_scope(|c| c.download(of_layer, &mut back))?;
         assert_eq!(of_layer.range().address, address);
         assert!(back.iter().all(|&parameter| parameter == layer as f32));
     }

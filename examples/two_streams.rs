@@ -12,7 +12,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let host: Vec<u32> = (0..4096).collect();
     let mut a: DeviceBuffer<u32> = pool.buffer(&s, host.len())?;
     let mut b: DeviceBuffer<u32> = pool.buffer(&u, host.len())?;
-    s.scope(|c| c.upload(&host, &mut a))??;
+    s.try_scope(|c| c.upload(&host, &mut a))?;
 
     u.copy(&a, &mut b)?; // `a` belongs to `s`, so `u` waits for `s`
     drop(a); // and `s` does not have these bytes again before `u` has passed
@@ -21,7 +21,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     s.fill(&mut c, 0xff)?;
 
     let mut back = vec![0u32; host.len()];
-    u.scope(|c| c.download(&b, &mut back))??;
+    u.try_scope(|c| c.download(&b, &mut back))?;
     assert_eq!(back, host);
     println!("{} waits between streams, {} of the host", pool.stats().stream_waits, pool.stats().host_waits);
     Ok(())

@@ -11,18 +11,18 @@ pub use placement::{Group, Grouping, Lease, Near, Place, PlaceError, Placer, Pla
 pub use pressure::{HostWatch, Pressure};
 pub use runtime::{Runtime, RuntimeBuilder};
 
-pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames, Limit};
+pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames, Limit, NextFrame};
 pub use aquifer_core::{
-    self as core, Action, Budget, Bytes, Charge, DeferReuse, DeviceId, DriverError, Event, Gate, MemoryError,
-    Opaque, OutOfBudget, OutOfMemory, PoolStats, Recorder, Reservation, Result, Sink, StepMemory, Tag, event,
-    impl_allocator, tagged,
+    self as base, Action, Budget, Bytes, Charge, DeferReuse, DeviceId, DriverError, Event, Gate, MemoryError,
+    Opaque, OutOfBudget, OutOfMemory, PoolStats, Recorder, Reservation, Sink, StepMemory, Tag, error, event,
+    impl_allocator, tagged, wake,
 };
 pub use aquifer_device::{
-    self as device, Adopted, Adoption, Announced, Block, Captured, Chunks, ChunksMut, Debugging, Declined,
-    DeviceArena, DeviceBuffer, DevicePages, DevicePool, DeviceSlice, DeviceSliceMut, Direct, Exported,
-    FailureCallback, Finding, Graph, GraphPool, Log, Offer, OnFailure, PageRun, Park, ParkReport, Parkable,
-    PoolConfig, Reclaim, Registration, Request, Reserved, Resource, ResumeReport, Room, StableBlock,
-    StreamOrdered, Tenant,
+    self as device, Adopted, Adoption, Allocating, Announced, Block, Captured, Chunks, ChunksMut, Debugging,
+    Declined, Dependencies, DeviceArena, DeviceBuffer, DevicePages, DevicePool, DeviceSlice, DeviceSliceMut,
+    Direct, Exported, FailureCallback, Finding, Graph, GraphPool, Log, Offer, OnFailure, PageRun, Park,
+    ParkReport, Parkable, PoolConfig, RangeSource, Reclaim, Registration, Request, Reserved, Resource,
+    ResumeReport, Room, SourcePool, StableBlock, StreamOrdered, Tenant,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;
@@ -37,11 +37,16 @@ pub use aquifer_host::{
     StagerConfig, Ticket,
 };
 pub use aquifer_stream::{
-    self as stream, Grid, HostOwned, InFlight, Life, Point, Refused, Scope, Stream, StreamPool, Use,
+    self as stream, Grid, HostOwned, InFlight, Landing, Life, Point, Refused, Scope, Stream, StreamPool, Use,
 };
 
-/// Vectors over any allocator: allocator-api2's, which our allocators serve.
-pub use allocator_api2::vec::{self, Vec};
+/// Vectors over any allocator: allocator-api2's, which our allocators serve. [`vec::Vec`] is not at the root, so that
+/// `use aquifer::*` leaves the standard library's `Vec`, `Result` and `core` as they are.
+pub use allocator_api2::vec;
+
+/// Which types may cross to a device and back as bytes: plain data of any bit pattern. Derived by bytemuck's `derive` feature;
+/// see [custom structs](guide::custom_structs).
+pub use bytemuck::Pod;
 
 /// Boxes over any allocator.
 pub use allocator_api2::boxed;

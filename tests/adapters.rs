@@ -4,12 +4,13 @@
 mod support;
 
 use aquifer::{
-    Arena, Budget, DeviceBuffer, Frames, PinnedAllocator, Tag, Vec,
+    Arena, Budget, DeviceBuffer, Frames, PinnedAllocator, Tag,
     adapters::{
         ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, OnReset, Segregate, Tagged,
         conformance::Suite,
     },
     sim::Sim,
+    vec::Vec,
 };
 use arrow_array::{Array, Float32Array, StringArray};
 use arrow_buffer::{BooleanBuffer, Buffer, NullBuffer, OffsetBuffer, ScalarBuffer};

@@ -3,7 +3,7 @@
 mod support;
 
 use allocator_api2::{boxed::Box as PinnedBox, unsize_box};
-use aquifer::{PinnedAllocator, Vec as PinnedVec, sim::Sim};
+use aquifer::{PinnedAllocator, sim::Sim, vec::Vec as PinnedVec};
 use bump_scope::{Bump, alloc::compat::AllocatorApi2V02Compat};
 use hashbrown::HashMap;
 use std::{collections::hash_map::RandomState, fmt, ptr::NonNull, thread};

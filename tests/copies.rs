@@ -7,8 +7,8 @@ mod support;
 
 use aquifer::{
     Access, DeviceBuffer, DeviceId, DevicePool, Grid, HostOwned, InFlight, MemoryError, PinnedAllocator,
-    PinnedBuf, PoolConfig, Refused, Runtime, StagerConfig, Stream, Vec as PinnedVec, boxed::Box as PinnedBox,
-    driver::Call, sim::Sim, stream::Life,
+    PinnedBuf, PoolConfig, Refused, Runtime, StagerConfig, Stream, boxed::Box as PinnedBox, driver::Call,
+    sim::Sim, stream::Life, vec::Vec as PinnedVec,
 };
 use std::{
     mem::ManuallyDrop,

@@ -78,7 +78,7 @@ impl Kernels {
         Self { stream: context.new_stream().unwrap(), fill, lose }
     }
 
-    fn fill(&self, home: &Stream, x: &mut DeviceBuffer<u32>, number: u32) -> aquifer::Result<()> {
+    fn fill(&self, home: &Stream, x: &mut DeviceBuffer<u32>, number: u32) -> aquifer::error::Result<()> {
         let n = x.len() as u32;
         let mut lent = x.on_mut(&self.stream)?;
         let mut launch = self.stream.launch_builder(&self.fill);

@@ -11,7 +11,7 @@ mod support;
 
 use aquifer::{
     Access, DeviceBuffer, DeviceRange, Gate, Operand, OperandMut, PinnedAllocator, PinnedBuf, Place, Policy,
-    Request, Runtime, Stream, Vec as PinnedVec, sim::Sim,
+    Request, Runtime, Stream, sim::Sim, vec::Vec as PinnedVec,
 };
 use std::mem::forget;
 use support::{MIB, assert_silent, runtime};

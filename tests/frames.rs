@@ -5,7 +5,7 @@ mod support;
 
 use aquifer::{
     Access, Budget, DeviceArena, DeviceBuffer, DeviceId, DevicePool, Frames, MemoryError, Operand,
-    OperandMut, PinnedAllocator, PoolConfig, StepMemory, Stream, Vec, adapters::Limit, sim::Sim,
+    OperandMut, PinnedAllocator, PoolConfig, StepMemory, Stream, adapters::Limit, sim::Sim, vec::Vec,
 };
 use support::{assert_silent, read, runtime};
 

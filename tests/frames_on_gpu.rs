@@ -8,7 +8,7 @@
 #[path = "support/first_gpu.rs"]
 mod first_gpu;
 
-use aquifer::{DeviceArena, DeviceBuffer, DevicePool, Frames, Gate, Limit, Stream, Vec};
+use aquifer::{DeviceArena, DeviceBuffer, DevicePool, Frames, Gate, Limit, Stream, vec::Vec};
 
 /// Elements of a step.
 const LEN: usize = 1 << 20;

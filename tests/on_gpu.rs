@@ -12,11 +12,12 @@ mod first_gpu;
 
 use aquifer::{
     Access, Block, Budget, Debugging, DeviceBuffer, DevicePool, MemoryError, PinnedBuf, PoolConfig, Request,
-    Resource, Stream, Vec as PinnedVec,
+    Resource, Stream,
     cuda::{Lend, keep_alive, raw_stream},
     device::{Adoption, Direct, Fault, POISON_ALLOCATED, StreamOrdered},
     driver::Call,
     stream::Life,
+    vec::Vec as PinnedVec,
 };
 use cudarc::driver::{CudaStream, LaunchConfig, PushKernelArg};
 use first_gpu::{

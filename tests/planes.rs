@@ -8,9 +8,10 @@
 mod support;
 
 use aquifer::{
-    DeviceBuffer, DeviceId, Grid, MemoryError, Runtime, Stream, Vec as PinnedVec,
+    DeviceBuffer, DeviceId, Grid, MemoryError, Runtime, Stream,
     driver::Call,
     sim::{Sim, SimConfig},
+    vec::Vec as PinnedVec,
 };
 use bytemuck::Pod;
 use std::fmt::Debug;

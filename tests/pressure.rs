@@ -9,7 +9,7 @@ mod support;
 
 use aquifer::{
     Block, Budget, Charge, DeviceId, DevicePool, HostWatch, MemoryError, PoolConfig, Request, Runtime,
-    core::budget::{Level, Offer, Reclaim},
+    base::budget::{Level, Offer, Reclaim},
     driver::{Call, Driver},
     host::kernel::{Faults, Kernel, SystemCall},
     pressure::DevicePressure,

@@ -8,11 +8,12 @@ mod support;
 
 use aquifer::{
     Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Operand, PinnedAllocator,
-    PinnedPool, PoolConfig, Request, Runtime, StagerConfig, Stream, Vec as PinnedVec,
-    core::NoGpu,
+    PinnedPool, PoolConfig, Request, Runtime, StagerConfig, Stream,
+    base::NoGpu,
     driver::Call,
     host::topology::{NodeId, Topology},
     sim::{DeviceConfig, Mode, Sim, SimConfig},
+    vec::Vec as PinnedVec,
 };
 use std::{
     env, fs,

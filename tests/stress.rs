@@ -61,7 +61,7 @@ impl Tally {
 
 /// Work on what a lease holds: two streams, one buffer on each, filled and copied, and dropped while it is queued. What fails
 /// is a fault that was planned, or the loss.
-fn work(lease: &Lease, bytes: u64, tally: &Tally) -> aquifer::Result<()> {
+fn work(lease: &Lease, bytes: u64, tally: &Tally) -> aquifer::error::Result<()> {
     let (s, u) = (lease.stream()?, lease.stream()?);
     let len = (bytes / 2) as usize;
     let mut x: DeviceBuffer<u8> = lease.buffer(&s, len)?;

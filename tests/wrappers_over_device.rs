@@ -5,9 +5,10 @@ mod support;
 
 use aquifer::{
     Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Opaque, PoolConfig, PoolStats, Request,
-    Resource, Stream, Tag, Vec,
+    Resource, Stream, Tag,
     adapters::{Counted, Fallback, Limit, Segregate, Tagged},
     sim::Sim,
+    vec::Vec,
 };
 use std::sync::Arc;
 use support::assert_silent;

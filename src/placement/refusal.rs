@@ -80,7 +80,7 @@ pub struct Nowhere {
 /// assert_eq!(nowhere.devices[0].why, Why::Free { needs: 2 << 30 });
 /// # Ok::<(), aquifer::MemoryError>(())
 /// ```
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PlaceError {
     /// A request for no bytes, or for no shards.
@@ -126,6 +126,8 @@ impl fmt::Display for Nowhere {
         Ok(())
     }
 }
+
+aquifer_core::__debug_as_display!(PlaceError);
 
 impl fmt::Display for PlaceError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

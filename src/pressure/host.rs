@@ -44,7 +44,7 @@ pub type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
 /// groups.
 ///
 /// ```
-/// use aquifer::{Runtime, core::budget::Level, pressure::HostWatch, sim::Sim};
+/// use aquifer::{Runtime, base::budget::Level, pressure::HostWatch, sim::Sim};
 /// let watch = HostWatch::default().on_level(|_, level, _| {
 ///     if level > Level::Nominal {
 ///         println!("evict, or spill");

@@ -18,7 +18,7 @@ use std::{
 
 /// Puts a number into a buffer, by a kernel where there are kernels: on the device at that index.
 pub(crate) type Fill<'a> =
-    dyn Fn(usize, &Stream, &mut DeviceBuffer<u32>, u32) -> aquifer::Result<()> + Sync + 'a;
+    dyn Fn(usize, &Stream, &mut DeviceBuffer<u32>, u32) -> aquifer::error::Result<()> + Sync + 'a;
 
 /// Rows of the table: what was done, on or between which devices, and what came of it.
 #[derive(Default)]
@@ -203,7 +203,7 @@ impl Tally {
         answer
     }
 
-    fn note(&self, done: aquifer::Result<u64>) {
+    fn note(&self, done: aquifer::error::Result<u64>) {
         match done {
             Ok(bytes) => _ = self.right.fetch_add(bytes, Relaxed),
             Err(_) => _ = self.failed.fetch_add(1, Relaxed),
@@ -212,7 +212,7 @@ impl Tally {
 }
 
 /// Looks at the end of a buffer that should hold this number all through. Answers with the bytes.
-fn look(s: &Stream, buffer: &DeviceBuffer<u32>, number: u32) -> aquifer::Result<u64> {
+fn look(s: &Stream, buffer: &DeviceBuffer<u32>, number: u32) -> aquifer::error::Result<u64> {
     let mut back = vec![!number; buffer.len().min(1 << 16)];
     let from = buffer.len() - back.len();
     s.scope(|c| c.download(&buffer.slice(from..buffer.len())?, &mut back))??;
@@ -222,7 +222,7 @@ fn look(s: &Stream, buffer: &DeviceBuffer<u32>, number: u32) -> aquifer::Result<
 
 /// Work on what a lease holds: two streams, a kernel on one, a copy on the other, and the first buffer is dropped while it
 /// is queued.
-fn work(lease: &Lease, bytes: u64, number: u32, fill: &Fill<'_>) -> aquifer::Result<u64> {
+fn work(lease: &Lease, bytes: u64, number: u32, fill: &Fill<'_>) -> aquifer::error::Result<u64> {
     let (s, u) = (lease.stream()?, lease.stream()?);
     let len = (bytes / 8) as usize;
     let mut x: DeviceBuffer<u32> = lease.buffer(&s, len)?;
@@ -234,7 +234,13 @@ fn work(lease: &Lease, bytes: u64, number: u32, fill: &Fill<'_>) -> aquifer::Res
 }
 
 /// The same from one device to another.
-fn work_between(from: &Lease, to: &Lease, bytes: u64, number: u32, fill: &Fill<'_>) -> aquifer::Result<u64> {
+fn work_between(
+    from: &Lease,
+    to: &Lease,
+    bytes: u64,
+    number: u32,
+    fill: &Fill<'_>,
+) -> aquifer::error::Result<u64> {
     let (s, t) = (from.stream()?, to.stream()?);
     let len = (bytes / 8) as usize;
     let mut x: DeviceBuffer<u32> = from.buffer(&s, len)?;

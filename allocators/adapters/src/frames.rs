@@ -11,7 +11,16 @@
 
 use crate::{Arena, ArenaSettings};
 use allocator_api2::alloc::{Allocator, Global};
-use aquifer_core::{Result, StepMemory};
+use aquifer_core::{Result, StepMemory, wake::Alarm};
+use std::{
+    future::Future,
+    pin::Pin,
+    task::{Context, Poll},
+    time::Duration,
+};
+
+/// The first pause before a future looks again whether a frame's work is done, and the longest.
+const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
 /// A ring of arenas for work that is done in steps while the steps before are still being copied or computed.
 ///
@@ -82,10 +91,65 @@ impl<M: StepMemory> Frames<M> {
         Ok(Frame { arena: &mut self.ring[at] })
     }
 
+    /// As [`Frames::next`], by a future: nothing blocks while a device uses what lay in the arena. A ring whose future is
+    /// dropped before it is ready gives the same frame next.
+    ///
+    /// ```
+    /// use aquifer_adapters::Frames;
+    /// use allocator_api2::{alloc::Global, vec::Vec};
+    /// async fn steps() -> aquifer_core::Result<()> {
+    ///     let mut frames = Frames::new_in(3, Global);
+    ///     for step in 0..10u32 {
+    ///         let frame = frames.next_async().await?;
+    ///         let mut batch = Vec::new_in(frame.arena());
+    ///         batch.extend([step; 100]);
+    ///     }
+    ///     Ok(())
+    /// }
+    /// ```
+    pub fn next_async(&mut self) -> NextFrame<'_, M> {
+        NextFrame { ring: Some(self), pause: PAUSES.0, alarm: Alarm::new() }
+    }
+
     /// Arenas in the ring.
     #[must_use]
     pub fn count(&self) -> usize {
         self.ring.len()
+    }
+}
+
+/// The next frame of a ring, as a future that needs no runtime: [`Frames::next_async`]. It ends with [`Frames::next`]'s
+/// answer, and stays pending if it is polled after that.
+#[derive(Debug)]
+#[must_use = "a future waits only while it is polled"]
+pub struct NextFrame<'f, M = Arena<Global>> {
+    /// `None` once it has been ready.
+    ring: Option<&'f mut Frames<M>>,
+    pause: Duration,
+    alarm: Alarm,
+}
+
+impl<'f, M: StepMemory> Future for NextFrame<'f, M> {
+    type Output = Result<Frame<'f, M>>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let Some(ring) = this.ring.take() else { return Poll::Pending };
+        let (count, at) = (ring.ring.len(), ring.at);
+        let ready = ring.ring[(at + count - 1) % count].end_step().and_then(|()| ring.ring[at].try_reset());
+        match ready {
+            Ok(true) => {
+                ring.at = (at + 1) % count;
+                Poll::Ready(Ok(Frame { arena: &mut ring.ring[at] }))
+            }
+            Ok(false) => {
+                this.ring = Some(ring);
+                this.alarm.after(this.pause, context.waker());
+                this.pause = (this.pause * 2).min(PAUSES.1);
+                Poll::Pending
+            }
+            Err(error) => Poll::Ready(Err(error)),
+        }
     }
 }
 

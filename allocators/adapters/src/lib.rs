@@ -37,6 +37,6 @@ pub mod pages;
 pub mod wrappers;
 
 pub use arena::{Arena, ArenaSettings, ArenaStats, Mark, OnReset, Scope};
-pub use frames::{Frame, Frames};
+pub use frames::{Frame, Frames, NextFrame};
 pub use pages::{PageArena, Pages};
 pub use wrappers::{Cached, Counted, Fallback, Guarded, Limit, Owns, Segregate, Tagged};

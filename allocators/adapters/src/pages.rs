@@ -76,7 +76,7 @@ pub struct Pages {
 /// Why an arena of pages refused.
 ///
 /// Its example is that of [`PageArena`].
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PageError {
     /// No run of free pages is long enough.
@@ -334,6 +334,8 @@ impl<A: Allocator> fmt::Debug for PageArena<A> {
             .finish_non_exhaustive()
     }
 }
+
+aquifer_core::__debug_as_display!(PageError);
 
 impl fmt::Display for PageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

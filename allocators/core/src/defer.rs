@@ -12,6 +12,12 @@ use std::{ptr::NonNull, sync::Arc};
 /// # Safety
 /// After `defer` has answered `Ok`, the bytes of the block that holds `address` are neither given out again, nor
 /// written by the allocator, nor unmapped before `until` is open, whatever is dropped, freed or forgotten meanwhile.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot hold a freed block back until a device is done with it",
+    label = "this allocator would give the block out again while a copy is on its way",
+    note = "allocators of pinned memory can, and arenas and wrappers over them: `PinnedPool::allocator`",
+    note = "memory of other allocators is copied by `Stream::try_scope`, which waits before it returns"
+)]
 pub unsafe trait DeferReuse: Allocator {
     /// Notes `until` on the live block of this allocator that holds `address`.
     ///

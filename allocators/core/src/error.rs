@@ -16,7 +16,7 @@ use std::{error, fmt};
 pub type Result<T, E = MemoryError> = std::result::Result<T, E>;
 
 /// A call of the GPU driver that answered with an error code.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct DriverError {
     /// The call, as the driver's documentation spells it: `cuMemCreate`.
     pub call: &'static str,
@@ -59,7 +59,7 @@ impl fmt::Display for DriverError {
 impl error::Error for DriverError {}
 
 /// A system call that failed.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SystemError {
     /// The call: `mmap`.
     pub call: &'static str,
@@ -76,7 +76,7 @@ impl fmt::Display for SystemError {
 impl error::Error for SystemError {}
 
 /// Why a request for memory, or about memory, was refused. Nothing has changed.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum MemoryError {
     /// A request for no bytes.
@@ -228,6 +228,13 @@ pub enum MemoryError {
         /// The stream's handle.
         stream: u64,
     },
+    /// A range that ends before it begins.
+    ReversedRange {
+        /// Its first element.
+        start: u64,
+        /// The element that it ends before.
+        end: u64,
+    },
     /// An id of another pool, or of something that is no longer there.
     UnknownId,
     /// A pool of the process that this one was forked from. Its memory was not inherited, and its locks may be held by
@@ -270,6 +277,8 @@ pub enum MemoryError {
     },
 }
 
+crate::__debug_as_display!(DriverError, SystemError, MemoryError);
+
 impl fmt::Display for MemoryError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -301,6 +310,9 @@ impl fmt::Display for MemoryError {
             Self::DoubleFree { address } => write!(f, "the block at {address:#x} has been freed already"),
             Self::OutOfBounds { offset, len, bytes } => {
                 write!(f, "{len} bytes from {offset} on reach past the end of a block of {bytes}")
+            }
+            Self::ReversedRange { start, end } => {
+                write!(f, "the range {start}..{end} is reversed: it ends before it begins")
             }
             Self::Uncommitted { offset, len } => {
                 write!(f, "{len} bytes from {offset} on are not committed: no memory is behind them")

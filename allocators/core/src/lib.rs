@@ -15,6 +15,7 @@
 //! | [`request`] | what is asked of such memory |
 //! | [`sanitizer`] | which memory is nobody's, for `AddressSanitizer` |
 //! | [`step`] | memory that is emptied between the steps of a loop |
+//! | [`wake`] | futures that wait for devices, and the thread that wakes them |
 //!
 //! Nothing here touches memory, a device or the operating system's memory calls.
 
@@ -37,6 +38,7 @@ pub mod stats;
 pub mod step;
 mod sync;
 pub mod tag;
+pub mod wake;
 
 pub use budget::{Budget, Charge, OutOfBudget, Reservation};
 pub use bytes::Bytes;
@@ -59,15 +61,22 @@ pub mod __api {
     pub use allocator_api2_04 as api4;
 }
 
+/// Implements `Debug` by `Display`, for errors: `main() -> Result<(), MemoryError>` then ends with a sentence. Not for use by
+/// hand.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __debug_as_display {
+    ($($error:ty),+ $(,)?) => {$(
+        impl ::std::fmt::Debug for $error {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                ::std::fmt::Display::fmt(self, f)
+            }
+        }
+    )+};
+}
+
 /// How the global allocator hears of scopes; not for use by hand.
 #[doc(hidden)]
 pub mod __tag {
     pub use crate::tag::follow;
-}
-
-/// Who may hand out opaque memory, and wrap it: this workspace's own crates.
-#[doc(hidden)]
-pub mod __opaque {
-    /// Not to be implemented elsewhere.
-    pub trait Sealed {}
 }

@@ -6,8 +6,9 @@
 //! The trait lies here and not with its pools, because pools and wrappers do not know each other: what both speak lies
 //! below both. It says nothing of streams but that there are some, so that nothing of a device is needed here either.
 //!
-//! It is sealed: whoever hands out blocks of a device answers for what lies under them, and that is more than these
-//! methods say. The marker is hidden from the documentation, and not to be implemented elsewhere.
+//! Any type may implement it, and no soundness rests on an implementation: a device's block is a token that only its pool
+//! can make, so a wrapper can hand on what it was given and nothing else. A source of memory of one's own, where soundness
+//! does rest on what it says, implements `RangeSource` of aquifer-device.
 
 use crate::{DeviceId, PoolStats, Request, Result};
 use std::{any::Any, sync::Arc};
@@ -16,8 +17,32 @@ use std::{any::Any, sync::Arc};
 ///
 /// Object safe, once its types are named. Blocks know their way home, so there is no call to free one.
 ///
-/// It is sealed: its example is any pool's, such as `DevicePool` of aquifer-device, and the wrappers' of aquifer-adapters.
-pub trait Opaque: crate::__opaque::Sealed {
+/// Wrappers of one's own implement it over another source; what has to end with a block is given to
+/// [`OpaqueBlock::keep_until_free`]. This one counts:
+///
+/// ```
+/// use aquifer_core::{DeviceId, Opaque, OpaqueBlock, PoolStats, Request, Result};
+/// use std::sync::{Arc, atomic::{AtomicU64, Ordering}};
+/// struct Counting<M>(M, Arc<AtomicU64>);
+/// struct Ends(Arc<AtomicU64>);
+/// impl Drop for Ends {
+///     fn drop(&mut self) { self.0.fetch_sub(1, Ordering::Relaxed); }
+/// }
+/// impl<M: Opaque> Opaque for Counting<M> {
+///     type Stream = M::Stream;
+///     type Block = M::Block;
+///     fn device(&self) -> DeviceId { self.0.device() }
+///     fn allocate(&self, stream: &M::Stream, request: Request) -> Result<M::Block> {
+///         let mut block = self.0.allocate(stream, request)?;
+///         self.1.fetch_add(1, Ordering::Relaxed);
+///         block.keep_until_free(Box::new(Ends(self.1.clone())));
+///         Ok(block)
+///     }
+///     fn stats(&self) -> PoolStats { self.0.stats() }
+///     fn trim(&self, keep: u64) -> Result<u64> { self.0.trim(keep) }
+/// }
+/// ```
+pub trait Opaque {
     /// What work is queued on.
     type Stream;
     /// What is handed out. It goes home when it is dropped.
@@ -46,8 +71,8 @@ pub trait Opaque: crate::__opaque::Sealed {
 
 /// A block that the host cannot reach.
 ///
-/// It is sealed: its example is any pool's, such as `DevicePool` of aquifer-device, and the wrappers' of aquifer-adapters.
-pub trait OpaqueBlock: crate::__opaque::Sealed {
+/// Its example is that of [`Opaque`].
+pub trait OpaqueBlock {
     /// Keeps `thing` until the block's memory is really free: for a block that queued work still uses that is later than
     /// its drop. A block that is forgotten keeps it for good.
     fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>);
@@ -55,7 +80,6 @@ pub trait OpaqueBlock: crate::__opaque::Sealed {
 
 macro_rules! behind {
     ($($pointer:ty),*) => {$(
-        impl<M: Opaque + ?Sized> crate::__opaque::Sealed for $pointer {}
         impl<M: Opaque + ?Sized> Opaque for $pointer {
             type Stream = M::Stream;
             type Block = M::Block;

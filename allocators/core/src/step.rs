@@ -19,4 +19,10 @@ pub trait StepMemory {
     /// # Errors
     /// The driver's, or of a use that nobody has ended. Nothing has changed then.
     fn reset(&mut self) -> Result<()>;
+
+    /// As [`reset`](StepMemory::reset), if the work is done: returns whether it was. Never blocks.
+    ///
+    /// # Errors
+    /// As [`reset`](StepMemory::reset).
+    fn try_reset(&mut self) -> Result<bool>;
 }

@@ -9,6 +9,7 @@ use bytemuck::Pod;
 use std::{
     fmt,
     sync::{Mutex, MutexGuard, PoisonError},
+    time::Instant,
 };
 
 /// Device memory for the buffers of one step: parts of one block, bounds-checked, that are all taken back at once.
@@ -106,17 +107,26 @@ impl DeviceArena {
     #[track_caller]
     pub fn reset(&mut self) -> Result<()> {
         let _site = site::enter();
+        self.reset_by(None).map(drop)
+    }
+
+    /// As [`DeviceArena::reset`], until `deadline`: returns whether the work was done by then.
+    fn reset_by(&mut self, deadline: Option<Instant>) -> Result<bool> {
         self.end_step()?;
         if let Some(ended) = &self.ended {
             for noted in &ended.others {
                 let epoch = noted.epoch().ok_or(MemoryError::Busy { address: self.block.address() })?;
-                noted.on().wait(epoch, None)?;
+                if !noted.on().wait(epoch, deadline)? && deadline.is_some() {
+                    return Ok(false);
+                }
             }
-            self.home.timeline().wait(ended.home, None)?;
+            if !self.home.timeline().wait(ended.home, deadline)? && deadline.is_some() {
+                return Ok(false);
+            }
         }
         self.ended = None;
         self.bump().reset();
-        Ok(())
+        Ok(true)
     }
 
     /// The block underneath.
@@ -171,6 +181,12 @@ impl StepMemory for DeviceArena {
     #[track_caller]
     fn reset(&mut self) -> Result<()> {
         self.reset()
+    }
+
+    #[track_caller]
+    fn try_reset(&mut self) -> Result<bool> {
+        let _site = site::enter();
+        self.reset_by(Some(Instant::now()))
     }
 }
 

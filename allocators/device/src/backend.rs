@@ -31,7 +31,12 @@ pub(crate) trait Source: fmt::Debug + Send + Sync + 'static {
     fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)>;
 
     /// Gives a block back behind its uses, all of which are stamped: by a wait of the host or of the device.
-    fn give(&self, home: &Timeline, address: u64, uses: &Uses) -> Result<()>;
+    fn give(&self, block: &Deferred) -> Result<()>;
+
+    /// The alignment that every block has.
+    fn alignment(&self) -> u64 {
+        crate::BLOCK_ALIGN
+    }
 
     /// What it is charged to, and under what it is registered there itself.
     fn budget(&self) -> Option<(&Budget, Option<&Registration>)>;
@@ -84,6 +89,8 @@ pub(crate) struct Deferred {
     pub(crate) bytes: u64,
     pub(crate) generation: u64,
     pub(crate) timeline: Arc<Timeline>,
+    /// That of its own stream as it was freed.
+    pub(crate) epoch: u64,
     pub(crate) uses: Uses,
     /// Charges, among others.
     pub(crate) until_free: UntilFree,
@@ -118,8 +125,8 @@ impl Backed {
 
     /// The block is freed; `uses` are those that are not known to be done.
     pub(crate) fn release(&self, address: u64, generation: u64, uses: Uses, until_free: UntilFree) {
-        let (bytes, timeline) = (self.bytes, self.timeline.clone());
-        self.ledger.release(Deferred { address, bytes, generation, timeline, uses, until_free });
+        let (bytes, timeline, epoch) = (self.bytes, self.timeline.clone(), self.timeline.open());
+        self.ledger.release(Deferred { address, bytes, generation, timeline, epoch, uses, until_free });
     }
 }
 
@@ -143,7 +150,7 @@ impl<S: Source> Ledger<S> {
         let request = request.checked()?;
         check_home(&*self.driver, self.device(), stream.timeline())?;
         // The driver aligns to 256 bytes or more, and promises no more than that.
-        if request.alignment() > crate::BLOCK_ALIGN {
+        if request.alignment() > self.source.alignment() {
             return Err(MemoryError::BadAlignment { align: request.alignment() });
         }
         self.retry_deferred();
@@ -272,7 +279,7 @@ impl<S: Source> Ledger<S> {
                 None => return,
             }
         }
-        if self.source.give(&block.timeline, block.address, &block.uses).is_err() {
+        if self.source.give(&block).is_err() {
             self.state().deferred.push(block);
             return;
         }

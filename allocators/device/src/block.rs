@@ -1,9 +1,7 @@
 //! A block of device memory, as its owner holds it.
 
 use crate::{Request, backend::Backed, checked::Listed, home::Home};
-use aquifer_core::{
-    __opaque::Sealed, DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased, panics::Contained,
-};
+use aquifer_core::{DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased, panics::Contained};
 use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, same_machine, site};
 use aquifer_heap::Key;
 use aquifer_stream::{Account, Stream, StreamPool, Timeline, Tracked, Use, UseList};
@@ -329,8 +327,6 @@ impl Block {
         lend(&self.uses, self.address(), &home, &on, access)
     }
 }
-
-impl Sealed for Block {}
 
 impl OpaqueBlock for Block {
     fn keep_until_free(&mut self, thing: Box<dyn Any + Send + Sync>) {

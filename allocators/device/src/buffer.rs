@@ -38,7 +38,7 @@ use std::{fmt, marker::PhantomData, ops::Range};
 /// }
 /// let bits: DeviceBuffer<u32> = x.cast()?;
 /// let mut back = vec![0; 1000];
-/// s.scope(|c| c.download(&bits, &mut back))??;
+/// s.try_scope(|c| c.download(&bits, &mut back))?;
 /// assert_eq!(back[750], 3.0f32.to_bits());
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
@@ -240,6 +240,19 @@ impl<T> DeviceBuffer<T> {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len == 0
+    }
+
+    /// Its first address on the device, for kernels and libraries that take a pointer. Work that is launched with it on
+    /// another stream than the buffer's own is announced by [`Block::prepare`].
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.block.address()
+    }
+
+    /// A number that nothing else at this address has, on a driver that checks; 0 on others.
+    #[must_use]
+    pub fn generation(&self) -> u64 {
+        self.block.generation()
     }
 
     /// The block underneath.

@@ -3,8 +3,7 @@
 
 use crate::{Block, Request, Resource};
 use aquifer_core::{
-    __opaque::Sealed, Action, DeviceId, MemoryError, Opaque, OpaqueBlock, PoolStats, Recorder, Result,
-    event::Place,
+    Action, DeviceId, MemoryError, Opaque, OpaqueBlock, PoolStats, Recorder, Result, event::Place,
 };
 use aquifer_stream::Stream;
 use std::{any::Any, fmt, sync::Arc};
@@ -64,7 +63,6 @@ impl Drop for Ends {
     }
 }
 
-impl<R> Sealed for Log<R> {}
 impl<R: Resource> Opaque for Log<R> {
     type Stream = Stream;
     type Block = Block;
@@ -146,7 +144,6 @@ where
     }
 }
 
-impl<R, F> Sealed for FailureCallback<R, F> {}
 impl<R, F> Opaque for FailureCallback<R, F>
 where
     R: Resource,

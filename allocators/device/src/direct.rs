@@ -3,13 +3,11 @@
 
 use crate::{
     Block, Request,
-    backend::{Ledger, Source},
+    backend::{Deferred, Ledger, Source},
 };
-use aquifer_core::{
-    __opaque::Sealed, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::Registration,
-};
+use aquifer_core::{Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::Registration};
 use aquifer_driver::{Driver, Relaxed};
-use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
+use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
 
 /// Memory by `cuMemAlloc`, 50 µs and more a block, and a free that waits for the whole device.
@@ -76,7 +74,8 @@ impl Source for Calls {
         self.budget.as_ref().map(|budget| (budget, None))
     }
 
-    fn give(&self, home: &Timeline, address: u64, uses: &Uses) -> Result<()> {
+    fn give(&self, block: &Deferred) -> Result<()> {
+        let (home, address, uses) = (&block.timeline, block.address, &block.uses);
         // `cuMemFree` stalls the device, but that it does is no promise; these waits are one.
         let waited = (|| {
             for noted in uses.iter() {
@@ -97,7 +96,6 @@ impl Source for Calls {
     }
 }
 
-impl Sealed for Direct {}
 impl Opaque for Direct {
     type Stream = Stream;
     type Block = Block;

@@ -98,7 +98,7 @@ use std::{fmt, sync::Arc};
 /// }?;
 /// graph.launch(&u)?;
 /// let mut back = vec![0; 4096];
-/// s.scope(|c| c.download(&out, &mut back))??;      // waits for the launch
+/// s.try_scope(|c| c.download(&out, &mut back))?;      // waits for the launch
 /// assert_eq!(back, [7; 4096]);
 /// drop((graph, out, graphs));
 /// u.synchronize()?;

@@ -9,7 +9,9 @@
 //! | [`StableBlock`] | a block whose memory never moves, for whoever keeps its address; can be exported |
 //! | [`GraphPool`], [`Graph`] | memory of CUDA graphs, which belongs to them while they can be launched |
 //! | [`Reserved`] | elements at addresses that stay while memory behind them comes and goes |
+//! | [`Allocating`] | a request that waits for room as a future |
 //! | [`Resource`] | what all sources of device memory have in common |
+//! | [`RangeSource`], [`SourcePool`] | memory from a source of one's own; [`conformance`] checks it |
 //! | [`Direct`], [`StreamOrdered`] | the driver's own allocators as resources |
 //! | [`Log`], [`FailureCallback`] | resources that wrap another; limits, counts, tags, a fallback and a choice by size are aquifer-adapters', which wrap device memory as they do the host's |
 //!
@@ -171,6 +173,7 @@ mod buffer;
 mod chain;
 mod checked;
 mod config;
+mod conformance;
 mod decorators;
 mod direct;
 mod environment;
@@ -188,9 +191,11 @@ mod reserved;
 mod resource;
 mod retention;
 mod snapshot;
+mod source;
 mod stable;
 mod stream_ordered;
 mod tenants;
+mod waiting;
 
 pub use aquifer_core::{
     BLOCK_ALIGN, Opaque, Request,
@@ -204,6 +209,7 @@ pub use checked::{
     POISON_ALLOCATED, POISON_FREED,
 };
 pub use config::{Adoption, PoolConfig};
+pub use conformance::{BrokenPromise, conformance};
 pub use decorators::{FailureCallback, Log, OnFailure};
 pub use direct::Direct;
 pub use graphs::{Announced, Captured, Graph, GraphPool};
@@ -213,6 +219,8 @@ pub use pool::DevicePool;
 pub use request::MAX_ALIGN;
 pub use reserved::Reserved;
 pub use resource::Resource;
+pub use source::{Dependencies, RangeSource, SourcePool};
 pub use stable::{Exported, Registration, StableBlock};
 pub use stream_ordered::StreamOrdered;
 pub use tenants::Tenant;
+pub use waiting::Allocating;

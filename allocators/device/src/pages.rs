@@ -98,6 +98,13 @@ impl DevicePages {
         }
         let bytes = (pages as u64).saturating_mul(page);
         let block = resource.allocate(stream, Request::bytes(bytes).align(page.min(MAX_ALIGN)))?;
+        // A wrapper may have handed out any block.
+        if block.bytes() < bytes {
+            return Err(MemoryError::OutOfBounds { offset: 0, len: bytes, bytes: block.bytes() });
+        }
+        if !block.address().is_multiple_of(page.min(MAX_ALIGN)) {
+            return Err(MemoryError::BadAlignment { align: page });
+        }
         // A device has fewer pages than a host has bits for them.
         let runs = Runs::new(pages).ok_or(MemoryError::TooLarge { requested: bytes, limit: 0 })?;
         Ok(Self { block, page, space: IdSpace::new(), runs: Mutex::new(runs) })
@@ -202,9 +209,13 @@ impl DevicePages {
 
     fn part(&self, pages: &PageRun, range: Range<u64>) -> Result<(u64, usize)> {
         self.check(pages)?;
-        let len = range.end.saturating_sub(range.start);
-        if range.start > range.end || range.end > pages.bytes {
-            return Err(MemoryError::OutOfBounds { offset: range.start, len, bytes: pages.bytes });
+        let Range { start, end } = range;
+        if start > end {
+            return Err(MemoryError::ReversedRange { start, end });
+        }
+        let len = end - start;
+        if end > pages.bytes {
+            return Err(MemoryError::OutOfBounds { offset: start, len, bytes: pages.bytes });
         }
         Ok((pages.offset + range.start, len as usize))
     }

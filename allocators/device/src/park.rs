@@ -47,7 +47,7 @@ pub(crate) use lodging::Lodging;
 
 use crate::{Block, DeviceBuffer, DevicePool, Request, pool::Inner, request::Sensible};
 use allocator_api2::alloc::Allocator;
-use aquifer_core::{__opaque::Sealed, DeviceId, MemoryError, Opaque, PoolStats, Result, Tag};
+use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result, Tag};
 use aquifer_driver::site;
 use aquifer_stream::Stream;
 use bytemuck::Pod;
@@ -184,7 +184,7 @@ impl ResumeReport {
 /// let parkable = pool.parkable(tag)?;
 /// let mut weights: DeviceBuffer<f32> = parkable.buffer(&stream, 1 << 20)?;
 /// let contents = vec![0.5; 1 << 20];
-/// stream.scope(|c| c.upload(&contents, &mut weights))??;
+/// stream.try_scope(|c| c.upload(&contents, &mut weights))?;
 /// let address = weights.range().address;
 ///
 /// // SAFETY: 1. no work is about to be queued for the weights: nothing of them is lent, and one thread runs here.
@@ -194,7 +194,7 @@ impl ResumeReport {
 ///
 /// pool.resume(tag, None)?;
 /// let mut back = vec![0.0; 1 << 20];
-/// stream.scope(|c| c.download(&weights, &mut back))??;
+/// stream.try_scope(|c| c.download(&weights, &mut back))?;
 /// assert_eq!((weights.range().address, back), (address, contents));
 /// assert!(sim.violations().is_empty());
 /// # Ok::<(), MemoryError>(())
@@ -417,7 +417,6 @@ impl Parkable {
     }
 }
 
-impl Sealed for Parkable {}
 impl Opaque for Parkable {
     type Stream = Stream;
     type Block = Block;

@@ -21,7 +21,6 @@ use crate::{
     tenants::Tenants,
 };
 use aquifer_core::{
-    __opaque::Sealed,
     Action, Budget, DeviceId, MemoryError, Opaque, PoolStats, Recorder, Reservation, Result, Tag,
     budget::Registration,
     event::{self, Ticket},
@@ -32,6 +31,7 @@ use aquifer_heap::Heap;
 use aquifer_stream::{Stream, StreamPool, Timeline};
 use bytemuck::Pod;
 use std::{
+    cell::Cell,
     fmt,
     panic::Location,
     sync::{
@@ -487,7 +487,6 @@ impl DevicePool {
     }
 }
 
-impl Sealed for DevicePool {}
 impl Opaque for DevicePool {
     type Stream = Stream;
     type Block = Block;
@@ -786,9 +785,27 @@ impl Drop for Closer {
     }
 }
 
-/// How long an allocation waits at most, as a person would write it.
+thread_local! {
+    /// Whether this thread is in a call that must not wait.
+    static WAITS_FOR_NOTHING: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `work`, in which allocations of this thread wait for nothing, whatever the pool's settings say.
+pub(crate) fn without_waiting<T>(work: impl FnOnce() -> T) -> T {
+    struct Restore(bool);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            WAITS_FOR_NOTHING.set(self.0);
+        }
+    }
+    let _restore = Restore(WAITS_FOR_NOTHING.replace(true));
+    work()
+}
+
+/// When an allocation stops waiting; `None` for never.
 pub(crate) fn deadline(wait: Duration) -> Option<std::time::Instant> {
-    std::time::Instant::now().checked_add(wait)
+    let now = std::time::Instant::now();
+    if WAITS_FOR_NOTHING.get() { Some(now) } else { now.checked_add(wait) }
 }
 
 impl fmt::Debug for DevicePool {

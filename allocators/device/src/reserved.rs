@@ -51,7 +51,7 @@ use std::{
 ///     let values = vec![token as f32; 300_000];
 ///     keys.commit_to(tokens + values.len())?;
 ///     let mut room = keys.slice_mut(tokens..tokens + values.len())?;
-///     stream.scope(|c| c.upload(&values, &mut room))??;
+///     stream.try_scope(|c| c.upload(&values, &mut room))?;
 ///     tokens += values.len();
 /// }
 /// assert_eq!((keys.address(), keys.committed()), (address, vec![0..2 * STEP]));

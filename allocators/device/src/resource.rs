@@ -5,8 +5,9 @@ use aquifer_core::Opaque;
 use aquifer_stream::Stream;
 use std::fmt::Debug;
 
-/// A source of device memory: the caching pool, the driver's own allocators, and whatever wraps one of them, by
-/// aquifer-adapters' wrappers too. Its methods are those of [`Opaque`]. Object safe.
+/// A source of device memory: the caching pool, the driver's own allocators, a [`SourcePool`](crate::SourcePool) over memory
+/// of one's own, and whatever wraps one of them, by aquifer-adapters' wrappers too. Its methods are those of [`Opaque`], and
+/// it is implemented by implementing that. Object safe.
 ///
 /// ```
 /// use aquifer_core::{MemoryError, Opaque, Result};
@@ -23,6 +24,11 @@ use std::fmt::Debug;
 /// assert_eq!((one_block(&pool, &stream)?, one_block(&direct, &stream)?), (4096, 4096));
 /// # Ok::<(), MemoryError>(())
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no source of device memory",
+    label = "a source of device memory is needed here",
+    note = "pass a `DevicePool`, a `Tenant` or a wrapper around one; memory of your own is a `SourcePool` over a `RangeSource`"
+)]
 pub trait Resource: Opaque<Stream = Stream, Block = Block> + Debug + Send + Sync {}
 
 impl<R: Opaque<Stream = Stream, Block = Block> + Debug + Send + Sync> Resource for R {}

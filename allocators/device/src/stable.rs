@@ -260,10 +260,13 @@ impl StableBlock {
 
 /// Where a range of elements lies within `bytes`: its first byte, and how many elements.
 pub(crate) fn bounds<T>(range: &Range<usize>, bytes: u64) -> Result<(u64, usize)> {
+    if range.start > range.end {
+        return Err(MemoryError::ReversedRange { start: range.start as u64, end: range.end as u64 });
+    }
     let size = size_of::<T>() as u64;
     let at = |element: usize| (element as u64).checked_mul(size);
     match (at(range.start), at(range.end)) {
-        (Some(start), Some(end)) if start <= end && end <= bytes => Ok((start, range.end - range.start)),
+        (Some(start), Some(end)) if end <= bytes => Ok((start, range.end - range.start)),
         (start, end) => {
             let offset = start.unwrap_or(u64::MAX);
             Err(MemoryError::OutOfBounds {

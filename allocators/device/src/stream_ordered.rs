@@ -3,17 +3,16 @@
 
 use crate::{
     Block, Request,
-    backend::{Ledger, Source},
+    backend::{Deferred, Ledger, Source},
     reclaim::price,
 };
 use aquifer_core::{
-    __opaque::Sealed,
     Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
     budget::{Offer, Reclaim, Registration},
     event::Place,
 };
 use aquifer_driver::{Driver, PoolHandle};
-use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
+use aquifer_stream::{Stream, StreamPool};
 use std::{
     sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
@@ -128,7 +127,8 @@ impl Source for Calls {
         Ok((address, None))
     }
 
-    fn give(&self, home: &Timeline, address: u64, uses: &Uses) -> Result<()> {
+    fn give(&self, block: &Deferred) -> Result<()> {
+        let (home, address, uses) = (&block.timeline, block.address, &block.uses);
         for noted in uses.iter() {
             home.wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
         }
@@ -182,7 +182,6 @@ impl Reclaim for Ledger<Calls> {
     }
 }
 
-impl Sealed for StreamOrdered {}
 impl Opaque for StreamOrdered {
     type Stream = Stream;
     type Block = Block;

@@ -31,7 +31,6 @@ use crate::{
     request::Sensible, reserved::StepAccount,
 };
 use aquifer_core::{
-    __opaque::Sealed,
     Budget, DeviceId, MemoryError, Opaque, PoolStats, Result, Tag,
     budget::{Lease, Leased},
     error::TenantHolding,
@@ -353,7 +352,6 @@ impl Tenant {
     }
 }
 
-impl Sealed for Tenant {}
 impl Opaque for Tenant {
     type Stream = Stream;
     type Block = Block;

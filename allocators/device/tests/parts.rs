@@ -51,7 +51,9 @@ fn what_reaches_past_a_part_is_refused_with_its_figures() {
     let s = rig.stream();
     let mut x: DeviceBuffer<u32> = rig.pool.buffer(&s, 100).unwrap();
     assert_eq!(x.slice(90..101).unwrap_err(), out_of_bounds(360, 44, 400));
-    assert_eq!(x.slice(20..10).unwrap_err(), out_of_bounds(80, 0, 400));
+    let reversed = x.slice(20..10).unwrap_err();
+    assert_eq!(reversed, MemoryError::ReversedRange { start: 20, end: 10 });
+    assert_eq!(reversed.to_string(), "the range 20..10 is reversed: it ends before it begins");
     assert_eq!(x.slice(0..usize::MAX).unwrap_err(), out_of_bounds(0, u64::MAX, 400));
     assert_eq!(x.split_at(101).unwrap_err(), out_of_bounds(404, 0, 400));
     assert_eq!(x.split_at_mut(101).map(drop).unwrap_err(), out_of_bounds(404, 0, 400));

@@ -340,7 +340,6 @@ fn a_device_without_mappings_grows_by_segments_and_gives_them_back_whole() {
 #[derive(Debug)]
 struct Refuses(AtomicUsize);
 
-impl aquifer_core::__opaque::Sealed for Refuses {}
 impl Opaque for Refuses {
     type Stream = aquifer_stream::Stream;
     type Block = aquifer_device::Block;

@@ -28,8 +28,8 @@
 //!
 //! # cudarc
 //! [`lend`] hands our buffers to programs written against cudarc, and [`raw_stream`] takes their streams. The CUDA version
-//! is picked by one of the features `cuda-12080`, `cuda-12090` and `cuda-13000`, or, with `cuda` alone, by any `cuda-1…`
-//! feature of cudarc elsewhere in the user's dependencies. It decides which bindings are compiled; of the driver nothing
+//! is that of any `cuda-1…` feature of cudarc in the program's dependencies, or of one of this crate's own, from `cuda-12080`
+//! to `cuda-13040`; else that of the toolkit on the machine, else the latest that cudarc knows. It decides which bindings are compiled; of the driver nothing
 //! newer than CUDA 12.0 is needed. cudarc must load the driver at run time (`dynamic-loading`, or its fall-back that is
 //! on here); its features that link against it leave nothing to look functions up in.
 

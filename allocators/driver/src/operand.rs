@@ -55,6 +55,11 @@ impl Access {
 /// 3. What [`Operand::home_stream`] answers with may be called for on any thread while the operand is borrowed, unless its
 ///    owner retires it.
 /// 4. [`Operand::machine`] answers with the machine that the range lies on, or with `None`.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no device memory",
+    label = "device memory is needed here",
+    note = "pass a `DeviceBuffer`, a part of one, or a `Block`; foreign memory is taken in by `Adopted`"
+)]
 pub unsafe trait Operand {
     /// Where it lies.
     fn range(&self) -> DeviceRange;
@@ -93,6 +98,11 @@ pub unsafe trait Operand {
 ///
 /// # Safety
 /// 1. While somebody holds `&mut` of it, no other operand that safe code can reach overlaps its range.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no device memory that may be written",
+    label = "device memory that is borrowed to be written is needed here",
+    note = "pass `&mut` of a `DeviceBuffer`, or of what `slice_mut` returns; a `DeviceSlice` can only be read"
+)]
 pub unsafe trait OperandMut: Operand {
     /// As [`Operand::order`], by somebody who has the range to himself: what was lent of it before has come back.
     ///
@@ -104,6 +114,11 @@ pub unsafe trait OperandMut: Operand {
 }
 
 /// An [`Operand`] with elements of one type.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no device memory with elements of one type",
+    label = "a buffer of device memory is needed here",
+    note = "pass a `DeviceBuffer` or a part of one; `DeviceBuffer::from_block` gives a `Block` a type"
+)]
 pub trait Typed: Operand {
     /// The elements' type.
     type Item;

@@ -7,7 +7,7 @@ use crate::{
     runtime::{Shared, aq_runtime},
     status::{Failure, Status, aq_status},
 };
-use aquifer::{Budget, DevicePool, PinnedPool, PoolStats, core::MemoryError};
+use aquifer::{Budget, DevicePool, PinnedPool, PoolStats, base::MemoryError};
 use serde_json::{Value, json};
 use std::{
     ffi::{OsStr, c_char},

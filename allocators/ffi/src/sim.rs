@@ -10,7 +10,7 @@ use crate::{
 };
 use aquifer::{
     DeviceRange, RawStream,
-    core::MemoryError,
+    base::MemoryError,
     driver::{CaptureMode, RawGraphExec},
     sim::Sim,
 };

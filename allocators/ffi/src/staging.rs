@@ -11,9 +11,9 @@ use crate::{
     status::{Failure, Status, aq_status},
 };
 use aquifer::{
-    Access, Block, DevicePool, DeviceRange, MemoryError, Operand, OperandMut, RawStream, Result, Stream,
-    Typed,
+    Access, Block, DevicePool, DeviceRange, MemoryError, Operand, OperandMut, RawStream, Stream, Typed,
     driver::KeepAlive,
+    error::Result,
     staging::{HostBuffer, StageError, Staged, Ticket},
 };
 use std::{

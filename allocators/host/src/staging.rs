@@ -329,8 +329,8 @@ impl Shared {
 ///
 /// fn there_and_back(stager: &Stager, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<u8, StageError> {
 ///     let (up, mut down) = (vec![1; x.len()], vec![0; x.len()]);
-///     stager.scope(|s| s.upload(&up, x).map(drop))??;
-///     stager.scope(|s| s.download(x, &mut down).map(drop))??;
+///     stager.try_scope(|s| s.upload(&up, x).map(drop))?;
+///     stager.try_scope(|s| s.download(x, &mut down).map(drop))?;
 ///     Ok(down[0])
 /// }
 /// # Ok::<(), Box<dyn std::error::Error>>(())

@@ -24,9 +24,9 @@
 //! A stream that captures a graph refuses copies between host and device: they would run again at every launch of the
 //! graph, with a host side that has long gone back. Fills and copies on a device may be captured.
 //!
-//! A flight is no `Future`. To wake its waiter somebody would have to see it land: a host function in the stream, which
-//! holds up the work behind it and may not call the driver, or a thread that asks. Both are a runtime's to choose;
-//! [`InFlight::is_done`] never blocks and is what to ask.
+//! A flight may be awaited, and so may a [`Point`](crate::Point) in a stream. A thread of [`aquifer_core::wake`] asks the
+//! driver meanwhile; it is started by the first future that has to wait. [`InFlight::is_done`] never blocks either and needs
+//! no thread.
 #![expect(unsafe_code, reason = "calls the driver's asynchronous copies")]
 
 mod device;
@@ -35,7 +35,7 @@ mod flight;
 mod grid;
 mod scope;
 
-pub use flight::{HostOwned, InFlight, Refused};
+pub use flight::{HostOwned, InFlight, Landing, Refused};
 pub use grid::Grid;
 pub use scope::Scope;
 

@@ -19,6 +19,11 @@ use std::{fmt, sync::Arc};
 type Several<T> = SmallVec<[T; 8]>;
 
 /// An [`Operand`] whose owner lets a [`Launch`] note uses in its account: blocks, buffers, and parts of them.
+#[diagnostic::on_unimplemented(
+    message = "a launch cannot keep account of `{Self}`",
+    label = "a block or a buffer of a pool is needed here",
+    note = "pass a `Block` or a `DeviceBuffer`"
+)]
 pub trait Tracked: Operand {
     /// The account, one and the same for all parts of a block.
     fn account(&self) -> Account<'_>;

@@ -26,7 +26,7 @@ mod timeline;
 mod uses;
 mod waited;
 
-pub use copy::{Grid, HostOwned, InFlight, Refused, Scope};
+pub use copy::{Grid, HostOwned, InFlight, Landing, Refused, Scope};
 pub use epochs::Epochs;
 pub use launch::{Account, Launch, Ready, Tracked};
 pub use life::Life;

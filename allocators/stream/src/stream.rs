@@ -1,7 +1,7 @@
 //! A leased stream, as its user holds it.
 
 use crate::{Timeline, pool::Leased};
-use aquifer_core::{DeviceId, Gate, Id, MemoryError, Result};
+use aquifer_core::{DeviceId, Gate, Id, MemoryError, Result, wake::Opened};
 use aquifer_driver::{Driver, RawStream, same_machine, site};
 use std::{
     fmt,
@@ -210,6 +210,26 @@ impl Gate for Point {
             }
             std::thread::yield_now();
         }
+    }
+}
+
+/// A point may be awaited: the future is ready when all that the point stands for is done, and fails when the driver can no
+/// longer tell. It needs no runtime, see [`aquifer_core::wake`].
+///
+/// ```
+/// use aquifer_core::Result;
+/// use aquifer_stream::Stream;
+/// /// Returns when all that is queued on the stream by now is done. Blocks no thread.
+/// async fn finished(stream: &Stream) -> Result<()> {
+///     stream.point().await
+/// }
+/// ```
+impl IntoFuture for Point {
+    type Output = Result<()>;
+    type IntoFuture = Opened;
+
+    fn into_future(self) -> Opened {
+        Opened::of(Arc::new(self))
     }
 }
 

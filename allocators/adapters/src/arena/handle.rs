@@ -3,7 +3,7 @@
 
 use super::{ArenaSettings, ArenaStats, Mark, Scope, bump::Bump, scope, typed, typed::allocating_methods};
 use allocator_api2::alloc::{AllocError, Allocator, Global, handle_alloc_error};
-use aquifer_core::{Result as MemoryResult, StepMemory};
+use aquifer_core::{MemoryError, Result as MemoryResult, StepMemory};
 use std::{alloc::Layout, fmt, ptr::NonNull, time::Instant};
 
 /// A bump allocator over `A`: the fastest way to allocate many things that go away together.
@@ -151,6 +151,13 @@ impl<A: Allocator> StepMemory for Arena<A> {
 
     fn reset(&mut self) -> MemoryResult<()> {
         self.reset()
+    }
+
+    fn try_reset(&mut self) -> MemoryResult<bool> {
+        match self.reset_before(Instant::now()) {
+            Err(MemoryError::TimedOut) => Ok(false),
+            reset => reset.map(|()| true),
+        }
     }
 }
 

@@ -3,8 +3,8 @@
 
 use super::Owns;
 use aquifer_core::{
-    __opaque::Sealed, DeferReuse, DeviceId, Gate, Opaque, OpaqueBlock, PoolStats, Request,
-    Result as MemoryResult, impl_allocator,
+    DeferReuse, DeviceId, Gate, Opaque, OpaqueBlock, PoolStats, Request, Result as MemoryResult,
+    impl_allocator,
 };
 use std::{
     ptr::NonNull,
@@ -174,7 +174,6 @@ impl Drop for Live {
     }
 }
 
-impl<M> Sealed for Counted<M> {}
 impl<M: Opaque> Opaque for Counted<M> {
     type Stream = M::Stream;
     type Block = M::Block;

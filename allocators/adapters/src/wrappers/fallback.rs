@@ -6,8 +6,7 @@ use super::{
     blocks::{copy, nothing},
 };
 use aquifer_core::{
-    __opaque::Sealed, DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult,
-    impl_allocator,
+    DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, impl_allocator,
 };
 use std::{ptr::NonNull, sync::Arc};
 
@@ -165,7 +164,6 @@ unsafe impl<A: Owns, B: Owns> Owns for Fallback<A, B> {
     }
 }
 
-impl<A, B> Sealed for Fallback<A, B> {}
 impl<A: Opaque, B: Opaque<Stream = A::Stream, Block = A::Block>> Opaque for Fallback<A, B> {
     type Stream = A::Stream;
     type Block = A::Block;

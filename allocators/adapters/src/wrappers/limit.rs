@@ -3,8 +3,8 @@
 
 use super::Owns;
 use aquifer_core::{
-    __opaque::Sealed, Budget, Charge, DeferReuse, DeviceId, Gate, MemoryError, Opaque, OpaqueBlock,
-    OutOfBudget, OutOfMemory, PoolStats, Request, Result as MemoryResult, impl_allocator,
+    Budget, Charge, DeferReuse, DeviceId, Gate, MemoryError, Opaque, OpaqueBlock, OutOfBudget, OutOfMemory,
+    PoolStats, Request, Result as MemoryResult, impl_allocator,
 };
 use std::{
     ptr::NonNull,
@@ -199,7 +199,6 @@ impl<M: Opaque> Limit<M> {
     }
 }
 
-impl<M> Sealed for Limit<M> {}
 impl<M: Opaque> Opaque for Limit<M> {
     type Stream = M::Stream;
     type Block = M::Block;

@@ -3,8 +3,7 @@
 
 use super::{Owns, blocks::copy};
 use aquifer_core::{
-    __opaque::Sealed, DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult,
-    impl_allocator,
+    DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, impl_allocator,
 };
 use std::{ptr::NonNull, sync::Arc};
 
@@ -160,7 +159,6 @@ unsafe impl<S: Owns, L: Owns> Owns for Segregate<S, L> {
     }
 }
 
-impl<S, L> Sealed for Segregate<S, L> {}
 impl<S: Opaque, L: Opaque<Stream = S::Stream, Block = S::Block>> Opaque for Segregate<S, L> {
     type Stream = S::Stream;
     type Block = S::Block;

@@ -3,8 +3,8 @@
 
 use super::Owns;
 use aquifer_core::{
-    __opaque::Sealed, DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, Tag,
-    impl_allocator, tagged,
+    DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, Tag, impl_allocator,
+    tagged,
 };
 use std::{ptr::NonNull, sync::Arc};
 
@@ -92,7 +92,6 @@ unsafe impl<A: Owns> Owns for Tagged<A> {
     }
 }
 
-impl<M> Sealed for Tagged<M> {}
 impl<M: Opaque> Opaque for Tagged<M> {
     type Stream = M::Stream;
     type Block = M::Block;

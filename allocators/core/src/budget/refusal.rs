@@ -4,7 +4,7 @@ use crate::Bytes;
 use std::{error, fmt};
 
 /// A charge that was refused. Nothing has changed.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct OutOfBudget {
     /// The budget that refused: the one that was asked, or the nearest above it that has no room.
     pub budget: &'static str,
@@ -52,6 +52,8 @@ impl OutOfBudget {
         self.limit.saturating_sub(self.current).saturating_sub(self.remaining)
     }
 }
+
+crate::__debug_as_display!(OutOfBudget);
 
 impl fmt::Display for OutOfBudget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

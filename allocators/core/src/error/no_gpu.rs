@@ -11,7 +11,7 @@ use std::{error, fmt};
 /// use aquifer_core::NoGpu;
 /// println!("no GPU: {}", NoGpu::NoLibrary);
 /// ```
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum NoGpu {
     /// This build has no CUDA: none of its features is on.
@@ -31,6 +31,8 @@ pub enum NoGpu {
     /// toolkit's stub for linking, 803 that the kernel module is another version.
     Start(DriverError),
 }
+
+crate::__debug_as_display!(NoGpu);
 
 impl fmt::Display for NoGpu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -65,7 +65,7 @@ pub struct TenantHolding {
 /// assert!(error.to_string().ends_with("raise the limit of the device to 300 B, or ask for less at a time"));
 /// assert!(error.to_json().starts_with(r#"{"place":"device 0","requested":300,"refused":{"budget":"the device","#));
 /// ```
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OutOfMemory {
     /// Where: `device 0`, `node 1`.
@@ -160,6 +160,8 @@ impl OutOfMemory {
 
 /// Entries of a list that the text shows.
 const SHOWN: usize = 3;
+
+crate::__debug_as_display!(OutOfMemory);
 
 impl fmt::Display for OutOfMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

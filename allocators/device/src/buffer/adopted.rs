@@ -294,7 +294,7 @@ impl<F: Foreign> fmt::Debug for Adopted<F> {
 
 impl<V> fmt::Debug for Declined<V> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Declined").field("error", &self.error).finish_non_exhaustive()
+        fmt::Display::fmt(self, f)
     }
 }
 impl<V> fmt::Display for Declined<V> {

@@ -67,10 +67,13 @@ impl<'a> Part<'a> {
 
     fn slice<T>(self, range: Range<usize>) -> Result<Self> {
         let size = size_of::<T>() as u64;
-        if range.start > range.end || range.end > self.len {
+        if range.start > range.end {
+            return Err(MemoryError::ReversedRange { start: range.start as u64, end: range.end as u64 });
+        }
+        if range.end > self.len {
             return Err(MemoryError::OutOfBounds {
                 offset: (range.start as u64).saturating_mul(size),
-                len: (range.end.saturating_sub(range.start) as u64).saturating_mul(size),
+                len: ((range.end - range.start) as u64).saturating_mul(size),
                 bytes: self.len as u64 * size,
             });
         }
@@ -78,7 +81,9 @@ impl<'a> Part<'a> {
     }
 
     fn split<T>(self, mid: usize) -> Result<(Self, Self)> {
-        Ok((self.slice::<T>(0..mid.min(self.len))?, self.slice::<T>(mid..self.len)?))
+        // Beyond the end: refused as out of bounds, and not as a range that ends before it begins.
+        let end = self.len.max(mid);
+        Ok((self.slice::<T>(0..mid.min(self.len))?, self.slice::<T>(mid..end)?))
     }
 
     fn cast<T, U>(self) -> Result<Self> {

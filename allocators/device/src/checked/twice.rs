@@ -6,7 +6,7 @@ use crate::{
     backend::{Backed, Deferred, Release},
     block::Asked,
 };
-use aquifer_core::{__opaque::Sealed, DeviceId, MemoryError, Opaque, PoolStats, Result};
+use aquifer_core::{DeviceId, MemoryError, Opaque, PoolStats, Result};
 use aquifer_driver::{DeviceRange, sim::Sim};
 use aquifer_stream::Stream;
 use std::{
@@ -35,7 +35,6 @@ impl Release for Freed {
     }
 }
 
-impl Sealed for Twice {}
 impl Opaque for Twice {
     type Stream = Stream;
     type Block = Block;

@@ -30,7 +30,7 @@ use std::{
 /// // SAFETY: 1. all work is on one stream.
 /// let theirs = unsafe { pool.import(&stream, &exported)? };
 /// let mut back = vec![0_u8; 1 << 20];
-/// stream.scope(|c| c.download(&theirs.slice(0..1 << 20)?, &mut back))??;
+/// stream.try_scope(|c| c.download(&theirs.slice(0..1 << 20)?, &mut back))?;
 /// assert!(back.iter().all(|&byte| byte == 7) && theirs.address() != ours.address());
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```

@@ -274,7 +274,7 @@ pub struct RegionReport {
 /// A region that could not be made, or not be ended.
 ///
 /// Its example is that of [`RegionReport`].
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegionError {
     /// The step that failed.
@@ -393,6 +393,8 @@ impl fmt::Display for Shortfall {
         write!(f, "{}: {}", self.step, self.cause)
     }
 }
+
+aquifer_core::__debug_as_display!(RegionError);
 
 impl fmt::Display for RegionError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -8,7 +8,7 @@ use std::{error, fmt, io, sync::Arc};
 ///
 /// A transfer that was not taken has changed nothing. Of one that ended early some bytes may have been moved; what else
 /// is in flight goes on.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 #[non_exhaustive]
 pub enum StageError {
     /// The driver, a pool or an operand refused: lengths that differ, a conflicting use, no pinned memory, a device that
@@ -63,6 +63,8 @@ impl StageError {
     }
 }
 
+aquifer_core::__debug_as_display!(StageError);
+
 impl fmt::Display for StageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -114,7 +116,7 @@ pub struct Failed<T> {
 
 impl<T> fmt::Debug for Failed<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Failed").field("error", &self.error).finish_non_exhaustive()
+        fmt::Display::fmt(self, f)
     }
 }
 impl<T> fmt::Display for Failed<T> {

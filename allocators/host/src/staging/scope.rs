@@ -124,6 +124,19 @@ impl fmt::Debug for Staged {
 }
 
 impl Stager {
+    /// As [`Stager::scope`], for work that may fail: one result, with the error of the work or of a transfer.
+    ///
+    /// # Errors
+    /// As [`Stager::scope`]; else what `work` returned. All transfers have come to their ends in either case.
+    #[track_caller]
+    pub fn try_scope<'env, R>(
+        &'env self,
+        work: impl for<'scope> FnOnce(&'scope StageScope<'scope, 'env>) -> Result<R>,
+    ) -> Result<R> {
+        let _site = site::enter();
+        self.scope(work)?
+    }
+
     /// Runs `work`, in which transfers may borrow memory, operands and sources, and returns when all of them have come to
     /// their ends, also on unwind, when what has not begun is cancelled.
     ///

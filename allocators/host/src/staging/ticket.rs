@@ -34,6 +34,11 @@ use std::{
 /// # Safety
 /// 1. [`HostBuffer::elements`] answers with initialised memory that is the owner's alone, and stays where it is when the
 ///    owner is moved.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be owned by a transfer",
+    label = "a transfer that goes on in the background owns its host side",
+    note = "hand in a vector or a boxed slice by value, or borrow a slice in `Stager::try_scope`"
+)]
 pub unsafe trait HostBuffer: Send + 'static {
     /// The elements' type.
     type Item: Pod;

@@ -8,7 +8,7 @@ use std::{
 
 /// A file that is there and cannot be understood, or a setting that cannot be followed. What is merely missing is not
 /// an error but unknown.
-#[derive(Clone, PartialEq, Eq, Debug)]
+#[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TopologyError {
     /// A file that is there and cannot be read.
@@ -42,6 +42,8 @@ pub enum TopologyError {
         expected: &'static str,
     },
 }
+
+aquifer_core::__debug_as_display!(TopologyError);
 
 impl fmt::Display for TopologyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -4,10 +4,19 @@
 use super::{Direction, Grid, Plan};
 use crate::{Point, Stream};
 use allocator_api2::{boxed::Box as AllocBox, vec::Vec as AllocVec};
-use aquifer_core::{DeferReuse, Gate, MemoryError, Result};
+use aquifer_core::{DeferReuse, Gate, MemoryError, Result, wake::Opened};
 use aquifer_driver::{Access, DeviceRange, OperandMut, Typed, site};
 use bytemuck::Pod;
-use std::{error, fmt, mem::ManuallyDrop, ptr::NonNull, sync::Arc, time::Instant};
+use std::{
+    error, fmt,
+    future::Future,
+    mem::ManuallyDrop,
+    pin::Pin,
+    ptr::NonNull,
+    sync::Arc,
+    task::{Context, Poll},
+    time::Instant,
+};
 
 /// Host bytes with an owner that can be moved while a device reads or writes them.
 ///
@@ -17,6 +26,12 @@ use std::{error, fmt, mem::ManuallyDrop, ptr::NonNull, sync::Arc, time::Instant}
 /// 1. [`HostOwned::bytes`] answers with initialised memory that stays where it is when `self` is moved.
 /// 2. After [`HostOwned::defer`] has answered `Ok`, the memory is neither given out again, nor written, nor unmapped
 ///    before the gate is open, however `self` is dropped, freed or forgotten.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be owned by an asynchronous copy",
+    label = "its memory could be freed or written while the device still uses it",
+    note = "take a `vec::Vec` whose allocator can defer reuse, such as `PinnedPool::allocator`, a `PinnedBuf`, or a boxed slice of these",
+    note = "a borrowed slice or a `std` vector is copied by `Stream::try_scope`, which waits before it returns"
+)]
 pub unsafe trait HostOwned {
     /// The elements' type.
     type Item: Pod;
@@ -76,7 +91,7 @@ pub struct Refused<H> {
 
 impl<H> fmt::Debug for Refused<H> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Refused").field("error", &self.error).finish_non_exhaustive()
+        fmt::Display::fmt(self, f)
     }
 }
 impl<H> fmt::Display for Refused<H> {
@@ -185,6 +200,68 @@ impl<H> InFlight<H> {
             std::ptr::drop_in_place(&raw mut this.landed);
             ManuallyDrop::take(&mut this.host)
         }
+    }
+}
+
+/// A flight may be awaited: the future gives the host side back when the copy is done. It needs no runtime, see
+/// [`aquifer_core::wake`].
+///
+/// ```
+/// use allocator_api2::vec::Vec;
+/// use aquifer_core::{DeferReuse, Result};
+/// use aquifer_driver::{OperandMut, Typed};
+/// use aquifer_stream::Stream;
+///
+/// /// Other tasks run while the copy is on its way.
+/// async fn send<A: DeferReuse>(s: &Stream, v: Vec<u8, A>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<Vec<u8, A>> {
+///     s.upload(v, to)?.await
+/// }
+/// ```
+impl<H> IntoFuture for InFlight<H> {
+    type Output = Result<H>;
+    type IntoFuture = Landing<H>;
+
+    fn into_future(self) -> Landing<H> {
+        let opened = self.landed.clone().into_future();
+        Landing { flight: Some(self), opened }
+    }
+}
+
+/// An [`InFlight`] copy that is awaited.
+///
+/// Dropped before it is ready, it does what a dropped flight does: the host side goes back to its allocator, which keeps the
+/// block until the copy is done. Forgotten, it leaks the host side. It stays pending if it is polled after it was ready.
+#[must_use = "a future waits only while it is polled"]
+pub struct Landing<H> {
+    /// `None` once it has been ready.
+    flight: Option<InFlight<H>>,
+    opened: Opened,
+}
+
+// The host side is moved out when the copy is done, and nothing points into this.
+impl<H> Unpin for Landing<H> {}
+
+impl<H> Future for Landing<H> {
+    type Output = Result<H>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<H>> {
+        let this = &mut *self;
+        if this.flight.is_none() {
+            return Poll::Pending;
+        }
+        match Pin::new(&mut this.opened).poll(context) {
+            Poll::Pending => Poll::Pending,
+            Poll::Ready(opened) => match this.flight.take() {
+                Some(flight) => Poll::Ready(opened.map(|()| flight.into_host())),
+                None => Poll::Pending,
+            },
+        }
+    }
+}
+
+impl<H> fmt::Debug for Landing<H> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Landing").field("flight", &self.flight).finish_non_exhaustive()
     }
 }
 

@@ -30,6 +30,8 @@ impl Stream {
     /// Ends the process with a message if the driver refuses every way to wait for ten seconds, and the device is not lost:
     /// see [`Timeline::settle_or_abort`](crate::Timeline::settle_or_abort).
     ///
+    /// Work that may fail returns a result in a result; [`Stream::try_scope`] makes one of them.
+    ///
     /// # Errors
     /// [`MemoryError::Capturing`] if the stream captures, and so no copy was queued here; the driver's, when the device is
     /// lost. No copy of the scope runs any more.
@@ -67,6 +69,36 @@ impl Stream {
         returned.settle()?;
         site.checkpoint(&**self.driver());
         Ok(result)
+    }
+}
+
+impl Stream {
+    /// As [`Stream::scope`], for work that may fail: one result, with the error of the work or of the wait at its end.
+    ///
+    /// ```
+    /// use aquifer_core::Result;
+    /// use aquifer_driver::{OperandMut, Typed};
+    /// use aquifer_stream::Stream;
+    /// fn there_and_back(s: &Stream, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<Vec<u8>> {
+    ///     let (up, mut down) = (vec![1; x.len()], vec![0; x.len()]);
+    ///     s.try_scope(|c| {
+    ///         c.upload(&up, x)?;
+    ///         c.download(x, &mut down)?;
+    ///         Ok(())
+    ///     })?;
+    ///     Ok(down)
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Stream::scope`]; else what `work` returned. All copies are done in either case.
+    #[track_caller]
+    pub fn try_scope<'env, R>(
+        &'env self,
+        work: impl for<'scope> FnOnce(&'scope Scope<'scope, 'env>) -> Result<R>,
+    ) -> Result<R> {
+        let _site = site::enter();
+        self.scope(work)?
     }
 }
 

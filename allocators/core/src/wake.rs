@@ -1,0 +1,306 @@
+//! Futures that wait for devices, and the one thread that wakes them.
+//!
+//! A driver offers two ways to hear that work is done without blocking a thread on it. A host function in the stream
+//! (`cuLaunchHostFunc`) holds up the work behind it, may not call the driver, becomes part of a graph in a stream that
+//! captures, and never runs once the device is lost: a task would then sleep for ever. A question (`cuEventQuery`) has none
+//! of these faults. So one thread asks, for all tasks of the process.
+//!
+//! The thread is started by the first poll of a future that is not ready, and by nothing else: a program that awaits nothing
+//! has no such thread. It sleeps while no future waits, and is never joined.
+//!
+//! - A future asks by itself at each poll, so a task that is polled for another reason sees what is done at once.
+//! - What waits is asked for after 20 µs, then after pauses that double up to [`LONGEST_PAUSE`].
+//! - Wakers and gates are called with no lock held. A panic in one of them ends that wait, and no other.
+//! - A future that is dropped is forgotten at once. One that is leaked keeps its gate until that opens.
+//! - A child of `fork` starts a thread of its own.
+
+use crate::{Gate, Result};
+use std::{
+    collections::BTreeMap,
+    fmt,
+    future::Future,
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::Pin,
+    process,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    task::{Context, Poll, Waker},
+    thread::{self, Thread},
+    time::{Duration, Instant},
+};
+
+/// The pause before the first question.
+const SHORTEST_PAUSE: Duration = Duration::from_micros(20);
+
+/// The longest pause between two questions about one gate: how late a task may be woken.
+pub const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+
+/// What a task waits for.
+#[derive(Clone)]
+enum Until {
+    /// Time passes.
+    Due,
+    /// A gate opens, or can no longer tell.
+    Open(Arc<dyn Gate>),
+}
+
+impl Until {
+    fn is_over(&self) -> bool {
+        match self {
+            Self::Due => true,
+            Self::Open(gate) => gate.wait(Some(Instant::now())) != Ok(false),
+        }
+    }
+}
+
+struct Entry {
+    due: Instant,
+    pause: Duration,
+    until: Until,
+    waker: Waker,
+}
+
+#[derive(Default)]
+struct State {
+    /// By number, which says nothing but who is who.
+    entries: BTreeMap<u64, Entry>,
+    thread: Option<Thread>,
+}
+
+/// The waits of one process.
+struct Watch {
+    process: u32,
+    numbers: AtomicU64,
+    state: Mutex<State>,
+    /// That of a child of `fork`, whose parent's lock may be held by a thread that is not there.
+    child: OnceLock<Box<Watch>>,
+}
+
+impl Watch {
+    fn new() -> Self {
+        Self {
+            process: process::id(),
+            numbers: AtomicU64::new(0),
+            state: Mutex::default(),
+            child: OnceLock::new(),
+        }
+    }
+
+    /// That of this process.
+    fn here() -> &'static Self {
+        static FIRST: OnceLock<Watch> = OnceLock::new();
+        let (mut watch, here) = (FIRST.get_or_init(Self::new), process::id());
+        while watch.process != here {
+            watch = watch.child.get_or_init(|| Box::new(Self::new()));
+        }
+        watch
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        // Nothing unwinds while it is held.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins a wait. Where no thread can be started the task is woken at once, and asks again and again by itself.
+    fn begin(&'static self, until: Until, pause: Duration, waker: &Waker) -> u64 {
+        let number = self.numbers.fetch_add(1, Ordering::Relaxed);
+        let entry = Entry { due: Instant::now() + pause, pause, until, waker: waker.clone() };
+        let thread = {
+            let mut state = self.state();
+            state.entries.insert(number, entry);
+            if state.thread.is_none() {
+                let started = thread::Builder::new().name("aquifer-wake".into()).spawn(|| self.run());
+                state.thread = started.ok().map(|handle| handle.thread().clone());
+            }
+            state.thread.clone()
+        };
+        match thread {
+            Some(thread) => thread.unpark(),
+            None => {
+                self.end(number);
+                waker.wake_by_ref();
+            }
+        }
+        number
+    }
+
+    /// Has another task woken. Says whether the wait is still on.
+    fn renew(&self, number: u64, waker: &Waker) -> bool {
+        // A waker is foreign code: it is cloned before the lock, and the old one is dropped after it.
+        let new = waker.clone();
+        let old = self.state().entries.get_mut(&number).map(|entry| std::mem::replace(&mut entry.waker, new));
+        old.is_some()
+    }
+
+    fn end(&self, number: u64) {
+        let ended = self.state().entries.remove(&number);
+        // It may be the last to hold a stream, whose end calls the driver.
+        drop(ended);
+    }
+
+    /// The thread.
+    fn run(&self) {
+        loop {
+            let now = Instant::now();
+            let due: Vec<(u64, Until)> = {
+                let state = self.state();
+                let due = state.entries.iter().filter(|(_, entry)| entry.due <= now);
+                due.map(|(number, entry)| (*number, entry.until.clone())).collect()
+            };
+            for (number, until) in due {
+                let over = catch_unwind(AssertUnwindSafe(|| until.is_over())).unwrap_or(true);
+                let ended = {
+                    let mut state = self.state();
+                    if over {
+                        state.entries.remove(&number)
+                    } else {
+                        if let Some(entry) = state.entries.get_mut(&number) {
+                            entry.pause = (entry.pause * 2).min(LONGEST_PAUSE);
+                            entry.due = Instant::now() + entry.pause;
+                        }
+                        None
+                    }
+                };
+                if let Some(Entry { waker, until, .. }) = ended {
+                    drop(until);
+                    // Its panic is its executor's to see.
+                    let _ = catch_unwind(AssertUnwindSafe(|| waker.wake()));
+                }
+            }
+            let next = self.state().entries.values().map(|entry| entry.due).min();
+            match next {
+                Some(next) => thread::park_timeout(next.saturating_duration_since(Instant::now())),
+                None => thread::park(),
+            }
+        }
+    }
+}
+
+/// One task's place with the thread that wakes it. Dropping it gives the place up.
+///
+/// For futures that ask at each poll and have a gate or a pause to wait for in between; [`Opened`] is one.
+///
+/// ```
+/// use aquifer_core::wake::Alarm;
+/// use std::{future::Future, pin::Pin, task::{Context, Poll}, time::Duration};
+/// /// Ready at its third poll.
+/// struct Thrice(u32, Alarm);
+/// impl Future for Thrice {
+///     type Output = ();
+///     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {
+///         self.0 += 1;
+///         if self.0 == 3 {
+///             return Poll::Ready(());
+///         }
+///         self.1.after(Duration::from_micros(50), context.waker());
+///         Poll::Pending
+///     }
+/// }
+/// ```
+#[derive(Default)]
+pub struct Alarm {
+    set: Option<(&'static Watch, u64)>,
+}
+
+impl Alarm {
+    /// An alarm that is not set.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { set: None }
+    }
+
+    /// Has `waker` called once `pause` is over, and no other waker that was set before.
+    pub fn after(&mut self, pause: Duration, waker: &Waker) {
+        self.set(Until::Due, pause, waker);
+    }
+
+    /// Has `waker` called once `gate` is open, or can no longer tell, and no other waker that was set before.
+    pub fn when(&mut self, gate: Arc<dyn Gate>, waker: &Waker) {
+        // The same gate goes on being waited for, at its own pace.
+        let goes_on = self.set.as_ref().is_some_and(|(watch, number)| watch.renew(*number, waker));
+        if !goes_on {
+            self.set(Until::Open(gate), SHORTEST_PAUSE, waker);
+        }
+    }
+
+    /// Gives the place up: the waker is not called from now on, unless it is being called just now.
+    pub fn clear(&mut self) {
+        if let Some((watch, number)) = self.set.take() {
+            watch.end(number);
+        }
+    }
+
+    fn set(&mut self, until: Until, pause: Duration, waker: &Waker) {
+        self.clear();
+        let watch = Watch::here();
+        self.set = Some((watch, watch.begin(until, pause, waker)));
+    }
+}
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}
+
+impl fmt::Debug for Alarm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Alarm").field("is_set", &self.set.is_some()).finish()
+    }
+}
+
+/// A future that is ready when a [`Gate`] is open. Needs no runtime; a poll never blocks.
+///
+/// Dropping it gives up nothing but the wait. Polled again after it was ready it asks the gate again.
+///
+/// ```
+/// use aquifer_core::{Gate, Result, wake::Opened};
+/// use std::{pin::pin, sync::Arc, task::{Context, Poll, Waker}, time::Instant, future::Future};
+/// #[derive(Debug)]
+/// struct Open;
+/// impl Gate for Open {
+///     fn is_open(&self) -> bool { true }
+///     fn wait(&self, _deadline: Option<Instant>) -> Result<bool> { Ok(true) }
+/// }
+/// let mut opened = pin!(Opened::of(Arc::new(Open)));
+/// assert_eq!(opened.as_mut().poll(&mut Context::from_waker(Waker::noop())), Poll::Ready(Ok(())));
+/// ```
+#[derive(Debug)]
+#[must_use = "a future waits only while it is polled"]
+pub struct Opened {
+    gate: Arc<dyn Gate>,
+    alarm: Alarm,
+}
+
+impl Opened {
+    /// Waits for `gate`.
+    pub fn of(gate: Arc<dyn Gate>) -> Self {
+        Self { gate, alarm: Alarm::new() }
+    }
+}
+
+impl Future for Opened {
+    /// An error is the gate's: the device is lost.
+    type Output = Result<()>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        // A deadline that has passed: the gate is asked, and nothing waits.
+        match self.gate.wait(Some(Instant::now())) {
+            Ok(false) => {
+                let gate = self.gate.clone();
+                self.alarm.when(gate, context.waker());
+                Poll::Pending
+            }
+            Ok(true) => {
+                self.alarm.clear();
+                Poll::Ready(Ok(()))
+            }
+            Err(error) => {
+                self.alarm.clear();
+                Poll::Ready(Err(error))
+            }
+        }
+    }
+}

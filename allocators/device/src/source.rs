@@ -1,0 +1,277 @@
+//! Device memory from a source of the user's own: a slab carved from another library's allocation, a driver call that this
+//! library does not make.
+//!
+//! ```text
+//!   Limit, Tagged, Counted, …      wrappers: any Resource, safe to implement
+//!   SourcePool<S>                  blocks, statistics, budget, open uses, frees that have to be tried again
+//!   S: RangeSource                 ranges: what a user writes, unsafe to implement
+//! ```
+//!
+//! A source deals in ranges and knows nothing of blocks. [`SourcePool`] makes blocks of them, keeps account of the streams
+//! that use each, and gives a range back to the source with its [`Dependencies`]: what must be over before the memory may
+//! be used by others.
+#![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
+
+use crate::{
+    Block, Request,
+    backend::{Deferred, Ledger, Source},
+};
+use aquifer_core::{
+    BLOCK_ALIGN, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::Registration,
+};
+use aquifer_driver::DeviceRange;
+use aquifer_stream::{Stream, StreamPool};
+use std::{fmt, sync::Arc, time::Instant};
+
+/// A source of ranges of device memory, to be used through a [`SourcePool`].
+///
+/// This one hands out the slots of one allocation of another library:
+///
+/// ```
+/// use aquifer_core::{DeviceId, MemoryError, Result};
+/// use aquifer_device::{Dependencies, DeviceBuffer, RangeSource, SourcePool};
+/// use aquifer_driver::{DeviceRange, Driver, sim::Sim};
+/// use aquifer_stream::{Stream, StreamPool};
+/// use std::sync::{Mutex, PoisonError};
+///
+/// const SLOT: u64 = 1 << 20;
+/// #[derive(Debug)]
+/// struct Slab { range: DeviceRange, free: Mutex<Vec<u64>> }
+///
+/// // SAFETY: 1. a slot lies in the slab, is free, and is taken off the list. 2. the slab is never freed here. 3. and 4. a
+/// // slot is on the list only when its work is done.
+/// unsafe impl RangeSource for Slab {
+///     fn device(&self) -> DeviceId { self.range.device }
+///     fn allocate(&self, _stream: &Stream, bytes: u64) -> Result<u64> {
+///         if bytes > SLOT {
+///             return Err(MemoryError::TooLarge { requested: bytes, limit: SLOT });
+///         }
+///         let slot = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
+///         slot.ok_or_else(|| MemoryError::OutOfMemory(Box::new(aquifer_core::OutOfMemory::new("the slab".into(), bytes))))
+///     }
+///     fn deallocate(&self, range: DeviceRange, after: &Dependencies<'_>) -> Result<()> {
+///         if !after.is_done()? {
+///             return Err(MemoryError::Busy { address: range.address }); // offered again later
+///         }
+///         self.free.lock().unwrap_or_else(PoisonError::into_inner).push(range.address);
+///         Ok(())
+///     }
+/// }
+///
+/// let driver = Sim::h200(1).driver();
+/// let address = driver.mem_alloc(DeviceId(0), 8 * SLOT)?; // the other library's
+/// let range = DeviceRange { device: DeviceId(0), address, bytes: 8 * SLOT };
+/// let free = Mutex::new((0..8).map(|slot| address + slot * SLOT).collect());
+/// let streams = StreamPool::new(driver, DeviceId(0), 4);
+/// let pool = SourcePool::new(Slab { range, free }, streams.clone(), None)?;
+/// let stream = streams.lease()?;
+/// let mut x = DeviceBuffer::<f32>::new_in(&pool, &stream, 1000)?;
+/// stream.fill(&mut x, 1.0)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Safety
+/// 1. [`allocate`](RangeSource::allocate) returns the first address of `bytes` bytes of memory of
+///    [`device`](RangeSource::device), mapped in its primary context, aligned to [`alignment`](RangeSource::alignment), that
+///    overlap no other range which has not been given back and no memory that anything else uses.
+/// 2. The range stays so until [`deallocate`](RangeSource::deallocate) has returned `Ok` for it, also if the source is
+///    dropped before: then for ever.
+/// 3. Work that is queued on the `stream` of an allocation from then on comes after every earlier use of the memory.
+/// 4. `deallocate` neither unmaps, writes nor hands on a range before its dependencies are over, or a stream has been made
+///    to wait for them and the memory goes to work of that stream alone.
+pub unsafe trait RangeSource: fmt::Debug + Send + Sync + 'static {
+    /// The device.
+    fn device(&self) -> DeviceId;
+
+    /// The alignment of every range, in bytes: a power of two, [`BLOCK_ALIGN`] at least. Requests for more are refused.
+    fn alignment(&self) -> u64 {
+        BLOCK_ALIGN
+    }
+
+    /// Returns the address of `bytes` bytes for work that is queued on `stream` from now on. `bytes` is not zero. May call
+    /// the driver.
+    ///
+    /// # Errors
+    /// Out of memory; the driver's. Nothing has changed.
+    fn allocate(&self, stream: &Stream, bytes: u64) -> Result<u64>;
+
+    /// Takes back a range that was [allocated](RangeSource::allocate), and that the host may free or reuse once `after` is
+    /// over. May run in the drop of a block, so it should neither panic nor take long.
+    ///
+    /// # Errors
+    /// Any error leaves the range with the pool, charged: it is offered again at the next allocation, free or trim.
+    /// [`MemoryError::Busy`] is the one to return where the work is not done and the source does not wait.
+    fn deallocate(&self, range: DeviceRange, after: &Dependencies<'_>) -> Result<()>;
+
+    /// Bytes held from the device, if they are more than those in blocks.
+    fn reserved(&self) -> Option<u64> {
+        None
+    }
+
+    /// Gives memory that is not used back to the device, until `keep` bytes are left, as far as that needs no waiting.
+    /// Returns the bytes given back.
+    ///
+    /// # Errors
+    /// The driver's.
+    fn trim(&self, keep: u64) -> Result<u64> {
+        let _ = keep;
+        Ok(0)
+    }
+}
+
+/// The work that must be over before a range that was freed may be used by others.
+///
+/// Its example is that of [`RangeSource`].
+pub struct Dependencies<'a> {
+    freed: &'a Deferred,
+}
+
+impl Dependencies<'_> {
+    /// Waits on the host until the work is over. Nothing runs on a lost device any more, so there it returns at once.
+    /// Blocks.
+    ///
+    /// # Errors
+    /// [`MemoryError::Capturing`]; the driver's.
+    pub fn wait(&self) -> Result<()> {
+        self.look(None).map(drop)
+    }
+
+    /// Returns whether the work is over. Never blocks; may call the driver.
+    ///
+    /// # Errors
+    /// As [`Dependencies::wait`].
+    pub fn is_done(&self) -> Result<bool> {
+        self.look(Some(Instant::now()))
+    }
+
+    fn look(&self, deadline: Option<Instant>) -> Result<bool> {
+        let Deferred { timeline, epoch, uses, .. } = self.freed;
+        let looked = (|| {
+            let mut done = timeline.wait(*epoch, deadline)?;
+            for noted in uses.iter() {
+                done &= noted.on().wait(noted.epoch().unwrap_or(0), deadline)?;
+            }
+            Ok(done)
+        })();
+        match looked {
+            Err(MemoryError::DeviceLost { .. }) => Ok(true),
+            looked => looked,
+        }
+    }
+
+    /// Makes work that is queued on `stream` from now on come after the work. The host does not wait.
+    ///
+    /// # Errors
+    /// [`MemoryError::Capturing`]; the driver's.
+    pub fn order(&self, stream: &Stream) -> Result<()> {
+        let Deferred { timeline, epoch, uses, .. } = self.freed;
+        stream.timeline().wait_for(timeline, *epoch)?;
+        for noted in uses.iter() {
+            stream.timeline().wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for Dependencies<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Dependencies")
+            .field("stream", &self.freed.timeline.number())
+            .field("address", &format_args!("{:#x}", self.freed.address))
+            .finish_non_exhaustive()
+    }
+}
+
+/// Blocks from a [`RangeSource`]: a [`Resource`](crate::Resource) like any pool's. A clone is another handle.
+///
+/// It caches nothing: each allocation and each free asks the source. The source lives until the last block has come home.
+///
+/// Its example is that of [`RangeSource`].
+#[derive(Debug)]
+pub struct SourcePool<S: RangeSource> {
+    ledger: Arc<Ledger<Ranges<S>>>,
+}
+
+#[derive(Debug)]
+struct Ranges<S> {
+    source: S,
+    budget: Option<Budget>,
+}
+
+impl<S: RangeSource> Clone for SourcePool<S> {
+    fn clone(&self) -> Self {
+        Self { ledger: self.ledger.clone() }
+    }
+}
+
+impl<S: RangeSource> SourcePool<S> {
+    /// Blocks from `source` for work on `streams`, whose requested bytes are charged to `budget` if there is one.
+    ///
+    /// # Errors
+    /// [`MemoryError::WrongDevice`] for streams of another device; [`MemoryError::BadAlignment`] for a source whose
+    /// alignment is no power of two or below [`BLOCK_ALIGN`].
+    pub fn new(source: S, streams: StreamPool, budget: Option<Budget>) -> Result<Self> {
+        let (expected, actual, align) = (source.device(), streams.device(), source.alignment());
+        if expected != actual {
+            return Err(MemoryError::WrongDevice { expected, actual });
+        }
+        if !align.is_power_of_two() || align < BLOCK_ALIGN {
+            return Err(MemoryError::BadAlignment { align });
+        }
+        let driver = streams.driver().clone();
+        Ok(Self { ledger: Ledger::new(Ranges { source, budget }, driver, streams) })
+    }
+
+    /// The source.
+    #[must_use]
+    pub fn source(&self) -> &S {
+        &self.ledger.source.source
+    }
+}
+
+impl<S: RangeSource> Source for Ranges<S> {
+    fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
+        let charge = self.budget.as_ref().map(|budget| budget.charge(bytes)).transpose()?;
+        Ok((self.source.allocate(stream, bytes)?, charge))
+    }
+
+    fn give(&self, block: &Deferred) -> Result<()> {
+        let range = DeviceRange { device: self.source.device(), address: block.address, bytes: block.bytes };
+        self.source.deallocate(range, &Dependencies { freed: block })
+    }
+
+    fn alignment(&self) -> u64 {
+        self.source.alignment()
+    }
+
+    fn budget(&self) -> Option<(&Budget, Option<&Registration>)> {
+        self.budget.as_ref().map(|budget| (budget, None))
+    }
+
+    fn reserved(&self) -> Option<u64> {
+        self.source.reserved()
+    }
+
+    fn trim(&self, keep: u64) -> Result<u64> {
+        self.source.trim(keep)
+    }
+}
+
+impl<S: RangeSource> Opaque for SourcePool<S> {
+    type Stream = Stream;
+    type Block = Block;
+
+    fn device(&self) -> DeviceId {
+        self.ledger.device()
+    }
+    #[track_caller]
+    fn allocate(&self, stream: &Stream, request: Request) -> Result<Block> {
+        self.ledger.allocate(stream, request)
+    }
+    fn stats(&self) -> PoolStats {
+        self.ledger.stats()
+    }
+    fn trim(&self, keep: u64) -> Result<u64> {
+        self.ledger.trim(keep)
+    }
+}

@@ -1,0 +1,327 @@
+//! Awaiting devices: copies, points, allocations and frames as futures, on an executor of the tests' own.
+//!
+//! - A poll never blocks, and a task is woken by a thread that is not its own.
+//! - Dropped or forgotten before it is ready, a future loses nothing and races with nothing.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+
+mod support;
+
+use aquifer::{
+    Budget, DeviceArena, DeviceBuffer, DeviceId, DevicePool, Frames, MemoryError, PinnedAllocator,
+    PoolConfig, Request, Runtime, Stream, sim::Sim, vec::Vec as PinnedVec,
+};
+use std::{
+    future::{Future, IntoFuture},
+    mem,
+    pin::{Pin, pin},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll, Wake, Waker},
+    thread::{self, Thread},
+    time::{Duration, Instant},
+};
+use support::{MIB, PATIENCE, assert_silent, read, runtime, within};
+
+/// Wakes a thread, and counts.
+struct Woken {
+    thread: Thread,
+    times: AtomicUsize,
+}
+
+impl Woken {
+    fn here() -> Arc<Self> {
+        Arc::new(Self { thread: thread::current(), times: AtomicUsize::new(0) })
+    }
+
+    fn times(&self) -> usize {
+        self.times.load(Ordering::SeqCst)
+    }
+}
+
+impl Wake for Woken {
+    fn wake(self: Arc<Self>) {
+        self.times.fetch_add(1, Ordering::SeqCst);
+        self.thread.unpark();
+    }
+}
+
+/// Polls when woken, and at no other time.
+#[track_caller]
+fn block_on<F: IntoFuture>(future: F) -> F::Output {
+    let woken = Woken::here();
+    let waker = Waker::from(woken.clone());
+    let (mut future, begun, mut seen) = (pin!(future.into_future()), Instant::now(), 0);
+    loop {
+        if let Poll::Ready(answer) = future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            return answer;
+        }
+        while woken.times() == seen {
+            assert!(begun.elapsed() < PATIENCE, "a task that nothing wakes");
+            thread::park_timeout(PATIENCE);
+        }
+        seen = woken.times();
+    }
+}
+
+fn poll_once<F: Future + Unpin>(future: &mut F, woken: &Arc<Woken>) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(&Waker::from(woken.clone())))
+}
+
+/// Does `work` on another thread, a little later.
+fn soon(work: impl FnOnce() + Send + 'static) -> thread::JoinHandle<()> {
+    thread::spawn(|| {
+        thread::sleep(Duration::from_millis(5));
+        work();
+    })
+}
+
+/// A runtime on a device that works when it is told to.
+struct Rig {
+    sim: Sim,
+    rt: Runtime,
+    s: Stream,
+    x: DeviceBuffer<u8>,
+}
+
+impl Rig {
+    fn new() -> Self {
+        let sim = Sim::h200(1).stepped();
+        let rt = runtime(&sim);
+        let pool = rt.device(0).unwrap();
+        let s = pool.stream().unwrap();
+        let x = pool.buffer(&s, MIB).unwrap();
+        Self { sim, rt, s, x }
+    }
+
+    fn bytes(&self, value: u8) -> PinnedVec<u8, PinnedAllocator> {
+        let mut bytes = PinnedVec::with_capacity_in(MIB, self.rt.pinned_near(0).allocator());
+        bytes.resize(MIB, value);
+        bytes
+    }
+}
+
+#[test]
+fn a_copy_is_awaited_while_its_device_works_and_gives_its_vector_back() {
+    let mut rig = Rig::new();
+    let mut landing = rig.s.upload(rig.bytes(7), &mut rig.x).unwrap().into_future();
+    let woken = Woken::here();
+    assert!(poll_once(&mut landing, &woken).is_pending());
+    let sim = rig.sim.clone();
+    let stepper = soon(move || sim.run_all());
+    let v = block_on(landing).unwrap();
+    assert_eq!((v.len(), v[0], v[MIB - 1]), (MIB, 7, 7));
+    stepper.join().unwrap();
+    assert!(read(&rig.s, &rig.x).iter().all(|&byte| byte == 7));
+    assert_silent(&rig.sim);
+}
+
+#[test]
+fn a_task_that_moved_is_woken_where_it_is_and_no_more_where_it_was() {
+    let mut rig = Rig::new();
+    rig.s.fill(&mut rig.x, 1).unwrap();
+    let mut point = rig.s.point().into_future();
+    let (before, after) = (Woken::here(), Woken::here());
+    assert!(poll_once(&mut point, &before).is_pending());
+    assert!(poll_once(&mut point, &after).is_pending());
+    rig.sim.run_all();
+    let begun = Instant::now();
+    while after.times() == 0 {
+        assert!(begun.elapsed() < PATIENCE);
+        thread::yield_now();
+    }
+    assert_eq!((before.times(), after.times()), (0, 1));
+    assert_eq!(poll_once(&mut point, &after), Poll::Ready(Ok(())));
+}
+
+#[test]
+fn many_tasks_on_many_threads_are_all_woken() {
+    let rig = Rig::new();
+    let pool = rig.rt.device(0).unwrap();
+    let tasks: Vec<_> = (0..16)
+        .map(|i| {
+            let stream = pool.stream().unwrap();
+            let mut x: DeviceBuffer<u8> = pool.buffer(&stream, 4096).unwrap();
+            stream.fill(&mut x, i).unwrap();
+            let point = stream.point();
+            thread::spawn(move || (block_on(point), stream, x))
+        })
+        .collect();
+    let sim = rig.sim.clone();
+    soon(move || sim.run_all()).join().unwrap();
+    for (i, task) in (0..).zip(tasks) {
+        let (reached, stream, x) = within(move || task.join().unwrap());
+        assert_eq!((reached, read(&stream, &x)), (Ok(()), vec![i; 4096]));
+    }
+    assert_silent(&rig.sim);
+}
+
+#[test]
+fn a_copy_dropped_before_it_is_ready_keeps_its_memory_until_the_device_is_done() {
+    let mut rig = Rig::new();
+    let bytes = rig.bytes(3);
+    let address = bytes.as_ptr();
+    let mut landing = rig.s.upload(bytes, &mut rig.x).unwrap().into_future();
+    let woken = Woken::here();
+    assert!(poll_once(&mut landing, &woken).is_pending());
+    drop(landing);
+    assert_ne!(rig.bytes(0).as_ptr(), address, "the device still reads it");
+    rig.sim.run_all();
+    rig.s.synchronize().unwrap();
+    assert!(read(&rig.s, &rig.x).iter().all(|&byte| byte == 3));
+    thread::sleep(Duration::from_millis(5));
+    assert_eq!(woken.times(), 0, "a dropped future wakes no task");
+    assert_silent(&rig.sim);
+}
+
+#[test]
+fn a_copy_forgotten_before_it_is_ready_is_leaked_and_races_with_nothing() {
+    let mut rig = Rig::new();
+    let bytes = rig.bytes(3);
+    let address = bytes.as_ptr();
+    let mut landing = rig.s.upload(bytes, &mut rig.x).unwrap().into_future();
+    assert!(poll_once(&mut landing, &Woken::here()).is_pending());
+    #[expect(clippy::mem_forget, reason = "the property under test")]
+    mem::forget(landing);
+    for value in 0..4 {
+        assert_ne!(rig.bytes(value).as_ptr(), address);
+    }
+    rig.sim.run_all();
+    assert!(read(&rig.s, &rig.x).iter().all(|&byte| byte == 3));
+    assert_silent(&rig.sim);
+}
+
+#[test]
+fn a_lost_device_wakes_its_tasks_with_an_error() {
+    let mut rig = Rig::new();
+    let landing = rig.s.upload(rig.bytes(3), &mut rig.x).unwrap();
+    let point = rig.s.point();
+    let sim = rig.sim.clone();
+    let loser = soon(move || sim.lose_device(DeviceId(0)));
+    let lost = MemoryError::DeviceLost { device: DeviceId(0) };
+    assert_eq!(block_on(landing).map(drop), Err(lost.clone()));
+    assert_eq!(block_on(point), Err(lost));
+    loser.join().unwrap();
+}
+
+/// A pool of 64 MiB.
+fn small_pool(sim: &Sim) -> DevicePool {
+    let config = PoolConfig::with_budget(Budget::new("the device", 64 * MIB as u64));
+    DevicePool::open(sim.driver(), DeviceId(0), config).unwrap()
+}
+
+fn mib(n: u64) -> Request {
+    Request::bytes(n << 20)
+}
+
+#[test]
+fn an_allocation_waits_for_a_block_that_another_thread_drops() {
+    let sim = Sim::h200(1);
+    let pool = small_pool(&sim);
+    let s = pool.stream().unwrap();
+    let held = pool.alloc(&s, mib(48)).unwrap();
+    let begun = Instant::now();
+    let dropper = soon(move || drop(held));
+    let block = block_on(pool.alloc_async(&s, mib(32)).until(None)).unwrap();
+    assert!(begun.elapsed() >= Duration::from_millis(5));
+    assert_eq!(block.bytes(), 32 << 20);
+    dropper.join().unwrap();
+}
+
+#[test]
+fn a_poll_of_an_allocation_does_not_wait_for_queued_work_but_its_task_is_woken_after_it() {
+    let sim = Sim::h200(1).stepped();
+    let pool = small_pool(&sim);
+    let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
+    let x: DeviceBuffer<u8> = pool.buffer(&s, 48 * MIB).unwrap();
+    let mut y: DeviceBuffer<u8> = pool.buffer(&u, 8 * MIB).unwrap();
+    u.copy(&x.slice(0..8 * MIB).unwrap(), &mut y).unwrap();
+    drop(x);
+    let mut waiting = pool.alloc_async(&u, mib(40));
+    // Memory that is in use may be taken with a wait on the device; what may not happen is that the host waits.
+    let first = poll_once(&mut waiting, &Woken::here());
+    assert_eq!(sim.pending(u.raw()) > 0, true, "the poll ran nothing");
+    let stepper = soon({
+        let sim = sim.clone();
+        move || sim.run_all()
+    });
+    let block = match first {
+        Poll::Ready(block) => block,
+        Poll::Pending => block_on(waiting),
+    };
+    assert_eq!(block.unwrap().bytes(), 40 << 20);
+    stepper.join().unwrap();
+    assert_silent(&sim);
+}
+
+#[test]
+fn an_allocation_that_can_never_be_granted_or_is_late_is_refused() {
+    let sim = Sim::h200(1);
+    let pool = small_pool(&sim);
+    let s = pool.stream().unwrap();
+    let begun = Instant::now();
+    assert!(matches!(block_on(pool.alloc_async(&s, mib(65)).until(None)), Err(MemoryError::OutOfMemory(_))));
+    assert!(matches!(block_on(pool.alloc_async(&s, mib(0))), Err(MemoryError::ZeroSize)));
+    let _held = pool.alloc(&s, mib(48)).unwrap();
+    let until = begun + Duration::from_millis(30);
+    let late = block_on(pool.alloc_async(&s, mib(32)).until(until));
+    assert!(matches!(late, Err(MemoryError::OutOfMemory(_))));
+    assert!(begun.elapsed() >= Duration::from_millis(30));
+    assert_eq!(pool.budget().used(), pool.stats().physical);
+}
+
+#[test]
+fn a_tenants_allocation_waits_for_the_tenants_own_limit() {
+    let sim = Sim::h200(1);
+    let pool = small_pool(&sim);
+    let s = pool.stream().unwrap();
+    let tenant = pool.for_tenant(&Budget::new("tenant a", 8 << 20)).unwrap();
+    let held = tenant.alloc(&s, mib(6)).unwrap();
+    let mut waiting = tenant.alloc_async(&s, mib(4));
+    assert!(poll_once(&mut waiting, &Woken::here()).is_pending());
+    assert_eq!(tenant.live(), 6 << 20, "a future that waits holds nothing");
+    let dropper = soon(move || drop(held));
+    assert_eq!(block_on(waiting).unwrap().bytes(), 4 << 20);
+    dropper.join().unwrap();
+}
+
+#[test]
+fn a_frame_is_awaited_until_the_step_that_had_it_is_done() {
+    let rig = Rig::new();
+    let pool = rig.rt.device(0).unwrap();
+    let mut x: DeviceBuffer<u8> = pool.buffer(&rig.s, 100).unwrap();
+    let mut frames = Frames::new_in(2, rig.rt.pinned_near(0).allocator());
+    for step in 0..2u8 {
+        let frame = block_on(frames.next_async()).unwrap();
+        let mut batch = PinnedVec::new_in(frame.arena());
+        batch.resize(100, step);
+        drop(rig.s.upload(batch, &mut x).unwrap());
+    }
+    // Dropped before it is ready, it takes nothing from the ring.
+    assert!(poll_once(&mut frames.next_async(), &Woken::here()).is_pending());
+    let sim = rig.sim.clone();
+    let stepper = soon(move || sim.run_all());
+    drop(block_on(frames.next_async()).unwrap());
+    stepper.join().unwrap();
+    assert_eq!(read(&rig.s, &x), [1; 100]);
+    assert_silent(&rig.sim);
+}
+
+#[test]
+fn a_frame_of_device_memory_is_awaited_too() {
+    let rig = Rig::new();
+    let pool = rig.rt.device(0).unwrap();
+    let arena = || DeviceArena::new(pool, &rig.s, MIB as u64).unwrap();
+    let mut frames = Frames::of(arena(), [arena()]);
+    for step in 0..2 {
+        let frame = block_on(frames.next_async()).unwrap();
+        rig.s.fill(&mut frame.arena().alloc::<u8>(100).unwrap(), step).unwrap();
+    }
+    assert!(poll_once(&mut frames.next_async(), &Woken::here()).is_pending());
+    let sim = rig.sim.clone();
+    let stepper = soon(move || sim.run_all());
+    assert_eq!(block_on(frames.next_async()).unwrap().arena().used(), 0);
+    stepper.join().unwrap();
+    assert_silent(&rig.sim);
+}
