@@ -447,7 +447,7 @@ impl Runtime {
     fn missing(&self, asked: u32) -> MemoryError {
         let count = u32::try_from(self.inner.pools.len()).unwrap_or(u32::MAX);
         match self.inner.no_gpu {
-            Some(why) => MemoryError::NoGpu { asked, why },
+            Some(why) => MemoryError::NoGpu { asked, why: Box::new(why) },
             None => MemoryError::NoDevice { asked, count },
         }
     }

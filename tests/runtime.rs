@@ -77,7 +77,7 @@ fn without_a_device_host_memory_serves_all_the_same_and_says_that_it_is_not_pinn
     let sim = Sim::h200(0);
     let rt = Runtime::builder().driver(sim.driver()).pinned(small()).build().unwrap();
     assert!(rt.devices().is_empty());
-    assert_eq!(rt.device(0).unwrap_err(), MemoryError::NoGpu { asked: 0, why: NoGpu::NoDevices });
+    assert_eq!(rt.device(0).unwrap_err(), MemoryError::NoGpu { asked: 0, why: Box::new(NoGpu::NoDevices) });
     assert_eq!(rt.no_gpu(), Some(NoGpu::NoDevices));
     let buffer = rt.pinned_near(0).buffer::<u8>(100).unwrap();
     assert!(!buffer.is_pinned());

@@ -118,7 +118,7 @@ pub enum MemoryError {
         /// Which was asked for, by its index.
         asked: u32,
         /// Why there is none.
-        why: NoGpu,
+        why: Box<NoGpu>,
     },
     /// A block or stream of one machine was used with another: of two simulated ones, or of a simulated one and this host.
     OtherMachine {
@@ -373,7 +373,7 @@ impl error::Error for MemoryError {
         match self {
             Self::OutOfBudget(e) => Some(e),
             Self::OutOfMemory(e) => Some(e),
-            Self::NoGpu { why, .. } => Some(why),
+            Self::NoGpu { why, .. } => Some(&**why),
             Self::Driver(e) => Some(e),
             Self::System(e) => Some(e),
             _ => None,

@@ -88,7 +88,7 @@ mod tests {
         assert!(start(100, "CUDA_ERROR_NO_DEVICE").contains("sees no device"));
         assert!(start(803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH").contains("reboot"));
         assert_eq!(start(999, "CUDA_ERROR_UNKNOWN"), "cuInit: CUDA_ERROR_UNKNOWN (999)");
-        let refused = MemoryError::NoGpu { asked: 3, why: NoGpu::NoLibrary }.to_string();
+        let refused = MemoryError::NoGpu { asked: 3, why: Box::new(NoGpu::NoLibrary) }.to_string();
         assert!(refused.contains("device 3") && refused.contains("libcuda.so.1"), "{refused}");
     }
 }
