@@ -41,8 +41,10 @@ pub use aquifer_stream::{
 };
 
 /// Vectors over any allocator: allocator-api2's, which our allocators serve. [`vec::Vec`] is not at the root, so that
-/// `use aquifer::*` leaves the standard library's `Vec`, `Result` and `core` as they are.
-pub use allocator_api2::vec;
+/// `use aquifer::*` leaves the standard library's `Vec`, `vec!`, `Result` and `core` as they are.
+pub mod vec {
+    pub use allocator_api2::vec::*;
+}
 
 /// Which types may cross to a device and back as bytes: plain data of any bit pattern. Derived by bytemuck's `derive` feature;
 /// see [custom structs](guide::custom_structs).

@@ -23,9 +23,7 @@ impl fmt::Display for NoGpu {
             Self::Open(e) => e.fmt(f),
             Self::Driver(e) => e.fmt(f),
             #[cfg(not(feature = "cuda"))]
-            Self::NotBuilt => {
-                f.write_str("this program was built without the CUDA driver (feature cuda-13000)")
-            }
+            Self::NotBuilt => f.write_str("this program was built without the CUDA driver (feature cuda)"),
         }
     }
 }
