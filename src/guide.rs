@@ -45,4 +45,34 @@ pub mod from_rmm {}
 #[doc = include_str!("guide/from_pytorch.md")]
 pub mod from_pytorch {}
 
+#[doc = include_str!("guide/asynchronous.md")]
+pub mod asynchronous {}
+
+#[doc = include_str!("guide/kv_server.md")]
+pub mod kv_server {}
+
+#[doc = include_str!("guide/own_memory.md")]
+pub mod own_memory {}
+
+#[doc = include_str!("guide/custom_structs.md")]
+pub mod custom_structs {}
+
+#[doc = include_str!("guide/errors.md")]
+pub mod errors {}
+
+#[doc = include_str!("guide/troubleshooting.md")]
+pub mod troubleshooting {}
+
+#[doc = include_str!("guide/features.md")]
+pub mod features {}
+
+#[doc = include_str!("guide/support.md")]
+pub mod support {}
+
+#[doc = include_str!("guide/comparison.md")]
+pub mod comparison {}
+
+#[doc = include_str!("guide/testing_in_ci.md")]
+pub mod testing_in_ci {}
+
 pub mod inside;

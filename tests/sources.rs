@@ -20,7 +20,7 @@ use support::assert_silent;
 const GPU: DeviceId = DeviceId(0);
 const SLOT: u64 = 64 << 10;
 
-/// Slots of one allocation; `stride` bytes apart, which is a lie if it is less than their size.
+/// Slots of one allocation. The rig may lay them over each other, which breaks the promise of a source.
 #[derive(Debug)]
 struct Slab {
     free: Arc<Mutex<Vec<u64>>>,
