@@ -2,6 +2,7 @@
 //!
 //! - The host side is the copy's until the copy is done, or borrowed in a scope that waits.
 //! - A refusal gives the host side back as it was, and leaves nothing shut.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
 

@@ -1,5 +1,5 @@
 //! Sources of device memory that users write: what the pool around them promises, and that the check finds broken ones.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "sources of memory, honest ones and others")]
 
 mod support;
@@ -122,7 +122,7 @@ fn requests_that_the_source_cannot_serve_are_refused_before_it_is_asked() {
 #[test]
 fn ranges_that_overlap_are_found() {
     let rig = rig(Sim::h200(1), 64, 4096, true, None);
-    let broken = conformance(&rig.pool, &[rig.s.clone()], 300, 7).unwrap_err();
+    let broken = conformance(&rig.pool, std::slice::from_ref(&rig.s), 300, 7).unwrap_err();
     assert!(matches!(broken, BrokenPromise::Overlap { .. }), "{broken}");
 }
 
@@ -153,7 +153,7 @@ impl<M: Resource> Opaque for Short<M> {
 fn a_wrapper_that_lies_is_found_and_does_no_damage() {
     let rig = rig(Sim::h200(1), 4, SLOT, true, None);
     let short = Short(rig.pool.clone(), AtomicU64::new(0));
-    let broken = conformance(&short, &[rig.s.clone()], 10, 7).unwrap_err();
+    let broken = conformance(&short, std::slice::from_ref(&rig.s), 10, 7).unwrap_err();
     assert!(matches!(broken, BrokenPromise::TooShort { .. }), "{broken}");
     // Whatever takes blocks from it looks how long they are.
     assert!(matches!(

@@ -1,6 +1,6 @@
 //! Streams and memory of two simulated machines have nothing to do with each other: every function that takes a stream
 //! refuses one of another machine with a typed error, and nothing changes.
-#![expect(clippy::unwrap_used, reason = "helpers of tests")]
+#![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 mod support;
 

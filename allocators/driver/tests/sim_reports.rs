@@ -1,4 +1,5 @@
 //! What happens with violations that no test takes: on standard error, by a panic, by the status of the process.
+#![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_driver::{
     Access, DeviceId, DeviceRange,
@@ -11,7 +12,7 @@ use std::{
     sync::OnceLock,
 };
 
-/// Two streams and a write that nothing orders before a read, on lines 21 and 22.
+/// Two streams and a write that nothing orders before a read, on lines 22 and 23.
 fn race(sim: &Sim) {
     let driver = sim.driver();
     let (a, b) =
@@ -72,7 +73,7 @@ fn what_nobody_takes_is_written_when_the_machine_ends_with_both_lines() {
     assert!(output.status.success(), "{text}");
     assert!(text.contains("aquifer: the simulated GPU found 1 violation\n"), "{text}");
     assert!(text.contains("unordered read after write"), "{text}");
-    for line in ["sim_reports.rs:21", "sim_reports.rs:22"] {
+    for line in ["sim_reports.rs:22", "sim_reports.rs:23"] {
         assert_eq!(text.matches(line).count(), 1, "{text}");
     }
     assert!(text.find("violation").unwrap() < text.find("dropped").unwrap(), "{text}");
@@ -110,7 +111,7 @@ fn the_environment_chooses_where_the_program_does_not() {
     }
     let (output, text) = run("dropped", Some("panic"));
     assert!(!output.status.success(), "{text}");
-    assert!(text.contains("sim_reports.rs:22"), "the panic names the line that asked: {text}");
+    assert!(text.contains("sim_reports.rs:23"), "the panic names the line that asked: {text}");
     let (output, text) = run("quiet by the program", Some("exit"));
     assert!(output.status.success() && !text.contains("violation"), "{text}");
     assert_eq!(run("exit by the program", Some("quiet")).0.status.code(), Some(7));

@@ -540,7 +540,7 @@ fn no_two_blocks_of_a_heap_ever_have_the_same_address_and_key() {
     for _ in 0..20_000 {
         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let draw = random >> 33;
-        if draw % 3 == 0 && !live.is_empty() {
+        if draw.is_multiple_of(3) && !live.is_empty() {
             let block: Block = live.swap_remove(draw as usize / 3 % live.len());
             heap.free_block(&block, 0).unwrap();
         } else if let Some(block) = heap.alloc(512 << (draw / 3 % 5), 512) {
