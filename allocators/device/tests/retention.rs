@@ -12,7 +12,7 @@ use aquifer_driver::{
 };
 use aquifer_stream::Stream;
 use std::time::Duration;
-use support::{MIB, Rig, range};
+use support::{MIB, Rig, range, read};
 
 /// Calls that have to do with memory. Those for events are not among them.
 const MEMORY: [Call; 6] =
@@ -321,5 +321,35 @@ fn a_loop_over_its_cap_makes_no_memory_call_after_its_second_round() {
         };
         let rounds: Vec<u64> = (0..10).map(|_| round()).collect();
         assert!(rounds[2..].iter().all(|&made| made == 0), "{cap}: {rounds:?}");
+    }
+}
+
+/// A pool on a device that can map, and one on a device that cannot.
+fn on_each_device() -> [Rig; 2] {
+    [DeviceConfig::h200(), DeviceConfig::without_virtual_memory()].map(|device| {
+        let mut config = SimConfig::h200(1);
+        config.devices = vec![device];
+        Rig::on(Sim::new(config).symbolic(), 1024, |_| ())
+    })
+}
+
+#[test]
+fn one_trim_gives_back_what_a_dropped_stream_left() {
+    for used_by_another in [false, true] {
+        for rig in on_each_device() {
+            let (s, u) = (rig.stream(), rig.stream());
+            let block = rig.bytes(&s, 1);
+            drop(s);
+            if used_by_another {
+                read(&u, &block);
+            }
+            let held = rig.pool.stats().physical;
+            assert_eq!(rig.pool.trim(0), Ok(0), "it is in use");
+            drop(block);
+            rig.sim.run_all();
+            assert_eq!(rig.pool.trim(0), Ok(held), "used by another: {used_by_another}");
+            assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
+            rig.assert_silent();
+        }
     }
 }

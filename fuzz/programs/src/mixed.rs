@@ -812,8 +812,7 @@ impl World {
         for Owner { pool, streams, tenant, .. } in &owners {
             streams.iter().for_each(|stream| stream.synchronize().expect(IDLE));
             sim.run_all();
-            // What a stream left that has ended comes free with the first, and goes with the next.
-            (0..2).for_each(|_| _ = pool.trim(0).expect(IDLE));
+            pool.trim(0).expect(IDLE);
             let stats = pool.stats();
             let left = (stats.live, stats.pending, stats.cached, stats.graphs, stats.physical);
             assert_eq!(left, (0, 0, 0, 0, 0), "{stats:?}");

@@ -297,7 +297,6 @@ impl World {
         }
         for Owner { pool, .. } in &owners {
             pool.trim(0).expect("no fault is left");
-            pool.trim(0).expect("no fault is left");
             let stats = pool.stats();
             assert_eq!((stats.live, stats.pending, stats.cached, stats.physical), (0, 0, 0, 0), "{stats:?}");
         }
