@@ -399,7 +399,7 @@ fn a_variable_that_cannot_be_followed_is_an_error_with_its_name_and_value() {
         assert!(told.contains(&format!("refused: {refused:?}\n{refused}\n")), "{told}");
     }
     let told = child("child_builds", &[("AQUIFER_NUMA", "banana")]);
-    assert!(told.contains("refused: BadSetting") && told.contains("banana"), "{told}");
+    assert!(told.contains("refused: ") && told.contains("AQUIFER_NUMA") && told.contains("banana"), "{told}");
     for (name, value) in
         [("AQUIFER_BYPASS", ""), ("AQUIFER_BYPASS", "0"), ("AQUIFER_BYPASS", "on"), ("AQUIFER_TRACE", "")]
     {
@@ -477,12 +477,15 @@ fn rows(path: &Path) -> Vec<Row> {
     fs::remove_file(path).unwrap();
     assert!(text.ends_with('\n'), "the last row is whole");
     let mut lines = text.lines();
-    assert_eq!(lines.next(), Some("t_us,op,id,bytes,stream"));
+    assert_eq!(lines.next(), Some("t_us,op,id,bytes,stream,kind,device,tag"));
     let mut last = 0;
     lines
         .map(|line| {
             let cells: Vec<&str> = line.split(',').collect();
-            let [t_us, op, id, bytes, stream] = cells[..] else { panic!("five cells: {line}") };
+            let [t_us, op, id, bytes, stream, kind, _device, _tag] = cells[..] else {
+                panic!("eight cells: {line}")
+            };
+            assert_eq!(kind, "cached", "{line}");
             let t_us: u64 = t_us.parse().unwrap();
             assert!(t_us >= last, "time goes on: {line}");
             last = t_us;
@@ -509,7 +512,8 @@ fn a_trace_tells_the_life_of_every_block_of_the_process_in_order() {
                 "as their owners freed them"
             );
         }
-        assert_eq!(rows.len(), 12, "and nothing else");
+        // Beside what the pool took from the driver and gave back.
+        assert_eq!(rows.iter().filter(|row| !"gs".contains(row.op)).count(), 12, "and nothing else");
         for id in 1..=4 {
             let life: String = rows.iter().filter(|row| row.id == id).map(|row| row.op).collect();
             assert_eq!(life, "afc");

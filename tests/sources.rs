@@ -84,7 +84,7 @@ fn a_range_comes_back_when_the_last_stream_that_used_it_is_done_and_is_charged_u
     let rig = rig(Sim::h200(1).stepped(), 1, SLOT, false, Some(budget.clone()));
     let mut x: DeviceBuffer<u8> = DeviceBuffer::new_in(&rig.pool, &rig.s, SLOT as usize).unwrap();
     rig.u.fill(&mut x, 1).unwrap();
-    assert!(matches!(rig.pool.allocate(&rig.s, Request::bytes(1)), Err(MemoryError::OutOfBudget(_))));
+    assert!(matches!(rig.pool.allocate(&rig.s, Request::bytes(1)), Err(MemoryError::OutOfMemory(_))));
     rig.s.synchronize().unwrap();
     drop(x);
     assert_eq!((budget.used(), rig.pool.stats().pending, rig.free.lock().unwrap().len()), (SLOT, SLOT, 0));

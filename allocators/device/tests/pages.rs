@@ -63,8 +63,10 @@ fn a_view_never_reaches_beyond_its_pages() {
     assert_eq!((part.address - arena.address(), part.bytes), (PAGE + 100, 200));
     assert_eq!(arena.view_mut(&mut pages, 2 * PAGE..2 * PAGE).unwrap().range().bytes, 0);
     for range in [0..2 * PAGE + 1, 2 * PAGE..u64::MAX, u64::MAX..u64::MAX, 3..2] {
-        let len = range.end.saturating_sub(range.start);
-        let refused = MemoryError::OutOfBounds { offset: range.start, len, bytes: 2 * PAGE };
+        let refused = match range.end.checked_sub(range.start) {
+            Some(len) => MemoryError::OutOfBounds { offset: range.start, len, bytes: 2 * PAGE },
+            None => MemoryError::ReversedRange { start: range.start, end: range.end },
+        };
         assert_eq!(arena.view(&pages, range.clone()).unwrap_err(), refused);
         assert_eq!(arena.view_mut(&mut pages, range).unwrap_err(), refused);
     }

@@ -547,8 +547,12 @@ fn a_snapshot_of_pytorch_is_replayed_by_device() {
         "device_traces[0][2]: the block",
         "an order",
     );
-    refused(&replay(&data("resnet_train.csv.xz"), "--device-index 0"), "only a snapshot", "no snapshot");
-    refused(&replay(Path::new("made:edge"), "--device-index 0"), "only a snapshot", "made");
+    refused(
+        &replay(&data("resnet_train.csv.xz"), "--device-index 0"),
+        "no devices to choose from",
+        "no field",
+    );
+    refused(&replay(Path::new("made:edge"), "--device-index 0"), "no devices to choose from", "made");
     let whole = fs::read(snapshots.join("start.pickle")).expect("a snapshot");
     let cut = Scratch::new("cut.pickle", &whole[..whole.len() / 2]);
     refused(&replay(&cut.0, ""), "cut off: the pickle ends before its end", "cut");

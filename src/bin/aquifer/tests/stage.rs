@@ -141,10 +141,10 @@ fn a_quick_bench_has_every_promised_row_and_no_failure() {
     };
     assert_eq!(sorted(names), sorted(promised));
     for row in rows {
-        assert_eq!(row["unit"], "GB/s");
+        assert_eq!(row["unit"], "µs", "a simulated device has no rate");
         let figure = |field: &str| row[field].as_f64().expect("a figure");
         let (value, peer, ratio) = (figure("value"), figure("peer_value"), figure("ratio"));
-        assert!(value > 0.0 && peer > 0.0 && (ratio * value / peer - 1.0).abs() < 1e-3, "{row}");
+        assert!(value > 0.0 && peer > 0.0 && (ratio * peer / value - 1.0).abs() < 1e-2, "{row}");
     }
     let none = aquifer(&["bench", "stage", "--device", "sim", "--quick", "--only", "sideload"]);
     assert_eq!(none.status.code(), Some(2));
