@@ -11,7 +11,7 @@
 //! | [`Reserved`] | elements at addresses that stay while memory behind them comes and goes |
 //! | [`Allocating`] | a request that waits for room as a future |
 //! | [`Resource`] | what all sources of device memory have in common |
-//! | [`RangeSource`], [`SourcePool`] | memory from a source of one's own; [`conformance`] checks it |
+//! | [`RangeSource`], [`SourcePool`] | memory from a source of one's own; [`conformance`](conformance()) checks it |
 //! | [`Direct`], [`StreamOrdered`] | the driver's own allocators as resources |
 //! | [`Log`], [`FailureCallback`] | resources that wrap another; limits, counts, tags, a fallback and a choice by size are aquifer-adapters', which wrap device memory as they do the host's |
 //!

@@ -204,7 +204,7 @@ impl DevicePool {
 
     /// Limits the live bytes of `tag` in this pool from now on, or sets that limit anew, and answers with the budget that
     /// counts them. Blocks that are live already are not counted. Stable and [parkable](DevicePool::parkable) blocks are,
-    /// and [`Reserved`](crate::Reserved) memory by its committed steps, under the tag of the thread that reserved it.
+    /// and [`Reserved`] memory by its committed steps, under the tag of the thread that reserved it.
     ///
     /// Every allocation of this pool looks up its tag from then on, some 20 ns.
     pub fn limit_tag(&self, tag: Tag, bytes: u64) -> Budget {

@@ -54,6 +54,8 @@ impl Entered {
 
 /// Makes `site` the site of driver calls on this thread, unless an outer function has entered one: for drops, which have no
 /// caller's line, and name the one that made what they end.
+///
+/// Its example is that of [`enter`].
 pub fn enter_or(site: &'static Location<'static>) -> Entered {
     Entered { before: SITE.replace(Some(SITE.get().unwrap_or(site))) }
 }

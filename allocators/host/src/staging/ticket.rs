@@ -27,6 +27,11 @@ use std::{
     time::Instant,
 };
 
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be owned by a transfer",
+    label = "a transfer that goes on in the background owns its host side",
+    note = "hand in a vector or a boxed slice by value, or borrow a slice in `Stager::try_scope`"
+)]
 /// Host memory with an owner that can be moved while other threads read or write it.
 ///
 /// Its example is that of [`Stager::upload`](crate::Stager::upload), which takes any.
@@ -34,11 +39,6 @@ use std::{
 /// # Safety
 /// 1. [`HostBuffer::elements`] answers with initialised memory that is the owner's alone, and stays where it is when the
 ///    owner is moved.
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` cannot be owned by a transfer",
-    label = "a transfer that goes on in the background owns its host side",
-    note = "hand in a vector or a boxed slice by value, or borrow a slice in `Stager::try_scope`"
-)]
 pub unsafe trait HostBuffer: Send + 'static {
     /// The elements' type.
     type Item: Pod;

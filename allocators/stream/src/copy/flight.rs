@@ -18,6 +18,12 @@ use std::{
     time::Instant,
 };
 
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be owned by an asynchronous copy",
+    label = "its memory could be freed or written while the device still uses it",
+    note = "take a `vec::Vec` whose allocator can defer reuse, such as `PinnedPool::allocator`, a `PinnedBuf`, or a boxed slice of these",
+    note = "a borrowed slice or a `std` vector is copied by `Stream::try_scope`, which waits before it returns"
+)]
 /// Host bytes with an owner that can be moved while a device reads or writes them.
 ///
 /// Its example is that of [`Stream::upload`](crate::Stream::upload), which takes any.
@@ -26,12 +32,6 @@ use std::{
 /// 1. [`HostOwned::bytes`] answers with initialised memory that stays where it is when `self` is moved.
 /// 2. After [`HostOwned::defer`] has answered `Ok`, the memory is neither given out again, nor written, nor unmapped
 ///    before the gate is open, however `self` is dropped, freed or forgotten.
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` cannot be owned by an asynchronous copy",
-    label = "its memory could be freed or written while the device still uses it",
-    note = "take a `vec::Vec` whose allocator can defer reuse, such as `PinnedPool::allocator`, a `PinnedBuf`, or a boxed slice of these",
-    note = "a borrowed slice or a `std` vector is copied by `Stream::try_scope`, which waits before it returns"
-)]
 pub unsafe trait HostOwned {
     /// The elements' type.
     type Item: Pod;
