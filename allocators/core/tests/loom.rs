@@ -19,7 +19,7 @@
 use aquifer_core::{
     Action, Budget, Charge, Event, Sink, Tag,
     budget::{Level, LevelChange, Levels, Offer, Reclaim},
-    event::{Place, RingSink},
+    event::{BlockKind, Place, RingSink},
 };
 use loom::{sync::Mutex, thread};
 use std::{
@@ -285,6 +285,7 @@ fn an_event_of_a_ring_is_whole_or_counted_as_dropped() {
         stream: number as u32,
         address: number,
         bytes: number,
+        kind: BlockKind::Global,
         tag: Tag::NONE,
     };
     model(move || {

@@ -181,6 +181,7 @@ mod tests {
 
     #[test]
     #[cfg(target_os = "linux")]
+    #[cfg_attr(miri, ignore = "writes a file")]
     fn a_file_ends_with_the_last_line_that_was_written_whole() {
         let path = std::env::temp_dir().join(format!("aquifer-lines-{}", process::id()));
         let mut lines = Lines::create(&path, "first").unwrap();

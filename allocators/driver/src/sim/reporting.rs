@@ -7,7 +7,6 @@ use std::{
     collections::HashMap,
     env, error, fmt,
     io::{self, Write},
-    mem::ManuallyDrop,
     panic::{AssertUnwindSafe, catch_unwind},
     str::FromStr,
     sync::{
@@ -196,7 +195,8 @@ extern "C" fn at_exit() {
         machines.sort_by_key(|machine| machine.machine);
         machines.iter().for_each(|machine| machine.report_at_exit());
         // Threads that still run may use what the last handle would end.
-        let _kept = ManuallyDrop::new(machines);
+        static KEPT: OnceLock<Vec<Arc<Shared>>> = OnceLock::new();
+        let _second = KEPT.set(machines);
     }));
     let status = EXIT.load(Ordering::Relaxed);
     if status != 0 {

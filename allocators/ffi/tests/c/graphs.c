@@ -85,7 +85,7 @@ int main(void) {
     aq_torch_free(x, MIB, -1, NULL);
     /* What does not fit is refused as ever, and breaks no capture. */
     void *none = NULL;
-    ANSWERS(AQ_ERROR_TOO_LARGE, aq_torch_malloc((ptrdiff_t)1 << 42, 0, stream, &none));
+    ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_malloc((ptrdiff_t)1 << 42, 0, stream, &none));
     ANSWERS(AQ_ERROR_OUT_OF_MEMORY, aq_torch_malloc((ptrdiff_t)512 * MIB, 0, stream, &none));
     uint64_t graph = 0;
     OK(aq_sim_capture_end(runtime, 0, stream, &graph));
