@@ -8,7 +8,7 @@ use aquifer_core::{
 };
 use std::{
     fmt,
-    sync::{Arc, Mutex, OnceLock, mpsc},
+    sync::{Arc, Mutex, OnceLock, Weak, mpsc},
     thread,
     time::Duration,
 };
@@ -20,7 +20,7 @@ fn event(recorder: &Recorder, bytes: u64) -> Event {
 /// Keeps what it is told, and does something at each.
 struct Hook {
     told: Mutex<Vec<u64>>,
-    recorder: OnceLock<Arc<Recorder>>,
+    recorder: OnceLock<Weak<Recorder>>,
     act: fn(&Hook, u64),
 }
 
@@ -40,7 +40,7 @@ impl Sink for Hook {
 fn hook(act: fn(&Hook, u64)) -> (Arc<Hook>, Arc<Recorder>) {
     let hook = Arc::new(Hook { told: Mutex::default(), recorder: OnceLock::new(), act });
     let recorder = Arc::new(Recorder::new(hook.clone()));
-    hook.recorder.set(recorder.clone()).unwrap();
+    hook.recorder.set(Arc::downgrade(&recorder)).unwrap();
     (hook, recorder)
 }
 
@@ -85,8 +85,8 @@ fn a_sink_may_make_events_itself_and_they_come_after_the_one_it_is_told() {
     let (done, over) = mpsc::channel();
     let (hook, recorder) = hook(|hook, bytes| {
         if bytes < 3 {
-            let recorder = hook.recorder.get().unwrap();
-            recorder.record(recorder.ticket(), event(recorder, bytes + 10));
+            let recorder = hook.recorder.get().unwrap().upgrade().unwrap();
+            recorder.record(recorder.ticket(), event(&recorder, bytes + 10));
         }
     });
     let worker = thread::spawn(move || {
