@@ -301,7 +301,7 @@ fn a_stream_that_its_owner_has_retired_takes_no_copies() {
     let v = rig.bytes(4);
     let flight = adopted.upload(v, &mut rig.x).unwrap();
     adopted.clone().retire().unwrap();
-    // SAFETY: 1. it has been retired, and nobody uses it from here on.
+    // SAFETY: 1. it has been retired, and nothing uses it from here on.
     unsafe { rig.sim.driver().stream_destroy(foreign) }.unwrap();
     assert!(flight.is_done());
     let v = flight.wait().unwrap();
@@ -324,7 +324,7 @@ fn a_stream_that_its_owner_has_retired_takes_no_copies_for_its_own_blocks_either
     let adopted = unsafe { pool.streams().adopt(foreign, Life::Retired) }.unwrap();
     let [mut x, mut y]: [DeviceBuffer<u8>; 2] = [0, 1].map(|_| pool.buffer(&adopted, MIB).unwrap());
     adopted.clone().retire().unwrap();
-    // SAFETY: 1. it has been retired, and nobody uses it from here on.
+    // SAFETY: 1. it has been retired, and nothing uses it from here on.
     unsafe { rig.sim.driver().stream_destroy(foreign) }.unwrap();
 
     let v = rig.bytes(4);
@@ -559,7 +559,7 @@ fn a_retired_stream_of_one_pool_takes_no_copies_of_memory_of_another() {
     let adopted = unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, Life::Retired) }.unwrap();
     adopted.fill(&mut y, 1).unwrap();
     adopted.clone().retire().unwrap();
-    // SAFETY: 1. it has been retired, and nobody uses it from here on.
+    // SAFETY: 1. it has been retired, and nothing uses it from here on.
     unsafe { rig.sim.driver().stream_destroy(foreign) }.unwrap();
     assert_eq!(adopted.fill(&mut y, 2), Err(MemoryError::UnknownId));
     assert!(read(&rig.s, &y).iter().all(|&byte| byte == 1));

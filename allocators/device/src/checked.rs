@@ -515,7 +515,7 @@ impl Checked {
         let mut apart = PoolStats::default();
         pool.apart.add_to(&mut apart);
         let mut stats = self.under.stats(pool);
-        // What comes through the checks, is held and is nobody's is held back.
+        // What comes through the checks, is held and has no owner is held back.
         stats.pending += (stats.live - apart.live).saturating_sub(own.live);
         stats.live = own.live + apart.live;
         stats.requested = own.requested + apart.requested;

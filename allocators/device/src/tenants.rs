@@ -73,7 +73,7 @@ impl Share {
         Self { leases: std::array::from_fn(|_| budget.lease(grain)), budget, tag }
     }
 
-    /// Whether nobody but the pool has it, and nothing of the tenant is live.
+    /// Whether only the pool has it, and nothing of the tenant is live.
     fn is_forgotten(self: &Arc<Self>) -> bool {
         self.tag.is_none() && Arc::strong_count(self) == 1 && self.live() == 0
     }

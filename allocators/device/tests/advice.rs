@@ -1,4 +1,4 @@
-//! Every source of device memory refuses with one error, and whoever follows its advice has the
+//! Every source of device memory refuses with one error, and a caller that follows its advice has the
 //! memory.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 

@@ -525,7 +525,7 @@ fn a_capture_whose_end_is_refused_is_ended_by_the_next_try() {
     assert_eq!(rig.sim.outstanding().graphs, 0);
     capture(&s).unwrap();
 
-    // Refused for good, it stays open, and the stream is leased to nobody while it is.
+    // Refused for good, it stays open, and the stream is not leased while it is.
     rig.sim.fail_every(Call::CaptureEnd, 1, 999);
     assert!(capture(&s).is_err());
     rig.sim.clear_failures();

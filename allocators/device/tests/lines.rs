@@ -12,7 +12,7 @@ use aquifer_driver::{
 use aquifer_stream::{Grid, Stream};
 use support::{MIB, Rig};
 
-/// A stream that the library knows nothing of writes a range, and nobody orders that with anything.
+/// A stream that the library knows nothing of writes a range, and nothing orders that.
 fn stray(rig: &Rig, on: RawStream, range: DeviceRange) {
     rig.sim.access(on, range, Access::Write, None).unwrap();
 }

@@ -175,7 +175,7 @@ fn mistakes() -> Vec<Mistake> {
                 let s = rig.stream();
                 let _first = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
                 let block = rig.pool.alloc(&s, Request::bytes(4096)).unwrap();
-                // Without guards it is the other block's last byte, or nobody's.
+                // Without guards it is the other block's last byte, or has no owner.
                 if rig.pool.stats().live > 2 * 4096 {
                     write(&rig.sim, &s, block.address() - 1);
                 }
@@ -307,7 +307,7 @@ fn mistakes() -> Vec<Mistake> {
                 let kept = rig.pool.alloc(&s, Request::bytes(6000)).unwrap();
                 assert_eq!(graphs.stats().blocks, 1);
                 let graph = rig.sim.driver().capture_end(s.raw()).unwrap();
-                // SAFETY: 1. nobody else knows it.
+                // SAFETY: 1. it is known here alone.
                 unsafe { rig.sim.driver().graph_destroy(graph) }.unwrap();
                 drop(announced.end());
                 let told = leaked(rig);

@@ -92,7 +92,7 @@ pub trait Observer: Debug + Send + Sync {
     /// The host touches memory that devices can reach.
     fn host(&self, address: u64, bytes: u64, access: HostAccess);
 
-    /// A public call of the program's own is about to return, and no lock is held: whoever is to panic for what has been
+    /// A public call of the program's own is about to return, and no lock is held: an observer that is to panic for what has been
     /// found does so here. Never called by a drop.
     #[track_caller]
     fn checkpoint(&self) {}

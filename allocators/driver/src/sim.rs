@@ -101,7 +101,7 @@
 //! as many accesses as there are rows.
 //!
 //! # Who hears of it
-//! A test takes what was found by [`Sim::violations`]. What nobody takes is written to standard error when the machine
+//! A test takes what was found by [`Sim::violations`]. What is not taken is written to standard error when the machine
 //! ends, or the process if that is earlier; [`OnViolation`] says what can be done instead, [`Sim::on_violation`] chooses
 //! it, and so does `AQUIFER_SIM_VIOLATIONS` where the program does not.
 //!

@@ -74,7 +74,7 @@ impl World {
             let workers: Vec<_> =
                 seeds.iter().enumerate().map(|(owner, &seed)| threads.spawn(work(owner, seed))).collect();
             if let Some(stalled) = stalled {
-                // Figures are there for the asking, whoever is in a call.
+                // Figures can be read while other threads are in calls.
                 let _ = stalled.wait_for(1, Duration::from_micros(200));
                 budgets.iter().for_each(|budget| _ = budget.figures());
                 owners.iter().for_each(|owner| _ = owner.pool.stats());

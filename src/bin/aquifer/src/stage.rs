@@ -184,7 +184,7 @@ struct Load<'a> {
     bytes: u64,
     window: u64,
     wrong: u64,
-    /// What is done of what is under way, for whoever looks.
+    /// What is done of what is under way, for the progress display.
     done: Arc<AtomicU64>,
 }
 

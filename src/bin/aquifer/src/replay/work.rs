@@ -104,7 +104,7 @@ impl Work for Idle {
 pub(crate) struct Declared {
     sim: Sim,
     lanes: Mutex<Vec<Lane>>,
-    /// What reports are to call the work of each row; nothing where nobody reads them.
+    /// What reports are to call the work of each row; nothing where they are not read.
     labels: Option<Labels>,
     row: AtomicU32,
 }

@@ -28,7 +28,7 @@ pub(super) struct Builder {
 pub(crate) struct Account {
     /// What they are.
     pub(crate) kind: BlockKind,
-    /// Whose; empty where nobody said.
+    /// Its tag; empty where the input has none.
     pub(crate) tag: String,
     /// How many were allocated.
     pub(crate) allocations: u64,

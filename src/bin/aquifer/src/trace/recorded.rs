@@ -73,7 +73,7 @@ impl Program {
         let of_graph = pool.alloc(&s, Request::bytes(70_000).tag(scratch)).unwrap();
         drop(pool.alloc(&s, Request::bytes(9_000)).unwrap());
         let graph = s.driver().capture_end(s.raw()).unwrap();
-        // SAFETY: 1. nobody else knows it.
+        // SAFETY: 1. it is known here alone.
         unsafe { sim.driver().graph_destroy(graph) }.unwrap();
         let captured = (announced.end(), graphs);
         let pool = pool.clone();
