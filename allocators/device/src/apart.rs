@@ -67,6 +67,8 @@ pub(crate) struct Apart {
     generations: AtomicU64,
     /// Announcements of captures that are open. Nobody may wait for the device meanwhile.
     pub(crate) announced: AtomicU64,
+    /// How often the end of a freed block may have ended what it kept until then.
+    ends: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -151,6 +153,7 @@ impl Apart {
             observed: driver.observer().is_some(),
             generations: AtomicU64::new(1),
             announced: AtomicU64::new(0),
+            ends: AtomicU64::new(0),
             state: Mutex::default(),
         })
     }
@@ -352,6 +355,7 @@ impl Apart {
             self.leave(span);
         }
         if gone > 0 {
+            self.note_end();
             // Unmapped, but not taken back by the driver: still held, and pending in the pool's
             // account.
             let stuck = self.held.stuck().saturating_sub(before).min(gone);
@@ -366,6 +370,27 @@ impl Apart {
             return (given, outcome);
         }
         (gone, outcome)
+    }
+
+    /// Notes that the end of a freed block may have ended what it kept until then.
+    pub(crate) fn note_end(&self) {
+        self.ends.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Does `round` again for as long as it ends blocks that may have kept others until they were
+    /// free. Those were freed after the round had fenced their streams, so they are found done by
+    /// the next. A block keeps only blocks that were there before, so the last round comes with the
+    /// end of the chain. Returns the sum of what the rounds return.
+    pub(crate) fn in_rounds(&self, mut round: impl FnMut() -> Result<u64>) -> Result<u64> {
+        let mut sum = 0;
+        loop {
+            // Relaxed: a thread sees what it has noted itself. Another thread's end costs a round more.
+            let before = self.ends.load(Ordering::Relaxed);
+            sum += round()?;
+            if self.ends.load(Ordering::Relaxed) == before {
+                return Ok(sum);
+            }
+        }
     }
 
     /// Waits for the device where something has left that there may be untold work on, unless somebody captures. Blocks then.

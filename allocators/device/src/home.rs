@@ -469,8 +469,12 @@ impl Home {
         let Pending { freed, bytes, generation, epoch, until_free, .. } = entry;
         let range = DeviceRange { device: timeline.raw().device(), address: freed.place.address, bytes };
         note(timeline.driver(), generation, range, Ownership::Free);
+        let kept = until_free.is_some();
         drop(until_free);
         let reports = self.with(|s| {
+            if let Some(serving) = s.serving.as_ref().filter(|_| kept) {
+                serving.pool.apart.note_end();
+            }
             s.account.pending -= bytes;
             s.account.pending_blocks -= 1;
             let reports = s.reports(false, true);

@@ -131,17 +131,22 @@ impl Inner {
     pub(crate) fn trim(&self, keep: u64) -> Result<u64> {
         let mut gone = self.sweep();
         self.tenants.trim();
-        self.apart.outlast()?;
-        let pass = self.scratch.begin();
-        let homes = self.homes(&pass);
-        self.outlast(&pass, &homes, Unfenced::Abandoned)?;
-        gone += self.apart.reap()?;
-        self.look(&pass, &homes)?;
-        let asked = keep < self.held();
+        let mut asked = false;
+        gone += self.apart.in_rounds(|| {
+            self.apart.outlast()?;
+            let pass = self.scratch.begin();
+            let homes = self.homes(&pass);
+            self.outlast(&pass, &homes, Unfenced::Abandoned)?;
+            let gone = self.apart.reap()?;
+            self.look(&pass, &homes)?;
+            asked |= keep < self.held();
+            Ok(gone + if asked { self.lodgings.trim()? } else { 0 })
+        })?;
         if asked {
             self.retention.forget();
-            gone += self.lodgings.trim()?;
         }
+        let pass = self.scratch.begin();
+        let homes = self.homes(&pass);
         let keep = keep.saturating_sub(self.apart.held().now()).max(self.retention.reserve());
         let given = self.give_back(&homes, keep.min(self.retention.keep(live(&homes))))?;
         if !asked {
@@ -187,19 +192,29 @@ impl Inner {
 
     /// As [`DevicePool::poll`].
     pub(crate) fn poll(&self) -> Result<()> {
-        let pass = self.scratch.begin();
-        let homes = self.homes(&pass);
-        self.look(&pass, &homes)?;
-        self.apart.reap_quietly();
-        self.lodgings.all().iter().try_for_each(|lodging| lodging.look())
+        let rounds = self.apart.in_rounds(|| {
+            let pass = self.scratch.begin();
+            let homes = self.homes(&pass);
+            self.look(&pass, &homes)?;
+            self.apart.reap_quietly();
+            self.lodgings.all().iter().try_for_each(|lodging| lodging.look())?;
+            Ok(0)
+        });
+        rounds.map(drop)
     }
 
     /// The same for somebody who is short of memory, whom the warm reserve does not stop.
     pub(crate) fn press(&self, keep: u64) -> Result<u64> {
-        let gone = self.sweep() + self.apart.reap()? + self.lodgings.trim()?;
+        let mut gone = self.sweep();
+        gone += self.apart.in_rounds(|| {
+            let gone = self.apart.reap()? + self.lodgings.trim()?;
+            let pass = self.scratch.begin();
+            let homes = self.homes(&pass);
+            self.look(&pass, &homes)?;
+            Ok(gone)
+        })?;
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
-        self.look(&pass, &homes)?;
         let given = self.give_back(&homes, keep.saturating_sub(self.apart.held().now()))?;
         Ok(gone + given + self.sweep())
     }

@@ -4,14 +4,14 @@
 
 mod support;
 
-use aquifer_core::{Budget, MemoryError};
+use aquifer_core::{Budget, MemoryError, OpaqueBlock};
 use aquifer_device::{Adoption, Block, DevicePool, PoolConfig, Request};
 use aquifer_driver::{
     Access, Call, DeviceId,
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::Stream;
-use std::time::Duration;
+use std::{any::Any, time::Duration};
 use support::{MIB, Rig, range, read};
 
 /// Calls that have to do with memory. Those for events are not among them.
@@ -351,5 +351,27 @@ fn one_trim_gives_back_what_a_dropped_stream_left() {
             assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
             rig.assert_silent();
         }
+    }
+}
+
+#[test]
+fn one_trim_gives_back_blocks_that_others_kept_until_they_were_free() {
+    for rig in on_each_device() {
+        let (s, u) = (rig.stream(), rig.stream());
+        let stable = rig.pool.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
+        let mut kept: Box<dyn Any + Send + Sync> = Box::new(stable);
+        // Each is used by another stream, keeps the one before, and lies in memory of its own.
+        for _ in 0..3 {
+            let mut block = take(&rig, &s, 40);
+            block.keep_until_free(kept);
+            block.prepare(&u, Access::Read).unwrap().finish().unwrap();
+            kept = Box::new(block);
+        }
+        let held = rig.pool.stats().physical;
+        drop(kept);
+        rig.sim.run_all();
+        assert_eq!(rig.pool.trim(0), Ok(held));
+        assert_eq!((rig.pool.stats().physical, rig.budget.used()), (0, 0));
+        rig.assert_silent();
     }
 }

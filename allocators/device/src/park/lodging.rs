@@ -482,7 +482,10 @@ impl Lodging {
                 bytes,
                 self.tag,
             );
-            drop(until_free);
+            if until_free.is_some() {
+                drop(until_free);
+                self.apart.note_end();
+            }
         }
     }
 
