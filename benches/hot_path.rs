@@ -12,7 +12,8 @@
 #![expect(clippy::print_stdout, reason = "a benchmark shows what it found")]
 
 use aquifer::{
-    Block, Budget, DeviceId, DevicePool, PoolConfig, Request, Stream, Tenant, driver::Driver, sim::Sim,
+    Block, Budget, DeviceId, DevicePool, PoolConfig, Request, Stream, Tenant, driver::Driver,
+    sim::Sim,
 };
 use std::{error::Error, hint::black_box, sync::Arc, time::Instant};
 

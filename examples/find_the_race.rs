@@ -28,8 +28,9 @@ fn pipeline(sim: &Sim, careful: bool) -> Result<u64, DriverError> {
         if careful {
             driver.stream_wait_event(fill, summed)?;
         }
-        let kernel =
-            Kernel::new("fill").writes(buffer, None).run(move |memory| memory.write(0).fill(round as u8));
+        let kernel = Kernel::new("fill")
+            .writes(buffer, None)
+            .run(move |memory| memory.write(0).fill(round as u8));
         sim.launch(fill, kernel)?;
         driver.event_record(filled, fill)?;
 

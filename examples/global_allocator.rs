@@ -29,7 +29,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let lines = tagged(parsing, || parse(&bytes));
     let under = Bytes(global::allocated_under(parsing).bytes);
     assert!(under.0 >= size_of_val(&lines[..]) as u64);
-    println!("{} read into pinned memory; {under} allocated to parse it", Bytes(bytes.len() as u64));
+    println!(
+        "{} read into pinned memory; {under} allocated to parse it",
+        Bytes(bytes.len() as u64)
+    );
     println!("the program holds {}", Bytes(global::stats().live));
     Ok(())
 }

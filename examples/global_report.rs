@@ -86,15 +86,17 @@ fn main() -> Result<()> {
     let in_plain = tagged(plain, || parse(path))?;
     let in_pinned = tagged(routed, || staging::route(|| parse(path)))?;
 
-    let (before, after): (Vec<_>, Vec<_>) = (numbers(&in_plain).collect(), numbers(&in_pinned).collect());
+    let (before, after): (Vec<_>, Vec<_>) =
+        (numbers(&in_plain).collect(), numbers(&in_pinned).collect());
     let rows: usize = in_pinned.iter().map(RecordBatch::num_rows).sum();
     let count: usize = after.iter().map(|column| column.len()).sum();
     println!("{rows} rows of {}, {} of whole numbers", path.display(), Bytes(count as u64 * 8));
     if count == 0 || before != after {
         return Err("no whole numbers, or not the same ones twice".into());
     }
-    let pinned =
-        after.iter().filter(|c| rt.pinned_near(0).is_pinned(NonNull::from(**c).cast()) == Some(true));
+    let pinned = after
+        .iter()
+        .filter(|c| rt.pinned_near(0).is_pinned(NonNull::from(**c).cast()) == Some(true));
     println!("{} of {} columns lie in pinned memory, without a copy", pinned.count(), after.len());
 
     // Each to the device from where it lies, often enough that there is something to time.
@@ -109,8 +111,11 @@ fn main() -> Result<()> {
         return Err("numbers were lost on the way".into());
     }
     let speed = |took: Duration| (count * times * 8) as f64 / took.as_secs_f64().max(1e-9) / 1e9;
-    let whose =
-        if simulated { "to a simulated device, whose figures say nothing of a GPU's" } else { "to the GPU" };
+    let whose = if simulated {
+        "to a simulated device, whose figures say nothing of a GPU's"
+    } else {
+        "to the GPU"
+    };
     println!(
         "{:.1} GB/s from where the route put them, {:.1} from plain memory, {whose}",
         speed(fast),

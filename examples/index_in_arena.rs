@@ -30,7 +30,10 @@ fn main() -> Result<(), Box<dyn Error>> {
         let (word, count) = found.ok_or("a file without words")?;
         let stats = arena.stats();
         if batch == 0 {
-            println!("\"{word}\" {count} times; tables and words took {}", Bytes(stats.high_water as u64));
+            println!(
+                "\"{word}\" {count} times; tables and words took {}",
+                Bytes(stats.high_water as u64)
+            );
         } else {
             assert_eq!(stats.chunks, chunks, "later batches fit where the first ones did");
         }

@@ -70,7 +70,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     // SAFETY: 1. the kernel takes a float pointer, a float and a count. 2. it touches the `n` floats that `lent` has.
     // 3. it is launched on the stream that they are lent to.
     unsafe {
-        cu.launch_builder(&scale).arg(&mut lent).arg(&by).arg(&n).launch(LaunchConfig::for_num_elems(n))
+        cu.launch_builder(&scale)
+            .arg(&mut lent)
+            .arg(&by)
+            .arg(&n)
+            .launch(LaunchConfig::for_num_elems(n))
     }?;
 
     let mut back = vec![0.0f32; host.len()];

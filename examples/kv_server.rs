@@ -55,7 +55,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     // A refusal names the budget that stood in the way. A server evicts something of that tenant's, or lets the request wait.
     let address = second.cache.address();
     let refused = second.append(&s, 300, 3);
-    let Err(MemoryError::OutOfMemory(error)) = &refused else { return Err(format!("{refused:?}").into()) };
+    let Err(MemoryError::OutOfMemory(error)) = &refused else {
+        return Err(format!("{refused:?}").into());
+    };
     println!("{error}");
     second.truncate(50)?;
     second.append(&s, 200, 3)?;

@@ -76,23 +76,41 @@ fn header(path: &Path, shard: usize) -> Result<Vec<Tensor>> {
     let refused = |what: String| format!("{}: {what}", path.display());
     // Lengths and offsets are the file's word: none of them may wrap.
     let data = length.checked_add(8).filter(|&data| data <= bytes);
-    let data = data.ok_or_else(|| refused(format!("a header of {length} bytes in a file of {bytes}")))?;
+    let data =
+        data.ok_or_else(|| refused(format!("a header of {length} bytes in a file of {bytes}")))?;
     let mut text = vec![0; length as usize];
     file.read_exact(&mut text)?;
     let entries: BTreeMap<String, Value> = serde_json::from_slice(&text)?;
-    let tensors = entries.into_iter().filter(|(name, _)| name != "__metadata__").map(|(name, entry)| {
-        let number = |value: &Value| value.as_u64().ok_or_else(|| format!("{name}: {entry} is no tensor"));
-        let (from, to) = (number(&entry["data_offsets"][0])?, number(&entry["data_offsets"][1])?);
-        let shape =
-            entry["shape"].as_array().into_iter().flatten().map(number).collect::<Result<Vec<_>, _>>()?;
-        let rows = shape.first().copied().unwrap_or(1);
-        let elements = shape.iter().fold(1u64, |all, &n| all.saturating_mul(n));
-        let held = to.saturating_sub(from);
-        let (row_bytes, element) = (held / rows.max(1), held / elements.max(1));
-        let end = data.checked_add(to).filter(|&end| from <= to && end <= bytes);
-        end.ok_or_else(|| refused(format!("{name}: bytes {from} to {to} are not in the file")))?;
-        Ok(Tensor { name, shard, offset: data + from, rows, row_bytes, element: element.max(1) })
-    });
+    let tensors =
+        entries.into_iter().filter(|(name, _)| name != "__metadata__").map(|(name, entry)| {
+            let number = |value: &Value| {
+                value.as_u64().ok_or_else(|| format!("{name}: {entry} is no tensor"))
+            };
+            let (from, to) =
+                (number(&entry["data_offsets"][0])?, number(&entry["data_offsets"][1])?);
+            let shape = entry["shape"]
+                .as_array()
+                .into_iter()
+                .flatten()
+                .map(number)
+                .collect::<Result<Vec<_>, _>>()?;
+            let rows = shape.first().copied().unwrap_or(1);
+            let elements = shape.iter().fold(1u64, |all, &n| all.saturating_mul(n));
+            let held = to.saturating_sub(from);
+            let (row_bytes, element) = (held / rows.max(1), held / elements.max(1));
+            let end = data.checked_add(to).filter(|&end| from <= to && end <= bytes);
+            end.ok_or_else(|| {
+                refused(format!("{name}: bytes {from} to {to} are not in the file"))
+            })?;
+            Ok(Tensor {
+                name,
+                shard,
+                offset: data + from,
+                rows,
+                row_bytes,
+                element: element.max(1),
+            })
+        });
     tensors.collect()
 }
 
@@ -108,14 +126,18 @@ fn make_checkpoint(folder: &Path) -> Result<()> {
                 let begin = data.len();
                 let count: u32 = shape.iter().product();
                 data.extend(
-                    (0..count).flat_map(|at| (at as f32 * 0.5 + (shard * 3 + layer) as f32).to_le_bytes()),
+                    (0..count).flat_map(|at| {
+                        (at as f32 * 0.5 + (shard * 3 + layer) as f32).to_le_bytes()
+                    }),
                 );
-                let entry = json!({ "dtype": "F32", "shape": shape, "data_offsets": [begin, data.len()] });
+                let entry =
+                    json!({ "dtype": "F32", "shape": shape, "data_offsets": [begin, data.len()] });
                 entries.insert(format!("layers.{}.{name}", shard * 3 + layer), entry);
             }
         }
         let header = serde_json::to_string(&entries)?;
-        let mut file = fs::File::create(folder.join(format!("model-{:05}-of-00002.safetensors", shard + 1)))?;
+        let mut file =
+            fs::File::create(folder.join(format!("model-{:05}-of-00002.safetensors", shard + 1)))?;
         file.write_all(&(header.len() as u64).to_le_bytes())?;
         file.write_all(header.as_bytes())?;
         file.write_all(&data)?;
@@ -126,10 +148,16 @@ fn make_checkpoint(folder: &Path) -> Result<()> {
 /// Shows how far all transfers are until `over`.
 fn progress_bar(staged: &Mutex<Vec<Staged>>, total: u64, over: &AtomicBool) {
     while io::stderr().is_terminal() && !over.load(Ordering::Relaxed) {
-        let done: u64 =
-            staged.lock().map(|all| all.iter().map(|one| one.progress().done).sum()).unwrap_or_default();
+        let done: u64 = staged
+            .lock()
+            .map(|all| all.iter().map(|one| one.progress().done).sum())
+            .unwrap_or_default();
         let filled = (done * 40 / total.max(1)) as usize;
-        eprint!("\r[{:<40}] {:>5.1} %", "#".repeat(filled), 100.0 * done as f64 / total.max(1) as f64);
+        eprint!(
+            "\r[{:<40}] {:>5.1} %",
+            "#".repeat(filled),
+            100.0 * done as f64 / total.max(1) as f64
+        );
         thread::sleep(Duration::from_millis(50));
     }
     if io::stderr().is_terminal() {
@@ -192,8 +220,10 @@ fn run(folder: &Path) -> Result<()> {
         fs::read_dir(folder)?.map(|entry| Ok(entry?.path())).collect::<io::Result<_>>()?;
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "safetensors"));
     paths.sort();
-    let shards =
-        paths.iter().map(|path| FileSource::open(path, ReadMode::Cached)).collect::<io::Result<Vec<_>>>()?;
+    let shards = paths
+        .iter()
+        .map(|path| FileSource::open(path, ReadMode::Cached))
+        .collect::<io::Result<Vec<_>>>()?;
     let mut tensors = Vec::new();
     for (shard, path) in paths.iter().enumerate() {
         tensors.extend(header(path, shard)?);
@@ -203,10 +233,20 @@ fn run(folder: &Path) -> Result<()> {
     let rt = if rt.devices().is_empty() { Runtime::on(Sim::h200(2).driver())? } else { rt };
     let devices = rt.devices().len();
     let parts: Vec<Vec<_>> = (0..devices)
-        .map(|d| tensors.iter().map(|t| t.part(d as u64, devices as u64)).filter(|p| p.bytes > 0).collect())
+        .map(|d| {
+            tensors
+                .iter()
+                .map(|t| t.part(d as u64, devices as u64))
+                .filter(|p| p.bytes > 0)
+                .collect()
+        })
         .collect();
     let total: u64 = parts.iter().flatten().map(|part| part.bytes).sum();
-    println!("{} tensors in {} shards, {total} bytes, for {devices} devices", tensors.len(), shards.len());
+    println!(
+        "{} tensors in {} shards, {total} bytes, for {devices} devices",
+        tensors.len(),
+        shards.len()
+    );
 
     let mut held = Vec::new();
     let mut stagers = Vec::new();

@@ -4,8 +4,9 @@
 #![expect(unsafe_code, reason = "answers for memory that another library has allocated")]
 
 use aquifer::{
-    Block, Budget, Bytes, Dependencies, DeviceBuffer, DeviceId, DeviceRange, Driver, Limit, MemoryError,
-    Opaque, OutOfMemory, PoolStats, RangeSource, Request, Runtime, SourcePool, Stream, Tag,
+    Block, Budget, Bytes, Dependencies, DeviceBuffer, DeviceId, DeviceRange, Driver, Limit,
+    MemoryError, Opaque, OutOfMemory, PoolStats, RangeSource, Request, Runtime, SourcePool, Stream,
+    Tag,
     adapters::{Counted, Tagged},
     device::conformance,
 };
@@ -52,7 +53,8 @@ unsafe impl RangeSource for Slab {
         if bytes > SLOT {
             return Err(MemoryError::TooLarge { requested: bytes, limit: SLOT });
         }
-        let full = || MemoryError::OutOfMemory(Box::new(OutOfMemory::new("the slab".into(), bytes)));
+        let full =
+            || MemoryError::OutOfMemory(Box::new(OutOfMemory::new("the slab".into(), bytes)));
         self.free().pop().ok_or_else(full)
     }
 
@@ -125,8 +127,10 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // The library's wrappers over it, and a wrapper of one's own over these.
     let limit = Limit::new(slab.clone(), Budget::new("the slab's user", 1 << 20));
-    let stack =
-        Largest { inner: Counted::new(Tagged::new(limit, Tag::named("slots"))), bytes: AtomicU64::new(0) };
+    let stack = Largest {
+        inner: Counted::new(Tagged::new(limit, Tag::named("slots"))),
+        bytes: AtomicU64::new(0),
+    };
     conformance(&stack, &[s.clone(), u.clone()], 300, 2)?;
     println!(
         "the largest of {} blocks had {}",

@@ -23,6 +23,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut back = vec![0u32; host.len()];
     u.try_scope(|c| c.download(&b, &mut back))?;
     assert_eq!(back, host);
-    println!("{} waits between streams, {} of the host", pool.stats().stream_waits, pool.stats().host_waits);
+    println!(
+        "{} waits between streams, {} of the host",
+        pool.stats().stream_waits,
+        pool.stats().host_waits
+    );
     Ok(())
 }

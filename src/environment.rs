@@ -69,7 +69,11 @@ fn fallback() -> Result<Fallback> {
     match &*text.to_string_lossy() {
         "" | "tell" => Ok(Fallback::Tell),
         "quiet" => Ok(Fallback::Quiet),
-        other => Err(MemoryError::BadSetting { name, value: other.to_owned(), expected: "tell or quiet" }),
+        other => Err(MemoryError::BadSetting {
+            name,
+            value: other.to_owned(),
+            expected: "tell or quiet",
+        }),
     }
 }
 
@@ -85,7 +89,11 @@ fn switch(name: &'static str) -> Result<bool> {
 
 fn amount(name: &'static str) -> Result<Option<u64>> {
     let refuse = |value: String| {
-        Err(MemoryError::BadSetting { name, value, expected: "an amount like 512MiB or 20GiB, or 0" })
+        Err(MemoryError::BadSetting {
+            name,
+            value,
+            expected: "an amount like 512MiB or 20GiB, or 0",
+        })
     };
     match env::var(name).as_deref() {
         Err(env::VarError::NotPresent) | Ok("" | "off") => Ok(None),

@@ -13,22 +13,23 @@ pub use runtime::{Runtime, RuntimeBuilder};
 
 pub use aquifer_adapters::{self as adapters, Arena, Frame, Frames, Limit, NextFrame};
 pub use aquifer_core::{
-    self as base, Action, Budget, Bytes, Charge, DeferReuse, DeviceId, DriverError, Event, Gate, MemoryError,
-    Opaque, OutOfBudget, OutOfMemory, PoolStats, Recorder, Reservation, Sink, StepMemory, Tag, error, event,
-    impl_allocator, tagged, wake,
+    self as base, Action, Budget, Bytes, Charge, DeferReuse, DeviceId, DriverError, Event, Gate,
+    MemoryError, Opaque, OutOfBudget, OutOfMemory, PoolStats, Recorder, Reservation, Sink,
+    StepMemory, Tag, error, event, impl_allocator, tagged, wake,
 };
 pub use aquifer_device::{
-    self as device, Adopted, Adoption, Allocating, Announced, Block, Captured, Chunks, ChunksMut, Debugging,
-    Declined, Dependencies, DeviceArena, DeviceBuffer, DevicePages, DevicePool, DeviceSlice, DeviceSliceMut,
-    Direct, Exported, FailureCallback, Finding, Graph, GraphPool, Log, Offer, OnFailure, PageRun, Park,
-    ParkReport, Parkable, PoolConfig, RangeSource, Reclaim, Registration, Request, Reserved, Resource,
-    ResumeReport, Room, SourcePool, StableBlock, StreamOrdered, Tenant,
+    self as device, Adopted, Adoption, Allocating, Announced, Block, Captured, Chunks, ChunksMut,
+    Debugging, Declined, Dependencies, DeviceArena, DeviceBuffer, DevicePages, DevicePool,
+    DeviceSlice, DeviceSliceMut, Direct, Exported, FailureCallback, Finding, Graph, GraphPool, Log,
+    Offer, OnFailure, PageRun, Park, ParkReport, Parkable, PoolConfig, RangeSource, Reclaim,
+    Registration, Request, Reserved, Resource, ResumeReport, Room, SourcePool, StableBlock,
+    StreamOrdered, Tenant,
 };
 #[cfg(feature = "cuda")]
 pub use aquifer_driver::cuda;
 pub use aquifer_driver::{
-    self as driver, Access, DeviceRange, Driver, External, Foreign, Operand, OperandMut, RawStream, Typed,
-    sim,
+    self as driver, Access, DeviceRange, Driver, External, Foreign, Operand, OperandMut, RawStream,
+    Typed, sim,
 };
 pub use aquifer_global::{self as global, Global};
 pub use aquifer_heap as heap;
@@ -37,7 +38,8 @@ pub use aquifer_host::{
     StagerConfig, Ticket,
 };
 pub use aquifer_stream::{
-    self as stream, Grid, HostOwned, InFlight, Landing, Life, Point, Refused, Scope, Stream, StreamPool, Use,
+    self as stream, Grid, HostOwned, InFlight, Landing, Life, Point, Refused, Scope, Stream,
+    StreamPool, Use,
 };
 
 /// Vectors over any allocator: allocator-api2's, which our allocators serve. [`vec::Vec`] is not at the root, so that

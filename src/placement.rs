@@ -208,11 +208,15 @@ impl Placer {
         let mut ranked = Vec::with_capacity(rest.len());
         if let Policy::Custom(custom) = &self.policy {
             let order = custom.order(place, &rest);
-            let Some(order) = order else { return Err(PlaceError::PolicyPanicked { policy: custom.name }) };
+            let Some(order) = order else {
+                return Err(PlaceError::PolicyPanicked { policy: custom.name });
+            };
             ranked.extend(order.iter().filter_map(|index| rest.iter().find(|c| c.index == *index)));
             return Ok(ranked);
         }
-        while let Some(pick) = self.policy.pick_from(place, rest.iter().copied(), turn, self.fleet.len()) {
+        while let Some(pick) =
+            self.policy.pick_from(place, rest.iter().copied(), turn, self.fleet.len())
+        {
             ranked.extend(rest.extract_if(.., |candidate| candidate.index == pick.index));
         }
         Ok(ranked)
@@ -253,13 +257,16 @@ impl Placer {
     fn find_out(&self) -> u64 {
         let now = self.fleet.look();
         self.fleet.sample(now);
-        (0..self.fleet.len()).filter_map(|index| self.fleet.current(index)).for_each(|member| member.count());
+        (0..self.fleet.len())
+            .filter_map(|index| self.fleet.current(index))
+            .for_each(|member| member.count());
         now
     }
 
     fn nowhere(&self, place: &Place, shards: usize, met: &Met) -> PlaceError {
         let unsaid = if shards > 1 { Why::Alone } else { Why::NotNamed };
-        let devices = self.fleet.passed(place, |index, _| met.why(index).unwrap_or_else(|| unsaid.clone()));
+        let devices =
+            self.fleet.passed(place, |index, _| met.why(index).unwrap_or_else(|| unsaid.clone()));
         PlaceError::Nowhere(Box::new(Nowhere { requested: place.size(), shards, devices }))
     }
 

@@ -260,7 +260,8 @@ impl RuntimeBuilder {
         let _site = site::enter();
         let environment = Environment::read()?;
         let keep_free = self.keep_free.or(environment.keep_free).filter(|bytes| *bytes > 0);
-        let watch_host = self.watch_host.or_else(|| environment.watch_host.then(HostWatch::default));
+        let watch_host =
+            self.watch_host.or_else(|| environment.watch_host.then(HostWatch::default));
         let opened = match self.driver {
             Some(driver) => Ok(driver),
             None => machine_driver(),
@@ -302,7 +303,8 @@ impl RuntimeBuilder {
             for info in &infos {
                 let mut config = self.pool.clone();
                 let limits = Limits { own: config.budget.take(), bytes: self.device_budget };
-                let (budget, ceiling) = above.of_device(&**driver, info, limits, keep_free.is_some())?;
+                let (budget, ceiling) =
+                    above.of_device(&**driver, info, limits, keep_free.is_some())?;
                 config.budget = budget;
                 let pool = DevicePool::open(driver.clone(), info.device, config)?;
                 if let Some(ceiling) = ceiling {
@@ -316,7 +318,9 @@ impl RuntimeBuilder {
         let (host, pinned, near) =
             pinned_pools(&driver, &pools, topology, &self.kernel, &budget, &self.pinned)?;
         let keep_free = match keep_free {
-            Some(bytes) if !watched.is_empty() => Some(KeepFree::start(&self.kernel, bytes, watched)?),
+            Some(bytes) if !watched.is_empty() => {
+                Some(KeepFree::start(&self.kernel, bytes, watched)?)
+            }
             _ => None,
         };
         let watched_host = match (watch_host, host_ceiling) {
@@ -430,7 +434,10 @@ impl Runtime {
     /// # Errors
     /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`] where there is none, with the reason.
     pub fn device(&self, index: usize) -> Result<&DevicePool> {
-        self.inner.fleet.pool(index).ok_or_else(|| self.missing(u32::try_from(index).unwrap_or(u32::MAX)))
+        self.inner
+            .fleet
+            .pool(index)
+            .ok_or_else(|| self.missing(u32::try_from(index).unwrap_or(u32::MAX)))
     }
 
     /// The pool of the device with this ordinal; the new one, where a lost device was put back.
@@ -515,7 +522,11 @@ impl Runtime {
     pub fn set_keep_free(&self, bytes: u64) -> Result<()> {
         let Some(keep_free) = &self.inner.keep_free else {
             let (name, value) = ("keep_free", bytes.to_string());
-            return Err(MemoryError::BadSetting { name, value, expected: "set when the runtime is built" });
+            return Err(MemoryError::BadSetting {
+                name,
+                value,
+                expected: "set when the runtime is built",
+            });
         };
         keep_free.set(bytes);
         Ok(())

@@ -44,7 +44,8 @@
 mod routed;
 
 pub use aquifer_host::staging::{
-    Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Ready, ShortWait, Sink, Source,
-    StageError, StageScope, Staged, Stager, StagerConfig, Stores, Ticket, install, installed,
+    Begun, Failed, FileSource, HostBuffer, Permit, Progress, ReadMode, Ready, ShortWait, Sink,
+    Source, StageError, StageScope, Staged, Stager, StagerConfig, Stores, Ticket, install,
+    installed,
 };
 pub use routed::{ROUTE_FROM, route};

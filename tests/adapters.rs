@@ -90,13 +90,24 @@ fn arrow_arrays_are_built_in_pinned_memory_with_no_copy() {
     ends.extend([0i32, 3, 3, 8]);
     let mut text = Vec::with_capacity_in(8, pool.allocator());
     text.extend_from_slice(b"onethree");
-    let starts =
-        [numbers.as_ptr().addr(), present.as_ptr().addr(), ends.as_ptr().addr(), text.as_ptr().addr()];
+    let starts = [
+        numbers.as_ptr().addr(),
+        present.as_ptr().addr(),
+        ends.as_ptr().addr(),
+        text.as_ptr().addr(),
+    ];
 
     let missing = NullBuffer::new(BooleanBuffer::new(buffer(present), 0, 1000));
     let numbers = Float32Array::new(arrow(numbers), Some(missing));
-    let text = StringArray::new(OffsetBuffer::new(ScalarBuffer::new(buffer(ends), 0, 4)), buffer(text), None);
-    assert_eq!((numbers.null_count(), numbers.value(998), numbers.is_null(999)), (500, 998.0, true));
+    let text = StringArray::new(
+        OffsetBuffer::new(ScalarBuffer::new(buffer(ends), 0, 4)),
+        buffer(text),
+        None,
+    );
+    assert_eq!(
+        (numbers.null_count(), numbers.value(998), numbers.is_null(999)),
+        (500, 998.0, true)
+    );
     assert_eq!(text.iter().map(Option::unwrap).collect::<std::vec::Vec<_>>(), ["one", "", "three"]);
     let found = [
         numbers.values().as_ptr().addr(),
@@ -135,7 +146,8 @@ fn a_ring_of_frames_in_pinned_memory_settles() {
     let mut taken = 0;
     for step in 0..30u32 {
         let frame = frames.next().unwrap();
-        let mut lists: std::vec::Vec<Vec<u32, _>> = (0..4).map(|_| Vec::new_in(frame.arena())).collect();
+        let mut lists: std::vec::Vec<Vec<u32, _>> =
+            (0..4).map(|_| Vec::new_in(frame.arena())).collect();
         for at in 0..20_000 {
             lists[at % 4].push(step);
         }

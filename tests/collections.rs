@@ -48,8 +48,9 @@ fn maps_of_vectors_are_filled_on_one_thread_and_dropped_on_another() {
                     let mut lists: Map<PinnedVec<u64, PinnedAllocator>> =
                         Map::with_hasher_in(RandomState::new(), pinned.allocator());
                     for i in 0..2000 {
-                        let list =
-                            lists.entry(i % 50).or_insert_with(|| PinnedVec::new_in(pinned.allocator()));
+                        let list = lists
+                            .entry(i % 50)
+                            .or_insert_with(|| PinnedVec::new_in(pinned.allocator()));
                         list.push(i * 4 + thread);
                     }
                     lists
@@ -60,7 +61,9 @@ fn maps_of_vectors_are_filled_on_one_thread_and_dropped_on_another() {
             let lists = filler.join().unwrap();
             assert_eq!(lists.values().map(PinnedVec::len).sum::<usize>(), 2000);
             assert!(
-                lists.iter().all(|(key, list)| list.iter().all(|i| i / 4 % 50 == *key && i % 4 == thread))
+                lists
+                    .iter()
+                    .all(|(key, list)| list.iter().all(|i| i / 4 % 50 == *key && i % 4 == thread))
             );
         }
     });
@@ -87,7 +90,8 @@ fn trait_objects_live_in_pinned_memory_and_drop_as_what_they_are() {
     let rt = runtime(&sim);
     let pinned = rt.pinned_near(0);
     let dropped = std::cell::Cell::new(0);
-    let mut shown: PinnedVec<PinnedBox<dyn fmt::Display + '_, _>, _> = PinnedVec::new_in(pinned.allocator());
+    let mut shown: PinnedVec<PinnedBox<dyn fmt::Display + '_, _>, _> =
+        PinnedVec::new_in(pinned.allocator());
     shown.push(unsize_box!(PinnedBox::new_in(Row(&dropped, [7.5; 9]), pinned.allocator())));
     shown.push(unsize_box!(PinnedBox::new_in(42u8, pinned.allocator())));
     for place in [NonNull::from(&*shown[0]).cast(), NonNull::from(&*shown[1]).cast()] {
@@ -96,7 +100,10 @@ fn trait_objects_live_in_pinned_memory_and_drop_as_what_they_are() {
     let said: Vec<_> = shown.iter().map(|value| format!("{value}")).collect();
     assert_eq!(said, ["7.5", "42"]);
     drop(shown);
-    assert_eq!((dropped.get(), pinned.stats().memory.live, pinned.stats().refused_frees), (1, 0, 0));
+    assert_eq!(
+        (dropped.get(), pinned.stats().memory.live, pinned.stats().refused_frees),
+        (1, 0, 0)
+    );
     assert_silent(&sim);
 }
 
@@ -126,7 +133,8 @@ fn bump_scope_takes_its_chunks_from_pinned_memory() {
 fn a_map_outlives_its_pool_and_its_runtime() {
     let sim = Sim::h200(1);
     let rt = runtime(&sim);
-    let mut index: Map<u64> = Map::with_hasher_in(RandomState::new(), rt.pinned_near(0).allocator());
+    let mut index: Map<u64> =
+        Map::with_hasher_in(RandomState::new(), rt.pinned_near(0).allocator());
     index.extend((0..1000).map(|key| (key, key * key)));
     drop(rt);
     assert_eq!(index[&999], 999 * 999);

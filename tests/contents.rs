@@ -14,8 +14,8 @@
 mod first_gpu;
 
 use aquifer::{
-    Budget, DeviceBuffer, DevicePool, MemoryError, PoolConfig, Request, Reserved, Runtime, StableBlock,
-    Stager, StagerConfig, Stream, sim::Sim,
+    Budget, DeviceBuffer, DevicePool, MemoryError, PoolConfig, Request, Reserved, Runtime,
+    StableBlock, Stager, StagerConfig, Stream, sim::Sim,
 };
 use std::{
     env, thread,
@@ -35,7 +35,8 @@ const LOOK: usize = 256 * KIB;
 const GROWABLE: usize = 16 * MIB;
 
 fn variable(name: &str, default: u64) -> u64 {
-    env::var(name).map_or(default, |text| text.parse().unwrap_or_else(|why| panic!("{name}={text}: {why}")))
+    env::var(name)
+        .map_or(default, |text| text.parse().unwrap_or_else(|why| panic!("{name}={text}: {why}")))
 }
 
 /// `SplitMix64` (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014).
@@ -120,7 +121,8 @@ impl Worker<'_> {
         let byte = self.random.below(256) as u8;
         let stable = self.random.below(16) == 0;
         let made = if stable {
-            let block = |request: Request| self.pool.alloc_stable(&s, request).map(StableBlock::into_block);
+            let block =
+                |request: Request| self.pool.alloc_stable(&s, request).map(StableBlock::into_block);
             DeviceBuffer::from_alloc(len, block)
         } else {
             self.pool.buffer(&s, len)
@@ -234,7 +236,8 @@ fn soak(rt: &Runtime) {
                 let streams = [s, pool.stream().unwrap()];
                 let random = Random(seed.wrapping_mul(1000) + n);
                 let (live, steps, counts) = (Vec::new(), Vec::new(), Counts::default());
-                let mut worker = Worker { pool, stager, streams, random, live, grown, steps, counts };
+                let mut worker =
+                    Worker { pool, stager, streams, random, live, grown, steps, counts };
                 while Instant::now() < until {
                     worker.step();
                 }

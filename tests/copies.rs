@@ -7,9 +7,9 @@
 mod support;
 
 use aquifer::{
-    Access, DeviceBuffer, DeviceId, DevicePool, Grid, HostOwned, InFlight, MemoryError, PinnedAllocator,
-    PinnedBuf, PoolConfig, Refused, Runtime, StagerConfig, Stream, boxed::Box as PinnedBox, driver::Call,
-    sim::Sim, stream::Life, vec::Vec as PinnedVec,
+    Access, DeviceBuffer, DeviceId, DevicePool, Grid, HostOwned, InFlight, MemoryError,
+    PinnedAllocator, PinnedBuf, PoolConfig, Refused, Runtime, StagerConfig, Stream,
+    boxed::Box as PinnedBox, driver::Call, sim::Sim, stream::Life, vec::Vec as PinnedVec,
 };
 use std::{
     mem::ManuallyDrop,
@@ -45,7 +45,10 @@ impl Rig {
     fn bytes(&self, value: u8) -> Bytes {
         let mut bytes = PinnedVec::with_capacity_in(MIB, self.rt.pinned_near(0).allocator());
         bytes.resize(MIB, value);
-        assert_eq!(self.rt.pinned_near(0).is_pinned(std::ptr::NonNull::from(&bytes[0])), Some(true));
+        assert_eq!(
+            self.rt.pinned_near(0).is_pinned(std::ptr::NonNull::from(&bytes[0])),
+            Some(true)
+        );
         bytes
     }
 
@@ -144,11 +147,17 @@ fn dropped_early_the_vectors_block_is_held_back_until_the_copy_is_done() {
     let pinned = rig.rt.pinned_near(0);
     assert_eq!(pinned.stats().memory.pending, MIB as u64);
     let others: Vec<_> = (0..2).map(|_| rig.bytes(0xff)).collect();
-    assert!(others.iter().all(|other| other.as_ptr().addr() != address), "somebody else has it already");
+    assert!(
+        others.iter().all(|other| other.as_ptr().addr() != address),
+        "somebody else has it already"
+    );
     rig.sim.run_all();
     assert_eq!(rig.next_address(), address, "done, it can be had again");
     assert_eq!(pinned.stats().memory.pending, 0);
-    assert!(read(&rig.s, &rig.x).iter().all(|&byte| byte == 7), "what was copied is what was handed in");
+    assert!(
+        read(&rig.s, &rig.x).iter().all(|&byte| byte == 7),
+        "what was copied is what was handed in"
+    );
     drop(others);
     assert_silent(&rig.sim);
 }
@@ -297,7 +306,8 @@ fn a_stream_that_its_owner_has_retired_takes_no_copies() {
     let mut rig = Rig::stepped();
     let foreign = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this device, 2. retired below before it is destroyed.
-    let adopted = unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, Life::Retired) }.unwrap();
+    let adopted =
+        unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, Life::Retired) }.unwrap();
     let v = rig.bytes(4);
     let flight = adopted.upload(v, &mut rig.x).unwrap();
     adopted.clone().retire().unwrap();
@@ -418,7 +428,9 @@ fn a_scope_waits_for_what_was_queued_before_its_work_failed() {
 fn a_scope_whose_wait_is_refused_waits_by_the_next_means() {
     // On the way out by either door.
     for unwinds in [false, true] {
-        for means in [&[Call::StreamSynchronize][..], &[Call::StreamSynchronize, Call::EventSynchronize]] {
+        for means in
+            [&[Call::StreamSynchronize][..], &[Call::StreamSynchronize, Call::EventSynchronize]]
+        {
             let mut rig = Rig::stepped();
             let mut up = rig.bytes(6);
             means.iter().for_each(|&call| rig.sim.fail(call, 1, 999));
@@ -455,7 +467,8 @@ fn a_scope_on_a_device_that_is_lost_says_so() {
 fn a_flight_on_a_device_that_is_lost_says_so_and_does_not_hang() {
     let mut rig = Rig::stepped();
     let (one, two) = (rig.bytes(1), rig.bytes(2));
-    let (one, two) = (rig.s.upload(one, &mut rig.x).unwrap(), rig.s.upload(two, &mut rig.x).unwrap());
+    let (one, two) =
+        (rig.s.upload(one, &mut rig.x).unwrap(), rig.s.upload(two, &mut rig.x).unwrap());
     rig.sim.lose_device(DeviceId(0));
     assert!(!one.is_done());
     let lost = MemoryError::DeviceLost { device: DeviceId(0) };
@@ -556,7 +569,8 @@ fn a_retired_stream_of_one_pool_takes_no_copies_of_memory_of_another() {
     let mut y: DeviceBuffer<u8> = other.buffer(&other.stream().unwrap(), MIB).unwrap();
     let foreign = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this device, 2. retired below before it is destroyed.
-    let adopted = unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, Life::Retired) }.unwrap();
+    let adopted =
+        unsafe { rig.rt.device(0).unwrap().streams().adopt(foreign, Life::Retired) }.unwrap();
     adopted.fill(&mut y, 1).unwrap();
     adopted.clone().retire().unwrap();
     // SAFETY: 1. it has been retired, and nothing uses it from here on.

@@ -70,7 +70,11 @@ fn run(program: &Path) -> Result<(), String> {
     let output = child.wait_with_output().map_err(|e| e.to_string())?;
     let said = String::from_utf8_lossy(&output.stdout);
     if !output.status.success() {
-        return Err(format!("{}\n{said}{}", output.status, String::from_utf8_lossy(&output.stderr)));
+        return Err(format!(
+            "{}\n{said}{}",
+            output.status,
+            String::from_utf8_lossy(&output.stderr)
+        ));
     }
     if said.trim().is_empty() { Err("it shows nothing".into()) } else { Ok(()) }
 }
@@ -82,8 +86,10 @@ fn every_example_runs_to_its_end() {
         assert!(names.iter().any(|name| name == task), "where has {task} gone? {names:?}");
     }
     let failed: Vec<String> = thread::scope(|scope| {
-        let runs: Vec<_> =
-            names.iter().map(|name| (name, scope.spawn(move || run(&built().join(name))))).collect();
+        let runs: Vec<_> = names
+            .iter()
+            .map(|name| (name, scope.spawn(move || run(&built().join(name)))))
+            .collect();
         let ended = runs.into_iter().map(|(name, run)| (name, run.join().unwrap()));
         ended.filter_map(|(name, run)| Some(format!("{name}: {}", run.err()?))).collect()
     });

@@ -78,7 +78,12 @@ impl Kernels {
         Self { stream: context.new_stream().unwrap(), fill, lose }
     }
 
-    fn fill(&self, home: &Stream, x: &mut DeviceBuffer<u32>, number: u32) -> aquifer::error::Result<()> {
+    fn fill(
+        &self,
+        home: &Stream,
+        x: &mut DeviceBuffer<u32>,
+        number: u32,
+    ) -> aquifer::error::Result<()> {
         let n = x.len() as u32;
         let mut lent = x.on_mut(&self.stream)?;
         let mut launch = self.stream.launch_builder(&self.fill);
@@ -114,8 +119,11 @@ struct Neighbour(Child);
 
 impl Neighbour {
     fn start() -> Self {
-        let mut child =
-            process("child_takes_and_gives").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut child = process("child_takes_and_gives")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
         let mut lines = BufReader::new(child.stdout.as_mut().unwrap()).lines();
         assert!(lines.any(|line| line.unwrap().contains("ready")), "the neighbour did not come up");
         Self(child)
@@ -126,8 +134,9 @@ impl Neighbour {
         drop(self.0.stdin.take());
         let lines = BufReader::new(self.0.stdout.take().unwrap()).lines();
         // To the end: whoever writes to a pipe that nobody reads any more ends with an error.
-        let said =
-            lines.filter_map(|line| Some(line.unwrap().split_once("neighbour: ")?.1.to_owned())).last();
+        let said = lines
+            .filter_map(|line| Some(line.unwrap().split_once("neighbour: ")?.1.to_owned()))
+            .last();
         assert!(self.0.wait().unwrap().success());
         said.unwrap()
     }
@@ -152,7 +161,8 @@ fn child_takes_and_gives() {
         let take = |device| {
             let free = driver.memory_info(DeviceId(device)).unwrap().free;
             let bytes = free.saturating_sub(LEFT) / (2 * MIB) * (2 * MIB);
-            (bytes > 0).then(|| driver.mem_alloc(DeviceId(device), bytes).map(|at| (device, at, bytes)))
+            (bytes > 0)
+                .then(|| driver.mem_alloc(DeviceId(device), bytes).map(|at| (device, at, bytes)))
         };
         let taken: Vec<_> = (0..devices).filter_map(take).collect();
         thread::sleep(Duration::from_millis(50));
@@ -187,7 +197,8 @@ fn child_is_stressed_and_loses_a_device() {
         std::process::exit(1);
     });
     let driver = CudaDriver::open().unwrap();
-    let kernels: Vec<_> = (0..driver.device_count().unwrap()).map(|n| Kernels::on(DeviceId(n))).collect();
+    let kernels: Vec<_> =
+        (0..driver.device_count().unwrap()).map(|n| Kernels::on(DeviceId(n))).collect();
     let neighbour = Neighbour::start();
     let scale = Scale {
         unit: 64 * MIB,
@@ -197,7 +208,8 @@ fn child_is_stressed_and_loses_a_device() {
         longest: Duration::from_secs(20),
     };
     let mut table = Table::default();
-    let fill = |index: usize, s: &Stream, x: &mut DeviceBuffer<u32>, n: u32| kernels[index].fill(s, x, n);
+    let fill =
+        |index: usize, s: &Stream, x: &mut DeviceBuffer<u32>, n: u32| kernels[index].fill(s, x, n);
     stress(driver, &scale, &fill, |device| kernels[device.0 as usize].lose(), &mut table);
     let on = kernels.len();
     table.row("a neighbour beside it", on, neighbour.end());
@@ -218,7 +230,8 @@ fn a_fleet_of_gpus_places_copies_and_goes_on_without_a_device_that_is_lost() {
     let name = rt.devices()[0].info().name.clone();
     drop(rt);
 
-    let child = process("child_is_stressed_and_loses_a_device").stderr(Stdio::inherit()).output().unwrap();
+    let child =
+        process("child_is_stressed_and_loses_a_device").stderr(Stdio::inherit()).output().unwrap();
     let said = String::from_utf8_lossy(&child.stdout);
     assert!(child.status.success(), "{said}");
     table.0.extend(said.lines().filter_map(|line| Some(line.split_once(ROW)?.1.to_owned())));
@@ -228,7 +241,11 @@ fn a_fleet_of_gpus_places_copies_and_goes_on_without_a_device_that_is_lost() {
     let mut again = Table::default();
     each_policy(&rt, 64 * MIB, &mut again);
     assert_empty(&rt);
-    table.row("afterwards, in another process", rt.devices().len(), "every device places and computes");
+    table.row(
+        "afterwards, in another process",
+        rt.devices().len(),
+        "every device places and computes",
+    );
     println!("\n| {} × {name} | devices | found |\n|---|---|---|", ids.len());
     table.0.iter().for_each(|row| println!("{row}"));
     for row in ["near", "copy", "stress", "lost", "neighbour", "at the end"] {

@@ -10,8 +10,8 @@
 mod support;
 
 use aquifer::{
-    Access, DeviceBuffer, DeviceRange, Gate, Operand, OperandMut, PinnedAllocator, PinnedBuf, Place, Policy,
-    Request, Runtime, Stream, sim::Sim, vec::Vec as PinnedVec,
+    Access, DeviceBuffer, DeviceRange, Gate, Operand, OperandMut, PinnedAllocator, PinnedBuf,
+    Place, Policy, Request, Runtime, Stream, sim::Sim, vec::Vec as PinnedVec,
 };
 use std::mem::forget;
 use support::{MIB, assert_silent, runtime};
@@ -105,7 +105,8 @@ fn control_a_copy_without_a_flight_is_objected_to() {
         let (x, mut v) = (rig.buffer(&rig.s), rig.pinned());
         let from = std::ptr::NonNull::from(&mut v[0]);
         // SAFETY: 1. the chunk that it lies in stays mapped. 2. broken on purpose: the vector is freed.
-        unsafe { rig.sim.driver().copy_to_device(rig.s.raw(), x.range().address, from, MIB) }.unwrap();
+        unsafe { rig.sim.driver().copy_to_device(rig.s.raw(), x.range().address, from, MIB) }
+            .unwrap();
         drop(v);
     };
     assert_eq!(objected(bare), SEEDS.count());

@@ -5,7 +5,8 @@ mod support;
 
 use aquifer::{
     Access, Budget, DeviceArena, DeviceBuffer, DeviceId, DevicePool, Frames, MemoryError, Operand,
-    OperandMut, PinnedAllocator, PoolConfig, StepMemory, Stream, adapters::Limit, sim::Sim, vec::Vec,
+    OperandMut, PinnedAllocator, PoolConfig, StepMemory, Stream, adapters::Limit, sim::Sim,
+    vec::Vec,
 };
 use support::{assert_silent, read, runtime};
 
@@ -27,7 +28,11 @@ fn a_pinned_frame_waits_for_the_step_that_had_it_and_for_nothing_since() {
     for step in 0..30u8 {
         let frame = frames.next().unwrap();
         if let Some(done) = step.checked_sub(3) {
-            assert_eq!(now(&sim, &x), [done; 100], "the host is three steps ahead, no more and no less");
+            assert_eq!(
+                now(&sim, &x),
+                [done; 100],
+                "the host is three steps ahead, no more and no less"
+            );
         }
         let mut batch = Vec::new_in(frame.arena());
         batch.resize(100, step);
@@ -86,7 +91,11 @@ fn a_device_frame_waits_for_the_step_that_had_it_and_for_nothing_since() {
     for step in 0..30u8 {
         let frame = frames.next().unwrap();
         if let Some(done) = step.checked_sub(3) {
-            assert_eq!(now(&sim, &x), [done; 100], "the host is three steps ahead, no more and no less");
+            assert_eq!(
+                now(&sim, &x),
+                [done; 100],
+                "the host is three steps ahead, no more and no less"
+            );
         }
         let mut part = frame.arena().alloc::<u8>(100).unwrap();
         // Written on the arena's own stream, read on another.
@@ -148,7 +157,10 @@ fn two_streams_may_write_two_parts_of_one_arena() {
         }
         u.synchronize().unwrap();
         s.synchronize().unwrap();
-        assert_eq!((now(&sim, &a), now(&sim, &b)), (vec![round + 2; 1000], vec![round + 102; 1000]));
+        assert_eq!(
+            (now(&sim, &a), now(&sim, &b)),
+            (vec![round + 2; 1000], vec![round + 102; 1000])
+        );
         arena.reset().unwrap();
     }
     assert_silent(&sim);
@@ -200,7 +212,11 @@ fn a_use_that_nobody_has_ended_refuses_the_reset_and_changes_nothing() {
     frames.next().unwrap();
     frames.next().unwrap();
     assert_eq!(frames.next().unwrap_err(), MemoryError::Busy { address });
-    assert_eq!(frames.next().unwrap_err(), MemoryError::Busy { address }, "the same frame is next again");
+    assert_eq!(
+        frames.next().unwrap_err(),
+        MemoryError::Busy { address },
+        "the same frame is next again"
+    );
     used.finish().unwrap();
     let frame = frames.next().unwrap();
     assert_eq!((frame.arena().block().address(), frame.arena().used()), (address, 0));
@@ -234,6 +250,10 @@ fn a_part_that_is_lent_stays_lent_while_another_is_used() {
     b.order_mut(s.raw(), None, Access::Write).unwrap();
     sim.access(u.raw(), a.range(), Access::Write, Some(generation)).unwrap();
     arena.reset().unwrap();
-    assert_eq!(sim.pending(u.raw()), 0, "the work that came after the other part's order is waited for too");
+    assert_eq!(
+        sim.pending(u.raw()),
+        0,
+        "the work that came after the other part's order is waited for too"
+    );
     assert_silent(&sim);
 }

@@ -261,7 +261,10 @@ fn an_allocation_that_can_never_be_granted_or_is_late_is_refused() {
     let pool = small_pool(&sim);
     let s = pool.stream().unwrap();
     let begun = Instant::now();
-    assert!(matches!(block_on(pool.alloc_async(&s, mib(65)).until(None)), Err(MemoryError::OutOfMemory(_))));
+    assert!(matches!(
+        block_on(pool.alloc_async(&s, mib(65)).until(None)),
+        Err(MemoryError::OutOfMemory(_))
+    ));
     assert!(matches!(block_on(pool.alloc_async(&s, mib(0))), Err(MemoryError::ZeroSize)));
     let _held = pool.alloc(&s, mib(48)).unwrap();
     let until = begun + Duration::from_millis(30);

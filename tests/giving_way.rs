@@ -24,7 +24,8 @@ fn device_memory_and_pinned_memory_under_one_budget_give_way_to_each_other() {
     let machine = Budget::new("the machine's memory", 16 * MIB);
     let device = machine.child("the device", 16 * MIB);
     let pinned = machine.child("pinned memory", 16 * MIB);
-    let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(device)).unwrap();
+    let pool =
+        DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(device)).unwrap();
     let topology = Topology::read_under(Path::new("/")).unwrap();
     let host = Host::new(topology, Kernel::new()).with_driver(sim.driver(), DeviceId(0));
     let mut config = PinnedConfig::default();

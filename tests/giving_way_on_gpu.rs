@@ -19,7 +19,9 @@ fn pools(limit: u64) -> Option<(Runtime, Budget, [DevicePool; 2])> {
     let device = rt.device(0).unwrap().device();
     let budget = Budget::new("both", limit * MIB);
     let driver = rt.driver().unwrap().clone();
-    let open = || DevicePool::open(driver.clone(), device, PoolConfig::with_budget(budget.clone())).unwrap();
+    let open = || {
+        DevicePool::open(driver.clone(), device, PoolConfig::with_budget(budget.clone())).unwrap()
+    };
     let both = [open(), open()];
     Some((rt, budget, both))
 }
@@ -38,7 +40,10 @@ fn two_pools_take_turns_with_memory_that_holds_one_of_them_and_no_byte_is_wrong(
         streams[at].fill(&mut buffer, round).unwrap();
         let mut back = vec![0; 1 << 20];
         let end = (1 << 30) - back.len();
-        streams[at].scope(|c| c.download(&buffer.slice(end..1 << 30).unwrap(), &mut back)).unwrap().unwrap();
+        streams[at]
+            .scope(|c| c.download(&buffer.slice(end..1 << 30).unwrap(), &mut back))
+            .unwrap()
+            .unwrap();
         assert!(back.iter().all(|&byte| byte == round));
         assert!(budget.peak() <= 1536 * MIB);
     }

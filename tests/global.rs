@@ -58,15 +58,24 @@ mod by {
         ///
         /// # Safety
         /// As for an allocator's `grow`, or `shrink`.
-        unsafe fn resize(&self, block: NonNull<u8>, old: Shape, new: Shape) -> Option<NonNull<[u8]>> {
+        unsafe fn resize(
+            &self,
+            block: NonNull<u8>,
+            old: Shape,
+            new: Shape,
+        ) -> Option<NonNull<[u8]>> {
             if old.align() == new.align() && old.size() > 0 && new.size() > 0 {
                 // SAFETY: the caller's promise; the block has some bytes, and so will it then.
-                return Self::ask(new, || unsafe { self.0.realloc(block.as_ptr(), old, new.size()) });
+                return Self::ask(new, || unsafe {
+                    self.0.realloc(block.as_ptr(), old, new.size())
+                });
             }
             // SAFETY: only asked for where the layout has a size.
             let moved = Self::ask(new, || unsafe { self.0.alloc(new) })?;
             // SAFETY: 1. both are live and have so many bytes. 2. They do not overlap.
-            unsafe { moved.cast::<u8>().copy_from_nonoverlapping(block, old.size().min(new.size())) };
+            unsafe {
+                moved.cast::<u8>().copy_from_nonoverlapping(block, old.size().min(new.size()))
+            };
             if old.size() > 0 {
                 // SAFETY: the caller hands it over.
                 unsafe { self.0.dealloc(block.as_ptr(), old) };
@@ -125,7 +134,8 @@ fn all_conform(what: &str) {
 }
 
 #[test]
-fn each_keeps_the_allocator_contract_in_and_out_of_scopes_of_tags_and_of_a_route_to_pinned_memory() {
+fn each_keeps_the_allocator_contract_in_and_out_of_scopes_of_tags_and_of_a_route_to_pinned_memory()
+{
     all_conform("in no scope");
     tagged(Tag::named("suite"), || all_conform("under a tag"));
 
@@ -138,12 +148,19 @@ fn each_keeps_the_allocator_contract_in_and_out_of_scopes_of_tags_and_of_a_route
     tagged(Tag::named("suite"), || staging::route(|| all_conform("in a route, under a tag")));
     let after = aquifer::global::stats();
     assert!(after.routed_allocations > before.routed_allocations + 100, "they were the pool's");
-    assert_eq!((pool.stats().memory.requested, pool.stats().refused_frees), (held, 0), "all of it went back");
+    assert_eq!(
+        (pool.stats().memory.requested, pool.stats().refused_frees),
+        (held, 0),
+        "all of it went back"
+    );
     assert_eq!(after.routed, before.routed);
 
     // On another thread, without its scopes, blocks of a route are as good as any.
-    let blocks = staging::route(|| (0..20u8).map(|n| vec![n; 2 * staging::ROUTE_FROM]).collect::<Vec<_>>());
-    let sums = thread::spawn(move || blocks.into_iter().zip(0u8..).all(|(b, n)| b.iter().all(|&x| x == n)));
+    let blocks =
+        staging::route(|| (0..20u8).map(|n| vec![n; 2 * staging::ROUTE_FROM]).collect::<Vec<_>>());
+    let sums = thread::spawn(move || {
+        blocks.into_iter().zip(0u8..).all(|(b, n)| b.iter().all(|&x| x == n))
+    });
     assert!(sums.join().unwrap());
     assert_eq!(pool.stats().memory.requested, held);
     assert!(sim.violations().is_empty());

@@ -49,8 +49,7 @@ const COUNT_UNLESS_EARLY: &str = "
 
 /// `differs(a, b, more, n, bad, spin)`: counts in `bad` where `b[i]` is not `a[i] + more`.
 fn differs() -> String {
-    let params =
-        ".param .u64 a, .param .u64 b, .param .u32 more, .param .u32 n, .param .u64 bad, .param .u64 spin";
+    let params = ".param .u64 a, .param .u64 b, .param .u32 more, .param .u32 n, .param .u64 bad, .param .u64 spin";
     let body = "
     ld.param.u64 %a1, [a];
     cvta.to.global.u64 %a1, %a1;
@@ -68,7 +67,8 @@ fn differs() -> String {
 
 /// `is_not(x, value, n, bad, spin)`: counts in `bad` where `x[i]` is not `value`.
 fn is_not() -> String {
-    let params = ".param .u64 x, .param .u32 value, .param .u32 n, .param .u64 bad, .param .u64 spin";
+    let params =
+        ".param .u64 x, .param .u32 value, .param .u32 n, .param .u64 bad, .param .u64 spin";
     let body = "
     ld.param.u64 %a1, [x];
     cvta.to.global.u64 %a1, %a1;
@@ -115,12 +115,14 @@ impl Rig {
     fn new() -> Option<Self> {
         let _making = making();
         let gpu = Gpu::with("fill", fill())?;
-        let load =
-            |name, text| gpu.context.load_module(Ptx::from_src(text)).unwrap().load_function(name).unwrap();
+        let load = |name, text| {
+            gpu.context.load_module(Ptx::from_src(text)).unwrap().load_function(name).unwrap()
+        };
         let (add, differs, is_not) =
             (load("add", add()), load("differs", differs()), load("is_not", is_not()));
         let config = PoolConfig::with_budget(Budget::new("the device", 512 << 20));
-        let pool = DevicePool::open(gpu.rt.driver().unwrap().clone(), gpu.pool().device(), config).unwrap();
+        let pool = DevicePool::open(gpu.rt.driver().unwrap().clone(), gpu.pool().device(), config)
+            .unwrap();
         Some(Self { gpu, pool, add, differs, is_not })
     }
 
@@ -128,7 +130,8 @@ impl Rig {
         let _making = making();
         let cu = self.gpu.cu();
         // SAFETY: 1. a stream of this device, 2. kept alive by its own `Arc`.
-        let s = unsafe { self.pool.streams().adopt(raw_stream(&cu), Life::KeptAlive(keep_alive(&cu))) };
+        let s =
+            unsafe { self.pool.streams().adopt(raw_stream(&cu), Life::KeptAlive(keep_alive(&cu))) };
         Both { cu, s: s.unwrap() }
     }
 
@@ -238,11 +241,19 @@ impl Rig {
             let took = begun.elapsed();
             drop(stopping);
             for other in traffic {
-                assert_eq!(other.join().unwrap(), 0, "elements of ordinary blocks were written by a replay");
+                assert_eq!(
+                    other.join().unwrap(),
+                    0,
+                    "elements of ordinary blocks were written by a replay"
+                );
             }
             took
         });
-        assert_eq!(download(&on.s, &kept.bad), [0], "elements of the graph's were written by others");
+        assert_eq!(
+            download(&on.s, &kept.bad),
+            [0],
+            "elements of the graph's were written by others"
+        );
         let runs = download(&on.s, &kept.runs);
         assert!(runs.iter().all(|&runs| u64::from(runs) == replays), "{} of {replays}", runs[0]);
         println!(
@@ -276,7 +287,8 @@ fn our_graph_replays_on_two_streams_beside_other_traffic_with_no_wrong_byte() {
     let (on, other) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
     // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
-    let (graph, mut kept) = unsafe { graphs.capture(&on.s, |_| Ok(rig.work(&on, rig.kept(&on)))) }.unwrap();
+    let (graph, mut kept) =
+        unsafe { graphs.capture(&on.s, |_| Ok(rig.work(&on, rig.kept(&on)))) }.unwrap();
     let physical = graphs.stats().physical;
     rig.beside_traffic(&mut kept, &on, |round| {
         graph.launch(if round / 16 % 2 == 0 { &on.s } else { &other.s }).unwrap();
@@ -297,7 +309,8 @@ fn two_graphs_share_a_pool_and_their_launches_follow_each_other() {
     let (first, mut kept) = unsafe { graphs.capture(&on.s, |_| Ok(rig.work(&on, kept))) }.unwrap();
     let physical = graphs.stats().physical;
     // SAFETY: as above.
-    let (second, mut too) = unsafe { graphs.capture(&other.s, |_| Ok(rig.work(&other, too))) }.unwrap();
+    let (second, mut too) =
+        unsafe { graphs.capture(&other.s, |_| Ok(rig.work(&other, too))) }.unwrap();
     assert_eq!(graphs.stats().physical, physical, "they share what is freed on the way");
     other.s.fill(&mut too.runs, 0).unwrap();
     other.s.fill(&mut too.bad, 0).unwrap();

@@ -11,8 +11,8 @@
 mod first_gpu;
 
 use aquifer::{
-    Access, Block, Budget, Debugging, DeviceBuffer, DevicePool, MemoryError, PinnedBuf, PoolConfig, Request,
-    Resource, Stream,
+    Access, Block, Budget, Debugging, DeviceBuffer, DevicePool, MemoryError, PinnedBuf, PoolConfig,
+    Request, Resource, Stream,
     cuda::{Lend, keep_alive, raw_stream},
     device::{Adoption, Direct, Fault, POISON_ALLOCATED, StreamOrdered},
     driver::Call,
@@ -89,7 +89,10 @@ fn a_slow_kernel_on_another_stream_keeps_its_block_after_the_free() {
         s.fill(&mut y, 0x1111_1111).unwrap();
         assert!(download(&s, &y).iter().all(|&v| v == 0x1111_1111), "round {round}");
         cu.synchronize().unwrap();
-        assert!(download(&s, &y).iter().all(|&v| v == 0x1111_1111), "the kernel wrote late, round {round}");
+        assert!(
+            download(&s, &y).iter().all(|&v| v == 0x1111_1111),
+            "the kernel wrote late, round {round}"
+        );
     }
 }
 
@@ -156,7 +159,8 @@ fn handles_that_move_under_queued_work_lose_no_byte_and_no_host_wait_is_needed()
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
     let cu = gpu.cu();
     for round in 0..20u32 {
-        let mut busy: Vec<DeviceBuffer<u32>> = (0..6).map(|_| pool.buffer(&s, 2 * MIB).unwrap()).collect();
+        let mut busy: Vec<DeviceBuffer<u32>> =
+            (0..6).map(|_| pool.buffer(&s, 2 * MIB).unwrap()).collect();
         for (i, x) in busy.iter_mut().enumerate() {
             gpu.fill(&cu, x, round * 100 + i as u32, SPIN / 10);
         }
@@ -173,7 +177,10 @@ fn handles_that_move_under_queued_work_lose_no_byte_and_no_host_wait_is_needed()
             );
         }
         cu.synchronize().unwrap();
-        assert!(download(&u, &large).iter().all(|&v| v == 0x2222_2222), "clobbered late, round {round}");
+        assert!(
+            download(&u, &large).iter().all(|&v| v == 0x2222_2222),
+            "clobbered late, round {round}"
+        );
     }
     let stats = pool.stats();
     assert!(stats.moves > 0 && stats.host_waits == 0, "{stats:?}");
@@ -188,7 +195,8 @@ fn a_warm_stream_makes_no_driver_call_for_an_allocation_and_a_free() {
     }
     let pool = gpu.small_pool(256);
     let s = pool.stream().unwrap();
-    let round = || drop([1, 4096, 70_000, MIB as u64].map(|n| pool.alloc(&s, Request::bytes(n)).unwrap()));
+    let round =
+        || drop([1, 4096, 70_000, MIB as u64].map(|n| pool.alloc(&s, Request::bytes(n)).unwrap()));
     round();
     let before = pool.driver().calls().made();
     for _ in 0..1000 {
@@ -233,7 +241,8 @@ fn a_foreign_stream_is_adopted_and_retired() {
     let s = pool.stream().unwrap();
     let cu = gpu.cu();
     // SAFETY: 1. a stream of this device, 2. kept alive by its own `Arc`.
-    let adopted = unsafe { pool.streams().adopt(raw_stream(&cu), Life::KeptAlive(keep_alive(&cu))) }.unwrap();
+    let adopted =
+        unsafe { pool.streams().adopt(raw_stream(&cu), Life::KeptAlive(keep_alive(&cu))) }.unwrap();
     let block: Block = pool.alloc(&s, Request::bytes(MIB as u64)).unwrap();
     block.prepare(&adopted, Access::Write).unwrap().finish().unwrap();
     drop(block);
@@ -310,7 +319,8 @@ fn streams_that_do_not_share_make_no_wait_for_each_other() {
     let Some(gpu) = gpu() else { return };
     let mut config = PoolConfig::with_budget(Budget::new("the device", 64 << 20));
     config.adoption = Adoption::Never;
-    let pool = DevicePool::open(gpu.rt.driver().unwrap().clone(), gpu.pool().device(), config).unwrap();
+    let pool =
+        DevicePool::open(gpu.rt.driver().unwrap().clone(), gpu.pool().device(), config).unwrap();
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
     let before = pool.driver().calls().get(Call::StreamWaitEvent);
     for _ in 0..8 {
@@ -332,7 +342,8 @@ fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
     }
     let mut config = PoolConfig::with_budget(Budget::new("the device", 256 << 20));
     config.debug = Debugging::all();
-    let pool = DevicePool::open(gpu.rt.driver().unwrap().clone(), gpu.pool().device(), config).unwrap();
+    let pool =
+        DevicePool::open(gpu.rt.driver().unwrap().clone(), gpu.pool().device(), config).unwrap();
     let s = pool.stream().unwrap();
     let cu = gpu.cu();
     for round in 0..64u32 {

@@ -10,8 +10,8 @@
 mod first_gpu;
 
 use aquifer::{
-    Access, Budget, DeviceBuffer, DevicePool, MemoryError, Operand, Park, ParkReport, Parkable, PoolConfig,
-    Runtime, Stream, Tag,
+    Access, Budget, DeviceBuffer, DevicePool, MemoryError, Operand, Park, ParkReport, Parkable,
+    PoolConfig, Runtime, Stream, Tag,
 };
 
 const MIB: usize = 1 << 20;
@@ -52,7 +52,8 @@ fn assert_filled(s: &Stream, buffer: &DeviceBuffer<u32>, n: u32) {
 }
 
 #[test]
-fn a_gibibyte_goes_to_pinned_memory_and_back_to_the_same_addresses_and_the_device_has_it_meanwhile() {
+fn a_gibibyte_goes_to_pinned_memory_and_back_to_the_same_addresses_and_the_device_has_it_meanwhile()
+{
     let Some((rt, pool)) = pool(4 << 10) else { return };
     let (s, tag) = (pool.stream().unwrap(), Tag::named("parked on a GPU"));
     let parkable = pool.parkable(tag).unwrap();
@@ -89,7 +90,10 @@ fn work_that_is_queued_is_waited_for_and_others_have_the_memory_while_it_is_park
         }
         u.fill(&mut server, round).unwrap();
         park(&pool, tag, Park::save_in(rt.pinned_near(0).allocator())).unwrap();
-        assert_eq!(server.block().prepare(&u, Access::Read).err(), Some(MemoryError::Parked { tag }));
+        assert_eq!(
+            server.block().prepare(&u, Access::Read).err(),
+            Some(MemoryError::Parked { tag })
+        );
         let mut training: DeviceBuffer<u8> = pool.buffer(&u, 900 * MIB).unwrap();
         u.fill(&mut training, !round).unwrap();
         assert!(matches!(pool.resume(tag, None), Err(MemoryError::OutOfMemory(_))));

@@ -122,7 +122,10 @@ fn a_slice_of_cudarc_is_adopted_used_and_given_back_in_order() {
         // On a third stream, which knows of ours by cudarc's own events only.
         let third = gpu.cu();
         let back = third.clone_dtoh(&theirs).unwrap();
-        assert!(back[..1000].iter().all(|&n| n == round) && back[1000..] == counted[1000..], "{round}");
+        assert!(
+            back[..1000].iter().all(|&n| n == round) && back[1000..] == counted[1000..],
+            "{round}"
+        );
         let y = download(&s, &y);
         assert!(y[..500].iter().all(|&n| n == round + 1) && y[500..] == counted[500..], "{round}");
     }
@@ -150,7 +153,8 @@ fn memory_of_an_unknown_library_is_adopted_by_its_address() {
     drop(done);
     let range = DeviceRange { device: gpu.pool().device(), address, bytes: 4 * LEN as u64 };
     // SAFETY: 1. the slice owns the range. 2. it was zeroed on `cu`. 3. it is freed there. 4. the stream is kept alive.
-    let external = unsafe { External::<u32, _>::new(range, raw_stream(&cu), Some(keep_alive(&cu)), theirs) };
+    let external =
+        unsafe { External::<u32, _>::new(range, raw_stream(&cu), Some(keep_alive(&cu)), theirs) };
     let mut x = Adopted::new(gpu.pool().streams(), external).unwrap();
     s.fill(&mut x, 5).unwrap();
     let theirs = x.into_inner().unwrap().into_guard();

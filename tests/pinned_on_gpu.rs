@@ -3,7 +3,12 @@
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "queues copies by hand, launches a kernel, and maps files")]
-#![expect(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, reason = "helpers of tests")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stdout,
+    reason = "helpers of tests"
+)]
 
 use aquifer::{
     Budget, DeviceBuffer, DevicePool, Runtime, Stream,
@@ -12,8 +17,8 @@ use aquifer::{
     host::{
         kernel::{Ground, Kernel, MapPages, Span},
         region::{
-            Cause, FileMap, Host, InPlace, PageTier, PinnedBy, Pinning, Region, RegionRequest, SharedRegion,
-            end_retired, scope, scope_mut,
+            Cause, FileMap, Host, InPlace, PageTier, PinnedBy, Pinning, Region, RegionRequest,
+            SharedRegion, end_retired, scope, scope_mut,
         },
         topology::Topology,
     },

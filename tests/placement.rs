@@ -17,8 +17,8 @@ mod health;
 mod waits;
 
 use aquifer::{
-    Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Near, OutOfBudget,
-    Place, PlaceError, Placer, Policy, PoolConfig, Request, Runtime, Tag,
+    Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Near,
+    OutOfBudget, Place, PlaceError, Placer, Policy, PoolConfig, Request, Runtime, Tag,
     driver::Call,
     host::topology::{NodeId, Topology},
     placement::{Candidate, Why},
@@ -39,7 +39,8 @@ fn machine(devices: u32, limit_mib: u64) -> (Sim, Runtime) {
 }
 
 fn on(sim: Sim, limit_mib: u64) -> (Sim, Runtime) {
-    let rt = Runtime::builder().driver(sim.driver()).device_budget(limit_mib * MIB).build().unwrap();
+    let rt =
+        Runtime::builder().driver(sim.driver()).device_budget(limit_mib * MIB).build().unwrap();
     (sim, rt)
 }
 
@@ -68,7 +69,11 @@ fn round_robin_takes_each_device_in_turn() {
     let leases: Vec<_> = (0..4).map(|_| place(&placer, 1).unwrap()).collect();
     assert_eq!(devices(&leases), [0, 1, 0, 1]);
     let clone = placer.clone();
-    assert_eq!(place(&clone, 1).unwrap().device(), DeviceId(0), "a clone goes on where the other was");
+    assert_eq!(
+        place(&clone, 1).unwrap().device(),
+        DeviceId(0),
+        "a clone goes on where the other was"
+    );
     assert_eq!(place(&placer, 1).unwrap().device(), DeviceId(1));
     assert!(placer.devices().map(|device| device.seen.device).eq([DeviceId(0), DeviceId(1)]));
 }
@@ -86,14 +91,16 @@ fn round_robin_passes_over_a_device_that_is_full() {
 #[test]
 fn the_freest_device_is_taken_and_what_is_leased_is_not_free() {
     let (_, rt) = machine(3, 100);
-    let _held = [fill(rt.device(0).unwrap(), 50).unwrap(), fill(rt.device(2).unwrap(), 20).unwrap()];
+    let _held =
+        [fill(rt.device(0).unwrap(), 50).unwrap(), fill(rt.device(2).unwrap(), 20).unwrap()];
     let placer = rt.placer(Policy::MostFree);
     let leases: Vec<_> = (0..4).map(|_| place(&placer, 30).unwrap()).collect();
     assert_eq!(devices(&leases), [1, 2, 1, 0]);
 }
 
 fn every_policy() -> Vec<Policy> {
-    let last = |_: &Place, devices: &[Candidate<'_>]| devices.iter().rev().map(|d| d.device).collect();
+    let last =
+        |_: &Place, devices: &[Candidate<'_>]| devices.iter().rev().map(|d| d.device).collect();
     vec![
         Policy::RoundRobin,
         Policy::LeastLoaded,
@@ -149,10 +156,17 @@ fn nobody_else_gets_what_a_lease_holds() {
     let (_, rt) = machine(1, 10);
     let pool = rt.device(0).unwrap();
     let lease = place(&rt.placer(Policy::MostFree), 6).unwrap();
-    assert_eq!((pool.budget().used(), pool.stats().physical), (6 * MIB, 0), "held, and not taken yet");
+    assert_eq!(
+        (pool.budget().used(), pool.stats().physical),
+        (6 * MIB, 0),
+        "held, and not taken yet"
+    );
     let refused = fill(pool, 6).unwrap_err();
     let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused:?}") };
-    assert!(refused.refused.is_some_and(|r| r.remaining <= 4 * MIB && r.limit == 10 * MIB), "{refused}");
+    assert!(
+        refused.refused.is_some_and(|r| r.remaining <= 4 * MIB && r.limit == 10 * MIB),
+        "{refused}"
+    );
     assert_eq!(lease.remaining(), 6 * MIB);
     let _beside = fill(pool, 4).unwrap();
     assert!(matches!(fill(pool, 1), Err(MemoryError::OutOfMemory(_))));
@@ -177,7 +191,11 @@ fn a_lease_is_drawn_from_to_its_last_byte_and_then_asks_the_budget() {
     assert_eq!(pool.budget().used(), 16 * MIB, "beyond the lease, from the budget");
     assert!(matches!(draw(1), Err(MemoryError::OutOfMemory(_))));
     drop((one, two, three));
-    assert_eq!(draw(16).unwrap().bytes(), 16 * MIB, "what came back to the cache is there for everybody");
+    assert_eq!(
+        draw(16).unwrap().bytes(),
+        16 * MIB,
+        "what came back to the cache is there for everybody"
+    );
 }
 
 #[test]
@@ -308,12 +326,19 @@ fn a_burst_from_many_threads_is_granted_whole_where_there_is_room_for_it_and_no_
         let placer = rt.placer(policy);
         let leases: Vec<Lease> = thread::scope(|scope| {
             let threads: Vec<_> = (0..10)
-                .map(|_| scope.spawn(|| (0..10).map(|_| place(&placer, 10)).collect::<Result<Vec<_>, _>>()))
+                .map(|_| {
+                    scope.spawn(|| {
+                        (0..10).map(|_| place(&placer, 10)).collect::<Result<Vec<_>, _>>()
+                    })
+                })
                 .collect();
             threads.into_iter().flat_map(|thread| thread.join().unwrap().unwrap()).collect()
         });
         for device in 0..4 {
-            assert_eq!(leases.iter().filter(|lease| lease.device() == DeviceId(device)).count(), 25);
+            assert_eq!(
+                leases.iter().filter(|lease| lease.device() == DeviceId(device)).count(),
+                25
+            );
         }
         assert!(place(&placer, 10).is_err(), "every byte is held");
         assert!(rt.devices().iter().all(|pool| pool.budget().remaining() == 0));
@@ -342,7 +367,8 @@ fn what_the_cache_of_another_device_holds_of_a_shared_budget_is_given_up_for_a_l
         let root = Budget::new("the process", 10 * MIB);
         let sim = Sim::h200(2).symbolic();
         let budget = if below { root.child("the devices", 10 * MIB) } else { root.clone() };
-        let builder = Runtime::builder().driver(sim.driver()).pools(PoolConfig::with_budget(budget));
+        let builder =
+            Runtime::builder().driver(sim.driver()).pools(PoolConfig::with_budget(budget));
         let builder = if below { builder.keep_free(1) } else { builder };
         let rt = builder.build().unwrap();
         drop(fill(rt.device(1).unwrap(), 8).unwrap());
@@ -444,7 +470,11 @@ fn a_stable_block_is_drawn_from_a_lease_by_its_whole_handle() {
     let first = lease.alloc_stable(&s, Request::bytes(3 * MIB)).unwrap();
     assert_eq!((lease.remaining(), pool.budget().used()), (3 * MIB, 7 * MIB));
     let second = lease.alloc_stable(&s, Request::bytes(4 * MIB)).unwrap();
-    assert_eq!((lease.remaining(), pool.budget().used()), (0, 8 * MIB), "and what it lacked from the budget");
+    assert_eq!(
+        (lease.remaining(), pool.budget().used()),
+        (0, 8 * MIB),
+        "and what it lacked from the budget"
+    );
     assert!(lease.alloc_stable(&s, Request::bytes(9 * MIB)).is_err());
     assert_eq!(pool.budget().used(), 8 * MIB);
     drop((first, second));
@@ -476,7 +506,11 @@ fn near_goes_by_nodes_by_peers_and_by_where_data_is() {
     assert_eq!(near(Near::Data(Tag::named("nobody's"))), 0);
     assert_eq!(near(Near::Device(DeviceId(1))), 1);
     placer.drain(DeviceId(1)).unwrap();
-    assert_eq!(near(Near::Device(DeviceId(1))), 0, "the freest of those that are no nearer than others");
+    assert_eq!(
+        near(Near::Device(DeviceId(1))),
+        0,
+        "the freest of those that are no nearer than others"
+    );
     assert!(near(Near::Caller) < 3);
 }
 
@@ -484,11 +518,18 @@ fn near_goes_by_nodes_by_peers_and_by_where_data_is() {
 fn a_policy_of_the_programs_own_is_never_believed() {
     let (_, rt) = machine(3, 10);
     let named = |devices: &'static [u32]| {
-        rt.placer(Policy::custom("a test", move |_, _| devices.iter().copied().map(DeviceId).collect()))
+        rt.placer(Policy::custom("a test", move |_, _| {
+            devices.iter().copied().map(DeviceId).collect()
+        }))
     };
-    let place_on = |placer: &Placer, place: Place| placer.place(&place).map(|lease| lease.device().0);
+    let place_on =
+        |placer: &Placer, place: Place| placer.place(&place).map(|lease| lease.device().0);
     assert_eq!(place_on(&named(&[9, 1, 1]), Place::bytes(MIB)), Ok(1));
-    assert_eq!(place_on(&named(&[1, 2]), Place::bytes(MIB).not_on([DeviceId(1)])), Ok(2), "not admitted");
+    assert_eq!(
+        place_on(&named(&[1, 2]), Place::bytes(MIB).not_on([DeviceId(1)])),
+        Ok(2),
+        "not admitted"
+    );
     let refused = named(&[]).place(&Place::bytes(MIB)).unwrap_err();
     assert_eq!(why(&refused, 0), Why::NotNamed);
     let panics = rt.placer(Policy::custom("a test", |_, _| panic!("on purpose")));
@@ -525,10 +566,16 @@ fn near_a_node_is_the_device_on_it_and_then_the_one_on_the_nearest() {
     config.devices[2].info.host_node = Some(0);
     let topology = Topology::read_under(&fixtures.join("power9")).unwrap();
     let sim = Sim::new(config).symbolic();
-    let rt =
-        Runtime::builder().driver(sim.driver()).device_budget(100 * MIB).topology(topology).build().unwrap();
+    let rt = Runtime::builder()
+        .driver(sim.driver())
+        .device_budget(100 * MIB)
+        .topology(topology)
+        .build()
+        .unwrap();
     let placer = rt.placer(Policy::Near);
-    let on = |place: Place, node| placer.place(&place.near(Near::Node(NodeId(node)))).unwrap().device().0;
+    let on = |place: Place, node| {
+        placer.place(&place.near(Near::Node(NodeId(node)))).unwrap().device().0
+    };
     let one = || Place::bytes(MIB);
     assert_eq!((on(one(), 0), on(one(), 8)), (2, 1));
     // The first device's node is unknown: it is the last resort.
@@ -551,7 +598,11 @@ fn growable_memory_draws_from_its_lease_and_then_from_the_budget() {
     // All but 2 MiB of the device is taken, and the lease has 2 MiB: 4 MiB more fit in both together only.
     let other = budget.charge(54 * MIB).unwrap();
     assert!(keys.commit_to(12 << 20).is_err());
-    assert_eq!((lease.remaining(), budget.used()), (2 * MIB, 62 * MIB), "a refusal changes nothing");
+    assert_eq!(
+        (lease.remaining(), budget.used()),
+        (2 * MIB, 62 * MIB),
+        "a refusal changes nothing"
+    );
     keys.commit_to(10 << 20).unwrap();
     assert_eq!((lease.remaining(), budget.used()), (0, 64 * MIB));
     drop(other);
@@ -560,7 +611,11 @@ fn growable_memory_draws_from_its_lease_and_then_from_the_budget() {
     let second = place(&placer, 4).unwrap();
     let mut more = second.reserve_in_steps::<u8>(&s, 1 << 30, 4 * MIB).unwrap();
     drop(second);
-    assert_eq!(budget.used(), 10 * MIB, "the rest of a lease goes back though memory could grow from it");
+    assert_eq!(
+        budget.used(),
+        10 * MIB,
+        "the rest of a lease goes back though memory could grow from it"
+    );
     more.commit_to(1).unwrap();
     assert_eq!((more.step(), budget.used()), (4 * MIB, 14 * MIB));
 }

@@ -9,7 +9,8 @@
 mod gpu;
 
 use aquifer::{
-    DeviceBuffer, Group, Lease, Near, Place, PlaceError, Policy, Runtime, Stream, Tag, placement::Why,
+    DeviceBuffer, Group, Lease, Near, Place, PlaceError, Policy, Runtime, Stream, Tag,
+    placement::Why,
 };
 
 const MIB: u64 = 1 << 20;
@@ -50,7 +51,8 @@ fn near_goes_to_the_device_that_has_the_data_and_then_to_its_peers() {
     let Some(rt) = runtime() else { return };
     let (placer, tag) = (rt.placer(Policy::Near), Tag::named("the cache"));
     let there = rt.devices().last().unwrap();
-    let _data = there.alloc(&there.stream().unwrap(), aquifer::Request::bytes(64 * MIB).tag(tag)).unwrap();
+    let _data =
+        there.alloc(&there.stream().unwrap(), aquifer::Request::bytes(64 * MIB).tag(tag)).unwrap();
     let place = Place::bytes(MIB).near(Near::Data(tag));
     assert_eq!(placer.place(&place).unwrap().device(), there.device());
     let next = placer.place(&place.not_on([there.device()])).unwrap();
@@ -64,7 +66,9 @@ fn a_group_on_peers_is_held_whole_and_a_draining_device_takes_nothing_new() {
     let placer = rt.placer(Policy::MostFree);
     let all = rt.devices();
     let mutual = |pool: &aquifer::DevicePool| {
-        all.iter().all(|other| other.device() == pool.device() || pool.info().peers.contains(&other.device()))
+        all.iter().all(|other| {
+            other.device() == pool.device() || pool.info().peers.contains(&other.device())
+        })
     };
     let group = Group::of(all.len(), Place::bytes(64 * MIB)).on_peers();
     match placer.place_group(&group) {

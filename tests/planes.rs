@@ -61,7 +61,8 @@ fn counted(len: usize) -> Vec<u32> {
 /// What a copy of rows should leave in `to`.
 fn expected(mut to: Vec<u32>, from: &[u32], grid: Grid) -> Vec<u32> {
     for row in 0..grid.height {
-        to[row * grid.to_pitch..][..grid.width].copy_from_slice(&from[row * grid.from_pitch..][..grid.width]);
+        to[row * grid.to_pitch..][..grid.width]
+            .copy_from_slice(&from[row * grid.from_pitch..][..grid.width]);
     }
     to
 }
@@ -123,8 +124,9 @@ fn rows_that_lie_in_one_side_only_are_refused_and_nothing_is_queued() {
     let copy = |grid: Grid, y: &mut DeviceBuffer<u32>| rig.s.copy_2d(&x, y, grid);
     // To the last element, and one beyond.
     let fits = Grid::new(10, 9).source_pitch(11).target_pitch(10);
-    let short =
-        |len: u64, bytes: u64| Err(MemoryError::OutOfBounds { offset: 0, len: len * 4, bytes: bytes * 4 });
+    let short = |len: u64, bytes: u64| {
+        Err(MemoryError::OutOfBounds { offset: 0, len: len * 4, bytes: bytes * 4 })
+    };
     assert_eq!(copy(fits, &mut y), short(90, 50));
     assert_eq!(copy(Grid::new(10, 5).source_pitch(23), &mut y), short(102, 100));
     assert_eq!(
@@ -142,7 +144,10 @@ fn rows_that_lie_in_one_side_only_are_refused_and_nothing_is_queued() {
         copy(nothing, &mut y).unwrap();
         rig.s.fill_2d(&mut y, 1, 9, nothing.width, nothing.height).unwrap();
     }
-    assert_eq!(rig.s.fill_2d(&mut y, 1, 9, 10, 2), Err(MemoryError::BadPitch { pitch: 36, width: 40 }));
+    assert_eq!(
+        rig.s.fill_2d(&mut y, 1, 9, 10, 2),
+        Err(MemoryError::BadPitch { pitch: 36, width: 40 })
+    );
     assert_eq!(rig.s.fill_2d(&mut y, 1, 41, 10, 2), short(51, 50));
 
     let mut v = PinnedVec::new_in(rig.rt.pinned_near(0).allocator());
@@ -211,7 +216,10 @@ fn a_fill_is_one_call_where_the_driver_has_one_and_few_where_it_has_none() {
     assert_eq!(cost(&|| rig.s.fill(&mut rig.buffer(LEN), 1.0f32).unwrap()), [0, 0, 1, 0]);
     assert_eq!(cost(&|| rig.s.fill(&mut rig.buffer(LEN), 1u16).unwrap()), [0, 1, 0, 0]);
     assert_eq!(cost(&|| rig.s.fill(&mut rig.buffer(LEN), [0.0f64; 8]).unwrap()), [1, 0, 0, 0]);
-    assert_eq!(cost(&|| rig.s.fill_bytes(&mut rig.buffer::<f64>(LEN), 0xff).unwrap()), [1, 0, 0, 0]);
+    assert_eq!(
+        cost(&|| rig.s.fill_bytes(&mut rig.buffer::<f64>(LEN), 0xff).unwrap()),
+        [1, 0, 0, 0]
+    );
     // Two words, and 2²⁰ elements by doubling one.
     assert_eq!(cost(&|| rig.s.fill(&mut rig.buffer(LEN), 1.1f64).unwrap()), [0, 0, 2, 20]);
     // Runs of equal words go together.
@@ -303,7 +311,8 @@ fn the_oracle_objects_to_a_copy_between_devices_that_nobody_waits_for() {
     t.fill(&mut y, 99).unwrap();
     let (from, to) = (x.range(), y.range());
     // SAFETY: 1. both live on until the streams are idle. 2. broken on purpose.
-    unsafe { rig.sim.driver().copy_on_device(rig.s.raw(), to.address, from.address, 4000) }.unwrap();
+    unsafe { rig.sim.driver().copy_on_device(rig.s.raw(), to.address, from.address, 4000) }
+        .unwrap();
     assert_eq!(rig.sim.take_violations().len(), 1);
     rig.s.synchronize().unwrap();
 }

@@ -8,7 +8,8 @@ mod machine;
 mod support;
 
 use aquifer::{
-    Block, Budget, Charge, DeviceId, DevicePool, HostWatch, MemoryError, PoolConfig, Request, Runtime,
+    Block, Budget, Charge, DeviceId, DevicePool, HostWatch, MemoryError, PoolConfig, Request,
+    Runtime,
     base::budget::{Level, Offer, Reclaim},
     driver::{Call, Driver},
     host::kernel::{Faults, Kernel, SystemCall},
@@ -34,7 +35,9 @@ fn neighbour(driver: &Arc<dyn Driver>, bytes: u64) -> (u64, Duration) {
     loop {
         match driver.mem_alloc(GPU, bytes) {
             Ok(address) => return (address, begun.elapsed()),
-            Err(refused) => assert!(refused.is_out_of_memory() && begun.elapsed() < PATIENCE, "{refused}"),
+            Err(refused) => {
+                assert!(refused.is_out_of_memory() && begun.elapsed() < PATIENCE, "{refused}")
+            }
         }
         thread::sleep(Duration::from_millis(1));
     }
@@ -110,7 +113,10 @@ fn our_own_demand_ends_where_memory_is_kept_free_and_goes_on_when_neighbours_lea
         held.push(block);
         assert!(pool.stats().physical <= GIB, "{:?}", pool.stats());
     }
-    assert_eq!(pool.budget().charge(64 * MIB).unwrap_err().budget, "the device beside its neighbours");
+    assert_eq!(
+        pool.budget().charge(64 * MIB).unwrap_err().budget,
+        "the device beside its neighbours"
+    );
     drop(looking);
     assert!(free(&driver) >= GIB, "{}", free(&driver));
     assert!(held.len() >= 14, "up to the mark everything is ours: {}", held.len());
@@ -119,7 +125,9 @@ fn our_own_demand_ends_where_memory_is_kept_free_and_goes_on_when_neighbours_lea
     unsafe {
         driver.mem_free(GPU, theirs).unwrap();
     }
-    eventually(|| pool.alloc(&stream, Request::bytes(2 * GIB)).map(|block| held.push(block)).is_ok());
+    eventually(|| {
+        pool.alloc(&stream, Request::bytes(2 * GIB)).map(|block| held.push(block)).is_ok()
+    });
     assert!(free(&driver) >= GIB);
     assert_silent(&sim);
 }
@@ -140,7 +148,10 @@ fn the_mark_can_be_moved_while_it_runs_and_taken_away() {
     drop(all);
     assert!(free(&driver) < 128 * MIB, "nothing is kept free");
     let without = Runtime::builder().driver(sim.driver()).pinned(small()).build().unwrap();
-    assert!(matches!(without.set_keep_free(1), Err(MemoryError::BadSetting { name: "keep_free", .. })));
+    assert!(matches!(
+        without.set_keep_free(1),
+        Err(MemoryError::BadSetting { name: "keep_free", .. })
+    ));
     assert_eq!(without.pressure(), aquifer::Pressure::default());
 }
 
@@ -264,7 +275,8 @@ fn a_device_whose_frees_wait_for_it_gives_nothing_back_unless_it_may() {
         config.capacity = Some(4 * GIB);
         let sim = Sim::new(config);
         let driver = sim.driver();
-        let builder = Runtime::builder().driver(sim.driver()).pinned(small()).pinned_budget(64 << 20);
+        let builder =
+            Runtime::builder().driver(sim.driver()).pinned(small()).pinned_budget(64 << 20);
         let builder = builder.device_budget(4 * GIB).keep_free(GIB);
         let rt = if may_stall { builder.keep_free_may_stall() } else { builder }.build().unwrap();
         drop(blocks(rt.device(0).unwrap(), 2 * GIB));
@@ -304,7 +316,8 @@ fn what_the_system_refuses_is_an_error_of_the_build() {
         let faults = Arc::new(Faults::new());
         faults.fail(call, 1, 11);
         let builder = Runtime::builder().driver(Sim::h200(1).driver()).pinned(small());
-        let refused = builder.kernel(Kernel::with_faults(faults)).keep_free(GIB).build().unwrap_err();
+        let refused =
+            builder.kernel(Kernel::with_faults(faults)).keep_free(GIB).build().unwrap_err();
         assert!(matches!(refused, MemoryError::System(e) if e.errno == 11), "{refused}");
     }
 }
@@ -394,8 +407,10 @@ fn a_host_that_runs_out_holds_pinned_pools_and_has_them_give_back_at_a_quiet_poi
 #[test]
 fn without_a_device_nothing_stalls_and_pinned_memory_goes_back_at_once() {
     let machine = machine("at-once", 80);
-    let builder = Runtime::builder().driver(Sim::h200(0).driver()).topology(machine.read()).pinned(small());
-    let watch = HostWatch::default().on_level(|_, _, _| std::panic::resume_unwind(Box::new("a hook's own")));
+    let builder =
+        Runtime::builder().driver(Sim::h200(0).driver()).topology(machine.read()).pinned(small());
+    let watch = HostWatch::default()
+        .on_level(|_, _, _| std::panic::resume_unwind(Box::new("a hook's own")));
     let rt = builder.pinned_budget(64 << 20).watch_host(watch).build().unwrap();
     drop(rt.pinned_near(0).buffer::<u8>(16 << 20).unwrap());
     leave(&machine, 1);
@@ -408,7 +423,8 @@ fn without_a_device_nothing_stalls_and_pinned_memory_goes_back_at_once() {
 fn a_machine_that_tells_nothing_is_no_pressure_and_one_that_makes_no_sense_ends_the_watch() {
     let machine = Machine::new("tells-nothing");
     machine.write("proc/self/status", "");
-    let builder = Runtime::builder().driver(Sim::h200(0).driver()).topology(machine.read()).pinned(small());
+    let builder =
+        Runtime::builder().driver(Sim::h200(0).driver()).topology(machine.read()).pinned(small());
     let rt = builder.watch_host(HostWatch::default()).build().unwrap();
     let host = || rt.pressure().host.unwrap();
     eventually(|| host().looks > 0);

@@ -45,7 +45,8 @@ impl Neighbour {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let (tell, told) = (process.stdin.take().unwrap(), BufReader::new(process.stdout.take().unwrap()));
+        let (tell, told) =
+            (process.stdin.take().unwrap(), BufReader::new(process.stdout.take().unwrap()));
         let mut neighbour = Self { process, tell, told };
         neighbour.hear("ready");
         neighbour
@@ -56,7 +57,10 @@ impl Neighbour {
         let mut line = String::new();
         loop {
             line.clear();
-            assert!(self.told.read_line(&mut line).unwrap() > 0, "the neighbour has ended without: {word}");
+            assert!(
+                self.told.read_line(&mut line).unwrap() > 0,
+                "the neighbour has ended without: {word}"
+            );
             if let Some((_, rest)) = line.split_once(word) {
                 return rest.trim().to_owned();
             }
@@ -188,6 +192,10 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
         blocks.push(block);
     }
     let free = driver.memory_info(GPU).unwrap().free;
-    println!("with all that the pool gets held, {} are free of {} to be kept", Bytes(free), Bytes(keep_free));
+    println!(
+        "with all that the pool gets held, {} are free of {} to be kept",
+        Bytes(free),
+        Bytes(keep_free)
+    );
     assert!(!blocks.is_empty() && free >= keep_free - GIB / 2);
 }

@@ -7,8 +7,8 @@
 mod support;
 
 use aquifer::{
-    Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Operand, PinnedAllocator,
-    PinnedPool, PoolConfig, Request, Runtime, StagerConfig, Stream,
+    Access, Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Operand,
+    PinnedAllocator, PinnedPool, PoolConfig, Request, Runtime, StagerConfig, Stream,
     base::NoGpu,
     driver::Call,
     host::topology::{NodeId, Topology},
@@ -32,22 +32,34 @@ fn every_device_has_a_pool_and_one_that_is_not_there_is_an_error() {
         assert_eq!(rt.by_ordinal(DeviceId(index as u32)).unwrap().device(), DeviceId(index as u32));
     }
     assert_eq!(rt.device(3).unwrap_err(), MemoryError::NoDevice { asked: 3, count: 3 });
-    assert_eq!(rt.by_ordinal(DeviceId(7)).unwrap_err(), MemoryError::NoDevice { asked: 7, count: 3 });
+    assert_eq!(
+        rt.by_ordinal(DeviceId(7)).unwrap_err(),
+        MemoryError::NoDevice { asked: 7, count: 3 }
+    );
 }
 
 #[test]
 fn chosen_devices_come_in_the_order_in_which_they_were_chosen() {
     let sim = Sim::h200(4);
-    let rt = Runtime::builder().driver(sim.driver()).devices([DeviceId(2), DeviceId(0)]).build().unwrap();
+    let rt = Runtime::builder()
+        .driver(sim.driver())
+        .devices([DeviceId(2), DeviceId(0)])
+        .build()
+        .unwrap();
     let ordinals: Vec<u32> = rt.devices().iter().map(|pool| pool.device().0).collect();
     assert_eq!(ordinals, [2, 0]);
     assert_eq!(rt.device(0).unwrap().device(), DeviceId(2));
     assert_eq!(rt.by_ordinal(DeviceId(0)).unwrap().device(), DeviceId(0));
-    assert_eq!(rt.by_ordinal(DeviceId(1)).unwrap_err(), MemoryError::NoDevice { asked: 1, count: 2 });
-    let block = rt.device(0).unwrap().alloc(&rt.device(0).unwrap().stream().unwrap(), Request::bytes(1));
+    assert_eq!(
+        rt.by_ordinal(DeviceId(1)).unwrap_err(),
+        MemoryError::NoDevice { asked: 1, count: 2 }
+    );
+    let block =
+        rt.device(0).unwrap().alloc(&rt.device(0).unwrap().stream().unwrap(), Request::bytes(1));
     assert_eq!(block.unwrap().device(), DeviceId(2));
 
-    let absent = Runtime::builder().driver(sim.driver()).devices([DeviceId(1), DeviceId(9)]).build();
+    let absent =
+        Runtime::builder().driver(sim.driver()).devices([DeviceId(1), DeviceId(9)]).build();
     assert_eq!(absent.unwrap_err(), MemoryError::NoDevice { asked: 9, count: 4 });
     let none = Runtime::builder().driver(sim.driver()).devices([]).build().unwrap();
     assert_eq!(none.device(0).unwrap_err(), MemoryError::NoDevice { asked: 0, count: 0 });
@@ -66,7 +78,11 @@ fn pinned_memory_near_a_device_lies_on_the_hosts_nearest_memory_and_never_on_the
         config.devices[0].info.pci_address = Some(pci.into());
         config.devices[0].info.memory_node = memory_node;
         let topology = Topology::read_under(&fixtures.join(machine)).unwrap();
-        let rt = Runtime::builder().driver(Sim::new(config).driver()).topology(topology).build().unwrap();
+        let rt = Runtime::builder()
+            .driver(Sim::new(config).driver())
+            .topology(topology)
+            .build()
+            .unwrap();
         assert_eq!(rt.pinned_near(0).node(), near.map(NodeId), "{machine}");
         assert_eq!(rt.pinned_near(0).budget().limit(), budget / 2, "{machine}");
     }
@@ -77,7 +93,10 @@ fn without_a_device_host_memory_serves_all_the_same_and_says_that_it_is_not_pinn
     let sim = Sim::h200(0);
     let rt = Runtime::builder().driver(sim.driver()).pinned(small()).build().unwrap();
     assert!(rt.devices().is_empty());
-    assert_eq!(rt.device(0).unwrap_err(), MemoryError::NoGpu { asked: 0, why: Box::new(NoGpu::NoDevices) });
+    assert_eq!(
+        rt.device(0).unwrap_err(),
+        MemoryError::NoGpu { asked: 0, why: Box::new(NoGpu::NoDevices) }
+    );
     assert_eq!(rt.no_gpu(), Some(NoGpu::NoDevices));
     let buffer = rt.pinned_near(0).buffer::<u8>(100).unwrap();
     assert!(!buffer.is_pinned());
@@ -120,7 +139,12 @@ fn each_device_has_a_budget_of_its_own_unless_one_is_shared() {
 #[test]
 fn pinned_memory_is_limited_in_all() {
     let sim = Sim::h200(1);
-    let rt = Runtime::builder().driver(sim.driver()).pinned(small()).pinned_budget(4 << 20).build().unwrap();
+    let rt = Runtime::builder()
+        .driver(sim.driver())
+        .pinned(small())
+        .pinned_budget(4 << 20)
+        .build()
+        .unwrap();
     let pinned = rt.pinned_near(0);
     let held = pinned.buffer::<u8>(4 * MIB).unwrap();
     assert_eq!(pinned.budget().used(), 4 << 20);
@@ -244,10 +268,12 @@ fn memory_that_a_device_shares_with_the_host_is_counted_once() {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("allocators/host/tests/fixtures");
     for keep_free in [0, 1 << 30] {
         let topology = Topology::read_under(&fixtures.join("cpuset-container-v2")).unwrap();
-        let builder = Runtime::builder().driver(driver.clone()).topology(topology).keep_free(keep_free);
+        let builder =
+            Runtime::builder().driver(driver.clone()).topology(topology).keep_free(keep_free);
         let rt = builder.pinned_budget(30 << 30).pinned(small()).build().unwrap();
-        let root =
-            |budget: &Budget| std::iter::successors(Some(budget.clone()), Budget::parent).last().unwrap();
+        let root = |budget: &Budget| {
+            std::iter::successors(Some(budget.clone()), Budget::parent).last().unwrap()
+        };
         let (shares, apart) = (rt.device(0).unwrap().budget(), rt.device(1).unwrap().budget());
         let pinned = rt.pinned_near(0).budget();
         assert!(root(shares).is(&root(pinned)) && !root(apart).is(&root(pinned)));
@@ -316,7 +342,8 @@ fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
             command.env_remove(format!("AQUIFER_{variable}"));
         }
         // Where there is a GPU, it is hidden.
-        let output = command.env("CUDA_VISIBLE_DEVICES", "").envs(environment.iter().copied()).output();
+        let output =
+            command.env("CUDA_VISIBLE_DEVICES", "").envs(environment.iter().copied()).output();
         let output = output.unwrap();
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         (output.status.code(), text(&output.stdout), text(&output.stderr))
@@ -326,11 +353,16 @@ fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
         assert_eq!(status, Some(0), "{told}");
         assert_eq!(told.matches("aquifer: a simulated GPU is used, since ").count(), 1, "{told}");
         assert!(told.contains("libcuda") || told.contains("CUDA"), "{told}");
-        let (found, gone) = (told.find("found 1 violation").unwrap(), told.find("is gone").unwrap());
+        let (found, gone) =
+            (told.find("found 1 violation").unwrap(), told.find("is gone").unwrap());
         assert!(found < gone, "it is reported when the runtime ends: {told}");
-        assert!(told.matches("tests/runtime.rs:").count() == 2, "both lines are the program's: {told}");
+        assert!(
+            told.matches("tests/runtime.rs:").count() == 2,
+            "both lines are the program's: {told}"
+        );
     }
-    for quiet in [[("RUNTIME_FALLBACK", "quiet"), ("A", "")], [("AQUIFER_SIM_FALLBACK", "quiet"), ("A", "")]]
+    for quiet in
+        [[("RUNTIME_FALLBACK", "quiet"), ("A", "")], [("AQUIFER_SIM_FALLBACK", "quiet"), ("A", "")]]
     {
         let (status, _, told) = run(&quiet);
         assert_eq!(status, Some(0), "{told}");
@@ -348,7 +380,10 @@ fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
     let (status, said, told) = run(&[("RUNTIME_FALLBACK", "none")]);
     assert_eq!(status, Some(0), "{told}");
     let reasons = ["libcuda.so.1", "CUDA_VISIBLE_DEVICES", "no CUDA"];
-    assert!(said.contains("there is none: ") && reasons.iter().any(|why| said.contains(why)), "{said}");
+    assert!(
+        said.contains("there is none: ") && reasons.iter().any(|why| said.contains(why)),
+        "{said}"
+    );
 }
 
 /// Runs one of the ignored tests below in a process of its own; answers with what it wrote, if it went well.
@@ -356,9 +391,16 @@ fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
 fn child(name: &str, environment: &[(&str, &str)]) -> String {
     let mut command = Command::new(env::current_exe().unwrap());
     command.args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"]);
-    for variable in
-        ["TRACE", "BYPASS", "DEBUG", "NUMA", "KEEP_FREE", "WATCH_HOST", "SIM_VIOLATIONS", "SIM_FALLBACK"]
-    {
+    for variable in [
+        "TRACE",
+        "BYPASS",
+        "DEBUG",
+        "NUMA",
+        "KEEP_FREE",
+        "WATCH_HOST",
+        "SIM_VIOLATIONS",
+        "SIM_FALLBACK",
+    ] {
         command.env_remove(format!("AQUIFER_{variable}"));
     }
     let output = command.envs(environment.iter().copied()).output().unwrap();
@@ -374,7 +416,10 @@ fn child_builds() {
     match Runtime::builder().driver(Sim::h200(1).driver()).build() {
         Ok(rt) => {
             println!("built: {}", rt.devices().len());
-            rt.pressure().devices.iter().for_each(|device| println!("keeps free: {}", device.keep_free));
+            rt.pressure()
+                .devices
+                .iter()
+                .for_each(|device| println!("keeps free: {}", device.keep_free));
             rt.pressure().host.iter().for_each(|_| println!("watches the host"));
         }
         Err(error) => println!("refused: {error:?}\n{error}"),
@@ -392,20 +437,31 @@ fn a_variable_that_cannot_be_followed_is_an_error_with_its_name_and_value() {
         ("AQUIFER_KEEP_FREE", "20GB", "an amount like 512MiB or 20GiB, or 0"),
         ("AQUIFER_WATCH_HOST", "yes", "0 or 1"),
         ("AQUIFER_SIM_FALLBACK", "loud", "tell or quiet"),
-        ("AQUIFER_SIM_VIOLATIONS", "loud", "report, now, panic, exit, exit=STATUS with 1 to 255, or quiet"),
+        (
+            "AQUIFER_SIM_VIOLATIONS",
+            "loud",
+            "report, now, panic, exit, exit=STATUS with 1 to 255, or quiet",
+        ),
     ] {
         let told = child("child_builds", &[(name, value)]);
         let refused = MemoryError::BadSetting { name, value: value.to_owned(), expected };
         assert!(told.contains(&format!("refused: {refused:?}\n{refused}\n")), "{told}");
     }
     let told = child("child_builds", &[("AQUIFER_NUMA", "banana")]);
-    assert!(told.contains("refused: ") && told.contains("AQUIFER_NUMA") && told.contains("banana"), "{told}");
-    for (name, value) in
-        [("AQUIFER_BYPASS", ""), ("AQUIFER_BYPASS", "0"), ("AQUIFER_BYPASS", "on"), ("AQUIFER_TRACE", "")]
-    {
+    assert!(
+        told.contains("refused: ") && told.contains("AQUIFER_NUMA") && told.contains("banana"),
+        "{told}"
+    );
+    for (name, value) in [
+        ("AQUIFER_BYPASS", ""),
+        ("AQUIFER_BYPASS", "0"),
+        ("AQUIFER_BYPASS", "on"),
+        ("AQUIFER_TRACE", ""),
+    ] {
         assert!(child("child_builds", &[(name, value)]).contains("built: 1\n"), "{name}={value:?}");
     }
-    for (value, told) in [("", ""), ("0", ""), ("off", ""), ("20GiB", "keeps free: 21474836480\n")] {
+    for (value, told) in [("", ""), ("0", ""), ("off", ""), ("20GiB", "keeps free: 21474836480\n")]
+    {
         let built = child("child_builds", &[("AQUIFER_KEEP_FREE", value)]);
         assert!(built.contains(&format!("built: 1\n{told}")), "{value:?}: {built}");
         assert_eq!(built.contains("keeps free"), !told.is_empty(), "{value:?}: {built}");
@@ -490,7 +546,12 @@ fn rows(path: &Path) -> Vec<Row> {
             assert!(t_us >= last, "time goes on: {line}");
             last = t_us;
             let number = |cell: &str| cell.parse().unwrap();
-            Row { op: op.parse().unwrap(), id: number(id), bytes: number(bytes), stream: number(stream) }
+            Row {
+                op: op.parse().unwrap(),
+                id: number(id),
+                bytes: number(bytes),
+                stream: number(stream),
+            }
         })
         .collect()
 }
@@ -499,10 +560,14 @@ fn rows(path: &Path) -> Vec<Row> {
 fn a_trace_tells_the_life_of_every_block_of_the_process_in_order() {
     for bypass in ["0", "1"] {
         let path = scratch(&format!("trace-{bypass}.csv"));
-        child("child_allocates", &[("AQUIFER_TRACE", path.to_str().unwrap()), ("AQUIFER_BYPASS", bypass)]);
+        child(
+            "child_allocates",
+            &[("AQUIFER_TRACE", path.to_str().unwrap()), ("AQUIFER_BYPASS", bypass)],
+        );
         let rows = rows(&path);
         let of = |op| rows.iter().filter(move |row| row.op == op);
-        let asked: Vec<(u64, u64, u64)> = of('a').map(|row| (row.id, row.bytes, row.stream)).collect();
+        let asked: Vec<(u64, u64, u64)> =
+            of('a').map(|row| (row.id, row.bytes, row.stream)).collect();
         let expected = [(1, 1000, 0), (2, 3 << 20, 1), (3, 77, 0), (4, 2 << 20, 0)];
         assert_eq!(asked, expected, "ids in order, bytes as asked, streams");
         if bypass == "0" {
@@ -513,13 +578,20 @@ fn a_trace_tells_the_life_of_every_block_of_the_process_in_order() {
             );
         }
         // Beside what the pool took from the driver and gave back.
-        assert_eq!(rows.iter().filter(|row| !"gs".contains(row.op)).count(), 12, "and nothing else");
+        assert_eq!(
+            rows.iter().filter(|row| !"gs".contains(row.op)).count(),
+            12,
+            "and nothing else"
+        );
         for id in 1..=4 {
             let life: String = rows.iter().filter(|row| row.id == id).map(|row| row.op).collect();
             assert_eq!(life, "afc");
         }
         let at = |op, id| rows.iter().position(|row| row.op == op && row.id == id);
-        assert!(at('c', 2) > at('f', 3), "the use on the other stream ended later: bypass {bypass}");
+        assert!(
+            at('c', 2) > at('f', 3),
+            "the use on the other stream ended later: bypass {bypass}"
+        );
     }
 }
 
@@ -533,7 +605,14 @@ fn child_counts() {
     let rt = Runtime::on(sim.driver()).unwrap();
     let after = sim.outstanding();
     assert_eq!((threads(), free()), (before.0, before.1), "threads, and bytes that are free");
-    let taken = [after.streams, after.events, after.handles, after.mappings, after.allocations, after.pools];
+    let taken = [
+        after.streams,
+        after.events,
+        after.handles,
+        after.mappings,
+        after.allocations,
+        after.pools,
+    ];
     assert_eq!(taken, [0; 6], "{after}");
     assert_eq!((after.host_allocations, after.registrations), (0, 0));
     assert_eq!(rt.pinned_near(0).budget().used(), 0);

@@ -5,8 +5,8 @@
 mod support;
 
 use aquifer::{
-    Block, Budget, Dependencies, DeviceBuffer, DeviceId, DevicePages, DeviceRange, MemoryError, Opaque,
-    PoolStats, RangeSource, Request, Resource, SourcePool, Stream, StreamPool,
+    Block, Budget, Dependencies, DeviceBuffer, DeviceId, DevicePages, DeviceRange, MemoryError,
+    Opaque, PoolStats, RangeSource, Request, Resource, SourcePool, Stream, StreamPool,
     device::{BrokenPromise, conformance},
     error::Result,
     sim::Sim,
@@ -61,8 +61,10 @@ struct Rig {
 fn rig(sim: Sim, slots: u64, stride: u64, waits: bool, budget: Option<Budget>) -> Rig {
     let streams = StreamPool::new(sim.driver(), GPU, 4);
     let start = sim.driver().mem_alloc(GPU, slots * SLOT).unwrap();
-    let free = Arc::new(Mutex::new((0..slots).map(|slot| start + slot * stride).collect::<Vec<_>>()));
-    let pool = SourcePool::new(Slab { free: free.clone(), waits }, streams.clone(), budget).unwrap();
+    let free =
+        Arc::new(Mutex::new((0..slots).map(|slot| start + slot * stride).collect::<Vec<_>>()));
+    let pool =
+        SourcePool::new(Slab { free: free.clone(), waits }, streams.clone(), budget).unwrap();
     let (s, u) = (streams.lease().unwrap(), streams.lease().unwrap());
     Rig { sim, pool, free, s, u }
 }
@@ -84,13 +86,22 @@ fn a_range_comes_back_when_the_last_stream_that_used_it_is_done_and_is_charged_u
     let rig = rig(Sim::h200(1).stepped(), 1, SLOT, false, Some(budget.clone()));
     let mut x: DeviceBuffer<u8> = DeviceBuffer::new_in(&rig.pool, &rig.s, SLOT as usize).unwrap();
     rig.u.fill(&mut x, 1).unwrap();
-    assert!(matches!(rig.pool.allocate(&rig.s, Request::bytes(1)), Err(MemoryError::OutOfMemory(_))));
+    assert!(matches!(
+        rig.pool.allocate(&rig.s, Request::bytes(1)),
+        Err(MemoryError::OutOfMemory(_))
+    ));
     rig.s.synchronize().unwrap();
     drop(x);
-    assert_eq!((budget.used(), rig.pool.stats().pending, rig.free.lock().unwrap().len()), (SLOT, SLOT, 0));
+    assert_eq!(
+        (budget.used(), rig.pool.stats().pending, rig.free.lock().unwrap().len()),
+        (SLOT, SLOT, 0)
+    );
     rig.u.synchronize().unwrap();
     rig.pool.trim(0).unwrap();
-    assert_eq!((budget.used(), rig.pool.stats().pending, rig.free.lock().unwrap().len()), (0, 0, 1));
+    assert_eq!(
+        (budget.used(), rig.pool.stats().pending, rig.free.lock().unwrap().len()),
+        (0, 0, 1)
+    );
     assert_silent(&rig.sim);
 }
 
@@ -113,7 +124,10 @@ fn requests_that_the_source_cannot_serve_are_refused_before_it_is_asked() {
     assert_eq!(ask(Request::bytes(1).align(8192)), Err(MemoryError::BadAlignment { align: 8192 }));
     let far = StreamPool::new(rig.sim.driver(), DeviceId(1), 1);
     let wrong = MemoryError::WrongDevice { expected: GPU, actual: DeviceId(1) };
-    assert_eq!(rig.pool.allocate(&far.lease().unwrap(), Request::bytes(1)).map(drop), Err(wrong.clone()));
+    assert_eq!(
+        rig.pool.allocate(&far.lease().unwrap(), Request::bytes(1)).map(drop),
+        Err(wrong.clone())
+    );
     let slab = Slab { free: rig.free.clone(), waits: true };
     assert_eq!(SourcePool::new(slab, far, None).map(drop), Err(wrong));
     ask(Request::bytes(1).align(4096)).unwrap();

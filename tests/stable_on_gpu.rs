@@ -48,7 +48,8 @@ fn a_block_exported_as_a_descriptor_shows_the_same_bytes_where_it_is_imported() 
     let mut ours = pool.alloc_stable(&s, Request::bytes(5 * MIB as u64)).unwrap();
     fill(&s, &mut ours, 0x5a);
     let exported = ours.export().unwrap();
-    let sent = Exported::from_fd(exported.fd().unwrap().try_clone_to_owned().unwrap(), exported.bytes());
+    let sent =
+        Exported::from_fd(exported.fd().unwrap().try_clone_to_owned().unwrap(), exported.bytes());
     #[expect(unsafe_code, reason = "imports")]
     // SAFETY: 1. all work is on one stream.
     let mut theirs = unsafe { pool.import(&s, &sent) }.unwrap();

@@ -2,7 +2,12 @@
 //!
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
-#![expect(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, reason = "helpers of tests")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::print_stdout,
+    reason = "helpers of tests"
+)]
 
 use aquifer::{
     DeviceBuffer, DevicePool, FileSource, Runtime, Stager, StagerConfig, Stream,
@@ -65,8 +70,18 @@ fn bytes_go_up_and_down_at_every_size() {
     cached.stores = Stores::Cached;
     for config in [StagerConfig::default(), small, cached] {
         let stager = gpu.stager(config);
-        for bytes in [1, 4096, 4097, 65_535, 98_305, 300_001, 512 << 10, MIB + 3, 9 * MIB + 77, 200 * MIB + 1]
-        {
+        for bytes in [
+            1,
+            4096,
+            4097,
+            65_535,
+            98_305,
+            300_001,
+            512 << 10,
+            MIB + 3,
+            9 * MIB + 77,
+            200 * MIB + 1,
+        ] {
             let up = pattern(bytes + 3, bytes as u8);
             let mut x = gpu.buffer(&s, bytes);
             stager.scope(|stage| stage.upload(&up[3..], &mut x).map(drop)).unwrap().unwrap();
@@ -92,7 +107,10 @@ fn a_transfer_comes_after_what_was_queued_before_and_before_what_comes_after() {
         }
         let mut down = vec![0; bytes];
         stager.scope(|stage| stage.download(&x, &mut down).map(drop)).unwrap().unwrap();
-        assert!(down.iter().all(|&byte| byte == 39 ^ round), "the last fill had been queued before");
+        assert!(
+            down.iter().all(|&byte| byte == 39 ^ round),
+            "the last fill had been queued before"
+        );
         for fill in 0..40 {
             s.fill(&mut x, fill).unwrap();
         }
@@ -140,7 +158,10 @@ fn a_file_and_many_pieces_arrive_whole() {
         for (from, to) in [(0, bytes.len()), (4095, 40 * MIB), (17, 60_000)] {
             file.drop_cache().unwrap();
             let mut x = gpu.buffer(&s, to - from);
-            stager.scope(|stage| stage.read(&file, from as u64, &mut x).map(drop)).unwrap().unwrap();
+            stager
+                .scope(|stage| stage.read(&file, from as u64, &mut x).map(drop))
+                .unwrap()
+                .unwrap();
             assert!(download(&s, &x) == bytes[from..to], "{mode:?} {from}..{to}");
         }
     }

@@ -7,8 +7,8 @@
 mod support;
 
 use aquifer::{
-    Budget, DeviceBuffer, MemoryError, PinnedBuf, PinnedPool, PoolStats, Runtime, StagerConfig, Stream,
-    sim::Sim, staging,
+    Budget, DeviceBuffer, MemoryError, PinnedBuf, PinnedPool, PoolStats, Runtime, StagerConfig,
+    Stream, sim::Sim, staging,
 };
 use nix::{
     sys::wait::{WaitStatus, waitpid},
@@ -109,7 +109,8 @@ impl Staged {
 fn a_second_installation_is_refused_with_the_line_of_the_first() {
     let (staged, before, _turn) = turn();
     assert_eq!(staged.installed, Ok(()));
-    let MemoryError::AlreadySet { what, by } = staging::install(staged.pool().clone()).unwrap_err() else {
+    let MemoryError::AlreadySet { what, by } = staging::install(staged.pool().clone()).unwrap_err()
+    else {
         panic!("another error");
     };
     assert_eq!(what, "the staging allocator");
@@ -176,7 +177,11 @@ fn a_child_of_a_fork_allocates_in_a_scope_what_is_really_there() {
             assert_eq!(waitpid(child, None).unwrap(), WaitStatus::Exited(child, 0));
         }
     }
-    assert_eq!(staged.is_pinned(&inherited), Some(true), "what the child freed is the parent's still");
+    assert_eq!(
+        staged.is_pinned(&inherited),
+        Some(true),
+        "what the child freed is the parent's still"
+    );
     assert!(inherited.iter().all(|&byte| byte == 1));
     drop(inherited);
     staged.assert_as_before(before);
@@ -190,13 +195,17 @@ fn a_vector_of_the_standard_library_lies_in_the_pool_grows_there_and_goes_home_f
     assert_eq!(staged.pool().stats().memory.requested, before.requested + MIB as u64);
     // Outside of the scope it stays where it is, and what it grows into is no longer the route's to choose.
     bytes.extend_from_slice(&[8; 1000]);
-    assert!(bytes[..MIB].iter().all(|&byte| byte == 7) && bytes[MIB..].iter().all(|&byte| byte == 8));
+    assert!(
+        bytes[..MIB].iter().all(|&byte| byte == 7) && bytes[MIB..].iter().all(|&byte| byte == 8)
+    );
     staging::route(|| {
         bytes.reserve_exact(3 * MIB);
         bytes.shrink_to(2 * MIB);
     });
     assert!(bytes[..MIB].iter().all(|&byte| byte == 7) && bytes.len() == MIB + 1000);
-    let sum = thread::spawn(move || bytes.iter().map(|&byte| u64::from(byte)).sum::<u64>()).join().unwrap();
+    let sum = thread::spawn(move || bytes.iter().map(|&byte| u64::from(byte)).sum::<u64>())
+        .join()
+        .unwrap();
     assert_eq!(sum, 7 * MIB as u64 + 8000);
     staged.assert_as_before(before);
 }
@@ -317,5 +326,8 @@ fn threads_allocate_pass_on_and_free_and_the_pool_is_as_before() {
     });
     staged.assert_as_before(before);
     let now = aquifer::global::stats().live;
-    assert!(now.abs_diff(live) < MIB as u64, "{live} bytes were live in the process, and {now} are");
+    assert!(
+        now.abs_diff(live) < MIB as u64,
+        "{live} bytes were live in the process, and {now} are"
+    );
 }

@@ -8,8 +8,8 @@
 mod support;
 
 use aquifer::{
-    Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, Place, Placer, Policy, PoolConfig, Request,
-    Runtime, driver::Call, placement::Health, sim::Sim,
+    Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, Place, Placer, Policy, PoolConfig,
+    Request, Runtime, driver::Call, placement::Health, sim::Sim,
 };
 use std::{
     sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
@@ -34,7 +34,8 @@ struct Random(u64);
 
 impl Random {
     fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % end
     }
 }
@@ -69,7 +70,8 @@ fn work(lease: &Lease, bytes: u64, tally: &Tally) -> aquifer::error::Result<()> 
     let mut y: DeviceBuffer<u8> = lease.buffer(&u, len)?;
     u.copy(&x, &mut y)?;
     drop(x);
-    let z: DeviceBuffer<u8> = DeviceBuffer::from_alloc(len / 2, |request: Request| lease.alloc(&s, request))?;
+    let z: DeviceBuffer<u8> =
+        DeviceBuffer::from_alloc(len / 2, |request: Request| lease.alloc(&s, request))?;
     s.copy_to_peer(&z, &mut y.slice_mut(0..len / 2)?, &u)?;
     tally.copies.fetch_add(2, Relaxed);
     Ok(())
@@ -111,8 +113,9 @@ fn tenant(number: u64, budget: &Budget, placers: &[Placer], tally: &Tally, begun
                 drop(held);
             }
             _ => {
-                let pool =
-                    placer.device(random.below(DEVICES.into()) as usize).map(|device| device.pool.clone());
+                let pool = placer
+                    .device(random.below(DEVICES.into()) as usize)
+                    .map(|device| device.pool.clone());
                 let _ = pool.map(|pool| pool.trim(random.below(16) * MIB));
             }
         }
@@ -121,13 +124,15 @@ fn tenant(number: u64, budget: &Budget, placers: &[Placer], tally: &Tally, begun
 
 #[test]
 fn under_stress_no_limit_is_passed_no_wait_is_lost_and_nothing_is_left() {
-    let (sim, back) = (Sim::h200(DEVICES).symbolic().seeded(5), Sim::h200(DEVICES).symbolic().seeded(6));
+    let (sim, back) =
+        (Sim::h200(DEVICES).symbolic().seeded(5), Sim::h200(DEVICES).symbolic().seeded(6));
     let root = Budget::new("the process", PROCESS_LIMIT);
     let devices = root.child("the devices", DEVICE_LIMIT);
     let mut config = PoolConfig::with_budget(devices.clone());
     config.wait = Duration::from_millis(20);
     let rt = Runtime::builder().driver(sim.driver()).pools(config.clone()).build().unwrap();
-    let policies = [Policy::MostFree, Policy::RoundRobin, Policy::BestFit, Policy::Affinity, Policy::Near];
+    let policies =
+        [Policy::MostFree, Policy::RoundRobin, Policy::BestFit, Policy::Affinity, Policy::Near];
     let placers = policies.map(|policy| rt.placer(policy));
     let tenants: Vec<_> = (0..TENANTS).map(|_| root.child("a tenant", TENANT_LIMIT)).collect();
     // Memory that is not there after all, and calls that fail in the middle of a step.
@@ -153,13 +158,18 @@ fn under_stress_no_limit_is_passed_no_wait_is_lost_and_nothing_is_left() {
         let (placers, tally) = (&placers, &tally);
         let workers: Vec<_> = (0..TENANTS)
             .zip(&tenants)
-            .map(|(number, budget)| scope.spawn(move || tenant(number, budget, placers, tally, begun)))
+            .map(|(number, budget)| {
+                scope.spawn(move || tenant(number, budget, placers, tally, begun))
+            })
             .collect();
         // In the middle of it a device is lost, and later comes back with another driver.
         let half = |of: u64| TENANTS * ROUNDS / of;
         let done = || tally.begun.load(Relaxed) * 2;
         let wait_for = |many: u64| {
-            while done() < many && begun.elapsed() < LONGEST && !workers.iter().all(|w| w.is_finished()) {
+            while done() < many
+                && begun.elapsed() < LONGEST
+                && !workers.iter().all(|w| w.is_finished())
+            {
                 thread::yield_now();
             }
         };
@@ -176,7 +186,8 @@ fn under_stress_no_limit_is_passed_no_wait_is_lost_and_nothing_is_left() {
         watch.join().unwrap()
     });
     let [waits, granted, refused, copies] =
-        [&tally.begun, &tally.granted, &tally.refused, &tally.copies].map(|count| count.load(Relaxed));
+        [&tally.begun, &tally.granted, &tally.refused, &tally.copies]
+            .map(|count| count.load(Relaxed));
     assert_eq!(waits, granted + refused, "a wait was lost");
     assert!(
         samples > 0 && granted > 0 && copies > 0,

@@ -33,7 +33,11 @@ fn a_vec_through_allocator_api2_lives_in_pinned_memory_and_goes_up_from_where_it
     let s = pool.stream().unwrap();
     let mut x: DeviceBuffer<u32> = pool.buffer(&s, v.len()).unwrap();
     let flight = s.upload(v, &mut x).unwrap();
-    assert_eq!(sim.pending(s.raw()), 1, "the copy is on its way, and nobody copied it anywhere else");
+    assert_eq!(
+        sim.pending(s.raw()),
+        1,
+        "the copy is on its way, and nobody copied it anywhere else"
+    );
     let v = flight.wait().unwrap();
 
     let mut back = ApiVec::new_in(pinned.allocator());
@@ -46,7 +50,8 @@ fn a_vec_through_allocator_api2_lives_in_pinned_memory_and_goes_up_from_where_it
 }
 
 #[test]
-fn a_pool_that_is_set_as_the_pinned_staging_allocator_serves_stagers_buffers_and_any_librarys_vectors() {
+fn a_pool_that_is_set_as_the_pinned_staging_allocator_serves_stagers_buffers_and_any_librarys_vectors()
+ {
     let sim = Sim::h200(1);
     let rt = runtime(&sim);
     staging::install(rt.pinned_near(0).clone()).unwrap();

@@ -4,8 +4,8 @@
 mod support;
 
 use aquifer::{
-    Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Opaque, PoolConfig, PoolStats, Request,
-    Resource, Stream, Tag,
+    Block, Budget, DeviceBuffer, DeviceId, DevicePool, MemoryError, Opaque, PoolConfig, PoolStats,
+    Request, Resource, Stream, Tag,
     adapters::{Counted, Fallback, Limit, Segregate, Tagged},
     sim::Sim,
     vec::Vec,
@@ -36,8 +36,15 @@ fn a_limit_refuses_before_the_pool_is_asked_and_ends_when_the_bytes_are_free() {
     let rig = rig();
     let below = Counted::new(rig.pool.clone());
     let limit = Limit::new(&below, Budget::new("tenant", MIB));
-    assert!(matches!(limit.allocate(&rig.s, Request::bytes(MIB + 1)), Err(MemoryError::OutOfMemory(_))));
-    assert_eq!(below.stats(), PoolStats::default(), "a request that is refused never reaches the pool");
+    assert!(matches!(
+        limit.allocate(&rig.s, Request::bytes(MIB + 1)),
+        Err(MemoryError::OutOfMemory(_))
+    ));
+    assert_eq!(
+        below.stats(),
+        PoolStats::default(),
+        "a request that is refused never reaches the pool"
+    );
     assert_eq!(limit.allocate(&rig.s, Request::bytes(0)).unwrap_err(), MemoryError::ZeroSize);
     assert_eq!((limit.live(), limit.budget().used(), below.stats().failures), (0, 0, 1));
 
@@ -46,7 +53,11 @@ fn a_limit_refuses_before_the_pool_is_asked_and_ends_when_the_bytes_are_free() {
     assert_eq!((limit.live(), below.stats().live), (MIB, MIB));
     drop(x);
     rig.pool.trim(u64::MAX).unwrap();
-    assert_eq!((limit.live(), limit.budget().used()), (MIB, MIB), "the other stream still writes it");
+    assert_eq!(
+        (limit.live(), limit.budget().used()),
+        (MIB, MIB),
+        "the other stream still writes it"
+    );
     rig.u.synchronize().unwrap();
     rig.pool.trim(u64::MAX).unwrap();
     assert_eq!((limit.live(), limit.budget().used(), below.stats().blocks), (0, 0, 0));
@@ -59,7 +70,8 @@ fn what_is_forgotten_stays_charged_and_counted_when_the_wrappers_are_gone() {
     let rig = rig();
     let budget = Budget::new("tenant", MIB);
     let stack = Counted::new(Limit::new(rig.pool.clone(), budget.clone()));
-    let _forgotten = std::mem::ManuallyDrop::new(stack.allocate(&rig.s, Request::bytes(1000)).unwrap());
+    let _forgotten =
+        std::mem::ManuallyDrop::new(stack.allocate(&rig.s, Request::bytes(1000)).unwrap());
     let block = stack.allocate(&rig.s, Request::bytes(500)).unwrap();
     let twin = stack.clone();
     drop(stack);
@@ -73,7 +85,8 @@ fn a_tag_is_the_requests_whatever_it_said_and_whatever_scope_it_came_from() {
     let rig = rig();
     let (kv, other) = (Tag::named("kv"), Tag::named("other"));
     let tagged = Tagged::new(rig.pool.clone(), kv);
-    let block = aquifer::tagged(other, || tagged.allocate(&rig.s, Request::bytes(100).tag(other))).unwrap();
+    let block =
+        aquifer::tagged(other, || tagged.allocate(&rig.s, Request::bytes(100).tag(other))).unwrap();
     assert_eq!((block.tag(), block.bytes()), (kv, 100));
 }
 
@@ -91,7 +104,10 @@ fn a_second_pool_serves_what_the_first_refuses_and_blocks_find_their_own_way_hom
     drop(b);
     assert_eq!(both.stats().live, 0);
     let refused = both.allocate(&rig.s, Request::bytes(100 * MIB)).unwrap_err();
-    assert!(matches!(refused, MemoryError::OutOfMemory(_)), "the last word is the second's: {refused}");
+    assert!(
+        matches!(refused, MemoryError::OutOfMemory(_)),
+        "the last word is the second's: {refused}"
+    );
 }
 
 #[test]
@@ -99,7 +115,8 @@ fn small_blocks_and_large_ones_come_from_pools_of_their_own() {
     let rig = rig();
     let (small, large) = (Counted::new(rig.pool.clone()), Counted::new(rig.pool.clone()));
     let by_size = Segregate::new(4096, &small, &large);
-    let blocks = [1, 4096, 4097].map(|bytes| by_size.allocate(&rig.s, Request::bytes(bytes)).unwrap());
+    let blocks =
+        [1, 4096, 4097].map(|bytes| by_size.allocate(&rig.s, Request::bytes(bytes)).unwrap());
     assert_eq!((small.stats().live, large.stats().live), (4097, 4097));
     assert_eq!((small.stats().blocks, large.stats().blocks), (2, 1));
     drop(blocks);

@@ -93,7 +93,11 @@ pub(super) struct Glimpse<'a> {
 impl<'a> Glimpse<'a> {
     /// All of it.
     pub(super) fn candidate(&self, now: u64) -> Candidate<'a> {
-        Candidate { free: self.free, weight: self.weight(), ..self.member.candidate(self.index, now, None) }
+        Candidate {
+            free: self.free,
+            weight: self.weight(),
+            ..self.member.candidate(self.index, now, None)
+        }
     }
 }
 
@@ -504,8 +508,11 @@ impl Fleet {
         self.slots.iter().enumerate().filter_map(move |(index, slot)| {
             let serves = |member: &Member| member.state.load(Acquire) == 0;
             // What has been replaced was lost before.
-            let member =
-                if serves(slot) { slot } else { Some(newest(slot)).filter(|newest| serves(newest))? };
+            let member = if serves(slot) {
+                slot
+            } else {
+                Some(newest(slot)).filter(|newest| serves(newest))?
+            };
             (tried >> index & 1 == 0).then_some((index, member))
         })
     }
@@ -521,7 +528,9 @@ impl Fleet {
             }
             asked.push(&member.budget);
             let suits = place.suits(&member.candidate(index, 0, None));
-            suits && member.shares && member.ask_others(bytes, || member.budget.refusal(bytes).is_none())
+            suits
+                && member.shares
+                && member.ask_others(bytes, || member.budget.refusal(bytes).is_none())
         })
     }
 
@@ -545,11 +554,13 @@ impl Fleet {
     pub(super) fn far(&self, candidate: &Candidate<'_>, target: Target) -> u32 {
         match target {
             Target::Anywhere => 0,
-            Target::Node(to) => match self.current(candidate.index).and_then(|member| member.node) {
-                Some(node) if node == to => 0,
-                Some(node) => self.topology.distance(node, to).unwrap_or(u32::MAX - 1),
-                None => u32::MAX,
-            },
+            Target::Node(to) => {
+                match self.current(candidate.index).and_then(|member| member.node) {
+                    Some(node) if node == to => 0,
+                    Some(node) => self.topology.distance(node, to).unwrap_or(u32::MAX - 1),
+                    None => u32::MAX,
+                }
+            }
             Target::Device(to) if candidate.device == to => 0,
             Target::Device(to) => 2 - u32::from(candidate.peers.contains(&to)),
         }
@@ -569,7 +580,9 @@ impl Fleet {
                 let why = match member.health() {
                     Health::Lost => Why::Lost,
                     Health::Draining => Why::Draining,
-                    Health::Serving => place.objection(&candidate).unwrap_or_else(|| why(index, &candidate)),
+                    Health::Serving => {
+                        place.objection(&candidate).unwrap_or_else(|| why(index, &candidate))
+                    }
                 };
                 let Candidate { device, generation, free, age, .. } = candidate;
                 Passed { device, generation, free, age, why }
@@ -638,7 +651,8 @@ impl Fleet {
     }
 
     fn wake(&self) {
-        let wakers = std::mem::take(&mut *self.wakers.lock().unwrap_or_else(PoisonError::into_inner));
+        let wakers =
+            std::mem::take(&mut *self.wakers.lock().unwrap_or_else(PoisonError::into_inner));
         // Code of others, and the rest is woken all the same.
         for (_, waker) in wakers {
             contain(|| waker.wake());
@@ -647,7 +661,12 @@ impl Fleet {
 
     /// A lease of what was reserved.
     #[inline]
-    pub(super) fn lease(self: &Arc<Self>, index: usize, generation: u32, held: Reservation) -> Lease {
+    pub(super) fn lease(
+        self: &Arc<Self>,
+        index: usize,
+        generation: u32,
+        held: Reservation,
+    ) -> Lease {
         Lease::new(self.clone(), index, generation, held)
     }
 }

@@ -126,7 +126,8 @@ impl Placer {
         loop {
             // What a wait was granted is the group's to use.
             let own = granted.as_ref().map(|granted| (granted.index, granted.held.remaining()));
-            let serving = self.fleet.serving(0).map(|(index, member)| member.candidate(index, now, priority));
+            let serving =
+                self.fleet.serving(0).map(|(index, member)| member.candidate(index, now, priority));
             let admitted = serving.filter(|c| group.each.admits(&with(*c, own)));
             let ranked = self.ranked(&group.each, admitted, turn)?;
             let options = ranked.iter().map(|&device| {
@@ -187,8 +188,9 @@ impl Placer {
         }
         // In the policy's order again.
         held.sort_by_key(|(at, _)| *at);
-        let lease =
-            |(at, reserved): (usize, _)| self.fleet.lease(parts[at].index, parts[at].generation, reserved);
+        let lease = |(at, reserved): (usize, _)| {
+            self.fleet.lease(parts[at].index, parts[at].generation, reserved)
+        };
         Ok(held.into_iter().map(lease).collect())
     }
 }
@@ -216,7 +218,11 @@ mod tests {
     use proptest::prelude::*;
 
     /// Devices with this much room, and which of them are peers, both ways.
-    fn pick(room: &[usize], peers: &[(usize, usize)], group: &Group) -> Option<Vec<(usize, usize)>> {
+    fn pick(
+        room: &[usize],
+        peers: &[(usize, usize)],
+        group: &Group,
+    ) -> Option<Vec<(usize, usize)>> {
         let id = |at: usize| DeviceId(at as u32);
         let of = |at: usize| -> Vec<DeviceId> {
             let both = peers.iter().flat_map(|&(a, b)| [(a, b), (b, a)]);
@@ -228,7 +234,8 @@ mod tests {
             room,
         };
         let mut options: Vec<_> = room.iter().enumerate().map(option).collect();
-        choose(&mut options, group).map(|parts| parts.iter().map(|part| (part.index, part.shards)).collect())
+        choose(&mut options, group)
+            .map(|parts| parts.iter().map(|part| (part.index, part.shards)).collect())
     }
 
     fn group(shards: usize) -> Group {
@@ -251,9 +258,15 @@ mod tests {
     fn a_group_on_peers_goes_past_a_device_that_has_too_few() {
         let islands = [(1, 2), (3, 4), (4, 5), (3, 5), (0, 3)];
         assert_eq!(pick(&[1; 6], &islands, &group(2).on_peers()), Some(vec![(0, 1), (3, 1)]));
-        assert_eq!(pick(&[1; 6], &islands, &group(3).on_peers()), Some(vec![(3, 1), (4, 1), (5, 1)]));
+        assert_eq!(
+            pick(&[1; 6], &islands, &group(3).on_peers()),
+            Some(vec![(3, 1), (4, 1), (5, 1)])
+        );
         assert_eq!(pick(&[1; 6], &islands, &group(4).on_peers()), None);
-        assert_eq!(pick(&[1, 2, 2], &[(1, 2)], &group(4).on_peers().packed()), Some(vec![(1, 2), (2, 2)]));
+        assert_eq!(
+            pick(&[1, 2, 2], &[(1, 2)], &group(4).on_peers().packed()),
+            Some(vec![(1, 2), (2, 2)])
+        );
     }
 
     proptest! {

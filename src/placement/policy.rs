@@ -159,11 +159,14 @@ impl Custom {
     /// The indices of devices in the order in which they are to be tried. What is not among the candidates, or was named
     /// before, is passed over. `None` if the function has panicked.
     pub(super) fn order(&self, place: &Place, candidates: &[Candidate<'_>]) -> Option<Vec<usize>> {
-        let named = std::panic::catch_unwind(AssertUnwindSafe(|| (self.order)(place, candidates))).ok()?;
+        let named =
+            std::panic::catch_unwind(AssertUnwindSafe(|| (self.order)(place, candidates))).ok()?;
         let mut order = Vec::with_capacity(candidates.len());
         for device in named {
             let known = candidates.iter().find(|candidate| candidate.device == device);
-            if let Some(index) = known.map(|known| known.index).filter(|index| !order.contains(index)) {
+            if let Some(index) =
+                known.map(|known| known.index).filter(|index| !order.contains(index))
+            {
                 order.push(index);
             }
         }
@@ -215,7 +218,9 @@ impl Policy {
     ) -> Option<usize> {
         match self {
             Self::Custom(custom) => custom.order(place, candidates)?.first().copied(),
-            _ => self.pick_from(place, candidates.iter().copied(), turn, devices).map(|pick| pick.index),
+            _ => self
+                .pick_from(place, candidates.iter().copied(), turn, devices)
+                .map(|pick| pick.index),
         }
     }
 
@@ -288,7 +293,10 @@ impl PartialOrd for Load {
 
 /// The first of those with the lowest key.
 #[inline]
-fn lowest<S: Seen, K: PartialOrd>(seen: impl Iterator<Item = S>, key: impl Fn(&S) -> K) -> Option<S> {
+fn lowest<S: Seen, K: PartialOrd>(
+    seen: impl Iterator<Item = S>,
+    key: impl Fn(&S) -> K,
+) -> Option<S> {
     let mut best: Option<(K, S)> = None;
     seen.for_each(|next| {
         let key = key(&next);

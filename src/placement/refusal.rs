@@ -134,7 +134,9 @@ impl fmt::Display for PlaceError {
         match self {
             Self::ZeroSize => f.write_str("a request for nothing"),
             Self::Nowhere(nowhere) => nowhere.fmt(f),
-            Self::PolicyPanicked { policy } => write!(f, "the placement policy {policy} has panicked"),
+            Self::PolicyPanicked { policy } => {
+                write!(f, "the placement policy {policy} has panicked")
+            }
         }
     }
 }
@@ -165,7 +167,9 @@ impl From<PlaceError> for MemoryError {
             Some(first) if devices.iter().all(|passed| passed.why == Why::Lost) => {
                 Self::DeviceLost { device: first.device }
             }
-            _ => Self::NoDevice { asked: 0, count: u32::try_from(devices.len()).unwrap_or(u32::MAX) },
+            _ => {
+                Self::NoDevice { asked: 0, count: u32::try_from(devices.len()).unwrap_or(u32::MAX) }
+            }
         }
     }
 }

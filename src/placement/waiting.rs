@@ -75,7 +75,15 @@ impl Placer {
     /// As [`Placer::place_by`], by a future.
     pub fn place_async(&self, place: Place) -> Placing {
         let (lines, watch) = (Vec::new(), self.fleet.watcher());
-        Placing { placer: self.clone(), place, deadline: None, lines, turn: None, watch, over: false }
+        Placing {
+            placer: self.clone(),
+            place,
+            deadline: None,
+            lines,
+            turn: None,
+            watch,
+            over: false,
+        }
     }
 }
 
@@ -193,14 +201,16 @@ impl Placing {
         }
         for line in &self.lines {
             let member = fleet.at(line.index, line.generation);
-            let lacks =
-                self.needs().saturating_sub(member.budget().limit().saturating_sub(member.budget().used()));
+            let lacks = self
+                .needs()
+                .saturating_sub(member.budget().limit().saturating_sub(member.budget().used()));
             if lacks > 0 && member.holds_free() {
                 // What it cannot give now it may at the next tick.
                 let _ = member.make_room(lacks);
             }
         }
-        let lined: Vec<_> = self.lines.iter().map(|line| fleet.at(line.index, line.generation)).collect();
+        let lined: Vec<_> =
+            self.lines.iter().map(|line| fleet.at(line.index, line.generation)).collect();
         for member in lined {
             let mut lease = None;
             member.ask_others(self.needs(), || {

@@ -96,7 +96,12 @@ mod tests {
     }
 
     /// A memory of 100 bytes that only the pool takes of: 5 in the middle of a look, before it is read what is free, or after.
-    fn follow_and_grow(ceiling: &Ceiling, held: &mut Vec<Charge>, mut growths: u32, then_read: bool) -> u64 {
+    fn follow_and_grow(
+        ceiling: &Ceiling,
+        held: &mut Vec<Charge>,
+        mut growths: u32,
+        then_read: bool,
+    ) -> u64 {
         let read = ceiling.follow(20, || {
             let before = 100 - ceiling.budget().used();
             if growths > 0 {
@@ -115,7 +120,11 @@ mod tests {
             for growths in [1, LOOKS - 1, LOOKS] {
                 let (ceiling, mut held) = (Ceiling::new(None, "beside neighbours"), Vec::new());
                 assert_eq!(follow(&ceiling, 20, 100), 80);
-                assert_eq!(follow_and_grow(&ceiling, &mut held, growths, then_read), 80, "{growths} growths");
+                assert_eq!(
+                    follow_and_grow(&ceiling, &mut held, growths, then_read),
+                    80,
+                    "{growths} growths"
+                );
                 assert_eq!(held.len(), growths as usize);
                 held.pop();
                 assert_eq!(follow_and_grow(&ceiling, &mut held, 0, then_read), 80);
@@ -124,7 +133,8 @@ mod tests {
     }
 
     #[test]
-    fn the_first_limit_is_right_where_a_look_is_undisturbed_and_else_by_no_more_than_came_during_one() {
+    fn the_first_limit_is_right_where_a_look_is_undisturbed_and_else_by_no_more_than_came_during_one()
+     {
         for then_read in [false, true] {
             for growths in [0, 1, LOOKS - 1, LOOKS] {
                 let (ceiling, mut held) = (Ceiling::new(None, "beside neighbours"), Vec::new());

@@ -91,13 +91,23 @@ impl Default for HostWatch {
 impl HostWatch {
     /// Calls `hook` when the level has changed, instead of what was to be called before.
     #[must_use]
-    pub fn on_level(mut self, hook: impl Fn(Level, Level, &Strain) + Send + Sync + 'static) -> Self {
+    pub fn on_level(
+        mut self,
+        hook: impl Fn(Level, Level, &Strain) + Send + Sync + 'static,
+    ) -> Self {
         self.hook = Some(Arc::new(hook));
         self
     }
 
     /// The level that one reading alone would make. `now` is the level that stands: leaving it takes some slack.
-    fn level(&self, now: Level, all: u64, left: Option<u64>, grown: GroupEvents, told: &Told) -> Level {
+    fn level(
+        &self,
+        now: Level,
+        all: u64,
+        left: Option<u64>,
+        grown: GroupEvents,
+        told: &Told,
+    ) -> Level {
         let per_cent = |share: u64| all / 100 * share;
         let below = |share: u64, at: Level| {
             let share = if now >= at { share + self.slack } else { share };
@@ -173,8 +183,10 @@ impl Standing {
     /// Takes a reading in. The level rises at once, and falls by one when some looks in a row have found less.
     fn judge(&mut self, watch: &HostWatch, all: u64, strain: &Strain, alarm: bool) -> Verdict {
         let events = strain.events.value;
-        let grown =
-            self.events.zip(events).map_or(GroupEvents::default(), |(before, now)| grown(before, now));
+        let grown = self
+            .events
+            .zip(events)
+            .map_or(GroupEvents::default(), |(before, now)| grown(before, now));
         self.events = events;
         let left = strain.headroom.bytes.value;
         let told = Told { stalls: strain.stalls.value.unwrap_or_default(), alarm };
@@ -189,7 +201,8 @@ impl Standing {
             (self.level, self.calm) = (seen, 0);
         }
         let per_cent = |share: u64| all / 100 * share;
-        let short = left.map_or(0, |left| per_cent(watch.warning_left + watch.slack).saturating_sub(left));
+        let short =
+            left.map_or(0, |left| per_cent(watch.warning_left + watch.slack).saturating_sub(left));
         let wanted = match self.level {
             Level::Nominal => 0,
             // Scarce though enough is left: it is somebody else's stalls that our memory would ease.
@@ -329,8 +342,10 @@ impl WatchedHost {
     pub(crate) fn report(&self, pressure: &mut Pressure) {
         let seen = lock(&self.seen);
         let mut report = seen.report.clone();
-        let reading =
-            |(strain, at): &(Strain, Instant)| HostReading { strain: strain.clone(), age: at.elapsed() };
+        let reading = |(strain, at): &(Strain, Instant)| HostReading {
+            strain: strain.clone(),
+            age: at.elapsed(),
+        };
         report.reading = seen.read.as_ref().map(reading);
         pressure.host = Some(report);
     }
@@ -431,7 +446,8 @@ mod tests {
         let mut strain = Topology::read().unwrap().strain().unwrap();
         let Headroom { bytes, .. } = &mut strain.headroom;
         *bytes = Found::unknown(Source::Nobody);
-        (strain.stalls, strain.events) = (Found::unknown(Source::Nobody), Found::unknown(Source::Nobody));
+        (strain.stalls, strain.events) =
+            (Found::unknown(Source::Nobody), Found::unknown(Source::Nobody));
         strain
     }
 
@@ -451,7 +467,10 @@ mod tests {
             ("counts of before", vec![(Read(50, 0, 0, 7, 9), false, Nominal)]),
             (
                 "a limit is met",
-                vec![(Read(50, 0, 0, 7, 0), false, Nominal), (Read(50, 0, 0, 8, 0), false, Critical)],
+                vec![
+                    (Read(50, 0, 0, 7, 0), false, Nominal),
+                    (Read(50, 0, 0, 8, 0), false, Critical),
+                ],
             ),
             ("held up", vec![(calm, false, Nominal), (Read(50, 0, 0, 0, 1), false, Warning)]),
             (
@@ -500,10 +519,15 @@ mod tests {
     #[test]
     fn what_is_wanted_is_what_is_missing_and_everything_when_critical() {
         let (watch, template) = (HostWatch::default(), any());
-        let wanted =
-            |read, alarm| Standing::start().judge(&watch, ALL, &strain(&template, read), alarm).wanted;
+        let wanted = |read, alarm| {
+            Standing::start().judge(&watch, ALL, &strain(&template, read), alarm).wanted
+        };
         assert_eq!(wanted(Read(50, 0, 0, 0, 0), false), 0);
-        assert_eq!(wanted(Read(9, 0, 0, 0, 0), false), ALL / 100 * 3, "up to where the level falls");
+        assert_eq!(
+            wanted(Read(9, 0, 0, 0, 0), false),
+            ALL / 100 * 3,
+            "up to where the level falls"
+        );
         assert_eq!(wanted(Read(50, 0, 0, 0, 0), true), ALL / 100, "somebody else's stalls");
         assert_eq!(wanted(Read(1, 0, 0, 0, 0), false), u64::MAX);
         let unknown = Standing::start().judge(&watch, 0, &template, false);

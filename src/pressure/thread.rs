@@ -144,7 +144,10 @@ mod tests {
         let kernel = Kernel::with_faults(faults.clone());
         for call in [SystemCall::Bell, SystemCall::Spawn] {
             faults.fail(call, 1, 11);
-            assert_eq!(Watch::start(&kernel, "aq-test", None, |_, _| Next::Over).err().unwrap().errno, 11);
+            assert_eq!(
+                Watch::start(&kernel, "aq-test", None, |_, _| Next::Over).err().unwrap().errno,
+                11
+            );
         }
         faults.fail_from(SystemCall::Wait, 1, 12);
         let (tell, told) = mpsc::channel();

@@ -91,6 +91,7 @@ impl Above {
 }
 
 fn free(driver: &dyn Driver, info: &DeviceInfo) -> Result<u64> {
-    let memory = driver.memory_info(info.device).map_err(|e| MemoryError::driver(info.device, e))?;
+    let memory =
+        driver.memory_info(info.device).map_err(|e| MemoryError::driver(info.device, e))?;
     Ok(memory.free)
 }

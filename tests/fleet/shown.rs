@@ -2,8 +2,8 @@
 //! parts are tested everywhere.
 
 use aquifer::{
-    Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Place, Placer, Policy, PoolConfig,
-    Runtime, Stream,
+    Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Place, Placer, Policy,
+    PoolConfig, Runtime, Stream,
     driver::Driver,
     placement::{Candidate, Health, key_of},
 };
@@ -59,7 +59,8 @@ pub(crate) fn assert_empty(rt: &Runtime) {
 }
 
 fn policies(ids: &[DeviceId]) -> [(&'static str, Policy); 9] {
-    let last = |_: &Place, devices: &[Candidate<'_>]| devices.iter().rev().map(|d| d.device).collect();
+    let last =
+        |_: &Place, devices: &[Candidate<'_>]| devices.iter().rev().map(|d| d.device).collect();
     let weights = ids.iter().enumerate().map(|(index, &id)| (id, if index == 0 { 3 } else { 1 }));
     [
         ("round robin", Policy::RoundRobin),
@@ -92,7 +93,9 @@ pub(crate) fn each_policy(rt: &Runtime, unit: u64, table: &mut Table) {
                 // Of equal devices.
                 assert!(taken.iter().all(|&n| n > 0), "{name}: {taken:?}");
             }
-            Policy::Weighted(_) => assert!(taken[1..].iter().all(|&n| n > 0 && n < taken[0]), "{taken:?}"),
+            Policy::Weighted(_) => {
+                assert!(taken[1..].iter().all(|&n| n > 0 && n < taken[0]), "{taken:?}")
+            }
             Policy::BestFit | Policy::Affinity => {
                 assert_eq!(taken.iter().filter(|&&n| n > 0).count(), 1, "{name}: {taken:?}");
             }
@@ -109,8 +112,11 @@ pub(crate) fn each_policy(rt: &Runtime, unit: u64, table: &mut Table) {
             begun.elapsed().as_nanos() / 500
         };
         let ns = (0..20).map(|_| lap()).min().unwrap_or_default();
-        let found =
-            format!("{} leases of {} MiB written and read back; place + drop {ns} ns", 4 * count, unit >> 20);
+        let found = format!(
+            "{} leases of {} MiB written and read back; place + drop {ns} ns",
+            4 * count,
+            unit >> 20
+        );
         table.row(name, format!("{taken:?}"), found);
     }
     assert_empty(rt);
@@ -118,7 +124,12 @@ pub(crate) fn each_policy(rt: &Runtime, unit: u64, table: &mut Table) {
 
 /// Copies from every device to every other, verified: with memory that is open to peers, with memory that is not, and
 /// through the host.
-pub(crate) fn copies(driver: &Arc<dyn Driver>, devices: &[DeviceId], bytes: u64, table: &mut Table) {
+pub(crate) fn copies(
+    driver: &Arc<dyn Driver>,
+    devices: &[DeviceId],
+    bytes: u64,
+    table: &mut Table,
+) {
     let len = (bytes / 4) as usize;
     for open in [true, false] {
         let pool = |&device: &DeviceId| {
@@ -126,8 +137,9 @@ pub(crate) fn copies(driver: &Arc<dyn Driver>, devices: &[DeviceId], bytes: u64,
             let info = driver.device_info(device).unwrap();
             if open {
                 // Whoever could reach it.
-                let reaches =
-                    |other: &&DeviceId| driver.device_info(**other).unwrap().peers.contains(&device);
+                let reaches = |other: &&DeviceId| {
+                    driver.device_info(**other).unwrap().peers.contains(&device)
+                };
                 config.peers = devices.iter().filter(reaches).copied().collect();
             }
             (DevicePool::open(driver.clone(), device, config).unwrap(), info.peers)
@@ -161,7 +173,8 @@ pub(crate) fn copies(driver: &Arc<dyn Driver>, devices: &[DeviceId], bytes: u64,
                 let pair = format!("{} → {}", from.device(), to.device());
                 table.row(how, pair, format!("{} MiB verified, {rate:.0} GB/s", bytes >> 20));
                 // A copy for one device refuses another's buffer.
-                let wrong = MemoryError::WrongDevice { expected: from.device(), actual: to.device() };
+                let wrong =
+                    MemoryError::WrongDevice { expected: from.device(), actual: to.device() };
                 assert_eq!(s.copy(&x, &mut y).unwrap_err(), wrong);
             }
         }
@@ -256,7 +269,8 @@ struct Random(u64);
 
 impl Random {
     fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % end
     }
 }
@@ -327,7 +341,8 @@ pub(crate) fn stress(
     let mut config = PoolConfig::with_budget(shared.clone());
     config.wait = Duration::from_millis(50);
     let rt = Runtime::builder().driver(driver).pools(config).build().unwrap();
-    let kinds = [Policy::MostFree, Policy::RoundRobin, Policy::BestFit, Policy::Affinity, Policy::Near];
+    let kinds =
+        [Policy::MostFree, Policy::RoundRobin, Policy::BestFit, Policy::Affinity, Policy::Near];
     let placers = kinds.map(|policy| rt.placer(policy));
     let tenants: Vec<_> = (0..TENANTS).map(|_| root.child("a tenant", scale.tenant)).collect();
     let (tally, over) = (Tally::default(), AtomicBool::new(false));
@@ -362,7 +377,9 @@ pub(crate) fn stress(
         drop(alone);
         while placers[0].device(1).unwrap().health != Health::Lost {
             // Any call that meets it will do; tenants make some as well.
-            let _ = old.stream().and_then(|s| s.fill(&mut old.buffer::<u32>(&s, 1)?, 0).and(s.synchronize()));
+            let _ = old
+                .stream()
+                .and_then(|s| s.fill(&mut old.buffer::<u32>(&s, 1)?, 0).and(s.synchronize()));
             assert!(begun.elapsed() < Duration::from_secs(60), "nobody has met the loss");
         }
         seen = begun.elapsed();
@@ -372,7 +389,8 @@ pub(crate) fn stress(
         watch.join().unwrap()
     });
     let [waits, granted, refused, right, failed] =
-        [&tally.begun, &tally.granted, &tally.refused, &tally.right, &tally.failed].map(|n| n.load(Relaxed));
+        [&tally.begun, &tally.granted, &tally.refused, &tally.right, &tally.failed]
+            .map(|n| n.load(Relaxed));
     assert_eq!(waits, granted + refused, "a wait was lost");
     assert!(
         samples > 0 && granted > 0 && right > 0,
@@ -412,7 +430,9 @@ pub(crate) fn stress(
     }
     let others = match taken {
         0 => format!("the other {serving} went on, with right bytes"),
-        _ => format!("{serving} went on; the driver lost {taken} more with it, which were refused as well"),
+        _ => format!(
+            "{serving} went on; the driver lost {taken} more with it, which were refused as well"
+        ),
     };
     table.row(
         "a device lost under load",

@@ -42,7 +42,10 @@ fn by_free_bytes_and_by_load_no_device_is_ahead_by_more_than_the_threads_that_lo
     let share = THREADS * EACH / DEVICES;
     for policy in [Policy::MostFree, Policy::LeastLoaded, Policy::BestCompute, Policy::Affinity] {
         let counts = burst(policy.clone(), [16_000; DEVICES]);
-        assert!(counts.iter().all(|&count| count.abs_diff(share) <= THREADS), "{policy:?}: {counts:?}");
+        assert!(
+            counts.iter().all(|&count| count.abs_diff(share) <= THREADS),
+            "{policy:?}: {counts:?}"
+        );
     }
     // Loads are parts of each device's own limit.
     let limits = [1, 1, 1, 1, 2, 2, 4, 4].map(|weight| weight * 2000);

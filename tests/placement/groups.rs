@@ -144,7 +144,9 @@ fn a_group_that_waits_by_a_future_is_served_in_order_and_dropping_it_hands_the_b
     let Poll::Ready(leases) = second.as_mut().poll(&mut context) else { panic!("its turn") };
     assert_eq!(leases.unwrap().len(), 2);
     assert!(second.poll(&mut context).is_pending(), "it was ready once");
-    assert!(rt.devices().iter().all(|pool| pool.budget().used() == 0 && pool.budget().waiting() == 0));
+    assert!(
+        rt.devices().iter().all(|pool| pool.budget().used() == 0 && pool.budget().waiting() == 0)
+    );
 }
 
 #[test]

@@ -72,7 +72,11 @@ fn a_device_that_is_put_back_is_a_new_generation_and_leases_of_the_old_one_are_r
     assert_eq!((new.generation(), old.generation()), (2, 1));
     assert!(new.alloc(&new.stream().unwrap(), Request::bytes(MIB)).is_ok());
     assert_eq!(old.stream().map(drop), Err(MemoryError::DeviceLost { device: DeviceId(0) }));
-    assert_eq!(rt.device(0).unwrap().budget().limit(), 50 * MIB, "the runtime has the new pool too");
+    assert_eq!(
+        rt.device(0).unwrap().budget().limit(),
+        50 * MIB,
+        "the runtime has the new pool too"
+    );
     assert_eq!(placer.by_ordinal(DeviceId(0)).unwrap().seen.generation, 2);
     lose(&after, 0);
     assert_eq!(placer.restore(pool(&Sim::h200(1).symbolic())), Ok(3));
@@ -102,14 +106,21 @@ fn what_other_programs_take_of_a_device_is_seen_at_the_next_sample_and_a_refusal
     let neighbour = sim.driver().mem_alloc(DeviceId(0), 900 * MIB).unwrap();
     let request = Place::bytes(200 * MIB);
     for _ in 0..3 {
-        assert_eq!(always.placer(Policy::RoundRobin).place(&request).unwrap().device(), DeviceId(1));
+        assert_eq!(
+            always.placer(Policy::RoundRobin).place(&request).unwrap().device(),
+            DeviceId(1)
+        );
     }
     let old = never.placer(Policy::RoundRobin);
     assert_eq!(old.place(&request).unwrap().device(), DeviceId(0), "by a sample from before");
-    let refused = always.placer(Policy::MostFree).place(&request.clone().only([DeviceId(0)])).unwrap_err();
+    let refused =
+        always.placer(Policy::MostFree).place(&request.clone().only([DeviceId(0)])).unwrap_err();
     assert_eq!(why(&refused, 0), Why::Free { needs: 200 * MIB });
     let PlaceError::Nowhere(nowhere) = &refused else { panic!("{refused}") };
-    assert_eq!((nowhere.devices[0].free, nowhere.devices[1].why.clone()), (100 * MIB, Why::Excluded));
+    assert_eq!(
+        (nowhere.devices[0].free, nowhere.devices[1].why.clone()),
+        (100 * MIB, Why::Excluded)
+    );
     assert!(nowhere.devices[0].age < Duration::from_secs(60));
     assert!(refused.to_string().contains("device 0: 100.00 MiB free"), "{refused}");
     let calls = || sim.driver().calls().get(Call::MemoryInfo);

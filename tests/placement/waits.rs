@@ -97,7 +97,10 @@ fn a_future_is_woken_by_a_grant_and_dropping_it_hands_the_bytes_on() {
     }
     let [kept, freed] = held;
     drop(freed);
-    assert!(wakes[0].0.load(Ordering::SeqCst) > 0 && wakes[1].0.load(Ordering::SeqCst) == 0, "in order");
+    assert!(
+        wakes[0].0.load(Ordering::SeqCst) > 0 && wakes[1].0.load(Ordering::SeqCst) == 0,
+        "in order"
+    );
     let [first, mut second] = waits;
     // It was granted, and goes without having taken.
     drop(first);
@@ -140,14 +143,17 @@ fn whoever_waits_is_woken_when_a_device_leaves_or_comes_back() {
     let Poll::Ready(lease) = wait.poll(&mut context) else { panic!("one is back") };
     assert_eq!(lease.unwrap().device(), DeviceId(1));
     // And where none is left, the wait ends.
-    let all = [0, 1].map(|device| placer.place(&Place::bytes(2 * MIB).only([DeviceId(device)])).unwrap());
+    let all =
+        [0, 1].map(|device| placer.place(&Place::bytes(2 * MIB).only([DeviceId(device)])).unwrap());
     let mut wait = pin!(placer.place_async(Place::bytes(10 * MIB)));
     assert!(wait.as_mut().poll(&mut context).is_pending());
     for device in [0, 1] {
         sim.lose_device(DeviceId(device));
         assert!(sim.driver().memory_info(DeviceId(device)).is_err());
     }
-    let Poll::Ready(Err(refused)) = wait.poll(&mut context) else { panic!("nothing is left to wait for") };
+    let Poll::Ready(Err(refused)) = wait.poll(&mut context) else {
+        panic!("nothing is left to wait for")
+    };
     assert_eq!((why(&refused, 0), why(&refused, 1)), (Why::Lost, Why::Lost));
     drop((held, all));
 }

@@ -71,7 +71,8 @@ pub(crate) fn fill() -> String {
 
 /// `add(spin, from, n, more, to)`: `to[i] = from[i] + more`. The pointers come second and last.
 pub(crate) fn add() -> String {
-    let params = ".param .u64 spin, .param .u64 from, .param .u32 n, .param .u32 more, .param .u64 to";
+    let params =
+        ".param .u64 spin, .param .u64 from, .param .u32 n, .param .u32 more, .param .u64 to";
     let body = "
     ld.param.u64 %a1, [from];
     cvta.to.global.u64 %a1, %a1;

@@ -1,8 +1,14 @@
 //! What the tests of the whole share.
 #![allow(dead_code, reason = "each test binary uses some of it")]
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a support function that fails is a failed test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a support function that fails is a failed test"
+)]
 
-use aquifer::{DeviceBuffer, PinnedConfig, Runtime, Stream, host::pool, host::region::PageTier, sim::Sim};
+use aquifer::{
+    DeviceBuffer, PinnedConfig, Runtime, Stream, host::pool, host::region::PageTier, sim::Sim,
+};
 use std::{
     sync::mpsc,
     thread,

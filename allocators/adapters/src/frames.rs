@@ -82,7 +82,10 @@ impl<M: StepMemory> Frames<M> {
     ///
     /// # Errors
     /// As the arena's `reset`, or [`StepMemory::end_step`]; the same frame is next again.
-    #[expect(clippy::should_implement_trait, reason = "a frame borrows the ring, which no iterator can say")]
+    #[expect(
+        clippy::should_implement_trait,
+        reason = "a frame borrows the ring, which no iterator can say"
+    )]
     pub fn next(&mut self) -> Result<Frame<'_, M>> {
         let (count, at) = (self.ring.len(), self.at);
         self.ring[(at + count - 1) % count].end_step()?;
@@ -136,7 +139,8 @@ impl<'f, M: StepMemory> Future for NextFrame<'f, M> {
         let this = &mut *self;
         let Some(ring) = this.ring.take() else { return Poll::Pending };
         let (count, at) = (ring.ring.len(), ring.at);
-        let ready = ring.ring[(at + count - 1) % count].end_step().and_then(|()| ring.ring[at].try_reset());
+        let ready =
+            ring.ring[(at + count - 1) % count].end_step().and_then(|()| ring.ring[at].try_reset());
         match ready {
             Ok(true) => {
                 ring.at = (at + 1) % count;

@@ -197,7 +197,11 @@ impl<A: Allocator> PageArena<A> {
     ///
     /// # Errors
     /// [`PageError::OutOfBounds`], [`PageError::Foreign`].
-    pub fn view<'v>(&'v self, pages: &'v Pages, range: Range<usize>) -> Result<&'v [u8], PageError> {
+    pub fn view<'v>(
+        &'v self,
+        pages: &'v Pages,
+        range: Range<usize>,
+    ) -> Result<&'v [u8], PageError> {
         let block = self.part(pages, range)?;
         // SAFETY: 1. The bytes lie in the block and are initialised: it was zeroed. 2. They are these pages' alone, and who
         // holds the token by `&` sees nobody write. 3. Neither the arena nor the token goes while the view is there.

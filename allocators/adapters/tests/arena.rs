@@ -30,7 +30,8 @@ fn it_takes_nothing_before_the_first_allocation_and_nothing_for_blocks_of_no_byt
 
 #[test]
 fn values_stay_where_and_what_they_are() {
-    let arena = Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(256), Global);
+    let arena =
+        Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(256), Global);
     let numbers: std::vec::Vec<&mut u64> = (0..100).map(|i| arena.alloc(i)).collect();
     let slice = arena.alloc_slice_fill_with(50, |i| i as u32 * 3);
     let text = arena.alloc_str("héllo");
@@ -43,7 +44,8 @@ fn values_stay_where_and_what_they_are() {
 #[test]
 fn chunks_double_up_to_the_maximum_and_a_large_request_gets_its_own() {
     let below = Counted::new(Global);
-    let arena = Arena::with_settings_in(ArenaSettings::new().first_chunk(128).max_chunk(512), &below);
+    let arena =
+        Arena::with_settings_in(ArenaSettings::new().first_chunk(128).max_chunk(512), &below);
     let mut sizes = std::vec::Vec::new();
     let mut before = 0;
     for _ in 0..200 {
@@ -143,14 +145,18 @@ fn alignment_is_kept_up_to_a_page_and_beyond() {
     for shift in 0..if cfg!(miri) { 8 } else { 17 } {
         let layout = Layout::from_size_align(3, 1 << shift).unwrap();
         assert!(arena.alloc_layout(layout).addr().get().is_multiple_of(1 << shift));
-        assert!(arena.alloc_layout(Layout::from_size_align(0, 1 << shift).unwrap()).addr().get() >= 1);
+        assert!(
+            arena.alloc_layout(Layout::from_size_align(0, 1 << shift).unwrap()).addr().get() >= 1
+        );
     }
 }
 
 #[test]
 fn absurd_requests_are_refused() {
     let arena = Arena::with_settings_in(ArenaSettings::new().limit(1 << 20), Global);
-    assert!(arena.try_alloc_layout(Layout::from_size_align(isize::MAX as usize, 1).unwrap()).is_err());
+    assert!(
+        arena.try_alloc_layout(Layout::from_size_align(isize::MAX as usize, 1).unwrap()).is_err()
+    );
     // Miri has no such alignments.
     let align = if cfg!(miri) { 1 } else { 1 << 40 };
     assert!(arena.try_alloc_layout(Layout::from_size_align(2 << 20, align).unwrap()).is_err());
@@ -160,7 +166,8 @@ fn absurd_requests_are_refused() {
 
 #[test]
 fn scopes_nest_and_each_ends_where_it_began() {
-    let mut arena = Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(64), Global);
+    let mut arena =
+        Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(64), Global);
     arena.alloc(7u64);
     let before = arena.stats().allocated;
     arena.scope(|outer| {
@@ -182,7 +189,8 @@ fn scopes_nest_and_each_ends_where_it_began() {
 #[test]
 fn a_loop_of_scopes_settles() {
     let below = Counted::new(Global);
-    let mut arena = Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(256), &below);
+    let mut arena =
+        Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(256), &below);
     for _ in 0..20 {
         arena.scope(|scope| {
             for size in [10, 300, 20, 900, 30] {
@@ -235,13 +243,17 @@ fn a_vector_of_a_scope_is_a_vector() {
 #[test]
 fn reset_keeps_the_largest_chunk_and_returns_the_others() {
     let below = Counted::new(Global);
-    let mut arena = Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(1024), &below);
+    let mut arena =
+        Arena::with_settings_in(ArenaSettings::new().first_chunk(64).max_chunk(1024), &below);
     for _ in 0..100 {
         arena.alloc([0u8; 40]);
     }
     assert!(arena.stats().chunks > 3);
     assert_eq!(arena.reset(), Ok(()));
-    assert_eq!((arena.stats().chunks, arena.stats().capacity, arena.stats().allocated), (1, 1024, 0));
+    assert_eq!(
+        (arena.stats().chunks, arena.stats().capacity, arena.stats().allocated),
+        (1, 1024, 0)
+    );
     assert_eq!(below.stats().live, 1024);
     assert!(arena.stats().high_water >= 4000);
     let taken = below.stats().allocations;
@@ -270,12 +282,17 @@ fn a_reset_that_merges_settles_in_one_chunk_however_small_chunks_are() {
     let below = Counted::new(Global);
     let settings = ArenaSettings::new().first_chunk(64).max_chunk(256).on_reset(OnReset::Merge);
     let mut arena = Arena::with_settings_in(settings, &below);
-    let fill = |arena: &Arena<_>| (0..100).for_each(|_| assert_eq!(arena.alloc([1u8; 40]).len(), 40));
+    let fill =
+        |arena: &Arena<_>| (0..100).for_each(|_| assert_eq!(arena.alloc([1u8; 40]).len(), 40));
     fill(&arena);
     let capacity = arena.stats().capacity;
     assert!(arena.stats().chunks > 10);
     assert_eq!(arena.reset(), Ok(()));
-    assert_eq!(below.stats().live, 0, "returned before as much is taken again: a limit never sees both");
+    assert_eq!(
+        below.stats().live,
+        0,
+        "returned before as much is taken again: a limit never sees both"
+    );
     fill(&arena);
     assert_eq!((arena.stats().chunks, arena.stats().capacity), (1, capacity));
     for _ in 0..3 {
@@ -303,8 +320,10 @@ fn a_merged_chunk_that_cannot_be_had_in_one_piece_comes_in_several() {
 
 #[test]
 fn the_high_water_mark_is_the_most_at_once_whatever_came_back() {
-    let mut arena =
-        Arena::with_settings_in(ArenaSettings::new().first_chunk(1 << 10).max_chunk(1 << 10), Global);
+    let mut arena = Arena::with_settings_in(
+        ArenaSettings::new().first_chunk(1 << 10).max_chunk(1 << 10),
+        Global,
+    );
     drop(Box::new_in([0u8; 900], &arena));
     arena.alloc([0u8; 500]);
     assert_eq!((arena.stats().allocated, arena.stats().high_water), (500, 900));
@@ -385,7 +404,12 @@ fn frames_come_round_empty() {
 }
 
 #[expect(unsafe_code, reason = "calls the allocator's unsafe methods")]
-fn grow<A: Allocator>(allocator: &A, block: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<u8>> {
+fn grow<A: Allocator>(
+    allocator: &A,
+    block: NonNull<u8>,
+    old: Layout,
+    new: Layout,
+) -> Option<NonNull<u8>> {
     // SAFETY: the tests hand in blocks of this allocator with their layouts, and larger new ones.
     unsafe { allocator.grow(block, old, new) }.ok().map(NonNull::cast)
 }
@@ -408,7 +432,10 @@ fn what_a_reset_has_kept_makes_way_for_a_block_that_needs_the_whole_limit() {
     // Takes something and gives it back, which must not be forgotten either.
     drop(Box::new_in([1u8; 1010], &arena));
     arena.alloc([2u8; 2048]);
-    assert_eq!((arena.stats().chunks, below.stats().live, arena.stats().high_water), (1, 2048, 2048));
+    assert_eq!(
+        (arena.stats().chunks, below.stats().live, arena.stats().high_water),
+        (1, 2048, 2048)
+    );
     assert!(arena.try_alloc(0u8).is_err());
     #[expect(unsafe_code, reason = "rewinds")]
     // SAFETY: the mark is this arena's, nothing was reset since, and nothing of what was handed out is used any more.
@@ -429,7 +456,10 @@ fn an_arena_that_is_reset_after_each_few_blocks_settles_in_one_chunk() {
             let first = arena.alloc([0u64; 4]);
             places.push(std::ptr::from_ref(first).addr());
             arena.alloc([0u64; 4]);
-            assert_eq!((arena.reset(), arena.stats().allocated, arena.stats().high_water), (Ok(()), 0, 64));
+            assert_eq!(
+                (arena.reset(), arena.stats().allocated, arena.stats().high_water),
+                (Ok(()), 0, 64)
+            );
         }
         assert!(places.iter().all(|place| *place == places[0]));
         assert_eq!((below.stats().allocations, below.stats().frees), (1, 0));
@@ -455,7 +485,8 @@ fn a_scope_whose_first_chunk_made_way_and_came_second_goes_back_to_nothing() {
 fn chunks_that_no_allocator_has_are_asked_for_smaller() {
     for bytes in [usize::MAX, usize::MAX / 2, isize::MAX as usize - 3] {
         let settings = ArenaSettings::new().first_chunk(bytes).max_chunk(bytes);
-        let arena = Arena::with_settings_in(settings, Limit::new(Global, Budget::new("arena", 1 << 16)));
+        let arena =
+            Arena::with_settings_in(settings, Limit::new(Global, Budget::new("arena", 1 << 16)));
         assert_eq!(arena.try_alloc(7u64).map(|seven| *seven).ok(), Some(7));
         assert!(arena.try_alloc_slice_copy(&[0u8; 1 << 12]).is_ok());
     }

@@ -118,7 +118,8 @@ impl Model {
             Step::Allocate { size, align, zeroed } => {
                 let layout = layout(size, align);
                 let arena = &self.arena;
-                let block = if zeroed { arena.allocate_zeroed(layout) } else { arena.allocate(layout) };
+                let block =
+                    if zeroed { arena.allocate_zeroed(layout) } else { arena.allocate(layout) };
                 let Ok(block) = block else { return };
                 assert_eq!(block.len(), size);
                 assert!(!zeroed || bytes(block.cast(), size).iter().all(|&byte| byte == 0));
@@ -183,7 +184,10 @@ impl Model {
             }
             Step::Defer { which } => {
                 let at = which % self.blocks.len().max(1);
-                let Some(block) = self.blocks.get(at).filter(|block| block.layout.size() > 0) else { return };
+                let Some(block) = self.blocks.get(at).filter(|block| block.layout.size() > 0)
+                else {
+                    return;
+                };
                 let until = Latch::closed();
                 assert_eq!((&self.arena).defer(block.start, until.clone()), Ok(()));
                 let start = block.start;

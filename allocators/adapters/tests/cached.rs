@@ -36,7 +36,8 @@ fn a_loop_of_the_same_sizes_settles() {
 fn it_keeps_no_more_than_its_room_and_gives_all_back() {
     let below = Owned::with_room(usize::MAX);
     let cached = Cached::with_room(below.clone(), 1000);
-    let lists: std::vec::Vec<_> = (0..20).map(|_| Vec::<u8, _>::with_capacity_in(300, &cached)).collect();
+    let lists: std::vec::Vec<_> =
+        (0..20).map(|_| Vec::<u8, _>::with_capacity_in(300, &cached)).collect();
     drop(Vec::<u8, _>::with_capacity_in(1001, &cached));
     assert_eq!(below.live(), 20);
     drop(lists);
@@ -103,7 +104,8 @@ fn blocks_travel_between_threads_and_none_is_lost() {
         threads.spawn(move || {
             (0..rounds).for_each(|at| give.send(Box::new_in([at; 8], cached.clone())).unwrap());
         });
-        threads.spawn(move || take.iter().zip(0..).for_each(|(held, at)| assert_eq!(*held, [at; 8])));
+        threads
+            .spawn(move || take.iter().zip(0..).for_each(|(held, at)| assert_eq!(*held, [at; 8])));
         for seed in 0..3u64 {
             threads.spawn(move || {
                 for round in 0..rounds {

@@ -34,9 +34,8 @@ fn collections<A: Allocator + Clone>(allocator: &A) {
     index.retain(|key, _| key % 3 == 0);
     index.shrink_to_fit();
     assert!(
-        index
-            .iter()
-            .all(|(key, value)| value.len() as u64 == *key && value.iter().all(|&b| u64::from(b) == *key))
+        index.iter().all(|(key, value)| value.len() as u64 == *key
+            && value.iter().all(|&b| u64::from(b) == *key))
     );
 
     let mut seen = HashSet::new_in(allocator.clone());
@@ -57,7 +56,8 @@ fn collections<A: Allocator + Clone>(allocator: &A) {
         }
     }
     let rung = Cell::new(0);
-    let bell: Box<dyn Ring + '_, A> = unsize_box!(Box::new_in(Bell(&rung, [0; 5]), allocator.clone()));
+    let bell: Box<dyn Ring + '_, A> =
+        unsize_box!(Box::new_in(Bell(&rung, [0; 5]), allocator.clone()));
     bell.ring();
     drop(bell);
     assert_eq!(rung.get(), 11);

@@ -1,6 +1,10 @@
 //! Every wrapper over every other one keeps the allocator contract, with enough memory below and with too little, and
 //! gives back all that it took; and a deferral reaches through each of them.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a helper of a test that fails is a failed test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a helper of a test that fails is a failed test"
+)]
 
 mod support;
 
@@ -210,5 +214,7 @@ fn fill(block: NonNull<u8>, with: u8) {
 #[expect(unsafe_code, reason = "reads a block")]
 fn filled(block: NonNull<u8>, with: u8) -> bool {
     // SAFETY: a block of `LAYOUT` that is held back, so it is still there.
-    unsafe { NonNull::slice_from_raw_parts(block, LAYOUT.size()).as_ref() }.iter().all(|&byte| byte == with)
+    unsafe { NonNull::slice_from_raw_parts(block, LAYOUT.size()).as_ref() }
+        .iter()
+        .all(|&byte| byte == with)
 }

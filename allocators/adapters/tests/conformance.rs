@@ -95,7 +95,8 @@ fn counted_and_tagged() {
 
 #[test]
 fn a_fallback_whose_first_fills_up() {
-    let arena = Arena::with_settings_in(small().limit(if cfg!(miri) { 200 } else { 20_000 }), Global);
+    let arena =
+        Arena::with_settings_in(small().limit(if cfg!(miri) { 200 } else { 20_000 }), Global);
     let second = Counted::new(Global);
     conforms(&Fallback::new(&arena, &second));
     assert!(second.stats().allocations > 0, "the second one had something to do");
@@ -125,5 +126,8 @@ fn an_allocator_that_serves_nothing_has_shown_nothing() {
 #[test]
 fn a_violation_says_how_to_see_it_again() {
     let found = Violation { seed: 7, operation: 12, fault: Fault::NothingServed };
-    assert_eq!(found.to_string(), "no allocation was served, so nothing was checked (seed 7, operation 12)");
+    assert_eq!(
+        found.to_string(),
+        "no allocation was served, so nothing was checked (seed 7, operation 12)"
+    );
 }

@@ -35,7 +35,11 @@ fn a_scope_gives_back_all_but_what_is_held() {
         assert_eq!((&&*scope).defer(address(held), latch.clone()), Ok(()));
         scope.alloc_slice_copy(&[2u8; 100]).as_ptr().addr()
     });
-    assert_eq!(arena.stats().allocated, 101, "the scope is over, and what it deferred is still taken");
+    assert_eq!(
+        arena.stats().allocated,
+        101,
+        "the scope is over, and what it deferred is still taken"
+    );
     for _ in 0..3 {
         let next = arena.scope(|scope| std::ptr::from_ref(scope.alloc(0u8)).addr());
         assert_eq!(next, after, "what came after the deferral is free");
@@ -100,7 +104,8 @@ fn the_same_chunk_serves_again_from_its_start_when_the_gate_is_open() {
     let pool = Gated::default();
     let mut arena = Arena::with_settings_in(SETTINGS, pool.clone());
     let latch = Latch::closed();
-    let place = |arena: &mut Arena<Gated>| arena.scope(|scope| scope.alloc([0u8; 200]) as *const [u8; 200]);
+    let place =
+        |arena: &mut Arena<Gated>| arena.scope(|scope| scope.alloc([0u8; 200]) as *const [u8; 200]);
     let first = arena.scope(|scope| {
         let held = scope.alloc([0u8; 200]);
         assert_eq!((&&*scope).defer(NonNull::from(&*held).cast(), latch.clone()), Ok(()));
@@ -187,7 +192,8 @@ fn an_address_that_was_not_handed_out_is_refused_and_holds_nothing() {
     let arena = Arena::with_settings_in(SETTINGS, pool.clone());
     let other = [0u8; 4];
     let latch = Latch::closed();
-    let foreign = |address: NonNull<u8>| MemoryError::ForeignBlock { address: address.addr().get() as u64 };
+    let foreign =
+        |address: NonNull<u8>| MemoryError::ForeignBlock { address: address.addr().get() as u64 };
     assert_eq!((&arena).defer(address(&other), latch.clone()), Err(foreign(address(&other))));
     let block = arena.alloc_slice_copy(&[0u8; 8]);
     let beyond = address(block).map_addr(|a| a.checked_add(8).unwrap());
@@ -271,7 +277,9 @@ fn a_frame_waits_for_the_step_that_used_it() {
         });
         let frame = frames.next().unwrap();
         assert_eq!(frame.arena().stats().allocated, 0);
-        assert!(aquifer_core::Gate::is_open(&*latches[0]) && !aquifer_core::Gate::is_open(&*latches[1]));
+        assert!(
+            aquifer_core::Gate::is_open(&*latches[0]) && !aquifer_core::Gate::is_open(&*latches[1])
+        );
     });
     latches[1].open();
     assert!(frames.next().is_ok());

@@ -1,5 +1,9 @@
 //! What a guard finds, and what it leaves alone.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a helper of a test that fails is a failed test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a helper of a test that fails is a failed test"
+)]
 #![expect(unsafe_code, reason = "breaks the rules that a guard watches over")]
 
 use allocator_api2::{

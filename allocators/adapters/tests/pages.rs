@@ -91,7 +91,11 @@ fn pages_that_a_device_reads_are_taken_again_when_its_gate_is_open() {
     assert_eq!(arena.take(1), Err(PageError::Full { pages: 1, free: 0, waiting: 2 }));
     one.open();
     let again = arena.take(1).unwrap();
-    assert_eq!((again.offset(), arena.view(&again, 0..1).unwrap()[0]), (0, 7), "nobody wrote meanwhile");
+    assert_eq!(
+        (again.offset(), arena.view(&again, 0..1).unwrap()[0]),
+        (0, 7),
+        "nobody wrote meanwhile"
+    );
     assert_eq!(arena.take(1), Err(PageError::Full { pages: 1, free: 0, waiting: 1 }));
     // The arena goes, the block stays until the device is done.
     drop(arena);

@@ -162,7 +162,8 @@ unsafe impl Allocator for Planted {
             assert!(self.mine.borrow().contains(&start), "no block of this clone");
         }
         if self.bug == Bug::LayoutInRangeRefused {
-            let asked = self.heap.live.borrow().iter().find(|live| live.0 == start).map(|live| live.2);
+            let asked =
+                self.heap.live.borrow().iter().find(|live| live.0 == start).map(|live| live.2);
             assert_eq!(asked, Some(layout.size()), "not the size it was asked for with");
         }
         if self.bug == Bug::FreeWritesNeighbour {
@@ -175,13 +176,19 @@ unsafe impl Allocator for Planted {
         self.forget(block);
     }
 
-    unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Result<NonNull<[u8]>, AllocError> {
+    unsafe fn grow(
+        &self,
+        block: NonNull<u8>,
+        old: Layout,
+        new: Layout,
+    ) -> Result<NonNull<[u8]>, AllocError> {
         let grown = self.allocate(new);
         if grown.is_err() && self.bug == Bug::FailedGrowFrees {
             self.forget(block);
         }
         let grown = grown?;
-        let lost = usize::from(self.bug == Bug::GrowLosesPrefix && old.size() > 16 && self.now_and_then());
+        let lost =
+            usize::from(self.bug == Bug::GrowLosesPrefix && old.size() > 16 && self.now_and_then());
         // SAFETY: both are blocks of the buffer with as many bytes; `copy` allows those that overlap.
         unsafe { block.copy_to(grown.cast(), old.size() - lost) };
         self.forget(block);
@@ -211,7 +218,9 @@ unsafe impl Allocator for Planted {
         new: Layout,
     ) -> Result<NonNull<[u8]>, AllocError> {
         let shrunk = self.allocate(new)?;
-        let lost = usize::from(self.bug == Bug::ShrinkLosesPrefix && new.size() > 16 && self.now_and_then());
+        let lost = usize::from(
+            self.bug == Bug::ShrinkLosesPrefix && new.size() > 16 && self.now_and_then(),
+        );
         // SAFETY: both are blocks of the buffer with as many bytes.
         unsafe { block.copy_to(shrunk.cast(), new.size() - lost) };
         if old.size() > 0 {

@@ -110,7 +110,8 @@ const FAULTS: [Fault; 9] = [
         look(before, 50);
     }),
     ("after_its_gate_opened", || {
-        let mut arena = Arena::with_settings_in(ArenaSettings::new().first_chunk(256), Gated::default());
+        let mut arena =
+            Arena::with_settings_in(ArenaSettings::new().first_chunk(256), Gated::default());
         let (held, latch) = (block(&arena, 64), Latch::closed());
         (&arena).defer(held, latch.clone()).unwrap();
         look(held, 0); // a copy may still do so

@@ -136,7 +136,8 @@ fn limits_share_a_budget_and_lose_no_byte_over_threads() {
     let limit = Limit::new(Global, budget.clone());
     thread::scope(|threads| {
         for seed in 0..4usize {
-            let limit = if seed % 2 == 0 { limit.clone() } else { Limit::new(Global, budget.clone()) };
+            let limit =
+                if seed % 2 == 0 { limit.clone() } else { Limit::new(Global, budget.clone()) };
             let budget = &budget;
             threads.spawn(move || {
                 let mut kept = std::vec::Vec::new();
@@ -216,7 +217,11 @@ fn a_fallback_sends_each_block_home_and_moves_what_the_first_cannot_grow() {
     fill(first.cast());
     assert_eq!((arena.stats().allocated, second.stats().live), (1024, 0));
     let moved = grow(&both, first.cast()).unwrap();
-    assert_eq!((arena.stats().allocated, second.stats().live), (0, 2048), "moved, and the first has it back");
+    assert_eq!(
+        (arena.stats().allocated, second.stats().live),
+        (0, 2048),
+        "moved, and the first has it back"
+    );
     assert!(filled(moved.cast()));
     let small = both.allocate(KIB).unwrap();
     assert_eq!(arena.stats().allocated, 1024, "the first is still asked first");

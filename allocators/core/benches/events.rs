@@ -43,10 +43,16 @@ fn main() {
         }
         start.elapsed().as_secs_f64() * 1e9 / EVENTS as f64
     };
-    println!("the system's clock         {:6.1} ns", (0..30).map(|_| clock()).fold(f64::MAX, f64::min));
+    println!(
+        "the system's clock         {:6.1} ns",
+        (0..30).map(|_| clock()).fold(f64::MAX, f64::min)
+    );
     for threads in [1, 2] {
         let ring = || Arc::new(RingSink::new(1 << 12));
-        println!("a ring, {threads} threads          {:6.1} ns an event", recorded(ring(), threads));
+        println!(
+            "a ring, {threads} threads          {:6.1} ns an event",
+            recorded(ring(), threads)
+        );
         println!(
             "in order, kept by nobody, {threads} {:6.1} ns an event",
             recorded(Arc::new(NullSink), threads)

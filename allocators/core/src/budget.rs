@@ -179,7 +179,11 @@ impl Budget {
     ///
     /// # Errors
     /// As [`Budget::charge_by`].
-    pub fn reserve_by(&self, bytes: u64, deadline: Option<Instant>) -> Result<Reservation, OutOfBudget> {
+    pub fn reserve_by(
+        &self,
+        bytes: u64,
+        deadline: Option<Instant>,
+    ) -> Result<Reservation, OutOfBudget> {
         self.charge_by(bytes, deadline).map(Reservation::from)
     }
 

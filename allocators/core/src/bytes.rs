@@ -103,7 +103,9 @@ mod tests {
     fn amounts_have_binary_units_and_must_fit() {
         let read = ["7", "7B", "7KiB", "7MiB", "7GiB", "7TiB"].map(Bytes::parse);
         assert_eq!(read, [0, 0, 10, 20, 30, 40].map(|shift| Some(Bytes(7 << shift))));
-        for wrong in ["", "MiB", "7MB", "7 MiB", "-7", "+7", "7mib", "0x7", "1.5GiB", "99999999TiB", "7é"] {
+        for wrong in
+            ["", "MiB", "7MB", "7 MiB", "-7", "+7", "7mib", "0x7", "1.5GiB", "99999999TiB", "7é"]
+        {
             assert_eq!(Bytes::parse(wrong), None, "{wrong}");
         }
     }

@@ -1,5 +1,8 @@
 //! The one unsafe *declaration* of this crate: a promise about blocks that a device may still read.
-#![expect(unsafe_code, reason = "declares an unsafe trait and passes its promise on; holds no unsafe block")]
+#![expect(
+    unsafe_code,
+    reason = "declares an unsafe trait and passes its promise on; holds no unsafe block"
+)]
 
 use crate::{__api::api2::alloc::Allocator, Gate, Result};
 use std::{ptr::NonNull, sync::Arc};

@@ -286,17 +286,25 @@ impl fmt::Display for MemoryError {
             Self::TooLarge { requested, limit } => {
                 write!(f, "{} asked, {} is the most there can be", Bytes(*requested), Bytes(*limit))
             }
-            Self::BadAlignment { align } => write!(f, "an alignment of {align} bytes cannot be had"),
+            Self::BadAlignment { align } => {
+                write!(f, "an alignment of {align} bytes cannot be had")
+            }
             Self::OutOfBudget(e) => e.fmt(f),
             Self::OutOfMemory(e) => e.fmt(f),
             Self::Driver(e) => e.fmt(f),
             Self::System(e) => e.fmt(f),
-            Self::DeviceLost { device } => write!(f, "{device} is lost; only the application may reset it"),
-            Self::NoDevice { asked, count: 0 } => write!(f, "device {asked} asked, and there is none"),
+            Self::DeviceLost { device } => {
+                write!(f, "{device} is lost; only the application may reset it")
+            }
+            Self::NoDevice { asked, count: 0 } => {
+                write!(f, "device {asked} asked, and there is none")
+            }
             Self::NoDevice { asked, count } => {
                 write!(f, "device {asked} asked, there are {count}, counted from 0")
             }
-            Self::NoGpu { asked, why } => write!(f, "device {asked} asked, and there is none: {why}"),
+            Self::NoGpu { asked, why } => {
+                write!(f, "device {asked} asked, and there is none: {why}")
+            }
             Self::OtherMachine { expected, actual } => {
                 let machine = |number: &u64| match number {
                     0 => "this host".to_owned(),
@@ -305,9 +313,13 @@ impl fmt::Display for MemoryError {
                 let (expected, actual) = (machine(expected), machine(actual));
                 write!(f, "a stream or memory of {actual} where one of {expected} is needed")
             }
-            Self::WrongDevice { expected, actual } => write!(f, "{actual} where {expected} is needed"),
+            Self::WrongDevice { expected, actual } => {
+                write!(f, "{actual} where {expected} is needed")
+            }
             Self::ForeignBlock { address } => write!(f, "{address:#x} is no block of this pool"),
-            Self::DoubleFree { address } => write!(f, "the block at {address:#x} has been freed already"),
+            Self::DoubleFree { address } => {
+                write!(f, "the block at {address:#x} has been freed already")
+            }
             Self::OutOfBounds { offset, len, bytes } => {
                 write!(f, "{len} bytes from {offset} on reach past the end of a block of {bytes}")
             }
@@ -315,7 +327,10 @@ impl fmt::Display for MemoryError {
                 write!(f, "the range {start}..{end} is reversed: it ends before it begins")
             }
             Self::Uncommitted { offset, len } => {
-                write!(f, "{len} bytes from {offset} on are not committed: no memory is behind them")
+                write!(
+                    f,
+                    "{len} bytes from {offset} on are not committed: no memory is behind them"
+                )
             }
             Self::LengthMismatch { from, to } => write!(f, "a copy of {from} bytes into {to}"),
             Self::BadPitch { pitch, width } => {
@@ -327,9 +342,14 @@ impl fmt::Display for MemoryError {
             Self::Busy { address } => {
                 write!(f, "the block at {address:#x} has a use prepared that excludes this one")
             }
-            Self::Parked { tag } => write!(f, "the memory of {:?} is parked; resume it first", tag.name()),
+            Self::Parked { tag } => {
+                write!(f, "the memory of {:?} is parked; resume it first", tag.name())
+            }
             Self::BlockOverlap { address, held } => {
-                write!(f, "a block at {address:#x} would overlap the one at {held:#x}; it is kept from use")
+                write!(
+                    f,
+                    "a block at {address:#x} would overlap the one at {held:#x}; it is kept from use"
+                )
             }
             Self::ListedTwice { address } => {
                 write!(f, "one launch lists the block at {address:#x} twice, and writes it")
@@ -339,10 +359,16 @@ impl fmt::Display for MemoryError {
                 write!(f, "all {max} streams are leased; the pool's setting `streams` allows more")
             }
             Self::Capturing { stream } => {
-                write!(f, "stream {stream:#x} captures a graph; end the capture, or wait inside of it")
+                write!(
+                    f,
+                    "stream {stream:#x} captures a graph; end the capture, or wait inside of it"
+                )
             }
             Self::AlreadyAnnounced { stream } => {
-                write!(f, "captures of stream {stream:#x} are announced already; end that announcement first")
+                write!(
+                    f,
+                    "captures of stream {stream:#x} are announced already; end that announcement first"
+                )
             }
             Self::CaptureInvalidated { stream } => {
                 write!(f, "the capture of stream {stream:#x} is broken; end it, and capture anew")

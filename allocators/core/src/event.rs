@@ -97,8 +97,15 @@ pub enum BlockKind {
 
 impl BlockKind {
     /// Every kind.
-    pub const ALL: [Self; 7] =
-        [Self::Cached, Self::Stable, Self::Reserved, Self::Parkable, Self::Graph, Self::Pinned, Self::Global];
+    pub const ALL: [Self; 7] = [
+        Self::Cached,
+        Self::Stable,
+        Self::Reserved,
+        Self::Parkable,
+        Self::Graph,
+        Self::Pinned,
+        Self::Global,
+    ];
 
     /// Returns its name, as traces have it.
     #[must_use]

@@ -66,7 +66,9 @@ impl Bed {
         #[cfg(not(loom))]
         match until {
             None => std::thread::park(),
-            Some(until) => std::thread::park_timeout(until.saturating_duration_since(Instant::now())),
+            Some(until) => {
+                std::thread::park_timeout(until.saturating_duration_since(Instant::now()))
+            }
         }
         // Nobody has a deadline in a model.
         #[cfg(loom)]

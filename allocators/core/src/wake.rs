@@ -111,7 +111,8 @@ impl Watch {
             let mut state = self.state();
             state.entries.insert(number, entry);
             if state.thread.is_none() {
-                let started = thread::Builder::new().name("aquifer-wake".into()).spawn(|| self.run());
+                let started =
+                    thread::Builder::new().name("aquifer-wake".into()).spawn(|| self.run());
                 state.thread = started.ok().map(|handle| handle.thread().clone());
             }
             state.thread.clone()
@@ -130,7 +131,11 @@ impl Watch {
     fn renew(&self, number: u64, waker: &Waker) -> bool {
         // A waker is foreign code: it is cloned before the lock, and the old one is dropped after it.
         let new = waker.clone();
-        let old = self.state().entries.get_mut(&number).map(|entry| std::mem::replace(&mut entry.waker, new));
+        let old = self
+            .state()
+            .entries
+            .get_mut(&number)
+            .map(|entry| std::mem::replace(&mut entry.waker, new));
         old.is_some()
     }
 

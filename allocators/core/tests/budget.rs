@@ -9,7 +9,10 @@ fn the_limit_is_granted_and_one_byte_more_is_refused_with_every_figure() {
     let budget = Budget::new("b", 100);
     let most = budget.charge(100).unwrap();
     let refused = budget.charge(1).unwrap_err();
-    assert_eq!(refused, OutOfBudget { budget: "b", requested: 1, current: 100, remaining: 0, limit: 100 });
+    assert_eq!(
+        refused,
+        OutOfBudget { budget: "b", requested: 1, current: 100, remaining: 0, limit: 100 }
+    );
     drop(most);
     assert_eq!(budget.charge(u64::MAX).unwrap_err().remaining, 100);
     assert_eq!(budget.used(), 0, "a refusal charges nothing");
@@ -104,8 +107,9 @@ fn concurrent_charges_of_many_sizes_leave_exactly_nothing_and_never_pass_the_lim
                 let mut state = seed;
                 let mut held: Vec<Charge> = Vec::new();
                 for _ in 0..if cfg!(miri) { 60 } else { 4000 } {
-                    state =
-                        state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    state = state
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
                     if held.len() > 4 || state >> 63 == 1 {
                         held.pop();
                     } else if let Ok(charge) = budget.charge(state >> 56) {

@@ -99,7 +99,8 @@ impl Reclaim for Pool {
 }
 
 #[test]
-fn one_that_gives_a_little_at_a_time_is_asked_until_there_is_room_and_one_that_gives_nothing_once() {
+fn one_that_gives_a_little_at_a_time_is_asked_until_there_is_room_and_one_that_gives_nothing_once()
+{
     let budget = Budget::new("both", 100);
     let stingy = Pool::new("stingy", &budget, |pool| pool.step = 1);
     (0..10).for_each(|_| stingy.fill(10));
@@ -175,7 +176,10 @@ fn one_that_gave_nothing_without_waiting_is_asked_again_by_who_has_time() {
             "busy"
         }
         fn offer(&self) -> Offer {
-            Offer { bytes: self.0.lock().unwrap().as_ref().map_or(0, Charge::bytes), cost: Duration::ZERO }
+            Offer {
+                bytes: self.0.lock().unwrap().as_ref().map_or(0, Charge::bytes),
+                cost: Duration::ZERO,
+            }
         }
         fn reclaim(&self, _: u64, deadline: Option<Instant>) {
             if deadline.is_none_or(|deadline| Instant::now() < deadline) {
@@ -217,8 +221,9 @@ fn what_a_driver_has_refused_is_asked_of_its_own_device_across_the_whole_tree() 
     all.iter().for_each(|pool| pool.fill(50));
     let here = |place| place == Place::Device(DeviceId(0));
     let mut asking = ours.budget.asking(ours.registration.get());
-    let ask =
-        |asking: &mut Asking<'_>| asking.for_memory(100, None, &here).map(|tried| (tried.step, tried.gave));
+    let ask = |asking: &mut Asking<'_>| {
+        asking.for_memory(100, None, &here).map(|tried| (tried.step, tried.gave))
+    };
     let mut steps = [ask(&mut asking), ask(&mut asking)].map(Option::unwrap);
     steps.sort_unstable();
     assert_eq!((steps, ask(&mut asking)), ([("same", 50), ("unknown", 50)], None));

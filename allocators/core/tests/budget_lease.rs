@@ -35,7 +35,11 @@ fn live_bytes_are_granted_to_the_last_byte_whatever_other_leases_have_spare() {
     let live: Vec<Leased> = leases.iter().map(|lease| lease.charge(100).unwrap()).collect();
     assert_eq!((root.used(), root.spare()), (600, 300));
     let refused = leases[0].charge(701).unwrap_err();
-    assert_eq!((refused.budget, refused.current), ("a", 200), "nothing is spare when somebody is refused");
+    assert_eq!(
+        (refused.budget, refused.current),
+        ("a", 200),
+        "nothing is spare when somebody is refused"
+    );
     let rest = leases[2].charge(700).unwrap();
     assert_eq!((root.used(), root.spare()), (1000, 0));
     assert_eq!(leases[1].charge(1).unwrap_err().budget, "root");
@@ -146,8 +150,9 @@ fn threads_with_leases_leave_exactly_nothing() {
                 let mut lease = tenant.lease(100 * (1 + seed % 3));
                 let mut held = Vec::new();
                 for round in 0..if cfg!(miri) { 60 } else { 30_000 } {
-                    state =
-                        state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    state = state
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
                     if held.len() > 5 || state >> 63 == 1 {
                         held.pop();
                     } else {

@@ -135,7 +135,10 @@ fn what_a_hook_hears_last_is_the_level_that_stands() {
         }
     });
     let heard = heard.lock().unwrap();
-    assert!(heard.windows(2).all(|pair| pair[0].1 == pair[1].0), "each begins where the last one ended");
+    assert!(
+        heard.windows(2).all(|pair| pair[0].1 == pair[1].0),
+        "each begins where the last one ended"
+    );
     assert_eq!(heard.last().map_or(Level::Nominal, |last| last.1), Level::Nominal);
 }
 
@@ -202,15 +205,19 @@ fn the_cheapest_that_can_help_is_asked_first_and_only_its_count_is_believed() {
     let liar = Arc::new(Liar);
     let _all = (a.on_need(&dear), b.on_need(&cheap), root.on_need(&liar));
     let asker = b.on_need(&own);
-    let names =
-        |tried: &[aquifer_core::error::Tried]| tried.iter().map(|t| (t.step, t.gave)).collect::<Vec<_>>();
+    let names = |tried: &[aquifer_core::error::Tried]| {
+        tried.iter().map(|t| (t.step, t.gave)).collect::<Vec<_>>()
+    };
     // The tenant's own limit is in the way: only its own caches can help.
     let room = b.make_room(25, None, Some(&asker));
     assert_eq!((room.missing, names(&room.tried)), (0, vec![("cheap", 5)]));
     // Now the root is.
     let rest = root.charge(35).unwrap();
     let room = b.make_room(25, None, Some(&asker));
-    assert_eq!((room.missing, names(&room.tried)), (0, vec![("cheap", 5), ("liar", 0), ("dear", 20)]));
+    assert_eq!(
+        (room.missing, names(&room.tried)),
+        (0, vec![("cheap", 5), ("liar", 0), ("dear", 20)])
+    );
     let room = b.make_room(25, Some(Instant::now()), None);
     assert_eq!(room.missing, 0, "there is room already");
     let late = b.make_room(50, Some(Instant::now()), None);

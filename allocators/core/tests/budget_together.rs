@@ -17,7 +17,8 @@ fn machine() -> [Budget; 3] {
 fn parts_are_granted_in_their_order_the_same_node_twice_and_none_at_all_too() {
     let [machine, left, right] = machine();
     let mut all =
-        Budget::reserve_all(&[(&left, 10), (&right, 0), (&left, 20), (&machine, 30), (&right, 40)]).unwrap();
+        Budget::reserve_all(&[(&left, 10), (&right, 0), (&left, 20), (&machine, 30), (&right, 40)])
+            .unwrap();
     let bytes: Vec<u64> = all.iter().map(|part| part.remaining()).collect();
     assert_eq!(bytes, [10, 0, 20, 30, 40]);
     assert!(all[1].budget().is(&right) && all[2].budget().is(&left));
@@ -41,12 +42,19 @@ fn a_refusal_names_the_node_with_all_that_was_asked_of_it_and_leaves_no_trace() 
     // Each fits alone, and the first two together.
     let refused = Budget::reserve_all(&[(&right, 30), (&left, 60), (&right, 20)]).unwrap_err();
     assert_eq!((refused.budget, refused.requested, refused.current), ("the machine", 110, 0));
-    assert_eq!([&machine, &left, &right].map(|node| node.figures()), before, "peaks and levels as well");
+    assert_eq!(
+        [&machine, &left, &right].map(|node| node.figures()),
+        before,
+        "peaks and levels as well"
+    );
     let refused = Budget::reserve_all(&[(&left, 50), (&left, 31)]).unwrap_err();
     assert_eq!((refused.budget, refused.requested, refused.remaining), ("left", 81, 80));
     assert!(Budget::reserve_all(&[(&left, 1), (&left, u64::MAX)]).is_err());
     let all = Budget::reserve_all(&[(&right, 40), (&left, 60)]).unwrap();
-    assert_eq!((machine.level(), machine.peak(), left.level()), (Level::Critical, 100, Level::Warning));
+    assert_eq!(
+        (machine.level(), machine.peak(), left.level()),
+        (Level::Critical, 100, Level::Warning)
+    );
     drop(all);
     assert_eq!(machine.figures().held, 40, "what is guaranteed");
 }

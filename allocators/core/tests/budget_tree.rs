@@ -40,7 +40,10 @@ fn a_refusal_names_the_lowest_node_without_room_with_its_figures_and_changes_not
         let refused = all[3].charge(301).unwrap_err();
         let limit = all[node].limit();
         assert_eq!((refused.budget, refused.requested), (name, 301));
-        assert_eq!((refused.current, refused.remaining, refused.limit), (fill, limit - fill, limit));
+        assert_eq!(
+            (refused.current, refused.remaining, refused.limit),
+            (fill, limit - fill, limit)
+        );
         assert_eq!(used(&all), before);
         assert_eq!(all[3].remaining(), 300, "and what is left is had");
         drop((at(3, 300), other));
@@ -164,11 +167,18 @@ fn bytes_outlive_their_budget_and_a_budget_its_parents_handle() {
         tenant.charge(60).unwrap()
     };
     let tenant = charge.budget().clone();
-    assert_eq!((tenant.name(), tenant.parent().unwrap().name(), root.used()), ("tenant", "pool", 60));
+    assert_eq!(
+        (tenant.name(), tenant.parent().unwrap().name(), root.used()),
+        ("tenant", "pool", 60)
+    );
     drop(charge);
     assert_eq!((tenant.limit(), root.used(), root.figures().held), (80, 0, 50));
     drop(tenant);
-    assert_eq!((root.figures().held, root.children().count()), (0, 0), "the guarantee went with the last");
+    assert_eq!(
+        (root.figures().held, root.children().count()),
+        (0, 0),
+        "the guarantee went with the last"
+    );
 }
 
 #[test]
@@ -227,15 +237,20 @@ fn threads_at_every_level_leave_exactly_nothing_and_no_node_is_ever_above_its_li
                 let mut state = seed as u64 + 1;
                 let mut held: Vec<Charge> = Vec::new();
                 for _ in 0..if cfg!(miri) { 50 } else { 20_000 } {
-                    state =
-                        state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    state = state
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
                     let at = [root, &pools[seed % 2], tenant][(state >> 40) as usize % 3];
                     if held.len() > 6 || state >> 63 == 1 {
                         held.pop();
                     } else {
                         held.extend(at.charge(state >> 55).ok());
                     }
-                    assert!(root.used() <= 1000 && pools[seed % 2].used() <= 700 && tenant.used() <= 401);
+                    assert!(
+                        root.used() <= 1000
+                            && pools[seed % 2].used() <= 700
+                            && tenant.used() <= 401
+                    );
                 }
             });
         }

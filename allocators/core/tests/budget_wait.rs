@@ -65,7 +65,11 @@ fn waits_are_served_in_order_and_a_smaller_one_behind_does_not_pass() {
     let refused = budget.charge(5).unwrap_err();
     assert_eq!((refused.remaining, refused.kept()), (0, 10), "nor does one who only tries");
     drop(most);
-    assert_eq!((first.woken(), second.woken(), budget.used()), (1, 1, 55), "granted before they look");
+    assert_eq!(
+        (first.woken(), second.woken(), budget.used()),
+        (1, 1, 55),
+        "granted before they look"
+    );
     let both = (first.poll().unwrap().unwrap(), second.poll().unwrap().unwrap());
     assert_eq!((both.0.bytes(), both.1.bytes(), budget.waiting()), (50, 5, 0));
     drop(both);
@@ -185,7 +189,8 @@ fn a_deadline_that_has_passed_in_line_ends_the_wait_of_its_thread_and_of_those_b
         assert_eq!(budget.charge_by(10, None).unwrap().bytes(), 10);
         assert!(forgotten.poll().unwrap().is_err());
     }
-    let refused = budget.charge_by(50, Some(Instant::now() + Duration::from_millis(2))).unwrap_err();
+    let refused =
+        budget.charge_by(50, Some(Instant::now() + Duration::from_millis(2))).unwrap_err();
     assert_eq!(refused.current, 90);
     drop(most);
 }
@@ -282,7 +287,11 @@ fn a_waker_that_calls_back_and_panics_harms_nobody() {
     drop(waker);
     let mut second = wait(&budget, 75);
     drop(most);
-    assert_eq!((second.woken(), budget.used()), (1, 95), "what the waker gave back went to the next");
+    assert_eq!(
+        (second.woken(), budget.used()),
+        (1, 95),
+        "what the waker gave back went to the next"
+    );
     drop(first);
     assert!(second.poll().unwrap().is_ok());
     assert_eq!((budget.used(), budget.waiting()), (0, 0));
@@ -301,16 +310,18 @@ fn whoever_waits_is_served_or_refused_and_nothing_is_left() {
             s.spawn(move || {
                 let mut state = seed + 1;
                 for round in 0..rounds {
-                    state =
-                        state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                    let (tenant, bytes) = (&tenants[(state >> 60) as usize % 4], 1 + (state >> 40) % 60);
+                    state = state
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
+                    let (tenant, bytes) =
+                        (&tenants[(state >> 60) as usize % 4], 1 + (state >> 40) % 60);
                     if round % 7 == 6 {
                         // Takes a place, and gives it up without having looked again.
                         let mut passing = Polled::new(tenant.charge_async(bytes));
                         drop(passing.poll());
                     }
-                    let deadline =
-                        (round % 5 == 4).then(|| Instant::now() + Duration::from_micros(state >> 56));
+                    let deadline = (round % 5 == 4)
+                        .then(|| Instant::now() + Duration::from_micros(state >> 56));
                     match tenant.charge_by(bytes, deadline) {
                         Ok(charge) => {
                             assert!(root.used() <= 100 && tenant.used() <= tenant.limit());

@@ -65,7 +65,10 @@ fn of_two_recorders_with_one_ring_nothing_is_lost() {
     let ring = Arc::new(RingSink::new(8));
     let recorders = [Recorder::new(ring.clone()), Recorder::new(ring.clone())];
     (1..=6).for_each(|address| tell(&recorders[address as usize % 2], Action::Grow, address, 0));
-    assert_eq!(ring.take().iter().map(|event| event.address).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
+    assert_eq!(
+        ring.take().iter().map(|event| event.address).collect::<Vec<_>>(),
+        [1, 2, 3, 4, 5, 6]
+    );
 }
 
 /// Each event's fields say the same, so one that was put together from two would show.
@@ -87,7 +90,8 @@ fn a_ring_that_is_emptied_while_threads_fill_it_tells_whole_events_and_counts_th
                 recorder.record(recorder.ticket(), event);
             }
         };
-        let fillers: Vec<_> = (0..threads).map(|thread| s.spawn(move || fill(thread * each))).collect();
+        let fillers: Vec<_> =
+            (0..threads).map(|thread| s.spawn(move || fill(thread * each))).collect();
         let mut seen = 0;
         while fillers.iter().any(|filler| !filler.is_finished()) {
             seen += check(ring.take());
@@ -95,8 +99,9 @@ fn a_ring_that_is_emptied_while_threads_fill_it_tells_whole_events_and_counts_th
         seen
     });
     // A place whose slot was busy is passed over one round later.
-    let last = (0..64)
-        .map(|at| recorder.event(Action::Free, PLACE, at, u64::from(at), u64::from(at) + 1, Tag::NONE));
+    let last = (0..64).map(|at| {
+        recorder.event(Action::Free, PLACE, at, u64::from(at), u64::from(at) + 1, Tag::NONE)
+    });
     last.for_each(|event| recorder.record(recorder.ticket(), event));
     seen += check(ring.take());
     assert_eq!(seen + ring.dropped(), threads * each + 64);
@@ -119,7 +124,10 @@ fn events_of_many_threads_arrive_in_the_order_of_their_tickets() {
                         (recorder.ticket(), *order)
                     };
                     thread::yield_now();
-                    recorder.record(ticket, recorder.event(Action::Free, PLACE, 0, place, 0, Tag::NONE));
+                    recorder.record(
+                        ticket,
+                        recorder.event(Action::Free, PLACE, 0, place, 0, Tag::NONE),
+                    );
                 }
             });
         }
@@ -165,7 +173,8 @@ fn a_trace_file_says_kind_device_and_tag_of_every_block() {
     let path = file("kinds");
     let recorder = Recorder::new(Arc::new(TraceFile::create(&path).unwrap()));
     let tag = Tag::named("kv, 100 %\nof \u{85}\u{fc}");
-    let places = [Place::Device(DeviceId(7)), Place::Host(Some(1)), Place::Host(None), Place::Global];
+    let places =
+        [Place::Device(DeviceId(7)), Place::Host(Some(1)), Place::Host(None), Place::Global];
     for (place, kind) in places.into_iter().zip(BlockKind::ALL) {
         let event = recorder.event(Action::Allocate, place, 4, 0x1000, 64, tag).of_kind(kind);
         recorder.record(recorder.ticket(), event);
@@ -280,7 +289,8 @@ fn an_rmm_log_has_rows_as_rmm_writes_them() {
     let text = fs::read_to_string(&path).unwrap();
     fs::remove_file(&path).unwrap();
     assert!(text.starts_with("Thread,Time,Action,Pointer,Size,Stream\n") && text.ends_with('\n'));
-    let rows: Vec<Vec<&str>> = text.lines().skip(1).map(|row| row.splitn(3, ',').collect()).collect();
+    let rows: Vec<Vec<&str>> =
+        text.lines().skip(1).map(|row| row.splitn(3, ',').collect()).collect();
     let told: Vec<_> = rows.iter().map(|row| row[2]).collect();
     assert_eq!(
         told,
@@ -293,11 +303,15 @@ fn an_rmm_log_has_rows_as_rmm_writes_them() {
     );
     let here = rows[0][0];
     assert!(
-        rows[..3].iter().all(|row| row[0] == here) && rows[3][0] == other.to_string() && here != rows[3][0]
+        rows[..3].iter().all(|row| row[0] == here)
+            && rows[3][0] == other.to_string()
+            && here != rows[3][0]
     );
     for row in rows {
         let time = row[1].as_bytes();
         assert_eq!((time.len(), time[2], time[5], time[8]), (15, b':', b':', b'.'), "{}", row[1]);
-        assert!(time.iter().filter(|byte| byte.is_ascii_digit()).count() == 12 && time < &b"24"[..]);
+        assert!(
+            time.iter().filter(|byte| byte.is_ascii_digit()).count() == 12 && time < &b"24"[..]
+        );
     }
 }

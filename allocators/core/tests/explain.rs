@@ -26,8 +26,10 @@ fn full() -> OutOfMemory {
         TenantHolding { name: "tenant-b", live: 8 << 30, limit: 16 << 30 },
     ];
     error.stranded = vec![Stranded { stream: 2, cached: 1 << 30, pending: 0 }];
-    error.tried =
-        vec![Tried { step: "fence and poll", gave: 1 << 20 }, Tried { step: "grow and move", gave: 0 }];
+    error.tried = vec![
+        Tried { step: "fence and poll", gave: 1 << 20 },
+        Tried { step: "grow and move", gave: 0 },
+    ];
     error
 }
 
@@ -80,21 +82,34 @@ fn a_limit_on_live_bytes_says_so_and_whose_it_is() {
 
 #[test]
 fn the_action_fits_the_cause() {
-    let action =
-        |error: &OutOfMemory| error.to_string().lines().last().unwrap().trim_start()[2..].trim().to_owned();
+    let action = |error: &OutOfMemory| {
+        error.to_string().lines().last().unwrap().trim_start()[2..].trim().to_owned()
+    };
 
     let mut pending = full();
     pending.pending = 5 << 30;
-    assert_eq!(action(&pending), "finish or synchronise the work that still uses 5.00 GiB of freed blocks");
+    assert_eq!(
+        action(&pending),
+        "finish or synchronise the work that still uses 5.00 GiB of freed blocks"
+    );
     pending.in_use = vec![InUse { stream: 3, bytes: 4 << 30 }, InUse { stream: 1, bytes: 1 << 30 }];
-    assert_eq!(action(&pending), "synchronise stream 3, whose work still uses 4.00 GiB of freed blocks");
+    assert_eq!(
+        action(&pending),
+        "synchronise stream 3, whose work still uses 4.00 GiB of freed blocks"
+    );
     pending.in_use[0].bytes = 1 << 30;
-    assert_eq!(action(&pending), "finish or synchronise the work that still uses 5.00 GiB of freed blocks");
+    assert_eq!(
+        action(&pending),
+        "finish or synchronise the work that still uses 5.00 GiB of freed blocks"
+    );
 
     let mut absurd = full();
     absurd.requested = 90 << 30;
     absurd.refused = absurd.refused.map(|refused| OutOfBudget { requested: 90 << 30, ..refused });
-    assert_eq!(action(&absurd), "raise the limit of the device to 166.00 GiB, or ask for less at a time");
+    assert_eq!(
+        action(&absurd),
+        "raise the limit of the device to 166.00 GiB, or ask for less at a time"
+    );
     absurd.raise = vec![
         Raise { budget: "the device", by: 86 << 30, to: 166 << 30 },
         Raise { budget: "the machine", by: 1 << 30, to: (200 << 30) + 1 },
@@ -112,7 +127,10 @@ fn the_action_fits_the_cause() {
          the device to 82.00 GiB"
     );
     (apart.cached, apart.largest_free, apart.stranded[0].cached) = (9 << 30, 8 << 30, 9 << 30);
-    assert_eq!(action(&apart), "ask on stream 2: its cache has 9.00 GiB free and keeps them to itself");
+    assert_eq!(
+        action(&apart),
+        "ask on stream 2: its cache has 9.00 GiB free and keeps them to itself"
+    );
     assert_eq!(apart.remedy(), Remedy::AskOn { stream: 2, bytes: 9 << 30 });
 
     let mut device = full();

@@ -52,8 +52,9 @@ fn ids_are_keys_whatever_they_name() {
 #[test]
 fn spaces_made_by_many_threads_are_all_distinct() {
     let spaces: Vec<IdSpace<Bare>> = thread::scope(|scope| {
-        let makers: Vec<_> =
-            (0..8).map(|_| scope.spawn(|| (0..200).map(|_| IdSpace::new()).collect::<Vec<_>>())).collect();
+        let makers: Vec<_> = (0..8)
+            .map(|_| scope.spawn(|| (0..200).map(|_| IdSpace::new()).collect::<Vec<_>>()))
+            .collect();
         makers.into_iter().flat_map(|maker| maker.join().unwrap()).collect()
     });
     let firsts: HashSet<Id<Bare>> = spaces.iter().map(|space| space.mint(0, 0)).collect();

@@ -27,7 +27,9 @@ fn threads_that_name_one_thing_at_once_get_one_tag() {
     assert_eq!(NAMED[0].iter().collect::<HashSet<_>>().len(), 100, "other names, other tags");
     assert_eq!(tag(42), Tag::named("thing 42"));
     assert_eq!((tag(42).name(), tag(42).to_string().as_str()), ("thing 42", "thing 42"));
-    assert!(NAMED[0].iter().all(|&tag| tag != Tag::NONE && tag != Tag::OTHER && tag.index() < Tag::MAX));
+    assert!(
+        NAMED[0].iter().all(|&tag| tag != Tag::NONE && tag != Tag::OTHER && tag.index() < Tag::MAX)
+    );
 }
 
 #[test]

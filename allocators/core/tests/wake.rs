@@ -30,7 +30,10 @@ impl Gate for Flag {
         self.open.load(Ordering::SeqCst)
     }
     fn wait(&self, deadline: Option<Instant>) -> Result<bool> {
-        assert!(deadline.is_some_and(|at| at <= Instant::now()), "a future asks, and does not wait");
+        assert!(
+            deadline.is_some_and(|at| at <= Instant::now()),
+            "a future asks, and does not wait"
+        );
         assert!(self.asked.fetch_add(1, Ordering::SeqCst) == 0 || !self.panics, "as planned");
         Ok(self.is_open())
     }

@@ -139,7 +139,11 @@ impl Apart {
         reach: Arc<[DeviceId]>,
     ) -> Arc<Self> {
         let granularity = if info.virtual_memory { info.granularity } else { 0 };
-        let step = if granularity > 0 { config.handle_bytes.max(1).next_multiple_of(granularity) } else { 0 };
+        let step = if granularity > 0 {
+            config.handle_bytes.max(1).next_multiple_of(granularity)
+        } else {
+            0
+        };
         Arc::new(Self {
             driver: driver.clone(),
             device: info.device,
@@ -235,14 +239,25 @@ impl Apart {
     }
 
     /// Addresses for `bytes`, in slots of `slot` bytes, with nothing behind them.
-    pub(crate) fn reserve(&self, kind: BlockKind, bytes: u64, slot: u64, align: u64) -> Result<Arc<Span>> {
+    pub(crate) fn reserve(
+        &self,
+        kind: BlockKind,
+        bytes: u64,
+        slot: u64,
+        align: u64,
+    ) -> Result<Arc<Span>> {
         let align = align.max(self.granularity);
-        let address = self.driver.address_reserve(self.device, bytes, align).map_err(|e| self.lost(e))?;
+        let address =
+            self.driver.address_reserve(self.device, bytes, align).map_err(|e| self.lost(e))?;
         Ok(Arc::new(Span::mapped(self, kind, address, bytes, slot)))
     }
 
     /// Physical memory for one slot of a span.
-    pub(crate) fn handle(&self, charge: Charge, types: ExportTypes) -> Result<Arc<Handle>, NoHandle> {
+    pub(crate) fn handle(
+        &self,
+        charge: Charge,
+        types: ExportTypes,
+    ) -> Result<Arc<Handle>, NoHandle> {
         Handle::create_exportable(&self.driver, self.device, types, charge, &self.held)
             .map_err(|(error, _)| NoHandle::Driver(error))
     }
@@ -496,7 +511,9 @@ impl Apart {
         tag: Tag,
     ) {
         if self.recorder.is_some() {
-            steps.for_each(|at| self.report(BlockKind::Reserved, Action::Allocate, stream, at, step, tag));
+            steps.for_each(|at| {
+                self.report(BlockKind::Reserved, Action::Allocate, stream, at, step, tag)
+            });
         }
     }
 
@@ -537,7 +554,9 @@ impl Apart {
 
 impl Drop for Apart {
     fn drop(&mut self) {
-        let left = std::mem::take(&mut self.state.get_mut().unwrap_or_else(PoisonError::into_inner).leaving);
+        let left = std::mem::take(
+            &mut self.state.get_mut().unwrap_or_else(PoisonError::into_inner).leaving,
+        );
         for span in left {
             // Work that cannot be waited for is seen not to be done just below, and keeps its memory.
             let _ = span.wait(None).and_then(|_| span.outlast());
@@ -607,7 +626,8 @@ impl Release for Owned {
     fn release(&self, block: Deferred) {
         let Self { apart, span, asked, tag } = self;
         let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
-        let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        let owner =
+            if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         for (address, bytes) in span.ranges() {
             apart.note(block.generation, address, bytes, owner);
         }
@@ -625,7 +645,9 @@ impl Release for Owned {
             if apart.recorder.is_some() {
                 let apart = Arc::downgrade(apart);
                 let completes = Completes { apart, stream, address: block.address, bytes, tag };
-                until_free.get_or_insert_default().push(Contained::new(Box::new(completes) as Box<_>));
+                until_free
+                    .get_or_insert_default()
+                    .push(Contained::new(Box::new(completes) as Box<_>));
             }
         }
         if asked.is_none() {

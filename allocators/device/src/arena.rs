@@ -92,7 +92,10 @@ impl DeviceArena {
         let address = bump.alloc(bytes, align).ok_or_else(|| {
             let start = bump.range().start + bump.used();
             let padding = start.next_multiple_of(align) - start;
-            MemoryError::TooLarge { requested: bytes, limit: bump.remaining().saturating_sub(padding) }
+            MemoryError::TooLarge {
+                requested: bytes,
+                limit: bump.remaining().saturating_sub(padding),
+            }
         })?;
         // The engine never hands out bytes twice before `reset`, which no part outlives.
         Ok(DeviceSliceMut::of_several(&self.block, address - self.block.address(), len))
@@ -115,7 +118,8 @@ impl DeviceArena {
         self.end_step()?;
         if let Some(ended) = &self.ended {
             for noted in &ended.others {
-                let epoch = noted.epoch().ok_or(MemoryError::Busy { address: self.block.address() })?;
+                let epoch =
+                    noted.epoch().ok_or(MemoryError::Busy { address: self.block.address() })?;
                 if !noted.on().wait(epoch, deadline)? && deadline.is_some() {
                     return Ok(false);
                 }

@@ -12,7 +12,8 @@ use crate::{
     request::Sensible,
 };
 use aquifer_core::{
-    Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result, budget::Registration,
+    Budget, Charge, DeviceId, MemoryError, OpaqueBlock, OutOfMemory, PoolStats, Result,
+    budget::Registration,
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
 use aquifer_stream::{LastUse, Stream, StreamPool, Timeline, Uses};
@@ -126,7 +127,15 @@ impl Backed {
     /// The block is freed; `uses` are those that are not known to be done.
     pub(crate) fn release(&self, address: u64, generation: u64, uses: Uses, until_free: UntilFree) {
         let (bytes, timeline, epoch) = (self.bytes, self.timeline.clone(), self.timeline.open());
-        self.ledger.release(Deferred { address, bytes, generation, timeline, epoch, uses, until_free });
+        self.ledger.release(Deferred {
+            address,
+            bytes,
+            generation,
+            timeline,
+            epoch,
+            uses,
+            until_free,
+        });
     }
 }
 
@@ -135,7 +144,15 @@ impl<S: Source> Ledger<S> {
         let observed = driver.observer().is_some();
         let state = Mutex::default();
         let generations = AtomicU64::new(1);
-        Arc::new_cyclic(|me| Self { source, driver, streams, observed, generations, state, me: me.clone() })
+        Arc::new_cyclic(|me| Self {
+            source,
+            driver,
+            streams,
+            observed,
+            generations,
+            state,
+            me: me.clone(),
+        })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -166,7 +183,12 @@ impl<S: Source> Ledger<S> {
         let generation = if self.observed {
             let generation = self.generations.fetch_add(1, Ordering::Relaxed);
             let range = DeviceRange { device: self.device(), address, bytes: request.size() };
-            note(&self.driver, generation, range, Ownership::Live { stream: stream.raw(), generation });
+            note(
+                &self.driver,
+                generation,
+                range,
+                Ownership::Live { stream: stream.raw(), generation },
+            );
             generation
         } else {
             0
@@ -186,8 +208,12 @@ impl<S: Source> Ledger<S> {
                 stats.peak_physical = stats.peak_physical.max(stats.physical);
             }
         }
-        let backed =
-            Backed { ledger: self.clone(), timeline, streams: self.streams.clone(), bytes: request.size() };
+        let backed = Backed {
+            ledger: self.clone(),
+            timeline,
+            streams: self.streams.clone(),
+            bytes: request.size(),
+        };
         let asked = Asked::new(request.size(), request.owner());
         let mut block = Block::backed(address, asked, backed, generation);
         if let Some(charge) = charge {
@@ -203,7 +229,9 @@ impl<S: Source> Ledger<S> {
         let mut full = OutOfMemory::new(device.to_string(), bytes);
         match error {
             MemoryError::OutOfBudget(refused) => full.refused = Some(refused),
-            MemoryError::Driver(refused) if refused.is_out_of_memory() => full.driver = Some(refused),
+            MemoryError::Driver(refused) if refused.is_out_of_memory() => {
+                full.driver = Some(refused)
+            }
             other => return other,
         }
         if let (Some(_), Some((budget, _))) = (full.refused, self.source.budget()) {
@@ -219,7 +247,9 @@ impl<S: Source> Ledger<S> {
     /// Memory from the source, with what others can give back without waiting where there is none.
     fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
         let mut taken = self.source.take(stream, bytes);
-        let Some((budget, own)) = self.source.budget().filter(|_| taken.is_err()) else { return taken };
+        let Some((budget, own)) = self.source.budget().filter(|_| taken.is_err()) else {
+            return taken;
+        };
         let mut others = Others::new(budget, own, &*self.driver, self.device());
         loop {
             let now = Some(Instant::now());
@@ -293,7 +323,8 @@ impl<S: Source> Ledger<S> {
 
     /// Keeps a block until its uses have ended; gives it back if they have by now.
     fn keep_open(&self, block: Deferred) -> Option<Deferred> {
-        let whom: Option<Arc<dyn LastUse>> = self.me.upgrade().map(|me| Arc::new(Awaiting(me)) as _);
+        let whom: Option<Arc<dyn LastUse>> =
+            self.me.upgrade().map(|me| Arc::new(Awaiting(me)) as _);
         // Whoever ends the use looks for the block under this lock.
         let mut state = self.state();
         if whom.is_some_and(|whom| !block.uses.tell(&whom)) {
@@ -343,9 +374,11 @@ impl<S: Source> Release for Ledger<S> {
             stats.frees += 1;
             stats.pending += block.bytes;
         }
-        let range = DeviceRange { device: self.device(), address: block.address, bytes: block.bytes };
+        let range =
+            DeviceRange { device: self.device(), address: block.address, bytes: block.bytes };
         let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
-        let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        let owner =
+            if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         note(&self.driver, block.generation, range, owner);
         self.give(block);
     }

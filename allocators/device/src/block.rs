@@ -1,8 +1,12 @@
 //! A block of device memory, as its owner holds it.
 
 use crate::{Request, backend::Backed, checked::Listed, home::Home};
-use aquifer_core::{DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased, panics::Contained};
-use aquifer_driver::{Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, same_machine, site};
+use aquifer_core::{
+    DeviceId, MemoryError, OpaqueBlock, Result, Tag, budget::Leased, panics::Contained,
+};
+use aquifer_driver::{
+    Access, DeviceRange, KeepAlive, Operand, OperandMut, RawStream, same_machine, site,
+};
 use aquifer_heap::Key;
 use aquifer_stream::{Account, Stream, StreamPool, Timeline, Tracked, Use, UseList};
 use std::{any::Any, fmt, sync::Arc};
@@ -164,7 +168,11 @@ impl LiveBytes {
     /// Takes `bytes` of each charge off, where it has as many.
     pub(crate) fn split(&mut self, bytes: u64) -> Self {
         let split = |charge: &mut Option<Leased>| charge.as_mut()?.split(bytes);
-        Self { of_tenant: split(&mut self.of_tenant), of_tag: split(&mut self.of_tag), listed: None }
+        Self {
+            of_tenant: split(&mut self.of_tenant),
+            of_tag: split(&mut self.of_tag),
+            listed: None,
+        }
     }
 }
 
@@ -199,13 +207,21 @@ impl Block {
     /// The token of a block that nobody watches.
     #[inline]
     pub(crate) fn at_home(freed: &Freed) -> Self {
-        Self { owner: Owner::Pool(freed.way), place: freed.place, uses: UseList::new(), extras: Rare::NONE }
+        Self {
+            owner: Owner::Pool(freed.way),
+            place: freed.place,
+            uses: UseList::new(),
+            extras: Rare::NONE,
+        }
     }
 
     /// The token of a block that goes home another way than a cache's.
     pub(crate) fn backed(address: u64, asked: Asked, backed: Backed, generation: u64) -> Self {
-        let extras =
-            if generation == 0 { Rare::NONE } else { Rare::new(Extras { generation, ..Extras::default() }) };
+        let extras = if generation == 0 {
+            Rare::NONE
+        } else {
+            Rare::new(Extras { generation, ..Extras::default() })
+        };
         let place = Place { address, asked };
         Self { owner: Owner::Backend(Box::new(backed)), place, uses: UseList::new(), extras }
     }
@@ -305,7 +321,11 @@ impl Block {
 
     fn check_device(&self, home: &Timeline, device: DeviceId) -> Result<()> {
         let expected = home.raw().device();
-        if device == expected { Ok(()) } else { Err(MemoryError::WrongDevice { expected, actual: device }) }
+        if device == expected {
+            Ok(())
+        } else {
+            Err(MemoryError::WrongDevice { expected, actual: device })
+        }
     }
 
     /// Orders a use whose end is the end of a borrow. `alone`: every borrow that it conflicts with is over.
@@ -363,7 +383,12 @@ unsafe impl Operand for Block {
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
 // SAFETY: 1. a block is its owner's alone, and its parts borrow it.
 unsafe impl OperandMut for Block {
-    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+    fn order_mut(
+        &mut self,
+        stream: RawStream,
+        alive: Option<KeepAlive>,
+        access: Access,
+    ) -> Result<()> {
         self.order_as(stream, alive, access, true)
     }
 }
@@ -403,7 +428,8 @@ impl Block {
     fn end(&mut self) {
         match &self.owner {
             Owner::Pool(way)
-                if self.uses.is_empty() && self.extras.get().is_some_and(Extras::is_account_only) =>
+                if self.uses.is_empty()
+                    && self.extras.get().is_some_and(Extras::is_account_only) =>
             {
                 let live = self.extras.take();
                 way.home.put_back(way, &self.place);
@@ -434,7 +460,11 @@ pub(crate) struct Freed {
 impl Freed {
     /// What the heap of `home` has found for `request`.
     #[inline]
-    pub(crate) fn found(home: &'static Home, found: &aquifer_heap::Block, request: &Request) -> Self {
+    pub(crate) fn found(
+        home: &'static Home,
+        found: &aquifer_heap::Block,
+        request: &Request,
+    ) -> Self {
         let asked = Asked::new(request.size(), request.owner());
         let place = Place { address: found.address, asked };
         Self { way: Way { home, key: found.key }, place }

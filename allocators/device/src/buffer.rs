@@ -114,7 +114,11 @@ impl<T: Pod> DeviceBuffer<T> {
     /// # Errors
     /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`]; the resource's.
     #[track_caller]
-    pub fn new_in(resource: &(impl Resource + ?Sized), stream: &Stream, len: usize) -> Result<Self> {
+    pub fn new_in(
+        resource: &(impl Resource + ?Sized),
+        stream: &Stream,
+        len: usize,
+    ) -> Result<Self> {
         // Not by a closure, whose own line would be named as the caller's.
         let request = Self::request(len)?;
         Self::in_block(len, resource.allocate(stream, request)?, request)
@@ -139,7 +143,11 @@ impl<T: Pod> DeviceBuffer<T> {
 
     fn in_block(len: usize, block: Block, request: Request) -> Result<Self> {
         if block.bytes() < request.size() {
-            return Err(MemoryError::OutOfBounds { offset: 0, len: request.size(), bytes: block.bytes() });
+            return Err(MemoryError::OutOfBounds {
+                offset: 0,
+                len: request.size(),
+                bytes: block.bytes(),
+            });
         }
         Ok(Self { block, len, elements: PhantomData })
     }
@@ -208,7 +216,10 @@ impl<T: Pod> DeviceBuffer<T> {
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
-    pub fn split_at_mut(&mut self, mid: usize) -> Result<(DeviceSliceMut<'_, T>, DeviceSliceMut<'_, T>)> {
+    pub fn split_at_mut(
+        &mut self,
+        mid: usize,
+    ) -> Result<(DeviceSliceMut<'_, T>, DeviceSliceMut<'_, T>)> {
         self.as_mut_slice().into_split(mid)
     }
 
@@ -298,7 +309,12 @@ unsafe impl<T> Operand for DeviceBuffer<T> {
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
 // SAFETY: 1. a buffer is its owner's alone, and its parts borrow it.
 unsafe impl<T> OperandMut for DeviceBuffer<T> {
-    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+    fn order_mut(
+        &mut self,
+        stream: RawStream,
+        alive: Option<KeepAlive>,
+        access: Access,
+    ) -> Result<()> {
         self.block.order_mut(stream, alive, access)
     }
 }

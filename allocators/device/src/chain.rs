@@ -205,9 +205,11 @@ impl Progress<'_> {
 /// may be gone, so what those hold is not to be had.
 pub(crate) fn waited(wait: impl FnOnce() -> Result<bool>) -> Result<bool> {
     match wait() {
-        Err(MemoryError::Capturing { .. } | MemoryError::OtherThread { .. } | MemoryError::UnknownId) => {
-            Ok(false)
-        }
+        Err(
+            MemoryError::Capturing { .. }
+            | MemoryError::OtherThread { .. }
+            | MemoryError::UnknownId,
+        ) => Ok(false),
         waited => waited,
     }
 }
@@ -267,7 +269,11 @@ impl Inner {
                 self.report_pool(Action::Fail, request.size(), request.owner());
                 // What the chain took aside for this request goes back before it is refused.
                 self.drop_spare();
-                Err(MemoryError::OutOfMemory(Box::new(self.explain(request.size(), Some(home), progress))))
+                Err(MemoryError::OutOfMemory(Box::new(self.explain(
+                    request.size(),
+                    Some(home),
+                    progress,
+                ))))
             }
             Err(error) => {
                 count(&self.counters.failures, 1);
@@ -313,7 +319,9 @@ impl Inner {
         if let Some(block) = self.try_again(home, request, settled) {
             return Ok(Some(block));
         }
-        self.insist(request.size(), Some(home), progress, |progress| self.make_room(home, request, progress))
+        self.insist(request.size(), Some(home), progress, |progress| {
+            self.make_room(home, request, progress)
+        })
     }
 
     /// Tries to get `wanted` bytes, and in between asks others and waits for queued work: the steps that block,
@@ -351,7 +359,9 @@ impl Inner {
                 return Ok(Some(taken));
             }
         }
-        while until.is_none_or(|until| Instant::now() < until) && self.wait_for_oldest(first, until)? {
+        while until.is_none_or(|until| Instant::now() < until)
+            && self.wait_for_oldest(first, until)?
+        {
             count(&self.counters.host_waits, 1);
             progress.note("wait for queued work", 0);
             if let Some(taken) = attempt(progress)? {
@@ -381,9 +391,9 @@ impl Inner {
         let asked = match progress.refused {
             Some(NoHandle::Driver(_)) => others.for_memory(wanted, deadline),
             Some(NoHandle::Budget(refused)) => {
-                let drawn = progress
-                    .reserved
-                    .map_or(0, |held| held.lock().unwrap_or_else(PoisonError::into_inner).remaining());
+                let drawn = progress.reserved.map_or(0, |held| {
+                    held.lock().unwrap_or_else(PoisonError::into_inner).remaining()
+                });
                 others.for_charge(refused.requested.saturating_sub(drawn), deadline)
             }
             None => others.for_charge(wanted, deadline),
@@ -409,7 +419,8 @@ impl Inner {
         let own = [home];
         let givers: &[&'static Home] = if sharing { &homes } else { &own };
         // Where much is held something of it is ready as a rule, which costs no driver call to know.
-        let gathers = sharing && !self.leasing.is_together() && self.leasing.takes_over(request.size());
+        let gathers =
+            sharing && !self.leasing.is_together() && self.leasing.takes_over(request.size());
         if gathers && let Some(block) = self.take_shared(home, givers, request, progress) {
             return Ok(Some(block));
         }
@@ -417,7 +428,9 @@ impl Inner {
         let (inherited, transits) = self.share_abandoned(&pass, &homes, home);
         settled += inherited;
         progress.own += transits;
-        if let (true, Physical::Mapped(mapped)) = (self.retention.stream_cache < u64::MAX, &self.physical) {
+        if let (true, Physical::Mapped(mapped)) =
+            (self.retention.stream_cache < u64::MAX, &self.physical)
+        {
             progress.own += mapped.cap(&homes, self.retention.stream_cache);
         }
         progress.note("fence and poll", settled);
@@ -664,7 +677,8 @@ impl Inner {
         if effort.moves > 0 {
             self.report_pool(Action::Move, effort.moves, Tag::NONE);
         }
-        Ok(place.map(|place| self.hand_out(home, &Freed::found(home, &place, request), self.ticket())))
+        Ok(place
+            .map(|place| self.hand_out(home, &Freed::found(home, &place, request), self.ticket())))
     }
 
     /// Waits for the oldest work that keeps something from being free: of `first`, of what has addresses of its own, of
@@ -709,7 +723,12 @@ impl Inner {
     /// as the default streams of threads that have ended: nothing else proves that their work is
     /// over. Not while a capture is announced. Returns whether there was any. Blocks, with no
     /// deadline.
-    pub(crate) fn outlast(&self, bump: &Bump, homes: &[&'static Home], whose: Unfenced) -> Result<bool> {
+    pub(crate) fn outlast(
+        &self,
+        bump: &Bump,
+        homes: &[&'static Home],
+        whose: Unfenced,
+    ) -> Result<bool> {
         if self.apart.announced.load(Ordering::Relaxed) > 0 {
             return Ok(false);
         }

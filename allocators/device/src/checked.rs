@@ -51,8 +51,8 @@ use crate::{
     reclaim::is_shortage,
 };
 use aquifer_core::{
-    Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result, budget::Registration,
-    event::Place,
+    Action, Budget, DeviceId, MemoryError, PoolStats, Recorder, Reservation, Result,
+    budget::Registration, event::Place,
 };
 use aquifer_driver::{DeviceRange, Driver, KeepAlive, Ownership, RawStream, site};
 use aquifer_stream::{Stream, StreamPool, Timeline, Uses};
@@ -181,7 +181,9 @@ impl Under {
         match (self, drawn) {
             (Self::Pool(inner), None) => inner.allocate(stream, held),
             (Self::Pool(inner), Some(drawn)) => inner.allocate_drawing(stream, held, drawn, bytes),
-            (Self::Direct(direct), drawn) => Self::draw_and_allocate(direct, stream, held, drawn, bytes),
+            (Self::Direct(direct), drawn) => {
+                Self::draw_and_allocate(direct, stream, held, drawn, bytes)
+            }
         }
     }
 
@@ -358,7 +360,8 @@ impl Checked {
             return Err(MemoryError::BlockOverlap { address, held });
         }
         let filled = self.fill_new(&held, &home, &layout, generation);
-        let held = filled.and_then(|()| DeviceBuffer::from_alloc(around.size() as usize, |_| Ok(held)));
+        let held =
+            filled.and_then(|()| DeviceBuffer::from_alloc(around.size() as usize, |_| Ok(held)));
         let memory = match held {
             Ok(memory) => memory,
             Err(error) => {
@@ -381,7 +384,8 @@ impl Checked {
             state.freed.forget(address);
             state.live.insert(address, Live { record, capacity, held, freed: None });
         }
-        let backed = Backed { ledger: self.clone(), timeline: home, streams: self.streams.clone(), bytes };
+        let backed =
+            Backed { ledger: self.clone(), timeline: home, streams: self.streams.clone(), bytes };
         Ok(Block::backed(address, Asked::new(request.size(), request.owner()), backed, generation))
     }
 
@@ -402,11 +406,18 @@ impl Checked {
         }
     }
 
-    fn fill_new(&self, held: &Block, home: &Timeline, layout: &Layout, generation: u64) -> Result<()> {
+    fn fill_new(
+        &self,
+        held: &Block,
+        home: &Timeline,
+        layout: &Layout,
+        generation: u64,
+    ) -> Result<()> {
         for guard in [layout.before(), layout.behind()].into_iter().flatten() {
             guards::fill(held, home, guard.clone(), CANARY)?;
             let address = held.address() + guard.start;
-            let range = DeviceRange { device: self.device, address, bytes: guard.end - guard.start };
+            let range =
+                DeviceRange { device: self.device, address, bytes: guard.end - guard.start };
             let readers = self.reader().map(|reader| reader.stream.raw());
             note(&self.driver, generation, range, Ownership::Guard { users: readers.as_slice() });
         }
@@ -424,8 +435,16 @@ impl Checked {
     fn freed(&self, live: Live, deferred: Deferred) {
         let Live { record, capacity, held: Some(held), .. } = live else { return };
         let Deferred { uses, until_free, generation, .. } = deferred;
-        let mut freed =
-            Freed { record, capacity, held, uses, until_free, generation, filled: false, refused: false };
+        let mut freed = Freed {
+            record,
+            capacity,
+            held,
+            uses,
+            until_free,
+            generation,
+            filled: false,
+            refused: false,
+        };
         let waits = !freed.uses.is_empty();
         let kept = self.settings.looks_at_freed() || (waits && self.settings.fills_freed());
         let kept = kept && can_be_used(&freed.held.home);
@@ -614,7 +633,8 @@ impl Release for Checked {
             let Some(live) = state.live.get_mut(&address) else { return };
             live.record.freed_at = freed_at;
             live.record.freed_by = freed_by;
-            let (capacity, bytes, looked_at) = (live.capacity, live.record.bytes, live.held.is_none());
+            let (capacity, bytes, looked_at) =
+                (live.capacity, live.record.bytes, live.held.is_none());
             let own = &mut state.own;
             own.live -= capacity;
             own.requested -= bytes;

@@ -127,11 +127,18 @@ impl PoolConfig {
     ///
     /// # Errors
     /// A peer that is not there or could not reach it, or peers where memory is not mapped.
-    pub(crate) fn reach(&self, driver: &dyn Driver, device: DeviceId, maps: bool) -> Result<Arc<[DeviceId]>> {
+    pub(crate) fn reach(
+        &self,
+        driver: &dyn Driver,
+        device: DeviceId,
+        maps: bool,
+    ) -> Result<Arc<[DeviceId]>> {
         let mut reach = vec![device];
         for &peer in &self.peers {
             if !maps {
-                return Err(MemoryError::Unsupported { feature: "virtual memory management (cuMemMap)" });
+                return Err(MemoryError::Unsupported {
+                    feature: "virtual memory management (cuMemMap)",
+                });
             }
             let bad = |expected| {
                 let (name, value) = ("peers", peer.to_string());
@@ -154,7 +161,9 @@ impl PoolConfig {
     /// Refuses settings that contradict each other, the budget's limit, or what the device can.
     pub(crate) fn check_retention(&self, limit: u64, maps: bool) -> Result<()> {
         if (self.warm_reserve > 0 || self.stream_cache < u64::MAX) && !maps {
-            return Err(MemoryError::Unsupported { feature: "virtual memory management (cuMemMap)" });
+            return Err(MemoryError::Unsupported {
+                feature: "virtual memory management (cuMemMap)",
+            });
         }
         let expected = match self.warm_reserve {
             0 => return Ok(()),
@@ -163,6 +172,10 @@ impl PoolConfig {
             warm if warm > self.release_threshold => "at most release_threshold",
             _ => return Ok(()),
         };
-        Err(MemoryError::BadSetting { name: "warm_reserve", value: self.warm_reserve.to_string(), expected })
+        Err(MemoryError::BadSetting {
+            name: "warm_reserve",
+            value: self.warm_reserve.to_string(),
+            expected,
+        })
     }
 }

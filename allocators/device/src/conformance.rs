@@ -80,7 +80,9 @@ pub enum BrokenPromise {
 impl fmt::Display for BrokenPromise {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Refused { bytes, error } => write!(f, "a request for {bytes} bytes was refused: {error}"),
+            Self::Refused { bytes, error } => {
+                write!(f, "a request for {bytes} bytes was refused: {error}")
+            }
             Self::Granted { bytes, align } => {
                 write!(f, "a request for {bytes} bytes aligned to {align} was granted")
             }
@@ -90,7 +92,9 @@ impl fmt::Display for BrokenPromise {
             Self::Misaligned { address } => {
                 write!(f, "a block at {address:#x}, which is no multiple of {BLOCK_ALIGN}")
             }
-            Self::OfAnotherDevice { expected, actual } => write!(f, "a block of {actual} from {expected}"),
+            Self::OfAnotherDevice { expected, actual } => {
+                write!(f, "a block of {actual} from {expected}")
+            }
             Self::Overlap { new, held } => {
                 let (new_end, held_end) = (new.end, held.end);
                 write!(
@@ -226,7 +230,9 @@ fn take<'s>(
     {
         return Err(BrokenPromise::Overlap { new, held: other.range() });
     }
-    stream.fill(&mut filled.buffer, byte).map_err(|error| BrokenPromise::Unusable { address, error })?;
+    stream
+        .fill(&mut filled.buffer, byte)
+        .map_err(|error| BrokenPromise::Unusable { address, error })?;
     Ok(filled)
 }
 

@@ -39,7 +39,8 @@ impl<R: Resource> Log<R> {
 
     fn report(&self, action: Action, stream: u32, address: u64, request: &Request) {
         let place = Place::Device(self.inner.device());
-        let event = self.recorder.event(action, place, stream, address, request.size(), request.owner());
+        let event =
+            self.recorder.event(action, place, stream, address, request.size(), request.owner());
         self.recorder.record(self.recorder.ticket(), event);
     }
 }
@@ -57,7 +58,8 @@ impl Drop for Ends {
     fn drop(&mut self) {
         let Self { recorder, place, stream, address, request } = self;
         for action in [Action::Free, Action::Complete] {
-            let event = recorder.event(action, *place, *stream, *address, request.size(), request.owner());
+            let event =
+                recorder.event(action, *place, *stream, *address, request.size(), request.owner());
             recorder.record(recorder.ticket(), event);
         }
     }
@@ -77,8 +79,13 @@ impl<R: Resource> Opaque for Log<R> {
                 let (stream, address) = (stream.number(), block.address());
                 self.report(Action::Allocate, stream, address, &request);
                 let place = Place::Device(self.inner.device());
-                let ends: Box<dyn Any + Send + Sync> =
-                    Box::new(Ends { recorder: self.recorder.clone(), place, stream, address, request });
+                let ends: Box<dyn Any + Send + Sync> = Box::new(Ends {
+                    recorder: self.recorder.clone(),
+                    place,
+                    stream,
+                    address,
+                    request,
+                });
                 block.keep_until_free(ends);
                 Ok(block)
             }
@@ -160,7 +167,9 @@ where
         let mut left = self.tries;
         loop {
             match self.inner.allocate(stream, request) {
-                Err(error) if left > 0 && (self.callback)(&request, &error) == OnFailure::Retry => left -= 1,
+                Err(error) if left > 0 && (self.callback)(&request, &error) == OnFailure::Retry => {
+                    left -= 1
+                }
                 answer => return answer,
             }
         }

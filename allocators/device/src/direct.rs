@@ -5,7 +5,9 @@ use crate::{
     Block, Request,
     backend::{Deferred, Ledger, Source},
 };
-use aquifer_core::{Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::Registration};
+use aquifer_core::{
+    Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::Registration,
+};
 use aquifer_driver::{Driver, Relaxed};
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
@@ -65,8 +67,10 @@ impl Source for Calls {
     fn take(&self, _stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
         let charge = self.budget.as_ref().map(|b| b.charge(bytes)).transpose()?;
         let _relaxed = Relaxed::enter(&*self.driver);
-        let address =
-            self.driver.mem_alloc(self.device, bytes).map_err(|e| MemoryError::driver(self.device, e))?;
+        let address = self
+            .driver
+            .mem_alloc(self.device, bytes)
+            .map_err(|e| MemoryError::driver(self.device, e))?;
         Ok((address, charge))
     }
 
@@ -92,7 +96,8 @@ impl Source for Calls {
         let _relaxed = Relaxed::enter(&*self.driver);
         // SAFETY: 1. from `mem_alloc`; each block is given back once, and kept whole if this fails.
         // 2. its home stream and every other user have been waited for.
-        unsafe { self.driver.mem_free(self.device, address) }.map_err(|e| MemoryError::driver(self.device, e))
+        unsafe { self.driver.mem_free(self.device, address) }
+            .map_err(|e| MemoryError::driver(self.device, e))
     }
 }
 

@@ -34,7 +34,9 @@ fn switch(name: &'static str) -> Result<bool> {
     match env::var(name).as_deref() {
         Err(env::VarError::NotPresent) | Ok("" | "0" | "off") => Ok(false),
         Ok("1" | "on") => Ok(true),
-        Ok(other) => Err(MemoryError::BadSetting { name, value: other.to_owned(), expected: "0 or 1" }),
+        Ok(other) => {
+            Err(MemoryError::BadSetting { name, value: other.to_owned(), expected: "0 or 1" })
+        }
         Err(env::VarError::NotUnicode(other)) => {
             let value = other.to_string_lossy().into_owned();
             Err(MemoryError::BadSetting { name, value, expected: "0 or 1" })

@@ -361,7 +361,11 @@ impl Home {
         let range = DeviceRange {
             device: timeline.raw().device(),
             address: freed.place.address,
-            bytes: if generation == 0 { 0 } else { self.size_of(freed.place.address, freed.way.key) },
+            bytes: if generation == 0 {
+                0
+            } else {
+                self.size_of(freed.place.address, freed.way.key)
+            },
         };
         if uses.is_empty() {
             note(timeline.driver(), generation, range, Ownership::Free);
@@ -413,16 +417,21 @@ impl Home {
             taken
         };
         // A stream that is fenced at once may be gone by now, and is not called for.
-        let may_wait = how == Settle::Wait && !timeline.fences_at_once() && timeline.waits_unasked();
+        let may_wait =
+            how == Settle::Wait && !timeline.fences_at_once() && timeline.waits_unasked();
         // Meanwhile these blocks are nobody's: no other thread can settle them twice.
         let (mut waits, mut bytes) = (0, 0);
         let mut outcome = Ok(());
         let over = pending.extract_if(.., |entry| {
             entry.uses.forget_done();
-            let waited_for = |u: Noted| u.epoch().is_some_and(|epoch| u.on().is_waited_for_unasked(epoch));
+            let waited_for =
+                |u: Noted| u.epoch().is_some_and(|epoch| u.on().is_waited_for_unasked(epoch));
             if may_wait && outcome.is_ok() && entry.uses.iter().all(waited_for) {
                 for noted in entry.uses.iter() {
-                    match noted.epoch().map_or(Ok(false), |epoch| timeline.wait_for(noted.on(), epoch)) {
+                    match noted
+                        .epoch()
+                        .map_or(Ok(false), |epoch| timeline.wait_for(noted.on(), epoch))
+                    {
                         Ok(waited) => waits += u64::from(waited),
                         Err(error) => {
                             outcome = Err(error);
@@ -467,7 +476,8 @@ impl Home {
     /// A pending block's last use is over.
     fn complete(&'static self, timeline: &Arc<Timeline>, entry: Pending) {
         let Pending { freed, bytes, generation, epoch, until_free, .. } = entry;
-        let range = DeviceRange { device: timeline.raw().device(), address: freed.place.address, bytes };
+        let range =
+            DeviceRange { device: timeline.raw().device(), address: freed.place.address, bytes };
         note(timeline.driver(), generation, range, Ownership::Free);
         let kept = until_free.is_some();
         drop(until_free);
@@ -509,7 +519,11 @@ impl Home {
                 Err(MemoryError::DeviceLost { .. }) => {
                     // Nothing runs there any more.
                     let users: Vec<Arc<Timeline>> = self.with(|s| {
-                        s.pending.iter().flat_map(|p| p.uses.iter()).map(|u| u.on().clone()).collect()
+                        s.pending
+                            .iter()
+                            .flat_map(|p| p.uses.iter())
+                            .map(|u| u.on().clone())
+                            .collect()
                     });
                     users.iter().for_each(|user| user.abandon());
                     let _ = self.settle(Settle::Done);
@@ -638,7 +652,11 @@ impl State {
     }
 
     /// As [`State::allocate`], in exactly this free range.
-    pub(crate) fn allocate_at(&mut self, range: Range, request: &Request) -> Option<aquifer_heap::Block> {
+    pub(crate) fn allocate_at(
+        &mut self,
+        range: Range,
+        request: &Request,
+    ) -> Option<aquifer_heap::Block> {
         let place = self.heap.alloc_at(range).ok()?;
         self.count(request);
         Some(place)
@@ -698,7 +716,8 @@ impl State {
         self.give_up_last();
         let freed = self.last?;
         let reports = self.reports(true, true);
-        let fence = self.timeline().filter(|t| t.fences_at_once()).map(|t| (t.clone(), self.last_free));
+        let fence =
+            self.timeline().filter(|t| t.fences_at_once()).map(|t| (t.clone(), self.last_free));
         Some(Box::new(AfterFree { fence, freed, reports, retired: self.retire_if_done() }))
     }
 
@@ -790,7 +809,12 @@ pub(crate) fn check_home(
 }
 
 /// Tells a driver that checks whose a range is.
-pub(crate) fn note(driver: &Arc<dyn Driver>, generation: u64, range: DeviceRange, owner: Ownership<'_>) {
+pub(crate) fn note(
+    driver: &Arc<dyn Driver>,
+    generation: u64,
+    range: DeviceRange,
+    owner: Ownership<'_>,
+) {
     if generation != 0
         && let Some(observer) = driver.observer()
     {

@@ -139,7 +139,8 @@ impl Leasing {
     /// Whether a block of `bytes` comes from what streams share, though its own stream's cache may have room.
     #[inline]
     pub(crate) fn takes_over(&self, bytes: u64) -> bool {
-        bytes > ALWAYS_OWN && (self.is_together() || bytes >= LARGE && self.gathers.load(Ordering::Relaxed))
+        bytes > ALWAYS_OWN
+            && (self.is_together() || bytes >= LARGE && self.gathers.load(Ordering::Relaxed))
     }
 
     /// Whether a block of `bytes` that finds no room in its stream's cache may be cut from what streams share: single
@@ -155,7 +156,8 @@ impl Leasing {
 
     /// What comes first for a stream that has no room for `bytes`.
     pub(crate) fn first(&self, bytes: u64) -> First {
-        let (held, high) = (self.held.load(Ordering::Relaxed), self.high_water.load(Ordering::Relaxed));
+        let (held, high) =
+            (self.held.load(Ordering::Relaxed), self.high_water.load(Ordering::Relaxed));
         let again = self.is_again(bytes);
         let new = match self.has_been_enough(bytes) && self.gathers.load(Ordering::Relaxed) {
             true => First::Nobodys,
@@ -187,7 +189,8 @@ impl Leasing {
 
     /// A block of `bytes` has been made since the last decision: it is in use as well.
     pub(crate) fn served(&self, bytes: u64) {
-        self.most.fetch_max(self.live.load(Ordering::Relaxed).saturating_add(bytes), Ordering::Relaxed);
+        self.most
+            .fetch_max(self.live.load(Ordering::Relaxed).saturating_add(bytes), Ordering::Relaxed);
     }
 
     /// Decides anew, by what is left in the budget, what each stream holds and the bytes that lie free beside them. Once
@@ -198,9 +201,11 @@ impl Leasing {
         let border = if self.is_together() { limit / 8 * 3 } else { limit / 2 };
         let held = |stream: &&Holds| stream.live + stream.free;
         let some = streams.iter().filter(|stream| held(stream) > 0).count() as u64;
-        let holders = streams.iter().filter(|stream| held(stream) > used / HOLDERS_PART.max(2 * some));
+        let holders =
+            streams.iter().filter(|stream| held(stream) > used / HOLDERS_PART.max(2 * some));
         let together = self.sharing && used > border && holders.count() > 1;
-        let (live, free) = streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
+        let (live, free) =
+            streams.iter().fold((0, shared), |(live, free), s| (live + s.live, free + s.free));
         let (spacious, ample) = (used <= limit / 2, free <= live / 2);
         let tight = limit.saturating_sub(used) + free < limit / TIGHT_PART;
         self.held.store(live + free, Ordering::Relaxed);
@@ -311,7 +316,8 @@ mod tests {
     }
 
     #[test]
-    fn large_blocks_come_from_what_streams_share_once_a_quarter_more_is_held_than_was_ever_in_use() {
+    fn large_blocks_come_from_what_streams_share_once_a_quarter_more_is_held_than_was_ever_in_use()
+    {
         let (leasing, budget) = (Leasing::new(true), Budget::new("a test", 100_000));
         let decide = |streams: &[Holds], shared: u64| leasing.decide(&budget, streams, shared);
         let two = [Holds { live: 500, free: 0 }; 2];
@@ -345,7 +351,11 @@ mod tests {
         assert_eq!(step(high, high / 2 + 1, MIDDLING), First::New);
         assert_eq!(step(high - MIDDLING, high / 2 + 1, MIDDLING), First::Idle);
         assert_eq!(step(high - MIDDLING, high / 2 + 1, MIDDLING - 1), First::Nobodys);
-        assert_eq!(step(high - MIDDLING, high / 8, MIDDLING), First::Idle, "however little lies idle");
+        assert_eq!(
+            step(high - MIDDLING, high / 8, MIDDLING),
+            First::Idle,
+            "however little lies idle"
+        );
         assert_eq!(step(high - MIDDLING, high / 8, MIDDLING - 1), First::New);
         assert!(leasing.grows_whole(MIDDLING) && !leasing.grows_whole(MIDDLING + 1));
     }

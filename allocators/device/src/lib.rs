@@ -205,8 +205,8 @@ pub use arena::DeviceArena;
 pub use block::Block;
 pub use buffer::{Adopted, Chunks, ChunksMut, Declined, DeviceBuffer, DeviceSlice, DeviceSliceMut};
 pub use checked::{
-    BlockRecord, CANARY, Debugging, Fault, Finding, FindingHook, GUARD_BYTES, LeakGroup, LeakReport,
-    POISON_ALLOCATED, POISON_FREED,
+    BlockRecord, CANARY, Debugging, Fault, Finding, FindingHook, GUARD_BYTES, LeakGroup,
+    LeakReport, POISON_ALLOCATED, POISON_FREED,
 };
 pub use config::{Adoption, PoolConfig};
 pub use conformance::{BrokenPromise, conformance};

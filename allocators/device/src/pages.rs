@@ -119,7 +119,10 @@ impl DevicePages {
         let pages = usize::try_from(bytes.div_ceil(self.page).max(1)).unwrap_or(usize::MAX);
         let mut runs = self.runs();
         let Some(at) = runs.take(pages) else {
-            return Err(MemoryError::TooLarge { requested: bytes, limit: runs.longest() as u64 * self.page });
+            return Err(MemoryError::TooLarge {
+                requested: bytes,
+                limit: runs.longest() as u64 * self.page,
+            });
         };
         let (offset, bytes) = (at as u64 * self.page, pages as u64 * self.page);
         Ok(PageRun { id: self.space.mint(0, 0), offset, bytes })
@@ -142,7 +145,11 @@ impl DevicePages {
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`]; [`MemoryError::ForeignBlock`] for pages of another arena.
-    pub fn view<'v>(&'v self, pages: &'v PageRun, range: Range<u64>) -> Result<DeviceSlice<'v, u8>> {
+    pub fn view<'v>(
+        &'v self,
+        pages: &'v PageRun,
+        range: Range<u64>,
+    ) -> Result<DeviceSlice<'v, u8>> {
         let (offset, len) = self.part(pages, range)?;
         Ok(DeviceSlice::of_several(&self.block, offset, len))
     }
@@ -203,7 +210,8 @@ impl DevicePages {
     }
 
     fn check(&self, pages: &PageRun) -> Result<()> {
-        let foreign = MemoryError::ForeignBlock { address: self.block.address().wrapping_add(pages.offset) };
+        let foreign =
+            MemoryError::ForeignBlock { address: self.block.address().wrapping_add(pages.offset) };
         self.space.resolve(pages.id).map(drop).ok_or(foreign)
     }
 

@@ -259,9 +259,9 @@ impl Inner {
     fn held_by(&self, tag: Tag) -> u64 {
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
-        let cached = homes
-            .iter()
-            .map(|home| home.with(|s| s.holdings().filter(|h| h.tag == tag).map(|h| h.bytes).sum::<u64>()));
+        let cached = homes.iter().map(|home| {
+            home.with(|s| s.holdings().filter(|h| h.tag == tag).map(|h| h.bytes).sum::<u64>())
+        });
         let apart = self.apart.holdings().into_iter().filter(|h| h.tag == tag).map(|h| h.bytes);
         cached.chain(apart).sum()
     }
@@ -438,7 +438,10 @@ impl Opaque for Parkable {
 
 impl fmt::Debug for Park {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Park").field("saves", &self.host.is_some()).field("deadline", &self.deadline).finish()
+        f.debug_struct("Park")
+            .field("saves", &self.host.is_some())
+            .field("deadline", &self.deadline)
+            .finish()
     }
 }
 

@@ -162,11 +162,17 @@ impl DevicePool {
         }
         let budget = match &config.budget {
             Some(budget) => budget.clone(),
-            None => Budget::new(device.name(), driver.memory_info(device).map_err(lost)?.free / 5 * 4),
+            None => {
+                Budget::new(device.name(), driver.memory_info(device).map_err(lost)?.free / 5 * 4)
+            }
         };
         if budget.limit() == 0 {
             let (name, value) = ("budget", "0".to_owned());
-            return Err(MemoryError::BadSetting { name, value, expected: "a number of bytes above zero" });
+            return Err(MemoryError::BadSetting {
+                name,
+                value,
+                expected: "a number of bytes above zero",
+            });
         }
         let maps = info.virtual_memory && info.granularity > 0;
         config.check_retention(budget.limit(), maps)?;
@@ -175,7 +181,11 @@ impl DevicePool {
             let slot = config.handle_bytes.max(1).div_ceil(info.granularity) * info.granularity;
             if !slot.is_power_of_two() {
                 let (name, value) = ("handle_bytes", config.handle_bytes.to_string());
-                return Err(MemoryError::BadSetting { name, value, expected: "0 or a power of two" });
+                return Err(MemoryError::BadSetting {
+                    name,
+                    value,
+                    expected: "0 or a power of two",
+                });
             }
             let fixed = config.handle_bytes > 0;
             Physical::Mapped(Mapped::open(
@@ -191,8 +201,9 @@ impl DevicePool {
             Physical::Plain(Plain::new(&driver, device, budget.clone()))
         };
         let streams = StreamPool::new(driver.clone(), device, config.streams);
-        let bypass =
-            config.bypass.then(|| Direct::new(driver.clone(), streams.clone(), Some(budget.clone())));
+        let bypass = config
+            .bypass
+            .then(|| Direct::new(driver.clone(), streams.clone(), Some(budget.clone())));
         let direct = bypass.clone().map(|direct| match &config.recorder {
             Some(recorder) => Arc::new(Log::new(direct, recorder.clone())) as Arc<dyn Resource>,
             None => Arc::new(direct),
@@ -235,7 +246,8 @@ impl DevicePool {
         inner.warm(warm)?;
         let detour = if debug.is_on() {
             let Inner { driver, streams, config, .. } = &*inner;
-            let (driver, streams, recorder) = (driver.clone(), streams.clone(), config.recorder.clone());
+            let (driver, streams, recorder) =
+                (driver.clone(), streams.clone(), config.recorder.clone());
             let (waits, wait) = (config.adoption == Adoption::Wait, config.wait);
             let under = direct.map_or_else(|| Under::Pool(inner.clone()), Under::Direct);
             let checked = Checked::new(under, debug, driver, streams, recorder, waits, wait)?;
@@ -653,7 +665,12 @@ impl Inner {
     }
 
     /// Makes the block's token, and tells whoever wants to know.
-    pub(crate) fn hand_out(&self, home: &'static Home, freed: &Freed, ticket: Option<Ticket>) -> Block {
+    pub(crate) fn hand_out(
+        &self,
+        home: &'static Home,
+        freed: &Freed,
+        ticket: Option<Ticket>,
+    ) -> Block {
         let mut block = Block::at_home(freed);
         if self.observed {
             let generation = self.note_live(home, freed);
@@ -703,7 +720,8 @@ impl Inner {
     /// Reports something that no block is concerned by.
     pub(crate) fn report_pool(&self, action: Action, bytes: u64, tag: Tag) {
         if let Some(recorder) = &self.config.recorder {
-            let event = recorder.event(action, event::Place::Device(self.info.device), 0, 0, bytes, tag);
+            let event =
+                recorder.event(action, event::Place::Device(self.info.device), 0, 0, bytes, tag);
             recorder.record(recorder.ticket(), event);
         }
     }
@@ -738,7 +756,12 @@ impl Inner {
     }
 
     /// What a retired cache held.
-    pub(crate) fn take_home_back(&self, home: &'static Home, timeline: &Arc<Timeline>, heap: &Heap) {
+    pub(crate) fn take_home_back(
+        &self,
+        home: &'static Home,
+        timeline: &Arc<Timeline>,
+        heap: &Heap,
+    ) {
         timeline.detach(self.key);
         self.unlist(home);
         if let Physical::Mapped(mapped) = &self.physical {
@@ -756,7 +779,9 @@ impl Detour {
         drawn: Option<&Mutex<Reservation>>,
     ) -> Result<Block> {
         match self {
-            Self::Direct(direct) => Under::draw_and_allocate(direct, stream, request, drawn, request.size()),
+            Self::Direct(direct) => {
+                Under::draw_and_allocate(direct, stream, request, drawn, request.size())
+            }
             Self::Checked(checked) => checked.allocate(stream, request, drawn),
         }
     }

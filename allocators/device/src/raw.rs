@@ -92,7 +92,10 @@ pub(crate) struct Directory {
 
 impl Directory {
     pub(crate) fn new() -> Self {
-        Self { entries: OnceLock::new(), homes: std::iter::repeat_with(OnceLock::new).take(NAMED).collect() }
+        Self {
+            entries: OnceLock::new(),
+            homes: std::iter::repeat_with(OnceLock::new).take(NAMED).collect(),
+        }
     }
 
     /// Names a cache. One too many is found by asking all.
@@ -117,8 +120,9 @@ impl Directory {
         if number >= NAMED {
             return;
         }
-        let entries =
-            self.entries.get_or_init(|| std::iter::repeat_with(AtomicU64::default).take(ENTRIES).collect());
+        let entries = self
+            .entries
+            .get_or_init(|| std::iter::repeat_with(AtomicU64::default).take(ENTRIES).collect());
         let lane = number as u64 + 1;
         let entry = &entries[Self::entry(address)];
         let noted = entry.load(Ordering::Relaxed);
@@ -303,7 +307,8 @@ impl DevicePool {
             return direct.from_raw(address);
         }
         let block = self.find(address, |home| home.take_raw(address));
-        let block = block.or_else(|| self.is_backed(address).then(|| backed().take(address)).flatten());
+        let block =
+            block.or_else(|| self.is_backed(address).then(|| backed().take(address)).flatten());
         block.unwrap_or_else(|| Err(self.refuse(address)))
     }
 
@@ -331,7 +336,8 @@ impl DevicePool {
             return direct.share_raw(address);
         }
         let block = self.find(address, |home| home.share_raw(address));
-        let block = block.or_else(|| self.is_backed(address).then(|| backed().share(address)).flatten());
+        let block =
+            block.or_else(|| self.is_backed(address).then(|| backed().share(address)).flatten());
         block.ok_or_else(|| self.refuse(address))
     }
 
@@ -381,7 +387,8 @@ impl DevicePool {
         let inner = self.inner();
         let freed = inner.homes(&inner.scratch.begin()).into_iter().any(|home| {
             home.with(|s| {
-                let pending = || s.pending.iter().any(|pending| pending.freed.place.address == address);
+                let pending =
+                    || s.pending.iter().any(|pending| pending.freed.place.address == address);
                 match s.heap.block_at(address) {
                     Ok(_) => pending(),
                     Err(why) => matches!(why, HeapError::DoubleFree { .. }),
@@ -408,7 +415,10 @@ impl Home {
         self.with_last(|s| {
             let freed = *s.take(self, request)?;
             let address = freed.place.address;
-            s.raw.insert(address, Raw::Alone(Token { freed, uses: UseList::new(), extras: Rare::NONE }));
+            s.raw.insert(
+                address,
+                Raw::Alone(Token { freed, uses: UseList::new(), extras: Rare::NONE }),
+            );
             s.note_raw(address);
             Some(address)
         })

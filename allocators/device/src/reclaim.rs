@@ -29,7 +29,8 @@ const SEGMENT: u64 = 64 * MIB;
 
 /// What it costs to give back so many bytes in so many pieces, and to take them anew.
 pub(crate) fn price(pieces: u64, each: Duration, bytes: u64, each_mib: Duration) -> Duration {
-    let of = |cost: Duration, count: u64| cost.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
+    let of =
+        |cost: Duration, count: u64| cost.saturating_mul(u32::try_from(count).unwrap_or(u32::MAX));
     of(each, pieces).saturating_add(of(each_mib, bytes / MIB))
 }
 

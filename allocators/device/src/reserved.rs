@@ -92,7 +92,8 @@ pub(crate) struct StepAccount {
 impl StepAccount {
     /// Takes `request`'s bytes of the tenant's limit and of the tag's. A refusal by the second gives the first back.
     fn charge(&self, pool: &Inner, stream: &Stream, request: &Request) -> Result<LiveBytes> {
-        let of_tenant = self.tenant.as_ref().map(|share| share.charge(pool, stream, request)).transpose()?;
+        let of_tenant =
+            self.tenant.as_ref().map(|share| share.charge(pool, stream, request)).transpose()?;
         Ok(LiveBytes { of_tenant, of_tag: pool.charge_tag(stream, request)?, listed: None })
     }
 }
@@ -142,7 +143,12 @@ impl DevicePool {
     ) -> Result<Reserved<T>> {
         let _site = site::enter();
         let step = step.unwrap_or(self.inner().apart.step());
-        self.reserve_for(stream, max_len, step, StepAccount { tenant: None, held: Arc::downgrade(held) })
+        self.reserve_for(
+            stream,
+            max_len,
+            step,
+            StepAccount { tenant: None, held: Arc::downgrade(held) },
+        )
     }
 
     pub(crate) fn reserve_for<T: Pod>(
@@ -174,7 +180,17 @@ impl DevicePool {
         inner.list(&mut block, Some(&span));
         let (apart, pool, stream) = (apart.clone(), Arc::downgrade(inner), stream.clone());
         let live = BTreeMap::new();
-        Ok(Reserved { block, span, apart, pool, stream, max_len, account, live, elements: PhantomData })
+        Ok(Reserved {
+            block,
+            span,
+            apart,
+            pool,
+            stream,
+            max_len,
+            account,
+            live,
+            elements: PhantomData,
+        })
     }
 }
 
@@ -206,7 +222,8 @@ impl<T: Pod> Reserved<T> {
         let request = Request::bytes(total).tag(self.block.tag());
         let mut charged = self.account.charge(&pool, &self.stream, &request)?;
         let held = self.account.held.upgrade();
-        let new = pool.back(&self.span, &self.block.home(), self.block.tag(), &missing, held.as_deref())?;
+        let new =
+            pool.back(&self.span, &self.block.home(), self.block.tag(), &missing, held.as_deref())?;
         if !charged.is_none() {
             self.live.extend(missing.iter().map(|&slot| (slot, charged.split(step))));
         }
@@ -258,7 +275,8 @@ impl<T: Pod> Reserved<T> {
         let home = self.block.home();
         let uses = self.block.uses.current(&home);
         let users: Vec<RawStream> = uses.iter().map(|u| u.on().raw()).collect();
-        let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        let owner =
+            if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         let apart = &self.apart;
         apart.count(|a| a.let_go(bytes, bytes, self.block.tag()));
         self.live.retain(|slot, _| !slots.contains(slot));
@@ -311,7 +329,8 @@ impl<T: Pod> Reserved<T> {
         let missing = self.span.missing(self.around(offset, end));
         let Some(&first) = missing.first() else { return Ok((offset, len)) };
         let run =
-            missing.iter().zip(first..).take_while(|&(&slot, expected)| slot == expected).count() as u64;
+            missing.iter().zip(first..).take_while(|&(&slot, expected)| slot == expected).count()
+                as u64;
         let step = self.span.slot;
         let (from, to) = ((first * step).max(offset), ((first + run) * step).min(end));
         Err(MemoryError::Uncommitted { offset: from, len: to - from })

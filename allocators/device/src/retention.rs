@@ -254,7 +254,9 @@ impl Inner {
                 mapped.warm(bytes).map_err(|error| self.explained(bytes, error))?
             }
             _ => {
-                return Err(MemoryError::Unsupported { feature: "a warm reserve (cuMemMap, and no bypass)" });
+                return Err(MemoryError::Unsupported {
+                    feature: "a warm reserve (cuMemMap, and no bypass)",
+                });
             }
         };
         self.retention.set_reserve(bytes);

@@ -36,7 +36,8 @@ impl DevicePool {
     #[must_use]
     pub fn snapshot(&self, events: impl IntoIterator<Item = Event>) -> MemorySnapshot {
         let place = Place::Device(self.device());
-        let mut snapshot = MemorySnapshot::of(events.into_iter().filter(|event| event.place == place));
+        let mut snapshot =
+            MemorySnapshot::of(events.into_iter().filter(|event| event.place == place));
         for block in self.raw_blocks() {
             snapshot.hold(self.device(), block);
         }

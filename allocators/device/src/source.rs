@@ -17,7 +17,8 @@ use crate::{
     backend::{Deferred, Ledger, Source},
 };
 use aquifer_core::{
-    BLOCK_ALIGN, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result, budget::Registration,
+    BLOCK_ALIGN, Budget, Charge, DeviceId, MemoryError, Opaque, PoolStats, Result,
+    budget::Registration,
 };
 use aquifer_driver::DeviceRange;
 use aquifer_stream::{Stream, StreamPool};
@@ -236,7 +237,11 @@ impl<S: RangeSource> Source for Ranges<S> {
     }
 
     fn give(&self, block: &Deferred) -> Result<()> {
-        let range = DeviceRange { device: self.source.device(), address: block.address, bytes: block.bytes };
+        let range = DeviceRange {
+            device: self.source.device(),
+            address: block.address,
+            bytes: block.bytes,
+        };
         self.source.deallocate(range, &Dependencies { freed: block })
     }
 

@@ -144,13 +144,27 @@ impl DevicePool {
 
     /// The block of a span that is mapped whole.
     #[track_caller]
-    fn stable(&self, stream: &Stream, span: Arc<Span>, request: Request, imported: bool) -> StableBlock {
+    fn stable(
+        &self,
+        stream: &Stream,
+        span: Arc<Span>,
+        request: Request,
+        imported: bool,
+    ) -> StableBlock {
         let apart = self.inner().apart.clone();
         let (live, requested) = if imported { (0, 0) } else { (span.bytes, request.size()) };
         apart.took_block(live, requested, request.owner());
         let number = stream.number();
-        apart.report(BlockKind::Stable, Action::Allocate, number, span.address, requested, request.owner());
-        let mut block = self.apart_block(stream, &span, request.size(), request.owner(), Some(requested));
+        apart.report(
+            BlockKind::Stable,
+            Action::Allocate,
+            number,
+            span.address,
+            requested,
+            request.owner(),
+        );
+        let mut block =
+            self.apart_block(stream, &span, request.size(), request.owner(), Some(requested));
         if imported {
             // It is others' memory in others' order: to a driver that checks, nobody gives it out here.
             block.extras_mut().generation = 0;
@@ -229,7 +243,8 @@ impl StableBlock {
     pub fn register(&self) -> Registration {
         let _site = site::enter();
         let (apart, span) = (self.apart.clone(), self.span.clone());
-        let range = DeviceRange { device: apart.device, address: span.address, bytes: self.bytes() };
+        let range =
+            DeviceRange { device: apart.device, address: span.address, bytes: self.bytes() };
         Registration::new(apart, span, range)
     }
 
@@ -261,7 +276,10 @@ impl StableBlock {
 /// Where a range of elements lies within `bytes`: its first byte, and how many elements.
 pub(crate) fn bounds<T>(range: &Range<usize>, bytes: u64) -> Result<(u64, usize)> {
     if range.start > range.end {
-        return Err(MemoryError::ReversedRange { start: range.start as u64, end: range.end as u64 });
+        return Err(MemoryError::ReversedRange {
+            start: range.start as u64,
+            end: range.end as u64,
+        });
     }
     let size = size_of::<T>() as u64;
     let at = |element: usize| (element as u64).checked_mul(size);

@@ -61,13 +61,16 @@ impl StreamOrdered {
         let device = streams.device();
         let lost = |e| MemoryError::driver(device, e);
         if !driver.device_info(device).map_err(lost)?.async_pools {
-            return Err(MemoryError::Unsupported { feature: "stream-ordered pools (cuMemPoolCreate)" });
+            return Err(MemoryError::Unsupported {
+                feature: "stream-ordered pools (cuMemPoolCreate)",
+            });
         }
         let most = budget.remaining();
         let total = driver.memory_info(device).map_err(lost)?.total;
         let pool = driver.pool_create(device, if most < total { most } else { 0 }).map_err(lost)?;
         let charged = Mutex::new(None);
-        let calls = Calls { driver: driver.clone(), pool, budget, charged, registration: OnceLock::new() };
+        let calls =
+            Calls { driver: driver.clone(), pool, budget, charged, registration: OnceLock::new() };
         let ledger = Ledger::new(calls, driver, streams);
         let _only_once = ledger.source.registration.set(ledger.source.budget.on_need(&ledger));
         Ok(Self { ledger })
@@ -116,7 +119,8 @@ impl StreamOrdered {
 
 impl Source for Calls {
     fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)> {
-        let address = self.driver.pool_alloc(self.pool, stream.raw(), bytes).map_err(|e| self.lost(e))?;
+        let address =
+            self.driver.pool_alloc(self.pool, stream.raw(), bytes).map_err(|e| self.lost(e))?;
         if let Err(error) = self.charge_reserved() {
             // SAFETY: 1. it has just come from `pool_alloc`. 2. nobody has used it.
             let _ = unsafe { self.driver.pool_free(stream.raw(), address) };
@@ -167,7 +171,12 @@ impl Reclaim for Ledger<Calls> {
 
     /// By what was reserved when it was last charged: the driver is not asked.
     fn offer(&self) -> Offer {
-        let bytes = self.source.charged().as_ref().map_or(0, Charge::bytes).saturating_sub(self.in_blocks());
+        let bytes = self
+            .source
+            .charged()
+            .as_ref()
+            .map_or(0, Charge::bytes)
+            .saturating_sub(self.in_blocks());
         Offer { bytes, cost: price(1, Duration::from_micros(50), bytes, Duration::from_nanos(400)) }
     }
 

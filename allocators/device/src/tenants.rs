@@ -84,7 +84,12 @@ impl Share {
     }
 
     #[inline]
-    pub(crate) fn charge(&self, pool: &Inner, stream: &Stream, request: &Request) -> Result<Leased> {
+    pub(crate) fn charge(
+        &self,
+        pool: &Inner,
+        stream: &Stream,
+        request: &Request,
+    ) -> Result<Leased> {
         let lease = &self.leases[stream.number() as usize % LANES];
         match lease.charge(request.size()) {
             Ok(leased) => Ok(leased),
@@ -96,7 +101,9 @@ impl Share {
     #[cold]
     fn charge_slowly(&self, pool: &Inner, lease: &Lease, request: &Request) -> Result<Leased> {
         let room = self.budget.make_room(request.size(), deadline(pool.config.wait), None);
-        lease.charge(request.size()).map_err(|refused| pool.refuse(request, &self.budget, refused, &room))
+        lease
+            .charge(request.size())
+            .map_err(|refused| pool.refuse(request, &self.budget, refused, &room))
     }
 }
 
@@ -189,7 +196,8 @@ impl DevicePool {
     /// [`MemoryError::BadSetting`] for a budget that has its root in common with the [pool's own](DevicePool::budget), where
     /// each live byte would count twice.
     pub fn for_tenant(&self, tenant: &Budget) -> Result<Tenant> {
-        let root = |budget: &Budget| std::iter::successors(Some(budget.clone()), Budget::parent).last();
+        let root =
+            |budget: &Budget| std::iter::successors(Some(budget.clone()), Budget::parent).last();
         if root(tenant).is_some_and(|top| root(self.budget()).is_some_and(|own| own.is(&top))) {
             return Err(MemoryError::BadSetting {
                 name: "the tenant's budget",
@@ -209,9 +217,10 @@ impl DevicePool {
     /// Every allocation of this pool looks up its tag from then on, some 20 ns.
     pub fn limit_tag(&self, tag: Tag, bytes: u64) -> Budget {
         let inner = self.inner();
-        let share = inner
-            .tenants
-            .share(|share| share.tag == Some(tag), || Share::new(Budget::new(tag.name(), bytes), Some(tag)));
+        let share = inner.tenants.share(
+            |share| share.tag == Some(tag),
+            || Share::new(Budget::new(tag.name(), bytes), Some(tag)),
+        );
         share.budget.set_limit(bytes);
         // Whoever has seen the limit set takes the way that heeds it.
         if !inner.tenants.limits_tags.swap(true, Ordering::Relaxed) {

@@ -8,7 +8,8 @@ mod support;
 use aquifer_core::{DriverError, MemoryError, Result};
 use aquifer_device::{Adopted, Declined};
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange, External, Foreign, KeepAlive, Operand, RawStream, Typed, sim::Sim,
+    Access, Call, DeviceId, DeviceRange, External, Foreign, KeepAlive, Operand, RawStream, Typed,
+    sim::Sim,
 };
 use aquifer_stream::Stream;
 use std::{
@@ -93,7 +94,11 @@ fn rigs() -> impl Iterator<Item = Rig> {
 }
 
 /// Takes a tensor that its library has just written, and uses it on two streams of ours.
-fn used(rig: &Rig, library: &Library, at_once: bool) -> (Adopted<External<u32, Tensor>>, [Stream; 2]) {
+fn used(
+    rig: &Rig,
+    library: &Library,
+    at_once: bool,
+) -> (Adopted<External<u32, Tensor>>, [Stream; 2]) {
     let (s, u) = (rig.stream(), rig.stream());
     let tensor = library.tensor(at_once);
     library.works_on(tensor.range);
@@ -235,10 +240,12 @@ fn on_a_lost_device_it_goes_at_once() {
     let rig = Rig::stepped(64);
     let library = Library::new(&rig.sim);
     let tensor = Arc::new(());
-    let range = DeviceRange { device: GPU, address: rig.sim.driver().mem_alloc(GPU, 4).unwrap(), bytes: 4 };
+    let range =
+        DeviceRange { device: GPU, address: rig.sim.driver().mem_alloc(GPU, 4).unwrap(), bytes: 4 };
     // SAFETY: 1. to 4. nobody else knows the address; nothing frees it.
-    let external =
-        unsafe { External::<u32, _>::new(range, library.stream, Some(Arc::new(())), tensor.clone()) };
+    let external = unsafe {
+        External::<u32, _>::new(range, library.stream, Some(Arc::new(())), tensor.clone())
+    };
     let mut x = Adopted::new(rig.pool.streams(), external).unwrap();
     rig.stream().fill(&mut x, 1).unwrap();
     rig.sim.lose_device(GPU);
@@ -279,18 +286,23 @@ fn what_cannot_be_taken_in_or_given_back_is_handed_back_with_the_reason() {
     let failing = |range, stream| Failing { range, stream, enters: Ok(()), leaves: Ok(()) };
     let declined = |failing: Failing| -> MemoryError {
         let range = failing.range;
-        let Declined { value, error } = Adopted::new(rig.pool.streams(), failing).map(drop).unwrap_err();
+        let Declined { value, error } =
+            Adopted::new(rig.pool.streams(), failing).map(drop).unwrap_err();
         assert_eq!(value.range, range);
         error
     };
     let elsewhere = DeviceRange { device: DeviceId(1), ..range };
     let wrong = MemoryError::WrongDevice { expected: GPU, actual: DeviceId(1) };
     assert_eq!(declined(failing(elsewhere, s.raw())), wrong);
-    assert_eq!(declined(failing(DeviceRange { bytes: 3, ..range }, s.raw())), MemoryError::ZeroSize);
+    assert_eq!(
+        declined(failing(DeviceRange { bytes: 3, ..range }, s.raw())),
+        MemoryError::ZeroSize
+    );
     // Nobody has to keep a default stream alive.
     for default in [RawStream::legacy(GPU), RawStream::per_thread(GPU)] {
         // SAFETY: 1. to 4. nothing touches the range.
-        let external = unsafe { External::<u32, _>::new(range, default, None, failing(range, default)) };
+        let external =
+            unsafe { External::<u32, _>::new(range, default, None, failing(range, default)) };
         let adopted = Adopted::new(rig.pool.streams(), external).map_err(|d| d.error).unwrap();
         assert_eq!(adopted.into_inner().unwrap().into_guard().range, range);
     }

@@ -57,7 +57,8 @@ fn as_written(bytes: u64) -> u64 {
 }
 
 fn follow(limits: Limits<'_>, budgets: &[&Budget]) {
-    let all = std::iter::once((limits.budget, limits.to)).chain(limits.more.iter().map(|r| (r.budget, r.to)));
+    let all = std::iter::once((limits.budget, limits.to))
+        .chain(limits.more.iter().map(|r| (r.budget, r.to)));
     for (name, to) in all {
         let budget = budgets.iter().find(|budget| budget.name() == name).unwrap();
         assert!(as_written(to) > budget.limit());
@@ -67,10 +68,11 @@ fn follow(limits: Limits<'_>, budgets: &[&Budget]) {
 
 fn limits<'a>(remedy: &Remedy<'a>) -> Limits<'a> {
     match *remedy {
-        Remedy::RaiseLimit { raise } | Remedy::Raise { raise } | Remedy::FreeOrRaise { raise, .. } => raise,
-        Remedy::Free { or_raise: Some(raise), .. } | Remedy::AskForLess { or_raise: Some(raise), .. } => {
-            raise
-        }
+        Remedy::RaiseLimit { raise }
+        | Remedy::Raise { raise }
+        | Remedy::FreeOrRaise { raise, .. } => raise,
+        Remedy::Free { or_raise: Some(raise), .. }
+        | Remedy::AskForLess { or_raise: Some(raise), .. } => raise,
         other => panic!("{other:?}"),
     }
 }
@@ -80,7 +82,9 @@ type Takes = fn(&Rig, &Stream, u64) -> Result<Box<dyn std::any::Any>>;
 const TAKES: [Takes; 4] = [
     |rig, s, bytes| Ok(Box::new(rig.pool.alloc(s, Request::bytes(bytes))?)),
     |rig, s, bytes| Ok(Box::new(rig.pool.alloc_stable(s, Request::bytes(bytes))?)),
-    |rig, s, bytes| Ok(Box::new(rig.pool.parkable(Tag::named("parkable"))?.alloc(s, Request::bytes(bytes))?)),
+    |rig, s, bytes| {
+        Ok(Box::new(rig.pool.parkable(Tag::named("parkable"))?.alloc(s, Request::bytes(bytes))?))
+    },
     |rig, s, bytes| {
         let mut memory: Reserved<u8> = rig.pool.reserve(s, bytes as usize)?;
         memory.commit_to(bytes as usize)?;
@@ -117,7 +121,11 @@ fn limits_that_are_raised_as_advised_let_the_request_through() {
                     }
                     follow(limits(&error.remedy()), &[&rig.budget, &above]);
                     let again = take(&rig, &u, ask);
-                    assert!(again.is_ok(), "{ask} by way {way}: {error}\nand then {}", again.err().unwrap());
+                    assert!(
+                        again.is_ok(),
+                        "{ask} by way {way}: {error}\nand then {}",
+                        again.err().unwrap()
+                    );
                     rig.assert_silent();
                 }
             }
@@ -131,7 +139,9 @@ fn as_much_as_is_advised_to_be_freed_lets_the_request_through() {
         let (rig, _) = rig(sim, 256, 256);
         let s = rig.stream();
         let mut kv: Vec<_> = Vec::new();
-        while let Ok(block) = rig.pool.alloc(&s, Request::bytes(32 * MIB - 512).tag(Tag::named("kv"))) {
+        while let Ok(block) =
+            rig.pool.alloc(&s, Request::bytes(32 * MIB - 512).tag(Tag::named("kv")))
+        {
             kv.push(block);
         }
         let error = refused(rig.pool.alloc(&s, Request::bytes(60 * MIB)));

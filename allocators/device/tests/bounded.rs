@@ -15,7 +15,8 @@ struct Random(u64);
 impl Random {
     /// From 1 to `most`.
     fn up_to(&mut self, most: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         1 + (self.0 >> 33) % most
     }
 }
@@ -37,18 +38,23 @@ fn lagging_rounds(streams: u64, sizes: std::ops::RangeInclusive<u64>, lag: usize
         let before = pending();
         let mut live = Vec::new();
         for (place, bytes) in sizes.iter().enumerate() {
-            let (home, user) =
-                (&streams[(place + round) % streams.len()], &streams[(place + round + 1) % streams.len()]);
+            let (home, user) = (
+                &streams[(place + round) % streams.len()],
+                &streams[(place + round + 1) % streams.len()],
+            );
             let block = rig.pool.alloc(home, Request::bytes(*bytes)).unwrap();
             let used = block.prepare(user, Access::Write).unwrap();
-            rig.sim.access(user.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+            rig.sim
+                .access(user.raw(), range(&block), Access::Write, Some(block.generation()))
+                .unwrap();
             used.finish().unwrap();
             live.push(block);
         }
         drop(live);
         queued.push(pending().iter().zip(before).map(|(now, before)| now - before).collect());
         // All but the work of the last rounds runs.
-        let behind = |at: usize| queued.iter().rev().take(lag).map(|round| round[at]).sum::<usize>();
+        let behind =
+            |at: usize| queued.iter().rev().take(lag).map(|round| round[at]).sum::<usize>();
         let late = |at: usize| rig.sim.pending(streams[at].raw()) > behind(at);
         while (0..streams.len()).any(|at| late(at) && rig.sim.step(streams[at].raw())) {}
     }
@@ -143,7 +149,10 @@ fn rounds_on_a_device_that_lags_behind_do_not_take_more_and_more_memory() {
 fn sixteen_threads_with_a_stream_each_do_not_take_ranges_from_each_other_for_ever() {
     for limit in [1000, 4000] {
         let rounds = sixteen_threads(limit);
-        assert!(late(&rounds, |round| round.taken) <= 5 * OPERATIONS / 1000, "{limit} MiB: {rounds:?}");
+        assert!(
+            late(&rounds, |round| round.taken) <= 5 * OPERATIONS / 1000,
+            "{limit} MiB: {rounds:?}"
+        );
     }
 }
 

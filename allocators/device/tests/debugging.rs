@@ -40,7 +40,8 @@ fn only(set: impl FnOnce(&mut Debugging)) -> Debugging {
 /// A kernel that writes one byte, wherever.
 fn write(sim: &Sim, stream: &Stream, address: u64, value: u8) {
     let at = DeviceRange { device: DeviceId(0), address, bytes: 1 };
-    let kernel = Kernel::new("stray").writes(at, None).run(move |memory| memory.write(0)[0] = value);
+    let kernel =
+        Kernel::new("stray").writes(at, None).run(move |memory| memory.write(0)[0] = value);
     sim.launch(stream.raw(), kernel).unwrap();
 }
 
@@ -61,7 +62,9 @@ fn assert_violations(rig: &Rig, kind: ViolationKind) {
 
 #[test]
 fn a_byte_written_right_before_or_right_behind_a_block_is_found_with_its_offset_and_its_lines() {
-    for (offset, bytes) in [(-1, 1000), (1000, 1000), (-512, 1000), (1511, 1000), (4096, 4096), (1, 1)] {
+    for (offset, bytes) in
+        [(-1, 1000), (1000, 1000), (-512, 1000), (1511, 1000), (4096, 4096), (1, 1)]
+    {
         let rig = rig(Sim::h200(1), 64, only(|d| d.canaries = true));
         let s = rig.stream();
         let tag = Tag::named("debugged");
@@ -87,9 +90,12 @@ fn a_byte_written_right_before_or_right_behind_a_block_is_found_with_its_offset_
         assert_eq!((told.allocated_at.file(), told.allocated_at.line()), (file!(), line));
         assert_eq!(told.freed_at.map(|at| (at.file(), at.line())), Some((file!(), freed)));
         let text = finding.to_string();
-        for part in
-            [format!("{address:#x}"), format!("{offset}"), "debugged".into(), format!("{}:{line}:", file!())]
-        {
+        for part in [
+            format!("{address:#x}"),
+            format!("{offset}"),
+            "debugged".into(),
+            format!("{}:{line}:", file!()),
+        ] {
             assert!(text.contains(&part), "{part} is not in {text}");
         }
         assert_violations(&rig, ViolationKind::OutsideBlock);
@@ -137,7 +143,11 @@ fn guards_lie_next_to_the_block_and_keep_its_alignment() {
     for (bytes, align) in [(1, 1), (513, 512), (1000, 4096), (100, 2 << 20)] {
         let block = rig.pool.alloc(&s, Request::bytes(bytes).align(align)).unwrap();
         assert_eq!(block.address() % align.max(512), 0);
-        assert_eq!((block.bytes(), block.capacity()), (bytes, bytes), "what is behind it is not its own");
+        assert_eq!(
+            (block.bytes(), block.capacity()),
+            (bytes, bytes),
+            "what is behind it is not its own"
+        );
         for address in [block.address() - GUARD_BYTES, block.address() + bytes] {
             let guard = DeviceRange { device: DeviceId(0), address, bytes: GUARD_BYTES };
             assert_eq!(rig.sim.read_back(guard).unwrap(), vec![CANARY; GUARD_BYTES as usize]);
@@ -179,7 +189,10 @@ fn a_kernel_that_writes_after_the_free_is_found_on_the_way_out_of_quarantine() {
         drop(rig.pool.alloc(&s, Request::bytes(100_000)).unwrap());
     }
     let finding = one(rig.pool.findings());
-    assert!(matches!(finding.fault, Fault::LateWrite { offset: 54_321, found: 0x11 }), "{finding:?}");
+    assert!(
+        matches!(finding.fault, Fault::LateWrite { offset: 54_321, found: 0x11 }),
+        "{finding:?}"
+    );
     assert_eq!((finding.block.address, finding.block.number), (address, 1));
     assert_eq!(finding.block.allocated_at.line(), line);
     assert_eq!(finding.block.freed_at.unwrap().line(), freed);
@@ -232,7 +245,10 @@ fn a_quarantine_keeps_its_bound_and_lets_the_oldest_out_first() {
     }
     for (i, address) in addresses.iter().enumerate() {
         let reused = addresses[i + 1..].iter().position(|later| later == address);
-        assert!(reused.is_none_or(|after| after >= 4), "block {i} was reused after {reused:?} others");
+        assert!(
+            reused.is_none_or(|after| after >= 4),
+            "block {i} was reused after {reused:?} others"
+        );
     }
     assert!(addresses[5..].contains(&addresses[0]), "the oldest comes out first: {addresses:x?}");
     rig.assert_silent();
@@ -296,7 +312,11 @@ fn a_quarantine_gives_way_before_the_pool_refuses_or_asks_the_application() {
 fn under_pressure_other_streams_are_waited_for_and_a_refusal_says_what_is_held_back() {
     for adoption in [Adoption::Wait, Adoption::Never] {
         // Work runs when somebody waits for it, or as time passes where the host only looks.
-        let sim = if adoption == Adoption::Wait { Sim::h200(1).stepped() } else { Sim::h200(1).seeded(1) };
+        let sim = if adoption == Adoption::Wait {
+            Sim::h200(1).stepped()
+        } else {
+            Sim::h200(1).seeded(1)
+        };
         let rig = Rig::on(sim, 16, |config| {
             config.debug = Debugging::all();
             config.debug.quarantine = 1 << 30;
@@ -306,7 +326,9 @@ fn under_pressure_other_streams_are_waited_for_and_a_refusal_says_what_is_held_b
         for _ in 0..4 {
             let block = rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap();
             let used = block.prepare(&u, Access::Write).unwrap();
-            rig.sim.access(u.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+            rig.sim
+                .access(u.raw(), range(&block), Access::Write, Some(block.generation()))
+                .unwrap();
             used.finish().unwrap();
         }
         let block = rig.pool.alloc(&s, Request::bytes(10 * MIB)).unwrap();
@@ -352,7 +374,11 @@ fn a_block_is_filled_only_after_the_uses_of_other_streams() {
         u.copy(&a, &mut b).unwrap();
         let waits = rig.sim.driver().calls().get(Call::StreamSynchronize);
         drop(a);
-        assert_eq!(rig.sim.driver().calls().get(Call::StreamSynchronize), waits, "a free never blocks");
+        assert_eq!(
+            rig.sim.driver().calls().get(Call::StreamSynchronize),
+            waits,
+            "a free never blocks"
+        );
         drop(rig.bytes(&s, MIB));
         assert!(read(&u, &b).iter().all(|&byte| byte == 3), "the copy has seen poison");
         u.synchronize().unwrap();
@@ -371,7 +397,8 @@ fn an_open_use_keeps_the_block_from_being_filled_looked_at_and_reused() {
     let used = block.prepare(&u, Access::Write).unwrap();
     drop(block);
     rig.pool.trim(0).unwrap();
-    let kernel = Kernel::new("late, and told").writes(whole, Some(generation)).run(|m| m.write(0).fill(8));
+    let kernel =
+        Kernel::new("late, and told").writes(whole, Some(generation)).run(|m| m.write(0).fill(8));
     rig.sim.launch(u.raw(), kernel).unwrap();
     used.finish().unwrap();
     rig.pool.trim(0).unwrap();
@@ -465,7 +492,10 @@ fn a_block_that_cannot_be_read_back_gets_one_more_try_and_then_keeps_nobody_up()
     assert!(rig.pool.findings().is_empty());
     drop(rig.bytes(&s, 1000));
     let finding = one(rig.pool.findings());
-    assert!(matches!(finding.fault, Fault::Unchecked { error: MemoryError::Driver(_) }), "{finding:?}");
+    assert!(
+        matches!(finding.fault, Fault::Unchecked { error: MemoryError::Driver(_) }),
+        "{finding:?}"
+    );
     assert_eq!(finding.block.number, 1);
     rig.sim.clear_failures();
     drop((next, s));
@@ -481,17 +511,20 @@ fn a_block_that_cannot_be_read_back_gets_one_more_try_and_then_keeps_nobody_up()
 fn live_blocks_are_reported_by_line_largest_first_and_again_when_the_pool_closes() {
     let heard = Arc::new(Mutex::new(Vec::new()));
     let hook = heard.clone();
-    let debug = only(|d| d.leaks = true).on_finding(move |f| hook.lock().unwrap().push(f.to_string()));
+    let debug =
+        only(|d| d.leaks = true).on_finding(move |f| hook.lock().unwrap().push(f.to_string()));
     let rig = rig(Sim::h200(1), 64, debug);
     let s = rig.stream();
-    let alloc = |bytes, tag| rig.pool.alloc(&s, Request::bytes(bytes).tag(Tag::named(tag))).unwrap();
+    let alloc =
+        |bytes, tag| rig.pool.alloc(&s, Request::bytes(bytes).tag(Tag::named(tag))).unwrap();
     let small = [alloc(100, "one"), alloc(300, "two"), alloc(200, "two")];
     let large = rig.pool.alloc(&s, Request::bytes(5000)).unwrap();
     drop(alloc(1 << 20, "freed"));
     let leaks = rig.pool.leaks().unwrap();
     assert_eq!((leaks.bytes(), leaks.blocks(), leaks.groups().len()), (5600, 4, 2));
     assert_eq!(leaks.groups()[0].blocks[0].address, large.address());
-    let second: Vec<_> = leaks.groups()[1].blocks.iter().map(|b| (b.bytes, b.tag.name(), b.number)).collect();
+    let second: Vec<_> =
+        leaks.groups()[1].blocks.iter().map(|b| (b.bytes, b.tag.name(), b.number)).collect();
     assert_eq!(second, [(300, "two", 2), (200, "two", 3), (100, "one", 1)]);
     let text = leaks.to_string();
     assert!(text.contains("600 B in 3 blocks") && text.contains(file!()), "{text}");
@@ -627,7 +660,10 @@ fn the_environment_switches_on_what_it_names_and_tells_whoever_has_no_hook() {
     for list in ["canaries", "all", "poison,quarantine=1MiB,canaries"] {
         let (told, errors) = child("child_overruns", list);
         assert!(told.contains("found 1\n"), "{list}: {told}");
-        assert!(errors.contains("aquifer: written past its end: 0x01 at byte 1000 of 1000"), "{errors}");
+        assert!(
+            errors.contains("aquifer: written past its end: 0x01 at byte 1000 of 1000"),
+            "{errors}"
+        );
         assert!(errors.contains("debugging.rs:"), "{errors}");
     }
     for list in ["", "0", "off", "poison,leaks,quarantine=0"] {
@@ -678,7 +714,9 @@ fn program(rig: &Rig, seed: u64, rounds: u32) {
                 let on = &streams[random(3) as usize];
                 if let Ok(used) = x.block().prepare(on, Access::Read) {
                     let whole = range(x.block());
-                    rig.sim.access(on.raw(), whole, Access::Read, Some(x.block().generation())).unwrap();
+                    rig.sim
+                        .access(on.raw(), whole, Access::Read, Some(x.block().generation()))
+                        .unwrap();
                     if random(2) == 0 { open.push(used) } else { drop(used) }
                 }
             }
@@ -705,7 +743,11 @@ fn program(rig: &Rig, seed: u64, rounds: u32) {
     streams.iter().for_each(|s| s.synchronize().unwrap());
     rig.pool.trim(0).unwrap();
     let stats = rig.pool.stats();
-    assert_eq!((stats.live, stats.pending, stats.cached, stats.physical), (0, 0, 0, 0), "{stats:?}");
+    assert_eq!(
+        (stats.live, stats.pending, stats.cached, stats.physical),
+        (0, 0, 0, 0),
+        "{stats:?}"
+    );
     assert_eq!(rig.budget.used(), 0);
 }
 
@@ -781,7 +823,10 @@ fn a_lost_device_loses_the_blocks_and_nothing_else() {
     }
     rig.sim.lose_device(DeviceId(0));
     drop(kept);
-    assert!(matches!(rig.pool.alloc(&s, Request::bytes(3 * MIB)), Err(MemoryError::DeviceLost { .. })));
+    assert!(matches!(
+        rig.pool.alloc(&s, Request::bytes(3 * MIB)),
+        Err(MemoryError::DeviceLost { .. })
+    ));
     assert!(rig.pool.findings().is_empty(), "{:?}", rig.pool.findings());
     let budget = rig.budget.clone();
     drop((rig, s));
@@ -811,7 +856,11 @@ fn threads_free_while_others_check_and_every_block_goes_home() {
     });
     rig.pool.trim(0).unwrap();
     let stats = rig.pool.stats();
-    assert_eq!((stats.live, stats.pending, stats.physical, stats.blocks), (0, 0, 0, 0), "{stats:?}");
+    assert_eq!(
+        (stats.live, stats.pending, stats.physical, stats.blocks),
+        (0, 0, 0, 0),
+        "{stats:?}"
+    );
     assert_eq!((stats.allocations, stats.frees), (240, 240));
     assert!(rig.pool.findings().is_empty(), "{}", rig.pool.findings()[0]);
     close(rig);

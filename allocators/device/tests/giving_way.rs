@@ -20,7 +20,12 @@ fn open(sim: &Sim, budget: &Budget, set: impl FnOnce(&mut PoolConfig)) -> Device
     open_on(sim, 0, budget, set)
 }
 
-fn open_on(sim: &Sim, device: u32, budget: &Budget, set: impl FnOnce(&mut PoolConfig)) -> DevicePool {
+fn open_on(
+    sim: &Sim,
+    device: u32,
+    budget: &Budget,
+    set: impl FnOnce(&mut PoolConfig),
+) -> DevicePool {
     let mut config = PoolConfig::with_budget(budget.clone());
     set(&mut config);
     DevicePool::open(sim.driver(), DeviceId(device), config).unwrap()
@@ -103,7 +108,11 @@ fn a_limit_of_a_tenant_costs_nobody_else_and_the_refusal_names_the_tenant() {
     idle(&sibling, 6);
     let live = take(&ours, 8).unwrap();
     let block = take(&ours, 8).unwrap();
-    assert_eq!((sibling.stats().physical, other.stats().physical), (0, 20 * MIB), "the sibling's alone");
+    assert_eq!(
+        (sibling.stats().physical, other.stats().physical),
+        (0, 20 * MIB),
+        "the sibling's alone"
+    );
     let error = refused(take(&ours, 2));
     let refusal = error.refused.unwrap();
     assert_eq!((refusal.budget, refusal.requested, refusal.remaining), ("tenant", 2 * MIB, 0));

@@ -65,7 +65,11 @@ fn what_a_stream_that_is_gone_had_serves_the_others_before_there_is_new_memory()
             let held = rig.pool.stats().physical;
             let before = rig.sim.driver().calls().get(Call::HandleCreate);
             let blocks: Vec<_> = (0..gone / 4).map(|_| take(&rig, &u, 4)).collect();
-            assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), before, "{retired}, {adoption:?}");
+            assert_eq!(
+                rig.sim.driver().calls().get(Call::HandleCreate),
+                before,
+                "{retired}, {adoption:?}"
+            );
             assert_eq!(rig.pool.stats().physical, held);
             blocks.iter().for_each(|block| write(&rig, &u, block));
             drop((first, blocks));
@@ -143,7 +147,11 @@ fn ten_thousand(rig: &Rig, mut live: impl FnMut(u64)) {
     assert!(events <= 24 && streams <= 8, "{events} events and {streams} streams at once");
     assert!(physical <= 32 * MIB, "{physical} bytes at once");
     let stats = rig.pool.stats();
-    assert_eq!((stats.live, stats.allocations, stats.frees), (0, 20_000, 20_000), "nothing is uncounted");
+    assert_eq!(
+        (stats.live, stats.allocations, stats.frees),
+        (0, 20_000, 20_000),
+        "nothing is uncounted"
+    );
     assert!(stats.peak_live <= 32 * MIB, "{}", stats.peak_live);
     assert!(caches(rig) <= 4, "{} caches", caches(rig));
     rig.assert_silent();
@@ -154,8 +162,11 @@ fn ten_thousand_streams_that_come_and_go_leave_no_more_than_a_few_do() {
     for mapping in [true, false] {
         for life in [Life::Retired, Life::Fenced] {
             let mut config = SimConfig::h200(1);
-            config.devices =
-                vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
+            config.devices = vec![if mapping {
+                DeviceConfig::h200()
+            } else {
+                DeviceConfig::without_virtual_memory()
+            }];
             let rig = Rig::on(Sim::new(config).symbolic(), 4096, |_| ());
             ten_thousand(&rig, |nth| {
                 let (s, raw) = adopt(&rig, life.clone());
@@ -217,7 +228,8 @@ fn streams_come_and_go_on_several_threads_while_others_take_what_they_leave() {
                     let mut late = Vec::new();
                     for nth in 0..100 {
                         let (s, raw) = adopt(rig, Life::Retired);
-                        let mut blocks: Vec<_> = (0..4).map(|n| take(rig, &s, 1 + (id + n) % 4)).collect();
+                        let mut blocks: Vec<_> =
+                            (0..4).map(|n| take(rig, &s, 1 + (id + n) % 4)).collect();
                         blocks.iter().for_each(|block| write(rig, &s, block));
                         if nth % 3 == 0 {
                             // Comes home when its stream is long gone.

@@ -26,7 +26,11 @@ fn seeded(seed: u64) -> Rig {
 }
 
 /// A graph that copies its first block to its second, by way of one that is freed within it.
-fn copies(rig: &Rig, graphs: &GraphPool, on: &Stream) -> (Graph, (DeviceBuffer<u8>, DeviceBuffer<u8>)) {
+fn copies(
+    rig: &Rig,
+    graphs: &GraphPool,
+    on: &Stream,
+) -> (Graph, (DeviceBuffer<u8>, DeviceBuffer<u8>)) {
     // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
     let made = unsafe {
         graphs.capture(on, |s| {
@@ -121,7 +125,10 @@ fn a_graph_is_launched_while_its_stream_captures_the_next_one() {
                 s.fill(&mut x, 9)?;
                 drop(rig.pool.buffer::<u8>(&u, LEN)?);
                 rig.pool.trim(0)?;
-                assert_eq!(first.launch(s), Err(MemoryError::Capturing { stream: s.raw().handle() }));
+                assert_eq!(
+                    first.launch(s),
+                    Err(MemoryError::Capturing { stream: s.raw().handle() })
+                );
                 Ok(x)
             })
         };
@@ -206,7 +213,11 @@ fn queued_launches_keep_the_memory_of_a_graph_that_is_gone() {
     let calls = rig.sim.driver().calls().get(aquifer_driver::Call::Unmap);
     drop((graph, blocks, graphs));
     rig.pool.trim(0).unwrap();
-    assert_eq!(rig.sim.driver().calls().get(aquifer_driver::Call::Unmap), calls, "launches are queued");
+    assert_eq!(
+        rig.sim.driver().calls().get(aquifer_driver::Call::Unmap),
+        calls,
+        "launches are queued"
+    );
     assert_eq!(rig.pool.stats().pending, 2 * MIB);
     v.synchronize().unwrap();
     u.synchronize().unwrap();
@@ -242,8 +253,9 @@ fn a_capture_that_fails_leaves_no_graph_and_a_stream_that_runs() {
     let broken = Err(MemoryError::CaptureInvalidated { stream: s.raw().handle() });
     let query = |_: &Rig, s: &Stream| s.driver().stream_query(s.raw()).map(drop).or(Ok(()));
     assert_eq!(failed(query), broken);
-    let panicked =
-        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| failed(|_, _| panic!("on purpose"))));
+    let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        failed(|_, _| panic!("on purpose"))
+    }));
     assert!(panicked.is_err());
     assert_eq!(s.timeline().is_capturing(), Ok(false));
     assert_eq!(failed(|rig, s| rig.pool.alloc(s, Request::bytes(MIB)).map(drop)), Ok(()));

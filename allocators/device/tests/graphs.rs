@@ -21,7 +21,8 @@ use std::{
 };
 use support::{MIB, PATIENCE, Rig};
 
-const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
+const MODES: [CaptureMode; 3] =
+    [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
 
 fn begin(s: &Stream, mode: CaptureMode) {
     s.driver().capture_begin(s.raw(), mode).unwrap();
@@ -255,7 +256,10 @@ fn several_captures_that_share_a_pool_take_no_more_than_the_largest_and_others_g
         assert_eq!((refused.graphs, refused.cached), (held, 0));
         assert!(refused.to_string().contains("  graphs      "), "{refused}");
         drop((graphs, kept));
-        assert!(rig.pool.alloc(&s, Request::bytes(250 * MIB)).is_ok(), "and it is there when they are gone");
+        assert!(
+            rig.pool.alloc(&s, Request::bytes(250 * MIB)).is_ok(),
+            "and it is there when they are gone"
+        );
         rig.assert_silent();
     }
 }
@@ -426,10 +430,14 @@ fn what_cannot_be_announced_or_captured_is_refused_by_name() {
     assert!(rig.sim.driver().capture_end(s.raw()).is_err());
     drop(announced);
     drop(graphs.announce(&s).unwrap());
-    let far = aquifer_device::DevicePool::open(rig.sim.driver(), DeviceId(1), Default::default()).unwrap();
+    let far = aquifer_device::DevicePool::open(rig.sim.driver(), DeviceId(1), Default::default())
+        .unwrap();
     let elsewhere = far.stream().unwrap();
     let (expected, actual) = (DeviceId(0), DeviceId(1));
-    assert_eq!(graphs.announce(&elsewhere).err(), Some(MemoryError::WrongDevice { expected, actual }));
+    assert_eq!(
+        graphs.announce(&elsewhere).err(),
+        Some(MemoryError::WrongDevice { expected, actual })
+    );
     rig.assert_silent();
 }
 

@@ -37,9 +37,14 @@ fn handles_get_small_as_the_limit_comes_near() {
     let s = rig.stream();
     let mut live = Vec::new();
     // What is left when a block of 128 MiB comes, and the handles that back it.
-    for (left, handles) in
-        [(512 * GIB, 2), (256 * GIB, 2), (255 * GIB, 4), (16 * GIB, 32), (15 * GIB, 64), (128 * MIB, 64)]
-    {
+    for (left, handles) in [
+        (512 * GIB, 2),
+        (256 * GIB, 2),
+        (255 * GIB, 4),
+        (16 * GIB, 32),
+        (15 * GIB, 64),
+        (128 * MIB, 64),
+    ] {
         rig.budget.set_limit(rig.budget.used() + left);
         let before = made(&rig, Call::HandleCreate);
         live.push(take(&rig, &s, 128));
@@ -72,7 +77,8 @@ fn large_handles_are_given_back_first_and_a_small_one_where_little_is_asked() {
     assert_eq!(made(&rig, Call::HandleCreate), 16 + 64);
     drop((large, small));
     let held = (1024 + 128) * MIB;
-    for (keep, handles) in [(held - 128 * MIB, 2), (held - 129 * MIB, 1), (held - 194 * MIB, 1), (0, 13 + 63)]
+    for (keep, handles) in
+        [(held - 128 * MIB, 2), (held - 129 * MIB, 1), (held - 194 * MIB, 1), (0, 13 + 63)]
     {
         let before = made(&rig, Call::HandleRelease);
         rig.pool.trim(keep).unwrap();
@@ -111,7 +117,10 @@ fn a_handle_that_fits_nowhere_is_melted_and_its_charge_never_leaves_the_budget()
     });
     let stats = rig.pool.stats();
     assert_eq!(stats.physical, rig.budget.used());
-    assert!(stats.moves > 0 && stats.physical < 256 * MIB, "what was not needed went back: {stats:?}");
+    assert!(
+        stats.moves > 0 && stats.physical < 256 * MIB,
+        "what was not needed went back: {stats:?}"
+    );
     rig.assert_silent();
 }
 

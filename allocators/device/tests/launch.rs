@@ -38,7 +38,9 @@ fn a_launch_is_ordered_with_every_block_and_each_stream_is_waited_for_once() {
     let blocks: Vec<_> = (0..6).map(|_| rig.pool.alloc(&s, Request::bytes(MIB)).unwrap()).collect();
     let other = rig.pool.alloc(&v, Request::bytes(MIB)).unwrap();
     for block in blocks.iter().chain([&other]) {
-        rig.sim.access(block.home().raw(), range(block), Access::Write, Some(block.generation())).unwrap();
+        rig.sim
+            .access(block.home().raw(), range(block), Access::Write, Some(block.generation()))
+            .unwrap();
     }
     let made = |call| rig.sim.driver().calls().get(call);
     let mut launch = Launch::on(&u).writes(&other);
@@ -65,12 +67,17 @@ fn a_launch_is_ordered_with_every_block_and_each_stream_is_waited_for_once() {
 fn without_the_launch_the_same_kernel_is_reported() {
     let rig = Rig::stepped(64);
     let (s, u) = (rig.stream(), rig.stream());
-    let (a, b) =
-        (rig.pool.alloc(&s, Request::bytes(MIB)).unwrap(), rig.pool.alloc(&u, Request::bytes(MIB)).unwrap());
+    let (a, b) = (
+        rig.pool.alloc(&s, Request::bytes(MIB)).unwrap(),
+        rig.pool.alloc(&u, Request::bytes(MIB)).unwrap(),
+    );
     rig.sim.access(s.raw(), range(&a), Access::Write, Some(a.generation())).unwrap();
     add(&rig, &u, &a, &b);
     assert!(
-        matches!(rig.sim.violations()[0].kind, ViolationKind::BeforeReady | ViolationKind::WriteRead),
+        matches!(
+            rig.sim.violations()[0].kind,
+            ViolationKind::BeforeReady | ViolationKind::WriteRead
+        ),
         "{:?}",
         rig.sim.violations()
     );
@@ -80,18 +87,26 @@ fn without_the_launch_the_same_kernel_is_reported() {
 fn a_busy_block_refuses_the_whole_launch_wherever_it_stands() {
     let rig = Rig::new(64);
     let (s, u) = (rig.stream(), rig.stream());
-    let blocks: Vec<_> = (0..10).map(|_| rig.pool.alloc(&s, Request::bytes(MIB)).unwrap()).collect();
+    let blocks: Vec<_> =
+        (0..10).map(|_| rig.pool.alloc(&s, Request::bytes(MIB)).unwrap()).collect();
     for busy in &blocks {
         let held = busy.prepare(&s, Access::Write).unwrap();
         let before = rig.sim.driver().calls().made();
         let launch = blocks.iter().fold(Launch::on(&u), |launch, block| launch.reads(block));
-        assert_eq!(launch.preflight().map(drop), Err(MemoryError::Busy { address: busy.address() }));
+        assert_eq!(
+            launch.preflight().map(drop),
+            Err(MemoryError::Busy { address: busy.address() })
+        );
         assert_eq!(rig.sim.driver().calls().made(), before, "found out before any wait");
         drop(held);
         assert!(blocks.iter().all(|block| free(block, &s)));
     }
     // And one that is ready refuses others.
-    let ready = blocks.iter().fold(Launch::on(&u), |launch, block| launch.reads(block)).preflight().unwrap();
+    let ready = blocks
+        .iter()
+        .fold(Launch::on(&u), |launch, block| launch.reads(block))
+        .preflight()
+        .unwrap();
     assert!(blocks.iter().all(|block| !free(block, &s)));
     ready.abort();
     assert!(blocks.iter().all(|block| free(block, &s)));
@@ -101,8 +116,10 @@ fn a_busy_block_refuses_the_whole_launch_wherever_it_stands() {
 fn a_wait_that_fails_refuses_the_whole_launch() {
     let rig = Rig::stepped(64);
     let (s, u, v) = (rig.stream(), rig.stream(), rig.stream());
-    let (a, b) =
-        (rig.pool.alloc(&s, Request::bytes(MIB)).unwrap(), rig.pool.alloc(&v, Request::bytes(MIB)).unwrap());
+    let (a, b) = (
+        rig.pool.alloc(&s, Request::bytes(MIB)).unwrap(),
+        rig.pool.alloc(&v, Request::bytes(MIB)).unwrap(),
+    );
     for call in [Call::EventCreate, Call::EventRecord, Call::StreamWaitEvent] {
         for nth in 1..=2 {
             rig.sim.clear_failures();
@@ -130,7 +147,8 @@ fn a_wait_that_fails_refuses_the_whole_launch() {
 #[test]
 fn a_block_of_another_device_refuses_the_whole_launch() {
     let sim = Sim::h200(2);
-    let pools = [0, 1].map(|id| DevicePool::open(sim.driver(), DeviceId(id), PoolConfig::default()).unwrap());
+    let pools = [0, 1]
+        .map(|id| DevicePool::open(sim.driver(), DeviceId(id), PoolConfig::default()).unwrap());
     let streams = [pools[0].stream().unwrap(), pools[1].stream().unwrap()];
     let [a, b] = [0, 1].map(|id| pools[id].alloc(&streams[id], Request::bytes(MIB)).unwrap());
     let refused = Launch::on(&streams[0]).reads(&a).reads(&b).preflight();
@@ -220,7 +238,8 @@ fn a_launch_on_a_stream_that_is_fenced_at_once_records_one_event() {
     let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
     // SAFETY: 1. a stream of this driver. 2. never destroyed.
     let fenced = unsafe { rig.pool.streams().adopt(raw, Life::Fenced) }.unwrap();
-    let blocks: Vec<_> = (0..10).map(|_| rig.pool.alloc(&s, Request::bytes(MIB)).unwrap()).collect();
+    let blocks: Vec<_> =
+        (0..10).map(|_| rig.pool.alloc(&s, Request::bytes(MIB)).unwrap()).collect();
     for commit in [true, false] {
         let ready = blocks
             .iter()

@@ -20,8 +20,14 @@ use std::{
 use support::{MIB, Rig, range};
 
 /// Calls that have to do with memory. Those for events are not among them.
-const MEMORY: [Call; 6] =
-    [Call::HandleCreate, Call::HandleRelease, Call::Map, Call::Unmap, Call::SetAccess, Call::MemAlloc];
+const MEMORY: [Call; 6] = [
+    Call::HandleCreate,
+    Call::HandleRelease,
+    Call::Map,
+    Call::Unmap,
+    Call::SetAccess,
+    Call::MemAlloc,
+];
 
 /// A pool on a device that runs nothing by itself, and that gives up at once.
 fn still(limit_mib: u64) -> Rig {
@@ -68,13 +74,19 @@ fn streams_share_by_the_unit_above_half_of_the_budget_and_part_below() {
     let (rig, _s, u, _blocks, holes) = half_free(64);
     let held = rig.budget.used();
     let shared = take(&rig, &u, 1);
-    assert!(holes.contains(&shared.address()), "above half a hole of another stream is as good as one's own");
+    assert!(
+        holes.contains(&shared.address()),
+        "above half a hole of another stream is as good as one's own"
+    );
     assert_eq!(rig.budget.used(), held);
     // Forty MiB are less than three eighths of this.
     rig.budget.set_limit(512 * MIB);
     let apart: Vec<_> = (0..3).map(|_| take(&rig, &u, 1)).collect();
     let last = apart.last().unwrap();
-    assert!(!holes.contains(&last.address()) && rig.budget.used() > held, "parted again, and it grows");
+    assert!(
+        !holes.contains(&last.address()) && rig.budget.used() > held,
+        "parted again, and it grows"
+    );
     rig.budget.set_limit(64 * MIB);
     let joined: Vec<_> = (0..3).map(|_| take(&rig, &u, 1)).collect();
     assert!(holes.contains(&joined.last().unwrap().address()), "and together again");
@@ -88,7 +100,8 @@ fn streams_share_by_the_unit_above_half_of_the_budget_and_part_below() {
 }
 
 #[test]
-fn while_memory_is_ample_a_stream_takes_from_another_only_large_blocks_that_there_was_room_for_before() {
+fn while_memory_is_ample_a_stream_takes_from_another_only_large_blocks_that_there_was_room_for_before()
+ {
     // A small block is not worth what it would cost the other stream.
     for (mib, freed, more, taken_over) in [
         (16, 1, 4, false),
@@ -360,7 +373,9 @@ impl Loop {
     fn training(mut seed: u64, streams: usize) -> Self {
         const LAYERS: usize = 24;
         let mut random = move |below: u64| {
-            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            seed = seed
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             1 + (seed >> 33) % below
         };
         let mut steps = Vec::new();
@@ -403,7 +418,12 @@ impl Loop {
     }
 
     /// Twenty rounds under a limit, by what each has added to `counted`.
-    fn rounds(&self, streams: usize, limit: u64, counted: &[Call]) -> Result<Vec<u64>, MemoryError> {
+    fn rounds(
+        &self,
+        streams: usize,
+        limit: u64,
+        counted: &[Call],
+    ) -> Result<Vec<u64>, MemoryError> {
         let rig = Rig::on(Sim::h200(1).symbolic(), limit / MIB, |_| ());
         let streams: Vec<_> = (0..streams).map(|_| rig.stream()).collect();
         let rounds = (0..20).map(|_| {
@@ -419,12 +439,16 @@ impl Loop {
     /// The smallest limit that all rounds complete under: the edge.
     fn edge(&self, streams: usize) -> u64 {
         let from = self.peak.div_ceil(2 * MIB);
-        (from..).map(|slots| slots * 2 * MIB).find(|&limit| self.rounds(streams, limit, &[]).is_ok()).unwrap()
+        (from..)
+            .map(|slots| slots * 2 * MIB)
+            .find(|&limit| self.rounds(streams, limit, &[]).is_ok())
+            .unwrap()
     }
 }
 
 #[test]
-fn a_training_step_on_one_stream_makes_no_driver_call_after_its_second_round_near_the_edge_or_far_from_it() {
+fn a_training_step_on_one_stream_makes_no_driver_call_after_its_second_round_near_the_edge_or_far_from_it()
+ {
     for seed in 0..20 {
         let step = Loop::training(seed, 1);
         let edge = step.edge(1);
@@ -446,7 +470,8 @@ fn blocks_of_one_size_go_round_several_streams_with_no_memory_call_after_the_sec
             let round = Loop { places, steps: steps.collect(), peak };
             for hundredths in [100, 150, 200, 1000] {
                 let rounds = round.rounds(streams, peak * hundredths / 100, &MEMORY).unwrap();
-                let what = format!("{streams} streams, {places} places, {hundredths} %: {rounds:?}");
+                let what =
+                    format!("{streams} streams, {places} places, {hundredths} %: {rounds:?}");
                 assert!(rounds[2..].iter().all(|&made| made == 0), "{what}");
             }
         }
@@ -475,7 +500,8 @@ struct Sequence(u64);
 
 impl Sequence {
     fn below(&mut self, end: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % end
     }
 }

@@ -67,10 +67,12 @@ fn without_a_noted_use_the_same_program_is_corrupted_and_reported() {
     u.wait_for(&s).unwrap();
     // A copy on `u` behind the pool's back.
     let (from, to) = (range(a.block()), range(b.block()));
-    let copy = aquifer_driver::sim::Kernel::new("untold").reads(from, None).writes(to, None).run(|memory| {
-        let bytes = memory.read(0).to_vec();
-        memory.write(1).copy_from_slice(&bytes);
-    });
+    let copy = aquifer_driver::sim::Kernel::new("untold").reads(from, None).writes(to, None).run(
+        |memory| {
+            let bytes = memory.read(0).to_vec();
+            memory.write(1).copy_from_slice(&bytes);
+        },
+    );
     rig.sim.launch(u.raw(), copy).unwrap();
     drop(a);
     let mut c = rig.bytes(&s, MIB);
@@ -217,7 +219,8 @@ fn a_prepared_write_excludes_every_other_prepare_until_it_ends() {
     assert_eq!(block.prepare(&s, Access::Read).map(drop), busy.clone());
     assert_eq!(block.prepare(&u, Access::Write).map(drop), busy.clone());
     write.abort();
-    let (one, two) = (block.prepare(&s, Access::Read).unwrap(), block.prepare(&u, Access::Read).unwrap());
+    let (one, two) =
+        (block.prepare(&s, Access::Read).unwrap(), block.prepare(&u, Access::Read).unwrap());
     assert_eq!(block.prepare(&s, Access::ReadWrite).map(drop), busy);
     one.finish().unwrap();
     two.finish().unwrap();
@@ -305,7 +308,8 @@ fn blocks_may_outlive_their_pool_and_the_last_one_returns_everything() {
     let rig = Rig::new(64);
     let (sim, budget) = (rig.sim.clone(), rig.budget.clone());
     let s = rig.stream();
-    let blocks: Vec<_> = (0..4).map(|_| rig.pool.alloc(&s, Request::bytes(3 * MIB)).unwrap()).collect();
+    let blocks: Vec<_> =
+        (0..4).map(|_| rig.pool.alloc(&s, Request::bytes(3 * MIB)).unwrap()).collect();
     drop(rig);
     drop(s);
     assert!(budget.used() >= 12 * MIB, "live blocks keep their memory");

@@ -113,7 +113,12 @@ fn what_a_pool_does_for_its_caller_is_named_by_the_callers_line_under_every_mode
             stray(&rig, raw, at);
             let found = rig.sim.take_violations();
             let after = found[0].earlier.unwrap();
-            assert_eq!((after.site.file(), after.site.line()), (file!(), made), "{kind}: {}", found[0]);
+            assert_eq!(
+                (after.site.file(), after.site.line()),
+                (file!(), made),
+                "{kind}: {}",
+                found[0]
+            );
             assert!(after.work.contains("drop"), "{}", found[0]);
             later(&found);
             // Its end unmaps what the stray stream has written.
@@ -122,7 +127,10 @@ fn what_a_pool_does_for_its_caller_is_named_by_the_callers_line_under_every_mode
             for violation in sim.take_violations() {
                 for party in violation.earlier.iter().chain([&violation.later]) {
                     let own = [file!(), "allocators/device/tests/support/mod.rs"];
-                    assert!(own.contains(&party.site.file()), "{kind} opened at {opened}: {violation}");
+                    assert!(
+                        own.contains(&party.site.file()),
+                        "{kind} opened at {opened}: {violation}"
+                    );
                 }
             }
         }
@@ -138,7 +146,9 @@ fn findings_and_violations_have_one_number_for_a_stream() {
     rig.sim
         .launch(
             s.raw(),
-            aquifer_driver::sim::Kernel::new("stray").writes(behind, None).run(|m| m.write(0)[0] = 1),
+            aquifer_driver::sim::Kernel::new("stray")
+                .writes(behind, None)
+                .run(|m| m.write(0)[0] = 1),
         )
         .unwrap();
     let found = rig.pool.check().unwrap();
@@ -146,6 +156,10 @@ fn findings_and_violations_have_one_number_for_a_stream() {
     assert_eq!(found[0].block.stream, id);
     assert!(found[0].to_string().contains(&format!("on stream {id}")), "{}", found[0]);
     let violations = rig.sim.take_violations();
-    assert!(violations[0].to_string().contains(&format!("by stream {id} of device 0")), "{}", violations[0]);
+    assert!(
+        violations[0].to_string().contains(&format!("by stream {id} of device 0")),
+        "{}",
+        violations[0]
+    );
     assert_eq!(rig.pool.leaks().unwrap().groups()[0].blocks[0].stream, id);
 }

@@ -14,7 +14,9 @@ use support::Rig;
 #[track_caller]
 fn refused<T>(what: &str, answer: Result<T>) {
     match answer.map(drop) {
-        Err(MemoryError::OtherMachine { expected, actual }) => assert_ne!(expected, actual, "{what}"),
+        Err(MemoryError::OtherMachine { expected, actual }) => {
+            assert_ne!(expected, actual, "{what}")
+        }
         other => panic!("{what}: {other:?}"),
     }
 }

@@ -79,7 +79,12 @@ fn refusal<T>(answer: Result<T, MemoryError>) -> Vec<Told> {
 }
 
 fn leaked(rig: &Rig) -> Vec<Told> {
-    rig.pool.leaks().filter(|leaks| !leaks.is_empty()).map(|leaks| Leak(leaks.bytes())).into_iter().collect()
+    rig.pool
+        .leaks()
+        .filter(|leaks| !leaks.is_empty())
+        .map(|leaks| Leak(leaks.bytes()))
+        .into_iter()
+        .collect()
 }
 
 /// A mistake, what it comes to without any mode, and what it comes to as well under some.
@@ -266,7 +271,11 @@ fn mistakes() -> Vec<Mistake> {
                 told
             },
             always: &[],
-            with: &[(LEAKS[0], Leak(4 << 20)), (LEAKS[1], Leak(4 << 20)), (LEAKS[2], Leak(4 << 20))],
+            with: &[
+                (LEAKS[0], Leak(4 << 20)),
+                (LEAKS[1], Leak(4 << 20)),
+                (LEAKS[2], Leak(4 << 20)),
+            ],
         },
         Mistake {
             name: "a stable block that is kept",
@@ -279,7 +288,11 @@ fn mistakes() -> Vec<Mistake> {
                 told
             },
             always: &[],
-            with: &[(LEAKS[0], Leak(3 << 20)), (LEAKS[1], Leak(3 << 20)), (LEAKS[2], Leak(3 << 20))],
+            with: &[
+                (LEAKS[0], Leak(3 << 20)),
+                (LEAKS[1], Leak(3 << 20)),
+                (LEAKS[2], Leak(3 << 20)),
+            ],
         },
         Mistake {
             name: "a block that is kept and parked",
@@ -350,9 +363,11 @@ fn no_mode_finds_less_than_none_and_each_finds_what_it_promises() {
         let name = mistake.name;
         for (mode, config) in &modes {
             let told = told(&mistake, config);
-            let promised = mistake.with.iter().filter(|(with, _)| with == mode).map(|(_, told)| told);
+            let promised =
+                mistake.with.iter().filter(|(with, _)| with == mode).map(|(_, told)| told);
             let expected: Vec<_> = mistake.always.iter().chain(promised).collect();
-            let missing: Vec<_> = expected.iter().filter(|told_of| !told.contains(told_of)).collect();
+            let missing: Vec<_> =
+                expected.iter().filter(|told_of| !told.contains(told_of)).collect();
             if !missing.is_empty() {
                 wrong.push(format!("{name} under {mode}: {missing:?} is missing of {told:?}"));
             }

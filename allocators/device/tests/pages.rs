@@ -32,7 +32,11 @@ fn an_arena_takes_one_block_fills_frees_and_returns_the_same_offset() {
     let mut held: Vec<_> = (0..4).map(|_| arena.take(PAGE + 1).unwrap()).collect();
     let offsets: Vec<_> = held.iter().map(|pages| pages.offset() / PAGE).collect();
     assert_eq!((offsets, held[0].bytes(), arena.free_pages()), (vec![0, 2, 4, 6], 2 * PAGE, 0));
-    assert_eq!(arena.take(0), Err(MemoryError::TooLarge { requested: 0, limit: 0 }), "a page at least");
+    assert_eq!(
+        arena.take(0),
+        Err(MemoryError::TooLarge { requested: 0, limit: 0 }),
+        "a page at least"
+    );
     for at in [0, 1] {
         arena.free(held.remove(at)).unwrap();
     }
@@ -96,7 +100,8 @@ fn whoever_takes_freed_pages_comes_after_all_that_used_them() {
         let arena = DevicePages::new(&rig.pool, &streams[0], 6, PAGE).unwrap();
         let mut held: VecDeque<(PageRun, u8)> = VecDeque::new();
         for round in 0..24u8 {
-            let (one, other) = (&streams[usize::from(round) % 3], &streams[usize::from(round / 3 + 1) % 3]);
+            let (one, other) =
+                (&streams[usize::from(round) % 3], &streams[usize::from(round / 3 + 1) % 3]);
             let mut pages = arena.take(PAGE * (1 + u64::from(round % 2))).unwrap();
             let all = 0..pages.bytes();
             one.fill(&mut arena.view_mut(&mut pages, all).unwrap(), round).unwrap();
@@ -110,13 +115,19 @@ fn whoever_takes_freed_pages_comes_after_all_that_used_them() {
             if held.len() == 3 {
                 let (pages, value) = held.pop_front().unwrap();
                 if round % 5 == 0 {
-                    assert!(look(other, &arena, &pages).iter().all(|&byte| byte == value), "seed {seed}");
+                    assert!(
+                        look(other, &arena, &pages).iter().all(|&byte| byte == value),
+                        "seed {seed}"
+                    );
                 }
                 arena.free(pages).unwrap();
             }
         }
         for (pages, value) in held {
-            assert!(look(&streams[2], &arena, &pages).iter().all(|&byte| byte == value), "seed {seed}");
+            assert!(
+                look(&streams[2], &arena, &pages).iter().all(|&byte| byte == value),
+                "seed {seed}"
+            );
         }
         drop(arena);
         let mut next = rig.bytes(&streams[0], 6 * PAGE);
@@ -182,7 +193,9 @@ fn a_use_of_all_pages_comes_after_those_of_each_and_before_the_next() {
             v.fill(&mut arena.view_mut(&mut b, 0..PAGE).unwrap(), round).unwrap();
             let mut copy = rig.bytes(&s, 4 * PAGE);
             s.copy(&arena.all(), &mut copy).unwrap();
-            assert!(support::read(&s, &copy)[..2 * PAGE as usize].iter().all(|&byte| byte == round));
+            assert!(
+                support::read(&s, &copy)[..2 * PAGE as usize].iter().all(|&byte| byte == round)
+            );
             v.fill(&mut arena.all_mut(), 77).unwrap();
         }
         assert!(look(&u, &arena, &a).iter().all(|&byte| byte == 77));

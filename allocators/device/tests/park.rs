@@ -82,7 +82,10 @@ fn several(stream: &Stream, parkable: &Parkable) -> Vec<DeviceBuffer<u8>> {
 fn assert_nothing_left(rig: &Rig) {
     rig.pool.trim(0).unwrap();
     let stats = rig.pool.stats();
-    assert_eq!((stats.physical, stats.live, stats.cached, stats.pending, stats.blocks), (0, 0, 0, 0, 0));
+    assert_eq!(
+        (stats.physical, stats.live, stats.cached, stats.pending, stats.blocks),
+        (0, 0, 0, 0, 0)
+    );
     assert_eq!((stats.requested, rig.budget.used()), (0, 0));
     rig.assert_silent();
 }
@@ -114,7 +117,10 @@ fn what_is_parked_is_gone_from_the_device_and_comes_back_byte_for_byte_where_it_
         assert_eq!((report.blocks, report.restored), (9, live));
         let resumed = rig.pool.stats();
         assert_eq!((resumed.live, resumed.requested, resumed.blocks), (live, before.requested, 9));
-        assert_eq!((resumed.live + resumed.cached, rig.budget.used()), (report.taken, report.taken));
+        assert_eq!(
+            (resumed.live + resumed.cached, rig.budget.used()),
+            (report.taken, report.taken)
+        );
         assert!(report.taken <= held, "slots in which nothing lives do not come back");
         assert_eq!(all.iter().map(address).collect::<Vec<_>>(), addresses);
         all.iter().enumerate().for_each(|(n, buffer)| assert_filled(&s, buffer, n));
@@ -415,7 +421,11 @@ fn each_call_that_the_driver_refuses_leaves_the_blocks_awake_or_parked_and_the_n
             match park(&rig, saved()) {
                 Ok(report) => {
                     assert_eq!(report.released + report.kept.refused, held);
-                    assert_eq!(report.kept.refusal.is_some(), report.kept.refused > 0, "{call:?} {nth}");
+                    assert_eq!(
+                        report.kept.refusal.is_some(),
+                        report.kept.refused > 0,
+                        "{call:?} {nth}"
+                    );
                     assert_eq!(rig.budget.used(), report.kept.refused);
                 }
                 Err(error) => {
@@ -563,7 +573,12 @@ fn a_pool_that_closes_leaves_parked_blocks_parked_and_they_end_in_any_order() {
         assert_eq!(s.fill(&mut all[0], 1), Err(MemoryError::Parked { tag: tag() }));
         all.swap_remove(2);
         drop((all, s));
-        assert_eq!((budget.used(), sim.outstanding().is_empty()), (0, true), "{:?}", sim.outstanding());
+        assert_eq!(
+            (budget.used(), sim.outstanding().is_empty()),
+            (0, true),
+            "{:?}",
+            sim.outstanding()
+        );
         let violations = sim.violations();
         assert!(violations.is_empty(), "{}", violations[0]);
     }
@@ -574,7 +589,8 @@ fn devices_that_cannot_map_say_so() {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
     let rig = Rig::on(Sim::new(config), 64, |_| ());
-    let unsupported = |refused: Option<MemoryError>| matches!(refused, Some(MemoryError::Unsupported { .. }));
+    let unsupported =
+        |refused: Option<MemoryError>| matches!(refused, Some(MemoryError::Unsupported { .. }));
     assert!(unsupported(rig.pool.parkable(tag()).err()));
     assert!(unsupported(park(&rig, saved()).err()));
 }

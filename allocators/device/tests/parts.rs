@@ -35,7 +35,10 @@ fn parts_of_parts_lie_where_their_elements_do() {
         let mut whole = x.as_mut_slice();
         let mut part = whole.slice_mut(10..110).unwrap();
         let (mut a, b) = part.split_at_mut(30).unwrap();
-        assert_eq!((at(&a), at(&b), at(&b.slice(5..6).unwrap())), ((40, 120), (160, 280), (180, 4)));
+        assert_eq!(
+            (at(&a), at(&b), at(&b.slice(5..6).unwrap())),
+            ((40, 120), (160, 280), (180, 4))
+        );
         assert_eq!(at(&a.reborrow().into_slice(29..30).unwrap()), (156, 4));
         let wide = b.cast::<[u32; 2]>().unwrap();
         assert_eq!((at(&wide), wide.len()), ((160, 280), 35));
@@ -108,7 +111,8 @@ fn a_type_that_does_not_fit_the_bytes_is_refused_and_the_buffer_handed_back() {
 
     let block = x.into_block();
     assert_eq!((block.address(), block.bytes()), (address, 1002));
-    let Declined { value: block, error } = DeviceBuffer::<u32>::from_block(block).map(drop).unwrap_err();
+    let Declined { value: block, error } =
+        DeviceBuffer::<u32>::from_block(block).map(drop).unwrap_err();
     assert_eq!(error, short);
     assert_eq!(DeviceBuffer::<[u16; 3]>::from_block(block).unwrap().len(), 167);
     assert_eq!(rig.pool.stats().blocks, 0);
@@ -157,7 +161,10 @@ fn threads_fill_their_parts_of_one_buffer_and_all_of_it_is_there() {
                     scope.spawn(move || {
                         stream.fill(&mut part, round + i as u8).unwrap();
                         let value = vec![i as u8; 100];
-                        stream.scope(|c| c.upload(&value, &mut part.slice_mut(0..100)?)).unwrap().unwrap();
+                        stream
+                            .scope(|c| c.upload(&value, &mut part.slice_mut(0..100)?))
+                            .unwrap()
+                            .unwrap();
                     });
                 }
             });

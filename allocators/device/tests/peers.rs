@@ -36,7 +36,11 @@ fn memory_of_each_kind_is_open_to_the_peers_that_were_named() {
     let block = rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap();
     assert!(is_reached(&rig, &s, range(&block)));
     let stable = rig.pool.alloc_stable(&s, Request::bytes(MIB)).unwrap();
-    assert!(is_reached(&rig, &s, DeviceRange { device: OWN, address: stable.address(), bytes: MIB }));
+    assert!(is_reached(
+        &rig,
+        &s,
+        DeviceRange { device: OWN, address: stable.address(), bytes: MIB }
+    ));
     // Handles that moved are mapped anew.
     drop(block);
     let larger = rig.pool.alloc(&s, Request::bytes(40 * MIB)).unwrap();
@@ -63,14 +67,20 @@ fn peers_that_cannot_be_are_refused_before_there_is_memory() {
     let mut config = SimConfig::h200(2);
     config.peers = false;
     let apart = Sim::new(config);
-    assert!(matches!(open(&apart, naming(OTHER)), Err(MemoryError::BadSetting { name: "peers", .. })));
+    assert!(matches!(
+        open(&apart, naming(OTHER)),
+        Err(MemoryError::BadSetting { name: "peers", .. })
+    ));
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
     let old = Sim::new(config);
     assert!(matches!(open(&old, naming(OWN)), Err(MemoryError::Unsupported { .. })));
     let mut bypass = naming(OTHER);
     bypass.bypass = true;
-    assert!(matches!(open(&Sim::h200(2), bypass), Err(MemoryError::BadSetting { name: "peers", .. })));
+    assert!(matches!(
+        open(&Sim::h200(2), bypass),
+        Err(MemoryError::BadSetting { name: "peers", .. })
+    ));
     // Itself is no other.
     assert!(open(&Sim::h200(1), naming(OWN)).is_ok());
 }

@@ -6,8 +6,8 @@ mod support;
 use aquifer_adapters::Limit;
 use aquifer_core::{Action, Budget, MemoryError, Recorder, Tag, event::RingSink};
 use aquifer_device::{
-    Adoption, DevicePool, Direct, FailureCallback, Offer, OnFailure, Opaque, PoolConfig, Reclaim, Request,
-    Resource, StreamOrdered,
+    Adoption, DevicePool, Direct, FailureCallback, Offer, OnFailure, Opaque, PoolConfig, Reclaim,
+    Request, Resource, StreamOrdered,
 };
 use aquifer_driver::{
     Access, Call, DeviceId,
@@ -27,9 +27,11 @@ use support::{MIB, PATIENCE, Rig, range};
 fn a_fragmented_cache_serves_a_large_block_by_moving_handles_and_not_by_growing() {
     let rig = Rig::new(32);
     let s = rig.stream();
-    let blocks: Vec<_> = (0..8).map(|_| rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap()).collect();
+    let blocks: Vec<_> =
+        (0..8).map(|_| rig.pool.alloc(&s, Request::bytes(4 * MIB)).unwrap()).collect();
     assert_eq!(rig.budget.used(), 32 * MIB);
-    let (kept, freed): (Vec<_>, Vec<_>) = blocks.into_iter().enumerate().partition(|(i, _)| i % 2 == 0);
+    let (kept, freed): (Vec<_>, Vec<_>) =
+        blocks.into_iter().enumerate().partition(|(i, _)| i % 2 == 0);
     drop(freed);
     s.synchronize().unwrap();
     // Sixteen MiB are free, in four pieces of four.
@@ -84,14 +86,20 @@ fn streams_that_do_not_share_never_wait_for_each_other_and_never_take() {
     let mut a = rig.bytes(&s, 24 * MIB);
     s.fill(&mut a, 1).unwrap();
     drop(a);
-    assert!(matches!(rig.pool.alloc(&u, Request::bytes(24 * MIB)), Err(MemoryError::OutOfMemory(_))));
+    assert!(matches!(
+        rig.pool.alloc(&u, Request::bytes(24 * MIB)),
+        Err(MemoryError::OutOfMemory(_))
+    ));
     assert!(rig.pool.alloc(&s, Request::bytes(24 * MIB)).is_ok(), "its own it may have");
     // What is done goes through the driver, before anybody is refused.
     rig.sim.run_all();
     let before = rig.sim.driver().calls().get(Call::HandleCreate);
     assert!(rig.pool.alloc(&u, Request::bytes(24 * MIB)).is_ok());
     assert!(rig.sim.driver().calls().get(Call::HandleCreate) > before);
-    assert_eq!((rig.pool.stats().adoptions, rig.sim.driver().calls().get(Call::StreamWaitEvent)), (0, 0));
+    assert_eq!(
+        (rig.pool.stats().adoptions, rig.sim.driver().calls().get(Call::StreamWaitEvent)),
+        (0, 0)
+    );
     rig.assert_silent();
 }
 
@@ -138,16 +146,23 @@ fn requests_that_make_no_sense_are_told_apart_and_change_nothing() {
     let s = rig.stream();
     let ask = |request: Request| rig.pool.alloc(&s, request).map(drop);
     assert_eq!(ask(Request::bytes(0)), Err(MemoryError::ZeroSize));
-    assert!(matches!(ask(Request::bytes(u64::MAX)), Err(MemoryError::TooLarge { requested: u64::MAX, .. })));
+    assert!(matches!(
+        ask(Request::bytes(u64::MAX)),
+        Err(MemoryError::TooLarge { requested: u64::MAX, .. })
+    ));
     assert_eq!(ask(Request::bytes(1).align(3)), Err(MemoryError::BadAlignment { align: 3 }));
     assert_eq!(ask(Request::bytes(1).align(0)), Err(MemoryError::BadAlignment { align: 0 }));
-    assert_eq!(ask(Request::bytes(1).align(4 << 20)), Err(MemoryError::BadAlignment { align: 4 << 20 }));
+    assert_eq!(
+        ask(Request::bytes(1).align(4 << 20)),
+        Err(MemoryError::BadAlignment { align: 4 << 20 })
+    );
     assert!(matches!(ask(Request::bytes(1 << 40)), Err(MemoryError::OutOfMemory(_))));
     assert!(matches!(rig.pool.buffer::<u64>(&s, usize::MAX), Err(MemoryError::TooLarge { .. })));
     assert_eq!(rig.budget.used(), 0);
 
     let two = Sim::h200(2).symbolic();
-    let pools = [0, 1].map(|d| DevicePool::open(two.driver(), DeviceId(d), PoolConfig::default()).unwrap());
+    let pools =
+        [0, 1].map(|d| DevicePool::open(two.driver(), DeviceId(d), PoolConfig::default()).unwrap());
     let wrong = pools[0].alloc(&pools[1].stream().unwrap(), Request::bytes(1)).map(drop);
     assert_eq!(wrong, Err(MemoryError::WrongDevice { expected: DeviceId(0), actual: DeviceId(1) }));
     let none = PoolConfig::with_budget(Budget::new("nothing", 0));
@@ -194,9 +209,12 @@ fn a_handler_is_asked_until_there_is_room_and_no_longer() {
 fn a_pool_that_shares_a_budget_gives_up_its_cache_for_another() {
     let sim = Sim::h200(1);
     let budget = Budget::new("both", 16 * MIB);
-    let first = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone())).unwrap();
+    let first =
+        DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone()))
+            .unwrap();
     let second =
-        DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone())).unwrap();
+        DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone()))
+            .unwrap();
     drop(first.alloc(&first.stream().unwrap(), Request::bytes(12 * MIB)).unwrap());
     assert_eq!(budget.used(), 12 * MIB);
     assert!(second.alloc(&second.stream().unwrap(), Request::bytes(12 * MIB)).is_ok());
@@ -209,7 +227,8 @@ fn the_drivers_own_pool_gives_up_its_reserve_for_ours() {
     let budget = Budget::new("both", 64 * MIB);
     let streams = aquifer_stream::StreamPool::new(sim.driver(), DeviceId(0), 8);
     let theirs = StreamOrdered::new(sim.driver(), streams.clone(), budget.clone()).unwrap();
-    let ours = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone())).unwrap();
+    let ours = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::with_budget(budget.clone()))
+        .unwrap();
     let s = streams.lease().unwrap();
     drop(theirs.allocate(&s, Request::bytes(60 * MIB)).unwrap());
     s.synchronize().unwrap();
@@ -328,7 +347,10 @@ fn a_device_without_mappings_grows_by_segments_and_gives_them_back_whole() {
     assert_eq!(rig.pool.stats().physical, rig.budget.used());
     drop(large);
     rig.pool.trim(0).unwrap();
-    assert!(rig.budget.used() > 0 && rig.budget.used() < 50 * MIB, "the segment with a live block stays");
+    assert!(
+        rig.budget.used() > 0 && rig.budget.used() < 50 * MIB,
+        "the segment with a live block stays"
+    );
     drop(small);
     s.synchronize().unwrap();
     rig.pool.trim(0).unwrap();
@@ -419,8 +441,14 @@ fn every_event_of_a_pool_is_recorded_in_order() {
     assert!(rig.pool.alloc(&s, Request::bytes(8 * MIB)).is_err());
     rig.pool.trim(0).unwrap();
     let actions: Vec<Action> = ring.take().iter().map(|e| e.action).collect();
-    let expected =
-        [Action::Grow, Action::Allocate, Action::Free, Action::Complete, Action::Fail, Action::Reap];
+    let expected = [
+        Action::Grow,
+        Action::Allocate,
+        Action::Free,
+        Action::Complete,
+        Action::Fail,
+        Action::Reap,
+    ];
     assert_eq!(actions, expected);
 }
 
@@ -531,7 +559,8 @@ struct Random(u64);
 
 impl Random {
     fn below(&mut self, below: u64) -> u64 {
-        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) % below
     }
 }
@@ -550,7 +579,8 @@ fn with_nothing_live_whatever_the_budget_holds_can_be_had() {
         let sim = Sim::new(config).symbolic().capacity(1 << if vast { 42 } else { 34 });
         let limit = if vast { 1 << 20 } else { 64 + 2 * random.below(200) };
         let rig = Rig::on(sim, limit, |config| {
-            config.adoption = [Adoption::Wait, Adoption::DoneOnly, Adoption::Never][random.below(3) as usize];
+            config.adoption =
+                [Adoption::Wait, Adoption::DoneOnly, Adoption::Never][random.below(3) as usize];
             config.wait = Duration::ZERO;
         });
         let streams: Vec<_> = (0..1 + random.below(4)).map(|_| rig.stream()).collect();
@@ -630,7 +660,9 @@ fn any_number_of_equal_streams_share_near_the_limit_without_moving_a_handle() {
         let mut live: Vec<_> = streams
             .iter()
             .map(|stream| {
-                (0..8).map(|_| rig.pool.alloc(stream, Request::bytes(MIB)).unwrap()).collect::<Vec<_>>()
+                (0..8)
+                    .map(|_| rig.pool.alloc(stream, Request::bytes(MIB)).unwrap())
+                    .collect::<Vec<_>>()
             })
             .collect();
         // Half of each: every other MiB, so that no handle is free.
@@ -642,8 +674,9 @@ fn any_number_of_equal_streams_share_near_the_limit_without_moving_a_handle() {
             });
         });
         // One takes what all have left.
-        let taken: Vec<_> =
-            (0..count * 4).map(|_| rig.pool.alloc(&streams[0], Request::bytes(MIB)).unwrap()).collect();
+        let taken: Vec<_> = (0..count * 4)
+            .map(|_| rig.pool.alloc(&streams[0], Request::bytes(MIB)).unwrap())
+            .collect();
         let stats = rig.pool.stats();
         assert_eq!((stats.moves, stats.physical), (0, count * 8 * MIB), "{count} streams");
         drop((taken, live));

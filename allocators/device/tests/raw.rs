@@ -28,7 +28,11 @@ fn an_address_that_was_asked_for_is_one_that_a_block_was_turned_into() {
     let (stream, other) = (rig.stream(), rig.stream());
     for round in 0..3 {
         let address = rig.pool.alloc_raw(&stream, Request::bytes(MIB).tag(Tag::OTHER)).unwrap();
-        assert_eq!((rig.pool.stats().requested, rig.pool.held_by(Tag::OTHER)), (MIB, MIB), "round {round}");
+        assert_eq!(
+            (rig.pool.stats().requested, rig.pool.held_by(Tag::OTHER)),
+            (MIB, MIB),
+            "round {round}"
+        );
         other.wait_for(&stream).unwrap();
         let block = rig.pool.share_raw(address).unwrap();
         assert_eq!((block.address(), block.bytes(), block.tag()), (address, MIB, Tag::OTHER));
@@ -42,7 +46,10 @@ fn an_address_that_was_asked_for_is_one_that_a_block_was_turned_into() {
         assert!(rig.pool.free_raw(address).is_err());
         assert_eq!(rig.pool.stats().requested, 0);
     }
-    assert!(matches!(rig.pool.alloc_raw(&stream, Request::bytes(0)).unwrap_err(), MemoryError::ZeroSize));
+    assert!(matches!(
+        rig.pool.alloc_raw(&stream, Request::bytes(0)).unwrap_err(),
+        MemoryError::ZeroSize
+    ));
 }
 
 #[test]
@@ -115,13 +122,16 @@ fn random_mix(seed: u64, streams: usize) {
                 assert_eq!(rig.pool.stats(), before, "a refusal changes nothing");
             }
             _ => {
-                for &address in freed.iter().rev().take(4).filter(|address| !out.contains_key(address)) {
+                for &address in
+                    freed.iter().rev().take(4).filter(|address| !out.contains_key(address))
+                {
                     let refused = rig.pool.from_raw(address).unwrap_err();
                     let again = held.iter().any(|block| {
                         (block.address()..block.address() + block.capacity()).contains(&address)
                     }) || out.range(..=address).next_back().is_some()
                         || before.moves > 0;
-                    let twice = matches!(refused, MemoryError::DoubleFree { address: at } if at == address);
+                    let twice =
+                        matches!(refused, MemoryError::DoubleFree { address: at } if at == address);
                     assert!(
                         twice || again && matches!(refused, MemoryError::ForeignBlock { .. }),
                         "{refused:?}"
@@ -186,7 +196,10 @@ fn a_bypassed_block_comes_back_from_its_address_too() {
     assert_eq!(rig.pool.from_raw(address).unwrap().into_raw(), address);
     rig.pool.free_raw(address).unwrap();
     assert_eq!(rig.pool.free_raw(address), Err(MemoryError::DoubleFree { address }));
-    assert_eq!(rig.pool.free_raw(address + 8), Err(MemoryError::ForeignBlock { address: address + 8 }));
+    assert_eq!(
+        rig.pool.free_raw(address + 8),
+        Err(MemoryError::ForeignBlock { address: address + 8 })
+    );
     assert_eq!(rig.pool.stats().live, 0);
 }
 
@@ -228,7 +241,8 @@ fn a_block_that_is_looked_at_ends_with_the_last_look() {
     each_kind(|rig| {
         let s = rig.stream();
         let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
-        let (one, two) = (rig.pool.share_raw(address).unwrap(), rig.pool.share_raw(address).unwrap());
+        let (one, two) =
+            (rig.pool.share_raw(address).unwrap(), rig.pool.share_raw(address).unwrap());
         assert_eq!(rig.pool.from_raw(address).map(drop), Err(MemoryError::Busy { address }));
         rig.pool.free_raw(address).unwrap();
         assert!(rig.pool.free_raw(address).is_err() && rig.pool.share_raw(address).is_err());
@@ -238,7 +252,11 @@ fn a_block_that_is_looked_at_ends_with_the_last_look() {
         assert_eq!(rig.pool.stats().requested, 0);
         let address = rig.pool.alloc(&s, Request::bytes(MIB)).unwrap().into_raw();
         drop(rig.pool.share_raw(address).unwrap());
-        assert_eq!(rig.pool.from_raw(address).unwrap().into_raw(), address, "nobody looks at it any more");
+        assert_eq!(
+            rig.pool.from_raw(address).unwrap().into_raw(),
+            address,
+            "nobody looks at it any more"
+        );
         rig.pool.free_raw(address).unwrap();
         rig.assert_silent();
     });

@@ -108,7 +108,11 @@ fn only_whole_steps_inside_the_range_go_and_the_rest_keeps_its_bytes() {
     assert_eq!(r.decommit(1..STEP), Ok(0));
     assert_eq!(r.decommit(STEP - 1..3 * STEP + 1), Ok(4 * MIB));
     assert_eq!(r.committed(), [0..STEP, 3 * STEP..8 * STEP + 5]);
-    assert_eq!(r.decommit(8 * STEP..8 * STEP + 5), Ok(2 * MIB), "the last step ends with the elements");
+    assert_eq!(
+        r.decommit(8 * STEP..8 * STEP + 5),
+        Ok(2 * MIB),
+        "the last step ends with the elements"
+    );
     assert_eq!(r.decommit(0..0), Ok(0));
     assert_eq!(rig.budget.used(), 18 * MIB, "charged until it is gone");
     s.synchronize().unwrap();
@@ -171,11 +175,17 @@ fn what_is_committed_again_before_it_went_is_the_same_memory_in_order() {
     let calls = driver.calls();
     let creates = (calls.get(Call::HandleCreate), calls.get(Call::Map), calls.get(Call::Unmap));
     r.commit_to(2 * STEP).unwrap();
-    assert_eq!(creates, (calls.get(Call::HandleCreate), calls.get(Call::Map), calls.get(Call::Unmap)));
+    assert_eq!(
+        creates,
+        (calls.get(Call::HandleCreate), calls.get(Call::Map), calls.get(Call::Unmap))
+    );
     assert_eq!((rig.budget.used(), rig.pool.stats().pending), (4 * MIB, 0));
     fill(&s, &mut r, 0..2 * STEP, 3);
     u.synchronize().unwrap();
-    assert!(read(&s, &r, 0..2 * STEP).iter().all(|&byte| byte == 3), "the other stream's fill came first");
+    assert!(
+        read(&s, &r, 0..2 * STEP).iter().all(|&byte| byte == 3),
+        "the other stream's fill came first"
+    );
     rig.assert_silent();
 }
 
@@ -205,7 +215,9 @@ fn memory_with_an_open_use_is_busy_until_the_use_is_finished() {
     assert_eq!(rig.budget.used(), 4 * MIB);
     assert_eq!(r.commit_to(2 * STEP), Err(MemoryError::Busy { address: r.address() }));
     assert_eq!((r.committed(), rig.pool.stats().pending), (vec![0..STEP], 2 * MIB));
-    rig.sim.access(u.raw(), range_of(&r, STEP..2 * STEP), Access::Write, Some(r.generation())).unwrap();
+    rig.sim
+        .access(u.raw(), range_of(&r, STEP..2 * STEP), Access::Write, Some(r.generation()))
+        .unwrap();
     used.finish().unwrap();
     r.commit_to(2 * STEP).unwrap();
     fill(&s, &mut r, 0..2 * STEP, 1);
@@ -243,8 +255,15 @@ fn a_commit_that_fails_halfway_changes_nothing() {
                     assert!(matches!(error, MemoryError::Driver(e) if e.code == 999), "{error:?}");
                     assert_eq!(r.committed(), [5 * STEP..6 * STEP]);
                     let after = rig.pool.stats();
-                    assert_eq!((stats.live, stats.pending), (after.live, after.pending), "{call:?} {nth}");
-                    assert_eq!((stats.physical, rig.budget.used()), (after.physical, after.physical));
+                    assert_eq!(
+                        (stats.live, stats.pending),
+                        (after.live, after.pending),
+                        "{call:?} {nth}"
+                    );
+                    assert_eq!(
+                        (stats.physical, rig.budget.used()),
+                        (after.physical, after.physical)
+                    );
                     assert_eq!(outstanding, rig.sim.outstanding(), "{call:?} {nth}");
                     assert_eq!(r.commit_to(8 * STEP), Ok(()), "{call:?} {nth}");
                 }
@@ -281,7 +300,11 @@ fn a_commit_beyond_the_budget_is_refused_whole_after_everything_was_tried() {
     drop(rig.pool.alloc(&s, Request::bytes(8 * MIB)).unwrap());
     let mut r = rig.pool.reserve::<u8>(&s, 8 * STEP).unwrap();
     r.commit_to(3 * STEP).unwrap();
-    assert_eq!(rig.budget.used(), 8 * MIB, "the cache gave what it had free, and no more than that");
+    assert_eq!(
+        rig.budget.used(),
+        8 * MIB,
+        "the cache gave what it had free, and no more than that"
+    );
     let refused = r.commit_to(5 * STEP).unwrap_err();
     let MemoryError::OutOfMemory(refused) = refused else { panic!("{refused:?}") };
     assert_eq!((refused.requested, refused.live), (4 * MIB, 6 * MIB));
@@ -305,7 +328,9 @@ fn it_grows_while_other_streams_work_on_what_is_committed() {
     }
     assert_eq!(rig.sim.driver().calls().get(Call::StreamSynchronize), 0);
     for step in 1..16 {
-        assert!(read(&s, &r, (step - 1) * STEP..step * STEP).iter().all(|&byte| byte == step as u8));
+        assert!(
+            read(&s, &r, (step - 1) * STEP..step * STEP).iter().all(|&byte| byte == step as u8)
+        );
     }
     rig.assert_silent();
 }

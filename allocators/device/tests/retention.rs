@@ -15,8 +15,14 @@ use std::{any::Any, time::Duration};
 use support::{MIB, Rig, range, read};
 
 /// Calls that have to do with memory. Those for events are not among them.
-const MEMORY: [Call; 6] =
-    [Call::HandleCreate, Call::HandleRelease, Call::Map, Call::Unmap, Call::SetAccess, Call::MemAlloc];
+const MEMORY: [Call; 6] = [
+    Call::HandleCreate,
+    Call::HandleRelease,
+    Call::Map,
+    Call::Unmap,
+    Call::SetAccess,
+    Call::MemAlloc,
+];
 
 fn memory_calls(rig: &Rig) -> u64 {
     MEMORY.iter().map(|&call| rig.sim.driver().calls().get(call)).sum()
@@ -38,14 +44,20 @@ fn fill(rig: &Rig, stream: &Stream, blocks: u64) {
 
 #[test]
 fn what_lies_idle_above_the_threshold_goes_at_the_next_slow_path_and_all_is_kept_without_one() {
-    for (threshold, held) in [(u64::MAX, 44), (40 * MIB, 44), (39 * MIB, 42), (16 * MIB, 20), (0, 4)] {
+    for (threshold, held) in
+        [(u64::MAX, 44), (40 * MIB, 44), (39 * MIB, 42), (16 * MIB, 20), (0, 4)]
+    {
         let rig = rig(1024, |config| config.release_threshold = threshold);
         let (s, u) = (rig.stream(), rig.stream());
         fill(&rig, &s, 10);
         assert_eq!(rig.pool.stats().physical, 40 * MIB, "a free gives nothing back");
         let unmaps = rig.sim.driver().calls().get(Call::Unmap);
         drop(take(&rig, &s, 4));
-        assert_eq!(rig.sim.driver().calls().get(Call::Unmap), unmaps, "nor does what a cache serves");
+        assert_eq!(
+            rig.sim.driver().calls().get(Call::Unmap),
+            unmaps,
+            "nor does what a cache serves"
+        );
         let _live = take(&rig, &u, 4);
         assert_eq!(rig.pool.stats().physical, held * MIB, "of {threshold}");
         assert_eq!(rig.budget.used(), held * MIB);
@@ -143,7 +155,8 @@ fn a_refusal_while_giving_back_fails_no_request_and_loses_no_byte() {
 fn a_device_that_cannot_map_gives_back_above_the_threshold_only_at_a_trim() {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
-    let rig = Rig::on(Sim::new(config).symbolic(), 512, |config| config.release_threshold = 32 * MIB);
+    let rig =
+        Rig::on(Sim::new(config).symbolic(), 512, |config| config.release_threshold = 32 * MIB);
     let (s, u) = (rig.stream(), rig.stream());
     drop([take(&rig, &s, 40), take(&rig, &s, 40)]);
     let live = take(&rig, &u, 60);
@@ -175,7 +188,8 @@ fn a_warm_reserve_is_mapped_ahead_and_serves_any_stream_without_a_memory_call() 
 
 #[test]
 fn neither_a_trim_nor_the_threshold_takes_the_reserve() {
-    let rig = rig(1024, |config| (config.warm_reserve, config.release_threshold) = (32 * MIB, 32 * MIB));
+    let rig =
+        rig(1024, |config| (config.warm_reserve, config.release_threshold) = (32 * MIB, 32 * MIB));
     let (s, u) = (rig.stream(), rig.stream());
     fill(&rig, &s, 16);
     let live = take(&rig, &u, 4);
@@ -222,7 +236,11 @@ fn a_reserve_that_cannot_be_had_changes_nothing() {
             // Out of memory is tried in smaller handles before it is believed.
             (1..200).for_each(|nth| rig.sim.fail(call, nth, code));
             assert!(rig.pool.warm(64 * MIB).is_err(), "{call:?}");
-            assert_eq!((rig.pool.stats().physical, rig.budget.used()), (4 * MIB, 4 * MIB), "{call:?}");
+            assert_eq!(
+                (rig.pool.stats().physical, rig.budget.used()),
+                (4 * MIB, 4 * MIB),
+                "{call:?}"
+            );
             rig.sim.clear_failures();
             assert_eq!(rig.pool.warm(64 * MIB), Ok(60 * MIB));
             rig.assert_silent();
@@ -259,8 +277,9 @@ fn settings_that_contradict_each_other_are_refused_by_name() {
     let mut config = SimConfig::h200(1);
     config.devices = vec![DeviceConfig::without_virtual_memory()];
     let plain = Sim::new(config).symbolic();
-    for set in [&|c: &mut PoolConfig| c.warm_reserve = MIB, &|c: &mut PoolConfig| c.stream_cache = MIB]
-        as [&dyn Fn(&mut PoolConfig); 2]
+    for set in
+        [&|c: &mut PoolConfig| c.warm_reserve = MIB, &|c: &mut PoolConfig| c.stream_cache = MIB]
+            as [&dyn Fn(&mut PoolConfig); 2]
     {
         assert!(matches!(open(&plain, set), Err(MemoryError::Unsupported { .. })));
     }
@@ -277,7 +296,11 @@ fn what_a_stream_has_idle_above_its_cap_serves_the_others_and_the_rest_is_its_ow
             // Finds what is over the cap, and may take part of it.
             let mut live = vec![take(&rig, &u, 4)];
             live.extend((0..5).map(|_| take(&rig, &u, 4)));
-            assert_eq!(rig.pool.stats().physical, (40 + grown) * MIB, "a cap of {cap}, {adoption:?}");
+            assert_eq!(
+                rig.pool.stats().physical,
+                (40 + grown) * MIB,
+                "a cap of {cap}, {adoption:?}"
+            );
             // What is within the cap is where it was.
             let before = rig.sim.driver().calls().made();
             let own = (cap.min(40 * MIB) / (4 * MIB)).min(10);

@@ -192,7 +192,11 @@ fn a_handle_whose_release_is_refused_is_reported_as_stranded_and_released_by_the
         refuse(&rig, Call::HandleRelease);
         assert!(rig.pool.trim(0).is_err(), "the refusal is told");
         let stats = rig.pool.stats();
-        assert_eq!((stats.physical, stats.pending, stats.reaped), (4 * MIB, 4 * MIB, 0), "{stats:?}");
+        assert_eq!(
+            (stats.physical, stats.pending, stats.reaped),
+            (4 * MIB, 4 * MIB, 0),
+            "{stats:?}"
+        );
         assert_eq!((rig.budget.used(), rig.budget.stranded()), (4 * MIB, 4 * MIB));
         rig.sim.clear_failures();
         assert_eq!(rig.pool.trim(0), Ok(4 * MIB));
@@ -260,7 +264,9 @@ fn what_the_driver_refuses_to_release_at_the_end_of_a_pool_is_released_by_a_late
                 let (s, u) = (rig.stream(), rig.stream());
                 let graphs = rig.pool.graph_pool().unwrap();
                 // SAFETY: 1. and 2. the captured work touches nothing.
-                let made = unsafe { graphs.capture(&s, |s| rig.pool.alloc(s, Request::bytes(MIB))) }.unwrap();
+                let made =
+                    unsafe { graphs.capture(&s, |s| rig.pool.alloc(s, Request::bytes(MIB))) }
+                        .unwrap();
                 let mut buffer = rig.bytes(&s, 4 * MIB);
                 u.fill(&mut buffer, 1).unwrap();
                 drop((buffer, made, rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap()));
@@ -269,7 +275,12 @@ fn what_the_driver_refuses_to_release_at_the_end_of_a_pool_is_released_by_a_late
             let Rig { sim, pool, budget } = rig;
             drop(pool);
             let left = !sim.outstanding().is_empty();
-            assert_eq!(left, leftovers::count(&sim.driver()) > 0, "{call:?}: {}", sim.outstanding());
+            assert_eq!(
+                left,
+                leftovers::count(&sim.driver()) > 0,
+                "{call:?}: {}",
+                sim.outstanding()
+            );
             sim.clear_failures();
             // One may free what another lies in.
             while leftovers::count(&sim.driver()) > 0 {
@@ -292,7 +303,13 @@ fn of_a_thread_that_ended(rig: &Rig, make: fn(&Rig, &Stream) -> Block) -> Block 
 const KINDS: [fn(&Rig, &Stream) -> Block; 3] = [
     |rig, s| rig.pool.alloc(s, Request::bytes(2 * MIB)).unwrap(),
     |rig, s| rig.pool.alloc_stable(s, Request::bytes(2 * MIB)).unwrap().into_block(),
-    |rig, s| rig.pool.parkable(Tag::named("of threads")).unwrap().alloc(s, Request::bytes(2 * MIB)).unwrap(),
+    |rig, s| {
+        rig.pool
+            .parkable(Tag::named("of threads"))
+            .unwrap()
+            .alloc(s, Request::bytes(2 * MIB))
+            .unwrap()
+    },
 ];
 
 #[test]

@@ -74,7 +74,8 @@ fn while_a_token_lives_nothing_is_unmapped_recycled_or_uncharged() {
         rig.pool.trim(0).unwrap();
         assert_eq!(rig.budget.used(), 4 * MIB, "round {round}");
         let other = rig.pool.alloc(&s, Request::bytes(24 * MIB)).unwrap();
-        let apart = other.address() + 24 * MIB <= range.address || range.address + 4 * MIB <= other.address();
+        let apart = other.address() + 24 * MIB <= range.address
+            || range.address + 4 * MIB <= other.address();
         assert!(apart, "the bytes of a block that is kept were given out");
         s.synchronize().unwrap();
     }
@@ -169,7 +170,8 @@ fn exported_memory_is_the_same_bytes_elsewhere_and_stays_with_whoever_has_it() {
     let exported = ours.export().unwrap();
     assert_eq!(exported.bytes(), 4 * MIB);
     // As it comes out of a socket.
-    let sent = Exported::from_fd(exported.fd().unwrap().try_clone_to_owned().unwrap(), exported.bytes());
+    let sent =
+        Exported::from_fd(exported.fd().unwrap().try_clone_to_owned().unwrap(), exported.bytes());
     #[expect(unsafe_code, reason = "imports")]
     // SAFETY: 1. all work is on one stream.
     let theirs = unsafe { other.import(&s, &sent) }.unwrap();
@@ -187,7 +189,10 @@ fn exported_memory_is_the_same_bytes_elsewhere_and_stays_with_whoever_has_it() {
     assert_eq!(rig.budget.used(), 4 * MIB, "what can be imported is held");
     drop(exported);
     assert_eq!(rig.budget.used(), 0);
-    assert!(read(&s, &theirs)[..3 << 20].iter().all(|&byte| byte == 0x33), "and the importer holds it");
+    assert!(
+        read(&s, &theirs)[..3 << 20].iter().all(|&byte| byte == 0x33),
+        "and the importer holds it"
+    );
     drop(theirs);
     s.synchronize().unwrap();
     other.trim(0).unwrap();
@@ -210,7 +215,11 @@ fn an_import_is_no_use_of_the_memory_and_orders_nothing() {
     fill(&u, &mut theirs, 2);
     rig.assert_silent();
     fill(&s, &mut ours, 3);
-    assert_eq!(rig.sim.violations()[0].kind, ViolationKind::WriteWrite, "aliases are told by their bytes");
+    assert_eq!(
+        rig.sim.violations()[0].kind,
+        ViolationKind::WriteWrite,
+        "aliases are told by their bytes"
+    );
 }
 
 #[test]
@@ -348,7 +357,10 @@ fn each_call_that_fails_leaves_everything_as_it_was() {
         let before = rig.sim.outstanding();
         rig.sim.fail(call, 1, 999);
         let refused = rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).unwrap_err();
-        assert!(matches!(refused, MemoryError::Driver(e) if e.code == 999), "{call:?}: {refused:?}");
+        assert!(
+            matches!(refused, MemoryError::Driver(e) if e.code == 999),
+            "{call:?}: {refused:?}"
+        );
         assert_eq!((rig.budget.used(), rig.sim.outstanding()), (0, before), "{call:?}");
         assert_eq!(rig.pool.stats().failures, 1);
         assert!(rig.pool.alloc_stable(&s, Request::bytes(2 * MIB)).is_ok());
@@ -390,7 +402,10 @@ fn a_lost_device_takes_stable_memory_with_it() {
     fill(&s, &mut block, 1);
     let token = block.register();
     rig.sim.lose_device(DeviceId(0));
-    assert!(matches!(rig.pool.alloc_stable(&s, Request::bytes(MIB)), Err(MemoryError::DeviceLost { .. })));
+    assert!(matches!(
+        rig.pool.alloc_stable(&s, Request::bytes(MIB)),
+        Err(MemoryError::DeviceLost { .. })
+    ));
     drop(block);
     drop(token);
     let _ = rig.pool.trim(0);
@@ -400,12 +415,14 @@ fn a_lost_device_takes_stable_memory_with_it() {
 #[test]
 fn a_stable_block_becomes_a_buffer_and_is_reported_like_any_other() {
     let ring = Arc::new(RingSink::new(16));
-    let rig =
-        Rig::on(Sim::h200(1), 16, |config| config.recorder = Some(Arc::new(Recorder::new(ring.clone()))));
+    let rig = Rig::on(Sim::h200(1), 16, |config| {
+        config.recorder = Some(Arc::new(Recorder::new(ring.clone())))
+    });
     let s = rig.stream();
     let block = rig.pool.alloc_stable(&s, Request::bytes(1024)).unwrap();
     let address = block.address();
-    let mut buffer: DeviceBuffer<f32> = DeviceBuffer::from_alloc(256, |_| Ok(block.into_block())).unwrap();
+    let mut buffer: DeviceBuffer<f32> =
+        DeviceBuffer::from_alloc(256, |_| Ok(block.into_block())).unwrap();
     s.scope(|c| c.upload(&[1.5; 256], &mut buffer)).unwrap().unwrap();
     drop(buffer);
     rig.pool.trim(0).unwrap();
@@ -438,7 +455,9 @@ fn a_stable_block_and_reserved_elements_wait_for_others_where_one_stream_capture
             let (s, u) = (rig.stream(), rig.stream());
             let write = |stream: &Stream, block: &aquifer_device::Block| {
                 let range = support::range(block);
-                rig.sim.access(stream.raw(), range, Access::Write, Some(block.generation())).unwrap();
+                rig.sim
+                    .access(stream.raw(), range, Access::Write, Some(block.generation()))
+                    .unwrap();
             };
             // Of the stream that captures: a block of the caches, or one that has left.
             let theirs = if left {
@@ -484,8 +503,11 @@ fn what_has_left_is_waited_for_in_the_one_run_of_the_chain_and_behind_handlers()
     for mapping in [true, false] {
         let asked = Arc::new(Asked::default());
         let mut config = SimConfig::h200(1);
-        config.devices =
-            vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
+        config.devices = vec![if mapping {
+            DeviceConfig::h200()
+        } else {
+            DeviceConfig::without_virtual_memory()
+        }];
         let rig = Rig::on(Sim::new(config).seeded(1), 32, |_| ());
         let _registration = rig.budget.on_need(&asked);
         let s = rig.stream();

@@ -49,7 +49,8 @@ impl Ranks {
 /// held, the second asks for.
 fn two_collectives(kind: Lease) -> (usize, [Result<Block, MemoryError>; 2]) {
     let ranks = Ranks::new();
-    let streams = [0, 1].map(|rank| [1, 2].map(|_| ranks.pools[rank].streams().lease_as(kind).unwrap()));
+    let streams =
+        [0, 1].map(|rank| [1, 2].map(|_| ranks.pools[rank].streams().lease_as(kind).unwrap()));
     let blocks = [0, 1].map(|rank| {
         let (pool, first, second) = (&ranks.pools[rank], rank, 1 - rank);
         let own = pool.alloc(&streams[rank][first], Request::bytes(BIG)).unwrap();
@@ -115,12 +116,17 @@ fn an_isolated_stream_is_made_to_wait_for_no_use_of_its_own_blocks_and_nobody_fo
 
 #[test]
 fn memory_is_not_waited_for_where_a_graph_is_being_captured_and_the_capture_stays_whole() {
-    let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 8, |config| config.wait = Duration::from_millis(20));
+    let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 8, |config| {
+        config.wait = Duration::from_millis(20)
+    });
     let (s, u) = (rig.stream(), rig.stream());
     for (capturing, asking) in [(&s, &u), (&u, &s)] {
         let block = rig.pool.alloc(capturing, Request::bytes(BIG)).unwrap();
         rig.sim.access(capturing.raw(), range(&block), Access::Write, None).unwrap();
-        rig.sim.driver().capture_begin(capturing.raw(), aquifer_driver::CaptureMode::Global).unwrap();
+        rig.sim
+            .driver()
+            .capture_begin(capturing.raw(), aquifer_driver::CaptureMode::Global)
+            .unwrap();
         drop(block);
         let refused = rig.pool.alloc(asking, Request::bytes(BIG)).map(drop);
         assert!(matches!(refused, Err(MemoryError::OutOfMemory(_))), "{refused:?}");
@@ -181,7 +187,11 @@ fn only_a_stream_that_every_thread_may_call_for_is_told_as_a_home() {
     let buffer = rig.bytes(&s, MIB);
     assert_eq!(buffer.home_stream(), Some(s.raw()));
     assert_eq!(buffer.block().home_stream(), Some(s.raw()));
-    assert_eq!(buffer.slice(0..9).unwrap().home_stream(), Some(s.raw()), "a part lives where the whole does");
+    assert_eq!(
+        buffer.slice(0..9).unwrap().home_stream(),
+        Some(s.raw()),
+        "a part lives where the whole does"
+    );
     for (life, told) in [(Life::Retired, true), (Life::Fenced, false)] {
         let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
         // SAFETY: 1. a stream of this driver, which is not destroyed before it is retired or its block is freed.
@@ -242,7 +252,9 @@ fn a_thread_uses_a_block(ending: &Ending) -> Rig {
         scope.spawn(|| {
             let own = rig.pool.streams().thread_default().unwrap();
             let used = block.prepare(&own, Access::Write).unwrap();
-            rig.sim.access(per_thread, range(&block), Access::Write, Some(block.generation())).unwrap();
+            rig.sim
+                .access(per_thread, range(&block), Access::Write, Some(block.generation()))
+                .unwrap();
             match ending {
                 Ending::ByItsThread => used.finish().unwrap(),
                 Ending::ByHandle => used.abort(),
@@ -282,7 +294,9 @@ fn what_is_freed_on_a_threads_default_stream_may_be_taken_over_when_the_thread_i
         scope.spawn(|| {
             let own = rig.pool.streams().thread_default().unwrap();
             let block = rig.pool.alloc(&own, Request::bytes(BIG)).unwrap();
-            rig.sim.access(own.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+            rig.sim
+                .access(own.raw(), range(&block), Access::Write, Some(block.generation()))
+                .unwrap();
         });
     });
     let s = rig.stream();
@@ -305,14 +319,19 @@ fn what_another_thread_frees_for_a_threads_default_stream_is_held_back_until_tha
         let owner = scope.spawn(move || {
             let own = rig.pool.streams().thread_default().unwrap();
             let block = rig.pool.alloc(&own, Request::bytes(BIG)).unwrap();
-            rig.sim.access(own.raw(), range(&block), Access::Write, Some(block.generation())).unwrap();
+            rig.sim
+                .access(own.raw(), range(&block), Access::Write, Some(block.generation()))
+                .unwrap();
             give.send(block).unwrap();
             go_on.recv().unwrap();
             // Any free of its own covers the other.
             drop(rig.pool.alloc(&own, Request::bytes(MIB)).unwrap());
         });
         drop(take.recv().unwrap());
-        assert!(rig.pool.alloc(&s, Request::bytes(BIG)).is_err(), "nobody knows when its work is done");
+        assert!(
+            rig.pool.alloc(&s, Request::bytes(BIG)).is_err(),
+            "nobody knows when its work is done"
+        );
         freed.send(()).unwrap();
         owner.join().unwrap();
         rig.pool.alloc(&s, Request::bytes(BIG)).unwrap();

@@ -45,7 +45,10 @@ fn a_refusal_names_the_tenant_while_the_pool_has_room_for_others_and_changes_not
     let before = rig.pool.stats();
     let told = refused(for_a.alloc(&s, kv));
     let by = told.refused.unwrap();
-    assert_eq!((by.budget, by.current, by.limit, told.of_live_bytes), ("tenant a", 10 * MIB, 16 * MIB, true));
+    assert_eq!(
+        (by.budget, by.current, by.limit, told.of_live_bytes),
+        ("tenant a", 10 * MIB, 16 * MIB, true)
+    );
     assert_eq!((told.tenants[0].name, told.tenants[0].live), ("tenant a", 10 * MIB));
     assert_eq!((told.holders[0].tag, told.holders[0].bytes), (Tag::named("kv"), 10 * MIB));
     let last = "free 4.00 MiB or more of the 10.00 MiB that tenant a holds, or raise the limit of tenant a to 20.00 MiB";
@@ -59,7 +62,10 @@ fn a_refusal_names_the_tenant_while_the_pool_has_room_for_others_and_changes_not
     assert_eq!((live(&a), for_a.live()), (10 * MIB, 10 * MIB));
 
     let y = for_b.alloc(&s, kv).unwrap();
-    assert_eq!(refused(for_b.alloc(&s, Request::bytes(5 * MIB))).refused.unwrap().budget, "all tenants");
+    assert_eq!(
+        refused(for_b.alloc(&s, Request::bytes(5 * MIB))).refused.unwrap().budget,
+        "all tenants"
+    );
     let _nobodys = rig.pool.alloc(&s, Request::bytes(100 * MIB)).unwrap();
     assert_eq!(live(&all), 20 * MIB, "what is nobody's is not counted");
     drop((x, y));
@@ -161,7 +167,8 @@ fn a_tag_is_limited_from_then_on_beside_its_tenant_and_can_be_limited_anew() {
 #[test]
 fn one_tenant_has_one_limit_over_several_pools_and_none_in_the_tree_that_pools_are_charged_to() {
     let sim = Sim::h200(2);
-    let open = |device| DevicePool::open(sim.driver(), DeviceId(device), PoolConfig::default()).unwrap();
+    let open =
+        |device| DevicePool::open(sim.driver(), DeviceId(device), PoolConfig::default()).unwrap();
     let pools = [open(0), open(1)];
     let a = Budget::new("tenant a", 10 * MIB);
     let on = |at: usize| pools[at].for_tenant(&a).unwrap();
@@ -222,8 +229,9 @@ fn threads_of_one_tenant_are_granted_its_last_byte_and_leave_nothing() {
             scope.spawn(move || {
                 let mut state = seed;
                 let mut next = |end: u64| {
-                    state =
-                        state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                    state = state
+                        .wrapping_mul(6_364_136_223_846_793_005)
+                        .wrapping_add(1_442_695_040_888_963_407);
                     (state >> 33) % end
                 };
                 let mut held: Vec<Block> = Vec::new();
@@ -232,7 +240,10 @@ fn threads_of_one_tenant_are_granted_its_last_byte_and_leave_nothing() {
                         let bytes = 1 + next(300 << 10);
                         if let Ok(block) = tenant.alloc(&s, Request::bytes(bytes)) {
                             // Counted when it is granted at the latest, and until right before it is given back.
-                            most.fetch_max(sum.fetch_add(bytes, Ordering::SeqCst) + bytes, Ordering::SeqCst);
+                            most.fetch_max(
+                                sum.fetch_add(bytes, Ordering::SeqCst) + bytes,
+                                Ordering::SeqCst,
+                            );
                             held.push(block);
                         }
                     } else if !held.is_empty() {
@@ -307,10 +318,16 @@ fn committed_steps_are_the_tenants_live_bytes_until_they_are_decommitted() {
     let (before, physical) = (rig.pool.stats().live, rig.budget.used());
     let told = refused(x.commit_to(17 << 20));
     let by = told.refused.unwrap();
-    assert_eq!((by.budget, by.current, by.limit, told.of_live_bytes), ("tenant a", 16 * MIB, 16 * MIB, true));
+    assert_eq!(
+        (by.budget, by.current, by.limit, told.of_live_bytes),
+        ("tenant a", 16 * MIB, 16 * MIB, true)
+    );
     let of_block = refused(for_a.alloc(&s, Request::bytes(2 * MIB)));
     assert_eq!(of_block.refused, told.refused, "the same refusal as a block's");
-    assert_eq!((rig.pool.stats().live, rig.budget.used(), x.committed_bytes()), (before, physical, 16 * MIB));
+    assert_eq!(
+        (rig.pool.stats().live, rig.budget.used(), x.committed_bytes()),
+        (before, physical, 16 * MIB)
+    );
 
     y.commit_to(8 << 20).unwrap();
     assert_eq!(refused(y.commit_to(10 << 20)).refused.unwrap().budget, "all tenants");

@@ -137,7 +137,11 @@ impl CallCounts {
     /// Every call that has been made, with its count, in the order of [`Call::ALL`].
     #[must_use]
     pub fn made(&self) -> Vec<(Call, u64)> {
-        Call::ALL.iter().map(|&call| (call, self.get(call))).filter(|&(_, count)| count > 0).collect()
+        Call::ALL
+            .iter()
+            .map(|&call| (call, self.get(call)))
+            .filter(|&(_, count)| count > 0)
+            .collect()
     }
 }
 
@@ -149,6 +153,8 @@ impl Default for CallCounts {
 
 impl fmt::Debug for CallCounts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_map().entries(self.made().into_iter().map(|(call, count)| (call.name(), count))).finish()
+        f.debug_map()
+            .entries(self.made().into_iter().map(|(call, count)| (call.name(), count)))
+            .finish()
     }
 }

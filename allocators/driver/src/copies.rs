@@ -94,7 +94,13 @@ pub unsafe trait Copies: Debug + Send + Sync {
     ///
     /// # Errors
     /// Invalid value (1) for a host range that spans two registrations.
-    unsafe fn copy_to_host(&self, stream: RawStream, to: NonNull<u8>, from: u64, bytes: usize) -> Result<()>;
+    unsafe fn copy_to_host(
+        &self,
+        stream: RawStream,
+        to: NonNull<u8>,
+        from: u64,
+        bytes: usize,
+    ) -> Result<()>;
 
     /// Device to device (`cuMemcpyDtoDAsync`, or the peer copy where the devices differ).
     ///
@@ -104,7 +110,13 @@ pub unsafe trait Copies: Debug + Send + Sync {
     ///
     /// # Errors
     /// The driver's.
-    unsafe fn copy_on_device(&self, stream: RawStream, to: u64, from: u64, bytes: u64) -> Result<()>;
+    unsafe fn copy_on_device(
+        &self,
+        stream: RawStream,
+        to: u64,
+        from: u64,
+        bytes: u64,
+    ) -> Result<()>;
 
     /// Host to device, row by row (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
     ///
@@ -163,7 +175,13 @@ pub unsafe trait Copies: Debug + Send + Sync {
     ///
     /// # Errors
     /// Invalid value (1) for an address that the element's size does not divide.
-    unsafe fn fill_with(&self, stream: RawStream, to: u64, pattern: Pattern, count: u64) -> Result<()>;
+    unsafe fn fill_with(
+        &self,
+        stream: RawStream,
+        to: u64,
+        pattern: Pattern,
+        count: u64,
+    ) -> Result<()>;
 
     /// Fills row by row (`cuMemsetD2D8Async`, `cuMemsetD2D16Async`, `cuMemsetD2D32Async`). `rows.width` is in elements.
     ///
@@ -174,8 +192,13 @@ pub unsafe trait Copies: Debug + Send + Sync {
     /// # Errors
     /// Invalid value (1) for an address or a pitch that the element's size does not divide, and for a pitch shorter than
     /// a row.
-    unsafe fn fill_2d(&self, stream: RawStream, to: Pitched<u64>, pattern: Pattern, rows: Rows)
-    -> Result<()>;
+    unsafe fn fill_2d(
+        &self,
+        stream: RawStream,
+        to: Pitched<u64>,
+        pattern: Pattern,
+        rows: Rows,
+    ) -> Result<()>;
 
     /// Fills with one byte (`cuMemsetD8Async`).
     ///

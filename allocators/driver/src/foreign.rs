@@ -1,5 +1,8 @@
 //! Device memory of other libraries.
-#![expect(unsafe_code, reason = "declares an unsafe trait, and an unsafe constructor of what meets it")]
+#![expect(
+    unsafe_code,
+    reason = "declares an unsafe trait, and an unsafe constructor of what meets it"
+)]
 
 use crate::{DeviceRange, KeepAlive, RawStream};
 use aquifer_core::Result;
@@ -91,7 +94,12 @@ impl<T: 'static, G: Send + 'static> External<T, G> {
     /// 4. `stream` is valid while `alive` lives; without `alive` it has been adopted by the pool that this is given to, and
     ///    its owner keeps to what was said there.
     #[must_use]
-    pub unsafe fn new(range: DeviceRange, stream: RawStream, alive: Option<KeepAlive>, guard: G) -> Self {
+    pub unsafe fn new(
+        range: DeviceRange,
+        stream: RawStream,
+        alive: Option<KeepAlive>,
+        guard: G,
+    ) -> Self {
         Self { range, stream, alive, guard, ends_at_once: false, elements: PhantomData }
     }
 

@@ -1,5 +1,8 @@
 //! The driver's numbers, with the device each belongs to.
-#![expect(unsafe_code, reason = "declares the unsafe constructors of handles; holds no unsafe block")]
+#![expect(
+    unsafe_code,
+    reason = "declares the unsafe constructors of handles; holds no unsafe block"
+)]
 
 use aquifer_core::DeviceId;
 

@@ -141,5 +141,9 @@ pub unsafe trait Ipc: Debug + Send + Sync {
     ///
     /// # Errors
     /// As [`Ipc::handle_import`].
-    unsafe fn handle_import_fabric(&self, device: DeviceId, name: &FabricHandle) -> Result<PhysicalHandle>;
+    unsafe fn handle_import_fabric(
+        &self,
+        device: DeviceId,
+        name: &FabricHandle,
+    ) -> Result<PhysicalHandle>;
 }

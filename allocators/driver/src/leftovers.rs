@@ -30,7 +30,9 @@ fn left() -> MutexGuard<'static, Vec<Leftover>> {
 }
 
 fn is_over(released: &Result<(), DriverError>) -> bool {
-    released.as_ref().map_or_else(|refused| refused.is_device_lost() || refused.is_driver_gone(), |()| true)
+    released
+        .as_ref()
+        .map_or_else(|refused| refused.is_device_lost() || refused.is_driver_gone(), |()| true)
 }
 
 /// Calls `release` now, and keeps it for [`sweep`] if the driver refuses. May call the driver, so
@@ -63,7 +65,10 @@ pub fn release(
 /// Keeps a call that was refused just now for [`sweep`]. Makes no driver call.
 ///
 /// Its example is that of [`release`].
-pub fn keep(driver: &Arc<dyn Driver>, release: impl FnMut() -> Result<(), DriverError> + Send + 'static) {
+pub fn keep(
+    driver: &Arc<dyn Driver>,
+    release: impl FnMut() -> Result<(), DriverError> + Send + 'static,
+) {
     let leftover = Leftover { driver: driver.clone(), release: Box::new(release) };
     left().push(leftover);
     COUNT.fetch_add(1, Ordering::Relaxed);
@@ -80,7 +85,8 @@ pub fn sweep(driver: &Arc<dyn Driver>) -> Result<(), DriverError> {
         return Ok(());
     }
     // Taken out first: no lock over a driver call.
-    let own: Vec<_> = left().extract_if(.., |leftover| Arc::ptr_eq(&leftover.driver, driver)).collect();
+    let own: Vec<_> =
+        left().extract_if(.., |leftover| Arc::ptr_eq(&leftover.driver, driver)).collect();
     let mut outcome = Ok(());
     for mut leftover in own {
         let released = (leftover.release)();

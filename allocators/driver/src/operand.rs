@@ -108,7 +108,12 @@ pub unsafe trait OperandMut: Operand {
     ///
     /// # Errors
     /// As [`Operand::order`].
-    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+    fn order_mut(
+        &mut self,
+        stream: RawStream,
+        alive: Option<KeepAlive>,
+        access: Access,
+    ) -> Result<()> {
         self.order(stream, alive, access)
     }
 }

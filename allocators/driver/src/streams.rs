@@ -1,5 +1,8 @@
 //! Queues of work.
-#![expect(unsafe_code, reason = "declares calls with conditions of their own; holds no unsafe block")]
+#![expect(
+    unsafe_code,
+    reason = "declares calls with conditions of their own; holds no unsafe block"
+)]
 
 use crate::{DeviceId, Driver, RawEvent, RawStream, Result};
 use std::{fmt::Debug, ops::RangeInclusive, sync::atomic::AtomicU32};

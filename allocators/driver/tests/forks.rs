@@ -52,7 +52,13 @@ fn a_forked_child_charges_whatever_its_parents_threads_were_at_and_finds_whole_f
             let mut status = -1;
             // SAFETY: 1. the child is this process's, and the status a local.
             let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
-            assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
+            assert_eq!(
+                (waited, status),
+                (child, 0),
+                "exit code {}, signal {}",
+                status >> 8,
+                status & 127
+            );
         }
     });
     drop(standing);

@@ -5,7 +5,9 @@
 #[macro_use]
 mod sim_fixtures;
 
-use aquifer_driver::{DeviceId, DeviceRange, HostFlags, PoolUsage, RawEvent, RawStream, sim::ViolationKind};
+use aquifer_driver::{
+    DeviceId, DeviceRange, HostFlags, PoolUsage, RawEvent, RawStream, sim::ViolationKind,
+};
 use sim_fixtures::{GPU, GRANULE, everywhere};
 use std::ptr::NonNull;
 
@@ -21,7 +23,10 @@ fn wrong_arguments_are_refused_with_the_drivers_codes_and_change_nothing() {
         let d = &m.driver;
         let (a, nowhere) = (m.stream(), DeviceId(7));
         let error = d.mem_alloc(nowhere, 1).unwrap_err();
-        assert_eq!((error.call, error.code, error.name), ("cuMemAlloc", 101, "CUDA_ERROR_INVALID_DEVICE"));
+        assert_eq!(
+            (error.call, error.code, error.name),
+            ("cuMemAlloc", 101, "CUDA_ERROR_INVALID_DEVICE")
+        );
         assert_eq!(code(d.device_info(nowhere)), 101);
         assert_eq!(code(d.mem_alloc(GPU, 0)), 1);
         assert_eq!(code(d.host_alloc(GPU, 0, HostFlags::default())), 2);
@@ -56,14 +61,19 @@ fn wrong_arguments_are_refused_with_the_drivers_codes_and_change_nothing() {
 fn mapping_follows_the_rules_of_the_driver() {
     everywhere(|m| {
         let d = &m.driver;
-        let (range, small, large) = (m.reserve(4 * GRANULE), m.handle(GRANULE), m.handle(2 * GRANULE));
+        let (range, small, large) =
+            (m.reserve(4 * GRANULE), m.handle(GRANULE), m.handle(2 * GRANULE));
         // SAFETY: what is wrong is refused; what is right is not touched by any work.
         unsafe {
             assert_eq!(code(d.map(range, GRANULE, large)), 801, "a handle is mapped whole");
             assert_eq!(code(d.map(range, 2 * GRANULE, small)), 801, "and no more than it");
             assert_eq!(code(d.map(range, GRANULE / 2, small)), 801, "nor half a granule");
             assert_eq!(code(d.map(range, 0, small)), 1, "nor nothing");
-            assert_eq!(code(d.map(range + 512, GRANULE, small)), 1, "at a multiple of the granularity");
+            assert_eq!(
+                code(d.map(range + 512, GRANULE, small)),
+                1,
+                "at a multiple of the granularity"
+            );
             assert_eq!(code(d.map(range + 3 * GRANULE, 2 * GRANULE, large)), 1, "inside its range");
             d.map(range, GRANULE, small).unwrap();
             assert_eq!(code(d.map(range, GRANULE, small)), 1, "where nothing is");
@@ -134,7 +144,11 @@ fn access_is_given_up_to_the_first_hole() {
             unsafe { d.map(granule(i).address, GRANULE, handle) }.unwrap();
         }
         assert_eq!(code(d.set_access(range, 3 * GRANULE, &[GPU])), 1, "it ends in a hole");
-        assert_eq!(code(d.set_access(range + 2 * GRANULE, 2 * GRANULE, &[GPU])), 1, "it begins in one");
+        assert_eq!(
+            code(d.set_access(range + 2 * GRANULE, 2 * GRANULE, &[GPU])),
+            1,
+            "it begins in one"
+        );
         let no_access = |i| {
             let (_, later) = at!(m.write(a, granule(i)));
             m.first(ViolationKind::NoAccess { device: GPU }, FILE, None, later);

@@ -6,7 +6,8 @@
 mod sim_fixtures;
 
 use aquifer_driver::{
-    BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostFlags, Ownership, PoolUsage, RawStream, Relaxed,
+    BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostFlags, Ownership, PoolUsage,
+    RawStream, Relaxed,
     sim::{Costs, DeviceConfig, Kernel, Sim, SimConfig, ViolationKind},
 };
 use sim_fixtures::{GPU, GRANULE, Machine, PATIENCE, everywhere};
@@ -94,7 +95,11 @@ fn devices_reach_each_other_where_they_are_peers_and_were_given_access() {
         let a = m.driver.stream_create(SECOND, 0).unwrap();
         let (x, _) = m.granule();
         m.sim.launch(a, Kernel::new("reach").writes(x, None)).unwrap();
-        assert_eq!(m.sim.take_violations()[0].kind, ViolationKind::NoAccess { device: GPU }, "not given yet");
+        assert_eq!(
+            m.sim.take_violations()[0].kind,
+            ViolationKind::NoAccess { device: GPU },
+            "not given yet"
+        );
         let given = m.driver.set_access(x.address, GRANULE, &[GPU, SECOND]);
         assert_eq!(given.map_err(|error| error.code), if peers { Ok(()) } else { Err(217) });
         m.sim.launch(a, Kernel::new("reach").writes(x, None)).unwrap();
@@ -138,7 +143,11 @@ fn a_pool_keeps_counts_and_trims_what_is_done() {
         m.write(a, DeviceRange { device: GPU, address: y, bytes: GRANULE });
         // SAFETY: allocated above; all work is on `a`.
         unsafe { d.pool_free(a, y) }.unwrap();
-        assert_eq!(d.pool_usage(pool), Ok(usage(4 * GRANULE, 1024, 4 * GRANULE)), "what is freed is kept");
+        assert_eq!(
+            d.pool_usage(pool),
+            Ok(usage(4 * GRANULE, 1024, 4 * GRANULE)),
+            "what is freed is kept"
+        );
         let again = d.pool_alloc(pool, b, 3 * GRANULE).unwrap();
         assert_eq!(again, y, "and used again");
         // SAFETY: as above.
@@ -223,7 +232,10 @@ fn a_call_fails_when_told_and_has_changed_nothing() {
         assert_eq!(code(m.driver.handle_create(GPU, GRANULE)), 2);
         let other = m.handle(GRANULE);
         let answers: Vec<_> = (0..4).map(|_| m.driver.mem_alloc(GPU, 1)).collect();
-        assert_eq!(answers.iter().map(Result::is_ok).collect::<Vec<_>>(), [true, false, true, false]);
+        assert_eq!(
+            answers.iter().map(Result::is_ok).collect::<Vec<_>>(),
+            [true, false, true, false]
+        );
         assert_eq!(m.driver.calls().get(Call::MemAlloc), 4, "calls that fail are counted");
         m.sim.clear_failures();
         for address in answers.into_iter().flatten().chain([m.alloc(1).address]) {
@@ -243,7 +255,9 @@ fn a_lost_device_answers_with_its_code_and_runs_nothing_more() {
     let m = Machine::new(Sim::h200(2).stepped());
     let (a, x) = (m.stream(), m.alloc(1));
     let event = m.fence(a);
-    m.sim.launch(a, Kernel::new("never").writes(x, None).run(|_| panic!("runs on a lost device"))).unwrap();
+    m.sim
+        .launch(a, Kernel::new("never").writes(x, None).run(|_| panic!("runs on a lost device")))
+        .unwrap();
     m.sim.lose_device(GPU);
     let error = m.driver.stream_synchronize(a).unwrap_err();
     assert_eq!(error.code, 700);
@@ -316,7 +330,10 @@ fn an_unsafe_call_breaks_a_global_capture_from_any_thread() {
         |m, other| m.driver.event_query(m.fence(other)).map(drop),
         |m, _| m.driver.mem_alloc(GPU, 1).map(drop),
         |m, other| {
-            m.driver.pool_create(GPU, 0).and_then(|pool| m.driver.pool_alloc(pool, other, 1)).map(drop)
+            m.driver
+                .pool_create(GPU, 0)
+                .and_then(|pool| m.driver.pool_alloc(pool, other, 1))
+                .map(drop)
         },
         |m, _| {
             let own = NonNull::from(Box::leak(Box::new(0_u8)));
@@ -347,7 +364,10 @@ fn an_unsafe_call_breaks_a_global_capture_from_any_thread() {
                 make()
             };
             assert_eq!(answer.map_err(|error| error.code), if breaks { Err(900) } else { Ok(()) });
-            assert_eq!(m.end_capture(a).map_err(|error| error.code), if breaks { Err(901) } else { Ok(0) });
+            assert_eq!(
+                m.end_capture(a).map_err(|error| error.code),
+                if breaks { Err(901) } else { Ok(0) }
+            );
         }
     }
 }
@@ -435,7 +455,9 @@ fn each_thread_has_its_own_default_stream() {
     // SAFETY: 1. The per-thread default stream is always there.
     let own = unsafe { RawStream::from_raw(GPU, 2) };
     let here = m.driver.stream_id(own).unwrap();
-    let there = std::thread::scope(|scope| scope.spawn(|| m.driver.stream_id(own).unwrap()).join().unwrap());
+    let there = std::thread::scope(|scope| {
+        scope.spawn(|| m.driver.stream_id(own).unwrap()).join().unwrap()
+    });
     assert_ne!(here, there);
     assert_eq!(m.driver.stream_id(own), Ok(here));
     assert!(m.sim.outstanding().is_empty());

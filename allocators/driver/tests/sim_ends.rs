@@ -1,8 +1,8 @@
 //! Ranges at the end of the address space.
 
 use aquifer_driver::{
-    Access, BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostAccess, HostFlags, Ownership, Pattern,
-    Pitched, Rows,
+    Access, BlockNote, Call, CaptureMode, DeviceId, DeviceRange, HostAccess, HostFlags, Ownership,
+    Pattern, Pitched, Rows,
     sim::{Kernel, Sim, ViolationKind},
 };
 use std::ptr::NonNull;
@@ -33,13 +33,18 @@ fn work_on_a_range_past_the_last_address_is_reported_and_does_not_run() {
             sim.driver().fill_with(stream, address, Pattern::Byte(1), bytes).unwrap();
             let to = Pitched { start: u64::MAX, pitch: 8 };
             assert!(
-                sim.driver().fill_2d(stream, to, Pattern::Byte(1), Rows { width: 8, height: 2 }).is_err()
+                sim.driver()
+                    .fill_2d(stream, to, Pattern::Byte(1), Rows { width: 8, height: 2 })
+                    .is_err()
             );
         }
         sim.run_all();
         assert_eq!(sim.read_back(range), None);
         let found = sim.violations();
-        assert!(!found.is_empty() && found.iter().all(|v| v.kind == ViolationKind::Unmapped), "{found:?}");
+        assert!(
+            !found.is_empty() && found.iter().all(|v| v.kind == ViolationKind::Unmapped),
+            "{found:?}"
+        );
     }
 }
 

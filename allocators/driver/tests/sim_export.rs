@@ -1,5 +1,8 @@
 //! Memory that others are given, and addresses that others keep.
-#![expect(unsafe_code, reason = "makes driver calls whose conditions the tests meet, or break on purpose")]
+#![expect(
+    unsafe_code,
+    reason = "makes driver calls whose conditions the tests meet, or break on purpose"
+)]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_driver::{
@@ -43,7 +46,8 @@ fn exported_memory_is_the_same_bytes_where_it_is_imported_and_stays_until_both_h
     }
     let left = driver.memory_info(DEVICE).unwrap();
     assert_eq!(left.total - left.free, GRANULE, "the importer still holds it");
-    let bytes = sim.read_back(DeviceRange { device: DEVICE, address: there, bytes: GRANULE }).unwrap();
+    let bytes =
+        sim.read_back(DeviceRange { device: DEVICE, address: there, bytes: GRANULE }).unwrap();
     assert!(bytes.iter().all(|&byte| byte == 0x5a));
     // SAFETY: 1. the stream is idle. 2. the handle is not used again.
     unsafe {

@@ -68,7 +68,10 @@ fn only_the_bytes_that_two_share_race() {
         m.silent();
         m.write(b, DeviceRange { address: x.address + 99, bytes: 1, ..x });
         let found = m.sim.violations();
-        assert_eq!(found[0].place, Place::Device(DeviceRange { address: x.address + 99, bytes: 1, ..x }));
+        assert_eq!(
+            found[0].place,
+            Place::Device(DeviceRange { address: x.address + 99, bytes: 1, ..x })
+        );
     });
 }
 
@@ -191,7 +194,10 @@ fn addresses_that_were_never_anything_are_unmapped() {
         let past = DeviceRange { bytes: y.bytes + 1, ..y };
         let (_, later) = at!(m.sim.access(a, past, Access::Read, None).unwrap());
         let fault = m.first(ViolationKind::Unmapped, FILE, None, later);
-        assert_eq!(fault.place, Place::Device(DeviceRange { address: y.address + y.bytes, bytes: 1, ..y }));
+        assert_eq!(
+            fault.place,
+            Place::Device(DeviceRange { address: y.address + y.bytes, bytes: 1, ..y })
+        );
     });
 }
 
@@ -254,7 +260,8 @@ fn a_cpu_access_under_a_queued_copy_is_found() {
         let (a, x, host) = (m.stream(), m.alloc(4096), m.pinned(4096));
         let address = host.as_ptr() as u64;
         // SAFETY: 1. Both are there, 4096 bytes long. 2. is broken on purpose.
-        let (_, earlier) = at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
+        let (_, earlier) =
+            at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
         m.sim.host_read(address, 4096);
         m.silent();
         let later = line!() + 1;
@@ -283,7 +290,8 @@ fn a_free_of_pinned_memory_under_a_queued_copy_is_found() {
     everywhere(|m| {
         let (a, x, host) = (m.stream(), m.alloc(4096), m.pinned(4096));
         // SAFETY: 1. Both are there, 4096 bytes long.
-        let (_, earlier) = at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
+        let (_, earlier) =
+            at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
         // SAFETY: 2. is broken on purpose; the driver waits for the device.
         let (_, later) = at!(unsafe { m.driver.host_free(GPU, host) }.unwrap());
         m.only(ViolationKind::FreeInFlight, FILE, earlier, later);
@@ -301,8 +309,10 @@ fn a_free_of_pinned_memory_under_a_queued_copy_is_found() {
         // A pool that takes a block back tells the same.
         let host = m.pinned(4096);
         // SAFETY: 1. Both are there, 4096 bytes long.
-        let (_, earlier) = at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
-        let (_, later) = at!(m.driver.observer().unwrap().host(host.as_ptr() as u64, 64, HostAccess::Free));
+        let (_, earlier) =
+            at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
+        let (_, later) =
+            at!(m.driver.observer().unwrap().host(host.as_ptr() as u64, 64, HostAccess::Free));
         m.only(ViolationKind::FreeInFlight, FILE, earlier, later);
     });
 }

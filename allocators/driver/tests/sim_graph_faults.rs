@@ -6,7 +6,8 @@
 mod sim_fixtures;
 
 use aquifer_driver::{
-    Access, BlockNote, CaptureMode, DeviceRange, Observer, Ownership, Pattern, Pitched, RawStream, Rows,
+    Access, BlockNote, CaptureMode, DeviceRange, Observer, Ownership, Pattern, Pitched, RawStream,
+    Rows,
     sim::{Agent, Kernel, Sim, Violation, ViolationKind},
 };
 use sim_fixtures::{GPU, GRANULE, Machine, everywhere};
@@ -89,8 +90,10 @@ fn two_executables_of_one_graph_are_not_ordered() {
         m.driver.capture_begin(a, CaptureMode::Global).unwrap();
         captured += at!(fill(m, a, x)).1;
         let graph = m.driver.capture_end(a).unwrap();
-        let (one, two) =
-            (m.driver.graph_instantiate(graph).unwrap(), m.driver.graph_instantiate(graph).unwrap());
+        let (one, two) = (
+            m.driver.graph_instantiate(graph).unwrap(),
+            m.driver.graph_instantiate(graph).unwrap(),
+        );
         m.launch(one, a);
         m.silent();
         m.launch(two, b);
@@ -131,7 +134,8 @@ fn memory_that_is_anothers_by_now_is_still_written_by_a_launch() {
         note(m, x, Ownership::Free);
         let (_, given) = at!(live(m, x, a, 2));
         let (_, launch) = at!(m.launch(exec, a));
-        let fault = m.only(ViolationKind::StaleBlock { declared: 1, live: 2 }, FILE, given, captured);
+        let fault =
+            m.only(ViolationKind::StaleBlock { declared: 1, live: 2 }, FILE, given, captured);
         assert_eq!(launched(&fault), Some(launch));
         // Not so one that is captured now.
         let exec = m.exec(a, || fill(m, a, x));
@@ -179,7 +183,10 @@ fn what_is_kept_for_a_graph_it_may_write_whatever_has_been_noted_there() {
         // Nobody else may.
         let (_, later) = at!(m.sim.access(a, part(0, 64), Access::Read, None).unwrap());
         let found = m.sim.take_violations();
-        assert_eq!((found[0].kind, found[0].later.site.line()), (ViolationKind::UseAfterFree, later));
+        assert_eq!(
+            (found[0].kind, found[0].later.site.line()),
+            (ViolationKind::UseAfterFree, later)
+        );
         // What another keeps, or nobody, is not this graph's.
         observer(m).kept_for_graphs(part(0, 64), 8);
         m.launch(exec, a);
@@ -260,7 +267,8 @@ fn a_mapping_that_is_gone_is_met_by_the_launch() {
         let (x, handle) = m.granule();
         let mut captured = 0;
         let exec = m.exec(a, || {
-            captured = at!(m.sim.launch(a, Kernel::new("late").writes(x, None).run(|_| ())).unwrap()).1;
+            captured =
+                at!(m.sim.launch(a, Kernel::new("late").writes(x, None).run(|_| ())).unwrap()).1;
         });
         m.unmap(x.address);
         m.silent();
@@ -308,7 +316,8 @@ fn a_fill_of_what_is_not_mapped_makes_nothing_that_can_be_launched_and_a_copy_or
             d.capture_end(a).unwrap()
         };
         let graphs = by_driver.map(|(what, work)| (what, captured(work)));
-        let by_kernel = captured(&|| m.sim.launch(a, Kernel::new("kernel").writes(x, None)).unwrap());
+        let by_kernel =
+            captured(&|| m.sim.launch(a, Kernel::new("kernel").writes(x, None)).unwrap());
         let before = m.sim.outstanding().graph_execs;
         m.unmap(x.address);
         let (fills, copies): (Vec<_>, Vec<_>) =

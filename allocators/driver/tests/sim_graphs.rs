@@ -1,12 +1,16 @@
 //! Captures, and the graphs that they make, do what a driver's do.
-#![allow(unsafe_code, reason = "the tests answer for the memory that their copies and launches name")]
+#![allow(
+    unsafe_code,
+    reason = "the tests answer for the memory that their copies and launches name"
+)]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 #[macro_use]
 mod sim_fixtures;
 
 use aquifer_driver::{
-    Access, Call, CaptureMode, CaptureStatus, DriverError, RawGraph, RawGraphExec, RawStream, Relaxed,
+    Access, Call, CaptureMode, CaptureStatus, DriverError, RawGraph, RawGraphExec, RawStream,
+    Relaxed,
     sim::{Callback, Kernel, Sim},
 };
 use sim_fixtures::{GPU, Machine, PATIENCE, everywhere};
@@ -76,7 +80,8 @@ fn branches_run_in_the_order_of_the_events_that_were_captured() {
             // SAFETY: 1. and 2. The three are mapped, and this test's own.
             let fill = |stream, byte| unsafe { m.driver.fill(stream, x.address, byte, 4) }.unwrap();
             // SAFETY: 1. and 2. as above.
-            let copy = |stream, to, from| unsafe { m.driver.copy_on_device(stream, to, from, 4) }.unwrap();
+            let copy =
+                |stream, to, from| unsafe { m.driver.copy_on_device(stream, to, from, 4) }.unwrap();
             fill(a, 1);
             m.order(a, b);
             m.order(a, c);
@@ -312,11 +317,18 @@ fn a_release_is_told_once_graph_executables_and_launches_are_done() {
         let told = Arc::new(AtomicU32::new(0));
         let (count, driver) = (Arc::clone(&told), Arc::clone(&m.driver));
         let call = move || {
-            assert_eq!(driver.mem_alloc(GPU, 4).unwrap_err().code, 800, "it may not call the driver");
+            assert_eq!(
+                driver.mem_alloc(GPU, 4).unwrap_err().code,
+                800,
+                "it may not call the driver"
+            );
             count.fetch_add(1, Ordering::Relaxed);
         };
         m.driver.graph_on_release(graph, Box::new(call)).unwrap();
-        let execs = [m.driver.graph_instantiate(graph).unwrap(), m.driver.graph_instantiate(graph).unwrap()];
+        let execs = [
+            m.driver.graph_instantiate(graph).unwrap(),
+            m.driver.graph_instantiate(graph).unwrap(),
+        ];
         // SAFETY: 1. Not used again.
         unsafe { m.driver.graph_destroy(graph) }.unwrap();
         execs.iter().for_each(|&exec| m.launch(exec, a));

@@ -113,8 +113,8 @@ fn program(sim: Sim, seed: u64) -> (usize, bool) {
                         tails[s] = Some(graph.add(&[host, tails[s], tails[other]]));
                     }
                 }
-                let access =
-                    [Access::Read, Access::Read, Access::Write, Access::ReadWrite][random.below(4) as usize];
+                let access = [Access::Read, Access::Read, Access::Write, Access::ReadWrite]
+                    [random.below(4) as usize];
                 let range = DeviceRange { address: x.address + from, bytes: to - from, ..x };
                 m.sim.access(streams[s], range, access, None).unwrap();
                 let node = graph.add(&[host, tails[s]]);
@@ -137,8 +137,12 @@ fn program(sim: Sim, seed: u64) -> (usize, bool) {
                 for fault in &found {
                     let partner = match fault.kind {
                         ViolationKind::ReadWrite => expected.contains(&Access::Read),
-                        ViolationKind::WriteRead => !access.writes() && expected.iter().any(|a| a.writes()),
-                        ViolationKind::WriteWrite => access.writes() && expected.iter().any(|a| a.writes()),
+                        ViolationKind::WriteRead => {
+                            !access.writes() && expected.iter().any(|a| a.writes())
+                        }
+                        ViolationKind::WriteWrite => {
+                            access.writes() && expected.iter().any(|a| a.writes())
+                        }
                         _ => false,
                     };
                     assert!(partner, "seed {seed}: {fault}, {expected:?}");

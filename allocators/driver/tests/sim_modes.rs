@@ -36,11 +36,17 @@ fn buffer(bytes: &mut [u8]) -> NonNull<u8> {
 fn builders_change_what_they_say_and_nothing_else() {
     let sim = Sim::h200(2).symbolic().stepped().capacity(1 << 30).host_agents(3);
     let config = sim.config();
-    assert_eq!((config.devices.len(), config.mode, config.schedule), (2, Mode::Symbolic, Schedule::Stepped));
+    assert_eq!(
+        (config.devices.len(), config.mode, config.schedule),
+        (2, Mode::Symbolic, Schedule::Stepped)
+    );
     assert_eq!((config.capacity, config.host_agents), (Some(1 << 30), 3));
     assert_eq!(Sim::h200(1).seeded(3).config().schedule, Schedule::Seeded(3));
     let info = sim.driver().device_info(GPU).unwrap();
-    assert_eq!((info.memory, info.granularity, info.compute_capability), (1 << 30, GRANULE, (9, 0)));
+    assert_eq!(
+        (info.memory, info.granularity, info.compute_capability),
+        (1 << 30, GRANULE, (9, 0))
+    );
 }
 
 #[test]
@@ -51,7 +57,11 @@ fn copies_and_fills_and_kernels_move_bytes() {
         let mut down = vec![0_u8; 1000];
         let add = Kernel::new("add").reads(x, None).writes(y, None).run(|memory| {
             let source = memory.read(0).to_vec();
-            memory.write(1).iter_mut().zip(source).for_each(|(to, from)| *to = to.wrapping_add(from));
+            memory
+                .write(1)
+                .iter_mut()
+                .zip(source)
+                .for_each(|(to, from)| *to = to.wrapping_add(from));
             assert!(memory.write(0).is_empty(), "declared as read");
             assert!(memory.read(2).is_empty() && memory.len() == 2, "not declared at all");
         });
@@ -126,7 +136,11 @@ fn bytes_move_with_their_handle() {
     m.driver.stream_synchronize(a).unwrap();
     m.unmap(x.address);
     m.map(x.address, m.handle(GRANULE));
-    assert_eq!(m.sim.read_back(DeviceRange { bytes: 2, ..x }), Some(vec![0, 0]), "new memory is not the old");
+    assert_eq!(
+        m.sim.read_back(DeviceRange { bytes: 2, ..x }),
+        Some(vec![0, 0]),
+        "new memory is not the old"
+    );
     m.unmap(x.address);
     m.map(x.address, handle);
     assert_eq!(m.sim.read_back(DeviceRange { bytes: 2, ..x }), Some(vec![1, 1]));
@@ -240,7 +254,10 @@ fn a_seed_runs_the_same_way_again_and_seeds_differ() {
     distinct.sort();
     distinct.dedup();
     assert!(distinct.len() > 4, "{distinct:?}");
-    assert!(orders.iter().any(|order| !order.is_sorted()), "nothing ever ran out of the order of queueing");
+    assert!(
+        orders.iter().any(|order| !order.is_sorted()),
+        "nothing ever ran out of the order of queueing"
+    );
 }
 
 #[test]
@@ -249,7 +266,9 @@ fn a_missing_wait_corrupts_bytes_under_some_seed_and_is_found_under_all() {
     for seed in 0..20 {
         let m = Machine::new(Sim::h200(1).seeded(seed));
         let (a, b, x) = (m.stream(), m.stream(), m.alloc(64));
-        m.sim.launch(a, Kernel::new("fill").writes(x, None).run(|memory| memory.write(0).fill(1))).unwrap();
+        m.sim
+            .launch(a, Kernel::new("fill").writes(x, None).run(|memory| memory.write(0).fill(1)))
+            .unwrap();
         let seen = Arc::new(AtomicU64::new(0));
         let sum = Arc::clone(&seen);
         let kernel = Kernel::new("sum").reads(x, None).run(move |memory| {
@@ -338,8 +357,9 @@ fn threads_share_one_machine() {
                 let (a, x) = (m.stream(), m.alloc(4096));
                 for round in 0..50 {
                     let value = thread.wrapping_mul(50).wrapping_add(round);
-                    let fill =
-                        Kernel::new("fill").writes(x, None).run(move |memory| memory.write(0).fill(value));
+                    let fill = Kernel::new("fill")
+                        .writes(x, None)
+                        .run(move |memory| memory.write(0).fill(value));
                     m.sim.launch(a, fill).unwrap();
                     m.driver.stream_synchronize(a).unwrap();
                     assert_eq!(m.sim.read_back(x), Some(vec![value; 4096]));
@@ -377,7 +397,9 @@ fn without_the_oracle_bytes_are_still_kept_from_faulty_work() {
     let nothing = DeviceRange { device: GPU, address: m.reserve(GRANULE), bytes: 8 };
     // SAFETY: 1. is broken on purpose: the simulator must refuse.
     unsafe { m.driver.fill(a, nothing.address, 1, 8) }.unwrap();
-    m.sim.launch(a, Kernel::new("wild").writes(nothing, None).run(|memory| memory.write(0).fill(1))).unwrap();
+    m.sim
+        .launch(a, Kernel::new("wild").writes(nothing, None).run(|memory| memory.write(0).fill(1)))
+        .unwrap();
     m.driver.stream_synchronize(a).unwrap();
 }
 

@@ -15,10 +15,15 @@ use std::{
 /// Two streams and a write that nothing orders before a read, on lines 22 and 23.
 fn race(sim: &Sim) {
     let driver = sim.driver();
-    let (a, b) =
-        (driver.stream_create(DeviceId(0), 0).unwrap(), driver.stream_create(DeviceId(0), 0).unwrap());
-    let range =
-        DeviceRange { device: DeviceId(0), address: driver.mem_alloc(DeviceId(0), 64).unwrap(), bytes: 64 };
+    let (a, b) = (
+        driver.stream_create(DeviceId(0), 0).unwrap(),
+        driver.stream_create(DeviceId(0), 0).unwrap(),
+    );
+    let range = DeviceRange {
+        device: DeviceId(0),
+        address: driver.mem_alloc(DeviceId(0), 64).unwrap(),
+        bytes: 64,
+    };
     sim.access(a, range, Access::Write, None).unwrap();
     sim.access(b, range, Access::Read, None).unwrap();
 }
@@ -26,7 +31,9 @@ fn race(sim: &Sim) {
 /// Runs `child` in a process of its own.
 fn run(what: &str, variable: Option<&str>) -> (Output, String) {
     let mut command = Command::new(env::current_exe().unwrap());
-    command.args(["--exact", "child", "--nocapture", "--include-ignored"]).env("SIM_REPORTS_CHILD", what);
+    command
+        .args(["--exact", "child", "--nocapture", "--include-ignored"])
+        .env("SIM_REPORTS_CHILD", what);
     command.env_remove("AQUIFER_SIM_VIOLATIONS");
     if let Some(value) = variable {
         command.env("AQUIFER_SIM_VIOLATIONS", value);
@@ -107,7 +114,10 @@ fn the_environment_chooses_where_the_program_does_not() {
             assert_eq!(output.status.code(), Some(status), "{what}: {text}");
             assert!(text.contains("1 violation"), "{text}");
         }
-        assert!(run("taken", Some(value)).0.status.success(), "what a test takes decides no status");
+        assert!(
+            run("taken", Some(value)).0.status.success(),
+            "what a test takes decides no status"
+        );
     }
     let (output, text) = run("dropped", Some("panic"));
     assert!(!output.status.success(), "{text}");
@@ -121,7 +131,11 @@ fn the_environment_chooses_where_the_program_does_not() {
 fn a_value_of_the_environment_that_says_nothing_is_told_once_and_nothing_is_hidden() {
     let (output, text) = run("dropped", Some("loud"));
     assert!(output.status.success());
-    assert_eq!(text.matches("AQUIFER_SIM_VIOLATIONS is \"loud\"; it can be report").count(), 1, "{text}");
+    assert_eq!(
+        text.matches("AQUIFER_SIM_VIOLATIONS is \"loud\"; it can be report").count(),
+        1,
+        "{text}"
+    );
     assert!(text.contains("1 violation"), "{text}");
 }
 

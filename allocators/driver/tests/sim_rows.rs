@@ -29,7 +29,13 @@ fn read(m: &Machine, x: DeviceRange) -> Option<Vec<u8>> {
 }
 
 /// The rows of `from` put into `to`, as a copy should.
-fn expected(mut to: Vec<u8>, to_pitch: usize, from: &[u8], from_pitch: usize, rows: Rows) -> Vec<u8> {
+fn expected(
+    mut to: Vec<u8>,
+    to_pitch: usize,
+    from: &[u8],
+    from_pitch: usize,
+    rows: Rows,
+) -> Vec<u8> {
     for row in 0..rows.height as usize {
         let width = rows.width as usize;
         to[row * to_pitch..][..width].copy_from_slice(&from[row * from_pitch..][..width]);
@@ -105,7 +111,9 @@ fn fills_write_whole_elements_and_rows_of_them() {
             assert_eq!(found[32..48], [10, 9, 10, 9, 1, 1, 1, 1, 10, 9, 10, 9, 1, 1, 1, 1]);
             assert_eq!(found[48..], [11, 0, 0, 0, 1, 1, 1, 1, 11, 0, 0, 0, 1, 1, 1, 1]);
         }
-        for call in [Call::Fill, Call::Fill16, Call::Fill32, Call::Fill2d, Call::Fill2d16, Call::Fill2d32] {
+        for call in
+            [Call::Fill, Call::Fill16, Call::Fill32, Call::Fill2d, Call::Fill2d16, Call::Fill2d32]
+        {
             assert_eq!(m.driver.calls().get(call), 1, "{}", call.name());
         }
         m.silent();

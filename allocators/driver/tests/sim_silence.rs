@@ -243,22 +243,32 @@ fn teaches(expected: bool, copy: impl Fn(&Scene<'_>)) {
 #[test]
 fn synchronous_copies_to_the_host_order() {
     // SAFETY: 1. Both are 4096 bytes long, and nobody touches them meanwhile.
-    teaches(true, |s| unsafe { s.m.sim.copy_to_host_now(GPU, s.pinned, s.y.address, 4096) }.unwrap());
+    teaches(true, |s| {
+        unsafe { s.m.sim.copy_to_host_now(GPU, s.pinned, s.y.address, 4096) }.unwrap()
+    });
     // SAFETY: as above.
-    teaches(true, |s| unsafe { s.m.sim.copy_to_host_now(GPU, s.pageable, s.y.address, 4096) }.unwrap());
+    teaches(true, |s| {
+        unsafe { s.m.sim.copy_to_host_now(GPU, s.pageable, s.y.address, 4096) }.unwrap()
+    });
 }
 
 #[test]
 fn synchronous_copies_to_the_device_order_from_pinned_memory_only() {
     // SAFETY: 1. Both are 4096 bytes long, and nobody touches them meanwhile.
-    teaches(true, |s| unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pinned, 4096) }.unwrap());
+    teaches(true, |s| {
+        unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pinned, 4096) }.unwrap()
+    });
     // SAFETY: as above.
-    teaches(false, |s| unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pageable, 4096) }.unwrap());
+    teaches(false, |s| {
+        unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pageable, 4096) }.unwrap()
+    });
 }
 
 #[test]
 fn synchronous_copies_and_fills_on_the_device_do_not_order() {
-    teaches(false, |s| s.m.sim.copy_on_device_now(GPU, s.y.address, s.y.address + 2048, 1024).unwrap());
+    teaches(false, |s| {
+        s.m.sim.copy_on_device_now(GPU, s.y.address, s.y.address + 2048, 1024).unwrap()
+    });
     teaches(false, |s| s.m.sim.fill_now(GPU, s.y.address, 1, 4096).unwrap());
 }
 
@@ -293,7 +303,11 @@ fn legacy_and_blocking_streams_order_each_other() {
         m.write(b, x);
         m.silent();
         m.write(a, x);
-        assert_eq!(m.sim.violations().len(), 1, "two blocking streams are not ordered with each other");
+        assert_eq!(
+            m.sim.violations().len(),
+            1,
+            "two blocking streams are not ordered with each other"
+        );
     });
 }
 

@@ -54,7 +54,8 @@ const ROWS: [(Row, &str, &str); 6] = [
 
 /// A runtime on a device that checks nothing, which keeps so many events, and a registered stream of it.
 fn opened(history: u64) -> Result<(aq_runtime, *mut c_void), Box<dyn Error>> {
-    let mut options = aq_runtime_options { size: size_of::<aq_runtime_options>(), ..Default::default() };
+    let mut options =
+        aq_runtime_options { size: size_of::<aq_runtime_options>(), ..Default::default() };
     options.driver = AQ_DRIVER_SIM;
     options.sim_flags = AQ_SIM_UNCHECKED;
     options.streams = AQ_STREAMS_RETIRED;
@@ -96,7 +97,9 @@ impl Bench {
         match row {
             Row::Token => {
                 for _ in 0..pairs {
-                    drop(black_box(self.pool.alloc(&self.stream, Request::bytes(black_box(4096)))?));
+                    drop(black_box(
+                        self.pool.alloc(&self.stream, Request::bytes(black_box(4096)))?,
+                    ));
                 }
             }
             Row::Turned => {
@@ -107,7 +110,8 @@ impl Bench {
             }
             Row::Address => {
                 for _ in 0..pairs {
-                    let address = self.pool.alloc_raw(&self.stream, Request::bytes(black_box(4096)))?;
+                    let address =
+                        self.pool.alloc_raw(&self.stream, Request::bytes(black_box(4096)))?;
                     self.pool.free_raw(black_box(address))?;
                 }
             }

@@ -9,7 +9,11 @@ use std::ffi::{c_int, c_void};
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn aq_cupy_alloc(stream: *mut c_void, size: usize, device: c_int) -> *mut c_void {
+pub unsafe extern "C" fn aq_cupy_alloc(
+    stream: *mut c_void,
+    size: usize,
+    device: c_int,
+) -> *mut c_void {
     // What does not fit an `isize` is refused there as negative.
     // SAFETY: 1. the caller's.
     unsafe { aq_torch_alloc(size as isize, device, stream) }

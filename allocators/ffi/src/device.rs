@@ -36,7 +36,8 @@ pub(crate) fn handle(stream: *mut c_void) -> u64 {
 /// What is wrong with an address that a device's pool does not know: it may be another's.
 #[cold]
 pub(crate) fn strange(shared: &Shared, device: u32, error: MemoryError) -> Failure {
-    let (MemoryError::ForeignBlock { address } | MemoryError::DoubleFree { address }) = error else {
+    let (MemoryError::ForeignBlock { address } | MemoryError::DoubleFree { address }) = error
+    else {
         return error.into();
     };
     let of_other = shared.runtime.devices().iter().find(|pool| pool.share_raw(address).is_ok());
@@ -164,7 +165,8 @@ pub unsafe extern "C" fn aq_record_use(
         // SAFETY: 1. the caller's.
         unsafe {
             here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
-                let block = pool.share_raw(address).map_err(|error| strange(shared, device, error))?;
+                let block =
+                    pool.share_raw(address).map_err(|error| strange(shared, device, error))?;
                 Ok(block.record_use(stream, access)?)
             })
         }
@@ -189,7 +191,8 @@ pub unsafe extern "C" fn aq_free_on(
         // SAFETY: 1. the caller's.
         unsafe {
             here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
-                let block = pool.share_raw(address).map_err(|error| strange(shared, device, error))?;
+                let block =
+                    pool.share_raw(address).map_err(|error| strange(shared, device, error))?;
                 Ok(block.record_use(stream, Access::ReadWrite)?)
             })
         }?;

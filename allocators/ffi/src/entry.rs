@@ -65,7 +65,8 @@ fn tell(failure: Failure) -> aq_status {
 fn tell_panic(payload: Box<dyn std::any::Any + Send>) -> aq_status {
     // Dropping it runs code of whoever panicked, which may do so again.
     let _left = panic::catch_unwind(AssertUnwindSafe(|| drop(payload))).map_err(ManuallyDrop::new);
-    let said = PANIC.try_with(|said| said.try_borrow_mut().map(|mut said| std::mem::take(&mut *said)));
+    let said =
+        PANIC.try_with(|said| said.try_borrow_mut().map(|mut said| std::mem::take(&mut *said)));
     let said = said.ok().and_then(Result::ok).unwrap_or_default();
     tell(Failure::new(Status::Panic, format!("a bug of the library: {said}")))
 }
@@ -140,7 +141,11 @@ pub(crate) unsafe fn text_of<'a>(text: *const c_char, name: &'static str) -> Ans
 ///
 /// # Safety
 /// 1. `at` points to a `size_t`, the first field of the caller's struct.
-pub(crate) unsafe fn size_of_theirs(at: *const usize, ours: usize, name: &'static str) -> Answer<usize> {
+pub(crate) unsafe fn size_of_theirs(
+    at: *const usize,
+    ours: usize,
+    name: &'static str,
+) -> Answer<usize> {
     // SAFETY: 1. the caller's.
     let size = unsafe { at.read() };
     if size < size_of::<usize>() {

@@ -278,7 +278,8 @@ pub unsafe extern "C" fn aq_set_limit(
     excess: *mut u64,
 ) -> aq_status {
     enter(|| {
-        let above = here::with(runtime, |shared| Ok(shared.pool(device)?.budget().set_limit(limit)))?;
+        let above =
+            here::with(runtime, |shared| Ok(shared.pool(device)?.budget().set_limit(limit)))?;
         // SAFETY: 1. the caller's.
         unsafe { put_if_wanted(excess, above) };
         Ok(())
@@ -290,7 +291,11 @@ pub unsafe extern "C" fn aq_set_limit(
 /// # Safety
 /// 1. `limit` and `used` are null, or point to `uint64_t`s that the caller may write.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn aq_pinned_limit(runtime: aq_runtime, limit: *mut u64, used: *mut u64) -> aq_status {
+pub unsafe extern "C" fn aq_pinned_limit(
+    runtime: aq_runtime,
+    limit: *mut u64,
+    used: *mut u64,
+) -> aq_status {
     enter(|| {
         here::with(runtime, |shared| {
             // SAFETY: 1. the caller's.
@@ -305,7 +310,11 @@ pub unsafe extern "C" fn aq_pinned_limit(runtime: aq_runtime, limit: *mut u64, u
 /// # Safety
 /// 1. `excess` is null, or points to a `uint64_t` that the caller may write.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn aq_set_pinned_limit(runtime: aq_runtime, limit: u64, excess: *mut u64) -> aq_status {
+pub unsafe extern "C" fn aq_set_pinned_limit(
+    runtime: aq_runtime,
+    limit: u64,
+    excess: *mut u64,
+) -> aq_status {
     enter(|| {
         let above = here::with(runtime, |shared| Ok(pinned(shared).budget().set_limit(limit)))?;
         // SAFETY: 1. the caller's.
@@ -324,7 +333,12 @@ fn pinned(shared: &Shared) -> &PinnedPool {
 /// # Safety
 /// 1. `given` is null, or points to a `uint64_t` that the caller may write.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn aq_trim(runtime: aq_runtime, device: u32, keep: u64, given: *mut u64) -> aq_status {
+pub unsafe extern "C" fn aq_trim(
+    runtime: aq_runtime,
+    device: u32,
+    keep: u64,
+    given: *mut u64,
+) -> aq_status {
     enter(|| {
         let bytes = here::with(runtime, |shared| Ok(shared.pool(device)?.trim(keep)?))?;
         // SAFETY: 1. the caller's.
@@ -434,7 +448,9 @@ pub unsafe extern "C" fn aq_memory_snapshot(
                 Failure::new(Status::Unsupported, text)
             })?;
             let saved = pool.snapshot(history.kept()).save(path);
-            saved.map_err(|error| Failure::new(Status::System, format!("{}: {error}", path.display())))
+            saved.map_err(|error| {
+                Failure::new(Status::System, format!("{}: {error}", path.display()))
+            })
         })
     })
 }

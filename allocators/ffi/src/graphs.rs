@@ -20,7 +20,8 @@ use std::{
 };
 
 /// Whether work on a stream belongs.
-pub type aq_torch_filter = Option<unsafe extern "C" fn(data: *mut c_void, stream: *mut c_void) -> c_int>;
+pub type aq_torch_filter =
+    Option<unsafe extern "C" fn(data: *mut c_void, stream: *mut c_void) -> c_int>;
 /// The end of what a filter is called with.
 pub type aq_torch_drop = Option<unsafe extern "C" fn(data: *mut c_void)>;
 
@@ -39,8 +40,9 @@ unsafe impl Sync for Filter {}
 impl Filter {
     fn includes(&self, stream: u64) -> bool {
         // SAFETY: 1. the caller's, until `drop` is called, which is when this value ends.
-        self.call
-            .is_some_and(|call| unsafe { call(self.data, with_exposed_provenance_mut(stream as usize)) != 0 })
+        self.call.is_some_and(|call| unsafe {
+            call(self.data, with_exposed_provenance_mut(stream as usize)) != 0
+        })
     }
 }
 
@@ -230,7 +232,8 @@ pub unsafe extern "C" fn aq_torch_pool_uses(
 ) -> aq_status {
     enter(|| {
         let name = name(device, first, second)?;
-        let users = pools().as_ref().and_then(|pools| pools.get(&name)).map_or(0, |pool| pool.users);
+        let users =
+            pools().as_ref().and_then(|pools| pools.get(&name)).map_or(0, |pool| pool.users);
         // SAFETY: 1. the caller's.
         unsafe { put(uses, users as c_int, "uses") }
     })

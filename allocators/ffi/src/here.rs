@@ -74,7 +74,10 @@ unsafe fn known<'a>() -> Option<Ref<'a, Here>> {
 /// Runs `work` with a runtime that is open.
 #[inline(always)]
 #[expect(unsafe_code, reason = "asks what the thread knows")]
-pub(crate) fn with<R>(runtime: aq_runtime, work: impl FnOnce(&Arc<Shared>) -> Answer<R>) -> Answer<R> {
+pub(crate) fn with<R>(
+    runtime: aq_runtime,
+    work: impl FnOnce(&Arc<Shared>) -> Answer<R>,
+) -> Answer<R> {
     // SAFETY: 1. it is dropped in here.
     match unsafe { known() } {
         Some(here) if here.is(runtime) => return work(&here.shared),
@@ -143,8 +146,9 @@ fn remember(runtime: aq_runtime) -> Answer<Arc<Shared>> {
             streams: Default::default(),
         });
         // A number that is none is no reason to forget one that is good.
-        let stale =
-            here.as_ref().is_some_and(|here| here.version != here.shared.version.load(Ordering::Acquire));
+        let stale = here
+            .as_ref()
+            .is_some_and(|here| here.version != here.shared.version.load(Ordering::Acquire));
         if new.is_some() || stale { std::mem::replace(&mut *here, new) } else { None }
     });
     // The last of a runtime may go with it, which calls the driver.

@@ -67,7 +67,8 @@ pub unsafe extern "C" fn aq_pinned_alloc(
             let pool = shared.runtime.pinned_near(device as usize);
             let block = pool.allocate(layout)?.cast::<u8>();
             let is_pinned = pool.is_pinned(block).unwrap_or(false);
-            out().insert(block.addr().get(), Out { allocator: pool.allocator(), layout, is_pinned });
+            out()
+                .insert(block.addr().get(), Out { allocator: pool.allocator(), layout, is_pinned });
             Ok(block)
         })?;
         // SAFETY: 1. the caller's.
@@ -146,8 +147,9 @@ pub unsafe extern "C" fn aq_pinned_trim(
 ) -> aq_status {
     enter(|| {
         let keep = usize::try_from(keep).unwrap_or(usize::MAX);
-        let bytes =
-            here::with(runtime, |shared| Ok(shared.runtime.pinned_near(device as usize).trim(keep)?))?;
+        let bytes = here::with(runtime, |shared| {
+            Ok(shared.runtime.pinned_near(device as usize).trim(keep)?)
+        })?;
         // SAFETY: 1. the caller's.
         unsafe { put_if_wanted(given, bytes) };
         Ok(())

@@ -16,8 +16,8 @@ use crate::{
     status::{Failure, Status, aq_status},
 };
 use aquifer::{
-    DeviceId, DevicePool, Life, MemoryError, PoolConfig, RawStream, Recorder, Runtime, Stager, StagerConfig,
-    Stream,
+    DeviceId, DevicePool, Life, MemoryError, PoolConfig, RawStream, Recorder, Runtime, Stager,
+    StagerConfig, Stream,
     event::RingSink,
     sim::{DeviceConfig, Schedule, Sim, SimConfig},
 };
@@ -201,7 +201,9 @@ impl Shared {
     pub(crate) unsafe fn stream(&self, device: u32, handle: u64) -> Answer<Known> {
         let pool = self.pool(device)?;
         match handle {
-            0 | 1 => return Ok(Known { stream: pool.streams().legacy_default()?, doubtful: false }),
+            0 | 1 => {
+                return Ok(Known { stream: pool.streams().legacy_default()?, doubtful: false });
+            }
             2 => return Ok(Known { stream: pool.streams().thread_default()?, doubtful: false }),
             _ => {}
         }
@@ -224,8 +226,8 @@ impl Shared {
         // SAFETY: 1. the caller's.
         let raw = unsafe { RawStream::from_raw(pool.device(), handle) };
         // SAFETY: 1. 2. the caller's.
-        let stream =
-            unsafe { pool.streams().adopt(raw, life) }.map_err(|error| no_stream(error, device, handle))?;
+        let stream = unsafe { pool.streams().adopt(raw, life) }
+            .map_err(|error| no_stream(error, device, handle))?;
         if !doubtful {
             let before = lock(&self.device(device)?.streams).insert(handle, stream.clone());
             // It may be the last to hold what it knew.
@@ -298,7 +300,9 @@ impl fmt::Debug for Shared {
 fn no_stream(error: MemoryError, device: u32, handle: u64) -> Failure {
     match error {
         MemoryError::UnknownId => {
-            let text = format!("{handle:#x} is no stream that device {device} knows; nothing is to be done");
+            let text = format!(
+                "{handle:#x} is no stream that device {device} knows; nothing is to be done"
+            );
             Failure::new(Status::UnknownStream, text)
         }
         // Invalid value, context, handle.
@@ -328,15 +332,18 @@ impl aq_runtime_options {
         let known = unsafe { size_of_theirs(theirs.cast(), size_of::<Self>(), "options") }?;
         // SAFETY: 1. so many bytes are there on both sides. 2. any bytes are a value of these fields. 3. `ours` is this
         // function's own, so they do not overlap.
-        unsafe { std::ptr::copy_nonoverlapping(theirs.cast::<u8>(), (&raw mut ours).cast::<u8>(), known) };
+        unsafe {
+            std::ptr::copy_nonoverlapping(theirs.cast::<u8>(), (&raw mut ours).cast::<u8>(), known)
+        };
         // SAFETY: 1. the caller's.
         let size = unsafe { theirs.cast::<usize>().read() };
         // A newer caller asks for nothing that is not known here.
         // SAFETY: 1. the caller's struct has `size` bytes.
         let asks = (known..size).any(|at| unsafe { theirs.cast::<u8>().add(at).read() } != 0);
         if asks {
-            let text =
-                format!("options of {size} bytes ask for what this version, with {known}, does not know");
+            let text = format!(
+                "options of {size} bytes ask for what this version, with {known}, does not know"
+            );
             return Err(Failure::new(Status::Version, text));
         }
         Ok(ours)
@@ -345,11 +352,16 @@ impl aq_runtime_options {
     fn sim(&self) -> Answer<Sim> {
         if self.sim_devices > SimConfig::MOST_DEVICES {
             let (name, value) = ("sim_devices", self.sim_devices.to_string());
-            return Err(MemoryError::BadSetting { name, value, expected: "at most 64 of them" }.into());
+            return Err(
+                MemoryError::BadSetting { name, value, expected: "at most 64 of them" }.into()
+            );
         }
         let mut config = SimConfig::h200(self.sim_devices.max(1));
         if self.sim_flags & AQ_SIM_PLAIN != 0 {
-            config.devices.iter_mut().for_each(|device| *device = DeviceConfig::without_virtual_memory());
+            config
+                .devices
+                .iter_mut()
+                .for_each(|device| *device = DeviceConfig::without_virtual_memory());
         }
         if self.sim_memory > 0 {
             config.capacity = Some(self.sim_memory);
@@ -368,12 +380,15 @@ impl aq_runtime_options {
             return Ok(None);
         }
         if self.history > LONGEST_HISTORY {
-            let text =
-                format!("options->history is {}; it can be {LONGEST_HISTORY} events at most", self.history);
+            let text = format!(
+                "options->history is {}; it can be {LONGEST_HISTORY} events at most",
+                self.history
+            );
             return Err(Failure::new(Status::BadArgument, text));
         }
         if std::env::var_os("AQUIFER_TRACE").is_some_and(|path| !path.is_empty()) {
-            let text = "options->history and AQUIFER_TRACE are both set, and events go to one of them";
+            let text =
+                "options->history and AQUIFER_TRACE are both set, and events go to one of them";
             return Err(Failure::new(Status::BadSetting, text));
         }
         Ok(Some(Arc::new(RingSink::new(self.history as usize))))
@@ -384,7 +399,11 @@ impl aq_runtime_options {
             return Err(bad("streams", self.streams, "AQ_STREAMS_UNTOLD or AQ_STREAMS_RETIRED"));
         }
         if self.sim_flags > AQ_SIM_PLAIN | AQ_SIM_UNCHECKED {
-            return Err(bad("sim_flags", self.sim_flags, "AQ_SIM_PLAIN, AQ_SIM_UNCHECKED, or both"));
+            return Err(bad(
+                "sim_flags",
+                self.sim_flags,
+                "AQ_SIM_PLAIN, AQ_SIM_UNCHECKED, or both",
+            ));
         }
         let mut pools = PoolConfig::default();
         if self.wait_ns > 0 {

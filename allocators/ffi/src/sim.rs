@@ -1,5 +1,8 @@
 //! The simulated device, for tests of those who use the library from C.
-#![expect(unsafe_code, reason = "exports functions to C, and destroys streams of the simulated driver")]
+#![expect(
+    unsafe_code,
+    reason = "exports functions to C, and destroys streams of the simulated driver"
+)]
 
 use crate::{
     device::{access, handle},
@@ -36,7 +39,8 @@ fn with<R>(
 ) -> Answer<R> {
     here::with(runtime, |shared| {
         let device = ordinal(shared, device)?;
-        Ok(work(shared, sim(shared)?, device).map_err(|error| MemoryError::driver(device, error))?)
+        Ok(work(shared, sim(shared)?, device)
+            .map_err(|error| MemoryError::driver(device, error))?)
     })
 }
 
@@ -61,7 +65,11 @@ pub unsafe extern "C" fn aq_sim_stream_create(
 
 /// Destroys a stream of the simulated driver.
 #[unsafe(no_mangle)]
-pub extern "C" fn aq_sim_stream_destroy(runtime: aq_runtime, device: u32, stream: *mut c_void) -> aq_status {
+pub extern "C" fn aq_sim_stream_destroy(
+    runtime: aq_runtime,
+    device: u32,
+    stream: *mut c_void,
+) -> aq_status {
     enter(|| {
         let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
         // SAFETY: 1. the simulated driver refuses what is none of its streams; whoever uses one after its end is told.
@@ -78,13 +86,15 @@ pub extern "C" fn aq_sim_stream_wait(
     other: *mut c_void,
 ) -> aq_status {
     enter(|| {
-        let (stream, other) =
-            here::with(runtime, |shared| Ok((raw(shared, device, stream)?, raw(shared, device, other)?)))?;
+        let (stream, other) = here::with(runtime, |shared| {
+            Ok((raw(shared, device, stream)?, raw(shared, device, other)?))
+        })?;
         with(runtime, device, |_, sim, device| {
             let driver = sim.driver();
             let event = driver.event_create(device)?;
-            let waits =
-                driver.event_record(event, other).and_then(|()| driver.stream_wait_event(stream, event));
+            let waits = driver
+                .event_record(event, other)
+                .and_then(|()| driver.stream_wait_event(stream, event));
             // SAFETY: 1. made above, and nobody else knows it.
             waits.and(unsafe { driver.event_destroy(event) })
         })
@@ -106,7 +116,11 @@ pub extern "C" fn aq_sim_stream_synchronize(
 
 /// Opens a capture on a stream.
 #[unsafe(no_mangle)]
-pub extern "C" fn aq_sim_capture_begin(runtime: aq_runtime, device: u32, stream: *mut c_void) -> aq_status {
+pub extern "C" fn aq_sim_capture_begin(
+    runtime: aq_runtime,
+    device: u32,
+    stream: *mut c_void,
+) -> aq_status {
     enter(|| {
         let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
         with(runtime, device, |_, sim, _| sim.driver().capture_begin(raw, CaptureMode::Global))

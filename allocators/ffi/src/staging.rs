@@ -1,7 +1,10 @@
 //! Pageable memory to the device and back.
 //!
 //! A transfer holds its block: one that is freed meanwhile goes home when the transfer has come to its end.
-#![expect(unsafe_code, reason = "exports functions to C, and lends what the caller's pointers name")]
+#![expect(
+    unsafe_code,
+    reason = "exports functions to C, and lends what the caller's pointers name"
+)]
 
 use crate::{
     device::{handle, strange},
@@ -11,7 +14,8 @@ use crate::{
     status::{Failure, Status, aq_status},
 };
 use aquifer::{
-    Access, Block, DevicePool, DeviceRange, MemoryError, Operand, OperandMut, RawStream, Stream, Typed,
+    Access, Block, DevicePool, DeviceRange, MemoryError, Operand, OperandMut, RawStream, Stream,
+    Typed,
     driver::KeepAlive,
     error::Result,
     staging::{HostBuffer, StageError, Staged, Ticket},
@@ -155,7 +159,8 @@ impl Copy {
     }
 
     fn part(&self, shared: &Shared, pool: &DevicePool, stream: &Stream) -> Answer<Part> {
-        let block = pool.share_raw(self.block).map_err(|error| strange(shared, self.device, error))?;
+        let block =
+            pool.share_raw(self.block).map_err(|error| strange(shared, self.device, error))?;
         let there = block.bytes();
         if self.offset > there || self.bytes > there - self.offset {
             let (offset, len, bytes) = (self.offset, self.bytes, there);
@@ -211,7 +216,9 @@ pub unsafe extern "C" fn aq_upload(
             copy.with((), |shared, mut part, host| {
                 // SAFETY: 1. the caller's `bytes` readable bytes, not null, no more than `isize::MAX`.
                 let from = slice::from_raw_parts(host.as_ptr().cast::<u8>(), host.len());
-                let staged = shared.stager(device)?.scope(|stage| stage.upload(from, &mut part).map(drop))?;
+                let staged = shared
+                    .stager(device)?
+                    .scope(|stage| stage.upload(from, &mut part).map(drop))?;
                 Ok(staged?)
             })
         }
@@ -240,14 +247,17 @@ pub unsafe extern "C" fn aq_download(
             copy.with((), |shared, part, host| {
                 // SAFETY: 1. the caller's `bytes` writable bytes, not null, no more than `isize::MAX`, and his alone.
                 let to = slice::from_raw_parts_mut(host.as_ptr().cast::<u8>(), host.len());
-                let staged = shared.stager(device)?.scope(|stage| stage.download(&part, to).map(drop))?;
+                let staged =
+                    shared.stager(device)?.scope(|stage| stage.download(&part, to).map(drop))?;
                 Ok(staged?)
             })
         }
     })
 }
 
-fn begun<T>(begun: std::result::Result<Ticket<T>, aquifer::staging::Failed<T>>) -> Answer<Ticket<T>> {
+fn begun<T>(
+    begun: std::result::Result<Ticket<T>, aquifer::staging::Failed<T>>,
+) -> Answer<Ticket<T>> {
     begun.map_err(|failed| failed.error.into())
 }
 

@@ -78,8 +78,9 @@ fn make(options: Option<aq_runtime_options>) -> Answer<aq_runtime> {
 }
 
 pub(crate) fn device_of(device: c_int) -> Answer<u32> {
-    u32::try_from(device)
-        .map_err(|_| Failure::new(Status::NoDevice, format!("device {device} asked, counted from 0")))
+    u32::try_from(device).map_err(|_| {
+        Failure::new(Status::NoDevice, format!("device {device} asked, counted from 0"))
+    })
 }
 
 /// Makes the process's runtime with these options, before PyTorch's first allocation.
@@ -125,7 +126,15 @@ unsafe fn take(size: isize, device: c_int, stream: *mut c_void) -> Answer<*mut c
     }
     let mut address = 0;
     // SAFETY: 1. the caller's. 2. a local.
-    unsafe { allocate(the_runtime()?, device_of(device)?, Request::bytes(bytes), stream, &raw mut address) }?;
+    unsafe {
+        allocate(
+            the_runtime()?,
+            device_of(device)?,
+            Request::bytes(bytes),
+            stream,
+            &raw mut address,
+        )
+    }?;
     note_device(address, device);
     Ok(with_exposed_provenance_mut(address as usize))
 }
@@ -135,7 +144,11 @@ unsafe fn take(size: isize, device: c_int, stream: *mut c_void) -> Answer<*mut c
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn aq_torch_alloc(size: isize, device: c_int, stream: *mut c_void) -> *mut c_void {
+pub unsafe extern "C" fn aq_torch_alloc(
+    size: isize,
+    device: c_int,
+    stream: *mut c_void,
+) -> *mut c_void {
     let mut memory = null_mut();
     enter(|| {
         // SAFETY: 1. the caller's.
@@ -215,8 +228,11 @@ fn likely_device(address: u64) -> u32 {
 #[cold]
 fn device_by_asking(runtime: aq_runtime, address: u64) -> Answer<u32> {
     here::with(runtime, |shared| {
-        let found = shared.runtime.devices().iter().position(|pool| pool.share_raw(address).is_ok());
-        found.map(|device| device as u32).ok_or_else(|| aquifer::MemoryError::ForeignBlock { address }.into())
+        let found =
+            shared.runtime.devices().iter().position(|pool| pool.share_raw(address).is_ok());
+        found
+            .map(|device| device as u32)
+            .ok_or_else(|| aquifer::MemoryError::ForeignBlock { address }.into())
     })
 }
 
@@ -244,12 +260,16 @@ fn note_uses(runtime: aq_runtime, address: u64) -> Answer {
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`, until the block is freed.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn aq_torch_record_stream(memory: *mut c_void, stream: *mut c_void) -> aq_status {
+pub unsafe extern "C" fn aq_torch_record_stream(
+    memory: *mut c_void,
+    stream: *mut c_void,
+) -> aq_status {
     enter(|| {
         let (address, stream) = (memory.addr() as u64, handle(stream));
         here::with(the_runtime()?, |shared| {
             // A free of something else at this address would take the note with it.
-            let found = shared.runtime.devices().iter().position(|pool| pool.share_raw(address).is_ok());
+            let found =
+                shared.runtime.devices().iter().position(|pool| pool.share_raw(address).is_ok());
             let device = found.ok_or(aquifer::MemoryError::ForeignBlock { address })? as u32;
             let mut recorded = recorded();
             let block = recorded.get_or_insert_default().entry(address).or_insert_with(|| {
@@ -274,7 +294,8 @@ pub unsafe extern "C" fn aq_torch_base_alloc(memory: *mut c_void, size: *mut usi
     enter(|| {
         let address = memory.addr() as u64;
         here::with(the_runtime()?, |shared| {
-            let block = shared.runtime.devices().iter().find_map(|pool| pool.share_raw(address).ok());
+            let block =
+                shared.runtime.devices().iter().find_map(|pool| pool.share_raw(address).ok());
             let block = block.ok_or(aquifer::MemoryError::ForeignBlock { address })?;
             if !size.is_null() {
                 // SAFETY: 1. the caller's.

@@ -28,7 +28,10 @@ fn a_panic_is_a_code_and_is_printed_only_if_it_is_somebody_elses() {
     };
     let mut runtime = 0;
     // SAFETY: 1. of this version, with its size. 2. a local.
-    assert_eq!(unsafe { aq_runtime_create(&raw const options, &raw mut runtime) }, Status::Ok as i32);
+    assert_eq!(
+        unsafe { aq_runtime_create(&raw const options, &raw mut runtime) },
+        Status::Ok as i32
+    );
     for _ in 0..3 {
         assert_eq!(aq_sim_panic(runtime), Status::Panic as i32);
         // SAFETY: 1. never null, ended by a zero, and good until this thread's next failure.

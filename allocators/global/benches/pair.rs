@@ -83,7 +83,10 @@ fn compare(threads: usize, bare: Pairs, wrapped: Pairs, layout: Layout) -> (f64,
         handles.into_iter().filter_map(|handle| handle.join().ok()).collect()
     });
     let count = each.len() as f64;
-    (each.iter().map(|best| best.0).sum::<f64>() / count, each.iter().map(|best| best.1).sum::<f64>() / count)
+    (
+        each.iter().map(|best| best.0).sum::<f64>() / count,
+        each.iter().map(|best| best.1).sum::<f64>() / count,
+    )
 }
 
 fn layout(size: usize) -> Layout {
@@ -93,7 +96,8 @@ fn layout(size: usize) -> Layout {
 fn main() {
     let arguments: Vec<_> = env::args().collect();
     if let [_, count, kind, size, ..] = arguments.as_slice()
-        && let (Ok(count), Some((_, pairs))) = (count.parse(), ALL.iter().find(|(name, _)| name == kind))
+        && let (Ok(count), Some((_, pairs))) =
+            (count.parse(), ALL.iter().find(|(name, _)| name == kind))
     {
         println!("{:.2} ns", pairs(count, layout(size.parse().unwrap_or(64))));
         return;

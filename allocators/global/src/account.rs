@@ -8,8 +8,8 @@ mod soft;
 pub(crate) mod tags;
 
 pub(crate) use slot::{
-    SHARED, Slot, charge, charge_growth, charge_plainly, charge_unrouted, freed, frees_plainly, mine, refund,
-    release,
+    SHARED, Slot, charge, charge_growth, charge_plainly, charge_unrouted, freed, frees_plainly,
+    mine, refund, release,
 };
 pub use soft::{SoftCap, is_soft_cap_exceeded, on_soft_cap, set_soft_cap, soft_cap};
 pub use tags::{Allocated, Consumer, Held, allocated_under, held_under, top};
@@ -132,7 +132,12 @@ fn take(need: u64, extra: u64) -> Option<u64> {
         let cap = CAP.load(Ordering::Relaxed);
         let least = charged.checked_add(need).filter(|&least| least <= cap)?;
         let taken = if cap - least >= NEAR { need + extra } else { need };
-        match CHARGED.compare_exchange_weak(charged, charged + taken, Ordering::Relaxed, Ordering::Relaxed) {
+        match CHARGED.compare_exchange_weak(
+            charged,
+            charged + taken,
+            Ordering::Relaxed,
+            Ordering::Relaxed,
+        ) {
             Ok(_) => {
                 if PEAK.load(Ordering::Relaxed) < charged + taken {
                     PEAK.fetch_max(charged + taken, Ordering::Relaxed);

@@ -245,7 +245,11 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         // SAFETY: the caller's promise.
         let moved = unsafe { self.inner.realloc(block, layout, new_size) };
         if K::COUNTS {
-            account::release(if moved.is_null() { growth } else { layout.size().saturating_sub(new_size) });
+            account::release(if moved.is_null() {
+                growth
+            } else {
+                layout.size().saturating_sub(new_size)
+            });
         }
         moved
     }
@@ -336,7 +340,9 @@ unsafe impl<A: GlobalAlloc, K: Accounting> GlobalAlloc for Global<A, K> {
         // SAFETY: 1. The alignment is that of a layout. 2. The caller promises that the size, rounded up to it, is at
         // most `isize::MAX`.
         let new = unsafe { Layout::from_size_align_unchecked(new_size, layout.align()) };
-        let (Some(old), Some(new)) = (Self::whole(layout), Self::whole(new)) else { return ptr::null_mut() };
+        let (Some(old), Some(new)) = (Self::whole(layout), Self::whole(new)) else {
+            return ptr::null_mut();
+        };
         if !K::TRACKS {
             // SAFETY: the caller's promise.
             let moved = unsafe { self.resize_anywhere(block, old, new) };

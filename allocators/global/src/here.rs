@@ -106,8 +106,16 @@ impl Here {
 
     /// To be called when the slot, or a scope of either kind, has changed: allocations then need not ask for any of them.
     fn settle(&self) {
-        self.unrouted.set(if self.scope.get().is_null() { self.slot.get() } else { Counts::SHARED });
-        self.plain.set(if Tag::current() == Tag::NONE { self.unrouted.get() } else { Counts::SHARED });
+        self.unrouted.set(if self.scope.get().is_null() {
+            self.slot.get()
+        } else {
+            Counts::SHARED
+        });
+        self.plain.set(if Tag::current() == Tag::NONE {
+            self.unrouted.get()
+        } else {
+            Counts::SHARED
+        });
     }
 
     /// Has the thread hear of its scopes of tags.

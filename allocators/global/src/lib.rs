@@ -82,8 +82,8 @@ pub mod route;
 pub mod sample;
 
 pub use account::{
-    Allocated, Consumer, Held, SoftCap, Stats, allocated_under, cap, held_under, is_soft_cap_exceeded,
-    on_soft_cap, reset_peak, set_cap, set_soft_cap, soft_cap, stats, top,
+    Allocated, Consumer, Held, SoftCap, Stats, allocated_under, cap, held_under,
+    is_soft_cap_exceeded, on_soft_cap, reset_peak, set_cap, set_soft_cap, soft_cap, stats, top,
 };
 pub use allocator::{Counted, Global, Tracked, Uncounted};
 pub use context::{Context, capture};

@@ -27,8 +27,9 @@ const SAMPLED: u32 = 1 << 31;
 pub(crate) fn room_behind(layout: Layout) -> Option<Layout> {
     let most = isize::MAX as usize - BYTES - (layout.align() - 1);
     // SAFETY: 1. The alignment is that of a layout. 2. The size, rounded up to it, is at most `isize::MAX`.
-    (layout.size() <= most)
-        .then(|| unsafe { Layout::from_size_align_unchecked(layout.size() + BYTES, layout.align()) })
+    (layout.size() <= most).then(|| unsafe {
+        Layout::from_size_align_unchecked(layout.size() + BYTES, layout.align())
+    })
 }
 
 /// The block's pointer as it came from the allocator below, with access to the note: the caller's may have been narrowed

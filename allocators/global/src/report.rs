@@ -65,12 +65,25 @@ pub fn report() -> Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Stats { live, peak, allocations, frees, refusals, routed, routed_allocations, route_refusals } =
-            self.stats;
+        let Stats {
+            live,
+            peak,
+            allocations,
+            frees,
+            refusals,
+            routed,
+            routed_allocations,
+            route_refusals,
+        } = self.stats;
         if !self.installed {
             writeln!(f, "{NOT_INSTALLED}: most allocations are not counted")?;
         }
-        write!(f, "live {}, peak {}, {allocations} allocations, {frees} frees", Bytes(live), Bytes(peak))?;
+        write!(
+            f,
+            "live {}, peak {}, {allocations} allocations, {frees} frees",
+            Bytes(live),
+            Bytes(peak)
+        )?;
         for (what, cap) in [("cap", self.cap), ("soft cap", self.soft_cap)] {
             if cap != u64::MAX {
                 write!(f, "\n{what} {}", Bytes(cap))?;
@@ -81,7 +94,10 @@ impl fmt::Display for Report {
         }
         if routed_allocations > 0 || route_refusals > 0 {
             let live = Bytes(routed);
-            write!(f, "\nroutes: live {live}, {routed_allocations} allocations, {route_refusals} refused")?;
+            write!(
+                f,
+                "\nroutes: live {live}, {routed_allocations} allocations, {route_refusals} refused"
+            )?;
         }
         for Consumer { tag, held, allocated } in &self.top {
             let name = tag.name();
@@ -96,7 +112,12 @@ impl fmt::Display for Report {
                 None => write!(f, "\n  {name}:")?,
             }
             let comma = if held.is_some() { "," } else { "" };
-            write!(f, "{comma} {} allocated in {} blocks", Bytes(allocated.bytes), allocated.allocations)?;
+            write!(
+                f,
+                "{comma} {} allocated in {} blocks",
+                Bytes(allocated.bytes),
+                allocated.allocations
+            )?;
         }
         for stack in &self.stacks {
             write!(f, "\n  {stack}")?;

@@ -26,7 +26,11 @@ static FAIL: AtomicBool = AtomicBool::new(false);
 unsafe impl GlobalAlloc for Flaky {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: the caller's promise.
-        if FAIL.load(Ordering::Relaxed) { std::ptr::null_mut() } else { unsafe { System.alloc(layout) } }
+        if FAIL.load(Ordering::Relaxed) {
+            std::ptr::null_mut()
+        } else {
+            unsafe { System.alloc(layout) }
+        }
     }
 
     unsafe fn dealloc(&self, block: *mut u8, layout: Layout) {
@@ -128,8 +132,9 @@ fn a_block_may_be_freed_by_another_thread() {
         thread::spawn(move || drop(blocks)).join().unwrap();
     }
     assert_eq!(since(&before).0, 0);
-    let made =
-        thread::spawn(|| (0..100).map(|size| vec![1u8; size * 100 + 1]).collect::<Vec<_>>()).join().unwrap();
+    let made = thread::spawn(|| (0..100).map(|size| vec![1u8; size * 100 + 1]).collect::<Vec<_>>())
+        .join()
+        .unwrap();
     drop(made);
     assert_eq!(since(&before).0, 0);
 }

@@ -2,14 +2,17 @@
 //! signal handlers; and a report comes at exit.
 //!
 //! A binary without a test harness: it runs itself as a child process, and counts what it allocates.
-#![cfg_attr(target_os = "linux", expect(unsafe_code, reason = "runs before main, forks, handles signals"))]
+#![cfg_attr(
+    target_os = "linux",
+    expect(unsafe_code, reason = "runs before main, forks, handles signals")
+)]
 
 #[cfg(target_os = "linux")]
 mod linux {
     use aquifer_core::{Tag, impl_allocator, tagged};
     use aquifer_global::{
-        Global, Over, ReportTo, RouteId, Tracked, held_under, is_installed, register, report_at_exit, route,
-        sample_every, stats,
+        Global, Over, ReportTo, RouteId, Tracked, held_under, is_installed, register,
+        report_at_exit, route, sample_every, stats,
     };
     use std::{
         alloc::System,
@@ -94,8 +97,11 @@ mod linux {
             struct Line(#[expect(dead_code, reason = "only its place counts")] [u8; 64]);
             let bytes = Vec::<Line>::with_capacity(STRIP / 64).leak();
             let start = NonNull::from(bytes).cast();
-            let strip: &'static Strip =
-                Box::leak(Box::new(Strip { start, used: AtomicUsize::new(0), freed: AtomicUsize::new(0) }));
+            let strip: &'static Strip = Box::leak(Box::new(Strip {
+                start,
+                used: AtomicUsize::new(0),
+                freed: AtomicUsize::new(0),
+            }));
             let window = start.addr().get()..start.addr().get() + STRIP;
             // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. Atomics work at any time.
             let over = Box::leak(Box::new(unsafe { Over::new(strip, window) }));
@@ -234,7 +240,8 @@ mod linux {
         assert_eq!(says("plain", None), "");
         let asked = says("asks", None);
         assert!(
-            asked.starts_with("aquifer: live ") && asked.contains("asked: live 68.36 KiB in 1 blocks"),
+            asked.starts_with("aquifer: live ")
+                && asked.contains("asked: live 68.36 KiB in 1 blocks"),
             "{asked}"
         );
         let plain = says("plain", Some("stderr"));
@@ -246,8 +253,10 @@ mod linux {
         assert_eq!(says("asks", Some(&file)), "", "the environment has the last word");
         let written: Vec<_> = fs::read_dir(&folder).into_iter().flatten().flatten().collect();
         assert_eq!(written.len(), 1);
-        let text =
-            written.first().and_then(|entry| fs::read_to_string(entry.path()).ok()).unwrap_or_default();
+        let text = written
+            .first()
+            .and_then(|entry| fs::read_to_string(entry.path()).ok())
+            .unwrap_or_default();
         assert!(text.contains("asked: live 68.36 KiB"), "{text}");
         assert!(fs::remove_dir_all(&folder).is_ok());
 
@@ -263,7 +272,8 @@ mod linux {
         }
         let nowhere = says("plain", Some("/no/such/folder/report"));
         assert!(
-            nowhere.starts_with("aquifer: the report cannot be written to /no/such/folder/report: "),
+            nowhere
+                .starts_with("aquifer: the report cannot be written to /no/such/folder/report: "),
             "{nowhere}"
         );
     }

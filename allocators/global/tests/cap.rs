@@ -164,7 +164,8 @@ fn no_thread_ever_passes_it() {
                     match reserve(bytes) {
                         Some(vector) if list.len() < 1000 => {
                             served.fetch_add(1, Ordering::Relaxed);
-                            let held = HELD.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
+                            let held =
+                                HELD.fetch_add(bytes as u64, Ordering::Relaxed) + bytes as u64;
                             assert!(held <= ROOM, "{held} bytes under a cap of {ROOM}");
                             list.push(vector);
                         }

@@ -42,7 +42,12 @@ unsafe impl Sync for Region {}
 impl Region {
     fn new() -> Region {
         let bytes = NonNull::from(vec![0xEEu8; BYTES].leak()).cast();
-        Region { start: bytes, live: Mutex::default(), scrap: Mutex::default(), calls: AtomicUsize::new(0) }
+        Region {
+            start: bytes,
+            live: Mutex::default(),
+            scrap: Mutex::default(),
+            calls: AtomicUsize::new(0),
+        }
     }
 
     fn window(&self) -> Range<usize> {
@@ -157,8 +162,8 @@ fn large_allocations_of_a_scope_are_routed_and_no_others(region: &Region, to: Ro
 
 /// Bytes of the region's own list, which is not routed.
 fn region_bookkeeping(region: &Region) -> u64 {
-    (region.live.lock().unwrap_or_else(PoisonError::into_inner).capacity() * size_of::<(usize, usize)>())
-        as u64
+    (region.live.lock().unwrap_or_else(PoisonError::into_inner).capacity()
+        * size_of::<(usize, usize)>()) as u64
 }
 
 fn blocks_outlive_the_scope_and_any_thread_frees_them(region: &'static Region, to: RouteId) {
@@ -249,7 +254,10 @@ fn threads_share_a_route(region: &'static Region, to: RouteId) {
                     for round in 0..500usize {
                         let size = (round * 7919 + seed * 104_729) % 3000 + 1;
                         live.push(vec![seed as u8; size]);
-                        assert_eq!(live.last().is_some_and(|vector| region.holds(vector)), size >= 1000);
+                        assert_eq!(
+                            live.last().is_some_and(|vector| region.holds(vector)),
+                            size >= 1000
+                        );
                         if live.len() == 16 {
                             assert!(live.iter().flatten().all(|&byte| byte == seed as u8));
                             live.drain(..8 + round % 8);
@@ -310,7 +318,8 @@ fn an_allocator_that_unwinds_refuses() -> Result<(), LayoutError> {
     // SAFETY: it has no blocks.
     let over = unsafe { Over::new(Unwinds, 0..0) };
     let layout = Layout::from_size_align(100, 8)?;
-    let asked = catch_unwind(AssertUnwindSafe(|| (over.allocate(layout), over.allocate_zeroed(layout))));
+    let asked =
+        catch_unwind(AssertUnwindSafe(|| (over.allocate(layout), over.allocate_zeroed(layout))));
     assert_eq!(asked.ok(), Some((None, None)));
     Ok(())
 }

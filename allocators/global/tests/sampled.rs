@@ -51,7 +51,11 @@ fn estimates_are_near_the_truth_whatever_the_sizes() {
     assert!((held * 3 / 4..held * 5 / 4).contains(&estimate), "{estimate} of {held}");
     let all = stacks(usize::MAX);
     assert!(all.is_sorted_by_key(|stack| std::cmp::Reverse(stack.live)));
-    assert!(all[0].live >= 19 * MIB && all[0].blocks == 20, "large blocks are all sampled: {:?}", all[0]);
+    assert!(
+        all[0].live >= 19 * MIB && all[0].blocks == 20,
+        "large blocks are all sampled: {:?}",
+        all[0]
+    );
     assert_eq!(all[0].sampled, 20 * MIB);
     drop((small, large));
     assert!(total() < MIB, "{} after all is free", total());
@@ -61,7 +65,10 @@ fn stacks_name_their_functions() {
     let large = holds_large_blocks();
     let named = stacks(1)[0].to_string();
     let first = named.lines().nth(1).unwrap_or_default();
-    assert!(named.contains("holds_large_blocks") && named.contains("stacks_name_their_functions"), "{named}");
+    assert!(
+        named.contains("holds_large_blocks") && named.contains("stacks_name_their_functions"),
+        "{named}"
+    );
     assert!(!first.contains("aquifer_global") && !first.contains("__rust"), "{named}");
     drop(large);
 }
@@ -116,7 +123,9 @@ fn threads_sample_and_report_at_once() {
         }
         threads.spawn(|| {
             for _ in 0..30 {
-                assert!(stacks(5).iter().map(Stack::to_string).all(|text| text.contains("sampled")));
+                assert!(
+                    stacks(5).iter().map(Stack::to_string).all(|text| text.contains("sampled"))
+                );
             }
         });
     });

@@ -11,7 +11,9 @@
 #[cfg(target_os = "linux")]
 mod linux {
     use aquifer_core::{Tag, impl_allocator, tagged};
-    use aquifer_global::{Global, Over, RouteId, Tracked, held_under, register, route, sample_every, stats};
+    use aquifer_global::{
+        Global, Over, RouteId, Tracked, held_under, register, route, sample_every, stats,
+    };
     use std::{
         alloc::System,
         cell::Cell,
@@ -123,7 +125,8 @@ mod linux {
     /// Allocates, grows, routes and frees, and says whether contents stayed.
     fn works(to: RouteId, with: u8) -> bool {
         let tag = Tag::from_index(7).unwrap_or(Tag::OTHER);
-        let (mut plain, routed) = tagged(tag, || (vec![with; 500], route(to, 1000, || vec![with; 3000])));
+        let (mut plain, routed) =
+            tagged(tag, || (vec![with; 500], route(to, 1000, || vec![with; 3000])));
         plain.resize(20_000, with);
         let whole = black_box(&plain).iter().chain(black_box(&routed)).all(|&byte| byte == with);
         let zeroed = route(to, 1000, || vec![0u8; 2000]);
@@ -141,7 +144,9 @@ mod linux {
         let tags = [5, 6, 7].map(|tag| Tag::from_index(tag).unwrap_or(Tag::OTHER));
         let mut numbers = seed as u64 + 1;
         let mut next = move || {
-            numbers = numbers.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            numbers = numbers
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             (numbers >> 33) as usize
         };
         let is_whole = |block: &[u8]| block.iter().all(|byte| *byte == block.len() as u8);

@@ -6,8 +6,8 @@
 
 use aquifer_core::{Tag, impl_allocator, tagged};
 use aquifer_global::{
-    Global, Held, Over, Tracked, allocated_under, capture, held_under, register, reset_peak, route, set_cap,
-    stats, top,
+    Global, Held, Over, Tracked, allocated_under, capture, held_under, register, reset_peak, route,
+    set_cap, stats, top,
 };
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -159,11 +159,14 @@ fn what_is_refused_changes_nothing() {
     set_cap(u64::MAX);
     let before = (held(tag), stats().live, stats().allocations);
     FAIL.store(true, Ordering::Relaxed);
-    let below = (tagged(tag, || Vec::<u8>::new().try_reserve_exact(50)), list.try_reserve_exact(1000));
+    let below =
+        (tagged(tag, || Vec::<u8>::new().try_reserve_exact(50)), list.try_reserve_exact(1000));
     FAIL.store(false, Ordering::Relaxed);
     set_cap(stats().live + 100);
-    let above =
-        (tagged(tag, || Vec::<u8>::new().try_reserve_exact(1 << 20)), list.try_reserve_exact(1 << 20));
+    let above = (
+        tagged(tag, || Vec::<u8>::new().try_reserve_exact(1 << 20)),
+        list.try_reserve_exact(1 << 20),
+    );
     set_cap(u64::MAX);
     assert!(below.0.is_err() && below.1.is_err() && above.0.is_err() && above.1.is_err());
     assert_eq!((held(tag).live, held(tag).blocks), (before.0.live, before.0.blocks));
@@ -194,7 +197,8 @@ fn more_tags_than_cells_are_exact_over_threads() {
             threads.spawn(move || {
                 let mut state = seed as u64 * 2654435761 + 1;
                 for _ in 0..4000 {
-                    state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+                    state =
+                        state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
                     let tag = tags[(state >> 33) as usize % tags.len()];
                     let size = (state >> 40) as usize % 3000 + 1;
                     let mut block = tagged(tag, || vec![1u8; size]);
@@ -204,7 +208,8 @@ fn more_tags_than_cells_are_exact_over_threads() {
                     let to = (state >> 50) as usize % THREADS;
                     let mut queue = exchange[to].lock().unwrap();
                     queue.push(block);
-                    let taken = if queue.len() > 20 { queue.drain(..10).collect() } else { Vec::new() };
+                    let taken =
+                        if queue.len() > 20 { queue.drain(..10).collect() } else { Vec::new() };
                     drop(queue);
                     drop(taken);
                 }
@@ -217,11 +222,16 @@ fn more_tags_than_cells_are_exact_over_threads() {
     let left: u64 = exchange.iter().map(|queue| queue.lock().unwrap().len() as u64).sum();
     let bytes: u64 = exchange
         .iter()
-        .flat_map(|queue| queue.lock().unwrap().iter().map(|b| b.capacity() as u64).collect::<Vec<_>>())
+        .flat_map(|queue| {
+            queue.lock().unwrap().iter().map(|b| b.capacity() as u64).collect::<Vec<_>>()
+        })
         .sum();
     let total = |what: fn(&Held) -> u64| tags.iter().map(|&tag| what(&held(tag))).sum::<u64>();
     assert_eq!((total(|held| held.blocks), total(|held| held.live)), (left, bytes));
-    assert_eq!(tags.iter().map(|&tag| allocated_under(tag).allocations).sum::<u64>(), THREADS as u64 * 4000);
+    assert_eq!(
+        tags.iter().map(|&tag| allocated_under(tag).allocations).sum::<u64>(),
+        THREADS as u64 * 4000
+    );
     drop(exchange);
     assert!(tags.iter().all(|&tag| bytes_and_blocks(tag) == (0, 0)));
 }
@@ -345,8 +355,8 @@ fn peaks_are_never_below_the_truth_and_little_above() {
 
 fn the_largest_come_first() {
     let [a, b, c] = ["top a", "top b", "top c"].map(Tag::named);
-    let blocks =
-        [(a, 2 << 20), (b, 8 << 20), (c, 4 << 20)].map(|(tag, size)| tagged(tag, || vec![1u8; size]));
+    let blocks = [(a, 2 << 20), (b, 8 << 20), (c, 4 << 20)]
+        .map(|(tag, size)| tagged(tag, || vec![1u8; size]));
     let largest: Vec<_> =
         top(3).iter().map(|consumer| (consumer.tag, consumer.held.map(|held| held.live))).collect();
     assert_eq!(largest, [(b, Some(8 << 20)), (c, Some(4 << 20)), (a, Some(2 << 20))]);
@@ -359,7 +369,8 @@ fn the_largest_come_first() {
 fn a_context_carries_tags_and_routes_to_other_threads() {
     let (strip, to) = strip();
     let tag = Tag::named("carried");
-    let (context, job) = tagged(tag, || route(to, 1000, || (capture(), capture().bind(|| vec![1u8; 5000]))));
+    let (context, job) =
+        tagged(tag, || route(to, 1000, || (capture(), capture().bind(|| vec![1u8; 5000]))));
     assert_eq!((context.tag(), Tag::current()), (tag, Tag::NONE));
     let (made, after) = thread::spawn(move || (job(), vec![1u8; 5000])).join().unwrap();
     let window = strip.start.addr().get()..strip.start.addr().get() + STRIP;

@@ -316,8 +316,8 @@ impl Bins {
                 let fork = &records[at];
                 let units = fork.len >> self.shift;
                 let (own_bin, open) = bin_of(units);
-                let on_path =
-                    depth <= open && (units & ((1u64 << open) - 1)) >> (open - depth.min(open)) == path;
+                let on_path = depth <= open
+                    && (units & ((1u64 << open) - 1)) >> (open - depth.min(open)) == path;
                 let sound = own_bin == bin
                     && flagged
                     && level_flagged
@@ -394,7 +394,10 @@ mod tests {
                 let best = left.iter().map(|&(len, _)| len).filter(|&len| len >= wanted).min();
                 let found = bins.best_fit(&records, wanted);
                 assert_eq!(found.map(|id| records[id].len), best);
-                assert_eq!(bins.longest(&records).map(|id| records[id].len), left.iter().map(|l| l.0).max());
+                assert_eq!(
+                    bins.longest(&records).map(|id| records[id].len),
+                    left.iter().map(|l| l.0).max()
+                );
                 let mut filed = 0;
                 bins.audit(&records, |id, sound| {
                     assert!(sound, "{id}");

@@ -69,7 +69,9 @@ impl fmt::Display for Broken {
         match *self {
             Self::Shape { at } => write!(f, "the record at {at:#x} is misshapen"),
             Self::Order { at } => write!(f, "the record at {at:#x} is out of order"),
-            Self::Unmerged { at } => write!(f, "two free extents touch at {at:#x} and are not merged"),
+            Self::Unmerged { at } => {
+                write!(f, "two free extents touch at {at:#x} and are not merged")
+            }
             Self::Bins { at } => write!(f, "the bins are wrong about the extent at {at:#x}"),
             Self::PageMap { at } => write!(f, "the page map does not lead to {at:#x}"),
             Self::PageCount { expected, found } => {

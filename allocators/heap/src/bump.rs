@@ -57,7 +57,11 @@ pub struct StaleMark {
 
 impl fmt::Display for StaleMark {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the mark at {} bytes is not of this range, or above the {} in use", self.mark, self.used)
+        write!(
+            f,
+            "the mark at {} bytes is not of this range, or above the {} in use",
+            self.mark, self.used
+        )
     }
 }
 

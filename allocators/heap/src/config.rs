@@ -60,7 +60,10 @@ impl Config {
         if !self.unit.is_power_of_two() {
             return Err(ConfigError::Unit { unit: self.unit });
         }
-        if !self.page.is_power_of_two() || self.page < self.unit || self.page / self.unit > MAX_PAGE_UNITS {
+        if !self.page.is_power_of_two()
+            || self.page < self.unit
+            || self.page / self.unit > MAX_PAGE_UNITS
+        {
             return Err(ConfigError::Page { page: self.page, unit: self.unit });
         }
         if !self.grain.is_power_of_two() || self.grain < self.page {
@@ -130,15 +133,23 @@ impl fmt::Display for ConfigError {
         match *self {
             Self::Unit { unit } => write!(f, "unit {unit} is not a power of two"),
             Self::Page { page, unit } => {
-                write!(f, "page {page} is not a power of two between 1 and {MAX_PAGE_UNITS} units of {unit}")
+                write!(
+                    f,
+                    "page {page} is not a power of two between 1 and {MAX_PAGE_UNITS} units of {unit}"
+                )
             }
             Self::Grain { grain, page } => {
                 write!(f, "grain {grain} is not a power of two from page {page} on")
             }
             Self::SmallMax { small_max, page } => {
-                write!(f, "small_max {small_max} is not a multiple of the unit, or above half of page {page}")
+                write!(
+                    f,
+                    "small_max {small_max} is not a multiple of the unit, or above half of page {page}"
+                )
             }
-            Self::Border { border, unit } => write!(f, "border {border} is not a multiple of unit {unit}"),
+            Self::Border { border, unit } => {
+                write!(f, "border {border} is not a multiple of unit {unit}")
+            }
         }
     }
 }

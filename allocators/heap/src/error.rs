@@ -86,13 +86,22 @@ impl fmt::Display for HeapError {
             Self::Overlap { range, with } => {
                 write!(f, "range {range} overlaps {with}, which the heap has already")
             }
-            Self::NotFree { range, at } => write!(f, "range {range} is not wholly free: {at:#x} is not"),
-            Self::Border { range, at } => write!(f, "a block at {range} would cross the border at {at:#x}"),
+            Self::NotFree { range, at } => {
+                write!(f, "range {range} is not wholly free: {at:#x} is not")
+            }
+            Self::Border { range, at } => {
+                write!(f, "a block at {range} would cross the border at {at:#x}")
+            }
             Self::Foreign { address } => write!(f, "{address:#x} is not in this heap"),
             Self::DoubleFree { address } => write!(f, "{address:#x} is free already"),
-            Self::Interior { address, block } => write!(f, "{address:#x} is inside the block {block}"),
+            Self::Interior { address, block } => {
+                write!(f, "{address:#x} is inside the block {block}")
+            }
             Self::Stale { address } => {
-                write!(f, "the block at {address:#x} was freed, and the address belongs to a later one")
+                write!(
+                    f,
+                    "the block at {address:#x} was freed, and the address belongs to a later one"
+                )
             }
             Self::NoRoom { block, wanted, available } => {
                 write!(f, "block {block} cannot grow to {wanted} bytes: {available} are its most")

@@ -221,7 +221,8 @@ impl Heap {
         }
         if tail > 0 {
             self.records[piece].cuts &= CUT_BEFORE;
-            let rest = self.insert_after(piece, Record::new(start + len, tail, stamp, cuts & CUT_AFTER));
+            let rest =
+                self.insert_after(piece, Record::new(start + len, tail, stamp, cuts & CUT_AFTER));
             self.bins.insert(&mut self.records, rest);
         }
         piece

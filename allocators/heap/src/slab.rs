@@ -221,7 +221,14 @@ impl Slabs {
     /// Makes a slab of `slots` slots out of the record `record`, which starts at `start`.
     ///
     /// It has room, and it is no spare although it is empty: a slot is taken from it next.
-    pub(crate) fn make(&mut self, class: usize, slots: u64, record: u32, start: u64, stamp: u64) -> u32 {
+    pub(crate) fn make(
+        &mut self,
+        class: usize,
+        slots: u64,
+        record: u32,
+        start: u64,
+        stamp: u64,
+    ) -> u32 {
         let Class { slot, reciprocal, slots: (_, longest), vacant, .. } = self.classes[class];
         let id = if vacant == NIL {
             self.slabs.push(Slab {
@@ -301,7 +308,13 @@ impl Slabs {
 
     /// Gives the slot at `address` back, if it is live in its life `generation`.
     #[inline(always)]
-    pub(crate) fn give_keyed(&mut self, id: u32, address: u64, generation: u32, stamp: u64) -> Option<Given> {
+    pub(crate) fn give_keyed(
+        &mut self,
+        id: u32,
+        address: u64,
+        generation: u32,
+        stamp: u64,
+    ) -> Option<Given> {
         let slot = self.slabs.get(id as usize)?.live_slot(address, generation, self.shift)?;
         Some(self.give(id, slot, stamp))
     }
@@ -391,8 +404,10 @@ impl Slabs {
             }
             while at != NIL {
                 let slab = self.slab(at);
-                let in_place = slab.prev == prev && slab.class as usize == index && slab.slot == class.slot;
-                let sound = in_place && slab.used < slab.slots && (slab.used > 0 || class.spare == at);
+                let in_place =
+                    slab.prev == prev && slab.class as usize == index && slab.slot == class.slot;
+                let sound =
+                    in_place && slab.used < slab.slots && (slab.used > 0 || class.spare == at);
                 visit(at, sound);
                 if spare == at {
                     spare = NIL;

@@ -1,5 +1,8 @@
 //! Single rules of the heap, one test each.
-#![expect(clippy::unwrap_used, reason = "a test fails by panicking, and so do the helpers of its file")]
+#![expect(
+    clippy::unwrap_used,
+    reason = "a test fails by panicking, and so do the helpers of its file"
+)]
 
 use aquifer_heap::{Block, Config, ConfigError, Extent, Heap, HeapError, Range};
 
@@ -93,7 +96,11 @@ mod fit {
         let mut heap = device(MIB);
         for bytes in [512, 1024, 1536, 2048, 16 * KIB] {
             let block = heap.alloc(bytes, 512).unwrap();
-            assert_eq!(heap.free_block(&block, 0).unwrap().extent, None, "the slab stays as a spare");
+            assert_eq!(
+                heap.free_block(&block, 0).unwrap().extent,
+                None,
+                "the slab stays as a spare"
+            );
         }
         assert_eq!((heap.free_bytes(), heap.largest_free()), (MIB, MIB));
         assert_eq!(heap.alloc(MIB, 512).map(|block| block.address), Some(BASE));
@@ -141,7 +148,8 @@ mod fit {
     #[test]
     fn a_request_that_cannot_be_is_answered_with_none() {
         let mut heap = device(MIB);
-        for (bytes, align) in [(0, 512), (1, 0), (1, 3), (u64::MAX, 1), (1, 1 << 63), (MIB + 1, 1)] {
+        for (bytes, align) in [(0, 512), (1, 0), (1, 3), (u64::MAX, 1), (1, 1 << 63), (MIB + 1, 1)]
+        {
             assert_eq!(heap.alloc(bytes, align), None, "{bytes} aligned to {align}");
         }
         assert_eq!(heap.largest_free(), MIB);
@@ -179,8 +187,14 @@ mod ending {
             (u64::MAX, HeapError::Foreign { address: u64::MAX }),
             (gone.address, HeapError::DoubleFree { address: gone.address }),
             (small.address + 2048, HeapError::DoubleFree { address: small.address + 2048 }),
-            (small.address + 1, HeapError::Interior { address: small.address + 1, block: small.range() }),
-            (large.address + 512, HeapError::Interior { address: large.address + 512, block: large.range() }),
+            (
+                small.address + 1,
+                HeapError::Interior { address: small.address + 1, block: small.range() },
+            ),
+            (
+                large.address + 512,
+                HeapError::Interior { address: large.address + 512, block: large.range() },
+            ),
         ] {
             assert_eq!(heap.free(address, 9), Err(why));
             assert_eq!(heap.size_of(address), None);
@@ -195,10 +209,16 @@ mod ending {
             let mut heap = device(MIB);
             let first = heap.alloc(bytes, 512).unwrap();
             heap.free_block(&first, 0).unwrap();
-            assert_eq!(heap.free_block(&first, 0), Err(HeapError::DoubleFree { address: first.address }));
+            assert_eq!(
+                heap.free_block(&first, 0),
+                Err(HeapError::DoubleFree { address: first.address })
+            );
             let second = heap.alloc(bytes, 512).unwrap();
             assert_eq!(second.address, first.address);
-            assert_eq!(heap.free_block(&first, 0), Err(HeapError::Stale { address: first.address }));
+            assert_eq!(
+                heap.free_block(&first, 0),
+                Err(HeapError::Stale { address: first.address })
+            );
             assert_eq!(heap.size_of(second.address), Some(second.bytes));
             heap.free_block(&second, 0).unwrap();
         }
@@ -258,7 +278,8 @@ mod stamps {
         for (n, block) in blocks.iter().enumerate() {
             heap.free_block(block, if n == 17 { 1000 } else { 1 }).unwrap();
         }
-        let touched = extents(&heap).into_iter().find(|e| e.range.contains(blocks[17].address)).unwrap();
+        let touched =
+            extents(&heap).into_iter().find(|e| e.range.contains(blocks[17].address)).unwrap();
         assert_eq!(touched.stamp, 1000);
         assert_eq!(heap.remove(Range::new(BASE, MIB)), Ok(1000));
     }
@@ -321,7 +342,9 @@ mod ranges {
     #[test]
     fn overlap_is_refused_and_names_what_is_there() {
         let mut heap = device(MIB);
-        for (start, len) in [(BASE, MIB), (BASE - 512, 1024), (BASE + MIB - 512, 1024), (0, 1 << 50)] {
+        for (start, len) in
+            [(BASE, MIB), (BASE - 512, 1024), (BASE + MIB - 512, 1024), (0, 1 << 50)]
+        {
             let range = Range::new(start, len);
             let with = Range::new(BASE, MIB);
             assert_eq!(heap.add(range, 0), Err(HeapError::Overlap { range, with }));
@@ -409,8 +432,14 @@ fn a_configuration_that_cannot_work_is_refused_by_its_field() {
         (Config { unit: 48, ..good }, ConfigError::Unit { unit: 48 }),
         (Config { page: 256, ..good }, ConfigError::Page { page: 256, unit: 512 }),
         (Config { page: 1 << 40, ..good }, ConfigError::Page { page: 1 << 40, unit: 512 }),
-        (Config { grain: 32 * KIB, ..good }, ConfigError::Grain { grain: 32 * KIB, page: 64 * KIB }),
-        (Config { small_max: 700, ..good }, ConfigError::SmallMax { small_max: 700, page: 64 * KIB }),
+        (
+            Config { grain: 32 * KIB, ..good },
+            ConfigError::Grain { grain: 32 * KIB, page: 64 * KIB },
+        ),
+        (
+            Config { small_max: 700, ..good },
+            ConfigError::SmallMax { small_max: 700, page: 64 * KIB },
+        ),
         (
             Config { small_max: 64 * KIB, ..good },
             ConfigError::SmallMax { small_max: 64 * KIB, page: 64 * KIB },
@@ -451,7 +480,8 @@ fn an_address_is_found_wherever_it_lies_in_the_grain_of_the_map() {
     let mut heap = Heap::new(Config { grain: MIB, small_max: 0, ..Config::device() });
     heap.add(Range::new(BASE, 64 * MIB), 0).unwrap();
     let sizes = [KIB, 300 * KIB, 5 * MIB, 2 * KIB, 3 * MIB];
-    let blocks: Vec<_> = sizes.iter().cycle().take(25).map(|&n| heap.alloc(n, 512).unwrap()).collect();
+    let blocks: Vec<_> =
+        sizes.iter().cycle().take(25).map(|&n| heap.alloc(n, 512).unwrap()).collect();
     for (n, block) in blocks.iter().enumerate() {
         assert_eq!(heap.size_of(block.address), Some(block.bytes));
         if n % 2 == 0 {
@@ -488,7 +518,8 @@ fn draining_takes_exactly_what_is_free_with_its_stamps_and_leaves_what_lives() {
     // Exact blocks and slots, every second one freed, so that there are holes, half-empty slabs and spares; the last one
     // freed is kept whole.
     let sizes = [600 * KIB, 3 * KIB, 70 * KIB, 512, 17 * KIB, 9 * KIB];
-    let blocks: Vec<_> = (0..24).map(|n| heap.alloc(sizes[n % sizes.len()], 512).unwrap()).collect();
+    let blocks: Vec<_> =
+        (0..24).map(|n| heap.alloc(sizes[n % sizes.len()], 512).unwrap()).collect();
     for (stamp, block) in (1..).zip(blocks.iter().step_by(2)) {
         heap.free_block(block, stamp).unwrap();
     }
@@ -538,7 +569,8 @@ fn no_two_blocks_of_a_heap_ever_have_the_same_address_and_key() {
     let mut live = Vec::new();
     let mut random = 1u64;
     for _ in 0..if cfg!(miri) { 300 } else { 20_000 } {
-        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        random =
+            random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let draw = random >> 33;
         if draw.is_multiple_of(3) && !live.is_empty() {
             let block: Block = live.swap_remove(draw as usize / 3 % live.len());

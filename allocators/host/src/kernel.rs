@@ -152,7 +152,8 @@ impl Kernel {
         self.ask(SystemCall::Reserve)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
         // SAFETY: 1. no address is asked for, so no mapping is replaced.
-        let address = unsafe { libc::mmap(ptr::null_mut(), len.get(), libc::PROT_NONE, flags, -1, 0) };
+        let address =
+            unsafe { libc::mmap(ptr::null_mut(), len.get(), libc::PROT_NONE, flags, -1, 0) };
         if address == libc::MAP_FAILED {
             return Err(last("mmap"));
         }
@@ -189,7 +190,8 @@ impl Kernel {
         self.ask(SystemCall::Unmap)?;
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
         // SAFETY: 1. the caller's first condition.
-        let address = unsafe { libc::mmap(span.pointer(), span.len, libc::PROT_NONE, flags, -1, 0) };
+        let address =
+            unsafe { libc::mmap(span.pointer(), span.len, libc::PROT_NONE, flags, -1, 0) };
         if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
     }
 
@@ -328,7 +330,10 @@ impl Kernel {
     ) -> Result<thread::JoinHandle<()>> {
         self.ask(SystemCall::Spawn)?;
         let started: io::Result<_> = thread::Builder::new().name(name).spawn(work);
-        started.map_err(|e| SystemError { call: "clone", errno: e.raw_os_error().unwrap_or(libc::EAGAIN) })
+        started.map_err(|e| SystemError {
+            call: "clone",
+            errno: e.raw_os_error().unwrap_or(libc::EAGAIN),
+        })
     }
 }
 
@@ -365,7 +370,8 @@ fn look_up(pages: &[usize]) -> Result<Vec<c_int>> {
 fn is_there(page: usize) -> bool {
     let mut there = 0;
     // SAFETY: 1. one byte is written, for the one page. 2. the page is looked up by address and not read.
-    let answer = unsafe { libc::mincore(ptr::with_exposed_provenance_mut(page), 1, &raw mut there) };
+    let answer =
+        unsafe { libc::mincore(ptr::with_exposed_provenance_mut(page), 1, &raw mut there) };
     answer == 0 && there & 1 == 1
 }
 
@@ -424,7 +430,10 @@ mod tests {
             kernel.touch(span, PAGE);
             kernel.unmap(span).unwrap();
         }
-        assert!(kernel.nodes_of(&pages).unwrap().iter().all(|&node| node < 0), "the memory is gone");
+        assert!(
+            kernel.nodes_of(&pages).unwrap().iter().all(|&node| node < 0),
+            "the memory is gone"
+        );
     }
 
     #[test]

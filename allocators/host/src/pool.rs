@@ -125,7 +125,9 @@ use crate::{
     region::{self, Host, PageTier, Pinning, RegionReport, Verify, window::GRANULE},
     topology::NodeId,
 };
-use aquifer_core::{Budget, MemoryError, PoolStats, Recorder, Result, event::Place, scratch::Scratch};
+use aquifer_core::{
+    Budget, MemoryError, PoolStats, Recorder, Result, event::Place, scratch::Scratch,
+};
 use aquifer_driver::{HostFlags, site};
 use bytemuck::Pod;
 use home::{Effort, Home};

@@ -56,7 +56,8 @@ pub use backing::{retry_stranded, stranded_bytes};
 pub use file_map::FileMap;
 pub use in_place::{InPlace, Pinnable, PinnableMut, Refused, scope, scope_mut};
 pub use report::{
-    Cause, PageTier, PinnedBy, PlacedBy, Placement, RegionError, RegionReport, Shortfall, Step, Unfit,
+    Cause, PageTier, PinnedBy, PlacedBy, Placement, RegionError, RegionReport, Shortfall, Step,
+    Unfit,
 };
 pub use retired::{end_retired, retired_bytes};
 pub use shared::SharedRegion;
@@ -140,7 +141,8 @@ impl Reach {
                 return Err(refused);
             }
             let devices = (0..driver.device_count().unwrap_or(0)).map(DeviceId);
-            let mut others = devices.filter(|&other| other != self.device && !driver.is_lost(other));
+            let mut others =
+                devices.filter(|&other| other != self.device && !driver.is_lost(other));
             others.find_map(|other| call(driver, other).ok()).ok_or(refused)
         })
     }
@@ -148,7 +150,10 @@ impl Reach {
 
 impl fmt::Debug for Reach {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reach").field("driver", &self.driver.name()).field("device", &self.device).finish()
+        f.debug_struct("Reach")
+            .field("driver", &self.driver.name())
+            .field("device", &self.device)
+            .finish()
     }
 }
 

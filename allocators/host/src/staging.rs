@@ -185,7 +185,11 @@ impl StagerConfig {
     fn bounded(mut self, cpus: usize) -> Self {
         let most = cpus.saturating_sub(2).max(1);
         let half = (cpus / 2).max(1);
-        let most = if self.up_workers.min(most) + self.down_workers.min(most) > cpus { half } else { most };
+        let most = if self.up_workers.min(most) + self.down_workers.min(most) > cpus {
+            half
+        } else {
+            most
+        };
         self.up_workers = self.up_workers.min(most);
         self.down_workers = self.down_workers.min(most);
         self
@@ -225,7 +229,13 @@ struct Side {
 }
 
 impl Side {
-    fn new(host: &Host, pool: &PinnedPool, way: Way, config: &StagerConfig, cache: Option<u64>) -> Self {
+    fn new(
+        host: &Host,
+        pool: &PinnedPool,
+        way: Way,
+        config: &StagerConfig,
+        cache: Option<u64>,
+    ) -> Self {
         let workers = config.workers(way);
         let threads = NonZeroUsize::new(workers).unwrap_or(NonZeroUsize::MIN);
         let stores = match way {
@@ -234,7 +244,8 @@ impl Side {
         };
         // One more than workers, for whoever waits and takes part.
         let lanes = workers + 1;
-        let slots = (lanes as u64).saturating_mul(config.slots as u64).saturating_mul(config.slot as u64);
+        let slots =
+            (lanes as u64).saturating_mul(config.slots as u64).saturating_mul(config.slot as u64);
         let lanes = Arc::new(Lanes::new(pool, lanes, config.slots, config.slot));
         pool.keep_asking(&lanes);
         Self {
@@ -349,7 +360,12 @@ impl Stager {
     ///
     /// # Errors
     /// [`MemoryError::BadSetting`] for a configuration that cannot be followed.
-    pub fn new(host: &Host, pool: &PinnedPool, streams: &StreamPool, config: StagerConfig) -> Result<Self> {
+    pub fn new(
+        host: &Host,
+        pool: &PinnedPool,
+        streams: &StreamPool,
+        config: StagerConfig,
+    ) -> Result<Self> {
         config.check()?;
         let nodes = host.topology.nodes();
         let cpus_of = |id| nodes.iter().find(|node| node.id == id).map(|node| &node.allowed_cpus);

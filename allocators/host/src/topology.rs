@@ -84,9 +84,10 @@ impl Topology {
     pub fn read() -> Result<Self, TopologyError> {
         let numa = match env::var_os(NUMA_VARIABLE) {
             None => Found::unknown(Source::Nobody),
-            Some(value) => {
-                Found::known(Self::parse_switch(&value.to_string_lossy())?, Source::Variable(NUMA_VARIABLE))
-            }
+            Some(value) => Found::known(
+                Self::parse_switch(&value.to_string_lossy())?,
+                Source::Variable(NUMA_VARIABLE),
+            ),
         };
         Self::read_with(Path::new("/"), numa)
     }
@@ -246,7 +247,8 @@ impl Topology {
 
     /// Of nodes that are equally near, or whose distance is unknown, the first.
     fn nearest(&self, id: NodeId, fits: impl Fn(&Node) -> bool) -> Option<&Node> {
-        let far = |node: &&Node| (node.id != id, self.distance(id, node.id).unwrap_or(u32::MAX), node.id);
+        let far =
+            |node: &&Node| (node.id != id, self.distance(id, node.id).unwrap_or(u32::MAX), node.id);
         self.node(id)?;
         self.nodes.iter().filter(|node| fits(node)).min_by_key(far)
     }
@@ -301,7 +303,11 @@ impl Topology {
     ///
     /// # Errors
     /// [`TopologyError::Number`] for a file that holds no number.
-    pub fn free_huge_pages(&self, node: Option<NodeId>, page_size: u64) -> Result<Found<u64>, TopologyError> {
+    pub fn free_huge_pages(
+        &self,
+        node: Option<NodeId>,
+        page_size: u64,
+    ) -> Result<Found<u64>, TopologyError> {
         let folder = match node {
             Some(NodeId(id)) => Path::new(node::FOLDER).join(format!("node{id}/hugepages")),
             None => PathBuf::from("/sys/kernel/mm/hugepages"),

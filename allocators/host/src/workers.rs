@@ -77,7 +77,9 @@ impl fmt::Display for WorkerError {
         match self {
             Self::UnknownNode { node } => write!(f, "there is no {node} here"),
             Self::NoCpus { node } => write!(f, "the process may run on no CPU of {node}"),
-            Self::Bind { node, error } => write!(f, "a worker could not be bound to {node}: {error}"),
+            Self::Bind { node, error } => {
+                write!(f, "a worker could not be bound to {node}: {error}")
+            }
             Self::Spawn { error } => write!(f, "no worker could be started: {error}"),
             Self::Forked => f.write_str("the workers are the parent process's"),
         }

@@ -15,8 +15,8 @@ use aquifer_host::{
     kernel::SystemCall,
     pool,
     region::{
-        Cause, Host, PageTier, PinnedBy, Pinning, Region, RegionRequest, Step, end_retired, retry_stranded,
-        window,
+        Cause, Host, PageTier, PinnedBy, Pinning, Region, RegionRequest, Step, end_retired,
+        retry_stranded, window,
     },
 };
 use std::{
@@ -98,7 +98,10 @@ fn a_registration_that_fails_takes_back_those_before_and_leaves_the_driver_to_al
         let report = region.report();
         assert_eq!((report.pinned_by, report.pages), (PinnedBy::Driver, PageTier::DriverChosen));
         assert!(
-            report.shortfalls.iter().any(|s| s.step == Step::Register && matches!(s.cause, Cause::Driver(_)))
+            report
+                .shortfalls
+                .iter()
+                .any(|s| s.step == Step::Register && matches!(s.cause, Cause::Driver(_)))
         );
         assert_eq!((sim.outstanding().registrations, sim.outstanding().host_allocations), (0, 1));
         assert_eq!(budget.used(), 8 * MIB as u64, "charged once, however it was had");
@@ -106,7 +109,11 @@ fn a_registration_that_fails_takes_back_those_before_and_leaves_the_driver_to_al
         let start = region.span().start;
         drop(region);
         assert!(!window::contains(start));
-        assert!(sim.outstanding().is_empty(), "torn down by the call that fits: {}", sim.outstanding());
+        assert!(
+            sim.outstanding().is_empty(),
+            "torn down by the call that fits: {}",
+            sim.outstanding()
+        );
         assert_eq!((sim.driver().calls().get(Call::HostFree), budget.used()), (1, 0));
     }
 }
@@ -216,7 +223,10 @@ fn registrations_stay_within_what_the_kernel_pins_at_once_and_the_report_says_so
     for (major, minor) in [(6, 10), (6, 14), (5, 15)] {
         faults.seem_version(major, minor);
         let refused = Region::new(&host, &budget, &request).unwrap_err();
-        assert!(!refused.before.iter().any(|s| matches!(s.cause, Cause::Chunks { .. })), "{major}.{minor}");
+        assert!(
+            !refused.before.iter().any(|s| matches!(s.cause, Cause::Chunks { .. })),
+            "{major}.{minor}"
+        );
     }
 }
 
@@ -237,7 +247,11 @@ fn a_strict_region_is_looked_at_before_the_driver_is_asked_and_after() {
     faults.fail_from(SystemCall::Query, 1, nix::libc::EPERM);
     let refused = Region::new(&host, &budget(), &request).unwrap_err();
     assert_eq!(refused.step, Step::Verify);
-    assert_eq!(sim.driver().calls().get(Call::HostRegister), registered, "not pinned to be refused");
+    assert_eq!(
+        sim.driver().calls().get(Call::HostRegister),
+        registered,
+        "not pinned to be refused"
+    );
     assert!(sim.outstanding().is_empty());
 }
 
@@ -271,7 +285,9 @@ fn what_the_driver_will_not_end_stays_mapped_and_charged_until_it_does() {
     let span = region.span();
     sim.fail_every(Call::HostUnregister, 1, 999);
     let error = region.close().unwrap_err();
-    assert!(matches!((error.step, error.cause), (Step::Register, Cause::Driver(e)) if e.code == 999));
+    assert!(
+        matches!((error.step, error.cause), (Step::Register, Cause::Driver(e)) if e.code == 999)
+    );
     retry_stranded();
     assert_eq!((budget.used(), support::present(span)), (span.len as u64, 2048));
     sim.clear_failures();
@@ -457,7 +473,11 @@ fn the_oracle_sees_a_block_that_is_freed_under_a_copy_nobody_told_the_pool_of() 
     drop(block);
     let found = sim.violations();
     assert_eq!(found.len(), 1);
-    assert!(matches!(found[0].kind, ViolationKind::FreeInFlight | ViolationKind::ReadWrite), "{}", found[0]);
+    assert!(
+        matches!(found[0].kind, ViolationKind::FreeInFlight | ViolationKind::ReadWrite),
+        "{}",
+        found[0]
+    );
     sim.run_all();
 }
 
@@ -493,7 +513,10 @@ fn a_vector_that_grows_under_a_copy_is_safe_when_the_pool_was_told_and_found_out
             assert_eq!((arrived, found), (vec![7; size], vec![]), "{size}");
         } else {
             assert!(arrived.contains(&9), "{size}: the block was given out again at once");
-            assert!(matches!(found[0].kind, ViolationKind::FreeInFlight | ViolationKind::ReadWrite));
+            assert!(matches!(
+                found[0].kind,
+                ViolationKind::FreeInFlight | ViolationKind::ReadWrite
+            ));
         }
         gate.open();
         drop((vec, above, others));
@@ -542,9 +565,12 @@ fn an_alignment_beyond_pages_is_kept_in_the_drivers_own_memory_too() {
 
 #[test]
 fn growth_that_fails_in_the_driver_changes_nothing_and_the_next_one_works() {
-    for (call, nth) in
-        [(Call::HostRegister, 1), (Call::HostAlloc, 1), (Call::HostUnregister, 1), (Call::HostFree, 1)]
-    {
+    for (call, nth) in [
+        (Call::HostRegister, 1),
+        (Call::HostAlloc, 1),
+        (Call::HostUnregister, 1),
+        (Call::HostFree, 1),
+    ] {
         for pinning in [Pinning::Required, Pinning::Preferred] {
             let (sim, host) = machine();
             let budget = budget();

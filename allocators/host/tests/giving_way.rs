@@ -1,5 +1,9 @@
 //! What pinned pools under one budget do for each other and for others, and what that waits for.
-#![expect(clippy::unwrap_used, clippy::panic, reason = "a support function that fails is a failed test")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a support function that fails is a failed test"
+)]
 #![expect(unsafe_code, reason = "gives blocks back by hand")]
 
 mod support;
@@ -128,7 +132,10 @@ fn an_application_is_asked_by_a_pinned_pool_and_the_refusal_says_so() {
             "spill"
         }
         fn offer(&self) -> Offer {
-            Offer { bytes: self.0.lock().unwrap().as_ref().map_or(0, Charge::bytes), cost: Duration::ZERO }
+            Offer {
+                bytes: self.0.lock().unwrap().as_ref().map_or(0, Charge::bytes),
+                cost: Duration::ZERO,
+            }
         }
         fn reclaim(&self, _: u64, _: Option<Instant>) {
             drop(self.0.lock().unwrap().take());

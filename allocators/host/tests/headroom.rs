@@ -16,7 +16,10 @@ fn file(path: &str) -> Source {
 
 /// `Node 0 MemFree: 4096 kB` and its like.
 fn meminfo(node: u32, fields: &[(&str, u64)]) -> String {
-    fields.iter().map(|(name, bytes)| format!("Node {node} {name}: {} kB\n", bytes / 1024)).collect()
+    fields
+        .iter()
+        .map(|(name, bytes)| format!("Node {node} {name}: {} kB\n", bytes / 1024))
+        .collect()
 }
 
 /// One node of 64 GiB, of which 40 are free, 8 hold files that were read once, and 4 files in use.
@@ -100,7 +103,10 @@ fn of_nested_groups_the_one_that_leaves_least_counts_whatever_its_limit() {
     assert_eq!(headroom.bytes, Found::known(2 * GIB, file("/sys/fs/cgroup/tenants/memory.max")));
     limit(&machine, "/tenants", "max", 30 * GIB, "");
     let headroom = machine.read().headroom().unwrap();
-    assert_eq!(headroom.bytes, Found::known(6 * GIB, file("/sys/fs/cgroup/tenants/job/memory.max")));
+    assert_eq!(
+        headroom.bytes,
+        Found::known(6 * GIB, file("/sys/fs/cgroup/tenants/job/memory.max"))
+    );
 }
 
 #[test]
@@ -127,7 +133,10 @@ fn a_group_that_is_full_of_page_cache_has_room() {
 fn a_group_of_version_1_counts_like_any_other_and_its_number_for_no_limit_is_none() {
     let machine = machine("version-1");
     machine.write("proc/self/cgroup", "4:memory:/job\n0::/\n");
-    machine.write("proc/self/mountinfo", "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n");
+    machine.write(
+        "proc/self/mountinfo",
+        "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n",
+    );
     let folder = "sys/fs/cgroup/memory";
     machine.write(&format!("{folder}/memory.limit_in_bytes"), "9223372036854771712\n");
     machine.write(&format!("{folder}/memory.usage_in_bytes"), "4096\n");
@@ -179,7 +188,8 @@ fn stalls_and_events_are_told_by_the_group_and_those_above_and_read_anew() {
     };
     machine.write("sys/fs/cgroup/tenants/job/memory.events", &events(2, 0));
     machine.write("sys/fs/cgroup/tenants/memory.events", &events(40, 3));
-    machine.write("proc/pressure/memory", "some avg10=1.77 avg60=0.37 avg300=0.08 total=18128159\n");
+    machine
+        .write("proc/pressure/memory", "some avg10=1.77 avg60=0.37 avg300=0.08 total=18128159\n");
     let strain = host.strain().unwrap();
     let told = strain.events.value.unwrap();
     assert_eq!((told.high, told.max, told.oom, told.oom_kill), (14, 42, 2, 3));
@@ -189,8 +199,7 @@ fn stalls_and_events_are_told_by_the_group_and_those_above_and_read_anew() {
     assert_eq!(stalls.some_total, Duration::from_micros(18_128_159));
     assert_eq!(strain.stalls.source, file("/proc/pressure/memory"));
 
-    let own =
-        "some avg10=12.05 avg60=0.00 avg300=0.00 total=5\nfull avg10=3.00 avg60=0.00 avg300=0.00 total=4\n";
+    let own = "some avg10=12.05 avg60=0.00 avg300=0.00 total=5\nfull avg10=3.00 avg60=0.00 avg300=0.00 total=4\n";
     machine.write("sys/fs/cgroup/tenants/job/memory.pressure", own);
     let strain = host.strain().unwrap();
     let stalls = strain.stalls.value.unwrap();
@@ -199,7 +208,11 @@ fn stalls_and_events_are_told_by_the_group_and_those_above_and_read_anew() {
     let files = host.stall_files().unwrap();
     assert_eq!(files.len(), 2);
     assert!(files[0].ends_with("sys/fs/cgroup/tenants/job/memory.pressure") && files[0].exists());
-    assert_ne!(files[0], PathBuf::from("/sys/fs/cgroup/tenants/job/memory.pressure"), "below the root");
+    assert_ne!(
+        files[0],
+        PathBuf::from("/sys/fs/cgroup/tenants/job/memory.pressure"),
+        "below the root"
+    );
 }
 
 #[test]
@@ -214,8 +227,12 @@ fn what_makes_no_sense_is_an_error_that_names_the_file() {
     ] {
         machine.write(path, text);
         let refused = machine.read().strain().unwrap_err();
-        let named = |found: &PathBuf| found.strip_prefix("/").unwrap() == std::path::Path::new(path);
-        assert!(matches!(&refused, TopologyError::Number { path, .. } if named(path)), "{path}: {refused}");
+        let named =
+            |found: &PathBuf| found.strip_prefix("/").unwrap() == std::path::Path::new(path);
+        assert!(
+            matches!(&refused, TopologyError::Number { path, .. } if named(path)),
+            "{path}: {refused}"
+        );
         machine.write(path, sane);
     }
 }

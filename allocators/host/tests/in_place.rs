@@ -12,8 +12,8 @@ use aquifer_driver::{
 use aquifer_host::{
     kernel::{Faults, Ground, Kernel, MapPages, SystemCall},
     region::{
-        Cause, FileMap, Host, InPlace, Pinnable, PinnableMut, RegionError, Step, Unfit, end_retired,
-        retired_bytes, retry_stranded, scope, scope_mut,
+        Cause, FileMap, Host, InPlace, Pinnable, PinnableMut, RegionError, Step, Unfit,
+        end_retired, retired_bytes, retry_stranded, scope, scope_mut,
     },
 };
 use nix::libc;
@@ -80,7 +80,12 @@ impl Map {
     }
 
     fn anonymous(len: usize, access: i32, more: i32) -> Option<Self> {
-        Self::new(len, access, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | more, None)
+        Self::new(
+            len,
+            access,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | more,
+            None,
+        )
     }
 
     /// Pages of its own, which no other memory shares.
@@ -130,7 +135,8 @@ const WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 fn file(bytes: usize) -> Option<File> {
     let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
     let path = path.join(format!("in-place-{}-{bytes}", std::process::id()));
-    let mut file = File::options().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
+    let mut file =
+        File::options().read(true).write(true).create(true).truncate(true).open(&path).unwrap();
     std::fs::remove_file(&path).unwrap();
     let pattern: Vec<u8> = (0..bytes).map(|i| (i % 251) as u8).collect();
     file.write_all(&pattern).unwrap();
@@ -148,7 +154,9 @@ fn a_vector_is_pinned_in_whole_pages_charged_and_given_back_as_it_was() {
     let pages = pinned.registered().unwrap();
     assert!(pages.start <= at && pages.end() >= at + 3 * MIB);
     assert!(
-        pages.start.is_multiple_of(PAGE) && pages.len.is_multiple_of(PAGE) && pages.len <= 3 * MIB + 2 * PAGE
+        pages.start.is_multiple_of(PAGE)
+            && pages.len.is_multiple_of(PAGE)
+            && pages.len <= 3 * MIB + 2 * PAGE
     );
     assert_eq!((m.budget.used(), m.sim.outstanding().registrations), (pages.len as u64, 1));
     assert_eq!((pinned.ground(), pinned.shortfalls().len()), (Ground::Anonymous, 0));
@@ -241,13 +249,17 @@ fn two_registrations_never_share_a_page() {
     let m = machine();
     let map = Map::anonymous(8 * PAGE, WRITE, 0).unwrap();
     let (flags, all) = (HostFlags::default(), map.slice());
-    let pin = |part: &[u8], then: &mut dyn FnMut()| scope(&m.host, &m.budget, part, flags, |_| then());
+    let pin =
+        |part: &[u8], then: &mut dyn FnMut()| scope(&m.host, &m.budget, part, flags, |_| then());
     let mut refused = 0;
     pin(&all[..5000], &mut || {
         for part in [&all[8000..9000], &all[5000..5001], all, &all[..1]] {
             let error = pin(part, &mut || ()).unwrap_err();
             assert_eq!(error.step, Step::Register);
-            assert!(matches!(error.cause, Cause::AlreadyPinned(pages) if pages.len == 2 * PAGE), "{error}");
+            assert!(
+                matches!(error.cause, Cause::AlreadyPinned(pages) if pages.len == 2 * PAGE),
+                "{error}"
+            );
             refused += 1;
         }
         // The next page is free, and the driver has been asked for nothing that it would have refused.
@@ -303,7 +315,9 @@ fn a_file_mapped_shared_to_be_read_is_pinned_for_reading_only() {
     let map = unsafe { FileMap::new(&m.host.kernel, &file) }.unwrap();
     let pinned = m.pin(map).unwrap();
     assert_eq!((pinned.ground(), pinned.items().len()), (Ground::File, MIB + 123));
-    assert!(m.faults.made(SystemCall::PopulateRead) > 0 && m.faults.made(SystemCall::Populate) == 0);
+    assert!(
+        m.faults.made(SystemCall::PopulateRead) > 0 && m.faults.made(SystemCall::Populate) == 0
+    );
     let (_streams, stream) = stream(&m.sim);
     let mut target = OnDevice::new(m.sim.driver(), MIB as u64 + 123);
     stream.scope(|c| c.upload(pinned.items(), &mut target)).unwrap().unwrap();
@@ -313,7 +327,9 @@ fn a_file_mapped_shared_to_be_read_is_pinned_for_reading_only() {
     // The driver was told: a copy into it is refused, and reported.
     let at = NonNull::from(pinned.items()).cast();
     // SAFETY: 1. both sides are there; the copy is refused.
-    assert!(unsafe { m.sim.driver().copy_to_host(stream.raw(), at, target.range.address, 64) }.is_err());
+    assert!(
+        unsafe { m.sim.driver().copy_to_host(stream.raw(), at, target.range.address, 64) }.is_err()
+    );
     assert_eq!(m.sim.take_violations()[0].kind, ViolationKind::WriteToReadOnly);
     drop(pinned);
     // A driver that cannot do it is told as it is, and nothing stays.
@@ -378,7 +394,10 @@ fn more_than_the_kernel_pins_at_once_is_refused_and_nothing_is_touched() {
     assert_eq!(m.faults.made(SystemCall::Populate), 0);
     assert!(m.pin(vec![1u8; MIB]).is_ok());
     m.faults.clear();
-    assert_eq!(Kernel::new().pin_limit().is_some(), matches!(Kernel::new().version(), Some((6, 11..=13))));
+    assert_eq!(
+        Kernel::new().pin_limit().is_some(),
+        matches!(Kernel::new().version(), Some((6, 11..=13)))
+    );
 }
 
 /// Memory that tells when it goes.
@@ -450,8 +469,12 @@ fn workers_take_pages_that_are_not_there_and_keep_those_that_are() {
 #[test]
 fn without_a_driver_nothing_can_be_pinned_and_the_memory_comes_back() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let refused =
-        InPlace::new(&support::host(), &Budget::unlimited("pinned"), vec![5u8; 10], HostFlags::default());
+    let refused = InPlace::new(
+        &support::host(),
+        &Budget::unlimited("pinned"),
+        vec![5u8; 10],
+        HostFlags::default(),
+    );
     let refused = refused.unwrap_err();
     assert_eq!((refused.error.cause, refused.memory), (Cause::NoDriver, vec![5; 10]));
 }

@@ -153,7 +153,11 @@ fn rounding_wastes_at_most_three_parts_in_a_hundred_over_random_sizes() {
         }
         let memory = pool.stats().memory;
         let wasted = memory.live - memory.requested;
-        assert!(wasted * 100 <= memory.requested * 3, "{wasted} of {} up to {most}", memory.requested);
+        assert!(
+            wasted * 100 <= memory.requested * 3,
+            "{wasted} of {} up to {most}",
+            memory.requested
+        );
         held.into_iter().for_each(|(at, size)| give(&allocator, at, size));
     }
 }
@@ -280,7 +284,10 @@ fn threads_that_take_and_give_random_sizes_hardly_ever_meet_at_the_lock() {
         [(1, 64 << 10, 400, 64.0), (4, 64 << 10, 400, 64.0), (4, MIB, 32, 64.0)]
     {
         let rate = locked_per_operation(threads, most, live);
-        assert!(rate <= 1.0 / bound, "{rate} for each operation on {threads} threads, up to {most} B");
+        assert!(
+            rate <= 1.0 / bound,
+            "{rate} for each operation on {threads} threads, up to {most} B"
+        );
     }
 }
 
@@ -338,7 +345,10 @@ fn a_thread_that_only_frees_gives_back_many_at_a_time() {
         })
         .unwrap();
         let locked = pool.stats().locked - before;
-        assert!(locked < 1024 / 4, "the lock was taken {locked} times to free 1,024 blocks of {size} B");
+        assert!(
+            locked < 1024 / 4,
+            "the lock was taken {locked} times to free 1,024 blocks of {size} B"
+        );
     }
     assert_eq!(pool.stats().memory.blocks, 0);
     assert!(pool.is_consistent());
@@ -486,7 +496,9 @@ fn a_vector_that_grows_with_a_copy_on_its_way_leaves_the_old_bytes_where_they_ar
 fn blocks_grow_and_shrink_where_they_are_if_there_is_room() {
     let (pool, _budget) = small_pool();
     let allocator = pool.allocator();
-    for (from, to) in [(1001, 1024), (1024, 3), (60_000, 61_440), (2 * MIB, 3 * MIB), (3 * MIB, 70_000)] {
+    for (from, to) in
+        [(1001, 1024), (1024, 3), (60_000, 61_440), (2 * MIB, 3 * MIB), (3 * MIB, 70_000)]
+    {
         let at = take(&allocator, from).unwrap();
         // SAFETY: 1. alive, with its own layout; the new size is on the right side of it.
         let resized = unsafe {
@@ -579,7 +591,8 @@ fn threads_that_pass_blocks_on_while_others_trim_never_share_one() {
                 };
                 let sizes = [1, 40, 500, 4000, 30_000, 90_000];
                 for round in 0..rounds {
-                    let (size, stamp) = (sizes[(round * 7 + id) % sizes.len()], (round * 31 + id) as u8);
+                    let (size, stamp) =
+                        (sizes[(round * 7 + id) % sizes.len()], (round * 31 + id) as u8);
                     let at = take(&allocator, size).unwrap();
                     for n in [0, size / 2, size - 1] {
                         // SAFETY: 1. alive, of that size.
@@ -628,7 +641,11 @@ fn a_pool_that_grows_at_quiet_points_refuses_until_one_and_keeps_ahead() {
     assert_eq!((budget.used(), pool.stats().memory.failures), (0, 1));
     assert_eq!(pool.quiet_point().unwrap(), 6 * MIB as u64);
     let at = take(&pool.allocator(), 64).unwrap();
-    assert_eq!(pool.quiet_point().unwrap(), 4 * MIB as u64, "a chunk, for what that took of the six");
+    assert_eq!(
+        pool.quiet_point().unwrap(),
+        4 * MIB as u64,
+        "a chunk, for what that took of the six"
+    );
     give(&pool.allocator(), at, 64);
     assert_eq!(pool.quiet_point().unwrap(), 0);
     assert!(pool.allocate(bytes(20 * MIB)).is_err(), "and gives nothing back for it either");
@@ -657,7 +674,8 @@ fn one_may_take_only_what_is_there_or_wait_for_it_until_a_time() {
     let begun = Instant::now();
     let refused = pool.allocate_until(bytes(MIB), begun + Duration::from_millis(20));
     assert!(
-        matches!(refused, Err(MemoryError::OutOfMemory(_))) && begun.elapsed() >= Duration::from_millis(20)
+        matches!(refused, Err(MemoryError::OutOfMemory(_)))
+            && begun.elapsed() >= Duration::from_millis(20)
     );
     assert_eq!(pool.stats().memory.failures, 3);
     // What can never be is not waited for.
@@ -737,7 +755,13 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
             let mut status = -1;
             // SAFETY: 1. the child is this process's, and the status a local.
             let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
-            assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
+            assert_eq!(
+                (waited, status),
+                (child, 0),
+                "exit code {}, signal {}",
+                status >> 8,
+                status & 127
+            );
         }
     });
     give(&allocator, live, 100);
@@ -771,7 +795,13 @@ fn a_forked_child_makes_a_pool_of_its_own_whatever_its_parents_threads_were_at()
             let mut status = -1;
             // SAFETY: 1. the child is this process's, and the status a local.
             let waited = unsafe { libc::waitpid(child, &raw mut status, 0) };
-            assert_eq!((waited, status), (child, 0), "exit code {}, signal {}", status >> 8, status & 127);
+            assert_eq!(
+                (waited, status),
+                (child, 0),
+                "exit code {}, signal {}",
+                status >> 8,
+                status & 127
+            );
         }
     });
 }

@@ -40,15 +40,19 @@ fn the_report_equals_the_kernels_answer_on_every_node_in_every_mode() {
     for node in host.topology.nodes() {
         for strict in [false, true] {
             for tier in [PageTier::Base, PageTier::Transparent, PageTier::HugeTlb] {
-                let region = match Region::new(&host, &budget, &request(4 * MIB, node.id, strict, tier)) {
-                    Ok(region) => region,
-                    Err(error) => {
-                        assert!(strict, "{}: {error}", node.id);
-                        println!("refused: strict on {}, which has {:?} bytes", node.id, node.memory);
-                        assert!(!node.memory_allowed, "{}: {error}", node.id);
-                        continue;
-                    }
-                };
+                let region =
+                    match Region::new(&host, &budget, &request(4 * MIB, node.id, strict, tier)) {
+                        Ok(region) => region,
+                        Err(error) => {
+                            assert!(strict, "{}: {error}", node.id);
+                            println!(
+                                "refused: strict on {}, which has {:?} bytes",
+                                node.id, node.memory
+                            );
+                            assert!(!node.memory_allowed, "{}: {error}", node.id);
+                            continue;
+                        }
+                    };
                 let placement = &region.report().placement;
                 let (counts, unknown) = asked(region.span(), &host.topology);
                 assert_eq!(placement.pages, counts.into_iter().collect::<Vec<_>>(), "{}", node.id);
@@ -84,13 +88,15 @@ fn a_region_larger_than_its_node_spills_says_where_and_is_refused_where_that_is_
         return;
     };
     let bytes = usize::try_from(node.memory.unwrap()).unwrap().next_multiple_of(MIB) + 16 * MIB;
-    let others: u64 = host.topology.host_nodes().filter(|n| n.id != node.id).filter_map(|n| n.free).sum();
+    let others: u64 =
+        host.topology.host_nodes().filter(|n| n.id != node.id).filter_map(|n| n.free).sum();
     if others < 4 * bytes as u64 {
         println!("skipped: the other nodes could not take what spills");
         return;
     }
     let budget = Budget::new("pinned", bytes as u64);
-    let region = Region::new(&host, &budget, &request(bytes, node.id, false, PageTier::Base)).unwrap();
+    let region =
+        Region::new(&host, &budget, &request(bytes, node.id, false, PageTier::Base)).unwrap();
     let placement = &region.report().placement;
     let (counts, _) = asked(region.span(), &host.topology);
     assert!(placement.elsewhere() > 0 && placement.on_node() > 0, "{placement:?}");
@@ -111,11 +117,14 @@ fn memory_wanted_on_a_node_without_any_is_looked_for_by_distance() {
     for node in topology.nodes().iter().filter(|node| node.memory == Some(0)) {
         let near = topology.nearest_with_memory(node.id).unwrap();
         let far = |id| topology.distance(node.id, id).unwrap();
-        assert!(topology.host_nodes().filter(|n| n.memory_allowed).all(|n| far(near.id) <= far(n.id)));
+        assert!(
+            topology.host_nodes().filter(|n| n.memory_allowed).all(|n| far(near.id) <= far(n.id))
+        );
         println!("near: memory for {} is on {}", node.id, near.id);
         // What the kernel does with first touch from there is the same.
         let budget = Budget::new("pinned", 4 * MIB as u64);
-        let region = Region::new(&host, &budget, &request(4 * MIB, near.id, true, PageTier::Base)).unwrap();
+        let region =
+            Region::new(&host, &budget, &request(4 * MIB, near.id, true, PageTier::Base)).unwrap();
         assert_eq!(region.report().placement.on_node(), 1024);
     }
 }

@@ -9,7 +9,9 @@ use aquifer_core::{
     Action, Budget, DeferReuse, MemoryError, Recorder,
     event::{Event, Place, RingSink, Sink},
 };
-use aquifer_host::{PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, pool, region, topology::NodeId};
+use aquifer_host::{
+    PinnedAllocator, PinnedBuf, PinnedConfig, PinnedPool, pool, region, topology::NodeId,
+};
 use hashbrown::HashMap;
 use std::{
     alloc::Layout,
@@ -73,7 +75,11 @@ impl Block {
         let (old, grows) = (self.layout, layout.size() >= self.layout.size());
         // SAFETY: 1. alive, with its own layout; the new one is on the right side of it.
         let answer = unsafe {
-            if grows { allocator.grow(self.at, old, layout) } else { allocator.shrink(self.at, old, layout) }
+            if grows {
+                allocator.grow(self.at, old, layout)
+            } else {
+                allocator.shrink(self.at, old, layout)
+            }
         };
         self.check(if answer.is_ok() { 0 } else { old.size() });
         let Ok(block) = answer else { return false };
@@ -120,7 +126,10 @@ fn the_pool_keeps_its_promises_against_a_shadow() {
                 let key = *shadow.keys().nth(next(shadow.len())).unwrap();
                 let mut block = shadow.remove(&key).unwrap();
                 let size = 1 + (next(1 << 18) >> next(16));
-                block.resize(&allocator, Layout::from_size_align(size, block.layout.align()).unwrap());
+                block.resize(
+                    &allocator,
+                    Layout::from_size_align(size, block.layout.align()).unwrap(),
+                );
                 shadow.insert(block.at.addr().get(), block);
             }
             _ => {}
@@ -167,7 +176,10 @@ fn threads_share_a_pool_and_lose_nothing() {
     assert!(pool.is_consistent());
     let stats = pool.stats();
     assert_eq!((stats.memory.live, stats.memory.allocations, stats.memory.frees), (0, 2000, 2000));
-    assert_eq!(stats.memory.growths, 1, "threads that meet a growth wait for it instead of growing too");
+    assert_eq!(
+        stats.memory.growths, 1,
+        "threads that meet a growth wait for it instead of growing too"
+    );
     drop(pool);
     assert_eq!(budget.used(), 0);
 }
@@ -178,7 +190,8 @@ fn collections_live_in_it_and_outlive_the_pool() {
     let allocator = pool.allocator();
     let mut vec = AllocVec::new_in(allocator);
     vec.extend(0..100_000u64);
-    let mut map = HashMap::<u64, u64, RandomState, _>::with_hasher_in(RandomState::new(), allocator);
+    let mut map =
+        HashMap::<u64, u64, RandomState, _>::with_hasher_in(RandomState::new(), allocator);
     map.extend((0..10_000u64).map(|n| (n, n * n)));
     let boxed = AllocBox::new_in([7u8; 4096], allocator);
     assert!(allocator.owns(NonNull::from(&vec[0]).cast()));
@@ -227,7 +240,10 @@ fn a_block_freed_behind_a_gate_is_nobodys_until_it_opens() {
     block.free(&allocator);
     let memory = pool.stats().memory;
     assert_eq!((memory.live, memory.pending), (0, 3 * MIB as u64));
-    assert!(Block::new(&allocator, bytes(2 * MIB), 1).is_none(), "given out while a copy may be on its way");
+    assert!(
+        Block::new(&allocator, bytes(2 * MIB), 1).is_none(),
+        "given out while a copy may be on its way"
+    );
     // SAFETY: 1. pending, so still mapped and unwritten: that is the promise.
     assert!((0..3 * MIB).step_by(4096).all(|n| unsafe { at.add(n).read() } == 0xab));
     gate.open();
@@ -384,7 +400,11 @@ fn a_large_request_gets_a_region_of_its_own_and_no_block_crosses_regions() {
     assert_eq!(pool.trim(0).unwrap(), (10 * MIB + 4096) as u64);
     small.free(&allocator);
     assert_eq!(pool.trim(5 * MIB).unwrap(), 0, "less than what is to be kept");
-    assert_eq!(pool.trim(MIB).unwrap(), 0, "giving the region back would leave less than a mebibyte");
+    assert_eq!(
+        pool.trim(MIB).unwrap(),
+        0,
+        "giving the region back would leave less than a mebibyte"
+    );
     assert_eq!(pool.trim(0).unwrap(), 4 * MIB as u64);
     assert_eq!((budget.used(), pool.stats().memory.reaped), (0, (14 * MIB + 4096) as u64));
 }
@@ -454,7 +474,8 @@ fn warming_takes_what_is_missing_at_once() {
     pool.warm(8 * MIB).unwrap();
     assert_eq!(budget.used(), 20 * MIB as u64);
     let growths = pool.stats().memory.growths;
-    let blocks: Vec<_> = (0..5).filter_map(|_| Block::new(&pool.allocator(), bytes(4 * MIB), 1)).collect();
+    let blocks: Vec<_> =
+        (0..5).filter_map(|_| Block::new(&pool.allocator(), bytes(4 * MIB), 1)).collect();
     assert_eq!((blocks.len(), pool.stats().memory.growths), (5, growths));
     blocks.into_iter().for_each(|block| block.free(&pool.allocator()));
     assert!(matches!(pool.warm(1 << 40), Err(MemoryError::OutOfBudget(_))));
@@ -473,7 +494,10 @@ fn buffers_are_zeroed_typed_and_say_that_nothing_pins_them_here() {
     let copy = PinnedBuf::copy_in(&pool, &buffer).unwrap();
     assert_eq!(copy[..], buffer[..]);
     assert_eq!(PinnedBuf::<u64>::new_in(&pool, 0).unwrap().len(), 0);
-    assert!(matches!(PinnedBuf::<u64>::new_in(&pool, usize::MAX), Err(MemoryError::TooLarge { .. })));
+    assert!(matches!(
+        PinnedBuf::<u64>::new_in(&pool, usize::MAX),
+        Err(MemoryError::TooLarge { .. })
+    ));
     assert_eq!(pool.is_pinned(NonNull::from(&copy[5]).cast()), Some(false));
     let boxed = copy.into_boxed_slice();
     drop((boxed, buffer));

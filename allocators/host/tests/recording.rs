@@ -41,7 +41,8 @@ fn a_block_that_is_resized_where_it_is_is_recorded_as_another() {
     let path = file("resized");
     let recorder = Arc::new(Recorder::new(Arc::new(TraceFile::create(&path).unwrap())));
     let pool = pool(&recorder);
-    let (old, new) = (Layout::from_size_align(3000, 16).unwrap(), Layout::from_size_align(2900, 16).unwrap());
+    let (old, new) =
+        (Layout::from_size_align(3000, 16).unwrap(), Layout::from_size_align(2900, 16).unwrap());
     let block = pool.allocate(old).unwrap().cast();
     // SAFETY: 1. the block is this allocator's, of that layout, and the new one is smaller.
     let block = unsafe { pool.allocator().shrink(block, old, new) }.unwrap().cast();
@@ -90,7 +91,11 @@ fn a_child_of_a_fork_records_to_a_file_of_its_own_and_waits_for_no_thread_of_its
     drop((kept, pool));
     let told = rows(&path);
     fs::remove_file(path).unwrap();
-    let ends = ["a,1,100", "x,0,9", "f,1,100", "c,1,100"].map(|row| format!("{row},0,pinned,host,"));
+    let ends =
+        ["a,1,100", "x,0,9", "f,1,100", "c,1,100"].map(|row| format!("{row},0,pinned,host,"));
     assert!(ends.iter().all(|row| told.contains(row)), "{told:?}");
-    assert!(!told.iter().any(|row| row.contains(",7,0,")), "the child's events are the child's: {told:?}");
+    assert!(
+        !told.iter().any(|row| row.contains(",7,0,")),
+        "the child's events are the child's: {told:?}"
+    );
 }

@@ -6,8 +6,8 @@ use aquifer_core::{Budget, MemoryError};
 use aquifer_host::{
     kernel::SystemCall,
     region::{
-        Cause, Host, PageTier, PinnedBy, Pinning, PlacedBy, Region, RegionReport, RegionRequest, Step,
-        Verify, retry_stranded, window,
+        Cause, Host, PageTier, PinnedBy, Pinning, PlacedBy, Region, RegionReport, RegionRequest,
+        Step, Verify, retry_stranded, window,
     },
     topology::NodeId,
 };
@@ -42,7 +42,11 @@ fn a_region_is_charged_populated_zeroed_ours_and_goes_without_trace() {
     let span = region.span();
     assert_eq!(span.len, 5 * MIB + 4096, "whole base pages");
     assert_eq!((budget.used(), region.report().bytes), (span.len as u64, span.len as u64));
-    assert_eq!(support::present(span), span.len / 4096, "every page is there before anybody touches it");
+    assert_eq!(
+        support::present(span),
+        span.len / 4096,
+        "every page is there before anybody touches it"
+    );
     assert!(window::contains(span.start) && window::contains(span.end() - 1));
     assert!(region.bytes().iter().all(|&b| b == 0));
     region.bytes_mut().fill(7);
@@ -57,14 +61,18 @@ fn a_region_is_charged_populated_zeroed_ours_and_goes_without_trace() {
 #[test]
 fn every_page_of_a_strict_region_is_on_its_node() {
     let (topology, budget) = (support::topology(), budget());
-    let nodes: Vec<_> = topology.nodes().iter().filter(|node| node.memory_allowed).cloned().collect();
+    let nodes: Vec<_> =
+        topology.nodes().iter().filter(|node| node.memory_allowed).cloned().collect();
     let host = support::host();
     for node in &nodes {
         let mut request = request(8 * MIB).on(node.id);
         request.strict = true;
         let region = Region::new(&host, &budget, &request).unwrap();
         let placement = &region.report().placement;
-        assert_eq!((placement.wanted, placement.elsewhere(), placement.unknown), (Some(node.id), 0, 0));
+        assert_eq!(
+            (placement.wanted, placement.elsewhere(), placement.unknown),
+            (Some(node.id), 0, 0)
+        );
         assert_eq!(placement.on_node(), 8 * MIB as u64 / 4096);
         // The report equals what the kernel says when it is asked again.
         let pages: Vec<usize> = (region.span().start..region.span().end()).step_by(4096).collect();
@@ -135,7 +143,9 @@ fn each_step_that_has_a_fall_back_falls_back_and_says_so() {
         let (host, faults) = support::faulty_host();
         let node = support::some_node(&host.topology);
         let offered = host.topology.thp().value.is_some_and(|mode| mode.is_offered());
-        if (call == SystemCall::Prefer && node.is_none()) || (call == SystemCall::HugePage && !offered) {
+        if (call == SystemCall::Prefer && node.is_none())
+            || (call == SystemCall::HugePage && !offered)
+        {
             println!("skipped: {call:?} has no part in a region here");
             continue;
         }
@@ -221,7 +231,9 @@ fn the_budget_is_asked_first_and_senseless_requests_are_refused() {
     let budget = Budget::new("pinned", MIB as u64);
     let refused = Region::new(&host, &budget, &request(2 * MIB)).unwrap_err();
     assert_eq!(refused.step, Step::Charge);
-    assert!(matches!(MemoryError::from(refused), MemoryError::OutOfBudget(e) if e.remaining == MIB as u64));
+    assert!(
+        matches!(MemoryError::from(refused), MemoryError::OutOfBudget(e) if e.remaining == MIB as u64)
+    );
     assert_eq!(faults.made(SystemCall::Map), 0, "nothing was touched");
     let none = Region::new(&host, &budget, &request(0)).unwrap_err();
     assert_eq!(MemoryError::from(none), MemoryError::ZeroSize);
@@ -305,8 +317,11 @@ fn huge_pages_that_take_longer_than_base_pages_are_given_up_for_the_rest() {
     let kernel = aquifer_host::kernel::Kernel::with_faults(faults.clone());
     let mut host = Host::new(topology, kernel.clone());
     let one = NonZeroUsize::MIN;
-    host.workers =
-        std::sync::Arc::new(aquifer_host::workers::Workers::with_threads(&host.topology, kernel, one));
+    host.workers = std::sync::Arc::new(aquifer_host::workers::Workers::with_threads(
+        &host.topology,
+        kernel,
+        one,
+    ));
     let mut request = request(16 * MIB);
     request.pages = PageTier::Transparent;
     let stalled = |report: &RegionReport| {
@@ -342,7 +357,10 @@ fn huge_pages_of_a_gibibyte_come_from_their_pool_or_lesser_ones_instead() {
     request.pages = PageTier::HugeTlb1G;
     let region = Region::new(&host, &budget(), &request).unwrap();
     assert!(region.report().pages < PageTier::HugeTlb1G);
-    assert!(region.report().shortfalls.iter().any(|s| s.cause == Cause::NotHuge), "4 MiB are no gibibyte");
+    assert!(
+        region.report().shortfalls.iter().any(|s| s.cause == Cause::NotHuge),
+        "4 MiB are no gibibyte"
+    );
     drop(region);
     let free = host.topology.free_huge_pages(None, 1 << 30).unwrap().value;
     if free.is_none_or(|free| free == 0) {

@@ -15,8 +15,8 @@ use aquifer_driver::{Call, DeviceId, HostFlags, sim::Sim};
 use aquifer_host::{
     kernel::{Faults, Kernel, Span, SystemCall},
     region::{
-        Host, InPlace, PageTier, Pinning, Region, RegionError, RegionRequest, SharedRegion, end_retired,
-        retry_stranded, window,
+        Host, InPlace, PageTier, Pinning, Region, RegionError, RegionRequest, SharedRegion,
+        end_retired, retry_stranded, window,
     },
     topology::Topology,
 };
@@ -32,7 +32,8 @@ const GPU: DeviceId = DeviceId(0);
 const BYTES: usize = 4 * MIB;
 const ERRNOS: [i32; 3] = [libc::ENOMEM, libc::EPERM, libc::EINVAL];
 const CODES: [u32; 4] = [1, 2, 712, 999];
-const DRIVER_CALLS: [Call; 4] = [Call::HostRegister, Call::HostUnregister, Call::HostAlloc, Call::HostFree];
+const DRIVER_CALLS: [Call; 4] =
+    [Call::HostRegister, Call::HostUnregister, Call::HostAlloc, Call::HostFree];
 
 /// What is made.
 #[derive(Clone, Copy, PartialEq, Debug)]
@@ -124,7 +125,8 @@ impl Machine {
         let topology = if kind == Kind::HugePages { boastful } else { real };
         let host = Host::new(topology.clone(), Kernel::with_faults(faults.clone()));
         let host = host.with_driver(sim.driver(), GPU);
-        let file = Kernel::new().memory_file(BYTES, aquifer_host::kernel::MapPages::Ordinary).unwrap();
+        let file =
+            Kernel::new().memory_file(BYTES, aquifer_host::kernel::MapPages::Ordinary).unwrap();
         Self { sim, host, faults, budget: Budget::new("pinned", 64 * MIB as u64), file }
     }
 
@@ -148,7 +150,9 @@ impl Machine {
         }
         request.flags = flags;
         match kind {
-            Kind::Shared(_) => SharedRegion::new(&self.host, &self.budget, &request).map(Made::Shared),
+            Kind::Shared(_) => {
+                SharedRegion::new(&self.host, &self.budget, &request).map(Made::Shared)
+            }
             Kind::Opened => {
                 let file = self.file.as_fd().try_clone_to_owned().unwrap();
                 SharedRegion::open(&self.host, &self.budget, file, &request).map(Made::Shared)
@@ -156,7 +160,10 @@ impl Machine {
             Kind::InPlace => {
                 let made = InPlace::new(&self.host, &self.budget, vec![7u8; BYTES], flags);
                 made.map(Made::InPlace).map_err(|refused| {
-                    assert!(refused.memory.iter().all(|&byte| byte == 7), "it comes back untouched");
+                    assert!(
+                        refused.memory.iter().all(|&byte| byte == 7),
+                        "it comes back untouched"
+                    );
                     refused.error
                 })
             }
@@ -170,7 +177,11 @@ impl Machine {
         match made {
             Ok(mut made) => {
                 let pages = made.pages();
-                assert_eq!(self.budget.used(), pages.len as u64, "{what}: charged for what is there");
+                assert_eq!(
+                    self.budget.used(),
+                    pages.len as u64,
+                    "{what}: charged for what is there"
+                );
                 // The simulated driver's own memory comes when it is touched.
                 if !made.is_the_drivers() {
                     assert_eq!(support::present(pages), pages.len / 4096, "{what}: there in whole");
@@ -223,10 +234,11 @@ fn whatever_fails_nothing_stays_charged_mapped_or_registered() {
     for kind in KINDS {
         let clean = Machine::new(kind, &machines);
         clean.live(kind, "nothing fails");
-        let system: Vec<_> = SystemCall::ALL.iter().map(|&call| (call, clean.faults.made(call))).collect();
+        let system: Vec<_> =
+            SystemCall::ALL.iter().map(|&call| (call, clean.faults.made(call))).collect();
         let made = clean.sim.driver().calls().made();
-        let driver =
-            DRIVER_CALLS.map(|call| (call, made.iter().find(|(c, _)| *c == call).map_or(0, |c| c.1)));
+        let driver = DRIVER_CALLS
+            .map(|call| (call, made.iter().find(|(c, _)| *c == call).map_or(0, |c| c.1)));
         // What a fall-back calls is called in no clean run.
         let system = system.iter().map(|&(call, made)| (call, made.clamp(1, 5)));
         let driver = driver.map(|(call, made)| (call, made.max(1)));
@@ -241,7 +253,10 @@ fn whatever_fails_nothing_stays_charged_mapped_or_registered() {
                         } else {
                             machine.faults.fail(call, nth, errno);
                         }
-                        machine.live(kind, &format!("{kind:?}, {call:?} {nth} {errno} lasting: {lasting}"));
+                        machine.live(
+                            kind,
+                            &format!("{kind:?}, {call:?} {nth} {errno} lasting: {lasting}"),
+                        );
                         lives += 1;
                     }
                 }
@@ -267,7 +282,8 @@ fn whatever_fails_nothing_stays_charged_mapped_or_registered() {
                                     machine.sim.fail_every(Call::HostFree, 1, 999);
                                 }
                             }
-                            let what = format!("{kind:?}, {call:?} {nth} {code} {lasting}, back: {back}");
+                            let what =
+                                format!("{kind:?}, {call:?} {nth} {code} {lasting}, back: {back}");
                             machine.live(kind, &what);
                             lives += 1;
                         }

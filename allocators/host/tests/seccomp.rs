@@ -13,7 +13,9 @@ use aquifer_driver::{DeviceId, sim::Sim};
 use aquifer_host::{
     PinnedBuf, PinnedConfig, PinnedPool,
     kernel::Kernel,
-    region::{Cause, Host, PageTier, PinnedBy, PlacedBy, Region, RegionReport, RegionRequest, Step},
+    region::{
+        Cause, Host, PageTier, PinnedBy, PlacedBy, Region, RegionReport, RegionRequest, Step,
+    },
     topology::NodeId,
     workers::WorkerError,
 };
@@ -131,10 +133,15 @@ fn where_policies_are_refused_pinned_memory_is_on_its_node_by_first_touch() {
                 assert!(matches!(report.pinned_by, PinnedBy::Registration(_)));
                 assert_eq!(report.placement.by, PlacedBy::FirstTouch);
                 // The kernel's word on every page: asking is not refused here.
-                let pages: Vec<usize> = (region.span().start..region.span().end()).step_by(4096).collect();
+                let pages: Vec<usize> =
+                    (region.span().start..region.span().end()).step_by(4096).collect();
                 let placed = Kernel::new().nodes_of(&pages).unwrap();
                 assert!(placed.iter().all(|&n| n == node.0 as c_int), "{node}: {placed:?}");
-                println!("sandboxed: {} pages on {node}, by {:?}", pages.len(), report.placement.by);
+                println!(
+                    "sandboxed: {} pages on {node}, by {:?}",
+                    pages.len(),
+                    report.placement.by
+                );
             });
         }
     }
@@ -148,7 +155,10 @@ fn where_pages_cannot_be_asked_about_either_their_place_is_unknown_and_strict_is
                 let budget = budget();
                 let mut region = Region::new(host, &budget, &request(node)).unwrap();
                 let report = region.report().clone();
-                assert!(fell_short(&report, Step::Policy, errno) && fell_short(&report, Step::Verify, errno));
+                assert!(
+                    fell_short(&report, Step::Policy, errno)
+                        && fell_short(&report, Step::Verify, errno)
+                );
                 assert_eq!((report.placement.unknown, report.placement.on_node()), (1024, 0));
                 assert!(region.is_pinned());
                 region.bytes_mut().fill(7);

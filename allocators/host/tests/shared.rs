@@ -8,8 +8,8 @@ use aquifer_driver::{DeviceId, HostFlags, sim::Sim};
 use aquifer_host::{
     kernel::SystemCall,
     region::{
-        Cause, Host, InPlace, PageTier, PinnedBy, Pinning, PlacedBy, RegionRequest, SharedRegion, Step,
-        window,
+        Cause, Host, InPlace, PageTier, PinnedBy, Pinning, PlacedBy, RegionRequest, SharedRegion,
+        Step, window,
     },
 };
 use nix::libc;
@@ -56,7 +56,10 @@ fn a_region_is_shared_with_another_process_that_registers_it_too() {
     assert!(child.status.success() && said.contains("registered 3"), "{said}{child:?}");
     // SAFETY: 1. the child has ended.
     let bytes = unsafe { ours.bytes() };
-    assert!(bytes[..MIB].iter().all(|&byte| byte == 0xa5) && bytes[MIB..].iter().all(|&byte| byte == 0x5a));
+    assert!(
+        bytes[..MIB].iter().all(|&byte| byte == 0xa5)
+            && bytes[MIB..].iter().all(|&byte| byte == 0x5a)
+    );
     ours.close().unwrap();
     assert!(sim.outstanding().is_empty() && budget.used() == 0);
 }
@@ -93,7 +96,9 @@ fn its_size_is_sealed_and_a_file_whose_size_is_not_is_refused() {
     drop(ours);
     let own = File::open(env::current_exe().unwrap()).unwrap();
     let refused = SharedRegion::open(&host, &budget, own.into(), &request(1)).unwrap_err();
-    assert!(matches!((refused.step, refused.cause), (Step::Map, Cause::System(e)) if e.errno == libc::EPERM));
+    assert!(
+        matches!((refused.step, refused.cause), (Step::Map, Cause::System(e)) if e.errno == libc::EPERM)
+    );
     assert!(sim.outstanding().is_empty() && budget.used() == 0);
 }
 
@@ -127,7 +132,9 @@ fn there_is_no_falling_back_to_memory_that_nobody_else_could_map() {
     flags.write_combined = true;
     request.flags = flags;
     let cached = SharedRegion::new(&host, &budget, &request).unwrap();
-    assert!(cached.is_pinned() && cached.report().shortfalls.iter().any(|s| s.cause == Cause::Cached));
+    assert!(
+        cached.is_pinned() && cached.report().shortfalls.iter().any(|s| s.cause == Cause::Cached)
+    );
 }
 
 #[test]

@@ -8,7 +8,8 @@ mod support;
 use aquifer_core::{DeviceId, MemoryError};
 use aquifer_driver::{Call, CaptureMode, Typed, sim::Sim};
 use aquifer_host::{
-    PinnedConfig, ShortWait, Source, StageError, Stager, StagerConfig, Stores, Ticket, region::Pinning,
+    PinnedConfig, ShortWait, Source, StageError, Stager, StagerConfig, Stores, Ticket,
+    region::Pinning,
 };
 use rig::{KIB, PATIENCE, Rig, SLOT, block_on, config, pattern, pinned};
 use std::{
@@ -26,7 +27,8 @@ use std::{
 };
 
 /// Nothing, direct ones, ones of a chunk, and ones of many slots; none a round number.
-const SIZES: [usize; 9] = [0, 1, 511, KIB, KIB + 1, 8 * KIB + 3, SLOT - 1, 5 * SLOT + 77, 1000 * KIB + 13];
+const SIZES: [usize; 9] =
+    [0, 1, 511, KIB, KIB + 1, 8 * KIB + 3, SLOT - 1, 5 * SLOT + 77, 1000 * KIB + 13];
 
 #[test]
 fn every_byte_arrives_whatever_the_size_and_wherever_it_begins() {
@@ -61,7 +63,8 @@ fn memory_that_cannot_be_written_can_be_read() {
 
 #[test]
 fn a_transfer_comes_after_earlier_uses_and_before_later_ones() {
-    for (size, homely) in [KIB, 6 * KIB, 6 * SLOT].into_iter().flat_map(|size| [(size, true), (size, false)])
+    for (size, homely) in
+        [KIB, 6 * KIB, 6 * SLOT].into_iter().flat_map(|size| [(size, true), (size, false)])
     {
         let rig = Rig::new();
         let mut x = rig.operand(size);
@@ -98,7 +101,11 @@ fn without_the_order_the_simulator_objects() {
             staged.unwrap().unwrap();
             let found = rig.sim.take_violations();
             assert!(!found.is_empty(), "{size} bytes, upload: {upload}");
-            assert_eq!(found[0].later.site.file(), file!(), "whoever copied, it was asked for here");
+            assert_eq!(
+                found[0].later.site.file(),
+                file!(),
+                "whoever copied, it was asked for here"
+            );
         }
     }
 }
@@ -127,13 +134,15 @@ fn a_short_transfer_is_one_copy_on_the_home_stream_and_one_wait() {
             let calls: Vec<_> = made(&rig)
                 .into_iter()
                 .map(|(call, count)| {
-                    let earlier = before.iter().find(|(other, _)| *other == call).map_or(0, |&(_, n)| n);
+                    let earlier =
+                        before.iter().find(|(other, _)| *other == call).map_or(0, |&(_, n)| n);
                     (call, count - earlier)
                 })
                 .filter(|&(_, count)| count > 0)
                 .collect();
             // That nobody captures, the copy, and the wait, which is by a word.
-            let mut expected = vec![(Call::StreamIsCapturing, 1), (Call::StreamWriteValue, 1), (copy, 1)];
+            let mut expected =
+                vec![(Call::StreamIsCapturing, 1), (Call::StreamWriteValue, 1), (copy, 1)];
             let order = |call: Call| Call::ALL.iter().position(|&other| other == call);
             expected.sort_by_key(|&(call, _)| order(call));
             assert_eq!(calls, expected, "{size} bytes, upload: {upload}");
@@ -190,8 +199,8 @@ fn a_short_transfer_goes_in_pieces_from_96_kib_on() {
     {
         let (mut x, up) = (rig.operand(size), pattern(size, 3));
         let made = |call| rig.sim.driver().calls().get(call);
-        let [sent, came, fenced] =
-            [Call::CopyToDevice, Call::CopyToHost, Call::EventRecord].map(|call| (call, made(call)));
+        let [sent, came, fenced] = [Call::CopyToDevice, Call::CopyToHost, Call::EventRecord]
+            .map(|call| (call, made(call)));
         rig.stager.scope(|s| s.gather(up.chunks(50_001), &mut x).map(drop)).unwrap().unwrap();
         assert!(rig.bytes(&x) == up, "{size} bytes up");
         assert_eq!(made(sent.0) - sent.1, pieces, "{size} bytes");
@@ -295,7 +304,8 @@ fn a_short_transfer_whose_home_captures_meanwhile_is_told_and_what_the_graph_tou
 fn both_directions_together_have_no_more_workers_than_there_are_cpus() {
     let rig = Rig::new();
     let cpus = thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let host = aquifer_host::region::Host::new(support::topology(), aquifer_host::kernel::Kernel::new());
+    let host =
+        aquifer_host::region::Host::new(support::topology(), aquifer_host::kernel::Kernel::new());
     for (up, down) in [(1, 1), (8, 8), (256, 1), (1, 256), (256, 256)] {
         let mut config = config();
         (config.up_workers, config.down_workers) = (up, down);
@@ -364,7 +374,10 @@ fn small_pieces_share_slots() {
     let pieces: Vec<_> = (0..200).map(|at| pattern(37 + at, at as u8)).collect();
     let all = pieces.concat();
     let mut x = rig.operand(all.len());
-    rig.stager.scope(|s| s.gather(pieces.iter().map(|piece| &piece[..]), &mut x).map(drop)).unwrap().unwrap();
+    rig.stager
+        .scope(|s| s.gather(pieces.iter().map(|piece| &piece[..]), &mut x).map(drop))
+        .unwrap()
+        .unwrap();
     assert!(rig.bytes(&x) == all);
     let copies = rig.sim.driver().calls().get(Call::CopyToDevice);
     assert!(copies <= all.len().div_ceil(8 * KIB) as u64 + 1, "{copies} copies for 200 pieces");
@@ -585,7 +598,8 @@ fn a_thread_that_unwinds_may_wait_for_a_transfer() {
     struct Waits<'a>(Option<Ticket<rig::Plain>>, &'a Mutex<Option<Result<(), StageError>>>);
     impl Drop for Waits<'_> {
         fn drop(&mut self) {
-            let outcome = self.0.take().map(|ticket| ticket.wait().map(drop).map_err(StageError::from));
+            let outcome =
+                self.0.take().map(|ticket| ticket.wait().map(drop).map_err(StageError::from));
             if let Ok(mut told) = self.1.lock() {
                 *told = outcome;
             }
@@ -643,8 +657,9 @@ fn no_more_are_under_way_than_may_be() {
     config.depth = 2;
     let rig = Rig::with(config);
     let held = rig.sim.stall(Call::CopyToDevice);
-    let tickets: Vec<_> =
-        (0..2).map(|_| rig.stager.upload(vec![1u8; 2 * SLOT], rig.operand(2 * SLOT)).unwrap()).collect();
+    let tickets: Vec<_> = (0..2)
+        .map(|_| rig.stager.upload(vec![1u8; 2 * SLOT], rig.operand(2 * SLOT)).unwrap())
+        .collect();
     assert!(rig.stager.try_permit().is_none());
     let late = rig.stager.permit_until(Instant::now() + Duration::from_millis(5));
     assert!(matches!(late, Err(StageError::Memory(MemoryError::TimedOut))));
@@ -690,8 +705,11 @@ fn one_lane_serves_all_where_there_is_memory_for_no_more() {
     let mut config = config();
     config.slot = 512 * KIB;
     let stager = {
-        let host = aquifer_host::region::Host::new(support::topology(), aquifer_host::kernel::Kernel::new())
-            .with_driver(rig.sim.driver(), rig::GPU);
+        let host = aquifer_host::region::Host::new(
+            support::topology(),
+            aquifer_host::kernel::Kernel::new(),
+        )
+        .with_driver(rig.sim.driver(), rig::GPU);
         let budget = aquifer_core::Budget::new("one region", 2 << 20);
         let pool = aquifer_host::PinnedPool::new(&host, &budget, pinned()).unwrap();
         let _other = std::mem::ManuallyDrop::new(pool.buffer::<u8>(100 * KIB).unwrap());
@@ -753,7 +771,8 @@ fn settings_that_make_no_sense_are_refused() {
         |config| config.slot = 0,
     ];
     let rig = Rig::new();
-    let host = aquifer_host::region::Host::new(support::topology(), aquifer_host::kernel::Kernel::new());
+    let host =
+        aquifer_host::region::Host::new(support::topology(), aquifer_host::kernel::Kernel::new());
     for change in changes {
         let mut config = StagerConfig::default();
         change(&mut config);

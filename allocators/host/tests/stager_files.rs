@@ -45,7 +45,11 @@ impl Source for Odd {
         }
         if self.align > 1 {
             let phase = into.as_ptr().addr() % self.align;
-            assert_eq!(phase as u64, offset % self.align as u64, "bytes lie as they lie in the source");
+            assert_eq!(
+                phase as u64,
+                offset % self.align as u64,
+                "bytes lie as they lie in the source"
+            );
         }
         let some = into.len().min(3001);
         self.bytes[..].read_at(offset, &mut into[..some])
@@ -69,9 +73,13 @@ fn a_source_may_read_less_than_it_was_asked_for_and_be_interrupted() {
         let rows = 100;
         let mut column = rig.operand(rows * 700);
         let ranges = (0..rows as u64).map(|row| row * 4000 + 300..row * 4000 + 1000);
-        rig.stager.scope(|s| s.read_ranges(&source, ranges, &mut column).map(drop)).unwrap().unwrap();
-        let expected: Vec<_> =
-            (0..rows).flat_map(|row| source.bytes[row * 4000 + 300..row * 4000 + 1000].to_vec()).collect();
+        rig.stager
+            .scope(|s| s.read_ranges(&source, ranges, &mut column).map(drop))
+            .unwrap()
+            .unwrap();
+        let expected: Vec<_> = (0..rows)
+            .flat_map(|row| source.bytes[row * 4000 + 300..row * 4000 + 1000].to_vec())
+            .collect();
         assert!(rig.bytes(&column) == expected, "aligned to {align}");
         // By a ticket.
         let whole = source.bytes[..bytes].to_vec();
@@ -119,7 +127,9 @@ fn a_source_that_ends_says_where() {
     let bytes = vec![1u8; 3 * SLOT];
     let mut x = rig.operand(2 * SLOT);
     let answer = rig.stager.scope(|s| s.read(&bytes, 2 * SLOT as u64, &mut x).map(drop));
-    let StageError::SourceEnded { offset, missing } = answer.unwrap_err() else { panic!("another error") };
+    let StageError::SourceEnded { offset, missing } = answer.unwrap_err() else {
+        panic!("another error")
+    };
     assert!(offset >= 3 * SLOT as u64 && missing > 0);
     drop(x);
     rig.assert_all_given_back();
@@ -136,9 +146,13 @@ fn a_file_is_read_from_anywhere_through_the_cache_and_past_it() {
         assert!(mode == ReadMode::Direct || file.mode() == ReadMode::Cached);
         assert_eq!(file.len().unwrap(), bytes.len() as u64);
         file.drop_cache().unwrap();
-        for (from, to) in
-            [(0, bytes.len()), (1, 5000), (4096, 4096 + SLOT), (511, 400_000), (599_000, bytes.len())]
-        {
+        for (from, to) in [
+            (0, bytes.len()),
+            (1, 5000),
+            (4096, 4096 + SLOT),
+            (511, 400_000),
+            (599_000, bytes.len()),
+        ] {
             let mut x = rig.operand(to - from);
             rig.stager.scope(|s| s.read(&file, from as u64, &mut x).map(drop)).unwrap().unwrap();
             assert!(rig.bytes(&x) == bytes[from..to], "{mode:?} {from}..{to}");

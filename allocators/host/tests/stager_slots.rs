@@ -25,7 +25,8 @@ use std::{
 
 /// A stager for a machine with more processors than this one may have.
 fn on_many_processors(rig: &Rig, workers: usize) -> Stager {
-    let host = Host::new(support::fixture("two-socket"), System::new()).with_driver(rig.sim.driver(), GPU);
+    let host =
+        Host::new(support::fixture("two-socket"), System::new()).with_driver(rig.sim.driver(), GPU);
     let mut config = config();
     config.up_workers = workers;
     let stager = Stager::new(&host, &rig.pool, &rig.streams, config).unwrap();
@@ -62,7 +63,11 @@ fn while_the_driver_keeps_one_worker_the_others_fill_all_their_slots() {
         assert!(held.wait_for(1, PATIENCE));
         // Two each, and one of the one that is kept.
         let filled = || source.1.load(Ordering::Relaxed);
-        assert!(eventually(|| filled() >= 7), "{} slots filled: who hands in does not wait", filled());
+        assert!(
+            eventually(|| filled() >= 7),
+            "{} slots filled: who hands in does not wait",
+            filled()
+        );
         ticket
     };
     let x = ticket.wait().unwrap();
@@ -149,7 +154,8 @@ fn a_forked_child_is_refused_by_its_parents_stager_and_waits_for_nothing() {
     if child == 0 {
         // SAFETY: 1. takes a number. A child that waits is ended by it.
         unsafe { libc::alarm(120) };
-        let elsewhere = |error: &StageError| matches!(error, StageError::Memory(MemoryError::OtherProcess));
+        let elsewhere =
+            |error: &StageError| matches!(error, StageError::Memory(MemoryError::OtherProcess));
         let stager = &rig.stager;
         let long = stager.scope(|s| s.upload(&up[..x.len()], &mut x).map(drop)).unwrap();
         let small = std::mem::take(&mut small).unwrap();
@@ -162,7 +168,10 @@ fn a_forked_child_is_refused_by_its_parents_stager_and_waits_for_nothing() {
             stager.try_permit().is_some() && stager.permit_until(Instant::now()).is_ok(),
             failed.as_ref().is_err_and(|failed| elsewhere(&failed.error)),
             ticket.is_done() && ticket.watch().wait().is_err_and(|error| elsewhere(&error)),
-            ticket.watch().try_wait().is_some_and(|told| told.is_err_and(|error| elsewhere(&error))),
+            ticket
+                .watch()
+                .try_wait()
+                .is_some_and(|told| told.is_err_and(|error| elsewhere(&error))),
         ];
         ticket.cancel();
         drop(permits);

@@ -4,7 +4,9 @@
 mod machine;
 
 use aquifer_driver::{DeviceId, DeviceInfo};
-use aquifer_host::topology::{DeviceMemory, Found, NodeId, Source, ThpMode, Topology, TopologyError};
+use aquifer_host::topology::{
+    DeviceMemory, Found, NodeId, Source, ThpMode, Topology, TopologyError,
+};
 use machine::Machine;
 use std::{
     env, fs,
@@ -85,7 +87,10 @@ fn a_device_is_placed_by_the_driver_then_by_pci_and_never_by_guess() {
     assert!(matches!(told.source, Source::Driver(_)));
     let by_address = place(None, Some("00000000:9D:00.0"));
     assert_eq!(by_address.value, Some(NodeId(1)));
-    assert_eq!(by_address.source, Source::File("/sys/bus/pci/devices/0000:9d:00.0/numa_node".into()));
+    assert_eq!(
+        by_address.source,
+        Source::File("/sys/bus/pci/devices/0000:9d:00.0/numa_node".into())
+    );
     // −1, a node that is not online, a device that is not there, an address that is none, nothing at all.
     for (node, pci) in [
         (None, Some("0000:00:02.0")),
@@ -101,8 +106,14 @@ fn a_device_is_placed_by_the_driver_then_by_pci_and_never_by_guess() {
 #[test]
 fn an_eight_digit_domain_is_not_taken_for_domain_zero() {
     let topology = read("long-pci-domain");
-    assert_eq!(topology.node_of_pci("00010000:3B:00.0".parse().unwrap()).unwrap().value, Some(NodeId(1)));
-    assert_eq!(topology.node_of_pci("00000000:3B:00.0".parse().unwrap()).unwrap().value, Some(NodeId(0)));
+    assert_eq!(
+        topology.node_of_pci("00010000:3B:00.0".parse().unwrap()).unwrap().value,
+        Some(NodeId(1))
+    );
+    assert_eq!(
+        topology.node_of_pci("00000000:3B:00.0".parse().unwrap()).unwrap().value,
+        Some(NodeId(0))
+    );
 }
 
 #[test]
@@ -110,9 +121,16 @@ fn nodes_without_cpus_are_nodes_and_have_a_nearest_with_some() {
     let topology = read("cpuless-node");
     let memory_only = topology.node(NodeId(2)).unwrap();
     assert!(memory_only.cpus.is_empty() && memory_only.memory_allowed);
-    assert_eq!(topology.nearest_with_cpus(NodeId(2)).unwrap().id, NodeId(1), "79 is nearer than 80");
+    assert_eq!(
+        topology.nearest_with_cpus(NodeId(2)).unwrap().id,
+        NodeId(1),
+        "79 is nearer than 80"
+    );
     assert_eq!(topology.nearest_with_cpus(NodeId(0)).unwrap().id, NodeId(0));
-    assert!(topology.nearest_with_cpus(NodeId(3)).is_none(), "a node that is not there has no neighbours");
+    assert!(
+        topology.nearest_with_cpus(NodeId(3)).is_none(),
+        "a node that is not there has no neighbours"
+    );
     let empty = read("empty-cpulist");
     assert!(empty.nodes()[0].cpus.is_empty());
     assert!(empty.nearest_with_cpus(NodeId(0)).is_none());
@@ -162,9 +180,15 @@ fn numa_handling_can_be_switched_off_and_a_wrong_switch_is_reported() {
     let unknown = Found::unknown(Source::Variable("AQUIFER_NUMA"));
     assert_eq!(off.node_of_pci("0000:1b:00.0".parse().unwrap()).unwrap(), unknown);
     assert_eq!(off.node_of_device(&gpu(Some(0), None)).unwrap(), unknown);
-    assert_eq!((Topology::parse_switch("off"), Topology::parse_switch("on\n")), (Ok(false), Ok(true)));
+    assert_eq!(
+        (Topology::parse_switch("off"), Topology::parse_switch("on\n")),
+        (Ok(false), Ok(true))
+    );
     for wrong in ["", "0", "OFF", "no"] {
-        assert!(matches!(Topology::parse_switch(wrong), Err(TopologyError::Setting { .. })), "{wrong:?}");
+        assert!(
+            matches!(Topology::parse_switch(wrong), Err(TopologyError::Setting { .. })),
+            "{wrong:?}"
+        );
     }
 }
 
@@ -177,7 +201,10 @@ fn two_reads_see_two_machines_since_nothing_is_cached() {
     machine.write("proc/self/status", "Cpus_allowed_list:\t0-7\nMems_allowed_list:\t0\n");
     machine.write("sys/bus/pci/devices/0000:01:00.0/numa_node", "0\n");
     let before = machine.read();
-    assert_eq!((before.nodes().len(), before.nodes()[0].allowed_cpus.to_string().as_str()), (1, "0-3"));
+    assert_eq!(
+        (before.nodes().len(), before.nodes()[0].allowed_cpus.to_string().as_str()),
+        (1, "0-3")
+    );
     // A CPU goes, a node comes, the cpuset changes, a device is plugged in elsewhere.
     machine.write("sys/devices/system/node/online", "0-1\n");
     machine.write("sys/devices/system/node/node0/cpulist", "0-2\n");
@@ -250,7 +277,11 @@ fn memory_for_a_device_on_a_node_without_memory_goes_to_the_nearest_that_has_som
     assert_eq!((bare.memory, bare.memory_allowed, bare.cpus.len()), (Some(0), false, 8));
     assert_eq!(bare.movable_only.value, Some(false));
     let device = gpu(None, Some("0000:61:00.0"));
-    assert_eq!(topology.node_of_device(&device).unwrap().value, Some(NodeId(1)), "that is where it is");
+    assert_eq!(
+        topology.node_of_device(&device).unwrap().value,
+        Some(NodeId(1)),
+        "that is where it is"
+    );
     let memory = topology.memory_near_device(&device).unwrap();
     assert_eq!(memory.value, Some(NodeId(0)), "11 is nearer than 12");
     assert_eq!(memory.source, Source::File("/sys/devices/system/node/node1/distance".into()));
@@ -315,13 +346,25 @@ fn memory_of_a_gpu_is_never_taken_for_the_hosts() {
 #[test]
 fn nodes_that_only_the_driver_knows_as_a_devices_memory_are_marked_at_its_word() {
     let bare = read("power9");
-    assert_eq!(bare.nodes().iter().map(|node| node.id.0).collect::<Vec<_>>(), [0, 8, 252, 253, 254, 255]);
-    assert_eq!(bare.distance(NodeId(0), NodeId(8)), Some(40), "sparse nodes keep their places in a line");
+    assert_eq!(
+        bare.nodes().iter().map(|node| node.id.0).collect::<Vec<_>>(),
+        [0, 8, 252, 253, 254, 255]
+    );
+    assert_eq!(
+        bare.distance(NodeId(0), NodeId(8)),
+        Some(40),
+        "sparse nodes keep their places in a line"
+    );
     assert_eq!(bare.node(NodeId(8)).unwrap().cpus.len(), 20);
     assert!(
-        bare.node(NodeId(8)).unwrap().cpus.contains(84) && !bare.node(NodeId(8)).unwrap().cpus.contains(85)
+        bare.node(NodeId(8)).unwrap().cpus.contains(84)
+            && !bare.node(NodeId(8)).unwrap().cpus.contains(85)
     );
-    assert_eq!(bare.node(NodeId(252)).unwrap().device_memory.value, None, "the kernel does not know");
+    assert_eq!(
+        bare.node(NodeId(252)).unwrap().device_memory.value,
+        None,
+        "the kernel does not know"
+    );
     let gpus: Vec<_> = [(255, "0004:04:00.0"), (252, "0035:03:00.0")]
         .map(|(node, pci)| {
             let mut device = gpu(None, Some(pci));
@@ -344,7 +387,11 @@ fn a_device_that_shares_the_hosts_memory_does_not_take_its_node_away() {
     let topology = read("jetson").with_devices([&device]);
     assert_eq!(topology.host_nodes().count(), 1);
     assert_eq!(topology.memory_of_device(&device).value, Some(DeviceMemory::Host));
-    assert_eq!(topology.node_of_device(&device).unwrap().value, None, "one node is no reason to guess");
+    assert_eq!(
+        topology.node_of_device(&device).unwrap().value,
+        None,
+        "one node is no reason to guess"
+    );
     (device.integrated, device.memory_node) = (false, None);
     assert_eq!(topology.memory_of_device(&device).value, Some(DeviceMemory::Apart));
     assert_eq!(topology.without_nodes().memory_of_device(&device).value, None);
@@ -371,7 +418,11 @@ fn the_size_of_a_base_page_is_the_one_that_the_machine_told_its_programs() {
     assert_eq!(read("grace").thp_size().value, Some(512 << 20));
     assert_eq!(read("two-socket").page_size().source, Source::SystemCall("sysconf"));
     let here = Topology::read_under(Path::new("/")).unwrap();
-    assert_eq!(here.page_size().value, read("two-socket").page_size().value, "both ways tell the same");
+    assert_eq!(
+        here.page_size().value,
+        read("two-socket").page_size().value,
+        "both ways tell the same"
+    );
 }
 
 #[test]
@@ -379,7 +430,11 @@ fn memory_that_pins_would_leave_is_told_where_the_kernel_tells_it() {
     let expander = read("cpuless-node");
     assert_eq!(expander.node(NodeId(2)).unwrap().movable_only.value, Some(true));
     assert_eq!(expander.node(NodeId(0)).unwrap().movable_only.value, Some(false));
-    assert_eq!(expander.node(NodeId(2)).unwrap().device_memory.value, None, "not every expander is a GPU");
+    assert_eq!(
+        expander.node(NodeId(2)).unwrap().device_memory.value,
+        None,
+        "not every expander is a GPU"
+    );
     assert_eq!(read("two-socket").node(NodeId(0)).unwrap().movable_only.value, None);
 }
 
@@ -389,7 +444,9 @@ fn the_variable_hides_the_nodes_of_a_real_read_and_a_wrong_one_is_an_error() {
     const MARK: &str = "AQUIFER_TEST_CHILD";
     if env::var_os(MARK).is_some() {
         match Topology::read() {
-            Ok(topology) => println!("read: {} {}", topology.nodes().len(), topology.numa_setting()),
+            Ok(topology) => {
+                println!("read: {} {}", topology.nodes().len(), topology.numa_setting())
+            }
             Err(error) => println!("read: {error}"),
         }
         return;

@@ -1,5 +1,9 @@
 //! Workers: where they run, what becomes of jobs that panic, time out or are given up, and of workers that die.
-#![expect(clippy::panic, clippy::unwrap_used, reason = "a worker is made to die of it; helpers of tests")]
+#![expect(
+    clippy::panic,
+    clippy::unwrap_used,
+    reason = "a worker is made to die of it; helpers of tests"
+)]
 #![expect(unsafe_code, reason = "maps memory for workers to touch, and forks")]
 
 mod support;
@@ -78,7 +82,9 @@ fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
     const SPANS: usize = 8;
     let topology = support::topology();
     let workers = workers();
-    for node in topology.nodes().iter().filter(|node| node.memory_allowed && !node.allowed_cpus.is_empty()) {
+    for node in
+        topology.nodes().iter().filter(|node| node.memory_allowed && !node.allowed_cpus.is_empty())
+    {
         let kernel = Kernel::new();
         let (mut there, mut all) = (0, 0);
         for _ in 0..SPANS {
@@ -190,8 +196,11 @@ fn a_job_that_waits_behind_another_until_its_deadline_is_not_begun() {
     let workers = one_worker();
     let (release, released) = mpsc::channel::<()>();
     let released = std::sync::Mutex::new(released);
-    let first = workers.submit(None, 1, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
-    let late = workers.submit(None, 1, Some(Instant::now()), |_| panic!("begun after its deadline")).unwrap();
+    let first =
+        workers.submit(None, 1, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
+    let late = workers
+        .submit(None, 1, Some(Instant::now()), |_| panic!("begun after its deadline"))
+        .unwrap();
     thread::sleep(Duration::from_millis(2));
     release.send(()).unwrap();
     assert_eq!(first.wait(soon()).unwrap(), [true]);
@@ -212,7 +221,10 @@ fn a_prefix_can_be_waited_for_and_taken_while_the_rest_runs() {
     let job = job.unwrap();
     job.wait_for(2, soon()).unwrap();
     assert_eq!((job.done(), job.pieces()), (2, 3));
-    assert_eq!((job.take(0), job.take(0), job.take(1), job.take(2)), (Some(0), None, Some(1), None));
+    assert_eq!(
+        (job.take(0), job.take(0), job.take(1), job.take(2)),
+        (Some(0), None, Some(1), None)
+    );
     release.send(()).unwrap();
     job.wait_for(3, soon()).unwrap();
     assert_eq!((job.done(), job.take(2)), (3, Some(2)));
@@ -265,7 +277,10 @@ fn a_worker_that_cannot_start_is_an_error_and_one_of_two_is_enough() {
     assert!(matches!(refused, Err(WorkerError::Spawn { .. })), "{refused:?}");
     assert_eq!(workers.threads(), 0);
     faults.fail(SystemCall::Spawn, 2, libc::EAGAIN);
-    assert_eq!(workers.submit(None, 100, None, |piece| piece).unwrap().wait(soon()).unwrap().len(), 100);
+    assert_eq!(
+        workers.submit(None, 100, None, |piece| piece).unwrap().wait(soon()).unwrap().len(),
+        100
+    );
 }
 
 #[test]
@@ -331,7 +346,8 @@ fn a_worker_is_bound_to_the_cpus_that_its_node_has_when_it_starts() {
 }
 
 #[test]
-fn a_job_finds_a_worker_while_another_keeps_one_busy_and_no_thread_is_started_for_one_that_is_free() {
+fn a_job_finds_a_worker_while_another_keeps_one_busy_and_no_thread_is_started_for_one_that_is_free()
+{
     let workers = Workers::new(&support::topology(), Kernel::new());
     for _ in 0..100 {
         assert_eq!(workers.run(None, soon(), || 7), Ok(7));
@@ -362,7 +378,9 @@ fn a_time_limit_counts_from_the_first_pieces_begin() {
     let kept = [100, 1_000, 10_000].into_iter().map(Duration::from_millis).any(|limit| {
         let (release, released) = mpsc::channel::<()>();
         let released = std::sync::Mutex::new(released);
-        let first = workers.submit(None, 1, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
+        let first = workers
+            .submit(None, 1, None, move |_| released.lock().unwrap().recv().is_ok())
+            .unwrap();
         let patient = workers.submit(None, 1, limit, |_| 7).unwrap();
         // Longer than the limit, behind the other.
         thread::sleep(limit + limit / 4);
@@ -379,15 +397,18 @@ fn who_waits_for_a_job_that_outlasts_its_limit_is_told_though_it_had_not_begun_w
     let (release, released) = mpsc::channel::<()>();
     let released = Arc::new(std::sync::Mutex::new(released));
     let held = released.clone();
-    let first = workers.submit(None, 1, None, move |_| held.lock().unwrap().recv().is_ok()).unwrap();
+    let first =
+        workers.submit(None, 1, None, move |_| held.lock().unwrap().recv().is_ok()).unwrap();
     let made = Arc::new(());
     let kept = made.clone();
-    let endless = workers.submit(None, 3, Deadline::AfterBegin(Duration::from_millis(20)), move |_| {
-        let _ = released.lock().unwrap().recv();
-        kept.clone()
-    });
+    let endless =
+        workers.submit(None, 3, Deadline::AfterBegin(Duration::from_millis(20)), move |_| {
+            let _ = released.lock().unwrap().recv();
+            kept.clone()
+        });
     let (tell, told) = mpsc::channel();
-    let waiter = thread::spawn(move || tell.send(endless.unwrap().wait(None).map(|made| made.len())));
+    let waiter =
+        thread::spawn(move || tell.send(endless.unwrap().wait(None).map(|made| made.len())));
     thread::sleep(Duration::from_millis(5));
     release.send(()).unwrap();
     assert_eq!(first.wait(soon()).unwrap(), [true]);
@@ -404,16 +425,19 @@ fn a_forked_child_is_told_that_the_workers_are_not_its_own_and_waits_for_nothing
     let workers = one_worker();
     let (release, released) = mpsc::channel::<()>();
     let released = std::sync::Mutex::new(released);
-    let job = workers.submit(None, 2, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
+    let job =
+        workers.submit(None, 2, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
     // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: 1. takes a number. A child that waits is ended by it.
         unsafe { libc::alarm(120) };
         let refused = workers.submit(None, 1, None, |_| ()).map(drop) == Err(WorkerError::Forked);
-        let nobody = workers.threads() == 0 && workers.shortfall(NodeId(0)) == Some(WorkerError::Forked);
-        let never =
-            job.take(0).is_none() && job.done() == 0 && job.wait_for(1, None) == Err(JobError::Closed);
+        let nobody =
+            workers.threads() == 0 && workers.shortfall(NodeId(0)) == Some(WorkerError::Forked);
+        let never = job.take(0).is_none()
+            && job.done() == 0
+            && job.wait_for(1, None) == Err(JobError::Closed);
         job.settle();
         drop(workers);
         let own = one_worker().run(None, None, || 7) == Ok(7);

@@ -28,7 +28,8 @@ fn time(name: &str, mut round: impl FnMut() -> Result<()>) -> Result<()> {
 fn main() -> Result<()> {
     let sim = Sim::h200(1).symbolic();
     let pool = StreamPool::new(sim.driver(), DeviceId(0), 8);
-    let raw = sim.driver().stream_create(DeviceId(0), 0).map_err(aquifer_core::MemoryError::Driver)?;
+    let raw =
+        sim.driver().stream_create(DeviceId(0), 0).map_err(aquifer_core::MemoryError::Driver)?;
     // SAFETY: 1. a stream of this driver. 2. retired at once, and never destroyed.
     let home = unsafe { pool.adopt(raw, Life::Retired) }?;
     home.clone().retire()?;

@@ -31,7 +31,9 @@ impl Attachments {
     /// Keeps `number`, unless there is one already; answers with the one that is kept.
     pub(crate) fn attach(&self, key: u64, number: u32) -> u32 {
         let mut more = self.more.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kept) = self.first.get().into_iter().chain(more.iter()).find(|(other, _)| *other == key) {
+        if let Some(kept) =
+            self.first.get().into_iter().chain(more.iter()).find(|(other, _)| *other == key)
+        {
             return kept.1;
         }
         if self.first.set((key, number)).is_err() {
@@ -42,6 +44,9 @@ impl Attachments {
 
     /// Lets go of what was kept, where it can; the first stays.
     pub(crate) fn detach(&self, key: u64) {
-        self.more.write().unwrap_or_else(PoisonError::into_inner).retain(|(other, _)| *other != key);
+        self.more
+            .write()
+            .unwrap_or_else(PoisonError::into_inner)
+            .retain(|(other, _)| *other != key);
     }
 }

@@ -75,7 +75,8 @@ impl Plan {
         }
         let element = size_of::<T>() as u64;
         let host = element * host as u64;
-        let (from, to) = if way == Direction::Up { (host, range.bytes) } else { (range.bytes, host) };
+        let (from, to) =
+            if way == Direction::Up { (host, range.bytes) } else { (range.bytes, host) };
         let Some(grid) = grid else {
             return if from == to {
                 Ok(Self { way, whole: from, rows: None })

@@ -45,7 +45,11 @@ impl<E> Epochs<E> {
     /// Nothing queued, nothing recorded.
     #[must_use]
     pub fn new() -> Self {
-        Self { open: AtomicU64::new(1), done: AtomicU64::new(0), recorded: Spin::new(VecDeque::new()) }
+        Self {
+            open: AtomicU64::new(1),
+            done: AtomicU64::new(0),
+            recorded: Spin::new(VecDeque::new()),
+        }
     }
 
     /// The epoch of work that has been queued by now. To be taken after the work is queued.
@@ -74,7 +78,10 @@ impl<E> Epochs<E> {
     pub fn publish(&self, epoch: u64, event: Arc<E>) {
         self.recorded.with(|recorded| {
             // Two threads may fence at once and publish in either order.
-            let at = recorded.iter().rposition(|&(other, _)| other < epoch).map_or(0, |before| before + 1);
+            let at = recorded
+                .iter()
+                .rposition(|&(other, _)| other < epoch)
+                .map_or(0, |before| before + 1);
             recorded.insert(at, (epoch, event));
         });
     }
@@ -100,7 +107,8 @@ impl<E> Epochs<E> {
     /// The oldest published event.
     #[must_use]
     pub fn oldest(&self) -> Option<(u64, Arc<E>)> {
-        self.recorded.with(|recorded| recorded.front().map(|(epoch, event)| (*epoch, event.clone())))
+        self.recorded
+            .with(|recorded| recorded.front().map(|(epoch, event)| (*epoch, event.clone())))
     }
 
     /// The newest epoch that has an event or is done.
@@ -129,6 +137,9 @@ impl<E> Default for Epochs<E> {
 
 impl<E> fmt::Debug for Epochs<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Epochs").field("open", &self.open).field("done", &self.done).finish_non_exhaustive()
+        f.debug_struct("Epochs")
+            .field("open", &self.open)
+            .field("done", &self.done)
+            .finish_non_exhaustive()
     }
 }

@@ -122,7 +122,9 @@ impl<'a> Launch<'a> {
                 entry.account.alone |= account.alone;
                 entry.parts.push(part);
             }
-            None => self.entries.push(Entry { account, access, parts: SmallVec::from_iter([part]) }),
+            None => {
+                self.entries.push(Entry { account, access, parts: SmallVec::from_iter([part]) })
+            }
         }
         self
     }
@@ -196,7 +198,9 @@ impl<'a> Launch<'a> {
         let mut newest: Several<(&Arc<Timeline>, u64)> = SmallVec::new();
         let homes = self.entries.iter().map(|entry| &entry.account.home);
         let homes = homes.map(|home| (home, home.open()));
-        for (other, epoch) in homes.chain(before.iter().flatten().map(|(other, epoch)| (other, *epoch))) {
+        for (other, epoch) in
+            homes.chain(before.iter().flatten().map(|(other, epoch)| (other, *epoch)))
+        {
             match newest.iter_mut().find(|(known, _)| Arc::ptr_eq(known, other)) {
                 Some((_, known)) => *known = epoch.max(*known),
                 None => newest.push((other, epoch)),
@@ -268,6 +272,9 @@ impl Drop for Ready {
 
 impl fmt::Debug for Ready {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ready").field("stream", &self.on.number()).field("blocks", &self.uses.len()).finish()
+        f.debug_struct("Ready")
+            .field("stream", &self.on.number())
+            .field("blocks", &self.uses.len())
+            .finish()
     }
 }

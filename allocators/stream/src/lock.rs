@@ -116,7 +116,10 @@ impl<T> Spin<T> {
             loom::thread::yield_now();
             // A plain load first: waiting threads share the line until it is worth a try.
             if !self.taken.load(Ordering::Relaxed)
-                && self.taken.compare_exchange_weak(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+                && self
+                    .taken
+                    .compare_exchange_weak(false, true, Ordering::Acquire, Ordering::Relaxed)
+                    .is_ok()
             {
                 return;
             }

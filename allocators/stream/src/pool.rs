@@ -158,7 +158,12 @@ pub(crate) struct Leased {
 }
 
 impl Leased {
-    fn new(pool: &Arc<Inner>, timeline: &Arc<Timeline>, id: Id<Stream>, slot: Option<u32>) -> Arc<Self> {
+    fn new(
+        pool: &Arc<Inner>,
+        timeline: &Arc<Timeline>,
+        id: Id<Stream>,
+        slot: Option<u32>,
+    ) -> Arc<Self> {
         timeline.lease();
         Arc::new(Self { pool: pool.clone(), timeline: timeline.clone(), id, slot })
     }
@@ -225,8 +230,9 @@ impl StreamPool {
         let found = loop {
             let (slot, timeline) = {
                 let mut slots = inner.slots();
-                let fits =
-                    |&slot: &u32| slots.slots[slot as usize].kind == kind && !capturing.contains(&slot);
+                let fits = |&slot: &u32| {
+                    slots.slots[slot as usize].kind == kind && !capturing.contains(&slot)
+                };
                 match slots.idle.iter().position(fits) {
                     Some(at) => {
                         let slot = slots.idle.swap_remove(at);
@@ -238,10 +244,13 @@ impl StreamPool {
                     }
                     None => {
                         // All streams exist; an idle one of another kind gives way, else one that captures.
-                        let gives_way = slots.idle.iter().rposition(|slot| !capturing.contains(slot));
+                        let gives_way =
+                            slots.idle.iter().rposition(|slot| !capturing.contains(slot));
                         let at = gives_way.or(slots.idle.len().checked_sub(1));
                         break Some(
-                            slots.idle.swap_remove(at.ok_or(MemoryError::Capacity { max: inner.cap })?),
+                            slots
+                                .idle
+                                .swap_remove(at.ok_or(MemoryError::Capacity { max: inner.cap })?),
                         );
                     }
                 }
@@ -276,7 +285,10 @@ impl StreamPool {
                 Ok(inner.lease_slot(&mut slots, slot))
             }
             (Ok(make), Some(slot)) => {
-                let old = std::mem::replace(&mut slots.slots[slot as usize].timeline, Arc::new(make(slot)));
+                let old = std::mem::replace(
+                    &mut slots.slots[slot as usize].timeline,
+                    Arc::new(make(slot)),
+                );
                 slots.slots[slot as usize].kind = kind;
                 let stream = inner.lease_slot(&mut slots, slot);
                 drop(slots);
@@ -369,7 +381,9 @@ impl StreamPool {
             Some(Ok(timeline)) => {
                 // A default stream's handle means a stream of each thread, so this pool's own account is asked for it.
                 return match self.timeline(raw, None) {
-                    Err(MemoryError::UnknownId) if self.inner.shares(&timeline, raw) => Ok(timeline),
+                    Err(MemoryError::UnknownId) if self.inner.shares(&timeline, raw) => {
+                        Ok(timeline)
+                    }
                     known => known,
                 };
             }
@@ -454,7 +468,8 @@ impl Inner {
     fn make(&self, kind: Lease) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
         // What was refused may be released by now. What is refused again stays for the next sweep.
         let _ = leftovers::sweep(&self.driver);
-        let raw = self.driver.stream_create(self.device, kind.priority).map_err(|e| self.lost(e))?;
+        let raw =
+            self.driver.stream_create(self.device, kind.priority).map_err(|e| self.lost(e))?;
         let id = match id_of(&*self.driver, raw) {
             Ok(id) => id,
             Err(error) => {
@@ -485,7 +500,9 @@ impl Inner {
 
     /// Whether the account of a stream of another pool can be used here: it is the handle's, good, and of the same driver.
     fn shares(&self, timeline: &Timeline, raw: RawStream) -> bool {
-        timeline.raw() == raw && !timeline.is_retired() && Arc::ptr_eq(timeline.driver(), &self.driver)
+        timeline.raw() == raw
+            && !timeline.is_retired()
+            && Arc::ptr_eq(timeline.driver(), &self.driver)
     }
 
     /// The timeline known for a handle, if its stream is still the same one.
@@ -493,7 +510,9 @@ impl Inner {
         if raw.device() != self.device {
             return Err(MemoryError::WrongDevice { expected: self.device, actual: raw.device() });
         }
-        let Some(known) = self.known().get(&Key::of(raw)).and_then(Weak::upgrade) else { return Ok(None) };
+        let Some(known) = self.known().get(&Key::of(raw)).and_then(Weak::upgrade) else {
+            return Ok(None);
+        };
         if known.is_retired() {
             return Ok(None);
         }
@@ -518,8 +537,9 @@ impl Inner {
         known.retain(|_, timeline| timeline.strong_count() > 0);
         // Another thread may have taken it in meanwhile.
         let other = known.get(&key).and_then(Weak::upgrade);
-        let same =
-            other.as_ref().is_some_and(|other| id.is_none_or(|id| other.has(id)) && !other.is_retired());
+        let same = other
+            .as_ref()
+            .is_some_and(|other| id.is_none_or(|id| other.has(id)) && !other.is_retired());
         if !same {
             known.insert(key, Arc::downgrade(&timeline));
         }
@@ -549,10 +569,17 @@ mod tests {
         let hash = BuildHasherDefault::<OfHandles>::default();
         for stride in [1, 8, 64, 4096, 1 << 21] {
             // As the derived hash of a key writes them.
-            let hashes = (0..1024u64).map(|n| hash.hash_one((0u32, 0x7f00_0000_0000 + n * stride, 0usize)));
-            let (low, high): (HashSet<_>, HashSet<_>) = hashes.map(|hash| (hash % 1024, hash >> 57)).unzip();
+            let hashes =
+                (0..1024u64).map(|n| hash.hash_one((0u32, 0x7f00_0000_0000 + n * stride, 0usize)));
+            let (low, high): (HashSet<_>, HashSet<_>) =
+                hashes.map(|hash| (hash % 1024, hash >> 57)).unzip();
             // What chance would leave of so many is 647.
-            assert!(low.len() > 500 && high.len() > 100, "{stride}: {} and {}", low.len(), high.len());
+            assert!(
+                low.len() > 500 && high.len() > 100,
+                "{stride}: {} and {}",
+                low.len(),
+                high.len()
+            );
         }
     }
 }

@@ -96,7 +96,8 @@ impl Retirement {
                 _ => return None,
             }
             let ending = ENDING | word & COUNT;
-            if self.word.compare_exchange(word, ending, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
+            if self.word.compare_exchange(word, ending, Ordering::AcqRel, Ordering::Relaxed).is_ok()
+            {
                 break;
             }
         }
@@ -115,7 +116,8 @@ impl Retirement {
     pub fn lose(&self) {
         let mut word = self.word.load(Ordering::Relaxed);
         while word & !COUNT == LIVE {
-            match self.word.compare_exchange(word, LOST | word, Ordering::AcqRel, Ordering::Relaxed) {
+            match self.word.compare_exchange(word, LOST | word, Ordering::AcqRel, Ordering::Relaxed)
+            {
                 Ok(_) => return,
                 Err(now) => word = now,
             }

@@ -9,7 +9,9 @@ use crate::{
     waited::Waited,
 };
 use aquifer_core::{DriverError, MemoryError, Result};
-use aquifer_driver::{CaptureStatus, Driver, KeepAlive, RawStream, Relaxed, leftovers, same_machine};
+use aquifer_driver::{
+    CaptureStatus, Driver, KeepAlive, RawStream, Relaxed, leftovers, same_machine,
+};
 use std::{
     fmt,
     io::{self, Write},
@@ -269,8 +271,11 @@ impl Timeline {
     /// most one driver call.
     #[must_use]
     pub fn is_waited_for_unasked(&self, epoch: u64) -> bool {
-        let provable =
-            if self.fences_at_once() { self.is_fenced(epoch) } else { !self.is_capturing().unwrap_or(true) };
+        let provable = if self.fences_at_once() {
+            self.is_fenced(epoch)
+        } else {
+            !self.is_capturing().unwrap_or(true)
+        };
         provable && !self.is_isolated()
     }
 
@@ -471,7 +476,9 @@ impl Timeline {
                     self.finish(epoch);
                 }
                 Ok(false) => break,
-                Err(refused) if refused.code == CAPTURED_EVENT => drop(self.disproved(epoch, refused)),
+                Err(refused) if refused.code == CAPTURED_EVENT => {
+                    drop(self.disproved(epoch, refused))
+                }
                 Err(refused) => return Err(self.lost(refused)),
             }
         }
@@ -546,7 +553,9 @@ impl Timeline {
 
     /// Whether both streams take part in the same capture.
     fn shares_capture(&self, other: &Self) -> Result<bool> {
-        Ok(self.capture()?.is_some_and(|mine| other.capture().is_ok_and(|theirs| theirs == Some(mine))))
+        Ok(self
+            .capture()?
+            .is_some_and(|mine| other.capture().is_ok_and(|theirs| theirs == Some(mine))))
     }
 
     /// Blocks until `epoch` is done or the deadline has passed; says whether it is done.
@@ -560,10 +569,14 @@ impl Timeline {
             return Ok(true);
         }
         match self.fence(epoch)? {
-            Fence::OutOfReach if deadline.is_none() => return self.synchronize_device().map(|()| true),
+            Fence::OutOfReach if deadline.is_none() => {
+                return self.synchronize_device().map(|()| true);
+            }
             fence => self.unfenced(fence)?,
         }
-        let Some((proved, event)) = self.epochs.proof(epoch) else { return Ok(self.is_done(epoch)) };
+        let Some((proved, event)) = self.epochs.proof(epoch) else {
+            return Ok(self.is_done(epoch));
+        };
         let Some(deadline) = deadline else {
             let _relaxed = Relaxed::enter(&*self.driver);
             self.driver.event_synchronize(event.raw).map_err(|e| self.disproved(proved, e))?;

@@ -171,7 +171,12 @@ pub(crate) type Before = Few<(Arc<Timeline>, u64)>;
 
 impl Entered {
     /// Makes `on` wait for `home` and for what comes `before` the use; takes the note back if that fails.
-    pub(crate) fn order(&self, home: &Arc<Timeline>, on: &Arc<Timeline>, before: &Before) -> Result<()> {
+    pub(crate) fn order(
+        &self,
+        home: &Arc<Timeline>,
+        on: &Arc<Timeline>,
+        before: &Before,
+    ) -> Result<()> {
         let at_home = Arc::ptr_eq(home, on);
         let ordered = (|| {
             if !at_home {
@@ -204,7 +209,12 @@ impl Entered {
     /// The guard of an open use.
     pub(crate) fn into_use(self, on: &Arc<Timeline>) -> Use {
         // Only borrows go without a note.
-        Use { node: self.node, id: self.id.unwrap_or_default(), on: on.clone(), ended: self.id.is_none() }
+        Use {
+            node: self.node,
+            id: self.id.unwrap_or_default(),
+            on: on.clone(),
+            ended: self.id.is_none(),
+        }
     }
 }
 
@@ -289,7 +299,13 @@ impl UseList {
     ///
     /// # Errors
     /// As [`UseList::prepare`].
-    pub fn lend(&self, address: u64, home: &Arc<Timeline>, on: &Arc<Timeline>, access: Access) -> Result<()> {
+    pub fn lend(
+        &self,
+        address: u64,
+        home: &Arc<Timeline>,
+        on: &Arc<Timeline>,
+        access: Access,
+    ) -> Result<()> {
         self.lend_as(address, home, on, access, Borrows::Over)
     }
 

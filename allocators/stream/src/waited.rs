@@ -14,7 +14,8 @@ impl Waited {
     }
 
     pub(crate) fn has(&self, serial: u64, epoch: u64) -> bool {
-        self.0.with(|waited| waited.iter().any(|&(other, newest)| other == serial && epoch <= newest))
+        self.0
+            .with(|waited| waited.iter().any(|&(other, newest)| other == serial && epoch <= newest))
     }
 
     pub(crate) fn note(&self, serial: u64, epoch: u64) {

@@ -31,7 +31,8 @@ fn the_legacy_default_stream_is_one_under_both_its_handles_and_on_every_thread()
             assert_eq!(rig.adopt(raw, life).unwrap(), legacy);
         }
         let here = rig.pool.timeline(raw, None).unwrap();
-        let there = thread::scope(|scope| scope.spawn(|| rig.pool.timeline(raw, None)).join().unwrap());
+        let there =
+            thread::scope(|scope| scope.spawn(|| rig.pool.timeline(raw, None)).join().unwrap());
         assert!(Arc::ptr_eq(&here, legacy.timeline()) && Arc::ptr_eq(&there.unwrap(), &here));
     }
     // Nobody can destroy it, so it is never out of use.
@@ -47,7 +48,10 @@ fn each_thread_has_a_default_stream_of_its_own_which_no_other_may_call_for() {
     let rig = Rig::stepped(4);
     let (home, mine) = (rig.lease(), rig.pool.thread_default().unwrap());
     assert_eq!(rig.pool.thread_default().unwrap(), mine);
-    assert!(Arc::ptr_eq(&rig.pool.timeline(RawStream::per_thread(GPU), None).unwrap(), mine.timeline()));
+    assert!(Arc::ptr_eq(
+        &rig.pool.timeline(RawStream::per_thread(GPU), None).unwrap(),
+        mine.timeline()
+    ));
     rig.launch(&mine);
     let epoch = mine.timeline().open();
     thread::scope(|scope| {
@@ -129,8 +133,9 @@ fn threads_that_adopt_one_stream_at_once_get_one_timeline() {
     for _ in 0..50 {
         let foreign = rig.foreign();
         let adopted: Vec<_> = thread::scope(|scope| {
-            let each: Vec<_> =
-                (0..4).map(|_| scope.spawn(|| rig.adopt(foreign, Life::Retired).unwrap())).collect();
+            let each: Vec<_> = (0..4)
+                .map(|_| scope.spawn(|| rig.adopt(foreign, Life::Retired).unwrap()))
+                .collect();
             each.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
         assert!(adopted.iter().all(|one| Arc::ptr_eq(one.timeline(), adopted[0].timeline())));
@@ -287,8 +292,10 @@ fn a_fenced_stream_has_an_event_recorded_at_the_end_of_each_use() {
     assert_eq!(recorded(), 1);
     uses.record(home, on, Access::Read).unwrap();
     assert_eq!(recorded(), 2);
-    let (one, two) =
-        (uses.prepare(1, home, on, Access::Read).unwrap(), uses.prepare(1, home, on, Access::Read).unwrap());
+    let (one, two) = (
+        uses.prepare(1, home, on, Access::Read).unwrap(),
+        uses.prepare(1, home, on, Access::Read).unwrap(),
+    );
     let three = uses.prepare(1, home, on, Access::Read).unwrap();
     let before = recorded();
     one.finish().unwrap();

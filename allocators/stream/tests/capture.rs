@@ -31,7 +31,8 @@ unsafe impl HostOwned for Host {
     }
 }
 
-const MODES: [CaptureMode; 3] = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
+const MODES: [CaptureMode; 3] =
+    [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed];
 
 fn capturing(stream: &Stream) -> MemoryError {
     MemoryError::Capturing { stream: stream.raw().handle() }
@@ -126,7 +127,11 @@ fn a_capture_that_begins_under_a_fence_is_seen_after_the_record() {
     });
     assert_eq!(fence, Ok(Fence::Capturing));
     assert!(!s.timeline().is_fenced(epoch));
-    assert_eq!(rig.end_capture(s.raw()), Ok(0), "the event became part of the graph, and is no node");
+    assert_eq!(
+        rig.end_capture(s.raw()),
+        Ok(0),
+        "the event became part of the graph, and is no node"
+    );
     assert_eq!(s.timeline().wait(epoch, None), Ok(true));
     assert_eq!(rig.sim.pending(s.raw()), 0, "and what was queued before it has really run");
 }
@@ -244,7 +249,10 @@ fn copies_that_borrow_or_own_their_host_side_are_refused_in_a_capture() {
         assert_eq!(inner, [Err(capturing(&s)), Err(capturing(&s))]);
         let refused = s.upload(Host(Box::leak(Box::new([7; 64]))), &mut x).unwrap_err();
         assert_eq!((refused.error, refused.host.0.len()), (capturing(&s), 64));
-        assert_eq!(s.download(&x, Host(Box::leak(Box::new([7; 64])))).unwrap_err().error, capturing(&s));
+        assert_eq!(
+            s.download(&x, Host(Box::leak(Box::new([7; 64])))).unwrap_err().error,
+            capturing(&s)
+        );
         assert_eq!(rig.end_capture(s.raw()), Ok(0), "nothing has become part of the graph");
         s.scope(|c| c.upload(&up, &mut x)).unwrap().unwrap();
     }

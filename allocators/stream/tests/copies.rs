@@ -45,9 +45,11 @@ fn a_copy_within_itself_is_refused_and_one_beside_it_is_not() {
     let rig = Rig::new(1);
     let s = rig.lease();
     let address = rig.sim.driver().mem_alloc(GPU, 100).unwrap();
-    let window = |from: u64, bytes: u64| Window(DeviceRange { device: GPU, address: address + from, bytes });
-    let overlap =
-        |from, to, bytes| Err(MemoryError::Overlap { from: address + from, to: address + to, bytes });
+    let window =
+        |from: u64, bytes: u64| Window(DeviceRange { device: GPU, address: address + from, bytes });
+    let overlap = |from, to, bytes| {
+        Err(MemoryError::Overlap { from: address + from, to: address + to, bytes })
+    };
     assert_eq!(s.copy(&window(0, 50), &mut window(49, 50)), overlap(0, 49, 50));
     assert_eq!(s.copy(&window(49, 50), &mut window(0, 50)), overlap(49, 0, 50));
     assert_eq!(s.copy(&window(10, 50), &mut window(10, 50)), overlap(10, 10, 50));
@@ -176,7 +178,8 @@ fn a_process_whose_copies_cannot_be_waited_for_ends_with_a_message() {
     let said = String::from_utf8_lossy(&child.stderr).into_owned();
     assert_eq!(std::os::unix::process::ExitStatusExt::signal(&child.status), Some(6), "{child:?}");
     assert!(
-        said.contains("aquifer: device 0 has refused every wait for stream 0") && said.contains("(999)"),
+        said.contains("aquifer: device 0 has refused every wait for stream 0")
+            && said.contains("(999)"),
         "{said}"
     );
     assert!(!String::from_utf8_lossy(&child.stdout).contains("returned"));

@@ -70,7 +70,11 @@ fn an_id_is_good_in_its_own_pool_and_for_its_own_lease_only() {
     let (stream, theirs) = (rig.lease(), other.lease());
     let id = stream.id();
     assert_eq!(rig.pool.get(id), Ok(stream.clone()));
-    assert_eq!(rig.pool.get(theirs.id()), Err(MemoryError::UnknownId), "the same slot of another pool");
+    assert_eq!(
+        rig.pool.get(theirs.id()),
+        Err(MemoryError::UnknownId),
+        "the same slot of another pool"
+    );
     assert_eq!(other.pool.get(id), Err(MemoryError::UnknownId));
     drop(stream);
     assert_eq!(rig.pool.get(id), Err(MemoryError::UnknownId), "nobody holds it");
@@ -206,7 +210,10 @@ fn eight_threads_never_exceed_the_cap_and_never_share_a_stream() {
                     // Two priorities, so that streams also give way to each other.
                     match rig.pool.lease_with_priority(-((thread + round / 64) % 2)) {
                         Ok(stream) => {
-                            assert!(held.lock().unwrap().insert(stream.raw()), "a stream was leased twice");
+                            assert!(
+                                held.lock().unwrap().insert(stream.raw()),
+                                "a stream was leased twice"
+                            );
                             assert!(rig.pool.leased() <= CAP);
                             assert_eq!(rig.pool.get(stream.id()), Ok(stream.clone()));
                             thread::yield_now();
@@ -232,7 +239,8 @@ fn eight_threads_never_exceed_the_cap_and_never_share_a_stream() {
 fn leasing_and_adopting_at_once_do_not_wait_for_each_other_for_ever() {
     let rig = Rig::new(4);
     // So that taking one more in is not over in no time.
-    let known: Vec<_> = (0..300).map(|_| rig.adopt(rig.foreign(), Life::Retired).unwrap()).collect();
+    let known: Vec<_> =
+        (0..300).map(|_| rig.adopt(rig.foreign(), Life::Retired).unwrap()).collect();
     let (pool, other) = (rig.pool.clone(), Rig { sim: rig.sim.clone(), pool: rig.pool.clone() });
     within(move || {
         let over = AtomicBool::new(false);

@@ -18,7 +18,12 @@ fn what_the_driver_would_not_destroy_is_counted_and_destroyed_later() {
     rig.sim.fail_every(Call::StreamDestroy, 1, REFUSED);
     let Rig { sim, pool } = rig;
     drop((s, pool));
-    assert_eq!((sim.outstanding().streams, sim.outstanding().events), (1, 1), "{}", sim.outstanding());
+    assert_eq!(
+        (sim.outstanding().streams, sim.outstanding().events),
+        (1, 1),
+        "{}",
+        sim.outstanding()
+    );
     assert_eq!(leftovers::count(&sim.driver()), 2);
     // The next stream of any pool tries again.
     let other = Rig { pool: aquifer_stream::StreamPool::new(sim.driver(), support::GPU, 1), sim };

@@ -145,7 +145,8 @@ fn nobody_calls_for_a_handle_that_is_gone(how: Announce) {
         let calling = {
             let (retirement, gone, count) = (retirement.clone(), gone.clone(), count.clone());
             thread::spawn(move || {
-                let call = || assert!(!gone.load(Ordering::Acquire), "a call for a handle that is gone");
+                let call =
+                    || assert!(!gone.load(Ordering::Acquire), "a call for a handle that is gone");
                 match how {
                     Announce::Counted => {
                         if let Ok(_calling) = retirement.enter() {
@@ -229,7 +230,8 @@ fn a_freed_block_is_held_back(look_at_open: bool) {
     loom::model(move || {
         let rig = StdArc::new(Rig::new());
         let mut list = UseList::new();
-        let used = list.prepare(1, rig.home.timeline(), rig.user.timeline(), Access::Write).unwrap();
+        let used =
+            list.prepare(1, rig.home.timeline(), rig.user.timeline(), Access::Write).unwrap();
         let using = {
             let rig = rig.clone();
             thread::spawn(move || {
@@ -240,7 +242,8 @@ fn a_freed_block_is_held_back(look_at_open: bool) {
         let mut uses = list.take(rig.home.timeline());
         uses.forget_done();
         let open = look_at_open && uses.is_open();
-        let done = uses.stamped().all(|(on, epoch)| rig.home.timeline().wait_for(&on, epoch).is_ok());
+        let done =
+            uses.stamped().all(|(on, epoch)| rig.home.timeline().wait_for(&on, epoch).is_ok());
         if !open && done {
             rig.write(&rig.home);
         }
@@ -283,7 +286,11 @@ fn a_closed_pool_hears_of_the_last_use(trust_the_first_look: bool) {
         let open = uses.tell(&whom);
         let expected = if trust_the_first_look { looked } else { open };
         ending.join().unwrap();
-        assert_eq!(told.0.load(StdOrdering::SeqCst), u32::from(expected), "a block that nobody takes home");
+        assert_eq!(
+            told.0.load(StdOrdering::SeqCst),
+            u32::from(expected),
+            "a block that nobody takes home"
+        );
     });
 }
 
@@ -305,7 +312,8 @@ fn one_of_two_writers_wins(one_account: bool) {
         let lists = StdArc::new([UseList::new(), UseList::new()]);
         let inside = loom::sync::Arc::new(AtomicU32::new(0));
         let write = move |rig: &Rig, list: &UseList, inside: &AtomicU32| {
-            let Ok(used) = list.prepare(1, rig.home.timeline(), rig.home.timeline(), Access::Write) else {
+            let Ok(used) = list.prepare(1, rig.home.timeline(), rig.home.timeline(), Access::Write)
+            else {
                 return;
             };
             assert_eq!(inside.fetch_add(1, Ordering::AcqRel), 0, "two writers at once");
@@ -621,7 +629,8 @@ fn blocks_in_hand_keep_their_cache(counted: bool) {
                     s.settling += u32::from(counted);
                     std::mem::take(&mut s.pending)
                 });
-                service.with(|s| assert!(taken == 0 || s.ended == 0, "a block came home to nobody"));
+                service
+                    .with(|s| assert!(taken == 0 || s.ended == 0, "a block came home to nobody"));
                 service.with(|s| {
                     s.settling -= u32::from(counted);
                     s.end_if_done();

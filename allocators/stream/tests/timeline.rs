@@ -71,12 +71,20 @@ fn a_stream_waits_once_for_what_one_wait_covers() {
     let second = work(&rig, &s);
     assert_eq!(u.timeline().wait_for(s.timeline(), second), Ok(true));
     assert_eq!(u.timeline().wait_for(s.timeline(), second), Ok(false));
-    assert_eq!(u.timeline().wait_for(s.timeline(), first), Ok(false), "the later wait covers the earlier");
+    assert_eq!(
+        u.timeline().wait_for(s.timeline(), first),
+        Ok(false),
+        "the later wait covers the earlier"
+    );
     assert_eq!(waits(), 1);
     let third = work(&rig, &s);
     assert_eq!(u.timeline().wait_for(s.timeline(), third), Ok(true));
     assert_eq!(waits(), 2);
-    assert_eq!(s.timeline().wait_for(s.timeline(), third), Ok(false), "a stream is in order with itself");
+    assert_eq!(
+        s.timeline().wait_for(s.timeline(), third),
+        Ok(false),
+        "a stream is in order with itself"
+    );
     s.synchronize().unwrap();
     let other = rig.adopt(rig.foreign(), aquifer_stream::Life::Retired).unwrap();
     assert_eq!(other.timeline().wait_for(s.timeline(), third), Ok(false), "that is done");
@@ -363,7 +371,9 @@ fn a_stream_that_can_be_waited_for_is_waited_for_and_not_abandoned() {
     let rig = Rig::stepped(1);
     let s = rig.lease();
     // Wait by wait the driver has fewer means left.
-    for refused in [&[][..], &[Call::StreamSynchronize], &[Call::StreamSynchronize, Call::EventSynchronize]] {
+    for refused in
+        [&[][..], &[Call::StreamSynchronize], &[Call::StreamSynchronize, Call::EventSynchronize]]
+    {
         let epoch = work(&rig, &s);
         refused.iter().for_each(|&call| rig.sim.fail(call, 1, UNKNOWN));
         s.timeline().abandon();

@@ -116,7 +116,11 @@ fn a_reader_waits_for_writers_and_a_writer_for_everybody() {
     block.prepare(&block.home, Access::Write).unwrap().finish().unwrap();
     assert_eq!(block.waits(), 4, "a writer waits for both readers");
     block.prepare(&v, Access::Read).unwrap().finish().unwrap();
-    assert_eq!(block.waits(), 5, "a reader waits for the writer, which was on the block's own stream");
+    assert_eq!(
+        block.waits(),
+        5,
+        "a reader waits for the writer, which was on the block's own stream"
+    );
 }
 
 #[test]
@@ -127,7 +131,10 @@ fn a_use_that_could_not_be_ordered_is_not_noted() {
     rig.launch(&block.home);
     for call in [Call::EventCreate, Call::EventRecord, Call::StreamWaitEvent] {
         rig.sim.fail(call, 1, 999);
-        assert!(matches!(block.prepare(&u, Access::Write), Err(MemoryError::Driver(_))), "{call:?}");
+        assert!(
+            matches!(block.prepare(&u, Access::Write), Err(MemoryError::Driver(_))),
+            "{call:?}"
+        );
         rig.sim.clear_failures();
         rig.sim.fail(Call::StreamWaitEvent, 1, 999);
         assert!(matches!(block.lend(&u, Access::Write), Err(MemoryError::Driver(_))), "{call:?}");
@@ -228,7 +235,10 @@ fn one_note_is_enough_for_one_stream_and_kind_of_access() {
     let noted = block.take();
     assert_eq!(noted.iter().count(), 2);
     assert!(noted.iter().any(|n| n.epoch() == Some(last)));
-    assert!(noted.iter().all(|n| n.epoch() >= Some(last - 1)), "the later epoch covers the earlier ones");
+    assert!(
+        noted.iter().all(|n| n.epoch() >= Some(last - 1)),
+        "the later epoch covers the earlier ones"
+    );
 }
 
 #[test]
@@ -243,7 +253,11 @@ fn what_is_done_or_the_home_streams_own_holds_nothing_back() {
     u.synchronize().unwrap();
     assert!(block.take().is_empty());
     let held = block.prepare(&block.home, Access::Write).unwrap();
-    assert_eq!(block.take().iter().count(), 1, "an open one does: nobody knows what its holder will queue");
+    assert_eq!(
+        block.take().iter().count(),
+        1,
+        "an open one does: nobody knows what its holder will queue"
+    );
     drop(held);
 }
 
@@ -315,7 +329,8 @@ fn whoever_asks_is_told_when_the_last_open_use_of_a_freed_block_ends_and_not_bef
     let rig = Rig::new(4);
     let mut block = Block::new(&rig);
     let (u, v) = (rig.lease(), rig.lease());
-    let (one, two) = (block.prepare(&u, Access::Read).unwrap(), block.prepare(&v, Access::Read).unwrap());
+    let (one, two) =
+        (block.prepare(&u, Access::Read).unwrap(), block.prepare(&v, Access::Read).unwrap());
     let told = std::sync::Arc::new(Told::default());
     let whom: std::sync::Arc<dyn LastUse> = told.clone();
     let uses = block.take();
@@ -356,7 +371,11 @@ fn uses_that_are_taken_over_are_taken_with_the_block_again() {
         let taken = lent_on.take();
         lender.uses.take_over(lender.home.timeline(), taken);
         lender.uses.take_over(lender.home.timeline(), Uses::default());
-        assert_eq!(lender.prepare(&third, Access::Write).map(drop), Err(BUSY), "what came along excludes");
+        assert_eq!(
+            lender.prepare(&third, Access::Write).map(drop),
+            Err(BUSY),
+            "what came along excludes"
+        );
         let mut uses = lender.take();
         assert_eq!(uses.iter().count(), 1 + own);
         assert!(uses.is_open(), "the other one's holder has not finished it");
@@ -422,8 +441,8 @@ fn a_use_that_came_along_and_ends_on_the_lenders_stream_after_the_free_is_stampe
         uses.forget_done();
         let last = home.timeline().open();
         assert!(
-            uses.iter()
-                .any(|noted| noted.on().number() == home.timeline().number() && noted.epoch() == Some(last))
+            uses.iter().any(|noted| noted.on().number() == home.timeline().number()
+                && noted.epoch() == Some(last))
         );
     }
 }

@@ -9,7 +9,9 @@
 use crate::program::{Bytes, MAX_OPS};
 use aquifer_adapters::{Counted, Fallback, Frames, Limit, Segregate, Tagged};
 use aquifer_core::{Budget, MemoryError, Opaque, Result, Tag};
-use aquifer_device::{DeviceArena, DeviceBuffer, DevicePages, DevicePool, PageRun, PoolConfig, Resource};
+use aquifer_device::{
+    DeviceArena, DeviceBuffer, DevicePages, DevicePool, PageRun, PoolConfig, Resource,
+};
 use aquifer_driver::{Access, DeviceId, sim::Sim};
 use aquifer_stream::{Stream, Use};
 use std::{sync::Arc, time::Duration};
@@ -98,7 +100,10 @@ impl World {
                     tag.get_or_insert(own);
                     Arc::new(Tagged::new(below, own))
                 }
-                3 => Arc::new(Fallback::new(Limit::new(below.clone(), limit(1000 << setting)), below)),
+                3 => Arc::new(Fallback::new(
+                    Limit::new(below.clone(), limit(1000 << setting)),
+                    below,
+                )),
                 _ => {
                     let small = Counted::new(below.clone());
                     counted.push(small.clone());
@@ -109,7 +114,21 @@ impl World {
         let top = Counted::new(below);
         let (buffers, runs, open) = (Vec::new(), Vec::new(), Vec::new());
         let (frames, pages) = (None, None);
-        Self { sim, pool, streams, top, budgets, counted, tag, buffers, frames, turns: 0, pages, runs, open }
+        Self {
+            sim,
+            pool,
+            streams,
+            top,
+            budgets,
+            counted,
+            tag,
+            buffers,
+            frames,
+            turns: 0,
+            pages,
+            runs,
+            open,
+        }
     }
 
     fn stream(&self, bytes: &mut Bytes<'_>) -> Stream {
@@ -160,13 +179,17 @@ impl World {
         match (bytes.choice(8), run) {
             (0..=2, _) => match arena.take(u64::from(bytes.small()) % (4 * PAGES.1)) {
                 Ok(taken) => self.runs.push((taken, None)),
-                Err(MemoryError::TooLarge { requested, limit }) => assert!(limit < requested.max(1)),
+                Err(MemoryError::TooLarge { requested, limit }) => {
+                    assert!(limit < requested.max(1))
+                }
                 Err(other) => panic!("{other:?}"),
             },
             (3 | 4, Some(at)) => {
                 let (run, content) = &mut self.runs[at];
                 let (value, all) = (bytes.u8(), 0..run.bytes());
-                stream.fill(&mut arena.view_mut(run, all).expect("all of it"), value).expect("a fill");
+                stream
+                    .fill(&mut arena.view_mut(run, all).expect("all of it"), value)
+                    .expect("a fill");
                 *content = Some(value);
             }
             (5, Some(at)) => {
@@ -198,7 +221,10 @@ impl World {
         let mut taken = [false; PAGES.0];
         for (run, _) in &self.runs {
             for page in run.offset() / PAGES.1..(run.offset() + run.bytes()) / PAGES.1 {
-                assert!(!std::mem::replace(&mut taken[page as usize], true), "{run:?} overlaps another");
+                assert!(
+                    !std::mem::replace(&mut taken[page as usize], true),
+                    "{run:?} overlaps another"
+                );
             }
         }
         assert_eq!(arena.free_pages(), taken.iter().filter(|&&taken| !taken).count());
@@ -242,7 +268,8 @@ impl World {
                 Ok(mut memory) => {
                     let range = aquifer_driver::Operand::range(&memory);
                     assert!(
-                        range.address >= end && range.address.is_multiple_of(aquifer_device::BLOCK_ALIGN)
+                        range.address >= end
+                            && range.address.is_multiple_of(aquifer_device::BLOCK_ALIGN)
                     );
                     end = range.address + range.bytes;
                     assert!(end <= arena.block().address() + FRAME);
@@ -281,7 +308,8 @@ impl World {
         for budget in &self.budgets {
             assert!(budget.used() <= budget.limit());
         }
-        let frames = self.frames.as_ref().map_or(0, Frames::count) + usize::from(self.pages.is_some());
+        let frames =
+            self.frames.as_ref().map_or(0, Frames::count) + usize::from(self.pages.is_some());
         // Those that wait for their uses count until they are free.
         assert!(self.top.stats().blocks >= (self.buffers.len() + frames) as u64);
     }

@@ -109,9 +109,23 @@ pub enum Operation {
     /// Fills rows, each `rows.width` elements, that lie in a part of device memory.
     FillRows { stream: usize, to: Part, pattern: Pattern, pitch: u64, rows: Rows },
     /// Rows in a host buffer to rows on the device.
-    UploadRows { stream: usize, from: HostPart, from_pitch: u64, to: Part, to_pitch: u64, rows: Rows },
+    UploadRows {
+        stream: usize,
+        from: HostPart,
+        from_pitch: u64,
+        to: Part,
+        to_pitch: u64,
+        rows: Rows,
+    },
     /// Rows on the device to rows in a host buffer.
-    DownloadRows { stream: usize, from: Part, from_pitch: u64, to: HostPart, to_pitch: u64, rows: Rows },
+    DownloadRows {
+        stream: usize,
+        from: Part,
+        from_pitch: u64,
+        to: HostPart,
+        to_pitch: u64,
+        rows: Rows,
+    },
     /// Rows on the device to others; the two parts never overlap.
     CopyRows { stream: usize, from: Part, from_pitch: u64, to: Part, to_pitch: u64, rows: Rows },
     /// The CPU writes a host buffer, with bytes that follow from the seed.
@@ -207,7 +221,8 @@ pub enum Fault {
 /// something is not given back.
 pub fn run(bytes: &[u8]) {
     let program = Program::from_bytes(bytes);
-    let seed = bytes.iter().fold(0, |seed: u64, &byte| seed.wrapping_mul(257).wrapping_add(byte.into()));
+    let seed =
+        bytes.iter().fold(0, |seed: u64, &byte| seed.wrapping_mul(257).wrapping_add(byte.into()));
     let run_on = |how: &str, sim: Sim| {
         count_operations(program.operations.len());
         let outcome = match program.run(&sim.driver(), DeviceId(0)) {
@@ -216,7 +231,9 @@ pub fn run(bytes: &[u8]) {
         };
         // Programs copy across registrations on purpose; the oracle reports that beside the error.
         let violations = sim.violations();
-        let other = violations.iter().find(|violation| violation.kind != ViolationKind::AcrossRegistrations);
+        let other = violations
+            .iter()
+            .find(|violation| violation.kind != ViolationKind::AcrossRegistrations);
         assert!(other.is_none(), "{how}: {}", violations[0]);
         assert!(sim.outstanding().is_empty(), "{how}: {}", sim.outstanding());
         outcome
@@ -269,7 +286,10 @@ impl Program {
     #[must_use]
     pub fn careless(&self) -> Self {
         let kept = |operation: &&Operation| !matches!(operation, Operation::Wait { .. });
-        Self { streams: self.streams, operations: self.operations.iter().filter(kept).copied().collect() }
+        Self {
+            streams: self.streams,
+            operations: self.operations.iter().filter(kept).copied().collect(),
+        }
     }
 }
 
@@ -313,9 +333,13 @@ impl Outcome {
                 });
             }
         }
-        let contents =
-            self.bytes.chunks(8).zip(other.bytes.chunks(8)).filter(|(ours, theirs)| ours != theirs).count()
-                + self.bytes.len().abs_diff(other.bytes.len()) / 8;
+        let contents = self
+            .bytes
+            .chunks(8)
+            .zip(other.bytes.chunks(8))
+            .filter(|(ours, theirs)| ours != theirs)
+            .count()
+            + self.bytes.len().abs_diff(other.bytes.len()) / 8;
         Differences { codes, contents }
     }
 }

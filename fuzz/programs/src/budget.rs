@@ -151,7 +151,10 @@ impl World {
                 let model = &self.model;
                 assert_eq!(refusal.budget, model.nodes[node].name, "who refused");
                 assert_eq!((refusal.requested, refusal.limit), (bytes, model.nodes[node].limit));
-                assert!(refusal.remaining < bytes || refusal.current + bytes > refusal.limit, "{refusal}");
+                assert!(
+                    refusal.remaining < bytes || refusal.current + bytes > refusal.limit,
+                    "{refusal}"
+                );
                 assert!(self.with_leases || refusal.current == model.used(node), "{refusal}");
             }
             (answer, expected) => {
@@ -181,7 +184,8 @@ impl World {
             })
             .collect();
         let asked: Vec<(usize, u64)> = parts.iter().map(|(at, _, bytes)| (*at, *bytes)).collect();
-        let named: Vec<(&Budget, u64)> = parts.iter().map(|(_, budget, bytes)| (budget, *bytes)).collect();
+        let named: Vec<(&Budget, u64)> =
+            parts.iter().map(|(_, budget, bytes)| (budget, *bytes)).collect();
         match (Budget::reserve_all(&named), self.model.charge_all(&asked)) {
             (Ok(all), Ok(())) => {
                 assert_eq!(all.len(), asked.len());
@@ -437,7 +441,9 @@ impl World {
             let answered = model.wait(waiter.number).answer.is_some();
             assert_eq!(woken, u32::from(answered), "wakes of {:?}", model.wait(waiter.number));
         }
-        for (at, budget) in self.budgets.iter().enumerate().filter_map(|(at, b)| Some((at, b.as_ref()?))) {
+        for (at, budget) in
+            self.budgets.iter().enumerate().filter_map(|(at, b)| Some((at, b.as_ref()?)))
+        {
             let (figures, node) = (budget.figures(), &model.nodes[at]);
             let spare = budget.spare();
             assert_eq!(figures.used, model.used(at) + spare, "used at {at}");
@@ -456,11 +462,16 @@ impl World {
                 assert!(most == 0 || model.fits(at, most).is_ok(), "{most} remain at {at}");
                 assert!(model.fits(at, most + 1).is_err(), "more than {most} remain at {at}");
             }
-            let children = model.nodes.iter().filter(|node| node.live && node.parent == Some(at)).count();
+            let children =
+                model.nodes.iter().filter(|node| node.live && node.parent == Some(at)).count();
             assert_eq!(budget.children().count(), children, "children of {at}");
         }
         if model.waiting(0) > 0 {
-            assert_eq!(self.budgets[0].as_ref().map_or(0, Budget::spare), 0, "spare while somebody waits");
+            assert_eq!(
+                self.budgets[0].as_ref().map_or(0, Budget::spare),
+                0,
+                "spare while somebody waits"
+            );
         }
     }
 

@@ -11,7 +11,9 @@
 
 use crate::program::{Bytes, MAX_OPS};
 use aquifer_core::{Budget, MemoryError};
-use aquifer_device::{Adoption, Block, Debugging, DeviceBuffer, DevicePool, Fault, PoolConfig, Request};
+use aquifer_device::{
+    Adoption, Block, Debugging, DeviceBuffer, DevicePool, Fault, PoolConfig, Request,
+};
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, RawStream,
     sim::{DeviceConfig, Sim, SimConfig},
@@ -182,7 +184,8 @@ impl World {
             retention(bytes, 0);
         }
         let mapping = bytes.choice(4) != 0;
-        let device = if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() };
+        let device =
+            if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() };
         let mut config = SimConfig::h200(1);
         config.devices = vec![device];
         // What is checked is read whole, which for gigabytes takes seconds.
@@ -195,9 +198,11 @@ impl World {
             1 => sim.seeded(bytes.u64()),
             _ => sim.seeded(bytes.u64()).paced(1 << (2 + bytes.choice(8))),
         };
-        let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(40)) + 2) << (20 + scale));
+        let budget =
+            Budget::new("the fuzzed device", (u64::from(bytes.choice(40)) + 2) << (20 + scale));
         let mut config = PoolConfig::with_budget(budget.clone());
-        config.adoption = [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
+        config.adoption =
+            [Adoption::Never, Adoption::DoneOnly, Adoption::Wait][usize::from(bytes.choice(3))];
         config.wait = Duration::from_millis(1);
         config.handle_bytes = if vast { 0 } else { [0, 4 << 20][usize::from(bytes.choice(2))] };
         config.compact = bytes.choice(4) == 0;
@@ -212,14 +217,15 @@ impl World {
             config.debug.quarantine = u64::from(bytes.choice(8)) << 19;
         }
         let waits = config.adoption == Adoption::Wait;
-        let pool =
-            DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
+        let pool = DevicePool::open(sim.driver(), DeviceId(0), config)
+            .expect("a pool opens on an idle device");
         let mut streams: Vec<_> =
             (0..2).map(|_| pool.stream().expect("a stream of an idle device")).collect();
         let isolated = bytes.choice(4) == 0;
         let third = if isolated { pool.streams().lease_isolated() } else { pool.stream() };
         streams.push(third.expect("a stream of an idle device"));
-        let foreign = sim.driver().stream_create(DeviceId(0), 0).expect("a stream of an idle device");
+        let foreign =
+            sim.driver().stream_create(DeviceId(0), 0).expect("a stream of an idle device");
         let fenced = bytes.choice(3) == 0;
         let life = if fenced { Life::Fenced } else { Life::Retired };
         #[expect(unsafe_code, reason = "takes in another library's stream")]
@@ -230,7 +236,21 @@ impl World {
         let shares = waits && !isolated && !checked && pool.info().virtual_memory;
         let most = budget.limit();
         let (live, out, open, foreign) = (Vec::new(), Vec::new(), Vec::new(), Some(foreign));
-        Self { sim, budget, pool, streams, fenced, foreign, live, out, open, scale, shares, most, checked }
+        Self {
+            sim,
+            budget,
+            pool,
+            streams,
+            fenced,
+            foreign,
+            live,
+            out,
+            open,
+            scale,
+            shares,
+            most,
+            checked,
+        }
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -318,7 +338,10 @@ impl World {
         let Out { address, bytes: size, capacity, stream } = self.out.swap_remove(at);
         if bytes.flag() {
             let block = self.pool.from_raw(address).expect("an address that is out");
-            assert_eq!((block.address(), block.bytes(), block.capacity()), (address, size, capacity));
+            assert_eq!(
+                (block.address(), block.bytes(), block.capacity()),
+                (address, size, capacity)
+            );
             self.live.push(Live { block, stream });
         } else {
             self.pool.free_raw(address).expect("an address that is out");
@@ -337,7 +360,8 @@ impl World {
         }
         let at = usize::from(bytes.u8()) % self.live.len();
         // A borrow ends unseen, so its stream has to be there when the block is freed.
-        let stays = |stream| if self.fenced && stream == self.streams.len() - 1 { 0 } else { stream };
+        let stays =
+            |stream| if self.fenced && stream == self.streams.len() - 1 { 0 } else { stream };
         let (one, other) = (stays(self.pick_stream(bytes)), stays(self.pick_stream(bytes)));
         let Live { block, stream } = self.live.swap_remove(at);
         let block = match DeviceBuffer::<u32>::from_block(block) {
@@ -361,7 +385,11 @@ impl World {
             return;
         }
         if self.fenced {
-            let holds = self.live.iter().map(|live| live.stream).chain(self.out.iter().map(|out| out.stream));
+            let holds = self
+                .live
+                .iter()
+                .map(|live| live.stream)
+                .chain(self.out.iter().map(|out| out.stream));
             if !holds.into_iter().any(|stream| stream == last) {
                 self.end_foreign();
             }
@@ -407,7 +435,8 @@ impl World {
                 for other in &self.live {
                     let other = &other.block;
                     assert!(
-                        end <= other.address() || other.address() + other.capacity() <= block.address(),
+                        end <= other.address()
+                            || other.address() + other.capacity() <= block.address(),
                         "{block:?} overlaps {other:?}"
                     );
                 }
@@ -468,7 +497,9 @@ impl World {
         }
         let stream = &self.streams[*stream];
         if let Ok(used) = block.prepare(stream, access) {
-            self.sim.access(stream.raw(), range_of(block), access, Some(block.generation())).expect(OURS);
+            self.sim
+                .access(stream.raw(), range_of(block), access, Some(block.generation()))
+                .expect(OURS);
             drop(used);
         }
     }
@@ -502,7 +533,9 @@ impl World {
         let at = usize::from(bytes.u8()) % self.open.len();
         let Open { used, stream, range, generation, access } = self.open.swap_remove(at);
         if bytes.flag() {
-            self.sim.access(self.streams[stream].raw(), range, access, Some(generation)).expect(OURS);
+            self.sim
+                .access(self.streams[stream].raw(), range, access, Some(generation))
+                .expect(OURS);
             let _ = used.finish();
         } else {
             used.abort();
@@ -524,7 +557,12 @@ impl World {
         // Reads may go side by side with other reads; earlier writes of others are what a prepare would wait for.
         if let Ok(used) = block.prepare(&self.streams[stream], Access::Read) {
             self.sim
-                .access(self.streams[stream].raw(), range_of(block), Access::Read, Some(block.generation()))
+                .access(
+                    self.streams[stream].raw(),
+                    range_of(block),
+                    Access::Read,
+                    Some(block.generation()),
+                )
                 .expect(OURS);
             used.abort();
             let _ = block.record_use(&self.streams[stream], Access::Read);
@@ -551,8 +589,16 @@ impl World {
         assert_eq!(stats.blocks, (self.live.len() + self.out.len()) as u64);
         assert_eq!(stats.physical, self.budget.used(), "what is charged is what is held");
         let memory = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device tells");
-        assert_eq!(stats.physical, memory.total - memory.free, "what is held is what the device misses");
-        assert!(self.budget.peak() <= self.most, "{} above the limit", self.budget.peak() - self.most);
+        assert_eq!(
+            stats.physical,
+            memory.total - memory.free,
+            "what is held is what the device misses"
+        );
+        assert!(
+            self.budget.peak() <= self.most,
+            "{} above the limit",
+            self.budget.peak() - self.most
+        );
         assert!(
             stats.live + stats.pending <= stats.physical
                 && stats.live + stats.cached + stats.pending <= stats.physical,
@@ -587,7 +633,11 @@ impl World {
         pool.warm(0).expect("nothing is taken");
         pool.trim(0).expect("no fault is left");
         let stats = pool.stats();
-        assert_eq!((stats.live, stats.pending, stats.cached, stats.physical), (0, 0, 0, 0), "{stats:?}");
+        assert_eq!(
+            (stats.live, stats.pending, stats.cached, stats.physical),
+            (0, 0, 0, 0),
+            "{stats:?}"
+        );
         assert_eq!(budget.used(), 0, "a charge was lost");
         drop(pool);
         drop(streams);

@@ -18,8 +18,8 @@ pub mod below;
 use crate::program::{Bytes, MAX_OPS, alone, count_operation};
 use aquifer_core::{Tag, tagged};
 use aquifer_global::{
-    Counted, Global, Tracked, Uncounted, allocated_under, capture, held_under, report, route, sample_every,
-    set_cap, stats, top, unrouted,
+    Counted, Global, Tracked, Uncounted, allocated_under, capture, held_under, report, route,
+    sample_every, set_cap, stats, top, unrouted,
 };
 use below::{Books, routes};
 use std::{
@@ -213,7 +213,11 @@ impl Run {
         let (allowed, refuses) = (self.allowed(kind, size as u64), kind.books().refuses());
         // SAFETY: the layout has a size.
         let at = unsafe {
-            if zeroed { kind.allocator().alloc_zeroed(layout) } else { kind.allocator().alloc(layout) }
+            if zeroed {
+                kind.allocator().alloc_zeroed(layout)
+            } else {
+                kind.allocator().alloc(layout)
+            }
         };
         if at.is_null() {
             assert!(refuses || allowed != Some(true), "refused without a reason");
@@ -318,7 +322,8 @@ impl Run {
         let now = stats();
         assert_eq!(now.live, self.charged());
         assert!(now.peak >= now.live);
-        let routed = self.blocks.iter().filter(|block| block.is_routed()).map(Block::size).sum::<u64>();
+        let routed =
+            self.blocks.iter().filter(|block| block.is_routed()).map(Block::size).sum::<u64>();
         assert_eq!(now.routed, routed);
         for block in &self.blocks {
             let ours = if block.kind == Kind::Tracked { 4 } else { 0 };

@@ -9,9 +9,12 @@
 
 use crate::program::{Bytes, MAX_OPS, alone};
 use aquifer_core::{Budget, MemoryError, Result};
-use aquifer_device::{Announced, Block, Captured, DevicePool, Graph, GraphPool, PoolConfig, Request};
+use aquifer_device::{
+    Announced, Block, Captured, DevicePool, Graph, GraphPool, PoolConfig, Request,
+};
 use aquifer_driver::{
-    Access, Call, CaptureMode, CaptureStatus, DeviceId, DeviceRange, Operand, RawGraphExec, Relaxed,
+    Access, Call, CaptureMode, CaptureStatus, DeviceId, DeviceRange, Operand, RawGraphExec,
+    Relaxed,
     sim::{DeviceConfig, Sim, SimConfig},
 };
 use aquifer_stream::Stream;
@@ -111,8 +114,11 @@ impl World {
     fn new(bytes: &mut Bytes<'_>) -> Self {
         let mapping = bytes.choice(4) != 0;
         let mut config = SimConfig::h200(1);
-        config.devices =
-            vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
+        config.devices = vec![if mapping {
+            DeviceConfig::h200()
+        } else {
+            DeviceConfig::without_virtual_memory()
+        }];
         let sim = Sim::new(config).symbolic().capacity(CAPACITY);
         let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
         let budget = Budget::new("the fuzzed device", (u64::from(bytes.choice(30)) + 8) << 20);
@@ -120,8 +126,8 @@ impl World {
         config.wait = Duration::from_micros(300);
         config.bypass = bytes.choice(8) == 1;
         let bypass = config.bypass;
-        let pool =
-            DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
+        let pool = DevicePool::open(sim.driver(), DeviceId(0), config)
+            .expect("a pool opens on an idle device");
         let streams = (0..4).map(|_| pool.stream().expect("a stream of an idle device")).collect();
         let (pools, live, open, made) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
         Self { sim, budget, pool, streams, pools, live, open, made, bypass }
@@ -189,8 +195,11 @@ impl World {
 
     fn begin(&mut self, bytes: &mut Bytes<'_>) {
         let (stream, mode) = (self.pick(bytes), bytes.choice(3));
-        let mode = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed][usize::from(mode)];
-        let Some(pool) = self.pick_pool(bytes).filter(|_| self.capture_of(stream).is_none()) else { return };
+        let mode = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed]
+            [usize::from(mode)];
+        let Some(pool) = self.pick_pool(bytes).filter(|_| self.capture_of(stream).is_none()) else {
+            return;
+        };
         let Some(graphs) = &self.pools[pool] else { return };
         let s = &self.streams[stream];
         let number = Arc::new(AtomicU64::new(0));
@@ -269,14 +278,19 @@ impl World {
             self.write(&block, stream);
             self.live.push(Live { block, stream, of });
         } else {
-            assert!(self.pool.stats().physical <= failures.max(self.budget.limit()), "a refusal took memory");
+            assert!(
+                self.pool.stats().physical <= failures.max(self.budget.limit()),
+                "a refusal took memory"
+            );
         }
     }
 
     /// Declares work of the block's own stream.
     fn write(&self, block: &Block, stream: usize) {
         let generation = Some(block.generation());
-        self.sim.access(self.streams[stream].raw(), block.range(), Access::Write, generation).expect(OURS);
+        self.sim
+            .access(self.streams[stream].raw(), block.range(), Access::Write, generation)
+            .expect(OURS);
     }
 
     fn free(&mut self, bytes: &mut Bytes<'_>) {
@@ -336,10 +350,13 @@ impl World {
     /// A graph of ours, in one go.
     fn capture(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.pick(bytes);
-        let Some(at) = self.pick_pool(bytes).filter(|_| self.capture_of(stream).is_none()) else { return };
+        let Some(at) = self.pick_pool(bytes).filter(|_| self.capture_of(stream).is_none()) else {
+            return;
+        };
         let Some(graphs) = &self.pools[at] else { return };
-        let sizes: Vec<u64> =
-            (0..1 + bytes.choice(5)).map(|_| u64::from(bytes.u16()) << bytes.choice(7) | 1).collect();
+        let sizes: Vec<u64> = (0..1 + bytes.choice(5))
+            .map(|_| u64::from(bytes.u16()) << bytes.choice(7) | 1)
+            .collect();
         let kept = usize::from(bytes.choice(3));
         // SAFETY: 1. and 2. the work touches blocks of the graph pool alone.
         let made = unsafe {
@@ -374,7 +391,8 @@ impl World {
             Made::Ours(graph) => drop(went(graph.launch(s))),
             Made::Theirs { exec, captured } => {
                 // Other libraries order by themselves; a stream that captures cannot be waited for.
-                let ordered = self.open.is_empty() && self.streams.iter().all(|u| s.wait_for(u).is_ok());
+                let ordered =
+                    self.open.is_empty() && self.streams.iter().all(|u| s.wait_for(u).is_ok());
                 if !ordered {
                     return;
                 }
@@ -426,9 +444,13 @@ impl World {
         let blocks: u64 = self.live.iter().map(|live| live.block.capacity()).sum();
         assert_eq!(stats.live, blocks, "live bytes");
         assert!(stats.graphs <= stats.physical, "{stats:?}");
-        let mut ranges: Vec<DeviceRange> = self.live.iter().map(|live| live.block.range()).collect();
+        let mut ranges: Vec<DeviceRange> =
+            self.live.iter().map(|live| live.block.range()).collect();
         ranges.sort_unstable_by_key(|range| range.address);
-        assert!(ranges.windows(2).all(|two| two[0].address + two[0].bytes <= two[1].address), "overlap");
+        assert!(
+            ranges.windows(2).all(|two| two[0].address + two[0].bytes <= two[1].address),
+            "overlap"
+        );
         for graphs in self.pools.iter().flatten() {
             let stats = graphs.stats();
             assert!(stats.live + stats.pending + stats.cached == stats.physical, "{stats:?}");
@@ -450,7 +472,11 @@ impl World {
         }
         pool.trim(0).expect(IDLE);
         let stats = pool.stats();
-        assert_eq!((stats.live, stats.pending, stats.graphs, stats.physical), (0, 0, 0, 0), "{stats:?}");
+        assert_eq!(
+            (stats.live, stats.pending, stats.graphs, stats.physical),
+            (0, 0, 0, 0),
+            "{stats:?}"
+        );
         assert_eq!(budget.used(), 0, "a charge was lost");
         drop(pool);
         drop(streams);

@@ -19,7 +19,13 @@ pub fn run(bytes: &[u8]) {
     let configs = Shadow::configs();
     let config = configs[usize::from(bytes.choice(configs.len() as u8))];
     let mut shadow = Shadow::new(config);
-    shadow.apply(Op::Add { window: bytes.u8(), at: 0, units: u16::MAX, stamp: 0, segment: bytes.flag() });
+    shadow.apply(Op::Add {
+        window: bytes.u8(),
+        at: 0,
+        units: u16::MAX,
+        stamp: 0,
+        segment: bytes.flag(),
+    });
     bytes.steps(MAX_OPS, |bytes| shadow.apply(op(bytes)));
     shadow.finish();
 }
@@ -43,7 +49,12 @@ fn op(bytes: &mut Bytes<'_>) -> Op {
         9..=12 => Op::Free { which: bytes.u16(), stamp: bytes.u16(), by_note: bytes.flag() },
         13 => Op::FreeAnywhere { window: bytes.u8(), at: bytes.u16(), inside: bytes.u8() },
         14 => Op::FreeStale { which: bytes.u16() },
-        _ => Op::Resize { which: bytes.u16(), units: bytes.small(), short: bytes.u8(), stamp: bytes.u16() },
+        _ => Op::Resize {
+            which: bytes.u16(),
+            units: bytes.small(),
+            short: bytes.u8(),
+            stamp: bytes.u16(),
+        },
     }
 }
 

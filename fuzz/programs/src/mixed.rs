@@ -27,8 +27,8 @@ use aquifer_core::{
     budget::{Levels, Offer, Reclaim, Registration, Waiting},
 };
 use aquifer_device::{
-    Adoption, Block, DeviceBuffer, DevicePool, Graph, GraphPool, Parkable, PoolConfig, Request, Reserved,
-    StableBlock, Tenant,
+    Adoption, Block, DeviceBuffer, DevicePool, Graph, GraphPool, Parkable, PoolConfig, Request,
+    Reserved, StableBlock, Tenant,
 };
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, Operand,
@@ -276,18 +276,21 @@ impl World {
             let tenant = pool.for_tenant(&share).expect("a tree of its own");
             Owner { pool, streams, tenant }
         };
-        let owners = [open(0, DEVICE, "tenant a"), open(0, ENGINE, "tenant b"), open(1, OTHER, "tenant c")];
+        let owners =
+            [open(0, DEVICE, "tenant a"), open(0, ENGINE, "tenant b"), open(1, OTHER, "tenant c")];
         let mut config = PinnedConfig::default();
         config.chunk = 2 << 20;
         config.patience = Duration::ZERO;
         let shared = shared_host()?.clone().with_driver(sim.driver(), DeviceId(0));
-        let pinned =
-            PinnedPool::new(&shared, &budgets[HOST], config).expect("a configuration that can be followed");
+        let pinned = PinnedPool::new(&shared, &budgets[HOST], config)
+            .expect("a configuration that can be followed");
         let stager = with_threads.then(|| threads::stager(&shared, &pinned, &owners[0].pool));
         let parkable = owners[0].pool.parkable(Tag::named("mixed cache")).expect(IDLE);
         let graph_pool = Some(owners[0].pool.graph_pool().expect(IDLE));
-        let app =
-            Arc::new(App { blocks: Mutex::default(), cost: Duration::from_micros(u64::from(bytes.u16())) });
+        let app = Arc::new(App {
+            blocks: Mutex::default(),
+            cost: Duration::from_micros(u64::from(bytes.u16())),
+        });
         let changes = Arc::new(AtomicU64::new(0));
         let seen = Arc::clone(&changes);
         let registrations = vec![
@@ -404,7 +407,8 @@ impl World {
         }
         let Owner { pool, tenant, .. } = &self.owners[owner];
         let request = Request::bytes(size).align(1 << bytes.choice(13));
-        let answer = if of_tenant { tenant.alloc(&stream, request) } else { pool.alloc(&stream, request) };
+        let answer =
+            if of_tenant { tenant.alloc(&stream, request) } else { pool.alloc(&stream, request) };
         let Some(block) = went(answer) else { return };
         assert!(block.bytes() == size && block.capacity() >= size, "a short block");
         // A block is for use at once.
@@ -591,7 +595,8 @@ impl World {
             let which = usize::from(bytes.u8()) % owner.streams.len();
             owner.streams.swap_remove(which);
         } else if owner.streams.len() < 4 {
-            let stream = if isolated { owner.pool.streams().lease_isolated() } else { owner.pool.stream() };
+            let stream =
+                if isolated { owner.pool.streams().lease_isolated() } else { owner.pool.stream() };
             owner.streams.extend(went(stream));
         }
     }
@@ -729,12 +734,16 @@ impl World {
             assert_eq!(budget.panics(), 0);
         }
         for device in [0, 1] {
-            let memory = self.sim.driver().memory_info(DeviceId(device)).expect("an idle device tells");
+            let memory =
+                self.sim.driver().memory_info(DeviceId(device)).expect("an idle device tells");
             let missing = memory.total - memory.free;
             let held = if device == 0 { a + b } else { c };
             // Where nothing is mapped the driver rounds up what it gives.
             let exact = self.owners[2 * device as usize].pool.info().virtual_memory;
-            assert!(held == missing || !exact && held < missing, "{held} held, the device misses {missing}");
+            assert!(
+                held == missing || !exact && held < missing,
+                "{held} held, the device misses {missing}"
+            );
         }
     }
 
@@ -750,7 +759,11 @@ impl World {
             let lodged = self.lodged.iter().filter(|_| at == 0 && !self.parkable.is_parked());
             let lodged: u64 = lodged.map(|lodged| lodged.buffer.block().capacity()).sum();
             let stats = pool.stats();
-            assert_eq!(stats.live, blocks + stable + rooms + lodged, "live bytes of pool {at}: {stats:?}");
+            assert_eq!(
+                stats.live,
+                blocks + stable + rooms + lodged,
+                "live bytes of pool {at}: {stats:?}"
+            );
             assert!(
                 stats.live + stats.cached + stats.pending <= stats.physical,
                 "more than is held: {stats:?}"
@@ -759,7 +772,10 @@ impl World {
             let of_tenant: u64 = of_tenant.map(|live| live.buffer.block().bytes()).sum();
             assert_eq!(tenant.live(), of_tenant, "live bytes of a tenant");
         }
-        assert!(self.with_threads || self.pinned.is_consistent(), "the books of the pinned pool disagree");
+        assert!(
+            self.with_threads || self.pinned.is_consistent(),
+            "the books of the pinned pool disagree"
+        );
     }
 
     /// No two live blocks of a device share bytes.
@@ -773,11 +789,14 @@ impl World {
             .chain(lodged)
             .map(|block| (block.device().0, block.address(), block.capacity()))
             .chain(
-                self.rooms.iter().map(|(room, _)| (room.device().0, room.address(), (STEP * STEPS) as u64)),
+                self.rooms
+                    .iter()
+                    .map(|(room, _)| (room.device().0, room.address(), (STEP * STEPS) as u64)),
             )
             .collect();
         ranges.sort_unstable();
-        let apart = |two: &[(u32, u64, u64)]| two[0].0 != two[1].0 || two[0].1 + two[0].2 <= two[1].1;
+        let apart =
+            |two: &[(u32, u64, u64)]| two[0].0 != two[1].0 || two[0].1 + two[0].2 <= two[1].1;
         assert!(ranges.windows(2).all(apart), "two live blocks overlap");
     }
 

@@ -97,12 +97,14 @@ impl World {
         let mut config = PoolConfig::with_budget(budget.clone());
         config.wait = Duration::from_micros(300);
         config.handle_bytes = if bytes.flag() { 4 << 20 } else { 0 };
-        let pool =
-            DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
+        let pool = DevicePool::open(sim.driver(), DeviceId(0), config)
+            .expect("a pool opens on an idle device");
         let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();
         let tags = [Tag::named("fuzzed weights"), Tag::named("fuzzed cache")];
-        let parkable =
-            tags.iter().map(|&tag| pool.parkable(tag).expect("addresses of an idle device")).collect();
+        let parkable = tags
+            .iter()
+            .map(|&tag| pool.parkable(tag).expect("addresses of an idle device"))
+            .collect();
         let (lodged, ordinary, open) = (Vec::new(), Vec::new(), Vec::new());
         let rig = Rig { sim, budget, pool, streams };
         Self { rig, keeps, parkable, lodged, ordinary, open, done: (0, 0) }
@@ -169,8 +171,12 @@ impl World {
                 assert!(!parkable.is_parked(), "parked memory was written");
                 *content = Some(byte);
             }
-            Err(MemoryError::Parked { tag }) => assert!(parkable.is_parked() && tag == parkable.tag()),
-            Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => assert!(!parkable.is_parked()),
+            Err(MemoryError::Parked { tag }) => {
+                assert!(parkable.is_parked() && tag == parkable.tag())
+            }
+            Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {
+                assert!(!parkable.is_parked())
+            }
             Err(other) => panic!("{other:?}"),
         }
     }
@@ -225,12 +231,17 @@ impl World {
         let live = self.lodged.iter().filter(|lodged| lodged.of == of).count() as u64;
         match answer {
             Ok(report) => {
-                assert!(!was_parked && !open && parkable.is_parked(), "parked what is parked or in use");
+                assert!(
+                    !was_parked && !open && parkable.is_parked(),
+                    "parked what is parked or in use"
+                );
                 assert_eq!((report.blocks, report.parked), (live, before.live));
                 assert_eq!(report.saved, if discards { 0 } else { before.live });
                 assert_eq!(report.kept.refusal.is_some(), report.kept.refused > 0);
                 assert_eq!(parkable.stats().physical, 0);
-                assert!(report.released >= before.physical - report.kept.refused.min(before.physical));
+                assert!(
+                    report.released >= before.physical - report.kept.refused.min(before.physical)
+                );
                 self.done.0 += usize::from(live > 0);
                 if discards {
                     self.lodged.iter_mut().filter(|l| l.of == of).for_each(|l| l.content = None);
@@ -258,7 +269,9 @@ impl World {
                 self.done.1 += usize::from(was_parked && live > 0);
                 self.compare(of);
             }
-            None => assert!(was_parked && parkable.is_parked(), "a resume that failed woke somebody"),
+            None => {
+                assert!(was_parked && parkable.is_parked(), "a resume that failed woke somebody")
+            }
         }
     }
 
@@ -277,11 +290,14 @@ impl World {
         if !self.keeps {
             return;
         }
-        for Lodged { buffer, stream, content, .. } in self.lodged.iter().filter(|lodged| lodged.of == of) {
+        for Lodged { buffer, stream, content, .. } in
+            self.lodged.iter().filter(|lodged| lodged.of == of)
+        {
             let Some(byte) = content else { continue };
             let mut back = vec![!byte; buffer.len()];
-            let copied =
-                self.rig.streams[*stream].scope(|c| c.download(buffer, &mut back)).and_then(|copied| copied);
+            let copied = self.rig.streams[*stream]
+                .scope(|c| c.download(buffer, &mut back))
+                .and_then(|copied| copied);
             match copied {
                 Ok(()) => assert!(back.iter().all(|there| there == byte), "not what was written"),
                 Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {}
@@ -314,7 +330,10 @@ impl World {
         self.open.drain(..).for_each(|open| open.used.abort());
         for of in 0..self.parkable.len() {
             self.rig.pool.trim(0).expect("an idle device");
-            self.rig.pool.resume(self.parkable[of].tag(), None).expect("all of the device's memory");
+            self.rig
+                .pool
+                .resume(self.parkable[of].tag(), None)
+                .expect("all of the device's memory");
             self.compare(of);
         }
         self.check();

@@ -211,7 +211,11 @@ impl Block {
         for at in self.parts().into_iter().flatten() {
             // SAFETY: 1. inside the block, which is alive, or pending and so still mapped.
             let byte = unsafe { self.at.add(at).read() };
-            assert_eq!(byte, self.stamp, "byte {at} of {:?} at {:p} was overwritten", self.layout, self.at);
+            assert_eq!(
+                byte, self.stamp,
+                "byte {at} of {:?} at {:p} was overwritten",
+                self.layout, self.at
+            );
         }
     }
 
@@ -384,7 +388,9 @@ impl Machine {
         self.next = self.next.wrapping_add(1);
         let block = Block { at: block, layout, stamp, allocator, owner, gates: Vec::new() };
         let (start, end) = block.span();
-        for other in self.blocks.iter().chain(self.pending.iter().filter(|block| block.is_held_back())) {
+        for other in
+            self.blocks.iter().chain(self.pending.iter().filter(|block| block.is_held_back()))
+        {
             let (from, to) = other.span();
             assert!(to <= start || end <= from, "two blocks overlap");
         }
@@ -431,7 +437,11 @@ impl Machine {
         (block.at, block.layout) = (resized.cast(), new);
         for at in 0..kept {
             // SAFETY: 1. inside the block as it is now.
-            assert_eq!(unsafe { block.at.add(at).read() }, block.stamp, "the common part was not kept");
+            assert_eq!(
+                unsafe { block.at.add(at).read() },
+                block.stamp,
+                "the common part was not kept"
+            );
         }
         if block.gates.is_empty() {
             block.stamp = block.stamp.wrapping_add(101);
@@ -450,8 +460,9 @@ impl Machine {
         let Ok(event) = self.driver.event_create(GPU) else { return };
         // SAFETY: 1. the block stays until the gate opens, which is what is tested; the target until the end. 2. nobody
         // writes the block meanwhile, and copies to the target come one after the other on one stream.
-        let copied =
-            unsafe { self.driver.copy_to_device(self.stream, self.target, block.at, block.layout.size()) };
+        let copied = unsafe {
+            self.driver.copy_to_device(self.stream, self.target, block.at, block.layout.size())
+        };
         let recorded = self.driver.event_record(event, self.stream);
         assert!(copied.is_ok() && recorded.is_ok(), "{copied:?} {recorded:?}");
         let gate: Arc<dyn Gate> = Arc::new(Landed { driver: self.driver.clone(), event });
@@ -483,7 +494,8 @@ impl Machine {
     }
 
     fn plan_fault(&mut self, bytes: &mut Bytes<'_>) {
-        const CALLS: [Call; 4] = [Call::HostRegister, Call::HostAlloc, Call::HostUnregister, Call::HostFree];
+        const CALLS: [Call; 4] =
+            [Call::HostRegister, Call::HostAlloc, Call::HostUnregister, Call::HostFree];
         let nth = 1 + u64::from(bytes.choice(4));
         match bytes.choice(21) {
             0..=2 => {
@@ -543,23 +555,26 @@ impl Machine {
             self.pools[of].refused += 1;
             return;
         }
-        let (wrong, layout) = match (choice, which.map(|which| &self.blocks[which]), self.pending.last()) {
-            // Inside a block.
-            (0, Some(block), _) if block.layout.size() > 32 => {
-                // SAFETY: 1. inside the block.
-                (unsafe { block.at.add(16) }, small)
-            }
-            // Freed already, by whichever pool.
-            (1, _, Some(pending)) if pending.is_held_back() => (pending.at, small),
-            // A block of another pool.
-            (2, Some(block), _) if block.allocator.is_open() && block.owner != owner => (block.at, small),
-            // A block, but longer than it is.
-            (3, Some(block), _) if block.owner == owner && block.allocator.is_open() => {
-                (block.at, Layout::new::<[u64; 1 << 20]>())
-            }
-            // Nobody's.
-            _ => (NonNull::from(&mut stack).cast(), small),
-        };
+        let (wrong, layout) =
+            match (choice, which.map(|which| &self.blocks[which]), self.pending.last()) {
+                // Inside a block.
+                (0, Some(block), _) if block.layout.size() > 32 => {
+                    // SAFETY: 1. inside the block.
+                    (unsafe { block.at.add(16) }, small)
+                }
+                // Freed already, by whichever pool.
+                (1, _, Some(pending)) if pending.is_held_back() => (pending.at, small),
+                // A block of another pool.
+                (2, Some(block), _) if block.allocator.is_open() && block.owner != owner => {
+                    (block.at, small)
+                }
+                // A block, but longer than it is.
+                (3, Some(block), _) if block.owner == owner && block.allocator.is_open() => {
+                    (block.at, Layout::new::<[u64; 1 << 20]>())
+                }
+                // Nobody's.
+                _ => (NonNull::from(&mut stack).cast(), small),
+            };
         // SAFETY: 1. it is none of the allocator's live blocks, or not with that layout, and refusing it is what is tested:
         // nothing is touched.
         unsafe { allocator.deallocate(wrong, layout) };
@@ -594,14 +609,21 @@ impl Machine {
             let stats = pool.stats();
             let mine = || self.blocks.iter().filter(|b| b.owner == owner && b.allocator.is_open());
             assert_eq!(stats.memory.blocks, mine().count() as u64);
-            assert_eq!(stats.memory.requested, mine().map(|block| block.layout.size() as u64).sum());
-            assert_eq!(stats.memory.live + stats.memory.cached + stats.memory.pending, stats.memory.physical);
+            assert_eq!(
+                stats.memory.requested,
+                mine().map(|block| block.layout.size() as u64).sum()
+            );
+            assert_eq!(
+                stats.memory.live + stats.memory.cached + stats.memory.pending,
+                stats.memory.physical
+            );
             assert_eq!(stats.refused_frees, *refused);
             physical += stats.memory.physical;
         }
         let used = self.budget.used();
         assert!(used <= LIMIT && physical <= used, "{physical} held, {used} charged");
-        let lingers = self.blocks.iter().chain(&self.pending).any(|block| !block.allocator.is_open());
+        let lingers =
+            self.blocks.iter().chain(&self.pending).any(|block| !block.allocator.is_open());
         if !self.faulty && !lingers {
             pool::sweep();
             assert_eq!(self.budget.used(), physical, "charged is not held");

@@ -8,8 +8,8 @@
 
 use crate::program::{Bytes, MAX_OPS, alone};
 use aquifer::{
-    Block, Budget, DeviceId, DevicePool, Group, Lease, MemoryError, Place, PlaceError, Placer, Placing,
-    Policy, PoolConfig, Request, Runtime, Stream, placement::Health, sim::Sim,
+    Block, Budget, DeviceId, DevicePool, Group, Lease, MemoryError, Place, PlaceError, Placer,
+    Placing, Policy, PoolConfig, Request, Runtime, Stream, placement::Health, sim::Sim,
 };
 use std::{
     future::Future,
@@ -78,11 +78,13 @@ fn config(budget: Budget) -> PoolConfig {
 impl World {
     fn new(bytes: &mut Bytes<'_>) -> Self {
         let sim = Sim::h200(DEVICES as u32).symbolic();
-        let limits: Vec<_> = (0..DEVICES).map(|_| UNIT * (4 + u64::from(bytes.choice(28)))).collect();
+        let limits: Vec<_> =
+            (0..DEVICES).map(|_| UNIT * (4 + u64::from(bytes.choice(28)))).collect();
         let mut settings = PoolConfig::default();
         settings.handle_bytes = UNIT;
         settings.wait = Duration::ZERO;
-        let rt = Runtime::builder().driver(sim.driver()).pools(settings).device_budget(UNIT).build();
+        let rt =
+            Runtime::builder().driver(sim.driver()).pools(settings).device_budget(UNIT).build();
         let rt = rt.expect("a simulated machine");
         let devices = rt.devices().iter().zip(limits).map(|(pool, limit)| {
             pool.budget().set_limit(limit);
@@ -220,7 +222,10 @@ impl World {
                 assert!(packed || devices.len() == shards, "one on each");
             }
             Err(PlaceError::Nowhere(nowhere)) => {
-                assert!(room.len() < shards || !self.waits.is_empty(), "{room:?} had room: {nowhere}");
+                assert!(
+                    room.len() < shards || !self.waits.is_empty(),
+                    "{room:?} had room: {nowhere}"
+                );
             }
             Err(other) => panic!("{other}"),
         }
@@ -241,12 +246,16 @@ impl World {
         let asked = UNIT * (1 + u64::from(bytes.choice(6)));
         let held = &mut self.held[which];
         let at = held.lease.index();
-        let stands =
-            held.lease.generation() == self.devices[at].generation && self.devices[at].health != Health::Lost;
+        let stands = held.lease.generation() == self.devices[at].generation
+            && self.devices[at].health != Health::Lost;
         if !stands {
             let device = held.lease.device();
             let refused = held.lease.stream().map(drop);
-            assert_eq!(refused, Err(MemoryError::DeviceLost { device }), "a lease of a lost device");
+            assert_eq!(
+                refused,
+                Err(MemoryError::DeviceLost { device }),
+                "a lease of a lost device"
+            );
             return;
         }
         let device = &mut self.devices[at];
@@ -299,13 +308,15 @@ impl World {
         }
         let sim = Sim::h200(DEVICES as u32).symbolic();
         let budget = Budget::new("a device that is back", self.devices[at].limit);
-        let pool = DevicePool::open(sim.driver(), id, config(budget.clone())).expect("a simulated device");
+        let pool =
+            DevicePool::open(sim.driver(), id, config(budget.clone())).expect("a simulated device");
         let generation = self.placers[0].restore(pool.clone()).expect("it is lost");
         assert_eq!(generation, self.devices[at].generation + 1);
         let limit = self.devices[at].limit;
         let (stream, health) = (None, Health::Serving);
         let (pool, used) = (Some(pool), 0);
-        let device = Device { sim: self.sims.len(), budget, pool, stream, limit, used, generation, health };
+        let device =
+            Device { sim: self.sims.len(), budget, pool, stream, limit, used, generation, health };
         self.gone.push(std::mem::replace(&mut self.devices[at], device));
         self.sims.push(sim);
     }
@@ -357,8 +368,9 @@ impl World {
             if device.health == Health::Lost {
                 continue;
             }
-            let here =
-                |held: &&Held| (held.lease.index(), held.lease.generation()) == (at, device.generation);
+            let here = |held: &&Held| {
+                (held.lease.index(), held.lease.generation()) == (at, device.generation)
+            };
             let leased: u64 = self.held.iter().filter(here).map(|held| held.bytes).sum();
             let pool = device.pool.as_ref().expect("kept");
             let known = leased + pool.stats().physical;

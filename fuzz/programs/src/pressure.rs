@@ -112,8 +112,11 @@ impl World {
     fn new(bytes: &mut Bytes<'_>) -> Option<Self> {
         let mapping = bytes.choice(4) != 0;
         let mut config = SimConfig::h200(1);
-        config.devices =
-            vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
+        config.devices = vec![if mapping {
+            DeviceConfig::h200()
+        } else {
+            DeviceConfig::without_virtual_memory()
+        }];
         let sim = Sim::new(config).symbolic().capacity(CAPACITY);
         let eager = bytes.flag();
         let sim = if eager { sim } else { sim.seeded(bytes.u64()) };
@@ -138,14 +141,24 @@ impl World {
         config.chunk = 2 << 20;
         config.patience = Duration::from_millis(u64::from(bytes.choice(3)));
         let host = shared_host()?.clone().with_driver(sim.driver(), DeviceId(0));
-        let pinned =
-            PinnedPool::new(&host, &budgets[3], config).expect("a configuration that can be followed");
+        let pinned = PinnedPool::new(&host, &budgets[3], config)
+            .expect("a configuration that can be followed");
         let cost = Duration::from_micros(u64::from(bytes.u16()));
         let app = Arc::new(App { blocks: Mutex::default(), cost });
         let registration = budgets[usize::from(bytes.choice(3))].on_need(&app);
         let most = budgets.each_ref().map(Budget::limit);
         let (buffers, exact) = (Vec::new(), eager && mapping);
-        Some(Self { sim, budgets, most, owners, pinned, buffers, app, _registration: registration, exact })
+        Some(Self {
+            sim,
+            budgets,
+            most,
+            owners,
+            pinned,
+            buffers,
+            app,
+            _registration: registration,
+            exact,
+        })
     }
 
     fn step(&mut self, bytes: &mut Bytes<'_>) {
@@ -188,7 +201,8 @@ impl World {
             }
             _ => {
                 let budget = &self.budgets[usize::from(bytes.choice(4))];
-                let room = budget.shrink((u64::from(bytes.choice(32)) + 1) << 21, Some(Instant::now()));
+                let room =
+                    budget.shrink((u64::from(bytes.choice(32)) + 1) << 21, Some(Instant::now()));
                 assert_eq!(room.missing, budget.used().saturating_sub(budget.limit()));
             }
         }
@@ -211,13 +225,17 @@ impl World {
             Ok(Some(block)) => {
                 // A block is for use at once.
                 let raw = streams[stream].raw();
-                let access = self.sim.access(raw, range_of(&block), Access::Write, Some(block.generation()));
+                let access =
+                    self.sim.access(raw, range_of(&block), Access::Write, Some(block.generation()));
                 access.expect("an access to a block of ours");
                 live.push((block, stream));
             }
             Err(MemoryError::OutOfMemory(error)) => {
                 if let Some(refused) = error.refused {
-                    assert!(self.budgets.iter().any(|budget| budget.name() == refused.budget), "{refused}");
+                    assert!(
+                        self.budgets.iter().any(|budget| budget.name() == refused.budget),
+                        "{refused}"
+                    );
                 }
                 self.refused(at, size, &error);
             }
@@ -249,8 +267,12 @@ impl World {
         let (block, home) = &live[usize::from(bytes.u8()) % live.len()];
         let stream = &streams[1 - home];
         if let Ok(used) = block.prepare(stream, Access::ReadWrite) {
-            let access =
-                self.sim.access(stream.raw(), range_of(block), Access::ReadWrite, Some(block.generation()));
+            let access = self.sim.access(
+                stream.raw(),
+                range_of(block),
+                Access::ReadWrite,
+                Some(block.generation()),
+            );
             access.expect("an access to a block of ours");
             let _ = used.finish();
         }
@@ -273,7 +295,11 @@ impl World {
         let [first, second] = self.owners.each_ref().map(|owner| owner.pool.stats().physical);
         let pinned = self.pinned.stats().memory.physical;
         let held = [first + second + pinned, first + second, second, pinned];
-        assert_eq!(self.budgets.each_ref().map(Budget::used), held, "what is charged is what is held");
+        assert_eq!(
+            self.budgets.each_ref().map(Budget::used),
+            held,
+            "what is charged is what is held"
+        );
         let memory = self.sim.driver().memory_info(DeviceId(0)).expect("an idle device tells");
         let missing = memory.total - memory.free;
         // Where nothing is mapped the driver rounds up what it gives.
@@ -298,7 +324,11 @@ impl World {
         for Owner { pool, .. } in &owners {
             pool.trim(0).expect("no fault is left");
             let stats = pool.stats();
-            assert_eq!((stats.live, stats.pending, stats.cached, stats.physical), (0, 0, 0, 0), "{stats:?}");
+            assert_eq!(
+                (stats.live, stats.pending, stats.cached, stats.physical),
+                (0, 0, 0, 0),
+                "{stats:?}"
+            );
         }
         drop((owners, pinned));
         while budgets[3].used() > 0 {

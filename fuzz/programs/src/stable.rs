@@ -11,7 +11,9 @@ use crate::{
     rig::{Rig, went},
 };
 use aquifer_core::{Budget, MemoryError};
-use aquifer_device::{Block, DevicePool, Exported, PoolConfig, Registration, Request, Reserved, StableBlock};
+use aquifer_device::{
+    Block, DevicePool, Exported, PoolConfig, Registration, Request, Reserved, StableBlock,
+};
 use aquifer_driver::{
     Access, Call, DeviceId, DeviceRange, ExportTypes,
     sim::{DeviceConfig, Sim, SimConfig},
@@ -108,8 +110,11 @@ impl World {
     fn new(bytes: &mut Bytes<'_>) -> Self {
         let mapping = bytes.choice(8) != 0;
         let mut config = SimConfig::h200(1);
-        config.devices =
-            vec![if mapping { DeviceConfig::h200() } else { DeviceConfig::without_virtual_memory() }];
+        config.devices = vec![if mapping {
+            DeviceConfig::h200()
+        } else {
+            DeviceConfig::without_virtual_memory()
+        }];
         let sim = Sim::new(config).capacity(CAPACITY);
         let sim = if bytes.choice(4) == 0 { sim } else { sim.symbolic() };
         let sim = if bytes.flag() { sim.seeded(bytes.u64()) } else { sim };
@@ -117,9 +122,10 @@ impl World {
         let mut config = PoolConfig::with_budget(budget.clone());
         config.wait = Duration::from_micros(300);
         config.bypass = bytes.choice(8) == 1;
-        config.export = if mapping && bytes.flag() { ExportTypes::POSIX_FD } else { ExportTypes::NONE };
-        let pool =
-            DevicePool::open(sim.driver(), DeviceId(0), config).expect("a pool opens on an idle device");
+        config.export =
+            if mapping && bytes.flag() { ExportTypes::POSIX_FD } else { ExportTypes::NONE };
+        let pool = DevicePool::open(sim.driver(), DeviceId(0), config)
+            .expect("a pool opens on an idle device");
         let streams = (0..3).map(|_| pool.stream().expect("a stream of an idle device")).collect();
         Self {
             rig: Rig { sim, budget, pool, streams },
@@ -283,8 +289,10 @@ impl World {
     }
 
     fn elements(bytes: &mut Bytes<'_>) -> std::ops::Range<usize> {
-        let (a, b) =
-            (usize::from(bytes.u16()) * MAX_LEN / 65_535, usize::from(bytes.u16()) * MAX_LEN / 65_535);
+        let (a, b) = (
+            usize::from(bytes.u16()) * MAX_LEN / 65_535,
+            usize::from(bytes.u16()) * MAX_LEN / 65_535,
+        );
         a.min(b)..a.max(b)
     }
 
@@ -308,14 +316,18 @@ impl World {
                 };
                 // It is for use at once, by its own stream, unless somebody has a use open.
                 if let Ok(used) = reserved.prepare(&self.rig.streams[*stream], Access::Write) {
-                    self.rig.sim.access(raw, part, Access::Write, Some(reserved.generation())).expect(OURS);
+                    self.rig
+                        .sim
+                        .access(raw, part, Access::Write, Some(reserved.generation()))
+                        .expect(OURS);
                     drop(used);
                 }
                 assert!(reserved.slice(range).is_ok());
             }
             Err(MemoryError::Busy { address: busy }) => {
                 assert!(
-                    busy == *address && self.open.iter().any(|o| o.generation == reserved.generation()),
+                    busy == *address
+                        && self.open.iter().any(|o| o.generation == reserved.generation()),
                     "busy with nothing open"
                 );
             }
@@ -348,7 +360,8 @@ impl World {
         let at = usize::from(bytes.u8());
         let (answer, ranges, generation) = if bytes.flag() && !self.rooms.is_empty() {
             let room = &self.rooms[at % self.rooms.len()];
-            let ranges = room.committed.iter().map(|step| range(room.address + (step * STEP) as u64, STEP));
+            let ranges =
+                room.committed.iter().map(|step| range(room.address + (step * STEP) as u64, STEP));
             let answer = room.reserved.prepare(&self.rig.streams[stream], access);
             (answer, ranges.collect(), room.reserved.generation())
         } else if !self.stable.is_empty() {
@@ -402,11 +415,15 @@ impl World {
         assert!(violations.is_empty(), "{}", violations[0]);
         let stats = self.rig.pool.stats();
         assert_eq!(stats.physical, self.rig.budget.used(), "what is charged is what is held");
-        let committed: u64 = self.rooms.iter().map(|room| (room.committed.len() * STEP) as u64).sum();
+        let committed: u64 =
+            self.rooms.iter().map(|room| (room.committed.len() * STEP) as u64).sum();
         let blocks: u64 = self.blocks.iter().map(Block::capacity).sum();
         let stable: u64 = self.stable.iter().map(|s| s.block.capacity()).sum();
         assert_eq!(stats.live, committed + blocks + stable, "live bytes");
-        assert!(stats.live + stats.cached + stats.pending <= stats.physical, "more than is held: {stats:?}");
+        assert!(
+            stats.live + stats.cached + stats.pending <= stats.physical,
+            "more than is held: {stats:?}"
+        );
         for room in &self.rooms {
             assert_eq!(room.reserved.address(), room.address, "an address has changed");
             let steps: BTreeSet<usize> = room
@@ -447,7 +464,11 @@ impl World {
         }
         pool.trim(0).expect("no fault is left");
         let stats = pool.stats();
-        assert_eq!((stats.live, stats.pending, stats.cached, stats.physical), (0, 0, 0, 0), "{stats:?}");
+        assert_eq!(
+            (stats.live, stats.pending, stats.cached, stats.physical),
+            (0, 0, 0, 0),
+            "{stats:?}"
+        );
         assert_eq!(budget.used(), 0, "a charge was lost");
         drop(pool);
         drop(streams);

@@ -14,7 +14,8 @@ use aquifer_driver::{
     sim::{Kernel, Sim},
 };
 use aquifer_host::{
-    Failed, PinnedConfig, PinnedPool, ShortWait, Source, StageError, Stager, StagerConfig, Stores, Ticket,
+    Failed, PinnedConfig, PinnedPool, ShortWait, Source, StageError, Stager, StagerConfig, Stores,
+    Ticket,
     kernel::Kernel as System,
     pool,
     region::{Host, PageTier, retry_stranded},
@@ -145,7 +146,8 @@ impl Machine {
         config.stores = if settings >> 5 & 1 == 0 { Stores::NonTemporal } else { Stores::Cached };
         config.down_stores = config.stores;
         // By the clock which, if it were left to the stager.
-        config.short_wait = if config.stores == Stores::Cached { ShortWait::Stream } else { ShortWait::Word };
+        config.short_wait =
+            if config.stores == Stores::Cached { ShortWait::Stream } else { ShortWait::Word };
         let stager = Stager::new(&host, &pinned, pool.streams(), config).ok()?;
         let home = pool.stream().ok()?;
         Some(Self {
@@ -317,7 +319,12 @@ impl Machine {
         }
     }
 
-    fn refused<T>(&mut self, failed: Failed<T>, buffer: fn(T) -> DeviceBuffer<u8>, bytes: Option<Vec<u8>>) {
+    fn refused<T>(
+        &mut self,
+        failed: Failed<T>,
+        buffer: fn(T) -> DeviceBuffer<u8>,
+        bytes: Option<Vec<u8>>,
+    ) {
         let back = failed.back.map(buffer);
         assert!(!self.went_well(Err(failed.error), true) && back.is_some(), "it did not come back");
         self.operands.extend(back.map(|buffer| Held { buffer, bytes }));
@@ -335,7 +342,10 @@ impl Machine {
             },
             Flying::Down(ticket, expected) => match waited(ticket, how) {
                 Ok(Ok((buffer, down))) => {
-                    assert!(expected.as_ref().is_none_or(|expected| *expected == down), "bytes were lost");
+                    assert!(
+                        expected.as_ref().is_none_or(|expected| *expected == down),
+                        "bytes were lost"
+                    );
                     self.operands.push(Held { buffer, bytes: expected });
                 }
                 Ok(Err(failed)) => self.refused(failed, |(buffer, _)| buffer, expected),
@@ -361,7 +371,9 @@ impl Machine {
         let Some(mut x) = self.operand(bytes) else { return };
         let (byte, range) = (bytes.u8(), x.buffer.range());
         if x.buffer.order_mut(self.home.raw(), None, Access::Write).is_ok() {
-            let fill = Kernel::new("fill").writes(range, None).run(move |memory| memory.write(0).fill(byte));
+            let fill = Kernel::new("fill")
+                .writes(range, None)
+                .run(move |memory| memory.write(0).fill(byte));
             let filled = self.sim.launch(self.home.raw(), fill).is_ok();
             x.bytes = filled.then(|| vec![byte; range.bytes as usize]);
         }
@@ -455,10 +467,15 @@ impl Machine {
         loop {
             pool::sweep();
             let (stranded, left) = (retry_stranded(), sim.outstanding());
-            if lost || (budget.used() == 0 && left.registrations == 0 && left.host_allocations == 0) {
+            if lost || (budget.used() == 0 && left.registrations == 0 && left.host_allocations == 0)
+            {
                 break;
             }
-            assert!(Instant::now() < deadline, "{} charged, {stranded} stranded, {left}", budget.used());
+            assert!(
+                Instant::now() < deadline,
+                "{} charged, {stranded} stranded, {left}",
+                budget.used()
+            );
             thread::yield_now();
         }
         let found = sim.violations();

@@ -1,8 +1,8 @@
 //! The fuzz programs by name, for everything that runs all of them.
 
 use crate::{
-    adapters, agree, arena, budget, device, global, graphs, heap, mixed, park, pinned, placement, pressure,
-    stable, stager,
+    adapters, agree, arena, budget, device, global, graphs, heap, mixed, park, pinned, placement,
+    pressure, stable, stager,
 };
 
 /// A fuzz program and its name.

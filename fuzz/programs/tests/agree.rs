@@ -33,7 +33,9 @@ fn seeds() -> std::ops::Range<u64> {
     };
     let count: u64 = match variable("AQUIFER_AGREE_PROGRAMS") {
         None => SEEDS.end,
-        Some(text) => text.parse().unwrap_or_else(|why| panic!("AQUIFER_AGREE_PROGRAMS={text}: {why}")),
+        Some(text) => {
+            text.parse().unwrap_or_else(|why| panic!("AQUIFER_AGREE_PROGRAMS={text}: {why}"))
+        }
     };
     println!("{count} programs from seed {first} on");
     first..first + count
@@ -50,7 +52,10 @@ fn simulated(program: &Program, sim: &Sim) -> (Outcome, Vec<Violation>) {
 
 /// Programs copy across registrations on purpose; the oracle reports that beside the error.
 fn beyond_the_mistakes(violations: &[Violation]) -> Vec<&Violation> {
-    violations.iter().filter(|violation| violation.kind != ViolationKind::AcrossRegistrations).collect()
+    violations
+        .iter()
+        .filter(|violation| violation.kind != ViolationKind::AcrossRegistrations)
+        .collect()
 }
 
 #[test]
@@ -59,7 +64,8 @@ fn programs_do_everything_that_there_is_to_do() {
     let mut mistakes = BTreeSet::new();
     for seed in SEEDS {
         for operation in Program::from_seed(seed).operations() {
-            let name = |debug: String| debug.split([' ', '(']).next().unwrap_or_default().to_owned();
+            let name =
+                |debug: String| debug.split([' ', '(']).next().unwrap_or_default().to_owned();
             operations.insert(name(format!("{operation:?}")));
             if let Operation::Mistake(fault) = operation {
                 mistakes.insert(name(format!("{fault:?}")));
@@ -83,7 +89,10 @@ fn programs_are_right_whenever_their_work_runs() {
         };
         let sim = || Sim::h200(1).capacity(CAPACITY);
         let (eager, mistakes) = check("eager", sim());
-        assert!(eager.codes.contains(&0) && !eager.codes.contains(&Outcome::SKIPPED), "seed {seed}");
+        assert!(
+            eager.codes.contains(&0) && !eager.codes.contains(&Outcome::SKIPPED),
+            "seed {seed}"
+        );
         across += mistakes;
 
         let (late, _) = check("seeded", sim().seeded(seed));
@@ -91,7 +100,12 @@ fn programs_are_right_whenever_their_work_runs() {
         assert!(differences.is_empty(), "seed {seed}, eager and seeded:\n{differences}");
 
         let (symbolic, _) = check("symbolic", Sim::h200(1).symbolic().capacity(CAPACITY));
-        assert_eq!(eager.codes, symbolic.codes, "seed {seed}:\n{}", eager.differences(&symbolic, &program));
+        assert_eq!(
+            eager.codes,
+            symbolic.codes,
+            "seed {seed}:\n{}",
+            eager.differences(&symbolic, &program)
+        );
     }
     assert!(across > 0, "no copy across registrations was reported");
 }

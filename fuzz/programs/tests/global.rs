@@ -16,7 +16,8 @@ fn thousands_of_seeded_programs_keep_every_promise() {
 #[cfg_attr(miri, ignore = "reads files")]
 fn every_program_of_the_corpus_keeps_every_promise() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/global");
-    let files: Vec<_> = std::fs::read_dir(&corpus).unwrap().map(|file| file.unwrap().path()).collect();
+    let files: Vec<_> =
+        std::fs::read_dir(&corpus).unwrap().map(|file| file.unwrap().path()).collect();
     assert!(!files.is_empty());
     for file in files {
         global::run(&std::fs::read(&file).unwrap());

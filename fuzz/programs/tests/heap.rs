@@ -15,12 +15,11 @@ fn two_thousand_seeded_programs_keep_every_promise() {
 #[test]
 fn every_program_of_the_corpus_keeps_every_promise() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/heap");
-    let files: Vec<_> = std::fs::read_dir(&corpus).unwrap().map(|file| file.unwrap().path()).collect();
-    assert!(
-        files
-            .iter()
-            .any(|file| file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("seed-")))
-    );
+    let files: Vec<_> =
+        std::fs::read_dir(&corpus).unwrap().map(|file| file.unwrap().path()).collect();
+    assert!(files.iter().any(|file| {
+        file.file_name().is_some_and(|name| name.to_string_lossy().starts_with("seed-"))
+    }));
     for file in files {
         heap::run(&std::fs::read(&file).unwrap());
     }

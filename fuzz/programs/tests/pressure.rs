@@ -15,7 +15,9 @@ fn no_program_of_the_corpus_breaks_a_promise_of_pools_under_one_budget() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/pressure");
     let mut programs = 0;
     for entry in fs::read_dir(corpus).expect("the corpus is committed") {
-        pressure::run(&fs::read(entry.expect("a readable corpus").path()).expect("a readable program"));
+        pressure::run(
+            &fs::read(entry.expect("a readable corpus").path()).expect("a readable program"),
+        );
         programs += 1;
     }
     assert!(programs > 0, "the corpus is empty");

@@ -14,7 +14,8 @@ fn hundreds_of_seeded_programs_keep_every_promise() {
 #[test]
 fn every_program_of_the_corpus_keeps_every_promise() {
     let corpus = Path::new(env!("CARGO_MANIFEST_DIR")).join("../corpus/stager");
-    let files: Vec<_> = std::fs::read_dir(&corpus).unwrap().map(|file| file.unwrap().path()).collect();
+    let files: Vec<_> =
+        std::fs::read_dir(&corpus).unwrap().map(|file| file.unwrap().path()).collect();
     assert!(!files.is_empty());
     for file in files {
         stager::run(&std::fs::read(&file).unwrap());

@@ -63,7 +63,11 @@ impl Placer {
     ///
     /// # Errors
     /// [`PlaceError`] of the deadline; at once where there can never be room.
-    pub fn place_group_by(&self, group: &Group, deadline: Option<Instant>) -> Result<Vec<Lease>, PlaceError> {
+    pub fn place_group_by(
+        &self,
+        group: &Group,
+        deadline: Option<Instant>,
+    ) -> Result<Vec<Lease>, PlaceError> {
         let grouping = self.place_group_async(group.clone());
         match deadline {
             Some(deadline) => block_on(grouping.until(deadline), Some(deadline)),
@@ -74,7 +78,15 @@ impl Placer {
     /// As [`Placer::place_group_by`], by a future.
     pub fn place_group_async(&self, group: Group) -> Grouping {
         let watch = self.fleet.watcher();
-        Grouping { placer: self.clone(), group, deadline: None, line: None, turn: None, watch, over: false }
+        Grouping {
+            placer: self.clone(),
+            group,
+            deadline: None,
+            line: None,
+            turn: None,
+            watch,
+            over: false,
+        }
     }
 }
 
@@ -115,9 +127,11 @@ impl Grouping {
             budget.map_or(0, |budget| budget.limit().saturating_sub(budget.used()))
         };
         let lacking = nowhere.devices.iter().enumerate();
-        let lacking = lacking.filter(|(_, passed)| matches!(passed.why, Why::Free { .. } | Why::Budget(_)));
-        let best =
-            lacking.map(|(index, _)| index).max_by_key(|&index| (left(index), standing == Some(index)));
+        let lacking =
+            lacking.filter(|(_, passed)| matches!(passed.why, Why::Free { .. } | Why::Budget(_)));
+        let best = lacking
+            .map(|(index, _)| index)
+            .max_by_key(|&index| (left(index), standing == Some(index)));
         // Where none lacks bytes a device has to come back, or a pool to find room; the next poll sees that.
         let Some(index) = best.filter(|_| best != standing) else { return };
         let Some(member) = fleet.current(index) else { return };

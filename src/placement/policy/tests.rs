@@ -71,7 +71,10 @@ fn weights_are_kept_in_every_run_of_turns() {
     for run in picks.chunks(80) {
         for (index, weight) in [1, 5, 2].into_iter().enumerate() {
             let count = run.iter().filter(|&&pick| pick == index).count() as i32;
-            assert!((count - 10 * weight).abs() <= 3, "{count} of 80 for a weight of {weight} of 8");
+            assert!(
+                (count - 10 * weight).abs() <= 3,
+                "{count} of 80 for a weight of {weight} of 8"
+            );
         }
     }
 }
@@ -91,7 +94,8 @@ fn a_device_without_weight_is_the_last_resort() {
 fn whatever_a_program_answers_is_checked() {
     let all = candidates(&[50; 3]);
     let order = |named: &'static [u32]| {
-        let policy = Policy::custom("a test", move |_, _| named.iter().copied().map(DeviceId).collect());
+        let policy =
+            Policy::custom("a test", move |_, _| named.iter().copied().map(DeviceId).collect());
         let Policy::Custom(custom) = policy else { unreachable!() };
         custom.order(&one(), &all[1..])
     };
@@ -112,7 +116,9 @@ fn every_hint_is_honoured() {
     assert!(!one().not_on([large.device]).admits(&large));
     assert!(!one().reaching([small.device]).admits(&large));
     let peers = [small.device];
-    assert!(one().reaching([small.device, large.device]).admits(&Candidate { peers: &peers, ..large }));
+    assert!(
+        one().reaching([small.device, large.device]).admits(&Candidate { peers: &peers, ..large })
+    );
 }
 
 proptest! {

@@ -162,8 +162,11 @@ impl<A: Allocator> Bump<A> {
     /// The same in an arena that has no chunk yet, if all is as usual. An arena that is soon dropped has no other slow path,
     /// and this is half as long.
     fn allocate_in_first_chunk(&self, layout: Layout) -> Option<NonNull<u8>> {
-        let size = layout.size().checked_next_multiple_of(CHUNK_ALIGN)?.max(self.settings.first_chunk);
-        if !self.chunks.try_borrow().is_ok_and(|chunks| chunks.is_new()) || size > self.settings.limit {
+        let size =
+            layout.size().checked_next_multiple_of(CHUNK_ALIGN)?.max(self.settings.first_chunk);
+        if !self.chunks.try_borrow().is_ok_and(|chunks| chunks.is_new())
+            || size > self.settings.limit
+        {
             return None;
         }
         let asked = Layout::from_size_align(size, layout.align().max(CHUNK_ALIGN)).ok()?;
@@ -345,7 +348,12 @@ impl<A: Allocator> Bump<A> {
     ///
     /// # Safety
     /// As for [`Allocator::grow`].
-    pub(super) unsafe fn grow(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<u8>> {
+    pub(super) unsafe fn grow(
+        &self,
+        block: NonNull<u8>,
+        old: Layout,
+        new: Layout,
+    ) -> Option<NonNull<u8>> {
         let start = block.addr().get();
         if self.is_last(block, old.size()) && start.is_multiple_of(new.align()) {
             let stop = start.checked_add(new.size())?;
@@ -369,7 +377,12 @@ impl<A: Allocator> Bump<A> {
     ///
     /// # Safety
     /// As for [`Allocator::shrink`].
-    pub(super) unsafe fn shrink(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<u8>> {
+    pub(super) unsafe fn shrink(
+        &self,
+        block: NonNull<u8>,
+        old: Layout,
+        new: Layout,
+    ) -> Option<NonNull<u8>> {
         if new.size() == 0 {
             // SAFETY: the caller hands the block over.
             unsafe { self.deallocate(block, old.size()) };
@@ -423,7 +436,8 @@ impl<A: Allocator> Bump<A> {
     pub(super) unsafe fn rewind(&self, mark: Mark) {
         // The same chunk in the same place. Its base alone does not say so: a first chunk that nothing lies in makes way for a
         // larger one, and comes second then.
-        let is_there = || self.chunks.try_borrow().is_ok_and(|chunks| chunks.entered == mark.entered);
+        let is_there =
+            || self.chunks.try_borrow().is_ok_and(|chunks| chunks.entered == mark.entered);
         if mark.base == self.base.get() && self.floor.get() == mark.base && is_there() {
             let back = (self.next.get().addr().get() - mark.base).saturating_sub(mark.offset);
             // SAFETY: 1. at or above the chunk's base, and at or below `next`. 2. the caller's promise.
@@ -447,9 +461,12 @@ impl<A: Allocator> Bump<A> {
         if mark.entered == chunks.entered && mark.offset >= self.offset() {
             return;
         }
-        chunks.list[mark.entered..chunks.entered].iter().for_each(|spare| spare.poison_from(spare.held));
+        chunks.list[mark.entered..chunks.entered]
+            .iter()
+            .for_each(|spare| spare.poison_from(spare.held));
         chunks.entered = mark.entered;
-        chunks.filled = chunks.list[..mark.entered.saturating_sub(1)].iter().map(|chunk| chunk.filled).sum();
+        chunks.filled =
+            chunks.list[..mark.entered.saturating_sub(1)].iter().map(|chunk| chunk.filled).sum();
         match chunks.current() {
             None => self.point_nowhere(),
             Some(chunk) => {
@@ -515,7 +532,9 @@ impl<A: Allocator> Bump<A> {
             OnReset::Merge | OnReset::KeepLargest => 1,
         };
         // The largest one first, so that it is the one which stays.
-        if let Some((largest, _)) = chunks.list.iter().enumerate().max_by_key(|(_, chunk)| chunk.bytes) {
+        if let Some((largest, _)) =
+            chunks.list.iter().enumerate().max_by_key(|(_, chunk)| chunk.bytes)
+        {
             chunks.list.swap(0, largest);
         }
         self.point_nowhere();
@@ -547,9 +566,9 @@ impl<A: Allocator> Bump<A> {
 
     /// Whether a chunk in use holds this address. In time linear in the chunks.
     pub(super) fn owns(&self, address: usize) -> bool {
-        self.chunks
-            .try_borrow()
-            .is_ok_and(|chunks| chunks.list[..chunks.entered].iter().any(|chunk| chunk.holds(address)))
+        self.chunks.try_borrow().is_ok_and(|chunks| {
+            chunks.list[..chunks.entered].iter().any(|chunk| chunk.holds(address))
+        })
     }
 }
 
@@ -564,7 +583,10 @@ impl<A: DeferReuse> Bump<A> {
         let (place, base) = {
             let chunks = self.chunks.try_borrow().map_err(|_| busy.clone())?;
             let used = &chunks.list[..chunks.entered];
-            let place = used.iter().position(|chunk| chunk.holds(address)).ok_or_else(|| foreign.clone())?;
+            let place = used
+                .iter()
+                .position(|chunk| chunk.holds(address))
+                .ok_or_else(|| foreign.clone())?;
             let filled = if place + 1 == used.len() { self.offset() } else { used[place].filled };
             if address >= used[place].base.addr().get() + filled {
                 return Err(foreign);

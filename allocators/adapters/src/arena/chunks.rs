@@ -44,7 +44,10 @@ impl Chunk {
 
     /// `AddressSanitizer` is told that nothing from `offset` on is handed out.
     pub(super) fn poison_from(&self, offset: usize) {
-        sanitizer::poison(self.base.map_addr(|base| base.saturating_add(offset)), self.bytes - offset);
+        sanitizer::poison(
+            self.base.map_addr(|base| base.saturating_add(offset)),
+            self.bytes - offset,
+        );
     }
 
     /// Whether a block of this layout fits above `floor`.

@@ -1,7 +1,9 @@
 //! The arena itself.
 #![expect(unsafe_code, reason = "makes references to its blocks; declares `rewind`")]
 
-use super::{ArenaSettings, ArenaStats, Mark, Scope, bump::Bump, scope, typed, typed::allocating_methods};
+use super::{
+    ArenaSettings, ArenaStats, Mark, Scope, bump::Bump, scope, typed, typed::allocating_methods,
+};
 use allocator_api2::alloc::{AllocError, Allocator, Global, handle_alloc_error};
 use aquifer_core::{MemoryError, Result as MemoryResult, StepMemory};
 use std::{alloc::Layout, fmt, ptr::NonNull, time::Instant};

@@ -44,7 +44,8 @@ impl Block {
     pub(super) fn first_change(&self, bytes: usize) -> Option<usize> {
         // SAFETY: the block is live and was checked to have at least `self.bytes` when it came; the ledger has
         // initialised them all.
-        let held = unsafe { NonNull::slice_from_raw_parts(self.start, bytes.min(self.bytes)).as_ref() };
+        let held =
+            unsafe { NonNull::slice_from_raw_parts(self.start, bytes.min(self.bytes)).as_ref() };
         held.iter()
             .enumerate()
             .find(|&(offset, &byte)| byte != self.expected(offset))
@@ -79,7 +80,12 @@ impl<'s> Ledger<'s> {
     }
 
     /// Checks where a block lies that `call` answered with, before a byte of it is touched.
-    pub(super) fn placed(&self, call: Call, answer: NonNull<[u8]>, layout: Layout) -> Result<(), Fault> {
+    pub(super) fn placed(
+        &self,
+        call: Call,
+        answer: NonNull<[u8]>,
+        layout: Layout,
+    ) -> Result<(), Fault> {
         let (address, bytes) = (answer.addr().get(), answer.len());
         if bytes < layout.size() {
             return Err(Fault::Short { call, requested: layout.size(), returned: bytes });
@@ -104,7 +110,12 @@ impl<'s> Ledger<'s> {
     }
 
     /// Checks a fresh block, fills it and keeps it.
-    pub(super) fn admit(&mut self, call: Call, answer: NonNull<[u8]>, layout: Layout) -> Result<(), Fault> {
+    pub(super) fn admit(
+        &mut self,
+        call: Call,
+        answer: NonNull<[u8]>,
+        layout: Layout,
+    ) -> Result<(), Fault> {
         self.placed(call, answer, layout)?;
         if call == Call::AllocateZeroed {
             check_zero(call, answer, 0)?;
@@ -124,7 +135,8 @@ impl<'s> Ledger<'s> {
         layout: Layout,
     ) -> Result<(), Fault> {
         self.placed(call, answer, layout)?;
-        let moved = Block { start: answer.cast(), layout, bytes: answer.len(), pattern: old.pattern };
+        let moved =
+            Block { start: answer.cast(), layout, bytes: answer.len(), pattern: old.pattern };
         if let Some(offset) = moved.first_change(kept) {
             return Err(Fault::PrefixLost { call, offset });
         }

@@ -155,7 +155,9 @@ impl<A: Clone> Source<A> for Cloning<'_, A> {
     fn pick(&mut self, random: &mut Random) -> Result<&A, Fault> {
         if random.up_to(7) == 0 {
             // A clone of the clone as often as not; the old clone goes, and its blocks must not.
-            let next = contained(Call::Clone, 0, 0, || self.clone.as_ref().unwrap_or(self.original).clone())?;
+            let next = contained(Call::Clone, 0, 0, || {
+                self.clone.as_ref().unwrap_or(self.original).clone()
+            })?;
             let old = self.clone.replace(next);
             contained(Call::Clone, 0, 0, || drop(old))?;
         }
@@ -165,7 +167,12 @@ impl<A: Clone> Source<A> for Cloning<'_, A> {
 }
 
 /// Runs a call of the allocator under test, which must not unwind.
-fn contained<R>(call: Call, size: usize, returned: usize, work: impl FnOnce() -> R) -> Result<R, Fault> {
+fn contained<R>(
+    call: Call,
+    size: usize,
+    returned: usize,
+    work: impl FnOnce() -> R,
+) -> Result<R, Fault> {
     // Nothing of the run is changed inside, so it cannot be left half changed.
     catch_unwind(AssertUnwindSafe(work)).map_err(|_| Fault::Unwound { call, size, returned })
 }
@@ -202,7 +209,8 @@ impl Run<'_> {
                 let grown = self.layout();
                 self.grow(source, Call::Grow, grown)?;
                 let Some(block) = self.ledger.live.last().copied() else { continue };
-                let none = Layout::from_size_align(0, block.layout.align()).unwrap_or(Layout::new::<()>());
+                let none =
+                    Layout::from_size_align(0, block.layout.align()).unwrap_or(Layout::new::<()>());
                 self.shrink(source, none)?;
                 self.deallocate(source)?;
             }
@@ -241,7 +249,11 @@ impl Run<'_> {
         }
     }
 
-    fn allocate<A: Allocator>(&mut self, source: &mut impl Source<A>, call: Call) -> Result<(), Fault> {
+    fn allocate<A: Allocator>(
+        &mut self,
+        source: &mut impl Source<A>,
+        call: Call,
+    ) -> Result<(), Fault> {
         let layout = self.layout();
         match self.allocated(source, call, layout)? {
             // A full allocator may refuse.
@@ -335,7 +347,11 @@ impl Run<'_> {
         self.shrink(source, new)
     }
 
-    fn shrink<A: Allocator>(&mut self, source: &mut impl Source<A>, new: Layout) -> Result<(), Fault> {
+    fn shrink<A: Allocator>(
+        &mut self,
+        source: &mut impl Source<A>,
+        new: Layout,
+    ) -> Result<(), Fault> {
         let Some(block) = self.ledger.live.last().copied() else { return Ok(()) };
         verify(self.last, &block)?;
         self.last = Call::Shrink;
@@ -359,7 +375,8 @@ impl Run<'_> {
 
     /// A growth that must be refused, and must leave the block as it is.
     fn grow_too_far<A: Allocator>(&mut self, source: &mut impl Source<A>) -> Result<(), Fault> {
-        let (Some(block), Some(impossible)) = (self.ledger.live.last().copied(), self.suite.impossible)
+        let (Some(block), Some(impossible)) =
+            (self.ledger.live.last().copied(), self.suite.impossible)
         else {
             return Ok(());
         };
@@ -392,7 +409,9 @@ impl Run<'_> {
         }
         verify(call, &block)?;
         // If the block was freed nonetheless, the next one of its layout is likely to be the same.
-        let Ok(probe) = self.allocated(source, Call::Allocate, block.layout)? else { return Ok(()) };
+        let Ok(probe) = self.allocated(source, Call::Allocate, block.layout)? else {
+            return Ok(());
+        };
         if block_overlaps(&block, probe) {
             return Err(Fault::FailedGrowFreed { address: block.address(), bytes: block.bytes });
         }

@@ -137,12 +137,17 @@ impl fmt::Display for Fault {
             Self::Short { call, requested, returned } => {
                 write!(f, "{call} answered with {returned} bytes for {requested}")
             }
-            Self::PrefixLost { call, offset } => write!(f, "{call} lost the contents from byte {offset} on"),
+            Self::PrefixLost { call, offset } => {
+                write!(f, "{call} lost the contents from byte {offset} on")
+            }
             Self::NotZero { call, offset, value } => {
                 write!(f, "{call} left byte {offset} at {value:#04x}, not zero")
             }
             Self::Changed { call, address, offset } => {
-                write!(f, "byte {offset} of the live block at {address:#x} was changed, seen after {call}")
+                write!(
+                    f,
+                    "byte {offset} of the live block at {address:#x} was changed, seen after {call}"
+                )
             }
             Self::FailedGrowFreed { address, bytes } => {
                 write!(f, "a refused grow gave the block of {bytes} bytes at {address:#x} away")

@@ -116,10 +116,16 @@ impl fmt::Display for Finding {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::WrittenBefore { address, size, offset } => {
-                write!(f, "{offset} bytes before the block of {size} bytes at {address:#x} were written")
+                write!(
+                    f,
+                    "{offset} bytes before the block of {size} bytes at {address:#x} were written"
+                )
             }
             Self::WrittenBehind { address, size, offset } => {
-                write!(f, "byte {offset} behind the block of {size} bytes at {address:#x} was written")
+                write!(
+                    f,
+                    "byte {offset} behind the block of {size} bytes at {address:#x} was written"
+                )
             }
             Self::NoBlock { address } => {
                 write!(
@@ -181,8 +187,11 @@ impl Record {
         };
         let (address, size) = (self.start().addr().get(), self.layout.size());
         let [before, behind] = self.canaries();
-        let before = changed(before).map(|at| Finding::WrittenBefore { address, size, offset: CANARY - at });
-        before.or_else(|| changed(behind).map(|offset| Finding::WrittenBehind { address, size, offset }))
+        let before =
+            changed(before).map(|at| Finding::WrittenBefore { address, size, offset: CANARY - at });
+        before.or_else(|| {
+            changed(behind).map(|offset| Finding::WrittenBehind { address, size, offset })
+        })
     }
 
     fn is_held(&self) -> bool {

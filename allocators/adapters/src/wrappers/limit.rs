@@ -3,8 +3,8 @@
 
 use super::Owns;
 use aquifer_core::{
-    Budget, Charge, DeferReuse, DeviceId, Gate, MemoryError, Opaque, OpaqueBlock, OutOfBudget, OutOfMemory,
-    PoolStats, Request, Result as MemoryResult, impl_allocator,
+    Budget, Charge, DeferReuse, DeviceId, Gate, MemoryError, Opaque, OpaqueBlock, OutOfBudget,
+    OutOfMemory, PoolStats, Request, Result as MemoryResult, impl_allocator,
 };
 use std::{
     ptr::NonNull,

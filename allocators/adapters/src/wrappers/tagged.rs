@@ -3,8 +3,8 @@
 
 use super::Owns;
 use aquifer_core::{
-    DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, Tag, impl_allocator,
-    tagged,
+    DeferReuse, DeviceId, Gate, Opaque, PoolStats, Request, Result as MemoryResult, Tag,
+    impl_allocator, tagged,
 };
 use std::{ptr::NonNull, sync::Arc};
 

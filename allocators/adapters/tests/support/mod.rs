@@ -1,11 +1,17 @@
 //! An allocator that can hold blocks back, and gates to hold them with.
-#![allow(clippy::unwrap_used, clippy::panic, reason = "a helper of a test that fails is a failed test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a helper of a test that fails is a failed test"
+)]
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 #![allow(dead_code, reason = "no test binary needs all of it")]
 
 use allocator_api2::alloc::{Allocator as _, Global};
 use aquifer_adapters::Owns;
-use aquifer_core::{DeferReuse, DriverError, Gate, MemoryError, Result as MemoryResult, impl_allocator};
+use aquifer_core::{
+    DeferReuse, DriverError, Gate, MemoryError, Result as MemoryResult, impl_allocator,
+};
 use std::{
     cell::RefCell,
     collections::BTreeMap,
@@ -56,8 +62,11 @@ impl Gate for Latch {
                 Self::CLOSED => thread::yield_now(),
                 Self::OPEN => return Ok(true),
                 _ => {
-                    let lost =
-                        DriverError { call: "cuEventQuery", code: 719, name: "CUDA_ERROR_LAUNCH_FAILED" };
+                    let lost = DriverError {
+                        call: "cuEventQuery",
+                        code: 719,
+                        name: "CUDA_ERROR_LAUNCH_FAILED",
+                    };
                     return Err(MemoryError::Driver(lost));
                 }
             }
@@ -137,7 +146,8 @@ unsafe impl Owns for Gated {
         let address = block.addr().get();
         self.blocks.borrow().iter().any(|held| {
             !held.freed
-                && (held.start.addr().get()..held.start.addr().get() + held.layout.size()).contains(&address)
+                && (held.start.addr().get()..held.start.addr().get() + held.layout.size())
+                    .contains(&address)
         })
     }
 }

@@ -56,10 +56,17 @@ impl Node {
     }
 
     #[cold]
-    fn take_slowly(&'static self, inside: Inside<'_>, bytes: u64, priority: i64) -> Result<(), OutOfBudget> {
+    fn take_slowly(
+        &'static self,
+        inside: Inside<'_>,
+        bytes: u64,
+        priority: i64,
+    ) -> Result<(), OutOfBudget> {
         let Err(refused) = self.take_inside(inside, bytes, priority) else { return Ok(()) };
         let tree = self.tree;
-        tree.insist(refused, self.path().count(), || self.take_inside(tree.lock.enter(), bytes, priority))
+        tree.insist(refused, self.path().count(), || {
+            self.take_inside(tree.lock.enter(), bytes, priority)
+        })
     }
 
     /// As [`Node::take`], without taking back what leases hold.
@@ -68,7 +75,12 @@ impl Node {
         self.take_inside(self.tree.lock.enter(), bytes, priority).map_err(|(_, refusal)| refusal)
     }
 
-    fn take_inside(&'static self, inside: Inside<'_>, bytes: u64, priority: i64) -> Result<(), Refused> {
+    fn take_inside(
+        &'static self,
+        inside: Inside<'_>,
+        bytes: u64,
+        priority: i64,
+    ) -> Result<(), Refused> {
         self.admit(bytes, priority)?;
         let crossed = self.add(bytes);
         drop(inside);
@@ -111,7 +123,9 @@ impl Node {
     pub(super) fn recall(&'static self) -> u64 {
         let mut bytes = 0;
         if self.tree.leases.load(Relaxed) > 0 {
-            self.walk(&mut |node| bytes += node.leases.iter().map(|shell| shell.recall()).sum::<u64>());
+            self.walk(&mut |node| {
+                bytes += node.leases.iter().map(|shell| shell.recall()).sum::<u64>()
+            });
         }
         bytes
     }
@@ -130,11 +144,13 @@ impl Node {
 
     pub(super) fn strand(&'static self, bytes: u64) {
         let _inside = self.tree.lock.enter();
-        self.path().for_each(|node| node.stranded.store(node.stranded.load(Relaxed) + bytes, Relaxed));
+        self.path()
+            .for_each(|node| node.stranded.store(node.stranded.load(Relaxed) + bytes, Relaxed));
     }
 
     pub(super) fn unstrand(&'static self, bytes: u64) {
         let _inside = self.tree.lock.enter();
-        self.path().for_each(|node| node.stranded.store(node.stranded.load(Relaxed) - bytes, Relaxed));
+        self.path()
+            .for_each(|node| node.stranded.store(node.stranded.load(Relaxed) - bytes, Relaxed));
     }
 }

@@ -88,7 +88,10 @@ impl Drop for Charge {
 
 impl fmt::Debug for Charge {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Charge").field("budget", &self.budget.name()).field("bytes", &self.bytes).finish()
+        f.debug_struct("Charge")
+            .field("budget", &self.budget.name())
+            .field("bytes", &self.bytes)
+            .finish()
     }
 }
 

@@ -37,7 +37,8 @@ impl<H: Clone> Hooks<H> {
         let mut number = lock(&self.changing);
         *number += 1;
         let all = self.now();
-        let next = all.iter().flat_map(|all| all.iter().cloned()).chain([(*number, hook)]).collect();
+        let next =
+            all.iter().flat_map(|all| all.iter().cloned()).chain([(*number, hook)]).collect();
         self.put(Some(next));
         *number
     }
@@ -46,7 +47,12 @@ impl<H: Clone> Hooks<H> {
         let gone = {
             let _changing = lock(&self.changing);
             let all = self.now();
-            let next = all.iter().flat_map(|all| all.iter()).filter(|(n, _)| *n != number).cloned().collect();
+            let next = all
+                .iter()
+                .flat_map(|all| all.iter())
+                .filter(|(n, _)| *n != number)
+                .cloned()
+                .collect();
             (self.put(Some(next)), all)
         };
         // What a hook has captured may call back when it goes.

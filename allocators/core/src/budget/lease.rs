@@ -78,7 +78,8 @@ impl Budget {
     #[must_use]
     pub fn lease(&self, grain: u64) -> Lease {
         let node = self.node;
-        let idle = |shell: &Shell| shell.state.compare_exchange(IDLE, TAKEN, AcqRel, Relaxed).is_ok();
+        let idle =
+            |shell: &Shell| shell.state.compare_exchange(IDLE, TAKEN, AcqRel, Relaxed).is_ok();
         let shell = node.leases.claim(idle, || Shell {
             spare: AtomicU64::new(0),
             out: AtomicU64::new(0),
@@ -207,7 +208,8 @@ impl Shell {
     fn refill(&'static self, bytes: u64) -> Result<(), OutOfBudget> {
         let grain = self.grain.load(Relaxed);
         let tree = self.node.tree;
-        if bytes <= grain && !tree.line.is_waited_for() && self.node.take_now(bytes + grain).is_ok() {
+        if bytes <= grain && !tree.line.is_waited_for() && self.node.take_now(bytes + grain).is_ok()
+        {
             self.out.fetch_add(bytes + grain, AcqRel);
             self.make_spare(grain);
             return Ok(());

@@ -80,7 +80,11 @@ pub(super) struct Thresholds {
 
 impl Thresholds {
     pub(super) fn none() -> Self {
-        Self { soft: AtomicU64::new(u64::MAX), critical: AtomicU64::new(u64::MAX), slack: AtomicU64::new(0) }
+        Self {
+            soft: AtomicU64::new(u64::MAX),
+            critical: AtomicU64::new(u64::MAX),
+            slack: AtomicU64::new(0),
+        }
     }
 
     fn set(&self, levels: Levels) {
@@ -176,7 +180,8 @@ impl Node {
     /// The bytes above which the level rises, and those below which it falls. Under the tree's lock.
     pub(super) fn thresholds(&self) -> (u64, u64) {
         let Thresholds { soft, critical, slack } = &self.thresholds;
-        let (soft, critical, slack) = (soft.load(Relaxed), critical.load(Relaxed), slack.load(Relaxed));
+        let (soft, critical, slack) =
+            (soft.load(Relaxed), critical.load(Relaxed), slack.load(Relaxed));
         // At or below the difference is down.
         let down = |threshold: u64| threshold.saturating_sub(slack).saturating_add(1);
         match Level::of(self.level.load(Relaxed)) {

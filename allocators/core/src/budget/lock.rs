@@ -41,7 +41,10 @@ impl Lock {
         loop {
             // Looking does not take the line away from the holder; trying does.
             if !self.taken.load(Ordering::Relaxed)
-                && self.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+                && self
+                    .taken
+                    .compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed)
+                    .is_ok()
             {
                 return;
             }

@@ -121,7 +121,8 @@ impl<T> Shells<T> {
         if let Some(thing) = self.iter().find(|thing| claim(thing)) {
             return thing;
         }
-        let cell: &'static Cell<T> = Box::leak(Box::new(Cell { thing: make(), next: OnceLock::new() }));
+        let cell: &'static Cell<T> =
+            Box::leak(Box::new(Cell { thing: make(), next: OnceLock::new() }));
         let mut end = &self.first;
         while end.set(cell).is_err() {
             match end.get() {
@@ -138,7 +139,11 @@ pub(super) static ROOTS: Shells<Node> = Shells::new();
 
 impl Node {
     /// A live node with one handle and nothing in it.
-    pub(super) fn claim(parent: Option<&'static Node>, name: &'static str, limit: u64) -> &'static Node {
+    pub(super) fn claim(
+        parent: Option<&'static Node>,
+        name: &'static str,
+        limit: u64,
+    ) -> &'static Node {
         // What belongs to one model must not be met in the next one.
         let fresh = Shells::new();
         let list = match parent {
@@ -146,7 +151,8 @@ impl Node {
             None if cfg!(loom) => &fresh,
             None => &ROOTS,
         };
-        let idle = |node: &Node| node.state.compare_exchange(IDLE, BETWEEN, AcqRel, Relaxed).is_ok();
+        let idle =
+            |node: &Node| node.state.compare_exchange(IDLE, BETWEEN, AcqRel, Relaxed).is_ok();
         let node = list.claim(idle, || Node::new(parent));
         if let Some(parent) = parent {
             parent.handles.fetch_add(1, Relaxed);

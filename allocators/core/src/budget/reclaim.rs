@@ -133,7 +133,8 @@ impl Budget {
     /// ```
     pub fn on_need<R: Reclaim + 'static>(&self, who: &Arc<R>) -> Registration {
         let who: Weak<R> = Arc::downgrade(who);
-        let number = self.node.reclaimers.add(Arc::new(Reclaimer { who, busy: AtomicBool::new(false) }));
+        let number =
+            self.node.reclaimers.add(Arc::new(Reclaimer { who, busy: AtomicBool::new(false) }));
         Registration { budget: self.clone(), number, of_levels: false }
     }
 
@@ -141,7 +142,12 @@ impl Budget {
     /// `deadline` has passed: where a node refuses, those of that node and below it. `except` is not asked.
     ///
     /// Takes nothing: whoever is in line for the bytes has them first. Takes as long as those who are asked.
-    pub fn make_room(&self, bytes: u64, deadline: Option<Instant>, except: Option<&Registration>) -> Room {
+    pub fn make_room(
+        &self,
+        bytes: u64,
+        deadline: Option<Instant>,
+        except: Option<&Registration>,
+    ) -> Room {
         self.ask(deadline, except, &|_| true, || self.node.missing(bytes))
     }
 
@@ -150,7 +156,12 @@ impl Budget {
     /// neighbour who needs memory, a machine under pressure. `except` is not asked.
     ///
     /// Takes as long as those who are asked.
-    pub fn reclaim(&self, bytes: u64, deadline: Option<Instant>, except: Option<&Registration>) -> Room {
+    pub fn reclaim(
+        &self,
+        bytes: u64,
+        deadline: Option<Instant>,
+        except: Option<&Registration>,
+    ) -> Room {
         self.reclaim_of(bytes, deadline, except, &|_| true)
     }
 
@@ -192,7 +203,10 @@ impl Budget {
     pub fn refusal(&self, bytes: u64) -> Option<OutOfBudget> {
         let admit = || {
             let _inside = self.node.tree.lock.enter();
-            self.node.admit(bytes, self.node.priority.load(Relaxed)).err().map(|(_, refusal)| refusal)
+            self.node
+                .admit(bytes, self.node.priority.load(Relaxed))
+                .err()
+                .map(|(_, refusal)| refusal)
         };
         let refused = admit()?;
         // What leases have spare is anybody's.
@@ -406,23 +420,33 @@ impl Asking<'_> {
     }
 
     /// The cheapest at this node or below that may be asked.
-    fn find(&self, node: &'static Node, missing: u64, late: bool, helps: &dyn Fn(Place) -> bool) -> Found {
+    fn find(
+        &self,
+        node: &'static Node,
+        missing: u64,
+        late: bool,
+        helps: &dyn Fn(Place) -> bool,
+    ) -> Found {
         let mut found = Found::default();
         node.walk(&mut |at| {
             let all = at.reclaimers.now();
             for (number, reclaimer) in all.iter().flat_map(|all| all.iter()) {
                 let excepted = self.except.is_some_and(|except| {
-                    !except.of_levels && except.number == *number && std::ptr::eq(except.budget.node, at)
+                    !except.of_levels
+                        && except.number == *number
+                        && std::ptr::eq(except.budget.node, at)
                 });
                 let Some(who) = reclaimer.who.upgrade().filter(|_| !excepted) else { continue };
                 let asks = || {
                     let waits = who.waits();
-                    (who.place().is_none_or(helps) && !(waits && late)).then(|| (waits, who.offer()))
+                    (who.place().is_none_or(helps) && !(waits && late))
+                        .then(|| (waits, who.offer()))
                 };
                 let Some((waits, offer)) = at.reclaimers.call(asks).flatten() else { continue };
                 let asked = self.asked.iter().find(|asked| Arc::ptr_eq(&asked.who, reclaimer));
-                let again = asked
-                    .is_none_or(|asked| asked.gave || asked.offers != offer.bytes || (asked.late && !late));
+                let again = asked.is_none_or(|asked| {
+                    asked.gave || asked.offers != offer.bytes || (asked.late && !late)
+                });
                 if reclaimer.busy.load(Acquire) {
                     if asked.is_none() {
                         found.busy.get_or_insert_with(|| (at, Arc::clone(reclaimer), who));
@@ -430,7 +454,10 @@ impl Asking<'_> {
                     continue;
                 }
                 let rank = (waits, offer.cost_of(missing));
-                if again && offer.bytes > 0 && found.best.as_ref().is_none_or(|best| rank < best.rank) {
+                if again
+                    && offer.bytes > 0
+                    && found.best.as_ref().is_none_or(|best| rank < best.rank)
+                {
                     let reclaimer = Arc::clone(reclaimer);
                     found.best = Some(Candidate { rank, offer, at, reclaimer, who });
                 }

@@ -97,7 +97,11 @@ impl Tree {
         }
     }
 
-    fn take_all_inside(&'static self, inside: Inside<'_>, parts: &[Part<'_>]) -> Result<(), Refused> {
+    fn take_all_inside(
+        &'static self,
+        inside: Inside<'_>,
+        parts: &[Part<'_>],
+    ) -> Result<(), Refused> {
         for (at, &(budget, bytes)) in parts.iter().enumerate() {
             let node = budget.node;
             if !std::ptr::eq(node.tree, self) {
@@ -110,7 +114,8 @@ impl Tree {
                 let used = by.used.load(Relaxed);
                 refusal.remaining += refusal.current - used;
                 refusal.current = used;
-                let asked = self.own(parts).filter(|(node, _)| node.is_below(by)).map(|(_, bytes)| bytes);
+                let asked =
+                    self.own(parts).filter(|(node, _)| node.is_below(by)).map(|(_, bytes)| bytes);
                 refusal.requested = asked.fold(0, u64::saturating_add);
                 return Err((by, refusal));
             }

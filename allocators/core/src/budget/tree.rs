@@ -44,7 +44,10 @@ impl Node {
     #[inline]
     pub(super) fn take_easily(&'static self, bytes: u64) -> bool {
         let fits = |node: &Node| {
-            node.used.load(Relaxed).checked_add(bytes).is_some_and(|next| next <= node.easy.load(Relaxed))
+            node.used
+                .load(Relaxed)
+                .checked_add(bytes)
+                .is_some_and(|next| next <= node.easy.load(Relaxed))
         };
         let mut easy = fits(self);
         for above in self.above {
@@ -98,7 +101,8 @@ impl Node {
         let mut more = bytes;
         for node in self.path() {
             let limit = node.limit.load(Relaxed);
-            let within = |now: u64, more: u64| now.checked_add(more).is_some_and(|next| next <= limit);
+            let within =
+                |now: u64, more: u64| now.checked_add(more).is_some_and(|next| next <= limit);
             let in_line = node.line.load(Relaxed) >= priority;
             // A limit below what has been guaranteed already is a limit all the same.
             if !within(node.used.load(Relaxed), bytes)
@@ -129,8 +133,11 @@ impl Node {
         let (mut room, mut aside) = (u64::MAX, 0u64);
         for node in self.path() {
             let (used, limit) = (node.used.load(Relaxed), node.limit.load(Relaxed));
-            let free =
-                if node.line.load(Relaxed) >= priority { 0 } else { limit.saturating_sub(node.held()) };
+            let free = if node.line.load(Relaxed) >= priority {
+                0
+            } else {
+                limit.saturating_sub(node.held())
+            };
             room = room.min(limit.saturating_sub(used)).min(free.saturating_add(aside));
             aside = aside.saturating_add(node.unmet());
         }

@@ -121,7 +121,9 @@ impl Line {
 
     /// How many wait for `node`'s bytes, or for those of a node below it (a count).
     pub(super) fn waiting_at(&self, node: &'static Node) -> usize {
-        self.with(|queue| queue.waiting.values().filter(|waiter| waiter.node.is_below(node)).count())
+        self.with(|queue| {
+            queue.waiting.values().filter(|waiter| waiter.node.is_below(node)).count()
+        })
     }
 
     /// Has the line looked through, by this thread or by the one that is at it. Never blocks.
@@ -201,7 +203,9 @@ impl Queue {
                     Some(Ok(()))
                 }
                 Err((by, refusal)) => {
-                    let late = waiter.deadline.is_some_and(|deadline| now.is_some_and(|now| now >= deadline));
+                    let late = waiter
+                        .deadline
+                        .is_some_and(|deadline| now.is_some_and(|now| now >= deadline));
                     match node.never(waiter.bytes) {
                         Some(never) => Some(Err(never)),
                         None if late => Some(Err(refusal)),
@@ -220,8 +224,12 @@ impl Queue {
         }
         line.waiting.store(left, SeqCst);
         drop(inside);
-        let answered: Vec<Place> =
-            self.waiting.iter().filter(|(_, w)| w.answer.is_some()).map(|(place, _)| *place).collect();
+        let answered: Vec<Place> = self
+            .waiting
+            .iter()
+            .filter(|(_, w)| w.answer.is_some())
+            .map(|(place, _)| *place)
+            .collect();
         for place in answered {
             let Some(mut waiter) = self.waiting.remove(&place) else { continue };
             told.wakers.extend(waiter.waker.take());
@@ -315,7 +323,8 @@ impl Waiting {
     }
 
     fn begin(&mut self, waker: &Waker) -> Poll<Result<Charge, OutOfBudget>> {
-        let priority = self.priority.map_or_else(|| self.budget.node.priority.load(Relaxed), i64::from);
+        let priority =
+            self.priority.map_or_else(|| self.budget.node.priority.load(Relaxed), i64::from);
         match self.budget.node.take_as(self.bytes, priority) {
             Ok(()) => return self.finish(Ok(())),
             Err(refusal) if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) => {

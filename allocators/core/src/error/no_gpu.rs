@@ -80,9 +80,12 @@ mod tests {
 
     #[test]
     fn each_reason_says_what_to_do() {
-        let start = |code, name| NoGpu::Start(DriverError { call: "cuInit", code, name }).to_string();
+        let start =
+            |code, name| NoGpu::Start(DriverError { call: "cuInit", code, name }).to_string();
         assert!(NoGpu::NoLibrary.to_string().contains("install"));
-        assert!(NoGpu::MissingSymbol { symbol: "cuStreamGetId" }.to_string().contains("cuStreamGetId"));
+        assert!(
+            NoGpu::MissingSymbol { symbol: "cuStreamGetId" }.to_string().contains("cuStreamGetId")
+        );
         assert!(NoGpu::Hidden.to_string().contains("CUDA_VISIBLE_DEVICES"));
         assert!(NoGpu::NotBuilt.to_string().contains("feature"));
         assert!(start(100, "CUDA_ERROR_NO_DEVICE").contains("sees no device"));

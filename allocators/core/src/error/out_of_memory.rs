@@ -198,7 +198,13 @@ impl fmt::Display for OutOfMemory {
             writeln!(f, "  tenant      {live} of {limit}: \"{}\"", tenant.name)?;
         }
         for s in self.stranded.iter().take(SHOWN) {
-            writeln!(f, "  stream {:<4} {} cached, {} pending", s.stream, Bytes(s.cached), Bytes(s.pending))?;
+            writeln!(
+                f,
+                "  stream {:<4} {} cached, {} pending",
+                s.stream,
+                Bytes(s.cached),
+                Bytes(s.pending)
+            )?;
         }
         for s in self.in_use.iter().take(SHOWN) {
             writeln!(f, "  stream {:<4} still uses {} of freed blocks", s.stream, Bytes(s.bytes))?;

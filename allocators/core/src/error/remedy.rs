@@ -127,7 +127,8 @@ impl<'a> Remedy<'a> {
         if error.is_beyond() {
             return Self::BeyondPlace { place: &error.place, capacity: error.capacity };
         }
-        if let (Some(raise), Some(_)) = (raise, refused.filter(|refused| refused.limit < requested)) {
+        if let (Some(raise), Some(_)) = (raise, refused.filter(|refused| refused.limit < requested))
+        {
             return Self::RaiseLimit { raise };
         }
         if let (Some(refused), Some(raise)) = (refused.filter(|_| error.of_live_bytes), raise) {
@@ -177,14 +178,25 @@ impl fmt::Display for Remedy<'_> {
             Self::RaiseLimit { raise } => write!(f, "{raise}, or ask for less at a time"),
             Self::FreeOrRaise { live, missing, raise } => {
                 let (missing, live) = (Bytes(missing).rounded_up(), Bytes(live));
-                write!(f, "free {missing} or more of the {live} that {} holds, or {raise}", raise.budget)
+                write!(
+                    f,
+                    "free {missing} or more of the {live} that {} holds, or {raise}",
+                    raise.budget
+                )
             }
             Self::Synchronise { stream: Some(stream), bytes } => {
                 let bytes = Bytes(bytes);
-                write!(f, "synchronise stream {stream}, whose work still uses {bytes} of freed blocks")
+                write!(
+                    f,
+                    "synchronise stream {stream}, whose work still uses {bytes} of freed blocks"
+                )
             }
             Self::Synchronise { stream: None, bytes } => {
-                write!(f, "finish or synchronise the work that still uses {} of freed blocks", Bytes(bytes))
+                write!(
+                    f,
+                    "finish or synchronise the work that still uses {} of freed blocks",
+                    Bytes(bytes)
+                )
             }
             Self::AskOn { stream, bytes } => {
                 write!(
@@ -214,7 +226,9 @@ impl fmt::Display for Remedy<'_> {
                 }
             }
             Self::Raise { raise } => write!(f, "{raise}"),
-            Self::FreeElsewhere { place } => write!(f, "free memory that other programs hold on {place}"),
+            Self::FreeElsewhere { place } => {
+                write!(f, "free memory that other programs hold on {place}")
+            }
         }
     }
 }

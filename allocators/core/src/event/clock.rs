@@ -56,7 +56,10 @@ mod tests {
         let (least, elapsed, most) = (inner.elapsed(), clock.elapsed(), outer.elapsed());
         // The counter was compared for some microseconds only.
         let (least, most) = (least.mul_f64(0.99), most.mul_f64(1.01));
-        assert!((least..=most).contains(&Duration::from_nanos(elapsed)), "{least:?} {elapsed} ns {most:?}");
+        assert!(
+            (least..=most).contains(&Duration::from_nanos(elapsed)),
+            "{least:?} {elapsed} ns {most:?}"
+        );
         assert!(clock.elapsed() >= elapsed);
     }
 }

@@ -80,7 +80,8 @@ impl Lines {
             }
             Err(error) => {
                 // A part of the line may be there. What is no file on a disk cannot be cut, and is left.
-                let _ = file.set_len(self.bytes).and_then(|()| file.seek(SeekFrom::Start(self.bytes)));
+                let _ =
+                    file.set_len(self.bytes).and_then(|()| file.seek(SeekFrom::Start(self.bytes)));
                 Err(error)
             }
         }

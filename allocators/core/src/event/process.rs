@@ -29,7 +29,12 @@ impl<T> PerProcess<T> {
             }
             match known.child.get() {
                 Some(child) => known = child,
-                None => return &known.child.get_or_init(|| Box::new(Self::new(make(&known.value)))).value,
+                None => {
+                    return &known
+                        .child
+                        .get_or_init(|| Box::new(Self::new(make(&known.value))))
+                        .value;
+                }
             }
         }
     }

@@ -84,7 +84,11 @@ impl Slot {
             return;
         }
         // Acquire: of two that fill the slot in turn, the second one's words come after the first one's.
-        if self.stamp.compare_exchange(stamp, writing, Ordering::Acquire, Ordering::Relaxed).is_err() {
+        if self
+            .stamp
+            .compare_exchange(stamp, writing, Ordering::Acquire, Ordering::Relaxed)
+            .is_err()
+        {
             return;
         }
         for (word, value) in self.words.iter().zip(encode(event)) {
@@ -265,8 +269,12 @@ mod tests {
 
     #[test]
     fn every_event_is_the_same_after_it_has_been_in_a_slot() {
-        let places =
-            [Place::Device(DeviceId(u32::MAX)), Place::Host(Some(7)), Place::Host(None), Place::Global];
+        let places = [
+            Place::Device(DeviceId(u32::MAX)),
+            Place::Host(Some(7)),
+            Place::Host(None),
+            Place::Global,
+        ];
         for (number, action) in ACTIONS.into_iter().enumerate() {
             for place in places {
                 let event = Event {

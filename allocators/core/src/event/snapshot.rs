@@ -155,15 +155,20 @@ impl MemorySnapshot {
         let mut pickler = Pickler::begin(out)?;
         pickler.dict(|p| {
             p.word(Word::Segments.text())?;
-            let segments = drawn
-                .iter()
-                .flat_map(|(device, drawn)| drawn.segments.iter().map(move |range| (device, range)));
-            p.list(segments, |p, (device, range)| segment(p, *device, range, &self.devices[device]))?;
+            let segments = drawn.iter().flat_map(|(device, drawn)| {
+                drawn.segments.iter().map(move |range| (device, range))
+            });
+            p.list(segments, |p, (device, range)| {
+                segment(p, *device, range, &self.devices[device])
+            })?;
             p.word(Word::DeviceTraces.text())?;
             p.list(0..lists, |p, device| {
-                let drawn = drawn.iter().find(|(other, _)| *other == device).map(|(_, drawn)| drawn);
+                let drawn =
+                    drawn.iter().find(|(other, _)| *other == device).map(|(_, drawn)| drawn);
                 let categories = drawn.is_some_and(Drawn::has_categories);
-                p.list(drawn.into_iter().flat_map(|d| &d.told), |p, told| entry(p, told, categories))
+                p.list(drawn.into_iter().flat_map(|d| &d.told), |p, told| {
+                    entry(p, told, categories)
+                })
             })?;
             p.word("allocator_settings")?;
             p.dict(|p| {
@@ -198,7 +203,13 @@ impl Drawn {
             if one.action == Word::Alloc {
                 for gap in cover.add(&(one.address..one.address.saturating_add(one.bytes))) {
                     let (address, bytes) = (gap.start, gap.end - gap.start);
-                    told.push(Told { action: Word::SegmentMap, address, bytes, tag: Tag::NONE, ..*one });
+                    told.push(Told {
+                        action: Word::SegmentMap,
+                        address,
+                        bytes,
+                        tag: Tag::NONE,
+                        ..*one
+                    });
                 }
             }
             told.push(*one);

@@ -154,7 +154,9 @@ impl State {
                 self.write(event, 'a', block);
             }
             Action::Free => {
-                let Some(block) = self.blocks.get_mut(&key).filter(|block| !block.freed) else { return };
+                let Some(block) = self.blocks.get_mut(&key).filter(|block| !block.freed) else {
+                    return;
+                };
                 block.freed = true;
                 let block = *block;
                 self.write(event, 'f', block);
@@ -218,7 +220,10 @@ impl fmt::Display for Escaped {
                 ',' | '%' => write!(f, "%{:02X}", u32::from(character))?,
                 control if control.is_control() => {
                     let mut bytes = [0; 4];
-                    control.encode_utf8(&mut bytes).bytes().try_for_each(|byte| write!(f, "%{byte:02X}"))?;
+                    control
+                        .encode_utf8(&mut bytes)
+                        .bytes()
+                        .try_for_each(|byte| write!(f, "%{byte:02X}"))?;
                 }
                 plain => f.write_char(plain)?,
             }

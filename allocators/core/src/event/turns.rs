@@ -99,7 +99,8 @@ impl Turns {
                 return;
             }
             if Instant::now() >= until {
-                early.next = early.waiting.last_key_value().map_or(early.next, |(last, _)| last + 1);
+                early.next =
+                    early.waiting.last_key_value().map_or(early.next, |(last, _)| last + 1);
                 return self.hand_over(early, sink);
             }
             drop(early);

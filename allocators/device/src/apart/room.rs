@@ -32,15 +32,15 @@ impl Inner {
         if let Some(error) = self.refuse_beyond(wanted, tag) {
             return Err(error);
         }
-        let mut attempt = |progress: &mut Progress<'_>| match take(Funds { budget: self.budget(), reserved })
-        {
-            Ok(taken) => Ok(Some(taken)),
-            Err(no) if no.is_out_of_memory() => {
-                progress.refused = Some(no);
-                Ok(None)
-            }
-            Err(no) => Err(no.into_error(self.info.device)),
-        };
+        let mut attempt =
+            |progress: &mut Progress<'_>| match take(Funds { budget: self.budget(), reserved }) {
+                Ok(taken) => Ok(Some(taken)),
+                Err(no) if no.is_out_of_memory() => {
+                    progress.refused = Some(no);
+                    Ok(None)
+                }
+                Err(no) => Err(no.into_error(self.info.device)),
+            };
         let mut progress = Progress::default();
         let taken = self.insist(wanted, None, &mut progress, |progress| {
             if let Some(taken) = attempt(progress)? {
@@ -99,7 +99,8 @@ impl Inner {
         let mut left = funds.into_inner().unwrap_or_else(PoisonError::into_inner);
         if done.is_err() {
             let gone = had.saturating_sub(left.remaining());
-            let back = left.draw(had - gone).ok().into_iter().chain(self.budget().charge(gone).ok());
+            let back =
+                left.draw(had - gone).ok().into_iter().chain(self.budget().charge(gone).ok());
             let mut held = inside();
             // Theirs is the budget that they were drawn from.
             back.for_each(|charge| drop(held.put_back(charge)));
@@ -126,7 +127,8 @@ impl Inner {
         let known: BTreeSet<u64> =
             again.iter().flat_map(|leaving| &leaving.slots).map(|(slot, _)| *slot).collect();
         let new: Vec<u64> = missing.iter().copied().filter(|slot| !known.contains(slot)).collect();
-        let outcome = span.ready(&again, home).and_then(|()| self.back_anew(span, tag, &new, reserved));
+        let outcome =
+            span.ready(&again, home).and_then(|()| self.back_anew(span, tag, &new, reserved));
         match outcome {
             Ok(()) => {
                 span.restore(again);
@@ -164,8 +166,9 @@ impl Inner {
             self.apart.map(span, parts).map_err(NoHandle::Driver)
         };
         match reserved {
-            Some(held) => self
-                .drawing(held, wanted, |funds| self.with_room(span.kind(), wanted, tag, Some(funds), take)),
+            Some(held) => self.drawing(held, wanted, |funds| {
+                self.with_room(span.kind(), wanted, tag, Some(funds), take)
+            }),
             None => self.with_room(span.kind(), wanted, tag, None, take),
         }
     }

@@ -87,7 +87,12 @@ impl Leaving {
     /// The streams and epochs of its work, but for uses that are still open.
     fn work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let uses = self.uses.iter().filter_map(|u| Some((u.on().clone(), u.epoch()?)));
-        self.until.iter().cloned().chain(uses).filter(|(timeline, epoch)| !timeline.is_done(*epoch)).collect()
+        self.until
+            .iter()
+            .cloned()
+            .chain(uses)
+            .filter(|(timeline, epoch)| !timeline.is_done(*epoch))
+            .collect()
     }
 
     /// Looks whether its work is done. Never blocks.
@@ -102,7 +107,13 @@ impl Leaving {
 
 impl Span {
     /// Reserved addresses with nothing behind them.
-    pub(super) fn mapped(apart: &Apart, kind: BlockKind, address: u64, bytes: u64, slot: u64) -> Self {
+    pub(super) fn mapped(
+        apart: &Apart,
+        kind: BlockKind,
+        address: u64,
+        bytes: u64,
+        slot: u64,
+    ) -> Self {
         Self::new(apart, kind, address, bytes, slot, None)
     }
 
@@ -242,12 +253,14 @@ impl Span {
         let mut mapped = Vec::with_capacity(parts.len());
         match self.map_each(parts, &mut mapped) {
             Ok(()) => {
-                let memory = mapped.into_iter().map(|(slot, handle)| (slot, Memory::Handle(handle)));
+                let memory =
+                    mapped.into_iter().map(|(slot, handle)| (slot, Memory::Handle(handle)));
                 self.state().mapped.extend(memory);
                 Ok(())
             }
             Err(error) => {
-                let memory = mapped.into_iter().map(|(slot, handle)| (slot, Memory::Handle(handle)));
+                let memory =
+                    mapped.into_iter().map(|(slot, handle)| (slot, Memory::Handle(handle)));
                 let (_, stuck, _) = self.take_down(memory.collect());
                 let bytes = stuck.iter().map(|(_, memory)| memory.charged(self.slot)).sum();
                 if !stuck.is_empty() {
@@ -275,7 +288,8 @@ impl Span {
     /// Lets the device and its peers at mapped slots, ascending.
     fn open(&self, slots: impl Iterator<Item = u64>) -> Result<(), DriverError> {
         for run in runs(slots) {
-            let (address, bytes) = (self.address + run.start * self.slot, (run.end - run.start) * self.slot);
+            let (address, bytes) =
+                (self.address + run.start * self.slot, (run.end - run.start) * self.slot);
             self.driver.set_access(address, bytes, &self.reach)?;
         }
         Ok(())
@@ -339,7 +353,8 @@ impl Span {
             let mut again = Vec::new();
             for leaving in &mut state.leaving {
                 let wanted = |&(slot, _): &(u64, Memory)| slots.binary_search(&slot).is_ok();
-                let (taken, rest) = std::mem::take(&mut leaving.slots).into_iter().partition(wanted);
+                let (taken, rest) =
+                    std::mem::take(&mut leaving.slots).into_iter().partition(wanted);
                 leaving.slots = rest;
                 let taken: Vec<_> = taken;
                 if !taken.is_empty() {
@@ -347,7 +362,9 @@ impl Span {
                     again.push(Leaving { slots: taken, until, uses, until_free: None });
                 }
             }
-            state.leaving.retain(|leaving| !leaving.slots.is_empty() || leaving.until_free.is_some());
+            state
+                .leaving
+                .retain(|leaving| !leaving.slots.is_empty() || leaving.until_free.is_some());
             return again;
         }
     }
@@ -410,7 +427,8 @@ impl Span {
             }
             let (bytes, stuck, refused) = self.take_down(std::mem::take(&mut entry.slots));
             gone += bytes;
-            outcome = outcome.and(refused.map_or(Ok(()), |e| Err(MemoryError::driver(self.device, e))));
+            outcome =
+                outcome.and(refused.map_or(Ok(()), |e| Err(MemoryError::driver(self.device, e))));
             if stuck.is_empty() {
                 over.push(entry.until_free);
             } else {
@@ -446,7 +464,10 @@ impl Span {
 
     /// Unmaps slots that nothing is queued for any more, and lets go of what was behind them. The bytes that are charged
     /// no more, what the driver would not take, and its first refusal.
-    fn take_down(&self, mut slots: Vec<(u64, Memory)>) -> (u64, Vec<(u64, Memory)>, Option<DriverError>) {
+    fn take_down(
+        &self,
+        mut slots: Vec<(u64, Memory)>,
+    ) -> (u64, Vec<(u64, Memory)>, Option<DriverError>) {
         slots.sort_unstable_by_key(|(slot, _)| *slot);
         let numbers = runs(slots.iter().map(|(slot, _)| *slot));
         let mut slots = slots.into_iter();

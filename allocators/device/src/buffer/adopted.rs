@@ -10,7 +10,9 @@ use crate::{
     block::Asked,
 };
 use aquifer_core::{MemoryError, Result, Tag};
-use aquifer_driver::{Access, DeviceRange, Foreign, KeepAlive, Operand, OperandMut, RawStream, Typed, site};
+use aquifer_driver::{
+    Access, DeviceRange, Foreign, KeepAlive, Operand, OperandMut, RawStream, Typed, site,
+};
 use aquifer_stream::{Account, StreamPool, Timeline, Tracked, Uses};
 use bytemuck::Pod;
 use std::{
@@ -167,7 +169,10 @@ impl<F: Foreign> Adopted<F> {
         let range = foreign.range();
         let taken = (|| {
             if range.device != streams.device() {
-                return Err(MemoryError::WrongDevice { expected: streams.device(), actual: range.device });
+                return Err(MemoryError::WrongDevice {
+                    expected: streams.device(),
+                    actual: range.device,
+                });
             }
             if size_of::<F::Item>() == 0 || range.bytes < size_of::<F::Item>() as u64 {
                 return Err(MemoryError::ZeroSize);
@@ -183,10 +188,17 @@ impl<F: Foreign> Adopted<F> {
         };
         let len = (range.bytes / size_of::<F::Item>() as u64) as usize;
         let ends_at_once = foreign.ends_at_once();
-        let theirs =
-            Arc::new(Theirs { timeline: timeline.clone(), ends_at_once, foreign: Mutex::new(Some(foreign)) });
-        let backed =
-            Backed { ledger: theirs.clone(), timeline, streams: streams.clone(), bytes: range.bytes };
+        let theirs = Arc::new(Theirs {
+            timeline: timeline.clone(),
+            ends_at_once,
+            foreign: Mutex::new(Some(foreign)),
+        });
+        let backed = Backed {
+            ledger: theirs.clone(),
+            timeline,
+            streams: streams.clone(),
+            bytes: range.bytes,
+        };
         let block = Block::backed(range.address, Asked::new(range.bytes, Tag::NONE), backed, 0);
         let buffer = DeviceBuffer { block, len, elements: std::marker::PhantomData };
         Ok(Self { buffer, theirs })
@@ -265,7 +277,12 @@ unsafe impl<F: Foreign> Operand for Adopted<F> {
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
 // SAFETY: 1. it is its owner's alone, and its parts borrow it.
 unsafe impl<F: Foreign> OperandMut for Adopted<F> {
-    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+    fn order_mut(
+        &mut self,
+        stream: RawStream,
+        alive: Option<KeepAlive>,
+        access: Access,
+    ) -> Result<()> {
         self.buffer.order_mut(stream, alive, access)
     }
 }

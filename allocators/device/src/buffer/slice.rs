@@ -68,7 +68,10 @@ impl<'a> Part<'a> {
     fn slice<T>(self, range: Range<usize>) -> Result<Self> {
         let size = size_of::<T>() as u64;
         if range.start > range.end {
-            return Err(MemoryError::ReversedRange { start: range.start as u64, end: range.end as u64 });
+            return Err(MemoryError::ReversedRange {
+                start: range.start as u64,
+                end: range.end as u64,
+            });
         }
         if range.end > self.len {
             return Err(MemoryError::OutOfBounds {
@@ -77,7 +80,11 @@ impl<'a> Part<'a> {
                 bytes: self.len as u64 * size,
             });
         }
-        Ok(Self { offset: self.offset + range.start as u64 * size, len: range.end - range.start, ..self })
+        Ok(Self {
+            offset: self.offset + range.start as u64 * size,
+            len: range.end - range.start,
+            ..self
+        })
     }
 
     fn split<T>(self, mid: usize) -> Result<(Self, Self)> {
@@ -101,7 +108,13 @@ impl<'a> Part<'a> {
         DeviceRange { address: self.address(), bytes, ..self.block.range() }
     }
 
-    fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access, alone: bool) -> Result<()> {
+    fn order(
+        &self,
+        stream: RawStream,
+        alive: Option<KeepAlive>,
+        access: Access,
+        alone: bool,
+    ) -> Result<()> {
         self.block.order_as(stream, alive, access, self.alone && alone)
     }
 }
@@ -148,7 +161,10 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
     /// [`MemoryError::OutOfBounds`].
     pub fn split_at(&self, mid: usize) -> Result<(DeviceSlice<'a, T>, DeviceSlice<'a, T>)> {
         let (left, right) = self.part.split::<T>(mid)?;
-        Ok((Self { part: left, elements: PhantomData }, Self { part: right, elements: PhantomData }))
+        Ok((
+            Self { part: left, elements: PhantomData },
+            Self { part: right, elements: PhantomData },
+        ))
     }
 
     /// Parts of `len` elements; the last may be shorter.
@@ -210,7 +226,10 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
-    pub fn split_at_mut(&mut self, mid: usize) -> Result<(DeviceSliceMut<'_, T>, DeviceSliceMut<'_, T>)> {
+    pub fn split_at_mut(
+        &mut self,
+        mid: usize,
+    ) -> Result<(DeviceSliceMut<'_, T>, DeviceSliceMut<'_, T>)> {
         self.reborrow().into_split(mid)
     }
 
@@ -220,7 +239,10 @@ impl<'a, T: Pod> DeviceSliceMut<'a, T> {
     /// [`MemoryError::OutOfBounds`].
     pub fn into_split(self, mid: usize) -> Result<(DeviceSliceMut<'a, T>, DeviceSliceMut<'a, T>)> {
         let (left, right) = self.part.beside().split::<T>(mid)?;
-        Ok((Self { part: left, elements: PhantomData }, Self { part: right, elements: PhantomData }))
+        Ok((
+            Self { part: left, elements: PhantomData },
+            Self { part: right, elements: PhantomData },
+        ))
     }
 
     /// Parts of `len` elements, to be read; the last may be shorter.
@@ -287,7 +309,8 @@ macro_rules! chunks {
                 if self.rest.part.len == 0 {
                     return None;
                 }
-                let (chunk, rest) = self.rest.part.split::<T>(self.len.min(self.rest.part.len)).ok()?;
+                let (chunk, rest) =
+                    self.rest.part.split::<T>(self.len.min(self.rest.part.len)).ok()?;
                 self.rest.part = rest;
                 Some($slice { part: chunk, elements: PhantomData })
             }
@@ -320,7 +343,12 @@ macro_rules! part {
             fn home_stream(&self) -> Option<RawStream> {
                 self.part.block.home_stream()
             }
-            fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+            fn order(
+                &self,
+                stream: RawStream,
+                alive: Option<KeepAlive>,
+                access: Access,
+            ) -> Result<()> {
                 self.part.order(stream, alive, access, !access.writes())
             }
         }
@@ -361,7 +389,12 @@ impl<T> Copy for DeviceSlice<'_, T> {}
 // SAFETY: 1. nobody else has its elements while it is held by `&mut`: it borrows its buffer by `&mut`, and is split from
 // others whole.
 unsafe impl<T> OperandMut for DeviceSliceMut<'_, T> {
-    fn order_mut(&mut self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
+    fn order_mut(
+        &mut self,
+        stream: RawStream,
+        alive: Option<KeepAlive>,
+        access: Access,
+    ) -> Result<()> {
         self.part.order(stream, alive, access, true)
     }
 }

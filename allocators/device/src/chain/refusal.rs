@@ -44,7 +44,8 @@ impl Inner {
     ) -> MemoryError {
         count(&self.counters.failures, 1);
         self.report_pool(Action::Fail, request.size(), request.owner());
-        let mut progress = Progress { refused: Some(NoHandle::Budget(refused)), ..Progress::default() };
+        let mut progress =
+            Progress { refused: Some(NoHandle::Budget(refused)), ..Progress::default() };
         room.tried.iter().for_each(|tried| progress.note(tried.step, tried.gave));
         let mut error = self.explain(request.size(), None, progress);
         error.of_live_bytes = true;

@@ -90,7 +90,11 @@ pub enum Fault {
 impl fmt::Display for BlockRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { address, bytes, tag, number, stream, .. } = self;
-        write!(f, "block {number} at {address:#x}, {} for \"{tag}\" on stream {stream}", Bytes(*bytes))
+        write!(
+            f,
+            "block {number} at {address:#x}, {} for \"{tag}\" on stream {stream}",
+            Bytes(*bytes)
+        )
     }
 }
 

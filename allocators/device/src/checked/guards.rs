@@ -44,7 +44,8 @@ impl Layout {
     pub(super) fn around(&self, request: &Request) -> Result<Request> {
         let more = if self.guarded { self.front + GUARD_BYTES } else { 0 };
         // The largest request and the guards are far from overflowing.
-        let held = Request::bytes(self.bytes + more).align(request.alignment()).tag(request.owner());
+        let held =
+            Request::bytes(self.bytes + more).align(request.alignment()).tag(request.owner());
         held.checked()
     }
 
@@ -69,13 +70,18 @@ pub(super) fn fill(held: &Block, home: &Timeline, part: Range<u64>, byte: u8) ->
     let device = held.device();
     if part.start > part.end || part.end > held.bytes() {
         let (offset, bytes) = (part.start, held.bytes());
-        return Err(MemoryError::OutOfBounds { offset, len: part.end.saturating_sub(offset), bytes });
+        return Err(MemoryError::OutOfBounds {
+            offset,
+            len: part.end.saturating_sub(offset),
+            bytes,
+        });
     }
     let _calling = home.calling()?;
     // SAFETY: 1. a part of a block, which goes home in order with its stream: what is mapped there stays until the
     // stream's work is done. 2. the block is in order with its own stream, and other streams' uses are over.
-    let filled =
-        unsafe { home.driver().fill(home.raw(), held.address() + part.start, byte, part.end - part.start) };
+    let filled = unsafe {
+        home.driver().fill(home.raw(), held.address() + part.start, byte, part.end - part.start)
+    };
     filled.map_err(|e| MemoryError::driver(device, e))
 }
 

@@ -153,7 +153,8 @@ impl LeakReport {
             })
             .collect();
         // The line breaks ties, so that the same program is told the same.
-        groups.sort_by_key(|g| (std::cmp::Reverse(g.bytes), g.at.file(), g.at.line(), g.at.column()));
+        groups
+            .sort_by_key(|g| (std::cmp::Reverse(g.bytes), g.at.file(), g.at.line(), g.at.column()));
         Self { groups }
     }
 
@@ -189,7 +190,13 @@ impl fmt::Display for LeakReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} live in {} blocks", Bytes(self.bytes()), self.blocks())?;
         for group in &self.groups {
-            write!(f, "\n  {} in {} blocks from {}", Bytes(group.bytes), group.blocks.len(), group.at)?;
+            write!(
+                f,
+                "\n  {} in {} blocks from {}",
+                Bytes(group.bytes),
+                group.blocks.len(),
+                group.at
+            )?;
             for block in group.blocks.iter().take(TOLD) {
                 write!(f, "\n    {block}, {:.1?} old", block.born.elapsed())?;
             }

@@ -1,7 +1,8 @@
 //! When freed blocks are looked at and go home, and what live ones' guards look like.
 
 use super::{
-    CANARY, Checked, Fault, Finding, Freed, Held, Live, POISON_FREED, can_be_used, guards::first_wrong,
+    CANARY, Checked, Fault, Finding, Freed, Held, Live, POISON_FREED, can_be_used,
+    guards::first_wrong,
 };
 use crate::pool::Inner;
 use aquifer_core::{MemoryError, Result};
@@ -121,7 +122,8 @@ impl Checked {
 
     /// Waits for stamped uses of freed blocks.
     fn wait_for_uses(&self, deadline: Option<Instant>) {
-        let uses: Vec<_> = self.state().waiting.iter().flat_map(|freed| freed.uses.stamped()).collect();
+        let uses: Vec<_> =
+            self.state().waiting.iter().flat_map(|freed| freed.uses.stamped()).collect();
         for (on, epoch) in uses {
             // A refusal leaves the block waiting.
             let _ = on.wait(epoch, deadline);
@@ -174,7 +176,8 @@ impl Checked {
             Some(reader) => freed.held.look(&reader.stream, body, &mut faults),
             None => Ok(()),
         };
-        let found = faults.into_iter().map(|fault| self.report(fault, freed.record.clone())).collect();
+        let found =
+            faults.into_iter().map(|fault| self.report(fault, freed.record.clone())).collect();
         looked.map(|()| found)
     }
 
@@ -192,7 +195,8 @@ impl Checked {
             found.append(&mut self.look_at_live(address, number)?);
         }
         // Those that are freed meanwhile are for another time.
-        let newest = self.state().quarantine.iter().map(|freed| freed.record.number).collect::<Vec<_>>();
+        let newest =
+            self.state().quarantine.iter().map(|freed| freed.record.number).collect::<Vec<_>>();
         for number in newest {
             let taken = {
                 let mut state = self.state();
@@ -236,7 +240,9 @@ impl Checked {
             let mut state = self.state();
             if let Some(live) = state.live.get_mut(&address) {
                 live.held = Some(held);
-                live.freed.take().and_then(|deferred| Some((state.live.remove(&address)?, deferred)))
+                live.freed
+                    .take()
+                    .and_then(|deferred| Some((state.live.remove(&address)?, deferred)))
             } else {
                 None
             }

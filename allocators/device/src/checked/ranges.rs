@@ -19,7 +19,8 @@ impl<T> Ranges<T> {
         // Only the last range that begins before the end can reach in, since none of them overlaps another: but the
         // lowest is the more telling one.
         let first = self.by_start.range(..=start).next_back().filter(|(_, held)| held.0 > start);
-        let lowest = first.or_else(|| self.by_start.range(start..end).next()).map(|(&held, _)| held);
+        let lowest =
+            first.or_else(|| self.by_start.range(start..end).next()).map(|(&held, _)| held);
         match lowest {
             Some(held) => Err(&self.by_start[&held].1),
             None => {
@@ -45,9 +46,14 @@ mod tests {
         assert_eq!(ranges.enter(100, 200, 'a'), Ok(()));
         assert_eq!(ranges.enter(200, 300, 'b'), Ok(()));
         assert_eq!(ranges.enter(50, 100, 'c'), Ok(()));
-        for (start, end, held) in
-            [(100, 200, 'a'), (199, 201, 'a'), (150, 160, 'a'), (0, 51, 'c'), (0, 1000, 'c'), (299, 300, 'b')]
-        {
+        for (start, end, held) in [
+            (100, 200, 'a'),
+            (199, 201, 'a'),
+            (150, 160, 'a'),
+            (0, 51, 'c'),
+            (0, 1000, 'c'),
+            (299, 300, 'b'),
+        ] {
             assert_eq!(ranges.enter(start, end, 'x'), Err(&held), "{start}..{end}");
         }
         assert_eq!(ranges.enter(300, 301, 'd'), Ok(()), "a refusal leaves nothing behind");

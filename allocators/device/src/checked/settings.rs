@@ -97,7 +97,8 @@ impl Debugging {
 
     /// Refuses what cannot be had where each block is an allocation of its own.
     pub(crate) fn beside_bypass(&self) -> Result<()> {
-        let refuse = |name, value: String, expected| Err(MemoryError::BadSetting { name, value, expected });
+        let refuse =
+            |name, value: String, expected| Err(MemoryError::BadSetting { name, value, expected });
         if self.canaries {
             // A checker that sees allocations would take the guards for the block's.
             return refuse(
@@ -189,9 +190,18 @@ mod tests {
 
     #[test]
     fn an_item_that_says_nothing_is_refused() {
-        for wrong in
-            ["", "1", "poison,", ",poison", " poison", "poison=1", "poison=", "quarantine=", "ALL", "all=1"]
-        {
+        for wrong in [
+            "",
+            "1",
+            "poison,",
+            ",poison",
+            " poison",
+            "poison=1",
+            "poison=",
+            "quarantine=",
+            "ALL",
+            "all=1",
+        ] {
             assert!(Debugging::parse(wrong).is_none(), "{wrong:?}");
         }
     }

@@ -66,12 +66,14 @@ fn a_block_over_another_is_refused_before_a_byte_of_the_other_is_touched_and_kep
     let sim = Sim::h200(1);
     let pool = DevicePool::open(sim.driver(), DeviceId(0), PoolConfig::default()).unwrap();
     let home = Arc::new(Freed::default());
-    let twice = Arc::new(Twice { pool: pool.clone(), first: Default::default(), home: home.clone() });
+    let twice =
+        Arc::new(Twice { pool: pool.clone(), first: Default::default(), home: home.clone() });
     let (streams, s) = (pool.streams().clone(), pool.stream().unwrap());
     let settings = Debugging { overlap: true, poison: true, ..Debugging::default() };
     let under = Under::Direct(twice);
     let checked =
-        Checked::new(under, settings, sim.driver(), streams, None, true, Duration::from_secs(1)).unwrap();
+        Checked::new(under, settings, sim.driver(), streams, None, true, Duration::from_secs(1))
+            .unwrap();
     let first = checked.allocate(&s, Request::bytes(4096), None).unwrap();
     s.synchronize().unwrap();
     let whole = DeviceRange { device: DeviceId(0), address: first.address(), bytes: 4096 };
@@ -79,14 +81,21 @@ fn a_block_over_another_is_refused_before_a_byte_of_the_other_is_touched_and_kep
     let fills = sim.driver().calls().get(aquifer_driver::Call::Fill);
 
     let refused = checked.allocate(&s, Request::bytes(64), None).unwrap_err();
-    assert_eq!(refused, MemoryError::BlockOverlap { address: first.address() + 512, held: first.address() });
+    assert_eq!(
+        refused,
+        MemoryError::BlockOverlap { address: first.address() + 512, held: first.address() }
+    );
     let findings = checked.findings();
     assert_eq!(findings.len(), 1);
     let Fault::Overlap { held } = &findings[0].fault else { panic!("{:?}", findings[0]) };
     assert_eq!((held.address, held.number, findings[0].block.number), (first.address(), 1, 2));
     let text = findings[0].to_string();
     assert_eq!(text.matches(file!()).count(), 2, "both lines are told: {text}");
-    assert_eq!(home.0.load(Ordering::Relaxed), 0, "it has gone home, where somebody else could have it");
+    assert_eq!(
+        home.0.load(Ordering::Relaxed),
+        0,
+        "it has gone home, where somebody else could have it"
+    );
     assert_eq!(sim.driver().calls().get(aquifer_driver::Call::Fill), fills);
 
     // Once the first has gone home, its place is free.

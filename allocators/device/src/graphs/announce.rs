@@ -28,7 +28,8 @@ impl Whose {
     fn includes(&self, timeline: &Arc<Timeline>, id: u64) -> bool {
         match self {
             Self::Stream(announced) => {
-                Arc::ptr_eq(announced, timeline) || announced.capture().is_ok_and(|theirs| theirs == Some(id))
+                Arc::ptr_eq(announced, timeline)
+                    || announced.capture().is_ok_and(|theirs| theirs == Some(id))
             }
             Self::Those(filter) => filter(timeline.raw()),
         }
@@ -78,7 +79,9 @@ impl Inner {
         if self.apart.announced.load(Ordering::Relaxed) == 0 {
             return Ok(None);
         }
-        let Some((memory, capture)) = self.announcements.memory_for(stream)? else { return Ok(None) };
+        let Some((memory, capture)) = self.announcements.memory_for(stream)? else {
+            return Ok(None);
+        };
         memory.allocate(stream, request, capture).map(Some)
     }
 }
@@ -110,9 +113,9 @@ impl Announced {
         {
             let mut open = inner.announcements.open();
             if let Whose::Stream(timeline) = &announcement.whose
-                && open
-                    .iter()
-                    .any(|a| matches!(&a.whose, Whose::Stream(other) if Arc::ptr_eq(other, timeline)))
+                && open.iter().any(
+                    |a| matches!(&a.whose, Whose::Stream(other) if Arc::ptr_eq(other, timeline)),
+                )
             {
                 return Err(MemoryError::AlreadyAnnounced { stream: timeline.raw().handle() });
             }
@@ -161,6 +164,8 @@ impl Drop for Announced {
 
 impl fmt::Debug for Announced {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Announced").field("memory", &self.announcement.memory).finish_non_exhaustive()
+        f.debug_struct("Announced")
+            .field("memory", &self.announcement.memory)
+            .finish_non_exhaustive()
     }
 }

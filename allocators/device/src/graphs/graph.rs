@@ -4,7 +4,9 @@
 use super::{Announced, GraphPool, memory::Memory};
 use crate::home::check_home;
 use aquifer_core::{DeviceId, MemoryError, Result};
-use aquifer_driver::{CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, leftovers, site};
+use aquifer_driver::{
+    CaptureMode, Driver, RawGraph, RawGraphExec, RawStream, Relaxed, leftovers, site,
+};
 use aquifer_stream::Stream;
 use std::{
     fmt,
@@ -41,7 +43,8 @@ impl Open<'_> {
     fn end(&mut self) -> Result<RawGraph> {
         let ended = self.driver.capture_end(self.stream);
         // A capture that was broken, or not joined, is over all the same; one whose end was refused is not.
-        self.ended = ended.is_ok() || matches!(self.driver.stream_is_capturing(self.stream), Ok(false));
+        self.ended =
+            ended.is_ok() || matches!(self.driver.stream_is_capturing(self.stream), Ok(false));
         ended.map_err(|refused| match refused.code {
             CAPTURE_INVALIDATED => MemoryError::CaptureInvalidated { stream: self.stream.handle() },
             _ => MemoryError::driver(self.stream.device(), refused),
@@ -249,6 +252,7 @@ fn kept() -> MutexGuard<'static, Vec<Held>> {
 /// Lets go of memory whose graphs the driver has said are gone, and ends caches whose end the driver has refused.
 pub(crate) fn sweep() {
     crate::home::sweep();
-    let gone: Vec<_> = kept().extract_if(.., |held| held.released.load(Ordering::Acquire)).collect();
+    let gone: Vec<_> =
+        kept().extract_if(.., |held| held.released.load(Ordering::Acquire)).collect();
     gone.into_iter().for_each(|held| drop(held.memory));
 }

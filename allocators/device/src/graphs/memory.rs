@@ -15,7 +15,8 @@ use crate::{
     pool::Inner,
 };
 use aquifer_core::{
-    Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind, panics::Contained,
+    Action, BLOCK_ALIGN, MemoryError, PoolStats, Request, Result, Tag, event::BlockKind,
+    panics::Contained,
 };
 use aquifer_driver::{DeviceRange, Driver, Ownership, RawStream};
 use aquifer_heap::Range;
@@ -136,7 +137,9 @@ struct Kept {
 
 impl Drop for Kept {
     fn drop(&mut self) {
-        if let Some(observer) = self.apart.upgrade().as_ref().and_then(|apart| apart.driver.observer()) {
+        if let Some(observer) =
+            self.apart.upgrade().as_ref().and_then(|apart| apart.driver.observer())
+        {
             observer.let_go_by_graphs(self.range);
         }
     }
@@ -151,14 +154,16 @@ impl State {
     fn leave(&mut self, over: impl Fn(Capture) -> bool) {
         let closed: Vec<_> = self.shelves.extract_if(.., |shelf| over(shelf.capture)).collect();
         // Launches meanwhile have not been noted with its blocks, which nothing but captured work could use.
-        let blocks = self.blocks.values().filter(|live| closed.iter().any(|s| s.capture == live.capture));
+        let blocks =
+            self.blocks.values().filter(|live| closed.iter().any(|s| s.capture == live.capture));
         for live in blocks {
             for (on, epoch) in &self.launches {
                 live.touched(on, *epoch);
             }
         }
         for shelf in closed {
-            let ranges: Vec<_> = shelf.free.iter().map(|(range, past)| (range, past.clone())).collect();
+            let ranges: Vec<_> =
+                shelf.free.iter().map(|(range, past)| (range, past.clone())).collect();
             ranges.into_iter().for_each(|(range, past)| self.free.add(range, past));
         }
     }
@@ -213,7 +218,8 @@ impl State {
 
     /// A range is free whose last work is `own`.
     fn put(&mut self, range: Range, own: (Arc<Timeline>, u64), capture: Option<Capture>) {
-        let open = capture.filter(|capture| self.shelves.iter().any(|shelf| shelf.capture == *capture));
+        let open =
+            capture.filter(|capture| self.shelves.iter().any(|shelf| shelf.capture == *capture));
         match open {
             Some(capture) => {
                 let of = own.0.clone();
@@ -285,9 +291,12 @@ impl Memory {
         let apart = pool.apart.clone();
         let span = match (apart.is_plain(), apart.step()) {
             (true, _) | (_, 0) => None,
-            (false, slot) => {
-                Some(apart.reserve(BlockKind::Graph, pool.info.memory.next_multiple_of(slot), slot, 0)?)
-            }
+            (false, slot) => Some(apart.reserve(
+                BlockKind::Graph,
+                pool.info.memory.next_multiple_of(slot),
+                slot,
+                0,
+            )?),
         };
         let (pool, streams) = (Arc::downgrade(pool), pool.streams().clone());
         Ok(Arc::new(Self {
@@ -311,7 +320,10 @@ impl Memory {
 
     fn grid(&self) -> Grid {
         let span = self.span.as_ref();
-        span.map_or(Grid { base: 0, slot: PIECE }, |span| Grid { base: span.address, slot: span.slot })
+        span.map_or(Grid { base: 0, slot: PIECE }, |span| Grid {
+            base: span.address,
+            slot: span.slot,
+        })
     }
 
     /// A block for work that `stream` captures.
@@ -329,8 +341,9 @@ impl Memory {
             state.enter(capture);
             state.take(capture, of, bytes, align, grid)
         };
-        let again =
-            || (self.look() > 0).then(|| self.state().take(capture, of, bytes, align, grid)).flatten();
+        let again = || {
+            (self.look() > 0).then(|| self.state().take(capture, of, bytes, align, grid)).flatten()
+        };
         let range = match found.or_else(again) {
             Some(range) => range,
             None => self.grow(stream, bytes, &request, capture)?,
@@ -339,7 +352,13 @@ impl Memory {
     }
 
     /// A range with new memory behind it, as far as what is free at the end of the memory does not do.
-    fn grow(&self, stream: &Stream, bytes: u64, request: &Request, capture: Capture) -> Result<Range> {
+    fn grow(
+        &self,
+        stream: &Stream,
+        bytes: u64,
+        request: &Request,
+        capture: Capture,
+    ) -> Result<Range> {
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
         if let Some(error) = pool.refuse_beyond(bytes, request.owner()) {
             return Err(error);
@@ -442,7 +461,13 @@ impl Memory {
     }
 
     /// The token of a block over a range that is the caller's.
-    fn lend(self: &Arc<Self>, stream: &Stream, range: Range, request: &Request, capture: Capture) -> Block {
+    fn lend(
+        self: &Arc<Self>,
+        stream: &Stream,
+        range: Range,
+        request: &Request,
+        capture: Capture,
+    ) -> Block {
         let (apart, timeline) = (&self.apart, stream.timeline());
         let (requested, tag) = (request.size(), request.owner());
         let generation = apart.generation();
@@ -461,13 +486,27 @@ impl Memory {
             let live = Ownership::Live { stream: stream.raw(), generation };
             apart.note(generation, range.start, range.len, live);
             let home = timeline.clone();
-            state.blocks.insert(range.start, Live { bytes: range.len, requested, tag, home, capture, watch });
+            state.blocks.insert(
+                range.start,
+                Live { bytes: range.len, requested, tag, home, capture, watch },
+            );
             // From here on what the stream frees in this capture is the stream's.
             if state.shelf(capture, timeline).is_none() {
-                state.shelves.push(Shelf { capture, of: timeline.clone(), free: Commons::default() });
+                state.shelves.push(Shelf {
+                    capture,
+                    of: timeline.clone(),
+                    free: Commons::default(),
+                });
             }
         }
-        apart.report(BlockKind::Graph, Action::Allocate, stream.number(), range.start, requested, tag);
+        apart.report(
+            BlockKind::Graph,
+            Action::Allocate,
+            stream.number(),
+            range.start,
+            requested,
+            tag,
+        );
         block
     }
 
@@ -537,7 +576,11 @@ impl Memory {
     ///
     /// # Errors
     /// [`MemoryError::Capturing`]; [`MemoryError::Busy`] if a prepared use of a block is not finished; the driver's.
-    pub(super) fn launch(&self, on: &Arc<Timeline>, queue: impl FnOnce() -> Result<()>) -> Result<()> {
+    pub(super) fn launch(
+        &self,
+        on: &Arc<Timeline>,
+        queue: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let _turn = self.turn();
         if on.is_capturing()? {
             return Err(MemoryError::Capturing { stream: on.raw().handle() });
@@ -567,9 +610,14 @@ impl Memory {
                 None => state.launches.push((on.clone(), epoch)),
             }
             let state = &mut *state;
-            let captured = |live: &Live| state.shelves.iter().any(|shelf| shelf.capture == live.capture);
+            let captured =
+                |live: &Live| state.shelves.iter().any(|shelf| shelf.capture == live.capture);
             // Work that is captured waits for no launch: its own one will.
-            state.blocks.values().filter(|live| !captured(live)).for_each(|live| live.touched(on, epoch));
+            state
+                .blocks
+                .values()
+                .filter(|live| !captured(live))
+                .for_each(|live| live.touched(on, epoch));
             state.launches.extract_if(.., |(other, epoch)| other.is_done(*epoch)).collect()
         };
         on.fence_at_once(epoch)
@@ -606,7 +654,8 @@ impl Release for Memory {
         let users: Vec<RawStream> = block.uses.iter().map(|u| u.on().raw()).collect();
         let stream = block.timeline.number();
         let own = Owned::ends(&block.timeline);
-        let owner = if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+        let owner =
+            if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
         let (requested, tag, over) = {
             let mut state = self.state();
             let Some(live) = state.blocks.remove(&block.address) else { return };

@@ -121,7 +121,10 @@ mod tests {
     use aquifer_stream::{Life, Stream};
 
     #[expect(unsafe_code, reason = "takes in a stream, and ends it")]
-    fn on_a_stream_of_its_own(pool: &DevicePool, work: impl FnOnce(&Stream) -> Result<()>) -> Result<()> {
+    fn on_a_stream_of_its_own(
+        pool: &DevicePool,
+        work: impl FnOnce(&Stream) -> Result<()>,
+    ) -> Result<()> {
         let raw = pool.driver().stream_create(DeviceId(0), 0)?;
         // SAFETY: 1. made just now. 2. retired below.
         let stream = unsafe { pool.streams().adopt(raw, Life::Retired) }?;
@@ -137,8 +140,11 @@ mod tests {
         for device in [DeviceConfig::h200(), DeviceConfig::without_virtual_memory()] {
             let mut config = SimConfig::h200(1);
             config.devices = vec![device];
-            let pool =
-                DevicePool::open(Sim::new(config).symbolic().driver(), DeviceId(0), PoolConfig::default())?;
+            let pool = DevicePool::open(
+                Sim::new(config).symbolic().driver(),
+                DeviceId(0),
+                PoolConfig::default(),
+            )?;
             let mut kept = Vec::new();
             for nth in 0..10_000 {
                 on_a_stream_of_its_own(&pool, |stream| {

@@ -115,7 +115,12 @@ struct Lodged(Arc<Lodging>);
 
 impl State {
     /// For each live block an event of each of these, to be sent without the lock.
-    pub(super) fn events(&self, apart: &Apart, tag: Tag, actions: &[Action]) -> Vec<(Ticket, Event)> {
+    pub(super) fn events(
+        &self,
+        apart: &Apart,
+        tag: Tag,
+        actions: &[Action],
+    ) -> Vec<(Ticket, Event)> {
         let of = |(&address, lodger): (&u64, &Lodger)| {
             let (stream, requested) = (lodger.home.number(), lodger.requested);
             let event = move |&action: &Action| {
@@ -173,7 +178,8 @@ impl State {
         let count = bytes.div_ceil(grid.slot);
         let next = self.claimed.last().map_or(0, |last| last + 1);
         let end = grid.base + next * grid.slot;
-        let tail = self.free.iter().last().filter(|(range, past)| range.end() == end && ready(past));
+        let tail =
+            self.free.iter().last().filter(|(range, past)| range.end() == end && ready(past));
         let start = tail.map_or(end, |(range, _)| range.start.next_multiple_of(align));
         if start < end {
             let fewer = bytes.saturating_sub(end - start).div_ceil(grid.slot).max(1);
@@ -185,7 +191,12 @@ impl State {
     }
 
     /// Lets go of those of `slots` that are wholly free and whose past is `ready`. Answers with them.
-    pub(super) fn vacate(&mut self, slots: &[u64], grid: Grid, ready: impl Fn(&Past) -> bool) -> Vec<u64> {
+    pub(super) fn vacate(
+        &mut self,
+        slots: &[u64],
+        grid: Grid,
+        ready: impl Fn(&Past) -> bool,
+    ) -> Vec<u64> {
         let mut vacated = Vec::new();
         for &slot in slots {
             let range = Range { start: grid.base + slot * grid.slot, len: grid.slot };
@@ -262,7 +273,9 @@ impl Lodging {
     fn admit(&self, state: &State) -> Result<()> {
         match state.phase {
             Phase::Awake => Ok(()),
-            Phase::Parking | Phase::Parked | Phase::Resuming => Err(MemoryError::Parked { tag: self.tag }),
+            Phase::Parking | Phase::Parked | Phase::Resuming => {
+                Err(MemoryError::Parked { tag: self.tag })
+            }
         }
     }
 
@@ -329,10 +342,16 @@ impl Lodging {
     }
 
     /// The same, whatever uses it: the stream waits for that on the device.
-    fn take_and_wait(&self, stream: &Stream, bytes: u64, request: &Request) -> Result<Option<(Range, Past)>> {
+    fn take_and_wait(
+        &self,
+        stream: &Stream,
+        bytes: u64,
+        request: &Request,
+    ) -> Result<Option<(Range, Past)>> {
         let Some((range, past)) = self.take(bytes, request, |_| true)? else { return Ok(None) };
-        let waited =
-            past.iter().try_for_each(|(other, epoch)| stream.timeline().wait_for(other, *epoch).map(drop));
+        let waited = past
+            .iter()
+            .try_for_each(|(other, epoch)| stream.timeline().wait_for(other, *epoch).map(drop));
         match waited {
             Ok(()) => Ok(Some((range, past))),
             Err(error) => {
@@ -379,10 +398,13 @@ impl Lodging {
             Ok(new) => {
                 self.apart.lodged_backed(BlockKind::Parkable, new, count * slot - new);
                 let end = base + (first + count) * slot;
-                let (tail, past) = tail.unwrap_or((Range { start: end - count * slot, len: 0 }, Past::new()));
+                let (tail, past) =
+                    tail.unwrap_or((Range { start: end - count * slot, len: 0 }, Past::new()));
                 let range = Range { start: tail.start, len: bytes };
                 if range.end() < end {
-                    state.free.add(Range { start: range.end(), len: end - range.end() }, Past::new());
+                    state
+                        .free
+                        .add(Range { start: range.end(), len: end - range.end() }, Past::new());
                 }
                 Ok((range, past))
             }
@@ -462,7 +484,8 @@ impl Lodging {
     /// What freed blocks wait for, but for uses that are open.
     pub(crate) fn freed_work(&self) -> Vec<(Arc<Timeline>, u64)> {
         let state = self.state();
-        let mut work: Vec<_> = state.free.iter().flat_map(|(_, past)| past.iter().cloned()).collect();
+        let mut work: Vec<_> =
+            state.free.iter().flat_map(|(_, past)| past.iter().cloned()).collect();
         for held in &state.held_back {
             work.push(held.own.clone());
             work.extend(held.block.uses.stamped());
@@ -591,8 +614,11 @@ impl Lodging {
             let mut pieces = Vec::new();
             match state.phase {
                 Phase::Awake => {
-                    let owner =
-                        if users.is_empty() { Ownership::Free } else { Ownership::Pending { users: &users } };
+                    let owner = if users.is_empty() {
+                        Ownership::Free
+                    } else {
+                        Ownership::Pending { users: &users }
+                    };
                     self.apart.note(block.generation, range.start, range.len, owner);
                 }
                 Phase::Parking | Phase::Resuming => state.untold.push((block.generation, range)),
@@ -610,11 +636,19 @@ impl Lodging {
                 None
             };
             let event = |action| {
-                self.apart.event(BlockKind::Parkable, action, stream, range.start, lodger.requested, self.tag)
+                self.apart.event(
+                    BlockKind::Parkable,
+                    action,
+                    stream,
+                    range.start,
+                    lodger.requested,
+                    self.tag,
+                )
             };
             // A block without memory was freed by every account when it was parked.
             let freed = there.then(|| event(Action::Free)).flatten();
-            let completed = (freed.is_some() && over.is_some()).then(|| event(Action::Complete)).flatten();
+            let completed =
+                (freed.is_some() && over.is_some()).then(|| event(Action::Complete)).flatten();
             (over, pieces, freed.into_iter().chain(completed))
         };
         drop(pieces);
@@ -698,6 +732,9 @@ impl Drop for Lodging {
 
 impl fmt::Debug for Lodging {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lodging").field("tag", &self.tag).field("span", &self.span).finish_non_exhaustive()
+        f.debug_struct("Lodging")
+            .field("tag", &self.tag)
+            .field("span", &self.span)
+            .finish_non_exhaustive()
     }
 }

@@ -27,22 +27,25 @@ struct Copied {
 impl State {
     /// Bytes of the live blocks, as they are held and as they were asked for.
     fn live(&self) -> (u64, u64) {
-        self.blocks
-            .values()
-            .fold((0, 0), |(bytes, requested), lodger| (bytes + lodger.bytes, requested + lodger.requested))
+        self.blocks.values().fold((0, 0), |(bytes, requested), lodger| {
+            (bytes + lodger.bytes, requested + lodger.requested)
+        })
     }
 
     /// Lets go of claimed slots in which no block lives.
     fn vacate_empty(&mut self, lodging: &Lodging) {
         let grid = lodging.grid();
-        let lives = |slot: &u64| self.lives_in(Range { start: grid.base + slot * grid.slot, len: grid.slot });
+        let lives = |slot: &u64| {
+            self.lives_in(Range { start: grid.base + slot * grid.slot, len: grid.slot })
+        };
         let empty: Vec<u64> = self.claimed.iter().copied().filter(|slot| !lives(slot)).collect();
         let _ = self.vacate(&empty, grid, |_| true);
     }
 
     /// Keeps those of `pieces` that hold something of a live block. The others.
     fn keep(&mut self, pieces: Vec<Piece>) -> Vec<Piece> {
-        let (kept, over) = pieces.into_iter().partition(|piece| piece.ranges().any(|r| self.lives_in(r)));
+        let (kept, over) =
+            pieces.into_iter().partition(|piece| piece.ranges().any(|r| self.lives_in(r)));
         self.saved = kept;
         over
     }
@@ -96,7 +99,9 @@ impl Lodging {
         let began = Instant::now();
         let ranges = self.state().live_ranges();
         let pieces = match &how.host {
-            Some(host) if !ranges.is_empty() => saved::save(&pool.streams().lease()?, host, &ranges)?,
+            Some(host) if !ranges.is_empty() => {
+                saved::save(&pool.streams().lease()?, host, &ranges)?
+            }
             _ => Vec::new(),
         };
         Ok(Copied { pieces, took: began.elapsed() })
@@ -135,7 +140,8 @@ impl Lodging {
         let unreleased = self.apart.held().stuck().saturating_sub(before);
         let stuck = self.span.leaving_bytes() + unreleased;
         report.released = held.saturating_sub(stuck);
-        report.kept = Elsewhere { refused: stuck, refusal: refused.err(), shared: pool.held_by(self.tag) };
+        report.kept =
+            Elsewhere { refused: stuck, refusal: refused.err(), shared: pool.held_by(self.tag) };
         report.took = began.elapsed();
         report
     }
@@ -149,7 +155,9 @@ impl Lodging {
             let mut state = self.state();
             match state.phase {
                 Phase::Awake => return Ok(report),
-                Phase::Parking | Phase::Resuming => return Err(MemoryError::Parked { tag: self.tag }),
+                Phase::Parking | Phase::Resuming => {
+                    return Err(MemoryError::Parked { tag: self.tag });
+                }
                 Phase::Parked => state.phase = Phase::Resuming,
             }
             state.vacate_empty(self);
@@ -216,10 +224,18 @@ impl Lodging {
 
     /// Puts memory behind all of `slots`, or none. Waits in line for the budget until the deadline, if there is one and
     /// nothing else makes room.
-    fn back_by(&self, pool: &Inner, stream: &Stream, slots: &[u64], until: Option<Instant>) -> Result<u64> {
+    fn back_by(
+        &self,
+        pool: &Inner,
+        stream: &Stream,
+        slots: &[u64],
+        until: Option<Instant>,
+    ) -> Result<u64> {
         let back = |reserved| pool.back(&self.span, stream.timeline(), self.tag, slots, reserved);
         match back(None) {
-            Err(MemoryError::OutOfMemory(refused)) if until.is_some() && refused.refused.is_some() => {
+            Err(MemoryError::OutOfMemory(refused))
+                if until.is_some() && refused.refused.is_some() =>
+            {
                 let bytes = slots.len() as u64 * self.span.slot;
                 match pool.budget().reserve_by(bytes, until) {
                     Ok(reserved) => back(Some(&Mutex::new(reserved))),

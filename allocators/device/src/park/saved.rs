@@ -138,7 +138,8 @@ pub(super) fn save(stream: &Stream, host: &Host, ranges: &[Range]) -> Result<Vec
 pub(super) fn restore(stream: &Stream, pieces: &[Piece], ranges: &[Range]) -> Result<u64> {
     let copied = stream.scope(|_| {
         let mut bytes = 0;
-        for (piece, part) in pieces.iter().flat_map(|piece| piece.parts.iter().map(move |part| (piece, part)))
+        for (piece, part) in
+            pieces.iter().flat_map(|piece| piece.parts.iter().map(move |part| (piece, part)))
         {
             let first = ranges.partition_point(|range| range.end() <= part.range.start);
             let within = ranges[first..].iter().take_while(|range| range.start < part.range.end());
@@ -151,7 +152,12 @@ pub(super) fn restore(stream: &Stream, pieces: &[Piece], ranges: &[Range]) -> Re
                 // memory. 2. the caller's: nothing else uses either.
                 let queued = unsafe {
                     let from = piece.host.start.add(at as usize);
-                    stream.driver().copy_to_device(stream.raw(), start, from, (end - start) as usize)
+                    stream.driver().copy_to_device(
+                        stream.raw(),
+                        start,
+                        from,
+                        (end - start) as usize,
+                    )
                 };
                 queued.map_err(|e| MemoryError::driver(stream.device(), e))?;
                 bytes += end - start;

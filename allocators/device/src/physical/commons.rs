@@ -87,12 +87,14 @@ impl Commons {
 
     /// Whether an address is in it.
     pub(crate) fn covers(&self, address: u64) -> bool {
-        self.below(address).is_some_and(|(chunk, at)| self.chunks[chunk].spans[at].contains(address))
+        self.below(address)
+            .is_some_and(|(chunk, at)| self.chunks[chunk].spans[at].contains(address))
     }
 
     /// The last range that begins at `address` or below.
     fn below(&self, address: u64) -> Option<At> {
-        let chunk = self.chunks.partition_point(|chunk| chunk.spans[0].start <= address).checked_sub(1)?;
+        let chunk =
+            self.chunks.partition_point(|chunk| chunk.spans[0].start <= address).checked_sub(1)?;
         let at = self.chunks[chunk].spans.partition_point(|span| span.start <= address);
         Some((chunk, at - 1))
     }
@@ -112,13 +114,16 @@ impl Commons {
         let below = self.below(span.start);
         let (chunk, at) = below.map_or((0, 0), |(chunk, at)| (chunk, at + 1));
         match self.chunks.get_mut(chunk) {
-            None => self.chunks.push(Chunk { longest: span.len, spans: vec![span], pasts: vec![past] }),
+            None => {
+                self.chunks.push(Chunk { longest: span.len, spans: vec![span], pasts: vec![past] })
+            }
             Some(of) => {
                 of.spans.insert(at, span);
                 of.pasts.insert(at, past);
                 of.longest = of.longest.max(span.len);
                 if of.spans.len() > CHUNK {
-                    let (spans, pasts) = (of.spans.split_off(CHUNK / 2), of.pasts.split_off(CHUNK / 2));
+                    let (spans, pasts) =
+                        (of.spans.split_off(CHUNK / 2), of.pasts.split_off(CHUNK / 2));
                     of.measure();
                     let mut upper = Chunk { longest: 0, spans, pasts };
                     upper.measure();
@@ -236,7 +241,8 @@ mod tests {
             for at in order {
                 commons.add(Range { start: 100 * at as u64, len: 100 }, past(&all[at]));
             }
-            let joined: Vec<_> = commons.iter().map(|(range, past)| (range, named(&all, past))).collect();
+            let joined: Vec<_> =
+                commons.iter().map(|(range, past)| (range, named(&all, past))).collect();
             assert_eq!(joined, [(Range { start: 0, len: 300 }, vec![true; 3])]);
             // What is taken out of the middle, and what is left of it, remembers as much.
             let taken = commons.take(Range { start: 150, len: 20 });
@@ -253,9 +259,11 @@ mod tests {
         for epochs in [[5, 9], [9, 5]] {
             let mut commons = Commons::default();
             for (at, epoch) in (0..).zip(epochs) {
-                commons.add(Range { start: 10 * at, len: 10 }, smallvec![(timeline.clone(), epoch)]);
+                commons
+                    .add(Range { start: 10 * at, len: 10 }, smallvec![(timeline.clone(), epoch)]);
             }
-            let latest: Vec<_> = commons.iter().flat_map(|(_, past)| past).map(|(_, epoch)| *epoch).collect();
+            let latest: Vec<_> =
+                commons.iter().flat_map(|(_, past)| past).map(|(_, epoch)| *epoch).collect();
             assert_eq!(latest, [9]);
         }
     }
@@ -265,12 +273,20 @@ mod tests {
         let all = streams(2);
         let mut commons = Commons::default();
         // In use, too short, too short when aligned, right, right.
-        for (start, len, stream) in [(64, 64, 1), (192, 32, 0), (264, 66, 0), (384, 64, 0), (512, 64, 0)] {
+        for (start, len, stream) in
+            [(64, 64, 1), (192, 32, 0), (264, 66, 0), (384, 64, 0), (512, 64, 0)]
+        {
             commons.add(Range { start, len }, past(&all[stream]));
         }
         let ready = |past: &Past| past.iter().all(|(t, _)| Arc::ptr_eq(t, all[0].timeline()));
-        assert_eq!(commons.place(64, 64, Fit::Lowest, GRID, ready), Some(Range { start: 384, len: 64 }));
-        assert_eq!(commons.place(64, 64, Fit::Lowest, GRID, |_| true), Some(Range { start: 64, len: 64 }));
+        assert_eq!(
+            commons.place(64, 64, Fit::Lowest, GRID, ready),
+            Some(Range { start: 384, len: 64 })
+        );
+        assert_eq!(
+            commons.place(64, 64, Fit::Lowest, GRID, |_| true),
+            Some(Range { start: 64, len: 64 })
+        );
         assert_eq!(commons.place(67, 1, Fit::Lowest, GRID, ready), None);
     }
 
@@ -281,7 +297,8 @@ mod tests {
         for (start, len) in [(100, 200), (440, 80), (640, 80)] {
             commons.add(Range { start, len }, Past::new());
         }
-        let place = |bytes, fit| commons.place(bytes, 1, fit, GRID, |_| true).map(|range| range.start);
+        let place =
+            |bytes, fit| commons.place(bytes, 1, fit, GRID, |_| true).map(|range| range.start);
         assert_eq!((place(60, Fit::Lowest), place(60, Fit::FewestPinned)), (Some(100), Some(440)));
         // What fits in no part of a slot pins what it has to.
         assert_eq!(place(90, Fit::FewestPinned), Some(100));
@@ -295,7 +312,8 @@ mod tests {
             assert!(commons.iter().map(|(range, _)| (range.start, range.len)).eq(model.clone()));
             assert_eq!(commons.bytes(), model.values().sum());
             for bytes in [1, 7, 10, 11] {
-                let found = commons.place(bytes, 1, Fit::Lowest, GRID, |_| true).map(|range| range.start);
+                let found =
+                    commons.place(bytes, 1, Fit::Lowest, GRID, |_| true).map(|range| range.start);
                 let lowest = model.iter().find(|&(_, len)| *len >= bytes).map(|(start, _)| *start);
                 assert_eq!(found, lowest, "{bytes}");
             }

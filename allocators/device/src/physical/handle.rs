@@ -1,7 +1,9 @@
 //! Physical memory that is charged for as long as the device is short of it.
 #![expect(unsafe_code, reason = "ends a handle's life")]
 
-use aquifer_core::{Budget, Charge, DeviceId, MemoryError, OutOfBudget, Reservation, budget::StrandedCharge};
+use aquifer_core::{
+    Budget, Charge, DeviceId, MemoryError, OutOfBudget, Reservation, budget::StrandedCharge,
+};
 use aquifer_driver::{Driver, DriverError, ExportTypes, PhysicalHandle, leftovers};
 use std::{
     fmt,
@@ -50,7 +52,8 @@ impl Funds<'_> {
     }
 
     fn reserved_bytes(&self) -> u64 {
-        self.reserved.map_or(0, |held| held.lock().unwrap_or_else(PoisonError::into_inner).remaining())
+        self.reserved
+            .map_or(0, |held| held.lock().unwrap_or_else(PoisonError::into_inner).remaining())
     }
 }
 

@@ -353,8 +353,8 @@ impl Mapped {
         let own = home.timeline();
         let (range, past) = {
             let mut commons = self.commons();
-            let range =
-                commons.place(taken, align, fit, self.grid(), |past| is_done_but_for(past, Some(&own)))?;
+            let range = commons
+                .place(taken, align, fit, self.grid(), |past| is_done_but_for(past, Some(&own)))?;
             (range, commons.take(range)?)
         };
         // What is not done is its own stream's.
@@ -401,7 +401,9 @@ impl Mapped {
     ) -> Picked<'a> {
         let bump = offers.bump();
         let small = request.size() <= UNITS.small_max;
-        let Some(exact) = request.size().checked_next_multiple_of(UNITS.unit) else { return Picked::Nothing };
+        let Some(exact) = request.size().checked_next_multiple_of(UNITS.unit) else {
+            return Picked::Nothing;
+        };
         let mut claim = None;
         // Small blocks come from slabs of the heap's own: one more slot gives it room for many, and a unit for one.
         let several = if how.grain == Grain::Slots { self.slot } else { UNITS.page };
@@ -417,7 +419,8 @@ impl Mapped {
                 (range.len > 0 && !(effort.whole && how.grow && !how.steal)).then_some(range)
             });
             let mut slots = self.slots();
-            let window = window::best(bump, ranges, slots.free_runs(), self.grid(), *bytes, *align, fit);
+            let window =
+                window::best(bump, ranges, slots.free_runs(), self.grid(), *bytes, *align, fit);
             let allowed = |window: &Window<'_>| window.missing.is_empty() || how.grow || how.steal;
             let Some(window) = window.filter(allowed) else { continue };
             let transit = self.transit();
@@ -442,7 +445,8 @@ impl Mapped {
             let Some(range) = intersection(range, within) else { continue };
             // Another thread may have been faster, or have used it again.
             let piece = self.take_piece(offers, offer, range);
-            let ready = |piece: &Piece| how.reach == Reach::Wait || piece.is_done_but_for(Some(&taker));
+            let ready =
+                |piece: &Piece| how.reach == Reach::Wait || piece.is_done_but_for(Some(&taker));
             let ready = piece.as_ref().is_some_and(ready);
             claim.taken.extend(piece);
             if !ready {
@@ -497,8 +501,11 @@ impl Mapped {
                 s.add(self.range(first, count), epoch);
             }
             for piece in claim.taken.drain(..) {
-                let stamp =
-                    if piece.is_from(home) { piece.past.iter().map(|(_, epoch)| *epoch).max() } else { None };
+                let stamp = if piece.is_from(home) {
+                    piece.past.iter().map(|(_, epoch)| *epoch).max()
+                } else {
+                    None
+                };
                 s.add(piece.range, stamp.unwrap_or(epoch));
             }
             if request.size() <= UNITS.small_max {

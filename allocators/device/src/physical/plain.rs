@@ -96,7 +96,8 @@ impl Plain {
         }
         let (_, range, giver) = best?;
         // Another thread of that stream may have been faster.
-        let (timeline, stamp) = giver.with(|s| Some((s.timeline()?.clone(), s.heap.remove(range).ok()?)))?;
+        let (timeline, stamp) =
+            giver.with(|s| Some((s.timeline()?.clone(), s.heap.remove(range).ok()?)))?;
         Some((range, giver, timeline, stamp))
     }
 
@@ -110,7 +111,8 @@ impl Plain {
         reach: Reach,
         effort: &mut Effort<'_>,
     ) -> Result<Option<aquifer_heap::Block>> {
-        let Some((range, giver, timeline, stamp)) = self.take_over(home, givers, request, reach) else {
+        let Some((range, giver, timeline, stamp)) = self.take_over(home, givers, request, reach)
+        else {
             return Ok(None);
         };
         let taker = home.timeline();
@@ -137,7 +139,8 @@ impl Plain {
         for &giver in from {
             let taken = giver.with(|s| {
                 let Some(timeline) = s.timeline().cloned() else { return List::new_in(&*pass) };
-                let free = s.heap.free_extents().filter(|e| timeline.is_done(e.stamp)).map(|e| e.range);
+                let free =
+                    s.heap.free_extents().filter(|e| timeline.is_done(e.stamp)).map(|e| e.range);
                 let mut free = list(&pass, free.filter(|&range| is_one_of(&segments, range)));
                 free.retain(|&range| s.heap.remove(range).is_ok());
                 free
@@ -157,7 +160,8 @@ impl Plain {
             home.with(|s| {
                 let Some(timeline) = s.timeline() else { return 0 };
                 let done = s.heap.free_extents().filter(|e| timeline.is_done(e.stamp));
-                let whole = |e: &Range| segments.iter().filter(|s| e.covers(s)).map(|s| s.len).sum::<u64>();
+                let whole =
+                    |e: &Range| segments.iter().filter(|s| e.covers(s)).map(|s| s.len).sum::<u64>();
                 done.map(|e| whole(&e.range)).sum()
             })
         };

@@ -126,7 +126,9 @@ impl Slots {
 }
 
 /// Merges pieces of slots (first and count), sorted, into runs.
-pub(crate) fn runs(pieces: impl IntoIterator<Item = (u64, u64)>) -> impl Iterator<Item = (u64, u64)> {
+pub(crate) fn runs(
+    pieces: impl IntoIterator<Item = (u64, u64)>,
+) -> impl Iterator<Item = (u64, u64)> {
     let mut pieces = pieces.into_iter().peekable();
     iter::from_fn(move || {
         let (first, mut count) = pieces.next()?;
@@ -171,8 +173,8 @@ mod tests {
         let driver: Arc<dyn Driver> = Sim::h200(1).driver();
         let budget = Budget::new("a test", 8 << 20);
         let charge = budget.charge(4 << 20).expect("as much as there is");
-        let handle =
-            Handle::create(&driver, DeviceId(0), charge, &Arc::default()).expect("as much as there is");
+        let handle = Handle::create(&driver, DeviceId(0), charge, &Arc::default())
+            .expect("as much as there is");
         let mut slots = Slots::new(10);
         slots.claim(2, 2);
         slots.map(Mapping { first: 2, count: 2, handle });

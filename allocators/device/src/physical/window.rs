@@ -182,11 +182,23 @@ mod tests {
 
     const SLOT: u64 = 100;
 
-    fn find(backed: &[(u64, u64)], bare: &[(u64, u64)], bytes: u64) -> Option<(u64, Vec<(u64, u64)>)> {
+    fn find(
+        backed: &[(u64, u64)],
+        bare: &[(u64, u64)],
+        bytes: u64,
+    ) -> Option<(u64, Vec<(u64, u64)>)> {
         let backed = backed.iter().map(|&(start, len)| Range { start, len });
         let bump = Bump::new();
-        best(&bump, backed, bare.iter().copied(), Grid { base: 0, slot: SLOT }, bytes, 1, Fit::Lowest)
-            .map(|w| (w.block.start, w.missing.to_vec()))
+        best(
+            &bump,
+            backed,
+            bare.iter().copied(),
+            Grid { base: 0, slot: SLOT },
+            bytes,
+            1,
+            Fit::Lowest,
+        )
+        .map(|w| (w.block.start, w.missing.to_vec()))
     }
 
     #[test]
@@ -214,7 +226,8 @@ mod tests {
     }
 
     #[test]
-    fn of_windows_that_need_as_much_the_one_that_pins_the_fewest_handles_wins_where_memory_is_tight() {
+    fn of_windows_that_need_as_much_the_one_that_pins_the_fewest_handles_wins_where_memory_is_tight()
+     {
         // At 0 two whole slots, free and backed; at 550 and 650 parts of slots that are in use.
         let backed = [(0, 200), (550, 110)].map(|(start, len)| Range { start, len });
         let at = |fit| {
@@ -230,9 +243,14 @@ mod tests {
     fn a_block_pins_the_slots_that_are_free_without_it() {
         let grid = Grid { base: 1000, slot: SLOT };
         let free = Range { start: 1050, len: 400 };
-        for (start, len, pins) in
-            [(1050, 50, 0), (1050, 51, 1), (1100, 100, 1), (1199, 2, 2), (1300, 150, 1), (1050, 400, 3)]
-        {
+        for (start, len, pins) in [
+            (1050, 50, 0),
+            (1050, 51, 1),
+            (1100, 100, 1),
+            (1199, 2, 2),
+            (1300, 150, 1),
+            (1050, 400, 3),
+        ] {
             assert_eq!(grid.pins(free, Range { start, len }), pins, "{start}, {len}");
         }
     }
@@ -244,7 +262,8 @@ mod tests {
             let kind = |slot: u32| layout / 3u32.pow(slot) % 3;
             let backed: Vec<(u64, u64)> =
                 (0..6).filter(|&s| kind(s) == 1).map(|s| (u64::from(s) * SLOT, SLOT)).collect();
-            let bare: Vec<(u64, u64)> = (0..6).filter(|&s| kind(s) == 2).map(|s| (u64::from(s), 1)).collect();
+            let bare: Vec<(u64, u64)> =
+                (0..6).filter(|&s| kind(s) == 2).map(|s| (u64::from(s), 1)).collect();
             for bytes in [30, 100, 130, 250] {
                 let need = |start: u64| {
                     let slots = start / SLOT..(start + bytes).div_ceil(SLOT);

@@ -120,7 +120,8 @@ impl StableBlock {
     pub fn export_fabric(&self) -> Result<Exported> {
         let _site = site::enter();
         let handle = self.exportable(ExportTypes::FABRIC)?;
-        let name = self.apart.driver.handle_export_fabric(handle.raw()).map_err(|e| self.apart.lost(e))?;
+        let name =
+            self.apart.driver.handle_export_fabric(handle.raw()).map_err(|e| self.apart.lost(e))?;
         Ok(self.exported(By::Fabric(name), handle))
     }
 

@@ -157,7 +157,11 @@ impl AllocationProperties {
     pub(super) fn exportable_on(device: DeviceId, types: ExportTypes) -> Self {
         let fd = if types.posix_fd { HANDLE_POSIX_FD } else { HANDLE_NONE };
         let fabric = if types.fabric { HANDLE_FABRIC } else { HANDLE_NONE };
-        Self { handle_types: fd | fabric, rdma_capable: c_uchar::from(types.rdma), ..Self::pinned_on(device) }
+        Self {
+            handle_types: fd | fabric,
+            rdma_capable: c_uchar::from(types.rdma),
+            ..Self::pinned_on(device)
+        }
     }
 }
 

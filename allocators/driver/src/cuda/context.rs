@@ -61,7 +61,9 @@ impl Primary {
         }
         let mut context: Object = std::ptr::null_mut();
         // SAFETY: 1. `context` is writable. 2. the device is one that the driver counted.
-        answer("cuDevicePrimaryCtxRetain", unsafe { (table.context_retain)(&raw mut context, self.device) })?;
+        answer("cuDevicePrimaryCtxRetain", unsafe {
+            (table.context_retain)(&raw mut context, self.device)
+        })?;
         let context = handle(context);
         if self.context.set(context).is_err() {
             // Another thread was first. Both hold the same context, so the second hold is one too many.
@@ -122,7 +124,9 @@ impl Drop for Bound<'_> {
 impl CudaDriver {
     /// The device, or the error that the driver has for one that is not there.
     pub(super) fn primary(&self, device: DeviceId) -> Result<&Primary> {
-        self.devices.get(device.0 as usize).ok_or_else(|| codes::error("cuDeviceGet", codes::INVALID_DEVICE))
+        self.devices
+            .get(device.0 as usize)
+            .ok_or_else(|| codes::error("cuDeviceGet", codes::INVALID_DEVICE))
     }
 
     /// Makes the device's primary context current on this thread for as long as the answer lives.
@@ -131,7 +135,12 @@ impl CudaDriver {
     }
 
     /// Counts a call and makes it, in a device's context.
-    pub(super) fn call(&self, call: Call, device: DeviceId, make: impl FnOnce(&Table) -> u32) -> Result<()> {
+    pub(super) fn call(
+        &self,
+        call: Call,
+        device: DeviceId,
+        make: impl FnOnce(&Table) -> u32,
+    ) -> Result<()> {
         self.calls.add(call);
         let _bound = self.bind(device).inspect_err(|error| self.note(device, error))?;
         answer(call.name(), make(&self.table)).inspect_err(|error| self.note(device, error))
@@ -170,18 +179,30 @@ impl CudaDriver {
     }
 
     /// The same for a question whose answer may be "not yet".
-    pub(super) fn ask(&self, call: Call, device: DeviceId, make: impl FnOnce(&Table) -> u32) -> Result<bool> {
+    pub(super) fn ask(
+        &self,
+        call: Call,
+        device: DeviceId,
+        make: impl FnOnce(&Table) -> u32,
+    ) -> Result<bool> {
         self.calls.add(call);
         let _bound = self.bind(device).inspect_err(|error| self.note(device, error))?;
         match make(&self.table) {
             codes::NOT_READY => Ok(false),
-            code => answer(call.name(), code).map(|()| true).inspect_err(|error| self.note(device, error)),
+            code => answer(call.name(), code)
+                .map(|()| true)
+                .inspect_err(|error| self.note(device, error)),
         }
     }
 
     /// The same for a call that ends something. When the process exits, the driver may be torn down before its users,
     /// and has taken all of their objects with it: that is what they asked for, and no error.
-    pub(super) fn end(&self, call: Call, device: DeviceId, make: impl FnOnce(&Table) -> u32) -> Result<()> {
+    pub(super) fn end(
+        &self,
+        call: Call,
+        device: DeviceId,
+        make: impl FnOnce(&Table) -> u32,
+    ) -> Result<()> {
         match self.call(call, device, make) {
             Err(e) if e.code == codes::DEINITIALIZED => Ok(()),
             other => other,

@@ -14,8 +14,9 @@ impl CudaDriver {
     fn device_at(&self, address: u64) -> Option<DeviceId> {
         let mut ordinal = -1i32;
         // SAFETY: 1. `ordinal` is as large as the attribute. An address that is nobody's is refused.
-        let code =
-            unsafe { (self.table.pointer_attribute)((&raw mut ordinal).cast(), POINTER_DEVICE, address) };
+        let code = unsafe {
+            (self.table.pointer_attribute)((&raw mut ordinal).cast(), POINTER_DEVICE, address)
+        };
         answer("cuPointerGetAttribute", code).ok()?;
         u32::try_from(ordinal).ok().map(DeviceId)
     }
@@ -55,19 +56,35 @@ unsafe impl Copies for CudaDriver {
         self.call(Call::CopyToDevice, stream.device(), |table| {
             // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all else that touches them.
             // 2. the handle is alive.
-            unsafe { (table.copy_to_device)(to, from.as_ptr().cast(), bytes, object(stream.handle())) }
+            unsafe {
+                (table.copy_to_device)(to, from.as_ptr().cast(), bytes, object(stream.handle()))
+            }
         })
     }
 
-    unsafe fn copy_to_host(&self, stream: RawStream, to: NonNull<u8>, from: u64, bytes: usize) -> Result<()> {
+    unsafe fn copy_to_host(
+        &self,
+        stream: RawStream,
+        to: NonNull<u8>,
+        from: u64,
+        bytes: usize,
+    ) -> Result<()> {
         self.call(Call::CopyToHost, stream.device(), |table| {
             // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all else that touches them.
             // 2. the handle is alive.
-            unsafe { (table.copy_to_host)(to.as_ptr().cast(), from, bytes, object(stream.handle())) }
+            unsafe {
+                (table.copy_to_host)(to.as_ptr().cast(), from, bytes, object(stream.handle()))
+            }
         })
     }
 
-    unsafe fn copy_on_device(&self, stream: RawStream, to: u64, from: u64, bytes: u64) -> Result<()> {
+    unsafe fn copy_on_device(
+        &self,
+        stream: RawStream,
+        to: u64,
+        from: u64,
+        bytes: u64,
+    ) -> Result<()> {
         let Some((source, destination)) = self.apart(from, to) else {
             return self.call(Call::CopyOnDevice, stream.device(), |table| {
                 // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all else that touches
@@ -82,7 +99,14 @@ unsafe impl Copies for CudaDriver {
             let (source, destination) = (object(source), object(destination));
             // SAFETY: 1. as above. 2. both contexts are retained.
             unsafe {
-                (table.copy_between)(to, destination, from, source, bytes as usize, object(stream.handle()))
+                (table.copy_between)(
+                    to,
+                    destination,
+                    from,
+                    source,
+                    bytes as usize,
+                    object(stream.handle()),
+                )
             }
         })
     }
@@ -123,7 +147,13 @@ unsafe impl Copies for CudaDriver {
         unsafe { self.copy_rows(stream, &copy) }
     }
 
-    unsafe fn fill_with(&self, stream: RawStream, to: u64, pattern: Pattern, count: u64) -> Result<()> {
+    unsafe fn fill_with(
+        &self,
+        stream: RawStream,
+        to: u64,
+        pattern: Pattern,
+        count: u64,
+    ) -> Result<()> {
         let (call, _) = Call::fills(pattern);
         self.call(call, stream.device(), |table| {
             let (count, stream) = (count as usize, object(stream.handle()));
@@ -156,8 +186,12 @@ unsafe impl Copies for CudaDriver {
             unsafe {
                 match pattern {
                     Pattern::Byte(byte) => (table.fill_2d)(to, pitch, byte, width, height, stream),
-                    Pattern::Half(half) => (table.fill_2d_16)(to, pitch, half, width, height, stream),
-                    Pattern::Word(word) => (table.fill_2d_32)(to, pitch, word, width, height, stream),
+                    Pattern::Half(half) => {
+                        (table.fill_2d_16)(to, pitch, half, width, height, stream)
+                    }
+                    Pattern::Word(word) => {
+                        (table.fill_2d_32)(to, pitch, word, width, height, stream)
+                    }
                 }
             }
         })

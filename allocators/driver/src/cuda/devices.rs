@@ -26,7 +26,8 @@ impl CudaDriver {
         let mut value = 0;
         // SAFETY: 1. `value` is writable. 2. the device is one that the driver counted. An attribute it does not know
         // is refused.
-        let code = unsafe { (self.table.device_attribute)(&raw mut value, attribute as u32, device) };
+        let code =
+            unsafe { (self.table.device_attribute)(&raw mut value, attribute as u32, device) };
         answer("cuDeviceGetAttribute", code).map(|()| value)
     }
 
@@ -39,7 +40,11 @@ impl CudaDriver {
         let mut buffer = [0u8; TEXT];
         // SAFETY: 1. the buffer is writable for the length that is given. 2. the device is one that the driver counted.
         let code = unsafe {
-            (self.table.device_name)(buffer.as_mut_ptr().cast::<c_char>(), buffer.len() as c_int, device)
+            (self.table.device_name)(
+                buffer.as_mut_ptr().cast::<c_char>(),
+                buffer.len() as c_int,
+                device,
+            )
         };
         answer("cuDeviceGetName", code).map(|()| text(&buffer))
     }
@@ -72,7 +77,11 @@ impl CudaDriver {
         let mut granularity = 0;
         // SAFETY: 1. `granularity` is writable. 2. `properties` are laid out as the driver expects, and only read.
         let code = unsafe {
-            (self.table.granularity)(&raw mut granularity, &raw const properties, GRANULARITY_MINIMUM)
+            (self.table.granularity)(
+                &raw mut granularity,
+                &raw const properties,
+                GRANULARITY_MINIMUM,
+            )
         };
         answer("cuMemGetAllocationGranularity", code).map(|()| granularity as u64)
     }
@@ -99,8 +108,9 @@ unsafe impl Devices for CudaDriver {
         info.compute_capability =
             (capability(Attribute::CapabilityMajor)?, capability(Attribute::CapabilityMinor)?);
         info.pci_address = self.pci_address(number);
-        let node =
-            |attribute| self.attribute(number, attribute).ok().and_then(|node| u32::try_from(node).ok());
+        let node = |attribute| {
+            self.attribute(number, attribute).ok().and_then(|node| u32::try_from(node).ok())
+        };
         info.host_node = node(Attribute::HostNumaId);
         // Without a node of its own the device's answer to the second means nothing.
         info.memory_node =
@@ -135,7 +145,9 @@ unsafe impl Devices for CudaDriver {
         self.calls.add(Call::DriverVersion);
         let mut version = 0;
         // SAFETY: 1. `version` is writable.
-        answer(Call::DriverVersion.name(), unsafe { (self.table.driver_version)(&raw mut version) })?;
+        answer(Call::DriverVersion.name(), unsafe {
+            (self.table.driver_version)(&raw mut version)
+        })?;
         Ok(version.unsigned_abs())
     }
 

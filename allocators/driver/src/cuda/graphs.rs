@@ -6,7 +6,9 @@ use super::{
     abi::{self, object},
     codes::answer,
 };
-use crate::{Call, CaptureMode, CaptureStatus, Graphs, OnRelease, RawGraph, RawGraphExec, RawStream, Result};
+use crate::{
+    Call, CaptureMode, CaptureStatus, Graphs, OnRelease, RawGraph, RawGraphExec, RawStream, Result,
+};
 use std::{ffi::c_void, ptr};
 
 // SAFETY: 1. to 4. handles are the driver's own and its answers are passed on as they are; what
@@ -107,7 +109,12 @@ unsafe impl Graphs for CudaDriver {
         self.call(Call::GraphRetain, graph.device(), |table| {
             // SAFETY: 1. the graph is alive, and the object, whose one reference is ours and becomes the graph's.
             unsafe {
-                (table.graph_retain)(object(graph.handle()), user_object, 1, abi::GRAPH_USER_OBJECT_MOVE)
+                (table.graph_retain)(
+                    object(graph.handle()),
+                    user_object,
+                    1,
+                    abi::GRAPH_USER_OBJECT_MOVE,
+                )
             }
         })
         .inspect_err(|_| {

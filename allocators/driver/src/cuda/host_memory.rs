@@ -28,7 +28,8 @@ unsafe impl HostMemory for CudaDriver {
             unsafe { (table.host_alloc)(&raw mut address, bytes, bits) }
         })?;
         // The driver does not succeed without memory; if it did, out of memory would be the word for it.
-        NonNull::new(address.cast()).ok_or_else(|| codes::error(Call::HostAlloc.name(), codes::OUT_OF_MEMORY))
+        NonNull::new(address.cast())
+            .ok_or_else(|| codes::error(Call::HostAlloc.name(), codes::OUT_OF_MEMORY))
     }
 
     unsafe fn host_free(&self, device: DeviceId, address: NonNull<u8>) -> Result<()> {

@@ -16,7 +16,12 @@ impl CudaDriver {
     ///
     /// # Safety
     /// 1. `shareable` is what `kind` says, and stays so until this returns.
-    unsafe fn import(&self, device: DeviceId, shareable: *mut c_void, kind: u32) -> Result<PhysicalHandle> {
+    unsafe fn import(
+        &self,
+        device: DeviceId,
+        shareable: *mut c_void,
+        kind: u32,
+    ) -> Result<PhysicalHandle> {
         let mut handle = 0;
         self.call(Call::HandleImport, device, |table| {
             // SAFETY: 1. `handle` is writable. 2. `shareable` is what `kind` says, by the caller's word.
@@ -39,7 +44,9 @@ unsafe impl Ipc for CudaDriver {
         let mut handle = 0;
         self.call(Call::HandleCreate, device, |table| {
             // SAFETY: 1. `handle` is writable. 2. `properties` are laid out as the driver expects, and only read.
-            unsafe { (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0) }
+            unsafe {
+                (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0)
+            }
         })?;
         // SAFETY: 1. the driver has just given it out for this device.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
@@ -49,7 +56,9 @@ unsafe impl Ipc for CudaDriver {
         let mut fd: c_int = -1;
         self.call(Call::HandleExport, handle.device(), |table| {
             // SAFETY: 1. the handle is alive. 2. `fd` is as large as what this type of handle is told by.
-            unsafe { (table.handle_export)((&raw mut fd).cast(), handle.handle(), HANDLE_POSIX_FD, 0) }
+            unsafe {
+                (table.handle_export)((&raw mut fd).cast(), handle.handle(), HANDLE_POSIX_FD, 0)
+            }
         })?;
         // SAFETY: 1. the driver has just opened it for us.
         Ok(unsafe { OwnedFd::from_raw_fd(fd) })
@@ -59,7 +68,9 @@ unsafe impl Ipc for CudaDriver {
         let mut name = FabricHandle([0; 64]);
         self.call(Call::HandleExport, handle.device(), |table| {
             // SAFETY: 1. the handle is alive. 2. `name` is as large as what this type of handle is told by.
-            unsafe { (table.handle_export)((&raw mut name.0).cast(), handle.handle(), HANDLE_FABRIC, 0) }
+            unsafe {
+                (table.handle_export)((&raw mut name.0).cast(), handle.handle(), HANDLE_FABRIC, 0)
+            }
         })?;
         Ok(name)
     }
@@ -70,7 +81,11 @@ unsafe impl Ipc for CudaDriver {
         unsafe { self.import(device, number, HANDLE_POSIX_FD) }
     }
 
-    unsafe fn handle_import_fabric(&self, device: DeviceId, name: &FabricHandle) -> Result<PhysicalHandle> {
+    unsafe fn handle_import_fabric(
+        &self,
+        device: DeviceId,
+        name: &FabricHandle,
+    ) -> Result<PhysicalHandle> {
         let mut name = *name;
         // SAFETY: 1. `name` is the 64 bytes that this type is told by, and lives until the call has returned.
         unsafe { self.import(device, (&raw mut name.0).cast(), HANDLE_FABRIC) }

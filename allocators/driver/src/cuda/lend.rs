@@ -73,7 +73,8 @@ use super::codes;
 use crate::{Access, DeviceId, KeepAlive, OperandMut, Typed};
 use aquifer_core::{MemoryError, Result};
 use cudarc::driver::{
-    CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, LaunchArgs, PushKernelArg, SyncOnDrop,
+    CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, LaunchArgs, PushKernelArg,
+    SyncOnDrop,
     sys::{CUdeviceptr, CUresult},
 };
 use std::{
@@ -170,9 +171,13 @@ fn recorded<T>(stream: &CudaStream, result: Result<T>) -> Option<T> {
 /// The nearest of the driver's codes: cudarc's context has room for nothing else.
 fn code_of(error: &MemoryError) -> CUresult {
     match error {
-        MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+        MemoryError::OutOfBudget(_) | MemoryError::OutOfMemory(_) => {
+            CUresult::CUDA_ERROR_OUT_OF_MEMORY
+        }
         MemoryError::WrongDevice { .. } => CUresult::CUDA_ERROR_INVALID_DEVICE,
-        MemoryError::UnknownId | MemoryError::OtherThread { .. } => CUresult::CUDA_ERROR_INVALID_HANDLE,
+        MemoryError::UnknownId | MemoryError::OtherThread { .. } => {
+            CUresult::CUDA_ERROR_INVALID_HANDLE
+        }
         MemoryError::Busy { .. } => CUresult::CUDA_ERROR_NOT_PERMITTED,
         MemoryError::Unsupported { .. } => CUresult::CUDA_ERROR_NOT_SUPPORTED,
         MemoryError::TimedOut => CUresult::CUDA_ERROR_TIMEOUT,
@@ -256,7 +261,9 @@ impl<B: Typed + OperandMut + ?Sized> DevicePtrMut<B::Item> for LentMut<'_, B> {
 #[expect(unsafe_code, reason = "cudarc's trait is unsafe to implement")]
 // SAFETY: 1. a kernel's argument is a pointer to its value; this one is a u64 that lives as long as the borrow, which is
 // as long as the launch is being built.
-unsafe impl<'a, 'b: 'a, 'c: 'b, B: Typed + ?Sized> PushKernelArg<&'b Lent<'c, B>> for LaunchArgs<'a> {
+unsafe impl<'a, 'b: 'a, 'c: 'b, B: Typed + ?Sized> PushKernelArg<&'b Lent<'c, B>>
+    for LaunchArgs<'a>
+{
     #[inline(always)]
     fn arg(&mut self, lent: &'b Lent<'c, B>) -> &mut Self {
         self.arg(&lent.address)

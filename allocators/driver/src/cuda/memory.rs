@@ -45,8 +45,9 @@ unsafe impl Memory for CudaDriver {
         // What is freed stays in the pool: its default is to give everything back at each synchronisation.
         let mut threshold = u64::MAX;
         // SAFETY: 1. the pool has just been made. 2. `threshold` is as large as the attribute, and only read.
-        let code =
-            unsafe { (self.table.pool_set)(pool, abi::POOL_RELEASE_THRESHOLD, (&raw mut threshold).cast()) };
+        let code = unsafe {
+            (self.table.pool_set)(pool, abi::POOL_RELEASE_THRESHOLD, (&raw mut threshold).cast())
+        };
         if let Err(refused) = answer("cuMemPoolSetAttribute", code) {
             // SAFETY: 1. nobody else has seen the pool.
             // The refusal above is the one to tell.

@@ -15,7 +15,9 @@ unsafe impl Physical for CudaDriver {
         let mut address = 0;
         self.call(Call::AddressReserve, device, |table| {
             // SAFETY: 1. `address` is writable.
-            unsafe { (table.address_reserve)(&raw mut address, bytes as usize, align as usize, 0, 0) }
+            unsafe {
+                (table.address_reserve)(&raw mut address, bytes as usize, align as usize, 0, 0)
+            }
         })?;
         Ok(address)
     }
@@ -32,7 +34,9 @@ unsafe impl Physical for CudaDriver {
         let mut handle = 0;
         self.call(Call::HandleCreate, device, |table| {
             // SAFETY: 1. `handle` is writable. 2. `properties` are laid out as the driver expects, and only read.
-            unsafe { (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0) }
+            unsafe {
+                (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0)
+            }
         })?;
         // SAFETY: 1. the driver has just given it out for this device.
         Ok(unsafe { PhysicalHandle::from_raw(device, handle) })
@@ -64,7 +68,8 @@ unsafe impl Physical for CudaDriver {
             self.calls.add(Call::SetAccess);
             return Err(codes::error(Call::SetAccess.name(), codes::INVALID_VALUE));
         };
-        let access: Vec<_> = devices.iter().map(|&device| AccessDescription::read_write(device)).collect();
+        let access: Vec<_> =
+            devices.iter().map(|&device| AccessDescription::read_write(device)).collect();
         self.call(Call::SetAccess, first, |table| {
             // SAFETY: 1. `access` is readable for its length, and laid out as the driver expects.
             unsafe { (table.set_access)(address, bytes as usize, access.as_ptr(), access.len()) }

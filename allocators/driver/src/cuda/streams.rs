@@ -71,7 +71,9 @@ unsafe impl Streams for CudaDriver {
     unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool> {
         self.call(Call::StreamWriteValue, stream.device(), |table| {
             // SAFETY: 1. the handle is alive. 2. the word is the device's to write until then, by the caller's word.
-            unsafe { (table.stream_write_value)(object(stream.handle()), word.as_ptr() as u64, value, 0) }
+            unsafe {
+                (table.stream_write_value)(object(stream.handle()), word.as_ptr() as u64, value, 0)
+            }
         })?;
         for _ in 0..LOOKS {
             // What the device has written before it is seen with it.

@@ -38,7 +38,9 @@ impl fmt::Display for Agent {
             Self::Host { agent: 0 } => f.write_str("the host"),
             Self::Host { agent } => write!(f, "host agent {agent}"),
             Self::Stream { device, id } => write!(f, "stream {id} of {device}"),
-            Self::Graph { device, id } => write!(f, "a branch of executable graph {id} of {device}"),
+            Self::Graph { device, id } => {
+                write!(f, "a branch of executable graph {id} of {device}")
+            }
         }
     }
 }

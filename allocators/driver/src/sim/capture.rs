@@ -105,7 +105,11 @@ impl Captures {
 
 impl State {
     /// Opens a capture on a stream.
-    pub(crate) fn begin_capture(&mut self, stream: RawStream, mode: CaptureMode) -> Result<(), Refused> {
+    pub(crate) fn begin_capture(
+        &mut self,
+        stream: RawStream,
+        mode: CaptureMode,
+    ) -> Result<(), Refused> {
         let place = self.stream(stream)?;
         if self.streams[place].kind == Kind::Legacy {
             return Err(codes::CAPTURE_UNSUPPORTED);
@@ -155,7 +159,9 @@ impl State {
     /// Whether the capture that a stream takes part in was begun there.
     fn began(&self, place: usize) -> bool {
         let capture = self.streams[place].capture.and_then(|id| self.captures.open.get(&id));
-        capture.is_some_and(|capture| capture.members.first().is_some_and(|origin| origin.stream == place))
+        capture.is_some_and(|capture| {
+            capture.members.first().is_some_and(|origin| origin.stream == place)
+        })
     }
 
     /// Sets all streams of a capture free.
@@ -194,7 +200,8 @@ impl State {
             return if valid { Ok(true) } else { Err(codes::CAPTURE_INVALIDATED) };
         }
         // Work that implies an order with a capturing stream cannot be given one.
-        let implied = self.implied(stream).into_iter().find_map(|other| self.streams[other].capture);
+        let implied =
+            self.implied(stream).into_iter().find_map(|other| self.streams[other].capture);
         match implied {
             Some(id) => {
                 self.captures.invalidate(id);
@@ -213,7 +220,9 @@ impl State {
             self.kept.keepers(u.range.address, u.range.bytes, &mut capture.keepers);
         }
         let node = capture.nodes.len();
-        let Some(branch) = capture.members.iter().position(|member| member.stream == stream) else { return };
+        let Some(branch) = capture.members.iter().position(|member| member.stream == stream) else {
+            return;
+        };
         let after = std::mem::replace(&mut capture.members[branch].tail, vec![node]);
         capture.nodes.push(Node { task, uses, branch, after });
     }
@@ -228,7 +237,9 @@ impl State {
     /// A query of, or a wait for, an event that was recorded in a capture: while that is open it says so, and later it is
     /// no event that there is.
     pub(crate) fn refuse_captured(&mut self, event: RawEvent) -> Result<(), Refused> {
-        let Some(capture) = self.event(event)?.captured.as_ref().map(|at| at.capture) else { return Ok(()) };
+        let Some(capture) = self.event(event)?.captured.as_ref().map(|at| at.capture) else {
+            return Ok(());
+        };
         let open = self.captures.open.contains_key(&capture);
         Err(if open { codes::CAPTURED_EVENT } else { codes::INVALID_VALUE })
     }
@@ -245,19 +256,27 @@ impl State {
     }
 
     /// A stream waits for an event that was recorded in a capture, or captures itself. Whether that was all.
-    pub(crate) fn captured_wait(&mut self, stream: usize, event: Option<Captured>) -> Result<bool, Refused> {
+    pub(crate) fn captured_wait(
+        &mut self,
+        stream: usize,
+        event: Option<Captured>,
+    ) -> Result<bool, Refused> {
         match (self.streams[stream].capture, event) {
             (None, None) => Ok(false),
             (mine, Some(event)) if mine.is_none_or(|mine| mine == event.capture) => {
                 // One that is over, or broken, cannot be joined.
-                let refused = if mine.is_some() { codes::CAPTURE_INVALIDATED } else { codes::INVALID_VALUE };
+                let refused =
+                    if mine.is_some() { codes::CAPTURE_INVALIDATED } else { codes::INVALID_VALUE };
                 let device = self.streams[stream].device;
                 let open = self.captures.open.get_mut(&event.capture);
                 let capture = open.filter(|capture| capture.valid).ok_or(refused)?;
                 match capture.member(stream) {
                     Some(member) => {
-                        let new: Vec<_> =
-                            event.tail.into_iter().filter(|node| !member.tail.contains(node)).collect();
+                        let new: Vec<_> = event
+                            .tail
+                            .into_iter()
+                            .filter(|node| !member.tail.contains(node))
+                            .collect();
                         member.tail.extend(new);
                     }
                     None => capture.members.push(Member { stream, device, tail: event.tail }),

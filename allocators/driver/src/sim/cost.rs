@@ -38,7 +38,9 @@ pub struct Costs {
 impl fmt::Debug for Costs {
     /// One figure of the table, to tell tables apart.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Costs").field("create", &self.of(Call::HandleCreate, 2 * MIB)).finish_non_exhaustive()
+        f.debug_struct("Costs")
+            .field("create", &self.of(Call::HandleCreate, 2 * MIB))
+            .finish_non_exhaustive()
     }
 }
 
@@ -52,10 +54,20 @@ impl Costs {
     pub const fn h200() -> Self {
         Self {
             create: &[(2 * MIB, 6_000), (32 * MIB, 11_600), (512 * MIB, 12_000), (8 * GIB, 53_000)],
-            release: &[(2 * MIB, 7_900), (32 * MIB, 14_500), (512 * MIB, 115_000), (8 * GIB, 1_861_000)],
+            release: &[
+                (2 * MIB, 7_900),
+                (32 * MIB, 14_500),
+                (512 * MIB, 115_000),
+                (8 * GIB, 1_861_000),
+            ],
             map: &[(2 * MIB, 500), (512 * MIB, 600), (8 * GIB, 800)],
             unmap: &[(2 * MIB, 12_000), (32 * MIB, 19_400), (512 * MIB, 23_300), (8 * GIB, 85_000)],
-            set_access: &[(2 * MIB, 17_300), (32 * MIB, 37_200), (512 * MIB, 47_900), (8 * GIB, 221_000)],
+            set_access: &[
+                (2 * MIB, 17_300),
+                (32 * MIB, 37_200),
+                (512 * MIB, 47_900),
+                (8 * GIB, 221_000),
+            ],
             peer_access: 1_000_000,
             reserve: &[(2 * MIB, 800), (32 * MIB, 1_600), (8 * GIB, 2_100)],
             // Half of an alloc and free pair.
@@ -67,8 +79,18 @@ impl Costs {
                 (GIB, 311_000_000),
                 (8 * GIB, 4_397_000_000),
             ],
-            host_free: &[(MIB, 200_000), (64 * MIB, 5_000_000), (GIB, 80_000_000), (8 * GIB, 729_000_000)],
-            register: &[(4 * KIB, 20_000), (256 * MIB, 5_000_000), (GIB, 20_000_000), (8 * GIB, 160_000_000)],
+            host_free: &[
+                (MIB, 200_000),
+                (64 * MIB, 5_000_000),
+                (GIB, 80_000_000),
+                (8 * GIB, 729_000_000),
+            ],
+            register: &[
+                (4 * KIB, 20_000),
+                (256 * MIB, 5_000_000),
+                (GIB, 20_000_000),
+                (8 * GIB, 160_000_000),
+            ],
             unregister: &[(4 * KIB, 15_000), (GIB, 16_000_000), (8 * GIB, 130_000_000)],
             free_calls: false,
         }
@@ -162,11 +184,16 @@ impl Costs {
 /// The curve's value at a size.
 fn at(curve: Curve, bytes: u64) -> u64 {
     let after = curve.partition_point(|&(size, _)| size < bytes);
-    let (Some(&(low, cheap)), Some(&(high, dear))) = (curve.get(after.saturating_sub(1)), curve.get(after))
+    let (Some(&(low, cheap)), Some(&(high, dear))) =
+        (curve.get(after.saturating_sub(1)), curve.get(after))
     else {
         // Beyond the last: as much per byte as there.
         return curve.last().map_or(0, |&(size, cost)| {
-            if bytes > size { (u128::from(cost) * u128::from(bytes) / u128::from(size)) as u64 } else { cost }
+            if bytes > size {
+                (u128::from(cost) * u128::from(bytes) / u128::from(size)) as u64
+            } else {
+                cost
+            }
         });
     };
     if after == 0 || high == low {

@@ -139,7 +139,12 @@ impl StallGuard {
             if left.is_zero() {
                 return false;
             }
-            held = self.stalls.changed.wait_timeout(held, left).unwrap_or_else(PoisonError::into_inner).0;
+            held = self
+                .stalls
+                .changed
+                .wait_timeout(held, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 }
@@ -160,7 +165,8 @@ mod tests {
     fn a_rule_fails_the_call_it_counts_to_and_no_other() {
         let mut faults = Faults::default();
         faults.add(Call::Map, 3, 0, 2);
-        let met: Vec<_> = (0..5).map(|_| (faults.meet(Call::Unmap), faults.meet(Call::Map))).collect();
+        let met: Vec<_> =
+            (0..5).map(|_| (faults.meet(Call::Unmap), faults.meet(Call::Map))).collect();
         assert_eq!(met, [(None, None), (None, None), (None, Some(2)), (None, None), (None, None)]);
     }
 

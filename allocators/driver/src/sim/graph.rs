@@ -135,8 +135,10 @@ impl State {
         }
         self.graphs.made += 1;
         let agent = Agent::Graph { device, id: self.graphs.made };
-        let branches =
-            branches.into_iter().skip(1).map(|device| self.make_stream_of(device, Kind::Branch, Some(agent)));
+        let branches = branches
+            .into_iter()
+            .skip(1)
+            .map(|device| self.make_stream_of(device, Kind::Branch, Some(agent)));
         let branches = branches.collect();
         Ok(self.graphs.execs.insert(Exec { device, nodes, keepers, branches, last: None, holds }))
     }
@@ -168,7 +170,9 @@ impl State {
             Some(last) if last.stream == stream && self.oracle => {
                 self.streams[stream].clock.join(&last.clock);
             }
-            Some(last) if last.stream != stream => self.after(stream, &last, "graph launch before", site),
+            Some(last) if last.stream != stream => {
+                self.after(stream, &last, "graph launch before", site)
+            }
             _ => {}
         }
         self.settle(stream);
@@ -179,9 +183,11 @@ impl State {
         // Where each node stands, as far as another branch may ask.
         let mut points = Vec::new();
         for node in &*nodes {
-            let place = |branch: usize| branch.checked_sub(1).map_or(stream, |other| branches[other]);
+            let place =
+                |branch: usize| branch.checked_sub(1).map_or(stream, |other| branches[other]);
             let at = place(node.branch);
-            for &before in node.after.iter().filter(|&&before| nodes[before].branch != node.branch) {
+            for &before in node.after.iter().filter(|&&before| nodes[before].branch != node.branch)
+            {
                 self.after(at, &points[before], name, site);
             }
             let origin = Origin { launch: site, uses: &node.uses, keepers: &keepers };

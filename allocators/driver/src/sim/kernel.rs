@@ -132,6 +132,8 @@ impl<'a> KernelMemory<'a> {
         };
         // SAFETY: 1. The range can be written while `self` is borrowed, by the field's promise. 2. No other slice of
         // these bytes lives meanwhile: `self` is borrowed whole, and nobody else has them.
-        unsafe { std::slice::from_raw_parts_mut(u.range.address as *mut u8, u.range.bytes as usize) }
+        unsafe {
+            std::slice::from_raw_parts_mut(u.range.address as *mut u8, u.range.bytes as usize)
+        }
     }
 }

@@ -113,7 +113,9 @@ impl Ledger {
         let whole = offset == 0 && end == self.bytes;
         match &mut self.cells {
             Cells::Whole(cell) if whole => {
-                cell.act(mark, clock, |earlier| found.push(Finding::race(earlier, mark.act, base, bytes)));
+                cell.act(mark, clock, |earlier| {
+                    found.push(Finding::race(earlier, mark.act, base, bytes))
+                });
                 return;
             }
             Cells::Whole(cell) => {
@@ -198,7 +200,14 @@ mod tests {
         let mut found = Vec::new();
         for offset in 0..10 {
             let count = offset + 1;
-            ledger.act(0, offset * 10, 10, &mark(0, count, Act::Write), &clock(&[(0, count)]), &mut found);
+            ledger.act(
+                0,
+                offset * 10,
+                10,
+                &mark(0, count, Act::Write),
+                &clock(&[(0, count)]),
+                &mut found,
+            );
         }
         ledger.act(0, 0, 100, &mark(0, 11, Act::Write), &clock(&[(0, 11)]), &mut found);
         assert!(matches!(ledger.cells, Cells::Whole(_)));

@@ -53,7 +53,13 @@ impl State {
 
     /// Checks one use by work of a graph that is launched, which meant the memory as it was when it was captured. What is
     /// kept for the graph it may touch, whosever it is by now.
-    pub(crate) fn check_captured(&mut self, stream: usize, u: &Use, mark: Mark, keepers: &[u64]) -> bool {
+    pub(crate) fn check_captured(
+        &mut self,
+        stream: usize,
+        u: &Use,
+        mark: Mark,
+        keepers: &[u64],
+    ) -> bool {
         if !self.oracle || !self.kept.holds(u.range.address, u.range.bytes, keepers) {
             return self.check(stream, u, mark);
         }
@@ -75,7 +81,11 @@ impl State {
                 continue;
             }
             self.owners.blocks(u.range.address, u.range.bytes, |address, bytes, generation| {
-                pieces.push(Use { range: DeviceRange { address, bytes, ..u.range }, generation, ..*u });
+                pieces.push(Use {
+                    range: DeviceRange { address, bytes, ..u.range },
+                    generation,
+                    ..*u
+                });
             });
         }
         pieces
@@ -94,7 +104,14 @@ impl State {
     }
 
     /// Checks a copy's host side.
-    pub(crate) fn check_host(&mut self, stream: usize, address: u64, bytes: u64, act: Act, mark: Mark) {
+    pub(crate) fn check_host(
+        &mut self,
+        stream: usize,
+        address: u64,
+        bytes: u64,
+        act: Act,
+        mark: Mark,
+    ) {
         if self.oracle && bytes > 0 {
             self.checked += 1;
             let mark = Mark { act, ..mark };
@@ -108,7 +125,10 @@ impl State {
     pub(crate) fn report(&mut self, mut found: Vec<Finding>, later: Mark, on: Option<DeviceId>) {
         // One action that meets the same earlier one in several intervals is one fault.
         found.dedup_by_key(|finding| {
-            (finding.kind, finding.earlier.map(|mark| (mark.slot, mark.count, std::ptr::from_ref(mark.site))))
+            (
+                finding.kind,
+                finding.earlier.map(|mark| (mark.slot, mark.count, std::ptr::from_ref(mark.site))),
+            )
         });
         for finding in found.drain(..) {
             self.reports.add(&self.components, finding, later, on);
@@ -155,7 +175,9 @@ impl State {
                     Ok(place) if self.streams[place].capture.is_some() => {
                         self.host_name(Act::Allocate, "allocation", site)
                     }
-                    Ok(place) => self.hand_over(place, range.address, range.bytes, generation, site),
+                    Ok(place) => {
+                        self.hand_over(place, range.address, range.bytes, generation, site)
+                    }
                     // Somebody else's stream: nothing is known of its order.
                     Err(_) => self.host_name(Act::Allocate, "allocation", site),
                 };
@@ -167,7 +189,10 @@ impl State {
             }
             Ownership::Guard { users } => {
                 let users = users.iter().filter_map(|&user| self.stream(user).ok()).collect();
-                (Owner::Guard { users }, self.host_name(Act::Allocate, "the block allocated", freed_at))
+                (
+                    Owner::Guard { users },
+                    self.host_name(Act::Allocate, "the block allocated", freed_at),
+                )
             }
             Ownership::Free => (Owner::Free, self.host_name(Act::Free, freed, freed_at)),
         };
@@ -189,7 +214,14 @@ impl State {
 
     /// A block comes to be at a stream's tail, as a write of its bytes by that stream. What is this block's already
     /// stays as it is.
-    fn hand_over(&mut self, stream: usize, address: u64, bytes: u64, generation: u64, site: Site) -> Mark {
+    fn hand_over(
+        &mut self,
+        stream: usize,
+        address: u64,
+        bytes: u64,
+        generation: u64,
+        site: Site,
+    ) -> Mark {
         let mark = self.tail(stream, Act::Allocate, "allocation", site);
         let mut found = std::mem::take(&mut self.found);
         let (space, clock) = (&mut self.space, &self.streams[stream].clock);

@@ -80,9 +80,13 @@ impl Outstanding {
         all.streams = streams.count() as u64;
         all.events = state.events.iter().filter(|event| there(event.device)).count() as u64;
         all.graphs = state.graphs.graphs.iter().filter(|graph| there(graph.device)).count() as u64;
-        all.graph_execs = state.graphs.execs.iter().filter(|exec| there(exec.device)).count() as u64;
-        for device in
-            state.devices.iter().filter(|device| device.lost.is_none()).map(|device| device.info.device)
+        all.graph_execs =
+            state.graphs.execs.iter().filter(|exec| there(exec.device)).count() as u64;
+        for device in state
+            .devices
+            .iter()
+            .filter(|device| device.lost.is_none())
+            .map(|device| device.info.device)
         {
             let held = state.space.held(device);
             all.handles += held.handles;

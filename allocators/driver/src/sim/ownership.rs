@@ -55,7 +55,9 @@ impl Kept {
         let mut cursor = address;
         while cursor < end {
             match self.ranges.range(..=cursor).next_back() {
-                Some((_, &(last, keeper))) if last > cursor && keepers.contains(&keeper) => cursor = last,
+                Some((_, &(last, keeper))) if last > cursor && keepers.contains(&keeper) => {
+                    cursor = last
+                }
                 _ => return false,
             }
         }
@@ -145,7 +147,10 @@ impl Ownership {
         self.retired.push_back((address, bytes));
         if self.retired.len() > REMEMBERED
             && let Some((address, bytes)) = self.retired.pop_front()
-            && self.owned.get(&address).is_some_and(|o| o.end == address + bytes && o.owner == Owner::Free)
+            && self
+                .owned
+                .get(&address)
+                .is_some_and(|o| o.end == address + bytes && o.owner == Owner::Free)
         {
             self.owned.remove(&address);
         }
@@ -158,7 +163,13 @@ impl Ownership {
     }
 
     /// Calls `each` with the parts of a range that are not this block's already.
-    pub(crate) fn not_yet(&self, address: u64, bytes: u64, generation: u64, mut each: impl FnMut(u64, u64)) {
+    pub(crate) fn not_yet(
+        &self,
+        address: u64,
+        bytes: u64,
+        generation: u64,
+        mut each: impl FnMut(u64, u64),
+    ) {
         let end = address.saturating_add(bytes);
         let mut cursor = address;
         for (start, owned) in self.overlapping(address, end) {
@@ -175,7 +186,12 @@ impl Ownership {
     }
 
     /// Calls `each` with the parts of a range, by the block that they are part of.
-    pub(crate) fn blocks(&self, address: u64, bytes: u64, mut each: impl FnMut(u64, u64, Option<u64>)) {
+    pub(crate) fn blocks(
+        &self,
+        address: u64,
+        bytes: u64,
+        mut each: impl FnMut(u64, u64, Option<u64>),
+    ) {
         let end = address.saturating_add(bytes);
         let mut cursor = address;
         for (start, owned) in self.overlapping(address, end) {
@@ -216,7 +232,11 @@ impl Ownership {
                     ViolationKind::StaleBlock { declared, live: *live }
                 }
                 (Owner::Live { .. }, _) => continue,
-                (Owner::Pending { users } | Owner::Guard { users }, _) if users.contains(&stream) => continue,
+                (Owner::Pending { users } | Owner::Guard { users }, _)
+                    if users.contains(&stream) =>
+                {
+                    continue;
+                }
                 (Owner::Guard { .. }, _) => ViolationKind::OutsideBlock,
                 (Owner::Pending { .. } | Owner::Free, _) => ViolationKind::UseAfterFree,
             };
@@ -236,7 +256,14 @@ mod tests {
     use super::{super::ledger::Act, *};
 
     fn by() -> Mark {
-        Mark { count: 1, slot: 0, act: Act::Allocate, work: "test", site: Location::caller(), launch: None }
+        Mark {
+            count: 1,
+            slot: 0,
+            act: Act::Allocate,
+            work: "test",
+            site: Location::caller(),
+            launch: None,
+        }
     }
 
     fn faults(ownership: &Ownership, address: u64, bytes: u64, generation: Option<u64>) -> usize {

@@ -139,7 +139,9 @@ impl PinnedMemory {
 
     /// How many of each origin a device has.
     pub(crate) fn count(&self, device: DeviceId, origin: Origin) -> u64 {
-        self.ranges.values().filter(|pinned| pinned.device == device && pinned.origin == origin).count()
-            as u64
+        self.ranges
+            .values()
+            .filter(|pinned| pinned.device == device && pinned.origin == origin)
+            .count() as u64
     }
 }

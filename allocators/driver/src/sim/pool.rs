@@ -86,14 +86,16 @@ impl Pool {
     /// Adds a free block, merged with its free neighbours in the segment.
     fn give(&mut self, mut address: u64, mut free: Free) {
         let segment = self.segments.range(..=address).next_back();
-        let (start, end) = segment.map_or((address, address), |(&start, &bytes)| (start, start + bytes));
+        let (start, end) =
+            segment.map_or((address, address), |(&start, &bytes)| (start, start + bytes));
         if address + free.bytes < end
             && let Some(next) = self.remove(address + free.bytes)
         {
             free.merge(next);
         }
         let before = self.free.range(start..address).next_back();
-        if let Some((&before, _)) = before.filter(|(before, other)| **before + other.bytes == address)
+        if let Some((&before, _)) =
+            before.filter(|(before, other)| **before + other.bytes == address)
             && let Some(other) = self.remove(before)
         {
             free.merge(other);
@@ -136,7 +138,13 @@ impl State {
         placed.map(|address| (address, bytes))
     }
 
-    fn place(&mut self, device: DeviceId, bytes: u64, align: u64, pool: bool) -> Result<u64, Refused> {
+    fn place(
+        &mut self,
+        device: DeviceId,
+        bytes: u64,
+        align: u64,
+        pool: bool,
+    ) -> Result<u64, Refused> {
         let object = self.space.create(device, bytes, ExportTypes::NONE)?;
         let purpose = Purpose::Allocation { object, pool };
         let address = match self.space.reserve(device, bytes, align, align, purpose) {
@@ -190,14 +198,18 @@ impl State {
         bytes: u64,
     ) -> Result<(u64, u64, Vec<Point>), Refused> {
         let bytes = bytes.checked_next_multiple_of(UNIT).ok_or(codes::OUT_OF_MEMORY)?;
-        let there = self.pools.pools.get(pool).filter(|pool| pool.alive).ok_or(codes::INVALID_HANDLE)?;
+        let there =
+            self.pools.pools.get(pool).filter(|pool| pool.alive).ok_or(codes::INVALID_HANDLE)?;
         let fitting = there.by_size.range((bytes, 0)..);
         // Rather one of this stream's, or one that nobody has to wait for, if it is among the tightest.
         let at_once = |&&(_, address): &&(u64, u64)| {
             let after = &there.free[&address].after;
-            after.iter().all(|point| point.stream == stream || self.reached(point.stream, point.count))
+            after
+                .iter()
+                .all(|point| point.stream == stream || self.reached(point.stream, point.count))
         };
-        let best = fitting.clone().take(16).find(at_once).or_else(|| fitting.clone().next()).copied();
+        let best =
+            fitting.clone().take(16).find(at_once).or_else(|| fitting.clone().next()).copied();
         let (size, address) = match best {
             Some(best) => best,
             None => self.grow(pool, bytes)?,
@@ -217,8 +229,9 @@ impl State {
         let segment = bytes.checked_next_multiple_of(SEGMENT).ok_or(codes::OUT_OF_MEMORY)?;
         let there = self.pools.pools.get(pool).ok_or(codes::INVALID_HANDLE)?;
         let (device, max) = (there.device, there.max);
-        let fits =
-            |pool: &Pool| pool.usage.reserved.checked_add(segment).is_some_and(|reserved| reserved <= max);
+        let fits = |pool: &Pool| {
+            pool.usage.reserved.checked_add(segment).is_some_and(|reserved| reserved <= max)
+        };
         if !fits(there) {
             self.pool_trim(pool, max.saturating_sub(segment));
         }
@@ -262,12 +275,17 @@ impl State {
         let whole: Vec<_> = there
             .segments
             .iter()
-            .filter(|(address, bytes)| there.free.get(address).is_some_and(|free| free.bytes == **bytes))
+            .filter(|(address, bytes)| {
+                there.free.get(address).is_some_and(|free| free.bytes == **bytes)
+            })
             .map(|(&address, &bytes)| (address, bytes))
             .collect();
         for (address, bytes) in whole.into_iter().rev() {
             let Some(there) = self.pools.pools.get(pool) else { return };
-            let done = there.free[&address].after.iter().all(|point| self.reached(point.stream, point.count));
+            let done = there.free[&address]
+                .after
+                .iter()
+                .all(|point| self.reached(point.stream, point.count));
             if there.usage.reserved <= keep || !done {
                 continue;
             }
@@ -286,8 +304,11 @@ impl State {
         self.pool_trim(pool, 0);
         if self.pools.pools.get(pool).is_some_and(|pool| pool.usage.used == 0) {
             // What is free but not done with: its work has been queued, and ends in memory that stays until then.
-            let rest: Vec<_> =
-                self.pools.pools.get(pool).map_or(Vec::new(), |p| p.segments.keys().copied().collect());
+            let rest: Vec<_> = self
+                .pools
+                .pools
+                .get(pool)
+                .map_or(Vec::new(), |p| p.segments.keys().copied().collect());
             if rest.is_empty() {
                 self.pools.pools.remove(pool);
             }
@@ -303,9 +324,11 @@ impl State {
 
     /// How many pools of a device have handles, and how many blocks of its pools are given out.
     pub(crate) fn pools_held(&self, device: DeviceId) -> (u64, u64) {
-        let pools = self.pools.pools.iter().filter(|pool| pool.device == device && pool.alive).count();
-        let of_device =
-            |block: &&Block| self.pools.pools.get(block.pool).is_some_and(|pool| pool.device == device);
+        let pools =
+            self.pools.pools.iter().filter(|pool| pool.device == device && pool.alive).count();
+        let of_device = |block: &&Block| {
+            self.pools.pools.get(block.pool).is_some_and(|pool| pool.device == device)
+        };
         (pools as u64, self.pools.blocks.values().filter(of_device).count() as u64)
     }
 }

@@ -210,7 +210,9 @@ impl fmt::Debug for Work {
             Self::OnDevice([from, to]) => f.debug_tuple("OnDevice").field(from).field(to).finish(),
             Self::Fill { to, pattern } => f.debug_tuple("Fill").field(to).field(pattern).finish(),
             Self::Rows(work) => f.debug_tuple("Rows").field(&work.uses).finish(),
-            Self::Wait { stream, count } => f.debug_tuple("Wait").field(stream).field(count).finish(),
+            Self::Wait { stream, count } => {
+                f.debug_tuple("Wait").field(stream).field(count).finish()
+            }
             Self::WriteValue { address, value } => {
                 f.debug_tuple("WriteValue").field(address).field(value).finish()
             }

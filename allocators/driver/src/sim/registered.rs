@@ -39,8 +39,12 @@ impl Registered {
             let to = end.min(start.saturating_add(len));
             if from < to {
                 let kind = ViolationKind::MovedWhileRegistered;
-                let finding =
-                    |by: &Mark| Finding { kind, earlier: Some(*by), address: from, bytes: to - from };
+                let finding = |by: &Mark| Finding {
+                    kind,
+                    earlier: Some(*by),
+                    address: from,
+                    bytes: to - from,
+                };
                 found.extend(marks.iter().map(finding));
             }
         }
@@ -60,8 +64,14 @@ mod tests {
 
     #[test]
     fn every_overlap_is_found_until_the_last_registration_ends() {
-        let by =
-            Mark { count: 1, slot: 0, act: Act::Read, work: "test", site: Location::caller(), launch: None };
+        let by = Mark {
+            count: 1,
+            slot: 0,
+            act: Act::Read,
+            work: "test",
+            site: Location::caller(),
+            launch: None,
+        };
         let mut registered = Registered::default();
         registered.add(100, 50, by);
         registered.add(100, 50, by);

@@ -68,7 +68,8 @@ pub struct BadOnViolation {
 
 impl BadOnViolation {
     /// What the text may be.
-    pub const EXPECTED: &'static str = "report, now, panic, exit, exit=STATUS with 1 to 255, or quiet";
+    pub const EXPECTED: &'static str =
+        "report, now, panic, exit, exit=STATUS with 1 to 255, or quiet";
 }
 
 impl fmt::Display for BadOnViolation {
@@ -93,7 +94,9 @@ impl FromStr for OnViolation {
             ("exit", code) => status(code).map(Self::Exit),
             _ => None,
         };
-        known.filter(|_| !text.ends_with('=')).ok_or_else(|| BadOnViolation { value: text.to_owned() })
+        known
+            .filter(|_| !text.ends_with('='))
+            .ok_or_else(|| BadOnViolation { value: text.to_owned() })
     }
 }
 
@@ -189,7 +192,9 @@ pub(crate) fn exit_with(status: i32) {
 extern "C" fn at_exit() {
     let _never = catch_unwind(AssertUnwindSafe(|| {
         let mut machines: Vec<Arc<Shared>> = match LIVING.try_lock() {
-            Ok(living) => living.iter().flat_map(HashMap::values).filter_map(Weak::upgrade).collect(),
+            Ok(living) => {
+                living.iter().flat_map(HashMap::values).filter_map(Weak::upgrade).collect()
+            }
             Err(_) => Vec::new(),
         };
         machines.sort_by_key(|machine| machine.machine);
@@ -222,7 +227,9 @@ mod tests {
         assert_eq!(parsed("quiet"), Some(OnViolation::Quiet));
         assert_eq!(parsed("exit"), Some(OnViolation::Exit(STATUS)));
         assert_eq!(parsed("exit=255"), Some(OnViolation::Exit(255)));
-        for wrong in ["", "Report", "exit=", "exit=0", "exit=256", "exit=-1", "report=1", "quiet=", "loud"] {
+        for wrong in
+            ["", "Report", "exit=", "exit=0", "exit=256", "exit=-1", "report=1", "quiet=", "loud"]
+        {
             assert_eq!(parsed(wrong), None, "{wrong:?}");
         }
     }

@@ -57,7 +57,9 @@ impl RowWork {
             let to = self.to.start + row * self.to.pitch;
             match &self.from {
                 // SAFETY: 1. and 2. are the caller's.
-                Source::Rows(from) => unsafe { store.copy(to, from.start + row * from.pitch, width) },
+                Source::Rows(from) => unsafe {
+                    store.copy(to, from.start + row * from.pitch, width)
+                },
                 // SAFETY: 1. `bytes` holds as many rows of this width; the rest is the caller's, as is 2.
                 Source::Staged(bytes) => unsafe {
                     store.copy(to, bytes.as_ptr() as u64 + row * width, width);
@@ -191,7 +193,8 @@ impl Shared {
         span(to.start, to.pitch, rows)?;
         span(from.start, from.pitch, rows)?;
         let device = state.streams[stream].device;
-        let uses: Vec<_> = uses(device, from, rows, false).chain(uses(device, to, rows, true)).collect();
+        let uses: Vec<_> =
+            uses(device, from, rows, false).chain(uses(device, to, rows, true)).collect();
         let work = Work::Rows(Arc::new(RowWork { uses, to, from: Source::Rows(from), rows }));
         self.submit(state, stream, Task::new("2D copy on the device", site, work))
     }
@@ -209,7 +212,9 @@ impl Shared {
         let element = pattern.bytes();
         let width = rows.width.checked_mul(element).ok_or(codes::INVALID_VALUE)?;
         let rows = Rows { width, ..rows };
-        if !to.start.is_multiple_of(element) || (rows.height > 1 && !to.pitch.is_multiple_of(element)) {
+        if !to.start.is_multiple_of(element)
+            || (rows.height > 1 && !to.pitch.is_multiple_of(element))
+        {
             return Err(codes::INVALID_VALUE);
         }
         span(to.start, to.pitch, rows)?;

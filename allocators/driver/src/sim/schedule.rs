@@ -173,7 +173,9 @@ impl State {
         loop {
             match self.streams[stream].queue.front().map(|item| &item.work) {
                 None => return Obstacle::Running,
-                Some(&Work::Wait { stream: other, count }) if !self.reached(other, count) => stream = other,
+                Some(&Work::Wait { stream: other, count }) if !self.reached(other, count) => {
+                    stream = other
+                }
                 Some(work) if self.can_run(work) => return Obstacle::Front(stream),
                 Some(_) => return Obstacle::Value,
             }
@@ -220,11 +222,12 @@ impl State {
         let mut mark = self.tail(stream, Act::Read, name, site);
         mark.launch = origin.map(|origin| origin.launch);
         let mut reached = match origin {
-            None => work.uses().iter().fold(true, |reached, u| reached & self.check(stream, u, mark)),
-            Some(origin) => origin
-                .uses
-                .iter()
-                .fold(true, |reached, u| reached & self.check_captured(stream, u, mark, origin.keepers)),
+            None => {
+                work.uses().iter().fold(true, |reached, u| reached & self.check(stream, u, mark))
+            }
+            Some(origin) => origin.uses.iter().fold(true, |reached, u| {
+                reached & self.check_captured(stream, u, mark, origin.keepers)
+            }),
         };
         for u in host {
             // Of captured work: memory that was pinned then may not be now.
@@ -297,7 +300,11 @@ impl Shared {
     /// Something has been queued: runs what the schedule says.
     pub(crate) fn run_due<'a>(&'a self, state: Guard<'a>) -> Guard<'a> {
         self.tell(&state);
-        if self.config.schedule == Schedule::Eager && state.queued > 0 { self.drain(state) } else { state }
+        if self.config.schedule == Schedule::Eager && state.queued > 0 {
+            self.drain(state)
+        } else {
+            state
+        }
     }
 
     /// Wakes who waits for work to run, or for work that can run.
@@ -330,7 +337,11 @@ impl Shared {
     /// Runs the front item of a stream, if it can run. Whether it did.
     pub(crate) fn step<'a>(&'a self, state: Guard<'a>, stream: usize) -> (Guard<'a>, bool) {
         let state = self.idle(state);
-        if state.front_can_run(stream) { (self.run_front(state, stream), true) } else { (state, false) }
+        if state.front_can_run(stream) {
+            (self.run_front(state, stream), true)
+        } else {
+            (state, false)
+        }
     }
 
     /// Runs the front item of a stream. Nothing runs now, and it can run.
@@ -376,7 +387,12 @@ impl Shared {
 
     /// Runs what has to run until `stream` has run `count` items; nothing else, unless a value is waited for. Blocks
     /// while such a value is still to be written by another thread.
-    pub(crate) fn run_until<'a>(&'a self, mut state: Guard<'a>, stream: usize, count: u64) -> Guard<'a> {
+    pub(crate) fn run_until<'a>(
+        &'a self,
+        mut state: Guard<'a>,
+        stream: usize,
+        count: u64,
+    ) -> Guard<'a> {
         while !state.reached(stream, count) {
             state = self.idle(state);
             match state.in_the_way(stream) {
@@ -396,7 +412,12 @@ impl Shared {
     }
 
     /// The host waits until a stream of `device` has come so far, and knows what came before.
-    pub(crate) fn host_waits(&self, state: Guard<'_>, device: DeviceId, until: &Point) -> Result<(), u32> {
+    pub(crate) fn host_waits(
+        &self,
+        state: Guard<'_>,
+        device: DeviceId,
+        until: &Point,
+    ) -> Result<(), u32> {
         let waits = !state.reached(until.stream, until.count);
         let mut state = self.run_until(state, until.stream, until.count);
         state.device(device)?;
@@ -409,8 +430,11 @@ impl Shared {
 
     /// Runs all that has been queued on a device.
     pub(crate) fn run_device<'a>(&'a self, mut state: Guard<'a>, device: DeviceId) -> Guard<'a> {
-        let until: Vec<_> = state.streams.iter().map(|stream| (stream.device, stream.enqueued)).collect();
-        for (stream, (_, count)) in until.into_iter().enumerate().filter(|(_, (on, _))| *on == device) {
+        let until: Vec<_> =
+            state.streams.iter().map(|stream| (stream.device, stream.enqueued)).collect();
+        for (stream, (_, count)) in
+            until.into_iter().enumerate().filter(|(_, (on, _))| *on == device)
+        {
             state = self.run_until(state, stream, count);
         }
         state

@@ -144,7 +144,9 @@ impl Space {
     pub(crate) fn is_range(&self, address: u64, bytes: u64) -> bool {
         let Some(end) = address.checked_add(bytes) else { return false };
         let before = self.reservations.range(..=address).next_back();
-        before.is_some_and(|(start, there)| end <= start + there.bytes && there.purpose == Purpose::Range)
+        before.is_some_and(|(start, there)| {
+            end <= start + there.bytes && there.purpose == Purpose::Range
+        })
     }
 
     /// Whether anything is mapped in a range.
@@ -171,7 +173,15 @@ impl Space {
     ) -> Result<u64, Refused> {
         let extent = self.store.extent(bytes)?;
         let ledger = Ledger::new(bytes);
-        Ok(self.objects.insert(Object { device, bytes, extent, ledger, mappings: 0, handles: 1, types }))
+        Ok(self.objects.insert(Object {
+            device,
+            bytes,
+            extent,
+            ledger,
+            mappings: 0,
+            handles: 1,
+            types,
+        }))
     }
 
     /// One more handle of an object that has been exported.
@@ -199,7 +209,10 @@ impl Space {
 
     /// Ends an object that nobody holds and that is mapped nowhere.
     fn collect(&mut self, handle: u64) -> u64 {
-        if self.objects.get(handle).is_some_and(|object| object.handles == 0 && object.mappings == 0)
+        if self
+            .objects
+            .get(handle)
+            .is_some_and(|object| object.handles == 0 && object.mappings == 0)
             && let Some(object) = self.objects.remove(handle)
         {
             self.store.drop_extent(object.extent, object.bytes);
@@ -222,10 +235,11 @@ impl Space {
         if self.object(handle).ok_or(codes::INVALID_HANDLE)?.bytes != bytes {
             return Err(codes::NOT_SUPPORTED);
         }
-        let inside = self.reservations.range(..=address).next_back().is_some_and(|(start, reservation)| {
-            end <= start + reservation.bytes
-                && (bytes == reservation.bytes || reservation.purpose == Purpose::Range)
-        });
+        let inside =
+            self.reservations.range(..=address).next_back().is_some_and(|(start, reservation)| {
+                end <= start + reservation.bytes
+                    && (bytes == reservation.bytes || reservation.purpose == Purpose::Range)
+            });
         if !inside || !self.is_empty(address, bytes) {
             return Err(codes::INVALID_VALUE);
         }
@@ -238,17 +252,28 @@ impl Space {
         {
             for earlier in ghost.uses.iter().filter(|mark| !mark.before(host)) {
                 let kind = ViolationKind::MapInFlight;
-                found.push(Finding { kind, earlier: Some(*earlier), address: *start, bytes: ghost.bytes });
+                found.push(Finding {
+                    kind,
+                    earlier: Some(*earlier),
+                    address: *start,
+                    bytes: ghost.bytes,
+                });
             }
         }
         self.bury(address, bytes);
-        self.mappings.insert(address, Mapping { bytes, object: handle, access: 0, uses: Vec::new() });
+        self.mappings
+            .insert(address, Mapping { bytes, object: handle, access: 0, uses: Vec::new() });
         Ok(())
     }
 
     /// Lets devices touch a range that begins and ends with whole mappings, as far as the first hole in between. The sizes
     /// of the mappings.
-    pub(crate) fn set_access(&mut self, address: u64, bytes: u64, devices: u64) -> Result<Vec<u64>, Refused> {
+    pub(crate) fn set_access(
+        &mut self,
+        address: u64,
+        bytes: u64,
+        devices: u64,
+    ) -> Result<Vec<u64>, Refused> {
         let end = address.checked_add(bytes).ok_or(codes::INVALID_VALUE)?;
         self.cuts_nothing(address, end)?;
         let last = self.mappings.range(address..end).next_back();
@@ -295,7 +320,12 @@ impl Space {
     ) {
         for (&start, mapping) in self.overlapping(address, address.saturating_add(bytes)) {
             for earlier in mapping.uses.iter().filter(|mark| !mark.before(host)) {
-                found.push(Finding { kind, earlier: Some(*earlier), address: start, bytes: mapping.bytes });
+                found.push(Finding {
+                    kind,
+                    earlier: Some(*earlier),
+                    address: start,
+                    bytes: mapping.bytes,
+                });
             }
         }
     }
@@ -318,7 +348,9 @@ impl Space {
         // SAFETY: 1. The range lies in one reservation, and the caller has waited until no work runs.
         unsafe { self.store.unmap(address, bytes) }?;
         while let Some((&start, _)) = self.mappings.range(address..end).next() {
-            let Some(Mapping { bytes, object, mut uses, .. }) = self.mappings.remove(&start) else { break };
+            let Some(Mapping { bytes, object, mut uses, .. }) = self.mappings.remove(&start) else {
+                break;
+            };
             uses.retain(|mark| !mark.before(host));
             self.haunt(start, Ghost { bytes, by, uses });
             let device = self.objects.get_mut(object).map(|object| {
@@ -363,7 +395,13 @@ impl Space {
     }
 
     /// Notes a use of a range by `mark`, whose stream has `clock`. Whether all of it can be reached.
-    pub(crate) fn touch(&mut self, u: &Use, mark: &Mark, clock: &Clock, found: &mut Vec<Finding>) -> bool {
+    pub(crate) fn touch(
+        &mut self,
+        u: &Use,
+        mark: &Mark,
+        clock: &Clock,
+        found: &mut Vec<Finding>,
+    ) -> bool {
         let DeviceRange { device, address, bytes } = u.range;
         let Some(end) = address.checked_add(bytes) else {
             found.push(nobody(&self.ghosts, address, bytes));
@@ -458,7 +496,8 @@ impl Space {
 
     /// Physical objects, mappings and reservations of devices that are still there, with what each was made for.
     pub(crate) fn held(&self, device: DeviceId) -> Held {
-        let of_device = self.reservations.values().filter(|reservation| reservation.device == device);
+        let of_device =
+            self.reservations.values().filter(|reservation| reservation.device == device);
         let mut held = Held::default();
         let mut internal = 0;
         for reservation in of_device {
@@ -493,7 +532,8 @@ pub(crate) struct Held {
 /// A use of addresses with nothing behind them, with whoever took it away.
 fn nobody(ghosts: &BTreeMap<u64, Ghost>, address: u64, bytes: u64) -> Finding {
     let ghost = ghosts.range(..address.saturating_add(bytes)).next_back();
-    let earlier = ghost.filter(|(start, ghost)| **start + ghost.bytes > address).map(|(_, ghost)| ghost.by);
+    let earlier =
+        ghost.filter(|(start, ghost)| **start + ghost.bytes > address).map(|(_, ghost)| ghost.by);
     Finding { kind: ViolationKind::Unmapped, earlier, address, bytes }
 }
 

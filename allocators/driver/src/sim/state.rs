@@ -200,7 +200,12 @@ impl State {
     }
 
     /// The same for somebody who is not just a stream.
-    pub(crate) fn make_stream_of(&mut self, device: DeviceId, kind: Kind, agent: Option<Agent>) -> usize {
+    pub(crate) fn make_stream_of(
+        &mut self,
+        device: DeviceId,
+        kind: Kind,
+        agent: Option<Agent>,
+    ) -> usize {
         let id = self.next_stream_id;
         self.next_stream_id += 1;
         let creator = &self.hosts[self.agent()].clock;
@@ -302,7 +307,12 @@ impl State {
     }
 
     /// Names the host without counting: for what needs no place of its own in the order.
-    pub(crate) fn host_name(&self, act: Act, work: &'static str, site: &'static Location<'static>) -> Mark {
+    pub(crate) fn host_name(
+        &self,
+        act: Act,
+        work: &'static str,
+        site: &'static Location<'static>,
+    ) -> Mark {
         let host = &self.hosts[self.agent()];
         Mark { count: host.clock.get(host.slot), slot: host.slot, act, work, site, launch: None }
     }

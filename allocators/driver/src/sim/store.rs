@@ -60,7 +60,8 @@ impl Store {
 
     /// A store with bytes, or the system's refusal as the driver would tell it.
     pub(crate) fn bytes() -> Result<Self, Refused> {
-        let file = memfd_create("aquifer-sim", MFdFlags::MFD_CLOEXEC).map_err(|_| codes::OPERATING_SYSTEM)?;
+        let file = memfd_create("aquifer-sim", MFdFlags::MFD_CLOEXEC)
+            .map_err(|_| codes::OPERATING_SYSTEM)?;
         Ok(Self::Bytes(Extents { file, end: 0 }))
     }
 
@@ -71,7 +72,9 @@ impl Store {
     /// Addresses for `bytes`, which cannot be touched. `align` is a power of two.
     pub(crate) fn reserve(&mut self, bytes: u64, align: u64) -> Result<u64, Refused> {
         match self {
-            Self::Symbolic(addresses) => addresses.reserve(bytes, align).ok_or(codes::OUT_OF_MEMORY),
+            Self::Symbolic(addresses) => {
+                addresses.reserve(bytes, align).ok_or(codes::OUT_OF_MEMORY)
+            }
             Self::Bytes(_) => reserve_pages(bytes, align.max(PAGE)).ok_or(codes::OUT_OF_MEMORY),
         }
     }
@@ -113,7 +116,12 @@ impl Store {
     ///
     /// # Safety
     /// 1. The range lies in one that [`Store::reserve`] answered with, and nothing is mapped there.
-    pub(crate) unsafe fn map(&mut self, address: u64, bytes: u64, offset: u64) -> Result<(), Refused> {
+    pub(crate) unsafe fn map(
+        &mut self,
+        address: u64,
+        bytes: u64,
+        offset: u64,
+    ) -> Result<(), Refused> {
         let Self::Bytes(extents) = self else { return Ok(()) };
         let (Some(address), Some(length)) =
             (NonZeroUsize::new(address as usize), NonZeroUsize::new(pages(bytes) as usize))
@@ -146,8 +154,9 @@ impl Store {
         let Some(start) = NonNull::new(address as *mut _) else { return Err(codes::INVALID_VALUE) };
         // SAFETY: 1. The pages are mappings of this store's, by the caller's word, and more rights take nothing from
         // anybody.
-        let opened =
-            unsafe { mprotect(start, pages(bytes) as usize, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE) };
+        let opened = unsafe {
+            mprotect(start, pages(bytes) as usize, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)
+        };
         opened.map_err(|_| codes::OUT_OF_MEMORY)
     }
 
@@ -209,8 +218,12 @@ impl Store {
         unsafe {
             match pattern {
                 Pattern::Byte(byte) => ptr::write_bytes(to as *mut u8, byte, count),
-                Pattern::Half(half) => std::slice::from_raw_parts_mut(to as *mut u16, count).fill(half),
-                Pattern::Word(word) => std::slice::from_raw_parts_mut(to as *mut u32, count).fill(word),
+                Pattern::Half(half) => {
+                    std::slice::from_raw_parts_mut(to as *mut u16, count).fill(half)
+                }
+                Pattern::Word(word) => {
+                    std::slice::from_raw_parts_mut(to as *mut u32, count).fill(word)
+                }
             }
         }
     }
@@ -278,8 +291,9 @@ pub(crate) fn host_pages(bytes: u64) -> Option<u64> {
     let length = NonZeroUsize::new(usize::try_from(bytes).ok()?)?;
     let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     // SAFETY: 1. No address is asked for, so nothing is replaced.
-    let start =
-        unsafe { mmap_anonymous(None, length, prot, MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE) };
+    let start = unsafe {
+        mmap_anonymous(None, length, prot, MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE)
+    };
     start.ok().map(|start| start.as_ptr() as u64)
 }
 

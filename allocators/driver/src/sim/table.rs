@@ -64,7 +64,8 @@ impl<T> Table<T> {
 
     /// The numbers of those that are so.
     pub(crate) fn handles_where(&self, is: impl Fn(&T) -> bool) -> Vec<u64> {
-        let there = self.slots.iter().enumerate().filter(|(_, slot)| slot.value.as_ref().is_some_and(&is));
+        let there =
+            self.slots.iter().enumerate().filter(|(_, slot)| slot.value.as_ref().is_some_and(&is));
         there.map(|(index, slot)| u64::from(slot.generation) << 32 | (index as u64 + 1)).collect()
     }
 

@@ -65,7 +65,10 @@ impl fmt::Display for ViolationKind {
             Self::UseAfterFree => "use after free",
             Self::OutsideBlock => "use of bytes outside of a block",
             Self::StaleBlock { declared, live } => {
-                return write!(f, "work for block {declared} on memory that is block {live} by now");
+                return write!(
+                    f,
+                    "work for block {declared} on memory that is block {live} by now"
+                );
             }
             Self::Unmapped => "use of unmapped addresses",
             Self::NoAccess { device } => return write!(f, "use without access by {device}"),
@@ -98,7 +101,9 @@ impl fmt::Display for Party {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} by {} at {}:{}", self.work, self.agent, self.site.file(), self.site.line())?;
         match self.launch {
-            Some(launch) => write!(f, " in a graph launched at {}:{}", launch.file(), launch.line()),
+            Some(launch) => {
+                write!(f, " in a graph launched at {}:{}", launch.file(), launch.line())
+            }
             None => Ok(()),
         }
     }

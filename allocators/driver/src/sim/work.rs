@@ -221,7 +221,13 @@ impl Sim {
     /// # Errors
     /// Those of a lost device.
     #[track_caller]
-    pub fn copy_on_device_now(&self, device: DeviceId, to: u64, from: u64, bytes: u64) -> Result<()> {
+    pub fn copy_on_device_now(
+        &self,
+        device: DeviceId,
+        to: u64,
+        from: u64,
+        bytes: u64,
+    ) -> Result<()> {
         let site = here();
         let (state, place) = self.enter_legacy(COPY_ON_DEVICE, device)?;
         let queued = self.shared.queue_on_device(state, place, to, from, bytes, site);

@@ -8,7 +8,8 @@ use super::{
     support::{DEVICE, OwnStream, driver},
 };
 use aquifer_driver::{
-    CaptureMode, DeviceId, Driver, HostFlags, Pattern, Pitched, RawStream, Relaxed, Result, Rows, sim::Sim,
+    CaptureMode, DeviceId, Driver, HostFlags, Pattern, Pitched, RawStream, Relaxed, Result, Rows,
+    sim::Sim,
 };
 use std::sync::Arc;
 
@@ -67,10 +68,22 @@ fn unmapped_graphs(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         let (d, s) = (driver, stream.raw);
         let graphs = [
             ("graph: fill of what is unmapped", captured(&|| d.fill(s, range, 1, 4096))),
-            ("graph: copy from what is unmapped", captured(&|| d.copy_on_device(s, block, range, 4096))),
-            ("graph: copy to what is unmapped", captured(&|| d.copy_on_device(s, range, block, 4096))),
-            ("graph: upload to what is unmapped", captured(&|| d.copy_to_device(s, range, pinned, 4096))),
-            ("graph: download of what is unmapped", captured(&|| d.copy_to_host(s, pinned, range, 4096))),
+            (
+                "graph: copy from what is unmapped",
+                captured(&|| d.copy_on_device(s, block, range, 4096)),
+            ),
+            (
+                "graph: copy to what is unmapped",
+                captured(&|| d.copy_on_device(s, range, block, 4096)),
+            ),
+            (
+                "graph: upload to what is unmapped",
+                captured(&|| d.copy_to_device(s, range, pinned, 4096)),
+            ),
+            (
+                "graph: download of what is unmapped",
+                captured(&|| d.copy_to_host(s, pinned, range, 4096)),
+            ),
             (
                 "graph: copy of rows from what is unmapped",
                 captured(&|| d.copy_2d_on_device(s, at(block), at(range), rows)),
@@ -139,7 +152,10 @@ fn captures(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         end(answers, "end a capture that was joined without work", &a);
         answers.note("query a captured event", driver.event_query(event));
         answers.note("wait for a captured event", driver.event_synchronize(event));
-        answers.note("order by an event of a capture that is over", driver.stream_wait_event(b.raw, event));
+        answers.note(
+            "order by an event of a capture that is over",
+            driver.stream_wait_event(b.raw, event),
+        );
         answers.note("record a captured event again", driver.event_record(event, a.raw));
         a.synchronize();
         answers.note("query an event recorded again", driver.event_query(event));
@@ -206,16 +222,32 @@ fn rows(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     unsafe {
         let copy = |to, from, rows| driver.copy_2d_on_device(stream.raw, to, from, rows);
         answers.note("rows: copy", copy(at(block + 4096, 100), at(block, 64), rows));
-        answers.note("rows: copy to a pitch too short", copy(at(block + 4096, 63), at(block, 64), rows));
-        answers.note("rows: copy from a pitch too short", copy(at(block + 4096, 64), at(block, 63), rows));
-        answers.note("rows: copy by a pitch too long", copy(at(block + 4096, 1 << 31), at(block, 64), rows));
+        answers.note(
+            "rows: copy to a pitch too short",
+            copy(at(block + 4096, 63), at(block, 64), rows),
+        );
+        answers.note(
+            "rows: copy from a pitch too short",
+            copy(at(block + 4096, 64), at(block, 63), rows),
+        );
+        answers.note(
+            "rows: copy by a pitch too long",
+            copy(at(block + 4096, 1 << 31), at(block, 64), rows),
+        );
         answers.note("rows: copy no width", copy(at(block + 4096, 64), at(block, 64), no_width));
         answers.note("rows: copy no rows", copy(at(block + 4096, 64), at(block, 64), no_height));
         let fill = |to, pattern, rows| driver.fill_2d(stream.raw, to, pattern, rows);
         answers.note("rows: fill", fill(at(block, 100), Pattern::Byte(1), rows));
-        answers.note("rows: fill by a pitch too short", fill(at(block, 63), Pattern::Byte(1), rows));
-        answers.note("rows: fill halves off their pitch", fill(at(block, 129), Pattern::Half(1), rows));
-        answers.note("rows: fill words off their address", fill(at(block + 2, 256), Pattern::Word(1), rows));
+        answers
+            .note("rows: fill by a pitch too short", fill(at(block, 63), Pattern::Byte(1), rows));
+        answers.note(
+            "rows: fill halves off their pitch",
+            fill(at(block, 129), Pattern::Half(1), rows),
+        );
+        answers.note(
+            "rows: fill words off their address",
+            fill(at(block + 2, 256), Pattern::Word(1), rows),
+        );
         answers.note("rows: fill no width", fill(at(block, 64), Pattern::Byte(1), no_width));
         answers.note("rows: fill no rows", fill(at(block, 64), Pattern::Byte(1), no_height));
         let with = |to, pattern| driver.fill_with(stream.raw, to, pattern, 4);
@@ -256,10 +288,13 @@ fn pools(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         answers.note("pool: free nothing", unsafe { driver.pool_free(stream.raw, nothing) });
     }
     answers.note("pool: allocate too much", driver.pool_alloc(pool, stream.raw, ABSURD));
-    answers.note("pool: allocate beyond its maximum", driver.pool_alloc(pool, stream.raw, 128 << 20));
+    answers
+        .note("pool: allocate beyond its maximum", driver.pool_alloc(pool, stream.raw, 128 << 20));
     let block = driver.pool_alloc(pool, stream.raw, 4096).unwrap();
     // SAFETY: 1. broken on purpose: the address starts no allocation. 2. nothing uses it.
-    answers.note("pool: free the middle of a block", unsafe { driver.pool_free(stream.raw, block + 256) });
+    answers.note("pool: free the middle of a block", unsafe {
+        driver.pool_free(stream.raw, block + 256)
+    });
     // SAFETY: 1. it came from the pool. 2. nothing uses it.
     answers.note("pool: free a block", unsafe { driver.pool_free(stream.raw, block) });
     // SAFETY: 1. broken on purpose: it has been freed.
@@ -277,7 +312,8 @@ fn virtual_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     }
     answers.note("reserve nothing", driver.address_reserve(DEVICE, 0, 0));
     answers.note("reserve half a granule", driver.address_reserve(DEVICE, granule / 2, 0));
-    answers.note("reserve by an odd alignment", driver.address_reserve(DEVICE, granule, 3 * granule));
+    answers
+        .note("reserve by an odd alignment", driver.address_reserve(DEVICE, granule, 3 * granule));
     answers.note("reserve more than there is", driver.address_reserve(DEVICE, 1 << 48, 0));
     answers.note("create nothing", driver.handle_create(DEVICE, 0));
     answers.note("create half a granule", driver.handle_create(DEVICE, granule / 2));
@@ -285,8 +321,10 @@ fn virtual_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
 
     let bytes = 8 * granule;
     let range = driver.address_reserve(DEVICE, bytes, 0).unwrap();
-    let (one, two) =
-        (driver.handle_create(DEVICE, granule).unwrap(), driver.handle_create(DEVICE, 2 * granule).unwrap());
+    let (one, two) = (
+        driver.handle_create(DEVICE, granule).unwrap(),
+        driver.handle_create(DEVICE, 2 * granule).unwrap(),
+    );
     // SAFETY: throughout: 1. nothing is queued on any stream. What a call's other conditions forbid is done on purpose.
     unsafe {
         answers.note("map off the granule", driver.map(range + granule / 2, granule, one));
@@ -304,11 +342,21 @@ fn virtual_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         answers.note("access", driver.set_access(range, granule, &[DEVICE]));
         answers.note("access across a hole", driver.set_access(range, 4 * granule, &[DEVICE]));
         answers.note("access into a hole", driver.set_access(range, 2 * granule, &[DEVICE]));
-        answers.note("access out of a hole", driver.set_access(range + granule, 3 * granule, &[DEVICE]));
-        answers.note("access to half a mapping", driver.set_access(range + 2 * granule, granule, &[DEVICE]));
-        answers.note("access to the other half", driver.set_access(range + 3 * granule, granule, &[DEVICE]));
+        answers.note(
+            "access out of a hole",
+            driver.set_access(range + granule, 3 * granule, &[DEVICE]),
+        );
+        answers.note(
+            "access to half a mapping",
+            driver.set_access(range + 2 * granule, granule, &[DEVICE]),
+        );
+        answers.note(
+            "access to the other half",
+            driver.set_access(range + 3 * granule, granule, &[DEVICE]),
+        );
         answers.note("unmap half a mapping", driver.unmap(DEVICE, range + 2 * granule, granule));
-        answers.note("unmap the other half", driver.unmap(DEVICE, range + 3 * granule, 2 * granule));
+        answers
+            .note("unmap the other half", driver.unmap(DEVICE, range + 3 * granule, 2 * granule));
         answers.note("free a range in use", driver.address_free(DEVICE, range, bytes));
         answers.note("unmap with a hole", driver.unmap(DEVICE, range, 4 * granule));
         answers.note("unmap again", driver.unmap(DEVICE, range, granule));
@@ -335,19 +383,27 @@ fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         answers.note("unregister what is not", driver.host_unregister(DEVICE, pages.at));
         answers.note("register", driver.host_register(DEVICE, pages.at, BYTES / 2, flags));
         answers.note("register again", driver.host_register(DEVICE, pages.at, BYTES / 2, flags));
-        answers.note("register what overlaps", driver.host_register(DEVICE, pages.at, BYTES, flags));
-        answers.note("register beside", driver.host_register(DEVICE, pages.half(), BYTES / 2, flags));
         answers
-            .note("copy up across registrations", driver.copy_to_device(stream.raw, block, pages.at, BYTES));
+            .note("register what overlaps", driver.host_register(DEVICE, pages.at, BYTES, flags));
         answers
-            .note("copy down across registrations", driver.copy_to_host(stream.raw, pages.at, block, BYTES));
+            .note("register beside", driver.host_register(DEVICE, pages.half(), BYTES / 2, flags));
+        answers.note(
+            "copy up across registrations",
+            driver.copy_to_device(stream.raw, block, pages.at, BYTES),
+        );
+        answers.note(
+            "copy down across registrations",
+            driver.copy_to_host(stream.raw, pages.at, block, BYTES),
+        );
         answers.note("copy nothing up", driver.copy_to_device(stream.raw, block, pages.at, 0));
         answers.note("copy nothing down", driver.copy_to_host(stream.raw, pages.at, block, 0));
-        answers.note("copy nothing on the device", driver.copy_on_device(stream.raw, block, block, 0));
+        answers
+            .note("copy nothing on the device", driver.copy_on_device(stream.raw, block, block, 0));
         answers.note("fill nothing", driver.fill(stream.raw, block, 0, 0));
         stream.synchronize();
         answers.note("free as if the driver's", driver.host_free(DEVICE, pages.at));
-        answers.note("unregister in the middle", driver.host_unregister(DEVICE, pages.at.add(4096)));
+        answers
+            .note("unregister in the middle", driver.host_unregister(DEVICE, pages.at.add(4096)));
         answers.note("unregister", driver.host_unregister(DEVICE, pages.at));
         answers.note("unregister beside", driver.host_unregister(DEVICE, pages.half()));
         answers.note("unregister again", driver.host_unregister(DEVICE, pages.at));

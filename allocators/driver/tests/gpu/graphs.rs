@@ -199,8 +199,11 @@ fn thread_local_captures_are_broken_by_their_own_thread_and_relaxed_ones_by_none
             let _relaxed = relaxed.then(|| Relaxed::enter(&*driver));
             driver.event_query(event)
         };
-        let answer =
-            if elsewhere { std::thread::scope(|scope| scope.spawn(ask).join().unwrap()) } else { ask() };
+        let answer = if elsewhere {
+            std::thread::scope(|scope| scope.spawn(ask).join().unwrap())
+        } else {
+            ask()
+        };
         let what = format!("{mode:?}, elsewhere {elsewhere}, relaxed {relaxed}");
         assert_eq!(answer.map_err(|e| e.code), if breaks { Err(900) } else { Ok(true) }, "{what}");
         match driver.capture_end(s.raw) {

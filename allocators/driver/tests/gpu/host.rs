@@ -82,7 +82,8 @@ fn a_registration_is_pinned_until_it_ends() {
     // SAFETY: 1. the pages live until the registration has ended.
     unsafe { driver.host_register(DEVICE, pages.at, BYTES, HostFlags::default()) }.unwrap();
     // SAFETY: 1. as above.
-    let again = unsafe { driver.host_register(DEVICE, pages.at, BYTES, HostFlags::default()) }.unwrap_err();
+    let again =
+        unsafe { driver.host_register(DEVICE, pages.at, BYTES, HostFlags::default()) }.unwrap_err();
     assert_eq!((again.code, again.name), (712, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"));
     let block = driver.mem_alloc(DEVICE, BYTES as u64).unwrap();
     // SAFETY: 1. both live until the stream is idle. 2. nobody touches them meanwhile.

@@ -10,7 +10,9 @@ use aquifer_driver::{
     cuda::{Lend, LentHost, raw_stream},
 };
 use cudarc::{
-    driver::{CudaContext, CudaSlice, CudaStream, DevicePtr, DeviceSlice, LaunchConfig, PushKernelArg},
+    driver::{
+        CudaContext, CudaSlice, CudaStream, DevicePtr, DeviceSlice, LaunchConfig, PushKernelArg,
+    },
     nvrtc::Ptx,
 };
 use std::{
@@ -99,8 +101,12 @@ fn on_gpu() -> Option<(Arc<dyn Driver>, Arc<CudaStream>, OwnStream)> {
 fn a_kernel_of_cudarc_runs_on_lent_memory_in_order() {
     const LEN: usize = 1 << 20;
     let Some((driver, cu, s)) = on_gpu() else { return };
-    let scale =
-        cu.context().load_module(Ptx::from_src(gpu::scale())).unwrap().load_function("scale").unwrap();
+    let scale = cu
+        .context()
+        .load_module(Ptx::from_src(gpu::scale()))
+        .unwrap()
+        .load_function("scale")
+        .unwrap();
     let mut x = Floats::new(&driver, s.raw, LEN, false);
     let ones = vec![1.0f32; LEN];
     cu.memcpy_htod(&ones, &mut x.on_mut(&cu).unwrap()).unwrap();
@@ -144,7 +150,10 @@ fn a_copy_that_cannot_be_ordered_is_not_made() {
     {
         let mut lent = x.on_mut(&cu).unwrap();
         assert!(stranger.memcpy_htod(&[1.0f32; 64], &mut lent).is_err());
-        assert!(stranger.context().check_err().is_err(), "the reason is recorded where cudarc tells it");
+        assert!(
+            stranger.context().check_err().is_err(),
+            "the reason is recorded where cudarc tells it"
+        );
         let (address, _done) = lent.device_ptr(&stranger);
         assert_eq!(address, 0);
     }

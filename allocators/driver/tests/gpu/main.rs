@@ -3,11 +3,18 @@
 //! Without a GPU each test says `skipped: …`; with `AQUIFER_REQUIRE_GPU=1` that is a failure.
 #![cfg_attr(
     feature = "cuda",
-    expect(unsafe_code, reason = "makes driver calls whose conditions the tests meet, or break on purpose")
+    expect(
+        unsafe_code,
+        reason = "makes driver calls whose conditions the tests meet, or break on purpose"
+    )
 )]
 #![cfg_attr(
     feature = "cuda",
-    expect(clippy::unwrap_used, clippy::print_stdout, reason = "what the tests share is a test too")
+    expect(
+        clippy::unwrap_used,
+        clippy::print_stdout,
+        reason = "what the tests share is a test too"
+    )
 )]
 
 #[cfg(feature = "cuda")]

@@ -90,7 +90,11 @@ fn a_wait_by_a_word_sees_all_that_was_queued_before_it_and_leaves_a_long_one_to_
                 driver.copy_to_host(stream.raw, host, block, bytes).unwrap();
                 seen += u32::from(wait(word_of));
                 assert_eq!(host.cast::<u8>().read(), round, "round {round}");
-                assert_eq!(host.cast::<u8>().as_ptr().add(bytes - 1).read(), round, "round {round}");
+                assert_eq!(
+                    host.cast::<u8>().as_ptr().add(bytes - 1).read(),
+                    round,
+                    "round {round}"
+                );
             }
             most = most.max(seen);
         }
@@ -101,7 +105,9 @@ fn a_wait_by_a_word_sees_all_that_was_queued_before_it_and_leaves_a_long_one_to_
             assert!(!wait(word_of), "64 MiB take a millisecond");
             assert_eq!(host.cast::<u8>().as_ptr().add(LARGEST - 1).read(), round, "round {round}");
         }
-        driver.stream_watch(stream.raw, &AtomicU32::new(0), 1).expect_err("the device cannot write that");
+        driver
+            .stream_watch(stream.raw, &AtomicU32::new(0), 1)
+            .expect_err("the device cannot write that");
         driver.host_free(DEVICE, word).unwrap();
         driver.host_free(DEVICE, host).unwrap();
         driver.mem_free(DEVICE, block).unwrap();
@@ -115,7 +121,8 @@ fn an_event_orders_two_streams_without_the_host() {
     let Some(driver) = driver() else { return };
     let (s, u) = (OwnStream::new(&driver), OwnStream::new(&driver));
     let block = driver.mem_alloc(DEVICE, BYTES).unwrap();
-    let (filled, read) = (driver.event_create(DEVICE).unwrap(), driver.event_create(DEVICE).unwrap());
+    let (filled, read) =
+        (driver.event_create(DEVICE).unwrap(), driver.event_create(DEVICE).unwrap());
     let last = driver.mem_alloc(DEVICE, u64::from(ROUNDS)).unwrap();
     for round in 0..ROUNDS {
         // SAFETY: 1. both blocks live until the end. 2. each stream waits for the other's event before it touches them.
@@ -124,7 +131,8 @@ fn an_event_orders_two_streams_without_the_host() {
         driver.stream_wait_event(u.raw, filled).unwrap();
         // The last byte to be filled is the one that is taken.
         // SAFETY: 1. and 2. as above.
-        unsafe { driver.copy_on_device(u.raw, last + u64::from(round), block + BYTES - 1, 1) }.unwrap();
+        unsafe { driver.copy_on_device(u.raw, last + u64::from(round), block + BYTES - 1, 1) }
+            .unwrap();
         driver.event_record(read, u.raw).unwrap();
         driver.stream_wait_event(s.raw, read).unwrap();
     }
@@ -170,16 +178,28 @@ fn not_ready_is_an_answer() {
 #[test]
 fn the_capture_mode_is_exchanged_per_thread() {
     let Some(driver) = driver() else { return };
-    assert_eq!(driver.exchange_capture_mode(CaptureMode::ThreadLocal).unwrap(), CaptureMode::Global);
+    assert_eq!(
+        driver.exchange_capture_mode(CaptureMode::ThreadLocal).unwrap(),
+        CaptureMode::Global
+    );
     {
         let _relaxed = Relaxed::enter(&*driver);
         let elsewhere = std::thread::scope(|scope| {
-            scope.spawn(|| driver.exchange_capture_mode(CaptureMode::Global).unwrap()).join().unwrap()
+            scope
+                .spawn(|| driver.exchange_capture_mode(CaptureMode::Global).unwrap())
+                .join()
+                .unwrap()
         });
         assert_eq!(elsewhere, CaptureMode::Global);
-        assert_eq!(driver.exchange_capture_mode(CaptureMode::Relaxed).unwrap(), CaptureMode::Relaxed);
+        assert_eq!(
+            driver.exchange_capture_mode(CaptureMode::Relaxed).unwrap(),
+            CaptureMode::Relaxed
+        );
     }
-    assert_eq!(driver.exchange_capture_mode(CaptureMode::Global).unwrap(), CaptureMode::ThreadLocal);
+    assert_eq!(
+        driver.exchange_capture_mode(CaptureMode::Global).unwrap(),
+        CaptureMode::ThreadLocal
+    );
 }
 
 #[test]
@@ -199,7 +219,9 @@ fn each_call_is_counted_once_and_made_from_any_thread() {
             });
         }
     });
-    for call in [Call::StreamCreate, Call::StreamDestroy, Call::MemAlloc, Call::MemFree, Call::CopyToDevice] {
+    for call in
+        [Call::StreamCreate, Call::StreamDestroy, Call::MemAlloc, Call::MemFree, Call::CopyToDevice]
+    {
         assert_eq!(driver.calls().get(call), THREADS, "{}", call.name());
     }
     assert_eq!(driver.calls().get(Call::EventCreate), 0);

@@ -7,14 +7,19 @@ fn an_allocation_is_aligned_and_its_own() {
     let Some(driver) = driver() else { return };
     let stream = OwnStream::new(&driver);
     let sizes = [1u64, 511, 4096, (1 << 20) + 1];
-    let blocks: Vec<_> = sizes.iter().map(|&bytes| driver.mem_alloc(DEVICE, bytes).unwrap()).collect();
+    let blocks: Vec<_> =
+        sizes.iter().map(|&bytes| driver.mem_alloc(DEVICE, bytes).unwrap()).collect();
     for (i, (&at, &bytes)) in blocks.iter().zip(&sizes).enumerate() {
         assert_eq!(at % 256, 0);
         // SAFETY: 1. the block lives until the stream is synchronised. 2. one stream only.
         unsafe { driver.fill(stream.raw, at, i as u8 + 1, bytes) }.unwrap();
     }
     for (i, (&at, &bytes)) in blocks.iter().zip(&sizes).enumerate() {
-        assert!(read_back(&driver, stream.raw, at, bytes as usize).iter().all(|&byte| byte == i as u8 + 1));
+        assert!(
+            read_back(&driver, stream.raw, at, bytes as usize)
+                .iter()
+                .all(|&byte| byte == i as u8 + 1)
+        );
         // SAFETY: 1. the block is this test's own. 2. the stream has been synchronised.
         unsafe { driver.mem_free(DEVICE, at) }.unwrap();
     }
@@ -36,7 +41,11 @@ fn a_pool_keeps_what_is_freed_until_it_is_trimmed() {
     driver.stream_wait_event(u.raw, event).unwrap();
     assert!(read_back(&driver, u.raw, block, BYTES as usize).iter().all(|&byte| byte == 7));
     let usage = driver.pool_usage(pool).unwrap();
-    assert!(usage.used >= BYTES && usage.reserved >= usage.used && usage.reserved_high >= usage.reserved);
+    assert!(
+        usage.used >= BYTES
+            && usage.reserved >= usage.used
+            && usage.reserved_high >= usage.reserved
+    );
 
     // SAFETY: 1. the block came from the pool. 2. `u`, which used it, waited for `s`.
     unsafe { driver.pool_free(u.raw, block) }.unwrap();

@@ -14,7 +14,13 @@ fn at(start: u64, pitch: u64) -> Pitched<u64> {
 }
 
 /// The rows of `from` put into `to`.
-fn expected(mut to: Vec<u8>, to_pitch: usize, from: &[u8], from_pitch: usize, rows: Rows) -> Vec<u8> {
+fn expected(
+    mut to: Vec<u8>,
+    to_pitch: usize,
+    from: &[u8],
+    from_pitch: usize,
+    rows: Rows,
+) -> Vec<u8> {
     for row in 0..rows.height as usize {
         let width = rows.width as usize;
         to[row * to_pitch..][..width].copy_from_slice(&from[row * from_pitch..][..width]);
@@ -84,7 +90,10 @@ fn rows_go_up_across_and_down_from_pinned_and_pageable_memory() {
         // SAFETY: as above.
         unsafe { driver.copy_2d_to_host(s, to, at(y, 301), rows) }.unwrap();
         blocks.stream.synchronize();
-        assert!(pages.slice() == expected(vec![0xcc; BYTES], 512, &on_y, 301, rows), "pinned {pinned}: down");
+        assert!(
+            pages.slice() == expected(vec![0xcc; BYTES], 512, &on_y, 301, rows),
+            "pinned {pinned}: down"
+        );
         if pinned {
             // SAFETY: 1. nothing is queued any more.
             unsafe { driver.host_unregister(DEVICE, pages.at) }.unwrap();
@@ -116,7 +125,8 @@ fn fills_write_elements_of_one_two_and_four_bytes_also_in_rows() {
         // SAFETY: as above.
         unsafe { driver.fill_2d(s, at(x + 8, 64 * size), pattern, rows) }.unwrap();
         for row in 0..500 {
-            all[8 + row * 64 * element.len()..][..10 * element.len()].copy_from_slice(&element.repeat(10));
+            all[8 + row * 64 * element.len()..][..10 * element.len()]
+                .copy_from_slice(&element.repeat(10));
         }
         assert!(blocks.read(x) == all, "{pattern:?} in rows");
     }

@@ -48,11 +48,17 @@ impl Drop for OwnStream {
 }
 
 /// Reads device memory back, after all that is queued on `stream`.
-pub(crate) fn read_back(driver: &Arc<dyn Driver>, stream: RawStream, from: u64, bytes: usize) -> Vec<u8> {
+pub(crate) fn read_back(
+    driver: &Arc<dyn Driver>,
+    stream: RawStream,
+    from: u64,
+    bytes: usize,
+) -> Vec<u8> {
     let mut back = vec![0u8; bytes];
     // SAFETY: 1. `back` is writable and the caller's range mapped until the synchronisation below. 2. nobody else has
     // either.
-    unsafe { driver.copy_to_host(stream, NonNull::from(&mut back[..]).cast(), from, bytes) }.unwrap();
+    unsafe { driver.copy_to_host(stream, NonNull::from(&mut back[..]).cast(), from, bytes) }
+        .unwrap();
     driver.stream_synchronize(stream).unwrap();
     back
 }

@@ -1,5 +1,11 @@
 //! Machines and small programs that the simulator's tests share.
-#![allow(dead_code, unsafe_code, unused_macros, unreachable_pub, reason = "each test binary uses its share")]
+#![allow(
+    dead_code,
+    unsafe_code,
+    unused_macros,
+    unreachable_pub,
+    reason = "each test binary uses its share"
+)]
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -8,8 +14,8 @@
 )]
 
 use aquifer_driver::{
-    Access, CaptureMode, DeviceId, DeviceRange, Driver, DriverError, PhysicalHandle, RawEvent, RawGraphExec,
-    RawStream,
+    Access, CaptureMode, DeviceId, DeviceRange, Driver, DriverError, PhysicalHandle, RawEvent,
+    RawGraphExec, RawStream,
     sim::{Sim, Violation, ViolationKind},
 };
 use std::{ptr::NonNull, sync::Arc, time::Duration};
@@ -142,7 +148,13 @@ impl Machine {
 
     /// Takes what was found, the first of which must be of this kind between these two lines.
     #[track_caller]
-    pub fn first(&self, kind: ViolationKind, file: &str, earlier: Option<u32>, later: u32) -> Violation {
+    pub fn first(
+        &self,
+        kind: ViolationKind,
+        file: &str,
+        earlier: Option<u32>,
+        later: u32,
+    ) -> Violation {
         let found = self.sim.take_violations();
         let fault = found.first().expect("nothing was found").clone();
         check(&fault, kind, file, earlier, later);

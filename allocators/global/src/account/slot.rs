@@ -94,7 +94,8 @@ impl Slot {
         let need = bytes.saturating_sub(self.change.load(Ordering::Relaxed));
         match take(need, BATCH) {
             Some(taken) => {
-                self.change.store(self.change.load(Ordering::Relaxed) + taken - bytes, Ordering::Relaxed);
+                self.change
+                    .store(self.change.load(Ordering::Relaxed) + taken - bytes, Ordering::Relaxed);
                 true
             }
             None => {
@@ -147,7 +148,10 @@ struct Block {
 
 impl Block {
     const fn new() -> Self {
-        Self { slots: [const { Slot::new(MOST_CHANGE) }; SLOTS], next: AtomicPtr::new(ptr::null_mut()) }
+        Self {
+            slots: [const { Slot::new(MOST_CHANGE) }; SLOTS],
+            next: AtomicPtr::new(ptr::null_mut()),
+        }
     }
 
     fn next(&self) -> Option<&'static Block> {
@@ -168,7 +172,12 @@ impl Block {
         }
         // SAFETY: 1. `fresh` is a block of the layout of `Block`. 2. Nobody else has it yet.
         unsafe { fresh.write(Block::new()) };
-        match self.next.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire) {
+        match self.next.compare_exchange(
+            ptr::null_mut(),
+            fresh,
+            Ordering::AcqRel,
+            Ordering::Acquire,
+        ) {
             // Ours, or that of a thread that was faster.
             Ok(_) => {}
             // SAFETY: 1. `fresh` came from the system with this layout. 2. It was not published, so nobody has it.
@@ -188,7 +197,10 @@ fn claim() -> Option<&'static Slot> {
     while let Some(here) = block {
         for slot in &here.slots {
             if !slot.taken.load(Ordering::Relaxed)
-                && slot.taken.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed).is_ok()
+                && slot
+                    .taken
+                    .compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed)
+                    .is_ok()
             {
                 slot.floor.store(RECALLED, Ordering::Relaxed);
                 return Some(slot);
@@ -372,7 +384,8 @@ pub(super) fn totals() -> Totals {
     let mut totals = Totals::default();
     for slot in slots().chain([&SHARED]) {
         totals.change = totals.change.wrapping_add(slot.change.load(Ordering::Relaxed));
-        totals.allocations = totals.allocations.wrapping_add(slot.allocations.load(Ordering::Relaxed));
+        totals.allocations =
+            totals.allocations.wrapping_add(slot.allocations.load(Ordering::Relaxed));
         totals.frees = totals.frees.wrapping_add(slot.frees.load(Ordering::Relaxed));
     }
     totals

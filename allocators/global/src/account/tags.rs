@@ -427,7 +427,8 @@ pub fn top(n: usize) -> Vec<Consumer> {
         })
         .filter(|consumer| consumer.allocated != Allocated::default())
         .collect();
-    let weight = |consumer: &Consumer| consumer.held.map_or(consumer.allocated.bytes, |held| held.live);
+    let weight =
+        |consumer: &Consumer| consumer.held.map_or(consumer.allocated.bytes, |held| held.live);
     all.sort_by_key(|consumer| std::cmp::Reverse((weight(consumer), consumer.allocated.bytes)));
     all.truncate(n);
     all

@@ -59,7 +59,10 @@ pub struct BadReportTo {
 impl fmt::Display for BadReportTo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = self.text.display();
-        write!(f, "'{text}' is neither 'stderr' nor a path; a file in the current folder is named ./FILE")
+        write!(
+            f,
+            "'{text}' is neither 'stderr' nor a path; a file in the current folder is named ./FILE"
+        )
     }
 }
 

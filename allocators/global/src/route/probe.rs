@@ -25,7 +25,12 @@ unsafe impl Route for Probe {
 
     unsafe fn deallocate(&self, _block: NonNull<u8>, _layout: Layout) {}
 
-    unsafe fn resize(&self, _block: NonNull<u8>, _old: Layout, _new: Layout) -> Option<NonNull<u8>> {
+    unsafe fn resize(
+        &self,
+        _block: NonNull<u8>,
+        _old: Layout,
+        _new: Layout,
+    ) -> Option<NonNull<u8>> {
         None
     }
 

@@ -61,7 +61,11 @@ pub(crate) fn allocate_zeroed(layout: Layout, ours: usize) -> Option<NonNull<u8>
 
 #[cold]
 #[inline(never)]
-fn served(here: &Here, bytes: usize, ask: impl FnOnce() -> Option<NonNull<u8>>) -> Option<NonNull<u8>> {
+fn served(
+    here: &Here,
+    bytes: usize,
+    ask: impl FnOnce() -> Option<NonNull<u8>>,
+) -> Option<NonNull<u8>> {
     let block = visit(here, ask);
     if block.is_none() {
         REFUSED.fetch_add(1, Ordering::Relaxed);
@@ -124,7 +128,12 @@ pub(crate) enum Reallocation {
 /// # Safety
 /// As for `GlobalAlloc::realloc`.
 #[inline]
-pub(crate) unsafe fn reallocate(block: *mut u8, old: Layout, new: Layout, ours: usize) -> Reallocation {
+pub(crate) unsafe fn reallocate(
+    block: *mut u8,
+    old: Layout,
+    new: Layout,
+    ours: usize,
+) -> Reallocation {
     if table::may_own(block) {
         // SAFETY: the caller's promise.
         let found = unsafe { reallocate_in_window(block, old, new) };

@@ -90,7 +90,8 @@ impl RouteId {
 #[inline]
 pub(super) fn may_own(block: *mut u8) -> bool {
     let address = block.addr();
-    address >= WINDOW.lowest.load(Ordering::Relaxed) && address < WINDOW.highest.load(Ordering::Relaxed)
+    address >= WINDOW.lowest.load(Ordering::Relaxed)
+        && address < WINDOW.highest.load(Ordering::Relaxed)
 }
 
 /// The route that a block is of.

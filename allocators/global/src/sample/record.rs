@@ -87,7 +87,8 @@ fn chunk_for(number: u32) -> Option<()> {
         return None;
     }
     // Release: whoever sees the chunk sees its zeros.
-    if chunk.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire).is_err() {
+    if chunk.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire).is_err()
+    {
         // SAFETY: 1. `fresh` came from the system with this layout. 2. It was not published, so nobody has it.
         unsafe { System.dealloc(fresh.cast(), layout) };
     }
@@ -189,7 +190,10 @@ mod tests {
             assert!(at < records && chunk < CHUNKS, "{number}");
             assert!(seen.insert((chunk, at)), "{number}");
         }
-        assert_eq!((place(255), place(256), place(768)), ((0, 256, 255), (1, 512, 0), (2, 1024, 0)));
+        assert_eq!(
+            (place(255), place(256), place(768)),
+            ((0, 256, 255), (1, 512, 0), (2, 1024, 0))
+        );
     }
 
     /// One test for all: samples are the process's.
@@ -224,7 +228,10 @@ mod tests {
                     for sample in samples() {
                         let of = sample.bytes;
                         assert!(sample.stands_for == of && sample.depth == FRAMES);
-                        assert!(sample.frames.iter().all(|&frame| frame as u64 == of), "read in pieces");
+                        assert!(
+                            sample.frames.iter().all(|&frame| frame as u64 == of),
+                            "read in pieces"
+                        );
                     }
                 }
             });

@@ -65,8 +65,12 @@ fn totals_and_tags_are_exact_over_threads_and_routes() {
     });
     let Some(start) = start else { panic!("no memory") };
     let window = start.addr().get()..start.addr().get() + ROOM;
-    let apart: &'static Apart =
-        Box::leak(Box::new(Apart { window, start, used: AtomicUsize::new(0), live: AtomicUsize::new(0) }));
+    let apart: &'static Apart = Box::leak(Box::new(Apart {
+        window,
+        start,
+        used: AtomicUsize::new(0),
+        live: AtomicUsize::new(0),
+    }));
     // SAFETY: 1. Its blocks lie in its window and nobody else's do. 2. Atomics work at any time.
     let over = Box::leak(Box::new(unsafe { Over::new(apart, apart.window.clone()) }));
     let Ok(to) = register(over) else { panic!("no route") };
@@ -148,8 +152,10 @@ fn alignment_zeroes_and_contents_survive() {
 fn the_cap_holds() {
     let live = stats().live;
     set_cap(live + (1 << 20));
-    let (within, beyond) =
-        (Vec::<u8>::new().try_reserve_exact(1 << 20), Vec::<u8>::new().try_reserve_exact((1 << 20) + 1));
+    let (within, beyond) = (
+        Vec::<u8>::new().try_reserve_exact(1 << 20),
+        Vec::<u8>::new().try_reserve_exact((1 << 20) + 1),
+    );
     set_cap(u64::MAX);
     assert!(within.is_ok() && beyond.is_err());
     assert_eq!(stats().live, live);

@@ -49,7 +49,8 @@ impl Heap {
                     found.blocks += 1;
                 }
                 State::Slab => {
-                    let slab = self.slabs.get(record.slab).ok_or(Broken::Slab { at: record.start })?;
+                    let slab =
+                        self.slabs.get(record.slab).ok_or(Broken::Slab { at: record.start })?;
                     found.live += slab.slot * u64::from(slab.used);
                     found.blocks += u64::from(slab.used);
                 }
@@ -112,7 +113,11 @@ impl Heap {
         });
         broken?;
         if bytes != self.free_bytes {
-            return Err(Broken::Count { name: "bytes in bins", expected: self.free_bytes, found: bytes });
+            return Err(Broken::Count {
+                name: "bytes in bins",
+                expected: self.free_bytes,
+                found: bytes,
+            });
         }
         Ok(())
     }
@@ -126,7 +131,8 @@ impl Heap {
             let record = &self.records[at];
             if record.state == State::Slab {
                 let slab = self.slabs.slab(record.slab);
-                let agrees = slab.record == at && slab.start == record.start && slab.bytes() == record.len;
+                let agrees =
+                    slab.record == at && slab.start == record.start && slab.bytes() == record.len;
                 if !agrees || slab.free_slots() != slab.slots - slab.used {
                     return Err(Broken::Slab { at: record.start });
                 }

@@ -42,7 +42,9 @@ impl Heap {
             if self.is_live(address, key) {
                 return Ok(self.free_record(index, stamp));
             }
-        } else if let Some(given) = self.slabs.give_keyed(index & !SLOT, address, key.generation, stamp) {
+        } else if let Some(given) =
+            self.slabs.give_keyed(index & !SLOT, address, key.generation, stamp)
+        {
             return Ok(self.count_given(index & !SLOT, given));
         }
         Err(self.refuse(address))
@@ -61,7 +63,9 @@ impl Heap {
                 self.end(index, stamp);
                 return Ok(());
             }
-        } else if let Some(given) = self.slabs.give_keyed(index & !SLOT, address, key.generation, stamp) {
+        } else if let Some(given) =
+            self.slabs.give_keyed(index & !SLOT, address, key.generation, stamp)
+        {
             self.live_bytes -= given.bytes;
             self.live_blocks -= 1;
             if given.dissolve {
@@ -96,7 +100,9 @@ impl Heap {
     #[inline]
     fn is_live(&self, address: u64, key: Key) -> bool {
         self.records.get(key.index()).is_some_and(|record| {
-            record.state == State::Live && record.start == address && record.generation == key.generation
+            record.state == State::Live
+                && record.start == address
+                && record.generation == key.generation
         })
     }
 
@@ -140,7 +146,10 @@ impl Heap {
                 if slab.is_free(slot) {
                     Err(HeapError::DoubleFree { address })
                 } else if inside > 0 {
-                    Err(HeapError::Interior { address, block: Range::new(slab.address(slot), slab.slot) })
+                    Err(HeapError::Interior {
+                        address,
+                        block: Range::new(slab.address(slot), slab.slot),
+                    })
                 } else {
                     Ok(Live::Slot { slab: record.slab, slot })
                 }

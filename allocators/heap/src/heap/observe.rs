@@ -39,7 +39,8 @@ impl Heap {
     #[must_use]
     pub fn largest_free(&self) -> u64 {
         let extent = self.bins.longest(&self.records).map_or(0, |id| self.records[id].len);
-        let spares = self.slabs.spares().map(|slab| self.run_around(self.slabs.slab(slab).record).range.len);
+        let spares =
+            self.slabs.spares().map(|slab| self.run_around(self.slabs.slab(slab).record).range.len);
         spares.fold(extent, u64::max)
     }
 

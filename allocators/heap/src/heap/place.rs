@@ -38,7 +38,8 @@ impl Heap {
     #[must_use]
     pub fn alloc(&mut self, bytes: u64, align: u64) -> Option<Block> {
         // The two ways that loops take, which end where the full one would.
-        if align == self.config.unit && !(self.live_blocks == 0 && self.slabs.has_several_spares()) {
+        if align == self.config.unit && !(self.live_blocks == 0 && self.slabs.has_several_spares())
+        {
             if bytes > self.config.small_max {
                 return self.alloc_exact(self.whole_units(bytes)?, align);
             } else if bytes > 0
@@ -65,7 +66,8 @@ impl Heap {
         let align = align.max(self.config.unit);
         if bytes <= self.config.small_max
             && align <= self.config.page
-            && let Some(small) = round_up(bytes, align).filter(|&small| small <= self.config.small_max)
+            && let Some(small) =
+                round_up(bytes, align).filter(|&small| small <= self.config.small_max)
         {
             return self.alloc_small(small, bytes, align);
         }

@@ -67,10 +67,14 @@ impl Heap {
                 _ => (start / border + 1).saturating_mul(border).min(range.end()),
             };
             let mut own = 0;
-            if start == range.start && cuts & CUT_BEFORE != 0 || border != 0 && start.is_multiple_of(border) {
+            if start == range.start && cuts & CUT_BEFORE != 0
+                || border != 0 && start.is_multiple_of(border)
+            {
                 own |= CUT_BEFORE;
             }
-            if end == range.end() && cuts & CUT_AFTER != 0 || border != 0 && end.is_multiple_of(border) {
+            if end == range.end() && cuts & CUT_AFTER != 0
+                || border != 0 && end.is_multiple_of(border)
+            {
                 own |= CUT_AFTER;
             }
             let id = self.insert_after(prev, Record::new(start, end - start, stamp, own));

@@ -21,7 +21,12 @@ impl Heap {
     /// [`HeapError::NoRoom`] with what could be had, [`HeapError::ZeroSize`],
     /// [`HeapError::TooManyRecords`], and those of [`free`](Self::free) where no live block
     /// starts at `address`.
-    pub fn resize_in_place(&mut self, address: u64, new_bytes: u64, stamp: u64) -> Result<Block, HeapError> {
+    pub fn resize_in_place(
+        &mut self,
+        address: u64,
+        new_bytes: u64,
+        stamp: u64,
+    ) -> Result<Block, HeapError> {
         let live = self.live_at(address)?;
         if new_bytes == 0 {
             return Err(HeapError::ZeroSize);
@@ -33,7 +38,11 @@ impl Heap {
                 let block = Block { address, bytes: of.slot, key };
                 if new_bytes > of.slot {
                     let range = block.range();
-                    return Err(HeapError::NoRoom { block: range, wanted: new_bytes, available: of.slot });
+                    return Err(HeapError::NoRoom {
+                        block: range,
+                        wanted: new_bytes,
+                        available: of.slot,
+                    });
                 }
                 Ok(block)
             }
@@ -57,7 +66,12 @@ impl Heap {
             return Err(HeapError::TooManyRecords);
         }
         let record = &mut self.records[id];
-        let rest = Record::new(record.end() - tail, tail, record.stamp.max(stamp), record.cuts & CUT_AFTER);
+        let rest = Record::new(
+            record.end() - tail,
+            tail,
+            record.stamp.max(stamp),
+            record.cuts & CUT_AFTER,
+        );
         record.len -= tail;
         record.cuts &= CUT_BEFORE;
         self.live_bytes -= tail;

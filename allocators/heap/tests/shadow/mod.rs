@@ -121,7 +121,9 @@ impl Shadow {
             Op::Alloc { units, short, align } => {
                 self.alloc(self.bytes(units, short), 1 << (align % 17), &before)
             }
-            Op::AllocAt { window, at, units } => self.alloc_at(self.range(window, at, units), &before),
+            Op::AllocAt { window, at, units } => {
+                self.alloc_at(self.range(window, at, units), &before)
+            }
             Op::Free { which, stamp, by_note } => self.free(which, stamp.into(), by_note),
             Op::FreeAnywhere { window, at, inside } => {
                 let address = self.range(window, at, 1).start + u64::from(inside) % self.unit();
@@ -133,7 +135,10 @@ impl Shadow {
             }
         };
         let after = self.sight();
-        assert!(changed || before == after, "a refused call changed something: {before:?}, {after:?}");
+        assert!(
+            changed || before == after,
+            "a refused call changed something: {before:?}, {after:?}"
+        );
         self.verify(&after);
     }
 
@@ -192,7 +197,8 @@ impl Shadow {
 
     fn add(&mut self, range: Range, stamp: u64, segment: bool) -> bool {
         let clash = self.cells(range).iter().any(|cell| cell.managed);
-        let added = if segment { self.heap.add_segment(range, stamp) } else { self.heap.add(range, stamp) };
+        let added =
+            if segment { self.heap.add_segment(range, stamp) } else { self.heap.add(range, stamp) };
         if clash {
             let Err(HeapError::Overlap { range: given, with }) = added else {
                 panic!("{added:?} for a clash")
@@ -236,7 +242,9 @@ impl Shadow {
         let Some(block) = self.heap.alloc(bytes, align) else {
             let fits = before.extents.iter().find(|extent| {
                 let start = extent.range.start.checked_next_multiple_of(align.max(unit));
-                start.is_some_and(|start| start < extent.range.end() && extent.range.end() - start >= len)
+                start.is_some_and(|start| {
+                    start < extent.range.end() && extent.range.end() - start >= len
+                })
             });
             assert_eq!(fits, None, "None for {bytes} bytes aligned to {align}");
             return false;
@@ -280,7 +288,10 @@ impl Shadow {
         }
         let inner = self.cells(block.range()).to_vec();
         assert!(inner[1..].iter().all(|cell| !cell.cut_before), "{block:?} crosses a border");
-        assert!(inner[..inner.len() - 1].iter().all(|cell| !cell.cut_after), "{block:?} crosses a border");
+        assert!(
+            inner[..inner.len() - 1].iter().all(|cell| !cell.cut_after),
+            "{block:?} crosses a border"
+        );
         let border = self.heap.config().border;
         assert!(border == 0 || block.address / border == (block.range().end() - 1) / border);
         assert_eq!(self.heap.size_of(block.address), Some(block.bytes));
@@ -402,9 +413,13 @@ impl Shadow {
 
         let live: u64 = self.live.values().map(|block| block.bytes).sum();
         assert_eq!((stats.live_bytes, stats.live_blocks), (live, self.live.len() as u64));
-        let managed = self.windows.iter().flat_map(|(_, cells)| cells).filter(|cell| cell.managed).count();
+        let managed =
+            self.windows.iter().flat_map(|(_, cells)| cells).filter(|cell| cell.managed).count();
         assert_eq!(stats.managed_bytes, managed as u64 * unit);
-        assert_eq!(stats.live_bytes + stats.free_bytes + stats.slab_free_bytes, stats.managed_bytes);
+        assert_eq!(
+            stats.live_bytes + stats.free_bytes + stats.slab_free_bytes,
+            stats.managed_bytes
+        );
         assert_eq!(stats.free_bytes, extents.iter().map(|extent| extent.range.len).sum::<u64>());
         let largest = extents.iter().map(|extent| extent.range.len).max().unwrap_or(0);
         assert_eq!((stats.largest_free, self.heap.largest_free()), (largest, largest));

@@ -179,9 +179,15 @@ impl Faults {
     /// but what is measured says so. Only populating is measured.
     pub fn seem_to_take(&self, call: SystemCall, count: u64, time: Duration) {
         let mut plan = self.lock();
-        let planned = plan.times.iter().filter(|timed| timed.call == call).map(|timed| timed.last).max();
+        let planned =
+            plan.times.iter().filter(|timed| timed.call == call).map(|timed| timed.last).max();
         let before = plan.made[call as usize].max(planned.unwrap_or(0));
-        plan.times.push(Timed { call, first: before + 1, last: before.saturating_add(count), time });
+        plan.times.push(Timed {
+            call,
+            first: before + 1,
+            last: before.saturating_add(count),
+            time,
+        });
     }
 
     /// The first so many pages that are asked about next seem to be moved by the kernel at that moment.
@@ -222,11 +228,13 @@ impl Faults {
         let mut plan = self.lock();
         plan.made[call as usize] += 1;
         let number = plan.made[call as usize];
-        let hit = plan.faults.iter().find(|f| f.call == call && (f.first..=f.last).contains(&number));
+        let hit =
+            plan.faults.iter().find(|f| f.call == call && (f.first..=f.last).contains(&number));
         if let Some(fault) = hit {
             return Err(SystemError { call: call.name(), errno: fault.errno });
         }
-        let timed = plan.times.iter().find(|t| t.call == call && (t.first..=t.last).contains(&number));
+        let timed =
+            plan.times.iter().find(|t| t.call == call && (t.first..=t.last).contains(&number));
         Ok(timed.map(|timed| timed.time))
     }
 

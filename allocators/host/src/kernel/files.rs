@@ -43,7 +43,8 @@ impl Kernel {
         // SAFETY: 1. it was opened just now and is nobody else's.
         let file = unsafe { OwnedFd::from_raw_fd(file) };
         self.ask(SystemCall::Resize)?;
-        let size = i64::try_from(bytes).map_err(|_| SystemError { call: "ftruncate", errno: libc::EFBIG })?;
+        let size = i64::try_from(bytes)
+            .map_err(|_| SystemError { call: "ftruncate", errno: libc::EFBIG })?;
         // SAFETY: 1. the file is open.
         check("ftruncate", unsafe { libc::ftruncate(file.as_raw_fd(), size) })?;
         self.ask(SystemCall::Seal)?;
@@ -67,7 +68,8 @@ impl Kernel {
         let refused = |call| move |e: Errno| SystemError { call, errno: e as i32 };
         let size = fstat(file).map_err(refused("fstat"))?.st_size;
         let system = fstatfs(file).map_err(refused("fstatfs"))?;
-        let pages = match (system.filesystem_type() == HUGETLBFS_MAGIC, system.block_size() as i64) {
+        let pages = match (system.filesystem_type() == HUGETLBFS_MAGIC, system.block_size() as i64)
+        {
             (false, _) => MapPages::Ordinary,
             (true, block) if block == 1 << 30 => MapPages::Huge1G,
             (true, _) => MapPages::Huge2M,
@@ -87,7 +89,8 @@ impl Kernel {
         let access = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_SHARED | libc::MAP_FIXED;
         // SAFETY: 1. the caller's first condition.
-        let address = unsafe { libc::mmap(span.pointer(), span.len, access, flags, file.as_raw_fd(), 0) };
+        let address =
+            unsafe { libc::mmap(span.pointer(), span.len, access, flags, file.as_raw_fd(), 0) };
         if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
     }
 
@@ -99,7 +102,14 @@ impl Kernel {
         self.ask(SystemCall::MapShared)?;
         // SAFETY: 1. no address is asked for, so no mapping is replaced.
         let address = unsafe {
-            libc::mmap(ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0)
+            libc::mmap(
+                ptr::null_mut(),
+                bytes,
+                libc::PROT_READ,
+                libc::MAP_SHARED,
+                file.as_raw_fd(),
+                0,
+            )
         };
         if address == libc::MAP_FAILED {
             return Err(last("mmap"));

@@ -49,8 +49,11 @@ impl Kernel {
             errno: e.raw_os_error().unwrap_or(libc::EIO),
         })?;
         // Names of files may be any bytes.
-        let entries = text.split(|&b| b == b'\n').filter_map(|line| entry(&String::from_utf8_lossy(line)));
-        Ok(entries.filter(|entry| entry.span.start < span.end() && span.start < entry.span.end()).collect())
+        let entries =
+            text.split(|&b| b == b'\n').filter_map(|line| entry(&String::from_utf8_lossy(line)));
+        Ok(entries
+            .filter(|entry| entry.span.start < span.end() && span.start < entry.span.end())
+            .collect())
     }
 }
 
@@ -108,10 +111,30 @@ mod tests {
         let table = [
             ("7f00-7f10 rw-p 00000000 00:00 0", Ground::Anonymous, true, false),
             ("7f00-7f10 rw-p 00000000 00:00 0      [heap]", Ground::Anonymous, true, false),
-            ("7f00-7f10 rw-s 00000000 00:01 2048   /memfd:a b (deleted)", Ground::Memory, true, true),
-            ("7f00-7f10 rw-s 00000000 00:01 9      /dev/zero (deleted)", Ground::Memory, true, true),
-            ("7f00-7f10 rw-p 00000000 00:0f 42     /anon_hugepage (deleted)", Ground::HugeTlb, true, false),
-            ("7f00-7f10 r--s 00000000 fe:00 42     /usr/share/some file", Ground::File, false, true),
+            (
+                "7f00-7f10 rw-s 00000000 00:01 2048   /memfd:a b (deleted)",
+                Ground::Memory,
+                true,
+                true,
+            ),
+            (
+                "7f00-7f10 rw-s 00000000 00:01 9      /dev/zero (deleted)",
+                Ground::Memory,
+                true,
+                true,
+            ),
+            (
+                "7f00-7f10 rw-p 00000000 00:0f 42     /anon_hugepage (deleted)",
+                Ground::HugeTlb,
+                true,
+                false,
+            ),
+            (
+                "7f00-7f10 r--s 00000000 fe:00 42     /usr/share/some file",
+                Ground::File,
+                false,
+                true,
+            ),
             ("7f00-7f10 r-xp 00000000 fe:00 42     /usr/lib/libc.so.6", Ground::File, false, false),
         ];
         for (line, ground, writable, shared) in table {
@@ -128,7 +151,10 @@ mod tests {
         let look = |start: usize, len| kernel.mappings(Span { start, len }).unwrap();
         let own = vec![1u8; 1 << 20];
         let found = look(own.as_ptr() as usize, own.len());
-        assert!(found.iter().all(|e| e.ground == Ground::Anonymous && e.writable && !e.shared), "{found:?}");
+        assert!(
+            found.iter().all(|e| e.ground == Ground::Anonymous && e.writable && !e.shared),
+            "{found:?}"
+        );
         let file = kernel.memory_file(1 << 16, MapPages::Ordinary).unwrap();
         assert_eq!(kernel.look_at(file.as_fd()), Ok((1 << 16, MapPages::Ordinary)));
         let span = kernel.map_to_read(file.as_fd(), 1 << 16).unwrap();

@@ -38,7 +38,8 @@ impl Process {
     pub fn current() -> Self {
         static COUNTED: OnceLock<bool> = OnceLock::new();
         // SAFETY: 1. `count` may run in a child of a process with threads: it touches one atomic.
-        let counted = *COUNTED.get_or_init(|| unsafe { libc::pthread_atfork(None, None, Some(count)) } == 0);
+        let counted =
+            *COUNTED.get_or_init(|| unsafe { libc::pthread_atfork(None, None, Some(count)) } == 0);
         Self { forks: FORKS.load(Ordering::Relaxed), id: (!counted).then(process::id) }
     }
 

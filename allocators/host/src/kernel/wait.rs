@@ -93,12 +93,21 @@ impl Kernel {
     /// # Errors
     /// `ENOENT` where the kernel keeps no such account, `EOPNOTSUPP` where it was told not to, `EINVAL`, `EACCES` and
     /// `EPERM` for what the process may not ask, `EROFS` in containers.
-    pub fn stall_alarm(&self, path: &Path, stalled: Duration, within: Duration) -> Result<StallAlarm> {
+    pub fn stall_alarm(
+        &self,
+        path: &Path,
+        stalled: Duration,
+        within: Duration,
+    ) -> Result<StallAlarm> {
         self.ask(SystemCall::StallAlarm)?;
         let refused = |call| {
-            move |e: std::io::Error| SystemError { call, errno: e.raw_os_error().unwrap_or(libc::EINVAL) }
+            move |e: std::io::Error| SystemError {
+                call,
+                errno: e.raw_os_error().unwrap_or(libc::EINVAL),
+            }
         };
-        let mut file = OpenOptions::new().read(true).write(true).open(path).map_err(refused("open"))?;
+        let mut file =
+            OpenOptions::new().read(true).write(true).open(path).map_err(refused("open"))?;
         // The kernel wants the zero that ends a text of C's.
         let trigger = format!("some {} {}\0", stalled.as_micros(), within.as_micros());
         file.write_all(trigger.as_bytes()).map_err(refused("write"))?;
@@ -114,7 +123,8 @@ impl Kernel {
         let of = |file: &OwnedFd, events| libc::pollfd { fd: file.as_raw_fd(), events, revents: 0 };
         // A file below zero is passed over.
         let none = libc::pollfd { fd: -1, events: 0, revents: 0 };
-        let mut files = [of(&bell.0, libc::POLLIN), alarm.map_or(none, |alarm| of(&alarm.0, libc::POLLPRI))];
+        let mut files =
+            [of(&bell.0, libc::POLLIN), alarm.map_or(none, |alarm| of(&alarm.0, libc::POLLPRI))];
         // Rounded up: a wait of less than a millisecond must not spin.
         let most = i32::try_from(most.as_micros().div_ceil(1000)).unwrap_or(i32::MAX);
         // SAFETY: 1. there are two of them, and they live until it returns. 2. the files are open.
@@ -160,9 +170,11 @@ mod tests {
     fn what_is_no_pressure_file_is_an_error_or_an_alarm_that_is_over_and_never_a_hang() {
         let kernel = Kernel::new();
         let (stalled, within) = (Duration::from_millis(100), Duration::from_secs(2));
-        let missing = kernel.stall_alarm(Path::new("/nonexistent/memory.pressure"), stalled, within);
+        let missing =
+            kernel.stall_alarm(Path::new("/nonexistent/memory.pressure"), stalled, within);
         assert_eq!(missing.unwrap_err().errno, libc::ENOENT);
-        let plain = std::env::temp_dir().join(format!("aquifer-no-pressure-{}", std::process::id()));
+        let plain =
+            std::env::temp_dir().join(format!("aquifer-no-pressure-{}", std::process::id()));
         fs::write(&plain, "").unwrap();
         let alarm = kernel.stall_alarm(&plain, stalled, within).unwrap();
         assert_eq!(fs::read_to_string(&plain).unwrap(), "some 100000 2000000\0");

@@ -160,7 +160,13 @@ impl PinnedAllocator {
     /// Takes a live block back that did not go into the magazine's racks.
     #[cold]
     #[inline(never)]
-    fn free_beyond(&self, magazine: &Magazine, span: &'static Span, block: NonNull<u8>, layout: Layout) {
+    fn free_beyond(
+        &self,
+        magazine: &Magazine,
+        span: &'static Span,
+        block: NonNull<u8>,
+        layout: Layout,
+    ) {
         if !self.home.quick_free_shared(magazine, self.generation, span, block, layout) {
             self.free_slowly(block, layout);
         }
@@ -189,6 +195,8 @@ unsafe impl DeferReuse for PinnedAllocator {
 
 impl fmt::Debug for PinnedAllocator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PinnedAllocator").field("generation", &self.generation).finish_non_exhaustive()
+        f.debug_struct("PinnedAllocator")
+            .field("generation", &self.generation)
+            .finish_non_exhaustive()
     }
 }

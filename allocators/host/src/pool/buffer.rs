@@ -95,7 +95,11 @@ impl<T: Pod> PinnedBuf<T> {
     }
 
     #[track_caller]
-    fn filled_by(pool: &PinnedPool, len: usize, fill: impl FnOnce(NonNull<u8>, usize)) -> Result<Self> {
+    fn filled_by(
+        pool: &PinnedPool,
+        len: usize,
+        fill: impl FnOnce(NonNull<u8>, usize),
+    ) -> Result<Self> {
         let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
         let layout = Layout::array::<T>(len)
             .map_err(|_| MemoryError::TooLarge { requested: bytes, limit: isize::MAX as u64 })?;

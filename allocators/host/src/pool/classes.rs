@@ -77,7 +77,11 @@ pub(super) const fn bytes_of(class: usize) -> usize {
 /// The class of a request; `None` if it is empty, too large, or aligned beyond what blocks of its class are.
 pub(super) fn of(layout: Layout) -> Option<usize> {
     let medium_sized = (SMALL_MAX + 1..=MEDIUM_MAX).contains(&layout.size());
-    if medium_sized && layout.align() as u64 <= LINE { Some(medium(layout.size())) } else { slotted(layout) }
+    if medium_sized && layout.align() as u64 <= LINE {
+        Some(medium(layout.size()))
+    } else {
+        slotted(layout)
+    }
 }
 
 /// The class of a request that gets a slot; `None` if it is empty, too large, or aligned beyond what slabs are.
@@ -120,7 +124,10 @@ mod tests {
             assert!(class == 0 || bytes_of(class - 1) < size, "{size}");
             let parts = if size > SMALL_MAX { 32 } else { 16 };
             assert!((bytes_of(class) - size) * parts <= size.max(256), "{size}");
-            assert_eq!(class < SLOTTED, slotted(Layout::from_size_align(size, 1).unwrap()).is_some());
+            assert_eq!(
+                class < SLOTTED,
+                slotted(Layout::from_size_align(size, 1).unwrap()).is_some()
+            );
         }
     }
 

@@ -73,7 +73,13 @@ impl Depot {
 
     /// Makes room for one more block of the class, where so many bytes are free in the books: by a larger shelf, or
     /// by what is given away.
-    pub(super) fn make_room(&self, class: usize, room: &mut Room, free: u64, mut give: impl FnMut(u64)) {
+    pub(super) fn make_room(
+        &self,
+        class: usize,
+        room: &mut Room,
+        free: u64,
+        mut give: impl FnMut(u64),
+    ) {
         let Some(shelf) = self.shelf(class) else { return };
         let grown = shelf.with(|rack| {
             let most = rack.most();
@@ -158,9 +164,14 @@ mod tests {
         depot.make_room(class, &mut room, 2 * bytes, |address| given.push(address));
         assert_eq!((given.as_slice(), depot.tally().blocks), (&[7 << 20][..], 6));
         assert!(put(9));
-        assert_eq!((depot.take(class), depot.take(class + 1)), (crate::kernel::pointer(9 << 20), None));
+        assert_eq!(
+            (depot.take(class), depot.take(class + 1)),
+            (crate::kernel::pointer(9 << 20), None)
+        );
         // What fits none of its classes.
-        assert!(!depot.put(SHARED.start - 1, 0, block(class, 10).1) && depot.take(SHARED.end).is_none());
+        assert!(
+            !depot.put(SHARED.start - 1, 0, block(class, 10).1) && depot.take(SHARED.end).is_none()
+        );
     }
 
     #[test]

@@ -47,7 +47,9 @@ impl Home {
         layout: Layout,
         effort: &Effort,
     ) -> Result<Taken> {
-        if self.with(|state| state.open_as(generation).map(|shared| shared.config.grow))? == Grow::Now {
+        if self.with(|state| state.open_as(generation).map(|shared| shared.config.grow))?
+            == Grow::Now
+        {
             super::sweep();
         }
         let mut nap = Duration::from_micros(50);
@@ -106,7 +108,8 @@ impl Home {
                 if left.is_zero() {
                     return Ok(Err(InVain::default()));
                 }
-                let _turn = self.grown.wait_timeout(growing, left).unwrap_or_else(PoisonError::into_inner);
+                let _turn =
+                    self.grown.wait_timeout(growing, left).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
             let mut growing = growing;
@@ -121,7 +124,9 @@ impl Home {
             return Ok(Ok(taken));
         }
         let patience = match effort {
-            Effort::Until(end) => shared.config.patience.min(end.saturating_duration_since(Instant::now())),
+            Effort::Until(end) => {
+                shared.config.patience.min(end.saturating_duration_since(Instant::now()))
+            }
             Effort::Configured | Effort::None => shared.config.patience,
         };
         let until = clock::after(patience);
@@ -184,7 +189,10 @@ impl Home {
         };
         if own < chunk {
             let answer = grow(own);
-            tried.push(Tried { step: "grow less", gave: if answer.is_ok() { own as u64 } else { 0 } });
+            tried.push(Tried {
+                step: "grow less",
+                gave: if answer.is_ok() { own as u64 } else { 0 },
+            });
             match answer {
                 Ok(taken) => return Ok(taken),
                 Err(e) => error = e,
@@ -284,7 +292,8 @@ impl Home {
 
     fn fail(&'static self, shared: &Arc<Shared>, layout: Layout, in_vain: InVain) -> Result<Taken> {
         let InVain { refused: error, tried } = in_vain;
-        let place = shared.config.node.map_or_else(|| "the host".to_owned(), |node| node.to_string());
+        let place =
+            shared.config.node.map_or_else(|| "the host".to_owned(), |node| node.to_string());
         let mut full = Box::new(OutOfMemory::new(place, layout.size() as u64));
         full.tried = tried;
         let mut other = None;
@@ -312,7 +321,9 @@ impl Home {
 
     /// Grows until `bytes` are free. Answers with the bytes taken.
     pub(super) fn grow_ahead(&'static self, generation: u64, bytes: u64) -> Result<u64> {
-        self.grow_until(generation, |state, tally| bytes.saturating_sub(state.free_bytes() + tally.cached))
+        self.grow_until(generation, |state, tally| {
+            bytes.saturating_sub(state.free_bytes() + tally.cached)
+        })
     }
 
     /// Takes what is missing in one region. Answers with its bytes.

@@ -122,7 +122,10 @@ impl Home {
     pub(super) fn with_tally<R>(&self, work: impl FnOnce(&mut State, Tally) -> R) -> R {
         self.with(|state| {
             let mut all = self.depot.tally();
-            self.magazines.iter().filter_map(OnceLock::get).for_each(|magazine| all.add(magazine.tally()));
+            self.magazines
+                .iter()
+                .filter_map(OnceLock::get)
+                .for_each(|magazine| all.add(magazine.tally()));
             work(state, all)
         })
     }
@@ -152,8 +155,11 @@ impl Home {
     /// nothing is taken from magazines.
     pub(super) fn drain(&self, shared: &Shared, close: bool) -> bool {
         let _one = self.draining.lock().unwrap_or_else(PoisonError::into_inner);
-        let wanted = |magazine: &&Magazine| magazine.door.of() != 0 && (close || magazine.tally().blocks > 0);
-        let magazines = || self.magazines.iter().filter_map(OnceLock::get).map(|magazine| &**magazine);
+        let wanted = |magazine: &&Magazine| {
+            magazine.door.of() != 0 && (close || magazine.tally().blocks > 0)
+        };
+        let magazines =
+            || self.magazines.iter().filter_map(OnceLock::get).map(|magazine| &**magazine);
         let all = self.with(|state| {
             if !magazines().any(|magazine| wanted(&magazine)) {
                 return Some(self.empty_depot(state));
@@ -232,13 +238,15 @@ impl Home {
     /// Puts the shell of a closed pool aside if nothing of the pool is left.
     pub(super) fn retire_or_linger(&'static self) {
         let (over, old) = self.with(|state| {
-            let over = state.is_over() && state.shared.is_some() && !self.is_stocked(state.generation);
+            let over =
+                state.is_over() && state.shared.is_some() && !self.is_stocked(state.generation);
             (over, if over { state.renew() } else { None })
         });
         drop(old);
         if over {
             RETIRED.lock().push(self);
-        } else if self.with(|state| !state.open && (state.holds_back() || self.is_stocked(state.generation)))
+        } else if self
+            .with(|state| !state.open && (state.holds_back() || self.is_stocked(state.generation)))
         {
             super::pending::linger(self);
         }
@@ -246,7 +254,10 @@ impl Home {
 
     /// Whether a magazine holds what is of this generation still: a barrier was refused when the pool was closed.
     fn is_stocked(&self, generation: u64) -> bool {
-        self.magazines.iter().filter_map(OnceLock::get).any(|magazine| magazine.door.of() == generation)
+        self.magazines
+            .iter()
+            .filter_map(OnceLock::get)
+            .any(|magazine| magazine.door.of() == generation)
     }
 
     /// A block from this thread's magazine, of a request that gets a slot.
@@ -268,7 +279,12 @@ impl Home {
     }
 
     /// A block from a magazine that was looked up, of any request.
-    fn quick_from(&self, magazine: &Magazine, generation: u64, layout: Layout) -> Option<NonNull<u8>> {
+    fn quick_from(
+        &self,
+        magazine: &Magazine,
+        generation: u64,
+        layout: Layout,
+    ) -> Option<NonNull<u8>> {
         let asked = layout.size() as u64;
         if let Some(class) = classes::of(layout) {
             return if class < classes::SLOTTED {
@@ -279,7 +295,9 @@ impl Home {
         }
         let bytes = classes::single(asked)?;
         // Those of no bytes have no block, and those that are aligned beyond slabs not any block.
-        if !(classes::MEDIUM_MAX as u64 + 1..=LARGE_MAX).contains(&bytes) || layout.align() as u64 > LINE {
+        if !(classes::MEDIUM_MAX as u64 + 1..=LARGE_MAX).contains(&bytes)
+            || layout.align() as u64 > LINE
+        {
             return None;
         }
         magazine.pop_large(generation, bytes, asked, &self.look)
@@ -302,7 +320,11 @@ impl Home {
         {
             return Err(None);
         }
-        if magazine.push(address, (span, slot), bytes, generation) { Ok(()) } else { Err(Some(span)) }
+        if magazine.push(address, (span, slot), bytes, generation) {
+            Ok(())
+        } else {
+            Err(Some(span))
+        }
     }
 
     /// As [`Home::quick_free`], after it, for a block that threads share a depot for; says whether that was all.
@@ -320,7 +342,13 @@ impl Home {
     }
 
     /// Puts a block into a magazine that was looked up, with room made for it if that is what it takes.
-    fn quick_free_to(&self, magazine: &Magazine, generation: u64, address: u64, bytes: u64) -> bool {
+    fn quick_free_to(
+        &self,
+        magazine: &Magazine,
+        generation: u64,
+        address: u64,
+        bytes: u64,
+    ) -> bool {
         let Some((span, slot)) = map::block_from(address) else { return false };
         if span.life() != generation || bytes > span.slot_bytes() || span.get(slot) != Slot::Live {
             return false;
@@ -357,7 +385,11 @@ impl Home {
 
     /// A block, by the whole chain.
     #[inline]
-    pub(super) fn allocate(&'static self, generation: u64, layout: Layout) -> Result<NonNull<[u8]>> {
+    pub(super) fn allocate(
+        &'static self,
+        generation: u64,
+        layout: Layout,
+    ) -> Result<NonNull<[u8]>> {
         match self.quick(generation, layout) {
             Some(start) => Ok(NonNull::slice_from_raw_parts(start, layout.size())),
             None => self.allocate_slowly(generation, layout, &Effort::Configured),
@@ -384,25 +416,38 @@ impl Home {
             return Err(MemoryError::Busy { address: 0 });
         }
         // Who has been sent here to look for open gates must not be served before that.
-        let known = thread::magazine(&generation).filter(|magazine| magazine.door.life() == generation);
+        let known =
+            thread::magazine(&generation).filter(|magazine| magazine.door.life() == generation);
         let asked = known.is_some() && classes::slotted(layout).is_some();
         let magazine = if asked { None } else { known.or_else(|| self.magazine(generation)) };
-        if let Some(start) = magazine.and_then(|magazine| self.quick_from(magazine, generation, layout)) {
+        if let Some(start) =
+            magazine.and_then(|magazine| self.quick_from(magazine, generation, layout))
+        {
             return Ok(NonNull::slice_from_raw_parts(start, layout.size()));
         }
         let taken = match self.try_take(generation, layout)? {
             Some(taken) => taken,
             None => self.take_by_chain(generation, layout, effort)?,
         };
-        self.tell(&taken.shared, taken.ticket, Action::Allocate, taken.address, layout.size() as u64);
+        self.tell(
+            &taken.shared,
+            taken.ticket,
+            Action::Allocate,
+            taken.address,
+            layout.size() as u64,
+        );
         // A block begins where something is mapped, and nothing is mapped at zero.
-        let start =
-            pointer(taken.address as usize).ok_or(MemoryError::ForeignBlock { address: taken.address })?;
+        let start = pointer(taken.address as usize)
+            .ok_or(MemoryError::ForeignBlock { address: taken.address })?;
         Ok(NonNull::slice_from_raw_parts(start, layout.size()))
     }
 
     /// A block from what is there, after a look at the oldest pending ones.
-    pub(super) fn try_take(&'static self, generation: u64, layout: Layout) -> Result<Option<Taken>> {
+    pub(super) fn try_take(
+        &'static self,
+        generation: u64,
+        layout: Layout,
+    ) -> Result<Option<Taken>> {
         // A few at a time: each may cost a query of the driver, and all are asked before the pool grows.
         const A_FEW: usize = 4;
         let magazine = self.magazine(generation);
@@ -462,7 +507,12 @@ impl Home {
 
     /// Takes a block back that did not go into this thread's magazine at once.
     #[inline(never)]
-    pub(super) fn deallocate_slowly(&'static self, generation: u64, address: NonNull<u8>, layout: Layout) {
+    pub(super) fn deallocate_slowly(
+        &'static self,
+        generation: u64,
+        address: NonNull<u8>,
+        layout: Layout,
+    ) {
         let block = Freed { address: address.addr().get() as u64, requested: layout.size() as u64 };
         if block.requested == 0 || !self.is_here() {
             return;
@@ -470,7 +520,8 @@ impl Home {
         if self.observed.load(Ordering::Relaxed) {
             self.observe_free(generation, block);
         }
-        let known = thread::magazine(&generation).filter(|magazine| magazine.door.life() == generation);
+        let known =
+            thread::magazine(&generation).filter(|magazine| magazine.door.life() == generation);
         if let Some(magazine) = known.or_else(|| self.magazine(generation))
             && self.quick_free_to(magazine, generation, block.address, block.requested)
         {
@@ -487,7 +538,8 @@ impl Home {
             }
             let recorder = state.shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
             let told = recorder.filter(|_| released != Released::Refused);
-            let tickets = told.map(|r| (r.ticket(), (released == Released::Free).then(|| r.ticket())));
+            let tickets =
+                told.map(|r| (r.ticket(), (released == Released::Free).then(|| r.ticket())));
             let shared = (tickets.is_some() || !state.open).then(|| state.shared.clone()).flatten();
             (released, state.open, tickets, shared)
         });
@@ -510,7 +562,8 @@ impl Home {
     #[cold]
     fn observe_free(&self, generation: u64, block: Freed) {
         let shared = self.with(|state| {
-            let free = state.generation == generation && state.is_free_to_go(block.address, block.requested);
+            let free = state.generation == generation
+                && state.is_free_to_go(block.address, block.requested);
             free.then(|| state.shared.clone()).flatten()
         });
         if let Some(shared) = shared {
@@ -519,7 +572,13 @@ impl Home {
     }
 
     /// Makes a block larger or smaller where it is; says whether that could be done.
-    pub(super) fn resize(&self, generation: u64, address: NonNull<u8>, old: usize, new: usize) -> bool {
+    pub(super) fn resize(
+        &self,
+        generation: u64,
+        address: NonNull<u8>,
+        old: usize,
+        new: usize,
+    ) -> bool {
         let (address, old, new) = (address.addr().get() as u64, old as u64, new as u64);
         if let Some(magazine) = thread::magazine(&generation)
             && let Some((span, slot)) = map::block_from(address)
@@ -557,7 +616,12 @@ impl Home {
     }
 
     /// Notes a gate on the live block that holds `address`.
-    pub(super) fn defer(&self, generation: u64, address: NonNull<u8>, gate: Arc<dyn Gate>) -> Result<()> {
+    pub(super) fn defer(
+        &self,
+        generation: u64,
+        address: NonNull<u8>,
+        gate: Arc<dyn Gate>,
+    ) -> Result<()> {
         let address = address.addr().get() as u64;
         // A block that is copied for ever without being freed does not collect gates for ever.
         const MANY: usize = 16;
@@ -570,7 +634,8 @@ impl Home {
             let count = state.note(start, gate);
             Ok((start, if count.is_multiple_of(MANY) { state.gates(start) } else { Vec::new() }))
         })?;
-        let open: Vec<_> = gates.into_iter().filter(|gate| super::pending::is_open(&**gate)).collect();
+        let open: Vec<_> =
+            gates.into_iter().filter(|gate| super::pending::is_open(&**gate)).collect();
         if !open.is_empty() {
             drop(self.with(|state| state.forget(start, &open)));
         }
@@ -589,8 +654,10 @@ impl Home {
         if let (Some(shared), Some(ticket)) = (shared, ticket)
             && let Some(recorder) = &shared.config.recorder
         {
-            recorder
-                .record(ticket, recorder.event(action, shared.place(), 0, address, bytes, Tag::current()));
+            recorder.record(
+                ticket,
+                recorder.event(action, shared.place(), 0, address, bytes, Tag::current()),
+            );
         }
     }
 }

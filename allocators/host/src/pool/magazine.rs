@@ -141,7 +141,13 @@ impl Magazine {
     /// A block of the class for the owner, which asked for so many bytes. `None` too, now and then, where somebody should
     /// look whether gates have opened.
     #[inline(always)]
-    pub(super) fn pop(&self, life: u64, class: usize, bytes: u64, look: &AtomicBool) -> Option<NonNull<u8>> {
+    pub(super) fn pop(
+        &self,
+        life: u64,
+        class: usize,
+        bytes: u64,
+        look: &AtomicBool,
+    ) -> Option<NonNull<u8>> {
         let _inside = self.door.enter(life)?;
         if self.should_look(look) {
             return None;
@@ -240,8 +246,8 @@ impl Magazine {
         let last = &self.last[class as usize % LAST];
         let before = last.class.load(Relaxed);
         // SAFETY: 1. where there is a class a block has been put in.
-        let room =
-            before == 0 || depot.put(before as usize, last.entry.address(), unsafe { last.entry.state() });
+        let room = before == 0
+            || depot.put(before as usize, last.entry.address(), unsafe { last.entry.state() });
         if room {
             last.class.store(class, Relaxed);
             last.entry.put(address, state);
@@ -275,7 +281,13 @@ impl Magazine {
 
     /// As [`Magazine::push`], for a single block.
     #[inline]
-    pub(super) fn push_large(&self, address: u64, span: &'static Span, bytes: u64, life: u64) -> bool {
+    pub(super) fn push_large(
+        &self,
+        address: u64,
+        span: &'static Span,
+        bytes: u64,
+        life: u64,
+    ) -> bool {
         let Some(_inside) = self.door.enter(life) else { return false };
         let len = span.slot_bytes();
         if len > LARGE_MAX {
@@ -294,7 +306,8 @@ impl Magazine {
     #[inline]
     pub(super) fn resized(&self, old: u64, new: u64, life: u64) -> bool {
         let Some(_inside) = self.door.enter(life) else { return false };
-        self.requested.store(self.requested.load(Relaxed).wrapping_sub(old).wrapping_add(new), Relaxed);
+        self.requested
+            .store(self.requested.load(Relaxed).wrapping_sub(old).wrapping_add(new), Relaxed);
         true
     }
 
@@ -370,7 +383,9 @@ impl Magazine {
             tally.blocks += len;
             tally.cached += len * classes::bytes_of(class) as u64;
         }
-        for class in self.last.iter().map(|last| last.class.load(Relaxed)).filter(|&class| class > 0) {
+        for class in
+            self.last.iter().map(|last| last.class.load(Relaxed)).filter(|&class| class > 0)
+        {
             tally.blocks += 1;
             tally.cached += classes::bytes_of(class as usize) as u64;
         }
@@ -471,13 +486,19 @@ mod tests {
         magazine.door.serve(&mut Key::new(), 1);
         assert_eq!(magazine.room(3), 32);
         let put = |from: usize, to: usize| {
-            (from..to).filter(|&slot| magazine.push(span.address(slot), (span, slot), 64, 1)).count()
+            (from..to)
+                .filter(|&slot| magazine.push(span.address(slot), (span, slot), 64, 1))
+                .count()
         };
         assert_eq!(put(0, 40), 32);
         assert!(!magazine.grow(3, 32 * 64 - 1), "that would be more than is free");
         assert!(magazine.grow(3, 32 * 64));
         assert_eq!(put(32, 64), 32);
-        assert_eq!(magazine.pop(1, 3, 64, &look), pointer(span.address(63)), "what was there stays");
+        assert_eq!(
+            magazine.pop(1, 3, 64, &look),
+            pointer(span.address(63)),
+            "what was there stays"
+        );
         assert!(!magazine.grow(3, 64 * 64), "a half of it counts already");
         magazine.shed_half(3, |_| ());
         assert_eq!((magazine.room(3), magazine.tally().blocks), (32, 32));

@@ -77,8 +77,8 @@ impl Home {
         }
         let told: Vec<(Freed, Ticket)> = self.with(|state| {
             let recorder = shared.as_ref().and_then(|shared| shared.config.recorder.as_ref());
-            let told =
-                recorder.map(|recorder| done(&asked).map(|block| (block, recorder.ticket())).collect());
+            let told = recorder
+                .map(|recorder| done(&asked).map(|block| (block, recorder.ticket())).collect());
             state.answer(asked);
             told.unwrap_or_default()
         });

@@ -89,7 +89,8 @@ impl Rack {
 
     /// How many entries there are from the first one to that.
     fn count(&self, to: &AtomicPtr<Entry>) -> u32 {
-        (to.load(Relaxed).addr().wrapping_sub(self.first.load(Relaxed).addr()) / size_of::<Entry>()) as u32
+        (to.load(Relaxed).addr().wrapping_sub(self.first.load(Relaxed).addr()) / size_of::<Entry>())
+            as u32
     }
 
     /// How many blocks there are: at most `most`.

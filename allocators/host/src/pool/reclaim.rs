@@ -142,7 +142,9 @@ impl Reclaim for Giver {
     }
 
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>) {
-        if !self.home.is_here() || self.waits && deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+        if !self.home.is_here()
+            || self.waits && deadline.is_some_and(|deadline| Instant::now() >= deadline)
+        {
             return;
         }
         let ended = region::end_retired();

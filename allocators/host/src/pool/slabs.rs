@@ -80,7 +80,11 @@ impl Spans {
     }
 
     /// As [`Spans::take`], from the slabs that the shard has.
-    pub(super) fn take_ready(&mut self, class: usize, shard: usize) -> Option<(&'static Span, usize)> {
+    pub(super) fn take_ready(
+        &mut self,
+        class: usize,
+        shard: usize,
+    ) -> Option<(&'static Span, usize)> {
         let class = self.classes.get_mut(shard * SLOTTED + class)?;
         let span = *class.room.last()?;
         let slot = span.take()?;
@@ -96,7 +100,13 @@ impl Spans {
         (0..self.classes.len() / SLOTTED).find_map(|shard| self.take_ready(class, shard))
     }
 
-    fn cut(&mut self, heap: &mut Heap, life: u64, class: usize, shard: usize) -> Option<&'static Span> {
+    fn cut(
+        &mut self,
+        heap: &mut Heap,
+        life: u64,
+        class: usize,
+        shard: usize,
+    ) -> Option<&'static Span> {
         let bytes = bytes_of(class);
         let longest = (LONGEST / bytes).clamp(1, MAX_SLOTS);
         let place = shard * SLOTTED + class;
@@ -105,9 +115,11 @@ impl Spans {
         }
         let wanted = self.classes[place].used.clamp(1, longest);
         // To the end of its last page, which nothing but a block without a class could use.
-        let wanted = ((wanted * bytes).next_multiple_of(SLAB_ALIGN as usize) / bytes).clamp(1, longest);
-        let try_slots =
-            |heap: &mut Heap, slots: usize| Some((heap.alloc((slots * bytes) as u64, SLAB_ALIGN)?, slots));
+        let wanted =
+            ((wanted * bytes).next_multiple_of(SLAB_ALIGN as usize) / bytes).clamp(1, longest);
+        let try_slots = |heap: &mut Heap, slots: usize| {
+            Some((heap.alloc((slots * bytes) as u64, SLAB_ALIGN)?, slots))
+        };
         let shortest = (SLAB_ALIGN as usize / bytes).clamp(1, longest);
         let (block, slots) = try_slots(heap, wanted)
             .or_else(|| if shortest < wanted { try_slots(heap, shortest) } else { None })
@@ -228,7 +240,9 @@ mod tests {
     #[test]
     fn slots_of_two_shards_lie_in_two_slabs_until_no_more_can_be_cut() {
         let mut heap = Heap::new(Config { small_max: 0, ..Config::host() });
-        assert!(map::cover(AT..AT + (1 << 20)) && heap.add_segment(Range::new(AT, 1 << 20), 0).is_ok());
+        assert!(
+            map::cover(AT..AT + (1 << 20)) && heap.add_segment(Range::new(AT, 1 << 20), 0).is_ok()
+        );
         let mut spans = Spans::new();
         let class = classes::slotted(Layout::from_size_align(1024, 16).unwrap()).unwrap();
         let mut slabs = [Vec::new(), Vec::new()];
@@ -239,7 +253,10 @@ mod tests {
             slabs[n % 2].push(std::ptr::from_ref(span));
             out.push((span, slot));
         }
-        assert!(slabs[0].iter().all(|slab| !slabs[1].contains(slab)), "a line that two threads write");
+        assert!(
+            slabs[0].iter().all(|slab| !slabs[1].contains(slab)),
+            "a line that two threads write"
+        );
         out.drain(..128).for_each(|(span, slot)| spans.give(&mut heap, span, slot));
         // One takes all that is left, the other's free slots with it.
         while let Some(taken) = spans.take(&mut heap, 1, class, 0) {

@@ -307,7 +307,10 @@ mod tests {
             for slot in 0..slots {
                 let start = span.address(slot);
                 assert_eq!((span.slot_at(start), span.slot_from(start)), (Some(slot), Some(slot)));
-                assert_eq!((span.slot_at(start + bytes - 1), span.slot_from(start + 1)), (Some(slot), None));
+                assert_eq!(
+                    (span.slot_at(start + bytes - 1), span.slot_from(start + 1)),
+                    (Some(slot), None)
+                );
             }
             assert_eq!(span.slot_at((1 << 30) + slots as u64 * bytes), None);
             assert_eq!(span.slot_at((1 << 30) - 1), None);

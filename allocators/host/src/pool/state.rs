@@ -159,8 +159,9 @@ impl State {
     pub(super) fn take_larger(&mut self, layout: Layout) -> Option<u64> {
         let class = classes::slotted(layout)?;
         let fits = |&class: &usize| classes::bytes_of(class).is_multiple_of(layout.align());
-        let (span, slot) =
-            (class..classes::SLOTTED).filter(fits).find_map(|class| self.spans.take_of_any(class))?;
+        let (span, slot) = (class..classes::SLOTTED)
+            .filter(fits)
+            .find_map(|class| self.spans.take_of_any(class))?;
         Some(self.hand_out(span, slot, layout.size() as u64))
     }
 
@@ -178,7 +179,8 @@ impl State {
         let counts = &mut self.counts;
         counts.peak_live = counts.peak_live.max(self.out);
         // Less than nothing when more was freed here than in magazines since they were looked at.
-        let requested = counts.requested.wrapping_add(self.looked).cast_signed().max(0).cast_unsigned();
+        let requested =
+            counts.requested.wrapping_add(self.looked).cast_signed().max(0).cast_unsigned();
         counts.peak_requested = counts.peak_requested.max(requested.min(self.out));
     }
 
@@ -293,8 +295,8 @@ impl State {
             size
         } else {
             let wanted = if new < size { new.max(size.min(SHORTEST)) } else { new };
-            let resized =
-                classes::single(wanted).and_then(|wanted| self.heap.resize_in_place(address, wanted, 0).ok());
+            let resized = classes::single(wanted)
+                .and_then(|wanted| self.heap.resize_in_place(address, wanted, 0).ok());
             resized.map_or(size, |block| block.bytes)
         };
         if now < new {
@@ -327,7 +329,8 @@ impl State {
         if let Some((span, slot)) = self.owned(start, 0) {
             span.set(slot, Slot::Gated);
         }
-        let held = self.held.entry(start).or_insert_with(|| Held { gates: Vec::new(), freed: None });
+        let held =
+            self.held.entry(start).or_insert_with(|| Held { gates: Vec::new(), freed: None });
         held.gates.push(gate);
         held.gates.len()
     }
@@ -443,8 +446,12 @@ impl State {
             let len = span.len as u64;
             cached - cached.min(len) >= keep && heap.is_free(Range::new(span.start as u64, len))
         };
-        let start =
-            *self.regions.iter().filter(|(_, region)| free(region)).max_by_key(|(_, r)| r.span().len)?.0;
+        let start = *self
+            .regions
+            .iter()
+            .filter(|(_, region)| free(region))
+            .max_by_key(|(_, r)| r.span().len)?
+            .0;
         let region = self.regions.remove(&start)?;
         poison::gone(region.span());
         let len = region.span().len as u64;
@@ -503,8 +510,12 @@ impl State {
         memory.allocations += magazines.allocations;
         memory.frees += magazines.frees;
         memory.blocks = memory.allocations.saturating_sub(memory.frees);
-        let pinned =
-            self.regions.values().filter(|region| region.is_pinned()).map(|r| r.span().len as u64).sum();
+        let pinned = self
+            .regions
+            .values()
+            .filter(|region| region.is_pinned())
+            .map(|r| r.span().len as u64)
+            .sum();
         PinnedStats {
             memory,
             regions: self.regions.len() as u64,
@@ -522,7 +533,8 @@ impl State {
         magazines: Tally,
     ) -> MemoryError {
         let PoolStats { live, cached, pending, physical, .. } = self.stats(magazines).memory;
-        (error.live, error.cached, error.pending, error.physical) = (live, cached, pending, physical);
+        (error.live, error.cached, error.pending, error.physical) =
+            (live, cached, pending, physical);
         error.largest_free = self.heap.largest_free();
         error.available = error.largest_free;
         MemoryError::OutOfMemory(error)

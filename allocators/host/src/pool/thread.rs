@@ -83,7 +83,10 @@ impl Drop for AtWork {
         HERE.with(|here| {
             // Not in a child of a fork meanwhile, which has forgotten them.
             if here.at_work.replace(false) {
-                here.magazines.iter().zip(self.aside).for_each(|(place, magazine)| place.set(magazine));
+                here.magazines
+                    .iter()
+                    .zip(self.aside)
+                    .for_each(|(place, magazine)| place.set(magazine));
             }
         });
     }
@@ -132,7 +135,8 @@ fn take_number() -> Option<u32> {
     };
     drop(all);
     // SAFETY: 1. the key was made and is never deleted. 2. the value is a number and no address that anybody follows.
-    let noted = unsafe { libc::pthread_setspecific(key, ptr::without_provenance(number as usize + 1)) };
+    let noted =
+        unsafe { libc::pthread_setspecific(key, ptr::without_provenance(number as usize + 1)) };
     if noted == 0 {
         return Some(number);
     }

@@ -106,7 +106,11 @@ impl Drop for DriverBlock {
     fn drop(&mut self) {
         if self.end().is_err() {
             let charge = self.charge.take();
-            strand(Remains::DriverBlock(Self { span: self.span, reach: self.reach.clone(), charge }));
+            strand(Remains::DriverBlock(Self {
+                span: self.span,
+                reach: self.reach.clone(),
+                charge,
+            }));
         }
     }
 }
@@ -119,7 +123,12 @@ fn forgive(error: DriverError) -> Result<(), DriverError> {
 
 impl Backing {
     pub(super) fn mapped(mapping: Arc<Mapping>, reach: Option<Reach>) -> Self {
-        Self { registrations: Vec::new(), reach, memory: Some(Memory::Mapped(mapping)), gates: Vec::new() }
+        Self {
+            registrations: Vec::new(),
+            reach,
+            memory: Some(Memory::Mapped(mapping)),
+            gates: Vec::new(),
+        }
     }
 
     pub(super) fn lent(lent: Lent, reach: Reach) -> Self {
@@ -182,10 +191,14 @@ impl Backing {
         part: Span,
         flags: aquifer_driver::HostFlags,
     ) -> Result<(), DriverError> {
-        let (Some(reach), Some(address)) = (&self.reach, pointer(part.start)) else { return Ok(()) };
+        let (Some(reach), Some(address)) = (&self.reach, pointer(part.start)) else {
+            return Ok(());
+        };
         let _relaxed = Relaxed::enter(&*reach.driver);
         // SAFETY: 1. the part is populated and stays mapped until `unregister` has ended the registration.
-        reach.call(|driver, device| unsafe { driver.host_register(device, address, part.len, flags) })?;
+        reach.call(|driver, device| unsafe {
+            driver.host_register(device, address, part.len, flags)
+        })?;
         self.registrations.push(part);
         Ok(())
     }
@@ -200,7 +213,8 @@ impl Backing {
         while let Some(part) = self.registrations.last() {
             if let Some(address) = pointer(part.start) {
                 // SAFETY: 1. the start of a registration that has not been ended. 2. the region's owner has ended.
-                let ended = reach.call(|driver, device| unsafe { driver.host_unregister(device, address) });
+                let ended =
+                    reach.call(|driver, device| unsafe { driver.host_unregister(device, address) });
                 ended.or_else(forgive)?;
             }
             self.registrations.pop();
@@ -227,11 +241,13 @@ impl Backing {
             Some(Memory::Mapped(mapping)) => {
                 // A worker is at it still, and gives it back.
                 let Some(mut mapping) = Arc::into_inner(mapping) else { return Ok(None) };
-                let answer = mapping.end().map_err(|e| RegionError::new(Step::Map, Cause::System(e)));
+                let answer =
+                    mapping.end().map_err(|e| RegionError::new(Step::Map, Cause::System(e)));
                 (answer.is_err().then(|| Memory::Mapped(Arc::new(mapping))), answer)
             }
             Some(Memory::Driver(mut block)) => {
-                let answer = block.end().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)));
+                let answer =
+                    block.end().map_err(|e| RegionError::new(Step::Register, Cause::Driver(e)));
                 (answer.is_err().then_some(Memory::Driver(block)), answer)
             }
         };

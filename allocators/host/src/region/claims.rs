@@ -41,7 +41,8 @@ mod tests {
     #[test]
     fn a_page_is_had_by_one_at_a_time() {
         // Nothing lies there.
-        let at = |page: usize, pages: usize| Span { start: (1 << 50) + page * 4096, len: pages * 4096 };
+        let at =
+            |page: usize, pages: usize| Span { start: (1 << 50) + page * 4096, len: pages * 4096 };
         claim(at(4, 4)).unwrap();
         for taken in [at(4, 4), at(3, 2), at(7, 1), at(0, 100), at(5, 1)] {
             assert_eq!(claim(taken), Err(at(4, 4)), "{taken:?}");

@@ -38,10 +38,13 @@ impl FileMap {
     pub unsafe fn new(kernel: &Kernel, file: &File) -> Result<Self, SystemError> {
         let size = file
             .metadata()
-            .map_err(|e| SystemError { call: "fstat", errno: e.raw_os_error().unwrap_or(nix::libc::EIO) })?
+            .map_err(|e| SystemError {
+                call: "fstat",
+                errno: e.raw_os_error().unwrap_or(nix::libc::EIO),
+            })?
             .len();
-        let bytes =
-            usize::try_from(size).map_err(|_| SystemError { call: "mmap", errno: nix::libc::EOVERFLOW })?;
+        let bytes = usize::try_from(size)
+            .map_err(|_| SystemError { call: "mmap", errno: nix::libc::EOVERFLOW })?;
         Ok(Self { span: kernel.map_to_read(file.as_fd(), bytes)?, kernel: kernel.clone() })
     }
 

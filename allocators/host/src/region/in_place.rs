@@ -189,7 +189,12 @@ impl<T: Pinnable> InPlace<T> {
     /// # Errors
     /// [`Refused`] with `memory` in it: [`Cause::NotInPlace`] for memory that a stager has to move,
     /// [`Cause::AlreadyPinned`], [`Cause::NoDriver`], the budget's, the driver's. Nothing is pinned.
-    pub fn new(host: &Host, budget: &Budget, memory: T, flags: HostFlags) -> Result<Self, Refused<T>> {
+    pub fn new(
+        host: &Host,
+        budget: &Budget,
+        memory: T,
+        flags: HostFlags,
+    ) -> Result<Self, Refused<T>> {
         let owner = Box::new(memory);
         match pin(host, budget, range(NonNull::from(owner.items())), flags) {
             Ok((backing, found)) => {
@@ -287,8 +292,9 @@ mod parts {
     impl<T: Pinnable> Drop for InPlace<T> {
         fn drop(&mut self) {
             // SAFETY: 1. taken here and in `into_parts`, after which this does not run.
-            let (mut backing, owner) =
-                unsafe { (ManuallyDrop::take(&mut self.backing), ManuallyDrop::take(&mut self.owner)) };
+            let (mut backing, owner) = unsafe {
+                (ManuallyDrop::take(&mut self.backing), ManuallyDrop::take(&mut self.owner))
+            };
             // It goes with the backing: at once, or when that can be ended.
             backing.keep(owner);
         }
@@ -375,7 +381,8 @@ fn pin(
     let refused = |cause| RegionError::new(Step::Request, cause);
     let reach = host.reach.clone().ok_or(RegionError::new(Step::Register, Cause::NoDriver))?;
     let limit = registration_limit(&host.kernel);
-    let page = host.topology.page_size().value.and_then(|n| usize::try_from(n).ok()).unwrap_or(4096);
+    let page =
+        host.topology.page_size().value.and_then(|n| usize::try_from(n).ok()).unwrap_or(4096);
     if range.len == 0 {
         return Err(refused(Cause::Size { bytes: 0, max: limit }));
     }
@@ -415,7 +422,9 @@ fn fit(pages: Span, entries: &[MapEntry]) -> Result<Ground, Unfit> {
     let mut end = pages.start;
     let Some(first) = entries.first() else { return Err(Unfit::Mixed) };
     for entry in entries {
-        if entry.span.start > end || (entry.ground, entry.writable) != (first.ground, first.writable) {
+        if entry.span.start > end
+            || (entry.ground, entry.writable) != (first.ground, first.writable)
+        {
             return Err(Unfit::Mixed);
         }
         match (entry.ground, entry.writable, entry.shared) {

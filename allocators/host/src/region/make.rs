@@ -127,9 +127,13 @@ impl<'a> Making<'a> {
         request: &'a RegionRequest,
         sharing: &'a Sharing,
     ) -> Result<Self, RegionError> {
-        let page = host.topology.page_size().value.and_then(|n| usize::try_from(n).ok()).unwrap_or(4096);
+        let page =
+            host.topology.page_size().value.and_then(|n| usize::try_from(n).ok()).unwrap_or(4096);
         if request.bytes == 0 || request.bytes > LARGEST {
-            return Err(RegionError::new(Step::Request, Cause::Size { bytes: request.bytes, max: LARGEST }));
+            return Err(RegionError::new(
+                Step::Request,
+                Cause::Size { bytes: request.bytes, max: LARGEST },
+            ));
         }
         let bytes = request.bytes.next_multiple_of(page);
         let mut making = Self {
@@ -204,7 +208,11 @@ impl<'a> Making<'a> {
                 return self.mapped(charge, None);
             }
             (Pinning::Required, None) => {
-                return Err(Failed { charge: Some(charge), step: Step::Register, cause: Cause::NoDriver });
+                return Err(Failed {
+                    charge: Some(charge),
+                    step: Step::Register,
+                    cause: Cause::NoDriver,
+                });
             }
         };
         // Nobody else can map what the driver allocates.
@@ -251,7 +259,9 @@ impl<'a> Making<'a> {
             match self.with_tier(mapping, tier, reach.clone()) {
                 Ok(made) => return Ok(made),
                 // The pool of huge pages promised what it cannot keep, or was emptied by somebody else.
-                Err((Some(again), step, cause)) if self.may_have_lesser_pages(tier, step, &cause) => {
+                Err((Some(again), step, cause))
+                    if self.may_have_lesser_pages(tier, step, &cause) =>
+                {
                     self.fell_short(step, cause);
                     tier = self.best_tier(tier.below());
                     mapping = again;
@@ -335,8 +345,13 @@ impl<'a> Making<'a> {
             Err(e) => {
                 self.fell_short(Step::Policy, Cause::System(e));
                 // Whoever touches a page first, a node without memory holds none.
-                let can_hold = self.host.topology.node(node).is_some_and(|node| node.memory_allowed);
-                if self.crew == Some(node) && can_hold { PlacedBy::FirstTouch } else { PlacedBy::Nobody }
+                let can_hold =
+                    self.host.topology.node(node).is_some_and(|node| node.memory_allowed);
+                if self.crew == Some(node) && can_hold {
+                    PlacedBy::FirstTouch
+                } else {
+                    PlacedBy::Nobody
+                }
             }
         }
     }
@@ -353,35 +368,39 @@ impl<'a> Making<'a> {
         let (for_worker, its_reach) = (kept.clone(), reach.clone());
         let allocate = move || {
             let charge = for_worker.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let Some(charge) = charge else { return Err((Step::DriverAlloc, Cause::TimedOut, None)) };
-            let _relaxed = Relaxed::enter(&*its_reach.driver);
-            let address = match its_reach.call(|driver, device| driver.host_alloc(device, bytes, flags)) {
-                Ok(address) => address.as_ptr().expose_provenance(),
-                Err(e) => return Err((Step::DriverAlloc, Cause::Driver(e), Some(charge))),
+            let Some(charge) = charge else {
+                return Err((Step::DriverAlloc, Cause::TimedOut, None));
             };
+            let _relaxed = Relaxed::enter(&*its_reach.driver);
+            let address =
+                match its_reach.call(|driver, device| driver.host_alloc(device, bytes, flags)) {
+                    Ok(address) => address.as_ptr().expose_provenance(),
+                    Err(e) => return Err((Step::DriverAlloc, Cause::Driver(e), Some(charge))),
+                };
             DriverBlock::new(Span { start: address, len: bytes }, its_reach.clone(), charge)
                 .map_err(|charge| (Step::DriverAlloc, Cause::Untellable, charge))
         };
         let allocate = Arc::new(allocate);
         let by_worker = allocate.clone();
-        let answer = match self.host.workers.run(self.crew, self.request.deadline, move || by_worker()) {
-            Ok(answer) => {
-                self.mind_the_crew();
-                answer
-            }
-            Err(RunError::NotTaken(error)) => {
-                self.fell_short(Step::DriverAlloc, Cause::Workers(error));
-                self.by_hand = true;
-                allocate()
-            }
-            Err(RunError::NotDone(error)) => {
-                let cause = match error {
-                    JobError::TimedOut { .. } => Cause::TimedOut,
-                    error => Cause::Job(RunError::NotDone(error)),
-                };
-                return Err(Failed { charge: None, step: Step::DriverAlloc, cause });
-            }
-        };
+        let answer =
+            match self.host.workers.run(self.crew, self.request.deadline, move || by_worker()) {
+                Ok(answer) => {
+                    self.mind_the_crew();
+                    answer
+                }
+                Err(RunError::NotTaken(error)) => {
+                    self.fell_short(Step::DriverAlloc, Cause::Workers(error));
+                    self.by_hand = true;
+                    allocate()
+                }
+                Err(RunError::NotDone(error)) => {
+                    let cause = match error {
+                        JobError::TimedOut { .. } => Cause::TimedOut,
+                        error => Cause::Job(RunError::NotDone(error)),
+                    };
+                    return Err(Failed { charge: None, step: Step::DriverAlloc, cause });
+                }
+            };
         match answer {
             Ok(block) => {
                 let span = block.span();
@@ -390,7 +409,12 @@ impl<'a> Making<'a> {
                 } else {
                     PlacedBy::Nobody
                 };
-                Ok(Made { backing: Backing::driver(block), span, pages: PageTier::DriverChosen, placed_by })
+                Ok(Made {
+                    backing: Backing::driver(block),
+                    span,
+                    pages: PageTier::DriverChosen,
+                    placed_by,
+                })
             }
             Err((step, cause, charge)) => Err(Failed { charge, step, cause }),
         }

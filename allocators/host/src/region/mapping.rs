@@ -79,7 +79,11 @@ impl Mapping {
 
     /// Maps memory that other processes can map too: of a new file, or of `file`. A second call replaces what the first
     /// one mapped.
-    pub(super) fn map_shared(&mut self, tier: PageTier, file: Option<OwnedFd>) -> Result<(), SystemError> {
+    pub(super) fn map_shared(
+        &mut self,
+        tier: PageTier,
+        file: Option<OwnedFd>,
+    ) -> Result<(), SystemError> {
         self.fresh = file.is_none();
         let file = match file {
             Some(file) => file,

@@ -364,12 +364,19 @@ impl fmt::Display for Cause {
             Self::Writable => f.write_str("the device could not be kept from writing"),
             Self::NotInPlace(unfit) => write!(f, "{unfit}; use a stager"),
             Self::AlreadyPinned(span) => {
-                write!(f, "some of the pages from {:#x} to {:#x} are pinned already", span.start, span.end())
+                write!(
+                    f,
+                    "some of the pages from {:#x} to {:#x} are pinned already",
+                    span.start,
+                    span.end()
+                )
             }
             Self::Misplaced { elsewhere, unknown } => {
                 write!(f, "{elsewhere} pages on other nodes, {unknown} of unknown place")
             }
-            Self::Untellable => f.write_str("the driver's memory could not be told from foreign memory"),
+            Self::Untellable => {
+                f.write_str("the driver's memory could not be told from foreign memory")
+            }
             Self::NotKept => f.write_str("the pool was closed meanwhile, or its books are full"),
             Self::TimedOut => f.write_str("the deadline passed"),
         }
@@ -381,9 +388,13 @@ impl fmt::Display for Unfit {
         f.write_str(match self {
             Self::WritableFile => "a file that is mapped to be written is not pinned in place",
             Self::PrivateFile => "a file that is mapped privately is not pinned in place",
-            Self::Protected => "memory that may not be written is not pinned in place, unless it is a file's",
+            Self::Protected => {
+                "memory that may not be written is not pinned in place, unless it is a file's"
+            }
             Self::Mixed => "one piece of memory of one kind can be pinned in place, this is more",
-            Self::TooLarge { limit } => return write!(f, "at most {limit} bytes can be pinned at once"),
+            Self::TooLarge { limit } => {
+                return write!(f, "at most {limit} bytes can be pinned at once");
+            }
         })
     }
 }
@@ -423,7 +434,9 @@ impl From<RegionError> for MemoryError {
     fn from(e: RegionError) -> Self {
         match e.cause {
             Cause::Size { bytes: 0, .. } => Self::ZeroSize,
-            Cause::Size { bytes, max } => Self::TooLarge { requested: bytes as u64, limit: max as u64 },
+            Cause::Size { bytes, max } => {
+                Self::TooLarge { requested: bytes as u64, limit: max as u64 }
+            }
             Cause::Budget(e) => Self::OutOfBudget(e),
             Cause::System(e) => Self::System(e),
             Cause::Driver(e) => Self::Driver(e),
@@ -436,7 +449,9 @@ impl From<RegionError> for MemoryError {
             Cause::UnknownNode(_) | Cause::NumaOff | Cause::NoCpus(_) | Cause::Workers(_) => {
                 Self::Unsupported { feature: "memory on that NUMA node" }
             }
-            Cause::Misplaced { .. } => Self::Unsupported { feature: "every page on the wanted NUMA node" },
+            Cause::Misplaced { .. } => {
+                Self::Unsupported { feature: "every page on the wanted NUMA node" }
+            }
             Cause::NotInPlace(_) => Self::Unsupported { feature: "pinning this memory in place" },
             Cause::AlreadyPinned(_) => Self::Unsupported { feature: "pinning memory twice" },
             Cause::Job(_)

@@ -53,8 +53,9 @@ pub fn end_retired() -> u64 {
         return retried;
     }
     let waiting = mem::take(&mut *list());
-    let (idle, busy): (Vec<_>, Vec<_>) =
-        waiting.into_iter().partition(|(process, backing)| process.is_current() && backing.is_idle());
+    let (idle, busy): (Vec<_>, Vec<_>) = waiting
+        .into_iter()
+        .partition(|(process, backing)| process.is_current() && backing.is_idle());
     list().extend(busy);
     BYTES.fetch_sub(idle.iter().map(|(_, backing)| backing.bytes()).sum(), Ordering::Relaxed);
     // Each ends, or is stranded, without the lock.

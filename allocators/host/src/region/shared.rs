@@ -1,7 +1,8 @@
 //! Regions that other processes can map too.
 
 use super::{
-    Host, PageTier, Reach, Region, RegionError, RegionReport, RegionRequest, Step, make, report::Cause,
+    Host, PageTier, Reach, Region, RegionError, RegionReport, RegionRequest, Step, make,
+    report::Cause,
 };
 use crate::kernel::{MapPages, Span};
 use aquifer_core::{Budget, DriverError};
@@ -63,8 +64,10 @@ impl SharedRegion {
         file: OwnedFd,
         request: &RegionRequest,
     ) -> Result<Self, RegionError> {
-        let (bytes, pages) =
-            host.kernel.look_at(file.as_fd()).map_err(|e| RegionError::new(Step::Map, Cause::System(e)))?;
+        let (bytes, pages) = host
+            .kernel
+            .look_at(file.as_fd())
+            .map_err(|e| RegionError::new(Step::Map, Cause::System(e)))?;
         let tier = match pages {
             MapPages::Ordinary => PageTier::Base,
             MapPages::Huge2M => PageTier::HugeTlb,

@@ -131,7 +131,10 @@ mod tests {
     fn pieces_that_come_along_are_left_alone() {
         let stall = Stall::default();
         assert!(run(&stall, 6, 10, 100).iter().all(|&pages| pages == Pages::Huge));
-        assert!(run(&stall, 30, 10, 1).iter().all(|&pages| pages == Pages::Huge), "five times, not slow");
+        assert!(
+            run(&stall, 30, 10, 1).iter().all(|&pages| pages == Pages::Huge),
+            "five times, not slow"
+        );
         assert_eq!(stall.stalled(), None);
     }
 

@@ -181,7 +181,9 @@ pub(super) fn note_outside(span: Span) -> bool {
 /// Forgets memory of the driver's, before it is freed.
 pub(super) fn forget_outside(span: Span) {
     let entry = ((span.start as u64 / PAGE) << 28) | (span.len as u64).div_ceil(PAGE);
-    if OUTSIDE.iter().any(|slot| slot.compare_exchange(entry, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok())
+    if OUTSIDE
+        .iter()
+        .any(|slot| slot.compare_exchange(entry, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok())
     {
         OUTSIDE_USED.fetch_sub(1, Ordering::AcqRel);
     }
@@ -194,7 +196,8 @@ mod tests {
     #[test]
     fn regions_get_addresses_of_their_own_with_a_gap_and_give_them_back() {
         let kernel = Kernel::new();
-        let spans: Vec<Span> = [1, GRANULE, GRANULE + 1].map(|n| carve(&kernel, n, GRANULE).unwrap()).into();
+        let spans: Vec<Span> =
+            [1, GRANULE, GRANULE + 1].map(|n| carve(&kernel, n, GRANULE).unwrap()).into();
         for (i, a) in spans.iter().enumerate() {
             assert!(contains(a.start) && contains(a.end() - 1));
             assert!(a.start.is_multiple_of(GRANULE));

@@ -71,12 +71,15 @@ impl Shared {
             Some(range) if range.device != self.device => {
                 Err(MemoryError::WrongDevice { expected: self.device, actual: range.device })
             }
-            _ => match parts.machine.filter(|&machine| machine != self.streams.driver().machine()) {
-                Some(actual) => {
-                    Err(MemoryError::OtherMachine { expected: self.streams.driver().machine(), actual })
+            _ => {
+                match parts.machine.filter(|&machine| machine != self.streams.driver().machine()) {
+                    Some(actual) => Err(MemoryError::OtherMachine {
+                        expected: self.streams.driver().machine(),
+                        actual,
+                    }),
+                    None => Ok(()),
                 }
-                None => Ok(()),
-            },
+            }
         }
     }
 
@@ -132,7 +135,8 @@ impl Shared {
                 (road, Some(home))
             }
         };
-        let plan = Plan::new(parts.way, far, parts.parts, self.config.grain(parts.way, parts.total));
+        let plan =
+            Plan::new(parts.way, far, parts.parts, self.config.grain(parts.way, parts.total));
         Ok(Transfer::new(self, plan, road, home, permit))
     }
 
@@ -163,7 +167,9 @@ impl Shared {
         let (said, auto) = match parts.way {
             Way::Up if parts.total >= PAST_CACHES => (self.config.stores, Stores::NonTemporal),
             Way::Up => (self.config.stores, Stores::Cached),
-            Way::Down if parts.total >= PAST_CACHES_DOWN => (self.config.down_stores, Stores::NonTemporal),
+            Way::Down if parts.total >= PAST_CACHES_DOWN => {
+                (self.config.down_stores, Stores::NonTemporal)
+            }
             Way::Down => (self.config.down_stores, Stores::Cached),
         };
         if said == Stores::Auto { auto } else { said }
@@ -200,11 +206,20 @@ impl Shared {
             Some([slot, others @ ..]) if !direct => {
                 // SAFETY: 1. the caller's, and none is longer than a slot. 2. the operands have just been ordered.
                 unsafe {
-                    through_slot(on, &self.waits, parts, slot, others.first_mut(), self.stores_alone(parts))
+                    through_slot(
+                        on,
+                        &self.waits,
+                        parts,
+                        slot,
+                        others.first_mut(),
+                        self.stores_alone(parts),
+                    )
                 }
             }
             // SAFETY: 1. the caller's. 2. the operands have just been ordered.
-            slots => unsafe { through_driver(on, &self.waits, parts, slots.and_then(<[_]>::first_mut)) },
+            slots => unsafe {
+                through_driver(on, &self.waits, parts, slots.and_then(<[_]>::first_mut))
+            },
         };
         match &settled {
             Ok(()) => lent.give(),
@@ -303,8 +318,8 @@ unsafe fn through_slot(
                 }
             }
             let mut empty = |piece: &[Move]| {
-                let bytes =
-                    piece.first().map_or(0, |one| one.at)..piece.last().map_or(0, |one| one.at + one.bytes);
+                let bytes = piece.first().map_or(0, |one| one.at)
+                    ..piece.last().map_or(0, |one| one.at + one.bytes);
                 slot.touch(on, bytes, HostAccess::Read);
                 // SAFETY: 1. the caller's: the parts are writable, and nobody else's; no copy touches these bytes of the
                 // slot any more.
@@ -399,11 +414,16 @@ mod tests {
 
     #[test]
     fn pieces_are_few_and_only_a_short_one_is_waited_for_at_an_end() {
-        for (kib, copies) in [(1, 1), (96, 1), (97, 2), (128, 2), (256, 2), (512, 3), (1024, 4), (4096, 5)] {
+        for (kib, copies) in
+            [(1, 1), (96, 1), (97, 2), (128, 2), (256, 2), (512, 3), (1024, 4), (4096, 5)]
+        {
             let total = kib << 10;
             let up = cuts(Way::Up, total);
             assert_eq!(up.len() + 1, copies, "{kib} KiB: {up:?}");
-            assert!(up.is_sorted_by(|a, b| a < b) && up.iter().all(|cut| cut % PAGE == 0), "{up:?}");
+            assert!(
+                up.is_sorted_by(|a, b| a < b) && up.iter().all(|cut| cut % PAGE == 0),
+                "{up:?}"
+            );
             assert!(total - up.last().unwrap_or(&0) <= AT_ONCE);
             let down = cuts(Way::Down, total);
             let mirrored: Vec<_> = down.iter().rev().map(|cut| total - cut).collect();
@@ -413,10 +433,12 @@ mod tests {
 
     #[test]
     fn parts_are_cut_where_a_piece_ends_and_nowhere_else() {
-        let host =
-            |at| HostSide::Memory(NonNull::without_provenance(std::num::NonZeroUsize::new(at).unwrap()));
+        let host = |at| {
+            HostSide::Memory(NonNull::without_provenance(std::num::NonZeroUsize::new(at).unwrap()))
+        };
         let part = |at, device, bytes| Part { host: host(at), device, bytes };
-        let (mut moves, parts) = (Vec::new(), [part(100, 1, 10), part(500, 11, 0), part(900, 11, 20)]);
+        let (mut moves, parts) =
+            (Vec::new(), [part(100, 1, 10), part(500, 11, 0), part(900, 11, 20)]);
         assert_eq!(cut_into(&mut moves, &parts, &[4, 10, 25]), 30);
         let cut: Vec<_> = moves.iter().map(|one| (one.at, one.bytes, one.device)).collect();
         assert_eq!(cut, [(0, 4, 1), (4, 6, 5), (10, 15, 11), (25, 5, 26)]);

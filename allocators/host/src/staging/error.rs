@@ -69,12 +69,16 @@ impl fmt::Display for StageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Memory(error) => error.fmt(f),
-            Self::Source { offset, error } => write!(f, "the source failed at byte {offset}: {error}"),
+            Self::Source { offset, error } => {
+                write!(f, "the source failed at byte {offset}: {error}")
+            }
             Self::SourceEnded { offset, missing } => {
                 write!(f, "the source ends at byte {offset}, {missing} bytes early")
             }
             Self::Sink { offset, error } => write!(f, "the sink failed at byte {offset}: {error}"),
-            Self::SourcePanicked { offset } => write!(f, "the source or sink panicked at byte {offset}"),
+            Self::SourcePanicked { offset } => {
+                write!(f, "the source or sink panicked at byte {offset}")
+            }
             Self::Workers(error) => error.fmt(f),
             Self::Cancelled => f.write_str("the transfer was cancelled"),
             Self::Full { depth } => {

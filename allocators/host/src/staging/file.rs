@@ -73,7 +73,8 @@ impl FileSource {
             ReadMode::Cached => {
                 // Chunks are read side by side, from the front to the back. The kernel takes that for random reads, and
                 // fetches little ahead, unless it is told: of a cold file eight threads read four times as much then.
-                let _advised = posix_fadvise(&cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_SEQUENTIAL);
+                let _advised =
+                    posix_fadvise(&cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_SEQUENTIAL);
                 None
             }
             ReadMode::Direct => {
@@ -120,7 +121,8 @@ impl FileSource {
     /// Those of `fsync` and of `posix_fadvise`.
     pub fn drop_cache(&self) -> io::Result<()> {
         self.cached.sync_data()?;
-        posix_fadvise(&self.cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).map_err(io::Error::from)
+        posix_fadvise(&self.cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
+            .map_err(io::Error::from)
     }
 
     fn usable(&self) -> Option<&Direct> {
@@ -168,7 +170,13 @@ fn direct_alignment(file: &File) -> Option<usize> {
     let mut found: libc::statx = unsafe { std::mem::zeroed() };
     // SAFETY: 1. the descriptor is open, the path an empty C string, and `found` a `statx` to be written.
     let answer = unsafe {
-        libc::statx(file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &mut found)
+        libc::statx(
+            file.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            libc::STATX_DIOALIGN,
+            &mut found,
+        )
     };
     if Errno::result(answer).is_err() || found.stx_mask & libc::STATX_DIOALIGN == 0 {
         // Before Linux 6.1, or a file system that does not say: to be tried.

@@ -1,5 +1,8 @@
 //! A few slots, which one worker at a time has to itself.
-#![expect(unsafe_code, reason = "tells the slots' elements plain, and gives pointers to their bytes out")]
+#![expect(
+    unsafe_code,
+    reason = "tells the slots' elements plain, and gives pointers to their bytes out"
+)]
 
 use super::{
     StageError,
@@ -119,7 +122,11 @@ impl Lane {
     ///
     /// # Errors
     /// What refused them, or the wait; the slot stays busy.
-    pub(super) fn wait(&mut self, slot: usize, on: &Timeline) -> std::result::Result<(), StageError> {
+    pub(super) fn wait(
+        &mut self,
+        slot: usize,
+        on: &Timeline,
+    ) -> std::result::Result<(), StageError> {
         self.slots[slot].take_back(on)?;
         if let Some(epoch) = self.slots[slot].busy {
             on.wait(epoch, None)?;

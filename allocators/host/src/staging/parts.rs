@@ -49,8 +49,9 @@ impl Parts {
         ranges: impl IntoIterator<Item = Range<u64>>,
         place: Place,
     ) -> MemoryResult<()> {
-        let sides =
-            ranges.into_iter().map(|from| (HostSide::File(from.start), from.end.saturating_sub(from.start)));
+        let sides = ranges
+            .into_iter()
+            .map(|from| (HostSide::File(from.start), from.end.saturating_sub(from.start)));
         self.add(sides, place)
     }
 

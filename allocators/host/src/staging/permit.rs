@@ -25,7 +25,10 @@ struct State {
 
 impl Permits {
     pub(super) fn new(depth: usize) -> Self {
-        Self { state: Mutex::new(State { free: depth, wakers: Vec::new() }), changed: Condvar::new() }
+        Self {
+            state: Mutex::new(State { free: depth, wakers: Vec::new() }),
+            changed: Condvar::new(),
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -127,7 +130,8 @@ impl Stager {
             if left.is_zero() {
                 return Err(MemoryError::TimedOut.into());
             }
-            state = permits.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state =
+                permits.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         state.free -= 1;
         Ok(Permit { shared: self.shared.clone() })

@@ -120,7 +120,12 @@ const PAGE: u64 = 4096;
 
 impl Plan {
     /// Joins parts that follow one another on both sides, and cuts the whole.
-    pub(super) fn new(way: Way, far: Option<Far>, all: impl IntoIterator<Item = Part>, grain: Grain) -> Self {
+    pub(super) fn new(
+        way: Way,
+        far: Option<Far>,
+        all: impl IntoIterator<Item = Part>,
+        grain: Grain,
+    ) -> Self {
         let (mut parts, mut starts, mut total) = (Vec::<Part>::new(), Vec::new(), 0);
         for part in all {
             if part.bytes == 0 {
@@ -162,7 +167,13 @@ impl Plan {
 
     /// Fills a slot's list with what comes next in a chunk, as much as a slot of `room` bytes holds, and answers with its
     /// bytes. Pieces of a source lie in the slot as they lie between multiples of `align` in the source.
-    pub(super) fn load(&self, cursor: &mut Cursor, room: usize, align: usize, into: &mut Vec<Move>) -> u64 {
+    pub(super) fn load(
+        &self,
+        cursor: &mut Cursor,
+        room: usize,
+        align: usize,
+        into: &mut Vec<Move>,
+    ) -> u64 {
         into.clear();
         let (mut filled, mut loaded) = (0, 0);
         while cursor.at < cursor.end {
@@ -264,7 +275,8 @@ mod tests {
 
     #[test]
     fn chunks_cover_everything_once_and_none_is_longer_than_a_slot() {
-        let ends = [0, 1, 4095, 4096, 4097, 255 << 10, 256 << 10, (1 << 20) + 7, 33 << 20, (1 << 30) + 1];
+        let ends =
+            [0, 1, 4095, 4096, 4097, 255 << 10, 256 << 10, (1 << 20) + 7, 33 << 20, (1 << 30) + 1];
         for total in ends {
             for phase in [0, 1, 2048, 4095] {
                 let cuts = cut(total, phase, grain());
@@ -273,7 +285,10 @@ mod tests {
                 let lengths = lengths(&cuts);
                 assert!(lengths.iter().all(|&len| len <= 4 << 20), "{lengths:?}");
                 let inner = &cuts[1..cuts.len().max(2) - 1];
-                assert!(inner.iter().all(|cut| (cut + phase) % PAGE == 0), "{total} {phase} {cuts:?}");
+                assert!(
+                    inner.iter().all(|cut| (cut + phase) % PAGE == 0),
+                    "{total} {phase} {cuts:?}"
+                );
             }
         }
     }
@@ -282,7 +297,10 @@ mod tests {
     fn the_first_and_the_last_chunks_are_short() {
         for shares in [1, 2] {
             let lengths = lengths(&cut(1 << 30, 0, Grain { shares, ..grain() }));
-            assert!(lengths[..8].iter().all(|&len| (512 << 10..1 << 20).contains(&len)), "{lengths:?}");
+            assert!(
+                lengths[..8].iter().all(|&len| (512 << 10..1 << 20).contains(&len)),
+                "{lengths:?}"
+            );
             assert!(lengths[..16].is_sorted_by(|a, b| a < b), "no two are as long: {lengths:?}");
             assert!(lengths.iter().filter(|&&len| len == 4 << 20).count() > 200);
             assert!(lengths.iter().rev().take(4).all(|&len| len <= 384 << 10), "{lengths:?}");
@@ -295,7 +313,10 @@ mod tests {
         let lengths = lengths(&cut(64 << 20, 0, Grain { least, last: Some(last), ..grain() }));
         let (long, short) = lengths.split_at(lengths.iter().position(|&len| len < least).unwrap());
         assert!(long.iter().all(|&len| len >= least) && long.len() > 20, "{lengths:?}");
-        assert!(short.iter().all(|&len| len <= least && len >= last) && short.len() < 14, "{lengths:?}");
+        assert!(
+            short.iter().all(|&len| len <= least && len >= last) && short.len() < 14,
+            "{lengths:?}"
+        );
         let mut left: u64 = short.iter().sum();
         for &len in short {
             assert!(len <= (left / 6).max(last + last / 2), "{lengths:?}");
@@ -314,9 +335,14 @@ mod tests {
     #[test]
     fn a_slot_is_loaded_with_many_small_parts_and_each_in_its_place_of_a_page() {
         let part = |offset, device, bytes| Part { host: HostSide::File(offset), device, bytes };
-        let parts = [part(10, 0, 100), part(110, 100, 5), part(9000, 5000, 50), part(20_000, 5050, 9000)];
+        let parts =
+            [part(10, 0, 100), part(110, 100, 5), part(9000, 5000, 50), part(20_000, 5050, 9000)];
         let plan = Plan::new(Way::Up, None, parts, grain());
-        assert_eq!((plan.parts.len(), plan.total(), plan.chunks()), (3, 9155, 1), "two were joined");
+        assert_eq!(
+            (plan.parts.len(), plan.total(), plan.chunks()),
+            (3, 9155, 1),
+            "two were joined"
+        );
         let (mut cursor, mut moves) = (plan.chunk(0), Vec::new());
         assert_eq!(plan.load(&mut cursor, 16_384, 4096, &mut moves), 9155);
         assert!(cursor.is_at_end());

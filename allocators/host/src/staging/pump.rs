@@ -37,7 +37,8 @@ pub(super) unsafe fn queue_moves(
     moves: &[Move],
 ) -> MemoryResult<()> {
     let (driver, raw) = (on.driver(), on.raw());
-    let joined = |a: &Move, b: &Move| a.at + a.bytes == b.at && a.device + a.bytes as u64 == b.device;
+    let joined =
+        |a: &Move, b: &Move| a.at + a.bytes == b.at && a.device + a.bytes as u64 == b.device;
     let _calling = on.calling()?;
     moves.chunk_by(joined).try_for_each(|run| {
         let (first, bytes) = (run[0], run.iter().map(|one| one.bytes).sum());
@@ -120,7 +121,9 @@ impl Transfer {
     fn load(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) {
         let align = match self.plan.far {
             // SAFETY: 1. the source outlives the transfer, which is under way.
-            Some(Far::From(source)) => contain(|| unsafe { source.as_ref() }.alignment()).unwrap_or(1),
+            Some(Far::From(source)) => {
+                contain(|| unsafe { source.as_ref() }.alignment()).unwrap_or(1)
+            }
             _ => 1,
         };
         let align = if align.is_power_of_two() { align.min(4096) } else { 1 };
@@ -174,7 +177,9 @@ impl Transfer {
                     offset += read as u64;
                 }
                 Some(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                Some(Err(error)) => return Err(StageError::Source { offset, error: Arc::new(error) }),
+                Some(Err(error)) => {
+                    return Err(StageError::Source { offset, error: Arc::new(error) });
+                }
                 None => return Err(StageError::SourcePanicked { offset }),
             }
             if self.is_stopped() {
@@ -194,7 +199,8 @@ impl Transfer {
             // the copies has passed: its worker has it back only then, and stays until he has; the operands are there while
             // the transfer is under way, which ends after that. 2. the stream waits for the operands' earlier uses, and
             // their owners have lent them to the transfer.
-            let queued = unsafe { queue_moves(on, self.plan.way, submission.start, &submission.moves) };
+            let queued =
+                unsafe { queue_moves(on, self.plan.way, submission.start, &submission.moves) };
             // Also after a refusal: some may have been queued.
             let epoch = on.open();
             let fenced = on.fence(epoch).map(drop);
@@ -251,7 +257,9 @@ impl Transfer {
                     offset += written as u64;
                 }
                 Some(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                Some(Err(error)) => return Err(StageError::Sink { offset, error: Arc::new(error) }),
+                Some(Err(error)) => {
+                    return Err(StageError::Sink { offset, error: Arc::new(error) });
+                }
                 None => return Err(StageError::SourcePanicked { offset }),
             }
             if self.is_stopped() {

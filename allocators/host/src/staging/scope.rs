@@ -167,7 +167,8 @@ impl Stager {
         let begun = Mutex::new(Vec::new());
         let unwound = Settle(&begun);
         // What is called inside names its own lines.
-        let result = work(&StageScope { stager: self, begun: &begun, scope: PhantomData, env: PhantomData });
+        let result =
+            work(&StageScope { stager: self, begun: &begun, scope: PhantomData, env: PhantomData });
         let returned = ManuallyDrop::new(unwound);
         let site = site::enter();
         let outcomes: Vec<_> = returned.take().iter().map(|transfer| transfer.wait()).collect();
@@ -259,7 +260,11 @@ impl<'env> StageScope<'_, 'env> {
     /// # Errors
     /// Lengths that differ, a conflicting use of `from`, the driver's. Nothing is begun.
     #[track_caller]
-    pub fn download<T: Pod, D: Typed<Item = T>>(&self, from: &'env D, to: &'env mut [T]) -> Result<Staged> {
+    pub fn download<T: Pod, D: Typed<Item = T>>(
+        &self,
+        from: &'env D,
+        to: &'env mut [T],
+    ) -> Result<Staged> {
         let _site = site::enter();
         self.scatter(from, [to])
     }
@@ -269,7 +274,11 @@ impl<'env> StageScope<'_, 'env> {
     /// # Errors
     /// As [`StageScope::upload`].
     #[track_caller]
-    pub fn gather<T, D>(&self, from: impl IntoIterator<Item = &'env [T]>, to: &'env mut D) -> Result<Staged>
+    pub fn gather<T, D>(
+        &self,
+        from: impl IntoIterator<Item = &'env [T]>,
+        to: &'env mut D,
+    ) -> Result<Staged>
     where
         T: Pod,
         D: Typed<Item = T> + OperandMut,
@@ -321,9 +330,9 @@ impl<'env> StageScope<'_, 'env> {
             operands.push(to);
         }
         self.begin(parts, None, common(operands.iter().map(|to| to.home_stream())), |front| {
-            operands
-                .iter_mut()
-                .try_for_each(|to| to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write))
+            operands.iter_mut().try_for_each(|to| {
+                to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
+            })
         })
     }
 
@@ -344,9 +353,9 @@ impl<'env> StageScope<'_, 'env> {
             operands.push(from);
         }
         self.begin(parts, None, common(operands.iter().map(|from| from.home_stream())), |front| {
-            operands
-                .iter()
-                .try_for_each(|from| from.order(front.raw(), Some(front.keep_alive()), Access::Read))
+            operands.iter().try_for_each(|from| {
+                from.order(front.raw(), Some(front.keep_alive()), Access::Read)
+            })
         })
     }
 
@@ -420,7 +429,9 @@ impl<'env> StageScope<'_, 'env> {
         // Before any lock.
         shared.here()?;
         // Slots that are not pinned would be one copy more, and the driver's own staging all the same.
-        if far.is_none() && (shared.is_short(parts.way, bytes) || !shared.side(parts.way).lanes.is_pinned()) {
+        if far.is_none()
+            && (shared.is_short(parts.way, bytes) || !shared.side(parts.way).lanes.is_pinned())
+        {
             // SAFETY: 1. all of it is borrowed while this runs.
             unsafe { shared.move_alone(&parts, home, order) }?;
             return Ok(Staged { state: State::Done(bytes) });
@@ -465,5 +476,7 @@ pub(super) fn from_source(source: &dyn Source) -> Far {
 pub(super) fn to_sink(sink: &dyn Sink) -> Far {
     let sink = NonNull::from(sink);
     // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's caller knows.
-    Far::To(unsafe { std::mem::transmute::<NonNull<dyn Sink + '_>, NonNull<dyn Sink + 'static>>(sink) })
+    Far::To(unsafe {
+        std::mem::transmute::<NonNull<dyn Sink + '_>, NonNull<dyn Sink + 'static>>(sink)
+    })
 }

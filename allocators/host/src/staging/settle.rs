@@ -69,7 +69,8 @@ impl Waits {
             ShortWait::Word => true,
             ShortWait::Auto => {
                 self.is_trial()
-                    || self.by_word.load(Ordering::Relaxed) <= self.by_stream.load(Ordering::Relaxed)
+                    || self.by_word.load(Ordering::Relaxed)
+                        <= self.by_stream.load(Ordering::Relaxed)
             }
         }
     }
@@ -79,7 +80,12 @@ impl Waits {
     ///
     /// # Errors
     /// As `last`. The slot is busy as well, and for ever if the stream captured: the graph may write it.
-    pub(super) fn settle(&self, word: Option<&mut Slot>, on: &Timeline, last: Settle) -> Result<()> {
+    pub(super) fn settle(
+        &self,
+        word: Option<&mut Slot>,
+        on: &Timeline,
+        last: Settle,
+    ) -> Result<()> {
         let Some(word) = word else { return last(on) };
         let trial = self.is_trial();
         let by_word = if trial {

@@ -173,7 +173,9 @@ unsafe fn stream_sse(to: *mut u8, from: *const u8, bytes: usize) {
     use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
     for at in (0..bytes).step_by(16) {
         // SAFETY: 1. to 4. the caller's: the store lies within both ranges. SSE2 is part of x86-64.
-        unsafe { _mm_stream_si128(to.add(at).cast::<__m128i>(), _mm_loadu_si128(from.add(at).cast())) };
+        unsafe {
+            _mm_stream_si128(to.add(at).cast::<__m128i>(), _mm_loadu_si128(from.add(at).cast()))
+        };
     }
 }
 
@@ -186,13 +188,21 @@ mod tests {
         let from: Vec<u8> = (0..3 * SHORT + 700).map(|at| (at * 31 % 251) as u8).collect();
         for stores in [Stores::NonTemporal, Stores::Cached] {
             for (skew, start) in [(0, 0), (1, 0), (0, 1), (7, 33), (31, 63), (64, 5)] {
-                for bytes in [0, 1, 63, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT + 129, 3 * SHORT + 500] {
+                for bytes in
+                    [0, 1, 63, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT + 129, 3 * SHORT + 500]
+                {
                     let mut to = vec![255; from.len() + 128];
                     // SAFETY: 1. both lie in their vectors: at most 3 * SHORT + 564 of the one. 2. and 3. two vectors,
                     // nobody else's.
-                    unsafe { copy(to.as_mut_ptr().add(skew), from.as_ptr().add(start), bytes, stores) };
+                    unsafe {
+                        copy(to.as_mut_ptr().add(skew), from.as_ptr().add(start), bytes, stores)
+                    };
                     assert!(to[..skew].iter().chain(&to[skew + bytes..]).all(|&byte| byte == 255));
-                    assert_eq!(to[skew..skew + bytes], from[start..start + bytes], "{skew} {start} {bytes}");
+                    assert_eq!(
+                        to[skew..skew + bytes],
+                        from[start..start + bytes],
+                        "{skew} {start} {bytes}"
+                    );
                 }
             }
         }
@@ -219,7 +229,8 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_written_through_a_cache_that_holds_them_twice_by_a_transfer_that_fills_them_twice() {
+    fn slots_are_written_through_a_cache_that_holds_them_twice_by_a_transfer_that_fills_them_twice()
+    {
         let (slots, long) = (72 << 20, 144 << 20);
         for (way, total, cache, settled) in [
             (Way::Up, long, Some(300 << 20), Stores::Cached),
@@ -230,7 +241,11 @@ mod tests {
             (Way::Up, long, None, Stores::NonTemporal),
             (Way::Down, long, Some(300 << 20), Stores::NonTemporal),
         ] {
-            assert_eq!(Stores::Auto.settled(way, total, slots, cache), settled, "{way:?} {total} {cache:?}");
+            assert_eq!(
+                Stores::Auto.settled(way, total, slots, cache),
+                settled,
+                "{way:?} {total} {cache:?}"
+            );
             for said in [Stores::Cached, Stores::NonTemporal] {
                 assert_eq!(said.settled(way, total, slots, cache), said);
             }

@@ -114,7 +114,14 @@ impl Transfer {
         permit: Permit,
     ) -> Arc<Self> {
         let held = Held { permit: Some(permit), ..Held::default() };
-        let state = State { running: 0, error: None, over: false, finished: false, wakers: Vec::new(), held };
+        let state = State {
+            running: 0,
+            error: None,
+            over: false,
+            finished: false,
+            wakers: Vec::new(),
+            held,
+        };
         Arc::new(Self {
             shared: shared.clone(),
             plan,
@@ -154,7 +161,9 @@ impl Transfer {
             let begun = side.lanes.ensure(wanted + 1).map_err(StageError::Memory).and_then(|()| {
                 let transfer = self.clone();
                 let work = move |_| transfer.work();
-                side.workers.submit(self.shared.node, wanted, None, work).map_err(StageError::Workers)
+                side.workers
+                    .submit(self.shared.node, wanted, None, work)
+                    .map_err(StageError::Workers)
             });
             match begun {
                 Ok(job) => {
@@ -327,7 +336,8 @@ impl Transfer {
             if left.is_zero() {
                 return false;
             }
-            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state =
+                self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         true
     }

@@ -86,8 +86,11 @@ impl Bitmap {
                 // `str::parse` would take a sign.
                 let digits = !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
                 let wrong = || ListError::NotANumber { part: part.into() };
-                let number =
-                    if digits { text.parse::<u32>().map_err(|_| wrong())? } else { return Err(wrong()) };
+                let number = if digits {
+                    text.parse::<u32>().map_err(|_| wrong())?
+                } else {
+                    return Err(wrong());
+                };
                 if number > Self::MAX {
                     return Err(ListError::TooLarge { number, max: Self::MAX });
                 }
@@ -181,7 +184,8 @@ impl FromIterator<u32> for Bitmap {
 // By hand: two sets with the same members are equal, however many empty words follow.
 impl PartialEq for Bitmap {
     fn eq(&self, other: &Self) -> bool {
-        let (short, long) = if self.words.len() < other.words.len() { (self, other) } else { (other, self) };
+        let (short, long) =
+            if self.words.len() < other.words.len() { (self, other) } else { (other, self) };
         let (head, tail) = long.words.split_at(short.words.len());
         head == short.words && tail.iter().all(|&w| w == 0)
     }
@@ -243,7 +247,10 @@ mod tests {
     #[test]
     fn what_is_no_list_is_an_error_with_the_part_at_fault() {
         for text in ["a", "1-", "-1", "1,,2", "0x1", "+1", "1-2-3", ",", "99999999999"] {
-            assert!(matches!(Bitmap::parse_list(text), Err(ListError::NotANumber { .. })), "{text:?}");
+            assert!(
+                matches!(Bitmap::parse_list(text), Err(ListError::NotANumber { .. })),
+                "{text:?}"
+            );
         }
         assert_eq!(Bitmap::parse_list("0,5-3"), Err(ListError::Backwards { start: 5, end: 3 }));
         assert_eq!(

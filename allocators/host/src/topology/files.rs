@@ -48,10 +48,16 @@ aquifer_core::__debug_as_display!(TopologyError);
 impl fmt::Display for TopologyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unreadable { path, kind } => write!(f, "{} cannot be read: {kind}", path.display()),
+            Self::Unreadable { path, kind } => {
+                write!(f, "{} cannot be read: {kind}", path.display())
+            }
             Self::List { path, error } => write!(f, "{}: {error}", path.display()),
-            Self::Number { path, text } => write!(f, "{}: {text:?} where a number should be", path.display()),
-            Self::Setting { name, value, expected } => write!(f, "{name} is {value:?}; it can be {expected}"),
+            Self::Number { path, text } => {
+                write!(f, "{}: {text:?} where a number should be", path.display())
+            }
+            Self::Setting { name, value, expected } => {
+                write!(f, "{name} is {value:?}; it can be {expected}")
+            }
         }
     }
 }
@@ -68,7 +74,9 @@ impl error::Error for TopologyError {
 impl From<TopologyError> for aquifer_core::MemoryError {
     fn from(e: TopologyError) -> Self {
         match e {
-            TopologyError::Setting { name, value, expected } => Self::BadSetting { name, value, expected },
+            TopologyError::Setting { name, value, expected } => {
+                Self::BadSetting { name, value, expected }
+            }
             _ => Self::Unsupported { feature: "reading the topology from sysfs and procfs" },
         }
     }

@@ -77,7 +77,9 @@ impl Group {
         let Some(text) = files.text(&path)? else { return Ok(0) };
         let of = |name: &str| field(&path, &text, name);
         Ok(match self.version {
-            Version::Two => reclaimable(of("inactive_file")?, of("active_file")?, of("slab_reclaimable")?),
+            Version::Two => {
+                reclaimable(of("inactive_file")?, of("active_file")?, of("slab_reclaimable")?)
+            }
             Version::One => reclaimable(of("total_inactive_file")?, of("total_active_file")?, 0),
         })
     }
@@ -125,8 +127,11 @@ pub(super) fn all(files: &Files) -> Result<Vec<Group>, TopologyError> {
         })
     };
     let mut all = Vec::new();
-    for (version, controller, kind) in [(Version::Two, "", "cgroup2"), (Version::One, "memory", "cgroup")] {
-        let (Some(group), Some(mount)) = (group(controller), mount(&mounts, kind, controller)) else {
+    for (version, controller, kind) in
+        [(Version::Two, "", "cgroup2"), (Version::One, "memory", "cgroup")]
+    {
+        let (Some(group), Some(mount)) = (group(controller), mount(&mounts, kind, controller))
+        else {
             continue;
         };
         // Inside a container the mount shows the group as its root, or a part of the tree.

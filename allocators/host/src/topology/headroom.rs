@@ -45,7 +45,8 @@ impl Topology {
     /// # Errors
     /// [`TopologyError`] for a file that cannot be understood. What is missing is unknown.
     pub fn headroom(&self) -> Result<Headroom, TopologyError> {
-        let (group, nodes, machine) = (self.group_headroom()?, self.node_headroom()?, self.available()?);
+        let (group, nodes, machine) =
+            (self.group_headroom()?, self.node_headroom()?, self.available()?);
         let known = [&group, &nodes, &machine].into_iter().filter(|found| found.value.is_some());
         let bytes = known.min_by_key(|found| found.value).unwrap_or(&machine).clone();
         Ok(Headroom { bytes, group, nodes, machine, huge_pages: self.free_huge_bytes()? })
@@ -57,7 +58,9 @@ impl Topology {
         for group in groups::all(files)? {
             let limit = group.limit(files)?.map(|limit| (limit, group.limit_file()));
             let limits = [limit, group.high(files)?];
-            let Some((limit, source)) = limits.into_iter().flatten().min_by_key(|(limit, _)| *limit) else {
+            let Some((limit, source)) =
+                limits.into_iter().flatten().min_by_key(|(limit, _)| *limit)
+            else {
                 continue;
             };
             let kept = group.used(files)?.saturating_sub(group.reclaimable(files)?);
@@ -77,8 +80,11 @@ impl Topology {
             let of = |name: &str| node::field(&path, &text, name);
             let Some(free) = of("MemFree:")? else { continue };
             let known = |name| of(name).map(Option::unwrap_or_default);
-            let back =
-                reclaimable(known("Inactive(file):")?, known("Active(file):")?, known("SReclaimable:")?);
+            let back = reclaimable(
+                known("Inactive(file):")?,
+                known("Active(file):")?,
+                known("SReclaimable:")?,
+            );
             let so_far: u64 = left.value.unwrap_or(0);
             left.value = Some(so_far.saturating_add(free).saturating_add(back));
         }
@@ -92,7 +98,8 @@ impl Topology {
             return Ok(Found::unknown(file(path)));
         };
         let kib = line.split_whitespace().nth(1).and_then(|n| n.parse::<u64>().ok());
-        let bytes = kib.and_then(|kib| kib.checked_mul(1024)).ok_or_else(|| wrong_number(path, line))?;
+        let bytes =
+            kib.and_then(|kib| kib.checked_mul(1024)).ok_or_else(|| wrong_number(path, line))?;
         Ok(Found::known(bytes, file(path)))
     }
 
@@ -105,7 +112,8 @@ impl Topology {
             return bytes(Path::new("/sys/kernel/mm/hugepages"));
         }
         let ours = self.host_nodes().filter(|node| node.memory_allowed);
-        ours.map(|node| bytes(&Path::new(FOLDER).join(format!("node{}/hugepages", node.id.0)))).sum()
+        ours.map(|node| bytes(&Path::new(FOLDER).join(format!("node{}/hugepages", node.id.0))))
+            .sum()
     }
 
     /// The most that the headroom could be: the tightest limit of the process's groups, read now, or the memory of the host's
@@ -114,8 +122,11 @@ impl Topology {
     /// # Errors
     /// [`TopologyError`] for a file that cannot be understood.
     pub fn host_memory(&self) -> Result<Found<u64>, TopologyError> {
-        let nodes: u64 =
-            self.host_nodes().filter(|node| node.memory_allowed).filter_map(|node| node.memory).sum();
+        let nodes: u64 = self
+            .host_nodes()
+            .filter(|node| node.memory_allowed)
+            .filter_map(|node| node.memory)
+            .sum();
         let limit = process::memory_limit(&self.files)?;
         Ok(match limit.value.map(|group| group.limit) {
             Some(bytes) if nodes == 0 || bytes < nodes => Found::known(bytes, limit.source),

@@ -81,8 +81,10 @@ pub(super) fn read(
         let (memory, free) = memory(files, &folder.join("meminfo"))?;
         nodes.push(Node {
             id: NodeId(id),
-            allowed_cpus: cpus_allowed.map_or_else(|| cpus.clone(), |allowed| cpus.intersection(allowed)),
-            memory_allowed: memory != Some(0) && mems_allowed.is_none_or(|allowed| allowed.contains(id)),
+            allowed_cpus: cpus_allowed
+                .map_or_else(|| cpus.clone(), |allowed| cpus.intersection(allowed)),
+            memory_allowed: memory != Some(0)
+                && mems_allowed.is_none_or(|allowed| allowed.contains(id)),
             device_memory: sets.device_memory(id, &cpus),
             movable_only: sets.movable_only(id, memory),
             cpus,
@@ -107,7 +109,10 @@ impl Sets {
             let path = folder.join(name);
             Ok(Found { value: files.list(&path)?, source: file(path) })
         };
-        Ok(Self { initiators: list("has_generic_initiator")?, normal_memory: list("has_normal_memory")? })
+        Ok(Self {
+            initiators: list("has_generic_initiator")?,
+            normal_memory: list("has_normal_memory")?,
+        })
     }
 
     /// An initiator without CPUs is a device. What is not listed may be one all the same.
@@ -118,7 +123,8 @@ impl Sets {
     }
 
     fn movable_only(&self, id: u32, memory: Option<u64>) -> Found<bool> {
-        let value = self.normal_memory.value.as_ref().map(|set| memory != Some(0) && !set.contains(id));
+        let value =
+            self.normal_memory.value.as_ref().map(|set| memory != Some(0) && !set.contains(id));
         Found { value, source: self.normal_memory.source.clone() }
     }
 }
@@ -142,7 +148,9 @@ pub(super) fn field(path: &Path, text: &str, name: &str) -> Result<Option<u64>, 
 pub(super) fn huge_pools(files: &Files, folder: &Path) -> Result<Vec<HugePool>, TopologyError> {
     let mut pools = Vec::new();
     for name in files.names(folder) {
-        let Some(kib) = name.strip_prefix("hugepages-").and_then(|n| n.strip_suffix("kB")) else { continue };
+        let Some(kib) = name.strip_prefix("hugepages-").and_then(|n| n.strip_suffix("kB")) else {
+            continue;
+        };
         let pool = folder.join(&name);
         let kib: u64 = kib.parse().map_err(|_| wrong_number(&pool, &name))?;
         pools.push(HugePool {
@@ -156,7 +164,11 @@ pub(super) fn huge_pools(files: &Files, folder: &Path) -> Result<Vec<HugePool>, 
 }
 
 /// A line of distances, one for each node that is online, in their order.
-fn distances(files: &Files, path: &Path, online: &Bitmap) -> Result<Vec<(NodeId, u32)>, TopologyError> {
+fn distances(
+    files: &Files,
+    path: &Path,
+    online: &Bitmap,
+) -> Result<Vec<(NodeId, u32)>, TopologyError> {
     let Some(text) = files.text(path)? else { return Ok(Vec::new()) };
     let far = text.split_whitespace().map(|n| n.parse::<u32>().map_err(|_| wrong_number(path, n)));
     online.iter().zip(far).map(|(id, far)| Ok((NodeId(id), far?))).collect()

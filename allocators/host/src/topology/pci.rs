@@ -57,7 +57,9 @@ impl fmt::Display for PciAddressError {
         match self {
             Self::Shape { text } => write!(f, "{text:?} is not domain:bus:device.function"),
             Self::Digits { part, text } => write!(f, "{text:?} is no {part} of a PCI address"),
-            Self::TooLarge { part, value, max } => write!(f, "PCI {part} {value:#x} is above {max:#x}"),
+            Self::TooLarge { part, value, max } => {
+                write!(f, "PCI {part} {value:#x} is above {max:#x}")
+            }
         }
     }
 }
@@ -73,14 +75,19 @@ impl FromStr for PciAddress {
         let (domain, rest) = trimmed.split_once(':').ok_or_else(shape)?;
         let (bus, rest) = rest.split_once(':').ok_or_else(shape)?;
         let (device, function) = rest.split_once('.').ok_or_else(shape)?;
-        let number = |part: &'static str, digits: std::ops::RangeInclusive<usize>, max: u32, text: &str| {
-            let wrong = || PciAddressError::Digits { part, text: text.into() };
-            if !digits.contains(&text.len()) || !text.bytes().all(|b| b.is_ascii_hexdigit()) {
-                return Err(wrong());
-            }
-            let value = u32::from_str_radix(text, 16).map_err(|_| wrong())?;
-            if value > max { Err(PciAddressError::TooLarge { part, value, max }) } else { Ok(value) }
-        };
+        let number =
+            |part: &'static str, digits: std::ops::RangeInclusive<usize>, max: u32, text: &str| {
+                let wrong = || PciAddressError::Digits { part, text: text.into() };
+                if !digits.contains(&text.len()) || !text.bytes().all(|b| b.is_ascii_hexdigit()) {
+                    return Err(wrong());
+                }
+                let value = u32::from_str_radix(text, 16).map_err(|_| wrong())?;
+                if value > max {
+                    Err(PciAddressError::TooLarge { part, value, max })
+                } else {
+                    Ok(value)
+                }
+            };
         let byte = |part, digits, max, text| {
             // `max` is at most 0xff.
             number(part, digits, max, text).map(|value| value as u8)
@@ -119,7 +126,10 @@ mod tests {
     #[test]
     fn what_is_no_address_is_an_error_with_the_part_at_fault() {
         for text in ["", "3b:00.0", "0000:3b:00", "0000-3b-00.0", "0000:3b.00.0"] {
-            assert!(matches!(text.parse::<PciAddress>(), Err(PciAddressError::Shape { .. })), "{text:?}");
+            assert!(
+                matches!(text.parse::<PciAddress>(), Err(PciAddressError::Shape { .. })),
+                "{text:?}"
+            );
         }
         for (text, wrong) in [
             ("000:3b:00.0", "domain"),

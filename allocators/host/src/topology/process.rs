@@ -80,7 +80,9 @@ pub struct Limits {
 }
 
 pub(super) fn limits(files: &Files) -> Result<Limits, TopologyError> {
-    let number = |path: &'static str| Ok(Found { value: files.number(Path::new(path))?, source: file(path) });
+    let number = |path: &'static str| {
+        Ok(Found { value: files.number(Path::new(path))?, source: file(path) })
+    };
     Ok(Limits {
         locked_memory: locked_memory(files)?,
         mappings: number("/proc/sys/vm/max_map_count")?,
@@ -97,7 +99,9 @@ fn locked_memory(files: &Files) -> Result<Found<u64>, TopologyError> {
     };
     match rest.split_whitespace().next() {
         Some("unlimited") => Ok(Found::known(u64::MAX, source)),
-        Some(soft) => soft.parse().map(|n| Found::known(n, source)).map_err(|_| wrong_number(path, soft)),
+        Some(soft) => {
+            soft.parse().map(|n| Found::known(n, source)).map_err(|_| wrong_number(path, soft))
+        }
         None => Ok(Found::unknown(source)),
     }
 }

@@ -114,7 +114,9 @@ fn parse(path: &Path, text: &str) -> Result<Stalls, TopologyError> {
     let mut stalls = Stalls::default();
     for line in text.lines() {
         let wrong = || wrong_number(path, line);
-        let of = |name: &str| line.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='));
+        let of = |name: &str| {
+            line.split(' ').find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
+        };
         let average = || of("avg10").and_then(hundredths).ok_or_else(wrong);
         if line.starts_with("some ") {
             stalls.some = average()?;

@@ -106,7 +106,11 @@ impl Crew {
             let number = {
                 let mut state = self.lock();
                 let waiting: usize = state.queue.iter().map(|work| work.waiting()).sum();
-                let wanted = self.busy.load(Ordering::Relaxed).saturating_add(waiting).saturating_add(pieces);
+                let wanted = self
+                    .busy
+                    .load(Ordering::Relaxed)
+                    .saturating_add(waiting)
+                    .saturating_add(pieces);
                 if state.closed || state.alive >= wanted.min(self.limit) {
                     return Ok(());
                 }
@@ -225,7 +229,10 @@ impl Crew {
 
 impl fmt::Debug for Crew {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Crew").field("home", &self.home).field("limit", &self.limit).finish_non_exhaustive()
+        f.debug_struct("Crew")
+            .field("home", &self.home)
+            .field("limit", &self.limit)
+            .finish_non_exhaustive()
     }
 }
 

@@ -228,7 +228,8 @@ impl<R: Send + 'static> Job<R> {
                 state.stop(why);
                 return Err(why);
             }
-            inner = state.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
+            inner =
+                state.changed.wait_timeout(inner, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 

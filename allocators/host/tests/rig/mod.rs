@@ -67,8 +67,14 @@ impl Rig {
         Self::on(Sim::h200(1).stepped(), GPU, config, pinned())
     }
 
-    pub(crate) fn on(sim: Sim, device: DeviceId, config: StagerConfig, pinned: PinnedConfig) -> Self {
-        let host = Host::new(crate::support::topology(), System::new()).with_driver(sim.driver(), device);
+    pub(crate) fn on(
+        sim: Sim,
+        device: DeviceId,
+        config: StagerConfig,
+        pinned: PinnedConfig,
+    ) -> Self {
+        let host =
+            Host::new(crate::support::topology(), System::new()).with_driver(sim.driver(), device);
         let budget = Budget::new("pinned", 64 << 20);
         let pool = PinnedPool::new(&host, &budget, pinned).unwrap();
         let streams = StreamPool::new(sim.driver(), device, 64);
@@ -84,7 +90,8 @@ impl Rig {
     /// A kernel on the operand's home stream that fills it with a byte.
     pub(crate) fn fill(&self, x: &mut Plain, byte: u8) {
         x.order_mut(self.home.raw(), None, Access::Write).unwrap();
-        let fill = Kernel::new("fill").writes(x.range, None).run(move |memory| memory.write(0).fill(byte));
+        let fill =
+            Kernel::new("fill").writes(x.range, None).run(move |memory| memory.write(0).fill(byte));
         self.sim.launch(self.home.raw(), fill).unwrap();
     }
 
@@ -154,7 +161,15 @@ impl Plain {
         let address = rig.sim.driver().mem_alloc(device, bytes.max(1) as u64).unwrap();
         let range = DeviceRange { device, address, bytes: bytes as u64 };
         let (streams, home) = (rig.streams.clone(), rig.home.clone());
-        Self { range, streams, home, uses: UseList::new(), ordered: true, homely: true, sim: rig.sim.clone() }
+        Self {
+            range,
+            streams,
+            home,
+            uses: UseList::new(),
+            ordered: true,
+            homely: true,
+            sim: rig.sim.clone(),
+        }
     }
 }
 

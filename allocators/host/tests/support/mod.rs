@@ -33,12 +33,17 @@ pub(crate) fn topology() -> Topology {
 }
 
 pub(crate) fn fixture(name: &str) -> Topology {
-    Topology::read_under(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)).unwrap()
+    Topology::read_under(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name))
+        .unwrap()
 }
 
 /// A node of this machine that has CPUs and memory for us; `None` on a kernel without NUMA.
 pub(crate) fn some_node(topology: &Topology) -> Option<NodeId> {
-    topology.nodes().iter().find(|n| n.memory_allowed && !n.allowed_cpus.is_empty()).map(|node| node.id)
+    topology
+        .nodes()
+        .iter()
+        .find(|n| n.memory_allowed && !n.allowed_cpus.is_empty())
+        .map(|node| node.id)
 }
 
 pub(crate) fn host() -> Host {

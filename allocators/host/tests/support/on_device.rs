@@ -2,7 +2,8 @@
 #![allow(unsafe_code, reason = "implements an operand, and frees by hand")]
 
 use aquifer_driver::{
-    Access, DeviceId, DeviceRange, Driver, KeepAlive, Operand, OperandMut, RawStream, Typed, sim::Sim,
+    Access, DeviceId, DeviceRange, Driver, KeepAlive, Operand, OperandMut, RawStream, Typed,
+    sim::Sim,
 };
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;

@@ -33,8 +33,9 @@ impl Stream {
         }
         let calling = self.timeline().calling()?;
         // SAFETY: 1. and 2. the operands keep their ranges, and have been ordered for this access on this stream.
-        let copied =
-            unsafe { self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes) };
+        let copied = unsafe {
+            self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes)
+        };
         copied.map_err(|e| MemoryError::driver(self.device(), e))?;
         drop(calling);
         site.checkpoint(&**self.driver());
@@ -124,7 +125,12 @@ impl Stream {
             // destination for `there`, which this stream has waited for and which waits for this stream below: the copy
             // comes where work on `there` would.
             let copied = unsafe {
-                self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes)
+                self.driver().copy_on_device(
+                    self.raw(),
+                    target.address,
+                    source.address,
+                    source.bytes,
+                )
             };
             copied.map_err(|e| MemoryError::driver(self.device(), e))?;
         }

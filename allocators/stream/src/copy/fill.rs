@@ -71,7 +71,14 @@ impl Stream {
     /// Rows that do not lie in `to`, rows closer together than they are long, a conflicting use, the driver's. Nothing is
     /// queued, but as [`Stream::fill`] says.
     #[track_caller]
-    pub fn fill_2d<T, D>(&self, to: &mut D, value: T, pitch: usize, width: usize, height: usize) -> Result<()>
+    pub fn fill_2d<T, D>(
+        &self,
+        to: &mut D,
+        value: T,
+        pitch: usize,
+        width: usize,
+        height: usize,
+    ) -> Result<()>
     where
         T: Pod,
         D: Typed<Item = T> + OperandMut + ?Sized,
@@ -123,7 +130,8 @@ impl Stream {
         while done < bytes {
             let more = done.min(bytes - done);
             // SAFETY: 1. and 2. the caller's: what is written already, and as much after it or less, lie in the range.
-            let copied = unsafe { self.driver().copy_on_device(self.raw(), address + done, address, more) };
+            let copied =
+                unsafe { self.driver().copy_on_device(self.raw(), address + done, address, more) };
             copied.map_err(|e| MemoryError::driver(self.device(), e))?;
             done += more;
         }
@@ -194,8 +202,14 @@ mod tests {
     fn a_value_is_filled_in_one_call_where_its_bytes_repeat() {
         assert_eq!(pattern(&[0; 32], 1), Some(Pattern::Byte(0)));
         assert_eq!(pattern(&[1, 2], 2), Some(Pattern::Half(u16::from_ne_bytes([1, 2]))));
-        assert_eq!(pattern(&[1, 2, 1, 2, 1, 2], 4), Some(Pattern::Half(u16::from_ne_bytes([1, 2]))));
-        assert_eq!(pattern(&[1, 2, 3, 4], 8), Some(Pattern::Word(u32::from_ne_bytes([1, 2, 3, 4]))));
+        assert_eq!(
+            pattern(&[1, 2, 1, 2, 1, 2], 4),
+            Some(Pattern::Half(u16::from_ne_bytes([1, 2])))
+        );
+        assert_eq!(
+            pattern(&[1, 2, 3, 4], 8),
+            Some(Pattern::Word(u32::from_ne_bytes([1, 2, 3, 4])))
+        );
         assert_eq!(pattern(&[1, 2, 3, 4, 1, 2, 3, 4], 8).map(Pattern::bytes), Some(4));
         assert_eq!(pattern(&[1, 2, 3], 4), None);
         assert_eq!(pattern(&[1, 2, 3, 4, 5, 6, 7, 8], 8), None);

@@ -324,7 +324,12 @@ impl Stream {
     /// [`Refused`] with `from` in it: rows that do not lie in one of the sides, a conflicting use of `to`,
     /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
     #[track_caller]
-    pub fn upload_2d<H, D>(&self, from: H, to: &mut D, grid: Grid) -> Result<InFlight<H>, Refused<H>>
+    pub fn upload_2d<H, D>(
+        &self,
+        from: H,
+        to: &mut D,
+        grid: Grid,
+    ) -> Result<InFlight<H>, Refused<H>>
     where
         H: HostOwned,
         D: Typed<Item = H::Item> + OperandMut,
@@ -351,7 +356,8 @@ impl Stream {
     {
         let site = site::enter();
         let order = || from.order(self.raw(), Some(self.timeline().keep_alive()), Access::Read);
-        let flight = self.fly(to, Direction::Down, Some(grid), (from.range(), from.machine()), order)?;
+        let flight =
+            self.fly(to, Direction::Down, Some(grid), (from.range(), from.machine()), order)?;
         site.checkpoint(&**self.driver());
         Ok(flight)
     }

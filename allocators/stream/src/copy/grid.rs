@@ -104,6 +104,8 @@ pub(super) fn span(rows: Rows, pitch: u64, held: u64) -> Result<u64> {
     let span = pitch.checked_mul(height - 1).and_then(|before| before.checked_add(width));
     match span {
         Some(span) if span <= held => Ok(span),
-        _ => Err(MemoryError::OutOfBounds { offset: 0, len: span.unwrap_or(u64::MAX), bytes: held }),
+        _ => {
+            Err(MemoryError::OutOfBounds { offset: 0, len: span.unwrap_or(u64::MAX), bytes: held })
+        }
     }
 }

@@ -63,7 +63,8 @@ impl Stream {
         let copied = AtomicBool::new(false);
         let unwound = Settle(self, &copied);
         // What is called inside names its own lines.
-        let result = work(&Scope { stream: self, copied: &copied, scope: PhantomData, env: PhantomData });
+        let result =
+            work(&Scope { stream: self, copied: &copied, scope: PhantomData, env: PhantomData });
         let returned = ManuallyDrop::new(unwound);
         let site = site::enter();
         returned.settle()?;
@@ -189,7 +190,11 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// Lengths that differ, a conflicting use of `from`,
     /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
     #[track_caller]
-    pub fn download<T: Pod, D: Typed<Item = T>>(&'scope self, from: &D, to: &'env mut [T]) -> Result<()> {
+    pub fn download<T: Pod, D: Typed<Item = T>>(
+        &'scope self,
+        from: &D,
+        to: &'env mut [T],
+    ) -> Result<()> {
         let _site = site::enter();
         self.down(from, to, None)
     }
@@ -230,7 +235,13 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         T: Pod,
         D: Typed<Item = T> + OperandMut,
     {
-        let plan = Plan::new::<T>(self.stream, Direction::Up, from.len(), (to.range(), to.machine()), grid)?;
+        let plan = Plan::new::<T>(
+            self.stream,
+            Direction::Up,
+            from.len(),
+            (to.range(), to.machine()),
+            grid,
+        )?;
         to.order_mut(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Write)?;
         self.copied.store(true, Ordering::Relaxed);
         // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy; `to` keeps its range.
@@ -243,8 +254,13 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         T: Pod,
         D: Typed<Item = T>,
     {
-        let plan =
-            Plan::new::<T>(self.stream, Direction::Down, to.len(), (from.range(), from.machine()), grid)?;
+        let plan = Plan::new::<T>(
+            self.stream,
+            Direction::Down,
+            to.len(),
+            (from.range(), from.machine()),
+            grid,
+        )?;
         from.order(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Read)?;
         self.copied.store(true, Ordering::Relaxed);
         // SAFETY: 1. `to` is borrowed for longer than the scope, which waits for the copy; `from` keeps its range.

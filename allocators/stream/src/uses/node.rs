@@ -65,7 +65,8 @@ struct Note {
 }
 
 impl Note {
-    const FREE: Self = Self { on: None, stamp: Stamp::Open, id: 0, access: Access::Read, at_home: false };
+    const FREE: Self =
+        Self { on: None, stamp: Stamp::Open, id: 0, access: Access::Read, at_home: false };
 
     fn is_open(&self) -> bool {
         self.on.is_some() && self.stamp == Stamp::Open
@@ -167,7 +168,11 @@ impl Node {
     #[cold]
     pub(super) fn another() -> &'static Self {
         // A model's threads are gone with its locks, so nothing passes from one run to the next.
-        let old = if cfg!(loom) { None } else { SPARE.lock().unwrap_or_else(PoisonError::into_inner).pop() };
+        let old = if cfg!(loom) {
+            None
+        } else {
+            SPARE.lock().unwrap_or_else(PoisonError::into_inner).pop()
+        };
         old.unwrap_or_else(|| Box::leak(Box::default()))
     }
 
@@ -208,7 +213,12 @@ impl Node {
     }
 
     /// Notes a use whose work ends in `epoch`.
-    pub(super) fn record(&self, on: &Arc<Timeline>, access: Access, epoch: u64) -> Result<(), Denied> {
+    pub(super) fn record(
+        &self,
+        on: &Arc<Timeline>,
+        access: Access,
+        epoch: u64,
+    ) -> Result<(), Denied> {
         self.state.with(|s| {
             s.admit()?;
             if !s.raise(on, access, epoch) {
@@ -301,11 +311,17 @@ impl Node {
 
     /// The block is freed: all borrows are over, and what is done or in order with its stream is forgotten. Whether
     /// anything is left. `stamped` gets what has to be fenced at once, and `joined` what was joined to this one.
-    pub(super) fn freed(&self, stamped: &mut Few<(Arc<Timeline>, u64)>, joined: &mut Vec<Held>) -> bool {
+    pub(super) fn freed(
+        &self,
+        stamped: &mut Few<(Arc<Timeline>, u64)>,
+        joined: &mut Vec<Held>,
+    ) -> bool {
         let mut over = Few::new();
         self.state.with(|s| {
             s.end_borrows(&mut over, |_| true);
-            s.take_out(&mut over, |note| note.is_done() || note.at_home && note.stamp != Stamp::Open);
+            s.take_out(&mut over, |note| {
+                note.is_done() || note.at_home && note.stamp != Stamp::Open
+            });
             for (on, epoch) in s.notes.iter().filter_map(Note::stamped) {
                 if on.fences_at_once() {
                     stamped.push((on.clone(), epoch));
@@ -406,7 +422,8 @@ impl Node {
 
     /// Has `watcher` told when no use is open any more, unless that is so already. Whether one is open.
     pub(super) fn watch(&self, watcher: &Arc<dyn LastUse>) -> bool {
-        let replaced = self.state.with(|s| s.any_open().then(|| s.watcher.replace(watcher.clone())));
+        let replaced =
+            self.state.with(|s| s.any_open().then(|| s.watcher.replace(watcher.clone())));
         replaced.is_some()
     }
 }
@@ -446,7 +463,9 @@ impl State {
             self.end_borrows(over, |note| note.access.conflicts(access));
         }
         for note in self.notes.iter().filter(|note| note.access.conflicts(access)) {
-            let Some(other) = note.on.as_ref().filter(|other| !Arc::ptr_eq(other, on)) else { continue };
+            let Some(other) = note.on.as_ref().filter(|other| !Arc::ptr_eq(other, on)) else {
+                continue;
+            };
             match note.stamp {
                 Stamp::At(epoch) => before.push((other.clone(), epoch)),
                 Stamp::Lent => before.push((other.clone(), other.open())),
@@ -454,7 +473,9 @@ impl State {
             }
         }
         self.joined.iter().all(|held| {
-            held.node().is_none_or(|node| node.state.with(|s| s.precede(on, access, borrows, over, before)))
+            held.node().is_none_or(|node| {
+                node.state.with(|s| s.precede(on, access, borrows, over, before))
+            })
         })
     }
 

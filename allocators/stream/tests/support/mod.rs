@@ -1,11 +1,16 @@
 //! What the tests of this crate share.
 #![allow(dead_code, reason = "each test binary uses some of it")]
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a support function that fails is a failed test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a support function that fails is a failed test"
+)]
 #![allow(unsafe_code, reason = "adopts streams, ends handles, and implements an operand")]
 
 use aquifer_core::Result;
 use aquifer_driver::{
-    Access, Call, DeviceId, DeviceRange, DriverError, KeepAlive, Operand, OperandMut, RawStream, Typed,
+    Access, Call, DeviceId, DeviceRange, DriverError, KeepAlive, Operand, OperandMut, RawStream,
+    Typed,
     sim::{Kernel, Sim},
 };
 use aquifer_stream::{Life, Stream, StreamPool, UseList};

@@ -6,8 +6,8 @@ use super::{
     host::{Hosts, digest},
 };
 use aquifer_driver::{
-    DeviceId, Driver, HostFlags, PhysicalHandle, Pitched, PoolHandle, RawEvent, RawGraphExec, RawStream,
-    Result,
+    DeviceId, Driver, HostFlags, PhysicalHandle, Pitched, PoolHandle, RawEvent, RawGraphExec,
+    RawStream, Result,
 };
 use std::{collections::BTreeMap, ptr::NonNull, sync::Arc};
 
@@ -46,7 +46,9 @@ impl Program {
             driver: driver.clone(),
             device,
             hosts: Hosts::new(driver, device)?,
-            streams: (0..self.streams).map(|_| driver.stream_create(device, 0)).collect::<Result<_>>()?,
+            streams: (0..self.streams)
+                .map(|_| driver.stream_create(device, 0))
+                .collect::<Result<_>>()?,
             events: (0..EVENTS).map(|_| driver.event_create(device)).collect::<Result<_>>()?,
             pool: driver.pool_create(device, POOL)?,
             range: driver.address_reserve(device, RANGE * GRANULE, GRANULE)?,
@@ -83,7 +85,9 @@ impl Run {
     fn address(&self, part: Part) -> Option<u64> {
         let start = match part.place {
             Place::Block(slot) => self.blocks.get(&slot)?.0,
-            Place::Mapping(at) => self.mappings.contains_key(&at).then(|| self.range + at * GRANULE)?,
+            Place::Mapping(at) => {
+                self.mappings.contains_key(&at).then(|| self.range + at * GRANULE)?
+            }
         };
         Some(start + part.offset)
     }
@@ -116,23 +120,26 @@ impl Run {
             Operation::Fill { stream, to, byte } => {
                 let Some(address) = self.address(to) else { return self.skip("fill") };
                 // SAFETY: 1. the place is mapped until the host has waited for the stream. 2. the program has no races.
-                let result = unsafe { self.driver.fill(self.streams[stream], address, byte, to.bytes) };
+                let result =
+                    unsafe { self.driver.fill(self.streams[stream], address, byte, to.bytes) };
                 self.note("fill", result);
             }
             Operation::Upload { stream, from, to } => {
                 let Some(address) = self.address(to) else { return self.skip("copy_to_device") };
                 let host = self.hosts.address(from);
                 // SAFETY: 1. both sides live until the host has waited for the stream. 2. the program has no races.
-                let result =
-                    unsafe { self.driver.copy_to_device(self.streams[stream], address, host, from.bytes) };
+                let result = unsafe {
+                    self.driver.copy_to_device(self.streams[stream], address, host, from.bytes)
+                };
                 self.note("copy_to_device", result);
             }
             Operation::Download { stream, from, to } => {
                 let Some(address) = self.address(from) else { return self.skip("copy_to_host") };
                 let host = self.hosts.address(to);
                 // SAFETY: 1. and 2. as above.
-                let result =
-                    unsafe { self.driver.copy_to_host(self.streams[stream], host, address, to.bytes) };
+                let result = unsafe {
+                    self.driver.copy_to_host(self.streams[stream], host, address, to.bytes)
+                };
                 self.note("copy_to_host", result);
             }
             Operation::Copy { stream, from, to } => {
@@ -140,22 +147,25 @@ impl Run {
                     return self.skip("copy_on_device");
                 };
                 // SAFETY: 1. both are mapped until the host has waited for the stream. 2. the program has no races.
-                let result =
-                    unsafe { self.driver.copy_on_device(self.streams[stream], address, source, to.bytes) };
+                let result = unsafe {
+                    self.driver.copy_on_device(self.streams[stream], address, source, to.bytes)
+                };
                 self.note("copy_on_device", result);
             }
             Operation::FillWith { stream, to, pattern } => {
                 let Some(address) = self.address(to) else { return self.skip("fill_with") };
                 let count = to.bytes / pattern.bytes();
                 // SAFETY: 1. and 2. as above.
-                let result = unsafe { self.driver.fill_with(self.streams[stream], address, pattern, count) };
+                let result =
+                    unsafe { self.driver.fill_with(self.streams[stream], address, pattern, count) };
                 self.note("fill_with", result);
             }
             Operation::FillRows { stream, to, pattern, pitch, rows } => {
                 let Some(start) = self.address(to) else { return self.skip("fill_2d") };
                 let to = Pitched { start, pitch };
                 // SAFETY: 1. and 2. as above: the rows lie in the part.
-                let result = unsafe { self.driver.fill_2d(self.streams[stream], to, pattern, rows) };
+                let result =
+                    unsafe { self.driver.fill_2d(self.streams[stream], to, pattern, rows) };
                 self.note("fill_2d", result);
             }
             Operation::UploadRows { stream, from, from_pitch, to, to_pitch, rows } => {
@@ -163,7 +173,8 @@ impl Run {
                 let to = Pitched { start, pitch: to_pitch };
                 let from = Pitched { start: self.hosts.address(from), pitch: from_pitch };
                 // SAFETY: 1. and 2. as above: the rows lie in their parts.
-                let result = unsafe { self.driver.copy_2d_to_device(self.streams[stream], to, from, rows) };
+                let result =
+                    unsafe { self.driver.copy_2d_to_device(self.streams[stream], to, from, rows) };
                 self.note("copy_2d_to_device", result);
             }
             Operation::DownloadRows { stream, from, from_pitch, to, to_pitch, rows } => {
@@ -171,7 +182,8 @@ impl Run {
                 let from = Pitched { start, pitch: from_pitch };
                 let to = Pitched { start: self.hosts.address(to), pitch: to_pitch };
                 // SAFETY: 1. and 2. as above: the rows lie in their parts.
-                let result = unsafe { self.driver.copy_2d_to_host(self.streams[stream], to, from, rows) };
+                let result =
+                    unsafe { self.driver.copy_2d_to_host(self.streams[stream], to, from, rows) };
                 self.note("copy_2d_to_host", result);
             }
             Operation::CopyRows { stream, from, from_pitch, to, to_pitch, rows } => {
@@ -181,7 +193,8 @@ impl Run {
                 let from = Pitched { start: source, pitch: from_pitch };
                 let to = Pitched { start, pitch: to_pitch };
                 // SAFETY: 1. and 2. as above: the rows lie in their parts, which do not overlap.
-                let result = unsafe { self.driver.copy_2d_on_device(self.streams[stream], to, from, rows) };
+                let result =
+                    unsafe { self.driver.copy_2d_on_device(self.streams[stream], to, from, rows) };
                 self.note("copy_2d_on_device", result);
             }
             Operation::Write { to, seed } => self.hosts.write(to, seed),
@@ -190,7 +203,8 @@ impl Run {
                 self.note("event_record", result);
             }
             Operation::Wait { stream, event } => {
-                let result = self.driver.stream_wait_event(self.streams[stream], self.events[event]);
+                let result =
+                    self.driver.stream_wait_event(self.streams[stream], self.events[event]);
                 self.note("stream_wait_event", result);
             }
             Operation::Synchronize { stream } => {
@@ -203,7 +217,8 @@ impl Run {
             }
             Operation::Poll { stream } => {
                 let (driver, stream) = (&self.driver, self.streams[stream]);
-                let result = poll(|| driver.stream_query(stream), || driver.stream_synchronize(stream));
+                let result =
+                    poll(|| driver.stream_query(stream), || driver.stream_synchronize(stream));
                 self.note("stream_query", result);
             }
             Operation::PollEvent { event } => {
@@ -224,7 +239,9 @@ impl Run {
                 self.note("graph_launch", result);
             }
             Operation::GraphEnd { graph } => {
-                let Some(exec) = self.graphs.remove(&graph) else { return self.skip("graph_exec_destroy") };
+                let Some(exec) = self.graphs.remove(&graph) else {
+                    return self.skip("graph_exec_destroy");
+                };
                 // SAFETY: 1. the only copy has just been taken out.
                 let result = unsafe { self.driver.graph_exec_destroy(exec) };
                 self.note("graph_exec_destroy", result);
@@ -264,7 +281,9 @@ impl Run {
     fn unmap(&mut self, at: u64) {
         let Some(granules) = self.mappings.remove(&at) else { return self.skip("unmap") };
         // SAFETY: 1. the host has waited for everything that goes through these addresses.
-        let result = unsafe { self.driver.unmap(self.device, self.range + at * GRANULE, granules * GRANULE) };
+        let result = unsafe {
+            self.driver.unmap(self.device, self.range + at * GRANULE, granules * GRANULE)
+        };
         self.note("unmap", result);
     }
 
@@ -336,12 +355,15 @@ impl Run {
     /// Takes the digest of every block, every mapping and every host buffer.
     fn read_all(&mut self) -> Result<()> {
         let blocks = self.blocks.values().map(|&(address, bytes, _)| (address, bytes));
-        let mappings =
-            self.mappings.iter().map(|(&at, &granules)| (self.range + at * GRANULE, granules * GRANULE));
+        let mappings = self
+            .mappings
+            .iter()
+            .map(|(&at, &granules)| (self.range + at * GRANULE, granules * GRANULE));
         let parts: Vec<_> = blocks.chain(mappings).collect();
         let largest = parts.iter().map(|&(_, bytes)| bytes).max().unwrap_or(1) as usize;
         let scratch = self.driver.host_alloc(self.device, largest, HostFlags::default())?;
-        let digests = parts.into_iter().map(|(address, bytes)| self.read(scratch, address, bytes as usize));
+        let digests =
+            parts.into_iter().map(|(address, bytes)| self.read(scratch, address, bytes as usize));
         let digests: Result<Vec<_>> = digests.collect();
         // SAFETY: 1. it came from the driver. 2. every copy into it has been waited for.
         unsafe { self.driver.host_free(self.device, scratch) }?;

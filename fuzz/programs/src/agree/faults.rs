@@ -42,7 +42,9 @@ impl Run {
             Fault::AllocateNothing => self.allocate(0),
             Fault::AllocateTooMuch => self.allocate(TOO_MUCH),
             Fault::FreeInside { slot } => {
-                let Some(&(address, ..)) = self.blocks.get(&slot) else { return self.skip("mem_free") };
+                let Some(&(address, ..)) = self.blocks.get(&slot) else {
+                    return self.skip("mem_free");
+                };
                 // SAFETY: 1. broken on purpose: the address is inside a block.
                 let result = unsafe { driver.mem_free(device, address + 256) };
                 self.note("mem_free", result);
@@ -50,16 +52,23 @@ impl Run {
             Fault::PoolAllocateNothing { stream } => self.pool_allocate(stream, 0),
             Fault::PoolAllocateTooMuch { stream } => self.pool_allocate(stream, TOO_MUCH),
             Fault::RegisterTwice => {
-                let half =
-                    self.hosts.address(HostPart { host: FIRST_HALF, offset: 0, bytes: HOSTS[FIRST_HALF] });
+                let half = self.hosts.address(HostPart {
+                    host: FIRST_HALF,
+                    offset: 0,
+                    bytes: HOSTS[FIRST_HALF],
+                });
                 // SAFETY: 1. the pages live until the end of the program.
-                let result =
-                    unsafe { driver.host_register(device, half, HOSTS[FIRST_HALF], HostFlags::default()) };
+                let result = unsafe {
+                    driver.host_register(device, half, HOSTS[FIRST_HALF], HostFlags::default())
+                };
                 self.note("host_register", result);
             }
             Fault::UnregisterNothing => {
-                let pageable =
-                    self.hosts.address(HostPart { host: PAGEABLE, offset: 0, bytes: HOSTS[PAGEABLE] });
+                let pageable = self.hosts.address(HostPart {
+                    host: PAGEABLE,
+                    offset: 0,
+                    bytes: HOSTS[PAGEABLE],
+                });
                 // SAFETY: 1. broken on purpose: nothing is registered there.
                 let result = unsafe { driver.host_unregister(device, pageable) };
                 self.note("host_unregister", result);
@@ -89,7 +98,9 @@ impl Run {
                 self.capture_end_alone(stream);
             }
             Fault::LeaveUnjoined { stream, other, event, slot } => {
-                let Some(&(address, ..)) = self.blocks.get(&slot) else { return self.skip("capture_begin") };
+                let Some(&(address, ..)) = self.blocks.get(&slot) else {
+                    return self.skip("capture_begin");
+                };
                 self.capture_begin(stream);
                 let result = driver.event_record(self.events[event], self.streams[stream]);
                 self.note("event_record", result);

@@ -3,7 +3,8 @@
 mod graphs;
 
 use super::{
-    EVENTS, FIRST_HALF, Fault, GRANULE, HOSTS, HostPart, Operation, PAGEABLE, Part, Place, Program, RANGE,
+    EVENTS, FIRST_HALF, Fault, GRANULE, HOSTS, HostPart, Operation, PAGEABLE, Part, Place, Program,
+    RANGE,
 };
 use crate::program::Bytes;
 use aquifer_driver::{Pattern, Rows};
@@ -253,11 +254,14 @@ impl Generator<'_> {
 
     fn free_ranges(&self, granules: u64) -> Vec<u64> {
         let taken = |granule: u64| {
-            let covers =
-                |handle: &Handle| handle.at.iter().any(|&at| (at..at + handle.granules).contains(&granule));
+            let covers = |handle: &Handle| {
+                handle.at.iter().any(|&at| (at..at + handle.granules).contains(&granule))
+            };
             self.handles.iter().flatten().any(covers)
         };
-        (0..=RANGE - granules).filter(|&at| (at..at + granules).all(|granule| !taken(granule))).collect()
+        (0..=RANGE - granules)
+            .filter(|&at| (at..at + granules).all(|granule| !taken(granule)))
+            .collect()
     }
 
     /// Every place with memory behind it: the memory, the place, its size.
@@ -316,7 +320,11 @@ impl Generator<'_> {
     fn fill_whole(&mut self, memory: Memory, place: Place, bytes: u64) {
         let (stream, byte) = (self.stream(), self.choices.byte());
         self.order(stream, memory, true);
-        self.operations.push(Operation::Fill { stream, to: Part { place, offset: 0, bytes }, byte });
+        self.operations.push(Operation::Fill {
+            stream,
+            to: Part { place, offset: 0, bytes },
+            byte,
+        });
     }
 
     fn free(&mut self) {
@@ -360,8 +368,9 @@ impl Generator<'_> {
     }
 
     fn unmap(&mut self) {
-        let mapped: Vec<_> =
-            (0..HANDLES).filter(|&i| self.handles[i].as_ref().is_some_and(|h| !h.at.is_empty())).collect();
+        let mapped: Vec<_> = (0..HANDLES)
+            .filter(|&i| self.handles[i].as_ref().is_some_and(|h| !h.at.is_empty()))
+            .collect();
         let Some(index) = self.choices.pick(&mapped) else { return };
         let last = self.handles[index].as_ref().is_some_and(|handle| handle.at.len() == 1);
         if last && self.choices.below(2) == 0 {
@@ -388,7 +397,10 @@ impl Generator<'_> {
 
     /// A handle that is released and mapped nowhere is gone.
     fn bury(&mut self, index: usize) {
-        if self.handles[index].as_ref().is_some_and(|handle| handle.released && handle.at.is_empty()) {
+        if self.handles[index]
+            .as_ref()
+            .is_some_and(|handle| handle.released && handle.at.is_empty())
+        {
             self.handles[index] = None;
             self.forget(Memory::Handle(index));
         }
@@ -396,7 +408,8 @@ impl Generator<'_> {
 
     fn fill(&mut self) {
         let Some((memory, place, size)) = self.place() else { return };
-        let (stream, byte, (offset, bytes)) = (self.stream(), self.choices.byte(), self.choices.range(size));
+        let (stream, byte, (offset, bytes)) =
+            (self.stream(), self.choices.byte(), self.choices.range(size));
         self.order(stream, memory, true);
         let to = Part { place, offset, bytes };
         let operation = match self.choices.below(3) {
@@ -478,7 +491,8 @@ impl Generator<'_> {
     }
 
     fn copy(&mut self) {
-        let (Some((memory, place, size)), Some((other, to_place, to_size))) = (self.place(), self.place())
+        let (Some((memory, place, size)), Some((other, to_place, to_size))) =
+            (self.place(), self.place())
         else {
             return;
         };
@@ -493,7 +507,8 @@ impl Generator<'_> {
             (Part { place, offset, bytes }, Part { place: to_place, offset: half + offset, bytes })
         } else {
             let (_, bytes) = self.choices.range(size.min(to_size));
-            let (from, to) = (self.choices.below(size - bytes + 1), self.choices.below(to_size - bytes + 1));
+            let (from, to) =
+                (self.choices.below(size - bytes + 1), self.choices.below(to_size - bytes + 1));
             (Part { place, offset: from, bytes }, Part { place: to_place, offset: to, bytes })
         };
         self.order(stream, memory, false);
@@ -559,8 +574,9 @@ impl Generator<'_> {
             9 => Fault::AllocateNothing,
             10 => Fault::AllocateTooMuch,
             11 => {
-                let inside =
-                    |slot: &usize| self.blocks[*slot].is_some_and(|block| !block.pooled && block.bytes > 512);
+                let inside = |slot: &usize| {
+                    self.blocks[*slot].is_some_and(|block| !block.pooled && block.bytes > 512)
+                };
                 let direct: Vec<_> = (0..BLOCKS).filter(inside).collect();
                 Fault::FreeInside { slot: self.choices.pick(&direct)? }
             }
@@ -570,7 +586,8 @@ impl Generator<'_> {
             15 => Fault::UnregisterNothing,
             side @ (16 | 17) => {
                 let room = (HOSTS[FIRST_HALF] + HOSTS[FIRST_HALF + 1]) as u64;
-                let large = |slot: &usize| self.blocks[*slot].is_some_and(|block| block.bytes >= room);
+                let large =
+                    |slot: &usize| self.blocks[*slot].is_some_and(|block| block.bytes >= room);
                 let slots: Vec<_> = (0..BLOCKS).filter(large).collect();
                 let slot = self.choices.pick(&slots)?;
                 let up = side == 16;
@@ -578,7 +595,11 @@ impl Generator<'_> {
                 self.order(stream, Memory::Host(FIRST_HALF), !up);
                 self.order(stream, Memory::Host(FIRST_HALF + 1), !up);
                 self.order(stream, Memory::Block(slot), up);
-                if up { Fault::UploadAcross { stream, slot } } else { Fault::DownloadAcross { stream, slot } }
+                if up {
+                    Fault::UploadAcross { stream, slot }
+                } else {
+                    Fault::DownloadAcross { stream, slot }
+                }
             }
             18 => Fault::NoSuchDevice,
             19 => Fault::EndNothing { stream },
@@ -586,7 +607,8 @@ impl Generator<'_> {
             21 => Fault::QueryCapturing { stream },
             22 => Fault::WaitFromOutside { stream, event: self.outside_event(stream) },
             23 => {
-                let live: Vec<_> = (0..BLOCKS).filter(|&slot| self.blocks[slot].is_some()).collect();
+                let live: Vec<_> =
+                    (0..BLOCKS).filter(|&slot| self.blocks[slot].is_some()).collect();
                 let slot = self.choices.pick(&live)?;
                 let (other, event) = ((stream + 1) % self.streams, self.choices.index(EVENTS));
                 // The event goes back to what events are.

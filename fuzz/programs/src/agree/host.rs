@@ -72,7 +72,10 @@ impl Hosts {
         self.note(part, HostAccess::Write);
         let bytes = seeded(seed, part.bytes);
         // SAFETY: 1. both are as long as the part, and apart. 2. no copy that is queued touches the buffer.
-        unsafe { self.address(part).copy_from_nonoverlapping(NonNull::from(&bytes[..]).cast(), part.bytes) };
+        unsafe {
+            self.address(part)
+                .copy_from_nonoverlapping(NonNull::from(&bytes[..]).cast(), part.bytes)
+        };
     }
 
     /// The buffer's contents. No copy that is queued touches it.
@@ -95,7 +98,10 @@ impl Hosts {
             told("host_free", self.driver.host_free(self.device, self.at[0]));
             told("host_free", self.driver.host_free(self.device, self.at[1]));
             told("host_unregister", self.driver.host_unregister(self.device, self.at[FIRST_HALF]));
-            told("host_unregister", self.driver.host_unregister(self.device, self.at[FIRST_HALF + 1]));
+            told(
+                "host_unregister",
+                self.driver.host_unregister(self.device, self.at[FIRST_HALF + 1]),
+            );
         }
     }
 }
@@ -113,7 +119,8 @@ impl Drop for Hosts {
 pub(super) fn digest(bytes: &[u8]) -> u64 {
     let (words, rest) = bytes.as_chunks::<8>();
     let mut digest = bytes.len() as u64;
-    let mut mix = |word: u64| digest = (digest ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
+    let mut mix =
+        |word: u64| digest = (digest ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15).rotate_left(29);
     for word in words {
         mix(u64::from_le_bytes(*word));
     }

@@ -62,7 +62,11 @@ impl Books {
 
 impl Drop for Entry {
     fn drop(&mut self) {
-        debug_assert!(self.freed || std::thread::panicking(), "a block of {:?} was leaked", self.layout);
+        debug_assert!(
+            self.freed || std::thread::panicking(),
+            "a block of {:?} was leaked",
+            self.layout
+        );
     }
 }
 
@@ -111,8 +115,9 @@ unsafe impl DeferReuse for Books {
         let foreign = MemoryError::ForeignBlock { address: address as u64 };
         let mut blocks = self.blocks.borrow_mut();
         let entry = blocks.range_mut(..=address).next_back().map(|(_, entry)| entry);
-        let holds =
-            |entry: &&mut Entry| !entry.freed && address < entry.start.addr().get() + entry.layout.size();
+        let holds = |entry: &&mut Entry| {
+            !entry.freed && address < entry.start.addr().get() + entry.layout.size()
+        };
         entry.filter(holds).ok_or(foreign)?.gates.push(until);
         Ok(())
     }

@@ -17,7 +17,9 @@ const PAGE: usize = 16;
 pub fn run(bytes: &mut Bytes<'_>) {
     let books = Books::default();
     let count = 1 + usize::from(bytes.u8());
-    let Ok(arena) = PageArena::new_in(count, PAGE, books.clone()) else { panic!("nothing is refused yet") };
+    let Ok(arena) = PageArena::new_in(count, PAGE, books.clone()) else {
+        panic!("nothing is refused yet")
+    };
     let mut free = vec![true; count];
     let mut held: Vec<(Pages, u8)> = Vec::new();
     let mut latches: Vec<(usize, usize, Arc<Latch>)> = Vec::new();
@@ -31,8 +33,9 @@ pub fn run(bytes: &mut Bytes<'_>) {
                 let size = usize::from(bytes.small()) % (PAGE * 40);
                 let pages = size.div_ceil(PAGE).max(1);
                 let room = |free: &[bool]| {
-                    (0..=count.saturating_sub(pages))
-                        .find(|&at| free.get(at..at + pages).is_some_and(|run| run.iter().all(|&free| free)))
+                    (0..=count.saturating_sub(pages)).find(|&at| {
+                        free.get(at..at + pages).is_some_and(|run| run.iter().all(|&free| free))
+                    })
                 };
                 let mut lowest = room(&free);
                 if lowest.is_none() {
@@ -44,7 +47,9 @@ pub fn run(bytes: &mut Bytes<'_>) {
                     lowest = room(&free);
                 }
                 match arena.take(size) {
-                    Err(error) => assert!(lowest.is_none(), "{error}, but a run at {lowest:?} is free"),
+                    Err(error) => {
+                        assert!(lowest.is_none(), "{error}, but a run at {lowest:?} is free")
+                    }
                     Ok(mut taken) => {
                         let at = taken.offset() / PAGE;
                         assert_eq!((Some(at), taken.bytes()), (lowest, pages * PAGE));

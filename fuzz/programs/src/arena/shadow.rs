@@ -63,7 +63,11 @@ impl Shadow {
     /// One of the blocks, the newest half of the time.
     fn pick(&self, bytes: &mut Bytes<'_>) -> Option<usize> {
         let last = self.blocks.len().checked_sub(1)?;
-        if bytes.flag() { Some(last) } else { usize::from(bytes.u8()).checked_rem(self.blocks.len()) }
+        if bytes.flag() {
+            Some(last)
+        } else {
+            usize::from(bytes.u8()).checked_rem(self.blocks.len())
+        }
     }
 
     /// The layout that the block was asked for with, or another one that fits it.
@@ -92,7 +96,8 @@ impl Shadow {
         if self.blocks.len() >= MAX_BLOCKS {
             return;
         }
-        let answer = if zeroed { allocator.allocate_zeroed(layout) } else { allocator.allocate(layout) };
+        let answer =
+            if zeroed { allocator.allocate_zeroed(layout) } else { allocator.allocate(layout) };
         let Ok(answer) = answer else { return };
         assert!(!zeroed || is(answer.cast(), 0, answer.len(), 0), "not zero");
         self.keep(answer, layout, 0, None);
@@ -126,7 +131,10 @@ impl Shadow {
         match answer {
             Err(_) => self.blocks.push(block),
             Ok(answer) => {
-                assert!(is(answer.cast(), 0, old.size(), block.stamp), "the common part was not kept");
+                assert!(
+                    is(answer.cast(), 0, old.size(), block.stamp),
+                    "the common part was not kept"
+                );
                 assert!(!zeroed || is(answer.cast(), old.size(), answer.len(), 0), "not zero");
                 self.keep(answer, new, old.size(), Some(block.stamp));
             }
@@ -161,7 +169,8 @@ impl Shadow {
         let inside = unsafe { block.start.add(usize::from(bytes.u16()) % block.layout.size()) };
         let noted = allocator.defer(inside, until.clone());
         assert!(noted.is_ok(), "{noted:?}");
-        let held = Held { start: block.start, bytes: block.layout.size(), stamp: block.stamp, until };
+        let held =
+            Held { start: block.start, bytes: block.layout.size(), stamp: block.stamp, until };
         self.held.push(held);
     }
 
@@ -204,7 +213,10 @@ impl Shadow {
             for other in &self.blocks[..at] {
                 let start = other.start.addr().get();
                 let apart = to <= start || start + other.bytes <= from;
-                assert!(apart || block.bytes == 0 || other.bytes == 0, "{block:?} and {other:?} overlap");
+                assert!(
+                    apart || block.bytes == 0 || other.bytes == 0,
+                    "{block:?} and {other:?} overlap"
+                );
             }
         }
         for held in &self.held {

@@ -3,7 +3,9 @@
 use super::{books::Books, shadow::Shadow};
 use crate::program::{Bytes, MAX_OPS};
 use allocator_api2::alloc::Allocator;
-use aquifer_adapters::{Arena, ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, Segregate, Tagged};
+use aquifer_adapters::{
+    Arena, ArenaSettings, Cached, Counted, Fallback, Guarded, Limit, Segregate, Tagged,
+};
 use aquifer_core::{Budget, Tag};
 
 /// Runs the program that `bytes` spell.
@@ -70,7 +72,8 @@ fn stack(layers: &[u8], below: &dyn Allocator, work: &mut dyn FnMut(&dyn Allocat
         }
         7 => stack(above, &Cached::with_room(below, 500 << (setting % 6)), work),
         _ => {
-            let settings = ArenaSettings::new().first_chunk(100 << (setting % 8)).max_chunk(4 << 10);
+            let settings =
+                ArenaSettings::new().first_chunk(100 << (setting % 8)).max_chunk(4 << 10);
             let arena = Arena::with_settings_in(settings, below);
             stack(above, &&arena, work);
         }

@@ -16,7 +16,8 @@ const MAX_DEPTH: u8 = 4;
 /// When a promise is broken.
 pub fn run(bytes: &mut Bytes<'_>) {
     let books = Books::default();
-    let on_reset = [OnReset::KeepLargest, OnReset::KeepAll, OnReset::Merge][usize::from(bytes.choice(3))];
+    let on_reset =
+        [OnReset::KeepLargest, OnReset::KeepAll, OnReset::Merge][usize::from(bytes.choice(3))];
     let limit = 2000 << bytes.choice(6);
     let settings = ArenaSettings::new()
         .first_chunk(100)
@@ -78,7 +79,10 @@ fn in_arena(
         let before = arena.stats().allocated;
         let held = arena.scope(|scope| in_scope(scope, own, books, bytes, ops, 1));
         let after = arena.stats().allocated;
-        assert!(after == before || held && after > before, "{before} before the scope, {after} after it");
+        assert!(
+            after == before || held && after > before,
+            "{before} before the scope, {after} after it"
+        );
     }
 }
 

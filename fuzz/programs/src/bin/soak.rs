@@ -88,7 +88,8 @@ struct Progress {
 
 impl Progress {
     fn write(&self, file: &File) -> std::io::Result<()> {
-        let Self { seed, programs, operations, micros, cpu_micros, longest_micros, longest_len } = self;
+        let Self { seed, programs, operations, micros, cpu_micros, longest_micros, longest_len } =
+            self;
         let line = format!(
             "{seed:21}{programs:21}{operations:21}{micros:21}{cpu_micros:21}{longest_micros:21}{longest_len:21}"
         );
@@ -125,7 +126,8 @@ impl Progress {
 fn cpu_micros() -> u64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let after_name = stat.rsplit(") ").next().unwrap_or_default();
-    let ticks = after_name.split(' ').skip(11).take(2).filter_map(|ticks| ticks.parse::<u64>().ok());
+    let ticks =
+        after_name.split(' ').skip(11).take(2).filter_map(|ticks| ticks.parse::<u64>().ok());
     ticks.sum::<u64>() * 10_000
 }
 
@@ -190,7 +192,8 @@ impl Symptom {
     fn of(status: ExitStatus, said: &str) -> Self {
         let mut lines = said.lines().skip_while(|line| !line.contains(" panicked at "));
         let place = lines.next().and_then(|line| line.split(" panicked at ").nth(1));
-        let place = place.map_or_else(|| status.to_string(), |place| place.trim_end_matches(':').to_owned());
+        let place = place
+            .map_or_else(|| status.to_string(), |place| place.trim_end_matches(':').to_owned());
         let message = lines.next().unwrap_or_default().chars().take(MESSAGE).collect();
         Self { place, message }
     }
@@ -274,7 +277,9 @@ fn shorten(folder: &Folder, finding: &Finding) -> Result<(), Failed> {
     let limit = if symptom.place == Symptom::hang(PATIENCE).place { PATIENCE } else { TRIAL };
     let again = try_program(folder, target, &bytes, limit)?;
     let Some(again) = again else {
-        println!("{target}, seed {seed}, {length} bytes: it does not fail by itself, or not each time");
+        println!(
+            "{target}, seed {seed}, {length} bytes: it does not fail by itself, or not each time"
+        );
         return Ok(());
     };
     let begun = Instant::now();
@@ -292,7 +297,11 @@ fn shorten(folder: &Folder, finding: &Finding) -> Result<(), Failed> {
     if let Some(error) = broken {
         return Err(error);
     }
-    println!("{target}, seed {seed}: {length} bytes come down to {} ({})", least.len(), again.place);
+    println!(
+        "{target}, seed {seed}: {length} bytes come down to {} ({})",
+        least.len(),
+        again.place
+    );
     println!("    const PROGRAM: [u8; {}] = {least:?};", least.len());
     println!("    (\"{target}\", {seed}, {length}, \"{}\"),", again.message.replace('"', "'"));
     Ok(())
@@ -392,8 +401,8 @@ fn soak(arguments: &[&str]) -> Result<bool, Failed> {
         seed,
     });
     // Each target has a few turns, and a process its start many times over.
-    let slice =
-        (time * cores as u32 / count as u32 / 4).clamp(Duration::from_millis(500), Duration::from_secs(10));
+    let slice = (time * cores as u32 / count as u32 / 4)
+        .clamp(Duration::from_millis(500), Duration::from_secs(10));
     let folder = Folder::new()?;
     let begun = Instant::now();
     let ended = || begun.elapsed() >= time || until_found && !lock(&table).findings.is_empty();
@@ -428,7 +437,12 @@ fn soak(arguments: &[&str]) -> Result<bool, Failed> {
 }
 
 /// One worker, and what became of it.
-fn run_slice(table: &Mutex<Table>, folder: &Folder, core: usize, slice: Duration) -> Result<(), Failed> {
+fn run_slice(
+    table: &Mutex<Table>,
+    folder: &Folder,
+    core: usize,
+    slice: Duration,
+) -> Result<(), Failed> {
     let (at, seed) = lock(table).next(slice);
     let target = lock(table).targets[at].name;
     let (line, said) = (folder.file(&format!("line-{core}")), folder.file(&format!("said-{core}")));
@@ -455,8 +469,15 @@ fn run_slice(table: &Mutex<Table>, folder: &Folder, core: usize, slice: Duration
     let Finding { seed, length, symptom, .. } = &finding;
     let mut table = lock(table);
     // The first of each place is shown, and the rest counted.
-    if !table.findings.iter().any(|other| other.target == target && other.symptom.place == symptom.place) {
-        println!("FOUND {target}, seed {seed}, {length} bytes: {}: {}", symptom.place, symptom.message);
+    if !table
+        .findings
+        .iter()
+        .any(|other| other.target == target && other.symptom.place == symptom.place)
+    {
+        println!(
+            "FOUND {target}, seed {seed}, {length} bytes: {}: {}",
+            symptom.place, symptom.message
+        );
     }
     table.findings.push(finding);
     Ok(())

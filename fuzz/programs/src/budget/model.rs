@@ -4,8 +4,8 @@ use std::cmp::Reverse;
 
 /// Names by which refusals tell nodes apart.
 pub(super) const NAMES: [&str; 24] = [
-    "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16", "17", "18",
-    "19", "20", "21", "22", "23",
+    "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10", "11", "12", "13", "14", "15", "16",
+    "17", "18", "19", "20", "21", "22", "23",
 ];
 
 #[derive(Debug)]
@@ -92,7 +92,8 @@ impl Model {
     }
 
     pub(super) fn held(&self, at: usize) -> u64 {
-        let shares = self.children(at).map(|child| self.held(child).max(self.nodes[child].guarantee));
+        let shares =
+            self.children(at).map(|child| self.held(child).max(self.nodes[child].guarantee));
         self.nodes[at].direct + shares.sum::<u64>()
     }
 
@@ -106,7 +107,8 @@ impl Model {
 
     /// Whether a charge by a try would be granted, or who refuses it.
     pub(super) fn fits(&self, at: usize, bytes: u64) -> Result<(), usize> {
-        let mut scratch = Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
+        let mut scratch =
+            Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
         scratch.admit(at, bytes, self.nodes[at].priority)
     }
 
@@ -127,7 +129,8 @@ impl Model {
 
     /// Whether it would not fit though everything else were given back.
     fn never(&mut self, at: usize, bytes: u64) -> bool {
-        let mut scratch = Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
+        let mut scratch =
+            Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
         for node in &mut scratch.nodes {
             node.direct = 0;
         }
@@ -178,7 +181,8 @@ impl Model {
     }
 
     fn admit_all(&self, parts: &[(usize, u64)]) -> Result<(), usize> {
-        let mut scratch = Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
+        let mut scratch =
+            Self { nodes: self.nodes.iter().map(Node::copy).collect(), waits: Vec::new() };
         for &(at, bytes) in parts {
             scratch.admit(at, bytes, self.nodes[at].priority)?;
             scratch.nodes[at].direct += bytes;
@@ -229,8 +233,8 @@ impl Model {
         let [soft, critical, slack] = node.levels;
         let rises = u8::from(used > soft) + u8::from(used > critical);
         // Still as high as use has not fallen below.
-        let stays =
-            u8::from(used > soft.saturating_sub(slack)) + u8::from(used > critical.saturating_sub(slack));
+        let stays = u8::from(used > soft.saturating_sub(slack))
+            + u8::from(used > critical.saturating_sub(slack));
         node.level = node.level.min(stays).max(rises);
     }
 

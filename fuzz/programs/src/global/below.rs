@@ -59,7 +59,9 @@ impl Books {
     }
 
     fn refused(&self) -> bool {
-        self.refusals.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
+        self.refusals
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1))
+            .is_ok()
     }
 
     fn note(&self, block: *mut u8, layout: Layout) -> *mut u8 {
@@ -70,7 +72,11 @@ impl Books {
     }
 
     fn strike(&self, block: *mut u8, layout: Layout) {
-        assert_eq!(locked(&self.live).remove(&block.addr()), Some(layout), "given back as it was asked for");
+        assert_eq!(
+            locked(&self.live).remove(&block.addr()),
+            Some(layout),
+            "given back as it was asked for"
+        );
     }
 }
 
@@ -107,7 +113,9 @@ unsafe impl GlobalAlloc for Books {
         if self.refused() {
             return ptr::null_mut();
         }
-        let Ok(new) = Layout::from_size_align(new_size, layout.align()) else { return ptr::null_mut() };
+        let Ok(new) = Layout::from_size_align(new_size, layout.align()) else {
+            return ptr::null_mut();
+        };
         self.strike(block, layout);
         // SAFETY: the caller's promise.
         let moved = unsafe { System.realloc(block, layout, new_size) };

@@ -43,7 +43,8 @@ impl World {
 
     pub(super) fn commit(&mut self, bytes: &mut Bytes<'_>) {
         let Some(at) = pick(&self.rooms, bytes) else { return };
-        let (one, other) = (usize::from(bytes.choice(7)) * STEP, usize::from(bytes.choice(7)) * STEP);
+        let (one, other) =
+            (usize::from(bytes.choice(7)) * STEP, usize::from(bytes.choice(7)) * STEP);
         let range = one.min(other)..one.max(other);
         let (room, _) = &mut self.rooms[at];
         let before = room.committed_bytes();
@@ -58,7 +59,8 @@ impl World {
                 && !range.is_empty()
             {
                 let address = room.address() + range.start as u64;
-                let part = DeviceRange { device: room.device(), address, bytes: range.len() as u64 };
+                let part =
+                    DeviceRange { device: room.device(), address, bytes: range.len() as u64 };
                 let generation = Some(room.generation());
                 self.sim.access(stream.raw(), part, Access::Write, generation).expect(OURS);
                 drop(used);
@@ -123,8 +125,9 @@ impl World {
 
     pub(super) fn capture(&mut self, bytes: &mut Bytes<'_>) {
         let stream = self.pick_stream(0, bytes);
-        let sizes: Vec<u64> =
-            (0..1 + bytes.choice(4)).map(|_| u64::from(bytes.u16()) << bytes.choice(6) | 1).collect();
+        let sizes: Vec<u64> = (0..1 + bytes.choice(4))
+            .map(|_| u64::from(bytes.u16()) << bytes.choice(6) | 1)
+            .collect();
         let kept = usize::from(bytes.choice(3));
         let Some(graphs) = &self.graph_pool else { return };
         let pool = &self.owners[0].pool;

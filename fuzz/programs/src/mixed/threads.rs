@@ -13,8 +13,14 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 /// Operations of each thread in a phase.
 const WORK: usize = 40;
 /// Calls that may stall while others go on.
-const STALLS: [Call; 6] =
-    [Call::HandleCreate, Call::Map, Call::Unmap, Call::EventRecord, Call::EventQuery, Call::MemAlloc];
+const STALLS: [Call; 6] = [
+    Call::HandleCreate,
+    Call::Map,
+    Call::Unmap,
+    Call::EventRecord,
+    Call::EventQuery,
+    Call::MemAlloc,
+];
 
 pub(super) fn stager(host: &Host, pinned: &PinnedPool, pool: &DevicePool) -> Stager {
     let mut config = StagerConfig::default();
@@ -32,15 +38,17 @@ impl World {
     /// A block goes up and comes back by way of the stager.
     pub(super) fn stage(&mut self, bytes: &mut Bytes<'_>) {
         let byte = bytes.u8();
-        let at = self.live.iter().position(|live| live.owner == 0 && live.buffer.len() <= 128 << 10);
+        let at =
+            self.live.iter().position(|live| live.owner == 0 && live.buffer.len() <= 128 << 10);
         let (Some(stager), Some(at)) = (&self.stager, at) else { return };
         let Live { buffer, content, .. } = &mut self.live[at];
         let up = vec![byte; buffer.len()];
         let mut down = vec![!byte; buffer.len()];
         *content = None;
         let moved = stager.scope(|s| s.upload(&up, buffer).map(drop)).and_then(|taken| taken);
-        let moved =
-            moved.and_then(|()| stager.scope(|s| s.download(buffer, &mut down).map(drop)).and_then(|t| t));
+        let moved = moved.and_then(|()| {
+            stager.scope(|s| s.download(buffer, &mut down).map(drop)).and_then(|t| t)
+        });
         match moved {
             Ok(()) => {
                 assert!(up == down, "bytes were lost on the way");
@@ -71,8 +79,11 @@ impl World {
                 let stream = streams[0].clone();
                 move || work(sim, pool, &stream, seed)
             };
-            let workers: Vec<_> =
-                seeds.iter().enumerate().map(|(owner, &seed)| threads.spawn(work(owner, seed))).collect();
+            let workers: Vec<_> = seeds
+                .iter()
+                .enumerate()
+                .map(|(owner, &seed)| threads.spawn(work(owner, seed)))
+                .collect();
             if let Some(stalled) = stalled {
                 // Figures can be read while other threads are in calls.
                 let _ = stalled.wait_for(1, Duration::from_micros(200));

@@ -89,11 +89,14 @@ impl Amount {
             return Err(AmountError::Fraction);
         }
         let bytes = match number.split_once('.') {
-            None => {
-                number.parse::<u64>().ok().and_then(|n| n.checked_mul(unit)).ok_or(AmountError::TooMuch)?
-            }
+            None => number
+                .parse::<u64>()
+                .ok()
+                .and_then(|n| n.checked_mul(unit))
+                .ok_or(AmountError::TooMuch)?,
             Some(_) => {
-                let scaled = number.parse::<f64>().map_err(|_| AmountError::NotAnAmount)? * unit as f64;
+                let scaled =
+                    number.parse::<f64>().map_err(|_| AmountError::NotAnAmount)? * unit as f64;
                 // Beyond 2^53 the fraction of a byte is not what anybody meant.
                 if scaled >= u64::MAX as f64 {
                     return Err(AmountError::TooMuch);
@@ -143,8 +146,8 @@ mod tests {
     #[test]
     fn what_is_no_amount_is_refused() {
         for text in [
-            "", "x", "-1", "+1", "1.2.3", "1.2.3x", "1e9", "GiB", ".", ".x", "1xx", "1 x 2", "0x10", "1PB",
-            "½",
+            "", "x", "-1", "+1", "1.2.3", "1.2.3x", "1e9", "GiB", ".", ".x", "1xx", "1 x 2",
+            "0x10", "1PB", "½",
         ] {
             assert_eq!(Amount::parse(text), Err(AmountError::NotAnAmount), "{text}");
         }

@@ -446,7 +446,8 @@ impl FromStr for DeviceChoice {
             "sim" => Ok(Self::Sim),
             "cuda" => Ok(Self::Cuda(0)),
             _ => {
-                let ordinal = text.strip_prefix("cuda:").filter(|n| n.bytes().all(|b| b.is_ascii_digit()));
+                let ordinal =
+                    text.strip_prefix("cuda:").filter(|n| n.bytes().all(|b| b.is_ascii_digit()));
                 ordinal.and_then(|n| n.parse().ok()).map(Self::Cuda).ok_or(BadDevice)
             }
         }
@@ -473,7 +474,8 @@ where
     Cli::try_parse_from(arguments).map_err(|e| match e.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => Refused::Words(e.to_string()),
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => Refused::Mistake(
-            "a command is needed: replay, bench, stage or doctor; aquifer --help says more".to_owned(),
+            "a command is needed: replay, bench, stage or doctor; aquifer --help says more"
+                .to_owned(),
         ),
         _ => Refused::Mistake(one_line(&e.to_string())),
     })
@@ -559,7 +561,9 @@ mod tests {
 
     #[test]
     fn limits_of_a_stager_may_be_nothing_and_slots_not() {
-        for (text, bytes) in [("0", Ok(0)), ("16K", Ok(16 << 10)), ("x", Err(AmountError::NotAnAmount))] {
+        for (text, bytes) in
+            [("0", Ok(0)), ("16K", Ok(16 << 10)), ("x", Err(AmountError::NotAnAmount))]
+        {
             assert_eq!(size_or_none(text).map(|Size(bytes)| bytes), bytes, "{text}");
         }
         assert!(matches!("0".parse::<Size>(), Err(AmountError::Zero)));
@@ -579,15 +583,24 @@ mod tests {
                 "aquifer replay t.csv --budget 0",
                 "invalid value '0' for '--budget <BYTES|1.05x>': a budget of zero",
             ),
-            ("aquifer replay t.csv --device gpu", "invalid value 'gpu' for '--device <DEVICE>': a device is"),
+            (
+                "aquifer replay t.csv --device gpu",
+                "invalid value 'gpu' for '--device <DEVICE>': a device is",
+            ),
             ("aquifer replay t.csv --device cuda:-1", "invalid value 'cuda:-1'"),
             ("aquifer replay t.csv --allocator best", "invalid value 'best' for '--allocator"),
             ("aquifer replay t.csv --streams 0", "invalid value '0' for '--streams <N>'"),
             ("aquifer replay t.csv --repeat 0", "invalid value '0' for '--repeat <N>'"),
-            ("aquifer replay t.csv --fit --budget 1G", "the argument '--fit' cannot be used with '--budget"),
+            (
+                "aquifer replay t.csv --fit --budget 1G",
+                "the argument '--fit' cannot be used with '--budget",
+            ),
             ("aquifer bench", "'aquifer bench' requires a subcommand but one was not provided"),
             ("aquifer bench sewer", "unrecognized subcommand 'sewer'"),
-            ("aquifer bench device --device gpu", "invalid value 'gpu' for '--device <DEVICE>': a device is"),
+            (
+                "aquifer bench device --device gpu",
+                "invalid value 'gpu' for '--device <DEVICE>': a device is",
+            ),
             (
                 "aquifer bench device --only",
                 "a value is required for '--only <PATTERN>' but none was supplied",
@@ -600,7 +613,10 @@ mod tests {
             ),
             ("aquifer completions tcsh", "invalid value 'tcsh' for '<SHELL>'"),
             ("aquifer stage", "the following required arguments were not provided: <FILE>"),
-            ("aquifer stage f --slot 2x", "invalid value '2x' for '--slot <BYTES>': an amount is bytes"),
+            (
+                "aquifer stage f --slot 2x",
+                "invalid value '2x' for '--slot <BYTES>': an amount is bytes",
+            ),
             ("aquifer doctor now", "unexpected argument 'now' found"),
         ];
         for (line, expected) in table {

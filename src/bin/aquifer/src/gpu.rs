@@ -23,7 +23,9 @@ impl fmt::Display for NoGpu {
             Self::Open(e) => e.fmt(f),
             Self::Driver(e) => e.fmt(f),
             #[cfg(not(feature = "cuda"))]
-            Self::NotBuilt => f.write_str("this program was built without the CUDA driver (feature cuda)"),
+            Self::NotBuilt => {
+                f.write_str("this program was built without the CUDA driver (feature cuda)")
+            }
         }
     }
 }
@@ -47,7 +49,8 @@ impl Gpus {
     pub(crate) fn open() -> Result<Self, NoGpu> {
         let driver = open_driver()?;
         let count = driver.device_count().map_err(NoGpu::Driver)?;
-        let devices = (0..count).map(|ordinal| driver.device_info(aquifer_driver::DeviceId(ordinal)));
+        let devices =
+            (0..count).map(|ordinal| driver.device_info(aquifer_driver::DeviceId(ordinal)));
         let devices = devices.collect::<aquifer_driver::Result<_>>().map_err(NoGpu::Driver)?;
         Ok(Self { driver, devices })
     }

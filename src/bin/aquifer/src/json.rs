@@ -16,9 +16,12 @@ pub(crate) fn object<V: Display>(fields: &[(&str, V)]) -> String {
 }
 
 /// A list of objects, one a line, their fields in the order given, to stand in a field of an [`object`].
-pub(crate) fn table<R: AsRef<[(&'static str, Value)]>>(rows: impl IntoIterator<Item = R>) -> String {
+pub(crate) fn table<R: AsRef<[(&'static str, Value)]>>(
+    rows: impl IntoIterator<Item = R>,
+) -> String {
     let rows = rows.into_iter().map(|row| {
-        let fields = row.as_ref().iter().map(|(name, value)| format!("{}: {value}", Value::from(*name)));
+        let fields =
+            row.as_ref().iter().map(|(name, value)| format!("{}: {value}", Value::from(*name)));
         format!("\n    {{{}}}", fields.collect::<Vec<_>>().join(", "))
     });
     let rows = rows.collect::<Vec<_>>().join(",");
@@ -48,7 +51,8 @@ mod tests {
         ]);
         let text = object(&[("rows", rows), ("none", table::<[_; 0]>([]))]);
         assert!(text.find("name") < text.find("also"));
-        let expected = json!({"rows": [{"name": "p\"", "also": 1}, {"name": "q", "also": null}], "none": []});
+        let expected =
+            json!({"rows": [{"name": "p\"", "also": 1}, {"name": "q", "also": null}], "none": []});
         assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), expected);
     }
 }

@@ -47,7 +47,9 @@ const MISTAKE: u8 = 2;
 fn main() -> ExitCode {
     let (text, status) = match cli::parse(env::args_os()) {
         Ok(cli) => match cli.command {
-            Command::Replay(args) if made::asks_for_list(&args.trace) => (made::list(args.json), WELL),
+            Command::Replay(args) if made::asks_for_list(&args.trace) => {
+                (made::list(args.json), WELL)
+            }
             Command::Completions(args) => return raw(&cli::completions(args.shell)),
             Command::Man => match cli::man() {
                 Ok(page) => return raw(&page),

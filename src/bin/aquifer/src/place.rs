@@ -85,8 +85,10 @@ impl Place {
             (Err(e), Some(_)) => Err(NoPlace::NoGpu(e)),
             (Ok(Gpus { driver, devices }), wanted) => {
                 let (asked, count) = (wanted.unwrap_or(0), devices.len());
-                let info =
-                    devices.into_iter().nth(asked as usize).ok_or(NoPlace::NoDevice { asked, count })?;
+                let info = devices
+                    .into_iter()
+                    .nth(asked as usize)
+                    .ok_or(NoPlace::NoDevice { asked, count })?;
                 Ok(Self::Cuda { driver, info })
             }
         }
@@ -150,7 +152,9 @@ impl Place {
                 sim.oracle(checked);
                 Session { driver: sim.driver(), device: info.device, sim: Some(sim) }
             }
-            Self::Cuda { driver, info } => Session { driver: driver.clone(), device: info.device, sim: None },
+            Self::Cuda { driver, info } => {
+                Session { driver: driver.clone(), device: info.device, sim: None }
+            }
         }
     }
 }

@@ -152,7 +152,8 @@ pub(crate) fn run(args: &cli::Replay) -> Result<Report, Mistake> {
         snapshot.save(path).map_err(|e| Mistake::Snapshot(path.clone(), e))?;
     }
     if args.fit {
-        let found = fit::search(&bench, &report, args.repeat, &mut progress).map_err(Mistake::Setup)?;
+        let found =
+            fit::search(&bench, &report, args.repeat, &mut progress).map_err(Mistake::Setup)?;
         report.violations.count += found.violations.count;
         report.violations.first.extend(found.violations.first);
         report.fit = Some(found.fit.map_or(Search::Nothing, Search::Found));
@@ -160,7 +161,12 @@ pub(crate) fn run(args: &cli::Replay) -> Result<Report, Mistake> {
     Ok(report)
 }
 
-fn describe(args: &cli::Replay, bench: &Bench<'_>, budget: Option<u64>, checked: Checked) -> Report {
+fn describe(
+    args: &cli::Replay,
+    bench: &Bench<'_>,
+    budget: Option<u64>,
+    checked: Checked,
+) -> Report {
     let Bench { trace, place, allocator, order } = *bench;
     Report {
         trace: args.trace.display().to_string(),

@@ -208,7 +208,12 @@ impl Source for Counted<'_> {
 
 impl Load<'_> {
     /// Does `work`, which counts what is done of `all`.
-    fn during<T>(&mut self, progress: &mut Progress, all: u64, work: impl FnOnce(&mut Self) -> T) -> T {
+    fn during<T>(
+        &mut self,
+        progress: &mut Progress,
+        all: u64,
+        work: impl FnOnce(&mut Self) -> T,
+    ) -> T {
         let done = Arc::new(AtomicU64::new(0));
         self.done = done.clone();
         progress.during(&done, all, || work(self))
@@ -286,10 +291,12 @@ impl Load<'_> {
             ];
             self.done.fetch_add(COPIES, Ordering::Relaxed);
             for (best, took) in best.iter_mut().zip(took) {
-                *best = Some(best.map_or(took, |best| if took.wall < best.wall { took } else { best }));
+                *best =
+                    Some(best.map_or(took, |best| if took.wall < best.wall { took } else { best }));
             }
         }
-        let [driver, pinned, staged] = best.map(|took| took.unwrap_or_default().per(bytes, 1_000_000_000));
+        let [driver, pinned, staged] =
+            best.map(|took| took.unwrap_or_default().per(bytes, 1_000_000_000));
         Ok((driver, pinned, staged))
     }
 }
@@ -304,7 +311,8 @@ impl Report {
     pub(crate) fn to_json(&self) -> String {
         let text = |value: Value| value.to_string();
         let rows = self.rows.iter().map(Row::fields);
-        let left_out = self.left_out.iter().map(|(row, why)| [("row", json!(row)), ("why", json!(why))]);
+        let left_out =
+            self.left_out.iter().map(|(row, why)| [("row", json!(row)), ("why", json!(why))]);
         json::object(&[
             ("file", text(json!(self.file))),
             ("bytes", text(json!(self.bytes))),
@@ -325,7 +333,9 @@ impl Report {
             wrap(&format!("{}: {} to {}", self.file, Bytes(self.bytes), self.device_title), WIDTH);
         lines.push(String::new());
         for row in &self.rows {
-            let ratio = row.ratio().map_or(String::new(), |ratio| format!("{ratio:.2} × the driver's time"));
+            let ratio = row
+                .ratio()
+                .map_or(String::new(), |ratio| format!("{ratio:.2} × the driver's time"));
             let line = format!("{:<28}{:>14}   {ratio}", clip(&row.name, 28), row.unit.of(row.ns));
             lines.push(line.trim_end().to_owned());
         }

@@ -171,7 +171,8 @@ impl Trace {
     #[cfg(test)]
     pub(crate) fn from_rows(rows: &str) -> Self {
         let text = format!("{}\n{rows}", events::HEADER).into_bytes();
-        let source = Source::new(std::io::Cursor::new(text)).and_then(|source| Self::parse(source, None));
+        let source =
+            Source::new(std::io::Cursor::new(text)).and_then(|source| Self::parse(source, None));
         source.unwrap_or_else(|e| panic!("{e}"))
     }
 
@@ -196,13 +197,16 @@ impl Trace {
         let Some(columns) = columns else {
             let mut builder = Builder::new();
             while let Some((row, text)) = source.next_row()? {
-                rmm::take(text, row, &mut builder).map_err(|fault| TraceError { row: Some(row), fault })?;
+                rmm::take(text, row, &mut builder)
+                    .map_err(|fault| TraceError { row: Some(row), fault })?;
             }
             return builder.finish(Format::Rmm).map_err(TraceError::whole);
         };
         let mut builders = BTreeMap::new();
         while let Some((row, text)) = source.next_row()? {
-            columns.take(text, row, &mut builders).map_err(|fault| TraceError { row: Some(row), fault })?;
+            columns
+                .take(text, row, &mut builders)
+                .map_err(|fault| TraceError { row: Some(row), fault })?;
         }
         Self::of_device(builders, &columns, device).map_err(TraceError::whole)
     }
@@ -214,7 +218,12 @@ impl Trace {
         asked: Option<u32>,
     ) -> Result<Self, Fault> {
         let accounts = |(&device, builder): (&Device, &Builder)| {
-            builder.accounts().iter().cloned().map(move |account| (device, account)).collect::<Vec<_>>()
+            builder
+                .accounts()
+                .iter()
+                .cloned()
+                .map(move |account| (device, account))
+                .collect::<Vec<_>>()
         };
         let memory: Vec<_> = builders.iter().flat_map(accounts).collect();
         let gpus: Vec<u32> = builders
@@ -224,22 +233,27 @@ impl Trace {
                 _ => None,
             })
             .collect();
-        let steps = |device: &u32| (builders[&Device::Gpu(*device)].steps(), std::cmp::Reverse(*device));
+        let steps =
+            |device: &u32| (builders[&Device::Gpu(*device)].steps(), std::cmp::Reverse(*device));
         let chosen = match asked {
-            Some(asked) if !gpus.contains(&asked) => Err(Fault::NoSuchDevice { asked, there: gpus.clone() }),
+            Some(asked) if !gpus.contains(&asked) => {
+                Err(Fault::NoSuchDevice { asked, there: gpus.clone() })
+            }
             Some(asked) => Ok(asked),
             None => gpus.iter().copied().max_by_key(steps).ok_or(match memory.len() {
                 0 => Fault::NoAllocation,
-                _ => {
-                    Fault::OnlyPinned { blocks: memory.iter().map(|(_, account)| account.allocations).sum() }
-                }
+                _ => Fault::OnlyPinned {
+                    blocks: memory.iter().map(|(_, account)| account.allocations).sum(),
+                },
             }),
         }?;
         let builder = builders.remove(&Device::Gpu(chosen)).ok_or(Fault::NoAllocation)?;
         let mut trace = builder.finish(Format::Events)?;
         if !columns.unknown.is_empty() {
             let names = columns.unknown.join(", ");
-            trace.notes.push(format!("fields of the trace that mean nothing here are passed over: {names}"));
+            trace.notes.push(format!(
+                "fields of the trace that mean nothing here are passed over: {names}"
+            ));
         }
         if gpus.len() > 1 {
             let others = gpus.len() - 1;
@@ -255,7 +269,9 @@ impl Trace {
             .map(|(_, account)| account.allocations)
             .sum();
         if pinned > 0 {
-            trace.notes.push(format!("{pinned} blocks of pinned host memory in the trace are not replayed"));
+            trace.notes.push(format!(
+                "{pinned} blocks of pinned host memory in the trace are not replayed"
+            ));
         }
         if columns.tells_devices() {
             (trace.memory, trace.device) = (memory, Some(chosen));

@@ -1,6 +1,10 @@
 //! The groups of `aquifer bench`, as a person runs them.
 
-#![expect(clippy::expect_used, clippy::panic, reason = "a test that cannot go on fails, wherever it is")]
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot go on fails, wherever it is"
+)]
 
 use serde_json::Value;
 use std::{
@@ -34,8 +38,9 @@ fn measured(flags: &str) -> Value {
 /// Every row that a run without `--driver` has.
 fn promised() -> Vec<String> {
     let mut names = vec!["malloc pair 64 B".to_owned()];
-    let named =
-        |what: &str, sizes: &[&str]| sizes.iter().map(|size| format!("{what}{size}")).collect::<Vec<_>>();
+    let named = |what: &str, sizes: &[&str]| {
+        sizes.iter().map(|size| format!("{what}{size}")).collect::<Vec<_>>()
+    };
     names.extend(named("pair ", &["256 B", "4 KiB", "64 KiB", "1 MiB", "64 MiB", "1 GiB"]));
     names.extend(named("batch of 64, ", &["256 B", "4 KiB", "64 KiB", "1 MiB", "64 MiB"]));
     names.extend(named("random up to ", &["1 MiB", "64 MiB", "4 GiB"]));
@@ -60,7 +65,9 @@ fn promised() -> Vec<String> {
 #[test]
 fn a_quick_run_has_every_promised_row_and_no_failure() {
     let value = measured("device --device sim --quick --json");
-    let said = |name: &str| value[name].as_str().unwrap_or_else(|| panic!("no {name}: {value}")).to_owned();
+    let said = |name: &str| {
+        value[name].as_str().unwrap_or_else(|| panic!("no {name}: {value}")).to_owned()
+    };
     assert_eq!((said("bench"), said("device")), ("device".into(), "sim".into()));
     assert_eq!(said("version"), env!("CARGO_PKG_VERSION"));
     assert!(said("device_name").contains("H200") && said("driver").starts_with("simulated, CUDA "));
@@ -73,7 +80,8 @@ fn a_quick_run_has_every_promised_row_and_no_failure() {
     assert_eq!(value["left_out"].as_array(), Some(&Vec::new()));
 
     let rows = value["rows"].as_array().expect("rows");
-    let names: Vec<_> = rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
+    let names: Vec<_> =
+        rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
     assert_eq!(names, promised());
     for row in rows {
         let name = row["name"].as_str().expect("a name");
@@ -131,18 +139,21 @@ fn a_quick_run_over_pinned_memory_has_every_promised_row_and_no_failure() {
     let left_out: Vec<_> = named("left_out").collect();
     promised.retain(|name| !left_out.contains(name));
     // Whole regions are by the workers that the machine has.
-    let (regions, others): (Vec<_>, Vec<_>) = named("rows").partition(|name| name.starts_with("region"));
+    let (regions, others): (Vec<_>, Vec<_>) =
+        named("rows").partition(|name| name.starts_with("region"));
     assert_eq!(others, promised);
     assert!(regions.iter().any(|name| name.ends_with("1 worker")), "{regions:?}");
     for row in rows {
-        let (name, value) = (row["name"].as_str().expect("a name"), row["value"].as_f64().expect("a value"));
+        let (name, value) =
+            (row["name"].as_str().expect("a name"), row["value"].as_f64().expect("a value"));
         if name.starts_with("waste") {
             assert!(row["unit"] == "%" && (0.0..3.0).contains(&value), "{row}");
         } else {
             assert!(value > 0.0, "{row}");
         }
         let same = name.starts_with("random") || name.contains("thread");
-        let peer = if name.starts_with("pair") { Some("malloc 64 B") } else { same.then_some("malloc") };
+        let peer =
+            if name.starts_with("pair") { Some("malloc 64 B") } else { same.then_some("malloc") };
         assert_eq!(row["peer"].as_str(), peer, "{row}");
     }
 }
@@ -164,14 +175,16 @@ fn a_quick_run_over_the_global_allocator_has_every_promised_row_and_no_failure()
             }
         }
         let rows = value["rows"].as_array().expect("rows").clone();
-        let names: Vec<_> = rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
+        let names: Vec<_> =
+            rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
         assert_eq!(names, [counted, routed].concat());
         rows
     };
     let pairs = ["64 B", "1 KiB", "32 KiB", "mix"];
     let handed = ["64 B handed", "1 KiB handed", "32 KiB handed", "mix handed"];
     for row in rows(1, &pairs).into_iter().chain(rows(2, &[pairs, handed].concat())) {
-        let (name, value) = (row["name"].as_str().expect("a name"), row["value"].as_f64().expect("a value"));
+        let (name, value) =
+            (row["name"].as_str().expect("a name"), row["value"].as_f64().expect("a value"));
         assert_eq!(row["unit"], "ns/pair", "{row}");
         if name.ends_with("adds") {
             let interval = row["interval"].as_array().expect("an interval");
@@ -209,13 +222,16 @@ fn a_quick_run_over_arenas_has_every_promised_row_and_no_failure() {
         names.iter().flat_map(|name| [(*name).to_owned(), format!("{name}, pinned")]).collect()
     };
     let beside = |peer: &str| works.map(|name| format!("{name}, beside {peer}"));
-    let mut promised: Vec<_> = with_pinned(&works).into_iter().map(|name| (name, "bumpalo")).collect();
+    let mut promised: Vec<_> =
+        with_pinned(&works).into_iter().map(|name| (name, "bumpalo")).collect();
     promised.extend(beside("bump-scope").map(|name| (name, "bump-scope")));
     promised.extend(with_pinned(&returns).into_iter().map(|name| (name, "bump-scope")));
     promised.extend(beside("malloc").map(|name| (name, "malloc")));
     promised.extend(returns.map(|name| (format!("{name}, beside malloc"), "malloc")));
     for scratch in ["lists of a pass", "lists of a report", "list of a worker"] {
-        promised.extend(["in bumpalo", "in an arena"].map(|place| (format!("{scratch}, {place}"), "malloc")));
+        promised.extend(
+            ["in bumpalo", "in an arena"].map(|place| (format!("{scratch}, {place}"), "malloc")),
+        );
     }
     promised.push(("list of a worker, kept".to_owned(), "malloc"));
     let value = measured("arena --device sim --quick --json");
@@ -225,11 +241,14 @@ fn a_quick_run_over_arenas_has_every_promised_row_and_no_failure() {
     let (alone, rows) = rows.split_at(1);
     assert_eq!(alone[0]["name"], "whole pass of a pool");
     assert!(alone[0]["value"].as_f64() > Some(0.0) && alone[0]["peer"].is_null(), "{:?}", alone[0]);
-    let found: Vec<_> = rows.iter().map(|row| (text_of(row, "name"), text_of(row, "peer"))).collect();
-    let promised: Vec<_> = promised.into_iter().map(|(name, peer)| (name, peer.to_owned())).collect();
+    let found: Vec<_> =
+        rows.iter().map(|row| (text_of(row, "name"), text_of(row, "peer"))).collect();
+    let promised: Vec<_> =
+        promised.into_iter().map(|(name, peer)| (name, peer.to_owned())).collect();
     assert_eq!(found, promised);
     assert!(
-        rows.iter().all(|row| row["value"].as_f64() > Some(0.0) && row["peer_value"].as_f64() > Some(0.0))
+        rows.iter()
+            .all(|row| row["value"].as_f64() > Some(0.0) && row["peer_value"].as_f64() > Some(0.0))
     );
 }
 
@@ -253,7 +272,10 @@ fn only_what_is_asked_for_is_measured() {
     let value = measured("device --device sim --quick --json --only 1,000");
     let rows: Vec<_> =
         value["rows"].as_array().expect("rows").iter().map(|row| row["name"].clone()).collect();
-    assert_eq!(rows, ["past 1,000 holes", "past 1,000,000 holes", "past 1,000,000 holes, over 100"]);
+    assert_eq!(
+        rows,
+        ["past 1,000 holes", "past 1,000,000 holes", "past 1,000,000 holes, over 100"]
+    );
 }
 
 #[test]
@@ -270,9 +292,15 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
             "no row's name contains 'pear'; there are pair 1 GiB; batch of 64,",
         ),
         ("device --device sim --only driver", "no row's name contains 'driver'"),
-        ("device --quikc", "unexpected argument '--quikc' found; tip: a similar argument exists: '--quick'"),
+        (
+            "device --quikc",
+            "unexpected argument '--quikc' found; tip: a similar argument exists: '--quick'",
+        ),
         ("device now", "unexpected argument 'now'"),
-        ("pinned --only pear", "no row's name contains 'pear'; there are pair 64 MiB; waste, random up to"),
+        (
+            "pinned --only pear",
+            "no row's name contains 'pear'; there are pair 64 MiB; waste, random up to",
+        ),
     ] {
         let output = bench(flags);
         let said = text(&output.stderr);

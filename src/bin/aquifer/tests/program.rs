@@ -1,6 +1,10 @@
 //! The program as a person runs it: what it prints where, and how it exits.
 
-#![expect(clippy::expect_used, clippy::panic, reason = "a test that cannot go on fails, wherever it is")]
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot go on fails, wherever it is"
+)]
 
 use serde_json::Value;
 use std::{
@@ -18,8 +22,10 @@ fn program() -> Command {
 
 /// A recorded trace: where the repository has it, or where `AQUIFER_DATA` says.
 fn data(name: &str) -> PathBuf {
-    let folder = env::var_os("AQUIFER_DATA")
-        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data"), PathBuf::from);
+    let folder = env::var_os("AQUIFER_DATA").map_or_else(
+        || Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data"),
+        PathBuf::from,
+    );
     folder.join(name)
 }
 
@@ -93,7 +99,11 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
             format!("{HEADER}0,a,1,5,0\n1,f,1,5,0\n2,f,1,5,0\n").into(),
             "row 4: block 1 is freed twice",
         ),
-        ("twice", format!("{HEADER}0,a,1,5,0\n1,a,1,5,0\n").into(), "row 3: block 1 is allocated twice"),
+        (
+            "twice",
+            format!("{HEADER}0,a,1,5,0\n1,a,1,5,0\n").into(),
+            "row 3: block 1 is allocated twice",
+        ),
         (
             "early",
             format!("{HEADER}0,a,1,5,0\n1,c,1,5,0\n").into(),
@@ -116,7 +126,11 @@ fn what_makes_no_sense_is_one_line_on_stderr_and_status_two() {
         let file = Scratch::new(name, bytes);
         refused(&replay(&file.0, "--device sim"), expected, name);
     }
-    refused(&replay(Path::new("/nowhere/at/all.csv"), ""), "/nowhere/at/all.csv: No such file", "missing");
+    refused(
+        &replay(Path::new("/nowhere/at/all.csv"), ""),
+        "/nowhere/at/all.csv: No such file",
+        "missing",
+    );
     refused(&replay(Path::new("/tmp"), ""), "/tmp", "a folder");
     let small = Scratch::new("small-refused", SMALL);
     for (flags, expected) in [
@@ -235,7 +249,10 @@ fn has_fields(value: &Value, further: &[&str]) {
     let all = FIELDS.iter().map(|(name, _)| *name).chain(further.iter().copied());
     let mut unexpected: Vec<_> = object.keys().map(String::as_str).collect();
     unexpected.retain(|name| !all.clone().any(|expected| expected == *name));
-    assert!(unexpected.is_empty() && object.len() == FIELDS.len() + further.len(), "{unexpected:?}");
+    assert!(
+        unexpected.is_empty() && object.len() == FIELDS.len() + further.len(),
+        "{unexpected:?}"
+    );
 }
 
 #[test]
@@ -331,20 +348,24 @@ fn serve_mixed_completes_on_the_simulator() {
 #[test]
 fn the_drivers_own_allocators_replay_beside_the_pool() {
     for allocator in ["async", "direct"] {
-        let value =
-            recorded("resnet_train.csv.xz", &format!("--device sim --repeat 1 --allocator {allocator}"));
+        let value = recorded(
+            "resnet_train.csv.xz",
+            &format!("--device sim --repeat 1 --allocator {allocator}"),
+        );
         assert_eq!(value["allocator"], allocator);
     }
 }
 
 #[test]
 fn the_oracle_objects_when_the_pool_is_not_told_who_uses_what() {
-    let output = replay(&data("serve_mixed.csv.xz"), "--device sim --repeat 1 --ignore-order --json");
+    let output =
+        replay(&data("serve_mixed.csv.xz"), "--device sim --repeat 1 --ignore-order --json");
     assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
     let value = json(&output);
     assert!(value["violations"].as_u64() > Some(0), "{value}");
     assert_eq!(value["completed"], true);
-    let screen = text(&replay(&data("serve_mixed.csv.xz"), "--device sim --repeat 1 --ignore-order").stdout);
+    let screen =
+        text(&replay(&data("serve_mixed.csv.xz"), "--device sim --repeat 1 --ignore-order").stdout);
     let words = screen.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(words.contains("the read of row ") || words.contains("the write of row "), "{screen}");
     assert!(!words.contains(".rs:"), "no line of the replay's own source: {screen}");
@@ -355,8 +376,11 @@ fn a_trace_may_come_by_the_standard_input() {
     let small = Scratch::new("small-stdin", SMALL);
     let mut command = program();
     let input = fs::File::open(&small.0).expect("a file");
-    let output =
-        command.args(["replay", "-", "--device", "sim", "--json"]).stdin(input).output().expect("starts");
+    let output = command
+        .args(["replay", "-", "--device", "sim", "--json"])
+        .stdin(input)
+        .output()
+        .expect("starts");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     assert_eq!(json(&output)["ops"], json(&replay(&small.0, "--device sim --json"))["ops"]);
 }
@@ -396,8 +420,11 @@ fn each_process_records_to_a_file_of_its_own() {
     let record = |name: &str| {
         let mut command = program();
         command.arg("replay").arg(&small.0).args(["--device", "sim", "--repeat", "1"]);
-        let mut child =
-            command.env("AQUIFER_TRACE", folder.join(name)).stdout(Stdio::null()).spawn().expect("starts");
+        let mut child = command
+            .env("AQUIFER_TRACE", folder.join(name))
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("starts");
         let process = child.id();
         assert!(child.wait().expect("it ends").success());
         process
@@ -432,12 +459,14 @@ fn stage_says_that_a_directory_is_one() {
 fn no_rate_is_told_of_copies_that_move_nothing() {
     let folder = env::temp_dir();
     let folder = folder.to_str().expect("text");
-    let output = run(["bench", "stage", "--quick", "--device", "sim", "--folder", folder, "--most", "64K"]);
+    let output =
+        run(["bench", "stage", "--quick", "--device", "sim", "--folder", folder, "--most", "64K"]);
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let page = text(&output.stdout);
     assert!(!page.contains("GB/s") && page.contains("simulated"), "{page}");
     let left = fs::read_dir(folder).expect("a folder").filter_map(Result::ok);
-    let left = left.filter(|entry| entry.file_name().to_string_lossy().starts_with("aquifer-bench-stage-"));
+    let left = left
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with("aquifer-bench-stage-"));
     assert_eq!(left.count(), 0);
 }
 
@@ -483,12 +512,21 @@ fn the_screen_is_as_it_was_approved() {
 fn every_recorded_trace_is_clean_over_any_number_of_streams() {
     for name in ["llama_train.csv.xz", "resnet_train.csv.xz", "serve_mixed.csv.xz"] {
         for streams in [1, 2, 4, 8] {
-            let output = replay(&data(name), &format!("--device sim --json --repeat 1 --streams {streams}"));
+            let output =
+                replay(&data(name), &format!("--device sim --json --repeat 1 --streams {streams}"));
             assert_eq!(output.status.code(), Some(0), "{name} {streams}: {}", text(&output.stdout));
             let value = json(&output);
             has_fields(&value, &[]);
-            assert_eq!((&value["streams"], &value["split"]), (&streams.into(), &streams.into()), "{name}");
-            assert_eq!((&value["violations"], &value["leaked_bytes"]), (&0.into(), &0.into()), "{name}");
+            assert_eq!(
+                (&value["streams"], &value["split"]),
+                (&streams.into(), &streams.into()),
+                "{name}"
+            );
+            assert_eq!(
+                (&value["violations"], &value["leaked_bytes"]),
+                (&0.into(), &0.into()),
+                "{name}"
+            );
             // What crossed still does, but for one stream.
             let crossings = match name {
                 _ if streams == 1 => 0,
@@ -503,11 +541,14 @@ fn every_recorded_trace_is_clean_over_any_number_of_streams() {
 
 #[test]
 fn a_split_trace_has_a_fit_that_holds() {
-    let output =
-        replay(Path::new("made:steady,length=0.1"), "--device sim --repeat 1 --fit --json --streams 4");
+    let output = replay(
+        Path::new("made:steady,length=0.1"),
+        "--device sim --repeat 1 --fit --json --streams 4",
+    );
     assert_eq!(output.status.code(), Some(0), "{}{}", text(&output.stdout), text(&output.stderr));
     let value = json(&output);
-    let (fit, peak) = (value["fit_bytes"].as_u64().expect("a fit"), value["peak_live_bytes"].as_u64());
+    let (fit, peak) =
+        (value["fit_bytes"].as_u64().expect("a fit"), value["peak_live_bytes"].as_u64());
     assert!(Some(fit) >= peak, "{value}");
     let again = replay(
         Path::new("made:steady,length=0.1"),
@@ -521,8 +562,13 @@ fn a_snapshot_of_pytorch_is_replayed_by_device() {
     let snapshots = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/snapshots");
     let value = json(&replay(&snapshots.join("ring.pickle"), "--device sim --json --fit"));
     has_fields(&value, &FIT);
-    let expected =
-        [("ops", 9), ("allocs", 5), ("streams", 2), ("peak_live_bytes", 705_000), ("violations", 0)];
+    let expected = [
+        ("ops", 9),
+        ("allocs", 5),
+        ("streams", 2),
+        ("peak_live_bytes", 705_000),
+        ("violations", 0),
+    ];
     for (name, count) in expected {
         assert_eq!(value[name], count, "{name}");
     }
@@ -530,9 +576,15 @@ fn a_snapshot_of_pytorch_is_replayed_by_device() {
     for (flags, device, ops) in [("", 1, 3), ("--device-index 0", 0, 1)] {
         let file = snapshots.join("devices.pickle");
         let value = json(&replay(&file, &format!("--device sim --json {flags}")));
-        assert_eq!((&value["snapshot"]["device_index"], &value["ops"]), (&device.into(), &ops.into()));
+        assert_eq!(
+            (&value["snapshot"]["device_index"], &value["ops"]),
+            (&device.into(), &ops.into())
+        );
         let screen = text(&replay(&file, &format!("--device sim {flags}")).stdout);
-        assert!(screen.contains(&format!("device {device}  of 3; 0 blocks live at its start")), "{screen}");
+        assert!(
+            screen.contains(&format!("device {device}  of 3; 0 blocks live at its start")),
+            "{screen}"
+        );
         let next = screen.lines().skip_while(|line| !line.starts_with("next")).collect::<String>();
         assert_eq!(next.contains("--device-index 0"), !flags.is_empty(), "{next}");
         on_one_screen(&screen);
@@ -552,7 +604,11 @@ fn a_snapshot_of_pytorch_is_replayed_by_device() {
         "no devices to choose from",
         "no field",
     );
-    refused(&replay(Path::new("made:edge"), "--device-index 0"), "no devices to choose from", "made");
+    refused(
+        &replay(Path::new("made:edge"), "--device-index 0"),
+        "no devices to choose from",
+        "made",
+    );
     let whole = fs::read(snapshots.join("start.pickle")).expect("a snapshot");
     let cut = Scratch::new("cut.pickle", &whole[..whole.len() / 2]);
     refused(&replay(&cut.0, ""), "cut off: the pickle ends before its end", "cut");
@@ -563,8 +619,10 @@ fn a_replay_is_written_as_a_snapshot_that_is_the_same_program() {
     let small = Scratch::new("to-snapshot.csv", SMALL);
     for allocator in ["pool", "async", "direct"] {
         let file = Scratch::new(&format!("{allocator}.pickle"), "");
-        let flags = format!("--device sim --json --allocator {allocator} --snapshot {}", file.0.display());
-        let (first, again) = (json(&replay(&small.0, &flags)), json(&replay(&file.0, "--device sim --json")));
+        let flags =
+            format!("--device sim --json --allocator {allocator} --snapshot {}", file.0.display());
+        let (first, again) =
+            (json(&replay(&small.0, &flags)), json(&replay(&file.0, "--device sim --json")));
         for name in ["ops", "allocs", "streams", "live_at_end_bytes"] {
             assert_eq!(first[name], again[name], "{allocator}: {name}");
         }
@@ -577,7 +635,9 @@ fn a_replay_is_written_as_a_snapshot_that_is_the_same_program() {
         match Command::new("python3").arg(script).arg(&file.0).output() {
             Ok(said) => assert!(said.status.success(), "{allocator}: {}", text(&said.stderr)),
             Err(e) => {
-                println!("skipped: what PyTorch's tools take for granted, since there is no python3: {e}");
+                println!(
+                    "skipped: what PyTorch's tools take for granted, since there is no python3: {e}"
+                );
             }
         }
     }
@@ -609,7 +669,8 @@ fn every_round_says_what_it_asked_of_the_driver() {
     ];
     for (number, round) in rounds.iter().enumerate() {
         assert!(fields.iter().all(|field| round[field].is_number()), "{round}");
-        let [all, memory, event] = ["driver_calls", "memory_calls", "event_calls"].map(|f| round[f].as_u64());
+        let [all, memory, event] =
+            ["driver_calls", "memory_calls", "event_calls"].map(|f| round[f].as_u64());
         assert!(memory.zip(event).map(|(memory, event)| memory + event) <= all, "{round}");
         // On one stream, after the first two rounds: nothing new is asked.
         assert!(number < 2 || all == Some(0), "round {number}: {round}");
@@ -635,9 +696,17 @@ fn made_traces_are_listed_and_replayed_like_a_file() {
         assert_eq!(output.status.code(), Some(0), "{name}: {}", text(&output.stdout));
         let value = json(&output);
         has_fields(&value, &[]);
-        assert_eq!((&value["violations"], &value["leaked_bytes"]), (&0.into(), &0.into()), "{name}");
+        assert_eq!(
+            (&value["violations"], &value["leaked_bytes"]),
+            (&0.into(), &0.into()),
+            "{name}"
+        );
     }
-    refused(&replay(Path::new("made:fast"), ""), "made:fast: no workload is called", "an unknown workload");
+    refused(
+        &replay(Path::new("made:fast"), ""),
+        "made:fast: no workload is called",
+        "an unknown workload",
+    );
     refused(&replay(Path::new("made:edge,scale=0"), ""), "scale is \"0\"", "a wrong option");
 }
 
@@ -654,8 +723,13 @@ fn the_log_of_rmm_is_replayed() {
     let output = replay(&file.0, "--device sim --json");
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
     let value = json(&output);
-    let expected =
-        [("ops", 4), ("streams", 2), ("cross_stream_uses", 1), ("violations", 0), ("leaked_bytes", 0)];
+    let expected = [
+        ("ops", 4),
+        ("streams", 2),
+        ("cross_stream_uses", 1),
+        ("violations", 0),
+        ("leaked_bytes", 0),
+    ];
     for (name, count) in expected {
         assert_eq!(value[name], count, "{name}");
     }
@@ -669,8 +743,10 @@ fn the_smallest_budget_holds_when_it_is_asked_for() {
     let fit = value["fit_bytes"].as_u64().expect("a fit");
     let peak = value["peak_live_bytes"].as_u64().expect("a peak");
     assert!(fit >= peak && fit as f64 <= 1.05 * peak as f64, "{fit} for {peak}");
-    let output =
-        replay(&data("resnet_train.csv.xz"), &format!("--device sim --repeat 1 --json --budget {fit}"));
+    let output = replay(
+        &data("resnet_train.csv.xz"),
+        &format!("--device sim --repeat 1 --json --budget {fit}"),
+    );
     assert_eq!(output.status.code(), Some(0), "{}", text(&output.stdout));
     assert!(json(&output)["peak_physical_bytes"].as_u64() <= Some(fit));
 }
@@ -692,12 +768,18 @@ fn doctor_answers_with_or_without_a_gpu() {
     }
     let probes = value["probes"].as_array().expect("a list");
     let nodes = value["host"]["nodes"].as_array().expect("a list").iter();
-    let usable = nodes.filter(|node| node["memory_allowed"] == true && node["device_memory"] != true);
+    let usable =
+        nodes.filter(|node| node["memory_allowed"] == true && node["device_memory"] != true);
     for node in usable.map(|node| &node["id"]) {
         assert!(probes.iter().any(|probe| probe["node"] == *node), "node {node} is tried: {value}");
     }
-    for device in value["devices"].as_array().expect("a list").iter().map(|device| &device["ordinal"]) {
-        assert!(probes.iter().any(|probe| probe["device"] == *device), "device {device} is tried: {value}");
+    for device in
+        value["devices"].as_array().expect("a list").iter().map(|device| &device["ordinal"])
+    {
+        assert!(
+            probes.iter().any(|probe| probe["device"] == *device),
+            "device {device} is tried: {value}"
+        );
     }
     let warnings = value["warnings"].as_array().expect("a list");
     assert!(

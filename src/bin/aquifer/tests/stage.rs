@@ -1,6 +1,10 @@
 //! `aquifer stage` and `aquifer bench stage` as a person runs them.
 
-#![expect(clippy::expect_used, clippy::panic, reason = "a test that cannot go on fails, wherever it is")]
+#![expect(
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test that cannot go on fails, wherever it is"
+)]
 
 use serde_json::{Value, json};
 use std::{
@@ -97,7 +101,10 @@ fn a_file_that_cannot_be_staged_is_told_in_one_line() {
         let output = aquifer(&["stage", path, "--device", "sim"]);
         let err = text(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{err}");
-        assert!(err.contains(said) && err.lines().count() == 1 && output.stdout.is_empty(), "{err}");
+        assert!(
+            err.contains(said) && err.lines().count() == 1 && output.stdout.is_empty(),
+            "{err}"
+        );
     }
     let wrong = aquifer(&["bench", "stage", "--device", "sim", "--slot", "5000"]);
     let err = text(&wrong.stderr);
@@ -106,8 +113,10 @@ fn a_file_that_cannot_be_staged_is_told_in_one_line() {
 
 #[test]
 fn a_quick_bench_has_every_promised_row_and_no_failure() {
-    let flags =
-        ["bench", "stage", "--device", "sim", "--quick", "--json", "--slot", "256K", "--chunk", "64K"];
+    let flags = [
+        "bench", "stage", "--device", "sim", "--quick", "--json", "--slot", "256K", "--chunk",
+        "64K",
+    ];
     let value = answered(&flags);
     assert_eq!(
         (&value["bench"], &value["device"], &value["quick"]),
@@ -115,8 +124,12 @@ fn a_quick_bench_has_every_promised_row_and_no_failure() {
     );
     assert_eq!((&value["failures"], &value["errors"]), (&json!(0), &json!([])));
     let rows = value["rows"].as_array().expect("rows");
-    let left: Vec<_> =
-        value["left_out"].as_array().expect("a list").iter().filter_map(|row| row["row"].as_str()).collect();
+    let left: Vec<_> = value["left_out"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .filter_map(|row| row["row"].as_str())
+        .collect();
     let mut promised = Vec::new();
     for size in ["4 KiB", "16 KiB", "64 KiB", "128 KiB", "256 KiB", "512 KiB", "1 MiB"] {
         for way in ["upload", "download"] {
@@ -132,7 +145,8 @@ fn a_quick_bench_has_every_promised_row_and_no_failure() {
             }
         }
     }
-    let names: Vec<_> = rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
+    let names: Vec<_> =
+        rows.iter().map(|row| row["name"].as_str().expect("a name").to_owned()).collect();
     let beside_pinned = |name: &String| name.ends_with("of the limit") || name.starts_with("both");
     assert!(names.is_sorted_by_key(beside_pinned), "rows with one peer stand together: {names:?}");
     let sorted = |mut names: Vec<String>| {
@@ -149,6 +163,7 @@ fn a_quick_bench_has_every_promised_row_and_no_failure() {
     let none = aquifer(&["bench", "stage", "--device", "sim", "--quick", "--only", "sideload"]);
     assert_eq!(none.status.code(), Some(2));
     assert!(text(&none.stderr).contains("no row's name contains 'sideload'"));
-    let some = answered(&["bench", "stage", "--device", "sim", "--quick", "--json", "--only", "both"]);
+    let some =
+        answered(&["bench", "stage", "--device", "sim", "--quick", "--json", "--only", "both"]);
     assert_eq!(some["rows"].as_array().map(Vec::len), Some(1));
 }

@@ -47,7 +47,10 @@ unsafe impl Send for Slot {}
 
 impl Slot {
     pub(super) fn new() -> Self {
-        Self { taken: AtomicBool::new(false), kept: UnsafeCell::new(Kept { bytes: 0, places: None }) }
+        Self {
+            taken: AtomicBool::new(false),
+            kept: UnsafeCell::new(Kept { bytes: 0, places: None }),
+        }
     }
 
     /// Runs `work` on what is kept, unless somebody else is there. `work` must not unwind nor come back here.
@@ -142,15 +145,18 @@ impl Slot {
     /// Blocks that are kept, and their bytes; `None` while somebody is there.
     pub(super) fn held(&self) -> Option<(usize, usize)> {
         self.with(|kept| {
-            let blocks =
-                kept.places.as_deref().map_or(0, |places| places.iter().map(|place| place.count).sum());
+            let blocks = kept
+                .places
+                .as_deref()
+                .map_or(0, |places| places.iter().map(|place| place.count).sum());
             (blocks, kept.bytes)
         })
     }
 }
 
 impl Place {
-    const EMPTY: Self = Self { layout: Layout::new::<()>(), count: 0, blocks: [None; DEPTH], passed: 0 };
+    const EMPTY: Self =
+        Self { layout: Layout::new::<()>(), count: 0, blocks: [None; DEPTH], passed: 0 };
 
     #[inline]
     fn pop(&mut self) -> Option<NonNull<u8>> {
@@ -163,6 +169,9 @@ impl Place {
 #[inline]
 fn place_of(layout: Layout) -> usize {
     let size = layout.size();
-    (size.div_ceil(8) ^ (size >> 9) ^ (size >> 14) ^ (layout.align().trailing_zeros() as usize) << 3)
+    (size.div_ceil(8)
+        ^ (size >> 9)
+        ^ (size >> 14)
+        ^ (layout.align().trailing_zeros() as usize) << 3)
         % LAYOUTS
 }

@@ -17,8 +17,14 @@ impl Cover {
         let mut gaps = Vec::new();
         let mut at = start;
         // Those that end at its start or later; the last one that begins before it may.
-        let first = self.0.range(..=start).next_back().filter(|(_, to)| **to >= start).map(|(from, _)| *from);
-        let met: Vec<_> = self.0.range(first.unwrap_or(start)..=end).map(|(from, to)| (*from, *to)).collect();
+        let first = self
+            .0
+            .range(..=start)
+            .next_back()
+            .filter(|(_, to)| **to >= start)
+            .map(|(from, _)| *from);
+        let met: Vec<_> =
+            self.0.range(first.unwrap_or(start)..=end).map(|(from, to)| (*from, *to)).collect();
         for (from, to) in met {
             if at < from {
                 gaps.push(at..from);
@@ -49,7 +55,9 @@ mod tests {
     fn what_is_added_is_told_once_and_neighbours_become_one() {
         let mut state = 1_u64;
         let mut below = |most: u64| {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            state = state
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             (state >> 33) % most
         };
         for _ in 0..if cfg!(miri) { 4 } else { 200 } {
@@ -57,8 +65,11 @@ mod tests {
             for _ in 0..20 {
                 let start = below(40) * (GRAIN / 2) + below(GRAIN / 2);
                 let range = start..start + 1 + below(5 * GRAIN);
-                let told: Vec<_> =
-                    cover.add(&range).into_iter().flat_map(|gap| gap.step_by(GRAIN as usize)).collect();
+                let told: Vec<_> = cover
+                    .add(&range)
+                    .into_iter()
+                    .flat_map(|gap| gap.step_by(GRAIN as usize))
+                    .collect();
                 let new: Vec<_> = (range.start / GRAIN..range.end.div_ceil(GRAIN))
                     .map(|grain| grain * GRAIN)
                     .filter(|grain| grains.insert(*grain))
@@ -67,7 +78,8 @@ mod tests {
             }
             let ranges: Vec<_> = cover.ranges().collect();
             assert!(ranges.windows(2).all(|pair| pair[0].end < pair[1].start), "{ranges:?}");
-            let all: Vec<_> = ranges.into_iter().flat_map(|range| range.step_by(GRAIN as usize)).collect();
+            let all: Vec<_> =
+                ranges.into_iter().flat_map(|range| range.step_by(GRAIN as usize)).collect();
             assert_eq!(all, grains.into_iter().collect::<Vec<_>>());
         }
     }

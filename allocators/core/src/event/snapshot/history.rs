@@ -95,7 +95,8 @@ impl History {
                 }
                 None => {
                     if self.was_there(address, bytes) {
-                        self.live.insert(address, Live { bytes, stream, tag, freed: true, at: None });
+                        self.live
+                            .insert(address, Live { bytes, stream, tag, freed: true, at: None });
                         self.tell(told(Word::FreeRequested));
                     }
                 }

@@ -104,7 +104,10 @@ impl<W: Write> Pickler<W> {
     }
 
     /// A dictionary: `fill` writes keys and values in turn.
-    pub(super) fn dict(&mut self, fill: impl FnOnce(&mut Self) -> io::Result<()>) -> io::Result<()> {
+    pub(super) fn dict(
+        &mut self,
+        fill: impl FnOnce(&mut Self) -> io::Result<()>,
+    ) -> io::Result<()> {
         self.out.write_all(b"}(")?;
         fill(self)?;
         self.out.write_all(b"u")

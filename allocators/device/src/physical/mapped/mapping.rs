@@ -28,7 +28,9 @@ impl Mapped {
                 }
             }
             let stuck = &stock.stuck;
-            stock.planned.retain(|planned| stuck.iter().all(|mapping| mapping.first != planned.first));
+            stock
+                .planned
+                .retain(|planned| stuck.iter().all(|mapping| mapping.first != planned.first));
             return outcome;
         }
         let mut slots = self.slots();
@@ -47,7 +49,9 @@ impl Mapped {
             done.map_err(|e| self.lost(e))?;
             *mapped += 1;
         }
-        for (first, count) in runs(stock.planned.iter().map(|planned| (planned.first, planned.count))) {
+        for (first, count) in
+            runs(stock.planned.iter().map(|planned| (planned.first, planned.count)))
+        {
             self.driver
                 .set_access(self.address(first), count * self.slot, &self.reach)
                 .map_err(|e| self.lost(e))?;
@@ -82,7 +86,8 @@ impl Mapped {
     pub(super) fn unmap_run(&self, first: u64, count: u64) -> Result<()> {
         // SAFETY: 1. the callers' slots are in no cache, so nothing is queued for them any more, and the host has seen
         // the epochs done that cover their last use.
-        let unmapped = unsafe { self.driver.unmap(self.device, self.address(first), count * self.slot) };
+        let unmapped =
+            unsafe { self.driver.unmap(self.device, self.address(first), count * self.slot) };
         unmapped.map_err(|e| self.lost(e))?;
         self.slots().release(first, count);
         Ok(())

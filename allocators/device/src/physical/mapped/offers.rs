@@ -144,7 +144,8 @@ impl Mapped {
             }
         }
         // Asks the driver, so not under the lock. The work of an isolated stream is waited for by nobody.
-        let waited_for = |past: &Past| past.iter().all(|(t, e)| t.is_done(*e) || t.is_waited_for_unasked(*e));
+        let waited_for =
+            |past: &Past| past.iter().all(|(t, e)| t.is_done(*e) || t.is_waited_for_unasked(*e));
         for (range, _) in in_use.into_iter().filter(|(_, past)| waited_for(past)) {
             all.push(Offer { range, owner: Owner::Commons, done: false });
         }
@@ -186,8 +187,10 @@ impl Mapped {
             transits += 1;
             let (taken, timeline) = giver.with(|s| {
                 let timeline = s.timeline().cloned();
-                let done = |stamp| timeline.as_ref().is_some_and(|timeline| timeline.is_done(stamp));
-                let mut free = list(&pass, s.heap.free_extents().filter(|extent| done(extent.stamp)));
+                let done =
+                    |stamp| timeline.as_ref().is_some_and(|timeline| timeline.is_done(stamp));
+                let mut free =
+                    list(&pass, s.heap.free_extents().filter(|extent| done(extent.stamp)));
                 free.sort_unstable_by_key(|extent| Reverse(extent.range.len));
                 let mut taken = List::new_in(&*pass);
                 for Range { start, len } in free.into_iter().map(|extent| extent.range) {
@@ -218,7 +221,12 @@ impl Mapped {
     }
 
     /// Takes the part of an offer that lies in `within`. `None` if another thread was faster.
-    pub(super) fn take_piece(&self, offers: &Offers<'_>, offer: &Offer, range: Range) -> Option<Piece> {
+    pub(super) fn take_piece(
+        &self,
+        offers: &Offers<'_>,
+        offer: &Offer,
+        range: Range,
+    ) -> Option<Piece> {
         let (from, past) = match offer.owner {
             Owner::Cache(at) => {
                 let (home, timeline) = &offers.homes[at];
@@ -266,7 +274,8 @@ impl Mapped {
         }
         let all = pieces.iter().map(|piece| piece.range.len).sum::<u64>() == whole.len;
         // With all of the memory in hand nobody else can unmap it, but before that another handle may have come here.
-        let mapping = if all { self.slots().unmap_exactly(candidate.first, candidate.count) } else { None };
+        let mapping =
+            if all { self.slots().unmap_exactly(candidate.first, candidate.count) } else { None };
         let Some(mapping) = mapping else {
             self.put_back(pieces);
             return None;

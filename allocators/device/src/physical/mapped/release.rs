@@ -146,10 +146,9 @@ impl Drop for Mapped {
         let mut for_good = false;
         let mut mapped = Vec::new();
         for zombie in std::mem::take(&mut slots.zombies) {
-            let over = zombie
-                .until
-                .iter()
-                .all(|(timeline, epoch)| timeline.wait(*epoch, None).is_ok() || timeline.is_retired());
+            let over = zombie.until.iter().all(|(timeline, epoch)| {
+                timeline.wait(*epoch, None).is_ok() || timeline.is_retired()
+            });
             if over {
                 mapped.push(zombie.mapping);
             } else {
@@ -167,14 +166,17 @@ impl Drop for Mapped {
         }
         slots.spare.clear();
         mapped.sort_unstable_by_key(|mapping| mapping.first);
-        let together: Vec<_> = runs(mapped.iter().map(|mapping| (mapping.first, mapping.count))).collect();
+        let together: Vec<_> =
+            runs(mapped.iter().map(|mapping| (mapping.first, mapping.count))).collect();
         let mut mapped = mapped.into_iter().peekable();
         let mut left: Vec<(u64, u64, Vec<Mapping>)> = Vec::with_capacity(together.len());
         for (first, count) in together {
-            let these = iter::from_fn(|| mapped.next_if(|mapping| mapping.first < first + count)).collect();
+            let these =
+                iter::from_fn(|| mapped.next_if(|mapping| mapping.first < first + count)).collect();
             left.push((self.base + first * self.slot, count * self.slot, these));
         }
-        let (driver, device, base, bytes) = (self.driver.clone(), self.device, self.base, self.bytes);
+        let (driver, device, base, bytes) =
+            (self.driver.clone(), self.device, self.base, self.bytes);
         // What the driver refuses to unmap is still taken, so its handles stay, and stay charged,
         // until a later sweep.
         leftovers::release(&self.driver, move || {

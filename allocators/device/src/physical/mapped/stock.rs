@@ -110,7 +110,8 @@ impl<'s> Stock<'s> {
         let (mut used, mut unused) = (List::new_in(self.bump()), List::new_in(self.bump()));
         for stolen in self.busy.drain(..) {
             let handle = &stolen.mapping.handle;
-            let is_loose = self.loose.iter().any(|loose| loose.busy && Arc::ptr_eq(&loose.handle, handle));
+            let is_loose =
+                self.loose.iter().any(|loose| loose.busy && Arc::ptr_eq(&loose.handle, handle));
             if is_loose { &mut unused } else { &mut used }.push(stolen);
         }
         (used, unused)
@@ -118,7 +119,8 @@ impl<'s> Stock<'s> {
 
     /// The largest loose handle of at most `bytes`.
     fn largest_within(&self, bytes: u64) -> Option<usize> {
-        let fitting = self.loose.iter().enumerate().filter(|(_, loose)| loose.handle.bytes() <= bytes);
+        let fitting =
+            self.loose.iter().enumerate().filter(|(_, loose)| loose.handle.bytes() <= bytes);
         fitting.max_by_key(|(_, loose)| (loose.busy, loose.handle.bytes())).map(|(at, _)| at)
     }
 
@@ -165,7 +167,8 @@ impl Mapped {
             let short = need.saturating_sub(stock.bytes() + room);
             if short > 0 {
                 if how.grow {
-                    effort.refused = effort.refused.or(funds.refusal(need - stock.bytes().min(need)));
+                    effort.refused =
+                        effort.refused.or(funds.refusal(need - stock.bytes().min(need)));
                 }
                 if !how.steal {
                     return Ok(false);
@@ -325,7 +328,11 @@ impl Mapped {
             }
         }
         let (loose, outcome) = self.unmap_done(done);
-        stock.loose.extend(loose.into_iter().map(|handle| Loose { handle, fresh: false, busy: false }));
+        stock.loose.extend(loose.into_iter().map(|handle| Loose {
+            handle,
+            fresh: false,
+            busy: false,
+        }));
         outcome.map(|()| moved)
     }
 

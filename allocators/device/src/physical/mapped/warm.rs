@@ -31,7 +31,8 @@ impl Mapped {
                 self.slot,
                 Fit::Lowest,
             );
-            let window = window.ok_or(MemoryError::TooLarge { requested: bytes, limit: self.bytes })?;
+            let window =
+                window.ok_or(MemoryError::TooLarge { requested: bytes, limit: self.bytes })?;
             for &(first, count) in &window.missing {
                 slots.claim(first, count);
             }

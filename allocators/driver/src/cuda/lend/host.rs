@@ -1,5 +1,8 @@
 //! Pinned memory as a host side of cudarc's copies.
-#![expect(unsafe_code, reason = "cudarc's trait has unsafe methods, and declares an unsafe constructor")]
+#![expect(
+    unsafe_code,
+    reason = "cudarc's trait has unsafe methods, and declares an unsafe constructor"
+)]
 
 use super::{alive_if_home, name, recorded};
 use crate::{Access, KeepAlive, RawStream};
@@ -52,7 +55,10 @@ where
         self.slice.len()
     }
 
-    unsafe fn stream_synced_slice<'a>(&'a self, stream: &'a CudaStream) -> (&'a [T], SyncOnDrop<'a>) {
+    unsafe fn stream_synced_slice<'a>(
+        &'a self,
+        stream: &'a CudaStream,
+    ) -> (&'a [T], SyncOnDrop<'a>) {
         let slice = if self.noted(stream, Access::Read) { &*self.slice } else { &[] };
         (slice, SyncOnDrop::Record(None))
     }

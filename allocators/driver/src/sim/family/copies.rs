@@ -38,7 +38,8 @@ impl State {
         site: Site,
     ) -> Result<Side, u32> {
         let side = self.pinned.side(address, bytes);
-        let protected = act == Act::Write && self.pinned.holding(address).is_some_and(|it| it.read_only);
+        let protected =
+            act == Act::Write && self.pinned.holding(address).is_some_and(|it| it.read_only);
         let kind = match side {
             Side::Across => ViolationKind::AcrossRegistrations,
             Side::Pinned if protected => ViolationKind::WriteToReadOnly,
@@ -71,7 +72,8 @@ impl Shared {
     ) -> Result<(Guard<'a>, bool), u32> {
         let name = "copy to the device";
         let address = from.as_ptr() as u64;
-        let pinned = state.host_side((address, bytes as u64), Act::Read, name, site)? == Side::Pinned;
+        let pinned =
+            state.host_side((address, bytes as u64), Act::Read, name, site)? == Side::Pinned;
         let device = state.streams[stream].device;
         let to = side(device, to, bytes as u64, true);
         // What is captured reads the host when it is launched, whatever memory that is.
@@ -107,7 +109,8 @@ impl Shared {
     ) -> Result<(Guard<'a>, bool), u32> {
         let name = "copy to the host";
         let address = to.as_ptr() as u64;
-        let pinned = state.host_side((address, bytes as u64), Act::Write, name, site)? == Side::Pinned;
+        let pinned =
+            state.host_side((address, bytes as u64), Act::Write, name, site)? == Side::Pinned;
         let device = state.streams[stream].device;
         let from = side(device, from, bytes as u64, false);
         let work = Work::ToHost { to: address, from };
@@ -127,8 +130,13 @@ impl Shared {
     ) -> Result<Guard<'a>, u32> {
         let home = state.streams[stream].device;
         let device = |address| state.space.device_of(address).unwrap_or(home);
-        let (to, from) = (side(device(to), to, bytes, true), side(device(from), from, bytes, false));
-        self.submit(state, stream, Task::new("copy on the device", site, Work::OnDevice([from, to])))
+        let (to, from) =
+            (side(device(to), to, bytes, true), side(device(from), from, bytes, false));
+        self.submit(
+            state,
+            stream,
+            Task::new("copy on the device", site, Work::OnDevice([from, to])),
+        )
     }
 
     /// Queues a fill.
@@ -164,11 +172,18 @@ unsafe impl Copies for Shared {
         let call = Call::CopyToDevice;
         self.queueing(call, stream, bytes as u64, |state, place| {
             // SAFETY: 1. and 2. are the caller's.
-            unsafe { self.queue_to_device(state, place, to, from, bytes, site) }.map(|(state, _)| state)
+            unsafe { self.queue_to_device(state, place, to, from, bytes, site) }
+                .map(|(state, _)| state)
         })
     }
 
-    unsafe fn copy_to_host(&self, stream: RawStream, to: NonNull<u8>, from: u64, bytes: usize) -> Result<()> {
+    unsafe fn copy_to_host(
+        &self,
+        stream: RawStream,
+        to: NonNull<u8>,
+        from: u64,
+        bytes: usize,
+    ) -> Result<()> {
         let site = here();
         let call = Call::CopyToHost;
         let mut state = self.enter(call, Some(stream.device()))?;
@@ -180,7 +195,13 @@ unsafe impl Copies for Shared {
         self.back_to_host(state, place, pinned, stream.device()).map_err(at(call))
     }
 
-    unsafe fn copy_on_device(&self, stream: RawStream, to: u64, from: u64, bytes: u64) -> Result<()> {
+    unsafe fn copy_on_device(
+        &self,
+        stream: RawStream,
+        to: u64,
+        from: u64,
+        bytes: u64,
+    ) -> Result<()> {
         let site = here();
         let call = Call::CopyOnDevice;
         self.queueing(call, stream, bytes, |state, place| {
@@ -196,10 +217,15 @@ unsafe impl Copies for Shared {
         rows: Rows,
     ) -> Result<()> {
         let site = here();
-        self.queueing(Call::Copy2d, stream, rows.width.saturating_mul(rows.height), |state, place| {
-            // SAFETY: 1. and 2. are the caller's.
-            unsafe { self.queue_rows_to_device(state, place, to, from, rows, site) }
-        })
+        self.queueing(
+            Call::Copy2d,
+            stream,
+            rows.width.saturating_mul(rows.height),
+            |state, place| {
+                // SAFETY: 1. and 2. are the caller's.
+                unsafe { self.queue_rows_to_device(state, place, to, from, rows, site) }
+            },
+        )
     }
 
     unsafe fn copy_2d_to_host(
@@ -228,12 +254,21 @@ unsafe impl Copies for Shared {
         rows: Rows,
     ) -> Result<()> {
         let site = here();
-        self.queueing(Call::Copy2d, stream, rows.width.saturating_mul(rows.height), |state, place| {
-            self.queue_rows_on_device(state, place, to, from, rows, site)
-        })
+        self.queueing(
+            Call::Copy2d,
+            stream,
+            rows.width.saturating_mul(rows.height),
+            |state, place| self.queue_rows_on_device(state, place, to, from, rows, site),
+        )
     }
 
-    unsafe fn fill_with(&self, stream: RawStream, to: u64, pattern: Pattern, count: u64) -> Result<()> {
+    unsafe fn fill_with(
+        &self,
+        stream: RawStream,
+        to: u64,
+        pattern: Pattern,
+        count: u64,
+    ) -> Result<()> {
         let site = here();
         let (call, _) = Call::fills(pattern);
         self.queueing(call, stream, count.saturating_mul(pattern.bytes()), |state, place| {

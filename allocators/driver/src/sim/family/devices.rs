@@ -23,8 +23,10 @@ unsafe impl Devices for Shared {
         self.cost(Call::DeviceInfo, 0);
         let mut info = state.device(device).map_err(at(Call::DeviceInfo))?.info.clone();
         if state.config.peers {
-            info.peers =
-                (0..state.devices.len() as u32).map(DeviceId).filter(|other| *other != device).collect();
+            info.peers = (0..state.devices.len() as u32)
+                .map(DeviceId)
+                .filter(|other| *other != device)
+                .collect();
         }
         Ok(info)
     }

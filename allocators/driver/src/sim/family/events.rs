@@ -70,7 +70,9 @@ unsafe impl Events for Shared {
         state.refuse_captured(event).map_err(at(call))?;
         self.cost(call, 0);
         // Taken out and put back, since a clock is not worth a copy at every poll.
-        let Some(point) = state.event(event).map_err(at(call))?.point.take() else { return Ok(true) };
+        let Some(point) = state.event(event).map_err(at(call))?.point.take() else {
+            return Ok(true);
+        };
         let done = state.reached(point.stream, point.count);
         if done {
             state.host_learns(&point.clock);
@@ -85,7 +87,9 @@ unsafe impl Events for Shared {
         state.captures.disturb().map_err(at(call))?;
         state.refuse_captured(event).map_err(at(call))?;
         self.cost(call, 0);
-        let Some(point) = state.event(event).map_err(at(call))?.point.clone() else { return Ok(()) };
+        let Some(point) = state.event(event).map_err(at(call))?.point.clone() else {
+            return Ok(());
+        };
         self.host_waits(state, event.device(), &point).map_err(at(call))
     }
 }

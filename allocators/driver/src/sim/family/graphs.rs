@@ -68,7 +68,8 @@ unsafe impl Graphs for Shared {
         let mut state = self.enter(call, Some(graph.device()))?;
         state.graph(graph).map_err(at(call))?;
         self.cost(call, 0);
-        let holds = state.graphs.graphs.remove(graph.handle()).map(|graph| graph.holds).unwrap_or_default();
+        let holds =
+            state.graphs.graphs.remove(graph.handle()).map(|graph| graph.holds).unwrap_or_default();
         let calls = state.let_go(holds);
         drop(state);
         make(calls);

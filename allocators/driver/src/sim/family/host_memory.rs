@@ -32,7 +32,8 @@ impl Shared {
             (Origin::Registered, Side::Pageable) => codes::HOST_MEMORY_NOT_REGISTERED,
             _ => codes::INVALID_VALUE,
         };
-        let pinned = state.pinned.get(address).filter(|pinned| pinned.origin == origin).ok_or(wrong)?;
+        let pinned =
+            state.pinned.get(address).filter(|pinned| pinned.origin == origin).ok_or(wrong)?;
         let bytes = pinned.bytes;
         state.host_touch(address, bytes, HostAccess::Free, site);
         let mut state = self.run_device(state, device);
@@ -58,7 +59,8 @@ unsafe impl HostMemory for Shared {
             // Of all codes the driver answers with this one.
             return Err(at(call)(codes::OUT_OF_MEMORY));
         }
-        let address = store::host_pages(bytes as u64).ok_or_else(|| at(call)(codes::OUT_OF_MEMORY))?;
+        let address =
+            store::host_pages(bytes as u64).ok_or_else(|| at(call)(codes::OUT_OF_MEMORY))?;
         self.cost(call, bytes as u64);
         let by = state.host_name(Act::Write, "allocation of host memory", site);
         // Fresh pages of the system overlap nothing that is registered and still there.
@@ -113,8 +115,9 @@ unsafe impl HostMemory for Shared {
         let site = here();
         let call = Call::HostUnregister;
         let state = self.enter(call, Some(device))?;
-        let (_state, bytes) =
-            self.unpin(state, device, address.as_ptr() as u64, Origin::Registered, site).map_err(at(call))?;
+        let (_state, bytes) = self
+            .unpin(state, device, address.as_ptr() as u64, Origin::Registered, site)
+            .map_err(at(call))?;
         self.cost(call, bytes);
         Ok(())
     }

@@ -49,7 +49,11 @@ impl State {
     fn exportable(&self, handle: PhysicalHandle, way: ExportTypes) -> Result<(), Refused> {
         self.handle(handle)?;
         let made_for = self.space.object(handle.handle()).map(|object| object.types);
-        if made_for.is_some_and(|types| types.covers(way)) { Ok(()) } else { Err(codes::INVALID_VALUE) }
+        if made_for.is_some_and(|types| types.covers(way)) {
+            Ok(())
+        } else {
+            Err(codes::INVALID_VALUE)
+        }
     }
 }
 
@@ -92,7 +96,8 @@ unsafe impl Ipc for Shared {
         state.exportable(handle, ExportTypes::POSIX_FD).map_err(at(call))?;
         self.cost(call, 0);
         let refused = at(call)(codes::OPERATING_SYSTEM);
-        let file = memfd_create("aquifer-sim-export", MFdFlags::MFD_CLOEXEC).map_err(|_| refused)?;
+        let file =
+            memfd_create("aquifer-sim-export", MFdFlags::MFD_CLOEXEC).map_err(|_| refused)?;
         let file = File::from(file);
         file.write_all_at(&name(self.machine, handle.handle()).0, 0).map_err(|_| refused)?;
         Ok(file.into())
@@ -108,7 +113,8 @@ unsafe impl Ipc for Shared {
 
     unsafe fn handle_import(&self, device: DeviceId, fd: BorrowedFd<'_>) -> Result<PhysicalHandle> {
         let mut name = FabricHandle([0; 64]);
-        let read = fd.try_clone_to_owned().and_then(|fd| File::from(fd).read_exact_at(&mut name.0, 0));
+        let read =
+            fd.try_clone_to_owned().and_then(|fd| File::from(fd).read_exact_at(&mut name.0, 0));
         // A file that is none of ours is refused by the name that it does not hold.
         if read.is_err() {
             name.0 = [0; 64];
@@ -116,7 +122,11 @@ unsafe impl Ipc for Shared {
         self.import(device, &name)
     }
 
-    unsafe fn handle_import_fabric(&self, device: DeviceId, name: &FabricHandle) -> Result<PhysicalHandle> {
+    unsafe fn handle_import_fabric(
+        &self,
+        device: DeviceId,
+        name: &FabricHandle,
+    ) -> Result<PhysicalHandle> {
         self.import(device, name)
     }
 }

@@ -60,7 +60,8 @@ unsafe impl Memory for Shared {
         if address == NOTHING {
             return Ok(());
         }
-        let held = state.is_allocation(device, address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
+        let held =
+            state.is_allocation(device, address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
         self.cost(call, held);
         // The driver waits for the device. That it does is no promise, so the host has learned nothing.
         if state.oracle {
@@ -122,7 +123,8 @@ unsafe impl Memory for Shared {
         if bytes == 0 {
             return Ok(NOTHING);
         }
-        let (address, held, after) = state.pool_alloc(pool.handle(), place, bytes).map_err(at(call))?;
+        let (address, held, after) =
+            state.pool_alloc(pool.handle(), place, bytes).map_err(at(call))?;
         self.cost(call, bytes);
         for point in after.iter().filter(|point| point.stream != place) {
             state.after(place, point, "reuse by the driver's pool", site);
@@ -149,7 +151,8 @@ unsafe impl Memory for Shared {
         if address == NOTHING {
             return Ok(());
         }
-        let (held, device) = state.pool_block(address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
+        let (held, device) =
+            state.pool_block(address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
         state = self.idle(state);
         self.cost(call, held);
         let mark = state.tail(place, Act::Free, "free", site);

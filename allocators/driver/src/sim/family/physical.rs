@@ -20,7 +20,8 @@ fn device_of(space: &Space, address: u64) -> Result<DeviceId, Refused> {
 
 /// Refuses what is not a multiple of the granularity, and nothing at all.
 fn granules(bytes: u64, address: u64, granularity: u64) -> Result<(), Refused> {
-    let whole = bytes > 0 && bytes.is_multiple_of(granularity) && address.is_multiple_of(granularity);
+    let whole =
+        bytes > 0 && bytes.is_multiple_of(granularity) && address.is_multiple_of(granularity);
     if whole { Ok(()) } else { Err(codes::INVALID_VALUE) }
 }
 
@@ -41,7 +42,9 @@ impl State {
     /// A handle's size, if it is good.
     pub(crate) fn handle(&self, handle: PhysicalHandle) -> Result<u64, Refused> {
         match self.space.object(handle.handle()) {
-            Some(object) if object.device == handle.device() && object.handles > 0 => Ok(object.bytes),
+            Some(object) if object.device == handle.device() && object.handles > 0 => {
+                Ok(object.bytes)
+            }
             _ => Err(codes::INVALID_HANDLE),
         }
     }
@@ -60,8 +63,10 @@ unsafe impl Physical for Shared {
             return Err(at(call)(codes::INVALID_VALUE));
         }
         let align = align.max(granularity);
-        let address =
-            state.space.reserve(device, bytes, align, granularity, Purpose::Range).map_err(at(call))?;
+        let address = state
+            .space
+            .reserve(device, bytes, align, granularity, Purpose::Range)
+            .map_err(at(call))?;
         state.owners.clear(address, bytes);
         self.cost(call, bytes);
         Ok(address)

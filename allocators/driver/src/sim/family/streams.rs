@@ -91,7 +91,9 @@ unsafe impl Streams for Shared {
         let reach = (word.as_ptr() as u64, size_of::<AtomicU32>() as u64);
         let mut state = self.enter(call, Some(stream.device()))?;
         let place = state.stream(stream).map_err(at(call))?;
-        if state.host_side(reach, Act::Write, "write of a word", site).map_err(at(call))? != Side::Pinned {
+        if state.host_side(reach, Act::Write, "write of a word", site).map_err(at(call))?
+            != Side::Pinned
+        {
             return Err(at(call)(codes::INVALID_VALUE));
         }
         self.cost(call, 0);

@@ -107,7 +107,12 @@ impl Making<'_> {
 
     /// Registers a populated part. If each page must be in its place it is looked at before, so that the driver is not
     /// asked to pin what will be refused; and again when all is done, since pinning may move pages.
-    fn register(&mut self, backing: &mut Backing, part: Span, tier: PageTier) -> Result<(), (Step, Cause)> {
+    fn register(
+        &mut self,
+        backing: &mut Backing,
+        part: Span,
+        tier: PageTier,
+    ) -> Result<(), (Step, Cause)> {
         if self.is_strict() {
             let placement = self.look(part, tier, 1);
             let (elsewhere, unknown) = (placement.elsewhere(), placement.unknown);
@@ -147,7 +152,8 @@ impl Making<'_> {
         };
         let one = Arc::new(one);
         let by_worker = one.clone();
-        match self.host.workers.submit(self.crew, pieces, deadline, move |number| by_worker(number)) {
+        match self.host.workers.submit(self.crew, pieces, deadline, move |number| by_worker(number))
+        {
             Ok(job) => {
                 self.mind_the_crew();
                 Populating::ByWorkers(job)

@@ -15,13 +15,14 @@ type Touched = Vec<(Memory, bool)>;
 /// Adds a capture, some launches, and the end.
 pub(super) fn step(generator: &mut Generator<'_>) {
     let places = generator.places();
-    let (Some(first), Some(second)) = (generator.choices.pick(&places), generator.choices.pick(&places))
+    let (Some(first), Some(second)) =
+        (generator.choices.pick(&places), generator.choices.pick(&places))
     else {
         return;
     };
     let stream = generator.stream();
-    let mode =
-        [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed][generator.choices.index(3)];
+    let mode = [CaptureMode::Global, CaptureMode::ThreadLocal, CaptureMode::Relaxed]
+        [generator.choices.index(3)];
     let mut touched = Touched::new();
     generator.operations.push(Operation::CaptureBegin { stream, mode });
     node(generator, stream, first, &mut touched);
@@ -70,7 +71,12 @@ fn end(generator: &mut Generator<'_>, stream: usize) {
 }
 
 /// One piece of work on a place, whatever it is.
-fn node(generator: &mut Generator<'_>, stream: usize, place: (Memory, Place, u64), touched: &mut Touched) {
+fn node(
+    generator: &mut Generator<'_>,
+    stream: usize,
+    place: (Memory, Place, u64),
+    touched: &mut Touched,
+) {
     let up = match generator.choices.below(3) {
         0 => return fill(generator, stream, place, touched),
         which => which == 1,

@@ -63,7 +63,8 @@ pub(crate) fn run(args: &cli::BenchArena) -> std::result::Result<Report, Mistake
     let place = Place::choose(args.device).map_err(Mistake::Place)?;
     let pace = Pace::of(args.rows.quick);
     let Session { driver, device, .. } = place.begin(false);
-    let version = driver.driver_version().map_err(|e| Mistake::Device(MemoryError::driver(device, e)))?;
+    let version =
+        driver.driver_version().map_err(|e| Mistake::Device(MemoryError::driver(device, e)))?;
     let topology = Topology::read().map_err(|e| Mistake::Device(MemoryError::from(e)))?;
     let host = Host::new(topology, Kernel::new());
     let host = match &place {
@@ -95,14 +96,16 @@ struct Bench {
 
 impl Bench {
     fn pool(&self) -> Result<PinnedPool> {
-        let pool = PinnedPool::new(&self.host, &Budget::unlimited("bench"), PinnedConfig::default())?;
+        let pool =
+            PinnedPool::new(&self.host, &Budget::unlimited("bench"), PinnedConfig::default())?;
         pool.warm(READY)?;
         Ok(pool)
     }
 
     /// Has contenders take turns: ours over the process's own memory, ours over pinned memory, and the peers.
     fn compare(&mut self, name: &str, peers: &[&str], contenders: Vec<Contender<'_>>) {
-        let ns: Vec<_> = contest(self.pace, contenders).iter().map(|outcome| outcome.each).collect();
+        let ns: Vec<_> =
+            contest(self.pace, contenders).iter().map(|outcome| outcome.each).collect();
         let Some(([ours, pinned], others)) = ns.split_first_chunk() else { return };
         for (at, (row, (peer, other))) in
             names(name, peers).into_iter().zip(repeat_first(peers.iter().zip(others))).enumerate()
@@ -142,7 +145,9 @@ fn return_names(_: &Bench) -> Vec<String> {
 
 fn works(bench: &mut Bench) -> Result<()> {
     let pool = bench.pool()?;
-    for work in Work::ALL.into_iter().filter(|work| bench.wants(work.name(), &FOR_WORK)).collect::<Vec<_>>() {
+    for work in
+        Work::ALL.into_iter().filter(|work| bench.wants(work.name(), &FOR_WORK)).collect::<Vec<_>>()
+    {
         let contenders = vec![
             work.on(Arena::new()),
             work.on(Arena::new_in(pool.allocator())),
@@ -157,8 +162,10 @@ fn works(bench: &mut Bench) -> Result<()> {
 
 fn returns(bench: &mut Bench) -> Result<()> {
     let pool = bench.pool()?;
-    for work in
-        Return::ALL.into_iter().filter(|work| bench.wants(work.name(), &FOR_RETURN)).collect::<Vec<_>>()
+    for work in Return::ALL
+        .into_iter()
+        .filter(|work| bench.wants(work.name(), &FOR_RETURN))
+        .collect::<Vec<_>>()
     {
         let contenders = vec![
             work.on(Arena::new()),
@@ -178,7 +185,8 @@ fn scratch_names(_: &Bench) -> Vec<String> {
 
 fn scratches(bench: &mut Bench) -> Result<()> {
     for scratch in Scratch::ALL {
-        let mut names: Vec<_> = IN.iter().map(|place| format!("{}, {place}", scratch.name())).collect();
+        let mut names: Vec<_> =
+            IN.iter().map(|place| format!("{}, {place}", scratch.name())).collect();
         let kept = KEPT.starts_with(scratch.name());
         names.extend(kept.then(|| KEPT.to_owned()));
         if !names.iter().any(|name| bench.sheet.wants(name)) {
@@ -220,7 +228,11 @@ fn fragmented() -> Result<(DevicePool, Vec<Block>)> {
     let block = |n: usize| pool.alloc(&streams[n % 8], Request::bytes(64 << 10));
     let blocks = (0..2 * RANGES).map(block).collect::<Result<Vec<_>>>()?;
     // Every second of each stream's.
-    let kept =
-        blocks.into_iter().enumerate().filter(|(n, _)| n / 8 % 2 == 0).map(|(_, block)| block).collect();
+    let kept = blocks
+        .into_iter()
+        .enumerate()
+        .filter(|(n, _)| n / 8 % 2 == 0)
+        .map(|(_, block)| block)
+        .collect();
     Ok((pool, kept))
 }

@@ -180,7 +180,10 @@ fn pairs(bench: &mut Bench) -> Result<()> {
     for (name, n) in names.iter().zip(1..=NAMES.len()) {
         bench.beside_malloc(name, pairs_of(vec![Charged(tree(n))]));
     }
-    bench.beside_malloc(&names[NAMES.len()], pairs_of(vec![Leasing(tree(NAMES.len()).lease(GRAIN))]));
+    bench.beside_malloc(
+        &names[NAMES.len()],
+        pairs_of(vec![Leasing(tree(NAMES.len()).lease(GRAIN))]),
+    );
     Ok(())
 }
 
@@ -239,7 +242,8 @@ fn reserves(bench: &mut Bench) -> Result<()> {
     let names = reserve_names(bench);
     let (lowest, full) = (tree(NAMES.len()), tree(NAMES.len()));
     bench.beside_malloc(&names[0], pairs_of(vec![Reserving(lowest)]));
-    let root = std::iter::successors(full.parent(), Budget::parent).last().unwrap_or_else(|| full.clone());
+    let root =
+        std::iter::successors(full.parent(), Budget::parent).last().unwrap_or_else(|| full.clone());
     let _most = root.charge(LIMIT / 2)?;
     bench.beside_malloc(&names[1], pairs_of(vec![Refusing(full)]));
     let guaranteed = tree(NAMES.len());
@@ -256,7 +260,8 @@ fn thread_names(_: &Bench) -> Vec<String> {
 
 fn threads(bench: &mut Bench) -> Result<()> {
     let names = thread_names(bench);
-    let wanted = |bench: &Bench, at: usize| names[2 * at..2 * at + 2].iter().any(|n| bench.sheet.wants(n));
+    let wanted =
+        |bench: &Bench, at: usize| names[2 * at..2 * at + 2].iter().any(|n| bench.sheet.wants(n));
     let pool = tree(NAMES.len() - 1);
     let tenants = || (0..THREADS).map(|_| pool.child(NAMES[NAMES.len() - 1], LIMIT));
     let alone = tree(1);
@@ -310,7 +315,8 @@ struct Spare {
 
 impl Spare {
     fn set(&self, held: Option<Charge>) {
-        let before = std::mem::replace(&mut *self.held.lock().unwrap_or_else(PoisonError::into_inner), held);
+        let before =
+            std::mem::replace(&mut *self.held.lock().unwrap_or_else(PoisonError::into_inner), held);
         drop(before);
     }
 }
@@ -395,16 +401,22 @@ mod tests {
 
     #[test]
     fn every_row_that_has_a_name_is_measured_or_left_out_for_want_of_a_gpu() {
-        let args = cli::BenchBudget { rows: cli::RowFlags { only: None, quick: true, json: false } };
+        let args =
+            cli::BenchBudget { rows: cli::RowFlags { only: None, quick: true, json: false } };
         let report = run(&args).unwrap();
         assert!(report.is_clean(), "{}", report.to_screen());
         let bench = Bench { pace: Pace::QUICK, sheet: Sheet::new(None) };
         let names: Vec<_> = groups().iter().flat_map(|group| (group.names)(&bench)).collect();
         let (measured, left_out) = (report.rows.iter(), report.left_out.iter());
-        let told: Vec<_> =
-            measured.map(|row| row.name.clone()).chain(left_out.map(|left| left.row.clone())).collect();
+        let told: Vec<_> = measured
+            .map(|row| row.name.clone())
+            .chain(left_out.map(|left| left.row.clone()))
+            .collect();
         assert_eq!(told, names);
-        assert!(report.left_out.iter().all(|left| left.why.contains("simulated")), "those that need a GPU");
+        assert!(
+            report.left_out.iter().all(|left| left.why.contains("simulated")),
+            "those that need a GPU"
+        );
         assert!(report.rows.iter().all(|row| row.ns > 0.0));
     }
 }

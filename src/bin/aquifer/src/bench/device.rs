@@ -87,7 +87,12 @@ struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    fn new(place: &'a Place, pace: Pace, only: Option<&str>, driver: bool) -> Result<Self, Mistake> {
+    fn new(
+        place: &'a Place,
+        pace: Pace,
+        only: Option<&str>,
+        driver: bool,
+    ) -> Result<Self, Mistake> {
         let session = place.begin(false);
         let lost = |e| Mistake::Device(MemoryError::driver(session.device, e));
         let free = session.driver.memory_info(session.device).map_err(lost)?.free;

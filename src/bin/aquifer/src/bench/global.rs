@@ -31,8 +31,8 @@ use crate::{cli, figures::median, progress::Progress};
 use aquifer_core::{Result, Tag, tagged};
 use aquifer_global::{RouteId, route};
 use source::{
-    By, CAP, JEMALLOC, MIMALLOC, OVER_JEMALLOC, OVER_MIMALLOC, OVER_SYSTEM, Ours, STATS_ALLOC, SYSTEM,
-    TRACKING, grouped, routed, track,
+    By, CAP, JEMALLOC, MIMALLOC, OVER_JEMALLOC, OVER_MIMALLOC, OVER_SYSTEM, Ours, STATS_ALLOC,
+    SYSTEM, TRACKING, grouped, routed, track,
 };
 use std::{
     alloc::GlobalAlloc,
@@ -110,7 +110,8 @@ impl Inner {
 
 /// Rows of one contest behind `bare`. Those of the system's allocator have others of its kind beside.
 const OWN: [&str; 5] = ["off", "on", "tags", "on adds", "tags adds"];
-const BESIDE: [(&str, &str); 3] = [("on", "stats_alloc"), ("on", "cap"), ("tags", "tracking-allocator")];
+const BESIDE: [(&str, &str); 3] =
+    [("on", "stats_alloc"), ("on", "cap"), ("tags", "tracking-allocator")];
 const ROUTED: [&str; 3] = ["route", "in its scope", "route adds"];
 
 fn row(inner: Inner, job: Job, threads: usize, what: &str) -> String {
@@ -123,8 +124,10 @@ fn beside(inner: Inner, job: Job, threads: usize, (who, peer): (&str, &str)) -> 
 }
 
 fn contests() -> impl Iterator<Item = (Inner, Job, usize)> {
-    let of =
-        |inner| JOBS.into_iter().flat_map(move |job| job.threads().map(move |threads| (inner, job, threads)));
+    let of = |inner| {
+        JOBS.into_iter()
+            .flat_map(move |job| job.threads().map(move |threads| (inner, job, threads)))
+    };
     INNERS.into_iter().flat_map(of)
 }
 
@@ -144,7 +147,10 @@ fn names_of_routed((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
 /// In the order in which they are measured: a route is registered for good, so what needs one comes last.
 const GROUPS: [Group<Bench>; 2] = [
     Group { names: |_| contests().flat_map(names_of).collect(), measure: |bench| bench.unrouted() },
-    Group { names: |_| contests().flat_map(names_of_routed).collect(), measure: |bench| bench.routed() },
+    Group {
+        names: |_| contests().flat_map(names_of_routed).collect(),
+        measure: |bench| bench.routed(),
+    },
 ];
 
 /// Measures what was asked for. Takes some minutes.
@@ -152,8 +158,11 @@ const GROUPS: [Group<Bench>; 2] = [
 /// # Errors
 /// [`Mistake`], before anything is measured.
 pub(crate) fn run(args: &cli::BenchGlobal) -> std::result::Result<Report, Mistake> {
-    let pace =
-        if args.rows.quick { Pace::QUICK.turns(LAPS[1]) } else { Pace::FULL.together().turns(LAPS[0]) };
+    let pace = if args.rows.quick {
+        Pace::QUICK.turns(LAPS[1])
+    } else {
+        Pace::FULL.together().turns(LAPS[0])
+    };
     let mut bench = Bench { pace, sheet: Sheet::new(args.rows.only.as_deref()) };
     measure(&mut bench, |bench| &mut bench.sheet, &GROUPS, &mut Progress::on_terminal())?;
     Ok(bench.sheet.report_of_host("global", args.rows.quick))
@@ -171,7 +180,9 @@ impl Bench {
     }
 
     fn unrouted(&mut self) -> Result<()> {
-        for contest in contests().filter(|&contest| self.wants(&names_of(contest))).collect::<Vec<_>>() {
+        for contest in
+            contests().filter(|&contest| self.wants(&names_of(contest))).collect::<Vec<_>>()
+        {
             match contest.0 {
                 Inner::System => self.over(contest, &SYSTEM, &OVER_SYSTEM),
                 Inner::Mimalloc => self.over(contest, &MIMALLOC, &OVER_MIMALLOC),
@@ -229,7 +240,8 @@ impl Bench {
             }
             return Ok(());
         };
-        for contest in contests().filter(|&contest| self.wants(&names_of_routed(contest))).collect::<Vec<_>>()
+        for contest in
+            contests().filter(|&contest| self.wants(&names_of_routed(contest))).collect::<Vec<_>>()
         {
             match contest.0 {
                 Inner::System => self.with_route(contest, to, &SYSTEM, &OVER_SYSTEM),
@@ -279,7 +291,9 @@ fn interval(figures: &[f64]) -> [f64; 2] {
     let count = sorted.len() as f64;
     // The rank, from 1, below which the median lies in 2.5 of 100 cases: by the normal to the binomial distribution.
     let rank = ((count - 1.96 * count.sqrt()) / 2.0).max(1.0) as usize;
-    let at = |place: Option<usize>| place.and_then(|place| sorted.get(place)).copied().unwrap_or_default();
+    let at = |place: Option<usize>| {
+        place.and_then(|place| sorted.get(place)).copied().unwrap_or_default()
+    };
     [at(rank.checked_sub(1)), at(sorted.len().checked_sub(rank))]
 }
 
@@ -360,7 +374,8 @@ impl Plan {
         times: u64,
         around: Around,
     ) -> super::lap::Lap {
-        let boxes: Vec<_> = lanes.iter().map(|_| Mutex::new(Vec::with_capacity(4 * HANDED))).collect();
+        let boxes: Vec<_> =
+            lanes.iter().map(|_| Mutex::new(Vec::with_capacity(4 * HANDED))).collect();
         let open = |number: usize| boxes[number].lock().unwrap_or_else(PoisonError::into_inner);
         let lap = crew(lanes, times * HANDED as u64, |number, lane| {
             let next = (number + 1) % boxes.len();
@@ -400,7 +415,8 @@ mod tests {
 
     #[test]
     fn every_row_has_a_name_of_its_own_that_fits_the_page() {
-        let names: Vec<_> = contests().flat_map(|of| [names_of(of), names_of_routed(of)].concat()).collect();
+        let names: Vec<_> =
+            contests().flat_map(|of| [names_of(of), names_of_routed(of)].concat()).collect();
         let distinct: std::collections::BTreeSet<_> = names.iter().collect();
         assert_eq!(distinct.len(), names.len());
         let long = names.iter().find(|name| name.chars().count() > 41);

@@ -45,7 +45,8 @@ fn written(seconds: u64) -> String {
     let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
     let day = day - (365 * year + year / 4 - year / 100);
     let month = (5 * day + 2) / 153; // from March
-    let (date, month) = (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
+    let (date, month) =
+        (day - (153 * month + 2) / 5 + 1, if month < 10 { month + 3 } else { month - 9 });
     let year = era * 400 + year + u64::from(month <= 2);
     let (hour, minute) = (second / 3_600, second / 60 % 60);
     format!("{year:04}-{month:02}-{date:02}T{hour:02}:{minute:02}:{:02}Z", second % 60)
@@ -58,7 +59,10 @@ mod tests {
     #[test]
     fn what_is_available_is_read_as_the_kernel_writes_it() {
         let text = "MemTotal:       16 kB\nMemAvailable:    7964220 kB\n";
-        assert_eq!((available_of(text), available_of("MemFree: 1 kB")), (Some(7_964_220 << 10), None));
+        assert_eq!(
+            (available_of(text), available_of("MemFree: 1 kB")),
+            (Some(7_964_220 << 10), None)
+        );
     }
 
     #[test]

@@ -38,8 +38,12 @@ impl Pace {
         pieces: 1 << 20,
     };
     /// For a look whether all of it runs.
-    pub(crate) const QUICK: Self =
-        Self { lap: Duration::from_micros(100), time: Duration::from_millis(4), laps: 15, pieces: 1 << 16 };
+    pub(crate) const QUICK: Self = Self {
+        lap: Duration::from_micros(100),
+        time: Duration::from_millis(4),
+        laps: 15,
+        pieces: 1 << 16,
+    };
 
     /// The one that was asked for.
     pub(crate) fn of(quick: bool) -> Self {
@@ -117,7 +121,8 @@ pub(crate) fn contest(pace: Pace, mut contenders: Vec<Contender<'_>>) -> Vec<Out
     for (contender, failed) in contenders.iter_mut().zip(&mut failed) {
         pieces.push(warm_up(pace, contender, failed));
     }
-    let mut laps: Vec<(Vec<f64>, Vec<f64>)> = contenders.iter().map(|_| Default::default()).collect();
+    let mut laps: Vec<(Vec<f64>, Vec<f64>)> =
+        contenders.iter().map(|_| Default::default()).collect();
     let (begun, time) = (Instant::now(), pace.time * contenders.len() as u32);
     for _ in 0..pace.laps {
         for (place, contender) in contenders.iter_mut().enumerate() {
@@ -198,8 +203,12 @@ mod tests {
         })
     }
 
-    const PACE: Pace =
-        Pace { lap: Duration::from_millis(40), time: Duration::from_secs(60), laps: 5, pieces: 1 << 20 };
+    const PACE: Pace = Pace {
+        lap: Duration::from_millis(40),
+        time: Duration::from_secs(60),
+        laps: 5,
+        pieces: 1 << 20,
+    };
 
     #[test]
     fn laps_grow_until_they_are_long_enough_and_then_stay() {
@@ -213,7 +222,8 @@ mod tests {
     #[test]
     fn contenders_take_turns_and_the_median_counts() {
         let (mut a, mut b) = (Vec::new(), Vec::new());
-        let outcomes = contest(PACE, vec![counted(&mut a, &[5.0]), counted(&mut b, &[1.0, 9.0, 2.0])]);
+        let outcomes =
+            contest(PACE, vec![counted(&mut a, &[5.0]), counted(&mut b, &[1.0, 9.0, 2.0])]);
         assert_eq!((outcomes[0].over_all, outcomes[0].each), (5.0, 10.0));
         assert_eq!(outcomes[1].over_all, 2.0);
     }
@@ -222,14 +232,22 @@ mod tests {
     fn a_refusal_is_counted_wherever_it_comes() {
         let mut asked = Vec::new();
         let outcomes = contest(PACE, vec![counted(&mut asked, &[1.0])]);
-        assert_eq!(outcomes[0].failed, Failed { count: asked.len() as u64, first: Some("lap 1".into()) });
+        assert_eq!(
+            outcomes[0].failed,
+            Failed { count: asked.len() as u64, first: Some("lap 1".into()) }
+        );
     }
 
     #[test]
     fn a_slow_contender_still_has_one_lap() {
         let slow: Contender<'_> = Box::new(|_| {
             std::thread::sleep(Duration::from_millis(2));
-            Lap { took: Duration::from_millis(2), over_all: 7.0, each: 7.0, failed: Failed::default() }
+            Lap {
+                took: Duration::from_millis(2),
+                over_all: 7.0,
+                each: 7.0,
+                failed: Failed::default(),
+            }
         });
         let pace = Pace { lap: Duration::from_millis(1), time: Duration::ZERO, ..PACE };
         assert_eq!(contest(pace, vec![slow])[0].over_all, 7.0);
@@ -238,7 +256,8 @@ mod tests {
     #[test]
     fn what_is_repeated_has_a_warm_up_that_does_not_count() {
         let mut first = true;
-        let [figure] = repeat(PACE, || Ok::<_, ()>([if mem::take(&mut first) { 1e9 } else { 3.0 }])).unwrap();
+        let [figure] =
+            repeat(PACE, || Ok::<_, ()>([if mem::take(&mut first) { 1e9 } else { 3.0 }])).unwrap();
         assert_eq!(figure, 3.0);
         assert_eq!(repeat(PACE, || Err::<[f64; 1], _>("no")), Err("no"));
     }

@@ -72,7 +72,8 @@ struct Bench<'a> {
 impl<'a> Bench<'a> {
     fn new(place: &'a Place, pace: Pace, only: Option<&str>) -> std::result::Result<Self, Mistake> {
         let Session { driver, device, .. } = place.begin(false);
-        let version = driver.driver_version().map_err(|e| Mistake::Device(MemoryError::driver(device, e)))?;
+        let version =
+            driver.driver_version().map_err(|e| Mistake::Device(MemoryError::driver(device, e)))?;
         let topology = Topology::read().map_err(|e| Mistake::Device(MemoryError::from(e)))?;
         let host = Host::new(topology, Kernel::new());
         let host = match place {
@@ -102,7 +103,8 @@ impl<'a> Bench<'a> {
 
     /// A pool that has so many bytes ready.
     fn pool(&self, bytes: u64) -> Result<PinnedPool> {
-        let pool = PinnedPool::new(&self.host, &Budget::unlimited("bench"), PinnedConfig::default())?;
+        let pool =
+            PinnedPool::new(&self.host, &Budget::unlimited("bench"), PinnedConfig::default())?;
         pool.warm(bytes as usize)?;
         Ok(pool)
     }

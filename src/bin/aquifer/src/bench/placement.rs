@@ -92,7 +92,8 @@ impl Bench {
 }
 
 fn policies() -> [(&'static str, Policy); 9] {
-    let last = |_: &Place, devices: &[Candidate<'_>]| devices.iter().rev().map(|d| d.device).collect();
+    let last =
+        |_: &Place, devices: &[Candidate<'_>]| devices.iter().rev().map(|d| d.device).collect();
     [
         ("most free", Policy::MostFree),
         ("least loaded", Policy::LeastLoaded),
@@ -205,7 +206,9 @@ impl Source for ByHand {
 }
 
 fn single_names(_: &Bench) -> Vec<String> {
-    let name = |devices| move |(policy, _): (&str, _)| format!("place + drop, {policy}, {}", over(devices));
+    let name = |devices| {
+        move |(policy, _): (&str, _)| format!("place + drop, {policy}, {}", over(devices))
+    };
     DEVICES.into_iter().flat_map(|devices| policies().into_iter().map(name(devices))).collect()
 }
 
@@ -242,8 +245,10 @@ fn thread_names(_: &Bench) -> Vec<String> {
         ["over all", "each"].map(|how| format!("{THREADS} threads, {policy}, {}, {how}", over(8)))
     };
     let all = policies().into_iter().flat_map(name);
-    all.chain(["over all", "each"].map(|how| format!("{THREADS} threads, {BY_HAND}, {}, {how}", over(8))))
-        .collect()
+    all.chain(
+        ["over all", "each"].map(|how| format!("{THREADS} threads, {BY_HAND}, {}, {how}", over(8))),
+    )
+    .collect()
 }
 
 fn threads(bench: &mut Bench) -> Result<()> {
@@ -293,7 +298,8 @@ mod tests {
 
     #[test]
     fn every_row_that_has_a_name_is_measured() {
-        let args = cli::BenchPlacement { rows: cli::RowFlags { only: None, quick: true, json: false } };
+        let args =
+            cli::BenchPlacement { rows: cli::RowFlags { only: None, quick: true, json: false } };
         let report = run(&args).unwrap();
         assert!(report.is_clean(), "{}", report.to_screen());
         let bench = Bench { pace: Pace::QUICK, sheet: Sheet::new(None) };

@@ -74,9 +74,14 @@ impl Report {
         let text = |value: Value| value.to_string();
         let rows = self.rows.iter().map(Row::fields);
         let errors = self.failures.iter().map(|failure| {
-            [("row", json!(failure.row)), ("count", json!(failure.count)), ("says", json!(failure.said))]
+            [
+                ("row", json!(failure.row)),
+                ("count", json!(failure.count)),
+                ("says", json!(failure.said)),
+            ]
         });
-        let left_out = self.left_out.iter().map(|left| [("row", json!(left.row)), ("why", json!(left.why))]);
+        let left_out =
+            self.left_out.iter().map(|left| [("row", json!(left.row)), ("why", json!(left.why))]);
         json::object(&[
             ("bench", text(json!(self.what))),
             ("device", text(json!(self.device))),
@@ -140,7 +145,10 @@ impl Report {
         }
         for failure in &self.failures {
             let said = failure.said.split_whitespace().collect::<Vec<_>>().join(" ");
-            lines.extend(wrap(&format!("FAILED {} × {}: {said}", failure.count, failure.row), WIDTH));
+            lines.extend(wrap(
+                &format!("FAILED {} × {}: {said}", failure.count, failure.row),
+                WIDTH,
+            ));
         }
         lines.join("\n")
     }
@@ -205,7 +213,8 @@ mod tests {
         assert_eq!(value["rows"][1], expected);
         assert_eq!(value["rows"][0]["ratio"], Value::Null);
         let line = text.lines().find(|line| line.contains("pair 256 B")).unwrap();
-        let places = ["name", "value", "unit", "\"peer\"", "peer_value", "ratio"].map(|name| line.find(name));
+        let places = ["name", "value", "unit", "\"peer\"", "peer_value", "ratio"]
+            .map(|name| line.find(name));
         assert!(places.is_sorted() && places[0].is_some(), "{line}");
         assert_eq!((&value["failures"], &value["left_out"]), (&json!(0), &json!([])));
     }
@@ -219,10 +228,16 @@ mod tests {
         report.left_out.push(LeftOut { row: "past holes".into(), why: "no room".into() });
         assert!(!report.is_clean());
         let value: Value = serde_json::from_str(&report.to_json()).unwrap();
-        assert_eq!((&value["failures"], &value["errors"][0]["row"]), (&json!(3), &json!("pair 256 B")));
+        assert_eq!(
+            (&value["failures"], &value["errors"][0]["row"]),
+            (&json!(3), &json!("pair 256 B"))
+        );
         assert_eq!(value["left_out"][0]["why"], "no room");
         let screen = report.to_screen();
-        assert!(screen.contains("FAILED 3 × pair 256 B: out of memory: asked many bytes"), "{screen}");
+        assert!(
+            screen.contains("FAILED 3 × pair 256 B: out of memory: asked many bytes"),
+            "{screen}"
+        );
         assert!(screen.contains("left out: past holes: no room"), "{screen}");
     }
 
@@ -237,16 +252,23 @@ mod tests {
     #[test]
     fn long_names_are_told_whole_and_columns_never_touch() {
         let mut report = report();
-        let long = "a row whose name is longer than its column and ends with the part that matters: ";
+        let long =
+            "a row whose name is longer than its column and ends with the part that matters: ";
         report.rows[1].name = format!("{long}upload");
         report.rows[2].name = format!("{long}download");
         report.rows[1].ns = 123_456_789.0;
         report.rows[1].unit = Unit::CpuPerGib;
         let screen = report.to_screen();
         let words = screen.split_whitespace().collect::<Vec<_>>().join(" ");
-        assert!(words.contains("matters: upload") && words.contains("matters: download"), "{screen}");
+        assert!(
+            words.contains("matters: upload") && words.contains("matters: download"),
+            "{screen}"
+        );
         let row = screen.lines().find(|line| line.contains("CPU/GiB")).unwrap();
-        assert!(row.split_whitespace().filter(|word| word.ends_with("CPU/GiB")).count() == 2, "{screen}");
+        assert!(
+            row.split_whitespace().filter(|word| word.ends_with("CPU/GiB")).count() == 2,
+            "{screen}"
+        );
     }
 
     #[test]
@@ -255,7 +277,9 @@ mod tests {
         assert!(screen.lines().all(|line| line.chars().count() <= 80), "{screen}");
         assert_eq!(screen.matches("beside malloc 64 B").count(), 1, "{screen}");
         assert!(
-            screen.contains("24.1 ns/pair") && screen.contains("3.02×") && screen.contains("0.250×"),
+            screen.contains("24.1 ns/pair")
+                && screen.contains("3.02×")
+                && screen.contains("0.250×"),
             "{screen}"
         );
     }

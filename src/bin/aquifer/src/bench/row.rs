@@ -169,7 +169,9 @@ mod tests {
     #[test]
     fn a_speed_is_told_as_one_and_its_ratio_is_of_times() {
         let row = row(1e9 / 35.0, Unit::GbPerSecond, Some(1e9 / 2.0));
-        assert!((row.value() - 35.0).abs() < 1e-9 && (row.peer_value().unwrap() - 2.0).abs() < 1e-9);
+        assert!(
+            (row.value() - 35.0).abs() < 1e-9 && (row.peer_value().unwrap() - 2.0).abs() < 1e-9
+        );
         assert!(row.ratio().unwrap() < 0.06, "below 1 is faster");
         assert_eq!(Unit::GbPerSecond.of(row.ns), "35.0 GB/s");
     }
@@ -184,7 +186,8 @@ mod tests {
     #[test]
     fn small_figures_keep_their_digits() {
         let fields = row(4096.0 * 3.0e6, Unit::GbPerSecond, Some(2.0e12)).fields();
-        let figure = |name| fields.iter().find(|(field, _)| *field == name).unwrap().1.as_f64().unwrap();
+        let figure =
+            |name| fields.iter().find(|(field, _)| *field == name).unwrap().1.as_f64().unwrap();
         assert_eq!((figure("value"), figure("peer_value")), (0.081_380_2, 0.000_5));
         assert!((figure("ratio") * figure("value") / figure("peer_value") - 1.0).abs() < 1e-4);
     }

@@ -77,7 +77,10 @@ pub(super) fn measure<B>(
     if !all().any(|name| sheet(bench).wants(name)) {
         // One of each kind.
         let names = names.iter().filter_map(|names| names.last().cloned()).collect();
-        return Err(Mistake::NoRow { pattern: sheet(bench).only.clone().unwrap_or_default(), names });
+        return Err(Mistake::NoRow {
+            pattern: sheet(bench).only.clone().unwrap_or_default(),
+            names,
+        });
     }
     progress.phase("measuring:");
     let count = all().count() as u64;
@@ -170,7 +173,13 @@ impl Sheet {
     }
 
     /// The whole, with what it was taken on: a place whose driver has the interface `version`.
-    pub(super) fn report(self, what: &'static str, place: &Place, version: u32, quick: bool) -> Report {
+    pub(super) fn report(
+        self,
+        what: &'static str,
+        place: &Place,
+        version: u32,
+        quick: bool,
+    ) -> Report {
         let number = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
         let driver = match place {
             Place::Sim(_) => format!("simulated, {number}"),

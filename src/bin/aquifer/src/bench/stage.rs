@@ -206,9 +206,11 @@ fn groups(most: u64) -> Vec<Group> {
     // Where nothing is so long, the longest there is.
     let long = || sizes().filter(|&size| size >= LONG.min(largest));
     let files = FILES.into_iter().filter(|&size| size <= most);
-    let mut groups: Vec<_> = sizes().flat_map(|size| [Group::Upload(size), Group::Download(size)]).collect();
+    let mut groups: Vec<_> =
+        sizes().flat_map(|size| [Group::Upload(size), Group::Download(size)]).collect();
     groups.extend(long().map(Group::Both));
-    groups.extend(files.flat_map(|size| [Group::Warm(size), Group::Cold(size), Group::Direct(size)]));
+    groups
+        .extend(files.flat_map(|size| [Group::Warm(size), Group::Cold(size), Group::Direct(size)]));
     groups
 }
 
@@ -241,13 +243,15 @@ impl Bench<'_> {
         let buffers = if matches!(group, Group::Both(_)) { 2 } else { 1 };
         let more = 2 * bytes.saturating_sub(self.up.len() as u64) + u64::from(file) * bytes;
         if buffers * bytes > self.bed.room() {
-            return self.leave_out(group, format!("needs {} of device memory", Bytes(buffers * bytes)));
+            return self
+                .leave_out(group, format!("needs {} of device memory", Bytes(buffers * bytes)));
         }
         if more > host::available().unwrap_or(u64::MAX) / 4 * 3 {
             return self.leave_out(group, format!("needs {} of host memory", Bytes(more)));
         }
         if file && room_in(&self.folder).is_some_and(|room| bytes > room / 4 * 3) {
-            return self.leave_out(group, format!("needs {} in {}", Bytes(bytes), self.folder.display()));
+            return self
+                .leave_out(group, format!("needs {} in {}", Bytes(bytes), self.folder.display()));
         }
         let bytes = bytes as usize;
         if self.up.len() < bytes {
@@ -261,7 +265,11 @@ impl Bench<'_> {
             Group::Warm(_) | Group::Cold(_) | Group::Direct(_) => self.file(group),
         };
         if let Err(error) = measured {
-            self.sheet.failures.push(Failure { row: group.name(), count: 1, said: error.to_string() });
+            self.sheet.failures.push(Failure {
+                row: group.name(),
+                count: 1,
+                said: error.to_string(),
+            });
         }
     }
 
@@ -343,7 +351,8 @@ impl Bench<'_> {
             expected: "a folder that files can be written to and read from",
         };
         let written = Written::new(&self.folder, &self.up[..bytes as usize]).map_err(refused)?;
-        let mode = if matches!(group, Group::Direct(_)) { ReadMode::Direct } else { ReadMode::Cached };
+        let mode =
+            if matches!(group, Group::Direct(_)) { ReadMode::Direct } else { ReadMode::Cached };
         let source = FileSource::open(&written.path, mode).map_err(refused)?;
         let cached = FileSource::open(&written.path, ReadMode::Cached).map_err(refused)?;
         // Dirty pages would be written back meanwhile; and a cold cache is one that has forgotten.

@@ -82,7 +82,9 @@ fn gpus(facts: &Facts, findings: &mut Vec<Finding>) {
     match &facts.gpus {
         Ok(gpus) => gpus.iter().for_each(|gpu| self::gpu(gpu, findings)),
         Err(_) => {
-            findings.push(Finding::gets("device memory: of a simulated GPU, which checks every access"));
+            findings.push(Finding::gets(
+                "device memory: of a simulated GPU, which checks every access",
+            ));
             findings.push(Finding::mend(
                 "no GPU can be used, for the reason above: programs fall back to the simulated one",
                 "on a machine with an NVIDIA GPU, install its driver (CUDA 12.0 or later) and, in a container, \
@@ -172,10 +174,12 @@ fn headroom(host: &Topology, findings: &mut Vec<Finding>) {
         return;
     };
     let most = Bytes(left / 100 * PINNED_SHARE);
-    findings.push(Finding::gets(format!("pinned memory: up to {most} unless told otherwise{huge}")));
+    findings
+        .push(Finding::gets(format!("pinned memory: up to {most} unless told otherwise{huge}")));
     let limited = format!("{} of host memory is left, by {}", Bytes(left), headroom.bytes.source);
     findings.push(if left < LITTLE_MEMORY {
-        let fix = "end what is not needed, raise the limit that is named, or keep pinned pools small";
+        let fix =
+            "end what is not needed, raise the limit that is named, or keep pinned pools small";
         Finding::mend(format!("{limited}: a pinned pool beyond that is killed, not refused"), fix)
     } else {
         Finding::limit(limited)
@@ -248,15 +252,17 @@ mod tests {
         gpu.memory = Some(MemoryInfo { free: 1 << 30, total: 8 << 30 });
         gpu.node = Some(Found::unknown(Source::Nobody));
         let told = warnings(&gpu).join("\n");
-        for word in ["virtual memory", "stream-ordered", "shares", "1.00 GiB of 8.00 GiB", "nobody knows"] {
+        for word in
+            ["virtual memory", "stream-ordered", "shares", "1.00 GiB of 8.00 GiB", "nobody knows"]
+        {
             assert!(told.contains(word), "{word}: {told}");
         }
     }
 
     #[test]
     fn what_is_left_of_the_host_is_told_with_what_limits_it() {
-        let fixtures =
-            std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../allocators/host/tests/fixtures");
+        let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../../../allocators/host/tests/fixtures");
         for (machine, kind, told) in [
             ("cpuset-container-v2", Kind::Gets, "pinned memory: up to 1.50 GiB"),
             (
@@ -270,12 +276,19 @@ mod tests {
                 Kind::Warning,
                 "of host memory is left, by /sys/devices/system/node: a pinned",
             ),
-            ("wsl", Kind::Warning, "nobody tells how much of the host's memory is left (/proc/meminfo)"),
+            (
+                "wsl",
+                Kind::Warning,
+                "nobody tells how much of the host's memory is left (/proc/meminfo)",
+            ),
         ] {
             let host = Topology::read_under(&fixtures.join(machine)).unwrap();
             let mut all = Vec::new();
             headroom(&host, &mut all);
-            assert!(all.iter().any(|f| f.kind == kind && f.says.contains(told)), "{machine}: {all:?}");
+            assert!(
+                all.iter().any(|f| f.kind == kind && f.says.contains(told)),
+                "{machine}: {all:?}"
+            );
         }
     }
 
@@ -288,7 +301,8 @@ mod tests {
             host: Topology::read_under(std::path::Path::new("/nothing/here")),
         };
         let all = conclude(&facts, &[]);
-        let warning = all.iter().find(|f| f.kind == Kind::Warning && f.says.starts_with("no GPU")).unwrap();
+        let warning =
+            all.iter().find(|f| f.kind == Kind::Warning && f.says.starts_with("no GPU")).unwrap();
         assert!(warning.fix.as_ref().is_some_and(|fix| fix.contains("install its driver")));
         assert!(all.iter().any(|f| f.kind == Kind::Gets && f.says.contains("simulated")));
     }

@@ -68,7 +68,11 @@ fn probe(probe: &Probe, host: Option<&Topology>, findings: &mut Vec<Finding>) {
     }
     match &probe.link {
         Some(Ok(link)) => {
-            says += &format!("; copies run at {} up, {} down", gigabytes(link.up), gigabytes(link.down));
+            says += &format!(
+                "; copies run at {} up, {} down",
+                gigabytes(link.up),
+                gigabytes(link.down)
+            );
         }
         Some(Err(e)) => findings.push(Finding::mend(
             format!("{target} is pinned but cannot be copied: {e}"),
@@ -103,7 +107,9 @@ fn shortfall(shortfall: &Shortfall, who: &str, has_driver: bool) -> Option<Findi
             told,
             "free locked or registered memory, or see the kernel's log (dmesg) for NVRM",
         )),
-        Cause::Misplaced { .. } => Some(Finding::mend(told, "free memory on that node, or widen the cpuset")),
+        Cause::Misplaced { .. } => {
+            Some(Finding::mend(told, "free memory on that node, or widen the cpuset"))
+        }
         _ => Some(Finding::accept(told)),
     }
 }
@@ -117,7 +123,8 @@ pub(super) fn nodes(host: &Topology, findings: &mut Vec<Finding>) {
         ));
     }
     let of = |so: fn(&Node) -> bool| {
-        let ids: Bitmap = host.nodes().iter().filter(|node| so(node)).map(|node| node.id.0).collect();
+        let ids: Bitmap =
+            host.nodes().iter().filter(|node| so(node)).map(|node| node.id.0).collect();
         (!ids.is_empty()).then_some(ids)
     };
     if let Some(ids) = of(is_device) {
@@ -132,7 +139,8 @@ pub(super) fn nodes(host: &Topology, findings: &mut Vec<Finding>) {
             named(&ids)
         )));
     }
-    let memory_only = |node: &Node| !is_device(node) && node.memory != Some(0) && node.cpus.is_empty();
+    let memory_only =
+        |node: &Node| !is_device(node) && node.memory != Some(0) && node.cpus.is_empty();
     if let Some(ids) = of(memory_only) {
         findings.push(Finding::limit(format!(
             "{}: no CPUs; threads on the nearest node that has some touch its memory first",
@@ -162,8 +170,9 @@ pub(super) fn nodes(host: &Topology, findings: &mut Vec<Finding>) {
             "widen the cpuset (cpuset.cpus) by CPUs of it, or leave it alone",
         ));
     }
-    let refused =
-        |node: &Node| !is_device(node) && !node.memory_allowed && node.memory.is_some_and(|all| all > 0);
+    let refused = |node: &Node| {
+        !is_device(node) && !node.memory_allowed && node.memory.is_some_and(|all| all > 0)
+    };
     if let Some(ids) = of(refused) {
         findings.push(Finding::mend(
             format!("this process may not take memory from {}", named(&ids)),
@@ -225,7 +234,8 @@ mod tests {
 
     /// A machine of the host crate's fixtures.
     fn machine(name: &str) -> Topology {
-        let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../allocators/host/tests/fixtures");
+        let fixtures =
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../allocators/host/tests/fixtures");
         Topology::read_under(&fixtures.join(name)).unwrap()
     }
 
@@ -249,7 +259,10 @@ mod tests {
             ("cpuset-container-v2", "node 1: this process may run on fewer CPUs"),
         ] {
             let all = of(&machine(name));
-            assert!(said(Kind::Limit, &all).iter().any(|says| says.starts_with(word)), "{name}: {all:?}");
+            assert!(
+                said(Kind::Limit, &all).iter().any(|says| says.starts_with(word)),
+                "{name}: {all:?}"
+            );
         }
         let all = of(&machine("cpuset-container-v2"));
         let warnings = said(Kind::Warning, &all);
@@ -271,7 +284,11 @@ mod tests {
                 "0000:61:00.0",
                 "device 0 is at node 1, which has no memory for this process: host",
             ),
-            ("cpuset-container-v2", "0000:17:00.0", "memory for it lies on node 1, the nearest that has ("),
+            (
+                "cpuset-container-v2",
+                "0000:17:00.0",
+                "memory for it lies on node 1, the nearest that has (",
+            ),
         ] {
             let host = machine(name);
             let mut info = DeviceInfo::new(DeviceId(0), "gpu".into(), 1 << 30);
@@ -285,14 +302,18 @@ mod tests {
             };
             let mut all = Vec::new();
             devices(&Facts { gpus: Ok(vec![gpu]), version: None, host: Ok(host) }, &mut all);
-            assert!(said(Kind::Limit, &all).iter().any(|says| says.contains(told)), "{name}: {all:?}");
+            assert!(
+                said(Kind::Limit, &all).iter().any(|says| says.contains(told)),
+                "{name}: {all:?}"
+            );
         }
     }
 
     fn made(shortfalls: Vec<Shortfall>) -> Made {
         let host = Host::new(Topology::read().unwrap(), Kernel::new());
         let region =
-            Region::new(&host, &Budget::new("a test", 1 << 20), &RegionRequest::bytes(4096)).unwrap();
+            Region::new(&host, &Budget::new("a test", 1 << 20), &RegionRequest::bytes(4096))
+                .unwrap();
         let mut report = region.report().clone();
         report.shortfalls = shortfalls;
         Made { report, make: 1e9, fill: 1e9 }
@@ -315,7 +336,8 @@ mod tests {
     #[test]
     fn a_shortfall_warns_only_where_something_is_amiss() {
         let refused = SystemError { call: "mbind", errno: 1 };
-        let driver = DriverError { call: "cuMemHostRegister", code: 2, name: "CUDA_ERROR_OUT_OF_MEMORY" };
+        let driver =
+            DriverError { call: "cuMemHostRegister", code: 2, name: "CUDA_ERROR_OUT_OF_MEMORY" };
         let table = [
             (Step::Map, Cause::HugePages { needed: 32, free: Some(0) }, Some(Kind::Limit)),
             (Step::Pages, Cause::NotOffered, None),
@@ -324,19 +346,25 @@ mod tests {
             (Step::Verify, Cause::Misplaced { elsewhere: 3, unknown: 0 }, Some(Kind::Warning)),
         ];
         for (step, cause, expected) in table {
-            let told = probed(&[Shortfall { step, cause: cause.clone() }], &[Target::Anywhere], None);
-            let kinds: Vec<_> = told.iter().map(|f| f.kind).filter(|kind| *kind != Kind::Gets).collect();
+            let told =
+                probed(&[Shortfall { step, cause: cause.clone() }], &[Target::Anywhere], None);
+            let kinds: Vec<_> =
+                told.iter().map(|f| f.kind).filter(|kind| *kind != Kind::Gets).collect();
             assert_eq!(kinds, expected.into_iter().collect::<Vec<_>>(), "{cause:?}");
         }
         let told = probed(&[], &[Target::Anywhere], Some(Err(driver)));
-        assert!(told.iter().any(|f| f.kind == Kind::Warning && f.says.contains("cuMemHostRegister")));
+        assert!(
+            told.iter().any(|f| f.kind == Kind::Warning && f.says.contains("cuMemHostRegister"))
+        );
     }
 
     #[test]
     fn each_device_and_node_is_told_what_it_gets_and_a_common_reason_once() {
         let node = Target::Node(NodeId(1));
-        let targets = [Target::Device(DeviceId(0), Some(NodeId(0))), Target::Device(DeviceId(1), None), node];
-        let why = Shortfall { step: Step::Pages, cause: Cause::HugePages { needed: 32, free: Some(0) } };
+        let targets =
+            [Target::Device(DeviceId(0), Some(NodeId(0))), Target::Device(DeviceId(1), None), node];
+        let why =
+            Shortfall { step: Step::Pages, cause: Cause::HugePages { needed: 32, free: Some(0) } };
         let all = probed(std::slice::from_ref(&why), &targets, None);
         let gets = said(Kind::Gets, &all);
         for (says, who) in

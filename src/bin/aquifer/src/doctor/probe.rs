@@ -35,13 +35,13 @@ pub(crate) enum Target {
 impl Target {
     /// Every device, then every node of the host's with memory for this process that none of them is near.
     fn all(facts: &Facts, host: &Topology) -> Vec<Self> {
-        let devices =
-            facts.gpus.iter().flatten().map(|gpu| {
-                Self::Device(gpu.info.device, gpu.memory_node.as_ref().and_then(|found| found.value))
-            });
+        let devices = facts.gpus.iter().flatten().map(|gpu| {
+            Self::Device(gpu.info.device, gpu.memory_node.as_ref().and_then(|found| found.value))
+        });
         let mut all: Vec<Self> = devices.collect();
         let tried: Vec<_> = all.iter().filter_map(|target| target.node()).collect();
-        let nodes = host.host_nodes().filter(|node| node.memory_allowed && !tried.contains(&node.id));
+        let nodes =
+            host.host_nodes().filter(|node| node.memory_allowed && !tried.contains(&node.id));
         all.extend(nodes.map(|node| Self::Node(node.id)));
         if all.is_empty() {
             all.push(Self::Anywhere);
@@ -178,7 +178,8 @@ impl Drop for Taken<'_> {
 fn link(driver: &Arc<dyn Driver>, device: DeviceId, region: &Region) -> Result<Link, DriverError> {
     // No copy may cross from one registration to the next; memory of the driver's own is one.
     let host = region.start();
-    let bytes = region.registrations().first().map_or(PROBE_BYTES, |first| first.len.min(PROBE_BYTES));
+    let bytes =
+        region.registrations().first().map_or(PROBE_BYTES, |first| first.len.min(PROBE_BYTES));
     let memory = driver.mem_alloc(device, bytes as u64)?;
     let mut taken = Taken { driver, device, memory, stream: None };
     let stream = *taken.stream.insert(driver.stream_create(device, 0)?);

@@ -23,11 +23,16 @@ const NOTHING: &str = "nothing to do";
 
 /// The page, without a line end behind its last line.
 pub(crate) fn page(diagnosis: &Diagnosis) -> String {
-    let mut page = Page { lines: vec!["aquifer doctor".to_owned(), String::new()], label: String::new() };
+    let mut page =
+        Page { lines: vec!["aquifer doctor".to_owned(), String::new()], label: String::new() };
     page.say("driver", &driver(diagnosis));
     match &diagnosis.facts.gpus {
-        Ok(gpus) => gpus.iter().for_each(|gpu| page.say(&gpu.info.device.to_string(), &device(gpu))),
-        Err(_) => page.say("devices", "none; a simulated NVIDIA H200 stands in for tests and replays"),
+        Ok(gpus) => {
+            gpus.iter().for_each(|gpu| page.say(&gpu.info.device.to_string(), &device(gpu)))
+        }
+        Err(_) => {
+            page.say("devices", "none; a simulated NVIDIA H200 stands in for tests and replays")
+        }
     }
     match &diagnosis.facts.host {
         Ok(host) => self::host(host, &mut page),
@@ -111,7 +116,10 @@ fn device(gpu: &Gpu) -> String {
     } else {
         "no virtual memory management".to_owned()
     });
-    parts.push(if info.async_pools { "stream-ordered pools" } else { "no stream-ordered pools" }.to_owned());
+    parts.push(
+        if info.async_pools { "stream-ordered pools" } else { "no stream-ordered pools" }
+            .to_owned(),
+    );
     if !info.peers.is_empty() {
         let peers: Vec<_> = info.peers.iter().map(ToString::to_string).collect();
         parts.push(format!("kernels reach the memory of {}", peers.join(" and ")));
@@ -167,7 +175,9 @@ fn pages(host: &Topology) -> String {
 fn limits(host: &Topology) -> String {
     let limits = host.limits();
     let memory = match host.memory_limit().value {
-        Some(limit) => format!("control group {} of {} left", Bytes(limit.remaining), Bytes(limit.limit)),
+        Some(limit) => {
+            format!("control group {} of {} left", Bytes(limit.remaining), Bytes(limit.limit))
+        }
         None => "no control group limit".to_owned(),
     };
     let locked = match limits.locked_memory.value {
@@ -175,7 +185,8 @@ fn limits(host: &Topology) -> String {
         Some(bytes) => format!("{} (the driver's pins do not count)", Bytes(bytes)),
         None => "unknown".to_owned(),
     };
-    let mappings = limits.mappings.value.map_or("unknown".to_owned(), |count| Count(count).to_string());
+    let mappings =
+        limits.mappings.value.map_or("unknown".to_owned(), |count| Count(count).to_string());
     let overcommit = match limits.overcommit.value {
         Some(0) => "heuristic",
         Some(1) => "always",
@@ -202,7 +213,11 @@ fn probe(probe: &Probe) -> String {
         None => {}
         Some(Err(e)) => says += &format!("; a copy failed: {e}"),
         Some(Ok(link)) => {
-            says += &format!("; to the device at {}, back at {}", gigabytes(link.up), gigabytes(link.down));
+            says += &format!(
+                "; to the device at {}, back at {}",
+                gigabytes(link.up),
+                gigabytes(link.down)
+            );
         }
     }
     says
@@ -213,7 +228,8 @@ pub(crate) fn json(diagnosis: &Diagnosis) -> String {
     let facts = &diagnosis.facts;
     // The cast saturates; nothing is that fast.
     let whole = |rate: f64| json!(rate.round() as u64);
-    let devices = facts.gpus.as_ref().map_or(Vec::new(), |gpus| gpus.iter().map(device_json).collect());
+    let devices =
+        facts.gpus.as_ref().map_or(Vec::new(), |gpus| gpus.iter().map(device_json).collect());
     let says = |kind: Kind| Value::Array(of(diagnosis, kind).map(|f| json!(f.says)).collect());
     let warnings = of(diagnosis, Kind::Warning)
         .map(|f| json!({ "says": f.says, "fix": f.fix.as_deref().unwrap_or(NOTHING) }));
@@ -276,7 +292,8 @@ fn device_json(gpu: &Gpu) -> Value {
 }
 
 fn host_json(host: &Topology) -> Value {
-    let pool = |p: &HugePool| json!({ "page_bytes": p.page_size, "total": p.total, "free": p.free });
+    let pool =
+        |p: &HugePool| json!({ "page_bytes": p.page_size, "total": p.total, "free": p.free });
     let nodes = host.nodes().iter().map(|node| {
         json!({
             "id": node.id.0,
@@ -325,7 +342,8 @@ mod tests {
         }
         page.say("warning 1", "d");
         page.say("", "e");
-        let labels: Vec<_> = page.lines.iter().map(|line| line.get(..INDENT).unwrap().trim()).collect();
+        let labels: Vec<_> =
+            page.lines.iter().map(|line| line.get(..INDENT).unwrap().trim()).collect();
         assert_eq!(labels, ["not more", "", "", "", "", "warning 1", ""]);
     }
 

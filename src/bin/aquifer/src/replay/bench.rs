@@ -17,7 +17,8 @@ use crate::{
 };
 use aquifer_core::{Budget, MemoryError, PoolStats, Recorder, Result, budget::Registration};
 use aquifer_device::{
-    DevicePool, Direct, FailureCallback, Log, OnFailure, PoolConfig, Request, Resource, StreamOrdered,
+    DevicePool, Direct, FailureCallback, Log, OnFailure, PoolConfig, Request, Resource,
+    StreamOrdered,
 };
 use aquifer_stream::{Stream, StreamPool};
 use std::sync::Arc;
@@ -120,7 +121,9 @@ impl Bench<'_> {
                 self.pass(&session, budget, Arc::new(stamps), 1, progress)?
             }
         };
-        let Pass { rounds, first, driver_calls, modelled_driver_ns, verdict, early, leaked, .. } = pass;
+        let Pass {
+            rounds, first, driver_calls, modelled_driver_ns, verdict, early, leaked, ..
+        } = pass;
         let failure = rounds.iter().find_map(|played| {
             let error = played.failure.as_ref()?;
             Some(Failure { operations: played.operations, said: error.to_string() })
@@ -153,7 +156,8 @@ impl Bench<'_> {
         if pass.rounds.iter().any(|played| played.failure.is_some()) {
             return Ok(None);
         }
-        let per_operation = |played: &Played| played.took.as_nanos() as f64 / played.operations.max(1) as f64;
+        let per_operation =
+            |played: &Played| played.took.as_nanos() as f64 / played.operations.max(1) as f64;
         let each: Vec<_> = pass.rounds.iter().map(per_operation).collect();
         let Some((&first, rest)) = each.split_first() else { return Ok(None) };
         let warm = median(rest.to_vec()).unwrap_or(first);
@@ -173,7 +177,9 @@ impl Bench<'_> {
     ) -> Result<Option<Vec<Tally>>> {
         let session = self.place.begin_behind();
         let pass = match &session.sim {
-            Some(sim) => self.pass(&session, budget, Arc::new(Declared::new(sim)), rounds, progress)?,
+            Some(sim) => {
+                self.pass(&session, budget, Arc::new(Declared::new(sim)), rounds, progress)?
+            }
             None => self.pass(&session, budget, Arc::new(Idle), rounds, progress)?,
         };
         let failed = pass.rounds.iter().any(|played| played.failure.is_some());
@@ -194,7 +200,9 @@ impl Bench<'_> {
         let relieved = placer.relieved_by(&relief);
         let pass = match &placer {
             // Called directly, as a program would.
-            Placer::Pool(pool) => self.rounds(session, pool, &streams, &*work, &uses, rounds, progress),
+            Placer::Pool(pool) => {
+                self.rounds(session, pool, &streams, &*work, &uses, rounds, progress)
+            }
             Placer::Backend(backend) => {
                 self.rounds(session, &**backend, &streams, &*work, &uses, rounds, progress)
             }
@@ -234,8 +242,10 @@ impl Bench<'_> {
                     Some(budget) => budget,
                     // The pool's own default, so that the two are asked for the same.
                     None => {
-                        let free =
-                            driver.memory_info(*device).map_err(|e| MemoryError::driver(*device, e))?.free;
+                        let free = driver
+                            .memory_info(*device)
+                            .map_err(|e| MemoryError::driver(*device, e))?
+                            .free;
                         Budget::new("the device", free / 5 * 4)
                     }
                 };
@@ -253,7 +263,10 @@ impl Bench<'_> {
         Ok((placer, streams))
     }
 
-    #[expect(clippy::too_many_arguments, reason = "everything that a pass has, once, and nothing else")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "everything that a pass has, once, and nothing else"
+    )]
     fn rounds<R: Resource + ?Sized, W: Work>(
         &self,
         session: &Session,
@@ -327,14 +340,19 @@ pub(super) fn at_rest(allocator: &dyn Resource, streams: &[Stream]) -> Result<Po
 
 /// The driver's allocators know no handlers for a lack of memory; a wrapper gives them one.
 fn relieved<R: Resource, W: Work>(backend: R, relief: Arc<EndOldest<W>>) -> impl Resource {
-    FailureCallback::new(backend, u32::MAX, move |_: &Request, _: &MemoryError| match relief.end_one() {
-        0 => OnFailure::GiveUp,
-        _ => OnFailure::Retry,
+    FailureCallback::new(backend, u32::MAX, move |_: &Request, _: &MemoryError| {
+        match relief.end_one() {
+            0 => OnFailure::GiveUp,
+            _ => OnFailure::Retry,
+        }
     })
 }
 
 /// The same, telling `recorder` what it does, if there is one.
-fn recorded(backend: impl Resource + 'static, recorder: Option<Arc<Recorder>>) -> Arc<dyn Resource> {
+fn recorded(
+    backend: impl Resource + 'static,
+    recorder: Option<Arc<Recorder>>,
+) -> Arc<dyn Resource> {
     match recorder {
         Some(recorder) => Arc::new(Log::new(backend, recorder)),
         None => Arc::new(backend),

@@ -59,7 +59,11 @@ fn other_stream(stream: u32, streams: u32) -> u32 {
 
 /// How many streams it takes to play a trace: one more than it has, if that is one and its blocks linger.
 pub(crate) fn streams_needed(trace: &Trace) -> u32 {
-    if trace.blocks.iter().any(|block| block.lingers) { trace.streams.max(2) } else { trace.streams }
+    if trace.blocks.iter().any(|block| block.lingers) {
+        trace.streams.max(2)
+    } else {
+        trace.streams
+    }
 }
 
 /// A trace, an allocator, and what lies between them.
@@ -176,12 +180,14 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
             Ok(open)
         };
         let elsewhere = facts.freed_on.filter(|stream| *stream != facts.stream);
-        let elsewhere = elsewhere.map(|stream| begin(&self.streams[stream as usize])).transpose()?;
+        let elsewhere =
+            elsewhere.map(|stream| begin(&self.streams[stream as usize])).transpose()?;
         if let Some(open) = elsewhere.flatten() {
             open.finish()?;
         }
         if facts.lingers {
-            let stream = self.streams[other_stream(facts.stream, self.trace.streams) as usize].clone();
+            let stream =
+                self.streams[other_stream(facts.stream, self.trace.streams) as usize].clone();
             let open = begin(&stream)?;
             self.numbers[index as usize] = number;
             self.uses.hold(number, Held { block: index, spot, stream, open });
@@ -245,7 +251,11 @@ mod tests {
         engine.clear().unwrap();
         drop(engine);
         let left = at_rest(&pool, &streams).unwrap();
-        assert_eq!((left.blocks, left.pending, left.physical), (0, 0, 0), "no use is open any more");
+        assert_eq!(
+            (left.blocks, left.pending, left.physical),
+            (0, 0, 0),
+            "no use is open any more"
+        );
         let done = std::mem::take(&mut *work.0.lock().unwrap());
         (done, played, uses.early())
     }
@@ -266,7 +276,10 @@ mod tests {
         let rows = "0,a,1,100,0\n0,f,1,100,0\n0,a,2,100,0\n0,c,1,100,0\n";
         let (done, played, early) = played(rows, AMPLE, Order::Told);
         // Stream 1 is there for this use alone: the trace has only stream 0.
-        assert_eq!(done, [('w', 0, 0), ('r', 0, 0), ('r', 0, 1), ('w', 1, 0), ('r', 0, 1), END, ('r', 1, 0)]);
+        assert_eq!(
+            done,
+            [('w', 0, 0), ('r', 0, 0), ('r', 0, 1), ('w', 1, 0), ('r', 0, 1), END, ('r', 1, 0)]
+        );
         assert_eq!((played.operations, played.crossings, early), (3, 1, 0));
     }
 

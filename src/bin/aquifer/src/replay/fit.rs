@@ -92,7 +92,8 @@ fn smallest<T: Trial>(sizes: Sizes, trial: &mut T) -> Result<Option<(u64, T::Mea
     }
     let mut fails = least.saturating_sub(step);
     let mut rounds = Rounds::One;
-    let Some(mut holds) = first_that_holds(sizes, likely.max(least).min(most), rounds, trial)? else {
+    let Some(mut holds) = first_that_holds(sizes, likely.max(least).min(most), rounds, trial)?
+    else {
         return Ok(None);
     };
     for _ in 0..PATIENCE {
@@ -183,7 +184,9 @@ impl Trial for Passes<'_, '_> {
 
     fn measure(&mut self, bytes: u64) -> Result<Option<Self::Measure>> {
         self.progress.phase("timing:");
-        let Some(timed) = self.bench.time(Some(bytes), self.repeat, self.progress)? else { return Ok(None) };
+        let Some(timed) = self.bench.time(Some(bytes), self.repeat, self.progress)? else {
+            return Ok(None);
+        };
         self.progress.phase("counting:");
         let tallies = self.bench.count(Some(bytes), self.repeat, self.progress)?;
         Ok(tallies.map(|tallies| (timed.timing, Round::all(&timed.each, &tallies))))

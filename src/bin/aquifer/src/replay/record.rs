@@ -31,7 +31,11 @@ impl Bench<'_> {
     ///
     /// # Errors
     /// If the allocator or its streams cannot be had, or cannot be brought to rest.
-    pub(crate) fn record(&self, budget: Option<u64>, progress: &mut Progress) -> Result<MemorySnapshot> {
+    pub(crate) fn record(
+        &self,
+        budget: Option<u64>,
+        progress: &mut Progress,
+    ) -> Result<MemorySnapshot> {
         let session = self.place.begin(false);
         let (uses, work) = (Arc::new(OpenUses::new()), Arc::new(Idle));
         let relief = Arc::new(EndOldest { uses: uses.clone(), work: work.clone() });
@@ -39,7 +43,8 @@ impl Bench<'_> {
         let recorder = Arc::new(Recorder::new(kept.clone()));
         let (placer, streams) = self.open(&session, budget, &relief, Some(recorder))?;
         let _relieved = placer.relieved_by(&relief);
-        let mut engine = Engine::new(self.trace, &streams, placer.resource(), &*work, &uses, self.order);
+        let mut engine =
+            Engine::new(self.trace, &streams, placer.resource(), &*work, &uses, self.order);
         engine.play(progress);
         let mut snapshot = MemorySnapshot::of(kept.take());
         snapshot.set("replayed by", self.allocator.name());

@@ -126,8 +126,11 @@ impl Round {
         if let (Some(Paths { longest_stream, needed, taken }), Some(fields)) =
             (tally.paths, value.as_object_mut())
         {
-            let lengths =
-                [("longest_stream", longest_stream), ("needed_path", needed), ("taken_path", taken)];
+            let lengths = [
+                ("longest_stream", longest_stream),
+                ("needed_path", needed),
+                ("taken_path", taken),
+            ];
             fields.extend(lengths.map(|(name, length)| (name.to_owned(), json!(length))));
         }
         value
@@ -174,7 +177,8 @@ impl Waits {
     /// Fields of JSON under these names; null where nothing completed.
     fn fields(rounds: &[Round], names: [&'static str; 5]) -> [(&'static str, Value); 5] {
         let waits = Self::of(rounds);
-        let figure = |value: Option<f64>| value.map_or(Value::Null, |value| json!(rounded(value, 6)));
+        let figure =
+            |value: Option<f64>| value.map_or(Value::Null, |value| json!(rounded(value, 6)));
         let [fences, stream_waits, host_waits, cost, each] = names;
         [
             (fences, figure(waits.map(|waits| waits.fences))),
@@ -263,7 +267,8 @@ impl Report {
     /// The most that was held from the driver in any round, and that round, counted from 1; that of the checked round
     /// where none held more.
     pub(crate) fn worst_physical(&self) -> (u64, Option<usize>) {
-        let rounds = (1..).zip(&self.rounds).map(|(round, tally)| (tally.tally.peak_physical, round));
+        let rounds =
+            (1..).zip(&self.rounds).map(|(round, tally)| (tally.tally.peak_physical, round));
         match rounds.max_by_key(|&(peak, round)| (peak, std::cmp::Reverse(round))) {
             Some((peak, round)) if peak > self.peak_physical => (peak, Some(round)),
             _ => (self.peak_physical, None),
@@ -273,7 +278,11 @@ impl Report {
     /// As one JSON object.
     pub(crate) fn to_json(&self) -> String {
         let ns = |timing: Option<Timing>| timing.map_or(Value::Null, |t| json!(rounded(t.warm, 1)));
-        let calls = self.driver_calls.iter().map(|&(name, count)| (name.to_owned(), json!(count))).collect();
+        let calls = self
+            .driver_calls
+            .iter()
+            .map(|&(name, count)| (name.to_owned(), json!(count)))
+            .collect();
         let mut fields = vec![
             ("trace", json!(self.trace)),
             ("device", json!(self.device)),
@@ -300,8 +309,13 @@ impl Report {
             ("violations", json!(self.violations.count)),
             ("leaked_bytes", json!(self.leaked)),
         ];
-        let names =
-            ["fences_per_op", "stream_waits_per_op", "host_waits_per_op", "concurrency_cost", "rounds"];
+        let names = [
+            "fences_per_op",
+            "stream_waits_per_op",
+            "host_waits_per_op",
+            "concurrency_cost",
+            "rounds",
+        ];
         fields.extend(Waits::fields(&self.rounds, names));
         if let Some(search) = &self.fit {
             let fit = match search {

@@ -50,10 +50,17 @@ impl Report {
             None => String::new(),
         };
         let order = if self.ignore_order { ", use tracking off" } else { "" };
-        let split = self
-            .split
-            .map_or(String::new(), |streams| format!(", split over {}", Of(streams.into(), "stream")));
-        clip(&format!("on the {}, {}{split}{budget}{order}", self.device_title, named(self.allocator)), WIDTH)
+        let split = self.split.map_or(String::new(), |streams| {
+            format!(", split over {}", Of(streams.into(), "stream"))
+        });
+        clip(
+            &format!(
+                "on the {}, {}{split}{budget}{order}",
+                self.device_title,
+                named(self.allocator)
+            ),
+            WIDTH,
+        )
     }
 
     fn failed(&self, failure: &Failure, lines: &mut Vec<String>) {
@@ -89,7 +96,8 @@ impl Report {
             );
         }
         if let (Some(device), None, 0) = (self.of_device, &self.failure, self.violations.count)
-            && (device > 0 || self.memory.iter().any(|(_, account)| account.kind != BlockKind::Cached))
+            && (device > 0
+                || self.memory.iter().any(|(_, account)| account.kind != BlockKind::Cached))
         {
             row(lines, "recorded on", &format!("device {device}"), &self.kinds(device));
         }
@@ -99,7 +107,8 @@ impl Report {
             &Bytes(self.peak_live).to_string(),
             &format!("{} bytes", Count(self.peak_live)),
         );
-        let times = |bytes: u64| format!("{:.4} x live", bytes as f64 / self.peak_live.max(1) as f64);
+        let times =
+            |bytes: u64| format!("{:.4} x live", bytes as f64 / self.peak_live.max(1) as f64);
         let (worst, round) = self.worst_physical();
         let remark = match (&self.failure, round) {
             // The trace's peak may lie in what was never played.
@@ -124,11 +133,17 @@ impl Report {
                     lines,
                     "  at that size",
                     &per_operation(fit.timing.warm),
-                    &format!("warm; first round {}, {}", Nanoseconds(fit.timing.first), moves(&fit.rounds)),
+                    &format!(
+                        "warm; first round {}, {}",
+                        Nanoseconds(fit.timing.first),
+                        moves(&fit.rounds)
+                    ),
                 );
                 order(lines, &fit.rounds);
             }
-            Some(Search::Nothing) => row(lines, "fits in", "nothing", "not even the whole device is enough"),
+            Some(Search::Nothing) => {
+                row(lines, "fits in", "nothing", "not even the whole device is enough")
+            }
             None => {}
         }
     }
@@ -139,7 +154,8 @@ impl Report {
         for (_, account) in self.memory.iter().filter(|(of, _)| *of == Device::Gpu(device)) {
             *kinds.entry(account.kind).or_default() += account.allocations;
         }
-        let texts = kinds.iter().map(|(kind, blocks)| format!("{}\u{a0}{}", Count(*blocks), kind.name()));
+        let texts =
+            kinds.iter().map(|(kind, blocks)| format!("{}\u{a0}{}", Count(*blocks), kind.name()));
         texts.collect::<Vec<_>>().join(", ")
     }
 
@@ -147,10 +163,16 @@ impl Report {
         match self.timing {
             Some(Timing { first, warm, rounds: 1 }) => {
                 debug_assert!(first == warm);
-                row(lines, "time", &per_operation(first), "from empty, inside the allocator's calls");
+                row(
+                    lines,
+                    "time",
+                    &per_operation(first),
+                    "from empty, inside the allocator's calls",
+                );
             }
             Some(Timing { first, warm, .. }) => {
-                let remark = format!("warm, inside the allocator; first round {}", Nanoseconds(first));
+                let remark =
+                    format!("warm, inside the allocator; first round {}", Nanoseconds(first));
                 row(lines, "time", &per_operation(warm), &remark);
             }
             None => {}
@@ -185,8 +207,10 @@ impl Report {
         let mut kinds = self.driver_calls.clone();
         kinds.sort_by_key(|&(name, count)| (std::cmp::Reverse(count), name));
         let (shown, more) = kinds.split_at(kinds.len().min(3));
-        let mut text =
-            shown.iter().map(|(name, count)| format!("{name}\u{a0}{}", Count(*count))).collect::<Vec<_>>();
+        let mut text = shown
+            .iter()
+            .map(|(name, count)| format!("{name}\u{a0}{}", Count(*count)))
+            .collect::<Vec<_>>();
         let rest: u64 = more.iter().map(|(_, count)| count).sum();
         if rest > 0 {
             text.push(format!("others\u{a0}{}", Count(rest)));
@@ -199,7 +223,8 @@ impl Report {
             0 => String::new(),
             early => format!(", {} ended early", Count(early)),
         };
-        let remark = format!("checked; {} across streams{early}", Of(self.cross_stream_uses, "use"));
+        let remark =
+            format!("checked; {} across streams{early}", Of(self.cross_stream_uses, "use"));
         row(lines, "accesses", &Count(self.accesses_checked).to_string(), &remark);
         let told = self.failure.is_none() && !self.violations.first.is_empty();
         let found = if told { "for example:" } else { "" };
@@ -322,7 +347,8 @@ fn per_operation(ns: f64) -> String {
 
 /// The reason of a failure: its first lines and its last, which says what to do.
 fn reason(said: &str) -> Vec<String> {
-    let mut said: Vec<_> = said.lines().filter(|line| !line.trim().is_empty()).map(labelled).collect();
+    let mut said: Vec<_> =
+        said.lines().filter(|line| !line.trim().is_empty()).map(labelled).collect();
     let last = said.pop().map_or(Vec::new(), |line| indented(&line, INDENT));
     let room = REASON.saturating_sub(last.len());
     let mut lines = Vec::new();
@@ -342,7 +368,9 @@ fn reason(said: &str) -> Vec<String> {
 fn labelled(line: &str) -> String {
     let text = line.trim_start();
     match text.split_once("  ") {
-        Some((label, rest)) => format!("{}{label}: {}", &line[..line.len() - text.len()], rest.trim_start()),
+        Some((label, rest)) => {
+            format!("{}{label}: {}", &line[..line.len() - text.len()], rest.trim_start())
+        }
         None => line.to_owned(),
     }
 }
@@ -351,12 +379,15 @@ fn labelled(line: &str) -> String {
 fn indented(text: &str, by: usize) -> Vec<String> {
     let own = text.len() - text.trim_start().len();
     let lines = wrap(text, WIDTH - by - own - 2).into_iter().enumerate();
-    lines.map(|(at, line)| format!("{:1$}{line}", "", by + own + if at == 0 { 0 } else { 2 })).collect()
+    lines
+        .map(|(at, line)| format!("{:1$}{line}", "", by + own + if at == 0 { 0 } else { 2 }))
+        .collect()
 }
 
 /// A label, a figure and a remark, which may go on in the line below. It is not broken at a no-break space.
 fn row(lines: &mut Vec<String>, label: &str, figure: &str, remark: &str) {
-    let mut remarks = wrap(remark, WIDTH - REMARK).into_iter().map(|line| line.replace('\u{a0}', " "));
+    let mut remarks =
+        wrap(remark, WIDTH - REMARK).into_iter().map(|line| line.replace('\u{a0}', " "));
     let first = remarks.next().unwrap_or_default();
     lines.push(format!("  {label:<15} {figure:>12}  {first}").trim_end().to_owned());
     lines.extend(remarks.map(|more| format!("{:REMARK$}{more}", "")));

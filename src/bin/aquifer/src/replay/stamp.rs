@@ -3,7 +3,10 @@
 //! A write copies the block's own pattern to its first and last 64 bytes; a read copies them back. Both are queued on
 //! the stream whose turn it is and nobody waits, so a copy that runs out of turn finds, or leaves, another's bytes. The
 //! verdict is found at the end, on the host.
-#![expect(unsafe_code, reason = "queues copies on raw addresses, and reads the pinned memory they end in")]
+#![expect(
+    unsafe_code,
+    reason = "queues copies on raw addresses, and reads the pinned memory they end in"
+)]
 
 use super::{
     report::Violations,
@@ -113,7 +116,11 @@ impl Stamped {
         for (index, block) in (0_u32..).zip(0..blocks) {
             let pattern = pattern(index);
             // SAFETY: 1. source and destination are valid for STAMP bytes and apart. 2. no copy is queued yet.
-            unsafe { pattern.as_ptr().copy_to_nonoverlapping(patterns.stamp(block * STAMP).as_ptr(), STAMP) };
+            unsafe {
+                pattern
+                    .as_ptr()
+                    .copy_to_nonoverlapping(patterns.stamp(block * STAMP).as_ptr(), STAMP)
+            };
         }
         let reads = Mutex::new(Vec::with_capacity(most_reads));
         Ok(Self {
@@ -228,7 +235,9 @@ impl Work for Stamped {
     }
 
     fn verdict(&self) -> Result<Verdict> {
-        self.driver.device_synchronize(self.device).map_err(|e| MemoryError::driver(self.device, e))?;
+        self.driver
+            .device_synchronize(self.device)
+            .map_err(|e| MemoryError::driver(self.device, e))?;
         let reads = self.reads.lock().unwrap_or_else(PoisonError::into_inner);
         let mut violations = Violations::default();
         for (number, read) in reads.iter().enumerate() {
@@ -317,7 +326,11 @@ mod tests {
             stamps.read(0, first, stream).unwrap();
         });
         assert_eq!(verdict.violations.count, 1);
-        assert!(verdict.violations.first[0].contains("the last bytes are"), "{:?}", verdict.violations);
+        assert!(
+            verdict.violations.first[0].contains("the last bytes are"),
+            "{:?}",
+            verdict.violations
+        );
     }
 
     #[test]

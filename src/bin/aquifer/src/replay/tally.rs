@@ -69,7 +69,12 @@ pub(crate) struct Tally {
 
 impl Tally {
     /// Everything since the beginning. Calls that `work` made itself are left out.
-    pub(crate) fn now<W: Work>(operations: u64, calls: &CallCounts, stats: &PoolStats, work: &W) -> Self {
+    pub(crate) fn now<W: Work>(
+        operations: u64,
+        calls: &CallCounts,
+        stats: &PoolStats,
+        work: &W,
+    ) -> Self {
         let own = work.driver_calls();
         let mut tally = Self {
             operations,
@@ -82,7 +87,8 @@ impl Tally {
             ..Self::default()
         };
         for (call, count) in calls.made() {
-            let own: u64 = own.iter().filter(|(other, _)| *other == call).map(|(_, count)| count).sum();
+            let own: u64 =
+                own.iter().filter(|(other, _)| *other == call).map(|(_, count)| count).sum();
             let count = count.saturating_sub(own);
             tally.driver_calls += count;
             tally.memory_calls += if is_memory(call) { count } else { 0 };
@@ -124,8 +130,8 @@ impl Sub for Tally {
 
 fn is_memory(call: Call) -> bool {
     use Call::{
-        AddressFree, AddressReserve, HandleCreate, HandleRelease, Map, MemAlloc, MemFree, PoolAlloc,
-        PoolCreate, PoolDestroy, PoolFree, PoolTrim, SetAccess, Unmap,
+        AddressFree, AddressReserve, HandleCreate, HandleRelease, Map, MemAlloc, MemFree,
+        PoolAlloc, PoolCreate, PoolDestroy, PoolFree, PoolTrim, SetAccess, Unmap,
     };
     matches!(
         call,
@@ -147,8 +153,13 @@ fn is_memory(call: Call) -> bool {
 }
 
 fn is_event(call: Call) -> bool {
-    use Call::{EventCreate, EventDestroy, EventQuery, EventRecord, EventSynchronize, StreamWaitEvent};
-    matches!(call, EventCreate | EventDestroy | EventRecord | EventQuery | EventSynchronize | StreamWaitEvent)
+    use Call::{
+        EventCreate, EventDestroy, EventQuery, EventRecord, EventSynchronize, StreamWaitEvent,
+    };
+    matches!(
+        call,
+        EventCreate | EventDestroy | EventRecord | EventQuery | EventSynchronize | StreamWaitEvent
+    )
 }
 
 #[cfg(test)]

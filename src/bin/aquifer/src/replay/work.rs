@@ -127,7 +127,8 @@ impl Labels {
         }
         let text: &'static str = text.leak();
         let starts = std::iter::once(0).chain(ends.iter().copied());
-        let names: Vec<&'static str> = starts.zip(&ends).map(|(start, end)| &text[start..*end]).collect();
+        let names: Vec<&'static str> =
+            starts.zip(&ends).map(|(start, end)| &text[start..*end]).collect();
         Self(names.chunks_exact(2).map(|pair| [pair[0], pair[1]]).collect())
     }
 
@@ -189,7 +190,10 @@ impl Declared {
         let told = match &self.labels {
             Some(labels) => {
                 let name = labels.name(self.row.load(Ordering::Relaxed), access);
-                self.sim.launch(stream.raw(), Kernel::new(name).touches(range, access, Some(spot.generation)))
+                self.sim.launch(
+                    stream.raw(),
+                    Kernel::new(name).touches(range, access, Some(spot.generation)),
+                )
             }
             None => self.sim.access(stream.raw(), range, access, Some(spot.generation)),
         };
@@ -233,7 +237,10 @@ impl Work for Declared {
         let found = self.sim.violations();
         let count = found.iter().map(|violation| violation.count).sum();
         let first = found.iter().take(TOLD).map(told).collect();
-        Ok(Verdict { checked: self.sim.accesses_checked(), violations: Violations { count, first } })
+        Ok(Verdict {
+            checked: self.sim.accesses_checked(),
+            violations: Violations { count, first },
+        })
     }
 }
 

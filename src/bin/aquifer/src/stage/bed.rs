@@ -36,8 +36,9 @@ impl Took {
 /// Processor time of this process by now, in nanoseconds; 0 where the kernel does not tell.
 fn cpu() -> f64 {
     let used = getrusage(UsageWho::RUSAGE_SELF);
-    let micros =
-        used.map_or(0, |used| used.user_time().num_microseconds() + used.system_time().num_microseconds());
+    let micros = used.map_or(0, |used| {
+        used.user_time().num_microseconds() + used.system_time().num_microseconds()
+    });
     micros as f64 * 1e3
 }
 
@@ -115,13 +116,15 @@ impl Bed {
 
     /// By the stager.
     pub(crate) fn upload(&self, from: &[u8], to: &mut DeviceBuffer<u8>) -> Result<Took> {
-        let staged = timed(|| self.stager.scope(|s| s.upload(from, to).map(drop)).and_then(|taken| taken));
+        let staged =
+            timed(|| self.stager.scope(|s| s.upload(from, to).map(drop)).and_then(|taken| taken));
         staged.map_err(|e| words(&e))
     }
 
     /// By the stager.
     pub(crate) fn download(&self, from: &DeviceBuffer<u8>, to: &mut [u8]) -> Result<Took> {
-        let staged = timed(|| self.stager.scope(|s| s.download(from, to).map(drop)).and_then(|taken| taken));
+        let staged =
+            timed(|| self.stager.scope(|s| s.download(from, to).map(drop)).and_then(|taken| taken));
         staged.map_err(|e| words(&e))
     }
 
@@ -142,9 +145,15 @@ impl Bed {
     }
 
     /// A file, or anything like it, by the stager.
-    pub(crate) fn read(&self, from: &dyn Source, offset: u64, to: &mut DeviceBuffer<u8>) -> Result<Took> {
-        let staged =
-            timed(|| self.stager.scope(|s| s.read(from, offset, to).map(drop)).and_then(|taken| taken));
+    pub(crate) fn read(
+        &self,
+        from: &dyn Source,
+        offset: u64,
+        to: &mut DeviceBuffer<u8>,
+    ) -> Result<Took> {
+        let staged = timed(|| {
+            self.stager.scope(|s| s.read(from, offset, to).map(drop)).and_then(|taken| taken)
+        });
         staged.map_err(|e| words(&e))
     }
 
@@ -206,7 +215,8 @@ impl Bed {
             let part = NonNull::from(&mut to[..bytes]).cast();
             // SAFETY: 1. both are borrowed by whoever waits for the stream. 2. nothing else is under way on this bed; one
             // copy follows another into the same bytes in the stream's order.
-            let copied = unsafe { self.driver.copy_to_host(on.raw(), part, range.address + done, bytes) };
+            let copied =
+                unsafe { self.driver.copy_to_host(on.raw(), part, range.address + done, bytes) };
             copied.map_err(|e| MemoryError::driver(range.device, e))?;
             done += bytes as u64;
         }
@@ -214,6 +224,8 @@ impl Bed {
     }
 
     fn finish(&self, stream: &Stream) -> Result<()> {
-        self.driver.stream_synchronize(stream.raw()).map_err(|e| MemoryError::driver(stream.device(), e))
+        self.driver
+            .stream_synchronize(stream.raw())
+            .map_err(|e| MemoryError::driver(stream.device(), e))
     }
 }

@@ -97,7 +97,14 @@ impl Builder {
         if !self.accounts.get(self.last).is_some_and(fits) {
             self.last = self.accounts.iter().position(fits).unwrap_or_else(|| {
                 let tag = tag.to_owned();
-                self.accounts.push(Account { kind, tag, allocations: 0, blocks: 0, bytes: 0, peak: 0 });
+                self.accounts.push(Account {
+                    kind,
+                    tag,
+                    allocations: 0,
+                    blocks: 0,
+                    bytes: 0,
+                    peak: 0,
+                });
                 self.accounts.len() - 1
             });
         }
@@ -109,7 +116,13 @@ impl Builder {
         self.skipped += 1;
     }
 
-    pub(super) fn allocate(&mut self, row: u64, id: Name, bytes: u64, stream: u64) -> Result<(), Fault> {
+    pub(super) fn allocate(
+        &mut self,
+        row: u64,
+        id: Name,
+        bytes: u64,
+        stream: u64,
+    ) -> Result<(), Fault> {
         self.allocate_as(row, id, bytes, stream, BlockKind::Cached, "")
     }
 
@@ -146,7 +159,13 @@ impl Builder {
         Ok(())
     }
 
-    pub(super) fn free(&mut self, row: u64, id: Name, bytes: u64, stream: u64) -> Result<(), Fault> {
+    pub(super) fn free(
+        &mut self,
+        row: u64,
+        id: Name,
+        bytes: u64,
+        stream: u64,
+    ) -> Result<(), Fault> {
         let stream = self.stream(stream)?;
         let known = self.names.get_mut(&key(id)).ok_or(Fault::Unknown { id, done: "freed" })?;
         match known.state {
@@ -157,7 +176,11 @@ impl Builder {
         }
         let block = &mut self.blocks[known.block as usize];
         if block.bytes != bytes {
-            return Err(Fault::SizeChanged { id, allocated: (block.bytes, known.allocated), now: bytes });
+            return Err(Fault::SizeChanged {
+                id,
+                allocated: (block.bytes, known.allocated),
+                now: bytes,
+            });
         }
         // Until its completion is seen, somebody else may have it.
         block.lingers = true;
@@ -170,7 +193,13 @@ impl Builder {
         Ok(())
     }
 
-    pub(super) fn complete(&mut self, row: u64, id: Name, bytes: u64, stream: u64) -> Result<(), Fault> {
+    pub(super) fn complete(
+        &mut self,
+        row: u64,
+        id: Name,
+        bytes: u64,
+        stream: u64,
+    ) -> Result<(), Fault> {
         let here = short(row);
         self.stream(stream)?;
         let known = self.names.get_mut(&key(id)).ok_or(Fault::Unknown { id, done: "completed" })?;
@@ -181,7 +210,11 @@ impl Builder {
         };
         let block = &mut self.blocks[known.block as usize];
         if block.bytes != bytes {
-            return Err(Fault::SizeChanged { id, allocated: (block.bytes, known.allocated), now: bytes });
+            return Err(Fault::SizeChanged {
+                id,
+                allocated: (block.bytes, known.allocated),
+                now: bytes,
+            });
         }
         known.state = State::Done { row };
         if step + 1 == self.steps.len() {

@@ -93,13 +93,17 @@ impl<R: BufRead> Read for Xz<R> {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
             let (taken, made) = match self.decoder.decode(input, into) {
-                Ok(XzNextBlockResult::NeedMoreData(0, 0)) => return Err(invalid("it makes no progress")),
+                Ok(XzNextBlockResult::NeedMoreData(0, 0)) => {
+                    return Err(invalid("it makes no progress"));
+                }
                 Ok(XzNextBlockResult::NeedMoreData(taken, made)) => (taken, made),
                 Ok(XzNextBlockResult::EndOfStream(taken, made)) => {
                     self.between = true;
                     (taken, made)
                 }
-                Err(XzError::DictionaryTooLarge(bytes)) => return Err(invalid(NeedsMemory { bytes })),
+                Err(XzError::DictionaryTooLarge(bytes)) => {
+                    return Err(invalid(NeedsMemory { bytes }));
+                }
                 Err(error) => return Err(invalid(error)),
             };
             self.inner.consume(taken);
@@ -157,8 +161,10 @@ impl<R: BufRead> Read for Zstd<R> {
             if self.decoder.can_collect() > 0 || self.decoder.is_finished() {
                 match self.decoder.read(into)? {
                     0 => {
-                        let sums =
-                            (self.decoder.get_checksum_from_data(), self.decoder.get_calculated_checksum());
+                        let sums = (
+                            self.decoder.get_checksum_from_data(),
+                            self.decoder.get_calculated_checksum(),
+                        );
                         if let (Some(expected), Some(found)) = sums
                             && expected != found
                         {
@@ -170,7 +176,8 @@ impl<R: BufRead> Read for Zstd<R> {
                     made => return Ok(made),
                 }
             }
-            let decoded = self.decoder.decode_blocks(&mut self.inner, BlockDecodingStrategy::UptoBlocks(1));
+            let decoded =
+                self.decoder.decode_blocks(&mut self.inner, BlockDecodingStrategy::UptoBlocks(1));
             decoded.map_err(|e| self.refused(e))?;
         }
     }

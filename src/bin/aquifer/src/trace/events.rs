@@ -40,7 +40,8 @@ impl Columns {
         }
         let required = [at("t_us")?, at("op")?, at("id")?, at("bytes")?, at("stream")?];
         let (kind, device, tag) = (at("kind"), at("device"), at("tag"));
-        let known = |place: usize| required.contains(&place) || [kind, device, tag].contains(&Some(place));
+        let known =
+            |place: usize| required.contains(&place) || [kind, device, tag].contains(&Some(place));
         let unknown = names.iter().enumerate().filter(|(place, _)| !known(*place));
         let unknown = unknown.map(|(_, name)| (*name).to_owned()).collect();
         Some(Self { count: names.len(), required, kind, device, tag, unknown })
@@ -73,7 +74,11 @@ impl Columns {
         // The time is not replayed, but a row without one is no row of a trace.
         whole("t_us", time, "microseconds, a whole number")?;
         if !matches!(op, "a" | "f" | "c" | "g" | "s" | "x") {
-            return Err(Fault::Field { name: "op", found: op.to_owned(), expected: "a, f, c, g, s or x" });
+            return Err(Fault::Field {
+                name: "op",
+                found: op.to_owned(),
+                expected: "a, f, c, g, s or x",
+            });
         }
         let id = Name::Id(whole("id", id, "a whole number")?);
         let bytes = size(bytes)?;
@@ -104,14 +109,20 @@ fn device(text: &str) -> Result<Device, Fault> {
     };
     match text.strip_prefix("host") {
         Some("") => Ok(Device::Host(None)),
-        Some(node) => number(node.strip_prefix(':').unwrap_or("")).map(|node| Device::Host(Some(node))),
+        Some(node) => {
+            number(node.strip_prefix(':').unwrap_or("")).map(|node| Device::Host(Some(node)))
+        }
         None => number(text).map(Device::Gpu),
     }
 }
 
 fn kind(text: &str) -> Result<BlockKind, Fault> {
     let expected = "cached, stable, reserved, parkable, graph or pinned";
-    BlockKind::from_name(text).ok_or_else(|| Fault::Field { name: "kind", found: text.to_owned(), expected })
+    BlockKind::from_name(text).ok_or_else(|| Fault::Field {
+        name: "kind",
+        found: text.to_owned(),
+        expected,
+    })
 }
 
 /// A tag as its program named it.
@@ -119,7 +130,8 @@ fn unescaped(text: &str) -> Result<Cow<'_, str>, Fault> {
     if !text.contains('%') {
         return Ok(text.into());
     }
-    let bad = || Fault::Field { name: "tag", found: text.to_owned(), expected: "a name with % as %25" };
+    let bad =
+        || Fault::Field { name: "tag", found: text.to_owned(), expected: "a name with % as %25" };
     let mut bytes = Vec::with_capacity(text.len());
     let mut parts = text.split('%');
     bytes.extend(parts.next().unwrap_or_default().bytes());

@@ -128,9 +128,14 @@ impl fmt::Display for MadeError {
                 write!(f, "no workload is called {found:?}; `aquifer replay made:` lists them")
             }
             Self::Option { found } => {
-                write!(f, "{found:?} is no option of a made trace; there are seed=, scale= and length=")
+                write!(
+                    f,
+                    "{found:?} is no option of a made trace; there are seed=, scale= and length="
+                )
             }
-            Self::Value { option, found, expected } => write!(f, "{option} is {found:?}, not {expected}"),
+            Self::Value { option, found, expected } => {
+                write!(f, "{option} is {found:?}, not {expected}")
+            }
         }
     }
 }

@@ -67,7 +67,11 @@ impl Objects {
     /// What a dictionary has under a word; none if it is none or has nothing there.
     pub(super) fn get(&self, value: Value, word: Word) -> Option<Value> {
         let Value::Dict(place) = value else { return None };
-        self.dicts.get(place as usize)?.iter().find(|(key, _)| *key == word).map(|&(_, value)| value)
+        self.dicts
+            .get(place as usize)?
+            .iter()
+            .find(|(key, _)| *key == word)
+            .map(|&(_, value)| value)
     }
 }
 
@@ -114,7 +118,9 @@ impl fmt::Display for PickleError {
             PickleFault::Protocol(version) => {
                 write!(f, "pickle protocol {version}; {NEWEST} is the newest that is known")
             }
-            PickleFault::Instruction(code) => write!(f, "{code:#04x} is no instruction that a snapshot has"),
+            PickleFault::Instruction(code) => {
+                write!(f, "{code:#04x} is no instruction that a snapshot has")
+            }
             PickleFault::Underflow => f.write_str("the pickle takes what it has not put there"),
             PickleFault::Mismatch => f.write_str("the pickle puts items into what holds none"),
             PickleFault::Number => f.write_str("a number that is none"),
@@ -420,7 +426,8 @@ impl Machine<'_> {
     /// A number of so many bytes, the lowest first, the highest with the sign.
     fn long(&mut self, length: u64) -> Done {
         let mut bytes = [0; 16];
-        let Some(place) = usize::try_from(length).ok().and_then(|length| bytes.get_mut(..length)) else {
+        let Some(place) = usize::try_from(length).ok().and_then(|length| bytes.get_mut(..length))
+        else {
             return self.pass(length);
         };
         self.reader.read_exact(place).map_err(reading)?;
@@ -436,7 +443,8 @@ impl Machine<'_> {
 
     fn string(&mut self, length: u64) -> Done {
         let mut bytes = [0; LONGEST as usize];
-        let Some(place) = usize::try_from(length).ok().and_then(|length| bytes.get_mut(..length)) else {
+        let Some(place) = usize::try_from(length).ok().and_then(|length| bytes.get_mut(..length))
+        else {
             return self.pass(length);
         };
         self.reader.read_exact(place).map_err(reading)?;
@@ -449,7 +457,11 @@ impl Machine<'_> {
     /// Where the upper `count` values begin, all of which lie above the last mark.
     fn above_mark(&self, count: usize) -> Done<usize> {
         let floor = self.marks.last().copied().unwrap_or(0);
-        self.stack.len().checked_sub(count).filter(|from| *from >= floor).ok_or(PickleFault::Underflow)
+        self.stack
+            .len()
+            .checked_sub(count)
+            .filter(|from| *from >= floor)
+            .ok_or(PickleFault::Underflow)
     }
 
     fn pop(&mut self) -> Done<Value> {
@@ -473,7 +485,8 @@ impl Machine<'_> {
     }
 
     fn new_list(&mut self, items: Vec<Value>) -> Done {
-        let place = u32::try_from(self.objects.lists.len()).map_err(|_| PickleFault::TooLarge(MOST))?;
+        let place =
+            u32::try_from(self.objects.lists.len()).map_err(|_| PickleFault::TooLarge(MOST))?;
         self.items += items.len();
         self.objects.lists.push(items);
         self.stack.push(Value::List(place));
@@ -492,7 +505,8 @@ impl Machine<'_> {
     fn append(&mut self, items: &[Value]) -> Done {
         match self.top()? {
             Value::List(place) => {
-                let list = self.objects.lists.get_mut(place as usize).ok_or(PickleFault::Mismatch)?;
+                let list =
+                    self.objects.lists.get_mut(place as usize).ok_or(PickleFault::Mismatch)?;
                 list.extend_from_slice(items);
                 self.items += items.len();
                 Ok(())
@@ -503,7 +517,8 @@ impl Machine<'_> {
     }
 
     fn new_dict(&mut self, items: &[Value]) -> Done {
-        let place = u32::try_from(self.objects.dicts.len()).map_err(|_| PickleFault::TooLarge(MOST))?;
+        let place =
+            u32::try_from(self.objects.dicts.len()).map_err(|_| PickleFault::TooLarge(MOST))?;
         self.objects.dicts.push(Vec::new());
         self.stack.push(Value::Dict(place));
         self.set(items)

@@ -9,10 +9,13 @@ use aquifer_core::{
     tagged,
 };
 use aquifer_device::{
-    Block, Captured, Debugging, DevicePool, GraphPool, Park, PoolConfig, Request, Reserved, StableBlock,
+    Block, Captured, Debugging, DevicePool, GraphPool, Park, PoolConfig, Request, Reserved,
+    StableBlock,
 };
 use aquifer_driver::{Access, CaptureMode, DeviceId, sim::Sim};
-use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
+use aquifer_host::{
+    PinnedBuf, PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology,
+};
 use aquifer_stream::Stream;
 use std::{alloc::Layout, path::PathBuf, ptr::NonNull, sync::Arc};
 
@@ -65,7 +68,8 @@ impl Program {
         drop(lost);
 
         let parkable = pool.parkable(cache).unwrap();
-        let parked = [1, 2, 3].map(|n| parkable.alloc(&s, Request::bytes(n * 700_000)).unwrap()).into();
+        let parked =
+            [1, 2, 3].map(|n| parkable.alloc(&s, Request::bytes(n * 700_000)).unwrap()).into();
 
         let graphs = pool.graph_pool().unwrap();
         let announced = graphs.announce(&s).unwrap();
@@ -110,7 +114,11 @@ impl Program {
             (BlockKind::Graph, self.of_graph.bytes()),
         ];
         for (kind, expected) in kinds {
-            assert_eq!(bytes(&|account| account.kind == kind), expected, "{kind:?} on device {ordinal}");
+            assert_eq!(
+                bytes(&|account| account.kind == kind),
+                expected,
+                "{kind:?} on device {ordinal}"
+            );
         }
         let cached = bytes(&|account| account.kind == BlockKind::Cached);
         let asked = self.cached.iter().map(Block::bytes).sum::<u64>();
@@ -118,7 +126,11 @@ impl Program {
             // Blocks are recorded with the guards around them, and those that are held back from reuse.
             return assert!(cached >= asked, "{cached} on device {ordinal}");
         }
-        assert_eq!((cached, trace.live_at_end), (asked, self.pool.stats().requested), "device {ordinal}");
+        assert_eq!(
+            (cached, trace.live_at_end),
+            (asked, self.pool.stats().requested),
+            "device {ordinal}"
+        );
         if self.bypass {
             // The pool does not count allocations of the driver's by tag.
             return;
@@ -142,7 +154,8 @@ fn pinned(recorder: &Arc<Recorder>) -> (PinnedPool, PinnedBuf<u64>, NonNull<u8>)
     let layout = |size| Layout::from_size_align(size, 64).unwrap();
     let block = pool.allocate(layout(3 << 20)).unwrap().cast::<u8>();
     // SAFETY: 1. the block is this allocator's and of that layout, and the new one is smaller.
-    let block = unsafe { pool.allocator().shrink(block, layout(3 << 20), layout(1 << 20)) }.unwrap();
+    let block =
+        unsafe { pool.allocator().shrink(block, layout(3 << 20), layout(1 << 20)) }.unwrap();
     (pool, buffer, block.cast())
 }
 
@@ -155,13 +168,16 @@ fn record(name: &str, change: impl Fn(&mut PoolConfig)) {
     config.recorder = Some(recorder.clone());
     change(&mut config);
     let guarded = config.debug.is_on();
-    let pools =
-        [0, 1].map(|device| DevicePool::open(sim.driver(), DeviceId(device), config.clone()).unwrap());
+    let pools = [0, 1]
+        .map(|device| DevicePool::open(sim.driver(), DeviceId(device), config.clone()).unwrap());
     let (pinned, buffer, block) = pinned(&recorder);
     let mut programs = pools.each_ref().map(|pool| Program::new(pool, &sim, config.bypass));
     let whole = 6 * 700_000;
     let check = |programs: &[Program; 2], parked: [u64; 2]| {
-        programs.iter().zip(parked).for_each(|(program, parked)| program.check(&path, parked, guarded));
+        programs
+            .iter()
+            .zip(parked)
+            .for_each(|(program, parked)| program.check(&path, parked, guarded));
     };
     check(&programs, [whole; 2]);
     let cache = tags()[1];
@@ -178,7 +194,9 @@ fn record(name: &str, change: impl Fn(&mut PoolConfig)) {
     let on_host = trace.memory.iter().filter(|(device, _)| matches!(device, Device::Host(_)));
     let on_host: Vec<_> = on_host.map(|(_, account)| account).collect();
     assert!(on_host.iter().all(|account| account.kind == BlockKind::Pinned));
-    let held = |tag: &str| on_host.iter().filter(|account| account.tag == tag).map(|a| a.bytes).sum::<u64>();
+    let held = |tag: &str| {
+        on_host.iter().filter(|account| account.tag == tag).map(|a| a.bytes).sum::<u64>()
+    };
     assert_eq!(held("") + held("scratch"), pinned.stats().memory.requested);
     assert_eq!((held("scratch"), held("")), (8000, MIB));
     assert_eq!(trace.notes.len(), 2, "{:?}", trace.notes);

@@ -18,7 +18,8 @@ pub(super) const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
 /// Takes one row in.
 pub(super) fn take(text: &str, row: u64, builder: &mut Builder) -> Result<(), Fault> {
     let [thread, time, action, pointer, bytes, stream] = fields(text)?;
-    let wrong = |name, found: &str, expected| Err(Fault::Field { name, found: found.to_owned(), expected });
+    let wrong =
+        |name, found: &str, expected| Err(Fault::Field { name, found: found.to_owned(), expected });
     if thread.is_empty() || !thread.bytes().all(|b| b.is_ascii_hexdigit()) {
         return wrong("Thread", thread, "a number");
     }
@@ -91,9 +92,15 @@ mod tests {
         for good in ["00:00:00.000000", "23:59:60:999999", "13:05:59.123456"] {
             assert!(is_time_of_day(good), "{good}");
         }
-        for bad in
-            ["24:00:00.000000", "13:60:00.000000", "1:05:59.123456", "13:05:59", "13:05:59.12345", "", "::."]
-        {
+        for bad in [
+            "24:00:00.000000",
+            "13:60:00.000000",
+            "1:05:59.123456",
+            "13:05:59",
+            "13:05:59.12345",
+            "",
+            "::.",
+        ] {
             assert!(!is_time_of_day(bad), "{bad}");
         }
     }

@@ -170,7 +170,8 @@ pub(super) fn read(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trac
 fn parse(reader: &mut dyn BufRead, device: Option<u32>) -> Result<Trace, Fault> {
     let (objects, root) =
         pickle::read(reader).map_err(|e| Fault::Snapshot(Box::new(SnapshotError::Pickle(e))))?;
-    let snapshot = Snapshot::of(&objects, root, device).map_err(|e| Fault::Snapshot(Box::new(e)))?;
+    let snapshot =
+        Snapshot::of(&objects, root, device).map_err(|e| Fault::Snapshot(Box::new(e)))?;
     let history = snapshot.history().map_err(|e| Fault::Snapshot(Box::new(e)))?;
     history.build(snapshot.device, snapshot.traces.len())
 }
@@ -310,7 +311,8 @@ impl<'a> Snapshot<'a> {
             let address = self.number(event, Word::Addr, place)?;
             let bytes = self.bytes(event, Word::Size, place)?;
             let stream = self.number(event, Word::Stream, place)?;
-            let order = |done, was, since| SnapshotError::Order { place, address, done, was, since };
+            let order =
+                |done, was, since| SnapshotError::Order { place, address, done, was, since };
             let known = lives.get(&address).copied().filter(|life| life.state != Lived::Done);
             if let (Some(life), true) = (known, deed != Deed::Allocate)
                 && life.bytes != bytes
@@ -328,7 +330,9 @@ impl<'a> Snapshot<'a> {
                 (Deed::Free, Some((life, Lived::Live))) => (life.id, Lived::Freed),
                 (Deed::Free, Some((life, _))) => return Err(order("freed", "freed", life.since)),
                 (Deed::Complete, Some((life, Lived::Freed))) => (life.id, Lived::Done),
-                (Deed::Complete, Some((life, _))) => return Err(order("completed", "live", life.since)),
+                (Deed::Complete, Some((life, _))) => {
+                    return Err(order("completed", "live", life.since));
+                }
                 (Deed::Free | Deed::Complete, None) => {
                     // A second free of a block that the trace has seen is no life from before.
                     if let Some(done) = lives.get(&address) {
@@ -351,7 +355,10 @@ impl<'a> Snapshot<'a> {
     }
 
     /// Active blocks of the device that no event names, by address: size, stream, and whether they are freed.
-    fn untold(&self, lives: &HashMap<u64, Life>) -> Result<BTreeMap<u64, (u64, u64, bool)>, SnapshotError> {
+    fn untold(
+        &self,
+        lives: &HashMap<u64, Life>,
+    ) -> Result<BTreeMap<u64, (u64, u64, bool)>, SnapshotError> {
         let mut untold = BTreeMap::new();
         for (at, &segment) in self.segments.iter().enumerate() {
             let place = Place::Segment(at);
@@ -363,7 +370,8 @@ impl<'a> Snapshot<'a> {
             if device != self.device as u64 {
                 continue;
             }
-            let blocks = self.objects.get(segment, Word::Blocks).and_then(|value| self.objects.list(value));
+            let blocks =
+                self.objects.get(segment, Word::Blocks).and_then(|value| self.objects.list(value));
             let blocks = blocks.ok_or_else(|| missing(place, "blocks", "a list"))?;
             let stream = self.number(segment, Word::Stream, place)?;
             // Older snapshots leave the addresses to be counted.

@@ -65,7 +65,8 @@ impl Source {
             Err(e) => return Err(TraceError { row, fault: reading(e) }),
         }
         if self.line.pop_if(|byte| *byte == b'\n').is_none() {
-            let fault = if self.line.len() as u64 == MAX_ROW { Fault::NoText } else { Fault::CutRow };
+            let fault =
+                if self.line.len() as u64 == MAX_ROW { Fault::NoText } else { Fault::CutRow };
             return Err(TraceError { row, fault });
         }
         self.line.pop_if(|byte| *byte == b'\r');

@@ -50,13 +50,24 @@ mod tests {
     fn blocks_go_to_the_streams_in_turn_and_keep_their_lives() {
         let whole = Trace::from_rows(ROWS);
         let trace = split(2);
-        let block =
-            |bytes, stream, freed_on, lingers| Block { bytes, stream, freed_on: Some(freed_on), lingers };
-        assert_eq!(trace.blocks, [block(100, 0, 0, false), block(200, 1, 1, true), block(300, 0, 1, false)]);
-        assert_eq!((trace.streams, &trace.steps, trace.peak_live), (2, &whole.steps, whole.peak_live));
+        let block = |bytes, stream, freed_on, lingers| Block {
+            bytes,
+            stream,
+            freed_on: Some(freed_on),
+            lingers,
+        };
+        assert_eq!(
+            trace.blocks,
+            [block(100, 0, 0, false), block(200, 1, 1, true), block(300, 0, 1, false)]
+        );
+        assert_eq!(
+            (trace.streams, &trace.steps, trace.peak_live),
+            (2, &whole.steps, whole.peak_live)
+        );
         // What crossed still does, and nothing else.
         for streams in [2, 3, 4, 8] {
-            let crosses = |trace: &Trace| trace.blocks.iter().map(Block::crosses).collect::<Vec<_>>();
+            let crosses =
+                |trace: &Trace| trace.blocks.iter().map(Block::crosses).collect::<Vec<_>>();
             assert_eq!(crosses(&split(streams)), crosses(&whole), "{streams}");
         }
     }
@@ -71,7 +82,8 @@ mod tests {
 
     #[test]
     fn blocks_that_are_never_freed_are_not_freed_by_a_split() {
-        let trace = Trace::from_rows("0,a,1,100,5\n0,a,2,100,5\n").split(NonZeroU32::new(4).unwrap());
+        let trace =
+            Trace::from_rows("0,a,1,100,5\n0,a,2,100,5\n").split(NonZeroU32::new(4).unwrap());
         assert_eq!(
             trace.blocks.iter().map(|b| (b.stream, b.freed_on)).collect::<Vec<_>>(),
             [(0, None), (1, None)]

@@ -23,7 +23,10 @@ fn blocks_that_outlive_their_free_are_told_by_a_completion_further_on() {
     let actions: Vec<_> = trace.steps.iter().map(|s| s.action).collect();
     use Action::{Allocate, Complete, Free};
     assert_eq!(actions, [Allocate, Allocate, Free, Free, Allocate, Complete]);
-    assert_eq!((trace.peak_live, trace.live_at_end, trace.frees, trace.operations()), (150, 10, 2, 5));
+    assert_eq!(
+        (trace.peak_live, trace.live_at_end, trace.frees, trace.operations()),
+        (150, 10, 2, 5)
+    );
 }
 
 #[test]
@@ -67,7 +70,10 @@ fn the_log_of_rmm_becomes_the_same_trace() {
     assert_eq!((trace.format, trace.streams, trace.skipped), (Format::Rmm, 2, 3));
     assert_eq!((trace.allocations(), trace.frees, trace.peak_live), (3, 2, 1024 + 4096 + 1024));
     // The first block is freed on another stream than its own: that stream uses it, until then.
-    assert_eq!(trace.blocks[0], Block { bytes: 1024, stream: 0, freed_on: Some(1), lingers: false });
+    assert_eq!(
+        trace.blocks[0],
+        Block { bytes: 1024, stream: 0, freed_on: Some(1), lingers: false }
+    );
     assert!(trace.blocks[0].crosses() && !trace.blocks[1].crosses());
 }
 
@@ -91,15 +97,27 @@ fn what_cannot_have_happened_is_refused_with_its_row() {
         ("t_us,op,id,bytes,stream\n0,a,1,-5,0\n", "row 2: a block of -5 bytes"),
         ("t_us,op,id,bytes,stream\n0,a,1,0,0\n", "row 2: a block of 0 bytes"),
         ("t_us,op,id,bytes,stream\n0,a,1,5.5,0\n", "row 2: bytes is \"5.5\""),
-        ("t_us,op,id,bytes,stream\n0,a,1,140737488355329,0\n", "row 2: a block of 140737488355329 bytes"),
-        ("t_us,op,id,bytes,stream\n0,a,1,99999999999999999999,0\n", "row 2: a block of 99999999999999999999"),
+        (
+            "t_us,op,id,bytes,stream\n0,a,1,140737488355329,0\n",
+            "row 2: a block of 140737488355329 bytes",
+        ),
+        (
+            "t_us,op,id,bytes,stream\n0,a,1,99999999999999999999,0\n",
+            "row 2: a block of 99999999999999999999",
+        ),
         (
             "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,a,1,5,0\n",
             "row 3: block 1 is allocated twice, first in row 2",
         ),
         ("t_us,op,id,bytes,stream\n0,f,1,5,0\n", "row 2: block 1 is freed but was never allocated"),
-        ("t_us,op,id,bytes,stream\n0,c,1,5,0\n", "row 2: block 1 is completed but was never allocated"),
-        ("t_us,op,id,bytes,stream\n0,a,1,5,0\n0,c,1,5,0\n", "row 3: block 1 is completed before it is freed"),
+        (
+            "t_us,op,id,bytes,stream\n0,c,1,5,0\n",
+            "row 2: block 1 is completed but was never allocated",
+        ),
+        (
+            "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,c,1,5,0\n",
+            "row 3: block 1 is completed before it is freed",
+        ),
         (
             "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,f,1,5,0\n0,f,1,5,0\n",
             "row 4: block 1 is freed twice, first in row 3",
@@ -112,7 +130,10 @@ fn what_cannot_have_happened_is_refused_with_its_row() {
             "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,f,1,5,0\n0,c,1,5,0\n0,c,1,5,0\n",
             "row 5: block 1 is completed twice",
         ),
-        ("t_us,op,id,bytes,stream\n0,a,1,5,0\n0,f,1,6,0\n", "row 3: block 1 has 6 bytes here and 5 in row 2"),
+        (
+            "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,f,1,6,0\n",
+            "row 3: block 1 has 6 bytes here and 5 in row 2",
+        ),
         (
             "t_us,op,id,bytes,stream\n0,a,1,5,0\n0,f,1,5,0\n0,a,1,5,0\n",
             "row 4: block 1 is allocated again, but its free in row 3",
@@ -132,7 +153,10 @@ fn what_cannot_have_happened_is_refused_with_its_row() {
         ("1,09:00:00.000001,allocate,(nil),5,0\n", "row 2: Pointer is"),
         ("1,09:00:00.000001,allocate,0x10,-5,0\n", "row 2: a block of -5 bytes"),
         ("1,09:00:00.000001,allocate,0x10,5,mine\n", "row 2: Stream is"),
-        ("1,09:00:00.000001,free,0x10,5,0\n", "row 2: the block at 0x10 is freed but was never allocated"),
+        (
+            "1,09:00:00.000001,free,0x10,5,0\n",
+            "row 2: the block at 0x10 is freed but was never allocated",
+        ),
     ];
     for (row, expected) in table {
         let said = parse(&format!("{rmm}{row}")).expect_err(row).to_string();
@@ -191,7 +215,9 @@ fn a_compressed_file_cut_anywhere_is_an_error() {
 fn a_damaged_compressed_file_is_an_error_and_no_crash() {
     let right = Trace::read(&file("resnet_train.csv.xz"), None).unwrap();
     let whole = std::fs::read(file("resnet_train.csv.xz")).unwrap();
-    for at in (0..whole.len()).step_by(whole.len() / 24).chain(6..40).chain(whole.len() - 40..whole.len()) {
+    for at in
+        (0..whole.len()).step_by(whole.len() / 24).chain(6..40).chain(whole.len() - 40..whole.len())
+    {
         let mut damaged = whole.clone();
         damaged[at] ^= 0x55;
         let read = Source::new(Cursor::new(damaged)).and_then(|source| Trace::parse(source, None));
@@ -217,7 +243,8 @@ fn written<S: aquifer_core::Sink + 'static>(
     config.recorder = Some(Arc::new(Recorder::new(Arc::new(sink(&path).unwrap()))));
     let pool = DevicePool::open(sim.driver(), DeviceId(0), config).unwrap();
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
-    let [first, second, third] = [100, 200, 300].map(|bytes| pool.alloc(&s, Request::bytes(bytes)).unwrap());
+    let [first, second, third] =
+        [100, 200, 300].map(|bytes| pool.alloc(&s, Request::bytes(bytes)).unwrap());
     let used = second.prepare(&u, Access::Read).unwrap();
     drop(first);
     drop(second);
@@ -237,7 +264,10 @@ fn written<S: aquifer_core::Sink + 'static>(
 fn what_the_library_writes_is_read_again() {
     let trace = written("written", aquifer_core::event::TraceFile::create, 64 << 20);
     assert_eq!((trace.allocations(), trace.frees, trace.streams, trace.peak_live), (4, 4, 2, 700));
-    assert_eq!(trace.blocks.iter().map(|b| b.lingers).collect::<Vec<_>>(), [false, true, false, false]);
+    assert_eq!(
+        trace.blocks.iter().map(|b| b.lingers).collect::<Vec<_>>(),
+        [false, true, false, false]
+    );
     assert_eq!(trace.live_at_end, 0);
 }
 
@@ -266,9 +296,13 @@ fn wide(rows: &str, device: Option<u32>) -> Result<Trace, TraceError> {
 fn a_header_says_where_each_field_stands_and_what_it_does_not_know_is_noted() {
     let plain = Trace::from_rows("0,a,1,100,3\n1,f,1,100,3\n2,c,1,100,3\n");
     let shuffled =
-        parse("colour,bytes,id,op,stream,t_us\nred,100,1,a,3,0\n,100,1,f,3,1\n,100,1,c,3,2\n").unwrap();
+        parse("colour,bytes,id,op,stream,t_us\nred,100,1,a,3,0\n,100,1,f,3,1\n,100,1,c,3,2\n")
+            .unwrap();
     assert_eq!((&shuffled.blocks, &shuffled.steps), (&plain.blocks, &plain.steps));
-    assert_eq!(shuffled.notes, ["fields of the trace that mean nothing here are passed over: colour"]);
+    assert_eq!(
+        shuffled.notes,
+        ["fields of the trace that mean nothing here are passed over: colour"]
+    );
     assert!(plain.notes.is_empty() && plain.memory.is_empty() && plain.device.is_none());
 }
 
@@ -277,7 +311,10 @@ fn devices_have_streams_of_their_own_and_one_of_them_is_replayed() {
     let rows = "0,a,1,100,1,cached,0,\n0,a,2,200,1,cached,3,\n0,a,3,50,1,pinned,host:1,\n1,f,2,200,1,cached,3,\n\
                 1,c,2,200,1,cached,3,\n2,a,4,7,9,stable,3,a%2Cb%25\n3,g,0,99,0,cached,3,\n3,x,0,99,0,cached,0,\n";
     let trace = wide(rows, None).unwrap();
-    assert_eq!((trace.device, trace.streams, trace.allocations(), trace.skipped), (Some(3), 2, 2, 1));
+    assert_eq!(
+        (trace.device, trace.streams, trace.allocations(), trace.skipped),
+        (Some(3), 2, 2, 1)
+    );
     assert_eq!(trace.notes.len(), 2, "{:?}", trace.notes);
     let told: Vec<_> = trace
         .memory
@@ -286,7 +323,8 @@ fn devices_have_streams_of_their_own_and_one_of_them_is_replayed() {
             format!("{device} {} {:?} {}", account.kind.name(), account.tag, account.bytes)
         })
         .collect();
-    let expected = ["0 cached \"\" 100", "3 cached \"\" 0", "3 stable \"a,b%\" 7", "host:1 pinned \"\" 50"];
+    let expected =
+        ["0 cached \"\" 100", "3 cached \"\" 0", "3 stable \"a,b%\" 7", "host:1 pinned \"\" 50"];
     assert_eq!(told, expected);
     let other = wide(rows, Some(0)).unwrap();
     assert_eq!((other.device, other.streams, other.allocations()), (Some(0), 1, 1));
@@ -317,10 +355,16 @@ fn what_cannot_be_a_trace_is_refused_whatever_it_is() {
         ("0,a,1,5,0,cached,0,%\u{fc}\n", "row 2: tag is"),
         ("0,f,1,5,0,cached,0,\n", "row 2: block 1 is freed but was never allocated"),
         ("0,c,1,5,0,cached,0,\n", "row 2: block 1 is completed but was never allocated"),
-        ("0,a,1,5,0,cached,0,\n0,f,1,5,0,cached,1,\n", "row 3: block 1 is freed but was never allocated"),
+        (
+            "0,a,1,5,0,cached,0,\n0,f,1,5,0,cached,1,\n",
+            "row 3: block 1 is freed but was never allocated",
+        ),
         ("0,a,1,5,0,cached,0,\n0,a,1,5,0,cached,0,\n", "row 3: block 1 is allocated twice"),
         ("0,a,1,5,0,pinned,host,\n0,a,1,5,0,pinned,host,\n", "row 3: block 1 is allocated twice"),
-        ("0,a,1,5,0,pinned,host,\n", "no device memory is allocated in it; its 1 blocks are pinned"),
+        (
+            "0,a,1,5,0,pinned,host,\n",
+            "no device memory is allocated in it; its 1 blocks are pinned",
+        ),
         ("0,g,0,5,0,cached,0,\n", "nothing is allocated"),
         ("0,g,0,0,0,cached,0,\n", "row 2: a block of 0 bytes"),
         ("0,g,0,-1,0,cached,0,\n", "row 2: a block of -1 bytes"),
@@ -330,7 +374,10 @@ fn what_cannot_be_a_trace_is_refused_whatever_it_is() {
         ("0,a,99999999999999999999,5,0,cached,0,\n", "row 2: id is"),
         ("0,a,-1,5,0,cached,0,\n", "row 2: id is"),
         ("0,a,1,5,99999999999999999999,cached,0,\n", "row 2: stream is"),
-        ("0,a,1,18446744073709551615,0,cached,0,\n", "row 2: a block of 18446744073709551615 bytes"),
+        (
+            "0,a,1,18446744073709551615,0,cached,0,\n",
+            "row 2: a block of 18446744073709551615 bytes",
+        ),
         ("0,a,1,1e9,0,cached,0,\n", "row 2: bytes is"),
         ("0,a,1, 5,0,cached,0,\n", "row 2: bytes is"),
         ("0,A,1,5,0,cached,0,\n", "row 2: op is \"A\""),
@@ -361,11 +408,17 @@ fn what_cannot_be_a_trace_is_refused_whatever_it_is() {
         let said = parse(text).expect_err(text).to_string();
         assert!(said.starts_with("row 1: not a trace"), "{text:?}: {said}");
     }
-    let wider =
-        format!("t_us,op,id,bytes,stream,{}x\n", (0..40).map(|n| format!("c{n},")).collect::<String>());
+    let wider = format!(
+        "t_us,op,id,bytes,stream,{}x\n",
+        (0..40).map(|n| format!("c{n},")).collect::<String>()
+    );
     assert!(parse(&wider).expect_err("too wide").to_string().starts_with("row 1: not a trace"));
-    let said = wide("0,a,1,5,0,cached,2,\n0,a,2,5,0,cached,4,\n", Some(3)).expect_err("no such device");
-    assert_eq!(said.to_string(), "nothing is allocated on device 3 in it, but on 2 devices from 2 to 4");
+    let said =
+        wide("0,a,1,5,0,cached,2,\n0,a,2,5,0,cached,4,\n", Some(3)).expect_err("no such device");
+    assert_eq!(
+        said.to_string(),
+        "nothing is allocated on device 3 in it, but on 2 devices from 2 to 4"
+    );
     assert!(parse_device("t_us,op,id,bytes,stream\n0,a,1,5,0\n", 0).is_err(), "it has no devices");
 }
 
@@ -382,7 +435,8 @@ fn packed() -> [(&'static str, Vec<u8>); 3] {
     let mut gz = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::default());
     gz.write_all(&rows).unwrap();
     let gz = gz.finish().unwrap();
-    let zst = ruzstd::encoding::compress_to_vec(&rows[..], ruzstd::encoding::CompressionLevel::Fastest);
+    let zst =
+        ruzstd::encoding::compress_to_vec(&rows[..], ruzstd::encoding::CompressionLevel::Fastest);
     [("gz", gz), ("xz", xz), ("zst", zst)]
 }
 
@@ -439,7 +493,9 @@ fn a_compressed_trace_that_asks_for_gigabytes_of_memory_is_refused() {
 
 fn crc32(bytes: &[u8]) -> u32 {
     let step = |crc: u32, byte: &u8| {
-        (0..8).fold(crc ^ u32::from(*byte), |crc, _| (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg()))
+        (0..8).fold(crc ^ u32::from(*byte), |crc, _| {
+            (crc >> 1) ^ (0xEDB8_8320 & (crc & 1).wrapping_neg())
+        })
     };
     !bytes.iter().fold(!0, step)
 }

@@ -239,7 +239,9 @@ impl Side for Malloc {
         if let Some(block) = self.keep(Layout::for_value(source)) {
             // SAFETY: 1. both have the slice's bytes. 2. The block is new, so it is elsewhere.
             unsafe {
-                block.cast().copy_from_nonoverlapping(NonNull::from(source).cast::<u32>(), source.len());
+                block
+                    .cast()
+                    .copy_from_nonoverlapping(NonNull::from(source).cast::<u32>(), source.len());
             };
         }
     }

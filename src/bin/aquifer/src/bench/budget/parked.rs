@@ -11,7 +11,9 @@ use crate::{
 };
 use aquifer_core::{Budget, MemoryError, Result, Tag};
 use aquifer_device::{DeviceBuffer, DevicePool, Park, Parkable, PoolConfig};
-use aquifer_host::{PinnedBuf, PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology};
+use aquifer_host::{
+    PinnedBuf, PinnedConfig, PinnedPool, kernel::Kernel, region::Host, topology::Topology,
+};
 use aquifer_stream::Stream;
 use std::time::Instant;
 
@@ -55,7 +57,8 @@ pub(super) fn measure(bench: &mut Bench) -> Result<()> {
     let node = Host::new(Topology::read()?, Kernel::new()).with_driver(driver.clone(), device);
     let pinned = PinnedPool::new(&node, &Budget::unlimited("bench"), PinnedConfig::default())?;
     pinned.warm((BYTES + GIB) as usize)?;
-    let pool = DevicePool::open(driver, device, PoolConfig::with_budget(Budget::new("the device", free)))?;
+    let pool =
+        DevicePool::open(driver, device, PoolConfig::with_budget(Budget::new("the device", free)))?;
     let stream = pool.stream()?;
     let link = repeat(bench.pace, || linked(&pool, &stream, &pinned))?;
     let parkable = pool.parkable(Tag::named("bench"))?;

@@ -58,7 +58,8 @@ pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
         return Vec::new();
     }
     let of_size = |bytes| {
-        let steps = STEPS.into_iter().flat_map(move |s| [step_name(s, bytes), whole_name(s, bytes)]);
+        let steps =
+            STEPS.into_iter().flat_map(move |s| [step_name(s, bytes), whole_name(s, bytes)]);
         steps.chain([move_name(bytes)])
     };
     let accesses = SHARED.into_iter().flat_map(|bytes| access_names(bench, bytes));
@@ -156,7 +157,9 @@ impl Drop for Range<'_> {
         // What the driver will not take back goes with the process.
         if self.unmap().is_ok() {
             // SAFETY: 1. the range was reserved for this value, nothing is mapped in it, and nobody else knows it.
-            let _ = unsafe { self.driver().address_free(self.session.device, self.address, self.bytes) };
+            let _ = unsafe {
+                self.driver().address_free(self.session.device, self.address, self.bytes)
+            };
         }
         let _ = self.release();
     }
@@ -168,7 +171,9 @@ fn handles(bench: &mut Bench<'_>, session: &Session, bytes: u64) -> Result<(), D
     let wanted = |step: &str| {
         bench.sheet.wants(&step_name(step, bytes)) || bench.sheet.wants(&whole_name(step, bytes))
     };
-    if STEPS.iter().any(|step| wanted(step)) && bench.has_room(&step_name(STEPS[0], bytes), WHOLE, false) {
+    if STEPS.iter().any(|step| wanted(step))
+        && bench.has_room(&step_name(STEPS[0], bytes), WHOLE, false)
+    {
         let here = [session.device];
         let figures = repeat(bench.pace, || {
             let mut range = Range::reserve(session, WHOLE)?;
@@ -181,7 +186,12 @@ fn handles(bench: &mut Bench<'_>, session: &Session, bytes: u64) -> Result<(), D
             ])
         })?;
         for (step, ns) in STEPS.into_iter().zip(figures) {
-            bench.sheet.add(&step_name(step, bytes), Unit::UsPerHandle, ns / (WHOLE / bytes) as f64, None);
+            bench.sheet.add(
+                &step_name(step, bytes),
+                Unit::UsPerHandle,
+                ns / (WHOLE / bytes) as f64,
+                None,
+            );
             bench.sheet.add(&whole_name(step, bytes), Unit::UsPerGib, ns, None);
         }
     }
@@ -221,8 +231,11 @@ fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
                 continue;
             }
             let Some(devices) = devices.get(..=peers) else {
-                let reason = refused.map_or_else(|| "nobody said why".to_owned(), |e| e.to_string());
-                bench.sheet.leave_out(name, format!("{} devices can reach it: {reason}", devices.len()));
+                let reason =
+                    refused.map_or_else(|| "nobody said why".to_owned(), |e| e.to_string());
+                bench
+                    .sheet
+                    .leave_out(name, format!("{} devices can reach it: {reason}", devices.len()));
                 continue;
             };
             let figure = repeat(bench.pace, || {

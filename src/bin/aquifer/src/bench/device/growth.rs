@@ -93,7 +93,9 @@ fn grow_and_trim(bench: &mut Bench<'_>) -> Result<()> {
         let pool = pool(&session)?;
         let source = Pooled::on(&pool)?;
         let trim = || match pool.trim(0)? {
-            given if given < GIB => Err(unmoved("trim", format!("{given} bytes given back of {GIB}"))),
+            given if given < GIB => {
+                Err(unmoved("trim", format!("{given} bytes given back of {GIB}")))
+            }
             _ => Ok(()),
         };
         repeat(bench.pace, || there_and_back(&source, trim))?
@@ -161,7 +163,8 @@ mod moving {
         let before = pool.stats().moves;
         let begun = Instant::now();
         // Half of what is free: the last of it would be searched for longest.
-        let moved = (0..BUDGET / handle / 8).map(|_| take(2 * handle)).collect::<Result<Vec<_>>>()?;
+        let moved =
+            (0..BUDGET / handle / 8).map(|_| take(2 * handle)).collect::<Result<Vec<_>>>()?;
         let took = begun.elapsed();
         let moves = pool.stats().moves - before;
         drop((moved, blocks));

@@ -124,7 +124,8 @@ impl<S: Source> Cache<S> {
     /// With holes for the largest of `levels`, or for as many as there is time for.
     fn make(source: S, levels: &[u64], until: Option<Instant>) -> Self {
         let count = levels.last().copied().unwrap_or(0);
-        let mut cache = Self { lane: Lane::new(source), holes: Vec::new(), stay: Vec::new(), freed: 0 };
+        let mut cache =
+            Self { lane: Lane::new(source), holes: Vec::new(), stay: Vec::new(), freed: 0 };
         cache.holes.reserve(count as usize);
         cache.stay.reserve(count as usize);
         // In one piece first, so that the memory is there and holes and blocks lie as they are asked for.
@@ -146,7 +147,12 @@ impl<S: Source> Cache<S> {
     }
 
     /// Pairs past each number of holes, as far as they come in time.
-    fn levels(&mut self, bench: &mut Bench<'_>, levels: &[u64], until: Option<Instant>) -> Vec<Outcome> {
+    fn levels(
+        &mut self,
+        bench: &mut Bench<'_>,
+        levels: &[u64],
+        until: Option<Instant>,
+    ) -> Vec<Outcome> {
         let mut outcomes = Vec::new();
         for &level in levels {
             while self.freed < level && !(self.freed.is_multiple_of(1024) && over(until)) {

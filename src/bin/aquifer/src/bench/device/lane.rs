@@ -144,7 +144,8 @@ where
     let first = spans.iter().map(|span| span.0).min();
     let last = spans.iter().map(|span| span.1).max();
     let took = first.zip(last).map_or(Duration::ZERO, |(first, last)| last.duration_since(first));
-    let own: f64 = spans.iter().map(|(begun, ended)| ended.duration_since(*begun).as_nanos() as f64).sum();
+    let own: f64 =
+        spans.iter().map(|(begun, ended)| ended.duration_since(*begun).as_nanos() as f64).sum();
     let all = (operations * count as u64).max(1) as f64;
     Lap { took, over_all: took.as_nanos() as f64 / all, each: own / all, failed }
 }

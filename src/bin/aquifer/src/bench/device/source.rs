@@ -135,7 +135,8 @@ impl Source for Async {
     #[inline]
     fn give(&self, held: Address) -> Result<()> {
         // SAFETY: 1. an `Address` comes from `pool_alloc` in `take` only, and goes here. 2. no work uses it.
-        unsafe { self.pool.driver.pool_free(self.stream.raw(), held.0) }.map_err(|e| self.pool.refused(e))
+        unsafe { self.pool.driver.pool_free(self.stream.raw(), held.0) }
+            .map_err(|e| self.pool.refused(e))
     }
 
     fn rest(&self) -> Result<()> {

@@ -25,8 +25,13 @@ fn names(bench: &Bench<'_>) -> Vec<String> {
 
 #[test]
 fn sizes_are_written_as_people_name_them() {
-    let table =
-        [(256, "256 B"), (4 << 10, "4 KiB"), (1 << 20, "1 MiB"), (64 << 20, "64 MiB"), (4 << 30, "4 GiB")];
+    let table = [
+        (256, "256 B"),
+        (4 << 10, "4 KiB"),
+        (1 << 20, "1 MiB"),
+        (64 << 20, "64 MiB"),
+        (4 << 30, "4 GiB"),
+    ];
     for (bytes, name) in table {
         assert_eq!(size(bytes), name);
     }
@@ -98,7 +103,11 @@ fn on_a_gpu_the_drivers_allocator_stands_beside_each_row() {
         assert!(bench.sheet.failures.is_empty(), "{:?}", bench.sheet.failures);
         assert!(!bench.sheet.rows.is_empty(), "{pattern}");
         for row in bench.sheet.rows.iter().filter(|row| !row.name.starts_with("malloc")) {
-            assert_eq!(row.peer.as_ref().map(|peer| peer.name.as_str()), Some(source::ASYNC), "{row:?}");
+            assert_eq!(
+                row.peer.as_ref().map(|peer| peer.name.as_str()),
+                Some(source::ASYNC),
+                "{row:?}"
+            );
         }
     }
     // Pools and streams are gone, and all that they held.
@@ -113,7 +122,8 @@ fn the_drivers_calls_have_rows_for_each_handle_and_each_device_and_leave_nothing
     let place = as_if_real(&sim);
     let bench = measured(&place, Some("driver"), true);
     assert!(bench.sheet.failures.is_empty(), "{:?}", bench.sheet.failures);
-    let expected: Vec<_> = names(&bench).into_iter().filter(|name| name.starts_with("driver")).collect();
+    let expected: Vec<_> =
+        names(&bench).into_iter().filter(|name| name.starts_with("driver")).collect();
     let mut measured: Vec<_> = bench.sheet.rows.iter().map(|row| row.name.clone()).collect();
     assert_eq!(measured.len(), expected.len());
     measured.retain(|name| !expected.contains(name));
@@ -128,7 +138,8 @@ fn accesses(sim: &Sim) -> (Vec<String>, Vec<(String, String)>) {
     let bench = measured(&place, Some("peer"), true);
     assert!(bench.sheet.failures.is_empty(), "{:?}", bench.sheet.failures);
     let short = |name: &str| name.strip_prefix("driver set access, ").unwrap().to_owned();
-    let left = bench.sheet.left_out.iter().map(|left| (short(&left.row), left.why.clone())).collect();
+    let left =
+        bench.sheet.left_out.iter().map(|left| (short(&left.row), left.why.clone())).collect();
     (bench.sheet.rows.iter().map(|row| short(&row.name)).collect(), left)
 }
 
@@ -139,7 +150,10 @@ fn access_has_a_row_for_each_number_of_peers_and_each_size() {
         (2, &["2 MiB, 0 peers", "2 MiB, 1 peer", "64 MiB, 0 peers", "64 MiB, 1 peer"]),
     ] {
         let sim = Sim::h200(devices).symbolic();
-        assert_eq!(accesses(&sim), (expected.iter().map(|&name| name.to_owned()).collect(), Vec::new()));
+        assert_eq!(
+            accesses(&sim),
+            (expected.iter().map(|&name| name.to_owned()).collect(), Vec::new())
+        );
         assert!(sim.violations().is_empty());
     }
     let (four, left) = accesses(&Sim::h200(4).symbolic());
@@ -158,7 +172,11 @@ fn peers_that_cannot_reach_the_memory_are_passed_over_and_the_rows_that_lack_the
         left.iter().map(|(row, _)| row.as_str()).collect::<Vec<_>>(),
         ["2 MiB, 3 peers", "64 MiB, 3 peers"]
     );
-    assert!(left[0].1.starts_with("3 devices can reach it: ") && left[0].1.contains("217"), "{}", left[0].1);
+    assert!(
+        left[0].1.starts_with("3 devices can reach it: ") && left[0].1.contains("217"),
+        "{}",
+        left[0].1
+    );
 
     let apart = Sim::new({
         let mut config = SimConfig::h200(3);

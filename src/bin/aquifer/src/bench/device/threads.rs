@@ -59,7 +59,9 @@ impl Job {
 }
 
 pub(super) fn names(_: &Bench<'_>) -> Vec<String> {
-    let of = |job: Job| THREADS.into_iter().flat_map(move |threads| job.rows(threads)).chain([job.scaling()]);
+    let of = |job: Job| {
+        THREADS.into_iter().flat_map(move |threads| job.rows(threads)).chain([job.scaling()])
+    };
     Job::ALL.into_iter().flat_map(of).collect()
 }
 
@@ -93,14 +95,22 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
 }
 
 /// Adds the rows of so many threads, and answers with the pool's outcome; none if there is no room.
-fn together(bench: &mut Bench<'_>, job: Job, threads: usize, rows: &[String; 2]) -> Result<Option<Outcome>> {
+fn together(
+    bench: &mut Bench<'_>,
+    job: Job,
+    threads: usize,
+    rows: &[String; 2],
+) -> Result<Option<Outcome>> {
     let session = bench.session();
     let (pool, peer) = (pool(&session)?, bench.peer(&session)?);
     let works: Vec<_> = match job {
         Job::Pairs => Vec::new(),
-        Job::Random => (0..threads as u64).map(|n| Work::random(RANDOM, n, threads as u64)).collect(),
+        Job::Random => {
+            (0..threads as u64).map(|n| Work::random(RANDOM, n, threads as u64)).collect()
+        }
     };
-    let bytes = works.iter().map(|work| work.peak / 4 * 5).sum::<u64>().max(threads as u64 * (2 << 20));
+    let bytes =
+        works.iter().map(|work| work.peak / 4 * 5).sum::<u64>().max(threads as u64 * (2 << 20));
     if rows.each_ref().map(|row| bench.has_room(row, bytes, peer.is_some())).contains(&false) {
         return Ok(None);
     }
@@ -130,7 +140,9 @@ where
         [first, ..] => {
             let operations = first.operations.len() as u64;
             Box::new(move |times| {
-                crew(&mut lanes, operations * times, |number, lane| lane.play(&works[number], times))
+                crew(&mut lanes, operations * times, |number, lane| {
+                    lane.play(&works[number], times)
+                })
             })
         }
     }

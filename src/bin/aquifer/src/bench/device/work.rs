@@ -128,9 +128,13 @@ mod tests {
 
     /// Every step, folded into one number (FNV-1a over the slot, the kind and the size as whole numbers).
     fn folded(work: &Work) -> u64 {
-        let fields =
-            work.operations.iter().flat_map(|o| [u64::from(o.slot), u64::from(o.allocates), o.bytes]);
-        fields.fold(0xcbf2_9ce4_8422_2325, |hash, field| (hash ^ field).wrapping_mul(0x0100_0000_01b3))
+        let fields = work
+            .operations
+            .iter()
+            .flat_map(|o| [u64::from(o.slot), u64::from(o.allocates), o.bytes]);
+        fields.fold(0xcbf2_9ce4_8422_2325, |hash, field| {
+            (hash ^ field).wrapping_mul(0x0100_0000_01b3)
+        })
     }
 
     /// The figures are those of two ports of the rules, one in Python and one in C++.

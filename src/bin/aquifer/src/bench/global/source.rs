@@ -19,7 +19,8 @@ use std::{
 };
 use tikv_jemallocator::Jemalloc;
 use tracking_allocator::{
-    AllocationGroupId, AllocationGroupToken, AllocationRegistry, AllocationTracker, Allocator as Tracking,
+    AllocationGroupId, AllocationGroupToken, AllocationRegistry, AllocationTracker,
+    Allocator as Tracking,
 };
 
 pub(super) static SYSTEM: System = System;
@@ -33,8 +34,11 @@ pub(super) struct Ours<A: 'static> {
     pub(super) tracked: Global<A, Tracked>,
 }
 
-pub(super) static OVER_SYSTEM: Ours<System> =
-    Ours { uncounted: Global::over(System), counted: Global::over(System), tracked: Global::over(System) };
+pub(super) static OVER_SYSTEM: Ours<System> = Ours {
+    uncounted: Global::over(System),
+    counted: Global::over(System),
+    tracked: Global::over(System),
+};
 pub(super) static OVER_MIMALLOC: Ours<MiMalloc> = Ours {
     uncounted: Global::over(MiMalloc),
     counted: Global::over(MiMalloc),
@@ -109,7 +113,14 @@ impl AllocationTracker for Counts {
         self.blocks.fetch_add(1, Ordering::Relaxed);
     }
 
-    fn deallocated(&self, _: usize, size: usize, _: usize, _: AllocationGroupId, _: AllocationGroupId) {
+    fn deallocated(
+        &self,
+        _: usize,
+        size: usize,
+        _: usize,
+        _: AllocationGroupId,
+        _: AllocationGroupId,
+    ) {
         self.bytes.fetch_sub(size, Ordering::Relaxed);
         self.blocks.fetch_sub(1, Ordering::Relaxed);
     }
@@ -149,7 +160,12 @@ unsafe impl Route for Empty {
 
     unsafe fn deallocate(&self, _block: NonNull<u8>, _layout: Layout) {}
 
-    unsafe fn resize(&self, _block: NonNull<u8>, _old: Layout, _new: Layout) -> Option<NonNull<u8>> {
+    unsafe fn resize(
+        &self,
+        _block: NonNull<u8>,
+        _old: Layout,
+        _new: Layout,
+    ) -> Option<NonNull<u8>> {
         None
     }
 

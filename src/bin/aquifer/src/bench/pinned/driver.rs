@@ -32,7 +32,8 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
         let direct = Direct { driver: bench.driver.clone(), device: bench.device };
         let contenders = vec![pairs(direct, bytes), pairs(Pinned::on(&pool), bytes)];
         let mut outcomes = contest(bench.pace, contenders).into_iter();
-        let (direct, own) = (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
+        let (direct, own) =
+            (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
         bench.sheet.note(&name, direct.failed);
         bench.sheet.note(&format!("{name} (peer)"), own.failed);
         bench.sheet.add(&name, Unit::NsPerPair, direct.each, Some(("the pool", own.each)));

@@ -85,13 +85,16 @@ pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
         let work = Work::random_within(bytes, 0, live(bench));
         // With as much again, so that it never has to grow, as a pool that has run for a while need not.
         let needed = 2 * work.peak + (64 << 20);
-        if !(bench.sheet.wants(&name) || bench.sheet.wants(&waste)) || !bench.has_room(&name, needed) {
+        if !(bench.sheet.wants(&name) || bench.sheet.wants(&waste))
+            || !bench.has_room(&name, needed)
+        {
             continue;
         }
         let pool = bench.pool(needed)?;
         let contenders = vec![work_of(Pinned::on(&pool), &work), work_of(Malloc, &work)];
         let mut outcomes = contest(bench.pace, contenders).into_iter();
-        let (own, peer) = (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
+        let (own, peer) =
+            (outcomes.next().unwrap_or_default(), outcomes.next().unwrap_or_default());
         bench.sheet.note(&name, own.failed);
         bench.sheet.note(&format!("{name} (peer)"), peer.failed);
         bench.sheet.add(&name, Unit::NsPerOperation, own.each, Some((SAME, peer.each)));
@@ -135,7 +138,8 @@ impl Job {
     fn rows(self, threads: usize) -> [String; 2] {
         let s = if threads == 1 { "" } else { "s" };
         let what = if self.random { "random up to " } else { "" };
-        ["over all", "each"].map(|of| format!("{threads} thread{s}, {what}{}, {of}", size(self.bytes)))
+        ["over all", "each"]
+            .map(|of| format!("{threads} thread{s}, {what}{}, {of}", size(self.bytes)))
     }
 }
 
@@ -190,11 +194,15 @@ where
 {
     let mut lanes: Vec<_> = sources.into_iter().map(Lane::new).collect();
     match works {
-        [] => Box::new(move |pairs| crew(&mut lanes, 2 * pairs, |_, lane| lane.pairs(bytes, pairs))),
+        [] => {
+            Box::new(move |pairs| crew(&mut lanes, 2 * pairs, |_, lane| lane.pairs(bytes, pairs)))
+        }
         [first, ..] => {
             let operations = first.operations.len() as u64;
             Box::new(move |times| {
-                crew(&mut lanes, operations * times, |number, lane| lane.play(&works[number], times))
+                crew(&mut lanes, operations * times, |number, lane| {
+                    lane.play(&works[number], times)
+                })
             })
         }
     }

@@ -107,7 +107,8 @@ pub(super) fn names(bench: &Bench<'_>) -> Vec<String> {
 }
 
 pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
-    let node = bench.host.topology.node_of_device(bench.place.info()).ok().and_then(|found| found.value);
+    let node =
+        bench.host.topology.node_of_device(bench.place.info()).ok().and_then(|found| found.value);
     let wanted = |bytes: &u64| {
         let mut names = cases(bench, *bytes).iter().map(Case::name).collect::<Vec<_>>();
         names.extend([close_name(*bytes), in_place_name(*bytes)]);
@@ -117,8 +118,10 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
         touch(bench, node, most)?;
     }
     for &bytes in sizes(bench) {
-        let cases: Vec<_> =
-            cases(bench, bytes).into_iter().filter(|case| bench.sheet.wants(&case.name())).collect();
+        let cases: Vec<_> = cases(bench, bytes)
+            .into_iter()
+            .filter(|case| bench.sheet.wants(&case.name()))
+            .collect();
         let (close, in_place) = (close_name(bytes), in_place_name(bytes));
         let others = bench.sheet.wants(&close) || (bench.has_gpu() && bench.sheet.wants(&in_place));
         if cases.is_empty() && !others {
@@ -126,7 +129,11 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
         }
         let what = format!("region {}", size(bytes));
         if bytes > bench.room {
-            let why = format!("needs {} of {}", aquifer_core::Bytes(bytes), aquifer_core::Bytes(bench.room));
+            let why = format!(
+                "needs {} of {}",
+                aquifer_core::Bytes(bytes),
+                aquifer_core::Bytes(bench.room)
+            );
             bench.sheet.left_out.push(LeftOut { row: what, why });
             continue;
         }
@@ -150,7 +157,8 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
         }
         if ended.is_empty() && bench.sheet.wants(&close) {
             let workers = processors().clamp(1, 8);
-            let case = Case { bytes, tier: PageTier::Base, pages: "", workers, registration: CHUNK };
+            let case =
+                Case { bytes, tier: PageTier::Base, pages: "", workers, registration: CHUNK };
             ended.extend(ready(bench, node, &case)?.ok().map(|(_, gone)| gone));
         }
         if let Some(&gone) = ended.iter().min() {
@@ -195,7 +203,10 @@ fn missing(bench: &Bench<'_>, node: Option<NodeId>, case: &Case) -> Option<(Stri
     let region = format!("region {}", size(case.bytes));
     let there = processors();
     if case.workers > there {
-        return Some((format!("{region}, more than {there} workers"), format!("{there} processors here")));
+        return Some((
+            format!("{region}, more than {there} workers"),
+            format!("{there} processors here"),
+        ));
     }
     let page: u64 = match case.tier {
         PageTier::HugeTlb1G => GIB,
@@ -236,7 +247,8 @@ fn ready(
         let made = begun.elapsed();
         let report = region.report();
         if report.pages != case.tier {
-            let why = report.shortfalls.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
+            let why =
+                report.shortfalls.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
             return Ok(Err(why));
         }
         let begun = Instant::now();
@@ -253,8 +265,10 @@ fn driver(bench: &mut Bench<'_>, bytes: u64) -> Result<(Duration, Duration)> {
     // Seconds each, from 8 GiB on.
     for _ in 0..if bytes > GIB { 1 } else { 3 } {
         let begun = Instant::now();
-        let address =
-            bench.driver.host_alloc(bench.device, bytes as usize, HostFlags::default()).map_err(told)?;
+        let address = bench
+            .driver
+            .host_alloc(bench.device, bytes as usize, HostFlags::default())
+            .map_err(told)?;
         let made = begun.elapsed();
         let begun = Instant::now();
         #[expect(unsafe_code, reason = "gives back what the driver allocated")]
@@ -264,7 +278,11 @@ fn driver(bench: &mut Bench<'_>, bytes: u64) -> Result<(Duration, Duration)> {
         match freed {
             Ok(gone) => best = (best.0.min(made), best.1.min(gone)),
             Err(e) => {
-                bench.sheet.failures.push(Failure { row: DRIVER.to_owned(), count: 1, said: e.to_string() });
+                bench.sheet.failures.push(Failure {
+                    row: DRIVER.to_owned(),
+                    count: 1,
+                    said: e.to_string(),
+                });
                 break;
             }
         }
@@ -278,7 +296,8 @@ fn in_place_once(bench: &Bench<'_>, bytes: u64) -> Result<Duration> {
     let mut best = Duration::MAX;
     for _ in 0..laps(bytes) {
         let begun = Instant::now();
-        let pinned = InPlace::new(&bench.host, &Budget::unlimited("bench"), memory, HostFlags::default());
+        let pinned =
+            InPlace::new(&bench.host, &Budget::unlimited("bench"), memory, HostFlags::default());
         let took = begun.elapsed();
         memory = pinned.map_err(|refused| MemoryError::from(refused.error))?.close()?;
         best = best.min(took);
@@ -314,8 +333,11 @@ mod tests {
             let name = case.name();
             let row = bench.sheet.rows.iter().find(|row| row.name == name);
             let too_many = format!("region {}, more than {} workers", size(bytes), processors());
-            let why =
-                bench.sheet.left_out.iter().find(|left| name.starts_with(&left.row) || left.row == too_many);
+            let why = bench
+                .sheet
+                .left_out
+                .iter()
+                .find(|left| name.starts_with(&left.row) || left.row == too_many);
             assert!(row.is_some() || why.is_some(), "{name}");
             assert!(row.is_none_or(|row| row.value() > 0.0 && row.peer.is_none()), "{row:?}");
         }

@@ -54,7 +54,8 @@ impl Source for Pinned {
 
     #[inline(always)]
     fn take(&self, bytes: u64) -> Result<Held, Self::Refused> {
-        let too_large = || Box::new(MemoryError::TooLarge { requested: bytes, limit: isize::MAX as u64 });
+        let too_large =
+            || Box::new(MemoryError::TooLarge { requested: bytes, limit: isize::MAX as u64 });
         let layout = layout(bytes).ok_or_else(too_large)?;
         match self.allocator.allocate(layout) {
             Ok(block) => Ok(Held(block.cast(), layout)),

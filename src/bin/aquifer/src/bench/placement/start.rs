@@ -53,7 +53,8 @@ fn started(driver: Arc<dyn Driver>) -> Result<f64> {
 /// Nanoseconds for one on this machine's driver, and for that driver before.
 fn opened_and_started() -> Result<[f64; 2]> {
     let begun = Instant::now();
-    let Gpus { driver, devices } = Gpus::open().map_err(|_| MemoryError::NoDevice { asked: 0, count: 0 })?;
+    let Gpus { driver, devices } =
+        Gpus::open().map_err(|_| MemoryError::NoDevice { asked: 0, count: 0 })?;
     for info in &devices {
         driver.memory_info(info.device).map_err(|e| MemoryError::driver(info.device, e))?;
     }

@@ -20,7 +20,8 @@ fn rounds() -> Vec<Round> {
         peak_physical: 14 << 30,
         paths: Some(paths),
     };
-    let later = Tally { driver_calls: 2_400, memory_calls: 0, event_calls: 2_400, moves: 12, ..first };
+    let later =
+        Tally { driver_calls: 2_400, memory_calls: 0, event_calls: 2_400, moves: 12, ..first };
     let rounds = [(1234.0, first), (41.25, later), (41.5, later)];
     rounds.map(|(ns, tally)| Round { ns, tally }).to_vec()
 }
@@ -144,7 +145,10 @@ fn no_screen_is_larger_than_a_terminal() {
     // A command is never cut: a path that is too long for one line gets one of its own.
     let screen = Report { trace: long.clone(), ..clean() }.to_screen();
     assert!(screen.lines().count() <= HEIGHT);
-    assert!(screen.ends_with(&format!("next  aquifer replay \\\n  '{long}' \\\n  --fit")), "{screen}");
+    assert!(
+        screen.ends_with(&format!("next  aquifer replay \\\n  '{long}' \\\n  --fit")),
+        "{screen}"
+    );
 }
 
 #[test]

@@ -12,7 +12,8 @@ fn made(text: &str) -> Trace {
 fn digest(trace: &Trace) -> u64 {
     let mut text = String::new();
     for block in &trace.blocks {
-        write!(text, "{} {} {:?} {};", block.bytes, block.stream, block.freed_on, block.lingers).unwrap();
+        write!(text, "{} {} {:?} {};", block.bytes, block.stream, block.freed_on, block.lingers)
+            .unwrap();
     }
     for step in &trace.steps {
         write!(text, "{:?} {};", step.action, step.block).unwrap();
@@ -36,7 +37,8 @@ fn every_workload_is_the_same_each_time_and_everywhere() {
         ("steady", 1, 30_912, 3_000_786_944, 0x25d1_a2b1_f0ae_49c0),
     ];
     assert_eq!(table.len(), WORKLOADS.len());
-    for ((name, streams, operations, peak, expected), workload) in table.into_iter().zip(&WORKLOADS) {
+    for ((name, streams, operations, peak, expected), workload) in table.into_iter().zip(&WORKLOADS)
+    {
         assert_eq!(name, workload.name);
         let trace = made(&format!("made:{name}"));
         assert_eq!(
@@ -45,7 +47,11 @@ fn every_workload_is_the_same_each_time_and_everywhere() {
             "{name}: {:#018x}",
             digest(&trace)
         );
-        assert_eq!(digest(&trace), digest(&made(&format!("made:{name},seed=1,scale=1,length=1"))), "{name}");
+        assert_eq!(
+            digest(&trace),
+            digest(&made(&format!("made:{name},seed=1,scale=1,length=1"))),
+            "{name}"
+        );
     }
 }
 
@@ -69,7 +75,9 @@ fn a_seed_makes_another_of_the_same_kind_and_a_scale_a_larger_one() {
 #[test]
 fn no_option_makes_a_trace_that_cannot_be_played() {
     for workload in &WORKLOADS {
-        for options in ["scale=0.001", "scale=64", "length=0.001", "seed=18446744073709551615,scale=0.5"] {
+        for options in
+            ["scale=0.001", "scale=64", "length=0.001", "seed=18446744073709551615,scale=0.5"]
+        {
             let trace = made(&format!("made:{},{options}", workload.name));
             assert!(trace.operations() > 0, "{} {options}", workload.name);
         }
@@ -80,8 +88,18 @@ fn no_option_makes_a_trace_that_cannot_be_played() {
 fn the_sizes_are_such_that_a_search_takes_seconds() {
     for workload in &WORKLOADS {
         let trace = made(&format!("made:{}", workload.name));
-        assert!((1 << 30..8 << 30).contains(&trace.peak_live), "{}: {}", workload.name, trace.peak_live);
-        assert!((5000..60_000).contains(&trace.operations()), "{}: {}", workload.name, trace.operations());
+        assert!(
+            (1 << 30..8 << 30).contains(&trace.peak_live),
+            "{}: {}",
+            workload.name,
+            trace.peak_live
+        );
+        assert!(
+            (5000..60_000).contains(&trace.operations()),
+            "{}: {}",
+            workload.name,
+            trace.operations()
+        );
     }
 }
 

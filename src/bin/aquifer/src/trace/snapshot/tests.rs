@@ -29,7 +29,9 @@ fn a_snapshot_from_the_start_is_the_trace_that_happened() {
         "0,a,1,1000,0\n0,a,2,2000000,1\n0,f,1,1000,0\n0,c,1,1000,0\n0,a,3,3000,0\n0,f,3,3000,0\n0,c,3,3000,0\n\
          0,f,2,2000000,1\n0,c,2,2000000,1\n0,a,4,2000000,1\n",
     );
-    for name in ["start.pickle", "start.protocol2.pickle", "start.protocol5.pickle", "start.pickle.xz"] {
+    for name in
+        ["start.pickle", "start.protocol2.pickle", "start.protocol5.pickle", "start.pickle.xz"]
+    {
         let read = trace(name, None);
         assert_eq!((&read.blocks, &read.steps), (&same.blocks, &same.steps), "{name}");
         assert_eq!((read.streams, read.peak_live, read.skipped), (2, same.peak_live, 1), "{name}");
@@ -77,12 +79,21 @@ fn the_device_with_most_events_is_played_unless_another_is_asked_for() {
         let read = trace("devices.pickle", asked);
         assert_eq!(read.operations(), operations, "{asked:?}");
         let facts = read.snapshot.unwrap();
-        assert_eq!((facts.device, facts.devices, facts.blocks_at_start), (device, 3, blocks_at_start));
+        assert_eq!(
+            (facts.device, facts.devices, facts.blocks_at_start),
+            (device, 3, blocks_at_start)
+        );
     }
-    let refused = |device| Trace::read(&file("devices.pickle"), Some(device)).unwrap_err().to_string();
+    let refused =
+        |device| Trace::read(&file("devices.pickle"), Some(device)).unwrap_err().to_string();
     assert_eq!(refused(3), "no device of index 3: the snapshot has 3, counted from 0");
-    assert_eq!(refused(2), "nothing is allocated in it", "a device that did nothing and holds nothing");
-    let rows = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data/resnet_train.csv.xz");
+    assert_eq!(
+        refused(2),
+        "nothing is allocated in it",
+        "a device that did nothing and holds nothing"
+    );
+    let rows =
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../tests/data/resnet_train.csv.xz");
     for other in [rows.as_path(), Path::new("made:edge")] {
         let said = Trace::read(other, Some(0)).unwrap_err().to_string();
         assert_eq!(
@@ -108,14 +119,24 @@ fn what_makes_no_sense_is_refused_with_its_place() {
         ("event", "device_traces[0][1]: size is not a whole number"),
         ("action", "device_traces[0][0]: action is not one that is known"),
         ("size", "device_traces[0][0]: size is not the size of a block"),
-        ("twice", "device_traces[0][2]: the block at 0x7f0000000000 is freed, but was freed by event 1"),
-        ("order", "device_traces[0][1]: the block at 0x7f0000000000 is completed, but was live by event 0"),
-        ("reuse", "device_traces[0][1]: the block at 0x7f0000000000 is allocated, but was live by event 0"),
+        (
+            "twice",
+            "device_traces[0][2]: the block at 0x7f0000000000 is freed, but was freed by event 1",
+        ),
+        (
+            "order",
+            "device_traces[0][1]: the block at 0x7f0000000000 is completed, but was live by event 0",
+        ),
+        (
+            "reuse",
+            "device_traces[0][1]: the block at 0x7f0000000000 is allocated, but was live by event 0",
+        ),
         ("sizes", "device_traces[0][1]: the block at 0x7f0000000000 has 2 bytes here and 1 before"),
         ("state", "segments[0].blocks[0]: state is not one that is known"),
     ];
     for (name, expected) in table {
-        let said = Trace::read(&file(&format!("broken.{name}.pickle")), None).expect_err(name).to_string();
+        let said =
+            Trace::read(&file(&format!("broken.{name}.pickle")), None).expect_err(name).to_string();
         assert!(said.starts_with(expected) && !said.contains('\n'), "{name}: {said}");
     }
 }
@@ -233,18 +254,23 @@ impl Writer {
         self.text("device_traces");
         self.list(&[()], |w, ()| {
             w.list(events, |w, event| {
-                let fields = [("addr", event.address), ("size", event.bytes), ("stream", event.stream)];
+                let fields =
+                    [("addr", event.address), ("size", event.bytes), ("stream", event.stream)];
                 w.dict(&fields, ("action", event.action));
             });
         });
         self.text("segments");
         self.list(segments, |w, block| {
-            w.dict(&[("address", block.address), ("stream", block.stream)], ("segment_type", "large"));
+            w.dict(
+                &[("address", block.address), ("stream", block.stream)],
+                ("segment_type", "large"),
+            );
             // One more key, as Python writes one alone.
             w.text("blocks");
             w.list(&[()], |w, ()| {
                 let size = block.bytes.next_multiple_of(512);
-                let fields = [("address", block.address), ("size", size), ("requested_size", block.bytes)];
+                let fields =
+                    [("address", block.address), ("size", size), ("requested_size", block.bytes)];
                 w.dict(&fields, ("state", block.action));
             });
             w.bytes.push(b's');
@@ -267,7 +293,8 @@ struct Event {
 fn life(seed: u64, events: usize) -> Vec<Event> {
     let mut state = seed;
     let mut below = |most: u64| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) % most
     };
     let mut slots: [Option<Event>; 12] = [None; 12];
@@ -370,12 +397,14 @@ fn a_ring_that_begins_anywhere_has_the_same_bytes_live_from_there_on() {
             let before = left(gone);
             let facts = read.snapshot.unwrap();
             assert_eq!(facts.blocks_at_start, before.len() as u64, "{seed} {cut}");
-            let start = before.iter().filter(|b| b.action == "active_allocated").map(|b| b.bytes).sum();
+            let start =
+                before.iter().filter(|b| b.action == "active_allocated").map(|b| b.bytes).sum();
             let told = kept.iter().filter(|event| event.action != "free_completed");
             let expected = live(told.map(|event| (event.action == "alloc", event.bytes)), start);
             let steps = read.steps.iter().filter(|step| step.action != Action::Complete);
-            let all =
-                steps.map(|step| (step.action == Action::Allocate, read.blocks[step.block as usize].bytes));
+            let all = steps.map(|step| {
+                (step.action == Action::Allocate, read.blocks[step.block as usize].bytes)
+            });
             let all = live(all, 0);
             assert_eq!(all[all.len() - expected.len()..], expected, "{seed} {cut}");
             assert_eq!(

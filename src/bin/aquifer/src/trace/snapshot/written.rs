@@ -42,7 +42,9 @@ fn checked(name: &str, snapshots: &[MemorySnapshot]) -> Option<Vec<String>> {
             Some(String::from_utf8_lossy(&output.stdout).lines().map(str::to_owned).collect())
         }
         Err(e) => {
-            println!("skipped: what PyTorch's tools take for granted, since there is no python3: {e}");
+            println!(
+                "skipped: what PyTorch's tools take for granted, since there is no python3: {e}"
+            );
             None
         }
     }
@@ -89,8 +91,8 @@ fn what_a_pool_has_done_is_read_again_as_the_same_program() {
     // The rows up to here: the blocks that are still live have no end.
     let rows = program(config, |_| fs::read(&path).unwrap());
     fs::remove_file(&path).unwrap();
-    let same =
-        Trace::parse(Source::new(io::Cursor::new(rows)).unwrap(), None).unwrap_or_else(|e| panic!("{e}"));
+    let same = Trace::parse(Source::new(io::Cursor::new(rows)).unwrap(), None)
+        .unwrap_or_else(|e| panic!("{e}"));
 
     assert_eq!((&read.blocks, &read.steps), (&same.blocks, &same.steps));
     assert_eq!((read.streams, read.peak_live, read.live_at_end), (2, same.peak_live, 700));
@@ -158,7 +160,8 @@ fn a_device_that_did_nothing_has_an_empty_trace_between_those_that_did() {
 fn torn(seed: u64, lost: u64) -> Vec<Event> {
     let mut state = seed;
     let mut below = |most: u64| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 33) % most
     };
     let (mut slots, mut told) = ([None; 12], Vec::new());
@@ -169,7 +172,8 @@ fn torn(seed: u64, lost: u64) -> Vec<Event> {
             Some((core::Action::Allocate, bytes, stream)) => (core::Action::Free, bytes, stream),
             Some((_, bytes, stream)) => (core::Action::Complete, bytes, stream),
         };
-        slots[slot as usize] = (action != core::Action::Complete).then_some((action, bytes, stream));
+        slots[slot as usize] =
+            (action != core::Action::Complete).then_some((action, bytes, stream));
         let tag = [Tag::NONE, Tag::named("weights")][below(2) as usize];
         let (place, stream) = (Place::Device(DeviceId(0)), stream as u32);
         let address = (1 << 46) + slot * (3 << 20);
@@ -220,7 +224,8 @@ fn a_whole_record_is_told_without_making_anything_up() {
         assert_eq!(trace.allocations(), count(core::Action::Allocate));
         assert_eq!(trace.frees, count(core::Action::Free));
         let ended = trace.steps.iter().filter(|step| step.action == Action::Complete).count();
-        let at_once = trace.blocks.iter().filter(|block| block.freed_on.is_some() && !block.lingers).count();
+        let at_once =
+            trace.blocks.iter().filter(|block| block.freed_on.is_some() && !block.lingers).count();
         assert_eq!((ended + at_once) as u64, count(core::Action::Complete));
     }
     assert_eq!(Word::of(b"segment_map"), Some(Word::SegmentMap));
