@@ -6,9 +6,9 @@
 //! valgrind --tool=callgrind --toggle-collect='*::measured' target/release/deps/hot_path-* --count pair 1048576
 //! ```
 //!
-//! The driver is the simulator without its checks, so that what is left is the pool. A *pair* is one allocation and one
-//! free; a *batch* is 64 allocations, then their frees in the same order; *random* draws sizes up to a bound and frees
-//! in any order, by the rules of RMM's own benchmark.
+//! The driver is the simulator without its checks, so that what is left is the pool. A *pair* is
+//! one allocation and one free; a *batch* is 64 allocations, then their frees in the same order;
+//! *random* draws sizes up to a bound and frees in any order, by the rules of RMM's own benchmark.
 #![expect(clippy::print_stdout, reason = "a benchmark shows what it found")]
 
 use aquifer::{
@@ -64,7 +64,8 @@ enum Step {
     Free(usize),
 }
 
-/// `2 * count` steps: a size is drawn each time, and allocated in 73 of 100 cases while that is allowed.
+/// `2 * count` steps: a size is drawn each time, and allocated in 73 of 100 cases while that is
+/// allowed.
 fn steps(count: usize, most: u64) -> Vec<Step> {
     let mut state = 1_u64;
     let mut next = move || {

@@ -1,7 +1,8 @@
 //! A pipeline with one missing wait, and the simulator that names it.
 //!
-//! One stream fills a buffer, another sums it up, round after round. The second waits for the first. The first does not
-//! wait for the second before it fills the buffer anew: on most days it is slow enough.
+//! One stream fills a buffer, another sums it up, round after round. The second waits for the
+//! first. The first does not wait for the second before it fills the buffer anew: on most days it
+//! is slow enough.
 #![expect(clippy::print_stdout, reason = "an example shows what it found")]
 
 use aquifer::{
@@ -50,7 +51,8 @@ fn pipeline(sim: &Sim, careful: bool) -> Result<u64, DriverError> {
 fn main() -> Result<(), DriverError> {
     let right = 4096 * (1..=ROUNDS).sum::<u64>();
 
-    // Each seed runs the queues in another order, as machines and days do. The sum is wrong on some of them only.
+    // Each seed runs the queues in another order, as machines and days do. The sum is wrong on some
+    // of them only.
     let mut wrong = 0;
     for seed in 0..20 {
         let sim = Sim::h200(1).seeded(seed);

@@ -1,4 +1,5 @@
-//! A global allocator that knows who holds what, and a route that puts a library's buffers into pinned memory.
+//! A global allocator that knows who holds what, and a route that puts a library's buffers into
+//! pinned memory.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Bytes, Runtime, Tag, global, staging, tagged};
@@ -16,7 +17,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let rt = Runtime::builder().or_sim().build()?;
     staging::install(rt.pinned_near(0).clone())?;
 
-    // The reader knows nothing of pinned memory; what it allocates in this scope lies there all the same.
+    // The reader knows nothing of pinned memory; what it allocates in this scope lies there all the
+    // same.
     let path = std::env::temp_dir().join(format!("aquifer-example-{}", std::process::id()));
     std::fs::write(&path, "a line of text\n".repeat(1 << 19))?;
     let bytes: Vec<u8> = staging::route(|| std::fs::read(&path))?;

@@ -1,9 +1,10 @@
 //! Who holds what in a program, a cap on it, and a library's own columns in pinned memory.
 //!
-//! `cargo run --release --example global_report -- FILE.csv` reads a file of your own with whole numbers in it, which may be
-//! compressed with xz; without one it reads a trace of this project's. The reader is Arrow's, which knows nothing of pinned
-//! memory: the same call fills plain memory outside of a route and pinned memory inside of one, and each goes to the device
-//! from where it lies.
+//! `cargo run --release --example global_report -- FILE.csv` reads a file of your own with whole
+//! numbers in it, which may be compressed with xz; without one it reads a trace of this project's.
+//! The reader is Arrow's, which knows nothing of pinned memory: the same call fills plain memory
+//! outside of a route and pinned memory inside of one, and each goes to the device from where it
+//! lies.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Bytes, DeviceBuffer, Runtime, Stream, Tag, global, staging, tagged};
@@ -53,7 +54,8 @@ fn numbers(batches: &[RecordBatch]) -> impl Iterator<Item = &[i64]> {
     whole.filter(|column| column.null_count() == 0).map(|column| &column.values()[..])
 }
 
-/// Sends all columns to `x`, one behind the other, and answers with how long the best of three times took.
+/// Sends all columns to `x`, one behind the other, and answers with how long the best of three
+/// times took.
 fn upload(s: &Stream, columns: &[&[i64]], x: &mut DeviceBuffer<i64>) -> Result<Duration> {
     let mut best = Duration::MAX;
     for _ in 0..3 {

@@ -1,4 +1,5 @@
-//! Work that is captured once and launched many times, over memory of its own, while everything else goes on.
+//! Work that is captured once and launched many times, over memory of its own, while everything
+//! else goes on.
 //!
 //! Runs on the first GPU, or on a simulated one that checks each access where there is none.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
@@ -30,7 +31,8 @@ fn main() -> Result<(), MemoryError> {
 
     let mut back = vec![0; BYTES];
     for round in 0..100u8 {
-        // Each waits for what it needs: the fill for the last launch, the launch for the fill, the copy for the launch.
+        // Each waits for what it needs: the fill for the last launch, the launch for the fill, the
+        // copy for the launch.
         u.fill(&mut input, round)?;
         graph.launch(&s)?;
         // An ordinary block, which no launch writes.

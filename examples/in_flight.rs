@@ -20,7 +20,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let v = s.download(&x, v)?.wait()?;
     assert_eq!((v[0], v[v.len() - 1]), ((1 << 16) - 1, 0));
 
-    // Dropped instead of waited for, the vector's memory goes home when the copy is done, and no earlier.
+    // Dropped instead of waited for, the vector's memory goes home when the copy is done, and no
+    // earlier.
     drop(s.upload(v, &mut x)?);
     println!("copied {} bytes up and down", 2 * x.len() * size_of::<u64>());
     Ok(())

@@ -5,8 +5,8 @@ use aquifer::{Arena, Bytes};
 use hashbrown::HashMap;
 use std::{error::Error, fs, hash::RandomState};
 
-/// How often each word of `text` is in it, and the most frequent one. The words are copied into the arena, as if `text` were
-/// a buffer that is read anew for each batch.
+/// How often each word of `text` is in it, and the most frequent one. The words are copied into the
+/// arena, as if `text` were a buffer that is read anew for each batch.
 fn most_frequent<'a>(arena: &'a Arena, text: &str) -> Option<(&'a str, u32)> {
     let mut counts =
         HashMap::<&'a str, u32, RandomState, &'a Arena>::with_hasher_in(RandomState::new(), arena);

@@ -1,5 +1,5 @@
-//! A server that keeps a growing cache of keys and values for each sequence: two tenants on one device, each under a limit of
-//! its own, and one whose memory a placement has set aside.
+//! A server that keeps a growing cache of keys and values for each sequence: two tenants on one
+//! device, each under a limit of its own, and one whose memory a placement has set aside.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Budget, Bytes, MemoryError, Place, Policy, Reserved, Runtime, Stream, Tenant};
@@ -10,7 +10,8 @@ const TOKEN: usize = 128 << 10;
 /// Tokens that a sequence may have at most: addresses for 512 MiB, which cost no memory.
 const LONGEST: usize = 4096;
 
-/// A sequence with its cache. The address stays the same while the cache grows, so kernels and graphs keep it.
+/// A sequence with its cache. The address stays the same while the cache grows, so kernels and
+/// graphs keep it.
 struct Sequence {
     cache: Reserved<u8>,
     tokens: usize,
@@ -21,7 +22,8 @@ impl Sequence {
         Ok(Self { cache: tenant.reserve(stream, LONGEST * TOKEN)?, tokens: 0 })
     }
 
-    /// Makes room for `more` tokens and writes their keys and values. If the tenant's limit refuses, nothing has changed.
+    /// Makes room for `more` tokens and writes their keys and values. If the tenant's limit
+    /// refuses, nothing has changed.
     fn append(&mut self, stream: &Stream, more: usize, value: u8) -> Result<(), MemoryError> {
         let (start, end) = (self.tokens * TOKEN, (self.tokens + more) * TOKEN);
         self.cache.commit_to(end)?;
@@ -30,7 +32,8 @@ impl Sequence {
         Ok(())
     }
 
-    /// Cuts the sequence back. The memory is the tenant's no more; the pool has it again when the stream is done with it.
+    /// Cuts the sequence back. The memory is the tenant's no more; the pool has it again when the
+    /// stream is done with it.
     fn truncate(&mut self, tokens: usize) -> Result<(), MemoryError> {
         self.tokens = self.tokens.min(tokens);
         self.cache.decommit(self.tokens * TOKEN..LONGEST * TOKEN).map(drop)
@@ -52,7 +55,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     second.append(&s, 300, 2)?;
     println!("tenant a has {} live, tenant b {}", Bytes(a.live()), Bytes(b.live()));
 
-    // A refusal names the budget that stood in the way. A server evicts something of that tenant's, or lets the request wait.
+    // A refusal names the budget that stood in the way. A server evicts something of that tenant's,
+    // or lets the request wait.
     let address = second.cache.address();
     let refused = second.append(&s, 300, 3);
     let Err(MemoryError::OutOfMemory(error)) = &refused else {
@@ -63,7 +67,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     second.append(&s, 200, 3)?;
     assert_eq!(second.cache.address(), address, "growing moves nothing");
 
-    // Memory that a placement has set aside: no other request can take it before the cache has grown into it.
+    // Memory that a placement has set aside: no other request can take it before the cache has
+    // grown into it.
     let lease = rt.placer(Policy::MostFree).place(&Place::bytes(32 << 20))?;
     let stream = lease.stream()?;
     let mut cache: Reserved<u8> = lease.reserve(&stream, LONGEST * TOKEN)?;

@@ -1,7 +1,9 @@
-//! Loads a checkpoint of `safetensors` shards onto all devices, each its rows or columns of every matrix.
+//! Loads a checkpoint of `safetensors` shards onto all devices, each its rows or columns of every
+//! matrix.
 //!
-//! `cargo run --release --example load_safetensors -- FOLDER` loads the shards in a folder; without one a small checkpoint
-//! is made and loaded. Without a GPU two simulated ones are used. Every byte is read back and compared.
+//! `cargo run --release --example load_safetensors -- FOLDER` loads the shards in a folder; without
+//! one a small checkpoint is made and loaded. Without a GPU two simulated ones are used. Every byte
+//! is read back and compared.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "an example shows what it does")]
 
 use aquifer::{
@@ -48,7 +50,8 @@ struct Part {
 }
 
 impl Tensor {
-    /// The part of device `which` of `of`: rows, or columns of what a layer ends with, as tensor-parallel models want it.
+    /// The part of device `which` of `of`: rows, or columns of what a layer ends with, as
+    /// tensor-parallel models want it.
     fn part(&self, which: u64, of: u64) -> Part {
         let share = |n: u64| n * which / of..n * (which + 1) / of;
         let row = |row| self.offset + row * self.row_bytes;

@@ -3,7 +3,8 @@
 
 use aquifer::{DeviceBuffer, MemoryError, Runtime, sim::Sim};
 
-/// What runs on the GPU in production, without a change: one stream fills, the other takes a copy of it.
+/// What runs on the GPU in production, without a change: one stream fills, the other takes a copy
+/// of it.
 fn my_code(rt: &Runtime) -> Result<u8, MemoryError> {
     let pool = rt.device(0)?;
     let (filling, copying) = (pool.stream()?, pool.stream()?);

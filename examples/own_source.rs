@@ -1,5 +1,5 @@
-//! Memory of one's own under the library: slots of a slab that another library has allocated, and a wrapper that counts. Both
-//! go through the same checks, buffers and wrappers as any pool.
+//! Memory of one's own under the library: slots of a slab that another library has allocated, and a
+//! wrapper that counts. Both go through the same checks, buffers and wrappers as any pool.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 #![expect(unsafe_code, reason = "answers for memory that another library has allocated")]
 
@@ -41,9 +41,10 @@ impl Slab {
     }
 }
 
-// SAFETY: 1. a slot lies in the slab, and is taken off the list of those that are free. `cuMemAlloc` aligns to 256 bytes, and
-// slots are as far apart. 2. the slab is freed only when all slots are on the list. 3. and 4. a slot comes back to the list
-// when all work that used it is over, so it can go to any stream.
+// SAFETY: 1. a slot lies in the slab, and is taken off the list of those that are free.
+// `cuMemAlloc` aligns to 256 bytes, and slots are as far apart. 2. the slab is freed only when all
+// slots are on the list. 3. and 4. a slot comes back to the list when all work that used it is
+// over, so it can go to any stream.
 unsafe impl RangeSource for Slab {
     fn device(&self) -> DeviceId {
         self.range.device

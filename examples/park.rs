@@ -1,4 +1,5 @@
-//! A server that sleeps: between requests its weights lie in pinned memory, and somebody else has the device.
+//! A server that sleeps: between requests its weights lie in pinned memory, and somebody else has
+//! the device.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 #![expect(unsafe_code, reason = "promises that nobody is about to use what is parked")]
 
@@ -27,7 +28,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     // No request for a while: to sleep.
     let how = Park::save_in(rt.pinned_near(0).allocator());
-    // SAFETY: 1. this thread alone queues work for the weights, and has none of them lent. 2. nobody has their addresses.
+    // SAFETY: 1. this thread alone queues work for the weights, and has none of them lent. 2.
+    // nobody has their addresses.
     let parked = unsafe { pool.park(server, how) }?;
     println!(
         "asleep: {} saved, {} released in {:?}",

@@ -1,4 +1,5 @@
-//! A request goes to the device with the most free memory, which holds the bytes until they are used.
+//! A request goes to the device with the most free memory, which holds the bytes until they are
+//! used.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Bytes, DeviceBuffer, Place, Policy, Runtime, sim::Sim};

@@ -1,4 +1,5 @@
-//! A model that is too large for one device: its shards go to devices that can reach each other, all of them or none.
+//! A model that is too large for one device: its shards go to devices that can reach each other,
+//! all of them or none.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{Bytes, DeviceBuffer, Group, Place, PlaceError, Policy, Runtime, sim::Sim};

@@ -1,4 +1,5 @@
-//! A buffer of one stream, used on another: who waits for whom is seen to, and nobody waits on the host.
+//! A buffer of one stream, used on another: who waits for whom is seen to, and nobody waits on the
+//! host.
 #![expect(clippy::print_stdout, reason = "an example shows what it did")]
 
 use aquifer::{DeviceBuffer, Runtime};

@@ -1,5 +1,5 @@
-//! What the environment says to every runtime of the process, besides what it says to [pools](aquifer_device) and to
-//! [the topology](aquifer_host::topology).
+//! What the environment says to every runtime of the process, besides what it says to
+//! [pools](aquifer_device) and to [the topology](aquifer_host::topology).
 //!
 //! | variable | is | default |
 //! |---|---|---|

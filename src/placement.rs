@@ -1,8 +1,9 @@
 //! Which device a request goes to, and bytes that are held there until they are used.
 //!
-//! A pick that holds nothing is a guess: by the time the memory is asked for, others have taken it. [`Placer::place`]
-//! picks and reserves in one step, and answers with a [`Lease`] that draws from what it holds. A device whose budget
-//! refuses is not picked, so of two requests for the last bytes one wins and the other goes elsewhere or is told.
+//! A pick that holds nothing is a guess: by the time the memory is asked for, others have taken it.
+//! [`Placer::place`] picks and reserves in one step, and answers with a [`Lease`] that draws from
+//! what it holds. A device whose budget refuses is not picked, so of two requests for the last
+//! bytes one wins and the other goes elsewhere or is told.
 //!
 //! | module | holds |
 //! |---|---|
@@ -16,9 +17,10 @@
 //! | `refusal` | [`PlaceError`]: each device, and why not |
 //!
 //! # What a policy sees
-//! Free memory is the pool's own account at this moment, so that a burst of requests spreads as the policy says, joined with
-//! what the driver had left when it was last asked, which other programs change too; see [`Candidate::age`]. A policy picks
-//! among devices that satisfy every hint and serve. A lost device leaves as soon as any call has met the loss; one that is
+//! Free memory is the pool's own account at this moment, so that a burst of requests spreads as the
+//! policy says, joined with what the driver had left when it was last asked, which other programs
+//! change too; see [`Candidate::age`]. A policy picks among devices that satisfy every hint and
+//! serve. A lost device leaves as soon as any call has met the loss; one that is
 //! [drained](Placer::drain) takes nothing new.
 
 mod fleet;
@@ -132,11 +134,13 @@ impl Placer {
         Self { fleet, policy, weights, turn: Arc::default() }
     }
 
-    /// Picks a device that satisfies `place` and reserves its bytes there, as [`Budget::reserve`] does. Does not block: a
-    /// pool whose caches hold what its budget lacks is made to give that back first (`cuMemUnmap`, `cuMemRelease`), then
-    /// those of other devices where they share a budget, and the driver is asked for its free memory when that is due (`cuMemGetInfo`).
+    /// Picks a device that satisfies `place` and reserves its bytes there, as [`Budget::reserve`]
+    /// does. Does not block: a pool whose caches hold what its budget lacks is made to give that
+    /// back first (`cuMemUnmap`, `cuMemRelease`), then those of other devices where they share a
+    /// budget, and the driver is asked for its free memory when that is due (`cuMemGetInfo`).
     ///
-    /// The device that the policy picks is taken if its budget grants the bytes; else the one that it picks of the rest.
+    /// The device that the policy picks is taken if its budget grants the bytes; else the one that
+    /// it picks of the rest.
     ///
     /// # Errors
     /// [`PlaceError`], with every device and why it was not taken.
@@ -192,7 +196,8 @@ impl Placer {
         }
     }
 
-    /// Devices that serve and satisfy `place`, `rest`, in the order in which the policy would take them.
+    /// Devices that serve and satisfy `place`, `rest`, in the order in which the policy would take
+    /// them.
     fn ranked<'a>(
         &'a self,
         place: &Place,
@@ -270,7 +275,8 @@ impl Placer {
         PlaceError::Nowhere(Box::new(Nowhere { requested: place.size(), shards, devices }))
     }
 
-    /// Lets nothing new go to a device; what is leased there lives on. For all placers of the runtime.
+    /// Lets nothing new go to a device; what is leased there lives on. For all placers of the
+    /// runtime.
     ///
     /// # Errors
     /// [`MemoryError::NoDevice`].
@@ -286,12 +292,13 @@ impl Placer {
         self.fleet.set_draining(device, false)
     }
 
-    /// Puts a lost device back: `pool`, opened on it after the application has reset it, takes its place in a new
-    /// generation, which is answered. Leases of the one before stay refused. Asks the driver for its free memory.
+    /// Puts a lost device back: `pool`, opened on it after the application has reset it, takes its
+    /// place in a new generation, which is answered. Leases of the one before stay refused. Asks
+    /// the driver for its free memory.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`] for a device that is none of the runtime's; [`MemoryError::BadSetting`] for one that is
-    /// not lost.
+    /// [`MemoryError::NoDevice`] for a device that is none of the runtime's;
+    /// [`MemoryError::BadSetting`] for one that is not lost.
     pub fn restore(&self, pool: DevicePool) -> Result<u32> {
         self.fleet.look();
         self.fleet.restore(pool)

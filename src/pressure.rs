@@ -1,4 +1,5 @@
-//! Pressure that no budget of ours sees: neighbours on the device, and a host that runs out of memory.
+//! Pressure that no budget of ours sees: neighbours on the device, and a host that runs out of
+//! memory.
 //!
 //! | module | holds |
 //! |---|---|
@@ -8,13 +9,15 @@
 //! | `report` | [`Pressure`]: what was seen and done |
 //! | `thread` | the thread that looks |
 //!
-//! Nothing here runs unless asked for by [`RuntimeBuilder::keep_free`](crate::RuntimeBuilder::keep_free) or
-//! [`RuntimeBuilder::watch_host`](crate::RuntimeBuilder::watch_host). What was read goes through a pure function that
-//! answers with what to do; the thread does it.
+//! Nothing here runs unless asked for by
+//! [`RuntimeBuilder::keep_free`](crate::RuntimeBuilder::keep_free) or
+//! [`RuntimeBuilder::watch_host`](crate::RuntimeBuilder::watch_host). What was read goes through a
+//! pure function that answers with what to do; the thread does it.
 //!
 //! # Whose memory gives way
-//! A neighbour process cannot wait in line at our budget: all it can do is try again. So the bytes that it lacks must lie
-//! free in the driver's hands, and must stay there when our own pools want to grow:
+//! A neighbour process cannot wait in line at our budget: all it can do is try again. So the bytes
+//! that it lacks must lie free in the driver's hands, and must stay there when our own pools want
+//! to grow:
 //!
 //! ```text
 //!   |◀─────────────────── the device ────────────────────▶|
@@ -22,10 +25,11 @@
 //!                 |◀──────── the ceiling ───────▶|keep_free|   ceiling = used + free − keep_free
 //! ```
 //!
-//! The ceiling does not move when our pools grow or give back, since what `used` gains `free` loses: it is the device
-//! without its neighbours and without `keep_free`, and moves when they take or give. A limit at `used` plus what is free
-//! beyond `keep_free`, never less than `used`, would let a pool take back what another has just given. Nor does it flap:
-//! what is given back is a little more than was missing, and growth stops where `keep_free` begins.
+//! The ceiling does not move when our pools grow or give back, since what `used` gains `free`
+//! loses: it is the device without its neighbours and without `keep_free`, and moves when they take
+//! or give. A limit at `used` plus what is free beyond `keep_free`, never less than `used`, would
+//! let a pool take back what another has just given. Nor does it flap: what is given back is a
+//! little more than was missing, and growth stops where `keep_free` begins.
 
 mod ceiling;
 mod host;

@@ -27,9 +27,10 @@ use std::{fmt, sync::Arc, time::Duration};
 
 /// A driver, a pool for each of its devices, and pinned memory near each.
 ///
-/// Clones share it. Building one takes no device memory beyond the driver's own context and starts no thread, unless it is to
-/// [keep memory free](RuntimeBuilder::keep_free) or to [watch the host](RuntimeBuilder::watch_host); without a GPU it has no devices, and host memory is pageable and says so. Pools may outlive it, and blocks their pools: things
-/// may be dropped in any order.
+/// Clones share it. Building one takes no device memory beyond the driver's own context and starts
+/// no thread, unless it is to [keep memory free](RuntimeBuilder::keep_free) or to [watch the
+/// host](RuntimeBuilder::watch_host); without a GPU it has no devices, and host memory is pageable
+/// and says so. Pools may outlive it, and blocks their pools: things may be dropped in any order.
 ///
 /// ```
 /// use aquifer::Runtime;
@@ -121,8 +122,8 @@ impl RuntimeBuilder {
         self
     }
 
-    /// On a simulated GPU where the machine has none. That is said once on standard error, with the reason, unless
-    /// `AQUIFER_SIM_FALLBACK=quiet`.
+    /// On a simulated GPU where the machine has none. That is said once on standard error, with the
+    /// reason, unless `AQUIFER_SIM_FALLBACK=quiet`.
     #[must_use]
     pub fn or_sim(mut self) -> Self {
         self.or_sim = true;
@@ -136,9 +137,10 @@ impl RuntimeBuilder {
         self.or_sim()
     }
 
-    /// Does this with the violations that a simulated GPU of [`or_sim`](Self::or_sim) finds and the program does not take
-    /// by [`Runtime::simulator`], whatever `AQUIFER_SIM_VIOLATIONS` says. They are reported when the runtime ends, and what
-    /// is found later when the last of its blocks does.
+    /// Does this with the violations that a simulated GPU of [`or_sim`](Self::or_sim) finds and the
+    /// program does not take by [`Runtime::simulator`], whatever `AQUIFER_SIM_VIOLATIONS` says.
+    /// They are reported when the runtime ends, and what is found later when the last of its blocks
+    /// does.
     ///
     /// ```
     /// use aquifer::{Runtime, driver::sim::OnViolation};
@@ -168,8 +170,8 @@ impl RuntimeBuilder {
         self
     }
 
-    /// At most so many bytes of pinned host memory in all, instead of half of what the process may still take of the host's
-    /// memory ([`Topology::headroom`]).
+    /// At most so many bytes of pinned host memory in all, instead of half of what the process may
+    /// still take of the host's memory ([`Topology::headroom`]).
     #[must_use]
     pub fn pinned_budget(mut self, bytes: u64) -> Self {
         self.pinned_budget = Some(bytes);
@@ -197,63 +199,69 @@ impl RuntimeBuilder {
         self
     }
 
-    /// With the devices' free memory asked of the driver (`cuMemGetInfo`, 3.6 µs a device) by whoever places when the last
-    /// answer is so old, instead of 100 ms. What this process takes and gives counts at once in any case.
+    /// With the devices' free memory asked of the driver (`cuMemGetInfo`, 3.6 µs a device) by
+    /// whoever places when the last answer is so old, instead of 100 ms. What this process takes
+    /// and gives counts at once in any case.
     #[must_use]
     pub fn sample_every(mut self, interval: Duration) -> Self {
         self.sampled = interval;
         self
     }
 
-    /// Keeps so many bytes of each device free in the driver's hands, for other processes and libraries: `AQUIFER_KEEP_FREE`
-    /// unless set, and none unless that is. 0 keeps none, whatever the environment says.
+    /// Keeps so many bytes of each device free in the driver's hands, for other processes and
+    /// libraries: `AQUIFER_KEEP_FREE` unless set, and none unless that is. 0 keeps none, whatever
+    /// the environment says.
     ///
-    /// A thread, one for all devices, asks the driver every 10 to 50 ms (`cuMemGetInfo`, some 4 µs). When less is free, the
-    /// pool and others who have memory of the device under the same budgets are asked to
-    /// [give some back](DevicePool::give_back), without waiting for any work of the device; the
-    /// [warm reserve](PoolConfig::warm_reserve) goes too. What the pool and everything else under its budget may hold is
-    /// limited to what leaves as much free, so that nobody here takes it back. Devices that cannot map are limited too, but
-    /// give nothing back: see [`keep_free_may_stall`](Self::keep_free_may_stall). [`Runtime::pressure`] tells what was seen
-    /// and done.
+    /// A thread, one for all devices, asks the driver every 10 to 50 ms (`cuMemGetInfo`, some 4
+    /// µs). When less is free, the pool and others who have memory of the device under the same
+    /// budgets are asked to [give some back](DevicePool::give_back), without waiting for any work
+    /// of the device; the [warm reserve](PoolConfig::warm_reserve) goes too. What the pool and
+    /// everything else under its budget may hold is limited to what leaves as much free, so that
+    /// nobody here takes it back. Devices that cannot map are limited too, but give nothing back:
+    /// see [`keep_free_may_stall`](Self::keep_free_may_stall). [`Runtime::pressure`] tells what was
+    /// seen and done.
     ///
-    /// The budget of each pool is below one of the watch's own then; where the [settings](Self::pools) name a budget, each
-    /// pool has a node below that.
+    /// The budget of each pool is below one of the watch's own then; where the
+    /// [settings](Self::pools) name a budget, each pool has a node below that.
     #[must_use]
     pub fn keep_free(mut self, bytes: u64) -> Self {
         self.keep_free = Some(bytes);
         self
     }
 
-    /// Also gives back the segments of devices that cannot map, though the driver waits for all work of the device then.
+    /// Also gives back the segments of devices that cannot map, though the driver waits for all
+    /// work of the device then.
     #[must_use]
     pub fn keep_free_may_stall(mut self) -> Self {
         self.keep_free_may_stall = true;
         self
     }
 
-    /// Watches the host's memory on a thread: control groups, stalls and what nodes have free, once a second, four times
-    /// where memory is scarce, and at once when the kernel tells of stalls. [`Runtime::pressure`] tells what was seen. Unless
-    /// set, `AQUIFER_WATCH_HOST=1` has it watched by [the default](HostWatch::default).
+    /// Watches the host's memory on a thread: control groups, stalls and what nodes have free, once
+    /// a second, four times where memory is scarce, and at once when the kernel tells of stalls.
+    /// [`Runtime::pressure`] tells what was seen. Unless set, `AQUIFER_WATCH_HOST=1` has it watched
+    /// by [the default](HostWatch::default).
     #[must_use]
     pub fn watch_host(mut self, watch: HostWatch) -> Self {
         self.watch_host = Some(watch);
         self
     }
 
-    /// With the system calls of this kernel, for pinned memory and for the threads that watch: one with planned failures,
-    /// in tests.
+    /// With the system calls of this kernel, for pinned memory and for the threads that watch: one
+    /// with planned failures, in tests.
     #[must_use]
     pub fn kernel(mut self, kernel: Kernel) -> Self {
         self.kernel = kernel;
         self
     }
 
-    /// Opens the driver, reads the machine, and makes the pools. Takes the driver's own time for a context per device,
-    /// and little more.
+    /// Opens the driver, reads the machine, and makes the pools. Takes the driver's own time for a
+    /// context per device, and little more.
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a variable of the environment, or a machine, that cannot be read;
-    /// [`MemoryError::NoDevice`] for a device that is not there; the driver's. That there is no GPU is no error.
+    /// [`MemoryError::BadSetting`] for a variable of the environment, or a machine, that cannot be
+    /// read; [`MemoryError::NoDevice`] for a device that is not there; the driver's. That there is
+    /// no GPU is no error.
     #[track_caller]
     pub fn build(self) -> Result<Runtime> {
         // What its pools do when they end is named by the line that built it.
@@ -428,8 +436,8 @@ impl Runtime {
         Self::builder().driver(driver).build()
     }
 
-    /// The pool of the device at `index` among this runtime's devices: the new one, where a lost device was [put
-    /// back](Placer::restore).
+    /// The pool of the device at `index` among this runtime's devices: the new one, where a lost
+    /// device was [put back](Placer::restore).
     ///
     /// # Errors
     /// [`MemoryError::NoDevice`]; [`MemoryError::NoGpu`] where there is none, with the reason.
@@ -465,23 +473,26 @@ impl Runtime {
         &self.inner.pools
     }
 
-    /// Pinned memory on the node that the device at `index` is near, or on the next that has memory for this process.
-    /// Where that is not known, or there is no such device, on no node in particular.
+    /// Pinned memory on the node that the device at `index` is near, or on the next that has memory
+    /// for this process. Where that is not known, or there is no such device, on no node in
+    /// particular.
     #[must_use]
     pub fn pinned_near(&self, index: usize) -> &PinnedPool {
         let at = self.inner.near.get(index).copied().unwrap_or(0);
         &self.inner.pinned[at]
     }
 
-    /// A stager between pageable memory or files and the device at `index`. Its slots come from the process's [staging
-    /// allocator](crate::staging::install), or, if none is installed, from pinned memory near the device. Starts no thread
-    /// and takes no memory yet; clones of one share its workers and slots, so make one for each device and clone it.
+    /// A stager between pageable memory or files and the device at `index`. Its slots come from the
+    /// process's [staging allocator](crate::staging::install), or, if none is installed, from
+    /// pinned memory near the device. Starts no thread and takes no memory yet; clones of one share
+    /// its workers and slots, so make one for each device and clone it.
     ///
-    /// Where devices are near different nodes, one pool serves some of them from afar: [`Stager::new`] on
-    /// [this machine](Runtime::host) takes another.
+    /// Where devices are near different nodes, one pool serves some of them from afar:
+    /// [`Stager::new`] on [this machine](Runtime::host) takes another.
     ///
     /// # Errors
-    /// [`MemoryError::NoDevice`]; [`MemoryError::BadSetting`] for a configuration that cannot be followed.
+    /// [`MemoryError::NoDevice`]; [`MemoryError::BadSetting`] for a configuration that cannot be
+    /// followed.
     pub fn stager(&self, index: usize, config: StagerConfig) -> Result<Stager> {
         let streams = self.device(index)?.streams();
         let pinned = staging::installed().unwrap_or_else(|| self.pinned_near(index));
@@ -500,8 +511,8 @@ impl Runtime {
         Placer::new(self.inner.fleet.clone(), policy)
     }
 
-    /// What the watches for [neighbours](RuntimeBuilder::keep_free) and for [the host](RuntimeBuilder::watch_host) have seen
-    /// and done so far. Never blocks.
+    /// What the watches for [neighbours](RuntimeBuilder::keep_free) and for [the
+    /// host](RuntimeBuilder::watch_host) have seen and done so far. Never blocks.
     #[must_use]
     pub fn pressure(&self) -> Pressure {
         let mut pressure = Pressure::default();
@@ -514,8 +525,8 @@ impl Runtime {
         pressure
     }
 
-    /// Keeps so many bytes of each device free from now on, instead of what the [builder](RuntimeBuilder::keep_free) said; 0
-    /// for none. The watch looks at once.
+    /// Keeps so many bytes of each device free from now on, instead of what the
+    /// [builder](RuntimeBuilder::keep_free) said; 0 for none. The watch looks at once.
     ///
     /// # Errors
     /// [`MemoryError::BadSetting`] where the runtime was built to keep none: nothing watches then.
@@ -532,10 +543,10 @@ impl Runtime {
         Ok(())
     }
 
-    /// Says that no kernels are being launched: the time for what stalls those. Pinned memory that the host
-    /// [was seen to lack](RuntimeBuilder::watch_host) is given back; where none was, pinned pools
-    /// [grow ahead](PinnedPool::quiet_point). Answers with the bytes given back. Blocks meanwhile, and until devices are
-    /// idle.
+    /// Says that no kernels are being launched: the time for what stalls those. Pinned memory that
+    /// the host [was seen to lack](RuntimeBuilder::watch_host) is given back; where none was,
+    /// pinned pools [grow ahead](PinnedPool::quiet_point). Answers with the bytes given back.
+    /// Blocks meanwhile, and until devices are idle.
     ///
     /// # Errors
     /// The driver's or the kernel's.
@@ -549,8 +560,8 @@ impl Runtime {
         Ok(0)
     }
 
-    /// Returns the simulated machine that the runtime is on, to look at what it has found, fail its calls or run its work;
-    /// `None` on GPUs.
+    /// Returns the simulated machine that the runtime is on, to look at what it has found, fail its
+    /// calls or run its work; `None` on GPUs.
     ///
     /// ```
     /// use aquifer::{Runtime, driver::sim::Sim};
@@ -564,7 +575,8 @@ impl Runtime {
         self.inner.driver.clone()?.simulator()
     }
 
-    /// Returns why there is no GPU to use, as `aquifer doctor` says it; `None` where there is one, simulated ones included.
+    /// Returns why there is no GPU to use, as `aquifer doctor` says it; `None` where there is one,
+    /// simulated ones included.
     #[must_use]
     pub fn no_gpu(&self) -> Option<NoGpu> {
         self.inner.no_gpu

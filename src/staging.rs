@@ -1,7 +1,8 @@
-//! Staging: what is not pinned goes through a [`Stager`], and what is allocated in pinned memory needs none.
+//! Staging: what is not pinned goes through a [`Stager`], and what is allocated in pinned memory
+//! needs none.
 //!
-//! [`install`] makes one pinned pool the process's staging allocator, and [`route`] sends to it what a part of the program
-//! allocates:
+//! [`install`] makes one pinned pool the process's staging allocator, and [`route`] sends to it
+//! what a part of the program allocates:
 //!
 //! ```no_run
 //! use aquifer::{Runtime, staging};
@@ -35,11 +36,13 @@
 //! | [`PinnedBuf::new`](crate::PinnedBuf::new) | a buffer of the pool | [`MemoryError::NotSet`](crate::MemoryError::NotSet) |
 //! | [`Runtime::stager`](crate::Runtime::stager) | slots of the pool, workers on its node | [pinned memory near the device](crate::Runtime::pinned_near) |
 //!
-//! Nothing that was made before changes: a stager keeps the pool of its slots. A pool that has no more memory refuses each
-//! as it would anybody: a buffer answers with the reason, and what a route is refused the wrapped allocator serves.
+//! Nothing that was made before changes: a stager keeps the pool of its slots. A pool that has no
+//! more memory refuses each as it would anybody: a buffer answers with the reason, and what a route
+//! is refused the wrapped allocator serves.
 //!
-//! There is no way to uninstall, and installing another is an error that names the first one's line: other libraries hold
-//! what the first has served. The process keeps it open, also when its [`Runtime`](crate::Runtime) has gone.
+//! There is no way to uninstall, and installing another is an error that names the first one's
+//! line: other libraries hold what the first has served. The process keeps it open, also when its
+//! [`Runtime`](crate::Runtime) has gone.
 
 mod routed;
 

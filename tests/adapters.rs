@@ -1,5 +1,5 @@
-//! Pinned memory under everything that takes an allocator: the conformance suite, the wrappers, arenas, and buffers of
-//! another library with no copy.
+//! Pinned memory under everything that takes an allocator: the conformance suite, the wrappers,
+//! arenas, and buffers of another library with no copy.
 
 mod support;
 
@@ -40,13 +40,15 @@ fn pinned_memory_keeps_the_allocator_contract_bare_and_under_every_wrapper() {
     assert!(sim.violations().is_empty());
 }
 
-/// A buffer of Arrow's whose bytes are the vector's own, in pinned memory, and which gives them back when its last slice
-/// goes. Nothing of the pool is half changed when somebody unwinds, which Arrow wants to be told.
+/// A buffer of Arrow's whose bytes are the vector's own, in pinned memory, and which gives them
+/// back when its last slice goes. Nothing of the pool is half changed when somebody unwinds, which
+/// Arrow wants to be told.
 fn buffer<T: arrow_buffer::ArrowNativeType>(values: Vec<T, PinnedAllocator>) -> Buffer {
     let (start, bytes) = (NonNull::from(values.as_slice()).cast(), size_of_val(values.as_slice()));
     #[expect(unsafe_code, reason = "hands the vector's bytes over, with the vector")]
-    // SAFETY: 1. The bytes are readable and initialised for as long as the vector is there, which goes with the buffer. 2. A
-    // vector that moves leaves its bytes where they are, and nobody writes them any more.
+    // SAFETY: 1. The bytes are readable and initialised for as long as the vector is there, which
+    // goes with the buffer. 2. A vector that moves leaves its bytes where they are, and nobody
+    // writes them any more.
     unsafe {
         Buffer::from_custom_allocation(start, bytes, Arc::new(AssertUnwindSafe(values)))
     }
@@ -76,7 +78,8 @@ fn arrow_buffers_lie_in_pinned_memory_with_no_copy() {
     assert_eq!(pool.stats().memory.live, 0);
 }
 
-/// Whole arrays, as the readers of other libraries take them: numbers, some of them missing, and strings.
+/// Whole arrays, as the readers of other libraries take them: numbers, some of them missing, and
+/// strings.
 #[test]
 fn arrow_arrays_are_built_in_pinned_memory_with_no_copy() {
     let sim = Sim::h200(1);

@@ -141,7 +141,8 @@ fn a_map_outlives_its_pool_and_its_runtime() {
     assert!(index.try_reserve(1 << 20).is_err(), "the pool is closed");
     assert_eq!(index.len(), 1000, "a refusal changes nothing");
     drop(index);
-    // The last free may come while kernels are launched, so the registration ends at a moment of the program's choice.
+    // The last free may come while kernels are launched, so the registration ends at a moment of
+    // the program's choice.
     assert_all_given_back(&sim);
     assert_silent(&sim);
 }

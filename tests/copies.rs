@@ -1,4 +1,5 @@
-//! Copies in safe code, over pinned memory: whatever is waited for, dropped or forgotten, nothing races.
+//! Copies in safe code, over pinned memory: whatever is waited for, dropped or forgotten, nothing
+//! races.
 //!
 //! - The host side is the copy's until the copy is done, or borrowed in a scope that waits.
 //! - A refusal gives the host side back as it was, and leaves nothing shut.
@@ -218,7 +219,8 @@ fn many_flights_are_dropped_and_their_few_blocks_go_round() {
     assert_silent(&sim);
 }
 
-/// Hands in `host`, expects a refusal, and sees that it comes back as it was and that its memory is as free as ever.
+/// Hands in `host`, expects a refusal, and sees that it comes back as it was and that its memory is
+/// as free as ever.
 #[track_caller]
 fn comes_back(rig: &Rig, v: Bytes, refuse: impl FnOnce(Bytes) -> Refused<Bytes>) -> MemoryError {
     let (address, before) = (v.as_ptr().addr(), v.to_vec());
@@ -323,7 +325,8 @@ fn a_stream_that_its_owner_has_retired_takes_no_copies() {
     assert_silent(&rig.sim);
 }
 
-/// Nobody need be asked whether a block may be used on its own stream, so the stream itself must know that it is gone.
+/// Nobody need be asked whether a block may be used on its own stream, so the stream itself must
+/// know that it is gone.
 #[test]
 #[expect(unsafe_code, reason = "plays another library")]
 fn a_stream_that_its_owner_has_retired_takes_no_copies_for_its_own_blocks_either() {

@@ -1,4 +1,5 @@
-//! Every example runs to its end, on a machine with a GPU or without one. `cargo test` builds them beside this test.
+//! Every example runs to its end, on a machine with a GPU or without one. `cargo test` builds them
+//! beside this test.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use std::{
@@ -9,9 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Where each of the ten tasks is shown that the library is judged by: a `Vec` and a map in pinned memory; a kernel on a
-/// device buffer; two streams; a copy in safe code; two tenants; placement; the global allocator with tags and a route; a ring
-/// of frames; one's own stream code without a GPU.
+/// Where each of the ten tasks is shown that the library is judged by: a `Vec` and a map in pinned
+/// memory; a kernel on a device buffer; two streams; a copy in safe code; two tenants; placement;
+/// the global allocator with tags and a route; a ring of frames; one's own stream code without a
+/// GPU.
 const TASKS: [&str; 10] = [
     "collections",
     "collections",

@@ -1,11 +1,13 @@
-//! A fleet of real GPUs, in one table: each policy with memory behind its leases, copies between devices, tenants under
-//! budgets that are too small beside a process that takes and gives memory, and a device that is lost under all of it.
+//! A fleet of real GPUs, in one table: each policy with memory behind its leases, copies between
+//! devices, tenants under budgets that are too small beside a process that takes and gives memory,
+//! and a device that is lost under all of it.
 //!
-//! A device is lost by a kernel that traps: that ends the context of the process for good, so it happens in a process of
-//! its own, and another one shows afterwards that the GPU itself is well. Tests marked as ignored are those processes.
+//! A device is lost by a kernel that traps: that ends the context of the process for good, so it
+//! happens in a process of its own, and another one shows afterwards that the GPU itself is well.
+//! Tests marked as ignored are those processes.
 //!
-//! With fewer than two GPUs the test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`. Run it with
-//! `--nocapture` for the table.
+//! With fewer than two GPUs the test says that it was skipped, and fails with
+//! `AQUIFER_REQUIRE_GPU=1`. Run it with `--nocapture` for the table.
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "launches kernels, and takes memory beside the pools")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -88,7 +90,8 @@ impl Kernels {
         let mut lent = x.on_mut(&self.stream)?;
         let mut launch = self.stream.launch_builder(&self.fill);
         launch.arg(&mut lent).arg(&number).arg(&n).arg(&0u64);
-        // SAFETY: 1. the kernel's four arguments, in order. 2. it touches `n` elements of what is lent to this stream.
+        // SAFETY: 1. the kernel's four arguments, in order. 2. it touches `n` elements of what is
+        // lent to this stream.
         match unsafe { launch.launch(LaunchConfig::for_num_elems(n)) } {
             Ok(_) => Ok(()),
             // What cudarc says of it is not ours; what the driver says to us is.
@@ -114,7 +117,8 @@ fn process(name: &str) -> Command {
     command
 }
 
-/// A process that takes nearly all memory of every device and gives it back, over and over, until it is told to end.
+/// A process that takes nearly all memory of every device and gives it back, over and over, until
+/// it is told to end.
 struct Neighbour(Child);
 
 impl Neighbour {

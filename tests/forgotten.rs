@@ -1,8 +1,9 @@
 //! Whatever is forgotten leaks, and never races.
 //!
-//! Each test makes one guard, forgets it where its end would have mattered, and lets both pools hand their memory round
-//! under random timing. The oracle holds every access against what the program has told the driver; two controls show that
-//! the round would be objected to, were a use or a copy not noted.
+//! Each test makes one guard, forgets it where its end would have mattered, and lets both pools
+//! hand their memory round under random timing. The oracle holds every access against what the
+//! program has told the driver; two controls show that the round would be objected to, were a use
+//! or a copy not noted.
 
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 #![allow(clippy::mem_forget, clippy::forget_non_drop, reason = "that is what is tested")]
@@ -104,7 +105,8 @@ fn control_a_copy_without_a_flight_is_objected_to() {
     let bare = |rig: &Rig| {
         let (x, mut v) = (rig.buffer(&rig.s), rig.pinned());
         let from = std::ptr::NonNull::from(&mut v[0]);
-        // SAFETY: 1. the chunk that it lies in stays mapped. 2. broken on purpose: the vector is freed.
+        // SAFETY: 1. the chunk that it lies in stays mapped. 2. broken on purpose: the vector is
+        // freed.
         unsafe { rig.sim.driver().copy_to_device(rig.s.raw(), x.range().address, from, MIB) }
             .unwrap();
         drop(v);
@@ -219,7 +221,8 @@ fn a_point_and_a_gate_of_it() {
 fn a_scope_inside_out() {
     forgetting(|rig| {
         let (mut x, mut up) = (rig.buffer(&rig.s), rig.pinned());
-        // Only a reference to a scope is ever had; forgetting what its work returns forgets no wait.
+        // Only a reference to a scope is ever had; forgetting what its work returns forgets no
+        // wait.
         let returned = rig.s.scope(|c| {
             c.upload(&up, &mut x).unwrap();
             Box::new(7)

@@ -1,4 +1,5 @@
-//! Rings of frames: buffers of one step, in pinned and in device memory, while the steps before are still under way.
+//! Rings of frames: buffers of one step, in pinned and in device memory, while the steps before are
+//! still under way.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;

@@ -1,5 +1,5 @@
-//! Rings of frames on a real GPU, in pinned and in device memory: every step's bytes arrive, and a step's memory is not
-//! taken again before its work is done.
+//! Rings of frames on a real GPU, in pinned and in device memory: every step's bytes arrive, and a
+//! step's memory is not taken again before its work is done.
 //!
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]

@@ -1,4 +1,5 @@
-//! Awaiting devices: copies, points, allocations and frames as futures, on an executor of the tests' own.
+//! Awaiting devices: copies, points, allocations and frames as futures, on an executor of the
+//! tests' own.
 //!
 //! - A poll never blocks, and a task is woken by a thread that is not its own.
 //! - Dropped or forgotten before it is ready, a future loses nothing and races with nothing.
@@ -239,7 +240,8 @@ fn a_poll_of_an_allocation_does_not_wait_for_queued_work_but_its_task_is_woken_a
     u.copy(&x.slice(0..8 * MIB).unwrap(), &mut y).unwrap();
     drop(x);
     let mut waiting = pool.alloc_async(&u, mib(40));
-    // Memory that is in use may be taken with a wait on the device; what may not happen is that the host waits.
+    // Memory that is in use may be taken with a wait on the device; what may not happen is that the
+    // host waits.
     let first = poll_once(&mut waiting, &Woken::here());
     assert!(sim.pending(u.raw()) > 0, "the poll ran something");
     let stepper = soon({

@@ -1,4 +1,5 @@
-//! Device memory and pinned memory under one budget, as an integrated GPU has them: each gives way to the other.
+//! Device memory and pinned memory under one budget, as an integrated GPU has them: each gives way
+//! to the other.
 
 mod support;
 

@@ -1,5 +1,5 @@
-//! What pools under one budget do for each other, on a real GPU: bytes come through, and the driver has what it was given
-//! back. It prints what each step took.
+//! What pools under one budget do for each other, on a real GPU: bytes come through, and the driver
+//! has what it was given back. It prints what each step took.
 //!
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]

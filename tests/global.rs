@@ -1,5 +1,6 @@
-//! The program's global allocator under the conformance suite: each way of keeping account, from plain memory, in scopes of
-//! tags, and in a route to pinned memory, where growing and shrinking cross from one allocator to the other.
+//! The program's global allocator under the conformance suite: each way of keeping account, from
+//! plain memory, in scopes of tags, and in a route to pinned memory, where growing and shrinking
+//! cross from one allocator to the other.
 //!
 //! A binary of its own, since a process has one global allocator and one staging allocator.
 
@@ -117,7 +118,8 @@ mod by {
     }
 }
 
-/// Larger blocks than a route takes at least, so that they come and go between it and the process's own memory.
+/// Larger blocks than a route takes at least, so that they come and go between it and the process's
+/// own memory.
 fn suite() -> Suite {
     Suite::new().operations(300).largest(3 * staging::ROUTE_FROM)
 }

@@ -1,7 +1,8 @@
-//! CUDA graphs over our memory on a real GPU, replayed while other streams allocate, free and trim: no byte is wrong.
+//! CUDA graphs over our memory on a real GPU, replayed while other streams allocate, free and trim:
+//! no byte is wrong.
 //!
-//! `AQUIFER_REPLAYS` says how often each graph is replayed, 20,000 times if it does not. Without a GPU each test says that it
-//! was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! `AQUIFER_REPLAYS` says how often each graph is replayed, 20,000 times if it does not. Without a
+//! GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "launches kernels")]
 #![expect(clippy::unwrap_used, clippy::print_stdout, reason = "helpers of tests")]
@@ -101,8 +102,8 @@ struct Kept {
     bad: DeviceBuffer<u32>,
 }
 
-/// Held while somebody captures in the strictest mode: another thread is refused a context, code and a stream then, and
-/// another test's are no part of what is tested.
+/// Held while somebody captures in the strictest mode: another thread is refused a context, code
+/// and a stream then, and another test's are no part of what is tested.
 static STRICT: RwLock<()> = RwLock::new(());
 
 /// Held while a context, code or a stream is made.
@@ -143,7 +144,8 @@ impl Rig {
     fn add(&self, on: &Both, from: u64, to: u64, more: u32) {
         let mut launch = on.cu.launch_builder(&self.add);
         launch.arg(&0u64).arg(&from).arg(&LEN).arg(&more).arg(&to);
-        // SAFETY: 1. the kernel's five arguments, in order. 2. both are `LEN` elements of the stream's own.
+        // SAFETY: 1. the kernel's five arguments, in order. 2. both are `LEN` elements of the
+        // stream's own.
         unsafe { launch.launch(LaunchConfig::for_num_elems(LEN)) }.unwrap();
     }
 
@@ -151,7 +153,8 @@ impl Rig {
         Kept { runs: self.buffer(on, LEN), bad: self.buffer(on, 1) }
     }
 
-    /// Work for a graph: counts a run, and passes the count on through blocks that are freed on the way.
+    /// Work for a graph: counts a run, and passes the count on through blocks that are freed on the
+    /// way.
     fn work(&self, on: &Both, kept: Kept) -> Kept {
         let Kept { runs, bad } = &kept;
         let at = |x: &DeviceBuffer<u32>| x.block().address();
@@ -172,12 +175,14 @@ impl Rig {
         let mut launch = on.cu.launch_builder(&self.differs);
         let (from, to, counts) = (at(runs), at(&d), at(bad));
         launch.arg(&from).arg(&to).arg(&3u32).arg(&LEN).arg(&counts).arg(&0u64);
-        // SAFETY: 1. the kernel's arguments. 2. it reads `LEN` elements of both, and writes the one of `bad`.
+        // SAFETY: 1. the kernel's arguments. 2. it reads `LEN` elements of both, and writes the one
+        // of `bad`.
         unsafe { launch.launch(LaunchConfig::for_num_elems(LEN)) }.unwrap();
         kept
     }
 
-    /// Allocates, writes, checks and frees on a stream of its own until it is told to stop. The elements that were wrong.
+    /// Allocates, writes, checks and frees on a stream of its own until it is told to stop. The
+    /// elements that were wrong.
     fn traffic(&self, seed: u32, stop: &AtomicBool, blocks: &AtomicU64) -> u32 {
         let on = self.stream();
         let mut bad: DeviceBuffer<u32> = self.buffer(&on, 1);
@@ -192,7 +197,8 @@ impl Rig {
             let address = x.block().address();
             let mut launch = on.cu.launch_builder(&self.gpu.kernel);
             launch.arg(&address).arg(&value).arg(&len).arg(&0u64);
-            // SAFETY: 1. the kernel's arguments. 2. it writes the block's `len` elements on its own stream.
+            // SAFETY: 1. the kernel's arguments. 2. it writes the block's `len` elements on its own
+            // stream.
             unsafe { launch.launch(LaunchConfig::for_num_elems(len)) }.unwrap();
             held.push((x, value));
             if held.len() == 8 {
@@ -200,7 +206,8 @@ impl Rig {
                 let (address, len) = (x.block().address(), x.len() as u32);
                 let mut launch = on.cu.launch_builder(&self.is_not);
                 launch.arg(&address).arg(&value).arg(&len).arg(&counts).arg(&0u64);
-                // SAFETY: 1. the kernel's arguments. 2. it reads the block's elements on its own stream, and writes `bad`.
+                // SAFETY: 1. the kernel's arguments. 2. it reads the block's elements on its own
+                // stream, and writes `bad`.
                 unsafe { launch.launch(LaunchConfig::for_num_elems(len)) }.unwrap();
             }
             if round % 64 == 0 {
@@ -303,9 +310,11 @@ fn two_graphs_share_a_pool_and_their_launches_follow_each_other() {
     let Some(rig) = Rig::new() else { return };
     let (on, other) = (rig.stream(), rig.stream());
     let graphs = rig.pool.graph_pool().unwrap();
-    // What is to last lies outside: blocks of the second capture lie where the first one's temporaries do.
+    // What is to last lies outside: blocks of the second capture lie where the first one's
+    // temporaries do.
     let (kept, too) = (rig.kept(&on), rig.kept(&other));
-    // SAFETY: 1. what is outside of the pool lives longer than the graphs. 2. each graph runs on the stream that it is of.
+    // SAFETY: 1. what is outside of the pool lives longer than the graphs. 2. each graph runs on
+    // the stream that it is of.
     let (first, mut kept) = unsafe { graphs.capture(&on.s, |_| Ok(rig.work(&on, kept))) }.unwrap();
     let physical = graphs.stats().physical;
     // SAFETY: as above.
@@ -365,7 +374,8 @@ fn a_graph_of_cudarc_s_keeps_its_memory_until_the_driver_says_that_it_is_gone() 
     let raw = unsafe { aquifer::driver::RawGraph::from_raw(rig.pool.device(), handle) };
     announced.end().keep_until_released(raw).unwrap();
     drop(graphs);
-    // cudarc has made its executable before; launches of it are not what the driver speaks of, the graph itself is.
+    // cudarc has made its executable before; launches of it are not what the driver speaks of, the
+    // graph itself is.
     rig.gpu.context.synchronize().unwrap();
     rig.pool.trim(0).unwrap();
     assert!(rig.pool.stats().graphs > 0, "the graph lives");
@@ -379,7 +389,8 @@ fn a_graph_of_cudarc_s_keeps_its_memory_until_the_driver_says_that_it_is_gone() 
     rig.assert_all_gone();
 }
 
-/// The control: without an announcement the capture's block is an ordinary one, and a replay writes whoever has it next.
+/// The control: without an announcement the capture's block is an ordinary one, and a replay writes
+/// whoever has it next.
 #[test]
 fn a_capture_that_was_not_announced_writes_ordinary_blocks() {
     let Some(rig) = Rig::new() else { return };

@@ -1,8 +1,8 @@
 //! The pools on a real GPU: what the simulator proves of order, shown on bytes.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`. The two planted faults run
-//! only when `AQUIFER_PLANT` names them: they are for `compute-sanitizer`, which must report them where each block is an
-//! allocation of its own (`AQUIFER_BYPASS=1`).
+//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`. The
+//! two planted faults run only when `AQUIFER_PLANT` names them: they are for `compute-sanitizer`,
+//! which must report them where each block is an allocation of its own (`AQUIFER_BYPASS=1`).
 #![cfg(feature = "cuda")]
 #![expect(unsafe_code, reason = "launches kernels")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -47,7 +47,8 @@ impl Gpu {
         let mut lent = x.on_mut(on).unwrap();
         let mut launch = on.launch_builder(&self.kernel);
         launch.arg(&mut lent).arg(&value).arg(&n).arg(&spin);
-        // SAFETY: 1. the kernel's four arguments, in order. 2. it writes the `n` elements that are lent to this stream.
+        // SAFETY: 1. the kernel's four arguments, in order. 2. it writes the `n` elements that are
+        // lent to this stream.
         unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }.unwrap();
     }
 }
@@ -96,7 +97,8 @@ fn a_slow_kernel_on_another_stream_keeps_its_block_after_the_free() {
     }
 }
 
-/// The control: the same without a word to the pool, which gives the block out again under the kernel.
+/// The control: the same without a word to the pool, which gives the block out again under the
+/// kernel.
 #[test]
 fn without_a_noted_use_the_slow_kernel_clobbers_the_next_block() {
     let Some(gpu) = gpu() else { return };
@@ -118,7 +120,8 @@ fn without_a_noted_use_the_slow_kernel_clobbers_the_next_block() {
     let address = x.block().address();
     let mut launch = cu.launch_builder(&gpu.kernel);
     launch.arg(&address).arg(&7u32).arg(&n).arg(&SPIN);
-    // SAFETY: 1. the kernel's arguments. 2. deliberately not: nobody is told, and the memory stays mapped all the same.
+    // SAFETY: 1. the kernel's arguments. 2. deliberately not: nobody is told, and the memory stays
+    // mapped all the same.
     unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }.unwrap();
     drop(x);
     let mut y: DeviceBuffer<u32> = pool.buffer(&s, n as usize).unwrap();
@@ -164,7 +167,8 @@ fn handles_that_move_under_queued_work_lose_no_byte_and_no_host_wait_is_needed()
         for (i, x) in busy.iter_mut().enumerate() {
             gpu.fill(&cu, x, round * 100 + i as u32, SPIN / 10);
         }
-        // Every other block goes, with its kernel still running; a large one for `u` needs their handles.
+        // Every other block goes, with its kernel still running; a large one for `u` needs their
+        // handles.
         let kept: Vec<(usize, DeviceBuffer<u32>)> =
             busy.drain(..).enumerate().filter(|(i, _)| i % 2 == 1).collect();
         let mut large: DeviceBuffer<u32> = pool.buffer(&u, 15 * MIB).unwrap();
@@ -265,7 +269,8 @@ fn pinned_memory_is_pinned_and_goes_up_and_down_in_flight() {
     assert!(down.is_pinned());
     let down = s.download(&x, down).unwrap().wait().unwrap();
     assert_eq!(&down[..], &v[..]);
-    // Dropped while on their way, again and again: the blocks come back only when the copies are done.
+    // Dropped while on their way, again and again: the blocks come back only when the copies are
+    // done.
     for round in 0..64u32 {
         let mut v = PinnedVec::new_in(pinned.allocator());
         v.resize(MIB / 4, round);
@@ -332,8 +337,8 @@ fn streams_that_do_not_share_make_no_wait_for_each_other() {
     assert!(pool.driver().calls().get(Call::StreamWaitEvent) >= before);
 }
 
-/// What debugging finds on a real device: a kernel past the end of its block, a fill before its start, a kernel after the
-/// free, and nothing in what is right.
+/// What debugging finds on a real device: a kernel past the end of its block, a fill before its
+/// start, a kernel after the free, and nothing in what is right.
 #[test]
 fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
     let Some(gpu) = gpu() else { return };
@@ -361,8 +366,8 @@ fn writes_around_a_block_and_after_its_free_are_found_and_right_ones_are_not() {
     let launch = |address: u64, to: u32| {
         let mut launch = cu.launch_builder(&gpu.kernel);
         launch.arg(&address).arg(&0x0102_0304u32).arg(&to).arg(&0u64);
-        // SAFETY: 1. the kernel's arguments. 2. deliberately not: it writes where nobody else has anything, in memory
-        // that stays mapped.
+        // SAFETY: 1. the kernel's arguments. 2. deliberately not: it writes where nobody else has
+        // anything, in memory that stays mapped.
         unsafe { launch.launch(LaunchConfig::for_num_elems(to)) }.unwrap();
         cu.synchronize().unwrap();
     };

@@ -1,5 +1,5 @@
-//! Parked memory on a real GPU: what the simulator proves of order and charges, shown on bytes and on the device's own
-//! figures.
+//! Parked memory on a real GPU: what the simulator proves of order and charges, shown on bytes and
+//! on the device's own figures.
 //!
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]

@@ -1,4 +1,5 @@
-//! Parts, rows, peers and adopted memory on a real GPU: what the simulator proves of order, shown on bytes.
+//! Parts, rows, peers and adopted memory on a real GPU: what the simulator proves of order, shown
+//! on bytes.
 //!
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
@@ -39,7 +40,8 @@ impl Gpu {
         let mut lent_to = to.on_mut(cu).unwrap();
         let mut launch = cu.launch_builder(&self.kernel);
         launch.arg(&SPIN).arg(&lent_from).arg(&n).arg(&more).arg(&mut lent_to);
-        // SAFETY: 1. the kernel's five arguments, in order. 2. it touches `n` elements of either, lent to this stream.
+        // SAFETY: 1. the kernel's five arguments, in order. 2. it touches `n` elements of either,
+        // lent to this stream.
         unsafe { launch.launch(LaunchConfig::for_num_elems(n)) }.unwrap();
     }
 }
@@ -129,7 +131,8 @@ fn a_slice_of_cudarc_is_adopted_used_and_given_back_in_order() {
         let y = download(&s, &y);
         assert!(y[..500].iter().all(|&n| n == round + 1) && y[500..] == counted[500..], "{round}");
     }
-    // Dropped, it is freed behind its uses: what cudarc gives the bytes to next is not written late.
+    // Dropped, it is freed behind its uses: what cudarc gives the bytes to next is not written
+    // late.
     for round in 0..8u32 {
         let theirs: CudaSlice<u32> = cu.alloc_zeros(LEN).unwrap();
         let mut x = Adopted::new(gpu.pool().streams(), theirs).unwrap();
@@ -152,7 +155,8 @@ fn memory_of_an_unknown_library_is_adopted_by_its_address() {
     let (address, done) = theirs.device_ptr(&cu);
     drop(done);
     let range = DeviceRange { device: gpu.pool().device(), address, bytes: 4 * LEN as u64 };
-    // SAFETY: 1. the slice owns the range. 2. it was zeroed on `cu`. 3. it is freed there. 4. the stream is kept alive.
+    // SAFETY: 1. the slice owns the range. 2. it was zeroed on `cu`. 3. it is freed there. 4. the
+    // stream is kept alive.
     let external =
         unsafe { External::<u32, _>::new(range, raw_stream(&cu), Some(keep_alive(&cu)), theirs) };
     let mut x = Adopted::new(gpu.pool().streams(), external).unwrap();

@@ -1,4 +1,5 @@
-//! Pinned host memory on a real GPU: what the simulator proves of order and charges, shown on bytes.
+//! Pinned host memory on a real GPU: what the simulator proves of order and charges, shown on
+//! bytes.
 //!
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
@@ -65,7 +66,8 @@ AGAIN:
 }
 ";
 
-/// Registering holds locks of the driver's, and what is retired is the process's: one test at a time.
+/// Registering holds locks of the driver's, and what is retired is the process's: one test at a
+/// time.
 static ALONE: Mutex<()> = Mutex::new(());
 
 struct Gpu {
@@ -172,7 +174,8 @@ fn eight_gibibytes_are_pinned_and_every_byte_goes_there_and_back() {
         for part in &parts {
             let offset = part.start - start;
             let to = aquifer::driver::Operand::range(&x).address + offset as u64;
-            // SAFETY: 1. both sides live until the stream is idle, below, and lie in one registration. 2. one stream.
+            // SAFETY: 1. both sides live until the stream is idle, below, and lie in one
+            // registration. 2. one stream.
             unsafe { driver.copy_to_device(s.raw(), to, at(offset), part.len).unwrap() };
         }
         s.synchronize().unwrap();
@@ -331,7 +334,8 @@ fn spin(on: &Arc<CudaStream>, kernel: &CudaFunction, x: &mut DeviceBuffer<u32>, 
     let mut lent = x.on_mut(on).unwrap();
     let mut launch = on.launch_builder(kernel);
     launch.arg(&mut lent).arg(&cycles);
-    // SAFETY: 1. the kernel's two arguments, in order. 2. it touches the first element, which is lent.
+    // SAFETY: 1. the kernel's two arguments, in order. 2. it touches the first element, which is
+    // lent.
     unsafe { launch.launch(LaunchConfig::for_num_elems(1)) }.unwrap();
 }
 

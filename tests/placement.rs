@@ -438,7 +438,8 @@ fn leases_and_allocations_of_many_threads_never_exceed_the_limit_and_all_come_ba
             scope.spawn(move || {
                 for round in 0..50 {
                     let mib = 1 + (thread + round) % 8;
-                    // What is cached for other streams may have to be trimmed by somebody else first.
+                    // What is cached for other streams may have to be trimmed by somebody else
+                    // first.
                     let Ok(lease) = place(placer, 2 * mib) else { continue };
                     let s = lease.stream().unwrap();
                     let one = lease.alloc(&s, Request::bytes(mib * MIB));
@@ -595,7 +596,8 @@ fn growable_memory_draws_from_its_lease_and_then_from_the_budget() {
     keys.commit_to(6 << 20).unwrap();
     assert_eq!((lease.remaining(), budget.used()), (2 * MIB, 8 * MIB));
 
-    // All but 2 MiB of the device is taken, and the lease has 2 MiB: 4 MiB more fit in both together only.
+    // All but 2 MiB of the device is taken, and the lease has 2 MiB: 4 MiB more fit in both
+    // together only.
     let other = budget.charge(54 * MIB).unwrap();
     assert!(keys.commit_to(12 << 20).is_err());
     assert_eq!(

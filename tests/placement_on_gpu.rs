@@ -1,7 +1,8 @@
-//! Placement over several real GPUs: near what is there, groups on peers, and a device that drains. The rest is shown by
-//! `fleet_on_gpu`.
+//! Placement over several real GPUs: near what is there, groups on peers, and a device that drains.
+//! The rest is shown by `fleet_on_gpu`.
 //!
-//! With fewer than two GPUs each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
+//! With fewer than two GPUs each test says that it was skipped, and fails with
+//! `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 

@@ -1,7 +1,8 @@
 //! Copies and fills beyond one run of bytes: rows, elements of every size, and other devices.
 //!
 //! - What lies between the rows of a destination stays.
-//! - What does not lie in both sides is refused before anything is queued, and the host side comes back.
+//! - What does not lie in both sides is refused before anything is queued, and the host side comes
+//!   back.
 
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -251,7 +252,8 @@ fn a_copy_to_another_device_comes_behind_both_streams_and_before_what_follows_on
             rig.s.fill(&mut x, round).unwrap();
             t.fill(&mut y, 99).unwrap();
             rig.s.copy_to_peer(&x, &mut y, &t).unwrap();
-            // The source is written again, and its block reused, on its own stream; the destination read on its own.
+            // The source is written again, and its block reused, on its own stream; the destination
+            // read on its own.
             rig.s.fill(&mut x, 77).unwrap();
             drop(x);
             let mut back = vec![0; 1000];
@@ -332,7 +334,8 @@ fn a_copy_between_devices_checks_both_and_refuses_the_wrong_way_round() {
     let mut half = y.slice_mut(0..500).unwrap();
     let lengths = MemoryError::LengthMismatch { from: 4000, to: 2000 };
     assert_eq!(rig.s.copy_to_peer(&x, &mut half, &t), Err(lengths));
-    // Refused by the driver, it leaves nothing behind; and where `t` cannot be made to wait, it is over.
+    // Refused by the driver, it leaves nothing behind; and where `t` cannot be made to wait, it is
+    // over.
     rig.sim.fail(Call::CopyOnDevice, 1, 999);
     assert!(rig.s.copy_to_peer(&x, &mut y, &t).is_err());
     rig.s.fill(&mut rig.buffer::<u8>(1), 0).unwrap();

@@ -1,6 +1,8 @@
-//! Memory that is kept free for neighbours, and a host that runs out of it, on the simulator and on made-up machines.
+//! Memory that is kept free for neighbours, and a host that runs out of it, on the simulator and on
+//! made-up machines.
 //!
-//! A neighbour is somebody who asks the same driver for memory of the same device, whom no budget of ours knows.
+//! A neighbour is somebody who asks the same driver for memory of the same device, whom no budget
+//! of ours knows.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 #[path = "../allocators/host/tests/machine/mod.rs"]
@@ -103,8 +105,9 @@ fn our_own_demand_ends_where_memory_is_kept_free_and_goes_on_when_neighbours_lea
     drop(blocks(pool, 2 * GIB));
     let (theirs, _) = neighbour(&driver, 2 * GIB);
     eventually(|| free(&driver) >= GIB && seen(&rt).ceiling <= GIB);
-    // The watch stays in a look from here on: one that fell between a charge and the memory behind it would count that
-    // memory twice, as ours and as free, and allow as much more until the next one.
+    // The watch stays in a look from here on: one that fell between a charge and the memory behind
+    // it would count that memory twice, as ours and as free, and allow as much more until the next
+    // one.
     let looking = sim.stall(Call::MemoryInfo);
     assert!(looking.wait_for(1, PATIENCE));
     // What was given back is not taken again. As much as we like is refused, and free memory stays.
@@ -213,7 +216,8 @@ fn others_under_the_same_budget_are_asked_when_the_pool_has_nothing_left() {
     let _registration = budget.on_need(&cache);
     neighbour(&driver, 2 * GIB);
     neighbour(&driver, GIB);
-    // The neighbour may have it before the cache has given up its charge, and before anybody is told.
+    // The neighbour may have it before the cache has given up its charge, and before anybody is
+    // told.
     eventually(|| budget.used() == 0 && seen(&rt).given_back >= GIB);
     let now = seen(&rt);
     assert_eq!(now.asked[0].step, "a program's cache", "{now:?}");

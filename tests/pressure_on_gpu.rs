@@ -1,7 +1,9 @@
-//! Another process that needs memory of a real GPU whose cache is full, and what our own work feels of that.
+//! Another process that needs memory of a real GPU whose cache is full, and what our own work feels
+//! of that.
 //!
-//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`. Tests marked as ignored are
-//! the other process. Run it with `--nocapture` for the figures, and with nothing else on the GPU.
+//! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`. Tests
+//! marked as ignored are the other process. Run it with `--nocapture` for the figures, and with
+//! nothing else on the GPU.
 #![cfg(feature = "cuda")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -143,7 +145,8 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
         thread::sleep(Duration::from_millis(1));
     }
 
-    // Short kernels, each waited for, in three parts: before, while a neighbour needs memory, and after.
+    // Short kernels, each waited for, in three parts: before, while a neighbour needs memory, and
+    // after.
     let part = AtomicU32::new(0);
     let (mut laps, (first, second)) = thread::scope(|scope| {
         let working = scope.spawn(|| {
@@ -186,7 +189,8 @@ fn a_neighbour_gets_a_seventh_of_the_gpu_while_the_cache_is_full_and_kernels_run
     let mut back = vec![0; live.len()];
     stream.scope(|c| c.download(&live, &mut back)).unwrap().unwrap();
     assert!(back.iter().all(|&n| n == 7), "live memory is as it was");
-    // What was given back is not taken again while the neighbours are there, though their memory counts as theirs.
+    // What was given back is not taken again while the neighbours are there, though their memory
+    // counts as theirs.
     let mut blocks = Vec::new();
     while let Ok(block) = pool.alloc(&stream, Request::bytes(GIB)) {
         blocks.push(block);

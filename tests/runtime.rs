@@ -1,7 +1,8 @@
-//! What a runtime is wired of, what it takes, what the environment tells it, and that everything goes, in any order.
+//! What a runtime is wired of, what it takes, what the environment tells it, and that everything
+//! goes, in any order.
 //!
-//! Tests marked as ignored are halves of others, which run them in processes of their own: what the environment says, and
-//! how many threads there are, is the whole process's.
+//! Tests marked as ignored are halves of others, which run them in processes of their own: what the
+//! environment says, and how many threads there are, is the whole process's.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 mod support;
@@ -386,7 +387,8 @@ fn a_runtime_says_that_it_falls_back_and_why_and_what_it_has_found() {
     );
 }
 
-/// Runs one of the ignored tests below in a process of its own; answers with what it wrote, if it went well.
+/// Runs one of the ignored tests below in a process of its own; answers with what it wrote, if it
+/// went well.
 #[track_caller]
 fn child(name: &str, environment: &[(&str, &str)]) -> String {
     let mut command = Command::new(env::current_exe().unwrap());

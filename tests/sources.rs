@@ -1,4 +1,5 @@
-//! Sources of device memory that users write: what the pool around them promises, and that the check finds broken ones.
+//! Sources of device memory that users write: what the pool around them promises, and that the
+//! check finds broken ones.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "sources of memory, honest ones and others")]
 
@@ -20,15 +21,16 @@ use support::assert_silent;
 const GPU: DeviceId = DeviceId(0);
 const SLOT: u64 = 64 << 10;
 
-/// Slots of one allocation. The rig may lay them over each other, which breaks the promise of a source.
+/// Slots of one allocation. The rig may lay them over each other, which breaks the promise of a
+/// source.
 #[derive(Debug)]
 struct Slab {
     free: Arc<Mutex<Vec<u64>>>,
     waits: bool,
 }
 
-// SAFETY: 1. slots of one allocation, as long as they are told to be honest. 2. it is never freed. 3. and 4. a slot is on
-// the list when its work is done.
+// SAFETY: 1. slots of one allocation, as long as they are told to be honest. 2. it is never freed.
+// 3. and 4. a slot is on the list when its work is done.
 unsafe impl RangeSource for Slab {
     fn device(&self) -> DeviceId {
         GPU

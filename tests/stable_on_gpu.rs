@@ -1,4 +1,5 @@
-//! Memory that keeps its address, on a real GPU: what the simulator proves of order and charges, shown on bytes.
+//! Memory that keeps its address, on a real GPU: what the simulator proves of order and charges,
+//! shown on bytes.
 //!
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]
@@ -92,7 +93,8 @@ fn a_registered_block_keeps_its_bytes_after_the_free_while_others_need_the_room(
     let mut back = [0_u8; 64];
     let to = std::ptr::NonNull::from(&mut back[..]).cast();
     #[expect(unsafe_code, reason = "reads memory that only the registration keeps")]
-    // SAFETY: 1. `back` is writable until the stream is idle, just below; the token keeps the device's side.
+    // SAFETY: 1. `back` is writable until the stream is idle, just below; the token keeps the
+    // device's side.
     // 2. nobody else works on it.
     unsafe { pool.driver().copy_to_host(s.raw(), to, token.range().address, 64) }.unwrap();
     s.synchronize().unwrap();

@@ -1,4 +1,5 @@
-//! Staging on a real GPU: bytes, order with kernels of the driver's own, and the codes that a lost cause answers with.
+//! Staging on a real GPU: bytes, order with kernels of the driver's own, and the codes that a lost
+//! cause answers with.
 //!
 //! Without a GPU each test says that it was skipped, and fails with `AQUIFER_REQUIRE_GPU=1`.
 #![cfg(feature = "cuda")]

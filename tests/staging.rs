@@ -1,7 +1,9 @@
-//! The process's staging allocator: installed once, and reached by a library's own vectors through a route.
+//! The process's staging allocator: installed once, and reached by a library's own vectors through
+//! a route.
 //!
-//! A binary of its own, since the process has one staging allocator and one global allocator. Its tests take turns, since
-//! they count what the process's one pool holds. That pool is none of the runtime's own, so that it shows who uses which.
+//! A binary of its own, since the process has one staging allocator and one global allocator. Its
+//! tests take turns, since they count what the process's one pool holds. That pool is none of the
+//! runtime's own, so that it shows who uses which.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
@@ -161,7 +163,8 @@ fn a_child_of_a_fork_allocates_in_a_scope_what_is_really_there() {
     let (staged, before, _turn) = turn();
     let inherited = staging::route(|| vec![1u8; MIB]);
     #[expect(unsafe_code, reason = "forks")]
-    // SAFETY: 1. the child calls the allocator, which the C library makes ready for one, and leaves without a destructor.
+    // SAFETY: 1. the child calls the allocator, which the C library makes ready for one, and leaves
+    // without a destructor.
     match unsafe { fork() }.unwrap() {
         ForkResult::Child => {
             let mut bytes = staging::route(|| vec![2u8; MIB]);
@@ -193,7 +196,8 @@ fn a_vector_of_the_standard_library_lies_in_the_pool_grows_there_and_goes_home_f
     let mut bytes = staging::route(|| vec![7u8; MIB]);
     assert_eq!(staged.is_pinned(&bytes), Some(true));
     assert_eq!(staged.pool().stats().memory.requested, before.requested + MIB as u64);
-    // Outside of the scope it stays where it is, and what it grows into is no longer the route's to choose.
+    // Outside of the scope it stays where it is, and what it grows into is no longer the route's to
+    // choose.
     bytes.extend_from_slice(&[8; 1000]);
     assert!(
         bytes[..MIB].iter().all(|&byte| byte == 7) && bytes[MIB..].iter().all(|&byte| byte == 8)

@@ -1,7 +1,8 @@
-//! Many tenants, streams and devices under budgets that are too small, for a bounded time, with faults and the loss of a
-//! device.
+//! Many tenants, streams and devices under budgets that are too small, for a bounded time, with
+//! faults and the loss of a device.
 //!
-//! - What is charged is never above a limit, at any instant: a thread watches, and the budget's own peak proves it.
+//! - What is charged is never above a limit, at any instant: a thread watches, and the budget's own
+//!   peak proves it.
 //! - Every wait ends, granted or refused by its deadline.
 //! - No access is out of order, and in the end all counts are zero.
 
@@ -29,7 +30,8 @@ const DEVICE_LIMIT: u64 = 48 * MIB;
 const PROCESS_LIMIT: u64 = 64 * MIB;
 const TENANT_LIMIT: u64 = 24 * MIB;
 
-/// Numbers that look random and are the same for the same seed (Knuth's constants for a 64-bit generator).
+/// Numbers that look random and are the same for the same seed (Knuth's constants for a 64-bit
+/// generator).
 struct Random(u64);
 
 impl Random {
@@ -60,8 +62,8 @@ impl Tally {
     }
 }
 
-/// Work on what a lease holds: two streams, one buffer on each, filled and copied, and dropped while it is queued. What fails
-/// is a fault that was planned, or the loss.
+/// Work on what a lease holds: two streams, one buffer on each, filled and copied, and dropped
+/// while it is queued. What fails is a fault that was planned, or the loss.
 fn work(lease: &Lease, bytes: u64, tally: &Tally) -> aquifer::error::Result<()> {
     let (s, u) = (lease.stream()?, lease.stream()?);
     let len = (bytes / 2) as usize;

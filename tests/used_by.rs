@@ -1,5 +1,6 @@
-//! The three uses that the library was asked for, as they were asked for: a `Vec` through `allocator_api2`, a pool that is
-//! set as the pinned staging allocator, and a program of `cargo fuzz`.
+//! The three uses that the library was asked for, as they were asked for: a `Vec` through
+//! `allocator_api2`, a pool that is set as the pinned staging allocator, and a program of `cargo
+//! fuzz`.
 //!
 //! A binary of its own, since a process has one staging allocator and one global allocator.
 

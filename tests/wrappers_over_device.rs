@@ -1,4 +1,5 @@
-//! The wrappers of host memory over device memory: one rule for both kinds, whoever may touch the bytes.
+//! The wrappers of host memory over device memory: one rule for both kinds, whoever may touch the
+//! bytes.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
@@ -137,7 +138,8 @@ fn works<R: Resource>(rig: &Rig, resource: &R) {
     resource.trim(0).unwrap();
 }
 
-/// Each wrapper over each other, over the pool itself, over a borrowed one and over one that is known by its trait alone.
+/// Each wrapper over each other, over the pool itself, over a borrowed one and over one that is
+/// known by its trait alone.
 #[test]
 fn each_composes_with_each() {
     let rig = rig();

@@ -1,5 +1,6 @@
-//! Sets `cfg(std_allocator)` where the compiler has `std::alloc::Allocator` without a feature gate (1.100 and later), and
-//! `cfg(asan)` in builds with `AddressSanitizer`, which the compiler tells nobody but build scripts on stable Rust.
+//! Sets `cfg(std_allocator)` where the compiler has `std::alloc::Allocator` without a feature gate
+//! (1.100 and later), and `cfg(asan)` in builds with `AddressSanitizer`, which the compiler tells
+//! nobody but build scripts on stable Rust.
 use std::{env, process::Command};
 
 fn main() {
@@ -12,8 +13,8 @@ fn main() {
     let rustc = env::var_os("RUSTC").unwrap_or_else(|| "rustc".into());
     let Ok(output) = Command::new(rustc).arg("--version").output() else { return };
     let version = String::from_utf8_lossy(&output.stdout);
-    // "rustc 1.95.0 (…)": anything else counts as a compiler without the trait, and so do nightlies of 1.100, of which some
-    // are older than it.
+    // "rustc 1.95.0 (…)": anything else counts as a compiler without the trait, and so do nightlies
+    // of 1.100, of which some are older than it.
     let minor = version
         .strip_prefix("rustc 1.")
         .and_then(|rest| rest.split('.').next())

@@ -5,12 +5,13 @@
 //!            ───── sampled ───        ──── this moment ────      ─ sampled, less what was charged since ─
 //! ```
 //!
-//! The budget's part is read from its atomics for each request, so a lease that another thread has just taken counts. The
-//! rest is asked for on a clock, by whichever thread finds that it is due, one at a time and with no lock held; others go on
-//! with the older sample.
+//! The budget's part is read from its atomics for each request, so a lease that another thread has
+//! just taken counts. The rest is asked for on a clock, by whichever thread finds that it is due,
+//! one at a time and with no lock held; others go on with the older sample.
 //!
-//! The devices stand in slots. A device that was lost and put back has a new pool and a new generation in the same slot;
-//! earlier generations stay behind it, for the leases that are still about.
+//! The devices stand in slots. A device that was lost and put back has a new pool and a new
+//! generation in the same slot; earlier generations stay behind it, for the leases that are still
+//! about.
 
 use super::{Candidate, Near, Passed, Place, Why, lease::Lease, policy::Seen};
 use aquifer_core::{Budget, DeviceId, MemoryError, Reservation, Result, panics::contain};
@@ -72,7 +73,8 @@ pub(super) struct Member {
     /// What the pool held in all then, and when that was.
     physical: AtomicU64,
     counted: AtomicU64,
-    /// What the driver had left then; where the budget is the device's own, with what was charged to it then.
+    /// What the driver had left then; where the budget is the device's own, with what was charged
+    /// to it then.
     ceiling: AtomicU64,
     /// Nanoseconds on the fleet's clock.
     sampled: AtomicU64,
@@ -279,8 +281,8 @@ impl Member {
         place.admits(&Candidate { free, ..self.candidate(index, now, None) }).then_some(free)
     }
 
-    /// Counts what caches hold once more, if that could make `free` bytes as many as are needed, and the pool has grown or
-    /// shrunk since or the clock has ticked. Answers with the free bytes.
+    /// Counts what caches hold once more, if that could make `free` bytes as many as are needed,
+    /// and the pool has grown or shrunk since or the clock has ticked. Answers with the free bytes.
     #[cold]
     fn recount(&self, free: u64, place: &Place, now: u64) -> u64 {
         let physical = self.pool.physical();
@@ -301,7 +303,8 @@ impl Member {
         self.cached.store(stats.cached, Relaxed);
     }
 
-    /// Asks the driver what it has left (`cuMemGetInfo`). One that does not answer leaves the older sample.
+    /// Asks the driver what it has left (`cuMemGetInfo`). One that does not answer leaves the older
+    /// sample.
     fn sample(&self, now: u64) {
         let device = self.pool.device();
         let Ok(info) = self.pool.driver().memory_info(device) else { return };
@@ -327,8 +330,9 @@ impl Member {
         }
     }
 
-    /// Has whoever shares a budget with this device give back what `bytes` lack there: caches of other devices, which are
-    /// not among its own free bytes. As far as that needs no waiting, and until there is `enough`; whether there is.
+    /// Has whoever shares a budget with this device give back what `bytes` lack there: caches of
+    /// other devices, which are not among its own free bytes. As far as that needs no waiting, and
+    /// until there is `enough`; whether there is.
     #[cold]
     pub(super) fn ask_others(&self, bytes: u64, mut enough: impl FnMut() -> bool) -> bool {
         // A deadline that has passed: nobody is asked who would wait.
@@ -448,8 +452,8 @@ impl Fleet {
             let lost = member.pool.driver().is_lost(member.pool.device());
             if lost && member.state.fetch_or(LOST, AcqRel) & LOST == 0 {
                 found = true;
-                // Its memory is gone, and what its caches are charged for is anybody's under the same budget. A lost
-                // device refuses every call, which is what ends the charges.
+                // Its memory is gone, and what its caches are charged for is anybody's under the
+                // same budget. A lost device refuses every call, which is what ends the charges.
                 let _ = member.pool.trim(0);
             }
         }
@@ -484,7 +488,8 @@ impl Fleet {
         }
     }
 
-    /// Those that new requests may go to and that satisfy `place`, in the order of their indices, but for the set `tried`.
+    /// Those that new requests may go to and that satisfy `place`, in the order of their indices,
+    /// but for the set `tried`.
     #[inline]
     pub(super) fn admitted<'a>(
         &'a self,
@@ -517,8 +522,8 @@ impl Fleet {
         })
     }
 
-    /// Has others give back what a common budget lacks for `bytes` on a device that suits `place`; see
-    /// [`Member::ask_others`]. Whether there is room somewhere now.
+    /// Has others give back what a common budget lacks for `bytes` on a device that suits `place`;
+    /// see [`Member::ask_others`]. Whether there is room somewhere now.
     #[cold]
     pub(super) fn ask_others(&self, place: &Place, bytes: u64) -> bool {
         let mut asked: Vec<&Budget> = Vec::new();

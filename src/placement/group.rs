@@ -1,9 +1,10 @@
 //! Several leases at once, all or nothing.
 //!
-//! Devices are chosen first, by what is known of them, and then reserved one after another in the order of their indices.
-//! A refusal gives back what was taken, last first, and another choice is made without what was refused. So whoever comes
-//! second to a device that two groups want holds nothing behind it that the first could need: of groups that meet, one gets
-//! through. How they wait is in `waiting`.
+//! Devices are chosen first, by what is known of them, and then reserved one after another in the
+//! order of their indices. A refusal gives back what was taken, last first, and another choice is
+//! made without what was refused. So whoever comes second to a device that two groups want holds
+//! nothing behind it that the first could need: of groups that meet, one gets through. How they
+//! wait is in `waiting`.
 
 mod waiting;
 
@@ -34,8 +35,9 @@ struct Choice<'a> {
     room: usize,
 }
 
-/// The first devices, in the order given, that have room for all shards together, each on a peer of every other where that
-/// is asked. Packed, those with the most room come first, so that they are as few as can be.
+/// The first devices, in the order given, that have room for all shards together, each on a peer of
+/// every other where that is asked. Packed, those with the most room come first, so that they are
+/// as few as can be.
 fn choose(options: &mut Vec<Choice<'_>>, group: &Group) -> Option<Vec<Part>> {
     if group.packed {
         options.sort_by_key(|option| std::cmp::Reverse(option.room));
@@ -44,8 +46,8 @@ fn choose(options: &mut Vec<Choice<'_>>, group: &Group) -> Option<Vec<Part>> {
     search(options, 0, group, group.shards, &mut chosen).then_some(chosen)
 }
 
-/// Goes on from `from`. It ends at once where any two devices are peers, or devices form islands; in general it is the
-/// search for a clique.
+/// Goes on from `from`. It ends at once where any two devices are peers, or devices form islands;
+/// in general it is the search for a clique.
 fn search(
     options: &[Choice<'_>],
     from: usize,
@@ -85,8 +87,8 @@ fn search(
 }
 
 impl Placer {
-    /// As [`Placer::place`] for every shard of a group, or for none: in the order in which the policy takes the devices.
-    /// Does not block.
+    /// As [`Placer::place`] for every shard of a group, or for none: in the order in which the
+    /// policy takes the devices. Does not block.
     ///
     /// # Errors
     /// [`PlaceError`], with every device and why it was not taken. Nothing is held.
@@ -139,7 +141,8 @@ impl Placer {
                 if fresh {
                     return Err(self.nowhere(&group.each, group.shards, &met));
                 }
-                // By what was known there was none: finds out anew, once, and has others give back what they can.
+                // By what was known there was none: finds out anew, once, and has others give back
+                // what they can.
                 fresh = true;
                 let all = group.each.size().saturating_mul(group.shards as u64);
                 self.fleet.ask_others(&group.each, all);

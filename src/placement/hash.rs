@@ -1,8 +1,9 @@
 //! The hash that gives each key its device: rendezvous (highest random weight) hashing.
 //!
-//! Every device has a score for every key, and the device with the highest score has the key. So when a device leaves, its
-//! keys go to whoever was second for them, and no other key moves; when one comes, it takes from all others the keys for which
-//! it is first, and no other key moves. (Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous", 1996.)
+//! Every device has a score for every key, and the device with the highest score has the key. So
+//! when a device leaves, its keys go to whoever was second for them, and no other key moves; when
+//! one comes, it takes from all others the keys for which it is first, and no other key moves.
+//! (Thaler and Ravishankar, "A Name-Based Mapping Scheme for Rendezvous", 1996.)
 //!
 //! The hash never changes: the same key has the same device in every process, build and version.
 //!
@@ -28,7 +29,8 @@ pub(super) const fn score(key: u64, device: DeviceId) -> u64 {
     mix(key ^ mix((device.0 as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)))
 }
 
-/// The key of a name, such as a session's or a model's: FNV-1a over its bytes, in 64 bits. It never changes.
+/// The key of a name, such as a session's or a model's: FNV-1a over its bytes, in 64 bits. It never
+/// changes.
 ///
 /// ```
 /// use aquifer::placement::{Place, key_of};

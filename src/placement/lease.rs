@@ -10,13 +10,16 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Bytes reserved on one device, drawn from by allocations; the rest goes back when this is dropped.
+/// Bytes reserved on one device, drawn from by allocations; the rest goes back when this is
+/// dropped.
 ///
-/// Blocks drawn from a lease are blocks like any other, and outlive it. A lease counts bytes as its device's budget
-/// does, so a request beside it can never take what it holds; how the bytes lie is not reserved.
+/// Blocks drawn from a lease are blocks like any other, and outlive it. A lease counts bytes as its
+/// device's budget does, so a request beside it can never take what it holds; how the bytes lie is
+/// not reserved.
 ///
-/// It belongs to one generation of its device: when that is lost, all that is asked of the lease is answered by
-/// [`MemoryError::DeviceLost`](aquifer_core::MemoryError::DeviceLost), also when the device has been put back.
+/// It belongs to one generation of its device: when that is lost, all that is asked of the lease is
+/// answered by [`MemoryError::DeviceLost`](aquifer_core::MemoryError::DeviceLost), also when the
+/// device has been put back.
 pub struct Lease {
     fleet: Arc<Fleet>,
     index: usize,
@@ -79,7 +82,8 @@ impl Lease {
         self.usable()?.stream()
     }
 
-    /// A block drawn from what is held. A request for more than that draws the rest and asks the budget.
+    /// A block drawn from what is held. A request for more than that draws the rest and asks the
+    /// budget.
     ///
     /// # Errors
     /// As [`DevicePool::alloc`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
@@ -88,8 +92,9 @@ impl Lease {
         self.usable()?.alloc_reserved(stream, request, &self.held)
     }
 
-    /// A block whose memory never moves, drawn from what is held: a whole physical handle, rounded up to the device's
-    /// granularity. A request for more than is held draws the rest and asks the budget.
+    /// A block whose memory never moves, drawn from what is held: a whole physical handle, rounded
+    /// up to the device's granularity. A request for more than is held draws the rest and asks the
+    /// budget.
     ///
     /// # Errors
     /// As [`DevicePool::alloc_stable`]; [`DeviceLost`](aquifer_core::MemoryError::DeviceLost).
@@ -98,9 +103,10 @@ impl Lease {
         self.usable()?.alloc_stable_reserved(stream, request, &self.held)
     }
 
-    /// Addresses for `max_len` elements, with no memory behind them, as [`DevicePool::reserve`]: each
-    /// [`commit`](Reserved::commit) draws from what is held and asks the budget for the rest. Once the lease is dropped,
-    /// commits ask the budget alone. Memory that is decommitted goes back to the budget, not to the lease.
+    /// Addresses for `max_len` elements, with no memory behind them, as [`DevicePool::reserve`]:
+    /// each [`commit`](Reserved::commit) draws from what is held and asks the budget for the rest.
+    /// Once the lease is dropped, commits ask the budget alone. Memory that is decommitted goes
+    /// back to the budget, not to the lease.
     ///
     /// ```
     /// use aquifer::{Place, Policy, Runtime, sim::Sim};
@@ -119,7 +125,8 @@ impl Lease {
         self.usable()?.reserve_drawing(stream, max_len, None, &self.held)
     }
 
-    /// As [`Lease::reserve`], committed in steps of `step` bytes, rounded up to the device's granularity.
+    /// As [`Lease::reserve`], committed in steps of `step` bytes, rounded up to the device's
+    /// granularity.
     ///
     /// # Errors
     /// As [`Lease::reserve`].

@@ -20,9 +20,11 @@ pub struct Candidate<'a> {
     pub index: usize,
     /// Which.
     pub device: DeviceId,
-    /// 1 at first; one more each time the device was [put back](super::Placer::restore) after a loss.
+    /// 1 at first; one more each time the device was [put back](super::Placer::restore) after a
+    /// loss.
     pub generation: u32,
-    /// Bytes that its pool could give: what its budget has left, or the driver if that is less, and what its caches hold.
+    /// Bytes that its pool could give: what its budget has left, or the driver if that is less,
+    /// and what its caches hold.
     pub free: u64,
     /// Bytes that its pool may have at all.
     pub total: u64,
@@ -32,11 +34,11 @@ pub struct Candidate<'a> {
     pub peers: &'a [DeviceId],
     /// Its weight under [`Policy::weighted`], else 1.
     pub weight: u32,
-    /// How far it is from what the request is to be near, under [`Policy::Near`], else 0. Comparable within one request
-    /// only.
+    /// How far it is from what the request is to be near, under [`Policy::Near`], else 0.
+    /// Comparable within one request only.
     pub far: u32,
-    /// How long ago the driver was asked for its free memory, and the caches for what they hold. The rest is of this
-    /// moment.
+    /// How long ago the driver was asked for its free memory, and the caches for what they hold.
+    /// The rest is of this moment.
     pub age: Duration,
 }
 
@@ -57,8 +59,8 @@ impl Candidate<'_> {
     }
 }
 
-/// What the library's own policies ask of a device, each of them one or two things: a request looks at every device, and
-/// finds out no more than it needs.
+/// What the library's own policies ask of a device, each of them one or two things: a request looks
+/// at every device, and finds out no more than it needs.
 pub(super) trait Seen: Copy {
     fn index(&self) -> usize;
     fn device(&self) -> DeviceId;
@@ -101,8 +103,8 @@ impl Seen for Candidate<'_> {
 
 /// Which of the devices that satisfy a request is taken.
 ///
-/// Each is a pure function of what was seen of the devices and, where it says so, of how many requests were placed before.
-/// Ties go to the lowest index.
+/// Each is a pure function of what was seen of the devices and, where it says so, of how many
+/// requests were placed before. Ties go to the lowest index.
 #[derive(Clone, Default, Debug)]
 #[non_exhaustive]
 pub enum Policy {
@@ -119,10 +121,11 @@ pub enum Policy {
     BestCompute,
     /// In turn, by weights: [`Policy::weighted`].
     Weighted(Weights),
-    /// The one to which the request's [key](Place::key) belongs, or, where that does not admit, the next for the key.
-    /// Requests without a key go where the most bytes are free.
+    /// The one to which the request's [key](Place::key) belongs, or, where that does not admit, the
+    /// next for the key. Requests without a key go where the most bytes are free.
     Affinity,
-    /// The one nearest to what the request is to be [near](Place::near); of those the one with the most free bytes.
+    /// The one nearest to what the request is to be [near](Place::near); of those the one with the
+    /// most free bytes.
     Near,
     /// By a function of the program: [`Policy::custom`].
     Custom(Custom),
@@ -156,8 +159,8 @@ impl fmt::Debug for Custom {
 }
 
 impl Custom {
-    /// The indices of devices in the order in which they are to be tried. What is not among the candidates, or was named
-    /// before, is passed over. `None` if the function has panicked.
+    /// The indices of devices in the order in which they are to be tried. What is not among the
+    /// candidates, or was named before, is passed over. `None` if the function has panicked.
     pub(super) fn order(&self, place: &Place, candidates: &[Candidate<'_>]) -> Option<Vec<usize>> {
         let named =
             std::panic::catch_unwind(AssertUnwindSafe(|| (self.order)(place, candidates))).ok()?;
@@ -175,19 +178,20 @@ impl Custom {
 }
 
 impl Policy {
-    /// In turn, each as often as its weight says: of a device with weight 3 and one with weight 1 the first is taken three
-    /// times of four, and any run of requests keeps close to that. A device that is not listed has weight 1; one with
-    /// weight 0 is taken only where no other admits.
+    /// In turn, each as often as its weight says: of a device with weight 3 and one with weight 1
+    /// the first is taken three times of four, and any run of requests keeps close to that. A
+    /// device that is not listed has weight 1; one with weight 0 is taken only where no other
+    /// admits.
     #[must_use]
     pub fn weighted(weights: impl IntoIterator<Item = (DeviceId, u32)>) -> Self {
         Self::Weighted(Weights(weights.into_iter().collect()))
     }
 
-    /// By a pure function of the program's own: from the request and the devices that satisfy it to the devices in the
-    /// order in which they are to be tried.
+    /// By a pure function of the program's own: from the request and the devices that satisfy it to
+    /// the devices in the order in which they are to be tried.
     ///
-    /// Its answer is checked, never believed: a device that is unknown, does not satisfy the request or is named twice is
-    /// passed over. Where it panics, the request is refused with
+    /// Its answer is checked, never believed: a device that is unknown, does not satisfy the
+    /// request or is named twice is passed over. Where it panics, the request is refused with
     /// [`PlaceError::PolicyPanicked`](super::PlaceError::PolicyPanicked).
     ///
     /// ```
@@ -205,9 +209,9 @@ impl Policy {
         Self::Custom(Custom { name, order: Arc::new(order) })
     }
 
-    /// The index of the device that is taken, of `candidates` that satisfy `place`, when `turn` requests have been placed
-    /// before on `devices` devices in all. `None` where there are no candidates, or a function of the program's own names
-    /// none of them or panics.
+    /// The index of the device that is taken, of `candidates` that satisfy `place`, when `turn`
+    /// requests have been placed before on `devices` devices in all. `None` where there are no
+    /// candidates, or a function of the program's own names none of them or panics.
     #[must_use]
     pub fn pick(
         &self,
@@ -230,7 +234,8 @@ impl Policy {
         matches!(self, Self::RoundRobin | Self::Weighted(_))
     }
 
-    /// The same over whatever yields devices in the order of their indices; of the library's own policies.
+    /// The same over whatever yields devices in the order of their indices; of the library's own
+    /// policies.
     #[inline]
     pub(super) fn pick_from<S: Seen>(
         &self,
@@ -310,8 +315,8 @@ fn lowest<S: Seen, K: PartialOrd>(
 /// 2⁶⁴ over the golden ratio: of the multiples of all numbers, modulo 1, its own lie most evenly.
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Lays the weights end to end and takes the device under the turn's point. Points are multiples of the golden ratio, so
-/// every stretch has its share of them in any run of turns (Weyl).
+/// Lays the weights end to end and takes the device under the turn's point. Points are multiples of
+/// the golden ratio, so every stretch has its share of them in any run of turns (Weyl).
 #[inline]
 fn weighted<S: Seen>(seen: impl Iterator<Item = S> + Clone, turn: u64) -> Option<S> {
     let mut total = 0;

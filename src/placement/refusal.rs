@@ -144,8 +144,8 @@ impl fmt::Display for PlaceError {
 impl error::Error for PlaceError {}
 
 impl From<PlaceError> for MemoryError {
-    /// The nearest of the library's errors: a budget's refusal if one stood in the way, the loss if all are lost, else that
-    /// there is no such device. The list goes.
+    /// The nearest of the library's errors: a budget's refusal if one stood in the way, the loss if
+    /// all are lost, else that there is no such device. The list goes.
     fn from(error: PlaceError) -> Self {
         let devices = match error {
             PlaceError::ZeroSize => return Self::ZeroSize,

@@ -37,8 +37,9 @@ pub enum Near {
     Node(NodeId),
     /// This device: itself first, then those that can reach its memory, then the rest.
     Device(DeviceId),
-    /// The device on which live blocks of this tag hold the most bytes, as near a [device](Near::Device). Looks through
-    /// every pool's caches, so it takes microseconds and more.
+    /// The device on which live blocks of this tag hold the most bytes, as near a
+    /// [device](Near::Device). Looks through every pool's caches, so it takes microseconds and
+    /// more.
     Data(Tag),
 }
 
@@ -84,26 +85,29 @@ impl Place {
         Self { excluded: devices.into_iter().collect(), choosy: true, ..self }
     }
 
-    /// Only on devices whose kernels can reach the memory of each of these, or are these themselves.
+    /// Only on devices whose kernels can reach the memory of each of these, or are these
+    /// themselves.
     #[must_use]
     pub fn reaching(self, devices: impl IntoIterator<Item = DeviceId>) -> Self {
         Self { reaching: devices.into_iter().collect(), choosy: true, ..self }
     }
 
-    /// Charged, and waiting in line, by this priority instead of the budget's own; higher is served first.
+    /// Charged, and waiting in line, by this priority instead of the budget's own; higher is served
+    /// first.
     #[must_use]
     pub fn priority(self, priority: i32) -> Self {
         Self { priority: Some(priority), ..self }
     }
 
-    /// Belonging to this key, which [`Policy::Affinity`](super::Policy::Affinity) gives always the same device;
-    /// [`key_of`](super::key_of) makes one of a name.
+    /// Belonging to this key, which [`Policy::Affinity`](super::Policy::Affinity) gives always the
+    /// same device; [`key_of`](super::key_of) makes one of a name.
     #[must_use]
     pub fn key(self, key: u64) -> Self {
         Self { key: Some(key), ..self }
     }
 
-    /// Near this, under [`Policy::Near`](super::Policy::Near); near the caller unless told otherwise.
+    /// Near this, under [`Policy::Near`](super::Policy::Near); near the caller unless told
+    /// otherwise.
     #[must_use]
     pub fn near(self, near: Near) -> Self {
         Self { near, ..self }

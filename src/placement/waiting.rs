@@ -1,7 +1,8 @@
 //! Waiting until some device has room.
 //!
-//! Whoever waits stands in line at the budget of every device that suits. The first that grants serves; the others' places
-//! are given up, and bytes that one of them had granted meanwhile go to the next in its line.
+//! Whoever waits stands in line at the budget of every device that suits. The first that grants
+//! serves; the others' places are given up, and bytes that one of them had granted meanwhile go to
+//! the next in its line.
 
 use super::{Health, Lease, Met, Place, PlaceError, Placer};
 use aquifer_core::{Charge, Reservation, budget::Waiting};
@@ -15,14 +16,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// How often a thread that waits looks for what nobody tells: free memory of caches and of the driver.
+/// How often a thread that waits looks for what nobody tells: free memory of caches and of the
+/// driver.
 const TICK: Duration = Duration::from_millis(20);
 
 /// A request that waits for room. A `Future` that needs no runtime.
 ///
-/// Its waker is called when a budget grants the bytes, and when a device comes or goes. It has no clock: what caches could
-/// give up, what other programs give back to the driver, and its deadline are looked at when it is polled, so a program with
-/// a timer polls now and then. Dropping it gives its places in line up; bytes that were granted and not taken go to the next.
+/// Its waker is called when a budget grants the bytes, and when a device comes or goes. It has no
+/// clock: what caches could give up, what other programs give back to the driver, and its deadline
+/// are looked at when it is polled, so a program with a timer polls now and then. Dropping it gives
+/// its places in line up; bytes that were granted and not taken go to the next.
 ///
 /// ```
 /// use aquifer::{Place, Policy, Runtime, sim::Sim};
@@ -59,8 +62,9 @@ struct Line {
 }
 
 impl Placer {
-    /// As [`Placer::place`], waiting until a device has room, or until `deadline`: in line at the budget of each device that
-    /// suits, by priority, then in order. Blocks the thread, with no lock held.
+    /// As [`Placer::place`], waiting until a device has room, or until `deadline`: in line at the
+    /// budget of each device that suits, by priority, then in order. Blocks the thread, with no
+    /// lock held.
     ///
     /// # Errors
     /// [`PlaceError`] of the deadline; at once where no device could ever have room.

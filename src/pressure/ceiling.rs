@@ -5,8 +5,8 @@ use aquifer_core::Budget;
 /// Looks in a row at most, each because something was charged or released during the one before.
 const LOOKS: u32 = 4;
 
-/// A budget above all that this process charges for one memory. Only whoever watches that memory sets its limit, so that
-/// limits below it stay the program's own.
+/// A budget above all that this process charges for one memory. Only whoever watches that memory
+/// sets its limit, so that limits below it stay the program's own.
 #[derive(Clone, Debug)]
 pub(crate) struct Ceiling {
     budget: Budget,
@@ -26,15 +26,16 @@ impl Ceiling {
         &self.budget
     }
 
-    /// Reads what is free by `look` and sets the limit so that all but `keep` of it may be taken, or that as much must be
-    /// given back first as is missing.
+    /// Reads what is free by `look` and sets the limit so that all but `keep` of it may be taken,
+    /// or that as much must be given back first as is missing.
     ///
-    /// Bytes that are charged or released during a look are in neither sum or in both, so it looks again then. Where that
-    /// happens [each time](LOOKS), what is ours lies between the counts before and after, and the limit moves no further
-    /// than those prove: our own growth, which takes from one sum what it adds to the other, is no reason to refuse any.
+    /// Bytes that are charged or released during a look are in neither sum or in both, so it looks
+    /// again then. Where that happens [each time](LOOKS), what is ours lies between the counts
+    /// before and after, and the limit moves no further than those prove: our own growth, which
+    /// takes from one sum what it adds to the other, is no reason to refuse any.
     ///
-    /// Bytes that were charged before a look and are not yet taken from the memory are in both sums, and as much too much may
-    /// be granted, until the next one.
+    /// Bytes that were charged before a look and are not yet taken from the memory are in both
+    /// sums, and as much too much may be granted, until the next one.
     pub(crate) fn follow<T, E>(
         &self,
         keep: u64,
@@ -95,7 +96,8 @@ mod tests {
         assert!(pool.charge(1000).is_ok());
     }
 
-    /// A memory of 100 bytes that only the pool takes of: 5 in the middle of a look, before it is read what is free, or after.
+    /// A memory of 100 bytes that only the pool takes of: 5 in the middle of a look, before it is
+    /// read what is free, or after.
     fn follow_and_grow(
         ceiling: &Ceiling,
         held: &mut Vec<Charge>,

@@ -1,9 +1,12 @@
-//! The host: how near the process is to the end of what its control groups and nodes leave it, and what follows.
+//! The host: how near the process is to the end of what its control groups and nodes leave it, and
+//! what follows.
 //!
-//! Pinned memory is given back by unregistering it, which waits for the device and holds up launches meanwhile. So a
-//! shortage only says how much is wanted; it is given back when the program says that nothing is being launched
-//! ([`Runtime::quiet_point`](crate::Runtime::quiet_point)), or at once where it may stall. What pinned pools may grow by is
-//! limited at once: populating memory beyond a group's limit is a kill, not an error.
+//! Pinned memory is given back by unregistering it, which waits for the device and holds up
+//! launches meanwhile. So a shortage only says how much is wanted; it is given back when the
+//! program says that nothing is being launched
+//! ([`Runtime::quiet_point`](crate::Runtime::quiet_point)), or at once where it may stall. What
+//! pinned pools may grow by is limited at once: populating memory beyond a group's limit is a kill,
+//! not an error.
 
 use super::{
     Ceiling,
@@ -30,18 +33,20 @@ const EASY: Duration = Duration::from_secs(1);
 const TENSE: Duration = Duration::from_millis(250);
 /// Looks in a row that have to find less before the level falls, by one.
 const CALM: u32 = 4;
-/// Stalls of this length in each span make the kernel tell at once. Without privileges it takes spans of two seconds.
+/// Stalls of this length in each span make the kernel tell at once. Without privileges it takes
+/// spans of two seconds.
 const STALLED: Duration = Duration::from_millis(200);
 const WITHIN: Duration = Duration::from_secs(2);
 /// How long those who are not our pools may take to give back.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// What is called when the level of the host has changed: the level before, the level now, and what was read. It is called
-/// on the thread that looks, with no lock held; a panic is counted and otherwise passed over.
+/// What is called when the level of the host has changed: the level before, the level now, and what
+/// was read. It is called on the thread that looks, with no lock held; a panic is counted and
+/// otherwise passed over.
 pub type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
 
-/// When host memory counts as scarce. Shares are of the host's memory, or of the tightest limit of the process's control
-/// groups.
+/// When host memory counts as scarce. Shares are of the host's memory, or of the tightest limit of
+/// the process's control groups.
 ///
 /// ```
 /// use aquifer::{Runtime, base::budget::Level, pressure::HostWatch, sim::Sim};
@@ -59,17 +64,19 @@ pub type HostHook = dyn Fn(Level, Level, &Strain) + Send + Sync;
 pub struct HostWatch {
     /// Less left than this, in per cent, is [`Level::Warning`]. 10 unless set.
     pub warning_left: u64,
-    /// Less left than this, in per cent, is [`Level::Critical`], and pinned pools do not grow into it. 5 unless set.
+    /// Less left than this, in per cent, is [`Level::Critical`], and pinned pools do not grow into
+    /// it. 5 unless set.
     pub critical_left: u64,
-    /// How much more than that has to be left for the level to fall again, in per cent. 2 unless set.
+    /// How much more than that has to be left for the level to fall again, in per cent. 2 unless
+    /// set.
     pub slack: u64,
-    /// Of the last ten seconds, those in which some thread waited for memory, in per cent: as many or more are a warning.
-    /// 10 unless set.
+    /// Of the last ten seconds, those in which some thread waited for memory, in per cent: as many
+    /// or more are a warning. 10 unless set.
     pub some_stalls: u32,
     /// The same of those in which all threads did: as many or more are critical. 10 unless set.
     pub full_stalls: u32,
-    /// Give pinned memory back at once when the level is critical, though that stalls the devices. Not unless set: without
-    /// a device nothing stalls, and it is given back at once in any case.
+    /// Give pinned memory back at once when the level is critical, though that stalls the devices.
+    /// Not unless set: without a device nothing stalls, and it is given back at once in any case.
     pub may_stall: bool,
     hook: Option<Arc<HostHook>>,
 }
@@ -99,7 +106,8 @@ impl HostWatch {
         self
     }
 
-    /// The level that one reading alone would make. `now` is the level that stands: leaving it takes some slack.
+    /// The level that one reading alone would make. `now` is the level that stands: leaving it
+    /// takes some slack.
     fn level(
         &self,
         now: Level,
@@ -180,7 +188,8 @@ impl Standing {
         Self { level: Level::Nominal, calm: 0, events: None }
     }
 
-    /// Takes a reading in. The level rises at once, and falls by one when some looks in a row have found less.
+    /// Takes a reading in. The level rises at once, and falls by one when some looks in a row have
+    /// found less.
     fn judge(&mut self, watch: &HostWatch, all: u64, strain: &Strain, alarm: bool) -> Verdict {
         let events = strain.events.value;
         let grown = self
@@ -205,7 +214,8 @@ impl Standing {
             left.map_or(0, |left| per_cent(watch.warning_left + watch.slack).saturating_sub(left));
         let wanted = match self.level {
             Level::Nominal => 0,
-            // Scarce though enough is left: it is somebody else's stalls that our memory would ease.
+            // Scarce though enough is left: it is somebody else's stalls that our memory would
+            // ease.
             Level::Warning => short.max(per_cent(1)),
             Level::Critical => u64::MAX,
         };
@@ -426,7 +436,8 @@ mod tests {
 
     const ALL: u64 = 1000 << 20;
 
-    /// A reading: what is left in per cent, `some` and `full` in per cent, and how often `memory.max` and `.high` were met.
+    /// A reading: what is left in per cent, `some` and `full` in per cent, and how often
+    /// `memory.max` and `.high` were met.
     #[derive(Clone, Copy)]
     struct Read(u64, u32, u32, u64, u64);
 

@@ -1,8 +1,10 @@
-//! A device: what its driver has free is kept above a mark, so that a neighbour who tries again finds it.
+//! A device: what its driver has free is kept above a mark, so that a neighbour who tries again
+//! finds it.
 //!
-//! When less is free, the pool and all others who have memory of the device under the same budgets are asked for some, the
-//! cheapest first ([`DevicePool::give_back`]), with no time to wait for work of the device: segments of devices that cannot
-//! map, and pinned memory, stay, unless it was said that the device may be waited for.
+//! When less is free, the pool and all others who have memory of the device under the same budgets
+//! are asked for some, the cheapest first ([`DevicePool::give_back`]), with no time to wait for
+//! work of the device: segments of devices that cannot map, and pinned memory, stay, unless it was
+//! said that the device may be waited for.
 
 use super::{
     Ceiling,
@@ -24,20 +26,20 @@ use std::{
 const SHORTEST: Duration = Duration::from_millis(10);
 /// Between looks while nothing does.
 const LONGEST: Duration = Duration::from_millis(50);
-/// Bytes that go back in one step: an allocation of ours that comes meanwhile waits for no more than that, some 30 ms where
-/// handles are of 2 MiB.
+/// Bytes that go back in one step: an allocation of ours that comes meanwhile waits for no more
+/// than that, some 30 ms where handles are of 2 MiB.
 const PIECE: u64 = 2 << 30;
 /// How long those who have to wait for the device may take, where they may.
 const PATIENCE: Duration = Duration::from_millis(100);
 
-/// What is free beyond the mark when enough was given back: a neighbour asks for a little more than it takes, for its
-/// context and for the driver's own tables.
+/// What is free beyond the mark when enough was given back: a neighbour asks for a little more than
+/// it takes, for its context and for the driver's own tables.
 fn slack(keep_free: u64) -> u64 {
     (keep_free / 16).clamp(32 << 20, 1 << 30).min(keep_free)
 }
 
-/// Bytes to give back, with this much free. `giving` says that some have been given back already for this shortage, which
-/// ends only some way above the mark.
+/// Bytes to give back, with this much free. `giving` says that some have been given back already
+/// for this shortage, which ends only some way above the mark.
 pub(super) fn missing(keep_free: u64, free: u64, giving: bool) -> u64 {
     let enough = keep_free.saturating_add(slack(keep_free));
     if free < keep_free || giving { enough.saturating_sub(free) } else { 0 }
@@ -156,7 +158,8 @@ impl Looker {
                 seen.report.shortages += u64::from(missing > 0 && !self.giving);
             }
             self.giving = missing > 0;
-            // Whoever gives, and takes it again or has it taken by others at once, is asked again at the next look.
+            // Whoever gives, and takes it again or has it taken by others at once, is asked again
+            // at the next look.
             let futile = given && before.is_some_and(|before| free <= before);
             given = missing > 0 && !futile && !calls.stopped() && self.give(missing) > 0;
             if !given {

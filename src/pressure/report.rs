@@ -4,7 +4,8 @@ use aquifer_core::{DeviceId, DriverError, budget::Level, error::Tried};
 use aquifer_host::topology::{Strain, TopologyError};
 use std::time::Duration;
 
-/// What the watches of a [`Runtime`](crate::Runtime) have seen and done so far; empty where none was asked for.
+/// What the watches of a [`Runtime`](crate::Runtime) have seen and done so far; empty where none
+/// was asked for.
 ///
 /// ```
 /// use aquifer::{Runtime, sim::Sim};
@@ -48,7 +49,8 @@ pub struct DevicePressure {
     pub keep_free: u64,
     /// The last reading; none before the first.
     pub reading: Option<DeviceReading>,
-    /// Bytes that this process's pools may hold of the device, by the last reading; `u64::MAX` where nothing is kept free.
+    /// Bytes that this process's pools may hold of the device, by the last reading; `u64::MAX`
+    /// where nothing is kept free.
     pub ceiling: u64,
     /// How often the driver was asked (a count).
     pub looks: u64,
@@ -60,7 +62,8 @@ pub struct DevicePressure {
     pub asked: Vec<Tried>,
     /// Bytes that were missing at the last look; 0 where enough is free.
     pub missing: u64,
-    /// Why nobody looks any more: the driver did not answer, or the device is lost. Growth is not limited from then on.
+    /// Why nobody looks any more: the driver did not answer, or the device is lost. Growth is not
+    /// limited from then on.
     pub ended: Option<DriverError>,
 }
 
@@ -111,7 +114,8 @@ pub struct HostPressure {
     pub alarms: u64,
     /// How often the level has risen (a count).
     pub rises: u64,
-    /// Bytes that pinned pools should give back at the next [quiet point](crate::Runtime::quiet_point).
+    /// Bytes that pinned pools should give back at the next [quiet
+    /// point](crate::Runtime::quiet_point).
     pub wanted: u64,
     /// Bytes of pinned memory that were given back.
     pub given_back: u64,

@@ -63,7 +63,8 @@ impl Watch {
             while !inside.stopped() {
                 let Next::In(pause) = look(&inside, woken) else { return };
                 woken = system.wait(&heard, alarm.as_ref(), pause).unwrap_or_else(|_| {
-                    // No memory for a wait of the kernel's: a sleep takes none, and is short so that the end is not late.
+                    // No memory for a wait of the kernel's: a sleep takes none, and is short so
+                    // that the end is not late.
                     thread::sleep(pause.min(Duration::from_millis(10)));
                     Woken::default()
                 });
@@ -85,7 +86,8 @@ impl Drop for Watch {
     fn drop(&mut self) {
         let thread = self.thread.take();
         if !self.process.is_current() {
-            // The bell is the parent's too, and what a handle of a thread that is not there does is not said anywhere.
+            // The bell is the parent's too, and what a handle of a thread that is not there does is
+            // not said anywhere.
             let _kept = ManuallyDrop::new(thread);
             return;
         }

@@ -18,7 +18,8 @@ const UNKNOWN_HOST: u64 = 16 << 30;
 pub(super) struct Above {
     /// The memory that the host shares with devices.
     shared: Option<Budget>,
-    /// Bytes of host memory that the process may still take: what a device counts as its own is not the host's.
+    /// Bytes of host memory that the process may still take: what a device counts as its own is
+    /// not the host's.
     left: u64,
 }
 
@@ -31,8 +32,8 @@ pub(super) struct Limits {
 }
 
 impl Above {
-    /// What the machine says. The limit of shared memory is the larger of what host and device say, since a device's share
-    /// is not everywhere counted in control groups.
+    /// What the machine says. The limit of shared memory is the larger of what host and device say,
+    /// since a device's share is not everywhere counted in control groups.
     pub(super) fn read(
         driver: Option<&dyn Driver>,
         infos: &[DeviceInfo],
@@ -49,7 +50,8 @@ impl Above {
         Ok(Self { shared, left })
     }
 
-    /// The budget of a device's pool, where it is not the pool that makes one, and the ceiling above everything there.
+    /// The budget of a device's pool, where it is not the pool that makes one, and the ceiling
+    /// above everything there.
     pub(super) fn of_device(
         &self,
         driver: &dyn Driver,
@@ -76,7 +78,8 @@ impl Above {
         Ok((Some(above.child(info.device.name(), bytes)), ceiling))
     }
 
-    /// The budget of pinned memory, half of what is left unless set, and the ceiling above it where the host is watched.
+    /// The budget of pinned memory, half of what is left unless set, and the ceiling above it where
+    /// the host is watched.
     pub(super) fn of_pinned(&self, bytes: Option<u64>, watched: bool) -> (Budget, Option<Ceiling>) {
         const PINNED: &str = "pinned memory";
         let shared = self.shared.as_ref();

@@ -1,5 +1,5 @@
-//! What a fleet of two devices or more is made to show, and the table of it: on real GPUs, and on simulated ones so that the
-//! parts are tested everywhere.
+//! What a fleet of two devices or more is made to show, and the table of it: on real GPUs, and on
+//! simulated ones so that the parts are tested everywhere.
 
 use aquifer::{
     Budget, DeviceBuffer, DeviceId, DevicePool, Group, Lease, MemoryError, Place, Placer, Policy,
@@ -122,8 +122,8 @@ pub(crate) fn each_policy(rt: &Runtime, unit: u64, table: &mut Table) {
     assert_empty(rt);
 }
 
-/// Copies from every device to every other, verified: with memory that is open to peers, with memory that is not, and
-/// through the host.
+/// Copies from every device to every other, verified: with memory that is open to peers, with
+/// memory that is not, and through the host.
 pub(crate) fn copies(
     driver: &Arc<dyn Driver>,
     devices: &[DeviceId],
@@ -233,8 +233,8 @@ fn look(s: &Stream, buffer: &DeviceBuffer<u32>, number: u32) -> aquifer::error::
     Ok(4 * back.len() as u64)
 }
 
-/// Work on what a lease holds: two streams, a kernel on one, a copy on the other, and the first buffer is dropped while it
-/// is queued.
+/// Work on what a lease holds: two streams, a kernel on one, a copy on the other, and the first
+/// buffer is dropped while it is queued.
 fn work(lease: &Lease, bytes: u64, number: u32, fill: &Fill<'_>) -> aquifer::error::Result<u64> {
     let (s, u) = (lease.stream()?, lease.stream()?);
     let len = (bytes / 8) as usize;
@@ -264,7 +264,8 @@ fn work_between(
     look(&t, &y, number)
 }
 
-/// Numbers that look random and are the same for the same seed (Knuth's constants for a 64-bit generator).
+/// Numbers that look random and are the same for the same seed (Knuth's constants for a 64-bit
+/// generator).
 struct Random(u64);
 
 impl Random {
@@ -281,8 +282,8 @@ struct Scene<'a> {
     scale: &'a Scale,
     tally: &'a Tally,
     fill: &'a Fill<'a>,
-    /// Held by whoever has one device wait for another. A stream that waits for one whose context ends before it gets there
-    /// may wait for ever, so no device is lost meanwhile.
+    /// Held by whoever has one device wait for another. A stream that waits for one whose context
+    /// ends before it gets there may wait for ever, so no device is lost meanwhile.
     between: RwLock<()>,
 }
 
@@ -326,8 +327,9 @@ fn tenant(number: u64, own: &Budget, scene: &Scene<'_>) {
     }
 }
 
-/// Many tenants under budgets that are too small, on every device, and at half time the device at index 1 is lost. Sees
-/// that no limit is passed, no wait is lost, no byte is wrong, whoever is left goes on, and in the end all counts are zero.
+/// Many tenants under budgets that are too small, on every device, and at half time the device at
+/// index 1 is lost. Sees that no limit is passed, no wait is lost, no byte is wrong, whoever is
+/// left goes on, and in the end all counts are zero.
 pub(crate) fn stress(
     driver: Arc<dyn Driver>,
     scale: &Scale,
@@ -414,7 +416,8 @@ pub(crate) fn stress(
     assert_eq!(old.stream().unwrap_err(), gone);
     drop(old);
     assert!(placers[0].place(&Place::bytes(scale.unit).only([lost])).is_err());
-    // Every other device serves on, with right bytes; a driver that takes more than one with it says so of each.
+    // Every other device serves on, with right bytes; a driver that takes more than one with it
+    // says so of each.
     let (mut serving, mut taken) = (0, 0);
     for device in placers[0].devices().filter(|device| device.seen.device != lost) {
         if device.health == Health::Lost {

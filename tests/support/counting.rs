@@ -14,7 +14,8 @@ thread_local! {
 
 struct Counting;
 
-// SAFETY: 1. the system's allocator does the work; counting touches a constant thread-local without a destructor.
+// SAFETY: 1. the system's allocator does the work; counting touches a constant thread-local without
+// a destructor.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ASKED.set(ASKED.get() + 1);

@@ -1,4 +1,5 @@
-//! Faults that `AddressSanitizer` has to find: each happens in a process of its own, which ends by it.
+//! Faults that `AddressSanitizer` has to find: each happens in a process of its own, which ends by
+//! it.
 #![allow(
     clippy::unwrap_used,
     clippy::print_stdout,
@@ -29,8 +30,8 @@ pub(crate) fn run_named(faults: &[Fault]) {
     fault();
 }
 
-/// Runs each by the ignored test of this name, and sees that the sanitizer ended all but [`NONE`]; the `late` ones not
-/// before they had said that nothing was wrong.
+/// Runs each by the ignored test of this name, and sees that the sanitizer ended all but [`NONE`];
+/// the `late` ones not before they had said that nothing was wrong.
 pub(crate) fn assert_each_is_found(faults: &[Fault], child: &str, late: &[&str]) {
     if !sanitizer::IS_BUILT_IN {
         return println!("skipped: built without AddressSanitizer, which `ci/asan` builds in");

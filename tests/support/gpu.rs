@@ -15,11 +15,12 @@ pub(crate) fn skip(reason: impl Display) {
 /// Clock cycles after which the host is far ahead: about ten milliseconds.
 pub(crate) const SPIN: u64 = 20_000_000;
 
-/// The PTX of a kernel that spins, and then runs `body` once for each of some elements of four bytes.
+/// The PTX of a kernel that spins, and then runs `body` once for each of some elements of four
+/// bytes.
 ///
-/// Among its `params` are `.u64 spin`, in clock cycles, and `.u32 n`, how many elements there are; the order is free. The
-/// body finds where its element begins in `%at`, in bytes, and may use `%a1` to `%a3` (64 bits), `%r1` and `%r2` (32)
-/// and `%f1` and `%f2` (floats).
+/// Among its `params` are `.u64 spin`, in clock cycles, and `.u32 n`, how many elements there are;
+/// the order is free. The body finds where its element begins in `%at`, in bytes, and may use `%a1`
+/// to `%a3` (64 bits), `%r1` and `%r2` (32) and `%f1` and `%f2` (floats).
 pub(crate) fn kernel(name: &str, params: &str, body: &str) -> String {
     format!(
         "

@@ -41,8 +41,8 @@ pub(crate) fn read(stream: &Stream, buffer: &DeviceBuffer<u8>) -> Vec<u8> {
     back
 }
 
-/// The machine has everything back. What closed pools of pinned memory have left comes back by a sweep: this thread's, or
-/// that of another test, which may have it in hand just now.
+/// The machine has everything back. What closed pools of pinned memory have left comes back by a
+/// sweep: this thread's, or that of another test, which may have it in hand just now.
 #[track_caller]
 pub(crate) fn assert_all_given_back(sim: &Sim) {
     let begun = Instant::now();

@@ -8,7 +8,8 @@
 //!             └──────────────┴─────┘   └──────────────────────┘
 //! ```
 //!
-//! Bookkeeping lies beside the chunks, never in them: chunks may be pinned memory that a device still writes.
+//! Bookkeeping lies beside the chunks, never in them: chunks may be pinned memory that a device
+//! still writes.
 
 mod allocator;
 mod bump;

@@ -5,9 +5,10 @@
 //!   device              └──── work of step 0 ───┘
 //! ```
 //!
-//! The host runs ahead of the device by as many steps as there are frames, and no further. What a step is waited for is
-//! noted when it ends, by an event behind its work: one that is recorded when somebody waits would come after the steps
-//! that followed, and the host would wait for all of them.
+//! The host runs ahead of the device by as many steps as there are frames, and no further. What a
+//! step is waited for is noted when it ends, by an event behind its work: one that is recorded when
+//! somebody waits would come after the steps that followed, and the host would wait for all of
+//! them.
 
 use crate::{Arena, ArenaSettings};
 use allocator_api2::alloc::{Allocator, Global};
@@ -22,10 +23,12 @@ use std::{
 /// The first pause before a future looks again whether a frame's work is done, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(20), Duration::from_millis(1));
 
-/// A ring of arenas for work that is done in steps while the steps before are still being copied or computed.
+/// A ring of arenas for work that is done in steps while the steps before are still being copied or
+/// computed.
 ///
-/// Each call of [`next`](Frames::next) gives the arena that was used longest ago, empty. If a device still uses what lay in
-/// it, the call waits: with three frames, for the step three ago, and for nothing that came after that.
+/// Each call of [`next`](Frames::next) gives the arena that was used longest ago, empty. If a
+/// device still uses what lay in it, the call waits: with three frames, for the step three ago, and
+/// for nothing that came after that.
 ///
 /// ```
 /// use aquifer_adapters::Frames;
@@ -57,12 +60,14 @@ pub struct Frame<'f, M = Arena<Global>> {
 }
 
 impl<A: Allocator + Clone> Frames<Arena<A>> {
-    /// A ring of `count` arenas, one at least, over clones of `upstream`. Takes no memory of it yet.
+    /// A ring of `count` arenas, one at least, over clones of `upstream`. Takes no memory of it
+    /// yet.
     pub fn new_in(count: usize, upstream: A) -> Self {
         Self::with_settings_in(count, ArenaSettings::new(), upstream)
     }
 
-    /// A ring of `count` arenas, one at least, that take their chunks as `settings` say, each for itself.
+    /// A ring of `count` arenas, one at least, that take their chunks as `settings` say, each for
+    /// itself.
     pub fn with_settings_in(count: usize, settings: ArenaSettings, upstream: A) -> Self {
         let first = Arena::with_settings_in(settings, upstream.clone());
         Self::of(first, (1..count).map(|_| Arena::with_settings_in(settings, upstream.clone())))
@@ -77,8 +82,8 @@ impl<M: StepMemory> Frames<M> {
         Self { ring, at: 0 }
     }
 
-    /// The arena that was used longest ago, empty, and the end of the step that the last one was for. Waits until no device
-    /// uses what lay in the one that it gives.
+    /// The arena that was used longest ago, empty, and the end of the step that the last one was
+    /// for. Waits until no device uses what lay in the one that it gives.
     ///
     /// # Errors
     /// As the arena's `reset`, or [`StepMemory::end_step`]; the same frame is next again.
@@ -94,8 +99,8 @@ impl<M: StepMemory> Frames<M> {
         Ok(Frame { arena: &mut self.ring[at] })
     }
 
-    /// As [`Frames::next`], by a future: nothing blocks while a device uses what lay in the arena. A ring whose future is
-    /// dropped before it is ready gives the same frame next.
+    /// As [`Frames::next`], by a future: nothing blocks while a device uses what lay in the arena.
+    /// A ring whose future is dropped before it is ready gives the same frame next.
     ///
     /// ```
     /// use aquifer_adapters::Frames;
@@ -121,8 +126,8 @@ impl<M: StepMemory> Frames<M> {
     }
 }
 
-/// The next frame of a ring, as a future that needs no runtime: [`Frames::next_async`]. It ends with [`Frames::next`]'s
-/// answer, and stays pending if it is polled after that.
+/// The next frame of a ring, as a future that needs no runtime: [`Frames::next_async`]. It ends
+/// with [`Frames::next`]'s answer, and stays pending if it is polled after that.
 #[derive(Debug)]
 #[must_use = "a future waits only while it is polled"]
 pub struct NextFrame<'f, M = Arena<Global>> {

@@ -9,8 +9,9 @@
 //! | [`conformance`] | what the allocator contract says, asked of a running allocator at random |
 //!
 //! # How they compose
-//! Everything here takes an [`Allocator`](allocator_api2::alloc::Allocator) by value and is one, so that a stack is
-//! written from the outside in, and a borrowed allocator (`&pool`) is an allocator too:
+//! Everything here takes an [`Allocator`](allocator_api2::alloc::Allocator) by value and is one, so
+//! that a stack is written from the outside in, and a borrowed allocator (`&pool`) is an allocator
+//! too:
 //!
 //! ```
 //! use aquifer_adapters::{Arena, Counted, Limit};
@@ -27,8 +28,9 @@
 //!
 //! # Memory that a device may still read
 //! Where the allocator below can hold a block back until queued work is done
-//! ([`DeferReuse`](aquifer_core::DeferReuse)), an arena or a wrapper over it can too: the promise reaches through the
-//! whole stack, and it holds when any part of the stack is dropped or forgotten.
+//! ([`DeferReuse`](aquifer_core::DeferReuse)), an arena or a wrapper over it can too: the promise
+//! reaches through the whole stack, and it holds when any part of the stack is dropped or
+//! forgotten.
 
 pub mod arena;
 pub mod conformance;

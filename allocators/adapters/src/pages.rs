@@ -7,8 +7,8 @@
 //!          └─────┴─────┴─────┴─────┴─────┴─────┴─────┴─────┘
 //! ```
 //!
-//! An offset can be kept in other data, sent to a device or to another process, where an address could not. Bookkeeping lies
-//! beside the block, never in it.
+//! An offset can be kept in other data, sent to a device or to another process, where an address
+//! could not. Bookkeeping lies beside the block, never in it.
 #![expect(unsafe_code, reason = "makes references to its pages")]
 
 use allocator_api2::alloc::{Allocator, Global};
@@ -24,10 +24,12 @@ use std::{
 
 /// A fixed number of pages of one size, given out in runs.
 ///
-/// The lowest run that is long enough is taken: the same operations give the same offsets. Freed neighbours are one run
-/// again at once. Pages are zero when the arena is made, and afterwards what their last owner wrote.
+/// The lowest run that is long enough is taken: the same operations give the same offsets. Freed
+/// neighbours are one run again at once. Pages are zero when the arena is made, and afterwards what
+/// their last owner wrote.
 ///
-/// It is `Sync` where the allocator below is: threads take and free pages at a time, and each looks at its own.
+/// It is `Sync` where the allocator below is: threads take and free pages at a time, and each looks
+/// at its own.
 ///
 /// ```
 /// use aquifer_adapters::PageArena;
@@ -97,7 +99,8 @@ pub enum PageError {
     },
     /// The pages are another arena's.
     Foreign,
-    /// The arena cannot be made: its pages are no power of two in size, or the allocator below refused.
+    /// The arena cannot be made: its pages are no power of two in size, or the allocator below
+    /// refused.
     NoMemory {
         /// Pages.
         pages: usize,
@@ -127,8 +130,9 @@ struct State {
 
 // SAFETY: 1. the block is `A`'s and goes where `A` goes; the rest is `Send`.
 unsafe impl<A: Allocator + Send> Send for PageArena<A> {}
-// SAFETY: 1. bookkeeping is behind a lock. 2. Bytes are reached through `Pages` alone, of which there is one for each: by
-// `&Pages` to be read, by `&mut Pages` to be written. 3. The allocator below is reached by `&` alone.
+// SAFETY: 1. bookkeeping is behind a lock. 2. Bytes are reached through `Pages` alone, of which
+// there is one for each: by `&Pages` to be read, by `&mut Pages` to be written. 3. The allocator
+// below is reached by `&` alone.
 unsafe impl<A: Allocator + Sync> Sync for PageArena<A> {}
 
 impl PageArena {
@@ -142,7 +146,8 @@ impl PageArena {
 }
 
 impl<A: Allocator> PageArena<A> {
-    /// `pages` pages of `page` bytes, a power of two, in one zeroed block of `upstream`, aligned to a page.
+    /// `pages` pages of `page` bytes, a power of two, in one zeroed block of `upstream`, aligned to
+    /// a page.
     ///
     /// # Errors
     /// [`PageError::NoMemory`]; nothing is held then.
@@ -157,16 +162,19 @@ impl<A: Allocator> PageArena<A> {
         Ok(Self { upstream, base, layout, page, space: IdSpace::new(), state })
     }
 
-    /// The lowest run of pages that holds `bytes`, which is one page at least. In time linear in the pages.
+    /// The lowest run of pages that holds `bytes`, which is one page at least. In time linear in
+    /// the pages.
     ///
     /// # Errors
-    /// [`PageError::Full`]. Nothing waits for gates: a run that is freed behind one counts once the gate is open.
+    /// [`PageError::Full`]. Nothing waits for gates: a run that is freed behind one counts once the
+    /// gate is open.
     pub fn take(&self, bytes: usize) -> Result<Pages, PageError> {
         let pages = bytes.div_ceil(self.page).max(1);
         let mut state = self.lock();
         let mut at = state.runs.take(pages);
         if at.is_none() && !state.waiting.is_empty() {
-            // Gates are foreign code: they are asked outside of the lock. One that is open stays so.
+            // Gates are foreign code: they are asked outside of the lock. One that is open stays
+            // so.
             let mut gates: Vec<_> = state.waiting.iter().map(|(_, gate)| gate.clone()).collect();
             drop(state);
             gates.retain(|gate| gate.is_open());
@@ -203,8 +211,9 @@ impl<A: Allocator> PageArena<A> {
         range: Range<usize>,
     ) -> Result<&'v [u8], PageError> {
         let block = self.part(pages, range)?;
-        // SAFETY: 1. The bytes lie in the block and are initialised: it was zeroed. 2. They are these pages' alone, and who
-        // holds the token by `&` sees nobody write. 3. Neither the arena nor the token goes while the view is there.
+        // SAFETY: 1. The bytes lie in the block and are initialised: it was zeroed. 2. They are
+        // these pages' alone, and who holds the token by `&` sees nobody write. 3. Neither the
+        // arena nor the token goes while the view is there.
         Ok(unsafe { block.as_ref() })
     }
 
@@ -218,7 +227,8 @@ impl<A: Allocator> PageArena<A> {
         range: Range<usize>,
     ) -> Result<&'v mut [u8], PageError> {
         let mut block = self.part(pages, range)?;
-        // SAFETY: 1. and 3. as in `view`. 2. The bytes are these pages' alone, and the token is held by `&mut`.
+        // SAFETY: 1. and 3. as in `view`. 2. The bytes are these pages' alone, and the token is
+        // held by `&mut`.
         Ok(unsafe { block.as_mut() })
     }
 
@@ -274,13 +284,14 @@ impl<A: Allocator> PageArena<A> {
 }
 
 impl<A: DeferReuse> PageArena<A> {
-    /// Gives pages back once `until` is open: a device may read them before. Never blocks; the gate is asked when pages run
-    /// out.
+    /// Gives pages back once `until` is open: a device may read them before. Never blocks; the gate
+    /// is asked when pages run out.
     ///
     /// The whole block stays behind the gate too, so that the arena may be dropped meanwhile.
     ///
     /// # Errors
-    /// [`PageError::Foreign`], or [`PageError::Memory`] from the allocator below. The pages come back with it.
+    /// [`PageError::Foreign`], or [`PageError::Memory`] from the allocator below. The pages come
+    /// back with it.
     pub fn free_after(&self, pages: Pages, until: Arc<dyn Gate>) -> Result<(), Unfreed> {
         let deferred = self.run(&pages).and_then(|run| {
             self.upstream.defer(self.base, until.clone()).map_err(PageError::Memory)?;
@@ -322,8 +333,8 @@ impl Pages {
 
 impl<A: Allocator> Drop for PageArena<A> {
     fn drop(&mut self) {
-        // SAFETY: 1. The block is one of `upstream`'s with this layout. 2. No view of it is left. Where a device still reads
-        // it, `upstream` was told by `defer`.
+        // SAFETY: 1. The block is one of `upstream`'s with this layout. 2. No view of it is left.
+        // Where a device still reads it, `upstream` was told by `defer`.
         unsafe { self.upstream.deallocate(self.base, self.layout) };
     }
 }

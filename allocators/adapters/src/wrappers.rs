@@ -11,8 +11,8 @@
 //! | [`Cached`] | what a thread gives back it gets again, without a call of the allocator below |
 //!
 //! The first five wrap memory of both kinds: an `Allocator` below makes them one, and a source of
-//! [`Opaque`](aquifer_core::Opaque) blocks, such as a device's pool, makes them that. Each has one rule for both, and the
-//! opaque kind never becomes an allocator of host memory by it:
+//! [`Opaque`](aquifer_core::Opaque) blocks, such as a device's pool, makes them that. Each has one
+//! rule for both, and the opaque kind never becomes an allocator of host memory by it:
 //!
 //! ```compile_fail,E0277
 //! use aquifer_adapters::Limit;
@@ -22,11 +22,12 @@
 //! }
 //! ```
 //!
-//! Guards and caches have no opaque kind: the host cannot look at a device's bytes, and a device's pool checks its blocks
-//! and is a cache itself.
+//! Guards and caches have no opaque kind: the host cannot look at a device's bytes, and a device's
+//! pool checks its blocks and is a cache itself.
 //!
-//! A wrapper that counts bytes hands out blocks of exactly the size that was asked for, even if the allocator below
-//! gave more: a block may be given back with any size in between, and so only an exact one can be counted exactly.
+//! A wrapper that counts bytes hands out blocks of exactly the size that was asked for, even if the
+//! allocator below gave more: a block may be given back with any size in between, and so only an
+//! exact one can be counted exactly.
 //!
 //! Nothing here blocks or unwinds, unless the memory below does.
 

@@ -438,7 +438,8 @@ fn what_a_reset_has_kept_makes_way_for_a_block_that_needs_the_whole_limit() {
     );
     assert!(arena.try_alloc(0u8).is_err());
     #[expect(unsafe_code, reason = "rewinds")]
-    // SAFETY: the mark is this arena's, nothing was reset since, and nothing of what was handed out is used any more.
+    // SAFETY: the mark is this arena's, nothing was reset since, and nothing of what was handed out
+    // is used any more.
     unsafe {
         arena.rewind(start);
     }

@@ -98,8 +98,9 @@ impl Model {
         self.blocks.push(Block { start, layout, fill: self.fills, depth: self.marks.len() });
     }
 
-    /// Keeps what another block became. Bytes that it had are not written again: a device may be reading them. What has
-    /// changed does not outlive a mark that stood meanwhile, even if it began before.
+    /// Keeps what another block became. Bytes that it had are not written again: a device may be
+    /// reading them. What has changed does not outlive a mark that stood meanwhile, even if it
+    /// began before.
     fn keep_changed(&mut self, start: NonNull<u8>, layout: Layout, old: &Block) {
         let had = old.layout.size().min(layout.size());
         assert!(bytes(start, had).iter().all(|&byte| byte == old.fill));
@@ -172,7 +173,8 @@ impl Model {
                 self.blocks.retain(|block| block.depth <= to);
                 let mark = self.marks[to];
                 self.marks.truncate(to);
-                // SAFETY: the mark is this arena's, later ones are gone, and so are the blocks allocated since.
+                // SAFETY: the mark is this arena's, later ones are gone, and so are the blocks
+                // allocated since.
                 unsafe { self.arena.rewind(mark) };
             }
             Step::Reset => {
@@ -253,7 +255,8 @@ fn arena(pool: &Counted<Gated>, limit: usize) -> Arena<Counted<Gated>> {
 
 #[expect(unsafe_code, reason = "reads blocks")]
 fn bytes<'a>(start: NonNull<u8>, len: usize) -> &'a [u8] {
-    // SAFETY: live or held blocks of at least as many bytes, which the model or zeroing has written.
+    // SAFETY: live or held blocks of at least as many bytes, which the model or zeroing has
+    // written.
     unsafe { NonNull::slice_from_raw_parts(start, len).as_ref() }
 }
 

@@ -200,8 +200,9 @@ fn release<A: Allocator>(allocator: &A, block: NonNull<u8>, layout: Layout) {
     unsafe { allocator.deallocate(block, layout) };
 }
 
-/// Four places of 64 bytes, the lowest free one first. A growth moves and a shrinkage stays; between the two a hook may act
-/// as another thread does while the call that moved a block is still on its way back.
+/// Four places of 64 bytes, the lowest free one first. A growth moves and a shrinkage stays;
+/// between the two a hook may act as another thread does while the call that moved a block is still
+/// on its way back.
 #[expect(unsafe_code, reason = "implements the allocator traits")]
 #[expect(clippy::unwrap_used, reason = "a helper of a test that fails is a failed test")]
 mod places {

@@ -96,8 +96,8 @@ fn over_an_arena_a_scope_and_bumpalo() {
     collections(&&over);
 }
 
-/// bump-scope takes its chunks from ours, and so finds all that an allocator has to keep: alignment, sizes beyond what was
-/// asked for, chunks given back one by one.
+/// bump-scope takes its chunks from ours, and so finds all that an allocator has to keep:
+/// alignment, sizes beyond what was asked for, chunks given back one by one.
 #[test]
 fn bump_scope_takes_its_chunks_from_here() {
     let below = Counted::new(Global);

@@ -1,5 +1,5 @@
-//! Every wrapper over every other one keeps the allocator contract, with enough memory below and with too little, and
-//! gives back all that it took; and a deferral reaches through each of them.
+//! Every wrapper over every other one keeps the allocator contract, with enough memory below and
+//! with too little, and gives back all that it took; and a deferral reaches through each of them.
 #![allow(
     clippy::unwrap_used,
     clippy::panic,
@@ -21,7 +21,8 @@ const THRESHOLD: usize = if cfg!(miri) { 20 } else { 300 };
 /// Too little for what the suite holds at a time.
 const SHORT: usize = if cfg!(miri) { 800 } else { 20_000 };
 
-/// One layer over an allocator. The layers that take a second allocator get one with room of its own.
+/// One layer over an allocator. The layers that take a second allocator get one with room of its
+/// own.
 macro_rules! layer {
     (Limit, $below:expr) => {
         Limit::new($below, Budget::new("compose", 10 * SHORT as u64))

@@ -1,4 +1,5 @@
-//! Everything here that is an allocator keeps the allocator contract, and so do those it is built on.
+//! Everything here that is an allocator keeps the allocator contract, and so do those it is built
+//! on.
 //!
 //! This is the suite run on allocators that are right; `planted.rs` runs it on ten that are wrong.
 

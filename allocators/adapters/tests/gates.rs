@@ -1,7 +1,7 @@
 //! Bytes that a device may still read stay what they are.
 //!
-//! - In an arena nothing below a deferred block's end is handed out before the gate is open: not after a scope, not
-//!   after a rewind, not after the block is freed or shrunk.
+//! - In an arena nothing below a deferred block's end is handed out before the gate is open: not
+//!   after a scope, not after a rewind, not after the block is freed or shrunk.
 //! - A reset waits for gates and, if it cannot, changes nothing.
 //! - A dropped or forgotten arena leaves the promise to the allocator below.
 

@@ -129,7 +129,8 @@ struct Looks {
     poisoned: Cell<bool>,
 }
 
-// SAFETY: 1. blocks are the global allocator's, which all references to this share. 2. nothing unwinds.
+// SAFETY: 1. blocks are the global allocator's, which all references to this share. 2. nothing
+// unwinds.
 unsafe impl Allocator for &Looks {
     fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
         Global.allocate(layout)

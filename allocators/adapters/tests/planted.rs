@@ -1,7 +1,7 @@
 //! The conformance suite finds what is wrong with allocators that break one rule each.
 //!
-//! Each lays its blocks in a buffer that outlives them all, so that what is a broken promise stays defined: no block is ever
-//! really freed, and two that overlap are two pointers into one buffer.
+//! Each lays its blocks in a buffer that outlives them all, so that what is a broken promise stays
+//! defined: no block is ever really freed, and two that overlap are two pointers into one buffer.
 
 #![expect(unsafe_code, reason = "allocators, broken on purpose")]
 
@@ -55,7 +55,8 @@ struct Heap {
 
 impl Drop for Heap {
     fn drop(&mut self) {
-        // SAFETY: the buffer came from a box of this type, and all that pointed into it has gone before.
+        // SAFETY: the buffer came from a box of this type, and all that pointed into it has gone
+        // before.
         drop(unsafe { Box::from_raw(self.base.cast::<[u8; ROOM]>().as_ptr()) });
     }
 }
@@ -111,8 +112,9 @@ impl Clone for Planted {
     }
 }
 
-// SAFETY: none: all but one of these break the promise, which is what they are for. No reference is made to a block
-// here, and the buffer outlives its blocks, so the worst that follows is a wrong byte.
+// SAFETY: none: all but one of these break the promise, which is what they are for. No reference is
+// made to a block here, and the buffer outlives its blocks, so the worst that follows is a wrong
+// byte.
 unsafe impl Allocator for Planted {
     fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>, AllocError> {
         if layout.size() == 0 {
@@ -189,7 +191,8 @@ unsafe impl Allocator for Planted {
         let grown = grown?;
         let lost =
             usize::from(self.bug == Bug::GrowLosesPrefix && old.size() > 16 && self.now_and_then());
-        // SAFETY: both are blocks of the buffer with as many bytes; `copy` allows those that overlap.
+        // SAFETY: both are blocks of the buffer with as many bytes; `copy` allows those that
+        // overlap.
         unsafe { block.copy_to(grown.cast(), old.size() - lost) };
         self.forget(block);
         Ok(grown)
@@ -230,7 +233,8 @@ unsafe impl Allocator for Planted {
     }
 }
 
-/// What the suite says about an allocator with this bug, at the first seed at which it says anything.
+/// What the suite says about an allocator with this bug, at the first seed at which it says
+/// anything.
 fn found(bug: Bug) -> Option<Fault> {
     let suite = Suite::new().alignment(64).impossible(Some(ROOM * 2));
     let mut found = (0..8).filter_map(|seed| {

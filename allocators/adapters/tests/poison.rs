@@ -1,4 +1,5 @@
-//! `AddressSanitizer` stops whoever touches an arena's memory that is handed out to nobody. `ci/asan` builds it in.
+//! `AddressSanitizer` stops whoever touches an arena's memory that is handed out to nobody.
+//! `ci/asan` builds it in.
 //!
 //! Each fault is a process of its own, which has to end by it.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]

@@ -1,10 +1,11 @@
 //! Limits on bytes, in a tree, exact at every instant.
 //!
-//! [`Budget::charge`] takes bytes from a budget and from all above it, and answers with a [`Charge`], which gives exactly
-//! those bytes back when it is dropped. The bytes stand in the charge, so releasing one never depends on what others did
-//! meanwhile: an account kept as the difference of two readings of a shared counter drifts as soon as two threads allocate
-//! at once. [`Budget::reserve`] takes bytes all at once or not at all, and hands them out later: a [`Reservation`] draws
-//! charges that cannot be refused any more.
+//! [`Budget::charge`] takes bytes from a budget and from all above it, and answers with a
+//! [`Charge`], which gives exactly those bytes back when it is dropped. The bytes stand in the
+//! charge, so releasing one never depends on what others did meanwhile: an account kept as the
+//! difference of two readings of a shared counter drifts as soon as two threads allocate
+//! at once. [`Budget::reserve`] takes bytes all at once or not at all, and hands them out later: a
+//! [`Reservation`] draws charges that cannot be refused any more.
 //!
 //! ```text
 //!   process ── host node or device ── pool ── tenant or tag
@@ -30,20 +31,25 @@
 //! | `hooks` | calling what others have registered |
 //!
 //! # The protocol
-//! All of a tree has one spin lock. A charge looks at every node from its own up to the root inside of it, and adds to all or
-//! to none. So it is atomic: nobody ever sees a node above its limit, nobody is refused for bytes that a charge under way
-//! is about to give back, and of several nodes that have no room the lowest one refuses. What is inside the lock is loads
-//! and plain stores, some 10 ns for four nodes; four counters that are each exact would take four locked instructions each
-//! way, and a charge that is refused at the root would have been seen, and refused others, at the three below it.
+//! All of a tree has one spin lock. A charge looks at every node from its own up to the root inside
+//! of it, and adds to all or to none. So it is atomic: nobody ever sees a node above its limit,
+//! nobody is refused for bytes that a charge under way is about to give back, and of several nodes
+//! that have no room the lowest one refuses. What is inside the lock is loads and plain stores,
+//! some 10 ns for four nodes; four counters that are each exact would take four locked instructions
+//! each way, and a charge that is refused at the root would have been seen, and refused others, at
+//! the three below it.
 //!
-//! Nothing is called inside the lock and nothing allocates there. Wakers, hooks and reclaimers are called after it, with no
-//! lock held. A release never blocks: not on the line of those who wait, nor on a hook that another thread is in.
+//! Nothing is called inside the lock and nothing allocates there. Wakers, hooks and reclaimers are
+//! called after it, with no lock held. A release never blocks: not on the line of those who wait,
+//! nor on a hook that another thread is in.
 //!
 //! # What a node promises
 //! 1. `used` is the sum of the charges and reservations here and below, and of what leases hold.
-//! 2. `used` grows only where it stays at or below the limit. A limit that was set below it refuses until it is met.
-//! 3. Guaranteed bytes are had whatever others charge: they are set aside at the parent from the moment they are
-//!    guaranteed. Only a limit above that is lowered below its guarantees can take them away.
+//! 2. `used` grows only where it stays at or below the limit. A limit that was set below it refuses
+//!    until it is met.
+//! 3. Guaranteed bytes are had whatever others charge: they are set aside at the parent from the
+//!    moment they are guaranteed. Only a limit above that is lowered below its guarantees can take
+//!    them away.
 //! 4. A refusal names the node that has no room, and changes nothing.
 //! 5. Whoever waits is served by priority, then in order, and never lost; see `wait`.
 //! 6. Bytes that could not be freed stay charged until they are.
@@ -120,7 +126,8 @@ pub struct Figures {
 }
 
 impl Budget {
-    /// A budget of `limit` bytes with none above it, and a name for its errors: a literal, or a tag's.
+    /// A budget of `limit` bytes with none above it, and a name for its errors: a literal, or a
+    /// tag's.
     #[must_use]
     pub fn new(name: &'static str, limit: u64) -> Self {
         Self { node: Node::claim(None, name, limit) }
@@ -132,8 +139,8 @@ impl Budget {
         Self::new(name, u64::MAX)
     }
 
-    /// A budget below this one: what is charged to it is charged here as well. Its priority is this one's. It lasts as long
-    /// as anybody has it or has bytes of it.
+    /// A budget below this one: what is charged to it is charged here as well. Its priority is this
+    /// one's. It lasts as long as anybody has it or has bytes of it.
     #[must_use]
     pub fn child(&self, name: &'static str, limit: u64) -> Self {
         Self { node: Node::claim(Some(self.node), name, limit) }
@@ -143,9 +150,10 @@ impl Budget {
     ///
     /// Where others wait for room that the bytes would take, only a higher priority passes them.
     ///
-    /// It takes the tree's lock for some 10 ns, and its release does. One thread hardly notices; sixteen that charge all the
-    /// time take turns, 386 ns for each charge and release on an H200's host. Threads that charge often charge a
-    /// [lease](Budget::lease) of their own, which asks the tree once for many charges: 1.8 ns then.
+    /// It takes the tree's lock for some 10 ns, and its release does. One thread hardly notices;
+    /// sixteen that charge all the time take turns, 386 ns for each charge and release on an H200's
+    /// host. Threads that charge often charge a [lease](Budget::lease) of their own, which asks the
+    /// tree once for many charges: 1.8 ns then.
     ///
     /// # Errors
     /// [`OutOfBudget`] of the nearest budget that has no room, with its figures of that moment.
@@ -200,7 +208,8 @@ impl Budget {
         self.node.used.load(Relaxed)
     }
 
-    /// Bytes of [`Budget::used`] that leases here and below have spare: live bytes are the difference.
+    /// Bytes of [`Budget::used`] that leases here and below have spare: live bytes are the
+    /// difference.
     #[must_use]
     pub fn spare(&self) -> u64 {
         self.node.spare()
@@ -213,27 +222,29 @@ impl Budget {
         self.node.limit.load(Relaxed)
     }
 
-    /// Bytes that a charge could take now, here and in every budget above. What leases have spare comes on top.
+    /// Bytes that a charge could take now, here and in every budget above. What leases have spare
+    /// comes on top.
     #[must_use]
     pub fn remaining(&self) -> u64 {
         let _inside = self.node.tree.lock.enter();
         self.node.room(self.node.priority.load(Relaxed))
     }
 
-    /// As [`Budget::remaining`], from figures that are read one after another while others move them, without the tree's
-    /// lock: for whoever compares many budgets, and charges one of them afterwards, which decides. By another priority than
-    /// the budget's own, if one is given.
+    /// As [`Budget::remaining`], from figures that are read one after another while others move
+    /// them, without the tree's lock: for whoever compares many budgets, and charges one of them
+    /// afterwards, which decides. By another priority than the budget's own, if one is given.
     #[inline]
     #[must_use]
     pub fn estimate(&self, priority: Option<i32>) -> u64 {
         self.node.glance(|| priority.map_or_else(|| self.node.priority.load(Relaxed), i64::from))
     }
 
-    /// Sets the limit for charges from now on. Below what is used it refuses all of them until enough has been given back;
-    /// answers with that excess, in bytes, after what leases had spare. [`Budget::shrink`] asks for it too.
+    /// Sets the limit for charges from now on. Below what is used it refuses all of them until
+    /// enough has been given back; answers with that excess, in bytes, after what leases had spare.
+    /// [`Budget::shrink`] asks for it too.
     ///
-    /// A guarantee above the limit is lowered to it. Whoever waits is served if there is room now, and refused if there can
-    /// be none.
+    /// A guarantee above the limit is lowered to it. Whoever waits is served if there is room now,
+    /// and refused if there can be none.
     pub fn set_limit(&self, limit: u64) -> u64 {
         let node = self.node;
         {
@@ -252,11 +263,12 @@ impl Budget {
         self.used().saturating_sub(limit)
     }
 
-    /// Guarantees `bytes` to this budget and those below it, instead of what was guaranteed before: they are set aside in
-    /// every budget above, so that no charge but these can take them.
+    /// Guarantees `bytes` to this budget and those below it, instead of what was guaranteed before:
+    /// they are set aside in every budget above, so that no charge but these can take them.
     ///
     /// # Errors
-    /// [`OutOfBudget`] of the nearest budget above that cannot set as much aside, or of this one where its limit is lower.
+    /// [`OutOfBudget`] of the nearest budget above that cannot set as much aside, or of this one
+    /// where its limit is lower.
     pub fn set_guarantee(&self, bytes: u64) -> Result<(), OutOfBudget> {
         let node = self.node;
         let set = || {
@@ -280,8 +292,8 @@ impl Budget {
         self.node.guarantee.load(Relaxed)
     }
 
-    /// Sets the priority of this budget's charges and waits from now on; higher is served first. Children made later
-    /// inherit it.
+    /// Sets the priority of this budget's charges and waits from now on; higher is served first.
+    /// Children made later inherit it.
     pub fn set_priority(&self, priority: i32) {
         self.node.priority.store(priority.into(), Relaxed);
     }

@@ -50,8 +50,8 @@ impl Bytes {
         Self(u64::try_from(hundredths * unit / 100).unwrap_or(self.0))
     }
 
-    /// Reads an amount as settings write it: `512`, `4096B`, `64MiB`, `1GiB`. `None` for anything else, and for more than can
-    /// be counted.
+    /// Reads an amount as settings write it: `512`, `4096B`, `64MiB`, `1GiB`. `None` for anything
+    /// else, and for more than can be counted.
     ///
     /// ```
     /// use aquifer_core::Bytes;

@@ -9,12 +9,13 @@ use std::{ptr::NonNull, sync::Arc};
 
 /// An allocator that can hold a freed block back until a gate opens.
 ///
-/// This is what makes asynchronous copies of a `Vec` safe: the vector may be dropped, or forgotten, while the copy is
-/// on its way, and its bytes stay what they are until the copy is done.
+/// This is what makes asynchronous copies of a `Vec` safe: the vector may be dropped, or forgotten,
+/// while the copy is on its way, and its bytes stay what they are until the copy is done.
 ///
 /// # Safety
-/// After `defer` has answered `Ok`, the bytes of the block that holds `address` are neither given out again, nor
-/// written by the allocator, nor unmapped before `until` is open, whatever is dropped, freed or forgotten meanwhile.
+/// After `defer` has answered `Ok`, the bytes of the block that holds `address` are neither given
+/// out again, nor written by the allocator, nor unmapped before `until` is open, whatever is
+/// dropped, freed or forgotten meanwhile.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot hold a freed block back until a device is done with it",
     label = "this allocator would give the block out again while a copy is on its way",
@@ -25,7 +26,8 @@ pub unsafe trait DeferReuse: Allocator {
     /// Notes `until` on the live block of this allocator that holds `address`.
     ///
     /// # Errors
-    /// [`ForeignBlock`](crate::MemoryError::ForeignBlock) for an address that this allocator has not given out.
+    /// [`ForeignBlock`](crate::MemoryError::ForeignBlock) for an address that this allocator has
+    /// not given out.
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()>;
 }
 

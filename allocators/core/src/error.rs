@@ -27,19 +27,22 @@ pub struct DriverError {
 }
 
 impl DriverError {
-    /// Whether the code says that the device itself is gone: a sticky error, after which every call fails.
+    /// Whether the code says that the device itself is gone: a sticky error, after which every call
+    /// fails.
     #[must_use]
     pub fn is_device_lost(&self) -> bool {
-        // ECC uncorrectable; illegal address; launch timeout; assert; hardware stack error, illegal instruction,
-        // misaligned address, invalid address space, invalid pc, launch failed; tensor memory leak.
+        // ECC uncorrectable; illegal address; launch timeout; assert; hardware stack error, illegal
+        // instruction, misaligned address, invalid address space, invalid pc, launch failed; tensor
+        // memory leak.
         matches!(self.code, 214 | 700 | 702 | 710 | 714..=719 | 721)
     }
 
-    /// Whether the code says that the driver, or the context of the call, has been torn down, or was never there in this
-    /// process: whatever was queued does not run any more.
+    /// Whether the code says that the driver, or the context of the call, has been torn down, or
+    /// was never there in this process: whatever was queued does not run any more.
     #[must_use]
     pub fn is_driver_gone(&self) -> bool {
-        // Not initialised (a forked child), deinitialised (the process ends), context destroyed (the application's reset).
+        // Not initialised (a forked child), deinitialised (the process ends), context destroyed
+        // (the application's reset).
         matches!(self.code, 3 | 4 | 709)
     }
 
@@ -120,7 +123,8 @@ pub enum MemoryError {
         /// Why there is none.
         why: Box<NoGpu>,
     },
-    /// A block or stream of one machine was used with another: of two simulated ones, or of a simulated one and this host.
+    /// A block or stream of one machine was used with another: of two simulated ones, or of a
+    /// simulated one and this host.
     OtherMachine {
         /// The machine of the pool or stream: 0 is this host's own GPUs, others are simulated.
         expected: u64,
@@ -188,12 +192,14 @@ pub enum MemoryError {
         /// The block.
         address: u64,
     },
-    /// A use of memory that is parked: its contents are saved elsewhere or dropped, and nothing is behind its addresses.
+    /// A use of memory that is parked: its contents are saved elsewhere or dropped, and nothing is
+    /// behind its addresses.
     Parked {
         /// Whose memory is parked, all of it at once.
         tag: Tag,
     },
-    /// A block was to be given out over one that is held: a bug of whatever gave it. The memory is kept from use.
+    /// A block was to be given out over one that is held: a bug of whatever gave it. The memory is
+    /// kept from use.
     BlockOverlap {
         /// Where the block begins.
         address: u64,
@@ -212,8 +218,9 @@ pub enum MemoryError {
         /// The pool's cap.
         max: u32,
     },
-    /// A stream captures a graph: what is queued there runs later, if ever, so nobody can wait for it now, and it may wait
-    /// for nothing outside of its capture. No call was made, and the capture is whole.
+    /// A stream captures a graph: what is queued there runs later, if ever, so nobody can wait for
+    /// it now, and it may wait for nothing outside of its capture. No call was made, and the
+    /// capture is whole.
     Capturing {
         /// The stream's handle.
         stream: u64,
@@ -223,7 +230,8 @@ pub enum MemoryError {
         /// The stream's handle.
         stream: u64,
     },
-    /// Some call has broken the capture that a stream takes part in. It has to be ended before the stream can be used.
+    /// Some call has broken the capture that a stream takes part in. It has to be ended before the
+    /// stream can be used.
     CaptureInvalidated {
         /// The stream's handle.
         stream: u64,
@@ -237,10 +245,11 @@ pub enum MemoryError {
     },
     /// An id of another pool, or of something that is no longer there.
     UnknownId,
-    /// A pool of the process that this one was forked from. Its memory was not inherited, and its locks may be held by
-    /// threads that are not here.
+    /// A pool of the process that this one was forked from. Its memory was not inherited, and its
+    /// locks may be held by threads that are not here.
     OtherProcess,
-    /// The per-thread default stream of another thread. Its handle means a different stream here, so no call was made.
+    /// The per-thread default stream of another thread. Its handle means a different stream here,
+    /// so no call was made.
     OtherThread {
         /// The handle, 2.
         stream: u64,
@@ -408,7 +417,8 @@ impl error::Error for MemoryError {
 }
 
 impl MemoryError {
-    /// The driver's answer for a call on `device`: a sticky error becomes [`MemoryError::DeviceLost`].
+    /// The driver's answer for a call on `device`: a sticky error becomes
+    /// [`MemoryError::DeviceLost`].
     #[must_use]
     pub fn driver(device: DeviceId, error: DriverError) -> Self {
         if error.is_device_lost() { Self::DeviceLost { device } } else { Self::Driver(error) }

@@ -1,9 +1,10 @@
 //! One record for everything that happens to memory, and where records go.
 //!
-//! Pools make an [`Event`] for each allocation, free, growth, reap, move and failure, if they were given a
-//! [`Recorder`]; without one the cost is a test of an `Option`. A recorder hands its [`Sink`] the events one at a time
-//! and in the order in which they happened, though they come from many threads and are handed over outside the pools'
-//! locks: a pool takes a [`Ticket`] while it holds the lock, and the recorder waits for tickets that are still out.
+//! Pools make an [`Event`] for each allocation, free, growth, reap, move and failure, if they were
+//! given a [`Recorder`]; without one the cost is a test of an `Option`. A recorder hands its
+//! [`Sink`] the events one at a time and in the order in which they happened, though they come from
+//! many threads and are handed over outside the pools' locks: a pool takes a [`Ticket`] while it
+//! holds the lock, and the recorder waits for tickets that are still out.
 //!
 //! | sink | what becomes of an event |
 //! |---|---|
@@ -65,7 +66,8 @@ pub enum Action {
     Adopt,
     /// An allocation failed.
     Fail,
-    /// A pool that debugs has found something wrong with a block: its bytes, its place or its owner.
+    /// A pool that debugs has found something wrong with a block: its bytes, its place or its
+    /// owner.
     Finding,
 }
 
@@ -85,7 +87,8 @@ pub enum BlockKind {
     Stable,
     /// A committed step of reserved device memory. Committing allocates it, decommitting frees it.
     Reserved,
-    /// Device memory that can be parked. Parking frees it, resuming allocates it again at the same address.
+    /// Device memory that can be parked. Parking frees it, resuming allocates it again at the same
+    /// address.
     Parkable,
     /// Device memory of captured graphs.
     Graph,
@@ -151,13 +154,15 @@ pub struct Event {
     pub action: Action,
     /// Where.
     pub place: Place,
-    /// Which thread made it happen: a number of the process, from 1 on, in the order of threads' first events.
+    /// Which thread made it happen: a number of the process, from 1 on, in the order of threads'
+    /// first events.
     pub thread: u32,
     /// The stream's number in its pool; 0 where there are no streams.
     pub stream: u32,
     /// The block's or range's address.
     pub address: u64,
-    /// Bytes: what was asked for when a block is allocated, freed or completed, else what was taken or given.
+    /// Bytes: what was asked for when a block is allocated, freed or completed, else what was
+    /// taken or given.
     pub bytes: u64,
     /// What kind of memory it is about.
     pub kind: BlockKind,
@@ -174,16 +179,18 @@ impl Event {
     }
 }
 
-/// Where events go. Called with one event at a time, in order, never under a lock of a pool or of the recorder.
+/// Where events go. Called with one event at a time, in order, never under a lock of a pool or of
+/// the recorder.
 ///
-/// A sink may use the pool that it listens to: events of that come after the one that it is being called with. A panic in
-/// it ends there, and it is called with the next event all the same.
+/// A sink may use the pool that it listens to: events of that come after the one that it is being
+/// called with. A panic in it ends there, and it is called with the next event all the same.
 pub trait Sink: fmt::Debug + Send + Sync {
     /// Takes one event.
     fn record(&self, event: &Event);
 
-    /// A place in an order of its own, for an event that [`fill`](Sink::fill) brings later, at any time; `None` from a sink
-    /// that wants its events one at a time and in order. Called under locks of pools, so it takes none.
+    /// A place in an order of its own, for an event that [`fill`](Sink::fill) brings later, at any
+    /// time; `None` from a sink that wants its events one at a time and in order. Called under
+    /// locks of pools, so it takes none.
     fn reserve(&self) -> Option<u64> {
         None
     }
@@ -229,8 +236,9 @@ pub struct Ticket {
 /// assert_eq!(order, [Action::Allocate, Action::Free]);
 /// ```
 ///
-/// When it is dropped, events that wait for the ticket of another are passed on without it. A child of a fork has an order
-/// of its own, so events that other threads of its parent had begun hold nothing up there.
+/// When it is dropped, events that wait for the ticket of another are passed on without it. A child
+/// of a fork has an order of its own, so events that other threads of its parent had begun hold
+/// nothing up there.
 pub struct Recorder {
     sink: Arc<dyn Sink>,
     clock: Clock,
@@ -261,7 +269,8 @@ impl Recorder {
         }
     }
 
-    /// An event that happens now. Its kind is the one that `place` has as a rule: see [`Event::of_kind`].
+    /// An event that happens now. Its kind is the one that `place` has as a rule: see
+    /// [`Event::of_kind`].
     #[inline]
     #[must_use]
     pub fn event(
@@ -282,8 +291,9 @@ impl Recorder {
         Event { at_ns, action, place, thread, stream, address, bytes, kind, tag }
     }
 
-    /// Hands the event over: at once to a sink that has a place for it, else when its turn has come, which is in this call
-    /// unless an earlier ticket is still out or another event is being handed over.
+    /// Hands the event over: at once to a sink that has a place for it, else when its turn has
+    /// come, which is in this call unless an earlier ticket is still out or another event is being
+    /// handed over.
     #[inline]
     pub fn record(&self, ticket: Ticket, event: Event) {
         if ticket.reserved {
@@ -293,8 +303,8 @@ impl Recorder {
         }
     }
 
-    /// Waits for events that other threads have begun to record, for a tenth of a second at most, then has the sink write
-    /// out what it holds back. Pools do so when they close.
+    /// Waits for events that other threads have begun to record, for a tenth of a second at most,
+    /// then has the sink write out what it holds back. Pools do so when they close.
     pub fn flush(&self) {
         self.turns().flush(|event| contained(|| self.sink.record(event)));
         contained(|| self.sink.flush());
@@ -307,8 +317,8 @@ impl Recorder {
     }
 }
 
-/// Runs what a sink does. It is called by allocations and drops, so a panic must not leave it; the panic's own message has
-/// told of it.
+/// Runs what a sink does. It is called by allocations and drops, so a panic must not leave it; the
+/// panic's own message has told of it.
 #[inline]
 fn contained(call: impl FnOnce()) {
     let _panicked = contain(call);

@@ -29,10 +29,12 @@ use std::{fmt::Debug, time::Instant};
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 pub trait Gate: Debug + Send + Sync {
-    /// Whether it is open now. Never blocks; an error of the driver counts as not open and is told by [`Gate::wait`].
+    /// Whether it is open now. Never blocks; an error of the driver counts as not open and is told
+    /// by [`Gate::wait`].
     fn is_open(&self) -> bool;
 
-    /// Blocks until it is open or `deadline` has passed; `None` waits as long as it takes. Says whether it is open.
+    /// Blocks until it is open or `deadline` has passed; `None` waits as long as it takes. Says
+    /// whether it is open.
     ///
     /// # Errors
     /// The driver's, when it can no longer tell: the device is lost.

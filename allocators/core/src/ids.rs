@@ -1,13 +1,15 @@
 //! Names for things that a pool hands out.
 //!
-//! An id that anyone can make up is an id that any pool must believe. Here an [`IdSpace`] mints ids that carry the
-//! space's own number, so a pool tells its own from another's, and a generation, so it tells today's from yesterday's.
+//! An id that anyone can make up is an id that any pool must believe. Here an [`IdSpace`] mints ids
+//! that carry the space's own number, so a pool tells its own from another's, and a generation, so
+//! it tells today's from yesterday's.
 
 use std::{fmt, hash, marker::PhantomData, sync::atomic::AtomicU64, sync::atomic::Ordering};
 
 /// A device by the ordinal that the driver gives it.
 ///
-/// Ordinals are the driver's to give, so anyone may name one; a driver answers with an error for one it lacks.
+/// Ordinals are the driver's to give, so anyone may name one; a driver answers with an error for
+/// one it lacks.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub struct DeviceId(pub u32);
 

@@ -61,8 +61,8 @@ pub mod __api {
     pub use allocator_api2_04 as api4;
 }
 
-/// Implements `Debug` by `Display`, for errors: `main() -> Result<(), MemoryError>` then ends with a sentence. Not for use by
-/// hand.
+/// Implements `Debug` by `Display`, for errors: `main() -> Result<(), MemoryError>` then ends with
+/// a sentence. Not for use by hand.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __debug_as_display {

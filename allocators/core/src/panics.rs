@@ -7,8 +7,8 @@ use std::{
 
 /// Calls code of others. `None` if it has panicked.
 ///
-/// For hooks, wakers, sources and destructors that a program hands in: a panic of theirs must not skip what the caller still
-/// has to do. What the code has left half done is its own.
+/// For hooks, wakers, sources and destructors that a program hands in: a panic of theirs must not
+/// skip what the caller still has to do. What the code has left half done is its own.
 ///
 /// ```
 /// use aquifer_core::panics::contain;

@@ -1,8 +1,8 @@
 //! What `AddressSanitizer` is told: which memory is nobody's.
 //!
-//! An allocator that keeps its free memory mapped hides it from the sanitizer, unless it says so. A program that touches
-//! what has been said to be nobody's is stopped at that instruction, as it is for `malloc`. Builds without the sanitizer
-//! have none of this.
+//! An allocator that keeps its free memory mapped hides it from the sanitizer, unless it says so. A
+//! program that touches what has been said to be nobody's is stopped at that instruction, as it is
+//! for `malloc`. Builds without the sanitizer have none of this.
 #![cfg_attr(asan, expect(unsafe_code, reason = "calls AddressSanitizer's runtime"))]
 
 #[cfg(asan)]
@@ -18,8 +18,9 @@ unsafe extern "C" {
     fn __asan_unpoison_memory_region(start: *const c_void, bytes: usize);
 }
 
-/// Nobody may touch these bytes from now on. They are told apart exactly where they end at a multiple of eight, or what is
-/// behind them is poisoned too; otherwise the last few stay as they were.
+/// Nobody may touch these bytes from now on. They are told apart exactly where they end at a
+/// multiple of eight, or what is behind them is poisoned too; otherwise the last few stay as they
+/// were.
 ///
 /// Whoever gives the memory back to where it came from unpoisons it before.
 ///
@@ -35,7 +36,8 @@ unsafe extern "C" {
 #[inline(always)]
 pub fn poison(start: NonNull<u8>, bytes: usize) {
     #[cfg(asan)]
-    // SAFETY: 1. it notes in memory of its own that the bytes are not to be touched, and touches none of them.
+    // SAFETY: 1. it notes in memory of its own that the bytes are not to be touched, and touches
+    // none of them.
     unsafe {
         __asan_poison_memory_region(start.as_ptr().cast::<c_void>(), bytes);
     }

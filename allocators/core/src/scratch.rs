@@ -1,10 +1,13 @@
-//! Memory that a pass over books needs for a moment: this workspace's own passes use it, and nobody else needs to.
+//! Memory that a pass over books needs for a moment: this workspace's own passes use it, and nobody
+//! else needs to.
 //!
-//! A pass lists what is free in many places, sorts it, takes some of it, and forgets the lists. It runs when memory is
-//! short, which may be the host's too, in the middle of a chain of others who were asked, and parts of it run under the
-//! lock of a cache. The process's allocator would be asked a dozen times there, and it may be our own `Global`, at its cap
-//! or with a route to somebody else's pool. So a pass takes its lists from a [`Bump`] that is there already: made with
-//! the pool, grown where a pass was larger than all before it, emptied when the pass is over, and kept.
+//! A pass lists what is free in many places, sorts it, takes some of it, and forgets the lists. It
+//! runs when memory is short, which may be the host's too, in the middle of a chain of others who
+//! were asked, and parts of it run under the lock of a cache. The process's allocator would be
+//! asked a dozen times there, and it may be our own `Global`, at its cap or with a route to
+//! somebody else's pool. So a pass takes its lists from a [`Bump`] that is there already: made with
+//! the pool, grown where a pass was larger than all before it, emptied when the pass is over, and
+//! kept.
 //!
 //! ```text
 //!   Scratch   ┌ idle ──────┐   begin    ┌ Pass ───────────────┐   end: emptied, its largest chunk stays

@@ -4,8 +4,8 @@ use std::ops::Add;
 
 /// A pool's account at one moment. All fields are bytes unless their name says otherwise.
 ///
-/// `live + cached + pending` is what the pool's blocks and caches span; `physical` is what it holds from the driver or
-/// the kernel, and what its budget is charged for.
+/// `live + cached + pending` is what the pool's blocks and caches span; `physical` is what it holds
+/// from the driver or the kernel, and what its budget is charged for.
 ///
 /// Its example is that of any pool, such as `DevicePool` of aquifer-device.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
@@ -15,16 +15,19 @@ pub struct PoolStats {
     pub live: u64,
     /// As `live`, in the sizes that were asked for.
     pub requested: u64,
-    /// Free and backed by memory: can be given out again. Without what is free and belongs to graphs.
+    /// Free and backed by memory: can be given out again. Without what is free and belongs to
+    /// graphs.
     pub cached: u64,
     /// Freed, but held back until a use on another stream is done, or until the driver takes back
     /// what it has refused to.
     pub pending: u64,
     /// Held from the driver or the kernel.
     pub physical: u64,
-    /// Held for graphs, live or free: a part of `physical` that nobody else is given while a graph may be launched.
+    /// Held for graphs, live or free: a part of `physical` that nobody else is given while a graph
+    /// may be launched.
     pub graphs: u64,
-    /// The most that `requested` has been. Where each stream counts for itself, the sum of their peaks, which is no less.
+    /// The most that `requested` has been. Where each stream counts for itself, the sum of their
+    /// peaks, which is no less.
     pub peak_requested: u64,
     /// The most that `live` has been, counted as `peak_requested` is.
     pub peak_live: u64,

@@ -2,13 +2,14 @@
 
 use crate::Result;
 
-/// Memory that serves one step of a loop and is then emptied for another: what a ring of frames holds several of.
+/// Memory that serves one step of a loop and is then emptied for another: what a ring of frames
+/// holds several of.
 ///
 /// Its example is that of `Frames` in aquifer-adapters, which is a ring of any such memory.
 pub trait StepMemory {
-    /// The step is over: all work that uses the memory has been queued. Notes where that work ends, so that
-    /// [`reset`](StepMemory::reset) waits for it and for nothing that is queued later. May call the driver
-    /// (`cuEventRecord`), and never blocks. Further calls change nothing.
+    /// The step is over: all work that uses the memory has been queued. Notes where that work ends,
+    /// so that [`reset`](StepMemory::reset) waits for it and for nothing that is queued later. May
+    /// call the driver (`cuEventRecord`), and never blocks. Further calls change nothing.
     ///
     /// # Errors
     /// The driver's; the call can be made again.

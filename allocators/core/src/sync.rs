@@ -1,4 +1,5 @@
-//! What threads share here: the standard atomics and locks, or loom's when every interleaving is tried.
+//! What threads share here: the standard atomics and locks, or loom's when every interleaving is
+//! tried.
 
 #[cfg(not(loom))]
 pub(crate) use std::{
@@ -32,16 +33,17 @@ pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     }
 }
 
-/// Between a write and a read of two atomics of which somebody else writes the second and reads the first, so that one of
-/// both sees the other. The accesses are sequentially consistent by themselves, and the first is a read-modify-write;
-/// loom takes them for weaker than they are.
+/// Between a write and a read of two atomics of which somebody else writes the second and reads the
+/// first, so that one of both sees the other. The accesses are sequentially consistent by
+/// themselves, and the first is a read-modify-write; loom takes them for weaker than they are.
 #[inline]
 pub(crate) fn between_write_and_read() {
     #[cfg(loom)]
     atomic::fence(atomic::Ordering::SeqCst);
 }
 
-/// Where one thread, its maker, sleeps until another wakes it. What wakes it before it sleeps is not lost.
+/// Where one thread, its maker, sleeps until another wakes it. What wakes it before it sleeps is
+/// not lost.
 #[derive(Debug)]
 pub(crate) struct Bed {
     #[cfg(not(loom))]

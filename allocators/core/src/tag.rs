@@ -1,7 +1,7 @@
 //! Who an allocation belongs to.
 //!
-//! A tag is a number for a name, interned once for the process. [`tagged`] sets the tag of what a scope allocates on
-//! this thread; a request may name another.
+//! A tag is a number for a name, interned once for the process. [`tagged`] sets the tag of what a
+//! scope allocates on this thread; a request may name another.
 
 use std::{cell::Cell, collections::BTreeMap, fmt, sync::Mutex};
 
@@ -30,9 +30,11 @@ thread_local! {
     static FOLLOWER: Cell<Option<fn()>> = const { Cell::new(None) };
 }
 
-/// Has `told` called whenever this thread's current tag has changed, instead of who was told before. It must not unwind.
+/// Has `told` called whenever this thread's current tag has changed, instead of who was told
+/// before. It must not unwind.
 ///
-/// For the global allocator, which then need not ask at each allocation. It has no example: nobody else is to call it.
+/// For the global allocator, which then need not ask at each allocation. It has no example: nobody
+/// else is to call it.
 pub fn follow(told: fn()) {
     FOLLOWER.set(Some(told));
 }
@@ -57,7 +59,8 @@ impl Tag {
 
     /// The tag of this name, made at its first use and kept for the life of the process.
     ///
-    /// Takes a process-wide lock and, the first time, allocates: keep the tag, do not look it up for each request.
+    /// Takes a process-wide lock and, the first time, allocates: keep the tag, do not look it up
+    /// for each request.
     #[must_use]
     pub fn named(name: &str) -> Tag {
         let mut names = NAMES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -116,7 +119,8 @@ impl fmt::Display for Tag {
     }
 }
 
-/// Runs `work` with `tag` as this thread's current tag; the tag before comes back at the end, also on unwind.
+/// Runs `work` with `tag` as this thread's current tag; the tag before comes back at the end, also
+/// on unwind.
 pub fn tagged<R>(tag: Tag, work: impl FnOnce() -> R) -> R {
     struct Restore(u16);
     impl Drop for Restore {

@@ -1,17 +1,22 @@
 //! Futures that wait for devices, and the one thread that wakes them.
 //!
-//! A driver offers two ways to hear that work is done without blocking a thread on it. A host function in the stream
-//! (`cuLaunchHostFunc`) holds up the work behind it, may not call the driver, becomes part of a graph in a stream that
-//! captures, and never runs once the device is lost: a task would then sleep for ever. A question (`cuEventQuery`) has none
-//! of these faults. So one thread asks, for all tasks of the process.
+//! A driver offers two ways to hear that work is done without blocking a thread on it. A host
+//! function in the stream (`cuLaunchHostFunc`) holds up the work behind it, may not call the
+//! driver, becomes part of a graph in a stream that captures, and never runs once the device is
+//! lost: a task would then sleep for ever. A question (`cuEventQuery`) has none of these faults. So
+//! one thread asks, for all tasks of the process.
 //!
-//! The thread is started by the first poll of a future that is not ready, and by nothing else: a program that awaits nothing
-//! has no such thread. It sleeps while no future waits, and is never joined.
+//! The thread is started by the first poll of a future that is not ready, and by nothing else: a
+//! program that awaits nothing has no such thread. It sleeps while no future waits, and is never
+//! joined.
 //!
-//! - A future asks by itself at each poll, so a task that is polled for another reason sees what is done at once.
+//! - A future asks by itself at each poll, so a task that is polled for another reason sees what is
+//!   done at once.
 //! - What waits is asked for after 20 µs, then after pauses that double up to [`LONGEST_PAUSE`].
-//! - Wakers and gates are called with no lock held. A panic in one of them ends that wait, and no other.
-//! - A future that is dropped is forgotten at once. One that is leaked keeps its gate until that opens.
+//! - Wakers and gates are called with no lock held. A panic in one of them ends that wait, and no
+//!   other.
+//! - A future that is dropped is forgotten at once. One that is leaked keeps its gate until that
+//!   opens.
 //! - A child of `fork` starts a thread of its own.
 
 use crate::{Gate, Result};
@@ -103,7 +108,8 @@ impl Watch {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a wait. Where no thread can be started the task is woken at once, and asks again and again by itself.
+    /// Begins a wait. Where no thread can be started the task is woken at once, and asks again and
+    /// again by itself.
     fn begin(&'static self, until: Until, pause: Duration, waker: &Waker) -> u64 {
         let number = self.numbers.fetch_add(1, Ordering::Relaxed);
         let entry = Entry { due: Instant::now() + pause, pause, until, waker: waker.clone() };
@@ -129,7 +135,8 @@ impl Watch {
 
     /// Has another task woken. Says whether the wait is still on.
     fn renew(&self, number: u64, waker: &Waker) -> bool {
-        // A waker is foreign code: it is cloned before the lock, and the old one is dropped after it.
+        // A waker is foreign code: it is cloned before the lock, and the old one is dropped after
+        // it.
         let new = waker.clone();
         let old = self
             .state()
@@ -185,7 +192,8 @@ impl Watch {
 
 /// One task's place with the thread that wakes it. Dropping it gives the place up.
 ///
-/// For futures that ask at each poll and have a gate or a pause to wait for in between; [`Opened`] is one.
+/// For futures that ask at each poll and have a gate or a pause to wait for in between; [`Opened`]
+/// is one.
 ///
 /// ```
 /// use aquifer_core::wake::Alarm;
@@ -221,7 +229,8 @@ impl Alarm {
         self.set(Until::Due, pause, waker);
     }
 
-    /// Has `waker` called once `gate` is open, or can no longer tell, and no other waker that was set before.
+    /// Has `waker` called once `gate` is open, or can no longer tell, and no other waker that was
+    /// set before.
     pub fn when(&mut self, gate: Arc<dyn Gate>, waker: &Waker) {
         // The same gate goes on being waited for, at its own pace.
         let goes_on = self.set.as_ref().is_some_and(|(watch, number)| watch.renew(*number, waker));
@@ -258,7 +267,8 @@ impl fmt::Debug for Alarm {
 
 /// A future that is ready when a [`Gate`] is open. Needs no runtime; a poll never blocks.
 ///
-/// Dropping it gives up nothing but the wait. Polled again after it was ready it asks the gate again.
+/// Dropping it gives up nothing but the wait. Polled again after it was ready it asks the gate
+/// again.
 ///
 /// ```
 /// use aquifer_core::{Gate, Result, wake::Opened};

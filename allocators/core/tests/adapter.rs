@@ -1,5 +1,5 @@
-//! One body is an allocator of every kind that this build has: of allocator-api2 0.2, of its 0.4 with the feature, and of the
-//! standard library's where the compiler has it.
+//! One body is an allocator of every kind that this build has: of allocator-api2 0.2, of its 0.4
+//! with the feature, and of the standard library's where the compiler has it.
 #![expect(unsafe_code, reason = "implements the allocator traits")]
 
 use aquifer_core::impl_allocator;

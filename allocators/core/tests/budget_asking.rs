@@ -1,4 +1,5 @@
-//! What asking one at a time promises: everybody who has something is asked, nobody waits in a circle or asks for ever.
+//! What asking one at a time promises: everybody who has something is asked, nobody waits in a
+//! circle or asks for ever.
 #![expect(clippy::unwrap_used, reason = "a test's own helpers")]
 
 use aquifer_core::{
@@ -286,8 +287,9 @@ fn two_that_ask_each_other_from_within_wait_for_nobody() {
     assert!(both.iter().all(|one| one.1.load(SeqCst) > 0));
 }
 
-/// Two pools under one budget that holds what one of them wants: each takes the other's, over and over, from two threads.
-/// Every request ends, and who is refused has lost to one who was served meanwhile.
+/// Two pools under one budget that holds what one of them wants: each takes the other's, over and
+/// over, from two threads. Every request ends, and who is refused has lost to one who was served
+/// meanwhile.
 #[test]
 fn of_two_pools_that_take_from_each_other_one_always_has_what_it_asked_for() {
     let budget = Budget::new("both", 100);

@@ -137,7 +137,8 @@ fn a_large_lease_holds_all_bytes_there_are() {
     assert_eq!(root.used(), 0);
 }
 
-/// Live bytes never pass the limit, nothing that fits is refused where nobody else charges, and nothing is left.
+/// Live bytes never pass the limit, nothing that fits is refused where nobody else charges, and
+/// nothing is left.
 #[test]
 fn threads_with_leases_leave_exactly_nothing() {
     let root = Budget::new("root", 4000);

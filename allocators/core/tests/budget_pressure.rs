@@ -1,4 +1,5 @@
-//! What levels and reclaim promise: every change told once, in order, with no lock held, whatever a hook does.
+//! What levels and reclaim promise: every change told once, in order, with no lock held, whatever a
+//! hook does.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "a test's own helpers")]
 
 use aquifer_core::{

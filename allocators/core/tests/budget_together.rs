@@ -1,4 +1,5 @@
-//! What reserving several nodes at once promises: all or nothing, whatever the nodes have in common.
+//! What reserving several nodes at once promises: all or nothing, whatever the nodes have in
+//! common.
 
 use aquifer_core::{
     Budget,

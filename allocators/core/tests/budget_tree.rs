@@ -1,4 +1,5 @@
-//! What a tree of budgets promises: limits and guarantees at every node, refusals that name one, bytes that add up.
+//! What a tree of budgets promises: limits and guarantees at every node, refusals that name one,
+//! bytes that add up.
 
 use aquifer_core::{Budget, Charge};
 use std::{sync::Barrier, thread};
@@ -217,15 +218,16 @@ fn charges_of_nothing_split_and_merge_without_losing_their_budget() {
     assert_eq!((root.used(), root.children().count()), (0, 0));
 }
 
-/// Whatever is refused on the way up is never seen: no node is above its limit at any instant, no charge that fits is
-/// refused for another that does not, and nothing is left.
+/// Whatever is refused on the way up is never seen: no node is above its limit at any instant, no
+/// charge that fits is refused for another that does not, and nothing is left.
 #[test]
 fn threads_at_every_level_leave_exactly_nothing_and_no_node_is_ever_above_its_limit() {
     let root = Budget::new("root", 1000);
     let pools = [root.child("p", 700), root.child("q", 700)];
     let tenants: Vec<_> = (0..4).map(|i| pools[i % 2].child("tenant", 400)).collect();
     tenants[0].set_guarantee(100).unwrap();
-    // Nobody else charges here, and its bytes are guaranteed: whatever the others are refused, this never is.
+    // Nobody else charges here, and its bytes are guaranteed: whatever the others are refused, this
+    // never is.
     let sure = root.child("sure", 50);
     sure.set_guarantee(50).unwrap();
     let start = Barrier::new(6);

@@ -1,4 +1,5 @@
-//! What waiting for bytes promises: by priority, then in order, never lost, by thread and by future.
+//! What waiting for bytes promises: by priority, then in order, never lost, by thread and by
+//! future.
 
 use aquifer_core::{Budget, Charge, OutOfBudget, budget::Waiting};
 use std::{
@@ -261,7 +262,8 @@ fn a_release_is_not_lost_on_somebody_who_only_counts_those_who_wait() {
     });
 }
 
-/// A waker may be anything: one that drops a charge, polls, waits and panics when it is woken or when it goes.
+/// A waker may be anything: one that drops a charge, polls, waits and panics when it is woken or
+/// when it goes.
 #[test]
 fn a_waker_that_calls_back_and_panics_harms_nobody() {
     struct Nasty(Budget, Mutex<Vec<Charge>>);
@@ -297,7 +299,8 @@ fn a_waker_that_calls_back_and_panics_harms_nobody() {
     assert_eq!((budget.used(), budget.waiting()), (0, 0));
 }
 
-/// Many threads wait for more than there is, some with deadlines, some by futures that are dropped half way.
+/// Many threads wait for more than there is, some with deadlines, some by futures that are dropped
+/// half way.
 #[test]
 fn whoever_waits_is_served_or_refused_and_nothing_is_left() {
     let root = Budget::new("root", 100);

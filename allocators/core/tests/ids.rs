@@ -1,4 +1,5 @@
-//! An id is good in the space that minted it, in the generation it was minted for, and says nothing to anybody else.
+//! An id is good in the space that minted it, in the generation it was minted for, and says nothing
+//! to anybody else.
 
 use aquifer_core::{DeviceId, Id, IdSpace};
 use std::{
@@ -61,7 +62,8 @@ fn spaces_made_by_many_threads_are_all_distinct() {
     assert_eq!(firsts.len(), 1600);
 }
 
-/// A name must not take a permission with it: an id of something that is bound to a thread may be sent.
+/// A name must not take a permission with it: an id of something that is bound to a thread may be
+/// sent.
 #[test]
 fn an_id_can_go_where_what_it_names_cannot() {
     fn goes_anywhere<T: Send + Sync + Copy + 'static>(_: T) {}

@@ -1,5 +1,5 @@
-//! What a sink does is its own affair: a panic in it and events that it makes itself neither lose an event nor change their
-//! order.
+//! What a sink does is its own affair: a panic in it and events that it makes itself neither lose
+//! an event nor change their order.
 #![expect(clippy::unwrap_used, reason = "in tests")]
 
 use aquifer_core::{

@@ -1,4 +1,5 @@
-//! A name has one tag in the process, a scope tags what its own thread does, and neither is lost by a panic.
+//! A name has one tag in the process, a scope tags what its own thread does, and neither is lost by
+//! a panic.
 
 use aquifer_core::{Tag, tagged};
 use std::{
@@ -8,7 +9,8 @@ use std::{
     thread,
 };
 
-/// Eight threads name the same things at once. Done before anything else: one of the tests uses up all tags.
+/// Eight threads name the same things at once. Done before anything else: one of the tests uses up
+/// all tags.
 static NAMED: LazyLock<Vec<Vec<Tag>>> = LazyLock::new(|| {
     thread::scope(|scope| {
         let name_all = || (0..100).map(|i| Tag::named(&format!("thing {i}"))).collect();

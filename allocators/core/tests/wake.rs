@@ -1,4 +1,5 @@
-//! The thread that wakes tasks: there is none before it is needed, one then, and a gate that panics stops no other wait.
+//! The thread that wakes tasks: there is none before it is needed, one then, and a gate that panics
+//! stops no other wait.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_core::{

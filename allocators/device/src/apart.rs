@@ -1,9 +1,11 @@
-//! Memory at addresses of its own, which takes no part in the caches: stable blocks and reserved elements.
+//! Memory at addresses of its own, which takes no part in the caches: stable blocks and reserved
+//! elements.
 //!
-//! Each such thing is a [`Span`]: addresses that nobody else is given, and what is mapped there. Nothing in it is handed
-//! to another stream, moved or recycled. What its owner lets go of *leaves*: it stays mapped and charged until the host
-//! has seen the work done that used it and nobody keeps its address, and is unmapped by whoever comes next through a slow
-//! path of the pool, a trim or the end of the pool. So no drop calls the driver, and nobody waits.
+//! Each such thing is a [`Span`]: addresses that nobody else is given, and what is mapped there.
+//! Nothing in it is handed to another stream, moved or recycled. What its owner lets go of
+//! *leaves*: it stays mapped and charged until the host has seen the work done that used it and
+//! nobody keeps its address, and is unmapped by whoever comes next through a slow path of the pool,
+//! a trim or the end of the pool. So no drop calls the driver, and nobody waits.
 //!
 //! ```text
 //!   address_reserve ──▶ nothing ──create, map, set access──▶ mapped ──owner lets go──▶ leaving
@@ -47,8 +49,8 @@ use std::{
 
 /// Everything of one pool's that has addresses of its own.
 ///
-/// Owners hold it, and it holds what has left its owner: so it ends with the last of the pool, the blocks and the
-/// registrations, and takes down then what is left.
+/// Owners hold it, and it holds what has left its owner: so it ends with the last of the pool, the
+/// blocks and the registrations, and takes down then what is left.
 pub(crate) struct Apart {
     pub(crate) driver: Arc<dyn Driver>,
     pub(crate) device: DeviceId,
@@ -58,7 +60,8 @@ pub(crate) struct Apart {
     granularity: u64,
     /// Bytes that reserved elements are committed by.
     step: u64,
-    /// Blocks by `cuMemAlloc`: on devices that cannot map, and in bypass mode, where memory checkers are to see them.
+    /// Blocks by `cuMemAlloc`: on devices that cannot map, and in bypass mode, where memory
+    /// checkers are to see them.
     plain: bool,
     pub(crate) export: ExportTypes,
     held: Arc<Held>,
@@ -223,7 +226,8 @@ impl Apart {
         self.state().account.pending + self.held.stuck()
     }
 
-    /// What each tag holds: stable blocks by what was asked for, reserved elements by what is committed.
+    /// What each tag holds: stable blocks by what was asked for, reserved elements by what is
+    /// committed.
     pub(crate) fn holdings(&self) -> Vec<Holding> {
         self.state().account.holders.iter().filter(|h| h.bytes > 0).copied().collect()
     }
@@ -262,7 +266,8 @@ impl Apart {
             .map_err(|(error, _)| NoHandle::Driver(error))
     }
 
-    /// Memory for a block of `bytes`, rounded: one handle at addresses of its own, or one allocation of the driver's.
+    /// Memory for a block of `bytes`, rounded: one handle at addresses of its own, or one
+    /// allocation of the driver's.
     pub(crate) fn whole(
         &self,
         kind: BlockKind,
@@ -281,7 +286,8 @@ impl Apart {
         self.around(kind, handle, bytes, align).map_err(NoHandle::Driver)
     }
 
-    /// Maps one handle, whole, at addresses of its own. If that fails, nothing is mapped, or it leaves.
+    /// Maps one handle, whole, at addresses of its own. If that fails, nothing is mapped, or it
+    /// leaves.
     pub(crate) fn around(
         &self,
         kind: BlockKind,
@@ -303,8 +309,8 @@ impl Apart {
         }
     }
 
-    /// Maps handles at slots of a span that have none. If that fails, none is mapped; what the driver would not unmap
-    /// again leaves.
+    /// Maps handles at slots of a span that have none. If that fails, none is mapped; what the
+    /// driver would not unmap again leaves.
     pub(crate) fn map(
         &self,
         span: &Arc<Span>,
@@ -327,8 +333,8 @@ impl Apart {
         }
     }
 
-    /// Takes down what has left and whose work is done. Blocks where the driver's own allocations go, until the device
-    /// is idle. Answers with the bytes.
+    /// Takes down what has left and whose work is done. Blocks where the driver's own allocations
+    /// go, until the device is idle. Answers with the bytes.
     ///
     /// # Errors
     /// The driver's first refusal; all others have been tried.
@@ -361,8 +367,8 @@ impl Apart {
         outcome.map(|()| gone)
     }
 
-    /// Takes down what has left of a span and whose work is done. The bytes, and the driver's first refusal: what it
-    /// refused is tried again by whoever reaps next.
+    /// Takes down what has left of a span and whose work is done. The bytes, and the driver's first
+    /// refusal: what it refused is tried again by whoever reaps next.
     pub(crate) fn take_down(&self, span: &Arc<Span>) -> (u64, Result<()>) {
         let before = self.held.stuck();
         let (gone, outcome) = span.reap();
@@ -399,7 +405,8 @@ impl Apart {
     pub(crate) fn in_rounds(&self, mut round: impl FnMut() -> Result<u64>) -> Result<u64> {
         let mut sum = 0;
         loop {
-            // Relaxed: a thread sees what it has noted itself. Another thread's end costs a round more.
+            // Relaxed: a thread sees what it has noted itself. Another thread's end costs a round
+            // more.
             let before = self.ends.load(Ordering::Relaxed);
             sum += round()?;
             if self.ends.load(Ordering::Relaxed) == before {
@@ -408,7 +415,8 @@ impl Apart {
         }
     }
 
-    /// Waits for the device where something has left that there may be untold work on, unless somebody captures. Blocks then.
+    /// Waits for the device where something has left that there may be untold work on, unless
+    /// somebody captures. Blocks then.
     pub(crate) fn outlast(&self) -> Result<()> {
         if self.announced.load(Ordering::Relaxed) > 0 {
             return Ok(());
@@ -423,7 +431,8 @@ impl Apart {
         spans.iter().flat_map(|span| span.leaving_work()).collect()
     }
 
-    /// Waits for the work of something that has left, until `until`. Says whether there was any. Blocks.
+    /// Waits for the work of something that has left, until `until`. Says whether there was any.
+    /// Blocks.
     pub(crate) fn wait_for_oldest(&self, until: Option<Instant>) -> Result<bool> {
         let spans = self.state().leaving.clone();
         for span in spans {
@@ -460,8 +469,8 @@ impl Apart {
         self.send(self.event(kind, action, stream, address, bytes, tag));
     }
 
-    /// An event with its place in the order, if there is a recorder: made under the lock of what happens, to be sent
-    /// without it.
+    /// An event with its place in the order, if there is a recorder: made under the lock of what
+    /// happens, to be sent without it.
     pub(crate) fn event(
         &self,
         kind: BlockKind,
@@ -517,7 +526,8 @@ impl Apart {
         }
     }
 
-    /// Tells the recorder of steps in `ranges` whose owner has let go of them; `completed` where no other stream uses them.
+    /// Tells the recorder of steps in `ranges` whose owner has let go of them; `completed` where no
+    /// other stream uses them.
     pub(crate) fn decommitted(
         &self,
         ranges: impl IntoIterator<Item = (u64, u64)>,
@@ -558,7 +568,8 @@ impl Drop for Apart {
             &mut self.state.get_mut().unwrap_or_else(PoisonError::into_inner).leaving,
         );
         for span in left {
-            // Work that cannot be waited for is seen not to be done just below, and keeps its memory.
+            // Work that cannot be waited for is seen not to be done just below, and keeps its
+            // memory.
             let _ = span.wait(None).and_then(|_| span.outlast());
             // What the driver refuses is left to a later sweep. What has open uses stays mapped and
             // charged.
@@ -615,7 +626,8 @@ impl Owned {
     pub(crate) fn ends(timeline: &Arc<Timeline>) -> (Arc<Timeline>, u64) {
         let epoch = timeline.open();
         if timeline.fences_at_once() {
-            // A refusal leaves the epoch without a proof: the memory stays until the stream is retired.
+            // A refusal leaves the epoch without a proof: the memory stays until the stream is
+            // retired.
             let _ = timeline.fence(epoch);
         }
         (timeline.clone(), epoch)

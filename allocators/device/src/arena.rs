@@ -12,14 +12,17 @@ use std::{
     time::Instant,
 };
 
-/// Device memory for the buffers of one step: parts of one block, bounds-checked, that are all taken back at once.
+/// Device memory for the buffers of one step: parts of one block, bounds-checked, that are all
+/// taken back at once.
 ///
-/// A part is what a part of a [`DeviceBuffer`](crate::DeviceBuffer) is: work on any stream takes it, waits for what it
-/// must, and its use is noted. As with those, a use is one of the whole block, so two streams that write parts of one arena
-/// take turns; where they are to run at once, take an arena for each.
+/// A part is what a part of a [`DeviceBuffer`](crate::DeviceBuffer) is: work on any stream takes
+/// it, waits for what it must, and its use is noted. As with those, a use is one of the whole
+/// block, so two streams that write parts of one arena take turns; where they are to run at once,
+/// take an arena for each.
 ///
-/// [`reset`](DeviceArena::reset) takes everything back. It waits on the host until all work that used the parts is done:
-/// several of these in turn, in aquifer-adapters' `Frames`, let the host run ahead by as many steps and no further.
+/// [`reset`](DeviceArena::reset) takes everything back. It waits on the host until all work that
+/// used the parts is done: several of these in turn, in aquifer-adapters' `Frames`, let the host
+/// run ahead by as many steps and no further.
 ///
 /// ```
 /// use aquifer_device::{DeviceArena, DevicePool, PoolConfig};
@@ -80,8 +83,8 @@ impl DeviceArena {
     /// The next `len` elements, aligned as every block is. They hold what was there before.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`] if no more than that
-    /// limit is left.
+    /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`]
+    /// if no more than that limit is left.
     pub fn alloc<T: Pod>(&self, len: usize) -> Result<DeviceSliceMut<'_, T>> {
         let bytes = (len as u64).saturating_mul(size_of::<T>() as u64);
         if bytes == 0 {
@@ -101,8 +104,8 @@ impl DeviceArena {
         Ok(DeviceSliceMut::of_several(&self.block, address - self.block.address(), len))
     }
 
-    /// Takes everything back. Blocks until all work that used the parts is done: what had been queued when
-    /// [`end_step`](StepMemory::end_step) was called, or is now.
+    /// Takes everything back. Blocks until all work that used the parts is done: what had been
+    /// queued when [`end_step`](StepMemory::end_step) was called, or is now.
     ///
     /// # Errors
     /// [`MemoryError::Busy`] while a use that somebody [prepared](Block::prepare) is not finished;
@@ -172,7 +175,8 @@ impl StepMemory for DeviceArena {
         let _site = site::enter();
         let home = self.home.timeline();
         let others = self.block.uses.current(home);
-        // An event now: one that is recorded when it is waited for would come after the steps to come, too.
+        // An event now: one that is recorded when it is waited for would come after the steps to
+        // come, too.
         for noted in &others {
             noted.epoch().map_or(Ok(()), |epoch| noted.on().fence(epoch).map(drop))?;
         }

@@ -1,7 +1,8 @@
 //! Blocks that come straight from the driver's own allocators.
 //!
-//! Such a block costs half a microsecond or much more anyway, so it carries an `Arc` of where it came from. What differs
-//! between the driver's allocators is a [`Source`]; accounting, open uses and failed frees are the same for all.
+//! Such a block costs half a microsecond or much more anyway, so it carries an `Arc` of where it
+//! came from. What differs between the driver's allocators is a [`Source`]; accounting, open uses
+//! and failed frees are the same for all.
 
 use crate::{
     Block, Request,
@@ -31,7 +32,8 @@ pub(crate) trait Source: fmt::Debug + Send + Sync + 'static {
     /// Memory that work on `stream` may use, and what is charged for it alone.
     fn take(&self, stream: &Stream, bytes: u64) -> Result<(u64, Option<Charge>)>;
 
-    /// Gives a block back behind its uses, all of which are stamped: by a wait of the host or of the device.
+    /// Gives a block back behind its uses, all of which are stamped: by a wait of the host or of
+    /// the device.
     fn give(&self, block: &Deferred) -> Result<()>;
 
     /// The alignment that every block has.
@@ -107,7 +109,8 @@ pub(crate) struct Backed {
 
 /// Takes blocks back.
 pub(crate) trait Release: Send + Sync {
-    /// The block at this address is about to be released: whoever looks at its uses from outside lets go of them.
+    /// The block at this address is about to be released: whoever looks at its uses from outside
+    /// lets go of them.
     fn ending(&self, _address: u64) {}
 
     fn release(&self, block: Deferred);
@@ -387,8 +390,8 @@ impl<S: Source> Release for Ledger<S> {
 impl<S: Source> Drop for Ledger<S> {
     fn drop(&mut self) {
         self.retry_deferred();
-        // What is left here has open uses that nobody can finish any more, or was refused by the driver: it stays
-        // charged, as the device still holds it.
+        // What is left here has open uses that nobody can finish any more, or was refused by the
+        // driver: it stays charged, as the device still holds it.
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         for block in state.deferred.drain(..) {
             let _still_charged = std::mem::ManuallyDrop::new(block.until_free);

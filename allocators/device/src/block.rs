@@ -13,11 +13,12 @@ use std::{any::Any, fmt, sync::Arc};
 
 /// A block of device memory that goes home when it is dropped.
 ///
-/// It belongs to the stream it was allocated for: work on that stream may use it at once and until the drop. Work on any
-/// other stream goes through [`Block::prepare`], or is noted by [`Block::record_use`]; the pool gives the bytes to
-/// somebody else only after it.
+/// It belongs to the stream it was allocated for: work on that stream may use it at once and until
+/// the drop. Work on any other stream goes through [`Block::prepare`], or is noted by
+/// [`Block::record_use`]; the pool gives the bytes to somebody else only after it.
 ///
-/// A kernel that touches several blocks is ordered with all of them by one [`Launch`](aquifer_stream::Launch):
+/// A kernel that touches several blocks is ordered with all of them by one
+/// [`Launch`](aquifer_stream::Launch):
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -36,8 +37,8 @@ use std::{any::Any, fmt, sync::Arc};
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 ///
-/// Dropping it never calls the driver and never blocks, except once its pool has been closed: then for the last block, and
-/// for one that other streams use.
+/// Dropping it never calls the driver and never blocks, except once its pool has been closed: then
+/// for the last block, and for one that other streams use.
 /// Forgetting it leaks the memory. The bytes are not initialised.
 pub struct Block {
     pub(crate) owner: Owner,
@@ -104,9 +105,9 @@ fn discard<T>(there: Box<T>) {
 
 /// Where a block lies and what was asked for.
 ///
-/// This and [`Way`] are what a cache keeps of a block, two halves of sixteen bytes. Each is copied whole: one that is
-/// stored in parts, and loaded whole where the block is moved on, is waited for until the parts have left the store
-/// buffer, some 8 ns.
+/// This and [`Way`] are what a cache keeps of a block, two halves of sixteen bytes. Each is copied
+/// whole: one that is stored in parts, and loaded whole where the block is moved on, is waited for
+/// until the parts have left the store buffer, some 8 ns.
 #[derive(Clone, Copy)]
 pub(crate) struct Place {
     pub(crate) address: u64,
@@ -142,11 +143,13 @@ impl Asked {
 /// What few blocks have.
 #[derive(Default)]
 pub(crate) struct Extras {
-    /// Tells it from every other block that will be or has been at its address, where somebody watches; 0 where not.
+    /// Tells it from every other block that will be or has been at its address, where somebody
+    /// watches; 0 where not.
     pub(crate) generation: u64,
     /// What ends when the memory is really free: charges of wrappers.
     pub(crate) until_free: UntilFree,
-    /// Live bytes of a tenant and of a tag: they end with the block, whoever still uses its memory.
+    /// Live bytes of a tenant and of a tag: they end with the block, whoever still uses its
+    /// memory.
     pub(crate) live: LiveBytes,
 }
 
@@ -288,11 +291,13 @@ impl Block {
         self.extras.get().map_or(0, |extras| extras.generation)
     }
 
-    /// Makes `stream` wait for what must come before `access`, and keeps the block's bytes its own until the answer is
-    /// finished or dropped, even if the block is freed meanwhile. The host does not wait.
+    /// Makes `stream` wait for what must come before `access`, and keeps the block's bytes its own
+    /// until the answer is finished or dropped, even if the block is freed meanwhile. The host does
+    /// not wait.
     ///
     /// # Errors
-    /// [`MemoryError::Busy`] if a prepared use conflicts; [`MemoryError::WrongDevice`]; the driver's.
+    /// [`MemoryError::Busy`] if a prepared use conflicts; [`MemoryError::WrongDevice`]; the
+    /// driver's.
     #[track_caller]
     pub fn prepare(&self, stream: &Stream, access: Access) -> Result<Use> {
         let _site = site::enter();
@@ -301,8 +306,9 @@ impl Block {
         self.uses.prepare(self.address(), &home, stream.timeline(), access)
     }
 
-    /// Notes that work queued on `stream` uses the block. That work must have been ordered with the block's other uses:
-    /// by `stream` waiting for the block's own stream, or by [`Block::prepare`].
+    /// Notes that work queued on `stream` uses the block. That work must have been ordered with the
+    /// block's other uses: by `stream` waiting for the block's own stream, or by
+    /// [`Block::prepare`].
     ///
     /// # Errors
     /// [`MemoryError::WrongDevice`]; the driver's, where the stream has to be fenced at once.
@@ -328,7 +334,8 @@ impl Block {
         }
     }
 
-    /// Orders a use whose end is the end of a borrow. `alone`: every borrow that it conflicts with is over.
+    /// Orders a use whose end is the end of a borrow. `alone`: every borrow that it conflicts with
+    /// is over.
     pub(crate) fn order_as(
         &self,
         stream: RawStream,
@@ -355,9 +362,12 @@ impl OpaqueBlock for Block {
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. the range is the block's own until it is dropped, and its pool gives it to nobody else before.
-// 2. `UseList::lend` makes the stream wait for the home stream and for conflicting uses, and the pool holds the bytes
-// back until every noted use is done. 3. a stream that is not fenced at once is good until it is retired.
+// SAFETY: 1. the range is the block's own until it is dropped, and its pool gives it to nobody else
+// before.
+// 2. `UseList::lend` makes the stream wait for the home stream and for conflicting uses, and the
+//    pool holds the bytes
+// back until every noted use is done. 3. a stream that is not fenced at once is good until it is
+// retired.
 // 4. it is the driver's that the memory comes from.
 unsafe impl Operand for Block {
     fn range(&self) -> DeviceRange {
@@ -375,7 +385,8 @@ unsafe impl Operand for Block {
     }
 
     fn order(&self, stream: RawStream, alive: Option<KeepAlive>, access: Access) -> Result<()> {
-        // Whoever may read knows that no borrow to be written lives; whoever says that he writes proves nothing by it.
+        // Whoever may read knows that no borrow to be written lives; whoever says that he writes
+        // proves nothing by it.
         self.order_as(stream, alive, access, !access.writes())
     }
 }

@@ -16,11 +16,12 @@ use std::{fmt, marker::PhantomData, ops::Range};
 
 /// A block of `len` elements of `T`, which go home with it.
 ///
-/// **The elements are not initialised**: what the bytes held before is still there. That is no danger to Rust, since the
-/// host cannot read them but by a copy, and every pattern of bits is a `T: Pod`; it is a danger to results.
-/// [`Stream::fill`] and the copies give them a value.
+/// **The elements are not initialised**: what the bytes held before is still there. That is no
+/// danger to Rust, since the host cannot read them but by a copy, and every pattern of bits is a
+/// `T: Pod`; it is a danger to results. [`Stream::fill`] and the copies give them a value.
 ///
-/// Work of [`Stream`] takes a buffer or a part of it as it is; kernels of other libraries take what it lends.
+/// Work of [`Stream`] takes a buffer or a part of it as it is; kernels of other libraries take what
+/// it lends.
 ///
 /// ```
 /// use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
@@ -109,10 +110,12 @@ pub struct DeviceBuffer<T> {
 }
 
 impl<T: Pod> DeviceBuffer<T> {
-    /// `len` elements from `resource`, for work on `stream` from now on. Alignment is that of every block.
+    /// `len` elements from `resource`, for work on `stream` from now on. Alignment is that of every
+    /// block.
     ///
     /// # Errors
-    /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`]; the resource's.
+    /// [`MemoryError::ZeroSize`] for no elements or elements of no size; [`MemoryError::TooLarge`];
+    /// the resource's.
     #[track_caller]
     pub fn new_in(
         resource: &(impl Resource + ?Sized),
@@ -155,8 +158,8 @@ impl<T: Pod> DeviceBuffer<T> {
     /// `block` as elements of `T`, as many as its bytes hold.
     ///
     /// # Errors
-    /// [`Declined`] with the block in it: [`MemoryError::LengthMismatch`] if that leaves bytes over;
-    /// [`MemoryError::BadAlignment`]; [`MemoryError::ZeroSize`] for elements of no size.
+    /// [`Declined`] with the block in it: [`MemoryError::LengthMismatch`] if that leaves bytes
+    /// over; [`MemoryError::BadAlignment`]; [`MemoryError::ZeroSize`] for elements of no size.
     pub fn from_block(block: Block) -> Result<Self, Declined<Block>> {
         match slice::counted::<T>(block.address(), block.bytes()) {
             Ok(len) => Ok(Self { block, len, elements: PhantomData }),
@@ -212,7 +215,8 @@ impl<T: Pod> DeviceBuffer<T> {
         self.as_slice().split_at(mid)
     }
 
-    /// The elements before `mid` and those from there on, to be written. See [`DeviceSliceMut`] on their order.
+    /// The elements before `mid` and those from there on, to be written. See [`DeviceSliceMut`] on
+    /// their order.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -231,7 +235,8 @@ impl<T: Pod> DeviceBuffer<T> {
         self.as_slice().chunks(len)
     }
 
-    /// Parts of `len` elements, to be written; the last may be shorter. See [`DeviceSliceMut`] on their order.
+    /// Parts of `len` elements, to be written; the last may be shorter. See [`DeviceSliceMut`] on
+    /// their order.
     ///
     /// # Errors
     /// [`MemoryError::ZeroSize`] for parts of no elements.
@@ -253,8 +258,8 @@ impl<T> DeviceBuffer<T> {
         self.len == 0
     }
 
-    /// Its first address on the device, for kernels and libraries that take a pointer. Work that is launched with it on
-    /// another stream than the buffer's own is announced by [`Block::prepare`].
+    /// Its first address on the device, for kernels and libraries that take a pointer. Work that is
+    /// launched with it on another stream than the buffer's own is announced by [`Block::prepare`].
     #[must_use]
     pub fn address(&self) -> u64 {
         self.block.address()

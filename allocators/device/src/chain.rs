@@ -1,13 +1,15 @@
 //! What is tried, and in which order, when a stream's own cache has no room.
 //!
-//! Each step is followed by another look, and the cheapest come first. Only waiting for the oldest work blocks,
-//! and handlers may; no lock is held over any of them:
+//! Each step is followed by another look, and the cheapest come first. Only waiting for the oldest
+//! work blocks, and handlers may; no lock is held over any of them:
 //!
 //! 1. what other streams have finished with of this stream's own freed blocks;
 //! 2. an event behind each stream that has freed since its last, and a look which have passed;
-//! 3. new physical memory, what is free in other caches, what this stream has to wait for on the device, and handles from
-//!    under free memory, in the order of one of the lists of [`Step`]s below: which one, [`crate::leasing`] decides;
-//! 4. handles under what is free given back, and new ones made, where all that is free would do and lies apart;
+//! 3. new physical memory, what is free in other caches, what this stream has to wait for on the
+//!    device, and handles from under free memory, in the order of one of the lists of [`Step`]s
+//!    below: which one, [`crate::leasing`] decides;
+//! 4. handles under what is free given back, and new ones made, where all that is free would do and
+//!    lies apart;
 //! 5. others that are registered with the budget, asked to give something back without waiting;
 //! 6. the oldest work that frees something, waited for on the host, up to a deadline;
 //! 7. others again, who may wait until then as well;
@@ -115,7 +117,8 @@ const AMPLE: &[Step] = &[
     Step::Wait,
     Step::In(ALL),
 ];
-/// The same where memory has been enough before: what belongs to nobody is taken first, and waited for on the device.
+/// The same where memory has been enough before: what belongs to nobody is taken first, and waited
+/// for on the device.
 const SETTLED: &[Step] = &[
     Step::InOwn(TAKE_UNITS),
     Step::InOwn(TAKE_IN_USE),
@@ -127,7 +130,8 @@ const SETTLED: &[Step] = &[
     Step::Wait,
     Step::In(ALL),
 ];
-/// Where much lies idle it is used before there is more of it, if the stream has to wait for another.
+/// Where much lies idle it is used before there is more of it, if the stream has to wait for
+/// another.
 const IDLE: &[Step] = &[
     Step::In(TAKE_UNITS),
     Step::Wait,
@@ -169,7 +173,8 @@ fn spend(turns: &mut u32) -> bool {
     left
 }
 
-/// How many steps a chain notes before it takes memory for them: as many as it has, and some of others'.
+/// How many steps a chain notes before it takes memory for them: as many as it has, and some of
+/// others'.
 const STEPS: usize = 16;
 
 /// Between two looks whether others still have memory in hand.
@@ -201,8 +206,8 @@ impl Progress<'_> {
     }
 }
 
-/// Whether there was something to wait for. Nobody can wait for a stream that captures, fence another thread's, or one that
-/// may be gone, so what those hold is not to be had.
+/// Whether there was something to wait for. Nobody can wait for a stream that captures, fence
+/// another thread's, or one that may be gone, so what those hold is not to be had.
 pub(crate) fn waited(wait: impl FnOnce() -> Result<bool>) -> Result<bool> {
     match wait() {
         Err(
@@ -289,8 +294,8 @@ impl Inner {
         departed != arrived || self.traffic() != (departed + own, arrived + own)
     }
 
-    /// Waits until as many attempts are over as have memory in hand now: they may be in long calls of the driver's. Blocks
-    /// until the deadline, at most.
+    /// Waits until as many attempts are over as have memory in hand now: they may be in long calls
+    /// of the driver's. Blocks until the deadline, at most.
     fn wait_for_traffic(&self, until: Option<Instant>) {
         let (departed, _) = self.traffic();
         let mut pause = SHORTEST_PAUSE;
@@ -324,8 +329,8 @@ impl Inner {
         })
     }
 
-    /// Tries to get `wanted` bytes, and in between asks others and waits for queued work: the steps that block,
-    /// whatever the memory is for. The work of `first` comes first.
+    /// Tries to get `wanted` bytes, and in between asks others and waits for queued work: the steps
+    /// that block, whatever the memory is for. The work of `first` comes first.
     pub(crate) fn insist<'a, T>(
         &self,
         wanted: u64,
@@ -379,8 +384,8 @@ impl Inner {
         Ok(None)
     }
 
-    /// Asks another to give memory back: one of those below the budget that has refused, or on the device that has none left.
-    /// Says whether there was one.
+    /// Asks another to give memory back: one of those below the budget that has refused, or on the
+    /// device that has none left. Says whether there was one.
     fn ask(
         &self,
         others: &mut Others<'_>,
@@ -418,7 +423,8 @@ impl Inner {
         let sharing = self.config.adoption != Adoption::Never;
         let own = [home];
         let givers: &[&'static Home] = if sharing { &homes } else { &own };
-        // Where much is held something of it is ready as a rule, which costs no driver call to know.
+        // Where much is held something of it is ready as a rule, which costs no driver call to
+        // know.
         let gathers =
             sharing && !self.leasing.is_together() && self.leasing.takes_over(request.size());
         if gathers && let Some(block) = self.take_shared(home, givers, request, progress) {
@@ -454,7 +460,8 @@ impl Inner {
                 First::Moves => COMPACT,
             },
         };
-        // An isolated stream waits for nobody, nor does one that captures. Asks the driver, so not before it matters.
+        // An isolated stream waits for nobody, nor does one that captures. Asks the driver, so not
+        // before it matters.
         let waits = std::cell::LazyCell::new(|| {
             self.config.adoption == Adoption::Wait && home.timeline().waits_unasked()
         });
@@ -485,8 +492,9 @@ impl Inner {
         self.make_anew(home, request, progress)
     }
 
-    /// Where what lies idle and what is left would be enough together, and are in each other's way: gives handles back to
-    /// the driver, for new ones where nothing is mapped. Nothing goes back for a request that would not fit then either.
+    /// Where what lies idle and what is left would be enough together, and are in each other's way:
+    /// gives handles back to the driver, for new ones where nothing is mapped. Nothing goes back
+    /// for a request that would not fit then either.
     fn make_anew(
         &self,
         home: &'static Home,
@@ -566,7 +574,8 @@ impl Inner {
         Some(self.hand_out(home, &Freed::found(home, &place, request), self.ticket()))
     }
 
-    /// Makes each stream wait for the other users of what it has freed. Answers with the bytes that are free by that.
+    /// Makes each stream wait for the other users of what it has freed. Answers with the bytes that
+    /// are free by that.
     fn wait_on_device(&self, homes: &[&'static Home]) -> Result<u64> {
         let mut settled = 0;
         for &home in homes {
@@ -581,8 +590,8 @@ impl Inner {
         if settled == 0 { None } else { home.try_alloc(self, request) }
     }
 
-    /// Records an event behind every stream that has freed since its last, looks which have passed, and settles what
-    /// they let go of. Answers with those bytes. Never blocks.
+    /// Records an event behind every stream that has freed since its last, looks which have passed,
+    /// and settles what they let go of. Answers with those bytes. Never blocks.
     pub(crate) fn look(&self, bump: &Bump, homes: &[&'static Home]) -> Result<u64> {
         let mut held = List::with_capacity_in(homes.len(), bump);
         // All fences before the first poll: a device needs a moment to pass the event of an idle
@@ -681,8 +690,8 @@ impl Inner {
             .map(|place| self.hand_out(home, &Freed::found(home, &place, request), self.ticket())))
     }
 
-    /// Waits for the oldest work that keeps something from being free: of `first`, of what has addresses of its own, of
-    /// all others. Says whether there was any. Blocks.
+    /// Waits for the oldest work that keeps something from being free: of `first`, of what has
+    /// addresses of its own, of all others. Says whether there was any. Blocks.
     pub(crate) fn wait_for_oldest(
         &self,
         first: Option<&'static Home>,

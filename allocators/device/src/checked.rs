@@ -1,8 +1,9 @@
-//! Blocks that are checked: where they lie, what is written around them, in them and after them, and who keeps them.
+//! Blocks that are checked: where they lie, what is written around them, in them and after them,
+//! and who keeps them.
 //!
-//! With any of [`Debugging`]'s checks on, a pool's blocks take a detour. What the pool hands out is held here, with
-//! guards around it; the user has the middle of it. A freed block comes here first, and goes home when it has been
-//! looked at:
+//! With any of [`Debugging`]'s checks on, a pool's blocks take a detour. What the pool hands out is
+//! held here, with guards around it; the user has the middle of it. A freed block comes here first,
+//! and goes home when it has been looked at:
 //!
 //! ```text
 //!   drop ──▶ other uses done? ──yes──▶ filled with POISON_FREED ──▶ quarantine ──▶ looked at ──▶ home
@@ -11,20 +12,24 @@
 //!               waiting ──── at the next look, when they are ────────┘
 //! ```
 //!
-//! **A drop never blocks**: it queues a fill at most. Looking means to read bytes back, so it blocks until the work
-//! queued on the block's stream is done, and happens inside an allocation that finds the quarantine over its bound,
-//! under memory pressure, at a trim, a check or the end of the pool.
+//! **A drop never blocks**: it queues a fill at most. Looking means to read bytes back, so it
+//! blocks until the work queued on the block's stream is done, and happens inside an allocation
+//! that finds the quarantine over its bound, under memory pressure, at a trim, a check or the end
+//! of the pool.
 //!
-//! **What the quarantine holds is the pool's own waste**: it gives way, oldest first, before the pool asks anybody else
-//! for memory or refuses, and limits of wrappers are no longer charged for it.
+//! **What the quarantine holds is the pool's own waste**: it gives way, oldest first, before the
+//! pool asks anybody else for memory or refuses, and limits of wrappers are no longer charged for
+//! it.
 //!
 //! **Guards cost room**: [`GUARD_BYTES`] behind each block, and before it as many or the block's
-//! alignment. A recorder sees the blocks as the pool does: guards included, and freed when they go home.
+//! alignment. A recorder sees the blocks as the pool does: guards included, and freed when they go
+//! home.
 //!
 //! # What is not seen
-//! A write of the very byte that is there; one into another live block; reads, but by what they get. A block of a stream
-//! that has been retired is not filled at the free, so late writes to it are not seen. A block of a stream whose handle
-//! may be gone at any time goes home unseen, and so does one that outlives its pool.
+//! A write of the very byte that is there; one into another live block; reads, but by what they
+//! get. A block of a stream that has been retired is not filled at the free, so late writes to it
+//! are not seen. A block of a stream whose handle may be gone at any time goes home unseen, and so
+//! does one that outlives its pool.
 
 mod finding;
 mod guards;
@@ -68,7 +73,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Findings that are kept for [`DevicePool::findings`](crate::DevicePool::findings): the first say most.
+/// Findings that are kept for [`DevicePool::findings`](crate::DevicePool::findings): the first say
+/// most.
 const KEPT_FINDINGS: usize = 1024;
 
 /// Where the memory comes from.
@@ -196,7 +202,8 @@ impl Under {
         bytes: u64,
     ) -> Result<Block> {
         if let Some(drawn) = drawn {
-            // The driver's allocations are charged whole: the lease makes room for this one and no more.
+            // The driver's allocations are charged whole: the lease makes room for this one and no
+            // more.
             drop(drawn.lock().unwrap_or_else(PoisonError::into_inner).draw(bytes));
         }
         direct.allocate(stream, request)
@@ -389,7 +396,8 @@ impl Checked {
         Ok(Block::backed(address, Asked::new(request.size(), request.owner()), backed, generation))
     }
 
-    /// Gives a block its number and its place among what is held, or answers with what is there already.
+    /// Gives a block its number and its place among what is held, or answers with what is there
+    /// already.
     fn number(&self, start: u64, end: u64, record: &mut BlockRecord) -> Result<(), BlockRecord> {
         record.number = self.listing.number();
         let mut state = self.state();
@@ -448,14 +456,16 @@ impl Checked {
         let waits = !freed.uses.is_empty();
         let kept = self.settings.looks_at_freed() || (waits && self.settings.fills_freed());
         let kept = kept && can_be_used(&freed.held.home);
-        // While it is the user's still: to a driver that checks, its stream has no business there any more afterwards.
+        // While it is the user's still: to a driver that checks, its stream has no business there
+        // any more afterwards.
         if !waits {
             self.fill_freed(&mut freed);
         }
         if kept && !self.state().closed {
             self.note_kept(&freed, None);
         }
-        // Without debugging the memory would be free now; limits of wrappers are not to notice the difference.
+        // Without debugging the memory would be free now; limits of wrappers are not to notice the
+        // difference.
         let over = if kept && !waits { freed.until_free.take() } else { None };
         drop(over);
         let goes = {
@@ -475,20 +485,22 @@ impl Checked {
         }
     }
 
-    /// Tells a driver that checks who may still touch a freed block: other streams whose uses are open, the pool's reader,
-    /// and `filler`. The stream that it belonged to may not.
+    /// Tells a driver that checks who may still touch a freed block: other streams whose uses are
+    /// open, the pool's reader, and `filler`. The stream that it belonged to may not.
     fn note_kept(&self, freed: &Freed, filler: Option<&Timeline>) {
         let mut users: Vec<RawStream> = freed.uses.iter().map(|u| u.on().raw()).collect();
         users.extend(filler.map(Timeline::raw));
         users.extend(self.reader().map(|reader| reader.stream.raw()));
         let address = freed.held.memory.block().address();
         let range = DeviceRange { device: self.device, address, bytes: freed.capacity };
-        // Whatever call this happens in. A plain drop has no line, and is named by the one that the block came from.
+        // Whatever call this happens in. A plain drop has no line, and is named by the one that the
+        // block came from.
         let _named = site::enter_as(freed.record.freed_at);
         note(&self.driver, freed.generation, range, Ownership::Pending { users: &users });
     }
 
-    /// Fills a freed block whose uses are done. A refusal leaves it as it is: late writes to it are not seen then.
+    /// Fills a freed block whose uses are done. A refusal leaves it as it is: late writes to it are
+    /// not seen then.
     fn fill_freed(&self, freed: &mut Freed) {
         let Held { memory, layout, home, .. } = &freed.held;
         if self.settings.fills_freed() && can_be_used(home) {
@@ -507,7 +519,8 @@ impl Checked {
         }
     }
 
-    /// Gives the memory back to the pool, with the uses that are not over and what is to end when they are.
+    /// Gives the memory back to the pool, with the uses that are not over and what is to end when
+    /// they are.
     fn go_home(&self, freed: Freed) {
         let Freed { record, held, uses, until_free, capacity, .. } = freed;
         let _named = site::enter_as(record.freed_at);
@@ -528,7 +541,8 @@ impl Checked {
         own.peak_requested = own.requested;
     }
 
-    /// What the users hold, over what the pool holds: `apart` beside the checks, and through them what is told here.
+    /// What the users hold, over what the pool holds: `apart` beside the checks, and through them
+    /// what is told here.
     pub(crate) fn stats(&self, pool: &Inner) -> PoolStats {
         let own = self.state().own;
         let mut apart = PoolStats::default();
@@ -551,7 +565,8 @@ impl Checked {
         self.state().freed.has(address)
     }
 
-    /// What numbers the blocks, and lists those that do not come through here, if leaks are to be reported.
+    /// What numbers the blocks, and lists those that do not come through here, if leaks are to be
+    /// reported.
     pub(crate) fn listing(&self) -> Option<&Arc<Listing>> {
         self.settings.leaks.then_some(&self.listing)
     }
@@ -586,8 +601,8 @@ impl Checked {
             recorder.record(recorder.ticket(), event);
         }
         if let Some(hook) = &self.settings.hook {
-            // It may be called from a drop, which must not unwind. Whoever panics has been told so by the panic's own
-            // message.
+            // It may be called from a drop, which must not unwind. Whoever panics has been told so
+            // by the panic's own message.
             let _panicked = catch_unwind(AssertUnwindSafe(|| hook(&finding)));
         }
         finding
@@ -598,14 +613,15 @@ impl Checked {
     }
 }
 
-/// The number of a stream by which findings name it: the driver's own, which violations of the simulated GPU name it by
-/// too. One that the driver tells none of, since it captures, is named by its number in its pool.
+/// The number of a stream by which findings name it: the driver's own, which violations of the
+/// simulated GPU name it by too. One that the driver tells none of, since it captures, is named by
+/// its number in its pool.
 pub(crate) fn stream_of(stream: &Timeline) -> u64 {
     stream.id().unwrap_or_else(|| u64::from(stream.number()))
 }
 
-/// Whether work may be queued on the stream later, when no call of its owner's is in progress. One that has been retired
-/// refuses it by itself.
+/// Whether work may be queued on the stream later, when no call of its owner's is in progress. One
+/// that has been retired refuses it by itself.
 fn can_be_used(home: &Timeline) -> bool {
     !home.fences_at_once()
 }

@@ -18,8 +18,9 @@ use std::{sync::Arc, time::Duration};
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 pub enum Adoption {
-    /// Never. Streams that must not be ordered with each other, such as those of collectives, need this. What the host has
-    /// seen done goes to others through the driver before a request is refused, and at once where its stream is gone.
+    /// Never. Streams that must not be ordered with each other, such as those of collectives, need
+    /// this. What the host has seen done goes to others through the driver before a request is
+    /// refused, and at once where its stream is gone.
     Never,
     /// What the host has seen done. No stream waits for another.
     DoneOnly,
@@ -32,64 +33,73 @@ pub enum Adoption {
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct PoolConfig {
-    /// What physical memory is charged to. `None`: 80 % of what the device has free when the pool is opened.
+    /// What physical memory is charged to. `None`: 80 % of what the device has free when the pool
+    /// is opened.
     ///
-    /// Whoever can give memory back when the pool is short of it registers there ([`Budget::on_need`]); pools do so
-    /// themselves.
+    /// Whoever can give memory back when the pool is short of it registers there
+    /// ([`Budget::on_need`]); pools do so themselves.
     pub budget: Option<Budget>,
     /// How far streams share.
     pub adoption: Adoption,
     /// How long an allocation that finds no room waits for queued work, at most.
     pub wait: Duration,
-    /// Bytes of every physical handle; rounded up to the device's granularity. 0: from the granularity, 2 MiB as a rule,
-    /// up to 64 MiB, by how much memory is left to give.
+    /// Bytes of every physical handle; rounded up to the device's granularity. 0: from the
+    /// granularity, 2 MiB as a rule, up to 64 MiB, by how much memory is left to give.
     pub handle_bytes: u64,
-    /// Move free memory to where it is missing before taking more from the driver: the least memory, at the cost of
-    /// about 40 µs for each handle moved.
+    /// Move free memory to where it is missing before taking more from the driver: the least
+    /// memory, at the cost of about 40 µs for each handle moved.
     pub compact: bool,
-    /// Bytes that may lie idle in the pool: what is held and not in live blocks. When a slow path of any stream has served
-    /// its request, whole handles above that go back to the driver as far as their work is known to be done (`cuMemUnmap`,
-    /// `cuMemRelease`): nothing blocks, and no request that a stream's cache serves looks at it.
-    /// [`DevicePool::trim`](crate::DevicePool::trim) gives back as much, whatever it is told to keep, so a program without
-    /// slow paths can choose the moment. What was given back so and is taken again is kept on top of it until the next trim
-    /// that is asked for less than there is, so that a loop pays for it once.
+    /// Bytes that may lie idle in the pool: what is held and not in live blocks. When a slow path
+    /// of any stream has served its request, whole handles above that go back to the driver as far
+    /// as their work is known to be done (`cuMemUnmap`, `cuMemRelease`): nothing blocks, and no
+    /// request that a stream's cache serves looks at it.
+    /// [`DevicePool::trim`](crate::DevicePool::trim) gives back as much, whatever it is told to
+    /// keep, so a program without slow paths can choose the moment. What was given back so and is
+    /// taken again is kept on top of it until the next trim that is asked for less than there is,
+    /// so that a loop pays for it once.
     ///
-    /// Devices that cannot map wait for the device when memory goes back, so there only a trim does it.
+    /// Devices that cannot map wait for the device when memory goes back, so there only a trim
+    /// does it.
     ///
     /// `u64::MAX`, which keeps all, unless set.
     pub release_threshold: u64,
-    /// Bytes taken from the driver and mapped when the pool is opened, at the driver's price of about 1 ms a GiB and more;
-    /// see [`DevicePool::warm`](crate::DevicePool::warm), which does the same later and says what may take them.
+    /// Bytes taken from the driver and mapped when the pool is opened, at the driver's price of
+    /// about 1 ms a GiB and more; see [`DevicePool::warm`](crate::DevicePool::warm), which does
+    /// the same later and says what may take them.
     ///
-    /// At most the budget's limit and the release threshold; only on devices that can map, and not beside bypass. 0 unless
-    /// set.
+    /// At most the budget's limit and the release threshold; only on devices that can map, and not
+    /// beside bypass. 0 unless set.
     pub warm_reserve: u64,
-    /// Bytes that may lie idle in the cache of one stream. When a slow path of any stream finds more there, free ranges
-    /// whose work is known to be done go to all streams, largest first: their next blocks there come from a slow path, which
-    /// makes no memory call. No driver call and no wait; no request that a stream's cache serves looks at it.
+    /// Bytes that may lie idle in the cache of one stream. When a slow path of any stream finds
+    /// more there, free ranges whose work is known to be done go to all streams, largest first:
+    /// their next blocks there come from a slow path, which makes no memory call. No driver call
+    /// and no wait; no request that a stream's cache serves looks at it.
     ///
-    /// Only on devices that can map: elsewhere other streams take whole segments, or nothing. `u64::MAX`, which is no cap,
-    /// unless set.
+    /// Only on devices that can map: elsewhere other streams take whole segments, or nothing.
+    /// `u64::MAX`, which is no cap, unless set.
     pub stream_cache: u64,
-    /// Other devices whose kernels may touch the pool's memory: each mapping is opened to them. Copies between devices need
-    /// no such thing ([`Stream::copy`](aquifer_stream::Stream::copy)).
+    /// Other devices whose kernels may touch the pool's memory: each mapping is opened to them.
+    /// Copies between devices need no such thing ([`Stream::copy`](aquifer_stream::Stream::copy)).
     ///
-    /// It is dear. `cuMemSetAccess` takes about 1 ms for each peer, whatever a handle's size: on four H200s 0.05 ms for a
-    /// handle of 2 MiB without peers, 1.1, 2.0 and 2.9 with one, two and three; of 64 MiB 0.15, 1.2, 2.1 and 3.2. Growth and
-    /// moves cost that much more, so [`handle_bytes`](Self::handle_bytes) should be large beside it, or what peers touch be
+    /// It is dear. `cuMemSetAccess` takes about 1 ms for each peer, whatever a handle's size: on
+    /// four H200s 0.05 ms for a handle of 2 MiB without peers, 1.1, 2.0 and 2.9 with one, two and
+    /// three; of 64 MiB 0.15, 1.2, 2.1 and 3.2. Growth and moves cost that much more, so
+    /// [`handle_bytes`](Self::handle_bytes) should be large beside it, or what peers touch be
     /// [stable](crate::DevicePool::alloc_stable) memory of a pool of its own.
     ///
-    /// Only on devices that can map, and not beside bypass; each must name the pool's device among its
-    /// [peers](aquifer_driver::DeviceInfo::peers). None unless set.
+    /// Only on devices that can map, and not beside bypass; each must name the pool's device among
+    /// its [peers](aquifer_driver::DeviceInfo::peers). None unless set.
     pub peers: Vec<DeviceId>,
-    /// For whom stable blocks are made, besides this process. Set before there is memory, since no memory can be made
-    /// exportable later; all others of the pool's are not.
+    /// For whom stable blocks are made, besides this process. Set before there is memory, since no
+    /// memory can be made exportable later; all others of the pool's are not.
     pub export: ExportTypes,
     /// How many streams can be leased at once.
     pub streams: u32,
-    /// Each block an allocation of its own from the driver: slow, and what memory checkers can see through.
+    /// Each block an allocation of its own from the driver: slow, and what memory checkers can see
+    /// through.
     pub bypass: bool,
-    /// What is checked about blocks. Nothing, which costs nothing, unless told otherwise here or by the environment.
+    /// What is checked about blocks. Nothing, which costs nothing, unless told otherwise here or
+    /// by the environment.
     pub debug: Debugging,
     /// Where every event goes.
     pub recorder: Option<Arc<Recorder>>,

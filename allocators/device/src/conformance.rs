@@ -1,4 +1,5 @@
-//! Whether a source of device memory keeps what every [`Resource`] promises: for those that users write.
+//! Whether a source of device memory keeps what every [`Resource`] promises: for those that users
+//! write.
 
 use crate::{Block, DeviceBuffer, Request, Resource};
 use aquifer_core::{BLOCK_ALIGN, DeviceId, MemoryError, PoolStats, Result};
@@ -156,11 +157,12 @@ impl Xorshift {
     }
 }
 
-/// Runs `rounds` allocations and frees of random sizes, up to 64 KiB and 16 at a time, on `streams` in turn, writes every
-/// block and reads it back before its free. Returns the first promise that `resource` breaks.
+/// Runs `rounds` allocations and frees of random sizes, up to 64 KiB and 16 at a time, on `streams`
+/// in turn, writes every block and reads it back before its free. Returns the first promise that
+/// `resource` breaks.
 ///
-/// It needs memory whose bytes are there: a GPU's or a simulated one's, but for a symbolic one. Wrappers of one's own are
-/// checked like sources. Blocks; nothing is live afterwards.
+/// It needs memory whose bytes are there: a GPU's or a simulated one's, but for a symbolic one.
+/// Wrappers of one's own are checked like sources. Blocks; nothing is live afterwards.
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, conformance};

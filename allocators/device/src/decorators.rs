@@ -1,5 +1,5 @@
-//! Resources that wrap another and add one thing each that only device memory has. What any memory has, limits and the
-//! like, aquifer-adapters wraps.
+//! Resources that wrap another and add one thing each that only device memory has. What any memory
+//! has, limits and the like, aquifer-adapters wraps.
 
 use crate::{Block, Request, Resource};
 use aquifer_core::{
@@ -10,7 +10,8 @@ use std::{any::Any, fmt, sync::Arc};
 
 /// Reports every allocation, free and failure of another resource.
 ///
-/// A free is told when the last use of the block is over, since it is then that `inner` has it back.
+/// A free is told when the last use of the block is over, since it is then that `inner` has it
+/// back.
 ///
 /// ```
 /// use aquifer_core::{Action, Opaque, Recorder, event::RingSink};
@@ -136,7 +137,8 @@ pub enum OnFailure {
 pub struct FailureCallback<R, F> {
     inner: R,
     callback: F,
-    /// Tries after the first, at most: a callback that always says retry must not hang its program.
+    /// Tries after the first, at most: a callback that always says retry must not hang its
+    /// program.
     tries: u32,
 }
 

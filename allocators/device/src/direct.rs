@@ -14,8 +14,8 @@ use std::sync::Arc;
 
 /// Memory by `cuMemAlloc`, 50 µs and more a block, and a free that waits for the whole device.
 ///
-/// What it is good for is that memory checkers see each block: inside a pool they see one large one.
-/// Dropping a block blocks until its streams have finished with it.
+/// What it is good for is that memory checkers see each block: inside a pool they see one large
+/// one. Dropping a block blocks until its streams have finished with it.
 #[derive(Clone, Debug)]
 pub struct Direct {
     ledger: Arc<Ledger<Calls>>,
@@ -41,8 +41,8 @@ impl Direct {
     /// The block of these that was [turned into](Block::into_raw) this address.
     ///
     /// # Errors
-    /// [`MemoryError::DoubleFree`] if it has been freed, as long as that is remembered; [`MemoryError::ForeignBlock`] if
-    /// there is none.
+    /// [`MemoryError::DoubleFree`] if it has been freed, as long as that is remembered;
+    /// [`MemoryError::ForeignBlock`] if there is none.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
         self.ledger.take_raw(address)
     }

@@ -6,7 +6,8 @@
 //! | `AQUIFER_BYPASS` | `1`: each block an allocation of its own from the driver, which memory checkers can see | `0` |
 //! | `AQUIFER_DEBUG` | what every pool checks: any of `poison`, `canaries`, `quarantine`, `overlap`, `leaks` and `backtraces` with commas between them, or `all` for the first five; `quarantine=AMOUNT` with an amount like `64MiB`, which is what it is without one | nothing |
 //!
-//! What is found where `AQUIFER_DEBUG` is set goes to the standard error stream as well, unless the program has a hook.
+//! What is found where `AQUIFER_DEBUG` is set goes to the standard error stream as well, unless the
+//! program has a hook.
 //!
 //! A value that cannot be followed is an error of whoever opens a pool, never ignored.
 

@@ -1,13 +1,15 @@
 //! Where a stream's blocks live and where they return to.
 //!
-//! Each stream has a cache of its own, so that allocating and freeing on it touch nothing that another stream touches.
-//! The cache stands in a *shell*: leaked once, used again for another stream after the last of its blocks has come
-//! home, never freed. So a block needs no reference count to find its way: a plain `&'static` does.
+//! Each stream has a cache of its own, so that allocating and freeing on it touch nothing that
+//! another stream touches. The cache stands in a *shell*: leaked once, used again for another
+//! stream after the last of its blocks has come home, never freed. So a block needs no reference
+//! count to find its way: a plain `&'static` does.
 //!
-//! **What is in the heap of a cache is in order with its stream.** A block whose only user was the stream goes back at
-//! once, and the stream may have it again at once. A block that others use as well waits outside the heap until they
-//! are done, or until the stream has been made to wait for them. Each free range carries the epoch of the stream that
-//! covers its last use, for the day when somebody else wants it.
+//! **What is in the heap of a cache is in order with its stream.** A block whose only user was the
+//! stream goes back at once, and the stream may have it again at once. A block that others use as
+//! well waits outside the heap until they are done, or until the stream has been made to wait for
+//! them. Each free range carries the epoch of the stream that covers its last use, for the day when
+//! somebody else wants it.
 //!
 //! ```text
 //!   block ──drop──▶ other uses done? ──yes──▶ heap (epoch e of this stream)
@@ -18,16 +20,19 @@
 //!
 //! # The block that was freed last
 //!
-//! It waits in front of the heap, as its token was, for an allocation that asks for the same bytes under the same tag: a
-//! loop over one block has no heap to ask, which would cut and merge it each time. By every account it is live until it
-//! is given up, which is the first thing that happens whenever anything else is wanted of the cache: [`Home::with`] sees
-//! to it. So nobody else can tell that it is there, and it costs no other block a better place, but where a tighter hole
-//! was free: the three recorded programs fit in 1.0092, 1.0065 and 1.0082 times their peaks (1.0092, 1.0073 and 1.0089
-//! without), on one stream in 1.0092, 1.0056 and 1.0102 (1.0092, 1.0031 and 1.0102).
+//! It waits in front of the heap, as its token was, for an allocation that asks for the same bytes
+//! under the same tag: a loop over one block has no heap to ask, which would cut and merge it each
+//! time. By every account it is live until it is given up, which is the first thing that happens
+//! whenever anything else is wanted of the cache: [`Home::with`] sees to it. So nobody else can
+//! tell that it is there, and it costs no other block a better place, but where a tighter hole
+//! was free: the three recorded programs fit in 1.0092, 1.0065 and 1.0082 times their peaks
+//! (1.0092, 1.0073 and 1.0089 without), on one stream in 1.0092, 1.0056 and 1.0102 (1.0092, 1.0031
+//! and 1.0102).
 //!
-//! More than one is quicker and packs worse. 256 blocks that waited, found by size, took recorded programs in fewer
-//! nanoseconds an operation (`llama_train` 37 in place of 62, `resnet_train` 47 in place of 52), and made all of them take
-//! more memory where it is not short, in place of 1.16, 1.06 and 1.60 times their peaks:
+//! More than one is quicker and packs worse. 256 blocks that waited, found by size, took recorded
+//! programs in fewer nanoseconds an operation (`llama_train` 37 in place of 62, `resnet_train` 47
+//! in place of 52), and made all of them take more memory where it is not short, in place of 1.16,
+//! 1.06 and 1.60 times their peaks:
 //!
 //! | blocks that wait | `llama_train` | `resnet_train` | `serve_mixed` |
 //! |---|---|---|---|
@@ -38,7 +43,8 @@
 //!
 //! # What a pair costs
 //!
-//! Instructions of one allocation and one free, counted by callgrind over `benches/hot_path.rs`, which says how:
+//! Instructions of one allocation and one free, counted by callgrind over `benches/hot_path.rs`,
+//! which says how:
 //!
 //! | part | a pair of any size | random ≤ 1 MiB, an operation |
 //! |---|---|---|
@@ -49,20 +55,22 @@
 //! | the loop itself | 31 | 49 |
 //! | all | 181 | 583 |
 //!
-//! Two of these are locked, one for each time the cache is taken. On a 2-core virtual machine a pair takes 16 ns, where a
-//! `malloc` pair of 64 bytes takes 10. It took 426 instructions and 41 ns at 256 bytes, 524 and 43 at 4 KiB and 346 and
-//! 30 from 64 KiB on when the heap was asked each time.
+//! Two of these are locked, one for each time the cache is taken. On a 2-core virtual machine a
+//! pair takes 16 ns, where a `malloc` pair of 64 bytes takes 10. It took 426 instructions and 41 ns
+//! at 256 bytes, 524 and 43 at 4 KiB and 346 and 30 from 64 KiB on when the heap was asked each
+//! time.
 //!
-//! Instructions are not all: a value that is stored in parts and loaded as one waits until the parts have left the store
-//! buffer, some 8 ns. With no more instructions a pair took 41 ns while the token was put together from its parts,
-//! which whoever moves it loads as halves of sixteen bytes, and while it came home by the stack. So a token comes and
-//! goes by halves that are copied whole, from the place where it waits and to it, and what a stream's timeline keeps for
-//! a pool is a number: to ask a `dyn Any` for its type is such a wait as well.
+//! Instructions are not all: a value that is stored in parts and loaded as one waits until the
+//! parts have left the store buffer, some 8 ns. With no more instructions a pair took 41 ns while
+//! the token was put together from its parts, which whoever moves it loads as halves of sixteen
+//! bytes, and while it came home by the stack. So a token comes and goes by halves that are copied
+//! whole, from the place where it waits and to it, and what a stream's timeline keeps for a pool is
+//! a number: to ask a `dyn Any` for its type is such a wait as well.
 //!
-//! Of a random operation most is the heap's splitting and merging: taking extents out of their bins and filing them
-//! again, finding the best fit, and the records. Leaving an extent that is alone in its bin there when it shrinks or
-//! grows changed random rows by -4 to +4 %; a leaf of the map from pages to records remembered from call to call by less
-//! than 1 %. Neither is worth its rules.
+//! Of a random operation most is the heap's splitting and merging: taking extents out of their bins
+//! and filing them again, finding the best fit, and the records. Leaving an extent that is alone in
+//! its bin there when it shrinks or grows changed random rows by -4 to +4 %; a leaf of the map from
+//! pages to records remembered from call to call by less than 1 %. Neither is worth its rules.
 
 mod figures;
 pub(crate) mod vacancy;
@@ -105,8 +113,8 @@ pub(crate) struct State {
     last: Option<Freed>,
     /// Whether it waits here for the next allocation: live by every account, and nobody's.
     last_waits: bool,
-    /// A free has more to do than to give its bytes back: somebody listens, the pool is closed, or the stream has to be
-    /// fenced at once.
+    /// A free has more to do than to give its bytes back: somebody listens, the pool is closed, or
+    /// the stream has to be fenced at once.
     attention: bool,
     /// Blocks that are out as bare addresses.
     pub(crate) raw: crate::raw::Table,
@@ -122,10 +130,11 @@ struct Serving {
     open: bool,
 }
 
-/// What a cache counts beside what its heap counts anyway. Plain numbers: they change under its lock.
+/// What a cache counts beside what its heap counts anyway. Plain numbers: they change under its
+/// lock.
 ///
-/// A block is an addition or two: what follows from other numbers is not counted, and peaks are looked at where a number
-/// grows.
+/// A block is an addition or two: what follows from other numbers is not counted, and peaks are
+/// looked at where a number grows.
 #[derive(Default)]
 pub(crate) struct Account {
     /// Bytes that were asked for, of the live blocks.
@@ -168,8 +177,8 @@ pub(crate) enum Settle {
 /// Shells without a stream.
 static RETIRED: Mutex<Vec<&'static Home>> = Mutex::new(Vec::new());
 
-/// What is left to do of the end of a cache because the driver has refused to wait: within a host callback it refuses every
-/// call.
+/// What is left to do of the end of a cache because the driver has refused to wait: within a host
+/// callback it refuses every call.
 enum Unended {
     Close(&'static Home, Arc<Inner>),
     Finish(&'static Home, Box<Retired>),
@@ -201,7 +210,8 @@ pub(crate) struct AfterFree {
     retired: Option<Retired>,
 }
 
-/// Events that somebody waits for, with their places. By the time they are told the shell may serve another stream.
+/// Events that somebody waits for, with their places. By the time they are told the shell may serve
+/// another stream.
 struct Reports {
     pool: Arc<Inner>,
     /// The stream's number.
@@ -229,7 +239,8 @@ impl LastUse for Closed {
     }
 }
 
-/// What is left of a shell's service when its last block has come home: to be dropped outside the lock.
+/// What is left of a shell's service when its last block has come home: to be dropped outside the
+/// lock.
 pub(crate) struct Retired {
     heap: Heap,
     serving: Option<Serving>,
@@ -275,8 +286,8 @@ impl Home {
         })
     }
 
-    /// As [`Home::with`], where the block that was freed last may wait on: for what looks neither at the heap nor at the
-    /// account.
+    /// As [`Home::with`], where the block that was freed last may wait on: for what looks neither
+    /// at the heap nor at the account.
     #[inline]
     pub(crate) fn with_last<R>(&self, work: impl FnOnce(&mut State) -> R) -> R {
         self.state.with(work)
@@ -284,7 +295,8 @@ impl Home {
 
     /// The stream it serves.
     pub(crate) fn timeline(&self) -> Arc<Timeline> {
-        // A shell serves a stream as long as a block or an open pool refers to it, and only those call this.
+        // A shell serves a stream as long as a block or an open pool refers to it, and only those
+        // call this.
         self.with_last(|s| s.serving.as_ref().map(|serving| serving.timeline.clone()))
             .unwrap_or_else(|| unreachable!("a block outlived its shell's service"))
     }
@@ -300,7 +312,8 @@ impl Home {
         self.state.with(|s| s.take(self, request).map(Block::at_home))
     }
 
-    /// As [`Home::quick_alloc`], and whoever wants to know of it is told. Not for what comes from the commons.
+    /// As [`Home::quick_alloc`], and whoever wants to know of it is told. Not for what comes from
+    /// the commons.
     pub(crate) fn try_alloc(&'static self, pool: &Inner, request: &Request) -> Option<Block> {
         if pool.leasing.takes_over(request.size()) {
             return None;
@@ -335,7 +348,8 @@ impl Home {
     #[cold]
     fn attend_to(&'static self, after: Box<AfterFree>) {
         if let Some((timeline, epoch)) = after.fence {
-            // A refusal leaves the range without a proof, so nobody else gets it before a later event covers it.
+            // A refusal leaves the range without a proof, so nobody else gets it before a later
+            // event covers it.
             let _ = timeline.fence_at_once(epoch);
         }
         if let Some(reports) = after.reports {
@@ -377,7 +391,8 @@ impl Home {
             note(timeline.driver(), generation, range, Ownership::Pending { users: &users });
         }
         let epoch = timeline.open();
-        // A refusal leaves the range without a proof, so nobody else gets it before a later event covers it.
+        // A refusal leaves the range without a proof, so nobody else gets it before a later event
+        // covers it.
         let _ = timeline.fence_at_once(epoch);
         let (reports, closed) = self.with(|s| {
             let bytes = s.heap.size_of_keyed(freed.place.address, freed.way.key).unwrap_or(0);
@@ -400,8 +415,8 @@ impl Home {
         }
     }
 
-    /// Puts pending blocks into the heap whose other uses are over. Answers with the bytes, and with the waits it had
-    /// to queue. Calls the driver, never under the lock.
+    /// Puts pending blocks into the heap whose other uses are over. Answers with the bytes, and
+    /// with the waits it had to queue. Calls the driver, never under the lock.
     pub(crate) fn settle(&'static self, how: Settle) -> aquifer_core::Result<(u64, u64)> {
         let (mut pending, timeline) = {
             let taken = self.with(|s| {
@@ -467,7 +482,8 @@ impl Home {
         outcome.map(|()| (bytes, waits))
     }
 
-    /// Whether another stream may be made to wait for what is free here: see [`Timeline::is_waited_for_unasked`].
+    /// Whether another stream may be made to wait for what is free here: see
+    /// [`Timeline::is_waited_for_unasked`].
     pub(crate) fn is_waited_for(&self) -> bool {
         let (timeline, last_free) = self.with(|s| (s.timeline().cloned(), s.last_free));
         timeline.is_some_and(|timeline| timeline.is_waited_for_unasked(last_free))
@@ -496,10 +512,12 @@ impl Home {
         }
     }
 
-    /// `pool` is closed: if the shell serves it still, it retires when its last block has come home, perhaps now.
+    /// `pool` is closed: if the shell serves it still, it retires when its last block has come
+    /// home, perhaps now.
     pub(crate) fn close(&'static self, pool: &Arc<Inner>) {
-        // Uses that nobody has finished cannot be waited for: their blocks, and this shell, stay until the last of them
-        // ends, and says so. By then another use's end may have let the shell go, to serve another pool.
+        // Uses that nobody has finished cannot be waited for: their blocks, and this shell, stay
+        // until the last of them ends, and says so. By then another use's end may have let the
+        // shell go, to serve another pool.
         let whom: Arc<dyn LastUse> = Arc::new(Closed(self, pool.clone()));
         let serves = self.with(|s| {
             let serves = s.serves(pool);
@@ -551,7 +569,8 @@ impl Home {
         }
     }
 
-    /// Waits for the oldest stamped uses of pending blocks, then settles. Says whether there was one to wait for.
+    /// Waits for the oldest stamped uses of pending blocks, then settles. Says whether there was
+    /// one to wait for.
     pub(crate) fn wait_for_pending(
         &'static self,
         deadline: Option<std::time::Instant>,
@@ -569,7 +588,8 @@ impl Home {
         Ok(!oldest.is_empty())
     }
 
-    /// Ends a shell's service: everything queued on its stream is waited for, and its ranges go back to the pool.
+    /// Ends a shell's service: everything queued on its stream is waited for, and its ranges go
+    /// back to the pool.
     #[cold]
     pub(crate) fn finish(&'static self, mut retired: Retired) {
         if let Some(serving) = retired.serving.take() {
@@ -581,7 +601,8 @@ impl Home {
                     timeline.abandon();
                     pool.take_home_back(self, timeline, &retired.heap);
                 }
-                // Work may still run on this memory, so it stays mapped and charged until the driver is asked again.
+                // Work may still run on this memory, so it stays mapped and charged until the
+                // driver is asked again.
                 Err(MemoryError::Driver(_)) => {
                     retired.serving = Some(serving);
                     return end_later(Unended::Finish(self, Box::new(retired)));
@@ -599,8 +620,9 @@ impl Home {
 }
 
 impl State {
-    /// A block for `request`: the one that was freed last if that is what was asked for then, or out of the heap. A loop
-    /// that allocates and frees one block would have the heap merge and cut it each time.
+    /// A block for `request`: the one that was freed last if that is what was asked for then, or
+    /// out of the heap. A loop that allocates and frees one block would have the heap merge and cut
+    /// it each time.
     #[inline]
     pub(crate) fn take(&mut self, home: &'static Home, request: &Request) -> Option<&Freed> {
         let fits = |last: &Freed| {
@@ -617,7 +639,8 @@ impl State {
         self.last.as_ref()
     }
 
-    /// Has the heap find a block for `request`, and puts it where the one that was freed last stood.
+    /// Has the heap find a block for `request`, and puts it where the one that was freed last
+    /// stood.
     #[inline(never)]
     fn find(&mut self, home: &'static Home, request: &Request) -> Option<()> {
         self.give_up_last();
@@ -704,8 +727,8 @@ impl State {
     #[inline]
     fn give_to_heap(&mut self, freed: &Freed, epoch: u64) {
         self.last_free = self.last_free.max(epoch);
-        // A block is freed once, by the token that owns it; should the heap refuse all the same, the bytes stay out of
-        // use, which is the one outcome that corrupts nothing.
+        // A block is freed once, by the token that owns it; should the heap refuse all the same,
+        // the bytes stay out of use, which is the one outcome that corrupts nothing.
         let freed = self.heap.free_keyed(freed.place.address, freed.way.key, epoch);
         debug_assert!(freed.is_ok(), "the heap refused a block's only token: {freed:?}");
     }
@@ -721,7 +744,8 @@ impl State {
         Some(Box::new(AfterFree { fence, freed, reports, retired: self.retire_if_done() }))
     }
 
-    /// Places in the order of events for a free, for its completion, or for both, if anybody listens.
+    /// Places in the order of events for a free, for its completion, or for both, if anybody
+    /// listens.
     fn reports(&self, freed: bool, completed: bool) -> Option<Reports> {
         let Serving { pool, timeline, .. } = self.serving.as_ref()?;
         if !pool.is_recorded() {
@@ -741,7 +765,8 @@ impl State {
         self.serving.as_ref().map(|serving| &serving.timeline)
     }
 
-    /// Adds memory in order with the stream from `stamp` on. The caller has made sure that it is nobody's.
+    /// Adds memory in order with the stream from `stamp` on. The caller has made sure that it is
+    /// nobody's.
     pub(crate) fn add(&mut self, range: Range, stamp: u64) {
         let added = self.heap.add(range, stamp);
         debug_assert!(added.is_ok(), "a range that was nobody's is in the heap: {added:?}");

@@ -1,29 +1,33 @@
 //! Whether streams keep what is free apart from each other, or share it.
 //!
-//! Apart, a stream's cache serves it without looking at anybody else, and no stream waits for another. But what is free
-//! in one is no use to the others, and the layout of each is its own: on a recorded serving program with four streams it
-//! takes 1.54 times the live bytes, and under a limit of 1.05 times 11,000 handles have to move, since a large block
-//! finds room in no single cache.
+//! Apart, a stream's cache serves it without looking at anybody else, and no stream waits for
+//! another. But what is free in one is no use to the others, and the layout of each is its own: on
+//! a recorded serving program with four streams it takes 1.54 times the live bytes, and under a
+//! limit of 1.05 times 11,000 handles have to move, since a large block finds room in no single
+//! cache.
 //!
-//! Together, what streams free comes to the commons, and blocks go to the lowest address that is ready for them,
-//! whoever used it last. That packs the same program into 1.047 times its live bytes without moving anything. The price
-//! is a slow path for nearly each block above the small sizes, and waits between streams.
+//! Together, what streams free comes to the commons, and blocks go to the lowest address that is
+//! ready for them, whoever used it last. That packs the same program into 1.047 times its live
+//! bytes without moving anything. The price is a slow path for nearly each block above the small
+//! sizes, and waits between streams.
 //!
-//! So streams keep apart while memory is ample, and come together once more than half of the budget is taken. Before
-//! that a stream takes what others have freed only for a large block, and where a third of all memory lies idle: when
-//! every block did so, sixteen threads with random sizes up to 1 MiB took ranges from each other for ever, at 68 µs an
-//! operation instead of 47 ns. And where a third lies idle a large block takes it before there is new memory, even if its
-//! stream has to wait for the others' work: on a device that lags behind, rounds of the serving program would take more
-//! and more, six times the live bytes after twenty.
+//! So streams keep apart while memory is ample, and come together once more than half of the budget
+//! is taken. Before that a stream takes what others have freed only for a large block, and where a
+//! third of all memory lies idle: when every block did so, sixteen threads with random sizes up to
+//! 1 MiB took ranges from each other for ever, at 68 µs an operation instead of 47 ns. And where a
+//! third lies idle a large block takes it before there is new memory, even if its stream has to
+//! wait for the others' work: on a device that lags behind, rounds of the serving program would
+//! take more and more, six times the live bytes after twenty.
 //!
-//! **Rounds that are alike come to rest.** What was enough for a round is enough for the next, if the next finds room in
-//! it. So below the high water of use a block of 8 MiB and more takes what others have, or waits for it on the device,
-//! before there is new memory, however little lies idle. Where it finds no room what there is lies badly, and it gets new
-//! memory as long as itself, not as long as the gap beside some free range: a hole that lasts. And once five fourths of the
-//! high water are held by several streams, large blocks come from what streams share, at the lowest address that is ready:
-//! they lie side by side and leave large holes, and small ones stay apart. On the simulator, in twenty rounds of each
-//! recorded program on its own streams, and of all three split over 1, 2, 3, 4, 5, 6 and 8 as well (432 rounds after the
-//! second):
+//! **Rounds that are alike come to rest.** What was enough for a round is enough for the next, if
+//! the next finds room in it. So below the high water of use a block of 8 MiB and more takes what
+//! others have, or waits for it on the device, before there is new memory, however little lies
+//! idle. Where it finds no room what there is lies badly, and it gets new memory as long as itself,
+//! not as long as the gap beside some free range: a hole that lasts. And once five fourths of the
+//! high water are held by several streams, large blocks come from what streams share, at the lowest
+//! address that is ready: they lie side by side and leave large holes, and small ones stay apart.
+//! On the simulator, in twenty rounds of each recorded program on its own streams, and of all three
+//! split over 1, 2, 3, 4, 5, 6 and 8 as well (432 rounds after the second):
 //!
 //! | | serving: memory calls of rounds 2, 3, … 20; held at last, over live | training on two streams | rounds after the second with memory calls, of all |
 //! |---|---|---|---|
@@ -33,24 +37,27 @@
 //! | what others have, however little lies idle | none but 65 in one; 1.317 | none but 5 in one; 1.036 | – |
 //! | the same, and holes as long as the block | none; 1.310 | none; 1.027 | 28 |
 //!
-//! What is left in the splits is a hole that is missing now and then; on six streams handles move as well. Tried beside it, and no
-//! better: small blocks' memory at addresses of its own (65 to 74 such rounds in place of 56, made programs included),
-//! and all free memory brought together whenever use falls to a quarter of its high water (25 in place of 56, but caches
-//! are empty then, and warm rounds of the training program took ten times as long).
+//! What is left in the splits is a hole that is missing now and then; on six streams handles move
+//! as well. Tried beside it, and no better: small blocks' memory at addresses of its own (65 to 74
+//! such rounds in place of 56, made programs included), and all free memory brought together
+//! whenever use falls to a quarter of its high water (25 in place of 56, but caches are empty then,
+//! and warm rounds of the training program took ten times as long).
 
 use aquifer_core::Budget;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Blocks up to this size, in bytes, come from the stream's own cache in either case: many of them fit in what is taken
-/// at once.
+/// Blocks up to this size, in bytes, come from the stream's own cache in either case: many of them
+/// fit in what is taken at once.
 const ALWAYS_OWN: u64 = 64 << 10;
-/// Blocks from this size on, in bytes, are worth a look at what other streams have: for a smaller one that costs more
-/// than it saves, and streams that allocate at the same time would take the same ranges from each other for ever.
+/// Blocks from this size on, in bytes, are worth a look at what other streams have: for a smaller
+/// one that costs more than it saves, and streams that allocate at the same time would take the
+/// same ranges from each other for ever.
 const LARGE: u64 = 16 << 20;
-/// Where as much has been in use before, blocks from this size on, in bytes, take what others have rather than more.
+/// Where as much has been in use before, blocks from this size on, in bytes, take what others have
+/// rather than more.
 const MIDDLING: u64 = 8 << 20;
-/// A stream counts as one of several that share when it holds more than this part of all memory, or more than half of an
-/// equal share where there are more streams.
+/// A stream counts as one of several that share when it holds more than this part of all memory, or
+/// more than half of an equal share where there are more streams.
 const HOLDERS_PART: u64 = 8;
 
 /// Memory is tight when less than this part of the budget is left or free.
@@ -68,17 +75,17 @@ pub(crate) struct Holds {
 /// Where a stream that has no room looks first.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum First {
-    /// New memory: half of the budget is left, and no more than a third of what is held lies idle, or the block is not
-    /// large and no more than half does.
+    /// New memory: half of the budget is left, and no more than a third of what is held lies idle,
+    /// or the block is not large and no more than half does.
     New,
-    /// What is in no cache, if the stream has to wait for it; then as before: as much has been in use before, and a quarter
-    /// more is held.
+    /// What is in no cache, if the stream has to wait for it; then as before: as much has been in
+    /// use before, and a quarter more is held.
     Nobodys,
-    /// What lies idle elsewhere, if the stream has to wait for it; then new memory: also for a middling block, however
-    /// little lies idle, where as much has been in use before.
+    /// What lies idle elsewhere, if the stream has to wait for it; then new memory: also for a
+    /// middling block, however little lies idle, where as much has been in use before.
     Idle,
-    /// The same, and before new memory handles that lie idle move: what is held is seven fourths of what has ever been in
-    /// use.
+    /// The same, and before new memory handles that lie idle move: what is held is seven fourths of
+    /// what has ever been in use.
     Moves,
 }
 
@@ -87,7 +94,8 @@ pub(crate) enum First {
 pub(crate) enum Fit {
     /// To the lowest: what is free gathers at the other end.
     Lowest,
-    /// Where it keeps the fewest handles from being moved that are wholly free now, and of those to the lowest.
+    /// Where it keeps the fewest handles from being moved that are wholly free now, and of those to
+    /// the lowest.
     FewestPinned,
 }
 
@@ -113,8 +121,9 @@ pub(crate) struct Leasing {
     most: AtomicU64,
     /// Bytes held at the last decision.
     held: AtomicU64,
-    /// Bytes in use at any decision, at most: what is compared with `held`, which is of that moment too. By `most` in its
-    /// place handles would move later, and a training step no longer fitted 1.05 times its edge.
+    /// Bytes in use at any decision, at most: what is compared with `held`, which is of that
+    /// moment too. By `most` in its place handles would move later, and a training step no longer
+    /// fitted 1.05 times its edge.
     high_water: AtomicU64,
 }
 
@@ -136,15 +145,16 @@ impl Leasing {
         if self.is_together() { 0 } else { LARGE }
     }
 
-    /// Whether a block of `bytes` comes from what streams share, though its own stream's cache may have room.
+    /// Whether a block of `bytes` comes from what streams share, though its own stream's cache may
+    /// have room.
     #[inline]
     pub(crate) fn takes_over(&self, bytes: u64) -> bool {
         bytes > ALWAYS_OWN
             && (self.is_together() || bytes >= LARGE && self.gathers.load(Ordering::Relaxed))
     }
 
-    /// Whether a block of `bytes` that finds no room in its stream's cache may be cut from what streams share: single
-    /// units for it are not worth their while.
+    /// Whether a block of `bytes` that finds no room in its stream's cache may be cut from what
+    /// streams share: single units for it are not worth their while.
     pub(crate) fn may_share(&self, bytes: u64) -> bool {
         self.is_together() || self.sharing && bytes >= MIDDLING
     }
@@ -176,13 +186,14 @@ impl Leasing {
         self.live.load(Ordering::Relaxed).saturating_add(bytes) <= self.most.load(Ordering::Relaxed)
     }
 
-    /// Whether a block of `bytes` is worth a look at what others have since what there is was enough before.
+    /// Whether a block of `bytes` is worth a look at what others have since what there is was
+    /// enough before.
     fn is_again(&self, bytes: u64) -> bool {
         bytes >= MIDDLING && self.several.load(Ordering::Relaxed) && self.has_been_enough(bytes)
     }
 
-    /// Whether new memory for a block of `bytes` is to be as long as the block, whatever is free beside it: what there is
-    /// was enough before and lies badly now, so a hole is made that lasts.
+    /// Whether new memory for a block of `bytes` is to be as long as the block, whatever is free
+    /// beside it: what there is was enough before and lies badly now, so a hole is made that lasts.
     pub(crate) fn grows_whole(&self, bytes: u64) -> bool {
         self.is_again(bytes)
     }
@@ -193,9 +204,9 @@ impl Leasing {
             .fetch_max(self.live.load(Ordering::Relaxed).saturating_add(bytes), Ordering::Relaxed);
     }
 
-    /// Decides anew, by what is left in the budget, what each stream holds and the bytes that lie free beside them. Once
-    /// together, streams stay so until less than three eighths are taken, so that a loop at the border does not go back
-    /// and forth.
+    /// Decides anew, by what is left in the budget, what each stream holds and the bytes that lie
+    /// free beside them. Once together, streams stay so until less than three eighths are taken, so
+    /// that a loop at the border does not go back and forth.
     pub(crate) fn decide(&self, budget: &Budget, streams: &[Holds], shared: u64) {
         let (used, limit) = (budget.used(), budget.limit());
         let border = if self.is_together() { limit / 8 * 3 } else { limit / 2 };

@@ -10,16 +10,17 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// A fixed number of pages of one size in one block, given out in runs: the home of a cache of keys and values, or of
-/// whatever else a kernel finds by a table of offsets.
+/// A fixed number of pages of one size in one block, given out in runs: the home of a cache of keys
+/// and values, or of whatever else a kernel finds by a table of offsets.
 ///
-/// The lowest run that is long enough is taken: the same operations give the same offsets. Freed neighbours are one run
-/// again at once. Pages hold what was there before.
+/// The lowest run that is long enough is taken: the same operations give the same offsets. Freed
+/// neighbours are one run again at once. Pages hold what was there before.
 ///
-/// A view of pages is what a part of a [`DeviceBuffer`](crate::DeviceBuffer) is: work on any stream takes it, waits for
-/// what it must, and its use is noted. A use is one of the whole block. So [`free`](DevicePages::free) waits for nothing,
-/// and calls no driver: work that uses pages which were freed and taken again is queued behind what used them before,
-/// whatever the streams. And so two streams that write pages of one arena take turns; where they are to run at once, take
+/// A view of pages is what a part of a [`DeviceBuffer`](crate::DeviceBuffer) is: work on any stream
+/// takes it, waits for what it must, and its use is noted. A use is one of the whole block. So
+/// [`free`](DevicePages::free) waits for nothing, and calls no driver: work that uses pages which
+/// were freed and taken again is queued behind what used them before, whatever the streams. And so
+/// two streams that write pages of one arena take turns; where they are to run at once, take
 /// an arena for each.
 ///
 /// ```
@@ -70,7 +71,8 @@ pub struct PageRun {
     bytes: u64,
 }
 
-/// Pages that could not be given back, since they are another arena's. They are still taken, by whoever has this.
+/// Pages that could not be given back, since they are another arena's. They are still taken, by
+/// whoever has this.
 ///
 /// Its example is that of [`DevicePages`].
 #[derive(PartialEq, Eq, Debug)]
@@ -80,12 +82,13 @@ pub struct ForeignPages(
 );
 
 impl DevicePages {
-    /// `pages` pages of `page` bytes, a power of two, in one block from `resource`, for work on `stream` first of all. The
-    /// block is aligned to a page, or to [`MAX_ALIGN`] if pages are larger.
+    /// `pages` pages of `page` bytes, a power of two, in one block from `resource`, for work on
+    /// `stream` first of all. The block is aligned to a page, or to [`MAX_ALIGN`] if pages are
+    /// larger.
     ///
     /// # Errors
-    /// [`MemoryError::BadAlignment`] for pages that are no power of two in size; [`MemoryError::ZeroSize`] for none; the
-    /// resource's.
+    /// [`MemoryError::BadAlignment`] for pages that are no power of two in size;
+    /// [`MemoryError::ZeroSize`] for none; the resource's.
     #[track_caller]
     pub fn new(
         resource: &(impl Resource + ?Sized),
@@ -110,8 +113,8 @@ impl DevicePages {
         Ok(Self { block, page, space: IdSpace::new(), runs: Mutex::new(runs) })
     }
 
-    /// The lowest run of pages that holds `bytes`, which is one page at least. Calls no driver; in time linear in the
-    /// pages.
+    /// The lowest run of pages that holds `bytes`, which is one page at least. Calls no driver; in
+    /// time linear in the pages.
     ///
     /// # Errors
     /// [`MemoryError::TooLarge`] if no more than that limit is free in one run.
@@ -141,7 +144,8 @@ impl DevicePages {
         Ok(())
     }
 
-    /// Part of the bytes of some pages, to be read by work: those in `range`, counted from the pages' start.
+    /// Part of the bytes of some pages, to be read by work: those in `range`, counted from the
+    /// pages' start.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`]; [`MemoryError::ForeignBlock`] for pages of another arena.
@@ -164,7 +168,8 @@ impl DevicePages {
         range: Range<u64>,
     ) -> Result<DeviceSliceMut<'v, u8>> {
         let (offset, len) = self.part(pages, range)?;
-        // The bytes are these pages' alone, whose token is held by `&mut` for as long as the view is there.
+        // The bytes are these pages' alone, whose token is held by `&mut` for as long as the view
+        // is there.
         Ok(DeviceSliceMut::of_several(&self.block, offset, len))
     }
 

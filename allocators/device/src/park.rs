@@ -1,7 +1,9 @@
-//! Memory that goes to sleep: a tag's blocks give their physical memory back to the driver and keep their addresses.
+//! Memory that goes to sleep: a tag's blocks give their physical memory back to the driver and keep
+//! their addresses.
 //!
-//! An inference server between requests, or one that lends its GPU to training, needs its weights and its cache again at
-//! the addresses that its kernels and tables know, and nothing of them meanwhile.
+//! An inference server between requests, or one that lends its GPU to training, needs its weights
+//! and its cache again at the addresses that its kernels and tables know, and nothing of them
+//! meanwhile.
 //!
 //! ```text
 //!            device                                         host
@@ -16,28 +18,32 @@
 //! ```
 //!
 //! # Which memory can go
-//! Physical memory goes by whole handles, and blocks of different tags share those of the caches. So blocks that are to be
-//! parked come from a [`Parkable`], which lies apart: addresses of its own, and handles in which no other tag lives. Parking
-//! a tag releases all of them, the free parts between its blocks too, and none of anybody else's. What else the tag has, in
-//! the caches and as stable or reserved memory, stays as it is and is reported.
+//! Physical memory goes by whole handles, and blocks of different tags share those of the caches.
+//! So blocks that are to be parked come from a [`Parkable`], which lies apart: addresses of its
+//! own, and handles in which no other tag lives. Parking a tag releases all of them, the free parts
+//! between its blocks too, and none of anybody else's. What else the tag has, in the caches and as
+//! stable or reserved memory, stays as it is and is reported.
 //!
 //! # What a parked block is
-//! Its token stays with its owner, at the same address. Every use of it, `order`, `prepare`, a copy, a fill, a launch, a use
-//! that is noted, is refused with [`MemoryError::Parked`], and so is a new block of the
-//! tag's. It may be dropped, which makes no driver call: what was saved of it goes with the last block that shares its
-//! piece of host memory. A kernel that uses its bare address all the same meets an address with nothing behind it: on a
-//! device that is the end of the context; the simulated GPU reports it.
+//! Its token stays with its owner, at the same address. Every use of it, `order`, `prepare`, a
+//! copy, a fill, a launch, a use that is noted, is refused with [`MemoryError::Parked`], and so is
+//! a new block of the tag's. It may be dropped, which makes no driver call: what was saved of it
+//! goes with the last block that shares its piece of host memory. A kernel that uses its bare
+//! address all the same meets an address with nothing behind it: on a device that is the end of the
+//! context; the simulated GPU reports it.
 //!
 //! # Order
-//! `cuMemUnmap` is not stream ordered, so the host waits for all work on the blocks, until a deadline, before anything is
-//! copied: of their home streams, of those that used them, of those that used what is free between them. The copies have a
-//! stream of their own, and the host waits for them as well; so does a resume, and whatever is queued after it comes after
-//! the contents. A use that was prepared and is not finished is [`Busy`](aquifer_core::MemoryError::Busy).
+//! `cuMemUnmap` is not stream ordered, so the host waits for all work on the blocks, until a
+//! deadline, before anything is copied: of their home streams, of those that used them, of those
+//! that used what is free between them. The copies have a stream of their own, and the host waits
+//! for them as well; so does a resume, and whatever is queued after it comes after the contents. A
+//! use that was prepared and is not finished is [`Busy`](aquifer_core::MemoryError::Busy).
 //!
 //! # When it fails
-//! A park that fails has changed nothing. What the driver refuses to unmap at its end stays charged, is reported, and goes
-//! with the pool's next slow path or trim. A resume that fails, since the budget or the driver refuses, leaves everything
-//! parked, and can be tried again. Blocks of a pool that has closed meanwhile stay parked for good.
+//! A park that fails has changed nothing. What the driver refuses to unmap at its end stays
+//! charged, is reported, and goes with the pool's next slow path or trim. A resume that fails,
+//! since the budget or the driver refuses, leaves everything parked, and can be tried again. Blocks
+//! of a pool that has closed meanwhile stay parked for good.
 
 pub(crate) mod lodging;
 mod passage;
@@ -57,7 +63,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Bytes of a slot where the pool does not say and memory is ample: 1 GiB of them is mapped in under a millisecond.
+/// Bytes of a slot where the pool does not say and memory is ample: 1 GiB of them is mapped in
+/// under a millisecond.
 const SLOT: u64 = 32 << 20;
 /// As little of a budget as a slot may be.
 const OF_BUDGET: u64 = 64;
@@ -71,8 +78,9 @@ pub struct Park {
 }
 
 impl Park {
-    /// They are saved in memory of this allocator: pinned memory, to be copied at the speed of the link. It is asked for
-    /// 64 MiB at a time, or less where that is refused, and keeps them until the blocks are resumed or dropped.
+    /// They are saved in memory of this allocator: pinned memory, to be copied at the speed of the
+    /// link. It is asked for 64 MiB at a time, or less where that is refused, and keeps them until
+    /// the blocks are resumed or dropped.
     #[must_use]
     pub fn save_in(host: impl Allocator + Send + Sync + 'static) -> Self {
         Self { host: Some(Arc::new(host)), deadline: None }
@@ -84,8 +92,8 @@ impl Park {
         Self { host: None, deadline: None }
     }
 
-    /// Waits for the blocks' uses until then at most, and not as long as the pool's [`wait`](crate::PoolConfig::wait). The
-    /// copies that follow take as long as the link needs.
+    /// Waits for the blocks' uses until then at most, and not as long as the pool's
+    /// [`wait`](crate::PoolConfig::wait). The copies that follow take as long as the link needs.
     #[must_use]
     pub fn by(mut self, deadline: Instant) -> Self {
         self.deadline = Some(deadline);
@@ -107,7 +115,8 @@ pub struct ParkReport {
     pub parked: u64,
     /// Bytes of host memory that keep their contents.
     pub saved: u64,
-    /// Bytes of physical memory that went back to the driver, and that nobody is charged for any more.
+    /// Bytes of physical memory that went back to the driver, and that nobody is charged for any
+    /// more.
     pub released: u64,
     /// What stayed on the device.
     pub kept: Elsewhere,
@@ -123,8 +132,8 @@ pub struct ParkReport {
 #[derive(Clone, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Elsewhere {
-    /// Bytes in blocks that are not parkable: of the streams' caches, where other tags share the handles, and stable and
-    /// reserved memory, whose addresses others may keep.
+    /// Bytes in blocks that are not parkable: of the streams' caches, where other tags share the
+    /// handles, and stable and reserved memory, whose addresses others may keep.
     pub shared: u64,
     /// Bytes of handles that the driver did not unmap. They stay charged, and are tried again.
     pub refused: u64,
@@ -168,9 +177,10 @@ impl ResumeReport {
 
 /// The part of a pool in which the blocks of one tag lie together, to be parked together.
 ///
-/// It gives out blocks as the pool does, under the pool's budget, to be used as any other. They come by a slower way than
-/// the caches': a lock and a search, some hundred nanoseconds, and their uses on their own streams are asked for too. So it
-/// is for what lives long, weights and caches of keys and values, not for what a request needs and drops.
+/// It gives out blocks as the pool does, under the pool's budget, to be used as any other. They
+/// come by a slower way than the caches': a lock and a search, some hundred nanoseconds, and their
+/// uses on their own streams are asked for too. So it is for what lives long, weights and caches of
+/// keys and values, not for what a request needs and drops.
 ///
 /// Clones share it, and it keeps the pool open.
 ///
@@ -268,11 +278,11 @@ impl Inner {
 }
 
 impl DevicePool {
-    /// Where blocks of `tag` come from that can be parked: made at its first use, the same for all who ask for the tag.
-    /// Reserves addresses (`cuMemAddressReserve`), and takes no memory.
+    /// Where blocks of `tag` come from that can be parked: made at its first use, the same for all
+    /// who ask for the tag. Reserves addresses (`cuMemAddressReserve`), and takes no memory.
     ///
-    /// Memory comes in slots of the pool's [`handle_bytes`](crate::PoolConfig::handle_bytes), or of 32 MiB, less where that
-    /// is more than a sixty-fourth of the budget.
+    /// Memory comes in slots of the pool's [`handle_bytes`](crate::PoolConfig::handle_bytes), or of
+    /// 32 MiB, less where that is more than a sixty-fourth of the budget.
     ///
     /// # Errors
     /// [`MemoryError::Unsupported`] on devices that cannot map; the driver's.
@@ -293,24 +303,29 @@ impl DevicePool {
         Ok(Parkable { pool: self.clone(), lodging })
     }
 
-    /// Parks the [parkable](DevicePool::parkable) blocks of `tag`: waits for their uses, saves what is in them or drops it,
-    /// and gives their memory back to the driver (`cuMemcpyDtoHAsync`, `cuMemUnmap`, `cuMemRelease`). From here on their
-    /// uses are refused, and blocks of the tag too, until [`DevicePool::resume`]. Other tags go on meanwhile.
+    /// Parks the [parkable](DevicePool::parkable) blocks of `tag`: waits for their uses, saves what
+    /// is in them or drops it, and gives their memory back to the driver (`cuMemcpyDtoHAsync`,
+    /// `cuMemUnmap`, `cuMemRelease`). From here on their uses are refused, and blocks of the tag
+    /// too, until [`DevicePool::resume`]. Other tags go on meanwhile.
     ///
-    /// Blocks until all of it is done. A tag that has no parkable blocks has nothing parked, and the report says what it
-    /// has elsewhere.
+    /// Blocks until all of it is done. A tag that has no parkable blocks has nothing parked, and
+    /// the report says what it has elsewhere.
     ///
     /// # Safety
-    /// 1. From the call until a resume, no work is queued that was ordered before it: whoever has a view of such a block
-    ///    [ordered](aquifer_driver::Operand::order), as an argument of a launch or as a side of a copy, has queued his work
-    ///    before the call or never does. Prepared uses are no such thing: they are seen, and refuse it.
-    /// 2. No bare address of such a block is used meanwhile, and no part of it that was given to an arena.
+    /// 1. From the call until a resume, no work is queued that was ordered before it: whoever has a
+    ///    view of such a block [ordered](aquifer_driver::Operand::order), as an argument of a
+    ///    launch or as a side of a copy, has queued his work before the call or never does.
+    ///    Prepared uses are no such thing: they are seen, and refuse it.
+    /// 2. No bare address of such a block is used meanwhile, and no part of it that was given to an
+    ///    arena.
     ///
     /// # Errors
-    /// [`MemoryError::Parked`] if they are parked, or on the way; [`MemoryError::Busy`] if a prepared use is not finished;
-    /// [`MemoryError::TimedOut`]; [`MemoryError::Capturing`] if a stream that used them captures a graph;
-    /// [`MemoryError::Capacity`] if no stream can be leased for the copies; [`MemoryError::System`] if the allocator
-    /// refuses; [`MemoryError::Unsupported`] on devices that cannot map; the driver's. Nothing has changed then.
+    /// [`MemoryError::Parked`] if they are parked, or on the way; [`MemoryError::Busy`] if a
+    /// prepared use is not finished; [`MemoryError::TimedOut`]; [`MemoryError::Capturing`] if a
+    /// stream that used them captures a graph; [`MemoryError::Capacity`] if no stream can be leased
+    /// for the copies; [`MemoryError::System`] if the allocator
+    /// refuses; [`MemoryError::Unsupported`] on devices that cannot map; the driver's. Nothing has
+    /// changed then.
     #[track_caller]
     #[expect(unsafe_code, reason = "the caller promises what cannot be seen from here")]
     pub unsafe fn park(&self, tag: Tag, how: Park) -> Result<ParkReport> {
@@ -329,17 +344,19 @@ impl DevicePool {
         }
     }
 
-    /// Brings the parked blocks of `tag` back, at their addresses: takes memory for all of them from the budget and the
-    /// driver, or none, and copies back what was saved (`cuMemCreate`, `cuMemMap`, `cuMemSetAccess`, `cuMemcpyHtoDAsync`).
-    /// All that is queued from here on finds the contents there. Does nothing for a tag that is not parked.
+    /// Brings the parked blocks of `tag` back, at their addresses: takes memory for all of them
+    /// from the budget and the driver, or none, and copies back what was saved (`cuMemCreate`,
+    /// `cuMemMap`, `cuMemSetAccess`, `cuMemcpyHtoDAsync`). All that is queued from here on finds
+    /// the contents there. Does nothing for a tag that is not parked.
     ///
-    /// Makes room as [`DevicePool::alloc_stable`] does, and blocks until the contents are there. Where others have taken the
-    /// budget it waits in line for it until `deadline`, or not at all without one.
+    /// Makes room as [`DevicePool::alloc_stable`] does, and blocks until the contents are there.
+    /// Where others have taken the budget it waits in line for it until `deadline`, or not at all
+    /// without one.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfMemory`]; [`MemoryError::Parked`] while another thread parks or resumes it;
-    /// [`MemoryError::Capacity`] if no stream can be leased for the copies; the driver's. Everything is parked then, and
-    /// can be resumed again.
+    /// [`MemoryError::OutOfMemory`]; [`MemoryError::Parked`] while another thread parks or resumes
+    /// it; [`MemoryError::Capacity`] if no stream can be leased for the copies; the driver's.
+    /// Everything is parked then, and can be resumed again.
     #[track_caller]
     pub fn resume(&self, tag: Tag, deadline: Option<Instant>) -> Result<ResumeReport> {
         let _site = site::enter();
@@ -365,10 +382,12 @@ impl Inner {
 }
 
 impl Parkable {
-    /// A block for work that is queued on `stream` from now on. It is the tag's, whatever the request says, and counts
-    /// under the tag's [limit](DevicePool::limit_tag), also while it is parked.
+    /// A block for work that is queued on `stream` from now on. It is the tag's, whatever the
+    /// request says, and counts under the tag's [limit](DevicePool::limit_tag), also while it is
+    /// parked.
     ///
-    /// Where no free place is ready, takes memory as [`DevicePool::alloc_stable`] does, and may block as that may.
+    /// Where no free place is ready, takes memory as [`DevicePool::alloc_stable`] does, and may
+    /// block as that may.
     ///
     /// # Errors
     /// As [`DevicePool::alloc`]; [`MemoryError::Parked`] while the tag is parked.

@@ -1,9 +1,10 @@
 //! What stands behind the addresses.
 //!
-//! With virtual memory management ([`mapped`]) a pool has one range of addresses and a stock of physical handles, all of
-//! one size. Addresses are cheap and handles are memory, so handles go where the need is: a live block's stay, those
-//! under free ranges may be taken away and mapped elsewhere. Without it ([`plain`]) a pool has whole allocations of the
-//! driver's, each a segment that no block crosses.
+//! With virtual memory management ([`mapped`]) a pool has one range of addresses and a stock of
+//! physical handles, all of one size. Addresses are cheap and handles are memory, so handles go
+//! where the need is: a live block's stay, those under free ranges may be taken away and mapped
+//! elsewhere. Without it ([`plain`]) a pool has whole allocations of the driver's, each a segment
+//! that no block crosses.
 
 pub(crate) mod commons;
 pub(crate) mod handle;

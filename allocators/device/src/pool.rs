@@ -46,8 +46,8 @@ static KEYS: AtomicU64 = AtomicU64::new(1);
 
 /// Device memory in per-stream caches over physical memory that goes where the need is.
 ///
-/// Clones share the pool. It closes with the last of them; blocks may outlive it and are still right, and the last of
-/// them takes what is left down.
+/// Clones share the pool. It closes with the last of them; blocks may outlive it and are still
+/// right, and the last of them takes what is left down.
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -80,7 +80,8 @@ struct Closer {
     inner: Arc<Inner>,
     /// The line that opened the pool, which names what its end does.
     opened_at: &'static Location<'static>,
-    /// What blocks come through instead, if anything. It may hold the pool, which therefore must not hold it.
+    /// What blocks come through instead, if anything. It may hold the pool, which therefore must
+    /// not hold it.
     detour: Option<Detour>,
 }
 
@@ -114,8 +115,8 @@ pub(crate) struct Inner {
     pub(crate) directory: Directory,
     /// Somebody wants to know whose each block is.
     observed: bool,
-    /// Why blocks cannot come straight out of caches: they come from elsewhere, somebody wants to know of each, a tag is
-    /// limited, captures are announced. How many such reasons there are.
+    /// Why blocks cannot come straight out of caches: they come from elsewhere, somebody wants to
+    /// know of each, a tag is limited, captures are announced. How many such reasons there are.
     detours: AtomicU32,
     /// Captures that draw from memory of graphs.
     pub(crate) announcements: Announcements,
@@ -124,7 +125,8 @@ pub(crate) struct Inner {
     pub(crate) counters: Counters,
     pub(crate) leasing: Leasing,
     pub(crate) retention: Retention,
-    /// What blocks come from when each is to be an allocation of its own, without what is around it.
+    /// What blocks come from when each is to be an allocation of its own, without what is around
+    /// it.
     bypass: Option<Direct>,
     /// What gives way before anybody else is asked. It holds the pool.
     pub(crate) quarantine: OnceLock<Weak<Checked>>,
@@ -135,14 +137,14 @@ pub(crate) struct Inner {
 }
 
 impl DevicePool {
-    /// Opens a pool on `device`. Reserves addresses where the device can map, and takes no memory but the
-    /// [warm reserve](PoolConfig::warm_reserve).
+    /// Opens a pool on `device`. Reserves addresses where the device can map, and takes no memory
+    /// but the [warm reserve](PoolConfig::warm_reserve).
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a budget of nothing, a handle that is not a power of two, a reserve above the budget
-    /// or the release threshold, or a variable of the environment, or for debugging or a reserve that cannot be had beside
-    /// bypass; [`MemoryError::Unsupported`] for an export or a retention that the device cannot; those of
-    /// [`DevicePool::warm`]; the driver's.
+    /// [`MemoryError::BadSetting`] for a budget of nothing, a handle that is not a power of two, a
+    /// reserve above the budget or the release threshold, or a variable of the environment, or for
+    /// debugging or a reserve that cannot be had beside bypass; [`MemoryError::Unsupported`] for an
+    /// export or a retention that the device cannot; those of [`DevicePool::warm`]; the driver's.
     #[track_caller]
     pub fn open(driver: Arc<dyn Driver>, device: DeviceId, mut config: PoolConfig) -> Result<Self> {
         graphs::sweep();
@@ -291,12 +293,13 @@ impl DevicePool {
 
     /// A block that work queued on `stream` from now on may use.
     ///
-    /// From the stream's own cache it makes no driver call. When that has no room, a chain of steps makes some, and
-    /// only its last ones block: see the crate's text.
+    /// From the stream's own cache it makes no driver call. When that has no room, a chain of steps
+    /// makes some, and only its last ones block: see the crate's text.
     ///
     /// # Errors
     /// [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`], [`MemoryError::BadAlignment`];
-    /// [`MemoryError::WrongDevice`]; [`MemoryError::OutOfMemory`] when the whole chain made no room; the driver's.
+    /// [`MemoryError::WrongDevice`]; [`MemoryError::OutOfMemory`] when the whole chain made no
+    /// room; the driver's.
     #[track_caller]
     #[inline]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
@@ -340,9 +343,9 @@ impl DevicePool {
         Ok(block)
     }
 
-    /// As [`DevicePool::alloc`], with new memory drawn from `held` before the budget is asked. What the request needs
-    /// less than its size, since the cache had some, is given back to the budget, so that `held` goes down by the size
-    /// in any case.
+    /// As [`DevicePool::alloc`], with new memory drawn from `held` before the budget is asked. What
+    /// the request needs less than its size, since the cache had some, is given back to the budget,
+    /// so that `held` goes down by the size in any case.
     ///
     /// # Errors
     /// As [`DevicePool::alloc`]; `held` is then as it was, but for what others drew.
@@ -359,7 +362,8 @@ impl DevicePool {
         let mut block = match (of_graph, &self.handle.detour) {
             (Some(mut block), _) => {
                 self.inner().list(&mut block, None);
-                // A graph's memory is charged as it grows: what is reserved makes room for it and no more.
+                // A graph's memory is charged as it grows: what is reserved makes room for it and
+                // no more.
                 drop(held.lock().unwrap_or_else(PoisonError::into_inner).draw(request.size()));
                 block
             }
@@ -373,35 +377,38 @@ impl DevicePool {
         Ok(block)
     }
 
-    /// Drops a block, or what holds one, and names the caller's line in what [debugging](crate::Debugging) reports of it
-    /// from now on. A plain drop is as good, but for that.
+    /// Drops a block, or what holds one, and names the caller's line in what
+    /// [debugging](crate::Debugging) reports of it from now on. A plain drop is as good, but for
+    /// that.
     #[track_caller]
     pub fn free<T>(&self, held: T) {
         let _site = site::enter();
         drop(held);
     }
 
-    /// What [debugging](crate::Debugging) has found so far: the first 1,024 findings, in the order of finding. Never
-    /// blocks.
+    /// What [debugging](crate::Debugging) has found so far: the first 1,024 findings, in the order
+    /// of finding. Never blocks.
     #[must_use]
     pub fn findings(&self) -> Vec<Finding> {
         self.checked().map(|checked| checked.findings()).unwrap_or_default()
     }
 
-    /// Looks at the guards of all live blocks and at all that is in quarantine, and answers with what is wrong and was
-    /// not reported before; nothing where neither is switched on. Blocks until the work that is queued on the blocks'
-    /// own streams is done; what other streams do to a live block meanwhile is seen when it comes back.
+    /// Looks at the guards of all live blocks and at all that is in quarantine, and answers with
+    /// what is wrong and was not reported before; nothing where neither is switched on. Blocks
+    /// until the work that is queued on the blocks' own streams is done; what other streams do to a
+    /// live block meanwhile is seen when it comes back.
     ///
     /// # Errors
-    /// The driver's, when blocks cannot be read back; what was found before is in [`DevicePool::findings`].
+    /// The driver's, when blocks cannot be read back; what was found before is in
+    /// [`DevicePool::findings`].
     #[track_caller]
     pub fn check(&self) -> Result<Vec<Finding>> {
         let _site = site::enter();
         self.checked().map_or_else(|| Ok(Vec::new()), |checked| checked.check())
     }
 
-    /// The blocks that are live, by the lines that asked for them; `None` unless [`leaks`](crate::Debugging::leaks) is
-    /// switched on. Never blocks.
+    /// The blocks that are live, by the lines that asked for them; `None` unless
+    /// [`leaks`](crate::Debugging::leaks) is switched on. Never blocks.
     #[must_use]
     pub fn leaks(&self) -> Option<LeakReport> {
         self.checked()?.leaks()
@@ -607,8 +614,8 @@ impl Inner {
         Ok(gone + direct.trim(keep)?)
     }
 
-    /// Lists a block that comes from elsewhere than the streams' caches, until it is freed, where leaks are reported. Of
-    /// reserved memory what is committed counts.
+    /// Lists a block that comes from elsewhere than the streams' caches, until it is freed, where
+    /// leaks are reported. Of reserved memory what is committed counts.
     #[track_caller]
     pub(crate) fn list(&self, block: &mut Block, committed: Option<&Arc<Span>>) {
         if let Some(listing) = self.listing.get() {
@@ -643,7 +650,8 @@ impl Inner {
                 (vacant.serve(self, stream.timeline()), number)
             }
             None => {
-                // Caches leave the list when the pool closes, and none is made then: numbers are not given twice.
+                // Caches leave the list when the pool closes, and none is made then: numbers are
+                // not given twice.
                 let number = homes.len();
                 let home = Home::open(self.clone(), stream.timeline().clone(), number);
                 self.directory.name(number, home);
@@ -735,7 +743,8 @@ impl Inner {
         cached + self.apart.held().now()
     }
 
-    /// A cache has retired whose stream could not be waited for: work may still run on what it held.
+    /// A cache has retired whose stream could not be waited for: work may still run on what it
+    /// held.
     pub(crate) fn keep_home(&self, home: &'static Home, timeline: &Timeline) {
         if let Physical::Mapped(mapped) = &self.physical {
             mapped.keep();
@@ -815,7 +824,8 @@ thread_local! {
     static WAITS_FOR_NOTHING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `work`, in which allocations of this thread wait for nothing, whatever the pool's settings say.
+/// Runs `work`, in which allocations of this thread wait for nothing, whatever the pool's settings
+/// say.
 pub(crate) fn without_waiting<T>(work: impl FnOnce() -> T) -> T {
     struct Restore(bool);
     impl Drop for Restore {

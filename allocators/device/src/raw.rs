@@ -1,13 +1,14 @@
 //! Blocks as bare addresses, for interfaces that carry nothing else.
 //!
-//! A block that is [turned into its address](Block::into_raw) leaves what its token held in a table of its own stream's
-//! cache, under that cache's lock. So streams share nothing here either, and a table that has reached its size allocates
-//! nothing.
+//! A block that is [turned into its address](Block::into_raw) leaves what its token held in a table
+//! of its own stream's cache, under that cache's lock. So streams share nothing here either, and a
+//! table that has reached its size allocates nothing.
 //!
-//! Which cache an address belongs to is a question of its own, since caches share the pool's range. A [`Directory`]
-//! remembers for each 2 MiB which caches have turned blocks there into addresses, up to four. In a steady state it is
-//! read and not written. It is a hint: a cache that it has forgotten is found by asking all of them, and a cache that
-//! it names by mistake knows nothing of the address.
+//! Which cache an address belongs to is a question of its own, since caches share the pool's range.
+//! A [`Directory`] remembers for each 2 MiB which caches have turned blocks there into addresses,
+//! up to four. In a steady state it is read and not written. It is a hint: a cache that it has
+//! forgotten is found by asking all of them, and a cache that it names by mistake knows nothing of
+//! the address.
 
 use crate::{
     Block, DevicePool, Request,
@@ -54,7 +55,8 @@ impl Token {
 /// The blocks of one cache that are out as bare addresses.
 pub(crate) type Table = HashMap<u64, Raw, BuildHasherDefault<Spread>>;
 
-/// Spreads addresses, whose low bits are all alike. The same ones each time, as all that a pool does.
+/// Spreads addresses, whose low bits are all alike. The same ones each time, as all that a pool
+/// does.
 #[derive(Default)]
 pub(crate) struct Spread(u64);
 
@@ -86,7 +88,8 @@ const NAMED: usize = 1024;
 pub(crate) struct Directory {
     /// Made when the first address goes out: half a MiB, of which the kernel backs what is used.
     entries: OnceLock<Box<[AtomicU64]>>,
-    /// The caches of the pool in the order they were made. They stay until the pool closes, and nobody asks then.
+    /// The caches of the pool in the order they were made. They stay until the pool closes, and
+    /// nobody asks then.
     homes: Box<[OnceLock<&'static Home>]>,
 }
 
@@ -145,8 +148,8 @@ impl Directory {
 
 impl Block {
     /// The block as its bare address. It lives on, with all that was noted of it, until
-    /// [`DevicePool::from_raw`] makes it a block again or [`DevicePool::free_raw`] frees it. What never comes back leaks,
-    /// and keeps its pool's memory.
+    /// [`DevicePool::from_raw`] makes it a block again or [`DevicePool::free_raw`] frees it. What
+    /// never comes back leaks, and keeps its pool's memory.
     ///
     /// Takes the lock of its stream's cache, and makes no driver call.
     #[must_use = "the address is the only way back to the block"]
@@ -168,7 +171,8 @@ impl Block {
     }
 }
 
-/// Blocks that are out as bare addresses and belong to no cache: by address, which no two live blocks of a process share.
+/// Blocks that are out as bare addresses and belong to no cache: by address, which no two live
+/// blocks of a process share.
 static BACKED: Mutex<Backlog> = Mutex::new(Backlog(BTreeMap::new()));
 
 /// Blocks by the addresses that they are out as, any of which somebody may look at.
@@ -203,8 +207,8 @@ impl Backlog {
 /// Addresses that so many blocks had are remembered when they are freed.
 const REMEMBERED: usize = 1 << 16;
 
-/// Addresses whose blocks have been freed and that no block has had since, the newest of them: so that a second free is
-/// told from an address that never was a block's.
+/// Addresses whose blocks have been freed and that no block has had since, the newest of them: so
+/// that a second free is told from an address that never was a block's.
 #[derive(Default, Debug)]
 pub(crate) struct FreedAddresses {
     /// The free that each was noted at.
@@ -257,8 +261,8 @@ pub(crate) fn keep_backed(block: Block) {
 }
 
 impl DevicePool {
-    /// A block as its bare address: [`DevicePool::alloc`] and [`Block::into_raw`] in one, for interfaces that carry nothing
-    /// else. The cache is locked once for both.
+    /// A block as its bare address: [`DevicePool::alloc`] and [`Block::into_raw`] in one, for
+    /// interfaces that carry nothing else. The cache is locked once for both.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -299,9 +303,10 @@ impl DevicePool {
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError::DoubleFree`] if the block at this address has been freed, as long as memory is there;
-    /// [`MemoryError::ForeignBlock`] for any other address that is not out; [`MemoryError::Busy`] while somebody
-    /// [looks at it](DevicePool::share_raw). Nothing changes then.
+    /// [`MemoryError::DoubleFree`] if the block at this address has been freed, as long as memory
+    /// is there; [`MemoryError::ForeignBlock`] for any other address that is not out;
+    /// [`MemoryError::Busy`] while somebody [looks at it](DevicePool::share_raw). Nothing changes
+    /// then.
     pub fn from_raw(&self, address: u64) -> Result<Block> {
         if let Some(direct) = self.bypass(address) {
             return direct.from_raw(address);
@@ -312,10 +317,11 @@ impl DevicePool {
         block.unwrap_or_else(|| Err(self.refuse(address)))
     }
 
-    /// The block of this pool that is out as this address, to note uses of it; its address stays out.
+    /// The block of this pool that is out as this address, to note uses of it; its address stays
+    /// out.
     ///
-    /// Several threads may hold it at once. One that is freed by [`DevicePool::free_raw`] meanwhile ends with the last of
-    /// them, so what they note holds its memory back.
+    /// Several threads may hold it at once. One that is freed by [`DevicePool::free_raw`] meanwhile
+    /// ends with the last of them, so what they note holds its memory back.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -341,7 +347,8 @@ impl DevicePool {
         block.ok_or_else(|| self.refuse(address))
     }
 
-    /// Where each block is an allocation of its own, unless this is one of those that are not: graphs' and stable ones.
+    /// Where each block is an allocation of its own, unless this is one of those that are not:
+    /// graphs' and stable ones.
     fn bypass(&self, address: u64) -> Option<&Direct> {
         self.inner().bypass().filter(|_| !self.is_backed(address))
     }
@@ -353,7 +360,8 @@ impl DevicePool {
         )
     }
 
-    /// Frees the block that was [turned into](Block::into_raw) this address, as dropping it would have.
+    /// Frees the block that was [turned into](Block::into_raw) this address, as dropping it would
+    /// have.
     ///
     /// # Errors
     /// As [`DevicePool::from_raw`], which it is never too busy for.

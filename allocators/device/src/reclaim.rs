@@ -1,8 +1,8 @@
 //! What a pool gives back for others, and how it asks them.
 //!
-//! Whatever holds memory under a budget is registered there for as long as it lives: weakly, so that nothing is kept alive
-//! by it. An offer is read off the pool's own books, under locks that nobody holds over a driver call. What each costs
-//! stands in the crate's text.
+//! Whatever holds memory under a budget is registered there for as long as it lives: weakly, so
+//! that nothing is kept alive by it. An offer is read off the pool's own books, under locks that
+//! nobody holds over a driver call. What each costs stands in the crate's text.
 
 use crate::{
     DevicePool,
@@ -73,13 +73,14 @@ impl<'a> Others<'a> {
         Self { asking: budget.asking(own), driver, device }
     }
 
-    /// Asks the next for a charge of `bytes` that a budget has refused: one of those below the budget that has.
+    /// Asks the next for a charge of `bytes` that a budget has refused: one of those below the
+    /// budget that has.
     pub(crate) fn for_charge(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
         self.asking.for_charge(bytes, deadline)
     }
 
-    /// Asks the next for `bytes` that the driver has refused: one with memory of this device, under whatever budget of the
-    /// tree.
+    /// Asks the next for `bytes` that the driver has refused: one with memory of this device, under
+    /// whatever budget of the tree.
     pub(crate) fn for_memory(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
         let Self { asking, driver, device } = self;
         asking.for_memory(bytes, deadline, &|place| is_memory_of(*driver, *device, place))
@@ -105,7 +106,8 @@ impl Inner {
             Physical::Plain(plain) => (plain.held().now(), 1),
         };
         let idle = held.saturating_sub(live);
-        // What a block shares a handle with stays. No rounding: whoever was asked in vain is asked again when this changes.
+        // What a block shares a handle with stays. No rounding: whoever was asked in vain is asked
+        // again when this changes.
         (if idle >= grain { idle } else { 0 }) + self.apart.leaving()
     }
 }
@@ -136,7 +138,8 @@ impl Reclaim for Inner {
             return;
         }
         let keep = self.held().saturating_sub(bytes);
-        // What the driver refuses to take back stays charged, and the next one who trims tries it again.
+        // What the driver refuses to take back stays charged, and the next one who trims tries it
+        // again.
         while self.press(keep).is_ok()
             && self.held() > keep
             && !has_passed(deadline)
@@ -183,15 +186,17 @@ impl Reclaim for Checked {
 }
 
 impl DevicePool {
-    /// Gives device memory back to the driver for somebody else: for a library whose own allocation has failed, or is about
-    /// to. Asks this pool and all who are registered under the same root of budgets and have memory of this device, the
-    /// cheapest first, until `bytes` have been given back or nobody has more. Answers with what is missing and who gave what.
+    /// Gives device memory back to the driver for somebody else: for a library whose own allocation
+    /// has failed, or is about to. Asks this pool and all who are registered under the same root of
+    /// budgets and have memory of this device, the cheapest first, until `bytes` have been given
+    /// back or nobody has more. Answers with what is missing and who gave what.
     ///
-    /// The bytes are the driver's then, and the budget has room for as many again: whoever wants to keep this program from
-    /// taking them back meanwhile lowers the budget's limit ([`Budget::shrink`]) or charges them to it.
+    /// The bytes are the driver's then, and the budget has room for as many again: whoever wants to
+    /// keep this program from taking them back meanwhile lowers the budget's limit
+    /// ([`Budget::shrink`]) or charges them to it.
     ///
-    /// Blocks for the driver's time and, until `deadline`, for queued work and the device; with one that has passed it waits
-    /// for neither, and `None` is no limit.
+    /// Blocks for the driver's time and, until `deadline`, for queued work and the device; with one
+    /// that has passed it waits for neither, and `None` is no limit.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};

@@ -9,10 +9,12 @@ pub(crate) const MAX_BYTES: u64 = 1 << 46;
 
 /// Whether a request makes sense here.
 pub(crate) trait Sensible: Sized {
-    /// Whether it makes sense as it is, and asks for no more alignment than every block has: true of nearly all.
+    /// Whether it makes sense as it is, and asks for no more alignment than every block has: true
+    /// of nearly all.
     fn is_plain(&self) -> bool;
 
-    /// The request, if it makes sense: not empty, not beyond any device, an alignment that can be had.
+    /// The request, if it makes sense: not empty, not beyond any device, an alignment that can be
+    /// had.
     fn checked(self) -> Result<Self>;
 }
 

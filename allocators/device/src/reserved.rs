@@ -22,20 +22,24 @@ use std::{
     sync::{Arc, Mutex, Weak},
 };
 
-/// Room for `max_len` elements of `T` at a fixed address, with memory behind those that are committed.
+/// Room for `max_len` elements of `T` at a fixed address, with memory behind those that are
+/// committed.
 ///
-/// Growing it moves nothing, so pointers that kernels keep stay right and nothing is copied. Addresses cost no memory;
-/// what is committed is charged, exactly, by the steps it comes in: the pool's
-/// [`handle_bytes`](crate::PoolConfig::handle_bytes), 2 MiB as a rule, or what [`DevicePool::reserve_in_steps`] was told.
+/// Growing it moves nothing, so pointers that kernels keep stay right and nothing is copied.
+/// Addresses cost no memory; what is committed is charged, exactly, by the steps it comes in: the
+/// pool's [`handle_bytes`](crate::PoolConfig::handle_bytes), 2 MiB as a rule, or what
+/// [`DevicePool::reserve_in_steps`] was told.
 ///
-/// Committing calls the driver, about 30 µs a step on an H200 whatever its size, and waits for no device.
-/// [`Reserved::decommit`] and dropping make no driver call and never block: the memory stays mapped and charged until the
-/// pool's next slow path or trim finds that the work which used it is done; what is committed again before then is the
-/// same memory. Elements are not initialised.
+/// Committing calls the driver, about 30 µs a step on an H200 whatever its size, and waits for no
+/// device. [`Reserved::decommit`] and dropping make no driver call and never block: the memory
+/// stays mapped and charged until the pool's next slow path or trim finds that the work which used
+/// it is done; what is committed again before then is the same memory. Elements are not
+/// initialised.
 ///
 /// [`Tenant::reserve`](crate::Tenant::reserve) counts committed steps as a tenant's live bytes.
 ///
-/// A cache of keys and values that grows by a token at a time, and is cut back when a sequence ends:
+/// A cache of keys and values that grows by a token at a time, and is cut back when a sequence
+/// ends:
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig};
@@ -74,8 +78,8 @@ pub struct Reserved<T> {
     max_len: usize,
     /// Who is charged besides the pool's budget.
     account: StepAccount,
-    /// What the tenant and the tag are charged for committed steps, by step number. Steps that are charged to neither are
-    /// not listed.
+    /// What the tenant and the tag are charged for committed steps, by step number. Steps that are
+    /// charged to neither are not listed.
     live: BTreeMap<u64, LiveBytes>,
     elements: PhantomData<T>,
 }
@@ -85,12 +89,14 @@ pub struct Reserved<T> {
 pub(crate) struct StepAccount {
     /// The tenant whose live bytes they are.
     pub(crate) tenant: Option<Arc<Share>>,
-    /// Bytes that new memory is drawn from before the pool's budget is asked. Their holder may drop the rest at any time.
+    /// Bytes that new memory is drawn from before the pool's budget is asked. Their holder may
+    /// drop the rest at any time.
     pub(crate) held: Weak<Mutex<Reservation>>,
 }
 
 impl StepAccount {
-    /// Takes `request`'s bytes of the tenant's limit and of the tag's. A refusal by the second gives the first back.
+    /// Takes `request`'s bytes of the tenant's limit and of the tag's. A refusal by the second
+    /// gives the first back.
     fn charge(&self, pool: &Inner, stream: &Stream, request: &Request) -> Result<LiveBytes> {
         let of_tenant =
             self.tenant.as_ref().map(|share| share.charge(pool, stream, request)).transpose()?;
@@ -99,8 +105,8 @@ impl StepAccount {
 }
 
 impl DevicePool {
-    /// Addresses for `max_len` elements, for work on `stream`, with no memory behind them (`cuMemAddressReserve`). It is
-    /// committed in steps of the pool's handles.
+    /// Addresses for `max_len` elements, for work on `stream`, with no memory behind them
+    /// (`cuMemAddressReserve`). It is committed in steps of the pool's handles.
     ///
     /// # Errors
     /// [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`], [`MemoryError::WrongDevice`];
@@ -111,8 +117,8 @@ impl DevicePool {
         self.reserve_in_steps(stream, max_len, self.inner().apart.step())
     }
 
-    /// The same with steps of `step` bytes, rounded up to the device's granularity: fewer and larger ones are cheaper to
-    /// commit, and what lies between two steps cannot go.
+    /// The same with steps of `step` bytes, rounded up to the device's granularity: fewer and
+    /// larger ones are cheaper to commit, and what lies between two steps cannot go.
     ///
     /// # Errors
     /// As [`DevicePool::reserve`].
@@ -127,9 +133,10 @@ impl DevicePool {
         self.reserve_for(stream, max_len, step, StepAccount::default())
     }
 
-    /// As [`DevicePool::reserve_in_steps`], with the memory of each commit drawn from `held` before the budget is asked, as
-    /// long as another owner keeps `held`. Memory that is decommitted goes back to the budget, not to `held`. The pool's
-    /// handle size is the step where `step` is `None`.
+    /// As [`DevicePool::reserve_in_steps`], with the memory of each commit drawn from `held` before
+    /// the budget is asked, as long as another owner keeps `held`. Memory that is decommitted goes
+    /// back to the budget, not to `held`. The pool's handle size is the step where `step` is
+    /// `None`.
     ///
     /// # Errors
     /// As [`DevicePool::reserve`].
@@ -195,14 +202,15 @@ impl DevicePool {
 }
 
 impl<T: Pod> Reserved<T> {
-    /// Puts memory behind the elements in `range`, as far as there is none: whole steps, so that neighbours may come to
-    /// have some too. Makes room as [`DevicePool::alloc_stable`] does, and may block as that may.
+    /// Puts memory behind the elements in `range`, as far as there is none: whole steps, so that
+    /// neighbours may come to have some too. Makes room as [`DevicePool::alloc_stable`] does, and
+    /// may block as that may.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`]; [`MemoryError::OutOfMemory`], also where the limit of the tenant or of the tag
-    /// refuses; [`MemoryError::Closed`] if the pool is gone;
-    /// [`MemoryError::Busy`] if memory that was decommitted just now has a prepared use which is not finished; the
-    /// driver's. Nothing has changed then.
+    /// [`MemoryError::OutOfBounds`]; [`MemoryError::OutOfMemory`], also where the limit of the
+    /// tenant or of the tag refuses; [`MemoryError::Closed`] if the pool is gone;
+    /// [`MemoryError::Busy`] if memory that was decommitted just now has a prepared use which is
+    /// not finished; the driver's. Nothing has changed then.
     #[track_caller]
     pub fn commit(&mut self, range: Range<usize>) -> Result<()> {
         let _site = site::enter();
@@ -248,10 +256,10 @@ impl<T: Pod> Reserved<T> {
         self.commit(0..len)
     }
 
-    /// Lets go of the memory behind the elements in `range`: of the steps that lie wholly in it, the last one with what
-    /// follows the last element. Their contents are lost. Answers with the bytes, which stay charged until the work that
-    /// used them is done and the pool has given them back. Makes no driver call, unless a stream has to be fenced at
-    /// once, and never blocks.
+    /// Lets go of the memory behind the elements in `range`: of the steps that lie wholly in it,
+    /// the last one with what follows the last element. Their contents are lost. Answers with the
+    /// bytes, which stay charged until the work that used them is done and the pool has given them
+    /// back. Makes no driver call, unless a stream has to be fenced at once, and never blocks.
     ///
     /// # Errors
     /// [`MemoryError::OutOfBounds`].
@@ -308,7 +316,8 @@ impl<T: Pod> Reserved<T> {
     /// The elements in `range`, all of them committed, to be read.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfBounds`]; [`MemoryError::Uncommitted`] with the first part that has no memory.
+    /// [`MemoryError::OutOfBounds`]; [`MemoryError::Uncommitted`] with the first part that has no
+    /// memory.
     pub fn slice(&self, range: Range<usize>) -> Result<DeviceSlice<'_, T>> {
         let (offset, len) = self.backed(&range)?;
         Ok(DeviceSlice::of(&self.block, offset, len))
@@ -385,7 +394,8 @@ impl<T> Reserved<T> {
         self.block.generation()
     }
 
-    /// As [`Block::prepare`], for work that is launched with the address: a use of all that is committed.
+    /// As [`Block::prepare`], for work that is launched with the address: a use of all that is
+    /// committed.
     ///
     /// # Errors
     /// As [`Block::prepare`].

@@ -5,9 +5,10 @@ use aquifer_core::Opaque;
 use aquifer_stream::Stream;
 use std::fmt::Debug;
 
-/// A source of device memory: the caching pool, the driver's own allocators, a [`SourcePool`](crate::SourcePool) over memory
-/// of one's own, and whatever wraps one of them, by aquifer-adapters' wrappers too. Its methods are those of [`Opaque`], and
-/// it is implemented by implementing that. Object safe.
+/// A source of device memory: the caching pool, the driver's own allocators, a
+/// [`SourcePool`](crate::SourcePool) over memory of one's own, and whatever wraps one of them, by
+/// aquifer-adapters' wrappers too. Its methods are those of [`Opaque`], and it is implemented by
+/// implementing that. Object safe.
 ///
 /// ```
 /// use aquifer_core::{MemoryError, Opaque, Result};

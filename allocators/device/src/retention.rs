@@ -1,13 +1,15 @@
-//! How much of what lies idle a pool keeps: the release threshold, the warm reserve and the cap on each stream's cache.
+//! How much of what lies idle a pool keeps: the release threshold, the warm reserve and the cap on
+//! each stream's cache.
 //!
-//! None of it is looked at where a stream's cache serves a request. The cap is held where a slow path has looked which
-//! frees are done, the threshold when a slow path has served its request, so that what the request itself needed is not
-//! given back first.
+//! None of it is looked at where a stream's cache serves a request. The cap is held where a slow
+//! path has looked which frees are done, the threshold when a slow path has served its request, so
+//! that what the request itself needed is not given back first.
 //!
-//! **A loop at the threshold must not thrash**: to give back at each low point what each high point takes again would cost
-//! a creation and a mapping of every handle in every round, at some 40 µs and more each. So what was given back and is
-//! taken again is kept on top of the threshold from then on. A loop pays once for what it turns out to need, and its
-//! later rounds make no memory call; what it never needed again stays given back. An explicit trim starts this anew.
+//! **A loop at the threshold must not thrash**: to give back at each low point what each high point
+//! takes again would cost a creation and a mapping of every handle in every round, at some 40 µs
+//! and more each. So what was given back and is taken again is kept on top of the threshold from
+//! then on. A loop pays once for what it turns out to need, and its later rounds make no memory
+//! call; what it never needed again stays given back. An explicit trim starts this anew.
 
 use crate::{DevicePool, chain::Unfenced, home::Home, physical::Physical, pool::Inner};
 use aquifer_core::{Action, DriverError, MemoryError, Result, Tag};
@@ -90,15 +92,16 @@ impl Retention {
 }
 
 impl DevicePool {
-    /// Takes memory from the driver and maps it (`cuMemCreate`, `cuMemMap`, `cuMemSetAccess`) until the caches hold `bytes`,
-    /// rounded up to handles; it belongs to whichever stream needs it first. Answers with the bytes taken. Blocks for
-    /// nothing but the driver's own time.
+    /// Takes memory from the driver and maps it (`cuMemCreate`, `cuMemMap`, `cuMemSetAccess`) until
+    /// the caches hold `bytes`, rounded up to handles; it belongs to whichever stream needs it
+    /// first. Answers with the bytes taken. Blocks for nothing but the driver's own time.
     ///
-    /// From now on neither a trim nor the [release threshold](crate::PoolConfig::release_threshold) gives anything back that
-    /// brings the caches below `bytes`, in use or idle; that is in place of what was set before, and 0 lets all go again.
-    /// Only pressure may take it: a request of this pool, for a block or for stable or reserved memory, that nothing else
-    /// makes room for; another pool under the same budget; and the end of the pool. What is taken
-    /// so does not come back by itself.
+    /// From now on neither a trim nor the [release threshold](crate::PoolConfig::release_threshold)
+    /// gives anything back that brings the caches below `bytes`, in use or idle; that is in place
+    /// of what was set before, and 0 lets all go again. Only pressure may take it: a request of
+    /// this pool, for a block or for stable or reserved memory, that nothing else makes room for;
+    /// another pool under the same budget; and the end of the pool. What is taken so does not come
+    /// back by itself.
     ///
     /// ```
     /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -219,7 +222,8 @@ impl Inner {
         Ok(gone + given + self.sweep())
     }
 
-    /// Gives back what the release threshold says, where that waits for nothing. A refusal is met again by whoever trims.
+    /// Gives back what the release threshold says, where that waits for nothing. A refusal is met
+    /// again by whoever trims.
     pub(crate) fn shed(&self) {
         let Physical::Mapped(mapped) = &self.physical else { return };
         if self.retention.keeps_all() {
@@ -233,7 +237,8 @@ impl Inner {
         }
     }
 
-    /// Gives back what is free and known to be done in the caches until they hold no more than `keep` bytes.
+    /// Gives back what is free and known to be done in the caches until they hold no more than
+    /// `keep` bytes.
     fn give_back(&self, homes: &[&'static Home], keep: u64) -> Result<u64> {
         let given = match &self.physical {
             Physical::Mapped(mapped) => mapped.trim(homes, keep)?,

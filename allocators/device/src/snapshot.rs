@@ -7,13 +7,15 @@ use aquifer_core::{
 };
 
 impl DevicePool {
-    /// A memory snapshot of what this pool did, by the events that were kept, and of what is live behind the last of them:
-    /// [`MemorySnapshot::save`] writes it for PyTorch's memory viewer, `_memory_viz.py` and `aquifer replay`.
+    /// A memory snapshot of what this pool did, by the events that were kept, and of what is live
+    /// behind the last of them: [`MemorySnapshot::save`] writes it for PyTorch's memory viewer,
+    /// `_memory_viz.py` and `aquifer replay`.
     ///
-    /// Blocks that are older than the first event are told if they are out as [addresses](DevicePool::alloc_raw), of which a
-    /// pool has a list, or if [`Debugging::leaks`](crate::Debugging::leaks) is switched on, with the lines that asked for
-    /// them; without it a pool has no list of the others, nor of graphs' blocks, and one that no event names is not told.
-    /// Never blocks on the driver.
+    /// Blocks that are older than the first event are told if they are out as
+    /// [addresses](DevicePool::alloc_raw), of which a pool has a list, or if
+    /// [`Debugging::leaks`](crate::Debugging::leaks) is switched on, with the lines that asked for
+    /// them; without it a pool has no list of the others, nor of graphs' blocks, and one that no
+    /// event names is not told. Never blocks on the driver.
     ///
     /// ```
     /// use aquifer_core::{Recorder, event::RingSink};

@@ -1,5 +1,5 @@
-//! Device memory from a source of the user's own: a slab carved from another library's allocation, a driver call that this
-//! library does not make.
+//! Device memory from a source of the user's own: a slab carved from another library's allocation,
+//! a driver call that this library does not make.
 //!
 //! ```text
 //!   Limit, Tagged, Counted, …      wrappers: any Resource, safe to implement
@@ -7,9 +7,9 @@
 //!   S: RangeSource                 ranges: what a user writes, unsafe to implement
 //! ```
 //!
-//! A source deals in ranges and knows nothing of blocks. [`SourcePool`] makes blocks of them, keeps account of the streams
-//! that use each, and gives a range back to the source with its [`Dependencies`]: what must be over before the memory may
-//! be used by others.
+//! A source deals in ranges and knows nothing of blocks. [`SourcePool`] makes blocks of them, keeps
+//! account of the streams that use each, and gives a range back to the source with its
+//! [`Dependencies`]: what must be over before the memory may be used by others.
 #![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
 
 use crate::{
@@ -73,35 +73,40 @@ use std::{fmt, sync::Arc, time::Instant};
 ///
 /// # Safety
 /// 1. [`allocate`](RangeSource::allocate) returns the first address of `bytes` bytes of memory of
-///    [`device`](RangeSource::device), mapped in its primary context, aligned to [`alignment`](RangeSource::alignment), that
-///    overlap no other range which has not been given back and no memory that anything else uses.
-/// 2. The range stays so until [`deallocate`](RangeSource::deallocate) has returned `Ok` for it, also if the source is
-///    dropped before: then for ever.
-/// 3. Work that is queued on the `stream` of an allocation from then on comes after every earlier use of the memory.
-/// 4. `deallocate` neither unmaps, writes nor hands on a range before its dependencies are over, or a stream has been made
-///    to wait for them and the memory goes to work of that stream alone.
+///    [`device`](RangeSource::device), mapped in its primary context, aligned to
+///    [`alignment`](RangeSource::alignment), that overlap no other range which has not been given
+///    back and no memory that anything else uses.
+/// 2. The range stays so until [`deallocate`](RangeSource::deallocate) has returned `Ok` for it,
+///    also if the source is dropped before: then for ever.
+/// 3. Work that is queued on the `stream` of an allocation from then on comes after every earlier
+///    use of the memory.
+/// 4. `deallocate` neither unmaps, writes nor hands on a range before its dependencies are over, or
+///    a stream has been made to wait for them and the memory goes to work of that stream alone.
 pub unsafe trait RangeSource: fmt::Debug + Send + Sync + 'static {
     /// The device.
     fn device(&self) -> DeviceId;
 
-    /// The alignment of every range, in bytes: a power of two, [`BLOCK_ALIGN`] at least. Requests for more are refused.
+    /// The alignment of every range, in bytes: a power of two, [`BLOCK_ALIGN`] at least. Requests
+    /// for more are refused.
     fn alignment(&self) -> u64 {
         BLOCK_ALIGN
     }
 
-    /// Returns the address of `bytes` bytes for work that is queued on `stream` from now on. `bytes` is not zero. May call
-    /// the driver.
+    /// Returns the address of `bytes` bytes for work that is queued on `stream` from now on.
+    /// `bytes` is not zero. May call the driver.
     ///
     /// # Errors
     /// Out of memory; the driver's. Nothing has changed.
     fn allocate(&self, stream: &Stream, bytes: u64) -> Result<u64>;
 
-    /// Takes back a range that was [allocated](RangeSource::allocate), and that the host may free or reuse once `after` is
-    /// over. May run in the drop of a block, so it should neither panic nor take long.
+    /// Takes back a range that was [allocated](RangeSource::allocate), and that the host may free
+    /// or reuse once `after` is over. May run in the drop of a block, so it should neither panic
+    /// nor take long.
     ///
     /// # Errors
-    /// Any error leaves the range with the pool, charged: it is offered again at the next allocation, free or trim.
-    /// [`MemoryError::Busy`] is the one to return where the work is not done and the source does not wait.
+    /// Any error leaves the range with the pool, charged: it is offered again at the next
+    /// allocation, free or trim. [`MemoryError::Busy`] is the one to return where the work is not
+    /// done and the source does not wait.
     fn deallocate(&self, range: DeviceRange, after: &Dependencies<'_>) -> Result<()>;
 
     /// Bytes held from the device, if they are more than those in blocks.
@@ -109,8 +114,8 @@ pub unsafe trait RangeSource: fmt::Debug + Send + Sync + 'static {
         None
     }
 
-    /// Gives memory that is not used back to the device, until `keep` bytes are left, as far as that needs no waiting.
-    /// Returns the bytes given back.
+    /// Gives memory that is not used back to the device, until `keep` bytes are left, as far as
+    /// that needs no waiting. Returns the bytes given back.
     ///
     /// # Errors
     /// The driver's.
@@ -128,8 +133,8 @@ pub struct Dependencies<'a> {
 }
 
 impl Dependencies<'_> {
-    /// Waits on the host until the work is over. Nothing runs on a lost device any more, so there it returns at once.
-    /// Blocks.
+    /// Waits on the host until the work is over. Nothing runs on a lost device any more, so there
+    /// it returns at once. Blocks.
     ///
     /// # Errors
     /// [`MemoryError::Capturing`]; the driver's.
@@ -160,7 +165,8 @@ impl Dependencies<'_> {
         }
     }
 
-    /// Makes work that is queued on `stream` from now on come after the work. The host does not wait.
+    /// Makes work that is queued on `stream` from now on come after the work. The host does not
+    /// wait.
     ///
     /// # Errors
     /// [`MemoryError::Capturing`]; the driver's.
@@ -183,9 +189,11 @@ impl fmt::Debug for Dependencies<'_> {
     }
 }
 
-/// Blocks from a [`RangeSource`]: a [`Resource`](crate::Resource) like any pool's. A clone is another handle.
+/// Blocks from a [`RangeSource`]: a [`Resource`](crate::Resource) like any pool's. A clone is
+/// another handle.
 ///
-/// It caches nothing: each allocation and each free asks the source. The source lives until the last block has come home.
+/// It caches nothing: each allocation and each free asks the source. The source lives until the
+/// last block has come home.
 ///
 /// Its example is that of [`RangeSource`].
 #[derive(Debug)]
@@ -206,11 +214,12 @@ impl<S: RangeSource> Clone for SourcePool<S> {
 }
 
 impl<S: RangeSource> SourcePool<S> {
-    /// Blocks from `source` for work on `streams`, whose requested bytes are charged to `budget` if there is one.
+    /// Blocks from `source` for work on `streams`, whose requested bytes are charged to `budget` if
+    /// there is one.
     ///
     /// # Errors
-    /// [`MemoryError::WrongDevice`] for streams of another device; [`MemoryError::BadAlignment`] for a source whose
-    /// alignment is no power of two or below [`BLOCK_ALIGN`].
+    /// [`MemoryError::WrongDevice`] for streams of another device; [`MemoryError::BadAlignment`]
+    /// for a source whose alignment is no power of two or below [`BLOCK_ALIGN`].
     pub fn new(source: S, streams: StreamPool, budget: Option<Budget>) -> Result<Self> {
         let (expected, actual, align) = (source.device(), streams.device(), source.alignment());
         if expected != actual {

@@ -1,15 +1,17 @@
-//! Blocks whose memory never moves, for whoever keeps an address: NCCL, RDMA, other processes, multicast, graphs.
+//! Blocks whose memory never moves, for whoever keeps an address: NCCL, RDMA, other processes,
+//! multicast, graphs.
 //!
-//! The caches move physical memory to where it is missing, and hand a freed block's bytes to the next who asks. Whoever
-//! has *registered* an address with a network card, exported it or captured it in a graph keeps it beyond the block, and
-//! would read and write the wrong memory, silently. A [`StableBlock`] therefore has a physical handle of its own, at
-//! addresses of its own, which nobody else is ever given. A [`Registration`] stands for one who keeps the address: the
-//! block may be freed, but while one lives nothing is unmapped and the charge stays. A driver that checks is told of
-//! each, and reports a move under it.
+//! The caches move physical memory to where it is missing, and hand a freed block's bytes to the
+//! next who asks. Whoever has *registered* an address with a network card, exported it or captured
+//! it in a graph keeps it beyond the block, and would read and write the wrong memory, silently. A
+//! [`StableBlock`] therefore has a physical handle of its own, at addresses of its own, which
+//! nobody else is ever given. A [`Registration`] stands for one who keeps the address: the
+//! block may be freed, but while one lives nothing is unmapped and the charge stays. A driver that
+//! checks is told of each, and reports a move under it.
 //!
-//! Such a block costs the driver's calls, some 30 µs and more, and whole handles of 2 MiB as a rule: it is for buffers
-//! that live long. On devices that cannot map, and in bypass mode without exports, it is a `cuMemAlloc` of its own, which
-//! cannot be exported.
+//! Such a block costs the driver's calls, some 30 µs and more, and whole handles of 2 MiB as a
+//! rule: it is for buffers that live long. On devices that cannot map, and in bypass mode without
+//! exports, it is a `cuMemAlloc` of its own, which cannot be exported.
 
 mod export;
 
@@ -33,11 +35,13 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// A block with a physical handle and addresses of its own, which are never remapped or given to anybody else.
+/// A block with a physical handle and addresses of its own, which are never remapped or given to
+/// anybody else.
 ///
-/// Work uses it as it uses any [`Block`], which [`StableBlock::block`] lends and [`StableBlock::into_block`] is. When it
-/// is dropped its memory goes back to the driver, not to a cache: at the next slow path or trim of the pool that finds
-/// its last use done and its last [`Registration`] gone. Dropping never calls the driver and never blocks.
+/// Work uses it as it uses any [`Block`], which [`StableBlock::block`] lends and
+/// [`StableBlock::into_block`] is. When it is dropped its memory goes back to the driver, not to a
+/// cache: at the next slow path or trim of the pool that finds its last use done and its last
+/// [`Registration`] gone. Dropping never calls the driver and never blocks.
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -64,11 +68,11 @@ pub struct StableBlock {
     imported: bool,
 }
 
-/// One who keeps the address of a [`StableBlock`]: while it lives, what lies behind the address stays, whatever becomes
-/// of the block.
+/// One who keeps the address of a [`StableBlock`]: while it lives, what lies behind the address
+/// stays, whatever becomes of the block.
 ///
-/// A clone is one more. Forgetting one keeps the memory for good. Dropping one makes no driver call; the memory of a block
-/// that has been freed goes at the pool's next slow path, trim, or end.
+/// A clone is one more. Forgetting one keeps the memory for good. Dropping one makes no driver
+/// call; the memory of a block that has been freed goes at the pool's next slow path, trim, or end.
 pub struct Registration {
     span: Arc<Span>,
     apart: Arc<Apart>,
@@ -76,16 +80,18 @@ pub struct Registration {
 }
 
 impl DevicePool {
-    /// A block for work that is queued on `stream` from now on, whose memory never moves. One physical handle, whole,
-    /// rounded up to the device's granularity: `cuMemAddressReserve`, `cuMemCreate`, `cuMemMap` and `cuMemSetAccess`, or
-    /// `cuMemAlloc` where those are not to be had. Memory is exportable as [`PoolConfig::export`] says.
+    /// A block for work that is queued on `stream` from now on, whose memory never moves. One
+    /// physical handle, whole, rounded up to the device's granularity: `cuMemAddressReserve`,
+    /// `cuMemCreate`, `cuMemMap` and `cuMemSetAccess`, or `cuMemAlloc` where those are not to be
+    /// had. Memory is exportable as [`PoolConfig::export`] says.
     ///
-    /// When there is no room the pool gives its caches' free memory back to the driver, asks its handlers and waits for
-    /// queued work, at most as long as its settings say.
+    /// When there is no room the pool gives its caches' free memory back to the driver, asks its
+    /// handlers and waits for queued work, at most as long as its settings say.
     ///
     /// # Errors
-    /// As [`DevicePool::alloc`]; [`MemoryError::BadAlignment`] beyond [`BLOCK_ALIGN`](crate::BLOCK_ALIGN) where it is an
-    /// allocation of the driver's. Nothing has changed then.
+    /// As [`DevicePool::alloc`]; [`MemoryError::BadAlignment`] beyond
+    /// [`BLOCK_ALIGN`](crate::BLOCK_ALIGN) where it is an allocation of the driver's. Nothing has
+    /// changed then.
     ///
     /// [`PoolConfig::export`]: crate::PoolConfig::export
     #[track_caller]
@@ -94,12 +100,12 @@ impl DevicePool {
         self.stable_block(stream, request, None)
     }
 
-    /// As [`DevicePool::alloc_stable`], with its whole handle drawn from `held`. Where `held` has less, what it lacks is
-    /// charged and all of it drawn.
+    /// As [`DevicePool::alloc_stable`], with its whole handle drawn from `held`. Where `held` has
+    /// less, what it lacks is charged and all of it drawn.
     ///
     /// # Errors
-    /// As [`DevicePool::alloc_stable`]; `held` is then as it was, unless others have taken what a call of the driver gave
-    /// back as it failed.
+    /// As [`DevicePool::alloc_stable`]; `held` is then as it was, unless others have taken what a
+    /// call of the driver gave back as it failed.
     #[track_caller]
     pub fn alloc_stable_reserved(
         &self,
@@ -166,7 +172,8 @@ impl DevicePool {
         let mut block =
             self.apart_block(stream, &span, request.size(), request.owner(), Some(requested));
         if imported {
-            // It is others' memory in others' order: to a driver that checks, nobody gives it out here.
+            // It is others' memory in others' order: to a driver that checks, nobody gives it out
+            // here.
             block.extras_mut().generation = 0;
         }
         self.inner().list(&mut block, None);
@@ -232,7 +239,8 @@ impl StableBlock {
         &mut self.block
     }
 
-    /// As a block from here on, which can be registered no more; for a [`DeviceBuffer`](crate::DeviceBuffer), say.
+    /// As a block from here on, which can be registered no more; for a
+    /// [`DeviceBuffer`](crate::DeviceBuffer), say.
     #[must_use]
     pub fn into_block(self) -> Block {
         self.block
@@ -297,9 +305,9 @@ pub(crate) fn bounds<T>(range: &Range<usize>, bytes: u64) -> Result<(u64, usize)
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. the block's own range, which stays mapped while it lives. Only unsafe code can make another block over the
-// same memory: the import. 2. the block's own promise: its pool holds the memory until every noted use is done. 3. the block's own
-// promise.
+// SAFETY: 1. the block's own range, which stays mapped while it lives. Only unsafe code can make
+// another block over the same memory: the import. 2. the block's own promise: its pool holds the
+// memory until every noted use is done. 3. the block's own promise.
 unsafe impl Operand for StableBlock {
     fn range(&self) -> DeviceRange {
         self.block.range()

@@ -20,9 +20,10 @@ use std::{
 
 /// Memory from a pool of the driver's, some 0.3 µs a call on one thread.
 ///
-/// The pool keeps what is freed and holds at most what its budget had left when it was made. What it reserves is charged
-/// after each allocation, since only the driver knows how much that is. When there is no room, others under the same
-/// budget are asked for what they can give back without waiting, and it gives what it does not use to them.
+/// The pool keeps what is freed and holds at most what its budget had left when it was made. What
+/// it reserves is charged after each allocation, since only the driver knows how much that is. When
+/// there is no room, others under the same budget are asked for what they can give back without
+/// waiting, and it gives what it does not use to them.
 ///
 /// ```
 /// use aquifer_core::{Budget, Opaque};
@@ -136,8 +137,10 @@ impl Source for Calls {
         for noted in uses.iter() {
             home.wait_for(noted.on(), noted.epoch().unwrap_or(0))?;
         }
-        // SAFETY: 1. from `pool_alloc`; each block is given back once, and kept whole if this fails.
-        // 2. its home stream, which the free is queued on, has been made to wait for every other user.
+        // SAFETY: 1. from `pool_alloc`; each block is given back once, and kept whole if this
+        // fails.
+        // 2. its home stream, which the free is queued on, has been made to wait for every other
+        //    user.
         unsafe { self.driver.pool_free(home.raw(), address) }.map_err(|e| self.lost(e))
     }
 
@@ -159,7 +162,8 @@ impl Source for Calls {
 
 impl Drop for Calls {
     fn drop(&mut self) {
-        // SAFETY: 1. the handle is private to this value, which is going. Blocks hold it, so none is left.
+        // SAFETY: 1. the handle is private to this value, which is going. Blocks hold it, so none
+        // is left.
         let _ = unsafe { self.driver.pool_destroy(self.pool) };
     }
 }

@@ -7,23 +7,26 @@
 //!                                   └─ tenant b
 //! ```
 //!
-//! **Two trees, since they count two things.** A live block lies in memory that the pool has been charged for already, and
-//! that memory stays charged when the block is freed, for whoever comes next: a tenant's bytes are a part of the pool's,
-//! not more of them. Were a tenant a child of the pool's own budget, each live byte would count twice on the way to the
-//! root, and a device of 80 GiB would be full with 40 in use. So a tenant is a budget of another tree, of the program's own
-//! making: with tenants of tenants, guarantees, priorities and levels as any tree, over one pool or over those of several
-//! devices. One that has its root in common with the pool's budget is refused.
+//! **Two trees, since they count two things.** A live block lies in memory that the pool has been
+//! charged for already, and that memory stays charged when the block is freed, for whoever comes
+//! next: a tenant's bytes are a part of the pool's, not more of them. Were a tenant a child of the
+//! pool's own budget, each live byte would count twice on the way to the root, and a device of 80
+//! GiB would be full with 40 in use. So a tenant is a budget of another tree, of the program's own
+//! making: with tenants of tenants, guarantees, priorities and levels as any tree, over one pool or
+//! over those of several devices. One that has its root in common with the pool's budget is
+//! refused.
 //!
-//! **What is counted** are the bytes that were asked for, of blocks that have an owner: the sum of a tenant's is
-//! [`PoolStats::requested`](aquifer_core::PoolStats::requested) of its blocks. [`Reserved`] memory is counted by its
-//! committed steps. Freed memory that other streams still use is
-//! the pool's again, as in its statistics. Pinned memory and any other that an `Allocator` gives is counted for the same
-//! budget by a `Limit` around it.
+//! **What is counted** are the bytes that were asked for, of blocks that have an owner: the sum of
+//! a tenant's is [`PoolStats::requested`](aquifer_core::PoolStats::requested) of its blocks.
+//! [`Reserved`] memory is counted by its committed steps. Freed memory that other streams still use
+//! is the pool's again, as in its statistics. Pinned memory and any other that an `Allocator` gives
+//! is counted for the same budget by a `Limit` around it.
 //!
-//! **What it costs.** Charges come out of [`Lease`]s, one for each of a few streams, so a block up to the lease's grain
-//! touches no lock of the tree as a rule. The block remembers its charge in its extras, an allocation of 88 bytes on the
-//! host. A cached pair takes 51 ns in place of 16 on a 2-core virtual machine, and 493 instructions in place of 182; one
-//! beyond the grain, 597. A block of nobody's takes 182 where it took 181 before there were tenants, and 584 an operation
+//! **What it costs.** Charges come out of [`Lease`]s, one for each of a few streams, so a block up
+//! to the lease's grain touches no lock of the tree as a rule. The block remembers its charge in
+//! its extras, an allocation of 88 bytes on the host. A cached pair takes 51 ns in place of 16 on a
+//! 2-core virtual machine, and 493 instructions in place of 182; one beyond the grain, 597. A block
+//! of nobody's takes 182 where it took 181 before there were tenants, and 584 an operation
 //! of random sizes as before. A pool with a limited tag takes the longer way for all its blocks.
 
 use crate::{
@@ -45,7 +48,8 @@ use std::sync::{
 
 /// Leases of one share: streams with different numbers hardly ever touch the same.
 const LANES: usize = 8;
-/// A lease takes this part of the limit at a time, so that all of them keep less than half of it spare.
+/// A lease takes this part of the limit at a time, so that all of them keep less than half of it
+/// spare.
 const GRAIN_PART: u64 = 64;
 /// Bounds of that, in bytes.
 const GRAIN: (u64, u64) = (64 << 10, 16 << 20);
@@ -124,7 +128,8 @@ impl Tenants {
             return share.clone();
         }
         shares.push(new.clone());
-        // Those that nobody uses any more and that have nothing left. Their leases go after the lock.
+        // Those that nobody uses any more and that have nothing left. Their leases go after the
+        // lock.
         let gone: Vec<_> = shares.extract_if(.., |share| share.is_forgotten()).collect();
         drop(shares);
         drop(gone);
@@ -172,8 +177,9 @@ impl Inner {
 }
 
 impl DevicePool {
-    /// This pool, as a tenant sees it: every block is counted as the tenant's live bytes from its allocation to its free,
-    /// and what the tenant's budget does not grant is refused. Asking again for the same tenant costs a look into a list.
+    /// This pool, as a tenant sees it: every block is counted as the tenant's live bytes from its
+    /// allocation to its free, and what the tenant's budget does not grant is refused. Asking again
+    /// for the same tenant costs a look into a list.
     ///
     /// ```
     /// use aquifer_core::{Budget, MemoryError};
@@ -193,8 +199,8 @@ impl DevicePool {
     /// ```
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a budget that has its root in common with the [pool's own](DevicePool::budget), where
-    /// each live byte would count twice.
+    /// [`MemoryError::BadSetting`] for a budget that has its root in common with the [pool's
+    /// own](DevicePool::budget), where each live byte would count twice.
     pub fn for_tenant(&self, tenant: &Budget) -> Result<Tenant> {
         let root =
             |budget: &Budget| std::iter::successors(Some(budget.clone()), Budget::parent).last();
@@ -210,9 +216,10 @@ impl DevicePool {
         Ok(Tenant { pool: self.clone(), share })
     }
 
-    /// Limits the live bytes of `tag` in this pool from now on, or sets that limit anew, and answers with the budget that
-    /// counts them. Blocks that are live already are not counted. Stable and [parkable](DevicePool::parkable) blocks are,
-    /// and [`Reserved`] memory by its committed steps, under the tag of the thread that reserved it.
+    /// Limits the live bytes of `tag` in this pool from now on, or sets that limit anew, and
+    /// answers with the budget that counts them. Blocks that are live already are not counted.
+    /// Stable and [parkable](DevicePool::parkable) blocks are, and [`Reserved`] memory by its
+    /// committed steps, under the tag of the thread that reserved it.
     ///
     /// Every allocation of this pool looks up its tag from then on, some 20 ns.
     pub fn limit_tag(&self, tag: Tag, bytes: u64) -> Budget {
@@ -256,12 +263,14 @@ pub struct Tenant {
 impl Tenant {
     /// As [`DevicePool::alloc`], counted as the tenant's.
     ///
-    /// Where the tenant's budget has no room, those who have [registered](Budget::on_need) with it are asked to free
-    /// something first, until [`PoolConfig::wait`](crate::PoolConfig::wait) is over.
+    /// Where the tenant's budget has no room, those who have [registered](Budget::on_need) with it
+    /// are asked to free something first, until [`PoolConfig::wait`](crate::PoolConfig::wait) is
+    /// over.
     ///
     /// # Errors
-    /// As [`DevicePool::alloc`]; of [`MemoryError::OutOfMemory`], [`of_live_bytes`](aquifer_core::OutOfMemory::of_live_bytes)
-    /// says that it was the tenant's budget, or one above, that refused.
+    /// As [`DevicePool::alloc`]; of [`MemoryError::OutOfMemory`],
+    /// [`of_live_bytes`](aquifer_core::OutOfMemory::of_live_bytes) says that it was the tenant's
+    /// budget, or one above, that refused.
     #[track_caller]
     pub fn alloc(&self, stream: &Stream, request: Request) -> Result<Block> {
         let leased = self.charge(stream, request)?;
@@ -291,8 +300,8 @@ impl Tenant {
         DeviceBuffer::new_in(self, stream, len)
     }
 
-    /// As [`DevicePool::reserve`], with committed steps counted as the tenant's live bytes: growable memory, such as a
-    /// cache of keys and values. Addresses are not counted.
+    /// As [`DevicePool::reserve`], with committed steps counted as the tenant's live bytes:
+    /// growable memory, such as a cache of keys and values. Addresses are not counted.
     ///
     /// ```
     /// use aquifer_core::{Budget, MemoryError};
@@ -312,14 +321,16 @@ impl Tenant {
     /// ```
     ///
     /// # Errors
-    /// As [`DevicePool::reserve`]. [`Reserved::commit`] is refused by the tenant's limit as [`Tenant::alloc`] is.
+    /// As [`DevicePool::reserve`]. [`Reserved::commit`] is refused by the tenant's limit as
+    /// [`Tenant::alloc`] is.
     #[track_caller]
     pub fn reserve<T: Pod>(&self, stream: &Stream, max_len: usize) -> Result<Reserved<T>> {
         let _site = site::enter();
         self.reserve_in_steps(stream, max_len, self.pool.inner().apart.step())
     }
 
-    /// As [`DevicePool::reserve_in_steps`], with committed steps counted as the tenant's live bytes.
+    /// As [`DevicePool::reserve_in_steps`], with committed steps counted as the tenant's live
+    /// bytes.
     ///
     /// # Errors
     /// As [`Tenant::reserve`].
@@ -347,8 +358,8 @@ impl Tenant {
         &self.share.budget
     }
 
-    /// Bytes that the tenant has live, in this pool and in any other that counts for the same budget, and those of tenants
-    /// below it.
+    /// Bytes that the tenant has live, in this pool and in any other that counts for the same
+    /// budget, and those of tenants below it.
     #[must_use]
     pub fn live(&self) -> u64 {
         self.share.live()

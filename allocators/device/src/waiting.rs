@@ -14,12 +14,14 @@ use std::{
 /// The first pause before a request is tried again, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(100), Duration::from_millis(5));
 
-/// A request for a block that waits for room. A `Future` that needs no runtime: see [`aquifer_core::wake`].
+/// A request for a block that waits for room. A `Future` that needs no runtime: see
+/// [`aquifer_core::wake`].
 ///
-/// Each poll tries once, and takes every step of [`DevicePool::alloc`] that waits for nothing: it may call the driver. What
-/// becomes free in between, by queued work that ends or by blocks that are dropped on any thread, is found after 5 ms at
-/// most. A request above the limit that refuses it, and any error that is not about room, is answered at once. Each try
-/// that finds no room counts as a failed allocation in the pool's statistics.
+/// Each poll tries once, and takes every step of [`DevicePool::alloc`] that waits for nothing: it
+/// may call the driver. What becomes free in between, by queued work that ends or by blocks that
+/// are dropped on any thread, is found after 5 ms at most. A request above the limit that refuses
+/// it, and any error that is not about room, is answered at once. Each try that finds no room
+/// counts as a failed allocation in the pool's statistics.
 ///
 /// Dropping it gives up nothing but the wait, since it holds no memory before it is ready.
 ///
@@ -63,8 +65,9 @@ impl<R> Allocating<R> {
         Self { resource, stream, request, deadline, pause: PAUSES.0, alarm: Alarm::new() }
     }
 
-    /// Answers with the refusal of that moment when it is polled after `deadline`; `None` waits as long as it takes. Unless
-    /// set, it waits for the pool's [`wait`](crate::PoolConfig::wait) from its first poll on.
+    /// Answers with the refusal of that moment when it is polled after `deadline`; `None` waits as
+    /// long as it takes. Unless set, it waits for the pool's [`wait`](crate::PoolConfig::wait) from
+    /// its first poll on.
     pub fn until(mut self, deadline: impl Into<Option<Instant>>) -> Self {
         self.deadline = Deadline::At(deadline.into());
         self
@@ -120,7 +123,8 @@ impl DevicePool {
 }
 
 impl Tenant {
-    /// As [`Tenant::alloc`], by a future that waits until the tenant's budget and the pool have room, and blocks no thread.
+    /// As [`Tenant::alloc`], by a future that waits until the tenant's budget and the pool have
+    /// room, and blocks no thread.
     pub fn alloc_async(&self, stream: &Stream, request: Request) -> Allocating<Tenant> {
         Allocating::new(self.clone(), stream, request, self.pool().inner().config.wait)
     }

@@ -1,4 +1,5 @@
-//! Another library's memory in our hands: in order with what that library does, on the way in and on the way out.
+//! Another library's memory in our hands: in order with what that library does, on the way in and
+//! on the way out.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 #![allow(clippy::mem_forget, clippy::forget_non_drop, reason = "that is what is tested")]
 #![allow(unsafe_code, reason = "plays another library")]
@@ -65,8 +66,8 @@ impl Library {
     fn external(&self, tensor: Tensor) -> External<u32, Tensor> {
         let (range, at_once) = (tensor.range, tensor.at_once);
         let alive: KeepAlive = Arc::new(());
-        // SAFETY: 1. the tensor owns its range. 2. the library uses one stream. 3. it is freed in that stream's order, or
-        // says otherwise below. 4. the stream lives as long as the machine.
+        // SAFETY: 1. the tensor owns its range. 2. the library uses one stream. 3. it is freed in
+        // that stream's order, or says otherwise below. 4. the stream lives as long as the machine.
         let external = unsafe { External::new(range, self.stream, Some(alive), tensor) };
         if at_once { external.ending_at_once() } else { external }
     }
@@ -80,7 +81,8 @@ impl Drop for Tensor {
     fn drop(&mut self) {
         self.freed.fetch_add(1, Ordering::Relaxed);
         if self.at_once {
-            // SAFETY: 1. allocated for this tensor. 2. by the promise of who drops it; the oracle looks.
+            // SAFETY: 1. allocated for this tensor. 2. by the promise of who drops it; the oracle
+            // looks.
             unsafe { self.sim.driver().mem_free(GPU, self.range.address) }.unwrap();
         } else {
             // A stream-ordered pool gives it to the next kernel of the stream.
@@ -211,7 +213,8 @@ fn a_wait_that_the_driver_refuses_keeps_it_too() {
     let rig = Rig::stepped(64);
     let library = Library::new(&rig.sim);
     let (x, _streams) = used(&rig, &library, false);
-    // Each wait, not the next alone: what is kept is looked at by whoever drops another, on any thread of the process.
+    // Each wait, not the next alone: what is kept is looked at by whoever drops another, on any
+    // thread of the process.
     rig.sim.fail_every(Call::StreamWaitEvent, 1, 999);
     let x = x.into_inner().unwrap_err().value;
     drop(x);
@@ -222,7 +225,8 @@ fn a_wait_that_the_driver_refuses_keeps_it_too() {
     rig.assert_silent();
 }
 
-/// What was kept is freed, and what was dropped beside it: by this thread, or by one that had the list in hand.
+/// What was kept is freed, and what was dropped beside it: by this thread, or by one that had the
+/// list in hand.
 #[track_caller]
 fn looked_at_again(rig: &Rig, library: &Library) {
     let (other, begun) = (Library::new(&rig.sim), Instant::now());

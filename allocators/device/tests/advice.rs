@@ -1,5 +1,5 @@
-//! Every source of device memory refuses with one error, and a caller that follows its advice has the
-//! memory.
+//! Every source of device memory refuses with one error, and a caller that follows its advice has
+//! the memory.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 mod support;

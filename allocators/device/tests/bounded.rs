@@ -1,4 +1,5 @@
-//! What goes round and round comes to rest: neither memory nor the calls that are made for it grow with the rounds.
+//! What goes round and round comes to rest: neither memory nor the calls that are made for it grow
+//! with the rounds.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
@@ -21,8 +22,9 @@ impl Random {
     }
 }
 
-/// Rounds on a device that runs `lag` rounds behind the host: each stream takes blocks of some MiB, which another one uses,
-/// and all of them go. Answers with the bytes that a round asks for at once, and the most that were held.
+/// Rounds on a device that runs `lag` rounds behind the host: each stream takes blocks of some MiB,
+/// which another one uses, and all of them go. Answers with the bytes that a round asks for at
+/// once, and the most that were held.
 fn lagging_rounds(streams: u64, sizes: std::ops::RangeInclusive<u64>, lag: usize) -> (u64, u64) {
     const ROUNDS: usize = 40;
     let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 100 << 10, |_| ());
@@ -75,8 +77,8 @@ struct Counts {
 /// Allocations in a round, of all threads.
 const OPERATIONS: u64 = 16 * 500;
 
-/// Ten rounds of sixteen threads that each hold sixteen blocks of up to 1 MiB, some 130 MiB in all, and exchange them at
-/// random, under a limit in MiB.
+/// Ten rounds of sixteen threads that each hold sixteen blocks of up to 1 MiB, some 130 MiB in all,
+/// and exchange them at random, under a limit in MiB.
 fn sixteen_threads(limit: u64) -> Vec<Counts> {
     const THREADS: u64 = 16;
     const ROUNDS: usize = 10;

@@ -1,5 +1,5 @@
-//! With debugging on, what is wrong with a block is found, told with its lines, and harms nobody; what is right is left
-//! alone; and with debugging off nothing is different.
+//! With debugging on, what is wrong with a block is found, told with its lines, and harms nobody;
+//! what is right is left alone; and with debugging off nothing is different.
 
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -582,7 +582,8 @@ fn off_makes_the_same_driver_calls_and_hands_out_the_same_addresses_as_ever() {
             addresses.extend([a.block().address(), b.block().address()]);
         }
         rig.pool.trim(0).unwrap();
-        // Where the range as a whole lies is the kernel's choice, which depends on what others have mapped.
+        // Where the range as a whole lies is the kernel's choice, which depends on what others have
+        // mapped.
         let first = addresses[0];
         addresses.iter_mut().for_each(|address| *address = address.wrapping_sub(first));
         (addresses, rig.sim.driver().calls().made())

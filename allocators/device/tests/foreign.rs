@@ -27,7 +27,8 @@ fn a_stream_that_is_let_go_of_and_taken_in_again_is_waited_for_again() {
         block.order(foreign, Some(alive.clone()), Access::Write).unwrap();
         rig.sim.access(foreign, range(&block), Access::Write, Some(block.generation())).unwrap();
         drop(block);
-        // Has to wait for the foreign stream, on the device. Then nobody notes that stream any more.
+        // Has to wait for the foreign stream, on the device. Then nobody notes that stream any
+        // more.
         drop(rig.pool.alloc(&s, Request::bytes(6 * MIB)).unwrap());
     }
     assert_eq!(rig.pool.stats().host_waits, 0);

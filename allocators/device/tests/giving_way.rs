@@ -1,5 +1,5 @@
-//! What pools under one root of budgets do for each other when one of them has no room: who is asked, for what, and that
-//! every byte is accounted for whatever goes wrong meanwhile.
+//! What pools under one root of budgets do for each other when one of them has no room: who is
+//! asked, for what, and that every byte is accounted for whatever goes wrong meanwhile.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 mod support;
@@ -308,8 +308,8 @@ fn memory_for_a_foreign_library_is_the_drivers_when_it_has_been_given_back() {
     assert!(sim.violations().is_empty());
 }
 
-/// Two pools under a budget that is too small, threads on both that take and let go: every request ends, nobody is refused
-/// for what lies idle in the other pool, and at the end every byte is back.
+/// Two pools under a budget that is too small, threads on both that take and let go: every request
+/// ends, nobody is refused for what lies idle in the other pool, and at the end every byte is back.
 #[test]
 fn pools_that_take_from_each_other_from_many_threads_lose_no_byte_and_no_thread() {
     let sim = Sim::h200(1).symbolic();

@@ -1,4 +1,5 @@
-//! Streams that are gone: what they had is the others' without anybody being short, and nothing of them adds up.
+//! Streams that are gone: what they had is the others' without anybody being short, and nothing of
+//! them adds up.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 #![allow(unsafe_code, reason = "adopts streams and ends their handles")]
 
@@ -135,7 +136,8 @@ fn work_of_a_stream_that_is_gone_is_done_before_its_memory_is_anybody_elses() {
     }
 }
 
-/// Ten thousand streams of a kind live after each other. What is left in the end, and was there at most.
+/// Ten thousand streams of a kind live after each other. What is left in the end, and was there at
+/// most.
 fn ten_thousand(rig: &Rig, mut live: impl FnMut(u64)) {
     let (mut events, mut streams, mut physical) = (0, 0, 0);
     for nth in 0..10_000 {

@@ -1,5 +1,5 @@
-//! Launches of graphs over their own memory: in order with whatever touches it, beside everything else. The oracle watches,
-//! and the controls show what it sees where the pool is not told.
+//! Launches of graphs over their own memory: in order with whatever touches it, beside everything
+//! else. The oracle watches, and the controls show what it sees where the pool is not told.
 #![expect(unsafe_code, reason = "captures, and launches by hand for the controls")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -153,7 +153,8 @@ fn a_capture_that_forks_and_joins_uses_blocks_of_both_streams_in_order() {
                 u.wait_for(s)?;
                 let mut b = rig.pool.buffer::<u8>(&u, LEN)?;
                 u.copy(&a, &mut b)?;
-                // `a` is used on `u`: what comes next on `s` lies elsewhere, or the branches would race.
+                // `a` is used on `u`: what comes next on `s` lies elsewhere, or the branches would
+                // race.
                 drop(a);
                 let mut c = rig.pool.buffer::<u8>(s, LEN)?;
                 s.fill(&mut c, 1)?;
@@ -275,7 +276,8 @@ fn by_hand(s: &Stream, work: impl FnOnce()) -> RawGraphExec {
     exec
 }
 
-/// The control: memory of a capture that goes back to the cache it came from, since nobody announced the capture.
+/// The control: memory of a capture that goes back to the cache it came from, since nobody
+/// announced the capture.
 #[test]
 fn a_replay_over_memory_that_was_given_back_early_is_a_violation() {
     let rig = Rig::new(64);
@@ -297,7 +299,8 @@ fn a_replay_over_memory_that_was_given_back_early_is_a_violation() {
     assert!(!found.is_empty(), "the oracle saw nothing");
 }
 
-/// The control: launches by hand of two graphs that share a pool, on two streams that nobody orders.
+/// The control: launches by hand of two graphs that share a pool, on two streams that nobody
+/// orders.
 #[test]
 fn launches_that_nobody_orders_are_a_violation() {
     let rig = Rig::stepped(64);
@@ -349,7 +352,8 @@ fn a_launch_by_hand_beside_a_use_of_its_block_is_a_violation_unless_it_is_noted(
         used.finish().unwrap();
         rig.sim.run_all();
         assert_eq!(rig.sim.take_violations().is_empty(), noted);
-        // The pool knows nothing of the launch that was not noted, and its end adds to what that did.
+        // The pool knows nothing of the launch that was not noted, and its end adds to what that
+        // did.
         rig.sim.oracle(noted);
     }
 }

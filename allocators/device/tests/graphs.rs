@@ -1,5 +1,5 @@
-//! A graph's memory is the graph's: nobody else is given it, and it stays where it is, until the graph and its last launch
-//! are done.
+//! A graph's memory is the graph's: nobody else is given it, and it stays where it is, until the
+//! graph and its last launch are done.
 #![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
@@ -341,7 +341,8 @@ fn memory_that_the_driver_keeps_for_a_graph_goes_when_the_driver_says_so() {
     assert_eq!(rig.pool.stats().graphs, 2 * MIB, "the executable may be launched");
     // SAFETY: 1. nobody else knows it.
     unsafe { rig.sim.driver().graph_exec_destroy(exec) }.unwrap();
-    // By this thread's trim, or by the next one where another thread, which looks for all pools, has it in hand.
+    // By this thread's trim, or by the next one where another thread, which looks for all pools,
+    // has it in hand.
     let begun = Instant::now();
     while rig.pool.trim(0).is_ok() && rig.pool.stats().physical > 0 {
         assert!(begun.elapsed() < PATIENCE, "{:?}", rig.pool.stats());

@@ -12,7 +12,8 @@ use support::{MIB, PATIENCE, Rig, range};
 
 const GIB: u64 = 1 << 30;
 
-/// A device of 1 TiB: handles are as large as on no device that there is. Runs nothing by itself, and gives up at once.
+/// A device of 1 TiB: handles are as large as on no device that there is. Runs nothing by itself,
+/// and gives up at once.
 fn vast(limit_mib: u64) -> Rig {
     let sim = Sim::h200(1).symbolic().stepped().capacity(1 << 40);
     Rig::on(sim, limit_mib, |config| config.wait = Duration::ZERO)
@@ -87,8 +88,8 @@ fn large_handles_are_given_back_first_and_a_small_one_where_little_is_asked() {
     assert_eq!(rig.budget.used(), 0);
 }
 
-/// Two handles of 64 MiB that are free, and live ones beside each. No block of 70 MiB finds room but beyond the last,
-/// which misses three slots.
+/// Two handles of 64 MiB that are free, and live ones beside each. No block of 70 MiB finds room
+/// but beyond the last, which misses three slots.
 fn two_large_ones(rig: &Rig, stream: &Stream, used: bool) -> [Block; 2] {
     let [a, b, c, d] = [0; 4].map(|_| take(rig, stream, 64));
     if used {
@@ -138,7 +139,8 @@ fn a_handle_under_queued_work_is_neither_melted_nor_unmapped() {
     rig.assert_silent();
 }
 
-/// Four handles of 2 MiB in a row, of which two lie free apart from each other under work that has not run.
+/// Four handles of 2 MiB in a row, of which two lie free apart from each other under work that has
+/// not run.
 fn two_in_use(rig: &Rig, stream: &Stream) -> [Block; 2] {
     let [a, b, c, d] = [0; 4].map(|_| take(rig, stream, 2));
     for free in [a, c] {
@@ -199,7 +201,8 @@ fn one_small_block_pins_one_handle_and_no_more() {
 
 #[test]
 fn failure_of_any_call_while_moving_loses_nothing() {
-    // Those that end a handle are left out: what the driver will not have back is held, and charged, for good.
+    // Those that end a handle are left out: what the driver will not have back is held, and
+    // charged, for good.
     let calls = [
         Call::HandleCreate,
         Call::Map,

@@ -1,5 +1,5 @@
-//! What takes nothing from the host's heap, once as much has been done at once before: a block that other streams use, and
-//! a pass that looks for memory and gives it back.
+//! What takes nothing from the host's heap, once as much has been done at once before: a block that
+//! other streams use, and a pass that looks for memory and gives it back.
 #![expect(unsafe_code, reason = "counts what an allocator is asked for")]
 
 #[path = "../../../tests/support/counting.rs"]

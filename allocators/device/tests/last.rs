@@ -1,4 +1,5 @@
-//! The block that was freed last waits in front of its stream's heap, and nobody can tell but by the clock.
+//! The block that was freed last waits in front of its stream's heap, and nobody can tell but by
+//! the clock.
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod support;

@@ -256,7 +256,8 @@ fn a_launch_on_a_stream_that_is_fenced_at_once_records_one_event() {
     }
 }
 
-/// A launch on one part, or one that writes what another reads, says nothing of how long the other's borrow lasts.
+/// A launch on one part, or one that writes what another reads, says nothing of how long the
+/// other's borrow lasts.
 #[test]
 fn a_launch_ends_no_borrow_of_another_part_nor_of_a_reader() {
     for part in [true, false] {

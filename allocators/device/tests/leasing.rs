@@ -52,8 +52,8 @@ fn all_calls(rig: &Rig) -> u64 {
     calls(rig, Call::ALL)
 }
 
-/// Two streams that each hold twenty blocks of 1 MiB, of which the first has freed every other one. So ten handles of the
-/// first are half free, and no handle is wholly free.
+/// Two streams that each hold twenty blocks of 1 MiB, of which the first has freed every other one.
+/// So ten handles of the first are half free, and no handle is wholly free.
 fn half_free(limit_mib: u64) -> (Rig, Stream, Stream, [Vec<Block>; 2], Vec<u64>) {
     let rig = Rig::on(Sim::h200(1).symbolic(), limit_mib, |_| ());
     let (s, u) = (rig.stream(), rig.stream());
@@ -368,8 +368,8 @@ struct Loop {
 }
 
 impl Loop {
-    /// A training step of random sizes: each layer leaves what the way back needs, in reverse order, and has something
-    /// of its own meanwhile on each stream.
+    /// A training step of random sizes: each layer leaves what the way back needs, in reverse
+    /// order, and has something of its own meanwhile on each stream.
     fn training(mut seed: u64, streams: usize) -> Self {
         const LAYERS: usize = 24;
         let mut random = move |below: u64| {
@@ -506,7 +506,8 @@ impl Sequence {
     }
 }
 
-/// Blocks of half a MiB to 256 MiB come and go on four streams, some 40 of them live; at the end all are freed.
+/// Blocks of half a MiB to 256 MiB come and go on four streams, some 40 of them live; at the end
+/// all are freed.
 fn round(rig: &Rig, streams: &[Stream], seed: u64, doublings: u64) {
     let (mut next, mut live) = (Sequence(seed), Vec::new());
     for at in 0..600 {

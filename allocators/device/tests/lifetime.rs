@@ -56,7 +56,8 @@ fn races_between_streams_clobber_nothing_and_memory_is_reused_all_the_same() {
     }
 }
 
-/// What the test above would look like to a pool that is told nothing: the bytes are wrong, and the oracle says so.
+/// What the test above would look like to a pool that is told nothing: the bytes are wrong, and the
+/// oracle says so.
 #[test]
 fn without_a_noted_use_the_same_program_is_corrupted_and_reported() {
     let rig = Rig::stepped(32);
@@ -130,7 +131,8 @@ fn a_forgotten_use_keeps_the_bytes_for_good_and_never_races() {
     assert_eq!(refused.pending, 6 * MIB);
 }
 
-/// Nobody looks at the pending blocks of a pool that has been closed, unless whoever ends the use sends them home.
+/// Nobody looks at the pending blocks of a pool that has been closed, unless whoever ends the use
+/// sends them home.
 #[test]
 fn a_use_that_ends_after_its_pool_has_closed_takes_the_last_of_it_down() {
     for finish in [true, false] {

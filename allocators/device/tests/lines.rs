@@ -108,7 +108,8 @@ fn what_a_pool_does_for_its_caller_is_named_by_the_callers_line_under_every_mode
             };
             drop(parkable);
             let at = block.range();
-            // A plain drop has no line: what touches the memory afterwards is told the line that made it.
+            // A plain drop has no line: what touches the memory afterwards is told the line that
+            // made it.
             drop(block);
             stray(&rig, raw, at);
             let found = rig.sim.take_violations();

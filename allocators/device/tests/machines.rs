@@ -1,5 +1,5 @@
-//! Streams and memory of two simulated machines have nothing to do with each other: every function that takes a stream
-//! refuses one of another machine with a typed error, and nothing changes.
+//! Streams and memory of two simulated machines have nothing to do with each other: every function
+//! that takes a stream refuses one of another machine with a typed error, and nothing changes.
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 
 mod support;
@@ -21,7 +21,8 @@ fn refused<T>(what: &str, answer: Result<T>) {
     }
 }
 
-/// Streams of a machine: a leased one, and the default stream that all machines have under one handle.
+/// Streams of a machine: a leased one, and the default stream that all machines have under one
+/// handle.
 fn streams(rig: &Rig) -> [Stream; 2] {
     [rig.stream(), rig.pool.streams().legacy_default().unwrap()]
 }

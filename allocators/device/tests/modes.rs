@@ -1,5 +1,5 @@
-//! Every mistake under every mode of debugging: what is found without a mode is found with it, and each mode finds what it
-//! promises.
+//! Every mistake under every mode of debugging: what is found without a mode is found with it, and
+//! each mode finds what it promises.
 #![expect(unsafe_code, reason = "captures by hand, and parks")]
 #![expect(clippy::unwrap_used, clippy::panic, reason = "helpers of tests")]
 

@@ -1,7 +1,9 @@
 //! Runs of pages in a block of device memory.
 //!
-//! - The lowest run is taken, views never reach beyond their pages, and another arena's pages are refused.
-//! - Pages go round at once, and whoever has them next comes after everybody who had them before, on whatever stream.
+//! - The lowest run is taken, views never reach beyond their pages, and another arena's pages are
+//!   refused.
+//! - Pages go round at once, and whoever has them next comes after everybody who had them before,
+//!   on whatever stream.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 mod support;

@@ -1,4 +1,5 @@
-//! Parked memory: gone from the device and from the budget, kept on the host, back at the same addresses.
+//! Parked memory: gone from the device and from the budget, kept on the host, back at the same
+//! addresses.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(unsafe_code, reason = "parks what nobody is about to use")]
 
@@ -39,7 +40,8 @@ fn rig(limit_mib: u64) -> Rig {
 }
 
 fn park(rig: &Rig, how: Park) -> Result<ParkReport, MemoryError> {
-    // SAFETY: 1. and 2. each test says what it has queued before, and queues nothing meanwhile but what is refused.
+    // SAFETY: 1. and 2. each test says what it has queued before, and queues nothing meanwhile but
+    // what is refused.
     unsafe { rig.pool.park(tag(), how) }
 }
 
@@ -213,7 +215,8 @@ fn a_prepared_use_refuses_the_park_and_changes_nothing_and_queued_work_is_waited
     assert_eq!(park(&rig, saved()), Err(MemoryError::Busy { address: block.address() }));
     s.fill(&mut first, 6).unwrap();
     used.finish().unwrap();
-    // Nobody runs the device's work, so it is not done by the deadline, on the home stream or another.
+    // Nobody runs the device's work, so it is not done by the deadline, on the home stream or
+    // another.
     let held = rig.budget.used();
     assert_eq!(park(&rig, saved().by(Instant::now())), Err(MemoryError::TimedOut));
     rig.sim.run_all();

@@ -1,7 +1,8 @@
 //! Parts of buffers.
 //!
 //! - A part lies where its elements do, whatever it is a part of.
-//! - A use of a part is one of its whole block, and lasts as long as the part is borrowed, whatever is done with others.
+//! - A use of a part is one of its whole block, and lasts as long as the part is borrowed, whatever
+//!   is done with others.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 mod support;
@@ -120,7 +121,8 @@ fn a_type_that_does_not_fit_the_bytes_is_refused_and_the_buffer_handed_back() {
     assert_eq!(DeviceBuffer::<f64>::from_block(block).unwrap().len(), 8);
 }
 
-/// Both parts are lent, each to a stream of its own, and used in turns; then the buffer is dropped, and its bytes go round.
+/// Both parts are lent, each to a stream of its own, and used in turns; then the buffer is dropped,
+/// and its bytes go round.
 #[test]
 fn parts_that_are_lent_to_two_streams_are_noted_until_both_are_back() {
     for seed in 0..60 {

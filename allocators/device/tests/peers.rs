@@ -15,7 +15,8 @@ use support::{MIB, Rig, range};
 const OWN: DeviceId = DeviceId(0);
 const OTHER: DeviceId = DeviceId(1);
 
-/// Whether a kernel of the other device may touch a range of `home`'s, when all that was queued before is done.
+/// Whether a kernel of the other device may touch a range of `home`'s, when all that was queued
+/// before is done.
 fn is_reached(rig: &Rig, home: &Stream, range: DeviceRange) -> bool {
     home.timeline().synchronize().unwrap();
     let stream = StreamPool::new(rig.sim.driver(), OTHER, 1).lease().unwrap();

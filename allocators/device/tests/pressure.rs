@@ -1,4 +1,5 @@
-//! What happens when memory is short, in which order, and what an allocation costs the others meanwhile.
+//! What happens when memory is short, in which order, and what an allocation costs the others
+//! meanwhile.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
@@ -620,8 +621,8 @@ fn with_nothing_live_whatever_the_budget_holds_can_be_had() {
     }
 }
 
-/// Three handles of 64 MiB with gaps of 16 MiB between them: every window over two of them and their gaps takes half of the
-/// third, which then cannot go where memory is missing.
+/// Three handles of 64 MiB with gaps of 16 MiB between them: every window over two of them and
+/// their gaps takes half of the third, which then cannot go where memory is missing.
 #[test]
 fn handles_that_lie_apart_and_in_each_others_way_are_given_back_before_anybody_is_refused() {
     let rig = Rig::on(Sim::h200(1).symbolic().capacity(1 << 40), 1 << 20, |config| {
@@ -651,7 +652,8 @@ fn a_request_that_would_not_fit_anyway_costs_nobody_the_cache() {
     assert_eq!(rig.sim.driver().calls().get(Call::HandleCreate), before);
 }
 
-/// Equal streams near the limit, each with room of its own that no single one of the others' is as large as.
+/// Equal streams near the limit, each with room of its own that no single one of the others' is as
+/// large as.
 #[test]
 fn any_number_of_equal_streams_share_near_the_limit_without_moving_a_handle() {
     for count in [2, 4, 8, 16] {

@@ -1,4 +1,5 @@
-//! Addresses that stay, memory that comes and goes behind them, and a charge for exactly what is there.
+//! Addresses that stay, memory that comes and goes behind them, and a charge for exactly what is
+//! there.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![expect(clippy::single_range_in_vec_init, reason = "one range is what is meant")]
 

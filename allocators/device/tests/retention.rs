@@ -1,5 +1,5 @@
-//! What a pool keeps of what lies idle, and what it never gives back: the release threshold, the warm reserve, and the cap
-//! on each stream's cache.
+//! What a pool keeps of what lies idle, and what it never gives back: the release threshold, the
+//! warm reserve, and the cap on each stream's cache.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;
@@ -99,7 +99,8 @@ fn nothing_above_the_threshold_goes_before_its_work_is_done() {
 fn a_loop_at_the_threshold_makes_no_memory_call_after_its_second_round() {
     for streams in 2..5 {
         for threshold in [0, 1, 4, 10, 14, 31, 32, 33] {
-            // Each place is of another stream every time, and all memory is shared, so each allocation is a slow path.
+            // Each place is of another stream every time, and all memory is shared, so each
+            // allocation is a slow path.
             let rig = rig(32, |config| config.release_threshold = threshold * MIB);
             let streams: Vec<_> = (0..streams).map(|_| rig.stream()).collect();
             let round = || {

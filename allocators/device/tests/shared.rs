@@ -1,4 +1,5 @@
-//! What may be sent to another thread and shared with one, and what a lost device does to everybody.
+//! What may be sent to another thread and shared with one, and what a lost device does to
+//! everybody.
 
 mod support;
 

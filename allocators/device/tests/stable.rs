@@ -1,4 +1,5 @@
-//! A stable block's memory stays where it is until the last who keeps its address is gone, and then goes wholly.
+//! A stable block's memory stays where it is until the last who keeps its address is gone, and then
+//! goes wholly.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 mod support;

@@ -1,8 +1,11 @@
-//! What a stream's kind changes for the memory that is used on it, each beside a program that does without.
+//! What a stream's kind changes for the memory that is used on it, each beside a program that does
+//! without.
 //!
 //! - Work of isolated streams never comes to wait for other work because of memory.
-//! - A foreign stream that goes without notice is fenced while it is there; one that is retired is waited for.
-//! - A thread's default stream is another stream on each thread, and known by the events that the thread itself records.
+//! - A foreign stream that goes without notice is fenced while it is there; one that is retired is
+//!   waited for.
+//! - A thread's default stream is another stream on each thread, and known by the events that the
+//!   thread itself records.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 #![allow(unsafe_code, reason = "adopts streams and ends their handles")]
 
@@ -45,8 +48,8 @@ impl Ranks {
     }
 }
 
-/// Two ranks queue two collectives in opposite orders on a stream each, which is right. What the memory of the first has
-/// held, the second asks for.
+/// Two ranks queue two collectives in opposite orders on a stream each, which is right. What the
+/// memory of the first has held, the second asks for.
 fn two_collectives(kind: Lease) -> (usize, [Result<Block, MemoryError>; 2]) {
     let ranks = Ranks::new();
     let streams =
@@ -137,7 +140,8 @@ fn memory_is_not_waited_for_where_a_graph_is_being_captured_and_the_capture_stay
     rig.assert_silent();
 }
 
-/// A block that a foreign stream uses, whose owner then destroys it. What the next one is called who gets the handle.
+/// A block that a foreign stream uses, whose owner then destroys it. What the next one is called
+/// who gets the handle.
 fn foreign_use(life: Life, retire: bool) -> Rig {
     let rig = Rig::on(Sim::h200(1).stepped(), 8, |_| ());
     let (s, driver) = (rig.stream(), rig.sim.driver());
@@ -194,7 +198,8 @@ fn only_a_stream_that_every_thread_may_call_for_is_told_as_a_home() {
     );
     for (life, told) in [(Life::Retired, true), (Life::Fenced, false)] {
         let raw = rig.sim.driver().stream_create(DeviceId(0), 0).unwrap();
-        // SAFETY: 1. a stream of this driver, which is not destroyed before it is retired or its block is freed.
+        // SAFETY: 1. a stream of this driver, which is not destroyed before it is retired or its
+        // block is freed.
         let foreign = unsafe { rig.pool.streams().adopt(raw, life) }.unwrap();
         let block = rig.pool.alloc(&foreign, Request::bytes(MIB)).unwrap();
         assert_eq!(block.home_stream(), told.then_some(raw));
@@ -235,8 +240,8 @@ fn a_foreign_stream_that_is_neither_is_taken_for_the_one_that_got_its_handle() {
     }
 }
 
-/// What ends a thread's use of a block: told to the pool by the thread, or an event that the main thread records on the
-/// same handle, which on the main thread is another stream.
+/// What ends a thread's use of a block: told to the pool by the thread, or an event that the main
+/// thread records on the same handle, which on the main thread is another stream.
 #[derive(PartialEq)]
 enum Ending {
     ByItsThread,

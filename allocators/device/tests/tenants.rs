@@ -1,4 +1,5 @@
-//! What a tenant and a tag are promised: their live bytes, exactly, whoever frees them and wherever.
+//! What a tenant and a tag are promised: their live bytes, exactly, whoever frees them and
+//! wherever.
 #![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
 mod support;
@@ -239,7 +240,8 @@ fn threads_of_one_tenant_are_granted_its_last_byte_and_leave_nothing() {
                     if next(3) > 0 {
                         let bytes = 1 + next(300 << 10);
                         if let Ok(block) = tenant.alloc(&s, Request::bytes(bytes)) {
-                            // Counted when it is granted at the latest, and until right before it is given back.
+                            // Counted when it is granted at the latest, and until right before it
+                            // is given back.
                             most.fetch_max(
                                 sum.fetch_add(bytes, Ordering::SeqCst) + bytes,
                                 Ordering::SeqCst,

@@ -4,7 +4,8 @@
 use crate::{RawStream, Result};
 use std::{fmt::Debug, ptr::NonNull};
 
-/// Rows of equal length at equal distances: what a 2D copy or fill goes over. Nothing where either number is 0.
+/// Rows of equal length at equal distances: what a 2D copy or fill goes over. Nothing where either
+/// number is 0.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Rows {
     /// The length of a row: bytes in a copy, elements in a fill.
@@ -13,14 +14,16 @@ pub struct Rows {
     pub height: u64,
 }
 
-/// One side of a 2D copy or fill: where its first row starts, and how far apart rows start, in bytes.
+/// One side of a 2D copy or fill: where its first row starts, and how far apart rows start, in
+/// bytes.
 ///
 /// Its example is that of [`Copies`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Pitched<A> {
     /// The first byte of the first row: an address on the device, or a pointer on the host.
     pub start: A,
-    /// Bytes from the start of one row to that of the next: at least a row's, and on a GPU at most 2³¹ − 1.
+    /// Bytes from the start of one row to that of the next: at least a row's, and on a GPU at most
+    /// 2³¹ − 1.
     pub pitch: u64,
 }
 
@@ -49,8 +52,9 @@ impl Pattern {
     }
 }
 
-/// Copies and fills. Each is queued on its stream and the host goes on at once where the host side is pinned; with
-/// pageable memory the driver stages it, and a copy to the device may return before the device has it.
+/// Copies and fills. Each is queued on its stream and the host goes on at once where the host side
+/// is pinned; with pageable memory the driver stages it, and a copy to the device may return before
+/// the device has it.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, Driver, Pattern, Pitched, Rows, sim::Sim};
@@ -67,14 +71,16 @@ impl Pattern {
 /// ```
 ///
 /// # Safety
-/// 1. The work touches the ranges that are named, of that length, in the order of its stream, and nothing else.
+/// 1. The work touches the ranges that are named, of that length, in the order of its stream, and
+///    nothing else.
 /// 2. A call that is refused has queued nothing.
 pub unsafe trait Copies: Debug + Send + Sync {
     /// Host to device (`cuMemcpyHtoDAsync`).
     ///
     /// # Safety
     /// 1. `from` is readable for `bytes`, and `to` writable on the device, until the copy is done.
-    /// 2. No other work, of host or device, writes the source or touches the destination out of order with it.
+    /// 2. No other work, of host or device, writes the source or touches the destination out of
+    ///    order with it.
     ///
     /// # Errors
     /// Invalid value (1) for a host range that spans two registrations.
@@ -90,7 +96,8 @@ pub unsafe trait Copies: Debug + Send + Sync {
     ///
     /// # Safety
     /// 1. `to` is writable for `bytes`, and `from` readable on the device, until the copy is done.
-    /// 2. No other work, of host or device, touches the destination or writes the source out of order with it.
+    /// 2. No other work, of host or device, touches the destination or writes the source out of
+    ///    order with it.
     ///
     /// # Errors
     /// Invalid value (1) for a host range that spans two registrations.
@@ -121,12 +128,14 @@ pub unsafe trait Copies: Debug + Send + Sync {
     /// Host to device, row by row (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
     ///
     /// # Safety
-    /// 1. Each row of `from` is readable, and each of `to` writable on the device, until the copy is done.
-    /// 2. No other work, of host or device, writes the source's rows or touches the destination's out of order with it.
+    /// 1. Each row of `from` is readable, and each of `to` writable on the device, until the copy
+    ///    is done.
+    /// 2. No other work, of host or device, writes the source's rows or touches the destination's
+    ///    out of order with it.
     ///
     /// # Errors
-    /// Invalid value (1) for a pitch shorter than a row, and for a host side, from the first row's start to the last
-    /// one's end, that spans two registrations.
+    /// Invalid value (1) for a pitch shorter than a row, and for a host side, from the first row's
+    /// start to the last one's end, that spans two registrations.
     unsafe fn copy_2d_to_device(
         &self,
         stream: RawStream,
@@ -138,8 +147,10 @@ pub unsafe trait Copies: Debug + Send + Sync {
     /// Device to host, row by row (`cuMemcpy2DAsync_v2`). `rows.width` is in bytes.
     ///
     /// # Safety
-    /// 1. Each row of `to` is writable, and each of `from` readable on the device, until the copy is done.
-    /// 2. No other work, of host or device, touches the destination's rows or writes the source's out of order with it.
+    /// 1. Each row of `to` is writable, and each of `from` readable on the device, until the copy
+    ///    is done.
+    /// 2. No other work, of host or device, touches the destination's rows or writes the source's
+    ///    out of order with it.
     ///
     /// # Errors
     /// As [`Copies::copy_2d_to_device`].
@@ -151,10 +162,12 @@ pub unsafe trait Copies: Debug + Send + Sync {
         rows: Rows,
     ) -> Result<()>;
 
-    /// Device to device, row by row (`cuMemcpy2DAsync_v2`), on one device. `rows.width` is in bytes.
+    /// Device to device, row by row (`cuMemcpy2DAsync_v2`), on one device. `rows.width` is in
+    /// bytes.
     ///
     /// # Safety
-    /// 1. Each row of both sides is mapped until the copy is done, and no row of the one overlaps a row of the other.
+    /// 1. Each row of both sides is mapped until the copy is done, and no row of the one overlaps a
+    ///    row of the other.
     /// 2. No other work touches them out of order with it, but for reads of the source.
     ///
     /// # Errors
@@ -183,15 +196,16 @@ pub unsafe trait Copies: Debug + Send + Sync {
         count: u64,
     ) -> Result<()>;
 
-    /// Fills row by row (`cuMemsetD2D8Async`, `cuMemsetD2D16Async`, `cuMemsetD2D32Async`). `rows.width` is in elements.
+    /// Fills row by row (`cuMemsetD2D8Async`, `cuMemsetD2D16Async`, `cuMemsetD2D32Async`).
+    /// `rows.width` is in elements.
     ///
     /// # Safety
     /// 1. Each row is mapped until the fill is done.
     /// 2. No other work touches the rows out of order with it.
     ///
     /// # Errors
-    /// Invalid value (1) for an address or a pitch that the element's size does not divide, and for a pitch shorter than
-    /// a row.
+    /// Invalid value (1) for an address or a pitch that the element's size does not divide, and for
+    /// a pitch shorter than a row.
     unsafe fn fill_2d(
         &self,
         stream: RawStream,

@@ -9,8 +9,8 @@ use std::{
 /// Devices that were seen to be lost.
 static LOSSES: AtomicU64 = AtomicU64::new(0);
 
-/// How many devices, of all drivers of the process, have been [seen to be lost](Devices::is_lost) so far. Whoever has
-/// seen a count has to ask the drivers again only when it has changed.
+/// How many devices, of all drivers of the process, have been [seen to be lost](Devices::is_lost)
+/// so far. Whoever has seen a count has to ask the drivers again only when it has changed.
 ///
 /// Its example is that of [`Sim::lose_device`](crate::sim::Sim::lose_device), which it would count.
 #[inline]
@@ -36,24 +36,27 @@ pub struct DeviceInfo {
     pub memory: u64,
     /// Compute capability, major and minor.
     pub compute_capability: (u32, u32),
-    /// Domain, bus, device and function, lower case: `0000:1b:00.0`. `None` where the driver does not tell.
+    /// Domain, bus, device and function, lower case: `0000:1b:00.0`. `None` where the driver does
+    /// not tell.
     pub pci_address: Option<String>,
     /// The NUMA node of the host that the driver names as nearest. `None` where it does not tell.
     pub host_node: Option<u32>,
-    /// The NUMA node that the device's own memory is, where the host's kernel hands it out (coherent links). `None` for
-    /// memory behind a bus, and where the driver is too old to tell.
+    /// The NUMA node that the device's own memory is, where the host's kernel hands it out
+    /// (coherent links). `None` for memory behind a bus, and where the driver is too old to tell.
     pub memory_node: Option<u32>,
     /// Whether address ranges and physical handles can be had apart (virtual memory management).
     pub virtual_memory: bool,
     /// Size and alignment of physical handles, in bytes; 0 without virtual memory management.
     pub granularity: u64,
-    /// For whom its physical memory can be made, as the device tells; the system may forbid some of it all the same.
+    /// For whom its physical memory can be made, as the device tells; the system may forbid some
+    /// of it all the same.
     pub export_types: ExportTypes,
     /// Whether the driver's stream-ordered pools are there.
     pub async_pools: bool,
     /// Whether the device shares the host's memory instead of having its own.
     pub integrated: bool,
-    /// The devices whose memory its kernels could reach, if that were opened to it (`cuDeviceCanAccessPeer`).
+    /// The devices whose memory its kernels could reach, if that were opened to it
+    /// (`cuDeviceCanAccessPeer`).
     pub peers: Vec<DeviceId>,
 }
 
@@ -79,7 +82,8 @@ impl DeviceInfo {
     }
 }
 
-/// The driver's own count of a device's memory: advice, since other programs take and give meanwhile.
+/// The driver's own count of a device's memory: advice, since other programs take and give
+/// meanwhile.
 ///
 /// Its example is that of [`Driver`](crate::Driver).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -93,10 +97,12 @@ pub struct MemoryInfo {
 /// Devices.
 ///
 /// # Safety
-/// 1. After [`Devices::device_synchronize`] has answered `Ok`, all that was queued on the device before the call is done.
-/// 2. What [`Devices::device_info`] says of alignment, granularity and peers holds for the calls of the other families.
-/// 3. [`Devices::is_lost`], and a [sticky error](crate::DriverError::is_device_lost) of any call for a device, are told only
-///    where nothing that was queued there runs any more.
+/// 1. After [`Devices::device_synchronize`] has answered `Ok`, all that was queued on the device
+///    before the call is done.
+/// 2. What [`Devices::device_info`] says of alignment, granularity and peers holds for the calls of
+///    the other families.
+/// 3. [`Devices::is_lost`], and a [sticky error](crate::DriverError::is_device_lost) of any call
+///    for a device, are told only where nothing that was queued there runs any more.
 #[expect(unsafe_code, reason = "declares a trait whose answers are trusted; holds no unsafe block")]
 pub unsafe trait Devices: Debug + Send + Sync {
     /// How many devices the driver shows to this process (`cuDeviceGetCount`).
@@ -105,8 +111,9 @@ pub unsafe trait Devices: Debug + Send + Sync {
     /// The driver's.
     fn device_count(&self) -> Result<u32>;
 
-    /// What a device is and can do (`cuDeviceGetAttribute` and others). The first call for a device may take its
-    /// primary context, which takes hundreds of megabytes on the device and a fraction of a second.
+    /// What a device is and can do (`cuDeviceGetAttribute` and others). The first call for a device
+    /// may take its primary context, which takes hundreds of megabytes on the device and a fraction
+    /// of a second.
     ///
     /// # Errors
     /// Invalid device for an ordinal that is not there.
@@ -124,8 +131,9 @@ pub unsafe trait Devices: Debug + Send + Sync {
     /// The driver's.
     fn driver_version(&self) -> Result<u32>;
 
-    /// Whether any call for the device has answered with a [sticky error](crate::DriverError::is_device_lost) so far. Makes
-    /// no call: a loss that nobody has met yet is not known.
+    /// Whether any call for the device has answered with a [sticky
+    /// error](crate::DriverError::is_device_lost) so far. Makes no call: a loss that nobody has met
+    /// yet is not known.
     fn is_lost(&self, device: DeviceId) -> bool;
 
     /// Waits for everything queued on the device (`cuCtxSynchronize`). Blocks.

@@ -19,9 +19,10 @@ use std::fmt::Debug;
 /// ```
 ///
 /// # Safety
-/// 1. An event that [`Events::event_create`] answers with is a new one, valid until it is destroyed.
-/// 2. `Ok(true)` of [`Events::event_query`] and `Ok` of [`Events::event_synchronize`] mean that all that was queued on the
-///    stream before the last record is done.
+/// 1. An event that [`Events::event_create`] answers with is a new one, valid until it is
+///    destroyed.
+/// 2. `Ok(true)` of [`Events::event_query`] and `Ok` of [`Events::event_synchronize`] mean that all
+///    that was queued on the stream before the last record is done.
 /// 3. A call that is refused has changed nothing.
 pub unsafe trait Events: Debug + Send + Sync {
     /// An event without timing, in the primary context of `device` (`cuEventCreate`, about 0.1 µs).
@@ -39,14 +40,15 @@ pub unsafe trait Events: Debug + Send + Sync {
     /// The driver's.
     unsafe fn event_destroy(&self, event: RawEvent) -> Result<()>;
 
-    /// Puts the event behind all that is queued on `stream` (`cuEventRecord`, about 0.17 µs). A record made before is
-    /// forgotten.
+    /// Puts the event behind all that is queued on `stream` (`cuEventRecord`, about 0.17 µs). A
+    /// record made before is forgotten.
     ///
     /// # Errors
     /// The driver's.
     fn event_record(&self, event: RawEvent, stream: RawStream) -> Result<()>;
 
-    /// Whether the last record has been reached; true for an event never recorded (`cuEventQuery`). Never blocks.
+    /// Whether the last record has been reached; true for an event never recorded (`cuEventQuery`).
+    /// Never blocks.
     ///
     /// # Errors
     /// Those of work queued before.

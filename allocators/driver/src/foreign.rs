@@ -8,18 +8,20 @@ use crate::{DeviceRange, KeepAlive, RawStream};
 use aquifer_core::Result;
 use std::{fmt, marker::PhantomData};
 
-/// Device memory that another library has handed over, whole: its slice, tensor or buffer, by value.
+/// Device memory that another library has handed over, whole: its slice, tensor or buffer, by
+/// value.
 ///
 /// It has a stream of that library's, in whose order it is used and freed there.
 ///
 /// # Safety
-/// 1. [`Foreign::range`] is device memory that holds whole elements, stays mapped while the value lives, wherever that is
-///    moved, and is touched by nobody else meanwhile.
-/// 2. Work queued on [`Foreign::stream`] after [`Foreign::enter`] has answered `Ok` comes after all use that the library
-///    has made of the memory.
-/// 3. When the value is dropped, or used again after [`Foreign::leave`] has answered `Ok`, the library does nothing with the
-///    memory, on any stream, that does not come after what is queued on that stream by then. Where
-///    [`Foreign::ends_at_once`], it may be dropped only when all of that is done.
+/// 1. [`Foreign::range`] is device memory that holds whole elements, stays mapped while the value
+///    lives, wherever that is moved, and is touched by nobody else meanwhile.
+/// 2. Work queued on [`Foreign::stream`] after [`Foreign::enter`] has answered `Ok` comes after all
+///    use that the library has made of the memory.
+/// 3. When the value is dropped, or used again after [`Foreign::leave`] has answered `Ok`, the
+///    library does nothing with the memory, on any stream, that does not come after what is queued
+///    on that stream by then. Where [`Foreign::ends_at_once`], it may be dropped only when all of
+///    that is done.
 pub unsafe trait Foreign: Send + 'static {
     /// The elements' type.
     type Item: 'static;
@@ -27,11 +29,12 @@ pub unsafe trait Foreign: Send + 'static {
     /// Where it lies.
     fn range(&self) -> DeviceRange;
 
-    /// The stream that the library uses it in the order of, and what keeps that alive. Without that the stream must have
-    /// been adopted before.
+    /// The stream that the library uses it in the order of, and what keeps that alive. Without that
+    /// the stream must have been adopted before.
     fn stream(&self) -> (RawStream, Option<KeepAlive>);
 
-    /// Puts that stream behind all that the library has queued for the memory. The host does not wait.
+    /// Puts that stream behind all that the library has queued for the memory. The host does not
+    /// wait.
     ///
     /// # Errors
     /// The library's.
@@ -39,7 +42,8 @@ pub unsafe trait Foreign: Send + 'static {
         Ok(())
     }
 
-    /// Puts whatever the library does next behind what is queued on that stream. The host does not wait.
+    /// Puts whatever the library does next behind what is queued on that stream. The host does not
+    /// wait.
     ///
     /// # Errors
     /// The library's.
@@ -47,13 +51,15 @@ pub unsafe trait Foreign: Send + 'static {
         Ok(())
     }
 
-    /// Whether the memory ends as soon as the value does, whatever is queued: by an unmap, say. The host then waits first.
+    /// Whether the memory ends as soon as the value does, whatever is queued: by an unmap, say. The
+    /// host then waits first.
     fn ends_at_once(&self) -> bool {
         false
     }
 }
 
-/// Device memory by its address, of a library that is not known here: of another version of cudarc, say.
+/// Device memory by its address, of a library that is not known here: of another version of cudarc,
+/// say.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, DeviceRange, External, Foreign, sim::Sim};
@@ -82,17 +88,17 @@ pub struct External<T, G> {
 }
 
 impl<T: 'static, G: Send + 'static> External<T, G> {
-    /// Names memory that `guard` frees when it is dropped, in the order of `stream`. A stream of the driver's is
-    /// [`RawStream::from_raw`] of its pointer.
+    /// Names memory that `guard` frees when it is dropped, in the order of `stream`. A stream of
+    /// the driver's is [`RawStream::from_raw`] of its pointer.
     ///
     /// # Safety
-    /// 1. `range` is device memory with whole, aligned elements of `T`, and stays mapped while `guard` lives, wherever that
-    ///    is moved; nobody else touches it meanwhile.
+    /// 1. `range` is device memory with whole, aligned elements of `T`, and stays mapped while
+    ///    `guard` lives, wherever that is moved; nobody else touches it meanwhile.
     /// 2. What has been queued for it before comes before what is queued on `stream` from now on.
-    /// 3. Dropping `guard` frees it behind what is queued on `stream` by then; so does whatever is done with it after
-    ///    [`External::into_guard`].
-    /// 4. `stream` is valid while `alive` lives; without `alive` it has been adopted by the pool that this is given to, and
-    ///    its owner keeps to what was said there.
+    /// 3. Dropping `guard` frees it behind what is queued on `stream` by then; so does whatever is
+    ///    done with it after [`External::into_guard`].
+    /// 4. `stream` is valid while `alive` lives; without `alive` it has been adopted by the pool
+    ///    that this is given to, and its owner keeps to what was said there.
     #[must_use]
     pub unsafe fn new(
         range: DeviceRange,
@@ -103,8 +109,8 @@ impl<T: 'static, G: Send + 'static> External<T, G> {
         Self { range, stream, alive, guard, ends_at_once: false, elements: PhantomData }
     }
 
-    /// Says that dropping the guard ends the memory at once, in no stream's order: whoever drops it waits until all work on
-    /// it is done. Blocks there.
+    /// Says that dropping the guard ends the memory at once, in no stream's order: whoever drops it
+    /// waits until all work on it is done. Blocks there.
     #[must_use]
     pub fn ending_at_once(self) -> Self {
         Self { ends_at_once: true, ..self }

@@ -5,9 +5,10 @@ use aquifer_core::budget::forks;
 use nix::libc;
 use std::sync::OnceLock;
 
-/// Lets children of this process go on charging and releasing, whatever other threads do to budgets at the moment of a fork
-/// (`pthread_atfork`). Opening a driver and making host memory do it; a program that has neither calls it once, before it
-/// forks. Where the C library refuses, forks are as they would be without.
+/// Lets children of this process go on charging and releasing, whatever other threads do to budgets
+/// at the moment of a fork (`pthread_atfork`). Opening a driver and making host memory do it; a
+/// program that has neither calls it once, before it forks. Where the C library refuses, forks are
+/// as they would be without.
 ///
 /// What waits in line for bytes at the moment of a fork waits in the parent alone.
 ///
@@ -17,8 +18,8 @@ use std::sync::OnceLock;
 pub fn hold_budgets() {
     static TOLD: OnceLock<()> = OnceLock::new();
     TOLD.get_or_init(|| {
-        // SAFETY: 1. both are there as long as the program is. `after` may run in a child of a process with threads: it stores
-        // to atomics, and allocates nothing.
+        // SAFETY: 1. both are there as long as the program is. `after` may run in a child of a
+        // process with threads: it stores to atomics, and allocates nothing.
         let _told = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
     });
 }

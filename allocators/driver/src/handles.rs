@@ -46,13 +46,15 @@ handle! {
     RawStream
 }
 impl RawStream {
-    /// The legacy default stream of a device's primary context (`CU_STREAM_LEGACY`, which the handle 0 means too).
+    /// The legacy default stream of a device's primary context (`CU_STREAM_LEGACY`, which the
+    /// handle 0 means too).
     #[must_use]
     pub fn legacy(device: DeviceId) -> Self {
         Self { device, handle: 1 }
     }
 
-    /// The default stream that the calling thread has to itself (`CU_STREAM_PER_THREAD`): another one on every thread.
+    /// The default stream that the calling thread has to itself (`CU_STREAM_PER_THREAD`): another
+    /// one on every thread.
     #[must_use]
     pub fn per_thread(device: DeviceId) -> Self {
         Self { device, handle: 2 }

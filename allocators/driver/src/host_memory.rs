@@ -26,7 +26,8 @@ pub struct HostFlags {
     pub portable: bool,
     /// Kernels may use it where it lies (`DEVICEMAP`).
     pub mapped: bool,
-    /// Writes go around the CPU's caches and reads are some seventy times slower (`WRITECOMBINED`; allocation only).
+    /// Writes go around the CPU's caches and reads are some seventy times slower (`WRITECOMBINED`;
+    /// allocation only).
     pub write_combined: bool,
     /// The device only reads it (`READ_ONLY`; registration only).
     pub read_only: bool,
@@ -50,13 +51,14 @@ impl Default for HostFlags {
 /// ```
 ///
 /// # Safety
-/// 1. [`HostMemory::host_alloc`] answers with memory that is mapped, readable and writable for as many bytes, aligned to a page,
-///    and the caller's until it is freed.
-/// 2. After `Ok` of [`HostMemory::host_unregister`] and [`HostMemory::host_free`] no device touches the memory.
+/// 1. [`HostMemory::host_alloc`] answers with memory that is mapped, readable and writable for as
+///    many bytes, aligned to a page, and the caller's until it is freed.
+/// 2. After `Ok` of [`HostMemory::host_unregister`] and [`HostMemory::host_free`] no device touches
+///    the memory.
 /// 3. A call that is refused has changed nothing.
 pub unsafe trait HostMemory: Debug + Send + Sync {
-    /// Pinned memory from the driver (`cuMemHostAlloc`): its pages lie where the calling thread runs, at 2–3.5
-    /// GB/s. `device` is the one whose context is used.
+    /// Pinned memory from the driver (`cuMemHostAlloc`): its pages lie where the calling thread
+    /// runs, at 2–3.5 GB/s. `device` is the one whose context is used.
     ///
     /// # Errors
     /// Out of memory.
@@ -72,8 +74,8 @@ pub unsafe trait HostMemory: Debug + Send + Sync {
     /// The driver's; the memory stays.
     unsafe fn host_free(&self, device: DeviceId, address: NonNull<u8>) -> Result<()>;
 
-    /// Pins memory that is there already (`cuMemHostRegister`). Holds driver-wide locks while it runs, and the
-    /// driver refuses a single registration of 512 GiB or more.
+    /// Pins memory that is there already (`cuMemHostRegister`). Holds driver-wide locks while it
+    /// runs, and the driver refuses a single registration of 512 GiB or more.
     ///
     /// # Safety
     /// 1. The range is mapped, and stays so, with the same pages, until it is unregistered.
@@ -98,10 +100,11 @@ pub unsafe trait HostMemory: Debug + Send + Sync {
     /// The driver's; it stays registered.
     unsafe fn host_unregister(&self, device: DeviceId, address: NonNull<u8>) -> Result<()>;
 
-    /// The address by which kernels of a device use pinned memory (`cuMemHostGetDevicePointer`): the host's own wherever
-    /// both share one address space.
+    /// The address by which kernels of a device use pinned memory (`cuMemHostGetDevicePointer`):
+    /// the host's own wherever both share one address space.
     ///
     /// # Errors
-    /// Invalid value for memory that is not pinned, or not [`HostFlags::mapped`] on a device that asks for it.
+    /// Invalid value for memory that is not pinned, or not [`HostFlags::mapped`] on a device that
+    /// asks for it.
     fn host_device_address(&self, device: DeviceId, address: NonNull<u8>) -> Result<u64>;
 }

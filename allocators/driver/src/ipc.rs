@@ -1,4 +1,5 @@
-//! Physical memory that others can be given: other libraries, other processes, other machines of a fabric.
+//! Physical memory that others can be given: other libraries, other processes, other machines of a
+//! fabric.
 #![expect(
     unsafe_code,
     reason = "declares a call whose answer is memory that others write; holds no unsafe block"
@@ -10,7 +11,8 @@ use std::{
     os::fd::{BorrowedFd, OwnedFd},
 };
 
-/// What memory is made for, besides the use by its own process. It cannot be changed once the memory is there.
+/// What memory is made for, besides the use by its own process. It cannot be changed once the
+/// memory is there.
 ///
 /// ```
 /// use aquifer_driver::ExportTypes;
@@ -21,9 +23,11 @@ use std::{
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 #[non_exhaustive]
 pub struct ExportTypes {
-    /// Other processes of this machine, by a file descriptor (`CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`).
+    /// Other processes of this machine, by a file descriptor
+    /// (`CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`).
     pub posix_fd: bool,
-    /// Other machines of a fabric (`NVLink` over switches), by 64 bytes (`CU_MEM_HANDLE_TYPE_FABRIC`).
+    /// Other machines of a fabric (`NVLink` over switches), by 64 bytes
+    /// (`CU_MEM_HANDLE_TYPE_FABRIC`).
     pub fabric: bool,
     /// Network cards, which read and write it by themselves (`gpuDirectRDMACapable`).
     pub rdma: bool,
@@ -98,13 +102,16 @@ impl Debug for FabricHandle {
 /// ```
 ///
 /// # Safety
-/// 1. A handle that is made or imported is a new one, of as many bytes as were asked for or were exported.
+/// 1. A handle that is made or imported is a new one, of as many bytes as were asked for or were
+///    exported.
 /// 2. A call that is refused has changed nothing.
 pub unsafe trait Ipc: Debug + Send + Sync {
-    /// Takes physical memory from the device that can be exported in the ways of `types` (`cuMemCreate`).
+    /// Takes physical memory from the device that can be exported in the ways of `types`
+    /// (`cuMemCreate`).
     ///
     /// # Errors
-    /// Out of memory (code 2); not supported or not permitted (800, 801) where the device or the system cannot.
+    /// Out of memory (code 2); not supported or not permitted (800, 801) where the device or the
+    /// system cannot.
     fn handle_create_exportable(
         &self,
         device: DeviceId,
@@ -112,7 +119,8 @@ pub unsafe trait Ipc: Debug + Send + Sync {
         types: ExportTypes,
     ) -> Result<PhysicalHandle>;
 
-    /// A file descriptor of the memory, whole (`cuMemExportToShareableHandle`). It keeps the memory as a handle does.
+    /// A file descriptor of the memory, whole (`cuMemExportToShareableHandle`). It keeps the memory
+    /// as a handle does.
     ///
     /// # Errors
     /// Invalid value for memory that was not made for it.
@@ -124,11 +132,12 @@ pub unsafe trait Ipc: Debug + Send + Sync {
     /// Invalid value for memory that was not made for it.
     fn handle_export_fabric(&self, handle: PhysicalHandle) -> Result<FabricHandle>;
 
-    /// A handle of the memory behind a file descriptor (`cuMemImportFromShareableHandle`), which is released like one
-    /// that was created. The descriptor stays the caller's.
+    /// A handle of the memory behind a file descriptor (`cuMemImportFromShareableHandle`), which is
+    /// released like one that was created. The descriptor stays the caller's.
     ///
     /// # Safety
-    /// 1. Whoever works with the memory through this handle orders that work with everybody else's who has it.
+    /// 1. Whoever works with the memory through this handle orders that work with everybody else's
+    ///    who has it.
     ///
     /// # Errors
     /// Invalid value, or the driver's choice, for a descriptor of something else.

@@ -4,7 +4,8 @@
 //! it. The owner of the object is often being dropped then and cannot try again. It leaves the call
 //! here. Pools sweep when they trim and when memory is short, and report what is refused again.
 //!
-//! An object of a lost device, or of a driver that is gone, counts as released: it ends with its context.
+//! An object of a lost device, or of a driver that is gone, counts as released: it ends with its
+//! context.
 
 use crate::{Driver, DriverError};
 use std::sync::{

@@ -1,4 +1,5 @@
-//! The boundary to the GPU: one trait per family of driver calls, behind which stands CUDA or a simulated GPU.
+//! The boundary to the GPU: one trait per family of driver calls, behind which stands CUDA or a
+//! simulated GPU.
 //!
 //! | family | calls |
 //! |---|---|
@@ -12,21 +13,23 @@
 //! | [`HostMemory`] | pinned memory |
 //! | [`Copies`] | moving and filling bytes, in stream order |
 //!
-//! A [`Driver`] is all of them and is used as `Arc<dyn Driver>`: it stands on slow paths only. A call that fails
-//! answers with a [`DriverError`] and has changed nothing, unless its own text says otherwise.
+//! A [`Driver`] is all of them and is used as `Arc<dyn Driver>`: it stands on slow paths only. A
+//! call that fails answers with a [`DriverError`] and has changed nothing, unless its own text says
+//! otherwise.
 //!
 //! # Handles
-//! Streams, events, physical handles and pools are plain numbers to the driver, which crashes on a wrong one. Here they
-//! can only be made by `unsafe fn from_raw`, so whoever holds one may believe that it was valid once; calls that end its
-//! life are `unsafe` too, since copies of it may be about.
+//! Streams, events, physical handles and pools are plain numbers to the driver, which crashes on a
+//! wrong one. Here they can only be made by `unsafe fn from_raw`, so whoever holds one may believe
+//! that it was valid once; calls that end its life are `unsafe` too, since copies of it may be
+//! about.
 //!
-//! What a driver answers is trusted: memory that it says is free is handed out, work that it says is done is not waited for.
-//! So its traits are `unsafe` to implement.
+//! What a driver answers is trusted: memory that it says is free is handed out, work that it says
+//! is done is not waited for. So its traits are `unsafe` to implement.
 //!
 //! # What may touch what
-//! Calls that give addresses to the device, or take them away, are `unsafe`: the caller answers for what queued work
-//! still does with them. The simulated GPU checks exactly that and reports it, with the source lines of both parties;
-//! see [`sim`].
+//! Calls that give addresses to the device, or take them away, are `unsafe`: the caller answers for
+//! what queued work still does with them. The simulated GPU checks exactly that and reports it,
+//! with the source lines of both parties; see [`sim`].
 
 mod calls;
 mod copies;
@@ -85,8 +88,8 @@ pub type Result<T, E = DriverError> = std::result::Result<T, E>;
 /// A GPU driver: every family, and what it tells about itself.
 ///
 /// # Safety
-/// 1. All families are of one driver: a device, a handle or an address that one of them has given out means the same to the
-///    others.
+/// 1. All families are of one driver: a device, a handle or an address that one of them has given
+///    out means the same to the others.
 #[expect(unsafe_code, reason = "declares a trait whose answers are trusted; holds no unsafe block")]
 pub unsafe trait Driver:
     Devices + Streams + Events + Graphs + Memory + Physical + Ipc + HostMemory + Copies
@@ -97,13 +100,15 @@ pub unsafe trait Driver:
     /// How often each call has been made since the driver was opened.
     fn calls(&self) -> &CallCounts;
 
-    /// Whoever wants to know which block belongs to whom. The simulated GPU does; a real one does not.
+    /// Whoever wants to know which block belongs to whom. The simulated GPU does; a real one does
+    /// not.
     fn observer(&self) -> Option<&dyn Observer> {
         None
     }
 
-    /// Returns the number of the machine whose devices these are: 0 for the GPUs of this host, another for each simulated
-    /// machine. Streams and memory of two machines have nothing to do with each other, whatever their numbers.
+    /// Returns the number of the machine whose devices these are: 0 for the GPUs of this host,
+    /// another for each simulated machine. Streams and memory of two machines have nothing to do
+    /// with each other, whatever their numbers.
     fn machine(&self) -> u64 {
         0
     }

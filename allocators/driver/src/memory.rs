@@ -20,8 +20,8 @@ pub struct PoolUsage {
 /// Device memory by the driver's own allocators.
 ///
 /// # Safety
-/// 1. A range that an allocation answers with is mapped, aligned as told, overlaps no other that has not been given back, and
-///    stays the caller's until it is.
+/// 1. A range that an allocation answers with is mapped, aligned as told, overlaps no other that
+///    has not been given back, and stays the caller's until it is.
 /// 2. A call that is refused has changed nothing: what was to be given back is there still.
 pub unsafe trait Memory: Debug + Send + Sync {
     /// An allocation of its own (`cuMemAlloc`, 50–400 µs). Aligned to 256 bytes at least.
@@ -40,8 +40,8 @@ pub unsafe trait Memory: Debug + Send + Sync {
     /// The driver's; the memory stays allocated.
     unsafe fn mem_free(&self, device: DeviceId, address: u64) -> Result<()>;
 
-    /// A stream-ordered pool of its own (`cuMemPoolCreate`) that keeps what is freed and never holds more than `max`
-    /// bytes; 0 for no limit.
+    /// A stream-ordered pool of its own (`cuMemPoolCreate`) that keeps what is freed and never
+    /// holds more than `max` bytes; 0 for no limit.
     ///
     /// # Errors
     /// The driver's.
@@ -62,7 +62,8 @@ pub unsafe trait Memory: Debug + Send + Sync {
     /// Out of memory (code 2).
     fn pool_alloc(&self, pool: PoolHandle, stream: RawStream, bytes: u64) -> Result<u64>;
 
-    /// Gives it back behind all that is queued on `stream` (`cuMemFreeAsync`). The host does not wait.
+    /// Gives it back behind all that is queued on `stream` (`cuMemFreeAsync`). The host does not
+    /// wait.
     ///
     /// # Safety
     /// 1. `address` came from [`Memory::pool_alloc`] and has not been freed.
@@ -72,7 +73,8 @@ pub unsafe trait Memory: Debug + Send + Sync {
     /// The driver's; the memory stays allocated.
     unsafe fn pool_free(&self, stream: RawStream, address: u64) -> Result<()>;
 
-    /// Gives free memory of the pool back to the device, down to `keep` bytes reserved (`cuMemPoolTrimTo`).
+    /// Gives free memory of the pool back to the device, down to `keep` bytes reserved
+    /// (`cuMemPoolTrimTo`).
     ///
     /// # Errors
     /// The driver's.

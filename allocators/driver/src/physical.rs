@@ -4,10 +4,12 @@
 use crate::{DeviceId, PhysicalHandle, Result};
 use std::fmt::Debug;
 
-/// Virtual memory management. Sizes and addresses are multiples of the device's granularity (2 MiB as a rule).
+/// Virtual memory management. Sizes and addresses are multiples of the device's granularity (2 MiB
+/// as a rule).
 ///
-/// None of these calls waits for the device, and none is ordered with streams: mapping and unmapping happen when the
-/// call is made, whatever is queued. They run one after another inside the driver, about 40 µs for a move.
+/// None of these calls waits for the device, and none is ordered with streams: mapping and
+/// unmapping happen when the call is made, whatever is queued. They run one after another inside
+/// the driver, about 40 µs for a move.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, Driver, sim::Sim};
@@ -29,22 +31,25 @@ use std::fmt::Debug;
 /// ```
 ///
 /// # Safety
-/// 1. A range that [`Physical::address_reserve`] answers with overlaps no other that has not been given back, and a handle is a
-///    new one, of as many bytes as were asked for.
-/// 2. After `Ok` of [`Physical::map`] and [`Physical::set_access`] the range leads to the handle's memory, for the devices that
-///    were named, until it is unmapped.
+/// 1. A range that [`Physical::address_reserve`] answers with overlaps no other that has not been
+///    given back, and a handle is a new one, of as many bytes as were asked for.
+/// 2. After `Ok` of [`Physical::map`] and [`Physical::set_access`] the range leads to the handle's
+///    memory, for the devices that were named, until it is unmapped.
 /// 3. A call that is refused has changed nothing.
 pub unsafe trait Physical: Debug + Send + Sync {
-    /// Reserves a range of addresses with nothing behind it (`cuMemAddressReserve`). `align` 0 leaves it to the driver.
+    /// Reserves a range of addresses with nothing behind it (`cuMemAddressReserve`). `align` 0
+    /// leaves it to the driver.
     ///
     /// # Errors
-    /// Out of memory when the process's address space is used up; not supported on devices without it.
+    /// Out of memory when the process's address space is used up; not supported on devices without
+    /// it.
     fn address_reserve(&self, device: DeviceId, bytes: u64, align: u64) -> Result<u64>;
 
     /// Gives a reserved range back whole (`cuMemAddressFree`).
     ///
     /// # Safety
-    /// 1. The range came from [`Physical::address_reserve`], nothing is mapped in it, nobody uses its addresses.
+    /// 1. The range came from [`Physical::address_reserve`], nothing is mapped in it, nobody uses
+    ///    its addresses.
     ///
     /// # Errors
     /// The driver's; the range stays reserved.
@@ -56,7 +61,8 @@ pub unsafe trait Physical: Debug + Send + Sync {
     /// Out of memory (code 2).
     fn handle_create(&self, device: DeviceId, bytes: u64) -> Result<PhysicalHandle>;
 
-    /// Lets go of it (`cuMemRelease`). The device has the memory back when the last mapping is gone as well.
+    /// Lets go of it (`cuMemRelease`). The device has the memory back when the last mapping is gone
+    /// as well.
     ///
     /// # Safety
     /// 1. No copy of the handle is used afterwards.
@@ -65,8 +71,8 @@ pub unsafe trait Physical: Debug + Send + Sync {
     /// The driver's; the handle stays.
     unsafe fn handle_release(&self, handle: PhysicalHandle) -> Result<()>;
 
-    /// Maps a whole handle at an address inside a reserved range (`cuMemMap`). It can be touched after
-    /// [`Physical::set_access`]. One handle may be mapped at several addresses at once.
+    /// Maps a whole handle at an address inside a reserved range (`cuMemMap`). It can be touched
+    /// after [`Physical::set_access`]. One handle may be mapped at several addresses at once.
     ///
     /// # Safety
     /// 1. Nothing is mapped there, and no queued work touches the range.
@@ -78,8 +84,8 @@ pub unsafe trait Physical: Debug + Send + Sync {
     /// Takes whole mappings away (`cuMemUnmap`), at once.
     ///
     /// # Safety
-    /// 1. The host knows that no queued work touches the range through these addresses: an event it has seen done, or a
-    ///    stream it has synchronised. A wait between streams is not enough.
+    /// 1. The host knows that no queued work touches the range through these addresses: an event it
+    ///    has seen done, or a stream it has synchronised. A wait between streams is not enough.
     ///
     /// # Errors
     /// The driver's; the mappings stay.

@@ -1,8 +1,8 @@
 //! Which line of the user's program a driver call is made for.
 //!
-//! The simulated GPU names both parties of a race by their source lines. A driver call is made deep inside a pool,
-//! through a trait object, where `#[track_caller]` ends; so public functions of the upper crates [`enter`] their
-//! caller's line, and it holds for what they call on this thread.
+//! The simulated GPU names both parties of a race by their source lines. A driver call is made deep
+//! inside a pool, through a trait object, where `#[track_caller]` ends; so public functions of the
+//! upper crates [`enter`] their caller's line, and it holds for what they call on this thread.
 
 use std::{cell::Cell, panic::Location};
 
@@ -19,8 +19,8 @@ pub struct Entered {
     before: Option<&'static Location<'static>>,
 }
 
-/// Makes the caller's line the site of driver calls on this thread, unless an outer function has entered one already:
-/// the outermost is the user's.
+/// Makes the caller's line the site of driver calls on this thread, unless an outer function has
+/// entered one already: the outermost is the user's.
 #[track_caller]
 pub fn enter() -> Entered {
     let before = SITE.get();
@@ -30,8 +30,8 @@ pub fn enter() -> Entered {
     Entered { before }
 }
 
-/// Makes a line the site of driver calls on this thread: one that was [entered](fn@entered) on the thread which this one
-/// works for.
+/// Makes a line the site of driver calls on this thread: one that was [entered](fn@entered) on the
+/// thread which this one works for.
 ///
 /// Its example is that of [`enter`].
 pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
@@ -40,8 +40,9 @@ pub fn enter_as(site: Option<&'static Location<'static>>) -> Entered {
 
 impl Entered {
     /// Panics for violations of the simulated GPU where they are to
-    /// ([`OnViolation::Panic`](crate::sim::OnViolation::Panic)) and no outer function has entered a site: called by public
-    /// functions that queue work or wait for it, at their end, under no lock.
+    /// ([`OnViolation::Panic`](crate::sim::OnViolation::Panic)) and no outer function has entered a
+    /// site: called by public functions that queue work or wait for it, at their end, under no
+    /// lock.
     #[track_caller]
     pub fn checkpoint(&self, driver: &dyn crate::Driver) {
         if self.before.is_none()
@@ -52,8 +53,8 @@ impl Entered {
     }
 }
 
-/// Makes `site` the site of driver calls on this thread, unless an outer function has entered one: for drops, which have no
-/// caller's line, and name the one that made what they end.
+/// Makes `site` the site of driver calls on this thread, unless an outer function has entered one:
+/// for drops, which have no caller's line, and name the one that made what they end.
 ///
 /// Its example is that of [`enter`].
 pub fn enter_or(site: &'static Location<'static>) -> Entered {

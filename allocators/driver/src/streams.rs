@@ -34,16 +34,21 @@ pub enum CaptureMode {
 /// ```
 ///
 /// # Safety
-/// 1. A stream that [`Streams::stream_create`] answers with is a new one, valid until it is destroyed.
-/// 2. Work that is queued on a stream runs in order, and after what [`Streams::stream_wait_event`] made the stream wait for.
-/// 3. `Ok` of [`Streams::stream_synchronize`], and `Ok(true)` of [`Streams::stream_query`] and [`Streams::stream_watch`], mean
-///    that all that was queued on the stream before the call is done.
-/// 4. [`Streams::stream_id`] never tells two streams by the same number, and [`Streams::stream_is_capturing`] never answers
-///    `Ok(false)` for a stream whose work becomes part of a graph.
+/// 1. A stream that [`Streams::stream_create`] answers with is a new one, valid until it is
+///    destroyed.
+/// 2. Work that is queued on a stream runs in order, and after what [`Streams::stream_wait_event`]
+///    made the stream wait for.
+/// 3. `Ok` of [`Streams::stream_synchronize`], and `Ok(true)` of [`Streams::stream_query`] and
+///    [`Streams::stream_watch`], mean that all that was queued on the stream before the call is
+///    done.
+/// 4. [`Streams::stream_id`] never tells two streams by the same number, and
+///    [`Streams::stream_is_capturing`] never answers `Ok(false)` for a stream whose work becomes
+///    part of a graph.
 /// 5. A call that is refused has changed nothing.
 pub unsafe trait Streams: Debug + Send + Sync {
-    /// A stream that does not wait for the legacy default stream (`cuStreamCreateWithPriority`, non-blocking). A lower
-    /// number is a higher priority; the driver clamps it to [`Streams::stream_priorities`].
+    /// A stream that does not wait for the legacy default stream (`cuStreamCreateWithPriority`,
+    /// non-blocking). A lower number is a higher priority; the driver clamps it to
+    /// [`Streams::stream_priorities`].
     ///
     /// # Errors
     /// The driver's.
@@ -58,13 +63,15 @@ pub unsafe trait Streams: Debug + Send + Sync {
     /// The driver's.
     unsafe fn stream_destroy(&self, stream: RawStream) -> Result<()>;
 
-    /// Highest to lowest priority, so the start is the smaller number (`cuCtxGetStreamPriorityRange`).
+    /// Highest to lowest priority, so the start is the smaller number
+    /// (`cuCtxGetStreamPriorityRange`).
     ///
     /// # Errors
     /// The driver's.
     fn stream_priorities(&self, device: DeviceId) -> Result<RangeInclusive<i32>>;
 
-    /// A number that no other stream of the process ever has (`cuStreamGetId`), unlike the handle, which comes back.
+    /// A number that no other stream of the process ever has (`cuStreamGetId`), unlike the handle,
+    /// which comes back.
     ///
     /// # Errors
     /// The driver's.
@@ -82,37 +89,41 @@ pub unsafe trait Streams: Debug + Send + Sync {
     /// Those of work queued before.
     fn stream_synchronize(&self, stream: RawStream) -> Result<()>;
 
-    /// Has the device write `value` into a word of pinned memory behind all that was queued (`cuStreamWriteValue32`), and
-    /// looks at it for some tens of microseconds: whether it is there, and so all of that is done. A wait for a few KiB takes
-    /// 0.8 µs less of 7.7 so than by [`Streams::stream_synchronize`] on the host of one H200, and 0.5 more of 6.6 on that of
-    /// two; that is to follow where the answer is `false`. The write itself may not be done yet: a query of the stream may
-    /// answer so. In a stream that captures it becomes a part of the graph, and the word stays as it is.
+    /// Has the device write `value` into a word of pinned memory behind all that was queued
+    /// (`cuStreamWriteValue32`), and looks at it for some tens of microseconds: whether it is
+    /// there, and so all of that is done. A wait for a few KiB takes 0.8 µs less of 7.7 so than by
+    /// [`Streams::stream_synchronize`] on the host of one H200, and 0.5 more of 6.6 on that of two;
+    /// that is to follow where the answer is `false`. The write itself may not be done yet: a query
+    /// of the stream may answer so. In a stream that captures it becomes a part of the graph, and
+    /// the word stays as it is.
     ///
     /// # Safety
-    /// 1. `word` lies in pinned memory of this driver that devices reach by the host's address. Nobody else writes it, or
-    ///    waits by it, until this returns; after `false` it stays until what was queued is known to be done, or for as long as
-    ///    there is the graph.
+    /// 1. `word` lies in pinned memory of this driver that devices reach by the host's address.
+    ///    Nobody else writes it, or waits by it, until this returns; after `false` it stays until
+    ///    what was queued is known to be done, or for as long as there is the graph.
     ///
     /// # Errors
     /// The driver's; nothing has been queued.
     unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool>;
 
-    /// Makes work queued on `stream` from now on wait for the event's last record (`cuStreamWaitEvent`). The host does
-    /// not wait.
+    /// Makes work queued on `stream` from now on wait for the event's last record
+    /// (`cuStreamWaitEvent`). The host does not wait.
     ///
     /// # Errors
     /// The driver's.
     fn stream_wait_event(&self, stream: RawStream, event: RawEvent) -> Result<()>;
 
-    /// Whether what is queued on `stream` now becomes part of a graph instead of running (`cuStreamIsCapturing`, 14 ns).
-    /// Also true after something has broken the capture, until it is ended, and for the legacy default stream while a
-    /// stream that is ordered with it captures: nothing can be queued there then. Breaks no capture, and never blocks.
+    /// Whether what is queued on `stream` now becomes part of a graph instead of running
+    /// (`cuStreamIsCapturing`, 14 ns). Also true after something has broken the capture, until it
+    /// is ended, and for the legacy default stream while a stream that is ordered with it captures:
+    /// nothing can be queued there then. Breaks no capture, and never blocks.
     ///
     /// # Errors
     /// The driver's.
     fn stream_is_capturing(&self, stream: RawStream) -> Result<bool>;
 
-    /// Sets this thread's capture mode and answers with the one before (`cuThreadExchangeStreamCaptureMode`).
+    /// Sets this thread's capture mode and answers with the one before
+    /// (`cuThreadExchangeStreamCaptureMode`).
     ///
     /// # Errors
     /// The driver's.
@@ -121,7 +132,8 @@ pub unsafe trait Streams: Debug + Send + Sync {
 
 /// While it lives, this thread's calls neither fail for nor break a capture that somebody has open.
 ///
-/// An event query from *any* thread breaks a capture in global mode; the slow paths of pools make such calls.
+/// An event query from *any* thread breaks a capture in global mode; the slow paths of pools make
+/// such calls.
 #[derive(Debug)]
 pub struct Relaxed<'a> {
     driver: &'a dyn Driver,
@@ -129,7 +141,8 @@ pub struct Relaxed<'a> {
 }
 
 impl<'a> Relaxed<'a> {
-    /// Relaxes this thread's capture mode. Where the driver refuses, nothing is changed and later calls will tell.
+    /// Relaxes this thread's capture mode. Where the driver refuses, nothing is changed and later
+    /// calls will tell.
     #[must_use = "the mode is restored when this is dropped"]
     pub fn enter(driver: &'a dyn Driver) -> Self {
         Self { driver, before: driver.exchange_capture_mode(CaptureMode::Relaxed).ok() }

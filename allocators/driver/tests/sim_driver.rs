@@ -1,4 +1,5 @@
-//! The simulated driver answers as the driver does: capacity, pools, captures, failures, and what is held.
+//! The simulated driver answers as the driver does: capacity, pools, captures, failures, and what
+//! is held.
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -277,7 +278,8 @@ fn a_lost_device_answers_with_its_code_and_runs_nothing_more() {
 
 #[test]
 fn nothing_races_with_what_a_lost_device_had_queued() {
-    // Memory that is written on one stream, freed, and given to another that has waited for nothing.
+    // Memory that is written on one stream, freed, and given to another that has waited for
+    // nothing.
     let handed_over = |lost: bool| {
         let m = Machine::new(Sim::h200(1).stepped());
         let (a, b, range) = (m.stream(), m.stream(), m.alloc(64));

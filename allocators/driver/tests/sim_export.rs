@@ -131,7 +131,8 @@ fn an_allocation_freed_under_a_registration_is_reported() {
     let address = driver.mem_alloc(DEVICE, 4096).unwrap();
     let range = DeviceRange { device: DEVICE, address, bytes: 4096 };
     driver.observer().unwrap().registered(range);
-    // SAFETY: 1. from `mem_alloc`, and freed once. 2. nothing is queued; the registration is broken on purpose.
+    // SAFETY: 1. from `mem_alloc`, and freed once. 2. nothing is queued; the registration is broken
+    // on purpose.
     unsafe { driver.mem_free(DEVICE, address) }.unwrap();
     assert_eq!(sim.violations()[0].kind, ViolationKind::MovedWhileRegistered);
 }

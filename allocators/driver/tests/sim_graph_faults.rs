@@ -1,4 +1,5 @@
-//! What a launched graph does out of turn is reported, with the lines of the capture, the launch and the other party.
+//! What a launched graph does out of turn is reported, with the lines of the capture, the launch
+//! and the other party.
 #![allow(unsafe_code, reason = "commits on purpose what unsafe calls forbid")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -280,7 +281,8 @@ fn a_mapping_that_is_gone_is_met_by_the_launch() {
         );
         assert_eq!(launched(&found[0]), Some(launch));
         m.driver.stream_synchronize(a).unwrap();
-        // Mapped again, it is well again; and taken away under a launch that the host has not waited for, it is not.
+        // Mapped again, it is well again; and taken away under a launch that the host has not
+        // waited for, it is not.
         m.map(x.address, handle);
         m.launch(exec, b);
         m.silent();

@@ -1,5 +1,6 @@
-//! The oracle against a plain search: random programs, every action a node of a graph, every promised order an edge,
-//! and a race wherever two accesses meet that no path joins. The oracle keeps no graph, and must say the same.
+//! The oracle against a plain search: random programs, every action a node of a graph, every
+//! promised order an edge, and a race wherever two accesses meet that no path joins. The oracle
+//! keeps no graph, and must say the same.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 #[macro_use]

@@ -1,4 +1,5 @@
-//! What happens with violations that no test takes: on standard error, by a panic, by the status of the process.
+//! What happens with violations that no test takes: on standard error, by a panic, by the status of
+//! the process.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_driver::{

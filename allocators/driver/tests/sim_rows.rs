@@ -1,5 +1,5 @@
-//! Copies and fills that go row by row, and fills with elements of several bytes: what they move, what is refused, and what
-//! the oracle makes of each row.
+//! Copies and fills that go row by row, and fills with elements of several bytes: what they move,
+//! what is refused, and what the oracle makes of each row.
 #![allow(unsafe_code, reason = "plays the caller of unsafe calls")]
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
@@ -50,7 +50,8 @@ fn rows_go_up_down_and_across_and_what_lies_between_them_stays() {
         let (x, y) = (m.alloc(64), m.alloc(64));
         let mut up: Vec<u8> = (1..=64).collect();
         let mut down = vec![0xee; 64];
-        // SAFETY: 1. three rows of at most 16 bytes lie in each 64. 2. all is on one stream, and the host waits.
+        // SAFETY: 1. three rows of at most 16 bytes lie in each 64. 2. all is on one stream, and
+        // the host waits.
         unsafe {
             m.driver.fill(a, x.address, 0xaa, 64).unwrap();
             m.driver.fill(a, y.address, 0xbb, 64).unwrap();
@@ -76,7 +77,8 @@ fn rows_of_pinned_memory_are_read_when_their_turn_comes() {
     let m = Machine::new(aquifer_driver::sim::Sim::h200(1).stepped());
     let (a, x, pinned) = (m.stream(), m.alloc(32), m.pinned(64));
     let mut pageable = [1_u8; 32];
-    // SAFETY: 1. all of it is there until the host has waited. 2. the late write is on purpose, on one thread.
+    // SAFETY: 1. all of it is there until the host has waited. 2. the late write is on purpose, on
+    // one thread.
     unsafe {
         let from = Pitched { start: pinned, pitch: 8 };
         m.driver.copy_2d_to_device(a, at(x.address, 5), from, ROWS).unwrap();
@@ -159,7 +161,8 @@ fn pitches_and_addresses_that_cannot_be_are_refused_and_nothing_is_queued() {
 fn two_streams_may_have_the_two_halves_of_every_row() {
     everywhere(|m| {
         let (a, b, x, y) = (m.stream(), m.stream(), m.alloc(64), m.alloc(64));
-        // SAFETY: 1. rows of 4 at a pitch of 8 lie in the 64 bytes. 2. the streams touch different bytes.
+        // SAFETY: 1. rows of 4 at a pitch of 8 lie in the 64 bytes. 2. the streams touch different
+        // bytes.
         unsafe {
             let rows = Rows { width: 4, height: 8 };
             m.driver.fill_2d(a, at(x.address, 8), Pattern::Byte(1), rows).unwrap();

@@ -216,8 +216,8 @@ fn mapping_calls_do_not_order() {
     });
 }
 
-/// A legacy copy or fill is ordered with blocking streams, so the question is what it teaches the host: `a` blocks, and
-/// `b` does not.
+/// A legacy copy or fill is ordered with blocking streams, so the question is what it teaches the
+/// host: `a` blocks, and `b` does not.
 #[track_caller]
 fn teaches(expected: bool, copy: impl Fn(&Scene<'_>)) {
     everywhere(|m| {

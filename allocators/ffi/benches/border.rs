@@ -1,4 +1,5 @@
-//! What the border costs: an allocation and its free through the C functions, beside the same without them.
+//! What the border costs: an allocation and its free through the C functions, beside the same
+//! without them.
 //!
 //! ```text
 //! cargo bench -p aquifer-ffi                      ns a pair, the middle of 15 rounds that take turns
@@ -52,7 +53,8 @@ const ROWS: [(Row, &str, &str); 6] = [
     (Row::Recorded, "history", "aq_alloc, aq_free on a registered stream, with a history"),
 ];
 
-/// A runtime on a device that checks nothing, which keeps so many events, and a registered stream of it.
+/// A runtime on a device that checks nothing, which keeps so many events, and a registered stream
+/// of it.
 fn opened(history: u64) -> Result<(aq_runtime, *mut c_void), Box<dyn Error>> {
     let mut options =
         aq_runtime_options { size: size_of::<aq_runtime_options>(), ..Default::default() };

@@ -1,4 +1,5 @@
-//! What `cupy.cuda.CFunctionAllocator` calls, over the runtime that serves PyTorch: a process may have both.
+//! What `cupy.cuda.CFunctionAllocator` calls, over the runtime that serves PyTorch: a process may
+//! have both.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::torch::{aq_torch_alloc, aq_torch_free};

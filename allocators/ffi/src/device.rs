@@ -69,8 +69,8 @@ pub unsafe extern "C" fn aq_alloc(
 /// A block at a multiple of `align`, for work on a stream.
 ///
 /// # Safety
-/// 1. `stream` is one of the driver's default streams or a stream of the device that is alive, and lives as the runtime's
-///    options or a registration say.
+/// 1. `stream` is one of the driver's default streams or a stream of the device that is alive, and
+///    lives as the runtime's options or a registration say.
 /// 2. `address` is null, or points to a `uint64_t` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_alloc_aligned(
@@ -101,8 +101,8 @@ pub(crate) unsafe fn allocate(
     let taken = unsafe {
         here::with_stream(runtime, device, handle(stream), |shared, pool, stream| {
             let address = pool.alloc_raw(stream, request)?;
-            // Whoever destroys the runtime counts blocks afterwards, under the lock that the block has just been given out
-            // under: this block is counted, or this is seen.
+            // Whoever destroys the runtime counts blocks afterwards, under the lock that the block
+            // has just been given out under: this block is counted, or this is seen.
             if shared.closed.load(Ordering::Acquire) {
                 let _ = pool.free_raw(address);
                 shared.leave();

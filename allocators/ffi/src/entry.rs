@@ -1,7 +1,7 @@
 //! The door: what every call from C passes, both ways.
 //!
-//! A panic ends here as [`Status::Panic`]. The process's panic hook, which would print it, is asked only for panics of
-//! other code: the text of one in here is for [`aq_last_error`].
+//! A panic ends here as [`Status::Panic`]. The process's panic hook, which would print it, is asked
+//! only for panics of other code: the text of one in here is for [`aq_last_error`].
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::status::{Failure, Status, aq_status};
@@ -39,7 +39,8 @@ pub(crate) fn enter(work: impl FnOnce() -> Answer) -> aq_status {
 #[inline(always)]
 pub(crate) fn enter_with(work: impl FnOnce() -> Answer<Status>) -> aq_status {
     INSIDE.set(INSIDE.get() + 1);
-    // What a panic leaves half done lies behind locks that count a poisoned value as a value, or is this call's own.
+    // What a panic leaves half done lies behind locks that count a poisoned value as a value, or is
+    // this call's own.
     let ended = panic::catch_unwind(AssertUnwindSafe(work));
     INSIDE.set(INSIDE.get() - 1);
     match ended {
@@ -71,8 +72,8 @@ fn tell_panic(payload: Box<dyn std::any::Any + Send>) -> aq_status {
     tell(Failure::new(Status::Panic, format!("a bug of the library: {said}")))
 }
 
-/// Keeps the process's hook from printing what [`enter`] will answer with. Once for the process; the hook that was there is
-/// asked for all other panics.
+/// Keeps the process's hook from printing what [`enter`] will answer with. Once for the process;
+/// the hook that was there is asked for all other panics.
 pub(crate) fn keep_panics_quiet() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
@@ -158,15 +159,16 @@ pub(crate) unsafe fn size_of_theirs(
 /// Fills a struct of the caller's as far as it goes, and says in its first field how far that is.
 ///
 /// # Safety
-/// 1. `to` is null, or points to a struct that begins with its size in bytes, which the caller may write whole.
+/// 1. `to` is null, or points to a struct that begins with its size in bytes, which the caller may
+///    write whole.
 /// 2. `T` is `repr(C)`, begins with a `usize`, and has no padding.
 pub(crate) unsafe fn fill<T>(to: *mut T, mut value: T, name: &'static str) -> Answer {
     wanted(to, name)?;
     // SAFETY: 1. the struct begins with its size.
     let size = unsafe { size_of_theirs(to.cast(), size_of::<T>(), name) }?;
     let from = &raw mut value;
-    // SAFETY: 1. 2. both begin with a `usize`. 3. no more bytes than either has. 4. `value` is this function's own, so they
-    // do not overlap.
+    // SAFETY: 1. 2. both begin with a `usize`. 3. no more bytes than either has. 4. `value` is this
+    // function's own, so they do not overlap.
     unsafe {
         from.cast::<usize>().write(size);
         std::ptr::copy_nonoverlapping(from.cast::<u8>(), to.cast::<u8>(), size);
@@ -205,7 +207,8 @@ pub extern "C" fn aq_last_error() -> *const c_char {
 /// Gives a text back.
 ///
 /// # Safety
-/// 1. `text` is null, or came from a call of this library that says so, and has not been given back.
+/// 1. `text` is null, or came from a call of this library that says so, and has not been given
+///    back.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_text_free(text: *mut c_char) {
     if !text.is_null() {

@@ -180,8 +180,8 @@ pub unsafe extern "C" fn aq_device(
     enter(|| {
         here::with(runtime, |shared| {
             let found = self::facts(shared, shared.pool(device)?)?;
-            // SAFETY: 1. the caller's. 2. `repr(C)` and a `usize` first; four of its ten words are pairs of `u32`, and the
-            // arrays end at a multiple of eight.
+            // SAFETY: 1. the caller's. 2. `repr(C)` and a `usize` first; four of its ten words are
+            // pairs of `u32`, and the arrays end at a multiple of eight.
             unsafe { fill(facts, found, "facts") }
         })
     })

@@ -1,7 +1,8 @@
 //! Memory of captured graphs and of PyTorch's memory pools, by PyTorch's names for them.
 //!
-//! PyTorch tells when a capture begins and ends and when its graph is gone, not which graph it was nor when it is launched:
-//! so the device is waited for before the memory goes back, as PyTorch's own allocator does by `cudaFree`.
+//! PyTorch tells when a capture begins and ends and when its graph is gone, not which graph it was
+//! nor when it is launched: so the device is waited for before the memory goes back, as PyTorch's
+//! own allocator does by `cudaFree`.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
@@ -32,7 +33,8 @@ struct Filter {
     drop: aq_torch_drop,
 }
 
-// SAFETY: 1. the caller of `aq_torch_pool_begin` promises that any thread may call it, and one may end it.
+// SAFETY: 1. the caller of `aq_torch_pool_begin` promises that any thread may call it, and one may
+// end it.
 unsafe impl Send for Filter {}
 // SAFETY: 1. as above, also at once.
 unsafe impl Sync for Filter {}
@@ -102,7 +104,8 @@ fn no_pool((_, device, first, second): Name, what: &str) -> Failure {
 /// Serves captures out of a pool from now on.
 ///
 /// # Safety
-/// 1. `filter` may be called with `data` by any thread, by several at once, until `drop` is called with it.
+/// 1. `filter` may be called with `data` by any thread, by several at once, until `drop` is called
+///    with it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_torch_pool_begin(
     device: c_int,
@@ -182,7 +185,8 @@ pub extern "C" fn aq_torch_pool_end(device: c_int, first: u64, second: u64) -> a
             let ended = std::mem::take(&mut pool.begun);
             (ended, take_if_over(&mut pools, name))
         };
-        // Nobody will say when what was captured is launched: an announcement that is dropped counts on that.
+        // Nobody will say when what was captured is launched: an announcement that is dropped
+        // counts on that.
         drop((ended, gone));
         Ok(())
     })

@@ -1,8 +1,9 @@
 //! What a thread knows: the runtime it called for last, and streams by their handles.
 //!
-//! Nothing is locked or counted to find a stream that the thread has used before. What it remembers is good while the
-//! runtime's version stays; retiring a stream and destroying the runtime change that. Meanwhile a thread keeps what it
-//! remembers alive, so a call that has begun meets nothing that has gone.
+//! Nothing is locked or counted to find a stream that the thread has used before. What it remembers
+//! is good while the runtime's version stays; retiring a stream and destroying the runtime change
+//! that. Meanwhile a thread keeps what it remembers alive, so a call that has begun meets nothing
+//! that has gone.
 
 use crate::{
     entry::Answer,
@@ -54,10 +55,11 @@ impl Here {
     }
 }
 
-/// What this thread knows, unless it is ending or knows nothing. While the answer is held it knows nothing else.
+/// What this thread knows, unless it is ending or knows nothing. While the answer is held it knows
+/// nothing else.
 ///
-/// Work is not done within `LocalKey::with`: the compiler keeps a closure that long apart, and every call would go through
-/// a function more, with its arguments in memory.
+/// Work is not done within `LocalKey::with`: the compiler keeps a closure that long apart, and
+/// every call would go through a function more, with its arguments in memory.
 ///
 /// # Safety
 /// 1. The answer does not outlive the call of the library that asks.
@@ -65,8 +67,8 @@ impl Here {
 #[expect(unsafe_code, reason = "takes a thread's own value out of the closure that sees it")]
 unsafe fn known<'a>() -> Option<Ref<'a, Here>> {
     let here = HERE.try_with(ptr::from_ref).ok()?;
-    // SAFETY: 1. it is there until the thread ends, which it does not before the call that it is in is over. 2. nobody but
-    // this thread has it.
+    // SAFETY: 1. it is there until the thread ends, which it does not before the call that it is in
+    // is over. 2. nobody but this thread has it.
     let here = unsafe { &*here };
     Ref::filter_map(here.try_borrow().ok()?, Option::as_ref).ok()
 }
@@ -139,7 +141,8 @@ fn remember(runtime: aq_runtime) -> Answer<Arc<Shared>> {
         if here.as_ref().is_some_and(|here| here.is(runtime)) {
             return None;
         }
-        // Before it is looked at whether the runtime is open: who closes it changes the version afterwards.
+        // Before it is looked at whether the runtime is open: who closes it changes the version
+        // afterwards.
         let new = found.as_ref().ok().map(|shared| Here {
             shared: shared.clone(),
             version: shared.version.load(Ordering::Acquire),

@@ -1,8 +1,8 @@
 #![doc = include_str!("../README.md")]
 //!
 //! # This crate
-//! The header is the document: what each function does, needs and answers stands there, and only what Rust adds stands
-//! here. Tests compare the two.
+//! The header is the document: what each function does, needs and answers stands there, and only
+//! what Rust adds stands here. Tests compare the two.
 //!
 //! | module | holds |
 //! |---|---|

@@ -1,6 +1,7 @@
 //! Pinned host memory.
 //!
-//! A free knows no size, and blocks outlive their runtime; so this table knows every block that is out, of whichever runtime.
+//! A free knows no size, and blocks outlive their runtime; so this table knows every block that is
+//! out, of whichever runtime.
 #![expect(unsafe_code, reason = "exports functions to C, and frees host memory")]
 
 use crate::{
@@ -79,7 +80,8 @@ pub unsafe extern "C" fn aq_pinned_alloc(
 /// Frees a block of pinned memory.
 ///
 /// # Safety
-/// 1. Nobody uses `memory`, if it is a live block, but work that has been noted by [`aq_pinned_record_use`].
+/// 1. Nobody uses `memory`, if it is a live block, but work that has been noted by
+///    [`aq_pinned_record_use`].
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_pinned_free(memory: *mut c_void) -> aq_status {
     enter(|| {
@@ -87,8 +89,8 @@ pub unsafe extern "C" fn aq_pinned_free(memory: *mut c_void) -> aq_status {
         let Some(Out { allocator, layout, .. }) = out().remove(&memory.addr()) else {
             return Err(foreign(memory));
         };
-        // SAFETY: 1. allocated by this allocator with this layout, and out of the table, so nobody else frees it. 2. the
-        // caller's.
+        // SAFETY: 1. allocated by this allocator with this layout, and out of the table, so nobody
+        // else frees it. 2. the caller's.
         unsafe { allocator.deallocate(block, layout) };
         Ok(())
     })

@@ -1,8 +1,8 @@
 //! Runtimes by their numbers.
 //!
-//! A number is never given twice, so one that is used after its runtime has been destroyed is told apart, from any thread
-//! and at any time. A runtime that is destroyed while blocks are out serves nobody any more and stays in the table until the
-//! last of them has been freed:
+//! A number is never given twice, so one that is used after its runtime has been destroyed is told
+//! apart, from any thread and at any time. A runtime that is destroyed while blocks are out serves
+//! nobody any more and stays in the table until the last of them has been freed:
 //!
 //! ```text
 //!   open ──destroy──▶ closed, blocks are out ──the last free──▶ gone
@@ -122,8 +122,9 @@ pub(crate) struct Shared {
 
 #[derive(Default)]
 struct Device {
-    /// Streams that are retired before they are destroyed, by their handles. Of others, of whose end nobody is told, only
-    /// threads know, and the pool as long as it has something of theirs: or they would add up.
+    /// Streams that are retired before they are destroyed, by their handles. Of others, of whose
+    /// end nobody is told, only threads know, and the pool as long as it has something of theirs:
+    /// or they would add up.
     streams: Mutex<HashMap<u64, Stream>>,
     stager: OnceLock<Stager>,
 }
@@ -196,7 +197,8 @@ impl Shared {
     /// What a raw handle means to the thread that asks.
     ///
     /// # Safety
-    /// 1. `handle` is a stream of this driver and device that is alive; any number for a simulated one.
+    /// 1. `handle` is a stream of this driver and device that is alive; any number for a simulated
+    ///    one.
     /// 2. It lives as the runtime's options say, or as was said of it.
     pub(crate) unsafe fn stream(&self, device: u32, handle: u64) -> Answer<Known> {
         let pool = self.pool(device)?;
@@ -239,7 +241,8 @@ impl Shared {
     /// Takes a stream in whose owner will retire it.
     ///
     /// # Safety
-    /// 1. `handle` is a stream of this driver and device that is alive. 2. It is retired before it is destroyed.
+    /// 1. `handle` is a stream of this driver and device that is alive. 2. It is retired before it
+    ///    is destroyed.
     pub(crate) unsafe fn register(&self, device: u32, handle: u64) -> Answer {
         // SAFETY: 1. 2. the caller's: he keeps it alive for longer than either kind asks.
         let known = unsafe { self.stream(device, handle) }?;
@@ -256,7 +259,8 @@ impl Shared {
     /// Ends the account of a stream.
     ///
     /// # Safety
-    /// 1. `handle` is a stream of this driver and device that is alive; any number for a simulated one.
+    /// 1. `handle` is a stream of this driver and device that is alive; any number for a simulated
+    ///    one.
     pub(crate) unsafe fn retire(&self, device: u32, handle: u64) -> Answer {
         let pool = self.pool(device)?;
         // SAFETY: 1. the caller's.
@@ -279,7 +283,8 @@ impl Shared {
         self.runtime.devices().iter().all(|pool| pool.stats().blocks == 0)
     }
 
-    /// Forgets a runtime that has been destroyed, if the block that has just been freed was its last.
+    /// Forgets a runtime that has been destroyed, if the block that has just been freed was its
+    /// last.
     #[cold]
     pub(crate) fn leave(&self) {
         if self.is_empty() {
@@ -330,8 +335,8 @@ impl aq_runtime_options {
         }
         // SAFETY: 1. the first field is a `size_t`.
         let known = unsafe { size_of_theirs(theirs.cast(), size_of::<Self>(), "options") }?;
-        // SAFETY: 1. so many bytes are there on both sides. 2. any bytes are a value of these fields. 3. `ours` is this
-        // function's own, so they do not overlap.
+        // SAFETY: 1. so many bytes are there on both sides. 2. any bytes are a value of these
+        // fields. 3. `ours` is this function's own, so they do not overlap.
         unsafe {
             std::ptr::copy_nonoverlapping(theirs.cast::<u8>(), (&raw mut ours).cast::<u8>(), known)
         };
@@ -477,7 +482,8 @@ pub(crate) fn ordinal(shared: &Shared, device: u32) -> Answer<DeviceId> {
 /// Makes a runtime.
 ///
 /// # Safety
-/// 1. `options` is null, or points to a struct whose first field says how many bytes of it there are.
+/// 1. `options` is null, or points to a struct whose first field says how many bytes of it there
+///    are.
 /// 2. `runtime` is null, or points to an `aq_runtime` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_runtime_create(
@@ -503,13 +509,15 @@ pub extern "C" fn aq_runtime_destroy(runtime: aq_runtime) -> aq_status {
         }
         shared.version.fetch_add(1, Ordering::Release);
         here::forget(runtime);
-        // What other threads remember of it keeps its books until they come again or end; its memory goes now.
+        // What other threads remember of it keeps its books until they come again or end; its
+        // memory goes now.
         for pool in shared.runtime.devices() {
-            // A refusal leaves the memory with the pool, which ends when the last who knows it lets go.
+            // A refusal leaves the memory with the pool, which ends when the last who knows it lets
+            // go.
             let _ = pool.trim(0);
         }
-        // Whoever allocates or frees on another thread and has not seen it closed by now has been counted: both take the
-        // lock of the block's cache.
+        // Whoever allocates or frees on another thread and has not seen it closed by now has been
+        // counted: both take the lock of the block's cache.
         shared.leave();
         Ok(())
     })

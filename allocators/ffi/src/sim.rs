@@ -72,7 +72,8 @@ pub extern "C" fn aq_sim_stream_destroy(
 ) -> aq_status {
     enter(|| {
         let raw = here::with(runtime, |shared| raw(shared, device, stream))?;
-        // SAFETY: 1. the simulated driver refuses what is none of its streams; whoever uses one after its end is told.
+        // SAFETY: 1. the simulated driver refuses what is none of its streams; whoever uses one
+        // after its end is told.
         with(runtime, device, |_, sim, _| unsafe { sim.driver().stream_destroy(raw) })
     })
 }
@@ -167,7 +168,8 @@ pub extern "C" fn aq_sim_graph_launch(
         with(runtime, device, |_, sim, device| {
             // SAFETY: 1. the simulated driver refuses what is none of its graphs.
             let graph = unsafe { RawGraphExec::from_raw(device, graph) };
-            // SAFETY: 1. 2. the simulated device has no memory of anybody's but its own, and reports what is wrong.
+            // SAFETY: 1. 2. the simulated device has no memory of anybody's but its own, and
+            // reports what is wrong.
             unsafe { sim.driver().graph_launch(graph, raw) }
         })
     })
@@ -212,8 +214,8 @@ pub extern "C" fn aq_sim_touch(
 /// What the simulated devices have found wrong.
 ///
 /// # Safety
-/// 1. `count` is null, or points to a `uint64_t` that the caller may write. 2. `report` is null, or points to a `char *`
-///    that he may write.
+/// 1. `count` is null, or points to a `uint64_t` that the caller may write. 2. `report` is null, or
+///    points to a `char *` that he may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_sim_violations(
     runtime: aq_runtime,

@@ -1,6 +1,7 @@
 //! Pageable memory to the device and back.
 //!
-//! A transfer holds its block: one that is freed meanwhile goes home when the transfer has come to its end.
+//! A transfer holds its block: one that is freed meanwhile goes home when the transfer has come to
+//! its end.
 #![expect(
     unsafe_code,
     reason = "exports functions to C, and lends what the caller's pointers name"
@@ -42,8 +43,9 @@ struct Part {
     stream: Stream,
 }
 
-// SAFETY: 1. the range lies in a block that this keeps from being freed; C code that names a part twice is told that the
-// bytes are then anybody's. 2. the block's own promise. 3. of a stream that may be gone at any time none is named.
+// SAFETY: 1. the range lies in a block that this keeps from being freed; C code that names a part
+// twice is told that the bytes are then anybody's. 2. the block's own promise. 3. of a stream that
+// may be gone at any time none is named.
 unsafe impl Operand for Part {
     fn range(&self) -> DeviceRange {
         self.range
@@ -80,7 +82,8 @@ struct Lent(NonNull<[u8]>);
 // SAFETY: 1. bytes that the caller has lent until the transfer is finished, on whichever thread.
 unsafe impl Send for Lent {}
 
-// SAFETY: 1. bytes are initialised as far as anybody can tell, lent to this alone, and stay where they are.
+// SAFETY: 1. bytes are initialised as far as anybody can tell, lent to this alone, and stay where
+// they are.
 unsafe impl HostBuffer for Lent {
     type Item = u8;
     fn elements(&mut self) -> NonNull<[u8]> {
@@ -105,7 +108,8 @@ impl Under {
         }
     }
 
-    /// Cancels it, waits for its end, and lets go of both sides: of what came of it nobody asks any more.
+    /// Cancels it, waits for its end, and lets go of both sides: of what came of it nobody asks any
+    /// more.
     fn end(self) {
         match self {
             Self::Up(ticket) => {
@@ -171,7 +175,8 @@ impl Copy {
         Ok(Part { block, range, pool: pool.clone(), stream: stream.clone() })
     }
 
-    /// Does `work` with both sides, unless there is nothing to be copied. No thread's books are held meanwhile.
+    /// Does `work` with both sides, unless there is nothing to be copied. No thread's books are
+    /// held meanwhile.
     ///
     /// # Safety
     /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for the stream.
@@ -214,7 +219,8 @@ pub unsafe extern "C" fn aq_upload(
         // SAFETY: 1. the caller's.
         unsafe {
             copy.with((), |shared, mut part, host| {
-                // SAFETY: 1. the caller's `bytes` readable bytes, not null, no more than `isize::MAX`.
+                // SAFETY: 1. the caller's `bytes` readable bytes, not null, no more than
+                // `isize::MAX`.
                 let from = slice::from_raw_parts(host.as_ptr().cast::<u8>(), host.len());
                 let staged = shared
                     .stager(device)?
@@ -245,7 +251,8 @@ pub unsafe extern "C" fn aq_download(
         // SAFETY: 1. the caller's.
         unsafe {
             copy.with((), |shared, part, host| {
-                // SAFETY: 1. the caller's `bytes` writable bytes, not null, no more than `isize::MAX`, and his alone.
+                // SAFETY: 1. the caller's `bytes` writable bytes, not null, no more than
+                // `isize::MAX`, and his alone.
                 let to = slice::from_raw_parts_mut(host.as_ptr().cast::<u8>(), host.len());
                 let staged =
                     shared.stager(device)?.scope(|stage| stage.download(&part, to).map(drop))?;
@@ -271,7 +278,8 @@ fn keep(under: Under) -> aq_ticket {
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
-/// 2. `host` is null, or `bytes` bytes can be read there until the ticket has been waited for or freed.
+/// 2. `host` is null, or `bytes` bytes can be read there until the ticket has been waited for or
+///    freed.
 /// 3. `ticket` is null, or points to an `aq_ticket` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_upload_begin(
@@ -303,7 +311,8 @@ pub unsafe extern "C" fn aq_upload_begin(
 ///
 /// # Safety
 /// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`.
-/// 2. `host` is null, or `bytes` bytes can be written there, by nobody else, until the ticket has been waited for or freed.
+/// 2. `host` is null, or `bytes` bytes can be written there, by nobody else, until the ticket has
+///    been waited for or freed.
 /// 3. `ticket` is null, or points to an `aq_ticket` that the caller may write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_download_begin(

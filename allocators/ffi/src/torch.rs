@@ -1,7 +1,8 @@
 //! What `torch.cuda.memory.CUDAPluggableAllocator` calls, over one runtime of the process.
 //!
-//! PyTorch's own class takes no codes from its hooks: null, and [`aq_last_error`](crate::entry::aq_last_error), stand for
-//! one. Whoever looks at the codes, as the C++ companion in `python/` does, can raise them.
+//! PyTorch's own class takes no codes from its hooks: null, and
+//! [`aq_last_error`](crate::entry::aq_last_error), stand for one. Whoever looks at the codes, as
+//! the C++ companion in `python/` does, can raise them.
 #![expect(unsafe_code, reason = "exports functions to C")]
 
 use crate::{
@@ -86,7 +87,8 @@ pub(crate) fn device_of(device: c_int) -> Answer<u32> {
 /// Makes the process's runtime with these options, before PyTorch's first allocation.
 ///
 /// # Safety
-/// 1. `options` is null, or points to a struct whose first field says how many bytes of it there are.
+/// 1. `options` is null, or points to a struct whose first field says how many bytes of it there
+///    are.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_torch_setup(options: *const aq_runtime_options) -> aq_status {
     enter(|| {
@@ -179,7 +181,8 @@ pub unsafe extern "C" fn aq_torch_malloc(
     })
 }
 
-/// `free`: behind all that is queued on the streams that the block was recorded on. A device of -1 is whichever it is of.
+/// `free`: behind all that is queued on the streams that the block was recorded on. A device of -1
+/// is whichever it is of.
 #[unsafe(no_mangle)]
 pub extern "C" fn aq_torch_free(
     memory: *mut c_void,
@@ -202,7 +205,8 @@ pub extern "C" fn aq_torch_free(
     })
 }
 
-/// Devices by the addresses that they have had out last, one more than their numbers: where a bare address is probably of.
+/// Devices by the addresses that they have had out last, one more than their numbers: where a bare
+/// address is probably of.
 static DEVICES: [AtomicU8; 1 << 14] = [const { AtomicU8::new(0) }; 1 << 14];
 
 #[inline]
@@ -255,10 +259,12 @@ fn note_uses(runtime: aq_runtime, address: u64) -> Answer {
     Ok(())
 }
 
-/// `record_stream`: the block goes to nobody before what is queued on `stream` when it is freed is done.
+/// `record_stream`: the block goes to nobody before what is queued on `stream` when it is freed is
+/// done.
 ///
 /// # Safety
-/// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`, until the block is freed.
+/// 1. As [`aq_alloc_aligned`](crate::device::aq_alloc_aligned) for `stream`, until the block is
+///    freed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aq_torch_record_stream(
     memory: *mut c_void,
@@ -332,7 +338,8 @@ pub extern "C" fn aq_torch_reset() -> aq_status {
             for pool in shared.runtime.devices() {
                 pool.trim(0)?;
                 if pool.stats().cached > 0 {
-                    // What was covered by no event is by now, and where the device is idle that event is done.
+                    // What was covered by no event is by now, and where the device is idle that
+                    // event is done.
                     pool.trim(0)?;
                 }
             }

@@ -1,4 +1,5 @@
-//! The header says what the library has: the same functions, the same numbers, structs of the same form.
+//! The header says what the library has: the same functions, the same numbers, structs of the same
+//! form.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
 
 use aquifer_ffi::{

@@ -1,7 +1,8 @@
 //! What accounting adds to an allocation and its free.
 //!
-//! Bare and wrapped alternate in short rounds, so that both see the same machine; the best round of each counts. Under
-//! `callgrind`, `pair COUNT ALLOCATOR SIZE` runs pairs of one kind only, to count their instructions.
+//! Bare and wrapped alternate in short rounds, so that both see the same machine; the best round of
+//! each counts. Under `callgrind`, `pair COUNT ALLOCATOR SIZE` runs pairs of one kind only, to
+//! count their instructions.
 #![expect(unsafe_code, reason = "calls allocators by hand")]
 #![expect(clippy::print_stdout, reason = "that is what it is for")]
 

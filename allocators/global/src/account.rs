@@ -1,7 +1,7 @@
 //! What the process holds, and how much it may.
 //!
-//! `charged` is one shared atomic; each thread has a slot with the part of it that it has not used, its change.
-//! The crate's documentation draws it.
+//! `charged` is one shared atomic; each thread has a slot with the part of it that it has not used,
+//! its change. The crate's documentation draws it.
 
 mod slot;
 mod soft;
@@ -22,12 +22,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const BATCH: u64 = 64 << 10;
 /// Change at which a thread gives back all but [`BATCH`].
 const MOST_CHANGE: u64 = 2 * BATCH;
-/// Headroom below which nobody takes more than they need, so that the last bytes go to whoever asks for them.
+/// Headroom below which nobody takes more than they need, so that the last bytes go to whoever asks
+/// for them.
 const NEAR: u64 = 64 * BATCH;
 
 // Relaxed throughout: none of these guards other memory, and each one's changes are in one order.
-/// Bytes in live blocks and in threads' change. Never above the cap that stood when it was last raised: a lower cap
-/// recalls the change.
+/// Bytes in live blocks and in threads' change. Never above the cap that stood when it was last
+/// raised: a lower cap recalls the change.
 static CHARGED: CachePadded<AtomicU64> = CachePadded::new(AtomicU64::new(0));
 static CAP: AtomicU64 = AtomicU64::new(u64::MAX);
 /// The most that `CHARGED` has been since the last reset.
@@ -36,15 +37,16 @@ static REFUSALS: AtomicU64 = AtomicU64::new(0);
 
 /// What the process has allocated through [`Global`](crate::Global).
 ///
-/// A block that moves between the wrapped allocator and a route is freed by the one and allocated by the other.
+/// A block that moves between the wrapped allocator and a route is freed by the one and allocated
+/// by the other.
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Bytes in live blocks of the wrapped allocator, as they were asked for. Exact when no call is under way on any
-    /// thread.
+    /// Bytes in live blocks of the wrapped allocator, as they were asked for. Exact when no call
+    /// is under way on any thread.
     pub live: u64,
-    /// The most that `live` has been since the start or the last [`reset_peak`]: never below the truth, and above it
-    /// by at most 128 KiB for each thread.
+    /// The most that `live` has been since the start or the last [`reset_peak`]: never below the
+    /// truth, and above it by at most 128 KiB for each thread.
     pub peak: u64,
     /// Allocations (a count). Growing and shrinking are neither allocation nor free.
     pub allocations: u64,
@@ -52,17 +54,18 @@ pub struct Stats {
     pub frees: u64,
     /// Calls that the cap refused (a count).
     pub refusals: u64,
-    /// Bytes in live blocks that routes serve. Not part of `live`, nor under the cap: the memory is not the wrapped
-    /// allocator's.
+    /// Bytes in live blocks that routes serve. Not part of `live`, nor under the cap: the memory
+    /// is not the wrapped allocator's.
     pub routed: u64,
     /// Allocations that routes have served (a count).
     pub routed_allocations: u64,
-    /// Allocations that a route refused and the wrapped allocator served instead, or refused as well (a count).
+    /// Allocations that a route refused and the wrapped allocator served instead, or refused as
+    /// well (a count).
     pub route_refusals: u64,
 }
 
-/// The figures of this moment. Allocates nothing and takes no lock; in time linear in the most threads there have been
-/// at once.
+/// The figures of this moment. Allocates nothing and takes no lock; in time linear in the most
+/// threads there have been at once.
 #[must_use]
 pub fn stats() -> Stats {
     let totals = slot::totals();
@@ -80,12 +83,14 @@ pub fn stats() -> Stats {
     }
 }
 
-/// Sets the most bytes that may be live, for allocations from now on; `u64::MAX` lifts it. Answers with the bytes by
-/// which it is exceeded already, or 0: until those are freed every allocation is refused.
+/// Sets the most bytes that may be live, for allocations from now on; `u64::MAX` lifts it. Answers
+/// with the bytes by which it is exceeded already, or 0: until those are freed every allocation is
+/// refused.
 ///
-/// An allocation beyond the cap answers with null, which a `Vec` turns into an abort and `try_reserve` into an error. No
-/// allocation exceeds the cap that begins after it was set. It may refuse early by what other threads hold as change,
-/// 128 KiB each at most; the calling thread's own is used up first.
+/// An allocation beyond the cap answers with null, which a `Vec` turns into an abort and
+/// `try_reserve` into an error. No allocation exceeds the cap that begins after it was set. It may
+/// refuse early by what other threads hold as change, 128 KiB each at most; the calling thread's
+/// own is used up first.
 ///
 /// ```
 /// use aquifer_global as global;
@@ -99,8 +104,9 @@ pub fn stats() -> Stats {
 /// assert!(buffer.try_reserve_exact(2 << 20).is_ok());
 /// ```
 ///
-/// Where [`Global`](crate::Global) is not the program's global allocator the cap holds for what is allocated from it by
-/// name alone, and the first call says so on the standard error stream: see [`is_installed`](crate::is_installed).
+/// Where [`Global`](crate::Global) is not the program's global allocator the cap holds for what is
+/// allocated from it by name alone, and the first call says so on the standard error stream: see
+/// [`is_installed`](crate::is_installed).
 pub fn set_cap(bytes: u64) -> u64 {
     if bytes != u64::MAX {
         report::warn_unless_installed();
@@ -124,8 +130,8 @@ pub fn reset_peak() {
     tags::reset_peaks();
 }
 
-/// Takes `need` bytes from the shared account, and up to `extra` more if they are easily had. Answers with what it
-/// took, or with `None` if the cap refuses.
+/// Takes `need` bytes from the shared account, and up to `extra` more if they are easily had.
+/// Answers with what it took, or with `None` if the cap refuses.
 fn take(need: u64, extra: u64) -> Option<u64> {
     let mut charged = CHARGED.load(Ordering::Relaxed);
     loop {

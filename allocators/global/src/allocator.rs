@@ -59,8 +59,8 @@ impl Accounting for Tracked {
 
 /// The program's allocator, counted, capped and routed.
 ///
-/// It adds about 2 ns to an allocation and its free together, on any number of threads. A zero-sized type over the system's
-/// allocator: the account and the routes are the process's.
+/// It adds about 2 ns to an allocation and its free together, on any number of threads. A
+/// zero-sized type over the system's allocator: the account and the routes are the process's.
 ///
 /// ```
 /// #[global_allocator]
@@ -68,7 +68,8 @@ impl Accounting for Tracked {
 /// assert!(aquifer_global::is_installed());
 /// ```
 ///
-/// Over another allocator, and knowing what each tag holds, for some nanoseconds and four bytes a block more:
+/// Over another allocator, and knowing what each tag holds, for some nanoseconds and four bytes a
+/// block more:
 ///
 /// ```
 /// use aquifer_global::{Global, Tracked};
@@ -136,7 +137,8 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         self.fresh_in_a_scope(whole, routed, ask)
     }
 
-    /// The same in a scope, or for a thread whose change is used up. Apart, so that the others keep no registers for it.
+    /// The same in a scope, or for a thread whose change is used up. Apart, so that the others keep
+    /// no registers for it.
     #[inline(never)]
     fn fresh_in_a_scope(
         &self,
@@ -185,7 +187,8 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
         block
     }
 
-    /// Asks the allocator below, by `ask`, and keeps the account. Layouts are whole here and further down.
+    /// Asks the allocator below, by `ask`, and keeps the account. Layouts are whole here and
+    /// further down.
     #[inline]
     fn allocate(&self, layout: Layout, ask: impl FnOnce(&A) -> *mut u8) -> *mut u8 {
         let bytes = layout.size() - Self::NOTE;
@@ -271,7 +274,8 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
                 // SAFETY: `new` has a size.
                 let moved = self.allocate(new, |inner| unsafe { inner.alloc(new) });
                 if !moved.is_null() {
-                    // SAFETY: 1. Both blocks are live and have that many bytes. 2. They do not overlap.
+                    // SAFETY: 1. Both blocks are live and have that many bytes. 2. They do not
+                    // overlap.
                     unsafe { ptr::copy_nonoverlapping(block, moved, common) };
                     // SAFETY: the block is a route's, and the caller hands it over.
                     unsafe { route::deallocate(block, old, Self::NOTE) };
@@ -290,10 +294,11 @@ impl<A: GlobalAlloc, K: Accounting> Global<A, K> {
     }
 }
 
-// SAFETY: 1. Every block is one of `inner`, or of a route, which promises as much; each goes back where it came from,
-// since a route tells its blocks by their address and `inner`'s are in none, and with the layout that was asked for:
-// whether there is a note behind is one for all blocks of an allocator. 2. Nothing here unwinds: there is no indexing,
-// arithmetic or call that could, `inner` and routes promise not to, and the thread-locals have no destructor that could
+// SAFETY: 1. Every block is one of `inner`, or of a route, which promises as much; each goes back
+// where it came from, since a route tells its blocks by their address and `inner`'s are in none,
+// and with the layout that was asked for: whether there is a note behind is one for all blocks of
+// an allocator. 2. Nothing here unwinds: there is no indexing, arithmetic or call that could,
+// `inner` and routes promise not to, and the thread-locals have no destructor that could
 // have run. 3. A refusal leaves the block of `realloc` as it is, and its note.
 unsafe impl<A: GlobalAlloc, K: Accounting> GlobalAlloc for Global<A, K> {
     #[inline]
@@ -337,8 +342,8 @@ unsafe impl<A: GlobalAlloc, K: Accounting> GlobalAlloc for Global<A, K> {
 
     #[inline]
     unsafe fn realloc(&self, block: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
-        // SAFETY: 1. The alignment is that of a layout. 2. The caller promises that the size, rounded up to it, is at
-        // most `isize::MAX`.
+        // SAFETY: 1. The alignment is that of a layout. 2. The caller promises that the size,
+        // rounded up to it, is at most `isize::MAX`.
         let new = unsafe { Layout::from_size_align_unchecked(new_size, layout.align()) };
         let (Some(old), Some(new)) = (Self::whole(layout), Self::whole(new)) else {
             return ptr::null_mut();

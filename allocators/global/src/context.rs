@@ -1,7 +1,7 @@
 //! What a thread's allocations count under and go to, for other threads to take over.
 //!
-//! Scopes are a thread's own: a task that runs elsewhere counts under nobody. Work that shall count where it was
-//! asked for carries a [`Context`] along.
+//! Scopes are a thread's own: a task that runs elsewhere counts under nobody. Work that shall count
+//! where it was asked for carries a [`Context`] along.
 
 use crate::route::{Scope, scoped};
 use aquifer_core::{Tag, tagged};

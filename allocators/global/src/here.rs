@@ -8,8 +8,8 @@ use crate::{
 use aquifer_core::{__tag, Tag};
 use std::{cell::Cell, ptr};
 
-/// A thread's own state. Const and without a destructor, so that it is there from the thread's first instruction to its
-/// last, and reading it neither allocates nor fails.
+/// A thread's own state. Const and without a destructor, so that it is there from the thread's
+/// first instruction to its last, and reading it neither allocates nor fails.
 pub(crate) struct Here {
     slot: Cell<Counts>,
     unrouted: Cell<Counts>,
@@ -47,7 +47,8 @@ impl Counts {
 
     #[inline]
     fn get(self) -> &'static Slot {
-        // SAFETY: 1. it is made of the shared slot or of a reference, both of which last as long as the program.
+        // SAFETY: 1. it is made of the shared slot or of a reference, both of which last as long as
+        // the program.
         unsafe { &*self.0 }
     }
 }
@@ -104,7 +105,8 @@ impl Here {
         before
     }
 
-    /// To be called when the slot, or a scope of either kind, has changed: allocations then need not ask for any of them.
+    /// To be called when the slot, or a scope of either kind, has changed: allocations then need
+    /// not ask for any of them.
     fn settle(&self) {
         self.unrouted.set(if self.scope.get().is_null() {
             self.slot.get()

@@ -5,9 +5,9 @@
 //!                                  block                                 + size, unaligned, four bytes
 //! ```
 //!
-//! Every block of such an allocator has one, so a free knows without a table and without reading what it should not.
-//! Behind and not before the block, since then alignment costs nothing. A note is the block's tag, or the number of its
-//! sample, which knows the tag.
+//! Every block of such an allocator has one, so a free knows without a table and without reading
+//! what it should not. Behind and not before the block, since then alignment costs nothing. A note
+//! is the block's tag, or the number of its sample, which knows the tag.
 #![expect(unsafe_code, reason = "reads and writes behind blocks")]
 
 use crate::{
@@ -26,14 +26,15 @@ const SAMPLED: u32 = 1 << 31;
 #[inline]
 pub(crate) fn room_behind(layout: Layout) -> Option<Layout> {
     let most = isize::MAX as usize - BYTES - (layout.align() - 1);
-    // SAFETY: 1. The alignment is that of a layout. 2. The size, rounded up to it, is at most `isize::MAX`.
+    // SAFETY: 1. The alignment is that of a layout. 2. The size, rounded up to it, is at most
+    // `isize::MAX`.
     (layout.size() <= most).then(|| unsafe {
         Layout::from_size_align_unchecked(layout.size() + BYTES, layout.align())
     })
 }
 
-/// The block's pointer as it came from the allocator below, with access to the note: the caller's may have been narrowed
-/// to the caller's bytes.
+/// The block's pointer as it came from the allocator below, with access to the note: the caller's
+/// may have been narrowed to the caller's bytes.
 #[inline]
 pub(crate) fn whole(block: *mut u8) -> *mut u8 {
     ptr::with_exposed_provenance_mut(block.addr())
@@ -42,7 +43,8 @@ pub(crate) fn whole(block: *mut u8) -> *mut u8 {
 /// Counts a fresh block under the current tag, and notes whose it is.
 ///
 /// # Safety
-/// The block is fresh from the allocator below, which was asked for [`room_behind`] a layout of this size.
+/// The block is fresh from the allocator below, which was asked for [`room_behind`] a layout of
+/// this size.
 #[inline]
 pub(crate) unsafe fn sign(block: *mut u8, size: usize) {
     let slot = HERE.with(mine);
@@ -58,8 +60,8 @@ pub(crate) unsafe fn sign(block: *mut u8, size: usize) {
 /// The block is live, was signed, and has this size.
 #[inline]
 pub(crate) unsafe fn read(block: *mut u8, size: usize) -> u32 {
-    // SAFETY: 1. The block has as many bytes and a note behind them, written when it was signed. 2. Its address was
-    // exposed then, with access to all of it.
+    // SAFETY: 1. The block has as many bytes and a note behind them, written when it was signed. 2.
+    // Its address was exposed then, with access to all of it.
     unsafe { whole(block).add(size).cast::<u32>().read_unaligned() }
 }
 
@@ -99,7 +101,8 @@ pub(crate) fn strike(note: u32, size: usize) {
     tags::shrink(HERE.with(mine), tag, size, 1);
 }
 
-/// Counts that a block with this note has been resized, and notes whose it is. To the sampler it is a new one.
+/// Counts that a block with this note has been resized, and notes whose it is. To the sampler it is
+/// a new one.
 ///
 /// # Safety
 /// The block has room for a note behind `new_size` bytes.

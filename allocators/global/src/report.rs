@@ -32,8 +32,8 @@ const LARGEST: usize = 20;
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Report {
-    /// Whether [`Global`](crate::Global) is the program's global allocator. If it is not, the figures are those of what
-    /// was allocated from it by name alone.
+    /// Whether [`Global`](crate::Global) is the program's global allocator. If it is not, the
+    /// figures are those of what was allocated from it by name alone.
     pub installed: bool,
     /// Of the process.
     pub stats: Stats,

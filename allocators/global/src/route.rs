@@ -1,9 +1,9 @@
 //! Scopes whose allocations another allocator serves.
 //!
-//! A program that wants the bytes of a file in pinned memory, read by a library that returns a plain `Vec<u8>`, runs the
-//! call in a scope: what it allocates there on its thread, from a size on, comes from a [`Route`]. The `Vec` then
-//! lives as long as any, is grown and freed by any thread, in or out of a scope: every free finds the owner by the
-//! address.
+//! A program that wants the bytes of a file in pinned memory, read by a library that returns a
+//! plain `Vec<u8>`, runs the call in a scope: what it allocates there on its thread, from a size
+//! on, comes from a [`Route`]. The `Vec` then lives as long as any, is grown and freed by any
+//! thread, in or out of a scope: every free finds the owner by the address.
 //!
 //! ```text
 //!   alloc    in a scope, and large enough? ── yes ─► the route ── refuses ─┐
@@ -12,13 +12,15 @@
 //!                 └──────────── no ────────────────────────────┴─ no ─────► the wrapped allocator
 //! ```
 //!
-//! Routes are registered for the life of the process. While none is, a free pays two loads and a comparison.
+//! Routes are registered for the life of the process. While none is, a free pays two loads and a
+//! comparison.
 //!
 //! # Within a route
-//! A route may allocate for itself in any of its methods: on that thread scopes are off meanwhile, so it is not asked
-//! again. If it frees a routed block there, that free is put off until the route is left: a route is never entered twice
-//! by one thread, and may hold a lock. A route's other functions, which its user calls in a scope, should keep their
-//! bookkeeping out of it by [`unrouted`].
+//! A route may allocate for itself in any of its methods: on that thread scopes are off meanwhile,
+//! so it is not asked again. If it frees a routed block there, that free is put off until the route
+//! is left: a route is never entered twice by one thread, and may hold a lock. A route's other
+//! functions, which its user calls in a scope, should keep their bookkeeping out of it by
+//! [`unrouted`].
 #![expect(unsafe_code, reason = "declares an unsafe trait; holds no unsafe block")]
 
 mod deferred;
@@ -99,14 +101,17 @@ use std::{alloc::Layout, ops::Range, ptr::NonNull};
 /// ```
 ///
 /// # Safety
-/// 1. `allocate` and `resize` answer with blocks as `GlobalAlloc`'s do: of the layout asked for, overlapping no other,
-///    live until they are given back.
+/// 1. `allocate` and `resize` answer with blocks as `GlobalAlloc`'s do: of the layout asked for,
+///    overlapping no other, live until they are given back.
 /// 2. All blocks lie in [`window`](Route::window), which never changes.
-/// 3. `owns` is true for every live block of this route and false for every live block of any other allocator.
+/// 3. `owns` is true for every live block of this route and false for every live block of any other
+///    allocator.
 /// 4. No method unwinds.
-/// 5. Every method may be called from any thread at any time: early, late, and in thread-local destructors.
+/// 5. Every method may be called from any thread at any time: early, late, and in thread-local
+///    destructors.
 pub unsafe trait Route: Sync {
-    /// A block of this layout, whose size is not zero; `None` sends the caller to the wrapped allocator.
+    /// A block of this layout, whose size is not zero; `None` sends the caller to the wrapped
+    /// allocator.
     fn allocate(&self, layout: Layout) -> Option<NonNull<u8>>;
 
     /// As [`allocate`](Route::allocate), with all bytes zero.
@@ -115,19 +120,23 @@ pub unsafe trait Route: Sync {
     /// Takes a block back.
     ///
     /// # Safety
-    /// `owns(block)`; the layout is the one that it was asked for with, or resized to; nobody uses it any more.
+    /// `owns(block)`; the layout is the one that it was asked for with, or resized to; nobody uses
+    /// it any more.
     unsafe fn deallocate(&self, block: NonNull<u8>, layout: Layout);
 
-    /// Makes a block larger or smaller, by a move if need be; `None`, and the block is as it was, if it cannot.
+    /// Makes a block larger or smaller, by a move if need be; `None`, and the block is as it was,
+    /// if it cannot.
     ///
     /// # Safety
-    /// As for [`deallocate`](Route::deallocate), if it answers with a block; `new` has the same alignment and a size.
+    /// As for [`deallocate`](Route::deallocate), if it answers with a block; `new` has the same
+    /// alignment and a size.
     unsafe fn resize(&self, block: NonNull<u8>, old: Layout, new: Layout) -> Option<NonNull<u8>>;
 
-    /// Whether this is the address of one of this route's blocks. Asked for frees of any allocator's blocks in the
-    /// window, so it must be quick and take no lock.
+    /// Whether this is the address of one of this route's blocks. Asked for frees of any
+    /// allocator's blocks in the window, so it must be quick and take no lock.
     fn owns(&self, block: NonNull<u8>) -> bool;
 
-    /// The addresses between which all blocks lie, for ever. The narrower, the fewer frees ask further.
+    /// The addresses between which all blocks lie, for ever. The narrower, the fewer frees ask
+    /// further.
     fn window(&self) -> Range<usize>;
 }

@@ -1,8 +1,9 @@
 //! Where what is held was allocated: call stacks of a sample of all blocks.
 //!
-//! Each thread's bytes are a line on which points lie at random, so many bytes apart on average (a Poisson process); the
-//! block that a point falls into is sampled. So a block of `s` bytes is, with an interval of `n`, one of
-//! `1 / (1 − e^(−s/n))` like it, and stands for all of these: sums over samples expect the truth, whatever the sizes.
+//! Each thread's bytes are a line on which points lie at random, so many bytes apart on average (a
+//! Poisson process); the block that a point falls into is sampled. So a block of `s` bytes is, with
+//! an interval of `n`, one of `1 / (1 − e^(−s/n))` like it, and stands for all of these: sums over
+//! samples expect the truth, whatever the sizes.
 //!
 //! ```text
 //!   bytes of a thread   ├──────────────────×──────────────×───────────────────────────────×────
@@ -10,7 +11,8 @@
 //!                                 sampled            sampled                      sampled
 //! ```
 //!
-//! A stack is walked on the allocating thread without memory or locks of ours; names are looked up when it is printed.
+//! A stack is walked on the allocating thread without memory or locks of ours; names are looked up
+//! when it is printed.
 
 mod record;
 mod stack;
@@ -32,10 +34,11 @@ const LOOK: i64 = 1 << 20;
 
 /// Takes the call stack of one block in every `bytes` allocated, on average; 0 ends that.
 ///
-/// Needs [`Tracked`](crate::Tracked) as the program's allocator, and the feature `stacks`. A thread begins, and ends, within the next MiB that it
-/// allocates. What has been sampled is followed until it is freed. A sample costs some microseconds (and the process's
-/// first one milliseconds, since the unwinder prepares itself) and 0.4 KiB, from the system's allocator and never given
-/// back; 512 KiB between samples is usual. Walking the stack may wait for the dynamic loader.
+/// Needs [`Tracked`](crate::Tracked) as the program's allocator, and the feature `stacks`. A thread
+/// begins, and ends, within the next MiB that it allocates. What has been sampled is followed until
+/// it is freed. A sample costs some microseconds (and the process's first one milliseconds, since
+/// the unwinder prepares itself) and 0.4 KiB, from the system's allocator and never given back; 512
+/// KiB between samples is usual. Walking the stack may wait for the dynamic loader.
 ///
 /// ```
 /// use aquifer_global::{self as global, Global, Tracked};
@@ -53,7 +56,8 @@ pub fn sample_every(bytes: u64) {
     INTERVAL.store(bytes, Ordering::Relaxed);
 }
 
-/// When a thread's next sample is due. Written by the owner of its slot alone, and read by nobody else.
+/// When a thread's next sample is due. Written by the owner of its slot alone, and read by nobody
+/// else.
 pub(crate) struct Clock {
     /// Bytes until then, or until the thread looks again.
     left: AtomicI64,
@@ -68,8 +72,8 @@ impl Clock {
         Self { left: AtomicI64::new(0), drawn_for: AtomicU64::new(0), seed: AtomicU64::new(0) }
     }
 
-    /// Bytes to the next point, at random with this mean (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-    /// Generators", 2014).
+    /// Bytes to the next point, at random with this mean (Steele, Lea and Flood, "Fast Splittable
+    /// Pseudorandom Number Generators", 2014).
     fn draw(&self, interval: u64) -> i64 {
         // Clocks start alike, so their addresses tell them apart.
         let step = 0x9e37_79b9_7f4a_7c15u64;
@@ -84,7 +88,8 @@ impl Clock {
     }
 }
 
-/// Samples a block, if it is its turn: answers with the number of the sample. Without a slot a thread samples nothing.
+/// Samples a block, if it is its turn: answers with the number of the sample. Without a slot a
+/// thread samples nothing.
 #[inline]
 pub(crate) fn consider(slot: Option<&Slot>, tag: u16, bytes: usize) -> Option<u32> {
     let clock = &slot?.clock;
@@ -114,7 +119,8 @@ fn due(here: &Here, clock: &Clock, tag: u16, bytes: usize) -> Option<u32> {
             return None;
         }
     }
-    // What lies between two points has no memory, so the next one may be counted from the end of this block.
+    // What lies between two points has no memory, so the next one may be counted from the end of
+    // this block.
     clock.left.store(clock.draw(interval), Ordering::Relaxed);
     here.sampling.set(true);
     let mut frames = [0; FRAMES];

@@ -57,8 +57,8 @@ fn main() {
     a_forked_child_goes_on_counting();
 }
 
-/// Runs `work` on threads of their own and waits until they have ended: the end of a scope alone waits for the work, and
-/// not for what the standard library frees behind it.
+/// Runs `work` on threads of their own and waits until they have ended: the end of a scope alone
+/// waits for the work, and not for what the standard library frees behind it.
 fn together<R: Send>(threads: usize, work: impl Fn(usize) -> R + Sync) -> Vec<R> {
     thread::scope(|scope| {
         let work = &work;
@@ -141,8 +141,8 @@ fn a_block_may_be_freed_by_another_thread() {
 
 static LEFT: Mutex<Vec<Vec<u8>>> = Mutex::new(Vec::new());
 
-/// Allocates and frees in its destructor, after and before the thread's own state has been given back, and leaves a
-/// block behind.
+/// Allocates and frees in its destructor, after and before the thread's own state has been given
+/// back, and leaves a block behind.
 struct Late(RefCell<Vec<u8>>, usize);
 
 impl Drop for Late {
@@ -237,7 +237,8 @@ fn a_forked_child_goes_on_counting() {
         ready.wait();
         let kept = vec![1u8; 12_345];
         let during = stats();
-        // SAFETY: the child uses the allocator under test, which takes no lock, and leaves by `_exit`.
+        // SAFETY: the child uses the allocator under test, which takes no lock, and leaves by
+        // `_exit`.
         let child = unsafe { fork() };
         if child == 0 {
             drop(kept);

@@ -1,7 +1,8 @@
-//! Allocations work wherever the wrapped allocator's do: before `main`, in thread-local destructors, in a forked child, in
-//! signal handlers; and a report comes at exit.
+//! Allocations work wherever the wrapped allocator's do: before `main`, in thread-local
+//! destructors, in a forked child, in signal handlers; and a report comes at exit.
 //!
-//! A binary without a test harness: it runs itself as a child process, and counts what it allocates.
+//! A binary without a test harness: it runs itself as a child process, and counts what it
+//! allocates.
 #![cfg_attr(
     target_os = "linux",
     expect(unsafe_code, reason = "runs before main, forks, handles signals")
@@ -51,7 +52,8 @@ mod linux {
         BEFORE_MAIN.store(stats().live - live, Ordering::Relaxed);
     }
 
-    // SAFETY: the loader calls what stands there once, before `main`; the function has its type and does not unwind.
+    // SAFETY: the loader calls what stands there once, before `main`; the function has its type and
+    // does not unwind.
     #[used]
     #[unsafe(link_section = ".init_array")]
     static FIRST: extern "C" fn() = before_main;
@@ -103,7 +105,8 @@ mod linux {
                 freed: AtomicUsize::new(0),
             }));
             let window = start.addr().get()..start.addr().get() + STRIP;
-            // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. Atomics work at any time.
+            // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. Atomics work
+            // at any time.
             let over = Box::leak(Box::new(unsafe { Over::new(strip, window) }));
             match register(over) {
                 Ok(to) => (to, strip),
@@ -168,7 +171,8 @@ mod linux {
         sample_every(4096);
         drop(black_box(vec![0u8; 2 << 20]));
         assert!(works());
-        // SAFETY: the child calls the allocator only, and leaves by `_exit`. No other thread is there.
+        // SAFETY: the child calls the allocator only, and leaves by `_exit`. No other thread is
+        // there.
         let child = unsafe { fork() };
         if child == 0 {
             let right = works();
@@ -194,7 +198,8 @@ mod linux {
 
     fn a_signal_handler_allocates_frees_and_routes() {
         const SIGUSR1: i32 = 10;
-        // SAFETY: the handler has its type, and is only called by `raise`, outside of the allocator.
+        // SAFETY: the handler has its type, and is only called by `raise`, outside of the
+        // allocator.
         unsafe { signal(SIGUSR1, handler) };
         let before = stats().live;
         let (to, strip) = strip();

@@ -148,8 +148,8 @@ fn no_thread_ever_passes_it() {
     // Counted by the threads themselves, and so never more than what is really live.
     static HELD: AtomicU64 = AtomicU64::new(0);
     let served = AtomicU64::new(0);
-    // Three times: when the threads and their lists are there, when the cap is set, and when all are done. In between
-    // only the blocks below are allocated, and nothing else is freed.
+    // Three times: when the threads and their lists are there, when the cap is set, and when all
+    // are done. In between only the blocks below are allocated, and nothing else is freed.
     let ready = Barrier::new(THREADS as usize + 1);
     thread::scope(|threads| {
         let mut lists: Vec<Vec<Vec<u8>>> = (0..THREADS).map(|_| Vec::with_capacity(1000)).collect();

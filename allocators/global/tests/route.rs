@@ -1,4 +1,5 @@
-//! Routed blocks find their way home from anywhere, and a route is never entered twice by one thread.
+//! Routed blocks find their way home from anywhere, and a route is never entered twice by one
+//! thread.
 //!
 //! A binary without a test harness: it counts what the process allocates, so nothing else may.
 #![expect(unsafe_code, reason = "allocators to route to")]
@@ -24,8 +25,8 @@ static GLOBAL: Global = Global::new();
 
 const BYTES: usize = 8 << 20;
 
-/// First fit over a region of its own, with its bookkeeping in ordinary vectors, under a lock that a thread cannot take
-/// twice.
+/// First fit over a region of its own, with its bookkeeping in ordinary vectors, under a lock that
+/// a thread cannot take twice.
 struct Region {
     start: NonNull<u8>,
     live: Mutex<Vec<(usize, usize)>>,
@@ -34,7 +35,8 @@ struct Region {
     calls: AtomicUsize,
 }
 
-// SAFETY: the region behind the pointer is only named here; blocks of it belong to whoever asked for them.
+// SAFETY: the region behind the pointer is only named here; blocks of it belong to whoever asked
+// for them.
 unsafe impl Send for Region {}
 // SAFETY: the rest is locks and atomics.
 unsafe impl Sync for Region {}
@@ -62,7 +64,8 @@ impl Region {
         self.live.lock().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Fails instead of blocking: in these tests only a thread that is inside already could hold it for long.
+    /// Fails instead of blocking: in these tests only a thread that is inside already could hold it
+    /// for long.
     fn enter(&self) -> std::sync::MutexGuard<'_, Vec<(usize, usize)>> {
         self.calls.fetch_add(1, Ordering::Relaxed);
         thread_local!(static WITHIN: Cell<bool> = const { Cell::new(false) });
@@ -119,7 +122,8 @@ impl_allocator! {
 
 fn leaked() -> (&'static Region, RouteId) {
     let region: &'static Region = Box::leak(Box::new(Region::new()));
-    // SAFETY: 1. The region's blocks lie in its window and nobody else's do. 2. Locks and atomics work at any time.
+    // SAFETY: 1. The region's blocks lie in its window and nobody else's do. 2. Locks and atomics
+    // work at any time.
     let over = Box::leak(Box::new(unsafe { Over::new(region, region.window()) }));
     let id = register(over);
     assert!(id.is_ok());

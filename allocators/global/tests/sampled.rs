@@ -1,4 +1,5 @@
-//! Sampled call stacks name who holds memory, stand for about as much as is held, and end with their blocks.
+//! Sampled call stacks name who holds memory, stand for about as much as is held, and end with
+//! their blocks.
 //!
 //! A binary without a test harness: what the process allocates is what is sampled.
 #![expect(clippy::unwrap_used, reason = "a test, though not in a harness")]
@@ -46,8 +47,8 @@ fn estimates_are_near_the_truth_whatever_the_sizes() {
     let (small, large) = (holds_small_blocks(), holds_large_blocks());
     let held = stats().live - live;
     let estimate = total();
-    // 9.5 MiB in small blocks are 153 samples, so a fortieth is one deviation of the whole, and ten of them still leave the
-    // large blocks first.
+    // 9.5 MiB in small blocks are 153 samples, so a fortieth is one deviation of the whole, and ten
+    // of them still leave the large blocks first.
     assert!((held * 3 / 4..held * 5 / 4).contains(&estimate), "{estimate} of {held}");
     let all = stacks(usize::MAX);
     assert!(all.is_sorted_by_key(|stack| std::cmp::Reverse(stack.live)));

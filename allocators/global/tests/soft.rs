@@ -1,4 +1,5 @@
-//! Hooks of the soft cap are told outside of allocations, in turn, and once for a swing around the line.
+//! Hooks of the soft cap are told outside of allocations, in turn, and once for a swing around the
+//! line.
 //!
 //! A binary without a test harness: it counts what the process allocates, so nothing else may.
 #![expect(clippy::unwrap_used, reason = "a test, though not in a harness")]

@@ -1,8 +1,9 @@
-//! Threads that allocate, pass blocks on and free them, under tags and in routes, while signals come and the process forks:
-//! every byte keeps its contents, every child works, and in the end all counts are what they were.
+//! Threads that allocate, pass blocks on and free them, under tags and in routes, while signals
+//! come and the process forks: every byte keeps its contents, every child works, and in the end all
+//! counts are what they were.
 //!
-//! - A handler allocates, frees and routes whenever its thread is outside of the allocator, which is all that the wrapped one
-//!   allows.
+//! - A handler allocates, frees and routes whenever its thread is outside of the allocator, which
+//!   is all that the wrapped one allows.
 //! - A child is made while the others are anywhere, also inside of the allocator.
 //!
 //! A binary without a test harness: it counts what the process allocates.
@@ -99,7 +100,8 @@ mod linux {
         };
         let strip: &'static Strip = Box::leak(Box::new(strip));
         let start = strip.start.addr().get();
-        // SAFETY: 1. Its blocks lie in its window and nobody else's do. 2. Atomics work at any time.
+        // SAFETY: 1. Its blocks lie in its window and nobody else's do. 2. Atomics work at any
+        // time.
         let over = Box::leak(Box::new(unsafe { Over::new(strip, start..start + PIECE * PIECES) }));
         let Ok(to) = register(over) else { process::abort() };
         (to, strip)
@@ -173,10 +175,11 @@ mod linux {
         }
     }
 
-    /// Forks while the others work. What they did in the middle of at that moment is half done in the child, so it looks at
-    /// contents and not at counts.
+    /// Forks while the others work. What they did in the middle of at that moment is half done in
+    /// the child, so it looks at contents and not at counts.
     fn fork_and_wait(to: RouteId) {
-        // SAFETY: the child calls the allocator, which the C library makes ready for one, and leaves by `_exit`.
+        // SAFETY: the child calls the allocator, which the C library makes ready for one, and
+        // leaves by `_exit`.
         let child = unsafe { fork() };
         if child == 0 {
             let right = (0..20).all(|round| works(to, round));

@@ -215,7 +215,8 @@ fn more_tags_than_cells_are_exact_over_threads() {
                 }
             })
         });
-        // The end of a scope alone waits for the work, and not for what the standard library frees behind it.
+        // The end of a scope alone waits for the work, and not for what the standard library frees
+        // behind it.
         let running: Vec<_> = running.collect();
         running.into_iter().for_each(|thread| thread.join().unwrap());
     });
@@ -307,7 +308,8 @@ fn strip() -> (&'static Strip, aquifer_global::RouteId) {
     let start = NonNull::from(vec![0xEEu8; STRIP].leak()).cast();
     let strip: &'static Strip = Box::leak(Box::new(Strip { start, used: Mutex::default() }));
     let window = strip.start.addr().get()..strip.start.addr().get() + STRIP;
-    // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. A lock works at any time.
+    // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. A lock works at any
+    // time.
     let over = Box::leak(Box::new(unsafe { Over::new(strip, window) }));
     (strip, register(over).unwrap())
 }

@@ -17,9 +17,9 @@ pub struct Config {
     pub unit: u64,
     /// The length that slabs grow to. A power of two, from `unit` to 65,536 units.
     pub page: u64,
-    /// The grain of the address map, a power of two. It notes the first block in each stretch of this length: the longer
-    /// that is, the less blocks above the small sizes cost, and the more of them are looked at to find one by its
-    /// address alone.
+    /// The grain of the address map, a power of two. It notes the first block in each stretch of
+    /// this length: the longer that is, the less blocks above the small sizes cost, and the more
+    /// of them are looked at to find one by its address alone.
     pub grain: u64,
     /// Requests of at most this size get a slot of a slab, larger ones an exact block. A
     /// multiple of `unit`, at most half of `page`; zero for no slabs at all.
@@ -33,12 +33,13 @@ impl Config {
     /// For device memory: units of 512 bytes, since that is what the driver's own pools align
     /// to and what kernels count on, and slabs of up to 64 KiB for requests of at most 16 KiB.
     ///
-    /// On three recorded training and serving programs this needs 1.010, 1.003 and 1.007 times the peak of
-    /// live bytes in pages of 2 MiB; without slabs, or with any other limit from 1 to 512 KiB,
-    /// the figures move by less than 0.005. So the limit decides speed rather than room: a slot
-    /// costs a third of what an exact block does.
+    /// On three recorded training and serving programs this needs 1.010, 1.003 and 1.007 times the
+    /// peak of live bytes in pages of 2 MiB; without slabs, or with any other limit from 1 to 512
+    /// KiB, the figures move by less than 0.005. So the limit decides speed rather than room: a
+    /// slot costs a third of what an exact block does.
     ///
-    /// The map has a grain of 16 MiB: who frees a device block has its key, and addresses are looked up on slow paths.
+    /// The map has a grain of 16 MiB: who frees a device block has its key, and addresses are
+    /// looked up on slow paths.
     #[must_use]
     pub const fn device() -> Self {
         Self { unit: 512, page: 64 << 10, grain: 16 << 20, small_max: 16 << 10, border: 0 }

@@ -26,8 +26,8 @@ pub use observe::FreeExtents;
 /// What surprises:
 ///
 /// * `None` from [`alloc`](Self::alloc) is the whole truth: no free extent holds the request.
-/// * A block of at most [`Config::small_max`] may share its slab with others, and the free slots
-///   of a slab are not in [`free_extents`](Self::free_extents) while a block of it lives.
+/// * A block of at most [`Config::small_max`] may share its slab with others, and the free slots of
+///   a slab are not in [`free_extents`](Self::free_extents) while a block of it lives.
 /// * Nothing ties a block to its heap but its address. Dropping a heap forgets its blocks.
 ///
 /// ```

@@ -18,17 +18,17 @@
 //!
 //! # What it promises
 //!
-//! * **Deterministic.** The same calls give the same addresses: nothing depends on time, on
-//!   hashing or on where the bookkeeping happens to lie.
+//! * **Deterministic.** The same calls give the same addresses: nothing depends on time, on hashing
+//!   or on where the bookkeeping happens to lie.
 //! * **Exact.** Above [`Config::small_max`] a block is as long as asked, rounded up to
-//!   [`Config::unit`]. `None` means that no free extent holds the request, not that the search
-//!   gave up.
+//!   [`Config::unit`]. `None` means that no free extent holds the request, not that the search gave
+//!   up.
 //! * **Bounded.** The best fit is found in a number of steps that depends on the width of an
 //!   address, never on how many holes there are.
-//! * **Fully merged.** Two free extents that touch are one, unless a border lies between them: what is
-//!   kept back for speed, spare slabs, is merged as soon as it makes a difference.
-//! * **Stamps are never lost.** A free range carries the largest stamp that any free of any of
-//!   its bytes came with. See [`Extent::stamp`].
+//! * **Fully merged.** Two free extents that touch are one, unless a border lies between them: what
+//!   is kept back for speed, spare slabs, is merged as soon as it makes a difference.
+//! * **Stamps are never lost.** A free range carries the largest stamp that any free of any of its
+//!   bytes came with. See [`Extent::stamp`].
 //! * **A failed call changes nothing.**
 //!
 //! # What surprises

@@ -145,7 +145,8 @@ impl Records {
 
     /// Numbers `record` and links it in after `prev`, or as the lowest when that is `NIL`.
     ///
-    /// In place, so that the record is written where it stays: made elsewhere and copied, each would be waited for.
+    /// In place, so that the record is written where it stays: made elsewhere and copied, each
+    /// would be waited for.
     #[inline(always)]
     pub(crate) fn insert_after(&mut self, prev: u32, record: Record) -> u32 {
         let next = if prev == NIL { self.first } else { self[prev].next };

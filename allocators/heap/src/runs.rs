@@ -2,10 +2,11 @@
 
 use std::ops::Range;
 
-/// A row of pages of which runs are taken and freed. The lowest run that is long enough is taken, so the same calls give
-/// the same places; freed neighbours are one run at once.
+/// A row of pages of which runs are taken and freed. The lowest run that is long enough is taken,
+/// so the same calls give the same places; freed neighbours are one run at once.
 ///
-/// It knows no run: whoever frees one says which pages it has. A search takes time linear in the pages, 64 of them a step.
+/// It knows no run: whoever frees one says which pages it has. A search takes time linear in the
+/// pages, 64 of them a step.
 ///
 /// ```
 /// use aquifer_heap::Runs;
@@ -34,7 +35,8 @@ impl Runs {
         Some(Self { words: words.into_boxed_slice(), len, free: len })
     }
 
-    /// Takes the lowest run of `count` free pages, at least one; answers with its first, or `None` if none is as long.
+    /// Takes the lowest run of `count` free pages, at least one; answers with its first, or `None`
+    /// if none is as long.
     pub fn take(&mut self, count: usize) -> Option<usize> {
         let count = count.max(1);
         let start = self.runs().find(|run| run.len() >= count)?.start;

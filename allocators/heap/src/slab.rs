@@ -47,9 +47,9 @@ pub(crate) struct Slab {
     free: [u64; WORDS],
     /// The generation of the block in each live slot; what a free slot holds means nothing.
     generations: Box<[u32]>,
-    /// The generation of the next block. It counts the blocks of all slots and outlives the slab's use:
-    /// a slab that is made anew at another start puts an old address into another slot, so a count kept
-    /// for each slot would repeat an old key.
+    /// The generation of the next block. It counts the blocks of all slots and outlives the slab's
+    /// use: a slab that is made anew at another start puts an old address into another slot, so a
+    /// count kept for each slot would repeat an old key.
     next_generation: u32,
 }
 
@@ -122,8 +122,8 @@ struct Class {
     capacity: u64,
     /// The head of the slabs with room.
     room: u32,
-    /// The slab that was the last to be left empty with no other beside it, or `NIL`. While it is empty it is the class's
-    /// spare; blocks of it may live again.
+    /// The slab that was the last to be left empty with no other beside it, or `NIL`. While it is
+    /// empty it is the class's spare; blocks of it may live again.
     spare: u32,
     /// The head of the vacant slabs, whose generations go on with the next slab of the class.
     vacant: u32,
@@ -178,8 +178,8 @@ impl Slabs {
         self.classes[class].slot
     }
 
-    /// How many slots the next slab of `class` should have, and how many at least: as many as there are, since it is
-    /// asked for when these are taken.
+    /// How many slots the next slab of `class` should have, and how many at least: as many as there
+    /// are, since it is asked for when these are taken.
     pub(crate) fn next_slots(&self, class: usize) -> (u64, u64) {
         let Class { slots: (shortest, longest), capacity, .. } = self.classes[class];
         (capacity.clamp(shortest, longest), shortest)
@@ -195,8 +195,8 @@ impl Slabs {
         (class..self.classes.len()).find(|&class| self.classes[class].room != NIL)
     }
 
-    /// The spares, by class. Found by looking at each class: they come and go with every pair of one small block, and
-    /// are asked for when memory runs out.
+    /// The spares, by class. Found by looking at each class: they come and go with every pair of
+    /// one small block, and are asked for when memory runs out.
     pub(crate) fn spares(&self) -> impl Iterator<Item = u32> {
         let empty = |spare: &u32| *spare != NIL && self.slab(*spare).used == 0;
         self.classes.iter().map(|class| class.spare).filter(empty)
@@ -355,8 +355,9 @@ impl Slabs {
         (slot, address - slab.address(slot))
     }
 
-    /// Puts a slab that is in no list, so that its links are `NIL`, into its class's: in front when it lies lower than the one there, else
-    /// right behind it, so that low memory tends to fill up and high memory to empty.
+    /// Puts a slab that is in no list, so that its links are `NIL`, into its class's: in front when
+    /// it lies lower than the one there, else right behind it, so that low memory tends to fill up
+    /// and high memory to empty.
     fn link(&mut self, id: u32) {
         let slab = &self.slabs[id as usize];
         let (class, start) = (slab.class as usize, slab.start);

@@ -476,7 +476,8 @@ fn a_note_of_an_earlier_life_is_refused_when_the_block_is_taken_again_as_it_was(
 
 #[test]
 fn an_address_is_found_wherever_it_lies_in_the_grain_of_the_map() {
-    // Many blocks begin in each stretch that the map has one entry for, and one block covers several.
+    // Many blocks begin in each stretch that the map has one entry for, and one block covers
+    // several.
     let mut heap = Heap::new(Config { grain: MIB, small_max: 0, ..Config::device() });
     heap.add(Range::new(BASE, 64 * MIB), 0).unwrap();
     let sizes = [KIB, 300 * KIB, 5 * MIB, 2 * KIB, 3 * MIB];
@@ -507,7 +508,8 @@ fn a_program_that_frees_all_and_begins_again_takes_the_same_places() {
         blocks.iter().map(|block| block.address).collect::<Vec<_>>()
     };
     let first = round(&[3, 1, 0, 2, 7, 5, 4, 6]);
-    // Empty slabs of several sizes are kept where the first round left them, and given up before the second begins.
+    // Empty slabs of several sizes are kept where the first round left them, and given up before
+    // the second begins.
     assert_eq!(round(&[0, 7, 1, 6, 2, 5, 3, 4]), first);
     assert_eq!(round(&[0, 1, 2, 3, 4, 5, 6, 7]), first);
 }
@@ -515,8 +517,8 @@ fn a_program_that_frees_all_and_begins_again_takes_the_same_places() {
 #[test]
 fn draining_takes_exactly_what_is_free_with_its_stamps_and_leaves_what_lives() {
     let mut heap = device(8 * MIB);
-    // Exact blocks and slots, every second one freed, so that there are holes, half-empty slabs and spares; the last one
-    // freed is kept whole.
+    // Exact blocks and slots, every second one freed, so that there are holes, half-empty slabs and
+    // spares; the last one freed is kept whole.
     let sizes = [600 * KIB, 3 * KIB, 70 * KIB, 512, 17 * KIB, 9 * KIB];
     let blocks: Vec<_> =
         (0..24).map(|n| heap.alloc(sizes[n % sizes.len()], 512).unwrap()).collect();
@@ -548,7 +550,8 @@ fn freed_slot_key_is_refused_after_its_slab_is_rebuilt_at_another_start() {
     let stale = heap.alloc(512, 512).unwrap();
     heap.free_block(&large, 0).unwrap();
     heap.free_block(&stale, 0).unwrap();
-    // The slab of 512 B slots comes back at another start, so the same address has another slot number.
+    // The slab of 512 B slots comes back at another start, so the same address has another slot
+    // number.
     let again: Vec<_> = [1024, 512, 512].map(|bytes| heap.alloc(bytes, 512).unwrap()).into();
     assert_eq!(again[2].address, stale.address, "the address lives again");
     assert_ne!(again[2].key, stale.key);

@@ -4,8 +4,9 @@
 use nix::libc;
 use std::time::{Duration, Instant};
 
-/// Time since some moment in the past, to the kernel's last tick: 1 to 10 ms ago (`CLOCK_MONOTONIC_COARSE`). It costs a
-/// fraction of [`Instant::now`](std::time::Instant::now), which asks the hardware, and never goes back.
+/// Time since some moment in the past, to the kernel's last tick: 1 to 10 ms ago
+/// (`CLOCK_MONOTONIC_COARSE`). It costs a fraction of [`Instant::now`](std::time::Instant::now),
+/// which asks the hardware, and never goes back.
 ///
 /// ```
 /// let before = aquifer_host::clock::coarse();
@@ -15,8 +16,8 @@ use std::time::{Duration, Instant};
 #[must_use]
 pub fn coarse() -> Duration {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // nix's wrapper of this call takes as long again as the call itself, of which `place` makes one.
-    // SAFETY: 1. `time` is writable.
+    // nix's wrapper of this call takes as long again as the call itself, of which `place` makes
+    // one. SAFETY: 1. `time` is writable.
     // Every kernel since 2.6.32 has this clock; without it no time passes.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut time) };
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)

@@ -1,8 +1,9 @@
 //! The system calls that regions and workers are made of, and a plan of failures for them.
 //!
-//! Everything here that changes mappings is `unsafe`: the caller answers for who else uses the addresses. A [`Kernel`]
-//! made by [`Kernel::with_faults`] asks its [`Faults`] before each call, so that every step of making and ending a
-//! region can be seen to fail without a machine that is broken in just that way.
+//! Everything here that changes mappings is `unsafe`: the caller answers for who else uses the
+//! addresses. A [`Kernel`] made by [`Kernel::with_faults`] asks its [`Faults`] before each call, so
+//! that every step of making and ending a region can be seen to fail without a machine that is
+//! broken in just that way.
 #![expect(unsafe_code, reason = "makes system calls")]
 
 mod across_forks;
@@ -82,7 +83,8 @@ impl MapPages {
 /// Its example is that of [`Kernel`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Advice {
-    /// A child process does not get it: a fork would copy pinned pages, and the device would go on with the parent's.
+    /// A child process does not get it: a fork would copy pinned pages, and the device would go on
+    /// with the parent's.
     DontFork,
     /// A core dump leaves it out.
     DontDump,
@@ -92,8 +94,8 @@ pub enum Advice {
     NoHugePage,
 }
 
-/// The memory-policy mode that takes memory from one node while it has some, and from others when it has none
-/// (`MPOL_PREFERRED`). The strict mode ends in an out-of-memory kill.
+/// The memory-policy mode that takes memory from one node while it has some, and from others when
+/// it has none (`MPOL_PREFERRED`). The strict mode ends in an out-of-memory kill.
 const MPOL_PREFERRED: c_int = 1;
 
 /// The system calls of this machine. Cheap to clone.
@@ -137,8 +139,8 @@ impl Kernel {
         Some((parts.next()?.parse().ok()?, parts.next()?.parse().ok()?))
     }
 
-    /// The most bytes that one registration can pin, if the kernel has a limit of its own: Linux 6.11 to 6.13 refuse a
-    /// long-term pin of 2 GiB or more.
+    /// The most bytes that one registration can pin, if the kernel has a limit of its own: Linux
+    /// 6.11 to 6.13 refuse a long-term pin of 2 GiB or more.
     #[must_use]
     pub fn pin_limit(&self) -> Option<usize> {
         self.version().filter(|version| ((6, 11)..=(6, 13)).contains(version)).map(|_| 2 << 30)
@@ -160,13 +162,15 @@ impl Kernel {
         Ok(Span { start: address.expose_provenance(), len: len.get() })
     }
 
-    /// Maps fresh zeroed memory over a reserved range (`mmap`, `MAP_FIXED`). Huge pages are promised by the pool now.
+    /// Maps fresh zeroed memory over a reserved range (`mmap`, `MAP_FIXED`). Huge pages are
+    /// promised by the pool now.
     ///
     /// # Safety
     /// 1. The range is reserved or mapped by the caller, and nobody uses it.
     ///
     /// # Errors
-    /// `ENOMEM` where the pool of huge pages, or the number of mappings, is exhausted; the range is as it was.
+    /// `ENOMEM` where the pool of huge pages, or the number of mappings, is exhausted; the range is
+    /// as it was.
     pub unsafe fn map(&self, span: Span, pages: MapPages) -> Result<()> {
         self.ask(match pages {
             MapPages::Ordinary => SystemCall::Map,
@@ -217,7 +221,8 @@ impl Kernel {
     /// Wants a mapping's pages on a node (`mbind`, `MPOL_PREFERRED`), where they are not there yet.
     ///
     /// # Errors
-    /// `EPERM` or `ENOSYS` where a sandbox refuses, `EINVAL` for a node that the process may not use.
+    /// `EPERM` or `ENOSYS` where a sandbox refuses, `EINVAL` for a node that the process may not
+    /// use.
     pub fn prefer(&self, span: Span, node: NodeId) -> Result<()> {
         self.ask(SystemCall::Prefer)?;
         let mask: Bitmap = [node.0].into_iter().collect();
@@ -238,19 +243,20 @@ impl Kernel {
         if answer == 0 { Ok(()) } else { Err(last("mbind")) }
     }
 
-    /// Takes a mapping's pages now, as a write would (`madvise`, `MADV_POPULATE_WRITE`). Keeps what they hold. Says how
-    /// much of the processor's time it took.
+    /// Takes a mapping's pages now, as a write would (`madvise`, `MADV_POPULATE_WRITE`). Keeps what
+    /// they hold. Says how much of the processor's time it took.
     ///
     /// # Errors
-    /// `EINVAL` on kernels before 5.14; `EFAULT` where the pool of huge pages is exhausted; `ENOMEM`.
+    /// `EINVAL` on kernels before 5.14; `EFAULT` where the pool of huge pages is exhausted;
+    /// `ENOMEM`.
     pub fn populate(&self, span: Span) -> Result<Duration> {
         let seeming = self.ask(SystemCall::Populate)?;
         let took = fault_in(span, libc::MADV_POPULATE_WRITE)?;
         Ok(seeming.unwrap_or(took))
     }
 
-    /// Takes a mapping's pages now, as a read would (`madvise`, `MADV_POPULATE_READ`): a file's are read in. Says how
-    /// much of the processor's time it took.
+    /// Takes a mapping's pages now, as a read would (`madvise`, `MADV_POPULATE_READ`): a file's are
+    /// read in. Says how much of the processor's time it took.
     ///
     /// # Errors
     /// As [`Kernel::populate`]; `EFAULT` beyond the end of a file.
@@ -263,7 +269,8 @@ impl Kernel {
     /// Writes one zero to each page: what [`Kernel::populate`] does on kernels that lack it.
     ///
     /// # Safety
-    /// 1. The range is mapped by the caller with pages of at least `page` bytes, fresh, and nobody else uses it.
+    /// 1. The range is mapped by the caller with pages of at least `page` bytes, fresh, and nobody
+    ///    else uses it.
     /// 2. It is not backed by reserved huge pages, where a page that is not there is a signal.
     pub unsafe fn touch(&self, span: Span, page: usize) {
         let first = span.pointer().cast::<u8>();
@@ -273,11 +280,12 @@ impl Kernel {
         }
     }
 
-    /// Which node each page lies on (`move_pages` without nodes). A negative answer is an error number: `-ENOENT` for
-    /// a page that is not there.
+    /// Which node each page lies on (`move_pages` without nodes). A negative answer is an error
+    /// number: `-ENOENT` for a page that is not there.
     ///
-    /// While the kernel moves a page, as it does to make room for huge ones, it says of it that it is not there. Those that
-    /// are (`mincore`) are waited for (`MADV_POPULATE_READ`) and asked about again.
+    /// While the kernel moves a page, as it does to make room for huge ones, it says of it that it
+    /// is not there. Those that are (`mincore`) are waited for (`MADV_POPULATE_READ`) and asked
+    /// about again.
     ///
     /// # Errors
     /// `EPERM` or `ENOSYS` where a sandbox refuses.
@@ -292,8 +300,8 @@ impl Kernel {
             if moving.is_empty() {
                 break;
             }
-            // A fault waits until a page has come to where it goes, however long that takes; kernels before 5.14 know none
-            // that only reads.
+            // A fault waits until a page has come to where it goes, however long that takes;
+            // kernels before 5.14 know none that only reads.
             let arrives = |&place: &usize| {
                 fault_in(Span { start: pages[place], len: 1 }, libc::MADV_POPULATE_READ).is_ok()
             };
@@ -313,7 +321,8 @@ impl Kernel {
     pub fn bind_thread(&self, cpus: &Bitmap) -> Result<()> {
         self.ask(SystemCall::Bind)?;
         let words = cpus.words();
-        // SAFETY: 1. the kernel reads as many bytes as are told; the C type's size does not matter to it.
+        // SAFETY: 1. the kernel reads as many bytes as are told; the C type's size does not matter
+        // to it.
         check("sched_setaffinity", unsafe {
             libc::sched_setaffinity(0, size_of_val(words), words.as_ptr().cast())
         })
@@ -342,16 +351,16 @@ pub(crate) fn pointer(address: usize) -> Option<NonNull<u8>> {
     NonNull::new(ptr::with_exposed_provenance_mut(address))
 }
 
-/// How often pages are asked about again that the kernel was moving, and how long it has for that in between where it cannot
-/// be waited for.
+/// How often pages are asked about again that the kernel was moving, and how long it has for that
+/// in between where it cannot be waited for.
 const LOOKS: usize = 50;
 const PAUSE: Duration = Duration::from_micros(200);
 
 /// Asks once which node each page lies on.
 fn look_up(pages: &[usize]) -> Result<Vec<c_int>> {
     let mut nodes = vec![-libc::ENOENT; pages.len()];
-    // SAFETY: 1. both arrays have as many elements as are told. 2. without nodes nothing is moved. 3. the pages are looked up
-    // by address and not read.
+    // SAFETY: 1. both arrays have as many elements as are told. 2. without nodes nothing is moved.
+    // 3. the pages are looked up by address and not read.
     let answer = unsafe {
         libc::syscall(
             libc::SYS_move_pages,
@@ -369,7 +378,8 @@ fn look_up(pages: &[usize]) -> Result<Vec<c_int>> {
 /// Whether there is memory for a page, also while it is moved.
 fn is_there(page: usize) -> bool {
     let mut there = 0;
-    // SAFETY: 1. one byte is written, for the one page. 2. the page is looked up by address and not read.
+    // SAFETY: 1. one byte is written, for the one page. 2. the page is looked up by address and not
+    // read.
     let answer =
         unsafe { libc::mincore(ptr::with_exposed_provenance_mut(page), 1, &raw mut there) };
     answer == 0 && there & 1 == 1
@@ -381,8 +391,8 @@ fn own_time() -> Result<Duration> {
     spent.map(Duration::from).map_err(|e| SystemError { call: "clock_gettime", errno: e as c_int })
 }
 
-/// Has the kernel take the pages of a range, however often it is interrupted. The processor's time that it took: what
-/// other threads took of the clock meanwhile says nothing about the memory.
+/// Has the kernel take the pages of a range, however often it is interrupted. The processor's time
+/// that it took: what other threads took of the clock meanwhile says nothing about the memory.
 fn fault_in(span: Span, advice: c_int) -> Result<Duration> {
     let begun = own_time()?;
     loop {

@@ -10,10 +10,11 @@
 //! | [`clock`] | the time, cheaply |
 //! | [`kernel`] | the system calls that the rest is made of, and a plan of failures for them |
 //!
-//! Pinned memory that is had the plain way, by `cuMemHostAlloc`, comes at 2–3.5 GB/s and lies on the node of the thread
-//! that asked. Here it is mapped, placed, populated by many threads on its node and registered by one, at ten times that,
-//! and the kernel is asked in the end where it lies. Where a step is not to be had (no huge pages, a sandbox without
-//! memory policies, no driver at all) the next best is taken, and the [`RegionReport`](region::RegionReport) says so.
+//! Pinned memory that is had the plain way, by `cuMemHostAlloc`, comes at 2–3.5 GB/s and lies on
+//! the node of the thread that asked. Here it is mapped, placed, populated by many threads on its
+//! node and registered by one, at ten times that, and the kernel is asked in the end where it lies.
+//! Where a step is not to be had (no huge pages, a sandbox without memory policies, no driver at
+//! all) the next best is taken, and the [`RegionReport`](region::RegionReport) says so.
 //!
 //! Everything runs without a GPU: memory is pageable then, and says that it is.
 pub mod clock;

@@ -1,9 +1,10 @@
 //! A pool of pinned memory on one node.
 //!
-//! Registering memory with the driver costs milliseconds and stalls other threads, so a [`PinnedPool`] takes it by the
-//! region and hands it out by the block. Blocks are placed by the heap engine, whose bookkeeping lies apart from the
-//! memory: a copy that is still on its way may write into a freed block and must find no free list there. No block
-//! crosses from one registration into the next, over which no copy could go.
+//! Registering memory with the driver costs milliseconds and stalls other threads, so a
+//! [`PinnedPool`] takes it by the region and hands it out by the block. Blocks are placed by the
+//! heap engine, whose bookkeeping lies apart from the memory: a copy that is still on its way may
+//! write into a freed block and must find no free list there. No block crosses from one
+//! registration into the next, over which no copy could go.
 //!
 //! ```text
 //!   Vec, Box, HashMap … ── PinnedAllocator (Copy) ──► magazine of the thread: no lock
@@ -28,74 +29,85 @@
 //! | `poison` | what `AddressSanitizer` is told |
 //!
 //! # Sizes
-//! Up to 64 KiB a request gets a slot that is at most a sixteenth longer than it, 2.1 % in the mean; above, a block of
-//! its own where the best fit among all free memory is: up to 1 MiB at most a 32nd longer, 1.05 % in the mean over random
-//! lengths, so that blocks of nearly the same length serve each other; from there on exact to 64 bytes.
+//! Up to 64 KiB a request gets a slot that is at most a sixteenth longer than it, 2.1 % in the
+//! mean; above, a block of its own where the best fit among all free memory is: up to 1 MiB at most
+//! a 32nd longer, 1.05 % in the mean over random lengths, so that blocks of nearly the same length
+//! serve each other; from there on exact to 64 bytes.
 //!
 //! # Threads
-//! A pair of an allocation and a free takes neither lock nor atomic read-modify-write: each thread has a [magazine] of
-//! free blocks: up to 64 KiB some 64 KiB or four blocks of each class at first, and more the more its thread takes and
-//! gives at a time, while as much is free in the pool's books; up to 1 MiB the eight that were freed last, with a
-//! *depot* behind them that all threads share, a lock for each class; and four blocks above. Nothing is lost in them:
-//! what they hold counts as cached, is taken before the pool grows, trims, or refuses, and goes to the next thread when
-//! one ends. A block may be freed by any thread, and is that one's to use again; many go back to the books at a time.
+//! A pair of an allocation and a free takes neither lock nor atomic read-modify-write: each thread
+//! has a [magazine] of free blocks: up to 64 KiB some 64 KiB or four blocks of each class at first,
+//! and more the more its thread takes and gives at a time, while as much is free in the pool's
+//! books; up to 1 MiB the eight that were freed last, with a *depot* behind them that all threads
+//! share, a lock for each class; and four blocks above. Nothing is lost in them: what they hold
+//! counts as cached, is taken before the pool grows, trims, or refuses, and goes to the next thread
+//! when one ends. A block may be freed by any thread, and is that one's to use again; many go back
+//! to the books at a time.
 //!
-//! Each slot has a byte that says how it stands, so a second free is refused wherever the block is. Two threads that
-//! free one block *at the same moment* are not told apart: that is a race in the caller's own unsafe code. The same
-//! holds for a gate that is noted on a block while its owner frees it.
+//! Each slot has a byte that says how it stands, so a second free is refused wherever the block is.
+//! Two threads that free one block *at the same moment* are not told apart: that is a race in the
+//! caller's own unsafe code. The same holds for a gate that is noted on a block while its owner
+//! frees it.
 //!
-//! On a machine where `malloc` and `free` of 64 B take 7.6 ns, a pair takes 5.2 ns up to 64 KiB, in some ninety
-//! instructions of which half find the slot of the block that is freed, and see that it is one; 15 to 23 ns from there to
-//! 64 MiB. That is code that is compiled with the executable, as methods of a `Vec<T, PinnedAllocator>` are: a library finds
-//! its thread-locals by a call, and keeps its arguments over that.
+//! On a machine where `malloc` and `free` of 64 B take 7.6 ns, a pair takes 5.2 ns up to 64 KiB, in
+//! some ninety instructions of which half find the slot of the block that is freed, and see that it
+//! is one; 15 to 23 ns from there to 64 MiB. That is code that is compiled with the executable, as
+//! methods of a `Vec<T, PinnedAllocator>` are: a library finds its thread-locals by a call, and
+//! keeps its arguments over that.
 //!
-//! Threads share no cache line that a pair writes: magazines lie apart, the lock lies apart from what every call reads,
-//! and the slots that a thread is given are of slabs that are its own.
+//! Threads share no cache line that a pair writes: magazines lie apart, the lock lies apart from
+//! what every call reads, and the slots that a thread is given are of slabs that are its own.
 //!
 //! [magazine]: PinnedConfig::magazines
 //!
 //! # Reuse
-//! A copy in flight notes a gate on its block ([`DeferReuse`](aquifer_core::DeferReuse)). If the block is freed before
-//! the gate opens it is *pending*: nobody gets it, nothing in it changes. A free never asks the driver; the next
-//! allocation looks whether gates have opened.
+//! A copy in flight notes a gate on its block ([`DeferReuse`](aquifer_core::DeferReuse)). If the
+//! block is freed before the gate opens it is *pending*: nobody gets it, nothing in it changes. A
+//! free never asks the driver; the next allocation looks whether gates have opened.
 //!
 //! # When an allocation does not fit
-//! Freed blocks whose gates have opened → what threads keep at hand → a new region → a smaller one → regions of this
-//! pool that are wholly free, given back to make room under the budget → others below the budget that refuses, which give
-//! back what they can ([`Reclaim`](aquifer_core::budget::Reclaim)) → a slot of a larger class → the oldest pending blocks,
-//! waited for at most [`PinnedConfig::patience`] → an error that tells all this. One thread grows at a time, and
-//! others wait for it where they would have had to grow too, since the driver registers one range at a time anyway.
-//! With [`Grow::AtQuietPoints`] regions are neither taken nor given back there, nor for others.
+//! Freed blocks whose gates have opened → what threads keep at hand → a new region → a smaller one
+//! → regions of this pool that are wholly free, given back to make room under the budget → others
+//! below the budget that refuses, which give back what they can
+//! ([`Reclaim`](aquifer_core::budget::Reclaim)) → a slot of a larger class → the oldest pending
+//! blocks, waited for at most [`PinnedConfig::patience`] → an error that tells all this. One thread
+//! grows at a time, and others wait for it where they would have had to grow too, since the driver
+//! registers one range at a time anyway. With [`Grow::AtQuietPoints`] regions are neither taken nor
+//! given back there, nor for others.
 //!
-//! A pool gives its wholly free regions to others under its budget, when they have found nothing that is cheaper and have
-//! time to wait: the device has to be idle for it. What an application does when a pinned pool asks it cannot allocate
-//! from pinned pools.
+//! A pool gives its wholly free regions to others under its budget, when they have found nothing
+//! that is cheaper and have time to wait: the device has to be idle for it. What an application
+//! does when a pinned pool asks it cannot allocate from pinned pools.
 //!
-//! [`PinnedPool::try_allocate`] stops before the new region, and [`PinnedPool::allocate_until`] begins again until a
-//! time.
+//! [`PinnedPool::try_allocate`] stops before the new region, and [`PinnedPool::allocate_until`]
+//! begins again until a time.
 //!
 //! # The end
-//! Dropping the last handle closes the pool: allocators answer with an error from then on, and regions without live
-//! blocks go at once. Blocks that are still about stay good, and the last of a region's blocks to be freed gives the
-//! region up: a free must not wait for devices, so one that is pinned stays charged until a quiet point, a trim, a
-//! [`sweep`], or a region that would find no room in its budget. The shell that allocators point to is never freed but used again with a new generation, so that a stale
-//! allocator always finds something that refuses it.
+//! Dropping the last handle closes the pool: allocators answer with an error from then on, and
+//! regions without live blocks go at once. Blocks that are still about stay good, and the last of a
+//! region's blocks to be freed gives the region up: a free must not wait for devices, so one that
+//! is pinned stays charged until a quiet point, a trim, a [`sweep`], or a region that would find no
+//! room in its budget. The shell that allocators point to is never freed but used again with a new
+//! generation, so that a stale allocator always finds something that refuses it.
 //!
 //! # In a child of a fork
-//! The memory is not inherited, and locks may be held by threads that are not there, so a child finds nothing here:
-//! allocations answer with [`MemoryError::OtherProcess`], frees do nothing, statistics are zero, and nothing blocks. It can make a
-//! pool of its own. The parent's is as it was.
+//! The memory is not inherited, and locks may be held by threads that are not there, so a child
+//! finds nothing here: allocations answer with [`MemoryError::OtherProcess`], frees do nothing,
+//! statistics are zero, and nothing blocks. It can make a pool of its own. The parent's is as it
+//! was.
 //!
 //! # What surprises
-//! - `deallocate` cannot answer: a pointer that is not a live block of the pool is ignored and counted in
-//!   [`PinnedStats::refused_frees`].
-//! - A pool takes no memory before the first allocation, [`PinnedPool::warm`] or [`PinnedPool::quiet_point`].
-//! - Threads have magazines where the kernel offers `membarrier`, for pools whose events nobody records, 1,024 threads
-//!   at a time. Otherwise everything is the same, with the lock.
-//! - [`PoolStats::peak_live`] counts what magazines and the depot hold as live, and `peak_requested` misses what came and went within
-//!   magazines since somebody last asked.
-//! - While a pool is at work for a thread, that thread's other allocations from pools are refused: bookkeeping can not
-//!   come out of the memory it keeps the books of, however allocations are routed.
+//! - `deallocate` cannot answer: a pointer that is not a live block of the pool is ignored and
+//!   counted in [`PinnedStats::refused_frees`].
+//! - A pool takes no memory before the first allocation, [`PinnedPool::warm`] or
+//!   [`PinnedPool::quiet_point`].
+//! - Threads have magazines where the kernel offers `membarrier`, for pools whose events nobody
+//!   records, 1,024 threads at a time. Otherwise everything is the same, with the lock.
+//! - [`PoolStats::peak_live`] counts what magazines and the depot hold as live, and
+//!   `peak_requested` misses what came and went within magazines since somebody last asked.
+//! - While a pool is at work for a thread, that thread's other allocations from pools are refused:
+//!   bookkeeping can not come out of the memory it keeps the books of, however allocations are
+//!   routed.
 
 mod allocator;
 mod buffer;
@@ -161,23 +173,25 @@ pub struct PinnedConfig {
     pub verify: Verify,
     /// How long making one region may take; `None` for as long as it takes.
     pub deadline: Option<Duration>,
-    /// How long an allocation that would fail waits for pending blocks, and how long others under the budget may wait for
-    /// theirs. Zero for not at all.
+    /// How long an allocation that would fail waits for pending blocks, and how long others under
+    /// the budget may wait for theirs. Zero for not at all.
     pub patience: Duration,
     /// When it may take more memory.
     pub grow: Grow,
-    /// Free bytes that [`PinnedPool::quiet_point`] grows to, so that allocations need not. Zero for none.
+    /// Free bytes that [`PinnedPool::quiet_point`] grows to, so that allocations need not. Zero
+    /// for none.
     pub grow_ahead: usize,
     /// Free bytes that no trim goes below: what stays warm.
     pub reserve: usize,
     /// Whether each thread keeps free blocks at hand. Without, every call takes the pool's lock.
     pub magazines: bool,
-    /// Where the pool's events go, besides the file that `AQUIFER_TRACE` names. A pool whose events are recorded has no
-    /// magazines.
+    /// Where the pool's events go, besides the file that `AQUIFER_TRACE` names. A pool whose
+    /// events are recorded has no magazines.
     pub recorder: Option<Arc<Recorder>>,
 }
 
-/// When a pool registers memory with the driver, which stalls whoever launches kernels for milliseconds.
+/// When a pool registers memory with the driver, which stalls whoever launches kernels for
+/// milliseconds.
 ///
 /// Its example is that of [`PinnedConfig`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
@@ -186,8 +200,8 @@ pub enum Grow {
     /// When an allocation needs it.
     #[default]
     Now,
-    /// In [`PinnedPool::warm`] and [`PinnedPool::quiet_point`] only. An allocation that what is there does not hold is
-    /// refused, and gives no region back for it.
+    /// In [`PinnedPool::warm`] and [`PinnedPool::quiet_point`] only. An allocation that what is
+    /// there does not hold is refused, and gives no region back for it.
     AtQuietPoints,
 }
 
@@ -243,12 +257,14 @@ pub struct PinnedStats {
     pub regions: u64,
     /// Bytes of regions that devices can reach without staging.
     pub pinned: u64,
-    /// Bytes of free blocks that threads keep at hand, kept when they ended, or have too many of: a part of
-    /// `memory.cached`.
+    /// Bytes of free blocks that threads keep at hand, kept when they ended, or have too many of:
+    /// a part of `memory.cached`.
     pub in_magazines: u64,
-    /// Frees of pointers that were no live block, or with a layout that was none of its (a count). Nothing was freed.
+    /// Frees of pointers that were no live block, or with a layout that was none of its (a count).
+    /// Nothing was freed.
     pub refused_frees: u64,
-    /// How often the pool's lock was taken (a count), this look included: what magazines are to spare.
+    /// How often the pool's lock was taken (a count), this look included: what magazines are to
+    /// spare.
     pub locked: u64,
 }
 
@@ -313,8 +329,8 @@ impl PinnedPool {
     /// A pool whose regions are charged to `budget`. Takes no memory yet.
     ///
     /// # Errors
-    /// [`MemoryError::BadSetting`] for a configuration that cannot be followed, or an `AQUIFER_TRACE` that cannot be
-    /// written.
+    /// [`MemoryError::BadSetting`] for a configuration that cannot be followed, or an
+    /// `AQUIFER_TRACE` that cannot be written.
     pub fn new(host: &Host, budget: &Budget, mut config: PinnedConfig) -> Result<Self> {
         config.check()?;
         config.recorder = Recorder::with_environment(config.recorder)?;
@@ -327,16 +343,19 @@ impl PinnedPool {
         Ok(Self { handle: Arc::new(Handle { home, generation, shared }) })
     }
 
-    /// The pool as an allocator, for collections. It may outlive the pool, and answers with an error then.
+    /// The pool as an allocator, for collections. It may outlive the pool, and answers with an
+    /// error then.
     #[must_use]
     pub fn allocator(&self) -> PinnedAllocator {
         PinnedAllocator::new(self.handle.home, self.handle.generation)
     }
 
-    /// A block, with the reason if there is none. Free it by the allocator's `deallocate`. Blocks when it has to grow.
+    /// A block, with the reason if there is none. Free it by the allocator's `deallocate`. Blocks
+    /// when it has to grow.
     ///
     /// # Errors
-    /// [`MemoryError::OutOfMemory`] with what was tried; the region's, if it was not for want of memory.
+    /// [`MemoryError::OutOfMemory`] with what was tried; the region's, if it was not for want of
+    /// memory.
     #[track_caller]
     pub fn allocate(&self, layout: Layout) -> Result<NonNull<[u8]>> {
         let _site = site::enter();
@@ -354,8 +373,9 @@ impl PinnedPool {
         self.allocate_with(layout, &Effort::None)
     }
 
-    /// As [`PinnedPool::allocate`], and when that would fail, waits until `end` for blocks to come back: by frees of
-    /// other threads, by gates that open, by a budget with room again. Looks every 2 ms at most.
+    /// As [`PinnedPool::allocate`], and when that would fail, waits until `end` for blocks to come
+    /// back: by frees of other threads, by gates that open, by a budget with room again. Looks
+    /// every 2 ms at most.
     ///
     /// # Errors
     /// As [`PinnedPool::allocate`], when it is `end`.
@@ -385,8 +405,8 @@ impl PinnedPool {
         PinnedBuf::new_in(self, len)
     }
 
-    /// Takes regions until the pool holds `bytes`, populated and registered: what allocations need not wait for later.
-    /// Blocks.
+    /// Takes regions until the pool holds `bytes`, populated and registered: what allocations need
+    /// not wait for later. Blocks.
     ///
     /// # Errors
     /// The region's. What was taken before stays.
@@ -397,8 +417,8 @@ impl PinnedPool {
     }
 
     /// Says that no kernels are being launched: the time for what stalls those. Grows until
-    /// [`PinnedConfig::grow_ahead`] bytes are free, and answers with the bytes taken. Any thread may call it, also one
-    /// whose only work it is. Blocks while it grows.
+    /// [`PinnedConfig::grow_ahead`] bytes are free, and answers with the bytes taken. Any thread
+    /// may call it, also one whose only work it is. Blocks while it grows.
     ///
     /// # Errors
     /// The region's. Nothing was taken then.
@@ -412,12 +432,14 @@ impl PinnedPool {
         home.grow_ahead(self.handle.generation, ahead)
     }
 
-    /// Gives back regions that are wholly free, largest first, while at least `keep` free bytes stay, or
-    /// [`PinnedConfig::reserve`] if that is more. Takes back first what threads keep at hand. Answers with the bytes
-    /// given back. For quiet points: blocks until devices are idle, and looks at pending blocks before.
+    /// Gives back regions that are wholly free, largest first, while at least `keep` free bytes
+    /// stay, or [`PinnedConfig::reserve`] if that is more. Takes back first what threads keep at
+    /// hand. Answers with the bytes given back. For quiet points: blocks until devices are idle,
+    /// and looks at pending blocks before.
     ///
     /// # Errors
-    /// The driver's or the kernel's, when a region would not end: it is stranded then, and stays charged.
+    /// The driver's or the kernel's, when a region would not end: it is stranded then, and stays
+    /// charged.
     #[track_caller]
     pub fn trim(&self, keep: usize) -> Result<u64> {
         let _site = site::enter();
@@ -459,7 +481,8 @@ impl PinnedPool {
         self.here().map_or_else(|_| Vec::new(), |home| home.with(|state| state.reports()))
     }
 
-    /// Checks the pool's books against each other, in time proportional to what it holds. For tests and fuzzing.
+    /// Checks the pool's books against each other, in time proportional to what it holds. For tests
+    /// and fuzzing.
     #[must_use]
     pub fn is_consistent(&self) -> bool {
         self.here().is_ok_and(|home| home.with_tally(|state, tally| state.is_consistent(tally)))

@@ -16,15 +16,17 @@
 //!   verify     ask the kernel where the pages are, after registering; of a strict region before as well
 //! ```
 //!
-//! What was had instead of what was wanted, and why, is in the [`RegionReport`]. A region remembers how it was made and
-//! ends that way, in reverse. A step that fails is rolled back; what cannot be given back (a driver that will not end a
-//! registration) stays charged and mapped, and is tried again by [`retry_stranded`].
+//! What was had instead of what was wanted, and why, is in the [`RegionReport`]. A region remembers
+//! how it was made and ends that way, in reverse. A step that fails is rolled back; what cannot be
+//! given back (a driver that will not end a registration) stays charged and mapped, and is tried
+//! again by [`retry_stranded`].
 //!
 //! # Quiet points
-//! Ending a registration makes the driver wait for the whole device, and making one slows other threads' launches from
-//! 3 to 4,400 µs while it runs. So nothing here registers or unregisters unless it is asked to: [`Region::new`] and
-//! [`Region::close`] do, [`Region::retire`] leaves the end for [`end_retired`], and what is dropped while a copy is known
-//! to be on its way is retired too.
+//! Ending a registration makes the driver wait for the whole device, and making one slows other
+//! threads' launches from 3 to 4,400 µs while it runs. So nothing here registers or unregisters
+//! unless it is asked to: [`Region::new`] and [`Region::close`] do, [`Region::retire`] leaves the
+//! end for [`end_retired`], and what is dropped while a copy is known to be on its way is retired
+//! too.
 //!
 //! # Kinds
 //! | | whose memory | who else has it |
@@ -35,9 +37,10 @@
 //! | [`scope`], [`scope_mut`] | yours, lent for a closure | nobody while it lasts |
 //!
 //! # Limits
-//! One registration pins less than 512 GiB (the driver), and less than 2 GiB on Linux 6.11 to 6.13: regions are registered
-//! in chunks within that. A copy that crosses from one registration into the next fails, so that
-//! [`Region::registrations`] says where they are; memory that is registered in place is one, or refused.
+//! One registration pins less than 512 GiB (the driver), and less than 2 GiB on Linux 6.11 to 6.13:
+//! regions are registered in chunks within that. A copy that crosses from one registration into the
+//! next fails, so that [`Region::registrations`] says where they are; memory that is registered in
+//! place is one, or refused.
 
 mod backing;
 mod claims;
@@ -91,8 +94,9 @@ pub enum Pinning {
 
 /// How many pages the kernel is asked about.
 ///
-/// Asking about each base page takes about as long as populating them did, so that only strict regions always do. Of
-/// huge pages from the pool each is asked about, and counts as the base pages it holds.
+/// Asking about each base page takes about as long as populating them did, so that only strict
+/// regions always do. Of huge pages from the pool each is asked about, and counts as the base pages
+/// it holds.
 ///
 /// Its example is that of [`RegionRequest`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -125,9 +129,10 @@ pub struct Reach {
 }
 
 impl Reach {
-    /// Makes a call that pins host memory, or ends that, for the device, or for another one that lives if this one is lost:
-    /// pinned memory belongs to the process, and any context can register it and end that (seen on two H200). A loss that
-    /// takes all contexts along, as an illegal address does there, is answered for all of them.
+    /// Makes a call that pins host memory, or ends that, for the device, or for another one that
+    /// lives if this one is lost: pinned memory belongs to the process, and any context can
+    /// register it and end that (seen on two H200). A loss that takes all contexts along, as an
+    /// illegal address does there, is answered for all of them.
     ///
     /// # Errors
     /// The device's own, if no other device's call goes through.
@@ -157,7 +162,8 @@ impl fmt::Debug for Reach {
     }
 }
 
-/// What regions are made with: kernel, topology, workers and, if there is one, a driver. Cheap to clone.
+/// What regions are made with: kernel, topology, workers and, if there is one, a driver. Cheap to
+/// clone.
 #[derive(Clone, Debug)]
 pub struct Host {
     /// The system calls.
@@ -194,16 +200,17 @@ pub struct RegionRequest {
     pub bytes: usize,
     /// The node it should lie on; `None` for wherever its pages fall.
     pub node: Option<NodeId>,
-    /// An error instead of a region with a page elsewhere, or one whose place cannot be known. Without it the node is
-    /// preferred, and without a node placement is off. The kernel's own strict policy is never used: over a full node it
-    /// ends in a kill.
+    /// An error instead of a region with a page elsewhere, or one whose place cannot be known.
+    /// Without it the node is preferred, and without a node placement is off. The kernel's own
+    /// strict policy is never used: over a full node it ends in a kill.
     pub strict: bool,
     /// Whether it must be pinned.
     pub pinning: Pinning,
     /// The best pages to try for.
     pub pages: PageTier,
-    /// How the driver is to pin it, and what each flag costs: see [`HostFlags`]. Write-combined memory comes from the
-    /// driver itself; a flag that is not to be had is left out, and the report says so.
+    /// How the driver is to pin it, and what each flag costs: see [`HostFlags`]. Write-combined
+    /// memory comes from the driver itself; a flag that is not to be had is left out, and the
+    /// report says so.
     pub flags: HostFlags,
     /// Bytes of one registration at most. No copy may cross from one to the next.
     pub registration: usize,
@@ -211,17 +218,20 @@ pub struct RegionRequest {
     pub piece: usize,
     /// How many pages the kernel is asked about in the end.
     pub verify: Verify,
-    /// When to give up. Pieces that a worker is at then are finished, and the memory is given back after them.
+    /// When to give up. Pieces that a worker is at then are finished, and the memory is given back
+    /// after them.
     pub deadline: Option<Instant>,
 }
 
 impl RegionRequest {
-    /// Bytes of one registration at most, unless told otherwise: the driver holds locks while it registers.
+    /// Bytes of one registration at most, unless told otherwise: the driver holds locks while it
+    /// registers.
     pub const REGISTRATION: usize = 1 << 30;
     /// Bytes of one piece for a worker, unless told otherwise.
     pub const PIECE: usize = 32 << 20;
 
-    /// A region of so many bytes, the rest by default: anywhere, pinned if that can be had, the best pages.
+    /// A region of so many bytes, the rest by default: anywhere, pinned if that can be had, the
+    /// best pages.
     #[must_use]
     pub fn bytes(bytes: usize) -> Self {
         Self {
@@ -246,11 +256,12 @@ impl RegionRequest {
     }
 }
 
-/// A piece of memory that is there in whole, charged, and as near and as pinned as its [`RegionReport`] says.
+/// A piece of memory that is there in whole, charged, and as near and as pinned as its
+/// [`RegionReport`] says.
 ///
-/// Its bytes are zero at first. Dropping it ends its registrations and gives the memory back, which blocks while the
-/// device is busy; only if a copy in safe code is known to be on its way is that left for [`end_retired`]. What else is
-/// queued may touch it no more.
+/// Its bytes are zero at first. Dropping it ends its registrations and gives the memory back, which
+/// blocks while the device is busy; only if a copy in safe code is known to be on its way is that
+/// left for [`end_retired`]. What else is queued may touch it no more.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -276,8 +287,8 @@ impl Region {
     /// Makes one. Blocks while its pages are populated and registered.
     ///
     /// # Errors
-    /// [`RegionError`] with the step that failed and everything that was tried; nothing stays behind, but for what the
-    /// error calls stranded.
+    /// [`RegionError`] with the step that failed and everything that was tried; nothing stays
+    /// behind, but for what the error calls stranded.
     pub fn new(host: &Host, budget: &Budget, request: &RegionRequest) -> Result<Self, RegionError> {
         make::region(host, budget, request, &make::Sharing::Own)
     }
@@ -307,15 +318,15 @@ impl Region {
         &self.report
     }
 
-    /// The parts that are registered each on their own: no copy may cross from one to the next. Memory that the driver
-    /// allocated is one; pageable memory has none.
+    /// The parts that are registered each on their own: no copy may cross from one to the next.
+    /// Memory that the driver allocated is one; pageable memory has none.
     #[must_use]
     pub fn registrations(&self) -> &[Span] {
         self.backing.registrations()
     }
 
-    /// Where kernels of the device that registered it find it, if it is pinned and [`HostFlags::mapped`]
-    /// (`cuMemHostGetDevicePointer`).
+    /// Where kernels of the device that registered it find it, if it is pinned and
+    /// [`HostFlags::mapped`] (`cuMemHostGetDevicePointer`).
     ///
     /// # Errors
     /// The driver's.
@@ -323,15 +334,18 @@ impl Region {
         reach.driver.host_device_address(reach.device, self.start())
     }
 
-    /// Gives it up without ending it: that is left for [`end_retired`], and blocks nobody here. It stays charged.
+    /// Gives it up without ending it: that is left for [`end_retired`], and blocks nobody here. It
+    /// stays charged.
     pub fn retire(mut self) {
         retired::retire(self.backing.take());
     }
 
-    /// Ends it and says how that went. Blocks until copies that are on their way, and the device, are done.
+    /// Ends it and says how that went. Blocks until copies that are on their way, and the device,
+    /// are done.
     ///
     /// # Errors
-    /// [`RegionError`] if the driver or the kernel would not take it back: it is stranded then, and stays charged.
+    /// [`RegionError`] if the driver or the kernel would not take it back: it is stranded then, and
+    /// stays charged.
     pub fn close(self) -> Result<(), RegionError> {
         self.backing.close()
     }
@@ -348,8 +362,9 @@ mod bytes {
         /// Its bytes, for reading.
         #[must_use]
         pub fn bytes(&self) -> &[u8] {
-            // SAFETY: 1. the span is mapped for reading and writing while the region lives, and holds bytes that the
-            // kernel or the driver has written. 2. it is this region's alone; writing takes it mutably.
+            // SAFETY: 1. the span is mapped for reading and writing while the region lives, and
+            // holds bytes that the kernel or the driver has written. 2. it is this region's alone;
+            // writing takes it mutably.
             unsafe { slice::from_raw_parts(self.start().as_ptr(), self.span.len) }
         }
 

@@ -1,7 +1,8 @@
 //! Moving memory that is not pinned, and files, to the device and back at the speed of the link.
 //!
-//! A device reads pinned memory at 55 GB/s over `PCIe` 5 and any other through the driver at 9: the driver copies it into
-//! pinned memory first, by one thread, and a thread copies that fast and no faster. A [`Stager`] does the same with many.
+//! A device reads pinned memory at 55 GB/s over `PCIe` 5 and any other through the driver at 9: the
+//! driver copies it into pinned memory first, by one thread, and a thread copies that fast and no
+//! faster. A [`Stager`] does the same with many.
 //!
 //! ```text
 //!   slice, file ──► worker ──► slot ─┐
@@ -9,25 +10,26 @@
 //!   ──────────────► worker ──► slot ─┘
 //! ```
 //!
-//! The workers of a transfer share a stream. The device takes longer to go from one stream to another than to copy 512
-//! KiB: 64 MiB in chunks of 1 MiB go at 33 GB/s with a stream for each of eight workers, and at 41 with one for all.
+//! The workers of a transfer share a stream. The device takes longer to go from one stream to
+//! another than to copy 512 KiB: 64 MiB in chunks of 1 MiB go at 33 GB/s with a stream for each of
+//! eight workers, and at 41 with one for all.
 //!
 //! # Who does what
-//! Each direction has workers on the pinned pool's node, and lanes: a few slots of pinned memory, which a
-//! worker has to itself while it takes part in a transfer. Workers claim chunks of a transfer until none is left, so that
-//! a slow one costs little. While they copy one slot, the device copies the other. A thread that waits for its transfer
-//! takes part in it. Transfers of one direction are begun in the order in which they came; the two directions go on side
-//! by side.
+//! Each direction has workers on the pinned pool's node, and lanes: a few slots of pinned memory,
+//! which a worker has to itself while it takes part in a transfer. Workers claim chunks of a
+//! transfer until none is left, so that a slow one costs little. While they copy one slot, the
+//! device copies the other. A thread that waits for its transfer takes part in it. Transfers of one
+//! direction are begun in the order in which they came; the two directions go on side by side.
 //!
-//! Short transfers ([`StagerConfig::alone`]) are made by the calling thread, through a slot, or the shortest to the device by
-//! the driver: waking others takes longer. It waits for them by a word that the device writes where that takes less time than
-//! the driver's own wait ([`ShortWait`]).
+//! Short transfers ([`StagerConfig::alone`]) are made by the calling thread, through a slot, or the
+//! shortest to the device by the driver: waking others takes longer. It waits for them by a word
+//! that the device writes where that takes less time than the driver's own wait ([`ShortWait`]).
 //!
 //! # Order
-//! A transfer waits, on the device, for what has been queued for its operands before: its stream is made to wait for their
-//! home if they have the same, and else they are ordered for it one by one. It is finished when the host has seen
-//! all of its copies done, so that whatever is queued after it needs to wait for nothing. Until then the operands are
-//! borrowed or owned by the transfer.
+//! A transfer waits, on the device, for what has been queued for its operands before: its stream is
+//! made to wait for their home if they have the same, and else they are ordered for it one by one.
+//! It is finished when the host has seen all of its copies done, so that whatever is queued after
+//! it needs to wait for nothing. Until then the operands are borrowed or owned by the transfer.
 //!
 //! # Soundness
 //! | host memory and operands are | kept until the transfer is finished by |
@@ -35,23 +37,23 @@
 //! | borrowed in [`Stager::scope`] | the scope, which waits before it returns, also on unwind |
 //! | owned by a [`Ticket`] | the transfer itself; the ticket gives them back, and forgetting it leaks them |
 //!
-//! A slot is filled again, or goes back to its pool, only when the event behind its copies has passed. If the driver
-//! refuses to say whether it has, the pool keeps the slot until it does.
+//! A slot is filled again, or goes back to its pool, only when the event behind its copies has
+//! passed. If the driver refuses to say whether it has, the pool keeps the slot until it does.
 //!
 //! # What goes wrong
-//! A refusal of the driver, a source that fails or panics, a device that is lost: the transfer answers with a
-//! [`StageError`], and others go on. A transfer that waits for a slow source or a busy operand holds up those of its
-//! direction that came after it.
+//! A refusal of the driver, a source that fails or panics, a device that is lost: the transfer
+//! answers with a [`StageError`], and others go on. A transfer that waits for a slow source or a
+//! busy operand holds up those of its direction that came after it.
 //!
-//! Where the driver refuses to say whether copies are done, it is asked again, in each of its ways, until it does. One that
-//! refuses all of them for a second is taken for one that is gone, and with it whatever was queued: an operand comes back
-//! then.
+//! Where the driver refuses to say whether copies are done, it is asked again, in each of its ways,
+//! until it does. One that refuses all of them for a second is taken for one that is gone, and with
+//! it whatever was queued: an operand comes back then.
 //!
-//! A child process that was forked has neither the workers nor the slots: whatever it asks for, or waits for, is answered by
-//! [`MemoryError::OtherProcess`] at once.
+//! A child process that was forked has neither the workers nor the slots: whatever it asks for, or
+//! waits for, is answered by [`MemoryError::OtherProcess`] at once.
 //!
-//! Slots that no transfer uses stay with the stager, but go back to their pool where that has no memory left, or is asked
-//! for some by others under its budget.
+//! Slots that no transfer uses stay with the stager, but go back to their pool where that has no
+//! memory left, or is asked for some by others under its budget.
 
 mod alone;
 mod error;
@@ -95,36 +97,41 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// How a [`Stager`] works. What the settings mean was measured on one H200's host, an Intel with 16 CPUs and 300 MiB of
-/// last-level cache, over a link that carries 55 GB/s; `aquifer bench stage` takes all of them as flags.
+/// How a [`Stager`] works. What the settings mean was measured on one H200's host, an Intel with 16
+/// CPUs and 300 MiB of last-level cache, over a link that carries 55 GB/s; `aquifer bench stage`
+/// takes all of them as flags.
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct StagerConfig {
-    /// Threads that fill slots for the device, at most. 1 to 256, and two fewer than the node has CPUs for us; with
-    /// [`StagerConfig::down_workers`] they are no more than those CPUs, or each side has half of them. Eight fill slots at
-    /// 68 GB/s and one at 10; twelve send no more than eight.
+    /// Threads that fill slots for the device, at most. 1 to 256, and two fewer than the node has
+    /// CPUs for us; with [`StagerConfig::down_workers`] they are no more than those CPUs, or each
+    /// side has half of them. Eight fill slots at 68 GB/s and one at 10; twelve send no more than
+    /// eight.
     pub up_workers: usize,
     /// Threads that empty slots of the device, at most, of their own. 1 to 256, as above.
     pub down_workers: usize,
-    /// Bytes of a slot: the longest chunk. A multiple of 4096, up to 1 GiB. While each of eight workers called the driver for
-    /// its own two slots, 1 MiB sent 37 GB/s, 2 MiB 49, 4 MiB 52.5 and 8 MiB 52.7.
+    /// Bytes of a slot: the longest chunk. A multiple of 4096, up to 1 GiB. While each of eight
+    /// workers called the driver for its own two slots, 1 MiB sent 37 GB/s, 2 MiB 49, 4 MiB 52.5
+    /// and 8 MiB 52.7.
     pub slot: usize,
-    /// Slots of each worker. 1 to 16; with one, the CPU and the device take turns. Four of 8 MiB are more than the cache
-    /// holds, and send 40 GB/s.
+    /// Slots of each worker. 1 to 16; with one, the CPU and the device take turns. Four of 8 MiB
+    /// are more than the cache holds, and send 40 GB/s.
     pub slots: usize,
     /// Bytes of the shortest chunk, with which a transfer begins and ends. 4096 up to a slot.
     pub least_chunk: usize,
-    /// Bytes up to which a transfer from memory to the device goes through the driver, by the calling thread. It reads what
-    /// is so short before it returns, as it would a slot: 4 and 16 KiB take 6.9 and 8.8 µs, through a slot 6.9 and 9.0, and
-    /// 64 KiB 16.8 and 13.5.
+    /// Bytes up to which a transfer from memory to the device goes through the driver, by the
+    /// calling thread. It reads what is so short before it returns, as it would a slot: 4 and 16
+    /// KiB take 6.9 and 8.8 µs, through a slot 6.9 and 9.0, and 64 KiB 16.8 and 13.5.
     pub direct: usize,
-    /// The same for a transfer to memory. The driver takes 10.1 and 11.6 µs for 4 and 16 KiB, a slot 6.8 and 7.5.
+    /// The same for a transfer to memory. The driver takes 10.1 and 11.6 µs for 4 and 16 KiB, a
+    /// slot 6.8 and 7.5.
     pub down_direct: usize,
-    /// Bytes up to which the calling thread makes a transfer from memory to the device by itself, through a slot. Not more
-    /// than a slot. 512 KiB take it 40 µs and eight workers, who have to be woken, 54; 1 MiB 74 and 84; 4 MiB some 300.
+    /// Bytes up to which the calling thread makes a transfer from memory to the device by itself,
+    /// through a slot. Not more than a slot. 512 KiB take it 40 µs and eight workers, who have to
+    /// be woken, 54; 1 MiB 74 and 84; 4 MiB some 300.
     pub alone: usize,
-    /// The same for a transfer to memory. Before it came in pieces 512 KiB took it 69 µs, through its caches, and the
-    /// workers 57; 1 MiB 132 and 65.
+    /// The same for a transfer to memory. Before it came in pieces 512 KiB took it 69 µs, through
+    /// its caches, and the workers 57; 1 MiB 132 and 65.
     pub down_alone: usize,
     /// Transfers under way at most, in both directions together. Each needs a stream.
     pub depth: usize,
@@ -199,9 +206,10 @@ impl StagerConfig {
     fn grain(&self, way: Way, total: u64) -> Grain {
         let (least, slot) = (self.least_chunk as u64, self.slot as u64);
         let (least, last, most, shares) = match way {
-            // What is being filled is not on its way: with long chunks, which all are filled side by side, the link has
-            // nothing to do at first and too much in the end. They also touch more of the slots before any of these is
-            // used again: 256 MiB go at 43 GB/s in chunks of 2 MiB, and at 39 in 4.
+            // What is being filled is not on its way: with long chunks, which all are filled side
+            // by side, the link has nothing to do at first and too much in the end. They also touch
+            // more of the slots before any of these is used again: 256 MiB go at 43 GB/s in chunks
+            // of 2 MiB, and at 39 in 4.
             Way::Up => (least, None, (total / 128).max(MIB).clamp(least, slot), 1),
             // Here the link begins at once.
             Way::Down => {
@@ -278,7 +286,8 @@ impl Front {
 
 /// What the stager's handles and its transfers share.
 struct Shared {
-    /// The process whose threads and memory these are. In a child of it a lock may be held for good.
+    /// The process whose threads and memory these are. In a child of it a lock may be held for
+    /// good.
     process: Process,
     streams: StreamPool,
     device: DeviceId,
@@ -289,7 +298,8 @@ struct Shared {
     down: Side,
     permits: Permits,
     waits: Waits,
-    /// Streams for transfers, used in turn: operands without a home in common are noted on theirs until somebody asks.
+    /// Streams for transfers, used in turn: operands without a home in common are noted on theirs
+    /// until somebody asks.
     roads: Mutex<VecDeque<Stream>>,
 }
 
@@ -322,7 +332,8 @@ impl Shared {
     }
 }
 
-/// Moves pageable memory and files to one device and back. Cheap to clone; transfers keep what they need of it.
+/// Moves pageable memory and files to one device and back. Cheap to clone; transfers keep what they
+/// need of it.
 ///
 /// ```
 /// use aquifer_core::{Budget, DeviceId};
@@ -352,11 +363,12 @@ pub struct Stager {
 }
 
 impl Stager {
-    /// A stager for the device of `streams`, whose slots come from `pool` and whose workers run on that pool's node, or
-    /// anywhere where it has no CPUs for us. Starts no thread and takes no memory yet.
+    /// A stager for the device of `streams`, whose slots come from `pool` and whose workers run on
+    /// that pool's node, or anywhere where it has no CPUs for us. Starts no thread and takes no
+    /// memory yet.
     ///
-    /// Operands must know `streams`: for blocks of a device pool it is that pool's own. A stream is leased for each
-    /// transfer under way.
+    /// Operands must know `streams`: for blocks of a device pool it is that pool's own. A stream is
+    /// leased for each transfer under way.
     ///
     /// # Errors
     /// [`MemoryError::BadSetting`] for a configuration that cannot be followed.

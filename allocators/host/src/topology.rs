@@ -1,20 +1,23 @@
 //! Which memory is near which CPU and which device, and what of it this process may use.
 //!
-//! [`Topology::read`] looks at sysfs and procfs once and answers from what stood there: read it again where CPUs, nodes
-//! or limits may have changed, nothing is kept between reads. Under [`Topology::read_under`] the same files are read
-//! below another root, for fixtures and for a host's files mounted into a container.
+//! [`Topology::read`] looks at sysfs and procfs once and answers from what stood there: read it
+//! again where CPUs, nodes or limits may have changed, nothing is kept between reads. Under
+//! [`Topology::read_under`] the same files are read below another root, for fixtures and for a
+//! host's files mounted into a container.
 //!
 //! Some things surprise:
-//! - sysfs shows the whole machine whatever the container: nodes and CPUs are intersected with the process's own
-//!   allowed sets here.
+//! - sysfs shows the whole machine whatever the container: nodes and CPUs are intersected with the
+//!   process's own allowed sets here.
 //! - A node may have no CPUs, or no memory, and a machine more than 64 nodes or 1024 CPUs.
-//! - A node may be the memory of a GPU ([`Node::device_memory`]): the kernel would hand it out like any other, so no
-//!   question here is answered with such a node unless it was named.
-//! - Memory that came by hotplug may be movable only ([`Node::movable_only`]): pages that are pinned leave it.
-//! - A device's node is often unknown (`-1`), in virtual machines nearly always. That is answered as unknown, with the
-//!   source that did not know, and never guessed.
+//! - A node may be the memory of a GPU ([`Node::device_memory`]): the kernel would hand it out like
+//!   any other, so no question here is answered with such a node unless it was named.
+//! - Memory that came by hotplug may be movable only ([`Node::movable_only`]): pages that are
+//!   pinned leave it.
+//! - A device's node is often unknown (`-1`), in virtual machines nearly always. That is answered
+//!   as unknown, with the source that did not know, and never guessed.
 //!
-//! `AQUIFER_NUMA=off` in the environment makes [`Topology::read`] see no nodes, so that nothing is bound or placed.
+//! `AQUIFER_NUMA=off` in the environment makes [`Topology::read`] see no nodes, so that nothing is
+//! bound or placed.
 
 mod bitmap;
 mod devices;
@@ -80,7 +83,8 @@ impl Topology {
     /// The machine this runs on, unless `AQUIFER_NUMA=off` hides its nodes.
     ///
     /// # Errors
-    /// [`TopologyError`] for a file that cannot be understood, or a value of `AQUIFER_NUMA` other than `on` and `off`.
+    /// [`TopologyError`] for a file that cannot be understood, or a value of `AQUIFER_NUMA` other
+    /// than `on` and `off`.
     pub fn read() -> Result<Self, TopologyError> {
         let numa = match env::var_os(NUMA_VARIABLE) {
             None => Found::unknown(Source::Nobody),
@@ -148,13 +152,15 @@ impl Topology {
         })
     }
 
-    /// The nodes that are online, in order. None on a kernel without NUMA, and when NUMA handling is off.
+    /// The nodes that are online, in order. None on a kernel without NUMA, and when NUMA handling
+    /// is off.
     #[must_use]
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
 
-    /// The nodes whose memory is the host's, as far as anybody knows: all but those that are a device's memory.
+    /// The nodes whose memory is the host's, as far as anybody knows: all but those that are a
+    /// device's memory.
     pub fn host_nodes(&self) -> impl Iterator<Item = &Node> {
         self.nodes.iter().filter(|node| node.device_memory.value != Some(true))
     }
@@ -195,7 +201,8 @@ impl Topology {
         &self.huge_pools
     }
 
-    /// Bytes of a base page, as the kernel told this process when it began (`/proc/self/auxv`), else by `sysconf`.
+    /// Bytes of a base page, as the kernel told this process when it began (`/proc/self/auxv`),
+    /// else by `sysconf`.
     #[must_use]
     pub fn page_size(&self) -> &Found<u64> {
         &self.page_size
@@ -213,7 +220,8 @@ impl Topology {
         &self.thp_size
     }
 
-    /// Whether this is Windows' own Linux kernel: no nodes, no addresses apart from memory on its GPUs, little to pin.
+    /// Whether this is Windows' own Linux kernel: no nodes, no addresses apart from memory on its
+    /// GPUs, little to pin.
     #[must_use]
     pub fn is_wsl(&self) -> &Found<bool> {
         &self.wsl
@@ -231,15 +239,15 @@ impl Topology {
         self.node(from)?.distances.iter().find(|(id, _)| *id == to).map(|&(_, far)| far)
     }
 
-    /// The node itself if the process may run on a CPU of it, else the nearest where it may. `None` for a node that is
-    /// not there.
+    /// The node itself if the process may run on a CPU of it, else the nearest where it may. `None`
+    /// for a node that is not there.
     #[must_use]
     pub fn nearest_with_cpus(&self, id: NodeId) -> Option<&Node> {
         self.nearest(id, |node| !node.allowed_cpus.is_empty())
     }
 
-    /// The node itself if it has memory of the host's that the process may take, else the nearest that has: never a
-    /// device's. `None` for a node that is not there.
+    /// The node itself if it has memory of the host's that the process may take, else the nearest
+    /// that has: never a device's. `None` for a node that is not there.
     #[must_use]
     pub fn nearest_with_memory(&self, id: NodeId) -> Option<&Node> {
         self.nearest(id, |node| node.memory_allowed && node.device_memory.value != Some(true))
@@ -253,15 +261,16 @@ impl Topology {
         self.nodes.iter().filter(|node| fits(node)).min_by_key(far)
     }
 
-    /// The node whose CPU the calling thread runs on now (`getcpu`, without entering the kernel); it may be moved at any time.
-    /// `None` where nodes are hidden or the CPU is none of theirs.
+    /// The node whose CPU the calling thread runs on now (`getcpu`, without entering the kernel);
+    /// it may be moved at any time. `None` where nodes are hidden or the CPU is none of theirs.
     #[must_use]
     pub fn node_of_caller(&self) -> Option<NodeId> {
         let cpu = u32::try_from(nix::sched::sched_getcpu().ok()?).ok()?;
         self.nodes.iter().find(|node| node.cpus.contains(cpu)).map(|node| node.id)
     }
 
-    /// The CPUs of a node that the process may run on, read now: control groups change and CPUs come and go.
+    /// The CPUs of a node that the process may run on, read now: control groups change and CPUs
+    /// come and go.
     ///
     /// # Errors
     /// [`TopologyError`] for a file that cannot be understood.
@@ -276,8 +285,9 @@ impl Topology {
         Ok(Found { value, source: file(path) })
     }
 
-    /// Bytes of the last-level cache of a node's CPUs that the process may use, or of all of them (`index3/size`), read now.
-    /// Where they have several, it is one of them, the smallest; unknown where a CPU's is.
+    /// Bytes of the last-level cache of a node's CPUs that the process may use, or of all of them
+    /// (`index3/size`), read now. Where they have several, it is one of them, the smallest; unknown
+    /// where a CPU's is.
     ///
     /// # Errors
     /// [`TopologyError::Number`] for a file that holds no size.

@@ -1,31 +1,35 @@
 //! Threads that touch memory first, so that it lies where they run.
 //!
-//! The kernel puts a page on the node of the thread that touches it first, unless a policy says otherwise, and one
-//! thread touches 4 GB/s where eight touch 40. So [`Workers`] keeps threads for each node, bound to those of its CPUs
-//! that the process may use, and gives them jobs in pieces.
+//! The kernel puts a page on the node of the thread that touches it first, unless a policy says
+//! otherwise, and one thread touches 4 GB/s where eight touch 40. So [`Workers`] keeps threads for
+//! each node, bound to those of its CPUs that the process may use, and gives them jobs in pieces.
 //!
 //! ```text
 //!   submit(node, pieces, work)          node's queue              its workers
 //!     Job ◄────────── results ◄──────── [job: 0 1 2 3 …] ◄─── claim a piece, run it, next
 //! ```
 //!
-//! Threads start with the first job that finds too few of them free, sleep between jobs that do not come one right after
-//! the other, and end with the [`Workers`].
-//! Each is bound when it starts, to the CPUs that the node has for the process at that time; where that is refused, as
-//! sandboxes do, it runs anywhere, and [`Workers::shortfall`] says so. A piece that panics fails its job and nothing
-//! else; a worker that dies is replaced. A job whose deadline passes begins no further piece, and what it has made is
-//! dropped, by the worker if need be: nothing waits for somebody to fetch it.
+//! Threads start with the first job that finds too few of them free, sleep between jobs that do not
+//! come one right after the other, and end with the [`Workers`].
+//! Each is bound when it starts, to the CPUs that the node has for the process at that time; where
+//! that is refused, as sandboxes do, it runs anywhere, and [`Workers::shortfall`] says so. A piece
+//! that panics fails its job and nothing else; a worker that dies is replaced. A job whose deadline
+//! passes begins no further piece, and what it has made is dropped, by the worker if need be:
+//! nothing waits for somebody to fetch it.
 //!
-//! A child process that was forked has none of its parent's threads. It is told so by [`WorkerError::Forked`] and
-//! [`JobError::Closed`] instead of waiting for them, and can make [`Workers`] of its own.
+//! A child process that was forked has none of its parent's threads. It is told so by
+//! [`WorkerError::Forked`] and [`JobError::Closed`] instead of waiting for them, and can make
+//! [`Workers`] of its own.
 //!
 //! # What workers keep
-//! Records that a worker makes lie on its node already, and cost no allocation by the task, so that no arena holds them. A
-//! staging worker lists what a slot carries in the slot's own list: it has touched that first, empties it and fills it
-//! again. A thread's magazine is made by that thread. What a job has of its own, the list of its results and the chunks of a
-//! transfer, is made once by who submits it, in a few allocations for the whole of it; workers read some bytes of that for
-//! each chunk of megabytes. `aquifer bench arena` has the staging worker's list in three ways: 16 ns for sixteen pieces in the
-//! list that is kept, 48 in bumpalo, 76 by `malloc` (two cores of an EPYC).
+//! Records that a worker makes lie on its node already, and cost no allocation by the task, so that
+//! no arena holds them. A staging worker lists what a slot carries in the slot's own list: it has
+//! touched that first, empties it and fills it again. A thread's magazine is made by that thread.
+//! What a job has of its own, the list of its results and the chunks of a transfer, is made once by
+//! who submits it, in a few allocations for the whole of it; workers read some bytes of that for
+//! each chunk of megabytes. `aquifer bench arena` has the staging worker's list in three ways: 16
+//! ns for sixteen pieces in the list that is kept, 48 in bumpalo, 76 by `malloc` (two cores of an
+//! EPYC).
 
 mod crew;
 mod job;
@@ -116,7 +120,8 @@ pub struct Workers {
 }
 
 impl Workers {
-    /// Threads that a node has at most, unless told otherwise: beyond eight, populating does not get faster.
+    /// Threads that a node has at most, unless told otherwise: beyond eight, populating does not
+    /// get faster.
     pub const PER_NODE: NonZeroUsize = NonZeroUsize::new(8).unwrap();
 
     /// Workers for the nodes of `topology`. Starts no thread yet.
@@ -144,11 +149,12 @@ impl Workers {
         }
     }
 
-    /// Hands `work` to the workers of a node, or to unbound ones where `node` is `None`. It is called once for each
-    /// number below `pieces`, in that order, by several threads. Blocks only while a worker starts.
+    /// Hands `work` to the workers of a node, or to unbound ones where `node` is `None`. It is
+    /// called once for each number below `pieces`, in that order, by several threads. Blocks only
+    /// while a worker starts.
     ///
-    /// No piece begins after `deadline`: a moment, or a time from the first piece's begin. Dropping the [`Job`] cancels
-    /// what has not begun.
+    /// No piece begins after `deadline`: a moment, or a time from the first piece's begin. Dropping
+    /// the [`Job`] cancels what has not begun.
     ///
     /// # Errors
     /// [`WorkerError`]: an unknown node is refused rather than served from anywhere.
@@ -180,7 +186,8 @@ impl Workers {
     /// Runs `work` once on a worker of the node and waits for it.
     ///
     /// # Errors
-    /// [`RunError`]. After a deadline the result, when there is one in the end, is dropped where it was made.
+    /// [`RunError`]. After a deadline the result, when there is one in the end, is dropped where it
+    /// was made.
     pub fn run<R: Send + 'static>(
         &self,
         node: Option<NodeId>,
@@ -192,8 +199,8 @@ impl Workers {
         results.pop().ok_or(RunError::NotDone(JobError::Closed))
     }
 
-    /// Why workers of a node run somewhere else, if any do: where they touch memory says nothing about where it lies.
-    /// [`WorkerError::Bind`], of the workers that are alive now.
+    /// Why workers of a node run somewhere else, if any do: where they touch memory says nothing
+    /// about where it lies. [`WorkerError::Bind`], of the workers that are alive now.
     #[must_use]
     pub fn shortfall(&self, node: NodeId) -> Option<WorkerError> {
         if self.are_the_parents() {
@@ -217,7 +224,8 @@ impl Workers {
 }
 
 impl Drop for Workers {
-    /// Ends the threads after the pieces they are at; jobs that are not done answer [`JobError::Closed`]. Does not wait.
+    /// Ends the threads after the pieces they are at; jobs that are not done answer
+    /// [`JobError::Closed`]. Does not wait.
     fn drop(&mut self) {
         if self.are_the_parents() {
             return;

@@ -1,5 +1,5 @@
-//! Regions and pools over a simulated GPU: who pins, in which pieces, what happens when that fails, and copies that are on
-//! their way while their blocks are freed.
+//! Regions and pools over a simulated GPU: who pins, in which pieces, what happens when that fails,
+//! and copies that are on their way while their blocks are freed.
 #![expect(unsafe_code, reason = "queues copies by hand")]
 
 mod support;
@@ -467,8 +467,8 @@ fn the_oracle_sees_a_block_that_is_freed_under_a_copy_nobody_told_the_pool_of() 
     let target = driver.mem_alloc(GPU, 4096).unwrap();
     let mut block = pool.buffer::<u8>(4096).unwrap();
     let address = NonNull::from(&mut block[..]).cast();
-    // SAFETY: 1. both sides are there. 2. broken on purpose: the block is freed while the copy is queued, and the
-    // simulator's bytes are the pool's still.
+    // SAFETY: 1. both sides are there. 2. broken on purpose: the block is freed while the copy is
+    // queued, and the simulator's bytes are the pool's still.
     unsafe { driver.copy_to_device(stream, target, address, 4096).unwrap() };
     drop(block);
     let found = sim.violations();
@@ -494,7 +494,8 @@ fn a_vector_that_grows_under_a_copy_is_safe_when_the_pool_was_told_and_found_out
         let block = NonNull::from(&mut vec[0]);
         // Nothing grows in place with this above it.
         let above = pool.buffer::<u8>(size).unwrap();
-        // SAFETY: 1. both sides are there. 2. the vector leaves its block while the copy is queued: that is what is tested.
+        // SAFETY: 1. both sides are there. 2. the vector leaves its block while the copy is queued:
+        // that is what is tested.
         unsafe { driver.copy_to_device(stream, target, block, size).unwrap() };
         let gate = support::Latch::shut();
         if told {

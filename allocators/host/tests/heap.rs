@@ -1,5 +1,5 @@
-//! What takes nothing from the host's heap, once as much has been done at once before: looking for gates that have opened,
-//! and telling others what could be had.
+//! What takes nothing from the host's heap, once as much has been done at once before: looking for
+//! gates that have opened, and telling others what could be had.
 #![expect(unsafe_code, reason = "counts what an allocator is asked for, and frees by hand")]
 
 #[path = "../../../tests/support/counting.rs"]

@@ -109,7 +109,8 @@ impl Drop for Map {
     }
 }
 
-// SAFETY: 1. a mapping stays until it is dropped, and is this owner's alone. 2. so nobody writes it.
+// SAFETY: 1. a mapping stays until it is dropped, and is this owner's alone. 2. so nobody writes
+// it.
 unsafe impl Pinnable for Map {
     type Item = u8;
     fn items(&self) -> &[u8] {
@@ -131,7 +132,8 @@ unsafe impl Send for Map {}
 const READ: i32 = libc::PROT_READ;
 const WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
 
-/// A file of a file system that is none of memory, with bytes in it; `None` where there is none such.
+/// A file of a file system that is none of memory, with bytes in it; `None` where there is none
+/// such.
 fn file(bytes: usize) -> Option<File> {
     let path = std::path::Path::new(env!("CARGO_TARGET_TMPDIR"));
     let path = path.join(format!("in-place-{}-{bytes}", std::process::id()));
@@ -262,7 +264,8 @@ fn two_registrations_never_share_a_page() {
             );
             refused += 1;
         }
-        // The next page is free, and the driver has been asked for nothing that it would have refused.
+        // The next page is free, and the driver has been asked for nothing that it would have
+        // refused.
         pin(&all[2 * PAGE..], &mut || ()).unwrap();
     })
     .unwrap();

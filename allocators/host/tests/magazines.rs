@@ -1,5 +1,5 @@
-//! Thread magazines in front of the pinned pool: what they hold is counted, comes back when somebody else needs it, and
-//! never hands one block to two.
+//! Thread magazines in front of the pinned pool: what they hold is counted, comes back when
+//! somebody else needs it, and never hands one block to two.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "calls the allocator trait and looks into blocks")]
 
@@ -233,8 +233,8 @@ fn a_thread_that_begins_takes_over_what_one_that_ended_kept() {
     assert_eq!((stats.memory.allocations, stats.memory.frees), (THREADS, THREADS));
 }
 
-/// Takes and gives random sizes on some threads, and answers with how often the lock was taken in an operation once all
-/// have what they need.
+/// Takes and gives random sizes on some threads, and answers with how often the lock was taken in
+/// an operation once all have what they need.
 fn locked_per_operation(threads: usize, most: usize, live: usize) -> f64 {
     const OPERATIONS: usize = 30_000;
     let (pool, _budget) = pool_of(config(), 2 << 30);
@@ -730,7 +730,8 @@ fn a_forked_child_finds_nothing_in_its_parents_pool_and_waits_for_no_lock_of_it(
             }
         });
         for _ in 0..20 {
-            // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by `_exit`.
+            // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by
+            // `_exit`.
             let child = unsafe { libc::fork() };
             if child == 0 {
                 // SAFETY: 1. takes a number. A child that waits is ended by it.
@@ -775,14 +776,16 @@ fn a_forked_child_makes_a_pool_of_its_own_whatever_its_parents_threads_were_at()
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         let _stop = Stop(&stop);
-        // Has what all pools of a process share in hand most of the time, also when the process forks.
+        // Has what all pools of a process share in hand most of the time, also when the process
+        // forks.
         scope.spawn(|| {
             while !stop.load(Ordering::Relaxed) {
                 pool::sweep();
             }
         });
         for _ in 0..40 {
-            // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by `_exit`.
+            // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by
+            // `_exit`.
             let child = unsafe { libc::fork() };
             if child == 0 {
                 // SAFETY: 1. takes a number. A child that waits is ended by it.

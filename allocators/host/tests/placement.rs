@@ -1,5 +1,6 @@
-//! Where pages are, by the report and by the kernel: the one must equal the other page for page, whatever was asked for.
-//! On machines with several nodes this shows what is asked; on one node, that nothing is claimed that is not so.
+//! Where pages are, by the report and by the kernel: the one must equal the other page for page,
+//! whatever was asked for. On machines with several nodes this shows what is asked; on one node,
+//! that nothing is claimed that is not so.
 #![expect(clippy::unwrap_used, reason = "a page that cannot be asked about is a failed test")]
 
 mod support;

@@ -1,4 +1,5 @@
-//! `AddressSanitizer` stops whoever touches a pool's memory that is nobody's. `ci/asan` builds it in.
+//! `AddressSanitizer` stops whoever touches a pool's memory that is nobody's. `ci/asan` builds it
+//! in.
 //!
 //! Each fault is a process of its own, which has to end by it.
 #![expect(clippy::unwrap_used, reason = "helpers of tests")]
@@ -38,7 +39,8 @@ mod with_sanitizer {
     /// Reads a byte, whether it may or not.
     fn look(block: NonNull<[u8]>, at: usize) -> u8 {
         #[expect(unsafe_code, reason = "reads where nothing should be read")]
-        // SAFETY: 1. the region is mapped as long as its pool is there, and a byte may have any value.
+        // SAFETY: 1. the region is mapped as long as its pool is there, and a byte may have any
+        // value.
         unsafe {
             block.cast::<u8>().add(at).read_volatile()
         }

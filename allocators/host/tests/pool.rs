@@ -329,8 +329,8 @@ fn double_frees_foreign_pointers_and_wrong_layouts_are_counted_and_change_nothin
     pending.free(&allocator);
     let before = pool.stats();
     let mut stack = [0u8; 64];
-    // SAFETY: 1. none of these is a block of the allocator's with that layout: refusing them is what is tested, and the
-    // bytes are not touched.
+    // SAFETY: 1. none of these is a block of the allocator's with that layout: refusing them is
+    // what is tested, and the bytes are not touched.
     unsafe {
         allocator.deallocate(at, bytes(100_000));
         allocator.deallocate(pending_at, bytes(100));

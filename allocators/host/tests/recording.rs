@@ -68,7 +68,8 @@ fn a_child_of_a_fork_records_to_a_file_of_its_own_and_waits_for_no_thread_of_its
     let kept = pool.buffer::<u8>(100).unwrap();
     // A thread that has begun to record does not go on in the child.
     let begun = recorder.ticket();
-    // SAFETY: 1. the child uses memory and files, which the C library makes fit for it, and leaves by `_exit`.
+    // SAFETY: 1. the child uses memory and files, which the C library makes fit for it, and leaves
+    // by `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: 1. takes a number. A child that waits is ended by it.

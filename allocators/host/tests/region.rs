@@ -336,7 +336,8 @@ fn huge_pages_that_take_longer_than_base_pages_are_given_up_for_the_rest() {
     let region = Region::new(&host, &budget(), &request).unwrap();
     assert_eq!((stalled(region.report()), faults.made(SystemCall::NoHugePage)), (None, 0));
     drop(region);
-    // The first piece of eight seems to take ten minutes; the second is tried in base pages, which the rest have then.
+    // The first piece of eight seems to take ten minutes; the second is tried in base pages, which
+    // the rest have then.
     faults.seem_to_take(SystemCall::Populate, 1, slow);
     faults.seem_to_take(SystemCall::Populate, pieces - 1, quick);
     let region = Region::new(&host, &budget(), &request).unwrap();

@@ -1,9 +1,10 @@
 //! Every step of making and ending pinned memory, and every way it can fail.
 //!
-//! A clean run counts the calls that a kind of region makes; then each of them fails, once and from then on, with each of a
-//! few errors, alone and together with the way back. Whatever happens:
+//! A clean run counts the calls that a kind of region makes; then each of them fails, once and from
+//! then on, with each of a few errors, alone and together with the way back. Whatever happens:
 //!
-//! - what was made is charged for exactly its bytes, is there in whole, and is pinned if that was required;
+//! - what was made is charged for exactly its bytes, is there in whole, and is pinned if that was
+//!   required;
 //! - what was refused leaves nothing: no charge, no registration, no memory in the window;
 //! - what driver or kernel would not take back stays charged until they do.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]

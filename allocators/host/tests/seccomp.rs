@@ -1,8 +1,9 @@
-//! A sandbox whose filter refuses what places memory, as containers' do: pinned memory is had all the same, its place is
-//! told as far as it is known, and what cannot be kept is refused.
+//! A sandbox whose filter refuses what places memory, as containers' do: pinned memory is had all
+//! the same, its place is told as far as it is known, and what cannot be kept is refused.
 //!
-//! A filter holds for the thread that installs it and for all that thread starts, and cannot be taken off. So each test
-//! does its work in a thread of its own, whose workers then are under the filter too.
+//! A filter holds for the thread that installs it and for all that thread starts, and cannot be
+//! taken off. So each test does its work in a thread of its own, whose workers then are under the
+//! filter too.
 #![expect(unsafe_code, reason = "installs a filter")]
 #![expect(clippy::print_stdout, reason = "a helper says what is skipped")]
 

@@ -1,5 +1,5 @@
-//! Staged transfers on a simulated device: that the bytes arrive, in order with everything else, and that whoever waits
-//! learns of it.
+//! Staged transfers on a simulated device: that the bytes arrive, in order with everything else,
+//! and that whoever waits learns of it.
 #![expect(unsafe_code, reason = "ends a graph")]
 
 mod rig;

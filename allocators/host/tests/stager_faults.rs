@@ -1,5 +1,5 @@
-//! Staged transfers while things go wrong: each driver call refused in turn, devices lost, a driver that will not say what
-//! is done.
+//! Staged transfers while things go wrong: each driver call refused in turn, devices lost, a driver
+//! that will not say what is done.
 
 mod rig;
 mod support;
@@ -77,7 +77,8 @@ fn calls_that_fail_again_and_again_lose_no_slot() {
             rig.stager.warm().unwrap();
             rig.sim.fail_every(call, every, REFUSED);
             for seed in 0..4 {
-                // Operands wait for the device themselves when they go, and clear failures for that.
+                // Operands wait for the device themselves when they go, and clear failures for
+                // that.
                 let _told = round(&rig, 6 * SLOT, seed);
                 rig.sim.fail_every(call, every, REFUSED);
             }
@@ -99,7 +100,8 @@ const SAY_DONE: [Call; 5] = [
     Call::DeviceSynchronize,
 ];
 
-/// An upload that ends with the driver's refusal, since failures were planned when its first copy was about to be queued.
+/// An upload that ends with the driver's refusal, since failures were planned when its first copy
+/// was about to be queued.
 #[allow(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 fn refused_upload(rig: &Rig, plan: impl FnOnce(&Sim)) -> Failed<(Vec<u8>, Plain)> {
     let up = pattern(6 * SLOT, 1);

@@ -1,4 +1,5 @@
-//! Staged transfers from sources and to sinks: files, and whatever reads less than it is asked for, fails or panics.
+//! Staged transfers from sources and to sinks: files, and whatever reads less than it is asked for,
+//! fails or panics.
 
 mod rig;
 mod support;

@@ -1,4 +1,5 @@
-//! A stager's slots: who hands them to the driver, who gets those that are idle, and what a forked child has of them.
+//! A stager's slots: who hands them to the driver, who gets those that are idle, and what a forked
+//! child has of them.
 #![expect(clippy::unwrap_used, reason = "a support function that fails is a failed test")]
 #![expect(unsafe_code, reason = "forks")]
 
@@ -76,7 +77,8 @@ fn while_the_driver_keeps_one_worker_the_others_fill_all_their_slots() {
     rig.assert_all_given_back();
 }
 
-/// A pool whose budget has room for one region, and a stager that has all of it in slots that are idle.
+/// A pool whose budget has room for one region, and a stager that has all of it in slots that are
+/// idle.
 fn full(rig: &Rig, budget: &Budget) -> (PinnedPool, Stager) {
     let host = Host::new(support::topology(), System::new()).with_driver(rig.sim.driver(), GPU);
     let mut pinned = pinned();
@@ -149,7 +151,8 @@ fn a_forked_child_is_refused_by_its_parents_stager_and_waits_for_nothing() {
     let held = rig.sim.stall(Call::CopyToDevice);
     let ticket = rig.stager.upload(up.clone(), rig.operand(up.len())).unwrap();
     assert!(held.wait_for(1, PATIENCE));
-    // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by `_exit`.
+    // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by
+    // `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: 1. takes a number. A child that waits is ended by it.
@@ -160,7 +163,8 @@ fn a_forked_child_is_refused_by_its_parents_stager_and_waits_for_nothing() {
         let long = stager.scope(|s| s.upload(&up[..x.len()], &mut x).map(drop)).unwrap();
         let small = std::mem::take(&mut small).unwrap();
         let permits: Vec<_> = (0..20).map(|_| stager.permit()).collect();
-        // Never dropped: an operand asks the simulator, whose lock the parent's thread may have held.
+        // Never dropped: an operand asks the simulator, whose lock the parent's thread may have
+        // held.
         let failed = ManuallyDrop::new(block_on(stager.ready()).upload(vec![1], small));
         let right = [
             long.is_err_and(|error| elsewhere(&error)),

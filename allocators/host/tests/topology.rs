@@ -91,7 +91,8 @@ fn a_device_is_placed_by_the_driver_then_by_pci_and_never_by_guess() {
         by_address.source,
         Source::File("/sys/bus/pci/devices/0000:9d:00.0/numa_node".into())
     );
-    // −1, a node that is not online, a device that is not there, an address that is none, nothing at all.
+    // −1, a node that is not online, a device that is not there, an address that is none, nothing
+    // at all.
     for (node, pci) in [
         (None, Some("0000:00:02.0")),
         (None, Some("0000:5e:00.0")),

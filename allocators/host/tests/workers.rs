@@ -1,4 +1,5 @@
-//! Workers: where they run, what becomes of jobs that panic, time out or are given up, and of workers that die.
+//! Workers: where they run, what becomes of jobs that panic, time out or are given up, and of
+//! workers that die.
 #![expect(
     clippy::panic,
     clippy::unwrap_used,
@@ -75,8 +76,9 @@ fn each_piece_runs_once_and_results_come_in_order() {
     assert_eq!(none.wait(soon()).unwrap(), [0; 0]);
 }
 
-/// A plain first touch is a preference: a kernel that holds some of a node back gives pages of the next, and says
-/// nothing. So nearly all pages must be there, of more than it could hold back; regions ask where theirs really are.
+/// A plain first touch is a preference: a kernel that holds some of a node back gives pages of the
+/// next, and says nothing. So nearly all pages must be there, of more than it could hold back;
+/// regions ask where theirs really are.
 #[test]
 fn a_nodes_workers_run_on_its_cpus_and_what_they_touch_lies_there() {
     const SPANS: usize = 8;
@@ -152,7 +154,8 @@ fn a_worker_that_dies_is_replaced_also_while_jobs_wait() {
         })
         .unwrap();
     at_it.wait();
-    // Nobody wants the bomb any more, so the worker drops it, and dies of that while another job is queued.
+    // Nobody wants the bomb any more, so the worker drops it, and dies of that while another job is
+    // queued.
     drop(job);
     let next = workers.submit(None, 1, None, |_| 7).unwrap();
     release.wait();
@@ -163,7 +166,8 @@ fn a_worker_that_dies_is_replaced_also_while_jobs_wait() {
 #[test]
 fn after_its_deadline_a_job_begins_no_piece_and_its_results_free_themselves() {
     let workers = one_worker();
-    // On a busy machine a deadline passes before the worker runs, and then there is no piece to outlast it.
+    // On a busy machine a deadline passes before the worker runs, and then there is no piece to
+    // outlast it.
     let outlasted = [50, 500, 5_000, 50_000].into_iter().any(|millis| {
         let begun = Arc::new(AtomicUsize::new(0));
         let result = Arc::new(());
@@ -374,7 +378,8 @@ fn a_job_finds_a_worker_while_another_keeps_one_busy_and_no_thread_is_started_fo
 #[test]
 fn a_time_limit_counts_from_the_first_pieces_begin() {
     let workers = one_worker();
-    // One that counted from anywhere else would have passed each time; this one has where the worker waits for a processor.
+    // One that counted from anywhere else would have passed each time; this one has where the
+    // worker waits for a processor.
     let kept = [100, 1_000, 10_000].into_iter().map(Duration::from_millis).any(|limit| {
         let (release, released) = mpsc::channel::<()>();
         let released = std::sync::Mutex::new(released);
@@ -427,7 +432,8 @@ fn a_forked_child_is_told_that_the_workers_are_not_its_own_and_waits_for_nothing
     let released = std::sync::Mutex::new(released);
     let job =
         workers.submit(None, 2, None, move |_| released.lock().unwrap().recv().is_ok()).unwrap();
-    // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by `_exit`.
+    // SAFETY: 1. the child uses memory, which the C library makes fit for it, and leaves by
+    // `_exit`.
     let child = unsafe { libc::fork() };
     if child == 0 {
         // SAFETY: 1. takes a number. A child that waits is ended by it.

@@ -1,4 +1,5 @@
-//! What noting a use costs, without the driver's calls: `cargo bench -p aquifer-stream --bench uses`.
+//! What noting a use costs, without the driver's calls: `cargo bench -p aquifer-stream --bench
+//! uses`.
 //!
 //! The block's own stream has been retired, so that there is nothing to wait for.
 #![expect(clippy::print_stdout, reason = "prints its figures")]

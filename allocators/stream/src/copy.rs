@@ -1,17 +1,18 @@
 //! Copies and fills in safe code.
 //!
-//! A copy is queued and runs later, while Rust would let the host side be freed or written. So the host side is either
-//! *owned* by the copy or *borrowed in a scope* that waits:
+//! A copy is queued and runs later, while Rust would let the host side be freed or written. So the
+//! host side is either *owned* by the copy or *borrowed in a scope* that waits:
 //!
-//! - [`Stream::upload`] and [`Stream::download`] take it by value and answer with an [`InFlight`] that gives it back.
-//!   Its allocator has promised ([`DeferReuse`](aquifer_core::DeferReuse)) to hold the block back until the copy is done,
-//!   so the flight may be dropped, and the block goes home by itself; or forgotten, and the block is leaked. Neither is a
-//!   race.
-//! - [`Stream::scope`] lets copies borrow, and waits for them before it returns, also on unwind. A guard that waits when
-//!   it is dropped would not do: it can be forgotten.
+//! - [`Stream::upload`] and [`Stream::download`] take it by value and answer with an [`InFlight`]
+//!   that gives it back. Its allocator has promised ([`DeferReuse`](aquifer_core::DeferReuse)) to
+//!   hold the block back until the copy is done, so the flight may be dropped, and the block goes
+//!   home by itself; or forgotten, and the block is leaked. Neither is a race.
+//! - [`Stream::scope`] lets copies borrow, and waits for them before it returns, also on unwind. A
+//!   guard that waits when it is dropped would not do: it can be forgotten.
 //!
-//! The device side needs neither: its pool knows which streams use it. What is written is held by `&mut`, and is
-//! [`OperandMut`](aquifer_driver::OperandMut): a part that is only borrowed to be read is not.
+//! The device side needs neither: its pool knows which streams use it. What is written is held by
+//! `&mut`, and is [`OperandMut`](aquifer_driver::OperandMut): a part that is only borrowed to be
+//! read is not.
 //!
 //! | copy | whole | row by row |
 //! |---|---|---|
@@ -21,12 +22,13 @@
 //! | to another device | [`Stream::copy_to_peer`] | – |
 //! | fill | [`Stream::fill`], [`Stream::fill_bytes`] | [`Stream::fill_2d`] |
 //!
-//! A stream that captures a graph refuses copies between host and device: they would run again at every launch of the
-//! graph, with a host side that has long gone back. Fills and copies on a device may be captured.
+//! A stream that captures a graph refuses copies between host and device: they would run again at
+//! every launch of the graph, with a host side that has long gone back. Fills and copies on a
+//! device may be captured.
 //!
-//! A flight may be awaited, and so may a [`Point`](crate::Point) in a stream. A thread of [`aquifer_core::wake`] asks the
-//! driver meanwhile; it is started by the first future that has to wait. [`InFlight::is_done`] never blocks either and needs
-//! no thread.
+//! A flight may be awaited, and so may a [`Point`](crate::Point) in a stream. A thread of
+//! [`aquifer_core::wake`] asks the driver meanwhile; it is started by the first future that has to
+//! wait. [`InFlight::is_done`] never blocks either and needs no thread.
 #![expect(unsafe_code, reason = "calls the driver's asynchronous copies")]
 
 mod device;
@@ -60,8 +62,9 @@ struct Plan {
 }
 
 impl Plan {
-    /// A copy between `host` elements and all of `range`, or the rows of `grid` in them. Refused while the stream captures:
-    /// it would run whenever the graph is launched, long after its host side has gone back.
+    /// A copy between `host` elements and all of `range`, or the rows of `grid` in them. Refused
+    /// while the stream captures: it would run whenever the graph is launched, long after its host
+    /// side has gone back.
     fn new<T>(
         stream: &Stream,
         way: Direction,
@@ -89,8 +92,8 @@ impl Plan {
     }
 
     /// # Safety
-    /// 1. `host` and `device` are as long as was planned, and valid until the copy is done. 2. The operand has been
-    ///    ordered for it.
+    /// 1. `host` and `device` are as long as was planned, and valid until the copy is done. 2. The
+    ///    operand has been ordered for it.
     unsafe fn queue(self, stream: &Stream, host: NonNull<u8>, device: u64) -> Result<()> {
         if self.whole == 0 {
             return Ok(());

@@ -1,9 +1,10 @@
 //! Which part of a stream's past is done, without an event for each piece of work.
 //!
-//! A stream's past is cut into *epochs*, numbered from 1. Whoever frees a block notes the epoch that is open: everything
-//! the block was used for was queued in that epoch or before. Nothing is recorded then. Later, when somebody needs to
-//! know, the stream is *fenced*: the open epoch is closed, an event is recorded behind all that is queued, and the event
-//! is published as the proof for that epoch and all before it.
+//! A stream's past is cut into *epochs*, numbered from 1. Whoever frees a block notes the epoch
+//! that is open: everything the block was used for was queued in that epoch or before. Nothing is
+//! recorded then. Later, when somebody needs to know, the stream is *fenced*: the open epoch is
+//! closed, an event is recorded behind all that is queued, and the event is published as the proof
+//! for that epoch and all before it.
 //!
 //! ```text
 //!   host      queue K1   free A(e1)   queue K2   free B(e1)   | close e1 | record E | publish (E, e1) |  free C(e2)
@@ -11,17 +12,19 @@
 //!                                                             └ from here on frees note e2
 //! ```
 //!
-//! **The order matters: close, then record, then publish.** Had the event been recorded first, a block whose last work
-//! is queued between the record and the close would note the epoch that the event proves, and the event would say
-//! nothing about that work. With the close first, a thread that still reads the old epoch had queued its work before:
-//! the driver's own lock on the stream orders the two threads' calls, so a record that came before the work would make
+//! **The order matters: close, then record, then publish.** Had the event been recorded first, a
+//! block whose last work is queued between the record and the close would note the epoch that the
+//! event proves, and the event would say nothing about that work. With the close first, a thread
+//! that still reads the old epoch had queued its work before: the driver's own lock on the stream
+//! orders the two threads' calls, so a record that came before the work would make
 //! the close visible to whoever queued it. A model of both orders is in `tests/loom.rs`.
 //!
 //! If recording fails the epoch is closed and has no event. The next event covers it.
 //!
-//! **An event recorded in a capture proves nothing**: it becomes part of a graph, and the driver answers questions about it
-//! with an error. So the stream is asked whether it captures before the record, and nothing is closed if it does; and after
-//! the record, since a capture may have begun between, and nothing is published if it has.
+//! **An event recorded in a capture proves nothing**: it becomes part of a graph, and the driver
+//! answers questions about it with an error. So the stream is asked whether it captures before the
+//! record, and nothing is closed if it does; and after the record, since a capture may have begun
+//! between, and nothing is published if it has.
 
 use crate::{
     Spin,
@@ -35,7 +38,8 @@ use std::{collections::VecDeque, fmt, sync::Arc};
 pub struct Epochs<E> {
     /// The epoch that work queued now belongs to. Only grows.
     open: AtomicU64,
-    /// All epochs up to this one are done. Only grows; below `open`, or `u64::MAX` when the stream has ended.
+    /// All epochs up to this one are done. Only grows; below `open`, or `u64::MAX` when the stream
+    /// has ended.
     done: AtomicU64,
     /// Events published and not yet seen to be done, by rising epoch.
     recorded: Spin<VecDeque<(u64, Arc<E>)>>,
@@ -68,7 +72,8 @@ impl<E> Epochs<E> {
         epoch <= self.done.load(Ordering::Acquire)
     }
 
-    /// Ends the open epoch, so that later work belongs to the next. Answers with the one that ended.
+    /// Ends the open epoch, so that later work belongs to the next. Answers with the one that
+    /// ended.
     #[must_use]
     pub fn close(&self) -> u64 {
         self.open.fetch_add(1, Ordering::AcqRel)
@@ -86,7 +91,8 @@ impl<E> Epochs<E> {
         });
     }
 
-    /// Takes back what was published for `epoch`, which proves nothing after all: the next event covers it.
+    /// Takes back what was published for `epoch`, which proves nothing after all: the next event
+    /// covers it.
     #[must_use]
     pub fn withdraw(&self, epoch: u64) -> Option<Arc<E>> {
         self.recorded.with(|recorded| {
@@ -118,7 +124,8 @@ impl<E> Epochs<E> {
         newest.max(self.done.load(Ordering::Acquire))
     }
 
-    /// Notes that `epoch` and all before it are done, and answers with the events that are not needed any more.
+    /// Notes that `epoch` and all before it are done, and answers with the events that are not
+    /// needed any more.
     #[must_use]
     pub fn finish(&self, epoch: u64) -> Vec<Arc<E>> {
         self.done.fetch_max(epoch, Ordering::AcqRel);

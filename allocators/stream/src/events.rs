@@ -47,8 +47,8 @@ impl SpareEvents {
         Ok(Arc::new(OwnedEvent { driver: driver.clone(), raw }))
     }
 
-    /// Keeps those that this was the last to hold. One that somebody else holds may be waited for: it is not recorded again
-    /// before he has done this too.
+    /// Keeps those that this was the last to hold. One that somebody else holds may be waited for:
+    /// it is not recorded again before he has done this too.
     pub(crate) fn keep(&self, events: impl IntoIterator<Item = Arc<OwnedEvent>>) {
         let free = events.into_iter().filter_map(|mut event| {
             if Arc::get_mut(&mut event).is_some() {

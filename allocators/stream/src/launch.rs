@@ -18,7 +18,8 @@ use std::{fmt, sync::Arc};
 /// Most kernels touch no more blocks than this; the account of more goes to the heap.
 type Several<T> = SmallVec<[T; 8]>;
 
-/// An [`Operand`] whose owner lets a [`Launch`] note uses in its account: blocks, buffers, and parts of them.
+/// An [`Operand`] whose owner lets a [`Launch`] note uses in its account: blocks, buffers, and
+/// parts of them.
 #[diagnostic::on_unimplemented(
     message = "a launch cannot keep account of `{Self}`",
     label = "a block or a buffer of a pool is needed here",
@@ -40,8 +41,8 @@ pub struct Account<'a> {
     pub home: Arc<Timeline>,
     /// Its uses.
     pub uses: &'a UseList,
-    /// Whether no part of the block is borrowed to be written while this is held to be read: not so for one of several
-    /// parts of which some are written.
+    /// Whether no part of the block is borrowed to be written while this is held to be read: not
+    /// so for one of several parts of which some are written.
     pub alone: bool,
 }
 
@@ -64,8 +65,9 @@ struct Entry<'a> {
 
 /// The blocks that work about to be queued will touch.
 ///
-/// They are listed with what the work does to them, ordered all at once by [`Launch::preflight`], and stamped all at once
-/// when the work is queued. A block that is listed twice is one: read here and written there, it is read and written.
+/// They are listed with what the work does to them, ordered all at once by [`Launch::preflight`],
+/// and stamped all at once when the work is queued. A block that is listed twice is one: read here
+/// and written there, it is read and written.
 ///
 /// ```
 /// use aquifer_core::Result;
@@ -90,8 +92,9 @@ impl<'a> Launch<'a> {
         Self { on: stream, entries: SmallVec::new(), strict: false }
     }
 
-    /// Refuses bytes that are listed twice, unless both only read them: a kernel that takes its arguments for distinct
-    /// would compute nonsense. Parts of one block that do not overlap are distinct.
+    /// Refuses bytes that are listed twice, unless both only read them: a kernel that takes its
+    /// arguments for distinct would compute nonsense. Parts of one block that do not overlap are
+    /// distinct.
     pub fn strict(mut self) -> Self {
         self.strict = true;
         self
@@ -129,13 +132,15 @@ impl<'a> Launch<'a> {
         self
     }
 
-    /// Checks everything, opens a use of every block, and makes the stream wait for what must come before, once for each
-    /// stream (`cuEventRecord` there, `cuStreamWaitEvent` here). The host does not wait.
+    /// Checks everything, opens a use of every block, and makes the stream wait for what must come
+    /// before, once for each stream (`cuEventRecord` there, `cuStreamWaitEvent` here). The host
+    /// does not wait.
     ///
     /// # Errors
-    /// [`MemoryError::WrongDevice`]; [`MemoryError::ListedTwice`] if the launch is [strict](Launch::strict);
-    /// [`MemoryError::Busy`] for a block with a conflicting use that is open; those of [`Timeline::wait_for`]. No use is
-    /// noted then; waits that had been queued by then stay queued, and are harmless.
+    /// [`MemoryError::WrongDevice`]; [`MemoryError::ListedTwice`] if the launch is
+    /// [strict](Launch::strict); [`MemoryError::Busy`] for a block with a conflicting use that is
+    /// open; those of [`Timeline::wait_for`]. No use is noted then; waits that had been queued by
+    /// then stay queued, and are harmless.
     #[track_caller]
     pub fn preflight(self) -> Result<Ready> {
         let site = site::enter();
@@ -222,9 +227,9 @@ impl fmt::Debug for Launch<'_> {
 
 /// A launch whose blocks are ordered: the work may be queued now.
 ///
-/// Until it ends, its blocks' bytes stay theirs, even if they are freed, and conflicting uses are refused. Dropping it
-/// ends it as [`Ready::commit`] does, which is right whether the work was queued or not; forgetting it keeps the blocks'
-/// memory for good.
+/// Until it ends, its blocks' bytes stay theirs, even if they are freed, and conflicting uses are
+/// refused. Dropping it ends it as [`Ready::commit`] does, which is right whether the work was
+/// queued or not; forgetting it keeps the blocks' memory for good.
 #[must_use = "a launch that is dropped at once covers no work"]
 pub struct Ready {
     on: Arc<Timeline>,
@@ -232,8 +237,8 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// The work is queued: ends all uses in one epoch. At most one event is recorded, and only on a stream that is fenced
-    /// at once.
+    /// The work is queued: ends all uses in one epoch. At most one event is recorded, and only on a
+    /// stream that is fenced at once.
     ///
     /// # Errors
     /// Those of [`Timeline::fence_at_once`]; the uses are ended all the same.
@@ -265,7 +270,8 @@ impl Ready {
 
 impl Drop for Ready {
     fn drop(&mut self) {
-        // A refusal leaves the uses without a proof, so their blocks are held back until the stream is retired.
+        // A refusal leaves the uses without a proof, so their blocks are held back until the stream
+        // is retired.
         let _ = self.end();
     }
 }

@@ -25,21 +25,24 @@ pub enum Life {
     Owned,
     /// It is another library's, and lives as long as this.
     KeptAlive(KeepAlive),
-    /// It is another library's. Its owner calls [`Stream::retire`](crate::Stream::retire) before destroying it.
+    /// It is another library's. Its owner calls [`Stream::retire`](crate::Stream::retire) before
+    /// destroying it.
     Retired,
-    /// It is another library's and may be destroyed at any time that no call is in progress: every free and every use
-    /// is fenced at once, with an event recorded there and then. Blocks allocated for it are freed, and uses on it ended,
-    /// before it is destroyed.
+    /// It is another library's and may be destroyed at any time that no call is in progress: every
+    /// free and every use is fenced at once, with an event recorded there and then. Blocks
+    /// allocated for it are freed, and uses on it ended, before it is destroyed.
     Fenced,
     /// The device's legacy default stream, which lives as long as the context.
     Legacy,
-    /// The per-thread default stream of this thread. Its handle, 2, means another stream on every other thread, so no
-    /// other thread calls the driver with it, and every free and every use is fenced at once, by the thread itself.
+    /// The per-thread default stream of this thread. Its handle, 2, means another stream on every
+    /// other thread, so no other thread calls the driver with it, and every free and every use is
+    /// fenced at once, by the thread itself.
     Thread(ThreadId),
 }
 
 impl Life {
-    /// Whether an event must be recorded at each free and at the end of each use, since it may be too late afterwards.
+    /// Whether an event must be recorded at each free and at the end of each use, since it may be
+    /// too late afterwards.
     pub(crate) fn fences_at_once(&self) -> bool {
         matches!(self, Self::Fenced | Self::Thread(_))
     }
@@ -52,7 +55,8 @@ impl Life {
         }
     }
 
-    /// Whether the stream cannot be ended by a program: our own, which its pool ends, and the legacy default stream.
+    /// Whether the stream cannot be ended by a program: our own, which its pool ends, and the
+    /// legacy default stream.
     pub(crate) fn outlives_retirement(&self) -> bool {
         matches!(self, Self::Owned | Self::Legacy)
     }

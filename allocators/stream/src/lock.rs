@@ -1,17 +1,20 @@
 //! The lock in front of a stream's cache.
 //!
-//! It is held for tens of nanoseconds and hardly ever by two threads at once, so it spins. One locked instruction takes
-//! it and a plain store gives it back: on x86 that is half of what a mutex costs, whose unlock is locked as well since
-//! it must see whether somebody sleeps. A pair of an allocation and a free takes it twice, measured at 14–19 ns against
-//! 29 with the standard library's mutex.
+//! It is held for tens of nanoseconds and hardly ever by two threads at once, so it spins. One
+//! locked instruction takes it and a plain store gives it back: on x86 that is half of what a mutex
+//! costs, whose unlock is locked as well since it must see whether somebody sleeps. A pair of an
+//! allocation and a free takes it twice, measured at 14–19 ns against 29 with the standard
+//! library's mutex.
 //!
 //! # A way without locked instructions, and why it is not taken
-//! The thread that uses a cache most could enter by plain stores: it writes a flag of its own and reads whose the lock
-//! is, with no barrier between; whoever else comes ends that bias, makes a barrier on every thread of the process
-//! (Linux's `membarrier`) and waits for the flag. That was written, with a bias after 4,096 entries in a row by one
-//! thread. Loom tried every interleaving of an owner and one other thread, those of three threads with at most two
-//! preemptions, and found two threads inside as soon as either half of the barrier was missing. It was measured
-//! beside this lock in one process, on two AMD Zen 4 processors of a virtual machine that others used as well:
+//! The thread that uses a cache most could enter by plain stores: it writes a flag of its own and
+//! reads whose the lock is, with no barrier between; whoever else comes ends that bias, makes a
+//! barrier on every thread of the process (Linux's `membarrier`) and waits for the flag. That was
+//! written, with a bias after 4,096 entries in a row by one thread. Loom tried every interleaving
+//! of an owner and one other thread, those of three threads with at most two preemptions, and found
+//! two threads inside as soon as either half of the barrier was missing. It was measured
+//! beside this lock in one process, on two AMD Zen 4 processors of a virtual machine that others
+//! used as well:
 //!
 //! | medians | this lock | biased |
 //! |---|---|---|
@@ -22,20 +25,23 @@
 //! | 16 threads with a stream each, ns a pair, two runs | 79 and 108 | 83 and 107 |
 //! | replay of `serve_mixed` under 1.05 × its peak, ns an operation | 812 | 807 |
 //!
-//! What surrounds a locked instruction hides most of it here: 1.9–3.7 ns of a pair were saved, at the price of 15–17 %
-//! where two threads share a stream, a system call of 8 ms once in a process, another of 1 µs (14 when the machine was
-//! busy) at each end of a bias, and a process that is killed for it where a sandbox closes after the first bias.
-//! Variants did worse. With the bias on a cache line of its own 0.5 ns were saved. With `work` run in two places, the
-//! owner's and everybody's, it was no longer inlined and a pair cost 11 ns more. As for this lock itself, `swap` is no
-//! cheaper than `compare_exchange`.
+//! What surrounds a locked instruction hides most of it here: 1.9–3.7 ns of a pair were saved, at
+//! the price of 15–17 % where two threads share a stream, a system call of 8 ms once in a process,
+//! another of 1 µs (14 when the machine was busy) at each end of a bias, and a process that is
+//! killed for it where a sandbox closes after the first bias. Variants did worse. With the bias on
+//! a cache line of its own 0.5 ns were saved. With `work` run in two places, the owner's and
+//! everybody's, it was no longer inlined and a pair cost 11 ns more. As for this lock itself,
+//! `swap` is no cheaper than `compare_exchange`.
 //!
-//! It is worth another look when the rest of a pair is much shorter, or where locked instructions cost more: an Intel
-//! host paid 21 ns for two entries. Two things to know then: run `work` in one place only, and form no reference to the
-//! value before the owner is outside, or two exist at once.
+//! It is worth another look when the rest of a pair is much shorter, or where locked instructions
+//! cost more: an Intel host paid 21 ns for two entries. Two things to know then: run `work` in one
+//! place only, and form no reference to the value before the owner is outside, or two exist at
+//! once.
 //!
 //! # The rule
-//! **Never hold it over a driver call, a wait, or anything that can block or unwind into user code.** Its only door is
-//! [`Spin::with`], so what happens under it can be read in one place each time.
+//! **Never hold it over a driver call, a wait, or anything that can block or unwind into user
+//! code.** Its only door is [`Spin::with`], so what happens under it can be read in one place each
+//! time.
 #![expect(unsafe_code, reason = "a lock is a promise about a cell")]
 
 use crate::sync::{
@@ -62,8 +68,8 @@ pub struct Spin<T> {
     value: UnsafeCell<T>,
 }
 
-// SAFETY: 1. the value is reached by `with` alone, from one thread at a time, so sharing the lock shares no `&T`; moving
-// the value between threads is what `T: Send` allows.
+// SAFETY: 1. the value is reached by `with` alone, from one thread at a time, so sharing the lock
+// shares no `&T`; moving the value between threads is what `T: Send` allows.
 unsafe impl<T: Send> Sync for Spin<T> {}
 // SAFETY: 1. owns its value.
 unsafe impl<T: Send> Send for Spin<T> {}
@@ -81,10 +87,11 @@ impl<T> Spin<T> {
         Self { taken: AtomicBool::new(false), value: UnsafeCell::new(value) }
     }
 
-    /// Runs `work` on the value while no other thread does. Spins, with pauses that grow, while one does.
+    /// Runs `work` on the value while no other thread does. Spins, with pauses that grow, while one
+    /// does.
     ///
-    /// A panic in `work` opens the lock again and leaves the value as it is: what `work` does must be consistent at
-    /// every point where it could unwind, and short.
+    /// A panic in `work` opens the lock again and leaves the value as it is: what `work` does must
+    /// be consistent at every point where it could unwind, and short.
     #[inline]
     pub fn with<R>(&self, work: impl FnOnce(&mut T) -> R) -> R {
         struct Open<'a>(&'a AtomicBool);
@@ -99,8 +106,8 @@ impl<T> Spin<T> {
         }
         let _open = Open(&self.taken);
         self.value.with_mut(|value| {
-            // SAFETY: 1. `taken` went from false to true in this thread, and stays true until `_open` is dropped, so no
-            // other reference to the value exists.
+            // SAFETY: 1. `taken` went from false to true in this thread, and stays true until
+            // `_open` is dropped, so no other reference to the value exists.
             work(unsafe { &mut *value })
         })
     }

@@ -15,10 +15,11 @@ use std::{
 /// How many streams a pool has at most, unless told otherwise.
 pub const DEFAULT_CAP: u32 = 64;
 
-/// Owned, non-blocking streams of one device, leased one at a time and used again when they come back.
+/// Owned, non-blocking streams of one device, leased one at a time and used again when they come
+/// back.
 ///
-/// There is a cap, and a typed error at the cap; a default stream of the driver is never handed out in its place. Ids
-/// name streams of this pool only.
+/// There is a cap, and a typed error at the cap; a default stream of the driver is never handed out
+/// in its place. Ids name streams of this pool only.
 #[derive(Clone)]
 pub struct StreamPool {
     inner: Arc<Inner>,
@@ -30,13 +31,13 @@ pub(crate) struct Inner {
     cap: u32,
     ids: IdSpace<Stream>,
     slots: Mutex<Slots>,
-    /// Streams that are known here, leased or adopted. A handle comes back after its stream is destroyed, so an adopted one
-    /// is believed only while its id is the same.
+    /// Streams that are known here, leased or adopted. A handle comes back after its stream is
+    /// destroyed, so an adopted one is believed only while its id is the same.
     known: Mutex<Known>,
 }
 
-/// What tells streams apart: the context, of which a device has one here, and the handle; of a per-thread default stream also
-/// the thread that means it.
+/// What tells streams apart: the context, of which a device has one here, and the handle; of a
+/// per-thread default stream also the thread that means it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     raw: RawStream,
@@ -46,8 +47,8 @@ struct Key {
 /// Streams by what tells them apart. Every use of a block is looked up here by its stream's handle.
 type Known = HashMap<Key, Weak<Timeline>, BuildHasherDefault<OfHandles>>;
 
-/// A hash of handles, which are addresses and numbers of the driver's: nobody chooses them so that they collide, and the
-/// standard one takes ten times as long, a third of such a look.
+/// A hash of handles, which are addresses and numbers of the driver's: nobody chooses them so that
+/// they collide, and the standard one takes ten times as long, a third of such a look.
 #[derive(Default)]
 struct OfHandles(u64);
 
@@ -121,7 +122,8 @@ impl Lease {
         self
     }
 
-    /// Never made to wait for another stream, nor another for it, by a pool: see [`Timeline::is_isolated`].
+    /// Never made to wait for another stream, nor another for it, by a pool: see
+    /// [`Timeline::is_isolated`].
     #[must_use]
     pub fn isolated(mut self) -> Self {
         self.isolated = true;
@@ -202,7 +204,8 @@ impl StreamPool {
         self.lease_as(Lease::default())
     }
 
-    /// Leases a stream of this priority (a lower number is served first): one that came back, or a new one.
+    /// Leases a stream of this priority (a lower number is served first): one that came back, or a
+    /// new one.
     ///
     /// # Errors
     /// [`MemoryError::Capacity`] when `cap` streams are leased; the driver's.
@@ -210,8 +213,8 @@ impl StreamPool {
         self.lease_as(Lease::default().priority(priority))
     }
 
-    /// Leases a stream for work that must be ordered with other streams only where its user says so: collectives. See
-    /// [`Timeline::is_isolated`].
+    /// Leases a stream for work that must be ordered with other streams only where its user says
+    /// so: collectives. See [`Timeline::is_isolated`].
     ///
     /// # Errors
     /// As [`StreamPool::lease`].
@@ -219,8 +222,9 @@ impl StreamPool {
         self.lease_as(Lease::default().isolated())
     }
 
-    /// Leases a stream of this kind: one that came back, or a new one. A stream that came back and still captures a graph is
-    /// not leased; where the pool has no other left, a new one takes its place.
+    /// Leases a stream of this kind: one that came back, or a new one. A stream that came back and
+    /// still captures a graph is not leased; where the pool has no other left, a new one takes its
+    /// place.
     ///
     /// # Errors
     /// As [`StreamPool::lease`].
@@ -243,7 +247,8 @@ impl StreamPool {
                         break None;
                     }
                     None => {
-                        // All streams exist; an idle one of another kind gives way, else one that captures.
+                        // All streams exist; an idle one of another kind gives way, else one that
+                        // captures.
                         let gives_way =
                             slots.idle.iter().rposition(|slot| !capturing.contains(slot));
                         let at = gives_way.or(slots.idle.len().checked_sub(1));
@@ -257,7 +262,8 @@ impl StreamPool {
             };
             // A call of the driver's, so outside of the lock. Nobody leases the slot meanwhile.
             let captures = match timeline.is_capturing() {
-                // Nothing is captured on a device that is lost; the first call for the stream says so.
+                // Nothing is captured on a device that is lost; the first call for the stream says
+                // so.
                 Err(MemoryError::DeviceLost { .. }) => Ok(false),
                 captures => captures,
             };
@@ -307,11 +313,11 @@ impl StreamPool {
         }
     }
 
-    /// Takes in a stream of another library, so that it can be used with pools of this device. The same stream adopted
-    /// twice is one and the same here.
+    /// Takes in a stream of another library, so that it can be used with pools of this device. The
+    /// same stream adopted twice is one and the same here.
     ///
-    /// The handles 0, 1 and 2 are the driver's default streams, whose life is known, whatever `life` says: see
-    /// [`StreamPool::legacy_default`] and [`StreamPool::thread_default`].
+    /// The handles 0, 1 and 2 are the driver's default streams, whose life is known, whatever
+    /// `life` says: see [`StreamPool::legacy_default`] and [`StreamPool::thread_default`].
     ///
     /// # Safety
     /// 1. `raw` is a valid stream of this pool's device and driver.
@@ -324,8 +330,9 @@ impl StreamPool {
         self.adopt_known(raw, life)
     }
 
-    /// As [`StreamPool::adopt`], for a stream that must be ordered with others only where its user says so: collectives of
-    /// another library. See [`Timeline::is_isolated`]. A stream that is known already is isolated from now on.
+    /// As [`StreamPool::adopt`], for a stream that must be ordered with others only where its user
+    /// says so: collectives of another library. See [`Timeline::is_isolated`]. A stream that is
+    /// known already is isolated from now on.
     ///
     /// # Safety
     /// As [`StreamPool::adopt`].
@@ -339,8 +346,9 @@ impl StreamPool {
         Ok(stream)
     }
 
-    /// The legacy default stream of the device's primary context, which the handles 0 and 1 both mean. The driver orders
-    /// it with every blocking stream of the context, both ways; leased streams are not blocking.
+    /// The legacy default stream of the device's primary context, which the handles 0 and 1 both
+    /// mean. The driver orders it with every blocking stream of the context, both ways; leased
+    /// streams are not blocking.
     ///
     /// # Errors
     /// The driver's.
@@ -348,12 +356,14 @@ impl StreamPool {
         self.adopt_known(RawStream::legacy(self.device()), Life::Legacy)
     }
 
-    /// The default stream that the calling thread has to itself (handle 2). Each thread gets an account of its own.
+    /// The default stream that the calling thread has to itself (handle 2). Each thread gets an
+    /// account of its own.
     ///
-    /// Frees and uses on it are fenced at once, with an event recorded by this thread; so blocks allocated for it are
-    /// freed, and uses on it ended, here. What another thread frees or ends is held back until this thread frees, ends
-    /// or waits for something again, or the whole device is waited for. Calls for the stream from another thread are
-    /// refused with [`MemoryError::OtherThread`].
+    /// Frees and uses on it are fenced at once, with an event recorded by this thread; so blocks
+    /// allocated for it are freed, and uses on it ended, here. What another thread frees or ends is
+    /// held back until this thread frees, ends or waits for something again, or the whole device is
+    /// waited for. Calls for the stream from another thread are refused with
+    /// [`MemoryError::OtherThread`].
     ///
     /// # Errors
     /// The driver's.
@@ -367,19 +377,21 @@ impl StreamPool {
         Ok(Stream { lease: Leased::new(&self.inner, &timeline, id, None) })
     }
 
-    /// The timeline of a stream by its handle: one that is leased here or adopted, or one that `alive` keeps valid, or a
-    /// default stream, which is adopted now.
+    /// The timeline of a stream by its handle: one that is leased here or adopted, or one that
+    /// `alive` keeps valid, or a default stream, which is adopted now.
     ///
-    /// Where `alive` is the [`Timeline`] of this handle, as [`Timeline::keep_alive`] gives it, the stream belongs to another
-    /// pool of the device: that timeline is returned, unless the stream is known here. So two pools share one account of it.
+    /// Where `alive` is the [`Timeline`] of this handle, as [`Timeline::keep_alive`] gives it, the
+    /// stream belongs to another pool of the device: that timeline is returned, unless the stream
+    /// is known here. So two pools share one account of it.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] for a stream that is not known without `alive`, that has been retired, or that belongs to
-    /// another driver; those of adoption.
+    /// [`MemoryError::UnknownId`] for a stream that is not known without `alive`, that has been
+    /// retired, or that belongs to another driver; those of adoption.
     pub fn timeline(&self, raw: RawStream, alive: Option<KeepAlive>) -> Result<Arc<Timeline>> {
         let alive = match alive.map(Arc::downcast::<Timeline>) {
             Some(Ok(timeline)) => {
-                // A default stream's handle means a stream of each thread, so this pool's own account is asked for it.
+                // A default stream's handle means a stream of each thread, so this pool's own
+                // account is asked for it.
                 return match self.timeline(raw, None) {
                     Err(MemoryError::UnknownId) if self.inner.shares(&timeline, raw) => {
                         Ok(timeline)
@@ -399,7 +411,8 @@ impl StreamPool {
         }
     }
 
-    /// The leased stream of this id; an error for an id of another pool, or of a lease that is over.
+    /// The leased stream of this id; an error for an id of another pool, or of a lease that is
+    /// over.
     ///
     /// # Errors
     /// [`MemoryError::UnknownId`].
@@ -484,7 +497,8 @@ impl Inner {
     #[expect(unsafe_code, reason = "ends a handle")]
     fn unmake(&self, raw: RawStream) {
         let driver = self.driver.clone();
-        // SAFETY: 1. the stream has just been made, nothing else has its handle, and no release of it has succeeded yet.
+        // SAFETY: 1. the stream has just been made, nothing else has its handle, and no release of
+        // it has succeeded yet.
         leftovers::release(&self.driver, move || unsafe { driver.stream_destroy(raw) });
     }
 
@@ -498,7 +512,8 @@ impl Inner {
         Stream { lease }
     }
 
-    /// Whether the account of a stream of another pool can be used here: it is the handle's, good, and of the same driver.
+    /// Whether the account of a stream of another pool can be used here: it is the handle's, good,
+    /// and of the same driver.
     fn shares(&self, timeline: &Timeline, raw: RawStream) -> bool {
         timeline.raw() == raw
             && !timeline.is_retired()

@@ -1,7 +1,8 @@
 //! Who may still call the driver for a handle whose owner is about to destroy it.
 //!
-//! Threads that call are counted in the word that says whether they may: so whoever retires the handle, and sets the word,
-//! sees each of them or is seen by it. Two words would need every access in the one order of sequential consistency.
+//! Threads that call are counted in the word that says whether they may: so whoever retires the
+//! handle, and sets the word, sees each of them or is seen by it. Two words would need every access
+//! in the one order of sequential consistency.
 
 use crate::sync::{
     atomic::{AtomicU32, Ordering},
@@ -41,7 +42,8 @@ pub enum Ended {
 /// ```
 #[derive(Debug)]
 pub struct Retirement {
-    /// One of the four above, and the count. The former does not go back, but for a retirement that fails.
+    /// One of the four above, and the count. The former does not go back, but for a retirement
+    /// that fails.
     word: AtomicU32,
 }
 
@@ -58,7 +60,8 @@ impl Retirement {
         Self { word: AtomicU32::new(LIVE) }
     }
 
-    /// Announces calls for the handle, which stays good while the answer lives. Waits while a retirement is under way.
+    /// Announces calls for the handle, which stays good while the answer lives. Waits while a
+    /// retirement is under way.
     ///
     /// # Errors
     /// Why there is nothing to call for.
@@ -71,7 +74,8 @@ impl Retirement {
                 LIVE => return Ok(calling),
                 ENDING => {
                     drop(calling);
-                    // Whoever retires waits until nobody is counted, so this does not count itself again and again.
+                    // Whoever retires waits until nobody is counted, so this does not count itself
+                    // again and again.
                     while self.word.load(Ordering::Relaxed) & !COUNT == ENDING {
                         yield_now();
                     }
@@ -82,8 +86,9 @@ impl Retirement {
         }
     }
 
-    /// Lets nobody in any more, waits until all who are in have left, and runs `last`, for which the handle is still good.
-    /// If that fails, the handle is as it was. `None` if it had ended already, or ends meanwhile on another thread.
+    /// Lets nobody in any more, waits until all who are in have left, and runs `last`, for which
+    /// the handle is still good. If that fails, the handle is as it was. `None` if it had ended
+    /// already, or ends meanwhile on another thread.
     pub fn end<T, E>(&self, last: impl FnOnce() -> Result<T, E>) -> Option<Result<T, E>> {
         loop {
             let word = self.word.load(Ordering::Acquire);

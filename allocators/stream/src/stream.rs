@@ -14,8 +14,8 @@ use std::{
 
 /// A stream leased from a [`StreamPool`](crate::StreamPool), or adopted by one.
 ///
-/// Clones share the lease, which ends with the last of them. What was queued runs on, and the next who leases the
-/// stream queues behind it.
+/// Clones share the lease, which ends with the last of them. What was queued runs on, and the next
+/// who leases the stream queues behind it.
 #[derive(Clone)]
 pub struct Stream {
     pub(crate) lease: Arc<Leased>,
@@ -28,7 +28,8 @@ impl Stream {
         self.lease.id
     }
 
-    /// Its number in its pool, for people: leased streams from 0, adopted ones from the pool's cap on.
+    /// Its number in its pool, for people: leased streams from 0, adopted ones from the pool's cap
+    /// on.
     #[must_use]
     pub fn number(&self) -> u32 {
         self.lease.timeline.number()
@@ -40,7 +41,8 @@ impl Stream {
         self.lease.timeline.raw().device()
     }
 
-    /// The driver's handle, valid while this lease lasts; of an adopted stream, as long as its [`Life`](crate::Life) says.
+    /// The driver's handle, valid while this lease lasts; of an adopted stream, as long as its
+    /// [`Life`](crate::Life) says.
     #[must_use]
     pub fn raw(&self) -> RawStream {
         self.lease.timeline.raw()
@@ -87,14 +89,15 @@ impl Stream {
         self.driver().stream_query(self.raw()).map_err(|e| MemoryError::driver(self.device(), e))
     }
 
-    /// Makes work queued here from now on wait for all that is queued on `other` now. The host does not wait.
+    /// Makes work queued here from now on wait for all that is queued on `other` now. The host does
+    /// not wait.
     ///
-    /// If `other` captures a graph this stream joins the capture, and is part of it until that ends: the driver's way to
-    /// fork a capture, and, with the two changed over, to join it again.
+    /// If `other` captures a graph this stream joins the capture, and is part of it until that
+    /// ends: the driver's way to fork a capture, and, with the two changed over, to join it again.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if this stream captures and
-    /// `other` does not; the driver's.
+    /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if
+    /// this stream captures and `other` does not; the driver's.
     #[track_caller]
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         let _site = site::enter();
@@ -114,8 +117,9 @@ impl Stream {
         point
     }
 
-    /// Ends the account of an adopted stream, which its owner is about to destroy. Blocks until its work is done. What
-    /// other clones queue from then on is refused with [`MemoryError::UnknownId`].
+    /// Ends the account of an adopted stream, which its owner is about to destroy. Blocks until its
+    /// work is done. What other clones queue from then on is refused with
+    /// [`MemoryError::UnknownId`].
     ///
     /// A leased stream is its pool's: it is synchronised, and comes back to the pool.
     ///
@@ -146,8 +150,8 @@ impl fmt::Debug for Stream {
 
 /// A point in a stream's queue, as a [`Gate`]: open when everything before it is done.
 ///
-/// It may be made ahead of the work it stands for, and given to whoever must wait for it; it stays shut until
-/// [`Point::reached`] says that the work is queued.
+/// It may be made ahead of the work it stands for, and given to whoever must wait for it; it stays
+/// shut until [`Point::reached`] says that the work is queued.
 ///
 /// ```
 /// use aquifer_core::Gate;
@@ -213,8 +217,8 @@ impl Gate for Point {
     }
 }
 
-/// A point may be awaited: the future is ready when all that the point stands for is done, and fails when the driver can no
-/// longer tell. It needs no runtime, see [`aquifer_core::wake`].
+/// A point may be awaited: the future is ready when all that the point stands for is done, and
+/// fails when the driver can no longer tell. It needs no runtime, see [`aquifer_core::wake`].
 ///
 /// ```
 /// use aquifer_core::Result;

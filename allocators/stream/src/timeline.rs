@@ -32,12 +32,12 @@ pub enum Fence {
     Standing,
     /// An event has been recorded.
     Recorded,
-    /// The stream captures a graph, and an event would become part of that: the epoch stays without one, and the next fence
-    /// after the capture covers it.
+    /// The stream captures a graph, and an event would become part of that: the epoch stays without
+    /// one, and the next fence after the capture covers it.
     Capturing,
-    /// The handle does not mean this stream here or now, and no call was made: it is the default stream of another thread,
-    /// or one that may be gone by now and could not be fenced when it had to be. The next fence by whoever may call for
-    /// the stream covers the epoch.
+    /// The handle does not mean this stream here or now, and no call was made: it is the default
+    /// stream of another thread, or one that may be gone by now and could not be fenced when it had
+    /// to be. The next fence by whoever may call for the stream covers the epoch.
     OutOfReach,
 }
 
@@ -52,11 +52,12 @@ impl Fence {
 /// The longest pause between two looks when a wait has a deadline.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
-/// How long a driver is asked again that refuses every way to wait for a stream. What it refuses for a moment it does not
-/// refuse for so long; what it refuses for good must not stop a program for good.
+/// How long a driver is asked again that refuses every way to wait for a stream. What it refuses
+/// for a moment it does not refuse for so long; what it refuses for good must not stop a program
+/// for good.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long a driver is asked again before the process ends, where the work that it refuses to tell of may touch memory that
-/// is about to be freed.
+/// How long a driver is asked again before the process ends, where the work that it refuses to tell
+/// of may touch memory that is about to be freed.
 const LAST_RESORT: Duration = Duration::from_secs(10);
 /// The longest pause before it is asked again.
 const LONGEST_REFUSED: Duration = Duration::from_millis(10);
@@ -64,7 +65,8 @@ const LONGEST_REFUSED: Duration = Duration::from_millis(10);
 /// The driver's code for questions about an event that was recorded in a capture.
 const CAPTURED_EVENT: u32 = 907;
 
-/// The driver's code for a question about the legacy default stream while one that is ordered with it captures.
+/// The driver's code for a question about the legacy default stream while one that is ordered with
+/// it captures.
 const CAPTURE_IMPLICIT: u32 = 906;
 
 /// Serials given out. 2^64 of them do not run out.
@@ -72,7 +74,8 @@ static SERIALS: AtomicU64 = AtomicU64::new(0);
 
 /// A stream with the epochs of its past: what pools note beside a freed block instead of an event.
 ///
-/// Stamping costs a load. [`Timeline::fence`] costs an event record, and is asked for by whoever needs to know.
+/// Stamping costs a load. [`Timeline::fence`] costs an event record, and is asked for by whoever
+/// needs to know.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, sim::Sim};
@@ -91,10 +94,12 @@ pub struct Timeline {
     /// Its number among the streams of its pool, for people.
     number: u32,
     identity: Identity,
-    /// This account's own number. A stream that is let go of and taken in again has another, and its epochs start anew.
+    /// This account's own number. A stream that is let go of and taken in again has another, and
+    /// its epochs start anew.
     serial: u64,
     life: Life,
-    /// Leases of it that have not ended: of one stream several, where it was adopted more than once.
+    /// Leases of it that have not ended: of one stream several, where it was adopted more than
+    /// once.
     leases: AtomicU32,
     /// Whether its waits are its users' alone. Once set it stays.
     isolated: AtomicBool,
@@ -147,8 +152,9 @@ impl Timeline {
         &self.driver
     }
 
-    /// This timeline as what keeps its stream known: [`Operand::order`](aquifer_driver::Operand::order) takes it, so that
-    /// memory of another pool is ordered by the same account of the stream.
+    /// This timeline as what keeps its stream known:
+    /// [`Operand::order`](aquifer_driver::Operand::order) takes it, so that memory of another pool
+    /// is ordered by the same account of the stream.
     ///
     /// ```
     /// use aquifer_core::DeviceId;
@@ -175,16 +181,17 @@ impl Timeline {
         self.number
     }
 
-    /// The driver's number for the stream, which never comes back, unlike the handle. `None` for one that was taken in while
-    /// it captured, since the driver tells it of no stream that does; one that lives until it is retired is numbered when
-    /// [`Timeline::is_current`] is next asked.
+    /// The driver's number for the stream, which never comes back, unlike the handle. `None` for
+    /// one that was taken in while it captured, since the driver tells it of no stream that does;
+    /// one that lives until it is retired is numbered when [`Timeline::is_current`] is next asked.
     #[must_use]
     pub fn id(&self) -> Option<u64> {
         self.identity.id()
     }
 
-    /// Whether the handle still means this stream, and not one that was made after it had been destroyed. While the handle's
-    /// stream captures, the driver does not tell, and it is taken for the same. Four driver calls at most; never blocks.
+    /// Whether the handle still means this stream, and not one that was made after it had been
+    /// destroyed. While the handle's stream captures, the driver does not tell, and it is taken for
+    /// the same. Four driver calls at most; never blocks.
     ///
     /// # Errors
     /// The driver's.
@@ -215,8 +222,8 @@ impl Timeline {
         self.leases.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether somebody can queue work on it now: it is leased or adopted, and not retired. One that nobody leases may be
-    /// leased again at any time.
+    /// Whether somebody can queue work on it now: it is leased or adopted, and not retired. One
+    /// that nobody leases may be leased again at any time.
     ///
     /// ```
     /// use aquifer_core::DeviceId;
@@ -232,11 +239,13 @@ impl Timeline {
     /// ```
     #[must_use]
     pub fn is_leased(&self) -> bool {
-        // Relaxed: whoever learns of a lease's end late leaves its memory where it is for a moment longer.
+        // Relaxed: whoever learns of a lease's end late leaves its memory where it is for a moment
+        // longer.
         self.leases.load(Ordering::Relaxed) > 0 && !self.is_retired()
     }
 
-    /// Whether frees and uses must be fenced as they happen, since the handle may be gone later, or out of reach.
+    /// Whether frees and uses must be fenced as they happen, since the handle may be gone later, or
+    /// out of reach.
     #[inline]
     #[must_use]
     pub fn fences_at_once(&self) -> bool {
@@ -245,10 +254,11 @@ impl Timeline {
 
     /// Whether the stream waits for others, and others for it, only where its user says so.
     ///
-    /// Pools order streams behind their users' backs: memory that is still in use passes from one stream to another with a
-    /// wait on the device. Where work waits for work of *another process*, as collectives do, two ranks that take
-    /// different memory from different streams could so wait for each other for ever. Isolated streams neither give nor
-    /// take memory that way; what the host has seen done passes to and from them like any other.
+    /// Pools order streams behind their users' backs: memory that is still in use passes from one
+    /// stream to another with a wait on the device. Where work waits for work of *another process*,
+    /// as collectives do, two ranks that take different memory from different streams could so wait
+    /// for each other for ever. Isolated streams neither give nor take memory that way; what the
+    /// host has seen done passes to and from them like any other.
     #[must_use]
     pub fn is_isolated(&self) -> bool {
         self.isolated.load(Ordering::Relaxed)
@@ -259,16 +269,17 @@ impl Timeline {
         self.isolated.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a pool may make this stream wait for another without its user's asking: not if it is isolated, nor while it
-    /// captures a graph, nor where its handle means another stream, nor once it has been retired. At most one driver call.
+    /// Whether a pool may make this stream wait for another without its user's asking: not if it is
+    /// isolated, nor while it captures a graph, nor where its handle means another stream, nor once
+    /// it has been retired. At most one driver call.
     #[must_use]
     pub fn waits_unasked(&self) -> bool {
         !self.is_isolated() && !self.is_retired() && !self.is_capturing().unwrap_or(true)
     }
 
-    /// Whether a pool may make other streams wait for `epoch` of this one without its user's asking: not if it is isolated,
-    /// nor where the wait could only be refused, since the stream captures or could not be fenced when it had to be. At
-    /// most one driver call.
+    /// Whether a pool may make other streams wait for `epoch` of this one without its user's
+    /// asking: not if it is isolated, nor where the wait could only be refused, since the stream
+    /// captures or could not be fenced when it had to be. At most one driver call.
     #[must_use]
     pub fn is_waited_for_unasked(&self, epoch: u64) -> bool {
         let provable = if self.fences_at_once() {
@@ -328,8 +339,8 @@ impl Timeline {
         }
     }
 
-    /// Records an event that will prove `epoch` (`cuEventRecord`), unless there is one, or the stream captures. Does not
-    /// block.
+    /// Records an event that will prove `epoch` (`cuEventRecord`), unless there is one, or the
+    /// stream captures. Does not block.
     ///
     /// # Errors
     /// The driver's; the next fence covers the epoch.
@@ -348,7 +359,8 @@ impl Timeline {
             // Its own moment has passed without an event.
             return Ok(Fence::OutOfReach);
         }
-        // Closed whatever comes of it, so that nobody calls for a stream that is gone in order to try again.
+        // Closed whatever comes of it, so that nobody calls for a stream that is gone in order to
+        // try again.
         let closed = fleeting.then(|| self.epochs.close());
         let _relaxed = Relaxed::enter(&*self.driver);
         if self.captures()? {
@@ -365,8 +377,8 @@ impl Timeline {
         Ok(Fence::Recorded)
     }
 
-    /// Whether what is queued on the stream becomes part of a graph now (`cuStreamIsCapturing`). Not in a stream that has
-    /// been retired. Never blocks.
+    /// Whether what is queued on the stream becomes part of a graph now (`cuStreamIsCapturing`).
+    /// Not in a stream that has been retired. Never blocks.
     ///
     /// # Errors
     /// The driver's.
@@ -379,9 +391,10 @@ impl Timeline {
         self.captures()
     }
 
-    /// The number of the capture that the stream takes part in, which no other capture of the process has
-    /// (`cuStreamGetCaptureInfo`). `None` where it takes part in none, has been retired, or is another thread's default
-    /// stream, whose captures only that thread can see. Never blocks.
+    /// The number of the capture that the stream takes part in, which no other capture of the
+    /// process has (`cuStreamGetCaptureInfo`). `None` where it takes part in none, has been
+    /// retired, or is another thread's default stream, whose captures only that thread can see.
+    /// Never blocks.
     ///
     /// # Errors
     /// [`MemoryError::CaptureInvalidated`]; the driver's.
@@ -408,7 +421,8 @@ impl Timeline {
         self.driver.stream_is_capturing(self.raw).map_err(|e| self.lost(e))
     }
 
-    /// An error if the stream captures; waits for it, and by it, would break the capture. The handle must be good.
+    /// An error if the stream captures; waits for it, and by it, would break the capture. The
+    /// handle must be good.
     pub(crate) fn refuse_capturing(&self) -> Result<()> {
         if self.captures()? { Err(self.capturing()) } else { Ok(()) }
     }
@@ -430,7 +444,8 @@ impl Timeline {
     /// Fences `epoch` of a stream that cannot be fenced later; nothing is to be done for others.
     ///
     /// # Errors
-    /// Those that kept the event from being recorded. What ends in `epoch` is held back until a later event covers it.
+    /// Those that kept the event from being recorded. What ends in `epoch` is held back until a
+    /// later event covers it.
     pub fn fence_at_once(&self, epoch: u64) -> Result<()> {
         if self.fences_at_once() { self.unfenced(self.fence(epoch)?) } else { Ok(()) }
     }
@@ -439,12 +454,12 @@ impl Timeline {
         MemoryError::OtherThread { stream: self.raw.handle() }
     }
 
-    /// Announces driver calls for the handle, which stays good while the answer lives. Not to be held while another
-    /// stream's is asked for.
+    /// Announces driver calls for the handle, which stays good while the answer lives. Not to be
+    /// held while another stream's is asked for.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] for a stream that has been retired, [`MemoryError::OtherThread`] for another thread's
-    /// default stream, [`MemoryError::DeviceLost`].
+    /// [`MemoryError::UnknownId`] for a stream that has been retired, [`MemoryError::OtherThread`]
+    /// for another thread's default stream, [`MemoryError::DeviceLost`].
     pub fn calling(&self) -> Result<Calling<'_>> {
         if !self.life.is_meant_here() {
             return Err(self.of_another_thread());
@@ -463,7 +478,8 @@ impl Timeline {
         MemoryError::driver(self.raw.device(), error)
     }
 
-    /// Looks which recorded events have passed, oldest first, and stops at the first that has not. Never blocks.
+    /// Looks which recorded events have passed, oldest first, and stops at the first that has not.
+    /// Never blocks.
     ///
     /// # Errors
     /// The driver's, or those of work queued before.
@@ -485,8 +501,9 @@ impl Timeline {
         Ok(())
     }
 
-    /// The error of a question about the event that was published for `epoch`. Where a capture began and ended around the
-    /// record, unseen by both looks, the event is part of a graph and is taken back.
+    /// The error of a question about the event that was published for `epoch`. Where a capture
+    /// began and ended around the record, unseen by both looks, the event is part of a graph and is
+    /// taken back.
     fn disproved(&self, epoch: u64, error: DriverError) -> MemoryError {
         if error.code == CAPTURED_EVENT {
             drop(self.epochs.withdraw(epoch));
@@ -502,12 +519,14 @@ impl Timeline {
         self.spare.keep(over);
     }
 
-    /// Makes this stream wait for `epoch` of another, on the device; the host does not wait. Says whether a wait had to
-    /// be queued. Where both take part in one capture the wait becomes part of it.
+    /// Makes this stream wait for `epoch` of another, on the device; the host does not wait. Says
+    /// whether a wait had to be queued. Where both take part in one capture the wait becomes part
+    /// of it.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if only one of the two captures
-    /// a graph, or each another, whose captures stay whole; [`MemoryError::OtherThread`] if one is the default stream of another thread, which
+    /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if
+    /// only one of the two captures a graph, or each another, whose captures stay whole;
+    /// [`MemoryError::OtherThread`] if one is the default stream of another thread, which
     /// has not been fenced there; the driver's. What was queued before is as it was.
     pub fn wait_for(&self, other: &Timeline, epoch: u64) -> Result<bool> {
         let same = std::ptr::eq(self, other);
@@ -534,9 +553,9 @@ impl Timeline {
         Ok(true)
     }
 
-    /// Makes this stream wait for all that `other` has captured so far, and so join its capture or, if it is part of that
-    /// already, rejoin it (`cuEventRecord`, `cuStreamWaitEvent`). The event advances no epoch: what it stands for runs when
-    /// the graph is launched.
+    /// Makes this stream wait for all that `other` has captured so far, and so join its capture or,
+    /// if it is part of that already, rejoin it (`cuEventRecord`, `cuStreamWaitEvent`). The event
+    /// advances no epoch: what it stands for runs when the graph is launched.
     ///
     /// # Errors
     /// [`MemoryError::UnknownId`] if one of the two has been retired; the driver's.
@@ -561,9 +580,10 @@ impl Timeline {
     /// Blocks until `epoch` is done or the deadline has passed; says whether it is done.
     ///
     /// # Errors
-    /// Where the epoch has no event and none can be recorded: [`MemoryError::Capturing`] at once; without a deadline
-    /// the whole device is waited for if the stream is out of reach, with one that is [`MemoryError::OtherThread`] or
-    /// [`MemoryError::UnknownId`]. The driver's, or those of work queued before.
+    /// Where the epoch has no event and none can be recorded: [`MemoryError::Capturing`] at once;
+    /// without a deadline the whole device is waited for if the stream is out of reach, with one
+    /// that is [`MemoryError::OtherThread`] or [`MemoryError::UnknownId`]. The driver's, or those
+    /// of work queued before.
     pub fn wait(&self, epoch: u64, deadline: Option<Instant>) -> Result<bool> {
         if self.is_done(epoch) {
             return Ok(true);
@@ -605,8 +625,8 @@ impl Timeline {
         }
     }
 
-    /// Waits for all that is queued, and notes that it is done. There is nothing to wait for in a stream that has been
-    /// retired.
+    /// Waits for all that is queued, and notes that it is done. There is nothing to wait for in a
+    /// stream that has been retired.
     ///
     /// # Errors
     /// [`MemoryError::Capturing`]; the driver's, or those of work queued before.
@@ -620,11 +640,13 @@ impl Timeline {
         self.synchronize_now()
     }
 
-    /// Waits until what was noted of the stream is done, for those who may call when its handle is gone: what was fenced at
-    /// once is waited for by its events, everything else by [`Timeline::synchronize`]. Blocks.
+    /// Waits until what was noted of the stream is done, for those who may call when its handle is
+    /// gone: what was fenced at once is waited for by its events, everything else by
+    /// [`Timeline::synchronize`]. Blocks.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] if something could not be fenced when it had to be; as [`Timeline::synchronize`].
+    /// [`MemoryError::UnknownId`] if something could not be fenced when it had to be; as
+    /// [`Timeline::synchronize`].
     pub fn quiesce(&self) -> Result<()> {
         if !matches!(self.life, Life::Fenced) {
             return self.synchronize();
@@ -637,7 +659,8 @@ impl Timeline {
         self.wait(last, None).map(drop)
     }
 
-    /// Waits for all that is queued on the device, and notes that this stream's part is done (`cuCtxSynchronize`).
+    /// Waits for all that is queued on the device, and notes that this stream's part is done
+    /// (`cuCtxSynchronize`).
     fn synchronize_device(&self) -> Result<()> {
         let _relaxed = Relaxed::enter(&*self.driver);
         let closed = self.epochs.close();
@@ -646,15 +669,15 @@ impl Timeline {
         Ok(())
     }
 
-    /// As [`Timeline::synchronize`], by a word of pinned memory that the device writes, which is shorter on some
-    /// machines: [`Streams::stream_watch`](aquifer_driver::Streams::stream_watch).
+    /// As [`Timeline::synchronize`], by a word of pinned memory that the device writes, which is
+    /// shorter on some machines: [`Streams::stream_watch`](aquifer_driver::Streams::stream_watch).
     ///
     /// # Safety
     /// 1. As there, of `word`.
     ///
     /// # Errors
-    /// As [`Timeline::synchronize`]; [`MemoryError::Capturing`] also where a capture has ended meanwhile of which the write
-    /// became a part, and with it maybe what was queued before.
+    /// As [`Timeline::synchronize`]; [`MemoryError::Capturing`] also where a capture has ended
+    /// meanwhile of which the write became a part, and with it maybe what was queued before.
     #[expect(unsafe_code, reason = "passes a caller's promise on")]
     pub unsafe fn synchronize_by(&self, word: &AtomicU32) -> Result<()> {
         let value = word.load(Ordering::Relaxed).wrapping_add(1);
@@ -687,12 +710,14 @@ impl Timeline {
         Ok(())
     }
 
-    /// As [`Timeline::synchronize`], by every means that the driver has, again and again, for a second: for callers that can
-    /// hold back what the work touches if the driver refuses them all. Blocks.
+    /// As [`Timeline::synchronize`], by every means that the driver has, again and again, for a
+    /// second: for callers that can hold back what the work touches if the driver refuses them all.
+    /// Blocks.
     ///
     /// # Errors
     /// [`MemoryError::DeviceLost`], [`MemoryError::Capturing`] and those of a driver [that is
-    /// gone](DriverError::is_driver_gone) at once; the last refusal after a second, and work may still run then.
+    /// gone](DriverError::is_driver_gone) at once; the last refusal after a second, and work may
+    /// still run then.
     pub fn settle(&self) -> Result<()> {
         let (mut given_up, mut pause) = (None, Duration::from_micros(10));
         loop {
@@ -718,13 +743,14 @@ impl Timeline {
         }
     }
 
-    /// As [`Timeline::settle`], for callers that cannot hold back what the work touches, such as memory that is borrowed: does
-    /// not return while work may run. Blocks.
+    /// As [`Timeline::settle`], for callers that cannot hold back what the work touches, such as
+    /// memory that is borrowed: does not return while work may run. Blocks.
     ///
     /// # Aborts
-    /// Ends the process with a message if the driver refuses every way to wait for ten seconds and is neither lost nor gone.
-    /// To return would let a device write memory that has another owner by then, to wait for ever would hang without a word,
-    /// and neither can be mended by the caller.
+    /// Ends the process with a message if the driver refuses every way to wait for ten seconds and
+    /// is neither lost nor gone. To return would let a device write memory that has another owner
+    /// by then, to wait for ever would hang without a word, and neither can be mended by the
+    /// caller.
     ///
     /// # Errors
     /// [`MemoryError::Capturing`]: what was queued may be part of a graph. [`MemoryError::DeviceLost`] and those of a driver
@@ -757,11 +783,13 @@ impl Timeline {
         process::abort()
     }
 
-    /// Synchronises, and never calls the driver for this stream again: its handle is about to be destroyed. Whoever goes
-    /// on using the stream gets errors. Blocks, also until other threads' calls for it are over.
+    /// Synchronises, and never calls the driver for this stream again: its handle is about to be
+    /// destroyed. Whoever goes on using the stream gets errors. Blocks, also until other threads'
+    /// calls for it are over.
     ///
-    /// A stream of a pool's own is synchronised and lives on: its handle is the pool's to destroy. So does the legacy default
-    /// stream. A thread's default stream is retired by its thread, before that ends.
+    /// A stream of a pool's own is synchronised and lives on: its handle is the pool's to destroy.
+    /// So does the legacy default stream. A thread's default stream is retired by its thread,
+    /// before that ends.
     ///
     /// # Errors
     /// [`MemoryError::OtherThread`]; the driver's; the stream is not retired.
@@ -786,8 +814,8 @@ impl Timeline {
         self.retirement.is_over()
     }
 
-    /// Ends the account of a stream whose device is lost: what was queued never runs. A stream that can be waited for
-    /// after all is waited for instead, and lives on. Blocks.
+    /// Ends the account of a stream whose device is lost: what was queued never runs. A stream that
+    /// can be waited for after all is waited for instead, and lives on. Blocks.
     pub fn abandon(&self) {
         if self.settle().is_ok() {
             return;
@@ -803,13 +831,14 @@ impl Timeline {
         self.attachments.get(key)
     }
 
-    /// Keeps `number` for the pool called `key`, unless it keeps one already; answers with the one that is kept.
-    /// `key` must never have another meaning.
+    /// Keeps `number` for the pool called `key`, unless it keeps one already; answers with the one
+    /// that is kept. `key` must never have another meaning.
     pub fn attach(&self, key: u64, number: u32) -> u32 {
         self.attachments.attach(key, number)
     }
 
-    /// Lets go of what was kept for `key`, where it can; the first pool's stays and is never asked for again.
+    /// Lets go of what was kept for `key`, where it can; the first pool's stays and is never asked
+    /// for again.
     pub fn detach(&self, key: u64) {
         self.attachments.detach(key);
     }

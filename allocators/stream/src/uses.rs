@@ -1,21 +1,25 @@
 //! Who uses a block besides its home stream.
 //!
-//! A block lives on the stream it was allocated for, and needs no account of what that stream does with it. Every other
-//! stream's use is noted here, and decides at the free when the block may be given out again.
+//! A block lives on the stream it was allocated for, and needs no account of what that stream does
+//! with it. Every other stream's use is noted here, and decides at the free when the block may be
+//! given out again.
 //!
 //! A use is *open* while its work may still be queued, then *stamped* with an epoch of its stream:
 //!
-//! - [`UseList::prepare`] opens one and answers with a [`Use`]; whoever holds it queues the work and then finishes. A
-//!   prepared write excludes every other prepare: a conflict is [`Busy`](aquifer_core::MemoryError::Busy).
-//! - [`UseList::lend`] notes one whose end is the end of a borrow, which cannot be seen from here; it is stamped when
-//!   the block is freed or used in conflict, both of which the borrow forbids while it lasts.
+//! - [`UseList::prepare`] opens one and answers with a [`Use`]; whoever holds it queues the work
+//!   and then finishes. A prepared write excludes every other prepare: a conflict is
+//!   [`Busy`](aquifer_core::MemoryError::Busy).
+//! - [`UseList::lend`] notes one whose end is the end of a borrow, which cannot be seen from here;
+//!   it is stamped when the block is freed or used in conflict, both of which the borrow forbids
+//!   while it lasts.
 //! - [`UseList::record`] notes one whose work has been queued already.
 //!
-//! One note stands for all uses by one stream with one kind of access, since the later epoch covers the earlier. What the
-//! block's own stream has been made to wait for is forgotten: whoever comes next waits for that stream.
+//! One note stands for all uses by one stream with one kind of access, since the later epoch covers
+//! the earlier. What the block's own stream has been made to wait for is forgotten: whoever comes
+//! next waits for that stream.
 //!
-//! A borrow may live on beside another of the same block that it conflicts with, where they are of different parts:
-//! [`UseList::lend_beside`].
+//! A borrow may live on beside another of the same block that it conflicts with, where they are of
+//! different parts: [`UseList::lend_beside`].
 #![expect(unsafe_code, reason = "follows a pointer to what is never freed")]
 
 pub(crate) mod node;
@@ -32,8 +36,8 @@ use aquifer_driver::Access;
 use node::{Borrows, CALLED_OFF, Few, LastUse, Node, Stamp};
 use std::{fmt, ptr, sync::Arc};
 
-/// A use that was not known to be done when its block, or a part of it, was freed: as it stood when it was asked for, or
-/// as it stands now if it is [followed](Uses::follow).
+/// A use that was not known to be done when its block, or a part of it, was freed: as it stood when
+/// it was asked for, or as it stands now if it is [followed](Uses::follow).
 ///
 /// Its example is that of [`UseList`].
 #[derive(Clone)]
@@ -86,13 +90,14 @@ impl fmt::Debug for Noted {
     }
 }
 
-/// A use that has been prepared and not finished. While it is held, the block's bytes stay the block's, even if the
-/// block is freed.
+/// A use that has been prepared and not finished. While it is held, the block's bytes stay the
+/// block's, even if the block is freed.
 ///
-/// Dropping it finishes it, which is right whether its work was queued or not; forgetting it keeps the block's memory
-/// for good. Ending the last use of a block that has been freed is free of driver calls and never blocks, except where
-/// nobody would look at the block again: if its pool has been closed, or it came from the driver's own allocators. Then
-/// it takes the block home, and may block until the work that used it is done.
+/// Dropping it finishes it, which is right whether its work was queued or not; forgetting it keeps
+/// the block's memory for good. Ending the last use of a block that has been freed is free of
+/// driver calls and never blocks, except where nobody would look at the block again: if its pool
+/// has been closed, or it came from the driver's own allocators. Then it takes the block home, and
+/// may block until the work that used it is done.
 ///
 /// Its example is that of [`UseList`].
 #[must_use = "a use that is dropped at once covers no work"]
@@ -113,7 +118,8 @@ impl Use {
         self.end_in(epoch)
     }
 
-    /// Ends the use in `epoch`, unless it has ended, and fences its stream where that cannot be done later.
+    /// Ends the use in `epoch`, unless it has ended, and fences its stream where that cannot be
+    /// done later.
     pub(crate) fn end_in(&mut self, epoch: u64) -> Result<()> {
         if std::mem::replace(&mut self.ended, true) {
             return Ok(());
@@ -140,7 +146,8 @@ impl Use {
 impl Drop for Use {
     fn drop(&mut self) {
         if !self.ended {
-            // A refusal leaves the use without a proof, so the block is held back until the stream is retired.
+            // A refusal leaves the use without a proof, so the block is held back until the stream
+            // is retired.
             let _ = self.end_in(self.on.open());
         }
     }
@@ -152,7 +159,8 @@ impl fmt::Debug for Use {
     }
 }
 
-/// The uses of one live block by streams other than its home. As large as a pointer, and nothing else until the first use.
+/// The uses of one live block by streams other than its home. As large as a pointer, and nothing
+/// else until the first use.
 #[derive(Default)]
 pub struct UseList {
     /// Null, or a node that this list alone notes in. Nodes are never freed.
@@ -170,7 +178,8 @@ pub(crate) struct Entered {
 pub(crate) type Before = Few<(Arc<Timeline>, u64)>;
 
 impl Entered {
-    /// Makes `on` wait for `home` and for what comes `before` the use; takes the note back if that fails.
+    /// Makes `on` wait for `home` and for what comes `before` the use; takes the note back if that
+    /// fails.
     pub(crate) fn order(
         &self,
         home: &Arc<Timeline>,
@@ -257,8 +266,8 @@ impl UseList {
     /// Makes `on` wait for what must come before `access`, and opens a use. Does not block.
     ///
     /// # Errors
-    /// `Busy` with `address` if a use is open that this one conflicts with; `Parked` if nothing is behind the block's
-    /// addresses; the driver's. Nothing is noted then.
+    /// `Busy` with `address` if a use is open that this one conflicts with; `Parked` if nothing is
+    /// behind the block's addresses; the driver's. Nothing is noted then.
     pub fn prepare(
         &self,
         address: u64,
@@ -267,16 +276,16 @@ impl UseList {
         access: Access,
     ) -> Result<Use> {
         let mut before = Before::new();
-        // Whoever may read the block knows that nobody has borrowed it to be written; whoever says that he writes proves
-        // nothing by it, and readers may go on.
+        // Whoever may read the block knows that nobody has borrowed it to be written; whoever says
+        // that he writes proves nothing by it, and readers may go on.
         let borrows = Borrows::over_if(!access.writes());
         let entered = self.enter(address, home, on, access, borrows, &mut before)?;
         entered.order(home, on, &before)?;
         Ok(entered.into_use(on))
     }
 
-    /// Opens a use, which is still to be ordered after those added to `before`: first noted, so that of two that conflict
-    /// only one can pass.
+    /// Opens a use, which is still to be ordered after those added to `before`: first noted, so
+    /// that of two that conflict only one can pass.
     ///
     /// # Errors
     /// `Busy`, `Parked`. Nothing is noted then.
@@ -295,7 +304,8 @@ impl UseList {
         Ok(Entered { node, id: id.map_err(|denied| denied.at(address))? })
     }
 
-    /// Makes `on` wait for what must come before `access`, and notes a use that ends with a borrow. Does not block.
+    /// Makes `on` wait for what must come before `access`, and notes a use that ends with a borrow.
+    /// Does not block.
     ///
     /// # Errors
     /// As [`UseList::prepare`].
@@ -309,8 +319,9 @@ impl UseList {
         self.lend_as(address, home, on, access, Borrows::Over)
     }
 
-    /// As [`UseList::lend`], where borrows that this one conflicts with need not be over: those of other parts of the
-    /// block. What is queued for them by now is waited for, and they go on to be used.
+    /// As [`UseList::lend`], where borrows that this one conflicts with need not be over: those of
+    /// other parts of the block. What is queued for them by now is waited for, and they go on to be
+    /// used.
     ///
     /// # Errors
     /// As [`UseList::prepare`].
@@ -344,8 +355,9 @@ impl UseList {
     /// Notes a use whose work has been queued on `on`, in order with what came before it.
     ///
     /// # Errors
-    /// [`Parked`](aquifer_core::MemoryError::Parked) if nothing is behind the block's addresses, and nothing is noted; the
-    /// driver's, if the stream has to be fenced at once, and the use is noted all the same.
+    /// [`Parked`](aquifer_core::MemoryError::Parked) if nothing is behind the block's addresses,
+    /// and nothing is noted; the driver's, if the stream has to be fenced at once, and the use is
+    /// noted all the same.
     pub fn record(&self, home: &Arc<Timeline>, on: &Arc<Timeline>, access: Access) -> Result<()> {
         // Only parked memory refuses it, and its error names no address.
         let denied = |denied: node::Denied| denied.at(0);
@@ -364,8 +376,9 @@ impl UseList {
         self.node.load(Ordering::Relaxed).is_null()
     }
 
-    /// Takes the uses that are not known to be done, when the block is freed. All borrows are over then. Uses of the
-    /// home stream itself are left out unless they are open: it is in order with itself.
+    /// Takes the uses that are not known to be done, when the block is freed. All borrows are over
+    /// then. Uses of the home stream itself are left out unless they are open: it is in order with
+    /// itself.
     #[must_use]
     pub fn take(&mut self, home: &Arc<Timeline>) -> Uses {
         let Some(node) = self.node() else { return Uses::default() };
@@ -373,7 +386,8 @@ impl UseList {
         let (mut at_once, mut joined) = (Few::new(), Vec::new());
         let left = node.freed(&mut at_once, &mut joined);
         for (on, epoch) in at_once {
-            // A refusal leaves the use without a proof, so the block is held back until the stream is retired.
+            // A refusal leaves the use without a proof, so the block is held back until the stream
+            // is retired.
             let _ = on.fence_at_once(epoch);
         }
         let held = Held { node: Some(node), home: home.clone() };
@@ -385,8 +399,9 @@ impl UseList {
         uses
     }
 
-    /// The uses that are not known to be done, as [`UseList::take`] would answer with them; they stay noted. For a part
-    /// of a block that is given back while the rest stays: all borrows are over then as well.
+    /// The uses that are not known to be done, as [`UseList::take`] would answer with them; they
+    /// stay noted. For a part of a block that is given back while the rest stays: all borrows are
+    /// over then as well.
     #[must_use]
     pub fn current(&mut self, home: &Arc<Timeline>) -> Vec<Noted> {
         let uses = self.take(home);
@@ -395,8 +410,8 @@ impl UseList {
         current
     }
 
-    /// Takes over uses that were noted elsewhere and taken from there: of memory that this block's holder had lent on, and
-    /// that comes back under them. `home` is this block's own stream.
+    /// Takes over uses that were noted elsewhere and taken from there: of memory that this block's
+    /// holder had lent on, and that comes back under them. `home` is this block's own stream.
     pub fn take_over(&mut self, home: &Arc<Timeline>, uses: Uses) {
         let Uses { held, joined } = uses;
         let mut all = held.into_iter().chain(joined);
@@ -456,8 +471,8 @@ pub struct Uses {
     joined: Vec<Held>,
 }
 
-/// A node that goes back to the home stream's when nothing is noted in it any more. If something is open still, its holder
-/// will look for it, and sees to it.
+/// A node that goes back to the home stream's when nothing is noted in it any more. If something is
+/// open still, its holder will look for it, and sees to it.
 pub(crate) struct Held {
     /// `None` once a list has it.
     node: Option<&'static Node>,
@@ -500,8 +515,8 @@ impl Uses {
         self.joined.retain(left);
     }
 
-    /// Forgets all: the home stream has been made to wait for them. Those that are open are not to be forgotten: their
-    /// block must not be given out.
+    /// Forgets all: the home stream has been made to wait for them. Those that are open are not to
+    /// be forgotten: their block must not be given out.
     pub fn clear(&mut self) {
         *self = Self::default();
     }
@@ -512,8 +527,8 @@ impl Uses {
         self.nodes().any(Node::is_open)
     }
 
-    /// The streams and epochs of those that are not open. To be collected: no stream is let go of in between, so this may
-    /// be asked under a lock.
+    /// The streams and epochs of those that are not open. To be collected: no stream is let go of
+    /// in between, so this may be asked under a lock.
     pub fn stamped(&self) -> impl Iterator<Item = (Arc<Timeline>, u64)> + use<> {
         let mut all = Before::new();
         self.nodes().for_each(|node| all.extend(node.stamped()));
@@ -527,15 +542,16 @@ impl Uses {
         all.into_iter()
     }
 
-    /// Those that are left, each of which goes on saying how it stands: for memory that goes in several parts, each when
-    /// these are done. They say so even when this is gone.
+    /// Those that are left, each of which goes on saying how it stands: for memory that goes in
+    /// several parts, each when these are done. They say so even when this is gone.
     #[must_use]
     pub fn follow(&self) -> Vec<Noted> {
         self.nodes().flat_map(Node::follow).collect()
     }
 
-    /// Has `whom` told when none is open any more: once for the block's own uses, and once for those of each block that
-    /// it was lent on as. Answers whether one is open; if not, nobody is told.
+    /// Has `whom` told when none is open any more: once for the block's own uses, and once for
+    /// those of each block that it was lent on as. Answers whether one is open; if not, nobody is
+    /// told.
     pub fn tell(&self, whom: &Arc<dyn LastUse>) -> bool {
         let mut open = false;
         self.nodes().for_each(|node| open |= node.watch(whom));

@@ -1,7 +1,10 @@
-//! A graph that is being captured is neither broken by what is asked of its streams, nor taken for work that runs.
+//! A graph that is being captured is neither broken by what is asked of its streams, nor taken for
+//! work that runs.
 //!
-//! - An event recorded in a capture advances no epoch: its epoch stays without a proof until the stream is fenced after.
-//! - Who asks for a wait that cannot be is told so, and no call is made that would break the capture.
+//! - An event recorded in a capture advances no epoch: its epoch stays without a proof until the
+//!   stream is fenced after.
+//! - Who asks for a wait that cannot be is told so, and no call is made that would break the
+//!   capture.
 
 #![expect(unsafe_code, reason = "lends leaked bytes to copies")]
 
@@ -70,7 +73,8 @@ fn a_stream_that_captures_is_taken_in_and_found_again_and_its_capture_is_whole()
             assert!(Arc::ptr_eq(&rig.pool.timeline(foreign, None).unwrap(), new.timeline()));
             rig.launch(&new);
             assert_eq!(rig.end_capture(foreign), Ok(1));
-            // Now it tells. One that may have been destroyed without a word meanwhile is not taken for the same.
+            // Now it tells. One that may have been destroyed without a word meanwhile is not taken
+            // for the same.
             let later = rig.adopt(foreign, life.clone()).unwrap();
             assert_eq!(later == new, matches!(life, Life::Retired), "{life:?}");
             assert!(later.timeline().id().is_some());

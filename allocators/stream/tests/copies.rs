@@ -57,7 +57,8 @@ fn a_copy_within_itself_is_refused_and_one_beside_it_is_not() {
     s.copy(&window(0, 50), &mut window(50, 50)).unwrap();
     s.copy(&window(50, 50), &mut window(0, 50)).unwrap();
 
-    // Rows span from the first one's start to the last one's end, which may be less than their side.
+    // Rows span from the first one's start to the last one's end, which may be less than their
+    // side.
     let grid = Grid::new(5, 5).source_pitch(10).target_pitch(10);
     assert_eq!(s.copy_2d(&window(0, 100), &mut window(44, 56), grid), overlap(0, 44, 45));
     s.copy_2d(&window(0, 100), &mut window(45, 55), grid).unwrap();

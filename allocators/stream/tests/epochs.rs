@@ -1,5 +1,5 @@
-//! What is known of a stream's past only grows, and is never more than an event has proved. Every interleaving is tried in
-//! `loom.rs`; here is what each operation does.
+//! What is known of a stream's past only grows, and is never more than an event has proved. Every
+//! interleaving is tried in `loom.rs`; here is what each operation does.
 
 use aquifer_stream::Epochs;
 use std::{sync::Arc, thread};

@@ -134,7 +134,8 @@ fn at_the_cap_an_idle_stream_of_another_priority_gives_way() {
 
 #[test]
 fn a_driver_that_makes_no_stream_leaves_the_pool_as_it_was() {
-    // When a stream is made, or looked at; where there is room, or an idle stream would have to give way.
+    // When a stream is made, or looked at; where there is room, or an idle stream would have to
+    // give way.
     for call in [Call::StreamCreate, Call::StreamId] {
         for give_way in [false, true] {
             let rig = Rig::new(1);

@@ -1,4 +1,5 @@
-//! Objects that the driver would not destroy are destroyed later. One test, since the list is the process's.
+//! Objects that the driver would not destroy are destroyed later. One test, since the list is the
+//! process's.
 #![allow(clippy::unwrap_used, reason = "a step that fails fails its test")]
 
 mod support;

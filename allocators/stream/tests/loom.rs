@@ -1,6 +1,8 @@
-//! Every interleaving of the protocols between threads and streams, each beside a variant that is wrong and is found out.
+//! Every interleaving of the protocols between threads and streams, each beside a variant that is
+//! wrong and is found out.
 //!
-//! Run with `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 cargo test -p aquifer-stream --test loom --release`.
+//! Run with `RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=3 cargo test -p aquifer-stream --test loom
+//! --release`.
 //!
 //! | protocol | model |
 //! |---|---|
@@ -15,8 +17,9 @@
 //! | memory in hand, and refusals | `memory_in_hand_is_announced…` |
 //! | attention, and the end of a cache | `a_closed_pool_asks_for_attention…`, `whoever_has_pending_blocks…` |
 //!
-//! The last four are protocols of the device's crate over this one's lock and epochs. That crate has locks of the standard
-//! library's beside them, so its code does not run in a model, and they are written out here.
+//! The last four are protocols of the device's crate over this one's lock and epochs. That crate
+//! has locks of the standard library's beside them, so its code does not run in a model, and they
+//! are written out here.
 #![cfg(loom)]
 #![expect(unsafe_code, reason = "touches a cell whose accesses the model checks")]
 
@@ -50,8 +53,8 @@ fn enqueue(queue: &Queue, item: Queued) -> usize {
     queue.len() - 1
 }
 
-/// One thread queues work and frees its block; another fences. Wherever the two meet, an event that claims to prove the
-/// block's epoch lies behind the block's work.
+/// One thread queues work and frees its block; another fences. Wherever the two meet, an event that
+/// claims to prove the block's epoch lies behind the block's work.
 fn an_event_never_proves_work_queued_after_it(record_first: bool) {
     loom::model(move || {
         let queue = loom::sync::Arc::new(Queue::new(Vec::new()));
@@ -225,7 +228,8 @@ impl Rig {
     }
 }
 
-/// A block is freed while its user ends a use: its memory is not given out before the user's work is done.
+/// A block is freed while its user ends a use: its memory is not given out before the user's work
+/// is done.
 fn a_freed_block_is_held_back(look_at_open: bool) {
     loom::model(move || {
         let rig = StdArc::new(Rig::new());
@@ -348,8 +352,8 @@ fn what_is_noted_during_a_wait_is_kept(forget_all: bool) {
         let (home, user) = (rig.home.timeline(), rig.user.timeline());
         rig.write(&rig.user);
         list.record(home, user, Access::Read).unwrap();
-        // The model does not see the lock in the driver that orders a record with work queued after it, so the event is
-        // there before the threads start.
+        // The model does not see the lock in the driver that orders a record with work queued after
+        // it, so the event is there before the threads start.
         user.fence(user.open()).unwrap();
         let using = {
             let (rig, list) = (rig.clone(), list.clone());
@@ -383,7 +387,8 @@ fn clearing_more_than_was_waited_for_is_a_race() {
     what_is_noted_during_a_wait_is_kept(true);
 }
 
-/// What the host has read of the device before it says that an epoch is done is there for whoever sees that it is.
+/// What the host has read of the device before it says that an epoch is done is there for whoever
+/// sees that it is.
 #[test]
 fn whoever_sees_an_epoch_done_sees_what_was_seen_before() {
     loom::model(|| {
@@ -393,7 +398,8 @@ fn whoever_sees_an_epoch_done_sees_what_was_seen_before() {
         let polling = {
             let (epochs, seen) = (epochs.clone(), seen.clone());
             thread::spawn(move || {
-                // SAFETY: 1. what this test is about: the model fails where two accesses are not ordered.
+                // SAFETY: 1. what this test is about: the model fails where two accesses are not
+                // ordered.
                 seen.with_mut(|seen| unsafe { *seen = true });
                 drop(epochs.finish(stamp));
             })
@@ -409,8 +415,8 @@ fn whoever_sees_an_epoch_done_sees_what_was_seen_before() {
 /// A stream's cache of one range: the epoch that covers its last use, while it is free.
 type Cache = Spin<Option<u64>>;
 
-/// A stream frees a range and may have it again, while another takes it over behind an event. The model of
-/// `Mapped::claim` in the device's crate, and of the waits after it.
+/// A stream frees a range and may have it again, while another takes it over behind an event. The
+/// model of `Mapped::claim` in the device's crate, and of the waits after it.
 fn what_is_taken_over_is_not_touched_by_work_queued_later(detach_first: bool) {
     loom::model(move || {
         let queue = loom::sync::Arc::new(Queue::new(Vec::new()));
@@ -467,8 +473,8 @@ enum Bring {
     Copied,
 }
 
-/// One thread brings what is free in a stream's cache to the commons, from which another takes it, while its stream
-/// allocates. The model of `Mapped::pool_together` and `Mapped::lowest`.
+/// One thread brings what is free in a stream's cache to the commons, from which another takes it,
+/// while its stream allocates. The model of `Mapped::pool_together` and `Mapped::lowest`.
 fn a_range_has_one_owner(how: Bring) {
     loom::model(move || {
         let cache = loom::sync::Arc::new(Cache::new(Some(1)));
@@ -509,8 +515,8 @@ fn a_range_in_a_cache_and_in_the_commons_is_a_race() {
     a_range_has_one_owner(Bring::Copied);
 }
 
-/// One thread takes a range out of a cache and puts it back, while another looks for memory and is refused. The model of
-/// `Transit` and of `had_traffic`.
+/// One thread takes a range out of a cache and puts it back, while another looks for memory and is
+/// refused. The model of `Transit` and of `had_traffic`.
 fn a_refusal_has_seen_all_there_is(announce_first: bool) {
     loom::model(move || {
         let (departed, arrived) =
@@ -554,7 +560,8 @@ fn memory_taken_before_it_is_announced_is_missed() {
     a_refusal_has_seen_all_there_is(false);
 }
 
-/// A cache's service for a pool, as far as it decides when that is over. The model of `State` in the device's crate.
+/// A cache's service for a pool, as far as it decides when that is over. The model of `State` in
+/// the device's crate.
 #[derive(Default)]
 struct Service {
     blocks: u32,
@@ -574,7 +581,8 @@ impl Service {
     }
 }
 
-/// A pool closes while the last block of a cache comes home: one of the two ends the cache's service.
+/// A pool closes while the last block of a cache comes home: one of the two ends the cache's
+/// service.
 fn the_last_block_and_the_close_see_each_other(one_look: bool) {
     loom::model(move || {
         let service = loom::sync::Arc::new(Spin::new(Service { blocks: 1, ..Service::default() }));
@@ -618,7 +626,8 @@ fn asking_for_attention_after_the_look_is_a_race() {
     the_last_block_and_the_close_see_each_other(false);
 }
 
-/// A pool closes while a thread has pending blocks in hand: they come home to a cache that still serves them.
+/// A pool closes while a thread has pending blocks in hand: they come home to a cache that still
+/// serves them.
 fn blocks_in_hand_keep_their_cache(counted: bool) {
     loom::model(move || {
         let service = loom::sync::Arc::new(Spin::new(Service { pending: 1, ..Service::default() }));

@@ -181,7 +181,8 @@ fn a_use_that_is_held_when_its_block_is_freed_is_open_until_it_ends() {
     assert!(all_done(&noted));
 }
 
-/// Its stream is in order with itself; what is told of the free says nothing about work that is queued later.
+/// Its stream is in order with itself; what is told of the free says nothing about work that is
+/// queued later.
 #[test]
 fn a_use_on_the_home_stream_that_ends_after_the_free_holds_the_block_until_its_work_is_done() {
     let rig = Rig::stepped(4);

@@ -1,9 +1,11 @@
-//! Programs over device memory through the wrappers of host memory, over rings of frames of it, and over runs of pages.
+//! Programs over device memory through the wrappers of host memory, over rings of frames of it, and
+//! over runs of pages.
 //!
-//! Up to four wrappers lie over a pool on a simulated device that works when it pleases. Blocks, parts of frames and pages
-//! are filled, copied and read on several streams and freed at any time. After every operation the oracle must have nothing to
-//! report and no budget may be exceeded; contents are what was last written; a reset is refused only for a use that is still
-//! open; in the end every wrapper's account is at zero, and the device has everything back.
+//! Up to four wrappers lie over a pool on a simulated device that works when it pleases. Blocks,
+//! parts of frames and pages are filled, copied and read on several streams and freed at any time.
+//! After every operation the oracle must have nothing to report and no budget may be exceeded;
+//! contents are what was last written; a reset is refused only for a use that is still open; in the
+//! end every wrapper's account is at zero, and the device has everything back.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, MAX_OPS};

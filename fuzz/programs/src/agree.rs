@@ -1,11 +1,13 @@
 //! The same program on two drivers: do they agree?
 //!
-//! The simulated GPU is only as good as its likeness to a real one. A [`Program`] is made from a seed, or from any bytes: some sixty
-//! operations on two or three streams (fills, copies in all directions, whole and row by row, events, mappings of one handle at several
-//! addresses, pool allocations, captures and launches of what they make) with mistakes in between that a driver refuses or passes over ([`Fault`]). It is *free of races by
-//! construction*: the generator keeps a vector clock for each stream and the host, and puts an event, a synchronisation or
-//! a poll in front of whatever needs one. So what it leaves in memory is determined, on any driver and in any timing, and
-//! so is the code of each call: an [`Outcome`].
+//! The simulated GPU is only as good as its likeness to a real one. A [`Program`] is made from a
+//! seed, or from any bytes: some sixty operations on two or three streams (fills, copies in all
+//! directions, whole and row by row, events, mappings of one handle at several addresses, pool
+//! allocations, captures and launches of what they make) with mistakes in between that a driver
+//! refuses or passes over ([`Fault`]). It is *free of races by construction*: the generator keeps a
+//! vector clock for each stream and the host, and puts an event, a synchronisation or
+//! a poll in front of whatever needs one. So what it leaves in memory is determined, on any driver
+//! and in any timing, and so is the code of each call: an [`Outcome`].
 //!
 //! ```
 //! use aquifer_programs::agree::Program;
@@ -15,8 +17,8 @@
 //! assert!(program.operations().len() > 40);
 //! ```
 //!
-//! [`Program::careless`] is the same program without its waits between streams, for the negative control: an oracle that
-//! does not object to it sees nothing.
+//! [`Program::careless`] is the same program without its waits between streams, for the negative
+//! control: an oracle that does not object to it sees nothing.
 #![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
 mod execute;
@@ -31,13 +33,15 @@ use aquifer_driver::{
 };
 use std::fmt;
 
-/// The unit of physical memory and of mappings, in bytes. A device's own granularity must divide it.
+/// The unit of physical memory and of mappings, in bytes. A device's own granularity must divide
+/// it.
 pub const GRANULE: u64 = 2 << 20;
 /// The size of the one address range that a program maps into, in granules.
 pub const RANGE: u64 = 12;
 /// Events that a program has, and records again and again.
 pub const EVENTS: usize = 6;
-/// Host buffers: two from the driver, the two halves of a range registered apart, and one that is not pinned.
+/// Host buffers: two from the driver, the two halves of a range registered apart, and one that is
+/// not pinned.
 pub const HOSTS: [usize; 5] = [64 << 10, 64 << 10, 32 << 10, 32 << 10, 64 << 10];
 /// The first of the two halves that are registered apart; the next one is the second.
 pub const FIRST_HALF: usize = 2;
@@ -142,7 +146,8 @@ pub enum Operation {
     Poll { stream: usize },
     /// The host asks until an event has passed.
     PollEvent { event: usize },
-    /// Opens a capture on a stream. Copies, fills, records and waits from here to its end become part of it.
+    /// Opens a capture on a stream. Copies, fills, records and waits from here to its end become
+    /// part of it.
     CaptureBegin { stream: usize, mode: CaptureMode },
     /// Ends it, and makes an executable of it.
     CaptureEnd { stream: usize, graph: usize },
@@ -156,7 +161,8 @@ pub enum Operation {
 
 /// What makes no sense, and is refused, or passed over where no harm comes of it.
 ///
-/// Not among them is what a GPU answers by what happens to lie next door: to map, or unmap, across the end of the range.
+/// Not among them is what a GPU answers by what happens to lie next door: to map, or unmap, across
+/// the end of the range.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 #[expect(missing_docs, reason = "the fields are what the driver's calls take, by the same names")]
 #[non_exhaustive]
@@ -213,12 +219,12 @@ pub enum Fault {
     QueryCaptured { stream: usize, event: usize },
 }
 
-/// Runs the program that `bytes` choose on simulated devices that differ in when they do queued work, and in whether they
-/// keep bytes at all.
+/// Runs the program that `bytes` choose on simulated devices that differ in when they do queued
+/// work, and in whether they keep bytes at all.
 ///
 /// # Panics
-/// When two of them differ in what they answer or leave behind, when the oracle objects to a program without races, or when
-/// something is not given back.
+/// When two of them differ in what they answer or leave behind, when the oracle objects to a
+/// program without races, or when something is not given back.
 pub fn run(bytes: &[u8]) {
     let program = Program::from_bytes(bytes);
     let seed =
@@ -282,7 +288,8 @@ impl Program {
         &self.operations
     }
 
-    /// The same without any stream waiting for another: with races, as a rule. For a simulated device only.
+    /// The same without any stream waiting for another: with races, as a rule. For a simulated
+    /// device only.
     #[must_use]
     pub fn careless(&self) -> Self {
         let kept = |operation: &&Operation| !matches!(operation, Operation::Wait { .. });
@@ -305,10 +312,11 @@ pub struct Made {
 /// What a program leaves behind.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub struct Outcome {
-    /// A digest of the final contents of each block, each mapping and each host buffer, eight bytes each.
+    /// A digest of the final contents of each block, each mapping and each host buffer, eight
+    /// bytes each.
     pub bytes: Vec<u8>,
-    /// The code of each driver call, 0 for success and [`SKIPPED`](Self::SKIPPED) where an earlier failure left nothing
-    /// to call with.
+    /// The code of each driver call, 0 for success and [`SKIPPED`](Self::SKIPPED) where an earlier
+    /// failure left nothing to call with.
     pub codes: Vec<u32>,
     /// Which call each code is of.
     pub made: Vec<Made>,

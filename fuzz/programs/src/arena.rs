@@ -1,15 +1,18 @@
 //! Programs over arenas and over stacks of wrappers.
 //!
-//! The first byte says which kind: [`stacks`] lays up to four wrappers over each other and allocates from the topmost,
-//! [`steps`] runs a ring of arenas with nested scopes and copies that are still on their way, [`pages`] takes and frees
-//! runs of pages. Below each lies an allocator that keeps books ([`books`]), refuses when the program says so, and holds
-//! freed blocks back until their gates are open. After every operation:
+//! The first byte says which kind: [`stacks`] lays up to four wrappers over each other and
+//! allocates from the topmost, [`steps`] runs a ring of arenas with nested scopes and copies that
+//! are still on their way, [`pages`] takes and frees runs of pages. Below each lies an allocator
+//! that keeps books ([`books`]), refuses when the program says so, and holds freed blocks back
+//! until their gates are open. After every operation:
 //!
 //! - live blocks lie apart, are aligned, and hold what was written into them;
 //! - bytes that a device may still read hold what they held, freed or not;
-//! - what is zeroed is zero, what grows or shrinks keeps the common part, what is refused is as it was.
+//! - what is zeroed is zero, what grows or shrinks keeps the common part, what is refused is as it
+//!   was.
 //!
-//! In the end everything is given back, with the layout that it was taken with or one that fits as well.
+//! In the end everything is given back, with the layout that it was taken with or one that fits as
+//! well.
 
 pub mod books;
 pub mod pages;

@@ -1,8 +1,10 @@
-//! Programs over a tree of budgets: charges, reservations, guarantees and limits that move, leases, levels, and waits that
-//! are polled by hand, expire and are given up, beside a model that works everything out anew each time.
+//! Programs over a tree of budgets: charges, reservations, guarantees and limits that move, leases,
+//! levels, and waits that are polled by hand, expire and are given up, beside a model that works
+//! everything out anew each time.
 //!
-//! The model knows for each node what is charged to it directly. Everything else it derives: what is used and held, whether
-//! a charge fits and who refuses it, who in line is served. After every operation all figures are compared.
+//! The model knows for each node what is charged to it directly. Everything else it derives: what
+//! is used and held, whether a charge fits and who refuses it, who in line is served. After every
+//! operation all figures are compared.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 mod model;
@@ -60,7 +62,8 @@ struct World {
     held: Vec<(usize, u64, Held)>,
     leases: Vec<(usize, Lease)>,
     waiters: Vec<Waiter>,
-    /// Leases move bytes that no charge has asked for, so levels and peaks are compared without them.
+    /// Leases move bytes that no charge has asked for, so levels and peaks are compared without
+    /// them.
     with_leases: bool,
 }
 

@@ -1,12 +1,14 @@
 //! Programs over one device pool on the simulated GPU, whose oracle watches.
 //!
-//! Bytes say how the pool is set up, what several streams do with it, which driver calls fail and when queued work runs.
-//! After every operation the pool's account is compared with a model and with what the device has left, its budget has
-//! not been above its limit at any instant, and the oracle must have nothing to report: work that is not ordered, a block
-//! given out before its last use is done, a mapping taken away under queued work.
+//! Bytes say how the pool is set up, what several streams do with it, which driver calls fail and
+//! when queued work runs. After every operation the pool's account is compared with a model and
+//! with what the device has left, its budget has not been above its limit at any instant, and the
+//! oracle must have nothing to report: work that is not ordered, a block given out before its last
+//! use is done, a mapping taken away under queued work.
 //!
-//! Handles are as large as what is left of the budget allows, so one device in three is vast: blocks of up to a GiB under
-//! handles of up to 64 MiB, until the limit comes down on them and handles are small, move, and are melted.
+//! Handles are as large as what is left of the budget allows, so one device in three is vast:
+//! blocks of up to a GiB under handles of up to 64 MiB, until the limit comes down on them and
+//! handles are small, move, and are melted.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, MAX_OPS};
@@ -25,8 +27,8 @@ use std::time::Duration;
 const OURS: &str = "an access to a block of ours";
 /// The device's memory, of a small one and of a vast one. All sizes of a program go with it.
 const CAPACITY: [u64; 2] = [96 << 20, 96 << 33];
-/// Calls that may fail in the middle of a program. Those that end an object are left out: what they leave behind is
-/// still held, by the driver's own word, so that no count could be zero at the end.
+/// Calls that may fail in the middle of a program. Those that end an object are left out: what they
+/// leave behind is still held, by the driver's own word, so that no count could be zero at the end.
 const FAULTS: [Call; 10] = [
     Call::HandleCreate,
     Call::Map,
@@ -140,7 +142,8 @@ pub fn run(bytes: &[u8]) -> usize {
     run_on(&mut Bytes::new(bytes), false, false)
 }
 
-/// Runs the program that `bytes` spell on a pool that is told by the first of them how much to keep of what lies idle.
+/// Runs the program that `bytes` spell on a pool that is told by the first of them how much to keep
+/// of what lies idle.
 ///
 /// # Panics
 /// When the pool breaks a promise.
@@ -148,7 +151,8 @@ pub fn run_retaining(bytes: &[u8]) {
     run_on(&mut Bytes::new(bytes), false, true);
 }
 
-/// Runs the program that `bytes` spell on a pool that checks its blocks in every way, and must find nothing.
+/// Runs the program that `bytes` spell on a pool that checks its blocks in every way, and must find
+/// nothing.
 ///
 /// # Panics
 /// When the pool breaks a promise.
@@ -166,7 +170,8 @@ fn run_on(bytes: &mut Bytes<'_>, checked: bool, retaining: bool) -> usize {
     steps
 }
 
-/// How much of what lies idle is kept, in the pool and for each stream, and what is held ahead of the need.
+/// How much of what lies idle is kept, in the pool and for each stream, and what is held ahead of
+/// the need.
 fn retention(bytes: &mut Bytes<'_>, limit: u64) -> [u64; 3] {
     let [threshold, cap] = [0; 2].map(|_| match bytes.choice(4) {
         0 => u64::MAX,
@@ -192,7 +197,8 @@ impl World {
         let vast = bytes.choice(3) == 2 && !checked;
         let scale = if vast { 13 } else { 0 };
         let sim = Sim::new(config).symbolic().capacity(CAPACITY[usize::from(vast)]);
-        // Work runs as it is queued, or by chance, at each call of the driver's or at few: a device that falls behind.
+        // Work runs as it is queued, or by chance, at each call of the driver's or at few: a device
+        // that falls behind.
         let sim = match bytes.choice(3) {
             0 => sim,
             1 => sim.seeded(bytes.u64()),
@@ -229,8 +235,8 @@ impl World {
         let fenced = bytes.choice(3) == 0;
         let life = if fenced { Life::Fenced } else { Life::Retired };
         #[expect(unsafe_code, reason = "takes in another library's stream")]
-        // SAFETY: 1. it is a stream of this device. 2. it is retired before it is destroyed, or else no block of it and no
-        // use on it lives then.
+        // SAFETY: 1. it is a stream of this device. 2. it is retired before it is destroyed, or
+        // else no block of it and no use on it lives then.
         let adopted = unsafe { pool.streams().adopt(foreign, life) };
         streams.push(adopted.expect("a stream of an idle device"));
         let shares = waits && !isolated && !checked && pool.info().virtual_memory;
@@ -306,8 +312,8 @@ impl World {
         }
     }
 
-    /// Anywhere; or a little above what is taken, where handles get small and move; or so that half of it is taken, where
-    /// streams come together and part.
+    /// Anywhere; or a little above what is taken, where handles get small and move; or so that half
+    /// of it is taken, where streams come together and part.
     fn limit(&self, bytes: &mut Bytes<'_>) {
         let used = self.budget.used();
         let limit = match bytes.choice(4) {
@@ -401,7 +407,8 @@ impl World {
     fn end_foreign(&mut self) {
         if let Some(foreign) = self.foreign.take() {
             #[expect(unsafe_code, reason = "ends a stream")]
-            // SAFETY: 1. it was retired, or its life is nobody's affair; this program calls for it no more.
+            // SAFETY: 1. it was retired, or its life is nobody's affair; this program calls for it
+            // no more.
             let ended = unsafe { self.sim.driver().stream_destroy(foreign) };
             ended.expect("it was made by this program");
         }
@@ -489,7 +496,8 @@ impl World {
         self.touch_at(at, Access::ReadWrite);
     }
 
-    /// As a program does that knows of other streams' uses: a use that conflicts with an open one is not made.
+    /// As a program does that knows of other streams' uses: a use that conflicts with an open one
+    /// is not made.
     fn touch_at(&self, at: usize, access: Access) {
         let Live { block, stream } = &self.live[at];
         if self.is_gone(*stream) {
@@ -554,7 +562,8 @@ impl World {
         if others || self.streams[stream].wait_for(&self.streams[*home]).is_err() {
             return;
         }
-        // Reads may go side by side with other reads; earlier writes of others are what a prepare would wait for.
+        // Reads may go side by side with other reads; earlier writes of others are what a prepare
+        // would wait for.
         if let Ok(used) = block.prepare(&self.streams[stream], Access::Read) {
             self.sim
                 .access(

@@ -1,14 +1,16 @@
 //! Programs over the global allocator, beside a shadow of what it holds.
 //!
-//! Three allocators, one that counts nothing, one that counts and one that knows whose each block is, lie over one that
-//! keeps books ([`below`]). The program allocates, zeroed or not, frees and resizes, from its own thread and from others,
-//! in scopes of tags and routes that nest, under caps, with refusals from below, and with call stacks taken. After every
-//! operation:
+//! Three allocators, one that counts nothing, one that counts and one that knows whose each block
+//! is, lie over one that keeps books ([`below`]). The program allocates, zeroed or not, frees and
+//! resizes, from its own thread and from others, in scopes of tags and routes that nest, under
+//! caps, with refusals from below, and with call stacks taken. After every operation:
 //!
-//! - what was written into a block is there when it is resized and freed, and what is zeroed is zero;
+//! - what was written into a block is there when it is resized and freed, and what is zeroed is
+//!   zero;
 //! - every block is known to whoever serves it, with the layout that it was asked for;
 //! - totals, what routes serve and what each tag holds are the shadow's, to the byte;
-//! - what is refused is as it was; nothing beyond the cap is served, and nothing well below it refused.
+//! - what is refused is as it was; nothing beyond the cap is served, and nothing well below it
+//!   refused.
 //!
 //! In the end everything is freed, and nothing is left below.
 #![expect(unsafe_code, reason = "calls allocators by hand")]
@@ -250,7 +252,8 @@ impl Run {
         // A block that leaves its route is charged whole.
         let more = if was_routed { size } else { growth };
         let allowed = self.allowed(kind, more as u64);
-        // SAFETY: the block is live, of this allocator, with this layout; the size is not zero and small.
+        // SAFETY: the block is live, of this allocator, with this layout; the size is not zero and
+        // small.
         let moved = unsafe { kind.allocator().realloc(block.at, old, size) };
         let block = &mut self.blocks[index];
         if moved.is_null() {
@@ -272,7 +275,8 @@ impl Run {
         self.note_allocated(tag, kind, growth);
     }
 
-    /// What has been allocated under a tag; nobody's is kept by allocators that know whose a block is.
+    /// What has been allocated under a tag; nobody's is kept by allocators that know whose a block
+    /// is.
     fn note_allocated(&mut self, tag: Tag, kind: Kind, bytes: usize) {
         let counts = match kind {
             Kind::Uncounted => false,

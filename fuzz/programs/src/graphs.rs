@@ -1,9 +1,10 @@
-//! Programs over graphs: captures that are announced, fork and join, end or break, launches on any stream, ours and other
-//! libraries', graph pools that several share, beside ordinary blocks under one budget and driver calls that fail.
+//! Programs over graphs: captures that are announced, fork and join, end or break, launches on any
+//! stream, ours and other libraries', graph pools that several share, beside ordinary blocks under
+//! one budget and driver calls that fail.
 //!
-//! The oracle must have nothing to report: a launch writes what is a graph's, whoever has been given it since, and branches
-//! of a graph run side by side. After every operation what is held is what is charged, and no ordinary block lies where a
-//! graph's memory does.
+//! The oracle must have nothing to report: a launch writes what is a graph's, whoever has been
+//! given it since, and branches of a graph run side by side. After every operation what is held is
+//! what is charged, and no ordinary block lies where a graph's memory does.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 #![expect(unsafe_code, reason = "captures by hand, as other libraries do")]
 
@@ -326,7 +327,8 @@ impl World {
         }
     }
 
-    /// Work on a block by another stream, which is ordered with it: both run, or both take part in its capture.
+    /// Work on a block by another stream, which is ordered with it: both run, or both take part in
+    /// its capture.
     fn lend(&mut self, bytes: &mut Bytes<'_>) {
         if self.live.is_empty() {
             return;
@@ -396,7 +398,8 @@ impl World {
                 if !ordered {
                     return;
                 }
-                // SAFETY: 1. the memory is kept. 2. the stream waits for all that was queued on any other.
+                // SAFETY: 1. the memory is kept. 2. the stream waits for all that was queued on any
+                // other.
                 unsafe { self.sim.driver().graph_launch(*exec, s.raw()) }.expect(IDLE);
                 match captured {
                     Some(captured) => captured.launched(s).expect(IDLE),

@@ -1,7 +1,8 @@
 //! Makes a failing program short: the smallest input found that still fails.
 
-/// Returns the shortest program found for which `fails` holds: first without parts of it, then with smaller bytes
-/// (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", 2002).
+/// Returns the shortest program found for which `fails` holds: first without parts of it, then with
+/// smaller bytes (Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input",
+/// 2002).
 ///
 /// `fails` holds for `bytes`; the caller knows. It is asked at most `tries` times.
 ///

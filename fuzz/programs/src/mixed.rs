@@ -1,10 +1,11 @@
-//! Programs that do everything at once, as a server does: three device pools on two devices and a pinned pool under one
-//! tree of budgets, two tenants, an application that evicts, graphs, parked, stable and reserved memory, copies on their
-//! way, streams that come and go, limits that move and driver calls that fail, one at a time and in pairs.
+//! Programs that do everything at once, as a server does: three device pools on two devices and a
+//! pinned pool under one tree of budgets, two tenants, an application that evicts, graphs, parked,
+//! stable and reserved memory, copies on their way, streams that come and go, limits that move and
+//! driver calls that fail, one at a time and in pairs.
 //!
-//! One program in four has threads besides: a stager with its workers, and phases in which several threads allocate, use
-//! and free while the limits move and a driver call stalls. Every other one is determined by its bytes, and some are run
-//! twice to show that.
+//! One program in four has threads besides: a stager with its workers, and phases in which several
+//! threads allocate, use and free while the limits move and a driver call stalls. Every other one
+//! is determined by its bytes, and some are run twice to show that.
 //!
 //! After every operation:
 //! - the oracle has nothing to report, and no two live blocks of a device overlap;
@@ -181,7 +182,8 @@ struct World {
     registrations: Vec<Registration>,
     stager: Option<Stager>,
     with_threads: bool,
-    /// Whether a registration of host memory has been made to fail: what cannot be given back is charged for longer.
+    /// Whether a registration of host memory has been made to fail: what cannot be given back is
+    /// charged for longer.
     faulty_host: bool,
     /// What has been answered so far.
     digest: u64,
@@ -651,7 +653,8 @@ impl World {
         }
     }
 
-    /// Waits for bytes of a budget, goes on with a wait, gives one up, or gives back what one was granted.
+    /// Waits for bytes of a budget, goes on with a wait, gives one up, or gives back what one was
+    /// granted.
     fn wait(&mut self, bytes: &mut Bytes<'_>) {
         let (at, asked) = (usize::from(bytes.choice(5)), u64::from(bytes.u8()) << 14);
         match bytes.choice(4) {
@@ -723,7 +726,8 @@ impl World {
         }
         for (at, (budget, held)) in self.budgets.iter().zip(held).enumerate() {
             let used = budget.used();
-            // What a wait has been granted and has not taken, and host memory that cannot be given back, come on top.
+            // What a wait has been granted and has not taken, and host memory that cannot be given
+            // back, come on top.
             let more = !self.waits.is_empty() || self.faulty_host && (at == ROOT || at == HOST);
             assert!(used == held || more && used > held, "{used} charged, {held} held: {budget:?}");
             assert!(

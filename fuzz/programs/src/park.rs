@@ -1,8 +1,10 @@
-//! Programs over parkable memory: blocks of two tags that are parked and resumed, beside ordinary ones under one budget.
+//! Programs over parkable memory: blocks of two tags that are parked and resumed, beside ordinary
+//! ones under one budget.
 //!
-//! After every operation the pool's account is compared with a model, what is held with what is charged and with what the
-//! device has left, contents with what was last written, and the oracle must have nothing to report: a mapping that goes
-//! under queued work, work that is not ordered, a use of parked memory.
+//! After every operation the pool's account is compared with a model, what is held with what is
+//! charged and with what the device has left, contents with what was last written, and the oracle
+//! must have nothing to report: a mapping that goes under queued work, work that is not ordered, a
+//! use of parked memory.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 #![expect(unsafe_code, reason = "parks memory that nobody is about to use")]
 
@@ -73,7 +75,8 @@ struct World {
     done: (usize, usize),
 }
 
-/// Runs the program that `bytes` spell. Answers with how many parks and how many resumes of live blocks it had.
+/// Runs the program that `bytes` spell. Answers with how many parks and how many resumes of live
+/// blocks it had.
 ///
 /// # Panics
 /// When a promise is broken.
@@ -225,7 +228,8 @@ impl World {
         let (tag, discards) = (parkable.tag(), bytes.choice(4) == 0);
         let (was_parked, before) = (parkable.is_parked(), parkable.stats());
         let how = if discards { Park::discard() } else { Park::save_in(Global) };
-        // SAFETY: 1. and 2. one thread runs here, and what it queues it queues at once, but for prepared uses.
+        // SAFETY: 1. and 2. one thread runs here, and what it queues it queues at once, but for
+        // prepared uses.
         let answer = unsafe { self.rig.pool.park(tag, how) };
         let open = self.open.iter().any(|open| open.of == of);
         let live = self.lodged.iter().filter(|lodged| lodged.of == of).count() as u64;

@@ -1,12 +1,15 @@
-//! Programs over pinned pools: several owners at a time, several threads with magazines, gates that open late, copies on
-//! their way, system and driver calls that fail, pools that are closed under their blocks.
+//! Programs over pinned pools: several owners at a time, several threads with magazines, gates that
+//! open late, copies on their way, system and driver calls that fail, pools that are closed under
+//! their blocks.
 //!
-//! The blocks are real memory, the GPU is simulated and runs work only when the program says so. After every operation:
-//! no two blocks overlap, pending ones included; every block holds what its owner wrote; the pool's books agree with each
-//! other and with the owners'; the budget holds what the pools hold, and more only while something is stranded or closed.
-//! In the end everything is given back.
+//! The blocks are real memory, the GPU is simulated and runs work only when the program says so.
+//! After every operation: no two blocks overlap, pending ones included; every block holds what its
+//! owner wrote; the pool's books agree with each other and with the owners'; the budget holds what
+//! the pools hold, and more only while something is stranded or closed. In the end everything is
+//! given back.
 //!
-//! A thread does what it is told while the program waits for it, so a program does the same each time.
+//! A thread does what it is told while the program waits for it, so a program does the same each
+//! time.
 #![expect(unsafe_code, reason = "calls the allocator trait, queues copies, and looks into blocks")]
 
 use crate::program::{Bytes, MAX_OPS, alone};
@@ -57,7 +60,8 @@ pub fn run(bytes: &[u8]) {
     machine.finish();
 }
 
-/// The parts of a machine that programs may share: reading it and starting its workers is most of a short program.
+/// The parts of a machine that programs may share: reading it and starting its workers is most of a
+/// short program.
 pub(crate) fn shared_host() -> Option<&'static Host> {
     static HOST: OnceLock<Option<Host>> = OnceLock::new();
     let read = || Some(Host::new(Topology::read_under("/".as_ref()).ok()?, Kernel::new()));
@@ -122,7 +126,8 @@ struct Machine {
     /// Device memory that copies go to.
     target: u64,
     faults: Arc<Faults>,
-    /// Whether a fault has been planned and not been cleared: books may be short of the budget then.
+    /// Whether a fault has been planned and not been cleared: books may be short of the budget
+    /// then.
     faulty: bool,
     host: Host,
     budget: Budget,
@@ -458,8 +463,9 @@ impl Machine {
         let Some(which) = self.pick(bytes) else { return };
         let block = &mut self.blocks[which];
         let Ok(event) = self.driver.event_create(GPU) else { return };
-        // SAFETY: 1. the block stays until the gate opens, which is what is tested; the target until the end. 2. nobody
-        // writes the block meanwhile, and copies to the target come one after the other on one stream.
+        // SAFETY: 1. the block stays until the gate opens, which is what is tested; the target
+        // until the end. 2. nobody writes the block meanwhile, and copies to the target come one
+        // after the other on one stream.
         let copied = unsafe {
             self.driver.copy_to_device(self.stream, self.target, block.at, block.layout.size())
         };
@@ -575,8 +581,8 @@ impl Machine {
                 // Nobody's.
                 _ => (NonNull::from(&mut stack).cast(), small),
             };
-        // SAFETY: 1. it is none of the allocator's live blocks, or not with that layout, and refusing it is what is tested:
-        // nothing is touched.
+        // SAFETY: 1. it is none of the allocator's live blocks, or not with that layout, and
+        // refusing it is what is tested: nothing is touched.
         unsafe { allocator.deallocate(wrong, layout) };
         self.pools[owner].refused += 1;
         // A pool that is gone refuses to serve.
@@ -587,7 +593,8 @@ impl Machine {
             if let Some(block) =
                 which.map(|which| &self.blocks[which]).filter(|block| block.allocator.is_open())
             {
-                // SAFETY: 1. of an open pool, so not the closed allocator's: refusing it is what is tested.
+                // SAFETY: 1. of an open pool, so not the closed allocator's: refusing it is what is
+                // tested.
                 unsafe { stale.deallocate(block.at, block.layout) };
             }
         }

@@ -1,9 +1,11 @@
-//! Programs over a placer and several simulated devices: leases, groups, waits, draws, drains, losses, devices that come back
-//! and limits that move, beside a plain model of what each device holds.
+//! Programs over a placer and several simulated devices: leases, groups, waits, draws, drains,
+//! losses, devices that come back and limits that move, beside a plain model of what each device
+//! holds.
 //!
-//! After every operation: no device has been charged above its limit by it; what is charged is what leases hold and what the
-//! pool holds, to the byte; a lease holds what it was given less what was drawn. A device that a request excludes, that drains
-//! or is lost is never chosen, and a request is refused only where no device has room. In the end nothing is charged.
+//! After every operation: no device has been charged above its limit by it; what is charged is what
+//! leases hold and what the pool holds, to the byte; a lease holds what it was given less what was
+//! drawn. A device that a request excludes, that drains or is lost is never chosen, and a request
+//! is refused only where no device has room. In the end nothing is charged.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, MAX_OPS, alone};
@@ -19,7 +21,8 @@ use std::{
 };
 
 const DEVICES: usize = 4;
-/// A physical handle, of which all sizes here are multiples: what a lease is drawn by is what a block takes.
+/// A physical handle, of which all sizes here are multiples: what a lease is drawn by is what a
+/// block takes.
 const UNIT: u64 = 2 << 20;
 
 /// A lease, and what it should hold.

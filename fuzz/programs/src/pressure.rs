@@ -1,10 +1,11 @@
-//! Programs over two device pools and a pinned pool under a tree of budgets that is too small for them, and an application
-//! that evicts, on the simulated GPU, whose oracle watches.
+//! Programs over two device pools and a pinned pool under a tree of budgets that is too small for
+//! them, and an application that evicts, on the simulated GPU, whose oracle watches.
 //!
-//! Bytes say how the tree is limited, what is allocated where, which driver calls fail and when queued work runs. After
-//! every operation each budget holds what its pools hold, none was above its limit at any instant, the device misses what
-//! its pools have, and the oracle has nothing to report. Where work runs as it is queued and no call fails, a pool is
-//! refused only what could not be had by giving back all that lies idle.
+//! Bytes say how the tree is limited, what is allocated where, which driver calls fail and when
+//! queued work runs. After every operation each budget holds what its pools hold, none was above
+//! its limit at any instant, the device misses what its pools have, and the oracle has nothing to
+//! report. Where work runs as it is queued and no call fails, a pool is refused only what could not
+//! be had by giving back all that lies idle.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::{
@@ -244,7 +245,8 @@ impl World {
         }
     }
 
-    /// A pool was refused so many bytes: with all that lies idle given back there is no room for them either.
+    /// A pool was refused so many bytes: with all that lies idle given back there is no room for
+    /// them either.
     fn refused(&self, at: usize, size: u64, error: &OutOfMemory) {
         if !self.exact {
             return;

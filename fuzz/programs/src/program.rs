@@ -117,8 +117,9 @@ impl<'a> Bytes<'a> {
     }
 }
 
-/// One program at a time: what is stranded, which closed pools linger, what drivers keep for graphs, and what is out as bare
-/// addresses, which machines without bytes have in common, is known to the process.
+/// One program at a time: what is stranded, which closed pools linger, what drivers keep for
+/// graphs, and what is out as bare addresses, which machines without bytes have in common, is known
+/// to the process.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

@@ -1,5 +1,5 @@
-//! A pool on a simulated device, and what programs over it do beside their own: trim it, let calls of the driver fail, let
-//! streams go on, move the limit.
+//! A pool on a simulated device, and what programs over it do beside their own: trim it, let calls
+//! of the driver fail, let streams go on, move the limit.
 #![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::Bytes;
@@ -35,7 +35,8 @@ impl Rig {
     /// Has one of these calls fail soon.
     pub(crate) fn fail_one(&self, bytes: &mut Bytes<'_>, of: &[Call]) {
         let call = of[usize::from(bytes.choice(of.len() as u8))];
-        // Out of memory, which leads through everything that makes room, or something else, which does not.
+        // Out of memory, which leads through everything that makes room, or something else, which
+        // does not.
         let code = if bytes.flag() { 2 } else { 999 };
         self.sim.fail(call, u64::from(bytes.choice(5)) + 1, code);
     }
@@ -57,8 +58,8 @@ impl Rig {
     }
 }
 
-/// Whether an operation that may be refused went through. What a failing driver or a full device may answer is passed
-/// over.
+/// Whether an operation that may be refused went through. What a failing driver or a full device
+/// may answer is passed over.
 pub(crate) fn went<T>(answer: Result<T>) -> Option<T> {
     match answer {
         Ok(value) => Some(value),

@@ -1,9 +1,10 @@
-//! Programs over memory that keeps its address: stable blocks with their registrations, exports and imports, and reserved
-//! elements that are committed and given back, beside ordinary blocks under one budget.
+//! Programs over memory that keeps its address: stable blocks with their registrations, exports and
+//! imports, and reserved elements that are committed and given back, beside ordinary blocks under
+//! one budget.
 //!
-//! After every operation the pool's account is compared with a model, what is held with what is charged, contents with
-//! what was last written, and the oracle must have nothing to report: a mapping that goes under queued work or under a
-//! registration, work that is not ordered.
+//! After every operation the pool's account is compared with a model, what is held with what is
+//! charged, contents with what was last written, and the oracle must have nothing to report: a
+//! mapping that goes under queued work or under a registration, work that is not ordered.
 #![expect(clippy::expect_used, clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::{

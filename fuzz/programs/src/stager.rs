@@ -1,10 +1,12 @@
-//! Programs over a stager: transfers that borrow and that own, sources with accidents, tickets that are dropped, cancelled
-//! and forgotten, driver calls that fail, work that is done late, a device that is lost.
+//! Programs over a stager: transfers that borrow and that own, sources with accidents, tickets that
+//! are dropped, cancelled and forgotten, driver calls that fail, work that is done late, a device
+//! that is lost.
 //!
-//! Workers are real threads and the GPU is simulated, so the same program may take several ways; what is checked holds on
-//! all of them. A transfer that went well has moved every byte. One that failed says so, gives back what it owned, and
-//! harms no other. No copy touches memory out of turn: the oracle looks at all of them, and at every slot that is filled.
-//! In the end everything is given back.
+//! Workers are real threads and the GPU is simulated, so the same program may take several ways;
+//! what is checked holds on all of them. A transfer that went well has moved every byte. One that
+//! failed says so, gives back what it owned, and harms no other. No copy touches memory out of
+//! turn: the oracle looks at all of them, and at every slot that is filled. In the end everything
+//! is given back.
 
 use crate::program::{Bytes, MAX_OPS, alone};
 use aquifer_core::Budget;
@@ -88,7 +90,8 @@ struct Machine {
     /// A fault has been planned at some time: handles that the driver would not end may be left.
     faulty: bool,
     lost: bool,
-    /// What nobody will ask for again: its owner has forgotten it, and it goes when all else has gone.
+    /// What nobody will ask for again: its owner has forgotten it, and it goes when all else has
+    /// gone.
     forgotten: Vec<Flying>,
 }
 
@@ -455,7 +458,8 @@ impl Machine {
         let Self { sim, budget, pinned, pool, stager, home, lost, forgotten, .. } = self;
         drop((stager, home, pool));
         sim.run_all();
-        // Workers may be handing slots back still; threads keep books of their own that agree when all is quiet.
+        // Workers may be handing slots back still; threads keep books of their own that agree when
+        // all is quiet.
         let quiet = Instant::now() + PATIENCE;
         while !pinned.is_consistent() {
             assert!(Instant::now() < quiet, "the books of the pinned pool disagree");

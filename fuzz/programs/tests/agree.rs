@@ -1,4 +1,5 @@
-//! The simulated GPU does what a real one does, on two hundred programs, or on as many others as wanted.
+//! The simulated GPU does what a real one does, on two hundred programs, or on as many others as
+//! wanted.
 #![expect(
     clippy::unwrap_used,
     clippy::panic,

@@ -1,9 +1,10 @@
 //! Waiting until there is room for all shards of a group.
 //!
-//! A group stands in line at one device at a time: the one that lacks bytes and has the most. What that grants is the group's
-//! to use in the next try, and goes back if the rest is not to be had, before it stands in line again. So it holds nothing
-//! while it waits, and groups cannot wait for each other, whether their budgets stand under one root or not. In line
-//! at several at once, two groups could each hold what the other lacks.
+//! A group stands in line at one device at a time: the one that lacks bytes and has the most. What
+//! that grants is the group's to use in the next try, and goes back if the rest is not to be had,
+//! before it stands in line again. So it holds nothing while it waits, and groups cannot wait for
+//! each other, whether their budgets stand under one root or not. In line at several at once, two
+//! groups could each hold what the other lacks.
 
 use super::{Granted, Group, Lease, PlaceError, Placer, Why};
 use crate::placement::waiting::block_on;
@@ -16,12 +17,14 @@ use std::{
     time::Instant,
 };
 
-/// Lines that grant at once, in one poll. A device that others empty again and again is left to the next.
+/// Lines that grant at once, in one poll. A device that others empty again and again is left to the
+/// next.
 const GRANTS: usize = 4;
 
-/// A group that waits for room. A `Future` that needs no runtime, as [`Placing`](super::super::Placing) is: its waker is
-/// called when a budget grants bytes and when a device comes or goes, it has no clock, and dropping it gives its place in line
-/// up and bytes back.
+/// A group that waits for room. A `Future` that needs no runtime, as
+/// [`Placing`](super::super::Placing) is: its waker is called when a budget grants bytes and when a
+/// device comes or goes, it has no clock, and dropping it gives its place in line up and bytes
+/// back.
 ///
 /// ```
 /// use aquifer::{Group, Place, Policy, Runtime, sim::Sim};
@@ -58,8 +61,8 @@ struct Line {
 }
 
 impl Placer {
-    /// As [`Placer::place_group`], waiting until there is room for all, or until `deadline`. Blocks, with no lock and no
-    /// bytes held.
+    /// As [`Placer::place_group`], waiting until there is room for all, or until `deadline`.
+    /// Blocks, with no lock and no bytes held.
     ///
     /// # Errors
     /// [`PlaceError`] of the deadline; at once where there can never be room.
@@ -97,7 +100,8 @@ impl Grouping {
         self
     }
 
-    /// What the line has granted, if its device still serves and the driver has as much. A line that has ended is left.
+    /// What the line has granted, if its device still serves and the driver has as much. A line
+    /// that has ended is left.
     fn granted(&mut self, context: &mut Context<'_>) -> Option<Granted> {
         let line = self.line.as_mut()?;
         let (index, generation) = (line.index, line.generation);
@@ -111,12 +115,14 @@ impl Grouping {
             Poll::Ready(Ok(charge)) if serves && member.is_covered() => {
                 Some(Granted { index, generation, held: charge.into() })
             }
-            // Refused, or of a budget that has room where the driver has none: that is seen at the next sample.
+            // Refused, or of a budget that has room where the driver has none: that is seen at the
+            // next sample.
             _ => None,
         }
     }
 
-    /// Stands in line at the device that lacks bytes and has the most, or stays where it is if no other has more.
+    /// Stands in line at the device that lacks bytes and has the most, or stays where it is if no
+    /// other has more.
     fn line_up(&mut self, refused: &PlaceError) {
         let PlaceError::Nowhere(nowhere) = refused else { return };
         let fleet = &self.placer.fleet;
@@ -132,7 +138,8 @@ impl Grouping {
         let best = lacking
             .map(|(index, _)| index)
             .max_by_key(|&index| (left(index), standing == Some(index)));
-        // Where none lacks bytes a device has to come back, or a pool to find room; the next poll sees that.
+        // Where none lacks bytes a device has to come back, or a pool to find room; the next poll
+        // sees that.
         let Some(index) = best.filter(|_| best != standing) else { return };
         let Some(member) = fleet.current(index) else { return };
         let waiting = member.budget().charge_async(self.group.each.size());

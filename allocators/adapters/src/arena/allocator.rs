@@ -60,9 +60,10 @@ macro_rules! bump_allocator {
 bump_allocator!([A: UpstreamAllocator] &Arena<A>);
 bump_allocator!([A: UpstreamAllocator] &Scope<'_, A>);
 
-// SAFETY: 1. The chunk that holds the address is deferred in the allocator below, so neither a reset, a drop nor a
-// forgotten arena gives its bytes to anybody, or unmaps them, before the gate is open. 2. Inside the arena nothing below
-// the next free byte of that chunk is handed out before the gate is open: `floor` and `held` keep the engine above it.
+// SAFETY: 1. The chunk that holds the address is deferred in the allocator below, so neither a
+// reset, a drop nor a forgotten arena gives its bytes to anybody, or unmaps them, before the gate
+// is open. 2. Inside the arena nothing below the next free byte of that chunk is handed out before
+// the gate is open: `floor` and `held` keep the engine above it.
 unsafe impl<A: DeferReuse> DeferReuse for &Arena<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         self.bump().defer(address, until)
@@ -76,7 +77,8 @@ unsafe impl<A: DeferReuse> DeferReuse for &Scope<'_, A> {
     }
 }
 
-// SAFETY: every block lies in a chunk in use, and while the arena holds a chunk nobody else can own a block in it.
+// SAFETY: every block lies in a chunk in use, and while the arena holds a chunk nobody else can own
+// a block in it.
 unsafe impl<A: UpstreamAllocator> Owns for Arena<A> {
     fn owns(&self, block: NonNull<u8>) -> bool {
         self.bump().owns(block.addr().get())

@@ -21,27 +21,32 @@ const CHUNK_ALIGN: usize = 16;
 
 /// Bump allocation over `A`.
 ///
-/// Everything takes `&self` and one thread: the type is not `Sync`. Nothing here unwinds, unless a gate of the user's
-/// does. The allocator below and gates are foreign code that could call back in, so no borrow of `chunks` outlives a
-/// call of the allocator below, and one that cannot be had (a gate that allocates from the arena that polls it) counts
-/// as a refusal.
+/// Everything takes `&self` and one thread: the type is not `Sync`. Nothing here unwinds, unless a
+/// gate of the user's does. The allocator below and gates are foreign code that could call back in,
+/// so no borrow of `chunks` outlives a call of the allocator below, and one that cannot be had (a
+/// gate that allocates from the arena that polls it) counts as a refusal.
 pub(super) struct Bump<A: Allocator> {
     upstream: A,
     settings: ArenaSettings,
-    /// The first free byte of the current chunk, with the provenance of the whole chunk; dangling if there is none.
+    /// The first free byte of the current chunk, with the provenance of the whole chunk; dangling
+    /// if there is none.
     next: Cell<NonNull<u8>>,
-    /// The address one past the current chunk, at most `isize::MAX`; that of `next` if there is none, so that nothing fits.
+    /// The address one past the current chunk, at most `isize::MAX`; that of `next` if there is
+    /// none, so that nothing fits.
     end: Cell<usize>,
-    /// The address below which `next` is not to fall: the current chunk's base plus what is held for gates.
+    /// The address below which `next` is not to fall: the current chunk's base plus what is held
+    /// for gates.
     floor: Cell<usize>,
     /// The current chunk's base address.
     base: Cell<usize>,
-    /// The furthest that `next` stood in the current chunk before a block was given back; 0 if none was.
+    /// The furthest that `next` stood in the current chunk before a block was given back; 0 if
+    /// none was.
     furthest: Cell<usize>,
     chunks: RefCell<Chunks>,
 }
 
-// SAFETY: the chunks are `A`'s blocks and go where `A` goes; the gates are `Send`; the rest is numbers.
+// SAFETY: the chunks are `A`'s blocks and go where `A` goes; the gates are `Send`; the rest is
+// numbers.
 unsafe impl<A: Allocator + Send> Send for Bump<A> {}
 
 impl<A: Allocator> Bump<A> {
@@ -69,7 +74,8 @@ impl<A: Allocator> Bump<A> {
         self.next.get().addr().get() - self.base.get()
     }
 
-    /// A block of this layout; its bytes are whatever they were. Constant time while the current chunk lasts.
+    /// A block of this layout; its bytes are whatever they were. Constant time while the current
+    /// chunk lasts.
     #[inline]
     pub(super) fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
         // Not even the padding of its alignment.
@@ -83,14 +89,16 @@ impl<A: Allocator> Bump<A> {
     fn advance(&self, layout: Layout) -> Option<NonNull<u8>> {
         let next = self.next.get();
         let at = next.addr().get();
-        // Neither sum overflows: `next` is at most `isize::MAX`, and so is a layout's size rounded up to its alignment.
+        // Neither sum overflows: `next` is at most `isize::MAX`, and so is a layout's size rounded
+        // up to its alignment.
         let start = (at + (layout.align() - 1)) & !(layout.align() - 1);
         let stop = start + layout.size();
         if stop > self.end.get() {
             return None;
         }
-        // SAFETY: 1. `at <= start <= stop <= end`, so both offsets stay inside the current chunk, whose provenance
-        // `next` has; without a chunk both are zero. 2. A chunk has at most `isize::MAX` bytes.
+        // SAFETY: 1. `at <= start <= stop <= end`, so both offsets stay inside the current chunk,
+        // whose provenance `next` has; without a chunk both are zero. 2. A chunk has at most
+        // `isize::MAX` bytes.
         let block = unsafe { next.add(start - at) };
         sanitizer::unpoison(block, layout.size());
         // SAFETY: as above: `start + size == stop <= end`.
@@ -98,8 +106,9 @@ impl<A: Allocator> Bump<A> {
         Some(block)
     }
 
-    /// [`Bump::allocate`] for a layout whose size is a multiple of its alignment, as those of types and of slices are. From
-    /// one `next` to the following one, which a loop of small objects waits for, it is two steps instead of three.
+    /// [`Bump::allocate`] for a layout whose size is a multiple of its alignment, as those of types
+    /// and of slices are. From one `next` to the following one, which a loop of small objects waits
+    /// for, it is two steps instead of three.
     #[inline]
     pub(super) fn allocate_whole(&self, layout: Layout) -> Option<NonNull<u8>> {
         if layout.size() == 0 {
@@ -108,13 +117,15 @@ impl<A: Allocator> Bump<A> {
         debug_assert!(layout.size().is_multiple_of(layout.align()), "{layout:?}");
         let next = self.next.get();
         let at = next.addr().get();
-        // The end rounded up is the start rounded up, and a size further on. No sum overflows, as in `advance`.
+        // The end rounded up is the start rounded up, and a size further on. No sum overflows, as
+        // in `advance`.
         let stop = (at + (layout.size() + (layout.align() - 1))) & !(layout.align() - 1);
         if stop > self.end.get() {
             return self.allocate_in_next_chunk(layout);
         }
-        // SAFETY: 1. `at <= stop - size <= stop <= end`, so both offsets stay inside the current chunk, whose provenance
-        // `next` has; without a chunk both are zero. 2. A chunk has at most `isize::MAX` bytes.
+        // SAFETY: 1. `at <= stop - size <= stop <= end`, so both offsets stay inside the current
+        // chunk, whose provenance `next` has; without a chunk both are zero. 2. A chunk has at most
+        // `isize::MAX` bytes.
         let block = unsafe { next.add(stop - layout.size() - at) };
         sanitizer::unpoison(block, layout.size());
         // SAFETY: as above: `start + size == stop <= end`.
@@ -130,7 +141,8 @@ impl<A: Allocator> Bump<A> {
         }
         let mut chunks = self.chunks.try_borrow_mut().ok()?;
         if chunks.entered == 1 && self.offset() == 0 {
-            // The first chunk has been entered by a reset, and is too small: it is as good as a spare one.
+            // The first chunk has been entered by a reset, and is too small: it is as good as a
+            // spare one.
             self.note_high_water(&mut chunks);
             chunks.entered = 0;
             self.point_nowhere();
@@ -146,8 +158,8 @@ impl<A: Allocator> Bump<A> {
             chunks.taken += asked.size();
             chunks.merged = 0;
             chunks.grown = asked.size().min(self.settings.max_chunk);
-            // `take_chunk` made room, so this does not allocate. Written where it stays: a chunk that is moved is read back
-            // before its stores are done.
+            // `take_chunk` made room, so this does not allocate. Written where it stays: a chunk
+            // that is moved is read back before its stores are done.
             let (at, last) = (chunks.entered, chunks.list.len());
             chunks.list.push(Chunk::new(block.cast(), asked, block.len()));
             if at < last {
@@ -159,8 +171,8 @@ impl<A: Allocator> Bump<A> {
         self.advance(layout)
     }
 
-    /// The same in an arena that has no chunk yet, if all is as usual. An arena that is soon dropped has no other slow path,
-    /// and this is half as long.
+    /// The same in an arena that has no chunk yet, if all is as usual. An arena that is soon
+    /// dropped has no other slow path, and this is half as long.
     fn allocate_in_first_chunk(&self, layout: Layout) -> Option<NonNull<u8>> {
         let size =
             layout.size().checked_next_multiple_of(CHUNK_ALIGN)?.max(self.settings.first_chunk);
@@ -186,7 +198,8 @@ impl<A: Allocator> Bump<A> {
         self.floor.set(base.addr().get());
         self.furthest.set(0);
         sanitizer::unpoison(base, layout.size());
-        // SAFETY: the chunk has as many bytes, and is aligned for the layout: the block begins where it does.
+        // SAFETY: the chunk has as many bytes, and is aligned for the layout: the block begins
+        // where it does.
         self.next.set(unsafe { base.add(layout.size()) });
         Some(base)
     }
@@ -227,8 +240,8 @@ impl<A: Allocator> Bump<A> {
         self.furthest.set(0);
     }
 
-    /// Asks the allocator below for a chunk that holds at least this layout: twice the last one's size if it can be
-    /// had, less if the limit or the allocator says so.
+    /// Asks the allocator below for a chunk that holds at least this layout: twice the last one's
+    /// size if it can be had, less if the limit or the allocator says so.
     fn take_chunk(&self, layout: Layout) -> Option<(NonNull<[u8]>, Layout)> {
         let align = layout.align().max(CHUNK_ALIGN);
         let need = layout.size().checked_next_multiple_of(CHUNK_ALIGN)?;
@@ -243,7 +256,8 @@ impl<A: Allocator> Bump<A> {
         // A limit that is no multiple of the chunk alignment can still be used to its last byte.
         let need = if need > room { layout.size() } else { need };
         while room < need {
-            // Spares are too small for this one. What is held in them stays held: the allocator below knows of it.
+            // Spares are too small for this one. What is held in them stays held: the allocator
+            // below knows of it.
             let spare = self.chunks.try_borrow_mut().ok()?.pop_spare()?;
             room = room.saturating_add(spare.layout.size());
             self.return_chunk(spare.block(), spare.layout);
@@ -260,7 +274,8 @@ impl<A: Allocator> Bump<A> {
                 if block.addr().get() + block.len() <= isize::MAX as usize {
                     return Some((block, asked));
                 }
-                // No system maps a program's memory there: a bound that costs nothing here spares two checks in `advance`.
+                // No system maps a program's memory there: a bound that costs nothing here spares
+                // two checks in `advance`.
                 self.return_chunk(block, asked);
                 return None;
             }
@@ -275,16 +290,18 @@ impl<A: Allocator> Bump<A> {
 
     fn return_chunk(&self, block: NonNull<[u8]>, layout: Layout) {
         sanitizer::unpoison(block.cast(), block.len());
-        // SAFETY: 1. The block is one of `upstream`'s and nobody else gives it back: it has left the list, or the arena is
-        // going. 2. The layout is the one that it was asked for with. 3. Nobody uses it: it was never entered, or it is
-        // spare, or the arena is borrowed exclusively. Where a device still may, `upstream` was told by `defer`.
+        // SAFETY: 1. The block is one of `upstream`'s and nobody else gives it back: it has left
+        // the list, or the arena is going. 2. The layout is the one that it was asked for with. 3.
+        // Nobody uses it: it was never entered, or it is spare, or the arena is borrowed
+        // exclusively. Where a device still may, `upstream` was told by `defer`.
         unsafe { self.upstream.deallocate(block.cast(), layout) };
     }
 
     /// Whether this is the block of the current chunk that ends where the next one starts.
     fn is_last(&self, block: NonNull<u8>, size: usize) -> bool {
         let start = block.addr().get();
-        // The block before a chunk's first byte may end there as well: that of a neighbouring chunk.
+        // The block before a chunk's first byte may end there as well: that of a neighbouring
+        // chunk.
         size > 0 && start >= self.base.get() && start + size == self.next.get().addr().get()
     }
 
@@ -295,15 +312,16 @@ impl<A: Allocator> Bump<A> {
     unsafe fn retreat(&self, bytes: usize) {
         let next = self.next.get();
         let back = bytes.min(next.addr().get() - self.floor.get());
-        // SAFETY: 1. the target is at or above the floor, which lies in the current chunk like `next` itself. 2. the
-        // caller's promise.
+        // SAFETY: 1. the target is at or above the floor, which lies in the current chunk like
+        // `next` itself. 2. the caller's promise.
         unsafe { self.go_back(back) };
     }
 
     /// Lets the next block start `bytes` earlier.
     ///
     /// # Safety
-    /// 1. As many of the current chunk's have been handed out. 2. Nobody uses the last of them any more.
+    /// 1. As many of the current chunk's have been handed out. 2. Nobody uses the last of them any
+    ///    more.
     #[inline]
     unsafe fn go_back(&self, bytes: usize) {
         let next = self.next.get();
@@ -324,7 +342,8 @@ impl<A: Allocator> Bump<A> {
         self.furthest.get().max(self.next.get().addr().get()) - self.base.get()
     }
 
-    /// Before the current chunk is left, or what it has handed out comes back without [`retreat`](Self::retreat).
+    /// Before the current chunk is left, or what it has handed out comes back without
+    /// [`retreat`](Self::retreat).
     fn note_high_water(&self, chunks: &mut Chunks) {
         chunks.high_water = self.high_water(chunks);
     }
@@ -336,10 +355,11 @@ impl<A: Allocator> Bump<A> {
     pub(super) unsafe fn deallocate(&self, block: NonNull<u8>, size: usize) {
         let next = self.next.get();
         let start = block.addr().get();
-        // A block that begins among bytes that are held, and ends behind them, stays: nothing of it is worth a look here.
+        // A block that begins among bytes that are held, and ends behind them, stays: nothing of it
+        // is worth a look here.
         if start >= self.floor.get() && start + size == next.addr().get() {
-            // SAFETY: 1. the block lies in the current chunk, since it begins behind its floor, and ends at `next`. 2. the
-            // caller's promise.
+            // SAFETY: 1. the block lies in the current chunk, since it begins behind its floor, and
+            // ends at `next`. 2. the caller's promise.
             unsafe { self.go_back(size) };
         }
     }
@@ -364,8 +384,8 @@ impl<A: Allocator> Bump<A> {
                 sanitizer::unpoison(block, new.size());
                 // SAFETY: `stop` lies in the current chunk.
                 self.next.set(unsafe { block.add(new.size()) });
-                // From `next`, whose provenance is the whole chunk: the caller's pointer may reach no further than
-                // the old block.
+                // From `next`, whose provenance is the whole chunk: the caller's pointer may reach
+                // no further than the old block.
                 return Some(block);
             }
         }
@@ -409,8 +429,9 @@ impl<A: Allocator> Bump<A> {
         keep: usize,
     ) -> Option<NonNull<u8>> {
         let moved = self.allocate(new)?;
-        // SAFETY: 1. `block` is readable for `keep` bytes, by the caller's promise. 2. `moved` is writable for as
-        // many, since `new` has them. 3. Bytes need no alignment. 4. The blocks are both live, so they do not overlap.
+        // SAFETY: 1. `block` is readable for `keep` bytes, by the caller's promise. 2. `moved` is
+        // writable for as many, since `new` has them. 3. Bytes need no alignment. 4. The blocks are
+        // both live, so they do not overlap.
         unsafe { ptr::copy_nonoverlapping(block.as_ptr(), moved.as_ptr(), keep) };
         // SAFETY: the caller hands the block over, and nothing reads it after the copy.
         unsafe { self.deallocate(block, old.size()) };
@@ -420,8 +441,8 @@ impl<A: Allocator> Bump<A> {
     /// Where the arena stands. `None` from inside a gate that this arena is asking.
     #[inline]
     pub(super) fn mark(&self) -> Mark {
-        // A refused borrow means that chunk bookkeeping is on the stack; the current chunk is then not reliable, and
-        // the furthest mark possible makes a later rewind do nothing.
+        // A refused borrow means that chunk bookkeeping is on the stack; the current chunk is then
+        // not reliable, and the furthest mark possible makes a later rewind do nothing.
         let Ok(chunks) = self.chunks.try_borrow() else {
             return Mark { entered: usize::MAX, offset: 0, base: usize::MAX };
         };
@@ -431,16 +452,18 @@ impl<A: Allocator> Bump<A> {
     /// Goes back to a mark. Chunks entered since are spare from then on.
     ///
     /// # Safety
-    /// Nobody uses what was handed out since the mark, and the arena has not gone further back meanwhile.
+    /// Nobody uses what was handed out since the mark, and the arena has not gone further back
+    /// meanwhile.
     #[inline]
     pub(super) unsafe fn rewind(&self, mark: Mark) {
-        // The same chunk in the same place. Its base alone does not say so: a first chunk that nothing lies in makes way for a
-        // larger one, and comes second then.
+        // The same chunk in the same place. Its base alone does not say so: a first chunk that
+        // nothing lies in makes way for a larger one, and comes second then.
         let is_there =
             || self.chunks.try_borrow().is_ok_and(|chunks| chunks.entered == mark.entered);
         if mark.base == self.base.get() && self.floor.get() == mark.base && is_there() {
             let back = (self.next.get().addr().get() - mark.base).saturating_sub(mark.offset);
-            // SAFETY: 1. at or above the chunk's base, and at or below `next`. 2. the caller's promise.
+            // SAFETY: 1. at or above the chunk's base, and at or below `next`. 2. the caller's
+            // promise.
             return unsafe { self.go_back(back) };
         }
         // SAFETY: the caller's promise.
@@ -476,8 +499,8 @@ impl<A: Allocator> Bump<A> {
         }
     }
 
-    /// Asks every gate once: one that is a point in a stream notes where that is, and opens when what is queued by now is
-    /// done. Never blocks.
+    /// Asks every gate once: one that is a point in a stream notes where that is, and opens when
+    /// what is queued by now is done. Never blocks.
     pub(super) fn look_at_gates(&mut self) {
         for chunk in &self.chunks.get_mut().list {
             for gate in &chunk.gates {
@@ -486,7 +509,8 @@ impl<A: Allocator> Bump<A> {
         }
     }
 
-    /// Waits for every gate, then takes everything back and does with the chunks as the settings say.
+    /// Waits for every gate, then takes everything back and does with the chunks as the settings
+    /// say.
     #[inline]
     pub(super) fn reset(&mut self, deadline: Option<Instant>) -> Result<()> {
         let furthest = self.furthest();
@@ -573,9 +597,11 @@ impl<A: Allocator> Bump<A> {
 }
 
 impl<A: DeferReuse> Bump<A> {
-    /// Holds back what lies in the address's chunk now, and the chunk itself, until the gate is open.
+    /// Holds back what lies in the address's chunk now, and the chunk itself, until the gate is
+    /// open.
     ///
-    /// An arena does not know where its blocks begin and end, so it holds all that precedes the next block.
+    /// An arena does not know where its blocks begin and end, so it holds all that precedes the
+    /// next block.
     pub(super) fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()> {
         let address = address.addr().get();
         let foreign = MemoryError::ForeignBlock { address: address as u64 };
@@ -593,14 +619,16 @@ impl<A: DeferReuse> Bump<A> {
             }
             (place, used[place].base)
         };
-        // The allocator below first: from here on the bytes are safe even if this arena is forgotten.
+        // The allocator below first: from here on the bytes are safe even if this arena is
+        // forgotten.
         self.upstream.defer(base, until.clone())?;
         let mut chunks = self.chunks.try_borrow_mut().map_err(|_| busy)?;
         let last = place + 1 == chunks.entered;
         let Some(chunk) = chunks.list.get_mut(place).filter(|chunk| chunk.base == base) else {
             return Err(foreign);
         };
-        // Gates that are open already need no place: a step after step of copies must not make the list longer.
+        // Gates that are open already need no place: a step after step of copies must not make the
+        // list longer.
         chunk.gates.retain(|gate| !gate.is_open());
         chunk.gates.push(until);
         if last {

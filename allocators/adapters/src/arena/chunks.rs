@@ -6,7 +6,8 @@
 //!        0            1            2            3          4
 //! ```
 //!
-//! A mark names a chunk by its place, so the places of entered chunks never change; only spares trade places.
+//! A mark names a chunk by its place, so the places of entered chunks never change; only spares
+//! trade places.
 
 use aquifer_core::{Gate, sanitizer};
 use smallvec::SmallVec;
@@ -19,9 +20,11 @@ pub(super) struct Chunk {
     pub(super) layout: Layout,
     /// Usable bytes: `layout.size()` or more.
     pub(super) bytes: usize,
-    /// Bytes filled when the arena moved on to the next chunk. Not kept for the current chunk, nor for spares.
+    /// Bytes filled when the arena moved on to the next chunk. Not kept for the current chunk, nor
+    /// for spares.
     pub(super) filled: usize,
-    /// Bytes from `base` on that are not handed out again before every one of `gates` is open. 0 if there are none.
+    /// Bytes from `base` on that are not handed out again before every one of `gates` is open. 0
+    /// if there are none.
     pub(super) held: usize,
     pub(super) gates: Vec<Arc<dyn Gate>>,
 }
@@ -84,7 +87,8 @@ pub(super) struct Chunks {
     pub(super) filled: usize,
     /// The sum of `layout.size()` over all chunks: what the limit speaks of.
     pub(super) taken: usize,
-    /// The size of the newest chunk that was taken by growth, from which the next one follows. 0 before the first.
+    /// The size of the newest chunk that was taken by growth, from which the next one follows. 0
+    /// before the first.
     pub(super) grown: usize,
     /// The size of the chunk that a reset has made one of several; 0 once it is taken.
     pub(super) merged: usize,
@@ -105,7 +109,8 @@ impl Chunks {
         }
     }
 
-    /// Whether nothing has been taken since the arena was made, nor since a reset that kept nothing for the next chunk.
+    /// Whether nothing has been taken since the arena was made, nor since a reset that kept nothing
+    /// for the next chunk.
     #[inline]
     pub(super) fn is_new(&self) -> bool {
         self.list.is_empty() && self.merged == 0

@@ -5,11 +5,13 @@ use super::{bump::Bump, typed};
 use allocator_api2::alloc::{AllocError, Allocator, Global, handle_alloc_error};
 use std::{alloc::Layout, fmt, marker::PhantomData, ptr::NonNull};
 
-/// Part of an arena's life: what it hands out lives until the scope ends, and then the arena is where it was.
+/// Part of an arena's life: what it hands out lives until the scope ends, and then the arena is
+/// where it was.
 ///
-/// Made by [`Arena::scope`](super::Arena::scope) and [`Scope::scope`]. What an outer scope handed out stays usable in
-/// an inner one, while the outer scope itself does not: it is borrowed for as long as the inner one lasts. So a value
-/// can never be put into the wrong one, and a vector of the outer scope cannot grow into the inner one's memory.
+/// Made by [`Arena::scope`](super::Arena::scope) and [`Scope::scope`]. What an outer scope handed
+/// out stays usable in an inner one, while the outer scope itself does not: it is borrowed for as
+/// long as the inner one lasts. So a value can never be put into the wrong one, and a vector of the
+/// outer scope cannot grow into the inner one's memory.
 ///
 /// `&Scope` is an allocator.
 ///
@@ -56,7 +58,8 @@ impl<'s, A: Allocator> Scope<'s, A> {
 
     allocating_methods!('s, []);
 
-    /// Runs `work` with a scope inside this one. At its end, also on unwind, the arena is where it was.
+    /// Runs `work` with a scope inside this one. At its end, also on unwind, the arena is where it
+    /// was.
     #[inline]
     pub fn scope<R>(&mut self, work: impl FnOnce(&mut Scope<'_, A>) -> R) -> R {
         run(self.bump, work)
@@ -74,10 +77,10 @@ pub(super) fn run<A: Allocator, R>(bump: &Bump<A>, work: impl FnOnce(&mut Scope<
     }
     impl<A: Allocator> Drop for Rewind<'_, A> {
         fn drop(&mut self) {
-            // SAFETY: 1. Whatever was handed out since the mark came from the scope below or from one inside it, and
-            // carries a lifetime that the closure could not name, so nothing of it is left. 2. Inner scopes have
-            // gone back to marks of their own, all later than this one, and `&mut` of the outer handle kept everybody
-            // else away meanwhile.
+            // SAFETY: 1. Whatever was handed out since the mark came from the scope below or from
+            // one inside it, and carries a lifetime that the closure could not name, so nothing of
+            // it is left. 2. Inner scopes have gone back to marks of their own, all later than this
+            // one, and `&mut` of the outer handle kept everybody else away meanwhile.
             unsafe { self.bump.rewind(self.mark) };
         }
     }

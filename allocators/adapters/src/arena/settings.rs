@@ -32,18 +32,18 @@ pub enum OnReset {
     /// Keeps the largest one, returns the others to the allocator below.
     #[default]
     KeepLargest,
-    /// Keeps them all: what comes next takes nothing from the allocator below until it needs more than ever before. A
-    /// request that is larger than each of them takes another one all the same.
+    /// Keeps them all: what comes next takes nothing from the allocator below until it needs more
+    /// than ever before. A request that is larger than each of them takes another one all the same.
     KeepAll,
-    /// Keeps a single one. Where there are several they are returned, and the next one that is taken is as large as all of
-    /// them were: steps that need the same come to fit into one chunk, side by side. If so much cannot be had in one
-    /// piece, smaller ones do.
+    /// Keeps a single one. Where there are several they are returned, and the next one that is
+    /// taken is as large as all of them were: steps that need the same come to fit into one chunk,
+    /// side by side. If so much cannot be had in one piece, smaller ones do.
     Merge,
 }
 
 impl ArenaSettings {
-    /// A first chunk of 4 KiB, each further one twice as large up to 16 MiB, no limit, and the largest chunk kept by a
-    /// reset.
+    /// A first chunk of 4 KiB, each further one twice as large up to 16 MiB, no limit, and the
+    /// largest chunk kept by a reset.
     #[must_use]
     pub const fn new() -> Self {
         Self {
@@ -61,15 +61,16 @@ impl ArenaSettings {
         self
     }
 
-    /// Bytes at which chunks stop growing. A request that is larger still gets a chunk of its own size.
+    /// Bytes at which chunks stop growing. A request that is larger still gets a chunk of its own
+    /// size.
     #[must_use]
     pub const fn max_chunk(mut self, bytes: usize) -> Self {
         self.max_chunk = bytes;
         self
     }
 
-    /// Bytes that the arena asks of the allocator below at most, counted over all its chunks. Beyond it allocations
-    /// fail.
+    /// Bytes that the arena asks of the allocator below at most, counted over all its chunks.
+    /// Beyond it allocations fail.
     #[must_use]
     pub const fn limit(mut self, bytes: usize) -> Self {
         self.limit = bytes;
@@ -94,7 +95,8 @@ impl Default for ArenaSettings {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct ArenaStats {
-    /// Handed out since the last reset, with the padding between blocks and with what is held for gates.
+    /// Handed out since the last reset, with the padding between blocks and with what is held for
+    /// gates.
     pub allocated: usize,
     /// In all chunks.
     pub capacity: usize,

@@ -9,7 +9,8 @@ use std::{alloc::Layout, ptr::NonNull};
 #[inline]
 pub(super) fn value<T, A: Allocator>(bump: &Bump<A>, value: T) -> Result<NonNull<T>, AllocError> {
     let place = bump.allocate_whole(Layout::new::<T>()).ok_or(AllocError)?.cast::<T>();
-    // SAFETY: 1. The block has the layout of `T`: it is aligned and writable for one. 2. It holds nothing to drop.
+    // SAFETY: 1. The block has the layout of `T`: it is aligned and writable for one. 2. It holds
+    // nothing to drop.
     unsafe { place.write(value) };
     Ok(place)
 }
@@ -21,7 +22,8 @@ pub(super) fn slice_copy<T: Copy, A: Allocator>(
     source: &[T],
 ) -> Result<NonNull<[T]>, AllocError> {
     let place = bump.allocate_whole(Layout::for_value(source)).ok_or(AllocError)?.cast::<T>();
-    // SAFETY: 1. `source` is readable for its length. 2. The block has its layout, so it is writable for as much.
+    // SAFETY: 1. `source` is readable for its length. 2. The block has its layout, so it is
+    // writable for as much.
     // 3. Both are aligned for `T`. 4. The block is fresh, so `source` is elsewhere.
     unsafe { place.copy_from_nonoverlapping(NonNull::from(source).cast(), source.len()) };
     Ok(NonNull::slice_from_raw_parts(place, source.len()))
@@ -36,9 +38,11 @@ pub(super) fn slice_fill_with<T, A: Allocator>(
     let layout = Layout::array::<T>(len).map_err(|_| AllocError)?;
     let place = bump.allocate_whole(layout).ok_or(AllocError)?.cast::<T>();
     for at in 0..len {
-        // If this unwinds the values so far stay where they are, undropped like all values of an arena.
+        // If this unwinds the values so far stay where they are, undropped like all values of an
+        // arena.
         let value = fill(at);
-        // SAFETY: `at < len`, so the place lies in the block, which is aligned and writable for `len` values.
+        // SAFETY: `at < len`, so the place lies in the block, which is aligned and writable for
+        // `len` values.
         unsafe { place.add(at).write(value) };
     }
     Ok(NonNull::slice_from_raw_parts(place, len))
@@ -49,9 +53,9 @@ pub(super) fn slice_layout<T>(len: usize) -> Layout {
     Layout::array::<T>(len).unwrap_or(Layout::new::<T>())
 }
 
-/// The allocating methods of `Arena` and of `Scope`, which differ in how long what they return lives: as long as this
-/// borrow of an arena, as long as the scope that a scope stands for. The second argument declares the lifetime where it is
-/// the borrow's.
+/// The allocating methods of `Arena` and of `Scope`, which differ in how long what they return
+/// lives: as long as this borrow of an arena, as long as the scope that a scope stands for. The
+/// second argument declares the lifetime where it is the borrow's.
 macro_rules! allocating_methods {
     ($life:lifetime, [$($own:lifetime)?]) => {
         /// Moves a value into the arena. It is never dropped.

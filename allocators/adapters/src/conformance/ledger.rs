@@ -30,7 +30,8 @@ impl Block {
             && address < self.address() + self.bytes
     }
 
-    /// The layout with another size between the one asked for and the one returned: it fits the block as well.
+    /// The layout with another size between the one asked for and the one returned: it fits the
+    /// block as well.
     pub(super) fn fitting(&self, extra: usize) -> Layout {
         let size = self.layout.size() + extra.min(self.bytes - self.layout.size());
         Layout::from_size_align(size, self.layout.align()).unwrap_or(self.layout)
@@ -42,8 +43,8 @@ impl Block {
 
     /// The first byte below `bytes` that is not the pattern's.
     pub(super) fn first_change(&self, bytes: usize) -> Option<usize> {
-        // SAFETY: the block is live and was checked to have at least `self.bytes` when it came; the ledger has
-        // initialised them all.
+        // SAFETY: the block is live and was checked to have at least `self.bytes` when it came; the
+        // ledger has initialised them all.
         let held =
             unsafe { NonNull::slice_from_raw_parts(self.start, bytes.min(self.bytes)).as_ref() };
         held.iter()
@@ -61,13 +62,15 @@ impl Block {
     }
 }
 
-/// Never zero, so that a forgotten zeroing shows, and different from block to block at almost every offset.
+/// Never zero, so that a forgotten zeroing shows, and different from block to block at almost every
+/// offset.
 fn pattern(of: u64, offset: usize) -> u8 {
     let mixed = (of ^ (offset as u64)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     1 + ((mixed >> 56) % 255) as u8
 }
 
-/// All live blocks of a run. What it holds lies in a scratch arena of its own, never in the allocator under test.
+/// All live blocks of a run. What it holds lies in a scratch arena of its own, never in the
+/// allocator under test.
 pub(super) struct Ledger<'s> {
     pub(super) live: Vec<Block, &'s Bump>,
     patterns: u64,
@@ -125,7 +128,8 @@ impl<'s> Ledger<'s> {
         Ok(())
     }
 
-    /// Checks a block that another one became, of which `kept` bytes must be the old one's, and keeps it.
+    /// Checks a block that another one became, of which `kept` bytes must be the old one's, and
+    /// keeps it.
     pub(super) fn readmit(
         &mut self,
         call: Call,
@@ -171,8 +175,8 @@ pub(super) fn verify(call: Call, block: &Block) -> Result<(), Fault> {
 }
 
 fn check_zero(call: Call, answer: NonNull<[u8]>, from: usize) -> Result<(), Fault> {
-    // SAFETY: the block is live, its length has been checked, and a call that answers with zeroed memory has
-    // initialised it.
+    // SAFETY: the block is live, its length has been checked, and a call that answers with zeroed
+    // memory has initialised it.
     let bytes = unsafe { answer.as_ref() };
     match bytes.iter().enumerate().skip(from).find(|&(_, &byte)| byte != 0) {
         None => Ok(()),

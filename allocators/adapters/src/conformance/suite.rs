@@ -35,10 +35,11 @@ pub struct Suite {
 }
 
 impl Suite {
-    /// 2,000 operations on blocks of up to 8 KiB, aligned to up to 1 KiB, and growths to half the address space.
+    /// 2,000 operations on blocks of up to 8 KiB, aligned to up to 1 KiB, and growths to half the
+    /// address space.
     ///
-    /// Under Miri there are 100 on up to 64 bytes, and no growth to an impossible size, which Miri takes for an error
-    /// of its own.
+    /// Under Miri there are 100 on up to 64 bytes, and no growth to an impossible size, which Miri
+    /// takes for an error of its own.
     #[must_use]
     pub const fn new() -> Self {
         if cfg!(miri) {
@@ -91,13 +92,14 @@ impl Suite {
     /// Runs the battery against an allocator. On success everything has been given back.
     ///
     /// # Errors
-    /// The first [`Violation`]. The blocks of that moment are not given back: to an allocator that has broken the
-    /// contract nothing more is said.
+    /// The first [`Violation`]. The blocks of that moment are not given back: to an allocator that
+    /// has broken the contract nothing more is said.
     pub fn check<A: Allocator>(&self, allocator: &A) -> Result<(), Violation> {
         self.run(&mut Single(allocator))
     }
 
-    /// Runs the battery against an allocator and clones of it, which come and go: each call goes to any of them.
+    /// Runs the battery against an allocator and clones of it, which come and go: each call goes to
+    /// any of them.
     ///
     /// # Errors
     /// As [`check`](Suite::check).
@@ -284,8 +286,8 @@ impl Run<'_> {
         let allocator = source.pick(&mut self.random)?;
         self.ledger.live.pop();
         contained(Call::Deallocate, layout.size(), block.bytes, || {
-            // SAFETY: 1. The block is live in this allocator or a clone of it, and is forgotten here. 2. The layout
-            // fits it.
+            // SAFETY: 1. The block is live in this allocator or a clone of it, and is forgotten
+            // here. 2. The layout fits it.
             unsafe { allocator.deallocate(block.start, layout) };
         })
     }
@@ -324,7 +326,8 @@ impl Run<'_> {
         self.last = call;
         let old = self.fitting(&block);
         let allocator = source.pick(&mut self.random)?;
-        // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3. `new` is no smaller.
+        // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
+        // `new` is no smaller.
         let answer = contained(call, old.size(), block.bytes, || unsafe {
             match call {
                 Call::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
@@ -357,7 +360,8 @@ impl Run<'_> {
         self.last = Call::Shrink;
         let old = self.fitting(&block);
         let allocator = source.pick(&mut self.random)?;
-        // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3. `new` is no larger.
+        // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
+        // `new` is no larger.
         let answer = contained(Call::Shrink, old.size(), block.bytes, || unsafe {
             allocator.shrink(block.start, old, new)
         })?;
@@ -380,7 +384,8 @@ impl Run<'_> {
         else {
             return Ok(());
         };
-        // The largest layout there is: a size that rounded up to its alignment is still at most `isize::MAX`.
+        // The largest layout there is: a size that rounded up to its alignment is still at most
+        // `isize::MAX`.
         let size = impossible.min(isize::MAX as usize - (block.layout.align() - 1));
         let Ok(new) = Layout::from_size_align(size, block.layout.align()) else { return Ok(()) };
         if block.bytes == 0 || new.size() < block.bytes {
@@ -390,7 +395,8 @@ impl Run<'_> {
         self.last = call;
         let old = self.fitting(&block);
         let allocator = source.pick(&mut self.random)?;
-        // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3. `new` is no smaller.
+        // SAFETY: 1. The block is live in this allocator or a clone of it. 2. `old` fits it. 3.
+        // `new` is no smaller.
         let answer = contained(call, old.size(), block.bytes, || unsafe {
             match call {
                 Call::GrowZeroed => allocator.grow_zeroed(block.start, old, new),
@@ -398,7 +404,8 @@ impl Run<'_> {
             }
         })?;
         if let Ok(answer) = answer {
-            // It can be had after all. Writing so much would take too long, so it is only checked and given back.
+            // It can be had after all. Writing so much would take too long, so it is only checked
+            // and given back.
             self.ledger.live.pop();
             self.ledger.placed(call, answer, new)?;
             let allocator = source.pick(&mut self.random)?;

@@ -117,7 +117,8 @@ pub enum Fault {
         call: Call,
         /// The size in its layout: the old one's where it has two.
         size: usize,
-        /// The size of the block that the call was about, as it was returned; 0 if there was none yet.
+        /// The size of the block that the call was about, as it was returned; 0 if there was none
+        /// yet.
         returned: usize,
     },
     /// No allocation at all was served, so nothing was checked.

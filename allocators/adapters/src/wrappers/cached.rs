@@ -27,17 +27,20 @@ const MAX_SLOTS: usize = 64;
 
 /// An allocator that keeps what a thread gives back, for when that thread asks for the same again.
 ///
-/// It is worth its while over an allocator whose calls take a lock, a search, or count something: a block that is kept
-/// costs neither. Blocks are kept by their exact layout, and so handed out to the byte: what the allocator below was asked
-/// for is what there is, and no byte of it is written here.
+/// It is worth its while over an allocator whose calls take a lock, a search, or count something: a
+/// block that is kept costs neither. Blocks are kept by their exact layout, and so handed out to
+/// the byte: what the allocator below was asked for is what there is, and no byte of it is written
+/// here.
 ///
-/// - Each thread has a slot; there are as many as processors, and threads beyond that share. A slot that another thread is
-///   in at this moment is passed by: no call waits.
-/// - A slot keeps at most its room in bytes, 32 blocks of a layout and 64 layouts. What does not fit goes down at once.
+/// - Each thread has a slot; there are as many as processors, and threads beyond that share. A slot
+///   that another thread is in at this moment is passed by: no call waits.
+/// - A slot keeps at most its room in bytes, 32 blocks of a layout and 64 layouts. What does not
+///   fit goes down at once.
 /// - When the allocator below refuses, all that is kept is given back to it and it is asked again.
-/// - What is kept is returned when the last clone goes, or by [`trim`](Cached::trim). Until then a [`Limit`](super::Limit)
-///   below still counts it.
-/// - A block that a device may still read ([`DeferReuse`]) is never kept: it goes to the allocator below, which waits.
+/// - What is kept is returned when the last clone goes, or by [`trim`](Cached::trim). Until then a
+///   [`Limit`](super::Limit) below still counts it.
+/// - A block that a device may still read ([`DeferReuse`]) is never kept: it goes to the allocator
+///   below, which waits.
 ///
 /// ```
 /// use aquifer_adapters::{Cached, Counted};
@@ -63,8 +66,8 @@ struct Shared<A: UpstreamAllocator> {
     room: usize,
     /// Addresses in live blocks that a device may still read.
     deferred: Mutex<Vec<usize>>,
-    /// How many these are. Relaxed: whoever frees a block comes after whoever deferred it, and the count stays above zero
-    /// until that free.
+    /// How many these are. Relaxed: whoever frees a block comes after whoever deferred it, and the
+    /// count stays above zero until that free.
     deferrals: AtomicUsize,
 }
 
@@ -107,7 +110,8 @@ impl<A: UpstreamAllocator> Cached<A> {
         Self { shared: Arc::new(Shared { inner, slots, room, deferred, deferrals }) }
     }
 
-    /// Gives what is kept back to the allocator below, but for a slot that another thread is in at this moment.
+    /// Gives what is kept back to the allocator below, but for a slot that another thread is in at
+    /// this moment.
     pub fn trim(&self) {
         self.shared.trim();
     }
@@ -140,7 +144,8 @@ impl<A: UpstreamAllocator> Shared<A> {
     }
 
     fn give_back(&self, block: NonNull<u8>, layout: Layout) {
-        // SAFETY: the block is one of `inner` that was given back with this layout, and it has left its slot.
+        // SAFETY: the block is one of `inner` that was given back with this layout, and it has left
+        // its slot.
         unsafe { self.inner.deallocate(block, layout) };
     }
 
@@ -163,8 +168,8 @@ impl<A: UpstreamAllocator> Shared<A> {
         self.deferred.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Removes the notes that lie in a block, before the allocator below can hand the block to another owner. Returns how
-    /// many there were.
+    /// Removes the notes that lie in a block, before the allocator below can hand the block to
+    /// another owner. Returns how many there were.
     fn take_deferrals(&self, block: NonNull<u8>, bytes: usize) -> usize {
         if self.deferrals.load(Ordering::Relaxed) == 0 {
             return 0;
@@ -177,8 +182,8 @@ impl<A: UpstreamAllocator> Shared<A> {
         before - deferred.len()
     }
 
-    /// Puts notes back that were taken out of a block which has stayed where it is. They go to its first byte, so that a
-    /// block that has shrunk still holds them.
+    /// Puts notes back that were taken out of a block which has stayed where it is. They go to its
+    /// first byte, so that a block that has shrunk still holds them.
     fn put_deferrals(&self, block: NonNull<u8>, notes: usize) {
         if notes == 0 {
             return;
@@ -188,8 +193,9 @@ impl<A: UpstreamAllocator> Shared<A> {
         self.deferrals.store(deferred.len(), Ordering::Relaxed);
     }
 
-    /// Resizes a block by `call`. Its notes are out of the list while the allocator below works: once the block has moved,
-    /// its old address may belong to another owner, who may defer it before this call is back.
+    /// Resizes a block by `call`. Its notes are out of the list while the allocator below works:
+    /// once the block has moved, its old address may belong to another owner, who may defer it
+    /// before this call is back.
     fn resize<E>(
         &self,
         block: NonNull<u8>,
@@ -275,9 +281,10 @@ impl_allocator! {
     }
 }
 
-// SAFETY: 1. a block with a deferral goes to the allocator below, whose promise this is, and not into a slot: the note of it
-// stands from before the deferral until its owner gives the block back or has it resized, and again behind a resize that
-// left the block in place. No other call of the owner runs meanwhile.
+// SAFETY: 1. a block with a deferral goes to the allocator below, whose promise this is, and not
+// into a slot: the note of it stands from before the deferral until its owner gives the block back
+// or has it resized, and again behind a resize that left the block in place. No other call of the
+// owner runs meanwhile.
 unsafe impl<A: DeferReuse> DeferReuse for Cached<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
         let note = address.addr().get();

@@ -14,11 +14,11 @@ use std::{
     },
 };
 
-/// An allocator that counts what passes through it; or a source of [`Opaque`] memory, whose blocks are live until their
-/// bytes are really free.
+/// An allocator that counts what passes through it; or a source of [`Opaque`] memory, whose blocks
+/// are live until their bytes are really free.
 ///
-/// Clones count together. The figures are exact whenever no call is under way, and the peak always is: each change of
-/// the live bytes is seen by exactly one thread.
+/// Clones count together. The figures are exact whenever no call is under way, and the peak always
+/// is: each change of the live bytes is seen by exactly one thread.
 ///
 /// ```
 /// use aquifer_adapters::Counted;
@@ -52,8 +52,9 @@ impl<A> Counted<A> {
         Self { inner, counters: Arc::default() }
     }
 
-    /// Live bytes (`live` and `requested`), their peak, live blocks, and counts of allocations, frees and failures.
-    /// Growing and shrinking count as neither allocation nor free. The other fields are 0.
+    /// Live bytes (`live` and `requested`), their peak, live blocks, and counts of allocations,
+    /// frees and failures. Growing and shrinking count as neither allocation nor free. The other
+    /// fields are 0.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         let counters = &*self.counters;

@@ -12,11 +12,12 @@ use std::{ptr::NonNull, sync::Arc};
 
 /// Two allocators: the second serves what the first refuses.
 ///
-/// A block goes back where it came from, and grows and shrinks there; one that the first cannot grow or shrink moves
-/// to the second. The first one tells its blocks by their address ([`Owns`]). Blocks of no bytes belong to neither.
+/// A block goes back where it came from, and grows and shrinks there; one that the first cannot
+/// grow or shrink moves to the second. The first one tells its blocks by their address ([`Owns`]).
+/// Blocks of no bytes belong to neither.
 ///
-/// Blocks of [`Opaque`] memory know their way home by themselves. Where the first refuses, for whatever reason, the second
-/// answers; both are of one device, so that a stream serves both.
+/// Blocks of [`Opaque`] memory know their way home by themselves. Where the first refuses, for
+/// whatever reason, the second answers; both are of one device, so that a stream serves both.
 ///
 /// ```
 /// use aquifer_adapters::{Arena, ArenaSettings, Fallback, Owns};

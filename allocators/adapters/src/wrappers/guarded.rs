@@ -21,20 +21,22 @@ const CANARY_BYTE: u8 = 0xC5;
 /// Findings that are kept.
 const KEPT: usize = 64;
 
-/// An allocator that finds writes outside of blocks, frees of what is no block, and shows reads of what was never
-/// written or has been freed.
+/// An allocator that finds writes outside of blocks, frees of what is no block, and shows reads of
+/// what was never written or has been freed.
 ///
-/// - Each block has 16 bytes before it and behind it that nobody may write; they are looked at when the block is given
-///   back, grown or shrunk, and by [`check`](Guarded::check).
-/// - Fresh bytes are [`FRESH`](Guarded::FRESH), those of a block that is given back [`FREED`](Guarded::FREED).
+/// - Each block has 16 bytes before it and behind it that nobody may write; they are looked at when
+///   the block is given back, grown or shrunk, and by [`check`](Guarded::check).
+/// - Fresh bytes are [`FRESH`](Guarded::FRESH), those of a block that is given back
+///   [`FREED`](Guarded::FREED).
 /// - A block that grows or shrinks always moves, so that a stale pointer to it shows.
 /// - What is given back and is no live block is refused: the allocator below never hears of it.
 ///
-/// Nothing unwinds and nothing is printed: [`findings`](Guarded::findings) tells. A tool, not for the fast path: each call
-/// takes a lock and a lookup, and the table of live blocks comes from the process's own allocator.
+/// Nothing unwinds and nothing is printed: [`findings`](Guarded::findings) tells. A tool, not for
+/// the fast path: each call takes a lock and a lookup, and the table of live blocks comes from the
+/// process's own allocator.
 ///
-/// Bytes that a device may still read ([`DeferReuse`]) are not poisoned before its gate is open; then only the allocator
-/// below touches them.
+/// Bytes that a device may still read ([`DeferReuse`]) are not poisoned before its gate is open;
+/// then only the allocator below touches them.
 ///
 /// ```
 /// use aquifer_adapters::{Guarded, wrappers::Finding};
@@ -62,16 +64,16 @@ struct Table {
 
 #[derive(Debug)]
 struct Record {
-    /// The block of the allocator below, with its provenance: a caller's pointer reaches no further than the user's
-    /// bytes.
+    /// The block of the allocator below, with its provenance: a caller's pointer reaches no
+    /// further than the user's bytes.
     base: NonNull<u8>,
     /// As the user asked for it.
     layout: Layout,
     gates: Vec<Arc<dyn Gate>>,
 }
 
-// SAFETY: `base` is an address and nothing else to the table; it is followed by the allocator that it came from, or a
-// clone of that, alone. Gates are `Send`.
+// SAFETY: `base` is an address and nothing else to the table; it is followed by the allocator that
+// it came from, or a clone of that, alone. Gates are `Send`.
 unsafe impl Send for Record {}
 
 /// Something that a [`Guarded`] allocator has found.
@@ -93,15 +95,18 @@ pub enum Finding {
         address: usize,
         /// Its bytes.
         size: usize,
-        /// How many bytes behind its end the first write lies: 0 for the first byte that is not its own.
+        /// How many bytes behind its end the first write lies: 0 for the first byte that is not
+        /// its own.
         offset: usize,
     },
-    /// No live block begins here: it was freed before, or is another allocator's. The call was refused.
+    /// No live block begins here: it was freed before, or is another allocator's. The call was
+    /// refused.
     NoBlock {
         /// What was given back.
         address: usize,
     },
-    /// A block was given back with another layout than it was asked for with. The right one was used.
+    /// A block was given back with another layout than it was asked for with. The right one was
+    /// used.
     WrongLayout {
         /// Where the block begins.
         address: usize,
@@ -181,8 +186,8 @@ impl Record {
     /// What has been written around it.
     fn look(&self) -> Option<Finding> {
         let changed = |canary: NonNull<u8>| {
-            // SAFETY: 1. `CANARY` bytes of the block below, which `write_canaries` has initialised. 2. Nobody has a
-            // reference to them.
+            // SAFETY: 1. `CANARY` bytes of the block below, which `write_canaries` has initialised.
+            // 2. Nobody has a reference to them.
             (0..CANARY).find(|&at| unsafe { canary.add(at).read() } != CANARY_BYTE)
         };
         let (address, size) = (self.start().addr().get(), self.layout.size());
@@ -238,7 +243,8 @@ impl<A> Guarded<A> {
     /// Looks around every live block.
     ///
     /// # Errors
-    /// The first finding. It is not among the [`findings`](Guarded::findings) before the block is given back.
+    /// The first finding. It is not among the [`findings`](Guarded::findings) before the block is
+    /// given back.
     pub fn check(&self) -> Result<(), Finding> {
         self.lock().live.values().find_map(Record::look).map_or(Ok(()), Err)
     }
@@ -383,8 +389,10 @@ impl_allocator! {
     }
 }
 
-// SAFETY: 1. Bytes go to nobody before the gate is open: the block below is held by the allocator that makes this promise.
-// 2. They are not written either: a freed block is poisoned only when its gates are open, one that grows or shrinks moves,
+// SAFETY: 1. Bytes go to nobody before the gate is open: the block below is held by the allocator
+// that makes this promise.
+// 2. They are not written either: a freed block is poisoned only when its gates are open, one that
+//    grows or shrinks moves,
 // and canaries lie outside of the user's bytes.
 unsafe impl<A: DeferReuse> DeferReuse for Guarded<A> {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> MemoryResult<()> {
@@ -394,7 +402,8 @@ unsafe impl<A: DeferReuse> DeferReuse for Guarded<A> {
             let record = table.holding(address.addr().get()).ok_or_else(|| foreign.clone())?;
             record.start()
         };
-        // Outside of the lock. The block is live, so it is the same one when the lock is taken again.
+        // Outside of the lock. The block is live, so it is the same one when the lock is taken
+        // again.
         self.inner.defer(start, until.clone())?;
         match self.lock().holding(start.addr().get()) {
             Some(record) => record.gates.push(until),

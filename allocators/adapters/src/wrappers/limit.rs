@@ -11,18 +11,20 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// An allocator whose live bytes are charged to a [`Budget`], each to the byte; or a source of [`Opaque`] memory.
+/// An allocator whose live bytes are charged to a [`Budget`], each to the byte; or a source of
+/// [`Opaque`] memory.
 ///
-/// What is counted is what was asked for, from the moment before the allocator below is called until the moment after
-/// it took the block back. Several limits may share a budget; clones of one share its account. A block that is leaked
-/// stays charged, even when the limit itself is gone.
+/// What is counted is what was asked for, from the moment before the allocator below is called
+/// until the moment after it took the block back. Several limits may share a budget; clones of one
+/// share its account. A block that is leaked stays charged, even when the limit itself is gone.
 ///
 /// A block of a device's memory is charged until its bytes are really free, which for one that
 /// another stream still uses is later than its drop. Before a request is refused the pool looks
 /// once which work is done; it is not asked for the block. The refusal is
 /// [`MemoryError::OutOfMemory`], as the pool's own.
 ///
-/// A pool that holds physical memory charges that itself; use this one where live bytes are the thing to bound.
+/// A pool that holds physical memory charges that itself; use this one where live bytes are the
+/// thing to bound.
 ///
 /// ```
 /// use aquifer_adapters::Limit;

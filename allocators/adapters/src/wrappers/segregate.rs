@@ -9,11 +9,12 @@ use std::{ptr::NonNull, sync::Arc};
 
 /// Two allocators: one serves what is small, the other what is larger than a threshold.
 ///
-/// Where a block came from follows from its size alone, so neither allocator has to know its blocks: a small block is
-/// cut to the threshold where the allocator gives more. A block that grows or shrinks past the threshold moves.
+/// Where a block came from follows from its size alone, so neither allocator has to know its
+/// blocks: a small block is cut to the threshold where the allocator gives more. A block that grows
+/// or shrinks past the threshold moves.
 ///
-/// Where one refuses, the other is not asked; [`Fallback`](super::Fallback) does that. Both may be sources of [`Opaque`]
-/// memory of one device.
+/// Where one refuses, the other is not asked; [`Fallback`](super::Fallback) does that. Both may be
+/// sources of [`Opaque`] memory of one device.
 ///
 /// ```
 /// use aquifer_adapters::{Counted, Segregate};

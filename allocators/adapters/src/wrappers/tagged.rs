@@ -10,8 +10,8 @@ use std::{ptr::NonNull, sync::Arc};
 
 /// An allocator whose allocations belong to one [`Tag`], whatever scope they are made in.
 ///
-/// The pools below see it as [`Tag::current`] and count under it. Over [`Opaque`] memory it is the request's tag, whatever
-/// that was.
+/// The pools below see it as [`Tag::current`] and count under it. Over [`Opaque`] memory it is the
+/// request's tag, whatever that was.
 ///
 /// ```
 /// use aquifer_adapters::Tagged;

@@ -74,7 +74,8 @@ impl Gate for Latch {
     }
 }
 
-/// The global allocator with quarantine: a block that is freed while one of its gates is closed stays as it is.
+/// The global allocator with quarantine: a block that is freed while one of its gates is closed
+/// stays as it is.
 ///
 /// Clones are handles to one pool.
 #[derive(Clone, Debug, Default)]
@@ -91,12 +92,14 @@ struct Block {
 }
 
 impl Gated {
-    /// Gives back what was freed and is not held any more. Says how many blocks are left: live ones, and held ones.
+    /// Gives back what was freed and is not held any more. Says how many blocks are left: live
+    /// ones, and held ones.
     pub(crate) fn reap(&self) -> (usize, usize) {
         let mut blocks = self.blocks.borrow_mut();
         blocks.retain(|block| {
             if block.freed && block.gates.iter().all(|gate| gate.is_open()) {
-                // SAFETY: the block came from `Global` with this layout, was freed, and is forgotten here.
+                // SAFETY: the block came from `Global` with this layout, was freed, and is
+                // forgotten here.
                 unsafe { Global.deallocate(block.start, block.layout) };
                 return false;
             }
@@ -140,7 +143,8 @@ unsafe impl DeferReuse for Gated {
     }
 }
 
-// SAFETY: the table holds every live block, and blocks are the global allocator's, so no other allocator's lies in one.
+// SAFETY: the table holds every live block, and blocks are the global allocator's, so no other
+// allocator's lies in one.
 unsafe impl Owns for Gated {
     fn owns(&self, block: NonNull<u8>) -> bool {
         let address = block.addr().get();
@@ -154,13 +158,14 @@ unsafe impl Owns for Gated {
 
 type Table = BTreeMap<usize, (NonNull<u8>, std::alloc::Layout)>;
 
-/// The global allocator with a table of its blocks and room for so many bytes. Gives more than it is asked for, and takes
-/// any size in between back.
+/// The global allocator with a table of its blocks and room for so many bytes. Gives more than it
+/// is asked for, and takes any size in between back.
 ///
 /// Clones are handles to one allocator.
 #[derive(Clone, Debug)]
 pub(crate) struct Owned {
-    /// By address: where they really reach, since a caller's pointer need not reach the extra bytes.
+    /// By address: where they really reach, since a caller's pointer need not reach the extra
+    /// bytes.
     blocks: Rc<RefCell<Table>>,
     room: usize,
 }
@@ -204,7 +209,8 @@ impl_allocator! {
     }
 }
 
-// SAFETY: the table holds every live block, and blocks are the global allocator's, so no other allocator's lies in one.
+// SAFETY: the table holds every live block, and blocks are the global allocator's, so no other
+// allocator's lies in one.
 unsafe impl Owns for Owned {
     fn owns(&self, block: NonNull<u8>) -> bool {
         let address = block.addr().get();

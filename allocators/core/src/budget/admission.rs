@@ -1,5 +1,5 @@
-//! The way in and out: every charge, reservation, draw from the tree by a lease and release goes through here. What takes
-//! bytes of several nodes at once does its own adding, in `together`.
+//! The way in and out: every charge, reservation, draw from the tree by a lease and release goes
+//! through here. What takes bytes of several nodes at once does its own adding, in `together`.
 
 use super::{
     lock::Inside,
@@ -10,7 +10,8 @@ use super::{
 use crate::sync::atomic::Ordering::Relaxed;
 
 impl Tree {
-    /// What a refusal leaves to try before it stands: at `nodes` at most, which is how many could refuse.
+    /// What a refusal leaves to try before it stands: at `nodes` at most, which is how many could
+    /// refuse.
     #[cold]
     pub(super) fn insist(
         &self,
@@ -18,7 +19,8 @@ impl Tree {
         nodes: usize,
         again: impl Fn() -> Result<(), Refused>,
     ) -> Result<(), OutOfBudget> {
-        // Spare bytes of leases are anybody's; those below the node that refused are what it lacks. Then the next one may.
+        // Spare bytes of leases are anybody's; those below the node that refused are what it lacks.
+        // Then the next one may.
         for _ in 0..nodes {
             if refused.0.recall() == 0 {
                 break;

@@ -6,8 +6,8 @@ use std::{fmt, mem::ManuallyDrop};
 
 /// Bytes taken from a [`Budget`] and from all above it, given back when this is dropped.
 ///
-/// Keep it beside what it pays for: a physical handle, a region, a block. Forgetting one keeps the bytes charged. Dropping
-/// one never blocks; it may call hooks of levels, and wake whoever waits.
+/// Keep it beside what it pays for: a physical handle, a region, a block. Forgetting one keeps the
+/// bytes charged. Dropping one never blocks; it may call hooks of levels, and wake whoever waits.
 #[must_use = "a charge that is dropped at once pays for nothing"]
 pub struct Charge {
     /// No handle of its own, since the bytes keep the node; a handle if there are no bytes.
@@ -38,7 +38,8 @@ impl Charge {
         &self.budget
     }
 
-    /// Cuts `bytes` off into a charge of their own; `None` if it holds fewer. The total stays as it is.
+    /// Cuts `bytes` off into a charge of their own; `None` if it holds fewer. The total stays as it
+    /// is.
     #[must_use]
     pub fn split(&mut self, bytes: u64) -> Option<Charge> {
         let rest = self.bytes.checked_sub(bytes)?;
@@ -69,8 +70,8 @@ impl Charge {
         Ok(())
     }
 
-    /// Says that what this pays for could not be freed. The bytes stay charged, and are counted as stranded here and above,
-    /// until the owner has freed it after all.
+    /// Says that what this pays for could not be freed. The bytes stay charged, and are counted as
+    /// stranded here and above, until the owner has freed it after all.
     #[must_use = "the owner can try again"]
     pub fn strand(self) -> StrandedCharge {
         self.budget.node.strand(self.bytes);
@@ -157,7 +158,8 @@ impl Reservation {
     }
 }
 
-/// A charge for what could not be freed. Its bytes stay charged, also when this is dropped: the memory is still held.
+/// A charge for what could not be freed. Its bytes stay charged, also when this is dropped: the
+/// memory is still held.
 ///
 /// ```
 /// use aquifer_core::Budget;

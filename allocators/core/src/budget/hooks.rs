@@ -13,7 +13,8 @@ use std::sync::Arc;
 /// All hooks, with their numbers.
 type All<H> = Option<Arc<[(u64, H)]>>;
 
-/// A list that is read without allocating: a charge may be made by the allocator that an allocation here would call.
+/// A list that is read without allocating: a charge may be made by the allocator that an allocation
+/// here would call.
 pub(super) struct Hooks<H> {
     /// Whole lists take each other's place.
     list: Mutex<All<H>>,

@@ -7,14 +7,15 @@
 //!                      charge ──►│◄── release            one atomic of its own
 //! ```
 //!
-//! A lease takes its bytes from the tree by grains, and serves charges from what it has spare. Spare bytes are anybody's who
-//! needs them: before a charge is refused, when somebody gets in line and when a limit is lowered, they are recalled, by
-//! the one who needs them and without the owner. While anybody waits, or more is used than a limit that was lowered allows,
-//! nothing is kept spare. So a limit on live bytes is exact: a charge is refused only where live bytes leave no room for
-//! it, though it cost a look at every lease to see that.
+//! A lease takes its bytes from the tree by grains, and serves charges from what it has spare.
+//! Spare bytes are anybody's who needs them: before a charge is refused, when somebody gets in line
+//! and when a limit is lowered, they are recalled, by the one who needs them and without the owner.
+//! While anybody waits, or more is used than a limit that was lowered allows, nothing is kept
+//! spare. So a limit on live bytes is exact: a charge is refused only where live bytes leave no
+//! room for it, though it cost a look at every lease to see that.
 //!
-//! Whoever makes bytes spare looks afterwards whether anybody waits or a limit was lowered; whoever waits or lowers one says
-//! so and recalls afterwards. One of the two sees the other.
+//! Whoever makes bytes spare looks afterwards whether anybody waits or a limit was lowered; whoever
+//! waits or lowers one says so and recalls afterwards. One of the two sees the other.
 
 use super::{Budget, node::Node, refusal::OutOfBudget};
 use crate::sync::{
@@ -36,18 +37,19 @@ const TAKEN: u8 = 1;
 pub(super) struct Shell {
     /// Bytes that are paid for and not charged, and [`CLOSED`].
     spare: AtomicU64,
-    /// Bytes taken from the tree and not given back, and one more while the lease is open. Whoever brings it to zero
-    /// has the shell.
+    /// Bytes taken from the tree and not given back, and one more while the lease is open. Whoever
+    /// brings it to zero has the shell.
     out: AtomicU64,
     grain: AtomicU64,
     node: &'static Node,
     state: AtomicU8,
 }
 
-/// A part of a budget that is paid for in advance: for a thread, a stream or a shard of a tenant's live bytes.
+/// A part of a budget that is paid for in advance: for a thread, a stream or a shard of a tenant's
+/// live bytes.
 ///
-/// Several threads may share one; each is fastest with its own. The budget counts what is spare as used; a charge that
-/// would be refused takes it back first.
+/// Several threads may share one; each is fastest with its own. The budget counts what is spare as
+/// used; a charge that would be refused takes it back first.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -66,7 +68,8 @@ pub struct Lease {
     shell: &'static Shell,
 }
 
-/// Bytes charged to a [`Lease`], given back to it when this is dropped, and to its budget if the lease is gone.
+/// Bytes charged to a [`Lease`], given back to it when this is dropped, and to its budget if the
+/// lease is gone.
 #[must_use = "a charge that is dropped at once pays for nothing"]
 pub struct Leased {
     shell: &'static Shell,
@@ -74,7 +77,8 @@ pub struct Leased {
 }
 
 impl Budget {
-    /// Opens a lease that takes `grain` bytes at a time, and keeps twice that at most. Takes nothing yet.
+    /// Opens a lease that takes `grain` bytes at a time, and keeps twice that at most. Takes
+    /// nothing yet.
     #[must_use]
     pub fn lease(&self, grain: u64) -> Lease {
         let node = self.node;
@@ -101,7 +105,8 @@ impl Lease {
     /// Takes `bytes`, or nothing. Never blocks.
     ///
     /// # Errors
-    /// [`OutOfBudget`] of the budget, or of the one above it that refused, when no lease has any to spare.
+    /// [`OutOfBudget`] of the budget, or of the one above it that refused, when no lease has any to
+    /// spare.
     #[inline]
     pub fn charge(&self, bytes: u64) -> Result<Leased, OutOfBudget> {
         let shell = self.shell;
@@ -159,7 +164,8 @@ impl Leased {
         self.bytes
     }
 
-    /// Cuts `bytes` off into a charge of their own; `None` if it holds fewer. The total stays as it is.
+    /// Cuts `bytes` off into a charge of their own; `None` if it holds fewer. The total stays as it
+    /// is.
     ///
     /// ```
     /// use aquifer_core::Budget;
@@ -231,7 +237,8 @@ impl Shell {
         }
     }
 
-    /// Whether others have more need of what is spare: somebody waits, or a limit was lowered below what is used.
+    /// Whether others have more need of what is spare: somebody waits, or a limit was lowered below
+    /// what is used.
     #[inline]
     fn keeps_nothing(&self) -> bool {
         self.node.tree.line.is_waited_for() || self.node.is_over()

@@ -8,10 +8,11 @@
 //!                                              Nominal
 //! ```
 //!
-//! A level changes under the tree's lock, together with the bytes. Hooks are called after it, with no lock held, by the
-//! thread whose charge or release has changed the level; one thread at a time, so that the last that a hook hears is the
-//! level that stands. Whatever changes meanwhile, by a hook too, is told by the same thread when the hook has returned: no
-//! hook is called within a hook of its own node.
+//! A level changes under the tree's lock, together with the bytes. Hooks are called after it, with
+//! no lock held, by the thread whose charge or release has changed the level; one thread at a time,
+//! so that the last that a hook hears is the level that stands. Whatever changes meanwhile, by a
+//! hook too, is told by the same thread when the hook has returned: no hook is called within a hook
+//! of its own node.
 
 use super::{Budget, hooks::Hooks, node::Node};
 use crate::sync::atomic::{
@@ -109,10 +110,12 @@ pub struct LevelChange {
     pub limit: u64,
 }
 
-/// What is called when a level has changed. It may charge, release, set limits and panic; it should not wait.
+/// What is called when a level has changed. It may charge, release, set limits and panic; it should
+/// not wait.
 pub type LevelHook = dyn Fn(&Budget, LevelChange) + Send + Sync;
 
-/// Keeps a hook in its place, and removes it when dropped; another thread may then still be inside of it.
+/// Keeps a hook in its place, and removes it when dropped; another thread may then still be inside
+/// of it.
 ///
 /// Its example is that of [`Budget::on_need`](super::Budget::on_need).
 #[must_use = "a registration that is dropped at once removes what it has registered"]
@@ -140,8 +143,8 @@ impl Drop for Registration {
 }
 
 impl Budget {
-    /// Sets where this budget's level changes. A critical threshold below the soft limit counts as at it. Calls hooks if
-    /// the level is another now.
+    /// Sets where this budget's level changes. A critical threshold below the soft limit counts as
+    /// at it. Calls hooks if the level is another now.
     pub fn set_levels(&self, levels: Levels) {
         let crossed = {
             let _inside = self.node.tree.lock.enter();
@@ -161,9 +164,10 @@ impl Budget {
         Level::of(self.node.level.load(Relaxed))
     }
 
-    /// Has `hook` called after each change of this budget's level, until the registration is dropped. It is called with
-    /// no lock of this crate held, by the thread whose charge or release has changed the level: whoever charges or
-    /// releases under a lock of its own has the hook called under that.
+    /// Has `hook` called after each change of this budget's level, until the registration is
+    /// dropped. It is called with no lock of this crate held, by the thread whose charge or release
+    /// has changed the level: whoever charges or releases under a lock of its own has the hook
+    /// called under that.
     pub fn on_level(&self, hook: Arc<LevelHook>) -> Registration {
         let number = self.node.level_hooks.add(hook);
         Registration { budget: self.clone(), number, of_levels: true }
@@ -177,7 +181,8 @@ impl Budget {
 }
 
 impl Node {
-    /// The bytes above which the level rises, and those below which it falls. Under the tree's lock.
+    /// The bytes above which the level rises, and those below which it falls. Under the tree's
+    /// lock.
     pub(super) fn thresholds(&self) -> (u64, u64) {
         let Thresholds { soft, critical, slack } = &self.thresholds;
         let (soft, critical, slack) =
@@ -215,7 +220,8 @@ impl Node {
         self.told.store(0, Relaxed);
     }
 
-    /// Calls the hooks of this node and those above it whose level is not the one that was told. With no lock held.
+    /// Calls the hooks of this node and those above it whose level is not the one that was told.
+    /// With no lock held.
     #[cold]
     pub(super) fn tell_path(&'static self) {
         for node in self.path() {
@@ -226,8 +232,9 @@ impl Node {
     pub(super) fn tell(&'static self) {
         // Whoever knows a node keeps it from becoming another's while hooks run.
         let Some(budget) = self.meet() else { return };
-        // Whoever has changed a level asks here, whatever was told last: a read-modify-write on both sides, so that whoever
-        // finds somebody at it has made the change visible to them before they leave.
+        // Whoever has changed a level asks here, whatever was told last: a read-modify-write on
+        // both sides, so that whoever finds somebody at it has made the change visible to them
+        // before they leave.
         while self.telling.swap(1, AcqRel) == 0 {
             self.tell_all(&budget);
             self.telling.swap(0, AcqRel);

@@ -1,8 +1,9 @@
 //! The lock of a tree.
 //!
-//! What it guards are atomics that only its holder writes, with plain stores; anybody may read them at any time. A charge
-//! through four nodes so costs one locked instruction on the way in and none on the way out, where four counters of their
-//! own would cost one each, and roll-backs that others can see.
+//! What it guards are atomics that only its holder writes, with plain stores; anybody may read them
+//! at any time. A charge through four nodes so costs one locked instruction on the way in and none
+//! on the way out, where four counters of their own would cost one each, and roll-backs that others
+//! can see.
 
 use crate::sync::{
     atomic::{AtomicBool, Ordering},
@@ -10,7 +11,8 @@ use crate::sync::{
 };
 use std::mem::ManuallyDrop;
 
-/// Lets one thread in at a time. Whoever is inside does a few dozen loads and stores, calls nothing and allocates nothing.
+/// Lets one thread in at a time. Whoever is inside does a few dozen loads and stores, calls nothing
+/// and allocates nothing.
 #[derive(Debug)]
 pub(super) struct Lock {
     taken: AtomicBool,

@@ -1,16 +1,18 @@
 //! A node, and how it comes and goes.
 //!
-//! A node is leaked once and used again: when nobody knows it any more and nothing is charged to it, it lies idle until its
-//! parent has a child again. So a charge finds its node by a plain reference, and no count of references moves when one is
-//! taken or given back. There are as many nodes as were in use at once.
+//! A node is leaked once and used again: when nobody knows it any more and nothing is charged to
+//! it, it lies idle until its parent has a child again. So a charge finds its node by a plain
+//! reference, and no count of references moves when one is taken or given back. There are as many
+//! nodes as were in use at once.
 //!
 //! ```text
 //!             claim               last handle gone, nothing charged
 //!   idle ──► between ──► live ───────────────────────────────────► between ──► idle
 //! ```
 //!
-//! A node is known by budgets, its live children, leases and waits: each is a handle. A charge of no bytes is one too; any
-//! other charge keeps its node by the bytes themselves. Lists of children only grow, and are walked without a lock.
+//! A node is known by budgets, its live children, leases and waits: each is a handle. A charge of
+//! no bytes is one too; any other charge keeps its node by the bytes themselves. Lists of children
+//! only grow, and are walked without a lock.
 
 use super::{
     Budget,
@@ -55,7 +57,8 @@ pub(super) struct Tree {
 /// One node. Its figures change under the tree's lock only, and are read at any time.
 #[repr(align(128))]
 pub(super) struct Node {
-    /// Bytes in charges and reservations, here and below. Never above the limit that stood when it was last raised.
+    /// Bytes in charges and reservations, here and below. Never above the limit that stood when it
+    /// was last raised.
     pub(super) used: AtomicU64,
     /// Up to here a charge meets no edge; see [`super::tree`].
     pub(super) easy: AtomicU64,
@@ -236,8 +239,8 @@ impl Node {
         }
     }
 
-    /// Goes idle if nobody knows this node and nothing is charged to it. To be called after the last handle went and
-    /// after the last byte did, whichever is later.
+    /// Goes idle if nobody knows this node and nothing is charged to it. To be called after the
+    /// last handle went and after the last byte did, whichever is later.
     #[cold]
     pub(super) fn leave_if_unknown(&'static self) {
         {

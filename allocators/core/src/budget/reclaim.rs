@@ -1,20 +1,24 @@
 //! Who can give bytes back, and how they are asked.
 //!
-//! Pools and programs register with the budget that their memory is charged to. When room is needed below a node, all who
-//! are registered there are asked what they have and what it costs; then one after another is asked for it, the cheapest
-//! first, until the bytes fit or the deadline has passed. No lock is held meanwhile, nobody is asked twice at once, not the
-//! one who asks, and nobody is believed: what counts is what the budget's own count has fallen by.
+//! Pools and programs register with the budget that their memory is charged to. When room is needed
+//! below a node, all who are registered there are asked what they have and what it costs; then one
+//! after another is asked for it, the cheapest first, until the bytes fit or the deadline has
+//! passed. No lock is held meanwhile, nobody is asked twice at once, not the one who asks, and
+//! nobody is believed: what counts is what the budget's own count has fallen by.
 //!
-//! Cheapest is who gives what is missing for the least: of an offer that is larger than that only its part counts.
+//! Cheapest is who gives what is missing for the least: of an offer that is larger than that only
+//! its part counts.
 //!
 //! # Why two who ask each other get somewhere
-//! 1. *No deadlock.* Whoever is being asked is marked, and is not asked by others meanwhile: they wait for its answer, up to
-//!    their deadline. Who waits like that is asked itself by nobody on that thread: a thread that is inside of somebody's
-//!    [`Reclaim::reclaim`] passes over marked ones and waits for none, so there is no circle of those who wait.
-//! 2. *No livelock.* One who was asked is asked again only if what it offers has changed, or if it may wait now and might
-//!    not before, and one search asks [`MOST`] times at most. So each search ends, whatever others take meanwhile.
-//! 3. A charge is taken whole or not at all, so two who look for the same bytes do not each end up with a half: one of them
-//!    gets all.
+//! 1. *No deadlock.* Whoever is being asked is marked, and is not asked by others meanwhile: they
+//!    wait for its answer, up to their deadline. Who waits like that is asked itself by nobody on
+//!    that thread: a thread that is inside of somebody's [`Reclaim::reclaim`] passes over marked
+//!    ones and waits for none, so there is no circle of those who wait.
+//! 2. *No livelock.* One who was asked is asked again only if what it offers has changed, or if it
+//!    may wait now and might not before, and one search asks [`MOST`] times at most. So each search
+//!    ends, whatever others take meanwhile.
+//! 3. A charge is taken whole or not at all, so two who look for the same bytes do not each end up
+//!    with a half: one of them gets all.
 
 use super::{
     Budget,
@@ -54,8 +58,8 @@ thread_local! {
 pub struct Offer {
     /// About how many bytes.
     pub bytes: u64,
-    /// About how long all of it takes, and what it costs later counted in: memory that has to be taken anew, work done
-    /// again.
+    /// About how long all of it takes, and what it costs later counted in: memory that has to be
+    /// taken anew, work done again.
     pub cost: Duration,
 }
 
@@ -72,22 +76,24 @@ pub trait Reclaim: Send + Sync {
     /// What it is called in an error: `cache of stream 3`.
     fn name(&self) -> &'static str;
 
-    /// What it could give back now, or soon where it [waits](Reclaim::waits). Must not block, nor take a lock that is held
-    /// over a driver call.
+    /// What it could give back now, or soon where it [waits](Reclaim::waits). Must not block, nor
+    /// take a lock that is held over a driver call.
     fn offer(&self) -> Offer;
 
-    /// Gives back about `bytes`, and waits for a device or a thread only if `deadline` has not passed (`None`: never does).
-    /// Called with no lock of the budget held; it may charge and release, and it may panic, which is counted and otherwise
-    /// passed over. It is called again as long as it offers less each time.
+    /// Gives back about `bytes`, and waits for a device or a thread only if `deadline` has not
+    /// passed (`None`: never does). Called with no lock of the budget held; it may charge and
+    /// release, and it may panic, which is counted and otherwise passed over. It is called again as
+    /// long as it offers less each time.
     fn reclaim(&self, bytes: u64, deadline: Option<Instant>);
 
-    /// Whether it cannot give anything back without waiting. Then it is asked last, and only by who has time.
+    /// Whether it cannot give anything back without waiting. Then it is asked last, and only by who
+    /// has time.
     fn waits(&self) -> bool {
         false
     }
 
-    /// Whose memory it gives back: where the driver of a device has none left, those of other places are not asked. `None`,
-    /// unless it says otherwise, is asked wherever memory is short.
+    /// Whose memory it gives back: where the driver of a device has none left, those of other
+    /// places are not asked. `None`, unless it says otherwise, is asked wherever memory is short.
     fn place(&self) -> Option<Place> {
         None
     }
@@ -112,7 +118,8 @@ pub struct Room {
 }
 
 impl Budget {
-    /// Registers one whose memory is charged here or below, until the registration is dropped or nobody else keeps it.
+    /// Registers one whose memory is charged here or below, until the registration is dropped or
+    /// nobody else keeps it.
     ///
     /// ```
     /// use aquifer_core::{Budget, Charge, budget::{Offer, Reclaim}};
@@ -138,10 +145,12 @@ impl Budget {
         Registration { budget: self.clone(), number, of_levels: false }
     }
 
-    /// Asks those who are registered for memory until a charge of `bytes` would fit, or nobody is left to ask, or
-    /// `deadline` has passed: where a node refuses, those of that node and below it. `except` is not asked.
+    /// Asks those who are registered for memory until a charge of `bytes` would fit, or nobody is
+    /// left to ask, or `deadline` has passed: where a node refuses, those of that node and below
+    /// it. `except` is not asked.
     ///
-    /// Takes nothing: whoever is in line for the bytes has them first. Takes as long as those who are asked.
+    /// Takes nothing: whoever is in line for the bytes has them first. Takes as long as those who
+    /// are asked.
     pub fn make_room(
         &self,
         bytes: u64,
@@ -151,9 +160,10 @@ impl Budget {
         self.ask(deadline, except, &|_| true, || self.node.missing(bytes))
     }
 
-    /// Asks those who are registered here and below to give back `bytes`, though nothing refuses: `missing` is how much less
-    /// than that the count here has fallen by, whoever gave. For what no budget knows of: a driver call that was refused, a
-    /// neighbour who needs memory, a machine under pressure. `except` is not asked.
+    /// Asks those who are registered here and below to give back `bytes`, though nothing refuses:
+    /// `missing` is how much less than that the count here has fallen by, whoever gave. For what no
+    /// budget knows of: a driver call that was refused, a neighbour who needs memory, a machine
+    /// under pressure. `except` is not asked.
     ///
     /// Takes as long as those who are asked.
     pub fn reclaim(
@@ -165,8 +175,8 @@ impl Budget {
         self.reclaim_of(bytes, deadline, except, &|_| true)
     }
 
-    /// As [`Budget::reclaim`], of memory of those [places](Reclaim::place) that `helps` says yes to, and of those who do not
-    /// say where theirs is.
+    /// As [`Budget::reclaim`], of memory of those [places](Reclaim::place) that `helps` says yes
+    /// to, and of those who do not say where theirs is.
     pub fn reclaim_of(
         &self,
         bytes: u64,
@@ -182,8 +192,8 @@ impl Budget {
         })
     }
 
-    /// Lowers the limit, and asks those who are registered to give back what is above it: `missing` is what is used
-    /// beyond the limit still. Charges are refused from the start.
+    /// Lowers the limit, and asks those who are registered to give back what is above it: `missing`
+    /// is what is used beyond the limit still. Charges are refused from the start.
     pub fn shrink(&self, limit: u64, deadline: Option<Instant>) -> Room {
         self.set_limit(limit);
         let mut room = self.make_room(0, deadline, None);
@@ -191,14 +201,15 @@ impl Budget {
         room
     }
 
-    /// Starts to ask those who are registered, one at a time: for a pool that looks in between whether it has what it needs.
-    /// `except` is not asked.
+    /// Starts to ask those who are registered, one at a time: for a pool that looks in between
+    /// whether it has what it needs. `except` is not asked.
     #[must_use]
     pub fn asking<'a>(&'a self, except: Option<&'a Registration>) -> Asking<'a> {
         Asking { budget: self, except, asked: Vec::new(), left: MOST }
     }
 
-    /// How a charge of `bytes` would be refused now, and by whom: what [`Budget::charge`] would say. Never blocks.
+    /// How a charge of `bytes` would be refused now, and by whom: what [`Budget::charge`] would
+    /// say. Never blocks.
     #[must_use]
     pub fn refusal(&self, bytes: u64) -> Option<OutOfBudget> {
         let admit = || {
@@ -284,7 +295,8 @@ impl Budget {
     }
 }
 
-/// Asks those who can give bytes back, one at a time and the cheapest first. Whoever asks looks in between.
+/// Asks those who can give bytes back, one at a time and the cheapest first. Whoever asks looks in
+/// between.
 ///
 /// ```
 /// use aquifer_core::{Budget, Charge, budget::{Offer, Reclaim}};
@@ -347,9 +359,10 @@ struct Candidate {
 }
 
 impl Asking<'_> {
-    /// Asks the next for what a charge of `bytes` is missing: where a node refuses it, one of that node or below it; where
-    /// none does, one at this budget or below it, for all of `bytes`. `None` if nobody is left, or if the charge could not be
-    /// had though all were given back. After `deadline` nobody is asked who waits: a deadline that has passed asks for what
+    /// Asks the next for what a charge of `bytes` is missing: where a node refuses it, one of that
+    /// node or below it; where none does, one at this budget or below it, for all of `bytes`.
+    /// `None` if nobody is left, or if the charge could not be had though all were given back.
+    /// After `deadline` nobody is asked who waits: a deadline that has passed asks for what
     /// is to be had without waiting.
     pub fn for_charge(&mut self, bytes: u64, deadline: Option<Instant>) -> Option<Tried> {
         let never = {
@@ -363,8 +376,9 @@ impl Asking<'_> {
         self.next_at(node, missing, deadline, &|_| true)
     }
 
-    /// Asks the next for `bytes` that a driver has refused: one of the whole tree, whose memory is of a place that `helps`,
-    /// or who does not say of which. `None` if nobody is left. The deadline is as with [`Asking::for_charge`].
+    /// Asks the next for `bytes` that a driver has refused: one of the whole tree, whose memory is
+    /// of a place that `helps`, or who does not say of which. `None` if nobody is left. The
+    /// deadline is as with [`Asking::for_charge`].
     pub fn for_memory(
         &mut self,
         bytes: u64,

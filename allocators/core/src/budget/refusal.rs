@@ -12,7 +12,8 @@ pub struct OutOfBudget {
     pub requested: u64,
     /// Bytes charged to it already.
     pub current: u64,
-    /// Bytes that it would have granted. Less than the limit leaves where the rest is guaranteed to others, or waited for.
+    /// Bytes that it would have granted. Less than the limit leaves where the rest is guaranteed
+    /// to others, or waited for.
     pub remaining: u64,
     /// Its limit, in bytes.
     pub limit: u64,

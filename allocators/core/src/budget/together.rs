@@ -6,17 +6,18 @@
 //!                     as it was ◄──────── lower a ◄──── lower b ◄────┘
 //! ```
 //!
-//! Each part is admitted with those before it in place, so two parts that have an edge in common are held against it
-//! together. Peaks, levels and whoever is told come after the last one, so a refusal leaves no trace. All of a tree is one
-//! stay under its lock; whoever reads a sum meanwhile may see parts of a reservation that is about to be refused, never
-//! more than a limit.
+//! Each part is admitted with those before it in place, so two parts that have an edge in common
+//! are held against it together. Peaks, levels and whoever is told come after the last one, so a
+//! refusal leaves no trace. All of a tree is one stay under its lock; whoever reads a sum meanwhile
+//! may see parts of a reservation that is about to be refused, never more than a limit.
 //!
-//! There is no waiting for several at once. Who in line could never be served is refused, or it would stand there for ever
-//! and keep others from room; that is worked out along one path from a node to its root (`never` in `tree`), where what is
-//! guaranteed to others counts once. Parts on several paths share edges, and a place in line would have to stand before
-//! several nodes, of which it takes the room of one and leaves the others to whoever comes: two such waits could take each
-//! other's, each the room that the other lacks. Whoever has to wait waits for the largest part by
-//! [`Budget::reserve_by`], and asks for all again.
+//! There is no waiting for several at once. Who in line could never be served is refused, or it
+//! would stand there for ever and keep others from room; that is worked out along one path from a
+//! node to its root (`never` in `tree`), where what is guaranteed to others counts once. Parts on
+//! several paths share edges, and a place in line would have to stand before several nodes, of
+//! which it takes the room of one and leaves the others to whoever comes: two such waits could take
+//! each other's, each the room that the other lacks. Whoever has to wait waits for the largest part
+//! by [`Budget::reserve_by`], and asks for all again.
 
 use super::{
     Budget, Reservation,
@@ -32,13 +33,15 @@ use crate::sync::atomic::Ordering::Relaxed;
 type Part<'a> = (&'a Budget, u64);
 
 impl Budget {
-    /// Reserves the bytes of every part, or nothing: `n` shards on `n` devices, or a model's weights and the pinned memory
-    /// that they come through. The reservations are in the order of the parts. A budget may be there more than once, and
-    /// above another; no bytes are a reservation as well. Never blocks.
+    /// Reserves the bytes of every part, or nothing: `n` shards on `n` devices, or a model's
+    /// weights and the pinned memory that they come through. The reservations are in the order of
+    /// the parts. A budget may be there more than once, and above another; no bytes are a
+    /// reservation as well. Never blocks.
     ///
-    /// Of budgets that have a root in common, all is one step: nobody else's charge comes between. Of several roots, each
-    /// is one step, in the order in which the parts name them; what one has granted goes back before the refusal of a
-    /// later one is answered, so somebody else may have been refused for it.
+    /// Of budgets that have a root in common, all is one step: nobody else's charge comes between.
+    /// Of several roots, each is one step, in the order in which the parts name them; what one has
+    /// granted goes back before the refusal of a later one is answered, so somebody else may have
+    /// been refused for it.
     ///
     /// ```
     /// use aquifer_core::Budget;
@@ -54,8 +57,9 @@ impl Budget {
     /// ```
     ///
     /// # Errors
-    /// [`OutOfBudget`] of the nearest budget that has no room for the first part that does not fit with those before it.
-    /// `requested` is then the sum of the parts that this budget would have to hold.
+    /// [`OutOfBudget`] of the nearest budget that has no room for the first part that does not fit
+    /// with those before it. `requested` is then the sum of the parts that this budget would have
+    /// to hold.
     pub fn reserve_all(parts: &[(&Budget, u64)]) -> Result<Vec<Reservation>, OutOfBudget> {
         let mut granted: Vec<Option<Charge>> = parts.iter().map(|_| None).collect();
         for (first, &(budget, _)) in parts.iter().enumerate() {

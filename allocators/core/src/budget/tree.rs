@@ -7,12 +7,14 @@
 //!   a node holds max(held, guarantee) of its parent
 //! ```
 //!
-//! So a charge of `bytes` adds `bytes` to `used` all the way up, and to `held` as much as no guarantee below had set aside.
+//! So a charge of `bytes` adds `bytes` to `used` all the way up, and to `held` as much as no
+//! guarantee below had set aside.
 //!
-//! **The quick way.** Most charges meet no edge anywhere: no limit, no new peak, no level, no guarantee that is not used
-//! up, nobody in line. Each node keeps one figure for all of these, `easy`: up to there a charge is an addition. Another,
-//! `floor`, does the same for releases, and a third, `brim`, for whoever only asks how much room there is. They are worked
-//! out anew whenever something that they depend on has changed.
+//! **The quick way.** Most charges meet no edge anywhere: no limit, no new peak, no level, no
+//! guarantee that is not used up, nobody in line. Each node keeps one figure for all of these,
+//! `easy`: up to there a charge is an addition. Another, `floor`, does the same for releases, and a
+//! third, `brim`, for whoever only asks how much room there is. They are worked out anew whenever
+//! something that they depend on has changed.
 
 use super::{
     node::{ASK, NOBODY, Node},
@@ -97,7 +99,8 @@ impl Node {
 
     /// Whether a charge of `bytes` by one of this priority fits everywhere. Changes nothing.
     pub(super) fn admit(&'static self, bytes: u64, priority: i64) -> Result<(), Refused> {
-        // What the node at hand has to hold more than it does; the rest has been set aside for those below.
+        // What the node at hand has to hold more than it does; the rest has been set aside for
+        // those below.
         let mut more = bytes;
         for node in self.path() {
             let limit = node.limit.load(Relaxed);
@@ -115,7 +118,8 @@ impl Node {
         Ok(())
     }
 
-    /// What this node says to a charge of `bytes`, of which `aside` are set aside by guarantees below.
+    /// What this node says to a charge of `bytes`, of which `aside` are set aside by guarantees
+    /// below.
     fn refusal(&self, bytes: u64, aside: u64, in_line: bool) -> OutOfBudget {
         let (used, limit) = (self.used.load(Relaxed), self.limit.load(Relaxed));
         let room = if in_line { 0 } else { limit.saturating_sub(self.held()) };
@@ -178,8 +182,8 @@ impl Node {
         raises
     }
 
-    /// As [`Node::room`], by whoever does not hold the lock: two loads a node, where nothing is out of the ordinary. The
-    /// priority is asked for where it counts.
+    /// As [`Node::room`], by whoever does not hold the lock: two loads a node, where nothing is out
+    /// of the ordinary. The priority is asked for where it counts.
     #[inline]
     pub(super) fn glance(&'static self, priority: impl Fn() -> i64) -> u64 {
         let look = |node: &Node| {
@@ -194,8 +198,8 @@ impl Node {
         room
     }
 
-    /// The first node by which `bytes` more would be too much, though all else were given back: what is asked is above a
-    /// limit, less what others below it are guaranteed.
+    /// The first node by which `bytes` more would be too much, though all else were given back:
+    /// what is asked is above a limit, less what others below it are guaranteed.
     pub(super) fn never(&'static self, bytes: u64) -> Option<OutOfBudget> {
         let (mut need, mut own) = (bytes, 0);
         for node in self.path() {
@@ -222,8 +226,8 @@ impl Node {
         self.settle()
     }
 
-    /// Adds what [`Node::admit`] has let pass to the sums alone: [`Node::lower`] leaves no trace of it, as long as what
-    /// was raised last is lowered first.
+    /// Adds what [`Node::admit`] has let pass to the sums alone: [`Node::lower`] leaves no trace of
+    /// it, as long as what was raised last is lowered first.
     pub(super) fn raise(&'static self, bytes: u64) {
         let mut more = bytes;
         for node in self.path() {
@@ -245,7 +249,8 @@ impl Node {
         }
     }
 
-    /// Works out what follows from sums that have moved: peaks, levels, edges. Says whether a level has changed.
+    /// Works out what follows from sums that have moved: peaks, levels, edges. Says whether a level
+    /// has changed.
     pub(super) fn settle(&'static self) -> bool {
         let mut crossed = false;
         for node in self.path() {
@@ -318,7 +323,8 @@ impl Node {
         }
     }
 
-    /// Whether this node or one above holds more than its limit allows: leases then keep nothing. Read outside the lock.
+    /// Whether this node or one above holds more than its limit allows: leases then keep nothing.
+    /// Read outside the lock.
     #[inline]
     pub(super) fn is_over(&'static self) -> bool {
         self.tree.over.load(SeqCst) != 0 && self.path().any(|node| node.over.load(Relaxed))

@@ -12,15 +12,16 @@
 //!     └── dropped ──► its place is given up; if it had been granted, the bytes go to the next
 //! ```
 //!
-//! A look is one stay inside the tree's lock, so nobody's charge comes between two who wait. While a node is taken, a
-//! charge that needs room there is refused unless its priority is above the first waiter's: what is given back goes to
-//! whoever waits. A charge that needs no room there, since its bytes are guaranteed, passes; so does whoever waits at
-//! another node.
+//! A look is one stay inside the tree's lock, so nobody's charge comes between two who wait. While
+//! a node is taken, a charge that needs room there is refused unless its priority is above the
+//! first waiter's: what is given back goes to whoever waits. A charge that needs no room there,
+//! since its bytes are guaranteed, passes; so does whoever waits at another node.
 //!
-//! **Nobody is lost.** The count of those in line is written inside the lock, by the look that left them there, and
-//! whoever gives bytes back reads it inside the lock: either the look has seen the bytes, or the count is seen and there is
-//! another look. Looking never blocks: if somebody is at the line already, it is asked for, and whoever leaves the line
-//! looks whether somebody has asked. So a charge may be dropped anywhere, also by an allocator that the line itself calls.
+//! **Nobody is lost.** The count of those in line is written inside the lock, by the look that left
+//! them there, and whoever gives bytes back reads it inside the lock: either the look has seen the
+//! bytes, or the count is seen and there is another look. Looking never blocks: if somebody is at
+//! the line already, it is asked for, and whoever leaves the line looks whether somebody has asked.
+//! So a charge may be dropped anywhere, also by an allocator that the line itself calls.
 
 use super::{
     Budget, Charge,
@@ -79,7 +80,8 @@ struct Waiter {
     answer: Option<Answer>,
 }
 
-/// What is left to do when the line has been left: wakers and hooks are called with no lock held, dropped wakers too.
+/// What is left to do when the line has been left: wakers and hooks are called with no lock held,
+/// dropped wakers too.
 #[derive(Default)]
 struct Told {
     wakers: Vec<Waker>,
@@ -113,7 +115,8 @@ impl Line {
         }
     }
 
-    /// Whether anybody waits. Exact inside the tree's lock; sequentially consistent for leases, which read it outside.
+    /// Whether anybody waits. Exact inside the tree's lock; sequentially consistent for leases,
+    /// which read it outside.
     #[inline]
     pub(super) fn is_waited_for(&self) -> bool {
         self.waiting.load(SeqCst) != 0
@@ -129,15 +132,16 @@ impl Line {
     /// Has the line looked through, by this thread or by the one that is at it. Never blocks.
     #[cold]
     pub(super) fn look(&self) {
-        // A read-modify-write here and one in `leave`: whichever is second sees the other, or the queue it has left.
+        // A read-modify-write here and one in `leave`: whichever is second sees the other, or the
+        // queue it has left.
         self.asked.fetch_add(1, AcqRel);
         if let Some(queue) = try_lock(&self.queue) {
             self.leave(queue);
         }
     }
 
-    /// The only way in but for [`Line::look`]: also for those who change nothing, since a look that is asked for meanwhile
-    /// is left to them.
+    /// The only way in but for [`Line::look`]: also for those who change nothing, since a look that
+    /// is asked for meanwhile is left to them.
     fn with<R>(&self, work: impl FnOnce(&mut Queue) -> R) -> R {
         let mut queue = lock(&self.queue);
         let answer = work(&mut queue);
@@ -175,7 +179,8 @@ impl Line {
 }
 
 impl Queue {
-    /// Goes through the line from the first on. Allocates before and after the tree's lock, not inside.
+    /// Goes through the line from the first on. Allocates before and after the tree's lock, not
+    /// inside.
     fn look(&mut self, line: &Line, at: Option<Instant>) -> Told {
         let mut told = Told::default();
         let Some((_, first)) = self.waiting.first_key_value() else {
@@ -253,11 +258,13 @@ impl Queue {
     }
 }
 
-/// A charge that waits for its bytes. A `Future` that needs no runtime: whoever gives bytes back calls its waker.
+/// A charge that waits for its bytes. A `Future` that needs no runtime: whoever gives bytes back
+/// calls its waker.
 ///
-/// It takes its place in line when it is polled first. Dropping it gives the place up, or hands bytes that it was granted
-/// and has not taken to the next in line. It has no clock: a deadline that has passed ends it when it is polled, when
-/// anybody looks through the line, or by [`Budget::expire_waits`].
+/// It takes its place in line when it is polled first. Dropping it gives the place up, or hands
+/// bytes that it was granted and has not taken to the next in line. It has no clock: a deadline
+/// that has passed ends it when it is polled, when anybody looks through the line, or by
+/// [`Budget::expire_waits`].
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -349,7 +356,8 @@ impl Waiting {
         });
         self.stage = Stage::InLine(place);
         told.tell();
-        // What leases hold and do not use goes to whoever waits. From here on they see that somebody does.
+        // What leases hold and do not use goes to whoever waits. From here on they see that
+        // somebody does.
         self.budget.node.recall_all();
         self.go_on(place, waker)
     }
@@ -453,12 +461,12 @@ impl Parked {
 }
 
 impl Budget {
-    /// As [`Budget::charge`], waiting for the bytes until `deadline`, or for as long as it takes: in line, by this budget's
-    /// priority, then in order. Blocks the thread, with no lock held.
+    /// As [`Budget::charge`], waiting for the bytes until `deadline`, or for as long as it takes:
+    /// in line, by this budget's priority, then in order. Blocks the thread, with no lock held.
     ///
     /// # Errors
-    /// [`OutOfBudget`] with the figures of the deadline; or at once, at any time, where the bytes are above a limit, less
-    /// what others are guaranteed, and so could never be had.
+    /// [`OutOfBudget`] with the figures of the deadline; or at once, at any time, where the bytes
+    /// are above a limit, less what others are guaranteed, and so could never be had.
     pub fn charge_by(&self, bytes: u64, deadline: Option<Instant>) -> Result<Charge, OutOfBudget> {
         let waiting = self.charge_async(bytes);
         match deadline {
@@ -473,8 +481,8 @@ impl Budget {
         Waiting { budget: self.clone(), bytes, deadline: None, priority: None, stage: Stage::New }
     }
 
-    /// Ends the waits in this budget's whole tree whose deadline is not after `now`, those that are not polled too: for
-    /// programs with a timer of their own. Never blocks on a wait.
+    /// Ends the waits in this budget's whole tree whose deadline is not after `now`, those that are
+    /// not polled too: for programs with a timer of their own. Never blocks on a wait.
     pub fn expire_waits(&self, now: Instant) {
         let line = &self.node.tree.line;
         line.with(|queue| queue.look(line, Some(now))).tell();

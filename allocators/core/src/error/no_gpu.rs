@@ -5,7 +5,8 @@ use std::{error, fmt};
 
 /// Why no GPU can be used here.
 ///
-/// On a machine without a GPU this is the ordinary case, and [`NoLibrary`](Self::NoLibrary) the ordinary reason.
+/// On a machine without a GPU this is the ordinary case, and [`NoLibrary`](Self::NoLibrary) the
+/// ordinary reason.
 ///
 /// ```
 /// use aquifer_core::NoGpu;
@@ -18,7 +19,8 @@ pub enum NoGpu {
     NotBuilt,
     /// The driver's library, `libcuda.so.1`, is not installed or not on the loader's path.
     NoLibrary,
-    /// The library lacks a function: the driver is older than CUDA 12.0, the first that has all of them.
+    /// The library lacks a function: the driver is older than CUDA 12.0, the first that has all of
+    /// them.
     MissingSymbol {
         /// The function.
         symbol: &'static str,
@@ -27,8 +29,8 @@ pub enum NoGpu {
     Hidden,
     /// The driver was opened and has no device.
     NoDevices,
-    /// The library is there and does not start. Code 100 says that there is no device, 34 that the library is the
-    /// toolkit's stub for linking, 803 that the kernel module is another version.
+    /// The library is there and does not start. Code 100 says that there is no device, 34 that the
+    /// library is the toolkit's stub for linking, 803 that the kernel module is another version.
     Start(DriverError),
 }
 

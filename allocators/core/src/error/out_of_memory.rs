@@ -55,7 +55,8 @@ pub struct TenantHolding {
     pub limit: u64,
 }
 
-/// Out of memory, with everything needed to see why. Its text ends in one action a person can take, [`Remedy`].
+/// Out of memory, with everything needed to see why. Its text ends in one action a person can take,
+/// [`Remedy`].
 ///
 /// ```
 /// use aquifer_core::{Budget, OutOfMemory};
@@ -74,13 +75,13 @@ pub struct OutOfMemory {
     pub requested: u64,
     /// The budget's refusal, if one stood in the way.
     pub refused: Option<OutOfBudget>,
-    /// Whether `refused` limits live bytes, of a tenant or a tag: what the pool has free is no help then, and nothing of it
-    /// was tried.
+    /// Whether `refused` limits live bytes, of a tenant or a tag: what the pool has free is no
+    /// help then, and nothing of it was tried.
     pub of_live_bytes: bool,
     /// The driver's refusal, if one stood in the way.
     pub driver: Option<DriverError>,
-    /// The limits that are too low, the one that refused first: with all of them raised the request
-    /// would fit, as far as limits go. Empty where that is not known.
+    /// The limits that are too low, the one that refused first: with all of them raised the
+    /// request would fit, as far as limits go. Empty where that is not known.
     pub raise: Vec<Raise>,
     /// Bytes of memory that the place has in all; 0 where that is not known.
     pub capacity: u64,
@@ -90,7 +91,8 @@ pub struct OutOfMemory {
     pub cached: u64,
     /// Bytes that wait for uses on other streams.
     pub pending: u64,
-    /// Bytes of `physical` held for graphs, live or free: nobody else is given them before the graphs are gone.
+    /// Bytes of `physical` held for graphs, live or free: nobody else is given them before the
+    /// graphs are gone.
     pub graphs: u64,
     /// Bytes held from the driver or the kernel.
     pub physical: u64,
@@ -149,9 +151,10 @@ impl OutOfMemory {
         Remedy::of(self)
     }
 
-    /// All of it as one JSON object on one line: for logs that a program reads. Every field by its name, bytes as whole
-    /// numbers, what there is none of as `null` or an empty list, all entries of a list where the text has the first few,
-    /// and the [remedy](OutOfMemory::remedy)'s text under `do`.
+    /// All of it as one JSON object on one line: for logs that a program reads. Every field by its
+    /// name, bytes as whole numbers, what there is none of as `null` or an empty list, all entries
+    /// of a list where the text has the first few, and the [remedy](OutOfMemory::remedy)'s text
+    /// under `do`.
     #[must_use]
     pub fn to_json(&self) -> String {
         json::of(self)

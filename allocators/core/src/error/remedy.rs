@@ -7,7 +7,8 @@ use crate::{
 };
 use std::fmt;
 
-/// The one thing to do about an [`OutOfMemory`]: the first of these whose case it is. Its text is the error's last line.
+/// The one thing to do about an [`OutOfMemory`]: the first of these whose case it is. Its text is
+/// the error's last line.
 ///
 /// ```
 /// use aquifer_core::{Budget, OutOfMemory, error::{Limits, Remedy}};
@@ -34,7 +35,8 @@ pub enum Remedy<'a> {
         /// The limits, and what each has to be.
         raise: Limits<'a>,
     },
-    /// A limit on live bytes has been met: no memory is missing, this tenant's or tag's share is used up.
+    /// A limit on live bytes has been met: no memory is missing, this tenant's or tag's share is
+    /// used up.
     FreeOrRaise {
         /// Bytes that it holds.
         live: u64,

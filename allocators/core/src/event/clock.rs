@@ -1,7 +1,8 @@
 //! The time since a recorder was made.
 
-/// Reads the processor's counter: 10 ns, where the system's clock takes 26 to 44; where the counter is no clock, that
-/// one. The first of a process takes some milliseconds to compare the two, and none of them more.
+/// Reads the processor's counter: 10 ns, where the system's clock takes 26 to 44; where the counter
+/// is no clock, that one. The first of a process takes some milliseconds to compare the two, and
+/// none of them more.
 #[cfg(not(miri))]
 #[derive(Clone)]
 pub(super) struct Clock {

@@ -14,9 +14,9 @@ const NAME: &str = "AQUIFER_TRACE";
 static TRACE: Mutex<Option<Arc<Recorder>>> = Mutex::new(None);
 
 impl Recorder {
-    /// Returns the recorder of a pool that was given `own`: both that one and the file that `AQUIFER_TRACE` names get
-    /// every event. Returns `own` where the variable is not set or empty. The file is the same for all pools of the
-    /// process, and is created at the first call.
+    /// Returns the recorder of a pool that was given `own`: both that one and the file that
+    /// `AQUIFER_TRACE` names get every event. Returns `own` where the variable is not set or empty.
+    /// The file is the same for all pools of the process, and is created at the first call.
     ///
     /// ```
     /// use aquifer_core::Recorder;

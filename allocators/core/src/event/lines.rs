@@ -1,4 +1,5 @@
-//! A file of lines, and a count of those that could not be written: what every sink that writes a log needs.
+//! A file of lines, and a count of those that could not be written: what every sink that writes a
+//! log needs.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -12,10 +13,11 @@ use std::{
 /// Names that are tried before a file is given up.
 const NAMES: u32 = 1000;
 
-/// Written a line at a time, so that the log of a program that is killed is whole as far as it goes.
+/// Written a line at a time, so that the log of a program that is killed is whole as far as it
+/// goes.
 ///
-/// The file ends with the last line that was written whole: after a failure nothing is written any more, since a line
-/// that refers to a missing one would make no sense.
+/// The file ends with the last line that was written whole: after a failure nothing is written any
+/// more, since a line that refers to a missing one would make no sense.
 #[derive(Debug)]
 pub(super) struct Lines {
     path: PathBuf,
@@ -29,9 +31,9 @@ pub(super) struct Lines {
 }
 
 impl Lines {
-    /// Creates or replaces the file, and writes its first line. `%p` in `template` stands for the process id. A file that
-    /// is being written already, by another process or by this one, stays as it is, and the new one has the process id in
-    /// its name.
+    /// Creates or replaces the file, and writes its first line. `%p` in `template` stands for the
+    /// process id. A file that is being written already, by another process or by this one, stays
+    /// as it is, and the new one has the process id in its name.
     pub(super) fn create(template: &Path, header: &str) -> io::Result<Self> {
         Self::begin(open(template, false)?, header)
     }
@@ -43,7 +45,8 @@ impl Lines {
         Ok(lines)
     }
 
-    /// The same in a child of a fork, which has a file of its own. A failure is reported, and every line is dropped.
+    /// The same in a child of a fork, which has a file of its own. A failure is reported, and every
+    /// line is dropped.
     pub(super) fn in_child(template: &Path, header: &str) -> Self {
         let begun = open(template, true).and_then(|opened| Self::begin(opened, header));
         begun.unwrap_or_else(|error| {
@@ -79,7 +82,8 @@ impl Lines {
                 Ok(())
             }
             Err(error) => {
-                // A part of the line may be there. What is no file on a disk cannot be cut, and is left.
+                // A part of the line may be there. What is no file on a disk cannot be cut, and is
+                // left.
                 let _ =
                     file.set_len(self.bytes).and_then(|()| file.seek(SeekFrom::Start(self.bytes)));
                 Err(error)
@@ -103,8 +107,8 @@ fn report(path: &Path, error: &io::Error) {
     );
 }
 
-/// Opens the file that `template` stands for, locked against other writers and empty. A child of a fork never takes the
-/// name that its parent may have.
+/// Opens the file that `template` stands for, locked against other writers and empty. A child of a
+/// fork never takes the name that its parent may have.
 fn open(template: &Path, child: bool) -> io::Result<(File, PathBuf)> {
     let process = process::id().to_string();
     let named = replaced(template.as_os_str(), &process);
@@ -128,8 +132,8 @@ fn open(template: &Path, child: bool) -> io::Result<(File, PathBuf)> {
     Err(io::Error::new(io::ErrorKind::AlreadyExists, "every name for it is in use"))
 }
 
-/// Opens a file and empties it, unless it is being written. Where files cannot be locked, only one whose name no other
-/// process has is taken.
+/// Opens a file and empties it, unless it is being written. Where files cannot be locked, only one
+/// whose name no other process has is taken.
 fn take(path: &Path, own: bool) -> io::Result<Option<File>> {
     let file = File::options().write(true).create(true).truncate(false).open(path)?;
     if !file.metadata()?.is_file() {

@@ -1,7 +1,8 @@
 //! A value of each process, so that a child of a fork does not meet its parent's locks.
 //!
-//! A child of a fork has one thread. A lock that another thread of the parent held at that moment stays locked there for
-//! ever, and a file that both write is mixed up. A child therefore gets a value of its own at its first call.
+//! A child of a fork has one thread. A lock that another thread of the parent held at that moment
+//! stays locked there for ever, and a file that both write is mixed up. A child therefore gets a
+//! value of its own at its first call.
 
 use std::{process, sync::OnceLock};
 

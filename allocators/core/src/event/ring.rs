@@ -8,9 +8,10 @@
 //!              └────┴────┴────┴────┘                    so 12 has come over 8, and 12's neighbour is still on its way
 //! ```
 //!
-//! Whoever fills a place does so by a compare-and-swap, five stores and another, whatever others do; nobody waits for
-//! anybody. Those who take events out look at the stamp before and after they read, so a slot that is written meanwhile
-//! counts as lost. All that is in a slot is atomics, so a torn event is thrown away and never a data race.
+//! Whoever fills a place does so by a compare-and-swap, five stores and another, whatever others
+//! do; nobody waits for anybody. Those who take events out look at the stamp before and after they
+//! read, so a slot that is written meanwhile counts as lost. All that is in a slot is atomics, so a
+//! torn event is thrown away and never a data race.
 
 use super::{Action, BlockKind, Event, Place, Sink};
 use crate::{
@@ -24,8 +25,9 @@ use std::{
 
 /// Keeps the last events in their order, and counts those that were dropped for later ones.
 ///
-/// A [`Recorder`](super::Recorder) in front of it needs no lock either: an event's ticket is its place here. An event whose
-/// ticket is out and that has not come holds back those behind it, until as many have come as the ring has room for.
+/// A [`Recorder`](super::Recorder) in front of it needs no lock either: an event's ticket is its
+/// place here. An event whose ticket is out and that has not come holds back those behind it, until
+/// as many have come as the ring has room for.
 ///
 /// ```
 /// use aquifer_core::event::{Action, Place, Recorder, RingSink};
@@ -74,8 +76,8 @@ impl Slot {
         2 * place + 2
     }
 
-    /// Writes an event, unless a later one is there, or an earlier one is being written by somebody who is a whole round
-    /// late.
+    /// Writes an event, unless a later one is there, or an earlier one is being written by somebody
+    /// who is a whole round late.
     #[inline]
     fn fill(&self, place: u64, event: &Event) {
         let stamp = self.stamp.load(Ordering::Relaxed);
@@ -83,7 +85,8 @@ impl Slot {
         if stamp >= writing || stamp % 2 == 1 {
             return;
         }
-        // Acquire: of two that fill the slot in turn, the second one's words come after the first one's.
+        // Acquire: of two that fill the slot in turn, the second one's words come after the first
+        // one's.
         if self
             .stamp
             .compare_exchange(stamp, writing, Ordering::Acquire, Ordering::Relaxed)
@@ -98,7 +101,8 @@ impl Slot {
         self.stamp.store(Self::written(place), Ordering::Release);
     }
 
-    /// The event of this place, if it is there and stays there while it is read; otherwise the stamp.
+    /// The event of this place, if it is there and stays there while it is read; otherwise the
+    /// stamp.
     fn read(&self, place: u64) -> Result<Option<Event>, u64> {
         let stamp = self.stamp.load(Ordering::Acquire);
         if stamp != Self::written(place) {
@@ -113,7 +117,8 @@ impl Slot {
 }
 
 impl RingSink {
-    /// A ring of at most `capacity` events, all of its memory taken now: 64 bytes for each, up to the next power of two.
+    /// A ring of at most `capacity` events, all of its memory taken now: 64 bytes for each, up to
+    /// the next power of two.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         let slots = if capacity == 0 { 0 } else { capacity.next_power_of_two() };
@@ -125,13 +130,15 @@ impl RingSink {
         }
     }
 
-    /// Takes out what is there, oldest first. Events that come meanwhile may be among them; nobody who records waits.
+    /// Takes out what is there, oldest first. Events that come meanwhile may be among them; nobody
+    /// who records waits.
     #[must_use]
     pub fn take(&self) -> Vec<Event> {
         self.read(&mut self.taken.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// What [`take`](RingSink::take) would take out, left where it is: what comes later may still come over it.
+    /// What [`take`](RingSink::take) would take out, left where it is: what comes later may still
+    /// come over it.
     ///
     /// ```
     /// use aquifer_core::event::{Action, Place, Recorder, RingSink};
@@ -160,7 +167,8 @@ impl RingSink {
                 Ok(event) => events.extend(event),
                 // A later event has come over it.
                 Err(stamp) if stamp > Slot::written(taken.next) => taken.dropped += 1,
-                // It has not come yet, unless it found its slot busy. Then the next round passes it over.
+                // It has not come yet, unless it found its slot busy. Then the next round passes it
+                // over.
                 Err(_) => break,
             }
             taken.next += 1;

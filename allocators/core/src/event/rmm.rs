@@ -1,9 +1,11 @@
 //! Writes the life of every device block as RAPIDS' memory manager does.
 //!
-//! One line an event under the header `Thread,Time,Action,Pointer,Size,Stream`, as its `logging_resource_adaptor` writes
-//! them (RMM 26): a decimal number of the thread; the time of day with six digits behind the second; `allocate`, `free` or
-//! `allocate failure`; the address as `0x7f04c0000200`, or `(nil)` where there is none; the bytes that were asked for; the
-//! stream as `0x1f`, or `0` for none. So whatever reads RMM's logs reads these: its replay benchmark, its scripts.
+//! One line an event under the header `Thread,Time,Action,Pointer,Size,Stream`, as its
+//! `logging_resource_adaptor` writes them (RMM 26): a decimal number of the thread; the time of day
+//! with six digits behind the second; `allocate`, `free` or `allocate failure`; the address as
+//! `0x7f04c0000200`, or `(nil)` where there is none; the bytes that were asked for; the
+//! stream as `0x1f`, or `0` for none. So whatever reads RMM's logs reads these: its replay
+//! benchmark, its scripts.
 
 use super::{Action, Event, Place, Sink, lines::Lines, process::PerProcess};
 use std::{
@@ -13,12 +15,13 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-/// A sink that writes RMM's log, a line at a time, so that the log of a program that is killed is whole as far as it goes.
-/// A line costs a system call.
+/// A sink that writes RMM's log, a line at a time, so that the log of a program that is killed is
+/// whole as far as it goes. A line costs a system call.
 ///
-/// The time of day is that of Greenwich, where RMM writes the local one; a thread is numbered from 1 on in the order of its
-/// first event, where RMM writes the kernel's number; a stream has the number that its pool gave it, where RMM writes its
-/// handle. What RMM has no row for is left out: the end of a block's last use, growth, moves.
+/// The time of day is that of Greenwich, where RMM writes the local one; a thread is numbered from
+/// 1 on in the order of its first event, where RMM writes the kernel's number; a stream has the
+/// number that its pool gave it, where RMM writes its handle. What RMM has no row for is left out:
+/// the end of a block's last use, growth, moves.
 ///
 /// ```
 /// use aquifer_core::event::{Action, Place, Recorder, RmmLog};
@@ -48,8 +51,9 @@ const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream";
 const DAY_US: u64 = 24 * 60 * 60 * 1_000_000;
 
 impl RmmLog {
-    /// Creates or replaces the file at `path`, under the names that [`TraceFile::create`](super::TraceFile::create)
-    /// documents. Times are told as if the recorder had been made now.
+    /// Creates or replaces the file at `path`, under the names that
+    /// [`TraceFile::create`](super::TraceFile::create) documents. Times are told as if the recorder
+    /// had been made now.
     ///
     /// # Errors
     /// The operating system's, if the file cannot be created or its first line not written.

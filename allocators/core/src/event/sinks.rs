@@ -13,7 +13,8 @@ impl Sink for NullSink {
     fn record(&self, _event: &Event) {}
 }
 
-/// Passes each event to `tracing` at debug level under the target `aquifer`, failures and findings as warnings.
+/// Passes each event to `tracing` at debug level under the target `aquifer`, failures and findings
+/// as warnings.
 ///
 /// ```
 /// use aquifer_core::event::{Recorder, TracingSink};
@@ -41,7 +42,8 @@ impl Sink for TracingSink {
 pub(super) struct Both {
     pub(super) first: Arc<dyn Sink>,
     pub(super) second: Arc<dyn Sink>,
-    /// What is added to the time of an event for the second, whose recorder was made earlier: wraps.
+    /// What is added to the time of an event for the second, whose recorder was made earlier:
+    /// wraps.
     pub(super) offset_ns: u64,
 }
 

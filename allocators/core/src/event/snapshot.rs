@@ -1,8 +1,9 @@
 //! Writes a record of events as a memory snapshot of PyTorch's, for the viewers that people have.
 //!
 //! What `torch.cuda.memory._dump_snapshot()` writes, <https://pytorch.org/memory_viz> draws when it is dropped there, and
-//! `python -m torch.cuda._memory_viz` prints. A [`MemorySnapshot`] is the same of any pool: made of the events of a
-//! [`RingSink`](super::RingSink), or by `aquifer replay TRACE --snapshot FILE` of any trace.
+//! `python -m torch.cuda._memory_viz` prints. A [`MemorySnapshot`] is the same of any pool: made of
+//! the events of a [`RingSink`](super::RingSink), or by `aquifer replay TRACE --snapshot FILE` of
+//! any trace.
 //!
 //! # The format
 //! A pickle of protocol 4 with one dictionary:
@@ -14,7 +15,8 @@
 //! | `allocator_settings` | names and values: whose memory it is |
 //! | `external_annotations` | an empty list |
 //!
-//! What happened is a dictionary with `action`, `addr`, `size`, `stream`, `time_us`, and `category`, which is the tag:
+//! What happened is a dictionary with `action`, `addr`, `size`, `stream`, `time_us`, and
+//! `category`, which is the tag:
 //!
 //! | our [`Action`] | `action` |
 //! |---|---|
@@ -24,10 +26,11 @@
 //! | [`Fail`](Action::Fail) | `oom`; `device_free`, which an event does not know, is 0 |
 //! | `Grow`, `Reap`, `Move`, `Adopt`, `Finding` | nothing: they have no addresses |
 //!
-//! `segment_map` is told in front of the first block that lies in 2 MiB no block lay in before, so segments are the
-//! memory that blocks have touched, in whole multiples of 2 MiB. It is less than what the pool held: that is in its
-//! statistics. What is between blocks is `inactive`. A segment of ours belongs to no stream alone, so each block says its
-//! own beside the segment's; PyTorch's tools pass that key over.
+//! `segment_map` is told in front of the first block that lies in 2 MiB no block lay in before, so
+//! segments are the memory that blocks have touched, in whole multiples of 2 MiB. It is less than
+//! what the pool held: that is in its statistics. What is between blocks is `inactive`. A segment
+//! of ours belongs to no stream alone, so each block says its own beside the segment's; PyTorch's
+//! tools pass that key over.
 
 mod cover;
 mod history;
@@ -105,8 +108,8 @@ pub struct HeldBlock {
 }
 
 impl MemorySnapshot {
-    /// A snapshot of these events, in their order, and of the blocks that are there behind the last of them. Events of
-    /// other memory than devices' are passed over.
+    /// A snapshot of these events, in their order, and of the blocks that are there behind the last
+    /// of them. Events of other memory than devices' are passed over.
     #[must_use]
     pub fn of(events: impl IntoIterator<Item = Event>) -> Self {
         let mut snapshot = Self::default();
@@ -121,8 +124,8 @@ impl MemorySnapshot {
         snapshot
     }
 
-    /// Adds a block that is live and may be older than the first event. Where events tell of its address, or of a live
-    /// block that it would lie over, they count.
+    /// Adds a block that is live and may be older than the first event. Where events tell of its
+    /// address, or of a live block that it would lie over, they count.
     pub fn hold(&mut self, device: DeviceId, block: HeldBlock) {
         let HeldBlock { address, bytes, stream, tag, at } = block;
         if device.0 < DEVICES {

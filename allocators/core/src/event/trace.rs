@@ -1,7 +1,8 @@
 //! Writes the life of every block as a trace that can be replayed.
 //!
 //! # The format
-//! Text in lines that end with a line feed, of fields apart by commas. The first line names the fields:
+//! Text in lines that end with a line feed, of fields apart by commas. The first line names the
+//! fields:
 //!
 //! ```text
 //! t_us,op,id,bytes,stream,kind,device,tag
@@ -24,13 +25,15 @@
 //! | `device` | the device's ordinal; `host:N` for pinned memory of NUMA node N, `host` where the node is not known |
 //! | `tag` | the name of its [`Tag`], with `%`, `,`, and control characters as `%` and two hexadecimal digits for each byte; at most 1,024 bytes of it; empty for none |
 //!
-//! Each block has one `a`, at most one `f` behind it, and at most one `c` behind that. What is still held when the file ends
-//! has no `f`. A `c` right behind its `f` says that nothing outlived the free; without one, the last use is not known to be
-//! done by the end. All numbers are decimal, without a sign. A reader goes by the names in the first line: files that were
-//! written before have the first five fields alone.
+//! Each block has one `a`, at most one `f` behind it, and at most one `c` behind that. What is
+//! still held when the file ends has no `f`. A `c` right behind its `f` says that nothing outlived
+//! the free; without one, the last use is not known to be done by the end. All numbers are decimal,
+//! without a sign. A reader goes by the names in the first line: files that were written before
+//! have the first five fields alone.
 //!
-//! Reserved memory has a block for each committed step. Parking frees and completes a tag's blocks, resuming allocates
-//! them again. The trace ends with the last line that could be written; that is reported on the standard error stream.
+//! Reserved memory has a block for each committed step. Parking frees and completes a tag's blocks,
+//! resuming allocates them again. The trace ends with the last line that could be written; that is
+//! reported on the standard error stream.
 
 use super::{Action, BlockKind, Event, Place, Sink, lines::Lines, process::PerProcess};
 use crate::{DeviceId, Tag};
@@ -46,11 +49,11 @@ const HEADER: &str = "t_us,op,id,bytes,stream,kind,device,tag";
 /// Bytes of a tag's name that are written.
 const TAG: usize = 1024;
 
-/// A sink that writes a trace file, a line at a time, so that the trace of a program that is killed is whole as far as it
-/// goes. A line costs a system call.
+/// A sink that writes a trace file, a line at a time, so that the trace of a program that is killed
+/// is whole as far as it goes. A line costs a system call.
 ///
-/// A child of a fork writes a file of its own from its first event on. Blocks that it inherited are in its parent's file
-/// alone.
+/// A child of a fork writes a file of its own from its first event on. Blocks that it inherited are
+/// in its parent's file alone.
 ///
 /// ```
 /// use aquifer_core::event::{Action, Place, Recorder, TraceFile};
@@ -75,8 +78,9 @@ pub struct TraceFile {
 #[derive(Debug)]
 struct State {
     lines: Lines,
-    /// Blocks that are not complete, by place and address. A freed block whose bytes are held back cannot share its
-    /// address with another, so the address tells blocks apart until they are complete.
+    /// Blocks that are not complete, by place and address. A freed block whose bytes are held back
+    /// cannot share its address with another, so the address tells blocks apart until they are
+    /// complete.
     blocks: HashMap<(Place, u64), Block>,
     next: u64,
     /// The fields behind the stream's, of the line that is written.
@@ -93,9 +97,10 @@ struct Block {
 }
 
 impl TraceFile {
-    /// Creates or replaces the file at `path`, in which `%p` stands for the process id. A file that is being written
-    /// already, by another process or by this one, is left alone: the new one has the process id in its name, so that
-    /// `trace.csv` becomes `trace.4711.csv`. The file of a process that has ended is replaced.
+    /// Creates or replaces the file at `path`, in which `%p` stands for the process id. A file that
+    /// is being written already, by another process or by this one, is left alone: the new one has
+    /// the process id in its name, so that `trace.csv` becomes `trace.4711.csv`. The file of a
+    /// process that has ended is replaced.
     ///
     /// # Errors
     /// The operating system's, if the file cannot be created or its first line not written.

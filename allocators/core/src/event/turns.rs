@@ -26,7 +26,8 @@ pub(super) struct Turns {
 struct Early {
     next: u64,
     waiting: BTreeMap<u64, Event>,
-    /// A thread hands events over. When it is done with one, it goes on with those whose turn has come.
+    /// A thread hands events over. When it is done with one, it goes on with those whose turn has
+    /// come.
     busy: bool,
 }
 
@@ -50,8 +51,9 @@ impl Turns {
         self.early.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Passes an event to `sink` when its turn has come: in this call, unless an earlier ticket is still out or another
-    /// event is being handed over. Those that have waited for it follow. No lock is held while `sink` runs.
+    /// Passes an event to `sink` when its turn has come: in this call, unless an earlier ticket is
+    /// still out or another event is being handed over. Those that have waited for it follow. No
+    /// lock is held while `sink` runs.
     pub(super) fn pass(&self, number: u64, event: Event, sink: impl Fn(&Event)) {
         let mut early = self.early();
         if early.busy || number > early.next {
@@ -89,8 +91,8 @@ impl Turns {
         early
     }
 
-    /// Waits for events whose tickets are out, for a tenth of a second at most, and passes on what still waits behind
-    /// them.
+    /// Waits for events whose tickets are out, for a tenth of a second at most, and passes on what
+    /// still waits behind them.
     pub(super) fn flush(&self, sink: impl Fn(&Event)) {
         let until = Instant::now() + PATIENCE;
         loop {

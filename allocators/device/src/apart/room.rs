@@ -15,9 +15,9 @@ use std::{
 };
 
 impl Inner {
-    /// Calls `take`, which draws from `reserved` first, for `wanted` bytes until it has them, making room in between: what
-    /// has left and what caches hold goes back to the driver, then others are asked, then queued work is waited for. The
-    /// last two block.
+    /// Calls `take`, which draws from `reserved` first, for `wanted` bytes until it has them,
+    /// making room in between: what has left and what caches hold goes back to the driver, then
+    /// others are asked, then queued work is waited for. The last two block.
     ///
     /// # Errors
     /// [`MemoryError::OutOfMemory`] when all of that made no room; the driver's.
@@ -64,9 +64,10 @@ impl Inner {
         }
     }
 
-    /// Runs `work` with `bytes` of funds: what `held` has of them, and the rest charged to the budget. If `work` fails, `held`
-    /// is as it was, unless others have taken what a call of the driver gave back as it failed. Where the budget refuses
-    /// the rest, `work` runs with what `held` has.
+    /// Runs `work` with `bytes` of funds: what `held` has of them, and the rest charged to the
+    /// budget. If `work` fails, `held` is as it was, unless others have taken what a call of the
+    /// driver gave back as it failed. Where the budget refuses the rest, `work` runs with what
+    /// `held` has.
     pub(crate) fn drawing<T>(
         &self,
         held: &Mutex<Reservation>,
@@ -108,13 +109,13 @@ impl Inner {
         done
     }
 
-    /// Puts memory behind all of `missing`, slots of a span, ascending: what was about to leave there, of which `home` waits
-    /// for other streams' uses, and new handles. Answers with the bytes that are new. Makes room as
-    /// [`Inner::with_room`] does.
+    /// Puts memory behind all of `missing`, slots of a span, ascending: what was about to leave
+    /// there, of which `home` waits for other streams' uses, and new handles. Answers with the
+    /// bytes that are new. Makes room as [`Inner::with_room`] does.
     ///
     /// # Errors
-    /// As [`Inner::with_room`]; [`MemoryError::Busy`] where an open use is left of what was about to leave. Nothing has
-    /// changed then.
+    /// As [`Inner::with_room`]; [`MemoryError::Busy`] where an open use is left of what was about
+    /// to leave. Nothing has changed then.
     pub(crate) fn back(
         &self,
         span: &Arc<Span>,

@@ -58,7 +58,8 @@ pub(crate) struct Span {
     pub(crate) slot: u64,
     /// Whether its addresses are reserved, and not those of an allocation.
     reserved: bool,
-    /// Whether there may be work on it that nobody has told of: it outlasts all that is queued on the device.
+    /// Whether there may be work on it that nobody has told of: it outlasts all that is queued on
+    /// the device.
     outlasts: AtomicBool,
     /// Who keeps the addresses. None comes any more once the owner has let go and it has been 0.
     tokens: AtomicU64,
@@ -188,12 +189,14 @@ impl Span {
         self.outlasts.load(Ordering::Relaxed)
     }
 
-    /// There may be work on it that nobody has told of: before it goes the whole device is waited for.
+    /// There may be work on it that nobody has told of: before it goes the whole device is waited
+    /// for.
     pub(crate) fn outlast_everything(&self) {
         self.outlasts.store(true, Ordering::Relaxed);
     }
 
-    /// Waits for the device, if there may be work that nobody has told of (`cuCtxSynchronize`). Blocks.
+    /// Waits for the device, if there may be work that nobody has told of (`cuCtxSynchronize`).
+    /// Blocks.
     pub(super) fn outlast(&self) -> Result<()> {
         if self.outlasts() {
             let _relaxed = Relaxed::enter(&*self.driver);
@@ -247,8 +250,9 @@ impl Span {
         slots.filter(|slot| !state.mapped.contains_key(slot)).collect()
     }
 
-    /// Maps handles at slots that have none, and lets the device at them. If that fails, none is mapped but for those
-    /// that the driver would not unmap again: these leave, and their bytes are told.
+    /// Maps handles at slots that have none, and lets the device at them. If that fails, none is
+    /// mapped but for those that the driver would not unmap again: these leave, and their bytes are
+    /// told.
     pub(super) fn map(&self, parts: Vec<(u64, Arc<Handle>)>) -> Result<(), (DriverError, u64)> {
         let mut mapped = Vec::with_capacity(parts.len());
         match self.map_each(parts, &mut mapped) {
@@ -277,8 +281,8 @@ impl Span {
         mapped: &mut Vec<(u64, Arc<Handle>)>,
     ) -> Result<(), DriverError> {
         for (slot, handle) in parts {
-            // SAFETY: 1. the slot is the owner's, who found nothing mapped there and whom nobody else may commit for; no
-            // work is queued for addresses with nothing behind them.
+            // SAFETY: 1. the slot is the owner's, who found nothing mapped there and whom nobody
+            // else may commit for; no work is queued for addresses with nothing behind them.
             unsafe { self.driver.map(self.address + slot * self.slot, self.slot, handle.raw()) }?;
             mapped.push((slot, handle));
         }
@@ -295,8 +299,8 @@ impl Span {
         Ok(())
     }
 
-    /// Makes slots that were taken again ready for use by the stream `home`, which waits on the device for others' uses
-    /// that are not done.
+    /// Makes slots that were taken again ready for use by the stream `home`, which waits on the
+    /// device for others' uses that are not done.
     pub(crate) fn ready(&self, again: &[Leaving], home: &Timeline) -> Result<()> {
         for leaving in again {
             if leaving.until.is_empty() {
@@ -340,8 +344,8 @@ impl Span {
         self.state().closed = true;
     }
 
-    /// Takes those of `slots` that leave out again, for the owner, who wants them back. Waits for threads that are
-    /// unmapping some just now, a few driver calls at most.
+    /// Takes those of `slots` that leave out again, for the owner, who wants them back. Waits for
+    /// threads that are unmapping some just now, a few driver calls at most.
     pub(crate) fn take_again(&self, slots: &[u64]) -> Vec<Leaving> {
         loop {
             let mut state = self.state();
@@ -402,8 +406,8 @@ impl Span {
         Ok(!work.is_empty())
     }
 
-    /// Takes down what leaves and whose work is done, unless somebody keeps the addresses. The bytes that are charged no
-    /// more, and the driver's first refusal.
+    /// Takes down what leaves and whose work is done, unless somebody keeps the addresses. The
+    /// bytes that are charged no more, and the driver's first refusal.
     pub(super) fn reap(&self) -> (u64, Result<()>) {
         if self.kept_by() > 0 {
             return (0, Ok(()));
@@ -462,8 +466,8 @@ impl Span {
         (gone, outcome)
     }
 
-    /// Unmaps slots that nothing is queued for any more, and lets go of what was behind them. The bytes that are charged
-    /// no more, what the driver would not take, and its first refusal.
+    /// Unmaps slots that nothing is queued for any more, and lets go of what was behind them. The
+    /// bytes that are charged no more, what the driver would not take, and its first refusal.
     fn take_down(
         &self,
         mut slots: Vec<(u64, Memory)>,
@@ -477,7 +481,8 @@ impl Span {
             let these: Vec<_> = slots.by_ref().take(count as usize).collect();
             let address = self.address + run.start * self.slot;
             let ended = if self.reserved {
-                // SAFETY: 1. the callers have seen all work done that used these slots, or there never was any.
+                // SAFETY: 1. the callers have seen all work done that used these slots, or there
+                // never was any.
                 unsafe { self.driver.unmap(self.device, address, count * self.slot) }
             } else {
                 let _relaxed = Relaxed::enter(&*self.driver);

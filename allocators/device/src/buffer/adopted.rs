@@ -1,8 +1,9 @@
 //! Memory of other libraries as our buffers.
 //!
-//! The stream in whose order the other library uses its memory becomes the block's home, so that everything that a pool's
-//! block can do is there: uses on other streams are noted, waited for and held against what comes next. What differs is the
-//! way home: instead of into a cache, the memory goes back to its library, behind all of its uses.
+//! The stream in whose order the other library uses its memory becomes the block's home, so that
+//! everything that a pool's block can do is there: uses on other streams are noted, waited for and
+//! held against what comes next. What differs is the way home: instead of into a cache, the memory
+//! goes back to its library, behind all of its uses.
 
 use crate::{
     Block, DeviceBuffer, DeviceSlice, DeviceSliceMut,
@@ -22,16 +23,17 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-/// Another library's memory, handed over by value: [`External`](aquifer_driver::External) by its address, or a
-/// `CudaSlice` of cudarc.
+/// Another library's memory, handed over by value: [`External`](aquifer_driver::External) by its
+/// address, or a `CudaSlice` of cudarc.
 ///
-/// Copies, fills, other streams and kernels take it like a [`DeviceBuffer`]. Its home is its library's stream, so what that
-/// queues on it is in order with all that is done here. It is not counted or charged by any pool, and the oracle of a
-/// simulated GPU checks order and mapping for it, not ownership.
+/// Copies, fills, other streams and kernels take it like a [`DeviceBuffer`]. Its home is its
+/// library's stream, so what that queues on it is in order with all that is done here. It is not
+/// counted or charged by any pool, and the oracle of a simulated GPU checks order and mapping for
+/// it, not ownership.
 ///
-/// Dropped, it goes back to its library: in stream order, without a wait of the host, unless it ends at once
-/// ([`Foreign::ends_at_once`]). While a [`Use`](aquifer_stream::Use) is still open, it is kept, and looked at again
-/// whenever another one is made or dropped. Forgotten, it is leaked.
+/// Dropped, it goes back to its library: in stream order, without a wait of the host, unless it
+/// ends at once ([`Foreign::ends_at_once`]). While a [`Use`](aquifer_stream::Use) is still open, it
+/// is kept, and looked at again whenever another one is made or dropped. Forgotten, it is leaked.
 ///
 /// ```
 /// use aquifer_device::{Adopted, DevicePool, PoolConfig};
@@ -161,7 +163,8 @@ impl<F: Foreign> Adopted<F> {
     ///
     /// # Errors
     /// [`Declined`] with `foreign` in it: [`MemoryError::WrongDevice`]; [`MemoryError::ZeroSize`];
-    /// [`MemoryError::UnknownId`] for a stream that nobody keeps alive and that has not been adopted; the library's.
+    /// [`MemoryError::UnknownId`] for a stream that nobody keeps alive and that has not been
+    /// adopted; the library's.
     #[track_caller]
     pub fn new(streams: &StreamPool, mut foreign: F) -> Result<Self, Declined<F>> {
         let _site = site::enter();
@@ -204,11 +207,12 @@ impl<F: Foreign> Adopted<F> {
         Ok(Self { buffer, theirs })
     }
 
-    /// Gives the memory back, its library's stream behind all of its uses. The host does not wait, unless the memory
-    /// [ends at once](Foreign::ends_at_once).
+    /// Gives the memory back, its library's stream behind all of its uses. The host does not wait,
+    /// unless the memory [ends at once](Foreign::ends_at_once).
     ///
     /// # Errors
-    /// [`Declined`] with this in it: [`MemoryError::Busy`] while a use is open; the driver's; the library's.
+    /// [`Declined`] with this in it: [`MemoryError::Busy`] while a use is open; the driver's; the
+    /// library's.
     #[track_caller]
     pub fn into_inner(mut self) -> Result<F, Declined<Self>> {
         let _site = site::enter();
@@ -257,8 +261,8 @@ impl<F: Foreign<Item: Pod>> Adopted<F> {
 }
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. the library has handed its memory over, by its own promise. 2. that of the block underneath; the memory goes
-// back behind every noted use. 3. the block's own promise.
+// SAFETY: 1. the library has handed its memory over, by its own promise. 2. that of the block
+// underneath; the memory goes back behind every noted use. 3. the block's own promise.
 unsafe impl<F: Foreign> Operand for Adopted<F> {
     fn range(&self) -> DeviceRange {
         self.buffer.range()

@@ -15,14 +15,15 @@ pub(super) struct Part<'a> {
     offset: u64,
     /// Elements.
     len: usize,
-    /// Whether no other part of the block can be written, or this one written while another is used: then borrows that a
-    /// use of it conflicts with are over.
+    /// Whether no other part of the block can be written, or this one written while another is
+    /// used: then borrows that a use of it conflicts with are over.
     alone: bool,
 }
 
 /// A part of a [`DeviceBuffer`](crate::DeviceBuffer), to be read. Copies of it are the same part.
 ///
-/// A use of a part is one of its whole block: another stream that writes any of the block waits for it.
+/// A use of a part is one of its whole block: another stream that writes any of the block waits for
+/// it.
 pub struct DeviceSlice<'a, T> {
     pub(super) part: Part<'a>,
     pub(super) elements: PhantomData<&'a [T]>,
@@ -30,9 +31,9 @@ pub struct DeviceSlice<'a, T> {
 
 /// A part of a [`DeviceBuffer`](crate::DeviceBuffer), to be written.
 ///
-/// A use of a part is one of its whole block. So two parts of one buffer may be written on two streams, and nothing races,
-/// but nothing runs at once either: each stream waits for what has been queued on the other. Where that matters, take two
-/// buffers.
+/// A use of a part is one of its whole block. So two parts of one buffer may be written on two
+/// streams, and nothing races, but nothing runs at once either: each stream waits for what has been
+/// queued on the other. Where that matters, take two buffers.
 pub struct DeviceSliceMut<'a, T> {
     // Nobody else has these elements, by the marker below.
     pub(super) part: Part<'a>,
@@ -132,7 +133,8 @@ impl<'a, T> DeviceSlice<'a, T> {
 }
 
 impl<'a, T> DeviceSliceMut<'a, T> {
-    /// `len` elements from byte `offset` of a block on, which are within its bounds and which nobody else borrows.
+    /// `len` elements from byte `offset` of a block on, which are within its bounds and which
+    /// nobody else borrows.
     pub(crate) fn of(block: &'a Block, offset: u64, len: usize) -> Self {
         Self { part: Part { block, offset, len, alone: true }, elements: PhantomData }
     }
@@ -178,8 +180,8 @@ impl<'a, T: Pod> DeviceSlice<'a, T> {
     /// The same bytes as elements of another type.
     ///
     /// # Errors
-    /// [`MemoryError::LengthMismatch`] if bytes are left over; [`MemoryError::BadAlignment`]; [`MemoryError::ZeroSize`] for
-    /// elements of no size.
+    /// [`MemoryError::LengthMismatch`] if bytes are left over; [`MemoryError::BadAlignment`];
+    /// [`MemoryError::ZeroSize`] for elements of no size.
     pub fn cast<U: Pod>(&self) -> Result<DeviceSlice<'a, U>> {
         Ok(DeviceSlice { part: self.part.cast::<T, U>()?, elements: PhantomData })
     }
@@ -330,9 +332,10 @@ chunks!(ChunksMut, DeviceSliceMut);
 macro_rules! part {
     ($slice:ident) => {
         #[expect(unsafe_code, reason = "makes the promises of an operand")]
-        // SAFETY: 1. a part, within its bounds, of a block that is borrowed as Rust's rules say: to be read, with others
-        // who read, or to be written, and then no other part has these elements. 2. the block's own promise; a use of a
-        // part is noted as one of the whole, which is stricter, and ends no borrow of another part. 3. the block's own promise.
+        // SAFETY: 1. a part, within its bounds, of a block that is borrowed as Rust's rules say: to
+        // be read, with others who read, or to be written, and then no other part has these
+        // elements. 2. the block's own promise; a use of a part is noted as one of the whole, which
+        // is stricter, and ends no borrow of another part. 3. the block's own promise.
         unsafe impl<T> Operand for $slice<'_, T> {
             fn range(&self) -> DeviceRange {
                 self.part.range::<T>()
@@ -386,8 +389,8 @@ impl<T> Clone for DeviceSlice<'_, T> {
 impl<T> Copy for DeviceSlice<'_, T> {}
 
 #[expect(unsafe_code, reason = "makes the promises of an operand")]
-// SAFETY: 1. nobody else has its elements while it is held by `&mut`: it borrows its buffer by `&mut`, and is split from
-// others whole.
+// SAFETY: 1. nobody else has its elements while it is held by `&mut`: it borrows its buffer by
+// `&mut`, and is split from others whole.
 unsafe impl<T> OperandMut for DeviceSliceMut<'_, T> {
     fn order_mut(
         &mut self,

@@ -86,8 +86,8 @@ impl Inner {
         MemoryError::OutOfMemory(Box::new(self.explain(bytes, None, progress)))
     }
 
-    /// That there is no room for `bytes`, with what the pool holds and who has it: a block of the cache `own`, or stable or
-    /// reserved memory.
+    /// That there is no room for `bytes`, with what the pool holds and who has it: a block of the
+    /// cache `own`, or stable or reserved memory.
     pub(crate) fn explain(
         &self,
         bytes: u64,

@@ -17,7 +17,8 @@ pub struct BlockRecord {
     pub tag: Tag,
     /// How many blocks the pool had given out when it gave out this one, itself included.
     pub number: u64,
-    /// The driver's number of the stream that it belongs to (`cuStreamGetId`), by which the simulated GPU names it too.
+    /// The driver's number of the stream that it belongs to (`cuStreamGetId`), by which the
+    /// simulated GPU names it too.
     pub stream: u64,
     /// That stream's number in its pool, as recorders and snapshots name it.
     pub(crate) of_pool: u32,
@@ -25,10 +26,12 @@ pub struct BlockRecord {
     pub born: Instant,
     /// The line that asked for it.
     pub allocated_at: &'static Location<'static>,
-    /// The line that freed it: where it was freed by [`DevicePool::free`](crate::DevicePool::free), or inside a function
-    /// of this library's that was called there. A plain drop tells nobody its line.
+    /// The line that freed it: where it was freed by
+    /// [`DevicePool::free`](crate::DevicePool::free), or inside a function of this library's that
+    /// was called there. A plain drop tells nobody its line.
     pub freed_at: Option<&'static Location<'static>>,
-    /// The call stack that asked for it, with [`Debugging::backtraces`](crate::Debugging::backtraces).
+    /// The call stack that asked for it, with
+    /// [`Debugging::backtraces`](crate::Debugging::backtraces).
     pub allocated_by: Option<Arc<Backtrace>>,
     /// The call stack that freed it, likewise.
     pub freed_by: Option<Arc<Backtrace>>,

@@ -6,7 +6,8 @@ use aquifer_core::{MemoryError, Result};
 use aquifer_stream::{Stream, Timeline};
 use std::ops::Range;
 
-/// What a block is filled with when it is given out: as a float it is a tiny negative number that nobody computes.
+/// What a block is filled with when it is given out: as a float it is a tiny negative number that
+/// nobody computes.
 pub const POISON_ALLOCATED: u8 = 0xa5;
 /// What a block is filled with when it is freed: as a pointer it leads nowhere.
 pub const POISON_FREED: u8 = 0xde;
@@ -77,16 +78,17 @@ pub(super) fn fill(held: &Block, home: &Timeline, part: Range<u64>, byte: u8) ->
         });
     }
     let _calling = home.calling()?;
-    // SAFETY: 1. a part of a block, which goes home in order with its stream: what is mapped there stays until the
-    // stream's work is done. 2. the block is in order with its own stream, and other streams' uses are over.
+    // SAFETY: 1. a part of a block, which goes home in order with its stream: what is mapped there
+    // stays until the stream's work is done. 2. the block is in order with its own stream, and
+    // other streams' uses are over.
     let filled = unsafe {
         home.driver().fill(home.raw(), held.address() + part.start, byte, part.end - part.start)
     };
     filled.map_err(|e| MemoryError::driver(device, e))
 }
 
-/// The first byte of a part of `held` that is not `expected`: where it is, and what. Reads it on `reader`, behind all
-/// that is queued on the block's own stream. Blocks.
+/// The first byte of a part of `held` that is not `expected`: where it is, and what. Reads it on
+/// `reader`, behind all that is queued on the block's own stream. Blocks.
 pub(super) fn first_wrong(
     held: &DeviceBuffer<u8>,
     reader: &Stream,
@@ -111,8 +113,8 @@ pub(super) fn first_wrong(
     Ok(None)
 }
 
-/// Returns the index of the first byte that is not `expected`. Reads whole blocks without a branch for each byte, which
-/// compilers vectorize.
+/// Returns the index of the first byte that is not `expected`. Reads whole blocks without a branch
+/// for each byte, which compilers vectorize.
 fn first_other(bytes: &[u8], expected: u8) -> Option<usize> {
     const BLOCK: usize = 4096;
     let differs = |block: &[u8]| block.iter().fold(0, |bits, &byte| bits | (byte ^ expected)) != 0;

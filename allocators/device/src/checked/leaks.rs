@@ -19,8 +19,8 @@ use std::{
 
 /// The blocks of a pool that are live, grouped by the lines that asked for them, most bytes first.
 ///
-/// Stable and reserved memory, memory of graphs and parked memory are among them; reserved memory counts by what is
-/// committed.
+/// Stable and reserved memory, memory of graphs and parked memory are among them; reserved memory
+/// counts by what is committed.
 ///
 /// ```
 /// use aquifer_device::{Debugging, DevicePool, PoolConfig};
@@ -54,8 +54,8 @@ pub struct LeakGroup {
     pub blocks: Vec<BlockRecord>,
 }
 
-/// The live blocks of a pool that do not come through its checks: stable and reserved memory, memory of graphs and what
-/// can be parked. It numbers all blocks of the pool.
+/// The live blocks of a pool that do not come through its checks: stable and reserved memory,
+/// memory of graphs and what can be parked. It numbers all blocks of the pool.
 #[derive(Default)]
 pub(crate) struct Listing {
     numbers: AtomicU64,
@@ -124,7 +124,8 @@ impl Listing {
         Listed { listing: self.clone(), number }
     }
 
-    /// What is live now. Reserved memory counts by what is committed, and not at all where nothing is.
+    /// What is live now. Reserved memory counts by what is committed, and not at all where nothing
+    /// is.
     pub(super) fn records(&self) -> Vec<BlockRecord> {
         let live = self.live();
         let records = live.values().filter_map(|block| {

@@ -19,20 +19,23 @@ const PAUSE: Duration = Duration::from_micros(50);
 /// What to do with a freed block that cannot be looked at.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 enum Unseen {
-    /// It stays for one more try, and goes after that, or one that cannot be read would keep all behind it.
+    /// It stays for one more try, and goes after that, or one that cannot be read would keep all
+    /// behind it.
     Stays,
     /// It goes home, and that is reported.
     Goes,
 }
 
 impl Checked {
-    /// Moves blocks whose other uses are done by now from waiting into the quarantine. Records events behind the other
-    /// streams where there are none, and looks which have passed; never blocks.
+    /// Moves blocks whose other uses are done by now from waiting into the quarantine. Records
+    /// events behind the other streams where there are none, and looks which have passed; never
+    /// blocks.
     pub(super) fn settle(&self) {
         self.settle_by(false);
     }
 
-    /// The same; where streams `wait` for each other, uses that are stamped are waited for on the device, and over.
+    /// The same; where streams `wait` for each other, uses that are stamped are waited for on the
+    /// device, and over.
     fn settle_by(&self, wait: bool) {
         let waiting = {
             let mut state = self.state();
@@ -70,7 +73,8 @@ impl Checked {
 
     /// A freed block's last use is over.
     fn unused(&self, mut freed: Freed) {
-        // Without debugging the memory would be free now; limits of wrappers are not to notice the difference.
+        // Without debugging the memory would be free now; limits of wrappers are not to notice the
+        // difference.
         drop(freed.until_free.take());
         self.fill_kept(&mut freed);
         if self.settings.looks_at_freed() {
@@ -80,8 +84,8 @@ impl Checked {
         }
     }
 
-    /// Lets the oldest blocks out of the quarantine until it is within its bound. Blocks until the work before their
-    /// frees is done. A block that cannot be read back stays until another time.
+    /// Lets the oldest blocks out of the quarantine until it is within its bound. Blocks until the
+    /// work before their frees is done. A block that cannot be read back stays until another time.
     pub(super) fn keep_bound(&self) {
         while let Some(freed) = self.take_oldest(self.settings.quarantine) {
             if !self.let_out(freed, Unseen::Stays) {
@@ -90,9 +94,10 @@ impl Checked {
         }
     }
 
-    /// Lets blocks out until so many bytes have gone home, or nothing is left that can; answers with how many have.
-    /// Blocks. Other streams' uses of freed blocks are waited for on the device, or up to the pool's deadline on the host
-    /// where streams are not to wait for each other.
+    /// Lets blocks out until so many bytes have gone home, or nothing is left that can; answers
+    /// with how many have. Blocks. Other streams' uses of freed blocks are waited for on the
+    /// device, or up to the pool's deadline on the host where streams are not to wait for each
+    /// other.
     pub(crate) fn give_way(&self, bytes: u64) -> u64 {
         let before = self.state().gone;
         let enough = || self.state().gone - before >= bytes;
@@ -181,8 +186,9 @@ impl Checked {
         looked.map(|()| found)
     }
 
-    /// Looks at the guards of live blocks and at all of the quarantine, and answers with what is wrong and has not been
-    /// reported before. Blocks until the work queued on the blocks' own streams is done.
+    /// Looks at the guards of live blocks and at all of the quarantine, and answers with what is
+    /// wrong and has not been reported before. Blocks until the work queued on the blocks' own
+    /// streams is done.
     pub(crate) fn check(&self) -> Result<Vec<Finding>> {
         let mut found = Vec::new();
         self.settle();
@@ -223,7 +229,8 @@ impl Checked {
         Ok(found)
     }
 
-    /// Reports what is wrong with the guards of a live block. Its user may free it meanwhile: it is taken back afterwards.
+    /// Reports what is wrong with the guards of a live block. Its user may free it meanwhile: it is
+    /// taken back afterwards.
     fn look_at_live(&self, address: u64, number: u64) -> Result<Vec<Finding>> {
         let Some(reader) = self.reader() else { return Ok(Vec::new()) };
         let taken = {
@@ -254,7 +261,8 @@ impl Checked {
         looked.map(|()| found)
     }
 
-    /// Free memory back to the driver, the quarantine's included, until the pool holds no more than `keep` bytes.
+    /// Free memory back to the driver, the quarantine's included, until the pool holds no more than
+    /// `keep` bytes.
     pub(crate) fn trim(&self, pool: &Inner, keep: u64) -> Result<u64> {
         self.settle();
         let mut given = self.under.trim(pool, keep)?;
@@ -292,7 +300,8 @@ impl Checked {
 }
 
 impl Held {
-    /// Adds what is wrong with the guards, and with the body if it is to be as it was filled at the free. Blocks.
+    /// Adds what is wrong with the guards, and with the body if it is to be as it was filled at the
+    /// free. Blocks.
     fn look(&mut self, reader: &Stream, body: bool, faults: &mut Vec<Fault>) -> Result<()> {
         let looked = self.read(reader, body, faults);
         if looked.is_ok() {

@@ -16,8 +16,8 @@ impl<T> Ranges<T> {
 
     /// Takes a range in, or answers with the lowest one that it overlaps.
     pub(super) fn enter(&mut self, start: u64, end: u64, what: T) -> Result<(), &T> {
-        // Only the last range that begins before the end can reach in, since none of them overlaps another: but the
-        // lowest is the more telling one.
+        // Only the last range that begins before the end can reach in, since none of them overlaps
+        // another: but the lowest is the more telling one.
         let first = self.by_start.range(..=start).next_back().filter(|(_, held)| held.0 > start);
         let lowest =
             first.or_else(|| self.by_start.range(start..end).next()).map(|(&held, _)| held);

@@ -9,8 +9,9 @@ const DEFAULT_QUARANTINE: u64 = 64 << 20;
 
 /// What a pool checks. Nothing, unless told otherwise, and that costs nothing.
 ///
-/// The environment adds to it: see the crate's text. Findings go to [`DevicePool::findings`], to the pool's recorder as
-/// [`Action::Finding`], and to [`Debugging::on_finding`]. None is ever a panic.
+/// The environment adds to it: see the crate's text. Findings go to [`DevicePool::findings`], to
+/// the pool's recorder as [`Action::Finding`], and to [`Debugging::on_finding`]. None is ever a
+/// panic.
 ///
 /// ```
 /// use aquifer_device::{Debugging, DevicePool, PoolConfig};
@@ -31,24 +32,26 @@ const DEFAULT_QUARANTINE: u64 = 64 << 20;
 #[derive(Clone, Default)]
 #[non_exhaustive]
 pub struct Debugging {
-    /// Fill blocks with [`POISON_ALLOCATED`](crate::POISON_ALLOCATED) when they are given out and with
-    /// [`POISON_FREED`](crate::POISON_FREED) when they are freed.
+    /// Fill blocks with [`POISON_ALLOCATED`](crate::POISON_ALLOCATED) when they are given out and
+    /// with [`POISON_FREED`](crate::POISON_FREED) when they are freed.
     pub poison: bool,
-    /// Put [`GUARD_BYTES`](crate::GUARD_BYTES) of [`CANARY`](crate::CANARY) right before and right behind each block, and
-    /// look whether they are intact when the block comes back.
+    /// Put [`GUARD_BYTES`](crate::GUARD_BYTES) of [`CANARY`](crate::CANARY) right before and right
+    /// behind each block, and look whether they are intact when the block comes back.
     pub canaries: bool,
-    /// Keep freed blocks from use up to so many bytes, guards included, and look on their way out whether anybody has
-    /// written to them. They are filled with [`POISON_FREED`](crate::POISON_FREED) for that. 0: none.
+    /// Keep freed blocks from use up to so many bytes, guards included, and look on their way out
+    /// whether anybody has written to them. They are filled with
+    /// [`POISON_FREED`](crate::POISON_FREED) for that. 0: none.
     pub quarantine: u64,
     /// Refuse a block that overlaps one which is held.
     pub overlap: bool,
     /// Report the blocks that are live when the pool closes, and on demand by
     /// [`DevicePool::leaks`](crate::DevicePool::leaks).
     pub leaks: bool,
-    /// Keep the call stacks of allocation and free: microseconds each, and the only way to learn where a plain drop was.
+    /// Keep the call stacks of allocation and free: microseconds each, and the only way to learn
+    /// where a plain drop was.
     pub backtraces: bool,
-    /// Called with each finding, by the thread that comes across it, under no lock. A panic in it ends there. It must not
-    /// use the pool.
+    /// Called with each finding, by the thread that comes across it, under no lock. A panic in it
+    /// ends there. It must not use the pool.
     pub hook: Option<FindingHook>,
 }
 
@@ -128,8 +131,8 @@ impl Debugging {
         self.poison || self.quarantine > 0
     }
 
-    /// Reads a list like `poison,canaries,quarantine=64MiB,overlap,leaks`, or `all`. `None`: there is an item in it that
-    /// says nothing.
+    /// Reads a list like `poison,canaries,quarantine=64MiB,overlap,leaks`, or `all`. `None`: there
+    /// is an item in it that says nothing.
     pub(crate) fn parse(list: &str) -> Option<Self> {
         let mut found = Self::default();
         for item in list.split(',') {

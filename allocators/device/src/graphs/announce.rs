@@ -23,8 +23,8 @@ pub(super) enum Whose {
 }
 
 impl Whose {
-    /// Whether `timeline`, which takes part in the capture of this number, does so in one of theirs. A stream that has joined
-    /// may allocate before the one that is announced does.
+    /// Whether `timeline`, which takes part in the capture of this number, does so in one of
+    /// theirs. A stream that has joined may allocate before the one that is announced does.
     fn includes(&self, timeline: &Arc<Timeline>, id: u64) -> bool {
         match self {
             Self::Stream(announced) => {
@@ -41,7 +41,8 @@ pub(super) struct Announcement {
     number: u64,
     whose: Whose,
     memory: Arc<Memory>,
-    /// The driver's number of the last capture that has drawn; 0 before there was one. Streams that join it draw too.
+    /// The driver's number of the last capture that has drawn; 0 before there was one. Streams
+    /// that join it draw too.
     capture: AtomicU64,
 }
 
@@ -54,8 +55,8 @@ impl Announcements {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where blocks for this stream come from, if it takes part in a capture that was announced. The oldest announcement
-    /// counts. Asks the driver.
+    /// Where blocks for this stream come from, if it takes part in a capture that was announced.
+    /// The oldest announcement counts. Asks the driver.
     fn memory_for(&self, stream: &Stream) -> Result<Option<(Arc<Memory>, Capture)>> {
         // The filters are others' code, and run without the lock.
         let open = self.open().clone();
@@ -70,7 +71,8 @@ impl Announcements {
 }
 
 impl Inner {
-    /// A block for work that `stream` captures, where that was announced. The request has been checked.
+    /// A block for work that `stream` captures, where that was announced. The request has been
+    /// checked.
     pub(crate) fn allocate_for_graph(
         self: &Arc<Self>,
         stream: &Stream,
@@ -86,8 +88,8 @@ impl Inner {
     }
 }
 
-/// An open announcement: see [`GraphPool::announce`](super::GraphPool::announce). It ends when it is dropped, or with
-/// [`Announced::end`].
+/// An open announcement: see [`GraphPool::announce`](super::GraphPool::announce). It ends when it
+/// is dropped, or with [`Announced::end`].
 #[must_use = "it ends when it is dropped"]
 pub struct Announced {
     pool: DevicePool,

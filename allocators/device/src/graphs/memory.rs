@@ -1,4 +1,5 @@
-//! The memory of graphs that share a pool: what is in it, who may have what is free, and which launches touch it.
+//! The memory of graphs that share a pool: what is in it, who may have what is free, and which
+//! launches touch it.
 
 use crate::{
     Block,
@@ -46,8 +47,8 @@ pub(super) struct Capture {
     pub(super) id: u64,
 }
 
-/// Memory that graphs keep addresses of: it is never remapped, and never anybody else's, before the last who holds this
-/// is gone and all launches are done.
+/// Memory that graphs keep addresses of: it is never remapped, and never anybody else's, before the
+/// last who holds this is gone and all launches are done.
 ///
 /// Held by the pool's handles, its graphs, its announcements and its blocks.
 pub(crate) struct Memory {
@@ -55,7 +56,8 @@ pub(crate) struct Memory {
     pool: Weak<Inner>,
     apart: Arc<Apart>,
     streams: StreamPool,
-    /// Addresses for as much as the device has, in slots with a handle each; `None` where the device cannot map.
+    /// Addresses for as much as the device has, in slots with a handle each; `None` where the
+    /// device cannot map.
     span: Option<Arc<Span>>,
     state: Mutex<State>,
     /// A thread queues a launch: the next one is ordered behind it, and waits until it can be.
@@ -76,7 +78,8 @@ struct State {
     claimed: BTreeSet<u64>,
     /// What the driver allocated where it cannot map.
     pieces: Vec<Arc<Span>>,
-    /// Of streams whose captures are announced, by the announcement: the epoch that was closed and fenced then.
+    /// Of streams whose captures are announced, by the announcement: the epoch that was closed and
+    /// fenced then.
     fenced: Vec<(u64, Arc<Timeline>, u64)>,
     /// The last launch on each stream.
     launches: Vec<(Arc<Timeline>, u64)>,
@@ -98,7 +101,8 @@ struct Live {
 }
 
 impl Live {
-    /// A launch touches it: whoever uses it next waits for that. Its own stream is in order with itself.
+    /// A launch touches it: whoever uses it next waits for that. Its own stream is in order with
+    /// itself.
     fn touched(&self, on: &Arc<Timeline>, epoch: u64) {
         if let Some(watch) = self.watch.as_ref().filter(|_| !Arc::ptr_eq(&self.home, on)) {
             // Only parked memory refuses it, and none of this is.
@@ -113,7 +117,8 @@ struct HeldBack {
     own: (Arc<Timeline>, u64),
 }
 
-/// What one stream has freed within one capture: its own at once, since what a stream has captured is in order.
+/// What one stream has freed within one capture: its own at once, since what a stream has captured
+/// is in order.
 struct Shelf {
     capture: Capture,
     of: Arc<Timeline>,
@@ -146,14 +151,16 @@ impl Drop for Kept {
 }
 
 impl State {
-    /// Ends what earlier captures of this announcement had freed for themselves: any later one may draw from it.
+    /// Ends what earlier captures of this announcement had freed for themselves: any later one may
+    /// draw from it.
     fn enter(&mut self, capture: Capture) {
         self.leave(|other| other.announced == capture.announced && other != capture);
     }
 
     fn leave(&mut self, over: impl Fn(Capture) -> bool) {
         let closed: Vec<_> = self.shelves.extract_if(.., |shelf| over(shelf.capture)).collect();
-        // Launches meanwhile have not been noted with its blocks, which nothing but captured work could use.
+        // Launches meanwhile have not been noted with its blocks, which nothing but captured work
+        // could use.
         let blocks =
             self.blocks.values().filter(|live| closed.iter().any(|s| s.capture == live.capture));
         for live in blocks {
@@ -173,7 +180,8 @@ impl State {
         self.shelves.iter_mut().find(is).map(|shelf| &mut shelf.free)
     }
 
-    /// A free range for the capture: of what its stream has freed in it, or of what nobody uses any more.
+    /// A free range for the capture: of what its stream has freed in it, or of what nobody uses any
+    /// more.
     fn take(
         &mut self,
         capture: Capture,
@@ -191,7 +199,8 @@ impl State {
         self.free.take(range).map(|_| range)
     }
 
-    /// The end of what is free up to `end`, and may be had by the capture, from an aligned address on: taken.
+    /// The end of what is free up to `end`, and may be had by the capture, from an aligned address
+    /// on: taken.
     fn take_tail(
         &mut self,
         capture: Capture,
@@ -234,7 +243,8 @@ impl State {
         }
     }
 
-    /// What was freed and is done with becomes free. What ends with it, to be dropped outside the lock.
+    /// What was freed and is done with becomes free. What ends with it, to be dropped outside the
+    /// lock.
     fn settle(&mut self, apart: &Apart) -> Vec<Deferred> {
         let mut over = Vec::new();
         for mut held in std::mem::take(&mut self.held_back) {
@@ -351,7 +361,8 @@ impl Memory {
         Ok(self.lend(stream, range, &request, capture))
     }
 
-    /// A range with new memory behind it, as far as what is free at the end of the memory does not do.
+    /// A range with new memory behind it, as far as what is free at the end of the memory does not
+    /// do.
     fn grow(
         &self,
         stream: &Stream,
@@ -424,7 +435,8 @@ impl Memory {
         }
     }
 
-    /// An allocation of the driver's. What nobody is given of it at its end keeps neighbours from becoming one.
+    /// An allocation of the driver's. What nobody is given of it at its end keeps neighbours from
+    /// becoming one.
     fn grow_plain(&self, pool: &Arc<Inner>, bytes: u64, request: &Request) -> Result<Range> {
         let align = request.alignment();
         let piece = (bytes + align + BLOCK_ALIGN).next_multiple_of(PIECE);
@@ -510,7 +522,8 @@ impl Memory {
         block
     }
 
-    /// Looks which work is done that freed memory waits for. How much of it there was. Never blocks.
+    /// Looks which work is done that freed memory waits for. How much of it there was. Never
+    /// blocks.
     fn look(&self) -> usize {
         let work = latest(self.state().freed_work());
         for (timeline, epoch) in &work {
@@ -522,8 +535,8 @@ impl Memory {
         work.len()
     }
 
-    /// An announcement begins or ends. What was freed within it may be drawn from by every later one, as soon as it is
-    /// known to be done. Never blocks.
+    /// An announcement begins or ends. What was freed within it may be drawn from by every later
+    /// one, as soon as it is known to be done. Never blocks.
     pub(super) fn passes(&self, announced: u64) {
         let over: Vec<_> = {
             let mut state = self.state();
@@ -539,7 +552,8 @@ impl Memory {
         self.state().fenced.push((announced, timeline.clone(), epoch));
     }
 
-    /// The epoch that covers what a stream runs, where it captures now: nothing of its open epoch does.
+    /// The epoch that covers what a stream runs, where it captures now: nothing of its open epoch
+    /// does.
     fn ran(&self, timeline: &Arc<Timeline>) -> Option<u64> {
         let state = self.state();
         let fenced = state.fenced.iter().filter(|(_, other, _)| Arc::ptr_eq(other, timeline));
@@ -571,11 +585,12 @@ impl Memory {
         Turn(&self.launching)
     }
 
-    /// Orders a launch on `on` behind all that touches the memory, queues it, and notes it. The host does not wait, but for
-    /// another launch of the same memory that is being queued.
+    /// Orders a launch on `on` behind all that touches the memory, queues it, and notes it. The
+    /// host does not wait, but for another launch of the same memory that is being queued.
     ///
     /// # Errors
-    /// [`MemoryError::Capturing`]; [`MemoryError::Busy`] if a prepared use of a block is not finished; the driver's.
+    /// [`MemoryError::Capturing`]; [`MemoryError::Busy`] if a prepared use of a block is not
+    /// finished; the driver's.
     pub(super) fn launch(
         &self,
         on: &Arc<Timeline>,

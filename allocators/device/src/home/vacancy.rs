@@ -1,9 +1,10 @@
 //! Shells whose stream is gone while their pool goes on: they wait there for the next stream.
 //!
-//! A shell may serve another stream when nobody can come to it for the last one any more: its blocks are home, its cache
-//! is empty, and nobody else holds the stream's account. A lease holds that, and so does every range in the commons, every
-//! wait and every look at the cache which is under way, as long as the stream's work is not known to be done. So it is
-//! enough to be the last who holds it, and a thread that has met the shell in a list of the pool's finds it empty, or at
+//! A shell may serve another stream when nobody can come to it for the last one any more: its
+//! blocks are home, its cache is empty, and nobody else holds the stream's account. A lease holds
+//! that, and so does every range in the commons, every wait and every look at the cache which is
+//! under way, as long as the stream's work is not known to be done. So it is enough to be the last
+//! who holds it, and a thread that has met the shell in a list of the pool's finds it empty, or at
 //! the service of another stream of the same pool, which is as good.
 
 use super::{Account, Home, RETIRED, Serving};
@@ -24,8 +25,9 @@ impl Home {
         self.with(|s| s.timeline().is_some_and(|t| !t.is_leased()) && s.heap.free_bytes() > 0)
     }
 
-    /// Lets go of its stream if nobody can come here for it any more. What was noted of the stream is answered, to be
-    /// dropped where driver calls may be made: that destroys its events, and the stream if it is the pool's own.
+    /// Lets go of its stream if nobody can come here for it any more. What was noted of the stream
+    /// is answered, to be dropped where driver calls may be made: that destroys its events, and the
+    /// stream if it is the pool's own.
     pub(crate) fn vacate(&'static self) -> Option<(Vacant, Timeline)> {
         let (number, timeline, pool) = self.with(|s| {
             let leaves = s.serving.as_ref().is_some_and(|v| v.open && !v.timeline.is_leased());
@@ -64,8 +66,9 @@ impl Vacant {
 }
 
 impl Inner {
-    /// Lets go of streams that nobody leases any more and whose work is known to be done, so that there are never more
-    /// caches than streams at once. Ends their events, and streams that are the pool's own.
+    /// Lets go of streams that nobody leases any more and whose work is known to be done, so that
+    /// there are never more caches than streams at once. Ends their events, and streams that are
+    /// the pool's own.
     pub(crate) fn vacate(&self) {
         let pass = self.scratch.begin();
         let homes = self.homes(&pass);
@@ -84,8 +87,9 @@ impl Inner {
         }
     }
 
-    /// Brings what is free in the caches of streams that nobody leases any more to all others; on devices that cannot map
-    /// to `heir`. Answers with what that got, and how often memory was taken in hand. No driver call.
+    /// Brings what is free in the caches of streams that nobody leases any more to all others; on
+    /// devices that cannot map to `heir`. Answers with what that got, and how often memory was
+    /// taken in hand. No driver call.
     pub(crate) fn share_abandoned(
         &self,
         bump: &Bump,

@@ -1,9 +1,10 @@
 //! Where the parkable blocks of one tag lie: addresses and handles of their own.
 //!
-//! One range of addresses, twice as long as the device has memory, in slots with a handle each. Blocks are cut out of slots
-//! that have memory, lowest place first, and what is free remembers whose work has to be over before others may have it:
-//! the [`Commons`] of the caches, here for one tag. A stream has what it freed itself at once, what others freed when that
-//! is known to be done, and where there is no more memory to be had it waits for them on the device.
+//! One range of addresses, twice as long as the device has memory, in slots with a handle each.
+//! Blocks are cut out of slots that have memory, lowest place first, and what is free remembers
+//! whose work has to be over before others may have it: the [`Commons`] of the caches, here for one
+//! tag. A stream has what it freed itself at once, what others freed when that is known to be done,
+//! and where there is no more memory to be had it waits for them on the device.
 
 use super::saved::Piece;
 use crate::{
@@ -84,7 +85,8 @@ pub(super) struct State {
     pub(super) saved: Vec<Piece>,
     /// Freed on the way to or from being parked: whoever checks is told at its end.
     untold: Vec<(u64, Range)>,
-    /// Threads that take memory for blocks, or blocks back: what they have in hand is in none of the above.
+    /// Threads that take memory for blocks, or blocks back: what they have in hand is in none of
+    /// the above.
     underway: u64,
 }
 
@@ -149,8 +151,8 @@ impl State {
         below.is_some_and(|(start, lodger)| start + lodger.bytes > range.start)
     }
 
-    /// What was freed and is done with becomes free; `all` where the host has seen that all of it is. What ends with it, to
-    /// be dropped outside the lock.
+    /// What was freed and is done with becomes free; `all` where the host has seen that all of it
+    /// is. What ends with it, to be dropped outside the lock.
     pub(super) fn settle(&mut self, apart: &Apart, all: bool) -> Vec<Deferred> {
         let mut over = Vec::new();
         for mut held in std::mem::take(&mut self.held_back) {
@@ -166,8 +168,8 @@ impl State {
         over
     }
 
-    /// Where `bytes` find room with the fewest slots that have no memory yet: the first of them, how many, and the free range
-    /// before it that is the block's too.
+    /// Where `bytes` find room with the fewest slots that have no memory yet: the first of them,
+    /// how many, and the free range before it that is the block's too.
     fn room(
         &self,
         grid: Grid,
@@ -190,7 +192,8 @@ impl State {
         (gap(&self.claimed, count), count, None)
     }
 
-    /// Lets go of those of `slots` that are wholly free and whose past is `ready`. Answers with them.
+    /// Lets go of those of `slots` that are wholly free and whose past is `ready`. Answers with
+    /// them.
     pub(super) fn vacate(
         &mut self,
         slots: &[u64],
@@ -200,7 +203,8 @@ impl State {
         let mut vacated = Vec::new();
         for &slot in slots {
             let range = Range { start: grid.base + slot * grid.slot, len: grid.slot };
-            // Looked at by taking it, and given back if it is not to go: whoever could see that waits for this lock.
+            // Looked at by taking it, and given back if it is not to go: whoever could see that
+            // waits for this lock.
             let Some(past) = self.free.take(range) else { continue };
             if ready(&past) {
                 self.claimed.remove(&slot);
@@ -367,7 +371,8 @@ impl Lodging {
         }
     }
 
-    /// A range with new memory behind it, as far as what is free and `ready` at the end of the claimed slots does not do.
+    /// A range with new memory behind it, as far as what is free and `ready` at the end of the
+    /// claimed slots does not do.
     fn grow(
         &self,
         pool: &Arc<Inner>,
@@ -512,11 +517,13 @@ impl Lodging {
         }
     }
 
-    /// Refuses blocks from now on, and every use of those there are. Answers with the work that has to be over before nothing
-    /// uses the tag's memory any more. Blocks while other threads take memory for blocks, until the deadline.
+    /// Refuses blocks from now on, and every use of those there are. Answers with the work that has
+    /// to be over before nothing uses the tag's memory any more. Blocks while other threads take
+    /// memory for blocks, until the deadline.
     ///
     /// # Errors
-    /// [`MemoryError::Parked`]; [`MemoryError::Busy`] if a use is open; [`MemoryError::TimedOut`]. Nothing has changed then.
+    /// [`MemoryError::Parked`]; [`MemoryError::Busy`] if a use is open; [`MemoryError::TimedOut`].
+    /// Nothing has changed then.
     pub(super) fn shut(&self, until: Option<Instant>) -> Result<Vec<(Arc<Timeline>, u64)>> {
         {
             let mut state = self.state();
@@ -556,7 +563,8 @@ impl Lodging {
         self.state().phase != Phase::Awake
     }
 
-    /// Gives slots back to the driver in which nothing lives and nothing runs. Answers with the bytes.
+    /// Gives slots back to the driver in which nothing lives and nothing runs. Answers with the
+    /// bytes.
     pub(crate) fn trim(&self) -> Result<u64> {
         self.look()?;
         let vacated = {

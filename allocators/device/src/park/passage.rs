@@ -57,7 +57,8 @@ impl State {
         }
     }
 
-    /// Tells whoever checks that the live blocks have memory again: that `on` writes it, or nobody, and they are as new.
+    /// Tells whoever checks that the live blocks have memory again: that `on` writes it, or nobody,
+    /// and they are as new.
     fn note_backed(&self, lodging: &Lodging, on: Option<&Stream>) {
         for (&address, lodger) in &self.blocks {
             let (generation, home) = (lodger.generation, lodger.home.raw());
@@ -107,8 +108,8 @@ impl Lodging {
         Ok(Copied { pieces, took: began.elapsed() })
     }
 
-    /// Gives the memory back to the driver: nothing uses it, and nothing will. What the driver refuses to unmap stays, and
-    /// is not in the way.
+    /// Gives the memory back to the driver: nothing uses it, and nothing will. What the driver
+    /// refuses to unmap stays, and is not in the way.
     fn take_away(&self, pool: &Inner, copied: Copied, began: Instant) -> ParkReport {
         let mut report = ParkReport::of(self.tag);
         report.copying = copied.took;
@@ -146,7 +147,8 @@ impl Lodging {
         report
     }
 
-    /// Brings the memory of all blocks back, with what was in it. Does nothing for blocks that are awake.
+    /// Brings the memory of all blocks back, with what was in it. Does nothing for blocks that are
+    /// awake.
     pub(super) fn resume(&self, until: Option<Instant>) -> Result<ResumeReport> {
         let began = Instant::now();
         let pool = self.pool.upgrade().ok_or(MemoryError::Closed)?;
@@ -215,15 +217,16 @@ impl Lodging {
                 self.state().note_parked(self);
                 self.apart.lodged_left(bytes);
                 self.span.leave(0..u64::MAX, Past::new(), Vec::new());
-                // A refusal is tried again by whoever reaps next, or what is there is used by the next resume.
+                // A refusal is tried again by whoever reaps next, or what is there is used by the
+                // next resume.
                 let _ = self.apart.take_down(&self.span);
                 Err(error)
             }
         }
     }
 
-    /// Puts memory behind all of `slots`, or none. Waits in line for the budget until the deadline, if there is one and
-    /// nothing else makes room.
+    /// Puts memory behind all of `slots`, or none. Waits in line for the budget until the deadline,
+    /// if there is one and nothing else makes room.
     fn back_by(
         &self,
         pool: &Inner,

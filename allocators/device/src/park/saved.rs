@@ -7,8 +7,9 @@ use aquifer_heap::Range;
 use aquifer_stream::Stream;
 use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 
-/// Bytes of host memory that are asked for at once, unless less is left to save: long enough for a copy to run at the speed
-/// of the link, short enough for a pool of pinned memory to have somewhere.
+/// Bytes of host memory that are asked for at once, unless less is left to save: long enough for a
+/// copy to run at the speed of the link, short enough for a pool of pinned memory to have
+/// somewhere.
 const PIECE: u64 = 64 << 20;
 /// Where that is refused, halves of it are asked for, down to this.
 const SMALLEST: u64 = 1 << 20;
@@ -52,8 +53,8 @@ impl HostBytes {
 
 impl Drop for HostBytes {
     fn drop(&mut self) {
-        // SAFETY: 1. from this allocator, with this layout, and given back once. No copy touches it any more: `save` and
-        // `restore` wait for theirs.
+        // SAFETY: 1. from this allocator, with this layout, and given back once. No copy touches it
+        // any more: `save` and `restore` wait for theirs.
         contain(|| unsafe { self.from.deallocate(self.start, self.layout) });
     }
 }
@@ -75,8 +76,8 @@ impl Piece {
     }
 }
 
-/// Copies `ranges` to memory of `host`. Each piece is asked for while the copies into those before it run. Blocks until all
-/// of them are done, and then nothing of it is in use if it fails.
+/// Copies `ranges` to memory of `host`. Each piece is asked for while the copies into those before
+/// it run. Blocks until all of them are done, and then nothing of it is in use if it fails.
 ///
 /// No work that writes the ranges may be left anywhere, and `stream` is the caller's alone.
 ///
@@ -114,8 +115,9 @@ pub(super) fn save(stream: &Stream, host: &Host, ranges: &[Range]) -> Result<Vec
             let parts = pieces.last().map_or(&[][..], |piece| &piece.parts);
             for Part { range, at } in parts {
                 let _calling = stream.timeline().calling()?;
-                // SAFETY: 1. `at` and as many bytes lie in the piece; it lives until the scope has waited, and the range's
-                // memory until the caller takes it away. 2. the caller's: nothing else uses either.
+                // SAFETY: 1. `at` and as many bytes lie in the piece; it lives until the scope has
+                // waited, and the range's memory until the caller takes it away. 2. the caller's:
+                // nothing else uses either.
                 let queued = unsafe {
                     let to = start.add(*at as usize);
                     stream.driver().copy_to_host(stream.raw(), to, range.start, range.len as usize)
@@ -129,7 +131,8 @@ pub(super) fn save(stream: &Stream, host: &Host, ranges: &[Range]) -> Result<Vec
     Ok(pieces)
 }
 
-/// Copies back what `pieces` hold of `ranges`, which lie apart and ascend. Blocks until it is there. The bytes.
+/// Copies back what `pieces` hold of `ranges`, which lie apart and ascend. Blocks until it is
+/// there. The bytes.
 ///
 /// Nothing else may touch the ranges, and `stream` is the caller's alone.
 ///
@@ -148,8 +151,8 @@ pub(super) fn restore(stream: &Stream, pieces: &[Piece], ranges: &[Range]) -> Re
                 let end = range.end().min(part.range.end());
                 let at = part.at + (start - part.range.start);
                 let _calling = stream.timeline().calling()?;
-                // SAFETY: 1. what lies within the part lies within the piece, which outlives the scope; the range has
-                // memory. 2. the caller's: nothing else uses either.
+                // SAFETY: 1. what lies within the part lies within the piece, which outlives the
+                // scope; the range has memory. 2. the caller's: nothing else uses either.
                 let queued = unsafe {
                     let from = piece.host.start.add(at as usize);
                     stream.driver().copy_to_device(

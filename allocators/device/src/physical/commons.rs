@@ -1,9 +1,10 @@
 //! Free memory that no stream's cache has: it belongs to all of them.
 //!
-//! While memory is ample streams keep what they free in caches of their own, apart from each other. When it gets short,
-//! what is free in all of them is brought here, where neighbours join whoever freed them, so that a block fits that no
-//! single cache has room for. What streams leave that nobody leases any more comes here at all times, and so does what is mapped
-//! ahead of the need. Each range remembers which stream used it last and up to which epoch; where two join, what
+//! While memory is ample streams keep what they free in caches of their own, apart from each other.
+//! When it gets short, what is free in all of them is brought here, where neighbours join whoever
+//! freed them, so that a block fits that no single cache has room for. What streams leave that
+//! nobody leases any more comes here at all times, and so does what is mapped ahead of the need.
+//! Each range remembers which stream used it last and up to which epoch; where two join, what
 //! either waited for is remembered of both.
 
 use super::window::Grid;
@@ -13,13 +14,14 @@ use aquifer_stream::Timeline;
 use smallvec::SmallVec;
 use std::sync::Arc;
 
-/// What has to be over before memory is anybody's: the streams that used it, and up to which epochs.
+/// What has to be over before memory is anybody's: the streams that used it, and up to which
+/// epochs.
 pub(crate) type Past = SmallVec<[(Arc<Timeline>, u64); 2]>;
 
 /// The ranges, by address, none touching the next.
 ///
-/// They stand in short chunks, each of which knows its longest, so that a search passes over what is too short, and a
-/// change moves few of them.
+/// They stand in short chunks, each of which knows its longest, so that a search passes over what
+/// is too short, and a change moves few of them.
 #[derive(Default, Debug)]
 pub(crate) struct Commons {
     /// None is empty.
@@ -47,7 +49,8 @@ pub(crate) fn is_done(past: &Past) -> bool {
     is_done_but_for(past, None)
 }
 
-/// Whether the host has seen all of it done but for the work of `own`, which is in order with itself.
+/// Whether the host has seen all of it done but for the work of `own`, which is in order with
+/// itself.
 pub(crate) fn is_done_but_for(past: &Past, own: Option<&Arc<Timeline>>) -> bool {
     let is_own = |timeline| own.is_some_and(|own| Arc::ptr_eq(own, timeline));
     past.iter().all(|(timeline, epoch)| is_own(timeline) || timeline.is_done(*epoch))
@@ -78,7 +81,8 @@ impl Commons {
         self.chunks.iter().flat_map(|chunk| chunk.spans.iter().copied().zip(&chunk.pasts))
     }
 
-    /// Lets go of what is known to be done of all pasts, and so of streams that nobody else knows any more.
+    /// Lets go of what is known to be done of all pasts, and so of streams that nobody else knows
+    /// any more.
     pub(crate) fn forget_done(&mut self) {
         for past in self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pasts) {
             past.retain(|(timeline, epoch)| !timeline.is_done(*epoch));
@@ -293,7 +297,8 @@ mod tests {
     #[test]
     fn where_memory_is_tight_a_block_goes_where_it_pins_the_fewest_free_handles() {
         let mut commons = Commons::default();
-        // Two whole slots, one of which a block of 60 would pin; the end of one and the start of another; the same again.
+        // Two whole slots, one of which a block of 60 would pin; the end of one and the start of
+        // another; the same again.
         for (start, len) in [(100, 200), (440, 80), (640, 80)] {
             commons.add(Range { start, len }, Past::new());
         }
@@ -306,7 +311,8 @@ mod tests {
 
     #[test]
     fn many_ranges_are_kept_and_found_as_few_are() {
-        // Against a plain list: ranges of 10 at every second place, in no order, taken out in another.
+        // Against a plain list: ranges of 10 at every second place, in no order, taken out in
+        // another.
         let (mut commons, mut model) = (Commons::default(), BTreeMap::new());
         let check = |commons: &Commons, model: &BTreeMap<u64, u64>| {
             assert!(commons.iter().map(|(range, _)| (range.start, range.len)).eq(model.clone()));

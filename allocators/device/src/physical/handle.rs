@@ -43,7 +43,8 @@ impl Funds<'_> {
         self.budget.shortfall(bytes.saturating_sub(self.reserved_bytes()))
     }
 
-    /// How `bytes` would be refused now, if they would: by the budget that has no room for them, this one or one above.
+    /// How `bytes` would be refused now, if they would: by the budget that has no room for them,
+    /// this one or one above.
     pub(crate) fn refusal(&self, bytes: u64) -> Option<NoHandle> {
         let reserved = self.reserved_bytes();
         let refused = self.budget.refusal(bytes.saturating_sub(reserved))?;
@@ -110,8 +111,9 @@ impl Held {
 
 /// A physical handle and what is charged for it.
 ///
-/// Whoever maps it keeps an `Arc` of it: the device has the memory back after the release *and* the last unmap, so the
-/// charge ends with the last `Arc`, and no earlier. Dropping the last one calls the driver: never under a lock.
+/// Whoever maps it keeps an `Arc` of it: the device has the memory back after the release *and* the
+/// last unmap, so the charge ends with the last `Arc`, and no earlier. Dropping the last one calls
+/// the driver: never under a lock.
 pub(crate) struct Handle {
     driver: Arc<dyn Driver>,
     raw: PhysicalHandle,
@@ -147,7 +149,8 @@ impl NoHandle {
 }
 
 impl Handle {
-    /// Takes as much memory from the driver as `charge` pays for. If it is refused the charge is handed back.
+    /// Takes as much memory from the driver as `charge` pays for. If it is refused the charge is
+    /// handed back.
     pub(crate) fn create(
         driver: &Arc<dyn Driver>,
         device: DeviceId,
@@ -181,8 +184,8 @@ impl Handle {
         }
     }
 
-    /// Gives the memory back and keeps what paid for it; `None` if somebody else has the handle, or if the driver will
-    /// not have it back, and then all stays as it is.
+    /// Gives the memory back and keeps what paid for it; `None` if somebody else has the handle, or
+    /// if the driver will not have it back, and then all stays as it is.
     pub(crate) fn melt(handle: Arc<Handle>) -> Option<Charge> {
         Arc::into_inner(handle)?.release()
     }

@@ -1,7 +1,8 @@
 //! One range of addresses, and handles that go where the need is.
 //!
-//! The range is shared by all streams of the pool: any free part of it can go from one stream's cache to another's, a
-//! unit at a time. Physical memory comes and goes in handles, and a handle is mapped and unmapped whole:
+//! The range is shared by all streams of the pool: any free part of it can go from one stream's
+//! cache to another's, a unit at a time. Physical memory comes and goes in handles, and a handle is
+//! mapped and unmapped whole:
 //!
 //! ```text
 //!   nobody's ──claim──▶ being backed ──map, set access──▶ in the streams' caches ──┐
@@ -11,18 +12,20 @@
 //!      └── unmap, later ◀── zombie: handle mapped elsewhere, some work not done ◀───┘
 //! ```
 //!
-//! **A move** takes a handle from under free memory and maps it where it is missing. If the work that last used the
-//! memory is known to be done, the old mapping goes first. If not, the new mapping comes first, the stream that gets it
-//! waits for that work on the device, and the old mapping becomes a *zombie* that goes when the host has seen the work
-//! done: unmapping is not ordered with streams. Nobody waits on the host.
+//! **A move** takes a handle from under free memory and maps it where it is missing. If the work
+//! that last used the memory is known to be done, the old mapping goes first. If not, the new
+//! mapping comes first, the stream that gets it waits for that work on the device, and the old
+//! mapping becomes a *zombie* that goes when the host has seen the work done: unmapping is not
+//! ordered with streams. Nobody waits on the host.
 //!
-//! **How large a handle is.** A mapping costs by the handle and hardly by the byte, so a block of 512 MiB is backed by a
-//! few large handles where one handle is far smaller than what is left to give, and by small ones near the limit: see
-//! [`Mapped::largest_handle`]. A large handle that is free but does not fit where memory is missing is *melted*: it
-//! goes back to the driver, what was charged for it stays, and new handles of the right size are made of that.
+//! **How large a handle is.** A mapping costs by the handle and hardly by the byte, so a block of
+//! 512 MiB is backed by a few large handles where one handle is far smaller than what is left to
+//! give, and by small ones near the limit: see [`Mapped::largest_handle`]. A large handle that is
+//! free but does not fit where memory is missing is *melted*: it goes back to the driver, what was
+//! charged for it stays, and new handles of the right size are made of that.
 //!
-//! The table is under a mutex that is never held over a driver call. While calls are made, the memory they concern is
-//! in nobody's cache, so no other thread can reach it.
+//! The table is under a mutex that is never held over a driver call. While calls are made, the
+//! memory they concern is in nobody's cache, so no other thread can reach it.
 
 mod mapping;
 mod offers;
@@ -159,8 +162,9 @@ enum Picked<'a> {
     Outrun,
 }
 
-/// Memory on its way from one place to another, which nobody else can see meanwhile. It is announced before the memory is
-/// taken: who finds nothing and sees nobody on the way has seen all there is.
+/// Memory on its way from one place to another, which nobody else can see meanwhile. It is
+/// announced before the memory is taken: who finds nothing and sees nobody on the way has seen all
+/// there is.
 struct Transit<'a>(&'a Mapped);
 
 impl Drop for Transit<'_> {
@@ -170,9 +174,10 @@ impl Drop for Transit<'_> {
 }
 
 impl Mapped {
-    /// Reserves addresses: sixteen times the device's memory, since addresses cost nothing and a block needs them in one
-    /// piece. Less where the process has not that many left. It is the memory of the first of `reach`, and open to all of
-    /// them. `fixed` says that all handles are of the size of a slot.
+    /// Reserves addresses: sixteen times the device's memory, since addresses cost nothing and a
+    /// block needs them in one piece. Less where the process has not that many left. It is the
+    /// memory of the first of `reach`, and open to all of them. `fixed` says that all handles are
+    /// of the size of a slot.
     pub(crate) fn open(
         driver: &Arc<dyn Driver>,
         reach: Arc<[DeviceId]>,
@@ -217,7 +222,8 @@ impl Mapped {
         &self.held
     }
 
-    /// Bytes that no cache has and that are not in use: handles that are mapped nowhere, and the commons.
+    /// Bytes that no cache has and that are not in use: handles that are mapped nowhere, and the
+    /// commons.
     pub(crate) fn spare_bytes(&self) -> u64 {
         let spare: u64 = self.slots().spare.iter().map(|handle| handle.bytes()).sum();
         spare + self.commons().bytes()
@@ -269,25 +275,27 @@ impl Mapped {
         Transit(self)
     }
 
-    /// What tells, compared with a later answer, whether memory was on its way between: (departed, arrived).
+    /// What tells, compared with a later answer, whether memory was on its way between: (departed,
+    /// arrived).
     pub(crate) fn traffic(&self) -> (u64, u64) {
-        // Arrivals first: one that departs and arrives between the two readings must not look as if it were on its way.
+        // Arrivals first: one that departs and arrives between the two readings must not look as if
+        // it were on its way.
         let arrived = self.arrived.load(Ordering::SeqCst);
         (self.departed.load(Ordering::SeqCst), arrived)
     }
 
-    /// How many slots a new handle may cover, while `live` bytes of what is held are in use: a fixed part of what could
-    /// still be given. So what one survivor can keep from being moved is small against what there is, and handles get
-    /// small as the limit comes near.
+    /// How many slots a new handle may cover, while `live` bytes of what is held are in use: a
+    /// fixed part of what could still be given. So what one survivor can keep from being moved is
+    /// small against what there is, and handles get small as the limit comes near.
     fn largest_handle(&self, live: u64) -> u64 {
         let left = self.budget.remaining() + self.held.now().saturating_sub(live);
         let slots = (left / HEADROOM_PARTS / self.slot).clamp(1, self.most);
         1 << slots.ilog2()
     }
 
-    /// Finds room for `request` among what is free in the caches of `home` and of `givers` and slots that are nobody's,
-    /// and backs what is missing, as far as the attempt goes. `None` if there is not enough; nothing has changed then but
-    /// where handles are that nobody uses.
+    /// Finds room for `request` among what is free in the caches of `home` and of `givers` and
+    /// slots that are nobody's, and backs what is missing, as far as the attempt goes. `None` if
+    /// there is not enough; nothing has changed then but where handles are that nobody uses.
     pub(crate) fn place(
         &self,
         home: &'static Home,
@@ -340,7 +348,8 @@ impl Mapped {
         Grid { base: self.base, slot: self.slot }
     }
 
-    /// A block out of the commons, at the best place by `fit` that is ready for its stream. No driver call.
+    /// A block out of the commons, at the best place by `fit` that is ready for its stream. No
+    /// driver call.
     pub(crate) fn shared(
         &self,
         home: &'static Home,
@@ -365,8 +374,8 @@ impl Mapped {
         })
     }
 
-    /// Backs what is missing in a claim, and makes the taker wait for whoever used what it takes over. Says whether there
-    /// was enough.
+    /// Backs what is missing in a claim, and makes the taker wait for whoever used what it takes
+    /// over. Says whether there was enough.
     fn back(
         &self,
         home: &'static Home,
@@ -388,8 +397,8 @@ impl Mapped {
         Ok(true)
     }
 
-    /// Picks the window among what is offered and takes it: its slots from nobody, its backed parts from who has them. What
-    /// is not claimed is as it was.
+    /// Picks the window among what is offered and takes it: its slots from nobody, its backed parts
+    /// from who has them. What is not claimed is as it was.
     fn claim<'a>(
         &'a self,
         home: &'static Home,
@@ -405,7 +414,8 @@ impl Mapped {
             return Picked::Nothing;
         };
         let mut claim = None;
-        // Small blocks come from slabs of the heap's own: one more slot gives it room for many, and a unit for one.
+        // Small blocks come from slabs of the heap's own: one more slot gives it room for many, and
+        // a unit for one.
         let several = if how.grain == Grain::Slots { self.slot } else { UNITS.page };
         let sizes = [(several, several.max(request.alignment())), (exact, request.alignment())];
         for (bytes, align) in if small { &sizes[..] } else { &sizes[1..] } {

@@ -1,7 +1,7 @@
 //! Whole allocations of the driver's, on devices that cannot map.
 //!
-//! A segment is one `cuMemAlloc`. Blocks never cross from one to the next, also where two happen to touch. A segment
-//! goes back whole, and only when asked, since `cuMemFree` waits for the device.
+//! A segment is one `cuMemAlloc`. Blocks never cross from one to the next, also where two happen to
+//! touch. A segment goes back whole, and only when asked, since `cuMemFree` waits for the device.
 #![expect(unsafe_code, reason = "frees device memory")]
 
 use super::{
@@ -60,14 +60,15 @@ impl Plain {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Where segments lie, by address: to be read before any cache is locked, since the table's lock may sleep.
+    /// Where segments lie, by address: to be read before any cache is locked, since the table's
+    /// lock may sleep.
     fn ranges<'s>(&self, bump: &'s Bump) -> List<'s, Range> {
         list(bump, self.segments().iter().map(|(&at, segment)| Range::new(at, segment.bytes)))
     }
 
-    /// A free segment in another cache than `home`'s that holds the request, the smallest: whole, or its pieces would be
-    /// scattered over caches and never go back. Takes it out; answers with whose it was, who
-    /// stays its cache's as long as it is held, and its stamp.
+    /// A free segment in another cache than `home`'s that holds the request, the smallest: whole,
+    /// or its pieces would be scattered over caches and never go back. Takes it out; answers with
+    /// whose it was, who stays its cache's as long as it is held, and its stamp.
     fn take_over(
         &self,
         home: &'static Home,
@@ -101,8 +102,8 @@ impl Plain {
         Some((range, giver, timeline, stamp))
     }
 
-    /// Gives the cache of `home` a free segment of another, for which it waits on the device if it has to, and allocates
-    /// from it.
+    /// Gives the cache of `home` a free segment of another, for which it waits on the device if it
+    /// has to, and allocates from it.
     pub(crate) fn adopt(
         &self,
         home: &'static Home,
@@ -131,7 +132,8 @@ impl Plain {
         }))
     }
 
-    /// Gives the cache of `home` all free segments of the caches `from` whose work is known to be done. The bytes.
+    /// Gives the cache of `home` all free segments of the caches `from` whose work is known to be
+    /// done. The bytes.
     pub(crate) fn inherit(&self, home: &'static Home, from: &[&'static Home]) -> u64 {
         let pass = self.scratch.begin();
         let segments = self.ranges(&pass);
@@ -173,8 +175,8 @@ impl Plain {
         (request.size() + request.alignment()).div_ceil(GRAIN) * GRAIN
     }
 
-    /// Takes a segment that `request` fits in, gives it to the cache of `home` and allocates from it. `None` if neither
-    /// a large nor an exact one can be had.
+    /// Takes a segment that `request` fits in, gives it to the cache of `home` and allocates from
+    /// it. `None` if neither a large nor an exact one can be had.
     pub(crate) fn place(
         &self,
         home: &'static Home,
@@ -217,8 +219,9 @@ impl Plain {
         Ok(None)
     }
 
-    /// Gives whole free segments back whose work is known to be done, largest first, until no more than `keep` bytes
-    /// are held. Blocks until the device is idle if it gives any back. Answers with the bytes.
+    /// Gives whole free segments back whose work is known to be done, largest first, until no more
+    /// than `keep` bytes are held. Blocks until the device is idle if it gives any back. Answers
+    /// with the bytes.
     pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
         let before = self.held.now();
         let pass = self.scratch.begin();
@@ -275,8 +278,8 @@ impl Plain {
         let Some(segment) = self.segments().remove(&address) else { return Ok(()) };
         let freed = {
             let _relaxed = Relaxed::enter(&*self.driver);
-            // SAFETY: 1. it came from `mem_alloc`, and leaves the table before it is freed. 2. it is in no cache, and the
-            // epoch that covers its last use was seen done by the host.
+            // SAFETY: 1. it came from `mem_alloc`, and leaves the table before it is freed. 2. it
+            // is in no cache, and the epoch that covers its last use was seen done by the host.
             unsafe { self.driver.mem_free(self.device, address) }
         };
         match freed {

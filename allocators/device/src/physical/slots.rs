@@ -1,7 +1,7 @@
 //! Which slot of a pool's address range is under which handle, and which is nobody's.
 //!
-//! A slot is the smallest handle; a handle covers one or more, in one piece. What is not covered is nobody's: no cache
-//! has a byte of it. All of this is bookkeeping: nothing here calls the driver.
+//! A slot is the smallest handle; a handle covers one or more, in one piece. What is not covered is
+//! nobody's: no cache has a byte of it. All of this is bookkeeping: nothing here calls the driver.
 
 use super::handle::Handle;
 use aquifer_stream::Timeline;

@@ -1,8 +1,8 @@
 //! Where to put a block that no backed range can hold.
 //!
-//! A window is a stretch of addresses as long as the block in which everything is either free and backed, in whatever
-//! cache, or nobody's and not backed. What is not backed costs memory a slot, so the best window is the one that needs
-//! the fewest slots; among equals the lowest.
+//! A window is a stretch of addresses as long as the block in which everything is either free and
+//! backed, in whatever cache, or nobody's and not backed. What is not backed costs memory a slot,
+//! so the best window is the one that needs the fewest slots; among equals the lowest.
 //!
 //! ```text
 //!   caches    ▓▓▓▓▓░░░░▓▓▓▓▓▓▓▓░░░░░░░░▓▓       ▓ live   ░ free, backed
@@ -10,8 +10,8 @@
 //!   window             ├───────────────┤         8 backed, 8 to be backed
 //! ```
 //!
-//! The number of missing slots changes only where the window's end or start passes a border, so it is enough to try the
-//! windows that start or end at one.
+//! The number of missing slots changes only where the window's end or start passes a border, so it
+//! is enough to try the windows that start or end at one.
 
 use crate::leasing::Fit;
 use aquifer_core::scratch::{Bump, List, list};
@@ -51,8 +51,8 @@ pub(crate) struct Grid {
 }
 
 impl Grid {
-    /// How many slots that are wholly free a block at `block` would keep from being moved. It lies in the free stretch
-    /// `free`, at whose ends something is in use.
+    /// How many slots that are wholly free a block at `block` would keep from being moved. It lies
+    /// in the free stretch `free`, at whose ends something is in use.
     pub(crate) fn pins(self, free: Range, block: Range) -> u64 {
         let Self { base, slot } = self;
         let first = ((block.start - base) / slot).max((free.start - base).div_ceil(slot));
@@ -61,8 +61,8 @@ impl Grid {
     }
 }
 
-/// The window of `bytes` at `align` that needs the fewest slots, and of those the best by `fit`. `backed` are free ranges
-/// and `bare` the runs of slots that are nobody's, each by address.
+/// The window of `bytes` at `align` that needs the fewest slots, and of those the best by `fit`.
+/// `backed` are free ranges and `bare` the runs of slots that are nobody's, each by address.
 pub(crate) fn best<'s>(
     bump: &'s Bump,
     backed: impl Iterator<Item = Range>,
@@ -95,10 +95,12 @@ pub(crate) fn best<'s>(
     Some(Window { block: Range { start, len: bytes }, missing })
 }
 
-/// What windows are compared by: slots that are missing, slots that are pinned where that matters, the start.
+/// What windows are compared by: slots that are missing, slots that are pinned where that matters,
+/// the start.
 type Rank = (u64, u64, u64);
 
-/// Tries the windows of one run of touching pieces against the best so far. `bare_before` is room for what it sums up.
+/// Tries the windows of one run of touching pieces against the best so far. `bare_before` is room
+/// for what it sums up.
 fn best_in_run(
     run: &[Piece],
     grid: Grid,

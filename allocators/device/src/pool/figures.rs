@@ -5,7 +5,8 @@ use crate::{DevicePool, physical::Physical};
 use aquifer_core::{PoolStats, Tag, budget::Holding};
 
 impl DevicePool {
-    /// Bytes held from the driver now, as [`PoolStats::physical`] says, without looking at what they are used for.
+    /// Bytes held from the driver now, as [`PoolStats::physical`] says, without looking at what
+    /// they are used for.
     #[inline]
     #[must_use]
     pub fn physical(&self) -> u64 {
@@ -16,7 +17,8 @@ impl DevicePool {
         }
     }
 
-    /// Bytes that live blocks of this tag hold here. Looks through all caches; never blocks on the driver.
+    /// Bytes that live blocks of this tag hold here. Looks through all caches; never blocks on the
+    /// driver.
     #[must_use]
     pub fn held_by(&self, tag: Tag) -> u64 {
         let inner = self.inner();

@@ -10,11 +10,12 @@ use std::{
     sync::Arc,
 };
 
-/// What a block is exported by: a file descriptor to send over a Unix socket, or a name on the fabric to send anywhere.
+/// What a block is exported by: a file descriptor to send over a Unix socket, or a name on the
+/// fabric to send anywhere.
 ///
-/// It is the block's whole handle, and nobody else's memory is in it. While this lives the memory stays taken from the
-/// device, and charged, even if the block is freed; a descriptor that has been taken out of it, or sent, keeps the memory
-/// too, beyond what the budget can know.
+/// It is the block's whole handle, and nobody else's memory is in it. While this lives the memory
+/// stays taken from the device, and charged, even if the block is freed; a descriptor that has been
+/// taken out of it, or sent, keeps the memory too, beyond what the budget can know.
 ///
 /// ```
 /// use aquifer_device::{DevicePool, PoolConfig, Request};
@@ -52,7 +53,8 @@ enum By {
 }
 
 impl Exported {
-    /// What another process has sent: a descriptor of memory of `bytes`, as its [`Exported::bytes`] said.
+    /// What another process has sent: a descriptor of memory of `bytes`, as its [`Exported::bytes`]
+    /// said.
     #[must_use]
     pub fn from_fd(fd: OwnedFd, bytes: u64) -> Self {
         Self { by: By::Fd(fd), bytes, device: None, keeps: None }
@@ -88,7 +90,8 @@ impl Exported {
         }
     }
 
-    /// The file descriptor alone, which keeps the memory taken though nobody is charged for it once the block is gone.
+    /// The file descriptor alone, which keeps the memory taken though nobody is charged for it once
+    /// the block is gone.
     #[must_use]
     pub fn into_fd(self) -> Option<OwnedFd> {
         match self.by {
@@ -102,8 +105,9 @@ impl StableBlock {
     /// A file descriptor of its memory (`cuMemExportToShareableHandle`). Does not block.
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`] for memory that was not made for it: [`PoolConfig::export`](crate::PoolConfig::export)
-    /// says for what it is made; imported memory is its maker's to export. The driver's.
+    /// [`MemoryError::Unsupported`] for memory that was not made for it:
+    /// [`PoolConfig::export`](crate::PoolConfig::export) says for what it is made; imported memory
+    /// is its maker's to export. The driver's.
     #[track_caller]
     pub fn export(&self) -> Result<Exported> {
         let _site = site::enter();
@@ -142,17 +146,18 @@ impl StableBlock {
 
 impl DevicePool {
     /// Maps memory that another pool or process has exported, for work on `stream` from now on
-    /// (`cuMemImportFromShareableHandle`). It is a stable block like one of ours, whole handles, of as many bytes as were
-    /// exported; it is charged where it was made, and not here. Does not block.
+    /// (`cuMemImportFromShareableHandle`). It is a stable block like one of ours, whole handles, of
+    /// as many bytes as were exported; it is charged where it was made, and not here. Does not
+    /// block.
     ///
     /// # Safety
-    /// 1. Work on the memory through this block is ordered with everybody else's work on it: what other blocks over the
-    ///    same memory note is not known to this one, nor to other processes.
+    /// 1. Work on the memory through this block is ordered with everybody else's work on it: what
+    ///    other blocks over the same memory note is not known to this one, nor to other processes.
     ///
     /// # Errors
-    /// [`MemoryError::Unsupported`] where memory cannot be mapped; [`MemoryError::WrongDevice`] for another device's
-    /// memory or stream; [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`]; the driver's, also for a descriptor of
-    /// something else or a wrong number of bytes.
+    /// [`MemoryError::Unsupported`] where memory cannot be mapped; [`MemoryError::WrongDevice`] for
+    /// another device's memory or stream; [`MemoryError::ZeroSize`], [`MemoryError::TooLarge`]; the
+    /// driver's, also for a descriptor of something else or a wrong number of bytes.
     #[track_caller]
     pub unsafe fn import(&self, stream: &Stream, exported: &Exported) -> Result<StableBlock> {
         let _site = site::enter();

@@ -1,8 +1,9 @@
 //! What crosses the driver's C interface: handles, constants and structures.
 //!
-//! The structures are our own, since the bindings spell their fields differently from one CUDA version to the next while
-//! the bytes have stayed the same (fields were only ever carved out of reserved ones). The assertions below hold them,
-//! and the constants, against the bindings of whichever version is compiled in.
+//! The structures are our own, since the bindings spell their fields differently from one CUDA
+//! version to the next while the bytes have stayed the same (fields were only ever carved out of
+//! reserved ones). The assertions below hold them, and the constants, against the bindings of
+//! whichever version is compiled in.
 
 use crate::{CaptureMode, DeviceId, ExportTypes, Pitched, Rows};
 use cudarc::driver::sys;
@@ -40,8 +41,8 @@ pub(super) enum Attribute {
     MemoryPools = 115,
     /// Came with CUDA 12.3; an older driver answers with invalid value.
     ExportFabric = 128,
-    /// Whether the device's memory is a node of the host's. These three came with CUDA 12.2; an older driver answers
-    /// with invalid value.
+    /// Whether the device's memory is a node of the host's. These three came with CUDA 12.2; an
+    /// older driver answers with invalid value.
     NumaConfig = 130,
     NumaId = 131,
     HostNumaId = 134,
@@ -119,7 +120,8 @@ pub(super) struct Location {
 
 impl Location {
     fn device(device: DeviceId) -> Self {
-        // An ordinal that does not fit is one that no driver has given out, and -1 is refused as such.
+        // An ordinal that does not fit is one that no driver has given out, and -1 is refused as
+        // such.
         Self { kind: LOCATION_DEVICE, id: c_int::try_from(device.0).unwrap_or(-1) }
     }
 }

@@ -1,7 +1,8 @@
 //! What the driver's codes are called.
 //!
-//! The driver itself can name them (`cuGetErrorName`), but not when it is gone, and not from inside an error's `Display`.
-//! A code that came with a later driver than this table is `unknown`, and keeps its number.
+//! The driver itself can name them (`cuGetErrorName`), but not when it is gone, and not from inside
+//! an error's `Display`. A code that came with a later driver than this table is `unknown`, and
+//! keeps its number.
 
 use crate::{DriverError, Result};
 

@@ -13,10 +13,12 @@ use std::sync::{
     atomic::{AtomicBool, Ordering},
 };
 
-/// A device's primary context: the one that the CUDA runtime, cudarc and every other library of the process share.
+/// A device's primary context: the one that the CUDA runtime, cudarc and every other library of the
+/// process share.
 ///
-/// The driver counts who retains it. It is taken at the first call that needs it, since it costs hundreds of megabytes
-/// of device memory and a fraction of a second, and let go of with the [`CudaDriver`].
+/// The driver counts who retains it. It is taken at the first call that needs it, since it costs
+/// hundreds of megabytes of device memory and a fraction of a second, and let go of with the
+/// [`CudaDriver`].
 pub(super) struct Primary {
     /// The driver's number for the device.
     device: i32,
@@ -66,7 +68,8 @@ impl Primary {
         })?;
         let context = handle(context);
         if self.context.set(context).is_err() {
-            // Another thread was first. Both hold the same context, so the second hold is one too many.
+            // Another thread was first. Both hold the same context, so the second hold is one too
+            // many.
             self.let_go(table);
         }
         Ok(context)
@@ -80,16 +83,16 @@ impl Primary {
     }
 
     fn let_go(&self, table: &Table) {
-        // SAFETY: 1. this value has retained the device's context, once more often than it has released it.
-        // A refusal means that the driver is on its way out, and the context with it.
+        // SAFETY: 1. this value has retained the device's context, once more often than it has
+        // released it. A refusal means that the driver is on its way out, and the context with it.
         let _ = unsafe { (table.context_release)(self.device) };
     }
 }
 
 /// While it lives, the thread has a given context current.
 ///
-/// A thread without a context keeps the one it is given, since the next call will most often want the same; one that
-/// another library has set is put back.
+/// A thread without a context keeps the one it is given, since the next call will most often want
+/// the same; one that another library has set is put back.
 pub(super) struct Bound<'a> {
     table: &'a Table,
     before: Option<u64>,
@@ -113,8 +116,8 @@ impl<'a> Bound<'a> {
 impl Drop for Bound<'_> {
     fn drop(&mut self) {
         if let Some(context) = self.before {
-            // SAFETY: 1. it was this thread's current context when the call began, and only the thread itself could have
-            // let it go since.
+            // SAFETY: 1. it was this thread's current context when the call began, and only the
+            // thread itself could have let it go since.
             // A refusal leaves the primary context current, as every CUDA library may.
             let _ = unsafe { (self.table.context_set_current)(object(context)) };
         }
@@ -146,8 +149,8 @@ impl CudaDriver {
         answer(call.name(), make(&self.table)).inspect_err(|error| self.note(device, error))
     }
 
-    /// The same for a call that touches another device as well, whose loss it may answer with: that is no loss of the one
-    /// that it is made for.
+    /// The same for a call that touches another device as well, whose loss it may answer with: that
+    /// is no loss of the one that it is made for.
     pub(super) fn call_between(
         &self,
         call: Call,
@@ -163,7 +166,8 @@ impl CudaDriver {
         })
     }
 
-    /// Whether the context that is current still answers (`cuMemGetInfo`, which touches nothing and breaks no capture).
+    /// Whether the context that is current still answers (`cuMemGetInfo`, which touches nothing and
+    /// breaks no capture).
     #[cold]
     fn answers(&self) -> bool {
         let (mut free, mut total) = (0, 0);
@@ -195,8 +199,9 @@ impl CudaDriver {
         }
     }
 
-    /// The same for a call that ends something. When the process exits, the driver may be torn down before its users,
-    /// and has taken all of their objects with it: that is what they asked for, and no error.
+    /// The same for a call that ends something. When the process exits, the driver may be torn down
+    /// before its users, and has taken all of their objects with it: that is what they asked for,
+    /// and no error.
     pub(super) fn end(
         &self,
         call: Call,

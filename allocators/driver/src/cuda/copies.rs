@@ -13,7 +13,8 @@ impl CudaDriver {
     /// The device that an address belongs to, where the driver knows one.
     fn device_at(&self, address: u64) -> Option<DeviceId> {
         let mut ordinal = -1i32;
-        // SAFETY: 1. `ordinal` is as large as the attribute. An address that is nobody's is refused.
+        // SAFETY: 1. `ordinal` is as large as the attribute. An address that is nobody's is
+        // refused.
         let code = unsafe {
             (self.table.pointer_attribute)((&raw mut ordinal).cast(), POINTER_DEVICE, address)
         };
@@ -21,7 +22,8 @@ impl CudaDriver {
         u32::try_from(ordinal).ok().map(DeviceId)
     }
 
-    /// The devices of a copy, from and to, if they differ. Asks nothing where there is one device only.
+    /// The devices of a copy, from and to, if they differ. Asks nothing where there is one device
+    /// only.
     fn apart(&self, from: u64, to: u64) -> Option<(DeviceId, DeviceId)> {
         if self.devices.len() < 2 {
             return None;
@@ -33,11 +35,13 @@ impl CudaDriver {
 
 impl CudaDriver {
     /// # Safety
-    /// 1. Every row of both sides is there until the copy is done. 2. Nothing touches them out of order with it.
+    /// 1. Every row of both sides is there until the copy is done. 2. Nothing touches them out of
+    ///    order with it.
     unsafe fn copy_rows(&self, stream: RawStream, copy: &Copy2d) -> Result<()> {
         self.call(Call::Copy2d, stream.device(), |table| {
-            // SAFETY: 1. the description is readable, and read before the call returns. 2. the caller keeps both sides
-            // until the copy is done, in order with all else that touches them. 3. the handle is alive.
+            // SAFETY: 1. the description is readable, and read before the call returns. 2. the
+            // caller keeps both sides until the copy is done, in order with all else that touches
+            // them. 3. the handle is alive.
             unsafe { (table.copy_2d)(std::ptr::from_ref(copy), object(stream.handle())) }
         })
     }
@@ -54,7 +58,8 @@ unsafe impl Copies for CudaDriver {
         bytes: usize,
     ) -> Result<()> {
         self.call(Call::CopyToDevice, stream.device(), |table| {
-            // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all else that touches them.
+            // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all
+            // else that touches them.
             // 2. the handle is alive.
             unsafe {
                 (table.copy_to_device)(to, from.as_ptr().cast(), bytes, object(stream.handle()))
@@ -70,7 +75,8 @@ unsafe impl Copies for CudaDriver {
         bytes: usize,
     ) -> Result<()> {
         self.call(Call::CopyToHost, stream.device(), |table| {
-            // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all else that touches them.
+            // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all
+            // else that touches them.
             // 2. the handle is alive.
             unsafe {
                 (table.copy_to_host)(to.as_ptr().cast(), from, bytes, object(stream.handle()))
@@ -87,8 +93,8 @@ unsafe impl Copies for CudaDriver {
     ) -> Result<()> {
         let Some((source, destination)) = self.apart(from, to) else {
             return self.call(Call::CopyOnDevice, stream.device(), |table| {
-                // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all else that touches
-                // them. 2. the handle is alive.
+                // SAFETY: 1. the caller keeps both ranges until the copy is done, in order with all
+                // else that touches them. 2. the handle is alive.
                 unsafe { (table.copy_on_device)(to, from, bytes as usize, object(stream.handle())) }
             });
         };
@@ -157,7 +163,8 @@ unsafe impl Copies for CudaDriver {
         let (call, _) = Call::fills(pattern);
         self.call(call, stream.device(), |table| {
             let (count, stream) = (count as usize, object(stream.handle()));
-            // SAFETY: 1. the caller keeps the range until the fill is done, in order with all else that touches it.
+            // SAFETY: 1. the caller keeps the range until the fill is done, in order with all else
+            // that touches it.
             // 2. the handle is alive.
             unsafe {
                 match pattern {
@@ -181,7 +188,8 @@ unsafe impl Copies for CudaDriver {
             let (width, height, stream) =
                 (rows.width as usize, rows.height as usize, object(stream.handle()));
             let (to, pitch) = (to.start, to.pitch as usize);
-            // SAFETY: 1. the caller keeps the rows until the fill is done, in order with all else that touches them.
+            // SAFETY: 1. the caller keeps the rows until the fill is done, in order with all else
+            // that touches them.
             // 2. the handle is alive.
             unsafe {
                 match pattern {

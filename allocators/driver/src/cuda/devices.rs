@@ -24,21 +24,23 @@ fn text(buffer: &[u8; TEXT]) -> String {
 impl CudaDriver {
     fn attribute(&self, device: i32, attribute: Attribute) -> Result<i32> {
         let mut value = 0;
-        // SAFETY: 1. `value` is writable. 2. the device is one that the driver counted. An attribute it does not know
-        // is refused.
+        // SAFETY: 1. `value` is writable. 2. the device is one that the driver counted. An
+        // attribute it does not know is refused.
         let code =
             unsafe { (self.table.device_attribute)(&raw mut value, attribute as u32, device) };
         answer("cuDeviceGetAttribute", code).map(|()| value)
     }
 
-    /// What a device does not have is 0 to the driver; what the driver is too old to know is the same to us.
+    /// What a device does not have is 0 to the driver; what the driver is too old to know is the
+    /// same to us.
     fn has(&self, device: i32, attribute: Attribute) -> bool {
         self.attribute(device, attribute).is_ok_and(|value| value > 0)
     }
 
     fn name_of(&self, device: i32) -> Result<String> {
         let mut buffer = [0u8; TEXT];
-        // SAFETY: 1. the buffer is writable for the length that is given. 2. the device is one that the driver counted.
+        // SAFETY: 1. the buffer is writable for the length that is given. 2. the device is one that
+        // the driver counted.
         let code = unsafe {
             (self.table.device_name)(
                 buffer.as_mut_ptr().cast::<c_char>(),
@@ -51,7 +53,8 @@ impl CudaDriver {
 
     fn pci_address(&self, device: i32) -> Option<String> {
         let mut buffer = [0u8; TEXT];
-        // SAFETY: 1. the buffer is writable for the length that is given. 2. the device is one that the driver counted.
+        // SAFETY: 1. the buffer is writable for the length that is given. 2. the device is one that
+        // the driver counted.
         let code = unsafe {
             (self.table.device_pci_address)(
                 buffer.as_mut_ptr().cast::<c_char>(),
@@ -75,7 +78,8 @@ impl CudaDriver {
     fn granularity(&self, device: DeviceId) -> Result<u64> {
         let properties = AllocationProperties::pinned_on(device);
         let mut granularity = 0;
-        // SAFETY: 1. `granularity` is writable. 2. `properties` are laid out as the driver expects, and only read.
+        // SAFETY: 1. `granularity` is writable. 2. `properties` are laid out as the driver expects,
+        // and only read.
         let code = unsafe {
             (self.table.granularity)(
                 &raw mut granularity,

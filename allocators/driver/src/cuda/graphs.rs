@@ -34,7 +34,8 @@ unsafe impl Graphs for CudaDriver {
     fn capture_status(&self, stream: RawStream) -> Result<CaptureStatus> {
         let (mut status, mut id) = (abi::CAPTURE_STATUS_NONE, 0);
         self.call(Call::CaptureStatus, stream.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. `status` and `id` are writable; what is null is not asked for.
+            // SAFETY: 1. the handle is alive. 2. `status` and `id` are writable; what is null is
+            // not asked for.
             unsafe {
                 (table.capture_status)(
                     object(stream.handle()),
@@ -88,7 +89,8 @@ unsafe impl Graphs for CudaDriver {
         let user: *mut User = Box::into_raw(Box::new(User { call: Some(call) }));
         let mut user_object = ptr::null_mut();
         let created = self.bind(graph.device()).and_then(|_bound| {
-            // SAFETY: 1. `user_object` is writable. 2. `released` takes `user` over, and is called at most once.
+            // SAFETY: 1. `user_object` is writable. 2. `released` takes `user` over, and is called
+            // at most once.
             let code = unsafe {
                 (self.table.user_object_create)(
                     &raw mut user_object,
@@ -102,12 +104,14 @@ unsafe impl Graphs for CudaDriver {
         });
         if let Err(refused) = created {
             self.calls.add(Call::GraphRetain);
-            // SAFETY: 1. it comes from `into_raw` above. 2. the driver has made nothing that could call `released`.
+            // SAFETY: 1. it comes from `into_raw` above. 2. the driver has made nothing that could
+            // call `released`.
             drop(unsafe { Box::from_raw(user) });
             return Err(refused);
         }
         self.call(Call::GraphRetain, graph.device(), |table| {
-            // SAFETY: 1. the graph is alive, and the object, whose one reference is ours and becomes the graph's.
+            // SAFETY: 1. the graph is alive, and the object, whose one reference is ours and
+            // becomes the graph's.
             unsafe {
                 (table.graph_retain)(
                     object(graph.handle()),
@@ -119,9 +123,11 @@ unsafe impl Graphs for CudaDriver {
         })
         .inspect_err(|_| {
             // Releasing the object calls `released`, which must find nothing to call.
-            // SAFETY: 1. `user` lives until `released` is called. 2. nobody else looks at it: the reference is still ours.
+            // SAFETY: 1. `user` lives until `released` is called. 2. nobody else looks at it: the
+            // reference is still ours.
             drop(unsafe { (*user).call.take() });
-            // SAFETY: 1. the object is alive, and its one reference ours. A refusal leaves an empty box behind.
+            // SAFETY: 1. the object is alive, and its one reference ours. A refusal leaves an empty
+            // box behind.
             let _ = unsafe { (self.table.user_object_release)(user_object, 1) };
         })
     }
@@ -134,7 +140,8 @@ struct User {
 
 /// Called by the driver, on a thread of its own, when the last reference to a user object is gone.
 unsafe extern "C" fn released(user: *mut c_void) {
-    // SAFETY: 1. the driver gives back, once, the pointer to a `User` that it was given, and has let go of it.
+    // SAFETY: 1. the driver gives back, once, the pointer to a `User` that it was given, and has
+    // let go of it.
     let user = unsafe { Box::from_raw(user.cast::<User>()) };
     if let Some(call) = user.call {
         call();

@@ -27,7 +27,8 @@ unsafe impl HostMemory for CudaDriver {
             // SAFETY: 1. `address` is writable.
             unsafe { (table.host_alloc)(&raw mut address, bytes, bits) }
         })?;
-        // The driver does not succeed without memory; if it did, out of memory would be the word for it.
+        // The driver does not succeed without memory; if it did, out of memory would be the word
+        // for it.
         NonNull::new(address.cast())
             .ok_or_else(|| codes::error(Call::HostAlloc.name(), codes::OUT_OF_MEMORY))
     }

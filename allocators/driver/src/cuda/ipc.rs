@@ -12,7 +12,8 @@ use std::{
 };
 
 impl CudaDriver {
-    /// Imports what `shareable` names, which is the descriptor itself or points to the fabric's name.
+    /// Imports what `shareable` names, which is the descriptor itself or points to the fabric's
+    /// name.
     ///
     /// # Safety
     /// 1. `shareable` is what `kind` says, and stays so until this returns.
@@ -24,7 +25,8 @@ impl CudaDriver {
     ) -> Result<PhysicalHandle> {
         let mut handle = 0;
         self.call(Call::HandleImport, device, |table| {
-            // SAFETY: 1. `handle` is writable. 2. `shareable` is what `kind` says, by the caller's word.
+            // SAFETY: 1. `handle` is writable. 2. `shareable` is what `kind` says, by the caller's
+            // word.
             unsafe { (table.handle_import)(&raw mut handle, shareable, kind) }
         })?;
         // SAFETY: 1. the driver has just given it out for this device.
@@ -43,7 +45,8 @@ unsafe impl Ipc for CudaDriver {
         let properties = AllocationProperties::exportable_on(device, types);
         let mut handle = 0;
         self.call(Call::HandleCreate, device, |table| {
-            // SAFETY: 1. `handle` is writable. 2. `properties` are laid out as the driver expects, and only read.
+            // SAFETY: 1. `handle` is writable. 2. `properties` are laid out as the driver expects,
+            // and only read.
             unsafe {
                 (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0)
             }
@@ -55,7 +58,8 @@ unsafe impl Ipc for CudaDriver {
     fn handle_export(&self, handle: PhysicalHandle) -> Result<OwnedFd> {
         let mut fd: c_int = -1;
         self.call(Call::HandleExport, handle.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. `fd` is as large as what this type of handle is told by.
+            // SAFETY: 1. the handle is alive. 2. `fd` is as large as what this type of handle is
+            // told by.
             unsafe {
                 (table.handle_export)((&raw mut fd).cast(), handle.handle(), HANDLE_POSIX_FD, 0)
             }
@@ -67,7 +71,8 @@ unsafe impl Ipc for CudaDriver {
     fn handle_export_fabric(&self, handle: PhysicalHandle) -> Result<FabricHandle> {
         let mut name = FabricHandle([0; 64]);
         self.call(Call::HandleExport, handle.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. `name` is as large as what this type of handle is told by.
+            // SAFETY: 1. the handle is alive. 2. `name` is as large as what this type of handle is
+            // told by.
             unsafe {
                 (table.handle_export)((&raw mut name.0).cast(), handle.handle(), HANDLE_FABRIC, 0)
             }
@@ -77,7 +82,8 @@ unsafe impl Ipc for CudaDriver {
 
     unsafe fn handle_import(&self, device: DeviceId, fd: BorrowedFd<'_>) -> Result<PhysicalHandle> {
         let number = std::ptr::without_provenance_mut(fd.as_raw_fd() as usize);
-        // SAFETY: 1. for this type the descriptor itself is given where a pointer would be; it is borrowed meanwhile.
+        // SAFETY: 1. for this type the descriptor itself is given where a pointer would be; it is
+        // borrowed meanwhile.
         unsafe { self.import(device, number, HANDLE_POSIX_FD) }
     }
 
@@ -87,7 +93,8 @@ unsafe impl Ipc for CudaDriver {
         name: &FabricHandle,
     ) -> Result<PhysicalHandle> {
         let mut name = *name;
-        // SAFETY: 1. `name` is the 64 bytes that this type is told by, and lives until the call has returned.
+        // SAFETY: 1. `name` is the 64 bytes that this type is told by, and lives until the call has
+        // returned.
         unsafe { self.import(device, (&raw mut name.0).cast(), HANDLE_FABRIC) }
     }
 }

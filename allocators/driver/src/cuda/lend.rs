@@ -1,8 +1,8 @@
 //! Lending our memory to programs written against cudarc.
 //!
-//! cudarc's own slices free their memory through the driver, so memory of a pool must not become one. It is *lent*: a
-//! [`Lent`] or [`LentMut`] borrows a buffer for one of the program's streams and passes wherever cudarc takes a
-//! [`DevicePtr`], a [`DevicePtrMut`] or a kernel's argument.
+//! cudarc's own slices free their memory through the driver, so memory of a pool must not become
+//! one. It is *lent*: a [`Lent`] or [`LentMut`] borrows a buffer for one of the program's streams
+//! and passes wherever cudarc takes a [`DevicePtr`], a [`DevicePtrMut`] or a kernel's argument.
 //!
 //! ```no_run
 //! use aquifer_driver::{OperandMut, Typed, cuda::Lend};
@@ -57,17 +57,18 @@
 //!                                                     └─ event ─┐      │
 //! s       ── work on x ──●                                      └ waits┴─ copy ──
 //! ```
-//! cudarc's launch tells an argument neither its stream nor when the launch is queued. So the stream is named when the
-//! argument is made, and whoever comes next waits for *all* that is queued on it by then. The launch, which is `unsafe` in
-//! cudarc already, must be on that stream.
+//! cudarc's launch tells an argument neither its stream nor when the launch is queued. So the
+//! stream is named when the argument is made, and whoever comes next waits for *all* that is queued
+//! on it by then. The launch, which is `unsafe` in cudarc already, must be on that stream.
 //!
-//! cudarc's copies do name their stream, at a point where its signature has no room for an error. If the order cannot be
-//! made there (the stream is not known to the buffer's pool, say), the error is recorded in cudarc's context, which tells
-//! it at its next safe call, and the copy is given address 0, which the driver refuses: what cannot be ordered is not done.
+//! cudarc's copies do name their stream, at a point where its signature has no room for an error.
+//! If the order cannot be made there (the stream is not known to the buffer's pool, say), the error
+//! is recorded in cudarc's context, which tells it at its next safe call, and the copy is given
+//! address 0, which the driver refuses: what cannot be ordered is not done.
 //!
 //! # The other way round
-//! A `CudaSlice` is [`Foreign`](crate::Foreign): handed over by value, it is memory like any other here, in stream order
-//! with what cudarc has done with it, until it goes back or is dropped.
+//! A `CudaSlice` is [`Foreign`](crate::Foreign): handed over by value, it is memory like any other
+//! here, in stream order with what cudarc has done with it, until it goes back or is dropped.
 
 use super::codes;
 use crate::{Access, DeviceId, KeepAlive, OperandMut, Typed};
@@ -93,7 +94,8 @@ pub use host::LentHost;
 use stream::name;
 pub use stream::{keep_alive, raw_stream};
 
-/// Memory that cudarc's kernels and copies may read, for as long as it is borrowed. Made by [`Lend::on`].
+/// Memory that cudarc's kernels and copies may read, for as long as it is borrowed. Made by
+/// [`Lend::on`].
 pub struct Lent<'a, B: Typed + ?Sized> {
     what: &'a B,
     /// Kernels are given a pointer to this, and read it when they are launched.
@@ -101,7 +103,8 @@ pub struct Lent<'a, B: Typed + ?Sized> {
     home: Arc<CudaStream>,
 }
 
-/// Memory that cudarc's kernels and copies may read and write, for as long as it is borrowed. Made by [`Lend::on_mut`].
+/// Memory that cudarc's kernels and copies may read and write, for as long as it is borrowed. Made
+/// by [`Lend::on_mut`].
 pub struct LentMut<'a, B: Typed + ?Sized> {
     what: &'a mut B,
     /// As in [`Lent`].
@@ -122,7 +125,8 @@ pub trait Lend: Typed {
         Ok(Lent { address: self.range().address, what: self, home: stream.clone() })
     }
 
-    /// Lends it to be read and written on `stream`, which waits for whatever used it. The host does not wait.
+    /// Lends it to be read and written on `stream`, which waits for whatever used it. The host does
+    /// not wait.
     ///
     /// # Errors
     /// Those of [`Operand::order`](crate::Operand::order).
@@ -197,8 +201,8 @@ fn code_error(error: &DriverError, device: DeviceId) -> MemoryError {
     MemoryError::driver(device, codes::error("cudarc", error.0 as u32))
 }
 
-/// How many elements cudarc may touch: never more than the range holds, whatever a [`Typed::len`] says, since cudarc
-/// copies as many without asking again.
+/// How many elements cudarc may touch: never more than the range holds, whatever a [`Typed::len`]
+/// says, since cudarc copies as many without asking again.
 fn elements<B: Typed + ?Sized>(what: &B) -> usize {
     let held = (what.range().bytes as usize).checked_div(size_of::<B::Item>());
     held.map_or(0, |held| held.min(what.len()))
@@ -259,8 +263,8 @@ impl<B: Typed + OperandMut + ?Sized> DevicePtrMut<B::Item> for LentMut<'_, B> {
 }
 
 #[expect(unsafe_code, reason = "cudarc's trait is unsafe to implement")]
-// SAFETY: 1. a kernel's argument is a pointer to its value; this one is a u64 that lives as long as the borrow, which is
-// as long as the launch is being built.
+// SAFETY: 1. a kernel's argument is a pointer to its value; this one is a u64 that lives as long as
+// the borrow, which is as long as the launch is being built.
 unsafe impl<'a, 'b: 'a, 'c: 'b, B: Typed + ?Sized> PushKernelArg<&'b Lent<'c, B>>
     for LaunchArgs<'a>
 {
@@ -279,8 +283,8 @@ where
     #[inline(always)]
     fn arg(&mut self, lent: &'b mut LentMut<'c, B>) -> &mut Self {
         if std::mem::take(lent.strayed.get_mut()) {
-            // A copy on another stream has been noted since, and the kernel must come behind it. Where that cannot be,
-            // the device is as good as lost; the kernel gets no address.
+            // A copy on another stream has been noted since, and the kernel must come behind it.
+            // Where that cannot be, the device is as good as lost; the kernel gets no address.
             let (home, alive) = (lent.home.clone(), keep_alive(&lent.home));
             let ordered = lent.what.order_mut(name(&home), Some(alive), Access::ReadWrite);
             if recorded(&home, ordered).is_none() {

@@ -39,12 +39,15 @@ unsafe impl Memory for CudaDriver {
         let properties = PoolProperties::pinned_on(device, max as usize);
         let mut pool = std::ptr::null_mut();
         self.call(Call::PoolCreate, device, |table| {
-            // SAFETY: 1. `pool` is writable. 2. `properties` are laid out as the driver expects, and only read.
+            // SAFETY: 1. `pool` is writable. 2. `properties` are laid out as the driver expects,
+            // and only read.
             unsafe { (table.pool_create)(&raw mut pool, &raw const properties) }
         })?;
-        // What is freed stays in the pool: its default is to give everything back at each synchronisation.
+        // What is freed stays in the pool: its default is to give everything back at each
+        // synchronisation.
         let mut threshold = u64::MAX;
-        // SAFETY: 1. the pool has just been made. 2. `threshold` is as large as the attribute, and only read.
+        // SAFETY: 1. the pool has just been made. 2. `threshold` is as large as the attribute, and
+        // only read.
         let code = unsafe {
             (self.table.pool_set)(pool, abi::POOL_RELEASE_THRESHOLD, (&raw mut threshold).cast())
         };
@@ -77,7 +80,8 @@ unsafe impl Memory for CudaDriver {
 
     unsafe fn pool_free(&self, stream: RawStream, address: u64) -> Result<()> {
         self.end(Call::PoolFree, stream.device(), |table| {
-            // SAFETY: 1. the caller gives back what `pool_alloc` gave, behind all that uses it. 2. the handle is alive.
+            // SAFETY: 1. the caller gives back what `pool_alloc` gave, behind all that uses it. 2.
+            // the handle is alive.
             unsafe { (table.pool_free)(address, object(stream.handle())) }
         })
     }

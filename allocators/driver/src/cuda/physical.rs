@@ -33,7 +33,8 @@ unsafe impl Physical for CudaDriver {
         let properties = AllocationProperties::pinned_on(device);
         let mut handle = 0;
         self.call(Call::HandleCreate, device, |table| {
-            // SAFETY: 1. `handle` is writable. 2. `properties` are laid out as the driver expects, and only read.
+            // SAFETY: 1. `handle` is writable. 2. `properties` are laid out as the driver expects,
+            // and only read.
             unsafe {
                 (table.handle_create)(&raw mut handle, bytes as usize, &raw const properties, 0)
             }
@@ -51,14 +52,16 @@ unsafe impl Physical for CudaDriver {
 
     unsafe fn map(&self, address: u64, bytes: u64, handle: PhysicalHandle) -> Result<()> {
         self.call(Call::Map, handle.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. the caller knows that no queued work touches the range.
+            // SAFETY: 1. the handle is alive. 2. the caller knows that no queued work touches the
+            // range.
             unsafe { (table.map)(address, bytes as usize, 0, handle.handle(), 0) }
         })
     }
 
     unsafe fn unmap(&self, device: DeviceId, address: u64, bytes: u64) -> Result<()> {
         self.end(Call::Unmap, device, |table| {
-            // SAFETY: 1. the caller knows that no queued work touches the range through these addresses.
+            // SAFETY: 1. the caller knows that no queued work touches the range through these
+            // addresses.
             unsafe { (table.unmap)(address, bytes as usize) }
         })
     }

@@ -12,8 +12,9 @@ use std::{fmt, sync::Arc};
 
 /// The CUDA driver of this process. See the [module](super) for what it promises.
 ///
-/// Several may be open at once; they share the devices' primary contexts, and each counts its own calls. Dropping the
-/// last holder of a device's primary context ends the context, and with it everything that was made in it.
+/// Several may be open at once; they share the devices' primary contexts, and each counts its own
+/// calls. Dropping the last holder of a device's primary context ends the context, and with it
+/// everything that was made in it.
 pub struct CudaDriver {
     pub(super) table: Table,
     /// By ordinal.
@@ -22,8 +23,8 @@ pub struct CudaDriver {
 }
 
 impl CudaDriver {
-    /// Loads the driver and starts it (`cuInit`), which takes a good part of a second the first time in a process. No
-    /// context is made and no device memory taken.
+    /// Loads the driver and starts it (`cuInit`), which takes a good part of a second the first
+    /// time in a process. No context is made and no device memory taken.
     ///
     /// # Errors
     /// [`OpenError`], by the step that failed.
@@ -54,7 +55,8 @@ impl CudaDriver {
         Ok(devices)
     }
 
-    /// Whether a call has needed the device, so that its primary context is held. Makes no driver call.
+    /// Whether a call has needed the device, so that its primary context is held. Makes no driver
+    /// call.
     #[must_use]
     pub fn holds_context(&self, device: DeviceId) -> bool {
         self.primary(device).is_ok_and(Primary::is_retained)

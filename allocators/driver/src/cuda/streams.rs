@@ -13,7 +13,8 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-/// How often somebody looks at a word before he leaves the wait to the driver: some tens of microseconds.
+/// How often somebody looks at a word before he leaves the wait to the driver: some tens of
+/// microseconds.
 const LOOKS: u32 = 1000;
 
 // SAFETY: 1. to 5. handles are the driver's own and its answers are passed on as they are; a
@@ -70,7 +71,8 @@ unsafe impl Streams for CudaDriver {
 
     unsafe fn stream_watch(&self, stream: RawStream, word: &AtomicU32, value: u32) -> Result<bool> {
         self.call(Call::StreamWriteValue, stream.device(), |table| {
-            // SAFETY: 1. the handle is alive. 2. the word is the device's to write until then, by the caller's word.
+            // SAFETY: 1. the handle is alive. 2. the word is the device's to write until then, by
+            // the caller's word.
             unsafe {
                 (table.stream_write_value)(object(stream.handle()), word.as_ptr() as u64, value, 0)
             }
@@ -99,7 +101,8 @@ unsafe impl Streams for CudaDriver {
             unsafe { (table.stream_is_capturing)(object(stream.handle()), &raw mut status) }
         });
         match asked {
-            // The legacy stream, while one that is ordered with it captures: the driver has no status to give.
+            // The legacy stream, while one that is ordered with it captures: the driver has no
+            // status to give.
             Err(refused) if refused.code == codes::CAPTURE_IMPLICIT => Ok(true),
             asked => asked.map(|()| status != abi::CAPTURE_STATUS_NONE),
         }
@@ -108,7 +111,8 @@ unsafe impl Streams for CudaDriver {
     fn exchange_capture_mode(&self, mode: CaptureMode) -> Result<CaptureMode> {
         self.calls.add(Call::ExchangeCaptureMode);
         let mut exchanged = abi::capture_mode(mode);
-        // SAFETY: 1. `exchanged` is readable and writable, and holds a mode. The call needs no context.
+        // SAFETY: 1. `exchanged` is readable and writable, and holds a mode. The call needs no
+        // context.
         let code = unsafe { (self.table.exchange_capture_mode)(&raw mut exchanged) };
         answer(Call::ExchangeCaptureMode.name(), code)?;
         Ok(match exchanged {

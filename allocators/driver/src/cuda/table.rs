@@ -1,8 +1,8 @@
 //! The driver's functions, found by name once.
 //!
-//! The bindings look a symbol up at its first call and panic if it is missing, and they return an enum, which an unknown
-//! code from a later driver would make undefined behaviour. So the library that they have loaded is asked for each
-//! function at the start, and codes are plain numbers.
+//! The bindings look a symbol up at its first call and panic if it is missing, and they return an
+//! enum, which an unknown code from a later driver would make undefined behaviour. So the library
+//! that they have loaded is asked for each function at the start, and codes are plain numbers.
 #![expect(unsafe_code, reason = "gives symbols of the CUDA driver their types")]
 
 use super::{
@@ -43,7 +43,8 @@ macro_rules! table {
     };
 }
 
-// A function that changed its types over the years is found under its newest name: the plain one is the oldest.
+// A function that changed its types over the years is found under its newest name: the plain one is
+// the oldest.
 table! {
     init = "cuInit"(flags: c_uint);
     driver_version = "cuDriverGetVersion"(version: *mut c_int);

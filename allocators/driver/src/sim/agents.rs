@@ -6,8 +6,8 @@ use std::{cell::Cell, fmt};
 
 /// Somebody whose actions follow one another in one order.
 ///
-/// Unless a test asks for [several host agents](super::Sim::host_agents) the host is one; its example is that of
-/// [`Sim::host_edge`](super::Sim::host_edge).
+/// Unless a test asks for [several host agents](super::Sim::host_agents) the host is one; its
+/// example is that of [`Sim::host_edge`](super::Sim::host_edge).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Agent {
@@ -23,7 +23,8 @@ pub enum Agent {
         /// The number that no other stream ever has: [`stream_id`](crate::Streams::stream_id).
         id: u64,
     },
-    /// A branch of an executable graph: what was captured on another stream than the one that began the capture.
+    /// A branch of an executable graph: what was captured on another stream than the one that began
+    /// the capture.
     Graph {
         /// The graph's device.
         device: DeviceId,
@@ -47,8 +48,9 @@ impl fmt::Display for Agent {
 
 /// The components of the clocks, and whose each has been.
 ///
-/// A component outlives its stream, since other clocks and records name it. It passes to a new stream only where the
-/// creator knows all of the old one's work to be done: then nobody can know the new stream's work without knowing that.
+/// A component outlives its stream, since other clocks and records name it. It passes to a new
+/// stream only where the creator knows all of the old one's work to be done: then nobody can know
+/// the new stream's work without knowing that.
 #[derive(Default, Debug)]
 pub(crate) struct Components {
     /// For each component, who has owned it from which count on.
@@ -65,7 +67,8 @@ struct Vacant {
 }
 
 impl Components {
-    /// A component for `agent`, and the clock it starts with. `creator` is the clock of the host agent that makes it.
+    /// A component for `agent`, and the clock it starts with. `creator` is the clock of the host
+    /// agent that makes it.
     pub(crate) fn lease(&mut self, agent: Agent, creator: &Clock) -> (u32, Clock) {
         let known = |vacant: &Vacant| creator.knows(vacant.slot, vacant.clock.get(vacant.slot));
         if let Some(position) = self.vacant.iter().position(known) {
@@ -87,7 +90,8 @@ impl Components {
         self.vacant.push(Vacant { slot, device, clock });
     }
 
-    /// What streams of a device that are gone have done: part of what a device synchronisation teaches.
+    /// What streams of a device that are gone have done: part of what a device synchronisation
+    /// teaches.
     pub(crate) fn gone(&self, device: DeviceId) -> impl Iterator<Item = &Clock> {
         self.vacant.iter().filter(move |vacant| vacant.device == device).map(|vacant| &vacant.clock)
     }
@@ -105,7 +109,8 @@ impl Components {
 pub(crate) struct Host {
     pub(crate) slot: u32,
     pub(crate) clock: Clock,
-    /// Changes whenever the clock does, so that streams need not join a clock that they have joined.
+    /// Changes whenever the clock does, so that streams need not join a clock that they have
+    /// joined.
     pub(crate) version: u64,
     /// The longest path whose end it has waited for.
     pub(crate) path: u64,
@@ -135,7 +140,8 @@ pub(crate) fn acting() -> u32 {
     ACTING.get()
 }
 
-/// While it lives, this thread acts as one of several host agents. See [`Sim::act_as`](super::Sim::act_as).
+/// While it lives, this thread acts as one of several host agents. See
+/// [`Sim::act_as`](super::Sim::act_as).
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, HostFlags, sim::{Sim, ViolationKind}};

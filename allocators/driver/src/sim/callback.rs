@@ -7,11 +7,13 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// A call of the host, to be queued by [`Sim::host_callback`], that says what pinned memory it touches.
+/// A call of the host, to be queued by [`Sim::host_callback`], that says what pinned memory it
+/// touches.
 ///
-/// It runs on whatever thread gets there, at each launch if it was captured, and may call nothing of the driver's. What it touches is checked when it is
-/// queued, at its place in the stream, as a kernel's declarations are; what it declares by [`Sim::host_read`] or
-/// [`Sim::host_write`] while it runs is passed over.
+/// It runs on whatever thread gets there, at each launch if it was captured, and may call nothing
+/// of the driver's. What it touches is checked when it is queued, at its place in the stream, as a
+/// kernel's declarations are; what it declares by [`Sim::host_read`] or [`Sim::host_write`] while
+/// it runs is passed over.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, HostFlags, sim::{Callback, Sim}};
@@ -96,8 +98,8 @@ pub struct CallbackToken {
 }
 
 impl CallbackToken {
-    /// Whether it has run, at all if it was captured. If so, the host agent that asks knows everything that came before it,
-    /// the last time, to be done.
+    /// Whether it has run, at all if it was captured. If so, the host agent that asks knows
+    /// everything that came before it, the last time, to be done.
     #[must_use]
     pub fn has_run(&self) -> bool {
         let ran = self.ran.lock().unwrap_or_else(PoisonError::into_inner).clone();

@@ -1,8 +1,8 @@
 //! Stream capture: which calls fail, which captures they break, and what becomes of the work.
 //!
-//! Work that is queued on a capturing stream becomes a node of a graph. It comes after the stream's *tail*: the node before
-//! it there, and those of the events that the stream has been made to wait for since. Events and waits are no nodes; they
-//! carry tails from stream to stream.
+//! Work that is queued on a capturing stream becomes a node of a graph. It comes after the stream's
+//! *tail*: the node before it there, and those of the events that the stream has been made to wait
+//! for since. Events and waits are no nodes; they carry tails from stream to stream.
 
 use super::{
     codes,
@@ -29,7 +29,8 @@ struct Capture {
     mode: CaptureMode,
     thread: ThreadId,
     valid: bool,
-    /// The streams that take part, that which began it first. Their order is that of the graph's branches.
+    /// The streams that take part, that which began it first. Their order is that of the graph's
+    /// branches.
     members: Vec<Member>,
     nodes: Vec<Node>,
     /// Those who keep memory for the graph.
@@ -170,7 +171,8 @@ impl State {
         self.captures.open.remove(&id)
     }
 
-    /// A stream that takes part in a capture is destroyed: the capture is broken, and over if nobody can end it now.
+    /// A stream that takes part in a capture is destroyed: the capture is broken, and over if
+    /// nobody can end it now.
     pub(crate) fn leave_capture(&mut self, place: usize) {
         let Some(id) = self.streams[place].capture else { return };
         self.captures.invalidate(id);
@@ -234,8 +236,8 @@ impl State {
         Some(Captured { capture, tail })
     }
 
-    /// A query of, or a wait for, an event that was recorded in a capture: while that is open it says so, and later it is
-    /// no event that there is.
+    /// A query of, or a wait for, an event that was recorded in a capture: while that is open it
+    /// says so, and later it is no event that there is.
     pub(crate) fn refuse_captured(&mut self, event: RawEvent) -> Result<(), Refused> {
         let Some(capture) = self.event(event)?.captured.as_ref().map(|at| at.capture) else {
             return Ok(());
@@ -255,7 +257,8 @@ impl State {
         }
     }
 
-    /// A stream waits for an event that was recorded in a capture, or captures itself. Whether that was all.
+    /// A stream waits for an event that was recorded in a capture, or captures itself. Whether that
+    /// was all.
     pub(crate) fn captured_wait(
         &mut self,
         stream: usize,

@@ -1,8 +1,9 @@
 //! Vector clocks: who knows how much of whose work to be done.
 //!
-//! Each stream and each host agent owns one component and counts its own actions in it. An action's *stamp* is its
-//! owner's component and count; another action comes after it, in an order that the driver was told of, exactly if its
-//! own clock has counted that far. So one comparison of two numbers decides, however many streams there are.
+//! Each stream and each host agent owns one component and counts its own actions in it. An action's
+//! *stamp* is its owner's component and count; another action comes after it, in an order that the
+//! driver was told of, exactly if its own clock has counted that far. So one comparison of two
+//! numbers decides, however many streams there are.
 
 /// How much is known of each component. A component that is not there is at zero.
 #[derive(Clone, Default, PartialEq, Eq, Debug)]

@@ -6,8 +6,8 @@ use crate::{DeviceId, DeviceInfo, ExportTypes};
 /// What lies behind device addresses.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Mode {
-    /// Bytes, in a memory file of this process: copies copy, kernels compute, contents can be compared. A page costs
-    /// memory when it is first written.
+    /// Bytes, in a memory file of this process: copies copy, kernels compute, contents can be
+    /// compared. A page costs memory when it is first written.
     Bytes,
     /// Nothing: only who may touch what when is checked. Any capacity, and the fastest.
     Symbolic,
@@ -30,9 +30,11 @@ pub enum Mode {
 pub enum Schedule {
     /// As soon as it can, inside the call that queues it.
     Eager,
-    /// Only when a test [steps](super::Sim::step), or the host waits: then exactly what it waits for.
+    /// Only when a test [steps](super::Sim::step), or the host waits: then exactly what it waits
+    /// for.
     Stepped,
-    /// Some of it at each call, by a random number from this seed. The same calls with the same seed run the same way.
+    /// Some of it at each call, by a random number from this seed. The same calls with the same
+    /// seed run the same way.
     Seeded(u64),
 }
 
@@ -40,15 +42,16 @@ pub enum Schedule {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct DeviceConfig {
-    /// What it tells about itself. `memory` is its capacity; `device` is set to its place in the list.
+    /// What it tells about itself. `memory` is its capacity; `device` is set to its place in the
+    /// list.
     pub info: DeviceInfo,
 }
 
 /// The capacity of an H200, in bytes, as the driver tells it.
 pub(crate) const H200_MEMORY: u64 = 143_771 << 20;
 
-/// With bytes, a device has this much unless more is asked for: each 2 MiB of it may take a map of the process, and
-/// Linux allows 65,530.
+/// With bytes, a device has this much unless more is asked for: each 2 MiB of it may take a map of
+/// the process, and Linux allows 65,530.
 const BYTES_MEMORY: u64 = 16 << 30;
 
 /// Granularity of physical memory, in bytes.
@@ -108,17 +111,19 @@ pub struct SimConfig {
     pub mode: Mode,
     /// When work runs.
     pub schedule: Schedule,
-    /// With a seed: work runs at one in so many of the driver's calls, so that a device falls behind a host that asks
-    /// much. 0 and 1: at each.
+    /// With a seed: work runs at one in so many of the driver's calls, so that a device falls
+    /// behind a host that asks much. 0 and 1: at each.
     pub pace: u32,
     /// How many host agents there are; at least one.
     pub host_agents: u32,
-    /// Whether devices can reach each other's memory: [`DeviceInfo::peers`](crate::DeviceInfo::peers).
+    /// Whether devices can reach each other's memory:
+    /// [`DeviceInfo::peers`](crate::DeviceInfo::peers).
     pub peers: bool,
-    /// The most memory that each device has, in bytes. `None`: what its kind has, and 16 GiB in [`Mode::Bytes`].
+    /// The most memory that each device has, in bytes. `None`: what its kind has, and 16 GiB in
+    /// [`Mode::Bytes`].
     pub capacity: Option<u64>,
-    /// What happens with violations that the program does not take. `None`: what `AQUIFER_SIM_VIOLATIONS` says, and
-    /// [`OnViolation::Report`] where it says nothing.
+    /// What happens with violations that the program does not take. `None`: what
+    /// `AQUIFER_SIM_VIOLATIONS` says, and [`OnViolation::Report`] where it says nothing.
     pub on_violation: Option<OnViolation>,
     /// What calls cost on the machine that is simulated.
     pub costs: Costs,
@@ -130,7 +135,8 @@ impl SimConfig {
     /// How many devices a machine has at most.
     pub const MOST_DEVICES: u32 = 64;
 
-    /// `devices` H200s that reach each other's memory, with bytes, eager. At most [`MOST_DEVICES`](Self::MOST_DEVICES).
+    /// `devices` H200s that reach each other's memory, with bytes, eager. At most
+    /// [`MOST_DEVICES`](Self::MOST_DEVICES).
     #[must_use]
     pub fn h200(devices: u32) -> Self {
         let devices = (0..devices.min(Self::MOST_DEVICES)).map(|ordinal| {

@@ -17,8 +17,8 @@ use std::sync::{Arc, atomic::Ordering};
 pub use super::faults::StallGuard;
 
 impl Sim {
-    /// Returns what the oracle has found so far, in the order of finding. What has been returned is not
-    /// [reported](super::OnViolation) any more.
+    /// Returns what the oracle has found so far, in the order of finding. What has been returned is
+    /// not [reported](super::OnViolation) any more.
     #[must_use]
     pub fn violations(&self) -> Vec<Violation> {
         self.shared.lock().reports.list().to_vec()
@@ -30,8 +30,9 @@ impl Sim {
         self.shared.lock().reports.take()
     }
 
-    /// Switches the oracle off, so that nothing is checked and pools are not asked whose is what, or on again, knowing
-    /// nothing of what went before: as if the host had just waited for every device, and no pool had spoken.
+    /// Switches the oracle off, so that nothing is checked and pools are not asked whose is what,
+    /// or on again, knowing nothing of what went before: as if the host had just waited for every
+    /// device, and no pool had spoken.
     pub fn oracle(&self, on: bool) {
         let mut state = self.shared.lock();
         if on && !state.oracle {
@@ -47,18 +48,21 @@ impl Sim {
         self.shared.lock().checked
     }
 
-    /// What the driver's calls so far would have cost, in nanoseconds, by the [cost table](super::Costs).
+    /// What the driver's calls so far would have cost, in nanoseconds, by the [cost
+    /// table](super::Costs).
     #[must_use]
     pub fn modelled_ns(&self) -> u64 {
         self.shared.modelled()
     }
 
-    /// How many items of work follow one another on the longest chain that has been queued so far: what all of it would
-    /// take if each item took one unit of time and the device ran whatever nothing holds back.
+    /// How many items of work follow one another on the longest chain that has been queued so far:
+    /// what all of it would take if each item took one unit of time and the device ran whatever
+    /// nothing holds back.
     ///
-    /// An item comes after what its stream was given before, after what its stream was made to wait for by an event, and
-    /// after what the host waited for before it queued the item. A wait for something that has run already holds nothing
-    /// up and does not count; nor does what a query saw, since nobody waited, nor the order that a value gives.
+    /// An item comes after what its stream was given before, after what its stream was made to wait
+    /// for by an event, and after what the host waited for before it queued the item. A wait for
+    /// something that has run already holds nothing up and does not count; nor does what a query
+    /// saw, since nobody waited, nor the order that a value gives.
     ///
     /// ```
     /// use aquifer_driver::{Access, DeviceId, DeviceRange, sim::Sim};
@@ -84,14 +88,15 @@ impl Sim {
         self.shared.lock().longest_path
     }
 
-    /// Writes violations that have been neither taken nor written before to standard error, as at the end of the machine.
-    /// Returns whether there were any. Writes nothing under [`OnViolation::Quiet`](super::OnViolation::Quiet).
+    /// Writes violations that have been neither taken nor written before to standard error, as at
+    /// the end of the machine. Returns whether there were any. Writes nothing under
+    /// [`OnViolation::Quiet`](super::OnViolation::Quiet).
     pub fn report(&self) -> bool {
         self.shared.report()
     }
 
-    /// Runs the next item of a stream, if it waits for nothing; where it waits for another branch of a graph that is
-    /// launched on it, the next item of that. Whether one ran.
+    /// Runs the next item of a stream, if it waits for nothing; where it waits for another branch
+    /// of a graph that is launched on it, the next item of that. Whether one ran.
     #[track_caller]
     pub fn step(&self, stream: RawStream) -> bool {
         if inside::any() {
@@ -130,8 +135,9 @@ impl Sim {
         })
     }
 
-    /// The bytes of a range as they are now, whatever is queued; a look that the oracle does not count. `None` where
-    /// something cannot be reached, in [`Mode::Symbolic`](super::Mode::Symbolic), and inside kernels and callbacks.
+    /// The bytes of a range as they are now, whatever is queued; a look that the oracle does not
+    /// count. `None` where something cannot be reached, in
+    /// [`Mode::Symbolic`](super::Mode::Symbolic), and inside kernels and callbacks.
     #[must_use]
     pub fn read_back(&self, range: DeviceRange) -> Option<Vec<u8>> {
         if inside::any() {
@@ -142,7 +148,8 @@ impl Sim {
         state.space.read(&u)
     }
 
-    /// Makes the `nth` call from now on fail with a code, once; 1 is the next. Nothing else happens in that call.
+    /// Makes the `nth` call from now on fail with a code, once; 1 is the next. Nothing else happens
+    /// in that call.
     pub fn fail(&self, call: Call, nth: u64, code: u32) {
         self.shared.lock().faults.add(call, nth, 0, code);
     }
@@ -157,13 +164,14 @@ impl Sim {
         self.shared.lock().faults.clear();
     }
 
-    /// Holds up a call: whoever makes it stays in it, holding whatever he holds, until the guard is dropped.
+    /// Holds up a call: whoever makes it stays in it, holding whatever he holds, until the guard is
+    /// dropped.
     pub fn stall(&self, call: Call) -> StallGuard {
         Arc::clone(&self.shared.stalls).hold(call)
     }
 
-    /// The device has a sticky error: what is queued on it never runs, and every call for it fails with illegal address
-    /// (700) from now on.
+    /// The device has a sticky error: what is queued on it never runs, and every call for it fails
+    /// with illegal address (700) from now on.
     pub fn lose_device(&self, device: DeviceId) {
         let mut state = self.shared.lock();
         let Some(there) = state.devices.get_mut(device.0 as usize) else { return };
@@ -174,7 +182,8 @@ impl Sim {
             dropped.append(&mut stream.queue.drain(..).collect());
         }
         state.queued -= dropped.len();
-        // What ran has ended and the rest never runs, whoever is told: nothing there can race with anything any more.
+        // What ran has ended and the rest never runs, whoever is told: nothing there can race with
+        // anything any more.
         state.all_learn_device(device);
         let holds = dropped.iter_mut().flat_map(|item: &mut Item| match &mut item.work {
             Work::Launched(holds) => std::mem::take(holds),
@@ -188,21 +197,21 @@ impl Sim {
         self.shared.changed.notify_all();
     }
 
-    /// How many nodes a graph has: kernels, copies, fills and calls of the host, while events and waits are edges between
-    /// them. `None` for one that is destroyed.
+    /// How many nodes a graph has: kernels, copies, fills and calls of the host, while events and
+    /// waits are edges between them. `None` for one that is destroyed.
     #[must_use]
     pub fn graph_nodes(&self, graph: RawGraph) -> Option<u64> {
         self.shared.lock().graph(graph).ok().map(|graph| graph.nodes.len() as u64)
     }
 
-    /// Makes this thread act as one of several [host agents](Sim::host_agents) while the answer lives. A number beyond
-    /// the last means the last.
+    /// Makes this thread act as one of several [host agents](Sim::host_agents) while the answer
+    /// lives. A number beyond the last means the last.
     pub fn act_as(&self, agent: u32) -> ActingAs {
         ActingAs::enter(agent)
     }
 
-    /// One host agent has told another, by a channel, a lock or a join: what `to` does from now on comes after what
-    /// `from` has done and knows.
+    /// One host agent has told another, by a channel, a lock or a join: what `to` does from now on
+    /// comes after what `from` has done and knows.
     pub fn host_edge(&self, from: u32, to: u32) {
         let mut state = self.shared.lock();
         let last = state.hosts.len() - 1;

@@ -1,4 +1,5 @@
-//! What calls cost: a model of driver time, so that a program that calls less is seen to be better without a GPU.
+//! What calls cost: a model of driver time, so that a program that calls less is seen to be better
+//! without a GPU.
 
 use crate::Call;
 use std::fmt;
@@ -8,8 +9,8 @@ type Curve = &'static [(u64, u64)];
 
 /// A table of what each call costs.
 ///
-/// Between two sizes of the table costs are interpolated, beyond its ends they go on as at the end. Waiting for work is
-/// not in it.
+/// Between two sizes of the table costs are interpolated, beyond its ends they go on as at the end.
+/// Waiting for work is not in it.
 ///
 /// ```
 /// use aquifer_driver::{Call, sim::Costs};
@@ -121,7 +122,8 @@ impl Costs {
         self.of(Call::SetAccess, bytes) + peers * self.peer_access
     }
 
-    /// What a call on `bytes` costs, in nanoseconds. For calls on several mappings: of each, by its size.
+    /// What a call on `bytes` costs, in nanoseconds. For calls on several mappings: of each, by its
+    /// size.
     #[must_use]
     pub fn of(&self, call: Call, bytes: u64) -> u64 {
         if self.free_calls {

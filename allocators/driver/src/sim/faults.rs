@@ -56,7 +56,8 @@ impl Faults {
 #[derive(Default, Debug)]
 pub(crate) struct Stalls {
     active: AtomicUsize,
-    /// Of the next one that is held up. None is used twice: who wakes up must not take a later one for his.
+    /// Of the next one that is held up. None is used twice: who wakes up must not take a later one
+    /// for his.
     key: AtomicU64,
     held: Mutex<Vec<Held>>,
     changed: Condvar,
@@ -99,7 +100,8 @@ impl Stalls {
     }
 }
 
-/// While it lives, threads that make the call stay in it. What they hold meanwhile others can be shown not to need.
+/// While it lives, threads that make the call stay in it. What they hold meanwhile others can be
+/// shown not to need.
 ///
 /// ```
 /// use aquifer_driver::{Call, DeviceId, sim::Sim};
@@ -180,7 +182,8 @@ mod tests {
         assert_eq!((faults.meet(Call::Map), faults.meet(Call::Map)), (None, None));
     }
 
-    /// A thread that has been let go may wake up when the call is held up again, and would count itself out there.
+    /// A thread that has been let go may wake up when the call is held up again, and would count
+    /// itself out there.
     #[test]
     fn a_call_that_is_held_up_again_is_held_up_by_another_guard() {
         let stalls = Arc::new(Stalls::default());

@@ -1,9 +1,11 @@
 //! Graphs: what a capture has made, executables, and their launches.
 //!
-//! A graph is a list of nodes in the order of their capture, each with those that it comes after; nodes that were captured
-//! on one stream are one *branch*. An executable has a stream of its own for each branch but the first: a launch queues
-//! the first branch on the stream that it is launched on and the others on those, with waits where one branch comes after
-//! another. So branches have clocks of their own, and what nothing orders within a graph is found as between streams.
+//! A graph is a list of nodes in the order of their capture, each with those that it comes after;
+//! nodes that were captured on one stream are one *branch*. An executable has a stream of its own
+//! for each branch but the first: a launch queues the first branch on the stream that it is
+//! launched on and the others on those, with waits where one branch comes after another. So
+//! branches have clocks of their own, and what nothing orders within a graph is found as between
+//! streams.
 
 use super::{
     agents::Agent,
@@ -210,8 +212,8 @@ impl State {
         Ok(())
     }
 
-    /// Lets go of shares. What is to be called now, without the simulator's lock: the host knows then that all launches
-    /// are done.
+    /// Lets go of shares. What is to be called now, without the simulator's lock: the host knows
+    /// then that all launches are done.
     pub(crate) fn let_go(&mut self, holds: Vec<Hold>) -> Vec<OnRelease> {
         let mut calls = Vec::new();
         for held in holds.into_iter().filter_map(|hold| Arc::into_inner(hold.held)) {

@@ -1,5 +1,5 @@
-//! Whether this thread runs code of the simulated GPU right now: a kernel's closure or a host callback, which run on
-//! whatever thread gets there. Neither may call the driver.
+//! Whether this thread runs code of the simulated GPU right now: a kernel's closure or a host
+//! callback, which run on whatever thread gets there. Neither may call the driver.
 
 use std::cell::Cell;
 

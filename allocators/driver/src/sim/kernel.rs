@@ -9,8 +9,8 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// The closure of a kernel, which every launch of a graph that it is part of runs again. Never contended: one item runs at
-/// a time.
+/// The closure of a kernel, which every launch of a graph that it is part of runs again. Never
+/// contended: one item runs at a time.
 pub(crate) type Body = Arc<Mutex<dyn FnMut(&mut KernelMemory<'_>) + Send>>;
 
 /// One thing that a kernel touches.
@@ -21,13 +21,16 @@ pub(crate) struct Declared {
     pub(crate) generation: Option<u64>,
 }
 
-/// A piece of work for the simulated GPU: a name, what it reads and writes, and a closure that does it.
+/// A piece of work for the simulated GPU: a name, what it reads and writes, and a closure that does
+/// it.
 ///
-/// The oracle believes the declaration, and the closure gets no bytes beyond it. Name the block's `generation` where it
-/// is known, and a kernel that outlives its block is found even if it is ordered with everything.
+/// The oracle believes the declaration, and the closure gets no bytes beyond it. Name the block's
+/// `generation` where it is known, and a kernel that outlives its block is found even if it is
+/// ordered with everything.
 ///
-/// The closure runs in [`Mode::Bytes`](super::Mode::Bytes) only, when its stream gets there, on whatever thread makes that
-/// happen: once, or, if it was captured, at each launch of the graph. It may call nothing of the driver's.
+/// The closure runs in [`Mode::Bytes`](super::Mode::Bytes) only, when its stream gets there, on
+/// whatever thread makes that happen: once, or, if it was captured, at each launch of the graph. It
+/// may call nothing of the driver's.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, DeviceRange, sim::{Kernel, Sim}};
@@ -119,7 +122,8 @@ impl<'a> KernelMemory<'a> {
     #[must_use]
     pub fn read(&self, range: usize) -> &[u8] {
         let Some(u) = self.ranges.get(range).filter(|u| u.range.bytes > 0) else { return &[] };
-        // SAFETY: 1. The range can be read while `self` is borrowed, by the field's promise; any bytes are good `u8`s.
+        // SAFETY: 1. The range can be read while `self` is borrowed, by the field's promise; any
+        // bytes are good `u8`s.
         // 2. Nobody writes it meanwhile: `write` borrows `self` whole.
         unsafe { std::slice::from_raw_parts(u.range.address as *const u8, u.range.bytes as usize) }
     }
@@ -130,8 +134,9 @@ impl<'a> KernelMemory<'a> {
         let Some(u) = self.ranges.get(range).filter(|u| u.writes && u.range.bytes > 0) else {
             return &mut [];
         };
-        // SAFETY: 1. The range can be written while `self` is borrowed, by the field's promise. 2. No other slice of
-        // these bytes lives meanwhile: `self` is borrowed whole, and nobody else has them.
+        // SAFETY: 1. The range can be written while `self` is borrowed, by the field's promise. 2.
+        // No other slice of these bytes lives meanwhile: `self` is borrowed whole, and nobody else
+        // has them.
         unsafe {
             std::slice::from_raw_parts_mut(u.range.address as *mut u8, u.range.bytes as usize)
         }

@@ -1,10 +1,12 @@
 //! Who touched which bytes last.
 //!
-//! One ledger belongs to one piece of memory: a physical handle, an allocation, a registration of host memory. It cuts
-//! the piece into intervals and keeps, for each, the last write and the reads since that no later read comes after.
-//! That is enough: an action that comes after the last write comes after all writes before it.
+//! One ledger belongs to one piece of memory: a physical handle, an allocation, a registration of
+//! host memory. It cuts the piece into intervals and keeps, for each, the last write and the reads
+//! since that no later read comes after. That is enough: an action that comes after the last write
+//! comes after all writes before it.
 //!
-//! Most pieces are touched whole or not at all, so a ledger is one interval until somebody touches a part.
+//! Most pieces are touched whole or not at all, so a ledger is one interval until somebody touches
+//! a part.
 
 use super::{
     agents::Components,
@@ -95,8 +97,8 @@ impl Ledger {
         Self { bytes, cells: Cells::Whole(Cell::default()) }
     }
 
-    /// Notes that `mark`, whose agent has `clock`, touches `bytes` from `offset` on, and adds to `found` whom it races
-    /// with. `base` is the address of offset 0.
+    /// Notes that `mark`, whose agent has `clock`, touches `bytes` from `offset` on, and adds to
+    /// `found` whom it races with. `base` is the address of offset 0.
     pub(crate) fn act(
         &mut self,
         base: u64,

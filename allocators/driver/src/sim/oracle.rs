@@ -1,4 +1,5 @@
-//! The checks: every use of memory is held against the order, the mappings and the owners that it has when queued.
+//! The checks: every use of memory is held against the order, the mappings and the owners that it
+//! has when queued.
 
 use super::{
     clock::Clock,
@@ -18,8 +19,8 @@ use std::panic::Location;
 type Site = &'static Location<'static>;
 
 impl State {
-    /// Gives the next action of a stream its place: after all that its host agent knows, and after everything in the
-    /// stream. The stamp is the stream's own count.
+    /// Gives the next action of a stream its place: after all that its host agent knows, and after
+    /// everything in the stream. The stamp is the stream's own count.
     pub(crate) fn tail(&mut self, stream: usize, act: Act, work: &'static str, site: Site) -> Mark {
         self.settle(stream);
         let s = &mut self.streams[stream];
@@ -29,7 +30,8 @@ impl State {
         Mark { count: s.clock.tick(s.slot), slot: s.slot, act, work, site, launch: None }
     }
 
-    /// Checks one use of device memory by work with this mark at its stream's tail. Whether the bytes can be reached.
+    /// Checks one use of device memory by work with this mark at its stream's tail. Whether the
+    /// bytes can be reached.
     pub(crate) fn check(&mut self, stream: usize, u: &Use, mark: Mark) -> bool {
         if !self.oracle {
             return !self.space.store.has_bytes() || self.space.unreachable(u).is_none();
@@ -41,7 +43,8 @@ impl State {
         let mark = Mark { act: u.act(), ..mark };
         let mut found = std::mem::take(&mut self.found);
         self.owners.check(u.range.address, u.range.bytes, u.generation, stream, &mut found);
-        // Work on another's memory is told once. It leaves no record, or everybody who is right would race with it.
+        // Work on another's memory is told once. It leaves no record, or everybody who is right
+        // would race with it.
         let reached = if found.is_empty() {
             self.space.touch(u, &mark, &self.streams[stream].clock, &mut found)
         } else {
@@ -51,8 +54,8 @@ impl State {
         reached
     }
 
-    /// Checks one use by work of a graph that is launched, which meant the memory as it was when it was captured. What is
-    /// kept for the graph it may touch, whosever it is by now.
+    /// Checks one use by work of a graph that is launched, which meant the memory as it was when it
+    /// was captured. What is kept for the graph it may touch, whosever it is by now.
     pub(crate) fn check_captured(
         &mut self,
         stream: usize,
@@ -71,7 +74,8 @@ impl State {
         reached
     }
 
-    /// What work touches, cut by the blocks that lie there now: each piece means the block that it has.
+    /// What work touches, cut by the blocks that lie there now: each piece means the block that it
+    /// has.
     pub(crate) fn by_block(&self, uses: &[Use]) -> Vec<Use> {
         let mut pieces = Vec::with_capacity(uses.len());
         for u in uses {
@@ -91,7 +95,8 @@ impl State {
         pieces
     }
 
-    /// Whether host memory that a device is to touch can still be touched by it. Where not, that is reported.
+    /// Whether host memory that a device is to touch can still be touched by it. Where not, that is
+    /// reported.
     pub(crate) fn is_pinned_still(&mut self, u: &HostUse, mark: Mark) -> bool {
         let pinned = u.bytes == 0 || self.pinned.side(u.address, u.bytes) == Side::Pinned;
         if !pinned && self.oracle {
@@ -136,7 +141,8 @@ impl State {
         self.found = found;
     }
 
-    /// The host touches memory that devices can reach. What a callback touches has been checked when it was queued.
+    /// The host touches memory that devices can reach. What a callback touches has been checked
+    /// when it was queued.
     pub(crate) fn host_touch(&mut self, address: u64, bytes: u64, access: HostAccess, site: Site) {
         if !self.oracle || bytes == 0 || inside::any() {
             return;
@@ -212,8 +218,8 @@ impl State {
         }
     }
 
-    /// A block comes to be at a stream's tail, as a write of its bytes by that stream. What is this block's already
-    /// stays as it is.
+    /// A block comes to be at a stream's tail, as a write of its bytes by that stream. What is this
+    /// block's already stays as it is.
     fn hand_over(
         &mut self,
         stream: usize,
@@ -276,7 +282,8 @@ impl State {
         self.components.gone(device).for_each(|clock| host.learn(clock));
     }
 
-    /// The streams whose work a stream's next item comes after without being told: those of the legacy rule.
+    /// The streams whose work a stream's next item comes after without being told: those of the
+    /// legacy rule.
     pub(crate) fn implied(&self, stream: usize) -> Vec<usize> {
         let s = &self.streams[stream];
         match s.kind {
@@ -292,7 +299,8 @@ impl State {
         }
     }
 
-    /// Forgets everything that was known of accesses and owners, as if the host had just waited for every device.
+    /// Forgets everything that was known of accesses and owners, as if the host had just waited for
+    /// every device.
     pub(crate) fn forget(&mut self) {
         self.space.forget();
         self.pinned.forget();

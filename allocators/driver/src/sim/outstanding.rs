@@ -3,8 +3,8 @@
 use super::{pinned::Origin, state::State};
 use std::fmt;
 
-/// Counts of everything that a program holds from the driver. Of a device that is lost nothing counts: it is gone with
-/// the device's context.
+/// Counts of everything that a program holds from the driver. Of a device that is lost nothing
+/// counts: it is gone with the device's context.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, sim::Sim};

@@ -1,8 +1,9 @@
 //! Whose which addresses are, by the word of their pool.
 //!
-//! Order says that two accesses do not meet. It does not say that either of them was right: a kernel made for a block
-//! that has been freed since may run long after everybody else and still destroy the block that lives there now. So
-//! pools tell whose a range is, and work tells which block it means.
+//! Order says that two accesses do not meet. It does not say that either of them was right: a
+//! kernel made for a block that has been freed since may run long after everybody else and still
+//! destroy the block that lives there now. So pools tell whose a range is, and work tells which
+//! block it means.
 
 use super::{
     ledger::Mark,
@@ -36,7 +37,8 @@ struct Owned {
     by: Mark,
 }
 
-/// Ranges that are kept for graphs, by first address: where each ends, and for which keeper. They do not overlap.
+/// Ranges that are kept for graphs, by first address: where each ends, and for which keeper. They
+/// do not overlap.
 #[derive(Default, Debug)]
 pub(crate) struct Kept {
     ranges: BTreeMap<u64, (u64, u64)>,
@@ -97,7 +99,8 @@ impl Kept {
 pub(crate) struct Ownership {
     /// By first address; they do not overlap.
     owned: BTreeMap<u64, Owned>,
-    /// Ranges that the driver has taken back, oldest first: what touches them is told who freed them, for a while.
+    /// Ranges that the driver has taken back, oldest first: what touches them is told who freed
+    /// them, for a while.
     retired: VecDeque<(u64, u64)>,
 }
 
@@ -216,7 +219,8 @@ impl Ownership {
         self.owned.range(first..end.max(first)).map(|(&start, owned)| (start, owned))
     }
 
-    /// What is wrong with a use by a stream, by index, of a range that it means to be block `generation`.
+    /// What is wrong with a use by a stream, by index, of a range that it means to be block
+    /// `generation`.
     pub(crate) fn check(
         &self,
         address: u64,

@@ -1,7 +1,8 @@
 //! Device memory by the driver's own allocators: allocations, and stream-ordered pools.
 //!
-//! A pool cuts segments of 2 MiB and more into blocks. A free block remembers the points of the streams that it was
-//! freed on; whoever gets it next waits for them on the device, and that is an order that the driver itself knows of.
+//! A pool cuts segments of 2 MiB and more into blocks. A free block remembers the points of the
+//! streams that it was freed on; whoever gets it next waits for them on the device, and that is an
+//! order that the driver itself knows of.
 
 use super::{
     clock::Clock,
@@ -167,7 +168,8 @@ impl State {
         Ok(address)
     }
 
-    /// Takes an allocation's memory back from its addresses. With nobody to blame, nothing is remembered.
+    /// Takes an allocation's memory back from its addresses. With nobody to blame, nothing is
+    /// remembered.
     fn vacate(&mut self, address: u64, object: u64, bytes: u64, by: Option<Mark>) -> u64 {
         let site = std::panic::Location::caller();
         let mark = by.unwrap_or_else(|| self.host_name(super::ledger::Act::Free, "free", site));
@@ -201,7 +203,8 @@ impl State {
         let there =
             self.pools.pools.get(pool).filter(|pool| pool.alive).ok_or(codes::INVALID_HANDLE)?;
         let fitting = there.by_size.range((bytes, 0)..);
-        // Rather one of this stream's, or one that nobody has to wait for, if it is among the tightest.
+        // Rather one of this stream's, or one that nobody has to wait for, if it is among the
+        // tightest.
         let at_once = |&&(_, address): &&(u64, u64)| {
             let after = &there.free[&address].after;
             after
@@ -303,7 +306,8 @@ impl State {
     pub(crate) fn pool_end(&mut self, pool: u64) {
         self.pool_trim(pool, 0);
         if self.pools.pools.get(pool).is_some_and(|pool| pool.usage.used == 0) {
-            // What is free but not done with: its work has been queued, and ends in memory that stays until then.
+            // What is free but not done with: its work has been queued, and ends in memory that
+            // stays until then.
             let rest: Vec<_> = self
                 .pools
                 .pools

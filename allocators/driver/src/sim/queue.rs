@@ -26,8 +26,8 @@ pub(crate) enum Kind {
     Branch,
 }
 
-/// A stream. Its place in the table is used again when it is destroyed and all its work is done, as a driver's handles
-/// are; the counts go on, so that a place in a queue is never meant twice.
+/// A stream. Its place in the table is used again when it is destroyed and all its work is done, as
+/// a driver's handles are; the counts go on, so that a place in a queue is never meant twice.
 #[derive(Debug)]
 pub(crate) struct Stream {
     pub(crate) device: DeviceId,
@@ -48,7 +48,8 @@ pub(crate) struct Stream {
     pub(crate) queue: VecDeque<Item>,
     /// The capture that it takes part in.
     pub(crate) capture: Option<u64>,
-    /// Items on the longest chain that ends with what was queued here last: see `Sim::longest_path`.
+    /// Items on the longest chain that ends with what was queued here last: see
+    /// `Sim::longest_path`.
     pub(crate) path: u64,
 }
 
@@ -100,7 +101,8 @@ pub(crate) struct Item {
     pub(crate) mark: Mark,
 }
 
-/// Work before it has a place in a queue. What is captured stays in this form, and is given a place at each launch.
+/// Work before it has a place in a queue. What is captured stays in this form, and is given a place
+/// at each launch.
 #[derive(Clone, Debug)]
 pub(crate) struct Task {
     pub(crate) name: &'static str,
@@ -167,8 +169,8 @@ impl Work {
         matches!(self, Self::Kernel { body: Some(_), .. } | Self::Callback(_) | Self::Launched(_))
     }
 
-    /// The device memory that the driver looks at when a graph of it is instantiated: of fills, and not of copies nor what a
-    /// kernel is given.
+    /// The device memory that the driver looks at when a graph of it is instantiated: of fills, and
+    /// not of copies nor what a kernel is given.
     pub(crate) fn told(&self) -> &[Use] {
         match self {
             Self::Fill { to, .. } => std::slice::from_ref(to),

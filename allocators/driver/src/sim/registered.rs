@@ -1,8 +1,9 @@
 //! Addresses that somebody outside keeps: network cards, other processes, graphs.
 //!
-//! Whoever registers a range keys by its addresses, and reads and writes whatever lies behind them later, by nobody's
-//! order. Memory that moves under a registered range is then read as the wrong memory, silently: so a mapping that goes,
-//! or comes, while the range is registered is a fault, whatever is queued.
+//! Whoever registers a range keys by its addresses, and reads and writes whatever lies behind them
+//! later, by nobody's order. Memory that moves under a registered range is then read as the wrong
+//! memory, silently: so a mapping that goes, or comes, while the range is registered is a fault,
+//! whatever is queued.
 
 use super::{
     ledger::Mark,

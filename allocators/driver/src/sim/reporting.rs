@@ -21,10 +21,12 @@ const VARIABLE: &str = "AQUIFER_SIM_VIOLATIONS";
 /// The status that a process ends with under [`OnViolation::Exit`], where no other is named.
 const STATUS: i32 = 86;
 
-/// What happens with violations that the program does not take by [`Sim::violations`](super::Sim::violations).
+/// What happens with violations that the program does not take by
+/// [`Sim::violations`](super::Sim::violations).
 ///
-/// A machine ends with the last handle to it: [`Sim`](super::Sim)s, its [driver](super::Sim::driver), and every pool and
-/// block over that. One that is never dropped ends with the process, if that returns from `main` or calls `exit`.
+/// A machine ends with the last handle to it: [`Sim`](super::Sim)s, its
+/// [driver](super::Sim::driver), and every pool and block over that. One that is never dropped ends
+/// with the process, if that returns from `main` or calls `exit`.
 ///
 /// | variant | `AQUIFER_SIM_VIOLATIONS` |
 /// |---|---|
@@ -45,13 +47,16 @@ pub enum OnViolation {
     /// They are written to standard error when the machine ends.
     #[default]
     Report,
-    /// Each is written to standard error when it is found. Its count is 1 then: repetitions are not written.
+    /// Each is written to standard error when it is found. Its count is 1 then: repetitions are not
+    /// written.
     ReportAtOnce,
-    /// The next call that the program itself makes panics with them: one of [`Sim`](super::Sim)'s methods that queues,
-    /// runs or declares work, or a synchronisation or a copy scope of the stream crate. Never a drop: what no such call
-    /// follows is written to standard error when the machine ends.
+    /// The next call that the program itself makes panics with them: one of [`Sim`](super::Sim)'s
+    /// methods that queues, runs or declares work, or a synchronisation or a copy scope of the
+    /// stream crate. Never a drop: what no such call follows is written to standard error when the
+    /// machine ends.
     Panic,
-    /// They are written when the machine ends, and the process then ends with this status whatever its own would be.
+    /// They are written when the machine ends, and the process then ends with this status whatever
+    /// its own would be.
     Exit(i32),
     /// Nothing. They stay in [`Sim::violations`](super::Sim::violations).
     Quiet,
@@ -112,8 +117,8 @@ impl OnViolation {
         }
     }
 
-    /// What the environment said when the first machine was made. A value that names nothing is written to standard
-    /// error, once.
+    /// What the environment said when the first machine was made. A value that names nothing is
+    /// written to standard error, once.
     pub(crate) fn of_process() -> Self {
         static OF_PROCESS: OnceLock<OnViolation> = OnceLock::new();
         *OF_PROCESS.get_or_init(|| match Self::from_env() {
@@ -167,8 +172,8 @@ pub(crate) fn register(machine: &Arc<Shared>) {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         if !cfg!(miri) {
-            // SAFETY: 1. the function neither unwinds nor takes anything. A refusal costs the report of machines that
-            // are never dropped.
+            // SAFETY: 1. the function neither unwinds nor takes anything. A refusal costs the
+            // report of machines that are never dropped.
             let _refused = unsafe { libc::atexit(at_exit) };
         }
     });
@@ -205,8 +210,9 @@ extern "C" fn at_exit() {
     }));
     let status = EXIT.load(Ordering::Relaxed);
     if status != 0 {
-        // SAFETY: 1. it takes no pointer and does not return. What Rust's own streams held has been flushed before the
-        // functions for the end of the process are called; what the C library's hold is flushed here.
+        // SAFETY: 1. it takes no pointer and does not return. What Rust's own streams held has been
+        // flushed before the functions for the end of the process are called; what the C library's
+        // hold is flushed here.
         unsafe {
             libc::fflush(std::ptr::null_mut());
             libc::_exit(status);

@@ -60,7 +60,8 @@ impl RowWork {
                 Source::Rows(from) => unsafe {
                     store.copy(to, from.start + row * from.pitch, width)
                 },
-                // SAFETY: 1. `bytes` holds as many rows of this width; the rest is the caller's, as is 2.
+                // SAFETY: 1. `bytes` holds as many rows of this width; the rest is the caller's, as
+                // is 2.
                 Source::Staged(bytes) => unsafe {
                     store.copy(to, bytes.as_ptr() as u64 + row * width, width);
                 },

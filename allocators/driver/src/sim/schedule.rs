@@ -1,7 +1,8 @@
 //! When queued work runs, and how.
 //!
-//! One item runs at a time, whichever thread runs it: what the simulated GPU does never races in the host's own terms.
-//! Items that call the program run without the simulator's lock; meanwhile nothing else runs and nothing is unmapped.
+//! One item runs at a time, whichever thread runs it: what the simulated GPU does never races in
+//! the host's own terms. Items that call the program run without the simulator's lock; meanwhile
+//! nothing else runs and nothing is unmapped.
 #![expect(unsafe_code, reason = "touches the memory that queued work names by address")]
 
 use super::{
@@ -114,7 +115,8 @@ impl State {
         false
     }
 
-    /// Runs an item that does not call the program. `fresh`: its uses have just been seen to be reachable.
+    /// Runs an item that does not call the program. `fresh`: its uses have just been seen to be
+    /// reachable.
     fn perform(&mut self, item: &Item, fresh: bool) {
         if !fresh && !self.reachable(item.work.uses(), item) {
             return;
@@ -123,26 +125,30 @@ impl State {
         match &item.work {
             Work::WriteValue { address, value } => self.values.write(*address, *value),
             Work::Fill { to, pattern } => {
-                // SAFETY: 1. The range is mapped, open and aligned, as was checked, and the one item that runs touches
-                // it.
+                // SAFETY: 1. The range is mapped, open and aligned, as was checked, and the one
+                // item that runs touches it.
                 unsafe { store.fill(to.range.address, *pattern, to.range.bytes) }
             }
-            // SAFETY: 1. Every row of a device is mapped and open, as was checked; rows of the host are there until the
-            // work is done, by the word of the caller. 2. Nobody else touches them, likewise.
+            // SAFETY: 1. Every row of a device is mapped and open, as was checked; rows of the host
+            // are there until the work is done, by the word of the caller. 2. Nobody else touches
+            // them, likewise.
             Work::Rows(work) => unsafe { work.perform(store) },
             Work::FromHost { to, from } => {
-                // SAFETY: 1. `to` is mapped and open, as was checked; `from` is readable until the copy is done, by the
-                // word of the copy's caller. 2. Nobody else touches either, likewise.
+                // SAFETY: 1. `to` is mapped and open, as was checked; `from` is readable until the
+                // copy is done, by the word of the copy's caller. 2. Nobody else touches either,
+                // likewise.
                 unsafe { store.copy(to.range.address, *from, to.range.bytes) }
             }
             Work::FromStaging { to, from } => {
-                // SAFETY: 1. `to` is mapped and open, as was checked, and as long as `from`, which was made for it.
+                // SAFETY: 1. `to` is mapped and open, as was checked, and as long as `from`, which
+                // was made for it.
                 // 2. `from` is this item's own; one item runs at a time.
                 unsafe { store.copy(to.range.address, from.as_ptr() as u64, from.len() as u64) }
             }
             Work::ToHost { to, from } => {
-                // SAFETY: 1. `from` is mapped and open, as was checked; `to` is writable until the copy is done, by the
-                // word of the copy's caller. 2. Nobody else touches either, likewise.
+                // SAFETY: 1. `from` is mapped and open, as was checked; `to` is writable until the
+                // copy is done, by the word of the copy's caller. 2. Nobody else touches either,
+                // likewise.
                 unsafe { store.copy(*to, from.range.address, from.range.bytes) }
             }
             Work::OnDevice([from, to]) => {
@@ -269,7 +275,8 @@ pub(crate) struct Origin<'a> {
 }
 
 impl Shared {
-    /// Queues work on a stream, and runs what the schedule says; on a stream that captures, makes it part of the graph.
+    /// Queues work on a stream, and runs what the schedule says; on a stream that captures, makes
+    /// it part of the graph.
     pub(crate) fn submit<'a>(
         &'a self,
         mut state: Guard<'a>,
@@ -366,8 +373,9 @@ impl Shared {
         let running = self.leave(state, stream);
         match item.work {
             Work::Kernel { uses, body: Some(body) } => {
-                // SAFETY: 1. Every range has just been seen to be mapped and open, and stays so while `running` lives.
-                // Work with a body is queued only where there are bytes. 2. One item runs at a time, and this is it.
+                // SAFETY: 1. Every range has just been seen to be mapped and open, and stays so
+                // while `running` lives. Work with a body is queued only where there are bytes. 2.
+                // One item runs at a time, and this is it.
                 let mut memory = unsafe { KernelMemory::new(&uses) };
                 (body.lock().unwrap_or_else(PoisonError::into_inner))(&mut memory);
             }
@@ -385,8 +393,8 @@ impl Shared {
         Running { shared: self, stream, inside: Some(inside::enter()) }
     }
 
-    /// Runs what has to run until `stream` has run `count` items; nothing else, unless a value is waited for. Blocks
-    /// while such a value is still to be written by another thread.
+    /// Runs what has to run until `stream` has run `count` items; nothing else, unless a value is
+    /// waited for. Blocks while such a value is still to be written by another thread.
     pub(crate) fn run_until<'a>(
         &'a self,
         mut state: Guard<'a>,

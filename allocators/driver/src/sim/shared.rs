@@ -25,7 +25,8 @@ pub(crate) struct Shared {
     /// Tells it from every other machine of the process.
     pub(crate) machine: u64,
     pub(crate) stalls: Arc<Stalls>,
-    /// Whether the oracle looks. The state's own flag is the same; this one is read without the lock.
+    /// Whether the oracle looks. The state's own flag is the same; this one is read without the
+    /// lock.
     pub(crate) watched: AtomicBool,
     pub(crate) on_violation: OnViolation,
     /// The process that made it: a child that it forks has nothing to report.
@@ -38,7 +39,8 @@ pub(crate) struct Shared {
 }
 
 impl fmt::Debug for Shared {
-    /// What is simulated, and not all that it remembers: every pool that is printed prints its driver.
+    /// What is simulated, and not all that it remembers: every pool that is printed prints its
+    /// driver.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Sim")
             .field("devices", &self.config.devices.len())
@@ -64,7 +66,8 @@ impl Shared {
         let store = match config.mode {
             Mode::Symbolic => Store::symbolic(),
             Mode::Bytes => Store::bytes().unwrap_or_else(|_| {
-                // A system without files in memory can still check who touches what. The configuration says so.
+                // A system without files in memory can still check who touches what. The
+                // configuration says so.
                 config.mode = Mode::Symbolic;
                 Store::symbolic()
             }),
@@ -88,7 +91,8 @@ impl Shared {
         }
     }
 
-    /// The state. A panic of another thread while it held this left it whole: closures never run under it.
+    /// The state. A panic of another thread while it held this left it whole: closures never run
+    /// under it.
     pub(crate) fn lock(&self) -> Guard<'_> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -118,7 +122,8 @@ impl Shared {
         !untold.is_empty()
     }
 
-    /// Panics where violations are to, and there are some that have not been told. Never called by a drop.
+    /// Panics where violations are to, and there are some that have not been told. Never called by
+    /// a drop.
     #[track_caller]
     #[expect(clippy::panic, reason = "the program has asked for it")]
     pub(crate) fn checkpoint(&self) {
@@ -139,8 +144,8 @@ impl Shared {
         state
     }
 
-    /// A counted call comes in: counted, held up, refused where a test wants that, and given the time that passes at
-    /// each call. `device` is refused if it is not there, or lost.
+    /// A counted call comes in: counted, held up, refused where a test wants that, and given the
+    /// time that passes at each call. `device` is refused if it is not there, or lost.
     pub(crate) fn enter(&self, call: Call, device: Option<DeviceId>) -> Result<Guard<'_>> {
         self.calls.add(call);
         self.stalls.pass(call);

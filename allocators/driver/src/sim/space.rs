@@ -1,8 +1,10 @@
-//! Addresses of devices: what is reserved, what is mapped where, and who works through which mapping.
+//! Addresses of devices: what is reserved, what is mapped where, and who works through which
+//! mapping.
 //!
-//! Two records answer two questions. The *ledger* of a physical object says who touched its bytes, wherever they were
-//! mapped, so that aliases conflict. The *uses* of a mapping say who worked through these addresses, so that a host that
-//! takes the mapping away is asked whether it knows that work to be done.
+//! Two records answer two questions. The *ledger* of a physical object says who touched its bytes,
+//! wherever they were mapped, so that aliases conflict. The *uses* of a mapping say who worked
+//! through these addresses, so that a host that takes the mapping away is asked whether it knows
+//! that work to be done.
 #![expect(unsafe_code, reason = "tells the store which addresses are whose")]
 
 use super::{
@@ -21,7 +23,8 @@ use std::collections::BTreeMap;
 pub(crate) enum Purpose {
     /// For whoever asked; to map in.
     Range,
-    /// For one allocation of the driver's, or a segment of one of its pools, with what lies behind it.
+    /// For one allocation of the driver's, or a segment of one of its pools, with what lies behind
+    /// it.
     Allocation { object: u64, pool: bool },
 }
 
@@ -74,7 +77,8 @@ pub(crate) struct Use {
     pub(crate) range: DeviceRange,
     pub(crate) writes: bool,
     pub(crate) generation: Option<u64>,
-    /// Any of these devices must have access: the stream's for a kernel; copies go by whoever has it.
+    /// Any of these devices must have access: the stream's for a kernel; copies go by whoever has
+    /// it.
     pub(crate) reach: u64,
 }
 
@@ -159,7 +163,8 @@ impl Space {
         if let Some(reservation) = self.reservations.remove(&address) {
             self.bury(address, reservation.bytes);
             self.haunt(address, Ghost { bytes: reservation.bytes, by, uses: Vec::new() });
-            // SAFETY: 1. `reserve` got this span from the store; nothing is mapped in it, so nobody can use it.
+            // SAFETY: 1. `reserve` got this span from the store; nothing is mapped in it, so nobody
+            // can use it.
             unsafe { self.store.release(address, reservation.span) };
         }
     }
@@ -221,8 +226,8 @@ impl Space {
         0
     }
 
-    /// Maps an object whole. `host` is the clock of whoever asks: uses through an earlier mapping that it does not know
-    /// to be done are found.
+    /// Maps an object whole. `host` is the clock of whoever asks: uses through an earlier mapping
+    /// that it does not know to be done are found.
     pub(crate) fn map(
         &mut self,
         address: u64,
@@ -244,7 +249,8 @@ impl Space {
             return Err(codes::INVALID_VALUE);
         }
         let object = self.objects.get_mut(handle).ok_or(codes::INVALID_HANDLE)?;
-        // SAFETY: 1. The range lies in a reservation, and nothing is mapped in it: both were checked above.
+        // SAFETY: 1. The range lies in a reservation, and nothing is mapped in it: both were
+        // checked above.
         unsafe { self.store.map(address, bytes, object.extent) }?;
         object.mappings += 1;
         for (start, ghost) in
@@ -266,8 +272,8 @@ impl Space {
         Ok(())
     }
 
-    /// Lets devices touch a range that begins and ends with whole mappings, as far as the first hole in between. The sizes
-    /// of the mappings.
+    /// Lets devices touch a range that begins and ends with whole mappings, as far as the first
+    /// hole in between. The sizes of the mappings.
     pub(crate) fn set_access(
         &mut self,
         address: u64,
@@ -330,8 +336,8 @@ impl Space {
         }
     }
 
-    /// Takes the mappings in a range away, if there are any. The caller has seen that it lies in one reservation. The
-    /// sizes of the mappings, and what each device has back.
+    /// Takes the mappings in a range away, if there are any. The caller has seen that it lies in
+    /// one reservation. The sizes of the mappings, and what each device has back.
     pub(crate) fn unmap(
         &mut self,
         address: u64,
@@ -345,7 +351,8 @@ impl Space {
         if self.is_empty(address, bytes) {
             return Ok(gone);
         }
-        // SAFETY: 1. The range lies in one reservation, and the caller has waited until no work runs.
+        // SAFETY: 1. The range lies in one reservation, and the caller has waited until no work
+        // runs.
         unsafe { self.store.unmap(address, bytes) }?;
         while let Some((&start, _)) = self.mappings.range(address..end).next() {
             let Some(Mapping { bytes, object, mut uses, .. }) = self.mappings.remove(&start) else {
@@ -394,7 +401,8 @@ impl Space {
         }
     }
 
-    /// Notes a use of a range by `mark`, whose stream has `clock`. Whether all of it can be reached.
+    /// Notes a use of a range by `mark`, whose stream has `clock`. Whether all of it can be
+    /// reached.
     pub(crate) fn touch(
         &mut self,
         u: &Use,
@@ -438,8 +446,8 @@ impl Space {
         reached
     }
 
-    /// Notes that a block changes hands: an action on its bytes, not a use of its addresses. Parts with nothing behind
-    /// them are passed over.
+    /// Notes that a block changes hands: an action on its bytes, not a use of its addresses. Parts
+    /// with nothing behind them are passed over.
     pub(crate) fn hand_over(
         &mut self,
         address: u64,
@@ -483,7 +491,8 @@ impl Space {
         if !self.store.has_bytes() || self.unreachable(u).is_some() {
             return None;
         }
-        // SAFETY: 1. The range is mapped and open, as was just checked, and no work runs that could write it.
+        // SAFETY: 1. The range is mapped and open, as was just checked, and no work runs that could
+        // write it.
         Some(unsafe { self.store.read(u.range.address, u.range.bytes) })
     }
 
@@ -494,7 +503,8 @@ impl Space {
         self.objects.iter_mut().for_each(|object| object.ledger = Ledger::new(object.bytes));
     }
 
-    /// Physical objects, mappings and reservations of devices that are still there, with what each was made for.
+    /// Physical objects, mappings and reservations of devices that are still there, with what each
+    /// was made for.
     pub(crate) fn held(&self, device: DeviceId) -> Held {
         let of_device =
             self.reservations.values().filter(|reservation| reservation.device == device);
@@ -540,8 +550,8 @@ fn nobody(ghosts: &BTreeMap<u64, Ghost>, address: u64, bytes: u64) -> Finding {
 impl Drop for Space {
     fn drop(&mut self) {
         for (&address, reservation) in &self.reservations {
-            // SAFETY: 1. The span came from the store. No work is left to use it: queues go with the space, and no
-            // kernel runs, since one that runs holds the simulator.
+            // SAFETY: 1. The span came from the store. No work is left to use it: queues go with
+            // the space, and no kernel runs, since one that runs holds the simulator.
             unsafe { self.store.release(address, reservation.span) };
         }
     }

@@ -64,7 +64,8 @@ pub(crate) struct State {
     pub(crate) events: Table<Event>,
     /// Items in all queues.
     pub(crate) queued: usize,
-    /// Whether an item that calls the program runs right now: nothing else may run or be unmapped meanwhile.
+    /// Whether an item that calls the program runs right now: nothing else may run or be unmapped
+    /// meanwhile.
     pub(crate) running: bool,
     pub(crate) random: u64,
     /// Calls since work was last let run, by [`SimConfig::pace`].

@@ -1,8 +1,9 @@
 //! What lies behind addresses: bytes, or nothing.
 //!
-//! With bytes, physical memory is extents of one memfd and a mapping is a shared `mmap` of its extent, placed over a
-//! reservation that cannot be touched. So a handle that is mapped twice is the same bytes twice, a device address is an
-//! address of this process, and a copy is a `memmove`. Without, addresses come from a counter and nothing is behind them.
+//! With bytes, physical memory is extents of one memfd and a mapping is a shared `mmap` of its
+//! extent, placed over a reservation that cannot be touched. So a handle that is mapped twice is
+//! the same bytes twice, a device address is an address of this process, and a copy is a `memmove`.
+//! Without, addresses come from a counter and nothing is behind them.
 #![expect(unsafe_code, reason = "maps memory, and copies what work in the queues names by address")]
 
 use super::codes;
@@ -25,7 +26,8 @@ use std::{
 /// Pages of the host, the least that can be mapped.
 pub(crate) const PAGE: u64 = 4096;
 
-/// Symbolic addresses lie between what Linux gives to programs and to their maps, so that they resemble neither.
+/// Symbolic addresses lie between what Linux gives to programs and to their maps, so that they
+/// resemble neither.
 const FIRST_ADDRESS: u64 = 0x0100_0000_0000;
 const LAST_ADDRESS: u64 = 0x5000_0000_0000;
 
@@ -42,7 +44,8 @@ pub(crate) enum Store {
 #[derive(Debug)]
 pub(crate) struct Addresses {
     next: u64,
-    /// Those given back, by first address, with their bytes: used again when all others have been given out.
+    /// Those given back, by first address, with their bytes: used again when all others have been
+    /// given out.
     free: BTreeMap<u64, u64>,
 }
 
@@ -82,7 +85,8 @@ impl Store {
     /// Gives addresses back, with whatever is mapped there.
     ///
     /// # Safety
-    /// 1. The range is one that [`Store::reserve`] answered with, whole, and nobody uses it any more.
+    /// 1. The range is one that [`Store::reserve`] answered with, whole, and nobody uses it any
+    ///    more.
     pub(crate) unsafe fn release(&mut self, address: u64, bytes: u64) {
         match self {
             Self::Symbolic(addresses) => {
@@ -108,7 +112,8 @@ impl Store {
     pub(crate) fn drop_extent(&mut self, offset: u64, bytes: u64) {
         let Self::Bytes(extents) = self else { return };
         let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
-        // If the system refuses, its memory is held until the store goes: the offset is never used again.
+        // If the system refuses, its memory is held until the store goes: the offset is never used
+        // again.
         let _ = fallocate(&extents.file, flags, offset as i64, pages(bytes) as i64);
     }
 
@@ -128,8 +133,9 @@ impl Store {
         else {
             return Err(codes::INVALID_VALUE);
         };
-        // SAFETY: 1. The range lies in a reservation of this store's, by the caller's word, so MAP_FIXED replaces nothing
-        // else. 2. Nothing refers to the bytes there: they could not be touched.
+        // SAFETY: 1. The range lies in a reservation of this store's, by the caller's word, so
+        // MAP_FIXED replaces nothing else. 2. Nothing refers to the bytes there: they could not be
+        // touched.
         let mapped = unsafe {
             mmap(
                 Some(address),
@@ -152,8 +158,8 @@ impl Store {
             return Ok(());
         }
         let Some(start) = NonNull::new(address as *mut _) else { return Err(codes::INVALID_VALUE) };
-        // SAFETY: 1. The pages are mappings of this store's, by the caller's word, and more rights take nothing from
-        // anybody.
+        // SAFETY: 1. The pages are mappings of this store's, by the caller's word, and more rights
+        // take nothing from anybody.
         let opened = unsafe {
             mprotect(start, pages(bytes) as usize, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)
         };
@@ -163,8 +169,8 @@ impl Store {
     /// Takes what lies behind addresses away, wherever something does; they stay reserved.
     ///
     /// # Safety
-    /// 1. The range lies in one that [`Store::reserve`] answered with, and no work of the simulated GPU holds a reference
-    ///    into it.
+    /// 1. The range lies in one that [`Store::reserve`] answered with, and no work of the simulated
+    ///    GPU holds a reference into it.
     pub(crate) unsafe fn unmap(&mut self, address: u64, bytes: u64) -> Result<(), Refused> {
         if !self.has_bytes() {
             return Ok(());
@@ -175,8 +181,8 @@ impl Store {
             return Err(codes::INVALID_VALUE);
         };
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_FIXED | MapFlags::MAP_NORESERVE;
-        // SAFETY: 1. The range lies inside a reservation of this store's, by the caller's word, so MAP_FIXED replaces
-        // only that. 2. Nobody holds a reference into it, likewise.
+        // SAFETY: 1. The range lies inside a reservation of this store's, by the caller's word, so
+        // MAP_FIXED replaces only that. 2. Nobody holds a reference into it, likewise.
         let covered = unsafe { mmap_anonymous(Some(address), length, ProtFlags::PROT_NONE, flags) };
         covered.map(drop).map_err(|_| codes::OUT_OF_MEMORY)
     }
@@ -208,7 +214,8 @@ impl Store {
     /// Fills whole elements; nothing without bytes.
     ///
     /// # Safety
-    /// 1. With bytes, `to` is writable for `bytes` and aligned for the element, and nobody else touches it meanwhile.
+    /// 1. With bytes, `to` is writable for `bytes` and aligned for the element, and nobody else
+    ///    touches it meanwhile.
     pub(crate) unsafe fn fill(&self, to: u64, pattern: Pattern, bytes: u64) {
         if !self.has_bytes() || bytes == 0 {
             return;
@@ -280,7 +287,8 @@ fn reserve_pages(bytes: u64, align: u64) -> Option<u64> {
 /// 1. The range is pages of a map of this module's, and nobody uses it any more.
 unsafe fn unmap_pages(address: u64, bytes: u64) {
     if let Some(start) = NonNull::new(address as *mut _).filter(|_| bytes > 0) {
-        // SAFETY: 1. is the caller's. A refusal leaves the range mapped, and nothing relies on more.
+        // SAFETY: 1. is the caller's. A refusal leaves the range mapped, and nothing relies on
+        // more.
         let _ = unsafe { munmap(start, bytes as usize) };
     }
 }
@@ -325,7 +333,8 @@ mod tests {
             }
         }
         let mut back = [0_u8; 8];
-        // SAFETY: 1. Both ranges are mapped and open, and `back` is 8 bytes. 2. Nobody else is here.
+        // SAFETY: 1. Both ranges are mapped and open, and `back` is 8 bytes. 2. Nobody else is
+        // here.
         unsafe {
             store.fill(a, Pattern::Byte(0x5a), size);
             store.copy(back.as_mut_ptr() as u64, b + size - 8, 8);

@@ -1,6 +1,7 @@
 //! Things behind numbers that the driver gives out.
 
-/// A table whose numbers carry a generation, so that the number of something destroyed names nothing.
+/// A table whose numbers carry a generation, so that the number of something destroyed names
+/// nothing.
 #[derive(Debug)]
 pub(crate) struct Table<T> {
     slots: Vec<Slot<T>>,

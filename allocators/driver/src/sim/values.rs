@@ -25,7 +25,8 @@ impl Values {
         if writes.last().is_some_and(|&(last, _)| value < last) {
             writes.clear();
         }
-        // A wait is ended by the first of equal ones, so that a graph may write one again and again.
+        // A wait is ended by the first of equal ones, so that a graph may write one again and
+        // again.
         if writes.last().is_none_or(|&(last, _)| value > last) {
             writes.push((value, clock));
         }

@@ -215,7 +215,8 @@ const MOST: usize = 1000;
 pub(crate) struct Reports {
     list: Vec<Violation>,
     places: HashMap<Key, usize>,
-    /// How many of the list, from its start, the program has taken or standard error has been given.
+    /// How many of the list, from its start, the program has taken or standard error has been
+    /// given.
     told: usize,
     /// Whether each is to be written to standard error as it is found.
     pub(crate) at_once: bool,

@@ -1,4 +1,5 @@
-//! Work that a test queues: kernels, declared accesses, values, callbacks, and copies that the host waits for.
+//! Work that a test queues: kernels, declared accesses, values, callbacks, and copies that the host
+//! waits for.
 #![expect(unsafe_code, reason = "declares copies between raw addresses")]
 
 use super::{
@@ -39,8 +40,9 @@ fn by_kernel(device: DeviceId, declared: &Declared) -> Use {
 }
 
 impl Sim {
-    /// Queues a kernel (`cuLaunchKernel`). What it declares is checked now; its closure runs when its turn comes. Where
-    /// something that it declares cannot be reached, that is reported and the closure does not run.
+    /// Queues a kernel (`cuLaunchKernel`). What it declares is checked now; its closure runs when
+    /// its turn comes. Where something that it declares cannot be reached, that is reported and the
+    /// closure does not run.
     ///
     /// # Errors
     /// Invalid handle for a stream that is not there; those of a capture, or of a lost device.
@@ -57,7 +59,8 @@ impl Sim {
         queued
     }
 
-    /// Queues a kernel that touches one range and does nothing: the lightest way to say that a stream uses a block.
+    /// Queues a kernel that touches one range and does nothing: the lightest way to say that a
+    /// stream uses a block.
     ///
     /// # Errors
     /// As [`Sim::launch`].
@@ -107,9 +110,10 @@ impl Sim {
         self.shared.submit(state, place, task).map(drop).map_err(named(WRITE_VALUE))
     }
 
-    /// Makes a stream wait until the value at an address is `value` or more (`cuStreamWaitValue64`). The order that this
-    /// gives is with the write that ends it, provided that this has been queued before: a wait for a value that nobody
-    /// has promised yet orders nothing that the oracle believes.
+    /// Makes a stream wait until the value at an address is `value` or more
+    /// (`cuStreamWaitValue64`). The order that this gives is with the write that ends it, provided
+    /// that this has been queued before: a wait for a value that nobody has promised yet orders
+    /// nothing that the oracle believes.
     ///
     /// # Errors
     /// As [`Sim::launch`].
@@ -121,7 +125,8 @@ impl Sim {
         self.shared.submit(state, place, task).map(drop).map_err(named(WAIT_VALUE))
     }
 
-    /// Queues a call of the host (`cuLaunchHostFunc`). What it declares is checked now; it runs when its turn comes.
+    /// Queues a call of the host (`cuLaunchHostFunc`). What it declares is checked now; it runs
+    /// when its turn comes.
     ///
     /// # Errors
     /// As [`Sim::launch`].
@@ -142,8 +147,8 @@ impl Sim {
         queued
     }
 
-    /// A stream that is ordered with the device's legacy default stream, both ways (`cuStreamCreate`, default flags).
-    /// The stream handle 0 means that default stream.
+    /// A stream that is ordered with the device's legacy default stream, both ways
+    /// (`cuStreamCreate`, default flags). The stream handle 0 means that default stream.
     ///
     /// # Errors
     /// Invalid device, or a lost one.
@@ -157,12 +162,13 @@ impl Sim {
     /// The device's legacy default stream.
     #[must_use]
     pub fn legacy_stream(&self, device: DeviceId) -> RawStream {
-        // SAFETY: 1. Every device has its default stream, under this number, as long as it is there.
+        // SAFETY: 1. Every device has its default stream, under this number, as long as it is
+        // there.
         unsafe { RawStream::from_raw(device, 0) }
     }
 
-    /// Copies to the device on its legacy stream (`cuMemcpyHtoD`). From pinned memory the host waits until the bytes are
-    /// there; from pageable memory only until they are staged.
+    /// Copies to the device on its legacy stream (`cuMemcpyHtoD`). From pinned memory the host
+    /// waits until the bytes are there; from pageable memory only until they are staged.
     ///
     /// # Safety
     /// 1. `from` is readable for `bytes`, and nobody writes it meanwhile.
@@ -191,7 +197,8 @@ impl Sim {
         Ok(())
     }
 
-    /// Copies to the host on the legacy stream (`cuMemcpyDtoH`). The host waits until the bytes are there.
+    /// Copies to the host on the legacy stream (`cuMemcpyDtoH`). The host waits until the bytes are
+    /// there.
     ///
     /// # Safety
     /// 1. `to` is writable for `bytes`, and nobody touches it meanwhile.
@@ -216,7 +223,8 @@ impl Sim {
         Ok(())
     }
 
-    /// Copies on the device on its legacy stream (`cuMemcpyDtoD`). Called synchronous, and the host learns nothing.
+    /// Copies on the device on its legacy stream (`cuMemcpyDtoD`). Called synchronous, and the host
+    /// learns nothing.
     ///
     /// # Errors
     /// Those of a lost device.

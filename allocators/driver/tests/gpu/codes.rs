@@ -1,7 +1,8 @@
-//! What the driver answers to calls that make no sense, and whether the simulated one answers the same.
+//! What the driver answers to calls that make no sense, and whether the simulated one answers the
+//! same.
 //!
-//! Not asked is what the driver answers by what happens to lie next door: to map, unmap or open across the end of a
-//! range. The simulated driver refuses that.
+//! Not asked is what the driver answers by what happens to lie next door: to map, unmap or open
+//! across the end of a range. The simulated driver refuses that.
 
 use super::{
     host::Pages,
@@ -29,7 +30,8 @@ impl Answers {
     }
 }
 
-/// Asks for what makes no sense. Each group leaves nothing behind, whatever is refused and whatever is let through.
+/// Asks for what makes no sense. Each group leaves nothing behind, whatever is refused and whatever
+/// is let through.
 fn ask(driver: &Arc<dyn Driver>) -> Answers {
     let mut answers = Answers(Vec::new());
     devices_and_memory(driver, &mut answers);
@@ -55,12 +57,14 @@ fn unmapped_graphs(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let handle = driver.handle_create(DEVICE, granule).unwrap();
     let rows = Rows { width: 64, height: 4 };
     let at = |start| Pitched { start, pitch: 64 };
-    // SAFETY: throughout: 1. nothing is launched, so that nothing is touched. 2. each object goes once.
+    // SAFETY: throughout: 1. nothing is launched, so that nothing is touched. 2. each object goes
+    // once.
     unsafe {
         driver.map(range, granule, handle).unwrap();
         driver.set_access(range, granule, &[DEVICE]).unwrap();
         let captured = |work: &dyn Fn() -> Result<()>| {
-            // Other tests of this process make calls meanwhile, so nothing is captured in global mode.
+            // Other tests of this process make calls meanwhile, so nothing is captured in global
+            // mode.
             driver.capture_begin(stream.raw, CaptureMode::ThreadLocal).unwrap();
             work().unwrap();
             driver.capture_end(stream.raw).unwrap()
@@ -115,8 +119,8 @@ fn captures(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let event = driver.event_create(DEVICE).unwrap();
     // Other tests of this process make calls meanwhile, so nothing is captured in global mode.
     let begin = || driver.capture_begin(a.raw, CaptureMode::ThreadLocal);
-    // SAFETY: throughout: 1. the block lives until the device is idle. 2. one stream has it. 3. handles that end are used
-    // no more.
+    // SAFETY: throughout: 1. the block lives until the device is idle. 2. one stream has it. 3.
+    // handles that end are used no more.
     unsafe {
         let fill = |stream: &OwnStream| driver.fill(stream.raw, block, 1, 4096);
         let end = |answers: &mut Answers, what, stream: &OwnStream| {
@@ -217,8 +221,8 @@ fn rows(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let at = |start, pitch| Pitched { start, pitch };
     let rows = Rows { width: 64, height: 4 };
     let (no_width, no_height) = (Rows { width: 0, height: 4 }, Rows { width: 64, height: 0 });
-    // SAFETY: throughout: 1. every row lies in the block. 2. one stream. What a call's other conditions forbid is done on
-    // purpose.
+    // SAFETY: throughout: 1. every row lies in the block. 2. one stream. What a call's other
+    // conditions forbid is done on purpose.
     unsafe {
         let copy = |to, from, rows| driver.copy_2d_on_device(stream.raw, to, from, rows);
         answers.note("rows: copy", copy(at(block + 4096, 100), at(block, 64), rows));
@@ -325,7 +329,8 @@ fn virtual_memory(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         driver.handle_create(DEVICE, granule).unwrap(),
         driver.handle_create(DEVICE, 2 * granule).unwrap(),
     );
-    // SAFETY: throughout: 1. nothing is queued on any stream. What a call's other conditions forbid is done on purpose.
+    // SAFETY: throughout: 1. nothing is queued on any stream. What a call's other conditions forbid
+    // is done on purpose.
     unsafe {
         answers.note("map off the granule", driver.map(range + granule / 2, granule, one));
         answers.note("map nothing", driver.map(range, 0, one));
@@ -376,8 +381,8 @@ fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
     let flags = HostFlags::default();
     let pages = Pages::new(BYTES);
     answers.note("pin nothing", driver.host_alloc(DEVICE, 0, flags));
-    // SAFETY: throughout: 1. the pages and the block live until the stream has been synchronised. 2. nobody else touches
-    // them. What a call's other conditions forbid is done on purpose.
+    // SAFETY: throughout: 1. the pages and the block live until the stream has been synchronised.
+    // 2. nobody else touches them. What a call's other conditions forbid is done on purpose.
     unsafe {
         answers.note("register nothing", driver.host_register(DEVICE, pages.at, 0, flags));
         answers.note("unregister what is not", driver.host_unregister(DEVICE, pages.at));
@@ -410,7 +415,8 @@ fn pinned(driver: &Arc<dyn Driver>, answers: &mut Answers) {
         driver.mem_free(DEVICE, block).unwrap();
     }
     let own = driver.host_alloc(DEVICE, BYTES, flags).unwrap();
-    // SAFETY: 1. it came from the driver, but for the second time, which is on purpose. 2. nothing is queued.
+    // SAFETY: 1. it came from the driver, but for the second time, which is on purpose. 2. nothing
+    // is queued.
     unsafe {
         answers.note("unregister the driver's own", driver.host_unregister(DEVICE, own));
         answers.note("register the driver's own", driver.host_register(DEVICE, own, BYTES, flags));

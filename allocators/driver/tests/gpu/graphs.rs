@@ -1,7 +1,7 @@
 //! Captures, graphs and their release.
 //!
-//! Captures are in thread-local or relaxed mode, unless a test asks for the other and has the device to itself: in global
-//! mode the calls of every other test of this process would break them.
+//! Captures are in thread-local or relaxed mode, unless a test asks for the other and has the
+//! device to itself: in global mode the calls of every other test of this process would break them.
 
 use super::support::{DEVICE, OwnStream, driver, read_back, write};
 use aquifer_driver::{
@@ -236,7 +236,8 @@ fn mapping_leaves_a_capture_alone_and_its_graph_runs_over_what_is_mapped_later()
         driver.set_access(range, granule, &[DEVICE]).unwrap();
         handle
     };
-    // SAFETY: throughout: 1. what is unmapped is not used by anything that is queued. 2. handles go once.
+    // SAFETY: throughout: 1. what is unmapped is not used by anything that is queued. 2. handles go
+    // once.
     let unmap = |handle| unsafe {
         driver.unmap(DEVICE, range, granule).unwrap();
         driver.handle_release(handle).unwrap();

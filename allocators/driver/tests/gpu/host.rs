@@ -52,7 +52,8 @@ fn pinned_memory_of_the_driver_goes_there_and_back() {
     for flags in [HostFlags::default(), combined] {
         let up = driver.host_alloc(DEVICE, BYTES, flags).unwrap();
         let down = driver.host_alloc(DEVICE, BYTES, HostFlags::default()).unwrap();
-        // SAFETY: 1. both are writable for `BYTES`, and nobody else's. 2. the host waits before it looks.
+        // SAFETY: 1. both are writable for `BYTES`, and nobody else's. 2. the host waits before it
+        // looks.
         unsafe {
             up.write_bytes(0x3C, BYTES);
             driver.copy_to_device(stream.raw, block, up, BYTES).unwrap();
@@ -123,7 +124,8 @@ fn a_copy_across_two_registrations_is_refused_and_breaks_nothing() {
         unsafe { driver.copy_to_device(stream.raw, at, half, BYTES / 2) }.unwrap();
     }
     assert!(read_back(&driver, stream.raw, block, BYTES).iter().all(|&byte| byte == 0x77));
-    // SAFETY: 1. each starts a registration, and the block is this test's own. 2. the stream is idle.
+    // SAFETY: 1. each starts a registration, and the block is this test's own. 2. the stream is
+    // idle.
     unsafe {
         driver.host_unregister(DEVICE, pages.at).unwrap();
         driver.host_unregister(DEVICE, pages.half()).unwrap();

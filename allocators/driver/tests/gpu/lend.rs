@@ -20,7 +20,8 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-/// The least that an operand can be: one user at a time, and whoever comes next waits for the one before.
+/// The least that an operand can be: one user at a time, and whoever comes next waits for the one
+/// before.
 struct Floats {
     driver: Arc<dyn Driver>,
     address: u64,
@@ -31,8 +32,8 @@ struct Floats {
     kept: Mutex<Vec<KeepAlive>>,
 }
 
-// SAFETY: 1. the allocation is this value's alone. 2. the next user waits for the last one, whatever the access; streams
-// are kept alive; Drop waits for the device.
+// SAFETY: 1. the allocation is this value's alone. 2. the next user waits for the last one,
+// whatever the access; streams are kept alive; Drop waits for the device.
 unsafe impl Operand for Floats {
     fn range(&self) -> DeviceRange {
         DeviceRange { device: DEVICE, address: self.address, bytes: 4 * self.len as u64 }
@@ -117,7 +118,8 @@ fn a_kernel_of_cudarc_runs_on_lent_memory_in_order() {
             let config = LaunchConfig::for_num_elems(LEN as u32);
             let mut launch = cu.launch_builder(&scale);
             launch.arg(&mut lent).arg(&2.0f32).arg(&(LEN as u32)).arg(&0u64);
-            // SAFETY: 1. the kernel takes a float pointer, a float, a count and a time, and touches so many elements.
+            // SAFETY: 1. the kernel takes a float pointer, a float, a count and a time, and touches
+            // so many elements.
             unsafe { launch.launch(config) }.unwrap();
         }
         // Our stream reads right behind the kernel, with no word from the host.

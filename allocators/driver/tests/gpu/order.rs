@@ -66,8 +66,8 @@ fn a_wait_by_a_word_sees_all_that_was_queued_before_it_and_leaves_a_long_one_to_
     let block = driver.mem_alloc(DEVICE, LARGEST as u64).unwrap();
     let host = driver.host_alloc(DEVICE, LARGEST, HostFlags::default()).unwrap();
     let word = driver.host_alloc(DEVICE, 4096, HostFlags::default()).unwrap();
-    // SAFETY: throughout: 1. the memory lives until the end, and is this test's own. 2. one stream; the host looks at what
-    // it has waited for.
+    // SAFETY: throughout: 1. the memory lives until the end, and is this test's own. 2. one stream;
+    // the host looks at what it has waited for.
     unsafe {
         let word_of = AtomicU32::from_ptr(word.cast().as_ptr());
         word_of.store(u32::MAX - 50, Ordering::Relaxed);
@@ -125,7 +125,8 @@ fn an_event_orders_two_streams_without_the_host() {
         (driver.event_create(DEVICE).unwrap(), driver.event_create(DEVICE).unwrap());
     let last = driver.mem_alloc(DEVICE, u64::from(ROUNDS)).unwrap();
     for round in 0..ROUNDS {
-        // SAFETY: 1. both blocks live until the end. 2. each stream waits for the other's event before it touches them.
+        // SAFETY: 1. both blocks live until the end. 2. each stream waits for the other's event
+        // before it touches them.
         unsafe { driver.fill(s.raw, block, round + 1, BYTES) }.unwrap();
         driver.event_record(filled, s.raw).unwrap();
         driver.stream_wait_event(u.raw, filled).unwrap();
@@ -242,8 +243,8 @@ fn a_context_that_another_library_made_current_stays_current() {
         scope.spawn(|| {
             let primary = CudaContext::new(0).unwrap();
             let mut context = std::ptr::null_mut();
-            // SAFETY: 1. the type is the one that cuda.h declares for this symbol. 2. `context` is writable. 3. it is
-            // this thread's to give away.
+            // SAFETY: 1. the type is the one that cuda.h declares for this symbol. 2. `context` is
+            // writable. 3. it is this thread's to give away.
             let other = unsafe {
                 let create = *sys::culib().get::<Create>(b"cuCtxCreate_v2\0").unwrap();
                 assert_eq!(create(&raw mut context, 0, primary.cu_device()), 0);

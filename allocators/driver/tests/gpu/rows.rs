@@ -1,4 +1,5 @@
-//! Copies and fills that go row by row, fills with elements of several bytes, and copies between two devices.
+//! Copies and fills that go row by row, fills with elements of several bytes, and copies between
+//! two devices.
 
 use super::{
     host::Pages,
@@ -71,8 +72,8 @@ fn rows_go_up_across_and_down_from_pinned_and_pageable_memory() {
         }
         pages.slice().copy_from_slice(&counted);
         let rows = Rows { width: 300, height: 700 };
-        // SAFETY: 1. 700 rows at a pitch of at most 1024 lie in each mebibyte, all of which live on. 2. one stream, and
-        // the host waits before it looks.
+        // SAFETY: 1. 700 rows at a pitch of at most 1024 lie in each mebibyte, all of which live
+        // on. 2. one stream, and the host waits before it looks.
         unsafe {
             driver.fill(s, x, 0xaa, BYTES as u64).unwrap();
             driver.fill(s, y, 0xbb, BYTES as u64).unwrap();
@@ -154,7 +155,8 @@ fn bytes_go_from_one_device_to_another() {
     assert!(blocks.read(y) == counted);
     let mut back = vec![0u8; BYTES];
     let far = driver.stream_create(other, 0).unwrap();
-    // SAFETY: 1. the block is idle and lives on; the stream is this test's own, and ended once. 2. nothing else runs.
+    // SAFETY: 1. the block is idle and lives on; the stream is this test's own, and ended once. 2.
+    // nothing else runs.
     unsafe {
         driver.copy_to_host(far, NonNull::from(&mut back[..]).cast(), there, BYTES).unwrap();
         driver.stream_synchronize(far).unwrap();

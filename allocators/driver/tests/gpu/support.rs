@@ -55,8 +55,8 @@ pub(crate) fn read_back(
     bytes: usize,
 ) -> Vec<u8> {
     let mut back = vec![0u8; bytes];
-    // SAFETY: 1. `back` is writable and the caller's range mapped until the synchronisation below. 2. nobody else has
-    // either.
+    // SAFETY: 1. `back` is writable and the caller's range mapped until the synchronisation below.
+    // 2. nobody else has either.
     unsafe { driver.copy_to_host(stream, NonNull::from(&mut back[..]).cast(), from, bytes) }
         .unwrap();
     driver.stream_synchronize(stream).unwrap();
@@ -65,8 +65,8 @@ pub(crate) fn read_back(
 
 /// Writes bytes to device memory, and waits until they are there.
 pub(crate) fn write(driver: &Arc<dyn Driver>, stream: RawStream, to: u64, bytes: &[u8]) {
-    // SAFETY: 1. `bytes` is readable and the caller's range mapped until the synchronisation below. 2. nobody else has
-    // either.
+    // SAFETY: 1. `bytes` is readable and the caller's range mapped until the synchronisation below.
+    // 2. nobody else has either.
     unsafe { driver.copy_to_device(stream, to, NonNull::from(bytes).cast(), bytes.len()) }.unwrap();
     driver.stream_synchronize(stream).unwrap();
 }

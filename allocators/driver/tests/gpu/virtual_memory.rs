@@ -64,7 +64,8 @@ fn one_handle_at_two_addresses_is_one_memory() {
     let event = driver.event_create(DEVICE).unwrap();
     map(&driver, range, granule, handle);
     for round in 0..20u8 {
-        // SAFETY: 1. mapped until the streams are synchronised below. 2. `u` waits for `s`, and the host for `u`.
+        // SAFETY: 1. mapped until the streams are synchronised below. 2. `u` waits for `s`, and the
+        // host for `u`.
         unsafe { driver.fill(s.raw, range, round, granule) }.unwrap();
         // The new mapping is made while the fill through the old one may be running.
         map(&driver, range + granule, granule, handle);

@@ -136,7 +136,8 @@ impl Machine {
         assert!(found.is_empty(), "{:?}: {}", self.sim.config(), found[0]);
     }
 
-    /// Takes what was found, which must be one fault of this kind between these two lines of `file`.
+    /// Takes what was found, which must be one fault of this kind between these two lines of
+    /// `file`.
     #[track_caller]
     pub fn only(&self, kind: ViolationKind, file: &str, earlier: u32, later: u32) -> Violation {
         let mut found = self.sim.take_violations();

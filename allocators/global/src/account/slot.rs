@@ -1,12 +1,14 @@
 //! Where each thread counts.
 //!
-//! A slot is written by one thread at a time with plain loads and stores, and read by whoever asks for totals. It belongs
-//! to a thread from its first allocation to its end and then waits for another; it never goes away, so a total is a walk
-//! over slots without a lock. A thread that cannot have one (it is ending, or there is no memory for more) counts in the
-//! shared slot by atomic additions.
+//! A slot is written by one thread at a time with plain loads and stores, and read by whoever asks
+//! for totals. It belongs to a thread from its first allocation to its end and then waits for
+//! another; it never goes away, so a total is a walk over slots without a lock. A thread that
+//! cannot have one (it is ending, or there is no memory for more) counts in the shared slot by
+//! atomic additions.
 //!
-//! A thread without a slot points at the shared one. That has no change to pay from and may keep none, so whoever comes with
-//! a block turns into the slow path by the comparison that everybody makes, and the quick one asks nothing more.
+//! A thread without a slot points at the shared one. That has no change to pay from and may keep
+//! none, so whoever comes with a block turns into the slow path by the comparison that everybody
+//! makes, and the quick one asks nothing more.
 #![expect(unsafe_code, reason = "leaks blocks of slots that come from the system")]
 
 use super::{BATCH, MOST_CHANGE, put_back, refused, tags::Cells, take};
@@ -21,17 +23,20 @@ use std::{
     sync::atomic::{AtomicBool, AtomicI64, AtomicPtr, AtomicU64, Ordering},
 };
 
-/// A thread's part of the account. Apart from its neighbours, also where lines are fetched in pairs.
+/// A thread's part of the account. Apart from its neighbours, also where lines are fetched in
+/// pairs.
 #[repr(align(128))]
 pub(crate) struct Slot {
-    /// Whether a thread counts here. Acquired and released, so that the next owner sees what the last one wrote.
+    /// Whether a thread counts here. Acquired and released, so that the next owner sees what the
+    /// last one wrote.
     taken: AtomicBool,
-    /// Bytes that are charged and in no live block. Written by the owner alone; 0 while nobody owns it.
+    /// Bytes that are charged and in no live block. Written by the owner alone; 0 while nobody
+    /// owns it.
     change: AtomicU64,
     /// The most that the change may become: [`MOST_CHANGE`], or none in the shared slot.
     most: u64,
-    /// What the change must not fall below: nothing, or [`RECALLED`]. Set by anybody, cleared by the owner. Signed, so
-    /// that one comparison answers for a change that is too small as well.
+    /// What the change must not fall below: nothing, or [`RECALLED`]. Set by anybody, cleared by
+    /// the owner. Signed, so that one comparison answers for a change that is too small as well.
     floor: AtomicI64,
     /// Allocations of all owners. Written by the owner alone.
     allocations: AtomicU64,
@@ -86,8 +91,8 @@ impl Slot {
     }
 
     fn pay_by_taking(&self, bytes: u64) -> bool {
-        // The change may have been taken under an earlier cap, or freed while the cap was exceeded. Acquire: the new
-        // cap, if this reads what its setter wrote.
+        // The change may have been taken under an earlier cap, or freed while the cap was exceeded.
+        // Acquire: the new cap, if this reads what its setter wrote.
         if self.floor.swap(0, Ordering::Acquire) != 0 {
             put_back(self.change.swap(0, Ordering::Relaxed));
         }
@@ -99,7 +104,8 @@ impl Slot {
                 true
             }
             None => {
-                // What is freed from here on is not to be had before it has been compared with the cap.
+                // What is freed from here on is not to be had before it has been compared with the
+                // cap.
                 self.floor.store(RECALLED, Ordering::Relaxed);
                 refused();
                 false
@@ -133,8 +139,8 @@ impl Slot {
     }
 }
 
-/// The floor of a change that has to go back before the next payment: the cap was set, or has refused, since the last one,
-/// or the owner is new.
+/// The floor of a change that has to go back before the next payment: the cap was set, or has
+/// refused, since the last one, or the owner is new.
 const RECALLED: i64 = i64::MAX;
 
 /// Slots in one block.
@@ -156,16 +162,17 @@ impl Block {
 
     fn next(&self) -> Option<&'static Block> {
         let next = self.next.load(Ordering::Acquire);
-        // SAFETY: 1. A pointer that is not null came from `extend`, which leaked a block and initialised it before this
-        // pointer was published (Acquire here, Release there). 2. Nobody makes a `&mut` of it.
+        // SAFETY: 1. A pointer that is not null came from `extend`, which leaked a block and
+        // initialised it before this pointer was published (Acquire here, Release there). 2. Nobody
+        // makes a `&mut` of it.
         unsafe { next.as_ref() }
     }
 
     /// Adds a block behind this one, the last. `None` if the system has no memory.
     fn extend(&self) -> Option<&'static Block> {
         let layout = Layout::new::<Block>();
-        // SAFETY: the layout has a size. From the system and not from the allocator that is being wrapped: this runs
-        // inside a call of it.
+        // SAFETY: the layout has a size. From the system and not from the allocator that is being
+        // wrapped: this runs inside a call of it.
         let fresh = unsafe { System.alloc(layout) }.cast::<Block>();
         if fresh.is_null() {
             return None;
@@ -180,7 +187,8 @@ impl Block {
         ) {
             // Ours, or that of a thread that was faster.
             Ok(_) => {}
-            // SAFETY: 1. `fresh` came from the system with this layout. 2. It was not published, so nobody has it.
+            // SAFETY: 1. `fresh` came from the system with this layout. 2. It was not published, so
+            // nobody has it.
             Err(_) => unsafe { System.dealloc(fresh.cast(), layout) },
         }
         self.next()
@@ -257,8 +265,8 @@ pub(crate) fn mine(here: &Here) -> Option<&'static Slot> {
     here.own().or_else(|| arrive(here))
 }
 
-/// Pays for `bytes` and counts an allocation, if this thread is in no scope and its change has them. What most
-/// allocations do, and all that they do.
+/// Pays for `bytes` and counts an allocation, if this thread is in no scope and its change has
+/// them. What most allocations do, and all that they do.
 #[inline]
 pub(crate) fn charge_plainly(bytes: usize) -> bool {
     HERE.with(|here| here.plain().pays_for_one(bytes))
@@ -321,8 +329,9 @@ pub(crate) fn refund(bytes: usize) {
     });
 }
 
-/// Takes back `bytes` of a block that this thread is about to free, and counts the free, if its change has room. Until the
-/// thread allocates again they are nobody's, so whoever else allocates still finds them charged.
+/// Takes back `bytes` of a block that this thread is about to free, and counts the free, if its
+/// change has room. Until the thread allocates again they are nobody's, so whoever else allocates
+/// still finds them charged.
 #[inline]
 pub(crate) fn frees_plainly(bytes: usize) -> bool {
     HERE.with(|here| {

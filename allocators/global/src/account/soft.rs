@@ -7,9 +7,9 @@
 //!         └────────╱───────────────╲──────────────────────► time
 //! ```
 //!
-//! An allocator must not run anybody's code: its caller may hold any lock, and be anywhere. So the call that crosses the
-//! line only leaves word and wakes a thread, which runs the hooks: outside of every allocation, one after another, and
-//! never within one another, whatever they allocate.
+//! An allocator must not run anybody's code: its caller may hold any lock, and be anywhere. So the
+//! call that crosses the line only leaves word and wakes a thread, which runs the hooks: outside of
+//! every allocation, one after another, and never within one another, whatever they allocate.
 
 use super::{CHARGED, stats};
 use std::{
@@ -90,12 +90,12 @@ fn wake() {
     }
 }
 
-/// Sets the bytes above which hooks are told ([`on_soft_cap`]); `u64::MAX` lifts it. Says whether more is charged already,
-/// of which hooks are told too.
+/// Sets the bytes above which hooks are told ([`on_soft_cap`]); `u64::MAX` lifts it. Says whether
+/// more is charged already, of which hooks are told too.
 ///
-/// Nothing is refused. What is compared are the live bytes and what threads hold as change, so it may be crossed early, by
-/// 128 KiB for each thread at most, and never late. It counts as fallen at seven eighths, so that hooks are not called
-/// for each block around the line.
+/// Nothing is refused. What is compared are the live bytes and what threads hold as change, so it
+/// may be crossed early, by 128 KiB for each thread at most, and never late. It counts as fallen at
+/// seven eighths, so that hooks are not called for each block around the line.
 pub fn set_soft_cap(bytes: u64) -> bool {
     CAP.store(bytes, Ordering::Relaxed);
     let charged = CHARGED.load(Ordering::Relaxed);
@@ -120,13 +120,15 @@ pub fn is_soft_cap_exceeded() -> bool {
     EXCEEDED.load(Ordering::Relaxed)
 }
 
-/// Has `hook` called whenever the soft cap is exceeded, and when it no longer is, for the life of the process.
+/// Has `hook` called whenever the soft cap is exceeded, and when it no longer is, for the life of
+/// the process.
 ///
-/// Hooks run on a thread of their own, `aquifer-soft-cap`, which the first call starts: one after another, in their
-/// order, never inside an allocation and never inside each other, soon after the line was crossed but not at that
-/// instant. They may allocate and free as they like. Each is told in turn that the cap is exceeded and that it no longer
-/// is, of quick changes once; one that is added while the cap is
-/// exceeded may be told of the next time only. One that panics is called again the next time. A forked child has no such thread.
+/// Hooks run on a thread of their own, `aquifer-soft-cap`, which the first call starts: one after
+/// another, in their order, never inside an allocation and never inside each other, soon after the
+/// line was crossed but not at that instant. They may allocate and free as they like. Each is told
+/// in turn that the cap is exceeded and that it no longer is, of quick changes once; one that is
+/// added while the cap is exceeded may be told of the next time only. One that panics is called
+/// again the next time. A forked child has no such thread.
 ///
 /// # Errors
 /// The system's, if the thread cannot be started; the hook is not kept then.

@@ -6,8 +6,8 @@
 //!   live     = charged − the change of all cells of the tag
 //! ```
 //!
-//! The same arithmetic as the account's: a cell prepays, so that a thread that allocates and frees under a tag writes
-//! memory of its own only, and what the row says is never below the truth.
+//! The same arithmetic as the account's: a cell prepays, so that a thread that allocates and frees
+//! under a tag writes memory of its own only, and what the row says is never below the truth.
 
 use super::slot::{self, Slot};
 use crate::here::HERE;
@@ -32,11 +32,13 @@ pub struct Allocated {
 #[derive(Clone, Copy, PartialEq, Eq, Default, Debug)]
 #[non_exhaustive]
 pub struct Held {
-    /// Bytes in live blocks, as they were asked for, whoever serves them. Exact when no call is under way on any thread.
+    /// Bytes in live blocks, as they were asked for, whoever serves them. Exact when no call is
+    /// under way on any thread.
     pub live: u64,
-    /// The most that `live` has been since the start or the last [`reset_peak`](super::reset_peak): never below the
-    /// truth, and above it by at most 128 KiB for each thread that allocates under the tag; by about an eighth of what
-    /// the tag has, or two blocks, where that is less.
+    /// The most that `live` has been since the start or the last
+    /// [`reset_peak`](super::reset_peak): never below the truth, and above it by at most 128 KiB
+    /// for each thread that allocates under the tag; by about an eighth of what the tag has, or
+    /// two blocks, where that is less.
     pub peak: u64,
     /// Live blocks (a count).
     pub blocks: u64,
@@ -56,8 +58,8 @@ pub struct Consumer {
     pub allocated: Allocated,
 }
 
-/// Bytes of change that a cell takes at once, at least and at most. In between it is a sixteenth of what the tag has, so
-/// that the peak of a small one is told well.
+/// Bytes of change that a cell takes at once, at least and at most. In between it is a sixteenth of
+/// what the tag has, so that the peak of a small one is told well.
 const BATCH: (u64, u64) = (1 << 10, super::BATCH);
 /// Change at which a cell gives some back, at most.
 const MOST_CHANGE: u64 = super::MOST_CHANGE;
@@ -101,8 +103,8 @@ impl Row {
     }
 }
 
-// Relaxed throughout: figures, which guard no other memory. A row for each tag that there can be: 4 MiB of address
-// space, of which the pages of tags in use are touched.
+// Relaxed throughout: figures, which guard no other memory. A row for each tag that there can be: 4
+// MiB of address space, of which the pages of tags in use are touched.
 static ROWS: [Row; Tag::MAX] = [const { Row::new() }; Tag::MAX];
 /// Rows from this one on have not been used.
 static USED: AtomicUsize = AtomicUsize::new(0);
@@ -122,11 +124,12 @@ fn current() -> u16 {
 
 /// A cell that counts for no tag.
 const NOBODY: u64 = u64::MAX;
-/// Cells of a slot: a thread that is under more tags in turn has some share one, which then changes hands.
+/// Cells of a slot: a thread that is under more tags in turn has some share one, which then changes
+/// hands.
 const CELLS: usize = 8;
 
-/// What one thread counts under one tag. Written by the slot's owner alone. A cache line, so that a tag's number is
-/// shifted into its place.
+/// What one thread counts under one tag. Written by the slot's owner alone. A cache line, so that a
+/// tag's number is shifted into its place.
 #[repr(align(64))]
 struct Cell {
     /// Whom it counts for.
@@ -305,7 +308,8 @@ pub(crate) fn grow(slot: Option<&Slot>, tag: u16, bytes: usize) {
     }
 }
 
-/// Counts that a block of this tag has shrunk by `bytes`, or that it is gone: then there is one less.
+/// Counts that a block of this tag has shrunk by `bytes`, or that it is gone: then there is one
+/// less.
 #[inline]
 pub(crate) fn shrink(slot: Option<&Slot>, tag: u16, bytes: usize, gone: u64) {
     match slot {
@@ -351,11 +355,12 @@ fn figures(tag: u16) -> (Held, Allocated) {
     (held, allocated)
 }
 
-/// What has been allocated in scopes of this tag ([`tagged`](aquifer_core::tagged)), by whichever allocator served it.
+/// What has been allocated in scopes of this tag ([`tagged`](aquifer_core::tagged)), by whichever
+/// allocator served it.
 ///
-/// It only grows. What nobody tagged costs nothing and is not counted, so for [`Tag::NONE`] the answer is zero, unless
-/// the program's allocator is [`Tracked`](crate::Tracked). In time linear in the most threads there have been at once;
-/// takes no lock.
+/// It only grows. What nobody tagged costs nothing and is not counted, so for [`Tag::NONE`] the
+/// answer is zero, unless the program's allocator is [`Tracked`](crate::Tracked). In time linear in
+/// the most threads there have been at once; takes no lock.
 ///
 /// ```
 /// use aquifer_core::{Tag, tagged};
@@ -373,11 +378,11 @@ pub fn allocated_under(tag: Tag) -> Allocated {
     figures(tag.index() as u16).1
 }
 
-/// What is held that was allocated in scopes of this tag, wherever it is now; `None` unless the program's allocator is
-/// [`Tracked`](crate::Tracked).
+/// What is held that was allocated in scopes of this tag, wherever it is now; `None` unless the
+/// program's allocator is [`Tracked`](crate::Tracked).
 ///
-/// Blocks keep their tag as they grow and shrink. In time linear in the most threads there have been at once; takes no
-/// lock.
+/// Blocks keep their tag as they grow and shrink. In time linear in the most threads there have
+/// been at once; takes no lock.
 ///
 /// ```
 /// use aquifer_core::{Tag, tagged};
@@ -398,8 +403,8 @@ pub fn held_under(tag: Tag) -> Option<Held> {
     KEPT.load(Ordering::Relaxed).then(|| figures(tag.index() as u16).0)
 }
 
-/// The `n` tags that hold most bytes; where that is not kept, those that have allocated most. The largest first, and no
-/// tag that has never allocated.
+/// The `n` tags that hold most bytes; where that is not kept, those that have allocated most. The
+/// largest first, and no tag that has never allocated.
 ///
 /// Takes time linear in the tags there are times the most threads there have been at once.
 ///

@@ -1,8 +1,9 @@
 //! A report when the process exits, on request.
 //!
-//! `AQUIFER_GLOBAL_REPORT=stderr` or `=./PATH` asks any program whose allocator counts, and [`report_at_exit`] asks from
-//! within. The first thread that allocates has the C library call us at exit; only then is the environment read, since a
-//! look at it inside an allocation could wait for whoever is changing it, who may be the caller.
+//! `AQUIFER_GLOBAL_REPORT=stderr` or `=./PATH` asks any program whose allocator counts, and
+//! [`report_at_exit`] asks from within. The first thread that allocates has the C library call us
+//! at exit; only then is the environment read, since a look at it inside an allocation could wait
+//! for whoever is changing it, who may be the caller.
 #![expect(unsafe_code, reason = "registers a function with the C library")]
 
 use super::{NOT_INSTALLED, report};
@@ -41,8 +42,8 @@ const VARIABLE: &str = "AQUIFER_GLOBAL_REPORT";
 pub enum ReportTo {
     /// The standard error stream.
     Stderr,
-    /// A file, which is replaced. `%p` in its name is the number of the process, so that a program and those it starts do
-    /// not replace each other's.
+    /// A file, which is replaced. `%p` in its name is the number of the process, so that a program
+    /// and those it starts do not replace each other's.
     File(PathBuf),
 }
 
@@ -71,7 +72,8 @@ impl error::Error for BadReportTo {}
 impl TryFrom<&OsStr> for ReportTo {
     type Error = BadReportTo;
 
-    /// `stderr`, or a path: something with a `/` in it, so that a slip is not taken for a file's name.
+    /// `stderr`, or a path: something with a `/` in it, so that a slip is not taken for a file's
+    /// name.
     fn try_from(text: &OsStr) -> Result<Self, BadReportTo> {
         let bytes = text.as_encoded_bytes();
         match bytes {
@@ -95,9 +97,10 @@ static WANTED: Mutex<Option<ReportTo>> = Mutex::new(None);
 /// The process that was asked; a child that it forks tells nothing.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
-/// Has the process write a [`Report`](super::Report) when it exits: by `exit` or the end of `main`, not by a signal or
-/// `abort`. `AQUIFER_GLOBAL_REPORT` in the environment does the same, and has the last word where both are there. What it
-/// cannot follow is said on the standard error stream at exit.
+/// Has the process write a [`Report`](super::Report) when it exits: by `exit` or the end of `main`,
+/// not by a signal or `abort`. `AQUIFER_GLOBAL_REPORT` in the environment does the same, and has
+/// the last word where both are there. What it cannot follow is said on the standard error stream
+/// at exit.
 ///
 /// ```no_run
 /// use aquifer_global as global;
@@ -113,8 +116,8 @@ unsafe extern "C" {
     safe fn atexit(call: extern "C" fn()) -> i32;
 }
 
-/// Has the C library call [`at_exit`], once. Inside an allocation too: it takes no memory of ours. If it has no room there
-/// is no report.
+/// Has the C library call [`at_exit`], once. Inside an allocation too: it takes no memory of ours.
+/// If it has no room there is no report.
 #[cold]
 pub(crate) fn request() {
     if cfg!(miri) || PROCESS.load(Ordering::Relaxed) != 0 {

@@ -16,8 +16,8 @@ struct Free {
     next: *mut Free,
 }
 
-/// The latest first. Pushed one at a time and taken all at once, so that no node is ever compared that somebody else
-/// could have freed.
+/// The latest first. Pushed one at a time and taken all at once, so that no node is ever compared
+/// that somebody else could have freed.
 static WAITING: AtomicPtr<Free> = AtomicPtr::new(ptr::null_mut());
 
 /// Notes a free for later. If the system has no memory for the note the block is leaked.
@@ -40,8 +40,8 @@ pub(super) fn put_off(route: &'static dyn Route, block: NonNull<u8>, layout: Lay
     }
 }
 
-/// Does what was put off, by any thread. The calling thread has left its route but still counts as inside, so that frees
-/// in here are put off in their turn.
+/// Does what was put off, by any thread. The calling thread has left its route but still counts as
+/// inside, so that frees in here are put off in their turn.
 #[inline]
 pub(super) fn settle() {
     if !WAITING.load(Ordering::Relaxed).is_null() {
@@ -58,11 +58,13 @@ fn settle_all() {
             return;
         }
         while !next.is_null() {
-            // SAFETY: the list was taken whole, so its nodes are this thread's alone; each was written by `put_off`.
+            // SAFETY: the list was taken whole, so its nodes are this thread's alone; each was
+            // written by `put_off`.
             let free = unsafe { next.read() };
             // SAFETY: the node came from the system with this layout, and is not read again.
             unsafe { System.dealloc(next.cast(), Layout::new::<Free>()) };
-            // SAFETY: the block was handed over by whoever freed it, with its layout, and was the route's.
+            // SAFETY: the block was handed over by whoever freed it, with its layout, and was the
+            // route's.
             unsafe { free.route.deallocate(free.block, free.layout) };
             next = free.next;
         }

@@ -12,7 +12,8 @@ use std::{
 
 /// A [`Route`] over an allocator whose blocks lie between two addresses where nobody else's do.
 ///
-/// If a call of the allocator unwinds, that counts as a refusal; a free that unwinds is not done again.
+/// If a call of the allocator unwinds, that counts as a refusal; a free that unwinds is not done
+/// again.
 #[derive(Debug)]
 pub struct Over<A> {
     inner: A,
@@ -23,8 +24,9 @@ impl<A: Allocator + Sync> Over<A> {
     /// Lays a route over `inner`.
     ///
     /// # Safety
-    /// 1. For as long as this route is used, all blocks of `inner` lie in `window`, and no block of an allocator that
-    ///    takes its memory from elsewhere does. 2. `inner` may be called at any time of a thread's life.
+    /// 1. For as long as this route is used, all blocks of `inner` lie in `window`, and no block of
+    ///    an allocator that takes its memory from elsewhere does. 2. `inner` may be called at any
+    ///    time of a thread's life.
     pub const unsafe fn new(inner: A, window: Range<usize>) -> Self {
         Self { inner, window }
     }
@@ -49,8 +51,9 @@ fn contained<R>(call: impl FnOnce() -> R) -> Option<R> {
     }
 }
 
-// SAFETY: 1. Blocks are `inner`'s, asked for with the layout or a growth or shrinkage of it. 2. and 3. are the promise of
-// `Over::new`. 4. Every call is contained. 5. `inner` is `Sync`, and `Over::new` has promised the rest.
+// SAFETY: 1. Blocks are `inner`'s, asked for with the layout or a growth or shrinkage of it. 2. and
+// 3. are the promise of `Over::new`. 4. Every call is contained. 5. `inner` is `Sync`, and
+// `Over::new` has promised the rest.
 unsafe impl<A: Allocator + Sync> Route for Over<A> {
     fn allocate(&self, layout: Layout) -> Option<NonNull<u8>> {
         contained(|| self.inner.allocate(layout))?.ok().map(NonNull::cast)

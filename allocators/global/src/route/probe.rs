@@ -43,7 +43,8 @@ unsafe impl Route for Probe {
     }
 }
 
-/// Whether a [`Global`](crate::Global) is the program's global allocator. Finds out by allocating a byte.
+/// Whether a [`Global`](crate::Global) is the program's global allocator. Finds out by allocating a
+/// byte.
 #[must_use]
 pub fn is_installed() -> bool {
     ASKED.set(false);

@@ -21,8 +21,8 @@ impl Scope {
     /// The innermost one of a thread.
     #[inline]
     pub(super) fn innermost(here: &Here) -> Option<&Self> {
-        // SAFETY: 1. The pointer is null or that of a `Scope` on this thread's stack, whose function has not returned: it
-        // takes the pointer out before. 2. Nobody writes a scope.
+        // SAFETY: 1. The pointer is null or that of a `Scope` on this thread's stack, whose
+        // function has not returned: it takes the pointer out before. 2. Nobody writes a scope.
         unsafe { here.scope().as_ref() }
     }
 
@@ -56,11 +56,12 @@ fn within<R>(scope: *const Scope, work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// Runs `work`; what it allocates on this thread, of `at_least` bytes or more, the route serves. So is what grows there to
-/// that size.
+/// Runs `work`; what it allocates on this thread, of `at_least` bytes or more, the route serves. So
+/// is what grows there to that size.
 ///
-/// The innermost scope counts. Where the route refuses, the wrapped allocator serves. Blocks may outlive the scope.
-/// Without a [`Global`](crate::Global) as the program's global allocator nothing is routed. [`Route`] has an example.
+/// The innermost scope counts. Where the route refuses, the wrapped allocator serves. Blocks may
+/// outlive the scope. Without a [`Global`](crate::Global) as the program's global allocator nothing
+/// is routed. [`Route`] has an example.
 pub fn route<R>(to: RouteId, at_least: usize, work: impl FnOnce() -> R) -> R {
     let Some(route) = to.get() else { return work() };
     scoped(Some(Scope { route, at_least }), work)
@@ -68,11 +69,13 @@ pub fn route<R>(to: RouteId, at_least: usize, work: impl FnOnce() -> R) -> R {
 
 /// Runs `work` in this scope, or in none.
 pub(crate) fn scoped<R>(scope: Option<Scope>, work: impl FnOnce() -> R) -> R {
-    // It outlives `within`, which takes its address out of the thread's state before it returns or unwinds.
+    // It outlives `within`, which takes its address out of the thread's state before it returns or
+    // unwinds.
     within(scope.as_ref().map_or(ptr::null(), ptr::from_ref), work)
 }
 
-/// Runs `work` outside of all scopes: what it allocates on this thread the wrapped allocator serves.
+/// Runs `work` outside of all scopes: what it allocates on this thread the wrapped allocator
+/// serves.
 ///
 /// For bookkeeping that must not lie in the memory it keeps book of.
 ///

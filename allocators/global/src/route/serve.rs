@@ -40,8 +40,8 @@ fn bound_for(here: &Here, bytes: usize) -> Option<&'static dyn Route> {
     (bytes >= scope.at_least && !here.inside.get()).then_some(scope.route)
 }
 
-/// A block from this thread's route, if it is in a scope and the route serves it. Of the layout's bytes the last `ours`
-/// are not the caller's; here and below they count for nothing.
+/// A block from this thread's route, if it is in a scope and the route serves it. Of the layout's
+/// bytes the last `ours` are not the caller's; here and below they count for nothing.
 #[inline]
 pub(crate) fn allocate(layout: Layout, ours: usize) -> Option<NonNull<u8>> {
     HERE.with(|here| {
@@ -162,8 +162,9 @@ unsafe fn reallocate_in_window(block: *mut u8, old: Layout, new: Layout) -> Real
         if here.inside.get() {
             return Reallocation::Leave;
         }
-        // SAFETY: 1. The route owns the block. 2. The caller hands it over, if it is answered with another, with its
-        // layout. 3. `new` has the same alignment, and the caller promises a size.
+        // SAFETY: 1. The route owns the block. 2. The caller hands it over, if it is answered with
+        // another, with its layout. 3. `new` has the same alignment, and the caller promises a
+        // size.
         match visit(here, || unsafe { route.resize(block, old, new) }) {
             None => {
                 REFUSED.fetch_add(1, Ordering::Relaxed);

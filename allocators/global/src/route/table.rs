@@ -18,8 +18,9 @@ static ROUTES: [OnceLock<&'static dyn Route>; MOST] = [const { OnceLock::new() }
 /// Routes before this one may be set.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Where the windows of all routes lie. It only widens, and before the first block of a route can exist: a thread that
-/// frees one has been told of it by the thread that got it, so relaxed loads see it.
+/// Where the windows of all routes lie. It only widens, and before the first block of a route can
+/// exist: a thread that frees one has been told of it by the thread that got it, so relaxed loads
+/// see it.
 struct Window {
     lowest: AtomicUsize,
     highest: AtomicUsize,
@@ -51,7 +52,8 @@ impl fmt::Display for RoutesFull {
 
 impl error::Error for RoutesFull {}
 
-/// Makes a route known, for the life of the process. Registering one again answers with the same id.
+/// Makes a route known, for the life of the process. Registering one again answers with the same
+/// id.
 ///
 /// Takes time linear in the routes there are; does not block but for another registration.
 ///
@@ -74,7 +76,8 @@ pub fn register(route: &'static dyn Route) -> Result<RouteId, RoutesFull> {
     Err(RoutesFull { most: MOST })
 }
 
-/// Whether both are the same route. With the method tables: routes without fields may share an address.
+/// Whether both are the same route. With the method tables: routes without fields may share an
+/// address.
 fn is(a: &dyn Route, b: &dyn Route) -> bool {
     ptr::eq(a, b)
 }

@@ -1,8 +1,9 @@
 //! Samples of live blocks.
 //!
-//! Records lie in chunks that double, from the system's allocator, and are never given back: a number finds its record
-//! without a lock, and a reader never meets memory that is gone. Free ones are a stack, whose head carries a version so
-//! that a pop cannot mistake a record that was taken and came back meanwhile.
+//! Records lie in chunks that double, from the system's allocator, and are never given back: a
+//! number finds its record without a lock, and a reader never meets memory that is gone. Free ones
+//! are a stack, whose head carries a version so that a pop cannot mistake a record that was taken
+//! and came back meanwhile.
 //!
 //! ```text
 //!   chunk 0    256 records      number → chunk by its leading zeros
@@ -28,8 +29,8 @@ const LIVE: u32 = 2;
 
 /// A sample of a live block, or none. All zero is a free one.
 struct Record {
-    /// Modulo 4: 0 free, 1 being written, 2 in use. Whoever reads the same before and after, has read what was written at
-    /// once.
+    /// Modulo 4: 0 free, 1 being written, 2 in use. Whoever reads the same before and after, has
+    /// read what was written at once.
     version: AtomicU32,
     tag: AtomicU32,
     /// The next free record, if this one is free.
@@ -67,8 +68,8 @@ fn place(number: u32) -> (usize, u32, u32) {
 fn record(number: u32) -> Option<&'static Record> {
     let (chunk, _, at) = place(number);
     let chunk = CHUNK.get(chunk)?.load(Ordering::Acquire);
-    // SAFETY: 1. A chunk that is not null was made by `chunk_for`, zeroed, which is what free records are, and is never
-    // freed. 2. `place` answers with a place inside.
+    // SAFETY: 1. A chunk that is not null was made by `chunk_for`, zeroed, which is what free
+    // records are, and is never freed. 2. `place` answers with a place inside.
     (!chunk.is_null()).then(|| unsafe { &*chunk.add(at as usize) })
 }
 
@@ -80,8 +81,8 @@ fn chunk_for(number: u32) -> Option<()> {
         return Some(());
     }
     let layout = Layout::array::<Record>(records as usize).ok()?;
-    // SAFETY: the layout has a size. From the system and not from the allocator that is being wrapped: this runs inside
-    // a call of it.
+    // SAFETY: the layout has a size. From the system and not from the allocator that is being
+    // wrapped: this runs inside a call of it.
     let fresh = unsafe { System.alloc_zeroed(layout) }.cast::<Record>();
     if fresh.is_null() {
         return None;
@@ -89,13 +90,15 @@ fn chunk_for(number: u32) -> Option<()> {
     // Release: whoever sees the chunk sees its zeros.
     if chunk.compare_exchange(ptr::null_mut(), fresh, Ordering::AcqRel, Ordering::Acquire).is_err()
     {
-        // SAFETY: 1. `fresh` came from the system with this layout. 2. It was not published, so nobody has it.
+        // SAFETY: 1. `fresh` came from the system with this layout. 2. It was not published, so
+        // nobody has it.
         unsafe { System.dealloc(fresh.cast(), layout) };
     }
     Some(())
 }
 
-/// A record that nobody uses; `None` if the system has no memory, or there are as many as there can be.
+/// A record that nobody uses; `None` if the system has no memory, or there are as many as there can
+/// be.
 fn take() -> Option<u32> {
     let mut free = FREE.load(Ordering::Acquire);
     while let Some(number) = (free as u32).checked_sub(1) {

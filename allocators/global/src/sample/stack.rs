@@ -38,8 +38,9 @@ pub(super) fn walk(frames: &mut [usize]) -> usize {
         }
         None => false,
     };
-    // SAFETY: what must not happen on several threads at once is the use of Windows' debugging library; elsewhere it
-    // asks the unwinder, which is made for threads, and neither allocates nor takes the lock that names need.
+    // SAFETY: what must not happen on several threads at once is the use of Windows' debugging
+    // library; elsewhere it asks the unwinder, which is made for threads, and neither allocates nor
+    // takes the lock that names need.
     unsafe { backtrace::trace_unsynchronized(note) };
     depth
 }
@@ -50,8 +51,9 @@ pub(super) fn walk(_: &mut [usize]) -> usize {
     0
 }
 
-/// The `n` call stacks that hold most bytes, the largest first; empty unless `sample_every` has been called, which is there
-/// with the feature `stacks`. What is sampled or freed meanwhile may be missing.
+/// The `n` call stacks that hold most bytes, the largest first; empty unless `sample_every` has
+/// been called, which is there with the feature `stacks`. What is sampled or freed meanwhile may be
+/// missing.
 #[must_use]
 pub fn stacks(n: usize) -> Vec<Stack> {
     // What this needs for itself is none of it.
@@ -67,7 +69,8 @@ struct Sums {
 }
 
 fn largest(n: usize) -> Vec<Stack> {
-    // A program has many more places than are answered with, and may be asked because it is at its cap.
+    // A program has many more places than are answered with, and may be asked because it is at its
+    // cap.
     let bump = Bump::new();
     let mut all = BTreeMap::<&[usize], Sums>::new();
     for sample in record::samples() {
@@ -94,7 +97,8 @@ fn largest(n: usize) -> Vec<Stack> {
     all.into_iter().take(n).map(stack).collect()
 }
 
-/// What stands on every stack before the caller: the walk, this crate, and the language's own way to it.
+/// What stands on every stack before the caller: the walk, this crate, and the language's own way
+/// to it.
 #[cfg(feature = "stacks")]
 const OURS: [&str; 9] = [
     "backtrace::",
@@ -108,8 +112,8 @@ const OURS: [&str; 9] = [
     "alloc::alloc::",
 ];
 
-/// The functions and, where the program knows them, the lines. Looks them up, which reads the program's file and takes
-/// milliseconds to seconds; a frame without a name is told by its address.
+/// The functions and, where the program knows them, the lines. Looks them up, which reads the
+/// program's file and takes milliseconds to seconds; a frame without a name is told by its address.
 impl fmt::Display for Stack {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         paused(|| unrouted(|| named(self, f)))

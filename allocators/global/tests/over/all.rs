@@ -15,7 +15,8 @@ use std::{
     thread,
 };
 
-/// The system's blocks, in a window of their own: it lies in what was mapped at once, and cut off from its start.
+/// The system's blocks, in a window of their own: it lies in what was mapped at once, and cut off
+/// from its start.
 struct Apart {
     window: Range<usize>,
     start: NonNull<u8>,
@@ -112,7 +113,8 @@ fn totals_and_tags_are_exact_over_threads_and_routes() {
                 }
             })
         });
-        // The end of a scope alone waits for the work, and not for what the standard library frees behind it.
+        // The end of a scope alone waits for the work, and not for what the standard library frees
+        // behind it.
         let running: Vec<_> = running.collect();
         assert!(running.into_iter().all(|thread| thread.join().is_ok()));
     });

@@ -50,8 +50,8 @@ impl Heap {
         Err(self.refuse(address))
     }
 
-    /// As [`free_block`](Self::free_block), for those who keep the address and the key alone, and want no more than to
-    /// know it freed.
+    /// As [`free_block`](Self::free_block), for those who keep the address and the key alone, and
+    /// want no more than to know it freed.
     ///
     /// # Errors
     ///

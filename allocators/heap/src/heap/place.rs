@@ -59,8 +59,9 @@ impl Heap {
             return None;
         }
         if self.live_blocks == 0 && self.slabs.has_several_spares() {
-            // Nothing lives: gives up what is kept for several sizes, so that a program that frees all it has and begins
-            // again finds what it found the first time, and takes the same places. A loop over one size keeps its slab.
+            // Nothing lives: gives up what is kept for several sizes, so that a program that frees
+            // all it has and begins again finds what it found the first time, and takes the same
+            // places. A loop over one size keeps its slab.
             self.dissolve_spares();
         }
         let align = align.max(self.config.unit);

@@ -118,10 +118,12 @@ impl Heap {
         Ok(stamp)
     }
 
-    /// Takes every free extent of at least `least` bytes out, and shows it to `taken`, the longest first.
+    /// Takes every free extent of at least `least` bytes out, and shows it to `taken`, the longest
+    /// first.
     ///
-    /// What it costs grows with what it takes alone, whatever lives beside it. Slabs with no live block in them are taken
-    /// apart before, if `least` is at most [`Config::page`](crate::Config::page), and stay as they are otherwise.
+    /// What it costs grows with what it takes alone, whatever lives beside it. Slabs with no live
+    /// block in them are taken apart before, if `least` is at most
+    /// [`Config::page`](crate::Config::page), and stay as they are otherwise.
     ///
     /// ```
     /// use aquifer_heap::{Config, Heap, Range};
@@ -172,8 +174,8 @@ impl Heap {
         }
     }
 
-    /// Dissolves the spare slabs that lie in `range`, whose first record is `first` and all of which
-    /// is free. Answers the first record then.
+    /// Dissolves the spare slabs that lie in `range`, whose first record is `first` and all of
+    /// which is free. Answers the first record then.
     pub(super) fn merge_in(&mut self, range: Range, first: u32) -> u32 {
         let mut first = first;
         let mut at = first;

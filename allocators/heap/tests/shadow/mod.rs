@@ -5,10 +5,10 @@
 //! below a border of the page map's largest nodes, the lowest addresses and the highest ones.
 //! After every operation it asserts:
 //!
-//! * live blocks never overlap, lie in added memory, are aligned and as long as asked, and cross
-//!   no border;
-//! * live, free and slab-kept bytes add up to what was added, and nothing is kept by slabs
-//!   when no small block lives;
+//! * live blocks never overlap, lie in added memory, are aligned and as long as asked, and cross no
+//!   border;
+//! * live, free and slab-kept bytes add up to what was added, and nothing is kept by slabs when no
+//!   small block lives;
 //! * free extents are in order, hold no live byte, and are merged as far as borders allow;
 //! * the stamp of a free byte is at least every stamp it was added or freed with;
 //! * `None` and errors say what is true, and a refused call changes nothing;

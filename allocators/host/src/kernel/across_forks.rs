@@ -1,9 +1,10 @@
 //! Locks of the whole process's, and forks.
 //!
-//! A child of a fork has one thread. A lock that another thread of its parent had at that moment would stay taken for ever
-//! there, and what it guards half changed. So a fork waits until nobody has any of these, and both processes let go of them
-//! (`pthread_atfork`), as the C library does with the locks of `malloc`. What belongs to one pool, stager or crew needs none
-//! of that: a child may not touch it at all (see [`Process`](super::Process)).
+//! A child of a fork has one thread. A lock that another thread of its parent had at that moment
+//! would stay taken for ever there, and what it guards half changed. So a fork waits until nobody
+//! has any of these, and both processes let go of them (`pthread_atfork`), as the C library does
+//! with the locks of `malloc`. What belongs to one pool, stager or crew needs none of that: a child
+//! may not touch it at all (see [`Process`](super::Process)).
 #![expect(unsafe_code, reason = "has the C library tell of forks")]
 
 use nix::libc;
@@ -15,8 +16,8 @@ use std::{
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-/// What there is one of in a process. Whoever has one of these locks may take a later one, and never an earlier one: memory
-/// for a list may come from a pool.
+/// What there is one of in a process. Whoever has one of these locks may take a later one, and
+/// never an earlier one: memory for a list may come from a pool.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Of {
     /// Shells of closed pools with pending blocks.
@@ -96,14 +97,16 @@ impl<T> fmt::Debug for AcrossForks<T> {
     }
 }
 
-/// Has the C library call before and after each fork. Where it will not, forks are as they would be without.
+/// Has the C library call before and after each fork. Where it will not, forks are as they would be
+/// without.
 fn tell_of_forks() {
     static TOLD: OnceLock<()> = OnceLock::new();
     TOLD.get_or_init(|| {
-        // The C library calls those first that it was told of last: a thread that holds one of these may charge a budget.
+        // The C library calls those first that it was told of last: a thread that holds one of
+        // these may charge a budget.
         aquifer_driver::forks::hold_budgets();
-        // SAFETY: 1. both are there as long as the program is. `after` may run in a child of a process with threads: it lets go
-        // of what its thread has.
+        // SAFETY: 1. both are there as long as the program is. `after` may run in a child of a
+        // process with threads: it lets go of what its thread has.
         let _told = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
     });
 }

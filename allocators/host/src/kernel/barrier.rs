@@ -16,20 +16,22 @@ fn membarrier(command: c_int) -> Result<()> {
 }
 
 impl Kernel {
-    /// Whether [`Kernel::barrier`] is to be had: announces it to the kernel at the first call (some milliseconds where
-    /// the process has several threads), and remembers the answer.
+    /// Whether [`Kernel::barrier`] is to be had: announces it to the kernel at the first call (some
+    /// milliseconds where the process has several threads), and remembers the answer.
     #[must_use]
     pub fn offers_barrier(&self) -> bool {
         static OFFERED: OnceLock<bool> = OnceLock::new();
         *OFFERED.get_or_init(|| membarrier(REGISTER_PRIVATE_EXPEDITED).is_ok())
     }
 
-    /// Makes every thread of the process that runs now pass a full memory barrier (`MEMBARRIER_CMD_PRIVATE_EXPEDITED`):
-    /// of two threads of which one writes A, then reads B, with nothing but a compiler fence between, and the other
-    /// writes B, calls this, then reads A, at least one sees what the other wrote. Some microseconds.
+    /// Makes every thread of the process that runs now pass a full memory barrier
+    /// (`MEMBARRIER_CMD_PRIVATE_EXPEDITED`): of two threads of which one writes A, then reads B,
+    /// with nothing but a compiler fence between, and the other writes B, calls this, then reads A,
+    /// at least one sees what the other wrote. Some microseconds.
     ///
     /// # Errors
-    /// `EPERM` where it has not been announced, `ENOSYS` or what a sandbox answers where it is not to be had.
+    /// `EPERM` where it has not been announced, `ENOSYS` or what a sandbox answers where it is not
+    /// to be had.
     pub fn barrier(&self) -> Result<()> {
         self.ask(SystemCall::Barrier)?;
         if !self.offers_barrier() {

@@ -175,8 +175,8 @@ impl Faults {
         plan.faults.push(Fault { call, first, last: u64::MAX, errno });
     }
 
-    /// The next `count` calls of this kind seem to take `time`, each, behind those that were planned before: nobody waits,
-    /// but what is measured says so. Only populating is measured.
+    /// The next `count` calls of this kind seem to take `time`, each, behind those that were
+    /// planned before: nobody waits, but what is measured says so. Only populating is measured.
     pub fn seem_to_take(&self, call: SystemCall, count: u64, time: Duration) {
         let mut plan = self.lock();
         let planned =
@@ -190,7 +190,8 @@ impl Faults {
         });
     }
 
-    /// The first so many pages that are asked about next seem to be moved by the kernel at that moment.
+    /// The first so many pages that are asked about next seem to be moved by the kernel at that
+    /// moment.
     pub fn seem_moving(&self, pages: usize) {
         self.lock().moving = pages;
     }

@@ -16,13 +16,13 @@ use std::{
     ptr,
 };
 
-/// What a shared region's file must be sealed against: pages that a device may reach must not be cut off, and nobody may
-/// take that promise back.
+/// What a shared region's file must be sealed against: pages that a device may reach must not be
+/// cut off, and nobody may take that promise back.
 const SEALS: libc::c_int = libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL;
 
 impl Kernel {
-    /// A file in memory of so many bytes (`memfd_create`, `ftruncate`) whose size is sealed. It is zero, and takes no
-    /// memory but the promise of the pool's huge pages.
+    /// A file in memory of so many bytes (`memfd_create`, `ftruncate`) whose size is sealed. It is
+    /// zero, and takes no memory but the promise of the pool's huge pages.
     ///
     /// # Errors
     /// `ENODEV` where there are no huge pages of that size, `ENOMEM`, `EMFILE`.
@@ -56,7 +56,8 @@ impl Kernel {
     /// The bytes and pages of a memory file that somebody passed on.
     ///
     /// # Errors
-    /// `EPERM` for a file whose size is not sealed, or that is no memory file: it could be cut off under a device.
+    /// `EPERM` for a file whose size is not sealed, or that is no memory file: it could be cut off
+    /// under a device.
     pub fn look_at(&self, file: BorrowedFd<'_>) -> Result<(usize, MapPages)> {
         self.ask(SystemCall::Seal)?;
         // SAFETY: 1. the file is open.
@@ -77,13 +78,15 @@ impl Kernel {
         Ok((usize::try_from(size).unwrap_or(0), pages))
     }
 
-    /// Maps a memory file over a reserved range, for every process that has it (`mmap`, `MAP_SHARED`, `MAP_FIXED`).
+    /// Maps a memory file over a reserved range, for every process that has it (`mmap`,
+    /// `MAP_SHARED`, `MAP_FIXED`).
     ///
     /// # Safety
     /// 1. The range is reserved or mapped by the caller, and nobody uses it.
     ///
     /// # Errors
-    /// `ENOMEM` where the pool of huge pages, or the number of mappings, is exhausted; the range is as it was.
+    /// `ENOMEM` where the pool of huge pages, or the number of mappings, is exhausted; the range is
+    /// as it was.
     pub unsafe fn map_shared(&self, span: Span, file: BorrowedFd<'_>) -> Result<()> {
         self.ask(SystemCall::MapShared)?;
         let access = libc::PROT_READ | libc::PROT_WRITE;
@@ -94,7 +97,8 @@ impl Kernel {
         if address == libc::MAP_FAILED { Err(last("mmap")) } else { Ok(()) }
     }
 
-    /// Maps a file wherever there is room, to be read and shared with the page cache (`mmap`, `PROT_READ`, `MAP_SHARED`).
+    /// Maps a file wherever there is room, to be read and shared with the page cache (`mmap`,
+    /// `PROT_READ`, `MAP_SHARED`).
     ///
     /// # Errors
     /// `EINVAL` for no bytes; `EACCES` for a file that is not open for reading.

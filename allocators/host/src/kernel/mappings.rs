@@ -37,8 +37,8 @@ pub struct MapEntry {
 }
 
 impl Kernel {
-    /// The mappings that a range lies in, in order, gaps left out (`/proc/self/maps`, tens of microseconds and more where
-    /// a process has many).
+    /// The mappings that a range lies in, in order, gaps left out (`/proc/self/maps`, tens of
+    /// microseconds and more where a process has many).
     ///
     /// # Errors
     /// `ENOENT` where there is no `/proc`.
@@ -92,7 +92,8 @@ fn ground(inode: u64, name: &str) -> Ground {
     if ["/memfd:", "/dev/zero", "/SYSV"].iter().any(|memory| name.starts_with(memory)) {
         return Ground::Memory;
     }
-    // A file that has been deleted since, or lies under another root, cannot be asked: it counts as a file.
+    // A file that has been deleted since, or lies under another root, cannot be asked: it counts as
+    // a file.
     match statfs::statfs(Path::new(name)).map(|found| found.filesystem_type()) {
         Ok(HUGETLBFS) => Ground::HugeTlb,
         Ok(statfs::TMPFS_MAGIC) => Ground::Memory,

@@ -1,4 +1,5 @@
-//! Which process this is, among those that forked from each other, without asking the kernel each time.
+//! Which process this is, among those that forked from each other, without asking the kernel each
+//! time.
 #![expect(unsafe_code, reason = "has the C library count forks")]
 
 use nix::libc;
@@ -10,14 +11,16 @@ use std::{
     },
 };
 
-/// Forks that this process has come by since somebody first asked. Relaxed: it changes before a child has a second thread.
+/// Forks that this process has come by since somebody first asked. Relaxed: it changes before a
+/// child has a second thread.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 unsafe extern "C" fn count() {
     FORKS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// A process, for what belongs to it and not to its children: threads, and memory that they do not inherit.
+/// A process, for what belongs to it and not to its children: threads, and memory that they do not
+/// inherit.
 ///
 /// Forks that go by the C library are seen, as all of Rust's and of other libraries' do.
 ///

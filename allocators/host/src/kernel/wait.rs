@@ -1,4 +1,5 @@
-//! Waiting for another thread, for the kernel's word that memory stalls, or for time to pass: whichever is first.
+//! Waiting for another thread, for the kernel's word that memory stalls, or for time to pass:
+//! whichever is first.
 #![expect(unsafe_code, reason = "makes system calls")]
 
 use super::{Kernel, Result, SystemCall, last};
@@ -31,7 +32,8 @@ impl Bell {
     /// Rings. Never blocks.
     pub fn ring(&self) {
         let one = 1u64.to_ne_bytes();
-        // SAFETY: 1. the file is open. 2. as many bytes are read as are told. A full counter has been rung already.
+        // SAFETY: 1. the file is open. 2. as many bytes are read as are told. A full counter has
+        // been rung already.
         unsafe { libc::write(self.0.as_raw_fd(), one.as_ptr().cast(), one.len()) };
     }
 
@@ -42,7 +44,8 @@ impl Bell {
     }
 }
 
-/// The kernel's promise to tell when memory has kept some thread waiting for too long: a trigger on a PSI file.
+/// The kernel's promise to tell when memory has kept some thread waiting for too long: a trigger on
+/// a PSI file.
 ///
 /// Its example is that of [`Kernel`].
 #[derive(Debug)]
@@ -77,8 +80,9 @@ impl Kernel {
         Ok(Bell(unsafe { OwnedFd::from_raw_fd(file) }))
     }
 
-    /// Has the kernel tell, once in each span `within`, when some thread was kept waiting by memory for `stalled` of it, at
-    /// the pressure file `path` (`open`, `write`). Without privileges `within` has to be a multiple of two seconds.
+    /// Has the kernel tell, once in each span `within`, when some thread was kept waiting by memory
+    /// for `stalled` of it, at the pressure file `path` (`open`, `write`). Without privileges
+    /// `within` has to be a multiple of two seconds.
     ///
     /// ```
     /// use aquifer_host::kernel::Kernel;
@@ -91,8 +95,8 @@ impl Kernel {
     /// ```
     ///
     /// # Errors
-    /// `ENOENT` where the kernel keeps no such account, `EOPNOTSUPP` where it was told not to, `EINVAL`, `EACCES` and
-    /// `EPERM` for what the process may not ask, `EROFS` in containers.
+    /// `ENOENT` where the kernel keeps no such account, `EOPNOTSUPP` where it was told not to,
+    /// `EINVAL`, `EACCES` and `EPERM` for what the process may not ask, `EROFS` in containers.
     pub fn stall_alarm(
         &self,
         path: &Path,
@@ -114,7 +118,8 @@ impl Kernel {
         Ok(StallAlarm(file.into()))
     }
 
-    /// Waits until the bell rings, the alarm goes off, or `most` has passed (`poll`). A signal ends it early.
+    /// Waits until the bell rings, the alarm goes off, or `most` has passed (`poll`). A signal ends
+    /// it early.
     ///
     /// # Errors
     /// `ENOMEM`.

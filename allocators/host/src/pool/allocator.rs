@@ -11,12 +11,15 @@ use super::{
 use aquifer_core::{DeferReuse, Gate, Result, impl_allocator};
 use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 
-/// A [`PinnedPool`](super::PinnedPool) as an allocator for collections: `Copy`, as large as a slice, and good for ever.
+/// A [`PinnedPool`](super::PinnedPool) as an allocator for collections: `Copy`, as large as a
+/// slice, and good for ever.
 ///
-/// Once its pool is closed it answers with an error, while blocks that it gave out stay good and can be freed. Any copy
-/// frees the blocks of any other, from any thread. Growing and shrinking happen in place where there is room.
+/// Once its pool is closed it answers with an error, while blocks that it gave out stay good and
+/// can be freed. Any copy frees the blocks of any other, from any thread. Growing and shrinking
+/// happen in place where there is room.
 ///
-/// A pointer that is no live block, or a layout that is longer than the block, is ignored by `deallocate` and counted.
+/// A pointer that is no live block, or a layout that is longer than the block, is ignored by
+/// `deallocate` and counted.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -32,7 +35,8 @@ use std::{alloc::Layout, fmt, ptr::NonNull, sync::Arc};
 #[derive(Clone, Copy)]
 pub struct PinnedAllocator {
     home: &'static Home,
-    /// The life of the shell that its blocks are of, a number that no other pool has. A shell with live blocks keeps it.
+    /// The life of the shell that its blocks are of, a number that no other pool has. A shell with
+    /// live blocks keeps it.
     generation: u64,
 }
 
@@ -47,8 +51,8 @@ impl PinnedAllocator {
         self.home.with(|state| state.open_as(self.generation).is_ok())
     }
 
-    /// Whether `address` lies in memory of this process's regions, of whichever pool. Never blocks: for those who free
-    /// by address.
+    /// Whether `address` lies in memory of this process's regions, of whichever pool. Never blocks:
+    /// for those who free by address.
     #[must_use]
     pub fn owns(&self, address: NonNull<u8>) -> bool {
         crate::region::window::contains(address.addr().get())
@@ -185,8 +189,9 @@ impl PinnedAllocator {
     }
 }
 
-// SAFETY: 1. a block with a gate that is shut is kept out of the heap when it is freed, its region lives as long as it is
-// kept, and the shell that holds both is never freed. 2. the tail of such a block is not given away when it shrinks.
+// SAFETY: 1. a block with a gate that is shut is kept out of the heap when it is freed, its region
+// lives as long as it is kept, and the shell that holds both is never freed. 2. the tail of such a
+// block is not given away when it shrinks.
 unsafe impl DeferReuse for PinnedAllocator {
     fn defer(&self, address: NonNull<u8>, until: Arc<dyn Gate>) -> Result<()> {
         self.home.defer(self.generation, address, until)

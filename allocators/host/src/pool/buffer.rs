@@ -30,7 +30,8 @@ use std::{
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// A copy owns its buffer until it is done, so nobody writes to it, frees it or lets it grow meanwhile:
+/// A copy owns its buffer until it is done, so nobody writes to it, frees it or lets it grow
+/// meanwhile:
 ///
 /// ```compile_fail,E0382
 /// use aquifer_core::Result;
@@ -107,8 +108,8 @@ impl<T: Pod> PinnedBuf<T> {
         fill(block, layout.size());
         let elements = NonNull::slice_from_raw_parts(block.cast::<T>(), len);
         let pinned = layout.size() > 0 && pool.is_pinned(block).unwrap_or(false);
-        // SAFETY: 1. the block is of this allocator's pool and generation, with the layout of `[T; len]`. 2. its bytes have
-        // been written, and any bytes are a `T`.
+        // SAFETY: 1. the block is of this allocator's pool and generation, with the layout of `[T;
+        // len]`. 2. its bytes have been written, and any bytes are a `T`.
         let elements = unsafe { AllocBox::from_raw_in(elements.as_ptr(), pool.allocator()) };
         Ok(Self { elements, pinned })
     }
@@ -139,8 +140,8 @@ impl<T: Pod> DerefMut for PinnedBuf<T> {
     }
 }
 
-// SAFETY: 1. the elements lie in the pool's memory, not in the buffer. 2. `DeferReuse` of the allocator promises it; a
-// buffer without bytes has nothing to hold back.
+// SAFETY: 1. the elements lie in the pool's memory, not in the buffer. 2. `DeferReuse` of the
+// allocator promises it; a buffer without bytes has nothing to hold back.
 unsafe impl<T: Pod> HostOwned for PinnedBuf<T> {
     type Item = T;
 

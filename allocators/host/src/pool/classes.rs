@@ -1,20 +1,22 @@
 //! Which size a small request is rounded to.
 //!
-//! Sizes count in units of 16 bytes. Up to 32 units every size is a class of its own; above, each doubling is cut into
-//! sixteen steps, so that a slot is at most a sixteenth longer than what was asked for, and a thirty-second in the mean:
-//! pinned memory is dear, and the heap engine's eight steps would waste twice that.
+//! Sizes count in units of 16 bytes. Up to 32 units every size is a class of its own; above, each
+//! doubling is cut into sixteen steps, so that a slot is at most a sixteenth longer than what was
+//! asked for, and a thirty-second in the mean: pinned memory is dear, and the heap engine's eight
+//! steps would waste twice that.
 //!
 //! ```text
 //! units   1  2  3 … 32 | 34 36 38 … 64 | 68 72 76 … 128 | …
 //! class   0  1  2 … 31 | 32 33 34 … 47 | 48 49 50 … 63  | …
 //! ```
 //!
-//! From 64 KiB to 1 MiB each doubling is cut into 32 steps. Such a request gets a block of its own, a sixty-fourth longer
-//! in the mean, so that a thread that frees it finds it again for one of nearly the same size: of random lengths no two
-//! would ever be equal.
+//! From 64 KiB to 1 MiB each doubling is cut into 32 steps. Such a request gets a block of its own,
+//! a sixty-fourth longer in the mean, so that a thread that frees it finds it again for one of
+//! nearly the same size: of random lengths no two would ever be equal.
 //!
-//! A request that is a multiple of a power of two falls into a class that is one as well: below sixteen times that power
-//! every multiple is a class, above it every class is a multiple. So alignment needs no classes of its own.
+//! A request that is a multiple of a power of two falls into a class that is one as well: below
+//! sixteen times that power every multiple is a class, above it every class is a multiple. So
+//! alignment needs no classes of its own.
 
 use std::alloc::Layout;
 
@@ -35,8 +37,8 @@ pub(super) const CLASSES: usize = medium(MEDIUM_MAX) + 1;
 /// The classes of blocks of their own, for which threads share a depot.
 pub(super) const SHARED: std::ops::Range<usize> = SLOTTED..CLASSES;
 
-/// The classes of all that get a slot, by units less one: what each request looks up, since to work it out takes more
-/// than ten instructions.
+/// The classes of all that get a slot, by units less one: what each request looks up, since to work
+/// it out takes more than ten instructions.
 static SLOTTED_BY_UNITS: [u8; SMALL_MAX / UNIT] = {
     let mut classes = [0; SMALL_MAX / UNIT];
     let mut units = 0;
@@ -74,7 +76,8 @@ pub(super) const fn bytes_of(class: usize) -> usize {
     ((class % 16 + 17) << step) * UNIT
 }
 
-/// The class of a request; `None` if it is empty, too large, or aligned beyond what blocks of its class are.
+/// The class of a request; `None` if it is empty, too large, or aligned beyond what blocks of its
+/// class are.
 pub(super) fn of(layout: Layout) -> Option<usize> {
     let medium_sized = (SMALL_MAX + 1..=MEDIUM_MAX).contains(&layout.size());
     if medium_sized && layout.align() as u64 <= LINE {
@@ -84,7 +87,8 @@ pub(super) fn of(layout: Layout) -> Option<usize> {
     }
 }
 
-/// The class of a request that gets a slot; `None` if it is empty, too large, or aligned beyond what slabs are.
+/// The class of a request that gets a slot; `None` if it is empty, too large, or aligned beyond
+/// what slabs are.
 #[inline(always)]
 pub(super) fn slotted(layout: Layout) -> Option<usize> {
     let (size, align) = (layout.size(), layout.align());

@@ -1,12 +1,14 @@
 //! Free blocks from 64 KiB to 1 MiB on their way between threads.
 //!
-//! There are 128 classes of such blocks. Magazines that kept a few of each held up to 184 MiB a thread, and still a thread
-//! with some hundred blocks of random sizes went through the pool's lock for one operation in eleven, since what it has of
-//! a class comes and goes. What many threads have of a class together changes far less. So a magazine keeps the few
-//! blocks that were freed last, which serves those who free and take one size, and the rest goes by the depot: a shelf
+//! There are 128 classes of such blocks. Magazines that kept a few of each held up to 184 MiB a
+//! thread, and still a thread with some hundred blocks of random sizes went through the pool's lock
+//! for one operation in eleven, since what it has of a class comes and goes. What many threads have
+//! of a class together changes far less. So a magazine keeps the few blocks that were freed last,
+//! which serves those who free and take one size, and the rest goes by the depot: a shelf
 //! for each class, behind a lock of its own that is held for some ten nanoseconds.
 //!
-//! Trips to the pool's lock for an operation, of threads that play the benchmark's random sizes in step:
+//! Trips to the pool's lock for an operation, of threads that play the benchmark's random sizes in
+//! step:
 //!
 //! | threads, live together, in a pool of | with racks of each | with the depot |
 //! |---|---|---|
@@ -15,10 +17,11 @@
 //! | 8, 128 MiB, 319 MiB | 0.393 | 0.105 |
 //!
 //! # How much it holds
-//! A shelf that is full grows by a quarter, as long as all shelves together have room for at most four times what is free
-//! in the pool's books. Where they have not, a block goes to the books for each that comes. What lies here is taken into
-//! the books before a request is refused, the pool grows, is trimmed or closed, and it takes the locks of the shelves and
-//! nobody's leave. Then shelves begin anew with no room. So they do when growth has been refused as often as there are
+//! A shelf that is full grows by a quarter, as long as all shelves together have room for at most
+//! four times what is free in the pool's books. Where they have not, a block goes to the books for
+//! each that comes. What lies here is taken into the books before a request is refused, the pool
+//! grows, is trimmed or closed, and it takes the locks of the shelves and nobody's leave. Then
+//! shelves begin anew with no room. So they do when growth has been refused as often as there are
 //! places: those may be of classes that nobody asks for any more.
 
 use super::{
@@ -71,8 +74,8 @@ impl Depot {
         self.shelf(class).is_some_and(|shelf| shelf.with(|rack| rack.push(address, state)))
     }
 
-    /// Makes room for one more block of the class, where so many bytes are free in the books: by a larger shelf, or
-    /// by what is given away.
+    /// Makes room for one more block of the class, where so many bytes are free in the books: by a
+    /// larger shelf, or by what is given away.
     pub(super) fn make_room(
         &self,
         class: usize,

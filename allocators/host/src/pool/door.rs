@@ -1,8 +1,9 @@
-//! The door of a magazine: its owner goes in and out by plain stores, and others now and then, without its help.
+//! The door of a magazine: its owner goes in and out by plain stores, and others now and then,
+//! without its help.
 //!
-//! The thread that a magazine belongs to takes from it and puts into it by plain loads and stores. Somebody else may
-//! want what is in it, when memory is short, when a pool is trimmed or closed, and must then come in although the owner
-//! may never call again:
+//! The thread that a magazine belongs to takes from it and puts into it by plain loads and stores.
+//! Somebody else may want what is in it, when memory is short, when a pool is trimmed or closed,
+//! and must then come in although the owner may never call again:
 //!
 //! ```text
 //!   owner                                      another thread
@@ -13,20 +14,23 @@
 //!   busy := false                              with the lock: life := the pool's again
 //! ```
 //!
-//! The life is the generation of the pool that the magazine serves, so one look tells the owner that it is the right
-//! magazine, that the pool is open, and that nobody else is at it.
+//! The life is the generation of the pool that the magazine serves, so one look tells the owner
+//! that it is the right magazine, that the pool is open, and that nobody else is at it.
 //!
-//! With the barrier between its two steps on one side, at least one of them sees the other's flag: it is as if both had a
-//! full fence, and only the rare one pays. A kernel that has no such barrier gets no magazines.
+//! With the barrier between its two steps on one side, at least one of them sees the other's flag:
+//! it is as if both had a full fence, and only the rare one pays. A kernel that has no such barrier
+//! gets no magazines.
 //!
 //! # The key
-//! An owner may also be at its magazine with the pool's lock, when it brings blocks from the books, and may have to write
-//! the life then: it has come to a new magazine. Were the door not shut under that lock as well, the owner could look,
-//! find it open, and open it again behind the back of the one who had just shut it, and both would be inside. So all that
-//! is written of a door but the owner's flag takes the [`Key`], which lies under the lock.
+//! An owner may also be at its magazine with the pool's lock, when it brings blocks from the books,
+//! and may have to write the life then: it has come to a new magazine. Were the door not shut under
+//! that lock as well, the owner could look, find it open, and open it again behind the back of the
+//! one who had just shut it, and both would be inside. So all that is written of a door but the
+//! owner's flag takes the [`Key`], which lies under the lock.
 //!
-//! The models below try every interleaving of it, and find two threads inside when either half of the barrier, the wait,
-//! or the lock is left out: `RUSTFLAGS="--cfg loom" cargo test -p aquifer-host --lib --release -- pool::door`.
+//! The models below try every interleaving of it, and find two threads inside when either half of
+//! the barrier, the wait, or the lock is left out: `RUSTFLAGS="--cfg loom" cargo test -p
+//! aquifer-host --lib --release -- pool::door`.
 
 #[cfg(loom)]
 use loom::sync::atomic::{AtomicBool, AtomicU64, fence as light_fence};
@@ -52,7 +56,8 @@ pub(super) struct Door {
     busy: AtomicBool,
     /// Somebody else wants in, or is.
     wanted: AtomicBool,
-    /// The generation of the pool that the magazine serves; zero for none, and while somebody else wants in.
+    /// The generation of the pool that the magazine serves; zero for none, and while somebody else
+    /// wants in.
     life: AtomicU64,
     /// The generation of the pool whose blocks and counts are behind it; zero when nothing is.
     of: AtomicU64,
@@ -78,8 +83,8 @@ impl Door {
         }
     }
 
-    /// The owner's way in if the magazine serves the pool of this generation; `None` too while somebody else wants in.
-    /// Never waits.
+    /// The owner's way in if the magazine serves the pool of this generation; `None` too while
+    /// somebody else wants in. Never waits.
     #[inline(always)]
     pub(super) fn enter(&self, life: u64) -> Option<Inside<'_>> {
         self.busy.store(true, Relaxed);
@@ -105,7 +110,8 @@ impl Door {
         self.life.store(0, Relaxed);
     }
 
-    /// The third step, after a barrier on every thread: waits the few nanoseconds that the owner is inside.
+    /// The third step, after a barrier on every thread: waits the few nanoseconds that the owner is
+    /// inside.
     pub(super) fn wait(&self) {
         #[cfg(not(loom))]
         let backoff = crossbeam_utils::Backoff::new();
@@ -117,8 +123,8 @@ impl Door {
         }
     }
 
-    /// Whether another thread is on its way in. For that thread, and for the owner with the lock, who leaves everything as
-    /// it is then.
+    /// Whether another thread is on its way in. For that thread, and for the owner with the lock,
+    /// who leaves everything as it is then.
     pub(super) fn is_wanted(&self) -> bool {
         self.wanted.load(Relaxed)
     }
@@ -131,7 +137,8 @@ impl Door {
         self.wanted.store(false, Relaxed);
     }
 
-    /// Says whose it is from now on, if it has been nobody's. For the owner, where nobody [wants in](Door::is_wanted).
+    /// Says whose it is from now on, if it has been nobody's. For the owner, where nobody [wants
+    /// in](Door::is_wanted).
     pub(super) fn serve(&self, _: &mut Key, life: u64) {
         self.life.store(life, Relaxed);
         self.of.store(life, Relaxed);

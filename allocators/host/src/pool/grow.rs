@@ -70,7 +70,8 @@ impl Home {
                 let shared = self.with(|state| state.open_as(generation).cloned())?;
                 return self.fail(&shared, layout, in_vain);
             }
-            // Blocks come back without a word: into magazines, by gates that open, by others' budgets.
+            // Blocks come back without a word: into magazines, by gates that open, by others'
+            // budgets.
             thread::sleep(nap.min(left));
             nap = (nap * 2).min(Duration::from_millis(2));
         }
@@ -117,7 +118,8 @@ impl Home {
             break shared;
         };
         let _turn = Growing { home: self };
-        // Gates that are waited for may allocate: not from here, where they would wait for this thread.
+        // Gates that are waited for may allocate: not from here, where they would wait for this
+        // thread.
         let _at_work = AtWork::begin();
         // Between the look and the turn somebody may have grown, or freed.
         if let Some(taken) = self.try_take(generation, layout)? {
@@ -164,8 +166,8 @@ impl Home {
         Ok(Err(in_vain))
     }
 
-    /// A region that holds the request, and the block in it, unless that does not fit where the region begins: of the chunk's
-    /// size, else of its own, else the same with room made.
+    /// A region that holds the request, and the block in it, unless that does not fit where the
+    /// region begins: of the chunk's size, else of its own, else the same with room made.
     fn grow_for(
         &'static self,
         shared: &Arc<Shared>,
@@ -215,8 +217,9 @@ impl Home {
         Ok(if huge - bytes <= bytes / 32 { huge } else { bytes })
     }
 
-    /// Makes one region and puts it in. Takes a block of `layout` in the same breath, if it fits: whoever looks for free regions
-    /// to give back would find this one, and the request that it was made for would be refused.
+    /// Makes one region and puts it in. Takes a block of `layout` in the same breath, if it fits:
+    /// whoever looks for free regions to give back would find this one, and the request that it was
+    /// made for would be refused.
     fn grow(
         &'static self,
         shared: &Arc<Shared>,
@@ -353,8 +356,9 @@ impl Home {
         Ok(wanted as u64)
     }
 
-    /// Gives back wholly free regions, largest first, while `keep` free bytes stay, until `enough` have gone. Answers with the
-    /// bytes given back; the first error, if some would not go, is put into `failed`.
+    /// Gives back wholly free regions, largest first, while `keep` free bytes stay, until `enough`
+    /// have gone. Answers with the bytes given back; the first error, if some would not go, is put
+    /// into `failed`.
     pub(super) fn reap(
         &'static self,
         shared: &Arc<Shared>,
@@ -386,8 +390,8 @@ impl Home {
         given
     }
 
-    /// Gives up the wholly free regions of a closed pool where its last blocks are freed, which must not wait for devices:
-    /// what is pinned is left for the next quiet point.
+    /// Gives up the wholly free regions of a closed pool where its last blocks are freed, which
+    /// must not wait for devices: what is pinned is left for the next quiet point.
     pub(super) fn give_up(&'static self, shared: &Arc<Shared>) {
         while let Some(region) = self.with(|state| state.remove(0)) {
             let (start, len) = (region.span().start as u64, region.span().len as u64);
@@ -399,7 +403,8 @@ impl Home {
         }
     }
 
-    /// Gives back about `bytes` for somebody else. What would not go is stranded, and stays charged.
+    /// Gives back about `bytes` for somebody else. What would not go is stranded, and stays
+    /// charged.
     pub(super) fn give_back(&'static self, generation: u64, bytes: u64) {
         let Ok(shared) = self.with(|state| state.open_as(generation).cloned()) else { return };
         shared.ask_keepers();

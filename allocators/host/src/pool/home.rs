@@ -33,11 +33,13 @@ pub(super) struct Home {
     magazines: Box<[OnceLock<Box<Magazine>>]>,
     /// What lies between them.
     depot: Depot,
-    /// Whether somebody checks what the host does with this pool's memory: asked on each free, and not under the lock.
+    /// Whether somebody checks what the host does with this pool's memory: asked on each free, and
+    /// not under the lock.
     observed: AtomicBool,
     /// Whether blocks wait for gates, so that somebody should look now and then.
     look: AtomicBool,
-    /// The process that has its memory. A child of it inherits the books as they happened to stand, and no memory.
+    /// The process that has its memory. A child of it inherits the books as they happened to
+    /// stand, and no memory.
     process: Process,
     /// Whether its threads get magazines. A pool whose every step is recorded has none.
     stocked: AtomicBool,
@@ -54,9 +56,9 @@ pub(super) struct Home {
 /// Frees by allocators whose shell has gone on to another life.
 static STALE_FREES: AtomicU64 = AtomicU64::new(0);
 
-/// Frees, in this process so far, by allocators whose pool was gone with all its blocks (a count): each was a second
-/// free, or of a block that was never theirs, and was ignored. Those that a pool refused are in its own
-/// [`PinnedStats::refused_frees`](super::PinnedStats::refused_frees).
+/// Frees, in this process so far, by allocators whose pool was gone with all its blocks (a count):
+/// each was a second free, or of a block that was never theirs, and was ignored. Those that a pool
+/// refused are in its own [`PinnedStats::refused_frees`](super::PinnedStats::refused_frees).
 ///
 /// Its example is that of [`PinnedPool`](super::PinnedPool).
 #[must_use]
@@ -101,8 +103,8 @@ impl Home {
         (home, generation)
     }
 
-    /// Whether this is the process that has its memory: in a child nothing here may be looked at, since a lock may be held
-    /// for good.
+    /// Whether this is the process that has its memory: in a child nothing here may be looked at,
+    /// since a lock may be held for good.
     #[inline]
     pub(super) fn is_here(&self) -> bool {
         self.process.is_current()
@@ -130,8 +132,8 @@ impl Home {
         })
     }
 
-    /// This thread's magazine, made if that can be, and found at once from here on. None while the thread is at work for
-    /// a pool.
+    /// This thread's magazine, made if that can be, and found at once from here on. None while the
+    /// thread is at work for a pool.
     fn magazine(&'static self, generation: u64) -> Option<&'static Magazine> {
         if !self.stocked.load(Ordering::Relaxed) || thread::is_at_work() {
             return None;
@@ -150,9 +152,9 @@ impl Home {
         Some(magazine)
     }
 
-    /// Takes into the books what all magazines and the depot hold, and says whether there was anything; with `close`
-    /// magazines serve this pool no more. Makes a barrier on every thread of the process, some microseconds. Without one
-    /// nothing is taken from magazines.
+    /// Takes into the books what all magazines and the depot hold, and says whether there was
+    /// anything; with `close` magazines serve this pool no more. Makes a barrier on every thread of
+    /// the process, some microseconds. Without one nothing is taken from magazines.
     pub(super) fn drain(&self, shared: &Shared, close: bool) -> bool {
         let _one = self.draining.lock().unwrap_or_else(PoisonError::into_inner);
         let wanted = |magazine: &&Magazine| {
@@ -252,7 +254,8 @@ impl Home {
         }
     }
 
-    /// Whether a magazine holds what is of this generation still: a barrier was refused when the pool was closed.
+    /// Whether a magazine holds what is of this generation still: a barrier was refused when the
+    /// pool was closed.
     fn is_stocked(&self, generation: u64) -> bool {
         self.magazines
             .iter()
@@ -303,8 +306,8 @@ impl Home {
         magazine.pop_large(generation, bytes, asked, &self.look)
     }
 
-    /// Puts a slot into what may be this thread's magazine for this pool. Answers with the span of a block that is live but
-    /// found no room there.
+    /// Puts a slot into what may be this thread's magazine for this pool. Answers with the span of
+    /// a block that is live but found no room there.
     #[inline(always)]
     pub(super) fn quick_free(
         magazine: &Magazine,
@@ -327,7 +330,8 @@ impl Home {
         }
     }
 
-    /// As [`Home::quick_free`], after it, for a block that threads share a depot for; says whether that was all.
+    /// As [`Home::quick_free`], after it, for a block that threads share a depot for; says whether
+    /// that was all.
     #[inline]
     pub(super) fn quick_free_shared(
         &self,
@@ -341,7 +345,8 @@ impl Home {
         magazine.push_shared(address, span, bytes, generation, &self.depot)
     }
 
-    /// Puts a block into a magazine that was looked up, with room made for it if that is what it takes.
+    /// Puts a block into a magazine that was looked up, with room made for it if that is what it
+    /// takes.
     fn quick_free_to(
         &self,
         magazine: &Magazine,
@@ -367,7 +372,8 @@ impl Home {
         };
         push() || {
             let room = self.with(|state| {
-                // Where somebody else is at it, or where there is no pool to keep blocks for any more.
+                // Where somebody else is at it, or where there is no pool to keep blocks for any
+                // more.
                 if magazine.door.is_wanted() || state.open_as(generation).is_err() {
                     return false;
                 }
@@ -448,7 +454,8 @@ impl Home {
         generation: u64,
         layout: Layout,
     ) -> Result<Option<Taken>> {
-        // A few at a time: each may cost a query of the driver, and all are asked before the pool grows.
+        // A few at a time: each may cost a query of the driver, and all are asked before the pool
+        // grows.
         const A_FEW: usize = 4;
         let magazine = self.magazine(generation);
         let (first, asked) = self.with(|state| -> Result<_> {

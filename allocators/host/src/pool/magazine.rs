@@ -3,14 +3,15 @@
 //! Its owner comes at it by plain loads and stores, through a [door](super::door).
 //!
 //! # How much it holds
-//! Of each class up to 64 KiB some 64 KiB, but four blocks at least. A rack that is full may hold twice as many, as long as as much is
-//! free in the pool's books as the magazine may hold beyond its beginnings: so a thread that takes and gives many blocks
-//! at a time has them at hand after a few rounds, where half of the rack went to the books and came back each time, one
-//! by one, and sixteen threads waited for each other 4.5 µs an operation. When somebody else takes all, a magazine begins
-//! anew.
+//! Of each class up to 64 KiB some 64 KiB, but four blocks at least. A rack that is full may hold
+//! twice as many, as long as as much is free in the pool's books as the magazine may hold beyond
+//! its beginnings: so a thread that takes and gives many blocks at a time has them at hand after a
+//! few rounds, where half of the rack went to the books and came back each time, one by one, and
+//! sixteen threads waited for each other 4.5 µs an operation. When somebody else takes all, a
+//! magazine begins anew.
 //!
-//! Of the classes above, which a [depot] has the rest of, eight blocks that were freed last, at most 8 MiB. Of blocks
-//! above the classes four, of at most 64 MiB each.
+//! Of the classes above, which a [depot] has the rest of, eight blocks that were freed last, at
+//! most 8 MiB. Of blocks above the classes four, of at most 64 MiB each.
 //!
 //! [depot]: super::depot
 #![expect(unsafe_code, reason = "keeps pointers to what is never freed")]
@@ -67,15 +68,16 @@ pub(super) struct Magazine {
     /// What the owner has done without the lock; the pool's own count is beside it.
     allocations: AtomicU64,
     frees: AtomicU64,
-    /// Bytes asked for, and bytes freed. Each is added to only, so that a free need not wait for what the allocation before it
-    /// has written.
+    /// Bytes asked for, and bytes freed. Each is added to only, so that a free need not wait for
+    /// what the allocation before it has written.
     requested: AtomicU64,
     freed: AtomicU64,
     /// Allocations while blocks waited for gates.
     asked: AtomicU64,
     /// How many bytes its racks may hold beyond what they begin with.
     extra: AtomicU64,
-    /// By class, with as many more as a byte may tell of, in which there is never room: so no class has to be compared.
+    /// By class, with as many more as a byte may tell of, in which there is never room: so no
+    /// class has to be compared.
     racks: [Rack; RACKS],
     /// By class, but many have one place.
     last: [Last; LAST],
@@ -105,7 +107,8 @@ impl Tally {
     }
 }
 
-/// Blocks of a class that there is room for at first: some 64 KiB, fewer of the smallest, a few of the largest.
+/// Blocks of a class that there is room for at first: some 64 KiB, fewer of the smallest, a few of
+/// the largest.
 const fn first(class: usize) -> u32 {
     let fit = (64 << 10) / classes::bytes_of(class);
     if fit > 32 {
@@ -138,8 +141,8 @@ impl Magazine {
         self.shard as usize
     }
 
-    /// A block of the class for the owner, which asked for so many bytes. `None` too, now and then, where somebody should
-    /// look whether gates have opened.
+    /// A block of the class for the owner, which asked for so many bytes. `None` too, now and then,
+    /// where somebody should look whether gates have opened.
     #[inline(always)]
     pub(super) fn pop(
         &self,
@@ -157,9 +160,11 @@ impl Magazine {
         Some(address)
     }
 
-    /// Whether the owner should look for open gates now: each so many times, while anything waits for one.
+    /// Whether the owner should look for open gates now: each so many times, while anything waits
+    /// for one.
     ///
-    /// In place: a call in the middle of the shortest way has it save and restore seven registers each time.
+    /// In place: a call in the middle of the shortest way has it save and restore seven registers
+    /// each time.
     #[inline(always)]
     fn should_look(&self, look: &AtomicBool) -> bool {
         if !look.load(Relaxed) {
@@ -182,11 +187,11 @@ impl Magazine {
         self.freed.store(self.freed.load(Relaxed).wrapping_add(bytes), Relaxed);
     }
 
-    /// Puts the block at `address` back that its owner frees, of which so many bytes had been asked for; says whether
-    /// there was room.
+    /// Puts the block at `address` back that its owner frees, of which so many bytes had been asked
+    /// for; says whether there was room.
     ///
-    /// It is given the address, which is the slot's, since to work it out again would make each operation of a loop wait
-    /// for the one before.
+    /// It is given the address, which is the slot's, since to work it out again would make each
+    /// operation of a loop wait for the one before.
     #[inline(always)]
     pub(super) fn push(
         &self,
@@ -228,7 +233,8 @@ impl Magazine {
         Some(address)
     }
 
-    /// As [`Magazine::push`], of such a class: the block that was freed last is here, and others in the depot.
+    /// As [`Magazine::push`], of such a class: the block that was freed last is here, and others in
+    /// the depot.
     #[inline]
     pub(super) fn push_shared(
         &self,
@@ -302,7 +308,8 @@ impl Magazine {
         true
     }
 
-    /// Notes that a block of the owner's was asked for in another size, in place; says whether that could be.
+    /// Notes that a block of the owner's was asked for in another size, in place; says whether that
+    /// could be.
     #[inline]
     pub(super) fn resized(&self, old: u64, new: u64, life: u64) -> bool {
         let Some(_inside) = self.door.enter(life) else { return false };
@@ -320,8 +327,8 @@ impl Magazine {
         rack.most().saturating_sub(rack.len()) as usize
     }
 
-    /// Makes room for twice as many blocks of a class, if so many free bytes of the pool allow it; says whether they did.
-    /// For whoever is inside.
+    /// Makes room for twice as many blocks of a class, if so many free bytes of the pool allow it;
+    /// says whether they did. For whoever is inside.
     pub(super) fn grow(&self, class: usize, free: u64) -> bool {
         let rack = &self.racks[class];
         let most = rack.most();
@@ -334,12 +341,14 @@ impl Magazine {
         may
     }
 
-    /// Puts a block of a class in that is the pool's own. For whoever is inside, who has seen that there is room.
+    /// Puts a block of a class in that is the pool's own. For whoever is inside, who has seen that
+    /// there is room.
     pub(super) fn stock(&self, span: &'static Span, slot: usize) {
         self.racks[usize::from(span.rack())].push(span.address(slot), span.state(slot));
     }
 
-    /// Takes blocks of a class out, half of what a rack may hold: when it is full. For whoever is inside.
+    /// Takes blocks of a class out, half of what a rack may hold: when it is full. For whoever is
+    /// inside.
     pub(super) fn shed_half(&self, class: usize, give: impl FnMut(u64)) {
         let rack = &self.racks[class];
         rack.shed(rack.most() / 2, give);
@@ -369,7 +378,8 @@ impl Magazine {
         self.shed_large(give);
     }
 
-    /// What it has counted and holds: exact while the owner does nothing. For the holder of the pool's lock.
+    /// What it has counted and holds: exact while the owner does nothing. For the holder of the
+    /// pool's lock.
     pub(super) fn tally(&self) -> Tally {
         let mut tally = Tally {
             allocations: self.allocations.load(Relaxed),

@@ -1,12 +1,14 @@
 //! From an address to what is known of the memory there, without a lock.
 //!
-//! A table of two levels over the process's addresses, a page of 4 KiB an entry: an entry names the span that the page's
-//! first byte lies in. A slab begins at a page, so every page of it that an address can lie in is its own. A single
-//! block begins anywhere and is at least a page and a bit long, so the first page that begins inside it is its own, and
-//! that one has its entry: one store, however long it is.
+//! A table of two levels over the process's addresses, a page of 4 KiB an entry: an entry names the
+//! span that the page's first byte lies in. A slab begins at a page, so every page of it that an
+//! address can lie in is its own. A single block begins anywhere and is at least a page and a bit
+//! long, so the first page that begins inside it is its own, and that one has its entry: one store,
+//! however long it is.
 //!
-//! The lower tables are of 2 MiB for each GiB of addresses in which memory has ever been, and are never freed. They
-//! come zeroed from the system, which backs only what is written: 8 bytes for each page that blocks lie in.
+//! The lower tables are of 2 MiB for each GiB of addresses in which memory has ever been, and are
+//! never freed. They come zeroed from the system, which backs only what is written: 8 bytes for
+//! each page that blocks lie in.
 #![expect(unsafe_code, reason = "follows pointers to what is never freed")]
 
 use super::span::Span;
@@ -33,8 +35,8 @@ static TOP: [AtomicPtr<Table>; TABLES] = [const { AtomicPtr::new(ptr::null_mut()
 fn entry(address: u64) -> Option<&'static AtomicPtr<Span>> {
     // An address beyond the table meets the entry of another, and does not lie in its span.
     let table = TOP[(address >> TABLE_SHIFT) as usize % TABLES].load(Ordering::Acquire);
-    // SAFETY: 1. null, or a table that `cover` made, which is never freed. 2. only atomics in it, and all zeros are a null
-    // pointer.
+    // SAFETY: 1. null, or a table that `cover` made, which is never freed. 2. only atomics in it,
+    // and all zeros are a null pointer.
     let table = unsafe { table.as_ref()? };
     Some(&table[(address >> PAGE_SHIFT) as usize % ENTRIES])
 }
@@ -137,7 +139,8 @@ mod tests {
         assert!(block_from(AT).is_none() && cover(AT - 4096..AT + (1 << 20)));
         let [slab, block, next]: [&'static Span; 3] =
             [(); 3].map(|()| &*Box::leak(Box::new(Span::vacant(0))));
-        // Three slots of 1,360 bytes end 16 bytes before the page does, where a single block begins.
+        // Three slots of 1,360 bytes end 16 bytes before the page does, where a single block
+        // begins.
         let class = (0..super::super::classes::CLASSES)
             .find(|&c| super::super::classes::bytes_of(c) == 1344)
             .unwrap();

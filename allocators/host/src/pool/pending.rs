@@ -27,8 +27,9 @@ pub(super) fn linger(home: &'static Home) {
     }
 }
 
-/// Gives back what pools that were closed with blocks about or copies still on their way have left, as far as those are
-/// done now. Making a pool does it too, and an allocation that may take memory and has to. Blocks until devices are idle, if there is something to give back.
+/// Gives back what pools that were closed with blocks about or copies still on their way have left,
+/// as far as those are done now. Making a pool does it too, and an allocation that may take memory
+/// and has to. Blocks until devices are idle, if there is something to give back.
 ///
 /// Its example is that of [`PinnedPool`](super::PinnedPool), whose drop it looks after.
 pub fn sweep() {
@@ -67,8 +68,9 @@ impl Home {
             return;
         }
         for one in &mut asked {
-            // Open ones are dropped here, without the lock: that may run anything. In place, since what goes back into
-            // the books must not have been allocated meanwhile, when allocations may be routed to this very pool.
+            // Open ones are dropped here, without the lock: that may run anything. In place, since
+            // what goes back into the books must not have been allocated meanwhile, when
+            // allocations may be routed to this very pool.
             one.gates.retain(|gate| !is_open(&**gate));
         }
         let shared = self.with(|state| state.shared.clone());
@@ -97,7 +99,8 @@ impl Home {
         self.with(|state| state.waited());
         let deadline = clock::after(patience);
         for gate in asked.iter().flat_map(|one| &one.gates) {
-            // Whatever it answers, it is asked again below; a gate that panics is one that stays shut.
+            // Whatever it answers, it is asked again below; a gate that panics is one that stays
+            // shut.
             let _answer = catch_unwind(AssertUnwindSafe(|| gate.wait(Some(deadline))));
         }
         self.settle(asked);

@@ -1,9 +1,11 @@
-//! What `AddressSanitizer` is told: free memory of a pool is nobody's, and neither is what lies behind a block's end.
+//! What `AddressSanitizer` is told: free memory of a pool is nobody's, and neither is what lies
+//! behind a block's end.
 //!
-//! It then stops a program at the instruction that touches a block after its free, or beyond its end, as it does for
-//! `malloc`. Builds without it have none of this.
+//! It then stops a program at the instruction that touches a block after its free, or beyond its
+//! end, as it does for `malloc`. Builds without it have none of this.
 //!
-//! Pending blocks are left alone: copies that are on their way may touch them, and the simulator makes those by the CPU.
+//! Pending blocks are left alone: copies that are on their way may touch them, and the simulator
+//! makes those by the CPU.
 
 use super::span::Span;
 use crate::kernel;
@@ -18,13 +20,15 @@ fn at(address: usize) -> NonNull<u8> {
     NonNull::new(ptr::with_exposed_provenance_mut(address)).unwrap_or(NonNull::dangling())
 }
 
-/// A block has been given out, or has become longer: its bytes may be touched, and those behind it not.
+/// A block has been given out, or has become longer: its bytes may be touched, and those behind it
+/// not.
 #[inline(always)]
 pub(super) fn given(block: NonNull<u8>, bytes: usize) {
     sanitizer::unpoison(block, bytes);
 }
 
-/// A block is about to be freed, if it is one: nobody may touch it from now on. Before anybody else can have it.
+/// A block is about to be freed, if it is one: nobody may touch it from now on. Before anybody else
+/// can have it.
 #[inline(always)]
 pub(super) fn going(generation: u64, block: NonNull<u8>, layout: Layout) {
     if sanitizer::IS_BUILT_IN

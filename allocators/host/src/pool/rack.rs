@@ -1,9 +1,9 @@
 //! Free blocks of one class, the one that came last first.
 //!
-//! A rack is behind a [door](super::door), or behind the lock of a [depot](super::depot)'s shelf. Its methods are for
-//! whoever is inside; how many blocks there are may be asked by all who have the lock under which the rack is made larger or
-//! smaller. Everything in it is atomic, so whatever happens no
-//! memory is torn; what keeps two threads from having one block is the door.
+//! A rack is behind a [door](super::door), or behind the lock of a [depot](super::depot)'s shelf.
+//! Its methods are for whoever is inside; how many blocks there are may be asked by all who have
+//! the lock under which the rack is made larger or smaller. Everything in it is atomic, so whatever
+//! happens no memory is torn; what keeps two threads from having one block is the door.
 #![expect(unsafe_code, reason = "keeps pointers to what is never freed")]
 
 use super::span::Slot;
@@ -26,7 +26,8 @@ impl Entry {
         Self { address: AtomicU64::new(0), state: AtomicPtr::new(ptr::null_mut()) }
     }
 
-    /// The block, which is its taker's from now on; `None` where nothing has been [put](Entry::put) in.
+    /// The block, which is its taker's from now on; `None` where nothing has been [put](Entry::put)
+    /// in.
     #[inline(always)]
     pub(super) fn take(&self) -> Option<NonNull<u8>> {
         let block = pointer(self.address() as usize)?;
@@ -77,7 +78,8 @@ pub(super) struct Rack {
     top: AtomicPtr<Entry>,
     /// The last entry. Where `top` is, it is full.
     end: AtomicPtr<Entry>,
-    /// An entry of no block, and the start of a boxed slice of all; [`NOTHING`] where there is no room.
+    /// An entry of no block, and the start of a boxed slice of all; [`NOTHING`] where there is no
+    /// room.
     first: AtomicPtr<Entry>,
 }
 
@@ -107,7 +109,8 @@ impl Rack {
     #[inline(always)]
     pub(super) fn pop(&self) -> Option<NonNull<u8>> {
         let top = self.top.load(Relaxed);
-        // SAFETY: 1. one of the entries, or the first: who is inside alone replaces them, which is the caller.
+        // SAFETY: 1. one of the entries, or the first: who is inside alone replaces them, which is
+        // the caller.
         let block = unsafe { &*top }.take()?;
         self.top.store(top.wrapping_sub(1), Relaxed);
         Some(block)
@@ -121,7 +124,8 @@ impl Rack {
             return false;
         }
         let next = top.wrapping_add(1);
-        // SAFETY: 1. at most `end`, which is an entry. 2. who is inside alone replaces them, which is the caller.
+        // SAFETY: 1. at most `end`, which is an entry. 2. who is inside alone replaces them, which
+        // is the caller.
         unsafe { &*next }.put(address, state);
         self.top.store(next, Relaxed);
         true
@@ -131,7 +135,8 @@ impl Rack {
     pub(super) fn shed(&self, keep: u32, mut give: impl FnMut(u64)) {
         for _ in keep..self.len() {
             let top = self.top.load(Relaxed);
-            // SAFETY: 1. one of the entries: who is inside alone replaces them, which is the caller.
+            // SAFETY: 1. one of the entries: who is inside alone replaces them, which is the
+            // caller.
             give(unsafe { &*top }.address());
             self.top.store(top.wrapping_sub(1), Relaxed);
         }
@@ -145,8 +150,8 @@ impl Rack {
         } else {
             let next: Box<[Entry]> = (0..=most).map(|_| Entry::empty()).collect();
             for (place, to) in next.iter().enumerate().take(len as usize + 1) {
-                // SAFETY: 1. there are `most` entries above the first. 2. who is inside alone replaces them, which is the
-                // caller.
+                // SAFETY: 1. there are `most` entries above the first. 2. who is inside alone
+                // replaces them, which is the caller.
                 let from = unsafe { &*old.add(place) };
                 to.address.store(from.address(), Relaxed);
                 to.state.store(from.state.load(Relaxed), Relaxed);
@@ -157,8 +162,8 @@ impl Rack {
         self.top.store(next.wrapping_add(len as usize), Relaxed);
         self.end.store(next.wrapping_add(most as usize), Relaxed);
         if count > 0 {
-            // SAFETY: 1. made here with one entry more than there was room for. 2. nobody has a reference into it: those are
-            // for whoever is inside, which is the caller.
+            // SAFETY: 1. made here with one entry more than there was room for. 2. nobody has a
+            // reference into it: those are for whoever is inside, which is the caller.
             drop(unsafe { Box::from_raw(ptr::slice_from_raw_parts_mut(old, count as usize + 1)) });
         }
     }

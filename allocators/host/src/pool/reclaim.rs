@@ -1,10 +1,10 @@
 //! What a pool gives back for others under its budget, and how it asks them.
 //!
-//! To unregister memory waits for the whole device and holds up launches on all threads, so pinned memory is the dearest
-//! of all that is asked, and only by who has time: see [`Reclaim::waits`].
+//! To unregister memory waits for the whole device and holds up launches on all threads, so pinned
+//! memory is the dearest of all that is asked, and only by who has time: see [`Reclaim::waits`].
 //!
-//! Whoever keeps blocks of a pool that nobody uses now is a [`Keeper`]: a stager with its slots. Where the pool has no
-//! memory left or is asked for some, they come back to it first.
+//! Whoever keeps blocks of a pool that nobody uses now is a [`Keeper`]: a stager with its slots.
+//! Where the pool has no memory left or is asked for some, they come back to it first.
 
 use super::{Grow, PinnedPool, Shared, home::Home, thread::AtWork};
 use crate::region::{self, Cause, Pinning, RegionError};
@@ -89,7 +89,8 @@ impl Shared {
         self.keepers(&self.scratch.begin()).iter().map(|keeper| keeper.give()).sum()
     }
 
-    /// Calls `grow` again as long as it is refused by a budget and others below that give something back.
+    /// Calls `grow` again as long as it is refused by a budget and others below that give something
+    /// back.
     pub(super) fn ask_others<T>(
         &self,
         refused: RegionError,

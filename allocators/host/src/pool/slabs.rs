@@ -1,14 +1,16 @@
 //! Equal slots cut from blocks of the heap, for requests that have a class.
 //!
-//! A slab begins at a page and is as long as its slots need. A class that has few blocks gets short slabs, and longer
-//! ones the more of it is out, so that a hundred classes with a block each do not cost a hundred long slabs. When its
-//! last slot comes back a slab goes back to the heap, unless it is the class's only one with room: that one stays as a
-//! spare, and goes before anybody is told that memory is short.
+//! A slab begins at a page and is as long as its slots need. A class that has few blocks gets short
+//! slabs, and longer ones the more of it is out, so that a hundred classes with a block each do not
+//! cost a hundred long slabs. When its last slot comes back a slab goes back to the heap, unless it
+//! is the class's only one with room: that one stays as a spare, and goes before anybody is told
+//! that memory is short.
 //!
-//! How a block stands is written at each allocation and free, and the states of a slab's slots share cache lines. So a
-//! slab is of one *shard*, which is one thread's unless there are many: two threads that took turns with the slots of one
-//! slab would wait for each other's lines, 330 ns an operation with sixteen of them instead of 9. Only where no slab can
-//! be cut does a thread get another's slot.
+//! How a block stands is written at each allocation and free, and the states of a slab's slots
+//! share cache lines. So a slab is of one *shard*, which is one thread's unless there are many: two
+//! threads that took turns with the slots of one slab would wait for each other's lines, 330 ns an
+//! operation with sixteen of them instead of 9. Only where no slab can be cut does a thread get
+//! another's slot.
 
 use super::{
     classes::{SLAB_ALIGN, SLOTTED, bytes_of},
@@ -63,7 +65,8 @@ impl Spans {
         span
     }
 
-    /// A slot of the class: of the shard's own slabs, of a new one, or where none can be cut of another shard's.
+    /// A slot of the class: of the shard's own slabs, of a new one, or where none can be cut of
+    /// another shard's.
     pub(super) fn take(
         &mut self,
         heap: &mut Heap,

@@ -42,13 +42,14 @@ impl Slot {
 
 /// A slab of equal slots, or a single block, in one pool's memory.
 ///
-/// It is leaked and used again, so a look at it is never a look at nothing. What describes it changes only while none
-/// of its slots is anybody's: for the owner of a block it stands still. A slot's state is written by whoever has the
-/// slot: the owner who frees it, the thread whose magazine it is in, the holder of the pool's lock for the others.
+/// It is leaked and used again, so a look at it is never a look at nothing. What describes it
+/// changes only while none of its slots is anybody's: for the owner of a block it stands still. A
+/// slot's state is written by whoever has the slot: the owner who frees it, the thread whose
+/// magazine it is in, the holder of the pool's lock for the others.
 ///
-/// What is looked at on the way of every free comes first, in one cache line with the states of the first slots. States
-/// are written by the thread whose blocks they are of, so neighbours should be one thread's: see `slabs`. Aligned to two
-/// lines, since processors fetch lines in pairs.
+/// What is looked at on the way of every free comes first, in one cache line with the states of the
+/// first slots. States are written by the thread whose blocks they are of, so neighbours should be
+/// one thread's: see `slabs`. Aligned to two lines, since processors fetch lines in pairs.
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(super) struct Span {
@@ -59,7 +60,8 @@ pub(super) struct Span {
     bytes: AtomicU64,
     /// Bytes of a slot.
     slot: AtomicU64,
-    /// What to multiply an offset by in place of a division by `slot`: 2⁶⁴ / `slot`, rounded up. One for a single block.
+    /// What to multiply an offset by in place of a division by `slot`: 2⁶⁴ / `slot`, rounded up.
+    /// One for a single block.
     reciprocal: AtomicU64,
     class: AtomicU32,
     slots: AtomicU32,
@@ -205,12 +207,14 @@ impl Span {
         (slot < self.slots() && begins).then_some(slot)
     }
 
-    /// The slot that an offset lies in, and whether it begins there; a slot beyond all where the offset is.
+    /// The slot that an offset lies in, and whether it begins there; a slot beyond all where the
+    /// offset is.
     ///
-    /// After D. Lemire, O. Kaser, N. Kurz, *Faster remainder by direct computation* (2019): the upper half of the product
-    /// with a reciprocal is the quotient, the lower half, for a divisor, below the reciprocal. A slab is at most 2¹⁸ bytes
-    /// long and its slots at most 2¹⁶, so that what the reciprocal was rounded up by stays far below it; a longer offset's
-    /// quotient is at least the true one.
+    /// After D. Lemire, O. Kaser, N. Kurz, *Faster remainder by direct computation* (2019): the
+    /// upper half of the product with a reciprocal is the quotient, the lower half, for a divisor,
+    /// below the reciprocal. A slab is at most 2¹⁸ bytes long and its slots at most 2¹⁶, so that
+    /// what the reciprocal was rounded up by stays far below it; a longer offset's quotient is at
+    /// least the true one.
     #[inline(always)]
     fn divide(&self, offset: u64) -> (usize, bool) {
         let reciprocal = self.reciprocal.load(Relaxed);

@@ -28,10 +28,12 @@ use std::{
 /// A single block is not cut shorter than this in place, in bytes: a page has to begin in it.
 const SHORTEST: u64 = 8192;
 
-/// Everything that the lock of a shell guards. Nothing here makes a system call, or asks the driver or a gate.
+/// Everything that the lock of a shell guards. Nothing here makes a system call, or asks the driver
+/// or a gate.
 #[derive(Debug)]
 pub(super) struct State {
-    /// Which life of the shell this is, in numbers that no other pool of the process has. Allocators carry it.
+    /// Which life of the shell this is, in numbers that no other pool of the process has.
+    /// Allocators carry it.
     pub(super) generation: u64,
     /// To the doors of its magazines.
     pub(super) key: Key,
@@ -53,7 +55,8 @@ pub(super) struct State {
     asked: Vec<Asked>,
     /// Bytes of the blocks that are live or in magazines.
     out: u64,
-    /// What was done under the lock; magazines count beside it. `live`, `cached` and `blocks` are made up when asked.
+    /// What was done under the lock; magazines count beside it. `live`, `cached` and `blocks` are
+    /// made up when asked.
     counts: PoolStats,
     /// What the magazines' `requested` came to when they were last looked at.
     looked: u64,
@@ -78,7 +81,8 @@ pub(super) struct Freed {
     pub(super) requested: u64,
 }
 
-/// A pending block whose gates somebody is asking. It is still in the books, and nobody else asks meanwhile.
+/// A pending block whose gates somebody is asking. It is still in the books, and nobody else asks
+/// meanwhile.
 #[derive(Debug)]
 pub(super) struct Asked {
     pub(super) block: Freed,
@@ -129,7 +133,8 @@ impl State {
         }
     }
 
-    /// A block for its owner, a slot of the shard's slabs if it can be; `None` if nothing free holds it.
+    /// A block for its owner, a slot of the shard's slabs if it can be; `None` if nothing free
+    /// holds it.
     #[inline]
     pub(super) fn take(&mut self, layout: Layout, shard: usize) -> Option<u64> {
         let taken = self.find(layout, shard);
@@ -192,8 +197,8 @@ impl State {
         }
     }
 
-    /// Moves free slots of the class into the magazine, some 64 KiB of what its shard has cut already. For
-    /// its owner.
+    /// Moves free slots of the class into the magazine, some 64 KiB of what its shard has cut
+    /// already. For its owner.
     pub(super) fn stock(&mut self, magazine: &Magazine, class: usize) {
         if class >= classes::SLOTTED {
             return;
@@ -206,9 +211,9 @@ impl State {
         }
     }
 
-    /// Makes room in the magazine for one more block of the class. It may hold twice as many as long as as much is free
-    /// under the lock as it was let hold beyond its beginnings; otherwise half of them are taken into the books. For
-    /// its owner.
+    /// Makes room in the magazine for one more block of the class. It may hold twice as many as
+    /// long as as much is free under the lock as it was let hold beyond its beginnings; otherwise
+    /// half of them are taken into the books. For its owner.
     pub(super) fn make_room(&mut self, magazine: &Magazine, depot: &Depot, class: usize) {
         if class >= classes::SLOTTED {
             let (mut room, free) = (self.depot, self.free_bytes());
@@ -254,7 +259,8 @@ impl State {
         (fits && span.get(slot).is_owned()).then_some((span, slot))
     }
 
-    /// Whether the block at `address` can be freed or resized as one of `bytes` bytes, and has no gate noted on it.
+    /// Whether the block at `address` can be freed or resized as one of `bytes` bytes, and has no
+    /// gate noted on it.
     pub(super) fn is_free_to_go(&self, address: u64, bytes: u64) -> bool {
         self.owned(address, bytes).is_some_and(|(span, slot)| span.get(slot) == Slot::Live)
     }
@@ -340,7 +346,8 @@ impl State {
         self.held.get(&start).map(|held| held.gates.clone()).unwrap_or_default()
     }
 
-    /// Forgets gates of a live block that have been found open. Answers with them, to be dropped outside the lock.
+    /// Forgets gates of a live block that have been found open. Answers with them, to be dropped
+    /// outside the lock.
     pub(super) fn forget(&mut self, start: u64, open: &[Arc<dyn Gate>]) -> Vec<Arc<dyn Gate>> {
         let Some(held) = self.held.get_mut(&start).filter(|held| held.freed.is_none()) else {
             return Vec::new();
@@ -382,8 +389,8 @@ impl State {
         asked
     }
 
-    /// Takes the answers in: blocks whose gates are all open are free, the others wait on, before those that are
-    /// younger.
+    /// Takes the answers in: blocks whose gates are all open are free, the others wait on, before
+    /// those that are younger.
     pub(super) fn answer(&mut self, mut asked: Vec<Asked>) {
         for Asked { block, gates } in asked.drain(..).rev() {
             if gates.is_empty() {

@@ -1,13 +1,16 @@
 //! Which thread this is, and whether it is at work for a pool.
 //!
-//! A thread that allocates gets a small number, by which pools find its magazines, and gives it back when it ends. The
-//! next thread that begins takes it over with what is in them, so that threads which come and go do not each begin with
-//! nothing, and not with a queue before the lock. The end is learnt from a key of the C library's (`pthread_key_create`): its destructors run after
-//! those of Rust's thread-locals, so that these find their magazines still, and nothing is allocated for it from a
-//! global allocator that may be at work for us. A thread that allocates later still does without magazines.
+//! A thread that allocates gets a small number, by which pools find its magazines, and gives it
+//! back when it ends. The next thread that begins takes it over with what is in them, so that
+//! threads which come and go do not each begin with nothing, and not with a queue before the lock.
+//! The end is learnt from a key of the C library's (`pthread_key_create`): its destructors run
+//! after those of Rust's thread-locals, so that these find their magazines still, and nothing is
+//! allocated for it from a global allocator that may be at work for us. A thread that allocates
+//! later still does without magazines.
 //!
-//! A child of a fork has the books of magazines and not their memory, so the thread that goes on in it forgets its own
-//! (`pthread_atfork`): from there on it meets the shells, which know whose they are.
+//! A child of a fork has the books of magazines and not their memory, so the thread that goes on in
+//! it forgets its own (`pthread_atfork`): from there on it meets the shells, which know whose they
+//! are.
 #![expect(unsafe_code, reason = "makes a key of the C library's threads")]
 
 use super::magazine::Magazine;
@@ -29,8 +32,8 @@ const NEAR: usize = 4;
 struct Here {
     at_work: Cell<bool>,
     number: Cell<u32>,
-    /// By generation: the last one that was looked up. It says itself whom it serves. None while the thread is at work for a
-    /// pool, so that whoever finds one need not ask for that.
+    /// By generation: the last one that was looked up. It says itself whom it serves. None while
+    /// the thread is at work for a pool, so that whoever finds one need not ask for that.
     magazines: [Cell<Option<&'static Magazine>>; NEAR],
 }
 
@@ -41,8 +44,9 @@ thread_local! {
     };
 }
 
-/// A magazine of this thread's, that of the pool of this generation if it was looked up lately; none while the thread is
-/// at work for a pool. By reference, so that it need not be kept where thread-locals are found by a call.
+/// A magazine of this thread's, that of the pool of this generation if it was looked up lately;
+/// none while the thread is at work for a pool. By reference, so that it need not be kept where
+/// thread-locals are found by a call.
 #[inline(always)]
 pub(super) fn magazine(generation: &u64) -> Option<&'static Magazine> {
     HERE.with(|here| here.magazines[*generation as usize % NEAR].get())
@@ -59,7 +63,8 @@ pub(super) fn is_at_work() -> bool {
     HERE.with(|here| here.at_work.get())
 }
 
-/// While it lives, this thread is at work for a pool, and pools refuse its allocations: see the module's surprises.
+/// While it lives, this thread is at work for a pool, and pools refuse its allocations: see the
+/// module's surprises.
 pub(super) struct AtWork {
     /// The thread's magazines.
     aside: [Option<&'static Magazine>; NEAR],
@@ -134,7 +139,8 @@ fn take_number() -> Option<u32> {
         None => return None,
     };
     drop(all);
-    // SAFETY: 1. the key was made and is never deleted. 2. the value is a number and no address that anybody follows.
+    // SAFETY: 1. the key was made and is never deleted. 2. the value is a number and no address
+    // that anybody follows.
     let noted =
         unsafe { libc::pthread_setspecific(key, ptr::without_provenance(number as usize + 1)) };
     if noted == 0 {
@@ -144,14 +150,17 @@ fn take_number() -> Option<u32> {
     None
 }
 
-/// The key whose destructor tells of a thread's end; `None` where there are too many, or where a fork would not be told.
+/// The key whose destructor tells of a thread's end; `None` where there are too many, or where a
+/// fork would not be told.
 fn key() -> &'static Option<libc::pthread_key_t> {
     static KEY: OnceLock<Option<libc::pthread_key_t>> = OnceLock::new();
     KEY.get_or_init(|| {
         let mut key = 0;
-        // SAFETY: 1. the key is written to a place of that type. 2. `ended` is there as long as the program is.
+        // SAFETY: 1. the key is written to a place of that type. 2. `ended` is there as long as the
+        // program is.
         let made = unsafe { libc::pthread_key_create(&raw mut key, Some(ended)) };
-        // SAFETY: 1. `forked` may run in a child of a process with threads: it writes to its own thread-locals.
+        // SAFETY: 1. `forked` may run in a child of a process with threads: it writes to its own
+        // thread-locals.
         (made == 0 && unsafe { libc::pthread_atfork(None, None, Some(forked)) } == 0).then_some(key)
     })
 }

@@ -1,7 +1,8 @@
 //! What stands behind a region, and its end.
 //!
-//! Ending can fail: the driver keeps a registration, the kernel a mapping. Memory that the driver may still reach must
-//! not be unmapped, nor its charge released, so what is left goes to a list of the process's, to be tried again.
+//! Ending can fail: the driver keeps a registration, the kernel a mapping. Memory that the driver
+//! may still reach must not be unmapped, nor its charge released, so what is left goes to a list of
+//! the process's, to be tried again.
 #![expect(unsafe_code, reason = "ends registrations and driver allocations")]
 
 use super::{Cause, Reach, RegionError, Step, claims, mapping::Mapping, retired::retire, window};
@@ -76,8 +77,8 @@ pub(super) struct DriverBlock {
 }
 
 impl DriverBlock {
-    /// Answers for `span` from now on. If it could not be told from foreign memory later it is freed, and the charge
-    /// comes back, unless the block was stranded with it.
+    /// Answers for `span` from now on. If it could not be told from foreign memory later it is
+    /// freed, and the charge comes back, unless the block was stranded with it.
     pub(super) fn new(span: Span, reach: Reach, charge: Charge) -> Result<Self, Option<Charge>> {
         let mut block = Self { span, reach, charge: Some(charge) };
         if window::note_outside(span) { Ok(block) } else { Err(block.end().ok().flatten()) }
@@ -93,8 +94,8 @@ impl DriverBlock {
         }
         let Some(address) = pointer(self.span.start) else { return Ok(self.charge.take()) };
         let _relaxed = Relaxed::enter(&*self.reach.driver);
-        // SAFETY: 1. it came from this driver, and the charge says that it has not been freed. 2. the region's owner has
-        // ended.
+        // SAFETY: 1. it came from this driver, and the charge says that it has not been freed. 2.
+        // the region's owner has ended.
         let freed = self.reach.call(|driver, device| unsafe { driver.host_free(device, address) });
         freed.or_else(forgive)?;
         window::forget_outside(self.span);
@@ -115,7 +116,8 @@ impl Drop for DriverBlock {
     }
 }
 
-/// A driver that has gone, at the end of the process, has ended everything; and what it never heard of needs no end.
+/// A driver that has gone, at the end of the process, has ended everything; and what it never heard
+/// of needs no end.
 fn forgive(error: DriverError) -> Result<(), DriverError> {
     const NOT_REGISTERED: u32 = 713;
     if error.is_driver_gone() || error.code == NOT_REGISTERED { Ok(()) } else { Err(error) }
@@ -195,7 +197,8 @@ impl Backing {
             return Ok(());
         };
         let _relaxed = Relaxed::enter(&*reach.driver);
-        // SAFETY: 1. the part is populated and stays mapped until `unregister` has ended the registration.
+        // SAFETY: 1. the part is populated and stays mapped until `unregister` has ended the
+        // registration.
         reach.call(|driver, device| unsafe {
             driver.host_register(device, address, part.len, flags)
         })?;
@@ -212,7 +215,8 @@ impl Backing {
         let _relaxed = Relaxed::enter(&*reach.driver);
         while let Some(part) = self.registrations.last() {
             if let Some(address) = pointer(part.start) {
-                // SAFETY: 1. the start of a registration that has not been ended. 2. the region's owner has ended.
+                // SAFETY: 1. the start of a registration that has not been ended. 2. the region's
+                // owner has ended.
                 let ended =
                     reach.call(|driver, device| unsafe { driver.host_unregister(device, address) });
                 ended.or_else(forgive)?;
@@ -222,13 +226,14 @@ impl Backing {
         Ok(())
     }
 
-    /// Ends everything and answers with the charge, if nobody else holds the memory. Waits for queued work first.
+    /// Ends everything and answers with the charge, if nobody else holds the memory. Waits for
+    /// queued work first.
     ///
     /// # Errors
     /// What would not end, which is stranded then.
     pub(super) fn end(&mut self) -> Result<Option<Charge>, RegionError> {
-        // A gate that cannot tell belongs to a device that is lost, on which nothing runs any more: what the driver makes
-        // of it is told below.
+        // A gate that cannot tell belongs to a device that is lost, on which nothing runs any more:
+        // what the driver makes of it is told below.
         let shut = self.gates.iter().any(|gate| gate.wait(None) == Ok(false));
         if shut {
             return Err(RegionError::new(Step::Register, Cause::InUse));
@@ -256,7 +261,8 @@ impl Backing {
         answer
     }
 
-    /// Ends the registrations and answers with the mapping; `None` if the driver keeps one, or a worker is at it.
+    /// Ends the registrations and answers with the mapping; `None` if the driver keeps one, or a
+    /// worker is at it.
     pub(super) fn into_mapping(mut self) -> Option<Mapping> {
         self.unregister().ok()?;
         match self.memory.take()? {
@@ -267,7 +273,8 @@ impl Backing {
 
     pub(super) fn close(mut self) -> Result<(), RegionError> {
         let ended = self.end().map(drop);
-        // What is left would be tried once more by Drop, and might end after the error has been told.
+        // What is left would be tried once more by Drop, and might end after the error has been
+        // told.
         if self.memory.is_some() {
             self.strand();
         }
@@ -336,8 +343,8 @@ pub fn stranded_bytes() -> u64 {
     STRANDED_BYTES.load(Ordering::Relaxed)
 }
 
-/// Tries again to give back what is stranded, and returns what still is, in bytes. Making a region does it too, and every
-/// quiet point.
+/// Tries again to give back what is stranded, and returns what still is, in bytes. Making a region
+/// does it too, and every quiet point.
 /// Blocks while devices are busy, if there is anything to do.
 ///
 /// Its example is that of [`Region`](super::Region).

@@ -1,7 +1,7 @@
 //! Pages of other people's memory that are registered now.
 //!
-//! The driver pins whole pages. Two registrations that share one would depend on each other's end, so that a page is had
-//! by one at a time.
+//! The driver pins whole pages. Two registrations that share one would depend on each other's end,
+//! so that a page is had by one at a time.
 
 use super::window;
 use crate::kernel::{AcrossForks, Guard, Of, Span};

@@ -6,10 +6,11 @@ use crate::kernel::{Kernel, Span, pointer};
 use aquifer_core::SystemError;
 use std::{fs::File, os::fd::AsFd, slice};
 
-/// A whole file, mapped shared and read-only: the kind of file mapping that can be registered in place, so that a device
-/// reads weights from the page cache itself.
+/// A whole file, mapped shared and read-only: the kind of file mapping that can be registered in
+/// place, so that a device reads weights from the page cache itself.
 ///
-/// Its pages are read in when they are touched, or registered. Where the driver refuses to register it, a stager moves it.
+/// Its pages are read in when they are touched, or registered. Where the driver refuses to register
+/// it, a stager moves it.
 ///
 /// ```
 /// use aquifer_host::{kernel::Kernel, region::FileMap};
@@ -30,8 +31,8 @@ impl FileMap {
     /// Maps a file (`mmap`, `PROT_READ`, `MAP_SHARED`).
     ///
     /// # Safety
-    /// 1. While it is mapped nobody writes the file or makes it shorter: what is read here would change under a
-    ///    reference, or end the process by a signal.
+    /// 1. While it is mapped nobody writes the file or makes it shorter: what is read here would
+    ///    change under a reference, or end the process by a signal.
     ///
     /// # Errors
     /// The kernel's: `EINVAL` for an empty file.
@@ -52,7 +53,8 @@ impl FileMap {
     #[must_use]
     pub fn bytes(&self) -> &[u8] {
         let Some(start) = pointer(self.span.start) else { return &[] };
-        // SAFETY: 1. mapped for reading while `self` lives. 2. nobody writes the file, by the maker's word.
+        // SAFETY: 1. mapped for reading while `self` lives. 2. nobody writes the file, by the
+        // maker's word.
         unsafe { slice::from_raw_parts(start.as_ptr(), self.span.len) }
     }
 }
@@ -60,7 +62,8 @@ impl FileMap {
 impl Drop for FileMap {
     fn drop(&mut self) {
         // SAFETY: 1. the last one to use it is being dropped.
-        // A kernel that cannot end it keeps pages of the page cache, which it may drop when it likes.
+        // A kernel that cannot end it keeps pages of the page cache, which it may drop when it
+        // likes.
         let _ = unsafe { self.kernel.unmap_file(self.span) };
     }
 }

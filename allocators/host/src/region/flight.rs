@@ -7,7 +7,8 @@ use aquifer_stream::HostOwned;
 use std::{ptr::NonNull, sync::Arc};
 
 // SAFETY: 1. a region's memory was written when it was populated, and does not move with it.
-// 2. the backing keeps the gate, and neither unmaps nor gives anything out before it is open: dropped, it is retired.
+// 2. the backing keeps the gate, and neither unmaps nor gives anything out before it is open:
+//    dropped, it is retired.
 unsafe impl HostOwned for Region {
     type Item = u8;
 
@@ -22,7 +23,8 @@ unsafe impl HostOwned for Region {
 }
 
 // SAFETY: 1. `Pinnable` promises initialised elements that stay where they are.
-// 2. the backing keeps the gate, and is retired with its owner if it is dropped before that is open; until then nobody has
+// 2. the backing keeps the gate, and is retired with its owner if it is dropped before that is
+//    open; until then nobody has
 // the owner. What may not be written is left out, since a download would write it.
 unsafe impl<T: PinnableMut> HostOwned for InPlace<T> {
     type Item = T::Item;

@@ -1,8 +1,9 @@
 //! Memory that is pinned where it lies.
 //!
-//! Copies from memory that the driver does not know go through its own small buffers at a sixth of the link's speed. What
-//! is large and stays can be registered as it is, at some 50 GB/s once its pages are there. [`InPlace`] does that for memory
-//! that it is given, [`scope`] and [`scope_mut`] for memory that is lent to a closure; nothing is moved or copied.
+//! Copies from memory that the driver does not know go through its own small buffers at a sixth of
+//! the link's speed. What is large and stays can be registered as it is, at some 50 GB/s once its
+//! pages are there. [`InPlace`] does that for memory that it is given, [`scope`] and [`scope_mut`]
+//! for memory that is lent to a closure; nothing is moved or copied.
 //!
 //! | memory | registered |
 //! |---|---|
@@ -10,15 +11,18 @@
 //! | files mapped shared and read-only | yes, as memory that devices only read, where the driver can |
 //! | files mapped to be written, or privately | no: a stager moves them |
 //!
-//! What a range is, is asked of the kernel before the driver is asked for anything: a driver that is asked to register a
-//! file which is mapped privately and read-only does not return.
+//! What a range is, is asked of the kernel before the driver is asked for anything: a driver that
+//! is asked to register a file which is mapped privately and read-only does not return.
 //!
 //! # What surprises
-//! - The driver pins whole pages, so that what shares the first and the last page with the memory is pinned too, and two
-//!   registrations may not meet in a page: the second is refused ([`Cause::AlreadyPinned`]).
-//! - A process that forks has the kernel copy pinned pages for the child at once. Our own regions are kept from children;
-//!   other people's memory is not, since a child that touched a neighbour in the same page would die.
-//! - Registering slows other threads' launches, and ending it waits for the device: see [`region`](super).
+//! - The driver pins whole pages, so that what shares the first and the last page with the memory
+//!   is pinned too, and two registrations may not meet in a page: the second is refused
+//!   ([`Cause::AlreadyPinned`]).
+//! - A process that forks has the kernel copy pinned pages for the child at once. Our own regions
+//!   are kept from children; other people's memory is not, since a child that touched a neighbour
+//!   in the same page would die.
+//! - Registering slows other threads' launches, and ending it waits for the device: see
+//!   [`region`](super).
 
 use super::{
     Host, RegionError, Shortfall, Step,
@@ -51,8 +55,8 @@ mod owners {
     /// An owner of memory that stays where it is.
     ///
     /// # Safety
-    /// 1. [`Pinnable::items`] answers with the same initialised elements each time, however the owner is moved, and these
-    ///    stay mapped, with the same pages, until it is dropped.
+    /// 1. [`Pinnable::items`] answers with the same initialised elements each time, however the
+    ///    owner is moved, and these stay mapped, with the same pages, until it is dropped.
     /// 2. Nobody else writes them meanwhile.
     pub unsafe trait Pinnable: Send + 'static {
         /// The elements' type.
@@ -98,9 +102,10 @@ mod owners {
 
 /// Memory that is pinned where it lies, with its owner.
 ///
-/// It can be copied asynchronously in safe code, by `Stream::upload` where it may be written, else in a scope. Dropping it ends the registration and
-/// drops the owner; if such a copy is still on its way, that is left for [`end_retired`](super::end_retired). Forgetting it
-/// leaks both and races with nothing.
+/// It can be copied asynchronously in safe code, by `Stream::upload` where it may be written, else
+/// in a scope. Dropping it ends the registration and drops the owner; if such a copy is still on
+/// its way, that is left for [`end_retired`](super::end_retired). Forgetting it leaks both and
+/// races with nothing.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -182,13 +187,14 @@ impl<T> From<Refused<T>> for RegionError {
 }
 
 impl<T: Pinnable> InPlace<T> {
-    /// Pins `memory` for devices (`cuMemHostRegister`) and keeps it. The pages it lies in are charged first, and taken by
-    /// several workers if they are not there yet. Blocks meanwhile. A file's map is registered as memory that devices only
-    /// read, whatever `flags` say.
+    /// Pins `memory` for devices (`cuMemHostRegister`) and keeps it. The pages it lies in are
+    /// charged first, and taken by several workers if they are not there yet. Blocks meanwhile. A
+    /// file's map is registered as memory that devices only read, whatever `flags` say.
     ///
     /// # Errors
     /// [`Refused`] with `memory` in it: [`Cause::NotInPlace`] for memory that a stager has to move,
-    /// [`Cause::AlreadyPinned`], [`Cause::NoDriver`], the budget's, the driver's. Nothing is pinned.
+    /// [`Cause::AlreadyPinned`], [`Cause::NoDriver`], the budget's, the driver's. Nothing is
+    /// pinned.
     pub fn new(
         host: &Host,
         budget: &Budget,
@@ -247,8 +253,8 @@ impl<T: Pinnable> InPlace<T> {
         &mut self.backing
     }
 
-    /// Ends the registration and gives the memory back. Blocks until copies that are on their way, and the device, are
-    /// done.
+    /// Ends the registration and gives the memory back. Blocks until copies that are on their way,
+    /// and the device, are done.
     ///
     /// # Errors
     /// The driver's, if it will not end it: it is stranded then, together with the memory.
@@ -267,7 +273,8 @@ impl<T: Pinnable> InPlace<T> {
         }
     }
 
-    /// Gives it up without ending it: that is left for [`end_retired`](super::end_retired), which drops the owner too.
+    /// Gives it up without ending it: that is left for [`end_retired`](super::end_retired), which
+    /// drops the owner too.
     pub fn retire(self) {
         let (mut backing, owner) = self.into_parts();
         backing.keep(owner);
@@ -312,8 +319,8 @@ impl<T: Pinnable> fmt::Debug for InPlace<T> {
 
 /// Pins `memory` for devices while `work` runs, which copies from it.
 ///
-/// The registration ends before this returns, also on unwind, and nothing in it can be forgotten. Work that was queued
-/// outside a stream's own scope must be done by then.
+/// The registration ends before this returns, also on unwind, and nothing in it can be forgotten.
+/// Work that was queued outside a stream's own scope must be done by then.
 ///
 /// ```
 /// # use aquifer_core::Budget;
@@ -333,8 +340,9 @@ impl<T: Pinnable> fmt::Debug for InPlace<T> {
 /// ```
 ///
 /// # Errors
-/// As [`InPlace::new`], and `work` has not run; the driver's if it would not end the registration afterwards, which is
-/// tried again then ([`retry_stranded`](super::retry_stranded)): until it is ended the memory must not be given back.
+/// As [`InPlace::new`], and `work` has not run; the driver's if it would not end the registration
+/// afterwards, which is tried again then ([`retry_stranded`](super::retry_stranded)): until it is
+/// ended the memory must not be given back.
 pub fn scope<T: Pod, R>(
     host: &Host,
     budget: &Budget,
@@ -451,7 +459,8 @@ fn register(
     };
     match backing.register(pages, flags) {
         Ok(()) => Ok(None),
-        // Some devices cannot be kept from writing. Memory that may be written is pinned all the same.
+        // Some devices cannot be kept from writing. Memory that may be written is pinned all the
+        // same.
         Err(e) if flags.read_only && written && e.code != ALREADY_REGISTERED => {
             let mut lesser = flags;
             lesser.read_only = false;
@@ -462,8 +471,8 @@ fn register(
     }
 }
 
-/// Has several workers take the pages that are not there yet, which the driver would take one by one. If that fails the
-/// driver still does.
+/// Has several workers take the pages that are not there yet, which the driver would take one by
+/// one. If that fails the driver still does.
 fn populate(host: &Host, pages: Span, written: bool) -> Option<Shortfall> {
     const PIECE: usize = super::RegionRequest::PIECE;
     let count = pages.len.div_ceil(PIECE);

@@ -55,13 +55,14 @@ struct Making<'a> {
     /// Where the pages should be, and the workers that touch them.
     node: Option<NodeId>,
     crew: Option<NodeId>,
-    /// No worker on the node was to be had: the pages were touched from wherever this thread, or an unbound worker, runs.
+    /// No worker on the node was to be had: the pages were touched from wherever this thread, or
+    /// an unbound worker, runs.
     by_hand: bool,
     shortfalls: Vec<Shortfall>,
 }
 
-/// A way that did not lead to a region. Without the charge there is no other way to go: a worker or the driver holds
-/// the memory still, and gives it back with the charge.
+/// A way that did not lead to a region. Without the charge there is no other way to go: a worker or
+/// the driver holds the memory still, and gives it back with the charge.
 struct Failed {
     charge: Option<Charge>,
     step: Step,
@@ -258,7 +259,8 @@ impl<'a> Making<'a> {
         loop {
             match self.with_tier(mapping, tier, reach.clone()) {
                 Ok(made) => return Ok(made),
-                // The pool of huge pages promised what it cannot keep, or was emptied by somebody else.
+                // The pool of huge pages promised what it cannot keep, or was emptied by somebody
+                // else.
                 Err((Some(again), step, cause))
                     if self.may_have_lesser_pages(tier, step, &cause) =>
                 {
@@ -278,7 +280,8 @@ impl<'a> Making<'a> {
         }
     }
 
-    /// Maps, protects, places, populates and registers. On failure the mapping comes back if nobody is at it.
+    /// Maps, protects, places, populates and registers. On failure the mapping comes back if nobody
+    /// is at it.
     fn with_tier(
         &mut self,
         mut mapping: Mapping,
@@ -289,7 +292,8 @@ impl<'a> Making<'a> {
         if let Err(e) = self.map(&mut mapping, tier) {
             return Err((Some(mapping), Step::Map, Cause::System(e)));
         }
-        // A child that shared pinned pages would make the kernel copy them, and the device would not follow.
+        // A child that shared pinned pages would make the kernel copy them, and the device would
+        // not follow.
         if let Err(e) = mapping.advise(Advice::DontFork) {
             return Err((Some(mapping), Step::Protect, Cause::System(e)));
         }
@@ -356,14 +360,16 @@ impl<'a> Making<'a> {
         }
     }
 
-    /// Memory that the driver allocates, on a worker of the node, since it lies where that thread runs.
+    /// Memory that the driver allocates, on a worker of the node, since it lies where that thread
+    /// runs.
     fn driver_memory(&mut self, charge: Charge, reach: &Reach) -> Result<Made, Failed> {
         if self.flags.read_only {
             self.flags.read_only = false;
             self.fell_short(Step::DriverAlloc, Cause::Writable);
         }
         let (bytes, flags) = (self.bytes, self.flags);
-        // What the worker makes answers for itself from the start: if nobody fetches it, it is freed.
+        // What the worker makes answers for itself from the start: if nobody fetches it, it is
+        // freed.
         let kept = Arc::new(Mutex::new(Some(charge)));
         let (for_worker, its_reach) = (kept.clone(), reach.clone());
         let allocate = move || {

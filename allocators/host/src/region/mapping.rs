@@ -14,8 +14,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 /// A range of the window and the memory in it.
 ///
-/// Workers hold it while they populate, so the memory goes when the last of them is done with it, whoever has given up
-/// waiting. The charge stands here for the same reason: it ends with the memory.
+/// Workers hold it while they populate, so the memory goes when the last of them is done with it,
+/// whoever has given up waiting. The charge stands here for the same reason: it ends with the
+/// memory.
 #[derive(Debug)]
 pub(super) struct Mapping {
     span: Span,
@@ -70,15 +71,16 @@ impl Mapping {
 
     /// Maps fresh memory. A second call replaces what the first one mapped.
     pub(super) fn map(&mut self, tier: PageTier) -> Result<(), SystemError> {
-        // SAFETY: 1. the range was carved for this mapping, and `&mut` says that no worker is at it.
+        // SAFETY: 1. the range was carved for this mapping, and `&mut` says that no worker is at
+        // it.
         unsafe { self.kernel.map(self.span, tier.map_pages())? };
         (self.mapped, self.fresh) = (true, true);
         self.file = None;
         Ok(())
     }
 
-    /// Maps memory that other processes can map too: of a new file, or of `file`. A second call replaces what the first
-    /// one mapped.
+    /// Maps memory that other processes can map too: of a new file, or of `file`. A second call
+    /// replaces what the first one mapped.
     pub(super) fn map_shared(
         &mut self,
         tier: PageTier,
@@ -104,7 +106,8 @@ impl Mapping {
     /// Populates a part, which workers may do from several threads, each its own part.
     ///
     /// # Errors
-    /// The kernel's. With huge pages of the pool there is no way around it: a page that is not there would be a signal.
+    /// The kernel's. With huge pages of the pool there is no way around it: a page that is not
+    /// there would be a signal.
     pub(super) fn populate(
         &self,
         offset: usize,
@@ -126,7 +129,8 @@ impl Mapping {
                 Ok(Populated::ByKernel)
             }
             Err(e) if e.errno == libc::EINVAL && tier.page().is_none() && self.fresh => {
-                // SAFETY: 1. inside our own mapping, which nobody has written yet: zeros over zeros, by one worker each.
+                // SAFETY: 1. inside our own mapping, which nobody has written yet: zeros over
+                // zeros, by one worker each.
                 // 2. not huge pages of the pool.
                 unsafe { self.kernel.touch(part, page) };
                 Ok(Populated::ByTouch)
@@ -144,7 +148,8 @@ impl Mapping {
             return Ok(None);
         }
         if self.mapped {
-            // SAFETY: 1. our own range; `&mut` says that no worker is at it, and whoever used the region has ended.
+            // SAFETY: 1. our own range; `&mut` says that no worker is at it, and whoever used the
+            // region has ended.
             unsafe { self.kernel.unmap(self.span)? };
             self.mapped = false;
         }

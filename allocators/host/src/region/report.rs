@@ -21,7 +21,8 @@ pub enum PageTier {
     Transparent,
     /// Huge pages of 2 MiB from the reserved pool.
     HugeTlb,
-    /// Huge pages of 1 GiB from the reserved pool. Regions are whole multiples of that then, or get less.
+    /// Huge pages of 1 GiB from the reserved pool. Regions are whole multiples of that then, or get
+    /// less.
     HugeTlb1G,
 }
 
@@ -174,8 +175,8 @@ pub enum Cause {
     NotOffered,
     /// The kernel is too old to populate: each page was written instead.
     Touched,
-    /// The kernel took so long over making huge pages (it moves others' memory together for them) that base pages were
-    /// faster, and the rest was taken in those.
+    /// The kernel took so long over making huge pages (it moves others' memory together for them)
+    /// that base pages were faster, and the rest was taken in those.
     Stalled {
         /// Bytes in base pages.
         bytes: u64,
@@ -195,8 +196,8 @@ pub enum Cause {
     InUse,
     /// Memory that cannot be registered where it lies, so that a stager has to move it.
     NotInPlace(Unfit),
-    /// Some of it is pinned already: by another registration in place, maybe of another part of the same page, or as a
-    /// region.
+    /// Some of it is pinned already: by another registration in place, maybe of another part of the
+    /// same page, or as a region.
     AlreadyPinned(Span),
     /// Pages are elsewhere, or the kernel would not tell, and the request was strict.
     Misplaced {
@@ -219,10 +220,11 @@ pub enum Cause {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 #[non_exhaustive]
 pub enum Unfit {
-    /// A file that is mapped to be written, shared or private: the driver refuses the one, and copies each page of the
-    /// other first.
+    /// A file that is mapped to be written, shared or private: the driver refuses the one, and
+    /// copies each page of the other first.
     WritableFile,
-    /// A file that is mapped privately to be read. A driver that is asked to register that does not return.
+    /// A file that is mapped privately to be read. A driver that is asked to register that does not
+    /// return.
     PrivateFile,
     /// Memory without a file that may not be written.
     Protected,

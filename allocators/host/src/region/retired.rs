@@ -1,7 +1,8 @@
 //! Regions and registrations that nobody has any more, and that have not been ended yet.
 //!
-//! Ending a registration makes the driver wait for the whole device, so it is not done where a program is busy: what is
-//! given up early waits here, mapped, registered and charged, for a quiet point.
+//! Ending a registration makes the driver wait for the whole device, so it is not done where a
+//! program is busy: what is given up early waits here, mapped, registered and charged, for a quiet
+//! point.
 
 use super::backing::{Backing, retry_stranded, stranded_bytes};
 use crate::kernel::{AcrossForks, Guard, Of, Process};
@@ -29,9 +30,10 @@ pub fn retired_bytes() -> u64 {
     BYTES.load(Ordering::Relaxed)
 }
 
-/// Ends what was [retired](super::Region::retire), or dropped while a copy was on its way, unless one still is, and
-/// [what is stranded](super::retry_stranded). Returns the bytes that were ended: what the driver refuses to end is stranded
-/// and does not count. For quiet points: blocks until devices are idle, if there is anything to do.
+/// Ends what was [retired](super::Region::retire), or dropped while a copy was on its way, unless
+/// one still is, and [what is stranded](super::retry_stranded). Returns the bytes that were ended:
+/// what the driver refuses to end is stranded and does not count. For quiet points: blocks until
+/// devices are idle, if there is anything to do.
 ///
 /// A budget that would refuse a new region has it done first.
 ///

@@ -11,15 +11,18 @@ use std::{
     ptr::NonNull,
 };
 
-/// A region of a memory file (`memfd_create`), for several processes: one makes it, the others are given its file over a
-/// socket or by inheritance, and each registers the same pages with its own driver.
+/// A region of a memory file (`memfd_create`), for several processes: one makes it, the others are
+/// given its file over a socket or by inheritance, and each registers the same pages with its own
+/// driver.
 ///
-/// The file's size is sealed, so that nobody can cut it off under a device. Its memory lives until the last process has let
-/// go of mapping and file. Each process charges what it maps to a budget of its own.
+/// The file's size is sealed, so that nobody can cut it off under a device. Its memory lives until
+/// the last process has let go of mapping and file. Each process charges what it maps to a budget
+/// of its own.
 ///
-/// What surprises: others may write at any time, so that looking at it as a slice is `unsafe`. Transparent huge pages come
-/// only where the system gives them to shared memory (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), which most do
-/// not: the report says base pages. There is no fall-back to memory of the driver's own, which nobody else can map.
+/// What surprises: others may write at any time, so that looking at it as a slice is `unsafe`.
+/// Transparent huge pages come only where the system gives them to shared memory
+/// (`/sys/kernel/mm/transparent_hugepage/shmem_enabled`), which most do not: the report says base
+/// pages. There is no fall-back to memory of the driver's own, which nobody else can map.
 ///
 /// ```
 /// use aquifer_core::Budget;
@@ -53,8 +56,9 @@ impl SharedRegion {
         Self::made(host, budget, request, make::Sharing::New)
     }
 
-    /// Maps and registers one that another process made. How many bytes it has, and on which pages, is the file's to say;
-    /// the rest is the request's. Its pages lie where its maker had them placed.
+    /// Maps and registers one that another process made. How many bytes it has, and on which pages,
+    /// is the file's to say; the rest is the request's. Its pages lie where its maker had them
+    /// placed.
     ///
     /// # Errors
     /// `EPERM` at [`Step::Map`] for a file whose size is not sealed; as [`Region::new`].

@@ -1,9 +1,10 @@
 //! Whether making huge pages takes longer than it is worth.
 //!
-//! Where free memory is in pieces, the kernel moves pages about until it has a huge one, inside the call that populates,
-//! at a hundredth of the usual speed. That is not a matter of the machine alone: a virtual machine whose memory grows on
-//! demand is slow for every page. So slowness only raises the question, and one piece in base pages answers it. Times are
-//! the processor's: on a busy machine the clock goes on while others run.
+//! Where free memory is in pieces, the kernel moves pages about until it has a huge one, inside the
+//! call that populates, at a hundredth of the usual speed. That is not a matter of the machine
+//! alone: a virtual machine whose memory grows on demand is slow for every page. So slowness only
+//! raises the question, and one piece in base pages answers it. Times are the processor's: on a
+//! busy machine the clock goes on while others run.
 //!
 //! ```text
 //!   watching ── a piece is slow ──► asked ── the next piece, in base pages ──► twice as fast? ── yes ──► base pages, to the end
@@ -58,7 +59,8 @@ impl Default for State {
 
 /// Nanoseconds per byte at which nothing is wrong: a thread makes huge pages at some 0.13.
 const QUICK: f64 = 1.0;
-/// Nanoseconds per byte that are slow even for the first piece: a quarter of a gigabyte a second and thread.
+/// Nanoseconds per byte that are slow even for the first piece: a quarter of a gigabyte a second
+/// and thread.
 const SLOW: f64 = 4.0;
 /// How many times the fastest piece's time is slow.
 const TIMES: f64 = 8.0;

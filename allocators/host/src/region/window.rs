@@ -1,13 +1,13 @@
 //! The range of addresses that all our mappings lie in.
 //!
-//! "Is it ours" is asked on the way of every free of a routed allocation, from any thread, so it must cost a compare and
-//! no lock. The first region reserves a range of addresses for the process, which takes no memory, and regions are
-//! mapped inside it with a gap between any two, so that they never touch. A range that is given back stays reserved:
-//! nobody else's mapping ever lies in the window, but in a child process after a fork, which inherits neither regions
-//! nor pools.
+//! "Is it ours" is asked on the way of every free of a routed allocation, from any thread, so it
+//! must cost a compare and no lock. The first region reserves a range of addresses for the process,
+//! which takes no memory, and regions are mapped inside it with a gap between any two, so that they
+//! never touch. A range that is given back stays reserved: nobody else's mapping ever lies in the
+//! window, but in a child process after a fork, which inherits neither regions nor pools.
 //!
-//! Memory that the driver allocated lies wherever the driver put it. There are few such regions, and a table of them
-//! stands beside the window.
+//! Memory that the driver allocated lies wherever the driver put it. There are few such regions,
+//! and a table of them stands beside the window.
 
 use crate::kernel::{AcrossForks, Guard, Kernel, Of, Span};
 use aquifer_core::SystemError;
@@ -22,7 +22,8 @@ use std::{
 /// What regions are aligned to, and the least gap between two: a huge page, in bytes.
 pub const GRANULE: usize = 2 << 20;
 
-/// The most addresses that are reserved; half as many, and again half, where the address space is limited.
+/// The most addresses that are reserved; half as many, and again half, where the address space is
+/// limited.
 const LARGEST: usize = 1 << 42;
 const SMALLEST: usize = 1 << 30;
 
@@ -72,18 +73,19 @@ impl Free {
     }
 }
 
-/// Memory of the driver's: the first page's number in the upper 36 bits, how many pages in the lower 28, so that one
-/// load sees both. Zero is no entry.
+/// Memory of the driver's: the first page's number in the upper 36 bits, how many pages in the
+/// lower 28, so that one load sees both. Zero is no entry.
 static OUTSIDE: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
 /// How many entries there are.
 static OUTSIDE_USED: AtomicUsize = AtomicUsize::new(0);
 
 const PAGE: u64 = 4096;
 
-/// Whether an address lies in a region of this process, or in the gaps between. Never blocks; one compare as long as no
-/// region was allocated by the driver itself.
+/// Whether an address lies in a region of this process, or in the gaps between. Never blocks; one
+/// compare as long as no region was allocated by the driver itself.
 ///
-/// For an address of a live region the answer is always yes, and for any other mapping of the process always no.
+/// For an address of a live region the answer is always yes, and for any other mapping of the
+/// process always no.
 #[must_use]
 pub fn contains(address: usize) -> bool {
     let len = LEN.load(Ordering::Acquire);
@@ -92,7 +94,8 @@ pub fn contains(address: usize) -> bool {
         || (OUTSIDE_USED.load(Ordering::Acquire) > 0 && is_outside(address))
 }
 
-/// Where the window lies, once a region has been made. It never changes; memory of the driver's own lies elsewhere.
+/// Where the window lies, once a region has been made. It never changes; memory of the driver's own
+/// lies elsewhere.
 ///
 /// Its example is that of [`contains`].
 #[must_use]
@@ -119,8 +122,8 @@ const fn out_of_addresses() -> SystemError {
     SystemError { call: "mmap", errno: libc::ENOMEM }
 }
 
-/// Takes addresses for a region of `bytes` that begin at a multiple of `align`, a power of two and a multiple of
-/// [`GRANULE`]; the first time, reserves the window.
+/// Takes addresses for a region of `bytes` that begin at a multiple of `align`, a power of two and
+/// a multiple of [`GRANULE`]; the first time, reserves the window.
 pub(super) fn carve(kernel: &Kernel, bytes: usize, align: usize) -> Result<Span, SystemError> {
     let padded = bytes.checked_next_multiple_of(GRANULE).and_then(|n| n.checked_add(GRANULE));
     let padded = padded.ok_or(out_of_addresses())?;

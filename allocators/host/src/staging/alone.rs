@@ -1,8 +1,9 @@
-//! Beginning a transfer: on which stream its operands are ordered, and those that the calling thread makes by itself.
+//! Beginning a transfer: on which stream its operands are ordered, and those that the calling
+//! thread makes by itself.
 //!
-//! Waking a worker takes as long as a thread takes to copy some hundred KiB, and an order between two streams as long as the
-//! driver takes to queue ten copies. So a short transfer is one copy on the operand's home stream, where program order is
-//! all the order there is, and a wait:
+//! Waking a worker takes as long as a thread takes to copy some hundred KiB, and an order between
+//! two streams as long as the driver takes to queue ten copies. So a short transfer is one copy on
+//! the operand's home stream, where program order is all the order there is, and a wait:
 //!
 //! ```text
 //!   to the device          memory ──► home stream           up to `direct`: the driver copies it into its own buffers
@@ -30,9 +31,10 @@ use std::{ptr::NonNull, sync::Arc};
 /// Bytes that go at once. One more copy costs as much time as 50 KiB take on the link.
 const AT_ONCE: usize = 96 << 10;
 
-/// Where the pieces of a transfer of so many bytes end but for the last: while one is on its way the thread copies the next.
-/// To the device each is two thirds of what is left. The link is three times as fast as the thread, so each has arrived
-/// when the next is copied, and only the last, which is short, is waited for. To the host the shortest comes first.
+/// Where the pieces of a transfer of so many bytes end but for the last: while one is on its way
+/// the thread copies the next. To the device each is two thirds of what is left. The link is three
+/// times as fast as the thread, so each has arrived when the next is copied, and only the last,
+/// which is short, is waited for. To the host the shortest comes first.
 ///
 /// ```text
 ///   to the device   copy ────────────┬──────┬───┬─┐          to the host   link ─┬───┬──────┐
@@ -54,9 +56,9 @@ fn cuts(way: Way, total: usize) -> Vec<usize> {
 /// What cuts are multiples of from one end, so that copies begin with a line of the cache.
 const PAGE: usize = 4096;
 
-/// Bytes from which on the thread writes past its caches what it sends. It writes slower so, and the link, which need not
-/// ask the caches for what they have, is faster by more: 64 KiB arrive in 13 µs, and through the caches in 15; 16 KiB in
-/// 14, and through the caches in 10.
+/// Bytes from which on the thread writes past its caches what it sends. It writes slower so, and
+/// the link, which need not ask the caches for what they have, is faster by more: 64 KiB arrive in
+/// 13 µs, and through the caches in 15; 16 KiB in 14, and through the caches in 10.
 const PAST_CACHES: u64 = 32 << 10;
 
 /// The same for what it receives. Through the caches it takes 52 µs to copy 512 KiB.
@@ -83,7 +85,8 @@ impl Shared {
         }
     }
 
-    /// Orders operands for a stream: their home, where they have one that does not capture, else one of the stager's own.
+    /// Orders operands for a stream: their home, where they have one that does not capture, else
+    /// one of the stager's own.
     fn front(
         &self,
         home: Option<RawStream>,
@@ -109,8 +112,9 @@ impl Shared {
     /// Makes a transfer whose operands have been ordered, and does not begin it.
     ///
     /// # Safety
-    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody else's, the operands
-    ///    keep their ranges and are lent to nobody else, and the source or sink is there, until the transfer is finished.
+    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody
+    ///    else's, the operands keep their ranges and are lent to nobody else, and the source or
+    ///    sink is there, until the transfer is finished.
     pub(super) unsafe fn transfer(
         self: &Arc<Self>,
         parts: Parts,
@@ -124,8 +128,8 @@ impl Shared {
             Front::Own(road) => (road, None),
             Front::Home(home) => {
                 let road = self.take_road()?;
-                // Events of earlier transfers are recorded again, once they are seen to have passed. What a refusal means
-                // is told by the calls to come.
+                // Events of earlier transfers are recorded again, once they are seen to have
+                // passed. What a refusal means is told by the calls to come.
                 let _looked = home.poll();
                 // Now: what its user queues on the home stream later is nothing to wait for.
                 if let Err(error) = road.timeline().wait_for(&home, home.open()) {
@@ -140,7 +144,8 @@ impl Shared {
         Ok(Transfer::new(self, plan, road, home, permit))
     }
 
-    /// Whether a transfer between memory and the device is so short that the calling thread makes it.
+    /// Whether a transfer between memory and the device is so short that the calling thread makes
+    /// it.
     pub(super) fn is_short(&self, way: Way, bytes: u64) -> bool {
         bytes <= self.direct(way).max(self.alone(way))
     }
@@ -175,12 +180,12 @@ impl Shared {
         if said == Stores::Auto { auto } else { said }
     }
 
-    /// Copies by this thread, through a slot or, where it is not to be or there is none that is pinned, through the driver.
-    /// Blocks.
+    /// Copies by this thread, through a slot or, where it is not to be or there is none that is
+    /// pinned, through the driver. Blocks.
     ///
     /// # Safety
-    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody else's, and the operands
-    ///    keep their ranges and are lent to nobody else, while this runs.
+    /// 1. The memory that the parts name is readable or, where it is copied to, writable and nobody
+    ///    else's, and the operands keep their ranges and are lent to nobody else, while this runs.
     pub(super) unsafe fn move_alone(
         &self,
         parts: &Parts,
@@ -204,7 +209,8 @@ impl Shared {
         let slots = lent.lane.as_mut().map(|lane| &mut lane.slots[..]);
         let (moved, settled) = match slots {
             Some([slot, others @ ..]) if !direct => {
-                // SAFETY: 1. the caller's, and none is longer than a slot. 2. the operands have just been ordered.
+                // SAFETY: 1. the caller's, and none is longer than a slot. 2. the operands have
+                // just been ordered.
                 unsafe {
                     through_slot(
                         on,
@@ -236,7 +242,8 @@ impl Shared {
     }
 }
 
-/// Copies by the driver, and waits for that, with a slot for a word if there is one. Answers with what came of both.
+/// Copies by the driver, and waits for that, with a slot for a word if there is one. Answers with
+/// what came of both.
 ///
 /// # Safety
 /// 1. As [`Shared::move_alone`]. 2. The operands have been ordered for the stream.
@@ -254,7 +261,8 @@ unsafe fn through_driver(
         let _calling = on.calling()?;
         for part in parts.parts.iter().filter(|part| part.bytes > 0) {
             let HostSide::Memory(host) = part.host else { continue };
-            // SAFETY: 1. the caller's, and nothing is returned before the copies are done. 2. the caller's.
+            // SAFETY: 1. the caller's, and nothing is returned before the copies are done. 2. the
+            // caller's.
             let copied = unsafe {
                 match parts.way {
                     Way::Up => driver.copy_to_device(raw, part.device, host, part.bytes as usize),
@@ -266,14 +274,17 @@ unsafe fn through_driver(
         Ok(())
     };
     let queued = queue();
-    // Also after a refusal: some may have been queued. The memory is borrowed, and the driver reads or writes it itself.
+    // Also after a refusal: some may have been queued. The memory is borrowed, and the driver reads
+    // or writes it itself.
     (queued, waits.settle(word, on, settle_or_abort))
 }
 
-/// Copies through a slot, and waits for that, with another for a word if there is one. Answers with what came of both.
+/// Copies through a slot, and waits for that, with another for a word if there is one. Answers with
+/// what came of both.
 ///
 /// # Safety
-/// 1. As [`Shared::move_alone`]; the parts fit into a slot. 2. The operands have been ordered for the stream.
+/// 1. As [`Shared::move_alone`]; the parts fit into a slot. 2. The operands have been ordered for
+///    the stream.
 unsafe fn through_slot(
     on: &Timeline,
     waits: &Waits,
@@ -292,11 +303,11 @@ unsafe fn through_slot(
         Way::Up => {
             slot.touch(on, 0..at, HostAccess::Write);
             let queued = pieces.try_for_each(|piece| {
-                // SAFETY: 1. the caller's: the parts are readable, and fit into the slot, which is this thread's; no copy
-                // reads these bytes of it yet.
+                // SAFETY: 1. the caller's: the parts are readable, and fit into the slot, which is
+                // this thread's; no copy reads these bytes of it yet.
                 unsafe { move_host(Way::Up, start, piece, stores) };
-                // SAFETY: 1. the moves fit into the slot, where nobody touches them until they are known to be done. 2.
-                // the caller's.
+                // SAFETY: 1. the moves fit into the slot, where nobody touches them until they are
+                // known to be done. 2. the caller's.
                 unsafe { queue_moves(on, Way::Up, start, piece) }
             });
             // Also after a refusal: some may have been queued.
@@ -306,8 +317,8 @@ unsafe fn through_slot(
             // Behind each piece but the last an event: the stream is waited for then.
             let (mut points, mut queued) = (Vec::with_capacity(cuts.len()), Ok(()));
             for piece in pieces.clone() {
-                // SAFETY: 1. the moves fit into the slot, which is this thread's until they are known to be done. 2. the
-                // caller's.
+                // SAFETY: 1. the moves fit into the slot, which is this thread's until they are
+                // known to be done. 2. the caller's.
                 queued = unsafe { queue_moves(on, Way::Down, start, piece) };
                 if queued.is_err() {
                     break;
@@ -321,8 +332,8 @@ unsafe fn through_slot(
                 let bytes = piece.first().map_or(0, |one| one.at)
                     ..piece.last().map_or(0, |one| one.at + one.bytes);
                 slot.touch(on, bytes, HostAccess::Read);
-                // SAFETY: 1. the caller's: the parts are writable, and nobody else's; no copy touches these bytes of the
-                // slot any more.
+                // SAFETY: 1. the caller's: the parts are writable, and nobody else's; no copy
+                // touches these bytes of the slot any more.
                 unsafe { move_host(Way::Down, start, piece, stores) };
             };
             // One that cannot be waited for by itself comes with all others.
@@ -344,7 +355,8 @@ unsafe fn through_slot(
     (moved, settled)
 }
 
-/// Lists what a slot carries of parts that lie in it end to end, cut at those places. Answers with its bytes.
+/// Lists what a slot carries of parts that lie in it end to end, cut at those places. Answers with
+/// its bytes.
 fn cut_into(moves: &mut Vec<Move>, parts: &[Part], cuts: &[usize]) -> usize {
     moves.clear();
     let (mut at, mut cuts) = (0, cuts.iter().copied().peekable());
@@ -364,7 +376,8 @@ fn cut_into(moves: &mut Vec<Move>, parts: &[Part], cuts: &[usize]) -> usize {
 /// Copies between a slot that begins at `start` and memory.
 ///
 /// # Safety
-/// 1. The moves lie in the slot. Their memory is readable, or writable and nobody else's; so is the slot.
+/// 1. The moves lie in the slot. Their memory is readable, or writable and nobody else's; so is the
+///    slot.
 unsafe fn move_host(way: Way, start: NonNull<u8>, moves: &[Move], stores: Stores) {
     for one in moves {
         let HostSide::Memory(host) = one.host else { continue };
@@ -376,7 +389,8 @@ unsafe fn move_host(way: Way, start: NonNull<u8>, moves: &[Move], stores: Stores
     }
 }
 
-/// A lane, if there is one, whose slots are used on a stream. Dropped with it, that stream is waited for first.
+/// A lane, if there is one, whose slots are used on a stream. Dropped with it, that stream is
+/// waited for first.
 struct Lent<'a> {
     lane: Option<Lane>,
     on: &'a Arc<Timeline>,

@@ -6,13 +6,13 @@ use std::{error, fmt, io, sync::Arc};
 
 /// Why a transfer was not taken, or did not come to its end.
 ///
-/// A transfer that was not taken has changed nothing. Of one that ended early some bytes may have been moved; what else
-/// is in flight goes on.
+/// A transfer that was not taken has changed nothing. Of one that ended early some bytes may have
+/// been moved; what else is in flight goes on.
 #[derive(Clone)]
 #[non_exhaustive]
 pub enum StageError {
-    /// The driver, a pool or an operand refused: lengths that differ, a conflicting use, no pinned memory, a device that
-    /// is lost, a deadline that passed.
+    /// The driver, a pool or an operand refused: lengths that differ, a conflicting use, no pinned
+    /// memory, a device that is lost, a deadline that passed.
     Memory(MemoryError),
     /// A source answered with an error.
     Source {
@@ -111,8 +111,8 @@ impl From<MemoryError> for StageError {
 ///
 /// Its example is that of [`Stager`](crate::Stager).
 pub struct Failed<T> {
-    /// What was handed in; `None` only where it had been [taken](StageError::Taken) already. Of a download that failed
-    /// some bytes may have been written.
+    /// What was handed in; `None` only where it had been [taken](StageError::Taken) already. Of a
+    /// download that failed some bytes may have been written.
     pub back: Option<T>,
     /// Why.
     pub error: StageError,

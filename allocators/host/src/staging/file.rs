@@ -33,9 +33,9 @@ const USUAL_ALIGNMENT: usize = 4096;
 
 /// A file that a stager reads, through the page cache or past it.
 ///
-/// Direct reads begin and end on multiples of what the file system asks for (`statx`, or 4096); what lies before and
-/// behind goes through the page cache. A file system that refuses direct reads is read through the page cache, and
-/// [`FileSource::mode`] says so.
+/// Direct reads begin and end on multiples of what the file system asks for (`statx`, or 4096);
+/// what lies before and behind goes through the page cache. A file system that refuses direct reads
+/// is read through the page cache, and [`FileSource::mode`] says so.
 ///
 /// ```
 /// use aquifer_host::{FileSource, ReadMode, Source};
@@ -71,8 +71,9 @@ impl FileSource {
         let cached = File::open(path)?;
         let direct = match mode {
             ReadMode::Cached => {
-                // Chunks are read side by side, from the front to the back. The kernel takes that for random reads, and
-                // fetches little ahead, unless it is told: of a cold file eight threads read four times as much then.
+                // Chunks are read side by side, from the front to the back. The kernel takes that
+                // for random reads, and fetches little ahead, unless it is told: of a cold file
+                // eight threads read four times as much then.
                 let _advised =
                     posix_fadvise(&cached, 0, 0, PosixFadviseAdvice::POSIX_FADV_SEQUENTIAL);
                 None
@@ -114,8 +115,9 @@ impl FileSource {
         self.len().map(|len| len == 0)
     }
 
-    /// Asks the kernel to forget what it has of the file (`posix_fadvise`, `POSIX_FADV_DONTNEED`), so that the next read
-    /// comes from the disk. Pages that are dirty or that somebody has mapped stay.
+    /// Asks the kernel to forget what it has of the file (`posix_fadvise`, `POSIX_FADV_DONTNEED`),
+    /// so that the next read comes from the disk. Pages that are dirty or that somebody has mapped
+    /// stay.
     ///
     /// # Errors
     /// Those of `fsync` and of `posix_fadvise`.
@@ -164,11 +166,13 @@ fn direct(path: &Path, cached: &File) -> Option<Direct> {
     Some(Direct { file, align, refused: AtomicBool::new(false) })
 }
 
-/// What direct reads of a file must be aligned to, in bytes; `None` where the file system says that there are none.
+/// What direct reads of a file must be aligned to, in bytes; `None` where the file system says that
+/// there are none.
 fn direct_alignment(file: &File) -> Option<usize> {
     // SAFETY: 1. all zeros are a `statx`, which is plain numbers.
     let mut found: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: 1. the descriptor is open, the path an empty C string, and `found` a `statx` to be written.
+    // SAFETY: 1. the descriptor is open, the path an empty C string, and `found` a `statx` to be
+    // written.
     let answer = unsafe {
         libc::statx(
             file.as_raw_fd(),

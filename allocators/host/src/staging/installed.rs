@@ -17,8 +17,9 @@ static INSTALLED: OnceLock<Installed> = OnceLock::new();
 
 /// Makes `pool` the staging allocator of this process, once and for good.
 ///
-/// It cannot be taken back or replaced: what it has served lies in other libraries' hands. The process keeps a clone of the
-/// pool from then on, so that it is never closed, and its memory stays registered until the process ends.
+/// It cannot be taken back or replaced: what it has served lies in other libraries' hands. The
+/// process keeps a clone of the pool from then on, so that it is never closed, and its memory stays
+/// registered until the process ends.
 ///
 /// # Errors
 /// [`MemoryError::AlreadySet`] with the line that was first. The pool of that line stays.

@@ -43,9 +43,11 @@ pub(super) struct Slot {
     pub(super) moves: Vec<Move>,
     /// Of what it carries.
     pub(super) bytes: u64,
-    /// The end of the copies that are on their way between it and the device: an epoch of the stream that they are on.
+    /// The end of the copies that are on their way between it and the device: an epoch of the
+    /// stream that they are on.
     busy: Option<u64>,
-    /// Its copies have been handed in, and it is not to be touched before the receipt says what came of that.
+    /// Its copies have been handed in, and it is not to be touched before the receipt says what
+    /// came of that.
     handed_in: bool,
     receipt: Arc<Receipt>,
 }
@@ -70,7 +72,8 @@ impl Slot {
         Submission::new(self.start(), std::mem::take(&mut self.moves), self.receipt.clone())
     }
 
-    /// Has it back if its copies have been handed in, when they have been queued on this stream. Blocks until then.
+    /// Has it back if its copies have been handed in, when they have been queued on this stream.
+    /// Blocks until then.
     ///
     /// # Errors
     /// What refused them; the slot is busy all the same, since some may have been queued.
@@ -118,7 +121,8 @@ impl Lane {
         self.slots.iter().all(|slot| slot.pages.is_pinned())
     }
 
-    /// Waits until the copies of a slot are done, which were queued on this stream or are about to be.
+    /// Waits until the copies of a slot are done, which were queued on this stream or are about to
+    /// be.
     ///
     /// # Errors
     /// What refused them, or the wait; the slot stays busy.
@@ -147,7 +151,8 @@ impl Lane {
     /// # Errors
     /// As [`settle`]. The slots stay busy, and the lane is to be [discarded](Lanes::discard).
     pub(super) fn settle(&mut self, on: &Timeline) -> Result<()> {
-        // What refused them is told by whoever waits for the slot; here it is enough that no one queues them any more.
+        // What refused them is told by whoever waits for the slot; here it is enough that no one
+        // queues them any more.
         self.slots.iter_mut().for_each(|slot| drop(slot.take_back(on)));
         if self.slots.iter().any(Slot::is_busy) {
             settle(on)?;
@@ -156,8 +161,8 @@ impl Lane {
         Ok(())
     }
 
-    /// Gives the slots back to their pool, which keeps those with copies on their way until what has been queued on `behind`
-    /// is known to be done: of a lost device, for ever.
+    /// Gives the slots back to their pool, which keeps those with copies on their way until what
+    /// has been queued on `behind` is known to be done: of a lost device, for ever.
     fn retire(mut self, behind: &Arc<Timeline>) {
         let held = self.slots.iter_mut().filter(|slot| slot.is_busy()).all(|slot| {
             let point = Point::ahead(behind);
@@ -171,7 +176,8 @@ impl Lane {
     }
 }
 
-/// The lanes of one direction. There are never more than were asked for; they are made when they are first needed.
+/// The lanes of one direction. There are never more than were asked for; they are made when they
+/// are first needed.
 pub(super) struct Lanes {
     pool: PinnedPool,
     slots: usize,
@@ -188,8 +194,8 @@ struct State {
     made: usize,
     /// Threads that wait for one: waking nobody is a system call all the same.
     waiting: usize,
-    /// Threads that are about to make one, for whom none of these is to be given up: with memory for one, they would go on
-    /// giving and making.
+    /// Threads that are about to make one, for whom none of these is to be given up: with memory
+    /// for one, they would go on giving and making.
     kept: usize,
 }
 
@@ -251,7 +257,8 @@ impl Lanes {
         self.lock().idle.pop()
     }
 
-    /// A lane that nobody has now and that is pinned, made if it is the first. Blocks while the pool grows.
+    /// A lane that nobody has now and that is pinned, made if it is the first. Blocks while the
+    /// pool grows.
     pub(super) fn one_pinned(&self) -> Option<Lane> {
         let lane = match self.try_take() {
             Some(lane) => lane,
@@ -268,8 +275,8 @@ impl Lanes {
         None
     }
 
-    /// A lane, waited for while some other transfer has it, unless `given_up` says so, which is asked whenever
-    /// [`Lanes::call`] was called. `None` also if there are none any more.
+    /// A lane, waited for while some other transfer has it, unless `given_up` says so, which is
+    /// asked whenever [`Lanes::call`] was called. `None` also if there are none any more.
     pub(super) fn take(&self, given_up: impl Fn() -> bool) -> Option<Lane> {
         let mut state = self.lock();
         loop {
@@ -305,7 +312,8 @@ impl Lanes {
         self.wake(&state);
     }
 
-    /// Takes back a lane whose busy slots are touched by what was queued on a stream that nobody can wait for.
+    /// Takes back a lane whose busy slots are touched by what was queued on a stream that nobody
+    /// can wait for.
     pub(super) fn discard(&self, lane: Lane, behind: &Arc<Timeline>) {
         lane.retire(behind);
         self.forget_one();

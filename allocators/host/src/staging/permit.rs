@@ -36,8 +36,8 @@ impl Permits {
     }
 }
 
-/// Leave to have one more transfer under way. It is used up by a transfer until that is finished, or goes back when it is
-/// dropped.
+/// Leave to have one more transfer under way. It is used up by a transfer until that is finished,
+/// or goes back when it is dropped.
 ///
 /// ```
 /// # use aquifer_core::{Budget, DeviceId};
@@ -88,9 +88,11 @@ impl fmt::Debug for Permit {
 }
 
 impl Stager {
-    /// A permit for one more transfer. Blocks while [`StagerConfig::depth`](super::StagerConfig::depth) are under way.
+    /// A permit for one more transfer. Blocks while
+    /// [`StagerConfig::depth`](super::StagerConfig::depth) are under way.
     ///
-    /// In a child of the process that made the stager there is always one, and what is begun with it is refused.
+    /// In a child of the process that made the stager there is always one, and what is begun with
+    /// it is refused.
     pub fn permit(&self) -> Permit {
         if !self.shared.is_here() {
             return Permit { shared: self.shared.clone() };
@@ -137,7 +139,8 @@ impl Stager {
         Ok(Permit { shared: self.shared.clone() })
     }
 
-    /// A permit when there is one: a future of no particular runtime. Dropped early it has taken nothing.
+    /// A permit when there is one: a future of no particular runtime. Dropped early it has taken
+    /// nothing.
     pub fn ready(&self) -> Ready<'_> {
         Ready { stager: self }
     }

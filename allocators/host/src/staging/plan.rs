@@ -7,12 +7,13 @@
 //!   chunks   |‒|‒|‒|‒|──|──|──|──|────|────|────|────|───|──|─|‒|‒|‒|
 //! ```
 //!
-//! The first chunks are short, so that the first copy is on its way soon. With each round of the workers they grow to
-//! twice as much, bit by bit, so that workers who began together do not come to the driver together. The last ones are
-//! short too, so that nobody waits long for the slowest worker's last one: each chunk is at most an equal share of what
-//! is left (guided self-scheduling, Polychronopoulos and Kuck, 1987). To the host it is half of that, since a worker
-//! claims two before it has emptied one. The link, which has all of the last ones on its way then, has nothing to do while
-//! they are emptied, so there the very last are shorter than any other.
+//! The first chunks are short, so that the first copy is on its way soon. With each round of the
+//! workers they grow to twice as much, bit by bit, so that workers who began together do not come
+//! to the driver together. The last ones are short too, so that nobody waits long for the slowest
+//! worker's last one: each chunk is at most an equal share of what is left (guided self-scheduling,
+//! Polychronopoulos and Kuck, 1987). To the host it is half of that, since a worker claims two
+//! before it has emptied one. The link, which has all of the last ones on its way then, has nothing
+//! to do while they are emptied, so there the very last are shorter than any other.
 
 #![expect(unsafe_code, reason = "sends addresses to other threads; holds no unsafe block")]
 
@@ -37,8 +38,8 @@ pub(super) enum HostSide {
     File(u64),
 }
 
-// SAFETY: 1. an address of plain elements, which any thread may read or write; whoever makes a transfer of it has them
-// borrowed or owned until that is finished.
+// SAFETY: 1. an address of plain elements, which any thread may read or write; whoever makes a
+// transfer of it has them borrowed or owned until that is finished.
 unsafe impl Send for HostSide {}
 // SAFETY: 1. as above; nothing in it changes.
 unsafe impl Sync for HostSide {}
@@ -105,7 +106,8 @@ pub(super) struct Plan {
 pub(super) struct Grain {
     /// Bytes of a chunk at least.
     pub(super) least: u64,
-    /// The same of the last ones, where these are to be shorter still: each at most a sixth of what is left.
+    /// The same of the last ones, where these are to be shorter still: each at most a sixth of
+    /// what is left.
     pub(super) last: Option<u64>,
     /// Bytes of a chunk at most.
     pub(super) most: u64,
@@ -165,8 +167,9 @@ impl Plan {
         Cursor { part, at, end }
     }
 
-    /// Fills a slot's list with what comes next in a chunk, as much as a slot of `room` bytes holds, and answers with its
-    /// bytes. Pieces of a source lie in the slot as they lie between multiples of `align` in the source.
+    /// Fills a slot's list with what comes next in a chunk, as much as a slot of `room` bytes
+    /// holds, and answers with its bytes. Pieces of a source lie in the slot as they lie between
+    /// multiples of `align` in the source.
     pub(super) fn load(
         &self,
         cursor: &mut Cursor,
@@ -221,14 +224,15 @@ impl Cursor {
 
 fn follows(end: HostSide, next: HostSide) -> bool {
     match (end, next) {
-        // Two slices that touch are still two borrows, and a pointer into the one must not reach into the other.
+        // Two slices that touch are still two borrows, and a pointer into the one must not reach
+        // into the other.
         (HostSide::Memory(_), _) | (_, HostSide::Memory(_)) => false,
         (HostSide::File(end), HostSide::File(next)) => end == next,
     }
 }
 
-/// Transfers of so many least chunks begin with longer ones: workers that begin together have their first ones ready
-/// together, and each costs the driver a copy and an event.
+/// Transfers of so many least chunks begin with longer ones: workers that begin together have their
+/// first ones ready together, and each costs the driver a copy and an event.
 const LONG: u64 = 128;
 
 /// The part of what is left that none of the last chunks is longer than.
@@ -249,7 +253,8 @@ fn cut(total: u64, phase: u64, grain: Grain) -> Vec<u64> {
         let want = last.map_or(want, |last| want.min((left / LAST).max(last)));
         let end = (at + want + phase) / PAGE * PAGE;
         let end = end.saturating_sub(phase);
-        // A rest of less than half the shortest goes with the chunk before it, where that may be as long.
+        // A rest of less than half the shortest goes with the chunk before it, where that may be as
+        // long.
         let rest = total.saturating_sub(end);
         at = if end <= at || rest == 0 || (rest < last.unwrap_or(least) / 2 && left <= most) {
             total.min(at + most)

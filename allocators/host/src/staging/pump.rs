@@ -6,8 +6,9 @@
 //!   stream         │ copy 0 │ copy 1 │ copy 0         CPU             │ empty 0│ empty 1│ empty 0
 //! ```
 //!
-//! Behind the copies of each slot stands an event; the CPU touches the slot again when that has passed. All workers
-//! together keep the link busy, though one alone fills slots at a fifth of its speed.
+//! Behind the copies of each slot stands an event; the CPU touches the slot again when that has
+//! passed. All workers together keep the link busy, though one alone fills slots at a fifth of its
+//! speed.
 #![expect(unsafe_code, reason = "queues copies, and copies between raw addresses")]
 
 use super::{
@@ -24,12 +25,12 @@ use std::{io, ptr::NonNull, sync::Arc};
 
 type Result<T> = std::result::Result<T, StageError>;
 
-/// Queues the copies between a slot that begins at `start` and the device. Those that follow one another on both sides are
-/// one.
+/// Queues the copies between a slot that begins at `start` and the device. Those that follow one
+/// another on both sides are one.
 ///
 /// # Safety
-/// 1. The moves lie in the slot. That and their ranges on the device are there until the copies are done, and nobody
-///    touches the slot meanwhile. 2. The ranges have been ordered for the stream.
+/// 1. The moves lie in the slot. That and their ranges on the device are there until the copies are
+///    done, and nobody touches the slot meanwhile. 2. The ranges have been ordered for the stream.
 pub(super) unsafe fn queue_moves(
     on: &Timeline,
     way: Way,
@@ -116,8 +117,8 @@ impl Transfer {
         }
     }
 
-    /// Decides what a slot carries next. A source that panics when it is asked for its alignment has none; a panic in a read
-    /// is told.
+    /// Decides what a slot carries next. A source that panics when it is asked for its alignment
+    /// has none; a panic in a read is told.
     fn load(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) {
         let align = match self.plan.far {
             // SAFETY: 1. the source outlives the transfer, which is under way.
@@ -142,9 +143,9 @@ impl Transfer {
             let to = unsafe { start.add(one.at) };
             match one.host {
                 HostSide::Memory(from) => {
-                    // SAFETY: 1. the part is readable while the transfer is under way; the slot holds the move. 2. a
-                    // slot is nothing that is borrowed elsewhere. 3. nobody writes what is borrowed to be read, and
-                    // the slot is this lane's.
+                    // SAFETY: 1. the part is readable while the transfer is under way; the slot
+                    // holds the move. 2. a slot is nothing that is borrowed elsewhere. 3. nobody
+                    // writes what is borrowed to be read, and the slot is this lane's.
                     unsafe {
                         stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.stores());
                     }
@@ -189,16 +190,17 @@ impl Transfer {
         Ok(())
     }
 
-    /// Has the copies between a slot and the device queued, and an event behind them: by this thread, or by the one who is
-    /// at it. What came of it is known when the slot is waited for.
+    /// Has the copies between a slot and the device queued, and an event behind them: by this
+    /// thread, or by the one who is at it. What came of it is known when the slot is waited for.
     fn queue(&self, lane: &mut Lane, slot: usize) {
         let Some(turn) = self.submissions.hand_in(lane.slots[slot].hand_in()) else { return };
         let on = self.road.timeline();
         while let Some(submission) = turn.next() {
-            // SAFETY: 1. `load` puts moves inside of the slot, which is there, and nobody else's, until the event behind
-            // the copies has passed: its worker has it back only then, and stays until he has; the operands are there while
-            // the transfer is under way, which ends after that. 2. the stream waits for the operands' earlier uses, and
-            // their owners have lent them to the transfer.
+            // SAFETY: 1. `load` puts moves inside of the slot, which is there, and nobody else's,
+            // until the event behind the copies has passed: its worker has it back only then, and
+            // stays until he has; the operands are there while the transfer is under way, which
+            // ends after that. 2. the stream waits for the operands' earlier uses, and their owners
+            // have lent them to the transfer.
             let queued =
                 unsafe { queue_moves(on, self.plan.way, submission.start, &submission.moves) };
             // Also after a refusal: some may have been queued.
@@ -223,9 +225,9 @@ impl Transfer {
             let from = unsafe { start.add(one.at) };
             match one.host {
                 HostSide::Memory(to) => {
-                    // SAFETY: 1. the part is writable while the transfer is under way; the slot holds the move. 2. a slot
-                    // is nothing that is borrowed elsewhere. 3. the transfer has the part to itself, and no copy touches
-                    // the slot.
+                    // SAFETY: 1. the part is writable while the transfer is under way; the slot
+                    // holds the move. 2. a slot is nothing that is borrowed elsewhere. 3. the
+                    // transfer has the part to itself, and no copy touches the slot.
                     unsafe {
                         stores::copy(to.as_ptr(), from.as_ptr(), one.bytes, self.stores());
                     }

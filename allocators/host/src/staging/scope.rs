@@ -29,8 +29,8 @@ type Result<T, E = StageError> = std::result::Result<T, E>;
 
 /// A transfer that has been taken. Dropping it changes nothing.
 ///
-/// It is a future of no particular runtime: a worker wakes it. It may be polled again after it was ready, dropped and made
-/// anew by [`Clone`].
+/// It is a future of no particular runtime: a worker wakes it. It may be polled again after it was
+/// ready, dropped and made anew by [`Clone`].
 #[derive(Clone)]
 pub struct Staged {
     state: State,
@@ -97,8 +97,8 @@ impl Staged {
         }
     }
 
-    /// Claims no further chunk. The transfer ends with [`StageError::Cancelled`] when the chunks that workers are at are
-    /// done, unless it comes to its end first. Never blocks.
+    /// Claims no further chunk. The transfer ends with [`StageError::Cancelled`] when the chunks
+    /// that workers are at are done, unless it comes to its end first. Never blocks.
     pub fn cancel(&self) {
         if let State::Begun(transfer) = &self.state {
             transfer.cancel();
@@ -124,10 +124,12 @@ impl fmt::Debug for Staged {
 }
 
 impl Stager {
-    /// As [`Stager::scope`], for work that may fail: one result, with the error of the work or of a transfer.
+    /// As [`Stager::scope`], for work that may fail: one result, with the error of the work or of a
+    /// transfer.
     ///
     /// # Errors
-    /// As [`Stager::scope`]; else what `work` returned. All transfers have come to their ends in either case.
+    /// As [`Stager::scope`]; else what `work` returned. All transfers have come to their ends in
+    /// either case.
     #[track_caller]
     pub fn try_scope<'env, R>(
         &'env self,
@@ -137,8 +139,8 @@ impl Stager {
         self.scope(work)?
     }
 
-    /// Runs `work`, in which transfers may borrow memory, operands and sources, and returns when all of them have come to
-    /// their ends, also on unwind, when what has not begun is cancelled.
+    /// Runs `work`, in which transfers may borrow memory, operands and sources, and returns when
+    /// all of them have come to their ends, also on unwind, when what has not begun is cancelled.
     ///
     /// Blocks at its end, where the calling thread takes part.
     ///
@@ -180,8 +182,8 @@ impl Stager {
 
 /// Inside [`Stager::scope`]: transfers here may borrow whatever outlives the scope.
 ///
-/// Each method takes a transfer and returns, when a permit is had; small ones between memory and the device are done by
-/// then. Operands are the scope's until it ends.
+/// Each method takes a transfer and returns, when a permit is had; small ones between memory and
+/// the device are done by then. Operands are the scope's until it ends.
 ///
 /// ```
 /// use aquifer_driver::{OperandMut, Typed};
@@ -269,7 +271,8 @@ impl<'env> StageScope<'_, 'env> {
         self.scatter(from, [to])
     }
 
-    /// Copies many slices to the device, each right behind the one before. They share slots, so small ones cost little.
+    /// Copies many slices to the device, each right behind the one before. They share slots, so
+    /// small ones cost little.
     ///
     /// # Errors
     /// As [`StageScope::upload`].
@@ -291,7 +294,8 @@ impl<'env> StageScope<'_, 'env> {
         })
     }
 
-    /// Copies from the device into many slices, one after the other. They share slots, so small ones cost little.
+    /// Copies from the device into many slices, one after the other. They share slots, so small
+    /// ones cost little.
     ///
     /// # Errors
     /// As [`StageScope::download`].
@@ -309,7 +313,8 @@ impl<'env> StageScope<'_, 'env> {
         })
     }
 
-    /// Copies many slices, each to its own operand, as one transfer. They share slots, so small ones cost little.
+    /// Copies many slices, each to its own operand, as one transfer. They share slots, so small
+    /// ones cost little.
     ///
     /// # Errors
     /// As [`StageScope::upload`].
@@ -336,7 +341,8 @@ impl<'env> StageScope<'_, 'env> {
         })
     }
 
-    /// Copies many operands, each into its own slice, as one transfer. They share slots, so small ones cost little.
+    /// Copies many operands, each into its own slice, as one transfer. They share slots, so small
+    /// ones cost little.
     ///
     /// # Errors
     /// As [`StageScope::download`].
@@ -374,11 +380,12 @@ impl<'env> StageScope<'_, 'env> {
         self.read_ranges(source, iter::once(offset..end), to)
     }
 
-    /// Fills `to` from ranges of `source`, in bytes, each right behind the one before: a column of a matrix, for one. They
-    /// share slots, so small ones cost little.
+    /// Fills `to` from ranges of `source`, in bytes, each right behind the one before: a column of
+    /// a matrix, for one. They share slots, so small ones cost little.
     ///
     /// # Errors
-    /// Ranges that are not as long as `to` together, a conflicting use of `to`, the driver's. Nothing is begun.
+    /// Ranges that are not as long as `to` together, a conflicting use of `to`, the driver's.
+    /// Nothing is begun.
     #[track_caller]
     pub fn read_ranges<D>(
         &self,
@@ -428,7 +435,8 @@ impl<'env> StageScope<'_, 'env> {
         let bytes = parts.total;
         // Before any lock.
         shared.here()?;
-        // Slots that are not pinned would be one copy more, and the driver's own staging all the same.
+        // Slots that are not pinned would be one copy more, and the driver's own staging all the
+        // same.
         if far.is_none()
             && (shared.is_short(parts.way, bytes) || !shared.side(parts.way).lanes.is_pinned())
         {
@@ -437,7 +445,8 @@ impl<'env> StageScope<'_, 'env> {
             return Ok(Staged { state: State::Done(bytes) });
         }
         let permit = self.stager.permit();
-        // SAFETY: 1. what the parts name, and the source or sink, is borrowed for longer than the scope, which waits for it.
+        // SAFETY: 1. what the parts name, and the source or sink, is borrowed for longer than the
+        // scope, which waits for it.
         let transfer = unsafe { shared.transfer(parts, far, permit, home, order) }?;
         {
             let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
@@ -466,7 +475,8 @@ impl fmt::Debug for StageScope<'_, '_> {
 /// A source without its lifetime. Whoever makes a transfer with it keeps it until that is finished.
 pub(super) fn from_source(source: &dyn Source) -> Far {
     let source = NonNull::from(source);
-    // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's caller knows.
+    // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's
+    // caller knows.
     Far::From(unsafe {
         std::mem::transmute::<NonNull<dyn Source + '_>, NonNull<dyn Source + 'static>>(source)
     })
@@ -475,7 +485,8 @@ pub(super) fn from_source(source: &dyn Source) -> Far {
 /// A sink without its lifetime. Whoever makes a transfer with it keeps it until that is finished.
 pub(super) fn to_sink(sink: &dyn Sink) -> Far {
     let sink = NonNull::from(sink);
-    // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's caller knows.
+    // SAFETY: 1. both are the same pointer; nothing is promised by the lifetime, as the caller's
+    // caller knows.
     Far::To(unsafe {
         std::mem::transmute::<NonNull<dyn Sink + '_>, NonNull<dyn Sink + 'static>>(sink)
     })

@@ -1,15 +1,16 @@
 //! Waiting until nothing that was queued on a stream runs any more.
 //!
-//! A short transfer is a copy and a wait, and most of it is the wait. There are two, and which is shorter depends on the
-//! machine:
+//! A short transfer is a copy and a wait, and most of it is the wait. There are two, and which is
+//! shorter depends on the machine:
 //!
 //! | 4 KiB to the device, medians | `cuStreamSynchronize` | a word that the device writes |
 //! |---|---|---|
 //! | a host with one H200 and 16 processors | 7.7 µs | 6.9 µs |
 //! | a host with two, joined by `NVLink`, and 32 | 6.6 µs | 7.1 µs |
 //!
-//! So the first waits of a stager take turns, and the shortest of each kind decides. In turns as they are in the sequence of
-//! Thue and Morse, of which no rhythm of a program's own can give one kind all the longer transfers.
+//! So the first waits of a stager take turns, and the shortest of each kind decides. In turns as
+//! they are in the sequence of Thue and Morse, of which no rhythm of a program's own can give one
+//! kind all the longer transfers.
 #![expect(unsafe_code, reason = "lends the device a word of a slot")]
 
 use super::lane::Slot;
@@ -31,8 +32,8 @@ pub enum ShortWait {
     Auto,
     /// For the stream (`cuStreamSynchronize`).
     Stream,
-    /// For a word of pinned memory that the device writes (`cuStreamWriteValue32`); after some tens of microseconds for the
-    /// stream.
+    /// For a word of pinned memory that the device writes (`cuStreamWriteValue32`); after some tens
+    /// of microseconds for the stream.
     Word,
 }
 
@@ -75,11 +76,12 @@ impl Waits {
         }
     }
 
-    /// As `last` ([`settle`] or [`settle_or_abort`]), by whichever way is shorter. For the one by a word there must be a slot
-    /// that carries nothing.
+    /// As `last` ([`settle`] or [`settle_or_abort`]), by whichever way is shorter. For the one by a
+    /// word there must be a slot that carries nothing.
     ///
     /// # Errors
-    /// As `last`. The slot is busy as well, and for ever if the stream captured: the graph may write it.
+    /// As `last`. The slot is busy as well, and for ever if the stream captured: the graph may
+    /// write it.
     pub(super) fn settle(
         &self,
         word: Option<&mut Slot>,
@@ -106,17 +108,19 @@ impl Waits {
 /// A way to wait until nothing that was queued on a stream runs any more.
 pub(super) type Settle = fn(&Timeline) -> Result<()>;
 
-/// Waits until nothing that was queued on a stream runs any more, by every means that the driver has, for callers that can
-/// hold back what that work touches. Blocks, also while a capture is open on the stream: nothing can be waited for before.
+/// Waits until nothing that was queued on a stream runs any more, by every means that the driver
+/// has, for callers that can hold back what that work touches. Blocks, also while a capture is open
+/// on the stream: nothing can be waited for before.
 ///
 /// # Errors
-/// As [`Timeline::settle`]. [`MemoryError::Capturing`] when a capture has ended that was seen: what was queued may have
-/// become a part of it, and never have run.
+/// As [`Timeline::settle`]. [`MemoryError::Capturing`] when a capture has ended that was seen: what
+/// was queued may have become a part of it, and never have run.
 pub(super) fn settle(timeline: &Timeline) -> Result<()> {
     behind_captures(timeline, Timeline::settle)
 }
 
-/// As [`settle`], for callers that cannot: does not return while work may run, see [`Timeline::settle_or_abort`].
+/// As [`settle`], for callers that cannot: does not return while work may run, see
+/// [`Timeline::settle_or_abort`].
 ///
 /// # Errors
 /// As [`settle`]. No work runs any more.
@@ -140,8 +144,9 @@ fn behind_captures(timeline: &Timeline, settle: Settle) -> Result<()> {
 fn settle_by(slot: &mut Slot, on: &Timeline, last: Settle) -> Result<()> {
     // SAFETY: 1. a slot is of pages, and nobody else's.
     let word = unsafe { AtomicU32::from_ptr(slot.start().cast().as_ptr()) };
-    // SAFETY: 1. pinned memory of the driver's, as its pool says, and the caller's; after an error the slot goes back only when
-    // the stream's work is known to be done, and never if a graph may have it.
+    // SAFETY: 1. pinned memory of the driver's, as its pool says, and the caller's; after an error
+    // the slot goes back only when the stream's work is known to be done, and never if a graph may
+    // have it.
     match unsafe { on.synchronize_by(word) } {
         Ok(()) => Ok(()),
         Err(capturing @ MemoryError::Capturing { .. }) => last(on).and(Err(capturing)),

@@ -2,10 +2,12 @@
 
 use std::{fs::File, io, os::unix::fs::FileExt};
 
-/// Something that bytes can be read from at any place, by several threads at once: a file, an object store, a decoder.
+/// Something that bytes can be read from at any place, by several threads at once: a file, an
+/// object store, a decoder.
 ///
-/// Reads land in pinned memory straight away, on threads of the stager. One that blocks holds up the worker that makes
-/// it; one that fails or panics ends its transfer and nothing else. A source must not use the stager that reads it.
+/// Reads land in pinned memory straight away, on threads of the stager. One that blocks holds up
+/// the worker that makes it; one that fails or panics ends its transfer and nothing else. A source
+/// must not use the stager that reads it.
 ///
 /// ```
 /// use aquifer_host::Source;
@@ -27,14 +29,16 @@ use std::{fs::File, io, os::unix::fs::FileExt};
 /// # Ok::<(), io::Error>(())
 /// ```
 pub trait Source: Send + Sync {
-    /// Reads bytes from `offset` on into `into`, as `pread` does: some of them, and none only at the end.
+    /// Reads bytes from `offset` on into `into`, as `pread` does: some of them, and none only at
+    /// the end.
     ///
     /// # Errors
     /// Its own. One that was [interrupted](io::ErrorKind::Interrupted) is asked again.
     fn read_at(&self, offset: u64, into: &mut [u8]) -> io::Result<usize>;
 
-    /// What offsets, lengths and addresses should be multiples of, in bytes: a power of two of at most 4096. Reads begin
-    /// and end anywhere all the same, but the byte at a multiple of this lies at an address that is one too.
+    /// What offsets, lengths and addresses should be multiples of, in bytes: a power of two of at
+    /// most 4096. Reads begin and end anywhere all the same, but the byte at a multiple of this
+    /// lies at an address that is one too.
     fn alignment(&self) -> usize {
         1
     }
@@ -55,10 +59,11 @@ impl Source for Vec<u8> {
     }
 }
 
-/// Something that bytes can be written to at any place, by several threads at once: a file, an object store.
+/// Something that bytes can be written to at any place, by several threads at once: a file, an
+/// object store.
 ///
-/// What is written lies in pinned memory. As with a [`Source`], one that fails or panics ends its transfer alone, and it
-/// must not use the stager that writes to it.
+/// What is written lies in pinned memory. As with a [`Source`], one that fails or panics ends its
+/// transfer alone, and it must not use the stager that writes to it.
 ///
 /// ```
 /// use aquifer_host::Sink;

@@ -1,9 +1,10 @@
 //! Copies by the CPU: through its caches, or past them.
 //!
-//! A slot is read by the device and not by the CPU that fills it. Where the last-level cache holds all the slots of a
-//! direction they stay in it: the CPU writes into the cache, and the device reads from there. Elsewhere, and the first time
-//! after something else was in the cache, an ordinary store first reads the line that it overwrites, and writes it back
-//! later: three bytes on the memory bus for each one copied. A non-temporal store writes the line alone.
+//! A slot is read by the device and not by the CPU that fills it. Where the last-level cache holds
+//! all the slots of a direction they stay in it: the CPU writes into the cache, and the device
+//! reads from there. Elsewhere, and the first time after something else was in the cache, an
+//! ordinary store first reads the line that it overwrites, and writes it back later: three bytes on
+//! the memory bus for each one copied. A non-temporal store writes the line alone.
 //!
 //! | eight workers, slots of 2 x 4 MiB each | 64 MiB | 256 MiB | 1 GiB | 8 GiB, on a faster day |
 //! |---|---|---|---|---|
@@ -11,14 +12,15 @@
 //! | past them, by 64 bytes | 38 | 40 | 44 | 46.5 |
 //! | past them, by 64 bytes, asking 8 KiB ahead | 39 | 42 | 45 | |
 //!
-//! That is one H200's host, an Intel with 300 MiB of last-level cache, whose link takes 55. More is not to be had there:
-//! while eight threads write past their caches the device reads pinned memory at 44 to 50 GB/s, and what they have just
-//! written into a cache at 40. Asking ahead (`prefetcht0`, 4 KiB) lets five threads fill 42 GB/s instead of 38, and one
-//! thread of an EPYC 18 instead of 16; 8 KiB into the second cache (`prefetcht1`) suit the Intel better and the EPYC worse.
-//! `cldemote` brings the device back to 53 GB/s and the threads down to 4 each.
+//! That is one H200's host, an Intel with 300 MiB of last-level cache, whose link takes 55. More is
+//! not to be had there: while eight threads write past their caches the device reads pinned memory
+//! at 44 to 50 GB/s, and what they have just written into a cache at 40. Asking ahead
+//! (`prefetcht0`, 4 KiB) lets five threads fill 42 GB/s instead of 38, and one thread of an EPYC 18
+//! instead of 16; 8 KiB into the second cache (`prefetcht1`) suit the Intel better and the EPYC
+//! worse. `cldemote` brings the device back to 53 GB/s and the threads down to 4 each.
 //!
-//! The non-temporal stores are weakly ordered: a fence stands at the end of each copy, so that whoever is told of it, the
-//! device included, sees the bytes.
+//! The non-temporal stores are weakly ordered: a fence stands at the end of each copy, so that
+//! whoever is told of it, the device included, sees the bytes.
 #![expect(unsafe_code, reason = "copies between raw addresses, by vector instructions")]
 
 use super::plan::Way;
@@ -28,20 +30,22 @@ use super::plan::Way;
 /// Its example is that of [`StagerConfig`](crate::StagerConfig).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Default, Debug)]
 pub enum Stores {
-    /// To the device: [`Stores::Cached`] where the last-level cache is known to hold twice the slots of the direction, and a
-    /// transfer is twice as long as these, else [`Stores::NonTemporal`]. To the host: [`Stores::NonTemporal`], since what large
+    /// To the device: [`Stores::Cached`] where the last-level cache is known to hold twice the
+    /// slots of the direction, and a transfer is twice as long as these, else
+    /// [`Stores::NonTemporal`]. To the host: [`Stores::NonTemporal`], since what large
     /// downloads write stays in no cache.
     #[default]
     Auto,
-    /// Past the caches, where the processor has such stores (x86-64); as [`Stores::Cached`] elsewhere.
+    /// Past the caches, where the processor has such stores (x86-64); as [`Stores::Cached`]
+    /// elsewhere.
     NonTemporal,
     /// Through the caches.
     Cached,
 }
 
 impl Stores {
-    /// What is meant for a transfer of so many bytes where its direction has so many bytes of slots, and the CPUs a last-level
-    /// cache of so many.
+    /// What is meant for a transfer of so many bytes where its direction has so many bytes of
+    /// slots, and the CPUs a last-level cache of so many.
     pub(super) fn settled(self, way: Way, total: u64, slots: u64, cache: Option<u64>) -> Self {
         let held = || cache.is_some_and(|cache| cache / 2 >= slots) && total / 2 >= slots;
         match self {
@@ -58,8 +62,8 @@ const SHORT: usize = 4096;
 /// Copies `bytes` from one place to another.
 ///
 /// # Safety
-/// 1. `from` is readable and `to` writable for so many bytes. 2. They do not overlap. 3. Nobody writes the one or touches
-///    the other meanwhile.
+/// 1. `from` is readable and `to` writable for so many bytes. 2. They do not overlap. 3. Nobody
+///    writes the one or touches the other meanwhile.
 pub(super) unsafe fn copy(to: *mut u8, from: *const u8, bytes: usize, stores: Stores) {
     if stores == Stores::Cached || bytes < SHORT {
         // SAFETY: 1., 2. and 3. the caller's.
@@ -86,8 +90,8 @@ unsafe fn copy_past_caches(to: *mut u8, from: *const u8, bytes: usize) {
     let head = to.align_offset(WIDEST).min(bytes);
     let body = (bytes - head) / BLOCK * BLOCK;
     let done = head + body;
-    // SAFETY: 1., 2. and 3. the caller's: head, body and tail are the parts of one range. 4. `to` is aligned after its
-    // head, and the processor has the instructions.
+    // SAFETY: 1., 2. and 3. the caller's: head, body and tail are the parts of one range. 4. `to`
+    // is aligned after its head, and the processor has the instructions.
     unsafe {
         to.copy_from_nonoverlapping(from, head);
         if std::is_x86_feature_detected!("avx512f") {
@@ -109,11 +113,13 @@ const WIDEST: usize = 64;
 /// Bytes of one round of the loops: two lines.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 const BLOCK: usize = 128;
-/// How far ahead the loops ask for what they will read. The processor asks ahead by itself, and not beyond a page.
+/// How far ahead the loops ask for what they will read. The processor asks ahead by itself, and not
+/// beyond a page.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 const AHEAD: usize = 4096;
 
-/// Asks for the two lines that are read a while after `from`. They need not be there: it is no access.
+/// Asks for the two lines that are read a while after `from`. They need not be there: it is no
+/// access.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[inline(always)]
 fn ask_ahead(from: *const u8) {
@@ -125,7 +131,8 @@ fn ask_ahead(from: *const u8) {
 }
 
 /// # Safety
-/// 1. to 3. as [`copy`]. 4. `to` is aligned to 64 bytes, `bytes` a multiple of [`BLOCK`], and the processor has AVX-512.
+/// 1. to 3. as [`copy`]. 4. `to` is aligned to 64 bytes, `bytes` a multiple of [`BLOCK`], and the
+///    processor has AVX-512.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[target_feature(enable = "avx512f")]
 unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
@@ -144,7 +151,8 @@ unsafe fn stream_avx512(to: *mut u8, from: *const u8, bytes: usize) {
 }
 
 /// # Safety
-/// 1. to 3. as [`copy`]. 4. `to` is aligned to 32 bytes, `bytes` a multiple of [`BLOCK`], and the processor has AVX.
+/// 1. to 3. as [`copy`]. 4. `to` is aligned to 32 bytes, `bytes` a multiple of [`BLOCK`], and the
+///    processor has AVX.
 #[cfg(all(target_arch = "x86_64", not(miri)))]
 #[target_feature(enable = "avx")]
 unsafe fn stream_avx(to: *mut u8, from: *const u8, bytes: usize) {
@@ -192,8 +200,8 @@ mod tests {
                     [0, 1, 63, SHORT - 1, SHORT, SHORT + 1, 2 * SHORT + 129, 3 * SHORT + 500]
                 {
                     let mut to = vec![255; from.len() + 128];
-                    // SAFETY: 1. both lie in their vectors: at most 3 * SHORT + 564 of the one. 2. and 3. two vectors,
-                    // nobody else's.
+                    // SAFETY: 1. both lie in their vectors: at most 3 * SHORT + 564 of the one. 2.
+                    // and 3. two vectors, nobody else's.
                     unsafe {
                         copy(to.as_mut_ptr().add(skew), from.as_ptr().add(start), bytes, stores)
                     };
@@ -221,8 +229,8 @@ mod tests {
         }
         for copy in all {
             let mut to = Aligned([0; 4 * BLOCK]);
-            // SAFETY: 1. to 3. both are as long, apart, and the test's. 4. aligned by its type, whole blocks, and the
-            // processor has been asked.
+            // SAFETY: 1. to 3. both are as long, apart, and the test's. 4. aligned by its type,
+            // whole blocks, and the processor has been asked.
             unsafe { copy(to.0.as_mut_ptr(), from.as_ptr(), 4 * BLOCK) };
             assert_eq!(to.0[..], from[..]);
         }

@@ -1,8 +1,9 @@
 //! Handing copies to the driver, by one thread for all who are at a transfer.
 //!
-//! Of eight workers that call the driver by themselves each waits for the seven others: a copy and its event take one
-//! thread some 1 µs, and each of eight 12 of all (one H200), while it fills no slot. So whoever finds nobody at it queues his own
-//! copies, and those that others hand in meanwhile; they go on with their next slots at once.
+//! Of eight workers that call the driver by themselves each waits for the seven others: a copy and
+//! its event take one thread some 1 µs, and each of eight 12 of all (one H200), while it fills no
+//! slot. So whoever finds nobody at it queues his own copies, and those that others hand in
+//! meanwhile; they go on with their next slots at once.
 //!
 //! ```text
 //!   worker 1   fill a │ queue a, c, b │ fill d …
@@ -26,8 +27,8 @@ use std::{
     },
 };
 
-/// How often somebody looks whether his copies have been queued before he goes to sleep: for longer than the driver takes
-/// for those of all.
+/// How often somebody looks whether his copies have been queued before he goes to sleep: for longer
+/// than the driver takes for those of all.
 const LOOKS: u32 = 2000;
 
 /// Copies of one transfer on their way to the driver.
@@ -53,13 +54,15 @@ pub(super) struct Submission {
     to: Option<Arc<Receipt>>,
 }
 
-// SAFETY: 1. the address of a slot that its worker leaves alone until it is answered, and keeps for longer.
+// SAFETY: 1. the address of a slot that its worker leaves alone until it is answered, and keeps for
+// longer.
 unsafe impl Send for Submission {}
 
 /// What came of a submission.
 pub(super) struct Answer {
     pub(super) moves: Vec<Move>,
-    /// The epoch of the transfer's stream that ends with the copies. `None` if nobody knows how many were queued.
+    /// The epoch of the transfer's stream that ends with the copies. `None` if nobody knows how
+    /// many were queued.
     pub(super) epoch: Option<u64>,
     pub(super) queued: Result<(), StageError>,
 }
@@ -147,8 +150,8 @@ impl Submissions {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hands a submission in. With a turn the caller is to queue it, and whatever comes meanwhile; without one somebody else
-    /// does. Never blocks.
+    /// Hands a submission in. With a turn the caller is to queue it, and whatever comes meanwhile;
+    /// without one somebody else does. Never blocks.
     pub(super) fn hand_in(&self, submission: Submission) -> Option<Turn<'_>> {
         let mut state = self.lock();
         state.waiting.push_back(submission);
@@ -160,7 +163,8 @@ impl Submissions {
     }
 }
 
-/// The turn of one thread to queue what all hand in. It ends when nothing is left; dropped early, whoever waits is told.
+/// The turn of one thread to queue what all hand in. It ends when nothing is left; dropped early,
+/// whoever waits is told.
 pub(super) struct Turn<'a> {
     of: &'a Submissions,
     /// Nothing was left, and it may be somebody else's turn.

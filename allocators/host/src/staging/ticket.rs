@@ -37,8 +37,8 @@ use std::{
 /// Its example is that of [`Stager::upload`](crate::Stager::upload), which takes any.
 ///
 /// # Safety
-/// 1. [`HostBuffer::elements`] answers with initialised memory that is the owner's alone, and stays where it is when the
-///    owner is moved.
+/// 1. [`HostBuffer::elements`] answers with initialised memory that is the owner's alone, and stays
+///    where it is when the owner is moved.
 pub unsafe trait HostBuffer: Send + 'static {
     /// The elements' type.
     type Item: Pod;
@@ -90,11 +90,12 @@ impl<T> Shelf<T> {
 
 /// A transfer that owns both its sides, and gives them back when it is waited for.
 ///
-/// Dropped early it is cancelled, and what it owns is dropped by the last worker that is at it; [`Ticket::detach`] lets it
-/// come to its end first. Forgotten, what it owns is leaked. Workers move it on whether somebody waits or not.
+/// Dropped early it is cancelled, and what it owns is dropped by the last worker that is at it;
+/// [`Ticket::detach`] lets it come to its end first. Forgotten, what it owns is leaked. Workers
+/// move it on whether somebody waits or not.
 ///
-/// As a future it needs no particular runtime. It is cancel-safe: poll `&mut ticket`, and nothing is lost when that is
-/// dropped.
+/// As a future it needs no particular runtime. It is cancel-safe: poll `&mut ticket`, and nothing
+/// is lost when that is dropped.
 ///
 /// ```
 /// use aquifer_driver::{OperandMut, Typed};
@@ -168,7 +169,8 @@ impl<T> Ticket<T> {
     /// Waits until `deadline`.
     ///
     /// # Errors
-    /// This ticket again, if the transfer has not come to its end by then; what ended it early, with both sides.
+    /// This ticket again, if the transfer has not come to its end by then; what ended it early,
+    /// with both sides.
     pub fn wait_until(self, deadline: Instant) -> Result<Result<T, Failed<T>>, Self> {
         match self.staged.wait_until(deadline) {
             Some(outcome) => Ok(self.give(outcome)),
@@ -213,11 +215,12 @@ impl<T> fmt::Debug for Ticket<T> {
 pub type Begun<T> = Result<Ticket<T>, Failed<T>>;
 
 impl Permit {
-    /// Copies `from` to the device and owns both until that is done. Does not block, but for pinned memory when it is the
-    /// first.
+    /// Copies `from` to the device and owns both until that is done. Does not block, but for pinned
+    /// memory when it is the first.
     ///
     /// # Errors
-    /// [`Failed`] with both sides: lengths that differ, a conflicting use of `to`, the driver's. Nothing is begun.
+    /// [`Failed`] with both sides: lengths that differ, a conflicting use of `to`, the driver's.
+    /// Nothing is begun.
     #[track_caller]
     pub fn upload<H, D>(self, mut from: H, mut to: D) -> Begun<(H, D)>
     where
@@ -228,7 +231,8 @@ impl Permit {
         let mut parts = Parts::new(Way::Up);
         let made = parts.slices([from.elements()], place(&to)).map_err(Into::into).and_then(|()| {
             let shared = self.shared.clone();
-            // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it is finished.
+            // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it
+            // is finished.
             unsafe {
                 shared.transfer(parts, None, self, to.home_stream(), |front| {
                     to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
@@ -238,11 +242,12 @@ impl Permit {
         ticket(made, (from, to), |shelf| shelf)
     }
 
-    /// Copies `from` into `to` and owns both until that is done. Does not block, but for pinned memory when it is the
-    /// first.
+    /// Copies `from` into `to` and owns both until that is done. Does not block, but for pinned
+    /// memory when it is the first.
     ///
     /// # Errors
-    /// [`Failed`] with both sides: lengths that differ, a conflicting use of `from`, the driver's. Nothing is begun.
+    /// [`Failed`] with both sides: lengths that differ, a conflicting use of `from`, the driver's.
+    /// Nothing is begun.
     #[track_caller]
     pub fn download<H, D>(self, from: D, mut to: H) -> Begun<(D, H)>
     where
@@ -253,7 +258,8 @@ impl Permit {
         let mut parts = Parts::new(Way::Down);
         let made = parts.slices([to.elements()], place(&from)).map_err(Into::into).and_then(|()| {
             let shared = self.shared.clone();
-            // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it is finished.
+            // SAFETY: 1. both sides go on the shelf, which the transfer keeps, untouched, until it
+            // is finished.
             unsafe {
                 shared.transfer(parts, None, self, from.home_stream(), |front| {
                     from.order(front.raw(), Some(front.keep_alive()), Access::Read)
@@ -263,8 +269,8 @@ impl Permit {
         ticket(made, (from, to), |shelf| shelf)
     }
 
-    /// Fills `to` from `source`, from `offset` on, and owns it until that is done. Does not block, but for pinned memory
-    /// when it is the first.
+    /// Fills `to` from `source`, from `offset` on, and owns it until that is done. Does not block,
+    /// but for pinned memory when it is the first.
     ///
     /// # Errors
     /// [`Failed`] with `to`: a conflicting use of it, the driver's. Nothing is begun.
@@ -278,11 +284,12 @@ impl Permit {
         self.read_ranges(source, iter::once(offset..end), to)
     }
 
-    /// Fills `to` from ranges of `source`, in bytes, each right behind the one before, and owns it until that is done.
+    /// Fills `to` from ranges of `source`, in bytes, each right behind the one before, and owns it
+    /// until that is done.
     ///
     /// # Errors
-    /// [`Failed`] with `to`: ranges that are not as long as it together, a conflicting use of it, the driver's. Nothing is
-    /// begun.
+    /// [`Failed`] with `to`: ranges that are not as long as it together, a conflicting use of it,
+    /// the driver's. Nothing is begun.
     #[track_caller]
     pub fn read_ranges<D>(
         self,
@@ -298,8 +305,8 @@ impl Permit {
         let mut parts = Parts::new(Way::Up);
         let made = parts.ranges(from, place(&to)).map_err(Into::into).and_then(|()| {
             let (shared, from) = (self.shared.clone(), Some(from_source(&*source)));
-            // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until it is finished, and the
-            // source with it.
+            // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until
+            // it is finished, and the source with it.
             unsafe {
                 shared.transfer(parts, from, self, to.home_stream(), |front| {
                     to.order_mut(front.raw(), Some(front.keep_alive()), Access::Write)
@@ -309,8 +316,8 @@ impl Permit {
         ticket(made, to, |shelf| Arc::new((shelf, source)))
     }
 
-    /// Writes `from` to `sink`, from `offset` on, and owns it until that is done. Does not block, but for pinned memory when
-    /// it is the first.
+    /// Writes `from` to `sink`, from `offset` on, and owns it until that is done. Does not block,
+    /// but for pinned memory when it is the first.
     ///
     /// # Errors
     /// [`Failed`] with `from`: a conflicting use of it, the driver's. Nothing is begun.
@@ -325,8 +332,8 @@ impl Permit {
         let to = iter::once(offset..offset.saturating_add(range.bytes));
         let made = parts.ranges(to, place(&from)).map_err(Into::into).and_then(|()| {
             let (shared, to) = (self.shared.clone(), Some(to_sink(&*sink)));
-            // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until it is finished, and the
-            // sink with it.
+            // SAFETY: 1. the operand goes on the shelf, which the transfer keeps, untouched, until
+            // it is finished, and the sink with it.
             unsafe {
                 shared.transfer(parts, to, self, from.home_stream(), |front| {
                     from.order(front.raw(), Some(front.keep_alive()), Access::Read)
@@ -354,7 +361,8 @@ fn ticket<T: Send + 'static>(
 }
 
 impl Stager {
-    /// [`Permit::upload`], with a permit that is waited for. Blocks while too many transfers are under way.
+    /// [`Permit::upload`], with a permit that is waited for. Blocks while too many transfers are
+    /// under way.
     ///
     /// # Errors
     /// As there.
@@ -367,7 +375,8 @@ impl Stager {
         self.permit().upload(from, to)
     }
 
-    /// [`Permit::download`], with a permit that is waited for. Blocks while too many transfers are under way.
+    /// [`Permit::download`], with a permit that is waited for. Blocks while too many transfers are
+    /// under way.
     ///
     /// # Errors
     /// As there.
@@ -380,7 +389,8 @@ impl Stager {
         self.permit().download(from, to)
     }
 
-    /// [`Permit::read`], with a permit that is waited for. Blocks while too many transfers are under way.
+    /// [`Permit::read`], with a permit that is waited for. Blocks while too many transfers are
+    /// under way.
     ///
     /// # Errors
     /// As there.
@@ -393,7 +403,8 @@ impl Stager {
         self.permit().read(source, offset, to)
     }
 
-    /// [`Permit::write`], with a permit that is waited for. Blocks while too many transfers are under way.
+    /// [`Permit::write`], with a permit that is waited for. Blocks while too many transfers are
+    /// under way.
     ///
     /// # Errors
     /// As there.

@@ -5,8 +5,9 @@
 //!   begun ──▶ running: 0 … n ──▶ over: nothing left to claim, or stopped; and nobody at it ──▶ finished
 //! ```
 //!
-//! Whoever takes part leaves only when no copy of his is on its way any more. So once a transfer is finished nobody
-//! touches its host memory, and everything that the host queues from then on comes after its copies.
+//! Whoever takes part leaves only when no copy of his is on its way any more. So once a transfer is
+//! finished nobody touches its host memory, and everything that the host queues from then on comes
+//! after its copies.
 
 use super::{
     Shared, StageError,
@@ -44,8 +45,8 @@ pub struct Progress {
     pub total: u64,
 }
 
-/// Bytes for which one more worker is woken: it takes tens of microseconds to be at it, and then the others are done with
-/// less. Whoever wakes them is held up by each.
+/// Bytes for which one more worker is woken: it takes tens of microseconds to be at it, and then
+/// the others are done with less. Whoever wakes them is held up by each.
 const WORTH_WAKING: u64 = 512 << 10;
 
 /// How many workers a transfer of so many bytes is worth.
@@ -53,8 +54,9 @@ fn worth_waking(bytes: u64) -> usize {
     usize::try_from(bytes / WORTH_WAKING).unwrap_or(usize::MAX).max(1)
 }
 
-/// How often somebody who has nothing left to do looks whether a transfer is finished before he goes to sleep: for about
-/// as long as workers take for their last chunks, and many times what it takes to be woken.
+/// How often somebody who has nothing left to do looks whether a transfer is finished before he
+/// goes to sleep: for about as long as workers take for their last chunks, and many times what it
+/// takes to be woken.
 const LOOKS: u32 = 8000;
 
 /// What owns the memory of a transfer until it is finished.
@@ -142,7 +144,8 @@ impl Transfer {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What came of it in a child of the process that has its workers and its memory: there, no lock may be taken.
+    /// What came of it in a child of the process that has its workers and its memory: there, no
+    /// lock may be taken.
     fn elsewhere(&self) -> Option<Result<(), StageError>> {
         self.shared.here().err().map(|error| Err(error.into()))
     }
@@ -311,7 +314,8 @@ impl Transfer {
             return elsewhere;
         }
         self.help();
-        // Nothing is left to claim then, or no lane was to be had: mostly the others are at their last chunks.
+        // Nothing is left to claim then, or no lane was to be had: mostly the others are at their
+        // last chunks.
         for _ in 0..LOOKS {
             if self.ended.load(Ordering::Acquire) {
                 break;
@@ -402,7 +406,8 @@ impl Participant<'_> {
 
 impl Drop for Participant<'_> {
     fn drop(&mut self) {
-        // Not by asking whether the thread panics: one that unwinds may wait for a transfer, and so take part in it.
+        // Not by asking whether the thread panics: one that unwinds may wait for a transfer, and so
+        // take part in it.
         if self.moving.get() {
             self.transfer.fail(StageError::WorkerLost);
         }
@@ -426,8 +431,9 @@ impl Drop for Handed<'_> {
         match lane.settle(road) {
             Ok(()) => lanes.give(lane),
             Err(error) => {
-                // Uses of the operands on their home stream must come after the copies. If that is refused too, the operands
-                // go back only when no copy runs any more: it is done, or the device is lost or the driver gone.
+                // Uses of the operands on their home stream must come after the copies. If that is
+                // refused too, the operands go back only when no copy runs any more: it is done, or
+                // the device is lost or the driver gone.
                 let joined = transfer.home.as_ref().map(|home| home.wait_for(road, road.open()));
                 if let Some(Err(_)) = joined {
                     let _over = settle_or_abort(road);

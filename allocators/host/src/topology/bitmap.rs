@@ -4,9 +4,9 @@ use std::{error, fmt};
 
 /// A set of small numbers: CPUs, or nodes.
 ///
-/// It grows with its largest member, so it has no limit of 64 nodes or 1024 CPUs. The kernel writes such sets as
-/// lists (`0-3,8,10-11`), which [`Bitmap::parse_list`] reads and `Display` writes; an empty text is the empty set, as
-/// for a node without CPUs.
+/// It grows with its largest member, so it has no limit of 64 nodes or 1024 CPUs. The kernel writes
+/// such sets as lists (`0-3,8,10-11`), which [`Bitmap::parse_list`] reads and `Display` writes; an
+/// empty text is the empty set, as for a node without CPUs.
 ///
 /// ```
 /// use aquifer_host::topology::Bitmap;
@@ -62,7 +62,8 @@ impl fmt::Display for ListError {
 impl error::Error for ListError {}
 
 impl Bitmap {
-    /// The largest member. A text that asks for more is taken for garbage rather than for a reason to allocate.
+    /// The largest member. A text that asks for more is taken for garbage rather than for a reason
+    /// to allocate.
     pub const MAX: u32 = (1 << 16) - 1;
 
     /// The empty set.
@@ -71,7 +72,8 @@ impl Bitmap {
         Self { words: Vec::new() }
     }
 
-    /// Reads the kernel's list format. White space around parts is ignored, and so is an empty text.
+    /// Reads the kernel's list format. White space around parts is ignored, and so is an empty
+    /// text.
     ///
     /// # Errors
     /// [`ListError`] with the part at fault.

@@ -20,15 +20,16 @@ const INTEGRATED: &str = "CU_DEVICE_ATTRIBUTE_INTEGRATED";
 pub enum DeviceMemory {
     /// Behind a bus: no host page can lie there.
     Apart,
-    /// A node of its own, as with GPUs on a coherent link: the kernel hands its pages out like any other node's.
+    /// A node of its own, as with GPUs on a coherent link: the kernel hands its pages out like any
+    /// other node's.
     Node(NodeId),
     /// The host's: what the one takes, the other lacks, and pinned memory needs no copy.
     Host,
 }
 
 impl Topology {
-    /// The same with what the driver knows of its devices' memory, which the kernel alone may not: the nodes that it
-    /// names hold [`Node::device_memory`] from then on.
+    /// The same with what the driver knows of its devices' memory, which the kernel alone may not:
+    /// the nodes that it names hold [`Node::device_memory`] from then on.
     ///
     /// ```
     /// use aquifer_driver::{DeviceId, DeviceInfo};
@@ -52,8 +53,9 @@ impl Topology {
         self
     }
 
-    /// Where a device's memory is, at the driver's word. One that names no node may be too old to: its device's memory
-    /// is apart for certain only where every node with memory has CPUs, which a device's never has.
+    /// Where a device's memory is, at the driver's word. One that names no node may be too old to:
+    /// its device's memory is apart for certain only where every node with memory has CPUs, which a
+    /// device's never has.
     #[must_use]
     pub fn memory_of_device(&self, device: &DeviceInfo) -> Found<DeviceMemory> {
         if device.integrated {
@@ -85,8 +87,9 @@ impl Topology {
         Ok(Found { value, source: file(path) })
     }
 
-    /// The host's node nearest to a GPU: the driver's word, else the kernel's for its PCI address, else unknown. Where
-    /// they name a node that is a device's memory, the nearest of the host's by the kernel's distances.
+    /// The host's node nearest to a GPU: the driver's word, else the kernel's for its PCI address,
+    /// else unknown. Where they name a node that is a device's memory, the nearest of the host's by
+    /// the kernel's distances.
     ///
     /// # Errors
     /// As [`Topology::node_of_pci`].
@@ -107,8 +110,8 @@ impl Topology {
         Ok(self.by_distance(found, |node| !Self::is_memory_of(node, device)))
     }
 
-    /// The node whose memory host memory for a GPU should be: [`Topology::node_of_device`], or the nearest to it that
-    /// has memory for this process where that one has none.
+    /// The node whose memory host memory for a GPU should be: [`Topology::node_of_device`], or the
+    /// nearest to it that has memory for this process where that one has none.
     ///
     /// # Errors
     /// As [`Topology::node_of_pci`].

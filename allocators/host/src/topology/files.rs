@@ -6,8 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// A file that is there and cannot be understood, or a setting that cannot be followed. What is merely missing is not
-/// an error but unknown.
+/// A file that is there and cannot be understood, or a setting that cannot be followed. What is
+/// merely missing is not an error but unknown.
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum TopologyError {
@@ -98,8 +98,8 @@ impl Files {
         self.root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// The text of a file; `None` where there is none. A file that may not be read counts as not there: containers
-    /// hide files both ways.
+    /// The text of a file; `None` where there is none. A file that may not be read counts as not
+    /// there: containers hide files both ways.
     pub(super) fn text(&self, path: &Path) -> Result<Option<String>, TopologyError> {
         Self::what_there_is(path, fs::read_to_string(self.real(path)))
     }
@@ -113,7 +113,8 @@ impl Files {
         match answer {
             Ok(content) => Ok(Some(content)),
             Err(e) => match e.kind() {
-                // Fixtures are plain files, and sysfs answers EINVAL and ENODEV for attributes that do not apply.
+                // Fixtures are plain files, and sysfs answers EINVAL and ENODEV for attributes that
+                // do not apply.
                 io::ErrorKind::NotFound
                 | io::ErrorKind::NotADirectory
                 | io::ErrorKind::PermissionDenied

@@ -57,7 +57,8 @@ impl Group {
         limit_of(files, &self.file_of("memory.max", "memory.limit_in_bytes"))
     }
 
-    /// Bytes beyond which the kernel holds its threads up, with the file that says so. Version 2 only.
+    /// Bytes beyond which the kernel holds its threads up, with the file that says so. Version 2
+    /// only.
     pub(super) fn high(&self, files: &Files) -> Result<Option<(u64, Source)>, TopologyError> {
         if self.version == Version::One {
             return Ok(None);
@@ -71,7 +72,8 @@ impl Group {
         Ok(files.number(&self.file_of("memory.current", "memory.usage_in_bytes"))?.unwrap_or(0))
     }
 
-    /// Bytes of that which the kernel takes back before it refuses: see [`reclaimable`]. 0 where it does not say.
+    /// Bytes of that which the kernel takes back before it refuses: see [`reclaimable`]. 0 where it
+    /// does not say.
     pub(super) fn reclaimable(&self, files: &Files) -> Result<u64, TopologyError> {
         let path = self.folder.join("memory.stat");
         let Some(text) = files.text(&path)? else { return Ok(0) };
@@ -101,8 +103,9 @@ impl Group {
     }
 }
 
-/// Bytes that the kernel can have back of a page cache and of its own caches: what was read once and not again, and half
-/// of what is in use, since a machine that loses all of that reads it in again and again.
+/// Bytes that the kernel can have back of a page cache and of its own caches: what was read once
+/// and not again, and half of what is in use, since a machine that loses all of that reads it in
+/// again and again.
 pub(super) fn reclaimable(inactive_file: u64, active_file: u64, slab: u64) -> u64 {
     inactive_file.saturating_add(active_file / 2).saturating_add(slab / 2)
 }
@@ -113,7 +116,8 @@ fn field(path: &Path, text: &str, name: &str) -> Result<u64, TopologyError> {
     line.map_or(Ok(0), |number| number.trim().parse().map_err(|_| wrong_number(path, number)))
 }
 
-/// All groups of the process's whose files may be there, version 2 before version 1, each its own group first.
+/// All groups of the process's whose files may be there, version 2 before version 1, each its own
+/// group first.
 pub(super) fn all(files: &Files) -> Result<Vec<Group>, TopologyError> {
     let Some(membership) = files.text(Path::new(MEMBERSHIP))? else { return Ok(Vec::new()) };
     let mounts = files.text(Path::new("/proc/self/mountinfo"))?.unwrap_or_default();
@@ -137,7 +141,8 @@ pub(super) fn all(files: &Files) -> Result<Vec<Group>, TopologyError> {
         // Inside a container the mount shows the group as its root, or a part of the tree.
         let below = group.strip_prefix(&mount.root).unwrap_or(Path::new("")).to_path_buf();
         let below = below.strip_prefix("/").map(Path::to_path_buf).unwrap_or(below);
-        // A process that was moved out of its own namespace's tree: what limits it is not mounted here.
+        // A process that was moved out of its own namespace's tree: what limits it is not mounted
+        // here.
         if below.components().any(|part| part == Component::ParentDir) {
             continue;
         }
@@ -146,7 +151,8 @@ pub(super) fn all(files: &Files) -> Result<Vec<Group>, TopologyError> {
     Ok(all)
 }
 
-/// A limit in bytes; `None` for `max`, for version 1's number that stands for it, and where there is no file.
+/// A limit in bytes; `None` for `max`, for version 1's number that stands for it, and where there
+/// is no file.
 fn limit_of(files: &Files, path: &Path) -> Result<Option<u64>, TopologyError> {
     let Some(text) = files.text(path)? else { return Ok(None) };
     let text = text.trim();
@@ -163,7 +169,8 @@ struct Mount {
     root: PathBuf,
 }
 
-/// The first mount of a kind: `35 30 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory`.
+/// The first mount of a kind: `35 30 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup
+/// rw,memory`.
 fn mount(mountinfo: &str, kind: &str, controller: &str) -> Option<Mount> {
     mountinfo.lines().find_map(|line| {
         let (mount, filesystem) = line.split_once(" - ")?;

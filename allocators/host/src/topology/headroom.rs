@@ -11,8 +11,9 @@ use std::path::Path;
 
 /// What the process may still take of the host's memory, as the kernel tells it now. In bytes.
 ///
-/// Page cache counts as far as the kernel gives it back without harm: what was read once, and half of what is in use.
-/// Reserved huge pages are in none of the three, since nothing but huge pages is made of them.
+/// Page cache counts as far as the kernel gives it back without harm: what was read once, and half
+/// of what is in use. Reserved huge pages are in none of the three, since nothing but huge pages is
+/// made of them.
 ///
 /// Its example is that of [`Topology`].
 #[derive(Clone, PartialEq, Eq, Debug)]
@@ -20,11 +21,12 @@ use std::path::Path;
 pub struct Headroom {
     /// The least of the three below, with the source that says so; unknown where all of them are.
     pub bytes: Found<u64>,
-    /// The least that the process's control group or one above it leaves below its limit (`memory.max`, `memory.high`),
-    /// with that file; unknown where none has a limit.
+    /// The least that the process's control group or one above it leaves below its limit
+    /// (`memory.max`, `memory.high`), with that file; unknown where none has a limit.
     pub group: Found<u64>,
-    /// What the host's nodes that the process may use have free or can have back (`meminfo`); a device's memory is not
-    /// counted. Unknown on a kernel without nodes, and when NUMA handling is off.
+    /// What the host's nodes that the process may use have free or can have back (`meminfo`); a
+    /// device's memory is not counted. Unknown on a kernel without nodes, and when NUMA handling
+    /// is off.
     pub nodes: Found<u64>,
     /// What the kernel calls available on the whole machine (`MemAvailable`).
     pub machine: Found<u64>,
@@ -116,8 +118,8 @@ impl Topology {
             .sum()
     }
 
-    /// The most that the headroom could be: the tightest limit of the process's groups, read now, or the memory of the host's
-    /// nodes that it may use, whichever is less.
+    /// The most that the headroom could be: the tightest limit of the process's groups, read now,
+    /// or the memory of the host's nodes that it may use, whichever is less.
     ///
     /// # Errors
     /// [`TopologyError`] for a file that cannot be understood.

@@ -33,11 +33,12 @@ pub struct Node {
     /// Whether it has memory and the process may take it.
     pub memory_allowed: bool,
     /// Whether its memory is a device's. The kernel knows of nodes that firmware ties to a device
-    /// (`has_generic_initiator`), the driver of its own ([`Topology::with_devices`](super::Topology::with_devices));
-    /// a node that neither names is unknown.
+    /// (`has_generic_initiator`), the driver of its own
+    /// ([`Topology::with_devices`](super::Topology::with_devices)); a node that neither names is
+    /// unknown.
     pub device_memory: Found<bool>,
-    /// Whether all its memory is movable, as hotplugged memory of expanders and GPUs mostly is (`has_normal_memory`):
-    /// pages that are pinned for long are moved to other nodes first.
+    /// Whether all its memory is movable, as hotplugged memory of expanders and GPUs mostly is
+    /// (`has_normal_memory`): pages that are pinned for long are moved to other nodes first.
     pub movable_only: Found<bool>,
     /// Bytes of memory (`MemTotal`); `None` where the kernel does not say.
     pub memory: Option<u64>,
@@ -97,7 +98,8 @@ pub(super) fn read(
     Ok(nodes)
 }
 
-/// What the kernel says of nodes by listing those it is true of. Older kernels have some of the files only.
+/// What the kernel says of nodes by listing those it is true of. Older kernels have some of the
+/// files only.
 struct Sets {
     initiators: Found<Bitmap>,
     normal_memory: Found<Bitmap>,
@@ -144,7 +146,8 @@ pub(super) fn field(path: &Path, text: &str, name: &str) -> Result<Option<u64>, 
     kib.and_then(|kib| kib.checked_mul(1024)).map(Some).ok_or_else(|| wrong_number(path, line))
 }
 
-/// The pools below a `hugepages` folder, a node's or the machine's: `hugepages-2048kB/free_hugepages`.
+/// The pools below a `hugepages` folder, a node's or the machine's:
+/// `hugepages-2048kB/free_hugepages`.
 pub(super) fn huge_pools(files: &Files, folder: &Path) -> Result<Vec<HugePool>, TopologyError> {
     let mut pools = Vec::new();
     for name in files.names(folder) {

@@ -7,7 +7,8 @@ use super::{
 use nix::unistd::{SysconfVar, sysconf};
 use std::path::Path;
 
-/// When anonymous memory gets transparent huge pages (`/sys/kernel/mm/transparent_hugepage/enabled`).
+/// When anonymous memory gets transparent huge pages
+/// (`/sys/kernel/mm/transparent_hugepage/enabled`).
 ///
 /// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -48,7 +49,8 @@ pub(super) fn thp_size(files: &Files) -> Result<Found<u64>, TopologyError> {
     Ok(Found { value: files.number(path)?, source: file(path) })
 }
 
-/// Bytes of a base page: what the kernel handed to the process at its start, below the root if that is there.
+/// Bytes of a base page: what the kernel handed to the process at its start, below the root if that
+/// is there.
 pub(super) fn page_size(files: &Files) -> Result<Found<u64>, TopologyError> {
     let path = Path::new("/proc/self/auxv");
     if let Some(bytes) = files.bytes(path)?

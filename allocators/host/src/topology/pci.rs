@@ -4,8 +4,8 @@ use std::{error, fmt, str::FromStr};
 
 /// Where a device sits on the PCI bus.
 ///
-/// Drivers write domains with four or eight digits and letters of either case, sysfs with at least four and lower
-/// case; `Display` writes what sysfs does.
+/// Drivers write domains with four or eight digits and letters of either case, sysfs with at least
+/// four and lower case; `Display` writes what sysfs does.
 ///
 /// ```
 /// use aquifer_host::topology::PciAddress;

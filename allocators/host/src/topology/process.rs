@@ -9,7 +9,8 @@ use std::path::Path;
 
 const STATUS: &str = "/proc/self/status";
 
-/// The CPUs and nodes of the process's main thread: cpuset, affinity and memory policy taken together.
+/// The CPUs and nodes of the process's main thread: cpuset, affinity and memory policy taken
+/// together.
 pub(super) fn allowed(files: &Files) -> Result<(Found<Bitmap>, Found<Bitmap>), TopologyError> {
     let path = Path::new(STATUS);
     let Some(text) = files.text(path)? else {
@@ -25,7 +26,8 @@ pub(super) fn allowed(files: &Files) -> Result<(Found<Bitmap>, Found<Bitmap>), T
 
 /// How much memory the process's control groups grant it.
 ///
-/// Populating past this limit ends in a kill, not in an error: it is for comparing before pages are touched.
+/// Populating past this limit ends in a kill, not in an error: it is for comparing before pages are
+/// touched.
 ///
 /// Its example is that of [`Topology`](super::Topology).
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -71,7 +73,8 @@ pub(super) fn wsl(files: &Files) -> Result<Found<bool>, TopologyError> {
 #[derive(Clone, PartialEq, Eq, Debug)]
 #[non_exhaustive]
 pub struct Limits {
-    /// `RLIMIT_MEMLOCK`, soft, in bytes; `u64::MAX` for unlimited. The GPU driver's pins do not count against it.
+    /// `RLIMIT_MEMLOCK`, soft, in bytes; `u64::MAX` for unlimited. The GPU driver's pins do not
+    /// count against it.
     pub locked_memory: Found<u64>,
     /// `vm.max_map_count`: mappings that the process may have.
     pub mappings: Found<u64>,

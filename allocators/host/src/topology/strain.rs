@@ -1,4 +1,5 @@
-//! How hard the machine and the process's control groups have to work for memory: stalls and events.
+//! How hard the machine and the process's control groups have to work for memory: stalls and
+//! events.
 
 use super::{
     Found, GroupEvents, Headroom, Topology, TopologyError,
@@ -35,10 +36,12 @@ pub struct Stalls {
 pub struct Strain {
     /// What it may still take.
     pub headroom: Headroom,
-    /// Stalls in its own group where the kernel counts them there, else on the machine; unknown on a kernel without PSI.
+    /// Stalls in its own group where the kernel counts them there, else on the machine; unknown on
+    /// a kernel without PSI.
     pub stalls: Found<Stalls>,
-    /// How often its group and those above were held up at their limits, all together; unknown without groups of
-    /// version 2. Counts of groups above have those below in them: only their growth says something.
+    /// How often its group and those above were held up at their limits, all together; unknown
+    /// without groups of version 2. Counts of groups above have those below in them: only their
+    /// growth says something.
     pub events: Found<GroupEvents>,
 }
 
@@ -60,8 +63,8 @@ impl Topology {
         Ok(Strain { headroom: self.headroom()?, stalls: self.stalls()?, events: self.events()? })
     }
 
-    /// The files in which the kernel accounts for stalls, the process's own group first, as they are to be opened. Not
-    /// all of them need be there.
+    /// The files in which the kernel accounts for stalls, the process's own group first, as they
+    /// are to be opened. Not all of them need be there.
     ///
     /// # Errors
     /// [`TopologyError`] for a file that cannot be understood.
@@ -109,7 +112,8 @@ impl Topology {
     }
 }
 
-/// Two lines: `some avg10=1.77 avg60=0.37 avg300=0.08 total=18128159`, and one of `full`, in per cent and microseconds.
+/// Two lines: `some avg10=1.77 avg60=0.37 avg300=0.08 total=18128159`, and one of `full`, in per
+/// cent and microseconds.
 fn parse(path: &Path, text: &str) -> Result<Stalls, TopologyError> {
     let mut stalls = Stalls::default();
     for line in text.lines() {

@@ -31,8 +31,9 @@ pub(super) struct Crew {
     queued: AtomicUsize,
 }
 
-/// How often a worker that has nothing to do looks for a job before it goes to sleep: for less than it takes to be woken,
-/// which is some tens of microseconds. Who makes one transfer after another finds them awake.
+/// How often a worker that has nothing to do looks for a job before it goes to sleep: for less than
+/// it takes to be woken, which is some tens of microseconds. Who makes one transfer after another
+/// finds them awake.
 const LOOKS: u32 = 2000;
 
 /// Where a crew's workers run.
@@ -99,8 +100,8 @@ impl Crew {
         Some(WorkerError::Bind { node, error })
     }
 
-    /// Sees to it that there are workers for a job of so many pieces, beside those that are busy. One is enough for
-    /// success, and may be busy.
+    /// Sees to it that there are workers for a job of so many pieces, beside those that are busy.
+    /// One is enough for success, and may be busy.
     pub(super) fn staff(self: &Arc<Self>, pieces: usize) -> Result<(), WorkerError> {
         loop {
             let number = {
@@ -127,7 +128,8 @@ impl Crew {
         }
     }
 
-    /// Starts a worker and waits until it is bound, or is known not to be. The caller has counted it as alive.
+    /// Starts a worker and waits until it is bound, or is known not to be. The caller has counted
+    /// it as alive.
     fn start(self: &Arc<Self>, number: u64) -> Result<(), WorkerError> {
         let (tell, told) = mpsc::sync_channel::<()>(1);
         let mut present = Present { crew: self.clone(), unbound: false };
@@ -168,8 +170,8 @@ impl Crew {
         self.count(&state);
         let asleep = state.asleep;
         drop(state);
-        // As many as have something to do: each that wakes goes on until nothing is left. Those that are awake look again
-        // before they go to sleep.
+        // As many as have something to do: each that wakes goes on until nothing is left. Those
+        // that are awake look again before they go to sleep.
         if pieces < asleep {
             (0..pieces).for_each(|_| self.called.notify_one());
         } else if asleep > 0 {

@@ -105,7 +105,8 @@ pub(super) trait Work: Send + Sync {
 struct State<R> {
     pieces: usize,
     deadline: Deadline,
-    /// The process whose threads work at it. In a child of that, the lock may be held by a thread that is not there.
+    /// The process whose threads work at it. In a child of that, the lock may be held by a thread
+    /// that is not there.
     process: u32,
     done: AtomicUsize,
     inner: Mutex<Inner<R>>,
@@ -115,7 +116,8 @@ struct State<R> {
 type Piece<R> = Arc<dyn Fn(usize) -> R + Send + Sync>;
 
 struct Inner<R> {
-    /// Until the last piece is over, so that what it owns is gone before anybody learns that the job is.
+    /// Until the last piece is over, so that what it owns is gone before anybody learns that the
+    /// job is.
     work: Option<Piece<R>>,
     /// When the first piece began.
     begun: Option<Instant>,
@@ -176,8 +178,8 @@ impl<R: Send + 'static> Job<R> {
         self.state.done.load(Ordering::Acquire)
     }
 
-    /// Waits for all pieces and answers with their results, in order. Blocks until `deadline` or the job's own,
-    /// whichever is first.
+    /// Waits for all pieces and answers with their results, in order. Blocks until `deadline` or
+    /// the job's own, whichever is first.
     ///
     /// # Errors
     /// [`JobError`]; what has been made is dropped.
@@ -193,8 +195,9 @@ impl<R: Send + 'static> Job<R> {
             .collect())
     }
 
-    /// Waits until the first `pieces` pieces are done, while others may still run. When it answers for all of them, the
-    /// work itself has been dropped. Blocks until `deadline` or the job's own, and cancels the job when that passes.
+    /// Waits until the first `pieces` pieces are done, while others may still run. When it answers
+    /// for all of them, the work itself has been dropped. Blocks until `deadline` or the job's own,
+    /// and cancels the job when that passes.
     ///
     /// # Errors
     /// [`JobError`] if one of them will not be done.
@@ -393,7 +396,8 @@ fn run<R>(mut running: Running<'_, R>, work: Piece<R>) {
 impl<R> Drop for Running<'_, R> {
     fn drop(&mut self) {
         let mut inner = self.state.lock();
-        // Before anybody learns that the piece is over: who then asks for more finds this worker free.
+        // Before anybody learns that the piece is over: who then asks for more finds this worker
+        // free.
         self.busy.fetch_sub(1, Ordering::Relaxed);
         inner.running -= 1;
         let mut unwanted = None;

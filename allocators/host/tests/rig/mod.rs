@@ -185,8 +185,9 @@ impl Drop for Plain {
     }
 }
 
-// SAFETY: 1. an allocation of its own until the drop, which waits for the device. 2. the list orders uses, and the memory
-// is given to nobody else; broken on purpose where a test leaves the order out. 3. the home is leased while the operand lives.
+// SAFETY: 1. an allocation of its own until the drop, which waits for the device. 2. the list
+// orders uses, and the memory is given to nobody else; broken on purpose where a test leaves the
+// order out. 3. the home is leased while the operand lives.
 unsafe impl Operand for Plain {
     fn range(&self) -> DeviceRange {
         self.range

@@ -33,8 +33,8 @@ impl Drop for OnDevice {
     }
 }
 
-// SAFETY: 1. an allocation of its own. 2. the test uses it from one stream, whose order is enough, and keeps it until the
-// device is idle.
+// SAFETY: 1. an allocation of its own. 2. the test uses it from one stream, whose order is enough,
+// and keeps it until the device is idle.
 unsafe impl Operand for OnDevice {
     fn range(&self) -> DeviceRange {
         self.range

@@ -1,9 +1,10 @@
 //! Fills.
 //!
-//! The driver fills with elements of 1, 2 and 4 bytes. A value whose bytes repeat after as many is filled in one call.
-//! Any other is written once, piece by piece, and then copied: what is there onto what follows it, so that each copy is
-//! twice as long as the one before. That takes some `log2(n)` calls and no memory of the host, reads and writes each byte
-//! about once, and may be captured like any other work.
+//! The driver fills with elements of 1, 2 and 4 bytes. A value whose bytes repeat after as many is
+//! filled in one call. Any other is written once, piece by piece, and then copied: what is there
+//! onto what follows it, so that each copy is twice as long as the one before. That takes some
+//! `log2(n)` calls and no memory of the host, reads and writes each byte about once, and may be
+//! captured like any other work.
 #![expect(unsafe_code, reason = "calls the driver's fills and copies")]
 
 use super::grid::span;
@@ -15,13 +16,13 @@ use bytemuck::Pod;
 impl Stream {
     /// Fills `to` with copies of `value`, in order on this stream.
     ///
-    /// One call (`cuMemsetD8Async`, `…D16Async`, `…D32Async`) where the value's bytes repeat after 1, 2 or 4: every value
-    /// of a type that small, and zeros of any type. Otherwise the value's words and then about `log2(len)` copies on the
-    /// device, as the module says.
+    /// One call (`cuMemsetD8Async`, `…D16Async`, `…D32Async`) where the value's bytes repeat after
+    /// 1, 2 or 4: every value of a type that small, and zeros of any type. Otherwise the value's
+    /// words and then about `log2(len)` copies on the device, as the module says.
     ///
     /// # Errors
-    /// A conflicting use, the driver's. Nothing is queued; should the driver refuse a later one of several calls, a first
-    /// part of `to` is filled.
+    /// A conflicting use, the driver's. Nothing is queued; should the driver refuse a later one of
+    /// several calls, a first part of `to` is filled.
     #[track_caller]
     pub fn fill<T, D>(&self, to: &mut D, value: T) -> Result<()>
     where
@@ -34,7 +35,8 @@ impl Stream {
         Ok(())
     }
 
-    /// Fills `to` with one byte, in order on this stream (`cuMemsetD8Async`), whatever its elements are.
+    /// Fills `to` with one byte, in order on this stream (`cuMemsetD8Async`), whatever its elements
+    /// are.
     ///
     /// # Errors
     /// A conflicting use, the driver's. Nothing is queued.
@@ -58,18 +60,20 @@ impl Stream {
             return Ok(());
         }
         let _calling = self.timeline().calling()?;
-        // SAFETY: 1. and 2. the operand keeps its range, and has been ordered for this access on this stream.
+        // SAFETY: 1. and 2. the operand keeps its range, and has been ordered for this access on
+        // this stream.
         unsafe { self.fill_range(range, element) }
     }
 
-    /// Fills `height` rows of `width` elements, `pitch` elements apart, in order on this stream (`cuMemsetD2D8Async`,
-    /// `…D2D16Async`, `…D2D32Async`). What lies between the rows stays as it is.
+    /// Fills `height` rows of `width` elements, `pitch` elements apart, in order on this stream
+    /// (`cuMemsetD2D8Async`, `…D2D16Async`, `…D2D32Async`). What lies between the rows stays as it
+    /// is.
     ///
     /// One call or several, as [`Stream::fill`].
     ///
     /// # Errors
-    /// Rows that do not lie in `to`, rows closer together than they are long, a conflicting use, the driver's. Nothing is
-    /// queued, but as [`Stream::fill`] says.
+    /// Rows that do not lie in `to`, rows closer together than they are long, a conflicting use,
+    /// the driver's. Nothing is queued, but as [`Stream::fill`] says.
     #[track_caller]
     pub fn fill_2d<T, D>(
         &self,
@@ -99,8 +103,8 @@ impl Stream {
             return Ok(());
         }
         let calling = self.timeline().calling()?;
-        // SAFETY: 1. the operand keeps its range, in which the rows lie. 2. it has been ordered for this access on this
-        // stream.
+        // SAFETY: 1. the operand keeps its range, in which the rows lie. 2. it has been ordered for
+        // this access on this stream.
         unsafe { self.fill_rows(Pitched { start: range.address, pitch }, element, rows) }?;
         drop(calling);
         site.checkpoint(&**self.driver());
@@ -108,7 +112,8 @@ impl Stream {
     }
 
     /// # Safety
-    /// 1. The range is mapped until the fill is done. 2. It has been ordered for this stream to write it.
+    /// 1. The range is mapped until the fill is done. 2. It has been ordered for this stream to
+    ///    write it.
     unsafe fn fill_range(&self, range: DeviceRange, element: &[u8]) -> Result<()> {
         let DeviceRange { address, bytes, .. } = range;
         if let Some(pattern) = pattern(element, address) {
@@ -129,7 +134,8 @@ impl Stream {
         let mut done = element.len() as u64;
         while done < bytes {
             let more = done.min(bytes - done);
-            // SAFETY: 1. and 2. the caller's: what is written already, and as much after it or less, lie in the range.
+            // SAFETY: 1. and 2. the caller's: what is written already, and as much after it or
+            // less, lie in the range.
             let copied =
                 unsafe { self.driver().copy_on_device(self.raw(), address + done, address, more) };
             copied.map_err(|e| MemoryError::driver(self.device(), e))?;
@@ -139,7 +145,8 @@ impl Stream {
     }
 
     /// # Safety
-    /// 1. Every row is mapped until the fill is done. 2. They have been ordered for this stream to write them.
+    /// 1. Every row is mapped until the fill is done. 2. They have been ordered for this stream to
+    ///    write them.
     unsafe fn fill_rows(&self, to: Pitched<u64>, element: &[u8], rows: Rows) -> Result<()> {
         let lost = |e| MemoryError::driver(self.device(), e);
         if let Some(pattern) = pattern(element, to.start | to.pitch) {
@@ -154,7 +161,8 @@ impl Stream {
         while done < rows.height {
             let more = Rows { width: rows.width, height: done.min(rows.height - done) };
             let next = Pitched { start: to.start + done * to.pitch, ..to };
-            // SAFETY: 1. and 2. the caller's: rows that are written already, and as many after them or fewer.
+            // SAFETY: 1. and 2. the caller's: rows that are written already, and as many after them
+            // or fewer.
             unsafe { self.driver().copy_2d_on_device(self.raw(), next, to, more) }.map_err(lost)?;
             done += more.height;
         }
@@ -170,7 +178,8 @@ impl Stream {
     }
 }
 
-/// The largest piece that the driver fills with, of 1, 2 or 4 bytes, that cuts an element at `address` evenly.
+/// The largest piece that the driver fills with, of 1, 2 or 4 bytes, that cuts an element at
+/// `address` evenly.
 fn pieces(element: u64, address: u64) -> usize {
     match element | address {
         both if both.is_multiple_of(4) => 4,

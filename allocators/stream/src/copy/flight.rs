@@ -29,9 +29,10 @@ use std::{
 /// Its example is that of [`Stream::upload`](crate::Stream::upload), which takes any.
 ///
 /// # Safety
-/// 1. [`HostOwned::bytes`] answers with initialised memory that stays where it is when `self` is moved.
-/// 2. After [`HostOwned::defer`] has answered `Ok`, the memory is neither given out again, nor written, nor unmapped
-///    before the gate is open, however `self` is dropped, freed or forgotten.
+/// 1. [`HostOwned::bytes`] answers with initialised memory that stays where it is when `self` is
+///    moved.
+/// 2. After [`HostOwned::defer`] has answered `Ok`, the memory is neither given out again, nor
+///    written, nor unmapped before the gate is open, however `self` is dropped, freed or forgotten.
 pub unsafe trait HostOwned {
     /// The elements' type.
     type Item: Pod;
@@ -46,8 +47,9 @@ pub unsafe trait HostOwned {
     fn defer(&mut self, until: Arc<dyn Gate>) -> Result<()>;
 }
 
-// The orphan rule forbids the crate of an allocator to do this for a foreign `Vec`, so it is done here for all of them.
-// SAFETY: 1. a vector's buffer does not move with the vector, and its elements are initialised.
+// The orphan rule forbids the crate of an allocator to do this for a foreign `Vec`, so it is done
+// here for all of them. SAFETY: 1. a vector's buffer does not move with the vector, and its
+// elements are initialised.
 // 2. `DeferReuse` promises it.
 unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocVec<T, A> {
     type Item = T;
@@ -108,8 +110,8 @@ impl<H> From<Refused<H>> for MemoryError {
 
 /// A copy on its way, which owns its host side until [`InFlight::wait`].
 ///
-/// Dropped early, the host side is dropped too, and its allocator keeps the block until the copy is done. Forgotten, it
-/// is leaked.
+/// Dropped early, the host side is dropped too, and its allocator keeps the block until the copy is
+/// done. Forgotten, it is leaked.
 ///
 /// ```
 /// use allocator_api2::vec::Vec;
@@ -195,7 +197,8 @@ impl<H> InFlight<H> {
 
     fn into_host(self) -> H {
         let mut this = ManuallyDrop::new(self);
-        // SAFETY: 1. `this` is never touched again, so the point and the host side are each moved or dropped once.
+        // SAFETY: 1. `this` is never touched again, so the point and the host side are each moved
+        // or dropped once.
         unsafe {
             std::ptr::drop_in_place(&raw mut this.landed);
             ManuallyDrop::take(&mut this.host)
@@ -203,8 +206,8 @@ impl<H> InFlight<H> {
     }
 }
 
-/// A flight may be awaited: the future gives the host side back when the copy is done. It needs no runtime, see
-/// [`aquifer_core::wake`].
+/// A flight may be awaited: the future gives the host side back when the copy is done. It needs no
+/// runtime, see [`aquifer_core::wake`].
 ///
 /// ```
 /// use allocator_api2::vec::Vec;
@@ -229,8 +232,9 @@ impl<H> IntoFuture for InFlight<H> {
 
 /// An [`InFlight`] copy that is awaited.
 ///
-/// Dropped before it is ready, it does what a dropped flight does: the host side goes back to its allocator, which keeps the
-/// block until the copy is done. Forgotten, it leaks the host side. It stays pending if it is polled after it was ready.
+/// Dropped before it is ready, it does what a dropped flight does: the host side goes back to its
+/// allocator, which keeps the block until the copy is done. Forgotten, it leaks the host side. It
+/// stays pending if it is polled after it was ready.
 #[must_use = "a future waits only while it is polled"]
 pub struct Landing<H> {
     /// `None` once it has been ready.
@@ -267,8 +271,9 @@ impl<H> fmt::Debug for Landing<H> {
 
 impl<H> Drop for InFlight<H> {
     fn drop(&mut self) {
-        // SAFETY: 1. dropped here and nowhere else: `into_host` does not run this. Its memory is held back by its
-        // allocator, and `H`'s elements are `Pod`, so dropping it reads none of them.
+        // SAFETY: 1. dropped here and nowhere else: `into_host` does not run this. Its memory is
+        // held back by its allocator, and `H`'s elements are `Pod`, so dropping it reads none of
+        // them.
         unsafe { ManuallyDrop::drop(&mut self.host) }
     }
 }
@@ -280,7 +285,8 @@ impl<H> fmt::Debug for InFlight<H> {
 }
 
 impl Stream {
-    /// Copies `from` to the device, in order on this stream (`cuMemcpyHtoDAsync`). Owns `from` until the copy is done.
+    /// Copies `from` to the device, in order on this stream (`cuMemcpyHtoDAsync`). Owns `from`
+    /// until the copy is done.
     ///
     /// # Errors
     /// [`Refused`] with `from` in it: lengths that differ, a conflicting use of `to`,
@@ -299,7 +305,8 @@ impl Stream {
         Ok(flight)
     }
 
-    /// Copies `from` into `to`, in order on this stream (`cuMemcpyDtoHAsync`). Owns `to` until the copy is done.
+    /// Copies `from` into `to`, in order on this stream (`cuMemcpyDtoHAsync`). Owns `to` until the
+    /// copy is done.
     ///
     /// # Errors
     /// [`Refused`] with `to` in it: lengths that differ, a conflicting use of `from`,
@@ -317,12 +324,12 @@ impl Stream {
         Ok(flight)
     }
 
-    /// Copies the rows of `grid` from `from` to the device, in order on this stream (`cuMemcpy2DAsync`). Owns `from` until
-    /// the copy is done.
+    /// Copies the rows of `grid` from `from` to the device, in order on this stream
+    /// (`cuMemcpy2DAsync`). Owns `from` until the copy is done.
     ///
     /// # Errors
-    /// [`Refused`] with `from` in it: rows that do not lie in one of the sides, a conflicting use of `to`,
-    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    /// [`Refused`] with `from` in it: rows that do not lie in one of the sides, a conflicting use
+    /// of `to`, [`MemoryError::Capturing`], the driver's. Nothing is queued.
     #[track_caller]
     pub fn upload_2d<H, D>(
         &self,
@@ -342,12 +349,13 @@ impl Stream {
         Ok(flight)
     }
 
-    /// Copies the rows of `grid` from `from` into `to`, in order on this stream (`cuMemcpy2DAsync`). Owns `to` until the
-    /// copy is done. What lies between the rows of `to` stays as it is.
+    /// Copies the rows of `grid` from `from` into `to`, in order on this stream
+    /// (`cuMemcpy2DAsync`). Owns `to` until the copy is done. What lies between the rows of `to`
+    /// stays as it is.
     ///
     /// # Errors
-    /// [`Refused`] with `to` in it: rows that do not lie in one of the sides, a conflicting use of `from`,
-    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    /// [`Refused`] with `to` in it: rows that do not lie in one of the sides, a conflicting use of
+    /// `from`, [`MemoryError::Capturing`], the driver's. Nothing is queued.
     #[track_caller]
     pub fn download_2d<H, D>(&self, from: &D, to: H, grid: Grid) -> Result<InFlight<H>, Refused<H>>
     where
@@ -375,11 +383,13 @@ impl Stream {
             let bytes = host.bytes();
             let plan = Plan::new::<H::Item>(self, way, bytes.len(), place, grid)?;
             order()?;
-            // The gate is given before the copy is queued, and stays shut until it is: a gate made after would leave a
-            // copy on its way with nobody to wait for it, should the allocator refuse.
+            // The gate is given before the copy is queued, and stays shut until it is: a gate made
+            // after would leave a copy on its way with nobody to wait for it, should the allocator
+            // refuse.
             host.defer(Arc::new(landed.clone()))?;
-            // SAFETY: 1. `bytes` is the flight's, and held back until `landed` opens; the operand keeps its range for as
-            // long, both by the promises of their traits. 2. `order` has put this stream behind every other use.
+            // SAFETY: 1. `bytes` is the flight's, and held back until `landed` opens; the operand
+            // keeps its range for as long, both by the promises of their traits. 2. `order` has put
+            // this stream behind every other use.
             unsafe { plan.queue(self, bytes.cast(), place.0.address) }
         };
         let queued = queue(&mut host);

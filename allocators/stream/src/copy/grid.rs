@@ -3,10 +3,11 @@
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::Rows;
 
-/// The rows of a 2D copy: how many elements each has, how many there are, and how far apart they start on either side.
+/// The rows of a 2D copy: how many elements each has, how many there are, and how far apart they
+/// start on either side.
 ///
-/// All four are in elements. The first row starts where its side does: pass a slice for rows that start further on.
-/// Between the rows of the destination nothing is touched.
+/// All four are in elements. The first row starts where its side does: pass a slice for rows that
+/// start further on. Between the rows of the destination nothing is touched.
 ///
 /// ```
 /// use aquifer_stream::Grid;

@@ -20,21 +20,22 @@ use std::{
 const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
 
 impl Stream {
-    /// Runs `work`, in which copies may borrow host memory, and returns when all of them are done, also on unwind.
+    /// Runs `work`, in which copies may borrow host memory, and returns when all of them are done,
+    /// also on unwind.
     ///
-    /// Blocks at its end. The host side may be pageable; the driver then stages it, at a fraction of the link's speed. If
-    /// the stream has begun to capture a graph behind copies that were queued here, it blocks until that capture has
-    /// ended: nothing can be waited for before.
+    /// Blocks at its end. The host side may be pageable; the driver then stages it, at a fraction
+    /// of the link's speed. If the stream has begun to capture a graph behind copies that were
+    /// queued here, it blocks until that capture has ended: nothing can be waited for before.
     ///
     /// # Aborts
-    /// Ends the process with a message if the driver refuses every way to wait for ten seconds, and the device is not lost:
-    /// see [`Timeline::settle_or_abort`](crate::Timeline::settle_or_abort).
+    /// Ends the process with a message if the driver refuses every way to wait for ten seconds, and
+    /// the device is not lost: see [`Timeline::settle_or_abort`](crate::Timeline::settle_or_abort).
     ///
     /// Work that may fail returns a result in a result; [`Stream::try_scope`] makes one of them.
     ///
     /// # Errors
-    /// [`MemoryError::Capturing`] if the stream captures, and so no copy was queued here; the driver's, when the device is
-    /// lost. No copy of the scope runs any more.
+    /// [`MemoryError::Capturing`] if the stream captures, and so no copy was queued here; the
+    /// driver's, when the device is lost. No copy of the scope runs any more.
     #[track_caller]
     pub fn scope<'env, R>(
         &'env self,
@@ -42,7 +43,8 @@ impl Stream {
     ) -> Result<R> {
         struct Settle<'a>(&'a Stream, &'a AtomicBool);
         impl Settle<'_> {
-            /// Returns only when no copy can touch what is borrowed, however many waits are refused.
+            /// Returns only when no copy can touch what is borrowed, however many waits are
+            /// refused.
             fn settle(&self) -> Result<()> {
                 loop {
                     match self.0.timeline().settle_or_abort() {
@@ -56,7 +58,8 @@ impl Stream {
         }
         impl Drop for Settle<'_> {
             fn drop(&mut self) {
-                // On unwind only. What was copied is done, or the device is lost and runs nothing any more.
+                // On unwind only. What was copied is done, or the device is lost and runs nothing
+                // any more.
                 let _ = self.settle();
             }
         }
@@ -74,7 +77,8 @@ impl Stream {
 }
 
 impl Stream {
-    /// As [`Stream::scope`], for work that may fail: one result, with the error of the work or of the wait at its end.
+    /// As [`Stream::scope`], for work that may fail: one result, with the error of the work or of
+    /// the wait at its end.
     ///
     /// ```
     /// use aquifer_core::Result;
@@ -184,7 +188,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         self.up(from, to, None)
     }
 
-    /// Copies `from` into `to`, in order on the scope's stream (`cuMemcpyDtoHAsync`). `to` is the scope's until it ends.
+    /// Copies `from` into `to`, in order on the scope's stream (`cuMemcpyDtoHAsync`). `to` is the
+    /// scope's until it ends.
     ///
     /// # Errors
     /// Lengths that differ, a conflicting use of `from`,
@@ -199,7 +204,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         self.down(from, to, None)
     }
 
-    /// Copies the rows of `grid` from `from` to the device, in order on the scope's stream (`cuMemcpy2DAsync`).
+    /// Copies the rows of `grid` from `from` to the device, in order on the scope's stream
+    /// (`cuMemcpy2DAsync`).
     ///
     /// # Errors
     /// Rows that do not lie in one of the sides, a conflicting use of `to`,
@@ -214,8 +220,9 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         self.up(from, to, Some(grid))
     }
 
-    /// Copies the rows of `grid` from `from` into `to`, in order on the scope's stream (`cuMemcpy2DAsync`). `to` is the
-    /// scope's until it ends; what lies between its rows stays as it is.
+    /// Copies the rows of `grid` from `from` into `to`, in order on the scope's stream
+    /// (`cuMemcpy2DAsync`). `to` is the scope's until it ends; what lies between its rows stays as
+    /// it is.
     ///
     /// # Errors
     /// Rows that do not lie in one of the sides, a conflicting use of `from`,
@@ -244,7 +251,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         )?;
         to.order_mut(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Write)?;
         self.copied.store(true, Ordering::Relaxed);
-        // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy; `to` keeps its range.
+        // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy; `to`
+        // keeps its range.
         // 2. it has just been ordered.
         unsafe { plan.queue(self.stream, NonNull::from(from).cast(), to.range().address) }
     }
@@ -263,7 +271,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         )?;
         from.order(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Read)?;
         self.copied.store(true, Ordering::Relaxed);
-        // SAFETY: 1. `to` is borrowed for longer than the scope, which waits for the copy; `from` keeps its range.
+        // SAFETY: 1. `to` is borrowed for longer than the scope, which waits for the copy; `from`
+        // keeps its range.
         // 2. it has just been ordered.
         unsafe { plan.queue(self.stream, NonNull::from(to).cast(), from.range().address) }
     }

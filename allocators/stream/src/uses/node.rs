@@ -1,12 +1,13 @@
 //! The account of one block's uses.
 //!
-//! A node is leaked once and goes round: a block gets one at its first use by another stream, and gives it back when it has
-//! been freed and all uses are over. So noting a use makes no allocation once there are as many nodes as blocks in use at
-//! once, and a [`Use`](super::Use) needs no reference count to find its note: a plain `&'static` does. While a use is open
-//! its node goes to no other block, whatever becomes of its own.
+//! A node is leaked once and goes round: a block gets one at its first use by another stream, and
+//! gives it back when it has been freed and all uses are over. So noting a use makes no allocation
+//! once there are as many nodes as blocks in use at once, and a [`Use`](super::Use) needs no
+//! reference count to find its note: a plain `&'static` does. While a use is open its node goes to
+//! no other block, whatever becomes of its own.
 //!
-//! Memory that a block's holder has lent on comes back with its uses. Open ones find their notes where they were made, so
-//! such a node is not emptied into another: it is *joined* to it.
+//! Memory that a block's holder has lent on comes back with its uses. Open ones find their notes
+//! where they were made, so such a node is not emptied into another: it is *joined* to it.
 
 use super::{Held, Noted};
 use crate::{
@@ -50,8 +51,9 @@ impl Borrows {
     }
 }
 
-/// Room for one stream's use of the block. Filled field by field and emptied by taking the stream out, never moved: a struct
-/// that has just been written in parts and is copied whole waits for the parts.
+/// Room for one stream's use of the block. Filled field by field and emptied by taking the stream
+/// out, never moved: a struct that has just been written in parts and is copied whole waits for the
+/// parts.
 #[derive(Clone)]
 struct Note {
     /// `None` in one that is free.
@@ -60,7 +62,8 @@ struct Note {
     /// Its name in the node, for whoever will finish it.
     id: u64,
     access: Access,
-    /// Whether it is on the block's own stream, which is in order with itself. Not once the block is freed.
+    /// Whether it is on the block's own stream, which is in order with itself. Not once the block
+    /// is freed.
     at_home: bool,
 }
 
@@ -122,7 +125,8 @@ struct State {
     notes: Few<Note>,
     next_id: u64,
     watcher: Option<Arc<dyn LastUse>>,
-    /// Accounts of uses that came back with memory that was lent on. None is waited for by anybody who holds this lock.
+    /// Accounts of uses that came back with memory that was lent on. None is waited for by anybody
+    /// who holds this lock.
     joined: Vec<Held>,
     /// Who wants to know the epochs in which open uses end, by their names.
     followed: Vec<(u64, Arc<AtomicU64>)>,
@@ -184,9 +188,9 @@ impl Node {
         }
     }
 
-    /// Notes a use, unless it may not begin. Answers with the note, where one is needed, and adds to `before` the uses that
-    /// conflict and have to be waited for: those that are stamped; and what is queued by now for borrows, unless these are
-    /// over.
+    /// Notes a use, unless it may not begin. Answers with the note, where one is needed, and adds
+    /// to `before` the uses that conflict and have to be waited for: those that are stamped; and
+    /// what is queued by now for borrows, unless these are over.
     pub(super) fn enter(
         &self,
         at_home: bool,
@@ -196,7 +200,8 @@ impl Node {
         borrows: Borrows,
         before: &mut Few<(Arc<Timeline>, u64)>,
     ) -> Result<Option<u64>, Denied> {
-        // What is let go of goes when the lock is open: it may be the last to hold another library's stream.
+        // What is let go of goes when the lock is open: it may be the last to hold another
+        // library's stream.
         let mut over = Few::new();
         self.state.with(|s| {
             s.admit()?;
@@ -204,8 +209,8 @@ impl Node {
                 return Err(Denied::Busy);
             }
             s.take_out(&mut over, Note::is_done);
-            // The home stream's own borrows need no note: the block goes back to that stream. Of two borrows by one
-            // stream, the note that is stamped later stands for both.
+            // The home stream's own borrows need no note: the block goes back to that stream. Of
+            // two borrows by one stream, the note that is stamped later stands for both.
             let lent = |note: &Note| note.stamp == Stamp::Lent && note.is(on, access);
             let covered = stamp == Stamp::Lent && (at_home || s.notes.iter().any(lent));
             Ok((!covered).then(|| s.note(on, access, stamp, at_home)))
@@ -233,7 +238,8 @@ impl Node {
         self.state.with(|s| s.admit())
     }
 
-    /// Refuses every use from now on, unless one is open. Answers with what may be queued or running, borrows included.
+    /// Refuses every use from now on, unless one is open. Answers with what may be queued or
+    /// running, borrows included.
     pub(super) fn park(&self, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>, Denied> {
         self.state.with(|s| {
             s.admit()?;
@@ -268,7 +274,8 @@ impl Node {
                 Some(epoch) if !at_home && !s.raise(on, access, epoch) => {
                     s.notes[at].stamp = Stamp::At(epoch);
                 }
-                // Covered by another; called off; or at home, where whoever comes next waits in any case.
+                // Covered by another; called off; or at home, where whoever comes next waits in any
+                // case.
                 _ => over.extend(s.notes[at].on.take()),
             }
             s.tell_followers(id, epoch);
@@ -299,7 +306,8 @@ impl Node {
         });
     }
 
-    /// Forgets uses that the block's own stream has been made to wait for, unless they have been raised since.
+    /// Forgets uses that the block's own stream has been made to wait for, unless they have been
+    /// raised since.
     pub(super) fn forget(&self, waited: &[(Arc<Timeline>, u64)]) {
         let mut over = Few::new();
         self.state.with(|s| {
@@ -309,8 +317,9 @@ impl Node {
         });
     }
 
-    /// The block is freed: all borrows are over, and what is done or in order with its stream is forgotten. Whether
-    /// anything is left. `stamped` gets what has to be fenced at once, and `joined` what was joined to this one.
+    /// The block is freed: all borrows are over, and what is done or in order with its stream is
+    /// forgotten. Whether anything is left. `stamped` gets what has to be fenced at once, and
+    /// `joined` what was joined to this one.
     pub(super) fn freed(
         &self,
         stamped: &mut Few<(Arc<Timeline>, u64)>,
@@ -347,8 +356,8 @@ impl Node {
         })
     }
 
-    /// Forgets everything that is not open. Whether nothing is left, so that the node may go to another block; if not, it
-    /// is left to the holders of open uses, the last of whom sees to it.
+    /// Forgets everything that is not open. Whether nothing is left, so that the node may go to
+    /// another block; if not, it is left to the holders of open uses, the last of whom sees to it.
     pub(super) fn clear(&self) -> bool {
         let mut over = Few::new();
         let (empty, _watcher, _joined) = self.state.with(|s| {
@@ -420,7 +429,8 @@ impl Node {
         })
     }
 
-    /// Has `watcher` told when no use is open any more, unless that is so already. Whether one is open.
+    /// Has `watcher` told when no use is open any more, unless that is so already. Whether one is
+    /// open.
     pub(super) fn watch(&self, watcher: &Arc<dyn LastUse>) -> bool {
         let replaced =
             self.state.with(|s| s.any_open().then(|| s.watcher.replace(watcher.clone())));
@@ -433,7 +443,8 @@ impl State {
         self.parked.map_or(Ok(()), |tag| Err(Denied::Parked(tag)))
     }
 
-    /// Adds what may be queued or running, unless a use is open. A borrow's work is all that its stream has queued by now.
+    /// Adds what may be queued or running, unless a use is open. A borrow's work is all that its
+    /// stream has queued by now.
     fn work(&self, all: &mut Vec<(Arc<Timeline>, u64)>) -> Result<(), Denied> {
         for note in &self.notes {
             let Some(on) = &note.on else { continue };
@@ -514,8 +525,8 @@ impl State {
         id
     }
 
-    /// Makes a note of the same stream and access cover `epoch` too, if there is one that is stamped: one for each is
-    /// enough, since the later epoch covers the earlier.
+    /// Makes a note of the same stream and access cover `epoch` too, if there is one that is
+    /// stamped: one for each is enough, since the later epoch covers the earlier.
     fn raise(&mut self, on: &Arc<Timeline>, access: Access, epoch: u64) -> bool {
         for note in &mut self.notes {
             if let Stamp::At(earlier) = note.stamp
@@ -546,8 +557,9 @@ impl State {
         }
     }
 
-    /// The block is freed. What is open on its own stream goes on after that, so its end is to be stamped like any other's:
-    /// the epoch of the free says nothing about work that is queued after it.
+    /// The block is freed. What is open on its own stream goes on after that, so its end is to be
+    /// stamped like any other's: the epoch of the free says nothing about work that is queued after
+    /// it.
     fn leave_home(&mut self) {
         self.notes.iter_mut().for_each(|note| note.at_home = false);
     }

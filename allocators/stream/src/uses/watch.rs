@@ -1,4 +1,5 @@
-//! The uses of a live block, for a pool that takes its memory away for a while, or runs work on it that is not its owner's.
+//! The uses of a live block, for a pool that takes its memory away for a while, or runs work on it
+//! that is not its owner's.
 
 use super::{UseList, node::Node};
 use crate::Timeline;
@@ -8,7 +9,8 @@ use std::{fmt, sync::Arc};
 
 /// A look at the uses of a live block, kept by its pool beside the token that its owner has.
 ///
-/// It is good until the block's uses are [taken](UseList::take): the pool lets go of it before that.
+/// It is good until the block's uses are [taken](UseList::take): the pool lets go of it before
+/// that.
 ///
 /// ```
 /// use aquifer_core::{DeviceId, MemoryError, Tag};
@@ -34,7 +36,8 @@ pub struct Watch {
 }
 
 impl UseList {
-    /// A look at this list from outside. From here on a use by the home stream is asked for as well, which costs it a lock.
+    /// A look at this list from outside. From here on a use by the home stream is asked for as
+    /// well, which costs it a lock.
     #[must_use]
     pub fn watch(&self, home: &Timeline) -> Watch {
         Watch { node: self.node_or_new(home) }
@@ -42,19 +45,20 @@ impl UseList {
 }
 
 impl Watch {
-    /// Refuses every use with [`Parked`](aquifer_core::MemoryError::Parked) from now on. Answers with the work of other
-    /// streams that may be queued or running, as streams and epochs: for a borrow, whose end cannot be seen, all that its
-    /// stream has queued by now. Never blocks.
+    /// Refuses every use with [`Parked`](aquifer_core::MemoryError::Parked) from now on. Answers
+    /// with the work of other streams that may be queued or running, as streams and epochs: for a
+    /// borrow, whose end cannot be seen, all that its stream has queued by now. Never blocks.
     ///
     /// # Errors
-    /// [`Busy`](aquifer_core::MemoryError::Busy) with `address` if a prepared use is not finished, and
-    /// [`Parked`](aquifer_core::MemoryError::Parked) if uses are refused already. Nothing has changed then.
+    /// [`Busy`](aquifer_core::MemoryError::Busy) with `address` if a prepared use is not finished,
+    /// and [`Parked`](aquifer_core::MemoryError::Parked) if uses are refused already. Nothing has
+    /// changed then.
     pub fn park(&self, address: u64, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>> {
         self.node.park(tag).map_err(|denied| denied.at(address))
     }
 
-    /// The work of other streams that may be queued or running, as streams and epochs: for a borrow, whose end cannot be seen,
-    /// all that its stream has queued by now. Never blocks.
+    /// The work of other streams that may be queued or running, as streams and epochs: for a
+    /// borrow, whose end cannot be seen, all that its stream has queued by now. Never blocks.
     ///
     /// # Errors
     /// [`Busy`](aquifer_core::MemoryError::Busy) with `address` if a prepared use is not finished.
@@ -62,7 +66,8 @@ impl Watch {
         self.node.work().map_err(|denied| denied.at(address))
     }
 
-    /// Notes that work which ends in `epoch` of `on` reads and writes the block: whoever comes next waits for it.
+    /// Notes that work which ends in `epoch` of `on` reads and writes the block: whoever comes next
+    /// waits for it.
     ///
     /// # Errors
     /// [`Parked`](aquifer_core::MemoryError::Parked), and nothing is noted.

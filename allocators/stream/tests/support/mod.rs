@@ -62,12 +62,14 @@ impl Rig {
 
     /// That library destroys it.
     pub(crate) fn destroy(&self, stream: RawStream) {
-        // SAFETY: 1. the test's own stream, which nothing names from here on but tests for exactly that.
+        // SAFETY: 1. the test's own stream, which nothing names from here on but tests for exactly
+        // that.
         unsafe { self.sim.driver().stream_destroy(stream) }.unwrap();
     }
 
     pub(crate) fn adopt(&self, stream: RawStream, life: Life) -> Result<Stream> {
-        // SAFETY: 1. a stream of the pool's driver, or a handle that must be refused. 2. the test keeps `life`.
+        // SAFETY: 1. a stream of the pool's driver, or a handle that must be refused. 2. the test
+        // keeps `life`.
         unsafe { self.pool.adopt(stream, life) }
     }
 
@@ -128,8 +130,8 @@ impl Drop for Plain {
     }
 }
 
-// SAFETY: 1. an allocation of its own until the drop, which waits for the device. 2. the list orders uses, and the memory
-// is given to nobody else.
+// SAFETY: 1. an allocation of its own until the drop, which waits for the device. 2. the list
+// orders uses, and the memory is given to nobody else.
 unsafe impl Operand for Plain {
     fn range(&self) -> DeviceRange {
         self.range

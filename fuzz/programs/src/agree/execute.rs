@@ -36,11 +36,12 @@ pub(super) struct Run {
 }
 
 impl Program {
-    /// Runs it, in the given device's context, and waits for its end. Everything that it took is given back.
+    /// Runs it, in the given device's context, and waits for its end. Everything that it took is
+    /// given back.
     ///
     /// # Errors
-    /// A refusal of the set-up: streams, events, a pool, an address range and host buffers. What the operations meet is
-    /// part of the outcome.
+    /// A refusal of the set-up: streams, events, a pool, an address range and host buffers. What
+    /// the operations meet is part of the outcome.
     pub fn run(&self, driver: &Arc<dyn Driver>, device: DeviceId) -> Result<Outcome> {
         let mut run = Run {
             driver: driver.clone(),
@@ -119,7 +120,8 @@ impl Run {
             Operation::Unmap { at, .. } => self.unmap(at),
             Operation::Fill { stream, to, byte } => {
                 let Some(address) = self.address(to) else { return self.skip("fill") };
-                // SAFETY: 1. the place is mapped until the host has waited for the stream. 2. the program has no races.
+                // SAFETY: 1. the place is mapped until the host has waited for the stream. 2. the
+                // program has no races.
                 let result =
                     unsafe { self.driver.fill(self.streams[stream], address, byte, to.bytes) };
                 self.note("fill", result);
@@ -127,7 +129,8 @@ impl Run {
             Operation::Upload { stream, from, to } => {
                 let Some(address) = self.address(to) else { return self.skip("copy_to_device") };
                 let host = self.hosts.address(from);
-                // SAFETY: 1. both sides live until the host has waited for the stream. 2. the program has no races.
+                // SAFETY: 1. both sides live until the host has waited for the stream. 2. the
+                // program has no races.
                 let result = unsafe {
                     self.driver.copy_to_device(self.streams[stream], address, host, from.bytes)
                 };
@@ -146,7 +149,8 @@ impl Run {
                 let (Some(source), Some(address)) = (self.address(from), self.address(to)) else {
                     return self.skip("copy_on_device");
                 };
-                // SAFETY: 1. both are mapped until the host has waited for the stream. 2. the program has no races.
+                // SAFETY: 1. both are mapped until the host has waited for the stream. 2. the
+                // program has no races.
                 let result = unsafe {
                     self.driver.copy_on_device(self.streams[stream], address, source, to.bytes)
                 };
@@ -233,8 +237,8 @@ impl Run {
             Operation::CaptureEnd { stream, graph } => self.capture_end(stream, graph),
             Operation::Launch { graph, stream } => {
                 let Some(&exec) = self.graphs.get(&graph) else { return self.skip("graph_launch") };
-                // SAFETY: 1. what its nodes name lives until the host has waited for the stream. 2. the program has no
-                // races.
+                // SAFETY: 1. what its nodes name lives until the host has waited for the stream. 2.
+                // the program has no races.
                 let result = unsafe { self.driver.graph_launch(exec, self.streams[stream]) };
                 self.note("graph_launch", result);
             }
@@ -268,7 +272,8 @@ impl Run {
     fn map(&mut self, handle: usize, at: u64, granules: u64) {
         let Some(&raw) = self.handles.get(&handle) else { return self.skip("map") };
         let (address, bytes) = (self.range + at * GRANULE, granules * GRANULE);
-        // SAFETY: 1. nothing is mapped there, and what used the addresses before has been waited for.
+        // SAFETY: 1. nothing is mapped there, and what used the addresses before has been waited
+        // for.
         let result = unsafe { self.driver.map(address, bytes, raw) };
         if self.note("map", result).is_none() {
             return self.skip("set_access");
@@ -290,8 +295,8 @@ impl Run {
     fn free(&mut self, slot: usize, stream: Option<usize>) {
         let call = if stream.is_some() { "pool_free" } else { "mem_free" };
         let Some((address, ..)) = self.blocks.remove(&slot) else { return self.skip(call) };
-        // SAFETY: 1. the block came from the allocator it goes back to. 2. every use is ordered before, for the stream or
-        // for the host.
+        // SAFETY: 1. the block came from the allocator it goes back to. 2. every use is ordered
+        // before, for the stream or for the host.
         let result = unsafe {
             match stream {
                 Some(stream) => self.driver.pool_free(self.streams[stream], address),
@@ -329,7 +334,8 @@ impl Run {
         }
         let result = self.driver.stream_synchronize(self.streams[0]);
         self.note("stream_synchronize", result);
-        // SAFETY: throughout: 1. each is the program's own, nothing uses it any more, and no copy of the handle is kept.
+        // SAFETY: throughout: 1. each is the program's own, nothing uses it any more, and no copy
+        // of the handle is kept.
         unsafe {
             let result = self.driver.address_free(self.device, self.range, RANGE * GRANULE);
             self.note("address_free", result);
@@ -374,8 +380,8 @@ impl Run {
 
     fn read(&self, scratch: NonNull<u8>, address: u64, bytes: usize) -> Result<u64> {
         let stream = self.streams[0];
-        // SAFETY: 1. `scratch` has room, the range is mapped, and the stream is waited for below. 2. every stream has been
-        // waited for before.
+        // SAFETY: 1. `scratch` has room, the range is mapped, and the stream is waited for below.
+        // 2. every stream has been waited for before.
         unsafe { self.driver.copy_to_host(stream, scratch, address, bytes) }?;
         self.driver.stream_synchronize(stream)?;
         // SAFETY: 1. the copy has written so many bytes, and is over.

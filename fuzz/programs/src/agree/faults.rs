@@ -8,7 +8,8 @@ use aquifer_driver::{CaptureMode, DeviceId, HostFlags};
 const TOO_MUCH: u64 = 1 << 46;
 
 impl Run {
-    /// Makes a call that must be refused. Where it is not, the code says so, and what it gave is given back if it can be.
+    /// Makes a call that must be refused. Where it is not, the code says so, and what it gave is
+    /// given back if it can be.
     pub(super) fn mistake(&mut self, fault: Fault) {
         let (driver, device) = (self.driver.clone(), self.device);
         match fault {
@@ -173,8 +174,8 @@ impl Run {
         let Some(&(address, ..)) = self.blocks.get(&slot) else { return self.skip(call) };
         let bytes = HOSTS[FIRST_HALF] + HOSTS[FIRST_HALF + 1];
         let host = self.hosts.address(HostPart { host: FIRST_HALF, offset: 0, bytes });
-        // SAFETY: 1. both sides live until the host has waited for the stream; the two halves lie side by side. 2. it would
-        // be in order.
+        // SAFETY: 1. both sides live until the host has waited for the stream; the two halves lie
+        // side by side. 2. it would be in order.
         let result = unsafe {
             match up {
                 true => self.driver.copy_to_device(self.streams[stream], address, host, bytes),

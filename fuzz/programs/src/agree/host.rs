@@ -71,7 +71,8 @@ impl Hosts {
     pub(super) fn write(&self, part: HostPart, seed: u64) {
         self.note(part, HostAccess::Write);
         let bytes = seeded(seed, part.bytes);
-        // SAFETY: 1. both are as long as the part, and apart. 2. no copy that is queued touches the buffer.
+        // SAFETY: 1. both are as long as the part, and apart. 2. no copy that is queued touches the
+        // buffer.
         unsafe {
             self.address(part)
                 .copy_from_nonoverlapping(NonNull::from(&bytes[..]).cast(), part.bytes)
@@ -82,8 +83,8 @@ impl Hosts {
     pub(super) fn digest(&self, host: usize) -> u64 {
         let part = HostPart { host, offset: 0, bytes: HOSTS[host] };
         self.note(part, HostAccess::Read);
-        // SAFETY: 1. readable for its size: pages are zeroed, and the first operations write every buffer in full. 2. no
-        // copy that is queued touches it.
+        // SAFETY: 1. readable for its size: pages are zeroed, and the first operations write every
+        // buffer in full. 2. no copy that is queued touches it.
         digest(unsafe { std::slice::from_raw_parts(self.at[host].as_ptr(), HOSTS[host]) })
     }
 

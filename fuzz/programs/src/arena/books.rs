@@ -44,12 +44,14 @@ impl Books {
         self.refuse.set(nth);
     }
 
-    /// Gives back what was freed and waits for nothing. Says how many blocks are live, and how many are held back.
+    /// Gives back what was freed and waits for nothing. Says how many blocks are live, and how many
+    /// are held back.
     pub fn reap(&self) -> (usize, usize) {
         let mut blocks = self.blocks.borrow_mut();
         blocks.retain(|_, entry| {
             if entry.freed && entry.gates.iter().all(|gate| gate.is_open()) {
-                // SAFETY: 1. the block came from `Global` with this layout, was freed, and is forgotten here.
+                // SAFETY: 1. the block came from `Global` with this layout, was freed, and is
+                // forgotten here.
                 unsafe { Global.deallocate(entry.start, entry.layout) };
                 return false;
             }

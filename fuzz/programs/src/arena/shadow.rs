@@ -120,7 +120,8 @@ impl Shadow {
             // So much that it has to be refused.
             new = Layout::from_size_align(1 << 46, new.align()).unwrap_or(new);
         }
-        // SAFETY: 1. alive, of this allocator, with a layout that fits it; the new one is no smaller.
+        // SAFETY: 1. alive, of this allocator, with a layout that fits it; the new one is no
+        // smaller.
         let answer = unsafe {
             if zeroed {
                 allocator.grow_zeroed(block.start, old, new)
@@ -147,12 +148,14 @@ impl Shadow {
         let old = Self::fitting(&block, bytes);
         let size = usize::from(bytes.u16()) % (block.layout.size() + 1);
         let new = Layout::from_size_align(size, 1 << bytes.choice(8)).unwrap_or(block.layout);
-        // SAFETY: 1. alive, of this allocator, with a layout that fits it; the new one is no larger.
+        // SAFETY: 1. alive, of this allocator, with a layout that fits it; the new one is no
+        // larger.
         match unsafe { allocator.shrink(block.start, old, new) } {
             Err(_) => self.blocks.push(block),
             Ok(answer) => {
                 assert!(is(answer.cast(), 0, size, block.stamp), "the common part was not kept");
-                // What a device reads must not be written: beyond the new size the bytes are the same all the same.
+                // What a device reads must not be written: beyond the new size the bytes are the
+                // same all the same.
                 self.keep(answer, new, size, Some(block.stamp));
             }
         }

@@ -31,8 +31,8 @@ pub fn run(bytes: &mut Bytes<'_>) {
     assert_eq!(books.reap(), (0, 0), "something was not given back");
 }
 
-/// Lays the layers over `below`, the first one undermost, and runs `work` on the topmost. What a layer knows is checked
-/// when those above it are gone.
+/// Lays the layers over `below`, the first one undermost, and runs `work` on the topmost. What a
+/// layer knows is checked when those above it are gone.
 fn stack(layers: &[u8], below: &dyn Allocator, work: &mut dyn FnMut(&dyn Allocator)) {
     let Some((layer, above)) = layers.split_first() else { return work(below) };
     let setting = usize::from(layer / 9);

@@ -1,16 +1,17 @@
 //! Runs the fuzz programs from fresh seeds on all cores, and makes what it finds short.
 //!
-//! Each core runs one worker process at a time, which does programs of one target for some seconds; the target that has
-//! had the least time comes next. A worker says in a file which seed it is at, so that a panic, an abort and a program
-//! that does not end are all told with their seed and length. A failing program is then made short in processes of its own.
+//! Each core runs one worker process at a time, which does programs of one target for some seconds;
+//! the target that has had the least time comes next. A worker says in a file which seed it is at,
+//! so that a panic, an abort and a program that does not end are all told with their seed and
+//! length. A failing program is then made short in processes of its own.
 //!
 //! ```text
 //! soak [--until-found] [MINUTES] [TARGET…]     all targets for ten minutes, unless told otherwise
 //! soak --minimise TARGET SEED LENGTH           makes one failing program short
 //! ```
 //!
-//! `SOAK_SEED` makes the seeds the same each time, as far as the clock lets it. Exits with 1 if anything was found, and
-//! with 2 if it was called wrongly.
+//! `SOAK_SEED` makes the seeds the same each time, as far as the clock lets it. Exits with 1 if
+//! anything was found, and with 2 if it was called wrongly.
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a program for a terminal")]
 
 use aquifer_programs::{
@@ -35,7 +36,8 @@ use std::{
 
 type Failed = Box<dyn Error + Send + Sync>;
 
-/// How long a program may take. The longest ones take some hundred milliseconds on a loaded machine.
+/// How long a program may take. The longest ones take some hundred milliseconds on a loaded
+/// machine.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// How long a shorter program may take that is tried in place of one that ends with a failure.
 const TRIAL: Duration = Duration::from_secs(10);
@@ -122,7 +124,8 @@ impl Progress {
     }
 }
 
-/// The time that this process has had on cores, in microseconds. The kernel counts it in hundredths of a second.
+/// The time that this process has had on cores, in microseconds. The kernel counts it in hundredths
+/// of a second.
 fn cpu_micros() -> u64 {
     let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
     let after_name = stat.rsplit(") ").next().unwrap_or_default();

@@ -270,7 +270,8 @@ impl Model {
         unanswered.filter(|wait| self.is_below(wait.node, at)).count()
     }
 
-    /// Serves the line at an hour: by priority, then in order, nobody past another for the same node's room.
+    /// Serves the line at an hour: by priority, then in order, nobody past another for the same
+    /// node's room.
     pub(super) fn look(&mut self, now: u32) {
         for node in &mut self.nodes {
             node.line = None;

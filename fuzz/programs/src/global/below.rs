@@ -21,7 +21,8 @@ fn locked(table: &Table) -> MutexGuard<'_, BTreeMap<usize, Layout>> {
     table.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The system's allocator: it knows what it has given, hands out dirt, and refuses as often as it is told to.
+/// The system's allocator: it knows what it has given, hands out dirt, and refuses as often as it
+/// is told to.
 #[derive(Debug)]
 pub struct Books {
     live: Table,
@@ -210,7 +211,8 @@ pub fn routes() -> &'static [(RouteId, &'static Strip)] {
     static ROUTES: OnceLock<Vec<(RouteId, &'static Strip)>> = OnceLock::new();
     let made = || {
         let strip: &'static Strip = Box::leak(Box::new(Strip::new()));
-        // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. A lock works at any time.
+        // SAFETY: 1. The strip's blocks lie in its window and nobody else's do. 2. A lock works at
+        // any time.
         let over = Box::leak(Box::new(unsafe { Over::new(strip, strip.window()) }));
         register(over).ok().map(|id| (id, strip))
     };

@@ -1,4 +1,5 @@
-//! What programs with threads do besides: staged transfers, and phases in which threads work side by side.
+//! What programs with threads do besides: staged transfers, and phases in which threads work side
+//! by side.
 
 use super::{Live, Owner, World, access, went};
 use crate::program::{Bytes, seeded};
@@ -60,8 +61,8 @@ impl World {
         }
     }
 
-    /// Each pool has a thread that allocates, uses and frees on a stream of its own, while limits move and a call of the
-    /// driver may stall. What the threads keep the program has afterwards.
+    /// Each pool has a thread that allocates, uses and frees on a stream of its own, while limits
+    /// move and a call of the driver may stall. What the threads keep the program has afterwards.
     pub(super) fn phase(&mut self, bytes: &mut Bytes<'_>) {
         let seeds = [bytes.u64(), bytes.u64(), bytes.u64()];
         let limits: Vec<(usize, u64)> = (0..bytes.choice(6))

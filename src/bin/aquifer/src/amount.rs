@@ -41,7 +41,8 @@ impl fmt::Display for AmountError {
 
 impl error::Error for AmountError {}
 
-/// Suffixes and what they multiply by. A letter alone is binary, as in most tools that speak of memory.
+/// Suffixes and what they multiply by. A letter alone is binary, as in most tools that speak of
+/// memory.
 const UNITS: [(&str, u64); 17] = [
     ("b", 1),
     ("k", 1 << 10),
@@ -107,7 +108,8 @@ impl Amount {
         if bytes == 0 { Err(AmountError::Zero) } else { Ok(Self::Bytes(bytes)) }
     }
 
-    /// In bytes, for a trace with this peak. At least 1; rounded up, since `1x` is to hold the peak.
+    /// In bytes, for a trace with this peak. At least 1; rounded up, since `1x` is to hold the
+    /// peak.
     pub(crate) fn bytes(self, peak: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes,

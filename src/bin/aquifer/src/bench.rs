@@ -15,8 +15,9 @@
 //! | `host` | what the figures were taken on, and when |
 //! | `report` | the page, and JSON |
 //!
-//! A figure alone says little: the machine, its clock and its neighbours are in it. So what is compared takes turns, lap
-//! by lap, within one run, and the ratio is what can be carried elsewhere.
+//! A figure alone says little: the machine, its clock and its neighbours are in it. So what is
+//! compared takes turns, lap by lap, within one run, and the ratio is what can be carried
+//! elsewhere.
 
 pub(crate) mod arena;
 pub(crate) mod budget;

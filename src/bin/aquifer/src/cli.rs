@@ -67,16 +67,19 @@ pub(crate) struct Replay {
     /// Where to run it: auto, sim, cuda or cuda:N
     #[arg(long, value_name = "DEVICE", default_value = "auto")]
     pub(crate) device: DeviceChoice,
-    /// Spread the blocks over N streams, in turn as they are allocated; what crossed streams still does
+    /// Spread the blocks over N streams, in turn as they are allocated; what crossed streams still
+    /// does
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) streams: Option<u32>,
-    /// Which device of a trace or snapshot that has several, from 0; by default the one with most events
+    /// Which device of a trace or snapshot that has several, from 0; by default the one with most
+    /// events
     #[arg(long, value_name = "N")]
     pub(crate) device_index: Option<u32>,
     /// Who places the blocks
     #[arg(long, value_enum, default_value_t = Allocator::Pool)]
     pub(crate) allocator: Allocator,
-    /// The most memory it may take: bytes (4076911904, 4GiB, 500M) or a multiple of the trace's peak (1.05x)
+    /// The most memory it may take: bytes (4076911904, 4GiB, 500M) or a multiple of the trace's
+    /// peak (1.05x)
     #[arg(long, value_name = "BYTES|1.05x", conflicts_with = "fit")]
     pub(crate) budget: Option<Amount>,
     /// Search the smallest budget that the trace completes with, and verify it
@@ -127,7 +130,8 @@ Without a GPU memory is pageable, and the pool is the same. Takes most of a minu
     #[command(after_help = "\
 A ratio is the stager's time over the peer's in the same run: below 1 is faster. Takes some minutes, and with the largest transfers 20 GiB of host memory.")]
     Stage(BenchStage),
-    /// The global allocator over the system's, mimalloc and jemalloc: what counting, tags and routes add
+    /// The global allocator over the system's, mimalloc and jemalloc: what counting, tags and
+    /// routes add
     #[command(after_help = "\
 A ratio is the time over the peer's in the same run: below 1 is faster. `adds` is a
 median of 21 turns, with the interval of 95 %. Takes some minutes.")]

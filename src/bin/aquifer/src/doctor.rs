@@ -28,7 +28,8 @@ pub(crate) struct Diagnosis {
 }
 
 impl Diagnosis {
-    /// Looks, probes and concludes. Takes a second or two, most of it the driver's start; on many nodes, longer.
+    /// Looks, probes and concludes. Takes a second or two, most of it the driver's start; on many
+    /// nodes, longer.
     pub(crate) fn make() -> Self {
         let gpus = Gpus::open();
         let facts = Facts::gather(&gpus);

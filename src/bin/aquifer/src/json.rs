@@ -3,7 +3,8 @@
 use serde_json::Value;
 use std::fmt::{Display, Write};
 
-/// An object with a field a line, in the order given. A field's value is JSON as it displays itself.
+/// An object with a field a line, in the order given. A field's value is JSON as it displays
+/// itself.
 pub(crate) fn object<V: Display>(fields: &[(&str, V)]) -> String {
     let mut text = String::from("{\n");
     for (place, (name, value)) in fields.iter().enumerate() {
@@ -15,7 +16,8 @@ pub(crate) fn object<V: Display>(fields: &[(&str, V)]) -> String {
     text
 }
 
-/// A list of objects, one a line, their fields in the order given, to stand in a field of an [`object`].
+/// A list of objects, one a line, their fields in the order given, to stand in a field of an
+/// [`object`].
 pub(crate) fn table<R: AsRef<[(&'static str, Value)]>>(
     rows: impl IntoIterator<Item = R>,
 ) -> String {

@@ -12,8 +12,8 @@
 //! | `gpu`, `place` | the driver, if there is one, and the device that was asked for |
 //! | `amount`, `figures`, `layout`, `json`, `progress` | reading and writing for people |
 //!
-//! Results go to stdout. A request that makes no sense is told in one line on stderr, with nothing on stdout and exit
-//! status 2.
+//! Results go to stdout. A request that makes no sense is told in one line on stderr, with nothing
+//! on stdout and exit status 2.
 
 mod amount;
 mod bench;

@@ -7,11 +7,13 @@ use crate::{
 use aquifer_driver::{DeviceId, DeviceInfo, Driver, sim::Sim};
 use std::{error, fmt, sync::Arc};
 
-/// The seed by which the simulated GPU runs its queues: work lags behind the host by some of it, the same each time.
+/// The seed by which the simulated GPU runs its queues: work lags behind the host by some of it,
+/// the same each time.
 const SEED: u64 = 1;
 
-/// A device that falls behind looks at its queues at one in so many calls only, and runs a random share of a few then:
-/// some tens of items of each stream are still to come at any time, as under a program that a GPU's speed bounds.
+/// A device that falls behind looks at its queues at one in so many calls only, and runs a random
+/// share of a few then: some tens of items of each stream are still to come at any time, as under a
+/// program that a GPU's speed bounds.
 const PACE: u32 = 64;
 
 /// A device to run on.
@@ -136,7 +138,8 @@ impl Place {
         self.session(simulator(), checked)
     }
 
-    /// The device for a pass that counts waits: the simulator does not watch, and its device falls behind the host.
+    /// The device for a pass that counts waits: the simulator does not watch, and its device falls
+    /// behind the host.
     pub(crate) fn begin_behind(&self) -> Session {
         self.session(simulator().paced(PACE), false)
     }

@@ -1,7 +1,7 @@
 //! A line on the terminal that says how far long work has come.
 //!
-//! It stands on stderr, only if that is a terminal, only once the work has taken a while, and it is wiped away when the
-//! work is done: nothing of it is ever in a file or behind the result.
+//! It stands on stderr, only if that is a terminal, only once the work has taken a while, and it is
+//! wiped away when the work is done: nothing of it is ever in a file or behind the result.
 
 use std::{
     fmt,
@@ -63,7 +63,8 @@ impl Progress {
         let _ = write!(io::stderr(), "\r\x1b[K{} {percent:>3} %", self.phase);
     }
 
-    /// Does `work`, which counts in `done` what it has done of `all`, and says meanwhile how far it has come.
+    /// Does `work`, which counts in `done` what it has done of `all`, and says meanwhile how far it
+    /// has come.
     pub(crate) fn during<T>(&mut self, done: &AtomicU64, all: u64, work: impl FnOnce() -> T) -> T {
         /// Ends the thread that looks, also on unwind.
         struct Over<'a>(&'a AtomicBool, Thread);

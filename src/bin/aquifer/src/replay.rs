@@ -13,19 +13,22 @@
 //! | `report`, `screen` | what was found, in JSON and for a person |
 //!
 //! # How time is taken
-//! A pass of its own plays the trace with nothing but the allocator's calls: no write, no read, no oracle. It is timed as
-//! a whole, by two looks at the clock, and divided by the allocations and frees in it; a clock read for each call would
-//! cost as much as the call. So the figure holds the replay's own loop too, two to four nanoseconds an operation, and
-//! uses across streams, which are not counted as operations. On the simulator it also holds the simulator's work in each
-//! driver call, which has nothing to do with what a driver would need: that is what the modelled driver time is for.
+//! A pass of its own plays the trace with nothing but the allocator's calls: no write, no read, no
+//! oracle. It is timed as a whole, by two looks at the clock, and divided by the allocations and
+//! frees in it; a clock read for each call would cost as much as the call. So the figure holds the
+//! replay's own loop too, two to four nanoseconds an operation, and uses across streams, which are
+//! not counted as operations. On the simulator it also holds the simulator's work in each
+//! driver call, which has nothing to do with what a driver would need: that is what the modelled
+//! driver time is for.
 //!
 //! # How calls and waits are counted
-//! A third pass plays as many rounds as are timed and counts, for each of them, what the driver was asked and who had to
-//! wait. On the simulator its streams have the reads and writes of the checked pass to do, and its device falls behind
-//! by some tens of them, so that the last use of a free block is often still to come and reuse has to be ordered, as
-//! under a program that its GPU bounds. On a GPU the streams have nothing to do, so waits are as
-//! few as they can be. A round ends when its last blocks are freed and its last uses are over. What the waits cost
-//! the streams is said in `tally`.
+//! A third pass plays as many rounds as are timed and counts, for each of them, what the driver was
+//! asked and who had to wait. On the simulator its streams have the reads and writes of the checked
+//! pass to do, and its device falls behind by some tens of them, so that the last use of a free
+//! block is often still to come and reuse has to be ordered, as under a program that its GPU
+//! bounds. On a GPU the streams have nothing to do, so waits are as few as they can be. A round
+//! ends when its last blocks are freed and its last uses are over. What the waits cost the streams
+//! is said in `tally`.
 
 mod bench;
 mod engine;

@@ -1,7 +1,8 @@
-//! `aquifer stage FILE`: a file to the device, with a cold page cache, with a warm one, and past it.
+//! `aquifer stage FILE`: a file to the device, with a cold page cache, with a warm one, and past
+//! it.
 //!
-//! A file that is larger than a window goes through one window of device memory after the other. Only loading is timed;
-//! every byte is read back in between and compared with the file.
+//! A file that is larger than a window goes through one window of device memory after the other.
+//! Only loading is timed; every byte is read back in between and compared with the file.
 
 pub(crate) mod bed;
 
@@ -275,7 +276,8 @@ impl Load<'_> {
         Ok(())
     }
 
-    /// The driver's copy of as much from pageable memory, pinned memory's, and the stager's; the times of 10⁹ bytes.
+    /// The driver's copy of as much from pageable memory, pinned memory's, and the stager's; the
+    /// times of 10⁹ bytes.
     fn peers(&self, warm_up: bool) -> Result<(Took, Took, Took), Mistake> {
         let bytes = self.window.min(1 << 30);
         let host = vec![1; bytes as usize];

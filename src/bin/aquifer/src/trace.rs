@@ -1,9 +1,10 @@
 //! A recorded life of device memory, ready to be lived again.
 //!
-//! A trace comes as CSV in one of two forms or as a memory snapshot of PyTorch's, plain or compressed by xz, gzip or zstd;
-//! [`Trace::read`] tells them apart by their first bytes. All become the same [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps, and a
-//! list of steps. Whatever cannot have happened is refused with the row at fault, so that a replay never has to ask
-//! whether a step makes sense.
+//! A trace comes as CSV in one of two forms or as a memory snapshot of PyTorch's, plain or
+//! compressed by xz, gzip or zstd; [`Trace::read`] tells them apart by their first bytes. All
+//! become the same [`Trace`]: blocks numbered from zero, streams numbered from zero without gaps,
+//! and a list of steps. Whatever cannot have happened is refused with the row at fault, so that a
+//! replay never has to ask whether a step makes sense.
 //!
 //! | module | holds |
 //! |---|---|
@@ -64,7 +65,8 @@ pub(crate) struct Block {
     pub(crate) stream: u32,
     /// The stream that it was freed on, if it was; nearly always the same.
     pub(crate) freed_on: Option<u32>,
-    /// Whether another stream still used it when it was freed: its completion is not the row behind its free.
+    /// Whether another stream still used it when it was freed: its completion is not the row
+    /// behind its free.
     pub(crate) lingers: bool,
 }
 
@@ -131,7 +133,8 @@ pub(crate) struct Trace {
     pub(crate) format: Format,
     /// Every block, in order of allocation.
     pub(crate) blocks: Vec<Block>,
-    /// What happens, in order. Each block is allocated before it is freed, once, and completed after that or never.
+    /// What happens, in order. Each block is allocated before it is freed, once, and completed
+    /// after that or never.
     pub(crate) steps: Vec<Step>,
     /// How many streams there are; every stream of a block is below it.
     pub(crate) streams: u32,
@@ -141,9 +144,11 @@ pub(crate) struct Trace {
     pub(crate) frees: u64,
     /// Bytes of the blocks that are not.
     pub(crate) live_at_end: u64,
-    /// Rows that tell of something a replay cannot repeat: requests that failed, requests for nothing.
+    /// Rows that tell of something a replay cannot repeat: requests that failed, requests for
+    /// nothing.
     pub(crate) skipped: u64,
-    /// What is in the file by device, kind and tag, also what is not replayed; nothing where it does not say.
+    /// What is in the file by device, kind and tag, also what is not replayed; nothing where it
+    /// does not say.
     pub(crate) memory: Vec<(Device, Account)>,
     /// The device whose memory this is, where the file tells devices apart.
     pub(crate) device: Option<u32>,
@@ -154,11 +159,12 @@ pub(crate) struct Trace {
 }
 
 impl Trace {
-    /// Reads and checks the file at `path`, or makes the trace that it [asks for](made). `device`: which of a snapshot's
-    /// devices; the one with most events by default.
+    /// Reads and checks the file at `path`, or makes the trace that it [asks for](made). `device`:
+    /// which of a snapshot's devices; the one with most events by default.
     ///
     /// # Errors
-    /// [`TraceError`] with the first row that is at fault; also where a device is asked for and there are none.
+    /// [`TraceError`] with the first row that is at fault; also where a device is asked for and
+    /// there are none.
     pub(crate) fn read(path: &Path, device: Option<u32>) -> Result<Self, TraceError> {
         match made::trace(path) {
             Some(_) if device.is_some() => Err(TraceError::whole(Fault::NoDevices)),
@@ -211,7 +217,8 @@ impl Trace {
         Self::of_device(builders, &columns, device).map_err(TraceError::whole)
     }
 
-    /// The trace of one device of several: of the one that is asked for, or of the one with most steps.
+    /// The trace of one device of several: of the one that is asked for, or of the one with most
+    /// steps.
     fn of_device(
         mut builders: BTreeMap<Device, Builder>,
         columns: &Columns,

@@ -175,7 +175,8 @@ fn help_and_version_are_no_mistakes() {
     assert!(text(&run(["replay", "--help"]).stdout).contains("--ignore-order"));
 }
 
-/// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array, `?` object or null.
+/// Fields and their kinds: `n` number, `s` string, `b` boolean, `o` object, `a` array, `?` object
+/// or null.
 const FIELDS: [(&str, char); 29] = [
     ("trace", 's'),
     ("device", 's'),

@@ -39,8 +39,9 @@ struct Place {
     passed: u8,
 }
 
-// SAFETY: `kept` is reached by `with` alone, from one thread at a time. The blocks in it are followed by the allocator that
-// they came from alone, which the cache shares between threads only if that is `Sync`.
+// SAFETY: `kept` is reached by `with` alone, from one thread at a time. The blocks in it are
+// followed by the allocator that they came from alone, which the cache shares between threads only
+// if that is `Sync`.
 unsafe impl Sync for Slot {}
 // SAFETY: as above.
 unsafe impl Send for Slot {}
@@ -53,7 +54,8 @@ impl Slot {
         }
     }
 
-    /// Runs `work` on what is kept, unless somebody else is there. `work` must not unwind nor come back here.
+    /// Runs `work` on what is kept, unless somebody else is there. `work` must not unwind nor come
+    /// back here.
     #[inline]
     fn with<R>(&self, work: impl FnOnce(&mut Kept) -> R) -> Option<R> {
         if self.taken.swap(true, Ordering::Acquire) {
@@ -82,8 +84,8 @@ impl Slot {
         .flatten()
     }
 
-    /// Keeps a block, if there is room for it in `room` bytes. What is not kept, this block or others of which no more are
-    /// asked for, goes to `away`, one by one and outside of the lock.
+    /// Keeps a block, if there is room for it in `room` bytes. What is not kept, this block or
+    /// others of which no more are asked for, goes to `away`, one by one and outside of the lock.
     #[inline]
     pub(super) fn keep(
         &self,
@@ -128,8 +130,8 @@ impl Slot {
         }
     }
 
-    /// Takes everything out at once and hands it to `away`, one by one and outside of the lock: an allocator below that
-    /// comes back and has something kept meanwhile is not called for ever.
+    /// Takes everything out at once and hands it to `away`, one by one and outside of the lock: an
+    /// allocator below that comes back and has something kept meanwhile is not called for ever.
     pub(super) fn drain(&self, away: impl Fn(NonNull<u8>, Layout)) {
         let places = self.with(|kept| {
             kept.bytes = 0;

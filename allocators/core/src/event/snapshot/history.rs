@@ -1,8 +1,9 @@
 //! What became of the blocks of one device, by the events that were kept.
 //!
-//! A ring keeps the last events, so the first that are there are those of a program which had been running for a while,
-//! and one that was emptied while it was written to may lack some in between. A viewer follows a snapshot backwards from
-//! its end and stops at the first thing that cannot have happened, so what is missing is made up for here:
+//! A ring keeps the last events, so the first that are there are those of a program which had been
+//! running for a while, and one that was emptied while it was written to may lack some in between.
+//! A viewer follows a snapshot backwards from its end and stops at the first thing that cannot have
+//! happened, so what is missing is made up for here:
 //!
 //! | seen | told |
 //! |---|---|
@@ -109,19 +110,22 @@ impl History {
                     }
                 }
             },
-            // Where memory came from and went, which no viewer asks for without addresses, and findings.
+            // Where memory came from and went, which no viewer asks for without addresses, and
+            // findings.
             Action::Grow | Action::Reap | Action::Move | Action::Adopt | Action::Finding => {}
         }
     }
 
-    /// A block that is live at the end. What events say of its address, or of a block over it, counts more.
+    /// A block that is live at the end. What events say of its address, or of a block over it,
+    /// counts more.
     pub(super) fn hold(&mut self, address: u64, live: Live) {
         if live.bytes > 0 && self.was_there(address, live.bytes) {
             self.live.insert(address, live);
         }
     }
 
-    /// Whether a block that no event has named can have been there from before the first; then it is noted.
+    /// Whether a block that no event has named can have been there from before the first; then it
+    /// is noted.
     fn was_there(&mut self, address: u64, bytes: u64) -> bool {
         let early = range(address, bytes);
         let can = !self.named.contains(&address) && self.overlapping(&early).is_empty();

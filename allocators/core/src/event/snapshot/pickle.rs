@@ -1,8 +1,8 @@
 //! Python's pickles of protocol 4, as far as a snapshot needs them.
 //!
-//! Only instructions that PyTorch's memory viewer knows are written: it runs pickles by a small machine of its own, of 35
-//! instructions. It also appends what stands between a mark and `APPENDS` by one call, so a list is written in pieces, as
-//! Python's own pickler does.
+//! Only instructions that PyTorch's memory viewer knows are written: it runs pickles by a small
+//! machine of its own, of 35 instructions. It also appends what stands between a mark and `APPENDS`
+//! by one call, so a list is written in pieces, as Python's own pickler does.
 
 use std::{
     collections::HashMap,

@@ -14,8 +14,9 @@ use aquifer_stream::Timeline;
 use std::sync::Arc;
 
 impl Mapped {
-    /// Maps what is planned and lets the device and its peers at it. If that fails, nothing new is mapped and the stock is whole, but
-    /// for what the driver would not unmap again, which is stuck.
+    /// Maps what is planned and lets the device and its peers at it. If that fails, nothing new is
+    /// mapped and the stock is whole, but for what the driver would not unmap again, which is
+    /// stuck.
     pub(super) fn map_all(&self, stock: &mut Stock<'_>) -> Result<()> {
         let mut mapped = 0;
         let outcome = self.map_planned(stock, &mut mapped);
@@ -44,7 +45,8 @@ impl Mapped {
         for planned in &stock.planned {
             let mapping = planned.mapping();
             let (address, bytes) = (self.address(planned.first), planned.count * self.slot);
-            // SAFETY: 1. the slots are claimed by this attempt: nothing is mapped there and nobody knows them.
+            // SAFETY: 1. the slots are claimed by this attempt: nothing is mapped there and nobody
+            // knows them.
             let done = unsafe { self.driver.map(address, bytes, mapping.handle.raw()) };
             done.map_err(|e| self.lost(e))?;
             *mapped += 1;
@@ -59,8 +61,9 @@ impl Mapped {
         Ok(())
     }
 
-    /// Unmaps stolen memory whose work the host has seen done, makes its slots nobody's, and answers with the handles. If
-    /// a call fails, what was not unmapped by then is back in its caches.
+    /// Unmaps stolen memory whose work the host has seen done, makes its slots nobody's, and
+    /// answers with the handles. If a call fails, what was not unmapped by then is back in its
+    /// caches.
     pub(super) fn unmap_done<'s>(
         &self,
         mut stolen: List<'s, Stolen<'s>>,
@@ -84,8 +87,8 @@ impl Mapped {
 
     /// Unmaps a run of slots for which nothing is queued any more, and makes it nobody's.
     pub(super) fn unmap_run(&self, first: u64, count: u64) -> Result<()> {
-        // SAFETY: 1. the callers' slots are in no cache, so nothing is queued for them any more, and the host has seen
-        // the epochs done that cover their last use.
+        // SAFETY: 1. the callers' slots are in no cache, so nothing is queued for them any more,
+        // and the host has seen the epochs done that cover their last use.
         let unmapped =
             unsafe { self.driver.unmap(self.device, self.address(first), count * self.slot) };
         unmapped.map_err(|e| self.lost(e))?;
@@ -102,8 +105,8 @@ impl Mapped {
         self.slots().zombies.extend(zombies);
     }
 
-    /// Keeps mappings that nothing uses and that the driver would not take away, to be tried again. Their memory stays
-    /// charged.
+    /// Keeps mappings that nothing uses and that the driver would not take away, to be tried again.
+    /// Their memory stays charged.
     pub(super) fn zombify_mappings(&self, stuck: impl IntoIterator<Item = Mapping>) {
         let zombies = stuck.into_iter().map(|mapping| Zombie { mapping, until: Vec::new() });
         self.slots().zombies.extend(zombies);

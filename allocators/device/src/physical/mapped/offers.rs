@@ -1,5 +1,6 @@
-//! What could be had: free ranges of caches and of the commons in one list, by address, and the handles that lie wholly
-//! in them. The lists are a pass's, made in part under the locks of caches: see [`Scratch`](aquifer_core::scratch::Scratch).
+//! What could be had: free ranges of caches and of the commons in one list, by address, and the
+//! handles that lie wholly in them. The lists are a pass's, made in part under the locks of caches:
+//! see [`Scratch`](aquifer_core::scratch::Scratch).
 
 use super::{Mapped, Reach, intersection};
 use crate::{
@@ -106,8 +107,8 @@ impl<'s> Offers<'s> {
 }
 
 impl Mapped {
-    /// What is free in `givers` and in the commons: what is done, what only `home` itself waits for, and within reach of
-    /// a wait all of it.
+    /// What is free in `givers` and in the commons: what is done, what only `home` itself waits
+    /// for, and within reach of a wait all of it.
     pub(super) fn offers<'s>(
         &self,
         bump: &'s Bump,
@@ -143,7 +144,8 @@ impl Mapped {
                 in_use.push((range, past.clone()));
             }
         }
-        // Asks the driver, so not under the lock. The work of an isolated stream is waited for by nobody.
+        // Asks the driver, so not under the lock. The work of an isolated stream is waited for by
+        // nobody.
         let waited_for =
             |past: &Past| past.iter().all(|(t, e)| t.is_done(*e) || t.is_waited_for_unasked(*e));
         for (range, _) in in_use.into_iter().filter(|(_, past)| waited_for(past)) {
@@ -173,8 +175,9 @@ impl Mapped {
         }
     }
 
-    /// Brings what is free and known to be done in the caches of `givers` to the commons as far as it is more than `cap`
-    /// bytes in one of them: of the longest ranges the high ends. Answers with how often memory was taken in hand.
+    /// Brings what is free and known to be done in the caches of `givers` to the commons as far as
+    /// it is more than `cap` bytes in one of them: of the longest ranges the high ends. Answers
+    /// with how often memory was taken in hand.
     pub(crate) fn cap(&self, givers: &[&'static Home], cap: u64) -> u64 {
         let mut transits = 0;
         for &giver in givers {
@@ -257,8 +260,8 @@ impl Mapped {
         found
     }
 
-    /// Takes a candidate: the memory over it from who has it, the mapping out of the table. `None` if another thread was
-    /// faster.
+    /// Takes a candidate: the memory over it from who has it, the mapping out of the table. `None`
+    /// if another thread was faster.
     pub(super) fn take<'s>(
         &self,
         candidate: &Candidate,
@@ -273,7 +276,8 @@ impl Mapped {
             pieces.push(piece);
         }
         let all = pieces.iter().map(|piece| piece.range.len).sum::<u64>() == whole.len;
-        // With all of the memory in hand nobody else can unmap it, but before that another handle may have come here.
+        // With all of the memory in hand nobody else can unmap it, but before that another handle
+        // may have come here.
         let mapping =
             if all { self.slots().unmap_exactly(candidate.first, candidate.count) } else { None };
         let Some(mapping) = mapping else {

@@ -23,7 +23,8 @@ use std::{
 };
 
 impl Mapped {
-    /// Work may still run on what a cache held, and nobody can wait for it: what is mapped stays for good.
+    /// Work may still run on what a cache held, and nobody can wait for it: what is mapped stays
+    /// for good.
     pub(crate) fn keep(&self) {
         self.kept.store(true, Ordering::Relaxed);
     }
@@ -41,9 +42,10 @@ impl Mapped {
         drop(spare);
     }
 
-    /// Gives handles back to the driver until no more than `keep` bytes are held, as far as free memory whose work is
-    /// known to be done allows. Long stretches first, and of each the large handles, which cost the driver as much as small
-    /// ones, from the high end. Answers with the bytes.
+    /// Gives handles back to the driver until no more than `keep` bytes are held, as far as free
+    /// memory whose work is known to be done allows. Long stretches first, and of each the large
+    /// handles, which cost the driver as much as small ones, from the high end. Answers with the
+    /// bytes.
     pub(crate) fn trim(&self, givers: &[&'static Home], keep: u64) -> Result<u64> {
         let pass = self.scratch.begin();
         self.reap_zombies(&pass)?;
@@ -52,7 +54,8 @@ impl Mapped {
         if over() == 0 {
             return Ok(before.saturating_sub(self.held.now()));
         }
-        // What is charged and in nobody's cache is not lost to others: they may have it as soon as it has been given back.
+        // What is charged and in nobody's cache is not lost to others: they may have it as soon as
+        // it has been given back.
         let _transit = self.transit();
         while over() > 0 {
             let spare = self.slots().spare.pop();

@@ -1,4 +1,5 @@
-//! Where handles come from: spare ones, the driver, from under free memory, and out of other handles.
+//! Where handles come from: spare ones, the driver, from under free memory, and out of other
+//! handles.
 
 use super::{Attempt, Claim, Effort, Mapped, Reach, offers::Stolen};
 use crate::{
@@ -105,7 +106,8 @@ impl<'s> Stock<'s> {
         self.loose.retain(|loose| !loose.fresh);
     }
 
-    /// The mappings whose work is not done: those whose handles were mapped a second time, and the others.
+    /// The mappings whose work is not done: those whose handles were mapped a second time, and the
+    /// others.
     pub(super) fn take_busy(&mut self) -> (List<'s, Stolen<'s>>, List<'s, Stolen<'s>>) {
         let (mut used, mut unused) = (List::new_in(self.bump()), List::new_in(self.bump()));
         for stolen in self.busy.drain(..) {
@@ -179,8 +181,8 @@ impl Mapped {
                 }
             }
             let missing = need.saturating_sub(stock.bytes());
-            // At once or not at all: of two that want the last bytes, neither is left with a part of them. What is reserved
-            // may do for some handles only, and is drawn for each.
+            // At once or not at all: of two that want the last bytes, neither is left with a part
+            // of them. What is reserved may do for some handles only, and is drawn for each.
             if grows && missing > 0 && effort.reserved.is_none() {
                 match self.budget.charge(missing) {
                     Ok(charge) => {
@@ -209,8 +211,8 @@ impl Mapped {
         }
     }
 
-    /// Plans a handle for every missing slot: those in stock where they are not too small, else new ones, as large as
-    /// the claim allows. `Err(None)` if what is in stock fits nowhere.
+    /// Plans a handle for every missing slot: those in stock where they are not too small, else new
+    /// ones, as large as the claim allows. `Err(None)` if what is in stock fits nowhere.
     fn cut(
         &self,
         claim: &Claim<'_>,
@@ -254,7 +256,8 @@ impl Mapped {
         Ok(())
     }
 
-    /// A new handle over `slots`: of what is paid for, of the budget, of what loose handles free when they are melted.
+    /// A new handle over `slots`: of what is paid for, of the budget, of what loose handles free
+    /// when they are melted.
     fn make(
         &self,
         slots: u64,
@@ -295,8 +298,9 @@ impl Mapped {
         }
     }
 
-    /// Takes handles of `bytes` and more from under free memory, and unmaps those whose work is done. Answers with how
-    /// many. Done ones come first, and among them those at high addresses: blocks go to low ones.
+    /// Takes handles of `bytes` and more from under free memory, and unmaps those whose work is
+    /// done. Answers with how many. Done ones come first, and among them those at high addresses:
+    /// blocks go to low ones.
     fn steal(
         &self,
         givers: &[&'static Home],
@@ -336,8 +340,8 @@ impl Mapped {
         outcome.map(|()| moved)
     }
 
-    /// What was not needed: handles become spare, what is only paid for goes back to the budget. Those that are mapped
-    /// elsewhere as well belong there.
+    /// What was not needed: handles become spare, what is only paid for goes back to the budget.
+    /// Those that are mapped elsewhere as well belong there.
     pub(super) fn put_aside(&self, stock: &mut Stock<'_>) {
         stock.unplan();
         let spare = stock.loose.drain(..).filter(|loose| !loose.busy).map(|loose| loose.handle);

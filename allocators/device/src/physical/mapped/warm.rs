@@ -12,8 +12,8 @@ use aquifer_heap::Range;
 const NEW: Attempt = Attempt { reach: Reach::Done, grain: Grain::Slots, grow: true, steal: false };
 
 impl Mapped {
-    /// Takes memory from the driver until `bytes` are held, rounded up to slots, and brings it to the commons. Answers with
-    /// the bytes taken. If that fails as much is held as before.
+    /// Takes memory from the driver until `bytes` are held, rounded up to slots, and brings it to
+    /// the commons. Answers with the bytes taken. If that fails as much is held as before.
     pub(crate) fn warm(&self, bytes: u64) -> Result<u64> {
         let need = bytes.saturating_sub(self.held.now()).div_ceil(self.slot) * self.slot;
         if need == 0 {

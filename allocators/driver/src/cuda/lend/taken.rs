@@ -6,10 +6,11 @@ use crate::{DeviceRange, Foreign, KeepAlive, RawStream};
 use aquifer_core::Result;
 use cudarc::driver::{CudaSlice, DevicePtr, DevicePtrMut};
 
-// SAFETY: 1. the slice owns its allocation, which ends when it is dropped. 2. cudarc makes the stream that it hands an
-// address to wait for the slice's reads and writes elsewhere, where it keeps account of them; a context that keeps none
-// has one stream, or its owner has promised the order. 3. cudarc frees on the slice's stream; and with the address it
-// records the slice's events there, which its other streams wait for.
+// SAFETY: 1. the slice owns its allocation, which ends when it is dropped. 2. cudarc makes the
+// stream that it hands an address to wait for the slice's reads and writes elsewhere, where it
+// keeps account of them; a context that keeps none has one stream, or its owner has promised the
+// order. 3. cudarc frees on the slice's stream; and with the address it records the slice's events
+// there, which its other streams wait for.
 unsafe impl<T: 'static> Foreign for CudaSlice<T> {
     type Item = T;
 
@@ -32,7 +33,8 @@ unsafe impl<T: 'static> Foreign for CudaSlice<T> {
     }
 }
 
-/// Makes the slice's stream wait for what it has been used for elsewhere, and records there that it has been written.
+/// Makes the slice's stream wait for what it has been used for elsewhere, and records there that it
+/// has been written.
 fn touch<T>(slice: &mut CudaSlice<T>) -> Result<()> {
     let stream = CudaSlice::stream(slice).clone();
     drop(slice.device_ptr_mut(&stream));

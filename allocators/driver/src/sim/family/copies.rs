@@ -29,7 +29,8 @@ pub(crate) fn by_device(pinned: bool, address: u64, bytes: u64, act: Act) -> Vec
 }
 
 impl State {
-    /// How a copy sees its host side; a copy across the end of a registration, or into one that is read only, is refused.
+    /// How a copy sees its host side; a copy across the end of a registration, or into one that is
+    /// read only, is refused.
     pub(crate) fn host_side(
         &mut self,
         (address, bytes): (u64, u64),
@@ -79,7 +80,8 @@ impl Shared {
         // What is captured reads the host when it is launched, whatever memory that is.
         let staged = !pinned && state.streams[stream].capture.is_none();
         let work = if staged && state.space.store.has_bytes() {
-            // SAFETY: 1. `from` is readable for `bytes`, and nobody writes it, by the caller's word.
+            // SAFETY: 1. `from` is readable for `bytes`, and nobody writes it, by the caller's
+            // word.
             let staged = unsafe { std::slice::from_raw_parts(from.as_ptr(), bytes) };
             Work::FromStaging { to, from: staged.into() }
         } else {
@@ -307,7 +309,8 @@ impl Shared {
         Ok(())
     }
 
-    /// The end of a copy to the host: into pageable memory the driver returns when the bytes are there.
+    /// The end of a copy to the host: into pageable memory the driver returns when the bytes are
+    /// there.
     fn back_to_host(
         &self,
         state: Guard<'_>,

@@ -53,7 +53,8 @@ unsafe impl Events for Shared {
         self.cost(call, 0);
         let captured = state.captured_point(place);
         let point = captured.is_none().then(|| {
-            // The event also stands behind what the host knows now, and what the legacy rule implies.
+            // The event also stands behind what the host knows now, and what the legacy rule
+            // implies.
             state.after_implied(place, "event", site);
             state.settle(place);
             state.point(place)

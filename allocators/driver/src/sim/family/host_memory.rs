@@ -17,8 +17,9 @@ use std::{panic::Location, ptr::NonNull};
 const TOO_MUCH: usize = 512 << 30;
 
 impl Shared {
-    /// What a free and the end of a registration have in common: whoever works on the memory is looked for, and the
-    /// driver waits for the device, from which the host learns nothing. The bytes that it had.
+    /// What a free and the end of a registration have in common: whoever works on the memory is
+    /// looked for, and the driver waits for the device, from which the host learns nothing. The
+    /// bytes that it had.
     fn unpin<'a>(
         &'a self,
         mut state: Guard<'a>,
@@ -27,7 +28,8 @@ impl Shared {
         origin: Origin,
         site: &'static Location<'static>,
     ) -> Result<(Guard<'a>, u64), u32> {
-        // The end of a registration is refused by one code inside pinned memory and by another where there is none.
+        // The end of a registration is refused by one code inside pinned memory and by another
+        // where there is none.
         let wrong = match (origin, state.pinned.side(address, 1)) {
             (Origin::Registered, Side::Pageable) => codes::HOST_MEMORY_NOT_REGISTERED,
             _ => codes::INVALID_VALUE,
@@ -76,8 +78,8 @@ unsafe impl HostMemory for Shared {
         let (_state, bytes) =
             self.unpin(state, device, address, Origin::Allocated, site).map_err(at(call))?;
         self.cost(call, bytes);
-        // SAFETY: 1. `host_alloc` got these pages for as many bytes, and nobody uses them any more, by the caller's word;
-        // what was queued on the device has run.
+        // SAFETY: 1. `host_alloc` got these pages for as many bytes, and nobody uses them any more,
+        // by the caller's word; what was queued on the device has run.
         unsafe { store::free_host_pages(address, bytes) };
         Ok(())
     }
@@ -126,7 +128,8 @@ unsafe impl HostMemory for Shared {
         let call = Call::HostDeviceAddress;
         let state = self.enter(call, Some(device))?;
         let address = address.as_ptr() as u64;
-        // One address space for host and devices, as on every 64-bit Linux: the flag is not asked for there.
+        // One address space for host and devices, as on every 64-bit Linux: the flag is not asked
+        // for there.
         state.pinned.holding(address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
         self.cost(call, 0);
         Ok(address)

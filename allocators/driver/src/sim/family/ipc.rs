@@ -1,7 +1,7 @@
 //! Memory for others: all of them in this process, since a simulated machine is nowhere else.
 //!
-//! A file descriptor is a real one, which can be duplicated and sent over a socket: a file in memory whose bytes name
-//! the machine and the memory, as those of a fabric's name do.
+//! A file descriptor is a real one, which can be duplicated and sent over a socket: a file in
+//! memory whose bytes name the machine and the memory, as those of a fabric's name do.
 #![expect(unsafe_code, reason = "makes handles")]
 
 use crate::{

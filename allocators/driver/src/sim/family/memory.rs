@@ -63,7 +63,8 @@ unsafe impl Memory for Shared {
         let held =
             state.is_allocation(device, address).ok_or_else(|| at(call)(codes::INVALID_VALUE))?;
         self.cost(call, held);
-        // The driver waits for the device. That it does is no promise, so the host has learned nothing.
+        // The driver waits for the device. That it does is no promise, so the host has learned
+        // nothing.
         if state.oracle {
             let mark = state.host_mark(Act::Free, "free", site);
             let mut found = std::mem::take(&mut state.found);

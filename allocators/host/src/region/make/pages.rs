@@ -51,7 +51,8 @@ impl Making<'_> {
         }
     }
 
-    /// Whether a failure may be one of these pages: the pool promised what it cannot keep, or was emptied by somebody else.
+    /// Whether a failure may be one of these pages: the pool promised what it cannot keep, or was
+    /// emptied by somebody else.
     pub(super) fn may_have_lesser_pages(&self, tier: PageTier, step: Step, cause: &Cause) -> bool {
         tier.page().is_some()
             && !matches!(self.sharing, Sharing::Given(..))

@@ -33,8 +33,9 @@ pub(in crate::region) fn registration_limit(kernel: &Kernel) -> usize {
     least - GRANULE
 }
 
-/// Bytes of the next registration of those `left`. The last one keeps everybody waiting who has populated its memory by
-/// then, so of a region that takes several the last gets short: halves, down to a quarter of a chunk.
+/// Bytes of the next registration of those `left`. The last one keeps everybody waiting who has
+/// populated its memory by then, so of a region that takes several the last gets short: halves,
+/// down to a quarter of a chunk.
 fn next_chunk(left: usize, chunk: usize, piece: usize, others: bool) -> usize {
     if left > chunk {
         chunk
@@ -105,8 +106,9 @@ impl Making<'_> {
         taken
     }
 
-    /// Registers a populated part. If each page must be in its place it is looked at before, so that the driver is not
-    /// asked to pin what will be refused; and again when all is done, since pinning may move pages.
+    /// Registers a populated part. If each page must be in its place it is looked at before, so
+    /// that the driver is not asked to pin what will be refused; and again when all is done, since
+    /// pinning may move pages.
     fn register(
         &mut self,
         backing: &mut Backing,
@@ -121,7 +123,8 @@ impl Making<'_> {
             }
         }
         let mut answer = backing.register(part, self.flags);
-        // Some devices cannot be kept from writing; asking less of the driver pins the memory all the same.
+        // Some devices cannot be kept from writing; asking less of the driver pins the memory all
+        // the same.
         if answer.is_err() && self.flags.read_only && backing.registrations().is_empty() {
             self.flags.read_only = false;
             self.fell_short(Step::Register, Cause::Writable);

@@ -1,9 +1,10 @@
 //! A capture, launches of what it makes, and its end, as one step of a program.
 //!
-//! What is captured touches nothing until it is launched, so the program's order is kept at the launches: each comes after
-//! all that conflicts with any node. Launches of one executable follow one another by themselves, on whatever stream; that
-//! is relied upon. Within the capture a second stream may take part. It is joined again, and what it touches in between is
-//! nothing that the first one touches meanwhile.
+//! What is captured touches nothing until it is launched, so the program's order is kept at the
+//! launches: each comes after all that conflicts with any node. Launches of one executable follow
+//! one another by themselves, on whatever stream; that is relied upon. Within the capture a second
+//! stream may take part. It is joined again, and what it touches in between is nothing that the
+//! first one touches meanwhile.
 
 use super::{Clock, Generator, Memory, join};
 use crate::agree::{EVENTS, HOSTS, HostPart, Operation, PAGEABLE, Part, Place};

@@ -5,16 +5,18 @@
 //! | `sides` | who serves |
 //! | `work` | what is done |
 //!
-//! Each arena's first chunk is of 4 KiB, and it is emptied after each round, so that after the first rounds all work in one
-//! chunk. All contenders of a kind of work take turns in one run. Pinned memory is what a program near the device would get;
-//! without a GPU it is pageable, which changes nothing in the pool.
+//! Each arena's first chunk is of 4 KiB, and it is emptied after each round, so that after the
+//! first rounds all work in one chunk. All contenders of a kind of work take turns in one run.
+//! Pinned memory is what a program near the device would get; without a GPU it is pageable, which
+//! changes nothing in the pool.
 //!
-//! The last rows are of what is needed for a moment, of the shape that it has in our own passes: the lists in a bumpalo that
-//! is kept from pass to pass ([`aquifer_core::scratch`]), as passes over pools take them, in an arena of ours, and by
-//! `malloc`. Beside them stands a whole pass of a device pool that looks through its caches and finds nothing to give back:
-//! its lists are a fifth of that and bumpalo takes a tenth off them, so that they lie there to ask nobody for memory while
-//! memory is short, and hardly to be quick. A staging worker's list is kept by the slot that it describes, which is three
-//! times as quick as a chunk that is begun and emptied for it.
+//! The last rows are of what is needed for a moment, of the shape that it has in our own passes:
+//! the lists in a bumpalo that is kept from pass to pass ([`aquifer_core::scratch`]), as passes
+//! over pools take them, in an arena of ours, and by `malloc`. Beside them stands a whole pass of a
+//! device pool that looks through its caches and finds nothing to give back: its lists are a fifth
+//! of that and bumpalo takes a tenth off them, so that they lie there to ask nobody for memory
+//! while memory is short, and hardly to be quick. A staging worker's list is kept by the slot that
+//! it describes, which is three times as quick as a chunk that is begun and emptied for it.
 
 mod sides;
 mod work;
@@ -102,7 +104,8 @@ impl Bench {
         Ok(pool)
     }
 
-    /// Has contenders take turns: ours over the process's own memory, ours over pinned memory, and the peers.
+    /// Has contenders take turns: ours over the process's own memory, ours over pinned memory, and
+    /// the peers.
     fn compare(&mut self, name: &str, peers: &[&str], contenders: Vec<Contender<'_>>) {
         let ns: Vec<_> =
             contest(self.pace, contenders).iter().map(|outcome| outcome.each).collect();
@@ -120,7 +123,8 @@ impl Bench {
     }
 }
 
-/// The rows of a kind of work: over both kinds of memory beside the first peer, and over the process's own beside the others.
+/// The rows of a kind of work: over both kinds of memory beside the first peer, and over the
+/// process's own beside the others.
 fn names(name: &str, peers: &[&str]) -> Vec<String> {
     let others = peers.iter().skip(1).map(|peer| format!("{name}, beside {peer}"));
     [name.to_owned(), format!("{name}, pinned")].into_iter().chain(others).collect()
@@ -219,7 +223,8 @@ fn scratches(bench: &mut Bench) -> Result<()> {
     Ok(())
 }
 
-/// A pool on a simulated device, with many free ranges and no handle that lies wholly in one, and what keeps it so.
+/// A pool on a simulated device, with many free ranges and no handle that lies wholly in one, and
+/// what keeps it so.
 fn fragmented() -> Result<(DevicePool, Vec<Block>)> {
     let sim = Sim::h200(1).symbolic();
     sim.oracle(false);

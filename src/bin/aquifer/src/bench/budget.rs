@@ -1,10 +1,12 @@
 //! `aquifer bench budget`: what a charge costs.
 //!
-//! A pair is a charge of 64 bytes and its release. With several threads each has a tenant of its own, four levels deep;
-//! those above it are shared. A hand-over is the time from the release that makes room until whoever waits has its bytes; what is reclaimed, that from the
-//! refusal of a charge until the same charge is granted, by one of two who were asked what they have.
+//! A pair is a charge of 64 bytes and its release. With several threads each has a tenant of its
+//! own, four levels deep; those above it are shared. A hand-over is the time from the release that
+//! makes room until whoever waits has its bytes; what is reclaimed, that from the refusal of a
+//! charge until the same charge is granted, by one of two who were asked what they have.
 //!
-//! No device is part of it, but for the rows of `parked`: what a tag's memory takes to leave a GPU and to come back.
+//! No device is part of it, but for the rows of `parked`: what a tag's memory takes to leave a GPU
+//! and to come back.
 
 mod parked;
 

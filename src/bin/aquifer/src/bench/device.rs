@@ -1,4 +1,5 @@
-//! `aquifer bench device`: the caching pool beside the driver's own allocator and the host's `malloc`.
+//! `aquifer bench device`: the caching pool beside the driver's own allocator and the host's
+//! `malloc`.
 //!
 //! | module | rows |
 //! |---|---|
@@ -14,9 +15,9 @@
 //! | `source` | who serves |
 //! | `lane` | threads that do it |
 //!
-//! On a GPU the driver's own stream-ordered allocator does the same work in turn with the pool, with a release threshold
-//! that keeps everything. On the simulated one there is nothing to hold a pool's speed against but the host's `malloc`,
-//! since its calls cost what a simulation costs.
+//! On a GPU the driver's own stream-ordered allocator does the same work in turn with the pool,
+//! with a release threshold that keeps everything. On the simulated one there is nothing to hold a
+//! pool's speed against but the host's `malloc`, since its calls cost what a simulation costs.
 
 mod cached;
 mod calls;
@@ -42,7 +43,8 @@ use aquifer_core::MemoryError;
 use source::AsyncPool;
 use std::sync::Arc;
 
-/// In the order in which they are measured and printed. The holes come last of those that hold memory: they take most.
+/// In the order in which they are measured and printed. The holes come last of those that hold
+/// memory: they take most.
 fn groups<'a>() -> [Group<Bench<'a>>; 7] {
     [
         Group { names: cached::pair_names, measure: cached::pairs },
@@ -122,7 +124,8 @@ impl<'a> Bench<'a> {
         if there { AsyncPool::open(session).map(Some) } else { Ok(None) }
     }
 
-    /// Whether there is memory for a row, for the pool and for a peer; if not, the row says why it is not there.
+    /// Whether there is memory for a row, for the pool and for a peer; if not, the row says why it
+    /// is not there.
     fn has_room(&mut self, name: &str, bytes: u64, peer: bool) -> bool {
         self.sheet.has_room(name, if peer { bytes * 2 } else { bytes }, self.room)
     }

@@ -1,7 +1,8 @@
-//! `aquifer bench global`: what accounting, tags and routes add to an allocation and its free, over three allocators and
-//! beside others of its kind.
+//! `aquifer bench global`: what accounting, tags and routes add to an allocation and its free, over
+//! three allocators and beside others of its kind.
 //!
-//! A program has one global allocator, so all are called by hand, through the trait that the language calls.
+//! A program has one global allocator, so all are called by hand, through the trait that the
+//! language calls.
 //!
 //! | what | is |
 //! |---|---|
@@ -11,9 +12,9 @@
 //! | `tags` | and whose each block is, in the scope of a tag |
 //! | `route` | `on`, while a route is registered, and in a scope of it that these blocks are too small for |
 //!
-//! Figures are medians of laps in which all take turns. `adds` is the median of what `on` or another took more than `bare`
-//! in the same turn, with the interval that holds the true median in 95 of 100 cases, whatever the distribution (order
-//! statistics).
+//! Figures are medians of laps in which all take turns. `adds` is the median of what `on` or
+//! another took more than `bare` in the same turn, with the interval that holds the true median in
+//! 95 of 100 cases, whatever the distribution (order statistics).
 
 mod source;
 
@@ -108,7 +109,8 @@ impl Inner {
     }
 }
 
-/// Rows of one contest behind `bare`. Those of the system's allocator have others of its kind beside.
+/// Rows of one contest behind `bare`. Those of the system's allocator have others of its kind
+/// beside.
 const OWN: [&str; 5] = ["off", "on", "tags", "on adds", "tags adds"];
 const BESIDE: [(&str, &str); 3] =
     [("on", "stats_alloc"), ("on", "cap"), ("tags", "tracking-allocator")];
@@ -144,7 +146,8 @@ fn names_of_routed((inner, job, threads): (Inner, Job, usize)) -> Vec<String> {
     ROUTED.map(|who| row(inner, job, threads, who)).into()
 }
 
-/// In the order in which they are measured: a route is registered for good, so what needs one comes last.
+/// In the order in which they are measured: a route is registered for good, so what needs one comes
+/// last.
 const GROUPS: [Group<Bench>; 2] = [
     Group { names: |_| contests().flat_map(names_of).collect(), measure: |bench| bench.unrouted() },
     Group {
@@ -289,7 +292,8 @@ fn interval(figures: &[f64]) -> [f64; 2] {
     let mut sorted = figures.to_vec();
     sorted.sort_by(f64::total_cmp);
     let count = sorted.len() as f64;
-    // The rank, from 1, below which the median lies in 2.5 of 100 cases: by the normal to the binomial distribution.
+    // The rank, from 1, below which the median lies in 2.5 of 100 cases: by the normal to the
+    // binomial distribution.
     let rank = ((count - 1.96 * count.sqrt()) / 2.0).max(1.0) as usize;
     let at = |place: Option<usize>| {
         place.and_then(|place| sorted.get(place)).copied().unwrap_or_default()

@@ -37,7 +37,8 @@ pub(crate) fn date() -> String {
     written(now.as_secs())
 }
 
-/// Seconds since 1970 as a date, by the calendar whose years begin in March: a leap day is the last of its year then.
+/// Seconds since 1970 as a date, by the calendar whose years begin in March: a leap day is the last
+/// of its year then.
 fn written(seconds: u64) -> String {
     const ERA: u64 = 146_097; // days in 400 years
     let (days, second) = (seconds / 86_400 + 719_468, seconds % 86_400); // since the first of March of the year 0

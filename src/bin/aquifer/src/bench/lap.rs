@@ -6,8 +6,9 @@
 //!   B                      ▪ ▪▪ ▪▪▪▪ ▪▪▪▪▪▪▪▪                    B          ▪▪▪▪▪▪▪▪          ▪▪▪▪▪▪▪▪
 //! ```
 //!
-//! A lap is work that was made before, and nothing else; the clock is read at its ends only, since a look at it costs
-//! more than a call of a pool. The median of the laps counts. The warm-up also takes the memory that the work needs.
+//! A lap is work that was made before, and nothing else; the clock is read at its ends only, since
+//! a look at it costs more than a call of a pool. The median of the laps counts. The warm-up also
+//! takes the memory that the work needs.
 
 use crate::figures::median;
 use std::{
@@ -18,8 +19,8 @@ use std::{
 /// How much time is spent.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Pace {
-    /// What a lap should take at least: so little that few laps are interrupted, where others want the processor too,
-    /// and so much that the looks at the clock do not count.
+    /// What a lap should take at least: so little that few laps are interrupted, where others want
+    /// the processor too, and so much that the looks at the clock do not count.
     lap: Duration,
     /// What all laps of one contender may take together; there is always one.
     time: Duration,
@@ -144,8 +145,8 @@ pub(crate) fn contest(pace: Pace, mut contenders: Vec<Contender<'_>>) -> Vec<Out
     outcomes.collect()
 }
 
-/// How many pieces make a lap that is long enough. Two laps are run at least: what the first takes from the driver the
-/// second has.
+/// How many pieces make a lap that is long enough. Two laps are run at least: what the first takes
+/// from the driver the second has.
 fn warm_up(pace: Pace, contender: &mut Contender<'_>, failed: &mut Failed) -> u64 {
     let mut pieces = 1;
     for round in 0.. {
@@ -165,8 +166,8 @@ fn warm_up(pace: Pace, contender: &mut Contender<'_>, failed: &mut Failed) -> u6
     pieces
 }
 
-/// Does something that cannot go on in laps, since each time needs a state of its own, until the time is up. Answers with
-/// the median of each of the figures; the first time is a warm-up.
+/// Does something that cannot go on in laps, since each time needs a state of its own, until the
+/// time is up. Answers with the median of each of the figures; the first time is a warm-up.
 ///
 /// # Errors
 /// The first of `work`.
@@ -192,7 +193,8 @@ pub(crate) fn repeat<const N: usize, E>(
 mod tests {
     use super::*;
 
-    /// A contender whose pieces take a millisecond by its own account, and who writes down how many it was asked for.
+    /// A contender whose pieces take a millisecond by its own account, and who writes down how many
+    /// it was asked for.
     fn counted<'a>(asked: &'a mut Vec<u64>, ns: &'a [f64]) -> Contender<'a> {
         Box::new(move |pieces| {
             let over_all = ns[asked.len() % ns.len()];

@@ -1,4 +1,5 @@
-//! `aquifer bench pinned`: pools of pinned host memory beside the host's `malloc` and the driver's own allocations.
+//! `aquifer bench pinned`: pools of pinned host memory beside the host's `malloc` and the driver's
+//! own allocations.
 //!
 //! | module | rows |
 //! |---|---|
@@ -7,7 +8,8 @@
 //! | `source` | who serves |
 //! | `regions` | whole regions made ready, by pages and workers |
 //!
-//! Memory is what a program near the device would get. Without a GPU it is pageable, which changes nothing in the pool.
+//! Memory is what a program near the device would get. Without a GPU it is pageable, which changes
+//! nothing in the pool.
 
 mod driver;
 mod pool;

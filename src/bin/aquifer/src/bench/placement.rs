@@ -1,8 +1,8 @@
 //! `aquifer bench placement`: what picking a device and holding bytes there costs.
 //!
-//! A pair is a request for 1 MiB and the drop of its lease, over simulated devices of equal size. The peer is what a program
-//! writes by hand: free bytes of each device in a vector behind a lock, of which the largest is taken. It knows no budget, no
-//! hint and no health.
+//! A pair is a request for 1 MiB and the drop of its lease, over simulated devices of equal size.
+//! The peer is what a program writes by hand: free bytes of each device in a vector behind a lock,
+//! of which the largest is taken. It knows no budget, no hint and no health.
 //!
 //! The first rows are of a whole [runtime](start).
 

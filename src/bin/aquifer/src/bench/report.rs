@@ -133,7 +133,8 @@ impl Report {
             };
             let ratio = row.ratio().map_or(String::new(), times);
             let figure = row.unit.of(row.ns);
-            // Two long names may differ at their ends alone, so none is cut: it has a line of its own.
+            // Two long names may differ at their ends alone, so none is cut: it has a line of its
+            // own.
             let mut names = wrap(&row.name, WIDTH);
             let name = names.pop_if(|name| name.chars().count() <= NAME).unwrap_or_default();
             lines.append(&mut names);

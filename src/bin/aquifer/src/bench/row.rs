@@ -22,7 +22,8 @@ pub(crate) enum Unit {
     MsPerGib,
     /// Parts of a hundred, and no time.
     Percent,
-    /// 10⁹ bytes a second: a row of these keeps the nanoseconds for 10⁹ bytes, so that its ratio is one of times too.
+    /// 10⁹ bytes a second: a row of these keeps the nanoseconds for 10⁹ bytes, so that its ratio is
+    /// one of times too.
     GbPerSecond,
     /// Seconds of processor time for 2³⁰ bytes.
     CpuPerGib,
@@ -103,7 +104,8 @@ pub(crate) struct Row {
     pub(crate) interval: Option<[f64; 2]>,
 }
 
-/// Six digits are more than any of the figures has; of a small one too, so that a ratio is that of the figures beside it.
+/// Six digits are more than any of the figures has; of a small one too, so that a ratio is that of
+/// the figures beside it.
 fn rounded(figure: f64) -> Value {
     json!(format!("{figure:.5e}").parse::<f64>().unwrap_or(figure))
 }

@@ -62,7 +62,8 @@ pub(super) struct Group<B> {
     pub(super) measure: fn(&mut B) -> aquifer_core::Result<()>,
 }
 
-/// Measures the groups that have a row which is wanted, in their order. `sheet` is where the bench notes what it finds.
+/// Measures the groups that have a row which is wanted, in their order. `sheet` is where the bench
+/// notes what it finds.
 ///
 /// # Errors
 /// [`Mistake::NoRow`], before anything is measured.

@@ -1,4 +1,5 @@
-//! `aquifer bench stage`: pageable memory and files to the device and back, beside the driver's own copy and the limit.
+//! `aquifer bench stage`: pageable memory and files to the device and back, beside the driver's own
+//! copy and the limit.
 //!
 //! | rows | the peer |
 //! |---|---|
@@ -8,8 +9,8 @@
 //! | `both ways 1 GiB` | both ways with pinned memory |
 //! | `file 1 GiB, warm` and so on | the file read into memory, and the driver's own copy of that |
 //!
-//! Host memory is touched once before anything is timed. On the simulated device copies move no bytes, so there are times
-//! of transfers, which are those of the calls, and no rates.
+//! Host memory is touched once before anything is timed. On the simulated device copies move no
+//! bytes, so there are times of transfers, which are those of the calls, and no rates.
 
 use super::{
     host,

@@ -48,13 +48,15 @@ impl Finding {
     }
 }
 
-/// The share of a device's free memory that a pool takes at most, unless told otherwise, in per cent.
+/// The share of a device's free memory that a pool takes at most, unless told otherwise, in per
+/// cent.
 const DEFAULT_SHARE: u64 = 80;
 /// Below this share of free memory another program's hold on a device is worth a word, in per cent.
 const CROWDED: u64 = 50;
 /// Host memory below which pinned pools are hardly of use.
 const LITTLE_MEMORY: u64 = 1 << 30;
-/// The share of what is left of the host that pinned pools take at most, unless told otherwise, in per cent.
+/// The share of what is left of the host that pinned pools take at most, unless told otherwise, in
+/// per cent.
 const PINNED_SHARE: u64 = 50;
 /// What the kernel grants by default.
 const USUAL_MAPPINGS: u64 = 65_530;

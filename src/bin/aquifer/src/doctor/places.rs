@@ -83,7 +83,8 @@ fn probe(probe: &Probe, host: Option<&Topology>, findings: &mut Vec<Finding>) {
     findings.push(Finding::gets(says));
 }
 
-/// Bytes that could be had on a node now: what is free there, and what is left of the host for this process.
+/// Bytes that could be had on a node now: what is free there, and what is left of the host for this
+/// process.
 fn most(host: &Topology, node: Option<NodeId>) -> Option<u64> {
     let left = host.headroom().ok().and_then(|headroom| headroom.bytes.value);
     let free = node.and_then(|id| host.node(id)).and_then(|node| node.free);

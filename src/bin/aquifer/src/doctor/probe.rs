@@ -1,5 +1,5 @@
-//! A short try of what a program will do: make a pinned region for each device and on each node, and copy between it and
-//! the device.
+//! A short try of what a program will do: make a pinned region for each device and on each node,
+//! and copy between it and the device.
 #![expect(unsafe_code, reason = "queues copies on raw addresses")]
 
 use super::facts::Facts;
@@ -33,7 +33,8 @@ pub(crate) enum Target {
 }
 
 impl Target {
-    /// Every device, then every node of the host's with memory for this process that none of them is near.
+    /// Every device, then every node of the host's with memory for this process that none of them
+    /// is near.
     fn all(facts: &Facts, host: &Topology) -> Vec<Self> {
         let devices = facts.gpus.iter().flatten().map(|gpu| {
             Self::Device(gpu.info.device, gpu.memory_node.as_ref().and_then(|found| found.value))
@@ -189,8 +190,9 @@ fn link(driver: &Arc<dyn Driver>, device: DeviceId, region: &Region) -> Result<L
         for _ in 0..3 {
             let begun = Instant::now();
             if up {
-                // SAFETY: 1. both sides have `bytes` and outlive `taken`, which waits for the device. 2. one stream
-                // orders all copies, and the host touches neither side meanwhile.
+                // SAFETY: 1. both sides have `bytes` and outlive `taken`, which waits for the
+                // device. 2. one stream orders all copies, and the host touches neither side
+                // meanwhile.
                 unsafe { driver.copy_to_device(stream, memory, host, bytes)? };
             } else {
                 // SAFETY: 1. and 2. as above; `region` is borrowed, but no slice of it is held.

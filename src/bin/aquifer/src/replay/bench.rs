@@ -141,7 +141,8 @@ impl Bench<'_> {
         })
     }
 
-    /// Plays the trace `rounds` times with one allocator, for the time it takes. `None` if it did not fit.
+    /// Plays the trace `rounds` times with one allocator, for the time it takes. `None` if it did
+    /// not fit.
     ///
     /// # Errors
     /// If the allocator or its streams cannot be had.
@@ -164,8 +165,9 @@ impl Bench<'_> {
         Ok(Some(Timed { timing: Timing { first, warm, rounds }, each }))
     }
 
-    /// Plays the trace `rounds` times with one allocator, for what each round costs besides time. On the simulator the
-    /// streams have work to do meanwhile; on a GPU they have none. `None` if it did not fit.
+    /// Plays the trace `rounds` times with one allocator, for what each round costs besides time.
+    /// On the simulator the streams have work to do meanwhile; on a GPU they have none. `None` if
+    /// it did not fit.
     ///
     /// # Errors
     /// If the allocator or its streams cannot be had.
@@ -216,7 +218,8 @@ impl Bench<'_> {
         Ok(pass)
     }
 
-    /// The allocator, and as many streams as the trace needs. It tells `recorder` what it does, if there is one.
+    /// The allocator, and as many streams as the trace needs. It tells `recorder` what it does, if
+    /// there is one.
     pub(super) fn open<W: Work>(
         &self,
         session: &Session,
@@ -326,8 +329,8 @@ impl Bench<'_> {
 
 /// Waits until everything is done, gives back what is free, and answers with what is left.
 ///
-/// Blocks with uses join their streams' free memory when the allocator looks, and are done when the streams are seen to
-/// be: it takes a look, a wait, and another look.
+/// Blocks with uses join their streams' free memory when the allocator looks, and are done when the
+/// streams are seen to be: it takes a look, a wait, and another look.
 pub(super) fn at_rest(allocator: &dyn Resource, streams: &[Stream]) -> Result<PoolStats> {
     for _ in 0..2 {
         for stream in streams {

@@ -6,9 +6,10 @@
 //! | `f` | s reads it. If another stream U uses it, U is made to wait for s by the allocator, and reads it too. It is freed |
 //! | `c`, or the end | U reads it again, and its use ends |
 //!
-//! U is the stream behind s. Only blocks that linger have one: those whose `c` is not the row behind their `f`. A block
-//! freed on a stream other than its own is also read there. When the allocator would have to wait for memory it may have
-//! the use that has been open longest ended ahead of its `c`: see [`EndOldest`](super::uses::EndOldest).
+//! U is the stream behind s. Only blocks that linger have one: those whose `c` is not the row
+//! behind their `f`. A block freed on a stream other than its own is also read there. When the
+//! allocator would have to wait for memory it may have the use that has been open longest ended
+//! ahead of its `c`: see [`EndOldest`](super::uses::EndOldest).
 //!
 //! ```text
 //!   host   a(s)        f(s)                                  c
@@ -57,7 +58,8 @@ fn other_stream(stream: u32, streams: u32) -> u32 {
     (stream + 1) % streams.max(2)
 }
 
-/// How many streams it takes to play a trace: one more than it has, if that is one and its blocks linger.
+/// How many streams it takes to play a trace: one more than it has, if that is one and its blocks
+/// linger.
 pub(crate) fn streams_needed(trace: &Trace) -> u32 {
     if trace.blocks.iter().any(|block| block.lingers) {
         trace.streams.max(2)
@@ -96,8 +98,8 @@ impl<'a, R: Resource + ?Sized, W: Work> Engine<'a, R, W> {
         Self { trace, streams, allocator, work, uses, order, live, numbers, crossings: 0 }
     }
 
-    /// Plays the whole trace, or as much of it as there is memory for. Uses and blocks that are left stay as they are:
-    /// see [`Engine::clear`].
+    /// Plays the whole trace, or as much of it as there is memory for. Uses and blocks that are
+    /// left stay as they are: see [`Engine::clear`].
     pub(crate) fn play(&mut self, progress: &mut Progress) -> Played {
         /// Steps between two looks at the clock.
         const STRIDE: usize = 1024;
@@ -310,7 +312,8 @@ mod tests {
         let (done, now, early) = played(&rows, size * 2, Order::Told);
         assert!(now.failure.is_none(), "{:?}", now.failure);
         assert_eq!(early, 1);
-        // Block 0, the older, is read once more before block 2 has its bytes; at its own completion nothing is left.
+        // Block 0, the older, is read once more before block 2 has its bytes; at its own completion
+        // nothing is left.
         let third = done.iter().position(|&note| note == ('w', 2, 0)).unwrap();
         assert_eq!(done[third - 1], ('r', 0, 1));
         assert_eq!(done.iter().filter(|&&note| note == ('r', 0, 1)).count(), 2);

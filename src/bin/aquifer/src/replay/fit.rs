@@ -1,11 +1,13 @@
 //! The search for the smallest budget that a trace completes with.
 //!
-//! Whether a trace fits is found by playing it, checks and all, as without a search. Between a budget that fails and one
-//! that holds the search halves until they are one physical handle apart. A larger budget does not always hold where a
-//! smaller one does: blocks fall into other places. So the answer must also hold with 0.5 % and 2 % more, and for every
-//! round that is timed, and counted with work on the streams; if it does not, the search goes on above what failed. Once a budget has held for one round and
-//! not for all, every further one is tried for all of them: a trace that needs a little more each round would be missed
-//! by so much that going up in single steps never ends.
+//! Whether a trace fits is found by playing it, checks and all, as without a search. Between a
+//! budget that fails and one that holds the search halves until they are one physical handle apart.
+//! A larger budget does not always hold where a smaller one does: blocks fall into other places. So
+//! the answer must also hold with 0.5 % and 2 % more, and for every round that is timed, and
+//! counted with work on the streams; if it does not, the search goes on above what failed. Once a
+//! budget has held for one round and not for all, every further one is tried for all of them: a
+//! trace that needs a little more each round would be missed by so much that going up in single
+//! steps never ends.
 
 use super::{
     bench::Bench,
@@ -67,7 +69,8 @@ trait Trial {
     /// What a size that holds is measured by.
     type Measure;
 
-    /// Whether the trace completes with it, once or for all rounds. `left` sizes may still be the answer.
+    /// Whether the trace completes with it, once or for all rounds. `left` sizes may still be the
+    /// answer.
     fn holds(&mut self, bytes: u64, left: u64, rounds: Rounds) -> Result<bool>;
 
     /// Measures it; `None` if it does not hold for as long as that takes.

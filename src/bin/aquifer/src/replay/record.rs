@@ -27,7 +27,8 @@ impl Sink for Kept {
 }
 
 impl Bench<'_> {
-    /// Plays the trace once, as far as it fits, and answers with what the allocator did and what is there at the end.
+    /// Plays the trace once, as far as it fits, and answers with what the allocator did and what is
+    /// there at the end.
     ///
     /// # Errors
     /// If the allocator or its streams cannot be had, or cannot be brought to rest.

@@ -53,7 +53,8 @@ pub(crate) struct Report {
     pub(crate) rounds: Vec<Round>,
     /// The driver calls of one round from empty, by name.
     pub(crate) driver_calls: Vec<(&'static str, u64)>,
-    /// What the simulator says they would take on its model, in nanoseconds; none on a real device.
+    /// What the simulator says they would take on its model, in nanoseconds; none on a real
+    /// device.
     pub(crate) modelled_driver_ns: Option<u64>,
     /// Reads and writes that were checked.
     pub(crate) accesses_checked: u64,
@@ -264,8 +265,8 @@ impl Report {
         self.completed() && self.violations.count == 0 && self.leaked == 0
     }
 
-    /// The most that was held from the driver in any round, and that round, counted from 1; that of the checked round
-    /// where none held more.
+    /// The most that was held from the driver in any round, and that round, counted from 1; that of
+    /// the checked round where none held more.
     pub(crate) fn worst_physical(&self) -> (u64, Option<usize>) {
         let rounds =
             (1..).zip(&self.rounds).map(|(round, tally)| (tally.tally.peak_physical, round));

@@ -1,4 +1,5 @@
-//! What a replay found, on one screen: at most 24 lines of 80 columns, the last of them the next command to try.
+//! What a replay found, on one screen: at most 24 lines of 80 columns, the last of them the next
+//! command to try.
 
 use super::report::{Failure, Report, Round, Search, Timing, Waits};
 use crate::trace::Device;
@@ -233,7 +234,8 @@ impl Report {
             // Its lines are broken for a wider page than this.
             indented(&violation.split_whitespace().collect::<Vec<_>>().join(" "), INDENT)
         });
-        // The reason of a failure comes first, and so does what a search found: there is no room for all.
+        // The reason of a failure comes first, and so does what a search found: there is no room
+        // for all.
         let room = match (&self.failure, &self.fit) {
             (Some(_), _) => 0,
             (None, Some(_)) => EXAMPLES - 1,
@@ -277,8 +279,8 @@ impl Report {
     }
 }
 
-/// A command in lines that fit: the shell joins a line that ends in a backslash with the one behind it. A word is never
-/// cut, however long it is.
+/// A command in lines that fit: the shell joins a line that ends in a backslash with the one behind
+/// it. A word is never cut, however long it is.
 fn folded(words: &[String]) -> Vec<String> {
     let mut lines = vec![String::from("next ")];
     for (place, word) in words.iter().enumerate() {
@@ -364,7 +366,8 @@ fn reason(said: &str) -> Vec<String> {
     lines
 }
 
-/// A line of an error, whose label stands in a column of its own: `  do          free some` becomes `  do: free some`.
+/// A line of an error, whose label stands in a column of its own: `  do          free some` becomes
+/// `  do: free some`.
 fn labelled(line: &str) -> String {
     let text = line.trim_start();
     match text.split_once("  ") {
@@ -384,7 +387,8 @@ fn indented(text: &str, by: usize) -> Vec<String> {
         .collect()
 }
 
-/// A label, a figure and a remark, which may go on in the line below. It is not broken at a no-break space.
+/// A label, a figure and a remark, which may go on in the line below. It is not broken at a
+/// no-break space.
 fn row(lines: &mut Vec<String>, label: &str, figure: &str, remark: &str) {
     let mut remarks =
         wrap(remark, WIDTH - REMARK).into_iter().map(|line| line.replace('\u{a0}', " "));

@@ -1,8 +1,9 @@
-//! Real bytes: the ends of each block are stamped when it is written, and looked at when it is read.
+//! Real bytes: the ends of each block are stamped when it is written, and looked at when it is
+//! read.
 //!
-//! A write copies the block's own pattern to its first and last 64 bytes; a read copies them back. Both are queued on
-//! the stream whose turn it is and nobody waits, so a copy that runs out of turn finds, or leaves, another's bytes. The
-//! verdict is found at the end, on the host.
+//! A write copies the block's own pattern to its first and last 64 bytes; a read copies them back.
+//! Both are queued on the stream whose turn it is and nobody waits, so a copy that runs out of turn
+//! finds, or leaves, another's bytes. The verdict is found at the end, on the host.
 #![expect(
     unsafe_code,
     reason = "queues copies on raw addresses, and reads the pinned memory they end in"
@@ -36,8 +37,8 @@ struct Pinned {
     bytes: usize,
 }
 
-// SAFETY: 1. the memory belongs to this value alone and is touched through raw pointers by whoever the code below says;
-// nothing of it is tied to a thread.
+// SAFETY: 1. the memory belongs to this value alone and is touched through raw pointers by whoever
+// the code below says; nothing of it is tied to a thread.
 unsafe impl Send for Pinned {}
 // SAFETY: 1. as above: `&Pinned` gives out an address, and each byte has one writer at a time.
 unsafe impl Sync for Pinned {}
@@ -49,7 +50,8 @@ impl Pinned {
         Ok(Self { driver: driver.clone(), device, start, bytes })
     }
 
-    /// The place of one stamp. `at + STAMP` is at most `bytes`: every caller counts in whole stamps.
+    /// The place of one stamp. `at + STAMP` is at most `bytes`: every caller counts in whole
+    /// stamps.
     fn stamp(&self, at: usize) -> NonNull<u8> {
         debug_assert!(at + STAMP <= self.bytes);
         // SAFETY: 1. the offset is inside the allocation, by what is said above.
@@ -61,8 +63,8 @@ impl Drop for Pinned {
     fn drop(&mut self) {
         // Every copy that touches it is done after this; if the device is lost, none runs any more.
         let _ = self.driver.device_synchronize(self.device);
-        // SAFETY: 1. it came from `host_alloc` in `new`, and is freed here only. 2. the synchronisation above ended the
-        // queued copies, and no slice outlives `verdict`.
+        // SAFETY: 1. it came from `host_alloc` in `new`, and is freed here only. 2. the
+        // synchronisation above ended the queued copies, and no slice outlives `verdict`.
         // A refusal leaks it until the process ends.
         let _ = unsafe { self.driver.host_free(self.device, self.start) };
     }
@@ -115,7 +117,8 @@ impl Stamped {
         let found = Pinned::new(driver, device, most_reads * 2 * STAMP)?;
         for (index, block) in (0_u32..).zip(0..blocks) {
             let pattern = pattern(index);
-            // SAFETY: 1. source and destination are valid for STAMP bytes and apart. 2. no copy is queued yet.
+            // SAFETY: 1. source and destination are valid for STAMP bytes and apart. 2. no copy is
+            // queued yet.
             unsafe {
                 pattern
                     .as_ptr()
@@ -194,9 +197,10 @@ impl Work for Stamped {
         let (head, tail) = ends(spot.bytes);
         for (at, len) in [(0, head), (spot.bytes - tail as u64, tail)] {
             if len > 0 {
-                // SAFETY: 1. the pattern stays as it is until `self` is dropped, which waits for the device; the range
-                // lies in the block, which is live, or held back by a use, while this is called. 2. nobody writes the
-                // patterns; the order on the device is what is being checked.
+                // SAFETY: 1. the pattern stays as it is until `self` is dropped, which waits for
+                // the device; the range lies in the block, which is live, or held back by a use,
+                // while this is called. 2. nobody writes the patterns; the order on the device is
+                // what is being checked.
                 unsafe { self.driver.copy_to_device(stream.raw(), spot.address + at, from, len)? };
                 self.copies[0].fetch_add(1, Ordering::Relaxed);
             }
@@ -219,8 +223,9 @@ impl Work for Stamped {
         for (place, at, len) in [(0, 0, head), (1, spot.bytes - tail as u64, tail)] {
             if len > 0 {
                 let to = self.found.stamp((number * 2 + place) * STAMP);
-                // SAFETY: 1. the place belongs to this read alone and lives until `self` is dropped, which waits for
-                // the device; the range as above. 2. nobody looks at the place before the device is synchronised.
+                // SAFETY: 1. the place belongs to this read alone and lives until `self` is
+                // dropped, which waits for the device; the range as above. 2. nobody looks at the
+                // place before the device is synchronised.
                 unsafe { self.driver.copy_to_host(stream.raw(), to, spot.address + at, len)? };
                 self.copies[1].fetch_add(1, Ordering::Relaxed);
             }
@@ -245,8 +250,9 @@ impl Work for Stamped {
             let (head, tail) = ends(read.spot.bytes);
             for (place, len, end) in [(0, head, "first"), (1, tail, "last")] {
                 let at = self.found.stamp((number * 2 + place) * STAMP);
-                // SAFETY: 1. the place is inside the allocation and initialised by the copy, which is done: the device
-                // was synchronised above and `reads` is locked, so none is queued meanwhile.
+                // SAFETY: 1. the place is inside the allocation and initialised by the copy, which
+                // is done: the device was synchronised above and `reads` is locked, so none is
+                // queued meanwhile.
                 let found = unsafe { std::slice::from_raw_parts(at.as_ptr(), len) };
                 if found != &expected[..len] {
                     violations.count += 1;

@@ -1,9 +1,10 @@
-//! What a round cost besides memory and time: calls of the driver, fences, waits, moves, and concurrency.
+//! What a round cost besides memory and time: calls of the driver, fences, waits, moves, and
+//! concurrency.
 //!
 //! # Concurrency
-//! Waits that order one stream behind another take concurrency away, and no clock on the host sees it. So on the
-//! simulator each read and write counts one unit of time, the device is as wide as it has streams, and three lengths
-//! are compared:
+//! Waits that order one stream behind another take concurrency away, and no clock on the host sees
+//! it. So on the simulator each read and write counts one unit of time, the device is as wide as it
+//! has streams, and three lengths are compared:
 //!
 //! | length | what it is |
 //! |---|---|
@@ -11,11 +12,12 @@
 //! | `needed_path` | the longest chain of reads and writes by the order of each stream and that of the trace itself: another stream uses a block after its owner's work |
 //! | `taken_path` | the longest chain as it was queued: with each wait that the allocator inserted, on the device or on the host |
 //!
-//! The *concurrency cost* is `taken_path / needed_path`, at least 1: how many times longer the streams' work takes through
-//! the allocator's waits. N streams of equal work that were put into one line have a cost of N, be it that the memory never
-//! holds more than one of them. A wait for something
-//! that had already run when it was queued counts in neither path. A host that waits by asking again and again, as it
-//! does under a deadline, is not seen in `taken_path` but counted in the host waits.
+//! The *concurrency cost* is `taken_path / needed_path`, at least 1: how many times longer the
+//! streams' work takes through the allocator's waits. N streams of equal work that were put into
+//! one line have a cost of N, be it that the memory never holds more than one of them. A wait for
+//! something that had already run when it was queued counts in neither path. A host that waits by
+//! asking again and again, as it does under a deadline, is not seen in `taken_path` but counted in
+//! the host waits.
 //!
 //! A GPU tells nothing of the kind; there the counts stand alone.
 
@@ -61,7 +63,8 @@ pub(crate) struct Tally {
     pub(crate) host_waits: u64,
     /// Physical handles that moved.
     pub(crate) moves: u64,
-    /// The most bytes that have been held from the driver by the end of it. Of a difference, the later one.
+    /// The most bytes that have been held from the driver by the end of it. Of a difference, the
+    /// later one.
     pub(crate) peak_physical: u64,
     /// What the order of the work came to; none where nobody can tell.
     pub(crate) paths: Option<Paths>,

@@ -35,8 +35,8 @@ impl Held {
     }
 }
 
-/// All of them, in order of their frees. Shared with the allocator's cry for memory, which may come in the middle of an
-/// allocation; so the lock is held for moving an entry only.
+/// All of them, in order of their frees. Shared with the allocator's cry for memory, which may come
+/// in the middle of an allocation; so the lock is held for moving an entry only.
 #[derive(Debug)]
 pub(crate) struct OpenUses {
     queue: Mutex<Queue>,

@@ -50,7 +50,8 @@ pub(crate) trait Work: Debug + Send + Sync + 'static {
     /// A stream reads all of it.
     fn read(&self, block: u32, spot: Spot, stream: &Stream) -> Result<()>;
 
-    /// From now on `stream` comes after all that `home` has been given so far: the order is the trace's own.
+    /// From now on `stream` comes after all that `home` has been given so far: the order is the
+    /// trace's own.
     fn follows(&self, _stream: &Stream, _home: &Stream) {}
 
     /// What the order of the work has come to so far, if anybody can tell.
@@ -109,8 +110,8 @@ pub(crate) struct Declared {
     row: AtomicU32,
 }
 
-/// Names for the reads and writes of each row. Work keeps its name for good, so these are never freed; a process replays
-/// one trace.
+/// Names for the reads and writes of each row. Work keeps its name for good, so these are never
+/// freed; a process replays one trace.
 #[derive(Debug)]
 struct Labels(Vec<[&'static str; 2]>);
 

@@ -1,4 +1,5 @@
-//! A device with a stager, and the two that it is held against: the driver's own copy, and pinned memory.
+//! A device with a stager, and the two that it is held against: the driver's own copy, and pinned
+//! memory.
 #![expect(unsafe_code, reason = "times the driver's own copies")]
 
 use crate::place::Session;
@@ -75,7 +76,8 @@ pub(crate) struct Bed {
     pub(crate) stager: Stager,
 }
 
-/// Bytes of pinned memory that the limit is measured with at most: longer copies go over it again and again.
+/// Bytes of pinned memory that the limit is measured with at most: longer copies go over it again
+/// and again.
 const PINNED: usize = 256 << 20;
 
 impl Bed {
@@ -192,7 +194,8 @@ impl Bed {
         let mut done = 0;
         while done < range.bytes {
             let part = &from[..from.len().min((range.bytes - done) as usize)];
-            // SAFETY: 1. both are borrowed by whoever waits for the stream. 2. nothing else is under way on this bed.
+            // SAFETY: 1. both are borrowed by whoever waits for the stream. 2. nothing else is
+            // under way on this bed.
             let copied = unsafe {
                 self.driver.copy_to_device(
                     on.raw(),
@@ -213,8 +216,9 @@ impl Bed {
         while done < range.bytes {
             let bytes = to.len().min((range.bytes - done) as usize);
             let part = NonNull::from(&mut to[..bytes]).cast();
-            // SAFETY: 1. both are borrowed by whoever waits for the stream. 2. nothing else is under way on this bed; one
-            // copy follows another into the same bytes in the stream's order.
+            // SAFETY: 1. both are borrowed by whoever waits for the stream. 2. nothing else is
+            // under way on this bed; one copy follows another into the same bytes in the stream's
+            // order.
             let copied =
                 unsafe { self.driver.copy_to_host(on.raw(), part, range.address + done, bytes) };
             copied.map_err(|e| MemoryError::driver(range.device, e))?;

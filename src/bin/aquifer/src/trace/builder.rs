@@ -6,13 +6,13 @@ use std::collections::{BTreeMap, HashMap};
 
 /// A trace in the making.
 pub(super) struct Builder {
-    /// What each name stands for now. Names of blocks that are done stay, so that a second free is told from a free of
-    /// a block that never was.
+    /// What each name stands for now. Names of blocks that are done stay, so that a second free is
+    /// told from a free of a block that never was.
     names: HashMap<u64, Known>,
     blocks: Vec<Block>,
     steps: Vec<Step>,
-    /// Streams as the rows name them. Numbered at the end, in order of these names for small numbers and of appearance
-    /// for handles.
+    /// Streams as the rows name them. Numbered at the end, in order of these names for small
+    /// numbers and of appearance for handles.
     streams: BTreeMap<u64, u32>,
     live: u64,
     peak_live: u64,

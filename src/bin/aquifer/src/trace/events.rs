@@ -1,7 +1,7 @@
 //! Rows of the form that this library writes, whose header names their fields.
 //!
-//! `t_us`, `op`, `id`, `bytes` and `stream` must be there, and older files have no others; `kind`, `device` and `tag` may
-//! be. Any other field is passed over. The format is documented with
+//! `t_us`, `op`, `id`, `bytes` and `stream` must be there, and older files have no others; `kind`,
+//! `device` and `tag` may be. Any other field is passed over. The format is documented with
 //! [`TraceFile`](aquifer_core::event::TraceFile).
 
 use super::{

@@ -1,8 +1,8 @@
 //! Traces that nobody recorded: workloads made from a seed to break a policy for memory.
 //!
-//! `made:NAME` stands where a file's name would, with options behind commas: `made:pinned,seed=7,scale=0.5`. `made:`
-//! alone asks for the list. Equal names and options make equal traces, on every machine; each workload's rows go through
-//! the same checks as a file's.
+//! `made:NAME` stands where a file's name would, with options behind commas:
+//! `made:pinned,seed=7,scale=0.5`. `made:` alone asks for the list. Equal names and options make
+//! equal traces, on every machine; each workload's rows go through the same checks as a file's.
 //!
 //! | option | means | default |
 //! |---|---|---|

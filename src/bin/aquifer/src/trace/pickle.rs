@@ -1,13 +1,14 @@
 //! Python's pickles, as far as a memory snapshot needs them.
 //!
-//! A pickle is a program for a small stack machine. This one runs it, imports and calls nothing, and keeps only what the
-//! reader of a snapshot asks about: lists, dictionaries, whole numbers, and the strings that [`Word`] names. Stack
-//! traces are most of a snapshot's bytes; their text is passed over as it is read, so what is held grows with the
-//! number of objects and not with the file. An object that is met again through the memo is the same object, not a
-//! copy: what shares frames with thousands of others costs what one costs.
+//! A pickle is a program for a small stack machine. This one runs it, imports and calls nothing,
+//! and keeps only what the reader of a snapshot asks about: lists, dictionaries, whole numbers, and
+//! the strings that [`Word`] names. Stack traces are most of a snapshot's bytes; their text is
+//! passed over as it is read, so what is held grows with the number of objects and not with the
+//! file. An object that is met again through the memo is the same object, not a copy: what shares
+//! frames with thousands of others costs what one costs.
 //!
-//! Protocols 2 to 5 are read, of Python's pickler and of PyTorch's own, which marks values with their types by calls; a
-//! call stands for its first argument.
+//! Protocols 2 to 5 are read, of Python's pickler and of PyTorch's own, which marks values with
+//! their types by calls; a call stands for its first argument.
 
 pub(super) use aquifer_core::event::snapshot::Word;
 use std::{
@@ -20,7 +21,8 @@ use std::{
 pub(super) const MAGIC: u8 = 0x80;
 /// The newest protocol.
 const NEWEST: u8 = 5;
-/// Objects and items that are held at most; 16 to 40 bytes each. A snapshot of a million events has some ten million.
+/// Objects and items that are held at most; 16 to 40 bytes each. A snapshot of a million events has
+/// some ten million.
 const MOST: usize = 1 << 26;
 /// The longest string that can be a word.
 const LONGEST: u64 = 24;

@@ -1,4 +1,5 @@
-//! A program that uses every kind of memory on two devices is recorded, and the trace says what the pools say.
+//! A program that uses every kind of memory on two devices is recorded, and the trace says what the
+//! pools say.
 #![expect(unsafe_code, reason = "captures by hand, parks, and resizes pinned blocks")]
 
 use super::*;
@@ -123,7 +124,8 @@ impl Program {
         let cached = bytes(&|account| account.kind == BlockKind::Cached);
         let asked = self.cached.iter().map(Block::bytes).sum::<u64>();
         if guarded {
-            // Blocks are recorded with the guards around them, and those that are held back from reuse.
+            // Blocks are recorded with the guards around them, and those that are held back from
+            // reuse.
             return assert!(cached >= asked, "{cached} on device {ordinal}");
         }
         assert_eq!(

@@ -1,9 +1,10 @@
 //! Rows of RAPIDS' memory manager: `Thread,Time,Action,Pointer,Size,Stream`.
 //!
-//! Pointers and streams are hexadecimal, with `0x` or without, and null is `(nil)` or `0`, depending on the version.
-//! The time of day has six digits behind its seconds, after a point or, in older logs, a colon. A request for nothing
-//! answers null and is skipped, and so is one that failed: nothing was given out. The log knows no completion: by the
-//! manager's own rules a free on a stream comes after every use, so a block is done when it is freed.
+//! Pointers and streams are hexadecimal, with `0x` or without, and null is `(nil)` or `0`,
+//! depending on the version. The time of day has six digits behind its seconds, after a point or,
+//! in older logs, a colon. A request for nothing answers null and is skipped, and so is one that
+//! failed: nothing was given out. The log knows no completion: by the manager's own rules a free on
+//! a stream comes after every use, so a block is done when it is freed.
 
 use super::{
     Fault,

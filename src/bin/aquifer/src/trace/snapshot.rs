@@ -1,12 +1,13 @@
-//! What `torch.cuda.memory._dump_snapshot()` writes, and [`MemorySnapshot`](aquifer_core::event::MemorySnapshot).
+//! What `torch.cuda.memory._dump_snapshot()` writes, and
+//! [`MemorySnapshot`](aquifer_core::event::MemorySnapshot).
 //!
 //! | key | what is taken from it |
 //! |---|---|
 //! | `device_traces` | a list of events for each device, the oldest first. `alloc`, `free_requested` and `free_completed` become `a`, `f` and `c`; events of segments, `oom`, `snapshot` and a user's own are passed over |
 //! | `segments` | the blocks that are live when the snapshot is taken |
 //!
-//! The events come from a ring, so the first are those of a program that had been running for a while. What was live
-//! then is put together from what happens to it later:
+//! The events come from a ring, so the first are those of a program that had been running for a
+//! while. What was live then is put together from what happens to it later:
 //!
 //! | what is seen | what it was at the start |
 //! |---|---|
@@ -14,10 +15,12 @@
 //! | `free_completed` of such an address | freed, with a use still open |
 //! | an active block of the device in `segments` at an address that no event names | live, or freed with a use open, all the time |
 //!
-//! All of it is allocated before the first event: what was freed already first, what was live behind it. An active block
-//! at an address whose last event is its completion was allocated after recording stopped, and is left out.
+//! All of it is allocated before the first event: what was freed already first, what was live
+//! behind it. An active block at an address whose last event is its completion was allocated after
+//! recording stopped, and is left out.
 //!
-//! Addresses are used again, so each allocation gets a name of its own. Streams are numbered as they appear.
+//! Addresses are used again, so each allocation gets a name of its own. Streams are numbered as
+//! they appear.
 
 use super::{
     Fault, Format, MAX_BLOCK, Trace, TraceError,
@@ -354,7 +357,8 @@ impl<'a> Snapshot<'a> {
         Ok(history)
     }
 
-    /// Active blocks of the device that no event names, by address: size, stream, and whether they are freed.
+    /// Active blocks of the device that no event names, by address: size, stream, and whether they
+    /// are freed.
     fn untold(
         &self,
         lives: &HashMap<u64, Life>,

@@ -22,7 +22,8 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Opens the file at `path`, or the standard input for `-`, and looks inside whether it is compressed.
+    /// Opens the file at `path`, or the standard input for `-`, and looks inside whether it is
+    /// compressed.
     pub(super) fn open(path: &Path) -> Result<Self, TraceError> {
         if path.as_os_str() == "-" {
             return Self::new(io::stdin().lock());
@@ -77,7 +78,8 @@ impl Source {
     }
 }
 
-/// What a failed read means. The decompressor tells a file that ends too soon and one that makes no sense by the kind.
+/// What a failed read means. The decompressor tells a file that ends too soon and one that makes no
+/// sense by the kind.
 fn reading(e: io::Error) -> Fault {
     if let Some(needs) = e.get_ref().and_then(|inner| inner.downcast_ref::<NeedsMemory>()) {
         return Fault::TooMuchMemory { bytes: needs.bytes, most: compressed::MOST };

@@ -1,15 +1,17 @@
 //! The same life on another number of streams.
 //!
 //! # The rule
-//! The blocks go to the streams in turn, in order of their allocation: the first to stream 0, the next to stream 1, and
-//! after stream N − 1 comes stream 0 again. So every stream has its share of every phase, and neighbours in time are
-//! neighbours in memory on different streams, which is as hard as it gets for a range that streams share. The order of
-//! the steps and the lifetimes stay as they were.
+//! The blocks go to the streams in turn, in order of their allocation: the first to stream 0, the
+//! next to stream 1, and after stream N − 1 comes stream 0 again. So every stream has its share of
+//! every phase, and neighbours in time are neighbours in memory on different streams, which is as
+//! hard as it gets for a range that streams share. The order of the steps and the lifetimes stay as
+//! they were.
 //!
-//! What crossed streams still does: a block that lingers is used by the stream behind its own, one that was freed on
-//! another stream is freed on the stream behind its own. What did not cross needs no order from anybody, as its stream
-//! has it alone. On one stream nothing crosses: what used a block has used it, in the order of the stream, when it is
-//! freed, so completions say nothing and go.
+//! What crossed streams still does: a block that lingers is used by the stream behind its own, one
+//! that was freed on another stream is freed on the stream behind its own. What did not cross needs
+//! no order from anybody, as its stream has it alone. On one stream nothing crosses: what used a
+//! block has used it, in the order of the stream, when it is freed, so completions say nothing and
+//! go.
 
 use super::{Action, Trace};
 use std::num::NonZeroU32;

@@ -13,7 +13,8 @@ use std::{alloc::Layout, cell::RefCell, hint::black_box, ptr::NonNull};
 /// Bytes of the first chunk of each arena, as it is asked for.
 const CHUNK: usize = 4 << 10;
 
-/// What an arena is asked to do. Each method stands for one operation of a row, and is inlined into its loop.
+/// What an arena is asked to do. Each method stands for one operation of a row, and is inlined into
+/// its loop.
 pub(super) trait Side {
     /// Puts so many numbers in another one over the same memory, which goes.
     fn afresh(&mut self, count: u64);
@@ -95,8 +96,8 @@ impl<A: Allocator + Clone> Rewinds for Arena<A> {
     fn marked(&mut self, count: u64) {
         let mark = self.mark();
         (0..count).for_each(|at| self.value(at));
-        // SAFETY: 1. The mark was taken here. 2. Nothing was reset or rewound since. 3. What was handed out since is not
-        // used any more.
+        // SAFETY: 1. The mark was taken here. 2. Nothing was reset or rewound since. 3. What was
+        // handed out since is not used any more.
         unsafe { self.rewind(mark) };
     }
     #[inline]
@@ -152,8 +153,8 @@ impl Rewinds for Scoped {
     fn marked(&mut self, count: u64) {
         let mark = self.checkpoint();
         (0..count).for_each(|at| self.value(at));
-        // SAFETY: 1. The mark was taken here, of this one. 2. Nothing was reset since. 3. What was handed out since is not
-        // used any more.
+        // SAFETY: 1. The mark was taken here, of this one. 2. Nothing was reset since. 3. What was
+        // handed out since is not used any more.
         unsafe { self.reset_to(mark) };
     }
     #[inline]
@@ -171,7 +172,8 @@ impl Rewinds for Scoped {
     }
 }
 
-/// The process's own allocator: blocks are kept until they would go with their arena, and freed one by one.
+/// The process's own allocator: blocks are kept until they would go with their arena, and freed one
+/// by one.
 #[derive(Default)]
 pub(super) struct Malloc {
     kept: RefCell<Vec<(NonNull<u8>, Layout)>>,

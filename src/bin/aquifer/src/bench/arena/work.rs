@@ -126,10 +126,12 @@ fn mixed(at: u64) -> Layout {
 /// What is needed for a moment and goes together. Its name is its rows'.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Scratch {
-    /// A device pool's look for memory, of the shape of `trim`: what is free in eight caches in one list, by address, the
-    /// handles that lie wholly in it in another, and the pieces that are taken with the first of them.
+    /// A device pool's look for memory, of the shape of `trim`: what is free in eight caches in one
+    /// list, by address, the handles that lie wholly in it in another, and the pieces that are
+    /// taken with the first of them.
     Pass,
-    /// The global allocator's report, of the shape of `stacks`: samples are summed up by their call stacks.
+    /// The global allocator's report, of the shape of `stacks`: samples are summed up by their call
+    /// stacks.
     Report,
     /// A staging worker's list of what one slot carries.
     Moves,

@@ -1,7 +1,8 @@
-//! What it takes to lend a device's memory: parking a tag and resuming it, beside the link that its contents pass.
+//! What it takes to lend a device's memory: parking a tag and resuming it, beside the link that its
+//! contents pass.
 //!
-//! On the first GPU, with 8 GiB in blocks as a model has them, saved in pinned memory that is ready. The link is the same
-//! bytes between one block and one piece of that memory.
+//! On the first GPU, with 8 GiB in blocks as a model has them, saved in pinned memory that is
+//! ready. The link is the same bytes between one block and one piece of that memory.
 
 use super::Bench;
 use crate::{
@@ -97,7 +98,8 @@ fn linked(pool: &DevicePool, stream: &Stream, pinned: &PinnedPool) -> Result<[f6
 /// The same for everything that is parked.
 #[expect(unsafe_code, reason = "parks what nobody is about to use")]
 fn there_and_back(pool: &DevicePool, parkable: &Parkable, pinned: &PinnedPool) -> Result<[f64; 2]> {
-    // SAFETY: 1. and 2. all work has been queued, by this thread, which queues nothing before the resume.
+    // SAFETY: 1. and 2. all work has been queued, by this thread, which queues nothing before the
+    // resume.
     let parked = unsafe { pool.park(parkable.tag(), Park::save_in(pinned.allocator())) }?;
     let resumed = pool.resume(parkable.tag(), None)?;
     Ok([(parked.took, parked.parked), (resumed.took, resumed.restored)]

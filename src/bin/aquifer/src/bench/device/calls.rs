@@ -1,7 +1,8 @@
 //! The driver's own calls: what there is to save.
 //!
-//! A GiB is taken as handles of one size and mapped side by side. Handles are created, mapped and released one by one;
-//! access is set, and mappings are taken away, in one call over all. Each row of a handle has a row of the GiB.
+//! A GiB is taken as handles of one size and mapped side by side. Handles are created, mapped and
+//! released one by one; access is set, and mappings are taken away, in one call over all. Each row
+//! of a handle has a row of the GiB.
 #![expect(unsafe_code, reason = "maps and unmaps, as a pool does")]
 
 use super::{Bench, size};
@@ -84,7 +85,8 @@ pub(super) fn measure(bench: &mut Bench<'_>) -> Result<()> {
     events(bench, &session)
 }
 
-/// A reserved range, what is mapped in it and the handles; all of it is given back when it is dropped.
+/// A reserved range, what is mapped in it and the handles; all of it is given back when it is
+/// dropped.
 struct Range<'a> {
     session: &'a Session,
     address: u64,
@@ -123,7 +125,8 @@ impl<'a> Range<'a> {
     /// Maps all handles, of `each` bytes, side by side.
     fn map(&mut self, each: u64) -> Result<(), DriverError> {
         for place in 0..self.handles.len() {
-            // SAFETY: 1. the range is reserved for this value, nothing is mapped beyond `mapped`, and no work is queued.
+            // SAFETY: 1. the range is reserved for this value, nothing is mapped beyond `mapped`,
+            // and no work is queued.
             unsafe { self.driver().map(self.address + self.mapped, each, self.handles[place])? };
             self.mapped += each;
         }
@@ -156,7 +159,8 @@ impl Drop for Range<'_> {
     fn drop(&mut self) {
         // What the driver will not take back goes with the process.
         if self.unmap().is_ok() {
-            // SAFETY: 1. the range was reserved for this value, nothing is mapped in it, and nobody else knows it.
+            // SAFETY: 1. the range was reserved for this value, nothing is mapped in it, and nobody
+            // else knows it.
             let _ = unsafe {
                 self.driver().address_free(self.session.device, self.address, self.bytes)
             };
@@ -217,7 +221,8 @@ fn timed(work: impl FnOnce() -> Result<(), DriverError>) -> Result<f64, DriverEr
     Ok(begun.elapsed().as_nanos() as f64)
 }
 
-/// Access to one mapping for its own device and ever more peers. Rows that need more peers than can reach it are left out.
+/// Access to one mapping for its own device and ever more peers. Rows that need more peers than can
+/// reach it are left out.
 fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
     let names: Vec<_> = SHARED.into_iter().flat_map(|bytes| access_names(bench, bytes)).collect();
     if !names.iter().any(|name| bench.sheet.wants(name)) {
@@ -250,8 +255,8 @@ fn accesses(bench: &mut Bench<'_>, session: &Session) -> Result<()> {
     Ok(())
 }
 
-/// The devices that can be given access to memory of the session's, its own first, and why the first of the others cannot.
-/// Some pairs of a machine's devices have a link and some have none.
+/// The devices that can be given access to memory of the session's, its own first, and why the
+/// first of the others cannot. Some pairs of a machine's devices have a link and some have none.
 fn reaching(
     bench: &Bench<'_>,
     session: &Session,

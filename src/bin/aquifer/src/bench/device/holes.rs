@@ -1,8 +1,8 @@
 //! Pairs in a cache full of free holes, none of which holds the block that is asked for.
 //!
-//! Blocks of random sizes lie between blocks that stay, and are freed in random order: ten times as many with each row.
-//! The largest holes are one unit shorter than the block, in the same class of sizes, so that whoever walks a list of
-//! what is free walks past them.
+//! Blocks of random sizes lie between blocks that stay, and are freed in random order: ten times as
+//! many with each row. The largest holes are one unit shorter than the block, in the same class of
+//! sizes, so that whoever walks a list of what is free walks past them.
 //!
 //! ```text
 //!   ┌──────┬────┬───┬────┬────────┬────┬─ ─ ─┬──────────────────────────┐
@@ -36,8 +36,8 @@ const LIVE: u64 = 33;
 const HOLES: std::ops::Range<u64> = 33..127;
 /// What is asked for, in units.
 const PAIR: u64 = 127;
-/// How long the driver's allocator may take for all rows, and to free what is left. Nobody promises that its calls do not
-/// grow with what is live.
+/// How long the driver's allocator may take for all rows, and to free what is left. Nobody promises
+/// that its calls do not grow with what is live.
 const PATIENCE: Duration = Duration::from_secs(8);
 
 fn name(holes: u64) -> String {
@@ -128,7 +128,8 @@ impl<S: Source> Cache<S> {
             Self { lane: Lane::new(source), holes: Vec::new(), stay: Vec::new(), freed: 0 };
         cache.holes.reserve(count as usize);
         cache.stay.reserve(count as usize);
-        // In one piece first, so that the memory is there and holes and blocks lie as they are asked for.
+        // In one piece first, so that the memory is there and holes and blocks lie as they are
+        // asked for.
         if let Some(whole) = cache.lane.take(needed(count)) {
             cache.lane.give(whole);
         }
@@ -172,7 +173,8 @@ impl<S: Source> Cache<S> {
         outcomes
     }
 
-    /// Frees all that is left, as far as there is time for it, and says what was refused outside the laps.
+    /// Frees all that is left, as far as there is time for it, and says what was refused outside
+    /// the laps.
     fn clear(mut self, until: Option<Instant>) -> Failed {
         for (place, held) in self.holes.drain(..).chain(self.stay.drain(..)).enumerate() {
             if place.is_multiple_of(1024) && over(until) {

@@ -26,8 +26,8 @@ impl<S: Source> Lane<S> {
 
     /// A block, or none and a failure counted.
     ///
-    /// In the loop that is timed, as it is where a collection allocates: what a call and a result that passes through memory
-    /// cost is not the source's.
+    /// In the loop that is timed, as it is where a collection allocates: what a call and a result
+    /// that passes through memory cost is not the source's.
     #[inline(always)]
     pub(in crate::bench) fn take(&mut self, bytes: u64) -> Option<S::Held> {
         match self.source.take(bytes) {
@@ -97,8 +97,8 @@ impl<S: Source> Lane<S> {
     }
 }
 
-/// A lap of several threads, which begin together: `job` with the number of each, so many operations for each. A single
-/// one is done by the thread that asks.
+/// A lap of several threads, which begin together: `job` with the number of each, so many
+/// operations for each. A single one is done by the thread that asks.
 pub(in crate::bench) fn crew<S, J>(lanes: &mut [Lane<S>], operations: u64, job: J) -> Lap
 where
     S: Source + Send,
@@ -150,7 +150,8 @@ where
     Lap { took, over_all: took.as_nanos() as f64 / all, each: own / all, failed }
 }
 
-/// Where threads wait for each other, once. They spin, giving way, since waking sleepers takes longer than some laps.
+/// Where threads wait for each other, once. They spin, giving way, since waking sleepers takes
+/// longer than some laps.
 struct Gate {
     parties: usize,
     there: AtomicUsize,

@@ -67,8 +67,9 @@ impl Source for Pooled {
     }
 }
 
-/// A pool of the driver's that keeps what is freed. It is called without this library's accounting, which would make it
-/// slower than it is: what stands between is the driver's table and a look whether the thread has a context.
+/// A pool of the driver's that keeps what is freed. It is called without this library's accounting,
+/// which would make it slower than it is: what stands between is the driver's table and a look
+/// whether the thread has a context.
 #[derive(Debug)]
 pub(in crate::bench) struct AsyncPool {
     driver: Arc<dyn Driver>,
@@ -98,8 +99,8 @@ impl AsyncPool {
 
 impl Drop for AsyncPool {
     fn drop(&mut self) {
-        // SAFETY: 1. the handle is private to this value, which is going; sources hold it, so none is left.
-        // A pool that the driver will not take back goes with the process.
+        // SAFETY: 1. the handle is private to this value, which is going; sources hold it, so none
+        // is left. A pool that the driver will not take back goes with the process.
         let _ = unsafe { self.driver.pool_destroy(self.pool) };
     }
 }
@@ -134,7 +135,8 @@ impl Source for Async {
 
     #[inline]
     fn give(&self, held: Address) -> Result<()> {
-        // SAFETY: 1. an `Address` comes from `pool_alloc` in `take` only, and goes here. 2. no work uses it.
+        // SAFETY: 1. an `Address` comes from `pool_alloc` in `take` only, and goes here. 2. no work
+        // uses it.
         unsafe { self.pool.driver.pool_free(self.stream.raw(), held.0) }
             .map_err(|e| self.pool.refused(e))
     }

@@ -6,7 +6,8 @@ fn place() -> Place {
     Place::choose(DeviceChoice::Sim).unwrap()
 }
 
-/// A simulated GPU that is taken for a real one, so that the peers and the driver's calls have their rows.
+/// A simulated GPU that is taken for a real one, so that the peers and the driver's calls have
+/// their rows.
 fn as_if_real(sim: &Sim) -> Place {
     let driver = sim.driver();
     let info = driver.device_info(aquifer_driver::DeviceId(0)).unwrap();
@@ -131,8 +132,8 @@ fn the_drivers_calls_have_rows_for_each_handle_and_each_device_and_leave_nothing
     assert_eq!(sim.outstanding().to_string(), Sim::h200(3).outstanding().to_string());
 }
 
-/// Rows of access to peers that were measured, and those that were left out with the reason, each without what all begin
-/// with.
+/// Rows of access to peers that were measured, and those that were left out with the reason, each
+/// without what all begin with.
 fn accesses(sim: &Sim) -> (Vec<String>, Vec<(String, String)>) {
     let place = as_if_real(sim);
     let bench = measured(&place, Some("peer"), true);

@@ -1,8 +1,9 @@
 //! Several threads, each with a stream of its own.
 //!
-//! Two figures each: the time from the first thread's begin to the last one's end over the operations of all, which is
-//! what the machine gets done, and the mean of each thread's own time over its own operations, which is what a thread
-//! waits. With more threads than processors the second holds what a thread waits for its turn.
+//! Two figures each: the time from the first thread's begin to the last one's end over the
+//! operations of all, which is what the machine gets done, and the mean of each thread's own time
+//! over its own operations, which is what a thread waits. With more threads than processors the
+//! second holds what a thread waits for its turn.
 
 use super::{
     Bench,
@@ -128,7 +129,8 @@ fn together(
     Ok(Some(own))
 }
 
-/// Threads that do a work each, or pairs where there are none. A piece is a work, or as many pairs as make a good lap.
+/// Threads that do a work each, or pairs where there are none. A piece is a work, or as many pairs
+/// as make a good lap.
 fn crew_of<'a, S>(sources: Vec<S>, works: &'a [Work]) -> Contender<'a>
 where
     S: Source + Send + 'a,

@@ -1,14 +1,17 @@
 //! Work that is made before it is timed.
 //!
-//! The random sizes follow the rules of the benchmark that RMM comes with, from a generator that is easily written in any
-//! language, so that other allocators can be given the same work bit for bit:
+//! The random sizes follow the rules of the benchmark that RMM comes with, from a generator that is
+//! easily written in any language, so that other allocators can be given the same work bit for bit:
 //!
 //! - `2n` steps. Each draws a size in `1..=max`, whether or not it is used.
-//! - With nothing live the step allocates. Otherwise it draws a number in `0..100`, and allocates if that is below 73,
-//!   fewer than `n` were allocated, and the live bytes with this block stay below the limit.
-//! - Else it draws a number in `0..n`, takes it modulo the live blocks, and frees that one; the last one takes its place.
+//! - With nothing live the step allocates. Otherwise it draws a number in `0..100`, and allocates
+//!   if that is below 73, fewer than `n` were allocated, and the live bytes with this block stay
+//!   below the limit.
+//! - Else it draws a number in `0..n`, takes it modulo the live blocks, and frees that one; the
+//!   last one takes its place.
 //!
-//! So there are `n` allocations and `n` frees, and nothing is live at the end. Numbers are drawn by modulo.
+//! So there are `n` allocations and `n` frees, and nothing is live at the end. Numbers are drawn by
+//! modulo.
 
 /// Allocations in a random trace.
 const ALLOCATIONS: u64 = 1000;
@@ -19,7 +22,8 @@ const ALLOCATING: u64 = 73;
 /// What all threads together may have live, in bytes.
 const LIVE: u64 = 16_000 << 20;
 
-/// The generator `splitmix64` of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (2014).
+/// The generator `splitmix64` of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+/// Generators" (2014).
 #[derive(Clone, Debug)]
 pub(in crate::bench) struct SplitMix(u64);
 
@@ -36,8 +40,8 @@ impl SplitMix {
         z ^ (z >> 31)
     }
 
-    /// A number below `bound`, which is above zero. Smaller ones are a little more likely, for the sake of rules that
-    /// other languages can follow.
+    /// A number below `bound`, which is above zero. Smaller ones are a little more likely, for the
+    /// sake of rules that other languages can follow.
     pub(in crate::bench) fn below(&mut self, bound: u64) -> u64 {
         self.next() % bound
     }
@@ -62,7 +66,8 @@ pub(in crate::bench) struct Operation {
     pub(in crate::bench) bytes: u64,
 }
 
-/// Steps in order. Each block is allocated once at most before it is freed, and nothing is live at the end.
+/// Steps in order. Each block is allocated once at most before it is freed, and nothing is live at
+/// the end.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(in crate::bench) struct Work {
     pub(in crate::bench) operations: Vec<Operation>,
@@ -126,7 +131,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// Every step, folded into one number (FNV-1a over the slot, the kind and the size as whole numbers).
+    /// Every step, folded into one number (FNV-1a over the slot, the kind and the size as whole
+    /// numbers).
     fn folded(work: &Work) -> u64 {
         let fields = work
             .operations

@@ -126,7 +126,8 @@ impl AllocationTracker for Counts {
     }
 }
 
-/// Has `tracking-allocator` track, as its documentation says. Its tracker can be set once in a process.
+/// Has `tracking-allocator` track, as its documentation says. Its tracker can be set once in a
+/// process.
 pub(super) fn track() {
     static SET: OnceLock<()> = OnceLock::new();
     SET.get_or_init(|| {

@@ -83,7 +83,8 @@ pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
     for bytes in RANDOM {
         let [name, waste] = random_name(bytes);
         let work = Work::random_within(bytes, 0, live(bench));
-        // With as much again, so that it never has to grow, as a pool that has run for a while need not.
+        // With as much again, so that it never has to grow, as a pool that has run for a while need
+        // not.
         let needed = 2 * work.peak + (64 << 20);
         if !(bench.sheet.wants(&name) || bench.sheet.wants(&waste))
             || !bench.has_room(&name, needed)
@@ -103,7 +104,8 @@ pub(super) fn random(bench: &mut Bench<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Rounding of what is live, in parts of a hundred of what was asked for, over all the blocks of `work` that fit at once.
+/// Rounding of what is live, in parts of a hundred of what was asked for, over all the blocks of
+/// `work` that fit at once.
 fn wasted(source: &Pinned, pool: &aquifer_host::PinnedPool, work: &Work) -> Result<f64> {
     let (mut held, mut bytes) = (Vec::new(), 0);
     for step in work.operations.iter().filter(|step| step.allocates) {
@@ -186,7 +188,8 @@ fn together(bench: &mut Bench<'_>, job: Job, threads: usize, rows: &[String; 2])
     Ok(())
 }
 
-/// Threads that do a work each, or pairs where there are none. A piece is a work, or as many pairs as make a good lap.
+/// Threads that do a work each, or pairs where there are none. A piece is a work, or as many pairs
+/// as make a good lap.
 fn crew_of<'a, S>(sources: Vec<S>, bytes: u64, works: &'a [Work]) -> Contender<'a>
 where
     S: Source + Send + 'a,

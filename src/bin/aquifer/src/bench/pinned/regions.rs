@@ -1,8 +1,8 @@
-//! Whole regions made ready: mapped, placed, populated by workers and registered meanwhile, by pages and workers, beside
-//! what the driver takes for the same bytes.
+//! Whole regions made ready: mapped, placed, populated by workers and registered meanwhile, by
+//! pages and workers, beside what the driver takes for the same bytes.
 //!
-//! A virtual machine may get its memory only when it is first touched, which costs more than anything measured here: as
-//! much as the largest row needs is touched and given back first.
+//! A virtual machine may get its memory only when it is first touched, which costs more than
+//! anything measured here: as much as the largest row needs is touched and given back first.
 
 use super::{Bench, size};
 use crate::bench::{
@@ -67,7 +67,8 @@ fn cases(bench: &Bench<'_>, bytes: u64) -> Vec<Case> {
     let mut cases = Vec::new();
     for (tier, pages) in TIERS {
         let counts: &[usize] = if few { &FEW } else { &WORKERS };
-        // A gibibyte of pages of that size is one piece of work, and a slow kind of pages need not be waited for again.
+        // A gibibyte of pages of that size is one piece of work, and a slow kind of pages need not
+        // be waited for again.
         let wanted = |workers: &&usize| match tier {
             PageTier::HugeTlb1G => bytes >= 8 * GIB && **workers >= 6,
             PageTier::Base => !few,
@@ -223,8 +224,8 @@ fn processors() -> usize {
     crate::bench::host::processors() as usize
 }
 
-/// The best of some times: until a region is ready, and until it is gone. The inner error says why there is no such
-/// region here.
+/// The best of some times: until a region is ready, and until it is gone. The inner error says why
+/// there is no such region here.
 fn ready(
     bench: &Bench<'_>,
     node: Option<NodeId>,

@@ -48,8 +48,8 @@ fn layout(bytes: u64) -> Option<Layout> {
 
 impl Source for Pinned {
     type Held = Held;
-    // No longer than a pointer: a block that comes in a result as long as an error passes through memory, and is read there
-    // before it is written whole, which takes longer than the pair.
+    // No longer than a pointer: a block that comes in a result as long as an error passes through
+    // memory, and is read there before it is written whole, which takes longer than the pair.
     type Refused = Box<MemoryError>;
 
     #[inline(always)]

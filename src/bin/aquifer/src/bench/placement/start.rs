@@ -1,8 +1,8 @@
-//! What a runtime takes from nothing to its end: the environment and the machine read, budgets and pools made, and all of it
-//! taken down again.
+//! What a runtime takes from nothing to its end: the environment and the machine read, budgets and
+//! pools made, and all of it taken down again.
 //!
-//! Over simulated devices, whose driver takes no time of its own; and over this machine's GPUs, beside what their driver
-//! takes to be opened and to make a context on each.
+//! Over simulated devices, whose driver takes no time of its own; and over this machine's GPUs,
+//! beside what their driver takes to be opened and to make a context on each.
 
 use super::{Bench, over, simulated};
 use crate::{

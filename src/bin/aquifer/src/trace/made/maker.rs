@@ -1,4 +1,5 @@
-//! What the workloads are written with: chance that is the same everywhere, and blocks with their rows.
+//! What the workloads are written with: chance that is the same everywhere, and blocks with their
+//! rows.
 
 use super::super::{Fault, Format, Trace, builder::Builder, error::Name};
 
@@ -57,8 +58,8 @@ impl Maker {
         low + self.below(high - low + 1)
     }
 
-    /// A size from `low` up to nearly `low << doublings`, each doubling as likely as the others. Without logarithms,
-    /// whose last bits differ between machines.
+    /// A size from `low` up to nearly `low << doublings`, each doubling as likely as the others.
+    /// Without logarithms, whose last bits differ between machines.
     pub(super) fn spread(&mut self, low: u64, doublings: u64) -> u64 {
         let base = low << self.below(doublings);
         base + self.below(base)

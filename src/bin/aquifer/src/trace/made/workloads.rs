@@ -1,4 +1,5 @@
-//! The workloads, one function each. What each is made to break stands in [`WORKLOADS`](super::WORKLOADS).
+//! The workloads, one function each. What each is made to break stands in
+//! [`WORKLOADS`](super::WORKLOADS).
 
 use super::{
     super::Fault,
@@ -9,8 +10,8 @@ use std::collections::VecDeque;
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
 
-/// Weights that stay, sequences whose caches grow, and the scratch of each step. A sequence needs its old block until the
-/// copy into the new one is made, so two are live for a moment.
+/// Weights that stay, sequences whose caches grow, and the scratch of each step. A sequence needs
+/// its old block until the copy into the new one is made, so two are live for a moment.
 pub(super) fn growing_kv(m: &mut Maker) -> Result<(), Fault> {
     const SEQUENCES: usize = 24;
     /// What all caches may come to before the largest has to end.
@@ -67,7 +68,8 @@ pub(super) fn near_limit(m: &mut Maker) -> Result<(), Fault> {
     m.free_all(held)
 }
 
-/// Small, huge and middle phases on four streams. Of each phase but the huge one in twenty-five blocks outlives the next.
+/// Small, huge and middle phases on four streams. Of each phase but the huge one in twenty-five
+/// blocks outlives the next.
 pub(super) fn phases(m: &mut Maker) -> Result<(), Fault> {
     const STREAMS: u64 = 4;
     let mut survivors: VecDeque<Vec<Held>> = VecDeque::from([Vec::new(), Vec::new()]);
@@ -99,7 +101,8 @@ pub(super) fn phases(m: &mut Maker) -> Result<(), Fault> {
     survivors.into_iter().try_for_each(|over| m.free_all(over))
 }
 
-/// Large blocks that come and go, a small one behind each that stays; every now and then something huge needs the room.
+/// Large blocks that come and go, a small one behind each that stays; every now and then something
+/// huge needs the room.
 pub(super) fn pinned(m: &mut Maker) -> Result<(), Fault> {
     /// Small blocks that live at once.
     const SMALL: usize = 400;
@@ -149,8 +152,8 @@ pub(super) fn idle_streams(m: &mut Maker) -> Result<(), Fault> {
     Ok(())
 }
 
-/// Streams that come, work beside the one before, hand it their last result and end. All that a stream has is freed by
-/// its last row.
+/// Streams that come, work beside the one before, hand it their last result and end. All that a
+/// stream has is freed by its last row.
 pub(super) fn dying_streams(m: &mut Maker) -> Result<(), Fault> {
     let most = m.scaled(1536 * MIB);
     let mut before: Option<(u64, Vec<Held>)> = None;
@@ -183,7 +186,8 @@ pub(super) fn dying_streams(m: &mut Maker) -> Result<(), Fault> {
     before.map_or(Ok(()), |(_, held)| m.free_all(held))
 }
 
-/// Everything is held; then a block goes and one that is a little larger comes, and the other way round.
+/// Everything is held; then a block goes and one that is a little larger comes, and the other way
+/// round.
 pub(super) fn edge(m: &mut Maker) -> Result<(), Fault> {
     let mut held = VecDeque::new();
     for _ in 0..32 {
@@ -208,7 +212,8 @@ pub(super) fn edge(m: &mut Maker) -> Result<(), Fault> {
     m.free_all(held)
 }
 
-/// Weights, their moments, and a step that is the same each time: activations forward, gradients backward, an update.
+/// Weights, their moments, and a step that is the same each time: activations forward, gradients
+/// backward, an update.
 pub(super) fn steady(m: &mut Maker) -> Result<(), Fault> {
     const LAYERS: u64 = 48;
     for layer in 0..LAYERS {

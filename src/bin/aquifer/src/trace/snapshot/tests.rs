@@ -1,4 +1,5 @@
-//! What the reader of snapshots takes, and what it refuses. The files are written by `tests/data/snapshots/make.py`.
+//! What the reader of snapshots takes, and what it refuses. The files are written by
+//! `tests/data/snapshots/make.py`.
 
 use super::*;
 use crate::trace::{Action, Block, source::Source};
@@ -43,7 +44,8 @@ fn a_snapshot_from_the_start_is_the_trace_that_happened() {
 #[test]
 fn what_lived_before_the_ring_began_is_put_together_from_its_end() {
     let read = trace("ring.pickle", None);
-    // Freed before: done here, and never. Then live before: freed here, and never. Then what the events tell.
+    // Freed before: done here, and never. Then live before: freed here, and never. Then what the
+    // events tell.
     let blocks = [
         block(2000, 0, true, true),
         block(300, 0, true, true),

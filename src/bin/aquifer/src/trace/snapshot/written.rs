@@ -1,4 +1,5 @@
-//! Snapshots that the library writes are read again as what happened, and hold what PyTorch's tools take for granted.
+//! Snapshots that the library writes are read again as what happened, and hold what PyTorch's tools
+//! take for granted.
 
 use super::super::{Action, Block, Trace, pickle::Word};
 use crate::trace::source::Source;
@@ -50,8 +51,8 @@ fn checked(name: &str, snapshots: &[MemorySnapshot]) -> Option<Vec<String>> {
     }
 }
 
-/// A small program on two streams, one block of which is used beyond its free. Answers with what is asked of the pool once
-/// it is over, some blocks still live.
+/// A small program on two streams, one block of which is used beyond its free. Answers with what is
+/// asked of the pool once it is over, some blocks still live.
 fn program<T>(config: PoolConfig, ask: impl FnOnce(&DevicePool) -> T) -> T {
     let pool = DevicePool::open(Sim::h200(1).symbolic().driver(), DeviceId(0), config).unwrap();
     let (s, u) = (pool.stream().unwrap(), pool.stream().unwrap());
@@ -99,7 +100,8 @@ fn what_a_pool_has_done_is_read_again_as_the_same_program() {
     assert_eq!(read.skipped, 1, "the request that was refused");
     assert!(read.blocks.iter().any(|block| block.lingers), "a use outlives its free");
     if let Some(said) = checked("pool", &[snapshot]) {
-        // Allocations, frees, completions, the refusal, and memory for the first and the second block.
+        // Allocations, frees, completions, the refusal, and memory for the first and the second
+        // block.
         assert_eq!(said, ["11 events, 1 segments, 2 blocks of 700 bytes live"]);
     }
 }
@@ -202,7 +204,8 @@ fn a_record_with_events_missing_is_told_as_something_that_can_have_happened() {
         let events = torn(seed, [2, 5, 50][seed as usize % 3]);
         let mut snapshot = MemorySnapshot::of(events);
         for slot in 0..12 {
-            // What a pool would say, wrong where events know better: over another block, and at addresses that are named.
+            // What a pool would say, wrong where events know better: over another block, and at
+            // addresses that are named.
             let address = (1 << 46) + slot * (2 << 20);
             let block = HeldBlock { address, bytes: 4 << 20, stream: 9, tag: Tag::NONE, at: None };
             snapshot.hold(DeviceId(0), block);
