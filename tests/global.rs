@@ -75,7 +75,7 @@ mod by {
             let moved = Self::ask(new, || unsafe { self.0.alloc(new) })?;
             // SAFETY: 1. both are live and have so many bytes. 2. They do not overlap.
             unsafe {
-                moved.cast::<u8>().copy_from_nonoverlapping(block, old.size().min(new.size()))
+                moved.cast::<u8>().copy_from_nonoverlapping(block, old.size().min(new.size()));
             };
             if old.size() > 0 {
                 // SAFETY: the caller hands it over.

@@ -38,7 +38,7 @@ fn neighbour(driver: &Arc<dyn Driver>, bytes: u64) -> (u64, Duration) {
         match driver.mem_alloc(GPU, bytes) {
             Ok(address) => return (address, begun.elapsed()),
             Err(refused) => {
-                assert!(refused.is_out_of_memory() && begun.elapsed() < PATIENCE, "{refused}")
+                assert!(refused.is_out_of_memory() && begun.elapsed() < PATIENCE, "{refused}");
             }
         }
         thread::sleep(Duration::from_millis(1));

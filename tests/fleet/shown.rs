@@ -94,7 +94,7 @@ pub(crate) fn each_policy(rt: &Runtime, unit: u64, table: &mut Table) {
                 assert!(taken.iter().all(|&n| n > 0), "{name}: {taken:?}");
             }
             Policy::Weighted(_) => {
-                assert!(taken[1..].iter().all(|&n| n > 0 && n < taken[0]), "{taken:?}")
+                assert!(taken[1..].iter().all(|&n| n > 0 && n < taken[0]), "{taken:?}");
             }
             Policy::BestFit | Policy::Affinity => {
                 assert_eq!(taken.iter().filter(|&&n| n > 0).count(), 1, "{name}: {taken:?}");

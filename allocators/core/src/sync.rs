@@ -69,7 +69,7 @@ impl Bed {
         match until {
             None => std::thread::park(),
             Some(until) => {
-                std::thread::park_timeout(until.saturating_duration_since(Instant::now()))
+                std::thread::park_timeout(until.saturating_duration_since(Instant::now()));
             }
         }
         // Nobody has a deadline in a model.

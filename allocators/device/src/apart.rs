@@ -521,7 +521,7 @@ impl Apart {
     ) {
         if self.recorder.is_some() {
             steps.for_each(|at| {
-                self.report(BlockKind::Reserved, Action::Allocate, stream, at, step, tag)
+                self.report(BlockKind::Reserved, Action::Allocate, stream, at, step, tag);
             });
         }
     }

@@ -233,7 +233,7 @@ impl<S: Source> Ledger<S> {
         match error {
             MemoryError::OutOfBudget(refused) => full.refused = Some(refused),
             MemoryError::Driver(refused) if refused.is_out_of_memory() => {
-                full.driver = Some(refused)
+                full.driver = Some(refused);
             }
             other => return other,
         }

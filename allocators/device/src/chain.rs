@@ -319,7 +319,7 @@ impl Inner {
         request: &Request,
         progress: &mut Progress<'_>,
     ) -> Result<Option<Block>> {
-        let (settled, _) = home.settle(Settle::Done)?;
+        let settled = home.settle_now_and_then()?;
         progress.note("settle own frees", settled);
         if let Some(block) = self.try_again(home, request, settled) {
             return Ok(Some(block));

@@ -170,7 +170,7 @@ where
         loop {
             match self.inner.allocate(stream, request) {
                 Err(error) if left > 0 && (self.callback)(&request, &error) == OnFailure::Retry => {
-                    left -= 1
+                    left -= 1;
                 }
                 answer => return answer,
             }

@@ -103,6 +103,8 @@ pub(crate) struct State {
     pub(crate) pending: Vec<Pending>,
     /// Threads that have taken the pending blocks out to settle them.
     settling: u32,
+    /// Calls of [`Home::settle_now_and_then`] that are still to be skipped.
+    skip: usize,
     pub(crate) account: Account,
     /// The epoch of the last free, also of blocks that are pending: what has to be fenced before
     /// other streams may have what is free here.
@@ -164,6 +166,9 @@ pub(crate) struct Pending {
     pub(crate) uses: Uses,
     until_free: UntilFree,
 }
+
+/// Pending blocks that one allocation may look at in vain, averaged over many.
+const STEPS_A_CALL: usize = 256;
 
 /// How far to go for a pending block.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -256,6 +261,7 @@ impl Home {
                     heap: Heap::new(Config::device()),
                     pending: Vec::new(),
                     settling: 0,
+                    skip: 0,
                     account: Account::default(),
                     last_free: 0,
                     serving: None,
@@ -413,6 +419,23 @@ impl Home {
             // Nobody else looks at it again.
             self.close(&pool);
         }
+    }
+
+    /// [`Home::settle`] with [`Settle::Done`], at a cost for each call that does not grow with the
+    /// number of pending blocks: a walk that has released nothing is not repeated in the next
+    /// calls, one for each [`STEPS_A_CALL`] blocks that it went over. Returns the bytes.
+    pub(crate) fn settle_now_and_then(&'static self) -> aquifer_core::Result<u64> {
+        let due = self.with(|s| {
+            let due = s.skip == 0;
+            s.skip = s.skip.saturating_sub(1);
+            due.then_some(s.pending.len())
+        });
+        let Some(pending) = due else { return Ok(0) };
+        let (bytes, _) = self.settle(Settle::Done)?;
+        if bytes == 0 {
+            self.with(|s| s.skip = pending / STEPS_A_CALL);
+        }
+        Ok(bytes)
     }
 
     /// Puts pending blocks into the heap whose other uses are over. Answers with the bytes, and

@@ -15,7 +15,7 @@ use support::Rig;
 fn refused<T>(what: &str, answer: Result<T>) {
     match answer.map(drop) {
         Err(MemoryError::OtherMachine { expected, actual }) => {
-            assert_ne!(expected, actual, "{what}")
+            assert_ne!(expected, actual, "{what}");
         }
         other => panic!("{what}: {other:?}"),
     }

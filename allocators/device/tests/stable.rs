@@ -417,7 +417,7 @@ fn a_lost_device_takes_stable_memory_with_it() {
 fn a_stable_block_becomes_a_buffer_and_is_reported_like_any_other() {
     let ring = Arc::new(RingSink::new(16));
     let rig = Rig::on(Sim::h200(1), 16, |config| {
-        config.recorder = Some(Arc::new(Recorder::new(ring.clone())))
+        config.recorder = Some(Arc::new(Recorder::new(ring.clone())));
     });
     let s = rig.stream();
     let block = rig.pool.alloc_stable(&s, Request::bytes(1024)).unwrap();

@@ -120,7 +120,7 @@ fn an_isolated_stream_is_made_to_wait_for_no_use_of_its_own_blocks_and_nobody_fo
 #[test]
 fn memory_is_not_waited_for_where_a_graph_is_being_captured_and_the_capture_stays_whole() {
     let rig = Rig::on(Sim::h200(1).symbolic().stepped(), 8, |config| {
-        config.wait = Duration::from_millis(20)
+        config.wait = Duration::from_millis(20);
     });
     let (s, u) = (rig.stream(), rig.stream());
     for (capturing, asking) in [(&s, &u), (&u, &s)] {

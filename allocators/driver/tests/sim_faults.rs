@@ -259,8 +259,8 @@ fn a_cpu_access_under_a_queued_copy_is_found() {
     everywhere(|m| {
         let (a, x, host) = (m.stream(), m.alloc(4096), m.pinned(4096));
         let address = host.as_ptr() as u64;
-        // SAFETY: 1. Both are there, 4096 bytes long. 2. is broken on purpose.
         let (_, earlier) =
+            // SAFETY: 1. Both are there, 4096 bytes long. 2. is broken on purpose.
             at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
         m.sim.host_read(address, 4096);
         m.silent();
@@ -289,8 +289,8 @@ fn a_cpu_access_under_a_queued_copy_is_found() {
 fn a_free_of_pinned_memory_under_a_queued_copy_is_found() {
     everywhere(|m| {
         let (a, x, host) = (m.stream(), m.alloc(4096), m.pinned(4096));
-        // SAFETY: 1. Both are there, 4096 bytes long.
         let (_, earlier) =
+            // SAFETY: 1. Both are there, 4096 bytes long.
             at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
         // SAFETY: 2. is broken on purpose; the driver waits for the device.
         let (_, later) = at!(unsafe { m.driver.host_free(GPU, host) }.unwrap());
@@ -308,8 +308,8 @@ fn a_free_of_pinned_memory_under_a_queued_copy_is_found() {
 
         // A pool that takes a block back tells the same.
         let host = m.pinned(4096);
-        // SAFETY: 1. Both are there, 4096 bytes long.
         let (_, earlier) =
+            // SAFETY: 1. Both are there, 4096 bytes long.
             at!(unsafe { m.driver.copy_to_device(a, x.address, host, 4096) }.unwrap());
         let (_, later) =
             at!(m.driver.observer().unwrap().host(host.as_ptr() as u64, 64, HostAccess::Free));

@@ -242,32 +242,32 @@ fn teaches(expected: bool, copy: impl Fn(&Scene<'_>)) {
 
 #[test]
 fn synchronous_copies_to_the_host_order() {
-    // SAFETY: 1. Both are 4096 bytes long, and nobody touches them meanwhile.
     teaches(true, |s| {
-        unsafe { s.m.sim.copy_to_host_now(GPU, s.pinned, s.y.address, 4096) }.unwrap()
+        // SAFETY: 1. Both are 4096 bytes long, and nobody touches them meanwhile.
+        unsafe { s.m.sim.copy_to_host_now(GPU, s.pinned, s.y.address, 4096) }.unwrap();
     });
-    // SAFETY: as above.
     teaches(true, |s| {
-        unsafe { s.m.sim.copy_to_host_now(GPU, s.pageable, s.y.address, 4096) }.unwrap()
+        // SAFETY: as above.
+        unsafe { s.m.sim.copy_to_host_now(GPU, s.pageable, s.y.address, 4096) }.unwrap();
     });
 }
 
 #[test]
 fn synchronous_copies_to_the_device_order_from_pinned_memory_only() {
-    // SAFETY: 1. Both are 4096 bytes long, and nobody touches them meanwhile.
     teaches(true, |s| {
-        unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pinned, 4096) }.unwrap()
+        // SAFETY: 1. Both are 4096 bytes long, and nobody touches them meanwhile.
+        unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pinned, 4096) }.unwrap();
     });
-    // SAFETY: as above.
     teaches(false, |s| {
-        unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pageable, 4096) }.unwrap()
+        // SAFETY: as above.
+        unsafe { s.m.sim.copy_to_device_now(GPU, s.y.address, s.pageable, 4096) }.unwrap();
     });
 }
 
 #[test]
 fn synchronous_copies_and_fills_on_the_device_do_not_order() {
     teaches(false, |s| {
-        s.m.sim.copy_on_device_now(GPU, s.y.address, s.y.address + 2048, 1024).unwrap()
+        s.m.sim.copy_on_device_now(GPU, s.y.address, s.y.address + 2048, 1024).unwrap();
     });
     teaches(false, |s| s.m.sim.fill_now(GPU, s.y.address, 1, 4096).unwrap());
 }

@@ -338,7 +338,7 @@ impl aq_runtime_options {
         // SAFETY: 1. so many bytes are there on both sides. 2. any bytes are a value of these
         // fields. 3. `ours` is this function's own, so they do not overlap.
         unsafe {
-            std::ptr::copy_nonoverlapping(theirs.cast::<u8>(), (&raw mut ours).cast::<u8>(), known)
+            std::ptr::copy_nonoverlapping(theirs.cast::<u8>(), (&raw mut ours).cast::<u8>(), known);
         };
         // SAFETY: 1. the caller's.
         let size = unsafe { theirs.cast::<usize>().read() };

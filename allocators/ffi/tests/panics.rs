@@ -27,8 +27,8 @@ fn a_panic_is_a_code_and_is_printed_only_if_it_is_somebody_elses() {
         ..Default::default()
     };
     let mut runtime = 0;
-    // SAFETY: 1. of this version, with its size. 2. a local.
     assert_eq!(
+        // SAFETY: 1. of this version, with its size. 2. a local.
         unsafe { aq_runtime_create(&raw const options, &raw mut runtime) },
         Status::Ok as i32
     );

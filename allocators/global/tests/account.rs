@@ -25,10 +25,10 @@ static FAIL: AtomicBool = AtomicBool::new(false);
 // SAFETY: the system's blocks, or none.
 unsafe impl GlobalAlloc for Flaky {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promise.
         if FAIL.load(Ordering::Relaxed) {
             std::ptr::null_mut()
         } else {
+            // SAFETY: the caller's promise.
             unsafe { System.alloc(layout) }
         }
     }

@@ -329,8 +329,8 @@ fn a_file_mapped_shared_to_be_read_is_pinned_for_reading_only() {
     assert_eq!(m.sim.violations(), []);
     // The driver was told: a copy into it is refused, and reported.
     let at = NonNull::from(pinned.items()).cast();
-    // SAFETY: 1. both sides are there; the copy is refused.
     assert!(
+        // SAFETY: 1. both sides are there; the copy is refused.
         unsafe { m.sim.driver().copy_to_host(stream.raw(), at, target.range.address, 64) }.is_err()
     );
     assert_eq!(m.sim.take_violations()[0].kind, ViolationKind::WriteToReadOnly);

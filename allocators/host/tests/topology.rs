@@ -446,7 +446,7 @@ fn the_variable_hides_the_nodes_of_a_real_read_and_a_wrong_one_is_an_error() {
     if env::var_os(MARK).is_some() {
         match Topology::read() {
             Ok(topology) => {
-                println!("read: {} {}", topology.nodes().len(), topology.numa_setting())
+                println!("read: {} {}", topology.nodes().len(), topology.numa_setting());
             }
             Err(error) => println!("read: {error}"),
         }

@@ -126,7 +126,7 @@ impl<'a> Launch<'a> {
                 entry.parts.push(part);
             }
             None => {
-                self.entries.push(Entry { account, access, parts: SmallVec::from_iter([part]) })
+                self.entries.push(Entry { account, access, parts: SmallVec::from_iter([part]) });
             }
         }
         self

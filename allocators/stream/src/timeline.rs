@@ -493,7 +493,7 @@ impl Timeline {
                 }
                 Ok(false) => break,
                 Err(refused) if refused.code == CAPTURED_EVENT => {
-                    drop(self.disproved(epoch, refused))
+                    drop(self.disproved(epoch, refused));
                 }
                 Err(refused) => return Err(self.lost(refused)),
             }

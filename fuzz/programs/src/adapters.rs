@@ -182,7 +182,7 @@ impl World {
             (0..=2, _) => match arena.take(u64::from(bytes.small()) % (4 * PAGES.1)) {
                 Ok(taken) => self.runs.push((taken, None)),
                 Err(MemoryError::TooLarge { requested, limit }) => {
-                    assert!(limit < requested.max(1))
+                    assert!(limit < requested.max(1));
                 }
                 Err(other) => panic!("{other:?}"),
             },

@@ -175,10 +175,10 @@ impl World {
                 *content = Some(byte);
             }
             Err(MemoryError::Parked { tag }) => {
-                assert!(parkable.is_parked() && tag == parkable.tag())
+                assert!(parkable.is_parked() && tag == parkable.tag());
             }
             Err(MemoryError::Busy { .. } | MemoryError::Driver(_)) => {
-                assert!(!parkable.is_parked())
+                assert!(!parkable.is_parked());
             }
             Err(other) => panic!("{other:?}"),
         }
@@ -274,7 +274,7 @@ impl World {
                 self.compare(of);
             }
             None => {
-                assert!(was_parked && parkable.is_parked(), "a resume that failed woke somebody")
+                assert!(was_parked && parkable.is_parked(), "a resume that failed woke somebody");
             }
         }
     }

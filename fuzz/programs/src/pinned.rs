@@ -441,8 +441,8 @@ impl Machine {
         };
         (block.at, block.layout) = (resized.cast(), new);
         for at in 0..kept {
-            // SAFETY: 1. inside the block as it is now.
             assert_eq!(
+                // SAFETY: 1. inside the block as it is now.
                 unsafe { block.at.add(at).read() },
                 block.stamp,
                 "the common part was not kept"

@@ -126,7 +126,7 @@ impl Node {
         let mut bytes = 0;
         if self.tree.leases.load(Relaxed) > 0 {
             self.walk(&mut |node| {
-                bytes += node.leases.iter().map(|shell| shell.recall()).sum::<u64>()
+                bytes += node.leases.iter().map(|shell| shell.recall()).sum::<u64>();
             });
         }
         bytes

@@ -119,7 +119,7 @@ impl Commons {
         let (chunk, at) = below.map_or((0, 0), |(chunk, at)| (chunk, at + 1));
         match self.chunks.get_mut(chunk) {
             None => {
-                self.chunks.push(Chunk { longest: span.len, spans: vec![span], pasts: vec![past] })
+                self.chunks.push(Chunk { longest: span.len, spans: vec![span], pasts: vec![past] });
             }
             Some(of) => {
                 of.spans.insert(at, span);

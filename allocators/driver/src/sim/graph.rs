@@ -173,7 +173,7 @@ impl State {
                 self.streams[stream].clock.join(&last.clock);
             }
             Some(last) if last.stream != stream => {
-                self.after(stream, &last, "graph launch before", site)
+                self.after(stream, &last, "graph launch before", site);
             }
             _ => {}
         }

@@ -116,7 +116,7 @@ impl Ledger {
         match &mut self.cells {
             Cells::Whole(cell) if whole => {
                 cell.act(mark, clock, |earlier| {
-                    found.push(Finding::race(earlier, mark.act, base, bytes))
+                    found.push(Finding::race(earlier, mark.act, base, bytes));
                 });
                 return;
             }

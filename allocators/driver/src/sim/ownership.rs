@@ -58,7 +58,7 @@ impl Kept {
         while cursor < end {
             match self.ranges.range(..=cursor).next_back() {
                 Some((_, &(last, keeper))) if last > cursor && keepers.contains(&keeper) => {
-                    cursor = last
+                    cursor = last;
                 }
                 _ => return false,
             }

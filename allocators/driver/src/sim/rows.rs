@@ -58,7 +58,7 @@ impl RowWork {
             match &self.from {
                 // SAFETY: 1. and 2. are the caller's.
                 Source::Rows(from) => unsafe {
-                    store.copy(to, from.start + row * from.pitch, width)
+                    store.copy(to, from.start + row * from.pitch, width);
                 },
                 // SAFETY: 1. `bytes` holds as many rows of this width; the rest is the caller's, as
                 // is 2.

@@ -180,7 +180,7 @@ impl State {
             match self.streams[stream].queue.front().map(|item| &item.work) {
                 None => return Obstacle::Running,
                 Some(&Work::Wait { stream: other, count }) if !self.reached(other, count) => {
-                    stream = other
+                    stream = other;
                 }
                 Some(work) if self.can_run(work) => return Obstacle::Front(stream),
                 Some(_) => return Obstacle::Value,

@@ -226,10 +226,10 @@ impl Store {
             match pattern {
                 Pattern::Byte(byte) => ptr::write_bytes(to as *mut u8, byte, count),
                 Pattern::Half(half) => {
-                    std::slice::from_raw_parts_mut(to as *mut u16, count).fill(half)
+                    std::slice::from_raw_parts_mut(to as *mut u16, count).fill(half);
                 }
                 Pattern::Word(word) => {
-                    std::slice::from_raw_parts_mut(to as *mut u32, count).fill(word)
+                    std::slice::from_raw_parts_mut(to as *mut u32, count).fill(word);
                 }
             }
         }

@@ -121,8 +121,8 @@ impl Transfer {
     /// has none; a panic in a read is told.
     fn load(&self, lane: &mut Lane, slot: usize, cursor: &mut Cursor) {
         let align = match self.plan.far {
-            // SAFETY: 1. the source outlives the transfer, which is under way.
             Some(Far::From(source)) => {
+                // SAFETY: 1. the source outlives the transfer, which is under way.
                 contain(|| unsafe { source.as_ref() }.alignment()).unwrap_or(1)
             }
             _ => 1,

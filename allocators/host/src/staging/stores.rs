@@ -182,7 +182,7 @@ unsafe fn stream_sse(to: *mut u8, from: *const u8, bytes: usize) {
     for at in (0..bytes).step_by(16) {
         // SAFETY: 1. to 4. the caller's: the store lies within both ranges. SSE2 is part of x86-64.
         unsafe {
-            _mm_stream_si128(to.add(at).cast::<__m128i>(), _mm_loadu_si128(from.add(at).cast()))
+            _mm_stream_si128(to.add(at).cast::<__m128i>(), _mm_loadu_si128(from.add(at).cast()));
         };
     }
 }
@@ -203,7 +203,7 @@ mod tests {
                     // SAFETY: 1. both lie in their vectors: at most 3 * SHORT + 564 of the one. 2.
                     // and 3. two vectors, nobody else's.
                     unsafe {
-                        copy(to.as_mut_ptr().add(skew), from.as_ptr().add(start), bytes, stores)
+                        copy(to.as_mut_ptr().add(skew), from.as_ptr().add(start), bytes, stores);
                     };
                     assert!(to[..skew].iter().chain(&to[skew + bytes..]).all(|&byte| byte == 255));
                     assert_eq!(

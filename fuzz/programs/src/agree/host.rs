@@ -75,7 +75,7 @@ impl Hosts {
         // buffer.
         unsafe {
             self.address(part)
-                .copy_from_nonoverlapping(NonNull::from(&bytes[..]).cast(), part.bytes)
+                .copy_from_nonoverlapping(NonNull::from(&bytes[..]).cast(), part.bytes);
         };
     }
 

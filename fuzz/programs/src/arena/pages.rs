@@ -48,7 +48,7 @@ pub fn run(bytes: &mut Bytes<'_>) {
                 }
                 match arena.take(size) {
                     Err(error) => {
-                        assert!(lowest.is_none(), "{error}, but a run at {lowest:?} is free")
+                        assert!(lowest.is_none(), "{error}, but a run at {lowest:?} is free");
                     }
                     Ok(mut taken) => {
                         let at = taken.offset() / PAGE;

@@ -28,10 +28,10 @@ pub(crate) fn page(diagnosis: &Diagnosis) -> String {
     page.say("driver", &driver(diagnosis));
     match &diagnosis.facts.gpus {
         Ok(gpus) => {
-            gpus.iter().for_each(|gpu| page.say(&gpu.info.device.to_string(), &device(gpu)))
+            gpus.iter().for_each(|gpu| page.say(&gpu.info.device.to_string(), &device(gpu)));
         }
         Err(_) => {
-            page.say("devices", "none; a simulated NVIDIA H200 stands in for tests and replays")
+            page.say("devices", "none; a simulated NVIDIA H200 stands in for tests and replays");
         }
     }
     match &diagnosis.facts.host {

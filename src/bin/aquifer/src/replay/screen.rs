@@ -143,7 +143,7 @@ impl Report {
                 order(lines, &fit.rounds);
             }
             Some(Search::Nothing) => {
-                row(lines, "fits in", "nothing", "not even the whole device is enough")
+                row(lines, "fits in", "nothing", "not even the whole device is enough");
             }
             None => {}
         }

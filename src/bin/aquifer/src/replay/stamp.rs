@@ -122,7 +122,7 @@ impl Stamped {
             unsafe {
                 pattern
                     .as_ptr()
-                    .copy_to_nonoverlapping(patterns.stamp(block * STAMP).as_ptr(), STAMP)
+                    .copy_to_nonoverlapping(patterns.stamp(block * STAMP).as_ptr(), STAMP);
             };
         }
         let reads = Mutex::new(Vec::with_capacity(most_reads));

@@ -143,7 +143,7 @@ where
             let operations = first.operations.len() as u64;
             Box::new(move |times| {
                 crew(&mut lanes, operations * times, |number, lane| {
-                    lane.play(&works[number], times)
+                    lane.play(&works[number], times);
                 })
             })
         }
