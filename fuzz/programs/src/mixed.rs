@@ -189,10 +189,11 @@ struct World {
     digest: u64,
 }
 
-/// Runs the program that `bytes` spell. On a machine that cannot be read it runs nothing.
+/// Runs the program that `bytes` spell.
 ///
 /// # Panics
-/// When a promise is broken.
+///
+/// When a promise is broken, or on a machine whose topology cannot be read.
 pub fn run(bytes: &[u8]) {
     let _alone = alone();
     let Some((digest, with_threads)) = run_once(bytes) else { return };
@@ -283,7 +284,7 @@ impl World {
         let mut config = PinnedConfig::default();
         config.chunk = 2 << 20;
         config.patience = Duration::ZERO;
-        let shared = shared_host()?.clone().with_driver(sim.driver(), DeviceId(0));
+        let shared = shared_host().clone().with_driver(sim.driver(), DeviceId(0));
         let pinned = PinnedPool::new(&shared, &budgets[HOST], config)
             .expect("a configuration that can be followed");
         let stager = with_threads.then(|| threads::stager(&shared, &pinned, &owners[0].pool));

@@ -11,6 +11,7 @@
 //! A thread does what it is told while the program waits for it, so a program does the same each
 //! time.
 #![expect(unsafe_code, reason = "calls the allocator trait, queues copies, and looks into blocks")]
+#![expect(clippy::panic, reason = "a broken promise is told by a panic")]
 
 use crate::program::{Bytes, MAX_OPS, alone};
 use allocator_api2::alloc::Allocator;
@@ -20,13 +21,12 @@ use aquifer_host::{
     Grow, PinnedAllocator, PinnedConfig, PinnedPool,
     kernel::{Faults, Kernel, SystemCall},
     pool,
-    region::{Host, PageTier, Pinning, Verify, retry_stranded},
+    region::{Host, PageTier, Pinning, Step, Verify, retry_stranded},
     topology::Topology,
 };
 use std::{
     alloc::Layout,
     fmt,
-    num::NonZeroUsize,
     ptr::NonNull,
     sync::{
         Arc, OnceLock,
@@ -60,12 +60,18 @@ pub fn run(bytes: &[u8]) {
     machine.finish();
 }
 
-/// The parts of a machine that programs may share: reading it and starting its workers is most of a
-/// short program.
-pub(crate) fn shared_host() -> Option<&'static Host> {
-    static HOST: OnceLock<Option<Host>> = OnceLock::new();
-    let read = || Some(Host::new(Topology::read_under("/".as_ref()).ok()?, Kernel::new()));
-    HOST.get_or_init(read).as_ref()
+/// Returns the machine as programs share it: reading it and starting its workers would take most of
+/// a short program's time.
+///
+/// # Panics
+///
+/// If the machine's topology cannot be read: a program that runs nothing finds nothing.
+pub(crate) fn shared_host() -> &'static Host {
+    static HOST: OnceLock<Host> = OnceLock::new();
+    HOST.get_or_init(|| match Topology::read_under("/".as_ref()) {
+        Ok(topology) => Host::new(topology, Kernel::new()),
+        Err(error) => panic!("these programs need a machine whose topology can be read: {error}"),
+    })
 }
 
 /// Threads beside the program's own.
@@ -130,6 +136,8 @@ struct Machine {
     /// then.
     faulty: bool,
     host: Host,
+    /// Bytes of a base page.
+    page: u64,
     budget: Budget,
     pools: Vec<Owner>,
     /// Allocators of pools that are closed.
@@ -236,7 +244,7 @@ impl Block {
 
 impl Machine {
     fn new(bytes: &mut Bytes<'_>) -> Option<Self> {
-        let shared = shared_host()?;
+        let shared = shared_host();
         let sim = Sim::h200(1).symbolic().stepped();
         let driver = sim.driver();
         let stream = driver.stream_create(GPU, 0).ok()?;
@@ -254,6 +262,7 @@ impl Machine {
             target,
             faults,
             faulty: false,
+            page: host.topology.page_size().value.unwrap_or(4096),
             host,
             budget,
             pools: Vec::new(),
@@ -276,7 +285,7 @@ impl Machine {
         config.registration = 2 << 20;
         config.patience = Duration::ZERO;
         config.pages = PageTier::Base;
-        config.verify = Verify::Sample(NonZeroUsize::MIN);
+        config.verify = Verify::Every;
         config.magazines = settings >> 5 & 3 != 0;
         config.reserve = if settings >> 7 == 1 { 2 << 20 } else { 0 };
         config.grow = if settings >> 3 & 3 == 3 { Grow::AtQuietPoints } else { Grow::Now };
@@ -532,6 +541,24 @@ impl Machine {
             let after = pool.stats().memory;
             assert_eq!(before.physical - given, after.physical);
             assert!(given == 0 || after.cached >= keep as u64, "less is left than was to be kept");
+        }
+        self.check_reports();
+    }
+
+    /// The placement reports account for each page of the pools once: on the node that the kernel
+    /// names, or as unknown where it refuses to answer.
+    fn check_reports(&self) {
+        for Owner { pool, .. } in &self.pools {
+            let reports = pool.reports();
+            let bytes: u64 = reports.iter().map(|report| report.bytes).sum();
+            assert_eq!(bytes, pool.stats().memory.physical, "a region has no report");
+            for report in reports {
+                let placement = &report.placement;
+                let pages = placement.on_node() + placement.elsewhere() + placement.unknown;
+                assert_eq!(pages, report.bytes / self.page, "pages are missing in {report:?}");
+                let refused = report.shortfalls.iter().any(|missed| missed.step == Step::Verify);
+                assert!(!refused || placement.unknown > 0, "an invented node in {report:?}");
+            }
         }
     }
 

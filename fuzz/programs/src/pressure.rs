@@ -94,10 +94,11 @@ struct World {
     exact: bool,
 }
 
-/// Runs the program that `bytes` spell. On a machine that cannot be read it runs nothing.
+/// Runs the program that `bytes` spell.
 ///
 /// # Panics
-/// When somebody breaks a promise.
+///
+/// When a promise is broken, or on a machine whose topology cannot be read.
 pub fn run(bytes: &[u8]) {
     let _alone = alone();
     let bytes = &mut Bytes::new(bytes);
@@ -141,7 +142,7 @@ impl World {
         let mut config = PinnedConfig::default();
         config.chunk = 2 << 20;
         config.patience = Duration::from_millis(u64::from(bytes.choice(3)));
-        let host = shared_host()?.clone().with_driver(sim.driver(), DeviceId(0));
+        let host = shared_host().clone().with_driver(sim.driver(), DeviceId(0));
         let pinned = PinnedPool::new(&host, &budgets[3], config)
             .expect("a configuration that can be followed");
         let cost = Duration::from_micros(u64::from(bytes.u16()));

@@ -8,7 +8,10 @@
 //! turn: the oracle looks at all of them, and at every slot that is filled. In the end everything
 //! is given back.
 
-use crate::program::{Bytes, MAX_OPS, alone};
+use crate::{
+    pinned::shared_host,
+    program::{Bytes, MAX_OPS, alone},
+};
 use aquifer_core::Budget;
 use aquifer_device::{DeviceBuffer, DevicePool, PoolConfig};
 use aquifer_driver::{
@@ -28,7 +31,6 @@ use std::{
     future::Future,
     io,
     pin::Pin,
-    sync::OnceLock,
     task::{Context, Poll, Waker},
     thread,
     time::{Duration, Instant},
@@ -57,12 +59,6 @@ pub fn run(bytes: &[u8]) {
         machine.check();
     });
     machine.finish();
-}
-
-/// The machine as it is, read once.
-fn topology() -> Option<&'static Topology> {
-    static TOPOLOGY: OnceLock<Option<Topology>> = OnceLock::new();
-    TOPOLOGY.get_or_init(|| Topology::read_under("/".as_ref()).ok()).as_ref()
 }
 
 /// Device memory, and the bytes that must be in it; `None` after something went wrong on the way.
@@ -131,7 +127,8 @@ impl Machine {
             _ => sim.seeded(bytes.u64()).paced(1 << (settings & 3)),
         };
         let driver = sim.driver();
-        let host = Host::new(topology()?.clone(), System::new()).with_driver(driver.clone(), GPU);
+        let host = Host::new(Topology::clone(&shared_host().topology), System::new())
+            .with_driver(driver.clone(), GPU);
         let budget = Budget::new("fuzz", 8 << 20);
         let mut near = PinnedConfig::default();
         near.chunk = 2 << 20;
