@@ -1,15 +1,16 @@
-//! What pools keep for a stream.
+//! The numbers that pools store for a stream.
 
 use std::sync::{OnceLock, PoisonError, RwLock};
 
-/// A number for each pool. The first pool's is found without a lock: most streams are of one.
+/// One number for each pool. The first pool's is read without a lock, because most streams have one
+/// pool.
 #[derive(Default)]
 pub(crate) struct Attachments {
     first: OnceLock<Attached>,
     more: RwLock<Vec<Attached>>,
 }
 
-/// A pool and its number.
+/// A pool's key and its number.
 type Attached = (u64, u32);
 
 impl Attachments {
@@ -28,7 +29,7 @@ impl Attachments {
         more.iter().find(|(other, _)| *other == key).map(|&(_, number)| number)
     }
 
-    /// Keeps `number`, unless there is one already; answers with the one that is kept.
+    /// Stores `number` unless one is stored already. Returns the stored number.
     pub(crate) fn attach(&self, key: u64, number: u32) -> u32 {
         let mut more = self.more.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(kept) =
@@ -42,7 +43,7 @@ impl Attachments {
         number
     }
 
-    /// Lets go of what was kept, where it can; the first stays.
+    /// Removes the number of `key`, except that of the first pool.
     pub(crate) fn detach(&self, key: u64) {
         self.more
             .write()

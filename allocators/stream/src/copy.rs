@@ -1,34 +1,37 @@
-//! Copies and fills in safe code.
+//! Asynchronous copies and fills in safe code.
 //!
-//! A copy is queued and runs later, while Rust would let the host side be freed or written. So the
-//! host side is either *owned* by the copy or *borrowed in a scope* that waits:
+//! A copy is queued and runs later, while Rust would allow the host side to be freed or written. So
+//! the host side is either *owned* by the copy or *borrowed in a scope* that waits:
 //!
-//! - [`Stream::upload`] and [`Stream::download`] take it by value and answer with an [`InFlight`]
-//!   that gives it back. Its allocator has promised ([`DeferReuse`](aquifer_core::DeferReuse)) to
-//!   hold the block back until the copy is done, so the flight may be dropped, and the block goes
-//!   home by itself; or forgotten, and the block is leaked. Neither is a race.
+//! - [`Stream::upload`] and [`Stream::download`] take it by value and return an [`InFlight`] that
+//!   returns it later. Its allocator guarantees ([`DeferReuse`](aquifer_core::DeferReuse)) that the
+//!   block is not reused until the copy is complete. So the `InFlight` may be dropped, and the
+//!   block returns to its allocator by itself. If it is forgotten, the block leaks. Neither is a
+//!   race.
 //! - [`Stream::scope`] lets copies borrow, and waits for them before it returns, also on unwind. A
-//!   guard that waits when it is dropped would not do: it can be forgotten.
+//!   guard that waits in `drop` would be unsound, because it can be forgotten.
 //!
-//! The device side needs neither: its pool knows which streams use it. What is written is held by
-//! `&mut`, and is [`OperandMut`](aquifer_driver::OperandMut): a part that is only borrowed to be
-//! read is not.
+//! The device side needs neither, because its pool tracks which streams use it. A destination is
+//! borrowed by `&mut` and is an [`OperandMut`](aquifer_driver::OperandMut), which a shared part is
+//! not.
 //!
-//! | copy | whole | row by row |
+//! | copy | contiguous | by rows |
 //! |---|---|---|
-//! | host → device | [`Stream::upload`], [`Scope::upload`] | [`Stream::upload_2d`], [`Scope::upload_2d`] |
-//! | device → host | [`Stream::download`], [`Scope::download`] | [`Stream::download_2d`], [`Scope::download_2d`] |
-//! | on a device | [`Stream::copy`] | [`Stream::copy_2d`] |
+//! | host → device, owned | [`Stream::upload`] | [`Stream::upload_2d`] |
+//! | host → device, borrowed | [`Scope::upload`] | [`Scope::upload_2d`] |
+//! | device → host, owned | [`Stream::download`] | [`Stream::download_2d`] |
+//! | device → host, borrowed | [`Scope::download`] | [`Scope::download_2d`] |
+//! | within a device | [`Stream::copy`] | [`Stream::copy_2d`] |
 //! | to another device | [`Stream::copy_to_peer`] | – |
 //! | fill | [`Stream::fill`], [`Stream::fill_bytes`] | [`Stream::fill_2d`] |
 //!
-//! A stream that captures a graph refuses copies between host and device: they would run again at
-//! every launch of the graph, with a host side that has long gone back. Fills and copies on a
-//! device may be captured.
+//! A stream that captures a graph refuses copies between host and device. They would run again at
+//! every launch of the graph, after the host side has been released. Fills and copies on a device
+//! may be captured.
 //!
-//! A flight may be awaited, and so may a [`Point`](crate::Point) in a stream. A thread of
-//! [`aquifer_core::wake`] asks the driver meanwhile; it is started by the first future that has to
-//! wait. [`InFlight::is_done`] never blocks either and needs no thread.
+//! An `InFlight` may be awaited, and so may a [`Point`](crate::Point) in a stream. A thread of
+//! [`aquifer_core::wake`] then polls the driver. The first future that has to wait starts it.
+//! [`InFlight::is_done`] never blocks and needs no thread.
 #![expect(unsafe_code, reason = "calls the driver's asynchronous copies")]
 
 mod device;
@@ -52,7 +55,7 @@ enum Direction {
     Down,
 }
 
-/// A copy between host and device that has been seen to lie within both.
+/// A copy between host and device that lies within both sides.
 #[derive(Clone, Copy)]
 struct Plan {
     way: Direction,
@@ -62,9 +65,9 @@ struct Plan {
 }
 
 impl Plan {
-    /// A copy between `host` elements and all of `range`, or the rows of `grid` in them. Refused
-    /// while the stream captures: it would run whenever the graph is launched, long after its host
-    /// side has gone back.
+    /// Plans a copy between `host` elements and all of `range`, or the rows of `grid` in them.
+    /// Refused while the stream captures: the copy would run at each launch of the graph, after its
+    /// host side has been released.
     fn new<T>(
         stream: &Stream,
         way: Direction,
@@ -92,8 +95,8 @@ impl Plan {
     }
 
     /// # Safety
-    /// 1. `host` and `device` are as long as was planned, and valid until the copy is done. 2. The
-    ///    operand has been ordered for it.
+    /// 1. `host` and `device` have the planned lengths and stay valid until the copy is complete.
+    /// 2. The operand has been ordered for the copy.
     unsafe fn queue(self, stream: &Stream, host: NonNull<u8>, device: u64) -> Result<()> {
         if self.whole == 0 {
             return Ok(());
@@ -102,20 +105,20 @@ impl Plan {
         let _calling = stream.timeline().calling()?;
         let whole = self.whole as usize;
         let queued = match (self.way, self.rows) {
-            // SAFETY: 1. and 2. the caller's.
+            // SAFETY: 1. and 2. the caller guarantees them.
             (Direction::Up, None) => unsafe { driver.copy_to_device(raw, device, host, whole) },
-            // SAFETY: 1. and 2. the caller's.
+            // SAFETY: 1. and 2. the caller guarantees them.
             (Direction::Down, None) => unsafe { driver.copy_to_host(raw, host, device, whole) },
             (Direction::Up, Some(grid)) => {
                 let to = Pitched { start: device, pitch: grid.to_pitch };
                 let from = Pitched { start: host, pitch: grid.from_pitch };
-                // SAFETY: 1. and 2. the caller's: the rows lie in both.
+                // SAFETY: 1. and 2. the caller guarantees them. The rows lie within both sides.
                 unsafe { driver.copy_2d_to_device(raw, to, from, grid.rows) }
             }
             (Direction::Down, Some(grid)) => {
                 let to = Pitched { start: host, pitch: grid.to_pitch };
                 let from = Pitched { start: device, pitch: grid.from_pitch };
-                // SAFETY: 1. and 2. the caller's: the rows lie in both.
+                // SAFETY: 1. and 2. the caller guarantees them. The rows lie within both sides.
                 unsafe { driver.copy_2d_to_host(raw, to, from, grid.rows) }
             }
         };
@@ -124,7 +127,7 @@ impl Plan {
 }
 
 impl Stream {
-    /// Refuses an operand of another device or machine.
+    /// Returns an error for an operand of another device or machine.
     fn check_operand<D: Operand + ?Sized>(&self, operand: &D) -> Result<()> {
         self.check_range(operand.range(), operand.machine())
     }

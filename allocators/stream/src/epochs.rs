@@ -1,11 +1,13 @@
-//! Which part of a stream's past is done, without an event for each piece of work.
+//! The epochs of a stream: proof that a prefix of its work is complete, without an event for each
+//! piece of work.
 //!
-//! A stream's past is cut into *epochs*, numbered from 1. Whoever frees a block notes the epoch
-//! that is open: everything the block was used for was queued in that epoch or before. Nothing is
-//! recorded then. Later, when somebody needs to know, the stream is *fenced*: the open epoch is
-//! closed, an event is recorded behind all that is queued, and the event is published as the proof
-//! for that epoch and all before it.
-//!
+//! - The work of a stream is divided into *epochs*, numbered from 1.
+//! - A free stores the number of the open epoch. All uses of the block were queued in that epoch or
+//!   earlier. No event is recorded.
+//! - To prove completion later, the stream is *fenced*: the open epoch is closed, an event is
+//!   recorded behind all queued work, and the event is published as proof of that epoch and all
+//!   earlier ones.
+//! - If recording fails, the epoch is closed and has no event. The next event covers it.
 //! ```text
 //!   host      queue K1   free A(e1)   queue K2   free B(e1)   | close e1 | record E | publish (E, e1) |  free C(e2)
 //!   stream    ─── K1 ────────────────── K2 ───────────────────────────────── E ──────────────────────── …
@@ -13,18 +15,17 @@
 //! ```
 //!
 //! **The order matters: close, then record, then publish.** Had the event been recorded first, a
-//! block whose last work is queued between the record and the close would note the epoch that the
-//! event proves, and the event would say nothing about that work. With the close first, a thread
-//! that still reads the old epoch had queued its work before: the driver's own lock on the stream
-//! orders the two threads' calls, so a record that came before the work would make
-//! the close visible to whoever queued it. A model of both orders is in `tests/loom.rs`.
+//! **The order matters: close, then record, then publish.** If the event were recorded first, work
+//! could be queued between the record and the close. A block freed after that work would store the
+//! epoch that the event proves, but the event does not cover that work. If the close comes first, a
+//! thread that still reads the old epoch queued its work before the record: the driver's lock on
+//! the stream orders the calls of the two threads, so a record before the work would make the close
+//! visible to the thread that queued it. `tests/loom.rs` models both orders.
 //!
-//! If recording fails the epoch is closed and has no event. The next event covers it.
-//!
-//! **An event recorded in a capture proves nothing**: it becomes part of a graph, and the driver
-//! answers questions about it with an error. So the stream is asked whether it captures before the
-//! record, and nothing is closed if it does; and after the record, since a capture may have begun
-//! between, and nothing is published if it has.
+//! **An event recorded in a capture proves nothing.** It becomes part of a graph, and the driver
+//! returns an error when it is queried. So the capture state is checked twice. If the stream
+//! captures before the record, nothing is closed. A capture may begin between this check and the
+//! record, so if the stream captures after the record, nothing is published.
 
 use crate::{
     Spin,
@@ -32,21 +33,21 @@ use crate::{
 };
 use std::{collections::VecDeque, fmt, sync::Arc};
 
-/// The epochs of one stream. `E` is the event that proves one.
+/// The epochs of one stream. `E` is the type of the events that prove them.
 ///
-/// Its example is that of [`Timeline`](crate::Timeline), which is made of it.
+/// See [`Timeline`](crate::Timeline), which is built on it, for an example.
 pub struct Epochs<E> {
     /// The epoch that work queued now belongs to. Only grows.
     open: AtomicU64,
-    /// All epochs up to this one are done. Only grows; below `open`, or `u64::MAX` when the stream
-    /// has ended.
+    /// All epochs up to this one are complete. Only grows. Less than `open`, or `u64::MAX` once the
+    /// stream has ended.
     done: AtomicU64,
-    /// Events published and not yet seen to be done, by rising epoch.
+    /// Published events that were not yet seen complete, in ascending order of epochs.
     recorded: Spin<VecDeque<(u64, Arc<E>)>>,
 }
 
 impl<E> Epochs<E> {
-    /// Nothing queued, nothing recorded.
+    /// Creates the epochs of a stream without queued work.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -56,24 +57,25 @@ impl<E> Epochs<E> {
         }
     }
 
-    /// The epoch of work that has been queued by now. To be taken after the work is queued.
+    /// Returns the open epoch, which covers all work queued so far. Must be read after the work is
+    /// queued.
     #[inline]
     #[must_use]
     pub fn open(&self) -> u64 {
-        // Relaxed: see the module's text; the order comes from the driver's lock on the stream.
+        // Relaxed: the driver's lock on the stream provides the order, see the module
+        // documentation.
         self.open.load(Ordering::Relaxed)
     }
 
-    /// Whether an epoch is known to be done.
+    /// Returns whether an epoch is known to be complete.
     #[inline]
     #[must_use]
     pub fn is_done(&self, epoch: u64) -> bool {
-        // Acquire: whoever saw the event done did so before.
+        // Acquire: synchronises with the thread that saw the event complete.
         epoch <= self.done.load(Ordering::Acquire)
     }
 
-    /// Ends the open epoch, so that later work belongs to the next. Answers with the one that
-    /// ended.
+    /// Closes the open epoch, so that later work belongs to the next one. Returns the closed epoch.
     #[must_use]
     pub fn close(&self) -> u64 {
         self.open.fetch_add(1, Ordering::AcqRel)
@@ -91,8 +93,8 @@ impl<E> Epochs<E> {
         });
     }
 
-    /// Takes back what was published for `epoch`, which proves nothing after all: the next event
-    /// covers it.
+    /// Withdraws the event that was published for `epoch` because it proves nothing. The next event
+    /// covers the epoch.
     #[must_use]
     pub fn withdraw(&self, epoch: u64) -> Option<Arc<E>> {
         self.recorded.with(|recorded| {
@@ -101,7 +103,7 @@ impl<E> Epochs<E> {
         })
     }
 
-    /// The first published event that proves `epoch`, with the epoch it was published for.
+    /// Returns the first published event that proves `epoch`, and the epoch it was published for.
     #[must_use]
     pub fn proof(&self, epoch: u64) -> Option<(u64, Arc<E>)> {
         self.recorded.with(|recorded| {
@@ -110,22 +112,22 @@ impl<E> Epochs<E> {
         })
     }
 
-    /// The oldest published event.
+    /// Returns the oldest published event.
     #[must_use]
     pub fn oldest(&self) -> Option<(u64, Arc<E>)> {
         self.recorded
             .with(|recorded| recorded.front().map(|(epoch, event)| (*epoch, event.clone())))
     }
 
-    /// The newest epoch that has an event or is done.
+    /// Returns the newest epoch that has an event or is complete.
     #[must_use]
     pub fn proved(&self) -> u64 {
         let newest = self.recorded.with(|recorded| recorded.back().map_or(0, |&(epoch, _)| epoch));
         newest.max(self.done.load(Ordering::Acquire))
     }
 
-    /// Notes that `epoch` and all before it are done, and answers with the events that are not
-    /// needed any more.
+    /// Marks `epoch` and all earlier ones as complete, and returns the events that are no longer
+    /// needed.
     #[must_use]
     pub fn finish(&self, epoch: u64) -> Vec<Arc<E>> {
         self.done.fetch_max(epoch, Ordering::AcqRel);

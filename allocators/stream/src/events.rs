@@ -1,11 +1,11 @@
-//! Events that a stream records again and again.
+//! Recycled events of a stream.
 
 use crate::Spin;
 use aquifer_core::{DeviceId, DriverError};
 use aquifer_driver::{Driver, RawEvent, leftovers};
 use std::sync::Arc;
 
-/// An event that is destroyed with its last owner.
+/// An event that is destroyed with its last reference.
 pub(crate) struct OwnedEvent {
     driver: Arc<dyn Driver>,
     pub(crate) raw: RawEvent,
@@ -15,16 +15,16 @@ impl Drop for OwnedEvent {
     #[expect(unsafe_code, reason = "ends a handle")]
     fn drop(&mut self) {
         let (driver, raw) = (self.driver.clone(), self.raw);
-        // SAFETY: 1. the handle is private to this value, which made it and is going; no release of
-        // it has succeeded yet.
+        // SAFETY: 1. the handle is private to this value, which created it and is being dropped,
+        // and no release of it has succeeded yet.
         leftovers::release(&self.driver, move || unsafe { driver.event_destroy(raw) });
     }
 }
 
-/// Events kept for the next fences of one stream; more than that are destroyed.
+/// The maximum number of spare events of a stream. More are destroyed.
 const SPARE_EVENTS: usize = 64;
 
-/// Events that were seen done and that nobody holds.
+/// Completed events without other references.
 pub(crate) struct SpareEvents(Spin<Vec<Arc<OwnedEvent>>>);
 
 impl SpareEvents {
@@ -32,7 +32,7 @@ impl SpareEvents {
         Self(Spin::new(Vec::new()))
     }
 
-    /// One of these, or a new one.
+    /// Returns a spare event or creates one.
     pub(crate) fn take(
         &self,
         driver: &Arc<dyn Driver>,
@@ -41,14 +41,16 @@ impl SpareEvents {
         if let Some(event) = self.0.with(Vec::pop) {
             return Ok(event);
         }
-        // What was refused may be released by now. What is refused again stays for the next sweep.
+        // Retry releases that the driver refused before. What is refused again stays for the next
+        // sweep.
         let _ = leftovers::sweep(driver);
         let raw = driver.event_create(device)?;
         Ok(Arc::new(OwnedEvent { driver: driver.clone(), raw }))
     }
 
-    /// Keeps those that this was the last to hold. One that somebody else holds may be waited for:
-    /// it is not recorded again before he has done this too.
+    /// Keeps the events that have no other reference. Another thread may be waiting for an event
+    /// that it still references. Such an event is not recorded again until that thread passes it
+    /// here too.
     pub(crate) fn keep(&self, events: impl IntoIterator<Item = Arc<OwnedEvent>>) {
         let free = events.into_iter().filter_map(|mut event| {
             if Arc::get_mut(&mut event).is_some() {

@@ -1,14 +1,14 @@
 //! Which stream a handle means.
 //!
-//! A handle comes back after its stream has been destroyed; the driver's number of a stream never
-//! does. Of a stream that captures the driver tells none, and breaks the capture if it is asked.
+//! The driver reuses the handle of a destroyed stream, but never its id. While a stream captures,
+//! the driver returns no id, and querying it would invalidate the capture.
 
 use crate::Life;
 use aquifer_core::DriverError;
 use aquifer_driver::{Driver, RawStream, Relaxed};
 use std::sync::OnceLock;
 
-/// The driver's number of a stream, once it is known.
+/// The driver's id of a stream, once it is known.
 pub(crate) struct Identity(OnceLock<u64>);
 
 impl Identity {
@@ -20,8 +20,8 @@ impl Identity {
         self.0.get().copied()
     }
 
-    /// Whether a stream of such a life has this number. One that has not been numbered yet has it
-    /// if it lives until it is retired, and so cannot have been destroyed without a word meanwhile.
+    /// Returns whether a stream of this lifetime has this id. A stream without a known id adopts
+    /// this one, unless it may be destroyed without notice.
     pub(crate) fn is(&self, id: u64, life: &Life) -> bool {
         match life {
             Life::Fenced => self.0.get() == Some(&id),
@@ -30,8 +30,8 @@ impl Identity {
     }
 }
 
-/// The driver's number of a stream. `None` for one that captures. Breaks nobody else's capture
-/// either.
+/// Returns the driver's id of a stream, or `None` if it captures. Does not invalidate captures of
+/// other streams.
 pub(crate) fn id_of(driver: &dyn Driver, raw: RawStream) -> Result<Option<u64>, DriverError> {
     let _relaxed = Relaxed::enter(driver);
     if driver.stream_is_capturing(raw)? {

@@ -1,4 +1,4 @@
-//! One launch and all the blocks that it touches.
+//! A launch: all blocks that one piece of work uses, ordered and stamped together.
 //!
 //! ```text
 //!   host     preflight: note all uses, then wait for each stream once     launch     commit: one epoch for all
@@ -15,34 +15,33 @@ use aquifer_driver::{Access, DeviceRange, Operand, same_machine, site};
 use smallvec::SmallVec;
 use std::{fmt, sync::Arc};
 
-/// Most kernels touch no more blocks than this; the account of more goes to the heap.
+/// Most kernels use at most this many blocks. More elements go to the heap.
 type Several<T> = SmallVec<[T; 8]>;
 
-/// An [`Operand`] whose owner lets a [`Launch`] note uses in its account: blocks, buffers, and
-/// parts of them.
+/// An [`Operand`] whose uses a [`Launch`] can record: blocks, buffers, and parts of them.
 #[diagnostic::on_unimplemented(
     message = "a launch cannot keep account of `{Self}`",
     label = "a block or a buffer of a pool is needed here",
     note = "pass a `Block` or a `DeviceBuffer`"
 )]
 pub trait Tracked: Operand {
-    /// The account, one and the same for all parts of a block.
+    /// Returns the use records of the block, which all parts of a block share.
     fn account(&self) -> Account<'_>;
 }
 
-/// Where the uses of a block are noted.
+/// The place where the uses of a block are recorded.
 ///
-/// Its example is that of [`Launch`].
+/// See [`Launch`] for an example.
 #[derive(Clone)]
 pub struct Account<'a> {
-    /// The block's address, which a conflict is reported with.
+    /// The block's address, for error messages.
     pub address: u64,
-    /// The stream it belongs to.
+    /// The owner stream of the block.
     pub home: Arc<Timeline>,
-    /// Its uses.
+    /// The uses of the block.
     pub uses: &'a UseList,
-    /// Whether no part of the block is borrowed to be written while this is held to be read: not
-    /// so for one of several parts of which some are written.
+    /// Whether a shared borrow of this operand proves that no part of the block is mutably
+    /// borrowed. `false` for one of several parts of which some may be written.
     pub alone: bool,
 }
 
@@ -55,19 +54,19 @@ impl fmt::Debug for Account<'_> {
     }
 }
 
-/// A block, with everything that the launch does to it.
+/// A block, and all its accesses in the launch.
 struct Entry<'a> {
     account: Account<'a>,
     access: Access,
-    /// Its parts as they were listed, where that matters.
+    /// The listed parts of the block, with their accesses. Only a strict launch compares them.
     parts: SmallVec<[(DeviceRange, Access); 1]>,
 }
 
-/// The blocks that work about to be queued will touch.
+/// The blocks that work about to be queued will use.
 ///
-/// They are listed with what the work does to them, ordered all at once by [`Launch::preflight`],
-/// and stamped all at once when the work is queued. A block that is listed twice is one: read here
-/// and written there, it is read and written.
+/// List them with their accesses, order them together with [`Launch::preflight`], and stamp them
+/// together when the work is queued. A block that is listed twice is one entry: read in one place
+/// and written in another, it counts as read and written.
 ///
 /// ```
 /// use aquifer_core::Result;
@@ -87,41 +86,40 @@ pub struct Launch<'a> {
 }
 
 impl<'a> Launch<'a> {
-    /// A launch on `stream` that touches nothing yet.
+    /// Creates a launch on `stream` that uses no blocks yet.
     pub fn on(stream: &'a Stream) -> Self {
         Self { on: stream, entries: SmallVec::new(), strict: false }
     }
 
-    /// Refuses bytes that are listed twice, unless both only read them: a kernel that takes its
-    /// arguments for distinct would compute nonsense. Parts of one block that do not overlap are
-    /// distinct.
+    /// Refuses overlapping ranges unless both are only read: a kernel that assumes distinct
+    /// arguments would compute wrong results. Parts of one block that do not overlap are allowed.
     pub fn strict(mut self) -> Self {
         self.strict = true;
         self
     }
 
-    /// The work reads it.
+    /// Adds an operand that the work reads.
     pub fn reads(self, operand: &'a (impl Tracked + ?Sized)) -> Self {
         self.uses(operand, Access::Read)
     }
 
-    /// The work writes it, and reads nothing that was there before.
+    /// Adds an operand that the work overwrites without reading its old contents.
     pub fn writes(self, operand: &'a (impl Tracked + ?Sized)) -> Self {
         self.uses(operand, Access::Write)
     }
 
-    /// The work reads and writes it.
+    /// Adds an operand that the work reads and writes.
     pub fn updates(self, operand: &'a (impl Tracked + ?Sized)) -> Self {
         self.uses(operand, Access::ReadWrite)
     }
 
-    /// The work does this to it.
+    /// Adds an operand with this access.
     pub fn uses(mut self, operand: &'a (impl Tracked + ?Sized), access: Access) -> Self {
         let (account, part) = (operand.account(), (operand.range(), access));
         match self.entries.iter_mut().find(|entry| std::ptr::eq(entry.account.uses, account.uses)) {
             Some(entry) => {
                 entry.access = if entry.access == access { access } else { Access::ReadWrite };
-                // It says something of the whole block.
+                // The proof covers the whole block.
                 entry.account.alone |= account.alone;
                 entry.parts.push(part);
             }
@@ -132,15 +130,15 @@ impl<'a> Launch<'a> {
         self
     }
 
-    /// Checks everything, opens a use of every block, and makes the stream wait for what must come
-    /// before, once for each stream (`cuEventRecord` there, `cuStreamWaitEvent` here). The host
-    /// does not wait.
+    /// Checks all operands, opens a use of every block, and makes the stream wait once for each
+    /// other stream with conflicting work (`cuEventRecord` there, `cuStreamWaitEvent` here). The
+    /// host does not wait.
     ///
     /// # Errors
-    /// [`MemoryError::WrongDevice`]; [`MemoryError::ListedTwice`] if the launch is
-    /// [strict](Launch::strict); [`MemoryError::Busy`] for a block with a conflicting use that is
-    /// open; those of [`Timeline::wait_for`]. No use is noted then; waits that had been queued by
-    /// then stay queued, and are harmless.
+    /// [`MemoryError::WrongDevice`], [`MemoryError::ListedTwice`] if the launch is
+    /// [strict](Launch::strict), [`MemoryError::Busy`] for a block with a conflicting open use, and
+    /// those of [`Timeline::wait_for`]. No use is recorded then. Waits that were already queued
+    /// stay queued, and are harmless.
     #[track_caller]
     pub fn preflight(self) -> Result<Ready> {
         let site = site::enter();
@@ -151,7 +149,7 @@ impl<'a> Launch<'a> {
             for Entry { account, access, .. } in &self.entries {
                 let mut conflicting = Before::new();
                 let Account { address, home, uses, alone } = account;
-                // Whoever says that he writes proves nothing by it: readers may go on.
+                // A declared write proves nothing, so shared borrows may continue.
                 let borrows = Borrows::over_if(*alone && !access.writes());
                 entered.push(uses.enter(*address, home, on, *access, borrows, &mut conflicting)?);
                 before.push(conflicting);
@@ -197,9 +195,9 @@ impl<'a> Launch<'a> {
         Ok(())
     }
 
-    /// Makes the stream wait for every home stream and every conflicting use.
+    /// Makes the stream wait for every owner stream and every conflicting use.
     fn order(&self, on: &Arc<Timeline>, before: &[Before]) -> Result<()> {
-        // The newest epoch of each stream covers the others.
+        // The newest epoch of a stream covers its earlier ones.
         let mut newest: Several<(&Arc<Timeline>, u64)> = SmallVec::new();
         let homes = self.entries.iter().map(|entry| &entry.account.home);
         let homes = homes.map(|home| (home, home.open()));
@@ -227,9 +225,9 @@ impl fmt::Debug for Launch<'_> {
 
 /// A launch whose blocks are ordered: the work may be queued now.
 ///
-/// Until it ends, its blocks' bytes stay theirs, even if they are freed, and conflicting uses are
-/// refused. Dropping it ends it as [`Ready::commit`] does, which is right whether the work was
-/// queued or not; forgetting it keeps the blocks' memory for good.
+/// Until it ends, the memory of its blocks is not reused, even if they are freed, and conflicting
+/// uses are refused. Dropping it ends it as [`Ready::commit`] does, which is correct whether or not
+/// the work was queued. Forgetting it leaks the blocks' memory.
 #[must_use = "a launch that is dropped at once covers no work"]
 pub struct Ready {
     on: Arc<Timeline>,
@@ -237,11 +235,11 @@ pub struct Ready {
 }
 
 impl Ready {
-    /// The work is queued: ends all uses in one epoch. At most one event is recorded, and only on a
-    /// stream that is fenced at once.
+    /// Ends all uses in one epoch. Call it after the work is queued. Records at most one event, and
+    /// only on a stream that must be fenced immediately.
     ///
     /// # Errors
-    /// Those of [`Timeline::fence_at_once`]; the uses are ended all the same.
+    /// As [`Timeline::fence_at_once`]. The uses end even then.
     pub fn commit(mut self) -> Result<()> {
         self.end()
     }
@@ -256,12 +254,12 @@ impl Ready {
         ended
     }
 
-    /// No work was queued: calls all uses off.
+    /// Aborts all uses. Call it if no work was queued.
     pub fn abort(mut self) {
         self.uses.drain(..).for_each(Use::abort);
     }
 
-    /// The stream.
+    /// Returns the stream of the launch.
     #[must_use]
     pub fn on(&self) -> &Arc<Timeline> {
         &self.on
@@ -270,8 +268,8 @@ impl Ready {
 
 impl Drop for Ready {
     fn drop(&mut self) {
-        // A refusal leaves the uses without a proof, so their blocks are held back until the stream
-        // is retired.
+        // After an error nothing proves the uses, so their blocks are held back until the stream is
+        // retired.
         let _ = self.end();
     }
 }

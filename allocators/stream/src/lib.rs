@@ -1,14 +1,15 @@
-//! Leased streams, what is known of their past, who uses which block, and copies in safe code.
+//! Leased CUDA streams with epochs, records of which streams use a block, and safe asynchronous
+//! copies.
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`StreamPool`], [`Stream`] | streams that are leased and come back; adoption of other libraries' streams |
-//! | [`Timeline`], [`epochs`] | a stream's past in epochs, proved by events that are recorded only when somebody asks |
-//! | [`UseList`], [`Use`] | which other streams use a block |
-//! | [`Launch`], [`Ready`] | all the blocks that one launch touches, ordered and stamped at once |
-//! | [`Stream::upload`], [`Stream::scope`] and their kin | asynchronous copies that safe code cannot race with |
-//! | [`Retirement`] | who may still call for a handle that is about to go |
-//! | [`Spin`] | the lock in front of a stream's cache |
+//! | [`StreamPool`], [`Stream`] | leased and recycled streams, adopted streams of other libraries |
+//! | [`Timeline`], [`epochs`] | the epochs of a stream, and the events that prove them complete |
+//! | [`UseList`], [`Use`] | the uses of a block by streams other than its owner stream |
+//! | [`Launch`], [`Ready`] | all blocks of one launch, ordered and stamped together |
+//! | [`Stream::upload`], [`Stream::scope`] | asynchronous copies that safe code cannot race with |
+//! | [`Retirement`] | whether driver calls may still use a handle that is about to be destroyed |
+//! | [`Spin`] | the spin lock of a stream's cache |
 
 mod attachments;
 mod copy;

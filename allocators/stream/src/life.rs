@@ -1,4 +1,4 @@
-//! How long a stream's handle is good, and who may call the driver with it.
+//! How long a stream's handle is valid, and which thread may call the driver with it.
 
 use aquifer_driver::KeepAlive;
 use std::{
@@ -14,40 +14,40 @@ use std::{
 /// let driver = Sim::h200(1).driver();
 /// let streams = StreamPool::new(driver.clone(), DeviceId(0), 4);
 /// let theirs = driver.stream_create(DeviceId(0), 0)?;
-/// // SAFETY: 1. the handle is one, of this device. 2. nobody destroys it here.
+/// // SAFETY: 1. a valid stream of this device. 2. it is never destroyed here.
 /// let stream = unsafe { streams.adopt(theirs, Life::Retired) }?;
 /// stream.retire()?;                       // before it is destroyed
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Clone)]
 pub enum Life {
-    /// It is ours, and is destroyed when the last who notes it lets go.
+    /// The pool owns the stream, and destroys it when the last reference is dropped.
     Owned,
-    /// It is another library's, and lives as long as this.
+    /// Another library owns the stream, which lives as long as this value.
     KeptAlive(KeepAlive),
-    /// It is another library's. Its owner calls [`Stream::retire`](crate::Stream::retire) before
+    /// Another library owns the stream, and calls [`Stream::retire`](crate::Stream::retire) before
     /// destroying it.
     Retired,
-    /// It is another library's and may be destroyed at any time that no call is in progress: every
-    /// free and every use is fenced at once, with an event recorded there and then. Blocks
-    /// allocated for it are freed, and uses on it ended, before it is destroyed.
+    /// Another library owns the stream, and may destroy it whenever no call is in progress. Every
+    /// free and use is fenced immediately with an event. Its blocks must be freed and its uses
+    /// ended before it is destroyed.
     Fenced,
     /// The device's legacy default stream, which lives as long as the context.
     Legacy,
-    /// The per-thread default stream of this thread. Its handle, 2, means another stream on every
-    /// other thread, so no other thread calls the driver with it, and every free and every use is
-    /// fenced at once, by the thread itself.
+    /// The per-thread default stream of this thread. Its handle, 2, means a different stream on
+    /// every other thread. So only this thread calls the driver with it, and it fences every free
+    /// and use immediately.
     Thread(ThreadId),
 }
 
 impl Life {
-    /// Whether an event must be recorded at each free and at the end of each use, since it may be
-    /// too late afterwards.
+    /// Returns whether an event must be recorded at each free and at the end of each use, because
+    /// it may be too late afterwards.
     pub(crate) fn fences_at_once(&self) -> bool {
         matches!(self, Self::Fenced | Self::Thread(_))
     }
 
-    /// Whether the handle means this stream on the thread that asks.
+    /// Returns whether the handle means this stream on the calling thread.
     pub(crate) fn is_meant_here(&self) -> bool {
         match self {
             Self::Thread(owner) => thread::current().id() == *owner,
@@ -55,8 +55,8 @@ impl Life {
         }
     }
 
-    /// Whether the stream cannot be ended by a program: our own, which its pool ends, and the
-    /// legacy default stream.
+    /// Returns whether [`Stream::retire`](crate::Stream::retire) leaves the stream usable: it
+    /// belongs to a pool, or is the legacy default stream.
     pub(crate) fn outlives_retirement(&self) -> bool {
         matches!(self, Self::Owned | Self::Legacy)
     }

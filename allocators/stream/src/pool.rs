@@ -1,4 +1,4 @@
-//! Streams that are leased and come back.
+//! A pool of leased and recycled streams.
 
 use crate::{Life, Stream, Timeline, identity::id_of};
 use aquifer_core::{DeviceId, DriverError, Id, IdSpace, MemoryError, Result};
@@ -12,14 +12,14 @@ use std::{
     thread::{self, ThreadId},
 };
 
-/// How many streams a pool has at most, unless told otherwise.
+/// The default limit of streams in a pool.
 pub const DEFAULT_CAP: u32 = 64;
 
-/// Owned, non-blocking streams of one device, leased one at a time and used again when they come
-/// back.
+/// A pool of non-blocking streams of one device. Each stream is leased to one user at a time and is
+/// reused when the lease ends.
 ///
-/// There is a cap, and a typed error at the cap; a default stream of the driver is never handed out
-/// in its place. Ids name streams of this pool only.
+/// The number of streams is limited. At the limit a lease returns a typed error. A default stream
+/// of the driver is never returned instead. Ids are valid in this pool only.
 #[derive(Clone)]
 pub struct StreamPool {
     inner: Arc<Inner>,
@@ -31,24 +31,24 @@ pub(crate) struct Inner {
     cap: u32,
     ids: IdSpace<Stream>,
     slots: Mutex<Slots>,
-    /// Streams that are known here, leased or adopted. A handle comes back after its stream is
-    /// destroyed, so an adopted one is believed only while its id is the same.
+    /// The streams known to this pool, leased or adopted. The driver reuses handles of destroyed
+    /// streams, so the entry of an adopted stream is valid only while its id is the same.
     known: Mutex<Known>,
 }
 
-/// What tells streams apart: the context, of which a device has one here, and the handle; of a
-/// per-thread default stream also the thread that means it.
+/// Identifies a stream: its context (a device has one here) and its handle. For a per-thread
+/// default stream also its thread.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 struct Key {
     raw: RawStream,
     thread: Option<ThreadId>,
 }
 
-/// Streams by what tells them apart. Every use of a block is looked up here by its stream's handle.
+/// Streams by key. Each use of a block looks up its stream here.
 type Known = HashMap<Key, Weak<Timeline>, BuildHasherDefault<OfHandles>>;
 
-/// A hash of handles, which are addresses and numbers of the driver's: nobody chooses them so that
-/// they collide, and the standard one takes ten times as long, a third of such a look.
+/// A hasher for stream handles, which are addresses and small numbers of the driver. Nothing
+/// chooses them to collide, and the standard hasher would take a large part of the lookup time.
 #[derive(Default)]
 struct OfHandles(u64);
 
@@ -62,7 +62,7 @@ impl Hasher for OfHandles {
     }
 
     fn write_u64(&mut self, value: u64) {
-        // Fibonacci hashing (Knuth, 6.4), with the upper half, where the mixing is, brought down.
+        // Fibonacci hashing (Knuth, 6.4). The well-mixed upper half is folded into the lower.
         let mixed = (self.0 ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15);
         self.0 = mixed ^ mixed >> 32;
     }
@@ -77,7 +77,7 @@ impl Hasher for OfHandles {
 }
 
 impl Key {
-    /// What a handle means on the thread that asks.
+    /// Returns what a handle means on the calling thread.
     fn of(raw: RawStream) -> Self {
         let device = raw.device();
         match raw.handle() {
@@ -87,7 +87,8 @@ impl Key {
         }
     }
 
-    /// How long a default stream lives; `None` for any other, whose owner must say.
+    /// Returns the lifetime of a default stream, or `None` for any other stream, whose lifetime the
+    /// caller must give.
     fn default_life(self) -> Option<Life> {
         match self.thread {
             Some(thread) => Some(Life::Thread(thread)),
@@ -97,7 +98,7 @@ impl Key {
     }
 }
 
-/// What a leased stream is to be like.
+/// The properties of a leased stream.
 ///
 /// ```
 /// use aquifer_core::DeviceId;
@@ -115,15 +116,15 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// Served before others of a higher number. 0 unless set.
+    /// Sets the priority. A lower number is served first. The default is 0.
     #[must_use]
     pub fn priority(mut self, priority: i32) -> Self {
         self.priority = priority;
         self
     }
 
-    /// Never made to wait for another stream, nor another for it, by a pool: see
-    /// [`Timeline::is_isolated`].
+    /// Isolates the stream: a pool never makes it wait for another stream, nor another stream for
+    /// it. See [`Timeline::is_isolated`].
     #[must_use]
     pub fn isolated(mut self) -> Self {
         self.isolated = true;
@@ -134,28 +135,28 @@ impl Lease {
 #[derive(Default)]
 struct Slots {
     slots: Vec<Slot>,
-    /// Slots whose stream nobody leases.
+    /// Slots whose stream is not leased.
     idle: Vec<u32>,
-    /// Streams being created, outside the lock.
+    /// The number of streams being created outside the lock.
     coming: u32,
-    /// Numbers given to adopted streams, above the slots'.
+    /// The number of adopted streams so far. They are numbered above the slots.
     adopted: u32,
 }
 
 struct Slot {
     timeline: Arc<Timeline>,
     kind: Lease,
-    /// Grows with each lease, so that an id of an earlier one is told apart.
+    /// Incremented by each lease, so that ids of earlier leases are invalid.
     generation: u32,
     leased: Weak<Leased>,
 }
 
-/// One lease; the stream goes back to the pool when the last clone of it is dropped.
+/// One lease. The stream returns to the pool when the last clone is dropped.
 pub(crate) struct Leased {
     pub(crate) pool: Arc<Inner>,
     pub(crate) timeline: Arc<Timeline>,
     pub(crate) id: Id<Stream>,
-    /// The slot it goes back to; `None` for an adopted stream.
+    /// The slot it returns to, or `None` for an adopted stream.
     slot: Option<u32>,
 }
 
@@ -181,7 +182,7 @@ impl Drop for Leased {
 }
 
 impl StreamPool {
-    /// An empty pool for `device`. Makes no driver call.
+    /// Creates an empty pool for `device`. Makes no driver call.
     #[must_use]
     pub fn new(driver: Arc<dyn Driver>, device: DeviceId, cap: u32) -> Self {
         Self {
@@ -199,22 +200,22 @@ impl StreamPool {
     /// Leases a stream of the default priority.
     ///
     /// # Errors
-    /// [`MemoryError::Capacity`] when `cap` streams are leased; the driver's.
+    /// [`MemoryError::Capacity`] when `cap` streams are leased, and driver errors.
     pub fn lease(&self) -> Result<Stream> {
         self.lease_as(Lease::default())
     }
 
-    /// Leases a stream of this priority (a lower number is served first): one that came back, or a
-    /// new one.
+    /// Leases a stream of this priority (a lower number is served first). Reuses an idle stream or
+    /// creates one.
     ///
     /// # Errors
-    /// [`MemoryError::Capacity`] when `cap` streams are leased; the driver's.
+    /// [`MemoryError::Capacity`] when `cap` streams are leased, and driver errors.
     pub fn lease_with_priority(&self, priority: i32) -> Result<Stream> {
         self.lease_as(Lease::default().priority(priority))
     }
 
-    /// Leases a stream for work that must be ordered with other streams only where its user says
-    /// so: collectives. See [`Timeline::is_isolated`].
+    /// Leases a stream that only its user may order with other streams. For collectives. See
+    /// [`Timeline::is_isolated`].
     ///
     /// # Errors
     /// As [`StreamPool::lease`].
@@ -222,9 +223,9 @@ impl StreamPool {
         self.lease_as(Lease::default().isolated())
     }
 
-    /// Leases a stream of this kind: one that came back, or a new one. A stream that came back and
-    /// still captures a graph is not leased; where the pool has no other left, a new one takes its
-    /// place.
+    /// Leases a stream with these properties. Reuses an idle stream or creates one. An idle stream
+    /// that still captures a graph is not leased. If the pool has no other stream left, a new one
+    /// replaces it.
     ///
     /// # Errors
     /// As [`StreamPool::lease`].
@@ -247,8 +248,8 @@ impl StreamPool {
                         break None;
                     }
                     None => {
-                        // All streams exist; an idle one of another kind gives way, else one that
-                        // captures.
+                        // At the limit. An idle stream of another kind is replaced, or else one
+                        // that captures.
                         let gives_way =
                             slots.idle.iter().rposition(|slot| !capturing.contains(slot));
                         let at = gives_way.or(slots.idle.len().checked_sub(1));
@@ -260,10 +261,11 @@ impl StreamPool {
                     }
                 }
             };
-            // A call of the driver's, so outside of the lock. Nobody leases the slot meanwhile.
+            // A driver call, so made outside the lock. The slot is not idle now, so no other thread
+            // leases it.
             let captures = match timeline.is_capturing() {
-                // Nothing is captured on a device that is lost; the first call for the stream says
-                // so.
+                // Nothing captures on a lost device. The first call for the stream returns the
+                // error.
                 Err(MemoryError::DeviceLost { .. }) => Ok(false),
                 captures => captures,
             };
@@ -298,7 +300,7 @@ impl StreamPool {
                 slots.slots[slot as usize].kind = kind;
                 let stream = inner.lease_slot(&mut slots, slot);
                 drop(slots);
-                // Destroys the stream, a driver call, unless a cache still notes it.
+                // Destroys the stream, which is a driver call, unless a cache still references it.
                 drop(old);
                 Ok(stream)
             }
@@ -313,26 +315,26 @@ impl StreamPool {
         }
     }
 
-    /// Takes in a stream of another library, so that it can be used with pools of this device. The
-    /// same stream adopted twice is one and the same here.
+    /// Adopts a stream of another library, so that it can be used with pools of this device.
+    /// Adopting the same stream again returns the same timeline.
     ///
-    /// The handles 0, 1 and 2 are the driver's default streams, whose life is known, whatever
-    /// `life` says: see [`StreamPool::legacy_default`] and [`StreamPool::thread_default`].
+    /// The handles 0, 1 and 2 are the driver's default streams. Their lifetime is known, and `life`
+    /// is ignored: see [`StreamPool::legacy_default`] and [`StreamPool::thread_default`].
     ///
     /// # Safety
     /// 1. `raw` is a valid stream of this pool's device and driver.
     /// 2. It is kept valid as `life` says.
     ///
     /// # Errors
-    /// [`MemoryError::WrongDevice`]; the driver's.
+    /// [`MemoryError::WrongDevice`], and driver errors.
     #[expect(unsafe_code, reason = "declares an unsafe function; holds no unsafe block")]
     pub unsafe fn adopt(&self, raw: RawStream, life: Life) -> Result<Stream> {
         self.adopt_known(raw, life)
     }
 
-    /// As [`StreamPool::adopt`], for a stream that must be ordered with others only where its user
-    /// says so: collectives of another library. See [`Timeline::is_isolated`]. A stream that is
-    /// known already is isolated from now on.
+    /// Like [`StreamPool::adopt`], for a stream that only its user may order with other streams,
+    /// such as collectives of another library. See [`Timeline::is_isolated`]. A stream that is
+    /// already known becomes isolated.
     ///
     /// # Safety
     /// As [`StreamPool::adopt`].
@@ -346,27 +348,26 @@ impl StreamPool {
         Ok(stream)
     }
 
-    /// The legacy default stream of the device's primary context, which the handles 0 and 1 both
-    /// mean. The driver orders it with every blocking stream of the context, both ways; leased
-    /// streams are not blocking.
+    /// Returns the legacy default stream of the device's primary context. The handles 0 and 1 both
+    /// mean it. The driver orders it with every blocking stream of the context in both directions.
+    /// Leased streams are non-blocking.
     ///
     /// # Errors
-    /// The driver's.
+    /// Driver errors.
     pub fn legacy_default(&self) -> Result<Stream> {
         self.adopt_known(RawStream::legacy(self.device()), Life::Legacy)
     }
 
-    /// The default stream that the calling thread has to itself (handle 2). Each thread gets an
-    /// account of its own.
+    /// Returns the default stream of the calling thread (handle 2). Each thread has its own stream
+    /// and timeline.
     ///
-    /// Frees and uses on it are fenced at once, with an event recorded by this thread; so blocks
-    /// allocated for it are freed, and uses on it ended, here. What another thread frees or ends is
-    /// held back until this thread frees, ends or waits for something again, or the whole device is
-    /// waited for. Calls for the stream from another thread are refused with
-    /// [`MemoryError::OtherThread`].
+    /// Frees and uses on it are fenced immediately, with an event that this thread records. So free
+    /// its blocks and end its uses on this thread. What another thread frees or ends is held back
+    /// until this thread frees, ends or waits for something again, or until the device is
+    /// synchronised. Calls for the stream from another thread return [`MemoryError::OtherThread`].
     ///
     /// # Errors
-    /// The driver's.
+    /// Driver errors.
     pub fn thread_default(&self) -> Result<Stream> {
         self.adopt_known(RawStream::per_thread(self.device()), Life::Fenced)
     }
@@ -377,21 +378,22 @@ impl StreamPool {
         Ok(Stream { lease: Leased::new(&self.inner, &timeline, id, None) })
     }
 
-    /// The timeline of a stream by its handle: one that is leased here or adopted, or one that
-    /// `alive` keeps valid, or a default stream, which is adopted now.
+    /// Returns the timeline of a stream by its handle. The stream is leased or adopted here, or
+    /// `alive` keeps it valid, or it is a default stream. In the last two cases it is adopted if it
+    /// is not known yet.
     ///
-    /// Where `alive` is the [`Timeline`] of this handle, as [`Timeline::keep_alive`] gives it, the
-    /// stream belongs to another pool of the device: that timeline is returned, unless the stream
-    /// is known here. So two pools share one account of it.
+    /// If `alive` is the [`Timeline`] of this handle, from [`Timeline::keep_alive`], the stream
+    /// belongs to another pool of the device. That timeline is returned unless the stream is known
+    /// here. So both pools share one timeline for it.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] for a stream that is not known without `alive`, that has been
-    /// retired, or that belongs to another driver; those of adoption.
+    /// [`MemoryError::UnknownId`] for a retired stream, a stream of another driver, or a stream
+    /// that is not known and has no `alive`. Otherwise the errors of adoption.
     pub fn timeline(&self, raw: RawStream, alive: Option<KeepAlive>) -> Result<Arc<Timeline>> {
         let alive = match alive.map(Arc::downcast::<Timeline>) {
             Some(Ok(timeline)) => {
-                // A default stream's handle means a stream of each thread, so this pool's own
-                // account is asked for it.
+                // The handle of a default stream means a different stream on each thread, so this
+                // pool's own timeline is preferred.
                 return match self.timeline(raw, None) {
                     Err(MemoryError::UnknownId) if self.inner.shares(&timeline, raw) => {
                         Ok(timeline)
@@ -411,11 +413,10 @@ impl StreamPool {
         }
     }
 
-    /// The leased stream of this id; an error for an id of another pool, or of a lease that is
-    /// over.
+    /// Returns the leased stream with this id.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`].
+    /// [`MemoryError::UnknownId`] for an id of another pool or of a lease that has ended.
     pub fn get(&self, id: Id<Stream>) -> Result<Stream> {
         let (slot, generation) = self.inner.ids.resolve(id).ok_or(MemoryError::UnknownId)?;
         let slots = self.inner.slots();
@@ -424,41 +425,41 @@ impl StreamPool {
         Ok(Stream { lease })
     }
 
-    /// Streams leased now.
+    /// Returns the number of streams that are leased now.
     #[must_use]
     pub fn leased(&self) -> u32 {
         let slots = self.inner.slots();
         (slots.slots.len() - slots.idle.len()) as u32
     }
 
-    /// Streams that may be leased at once.
+    /// Returns the maximum number of leased streams.
     #[must_use]
     pub fn cap(&self) -> u32 {
         self.inner.cap
     }
 
-    /// The device.
+    /// Returns the device of the pool.
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.inner.device
     }
 
-    /// Whether both are handles to one pool.
+    /// Returns whether both are handles to the same pool.
     #[must_use]
     pub fn is(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// The driver.
+    /// Returns the driver of the pool.
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
         &self.inner.driver
     }
 
-    /// Priorities that make a difference on this device, highest first.
+    /// Returns the range of distinct priorities on this device, highest first.
     ///
     /// # Errors
-    /// The driver's.
+    /// Driver errors.
     pub fn priorities(&self) -> Result<RangeInclusive<i32>> {
         self.inner.driver.stream_priorities(self.inner.device).map_err(|e| self.inner.lost(e))
     }
@@ -477,9 +478,10 @@ impl Inner {
         MemoryError::driver(self.device, error)
     }
 
-    /// A new stream of the driver's; its number is known only under the lock.
+    /// Creates a stream in the driver. Its number is assigned later, under the lock.
     fn make(&self, kind: Lease) -> Result<impl FnOnce(u32) -> Timeline + use<>> {
-        // What was refused may be released by now. What is refused again stays for the next sweep.
+        // Retry releases that the driver refused before. What is refused again stays for the next
+        // sweep.
         let _ = leftovers::sweep(&self.driver);
         let raw =
             self.driver.stream_create(self.device, kind.priority).map_err(|e| self.lost(e))?;
@@ -497,8 +499,8 @@ impl Inner {
     #[expect(unsafe_code, reason = "ends a handle")]
     fn unmake(&self, raw: RawStream) {
         let driver = self.driver.clone();
-        // SAFETY: 1. the stream has just been made, nothing else has its handle, and no release of
-        // it has succeeded yet.
+        // SAFETY: 1. the stream was just created, nothing else has its handle, and no release of it
+        // has succeeded yet.
         leftovers::release(&self.driver, move || unsafe { driver.stream_destroy(raw) });
     }
 
@@ -512,15 +514,15 @@ impl Inner {
         Stream { lease }
     }
 
-    /// Whether the account of a stream of another pool can be used here: it is the handle's, good,
-    /// and of the same driver.
+    /// Returns whether a timeline of another pool can be used here: it has this handle, is not
+    /// retired, and has the same driver.
     fn shares(&self, timeline: &Timeline, raw: RawStream) -> bool {
         timeline.raw() == raw
             && !timeline.is_retired()
             && Arc::ptr_eq(timeline.driver(), &self.driver)
     }
 
-    /// The timeline known for a handle, if its stream is still the same one.
+    /// Returns the timeline known for a handle, if the handle still means the same stream.
     fn lookup(&self, raw: RawStream) -> Result<Option<Arc<Timeline>>> {
         if raw.device() != self.device {
             return Err(MemoryError::WrongDevice { expected: self.device, actual: raw.device() });
@@ -541,7 +543,7 @@ impl Inner {
             return Ok(known);
         }
         let id = id_of(&*self.driver, raw).map_err(|e| self.lost(e))?;
-        // Before the other lock is taken: whoever leases takes the two in the other order.
+        // Before the other lock is taken: leasing takes these two locks in the opposite order.
         let number = {
             let mut slots = self.slots();
             slots.adopted += 1;
@@ -550,7 +552,7 @@ impl Inner {
         let timeline = Arc::new(Timeline::new(self.driver.clone(), raw, number, id, life, false));
         let mut known = self.known();
         known.retain(|_, timeline| timeline.strong_count() > 0);
-        // Another thread may have taken it in meanwhile.
+        // Another thread may have adopted it since the lookup.
         let other = known.get(&key).and_then(Weak::upgrade);
         let same = other
             .as_ref()
@@ -559,7 +561,8 @@ impl Inner {
             known.insert(key, Arc::downgrade(&timeline));
         }
         drop(known);
-        // What is not the answer goes only now: it may be the last to hold somebody else's stream.
+        // The other value is dropped after the locks are released: it may be the last reference to
+        // another library's stream.
         Ok(if same { other.unwrap_or(timeline) } else { timeline })
     }
 }
@@ -583,12 +586,12 @@ mod tests {
     fn handles_that_lie_side_by_side_are_far_apart_in_the_table() {
         let hash = BuildHasherDefault::<OfHandles>::default();
         for stride in [1, 8, 64, 4096, 1 << 21] {
-            // As the derived hash of a key writes them.
+            // As the derived `Hash` of a key writes them.
             let hashes =
                 (0..1024u64).map(|n| hash.hash_one((0u32, 0x7f00_0000_0000 + n * stride, 0usize)));
             let (low, high): (HashSet<_>, HashSet<_>) =
                 hashes.map(|hash| (hash % 1024, hash >> 57)).unzip();
-            // What chance would leave of so many is 647.
+            // Random values would leave 647 distinct ones.
             assert!(
                 low.len() > 500 && high.len() > 100,
                 "{stride}: {} and {}",

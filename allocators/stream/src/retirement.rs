@@ -1,35 +1,35 @@
-//! Who may still call the driver for a handle whose owner is about to destroy it.
+//! The state of a driver handle that its owner may destroy, and a count of threads in calls for it.
 //!
-//! Threads that call are counted in the word that says whether they may: so whoever retires the
-//! handle, and sets the word, sees each of them or is seen by it. Two words would need every access
-//! in the one order of sequential consistency.
+//! State and count share one atomic word. So a thread that retires the handle either sees each
+//! calling thread in the count, or that thread sees the new state. Two words would need
+//! sequentially consistent access.
 
 use crate::sync::{
     atomic::{AtomicU32, Ordering},
     yield_now,
 };
 
-/// The part of the word that counts threads in a call.
+/// The bits that count threads in a call.
 const COUNT: u32 = (1 << 30) - 1;
-/// The handle is good.
+/// The handle is valid.
 const LIVE: u32 = 0;
-/// Somebody waits for the last of the stream's work; the handle is still good.
+/// A thread waits for the last work of the stream. The handle is still valid.
 const ENDING: u32 = 1 << 30;
-/// All work is done, and the handle is gone or about to go.
+/// All work is complete, and the handle is destroyed or about to be.
 const RETIRED: u32 = 2 << 30;
-/// The device is lost, and with it all that was queued.
+/// The device is lost, and all queued work with it.
 const LOST: u32 = 3 << 30;
 
-/// Why a handle may not be called for any more.
+/// Why a handle may not be used any more.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Ended {
-    /// Its owner has taken it back.
+    /// Its owner has retired it.
     Retired,
     /// Its device is lost.
     Lost,
 }
 
-/// Whether a handle is good, and how many threads are in a call for it.
+/// The state of a handle, and the number of threads in a driver call for it.
 ///
 /// ```
 /// use aquifer_stream::{Ended, Retirement};
@@ -42,8 +42,8 @@ pub enum Ended {
 /// ```
 #[derive(Debug)]
 pub struct Retirement {
-    /// One of the four above, and the count. The former does not go back, but for a retirement
-    /// that fails.
+    /// One of the four states above, and the count. The state never goes back, except after a
+    /// retirement that failed.
     word: AtomicU32,
 }
 
@@ -54,28 +54,28 @@ impl Default for Retirement {
 }
 
 impl Retirement {
-    /// A good handle.
+    /// Creates the state of a valid handle.
     #[must_use]
     pub fn new() -> Self {
         Self { word: AtomicU32::new(LIVE) }
     }
 
-    /// Announces calls for the handle, which stays good while the answer lives. Waits while a
-    /// retirement is under way.
+    /// Announces calls for the handle. It stays valid until the returned guard is dropped. Waits
+    /// while a retirement is in progress.
     ///
     /// # Errors
-    /// Why there is nothing to call for.
+    /// The reason why the handle may not be used.
     pub fn enter(&self) -> Result<Calling<'_>, Ended> {
         loop {
-            // Acquire: after a retirement that failed.
+            // Acquire: orders this after a retirement that failed.
             let before = self.word.fetch_add(1, Ordering::Acquire);
             let calling = Calling(self);
             match before & !COUNT {
                 LIVE => return Ok(calling),
                 ENDING => {
                     drop(calling);
-                    // Whoever retires waits until nobody is counted, so this does not count itself
-                    // again and again.
+                    // The retiring thread waits for a count of zero, so this thread must not keep
+                    // incrementing it.
                     while self.word.load(Ordering::Relaxed) & !COUNT == ENDING {
                         yield_now();
                     }
@@ -86,9 +86,9 @@ impl Retirement {
         }
     }
 
-    /// Lets nobody in any more, waits until all who are in have left, and runs `last`, for which
-    /// the handle is still good. If that fails, the handle is as it was. `None` if it had ended
-    /// already, or ends meanwhile on another thread.
+    /// Refuses new calls, waits until all calls have ended, and runs `last`, for which the handle
+    /// is still valid. If `last` fails, the handle is valid again. Returns `None` if the handle had
+    /// already ended, or if another thread ended it first.
     pub fn end<T, E>(&self, last: impl FnOnce() -> Result<T, E>) -> Option<Result<T, E>> {
         loop {
             let word = self.word.load(Ordering::Acquire);
@@ -106,18 +106,19 @@ impl Retirement {
                 break;
             }
         }
-        // Acquire: after the calls of those who have left. Whoever comes now leaves without a call.
+        // Acquire: orders this after the calls that ended. A thread that enters now leaves without
+        // a call.
         while self.word.load(Ordering::Acquire) & COUNT > 0 {
             yield_now();
         }
         let answer = last();
         let after = if answer.is_ok() { RETIRED } else { LIVE };
-        // Only the state: threads that look in and leave are counted meanwhile.
+        // Changes only the state: threads that enter and leave change the count concurrently.
         self.word.fetch_add(after.wrapping_sub(ENDING), Ordering::AcqRel);
         Some(answer)
     }
 
-    /// The device is lost. One that is being retired, or has been, is left to that.
+    /// Marks the device as lost. Has no effect on a handle that is retired or being retired.
     pub fn lose(&self) {
         let mut word = self.word.load(Ordering::Relaxed);
         while word & !COUNT == LIVE {
@@ -129,23 +130,23 @@ impl Retirement {
         }
     }
 
-    /// Whether the handle is not to be called for any more.
+    /// Returns whether the handle may not be used any more.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.word.load(Ordering::Acquire) & !COUNT >= RETIRED
     }
 }
 
-/// A thread in a driver call for a handle: whoever retires the handle waits for it.
+/// A guard for driver calls with a handle. Retiring the handle waits until it is dropped.
 ///
-/// Its example is that of [`Retirement`].
+/// See [`Retirement`] for an example.
 #[derive(Debug)]
 #[must_use = "the handle may go as soon as this is dropped"]
 pub struct Calling<'a>(&'a Retirement);
 
 impl Drop for Calling<'_> {
     fn drop(&mut self) {
-        // Release: whoever retires the handle comes after the calls.
+        // Release: orders a retirement after the calls.
         self.0.word.fetch_sub(1, Ordering::Release);
     }
 }

@@ -1,4 +1,4 @@
-//! A leased stream, as its user holds it.
+//! A leased stream, as the user holds it.
 
 use crate::{Timeline, pool::Leased};
 use aquifer_core::{DeviceId, Gate, Id, MemoryError, Result, wake::Opened};
@@ -14,57 +14,57 @@ use std::{
 
 /// A stream leased from a [`StreamPool`](crate::StreamPool), or adopted by one.
 ///
-/// Clones share the lease, which ends with the last of them. What was queued runs on, and the next
-/// who leases the stream queues behind it.
+/// Clones share the lease, which ends with the last of them. Queued work runs on. The next user of
+/// the stream queues behind it.
 #[derive(Clone)]
 pub struct Stream {
     pub(crate) lease: Arc<Leased>,
 }
 
 impl Stream {
-    /// Its name in its pool.
+    /// Returns the id of the stream in its pool.
     #[must_use]
     pub fn id(&self) -> Id<Stream> {
         self.lease.id
     }
 
-    /// Its number in its pool, for people: leased streams from 0, adopted ones from the pool's cap
-    /// on.
+    /// Returns the number of the stream in its pool, for messages. Leased streams are numbered from
+    /// 0, adopted ones from the pool's cap.
     #[must_use]
     pub fn number(&self) -> u32 {
         self.lease.timeline.number()
     }
 
-    /// The device.
+    /// Returns the device of the stream.
     #[must_use]
     pub fn device(&self) -> DeviceId {
         self.lease.timeline.raw().device()
     }
 
-    /// The driver's handle, valid while this lease lasts; of an adopted stream, as long as its
-    /// [`Life`](crate::Life) says.
+    /// Returns the driver's handle. It is valid while this lease lasts. The handle of an adopted
+    /// stream is valid as its [`Life`](crate::Life) says.
     #[must_use]
     pub fn raw(&self) -> RawStream {
         self.lease.timeline.raw()
     }
 
-    /// The driver.
+    /// Returns the driver of the stream.
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
         self.lease.timeline.driver()
     }
 
-    /// Its past.
+    /// Returns the timeline of the stream.
     #[inline]
     #[must_use]
     pub fn timeline(&self) -> &Arc<Timeline> {
         &self.lease.timeline
     }
 
-    /// Waits until all that was queued is done. Blocks.
+    /// Waits until all queued work is complete. Blocks.
     ///
     /// # Errors
-    /// [`MemoryError::Capturing`]; the driver's, and those of the work itself.
+    /// [`MemoryError::Capturing`], and driver errors, including those of the work itself.
     #[track_caller]
     pub fn synchronize(&self) -> Result<()> {
         let site = site::enter();
@@ -73,10 +73,11 @@ impl Stream {
         Ok(())
     }
 
-    /// Whether all that was queued is done; it is in a stream that has been retired. Never blocks.
+    /// Returns whether all queued work is complete. Returns `true` for a retired stream. Never
+    /// blocks.
     ///
     /// # Errors
-    /// [`MemoryError::Capturing`]; the driver's, and those of the work itself.
+    /// [`MemoryError::Capturing`], and driver errors, including those of the work itself.
     #[track_caller]
     pub fn is_idle(&self) -> Result<bool> {
         let _site = site::enter();
@@ -89,15 +90,15 @@ impl Stream {
         self.driver().stream_query(self.raw()).map_err(|e| MemoryError::driver(self.device(), e))
     }
 
-    /// Makes work queued here from now on wait for all that is queued on `other` now. The host does
+    /// Makes later work on this stream wait for all work queued on `other` so far. The host does
     /// not wait.
     ///
-    /// If `other` captures a graph this stream joins the capture, and is part of it until that
-    /// ends: the driver's way to fork a capture, and, with the two changed over, to join it again.
+    /// If `other` captures a graph, this stream joins the capture until it ends. This is the
+    /// driver's way to fork a capture and, with the streams exchanged, to join it again.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if
-    /// this stream captures and `other` does not; the driver's.
+    /// [`MemoryError::UnknownId`] if this stream is retired, [`MemoryError::Capturing`] if this
+    /// stream captures and `other` does not, and driver errors.
     #[track_caller]
     pub fn wait_for(&self, other: &Stream) -> Result<()> {
         let _site = site::enter();
@@ -109,7 +110,7 @@ impl Stream {
         mine.wait_for(theirs, theirs.open()).map(drop)
     }
 
-    /// A gate that opens when all that is queued now is done.
+    /// Returns a gate that opens when all work queued so far is complete.
     #[must_use]
     pub fn point(&self) -> Point {
         let point = Point::ahead(self.timeline());
@@ -117,14 +118,13 @@ impl Stream {
         point
     }
 
-    /// Ends the account of an adopted stream, which its owner is about to destroy. Blocks until its
-    /// work is done. What other clones queue from then on is refused with
-    /// [`MemoryError::UnknownId`].
+    /// Retires an adopted stream that its owner is about to destroy. Blocks until its work is
+    /// complete. Later work that other clones queue is refused with [`MemoryError::UnknownId`].
     ///
-    /// A leased stream is its pool's: it is synchronised, and comes back to the pool.
+    /// A leased stream belongs to its pool: it is synchronised and returns to the pool.
     ///
     /// # Errors
-    /// The driver's; the stream is not retired.
+    /// Driver errors. The stream is not retired then.
     #[track_caller]
     pub fn retire(self) -> Result<()> {
         let _site = site::enter();
@@ -148,10 +148,10 @@ impl fmt::Debug for Stream {
     }
 }
 
-/// A point in a stream's queue, as a [`Gate`]: open when everything before it is done.
+/// A point in a stream's queue, as a [`Gate`] that opens when all work before it is complete.
 ///
-/// It may be made ahead of the work it stands for, and given to whoever must wait for it; it stays
-/// shut until [`Point::reached`] says that the work is queued.
+/// It may be created before its work is queued, and passed to its waiters. It stays shut until
+/// [`Point::reached`] is called after the work is queued.
 ///
 /// ```
 /// use aquifer_core::Gate;
@@ -160,7 +160,7 @@ impl fmt::Debug for Stream {
 /// let streams = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
 /// let stream = streams.lease()?;
 /// let point = Point::ahead(stream.timeline());
-/// assert!(!point.is_open());               // its work is still to be queued
+/// assert!(!point.is_open());               // its work is not queued yet
 /// // … work is queued on the stream …
 /// point.reached();
 /// assert!(point.wait(None)?);
@@ -174,20 +174,20 @@ pub struct Point {
 }
 
 impl Point {
-    /// A point that has not been reached: the work that it stands for is still to be queued.
+    /// Creates a point whose work is still to be queued.
     #[must_use]
     pub fn ahead(timeline: &Arc<Timeline>) -> Self {
         Self { timeline: timeline.clone(), epoch: Arc::new(AtomicU64::new(0)) }
     }
 
-    /// All that the point stands for is queued. Further calls change nothing.
+    /// Declares that all work of the point is queued. Further calls have no effect.
     pub fn reached(&self) {
         let epoch = self.timeline.open();
-        // A later epoch would be right too, only later.
+        // A later epoch would also be correct, but opens later.
         let _ = self.epoch.compare_exchange(0, epoch, Ordering::Release, Ordering::Relaxed);
     }
 
-    /// The epoch, once the point is reached.
+    /// Returns the epoch if the point is reached.
     fn epoch(&self) -> Option<u64> {
         Some(self.epoch.load(Ordering::Acquire)).filter(|&epoch| epoch != 0)
     }
@@ -208,7 +208,8 @@ impl Gate for Point {
             if let Some(epoch) = self.epoch() {
                 return self.timeline.wait(epoch, deadline);
             }
-            // Between a gate's making and its work there is a driver call of another thread.
+            // The point was passed on before its work was queued. Another thread is about to queue
+            // it.
             if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
                 return Ok(false);
             }
@@ -217,8 +218,8 @@ impl Gate for Point {
     }
 }
 
-/// A point may be awaited: the future is ready when all that the point stands for is done, and
-/// fails when the driver can no longer tell. It needs no runtime, see [`aquifer_core::wake`].
+/// The future is ready when all work before the point is complete. It fails when the driver can no
+/// longer report completion. It needs no runtime, see [`aquifer_core::wake`].
 ///
 /// ```
 /// use aquifer_core::Result;

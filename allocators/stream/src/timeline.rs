@@ -1,4 +1,4 @@
-//! One stream's past and what may be known of it.
+//! The epochs of one stream: which of its work is complete, and the events that prove it.
 
 use crate::{
     Calling, Ended, Epochs, Life, Retirement,
@@ -23,59 +23,60 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// What [`Timeline::fence`] came to.
+/// The result of [`Timeline::fence`].
 ///
-/// Its example is that of [`Timeline`].
+/// See [`Timeline`] for an example.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub enum Fence {
-    /// The epoch is done or has an event already: no call was made.
+    /// The epoch is complete or already has an event. No driver call was made.
     Standing,
-    /// An event has been recorded.
+    /// A new event was recorded.
     Recorded,
-    /// The stream captures a graph, and an event would become part of that: the epoch stays without
-    /// one, and the next fence after the capture covers it.
+    /// The stream captures a graph, and the event would become part of that graph. The epoch stays
+    /// without an event. The next fence after the capture covers it.
     Capturing,
-    /// The handle does not mean this stream here or now, and no call was made: it is the default
-    /// stream of another thread, or one that may be gone by now and could not be fenced when it had
-    /// to be. The next fence by whoever may call for the stream covers the epoch.
+    /// The handle cannot be used for this stream on this thread or at this time. No driver call was
+    /// made. Either the stream is the default stream of another thread, or it may be destroyed by
+    /// now and could not be fenced in time. The next fence by a thread that may use the handle
+    /// covers the epoch.
     OutOfReach,
 }
 
 impl Fence {
-    /// Whether a new event has been recorded.
+    /// Returns whether a new event was recorded.
     #[must_use]
     pub fn is_new(self) -> bool {
         self == Self::Recorded
     }
 }
 
-/// The longest pause between two looks when a wait has a deadline.
+/// The longest pause between two polls of an event in a wait with a deadline.
 const LONGEST_PAUSE: Duration = Duration::from_micros(200);
 
-/// How long a driver is asked again that refuses every way to wait for a stream. What it refuses
-/// for a moment it does not refuse for so long; what it refuses for good must not stop a program
-/// for good.
+/// How long [`Timeline::settle`] retries when the driver refuses every way to wait for a stream. A
+/// transient refusal ends sooner. A permanent refusal must not block the program for ever.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long a driver is asked again before the process ends, where the work that it refuses to tell
-/// of may touch memory that is about to be freed.
+/// How long [`Timeline::settle_or_abort`] retries before it aborts the process. By then, work of
+/// unknown state may still touch memory that is about to be freed.
 const LAST_RESORT: Duration = Duration::from_secs(10);
-/// The longest pause before it is asked again.
+/// The longest pause between two retries.
 const LONGEST_REFUSED: Duration = Duration::from_millis(10);
 
-/// The driver's code for questions about an event that was recorded in a capture.
+/// The driver's code for a query of an event that was recorded in a capture.
 const CAPTURED_EVENT: u32 = 907;
 
-/// The driver's code for a question about the legacy default stream while one that is ordered with
+/// The driver's code for a query of the legacy default stream while a stream that is ordered with
 /// it captures.
 const CAPTURE_IMPLICIT: u32 = 906;
 
-/// Serials given out. 2^64 of them do not run out.
+/// The number of serials given out. 2^64 of them do not run out.
 static SERIALS: AtomicU64 = AtomicU64::new(0);
 
-/// A stream with the epochs of its past: what pools note beside a freed block instead of an event.
+/// A stream and its epochs. A pool stores an epoch with a freed block instead of recording an
+/// event.
 ///
-/// Stamping costs a load. [`Timeline::fence`] costs an event record, and is asked for by whoever
-/// needs to know.
+/// Reading the open epoch costs one load. [`Timeline::fence`] costs an event record, and is called
+/// only when completion must be proved.
 ///
 /// ```
 /// use aquifer_driver::{DeviceId, sim::Sim};
@@ -83,32 +84,31 @@ static SERIALS: AtomicU64 = AtomicU64::new(0);
 /// let streams = StreamPool::new(Sim::h200(1).driver(), DeviceId(0), 4);
 /// let stream = streams.lease()?;
 /// let timeline = stream.timeline();
-/// let freed_in = timeline.open();          // what a pool notes beside a freed block: a load
-/// let fence: Fence = timeline.fence(freed_in)?; // an event, when somebody asks
+/// let freed_in = timeline.open();          // stored with a freed block: one load
+/// let fence: Fence = timeline.fence(freed_in)?; // records an event on demand
 /// assert!(timeline.open() > freed_in, "{fence:?}");
 /// # Ok::<(), aquifer_core::MemoryError>(())
 /// ```
 pub struct Timeline {
     driver: Arc<dyn Driver>,
     raw: RawStream,
-    /// Its number among the streams of its pool, for people.
+    /// The stream's number in its pool, for messages.
     number: u32,
     identity: Identity,
-    /// This account's own number. A stream that is let go of and taken in again has another, and
-    /// its epochs start anew.
+    /// The number of this timeline. A stream that is released and adopted again gets a new timeline
+    /// with a new serial, and its epochs start again.
     serial: u64,
     life: Life,
-    /// Leases of it that have not ended: of one stream several, where it was adopted more than
-    /// once.
+    /// Leases that have not ended. A stream that was adopted more than once has several.
     leases: AtomicU32,
-    /// Whether its waits are its users' alone. Once set it stays.
+    /// Whether only the user may order this stream with others. Never reset once set.
     isolated: AtomicBool,
     epochs: Epochs<OwnedEvent>,
     spare: SpareEvents,
-    /// Accounts for the uses of this stream's blocks by others.
+    /// Idle use records for the blocks of this stream.
     nodes: Nodes,
     waited: Waited,
-    /// Whether the handle is good, and who calls for it.
+    /// Whether the handle is valid, and how many threads are in a driver call for it.
     retirement: Retirement,
     attachments: Attachments,
 }
@@ -140,21 +140,21 @@ impl Timeline {
         }
     }
 
-    /// The stream.
+    /// Returns the stream's handle.
     #[must_use]
     pub fn raw(&self) -> RawStream {
         self.raw
     }
 
-    /// The driver it belongs to.
+    /// Returns the stream's driver.
     #[must_use]
     pub fn driver(&self) -> &Arc<dyn Driver> {
         &self.driver
     }
 
-    /// This timeline as what keeps its stream known:
-    /// [`Operand::order`](aquifer_driver::Operand::order) takes it, so that memory of another pool
-    /// is ordered by the same account of the stream.
+    /// Returns this timeline as a [`KeepAlive`]. Pass it to
+    /// [`Operand::order`](aquifer_driver::Operand::order), so that memory of another pool is
+    /// ordered by the same timeline.
     ///
     /// ```
     /// use aquifer_core::DeviceId;
@@ -165,7 +165,7 @@ impl Timeline {
     /// let (first, second) =
     ///     (StreamPool::new(driver.clone(), DeviceId(0), 4), StreamPool::new(driver.clone(), DeviceId(0), 4));
     /// let stream = first.lease()?;
-    /// assert!(second.timeline(stream.raw(), None).is_err()); // a handle alone is not known there
+    /// assert!(second.timeline(stream.raw(), None).is_err()); // a handle is not enough
     /// let timeline = second.timeline(stream.raw(), Some(stream.timeline().keep_alive()))?;
     /// assert!(Arc::ptr_eq(&timeline, stream.timeline()));
     /// # Ok::<(), aquifer_core::MemoryError>(())
@@ -175,26 +175,27 @@ impl Timeline {
         self.clone()
     }
 
-    /// Its number among the streams of its pool.
+    /// Returns the stream's number in its pool.
     #[must_use]
     pub fn number(&self) -> u32 {
         self.number
     }
 
-    /// The driver's number for the stream, which never comes back, unlike the handle. `None` for
-    /// one that was taken in while it captured, since the driver tells it of no stream that does;
-    /// one that lives until it is retired is numbered when [`Timeline::is_current`] is next asked.
+    /// Returns the driver's id of the stream, which is never reused, unlike the handle. Returns
+    /// `None` if the stream was adopted while it captured, because the driver returns no id during
+    /// a capture. For a stream that lives until it is retired, the next [`Timeline::is_current`]
+    /// then sets the id.
     #[must_use]
     pub fn id(&self) -> Option<u64> {
         self.identity.id()
     }
 
-    /// Whether the handle still means this stream, and not one that was made after it had been
-    /// destroyed. While the handle's stream captures, the driver does not tell, and it is taken for
-    /// the same. Four driver calls at most; never blocks.
+    /// Returns whether the handle still means this stream, and not one that was created after this
+    /// stream was destroyed. Returns `true` while the handle's stream captures, because the driver
+    /// returns no id then. At most four driver calls. Never blocks.
     ///
     /// # Errors
-    /// The driver's.
+    /// Driver errors.
     pub fn is_current(&self) -> Result<bool> {
         match self.life {
             Life::Owned | Life::KeptAlive(_) | Life::Legacy | Life::Thread(_) => Ok(true),
@@ -205,7 +206,7 @@ impl Timeline {
         }
     }
 
-    /// Whether the stream has this number.
+    /// Returns whether the stream has this driver id.
     pub(crate) fn has(&self, id: u64) -> bool {
         self.identity.is(id, &self.life)
     }
@@ -222,8 +223,8 @@ impl Timeline {
         self.leases.fetch_sub(1, Ordering::Relaxed);
     }
 
-    /// Whether somebody can queue work on it now: it is leased or adopted, and not retired. One
-    /// that nobody leases may be leased again at any time.
+    /// Returns whether work can be queued on the stream now: it is leased or adopted, and not
+    /// retired. An idle stream of a pool may be leased again at any time.
     ///
     /// ```
     /// use aquifer_core::DeviceId;
@@ -239,47 +240,45 @@ impl Timeline {
     /// ```
     #[must_use]
     pub fn is_leased(&self) -> bool {
-        // Relaxed: whoever learns of a lease's end late leaves its memory where it is for a moment
-        // longer.
+        // Relaxed: if the end of a lease is seen late, memory only stays in place a little longer.
         self.leases.load(Ordering::Relaxed) > 0 && !self.is_retired()
     }
 
-    /// Whether frees and uses must be fenced as they happen, since the handle may be gone later, or
-    /// out of reach.
+    /// Returns whether frees and uses must be fenced immediately, because the handle may be
+    /// destroyed or unusable later.
     #[inline]
     #[must_use]
     pub fn fences_at_once(&self) -> bool {
         self.life.fences_at_once()
     }
 
-    /// Whether the stream waits for others, and others for it, only where its user says so.
+    /// Returns whether only the user may order this stream with other streams.
     ///
-    /// Pools order streams behind their users' backs: memory that is still in use passes from one
-    /// stream to another with a wait on the device. Where work waits for work of *another process*,
-    /// as collectives do, two ranks that take different memory from different streams could so wait
-    /// for each other for ever. Isolated streams neither give nor take memory that way; what the
-    /// host has seen done passes to and from them like any other.
+    /// Pools queue device-side waits implicitly when memory that is still in use passes from one
+    /// stream to another. Collectives wait for work of *another process*, so two ranks that take
+    /// memory from different streams could deadlock. Isolated streams neither give nor take memory
+    /// through such waits. Memory whose work is complete passes to and from them as usual.
     #[must_use]
     pub fn is_isolated(&self) -> bool {
         self.isolated.load(Ordering::Relaxed)
     }
 
-    /// Marks the stream, for good.
+    /// Isolates the stream permanently.
     pub(crate) fn isolate(&self) {
         self.isolated.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a pool may make this stream wait for another without its user's asking: not if it is
-    /// isolated, nor while it captures a graph, nor where its handle means another stream, nor once
-    /// it has been retired. At most one driver call.
+    /// Returns whether a pool may make this stream wait for another stream implicitly. Returns
+    /// `false` if the stream is isolated, captures a graph, cannot be called from this thread, or
+    /// is retired. At most one driver call.
     #[must_use]
     pub fn waits_unasked(&self) -> bool {
         !self.is_isolated() && !self.is_retired() && !self.is_capturing().unwrap_or(true)
     }
 
-    /// Whether a pool may make other streams wait for `epoch` of this one without its user's
-    /// asking: not if it is isolated, nor where the wait could only be refused, since the stream
-    /// captures or could not be fenced when it had to be. At most one driver call.
+    /// Returns whether a pool may make other streams wait for `epoch` of this stream implicitly.
+    /// Returns `false` if the stream is isolated, or if the wait would fail because the stream
+    /// captures or could not be fenced in time. At most one driver call.
     #[must_use]
     pub fn is_waited_for_unasked(&self, epoch: u64) -> bool {
         let provable = if self.fences_at_once() {
@@ -290,30 +289,30 @@ impl Timeline {
         provable && !self.is_isolated()
     }
 
-    /// The epoch of all that has been queued by now.
+    /// Returns the open epoch. It covers all work that is queued so far.
     #[inline]
     #[must_use]
     pub fn open(&self) -> u64 {
         self.epochs.open()
     }
 
-    /// Whether all of an epoch is known to be done. Makes no driver call.
+    /// Returns whether an epoch is known to be complete. Makes no driver call.
     #[inline]
     #[must_use]
     pub fn is_done(&self, epoch: u64) -> bool {
         self.epochs.is_done(epoch)
     }
 
-    /// Whether an event has been recorded that proves `epoch`, or it is done.
+    /// Returns whether `epoch` is complete or an event that proves it has been recorded.
     #[must_use]
     pub fn is_fenced(&self, epoch: u64) -> bool {
         epoch <= self.epochs.proved()
     }
 
-    /// Returns whether nothing proves `epoch` and this thread can record no event that would,
-    /// although the work may be over: the stream is another thread's default stream, or could not
-    /// be fenced when it had to be. [`Timeline::wait`] without a deadline proves such an epoch, by
-    /// waiting for the whole device. Makes no driver call.
+    /// Returns whether nothing proves `epoch` and this thread cannot record an event that would,
+    /// although the work may be complete. Either the stream is another thread's default stream, or
+    /// it could not be fenced in time. [`Timeline::wait`] without a deadline proves such an epoch
+    /// by synchronising the device. Makes no driver call.
     ///
     /// ```
     /// use aquifer_driver::{DeviceId, sim::Sim};
@@ -339,11 +338,11 @@ impl Timeline {
         }
     }
 
-    /// Records an event that will prove `epoch` (`cuEventRecord`), unless there is one, or the
-    /// stream captures. Does not block.
+    /// Records an event that proves `epoch` (`cuEventRecord`), unless there is one already or the
+    /// stream captures. Never blocks.
     ///
     /// # Errors
-    /// The driver's; the next fence covers the epoch.
+    /// Driver errors. The next fence covers the epoch.
     pub fn fence(&self, epoch: u64) -> Result<Fence> {
         if self.is_fenced(epoch) {
             return Ok(Fence::Standing);
@@ -351,16 +350,15 @@ impl Timeline {
         let _calling = match self.calling() {
             Ok(calling) => calling,
             Err(MemoryError::OtherThread { .. }) => return Ok(Fence::OutOfReach),
-            // A stream that has ended has nothing left to prove.
+            // A retired stream has nothing left to prove.
             Err(_) => return Ok(Fence::Standing),
         };
         let fleeting = matches!(self.life, Life::Fenced);
         if fleeting && epoch < self.open() {
-            // Its own moment has passed without an event.
+            // The time to fence this epoch has passed without an event.
             return Ok(Fence::OutOfReach);
         }
-        // Closed whatever comes of it, so that nobody calls for a stream that is gone in order to
-        // try again.
+        // Closed even if the fence fails, so that no retry uses the handle of a destroyed stream.
         let closed = fleeting.then(|| self.epochs.close());
         let _relaxed = Relaxed::enter(&*self.driver);
         if self.captures()? {
@@ -368,7 +366,7 @@ impl Timeline {
         }
         let event = self.take_event()?;
         let closed = closed.unwrap_or_else(|| self.epochs.close());
-        // The order of these three is what the module of epochs is about.
+        // The order of the next three steps matters: see the module `epochs`.
         self.driver.event_record(event.raw, self.raw).map_err(|e| self.lost(e))?;
         if self.captures()? {
             return Ok(Fence::Capturing);
@@ -377,11 +375,11 @@ impl Timeline {
         Ok(Fence::Recorded)
     }
 
-    /// Whether what is queued on the stream becomes part of a graph now (`cuStreamIsCapturing`).
-    /// Not in a stream that has been retired. Never blocks.
+    /// Returns whether work queued on the stream becomes part of a graph now
+    /// (`cuStreamIsCapturing`). Returns `false` for a retired stream. Never blocks.
     ///
     /// # Errors
-    /// The driver's.
+    /// Driver errors.
     pub fn is_capturing(&self) -> Result<bool> {
         let _calling = match self.calling() {
             Ok(calling) => calling,
@@ -391,13 +389,13 @@ impl Timeline {
         self.captures()
     }
 
-    /// The number of the capture that the stream takes part in, which no other capture of the
-    /// process has (`cuStreamGetCaptureInfo`). `None` where it takes part in none, has been
-    /// retired, or is another thread's default stream, whose captures only that thread can see.
+    /// Returns the id of the capture that the stream takes part in (`cuStreamGetCaptureInfo`). The
+    /// id is unique in the process. Returns `None` if the stream takes part in no capture, is
+    /// retired, or is another thread's default stream, whose captures only that thread can query.
     /// Never blocks.
     ///
     /// # Errors
-    /// [`MemoryError::CaptureInvalidated`]; the driver's.
+    /// [`MemoryError::CaptureInvalidated`], and driver errors.
     pub fn capture(&self) -> Result<Option<u64>> {
         let _calling = match self.calling() {
             Ok(calling) => calling,
@@ -410,19 +408,20 @@ impl Timeline {
             Ok(CaptureStatus::Invalidated) => {
                 Err(MemoryError::CaptureInvalidated { stream: self.raw.handle() })
             }
-            // The legacy default stream takes part in none, while one that is ordered with it does.
+            // The legacy default stream itself does not capture, but a stream that is ordered with
+            // it does.
             Err(refused) if refused.code == CAPTURE_IMPLICIT => Ok(None),
             Err(refused) => Err(self.lost(refused)),
         }
     }
 
-    /// The handle must be good.
+    /// The handle must be valid.
     fn captures(&self) -> Result<bool> {
         self.driver.stream_is_capturing(self.raw).map_err(|e| self.lost(e))
     }
 
-    /// An error if the stream captures; waits for it, and by it, would break the capture. The
-    /// handle must be good.
+    /// Returns an error if the stream captures. A wait for the stream, or by it, would invalidate
+    /// the capture. The handle must be valid.
     pub(crate) fn refuse_capturing(&self) -> Result<()> {
         if self.captures()? { Err(self.capturing()) } else { Ok(()) }
     }
@@ -431,7 +430,7 @@ impl Timeline {
         MemoryError::Capturing { stream: self.raw.handle() }
     }
 
-    /// The error for an epoch that could not be fenced.
+    /// Returns the error for an epoch that could not be fenced.
     fn unfenced(&self, fence: Fence) -> Result<()> {
         match fence {
             Fence::Standing | Fence::Recorded => Ok(()),
@@ -441,11 +440,11 @@ impl Timeline {
         }
     }
 
-    /// Fences `epoch` of a stream that cannot be fenced later; nothing is to be done for others.
+    /// Fences `epoch` if the stream cannot be fenced later. Does nothing for other streams.
     ///
     /// # Errors
-    /// Those that kept the event from being recorded. What ends in `epoch` is held back until a
-    /// later event covers it.
+    /// The reason why no event was recorded. Memory whose last use ends in `epoch` is held back
+    /// until a later event covers it.
     pub fn fence_at_once(&self, epoch: u64) -> Result<()> {
         if self.fences_at_once() { self.unfenced(self.fence(epoch)?) } else { Ok(()) }
     }
@@ -454,12 +453,12 @@ impl Timeline {
         MemoryError::OtherThread { stream: self.raw.handle() }
     }
 
-    /// Announces driver calls for the handle, which stays good while the answer lives. Not to be
-    /// held while another stream's is asked for.
+    /// Announces driver calls for the handle. The handle stays valid until the returned guard is
+    /// dropped. Do not hold the guard while acquiring that of another stream.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] for a stream that has been retired, [`MemoryError::OtherThread`]
-    /// for another thread's default stream, [`MemoryError::DeviceLost`].
+    /// [`MemoryError::UnknownId`] for a retired stream, [`MemoryError::OtherThread`] for another
+    /// thread's default stream, [`MemoryError::DeviceLost`].
     pub fn calling(&self) -> Result<Calling<'_>> {
         if !self.life.is_meant_here() {
             return Err(self.of_another_thread());
@@ -478,11 +477,10 @@ impl Timeline {
         MemoryError::driver(self.raw.device(), error)
     }
 
-    /// Looks which recorded events have passed, oldest first, and stops at the first that has not.
-    /// Never blocks.
+    /// Polls recorded events, oldest first, and stops at the first that is pending. Never blocks.
     ///
     /// # Errors
-    /// The driver's, or those of work queued before.
+    /// Driver errors, including those of earlier work.
     pub fn poll(&self) -> Result<()> {
         while let Some((epoch, event)) = self.epochs.oldest() {
             let _relaxed = Relaxed::enter(&*self.driver);
@@ -501,9 +499,9 @@ impl Timeline {
         Ok(())
     }
 
-    /// The error of a question about the event that was published for `epoch`. Where a capture
-    /// began and ended around the record, unseen by both looks, the event is part of a graph and is
-    /// taken back.
+    /// Returns the error of a query of the event that was published for `epoch`. Withdraws the
+    /// event if it is part of a graph: a capture began and ended around the record, and neither
+    /// capture check saw it.
     fn disproved(&self, epoch: u64, error: DriverError) -> MemoryError {
         if error.code == CAPTURED_EVENT {
             drop(self.epochs.withdraw(epoch));
@@ -519,15 +517,19 @@ impl Timeline {
         self.spare.keep(over);
     }
 
-    /// Makes this stream wait for `epoch` of another, on the device; the host does not wait. Says
-    /// whether a wait had to be queued. Where both take part in one capture the wait becomes part
-    /// of it.
+    /// Makes this stream wait on the device for `epoch` of another stream. The host does not wait.
+    /// Returns whether a wait had to be queued. If both streams take part in the same capture, the
+    /// wait becomes part of it.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] if this stream has been retired; [`MemoryError::Capturing`] if
-    /// only one of the two captures a graph, or each another, whose captures stay whole;
-    /// [`MemoryError::OtherThread`] if one is the default stream of another thread, which
-    /// has not been fenced there; the driver's. What was queued before is as it was.
+    /// - [`MemoryError::UnknownId`] if this stream is retired.
+    /// - [`MemoryError::Capturing`] if only one of the two captures a graph, or if each captures a
+    ///   different one. The captures stay valid.
+    /// - [`MemoryError::OtherThread`] if one is the default stream of another thread and was not
+    ///   fenced there.
+    /// - Driver errors.
+    ///
+    /// On error, the work queued before is unchanged.
     pub fn wait_for(&self, other: &Timeline, epoch: u64) -> Result<bool> {
         let same = std::ptr::eq(self, other);
         if same || other.is_done(epoch) || self.waited.has(other.serial, epoch) {
@@ -540,7 +542,7 @@ impl Timeline {
         }
         other.unfenced(fence)?;
         let Some((proved, event)) = other.epochs.proof(epoch) else {
-            // It was seen done between the two looks.
+            // The epoch completed between the fence and this lookup.
             return Ok(false);
         };
         {
@@ -553,12 +555,13 @@ impl Timeline {
         Ok(true)
     }
 
-    /// Makes this stream wait for all that `other` has captured so far, and so join its capture or,
-    /// if it is part of that already, rejoin it (`cuEventRecord`, `cuStreamWaitEvent`). The event
-    /// advances no epoch: what it stands for runs when the graph is launched.
+    /// Makes this stream wait for all that `other` has captured so far (`cuEventRecord`,
+    /// `cuStreamWaitEvent`). This stream joins the capture of `other`, or rejoins it if it already
+    /// takes part in it. The event closes no epoch: the captured work runs only when the graph is
+    /// launched.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] if one of the two has been retired; the driver's.
+    /// [`MemoryError::UnknownId`] if one of the two is retired, and driver errors.
     pub(crate) fn join_capture(&self, other: &Timeline) -> Result<()> {
         let event = {
             let _calling = other.calling()?;
@@ -570,20 +573,21 @@ impl Timeline {
         self.driver.stream_wait_event(self.raw, event.raw).map_err(|e| self.lost(e))
     }
 
-    /// Whether both streams take part in the same capture.
+    /// Returns whether both streams take part in the same capture.
     fn shares_capture(&self, other: &Self) -> Result<bool> {
         Ok(self
             .capture()?
             .is_some_and(|mine| other.capture().is_ok_and(|theirs| theirs == Some(mine))))
     }
 
-    /// Blocks until `epoch` is done or the deadline has passed; says whether it is done.
+    /// Waits until `epoch` is complete or the deadline has passed. Returns whether the epoch is
+    /// complete. Blocks.
     ///
     /// # Errors
-    /// Where the epoch has no event and none can be recorded: [`MemoryError::Capturing`] at once;
-    /// without a deadline the whole device is waited for if the stream is out of reach, with one
-    /// that is [`MemoryError::OtherThread`] or [`MemoryError::UnknownId`]. The driver's, or those
-    /// of work queued before.
+    /// - [`MemoryError::Capturing`] immediately, if the epoch has no event and the stream captures.
+    /// - If the stream is out of reach, a wait without a deadline synchronises the whole device. A
+    ///   wait with a deadline returns [`MemoryError::OtherThread`] or [`MemoryError::UnknownId`].
+    /// - Driver errors, including those of earlier work.
     pub fn wait(&self, epoch: u64, deadline: Option<Instant>) -> Result<bool> {
         if self.is_done(epoch) {
             return Ok(true);
@@ -604,7 +608,7 @@ impl Timeline {
             self.spare.keep([event]);
             return Ok(true);
         };
-        // The driver has no wait with a deadline.
+        // The driver has no wait with a deadline, so the event is polled.
         let mut pause = Duration::from_micros(1);
         loop {
             let done = {
@@ -625,11 +629,11 @@ impl Timeline {
         }
     }
 
-    /// Waits for all that is queued, and notes that it is done. There is nothing to wait for in a
-    /// stream that has been retired.
+    /// Waits for all queued work and marks it as complete. Returns immediately for a retired
+    /// stream. Blocks.
     ///
     /// # Errors
-    /// [`MemoryError::Capturing`]; the driver's, or those of work queued before.
+    /// [`MemoryError::Capturing`], and driver errors, including those of earlier work.
     pub fn synchronize(&self) -> Result<()> {
         let _calling = match self.calling() {
             Ok(calling) => calling,
@@ -640,18 +644,18 @@ impl Timeline {
         self.synchronize_now()
     }
 
-    /// Waits until what was noted of the stream is done, for those who may call when its handle is
-    /// gone: what was fenced at once is waited for by its events, everything else by
-    /// [`Timeline::synchronize`]. Blocks.
+    /// Waits until the recorded work of the stream is complete, even if its handle may be
+    /// destroyed. A stream that fences immediately is waited for through its events, any other
+    /// through [`Timeline::synchronize`]. Blocks.
     ///
     /// # Errors
-    /// [`MemoryError::UnknownId`] if something could not be fenced when it had to be; as
+    /// [`MemoryError::UnknownId`] if some work could not be fenced in time. Otherwise as
     /// [`Timeline::synchronize`].
     pub fn quiesce(&self) -> Result<()> {
         if !matches!(self.life, Life::Fenced) {
             return self.synchronize();
         }
-        // Nothing is noted in an epoch without closing it.
+        // Recording work in an epoch of such a stream also closes that epoch.
         let last = self.open() - 1;
         if !self.is_fenced(last) && !self.is_retired() {
             return Err(MemoryError::UnknownId);
@@ -659,7 +663,7 @@ impl Timeline {
         self.wait(last, None).map(drop)
     }
 
-    /// Waits for all that is queued on the device, and notes that this stream's part is done
+    /// Synchronises the whole device, and marks the epochs of this stream as complete
     /// (`cuCtxSynchronize`).
     fn synchronize_device(&self) -> Result<()> {
         let _relaxed = Relaxed::enter(&*self.driver);
@@ -669,21 +673,22 @@ impl Timeline {
         Ok(())
     }
 
-    /// As [`Timeline::synchronize`], by a word of pinned memory that the device writes, which is
-    /// shorter on some machines: [`Streams::stream_watch`](aquifer_driver::Streams::stream_watch).
+    /// Like [`Timeline::synchronize`], but waits for a word of pinned memory that the device
+    /// writes, which is faster on some machines:
+    /// [`Streams::stream_watch`](aquifer_driver::Streams::stream_watch).
     ///
     /// # Safety
-    /// 1. As there, of `word`.
+    /// 1. The requirements of `stream_watch` hold for `word`.
     ///
     /// # Errors
-    /// As [`Timeline::synchronize`]; [`MemoryError::Capturing`] also where a capture has ended
-    /// meanwhile of which the write became a part, and with it maybe what was queued before.
+    /// As [`Timeline::synchronize`]. Also [`MemoryError::Capturing`] if the write became part of a
+    /// capture that has ended since. Earlier work may then be part of that graph too.
     #[expect(unsafe_code, reason = "passes a caller's promise on")]
     pub unsafe fn synchronize_by(&self, word: &AtomicU32) -> Result<()> {
         let value = word.load(Ordering::Relaxed).wrapping_add(1);
         let watched = self.calling().ok().map(|_calling| {
             let closed = self.epochs.close();
-            // SAFETY: 1. the caller's.
+            // SAFETY: 1. the caller guarantees it.
             (closed, unsafe { self.driver.stream_watch(self.raw, word, value) })
         });
         match watched {
@@ -694,13 +699,13 @@ impl Timeline {
                     return Err(self.capturing());
                 }
             }
-            // What was refused is refused again, or can be waited for all the same.
+            // After a refusal, a plain wait either works or returns the error.
             Some((_, Err(_))) | None => self.synchronize()?,
         }
         Ok(())
     }
 
-    /// The handle must be good.
+    /// The handle must be valid.
     fn synchronize_now(&self) -> Result<()> {
         let _relaxed = Relaxed::enter(&*self.driver);
         self.refuse_capturing()?;
@@ -710,14 +715,14 @@ impl Timeline {
         Ok(())
     }
 
-    /// As [`Timeline::synchronize`], by every means that the driver has, again and again, for a
-    /// second: for callers that can hold back what the work touches if the driver refuses them all.
-    /// Blocks.
+    /// Like [`Timeline::synchronize`], but tries every way of waiting that the driver has, and
+    /// retries for one second. For callers that can hold back the affected memory if the driver
+    /// refuses them all. Blocks.
     ///
     /// # Errors
-    /// [`MemoryError::DeviceLost`], [`MemoryError::Capturing`] and those of a driver [that is
-    /// gone](DriverError::is_driver_gone) at once; the last refusal after a second, and work may
-    /// still run then.
+    /// [`MemoryError::DeviceLost`], [`MemoryError::Capturing`] and the errors of a driver [that is
+    /// gone](DriverError::is_driver_gone) immediately. Any other refusal after one second, and work
+    /// may still be running then.
     pub fn settle(&self) -> Result<()> {
         let (mut given_up, mut pause) = (None, Duration::from_micros(10));
         loop {
@@ -743,18 +748,18 @@ impl Timeline {
         }
     }
 
-    /// As [`Timeline::settle`], for callers that cannot hold back what the work touches, such as
-    /// memory that is borrowed: does not return while work may run. Blocks.
+    /// Like [`Timeline::settle`], for callers that cannot hold back the affected memory, such as
+    /// borrowed memory. Does not return while work may be running. Blocks.
     ///
     /// # Aborts
-    /// Ends the process with a message if the driver refuses every way to wait for ten seconds and
-    /// is neither lost nor gone. To return would let a device write memory that has another owner
-    /// by then, to wait for ever would hang without a word, and neither can be mended by the
-    /// caller.
+    /// Aborts the process with a message if the driver refuses every way to wait for ten seconds
+    /// and is neither lost nor gone. Returning would let the device write memory that has a new
+    /// owner. Waiting for ever would hang without a message. The caller could repair neither.
     ///
     /// # Errors
-    /// [`MemoryError::Capturing`]: what was queued may be part of a graph. [`MemoryError::DeviceLost`] and those of a driver
-    /// [that is gone](DriverError::is_driver_gone): nothing that was queued runs any more.
+    /// - [`MemoryError::Capturing`]: the queued work may be part of a graph.
+    /// - [`MemoryError::DeviceLost`], and the errors of a driver
+    ///   [that is gone](DriverError::is_driver_gone): no queued work runs any more.
     pub fn settle_or_abort(&self) -> Result<()> {
         let begun = Instant::now();
         loop {
@@ -771,7 +776,7 @@ impl Timeline {
 
     #[cold]
     fn abort(&self, refused: DriverError) -> ! {
-        // A standard error that is closed changes nothing.
+        // A closed standard error does not matter here.
         let _ = writeln!(
             io::stderr(),
             "aquifer: {} has refused every wait for stream {} for {} s ({refused}). Copies that it may still run touch memory \
@@ -783,16 +788,16 @@ impl Timeline {
         process::abort()
     }
 
-    /// Synchronises, and never calls the driver for this stream again: its handle is about to be
-    /// destroyed. Whoever goes on using the stream gets errors. Blocks, also until other threads'
-    /// calls for it are over.
+    /// Synchronises the stream and makes no further driver call for it, because its handle is about
+    /// to be destroyed. Later calls for the stream return errors. Blocks, also until driver calls
+    /// of other threads for this stream have ended.
     ///
-    /// A stream of a pool's own is synchronised and lives on: its handle is the pool's to destroy.
-    /// So does the legacy default stream. A thread's default stream is retired by its thread,
-    /// before that ends.
+    /// A stream that its pool owns is only synchronised, and stays usable: the pool destroys its
+    /// handle. The same holds for the legacy default stream. A thread's default stream must be
+    /// retired by its own thread before that thread ends.
     ///
     /// # Errors
-    /// [`MemoryError::OtherThread`]; the driver's; the stream is not retired.
+    /// [`MemoryError::OtherThread`], and driver errors. The stream is not retired then.
     pub fn retire(&self) -> Result<()> {
         if self.life.outlives_retirement() {
             return self.synchronize();
@@ -808,14 +813,14 @@ impl Timeline {
         ended.unwrap_or(Ok(()))
     }
 
-    /// Whether the stream's handle is gone or about to go.
+    /// Returns whether the stream's handle is destroyed or about to be.
     #[must_use]
     pub fn is_retired(&self) -> bool {
         self.retirement.is_over()
     }
 
-    /// Ends the account of a stream whose device is lost: what was queued never runs. A stream that
-    /// can be waited for after all is waited for instead, and lives on. Blocks.
+    /// Ends the timeline of a stream whose device is lost: queued work never runs. If the stream
+    /// can still be waited for, it is waited for instead and stays usable. Blocks.
     pub fn abandon(&self) {
         if self.settle().is_ok() {
             return;
@@ -824,21 +829,21 @@ impl Timeline {
         self.retirement.lose();
     }
 
-    /// The number that the pool called `key` keeps for this stream.
+    /// Returns the number that the pool with the id `key` stores for this stream.
     #[inline]
     #[must_use]
     pub fn attachment(&self, key: u64) -> Option<u32> {
         self.attachments.get(key)
     }
 
-    /// Keeps `number` for the pool called `key`, unless it keeps one already; answers with the one
-    /// that is kept. `key` must never have another meaning.
+    /// Stores `number` for the pool with the id `key`, unless a number is stored already. Returns
+    /// the stored number. `key` must never be reused for another pool.
     pub fn attach(&self, key: u64, number: u32) -> u32 {
         self.attachments.attach(key, number)
     }
 
-    /// Lets go of what was kept for `key`, where it can; the first pool's stays and is never asked
-    /// for again.
+    /// Removes the number stored for `key`. The entry of the first pool stays, and is never looked
+    /// up again.
     pub fn detach(&self, key: u64) {
         self.attachments.detach(key);
     }
@@ -849,8 +854,9 @@ impl Drop for Timeline {
     fn drop(&mut self) {
         if matches!(self.life, Life::Owned) {
             let (driver, raw) = (self.driver.clone(), self.raw);
-            // Work that is still queued runs on. SAFETY: 1. the stream was made for this timeline,
-            // and who copies its handle out keeps the timeline; no release of it has succeeded yet.
+            // Queued work runs on. SAFETY: 1. the stream was created for this timeline, every copy
+            // of its handle is held together with the timeline, and no release of the stream has
+            // succeeded yet.
             leftovers::release(&self.driver, move || unsafe { driver.stream_destroy(raw) });
         }
     }

@@ -1,25 +1,28 @@
-//! Who uses a block besides its home stream.
+//! The uses of a block by streams other than its owner stream.
 //!
-//! A block lives on the stream it was allocated for, and needs no account of what that stream does
-//! with it. Every other stream's use is noted here, and decides at the free when the block may be
-//! given out again.
+//! A block belongs to the stream that it was allocated for, and that stream's own work needs no
+//! record. The use by any other stream is recorded here. When the block is freed, these records
+//! decide when it may be allocated again.
 //!
-//! A use is *open* while its work may still be queued, then *stamped* with an epoch of its stream:
+//! A use is *open* while its work may still be queued. It is then *stamped* with an epoch of its
+//! stream:
 //!
-//! - [`UseList::prepare`] opens one and answers with a [`Use`]; whoever holds it queues the work
-//!   and then finishes. A prepared write excludes every other prepare: a conflict is
+//! - [`UseList::prepare`] opens a use and returns a [`Use`]. Its holder queues the work and then
+//!   finishes the use. An open write excludes every other `prepare`: a conflict returns
 //!   [`Busy`](aquifer_core::MemoryError::Busy).
-//! - [`UseList::lend`] notes one whose end is the end of a borrow, which cannot be seen from here;
-//!   it is stamped when the block is freed or used in conflict, both of which the borrow forbids
-//!   while it lasts.
-//! - [`UseList::record`] notes one whose work has been queued already.
+//! - [`UseList::lend`] records a use that ends with a Rust borrow, whose end cannot be observed
+//!   here. It is stamped when the block is freed or used in conflict. The borrow checker forbids
+//!   both while the borrow lives.
+//! - [`UseList::record`] records a use whose work is already queued.
 //!
-//! One note stands for all uses by one stream with one kind of access, since the later epoch covers
-//! the earlier. What the block's own stream has been made to wait for is forgotten: whoever comes
-//! next waits for that stream.
+//! Further properties:
 //!
-//! A borrow may live on beside another of the same block that it conflicts with, where they are of
-//! different parts: [`UseList::lend_beside`].
+//! - One record covers all uses by one stream with one kind of access, because a later epoch covers
+//!   the earlier ones.
+//! - A use is forgotten once the owner stream has been made to wait for it: later users wait for
+//!   the owner stream.
+//! - [`UseList::lend_beside`] allows conflicting borrows of one block if they are of different
+//!   parts.
 #![expect(unsafe_code, reason = "follows a pointer to what is never freed")]
 
 pub(crate) mod node;
@@ -36,34 +39,35 @@ use aquifer_driver::Access;
 use node::{Borrows, CALLED_OFF, Few, LastUse, Node, Stamp};
 use std::{fmt, ptr, sync::Arc};
 
-/// A use that was not known to be done when its block, or a part of it, was freed: as it stood when
-/// it was asked for, or as it stands now if it is [followed](Uses::follow).
+/// A use that was not known to be complete when its block, or a part of it, was freed. A snapshot,
+/// or its current state if it is [followed](Uses::follow).
 ///
-/// Its example is that of [`UseList`].
+/// See [`UseList`] for an example.
 #[derive(Clone)]
 pub struct Noted {
     on: Arc<Timeline>,
     access: Access,
     /// `None` if it was open.
     epoch: Option<u64>,
-    /// The epoch in which it ended; 0 while it is open still.
+    /// Receives the epoch in which the use ends. 0 while it is open.
     later: Option<Arc<AtomicU64>>,
 }
 
 impl Noted {
-    /// The stream.
+    /// Returns the stream of the use.
     #[must_use]
     pub fn on(&self) -> &Arc<Timeline> {
         &self.on
     }
 
-    /// Whether its holder has not finished it.
+    /// Returns whether the use is still open.
     #[must_use]
     pub fn is_open(&self) -> bool {
         self.epoch().is_none()
     }
 
-    /// The epoch of its stream that covers it; `None` while it is open, 0 if it was called off.
+    /// Returns the epoch of its stream that covers the use. `None` while it is open, 0 if it was
+    /// aborted.
     #[must_use]
     pub fn epoch(&self) -> Option<u64> {
         self.epoch.or_else(|| match self.later.as_ref()?.load(Ordering::Acquire) {
@@ -73,7 +77,7 @@ impl Noted {
         })
     }
 
-    /// Whether all of its work is known to be done. Makes no driver call.
+    /// Returns whether all work of the use is known to be complete. Makes no driver call.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.epoch().is_some_and(|epoch| self.on.is_done(epoch))
@@ -90,16 +94,16 @@ impl fmt::Debug for Noted {
     }
 }
 
-/// A use that has been prepared and not finished. While it is held, the block's bytes stay the
-/// block's, even if the block is freed.
+/// A use that was prepared and is not finished. While it is held, the block's memory is not reused,
+/// even if the block is freed.
 ///
-/// Dropping it finishes it, which is right whether its work was queued or not; forgetting it keeps
-/// the block's memory for good. Ending the last use of a block that has been freed is free of
-/// driver calls and never blocks, except where nobody would look at the block again: if its pool
-/// has been closed, or it came from the driver's own allocators. Then it takes the block home, and
-/// may block until the work that used it is done.
+/// Dropping it finishes it, which is correct whether or not the work was queued. Forgetting it
+/// leaks the block's memory. Ending the last use of a freed block makes no driver call and never
+/// blocks, with one exception. If the block's pool is closed, or the block came from the driver's
+/// own allocators, nothing else would collect the block. Ending the use then returns the block, and
+/// may block until the work that used it is complete.
 ///
-/// Its example is that of [`UseList`].
+/// See [`UseList`] for an example.
 #[must_use = "a use that is dropped at once covers no work"]
 pub struct Use {
     node: &'static Node,
@@ -112,31 +116,31 @@ impl Use {
     /// Ends the use: all of its work is queued.
     ///
     /// # Errors
-    /// The driver's, if the stream has to be fenced at once; the use is ended all the same.
+    /// Driver errors, if the stream has to be fenced immediately. The use ends even then.
     pub fn finish(mut self) -> Result<()> {
         let epoch = self.on.open();
         self.end_in(epoch)
     }
 
-    /// Ends the use in `epoch`, unless it has ended, and fences its stream where that cannot be
-    /// done later.
+    /// Ends the use in `epoch`, unless it has ended, and fences the stream if that cannot be done
+    /// later.
     pub(crate) fn end_in(&mut self, epoch: u64) -> Result<()> {
         if std::mem::replace(&mut self.ended, true) {
             return Ok(());
         }
-        // The event first: whoever is told that the last use has ended looks for it.
+        // The event must be recorded first: the callback for the last use looks for it.
         let fenced = self.on.fence_at_once(epoch);
         self.node.end(self.id, &self.on, Some(epoch));
         fenced
     }
 
-    /// Ends the use without any work of it having been queued.
+    /// Ends the use without covering any work: none was queued.
     pub fn abort(mut self) {
         self.ended = true;
         self.node.end(self.id, &self.on, None);
     }
 
-    /// The stream it is on.
+    /// Returns the stream of the use.
     #[must_use]
     pub fn on(&self) -> &Arc<Timeline> {
         &self.on
@@ -146,8 +150,8 @@ impl Use {
 impl Drop for Use {
     fn drop(&mut self) {
         if !self.ended {
-            // A refusal leaves the use without a proof, so the block is held back until the stream
-            // is retired.
+            // After an error nothing proves the use, so the block is held back until the stream is
+            // retired.
             let _ = self.end_in(self.on.open());
         }
     }
@@ -159,27 +163,26 @@ impl fmt::Debug for Use {
     }
 }
 
-/// The uses of one live block by streams other than its home. As large as a pointer, and nothing
-/// else until the first use.
+/// The uses of one live block by streams other than its owner stream. As large as a pointer.
+/// Allocates no record before the first use.
 #[derive(Default)]
 pub struct UseList {
-    /// Null, or a node that this list alone notes in. Nodes are never freed.
+    /// Null, or a node that only this list records in. Nodes are never freed.
     node: AtomicPtr<Node>,
 }
 
-/// A use that has been noted and may not have been ordered yet.
+/// A use that is recorded but may not be ordered yet.
 pub(crate) struct Entered {
     node: &'static Node,
-    /// The note; `None` for a borrow that needs none.
+    /// The id of the record, or `None` for a borrow that needs none.
     id: Option<u64>,
 }
 
-/// Conflicting uses that a new one comes after.
+/// Conflicting uses that must complete before a new one.
 pub(crate) type Before = Few<(Arc<Timeline>, u64)>;
 
 impl Entered {
-    /// Makes `on` wait for `home` and for what comes `before` the use; takes the note back if that
-    /// fails.
+    /// Makes `on` wait for `home` and for the uses in `before`. Withdraws the record if that fails.
     pub(crate) fn order(
         &self,
         home: &Arc<Timeline>,
@@ -201,23 +204,23 @@ impl Entered {
         ordered
     }
 
-    /// Forgets what the home stream, whose use this is, has been made to wait for.
+    /// Forgets the uses that the owner stream, whose use this is, has been made to wait for.
     pub(crate) fn forget(&self, before: &Before) {
         if !before.is_empty() {
             self.node.forget(before);
         }
     }
 
-    /// Takes the note back.
+    /// Withdraws the record.
     pub(crate) fn withdraw(&self) {
         if let Some(id) = self.id {
             self.node.withdraw(id);
         }
     }
 
-    /// The guard of an open use.
+    /// Converts into the guard of an open use.
     pub(crate) fn into_use(self, on: &Arc<Timeline>) -> Use {
-        // Only borrows go without a note.
+        // Only borrows have no record.
         Use {
             node: self.node,
             id: self.id.unwrap_or_default(),
@@ -228,7 +231,7 @@ impl Entered {
 }
 
 impl UseList {
-    /// No uses.
+    /// Creates an empty list.
     #[must_use]
     pub fn new() -> Self {
         Self { node: AtomicPtr::new(ptr::null_mut()) }
@@ -236,11 +239,11 @@ impl UseList {
 
     #[inline]
     fn node(&self) -> Option<&'static Node> {
-        // SAFETY: 1. null, or made from a `&'static Node`.
+        // SAFETY: 1. null, or created from a `&'static Node`.
         unsafe { self.node.load(Ordering::Acquire).as_ref() }
     }
 
-    /// The node, taken from those of the home stream at the first use.
+    /// Returns the node. The first use takes it from the nodes of the owner stream.
     #[inline]
     fn node_or_new(&self, home: &Timeline) -> &'static Node {
         match self.node() {
@@ -257,17 +260,18 @@ impl UseList {
             Err(other) => {
                 // Another thread was faster.
                 home.nodes().give(new);
-                // SAFETY: 1. not null, so made from a `&'static Node`.
+                // SAFETY: 1. not null, so it was created from a `&'static Node`.
                 unsafe { &*other }
             }
         }
     }
 
-    /// Makes `on` wait for what must come before `access`, and opens a use. Does not block.
+    /// Makes `on` wait for what must come before `access`, and opens a use. Never blocks.
     ///
     /// # Errors
-    /// `Busy` with `address` if a use is open that this one conflicts with; `Parked` if nothing is
-    /// behind the block's addresses; the driver's. Nothing is noted then.
+    /// [`Busy`](aquifer_core::MemoryError::Busy) with `address` if a conflicting use is open,
+    /// [`Parked`](aquifer_core::MemoryError::Parked) if no memory is mapped behind the block's
+    /// addresses, and driver errors. Nothing is recorded then.
     pub fn prepare(
         &self,
         address: u64,
@@ -276,19 +280,19 @@ impl UseList {
         access: Access,
     ) -> Result<Use> {
         let mut before = Before::new();
-        // Whoever may read the block knows that nobody has borrowed it to be written; whoever says
-        // that he writes proves nothing by it, and readers may go on.
+        // Holding `&self` proves that no mutable borrow is live. A declared write proves nothing,
+        // so shared borrows may continue.
         let borrows = Borrows::over_if(!access.writes());
         let entered = self.enter(address, home, on, access, borrows, &mut before)?;
         entered.order(home, on, &before)?;
         Ok(entered.into_use(on))
     }
 
-    /// Opens a use, which is still to be ordered after those added to `before`: first noted, so
-    /// that of two that conflict only one can pass.
+    /// Opens a use that must still be ordered after the uses added to `before`. The use is recorded
+    /// before it is ordered, so that only one of two conflicting uses succeeds.
     ///
     /// # Errors
-    /// `Busy`, `Parked`. Nothing is noted then.
+    /// `Busy` or `Parked`. Nothing is recorded then.
     #[inline]
     pub(crate) fn enter(
         &self,
@@ -304,8 +308,8 @@ impl UseList {
         Ok(Entered { node, id: id.map_err(|denied| denied.at(address))? })
     }
 
-    /// Makes `on` wait for what must come before `access`, and notes a use that ends with a borrow.
-    /// Does not block.
+    /// Makes `on` wait for what must come before `access`, and records a use that ends with a
+    /// borrow. Never blocks.
     ///
     /// # Errors
     /// As [`UseList::prepare`].
@@ -319,9 +323,8 @@ impl UseList {
         self.lend_as(address, home, on, access, Borrows::Over)
     }
 
-    /// As [`UseList::lend`], where borrows that this one conflicts with need not be over: those of
-    /// other parts of the block. What is queued for them by now is waited for, and they go on to be
-    /// used.
+    /// Like [`UseList::lend`], but conflicting borrows may still be live, because they are of other
+    /// parts of the block. `on` waits for their work queued so far, and they remain usable.
     ///
     /// # Errors
     /// As [`UseList::prepare`].
@@ -344,7 +347,7 @@ impl UseList {
         borrows: Borrows,
     ) -> Result<()> {
         if Arc::ptr_eq(home, on) && self.node().is_none() {
-            // In order with itself, and nothing has been noted that it could conflict with.
+            // The owner stream is in order with itself, and no recorded use could conflict.
             return Ok(());
         }
         let (node, mut before) = (self.node_or_new(home), Before::new());
@@ -352,14 +355,14 @@ impl UseList {
         Entered { node, id: id.map_err(|denied| denied.at(address))? }.order(home, on, &before)
     }
 
-    /// Notes a use whose work has been queued on `on`, in order with what came before it.
+    /// Records a use whose work is queued on `on`, in order with what came before it.
     ///
     /// # Errors
-    /// [`Parked`](aquifer_core::MemoryError::Parked) if nothing is behind the block's addresses,
-    /// and nothing is noted; the driver's, if the stream has to be fenced at once, and the use is
-    /// noted all the same.
+    /// [`Parked`](aquifer_core::MemoryError::Parked) if no memory is mapped behind the block's
+    /// addresses. Nothing is recorded then. Driver errors if the stream has to be fenced
+    /// immediately. The use is recorded even then.
     pub fn record(&self, home: &Arc<Timeline>, on: &Arc<Timeline>, access: Access) -> Result<()> {
-        // Only parked memory refuses it, and its error names no address.
+        // Only parked memory refuses a record, and that error contains no address.
         let denied = |denied: node::Denied| denied.at(0);
         if Arc::ptr_eq(home, on) {
             return self.node().map_or(Ok(()), Node::admits).map_err(denied);
@@ -369,16 +372,16 @@ impl UseList {
         on.fence_at_once(epoch)
     }
 
-    /// Whether the block has had no use that had to be noted.
+    /// Returns whether the block never had a use that had to be recorded.
     #[inline]
     pub fn is_empty(&mut self) -> bool {
-        // Relaxed: `&mut self` says that every other thread's use of the list came before.
+        // Relaxed: `&mut self` proves that every access by another thread came before.
         self.node.load(Ordering::Relaxed).is_null()
     }
 
-    /// Takes the uses that are not known to be done, when the block is freed. All borrows are over
-    /// then. Uses of the home stream itself are left out unless they are open: it is in order with
-    /// itself.
+    /// Takes the uses that are not known to be complete. Called when the block is freed, so all
+    /// borrows have ended. Uses by the owner stream itself are included only while open, because
+    /// that stream is in order with itself.
     #[must_use]
     pub fn take(&mut self, home: &Arc<Timeline>) -> Uses {
         let Some(node) = self.node() else { return Uses::default() };
@@ -386,8 +389,8 @@ impl UseList {
         let (mut at_once, mut joined) = (Few::new(), Vec::new());
         let left = node.freed(&mut at_once, &mut joined);
         for (on, epoch) in at_once {
-            // A refusal leaves the use without a proof, so the block is held back until the stream
-            // is retired.
+            // After an error nothing proves the use, so the block is held back until the stream is
+            // retired.
             let _ = on.fence_at_once(epoch);
         }
         let held = Held { node: Some(node), home: home.clone() };
@@ -399,9 +402,8 @@ impl UseList {
         uses
     }
 
-    /// The uses that are not known to be done, as [`UseList::take`] would answer with them; they
-    /// stay noted. For a part of a block that is given back while the rest stays: all borrows are
-    /// over then as well.
+    /// Returns the uses that [`UseList::take`] would return, without removing them. For a part of a
+    /// block that is freed while the rest stays. All borrows have ended then too.
     #[must_use]
     pub fn current(&mut self, home: &Arc<Timeline>) -> Vec<Noted> {
         let uses = self.take(home);
@@ -410,8 +412,9 @@ impl UseList {
         current
     }
 
-    /// Takes over uses that were noted elsewhere and taken from there: of memory that this block's
-    /// holder had lent on, and that comes back under them. `home` is this block's own stream.
+    /// Adds uses that were recorded in another list and taken from it. For memory that the holder
+    /// of this block had sub-allocated and that was returned while still in use. `home` is the
+    /// owner stream of this block.
     pub fn take_over(&mut self, home: &Arc<Timeline>, uses: Uses) {
         let Uses { held, joined } = uses;
         let mut all = held.into_iter().chain(joined);
@@ -447,7 +450,7 @@ impl fmt::Debug for UseList {
     }
 }
 
-/// The uses of a block that has been freed, which hold its memory back.
+/// The uses that hold back the memory of a freed block.
 ///
 /// ```
 /// use aquifer_core::DeviceId;
@@ -467,14 +470,14 @@ impl fmt::Debug for UseList {
 #[derive(Default)]
 pub struct Uses {
     held: Option<Held>,
-    /// Those that came back with memory that was lent on.
+    /// Uses that came back with sub-allocated memory.
     joined: Vec<Held>,
 }
 
-/// A node that goes back to the home stream's when nothing is noted in it any more. If something is
-/// open still, its holder will look for it, and sees to it.
+/// A node that returns to the owner stream's idle nodes when it has no records left. If a use is
+/// still open, its holder returns the node.
 pub(crate) struct Held {
-    /// `None` once a list has it.
+    /// `None` once a list has taken the node.
     node: Option<&'static Node>,
     home: Arc<Timeline>,
 }
@@ -500,13 +503,13 @@ impl Uses {
         self.held.iter().chain(&self.joined).filter_map(Held::node)
     }
 
-    /// Whether none is left.
+    /// Returns whether no use is left.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.held.is_none() && self.joined.is_empty()
     }
 
-    /// Forgets those whose work is known to be done. Makes no driver call.
+    /// Forgets uses whose work is known to be complete. Makes no driver call.
     pub fn forget_done(&mut self) {
         let left = |held: &Held| held.node.is_some_and(Node::forget_done);
         if self.held.as_ref().is_some_and(|held| !left(held)) {
@@ -515,43 +518,43 @@ impl Uses {
         self.joined.retain(left);
     }
 
-    /// Forgets all: the home stream has been made to wait for them. Those that are open are not to
-    /// be forgotten: their block must not be given out.
+    /// Forgets all uses, because the owner stream has been made to wait for them. Open uses must
+    /// not be forgotten: their block must not be reused.
     pub fn clear(&mut self) {
         *self = Self::default();
     }
 
-    /// Whether the holder of one has not finished it.
+    /// Returns whether a use is still open.
     #[must_use]
     pub fn is_open(&self) -> bool {
         self.nodes().any(Node::is_open)
     }
 
-    /// The streams and epochs of those that are not open. To be collected: no stream is let go of
-    /// in between, so this may be asked under a lock.
+    /// Returns the streams and epochs of the uses that are not open. They are collected before the
+    /// call returns, and no stream is released meanwhile. So it may be called while a lock is held.
     pub fn stamped(&self) -> impl Iterator<Item = (Arc<Timeline>, u64)> + use<> {
         let mut all = Before::new();
         self.nodes().for_each(|node| all.extend(node.stamped()));
         all.into_iter()
     }
 
-    /// Those that are left, as they stand now.
+    /// Returns the remaining uses in their current state.
     pub fn iter(&self) -> impl Iterator<Item = Noted> + use<> {
         let mut all = Few::new();
         self.nodes().for_each(|node| all.extend(node.noted()));
         all.into_iter()
     }
 
-    /// Those that are left, each of which goes on saying how it stands: for memory that goes in
-    /// several parts, each when these are done. They say so even when this is gone.
+    /// Returns the remaining uses. Each of them continues to report its current state, even after
+    /// this value is dropped. For memory that is released in several parts.
     #[must_use]
     pub fn follow(&self) -> Vec<Noted> {
         self.nodes().flat_map(Node::follow).collect()
     }
 
-    /// Has `whom` told when none is open any more: once for the block's own uses, and once for
-    /// those of each block that it was lent on as. Answers whether one is open; if not, nobody is
-    /// told.
+    /// Calls [`LastUse::ended`] when no use is open any more: once for the block's own uses, and
+    /// once for each block that its memory was sub-allocated as. Returns whether a use is open. If
+    /// none is open, it is not called.
     pub fn tell(&self, whom: &Arc<dyn LastUse>) -> bool {
         let mut open = false;
         self.nodes().for_each(|node| open |= node.watch(whom));

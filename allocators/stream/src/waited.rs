@@ -1,11 +1,11 @@
-//! What a stream has been made to wait for, so that it need not wait twice.
+//! A cache of the epochs that a stream has waited for, so that it need not wait again.
 
 use crate::Spin;
 
-/// How many other streams a stream remembers having waited for.
+/// The number of other streams that are remembered.
 const REMEMBERED_WAITS: usize = 64;
 
-/// The newest epoch of each other stream that was waited for, by the other's serial.
+/// The newest epoch of each other stream that was waited for, by that stream's serial.
 pub(crate) struct Waited(Spin<Vec<(u64, u64)>>);
 
 impl Waited {
@@ -23,7 +23,7 @@ impl Waited {
             Some((_, newest)) => *newest = (*newest).max(epoch),
             None => {
                 if waited.len() == REMEMBERED_WAITS {
-                    // Forgetting one costs a wait that was not needed.
+                    // Evicting an entry may cost a redundant wait.
                     waited.remove(0);
                 }
                 waited.push((serial, epoch));

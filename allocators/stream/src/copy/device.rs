@@ -1,4 +1,4 @@
-//! Copies that stay on devices.
+//! Copies within a device and between devices.
 #![expect(unsafe_code, reason = "calls the driver's asynchronous copies")]
 
 use super::Grid;
@@ -8,12 +8,12 @@ use aquifer_driver::{Access, DeviceRange, OperandMut, Pitched, Typed, site};
 use bytemuck::Pod;
 
 impl Stream {
-    /// Copies between two operands of this device, in order on this stream (`cuMemcpyDtoDAsync`),
-    /// whichever streams they were used on before.
+    /// Copies between two operands of this device, in order on this stream (`cuMemcpyDtoDAsync`).
+    /// Earlier uses of the operands on other streams are waited for.
     ///
     /// # Errors
-    /// Lengths that differ, ranges that overlap, a conflicting use, the driver's. Nothing is
-    /// queued.
+    /// Lengths that differ, ranges that overlap, a conflicting use, and driver errors. Nothing is
+    /// queued then.
     #[track_caller]
     pub fn copy<T, S, D>(&self, from: &S, to: &mut D) -> Result<()>
     where
@@ -33,8 +33,8 @@ impl Stream {
             return Ok(());
         }
         let calling = self.timeline().calling()?;
-        // SAFETY: 1. and 2. the operands keep their ranges, and have been ordered for this access
-        // on this stream.
+        // SAFETY: 1. and 2. the operands keep their ranges, and were ordered for this access on
+        // this stream.
         let copied = unsafe {
             self.driver().copy_on_device(self.raw(), target.address, source.address, source.bytes)
         };
@@ -59,8 +59,8 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// Rows that do not lie in one of the sides, rows closer together than they are long, sides
-    /// that overlap, a conflicting use, the driver's. Nothing is queued.
+    /// Rows outside one of the sides, a pitch less than the width, sides that overlap, a
+    /// conflicting use, and driver errors. Nothing is queued then.
     #[track_caller]
     pub fn copy_2d<T, S, D>(&self, from: &S, to: &mut D, grid: Grid) -> Result<()>
     where
@@ -85,8 +85,8 @@ impl Stream {
         let to = Pitched { start: target.address, pitch: grid.to_pitch };
         let from = Pitched { start: source.address, pitch: grid.from_pitch };
         let calling = self.timeline().calling()?;
-        // SAFETY: 1. the operands keep their ranges, in which the rows lie, apart. 2. both have
-        // been ordered for this access on this stream.
+        // SAFETY: 1. the operands keep their ranges, the rows lie within them, and the ranges do
+        // not overlap. 2. both were ordered for this access on this stream.
         let copied = unsafe { self.driver().copy_2d_on_device(self.raw(), to, from, grid.rows) };
         copied.map_err(|e| MemoryError::driver(self.device(), e))?;
         drop(calling);
@@ -95,16 +95,17 @@ impl Stream {
     }
 
     /// Copies to an operand of another device, in order on this stream and on `there`, a stream of
-    /// that device (`cuMemcpyPeerAsync`; the driver goes through the host where the devices cannot
-    /// reach each other).
+    /// that device (`cuMemcpyPeerAsync`). The driver copies through the host if the devices have no
+    /// peer access.
     ///
-    /// The copy runs here, behind what is queued on `there` by now, and `there` goes on behind it.
-    /// The host does not wait.
+    /// The copy runs on this stream, after the work queued on `there` so far. Later work on `there`
+    /// runs after the copy. The host does not wait.
     ///
     /// # Errors
-    /// Lengths that differ, an operand that is not on its stream's device, a conflicting use, the
-    /// driver's. Nothing is queued, but for one case: if the driver refuses to make `there` wait,
-    /// the copy is waited for here, and done, as at the end of a [scope](Stream::scope).
+    /// Lengths that differ, an operand that is not on its stream's device, a conflicting use, and
+    /// driver errors. Nothing is queued then, with one exception: if the driver refuses to make
+    /// `there` wait, this call waits for the copy as at the end of a [scope](Stream::scope), and
+    /// the copy is complete.
     #[track_caller]
     pub fn copy_to_peer<T, S, D>(&self, from: &S, to: &mut D, there: &Stream) -> Result<()>
     where
@@ -126,9 +127,9 @@ impl Stream {
         self.timeline().wait_for(there.timeline(), there.timeline().open())?;
         {
             let _calling = self.timeline().calling()?;
-            // SAFETY: 1. the operands keep their ranges. 2. the source has been ordered for this
-            // stream, and the destination for `there`, which this stream has waited for and which
-            // waits for this stream below: the copy comes where work on `there` would.
+            // SAFETY: 1. the operands keep their ranges. 2. the source was ordered for this stream,
+            // and the destination for `there`. This stream has waited for `there`, and `there`
+            // waits for this stream below, so the copy is ordered like work on `there`.
             let copied = unsafe {
                 self.driver().copy_on_device(
                     self.raw(),
@@ -141,8 +142,8 @@ impl Stream {
         }
         let waits = there.timeline().wait_for(self.timeline(), self.timeline().open());
         if waits.is_err() {
-            // Nothing on `there` would come after the copy. A lost device, where this fails too,
-            // runs nothing any more.
+            // Work on `there` would not be ordered after the copy. A lost device, where this fails
+            // too, runs nothing any more.
             self.timeline().settle_or_abort()?;
         }
         waits?;
@@ -159,14 +160,13 @@ fn same_length(from: DeviceRange, to: DeviceRange) -> Result<()> {
     }
 }
 
-/// Refuses ranges that share bytes: what such a copy leaves depends on how the device goes about
-/// it.
+/// Returns an error for ranges that overlap: the result of such a copy would be undefined.
 fn apart(from: DeviceRange, to: DeviceRange) -> Result<()> {
     let before = |a: DeviceRange, b: DeviceRange| a.address.saturating_add(a.bytes) <= b.address;
     if from.bytes == 0 || to.bytes == 0 || before(from, to) || before(to, from) {
         return Ok(());
     }
-    // One address space serves all devices of a process.
+    // All devices of a process share one address space.
     let bytes = from.bytes.max(to.bytes);
     Err(MemoryError::Overlap { from: from.address, to: to.address, bytes })
 }

@@ -1,10 +1,10 @@
-//! Fills.
+//! Asynchronous fills.
 //!
-//! The driver fills with elements of 1, 2 and 4 bytes. A value whose bytes repeat after as many is
-//! filled in one call. Any other is written once, piece by piece, and then copied: what is there
-//! onto what follows it, so that each copy is twice as long as the one before. That takes some
-//! `log2(n)` calls and no memory of the host, reads and writes each byte about once, and may be
-//! captured like any other work.
+//! The driver fills with elements of 1, 2 or 4 bytes. A value whose bytes repeat with such a period
+//! is filled in one call. Any other value is written once, in pieces, and then copied onto the
+//! bytes that follow it, so that each copy doubles the filled part. This takes about `log2(n)`
+//! calls and no host memory, reads and writes each byte about once, and may be captured like any
+//! other work.
 #![expect(unsafe_code, reason = "calls the driver's fills and copies")]
 
 use super::grid::span;
@@ -16,13 +16,13 @@ use bytemuck::Pod;
 impl Stream {
     /// Fills `to` with copies of `value`, in order on this stream.
     ///
-    /// One call (`cuMemsetD8Async`, `…D16Async`, `…D32Async`) where the value's bytes repeat after
-    /// 1, 2 or 4: every value of a type that small, and zeros of any type. Otherwise the value's
-    /// words and then about `log2(len)` copies on the device, as the module says.
+    /// Takes one call (`cuMemsetD8Async`, `…D16Async`, `…D32Async`) if the value's bytes repeat
+    /// with a period of 1, 2 or 4. This includes every value of such a size, and zeros of any type.
+    /// Otherwise it writes the value's words and then makes about `log2(len)` copies on the device.
     ///
     /// # Errors
-    /// A conflicting use, the driver's. Nothing is queued; should the driver refuse a later one of
-    /// several calls, a first part of `to` is filled.
+    /// A conflicting use, and driver errors. Nothing is queued then. If the driver refuses a later
+    /// one of several calls, the first part of `to` is filled.
     #[track_caller]
     pub fn fill<T, D>(&self, to: &mut D, value: T) -> Result<()>
     where
@@ -35,11 +35,10 @@ impl Stream {
         Ok(())
     }
 
-    /// Fills `to` with one byte, in order on this stream (`cuMemsetD8Async`), whatever its elements
-    /// are.
+    /// Fills `to` with one byte, in order on this stream (`cuMemsetD8Async`), for any element type.
     ///
     /// # Errors
-    /// A conflicting use, the driver's. Nothing is queued.
+    /// A conflicting use, and driver errors. Nothing is queued then.
     #[track_caller]
     pub fn fill_bytes<D>(&self, to: &mut D, byte: u8) -> Result<()>
     where
@@ -60,20 +59,20 @@ impl Stream {
             return Ok(());
         }
         let _calling = self.timeline().calling()?;
-        // SAFETY: 1. and 2. the operand keeps its range, and has been ordered for this access on
-        // this stream.
+        // SAFETY: 1. and 2. the operand keeps its range, and was ordered for this access on this
+        // stream.
         unsafe { self.fill_range(range, element) }
     }
 
     /// Fills `height` rows of `width` elements, `pitch` elements apart, in order on this stream
-    /// (`cuMemsetD2D8Async`, `…D2D16Async`, `…D2D32Async`). What lies between the rows stays as it
-    /// is.
+    /// (`cuMemsetD2D8Async`, `…D2D16Async`, `…D2D32Async`). The elements between the rows are
+    /// unchanged.
     ///
-    /// One call or several, as [`Stream::fill`].
+    /// Takes one call or several, as [`Stream::fill`].
     ///
     /// # Errors
-    /// Rows that do not lie in `to`, rows closer together than they are long, a conflicting use,
-    /// the driver's. Nothing is queued, but as [`Stream::fill`] says.
+    /// Rows outside `to`, a pitch less than the width, a conflicting use, and driver errors.
+    /// Nothing is queued then, with the exception that [`Stream::fill`] documents.
     #[track_caller]
     pub fn fill_2d<T, D>(
         &self,
@@ -103,7 +102,7 @@ impl Stream {
             return Ok(());
         }
         let calling = self.timeline().calling()?;
-        // SAFETY: 1. the operand keeps its range, in which the rows lie. 2. it has been ordered for
+        // SAFETY: 1. the operand keeps its range, and the rows lie within it. 2. it was ordered for
         // this access on this stream.
         unsafe { self.fill_rows(Pitched { start: range.address, pitch }, element, rows) }?;
         drop(calling);
@@ -112,21 +111,22 @@ impl Stream {
     }
 
     /// # Safety
-    /// 1. The range is mapped until the fill is done. 2. It has been ordered for this stream to
-    ///    write it.
+    /// 1. The range is mapped until the fill is complete.
+    /// 2. It has been ordered for this stream to write it.
     unsafe fn fill_range(&self, range: DeviceRange, element: &[u8]) -> Result<()> {
         let DeviceRange { address, bytes, .. } = range;
         if let Some(pattern) = pattern(element, address) {
-            // SAFETY: 1. and 2. the caller's.
+            // SAFETY: 1. and 2. the caller guarantees them.
             return unsafe { self.fill_with(address, pattern, bytes / pattern.bytes()) };
         }
-        // The first element, by runs of equal pieces.
+        // Writes the first element by runs of equal pieces.
         let piece = pieces(element.len() as u64, address);
         let mut at = address;
         for run in element.chunks(piece).collect::<Vec<_>>().chunk_by(|a, b| a == b) {
             let bytes = (run.len() * piece) as u64;
             if let Some(pattern) = pattern(run[0], at) {
-                // SAFETY: 1. and 2. the caller's: the first element lies in the range.
+                // SAFETY: 1. and 2. the caller guarantees them. The first element lies within the
+                // range.
                 unsafe { self.fill_with(at, pattern, bytes / pattern.bytes()) }?;
             }
             at += bytes;
@@ -134,8 +134,8 @@ impl Stream {
         let mut done = element.len() as u64;
         while done < bytes {
             let more = done.min(bytes - done);
-            // SAFETY: 1. and 2. the caller's: what is written already, and as much after it or
-            // less, lie in the range.
+            // SAFETY: 1. and 2. the caller guarantees them. The part already written, and at most
+            // as many bytes after it, lie within the range.
             let copied =
                 unsafe { self.driver().copy_on_device(self.raw(), address + done, address, more) };
             copied.map_err(|e| MemoryError::driver(self.device(), e))?;
@@ -145,24 +145,24 @@ impl Stream {
     }
 
     /// # Safety
-    /// 1. Every row is mapped until the fill is done. 2. They have been ordered for this stream to
-    ///    write them.
+    /// 1. Every row is mapped until the fill is complete.
+    /// 2. The rows have been ordered for this stream to write them.
     unsafe fn fill_rows(&self, to: Pitched<u64>, element: &[u8], rows: Rows) -> Result<()> {
         let lost = |e| MemoryError::driver(self.device(), e);
         if let Some(pattern) = pattern(element, to.start | to.pitch) {
             let rows = Rows { width: rows.width / pattern.bytes(), ..rows };
-            // SAFETY: 1. and 2. the caller's.
+            // SAFETY: 1. and 2. the caller guarantees them.
             return unsafe { self.driver().fill_2d(self.raw(), to, pattern, rows) }.map_err(lost);
         }
         let first = DeviceRange { device: self.device(), address: to.start, bytes: rows.width };
-        // SAFETY: 1. and 2. the caller's: it is the first row.
+        // SAFETY: 1. and 2. the caller guarantees them. This is the first row.
         unsafe { self.fill_range(first, element) }?;
         let mut done = 1;
         while done < rows.height {
             let more = Rows { width: rows.width, height: done.min(rows.height - done) };
             let next = Pitched { start: to.start + done * to.pitch, ..to };
-            // SAFETY: 1. and 2. the caller's: rows that are written already, and as many after them
-            // or fewer.
+            // SAFETY: 1. and 2. the caller guarantees them. These are the rows already written, and
+            // at most as many after them.
             unsafe { self.driver().copy_2d_on_device(self.raw(), next, to, more) }.map_err(lost)?;
             done += more.height;
         }
@@ -170,15 +170,15 @@ impl Stream {
     }
 
     /// # Safety
-    /// As of [`fill_with`](aquifer_driver::Copies::fill_with).
+    /// As [`fill_with`](aquifer_driver::Copies::fill_with).
     unsafe fn fill_with(&self, to: u64, pattern: Pattern, count: u64) -> Result<()> {
-        // SAFETY: 1. and 2. the caller's.
+        // SAFETY: 1. and 2. the caller guarantees them.
         let filled = unsafe { self.driver().fill_with(self.raw(), to, pattern, count) };
         filled.map_err(|e| MemoryError::driver(self.device(), e))
     }
 }
 
-/// The largest piece that the driver fills with, of 1, 2 or 4 bytes, that cuts an element at
+/// Returns the largest size the driver fills with (1, 2 or 4 bytes) that divides an element at
 /// `address` evenly.
 fn pieces(element: u64, address: u64) -> usize {
     match element | address {
@@ -188,7 +188,8 @@ fn pieces(element: u64, address: u64) -> usize {
     }
 }
 
-/// What the driver can fill with to write this element again and again from `address` on.
+/// Returns a pattern with which the driver can repeat this element from `address` on, if there is
+/// one.
 fn pattern(element: &[u8], address: u64) -> Option<Pattern> {
     let repeats = |after: usize| {
         element.len().is_multiple_of(after)

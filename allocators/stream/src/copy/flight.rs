@@ -24,33 +24,31 @@ use std::{
     note = "take a `vec::Vec` whose allocator can defer reuse, such as `PinnedPool::allocator`, a `PinnedBuf`, or a boxed slice of these",
     note = "a borrowed slice or a `std` vector is copied by `Stream::try_scope`, which waits before it returns"
 )]
-/// Host bytes with an owner that can be moved while a device reads or writes them.
+/// Host memory whose owner can be moved while a device reads or writes it.
 ///
-/// Its example is that of [`Stream::upload`](crate::Stream::upload), which takes any.
+/// See [`Stream::upload`](crate::Stream::upload) for an example.
 ///
 /// # Safety
-/// 1. [`HostOwned::bytes`] answers with initialised memory that stays where it is when `self` is
-///    moved.
-/// 2. After [`HostOwned::defer`] has answered `Ok`, the memory is neither given out again, nor
-///    written, nor unmapped before the gate is open, however `self` is dropped, freed or forgotten.
+/// 1. [`HostOwned::bytes`] returns initialised memory that does not move when `self` is moved.
+/// 2. After [`HostOwned::defer`] has returned `Ok`, the memory is not reused, written or unmapped
+///    before the gate is open, whether `self` is dropped, freed or forgotten.
 pub unsafe trait HostOwned {
-    /// The elements' type.
+    /// The type of the elements.
     type Item: Pod;
 
-    /// The elements.
+    /// Returns the elements.
     fn bytes(&mut self) -> NonNull<[Self::Item]>;
 
-    /// Holds the memory back until `until` is open.
+    /// Prevents reuse of the memory until `until` is open.
     ///
     /// # Errors
-    /// The allocator's, when the memory is not its own.
+    /// The allocator's errors, if it did not allocate the memory.
     fn defer(&mut self, until: Arc<dyn Gate>) -> Result<()>;
 }
 
-// The orphan rule forbids the crate of an allocator to do this for a foreign `Vec`, so it is done
-// here for all of them. SAFETY: 1. a vector's buffer does not move with the vector, and its
-// elements are initialised.
-// 2. `DeferReuse` promises it.
+// Implemented here for all allocators, because the orphan rule forbids their crates to implement it
+// for a foreign `Vec`. SAFETY: 1. a vector's buffer does not move with the vector, and its elements
+// are initialised. 2. `DeferReuse` guarantees it.
 unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocVec<T, A> {
     type Item = T;
     fn bytes(&mut self) -> NonNull<[T]> {
@@ -65,8 +63,8 @@ unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocVec<T, A> {
     }
 }
 
-// SAFETY: 1. a boxed slice does not move with its box, and its elements are initialised.
-// 2. `DeferReuse` promises it.
+// SAFETY: 1. a boxed slice does not move with its box, and its elements are initialised. 2.
+// `DeferReuse` guarantees it.
 unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocBox<[T], A> {
     type Item = T;
     fn bytes(&mut self) -> NonNull<[T]> {
@@ -81,13 +79,13 @@ unsafe impl<T: Pod, A: DeferReuse> HostOwned for AllocBox<[T], A> {
     }
 }
 
-/// A copy that was not queued, with the host side it would have used.
+/// A copy that was not queued, with its host side.
 ///
-/// Its example is that of [`Stream::upload`](crate::Stream::upload).
+/// See [`Stream::upload`](crate::Stream::upload) for an example.
 pub struct Refused<H> {
-    /// What was handed in, untouched.
+    /// The value that was passed in, unchanged.
     pub host: H,
-    /// Why.
+    /// The reason.
     pub error: MemoryError,
 }
 
@@ -108,10 +106,10 @@ impl<H> From<Refused<H>> for MemoryError {
     }
 }
 
-/// A copy on its way, which owns its host side until [`InFlight::wait`].
+/// A queued copy, which owns its host side until [`InFlight::wait`].
 ///
-/// Dropped early, the host side is dropped too, and its allocator keeps the block until the copy is
-/// done. Forgotten, it is leaked.
+/// If it is dropped early, the host side is dropped too, and the allocator holds its block back
+/// until the copy is complete. If it is forgotten, the block leaks.
 ///
 /// ```
 /// use allocator_api2::vec::Vec;
@@ -120,13 +118,13 @@ impl<H> From<Refused<H>> for MemoryError {
 /// use aquifer_stream::Stream;
 ///
 /// fn sum<A: DeferReuse>(s: &Stream, v: Vec<u8, A>, to: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<u32> {
-///     let flight = s.upload(v, to)?; // queued; the host goes on
-///     let v = flight.wait()?; // the vector again
+///     let flight = s.upload(v, to)?; // queued, the host continues
+///     let v = flight.wait()?; // the same vector
 ///     Ok(v.iter().map(|&byte| u32::from(byte)).sum())
 /// }
 /// ```
 ///
-/// While it is on its way the vector cannot be looked at, since it is not there:
+/// The vector cannot be read during the copy, because it was moved:
 ///
 /// ```compile_fail,E0382
 /// # use allocator_api2::vec::Vec;
@@ -139,7 +137,7 @@ impl<H> From<Refused<H>> for MemoryError {
 /// }
 /// ```
 ///
-/// And a vector whose allocator could not hold its block back does not fly:
+/// A vector whose allocator cannot defer reuse is rejected:
 ///
 /// ```compile_fail,E0277
 /// # use allocator_api2::{alloc::Global, vec::Vec};
@@ -152,7 +150,7 @@ impl<H> From<Refused<H>> for MemoryError {
 /// }
 /// ```
 ///
-/// Nor does it go to another thread if its host side could not:
+/// It cannot be sent to another thread unless its host side can:
 ///
 /// ```compile_fail,E0277
 /// # use aquifer_stream::{HostOwned, InFlight};
@@ -162,22 +160,22 @@ impl<H> From<Refused<H>> for MemoryError {
 /// ```
 #[must_use = "wait for it, or drop it on purpose"]
 pub struct InFlight<H> {
-    /// The device may be reading or writing it: not to be looked at before the point is reached.
+    /// The device may be reading or writing it. Must not be accessed before `landed` is open.
     host: ManuallyDrop<H>,
     landed: Point,
 }
 
 impl<H> InFlight<H> {
-    /// Whether the copy is done. Never blocks.
+    /// Returns whether the copy is complete. Never blocks.
     #[must_use]
     pub fn is_done(&self) -> bool {
         self.landed.is_open()
     }
 
-    /// Waits for the copy and gives the host side back. Blocks.
+    /// Waits until the copy is complete, and returns the host side. Blocks.
     ///
     /// # Errors
-    /// The driver's: what the bytes are is not known then, and the host side is dropped.
+    /// Driver errors. The contents are unknown then, and the host side is dropped.
     #[track_caller]
     pub fn wait(self) -> Result<H> {
         let _site = site::enter();
@@ -185,10 +183,11 @@ impl<H> InFlight<H> {
         Ok(self.into_host())
     }
 
-    /// Waits until `deadline`.
+    /// Waits until the copy is complete or `deadline` has passed.
     ///
     /// # Errors
-    /// This flight again, if the copy is not done by then; the driver's as [`InFlight::wait`].
+    /// Returns this value as the inner error if the copy is not complete by then. Driver errors as
+    /// [`InFlight::wait`].
     #[track_caller]
     pub fn wait_until(self, deadline: Instant) -> Result<Result<H, Self>> {
         let _site = site::enter();
@@ -197,7 +196,7 @@ impl<H> InFlight<H> {
 
     fn into_host(self) -> H {
         let mut this = ManuallyDrop::new(self);
-        // SAFETY: 1. `this` is never touched again, so the point and the host side are each moved
+        // SAFETY: 1. `this` is never accessed again, so the point and the host side are each moved
         // or dropped once.
         unsafe {
             std::ptr::drop_in_place(&raw mut this.landed);
@@ -206,8 +205,8 @@ impl<H> InFlight<H> {
     }
 }
 
-/// A flight may be awaited: the future gives the host side back when the copy is done. It needs no
-/// runtime, see [`aquifer_core::wake`].
+/// The future returns the host side when the copy is complete. It needs no runtime, see
+/// [`aquifer_core::wake`].
 ///
 /// ```
 /// use allocator_api2::vec::Vec;
@@ -230,19 +229,19 @@ impl<H> IntoFuture for InFlight<H> {
     }
 }
 
-/// An [`InFlight`] copy that is awaited.
+/// The future of an [`InFlight`] copy.
 ///
-/// Dropped before it is ready, it does what a dropped flight does: the host side goes back to its
-/// allocator, which keeps the block until the copy is done. Forgotten, it leaks the host side. It
-/// stays pending if it is polled after it was ready.
+/// If it is dropped before it is ready, the host side returns to its allocator, which holds the
+/// block back until the copy is complete. If it is forgotten, the host side leaks. Polled again
+/// after it was ready, it stays pending.
 #[must_use = "a future waits only while it is polled"]
 pub struct Landing<H> {
-    /// `None` once it has been ready.
+    /// `None` after it was ready.
     flight: Option<InFlight<H>>,
     opened: Opened,
 }
 
-// The host side is moved out when the copy is done, and nothing points into this.
+// The host side is moved out when the copy is complete, and nothing points into this value.
 impl<H> Unpin for Landing<H> {}
 
 impl<H> Future for Landing<H> {
@@ -271,9 +270,8 @@ impl<H> fmt::Debug for Landing<H> {
 
 impl<H> Drop for InFlight<H> {
     fn drop(&mut self) {
-        // SAFETY: 1. dropped here and nowhere else: `into_host` does not run this. Its memory is
-        // held back by its allocator, and `H`'s elements are `Pod`, so dropping it reads none of
-        // them.
+        // SAFETY: 1. dropped only here: `into_host` does not run this destructor. The allocator
+        // holds the memory back, and `H`'s elements are `Pod`, so dropping it reads none of them.
         unsafe { ManuallyDrop::drop(&mut self.host) }
     }
 }
@@ -286,11 +284,11 @@ impl<H> fmt::Debug for InFlight<H> {
 
 impl Stream {
     /// Copies `from` to the device, in order on this stream (`cuMemcpyHtoDAsync`). Owns `from`
-    /// until the copy is done.
+    /// until the copy is complete.
     ///
     /// # Errors
-    /// [`Refused`] with `from` in it: lengths that differ, a conflicting use of `to`,
-    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    /// [`Refused`], which contains `from`: lengths that differ, a conflicting use of `to`,
+    /// [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
     #[track_caller]
     pub fn upload<H, D>(&self, from: H, to: &mut D) -> Result<InFlight<H>, Refused<H>>
     where
@@ -306,11 +304,11 @@ impl Stream {
     }
 
     /// Copies `from` into `to`, in order on this stream (`cuMemcpyDtoHAsync`). Owns `to` until the
-    /// copy is done.
+    /// copy is complete.
     ///
     /// # Errors
-    /// [`Refused`] with `to` in it: lengths that differ, a conflicting use of `from`,
-    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    /// [`Refused`], which contains `to`: lengths that differ, a conflicting use of `from`,
+    /// [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
     #[track_caller]
     pub fn download<H, D>(&self, from: &D, to: H) -> Result<InFlight<H>, Refused<H>>
     where
@@ -325,11 +323,11 @@ impl Stream {
     }
 
     /// Copies the rows of `grid` from `from` to the device, in order on this stream
-    /// (`cuMemcpy2DAsync`). Owns `from` until the copy is done.
+    /// (`cuMemcpy2DAsync`). Owns `from` until the copy is complete.
     ///
     /// # Errors
-    /// [`Refused`] with `from` in it: rows that do not lie in one of the sides, a conflicting use
-    /// of `to`, [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    /// [`Refused`], which contains `from`: rows outside one of the sides, a conflicting use of
+    /// `to`, [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
     #[track_caller]
     pub fn upload_2d<H, D>(
         &self,
@@ -350,12 +348,12 @@ impl Stream {
     }
 
     /// Copies the rows of `grid` from `from` into `to`, in order on this stream
-    /// (`cuMemcpy2DAsync`). Owns `to` until the copy is done. What lies between the rows of `to`
-    /// stays as it is.
+    /// (`cuMemcpy2DAsync`). Owns `to` until the copy is complete. The elements between the rows of
+    /// `to` are unchanged.
     ///
     /// # Errors
-    /// [`Refused`] with `to` in it: rows that do not lie in one of the sides, a conflicting use of
-    /// `from`, [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    /// [`Refused`], which contains `to`: rows outside one of the sides, a conflicting use of
+    /// `from`, [`MemoryError::Capturing`], and driver errors. Nothing is queued then.
     #[track_caller]
     pub fn download_2d<H, D>(&self, from: &D, to: H, grid: Grid) -> Result<InFlight<H>, Refused<H>>
     where
@@ -383,17 +381,17 @@ impl Stream {
             let bytes = host.bytes();
             let plan = Plan::new::<H::Item>(self, way, bytes.len(), place, grid)?;
             order()?;
-            // The gate is given before the copy is queued, and stays shut until it is: a gate made
-            // after would leave a copy on its way with nobody to wait for it, should the allocator
-            // refuse.
+            // The gate is passed before the copy is queued, and stays shut until then. If it were
+            // passed afterwards and the allocator refused it, nothing would hold the memory of a
+            // queued copy back.
             host.defer(Arc::new(landed.clone()))?;
-            // SAFETY: 1. `bytes` is the flight's, and held back until `landed` opens; the operand
-            // keeps its range for as long, both by the promises of their traits. 2. `order` has put
-            // this stream behind every other use.
+            // SAFETY: 1. the flight owns `bytes`, which is held back until `landed` opens, and the
+            // operand keeps its range for as long: their traits guarantee both. 2. `order` has
+            // ordered this stream after every other use.
             unsafe { plan.queue(self, bytes.cast(), place.0.address) }
         };
         let queued = queue(&mut host);
-        // Also where nothing was queued: the gate must not stay shut.
+        // Also if nothing was queued: the gate must not stay shut.
         landed.reached();
         match queued {
             Ok(()) => Ok(InFlight { host: ManuallyDrop::new(host), landed }),

@@ -1,13 +1,12 @@
-//! Which rows a 2D copy is about.
+//! The rows of a 2D copy.
 
 use aquifer_core::{MemoryError, Result};
 use aquifer_driver::Rows;
 
-/// The rows of a 2D copy: how many elements each has, how many there are, and how far apart they
-/// start on either side.
+/// The rows of a 2D copy: their width, their number, and their pitch on both sides.
 ///
-/// All four are in elements. The first row starts where its side does: pass a slice for rows that
-/// start further on. Between the rows of the destination nothing is touched.
+/// All four are in elements. The first row starts at the start of its side. For rows that start
+/// further on, pass a slice. The elements between the rows of the destination are unchanged.
 ///
 /// ```
 /// use aquifer_stream::Grid;
@@ -18,36 +17,37 @@ use aquifer_driver::Rows;
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
 pub struct Grid {
-    /// Elements of a row.
+    /// Elements in a row.
     pub width: usize,
-    /// Rows.
+    /// Number of rows.
     pub height: usize,
-    /// Elements from the start of one row of the source to that of the next; at least `width`.
+    /// Elements from the start of one row of the source to the start of the next. At least `width`.
     pub from_pitch: usize,
-    /// The same in the destination.
+    /// The same for the destination.
     pub to_pitch: usize,
 }
 
 impl Grid {
-    /// `height` rows of `width` elements, side by side in source and destination.
+    /// Creates a grid of `height` rows of `width` elements, packed in source and destination.
     #[must_use]
     pub fn new(width: usize, height: usize) -> Self {
         Self { width, height, from_pitch: width, to_pitch: width }
     }
 
-    /// With rows of the source so many elements apart.
+    /// Sets the distance between rows of the source, in elements.
     #[must_use]
     pub fn source_pitch(self, from_pitch: usize) -> Self {
         Self { from_pitch, ..self }
     }
 
-    /// With rows of the destination so many elements apart.
+    /// Sets the distance between rows of the destination, in elements.
     #[must_use]
     pub fn target_pitch(self, to_pitch: usize) -> Self {
         Self { to_pitch, ..self }
     }
 
-    /// The same in bytes, if it lies in a source of `from` bytes and a destination of `to`.
+    /// Converts to bytes, and checks that the rows lie in a source of `from` bytes and a
+    /// destination of `to`.
     pub(super) fn in_bytes(self, element: u64, from: u64, to: u64) -> Result<ByteGrid> {
         let rows = Rows { width: bytes(self.width, element)?, height: self.height as u64 };
         let grid = ByteGrid {
@@ -76,24 +76,25 @@ pub(super) struct ByteGrid {
 }
 
 impl ByteGrid {
-    /// What is copied.
+    /// Returns the number of bytes copied.
     pub(super) fn bytes(&self) -> u64 {
-        // Every row lies in a side, whose size is a number.
+        // Cannot overflow: all rows lie in a side whose size fits in a `u64`.
         self.rows.width.saturating_mul(self.rows.height)
     }
 
-    /// Bytes from the first row's start to the last one's end, in a source of `held`.
+    /// Returns the bytes from the start of the first row to the end of the last one, in a source of
+    /// `held` bytes.
     pub(super) fn source_span(&self, held: u64) -> Result<u64> {
         span(self.rows, self.from_pitch, held)
     }
 
-    /// The same in a destination of `held`.
+    /// The same for a destination of `held` bytes.
     pub(super) fn target_span(&self, held: u64) -> Result<u64> {
         span(self.rows, self.to_pitch, held)
     }
 }
 
-/// Bytes that rows span, which must lie in `held`.
+/// Returns the number of bytes that the rows span, which must be at most `held`.
 pub(super) fn span(rows: Rows, pitch: u64, held: u64) -> Result<u64> {
     let Rows { width, height } = rows;
     if width == 0 || height == 0 {

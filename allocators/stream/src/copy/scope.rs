@@ -16,26 +16,28 @@ use std::{
     time::Duration,
 };
 
-/// Between two looks whether a capture has ended.
+/// The pause between two checks whether a capture has ended.
 const CAPTURE_PAUSE: Duration = Duration::from_micros(100);
 
 impl Stream {
-    /// Runs `work`, in which copies may borrow host memory, and returns when all of them are done,
+    /// Runs `work`, in which copies may borrow host memory. Returns when all of them are complete,
     /// also on unwind.
     ///
-    /// Blocks at its end. The host side may be pageable; the driver then stages it, at a fraction
-    /// of the link's speed. If the stream has begun to capture a graph behind copies that were
-    /// queued here, it blocks until that capture has ended: nothing can be waited for before.
+    /// Blocks at its end. The host side may be pageable. The driver then stages it, at a fraction
+    /// of the link's bandwidth. If the stream began to capture a graph after copies were queued
+    /// here, this call blocks until that capture has ended, because the driver refuses all waits
+    /// before.
+    ///
+    /// If `work` may fail, the result is nested. [`Stream::try_scope`] flattens it.
     ///
     /// # Aborts
-    /// Ends the process with a message if the driver refuses every way to wait for ten seconds, and
-    /// the device is not lost: see [`Timeline::settle_or_abort`](crate::Timeline::settle_or_abort).
-    ///
-    /// Work that may fail returns a result in a result; [`Stream::try_scope`] makes one of them.
+    /// Aborts the process with a message if the driver refuses every way to wait for ten seconds
+    /// and the device is not lost: see
+    /// [`Timeline::settle_or_abort`](crate::Timeline::settle_or_abort).
     ///
     /// # Errors
-    /// [`MemoryError::Capturing`] if the stream captures, and so no copy was queued here; the
-    /// driver's, when the device is lost. No copy of the scope runs any more.
+    /// [`MemoryError::Capturing`] if the stream captures, in which case no copy was queued here.
+    /// Driver errors if the device is lost. In both cases no copy of the scope is running.
     #[track_caller]
     pub fn scope<'env, R>(
         &'env self,
@@ -43,7 +45,7 @@ impl Stream {
     ) -> Result<R> {
         struct Settle<'a>(&'a Stream, &'a AtomicBool);
         impl Settle<'_> {
-            /// Returns only when no copy can touch what is borrowed, however many waits are
+            /// Returns only when no copy can access borrowed memory, no matter how many waits are
             /// refused.
             fn settle(&self) -> Result<()> {
                 loop {
@@ -58,14 +60,14 @@ impl Stream {
         }
         impl Drop for Settle<'_> {
             fn drop(&mut self) {
-                // On unwind only. What was copied is done, or the device is lost and runs nothing
+                // Only on unwind. The copies are complete, or the device is lost and runs nothing
                 // any more.
                 let _ = self.settle();
             }
         }
         let copied = AtomicBool::new(false);
         let unwound = Settle(self, &copied);
-        // What is called inside names its own lines.
+        // Calls inside the scope record their own call sites.
         let result =
             work(&Scope { stream: self, copied: &copied, scope: PhantomData, env: PhantomData });
         let returned = ManuallyDrop::new(unwound);
@@ -77,8 +79,8 @@ impl Stream {
 }
 
 impl Stream {
-    /// As [`Stream::scope`], for work that may fail: one result, with the error of the work or of
-    /// the wait at its end.
+    /// Like [`Stream::scope`], for work that may fail. Returns one result, with the error of the
+    /// work or of the wait at the end.
     ///
     /// ```
     /// use aquifer_core::Result;
@@ -96,7 +98,7 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// As [`Stream::scope`]; else what `work` returned. All copies are done in either case.
+    /// As [`Stream::scope`], otherwise the error of `work`. All copies are complete in either case.
     #[track_caller]
     pub fn try_scope<'env, R>(
         &'env self,
@@ -107,7 +109,7 @@ impl Stream {
     }
 }
 
-/// Inside [`Stream::scope`]: copies here may borrow whatever outlives the scope.
+/// The handle inside [`Stream::scope`]. Its copies may borrow anything that outlives the scope.
 ///
 /// ```
 /// use aquifer_core::Result;
@@ -124,7 +126,7 @@ impl Stream {
 /// }
 /// ```
 ///
-/// What is borrowed must outlive the scope:
+/// Borrowed memory must outlive the scope:
 ///
 /// ```compile_fail,E0597
 /// # use aquifer_core::Result;
@@ -133,12 +135,12 @@ impl Stream {
 /// fn too_short(s: &Stream, x: &mut (impl Typed<Item = u8> + OperandMut)) -> Result<()> {
 ///     s.scope(|c| {
 ///         let up = vec![1; x.len()];
-///         c.upload(&up, x) // `up` ends before the copy may have
+///         c.upload(&up, x) // `up` is dropped before the copy is complete
 ///     })?
 /// }
 /// ```
 ///
-/// What a download writes is the download's until the scope has ended:
+/// The destination of a download stays borrowed until the scope ends:
 ///
 /// ```compile_fail,E0502
 /// # use aquifer_core::Result;
@@ -148,12 +150,12 @@ impl Stream {
 ///     let mut down = vec![0; x.len()];
 ///     s.scope(|c| {
 ///         c.download(x, &mut down)?;
-///         Ok(down[0]) // not there yet
+///         Ok(down[0]) // not copied yet
 ///     })?
 /// }
 /// ```
 ///
-/// And the scope itself stays inside:
+/// The scope itself cannot be moved out:
 ///
 /// ```compile_fail,E0521
 /// # use aquifer_core::Result;
@@ -167,7 +169,7 @@ pub struct Scope<'scope, 'env: 'scope> {
     stream: &'env Stream,
     /// Whether a copy may have been queued.
     copied: &'scope AtomicBool,
-    // Invariant in both, so that neither can be shortened to let a borrow out.
+    // Invariant in both lifetimes, so that neither can be shortened to let a borrow escape.
     scope: PhantomData<&'scope mut &'scope ()>,
     env: PhantomData<&'env mut &'env ()>,
 }
@@ -176,8 +178,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// Copies `from` to the device, in order on the scope's stream (`cuMemcpyHtoDAsync`).
     ///
     /// # Errors
-    /// Lengths that differ, a conflicting use of `to`,
-    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    /// Lengths that differ, a conflicting use of `to`, [`MemoryError::Capturing`], and driver
+    /// errors. Nothing is queued then.
     #[track_caller]
     pub fn upload<T, D>(&'scope self, from: &'env [T], to: &mut D) -> Result<()>
     where
@@ -188,12 +190,12 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         self.up(from, to, None)
     }
 
-    /// Copies `from` into `to`, in order on the scope's stream (`cuMemcpyDtoHAsync`). `to` is the
-    /// scope's until it ends.
+    /// Copies `from` into `to`, in order on the scope's stream (`cuMemcpyDtoHAsync`). `to` stays
+    /// borrowed until the scope ends.
     ///
     /// # Errors
-    /// Lengths that differ, a conflicting use of `from`,
-    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    /// Lengths that differ, a conflicting use of `from`, [`MemoryError::Capturing`], and driver
+    /// errors. Nothing is queued then.
     #[track_caller]
     pub fn download<T: Pod, D: Typed<Item = T>>(
         &'scope self,
@@ -208,8 +210,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     /// (`cuMemcpy2DAsync`).
     ///
     /// # Errors
-    /// Rows that do not lie in one of the sides, a conflicting use of `to`,
-    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    /// Rows outside one of the sides, a conflicting use of `to`, [`MemoryError::Capturing`], and
+    /// driver errors. Nothing is queued then.
     #[track_caller]
     pub fn upload_2d<T, D>(&'scope self, from: &'env [T], to: &mut D, grid: Grid) -> Result<()>
     where
@@ -221,12 +223,12 @@ impl<'scope, 'env> Scope<'scope, 'env> {
     }
 
     /// Copies the rows of `grid` from `from` into `to`, in order on the scope's stream
-    /// (`cuMemcpy2DAsync`). `to` is the scope's until it ends; what lies between its rows stays as
-    /// it is.
+    /// (`cuMemcpy2DAsync`). `to` stays borrowed until the scope ends. The elements between its rows
+    /// are unchanged.
     ///
     /// # Errors
-    /// Rows that do not lie in one of the sides, a conflicting use of `from`,
-    /// [`MemoryError::Capturing`], the driver's. Nothing is queued.
+    /// Rows outside one of the sides, a conflicting use of `from`, [`MemoryError::Capturing`], and
+    /// driver errors. Nothing is queued then.
     #[track_caller]
     pub fn download_2d<T, D>(&'scope self, from: &D, to: &'env mut [T], grid: Grid) -> Result<()>
     where
@@ -251,9 +253,8 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         )?;
         to.order_mut(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Write)?;
         self.copied.store(true, Ordering::Relaxed);
-        // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy; `to`
-        // keeps its range.
-        // 2. it has just been ordered.
+        // SAFETY: 1. `from` is borrowed for longer than the scope, which waits for the copy, and
+        // `to` keeps its range. 2. `to` was ordered just above.
         unsafe { plan.queue(self.stream, NonNull::from(from).cast(), to.range().address) }
     }
 
@@ -271,13 +272,12 @@ impl<'scope, 'env> Scope<'scope, 'env> {
         )?;
         from.order(self.stream.raw(), Some(self.stream.timeline().keep_alive()), Access::Read)?;
         self.copied.store(true, Ordering::Relaxed);
-        // SAFETY: 1. `to` is borrowed for longer than the scope, which waits for the copy; `from`
-        // keeps its range.
-        // 2. it has just been ordered.
+        // SAFETY: 1. `to` is borrowed for longer than the scope, which waits for the copy, and
+        // `from` keeps its range. 2. `from` was ordered just above.
         unsafe { plan.queue(self.stream, NonNull::from(to).cast(), from.range().address) }
     }
 
-    /// The stream that copies are queued on.
+    /// Returns the stream of the scope.
     #[must_use]
     pub fn stream(&self) -> &Stream {
         self.stream

@@ -1,13 +1,14 @@
-//! The account of one block's uses.
+//! The use records of one block.
 //!
-//! A node is leaked once and goes round: a block gets one at its first use by another stream, and
-//! gives it back when it has been freed and all uses are over. So noting a use makes no allocation
-//! once there are as many nodes as blocks in use at once, and a [`Use`](super::Use) needs no
-//! reference count to find its note: a plain `&'static` does. While a use is open its node goes to
-//! no other block, whatever becomes of its own.
-//!
-//! Memory that a block's holder has lent on comes back with its uses. Open ones find their notes
-//! where they were made, so such a node is not emptied into another: it is *joined* to it.
+//! - Nodes are leaked once and recycled. A block takes a node at its first use by another stream,
+//!   and returns it when the block is freed and all uses have ended. So recording a use allocates
+//!   nothing once there are as many nodes as blocks in use.
+//! - A [`Use`](super::Use) needs no reference count to find its record: it stores a plain `&'static
+//!   Node`.
+//! - While a use is open, its node serves no other block, even if its own block is freed.
+//! - Memory that a block's holder sub-allocated comes back with its uses. Open uses must find their
+//!   records where they were created, so such a node is *joined* to the block's node instead of
+//!   merged into it.
 
 use super::{Held, Noted};
 use crate::{
@@ -22,26 +23,26 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// Most blocks are used by one or two streams besides their own; more go to the heap.
+/// Most blocks are used by at most two other streams. More elements go to the heap.
 pub(super) type Few<T> = SmallVec<[T; 2]>;
 
-/// When a use's work is over.
+/// When the work of a use ends.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Stamp {
-    /// Its holder has not finished it.
+    /// The use is still open.
     Open,
-    /// It ends with a borrow, which cannot be seen from here.
+    /// It ends with a borrow, whose end cannot be observed here.
     Lent,
-    /// With this epoch of its stream.
+    /// In this epoch of its stream.
     At(u64),
 }
 
-/// What becomes of borrows that a new use conflicts with.
+/// Whether borrows that conflict with a new use have ended.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Borrows {
-    /// They are over.
+    /// They have ended.
     Over,
-    /// They may go on: they are of other parts of the block.
+    /// They may be live: they are of other parts of the block.
     Beside,
 }
 
@@ -51,19 +52,18 @@ impl Borrows {
     }
 }
 
-/// Room for one stream's use of the block. Filled field by field and emptied by taking the stream
-/// out, never moved: a struct that has just been written in parts and is copied whole waits for the
-/// parts.
+/// The record of one stream's use of the block. Filled field by field and emptied by taking the
+/// stream out, never moved: copying a struct just after partial writes stalls on store forwarding.
 #[derive(Clone)]
 struct Note {
-    /// `None` in one that is free.
+    /// `None` if the record is free.
     on: Option<Arc<Timeline>>,
     stamp: Stamp,
-    /// Its name in the node, for whoever will finish it.
+    /// The id of the record in its node, used to finish the use.
     id: u64,
     access: Access,
-    /// Whether it is on the block's own stream, which is in order with itself. Not once the block
-    /// is freed.
+    /// Whether it is on the block's owner stream, which is in order with itself. `false` once the
+    /// block is freed.
     at_home: bool,
 }
 
@@ -75,7 +75,7 @@ impl Note {
         self.on.is_some() && self.stamp == Stamp::Open
     }
 
-    /// Whether all of its work is known to be done. Makes no driver call.
+    /// Returns whether all work of the use is known to be complete. Makes no driver call.
     fn is_done(&self) -> bool {
         match (&self.on, self.stamp) {
             (Some(on), Stamp::At(epoch)) => on.is_done(epoch),
@@ -91,13 +91,13 @@ impl Note {
         self.on.as_ref().is_some_and(|other| Arc::ptr_eq(other, on))
     }
 
-    /// How it stands now; `None` if it is free.
+    /// Returns its current state, or `None` if the record is free.
     fn noted(&self) -> Option<Noted> {
         let epoch = if let Stamp::At(epoch) = self.stamp { Some(epoch) } else { None };
         self.on.clone().map(|on| Noted { on, access: self.access, epoch, later: None })
     }
 
-    /// Its stream and epoch, if it is stamped.
+    /// Returns its stream and epoch if it is stamped.
     fn stamped(&self) -> Option<(&Arc<Timeline>, u64)> {
         match (&self.on, self.stamp) {
             (Some(on), Stamp::At(epoch)) => Some((on, epoch)),
@@ -106,7 +106,7 @@ impl Note {
     }
 }
 
-/// Told when no use of a freed block is open any more.
+/// A callback for the end of the last open use of a freed block.
 ///
 /// ```
 /// use aquifer_stream::LastUse;
@@ -116,7 +116,7 @@ impl Note {
 /// }
 /// ```
 pub trait LastUse: Send + Sync {
-    /// The last open use has ended, on the thread that calls. May block.
+    /// Called by the thread that ended the last open use. May block.
     fn ended(&self);
 }
 
@@ -125,28 +125,28 @@ struct State {
     notes: Few<Note>,
     next_id: u64,
     watcher: Option<Arc<dyn LastUse>>,
-    /// Accounts of uses that came back with memory that was lent on. None is waited for by anybody
-    /// who holds this lock.
+    /// Nodes of uses that came back with sub-allocated memory. No thread that holds their locks
+    /// acquires this one.
     joined: Vec<Held>,
-    /// Who wants to know the epochs in which open uses end, by their names.
+    /// Where to store the epochs in which open uses end, by record id.
     followed: Vec<(u64, Arc<AtomicU64>)>,
-    /// Nobody but the holders of open uses refers to it any more.
+    /// Only the holders of open uses still refer to the node.
     left: bool,
-    /// Whose memory is parked, the block's with it: no use may begin.
+    /// The tag of the parked memory that contains the block. No use may begin while it is set.
     parked: Option<Tag>,
 }
 
 /// Why a use may not begin.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(super) enum Denied {
-    /// One that conflicts is open.
+    /// A conflicting use is open.
     Busy,
     /// The block's memory is parked.
     Parked(Tag),
 }
 
 impl Denied {
-    /// As an error about the block at `address`.
+    /// Converts to an error for the block at `address`.
     pub(super) fn at(self, address: u64) -> MemoryError {
         match self {
             Self::Busy => MemoryError::Busy { address },
@@ -155,23 +155,23 @@ impl Denied {
     }
 }
 
-/// In place of an epoch, the end of a use that was called off. 0 stands for one that is open.
+/// Stored instead of an epoch when a use was aborted. 0 stands for an open use.
 pub(super) const CALLED_OFF: u64 = u64::MAX;
 
-/// The account of a block's uses.
+/// The use records of a block.
 #[derive(Default)]
 pub(super) struct Node {
     state: Spin<State>,
 }
 
-/// Nodes whose streams are gone.
+/// Nodes of streams that no longer exist.
 static SPARE: Mutex<Vec<&'static Node>> = Mutex::new(Vec::new());
 
 impl Node {
-    /// One that nobody uses.
+    /// Returns an unused node.
     #[cold]
     pub(super) fn another() -> &'static Self {
-        // A model's threads are gone with its locks, so nothing passes from one run to the next.
+        // Loom locks belong to one model run, so no node passes from one run to the next.
         let old = if cfg!(loom) {
             None
         } else {
@@ -180,7 +180,7 @@ impl Node {
         old.unwrap_or_else(|| Box::leak(Box::default()))
     }
 
-    /// Takes in the nodes of a stream that is gone, or one whose stream nobody knows.
+    /// Takes in the nodes of a stream that no longer exists, or a node whose stream is unknown.
     #[cold]
     pub(super) fn spare(nodes: impl IntoIterator<Item = &'static Self>) {
         if !cfg!(loom) {
@@ -188,9 +188,9 @@ impl Node {
         }
     }
 
-    /// Notes a use, unless it may not begin. Answers with the note, where one is needed, and adds
-    /// to `before` the uses that conflict and have to be waited for: those that are stamped; and
-    /// what is queued by now for borrows, unless these are over.
+    /// Records a use if it may begin. Returns the id of the record if one is needed. Adds to
+    /// `before` the conflicting uses that must be waited for: stamped uses, and unless borrows have
+    /// ended, the work queued so far for them.
     pub(super) fn enter(
         &self,
         at_home: bool,
@@ -200,7 +200,7 @@ impl Node {
         borrows: Borrows,
         before: &mut Few<(Arc<Timeline>, u64)>,
     ) -> Result<Option<u64>, Denied> {
-        // What is let go of goes when the lock is open: it may be the last to hold another
+        // Streams are dropped after the lock is released: this may be the last reference to another
         // library's stream.
         let mut over = Few::new();
         self.state.with(|s| {
@@ -209,15 +209,15 @@ impl Node {
                 return Err(Denied::Busy);
             }
             s.take_out(&mut over, Note::is_done);
-            // The home stream's own borrows need no note: the block goes back to that stream. Of
-            // two borrows by one stream, the note that is stamped later stands for both.
+            // Borrows by the owner stream need no record: the block returns to that stream. Two
+            // borrows by one stream share the record, which is stamped later and covers both.
             let lent = |note: &Note| note.stamp == Stamp::Lent && note.is(on, access);
             let covered = stamp == Stamp::Lent && (at_home || s.notes.iter().any(lent));
             Ok((!covered).then(|| s.note(on, access, stamp, at_home)))
         })
     }
 
-    /// Notes a use whose work ends in `epoch`.
+    /// Records a use whose work ends in `epoch`.
     pub(super) fn record(
         &self,
         on: &Arc<Timeline>,
@@ -233,13 +233,13 @@ impl Node {
         })
     }
 
-    /// Whether a use may begin, where none would be noted.
+    /// Checks whether a use may begin, without recording one.
     pub(super) fn admits(&self) -> Result<(), Denied> {
         self.state.with(|s| s.admit())
     }
 
-    /// Refuses every use from now on, unless one is open. Answers with what may be queued or
-    /// running, borrows included.
+    /// Refuses every use from now on, unless one is open. Returns the work that may be queued or
+    /// running, including that of borrows.
     pub(super) fn park(&self, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>, Denied> {
         self.state.with(|s| {
             s.admit()?;
@@ -250,18 +250,19 @@ impl Node {
         })
     }
 
-    /// What may be queued or running, borrows included, unless a use is open.
+    /// Returns the work that may be queued or running, including that of borrows, unless a use is
+    /// open.
     pub(super) fn work(&self) -> Result<Vec<(Arc<Timeline>, u64)>, Denied> {
         let mut work = Vec::new();
         self.state.with(|s| s.work(&mut work)).map(|()| work)
     }
 
-    /// Uses may begin again.
+    /// Allows uses again.
     pub(super) fn resume(&self) {
         self.state.with(|s| s.parked = None);
     }
 
-    /// Ends an open use on `on` in `epoch`; `None` calls it off.
+    /// Ends an open use on `on` in `epoch`. `None` aborts it.
     pub(super) fn end(&'static self, id: u64, on: &Arc<Timeline>, epoch: Option<u64>) {
         let mut over = Few::new();
         let (watcher, spare) = self.state.with(|s| {
@@ -270,12 +271,12 @@ impl Node {
             };
             let (at_home, access) = (s.notes[at].at_home, s.notes[at].access);
             match epoch {
-                // One that is open is not raised, so this is another.
+                // Only stamped records are raised, so this open one would not be the record found.
                 Some(epoch) if !at_home && !s.raise(on, access, epoch) => {
                     s.notes[at].stamp = Stamp::At(epoch);
                 }
-                // Covered by another; called off; or at home, where whoever comes next waits in any
-                // case.
+                // Covered by another record, or aborted, or on the owner stream, for which every
+                // later user waits anyway.
                 _ => over.extend(s.notes[at].on.take()),
             }
             s.tell_followers(id, epoch);
@@ -297,7 +298,7 @@ impl Node {
         }
     }
 
-    /// Takes a use back that could not be ordered.
+    /// Withdraws a use that could not be ordered.
     pub(super) fn withdraw(&self, id: u64) {
         let mut over = Few::new();
         self.state.with(|s| {
@@ -306,7 +307,7 @@ impl Node {
         });
     }
 
-    /// Forgets uses that the block's own stream has been made to wait for, unless they have been
+    /// Forgets uses that the owner stream has been made to wait for, unless their epoch has been
     /// raised since.
     pub(super) fn forget(&self, waited: &[(Arc<Timeline>, u64)]) {
         let mut over = Few::new();
@@ -317,9 +318,10 @@ impl Node {
         });
     }
 
-    /// The block is freed: all borrows are over, and what is done or in order with its stream is
-    /// forgotten. Whether anything is left. `stamped` gets what has to be fenced at once, and
-    /// `joined` what was joined to this one.
+    /// Called when the block is freed. All borrows have ended, and uses that are complete or in
+    /// order with the owner stream are forgotten. Returns whether any use is left. Adds to
+    /// `stamped` the epochs that must be fenced immediately, and moves the joined nodes to
+    /// `joined`.
     pub(super) fn freed(
         &self,
         stamped: &mut Few<(Arc<Timeline>, u64)>,
@@ -342,12 +344,12 @@ impl Node {
         })
     }
 
-    /// The block that this was joined to is freed.
+    /// Called when the block that this node was joined to is freed.
     pub(super) fn leave_home(&self) {
         self.state.with(State::leave_home);
     }
 
-    /// Forgets what is done. Whether anything is left.
+    /// Forgets complete uses. Returns whether any use is left.
     pub(super) fn forget_done(&self) -> bool {
         let mut over = Few::new();
         self.state.with(|s| {
@@ -356,8 +358,8 @@ impl Node {
         })
     }
 
-    /// Forgets everything that is not open. Whether nothing is left, so that the node may go to
-    /// another block; if not, it is left to the holders of open uses, the last of whom sees to it.
+    /// Forgets everything that is not open. Returns whether nothing is left, so that the node may
+    /// serve another block. Otherwise the holder of the last open use recycles the node.
     pub(super) fn clear(&self) -> bool {
         let mut over = Few::new();
         let (empty, _watcher, _joined) = self.state.with(|s| {
@@ -369,7 +371,7 @@ impl Node {
         empty
     }
 
-    /// Lets go of the node of a block that nobody asks about any more.
+    /// Releases the node of a block that is no longer tracked.
     #[cold]
     pub(super) fn let_go(&'static self) {
         if self.clear() {
@@ -377,14 +379,14 @@ impl Node {
         }
     }
 
-    /// Joins accounts of the same memory to this one.
+    /// Joins nodes of the same memory to this one.
     pub(super) fn join(&self, others: impl Iterator<Item = Held>) {
         for other in others {
             self.state.with(|s| s.joined.push(other));
         }
     }
 
-    /// The block's own stream is `home` from now on.
+    /// Makes `home` the owner stream of the block.
     pub(super) fn move_to(&self, home: &Arc<Timeline>) {
         self.state.with(|s| {
             for note in &mut s.notes {
@@ -393,23 +395,23 @@ impl Node {
         });
     }
 
-    /// Whether one is open.
+    /// Returns whether a use is open.
     pub(super) fn is_open(&self) -> bool {
         self.state.with(|s| s.any_open())
     }
 
-    /// Those that are stamped, with their epochs.
+    /// Returns the stamped uses, with their epochs.
     pub(super) fn stamped(&self) -> Few<(Arc<Timeline>, u64)> {
         let stamped = |note: &Note| note.stamped().map(|(on, epoch)| (on.clone(), epoch));
         self.state.with(|s| s.notes.iter().filter_map(stamped).collect())
     }
 
-    /// All, as they stand now.
+    /// Returns all uses in their current state.
     pub(super) fn noted(&self) -> Few<Noted> {
         self.state.with(|s| s.notes.iter().filter_map(Note::noted).collect())
     }
 
-    /// All, as they stand now; those that are open will say when they have ended.
+    /// Returns all uses in their current state. Those that are open are updated when they end.
     pub(super) fn follow(&self) -> Vec<Noted> {
         self.state.with(|s| {
             let mut all = Vec::with_capacity(s.notes.len());
@@ -429,8 +431,8 @@ impl Node {
         })
     }
 
-    /// Has `watcher` told when no use is open any more, unless that is so already. Whether one is
-    /// open.
+    /// Calls `watcher` when no use is open any more, unless none is open now. Returns whether one
+    /// is open.
     pub(super) fn watch(&self, watcher: &Arc<dyn LastUse>) -> bool {
         let replaced =
             self.state.with(|s| s.any_open().then(|| s.watcher.replace(watcher.clone())));
@@ -443,8 +445,8 @@ impl State {
         self.parked.map_or(Ok(()), |tag| Err(Denied::Parked(tag)))
     }
 
-    /// Adds what may be queued or running, unless a use is open. A borrow's work is all that its
-    /// stream has queued by now.
+    /// Adds the work that may be queued or running, unless a use is open. For a borrow, this is all
+    /// work that its stream has queued so far.
     fn work(&self, all: &mut Vec<(Arc<Timeline>, u64)>) -> Result<(), Denied> {
         for note in &self.notes {
             let Some(on) = &note.on else { continue };
@@ -458,7 +460,8 @@ impl State {
         joined.try_for_each(|node| node.state.with(|s| s.work(all)))
     }
 
-    /// Adds to `before` the uses that one on `on` has to come after. Whether it may come at all.
+    /// Adds to `before` the uses that must come before a use on `on`. Returns whether that use may
+    /// begin.
     fn precede(
         &mut self,
         on: &Arc<Timeline>,
@@ -490,7 +493,7 @@ impl State {
         })
     }
 
-    /// Tells whoever follows an open use that it has ended.
+    /// Publishes the end of a use to those that follow it.
     #[inline]
     fn tell_followers(&mut self, id: u64, epoch: Option<u64>) {
         if !self.followed.is_empty() {
@@ -525,8 +528,8 @@ impl State {
         id
     }
 
-    /// Makes a note of the same stream and access cover `epoch` too, if there is one that is
-    /// stamped: one for each is enough, since the later epoch covers the earlier.
+    /// Raises a stamped record of the same stream and access to cover `epoch` too. One record is
+    /// enough, because the later epoch covers the earlier. Returns whether such a record exists.
     fn raise(&mut self, on: &Arc<Timeline>, access: Access, epoch: u64) -> bool {
         for note in &mut self.notes {
             if let Stamp::At(earlier) = note.stamp
@@ -539,7 +542,7 @@ impl State {
         false
     }
 
-    /// Stamps those of `which` whose end is the end of a borrow: it is over.
+    /// Stamps the records of ended borrows that `which` selects.
     fn end_borrows(&mut self, over: &mut Few<Arc<Timeline>>, which: impl Fn(&Note) -> bool) {
         for at in 0..self.notes.len() {
             let note = &self.notes[at];
@@ -557,9 +560,9 @@ impl State {
         }
     }
 
-    /// The block is freed. What is open on its own stream goes on after that, so its end is to be
-    /// stamped like any other's: the epoch of the free says nothing about work that is queued after
-    /// it.
+    /// Called when the block is freed. An open use on the owner stream continues after the free,
+    /// and must be stamped like any other: the epoch of the free does not cover work that is queued
+    /// later.
     fn leave_home(&mut self) {
         self.notes.iter_mut().for_each(|note| note.at_home = false);
     }
@@ -573,7 +576,7 @@ impl State {
     }
 }
 
-/// The nodes that a stream's blocks have used before.
+/// The idle nodes of a stream, for its blocks.
 #[derive(Default)]
 pub(crate) struct Nodes {
     idle: Spin<Vec<&'static Node>>,
@@ -584,7 +587,7 @@ impl Nodes {
         self.idle.with(Vec::pop).unwrap_or_else(Node::another)
     }
 
-    /// Takes a node back, which is empty and which nobody else refers to.
+    /// Returns a node that is empty and has no other references.
     pub(super) fn give(&self, node: &'static Node) {
         if !cfg!(loom) {
             self.idle.with(|idle| idle.push(node));

@@ -1,5 +1,5 @@
-//! The uses of a live block, for a pool that takes its memory away for a while, or runs work on it
-//! that is not its owner's.
+//! Access to the uses of a live block from its pool, which parks the block's memory or runs its own
+//! work on it.
 
 use super::{UseList, node::Node};
 use crate::Timeline;
@@ -7,10 +7,9 @@ use aquifer_core::{Result, Tag};
 use aquifer_driver::Access;
 use std::{fmt, sync::Arc};
 
-/// A look at the uses of a live block, kept by its pool beside the token that its owner has.
+/// A view of the uses of a live block, kept by its pool beside the block that the user owns.
 ///
-/// It is good until the block's uses are [taken](UseList::take): the pool lets go of it before
-/// that.
+/// Valid until the block's uses are [taken](UseList::take). The pool must drop it before that.
 ///
 /// ```
 /// use aquifer_core::{DeviceId, MemoryError, Tag};
@@ -36,8 +35,8 @@ pub struct Watch {
 }
 
 impl UseList {
-    /// A look at this list from outside. From here on a use by the home stream is asked for as
-    /// well, which costs it a lock.
+    /// Returns a view of this list for the pool. From now on, uses by the owner stream are checked
+    /// too, which costs them a lock.
     #[must_use]
     pub fn watch(&self, home: &Timeline) -> Watch {
         Watch { node: self.node_or_new(home) }
@@ -45,20 +44,22 @@ impl UseList {
 }
 
 impl Watch {
-    /// Refuses every use with [`Parked`](aquifer_core::MemoryError::Parked) from now on. Answers
-    /// with the work of other streams that may be queued or running, as streams and epochs: for a
-    /// borrow, whose end cannot be seen, all that its stream has queued by now. Never blocks.
+    /// Refuses every use with [`Parked`](aquifer_core::MemoryError::Parked) from now on. Returns
+    /// the streams and epochs of the other streams' work that may be queued or running. For a
+    /// borrow, whose end cannot be observed, this is all work that its stream has queued so far.
+    /// Never blocks.
     ///
     /// # Errors
     /// [`Busy`](aquifer_core::MemoryError::Busy) with `address` if a prepared use is not finished,
-    /// and [`Parked`](aquifer_core::MemoryError::Parked) if uses are refused already. Nothing has
-    /// changed then.
+    /// and [`Parked`](aquifer_core::MemoryError::Parked) if uses are refused already. Nothing
+    /// changes then.
     pub fn park(&self, address: u64, tag: Tag) -> Result<Vec<(Arc<Timeline>, u64)>> {
         self.node.park(tag).map_err(|denied| denied.at(address))
     }
 
-    /// The work of other streams that may be queued or running, as streams and epochs: for a
-    /// borrow, whose end cannot be seen, all that its stream has queued by now. Never blocks.
+    /// Returns the streams and epochs of the other streams' work that may be queued or running. For
+    /// a borrow, whose end cannot be observed, this is all work that its stream has queued so far.
+    /// Never blocks.
     ///
     /// # Errors
     /// [`Busy`](aquifer_core::MemoryError::Busy) with `address` if a prepared use is not finished.
@@ -66,16 +67,16 @@ impl Watch {
         self.node.work().map_err(|denied| denied.at(address))
     }
 
-    /// Notes that work which ends in `epoch` of `on` reads and writes the block: whoever comes next
-    /// waits for it.
+    /// Records that the work up to `epoch` of `on` reads and writes the block. Later users wait for
+    /// it.
     ///
     /// # Errors
-    /// [`Parked`](aquifer_core::MemoryError::Parked), and nothing is noted.
+    /// [`Parked`](aquifer_core::MemoryError::Parked). Nothing is recorded then.
     pub fn record(&self, on: &Arc<Timeline>, epoch: u64) -> Result<()> {
         self.node.record(on, Access::ReadWrite, epoch).map_err(|denied| denied.at(0))
     }
 
-    /// Uses may begin again.
+    /// Allows uses again.
     pub fn resume(&self) {
         self.node.resume();
     }
